@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy
 
-from mpitrain.adapters.adapter import Adapter, OnGradient
+from mpitrain.adapters.adapter import Adapter, OnGradient, divided_of
 from mpitrain.arrays import Array
 from mpitrain.errors import ConfigError, GradientError
 from mpitrain.exchange.bucket import Parameter
+from mpitrain.exchange.division import Division
 from mpitrain.exchange.remarks import Remarks
 from mpitrain.shard import part_of
 from mpitrain.training.loss_scale import LossScale
@@ -133,6 +134,38 @@ class Accumulate:
         if not hasattr(adapter, "scale_next_rate"):
             raise ConfigError(f"{type(adapter).__name__} has no method scale_next_rate(factor); ArrayFunction has it")
         adapter.scale_next_rate(factor)
+
+    def divisions(self, num_servers: int) -> tuple[Division, Division]:
+        """See DividedAdapter.
+
+        Raises:
+            ConfigError: the adapter cannot be divided.
+        """
+        return divided_of(self._adapter).divisions(num_servers)
+
+    def update_only(self, number: int, num_servers: int, norm_of_all: Callable[[float], float]) -> None:
+        """See DividedAdapter.
+
+        Raises:
+            ConfigError: the adapter or its optimizer cannot update a part.
+        """
+        divided_of(self._adapter).update_only(number, num_servers, norm_of_all)
+
+    def plan_update(self) -> dict[str, Any]:
+        """See DividedAdapter."""
+        return divided_of(self._adapter).plan_update()
+
+    def follow_plan(self, plan: Mapping[str, Any]) -> None:
+        """See DividedAdapter."""
+        divided_of(self._adapter).follow_plan(plan)
+
+    def part_state(self, number: int) -> dict[str, Any]:
+        """See DividedAdapter."""
+        return divided_of(self._adapter).part_state(number)
+
+    def take_part_state(self, number: int, state: Mapping[str, Any], gone: Sequence[str]) -> None:
+        """See DividedAdapter."""
+        divided_of(self._adapter).take_part_state(number, state, gone)
 
     def measure_gradient_norm(self) -> None:
         """See Adapter."""

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol, TypeAlias
+from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 import numpy
 
 from mpitrain.arrays import Array
+from mpitrain.errors import ConfigError
 from mpitrain.exchange.bucket import Parameter
+from mpitrain.exchange.division import Division
 from mpitrain.exchange.remarks import Remarks
 from mpitrain.training.loss_scale import LossScale
 from mpitrain.tree import Tree
@@ -91,3 +93,66 @@ class Adapter(Protocol):
     def restore(self, state: Mapping[str, Any]) -> None:
         """Reverse `state`. Raise CheckpointError, before anything is overwritten, if `state` does not fit."""
         ...
+
+
+@runtime_checkable
+class DividedAdapter(Adapter, Protocol):
+    """An Adapter whose parameters can be divided between several servers. Each server has the whole model, and updates
+    a part of it."""
+
+    def divisions(self, num_servers: int) -> tuple[Division, Division]:
+        """Return how `layout` and how `parameters` are divided between so many servers, the same in every process.
+
+        What `layout` and `parameters` both have is on the same server in both.
+        """
+        ...
+
+    def update_only(self, number: int, num_servers: int, norm_of_all: Callable[[float], float]) -> None:
+        """Let `apply_gradients` change only the part of a server, and take flat buffers of this part alone.
+
+        Args:
+            number: of the server; the first one is 0.
+            norm_of_all: `apply_gradients` calls it where it needs the norm of the gradients, with the norm of the
+                part's. It returns the norm of the gradients of all parts.
+
+        Raises:
+            ConfigError: the optimizer cannot do this.
+        """
+        ...
+
+    def plan_update(self) -> dict[str, Any]:
+        """Return what all servers must know of the next update, as JSON can hold it: the number of the step, the
+        learning rate, whether the norm is needed."""
+        ...
+
+    def follow_plan(self, plan: Mapping[str, Any]) -> None:
+        """Let the next `apply_gradients` make the update of a `plan_update`."""
+        ...
+
+    def part_state(self, number: int) -> dict[str, Any]:
+        """Return parameters and optimizer state of the part of a server, by name: arrays, and what JSON can hold.
+
+        The arrays are not copies. `update_only` comes before.
+        """
+        ...
+
+    def take_part_state(self, number: int, state: Mapping[str, Any], gone: Sequence[str]) -> None:
+        """Copy what `part_state` has returned, or some of it, from the same model in another process.
+
+        `gone` are names that are not in it any more.
+        """
+        ...
+
+
+def divided_of(adapter: Adapter) -> DividedAdapter:
+    """Return an adapter that can be divided between servers.
+
+    Raises:
+        ConfigError: this one cannot.
+    """
+    if not isinstance(adapter, DividedAdapter):
+        raise ConfigError(
+            f"several servers divide the parameters, and {type(adapter).__name__} has not all methods of "
+            "DividedAdapter; ArrayFunction and TorchModule have them. Start one server"
+        )
+    return adapter

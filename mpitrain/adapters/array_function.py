@@ -14,6 +14,7 @@ from mpitrain.arrays import Array, is_array, is_device_array, namespace
 from mpitrain.cuda.staging import like
 from mpitrain.errors import ConfigError, GradientError
 from mpitrain.exchange.bucket import Parameter, plan_layout
+from mpitrain.exchange.division import Division, divide
 from mpitrain.exchange.remarks import Remarks
 from mpitrain.training.loss_scale import LossScale
 from mpitrain.training.optimizers import Optimizer
@@ -175,6 +176,49 @@ class ArrayFunction:
                 "cannot be scaled; mt.Sgd, mt.Adam and mt.AdamW have it"
             )
         optimizer.scale_next_rate(factor)
+
+    def divisions(self, num_servers: int) -> tuple[Division, Division]:
+        """See DividedAdapter: evenly, so that a large parameter is on several servers."""
+        division = divide(plan_layout(self._layout), num_servers)
+        return division, division
+
+    def update_only(self, number: int, num_servers: int, norm_of_all: Callable[[float], float]) -> None:
+        """See DividedAdapter.
+
+        Raises:
+            ConfigError: the optimizer is none of mpitrain, and cannot update a part.
+        """
+        optimizer: Any = self._optimizer
+        if not hasattr(optimizer, "update_only"):
+            raise ConfigError(
+                f"{type(optimizer).__name__} has no method update_only(part, norm_of_all), so it cannot be divided "
+                "between servers; mt.Sgd, mt.Adam and mt.AdamW can. Start one server"
+            )
+        self._parts = [part[self._flat.dtype] for part in self.divisions(num_servers)[0].parts]
+        optimizer.update_only(self._parts[number], norm_of_all)
+
+    def plan_update(self) -> dict[str, Any]:
+        """See DividedAdapter."""
+        optimizer: Any = self._optimizer
+        plan: dict[str, Any] = optimizer.plan_update()
+        return plan
+
+    def follow_plan(self, plan: Mapping[str, Any]) -> None:
+        """See DividedAdapter."""
+        optimizer: Any = self._optimizer
+        optimizer.follow_plan(plan)
+
+    def part_state(self, number: int) -> dict[str, Any]:
+        """See DividedAdapter: `parameters` and the buffers of the optimizer, flat."""
+        state = self._optimizer.state().items()
+        flats = {"parameters": self._flat, **{name: value for name, value in state if not isinstance(value, int)}}
+        return {name: flat[self._parts[number]] for name, flat in flats.items()}
+
+    def take_part_state(self, number: int, state: Mapping[str, Any], gone: Sequence[str]) -> None:
+        """See DividedAdapter."""
+        for name, flat in self.part_state(number).items():
+            if name in state:
+                flat[...] = like(state[name], flat)
 
     def measure_gradient_norm(self) -> None:
         """See Adapter."""

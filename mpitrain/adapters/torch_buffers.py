@@ -14,7 +14,7 @@ float64 (mpitrain/torch/buffer_means.py).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TypeAlias
 from weakref import ref
 
@@ -97,9 +97,9 @@ class ModuleBuffers:
             change = torch.where(same, 0, tensor.to(wide) - before.to(wide)).to(dtype)
             yield array_of(change if scale == 1 else change * scale)
 
-    def add(self, changes: Sequence[numpy.ndarray]) -> None:
-        """Add these changes, as `changes` yields them, to the floating buffers."""
-        for name, array in zip(self.floats, changes, strict=True):
+    def add(self, changes: Mapping[str, numpy.ndarray]) -> None:
+        """Add these changes, as `changes` yields them, to floating buffers, by name."""
+        for name, array in changes.items():
             tensor, change = self.tensor(name), tensor_of(array)
             wide = torch.promote_types(tensor.dtype, change.dtype)
             tensor.copy_(torch.where(change == 0, tensor.to(wide), tensor.to(wide) + change.to(wide)))

@@ -15,6 +15,7 @@ from mpitrain.adapters.fits import check_fits
 from mpitrain.arrays import Array
 from mpitrain.errors import ConfigError, GradientError
 from mpitrain.exchange.bucket import Parameter, plan_layout
+from mpitrain.exchange.division import Division
 from mpitrain.exchange.remarks import Remarks
 from mpitrain.training.loss_scale import LossScale
 from mpitrain.training.schedules import Schedule
@@ -32,6 +33,7 @@ from mpitrain.adapters.torch_batch import as_tensors, is_empty
 from mpitrain.adapters.torch_buffers import ModuleBuffers, Values
 from mpitrain.adapters.torch_checks import check_optimizer, check_places, checked_loss, narrow_dtype
 from mpitrain.adapters.torch_optimizer import ScheduledOptimizer
+from mpitrain.adapters.torch_parts import TorchParts, check_dividable
 from mpitrain.adapters.torch_state import Scheduler
 from mpitrain.adapters.torch_trained import Trained
 
@@ -100,6 +102,7 @@ class TorchModule:
         check_places(module)
         self._trained = Trained(module, "TorchModule()")
         check_optimizer(optimizer, self._trained.named, self._trained.tensors)
+        self._torch_optimizer = optimizer
         self._optimizer = ScheduledOptimizer(optimizer, self._trained.named, schedule, clip_norm)
         self._narrow = narrow_dtype(precision, self._trained.tensors)
         self._loss_scale = LossScale() if loss_scale is None and precision == "fp16" else loss_scale
@@ -112,6 +115,7 @@ class TorchModule:
         buffers = [Parameter(name, shape, wide) for name, shape in shapes.items()]
         self._counts = plan_layout(self._trained.layout).counts
         self._plan = plan_layout([*self._trained.layout, *buffers])
+        self._parts: TorchParts | None = None  # of several servers
         self._on_gradient: OnGradient | None = None
         self._handed_in: set[int] = set()
         self._changed: Values | None = None
@@ -225,18 +229,57 @@ class TorchModule:
 
     def apply_gradients(self, flats: Mapping[numpy.dtype, Array], remarks: Remarks) -> float:
         """See Adapter."""
-        for text in self._trained.report(remarks):
+        is_first = self._parts is None or self._parts.number == 0
+        for text in self._trained.report(remarks) if is_first else ():
             warnings.warn(f"{text}. Freeze parameters that are never trained: requires_grad_(False)", stacklevel=2)
-        views = self._plan.views(dict(flats))
         trained = self._trained.tensors.values()
-        for index, (parameter, view) in enumerate(zip(trained, views, strict=False)):
-            parameter.grad = None if index in remarks.unused else tensor_of(view)
-        rate = self._optimizer.step([flats[dtype][:count] for dtype, count in self._counts.items()])
+        if self._parts is None:
+            views = dict(enumerate(self._plan.views(dict(flats))))
+            gradients = [flats[dtype][:count] for dtype, count in self._counts.items()]
+        else:
+            views = self._parts.views(flats)
+            gradients = [view.reshape(-1) for index, view in views.items() if index < len(trained)]
+        for index, parameter in enumerate(trained):
+            parameter.grad = None if index in remarks.unused or index not in views else tensor_of(views[index])
+        rate = self._optimizer.step(gradients)
         for parameter in trained:
             parameter.grad = None
-        self._buffers.add(views[len(trained) :])
+        self._buffers.add({self.layout[index].name: view for index, view in views.items() if index >= len(trained)})
         self._buffers.settle_others([note or () for note in remarks.notes])
         return rate
+
+    def divisions(self, num_servers: int) -> tuple[Division, Division]:
+        """See DividedAdapter: whole tensors, the largest one first, to the server with the fewest bytes."""
+        parts = TorchParts(self.layout, self.parameters(), num_servers)
+        return parts.gradients, parts.parameters
+
+    def update_only(self, number: int, num_servers: int, norm_of_all: Callable[[float], float]) -> None:
+        """See DividedAdapter.
+
+        Raises:
+            ConfigError: the optimizer is none of torch.optim.
+        """
+        check_dividable(self._torch_optimizer)
+        self._parts = TorchParts(self.layout, self.parameters(), num_servers, number)
+        self._optimizer.take_norm_of_all(norm_of_all)
+
+    def plan_update(self) -> dict[str, Any]:
+        """See DividedAdapter."""
+        return self._optimizer.plan_update()
+
+    def follow_plan(self, plan: Mapping[str, Any]) -> None:
+        """See DividedAdapter."""
+        self._optimizer.follow_plan(plan)
+
+    def part_state(self, number: int) -> dict[str, Any]:
+        """See DividedAdapter."""
+        assert self._parts is not None
+        return self._parts.state(number, self.parameters(), self._torch_optimizer, self._trained.named)
+
+    def take_part_state(self, number: int, state: Mapping[str, Any], gone: Sequence[str]) -> None:
+        """See DividedAdapter."""
+        assert self._parts is not None
+        self._parts.take(state, gone, self.parameters(), self._torch_optimizer, self._trained.named)
 
     def measure_gradient_norm(self) -> None:
         """See Adapter."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy
@@ -13,8 +13,10 @@ from mpitrain.adapters.torch_checks import check_schedule
 from mpitrain.adapters.torch_state import (
     Scheduler,
     check_optimizer_state,
+    groups_of,
     optimizer_state,
     read_scheduler_state,
+    restore_groups,
     restore_optimizer_state,
     scheduler_state,
 )
@@ -46,30 +48,51 @@ class ScheduledOptimizer:
         self._steps = 0
         self._measures_norm = False
         self._last_norm: float | None = None
+        self._norm_of_all: Callable[[float], float] | None = None
+        self._given_rate: float | None = None
 
     def step(self, gradients: Sequence[numpy.ndarray]) -> float:
         """Clip, make one step, and return its rate.
 
         Args:
-            gradients: the gradients of all trained parameters, flat, one array per dtype. They share the memory of
+            gradients: the gradients of all trained parameters, flat, in any number of arrays. They share the memory of
                 p.grad. Clipping scales them in place.
 
         Raises:
             ConfigError: the schedule returns a rate that is not allowed.
         """
         self._clip(gradients)
+        rate = self._next_rate() if self._given_rate is None else self._given_rate
+        self._given_rate = None
+        self._optimizer.step()
+        self._steps += 1
+        if isinstance(self._schedule, Scheduler):
+            self._schedule.step()
+        return rate
+
+    def _next_rate(self) -> float:
+        """Set the groups' rates for the next step. Return that of the first one."""
         groups = self._optimizer.param_groups
         if callable(self._schedule):
             rate = float(self._schedule(self._steps))
             check(f"learning_rate at step {self._steps}", rate, "a finite number >= 0", rate >= 0)
             for group in groups:
                 _set_rate(group, rate)
-        rate = float(groups[0]["lr"])
-        self._optimizer.step()
-        self._steps += 1
-        if isinstance(self._schedule, Scheduler):
-            self._schedule.step()
-        return rate
+        return float(groups[0]["lr"])
+
+    def take_norm_of_all(self, norm_of_all: Callable[[float], float]) -> None:
+        """From now on, gradients are those of one server, and this function returns the norm of those of all."""
+        self._norm_of_all = norm_of_all
+
+    def plan_update(self) -> dict[str, Any]:
+        """See DividedAdapter. The plan has all options of the groups, which a schedule or a hook may have set."""
+        rate, groups = self._next_rate(), groups_of(self._optimizer)
+        return {"step": self._steps, "rate": rate, "groups": groups, "measures_norm": self._measures_norm}
+
+    def follow_plan(self, plan: Mapping[str, Any]) -> None:
+        """See DividedAdapter."""
+        restore_groups(self._optimizer, plan["groups"])
+        self._steps, self._given_rate, self._measures_norm = plan["step"], plan["rate"], plan["measures_norm"]
 
     def _clip(self, gradients: Sequence[numpy.ndarray]) -> None:
         self._last_norm = None
@@ -77,7 +100,8 @@ class ScheduledOptimizer:
             return
         self._measures_norm = False
         wide = (part if part.dtype.itemsize > 2 else part.astype(numpy.float32) for part in gradients)
-        self._last_norm = norm = math.hypot(*(global_norm(part) for part in wide))
+        norm = math.hypot(*(global_norm(part) for part in wide))
+        self._last_norm = norm = norm if self._norm_of_all is None else self._norm_of_all(norm)
         if self._clip_norm is not None and self._clip_norm < norm < math.inf:
             for part in gradients:
                 numpy.multiply(part, part.dtype.type(self._clip_norm / norm), out=part)

@@ -35,9 +35,9 @@ def optimizer_state(optimizer: torch.optim.Optimizer, named: Mapping[str, torch.
             "module; a checkpoint holds state by parameter"
         )
     return {
-        "groups": {str(number): _options(group) for number, group in enumerate(optimizer.param_groups)},
+        "groups": groups_of(optimizer),
         "state": {
-            names[parameter]: {key: _plain(value) for key, value in entry.items()}
+            names[parameter]: {key: plain(value) for key, value in entry.items()}
             for parameter, entry in optimizer.state.items()
         },
     }
@@ -64,7 +64,7 @@ def check_optimizer_state(
     for name, entry in state.get("state", {}).items():
         if name not in named:
             raise CheckpointError(f"the checkpoint has optimizer state for {name}; the module has no such parameter")
-        own = {key: _plain(value) for key, value in optimizer.state.get(named[name], {}).items()}
+        own = {key: plain(value) for key, value in optimizer.state.get(named[name], {}).items()}
         if own and {key: numpy.shape(value) for key, value in own.items()} != {
             key: numpy.shape(value) for key, value in entry.items()
         }:
@@ -78,12 +78,7 @@ def restore_optimizer_state(
     optimizer: torch.optim.Optimizer, named: Mapping[str, torch.Tensor], state: Mapping[str, Any]
 ) -> None:
     """Reverse `optimizer_state`; `state` is copied. Call check_optimizer_state first."""
-    for number, group in enumerate(optimizer.param_groups):
-        for option, value in state["groups"][str(number)].items():
-            if isinstance(group[option], torch.Tensor):
-                group[option].fill_(value)
-            else:
-                group[option] = tuple(value) if isinstance(group[option], tuple) else value
+    restore_groups(optimizer, state["groups"])
     kept = state.get("state", {})
     for name, parameter in named.items():
         optimizer.state.pop(parameter, None)
@@ -91,6 +86,21 @@ def restore_optimizer_state(
             optimizer.state[parameter] = {
                 key: tensor_of(numpy.array(value)) if is_array(value) else value for key, value in kept[name].items()
             }
+
+
+def groups_of(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """Return `groups` of an `optimizer_state`, as JSON can hold it."""
+    return {str(number): _options(group) for number, group in enumerate(optimizer.param_groups)}
+
+
+def restore_groups(optimizer: torch.optim.Optimizer, groups: Mapping[str, Any]) -> None:
+    """Set the options of an optimizer's groups to those in `groups` of an `optimizer_state`."""
+    for number, group in enumerate(optimizer.param_groups):
+        for option, value in groups[str(number)].items():
+            if isinstance(group[option], torch.Tensor):
+                group[option].fill_(value)
+            else:
+                group[option] = tuple(value) if isinstance(group[option], tuple) else value
 
 
 def scheduler_state(scheduler: Scheduler) -> numpy.ndarray:
@@ -120,7 +130,7 @@ def read_scheduler_state(scheduler: Scheduler, state: Any) -> dict[str, Any]:
 
 def _options(group: Mapping[str, Any]) -> dict[str, Any]:
     """Return the numbers among a group's options; no other option can change."""
-    values = {name: _plain(value) for name, value in group.items() if name != "params"}
+    values = {name: plain(value) for name, value in group.items() if name != "params"}
     return {
         name: value.item() if is_array(value) else list(value) if isinstance(value, tuple) else value
         for name, value in values.items()
@@ -136,5 +146,6 @@ def _are_numbers(value: Any) -> bool:
     return isinstance(value, list | tuple) and all(_is_number(entry) for entry in value)
 
 
-def _plain(value: Any) -> Any:
+def plain(value: Any) -> Any:
+    """Return a tensor as an array over its memory, and any other value as it is."""
     return array_of(value) if isinstance(value, torch.Tensor) else value

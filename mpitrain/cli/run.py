@@ -82,7 +82,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=positive,
         default=0,
         metavar="K",
-        help="the first K ranks hold the parameters, the others work for them (for mt.ParameterServer)",
+        help="K ranks, the first of each host, hold the parameters, and the others work for them (for "
+        "mt.ParameterServer)",
     )
     parser.add_argument(
         "--resume", metavar="JOB", help="go on with a job whose `mpitrain run` was lost, by the id that ps shows"

@@ -50,7 +50,7 @@ class JobContext:
         recover: 1: the ranks that are left go on where one is lost; 0: the loss of a rank ends the job.
         verify_record: folder on rank 0 for a record of what the script computes; "": none is wanted.
         verify_steps: how many steps are recorded; then the script ends.
-        servers: how many ranks of the job are servers, the first ones; the others are workers. 0: the ranks are equal.
+        servers: how many ranks of the job are servers; the others are workers. 0: the ranks are equal.
         serves: "server" or "worker" for a process that `mpitrain serve` or `mpitrain work` started; "": it is neither.
         serve_address: where such a server listens, or where its worker finds servers: HOST:PORT, separated by commas.
         serve_key: the file with the server's keys, or with the key of a worker.

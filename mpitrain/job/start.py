@@ -129,7 +129,7 @@ def _begin(settings: dict[str, Any]) -> Job:
         job.world = job.recovery.world
         if world.size == 1:  # a rank that is alone has no farewell
             atexit.register(job.recovery.finish)
-    job.role = role_of(world.context, world.rank, world.size)
+    job.role = role_of(world.context, world.rank, world.node_ranks)
     if world.context.serves:
         # No launcher cleans up after a process that may be killed at any time. The memory itself stays usable.
         remove_mine()

@@ -65,7 +65,7 @@ class Request:
         verify_record: folder on rank 0 for a record of what the script computes; "": none is wanted.
         verify_steps: how many steps are recorded; then the script ends.
         recover: go on without a rank that is lost, in place of ending the job; see mpitrain.job.recovery.
-        servers: so many ranks, the first ones, are servers, the others workers; 0: all ranks are equal.
+        servers: so many ranks, the first ones of each host, are servers, the others workers; 0: all ranks are equal.
         spares: keep processes ready that become the ranks after a failure; see mpitrain.launch.spares.
         show: print the mpiexec command, do not run it.
         shows_ranks: print the ranks in front of what they print.
@@ -281,8 +281,6 @@ def _check_recovers(mpiexec: Mpiexec) -> None:
 def _check_servers(request: Request, num_ranks: int) -> None:
     if not request.servers:
         return
-    if request.servers > 1:
-        raise ConfigError(f"--servers {request.servers}: parameters are not divided between servers yet; allowed is 1")
     if num_ranks <= request.servers:
         raise ConfigError(
             f"{num_ranks} ranks, {request.servers} of them servers, leave none for workers; start at least "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -22,6 +23,7 @@ class Attendee:
 
     Attributes:
         peer: the connection, by which the link and the pace know the worker.
+        ticket: a random text, by which all servers know the worker.
         version: of the parameters that it has; -1: none.
         waits_since: since when it waits for a job; None: it does not.
         job_since: when its job went out.
@@ -38,6 +40,7 @@ class Attendee:
     job_clock: float = 0.0
     is_overdue: bool = False
     is_silent: bool = False
+    ticket: str = field(default_factory=lambda: secrets.token_hex(8))
 
 
 @dataclass(frozen=True)
@@ -102,7 +105,7 @@ class Attendance:
         name = str(fields.get("name") or f"worker {number} on {fields.get('host', 'an unknown host')}")
         environment = self._rules.environment
         problem = "" if environment is None else unlike(fields.get("environment"), environment)
-        if problem := problem or _difference(fields.get("facts"), self._rules.facts):
+        if problem := problem or difference(fields.get("facts"), self._rules.facts):
             self._rules.say(f"{name} is refused: {problem}")
             self._link.send(peer, "refused", {"text": f"the server refuses {name}: {problem}"})
             return
@@ -116,7 +119,12 @@ class Attendance:
             self.here[peer] = known
             self._rules.say(f"{name} has joined; {len(self.here)} here")
         self._pace.join(peer)
-        self._link.send(peer, "welcome", {"life": self._rules.life, "name": known.tally.name})
+        told = {"life": self._rules.life, "name": known.tally.name, "ticket": known.ticket}
+        self._link.send(peer, "welcome", told)
+
+    def with_ticket(self, ticket: Any) -> Attendee | None:
+        """Return the worker that is here and has this ticket."""
+        return next((one for one in self.here.values() if one.ticket == ticket), None)
 
     def leave(self, peer: Hashable, why: str) -> None:
         """Take in that a worker is gone. Its job goes to another one."""
@@ -172,28 +180,29 @@ class Attendance:
     def look_at_the_clock(self) -> None:
         """Note whose jobs others may have, and say for whom the server waits."""
         now, rules = self.clock(), self._rules
+        out = self._queue.out()
         for attendee in self.here.values():
-            out = self._queue.at(attendee.peer)
-            if attendee.is_overdue or not rules.hang_seconds or not out:
+            job = out.get(attendee.peer)
+            if attendee.is_overdue or not rules.hang_seconds or job is None:
                 continue
             if now - attendee.job_clock > rules.hang_seconds:
                 attendee.is_overdue = True
                 rules.say(
-                    f"{attendee.tally.name} has not answered job {out[0].number} for {now - attendee.job_clock:.0f} s; "
+                    f"{attendee.tally.name} has not answered job {job.number} for {now - attendee.job_clock:.0f} s; "
                     "the next worker that is free gets its samples"
                 )
         if now - max(self._moved, self._said) < rules.stall_seconds:
             return
         self._said = now
-        busy = [one.tally.name for one in self.here.values() if self._queue.at(one.peer)]
+        busy = [one.tally.name for one in self.here.values() if one.peer in out]
         if not self.here:
             rules.say("there is no worker; the server waits for some")
         elif busy:
             rules.say(f"no answer for {now - self._moved:.0f} s; the server waits for {', '.join(busy)}")
 
 
-def _difference(given: Any, expected: Sequence[str]) -> str:
-    """Return the first difference between what a worker and the server train; "" if there is none."""
+def difference(given: Any, expected: Sequence[str]) -> str:
+    """Return the first difference between what a peer and the server train; "" if there is none."""
     if not isinstance(given, list):
         return "it does not say what it trains; is its version of mpitrain the server's?"
     for line, own in zip(given, expected, strict=False):

@@ -100,12 +100,16 @@ class JobQueue:
         self._jobs[number] = job = replace(self._jobs[number], worker=worker)
         return job
 
-    def answer(self, number: int, worker: Hashable) -> ServedJob | None:
-        """Take in that a worker has sent its gradient. None: the worker does not have this job, or has answered it."""
+    def find(self, number: int, worker: Hashable) -> ServedJob | None:
+        """Return a job that a worker has not answered. None: the worker does not have this job, or has answered it."""
         job = self._jobs.get(number)
-        if job is None or job.worker != worker or job.is_answered:
-            return None
-        self._jobs[number] = job = replace(job, is_answered=True)
+        return None if job is None or job.worker != worker or job.is_answered else job
+
+    def answer(self, number: int, worker: Hashable) -> ServedJob | None:
+        """Take in that a worker has sent its gradient. None as for `find`."""
+        job = self.find(number, worker)
+        if job is not None:
+            self._jobs[number] = job = replace(job, is_answered=True)
         return job
 
     def renew(self, number: int) -> ServedJob:
@@ -124,6 +128,10 @@ class JobQueue:
         """Return the jobs that a worker has and has not answered."""
         return [job for job in self._jobs.values() if job.worker == worker and not job.is_answered]
 
+    def out(self) -> dict[Hashable, ServedJob]:
+        """Return the jobs that are not answered, by the workers that have them. A worker has one at most."""
+        return {job.worker: job for job in self._jobs.values() if job.worker is not None and not job.is_answered}
+
     def position(self) -> dict[str, Any]:
         """Return where to go on if all jobs are lost: epoch, cursor, and `left`, the places before that to be used.
 
@@ -136,6 +144,11 @@ class JobQueue:
             if cursor == 0 and epoch > 0:
                 epoch, cursor = epoch - 1, self._num_samples
         return {"epoch": epoch, "cursor": cursor, "left": [list(places) for places in left]}
+
+    @property
+    def numbers(self) -> tuple[int, list[int]]:
+        """The newest number, and those up to it whose jobs are not used yet."""
+        return self._number, list(self._jobs)
 
     def workers(self) -> set[Hashable]:
         """Return those that have a job and have not answered it."""

@@ -41,27 +41,37 @@ class WorkerTally:
 
 
 @dataclass
+class ServerTally:
+    """The bytes of gradients and parameters that one server has taken in and sent out, without headers."""
+
+    bytes_in: int = 0
+    bytes_out: int = 0
+
+
+@dataclass
 class ServerLedger:
     """The tallies of one life of a server.
 
     Attributes:
         workers: all that have joined, also those that are gone.
+        servers: the first one, and the others if there are more.
         staleness: how many updates were made between pull and push, with the number of gradients.
         updates: the number of updates.
     """
 
     workers: list[WorkerTally] = field(default_factory=list)
+    servers: list[ServerTally] = field(default_factory=lambda: [ServerTally()])
     staleness: Counter[int] = field(default_factory=Counter)
     updates: int = 0
 
     @property
     def bytes_in(self) -> int:
-        """Of gradients, without headers."""
+        """Of gradients to all servers, without headers."""
         return sum(one.pushed_bytes for one in self.workers)
 
     @property
     def bytes_out(self) -> int:
-        """Of parameters, without headers."""
+        """Of parameters from all servers, without headers."""
         return sum(one.pulled_bytes for one in self.workers)
 
     def plain(self) -> dict[str, Any]:
@@ -69,6 +79,7 @@ class ServerLedger:
         workers = [{**asdict(one), "samples_per_second": one.samples_per_second} for one in self.workers]
         return {
             "workers": workers,
+            "servers": [asdict(one) for one in self.servers],
             "staleness": {str(staleness): self.staleness[staleness] for staleness in sorted(self.staleness)},
             "updates": self.updates,
             "bytes_in": self.bytes_in,

@@ -6,7 +6,7 @@ import errno
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy
 
@@ -14,6 +14,9 @@ from mpitrain.serve.doorkeeper import Doorkeeper, guard_server
 from mpitrain.serve.keys import ServerKeys
 from mpitrain.serve.sockets import SILENCE_SECONDS, SocketEvents, cannot_listen, make_socket, the_zmq
 from mpitrain.serve.wire import Message, MessageAssembly, Peer, WireError, frames
+
+if TYPE_CHECKING:
+    from mpitrain.serve.sockets import Socket
 
 
 @dataclass(frozen=True)
@@ -87,8 +90,13 @@ class ServerLink:
             raise cannot_listen(address, OSError(error.errno, error.strerror)) from None
         self.address = _shown(self._socket.getsockopt_string(zmq.LAST_ENDPOINT))
         self._poller = zmq.Poller()
-        for one in (self._socket, self._changes.socket, self._doorkeeper.socket):
+        for one in self.sockets:
             self._poller.register(one, zmq.POLLIN)
+
+    @property
+    def sockets(self) -> list[Socket]:
+        """Those that can be read when something has come, for sockets.wait_for."""
+        return [self._socket, self._changes.socket, self._doorkeeper.socket]
 
     @property
     def refused(self) -> int:

@@ -73,7 +73,8 @@ class Lockstep:
 
     With `backup` = b and n + b workers, n + b jobs of `batch` / n samples go out, the first n answers make the update,
     and the samples of the others go out again. Where n does not divide the batch, `batch` mod n of the jobs have one
-    sample more, so that no n answers have more samples than the batch. Source: Chen et al., Revisiting Distributed
+    sample more, so that no n answers have more samples than the batch. A worker that has answered gets another job of
+    the step only if fewer than n jobs are at workers or answered. Source: Chen et al., Revisiting Distributed
     Synchronous SGD, arXiv 1604.00981 (2016).
     """
 
@@ -99,6 +100,9 @@ class Lockstep:
         """See JobPace."""
         if not self._step:
             self._begin()
+        taken = sum(job.worker is not None for job in self._step)
+        if taken >= self._needed and any(job.worker == worker for job in self._step):
+            return None  # it would still compute a job that nobody needs when the next step begins
         not_for = self._failures.not_for(worker)
         for index, job in enumerate(self._step):
             if job.worker is None and job.places not in not_for:

@@ -16,6 +16,7 @@ from mpitrain.compression.codec import Codec
 from mpitrain.errors import ConfigError, GradientError, MissingGradientError
 from mpitrain.exchange.bucket import Layout
 from mpitrain.exchange.checks import check_gradient
+from mpitrain.exchange.division import Division, Part, counts_of, members
 from mpitrain.exchange.remarks import Told
 from mpitrain.serve.jobs import ServedJob
 from mpitrain.serve.store import on_host
@@ -28,7 +29,8 @@ class Push:
     """The answer to a job, as a server uses it.
 
     Attributes:
-        flats: the mean gradient over the job's samples, flat by dtype, in layout order.
+        flats: the server's part of the mean gradient over the job's samples, flat by dtype, in layout order.
+        not_finite: the first parameter whose gradient holds NaN or infinity in this part; "": none.
         loss: the mean loss.
         scale: the loss scale by which the gradients are multiplied.
         version: of the parameters with which the gradients were computed.
@@ -36,23 +38,21 @@ class Push:
     """
 
     flats: Mapping[numpy.dtype, numpy.ndarray]
+    not_finite: str
     loss: float
     scale: float
     version: int
     told: Told
 
-    @property
-    def is_finite(self) -> bool:
-        """False if a gradient holds NaN or infinity."""
-        return all(bool(numpy.isfinite(flat).all()) for flat in self.flats.values())
-
 
 class GradientBuffer:
     """Collects the gradients of one job on a worker. It keeps what its codec leaves out, and adds that to the next."""
 
-    def __init__(self, layout: Layout, codec: Codec | None, name: str) -> None:
+    def __init__(self, division: Division, codec: Codec | None, name: str) -> None:
         """`name` is of the worker, for errors."""
-        self._layout, self._codec, self._name = layout, codec, name
+        layout = self._layout = division.layout
+        self._parts = division.parts
+        self._codec, self._name = codec, name
         self._flats = {dtype: numpy.zeros(count, dtype) for dtype, count in layout.counts.items()}
         self._views = layout.views(self._flats)
         self._residual, self._scale = numpy.zeros(layout.counts.get(_CODED, 0), _CODED), 1.0
@@ -81,8 +81,8 @@ class GradientBuffer:
             self._views[index][...] = on_host(gradient)
         self._missing.remove(index)
 
-    def finish(self, scale: float) -> tuple[list[int], list[numpy.ndarray]]:
-        """Return the parameters that the loss does not depend on, and the arrays for the wire, one for each dtype.
+    def finish(self, scale: float) -> tuple[list[int], list[list[numpy.ndarray]]]:
+        """Return the parameters that the loss does not depend on, and the arrays for each server, one for each dtype.
 
         Args:
             scale: the loss scale by which the gradients of this job are multiplied. It may differ from job to job.
@@ -98,14 +98,16 @@ class GradientBuffer:
             )
         self._residual *= _CODED.type(scale / self._scale)
         self._scale = scale
-        return sorted(self._unused), [self._coded(dtype, flat) for dtype, flat in self._flats.items()]
+        arrays = [[self._coded(dtype, own) for dtype, own in part.items()] for part in self._parts]
+        return sorted(self._unused), arrays
 
-    def _coded(self, dtype: numpy.dtype, flat: numpy.ndarray) -> numpy.ndarray:
+    def _coded(self, dtype: numpy.dtype, own: slice) -> numpy.ndarray:
+        flat = self._flats[dtype][own]
         if self._codec is None or dtype != _CODED:
             return flat
-        wire = numpy.empty(self._codec.wire_bytes(flat.size), numpy.uint8)
-        self._residual += flat
-        self._codec.encode(self._residual, wire, error=self._residual)
+        wire, residual = numpy.empty(self._codec.wire_bytes(flat.size), numpy.uint8), self._residual[own]
+        residual += flat
+        self._codec.encode(residual, wire, error=residual)
         return wire
 
 
@@ -125,13 +127,15 @@ def codec_of(compression: str) -> Codec | None:
     return make_codec(compression)
 
 
-def read_push(fields: Mapping[str, Any], arrays: Sequence[numpy.ndarray], layout: Layout, codec: Codec | None) -> Push:
-    """Return the push in a message from a worker. Nothing in it is trusted.
+def read_gradients(
+    arrays: Sequence[numpy.ndarray], part: Part, codec: Codec | None
+) -> dict[numpy.dtype, numpy.ndarray]:
+    """Return a part of the gradients of a job from a message of a worker. Nothing in it is trusted.
 
     Raises:
         GradientError: the message does not belong to this model; the text says what does not fit.
     """
-    counts = layout.counts
+    counts = counts_of(part)
     if len(arrays) != len(counts):
         raise GradientError(f"{len(arrays)} arrays of gradients came; allowed are {len(counts)}")
     flats = {}
@@ -146,6 +150,18 @@ def read_push(fields: Mapping[str, Any], arrays: Sequence[numpy.ndarray], layout
         if codec is not None and is_coded:
             flats[dtype] = numpy.empty(count, dtype)
             codec.decode(array, flats[dtype])
+    return flats
+
+
+def read_push(
+    fields: Mapping[str, Any], arrays: Sequence[numpy.ndarray], layout: Layout, part: Part, codec: Codec | None
+) -> Push:
+    """Return the answer to a job in a message from a worker, with a part of the gradients. Nothing in it is trusted.
+
+    Raises:
+        GradientError: the message does not belong to this model; the text says what does not fit.
+    """
+    flats = read_gradients(arrays, part, codec)
     try:
         unused, version = tuple(_whole(index) for index in fields["unused"]), _whole(fields["version"])
         loss, scale = _real(fields["loss"]), _real(fields["scale"])
@@ -154,7 +170,7 @@ def read_push(fields: Mapping[str, Any], arrays: Sequence[numpy.ndarray], layout
         raise GradientError(f"the answer to a job is incomplete or odd: {type(error).__name__}: {error}") from None
     if not all(0 <= index < len(layout.parameters) for index in unused) or not scale >= 1 or math.isinf(scale):
         raise GradientError(f"unused={unused} scale={scale} came; allowed are indices of parameters, and 1 or above")
-    return Push(flats, loss, scale, version, (unused, note))
+    return Push(flats, first_not_finite(flats, layout, part), loss, scale, version, (unused, note))
 
 
 def _whole(value: Any) -> int:
@@ -169,23 +185,31 @@ def _real(value: Any) -> float:
     return float(value)
 
 
-def first_not_finite(push: Push, layout: Layout) -> str:
-    """Return the name of the first parameter whose gradient holds NaN or infinity."""
-    for parameter, view in zip(layout.parameters, layout.views(dict(push.flats)), strict=True):
-        if not numpy.isfinite(view).all():
-            return parameter.name
+def first_not_finite(flats: Mapping[numpy.dtype, numpy.ndarray], layout: Layout, part: Part) -> str:
+    """Return the name of the first parameter with NaN or infinity in this part of the gradients; "": there is none."""
+    if all(bool(numpy.isfinite(flat).all()) for flat in flats.values()):
+        return ""
+    for index, _, place in members(layout, part):
+        if not numpy.isfinite(flats[layout.parameters[index].dtype][place]).all():
+            return layout.parameters[index].name
     raise AssertionError("all gradients are finite")
 
 
-def mean_of(jobs: Sequence[ServedJob], pushes: Sequence[Push]) -> dict[numpy.dtype, numpy.ndarray]:
-    """Return the mean of these gradients over all samples, added up in this order, without the loss scales."""
+def shares_of(jobs: Sequence[ServedJob], pushes: Sequence[Push]) -> list[float]:
+    """Return the weights of these gradients in their mean over all samples, without the loss scales."""
     total = sum(job.samples for job in jobs)
-    shares = [job.samples / total / push.scale for job, push in zip(jobs, pushes, strict=True)]
+    return [job.samples / total / push.scale for job, push in zip(jobs, pushes, strict=True)]
+
+
+def mean_of(
+    gradients: Sequence[Mapping[numpy.dtype, numpy.ndarray]], shares: Sequence[float]
+) -> dict[numpy.dtype, numpy.ndarray]:
+    """Return the weighted mean of gradients, added up in this order."""
     means = {}
-    for dtype, first in pushes[0].flats.items():
+    for dtype, first in gradients[0].items():
         mean = first.copy() if shares[0] == 1.0 else first * dtype.type(shares[0])
-        for push, share in zip(pushes[1:], shares[1:], strict=True):
-            mean += push.flats[dtype] * dtype.type(share)
+        for flats, share in zip(gradients[1:], shares[1:], strict=True):
+            mean += flats[dtype] * dtype.type(share)
         means[dtype] = mean
     return means
 

@@ -1,37 +1,41 @@
 """JobServer hands out jobs, takes in gradients, and makes updates. One thread, one loop, no MPI.
 
 worker:  hello ─> welcome    next ─> job + parameters   done + gradients ─> job + parameters ...   ─> over
+
+With several servers, this is the first one. It alone decides; the others (serve.shards) have parts of the parameters.
 """
 
 from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy
 
+from mpitrain.adapters.adapter import Adapter
 from mpitrain.errors import GradientError, NonFiniteError
 from mpitrain.exchange.means import Means
 from mpitrain.exchange.overlap import Overlap
 from mpitrain.exchange.remarks import remarks_of
+from mpitrain.serve.answers import Answer, Answers
 from mpitrain.serve.attendance import Attendance, Attendee, ServerRules
+from mpitrain.serve.farewell import send_home
 from mpitrain.serve.jobs import JobQueue, ServedJob
+from mpitrain.serve.ledger import ServerTally
 from mpitrain.serve.link import Gone, ServerLink
 from mpitrain.serve.pace import JobPace
-from mpitrain.serve.pushes import Push, first_not_finite, mean_of, read_push
+from mpitrain.serve.pushes import mean_of, read_push, shares_of
 from mpitrain.serve.refusals import Refusals
+from mpitrain.serve.shards import Shards
 from mpitrain.serve.status import ServerStatus
 from mpitrain.serve.store import ParameterStore
 from mpitrain.serve.strangers import Strangers
 from mpitrain.serve.wire import Message
-from mpitrain.training.loss_scale import LossScale
 
 # The longest time without a look at the clock.
 _LOOK_SECONDS = 0.5
-# Workers that wait for a job answer a farewell at once.
-_FAREWELL_SECONDS = 5.0
 
 
 class JobServer:
@@ -48,28 +52,51 @@ class JobServer:
         store: ParameterStore,
         queue: JobQueue,
         pace: JobPace,
-        loss_scale: LossScale | None,
+        adapter: Adapter,
         rules: ServerRules,
+        *,
+        host: str,
+        num_servers: int = 1,
+        carried: Mapping[numpy.dtype, numpy.ndarray] | None = None,
     ) -> None:
+        """
+        Args:
+            host: of this server.
+            carried: flat buffers that are added to the gradients of the first update.
+        """
         self.queue = queue
         self._link, self._store, self._pace = link, store, pace
-        self._loss_scale, self._rules = loss_scale, rules
+        self._loss_scale, self._rules = adapter.loss_scale, rules
         self._attendance = Attendance(link, queue, pace, rules)
         self.ledger = self._attendance.ledger
         self._status = ServerStatus(self._attendance, queue, rules.expected, rules.now)
         self._events: deque[Message | Gone] = deque()
-        self._pushes: dict[int, Push] = {}  # by the numbers of their jobs
+        self._answers = Answers(num_servers)
         self._refusals = Refusals()
         self._left: float | None = None  # when the last update had been made
         self._strangers = Strangers(link, rules.say, rules.now)
+        self.ledger.servers = [ServerTally() for _ in range(num_servers)]
+        self._shards = Shards(link, self._events, adapter, rules, self.ledger.servers, host)
+        self._has_begun = False
+        self._carried = carried or {}
+        store.carry({dtype: flat[store.part[dtype]] for dtype, flat in self._carried.items()})
 
     def next_update(self) -> tuple[Means, float]:
         """Wait until workers have sent what makes the next update, and make it. Return the means and the learning rate.
 
         Raises:
             GradientError: several workers have sent what cannot be used for the same samples.
+            LaunchError: another server is gone.
         """
-        self._store.note_changes()  # by the last update, and by the hooks after it: no job goes out before them
+        if not self._has_begun:
+            self._has_begun = True
+            self._shards.gather()
+            self._shards.begin(self._store.version, self._carried)
+            self._carried = {}
+        # By the last update, and by the hooks after it: no job goes out before them.
+        changes = self._shards.changes()
+        self._store.note_changes(elsewhere=bool(changes))
+        self._shards.settle(self._store.version, changes)
         if self._left is not None:
             self._attendance.was_away(self._rules.now() - self._left)
         while True:
@@ -85,52 +112,32 @@ class JobServer:
                     self._left = self._rules.now()
                     return made
 
+    def fetch(self) -> None:
+        """Bring the parameters and the optimizer's state of all servers into the model of this one.
+
+        Raises:
+            LaunchError: another server is gone.
+        """
+        self._shards.fetch()
+
     def close(self, reason: str, *, is_over: bool) -> None:
         """Close the link. Tell all workers that the run is over, or else, if there is a reason, that it has failed.
 
         Otherwise the workers wait until the server is there again.
         """
-        if is_over:
-            self._send_home("over", {})
-        elif reason:
-            self._send_home("refused", {"text": reason})
+        if is_over or reason:
+            self._shards.gather()  # the run may have ended before its first step
+            kind, fields = ("over", {}) if is_over else ("refused", {"text": reason})
+            send_home(self._link, self._attendance, self._events, self._rules, kind, fields, self._shards.knows)
+            self._shards.end()
         self._link.close()
-
-    def _send_home(self, kind: str, fields: Mapping[str, Any]) -> None:
-        """Tell all workers that the run has ended, also those that come now. Wait for their farewell, but not for long.
-
-        A worker that still computes reads of the end when it has sent its answer. What it has not read is lost with the
-        connection, so the connection stays for `hang_seconds`, or until the worker has gone.
-        """
-        here = self._attendance.here
-        for attendee in here.values():
-            self._link.send(attendee.peer, kind, fields)
-        told, left = set(here), set[Hashable]()
-        busy = {attendee.peer: attendee.tally.name for attendee in here.values() if attendee.waits_since is None}
-        begun = said = self._rules.now()
-        missing = self._rules.expected - len(self.ledger.workers)
-        while told - left or len(told) - len(here) < missing:
-            now = self._rules.now()
-            patience = self._rules.hang_seconds if self._rules.expected or busy else _FAREWELL_SECONDS
-            if patience and now - begun > patience:
-                return
-            if busy and now - said >= self._rules.stall_seconds:
-                self._rules.say(f"the run has ended; the server waits for {', '.join(busy.values())} to read of it")
-                said = now
-            for event in [*self._events, *self._link.receive(_LOOK_SECONDS)]:
-                if busy.pop(event.peer, None) and not busy:
-                    begun = self._rules.now()  # the last one has read of the end by now, or is about to
-                if isinstance(event, Gone) or event.kind == "bye":
-                    left.add(event.peer)
-                elif event.peer not in told:
-                    told.add(event.peer)
-                    self._link.send(event.peer, kind, fields)
-            self._events.clear()
 
     # -- messages -------------------------------------------------------------------------------------------------
 
     def _handle(self, event: Message | Gone) -> Sequence[ServedJob] | None:
         """Take in an event. Return the jobs whose gradients make an update, if they do."""
+        if self._shards.knows(event.peer):
+            return self._shard_says(event)
         if isinstance(event, Gone):
             if event.peer not in self._attendance.here:
                 self._strangers.leave(event.why)
@@ -158,34 +165,70 @@ class JobServer:
         self, attendee: Attendee, fields: Mapping[str, Any], arrays: Sequence[numpy.ndarray]
     ) -> Sequence[ServedJob] | None:
         """Take in gradients. The worker asks for its next job with them."""
-        job = self.queue.answer(_number(fields), attendee.peer)
-        attendee.tally.pushed_bytes += sum(array.nbytes for array in arrays)
-        self._attendance.ask(attendee, fields, self._store.version)
+        job = self.queue.find(_number(fields), attendee.peer)
+        nbytes = sum(array.nbytes for array in arrays)
+        self.ledger.servers[0].bytes_in += nbytes
+        attendee.tally.pushed_bytes += nbytes
         if job is None:  # the job was given to another worker, or is not needed any more
+            self._attendance.ask(attendee, fields, self._store.version)
             attendee.tally.dropped += 1
             return None
-        self._attendance.move()
         try:
-            push = read_push(fields, arrays, self._store.layout, self._rules.codec)
+            push = read_push(fields, arrays, self._store.layout, self._store.part, self._rules.codec)
             self._store.check_note(push.told[1])
             if not 0 <= push.version <= self._store.version:
                 raise GradientError(f"gradients of version {push.version} came; the newest is {self._store.version}")
         except GradientError as error:
-            self._pace.refuse(job)
-            attendee.tally.refused += 1
-            self._attendance.dismiss(attendee, str(error))
+            self._send_away(attendee, job, str(error))
             return None
+        answer = self._answers.add(job.number, attendee.ticket, 0, push.not_finite, push)
+        return self._answered(attendee, job, answer)
+
+    def _shard_says(self, event: Message | Gone) -> Sequence[ServedJob] | None:
+        """Take in that another server has a part of an answer, or is gone."""
+        if isinstance(event, Gone):
+            self._shards.lose(event.peer, event.why)
+        if event.kind != "have":
+            return None
+        fields, number = event.fields, self._shards.heard(event)
+        attendee = self._attendance.with_ticket(fields["ticket"])
+        if attendee is not None:
+            attendee.tally.pushed_bytes += fields["pushed_bytes"]
+            attendee.tally.pulled_bytes += fields["pulled_bytes"]
+        if attendee is None or (job := self.queue.find(fields["number"], attendee.peer)) is None:
+            return None
+        if fields["problem"]:
+            self._send_away(attendee, job, fields["problem"])
+            return None
+        answer = self._answers.add(job.number, attendee.ticket, number, fields["not_finite"])
+        return self._answered(attendee, job, answer)
+
+    def _send_away(self, attendee: Attendee, job: ServedJob, problem: str) -> None:
+        """End a worker whose answer does not belong to this model. Its job goes to another one."""
+        self._attendance.move()
+        self._pace.refuse(job)
+        attendee.tally.refused += 1
+        self._attendance.dismiss(attendee, problem)
+
+    def _answered(self, attendee: Attendee, job: ServedJob, answer: Answer | None) -> Sequence[ServedJob] | None:
+        """Take in an answer, if all servers have their parts of it."""
+        if answer is None or answer.push is None:
+            return None
+        answered, push = self.queue.answer(job.number, attendee.peer), answer.push
+        assert answered is not None
+        self._attendance.move()
+        self._attendance.ask(attendee, {"version": push.version}, self._store.version)
         may_skip = self._loss_scale is not None and push.scale > 1
-        if not may_skip and not (math.isfinite(push.loss) and push.is_finite):
-            where = "the loss is" if push.is_finite else f"{first_not_finite(push, self._store.layout)} holds"
-            self._refuse(attendee, job, NonFiniteError, f"{where} NaN or infinity")
+        not_finite = answer.first_not_finite
+        if not may_skip and not (math.isfinite(push.loss) and not not_finite):
+            where = f"{not_finite} holds" if not_finite else "the loss is"
+            self._refuse(attendee, answered, NonFiniteError, f"{where} NaN or infinity")
             return None
-        self._refusals.accept(job, attendee.peer)
+        self._refusals.accept(answered, attendee.peer)
         attendee.tally.jobs += 1
-        attendee.tally.samples += job.samples
+        attendee.tally.samples += answered.samples
         attendee.tally.seconds += self._rules.now() - attendee.job_since
-        self._pushes[job.number] = push
-        return self._pace.answer(job)
+        return self._pace.answer(answered)
 
     def _failed(self, attendee: Attendee, fields: Mapping[str, Any]) -> None:
         """A worker says that it could not compute the gradients of its job. It ends by itself."""
@@ -197,6 +240,7 @@ class JobServer:
         """Let other workers try a job, unless so many have failed that the samples or the model must be at fault."""
         attendee.tally.refused += 1
         self._pace.refuse(job)
+        self._forget()
         text = (
             f"{attendee.tally.name}, job {job.number} (epoch {job.epoch}, places {job.begin} to {job.end}): {problem}"
         )
@@ -209,6 +253,11 @@ class JobServer:
             )
         if num_here > 1 and self._refusals.is_too_often(attendee.peer):
             self._attendance.dismiss(attendee, f"{problem}, for the third time in a row")
+
+    def _forget(self) -> None:
+        """Drop the answers to jobs that are over, on all servers."""
+        self._answers.keep(self.queue.numbers[1])
+        self._shards.forget(*self.queue.numbers)
 
     # -- jobs and updates -----------------------------------------------------------------------------------------
 
@@ -223,7 +272,9 @@ class JobServer:
             fields = {"number": job.number, "epoch": job.epoch, "begin": job.begin, "end": job.end, **pulled}
             fields["loss_scale"] = self._loss_scale.state() if self._loss_scale else None
             self._link.send(attendee.peer, "job", fields, arrays)
-            attendee.tally.pulled_bytes += sum(array.nbytes for array in arrays)
+            nbytes = sum(array.nbytes for array in arrays)
+            self.ledger.servers[0].bytes_out += nbytes
+            attendee.tally.pulled_bytes += nbytes
             now = self._rules.now()
             attendee.tally.waited_seconds += now - (attendee.waits_since or now)
             attendee.waits_since, attendee.job_since = None, now
@@ -238,24 +289,31 @@ class JobServer:
                 return job
 
     def _update(self, jobs: Sequence[ServedJob]) -> tuple[Means, float]:
-        """Make the update from the gradients of these jobs."""
-        pushes = [self._pushes.pop(job.number) for job in jobs]
+        """Make the update from the gradients of these jobs, on all servers."""
+        answers, pushes = self._answers.take(jobs)
         total = sum(job.samples for job in jobs)
         loss = sum(job.samples * push.loss for job, push in zip(jobs, pushes, strict=True)) / total
-        is_finite = self._loss_scale is None or all(push.is_finite for push in pushes)
+        is_finite = self._loss_scale is None or not any(answer.first_not_finite for answer in answers)
         cause = None if is_finite else NonFiniteError("the loss scale made a gradient infinite")
         means = Means(loss, total, Overlap(0.0, 0.0, 0.0), cause, remarks_of([push.told for push in pushes]))
+        for job in jobs:
+            self.queue.use(job.number)
+        self._answers.keep(self.queue.numbers[1])
         rate = 0.0
         if is_finite:
             staleness = [self._store.version - push.version for push in pushes]
             factor = 1 / max(1, *staleness) if self._rules.corrects_staleness else 1.0
-            rate = self._store.apply(mean_of(jobs, pushes), means.remarks, factor, max(staleness))
+            plan, shares = self._store.plan(factor), shares_of(jobs, pushes)
+            known = {"version": self._store.version + 1, "plan": plan, "staleness": max(staleness)}
+            self._shards.update(known, jobs, answers, shares, self.queue.numbers)
+            mean = mean_of([push.flats for push in pushes], shares)
+            rate = self._store.apply(mean, means.remarks, plan, max(staleness))
             self.ledger.updates += 1
             self.ledger.staleness.update(staleness)
+        else:
+            self._shards.forget(*self.queue.numbers)
         if self._loss_scale:
             self._loss_scale.update(skipped=not is_finite)
-        for job in jobs:
-            self.queue.use(job.number)
         return means, rate
 
 

@@ -6,7 +6,7 @@ import errno
 import itertools
 import os
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from types import ModuleType
 from typing import TYPE_CHECKING, TypeAlias
 
@@ -100,6 +100,15 @@ class SocketEvents:
         """Close, before the socket that is watched."""
         self._watched.disable_monitor()
         self.socket.close()
+
+
+def wait_for(sockets: Iterable[Socket], seconds: float) -> None:
+    """Wait up to `seconds` until one of these can be read."""
+    zmq = the_zmq()
+    poller = zmq.Poller()
+    for one in sockets:
+        poller.register(one, zmq.POLLIN)
+    poller.poll(1000 * seconds)
 
 
 def cannot_listen(address: str, error: OSError) -> ConfigError:

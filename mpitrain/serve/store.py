@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
 import numpy
 
-from mpitrain.adapters.adapter import Adapter
+from mpitrain.adapters.adapter import Adapter, divided_of
 from mpitrain.arrays import Array, is_device_array
-from mpitrain.errors import ConfigError, MismatchError
+from mpitrain.errors import ConfigError
 from mpitrain.exchange.bucket import Layout, Parameter, plan_layout
+from mpitrain.exchange.division import Division, counts_of, divide, members
 from mpitrain.exchange.remarks import Remarks
 
 # What is compared and sent as one. A block of float32 is 64 KiB, its comparison stays in the cache.
@@ -19,62 +20,79 @@ _BLOCK_COUNT = 2**14
 
 
 class ParameterStore:
-    """The parameters of a server. A worker pulls what has changed since the version that it has.
+    """The part of the parameters that a server has. A worker pulls what has changed since the version that it has.
 
     Attributes:
         version: rises with each update, and if something else has changed parameters that a worker has.
         layout: of the gradients.
+        part: of the gradients.
     """
 
-    def __init__(self, adapter: Adapter) -> None:
-        """The server's own replica is in `adapter`."""
+    def __init__(self, adapter: Adapter, number: int = 0, num_servers: int = 1) -> None:
+        """The server's own replica is in `adapter`; `number` is of the server."""
         self.version = 0
-        self.layout = plan_layout(adapter.layout)
+        gradients, parameters = divisions_of(adapter, num_servers)
+        self.layout, self.part = gradients.layout, gradients.parts[number]
         self._adapter = adapter
+        self._is_divided = num_servers > 1
         self._num_buffers = getattr(adapter, "num_buffers", 0)
         self._noted = 0  # the version with which the last note was made
         self._carried: dict[numpy.dtype, numpy.ndarray] = {}
         self._pulled = -1  # the newest version that a worker has
-        self._plan = layout_of(adapter.parameters())
-        counts = self._plan.counts.items()
+        self._plan, self._pulled_part = parameters.layout, parameters.parts[number]
+        counts = counts_of(self._pulled_part).items()
         self._values = {dtype: numpy.empty(count, dtype) for dtype, count in counts}
         self._newer = {dtype: numpy.empty(count, dtype) for dtype, count in counts}
         # The version with which each block has changed last.
         self._changed = {dtype: numpy.zeros(-(-count // _BLOCK_COUNT), numpy.int64) for dtype, count in counts}
         self._fetch(self._values)
 
-    def carry(self, values: Mapping[str, numpy.ndarray]) -> None:
-        """Add these values, by parameter name, to the gradients of the next update; see GradientReducer.restore.
+    def carry(self, flats: Mapping[numpy.dtype, numpy.ndarray]) -> None:
+        """Add these values, of flat buffers, to the gradients of the next update; see GradientReducer.restore."""
+        self._carried.update(flats)
 
-        Raises:
-            CheckpointError: they belong to other parameters.
+    def plan(self, rate_factor: float) -> dict[str, Any]:
+        """Return what all servers must know of the next update; {} if there is one server.
+
+        Args:
+            rate_factor: the learning rate is multiplied by this number. The adapter of a factor other than 1 has passed
+                `check_rate_factor`.
         """
-        self._carried = self.layout.flats_of(values)
+        adapter: Any = self._adapter
+        if rate_factor != 1.0:
+            adapter.scale_next_rate(rate_factor)
+        plan: dict[str, Any] = adapter.plan_update() if self._is_divided else {}
+        return plan
 
     def apply(
-        self, gradients: dict[numpy.dtype, numpy.ndarray], remarks: Remarks, rate_factor: float, staleness: int
+        self,
+        gradients: dict[numpy.dtype, numpy.ndarray],
+        remarks: Remarks,
+        plan: Mapping[str, Any],
+        staleness: int,
     ) -> float:
         """Make an update with mean gradients. Return the learning rate that was used. `note_changes` must follow.
 
         Args:
-            gradients: flat buffers by dtype, in the order of `layout`. They may be overwritten.
+            gradients: the part of the flat buffers by dtype, in the order of `layout`. They may be overwritten.
             remarks: as for Adapter.apply_gradients.
-            rate_factor: the learning rate is multiplied by this number. The adapter of a factor other than 1 has passed
-                `check_rate_factor`.
+            plan: of this update.
             staleness: the largest of these gradients. The changes of buffers, such as running means, are divided by
                 1 + staleness. Each of n workers answers with a change from the same old mean towards its own batch,
                 and their sum would go n times as far. An older note does not replace a newer one.
         """
-        views: list[Any] = self.layout.views(gradients)
-        for view in views[len(views) - self._num_buffers :]:
-            numpy.divide(view, 1 + staleness, out=view)
+        first_buffer = len(self.layout.parameters) - self._num_buffers
+        for index, _, place in members(self.layout, self.part):
+            if index >= first_buffer:
+                change = gradients[self.layout.parameters[index].dtype][place]
+                numpy.divide(change, 1 + staleness, out=change)
         if self.version - staleness < self._noted:
             remarks = replace(remarks, notes=(None,))
         else:
             self._noted = self.version - staleness
-        if rate_factor != 1.0:
-            scaled: Any = self._adapter
-            scaled.scale_next_rate(rate_factor)
+        if plan:
+            divided: Any = self._adapter
+            divided.follow_plan(plan)
         for dtype, carried in self._carried.items():
             gradients[dtype][...] += carried
         self._carried = {}
@@ -88,11 +106,25 @@ class ParameterStore:
         if hasattr(checked, "check_note"):
             checked.check_note(note)
 
-    def note_changes(self) -> None:
+    def note_changes(self, *, elsewhere: bool = False) -> None:
         """Find the blocks that have changed since the last call, by an update or by other code.
 
         If a worker has the present version, and something other than an update has changed a block, a version begins.
+        So it does if something other than an update has changed parameters `elsewhere`, on another server, which a
+        worker may have asked already.
         """
+        changes = self._find_changes()
+        if elsewhere or (self._pulled == self.version and any(blocks.any() for _, blocks in changes)):
+            self.version += 1
+        self._stamp(changes)
+
+    def follow(self, version: int) -> None:
+        """Take in that the changes since the last call make this version: the first server counts them."""
+        self.version = version
+        self._stamp(self._find_changes())
+
+    def _find_changes(self) -> list[tuple[numpy.ndarray, numpy.ndarray]]:
+        """Return, for each dtype, the versions of the blocks, and which of the blocks have changed."""
         changes: list[tuple[numpy.ndarray, numpy.ndarray]] = []
         self._fetch(self._newer)
         for dtype, newer in self._newer.items():
@@ -102,8 +134,9 @@ class ParameterStore:
             differs = newer.view(bits) != self._values[dtype].view(bits)
             blocks = numpy.logical_or.reduceat(differs, range(0, newer.size, _BLOCK_COUNT))
             changes.append((self._changed[dtype], blocks))
-        if self._pulled == self.version and any(blocks.any() for _, blocks in changes):
-            self.version += 1
+        return changes
+
+    def _stamp(self, changes: list[tuple[numpy.ndarray, numpy.ndarray]]) -> None:
         for changed, blocks in changes:
             changed[blocks] = self.version
         self._values, self._newer = self._newer, self._values
@@ -129,51 +162,9 @@ class ParameterStore:
         return {"version": self.version, "runs": runs}, arrays
 
     def _fetch(self, flats: dict[numpy.dtype, numpy.ndarray]) -> None:
-        values = self._adapter.parameters().values()
-        for view, value in zip(self._plan.views(flats), values, strict=True):
-            view[...] = on_host(value)
-
-
-class Replica:
-    """The parameters of a worker, as they were pulled from the server.
-
-    Attributes:
-        version: of the server; -1: none has come.
-    """
-
-    def __init__(self, adapter: Adapter) -> None:
-        self._adapter = adapter
-        self._plan = layout_of(adapter.parameters())
-        self._flats = {dtype: numpy.empty(count, dtype) for dtype, count in self._plan.counts.items()}
-        self.version = -1
-
-    def take(self, fields: Mapping[str, Any], arrays: Sequence[numpy.ndarray]) -> None:
-        """Take in a result of `ParameterStore.since`, and load the parameters.
-
-        Raises:
-            MismatchError: it belongs to other parameters. The parameters have not changed.
-        """
-        runs = fields["runs"]
-        flats = {str(dtype): flat for dtype, flat in self._flats.items()}
-        if len(runs) != len(arrays):
-            raise MismatchError(f"the server has sent {len(arrays)} arrays of parameters for {len(runs)} dtypes")
-        for (name, of_dtype), array in zip(runs.items(), arrays, strict=True):
-            flat, count = flats.get(name), sum(end - begin for begin, end in of_dtype)
-            if flat is None or array.dtype != flat.dtype or array.shape != (count,):
-                raise MismatchError(
-                    f"the server has sent parameters {array.dtype}{array.shape}; allowed are {name}({count},) of "
-                    f"{', '.join(f'{one}({values.size},)' for one, values in flats.items())}"
-                )
-            if not all(0 <= begin <= end <= flat.size for begin, end in of_dtype):
-                raise MismatchError(f"the server has sent parameters beyond {name}({flat.size},): {of_dtype}")
-        for (name, of_dtype), array in zip(runs.items(), arrays, strict=True):
-            done = 0
-            for begin, end in of_dtype:
-                flats[name][begin:end] = array[done : done + end - begin]
-                done += end - begin
-        if runs:
-            self._adapter.load_parameters(self._plan.named(self._flats))
-        self.version = fields["version"]
+        values = list(self._adapter.parameters().values())
+        for index, own, place in members(self._plan, self._pulled_part):
+            flats[self._plan.parameters[index].dtype][place] = on_host(values[index]).reshape(-1)[own]
 
 
 def check_rate_factor(adapter: Adapter) -> None:
@@ -185,6 +176,17 @@ def check_rate_factor(adapter: Adapter) -> None:
             "method scale_next_rate(factor); ArrayFunction has it. Leave the correction out, or lower the staleness"
         )
     scaled.scale_next_rate(1.0)
+
+
+def divisions_of(adapter: Adapter, num_servers: int) -> tuple[Division, Division]:
+    """Return how gradients and how parameters are divided between so many servers.
+
+    Raises:
+        ConfigError: there are several, and the adapter cannot be divided.
+    """
+    if num_servers > 1:
+        return divided_of(adapter).divisions(num_servers)
+    return divide(plan_layout(adapter.layout), 1), divide(layout_of(adapter.parameters()), 1)
 
 
 def layout_of(values: Mapping[str, Array]) -> Layout:

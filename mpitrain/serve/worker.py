@@ -13,9 +13,10 @@ from mpitrain.adapters.adapter import Adapter
 from mpitrain.compression.codec import Codec
 from mpitrain.cuda.shortage import memory_explained
 from mpitrain.errors import LaunchError
-from mpitrain.exchange.bucket import plan_layout
+from mpitrain.serve.lines import ServerLines
 from mpitrain.serve.pushes import GradientBuffer, plain_note
-from mpitrain.serve.store import Replica
+from mpitrain.serve.replica import Replica
+from mpitrain.serve.store import divisions_of
 from mpitrain.serve.wire import Message
 from mpitrain.serve.worker_link import WorkerLink
 from mpitrain.tree import Tree
@@ -42,7 +43,7 @@ class JobWorker:
 
     def __init__(
         self,
-        link: WorkerLink,
+        links: Sequence[WorkerLink],
         adapter: Adapter,
         data: Places,
         codec: Codec | None,
@@ -54,17 +55,20 @@ class JobWorker:
     ) -> None:
         """
         Args:
+            links: to the servers. The first one has the jobs.
             hello: the fields of the first message: name, host, and facts, as in ServerRules.
             stall_seconds: after so long without an answer of the server, a line says so.
             hang_seconds: after so long without any message of the server, the worker gives up; 0: never.
             say: prints a line.
         """
         self.name, self.jobs = str(hello.get("name") or f"a worker on {hello.get('host')}"), 0
-        self._link, self._adapter, self._data, self._hello = link, adapter, data, hello
+        self._link, self._adapter, self._data, self._hello = links[0], adapter, data, hello
         self._stall_seconds, self._hang_seconds, self._say = stall_seconds, hang_seconds, say
-        self._replica = Replica(adapter)
-        self._buffer = GradientBuffer(plan_layout(adapter.layout), codec, self.name)
-        self._life = ""
+        self._replica = Replica(adapter, len(links))
+        self._buffer = GradientBuffer(divisions_of(adapter, len(links))[0], codec, self.name)
+        limits: Any = {"stall_seconds": stall_seconds, "hang_seconds": hang_seconds, "say": say}
+        self._lines = ServerLines(links[1:], self._replica, **limits)
+        self._life = self._ticket = ""
         self._heard = self._said = time.monotonic()
 
     def work(self) -> None:
@@ -89,14 +93,16 @@ class JobWorker:
             elif message.kind == "welcome":
                 self.name = str(message.fields["name"])
                 if message.fields["life"] != self._life:
-                    self._life, self._replica.version = message.fields["life"], -1
+                    self._life = message.fields["life"]
+                    self._replica.forget()
+                self._ticket = message.fields["ticket"]
                 kind, fields = "next", self._known()
             elif message.kind == "job":
                 self._compute(message.fields, message.arrays)
                 kind, fields, has_asked = "next", self._known(), True  # an answer to a job asks for the next one
 
     def _known(self) -> dict[str, Any]:
-        return {"life": self._life, "version": self._replica.version}
+        return {"life": self._life, "version": self._replica.versions[0]}
 
     def _ask(self, kind: str, fields: dict[str, Any], has_asked: bool) -> Message:
         """Send a message, unless this worker has asked already. Send it from time to time until the server answers."""
@@ -112,6 +118,7 @@ class JobWorker:
                 asked, connection = now, self._link.connections
             message = self._link.receive(_LOOK_SECONDS)
             if message is None:
+                self._lines.tend()
                 self._look_at_the_clock()
                 continue
             self._heard = time.monotonic()
@@ -124,6 +131,8 @@ class JobWorker:
         job = {"life": self._life, "number": fields["number"]}
         try:
             self._replica.take(fields, arrays)
+            self._lines.pull(fields, {"life": self._life, "ticket": self._ticket}, self.name)
+            self._replica.load()
             scale = self._adapter.loss_scale
             if scale is not None:
                 scale.restore(fields["loss_scale"])
@@ -131,13 +140,14 @@ class JobWorker:
             self._buffer.begin()
             with memory_explained():
                 loss = self._adapter.loss_and_gradients(batch, self._buffer.take)
-            unused, flats = self._buffer.finish(1.0 if scale is None else scale.value)
+            unused, (own, *others) = self._buffer.finish(1.0 if scale is None else scale.value)
             note = plain_note(self._adapter.note())
         except Exception as error:
             self._link.send("failed", {**job, "text": f"{type(error).__name__}: {error}"})
             raise
-        answer = {**job, "version": self._replica.version, "loss": loss, "unused": unused, "note": note}
-        self._link.send("done", {**answer, "scale": 1.0 if scale is None else scale.value}, flats)
+        self._lines.push({**job, "ticket": self._ticket}, others)
+        answer = {**job, "version": self._replica.versions[0], "loss": loss, "unused": unused, "note": note}
+        self._link.send("done", {**answer, "scale": 1.0 if scale is None else scale.value}, own)
         self.jobs += 1
 
     def _look_at_the_clock(self) -> None:

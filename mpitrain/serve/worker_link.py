@@ -131,6 +131,17 @@ class WorkerLink:
         self._context.term()
 
     @property
+    def sockets(self) -> list[Socket]:
+        """See ServerLink. They are others when the server is looked for elsewhere."""
+        assert self._open is not None
+        return [self._open[1].socket, self._open[0]]
+
+    @property
+    def is_connected(self) -> bool:
+        """Whether there is a connection, as of the last call."""
+        return self._connected
+
+    @property
     def _socket(self) -> Socket:
         assert self._open is not None
         return self._open[0]

@@ -3,25 +3,25 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Sequence
 from typing import Any, Literal
 
-from mpitrain.adapters.adapter import Adapter
+from mpitrain.adapters.adapter import Adapter, divided_of
 from mpitrain.arrays import Array
 from mpitrain.errors import ConfigError, GradientError, everywhere
 from mpitrain.exchange.means import Means
 from mpitrain.job.role import Role
 from mpitrain.job.start import the_job
 from mpitrain.serve.attendance import ServerRules
-from mpitrain.serve.connect import bound, connected, environment_of
+from mpitrain.serve.connect import bound, environment_of
 from mpitrain.serve.jobs import JobQueue
 from mpitrain.serve.ledger import ServerLedger
 from mpitrain.serve.pace import Bounded, JobPace, Lockstep, Unbounded
+from mpitrain.serve.party import Party, serve_part, work
 from mpitrain.serve.pushes import codec_of
 from mpitrain.serve.server import JobServer
+from mpitrain.serve.shards import LostServerError
 from mpitrain.serve.source import JobSource, source_of
-from mpitrain.serve.store import ParameterStore, check_rate_factor, layout_of
-from mpitrain.serve.worker import JobWorker
+from mpitrain.serve.store import ParameterStore, check_rate_factor
 from mpitrain.strategies.sync import Sync
 from mpitrain.world import World
 
@@ -33,7 +33,8 @@ class ParameterServer:
 
     A worker pulls a job (some samples of the epoch) with the parameters, and pushes the gradient. The server makes an
     update of one or of several gradients, by the mode; docs/serve.md compares the modes. Workers may join and leave at
-    any time. Each sample of an epoch is in exactly one update, whatever happens to workers.
+    any time. Each sample of an epoch is in exactly one update, whatever happens to workers. Several servers divide the
+    parameters.
 
     In one process without servers, the strategy trains as Sync does. It does not train on several equal ranks.
     """
@@ -46,6 +47,7 @@ class ParameterServer:
         backup: int = 0,
         job_samples: int | None = None,
         staleness_correction: bool = False,
+        servers: int | None = None,
     ) -> None:
         """Give the same values in all processes.
 
@@ -60,6 +62,7 @@ class ParameterServer:
             staleness_correction: not for "sync": the learning rate of an update is divided by its staleness, the number
                 of updates between its pull and its push, if that is above 1. Source: Zhang et al., Staleness-aware
                 Async-SGD for Distributed Deep Learning, arXiv 1511.05950 (2015).
+            servers: another number of servers is refused. Default: as many as were started.
 
         Raises:
             ConfigError: a value is not allowed, or does not go with the mode.
@@ -71,6 +74,8 @@ class ParameterServer:
             problem = f"staleness={staleness!r} backup={backup!r}; both must be ints of at least 0"
         elif job_samples is not None and not _is_count(job_samples, 1):
             problem = f"job_samples={job_samples!r}; it must be an int of at least 1"
+        elif servers is not None and not _is_count(servers, 1):
+            problem = f"servers={servers!r}; it must be an int of at least 1"
         elif backup and (mode != "sync" or job_samples is not None):
             problem = f"backup={backup} goes with mode='sync', without job_samples"
         elif staleness_correction and mode == "sync":
@@ -79,6 +84,7 @@ class ParameterServer:
             raise ConfigError(f"ParameterServer: {problem}")
         self._mode, self._staleness, self._backup = mode, staleness, backup
         self._job_samples, self._corrects = job_samples, staleness_correction
+        self._servers = servers
         self._role = Role()
         self._alone = Sync()
         self._carried: dict[str, Any] = {}
@@ -100,15 +106,17 @@ class ParameterServer:
 
         Raises:
             ConfigError: the World has several ranks; or the learning rate of this adapter cannot be corrected for
-                staleness; or the compression is "auto".
+                staleness; or the compression is "auto"; or there is another number of servers than was given, or there
+                are several, and this adapter's parameters cannot be divided between them.
         """
         job = the_job()
         self._world, self._adapter = world, adapter
-        self._role, self._everyone = job.role, job.everyone
+        self._role = job.role
         if self._corrects:
             check_rate_factor(adapter)
         if self._role.kind:
-            self._codec = codec_of(world.config.compression)
+            self._party = Party(job.role, job.everyone, world, adapter, codec_of(world.config.compression))
+            self._check_servers()
             return
         if world.size > 1:
             raise everywhere(
@@ -135,33 +143,46 @@ class ParameterServer:
             source.num_samples, self._placed["epoch"], self._placed["cursor"], self._placed.get("left", ())
         )
         config = self._world.config
-        link = bound(self._role, self._everyone, self._most_bytes())
+        link, _ = bound(self._role, self._party.everyone, self._party.most_bytes)
         rules = ServerRules(
             life=secrets.token_hex(8),
-            facts=self._facts(source),
+            facts=self._party.facts(source),
             environment=environment_of(self._role),
-            codec=self._codec,
+            codec=self._party.codec,
             corrects_staleness=self._corrects,
             stall_seconds=config.stall_seconds,
             hang_seconds=config.hang_seconds,
             expected=self._role.num_workers,
-            say=self._say,
+            say=self._party.say,
         )
-        store = ParameterStore(self._adapter)
-        store.carry(self._carried)
+        store = ParameterStore(self._adapter, 0, self._role.num_servers)
+        carried = store.layout.flats_of(self._carried)
         self._carried = {}
-        self._server = JobServer(link, store, queue, self._pace(queue, source), self._adapter.loss_scale, rules)
+        self._server = JobServer(
+            link,
+            store,
+            queue,
+            self._pace(queue, source),
+            self._adapter,
+            rules,
+            host=self._world.host,
+            num_servers=self._role.num_servers,
+            carried=carried,
+        )
         self._ledger = self._server.ledger
 
     def next_update(self, data: Any) -> tuple[Means, float]:
         """See ServedStrategy.
 
         Raises:
-            ConfigError: this process is a worker.
+            ConfigError: this process is a worker, or a further server.
             GradientError: several workers have sent what cannot be used for the same samples.
+            LaunchError: another server is gone.
         """
-        if self.role == "worker":
-            raise ConfigError(f"{self._world.name()} is a worker, which makes no step by itself; call Trainer.run()")
+        if self.role != "server":
+            raise ConfigError(
+                f"{self._world.name()} is a {self.role}, which makes no step by itself; call Trainer.run()"
+            )
         if self._server is not None and data.state() != self._placed:  # a hook has restored another state
             self._server.close("the server goes on from another state; start this worker again", is_over=False)
             self._server = None
@@ -176,13 +197,27 @@ class ParameterServer:
         """See ServedStrategy. Workers go on waiting for the server if it has failed, unless the gradients are why."""
         if self._server is None:
             return
+        try:
+            self._server.fetch()
+        except LostServerError:
+            if error is None:  # otherwise the first error says why
+                raise
         if error is None:
-            self._say(self._ledger.line())
+            self._party.say(self._ledger.line())
         reason = f"{type(error).__name__}: {error}" if isinstance(error, GradientError) else ""
         self._server.close(reason, is_over=error is None)
         self._server = None
 
-    # -- a worker -------------------------------------------------------------------------------------------------
+    def fetch(self) -> None:
+        """See ServedStrategy.
+
+        Raises:
+            LaunchError: another server is gone.
+        """
+        if self._server is not None:
+            self._server.fetch()
+
+    # -- a worker, or a further server ----------------------------------------------------------------------------
 
     def work(self, data: Any) -> None:
         """See ServedStrategy.
@@ -191,27 +226,10 @@ class ParameterServer:
             ConfigError: the samples of the data have no numbers.
             LaunchError: the server refuses this worker, or is gone.
         """
-        source, config = source_of(data), self._world.config
-        hello: dict[str, Any] = {"host": self._world.host, "name": "", "facts": self._facts(source)}
-        if (environment := environment_of(self._role)) is not None:
-            hello["environment"] = environment
-        if self._everyone is not None:
-            hello["name"] = self._world.name()
-        link = connected(self._role, self._everyone, self._most_bytes())
-        try:
-            worker = JobWorker(
-                link,
-                self._adapter,
-                source,
-                self._codec,
-                hello,
-                stall_seconds=config.stall_seconds,
-                hang_seconds=config.hang_seconds,
-                say=self._say,
-            )
-            worker.work()
-        finally:
-            link.close()
+        if self.role == "shard":
+            serve_part(self._party, data)
+        else:
+            work(self._party, data)
 
     # -- in one process: see Sync ---------------------------------------------------------------------------------
 
@@ -265,27 +283,15 @@ class ParameterServer:
             return Unbounded(queue, job_samples)
         return Bounded(queue, job_samples, self._staleness)
 
-    def _facts(self, source: JobSource) -> Sequence[str]:
-        """Return what server and workers must have in common, in lines."""
-        from mpitrain import __version__
-
-        state, scale = source.state(), "with" if self._adapter.loss_scale else "without"
-        parameters = layout_of(self._adapter.parameters()).parameters
-        return [
-            f"mpitrain {__version__}",
-            f"compression={self._world.config.compression}, {scale} loss scale",
-            *(f"{name}={state[name]}" for name in ("num_samples", "seed", "shuffle")),
-            *(f"gradient {parameter}" for parameter in self._adapter.layout),
-            *(f"parameter {parameter}" for parameter in parameters),
-        ]
-
-    def _most_bytes(self) -> int:
-        """Return the most bytes of arrays in a message."""
-        layouts = (layout_of(self._adapter.parameters()).parameters, self._adapter.layout)
-        return max(sum(one.count * one.dtype.itemsize for one in layout) for layout in layouts)
-
-    def _say(self, text: str) -> None:
-        self._world.print(f"mpitrain: {text}")
+    def _check_servers(self) -> None:
+        number = self._role.num_servers
+        if self._servers not in (None, number):
+            raise ConfigError(
+                f"{self._world.name()}: ParameterServer(servers={self._servers}), and {number} were started; start "
+                f"them with `mpitrain run --servers {self._servers}`, or leave servers out"
+            )
+        if number > 1:
+            divided_of(self._adapter)
 
 
 def _is_count(value: object, least: int) -> bool:

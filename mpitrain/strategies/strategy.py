@@ -83,7 +83,8 @@ class ServedStrategy(Strategy, Protocol):
 
     @property
     def role(self) -> str:
-        """Since `begin`: "server" or "worker". "": this process trains by itself, by the calls of Strategy."""
+        """Since `begin`: "server", "shard" or "worker"; see Role. "": this process trains by itself, by the calls of
+        Strategy."""
         ...
 
     @property
@@ -99,10 +100,20 @@ class ServedStrategy(Strategy, Protocol):
         """Make the next update from the gradients of workers, and move the data on. Result as of finish_step."""
         ...
 
+    def fetch(self) -> None:
+        """Bring what other servers have of the parameters and the optimizer into the adapter of this server.
+
+        What is changed there afterwards reaches the other servers before the next update.
+        """
+        ...
+
     def end_serving(self, error: BaseException | None) -> None:
         """Send the workers home. A server calls this when its run ends; `error` has ended it, or None."""
         ...
 
     def work(self, data: Any) -> None:
-        """Compute gradients of the server's jobs until its run is over. A worker calls this in place of a run."""
+        """Compute gradients of the server's jobs until its run is over; or, in a shard, serve its part.
+
+        Workers and shards call this in place of a run.
+        """
         ...

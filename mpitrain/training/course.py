@@ -68,7 +68,7 @@ class Course:
     def run(self) -> None:
         """See Trainer.run."""
         served = self._trainer.served
-        if served and served.role == "worker":
+        if served and served.role != "server":
             served.work(self._trainer.data)
             raise SystemExit(0)
         stages = {
@@ -122,6 +122,7 @@ class Course:
     def _before_step(self) -> None:
         self._trainer.metrics = {}
         for hook in self._trainer.hooks:
+            self._prepare(hook, "before_step", self._trainer.step_number + 1)
             hook.before_step(self._trainer)
         self._stage = _STEP
 
@@ -138,6 +139,7 @@ class Course:
             self._trainer.strategy.end_run()  # so that the hooks see what the run ends with
         # A checkpoint holds what the other hooks have seen of the step.
         for hook in sorted(self._trainer.hooks, key=lambda hook: hook.keeps_state):
+            self._prepare(hook, "after_step", self._made.number)
             hook.after_step(self._trainer, self._made)
         wish = self._copies.after_step(self._trainer)
         self._note_copies()
@@ -149,6 +151,12 @@ class Course:
         self._left_ms = int(1000 * time.time())
         self._trainer.world.commit()  # no rank leaves a step that others have to repeat
         self._stage = _LEFT
+
+    def _prepare(self, hook: Hook, method: str, step: int) -> None:
+        """Bring together what several servers have of the model, if a hook has this method and may read the model."""
+        served, has_method = self._trainer.served, getattr(type(hook), method) is not getattr(Hook, method)
+        if served and has_method and hook.reads_model(self._trainer, step):
+            served.fetch()
 
     def _note_copies(self) -> None:
         self._trainer.copy_steps = steps = self._copies.steps
@@ -167,6 +175,8 @@ class Course:
         if activity := own_activity():
             activity.copy_run(0)
         self._trainer.strategy.end_run()
+        if self._trainer.served:
+            self._trainer.served.fetch()
         for hook in self._keeping_first():  # what has been saved is on the disk before another hook can fail
             hook.after_run(self._trainer)
         self._trainer.world.commit()  # no rank leaves a run that others have to repeat the end of

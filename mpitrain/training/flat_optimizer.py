@@ -11,8 +11,8 @@ clipping is added up in another order, which depends only on the number of param
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 from mpitrain.arrays import Array, is_device_array, namespace
 from mpitrain.cuda import kernels
@@ -52,6 +52,8 @@ class FlatOptimizer:
         self._state_names = tuple(state_names)
         self._parameters: Array = None
         self._rate_factor = 1.0
+        self._given_rate: float | None = None
+        self._norm_of_all: Callable[[float], float] | None = None
         self._measures_norm = False
         self._last_norm: float | None = None
         self._norm_is_on_device = False  # True: the square of the norm is in self._squared
@@ -66,49 +68,83 @@ class FlatOptimizer:
             )
         xp = namespace(parameters)
         self._parameters = parameters
-        decayed = _merged(decayed, parameters.size)
+        self._decayed = _merged(decayed, parameters.size)
+        self._buffers = {name: xp.zeros_like(parameters) for name in self._state_names}
+        self._step = 0
+        self._take(slice(0, parameters.size))
+
+    def _take(self, part: slice) -> None:
+        """Prepare for steps of these parameters."""
+        self._part, parameters = part, self._parameters[part]
+        xp, decayed = namespace(parameters), _within(part, self._decayed)
         if is_device_array(parameters):
             self._bounds = kernels.decay_bounds(decayed, parameters)
             self._squared, self._factor = xp.empty(1, xp.float64), xp.empty(1, xp.float64)
-        else:
-            count = min(_BLOCK_COUNT, parameters.size)
-            self._scratch = xp.empty(count, parameters.dtype)
-            self._blocks = [
-                (part, _within(part, decayed))
-                for begin in range(0, parameters.size, max(count, 1))
-                for part in [slice(begin, min(begin + count, parameters.size))]
-            ]
-        self._buffers = {name: xp.zeros_like(parameters) for name in self._state_names}
-        self._step = 0
+            return
+        count = min(_BLOCK_COUNT, parameters.size)
+        self._scratch = xp.empty(count, parameters.dtype)
+        self._blocks = [
+            (block, _within(block, decayed))
+            for begin in range(0, parameters.size, max(count, 1))
+            for block in [slice(begin, min(begin + count, parameters.size))]
+        ]
 
     def update(self, gradients: Array) -> float:
-        parameters = self._started()
+        parameters = self._started()[self._part]
+        state = [buffer[self._part] for buffer in self._buffers.values()]
         if gradients.shape != parameters.shape or gradients.dtype != parameters.dtype:
             raise ConfigError(
                 f"gradients are {gradients.dtype}{gradients.shape}; "
                 f"allowed, as the parameters: {parameters.dtype}{parameters.shape}"
             )
+        rate = self._next_rate() if self._given_rate is None else self._given_rate
+        self._given_rate = None
+        self._step += 1
+        self._last_norm, self._norm_is_on_device = None, False
+        is_on_device = is_device_array(parameters)
+        # A norm over several servers goes through the host.
+        clips_here = self._clip_norm is not None and not (is_on_device and self._norm_of_all is None)
+        if clips_here or (self._measures_norm and self._clip_norm is None):
+            norm = global_norm(gradients)
+            self._last_norm = norm if self._norm_of_all is None else self._norm_of_all(norm)
+        self._measures_norm = False
+        if clips_here and self._clip_norm is not None and self._last_norm is not None:
+            _scale_down(gradients, self._last_norm, self._clip_norm)
+        if is_on_device:
+            self._apply_on_device(parameters, gradients, state, rate, self._fused(gradients))
+            return rate
+        for part, decayed in self._blocks:
+            scratch = self._scratch[: part.stop - part.start]
+            buffers = [buffer[part] for buffer in state]
+            self._apply(Block(parameters[part], gradients[part], buffers, scratch, decayed), rate)
+        return rate
+
+    def _next_rate(self) -> float:
         rate = self._learning_rate
         if callable(rate):
             rate = rate(self._step)
             check(f"learning_rate at step {self._step}", rate, "a finite number >= 0", rate >= 0)
         rate = float(rate) * self._rate_factor  # a NumPy scalar would turn float32 arithmetic into float64
         self._rate_factor = 1.0
-        self._step += 1
-        self._last_norm, self._norm_is_on_device = None, False
-        if self._measures_norm and self._clip_norm is None:
-            self._last_norm = global_norm(gradients)
-        self._measures_norm = False
-        if is_device_array(parameters):
-            self._apply_on_device(parameters, gradients, list(self._buffers.values()), rate, self._fused(gradients))
-            return rate
-        if self._clip_norm is not None:
-            self._last_norm = clip_by_global_norm(gradients, self._clip_norm)
-        for part, decayed in self._blocks:
-            scratch = self._scratch[: part.stop - part.start]
-            buffers = [buffer[part] for buffer in self._buffers.values()]
-            self._apply(Block(parameters[part], gradients[part], buffers, scratch, decayed), rate)
         return rate
+
+    def update_only(self, part: slice, norm_of_all: Callable[[float], float]) -> None:
+        """Let `update` change only this part of the parameters, and take gradients of this part alone.
+
+        The buffers of `state` keep their size. `norm_of_all` gets the norm of the part's gradients, and returns that of
+        the gradients of all parts.
+        """
+        self._started()
+        self._norm_of_all = norm_of_all
+        self._take(part)
+
+    def plan_update(self) -> dict[str, Any]:
+        """Return what the optimizers of all parts must know of the next update: numbers by name."""
+        return {"step": self._step, "rate": self._next_rate(), "measures_norm": self._measures_norm}
+
+    def follow_plan(self, plan: Mapping[str, Any]) -> None:
+        """Let the next `update` be the one of a `plan_update`, of this optimizer or of another part's."""
+        self._step, self._given_rate, self._measures_norm = plan["step"], plan["rate"], plan["measures_norm"]
 
     def scale_next_rate(self, factor: float) -> None:
         """Let the next `update` multiply its learning rate by this number, a finite one of at least 0."""
@@ -123,7 +159,7 @@ class FlatOptimizer:
 
     def _fused(self, gradients: Array) -> kernels.Fused:
         """The rest of the kernel: weight decay in some ranges, and clipping by a factor that the host never sees."""
-        if self._clip_norm is None:
+        if self._clip_norm is None or self._norm_of_all is not None:
             return kernels.Fused(decayed=self._bounds)
         self._norm_is_on_device = True
         kernels.squared_norm(gradients, self._squared)
@@ -184,9 +220,13 @@ def clip_by_global_norm(gradients: Array, max_norm: float) -> float:
     """
     check("max_norm", max_norm, "a finite number > 0", max_norm > 0)
     norm = global_norm(gradients)
+    _scale_down(gradients, norm, max_norm)
+    return norm
+
+
+def _scale_down(gradients: Array, norm: float, max_norm: float) -> None:
     if max_norm < norm < math.inf:
         namespace(gradients).multiply(gradients, max_norm / norm, out=gradients)
-    return norm
 
 
 def global_norm(flat: Array) -> float:

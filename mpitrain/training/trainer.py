@@ -119,7 +119,8 @@ class Trainer:
 
         In a job with servers, a server makes the steps, from the gradients of its workers, and calls the hooks. In a
         worker, `run` calls no hook. It computes gradients until the server's run is over, and then ends the process
-        with exit code 0. So what follows in the script is done by the server alone.
+        with exit code 0. So what follows in the script is done by the server alone. Of several servers, the first one
+        does this; the others end as workers do.
 
         With `mpitrain run --recover`, the ranks that are left go on where a rank is lost, in a World without it, with
         what `build` makes for that World. They make the step again that was not finished. Hooks may be called twice
@@ -236,6 +237,8 @@ class Trainer:
 
         The state does not hold what a codec has left out on this rank: see Strategy.own_state.
         """
+        if self.served:
+            self.served.fetch()
         return {
             "step": self.step_number,
             "data": self.data.state(),
@@ -252,6 +255,8 @@ class Trainer:
         Raises:
             CheckpointError: the state belongs to another model or data set, or is incomplete. Nothing has changed.
         """
+        if self.served:
+            self.served.fetch()  # what differs from that reaches the other servers
         data, strategy = self.data.state(), self.strategy.state()
         hooks = [(hook, hook.state()) for hook in self.hooks]
         try:

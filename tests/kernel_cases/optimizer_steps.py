@@ -147,3 +147,25 @@ def test_unscale_check_update_and_cast_in_one_pass(cupy: Any, short: numpy.dtype
         assert_same(copy.get(), expected.astype(short))
         assert flags[1].get().tolist() == [1 if bad else 0]
         assert flags[0].get().tolist() == [0]
+
+
+@pytest.mark.parametrize("clip_norm", [None, 0.5])
+@pytest.mark.parametrize("dtype", FLOATS[2:], ids=str)
+def test_a_part_of_a_server_steps_as_on_the_host(cupy: Any, dtype: numpy.dtype, clip_norm: float | None) -> None:
+    """Parts begin anywhere, and may be empty. Clipping is by a norm that other servers have a share in."""
+    size = 4099
+    parameters, gradients, *_ = state_of(dtype, size)
+    for part in (slice(0, 0), slice(3, 700), slice(700, size)):
+        made = []
+        for values, given in ((parameters.copy(), gradients), (cupy.asarray(parameters), cupy.asarray(gradients))):
+            optimizer = AdamW(0.01, weight_decay=0.1, clip_norm=clip_norm)
+            optimizer.start(values, within(size))
+            optimizer.update_only(part, lambda norm: 2.0 * round(norm, 3))
+            for _ in range(2):
+                optimizer.update(given[part].copy())
+            made.append((values, optimizer.state()["first"], optimizer.gradient_norm()))
+        (values, first, norm), (on_device, first_on_device, norm_on_device) = made
+        assert_same(on_device.get(), values)
+        assert_same(first_on_device.get(), first)
+        assert norm == norm_on_device
+        assert (norm is None) == (clip_norm is None)

@@ -1,4 +1,4 @@
-"""A training that counts its samples, and a server with workers in threads of one process.
+"""A training that counts its samples, and servers with workers in threads of one process.
 
 The model is one number for each sample. A step adds 1 / m to the numbers of its m samples, whatever the parameters are.
 So after a run the parameters say how often each sample was in an update. All values are exact.
@@ -15,11 +15,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy
+import pytest
 
 import mpitrain as mt
 from mpitrain.job.role import Role
 from mpitrain.job.start import the_job
 from mpitrain.serve.keys import WorkerKey, keys_of
+from mpitrain.serve.link import ServerLink
+from mpitrain.serve.worker_link import WorkerLink
 
 NUM_SAMPLES, BATCH, JOB = 24, 8, 4
 
@@ -72,14 +75,35 @@ def worker_key() -> WorkerKey:
 
 
 @contextmanager
-def playing(kind: Any, address: str, num_workers: int = 0) -> Iterator[None]:
+def at(addresses: Sequence[str]) -> Iterator[None]:
+    """Inside, several servers are found at these addresses. The ranks of one mpiexec hear of theirs over MPI."""
+    keys = keys_of(_FOLDER / "server")
+
+    def bound(role: Role, _: Any, most_bytes: int) -> tuple[ServerLink, list[WorkerLink]]:
+        links = [WorkerLink(addresses[:1], keys.worker, most_bytes)] if role.number else []
+        return ServerLink(addresses[role.number], keys, most_bytes), links
+
+    def connected(_: Role, __: Any, most_bytes: int) -> list[WorkerLink]:
+        return [WorkerLink([address], keys.worker, most_bytes) for address in addresses]
+
+    with pytest.MonkeyPatch.context() as patch:
+        if len(addresses) > 1:
+            patch.setattr("mpitrain.serve.party.bound", bound)
+            patch.setattr("mpitrain.serve.party.connected", connected)
+            patch.setattr("mpitrain.strategies.parameter_server.bound", bound)
+        yield
+
+
+@contextmanager
+def playing(kind: Any, address: str, num_workers: int = 0, num_servers: int = 1, number: int = 0) -> Iterator[None]:
     """Inside, this process has a role; a Trainer made inside keeps it."""
     job, server = the_job(), _FOLDER / "server"
     worker = _FOLDER / "worker"
     if not worker.exists():  # threads read it
         worker.write_text(worker_key().text)
     key = server if kind == "server" else worker
-    before, job.role = job.role, Role(kind, (address,), str(key), num_workers=num_workers)
+    numbers = {"num_workers": num_workers, "num_servers": num_servers, "number": number}
+    before, job.role = job.role, Role(kind, (address,), str(key), **numbers)  # type: ignore[arg-type]
     try:
         yield
     finally:
@@ -87,19 +111,25 @@ def playing(kind: Any, address: str, num_workers: int = 0) -> Iterator[None]:
 
 
 class WorkerThreads:
-    """Workers of a server, each a Trainer in a thread. Their errors are kept."""
+    """Workers of a server, and further servers, each a Trainer in a thread. Their errors are kept."""
 
     def __init__(self) -> None:
         self.errors: dict[int, BaseException] = {}
         self.threads: list[threading.Thread] = []
 
-    def start(self, address: str, builds: Sequence[Any]) -> None:
+    def start(self, address: str, builds: Sequence[Any], num_servers: int = 1) -> None:
         for build in builds:
-            number = len(self.threads)
-            with playing("worker", address):
-                trainer = mt.Trainer(build)
-            self.threads.append(threading.Thread(target=self._run, args=(number, trainer), daemon=True))
-            self.threads[-1].start()
+            with playing("worker", address, num_servers=num_servers):
+                self._start(mt.Trainer(build))
+
+    def start_shards(self, builds: Sequence[Any]) -> None:
+        for number, build in enumerate(builds, 1):
+            with playing("shard", "", 0, 1 + len(builds), number):
+                self._start(mt.Trainer(build))
+
+    def _start(self, trainer: mt.Trainer) -> None:
+        self.threads.append(threading.Thread(target=self._run, args=(len(self.threads), trainer), daemon=True))
+        self.threads[-1].start()
 
     def _run(self, number: int, trainer: mt.Trainer) -> None:
         try:
@@ -117,18 +147,28 @@ class WorkerThreads:
 
 
 def train_served(
-    build: Any, worker_builds: Sequence[Any], hooks: Sequence[mt.Hook], restore: dict[str, Any] | None = None
+    build: Any,
+    worker_builds: Sequence[Any],
+    hooks: Sequence[mt.Hook],
+    restore: dict[str, Any] | None = None,
+    shard_builds: Sequence[Any] = (),
 ) -> tuple[mt.Trainer, WorkerThreads]:
-    """Run a server in this thread, with workers in others. Return what it has trained, and the workers."""
-    address = free_address()
-    with playing("server", address, len(worker_builds)):
+    """Run a server in this thread, with workers and further servers in others.
+
+    Return what it has trained, and the others, the workers first.
+    """
+    num_servers = 1 + len(shard_builds)
+    addresses = [free_address() for _ in range(num_servers)]
+    with playing("server", addresses[0], len(worker_builds), num_servers):
         trainer = mt.Trainer(build, hooks)
     if restore is not None:
         trainer.restore(restore)
-    workers = WorkerThreads()
-    workers.start(address, worker_builds)
-    try:
-        trainer.run()
-    finally:
-        workers.end()
-    return trainer, workers
+    others = WorkerThreads()
+    with at(addresses):
+        others.start(addresses[0], worker_builds, num_servers)
+        others.start_shards(shard_builds)
+        try:
+            trainer.run()
+        finally:
+            others.end()
+    return trainer, others

@@ -1,15 +1,16 @@
-"""A worker that speaks the protocol by hand, and a server in a thread for it."""
+"""A worker that speaks the protocol by hand, and a server in a thread for it, or several."""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from copy import deepcopy
 from dataclasses import replace
 from typing import Any
 
 import numpy
-from counting import NUM_SAMPLES, free_address, parts, playing, worker_key
+from counting import NUM_SAMPLES, WorkerThreads, at, free_address, parts, playing, worker_key
 
 import mpitrain as mt
 from mpitrain.serve.wire import Message
@@ -21,7 +22,7 @@ class Hand:
 
     def __init__(self, address: str, facts: Any, host: str = "hand") -> None:
         self._link = WorkerLink([address], worker_key(), 10**6)
-        self.life = ""
+        self.life = self.ticket = ""
         self.facts, self.host = facts, host
 
     def say(self, kind: str, *arrays: numpy.ndarray, **fields: Any) -> None:
@@ -45,7 +46,7 @@ class Hand:
     def join(self) -> None:
         message = self.greet()
         assert message.kind == "welcome"
-        self.life = message.fields["life"]
+        self.life, self.ticket = message.fields["life"], message.fields["ticket"]
 
     def pull(self, version: int = -1) -> Message:
         self.say("next", version=version)
@@ -77,17 +78,23 @@ class Served:
         hang_seconds: float = 0,
         carried: Any = None,
         hooks: Sequence[mt.Hook] = (),
+        num_servers: int = 1,
     ) -> None:
-        self.address = free_address()
+        self.addresses = [free_address() for _ in range(num_servers)]
+        self.address = self.addresses[0]
+        builds = [build(deepcopy(strategy)) for _ in self.addresses[1:]]
         self.error: BaseException | None = None
         world = mt.init()
         world = replace(world, config=replace(world.config, hang_seconds=hang_seconds))
-        with playing("server", self.address):
+        with playing("server", self.address, num_servers=num_servers):
             self.trainer = mt.Trainer(build(strategy), [mt.StopAtStep(steps), *hooks], world)
         if carried:
             strategy.restore_own({"carried": carried})
         self.strategy = strategy
-        self.facts = list(strategy._facts(self.trainer.data))  # type: ignore[arg-type]
+        self.facts = strategy._party.facts(self.trainer.data)  # type: ignore[arg-type]
+        self._others, self._found = WorkerThreads(), ExitStack()
+        self._found.enter_context(at(self.addresses))
+        self._others.start_shards(builds)
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
 
@@ -100,6 +107,8 @@ class Served:
     def end(self) -> None:
         self._thread.join(60)
         assert not self._thread.is_alive()
+        self._others.end()
+        self._found.close()
         if self.error is not None:
             raise self.error
 

@@ -20,6 +20,7 @@ from jobs import until
 from mpitrain.compression import CODECS
 from mpitrain.config import read_config
 from mpitrain.exchange.bucket import plan_layout
+from mpitrain.exchange.division import divide
 from mpitrain.serve.attendance import ServerRules
 from mpitrain.serve.pushes import GradientBuffer, codec_of
 
@@ -268,7 +269,7 @@ def test_what_a_codec_leaves_out_comes_with_the_next_push(scales: list[float]) -
     codec = CODECS["int8"](False)  # not compiled: the same bits
     values = {"w": numpy.zeros(1000, "float32")}
     layout = plan_layout(mt.ArrayFunction(lambda *_: 0.0, values, mt.Sgd(1.0)).layout)
-    buffer = GradientBuffer(layout, codec, "a worker")
+    buffer = GradientBuffer(divide(layout, 1), codec, "a worker")
     total, given = numpy.zeros(1000), numpy.zeros(1000)
     for number in range(50):
         scale = scales[number % len(scales)]
@@ -276,7 +277,7 @@ def test_what_a_codec_leaves_out_comes_with_the_next_push(scales: list[float]) -
         given += gradient
         buffer.begin()
         buffer.take(0, gradient * numpy.float32(scale))
-        _, (wire,) = buffer.finish(scale)
+        _, ((wire,),) = buffer.finish(scale)
         decoded = numpy.empty(1000, "float32")
         codec.decode(wire, decoded)
         total += decoded / scale

@@ -9,9 +9,11 @@ import pytest
 
 from mpitrain.adapters.accumulate import Accumulate
 from mpitrain.errors import GradientError
+from mpitrain.exchange.division import divide
 from mpitrain.exchange.remarks import remarks_of
 from mpitrain.serve.pushes import GradientBuffer
-from mpitrain.serve.store import ParameterStore, Replica
+from mpitrain.serve.replica import Replica
+from mpitrain.serve.store import ParameterStore
 
 torch = pytest.importorskip("torch")
 
@@ -33,19 +35,20 @@ class Stale:
     def __init__(self, store: ParameterStore) -> None:
         self._store, self._adapter = store, Accumulate(a_module(), per_rank_batch=64)
         self._replica = Replica(self._adapter)
-        self._buffer = GradientBuffer(store.layout, None, "a worker")
+        self._buffer = GradientBuffer(divide(store.layout, 1), None, "a worker")
 
     def pull(self) -> None:
-        self._replica.take(*self._store.since(self._replica.version))
+        self._replica.take(*self._store.since(self._replica.versions[0]))
+        self._replica.load()
 
     def push(self, batch: numpy.ndarray) -> None:
         self._buffer.begin()
         self._adapter.loss_and_gradients(batch, self._buffer.take)
-        unused, flats = self._buffer.finish(1.0)
+        unused, (flats,) = self._buffer.finish(1.0)
         gradients = dict(zip(self._store.layout.counts, [flat.copy() for flat in flats], strict=True))
         told = (tuple(unused), self._adapter.note())
         self._store.check_note(told[1])
-        self._store.apply(gradients, remarks_of([told]), 1.0, self._store.version - self._replica.version)
+        self._store.apply(gradients, remarks_of([told]), {}, self._store.version - self._replica.versions[0])
         self._store.note_changes()
 
 

@@ -26,7 +26,7 @@ def test_a_run_inside_an_except_block_ends_well() -> None:
 
 def test_a_worker_that_still_computes_hears_of_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
     """The server is there until then, however long that takes. The answer itself is not needed any more."""
-    monkeypatch.setattr("mpitrain.serve.server._FAREWELL_SECONDS", 0.1)
+    monkeypatch.setattr("mpitrain.serve.farewell._FAREWELL_SECONDS", 0.1)
     served = Served(1, mt.ParameterServer("async"), hang_seconds=HANG_SECONDS)
     with hands(served, 2) as (slow, fast):
         late = slow.pull()

@@ -26,12 +26,14 @@ def check_counts(trainer: mt.Trainer, name: str) -> None:
     numpy.testing.assert_array_equal(counts_of(trainer), expected_counts(trainer.data.state(), MODES[name][1]))
 
 
-@pytest.mark.parametrize("num_workers", [1, 3])
+@pytest.mark.parametrize(("num_servers", "num_workers"), [(1, 1), (1, 3), (2, 1), (2, 3), (3, 2), (3, 5)])
 @pytest.mark.parametrize("name", MODES)
-def test_each_sample_counts_once(name: str, num_workers: int) -> None:
+def test_each_sample_counts_once(name: str, num_servers: int, num_workers: int) -> None:
     steps = 3 * NUM_SAMPLES // MODES[name][1] + 2
     builds = [parts(strategy(name)) for _ in range(num_workers)]
-    trainer, workers = train_served(parts(strategy(name)), builds, [mt.StopAtStep(steps)])
+    shards = [parts(strategy(name)) for _ in range(num_servers - 1)]
+    hooks = [mt.StopAtStep(steps)]
+    trainer, workers = train_served(parts(strategy(name)), builds, hooks, shard_builds=shards)
     assert workers.errors == {}
     check_counts(trainer, name)
     total = counts_of(trainer).sum() * MODES[name][1]
@@ -41,8 +43,10 @@ def test_each_sample_counts_once(name: str, num_workers: int) -> None:
     assert ledger.updates == steps
 
 
+@pytest.mark.parametrize(("before", "after"), [(1, 1), (3, 2)])
 @pytest.mark.parametrize("name", MODES)
-def test_a_checkpoint_goes_on_in_one_process_and_back(name: str, tmp_path: Path) -> None:
+def test_a_checkpoint_goes_on_in_one_process_and_back(name: str, before: int, after: int, tmp_path: Path) -> None:
+    """With other numbers of servers."""
     size = MODES[name][1]
 
     def counting_by_size(parameters: Any, batch: Any, on_gradient: Any) -> float:
@@ -54,7 +58,8 @@ def test_a_checkpoint_goes_on_in_one_process_and_back(name: str, tmp_path: Path)
         return [mt.StopAtStep(last), mt.Checkpoint(tmp_path, steps=2)]
 
     builds = [parts(strategy(name), batch=size) for _ in range(3)]
-    served, _ = train_served(parts(strategy(name), batch=size), builds, saving(7))
+    shards = [parts(strategy(name), batch=size) for _ in range(3)]
+    served, _ = train_served(parts(strategy(name), batch=size), builds, saving(7), shard_builds=shards[1:before])
     check_counts(served, name)
     alone = mt.Trainer(parts(mt.Sync(), counting_by_size, batch=size), saving(14))
     alone.run()
@@ -62,7 +67,7 @@ def test_a_checkpoint_goes_on_in_one_process_and_back(name: str, tmp_path: Path)
     numpy.testing.assert_array_equal(counts_of(alone), expected_counts(alone.data.state(), size))
     done = counts_of(alone).sum()
     assert 10 < done <= 14
-    back, _ = train_served(parts(strategy(name), batch=size), builds, saving(20))
+    back, _ = train_served(parts(strategy(name), batch=size), builds, saving(20), shard_builds=shards[1:after])
     check_counts(back, name)
     assert counts_of(back).sum() == done + 6
 
@@ -99,7 +104,8 @@ def test_sync_is_what_one_process_does() -> None:
     assert "left" not in served.data.state()
 
 
-def test_sync_is_what_one_process_does_where_a_hook_changes_parameters() -> None:
+@pytest.mark.parametrize("num_servers", [1, 2])
+def test_sync_is_what_one_process_does_where_a_hook_changes_parameters(num_servers: int) -> None:
     """All gradients of a step are of the parameters that the hooks have left."""
 
     class Halve(mt.Hook):
@@ -112,8 +118,9 @@ def test_sync_is_what_one_process_does_where_a_hook_changes_parameters() -> None
 
     alone = mt.Trainer(parts(mt.Sync(), falling), [mt.StopAtStep(5), Halve()])
     alone.run()
-    server, *workers = [parts(mt.ParameterServer("sync"), falling) for _ in range(3)]
-    served, _ = train_served(server, workers, [mt.StopAtStep(5), Halve()])
+    server, *others = [parts(mt.ParameterServer("sync"), falling) for _ in range(4)]
+    hooks = [mt.StopAtStep(5), Halve()]
+    served, _ = train_served(server, others[:2], hooks, shard_builds=others[2 : 1 + num_servers])
     numpy.testing.assert_allclose(counts_of(served), counts_of(alone), rtol=1e-12)
 
 
@@ -227,6 +234,7 @@ def test_a_worker_that_is_broken_is_sent_away() -> None:
         ({"mode": "fast"}, "mode='fast'; allowed: sync, async, bounded"),
         ({"staleness": -1}, "ints of at least 0"),
         ({"job_samples": 0}, "an int of at least 1"),
+        ({"servers": 0}, "servers=0; it must be an int of at least 1"),
         ({"mode": "async", "backup": 1}, "goes with mode='sync'"),
         ({"mode": "sync", "staleness_correction": True}, "no gradient is stale"),
     ],

@@ -133,6 +133,24 @@ def test_backup_workers_are_not_waited_for() -> None:
     assert play.queue.at(2)[0].places == slow.places
 
 
+def test_a_worker_that_has_answered_computes_no_second_job_that_the_step_does_not_need() -> None:
+    """It would be late for the next step. If another worker of the step goes, it gets a second job."""
+    play = Play("sync, one backup")
+    for worker in (1, 2, 3):
+        play.event("join", worker)
+    for kind, worker in [("ask", 1), ("ask", 2), ("ask", 3), ("answer", 1), ("answer", 2)]:
+        play.event(kind, worker)
+    assert len(play.updates) == 1  # worker 3 still computes for this step, so a job of the next one stays free
+    for kind, worker in [("ask", 1), ("ask", 2), ("answer", 1), ("ask", 1)]:
+        play.event(kind, worker)
+    assert play.queue.at(1) == []
+    play.event("leave", 2)
+    play.event("ask", 1)
+    assert len(play.queue.at(1)) == 1
+    play.event("answer", 1)
+    assert len(play.updates) == 2
+
+
 @pytest.mark.parametrize(
     ("batch", "num_workers", "backup"), [(100, 4, 1), (100, 5, 2), (7, 5, 2), (2, 5, 1), (1, 2, 1)]
 )

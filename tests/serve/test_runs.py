@@ -126,11 +126,13 @@ def test_killed_workers_and_a_killed_server(tmp_path: Path, mode: str) -> None:
     assert counts == expected_counts(position, 1).tolist()
 
 
-def test_the_ranks_of_one_mpiexec(tmp_path: Path) -> None:
+@pytest.mark.parametrize("num_servers", [1, 3])
+def test_the_ranks_of_one_mpiexec(tmp_path: Path, num_servers: int) -> None:
     """Two runs have the same bits in mode sync: the first jobs go out when all workers are there."""
     script = tmp_path / "train.py"
     script.write_text(SCRIPT.replace("MODE", repr("sync")))
-    command = [sys.executable, "-m", "mpitrain", "run", "-n", "3", "--servers", "1", str(script)]
+    numbers = ["-n", str(2 + num_servers), "--servers", str(num_servers)]
+    command = [sys.executable, "-m", "mpitrain", "run", *numbers, str(script)]
     job = run_command([*command, str(tmp_path / "saved"), "20", "0"])
     assert job.code == 0, job.output
     assert job.left == []
@@ -138,6 +140,34 @@ def test_the_ranks_of_one_mpiexec(tmp_path: Path) -> None:
     assert (steps, sum(counts), position["epoch"], position["cursor"]) == (20, 80, 3, 8)
     assert job.stdout.count("end [") == 1
     assert re.search(r"mpitrain: 2 workers \(0 gone\), 40 jobs, 20 updates", job.stdout), job.output
+    divided = (
+        r"server 0 on \S+: 0.00 MiB, server 1 on \S+: 0.00 MiB, server 2 on \S+: 0.00 MiB of 0.00 MiB of parameters"
+    )
+    assert bool(re.search(divided, job.stdout)) == (num_servers == 3)
+
+
+@pytest.mark.parametrize(
+    ("signal_name", "text"),
+    [
+        ("SIGKILL", r"rank 1 on \S+ was killed by signal 9"),
+        ("SIGSTOP", r"server 1 on \S+ is gone \(.*\), and its part of the parameters with it. Start the job again"),
+    ],
+)
+def test_a_further_server_that_is_lost_ends_the_job(tmp_path: Path, signal_name: str, text: str) -> None:
+    script = tmp_path / "train.py"
+    ends = f"os.kill(os.getpid(), signal.{signal_name})"
+    script.write_text(
+        SCRIPT.replace("MODE", repr("async")).replace(
+            "trainer.run()",
+            "import signal, threading\nfrom mpitrain.job.start import the_job\n"
+            f"if the_job().role.kind == 'shard':\n    threading.Timer(2.0, lambda: {ends}).start()\ntrainer.run()",
+        )
+    )
+    command = [sys.executable, "-m", "mpitrain", "run", "-n", "4", "--servers", "2", str(script)]
+    job = run_command([*command, str(tmp_path / "saved"), "0", "0.01"])
+    assert job.code not in (0, None), job.output
+    assert re.search(text, job.output), job.output
+    assert job.left == []
 
 
 def test_equal_ranks_are_refused(tmp_path: Path) -> None:
@@ -149,7 +179,7 @@ def test_equal_ranks_are_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        (["-n", "4", "--servers", "2"], "parameters are not divided between servers yet; allowed is 1"),
+        (["-n", "3", "--servers", "3"], "3 ranks, 3 of them servers, leave none for workers; start at least 4"),
         (["-n", "1", "--servers", "1"], "leave none for workers; start at least 2"),
         (["-n", "3", "--servers", "1", "--restarts", "1"], "start the server with `mpitrain serve`"),
     ],

@@ -52,7 +52,7 @@ def test_the_time_of_a_job_is_no_silence_of_the_server(monkeypatch: pytest.Monke
     def work() -> None:
         with closing(WorkerLink([address], keys.worker, 10**6)) as link:
             worker = JobWorker(
-                link, adapter, data, None, {"host": "here"}, stall_seconds=600.0, hang_seconds=300.0, say=print
+                [link], adapter, data, None, {"host": "here"}, stall_seconds=600.0, hang_seconds=300.0, say=print
             )
             try:
                 worker.work()
@@ -63,7 +63,7 @@ def test_the_time_of_a_job_is_no_silence_of_the_server(monkeypatch: pytest.Monke
     thread.start()
     with closing(ServerLink(address, keys, 10**6)) as link:
         peer = hear(link, "hello").peer
-        link.send(peer, "welcome", {"life": "first", "name": "a worker"})
+        link.send(peer, "welcome", {"life": "first", "name": "a worker", "ticket": "t"})
         hear(link, "next")
         values = [numpy.zeros(NUM_SAMPLES)]
         runs = {"float64": [[0, NUM_SAMPLES]]}
@@ -86,7 +86,7 @@ def at_work(address: str, key: WorkerKey) -> threading.Thread:
     def work() -> None:
         with closing(WorkerLink([address], key, 10**6)) as link:
             hello = {"host": "here"}
-            JobWorker(link, adapter, data, None, hello, stall_seconds=600.0, hang_seconds=300.0, say=print).work()
+            JobWorker([link], adapter, data, None, hello, stall_seconds=600.0, hang_seconds=300.0, say=print).work()
 
     thread = threading.Thread(target=work, daemon=True)
     thread.start()
@@ -101,7 +101,7 @@ def test_questions_that_a_server_does_not_read_become_rare(monkeypatch: pytest.M
     thread = at_work(address, keys.worker)
     with closing(ServerLink(address, keys, 10**6)) as link:
         peer = hear(link, "hello").peer
-        link.send(peer, "welcome", {"life": "first", "name": "a worker"})
+        link.send(peer, "welcome", {"life": "first", "name": "a worker", "ticket": "t"})
         hear(link, "next")
         time.sleep(1.5)
         questions = []
@@ -122,7 +122,7 @@ def test_on_another_connection_a_worker_asks_at_once(monkeypatch: pytest.MonkeyP
         with closing(ServerLink(address, keys, 10**6)) as link:
             peer = hear(link, kind).peer
             if kind == "hello":
-                link.send(peer, "welcome", {"life": "first", "name": "a worker"})
+                link.send(peer, "welcome", {"life": "first", "name": "a worker", "ticket": "t"})
                 hear(link, "next")
             else:
                 link.send(peer, "over", {})

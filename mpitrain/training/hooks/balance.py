@@ -45,6 +45,10 @@ class Balance(Hook):
         """Measure again, from the next step on. Call this on every rank, between the same steps."""
         self._measured, self._speeds, self._begin = 0, [], 0
 
+    def reads_model(self, trainer: Trainer, step: int) -> bool:
+        """See Hook."""
+        return False
+
     def before_run(self, trainer: Trainer) -> None:
         """See Hook.
 

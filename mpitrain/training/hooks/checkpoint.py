@@ -73,6 +73,10 @@ class Checkpoint(Hook):
         self._begun_step = 0  # the last step whose checkpoint this rank has begun to write
         self._state, self._part = HostCopies(), HostCopies()
 
+    def reads_model(self, trainer: Trainer, step: int) -> bool:
+        """See Hook."""
+        return step % self._steps == 0 or step == trainer.last_step
+
     def before_run(self, trainer: Trainer) -> None:
         """See Hook.
 

@@ -52,6 +52,10 @@ class EarlyStopping(Hook):
         self.best_step = 0
         self._num_worse = 0
 
+    def reads_model(self, trainer: Trainer, step: int) -> bool:
+        """See Hook."""
+        return False
+
     def before_run(self, trainer: Trainer) -> None:
         """See Hook. A run that this hook has ended does not go on when it is started again."""
         if self._num_worse >= self._patience:

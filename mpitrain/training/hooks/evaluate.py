@@ -38,6 +38,10 @@ class Evaluate(Hook):
         self._metrics = metrics
         self.results: dict[int, dict[str, float]] = {}
 
+    def reads_model(self, trainer: Trainer, step: int) -> bool:
+        """See Hook."""
+        return step % self._steps == 0 or step == trainer.last_step
+
     def after_step(self, trainer: Trainer, step: Step) -> None:
         """See Hook."""
         if step.number % self._steps and step.number != trainer.last_step:

@@ -29,6 +29,14 @@ class Hook:
     def before_run(self, trainer: Trainer) -> None:
         """Is called once, before the first step; again if a rank is lost in these calls."""
 
+    def reads_model(self, trainer: Trainer, step: int) -> bool:
+        """Return whether this hook may read or change parameters or the optimizer in its methods for this step.
+
+        Is asked in a job with several servers, before `before_step` and `after_step`. If the answer is yes, the first
+        server fetches the parts of all. A hook that does not read the model at every step saves time by saying so.
+        """
+        return True
+
     def before_step(self, trainer: Trainer) -> None:
         """Is called before every step. `trainer.step_number` counts the steps so far, also those before a resume."""
 

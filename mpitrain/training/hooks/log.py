@@ -36,6 +36,10 @@ class Log(Hook):
         self._seconds = seconds
         self._bar: _Bar | None = None
 
+    def reads_model(self, trainer: Trainer, step: int) -> bool:
+        """See Hook."""
+        return False
+
     def before_run(self, trainer: Trainer) -> None:
         """See Hook."""
         launcher = JobContext.read(os.environ)

@@ -79,6 +79,10 @@ class Record(Hook):
         self._restored: Mapping[str, Any] = {}
         self._events: list[RunEvent] = []  # since the last row
 
+    def reads_model(self, trainer: Trainer, step: int) -> bool:
+        """See Hook."""
+        return any(meter.reads_model for meter in self._meters or ())
+
     def before_run(self, trainer: Trainer) -> None:
         """See Hook.
 

@@ -50,6 +50,10 @@ class CompareReplicas(Hook):
         self._repair = repair
         self._is_due = False
 
+    def reads_model(self, trainer: Trainer, step: int) -> bool:
+        """See Hook."""
+        return step % self._steps == 0 or step == trainer.last_step
+
     def after_step(self, trainer: Trainer, step: Step) -> None:
         """See Hook.
 

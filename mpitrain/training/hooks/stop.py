@@ -29,6 +29,10 @@ class StopAtStep(Hook):
             raise ConfigError(f"StopAtStep({number}): the last step is at least 1")
         self._number = number
 
+    def reads_model(self, trainer: Trainer, step: int) -> bool:
+        """See Hook."""
+        return False
+
     def before_run(self, trainer: Trainer) -> None:
         """See Hook. If there are several such hooks, the earliest step ends the run."""
         trainer.last_step = min(self._number, trainer.last_step or self._number)
@@ -48,6 +52,10 @@ class StopAfter(Hook):
         if not 0 < seconds < math.inf:
             raise ConfigError(f"StopAfter({seconds}): allowed is a finite number of seconds above 0")
         self._seconds = seconds
+
+    def reads_model(self, trainer: Trainer, step: int) -> bool:
+        """See Hook."""
+        return False
 
     def before_run(self, trainer: Trainer) -> None:
         """See Hook."""
@@ -100,6 +108,10 @@ class StopWhen(Hook):
         self._at_least = -math.inf if at_least is None else at_least
         self._at_most = math.inf if at_most is None else at_most
         self._seen: set[str] = set()
+
+    def reads_model(self, trainer: Trainer, step: int) -> bool:
+        """See Hook."""
+        return False
 
     def after_step(self, trainer: Trainer, step: Step) -> None:
         """See Hook."""

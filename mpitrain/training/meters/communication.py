@@ -19,6 +19,8 @@ class Communication(Meter):
     that was hidden behind the computation.
     """
 
+    reads_model = False
+
     def __init__(self) -> None:
         self._clear()
 

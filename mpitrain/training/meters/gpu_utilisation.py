@@ -24,6 +24,8 @@ class GpuUtilisation(Meter):
     beginning.
     """
 
+    reads_model = False
+
     def __init__(self) -> None:
         self._samples: list[float] = []
         self._sampled = 0.0

@@ -18,6 +18,8 @@ class GradientNorm(Meter):
     the gradient, only in the last step of a row. A skipped step has no norm, nor has a last row that ends early.
     """
 
+    reads_model = False
+
     def after_step(self, trainer: Trainer, step: Step) -> None:
         """See Meter."""
         self._skipped = step.skipped

@@ -17,6 +17,8 @@ class LearningRate(Meter):
     With a loss scale also `loss_scale`, and `skipped_steps` since the start of training.
     """
 
+    reads_model = False
+
     def after_step(self, trainer: Trainer, step: Step) -> None:
         """See Meter."""
         self._rate = step.learning_rate

@@ -15,6 +15,8 @@ if TYPE_CHECKING:
 class Loss(Meter):
     """`loss`: the mean over all samples of the steps of the row. The loss of a step is already the mean over ranks."""
 
+    reads_model = False
+
     def __init__(self) -> None:
         self._sum = self._samples = 0.0
 

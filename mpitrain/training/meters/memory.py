@@ -19,6 +19,8 @@ class Memory(Meter):
     On GPUs also `gpu_memory_bytes`: the memory in use on the fullest GPU at the end of the row, by all processes.
     """
 
+    reads_model = False
+
     def read(self, trainer: Trainer) -> dict[str, Reading]:
         """See Meter."""
         readings = {"host_memory_peak_bytes": Reading(peak_bytes(), over_ranks="max")}

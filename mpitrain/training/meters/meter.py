@@ -32,7 +32,12 @@ class Meter:
     """The base class of meters. Its methods are empty; a meter overrides those that it needs.
 
     Every rank makes the same calls. No method is collective.
+
+    Attributes:
+        reads_model: this meter may read parameters or the optimizer's state; see Hook.reads_model.
     """
+
+    reads_model = True
 
     def start(self, trainer: Trainer) -> str:
         """Is called once, before the first step. Return why this rank has nothing to measure, or "" if it has."""

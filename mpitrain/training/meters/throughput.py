@@ -19,6 +19,8 @@ class Throughput(Meter):
     it includes the hooks: workers compute meanwhile.
     """
 
+    reads_model = False
+
     def __init__(self, *, tokens_per_sample: int | None = None) -> None:
         """`tokens_per_sample` is the length of each sample. Without it there is no `tokens_per_second`."""
         if tokens_per_sample is not None and tokens_per_sample < 1:

@@ -19,6 +19,8 @@ class Workers(Meter):
     gradients. `pulled_bytes`, `pushed_bytes`: of parameters and gradients, by all workers, for each update.
     """
 
+    reads_model = False
+
     def __init__(self) -> None:
         self._steps = 0
         self._ledger = ServerLedger()

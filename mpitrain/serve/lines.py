@@ -1,0 +1,97 @@
+"""The connections of a worker to the servers besides the first one: it pulls parts of the parameters, and pushes parts
+of gradients."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy
+
+from mpitrain.errors import LaunchError
+from mpitrain.serve.replica import Replica
+from mpitrain.serve.worker_link import WorkerLink
+
+_LOOK_SECONDS = 0.2
+
+
+class ServerLines:
+    """The lines to servers 1, 2 ... in order; there may be none."""
+
+    def __init__(
+        self,
+        links: Sequence[WorkerLink],
+        replica: Replica,
+        *,
+        stall_seconds: float,
+        hang_seconds: float,
+        say: Callable[[str], None],
+    ) -> None:
+        """See JobWorker."""
+        self._links, self._replica = links, replica
+        self._stall_seconds, self._hang_seconds, self._say = stall_seconds, hang_seconds, say
+        self._pushed: list[tuple[dict[str, Any], Sequence[numpy.ndarray], int]] = []
+
+    def pull(self, job: Mapping[str, Any], known: Mapping[str, str], name: str) -> None:
+        """Get the parts of the parameters for a job, which are at least as new as that of the first server.
+
+        Args:
+            known: life of the first server, and ticket of this worker.
+            name: of this worker, for errors.
+
+        Raises:
+            LaunchError: a server has not been heard of for `hang_seconds`.
+            MismatchError: what came belongs to other parameters.
+        """
+        self._pushed = []
+        about = {**known, "number": job["number"], "at_least": job["version"]}
+        versions = self._replica.versions
+        for server, link in enumerate(self._links, 1):  # all of them send at once
+            link.send("pull", {**about, "version": versions[server]})
+        for server, link in enumerate(self._links, 1):
+            self._receive(link, server, {**about, "version": versions[server]}, name)
+
+    def _receive(self, link: WorkerLink, server: int, question: Mapping[str, Any], name: str) -> None:
+        """Take in the answer of a server. Ask again on another connection: only with a connection is a message lost."""
+        begun = said = time.monotonic()
+        connection = link.connections
+        while True:
+            message = link.receive(_LOOK_SECONDS)
+            if message is not None and message.kind == "refused":
+                raise LaunchError(f"{name}: server {server}: {message.fields.get('text')}")
+            if message is not None and message.fields.get("number") == question["number"]:
+                self._replica.take(message.fields, message.arrays, server)
+                return
+            now = time.monotonic()
+            silent = f"{name}: server {server} has not been heard of for {now - begun:.0f} s"
+            if self._hang_seconds and now - begun > self._hang_seconds:
+                raise LaunchError(f"{silent} (MPITRAIN_HANG_SECONDS): {link.trouble()}")
+            if now - said >= min(self._stall_seconds, self._hang_seconds or math.inf):
+                self._say(f"{silent}: {link.trouble()}; this worker waits")
+                said = now
+            if link.connections != connection:
+                link.send("pull", question)
+                connection = link.connections
+
+    def push(self, fields: Mapping[str, Any], arrays: Sequence[Sequence[numpy.ndarray]]) -> None:
+        """Send each server its part of the gradients. The arrays must not change before the next `pull`."""
+        self._pushed = []
+        for link, of_server in zip(self._links, arrays, strict=True):
+            link.send("push", fields, of_server)
+            self._pushed.append((dict(fields), of_server, link.connections))
+
+    def tend(self) -> None:
+        """Send again what may have been lost, because a connection is another one now."""
+        for index, (fields, arrays, connection) in enumerate(self._pushed):
+            link = self._links[index]
+            link.receive(0.0)  # an answer to a question that was repeated is not needed any more
+            if link.connections != connection:
+                link.send("push", fields, arrays)
+                self._pushed[index] = fields, arrays, link.connections
+
+    def close(self) -> None:
+        """Close all connections."""
+        for link in self._links:
+            link.close()

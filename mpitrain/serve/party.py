@@ -1,0 +1,105 @@
+"""A process of a job with servers: what it has in common with the others, and what a worker and a shard do."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from mpitrain.adapters.adapter import Adapter, divided_of
+from mpitrain.compression.codec import Codec
+from mpitrain.job.role import Role
+from mpitrain.serve.connect import bound, connected, environment_of
+from mpitrain.serve.shard import ShardServer
+from mpitrain.serve.source import JobSource, source_of
+from mpitrain.serve.store import ParameterStore, layout_of
+from mpitrain.serve.worker import JobWorker
+from mpitrain.world import World
+
+
+@dataclass(frozen=True)
+class Party:
+    """One process.
+
+    Attributes:
+        everyone: with `mpitrain run --servers`, the World of all ranks; else None.
+        world: of this process alone.
+        codec: of gradients.
+    """
+
+    role: Role
+    everyone: World | None
+    world: World
+    adapter: Adapter
+    codec: Codec | None
+
+    @property
+    def most_bytes(self) -> int:
+        """The most bytes of arrays in a message."""
+        layouts = (layout_of(self.adapter.parameters()).parameters, self.adapter.layout)
+        return max(sum(one.count * one.dtype.itemsize for one in layout) for layout in layouts)
+
+    def facts(self, source: JobSource) -> list[str]:
+        """Return what servers and workers must have in common, in lines."""
+        from mpitrain import __version__
+
+        state, scale = source.state(), "with" if self.adapter.loss_scale else "without"
+        parameters = layout_of(self.adapter.parameters()).parameters
+        return [
+            f"mpitrain {__version__}",
+            f"compression={self.world.config.compression}, {scale} loss scale",
+            f"servers={self.role.num_servers}",
+            *(f"{name}={state[name]}" for name in ("num_samples", "seed", "shuffle")),
+            *(f"gradient {parameter}" for parameter in self.adapter.layout),
+            *(f"parameter {parameter}" for parameter in parameters),
+        ]
+
+    def say(self, text: str) -> None:
+        """Print a line."""
+        self.world.print(f"mpitrain: {text}")
+
+
+def work(party: Party, data: Any) -> None:
+    """Be a worker until the run is over. Raises as ServedStrategy.work."""
+    source, config = source_of(data), party.world.config
+    hello: dict[str, Any] = {"host": party.world.host, "name": "", "facts": party.facts(source)}
+    if (environment := environment_of(party.role)) is not None:
+        hello["environment"] = environment
+    if party.everyone is not None:
+        hello["name"] = party.world.name()
+    links = connected(party.role, party.everyone, party.most_bytes)
+    try:
+        worker = JobWorker(
+            links,
+            party.adapter,
+            source,
+            party.codec,
+            hello,
+            stall_seconds=config.stall_seconds,
+            hang_seconds=config.hang_seconds,
+            say=party.say,
+        )
+        worker.work()
+    finally:
+        for link in links:
+            link.close()
+
+
+def serve_part(party: Party, data: Any) -> None:
+    """Be a further server until the run is over. Raises as ShardServer.serve."""
+    role, host = party.role, party.world.host
+    link, (first,) = bound(role, party.everyone, party.most_bytes)
+    try:
+        ShardServer(
+            link,
+            first,
+            ParameterStore(party.adapter, role.number, role.num_servers),
+            divided_of(party.adapter),
+            party.codec,
+            {"server": role.number, "host": host, "facts": party.facts(source_of(data))},
+            num_servers=role.num_servers,
+            hang_seconds=party.world.config.hang_seconds,
+            name=f"server {role.number} on {host}",
+        ).serve()
+    finally:
+        link.close()
+        first.close()

@@ -1,0 +1,210 @@
+"""ShardServer: a further server. It has a part of the parameters, and makes the updates that the first server tells of.
+
+worker:  pull ─> parameters   push (a part of the gradients) ─> the first server hears of it: have
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
+from typing import Any
+
+import numpy
+
+from mpitrain.adapters.adapter import DividedAdapter
+from mpitrain.compression.codec import Codec
+from mpitrain.errors import GradientError, LaunchError
+from mpitrain.exchange.remarks import remarks_of
+from mpitrain.serve.ledger import ServerTally
+from mpitrain.serve.link import Gone, ServerLink
+from mpitrain.serve.pieces import add_piece, pieces_of
+from mpitrain.serve.pushes import first_not_finite, mean_of, read_gradients, read_note
+from mpitrain.serve.sockets import wait_for
+from mpitrain.serve.store import ParameterStore
+from mpitrain.serve.wire import Message, Peer
+from mpitrain.serve.worker_link import WorkerLink
+
+_LOOK_SECONDS = 0.5
+_PATIENCE_SECONDS = 10.0
+
+
+class ShardServer:
+    """Serves one part of the parameters. It decides nothing; serve.shards has the other side."""
+
+    def __init__(
+        self,
+        link: ServerLink,
+        first: WorkerLink,
+        store: ParameterStore,
+        adapter: DividedAdapter,
+        codec: Codec | None,
+        hello: Mapping[str, Any],
+        *,
+        num_servers: int,
+        hang_seconds: float,
+        name: str,
+    ) -> None:
+        """
+        Args:
+            link: for the workers.
+            first: to the first server.
+            hello: the number of this server, its host, and facts, as in ServerRules.
+            hang_seconds: the first server is waited for so long; 0: without end.
+            name: of this server, for errors.
+        """
+        self._link, self._first, self._store, self._adapter = link, first, store, adapter
+        self._codec, self._hello, self._hang_seconds, self._name = codec, hello, hang_seconds, name
+        self._life, self._is_over = "", False
+        self._connections = 0  # to the first server, when its first message had come
+        self._tally, self._pulled_bytes = ServerTally(), Counter[str]()  # by ticket of the worker, since its last push
+        # By ticket of the worker and number of the job: the gradients, and the first parameter that is not finite.
+        self._pushes: dict[tuple[str, int], tuple[Mapping[numpy.dtype, numpy.ndarray], str]] = {}
+        self._pulls: dict[Peer, Mapping[str, Any]] = {}  # those that wait for a newer version
+        self._commands: dict[str, Callable[[Mapping[str, Any], list[numpy.ndarray]], None]] = {
+            "carry": self._carry,
+            "piece": self._take_piece,
+            "settle": self._settle,
+            "update": self._update,
+            "forget": self._forget,
+            "fetch": self._fetch,
+            "over": self._end,
+        }
+        self._number: int = hello["server"]
+        self._pieces: dict[str, Any] = {}  # those that have come and are not settled
+        adapter.update_only(self._number, num_servers, self._norm_of_all)
+
+    def serve(self) -> None:
+        """Serve until the first server says that the run is over.
+
+        Raises:
+            LaunchError: the first server does not come, or is gone.
+        """
+        self._begin()
+        while not self._is_over:
+            wait_for([*self._link.sockets, *self._first.sockets], _LOOK_SECONDS)
+            while not self._is_over and (message := self._hear(0.0)) is not None:
+                self._commands[message.kind](message.fields, message.arrays)
+            for event in self._link.receive(0.0):
+                if isinstance(event, Gone):
+                    self._pulls.pop(event.peer, None)
+                elif event.fields.get("life") == self._life:
+                    self._handle(event)
+            for peer in list(self._pulls):
+                self._answer(peer)
+
+    # -- the first server -----------------------------------------------------------------------------------------
+
+    def _begin(self) -> None:
+        """Say hello until the first server has told what the parameters are. No worker is listened to before."""
+        begun, told = time.monotonic(), -1
+        while not self._life and not self._is_over:
+            if not self._connections and told != self._first.connections:  # what was sent without one is lost
+                self._first.send("shard", self._hello)
+                told = self._first.connections
+            message = self._hear(_LOOK_SECONDS) if self._connections else self._first.receive(_LOOK_SECONDS)
+            seconds = time.monotonic() - begun
+            if message is not None:
+                self._connections = self._first.connections
+                self._commands[message.kind](message.fields, message.arrays)
+            elif self._hang_seconds and seconds > self._hang_seconds:
+                raise LaunchError(
+                    f"{self._name} has not heard of the first server for {seconds:.0f} s (MPITRAIN_HANG_SECONDS): "
+                    f"{self._first.trouble()}"
+                )
+
+    def _hear(self, seconds: float) -> Message | None:
+        """Return the next message of the first server. One that is lost with a connection would be an update."""
+        message = self._first.receive(seconds)
+        if message is None and not (self._first.is_connected and self._first.connections == self._connections):
+            time.sleep(_PATIENCE_SECONDS)  # if the first server has failed, its own error says more, and ends the job
+            raise LaunchError(
+                f"{self._name} has lost the connection to the first server, and what that has sent. Start the job "
+                "again: it goes on from the newest checkpoint"
+            )
+        return message
+
+    def _end(self, _: Mapping[str, Any], __: list[numpy.ndarray]) -> None:
+        self._first.send("bye", {})
+        self._is_over = True
+
+    def _carry(self, _: Mapping[str, Any], arrays: list[numpy.ndarray]) -> None:
+        self._store.carry({array.dtype: array for array in arrays})
+
+    def _take_piece(self, fields: Mapping[str, Any], arrays: list[numpy.ndarray]) -> None:
+        add_piece(self._pieces, fields, arrays)
+
+    def _settle(self, fields: Mapping[str, Any], _: list[numpy.ndarray]) -> None:
+        self._adapter.take_part_state(self._number, self._pieces, fields["gone"])
+        self._pieces = {}
+        self._life = fields["life"]
+        self._store.follow(fields["version"])
+
+    def _update(self, fields: Mapping[str, Any], _: list[numpy.ndarray]) -> None:
+        pushes = [self._pushes.pop((ticket, number))[0] for ticket, number in fields["answers"]]
+        remarks = remarks_of([(tuple(unused), read_note(note)) for unused, note in fields["told"]])
+        self._store.apply(mean_of(pushes, fields["shares"]), remarks, fields["plan"], fields["staleness"])
+        self._store.follow(fields["version"])
+        self._forget(fields, [])
+
+    def _forget(self, fields: Mapping[str, Any], _: list[numpy.ndarray]) -> None:
+        live, newest = set(fields["live"]), fields["newest"]
+        self._pushes = {key: push for key, push in self._pushes.items() if key[1] in live or key[1] > newest}
+
+    def _fetch(self, _: Mapping[str, Any], __: list[numpy.ndarray]) -> None:
+        for fields, arrays in pieces_of(self._adapter.part_state(self._number)):
+            self._first.send("piece", fields, arrays)
+        self._tell("state", {})
+
+    def _tell(self, kind: str, fields: Mapping[str, Any]) -> None:
+        """Send the first server a message, and with each what this server has taken in and sent out so far."""
+        self._first.send(kind, {**fields, "tally": asdict(self._tally)})
+
+    def _norm_of_all(self, norm: float) -> float:
+        self._tell("norm", {"norm": norm})
+        while (message := self._hear(_LOOK_SECONDS)) is None:
+            pass
+        assert message.kind == "norm", message.kind
+        return float(message.fields["norm"])
+
+    # -- workers --------------------------------------------------------------------------------------------------
+
+    def _handle(self, message: Message) -> None:
+        if message.kind == "pull":
+            self._pulls[message.peer] = message.fields
+        elif message.kind == "push":
+            self._push(message)
+
+    def _answer(self, peer: Peer) -> None:
+        """Send parameters, if they are as new as the worker's job."""
+        fields = self._pulls[peer]
+        if not _whole(fields.get("at_least")) <= self._store.version:
+            return
+        del self._pulls[peer]
+        known = _whole(fields.get("version"))
+        pulled, arrays = self._store.since(known if known <= self._store.version else -1)
+        self._link.send(peer, "parameters", {"number": fields.get("number"), **pulled}, arrays)
+        nbytes = sum(array.nbytes for array in arrays)
+        self._tally.bytes_out += nbytes
+        self._pulled_bytes[str(fields.get("ticket"))] += nbytes
+
+    def _push(self, message: Message) -> None:
+        """Take in gradients. Those that were sent twice, on two connections, count once."""
+        nbytes = sum(array.nbytes for array in message.arrays)
+        self._tally.bytes_in += nbytes
+        key, problem = (str(message.fields.get("ticket")), _whole(message.fields.get("number"))), ""
+        if key not in self._pushes:
+            try:
+                flats = read_gradients(message.arrays, self._store.part, self._codec)
+                self._pushes[key] = flats, first_not_finite(flats, self._store.layout, self._store.part)
+            except GradientError as error:
+                problem = str(error)
+        not_finite = "" if problem else self._pushes[key][1]
+        told = {"ticket": key[0], "number": key[1], "not_finite": not_finite, "problem": problem}
+        of_worker = {"pushed_bytes": nbytes, "pulled_bytes": self._pulled_bytes.pop(key[0], 0)}
+        self._tell("have", told | of_worker)
+
+
+def _whole(value: object) -> int:
+    return value if type(value) is int else -1

@@ -1,0 +1,279 @@
+"""Workers that die, repeat themselves or send what is wrong to several servers: no answer counts twice or by halves."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import closing, contextmanager
+from typing import Any
+
+import numpy
+import pytest
+from counting import NUM_SAMPLES, counting, free_address, parts, train_served, worker_key
+from hands import Hand, Served, hands, mean
+
+import mpitrain as mt
+from jobs import HANG_SECONDS, clean_environment, until
+from mpitrain.serve.keys import make_keys
+from mpitrain.serve.lines import ServerLines
+from mpitrain.serve.link import ServerLink
+from mpitrain.serve.replica import Replica
+from mpitrain.serve.shard import ShardServer
+from mpitrain.serve.wire import Message
+from mpitrain.serve.worker_link import WorkerLink
+
+# Gets a job, gives wrong gradients to server 1 alone, and waits for its end.
+HALF = """
+import sys
+sys.path[:0] = sys.argv[3].split(":")
+import numpy
+from hands import Hand
+from mpitrain.serve.keys import parse_key
+import hands
+hands.worker_key = lambda: parse_key(sys.argv[2], "the key")
+first, second, _ = sys.argv[1].split(",")
+facts = eval(sys.stdin.readline())
+worker = Hand(first, facts)
+worker.join()
+job = worker.pull()
+shard = Hand(second, facts)
+shard.life = worker.life
+while True:
+    shard.say("pull", number=job.fields["number"], at_least=0, version=-1)
+    if shard._link.receive(0.5) is not None:
+        break
+shard.say("push", numpy.full(8, 1000.0), ticket=worker.ticket, number=job.fields["number"])
+shard.say("pull", number=-5, at_least=0, version=-1)
+shard._link.receive(60)  # the server has read the push by now
+print("pushed", flush=True)
+sys.stdin.read()
+"""
+PART = slice(8, 16)  # of server 1 of 3
+
+
+@pytest.mark.parametrize("mode", ["sync", "async"])
+def test_a_worker_that_is_killed_between_its_pushes(mode: str) -> None:
+    """Its job goes to another worker, and what it has pushed to one server is in no update."""
+    strategy = mt.ParameterServer(mode, job_samples=4)  # type: ignore[arg-type]
+    steps = 3 if mode == "sync" else 6
+    served = Served(steps, strategy, num_servers=3)
+    folders = ":".join(path for path in sys.path if path)
+    half = subprocess.Popen(
+        [sys.executable, "-c", HALF, ",".join(served.addresses), worker_key().text, folders],
+        env=clean_environment({}),
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        assert half.stdin is not None
+        assert half.stdout is not None
+        half.stdin.write(f"{served.facts!r}\n")
+        half.stdin.flush()
+        assert half.stdout.readline() == "pushed\n"
+        half.send_signal(signal.SIGKILL)
+    finally:
+        half.kill()
+        half.communicate()
+    served._others.start(served.address, [parts(mt.ParameterServer(mode, job_samples=4))], 3)  # type: ignore[arg-type]
+    served.end()
+    assert served._others.errors == {}
+    assert set(served.counts) == {1.0 / (8 if mode == "sync" else 4)}
+
+
+@contextmanager
+def lines_of(worker: Hand, served: Served) -> Iterator[list[WorkerLink]]:
+    links = [WorkerLink([address], worker_key(), 10**6) for address in served.addresses[1:]]
+    try:
+        yield links
+    finally:
+        for link in links:
+            link.close()
+
+
+def say(link: WorkerLink, kind: str, arrays: Sequence[numpy.ndarray] = (), **fields: Any) -> None:
+    """Send, as soon as there is a connection."""
+    until(lambda: link.receive(0.05) or link.is_connected)
+    link.send(kind, fields, arrays)
+
+
+def hear(link: WorkerLink, kind: str) -> Message:
+    message = link.receive(60)
+    assert message is not None
+    assert message.kind == kind
+    return message
+
+
+def test_what_is_pushed_twice_or_with_another_ticket_counts_once() -> None:
+    """Also where the second gradient is another one."""
+    served = Served(2, mt.ParameterServer("async"), num_servers=2)
+    with hands(served, 1) as (worker,), lines_of(worker, served) as (line,):
+        job = worker.pull()
+        for number in range(2):
+            assert job.fields["runs"] == {"float64": [[0, 12]]}
+            about = {"life": worker.life, "number": job.fields["number"]}
+            say(line, "pull", **about, at_least=job.fields["version"], version=-1)
+            pulled = hear(line, "parameters")
+            assert pulled.fields["version"] == number
+            assert set(pulled.arrays[0]) == {float(number)}
+            say(line, "push", [numpy.full(12, 1000.0)], **about, ticket="of nobody")
+            say(line, "push", [numpy.full(12, -1.0)], **about, ticket=worker.ticket)
+            say(line, "push", [numpy.full(12, 1000.0)], **about, ticket=worker.ticket)
+            worker.push(job, numpy.full(12, -1.0))
+            if number == 0:
+                job = worker.hear("job")
+        worker.end()
+    served.end()
+    assert set(served.counts) == {2.0}
+
+
+def test_a_late_answer_is_dropped_by_all_servers() -> None:
+    """The job of a worker that is silent goes to another one; then the silent one pushes, too."""
+    served = Served(1, mt.ParameterServer("async"), hang_seconds=1.0, num_servers=2)
+    with hands(served, 2) as (slow, fast), lines_of(slow, served) as (line,):
+        late = slow.pull()
+        fast.say("next", version=-1)
+        fast.hear("job")  # of other samples; this worker is silent, too
+        until(lambda: all(one.is_overdue for one in served.strategy._server._attendance.here.values()))  # type: ignore[union-attr]
+        third = Hand(served.address, served.facts)
+        third.join()
+        job = third.pull()
+        assert job.fields["begin"] == late.fields["begin"]
+        about = {"life": slow.life}
+        say(line, "push", [numpy.full(12, 1000.0)], **about, ticket=slow.ticket, number=late.fields["number"])
+        slow.push(late, numpy.full(12, 1000.0))
+        say(line, "push", [numpy.full(12, -1.0)], **about, ticket=third.ticket, number=job.fields["number"])
+        third.push(job, numpy.full(12, -1.0))
+        for worker in (slow, fast, third):
+            worker.end()
+        third.close()
+    served.end()
+    assert set(served.counts) == {1.0}
+    assert [one.dropped for one in served.strategy.ledger.workers] == [1, 0, 0]
+
+
+@pytest.mark.parametrize("arrays", [[], [numpy.zeros(12, "float32")], [numpy.zeros(24)]])
+def test_a_wrong_part_sends_its_worker_away(arrays: Any) -> None:
+    served = Served(1, mt.ParameterServer("async"), num_servers=2)
+    with hands(served, 2) as (wrong, right), lines_of(wrong, served) as (line,):
+        job = wrong.pull()
+        about = {"life": wrong.life, "ticket": wrong.ticket, "number": job.fields["number"]}
+        say(line, "push", arrays, **about)
+        text = wrong.hear("refused").fields["text"]
+        assert "the server dismisses worker 1 on hand: " in text
+        assert "allowed are" in text
+        again = right.pull()
+        assert again.fields["begin"] == job.fields["begin"]
+        about = {"life": right.life, "ticket": right.ticket, "number": again.fields["number"]}
+        say(line, "push", [mean(again)[:12]], **about)
+        right.push(again, mean(again)[:12])
+        right.end()
+    served.end()
+    assert set(served.counts) == {1.0}
+
+
+def test_no_pull_overtakes_what_hooks_change(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The way from the first server is slower than that from the worker."""
+    hear_first = ShardServer._hear
+    held: list[tuple[float, Message]] = []
+
+    def slow(self: Any, seconds: float) -> Message | None:
+        if held:
+            return held.pop()[1] if time.monotonic() > held[0][0] else None
+        message = hear_first(self, seconds)
+        if message is not None and message.kind == "piece":
+            held.append((time.monotonic() + 0.3, message))
+            return None
+        return message
+
+    monkeypatch.setattr(ShardServer, "_hear", slow)
+
+    class Add(mt.Hook):
+        def after_step(self, trainer: mt.Trainer, step: mt.Step) -> None:
+            trainer.adapter.parameters()["count"][...] += 10.0
+
+    pulled: list[set[float]] = []
+
+    def seeing(parameters: Any, batch: Any, on_gradient: Any) -> float:
+        pulled.append({float(value) for value in parameters["count"]})
+        on_gradient("count", numpy.full(NUM_SAMPLES, -1.0))
+        return 1.0
+
+    builds = [parts(mt.ParameterServer("async"), seeing) for _ in range(3)]
+    trainer, others = train_served(builds[0], builds[1:2], [mt.StopAtStep(3), Add()], shard_builds=builds[2:])
+    assert others.errors == {}
+    assert pulled == [{0.0}, {11.0}, {22.0}]
+    assert set(trainer.adapter.parameters()["count"]) == {33.0}
+
+
+def two_lines(address: str, key: Any) -> tuple[ServerLines, Replica]:
+    """What a worker has for a second server at this address."""
+    adapter = mt.ArrayFunction(counting, {"count": numpy.zeros(NUM_SAMPLES)}, mt.Sgd(1.0))
+    replica = Replica(adapter, 2)
+    link = WorkerLink([address], key, 10**6)
+    return ServerLines([link], replica, stall_seconds=600.0, hang_seconds=300.0, say=print), replica
+
+
+def next_message(link: ServerLink) -> Message:
+    while True:
+        events = link.receive(HANG_SECONDS)
+        assert events, "nothing came"
+        for event in events:
+            if isinstance(event, Message):
+                return event
+
+
+def test_what_is_lost_with_a_connection_is_asked_and_pushed_again() -> None:
+    """Each server that ends has not answered. The last one has all."""
+    keys, address = make_keys(), free_address()
+    lines, replica = two_lines(address, keys.worker)
+    errors: list[BaseException] = []
+
+    def work() -> None:
+        try:
+            lines.pull({"number": 3, "version": 5}, {"life": "a life", "ticket": "a ticket"}, "a worker")
+            lines.push({"number": 3}, [[numpy.arange(12.0)]])
+            while not pushed.is_set():
+                lines.tend()
+                time.sleep(0.01)
+        except BaseException as error:
+            errors.append(error)
+
+    pushed = threading.Event()
+    thread = threading.Thread(target=work, daemon=True)
+    with closing(ServerLink(address, keys, 10**6)) as link:
+        thread.start()
+        assert next_message(link).kind == "pull"
+    with closing(ServerLink(address, keys, 10**6)) as link:
+        question = next_message(link)
+        assert (question.kind, question.fields["number"], question.fields["at_least"]) == ("pull", 3, 5)
+        answer = {"number": 3, "version": 6, "runs": {"float64": [[0, 12]]}}
+        link.send(question.peer, "parameters", answer, [numpy.ones(12)])
+        assert next_message(link).kind == "push"
+    with closing(ServerLink(address, keys, 10**6)) as link:
+        again = next_message(link)
+        assert (again.kind, again.fields["number"]) == ("push", 3)
+        numpy.testing.assert_array_equal(again.arrays[0], numpy.arange(12.0))
+        pushed.set()
+        thread.join(HANG_SECONDS)
+    lines.close()
+    assert errors == []
+    assert replica.versions == [-1, 6]
+
+
+def test_a_server_that_is_lost_when_all_is_fetched_holds_up_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    fetch = ShardServer._fetch
+
+    def last_words(self: Any, fields: Any, arrays: Any) -> None:
+        fetch(self, fields, arrays)
+        self._is_over = True  # its connections end without a farewell
+
+    monkeypatch.setattr(ShardServer, "_fetch", last_words)
+    builds = [parts(mt.ParameterServer("sync")) for _ in range(3)]
+    trainer, others = train_served(builds[0], builds[1:2], [mt.StopAtStep(3)], shard_builds=builds[2:])
+    assert others.errors == {}
+    assert set(trainer.adapter.parameters()["count"]) == {0.125}
