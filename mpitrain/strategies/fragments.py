@@ -24,7 +24,7 @@ _SAMPLES = "samples"
 
 
 @dataclass(frozen=True)
-class Piece:
+class FlatRange:
     """A range of one array of an adapter's parameters, in elements.
 
     Attributes:
@@ -45,7 +45,7 @@ class Piece:
         return values[self.name].reshape(-1)[self.begin : self.end]
 
 
-def cut(adapter: Adapter, count: int) -> list[list[Piece]]:
+def cut(adapter: Adapter, count: int) -> list[list[FlatRange]]:
     """Cut what is trained, in the order of the layout, into `count` parts of equally many elements.
 
     Raises:
@@ -59,7 +59,7 @@ def cut(adapter: Adapter, count: int) -> list[list[Piece]]:
             ConfigError(f"fragments={count} of a model with {total} trained elements; allowed are 1 to {total}")
         )
     bounds = [total * number // count for number in range(count + 1)]
-    parts: list[list[Piece]] = [[] for _ in range(count)]
+    parts: list[list[FlatRange]] = [[] for _ in range(count)]
     first = 0  # of the array, in elements of the whole
     for index, name in enumerate(names):
         size = values[name].size
@@ -67,7 +67,7 @@ def cut(adapter: Adapter, count: int) -> list[list[Piece]]:
             begin, end = max(low - first, 0), min(high - first, size)
             # An array without elements belongs to the first part.
             if begin < end or (size == 0 and part == 0):
-                parts[part].append(Piece(name, begin, end, end - begin == size, index < num_trained))
+                parts[part].append(FlatRange(name, begin, end, end - begin == size, index < num_trained))
         first += size
     return parts
 
@@ -91,7 +91,7 @@ class Fragment:
         self,
         world: World,
         adapter: Adapter,
-        pieces: Sequence[Piece],
+        pieces: Sequence[FlatRange],
         offset: int,
         outer: Optimizer | None,
         exchange: Callable[[World], Exchange],
@@ -178,11 +178,11 @@ class Fragment:
             self._reducer.finish()
         except NonFiniteError as error:
             self.forget()
-            found = str(error).partition(": the gradient of ")
-            where = found[2].partition(" holds")[0]
+            rank_name, _, rest = str(error).partition(": the gradient of ")
+            name = rest.partition(" holds")[0]
             raise everywhere(
                 NonFiniteError(
-                    f"{found[0]}: {where} has become NaN or infinity in the steps of this round, so the ranks cannot "
+                    f"{rank_name}: {name} has become NaN or infinity in the steps of this round, so the ranks cannot "
                     "meet. Try a smaller learning rate or gradient clipping, or examine that rank's data"
                 )
             ) from None
@@ -210,7 +210,7 @@ class Fragment:
             part[...] = origin if kept == 0 else part.dtype.type(kept) * part + part.dtype.type(1 - kept) * origin
         self._adapter.load_parameters({**values, **changed})
 
-    def means(self) -> list[tuple[Piece, Array]]:
+    def means(self) -> list[tuple[FlatRange, Array]]:
         """Return the mean that has arrived, with its pieces; views."""
         return list(zip(self.pieces, self._reducer.gradients, strict=True))
 
