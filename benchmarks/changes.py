@@ -74,7 +74,9 @@ class Training:
         run = f"{python} -m mpitrain run --hosts {','.join(bed.names)} --ppn {RANKS_PER_NODE}"
         count = mb * (1 << 20) // 8  # float32, and as much for the momentum
         self.shell(f"rm -rf {self._folder}; mkdir {self._folder}; printf %s {shlex.quote(SCRIPT)} > changes.py")
-        line = f"{run} --restarts 3 {options} changes.py {count} {self._folder} > {self._folder}/output 2>&1 < /dev/null"
+        line = (
+            f"{run} --restarts 3 {options} changes.py {count} {self._folder} > {self._folder}/output 2>&1 < /dev/null"
+        )
         self.shell(f"({line}; echo code $? >> {self._folder}/output) > /dev/null 2>&1 &")
 
     def shell(self, line: str) -> str:
@@ -154,7 +156,8 @@ def main() -> None:
     steps = [step for step, _, _ in training.stamps()]
     if steps != list(range(1, len(steps) + 1)) or not re.search(r"^code 0$", output, re.M):
         raise SystemExit(f"steps are missing, or were made twice, or the job failed:\n{output[-4000:]}")
-    print(f"{REPOSITORY.name}, {options.mpi} {options.spares}, {ranks} ranks on {len(bed.names)} nodes, {options.mb} MB of state")
+    job = f"{options.mpi} {options.spares}, {ranks} ranks on {len(bed.names)} nodes, {options.mb} MB of state"
+    print(f"{REPOSITORY.name}, {job}")
     print("| | changes | stall: median, worst (s) | steps meanwhile: median, worst |\n| --- | --- | --- | --- |")
     for command, values in results.items():
         stalls, slower = zip(*values, strict=True)

@@ -22,7 +22,7 @@ Cluster = Callable[..., str]
 
 @pytest.fixture
 def cluster(bed: Bed, tmp_path: Path) -> Iterator[Cluster]:
-    """`mpitrain cluster` on the controller. node4 is taken out of the cluster of the bed; at the end it is a node again."""
+    """`mpitrain cluster` on the controller. Inside, node4 is no node of the cluster until the test adds it."""
     inventory = inventory_of(bed, tmp_path / "hosts", tuple(bed.names))
 
     def change(action: str, *words: str) -> str:
@@ -53,7 +53,9 @@ def test_a_running_job_takes_in_a_host_that_is_added(bed: Bed, cluster: Cluster)
     assert as_user(bed, "node1", "ssh node4 true").returncode == 255
     key = f"node4={fingerprint(bed, 'node4')}"
     cluster("add", "--user", "admin", "--fingerprints", key, f"node4={bed.address('node4')}")
-    job.wait_for("node4 answers; node4 joins after the next copy of the state, and then it goes on on node1, node2, node3")
+    job.wait_for(
+        "node4 answers; node4 joins after the next copy of the state, and then it goes on on node1, node2, node3"
+    )
     job.wait_for("going on on node1, node2, node3, node4 with 4 ranks\n")
     job.wait_for("resumed from memory at step ")
     write(bed, "node1", f"{SHARE}/enough", "")

@@ -1,4 +1,4 @@
-"""The network of a job falls into two parts. At most the part with the launcher goes on; the other ends, with its state."""
+"""The network of a job falls into two parts. At most the part with the launcher goes on. The other part ends."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ mt.Trainer(build, [Show(), mt.StopWhen("enough", at_least=1.0)]).run()
 """
 RANKS = "pgrep -u cluster -f '[p]arts.py' || true"
 # How much memory the processes of the user, but the ranks, keep without a name.
-KEPT = f"""
+KEPT = """
 ranks=" $(pgrep -u cluster -f '[p]arts.py' | tr '\\n' ' ')"
 for p in $(pgrep -u cluster); do
     case "$ranks" in *" $p "*) continue;; esac
@@ -89,7 +89,7 @@ def started(bed: Bed, python: str, options: str) -> Job:
 
 
 def other_part_has_ended(bed: Bed, last: int, *nodes: str, keeps: bool) -> None:
-    """The ranks there end by themselves, at no later step than the rank on node1; their state is there as long as kept."""
+    """The ranks there end by themselves, and have made no step after the `last`. Keepers hold their state, or not."""
     until(lambda: not any(bed.node_run(node, ["bash", "-c", RANKS]).stdout for node in nodes), "ranks stay")
     for node in nodes:
         steps = made(bed, node)
@@ -108,9 +108,7 @@ def python_of(request: pytest.FixtureRequest, name: str) -> str:
 @pytest.mark.parametrize(
     ("name", "options"), [("openmpi", "--recover --restarts 2"), ("openmpi", "--restarts 2"), ("mpich", "--restarts 2")]
 )
-def test_the_part_with_the_launcher_goes_on(
-    bed: Bed, request: pytest.FixtureRequest, name: str, options: str
-) -> None:
+def test_the_part_with_the_launcher_goes_on(bed: Bed, request: pytest.FixtureRequest, name: str, options: str) -> None:
     job = started(bed, python_of(request, name), options)
     with parted(bed, "node3", "node4"):
         job.wait_for("starting again on node1, node2 with 2 ranks, without node3, node4\n")
@@ -131,7 +129,7 @@ def test_the_part_with_the_launcher_goes_on(
 
 
 def test_no_part_goes_on_without_restarts(bed: Bed, request: pytest.FixtureRequest) -> None:
-    """With --recover alone a lost host ends the job. The other part keeps no state, because nothing may go on from it."""
+    """With --recover alone a lost host ends the job. There are no keepers, so nobody keeps the state."""
     job = started(bed, python_of(request, "openmpi"), "--recover")
     with parted(bed, "node3", "node4"):
         end = job.end()
