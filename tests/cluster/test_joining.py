@@ -105,6 +105,15 @@ def change(bed: Bed, python: str, words: str) -> str:
     return done.stdout
 
 
+def pids(bed: Bed, node: str, *, are_ranks: bool) -> set[int]:
+    """The processes on a node that run the script: ranks or spares."""
+    is_one = f"{'' if are_ranks else '! '}grep -qsz ^PM.*_RANK= /proc/$p/environ"
+    found = as_user(
+        bed, node, f"for p in $(pgrep -u cluster -f '^[^ ]+ moves.py 4000'); do {is_one} && echo $p; done; true"
+    )
+    return {int(line) for line in found.stdout.split()}
+
+
 def steps_of(output: str) -> dict[int, tuple[int, list[int], str]]:
     """The number of ranks, the samples and the parameters of each step. No step may have been made twice."""
     steps: dict[int, tuple[int, list[int], str]] = {}
@@ -115,22 +124,42 @@ def steps_of(output: str) -> dict[int, tuple[int, list[int], str]]:
     return steps
 
 
-@pytest.mark.parametrize("script", [SCRIPT, pytest.param(LOOP, marks=pytest.mark.slow)], ids=["Trainer", "loop"])
+@pytest.mark.parametrize(
+    ("script", "spares"),
+    [
+        (SCRIPT, ""),
+        pytest.param(LOOP, "", marks=pytest.mark.slow),
+        pytest.param(SCRIPT, "--spares", marks=pytest.mark.slow),
+    ],
+    ids=["Trainer", "loop", "spares"],
+)
 @MOSTLY_MPICH
-def test_a_host_leaves_and_joins_again(bed: Bed, python: str, script: str) -> None:
+def test_a_host_leaves_and_joins_again(bed: Bed, python: str, script: str, spares: str) -> None:
+    """The spares of the hosts that stay become ranks of the next try. Each try gets new ones."""
     write(bed, "node1", f"{SHARE}/moves.py", script)
     as_user(bed, "node1", "rm -rf enough record; mkdir record")
-    job = Job(bed, "--hosts node1,node2,node3 --ppn 1 --restarts 1 moves.py 4000", python=python, setting=COPIES)
+    options = f"--hosts node1,node2,node3 --ppn 1 --restarts 1 {spares}"
+    job = Job(bed, f"{options} moves.py 4000", python=python, setting=COPIES)
     job.wait_for("has begun")
+    if spares:
+        job.wait_for("mpitrain: 3 spares are ready\n")
+        waits = pids(bed, "node1", are_ranks=False)
+        assert len(waits) == 1
     assert "node2 leaves after the next copy" in change(bed, python, "leave node2")
     job.wait_for("going on on node1, node3 with 2 ranks\n")
     job.wait_for("resumed from memory at step ")
+    if spares:
+        assert waits <= pids(bed, "node1", are_ranks=True)
+        job.wait_for("mpitrain: 2 spares are ready\n")
     assert "node2,node4 join" in change(bed, python, "join node2,node4").replace(", ", ",")
     job.wait_for("going on on node1, node3, node2, node4 with 4 ranks\n")
     job.wait_for("resumed from memory at step ", 2)
+    if spares:
+        job.wait_for("mpitrain: 4 spares are ready\n")
     write(bed, "node1", "enough", "")
     end = job.end()
     assert end.code == 0, end.output
+    assert "a spare" not in end.output
     steps = steps_of(end.output)
     assert {size for size, _, _ in steps.values()} == {2, 3, 4}
     for first in range(1, len(steps) - 4, 5):  # an epoch
