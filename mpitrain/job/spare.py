@@ -37,9 +37,9 @@ _MESSAGE_BYTES = 1024
 _MPI4PY = "MPI4PY_RC_INITIALIZE"
 # What differs from one login to the next: over several hosts, mpiexec starts each try by ssh.
 _OF_LOGIN = ("SSH_", "XDG_SESSION_")
-# A try on one host has other settings of the network than one on several hosts. UCX, libfabric, NCCL and Gloo read them
-# when they first communicate, not when they are imported.
-_OF_NETWORK = ("UCX_", "FI_", "NCCL_", "GLOO_")
+# A try on one host has other settings of the network than one on several hosts. MPICH, UCX, libfabric, NCCL and Gloo
+# read them when they first communicate, not when they are imported.
+_OF_NETWORK = ("MPIR_CVAR_", "UCX_", "FI_", "NCCL_", "GLOO_")
 _STDLIB = os.path.dirname(os.__file__)  # noqa: PTH120 (a prefix)
 # The variables in which mpiexec gives a process its rank.
 _RANK = ("PMI_RANK", "OMPI_COMM_WORLD_RANK")

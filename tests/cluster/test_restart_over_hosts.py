@@ -144,7 +144,7 @@ def test_spares_when_one_host_is_left_and_when_another_joins(bed: Bed, python: s
     waits = programs(bed, "node1") - {rank_of(bed, "node1")}
     bed.kill("node2")
     job.wait_for("starting again on node1 with 1 ranks, without node2\n")
-    job.wait_for("mpitrain: 1 spares are ready\n")
+    job.wait_for("mpitrain: 1 spare is ready\n")
     assert {rank_of(bed, "node1")} == waits, job.output()
     waits = programs(bed, "node1") - waits
     bed.heal("node2")
