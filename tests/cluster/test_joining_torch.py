@@ -77,7 +77,7 @@ def packages(bed: Bed) -> Iterator[None]:
     if f"python{there.rpartition('.')[0]}" not in str(here):
         pytest.skip("the nodes have another version of Python")
     unpack = f"sudo -u cluster mkdir {PACKAGES} && sudo -u cluster tar -C {PACKAGES} -x"
-    left_out = "--exclude torch/include --exclude torch/test --exclude torch/bin"
+    left_out = "--exclude torch/include --exclude torch/test"
     line = f"tar -C {here} {left_out} -c {' '.join(OF_TORCH)} | ssh node1 {shlex.quote(unpack)}"
     copied = bed.run(["bash", "-o", "pipefail", "-c", line], timeout_seconds=900)
     assert copied.returncode == 0, copied.stderr

@@ -137,31 +137,6 @@ def test_a_rank_is_killed(bed: Bed, python: str, spares: str) -> None:
 
 
 @pytest.mark.slow
-def test_spares_when_one_host_is_left_and_when_another_joins(bed: Bed, python: str) -> None:
-    """The launcher sets other variables for a job on one host than for one on several. The spares fit both."""
-    job = Job(bed, "--hosts node1,node2 --ppn 1 --restarts 2 --spares train.py 100", python=python, setting=EVERY_STEP)
-    job.wait_for("mpitrain: 2 spares are ready\n")
-    waits = programs(bed, "node1") - {rank_of(bed, "node1")}
-    bed.kill("node2")
-    job.wait_for("starting again on node1 with 1 ranks, without node2\n")
-    job.wait_for("mpitrain: 1 spare is ready\n")
-    assert {rank_of(bed, "node1")} == waits, job.output()
-    waits = programs(bed, "node1") - waits
-    bed.heal("node2")
-    name = f"$({python} -m mpitrain ps | awk '/train.py/ {{ print $1 }}')"
-    done = as_user(bed, "node1", f"{python} -m mpitrain join {name} --hosts node2 2>&1")
-    assert done.returncode == 0, done.stdout
-    job.wait_for("going on on node1, node2 with 2 ranks\n")
-    job.wait_for("resumed from memory", 2)
-    assert {rank_of(bed, "node1")} == waits, job.output()
-    write(bed, "node1", "go_on", "")
-    end = job.end()
-    assert end.code == 0, end.output
-    assert "a spare" not in end.output
-    assert end.output.count("made step 100 on 2 ranks") == 1
-
-
-@pytest.mark.slow
 def test_a_daemon_is_killed_beside_another_job(bed: Bed, python: str) -> None:
     other = Job(bed, "-n 4 stays.py", python=python)
     other.wait_for("stays", 4)
