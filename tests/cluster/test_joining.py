@@ -9,7 +9,7 @@ import signal
 import time
 
 import pytest
-from launching import MOSTLY_MPICH, PYTHONS, SHARE, Job, as_user, run, write
+from launching import MOSTLY_MPICH, SHARE, Job, as_user, run, write
 
 from mpitrain.testbed import Bed
 
@@ -105,15 +105,6 @@ def change(bed: Bed, python: str, words: str) -> str:
     return done.stdout
 
 
-def pids(bed: Bed, node: str, *, are_ranks: bool) -> set[int]:
-    """The processes on a node that run the script: ranks or spares."""
-    is_one = f"{'' if are_ranks else '! '}grep -qsz ^PM.*_RANK= /proc/$p/environ"
-    found = as_user(
-        bed, node, f"for p in $(pgrep -u cluster -f '^[^ ]+ moves.py 4000'); do {is_one} && echo $p; done; true"
-    )
-    return {int(line) for line in found.stdout.split()}
-
-
 def steps_of(output: str) -> dict[int, tuple[int, list[int], str]]:
     """The number of ranks, the samples and the parameters of each step. No step may have been made twice."""
     steps: dict[int, tuple[int, list[int], str]] = {}
@@ -124,42 +115,22 @@ def steps_of(output: str) -> dict[int, tuple[int, list[int], str]]:
     return steps
 
 
-@pytest.mark.parametrize(
-    ("script", "spares"),
-    [
-        (SCRIPT, ""),
-        pytest.param(LOOP, "", marks=pytest.mark.slow),
-        pytest.param(SCRIPT, "--spares", marks=pytest.mark.slow),
-    ],
-    ids=["Trainer", "loop", "spares"],
-)
+@pytest.mark.parametrize("script", [SCRIPT, pytest.param(LOOP, marks=pytest.mark.slow)], ids=["Trainer", "loop"])
 @MOSTLY_MPICH
-def test_a_host_leaves_and_joins_again(bed: Bed, python: str, script: str, spares: str) -> None:
-    """The spares of the hosts that stay become ranks of the next try. Each try gets new ones."""
+def test_a_host_leaves_and_joins_again(bed: Bed, python: str, script: str) -> None:
     write(bed, "node1", f"{SHARE}/moves.py", script)
     as_user(bed, "node1", "rm -rf enough record; mkdir record")
-    options = f"--hosts node1,node2,node3 --ppn 1 --restarts 1 {spares}"
-    job = Job(bed, f"{options} moves.py 4000", python=python, setting=COPIES)
+    job = Job(bed, "--hosts node1,node2,node3 --ppn 1 --restarts 1 moves.py 4000", python=python, setting=COPIES)
     job.wait_for("has begun")
-    if spares:
-        job.wait_for("mpitrain: 3 spares are ready\n")
-        waits = pids(bed, "node1", are_ranks=False)
-        assert len(waits) == 1
     assert "node2 leaves after the next copy" in change(bed, python, "leave node2")
     job.wait_for("going on on node1, node3 with 2 ranks\n")
     job.wait_for("resumed from memory at step ")
-    if spares:
-        assert waits <= pids(bed, "node1", are_ranks=True)
-        job.wait_for("mpitrain: 2 spares are ready\n")
     assert "node2,node4 join" in change(bed, python, "join node2,node4").replace(", ", ",")
     job.wait_for("going on on node1, node3, node2, node4 with 4 ranks\n")
     job.wait_for("resumed from memory at step ", 2)
-    if spares:
-        job.wait_for("mpitrain: 4 spares are ready\n")
     write(bed, "node1", "enough", "")
     end = job.end()
     assert end.code == 0, end.output
-    assert "a spare" not in end.output
     steps = steps_of(end.output)
     assert {size for size, _, _ in steps.values()} == {2, 3, 4}
     for first in range(1, len(steps) - 4, 5):  # an epoch
@@ -184,31 +155,6 @@ def test_a_host_leaves_and_joins_again(bed: Bed, python: str, script: str, spare
     assert whole.code == 0, whole.output
     expected = steps_of(whole.output)
     assert [bits for _, _, bits in steps.values()] == [bits for _, _, bits in expected.values()]
-
-
-@pytest.mark.slow
-def test_spares_when_one_host_is_left_and_when_another_joins(bed: Bed, python: str) -> None:
-    """The launcher sets other variables for a job on one host than for one on several. The spares fit both."""
-    write(bed, "node1", f"{SHARE}/moves.py", SCRIPT)
-    as_user(bed, "node1", "rm -rf enough record; mkdir record")
-    arguments = "--hosts node1,node2 --ppn 1 --restarts 2 --spares moves.py 4000"
-    job = Job(bed, arguments, python=python, setting=COPIES)
-    job.wait_for("mpitrain: 2 spares are ready\n")
-    waits = pids(bed, "node1", are_ranks=False)
-    bed.kill("node2")
-    job.wait_for("starting again on node1 with 1 ranks, without node2\n")
-    job.wait_for("mpitrain: 1 spare is ready\n")
-    assert waits == pids(bed, "node1", are_ranks=True), job.output()
-    waits = pids(bed, "node1", are_ranks=False)
-    bed.heal("node2")
-    change(bed, python, "join node2")
-    job.wait_for("going on on node1, node2 with 2 ranks\n")
-    job.wait_for("mpitrain: 2 spares are ready\n", 2)
-    assert waits == pids(bed, "node1", are_ranks=True), job.output()
-    write(bed, "node1", "enough", "")
-    end = job.end()
-    assert end.code == 0, end.output
-    assert "a spare" not in end.output
 
 
 @MOSTLY_MPICH
@@ -243,33 +189,6 @@ def test_ranks_are_killed_while_the_next_try_is_prepared(bed: Bed, python: str) 
     assert end.code == 0, end.output
     left = "pgrep -u cluster -f '[m]oves.py 4000' || true"
     assert [bed.node_run(node, ["bash", "-c", left]).stdout for node in bed.names] == [""] * len(bed.names)
-
-
-@pytest.mark.slow
-def test_a_host_that_joins_fails_with_spares(bed: Bed) -> None:
-    """The spares were lent to the ranks that have ended with it. The job goes on as before, and gets new spares."""
-    write(bed, "node1", f"{SHARE}/moves.py", SCRIPT)
-    as_user(bed, "node1", "rm -rf enough hold held-* record; mkdir record")
-    python, arguments = PYTHONS["mpich"], "--hosts node1,node2,node3 --ppn 1 --restarts 2 --spares moves.py 4000"
-    job = Job(bed, arguments, python=python, setting=COPIES)
-    job.wait_for("mpitrain: 3 spares are ready\n")
-    lent = pids(bed, "node1", are_ranks=False)
-    write(bed, "node1", "hold", "joins")
-    change(bed, python, "join node4")
-    kill(bed, "node4", follows=True, once="held-joins-3")
-    job.wait_for("mpitrain: the job goes on as before, without node4: rank 3 on node4 was killed by signal 9\n")
-    job.wait_for("mpitrain: 3 spares are ready\n", 2)
-    waits = pids(bed, "node1", are_ranks=False)
-    assert len(waits) == 1 and not waits & lent, job.output()
-    as_user(bed, "node1", "rm hold")
-    kill(bed, "node2", follows=False, once="moves.py")
-    job.wait_for("starting again on node1, node2, node3")
-    job.wait_for("resumed from memory at step ")
-    assert waits == pids(bed, "node1", are_ranks=True), job.output()
-    write(bed, "node1", "enough", "")
-    end = job.end()
-    assert end.code == 0, end.output
-    assert "a spare" not in end.output
 
 
 def kill(bed: Bed, node: str, *, follows: bool, once: str) -> None:
