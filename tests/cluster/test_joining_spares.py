@@ -93,7 +93,7 @@ def test_a_host_that_joins_fails_with_spares(bed: Bed) -> None:
 
 def pids(bed: Bed, node: str, *, are_ranks: bool) -> set[int]:
     """The processes on a node that run the script: ranks or spares."""
-    is_one = f"{'' if are_ranks else '! '}grep -qsz ^PM.*_RANK= /proc/$p/environ"
+    is_one = f"{'' if are_ranks else '! '}grep -qszE '^(PMI|OMPI_COMM_WORLD)_RANK=' /proc/$p/environ"
     found = as_user(
         bed, node, f"for p in $(pgrep -u cluster -f '^[^ ]+ moves.py 4000'); do {is_one} && echo $p; done; true"
     )
