@@ -27,7 +27,7 @@ def without_share(bed: Bed, node: str) -> Iterator[None]:
     """Nothing that the node sends to the server of the share arrives."""
     nft = ["ip", "netns", "exec", bed.record.node_namespace(node), "nft"]
     chain = "chain out { type filter hook output priority 0; tcp dport 2049 drop; }"
-    execute([*nft, "-f", "-"], input=f"table inet lost_share {{ {chain} }}")
+    execute([*nft, "-f", "-"], input=f"table inet lost_share {{\n{chain}\n}}\n")
     try:
         yield
     finally:
