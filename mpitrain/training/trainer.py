@@ -65,8 +65,9 @@ class Trainer:
         self.copy_steps = 0
         self.times_own_work = False
         self.metrics: dict[str, float] = {}
-        self._activity = own_activity()
-        self._course = Course(self, self._built, self._begin, the_job())
+        job = the_job()
+        self._activity = own_activity()  # a script need not have called init(): without the job there would be none
+        self._course = Course(self, self._built, self._begin, job)
         self._course.build(init() if world is None else world)
 
     def _begin(self, world: World) -> None:
