@@ -1,7 +1,7 @@
 """How long a training stands still when a host joins or leaves, and what the steps meanwhile cost.
 
     mpitrain testbed up 4 && mpitrain testbed run ansible-playbook cluster/setup.yml
-    python benchmarks/changes.py [--times 10] [--mb 32] [--mpi openmpi]
+    python benchmarks/changes.py [--times 10] [--mb 32] [--mpi openmpi] [--spares]
 
 As root. A job trains on all nodes of the bed, two ranks on each, with the mpitrain of this checkout. Then the last node
 leaves and joins, in turn, `--times` times each. Parameters and optimizer have `--mb` megabytes together.
@@ -69,12 +69,14 @@ mt.Trainer(build, [mt.StopAtStep(1_000_000), Stamps()]).run()
 class Training:
     """The job on the bed."""
 
-    def __init__(self, bed: Bed, python: str, mb: int) -> None:
+    def __init__(self, bed: Bed, python: str, mb: int, options: str) -> None:
         self._bed, self._python, self._folder = bed, python, f"{SHARE}/changes"
         run = f"{python} -m mpitrain run --hosts {','.join(bed.names)} --ppn {RANKS_PER_NODE}"
         count = mb * (1 << 20) // 8  # float32, and as much for the momentum
         self.shell(f"rm -rf {self._folder}; mkdir {self._folder}; printf %s {shlex.quote(SCRIPT)} > changes.py")
-        line = f"{run} --restarts 3 changes.py {count} {self._folder} > {self._folder}/output 2>&1 < /dev/null"
+        line = (
+            f"{run} --restarts 3 {options} changes.py {count} {self._folder} > {self._folder}/output 2>&1 < /dev/null"
+        )
         self.shell(f"({line}; echo code $? >> {self._folder}/output) > /dev/null 2>&1 &")
 
     def shell(self, line: str) -> str:
@@ -133,13 +135,14 @@ def main() -> None:
     parser.add_argument("--mb", type=int, default=32)
     parser.add_argument("--mpi", choices=sorted(PYTHONS), default="mpich")
     parser.add_argument("--name", help="the test bed, where there are several")
+    parser.add_argument("--spares", action="store_const", const="--spares", default="", help="the job has spares")
     options = parser.parse_args()
     bed, python = find(options.name), PYTHONS[options.mpi]
     if options.mpi == "openmpi":
         install_open_mpi(bed)
     install(bed)
     ranks, host = RANKS_PER_NODE * len(bed.names), bed.names[-1]
-    training = Training(bed, python, options.mb)
+    training = Training(bed, python, options.mb, options.spares)
     training.wait_for(ranks, 100)
     results: dict[str, list[tuple[float, float]]] = {"leave": [], "join": []}
     for command in ("leave", "join") * options.times:
@@ -153,7 +156,8 @@ def main() -> None:
     steps = [step for step, _, _ in training.stamps()]
     if steps != list(range(1, len(steps) + 1)) or not re.search(r"^code 0$", output, re.M):
         raise SystemExit(f"steps are missing, or were made twice, or the job failed:\n{output[-4000:]}")
-    print(f"{REPOSITORY.name}, {options.mpi}, {ranks} ranks on {len(bed.names)} nodes, {options.mb} MB of state")
+    job = f"{options.mpi} {options.spares}, {ranks} ranks on {len(bed.names)} nodes, {options.mb} MB of state"
+    print(f"{REPOSITORY.name}, {job}")
     print("| | changes | stall: median, worst (s) | steps meanwhile: median, worst |\n| --- | --- | --- | --- |")
     for command, values in results.items():
         stalls, slower = zip(*values, strict=True)

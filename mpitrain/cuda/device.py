@@ -73,6 +73,11 @@ def cupy_module() -> Any:
     return cupy
 
 
+def bound() -> Gpu | None:
+    """Return the GPU that `bind` has returned in this process; None: it has none."""
+    return _bound
+
+
 def bind(world: World) -> Gpu:
     """Return this rank's GPU, and make it current in this thread. Collective. Later calls only make it current again.
 

@@ -72,6 +72,17 @@ def end_job(world: World, error: BaseException, ending: threading.Lock) -> NoRet
         os._exit(1)
 
 
+def end_as_lost(world: World, error: BaseException, lost: str) -> NoReturn:
+    """Report `error`, and end this process as a lost rank: the others go on without it. Never returns."""
+    with suppress(Exception):
+        sys.stdout.flush()
+    text = "".join(traceback.format_exception(error))
+    _write(f"{text}mpitrain: {world.control.name()}: {lost}. This rank ends; the others go on without it\n")
+    time.sleep(_READING_SECONDS)
+    os.kill(os.getpid(), signal.SIGKILL)  # an exit code would be a failure of the job
+    os._exit(1)
+
+
 def _compare(world: World, error: BaseException) -> tuple[bool, bool, float]:
     """Say whether this rank failed first (the lower rank at a tie), and whether its error is new among the failures.
 

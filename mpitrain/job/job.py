@@ -10,7 +10,8 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import NoReturn
 
-from mpitrain.job.failure import end_job, farewell
+from mpitrain.cuda.loss import lost_gpu
+from mpitrain.job.failure import end_as_lost, end_job, farewell
 from mpitrain.job.recovery import LostRanks, Recovery
 from mpitrain.job.role import Role
 from mpitrain.world import World
@@ -45,7 +46,14 @@ class Job:
         atexit.register(self._at_exit)
 
     def end(self, error: BaseException) -> NoReturn:
-        """Report `error` and end every process of the job with a non-zero code. Never returns."""
+        """Report `error` and end every process of the job with a non-zero code. Never returns.
+
+        A rank whose GPU is lost ends alone, if the others go on without a lost rank.
+        """
+        if self.recovery is not None and self.world.size > 1:
+            context, rank = self.world.context, self.world.rank
+            if lost := lost_gpu(error, context.device(rank)):
+                end_as_lost(self.world, error, lost)
         end_job(self.world, error, self._ending)
 
     def _uncaught(self, kind: type[BaseException], error: BaseException | None, trace: TracebackType | None) -> None:

@@ -37,6 +37,9 @@ _MESSAGE_BYTES = 1024
 _MPI4PY = "MPI4PY_RC_INITIALIZE"
 # What differs from one login to the next: over several hosts, mpiexec starts each try by ssh.
 _OF_LOGIN = ("SSH_", "XDG_SESSION_")
+# A try on one host has other settings of the network than one on several hosts. MPICH, UCX, libfabric, NCCL and Gloo
+# read them when they first communicate, not when they are imported.
+_OF_NETWORK = ("MPIR_CVAR_", "UCX_", "FI_", "NCCL_", "GLOO_")
 _STDLIB = os.path.dirname(os.__file__)  # noqa: PTH120 (a prefix)
 # The variables in which mpiexec gives a process its rank.
 _RANK = ("PMI_RANK", "OMPI_COMM_WORLD_RANK")
@@ -110,7 +113,7 @@ def _take(line: socket.socket, given: list[int], code: dict[str, float]) -> None
     block, at = _environment_block()
     told, before = _variables(variables), _variables(block.split(b"\0"))
     for name in sorted(told.keys() | before.keys()):
-        if not _may_differ(name) and told.get(name) != before.get(name):
+        if not may_differ(name) and told.get(name) != before.get(name):
             _refuse(line, f"its {name} in the environment is not that of the rank")
     if cores != ",".join(map(str, sorted(os.sched_getaffinity(0)))).encode():
         _refuse(line, f"mpiexec has bound the rank to the cores {cores.decode()}")
@@ -121,7 +124,7 @@ def _take(line: socket.socket, given: list[int], code: dict[str, float]) -> None
             _refuse(line, f"{path} has changed")
     for name in before.keys() - told.keys():
         os.environ.pop(name, None)
-    os.environ.update((name, value) for name, value in told.items() if _may_differ(name))
+    os.environ.update((name, value) for name, value in told.items() if may_differ(name))
     if connection:
         os.environ["PMI_FD"] = str(connection[0])
     _mark(block, at)
@@ -136,8 +139,9 @@ def _refuse(line: socket.socket, why: str) -> NoReturn:
     os._exit(1)
 
 
-def _may_differ(name: str) -> bool:
-    return name.startswith((PREFIX, *OF_MPIEXEC, *_OF_LOGIN, _MPI4PY))
+def may_differ(name: str) -> bool:
+    """Whether a spare can get another value of this variable when it becomes a rank."""
+    return name.startswith((PREFIX, *OF_MPIEXEC, *_OF_LOGIN, *_OF_NETWORK, _MPI4PY))
 
 
 def _variables(words: Iterable[bytes]) -> dict[str, str]:

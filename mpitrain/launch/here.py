@@ -65,7 +65,7 @@ def run(
             recovers=bool(context.recover),
             reserve=reserve,
         )
-        program = job.program if reserve is None else reserve.stub(job.program, job.placement.places)
+        program = job.program if reserve is None else reserve.stub(job.program)
         return Run(replace(job, context=context, program=program), watched).to_end(meanwhile)
 
 

@@ -266,10 +266,10 @@ def _fitted(
     if job.context.roll_call or settings:
         # -P: the working folder may have a json.py other than Python's.
         if reserve is not None and settings:  # behind them, because a spare is started in the environment of a stub
-            program = reserve.stub(program, placement.places)
+            program = reserve.stub(program)
         program = [sys.executable, "-P", "-m", "mpitrain.launch.rank", json.dumps(settings), *program]
         if reserve is not None and not settings:
-            program = reserve.stub(program, placement.places)
+            program = reserve.stub(program)
     return replace(
         job,
         program=program,

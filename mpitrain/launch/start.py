@@ -207,11 +207,11 @@ def _supervise(
 
     def prepare(where: Placement, cause: str) -> Successor | None:
         assert keepers is not None
-        if where.is_here or reserve is not None:  # the spares are for one try at a time
+        if where.is_here:
             return None
         context = replace(job.context, keeper=keepers.name, follows=keepers.of, failure=cause)
         this_try = replace(job, placement=where, context=context)
-        return Successor(partial(make, this_try=this_try), keepers, tries.after)
+        return Successor(partial(make, this_try=this_try), keepers, reserve, tries.after)
 
     def widen(placement: Placement, hosts: str) -> Placement:
         return widened(placement, hosts, request.inventory)

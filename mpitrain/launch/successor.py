@@ -20,6 +20,7 @@ from mpitrain.launch.keepers import Keepers
 from mpitrain.launch.over_hosts import JobOverHosts
 from mpitrain.launch.placement import Placement
 from mpitrain.launch.processes import left_out
+from mpitrain.launch.reserve import Reserve
 
 _GIB = 1 << 30
 
@@ -37,6 +38,7 @@ class Successor:
         self,
         make: Callable[[ExitStack], JobOverHosts],
         keepers: Keepers,
+        reserve: Reserve | None,
         after: Callable[[JobOverHosts, Callable[[], None]], Callable[[], None]],
     ) -> None:
         """Begin to ask the hosts.
@@ -44,17 +46,20 @@ class Successor:
         Args:
             make: returns what is to be started; its context names the try that it follows.
             keepers: of the job.
+            reserve: the spares that become its ranks, if there are any.
             after: see Tries.after.
         """
         self.problem = ""
         self.faulty: tuple[str, ...] = ()
         self.has_room = True
-        self._keepers, self._after, self._stack = keepers, after, ExitStack()
+        self._keepers, self._reserve, self._after, self._stack = keepers, reserve, after, ExitStack()
         self._run: Run | None = None
         self._thread: threading.Thread | None = None
         try:
             self._job = make(self._stack)
             keepers.widen(self._where.hosts)
+            if reserve is not None:
+                reserve.lend(self._where.hosts)
             self._job.connect(None)
         except (ConfigError, LaunchError, OSError) as error:
             self._fail(error)
@@ -68,6 +73,8 @@ class Successor:
         if self.problem or (self._thread is not None and self._thread.is_alive()):
             return
         if self._run is None:
+            if self._reserve is not None and not self._reserve.listens():
+                return
             try:
                 self._run = self._job.ready()
                 self._run.start()
@@ -94,6 +101,8 @@ class Successor:
         assert self._run is not None
         try:
             self._keepers.take_over(self._where.hosts, self._job.job.context.job)
+            if self._reserve is not None:
+                self._reserve.begin(self._where.hosts)
             self._job.guards.beat_for(self._keepers)
             return self._run.to_end(self._after(self._job, meanwhile))
         finally:
@@ -104,6 +113,8 @@ class Successor:
         """End it. Nothing of it is left."""
         if self._run is not None and not self.problem:
             self._run.give_up()
+        if self._reserve is not None:
+            self._reserve.take_back()
         self._stack.close()
         if self._thread is not None:
             self._thread.join()  # without its connections it ends soon

@@ -52,7 +52,7 @@ class WatchedJob:
 
     def news(self) -> list[str]:
         """Return who waits for whom, if nothing has moved for long, and news of the spares; one line per entry."""
-        of_spares = [] if self._reserve is None else self._reserve.news(self._guards.records())
+        of_spares = [] if self._reserve is None else self._reserve.news(self._places, self._guards.records())
         return [*self._stalls.news(), *of_spares]
 
     def trouble(self) -> list[str]:

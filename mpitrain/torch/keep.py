@@ -92,15 +92,19 @@ class TorchRankState(RankState):
                     "mpitrain: what the codec has left out of the gradients is not restored, because the ranks are "
                     "placed otherwise. The next step goes on without it"
                 )
+            for data in self._data():
+                data.go_on_as_drawn()
             return
         random, residuals = unpack(state)
         for one, residual in zip(self._residuals, residuals, strict=True):
             if residual:
                 one.restore(residual)
         set_random_state(random)
-        for part in self._parts:
-            if isinstance(part, ShardedData):
-                part.set_random_after(random)
+        for data in self._data():
+            data.set_random_after(random)
+
+    def _data(self) -> list[ShardedData]:
+        return [part for part in self._parts if isinstance(part, ShardedData)]
 
 
 def _residuals_in(parts: Sequence[Any]) -> list[OfHook | Gradients]:

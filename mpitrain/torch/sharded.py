@@ -62,6 +62,7 @@ class ShardedData:
         self._random: dict[str, Any] | None = None
         self._is_restored = False
         self._random_after: Mapping[str, Any] | None = None
+        self._goes_on_as_drawn = False
         self._generators = generators_of(data)
         self._world = world
         self.given = data
@@ -148,6 +149,14 @@ class ShardedData:
         """After `load_state_dict`, have the loop use a `random_state` of this rank, once its order is drawn."""
         self._random_after = state
 
+    def go_on_as_drawn(self) -> None:
+        """After `load_state_dict`, have rank 0 go on from the random numbers that drawing the order leaves.
+
+        This is for ranks that have lost their own ones. They begin as the script seeds them, and with these, later
+        epochs would have the orders of the first ones.
+        """
+        self._goes_on_as_drawn = True
+
     @property
     def _draws(self) -> bool:
         """Whether the order of the samples depends on this rank's random numbers."""
@@ -163,7 +172,7 @@ class ShardedData:
         if not self.batch:
             self._random, self._random_after = self._random_of_order(), None
             return 0
-        if self._parts and self._random_after is None:
+        if self._parts and self._random_after is None and not self._goes_on_as_drawn:
             self._random_after = random_state()
         if self._draws:
             assert self._random is not None
@@ -179,7 +188,7 @@ class ShardedData:
         """The order is drawn up to where the loop goes on."""
         if self._random_after is not None:
             set_random_state(self._random_after)
-        self._random_after = None
+        self._random_after, self._goes_on_as_drawn = None, False
 
     def mean(self, value: Any) -> float:
         """Return the mean over all samples of the newest batch, from each rank's mean over its part, such as a loss.

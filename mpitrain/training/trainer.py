@@ -66,8 +66,8 @@ class Trainer:
         self.times_own_work = False
         self._updated = 0.0  # when a server has made its last update
         self.metrics: dict[str, float] = {}
-        job = the_job()  # begins to publish what this process does
-        self._activity = own_activity()
+        job = the_job()
+        self._activity = own_activity()  # a script need not have called init(): without the job there would be none
         self._course = Course(self, self._built, self._begin, job)
         self._course.build(init() if world is None else world)
 

@@ -8,11 +8,13 @@ from pathlib import Path
 
 import pytest
 
+from faults.conftest import need
 from faults.dying import DYING
 from faults.outcome import failed, succeeded
+from faults.test_recovery_of_programs import OF_TORCH
 from jobs import REPOSITORY, VENVS, Job, run_command
 
-pytest.importorskip("torch", reason="PyTorch is not installed")
+torch = pytest.importorskip("torch", reason="PyTorch is not installed")
 
 EVERY = 2  # steps from copy to copy
 STEPS = 18  # 3 epochs of 6 batches
@@ -139,3 +141,53 @@ def test_a_model_of_another_shape(tmp_path: Path) -> None:
     failed(
         job, "CheckpointError: rank 0 on ", "the copy in memory does not fit Sequential: Error(s) in loading state_dict"
     )
+
+
+# Runs the recipe of docs/pytorch.md as it is printed. Rank 1 is killed in an update, once in each epoch.
+KILLING = """
+import os, pathlib, runpy, signal, sys
+import mpitrain as mt
+from mpitrain.training.keep import KeptState
+
+folder, update = pathlib.Path(sys.argv[1]), KeptState.update
+"""
+KILLING += DYING
+KILLING += """
+def dying(kept, **values):
+    if mt.init().rank == 1 and kept.step_number in (20, 100) and once(f"killed at {kept.step_number}"):
+        die()
+    update(kept, **values)
+
+KeptState.update = dying
+runpy.run_path("ddp.py", run_name="__main__")
+"""
+
+
+@pytest.mark.parametrize(
+    ("vendor", "recover"),
+    [
+        ("mpich", []),
+        pytest.param("openmpi", [], marks=pytest.mark.slow),
+        pytest.param("openmpi", ["--recover"], marks=pytest.mark.slow),
+    ],
+    ids=["mpich", "openmpi", "recover"],
+)
+def test_the_recipe_for_ddp(tmp_path: Path, vendor: str, recover: list[str]) -> None:
+    """It prints what the document prints. With --recover the job starts again too: a process group has one World."""
+    text = (REPOSITORY / "docs/pytorch.md").read_text().partition("<!-- test: file=ddp.py -->\n```python\n")[2]
+    recipe, _, after = text.partition("```")
+    printed = re.findall(r"^\[0\] epoch .*$", after.partition("$ mpitrain run -n 2 --restarts 5 ddp.py\n")[2], re.M)[:2]
+    (tmp_path / "ddp.py").write_text(recipe)
+    (tmp_path / "killing.py").write_text(KILLING)
+    (tmp_path / "packages").mkdir()  # .venv-openmpi has no PyTorch
+    for name in OF_TORCH if vendor == "openmpi" else []:
+        (tmp_path / "packages" / name).symlink_to(Path(torch.__file__).parents[1] / name)
+    env = {"PYTHONPATH": f"{REPOSITORY}:{tmp_path / 'packages'}"}
+    command = [str(VENVS[need(vendor)] / "bin/python"), "-m", "mpitrain", "run", "-n", "2", *recover]
+    command += ["--restarts", "5", "killing.py", "."]
+    job = run_command(command, cwd=tmp_path, env=env, timeout=120)
+    succeeded(job)
+    assert len(re.findall(r"try \d of 6.* failed at step (?:21|101): rank 1 on .*; starting again", job.stderr)) == 2
+    assert job.stdout.count("resumed from memory at step ") == 2
+    assert re.findall(r"^\[0\] epoch .*$", job.stdout, re.M) == printed
+    assert len(printed) == 2

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import numpy
@@ -36,6 +37,24 @@ def test_arrays_on_a_gpu(tmp_path: Path) -> None:
     """The ranks share an emulated GPU."""
     job = train(tmp_path, 3, on_gpu=True, exchange="if me == 0 and now == 7: die()")
     went_on(job, tmp_path, [1, 2])
+
+
+def test_a_lost_gpu(tmp_path: Path) -> None:
+    """Every call on the GPU of rank 1 fails. The rank names it and ends; the others go on without the rank."""
+    lose = "if me == 1 and now == 7: cupy.cuda.lose(214)"
+    job = train(tmp_path, 3, on_gpu=True, exchange=lose)
+    went_on(job, tmp_path, [0, 2])
+    said = rf"mpitrain: rank 1 on {HERE}: GPU 0 \(.+\) is lost \(cudaErrorECCUncorrectable\)\. This rank ends; "
+    assert len(re.findall(said, job.stderr)) == 1, job.output
+    assert "CUDARuntimeError: cudaErrorECCUncorrectable: uncorrectable ECC error encountered" in job.stderr
+
+
+def test_an_error_of_a_program_on_a_gpu(tmp_path: Path) -> None:
+    """An illegal address is the program's fault, and would come again: the job ends."""
+    wrong = "if me == 1 and now == 7: cupy.cuda.lose(700)"
+    job = train(tmp_path, 3, on_gpu=True, exchange=wrong)
+    failed(job, "cudaErrorIllegalAddress")
+    assert "went on" not in job.stderr
 
 
 def test_one_after_the_other(tmp_path: Path) -> None:

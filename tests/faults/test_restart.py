@@ -259,3 +259,38 @@ def test_wrong_options(tmp_path: Path) -> None:
         failed(job, message)
         assert job.code == 2
         assert tries(job) == []
+
+
+# The Trainer is the first that calls init().
+WITHOUT_INIT = """
+import os, pathlib, signal, sys
+import numpy
+import mpitrain as mt
+
+class Dies(mt.Hook):
+    def after_step(self, trainer, step):
+        if trainer.world.rank == 1 and step.number == 7 and not pathlib.Path("died").exists():
+            pathlib.Path("died").touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+
+def mean(parameters, batch, on_gradient):
+    on_gradient("w", batch[0].mean(axis=0))
+    return 0.0
+
+def build(world):
+    data = mt.ArrayData(world, (numpy.ones((12, 5)),), global_batch=4)
+    return mt.Parts(mt.ArrayFunction(mean, {"w": numpy.zeros(5)}, mt.Sgd(0.1)), mt.Sync(), data)
+
+mt.Trainer(build, [mt.StopAtStep(9), Dies()]).run()
+"""
+
+
+def test_a_script_without_init(tmp_path: Path) -> None:
+    """Its steps are known to the launcher. A try without a step would not be followed by another one."""
+    (tmp_path / "train.py").write_text(WITHOUT_INIT)
+    command = [str(VENVS["mpich"] / "bin/python"), "-m", "mpitrain", "run", "-n", "2", "--restarts", "1", "train.py"]
+    job = run_command(command, cwd=tmp_path, env={"MPITRAIN_MEMORY_STEPS": "1"})
+    succeeded(job)
+    first, last = tries(job)
+    assert first.startswith("try 1 of 2 failed at step 7: rank 1 on ")
+    assert last == "try 2 of 2 succeeded"

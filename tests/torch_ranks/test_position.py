@@ -17,6 +17,7 @@ from tests.ranks.common import error_on_all, named_ranks, skip_alone
 from .prepared import mlp, sgd, torch
 
 import mpitrain.torch  # isort: skip (the line above skips this file where there is no PyTorch)
+from mpitrain.torch.keep import TorchRankState  # isort: skip
 from mpitrain.torch.sharded import ShardedData  # isort: skip
 
 NUM_SAMPLES, BATCH, EPOCHS = 33, 8, 3  # the last batch has one sample
@@ -109,6 +110,33 @@ def test_a_loop_that_goes_on(world: World, source: str, num_used: int) -> None:
     again.load_state_dict(torch.load(io.BytesIO(file.getvalue()), weights_only=True))
     again.set_random_after(random)
     assert first + batches_of(again) == undisturbed
+
+
+def test_later_epochs_of_ranks_that_are_placed_otherwise(world: World) -> None:
+    """Ranks begin with other random numbers. Nothing else draws, so the orders are those of an undisturbed loop."""
+
+    def numbers_of(data: Any, count: int = EPOCHS * NUM_BATCHES) -> list[list[int]]:
+        taken: list[list[int]] = []
+        while data.epoch < EPOCHS:
+            for numbers in data:
+                taken.append(numbers.tolist()[: data.share.count])
+                if len(taken) == count:
+                    return taken
+        return taken
+
+    def shuffled() -> Any:
+        return mpitrain.torch.shard(torch.utils.data.DataLoader(range(NUM_SAMPLES), batch_size=BATCH, shuffle=True))
+
+    torch.manual_seed(10)
+    undisturbed = numbers_of(shuffled())
+    torch.manual_seed(10)
+    data = shuffled()
+    first = numbers_of(data, 2)
+    torch.manual_seed(99)
+    again = shuffled()
+    again.load_state_dict(data.state_dict())
+    TorchRankState([again]).restore(None)
+    assert first + numbers_of(again) == undisturbed
 
 
 def test_another_number_of_ranks(world: World) -> None:

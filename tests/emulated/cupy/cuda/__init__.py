@@ -20,7 +20,18 @@ def _num_devices() -> int:
     return int(os.environ.get("EMULATED_GPUS", "1"))
 
 
+_lost = 0  # the error of every call since the GPU was lost
+
+
+def lose(status: int) -> None:
+    """From now on no call of this process on a GPU succeeds, as when a GPU falls off the bus."""
+    global _lost  # noqa: PLW0603 - of this process
+    _lost = status
+
+
 def _device() -> int:
+    if _lost:
+        raise runtime.CUDARuntimeError(_lost)
     return getattr(_here, "device", 0)
 
 

@@ -21,6 +21,7 @@ _NAMES = {
     35: "cudaErrorInsufficientDriver: CUDA driver version is insufficient for CUDA runtime version",
     100: "cudaErrorNoDevice: no CUDA-capable device is detected",
     101: "cudaErrorInvalidDevice: invalid device ordinal",
+    214: "cudaErrorECCUncorrectable: uncorrectable ECC error encountered",
     201: "cudaErrorDeviceUninitialized: invalid device context",
     400: "cudaErrorInvalidResourceHandle: invalid resource handle",
     700: "cudaErrorIllegalAddress: an illegal memory access was encountered",

