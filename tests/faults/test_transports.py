@@ -97,7 +97,7 @@ start_mpi = mpitrain.job.start._start_mpi
 def look():
     import cupy
     seen.append(cupy.cuda.Device().id)
-    start_mpi()
+    return start_mpi()
 mpitrain.job.start._start_mpi = look
 """
     paths = os.pathsep.join([str(REPOSITORY / "tests/emulated"), str(REPOSITORY)])
