@@ -134,9 +134,7 @@ class Crew:
             if silent and host not in self._missed:
                 self._missed.add(host)
                 why = self._why.get(host, "no reason is known")
-                lines.append(
-                    f"{host}: not heard for {_SILENT_SECONDS:g} s, and chaos connects to it again and again: {why}"
-                )
+                lines.append(f"{host}: not heard for {_SILENT_SECONDS:g} s; chaos connects anew: {why}")
             elif not silent and host in self._missed:
                 self._missed.remove(host)
                 lines.append(f"{host}: heard again")

@@ -42,7 +42,7 @@ def test_a_saboteur_that_hangs_is_replaced(monkeypatch: pytest.MonkeyPatch) -> N
         news, closed = told(messenger, lambda news, _: len(news) == 2)
         assert process.poll() == -signal.SIGKILL
     why = "the saboteur there sent nothing for 12 s"
-    lost = f"{host}: not heard for 12 s, and chaos connects to it again and again: {why}"
+    lost = f"{host}: not heard for 12 s; chaos connects anew: {why}"
     assert news == [lost, f"{host}: heard again"]
     assert closed == [host]
 
@@ -58,4 +58,4 @@ def test_a_saboteur_that_never_starts_is_told_with_the_reason(tmp_path: Path, mo
     with Crew(site, "nowhere 1 2", "", breaks_nodes=False) as messenger:
         news, _ = told(messenger, lambda news, closed: bool(news) and len(closed) > 2)
     why = f"{host}: no Python today"
-    assert news == [f"{host}: not heard for 5 s, and chaos connects to it again and again: {why}"]
+    assert news == [f"{host}: not heard for 5 s; chaos connects anew: {why}"]
