@@ -49,7 +49,7 @@ class Conductor:
         self._began = 0.0  # when the job made its first step under chaos
         self._tokens: list[str] = []
         self._ranks: dict[str, list[dict[str, Any]]] = {}  # by host
-        self._is_launched = False
+        self._launched = 0.0  # when the launcher was last seen alive
         self._settles = float("inf")
         self._looked = 0.0
         self._signals: list[int] = []
@@ -89,6 +89,7 @@ class Conductor:
                 self._ask_what_is_left()
                 return
             self._crew.reconnect()
+            self._tell_news()
             if not self._began:
                 point = self._now_at()
                 if point is None:
@@ -139,8 +140,9 @@ class Conductor:
             if rank["token"] not in self._tokens:
                 self._tokens.append(rank["token"])
         if host == self._apart:
-            self.episode.has_ended = self._is_launched and not message["launcher"]
-            self._is_launched = self._is_launched or message["launcher"]
+            self.episode.has_ended = self._launched > 0.0 and not message["launcher"]
+            if message["launcher"]:
+                self._launched = time.monotonic()
         point = self._now_at()
         if self._began and point is not None:
             self.episode.points.append(point)
@@ -242,13 +244,24 @@ class Conductor:
             again = f", from step {hit.went_on.from_step}" if hit.went_on.from_step else ""
             self._say(f"    the job went on after {hit.went_on.seconds:.2f} s{again}")
 
+    def _tell_news(self) -> None:
+        for line in self._crew.news():
+            self.episode.news.append((self._seconds(), line))
+            self._say(line)
+
     def _ask_what_is_left(self) -> None:
-        asked = self._crew.send_all({"end": 1})
+        asked: set[str] = set()
         deadline = time.monotonic() + _LEFT_SECONDS
-        while len(self.episode.left) < len(asked) and time.monotonic() < deadline:
-            self._take(self._crew.exchange(_TICK_SECONDS))
-        for host in self._ranks.keys() - self.episode.left.keys():
-            self.episode.left[host] = ["unknown, because there is no connection to this host"]
+        while (silent := self._ranks.keys() - self.episode.left.keys()) and time.monotonic() < deadline:
+            asked |= {host for host in silent - asked if self._crew.send(host, {"end": 1})}
+            messages = self._crew.exchange(_TICK_SECONDS)
+            asked -= {host for host, message in messages if "closed" in message}
+            self._take(messages)
+            self._crew.reconnect()
+        for host in silent:
+            self.episode.left[host] = ["unknown, because this host does not answer"]
+        # A saboteur that came later has not seen the ranks that did the last of the work.
+        self.episode.unseen = sorted(silent | self._crew.begun_after(self._launched))
         self._look_on()
         self.episode.error = _failure(self._of_attempt()) if self._tokens else "no rank has started"
 

@@ -15,7 +15,8 @@ from mpitrain.launch.connections import Connection
 OUTAGES = ""
 _AGAIN_SECONDS = 3.0
 _CLOSE_SECONDS = 3.0
-_GREETING_SECONDS = 45.0
+# A saboteur sends something every 5 s; on a busy machine its start takes longer.
+_SILENT_SECONDS = 45.0
 
 
 class Crew:
@@ -26,7 +27,10 @@ class Crew:
         self._site, self._wish = site, {"launcher": launcher, "folder": folder}
         self._connections: dict[str, Connection] = {}
         self._tried: dict[str, float] = {}
-        self._early: list[tuple[str, dict[str, Any]]] = []  # came beside the greetings
+        self._heard = dict.fromkeys(site.hosts, time.monotonic())
+        self._why: dict[str, str] = {}  # by host: why the last connection has ended
+        self._missed: set[str] = set()  # the hosts that were reported as not heard
+        self._early: list[tuple[str, dict[str, Any]]] = []  # to be returned by the next `exchange`
         for host in site.hosts:
             self._connect(host)
         if breaks_nodes:
@@ -50,7 +54,7 @@ class Crew:
         """
         greetings: dict[str, dict[str, Any]] = {}
         early: list[tuple[str, dict[str, Any]]] = []
-        deadline = time.monotonic() + _GREETING_SECONDS
+        deadline = time.monotonic() + _SILENT_SECONDS
         while len(greetings) < len(self._site.hosts) and time.monotonic() < deadline:
             for host, message in self.exchange(0.1):
                 if "greeting" in message:
@@ -61,7 +65,7 @@ class Crew:
             if wrong:
                 raise LaunchError("; ".join(wrong))
         if silent := [host for host in self._site.hosts if host not in greetings]:
-            raise LaunchError(f"no answer within {_GREETING_SECONDS:g} s from {', '.join(silent)}")
+            raise LaunchError(f"no answer within {_SILENT_SECONDS:g} s from {', '.join(silent)}")
         self._early = early
         return greetings
 
@@ -73,9 +77,10 @@ class Crew:
         connection.send(message)
         return True
 
-    def send_all(self, message: Mapping[str, Any]) -> list[str]:
-        """Send to the saboteur of every host; return the hosts to which there is a connection."""
-        return [host for host in self._site.hosts if self.send(host, message)]
+    def send_all(self, message: Mapping[str, Any]) -> None:
+        """Send to the saboteur of every host to which there is a connection."""
+        for host in self._site.hosts:
+            self.send(host, message)
 
     def exchange(self, timeout_seconds: float) -> list[tuple[str, dict[str, Any]]]:
         """Return what arrives within that time: host and message. {"closed": 1}: a connection has closed."""
@@ -90,7 +95,10 @@ class Crew:
                 time.sleep(timeout_seconds)
             for key, _ in ways.select(timeout_seconds):
                 connection = self._connections[key.data]
-                messages += [(key.data, message) for message in connection.receive(time.monotonic())]
+                came = connection.receive(time.monotonic())
+                messages += [(key.data, message) for message in came]
+                if any("ranks" in message for message in came):  # a greeting alone shows nothing of the job
+                    self._heard[key.data] = time.monotonic()
                 if connection.is_closed:
                     messages.append((key.data, {"closed": 1}))
         return messages
@@ -98,16 +106,44 @@ class Crew:
     def reconnect(self) -> None:
         """Start a saboteur again on the hosts that have lost theirs, now and then: such a host may come back."""
         for host in self._site.hosts:
-            connection = self._connections.get(host)
-            is_due = time.monotonic() - self._tried[host] > _AGAIN_SECONDS
-            if is_due and (connection is None or connection.is_closed):
-                if connection is not None:
-                    connection.close(0.0)
-                self._connect(host)
+            connection, waited = self._connections.get(host), time.monotonic() - self._tried[host]
+            if connection is not None and not connection.is_closed:
+                # The process of the connection may be stopped, or its network may have gone without a word.
+                if min(waited, time.monotonic() - self._heard[host]) < _SILENT_SECONDS:
+                    continue
+                self._why[host] = f"the saboteur there sent nothing for {_SILENT_SECONDS:g} s"
+                self._early.append((host, {"closed": 1}))
+            elif waited < _AGAIN_SECONDS:
+                continue
+            elif connection is not None:
+                self._why[host] = connection.why_closed()
+            if connection is not None:
+                connection.hang_up()
+                connection.close(0.0)
+            self._connect(host)
+
+    def begun_after(self, moment: float) -> set[str]:
+        """Return the hosts whose connection was begun after that moment, by time.monotonic()."""
+        return {host for host, tried in self._tried.items() if tried > moment}
+
+    def news(self) -> list[str]:
+        """Return a line for each host that has not been heard for long, and for each that is heard again."""
+        lines = []
+        for host, heard in self._heard.items():
+            silent = time.monotonic() - heard > _SILENT_SECONDS
+            if silent and host not in self._missed:
+                self._missed.add(host)
+                why = self._why.get(host, "no reason is known")
+                lines.append(f"{host}: not heard for {_SILENT_SECONDS:g} s; chaos connects anew: {why}")
+            elif not silent and host in self._missed:
+                self._missed.remove(host)
+                lines.append(f"{host}: heard again")
+        return lines
 
     def _connect(self, host: str) -> None:
         self._tried[host] = time.monotonic()
         try:
             self._connections[host] = self._site.connect(host, self._wish)
-        except LaunchError:  # a node of a bed without power
+        except LaunchError as error:  # a node of a bed without power
+            self._why[host] = str(error)
             self._connections.pop(host, None)

@@ -53,7 +53,9 @@ class Episode:
         hears: whether the launcher's output can be read.
         seconds: how long chaos took.
         has_ended: whether the job is over.
-        error: why the job has failed; "": the job has not failed.
+        news: what became of the connections to hosts, with the time of each line.
+        unseen: the hosts on which the last ranks may not have been seen.
+        error: why the job has failed, as far as its hosts were seen; "": the job has not failed.
         left: what is left of the job, by host.
     """
 
@@ -63,5 +65,7 @@ class Episode:
     hears: bool = False
     seconds: float = 0.0
     has_ended: bool = False
+    news: list[tuple[float, str]] = field(default_factory=list)
+    unseen: list[str] = field(default_factory=list)
     error: str = ""
     left: dict[str, list[str]] = field(default_factory=dict)

@@ -34,7 +34,10 @@ def numbers(episode: Episode, job: str, options: Mapping[str, Any]) -> dict[str,
         "output_was_read": episode.hears,
         "faults": [_fault(episode, hit) for hit in episode.hits],
         "kinds": {kind: _kind(episode, [hit for hit in made if hit.fault.kind == kind]) for kind in _kinds(made)},
+        "news": [f"{seconds:.1f} s  {line}" for seconds, line in episode.news],
         "has_ended": episode.has_ended,
+        "unseen": episode.unseen,
+        "last_said": episode.said[-1][1] if episode.said else "",
         "error": episode.error,
         "left": episode.left,
     }
@@ -73,14 +76,29 @@ def text(report: Mapping[str, Any]) -> str:
             f"; kept: {report['throughput_kept']:.1%}, or {report['throughput_kept_of_capacity']:.1%} "
             "of what the remaining ranks could do"
         )
+    if report["news"]:
+        lines += ["connections:", *(f"    {line}" for line in report["news"])]
     if not report["has_ended"]:
         lines.append("the job goes on; all faults are undone")
     else:
-        lines.append(f"the job has failed: {report['error']}" if report["error"] else "the job has reached its end")
+        lines.append(_verdict(report))
         left = [f"{host}: {line}" for host, lines_there in report["left"].items() for line in lines_there]
         lines.append("left behind: nothing" if not left else "left behind:")
         lines += [f"    {line}" for line in left]
     return "\n".join(lines) + "\n"
+
+
+def _verdict(report: Mapping[str, Any]) -> str:
+    """Say how the job ended. Hosts that were not seen may have had ranks of a later attempt, which did the work."""
+    if not report["error"]:
+        return "the job has reached its end"
+    if not report["unseen"]:
+        return f"the job has failed: {report['error']}"
+    unseen, said = ", ".join(report["unseen"]), report["last_said"] or "not known"
+    return (
+        f"the job has ended; whether it has failed is not known, because chaos lost sight of {unseen}; "
+        f"it saw: {report['error']}; the launcher's last line: {said}"
+    )
 
 
 def _row(fault: Mapping[str, Any]) -> tuple[str, ...]:

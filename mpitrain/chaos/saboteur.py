@@ -39,6 +39,7 @@ from mpitrain.watching.view import process_state
 # A scan reads all of /proc, 30 ms for 300 processes; a glance reads only what is new there, 1 ms.
 _SCAN_SECONDS, _FAST_SCAN_SECONDS, _GLANCE_SECONDS = 2.0, 0.5, 0.1
 _YOUNG_SECONDS = 2.0  # a process may get the job's mark so long after its start
+_REPORT_SECONDS = 5.0  # so often at least, because chaos takes silence for a broken connection
 _LOOK_SECONDS, _FAST_LOOK_SECONDS = 0.25, 0.02
 _CLOSELY_SECONDS = 3.0
 _DIE_SECONDS = 1.0
@@ -62,7 +63,7 @@ class Saboteur:
         self._line = ""  # the last one of it, which has no end yet
         self._outage: Outage | None = None
         self._files = SharedFiles()
-        self._scanned = self._glanced = self._closely_until = 0.0
+        self._scanned = self._glanced = self._reported = self._closely_until = 0.0
         self._sent: Any = None
 
     def run(self) -> None:
@@ -166,8 +167,9 @@ class Saboteur:
             for (token, rank), record in sorted(self._records().items())
         ]
         message = {"ranks": ranks, "launcher": launcher_pid(self._launcher) is not None}
-        if message != self._sent:
-            self._sent = message
+        now = time.monotonic()
+        if message != self._sent or now - self._reported > _REPORT_SECONDS:
+            self._sent, self._reported = message, now
             send(message)
         if self._said >= 0:
             text = os.read(self._said, 1 << 16).decode(errors="replace")

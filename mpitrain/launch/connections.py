@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import shlex
@@ -218,13 +219,22 @@ def connect(
     os.set_blocking(process.stdin.fileno(), False)
     os.set_blocking(process.stdout.fileno(), False)
     connection = Connection(host, process, errors, now, _unsent=_BAIT)
-    package = Path(__file__).parents[1]
-    texts = [
-        (f"mpitrain.{name}", package.joinpath(*name.split(".")).with_suffix(".py").read_text()) for name in modules
-    ]
-    probe = (package / "launch" / "probe.py").read_text()
-    connection.send({"modules": texts, "wish": wish, "probe": probe})
+    texts = _texts()
+    bundle = [(f"mpitrain.{name}", texts[name]) for name in modules]
+    connection.send({"modules": bundle, "wish": wish, "probe": texts["launch.probe"]})
     return connection
+
+
+@functools.cache
+def _texts() -> dict[str, str]:
+    """Return the modules that can be sent, all as they are at the first call.
+
+    A job may outlive an update of the package. A module of the new version then fits neither the lists of modules here
+    nor the messages of this process.
+    """
+    package = Path(__file__).parents[1]
+    folders = ("job", "watching", "launch", "chaos")
+    return {f"{folder}.{path.stem}": path.read_text() for folder in folders for path in (package / folder).glob("*.py")}
 
 
 def explain(host: str, words: str, code: int | None) -> str:

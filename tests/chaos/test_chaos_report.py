@@ -80,6 +80,14 @@ def test_text() -> None:
     said = text(numbers(seen, "1a2b", {}))
     assert "culprits: not known, because the launcher's stderr is not a file" in said
     assert said.endswith("the job has failed: rank 1 on a did not reach its end\nleft behind:\n    a: /dev/shm/x\n")
+    seen.unseen, seen.news = ["b"], [(12.0, "b: not heard for 45 s")]
+    said = text(numbers(seen, "1a2b", {}))
+    assert "connections:\n    12.0 s  b: not heard for 45 s\n" in said
+    assert (
+        "the job has ended; whether it has failed is not known, because chaos lost sight of b; it saw: "
+        f"rank 1 on a did not reach its end; the launcher's last line: {TRY}\n"
+    ) in said
+    assert "has failed:" not in said
     assert "the job goes on; all faults are undone" in text(numbers(Episode(), "1a2b", {}))
 
 

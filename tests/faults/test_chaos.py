@@ -197,6 +197,22 @@ def test_chaos_ends_and_the_frozen_go_on(tmp_path: Path, number: signal.Signals)
         assert "the job goes on; all faults are undone" in rest, said + rest
 
 
+def test_an_end_that_was_not_seen(tmp_path: Path) -> None:
+    """The saboteur stands still while the job ends well. The one that replaces it cannot know how the job ended."""
+    with running(tmp_path, 2, vendor=need("mpich")) as job:
+        process = chaos(job, "--faults", "freeze", "--every", "2s", "--hold", "0.5s", "--count", "1")
+        said = wait_for(process, "the job went on after")
+        (saboteur,) = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+        os.kill(int(saboteur), signal.SIGSTOP)
+        (tmp_path / "enough").touch()
+        assert job.launcher.wait(HANG_SECONDS) == 0, job.said()
+        os.kill(int(saboteur), signal.SIGKILL)
+        rest, _ = process.communicate(timeout=HANG_SECONDS)
+    assert process.returncode == 1
+    assert f"whether it has failed is not known, because chaos lost sight of {HERE}; it saw: " in rest, said + rest
+    assert "the job has failed" not in rest
+
+
 def test_a_full_disk(tmp_path: Path) -> None:
     """The disk is a tmpfs that only the job and chaos see. For a second no checkpoint is written; the job goes on."""
     if os.geteuid() != 0:
