@@ -69,8 +69,8 @@ class CompareReplicas(Hook):
         self._compare(trainer)
 
     def state(self) -> dict[str, Any]:
-        """See Hook."""
-        return {"is_due": self._is_due}
+        """See Hook. The state is empty, unless a comparison waits for the end of a round."""
+        return {"is_due": True} if self._is_due else {}
 
     def restore(self, state: dict[str, Any]) -> None:
         """See Hook."""
