@@ -32,7 +32,7 @@ class DiLoCo(Rounds):
         Args:
             sync_every, warm_up, exchange: see LocalSGD.
             outer: the outer optimizer; default: `Sgd(0.7, momentum=0.9, nesterov=True)`. `Sgd(1.0)` gives LocalSGD. Its
-                weight decay, if any, applies to nothing.
+                weight decay, if any, applies to nothing, and its clip_norm to each fragment and dtype by itself.
 
         Raises:
             ConfigError: a value is not allowed.

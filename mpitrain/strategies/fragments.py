@@ -179,6 +179,8 @@ class Fragment:
         except NonFiniteError as error:
             self.forget()
             rank_name, _, rest = str(error).partition(": the gradient of ")
+            if not rest:  # a codec has made infinity of finite distances
+                raise
             name = rest.partition(" holds")[0]
             raise everywhere(
                 NonFiniteError(

@@ -22,6 +22,7 @@ from mpitrain.serve.server import JobServer
 from mpitrain.serve.shards import LostServerError
 from mpitrain.serve.source import JobSource, source_of
 from mpitrain.serve.store import ParameterStore, check_rate_factor
+from mpitrain.strategies.of_rounds import without_rounds
 from mpitrain.strategies.sync import Sync
 from mpitrain.world import World
 
@@ -263,7 +264,7 @@ class ParameterServer:
     def restore_own(self, state: dict[str, Any]) -> None:
         """See Strategy. What ranks have left out so far is added to the first update of a server."""
         if self.role:
-            self._carried = state.get("carried", {})
+            self._carried = without_rounds(state).get("carried", {})
         else:
             self._alone.restore_own(state)
 

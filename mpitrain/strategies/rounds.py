@@ -85,7 +85,7 @@ class Rounds:
         arguments = (self._sync_every, self._warm_up, self._num_fragments, self._delay, self._alpha)
         names = "sync_every", "warm_up", "fragments", "delay", "alpha"
         said = ", ".join(f"{name}={value}" for name, value in zip(names, arguments, strict=True))
-        world.agree("begin", [f"{type(self).__name__}({said})"])
+        world.agree("begin", [f"{type(self).__name__}({said})", f"outer optimizer {_described(self._outer)}"])
         parts = cut(adapter, self._num_fragments)
         self._sync = Sync(self._exchange) if self._warm_up else None
         if self._sync:
@@ -140,8 +140,6 @@ class Rounds:
             assert self._sync
             made = self._sync.finish_step(adapter, loss)
             self._left_to_warm_up -= 1
-            if self._left_to_warm_up == 0:
-                self._sync.close()
             return made
         may_skip = self._scale is not None and self._scale.may_skip
         means = self._inner.finish(loss, may_skip=may_skip, note=adapter.note())
@@ -362,7 +360,7 @@ class Rounds:
             if not self._world.control.is_broken:
                 fragment.finish()
             fragment.close()
-        if self._is_warming_up and self._sync:
+        if self._sync:
             self._sync.close()
 
     def _origin(self) -> dict[str, Array]:
@@ -380,3 +378,11 @@ class Rounds:
         rounds = self._num_fragments, self._sync_every, self._delay
         parts = [type(self).__name__, self._world.node_ranks, rounds, codecs]
         return hashlib.sha256(repr(parts).encode()).hexdigest()
+
+
+def _described(outer: Optimizer | None) -> str:
+    """Return the class of an optimizer and its plain settings, which must be equal on all ranks."""
+    if outer is None:
+        return "none"
+    plain = {name: value for name, value in vars(outer).items() if isinstance(value, bool | int | float | None)}
+    return f"{type(outer).__name__} {plain}"

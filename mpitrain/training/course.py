@@ -135,10 +135,11 @@ class Course:
         self._come_to(_AFTER_STEP)
 
     def _after_step(self) -> None:
-        if self._trainer.step_number == self._trainer.last_step:
-            self._trainer.strategy.end_run()  # so that the hooks see what the run ends with
+        self._end_round()
         # A checkpoint holds what the other hooks have seen of the step.
         for hook in sorted(self._trainer.hooks, key=lambda hook: hook.keeps_state):
+            if hook.keeps_state:  # one of the others may have ended the run
+                self._end_round()
             self._prepare(hook, "after_step", self._made.number)
             hook.after_step(self._trainer, self._made)
         wish = self._copies.after_step(self._trainer)
@@ -157,6 +158,11 @@ class Course:
         served, has_method = self._trainer.served, getattr(type(hook), method) is not getattr(Hook, method)
         if served and has_method and hook.reads_model(self._trainer, step):
             served.fetch()
+
+    def _end_round(self) -> None:
+        """After the last step, let the hooks see what the run ends with."""
+        if self._trainer.step_number == self._trainer.last_step:
+            self._trainer.strategy.end_run()
 
     def _note_copies(self) -> None:
         self._trainer.copy_steps = steps = self._copies.steps

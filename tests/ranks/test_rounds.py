@@ -20,9 +20,11 @@ from mpitrain import (
     Checkpoint,
     CompareReplicas,
     DiLoCo,
+    Hook,
     LocalSGD,
     LossScale,
     Sgd,
+    Step,
     StopAtStep,
     StreamingDiLoCo,
     Sync,
@@ -249,6 +251,34 @@ def test_a_run_that_is_resumed_within_a_round(world: World, shared: Path, kind: 
     resumed.run()
     assert [step.loss for step in record.steps] == [step.loss for step in whole.steps[5:]]
     assert bits(resumed) == bits(uninterrupted)
+
+
+def test_a_run_that_a_hook_ends(world: World, shared: Path) -> None:
+    """The end is known only after the last step. The last checkpoint has the common parameters, too."""
+
+    class Enough(Hook):
+        ends_run = True
+
+        def after_step(self, trainer: Trainer, step: Step) -> None:
+            if step.number == 5:
+                trainer.last_step = 5
+
+    trainer = Trainer(builder(45, 14, strategy=lambda: DiLoCo(3)), [Checkpoint(shared, steps=100), Enough()])
+    trainer.run()
+    world.barrier()
+    last = checkpoint.load(shared / "step-00000005")
+    assert "round" not in last["strategy"]
+    for name, value in trainer.adapter.parameters().items():
+        assert last["adapter"]["parameters"][name].tobytes() == value.tobytes()
+    assert_same_bits(world, *trainer.adapter.parameters().values())
+
+
+def test_outer_optimizers_that_differ(world: World) -> None:
+    skip_alone(world)
+    rate = 0.5 if world.rank == world.size - 1 else 0.7
+    text = error_on_all(world, MismatchError, lambda: DiLoCo(3, outer=Sgd(rate)).begin(world, adapter()))
+    assert "outer optimizer Sgd" in text
+    assert "0.5" in text
 
 
 def test_sync_goes_on_from_the_end_of_a_round(world: World, shared: Path) -> None:

@@ -16,7 +16,7 @@ class Throughput(Meter):
     """`samples_per_second` of all ranks together, `tokens_per_second` and `step_seconds`, over the steps of the row.
 
     The time includes the steps and their data, but not the hooks between them (evaluation, checkpoints). With a server
-    it includes the hooks: workers compute meanwhile.
+    it includes the hooks: workers that have a job compute meanwhile.
     """
 
     reads_model = False
