@@ -1,11 +1,13 @@
-"""How long a training stands still when a rank is killed: from kill -9 to the first step after the restart.
+"""How long a training stands still when a rank or a node is lost: from the fault to the first step after the restart.
 
-    python benchmarks/restart.py BED [--rounds 5] [--ppn 1]
+    python benchmarks/restart.py BED [--rounds 5] [--ppn 1] [--fault end]
 
-BED is a test bed of several nodes that the playbooks have set up, with the mpitrain to be measured. A rank of the last
-node is killed. In turn the job goes on from the disk, from memory, and from memory with spares, always with the hosts'
-facts asked before. Prints seconds (median, lowest, highest), in parts: until the job has ended everywhere, and until a
-new step has been made; and the ratios of the latter to that from the disk.
+BED is a test bed of several nodes that the playbooks have set up, with the mpitrain to be measured. `--fault`: a rank
+of the last node is killed, or that node's cable is cut, or the node is frozen, or all logins and all processes of the
+user end there (`end`), and the others see that at once. In turn the job goes on from the disk, from memory, and from
+memory with spares, always with the hosts' facts asked before. Prints seconds (median, lowest, highest), in parts: until
+the launcher says that the try has failed, and until a new step has been made; and the ratios of the latter to that from
+the disk.
 """
 
 from __future__ import annotations
@@ -85,26 +87,50 @@ def wait_for(bed: Bed, begin: str, after: float = 0.0) -> float:
         time.sleep(0.5)
 
 
-def one_round(bed: Bed, kind: str, ranks_per_node: int) -> tuple[float, float]:
-    """Seconds from the kill to the end of the job, and to the first step after that. (The nodes have one clock.)"""
+def strike(bed: Bed, fault: str) -> float:
+    """Do it to the last node. Return the time before it."""
+    node = bed.names[-1]
+    at = time.time()
+    if fault == "cable":
+        bed.cut(node)
+    elif fault == "freeze":
+        bed.freeze(node)
+    else:
+        lines = {"rank": "kill -9 $(cat /tmp/rank)", "end": "pkill -9 -x sshd; pkill -9 -u cluster"}
+        at = float(bed.node_run(node, ["bash", "-c", f"date +%s.%N; {lines[fault]}"]).stdout)
+    return at
+
+
+def mend(bed: Bed, fault: str) -> None:
+    """Undo it. What is left of the job on that node ends by itself."""
+    node = bed.names[-1]
+    bed.heal(node)
+    if fault == "end":
+        bed.node_run(node, ["systemctl", "restart", "ssh"])
+    if fault != "rank":
+        time.sleep(20)
+
+
+def one_round(bed: Bed, kind: str, ranks_per_node: int, fault: str) -> tuple[float, float]:
+    """Seconds from the fault to the end of the job, and to the first step after that. (The nodes have one clock.)"""
     as_user(bed, f"rm -rf restart-checkpoints restart.output; cat > restart_train.py <<'END'\n{SCRIPT}\nEND")
     steps, options = KINDS[kind]
-    job = f"{PYTHON} -m mpitrain run --ppn {ranks_per_node} --restarts 1 {options} restart_train.py"
+    job = f"{PYTHON} -m mpitrain run --ppn {ranks_per_node} --restarts 1 --min-nodes 1 {options} restart_train.py"
     run = f"echo $BASHPID > /tmp/restart.pid; MPITRAIN_MEMORY_STEPS={steps} exec {job}"
     as_user(bed, f"( {{ {run}; }} 2>&1 | {PYTHON} -uc '{STAMPS}' > restart.output ) < /dev/null > /dev/null 2>&1 &")
     try:
         if options:
             wait_for(bed, f"mpitrain: {ranks_per_node * len(bed.names)} spares are ready")
         wait_for(bed, "[0] made step 200")
-        done = bed.node_run(bed.names[-1], ["bash", "-c", "date +%s.%N; kill -9 $(cat /tmp/rank)"])
-        killed = float(done.stdout)
-        ended = wait_for(bed, "mpitrain: try 1 of 2 failed", killed)
+        struck = strike(bed, fault)
+        ended = wait_for(bed, "mpitrain: try 1 of 2 failed", struck)
         stepped = wait_for(bed, "[0] made step", ended)
         if any("resumed from memory" in text for _, text in output(bed)) != (kind != "from the disk"):
             raise SystemExit(f"the job did not go on {kind}")
-        return ended - killed, stepped - killed
+        return ended - struck, stepped - struck
     finally:
         as_user(bed, "pid=$(cat /tmp/restart.pid); kill -TERM $pid; timeout 30 tail --pid=$pid -f /dev/null")
+        mend(bed, fault)
 
 
 def show(name: str, seconds: Sequence[float]) -> None:
@@ -118,14 +144,16 @@ def main() -> None:
     parser.add_argument("bed")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--ppn", type=int, default=1)
+    parser.add_argument("--fault", choices=["rank", "end", "cable", "freeze"], default="rank")
     arguments = parser.parse_args()
     bed, rounds = find(arguments.bed), arguments.rounds
     cores, load = os.cpu_count(), os.getloadavg()[0]
-    print(f"{len(bed.names)} nodes, {arguments.ppn} ranks on each, {rounds} rounds, {cores} cores, load {load:.1f}")
+    print(f"{arguments.fault}: {len(bed.names)} nodes, {arguments.ppn} ranks on each", end=", ")
+    print(f"{rounds} rounds, {cores} cores, load {load:.1f}")
     measured: dict[str, list[tuple[float, float]]] = {kind: [] for kind in KINDS}
     for _ in range(rounds):
         for kind, times in measured.items():
-            times.append(one_round(bed, kind, arguments.ppn))
+            times.append(one_round(bed, kind, arguments.ppn, arguments.fault))
     for kind, times in measured.items():
         ends, steps = zip(*times, strict=True)
         show(f"{kind}: until the job has ended", ends)
