@@ -5,8 +5,8 @@
 As root. Every pair of numbers is a job of servers.py, behind links of that rate. In mode async, at most
 min(workers / compute, servers * rate / size) samples/s are possible: a server sends the parameters to one worker while
 it receives the gradient of another one. In mode sync a step takes at least
-compute + (workers / servers + 1) * size / rate: the last worker pulls after all others, and pushes when it has computed.
-With fewer workers than servers, a worker's own link is the bound.
+compute + (workers / servers + 1) * size / rate: the last worker pulls after all others, and pushes when it has
+computed. With fewer workers than servers, a worker's own link is the bound.
 """
 
 from __future__ import annotations
