@@ -50,7 +50,7 @@ def main() -> None:
     def build(world: mt.World) -> mt.Parts:
         data = mt.ArrayData(world, numpy.arange(1000 * num_workers), global_batch=num_workers)
         model = mt.ArrayFunction(function, {"w": numpy.zeros(count, "float32")}, mt.Sgd(0.1))
-        return mt.Parts(model, mt.ParameterServer(arguments.mode), data)
+        return mt.Parts(model, mt.ParameterServer(arguments.mode, job_samples=1), data)
 
     class Times(mt.Hook):
         def __init__(self) -> None:

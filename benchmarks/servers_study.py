@@ -2,11 +2,11 @@
 
     python benchmarks/servers_study.py [--mbit 100] [--mib 2] [--compute 1] [--plot study.png] [--results study.json]
 
-As root. Every pair of numbers is a job of servers.py, behind links of that rate. In mode async, at most
-min(workers / compute, servers * rate / size) samples/s are possible: a server sends the parameters to one worker while
-it receives the gradient of another one. In mode sync a step takes at least
-compute + (workers / servers + 1) * size / rate: the last worker pulls after all others, and pushes when it has
-computed. With fewer workers than servers, a worker's own link is the bound.
+As root. Every pair of numbers is a job of servers.py, behind links of that rate. A worker pulls, computes and pushes,
+so at most workers / (compute + 2 * size / rate) samples/s are possible. In mode async, the servers' links allow
+servers * rate / size: a server sends the parameters to one worker while it receives the gradient of another one. In
+mode sync a step takes at least compute + (workers / servers + 1) * size / rate: the last worker pulls after all others,
+and pushes when it has computed. With fewer workers than servers, a worker's own link is the bound.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def bound(mode: str, servers: int, workers: int, compute: float, transfer: float
     """The most samples/s. `transfer`: seconds in which a link carries all parameters once."""
     if mode == "sync":
         return workers / (compute + transfer * (max(workers / servers, 1) + 1))
-    return min(workers / compute, servers / transfer, workers / transfer)
+    return min(workers / (compute + 2 * transfer), servers / transfer)
 
 
 def measured(mode: str, servers: int, workers: int, options: argparse.Namespace) -> float:

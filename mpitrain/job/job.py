@@ -81,7 +81,7 @@ class Job:
         if os.getpid() != self._process:
             return
         try:
-            farewell(self.world)
+            farewell(self.world, self.recovery)
             if self.recovery is not None:
                 self.recovery.finish()
         except (KeyboardInterrupt, Exception) as error:

@@ -162,7 +162,7 @@ class Recovery:
 
     def finish(self) -> None:
         """End MPI, if it can be ended: after the loss of a rank MPI_Finalize of Open MPI may wait for ever (#11404)."""
-        if not self.lost:
+        if not self.lost and not self._failed():
             _mpi().Finalize()
 
     def abandon(self) -> None:

@@ -86,6 +86,19 @@ class Notes:
             rank = self._members[status.source]
             self.read[rank] = Note(int(kind), rank, made, sent_seconds, int(cause), time.perf_counter())
 
+    def lost(self) -> list[int]:
+        """The ranks that are gone, for an MPI that goes on after the loss of a process. `look` fails no more for them.
+
+        (MPI_Comm_ack_failed of MPI 5.0's ULFM: without it, no message from just any rank can be received.)
+        """
+        self._comm.Ack_failed()
+        gone, everyone = self._comm.Get_failed(), self._comm.Get_group()
+        try:
+            return [self._members[place] for place in gone.Translate_ranks(range(gone.size), everyone)]
+        finally:
+            gone.Free()
+            everyone.Free()
+
     def begin_barrier(self) -> MPI.Request:
         """A separate barrier, beside the Worlds' collectives, in which other ranks may still be."""
         return self._comm.Ibarrier()

@@ -91,8 +91,9 @@ said = {
     "steps": steps,
 }
 (folder / f"rank{me}.json").write_text(json.dumps(said))
+IN_AT_END
 """
-PLACES = "GRADIENTS", "EXCHANGE", "BUILD", "BEFORE_RUN", "BEFORE_STEP", "AFTER_STEP", "AFTER_RUN", "RECOVERY"
+PLACES = "GRADIENTS", "EXCHANGE", "BUILD", "BEFORE_RUN", "BEFORE_STEP", "AFTER_STEP", "AFTER_RUN", "RECOVERY", "AT_END"
 
 
 def train(
@@ -103,6 +104,7 @@ def train(
     hooks: str = "[]",
     vendor: str = "",
     on_gpu: bool = False,
+    env: dict[str, str] | None = None,
     **places: str,
 ) -> Job:
     """Run the training. `places`: the code to insert, by the name of the place in lower case."""
@@ -114,7 +116,9 @@ def train(
     python = VENVS[vendor or need("openmpi")] / "bin/python"
     recovers = ["--recover"] if recover else []
     command = [str(python), "-m", "mpitrain", "run", "-n", str(ranks), *recovers, *options, str(folder / "train.py")]
-    env = {"PYTHONPATH": f"{REPOSITORY / 'tests/emulated'}:{REPOSITORY}"} if on_gpu else {}
+    env = dict(env or {})
+    if on_gpu:
+        env["PYTHONPATH"] = f"{REPOSITORY / 'tests/emulated'}:{REPOSITORY}"
     return run_command([*command, str(folder), json.dumps([STEPS, SAMPLES, BATCH])], cwd=folder, env=env)
 
 

@@ -125,6 +125,27 @@ def test_a_rank_that_dies_behind_its_last_step(tmp_path: Path) -> None:
     went_on(job, tmp_path, [0, 2], died=STEPS)
 
 
+def test_a_rank_that_ends_before_the_others(tmp_path: Path) -> None:
+    """After a loss, ranks end without MPI_Finalize. Over TCP, MPI takes a rank that has ended for lost."""
+    slow = """
+if me == 1:
+    from mpitrain.waiting.notes import Notes
+    begin = Notes.begin_barrier
+    Notes.begin_barrier = lambda notes: (begin(notes), time.sleep(2))[0]
+"""
+    tcp = {"OMPI_MCA_btl": "tcp,self"}
+    job = train(tmp_path, 3, gradients="if me == 0 and now == 7: die()", at_end=slow, env=tcp)
+    went_on(job, tmp_path, [1, 2])
+
+
+@pytest.mark.parametrize("lost", [False, True])
+def test_a_rank_that_dies_behind_its_training(tmp_path: Path, lost: bool) -> None:
+    """Nobody can know whether its script had more to do."""
+    first = "if me == 0 and now == 7: die()" if lost else "pass"
+    job = train(tmp_path, 4, gradients=first, at_end="if me == 2: time.sleep(0.5); die()")
+    failed(job, f"rank 2 on {HERE} was lost behind its training, before the end of its script")
+
+
 def test_checkpoints_and_the_record_go_on(tmp_path: Path) -> None:
     """The root is lost. From then on another rank writes."""
     hooks = '[mt.Record([mt.JsonLines(folder)], steps=1), mt.Checkpoint(folder / "checkpoints", steps=5)]'
