@@ -1,7 +1,7 @@
-"""How a job ends: all ranks together, or at once when one fails.
+"""How a job ends when a rank fails: at once, and on all ranks.
 
 An uncaught exception on one rank would leave the others waiting. Here it ends the whole job: the rank that failed first
-prints its traceback last, and aborts. A rank that ends normally says so and waits for the others.
+prints its traceback last, and aborts.
 """
 
 from __future__ import annotations
@@ -16,13 +16,12 @@ import traceback
 from contextlib import suppress
 from typing import NoReturn
 
-from mpitrain.errors import LostRankError, MpitrainError
+from mpitrain.errors import MpitrainError
 from mpitrain.job.early import abort
-from mpitrain.job.recovery import Recovery
 from mpitrain.launch.shared_files import remove_mine
-from mpitrain.waiting.notes import FAILED, FINISHED
+from mpitrain.waiting.notes import FAILED
 from mpitrain.watching.activity import own_activity
-from mpitrain.watching.rank_record import ENDED, INTERRUPTED
+from mpitrain.watching.rank_record import INTERRUPTED
 from mpitrain.world import World
 
 # Ranks that fail for the same reason fail at about the same time. The first one waits this long, so that it hears of
@@ -32,8 +31,6 @@ _ARBITRATION_SECONDS = 0.5
 _READING_SECONDS = 0.1
 # A rank that was not the first waits this long to be ended, then ends by itself.
 _LAST_RESORT_SECONDS = 10.0
-# The last note of a rank may arrive after MPI's word that the rank is gone.
-_LAST_NOTE_SECONDS = 2.0
 
 # `mpitrain run` looks for these two lines to repeat the first failure as a job's last words.
 BEGIN, END = "mpitrain: {name} failed:", "mpitrain: end of the failure of {name}"
@@ -141,61 +138,3 @@ def _line(error: BaseException) -> str:
 def _write(text: str) -> None:
     """Write all at once, so that the output of different ranks does not mix."""
     os.write(2, text.encode(errors="backslashreplace"))
-
-
-def farewell(world: World, recovery: Recovery | None = None) -> None:
-    """Tell the others that this rank makes no more calls, and wait until they say the same.
-
-    Otherwise a rank that leaves early sits in MPI_Finalize while the others wait for it for ever.
-
-    Raises:
-        LostRankError: a rank is gone that has not said so. This comes up with a `recovery` alone; any other MPI ends
-            the job.
-    """
-    from mpi4py import MPI
-
-    if MPI.Is_finalized():
-        return
-    world.control.settle()
-    part: World | None = world
-    while part is not None:
-        for queue in (part.background, part.queue):
-            queue.finish()
-        part = part.parent
-    notes = world.control.notes
-    notes.tell_all(FINISHED)
-    if activity := own_activity():
-        activity.begin(ENDED, "", time.monotonic())
-    request = notes.begin_barrier()
-    try:
-        # Read all notes: otherwise MPI_Finalize complains of messages that nobody has received.
-        while not request.Test() or len(notes.read) < notes.size - 1:
-            notes.look()
-            time.sleep(0.001)  # another rank may work on alone for long: wait without using a core
-    except MPI.Exception as error:
-        if recovery is None or not recovery.is_loss(error):
-            raise
-        _farewell_beside_lost(world)
-
-
-def _farewell_beside_lost(world: World) -> None:
-    """Wait until all ranks have said that they make no more calls, though some of them may be gone by now.
-
-    After a loss ranks end without MPI_Finalize (Recovery.finish). To MPI, such a rank is lost as soon as it has ended,
-    which may be before the others have heard of the barrier's end.
-    """
-    from mpi4py import MPI
-
-    notes = world.control.notes
-    missing: dict[int, float] = {}  # ranks that are gone without a note, and since when
-    while len(notes.read) < notes.size - 1:
-        lost = notes.lost()
-        with suppress(MPI.Exception):  # one more is gone
-            notes.look()
-        now = time.monotonic()
-        missing = {rank: missing.get(rank, now) for rank in lost if rank not in notes.read}
-        if late := [rank for rank, since in missing.items() if now - since > _LAST_NOTE_SECONDS]:
-            control = world.control
-            names = " and ".join(control.name(control.members.index(rank)) for rank in sorted(late))
-            raise LostRankError(f"{names} was lost behind its training, before the end of its script")
-        time.sleep(0.001)

@@ -11,7 +11,8 @@ from types import TracebackType
 from typing import NoReturn
 
 from mpitrain.cuda.loss import lost_gpu
-from mpitrain.job.failure import end_as_lost, end_job, farewell
+from mpitrain.job.failure import end_as_lost, end_job
+from mpitrain.job.partings import farewell
 from mpitrain.job.recovery import LostRanks, Recovery
 from mpitrain.job.role import Role
 from mpitrain.world import World
