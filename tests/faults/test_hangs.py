@@ -126,11 +126,11 @@ def test_a_job_that_stands_in_init_is_ended(tmp_path: Path, hold: str, expected:
 
 def test_a_rank_that_stands_behind_its_wait_in_init(tmp_path: Path) -> None:
     """All ranks have come, so the limit of any wait counts."""
-    stand = "import os, sys, time\nif os.environ['PMI_RANK'] == '1':\n    os.sched_getaffinity = lambda _: time.sleep(1000)\n"
-    job = run(tmp_path, 3, stand + START)
+    stand = "os.sched_getaffinity = lambda _: time.sleep(1000)"
+    job = run(tmp_path, 3, START.replace("world =", f"if os.environ['PMI_RANK'] == '1':\n    {stand}\nworld ="))
     assert job.code == 1, job.output
     assert job.left == []
-    stands = rf"ranks 0,2 on {HOST} wait in allgather \(call \d+\); rank 1 on {HOST} sleeps in script.py:3"
+    stands = rf"ranks 0,2 on {HOST} wait in allgather \(call \d+\); rank 1 on {HOST} sleeps in script.py:5"
     heads = [r"no progress for \d+ s", r"nothing has moved for 15 s \(hang_seconds\), and the job is ended"]
     assert all(re.search(f"^mpitrain: {head}: {stands}", job.stderr, re.M) for head in heads), job.output
 
