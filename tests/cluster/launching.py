@@ -113,7 +113,7 @@ def left(bed: Bed, patience_seconds: float = _GONE_SECONDS) -> list[str]:
     """Wait until nothing of a job is left on any node. Return the rest: files, and the user's processes but logins."""
     command = (
         "for p in $(pgrep -u cluster); do tr '\\0' ' ' < /proc/$p/cmdline; echo; done 2>/dev/null; "
-        "ls -d /tmp/mpitrain-* /dev/shm/mpich_shm_* /dev/shm/sm_segment.* 2>/dev/null; true"
+        "ls -d /tmp/mpitrain-* /dev/shm/mpich_shm_* /dev/shm/sm_segment.* /dev/shm/mpitrain-* 2>/dev/null; true"
     )
     ours = ("systemd", "(sd-pam)", "sshd")
     deadline = time.monotonic() + patience_seconds
