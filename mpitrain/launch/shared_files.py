@@ -117,9 +117,14 @@ def of_ranks(job: str) -> str:
     return f"{OF_RANKS}{job}-"
 
 
+def folders_of_ranks(job: str) -> list[str]:
+    """Return the paths of these folders."""
+    return glob.glob(f"{FOLDER}/{of_ranks(job)}*")  # noqa: PTH207 (paths are wanted)
+
+
 def remove_of_ranks(job: str) -> None:
     """Remove these folders, which ranks leave that are killed in MPI_Init. All ranks of the job must have ended."""
-    for path in glob.glob(f"{FOLDER}/{of_ranks(job)}*"):  # noqa: PTH207 (paths are wanted)
+    for path in folders_of_ranks(job):
         shutil.rmtree(path, ignore_errors=True)
 
 
