@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import pytest
-from launching import MOSTLY_MPICH, SHARE, drop_kept, training, write
+from launching import MOSTLY_MPICH, SHARE, training, write
 from test_split_network import SCRIPT
 
 from mpitrain.testbed import Bed
@@ -47,4 +47,3 @@ def test_a_host_loses_the_share(bed: Bed, python: str) -> None:
     assert re.search(r"no progress for \d+ s: .*; rank 2 on node3 .* in looks\.py:\d+ \(after_step\)", end.output)
     assert re.search(r"try 1 of 3 failed at step \d+: .*nothing has moved for 20 s", end.output), end.output
     assert end.output.count("resumed from memory at step ") == 1
-    drop_kept(bed, "node3")  # its keeper has not heard of the end, and stays for 15 min; why is not known
