@@ -78,6 +78,8 @@ class World:
     parent: World | None = None  # that this one's ranks are a part of; None for the first of a job
     observer: Observer | None = None  # with `mpitrain verify`
     committer: Callable[[], None] | None = None  # with `mpitrain run --recover`
+    # The same; ends this process if an error says that the others are to go on without it.
+    leaver: Callable[[BaseException], None] | None = None
 
     @cached_property
     def rank(self) -> int:
@@ -312,6 +314,8 @@ class World:
             with self.control.busy(doing):
                 yield
         except Exception as error:
+            if self.leaver is not None:
+                self.leaver(error)
             problem = error
         problems = self.allgather(None if problem is None else (type(problem).__name__, str(problem)))
         failed = [rank for rank, failure in enumerate(problems) if failure is not None]

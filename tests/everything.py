@@ -229,7 +229,7 @@ def shared_memory() -> set[Path]:
         with contextlib.suppress(OSError):
             mapped |= {line.split()[5] for line in maps.read_text().splitlines() if " /dev/shm/" in line}
     found = {path for pattern in (*SHM_PATTERNS, "sem.mp-*") for path in Path("/dev/shm").glob(pattern)}
-    return {path for path in found if str(path) not in mapped}
+    return {path for path in found if not any(one.startswith(str(path)) for one in mapped)}
 
 
 if __name__ == "__main__":

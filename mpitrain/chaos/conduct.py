@@ -49,7 +49,8 @@ class Conductor:
         self._began = 0.0  # when the job made its first step under chaos
         self._tokens: list[str] = []
         self._ranks: dict[str, list[dict[str, Any]]] = {}  # by host
-        self._launched = 0.0  # when the launcher was last seen alive
+        self._launched = False  # the launcher has been seen alive
+        self._lived = 0.0  # when a rank was last seen alive, by the clock of the crew
         self._settles = float("inf")
         self._looked = 0.0
         self._signals: list[int] = []
@@ -136,13 +137,14 @@ class Conductor:
 
     def _take_ranks(self, host: str, message: Mapping[str, Any]) -> None:
         self._ranks[host] = message["ranks"]
+        if any(rank["is_alive"] for rank in message["ranks"]):
+            self._lived = self._crew.now()
         for rank in message["ranks"]:
             if rank["token"] not in self._tokens:
                 self._tokens.append(rank["token"])
         if host == self._apart:
-            self.episode.has_ended = self._launched > 0.0 and not message["launcher"]
-            if message["launcher"]:
-                self._launched = time.monotonic()
+            self.episode.has_ended = self._launched and not message["launcher"]
+            self._launched = self._launched or message["launcher"]
         point = self._now_at()
         if self._began and point is not None:
             self.episode.points.append(point)
@@ -251,8 +253,8 @@ class Conductor:
 
     def _ask_what_is_left(self) -> None:
         asked: set[str] = set()
-        deadline = time.monotonic() + _LEFT_SECONDS
-        while (silent := self._ranks.keys() - self.episode.left.keys()) and time.monotonic() < deadline:
+        deadline = self._crew.now() + _LEFT_SECONDS
+        while (silent := self._ranks.keys() - self.episode.left.keys()) and self._crew.now() < deadline:
             asked |= {host for host in silent - asked if self._crew.send(host, {"end": 1})}
             messages = self._crew.exchange(_TICK_SECONDS)
             asked -= {host for host, message in messages if "closed" in message}
@@ -260,8 +262,8 @@ class Conductor:
             self._crew.reconnect()
         for host in silent:
             self.episode.left[host] = ["unknown, because this host does not answer"]
-        # A saboteur that came later has not seen the ranks that did the last of the work.
-        self.episode.unseen = sorted(silent | self._crew.begun_after(self._launched))
+        # A saboteur that was not there before all ranks had ended has not seen those that did the last of the work.
+        self.episode.unseen = sorted(silent | self._crew.seen_after(self._lived))
         self._look_on()
         self.episode.error = _failure(self._of_attempt()) if self._tokens else "no rank has started"
 
@@ -270,8 +272,8 @@ class Conductor:
         for host in {hit.host for hit in self.episode.hits if not hit.is_undone}:
             self._crew.send(host, {"undo": 1})
             self._crew.send(OUTAGES, {"undo": 1})
-        deadline = time.monotonic() + _UNDO_SECONDS
-        while not all(hit.is_undone for hit in self.episode.hits) and time.monotonic() < deadline:
+        deadline = self._crew.now() + _UNDO_SECONDS
+        while not all(hit.is_undone for hit in self.episode.hits) and self._crew.now() < deadline:
             self._take(self._crew.exchange(_TICK_SECONDS))
         self.episode.seconds = self._seconds()
 

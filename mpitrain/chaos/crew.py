@@ -17,6 +17,8 @@ _AGAIN_SECONDS = 3.0
 _CLOSE_SECONDS = 3.0
 # A saboteur sends something every 5 s; on a busy machine its start takes longer.
 _SILENT_SECONDS = 45.0
+# After such a gap in its own time this process was suspended, not the hosts.
+_SUSPENDED_SECONDS = 10.0
 
 
 class Crew:
@@ -26,9 +28,13 @@ class Crew:
         """Start a saboteur on each host; `folder` is the one to fill, `breaks_nodes`: cables and power are wanted."""
         self._site, self._wish = site, {"launcher": launcher, "folder": folder}
         self._connections: dict[str, Connection] = {}
+        self._ran, self._suspended_seconds = time.monotonic(), 0.0
+        self._news: list[str] = []
+        # All by the clock of `now`.
         self._tried: dict[str, float] = {}
-        self._heard = dict.fromkeys(site.hosts, time.monotonic())
-        self._why: dict[str, str] = {}  # by host: why the last connection has ended
+        self._heard = dict.fromkeys(site.hosts, self.now())
+        self._seen: dict[str, float] = {}  # the first report of the present connection
+        self._why: dict[str, str] = {}  # by host: why the last connection has ended, until the host is heard again
         self._missed: set[str] = set()  # the hosts that were reported as not heard
         self._early: list[tuple[str, dict[str, Any]]] = []  # to be returned by the next `exchange`
         for host in site.hosts:
@@ -46,6 +52,15 @@ class Crew:
         for connection in self._connections.values():
             connection.close(max(0.0, deadline - time.monotonic()))
 
+    def now(self) -> float:
+        """Return the time in seconds, by a clock that stands still while this process is suspended."""
+        now = time.monotonic()
+        gap, self._ran = now - self._ran, now
+        if gap > _SUSPENDED_SECONDS:
+            self._suspended_seconds += gap
+            self._news.append(f"chaos itself was suspended for {gap:.0f} s, and saw nothing of the job meanwhile")
+        return now - self._suspended_seconds
+
     def greetings(self) -> dict[str, dict[str, Any]]:
         """Return what each saboteur says of its host.
 
@@ -54,8 +69,8 @@ class Crew:
         """
         greetings: dict[str, dict[str, Any]] = {}
         early: list[tuple[str, dict[str, Any]]] = []
-        deadline = time.monotonic() + _SILENT_SECONDS
-        while len(greetings) < len(self._site.hosts) and time.monotonic() < deadline:
+        deadline = self.now() + _SILENT_SECONDS
+        while len(greetings) < len(self._site.hosts) and self.now() < deadline:
             for host, message in self.exchange(0.1):
                 if "greeting" in message:
                     greetings[host] = message["greeting"]
@@ -98,18 +113,21 @@ class Crew:
                 came = connection.receive(time.monotonic())
                 messages += [(key.data, message) for message in came]
                 if any("ranks" in message for message in came):  # a greeting alone shows nothing of the job
-                    self._heard[key.data] = time.monotonic()
+                    self._heard[key.data] = self.now()
+                    self._seen.setdefault(key.data, self._heard[key.data])
+                    self._why.pop(key.data, None)
                 if connection.is_closed:
                     messages.append((key.data, {"closed": 1}))
         return messages
 
     def reconnect(self) -> None:
         """Start a saboteur again on the hosts that have lost theirs, now and then: such a host may come back."""
+        now = self.now()
         for host in self._site.hosts:
-            connection, waited = self._connections.get(host), time.monotonic() - self._tried[host]
+            connection, waited = self._connections.get(host), now - self._tried[host]
             if connection is not None and not connection.is_closed:
                 # The process of the connection may be stopped, or its network may have gone without a word.
-                if min(waited, time.monotonic() - self._heard[host]) < _SILENT_SECONDS:
+                if min(waited, now - self._heard[host]) < _SILENT_SECONDS:
                     continue
                 self._why[host] = f"the saboteur there sent nothing for {_SILENT_SECONDS:g} s"
                 self._early.append((host, {"closed": 1}))
@@ -122,15 +140,16 @@ class Crew:
                 connection.close(0.0)
             self._connect(host)
 
-    def begun_after(self, moment: float) -> set[str]:
-        """Return the hosts whose connection was begun after that moment, by time.monotonic()."""
-        return {host for host, tried in self._tried.items() if tried > moment}
+    def seen_after(self, moment: float) -> set[str]:
+        """Return the hosts whose present connection has shown nothing of the job up to that moment, by `now`."""
+        return {host for host in self._site.hosts if self._seen.get(host, float("inf")) > moment}
 
     def news(self) -> list[str]:
         """Return a line for each host that has not been heard for long, and for each that is heard again."""
-        lines = []
+        now = self.now()
+        lines, self._news = self._news, []
         for host, heard in self._heard.items():
-            silent = time.monotonic() - heard > _SILENT_SECONDS
+            silent = now - heard > _SILENT_SECONDS
             if silent and host not in self._missed:
                 self._missed.add(host)
                 why = self._why.get(host, "no reason is known")
@@ -141,7 +160,8 @@ class Crew:
         return lines
 
     def _connect(self, host: str) -> None:
-        self._tried[host] = time.monotonic()
+        self._tried[host] = self.now()
+        self._seen.pop(host, None)
         try:
             self._connections[host] = self._site.connect(host, self._wish)
         except LaunchError as error:  # a node of a bed without power

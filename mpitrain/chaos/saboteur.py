@@ -32,7 +32,7 @@ from mpitrain.job.context import LAUNCHER, JobContext
 from mpitrain.launch.guard import send
 from mpitrain.launch.marked import command_line, read, remove
 from mpitrain.launch.roster import jobs, launcher_pid
-from mpitrain.launch.shared_files import SharedFiles, files
+from mpitrain.launch.shared_files import SharedFiles, files, folders_of_ranks
 from mpitrain.watching.rank_record import NAME, RankRecord, read_record
 from mpitrain.watching.view import process_state
 
@@ -250,9 +250,8 @@ class Saboteur:
             self._scan()
             left = [f"process {pid} {command_line(pid)}" for pid in self._pids]
             left += sorted(path for path, inode in self._files.of_job.intersection(files()))
-            left += sorted(
-                path for token in self._tokens for path in map(str, Path("/tmp").glob(f"mpitrain-*{token}*"))
-            )
+            for token in self._tokens:
+                left += sorted(map(str, [*Path("/tmp").glob(f"mpitrain-*{token}*"), *folders_of_ranks(token)]))
             if not left or time.monotonic() > deadline:
                 return left
             time.sleep(0.2)

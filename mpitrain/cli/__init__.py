@@ -77,6 +77,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if typed not in COMMANDS:
         parser.error(f"there is no command {typed!r}{_near(typed, COMMANDS)}; known: {', '.join(COMMANDS)}")
     arguments, unknown = parser.parse_known_args(words)
+    if unknown[:1] == ["--"] and "ansible" in arguments:  # argparse does not fill nargs="*" behind `remove node2 --yes`
+        arguments.ansible, unknown = unknown[1:], []
     if unknown:
         _refuse(parsers[arguments.command], unknown[0], getattr(arguments, "if_unknown", ""))
     try:

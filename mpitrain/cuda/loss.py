@@ -5,11 +5,12 @@ from __future__ import annotations
 import sys
 
 from mpitrain.cuda import device
+from mpitrain.world import World
 
 # Errors of CUDA that a program does not cause, as they are listed for cudaError_t in the manual of CUDA's runtime API.
+# DevicesUnavailable (46) and NoDevice (100) are not among them: these come before a process has used a GPU, mostly
+# because of a wrong CUDA_VISIBLE_DEVICES, or a GPU that another process has for itself.
 _OF_THE_DEVICE = {
-    46: "cudaErrorDevicesUnavailable",
-    100: "cudaErrorNoDevice",
     214: "cudaErrorECCUncorrectable",
     220: "cudaErrorNvlinkUncorrectable",
     714: "cudaErrorHardwareStackError",
@@ -17,18 +18,16 @@ _OF_THE_DEVICE = {
 }
 
 
-def lost_gpu(error: BaseException, given: str) -> str:
-    """Say which GPU is lost, and how that showed; "": `error`, with its causes, is not the loss of a GPU.
+def lost_gpu(error: BaseException, world: World) -> str:
+    """Say which GPU of this rank is lost, and how that showed; "": `error`, with its causes, is not the loss of a GPU.
 
-    Args:
-        error: an error of CuPy or PyTorch.
-        given: this rank's device from the launcher; "" if it gave none.
+    `error` is of CuPy or PyTorch.
     """
     cause: BaseException | None = error
     while cause is not None:
         if name := _OF_THE_DEVICE.get(_status(cause)):
-            gpu = device.bound()
-            return f"{gpu or given or 'its GPU'} is lost ({name})"
+            gpu = device.bound() or world.context.device(world.rank) or "its GPU"
+            return f"{gpu} is lost ({name})"
         cause = cause.__cause__
     return ""
 

@@ -11,7 +11,7 @@ from types import TracebackType
 from typing import NoReturn
 
 from mpitrain.cuda.loss import lost_gpu
-from mpitrain.job.failure import end_as_lost, end_job
+from mpitrain.job.failure import end_job
 from mpitrain.job.partings import farewell
 from mpitrain.job.recovery import LostRanks, Recovery
 from mpitrain.job.role import Role
@@ -51,10 +51,13 @@ class Job:
 
         A rank whose GPU is lost ends alone, if the others go on without a lost rank.
         """
-        if self.recovery is not None and self.world.size > 1:
-            context, rank = self.world.context, self.world.rank
-            if lost := lost_gpu(error, context.device(rank)):
-                end_as_lost(self.world, error, lost)
+        if self.recovery is not None:
+            self.recovery.end_if_lost(error)
+        if lost := lost_gpu(error, self.world):
+            error.add_note(
+                f"mpitrain: {self.world.control.name()}: {lost}. A restart would use the same GPU: run `mpitrain "
+                f"doctor` on {self.world.host}, and leave the GPU out of --hosts until it is repaired"
+            )
         end_job(self.world, error, self._ending)
 
     def _uncaught(self, kind: type[BaseException], error: BaseException | None, trace: TracebackType | None) -> None:

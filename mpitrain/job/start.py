@@ -101,9 +101,9 @@ def _begin(settings: dict[str, Any]) -> Job:
     job = Job(world)
     job.world = world = replace(world, config=_common_config(world, settings))
     check_containers(world)
+    stop_waiting()  # before the user's limits count: MPI_Init may have taken longer
     if world.size > 1:
         _publish(world)
-    stop_waiting()
     if world.context.keeper and world.context.roll_call:
         heed(publish(world.rank), world.context)
     job.world = world = replace(world, profile=_common_profile(world))

@@ -157,6 +157,8 @@ class Keepers:
         A host that does not take part in a try loses its keeper: what it holds would be older than what the others do.
         """
         self._forget(of)
+        for said in self._said.values():  # a try that was refused has left the answers to its own question
+            said[:] = [one for one in said if "pong" not in one]
         self._send({"ping": 1, "wish": STAYS, "of": of, **self._estate_with(of)})
         self._hear("pong", [host for host in self._connections if host in hosts], _PONG_SECONDS)
         silent = [host for host in self._connections if not any("pong" in one for one in self._said[host])]

@@ -11,7 +11,7 @@ mapped or opened the file at the job's end: nobody needs it. (The file must also
 may be between two such steps. A mapped file stays usable, even if its name is removed.)
 
 A rank of Open MPI keeps its file in a folder of its own while MPI starts (job/segments.py), and removes both then. If
-it is killed before, the folder's name tells whose it is.
+it is killed before, the folder's name tells whose it is, and nobody holds the folder's lock.
 
 Sent to the guards as text. So this module imports no other module of mpitrain, and must run with old Pythons.
 """
@@ -19,6 +19,7 @@ Sent to the guards as text. So this module imports no other module of mpitrain, 
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import glob
 import os
 import re
@@ -42,7 +43,7 @@ _SESSION_VARIABLE = b"PMIX_SERVER_TMPDIR="
 _SESSION = re.compile("(?:{})[0-9]+".format("|".join(map(re.escape, OF_SESSIONS))))
 _OLD_SECONDS = 2.0
 # What job/segments.py calls the folders of a rank; the job's id follows.
-_OF_RANKS = "mpitrain-"
+OF_RANKS = "mpitrain-segments-"
 _EXITING = 0x4  # PF_EXITING of the kernel, set until a process is reaped
 
 
@@ -113,13 +114,43 @@ class SharedFiles:
 
 def of_ranks(job: str) -> str:
     """Return how the names of the folders in FOLDER begin that the ranks of the job with this id make for MPI_Init."""
-    return f"{_OF_RANKS}{job}-"
+    return f"{OF_RANKS}{job}-"
+
+
+def folders_of_ranks(job: str) -> list[str]:
+    """Return the paths of these folders."""
+    return glob.glob(f"{FOLDER}/{of_ranks(job)}*")  # noqa: PTH207 (paths are wanted)
 
 
 def remove_of_ranks(job: str) -> None:
     """Remove these folders, which ranks leave that are killed in MPI_Init. All ranks of the job must have ended."""
-    for path in glob.glob(f"{FOLDER}/{of_ranks(job)}*"):  # noqa: PTH207 (paths are wanted)
+    for path in folders_of_ranks(job):
         shutil.rmtree(path, ignore_errors=True)
+
+
+def remove_abandoned() -> None:
+    """Remove the folders of this user that ranks of any job have left, as far as these ranks have ended."""
+    for path in glob.glob(f"{FOLDER}/{OF_RANKS}*"):  # noqa: PTH207 (paths are wanted)
+        descriptor = lock(path)
+        if descriptor >= 0:
+            shutil.rmtree(path, ignore_errors=True)
+            os.close(descriptor)
+
+
+def lock(folder: str) -> int:
+    """Lock a folder of this user. Return the descriptor that holds the lock; -1: another one has it, or it is gone."""
+    descriptor = -1
+    try:
+        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        # The process that had the lock before may have removed the folder.
+        if os.fstat(descriptor).st_uid == os.geteuid() and os.path.samestat(os.fstat(descriptor), os.lstat(folder)):
+            return descriptor
+    except OSError:
+        pass
+    if descriptor >= 0:
+        os.close(descriptor)
+    return -1
 
 
 def remove_mine() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 
 from mpitrain.launch.placement import Place
@@ -39,10 +40,14 @@ class Stalls:
         return self._report()[1]
 
     def fatal(self) -> list[str]:
-        """Return why the job must be ended if a wait has lasted for hang_seconds; one line per entry."""
-        views = self._views()
-        for view in views:
-            hang_seconds, seconds = view.record.hang_seconds, self._seconds(view, views)
+        """Return why the job must be ended if a wait has lasted for hang_seconds; one line per entry.
+
+        In init(), a wait counts from the last rank's call: what a program does before may take any time.
+        """
+        since_all_called = self._seconds_since_all_called()
+        for view in self._views():
+            hang_seconds = view.record.hang_seconds
+            seconds = min(view.seconds, since_all_called) if view.record.phase == CALLED else view.seconds
             if view.record.status == WAITS and hang_seconds and seconds >= max(hang_seconds, self._look_again):
                 seen, lines = self._report(hang_seconds)
                 if not is_by_design(seen):
@@ -50,15 +55,12 @@ class Stalls:
                 self._look_again = seconds + view.record.stall_seconds
         return []
 
-    def _seconds(self, view: RankView, views: Sequence[RankView]) -> float:
-        """Return how long a rank has waited for ranks that should come soon.
-
-        In init(), the wait counts from the last rank's call: what a program does before may take any time.
-        """
-        if view.record.phase != CALLED:
-            return view.seconds
-        num_ranks = sum(place.num_ranks for place in self._places)
-        return min(one.seconds for one in views) if len(views) == num_ranks else 0.0
+    def _seconds_since_all_called(self) -> float:
+        """Return how long ago the last rank has called init(); 0.0: not all have."""
+        called = self._guards.seen()[0][CALLED]
+        if len(called) < sum(place.num_ranks for place in self._places):
+            return 0.0
+        return time.monotonic() - max(called.values())
 
     def _views(self) -> list[RankView]:
         lost = self._guards.lost()  # their records stay as they were when they ended

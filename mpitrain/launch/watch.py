@@ -16,7 +16,7 @@ from mpitrain.launch.connections import SWEEP, Connection, connect
 from mpitrain.launch.keepers import Keepers
 from mpitrain.launch.reserve import Reserve
 from mpitrain.launch.said import Said
-from mpitrain.launch.silence import PATIENCE_SECONDS, SILENCE_SECONDS, account_of, lost_hosts
+from mpitrain.launch.silence import PATIENCE_SECONDS, SILENCE_SECONDS, trouble
 
 BEAT_SECONDS = 1.0
 _SUSPENDED_SECONDS = SILENCE_SECONDS / 3  # after such a gap in its own time this process was suspended, not the hosts
@@ -245,7 +245,7 @@ class Guards(Said):
             judged = time.monotonic()
             # A wait in which this process was suspended may end without what has come meanwhile.
             if self.trouble is None and judged - now < _SUSPENDED_SECONDS:
-                self.trouble = self._judge(judged)
+                self.trouble = trouble(self._connections, self.reports, self._answered, self._own, judged)
 
     def _beat(self, now: float) -> None:
         if now - self._beaten >= BEAT_SECONDS:
@@ -268,34 +268,6 @@ class Guards(Said):
         with self._lock:
             for connection in self._connections.values():
                 connection.send(message)
-
-    def _judge(self, now: float) -> str | None:
-        connections = self._connections.items()
-        closed = [host for host, one in connections if one.is_closed and self.reports[host].left is None]
-        if closed:
-            for host in closed:
-                self.reports[host].has_vanished = True
-            return "\n".join([*map(self._why_closed, closed), "The job is ended on all hosts"])
-        silent = {host: now - connection.heard_seconds for host, connection in connections}
-        lost = lost_hosts(silent, self._own)
-        for host in lost:
-            self.reports[host].has_vanished = True
-        if lost:
-            return account_of(lost, silent)
-        for host, answered in self._answered.items():
-            if now - answered > PATIENCE_SECONDS:
-                self.reports[host].has_vanished = True
-                return (
-                    f"{host}: the guard of the job there lives, but has not answered for {now - answered:.0f} s: the "
-                    "host has too little memory, or a disk or share there hangs. The job is ended on all hosts"
-                )
-        return None
-
-    def _why_closed(self, host: str) -> str:
-        connection = self._connections[host]
-        if killed := connection.how_killed():
-            return f"{host}: the guard of the job there {killed}"
-        return f"the connection to {connection.why_closed()}"
 
     def _exchange(self, now: float, timeout_seconds: float) -> None:
         """Take in what arrives within that time."""

@@ -142,6 +142,7 @@ class ShardedData:
         self.epoch, self.batch = int(state["epoch"]), int(state["batch"])
         self._checksum, self._random = int(state["checksum"]), state["random"]
         self._is_restored = True
+        self._random_after, self._goes_on_as_drawn = None, False  # what was said before was about another position
         if self.batch == 0 and self._random is not None and self._draws:
             set_random_state(self._random, self._generators)
 
@@ -170,7 +171,7 @@ class ShardedData:
             self.batch = self._checksum = 0
         self._is_restored = False
         if not self.batch:
-            self._random, self._random_after = self._random_of_order(), None
+            self._random, self._random_after, self._goes_on_as_drawn = self._random_of_order(), None, False
             return 0
         if self._parts and self._random_after is None and not self._goes_on_as_drawn:
             self._random_after = random_state()

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from jobs import until
+from jobs import clean_environment, until
 from mpitrain.chaos import crew
 from mpitrain.chaos.crew import Crew
 from mpitrain.chaos.sites import RealHosts
@@ -59,3 +61,66 @@ def test_a_saboteur_that_never_starts_is_told_with_the_reason(tmp_path: Path, mo
         news, _ = told(messenger, lambda news, closed: bool(news) and len(closed) > 2)
     why = f"{host}: no Python today"
     assert news == [f"{host}: not heard for 5 s; chaos connects anew: {why}"]
+
+
+def test_a_reason_is_forgotten_when_the_host_is_heard_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Until its first report, a new connection has shown nothing of the job."""
+    monkeypatch.setattr(crew, "_AGAIN_SECONDS", 0.0)
+    site = RealHosts("localhost", None)
+    (host,) = site.hosts
+    with Crew(site, "nowhere 1 2", "", breaks_nodes=False) as messenger:
+
+        def reports() -> bool:
+            return any("ranks" in message for _, message in messenger.exchange(0.1))
+
+        assert messenger.seen_after(messenger.now()) == {host}
+        until(reports, "no report came")
+        assert messenger.seen_after(messenger.now()) == set()
+        os.kill(messenger._connections[host].process.pid, signal.SIGKILL)
+        until(lambda: any("closed" in message for _, message in messenger.exchange(0.1)), "it is not closed")
+        messenger.reconnect()
+        assert host in messenger._why
+        began = messenger.now()
+        assert messenger.seen_after(began) == {host}
+        until(reports, "no report came")
+        assert messenger.seen_after(began) == {host}
+        assert messenger.seen_after(messenger.now()) == set()
+        assert messenger._why == {}
+
+
+SUSPENDED = """
+import sys
+from mpitrain.chaos import crew
+from mpitrain.chaos.sites import RealHosts
+
+crew._SILENT_SECONDS, crew._SUSPENDED_SECONDS = 12.0, 5.0
+site = RealHosts("localhost", None)
+with crew.Crew(site, "nowhere 1 2", "", breaks_nodes=False) as messenger:
+    began, reports, news = [], 0, []
+    while reports < 3:
+        for _, message in messenger.exchange(0.1):
+            reports += "ranks" in message
+            assert "closed" not in message
+            if reports == 1 and not began:
+                began = list(messenger._connections.values())
+                print("reports", flush=True)
+        messenger.reconnect()
+        news += messenger.news()
+    assert list(messenger._connections.values()) == began
+    print(news)
+"""
+
+
+def test_a_suspension_of_chaos_is_no_silence_of_a_host() -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-c", SUSPENDED], env=clean_environment(), stdout=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == "reports\n"
+    process.send_signal(signal.SIGSTOP)
+    time.sleep(14.0)  # longer than a host may be silent
+    process.send_signal(signal.SIGCONT)
+    said, _ = process.communicate()
+    assert process.returncode == 0, said
+    assert said.startswith("['chaos itself was suspended for 1"), said
+    assert "not heard" not in said

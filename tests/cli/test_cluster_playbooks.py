@@ -9,6 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from cluster_project import CLUSTER, LOCAL, PLAY, cluster, needs_ansible
 
 from jobs import REPOSITORY, Job, run_command, until
@@ -83,10 +84,13 @@ def test_another_inventory_is_in_the_line(project: Path) -> None:
     assert (job.code, "--inventory FILE" in job.stderr) == (2, True)
 
 
-def test_an_option_of_ansible_in_the_wrong_place(project: Path) -> None:
-    job = cluster(project, "setup", "--tags", "ssh")
+@pytest.mark.parametrize("before", [["setup"], ["remove", "node1", "--yes"], ["remove", "--yes", "node1"]])
+def test_an_option_of_ansible_in_the_wrong_place(project: Path, before: list[str]) -> None:
+    job = cluster(project, *before, "--tags", "ssh")
     assert job.code == 2, job.output
     assert "unknown argument --tags; options of ansible-playbook go after --" in job.stderr
+    job = cluster(project, *before, "--", "--tags", "ssh", "-i", "x")
+    assert (job.code, "-i is after --; put the inventory before it" in job.stderr) == (2, True), job.output
 
 
 def test_a_failure_is_summed_up(project: Path) -> None:

@@ -104,6 +104,29 @@ class Job:
         return self._ended
 
 
+def training(
+    bed: Bed,
+    script: str,
+    source: str,
+    arguments: str,
+    *,
+    begun: str = "has begun",
+    python: str = PYTHONS["mpich"],
+    setting: str = "",
+) -> Job:
+    """Start a training on node1, from a script in the share, and wait until it has printed `begun`.
+
+    What an earlier training has left in the share is removed: the file `enough`, with which a test lets it end, and
+    what scripts of these tests write. The folder `record` is there.
+    """
+    write(bed, "node1", f"{SHARE}/{script}", source)
+    done = as_user(bed, "node1", "rm -rf enough hold held-* record saved checkpoints; mkdir record")
+    assert done.returncode == 0, done.stderr
+    job = Job(bed, arguments, python=python, setting=setting)
+    job.wait_for(begun)
+    return job
+
+
 def run(bed: Bed, arguments: str, *, python: str = PYTHONS["mpich"], setting: str = "") -> Ended:
     """Run a job to its end."""
     return Job(bed, arguments, python=python, setting=setting).end()
@@ -113,7 +136,7 @@ def left(bed: Bed, patience_seconds: float = _GONE_SECONDS) -> list[str]:
     """Wait until nothing of a job is left on any node. Return the rest: files, and the user's processes but logins."""
     command = (
         "for p in $(pgrep -u cluster); do tr '\\0' ' ' < /proc/$p/cmdline; echo; done 2>/dev/null; "
-        "ls -d /tmp/mpitrain-* /dev/shm/mpich_shm_* /dev/shm/sm_segment.* 2>/dev/null; true"
+        "ls -d /tmp/mpitrain-* /dev/shm/mpich_shm_* /dev/shm/sm_segment.* /dev/shm/mpitrain-* 2>/dev/null; true"
     )
     ours = ("systemd", "(sd-pam)", "sshd")
     deadline = time.monotonic() + patience_seconds

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from launching import PYTHONS, SHARE, Job, as_user, write
+from launching import SHARE, as_user, training, write
 from playbooks import inventory_of
 from test_elastic import SLOW, counted_steps
 from test_joining import COPIES
@@ -46,10 +46,7 @@ def fingerprint(bed: Bed, node: str) -> str:
 
 
 def test_a_running_job_takes_in_a_host_that_is_added(bed: Bed, cluster: Cluster) -> None:
-    write(bed, "node1", f"{SHARE}/moves.py", SLOW)
-    as_user(bed, "node1", "rm -rf enough record saved; mkdir record")
-    job = Job(bed, "--ppn 1 --restarts 3 --elastic 2:4 moves.py 4000", python=PYTHONS["mpich"], setting=COPIES)
-    job.wait_for("has begun")
+    job = training(bed, "moves.py", SLOW, "--ppn 1 --restarts 3 --elastic 2:4 moves.py 4000", setting=COPIES)
     assert as_user(bed, "node1", "ssh node4 true").returncode == 255
     key = f"node4={fingerprint(bed, 'node4')}"
     cluster("add", "--user", "admin", "--fingerprints", key, f"node4={bed.address('node4')}")

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from launching import SHARE, Job, as_user, write
+from launching import SHARE, Job, as_user, training, write
 
 from jobs import HANG_SECONDS, clean_environment
 from mpitrain.testbed import Bed
@@ -49,11 +49,9 @@ mt.Trainer(build, hooks).run()
 
 def started(bed: Bed) -> tuple[Job, str]:
     """Start a job that makes steps. Return the job and its id."""
-    write(bed, "node1", f"{SHARE}/chaos.py", SCRIPT)
-    as_user(bed, "node1", "rm -rf checkpoints enough")
+    arguments, begun = "-n 4 --restarts 9 chaos.py", "made step 10"
     # On a busy machine copies are made less often, and the power might be cut before the second copy.
-    job = Job(bed, "-n 4 --restarts 9 chaos.py", setting="MPITRAIN_MEMORY_STEPS=1")
-    job.wait_for("made step 10")
+    job = training(bed, "chaos.py", SCRIPT, arguments, begun=begun, setting="MPITRAIN_MEMORY_STEPS=1")
     listed = as_user(bed, "node1", "mpitrain ps --hosts node1").stdout
     return job, re.findall(r"^([0-9a-f]{8}) .*chaos\.py", listed, re.M)[0]
 

@@ -9,7 +9,7 @@ import signal
 import time
 
 import pytest
-from launching import MOSTLY_MPICH, SHARE, Job, as_user, run, write
+from launching import MOSTLY_MPICH, SHARE, Job, as_user, run, training, write
 
 from mpitrain.testbed import Bed
 
@@ -118,10 +118,8 @@ def steps_of(output: str) -> dict[int, tuple[int, list[int], str]]:
 @pytest.mark.parametrize("script", [SCRIPT, pytest.param(LOOP, marks=pytest.mark.slow)], ids=["Trainer", "loop"])
 @MOSTLY_MPICH
 def test_a_host_leaves_and_joins_again(bed: Bed, python: str, script: str) -> None:
-    write(bed, "node1", f"{SHARE}/moves.py", script)
-    as_user(bed, "node1", "rm -rf enough record; mkdir record")
-    job = Job(bed, "--hosts node1,node2,node3 --ppn 1 --restarts 1 moves.py 4000", python=python, setting=COPIES)
-    job.wait_for("has begun")
+    arguments = "--hosts node1,node2,node3 --ppn 1 --restarts 1 moves.py 4000"
+    job = training(bed, "moves.py", script, arguments, python=python, setting=COPIES)
     assert "node2 leaves after the next copy" in change(bed, python, "leave node2")
     job.wait_for("going on on node1, node3 with 2 ranks\n")
     job.wait_for("resumed from memory at step ")
@@ -160,10 +158,8 @@ def test_a_host_leaves_and_joins_again(bed: Bed, python: str, script: str) -> No
 @MOSTLY_MPICH
 def test_ranks_are_killed_while_the_next_try_is_prepared(bed: Bed, python: str) -> None:
     """If a new rank is killed, the job notices nothing. If a training rank is killed, the job resumes from memory."""
-    write(bed, "node1", f"{SHARE}/moves.py", SCRIPT)
-    as_user(bed, "node1", "rm -rf enough hold held-* record; mkdir record")
-    job = Job(bed, "--hosts node1,node2,node3 --ppn 1 --restarts 2 moves.py 4000", python=python, setting=COPIES)
-    job.wait_for("has begun")
+    arguments = "--hosts node1,node2,node3 --ppn 1 --restarts 2 moves.py 4000"
+    job = training(bed, "moves.py", SCRIPT, arguments, python=python, setting=COPIES)
 
     write(bed, "node1", "hold", "joins")
     change(bed, python, "join node4")
@@ -246,12 +242,9 @@ def test_a_host_that_differs_is_refused(bed: Bed) -> None:
 @MOSTLY_MPICH
 def test_sigterm_to_a_rank_lets_its_host_leave(bed: Bed, python: str) -> None:
     """Then one of the two remaining hosts is told. --min-nodes is 2, so the job saves and ends."""
-    write(bed, "node1", f"{SHARE}/moves.py", SCRIPT.replace("Show()]", "Show(), mt.Checkpoint('saved', steps=100000)]"))
-    as_user(bed, "node1", "rm -rf enough record saved; mkdir record")
-    job = Job(
-        bed, "--hosts node1,node2,node3 --ppn 1 --restarts 1 --min-nodes 2 moves.py 4000", python=python, setting=COPIES
-    )
-    job.wait_for("has begun")
+    saves = SCRIPT.replace("Show()]", "Show(), mt.Checkpoint('saved', steps=100000)]")
+    arguments = "--hosts node1,node2,node3 --ppn 1 --restarts 1 --min-nodes 2 moves.py 4000"
+    job = training(bed, "moves.py", saves, arguments, python=python, setting=COPIES)
     tell = (
         "for p in $(pgrep -u cluster -f '[m]oves.py 4000'); do grep -qsz ^PM.*_RANK= /proc/$p/environ && kill $p; done"
     )

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import pytest
-from launching import MOSTLY_MPICH, SHARE, Job, as_user, drop_kept, write
+from launching import MOSTLY_MPICH, SHARE, training, write
 from test_split_network import SCRIPT
 
 from mpitrain.testbed import Bed
@@ -36,10 +36,8 @@ def without_share(bed: Bed, node: str) -> Iterator[None]:
 
 @MOSTLY_MPICH
 def test_a_host_loses_the_share(bed: Bed, python: str) -> None:
-    write(bed, "node1", f"{SHARE}/looks.py", LOOKS)
-    as_user(bed, "node1", "rm -f enough")
-    job = Job(bed, "-n 4 --restarts 2 looks.py", python=python, setting=SETTING)
-    job.wait_for("made step 50 ")
+    arguments = "-n 4 --restarts 2 looks.py"
+    job = training(bed, "looks.py", LOOKS, arguments, begun="made step 50 ", python=python, setting=SETTING)
     with without_share(bed, "node3"):
         job.wait_for("starting again on node1, node2, node4 with 3 ranks, without node3\n")
         job.wait_for(" on 3 ranks")
@@ -49,4 +47,3 @@ def test_a_host_loses_the_share(bed: Bed, python: str) -> None:
     assert re.search(r"no progress for \d+ s: .*; rank 2 on node3 .* in looks\.py:\d+ \(after_step\)", end.output)
     assert re.search(r"try 1 of 3 failed at step \d+: .*nothing has moved for 20 s", end.output), end.output
     assert end.output.count("resumed from memory at step ") == 1
-    drop_kept(bed, "node3")  # its keeper has not heard of the end, and stays for 15 min; why is not known

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import pytest
-from launching import PYTHONS, SHARE, Job, as_user, drop_kept, write
+from launching import PYTHONS, SHARE, Job, drop_kept, training, write
 
 from jobs import until
 from mpitrain.testbed import Bed
@@ -79,13 +79,10 @@ def made(bed: Bed, node: str) -> list[list[int]]:
 
 
 def started(bed: Bed, python: str, options: str) -> Job:
-    write(bed, "node1", f"{SHARE}/parts.py", SCRIPT)
-    as_user(bed, "node1", "rm -f enough")
     for node in bed.names:
         bed.node_run(node, ["rm", "-f", "/tmp/made"])
-    job = Job(bed, f"--ppn 1 {options} parts.py", python=python, setting="MPITRAIN_MEMORY_STEPS=1")
-    job.wait_for("made step 50 on 4 ranks")
-    return job
+    arguments, begun = f"--ppn 1 {options} parts.py", "made step 50 on 4 ranks"
+    return training(bed, "parts.py", SCRIPT, arguments, begun=begun, python=python, setting="MPITRAIN_MEMORY_STEPS=1")
 
 
 def other_part_has_ended(bed: Bed, last: int, *nodes: str, keeps: bool) -> None:

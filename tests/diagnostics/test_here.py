@@ -261,7 +261,9 @@ def test_shared_memory(shm: dict[str, Any] | None, verdict: str, found: str, rem
 def test_leftovers() -> None:
     file = {"path": "/dev/shm/mpich_shm_1_0", "bytes": 4 * MIB, "age_seconds": 99.0, "pattern": "mpich_shm_*"}
     left = {"leftovers": {"processes": [], "files": [file, {**file, "path": "/dev/shm/sm_segment.a b"}]}}
-    only("LEF02", left, "warn", "2 files of dead jobs in /dev/shm, 8 MiB", "rm -f /dev/shm/mpich_shm_1_0 '/dev/shm/sm_")
+    only(
+        "LEF02", left, "warn", "2 files of dead jobs in /dev/shm, 8 MiB", "rm -rf /dev/shm/mpich_shm_1_0 '/dev/shm/sm_"
+    )
 
 
 def test_the_report_has_no_places() -> None:

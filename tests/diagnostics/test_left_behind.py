@@ -22,7 +22,7 @@ def test_files_of_dead_jobs() -> None:
         "warn",
         "node2",
         "1 file of dead jobs",
-        "sudo rm -f /dev/shm/mpich_shm_a",
+        "sudo rm -rf /dev/shm/mpich_shm_a",
     )
     seen = changed("leftovers", files=[{**file, "path": f"/dev/shm/mpich_shm_{number}"} for number in range(9)])
     only(
@@ -36,7 +36,7 @@ def test_only_the_files_that_were_found_are_removed() -> None:
     (one,) = judged("LEF02", changed("leftovers", files=[{**file, "path": path}]))
     program, address, remote = shlex.split(one.remedy)
     assert (program, address) == ("ssh", "10.0.0.2")
-    assert shlex.split(remote) == ["sudo", "rm", "-f", path]
+    assert shlex.split(remote) == ["sudo", "rm", "-rf", path]
     many = [{**file, "path": f"/dev/shm/mpich_shm_{number}"} for number in range(103)]
     (one,) = judged("LEF02", changed("leftovers", files=many))
     assert one.remedy.count("/dev/shm/") == 100

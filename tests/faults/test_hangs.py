@@ -124,6 +124,38 @@ def test_a_job_that_stands_in_init_is_ended(tmp_path: Path, hold: str, expected:
     assert "in make_world" in job.stderr  # the stack of a rank that waits
 
 
+def test_a_rank_that_stands_behind_its_wait_in_init(tmp_path: Path) -> None:
+    """All ranks have come, so the limit of any wait counts."""
+    stand = "os.sched_getaffinity = lambda _: time.sleep(1000)"
+    job = run(tmp_path, 3, START.replace("world =", f"if os.environ['PMI_RANK'] == '1':\n    {stand}\nworld ="))
+    assert job.code == 1, job.output
+    assert job.left == []
+    stands = rf"ranks 0,2 on {HOST} wait in allgather \(call \d+\); rank 1 on {HOST} sleeps in script.py:5"
+    heads = [r"no progress for \d+ s", r"nothing has moved for 15 s \(hang_seconds\), and the job is ended"]
+    assert all(re.search(f"^mpitrain: {head}: {stands}", job.stderr, re.M) for head in heads), job.output
+
+
+def test_the_limit_of_the_user_never_counts_for_the_wait_in_init(tmp_path: Path) -> None:
+    """MPI may take longer to start. The test sees all that the ranks publish, as a guard may see it."""
+    source = """
+import mpitrain as mt
+from mpitrain.watching.activity import Activity
+
+published = set()
+
+def write(activity):
+    written(activity)
+    doing = [words for _, words, _ in activity._doing]
+    published.add(("init()" in doing, activity.hang_seconds))
+
+written, Activity._write = Activity._write, write
+world = mt.init()
+assert {(True, 60.0), (False, 15.0)} <= published, published
+assert (True, 15.0) not in published, published
+"""
+    succeeded(run(tmp_path, 2, source))
+
+
 def test_what_a_program_does_before_init_ends_no_job(tmp_path: Path) -> None:
     """The others wait for it in init()."""
     late = "if os.environ['PMI_RANK'] == '1':\n    time.sleep(75)\n"

@@ -10,7 +10,7 @@ import numpy
 import pytest
 
 from faults.conftest import need
-from faults.outcome import failed, succeeded
+from faults.outcome import failed, report_of, succeeded
 from faults.recovering import HERE, STEPS, reckoned, train, went_on
 from jobs import HANG_SECONDS, VENVS, run_command
 from mpitrain import RunEvent
@@ -39,14 +39,25 @@ def test_arrays_on_a_gpu(tmp_path: Path) -> None:
     went_on(job, tmp_path, [1, 2])
 
 
-def test_a_lost_gpu(tmp_path: Path) -> None:
+@pytest.mark.parametrize("place", ["exchange", "after_step"])
+def test_a_lost_gpu(tmp_path: Path, place: str) -> None:
     """Every call on the GPU of rank 1 fails. The rank names it and ends; the others go on without the rank."""
     lose = "if me == 1 and now == 7: cupy.cuda.lose(214)"
-    job = train(tmp_path, 3, on_gpu=True, exchange=lose)
+    if place == "after_step":  # the others wait for what this rank has to tell
+        lose = f"with trainer.world.together('look at the GPU'):\n            {lose}\n            cupy.zeros(1)"
+    job = train(tmp_path, 3, on_gpu=True, **{place: lose})
     went_on(job, tmp_path, [0, 2])
     said = rf"mpitrain: rank 1 on {HERE}: GPU 0 \(.+\) is lost \(cudaErrorECCUncorrectable\)\. This rank ends; "
     assert len(re.findall(said, job.stderr)) == 1, job.output
     assert "CUDARuntimeError: cudaErrorECCUncorrectable: uncorrectable ECC error encountered" in job.stderr
+
+
+def test_a_lost_gpu_ends_a_job_that_cannot_go_on_without_it(tmp_path: Path) -> None:
+    job = train(tmp_path, 3, recover=False, on_gpu=True, exchange="if me == 1 and now == 7: cupy.cuda.lose(214)")
+    report = report_of(job, "CUDARuntimeError: cudaErrorECCUncorrectable")
+    said = rf"^mpitrain: rank 1 on {HERE}: GPU 0 \(.+\) is lost \(cudaErrorECCUncorrectable\)\. A restart would use "
+    assert report.rank == 1
+    assert re.search(said, report.text, re.M), job.output
 
 
 def test_an_error_of_a_program_on_a_gpu(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import secrets
+import signal
 import socket
 import subprocess
 import sys
@@ -67,6 +68,16 @@ def test_a_killed_keeper_is_replaced(keepers: Keepers) -> None:
     line = KeeperLine(keepers.name, "try")
     assert line.names() == []
     line.close()
+
+
+def test_an_answer_to_an_earlier_question_does_not_count(keepers: Keepers) -> None:
+    """The try before was refused, so nobody has waited for its keepers to settle."""
+    keepers.begin(["here"], "refused")
+    process = keepers._connections["here"].process
+    os.kill(process.pid, signal.SIGSTOP)
+    keepers.begin(["here"], "next")
+    assert keepers._connections["here"].process is not process
+    process.kill()
 
 
 def test_a_host_that_takes_no_part_loses_its_keeper(keepers: Keepers) -> None:

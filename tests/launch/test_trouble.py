@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,6 +15,7 @@ from mpitrain.launch.placement import Place
 from mpitrain.launch.stalls import Stalls
 from mpitrain.launch.watched import WatchedJob
 from mpitrain.watching.census import FirstEnd
+from mpitrain.watching.phases import Phases
 from mpitrain.watching.rank_record import BEGUN, CALLED, DONE, PHASES, STARTED, WAITS, WORKS, RankRecord
 from mpitrain.watching.view import RankView
 
@@ -96,39 +98,47 @@ def test_a_lost_rank_waits_no_more(is_lost: bool) -> None:
     record = RankRecord(1, BEGUN, status=WAITS, stall_seconds=1.0, hang_seconds=2.0)
     view = RankView(record, 4711, seconds=100.0, state="S")
     report = HostReport({1: view}, seen=[view])
-    guards: Any = SimpleNamespace(reports={"a": report}, lost=lambda: {1} if is_lost else set(), look_at_ranks=dict)
+    guards: Any = SimpleNamespace(
+        reports={"a": report},
+        lost=lambda: {1} if is_lost else set(),
+        look_at_ranks=dict,
+        seen=lambda: ({CALLED: {}}, {}),
+    )
     stalls = Stalls([Place("a", 0, 2)], guards)
     assert (stalls.news() == []) is is_lost
     assert (stalls.fatal() == []) is is_lost
 
 
 @pytest.mark.parametrize(
-    ("phases", "is_ended"),
+    ("phase", "status", "is_ended"),
     [
-        ((CALLED, CALLED), True),
-        ((CALLED, STARTED), False),  # of a job over hosts; what it does before init() may take any time
-        ((CALLED, None), False),  # the same on one host
-        ((CALLED, BEGUN), False),  # it works; when it comes to its next call, it waits
+        (CALLED, WAITS, True),
+        (CALLED, WORKS, True),  # it stands before its wait, or behind it
+        (BEGUN, WORKS, True),  # it has left init(), so the wait of the other one cannot be for a late start
+        (STARTED, WORKS, False),  # of a job over hosts; what it does before init() may take any time
+        (None, WORKS, False),  # the same on one host
     ],
 )
-def test_a_wait_in_init_counts_from_the_last_call(phases: tuple[str | None, ...], is_ended: bool) -> None:
-    def view(rank: int, phase: str, seconds: float) -> RankView:
-        status = WAITS if phase == CALLED else WORKS
+def test_a_wait_in_init_counts_from_the_last_call(phase: str | None, status: int, is_ended: bool) -> None:
+    def view(rank: int, phase: str, status: int, seconds: float) -> RankView:
         record = RankRecord(rank, phase, status=status, words="init()", stall_seconds=30.0, hang_seconds=60.0)
         return RankView(record, 4711 + rank, seconds=seconds if status == WAITS else 0.0, state="S")
 
     def fatal(last: float) -> list[str]:
-        """The first rank has waited for long, the last one for this time."""
-        views = {
-            rank: view(rank, phase, seconds)
-            for rank, (phase, seconds) in enumerate(zip(phases, (1000.0, last), strict=True))
-            if phase is not None
-        }
+        """The first rank has waited for long, the last one has called init() this long ago."""
+        views = {0: view(0, CALLED, WAITS, 1000.0)}
+        phases, now = Phases(), time.monotonic()
+        phases.add(views[0].record, now - 1000.0)
+        if phase is not None:
+            views[1] = view(1, phase, status, last)
+            phases.add(views[1].record, now - last)
         report = HostReport(views, seen=list(views.values()))
-        guards: Any = SimpleNamespace(reports={"a": report}, lost=set, look_at_ranks=dict)
+        guards: Any = SimpleNamespace(
+            reports={"a": report}, lost=set, look_at_ranks=dict, seen=lambda: (phases.when, {})
+        )
         return Stalls([Place("a", 0, 2)], guards).fatal()
 
-    assert fatal(59.0) == []
+    assert fatal(50.0) == []
     assert bool(fatal(60.0)) is is_ended
 
 

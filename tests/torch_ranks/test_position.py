@@ -139,6 +139,39 @@ def test_later_epochs_of_ranks_that_are_placed_otherwise(world: World) -> None:
     assert first + numbers_of(again) == undisturbed
 
 
+@pytest.mark.parametrize("how", ["as drawn", "with random numbers", "as drawn, between two epochs"])
+def test_what_was_said_of_an_earlier_position(world: World, how: str) -> None:
+    """A loop that is sent to a second position leaves the random numbers of the rank alone, as if it were the first."""
+
+    def shuffled() -> Any:
+        return mpitrain.torch.shard(loader(shuffle=True))
+
+    def numbers_after(data: Any) -> tuple[list[int], float]:
+        """The samples of the next batch, and what is drawn after it."""
+        for numbers, _ in data:
+            return numbers.tolist()[: data.share.count], torch.rand(1).item()
+        raise AssertionError
+
+    torch.manual_seed(10)
+    data = shuffled()
+    batches_of(data, 2)
+    position = data.state_dict()
+    torch.manual_seed(99 + world.rank)
+    once = shuffled()
+    once.load_state_dict(position)
+    expected = numbers_after(once)
+    torch.manual_seed(7)
+    twice = shuffled()
+    twice.load_state_dict({**position, "batch": 0} if "epochs" in how else position)
+    if "as drawn" in how:
+        twice.go_on_as_drawn()
+    else:
+        twice.set_random_after(mpitrain.torch.random_state.random_state())
+    torch.manual_seed(99 + world.rank)
+    twice.load_state_dict(position)
+    assert numbers_after(twice) == expected
+
+
 def test_another_number_of_ranks(world: World) -> None:
     """All ranks but the last begin an epoch, and all go on with it: each sample comes once, in the same order."""
     skip_alone(world)

@@ -7,9 +7,11 @@ from collections.abc import Iterator
 from mpitrain.diagnostics.check import BY_SSH, Ask, Check, Finding, Seen
 from mpitrain.diagnostics.collect import ClusterStep, PairStep
 from mpitrain.diagnostics.remedies import over_ssh
+from mpitrain.launch.shared_files import OF_RANKS
 
-# The names of the files of MPICH, Intel MPI and Open MPI (4, 5) in /dev/shm.
-SHM_PATTERNS = ("mpich_shm_*", "Intel_MPI_*", "vader_segment.*", "sm_segment.*", "mpitrain-*/sm_segment.*")
+# The names of the files of MPICH, Intel MPI and Open MPI (4, 5) in /dev/shm, and of the folders in which a rank of
+# mpitrain has the file of Open MPI while MPI starts.
+SHM_PATTERNS = ("mpich_shm_*", "Intel_MPI_*", "vader_segment.*", "sm_segment.*", f"{OF_RANKS}*")
 # The remedy names each file, because a pattern would also remove files of other users and of newer jobs.
 _NAMED = 100
 _SHOWN = 4
@@ -37,7 +39,7 @@ def _files(seen: Seen, node: str) -> Iterator[Finding]:
     if not files:
         return
     mib = sum(one["bytes"] for one in files) / 2**20
-    remedy = over_ssh("{login}", *_sudo(seen), "rm", "-f", *(one["path"] for one in files[:_NAMED]))
+    remedy = over_ssh("{login}", *_sudo(seen), "rm", "-rf", *(one["path"] for one in files[:_NAMED]))
     if len(files) > _NAMED:
         remedy += f"  # then check again, for the other {len(files) - _NAMED}"
     observed = f"{_count(len(files), 'file')} of dead jobs in /dev/shm, {mib:.0f} MiB"

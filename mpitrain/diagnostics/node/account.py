@@ -116,17 +116,21 @@ def _own_processes() -> list[Path]:
 
 
 def _dead_files(patterns: list[str]) -> list[dict[str, Any]]:
-    """Return files of MPI libraries that belong to this user (root: to any user) and that no process has mapped."""
+    """Return files of MPI libraries that belong to this user (root: to any user) and that no process has mapped.
+
+    A pattern may also match folders with such files.
+    """
     files = {}
     for pattern in patterns:
         for path in Path("/dev/shm").glob(pattern):
             try:
                 status = path.lstat()
+                size_bytes = 512 * (status.st_blocks + sum(one.lstat().st_blocks for one in path.glob("*")))
             except OSError:
                 continue
             age_seconds = time.time() - status.st_mtime
             if os.getuid() in (0, status.st_uid) and age_seconds > _YOUNG_FILE_SECONDS:
-                files[str(path)] = {"bytes": status.st_blocks * 512, "age_seconds": age_seconds, "pattern": pattern}
+                files[str(path)] = {"bytes": size_bytes, "age_seconds": age_seconds, "pattern": pattern}
     # A process of another user may have mapped a file of this user. Maps that may not be read are empty.
     for process in Path("/proc").glob("[0-9]*") if files else []:
         maps = children.text(f"{process}/maps")

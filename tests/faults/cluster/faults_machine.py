@@ -194,7 +194,7 @@ FAULTS: dict[str, Fault] = {
         },
         {"node3": "rm /dev/shm/mpich_shm_0badc0de"},
         {"LEF02": ("warn", "node3")},
-        shows=["1 file of dead jobs in /dev/shm, 8 MiB", "sudo rm -f /dev/shm/mpich_shm_0badc0de"],
+        shows=["1 file of dead jobs in /dev/shm, 8 MiB", "sudo rm -rf /dev/shm/mpich_shm_0badc0de"],
     ),
     "logins bound to one processor": Fault(
         "sshd of node2, and all that logs in, bound to one processor",
