@@ -27,6 +27,7 @@ from mpitrain.strategies import Strategy
 from mpitrain.training import checkpoint
 from mpitrain.training.checkpoint.parts import add_up
 
+from .checkpoints import flip_a_bit
 from .common import assert_same_bits, skip_alone
 from .rounds_by_hand import (
     EVERY,
@@ -217,3 +218,32 @@ def test_a_flight_is_taken_back_by_another_schedule(world: World) -> None:
     assert_close(flat(resumed), expected.common - OUTER_RATE * (1 + OUTER_MOMENTUM) * mean)
     strategy.close()
     again.close()
+
+
+@pytest.mark.parametrize("last", [4, 8])
+@kinds
+def test_parts_that_nobody_can_read(
+    world: World, shared: Path, capfd: pytest.CaptureFixture[str], kind: str, last: int
+) -> None:
+    """The steps since the last outer step are lost, and nothing else: the training goes on from the common values."""
+    skip_alone(world)  # one rank alone need not have a part
+    build = builder(45, 14, strategy=KINDS[kind][0])
+    Trainer(build, [StopAtStep(6), Checkpoint(shared, steps=4)]).run()
+    forget_last(world, shared, 6)
+    if world.is_root:
+        for path in shared.glob("step-00000004.part-*"):
+            flip_a_bit(path)
+    world.barrier()
+    common = checkpoint.load(shared / "step-00000004")["strategy"]["round"]["parameters"]
+    capfd.readouterr()
+    again = Trainer(build, [StopAtStep(last), Checkpoint(shared, steps=100)])
+    again.run()
+    out = capfd.readouterr().out
+    if world.is_root:
+        assert f"part-{world.size - 1}-of-{world.size}/tensors.safetensors is damaged" in out
+        assert "its steps since the round began" in out
+    assert again.step_number == last
+    assert_same_bits(world, *again.adapter.parameters().values())
+    for name, value in again.adapter.parameters().items():
+        is_unchanged = value.tobytes() == common[name].tobytes()
+        assert is_unchanged is (last == 4)
