@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from copy import deepcopy
@@ -63,7 +64,7 @@ class Fragment:
         self.is_apart = False
         self.flying: tuple[float, float] | None = None
         self.steps_left, self.has_arrived = 0, False
-        self._adapter, self.pieces = adapter, pieces
+        self._world, self._adapter, self.pieces = world, adapter, pieces
         values = [piece.of(adapter.parameters()) for piece in pieces]
         parameters = [
             Parameter(str(piece), value.shape, numpy.dtype(value.dtype))
@@ -72,6 +73,7 @@ class Fragment:
         on_device = any(is_device_array(value) for value in values)
         unseen = replace(world, observer=None)  # a distance is not the gradient that `mpitrain verify` compares
         self._reducer = GradientReducer(unseen, parameters, exchange=exchange, on_device=on_device)
+        self._reducer.sends_gradients = False
         self._origin = {dtype: namespace(flat).empty_like(flat) for dtype, flat in self._reducer.flats.items()}
         self.origins: list[Array] = self._reducer.layout.views(self._origin)
         # Buffers come last, so what is trained begins the flat buffer of its dtype.
@@ -144,6 +146,7 @@ class Fragment:
                 gone += like((self._carried[str(piece)] / weight).astype(gone.dtype), gone)
             self._reducer.ready(index, gone)
         self.flying, self.steps_left, self.has_arrived = (self.samples, self.all_samples), steps, False
+        self._sent = time.perf_counter()
         self.samples = self.all_samples = 0.0
 
     def finish(self) -> None:
@@ -170,6 +173,9 @@ class Fragment:
                 )
             ) from None
         self.has_arrived = True
+        if spans := self._world.control.spans:
+            about = {"samples": self.flying[1], "first": str(self.pieces[0]), "last": str(self.pieces[-1])}
+            spans.add("wire", "outer step", self._sent, time.perf_counter(), **about)
 
     def update(self, kept: float) -> None:
         """Move the common parameters by the mean. This rank goes on from `kept` of its own, and the rest of those."""
