@@ -66,7 +66,7 @@ def _problem(rank_name: str, code: int, parameter: str) -> GradientError:
             "Try a smaller learning rate or gradient clipping, or examine that rank's data"
         )
         if code == NON_FINITE:
-            non_finite.found = rank_name, parameter
+            non_finite.gradient_of = rank_name, parameter
     return everywhere(error)
 
 

@@ -163,9 +163,9 @@ class Fragment:
         except NonFiniteError as error:
             self.has_arrived = True  # nothing is under way any more
             self.forget()
-            if error.found is None:  # a codec has made infinity of finite distances
+            if error.gradient_of is None:  # a codec has made infinity of finite distances
                 raise
-            rank_name, name = error.found
+            rank_name, name = error.gradient_of
             raise everywhere(
                 NonFiniteError(
                     f"{rank_name}: {name} has become NaN or infinity in the steps of this round, so the ranks cannot "

@@ -84,7 +84,7 @@ class KeptCopies:
             if world.node_rank in nodes:
                 content = self._content(_STATE)
         if self._may_differ:
-            digests = world.allgather(sha256(content).digest() if world.rank in holders else b"")
+            digests = world.allgather(sha256(content.data).digest() if world.rank in holders else b"")
             nodes = {world.node_ranks[rank] for rank in holders if digests[rank] == digests[holders[0]]}
         if len(nodes) < world.num_nodes:
             lacking = [rank for rank in range(world.size) if world.node_ranks[rank] not in nodes]
