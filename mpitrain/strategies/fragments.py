@@ -41,6 +41,7 @@ class Fragment:
         flying: the fragment is under way, with the numbers of samples as above; None: it is not.
         steps_left: for one that is under way: the steps to make before it arrives.
         has_arrived: the mean of one that is under way is here.
+        num_updates: the number of its outer steps since this object was made.
 
     A message that is taken back is as if it had not been sent: what a codec has left out of it does not count.
     """
@@ -63,7 +64,7 @@ class Fragment:
         self.samples = self.all_samples = 0.0
         self.is_apart = False
         self.flying: tuple[float, float] | None = None
-        self.steps_left, self.has_arrived = 0, False
+        self.steps_left, self.has_arrived, self.num_updates = 0, False, 0
         self._world, self._adapter, self.pieces = world, adapter, pieces
         values = [piece.of(adapter.parameters()) for piece in pieces]
         parameters = [
@@ -182,7 +183,7 @@ class Fragment:
         if not self.flying:
             return
         self.flying, self.has_arrived, self._carried, self._carried_samples = None, False, {}, 0.0
-        self._left_before = {}
+        self._left_before, self.num_updates = {}, self.num_updates + 1
         for dtype, mean in self._reducer.flats.items():
             trained = self._trained[dtype] if self.optimizers else 0
             if trained:

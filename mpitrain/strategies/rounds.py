@@ -68,6 +68,11 @@ class Rounds:
         """See Strategy: the next step is not one of the warm-up."""
         return not self._is_warming_up
 
+    @property
+    def num_outer_steps(self) -> int:
+        """See Strategy. Each fragment has its own."""
+        return sum(fragment.num_updates for fragment in self._fragments)
+
     def begin(self, world: World, adapter: Adapter) -> None:
         """See Strategy. Every rank gets rank 0's parameters.
 
