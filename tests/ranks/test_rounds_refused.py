@@ -9,7 +9,7 @@ from typing import Any
 import numpy
 import pytest
 
-from mpitrain import ArrayData, DiLoCo, LocalSGD, Parts, Sgd, StreamingDiLoCo, Trainer, World
+from mpitrain import ArrayData, ArrayFunction, DiLoCo, LocalSGD, Parts, Sgd, StreamingDiLoCo, Trainer, World
 from mpitrain.errors import CheckpointError, ConfigError, MismatchError, NonFiniteError
 from mpitrain.strategies import Strategy
 
@@ -72,11 +72,28 @@ def test_parameters_that_are_not_finite_reach_no_other_rank(world: World, kind: 
             text = error_on_all(world, NonFiniteError, strategy.end_run)
             assert "has become NaN or infinity in the steps of this round" in text
             assert seen() == before
+            one_step(strategy, model, batch)  # sends what is not finite
         else:  # the parameters are those of before the bad step
             strategy.end_run()
             assert_same_bits(world, *values(model))
     strategy.close()
     assert world.sum(1) == world.size
+
+
+def test_the_name_of_a_parameter_that_is_not_finite(world: World) -> None:
+    """The error has the whole name, whatever words are in it."""
+    name = "rank 7: the gradient of what it holds NaN"
+
+    def function(parameters: Any, batch: Any, on_gradient: Any) -> float:
+        on_gradient(name, numpy.full(3, 1.5e308))
+        return 0.0
+
+    strategy = DiLoCo(1)
+    strategy.begin(world, model := ArrayFunction(function, {name: numpy.zeros(3)}, Sgd(1e9)))
+    with numpy.errstate(over="ignore", invalid="ignore"):
+        text = error_on_all(world, NonFiniteError, lambda: one_step(strategy, model, samples(world.rank, 0, 2)))
+    assert text.startswith(f"{world.name(0)}: {name} has become NaN or infinity in the steps of this round")
+    strategy.close()
 
 
 @kinds
