@@ -102,7 +102,12 @@ class MissingGradientError(GradientError):
 
 
 class NonFiniteError(GradientError):
-    """A rank had a gradient or a loss with NaN or infinity."""
+    """A rank had a gradient or a loss with NaN or infinity.
+
+    `gradient_of` are the names of the rank and of the parameter whose gradient it is; None: it is another value.
+    """
+
+    gradient_of: tuple[str, str] | None = None
 
 
 class ReplicaError(MpitrainError, RuntimeError):

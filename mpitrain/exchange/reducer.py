@@ -38,6 +38,7 @@ class GradientReducer:
         flats: buffers by dtype, in layout order, on the host or on this rank's GPU. After `finish` they hold the means.
         gradients: views of the flat buffers, one for each parameter. A gradient that is computed directly into its
             view is not copied.
+        sends_gradients: False: they are other values. A trace then shows no backward pass before they are sent.
     """
 
     def __init__(
@@ -98,6 +99,7 @@ class GradientReducer:
         self._left_out = LeftOut(world, self.layout, self._buckets, self._exchange, self._slots)
         self._driver = make_driver(world, self.progress, threaded)
         self._is_closed = False
+        self.sends_gradients = True
 
     @property
     def num_buckets(self) -> int:
@@ -237,7 +239,7 @@ class GradientReducer:
         if self._begun is None:
             raise GradientError(f"{self._world.name()}: finish() without begin()")
         control = self._world.control
-        if control.spans:
+        if control.spans and self.sends_gradients:
             control.spans.add("compute", "forward and backward", *self._stopwatch.computed, step=self._sums.step)
         # First start all buckets that are complete: a waiting bucket must be checked before the vote.
         control.wait(self._drive(self._knows_share), Doing("begin a step", self._sums))

@@ -61,10 +61,12 @@ def _problem(rank_name: str, code: int, parameter: str) -> GradientError:
         )
     else:
         subject = "the loss is" if code == NON_FINITE_LOSS else f"the gradient of {parameter} holds"
-        error = NonFiniteError(
+        error = non_finite = NonFiniteError(
             f"{rank_name}: {subject} NaN or infinity; nothing was changed by this step. "
             "Try a smaller learning rate or gradient clipping, or examine that rank's data"
         )
+        if code == NON_FINITE:
+            non_finite.gradient_of = rank_name, parameter
     return everywhere(error)
 
 

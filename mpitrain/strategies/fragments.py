@@ -2,74 +2,30 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from copy import deepcopy
-from dataclasses import dataclass
-from itertools import pairwise
+from dataclasses import replace
+from typing import Any
 
 import numpy
 
 from mpitrain.adapters.adapter import Adapter
 from mpitrain.arrays import Array, is_device_array, namespace
 from mpitrain.cuda.staging import like
-from mpitrain.errors import CheckpointError, ConfigError, NonFiniteError, everywhere
+from mpitrain.errors import CheckpointError, NonFiniteError, everywhere
 from mpitrain.exchange.bucket import Parameter
 from mpitrain.exchange.exchange import Exchange
 from mpitrain.exchange.reducer import GradientReducer
+from mpitrain.strategies.flat_ranges import FlatRange
 from mpitrain.training.optimizers import Optimizer
 from mpitrain.world import World
 
 # In what a rank adds to the next outer step, beside samples x distance by name; see Fragment.own_state.
 _SAMPLES = "samples"
-
-
-@dataclass(frozen=True)
-class FlatRange:
-    """A range of one array of an adapter's parameters, in elements.
-
-    Attributes:
-        is_trained: False for a buffer that changes by a mean over the samples.
-    """
-
-    name: str
-    begin: int
-    end: int
-    is_whole: bool
-    is_trained: bool
-
-    def __str__(self) -> str:
-        return self.name if self.is_whole else f"{self.name}[{self.begin}:{self.end}]"
-
-    def of(self, values: Mapping[str, Array]) -> Array:
-        """Return this range of the array of its name; a view."""
-        return values[self.name].reshape(-1)[self.begin : self.end]
-
-
-def cut(adapter: Adapter, count: int) -> list[list[FlatRange]]:
-    """Cut what is trained, in the order of the layout, into `count` parts of equally many elements.
-
-    Raises:
-        ConfigError: there are fewer elements. Raised on every rank.
-    """
-    values, names = adapter.parameters(), [parameter.name for parameter in adapter.layout]
-    num_trained = len(names) - getattr(adapter, "num_buffers", 0)
-    total = sum(values[name].size for name in names)
-    if count > total:
-        raise everywhere(
-            ConfigError(f"fragments={count} of a model with {total} trained elements; allowed are 1 to {total}")
-        )
-    bounds = [total * number // count for number in range(count + 1)]
-    parts: list[list[FlatRange]] = [[] for _ in range(count)]
-    first = 0  # of the array, in elements of the whole
-    for index, name in enumerate(names):
-        size = values[name].size
-        for part, (low, high) in enumerate(pairwise(bounds)):
-            begin, end = max(low - first, 0), min(high - first, size)
-            # An array without elements belongs to the first part.
-            if begin < end or (size == 0 and part == 0):
-                parts[part].append(FlatRange(name, begin, end, end - begin == size, index < num_trained))
-        first += size
-    return parts
+# What a codec has left out: so far, and before the message that is under way.
+_LEFT, _LEFT_BEFORE = "left out/", "left out before/"
 
 
 class Fragment:
@@ -85,6 +41,9 @@ class Fragment:
         flying: the fragment is under way, with the numbers of samples as above; None: it is not.
         steps_left: for one that is under way: the steps to make before it arrives.
         has_arrived: the mean of one that is under way is here.
+        num_updates: the number of its outer steps since this object was made.
+
+    A message that is taken back is as if it had not been sent: what a codec has left out of it does not count.
     """
 
     def __init__(
@@ -105,15 +64,17 @@ class Fragment:
         self.samples = self.all_samples = 0.0
         self.is_apart = False
         self.flying: tuple[float, float] | None = None
-        self.steps_left, self.has_arrived = 0, False
-        self._adapter, self.pieces = adapter, pieces
+        self.steps_left, self.has_arrived, self.num_updates = 0, False, 0
+        self._world, self._adapter, self.pieces = world, adapter, pieces
         values = [piece.of(adapter.parameters()) for piece in pieces]
         parameters = [
             Parameter(str(piece), value.shape, numpy.dtype(value.dtype))
             for piece, value in zip(pieces, values, strict=True)
         ]
         on_device = any(is_device_array(value) for value in values)
-        self._reducer = GradientReducer(world, parameters, exchange=exchange, on_device=on_device)
+        unseen = replace(world, observer=None)  # a distance is not the gradient that `mpitrain verify` compares
+        self._reducer = GradientReducer(unseen, parameters, exchange=exchange, on_device=on_device)
+        self._reducer.sends_gradients = False
         self._origin = {dtype: namespace(flat).empty_like(flat) for dtype, flat in self._reducer.flats.items()}
         self.origins: list[Array] = self._reducer.layout.views(self._origin)
         # Buffers come last, so what is trained begins the flat buffer of its dtype.
@@ -128,11 +89,27 @@ class Fragment:
                 of_dtype.start(self._origin[dtype][:count], [])
         self._carried: dict[str, numpy.ndarray] = {}  # samples x distance by piece, summed over ranks that are gone
         self._carried_samples = 0.0
+        # Of the codec, before the last message was sent; {} once the message has been used, or taken back.
+        self._left_before: dict[str, Any] = {}
+
+    @property
+    def weight(self) -> float:
+        """The samples of what this rank would send now."""
+        return self.samples + self._carried_samples
 
     @property
     def is_idle(self) -> bool:
         """The ranks have the same values, and nothing is carried or under way."""
         return not (self.is_apart or self.flying or self._carried)
+
+    @property
+    def counts(self) -> tuple[float, float, bool]:
+        """What `count` changes."""
+        return self.samples, self.all_samples, self.is_apart
+
+    @counts.setter
+    def counts(self, counts: tuple[float, float, bool]) -> None:
+        self.samples, self.all_samples, self.is_apart = counts
 
     def note(self) -> None:
         """Note that the parameters of all ranks are equal now."""
@@ -146,13 +123,20 @@ class Fragment:
         self.all_samples += all_samples
         self.is_apart |= all_samples > 0
 
+    def expect(self, all_samples: float) -> None:
+        """Count the samples that the ranks still have of this round, after a resume. They may be fewer than before."""
+        is_lost = self.all_samples > 0 and not all_samples
+        self.all_samples = all_samples
+        if is_lost and not self.flying:
+            self.go_back()
+
     def start(self, steps: int) -> None:
         """Begin to send how far this rank has gone, if any rank has. It arrives when `steps` more steps are made."""
         if not self.all_samples:
             return
         assert self.flying is None
-        more = self._carried_samples
-        weight = self.samples + more
+        more, weight = self._carried_samples, self.weight
+        self._left_before = self._reducer.state()
         self._reducer.begin(weight)
         values = self._adapter.parameters()
         for index in reversed(range(len(self.pieces))):
@@ -163,6 +147,7 @@ class Fragment:
                 gone += like((self._carried[str(piece)] / weight).astype(gone.dtype), gone)
             self._reducer.ready(index, gone)
         self.flying, self.steps_left, self.has_arrived = (self.samples, self.all_samples), steps, False
+        self._sent = time.perf_counter()
         self.samples = self.all_samples = 0.0
 
     def finish(self) -> None:
@@ -177,11 +162,11 @@ class Fragment:
         try:
             self._reducer.finish()
         except NonFiniteError as error:
+            self.has_arrived = True  # nothing is under way any more
             self.forget()
-            rank_name, _, rest = str(error).partition(": the gradient of ")
-            if not rest:  # a codec has made infinity of finite distances
+            if error.gradient_of is None:  # a codec has made infinity of finite distances
                 raise
-            name = rest.partition(" holds")[0]
+            rank_name, name = error.gradient_of
             raise everywhere(
                 NonFiniteError(
                     f"{rank_name}: {name} has become NaN or infinity in the steps of this round, so the ranks cannot "
@@ -189,12 +174,16 @@ class Fragment:
                 )
             ) from None
         self.has_arrived = True
+        if spans := self._world.control.spans:
+            about = {"samples": self.flying[1], "first": str(self.pieces[0]), "last": str(self.pieces[-1])}
+            spans.add("wire", "outer step", self._sent, time.perf_counter(), **about)
 
     def update(self, kept: float) -> None:
         """Move the common parameters by the mean. This rank goes on from `kept` of its own, and the rest of those."""
         if not self.flying:
             return
         self.flying, self.has_arrived, self._carried, self._carried_samples = None, False, {}, 0.0
+        self._left_before, self.num_updates = {}, self.num_updates + 1
         for dtype, mean in self._reducer.flats.items():
             trained = self._trained[dtype] if self.optimizers else 0
             if trained:
@@ -218,9 +207,20 @@ class Fragment:
 
     def forget(self) -> None:
         """Take back what is under way: this rank's own parameters hold it, and send it the next time."""
-        if self.flying:
-            flying, self.flying, self.has_arrived = self.flying, None, False
-            self.count(*flying)
+        if not self.flying:
+            return
+        flying, had_arrived, self.flying, self.has_arrived = self.flying, self.has_arrived, None, False
+        self.count(*flying)
+        if had_arrived and self._left_before:  # otherwise a rank is lost, and MPI may still write there
+            self._reducer.restore(self._left_before)
+            self._left_before = {}
+
+    def drop(self) -> None:
+        """Wait for what is under way, and throw it away with what is counted. Collective."""
+        with suppress(NonFiniteError):
+            self.finish()
+        self.flying, self.has_arrived, self._left_before = None, False, {}
+        self.samples = self.all_samples = 0.0
 
     def own_state(self) -> dict[str, dict[str, numpy.ndarray]]:
         """Return, on the host, what this rank adds to the next outer steps: `residual`, and `carried` from other ranks.
@@ -228,9 +228,14 @@ class Fragment:
         Their entries may be added up over ranks.
         """
         samples = self.samples + (self.flying[0] if self.flying else 0.0)
-        codec = self._reducer.state()
-        residual = {f"left out/{name}": value for name, value in codec.get("residual", {}).items()}
-        carried = {f"left out/{name}": value for name, value in codec.get("carried", {}).items()}
+        # A message that was under way when a rank was lost is taken back.
+        left = {_LEFT: self._reducer.state() if self.flying or not self._left_before else self._left_before}
+        if self.flying:
+            left[_LEFT_BEFORE] = self._left_before
+        residual, carried = (
+            {f"{prefix}{name}": value for prefix, codec in left.items() for name, value in codec.get(key, {}).items()}
+            for key in ("residual", "carried")
+        )
         carried |= {f"gone/{name}": value for name, value in self._carried.items()}
         if self._carried:
             carried[_SAMPLES] = numpy.array(self._carried_samples)
@@ -247,11 +252,17 @@ class Fragment:
     def restore_own(self, state: Mapping[str, Mapping[str, numpy.ndarray]]) -> None:
         """Go on from an `own_state` of this rank, which has its parameters again; or from `carried` sums alone.
 
+        Call it when `flying` is as it is to be.
+
         Raises:
             CheckpointError: the state belongs to other parameters.
         """
-        codec = {key: _under("left out/", part) for key, part in state.items()}
-        self._reducer.restore({key: part for key, part in codec.items() if part})
+        now, before = (
+            {key: left for key, part in state.items() if (left := _under(prefix, part))}
+            for prefix in (_LEFT, _LEFT_BEFORE)
+        )
+        self._reducer.restore(now if self.flying or not before else before)
+        self._left_before = before if self.flying else {}
         carried = state.get("carried", {})
         self._carried, self._carried_samples = _under("gone/", carried), float(carried.get(_SAMPLES, 0.0))
         missing = {str(piece) for piece in self.pieces} - self._carried.keys()
@@ -281,6 +292,24 @@ class Fragment:
     def close(self) -> None:
         """Give back the communicator. Collective, except in a broken World."""
         self._reducer.close()
+
+
+def finish_all(fragments: Sequence[Fragment]) -> None:
+    """Let each of these `finish`. If one cannot be used, take all of them back. Collective.
+
+    Raises:
+        NonFiniteError: of the first one that cannot; see Fragment.finish.
+    """
+    problem: NonFiniteError | None = None
+    for fragment in fragments:
+        try:
+            fragment.finish()
+        except NonFiniteError as error:
+            problem = problem or error
+    if problem:
+        for fragment in fragments:
+            fragment.forget()
+        raise problem
 
 
 def _under(prefix: str, part: Mapping[str, numpy.ndarray]) -> dict[str, numpy.ndarray]:

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from copy import deepcopy
 from typing import TYPE_CHECKING, Any, Literal
 
 from mpitrain.errors import ConfigError
@@ -21,6 +20,7 @@ from mpitrain.job.job import Job
 from mpitrain.job.recovery import Recovery
 from mpitrain.launch.kept import SAVES, STAYS
 from mpitrain.training.built import Built
+from mpitrain.training.checkpoint.names import host_copy
 from mpitrain.training.hooks.hook import Hook
 from mpitrain.training.hooks.named import restore_all, states_of
 from mpitrain.training.run_event import RunEvent
@@ -243,7 +243,7 @@ class Course:
             own: dict[str, Any] = {}
             if self._stage > _BUILD:
                 # A copy: `build` may make the next parts of the same arrays.
-                state, own = deepcopy(self._built.state()), trainer.strategy.own_state()
+                state, own = host_copy(self._built.state()), host_copy(trainer.strategy.own_state())
             if self._stage == _STEP:
                 state["data"], before = self._before
                 own = own if before is None else before

@@ -9,19 +9,22 @@ from typing import Any
 from mpitrain.errors import ConfigError
 from mpitrain.training.run_event import RunEvent
 from mpitrain.training.writers.json_lines import RESUMED_AFTER
+from mpitrain.training.writers.writer import OUTER_STEPS
 
-# The position of a row in the run; these names are not drawn as curves. RESUMED_AFTER is drawn as a line.
-_PLACES = {"step", "epoch", "samples", "seconds", "copy_steps", RESUMED_AFTER}
+# The position of a row in the run; these names are not drawn as curves. The last two are drawn as vertical lines.
+_PLACES = {"step", "epoch", "samples", "seconds", "copy_steps", OUTER_STEPS, RESUMED_AFTER}
 _SHARE, _SHARE_OF_WORKERS = "communication_share", "waiting_share"
 # The colours of the lines where the training went on after a fault, by the source of its state.
 _COLORS = {"ranks": "tab:red", "memory": "tab:purple", "disk": "tab:brown"}
 _MOST_TEXTS = 8
+_MOST_OUTER_STEPS = 40  # more lines would hide the curves
 
 
 def plot(path: Path, rows: Sequence[Mapping[str, float]], title: str, events: Sequence[RunEvent] = ()) -> None:
     """Plot loss, throughput, the share of waiting and every other metric over the steps.
 
-    A dashed line marks each step after which a run resumed, and after which the training went on after a fault.
+    A dashed line marks each step after which a run resumed, and after which the training went on after a fault. A
+    dotted line marks each row with outer steps, unless there are too many.
 
     Args:
         path: the file of the picture; it is overwritten.
@@ -47,6 +50,7 @@ def plot(path: Path, rows: Sequence[Mapping[str, float]], title: str, events: Se
     figure.suptitle(title, fontsize="medium")
     places = figure.subplots(lines, columns, sharex=True, squeeze=False).T.ravel()
     resumed = [row[RESUMED_AFTER] for row in rows if RESUMED_AFTER in row]
+    outer = _outer_steps(rows)
     for axes, (label, names) in zip(places, panels.items(), strict=False):
         for name in names:
             _draw(axes, rows, name)
@@ -54,6 +58,9 @@ def plot(path: Path, rows: Sequence[Mapping[str, float]], title: str, events: Se
         for step in resumed:
             label_once = "resumed" if step == resumed[0] else None
             axes.axvline(step, color="gray", linestyle="--", linewidth=1, label=label_once)
+        for step in outer if len(outer) <= _MOST_OUTER_STEPS else ():
+            label_once = f"outer steps: {len(outer)}" if step == outer[0] else None
+            axes.axvline(step, color="silver", linestyle=":", linewidth=1, zorder=0, label=label_once)
         _mark(axes, events, has_texts=axes is places[0] and len(events) <= _MOST_TEXTS)
         alone = len(names) == 1 and label == names[0].rpartition(" ")[2]
         axes.set(ylabel=(names[0] if alone else label).replace("_", " "))
@@ -89,6 +96,16 @@ def _panels(rows: Sequence[Mapping[str, float]]) -> dict[str, list[str]]:
         if name not in ("loss", speed, waiting):
             panels.setdefault(name.rpartition(" ")[2], []).append(name)
     return panels
+
+
+def _outer_steps(rows: Sequence[Mapping[str, float]]) -> list[float]:
+    """Return the steps of the rows in which outer steps were made. A run that resumes counts them anew."""
+    counts = [row.get(OUTER_STEPS, 0.0) for row in rows]
+    return [
+        row["step"]
+        for row, before, count in zip(rows, [0.0, *counts], counts, strict=False)
+        if count and count != before
+    ]
 
 
 def _mark(axes: Any, events: Sequence[RunEvent], *, has_texts: bool) -> None:

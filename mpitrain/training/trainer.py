@@ -13,6 +13,7 @@ from mpitrain.exchange.means import Means
 from mpitrain.job.start import init, the_job
 from mpitrain.strategies import ServedStrategy
 from mpitrain.training.built import Built
+from mpitrain.training.checkpoint.names import host_copy
 from mpitrain.training.checkpoint.resume import own_part
 from mpitrain.training.course import Course
 from mpitrain.training.hooks.hook import Hook
@@ -96,8 +97,10 @@ class Trainer:
         Raises:
             CheckpointError: `build` has made a different model or data set than before.
         """
-        own = self.strategy.own_state()  # first: what is under way arrives, and belongs to the state
-        state = self._built.state()
+        # Copies, because `build` may make the next parts of the same arrays. `own` comes first: what is under way
+        # arrives, and belongs to the state.
+        own = host_copy(self.strategy.own_state())
+        state = host_copy(self._built.state())
         self._built.close()
         self._begin(world)
         self._built.restore(state)
@@ -257,22 +260,26 @@ class Trainer:
         """
         if self.served:
             self.served.fetch()  # what differs from that reaches the other servers
-        data, strategy = self.data.state(), self.strategy.state()
+        data, strategy, of_strategy = self.data.state(), self.strategy.state(), state.get("strategy", {})
         hooks = [(hook, hook.state()) for hook in self.hooks]
+        check = getattr(self.strategy, "check", None)  # then it cannot be put back: see Strategy
         try:
             step = int(state["step"])
             try:
                 self.data.restore(state["data"])
-                self.strategy.restore(state.get("strategy", {}))
+                (check or self.strategy.restore)(of_strategy)
                 restore_all(self.hooks, state.get("hooks", {}))
                 # Last, because it is large. It refuses before it overwrites anything, so it is never put back.
                 self.adapter.restore(state["adapter"])
             except BaseException:
                 self.data.restore(data)
-                self.strategy.restore(strategy)
+                if not check:
+                    self.strategy.restore(strategy)
                 for hook, before in hooks:
                     hook.restore(before)
                 raise
+            if check:
+                self.strategy.restore(of_strategy)
         except KeyError as error:
             raise CheckpointError(f"the checkpoint has no entry {error}; was it written by this Trainer?") from error
         self.step_number = step

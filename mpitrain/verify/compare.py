@@ -17,6 +17,9 @@ to 0. The 2-norm of the difference of two gradients is relative to the norm of t
 larger, to the norm that this gradient would have if all elements of all gradients were equally large. Otherwise a
 gradient that is zero up to rounding, such as that of a bias before a normalisation, would always differ. A Python
 number counts as float32, because its origin is unknown.
+
+In the rounds of LocalSGD, several ranks do not compute what one computes. From the first such step on, only samples,
+weights and learning rates are compared; of that step also the loss, and the parameters that it begins with.
 """
 
 from __future__ import annotations
@@ -53,15 +56,23 @@ def compare(alone: RunRecord, together: RunRecord, tolerance: float | None = Non
             break  # later lines do not correspond to each other
         differences += _samples(comparison, one, several)
         differences += _weights(comparison, one, several, together.num_ranks)
-        differences += _loss(comparison, one, several, largest_loss)
-        differences += _gradients(comparison, one, several)
+        is_same_model = comparison.alone_from is None
+        if is_same_model:
+            differences += _loss(comparison, one, several, largest_loss)
+        if one.alone or several.alone:
+            comparison.alone_from = comparison.alone_from or one.number
+        if comparison.alone_from is None:
+            differences += _gradients(comparison, one, several)
         if one.learning_rate is not None:
             comparison.counts["learning rate"] += 1
             if one.learning_rate != several.learning_rate:
                 text = f"{one.learning_rate!r} on 1 rank, {several.learning_rate!r} on {together.num_ranks}"
                 differences.append(Difference(one.number, "learning rate", text))
-        differences += changes.compare(one, several)
-        differences += _metrics(comparison, one, several)
+        if comparison.alone_from is None:
+            differences += changes.compare(one, several)
+            differences += _metrics(comparison, one, several)
+        elif is_same_model:
+            differences += changes.between(one, several)
     if len(alone.lines) != len(together.lines) and not any(one.kind == "calls" for one in differences):
         text = f"{len(alone.lines)} steps on 1 rank, {len(together.lines)} on {together.num_ranks}"
         differences.append(Difference(comparison.num_steps + 1, "calls", text))

@@ -32,6 +32,8 @@ class Comparison:
         largest: by kind, the largest difference among values compared with a tolerance: relative difference, step and
             name.
         counts: number of values compared, by kind.
+        alone_from: the first step in which each rank has used its own gradients. From there on, several ranks do not
+            compute what one computes, and only samples, weights and learning rates are compared. None: there is none.
     """
 
     num_steps: int
@@ -40,6 +42,7 @@ class Comparison:
     differences: list[Difference] = field(default_factory=list)
     largest: dict[str, tuple[float, int, str]] = field(default_factory=dict)
     counts: Counter[str] = field(default_factory=Counter)
+    alone_from: int | None = None
 
     def judged(
         self, kind: str, step: int, name: str, relative: float, text: str, *, allowed: float | None = None

@@ -20,6 +20,11 @@ def report(alone: RunRecord, together: RunRecord, comparison: Comparison) -> Ite
     for kind in KINDS[1:]:
         verdict = f"differ {_when(unit, first[kind])}" if kind in first else _equal(comparison, kind)
         yield f"  {names[kind]:<14} {verdict}"
+    if comparison.alone_from is not None:
+        yield (
+            f"  from step {comparison.alone_from} on, each rank trains by itself, and no step is meant to equal that "
+            "of 1 rank: only samples, weights and learning rates are compared, and the loss of that step"
+        )
     for number, difference in enumerate(comparison.differences):
         begin = "then" if number else "first difference"
         yield f"{begin}: {_when(unit, difference).removeprefix('in ')}, {names[difference.kind]}: {difference.text}"

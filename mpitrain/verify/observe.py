@@ -34,6 +34,7 @@ class _Watch(Hook):
 
     def __init__(self, recorder: Recorder, evaluations: Sequence[Evaluate]) -> None:
         self._recorder, self._evaluations = recorder, evaluations
+        self._alone = False
 
     def before_run(self, trainer: Trainer) -> None:
         """See Hook. What ends the run may be of before it."""
@@ -43,6 +44,7 @@ class _Watch(Hook):
 
     def before_step(self, trainer: Trainer) -> None:
         """See Hook."""
+        self._alone = getattr(trainer.strategy, "trains_alone", False)
         self._recorder.begin_step(trainer.adapter.parameters())
 
     def after_step(self, trainer: Trainer, step: Step) -> None:
@@ -57,6 +59,7 @@ class _Watch(Hook):
             loss=step.loss,
             learning_rate=step.learning_rate,
             metrics=metrics,
+            alone=self._alone,
         )
 
     def after_run(self, trainer: Trainer) -> None:

@@ -35,7 +35,7 @@ class ParameterChanges:
 
     def compare(self, one: Line, several: Line) -> Iterator[Difference]:
         """Yield what differs in the next lines of both runs."""
-        yield from self._between(one, several)
+        yield from self.between(one, several)
         unlike = {name for name in one.tensors if self._is_unlike(one.tensors[name], several.tensors[name])}
         self._left_out |= unlike
         if not one.parameters:
@@ -50,7 +50,7 @@ class ParameterChanges:
         for earlier, line in zip(self._earlier, (one, several), strict=True):
             earlier.update(line.parameters)
 
-    def _between(self, one: Line, several: Line) -> Iterator[Difference]:
+    def between(self, one: Line, several: Line) -> Iterator[Difference]:
         """Compare first values, and what the script itself has changed since the step before. Both count as its."""
         lines, before = (one, several), one.number - 1
         for name in {**one.before, **several.before}:

@@ -33,6 +33,7 @@ class Line:
         parameters: sketches of the parameters after the step.
         precision: the dtype that the gradients were computed in.
         loss, learning_rate, metrics: those of a step.
+        alone: in this step, each rank has used its own gradients, and not the mean, as in a round of LocalSGD.
     """
 
     number: int
@@ -46,6 +47,7 @@ class Line:
     metrics: dict[str, float] = field(default_factory=dict)
     before: dict[str, Sketch] = field(default_factory=dict)
     parameters: dict[str, Sketch] = field(default_factory=dict)
+    alone: bool = False
 
 
 @dataclass(frozen=True)
@@ -138,6 +140,8 @@ def _line(number: int, fields: dict[str, Any]) -> Line:
         raise ValueError(f"line {number + 1} has the weights {weights}; they must be 0 or more")
     if samples is not None and not all(type(sample) is str for of_rank in samples for sample in of_rank):
         raise ValueError(f"line {number + 1} has samples that are not hashes")
+    if type(line.alone) is not bool:
+        raise TypeError(f"line {number + 1} has alone={line.alone!r}; it must be true or false")
     return replace(
         line,
         weights=weights,

@@ -116,6 +116,24 @@ def test_where_it_went_on_after_faults(tmp_path: Path, monkeypatch: pytest.Monke
     assert not speeds.texts
 
 
+@pytest.mark.parametrize("is_often", [False, True])
+def test_outer_steps_of_rounds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_often: bool) -> None:
+    """A line where the number has changed; a run that resumed counts anew. Too many lines are left out."""
+    figures = drawn(monkeypatch)
+    counts = range(60) if is_often else [0, 1, 1, 3, 0, 0, 2]
+    rows = [
+        {"step": step, "loss": 1.0, "samples_per_second": 5.0, "communication_share": 0.5, "outer_steps": count}
+        for step, count in enumerate(counts, 1)
+    ]
+    assert main(["plot", str(record(tmp_path, rows))]) == 0
+    losses, speeds, shares = figures[0].axes
+    expected = [] if is_often else [[2, 2], [4, 4], [7, 7]]
+    for axes in (losses, speeds, shares):
+        assert [list(line.get_xdata()) for line in axes.lines[1:]] == expected
+    labels = [line.get_label() for line in losses.lines[1:2]]
+    assert labels == ([] if is_often else ["outer steps: 3"])
+
+
 def test_a_run_with_a_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     figures = drawn(monkeypatch)
     rows = [

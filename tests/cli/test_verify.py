@@ -183,3 +183,27 @@ def test_a_record_that_cannot_be_written(tmp_path: Path) -> None:
         f"mpitrain verify: cannot make the record {path}: Not a directory; name a folder that you can write to: "
         "mpitrain verify --directory PATH\n"
     )
+
+
+ROUNDS = TRAIN.replace("mt.Sync()", "mt.DiLoCo(2)")
+
+
+def test_rounds(tmp_path: Path) -> None:
+    """A step of a round is not that of one rank. The samples of all ranks are, and the loss of the first step."""
+    job = verify(tmp_path, BEGIN + ROUNDS, options=("--steps", "4"))
+    assert job.code == 0, job.output
+    found = dict(
+        re.findall(r"^verify:   (samples|loss|gradients|learning rate|parameters|metrics) +(.*)$", job.stdout, re.M)
+    )
+    assert found["samples"] == "44 values, the same"
+    assert found["learning rate"] == "4 values, the same"
+    assert found["loss"].startswith("1 values, largest relative difference ")
+    assert found["parameters"].startswith("2 values, largest relative difference 0")  # those of the beginning
+    assert found["gradients"] == found["metrics"] == "not seen"
+    assert (
+        "verify:   from step 1 on, each rank trains by itself, and no step is meant to equal that of 1 rank"
+        in job.stdout
+    )
+    wrong = "make_data = lambda world: Batches()\nweigh = lambda mine: 1\n"
+    job = verify(tmp_path, BEGIN + wrong + ROUNDS, options=("--steps", "4"))
+    differs(job, "step 1, weights: ", "1 on 1 rank, 3 on 3 (1, 1, 1)")

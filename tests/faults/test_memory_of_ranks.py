@@ -102,3 +102,32 @@ def test_a_host_without_a_copy(tmp_path: Path, codec: str) -> None:
         whole = train_on_two_hosts(tmp_path / "whole", codec)
         succeeded(whole)
         assert result(tmp_path / "killed")[0] == result(tmp_path / "whole")[0]
+
+
+ROUNDS = """
+mt.Sync = lambda: mt.DiLoCo(4)
+
+class Tell(mt.Hook):
+    def before_run(self, trainer):
+        self.after_step(trainer, None)
+
+    def after_step(self, trainer, step):
+        speed = next(iter(trainer.adapter.state()["optimizer"]["velocity"].values()))
+        of_all = trainer.world.allgather(speed.tobytes().hex())
+        trainer.world.print(f"after step {trainer.step_number}:", *of_all)
+"""
+
+
+def test_the_optimizers_within_a_round(tmp_path: Path) -> None:
+    """In a round, each rank has an optimizer of its own. If some of them are lost, all ranks get that of rank 0."""
+    wrong = """if rank == 2 and step == 8 and once("killed"):
+        copies.KeeperLine("", "").keep_only(["1/state"], 9)
+        die()"""
+    with keeper() as name:
+        first = TWO_HOSTS.replace("OTHER", name)
+        job = train(tmp_path / "killed", wrong, ranks=3, first=first, before=ROUNDS, hooks="[Tell()]")
+    succeeded(job)
+    assert resumed(job) == [7]
+    before, after = (line.split() for line in re.findall(r"after step 7: (.*)", job.stdout))
+    assert len(set(before)) == 3
+    assert after == [before[0]] * 3

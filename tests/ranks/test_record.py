@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import pytest
 
 from mpitrain import (
     Communication,
+    DiLoCo,
     Evaluate,
     GpuUtilisation,
     GradientNorm,
@@ -20,6 +22,7 @@ from mpitrain import (
     Loss,
     Memory,
     Meter,
+    Parts,
     Reading,
     Record,
     Sgd,
@@ -228,3 +231,18 @@ def test_clipping_and_the_norm(world: World) -> None:
         norms.append([row["gradient_norm"] for row in writer.rows])
     assert norms[0] == norms[1]
     assert not world.is_root or norms[0][0] > 0.1
+
+
+def test_rows_count_outer_steps(world: World) -> None:
+    """In rounds of three steps. The last one ends the run, and the row of its last step has it."""
+
+    def build_rounds(its: World) -> Parts:
+        return replace(build(its), strategy=DiLoCo(3))
+
+    writer = InMemory()
+    Trainer(build_rounds, [StopAtStep(8), Record([writer], steps=2)]).run()
+    rows = world.broadcast(writer.rows)
+    assert [(row["step"], row["outer_steps"]) for row in rows] == [(2, 0), (4, 1), (6, 2), (8, 3)]
+    writer = InMemory()
+    Trainer(build, [StopAtStep(2), Record([writer], steps=2)]).run()
+    assert all("outer_steps" not in row for row in world.broadcast(writer.rows))

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
 
-from mpitrain import StopAtStep, Trainer, World
+from mpitrain import Parts, StopAtStep, StreamingDiLoCo, Trainer, World
 from mpitrain.job.trace import compare_clocks
 from mpitrain.watching.spans import Spans
 
@@ -38,3 +39,24 @@ def test_the_spans_of_a_step(world: World, monkeypatch: pytest.MonkeyPatch) -> N
     # The name of a wait may end with the bucket that is on its way, in parentheses.
     waits = [span.name.partition(" (")[0] for span in kept if span.lane == "wait"]
     assert waits == ["begin a step", "end a step", "exchange gradients"] * 3
+
+
+def test_outer_steps(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One for each fragment of each round, after the gradients of its last step. The last one ends the run."""
+
+    def build_rounds(its: World) -> Parts:
+        return replace(build(its), strategy=StreamingDiLoCo(2, fragments=1, delay=0, alpha=0.0))
+
+    trainer = Trainer(build_rounds, [StopAtStep(5)])
+    monkeypatch.setattr(world.control, "spans", Spans())
+    trainer.run()
+    kept = world.control.spans.kept
+    outer = [span for span in kept if span.name == "outer step"]
+    w = {"first": "w", "last": "w"}
+    assert [span.about for span in outer] == [{**w, "samples": number} for number in (10, 8, 5)]
+    assert {span.lane for span in outer} == {"wire"}
+    computed = [span for span in kept if span.name == "forward and backward"]
+    assert [span.about["step"] for span in computed] == [1, 2, 3, 4, 5]
+    for span, step in zip(outer, (2, 4, 5), strict=True):
+        assert computed[step - 1].end <= span.begin <= span.end
+        assert all(span.end <= later.begin for later in computed[step:])

@@ -240,3 +240,33 @@ def test_a_norm_of_zero_with_other_projections() -> None:
     together = RunRecord(2, (line(1, [["a"]], tensors={"w": some}),))
     assert only(compare(alone, together))[:2] == (1, "gradients")
     assert compare(alone, together).largest["gradients"] == (math.inf, 1, "w")
+
+
+def test_steps_in_which_each_rank_uses_its_own_gradients() -> None:
+    """From the second step on, only samples, weights and rates have to be the same, and the loss of that step."""
+    alone, together = records()
+    lines = list(together.lines)
+    changes: dict[str, Any] = {
+        "tensors": {"w": sketch("w", WEIGHT * 9), "b": sketch("b", BIAS)},
+        "parameters": parameters(9),
+    }
+    lines[1] = dataclasses.replace(lines[1], alone=True, **changes)
+    lines[2] = dataclasses.replace(lines[2], alone=True, loss=7.0, metrics={"accuracy": 0.1}, **changes)
+    its = compare(alone, dataclasses.replace(together, lines=tuple(lines)))
+    assert its.differences == []
+    assert its.alone_from == 2
+    assert its.counts == {"samples": 12, "weights": 3, "loss": 2, "gradients": 2, "learning rate": 3, "parameters": 4}
+    (text,) = [line for line in report(alone, together, its) if "trains by itself" in line]
+    assert text.startswith(
+        "  from step 2 on, each rank trains by itself, and no step is meant to equal that of 1 rank: only"
+    )
+    for change, kind in (
+        ({"loss": 7.0}, "loss"),
+        ({"learning_rate": 0.2}, "learning rate"),
+        ({"weights": [9.0, 1.0]}, "weights"),
+        ({"samples": [["e"], ["f", "g", "g"]]}, "samples"),
+        ({"before": {"w": sketch("w", WEIGHT * 2)}}, "parameters"),
+    ):
+        wrong = dataclasses.replace(lines[1], **change)
+        found = compare(alone, dataclasses.replace(together, lines=(lines[0], wrong, lines[2]))).differences
+        assert [one.kind for one in found] == [kind]

@@ -2,11 +2,15 @@
 
 Hosts with that copy read their own. The others get it from one of them. What a rank had kept for itself (parts.py) is
 kept beside the copy, by the keeper of the host on which the rank was.
+
+In a round of LocalSGD, each host's copy has the model of its own first rank. The parts of all ranks replace that. If a
+rank cannot have its part again, all hosts get the first copy.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from hashlib import sha256
 from typing import Any
 
 import numpy
@@ -65,7 +69,11 @@ class KeptCopies:
 
         newest = sorted(self._holders, reverse=True)
         # A rank may have been killed before it had copied its part of the newest step.
-        self.step = next((step for step in newest if is_complete(step)), newest[0] if newest else 0)
+        self.step = step = next((step for step in newest if is_complete(step)), newest[0] if newest else 0)
+        first_ranks = [world.node_ranks.index(node) for node in world.node_ranks]
+        has_part = [step in everyone[first].get(_part(rank), {}) for rank, first in enumerate(first_ranks)]
+        num_parts = parts.get(step, 0)
+        self._may_differ = num_parts > 0 and not (num_parts == world.size and all(has_part))
 
     def read(self) -> Copy:
         """The copy of `step`, which is not 0. Collective."""
@@ -75,6 +83,9 @@ class KeptCopies:
         with world.together("read the copy in memory"):
             if world.node_rank in nodes:
                 content = self._content(_STATE)
+        if self._may_differ:
+            digests = world.allgather(sha256(content.data).digest() if world.rank in holders else b"")
+            nodes = {world.node_ranks[rank] for rank in holders if digests[rank] == digests[holders[0]]}
         if len(nodes) < world.num_nodes:
             lacking = [rank for rank in range(world.size) if world.node_ranks[rank] not in nodes]
             content = _sent(world, content, holders[0], lacking)
@@ -111,7 +122,8 @@ def _sent(world: World, content: numpy.ndarray, holder: int, lacking: Sequence[i
     if part is not None:
         root = takers.index(holder)
         size = part.broadcast(len(content), root)
-        room = content if len(content) == size else numpy.empty(size, numpy.uint8)
+        # Other ranks may have another copy, which stays as it is.
+        room = content if world.rank == holder else numpy.empty(size, numpy.uint8)
         sent = part.sync({"copy": room}, root)["copy"]
         content = content if world.rank == holder else sent
         part.free()

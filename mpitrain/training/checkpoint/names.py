@@ -1,12 +1,13 @@
-"""A nested state as flat names, `adapter/parameters/dense1.weight`, and back."""
+"""A nested state as flat names, `adapter/parameters/dense1.weight`, and back; and copies of one."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
+from copy import deepcopy
 from typing import Any
 
-from mpitrain.arrays import Array, is_array
+from mpitrain.arrays import Array, is_array, is_device_array
 from mpitrain.errors import CheckpointError
 from mpitrain.training.checkpoint.tensors import NAMES
 
@@ -62,6 +63,17 @@ def join(flat: Mapping[str, Any]) -> dict[str, Any]:
             raise CheckpointError(f"{name} appears twice")
         place[last] = value
     return state
+
+
+def host_copy(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a nested state that shares no memory with `state`. Its arrays are on the host."""
+    copied: dict[str, Any] = {}
+    for key, value in state.items():
+        if isinstance(value, Mapping):
+            copied[key] = host_copy(value)
+        else:
+            copied[key] = value.get() if is_device_array(value) else deepcopy(value)
+    return copied
 
 
 def _flatten(state: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -22,7 +22,7 @@ from mpitrain.training.meters.place import gpu_of
 from mpitrain.training.meters.throughput import Throughput
 from mpitrain.training.meters.workers import Workers
 from mpitrain.training.run_event import RunEvent
-from mpitrain.training.writers.writer import Row, Writer
+from mpitrain.training.writers.writer import OUTER_STEPS, Row, Writer
 
 if TYPE_CHECKING:
     from mpitrain.training.step import Step
@@ -182,6 +182,9 @@ class Record(Hook):
         row: Row = {**dict(zip(_FIRST, first, strict=True)), **measured, **reported}
         if trainer.copy_steps:
             row = {**row, "copy_steps": trainer.copy_steps}
+        outer_steps = getattr(trainer.strategy, "num_outer_steps", None)
+        if outer_steps is not None:
+            row = {**row, OUTER_STEPS: outer_steps}
         for output in self._outputs:
             output.write(row, events, trainer.world.name())
 

@@ -12,6 +12,7 @@ from mpitrain.training.run_event import RunEvent
 
 # Numbers by name; "step" is one of them. Rows come in the order of their steps.
 Row: TypeAlias = Mapping[str, float]
+OUTER_STEPS = "outer_steps"  # in a row: the number of outer steps so far in this run
 
 
 class Writer(Protocol):

@@ -1,0 +1,249 @@
+"""What checkpoints keep of a round, and who can go on from them."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mpitrain import (
+    Checkpoint,
+    CompareReplicas,
+    DiLoCo,
+    Hook,
+    LocalSGD,
+    Step,
+    StopAtStep,
+    Sync,
+    Trainer,
+    World,
+)
+from mpitrain.errors import CheckpointError
+from mpitrain.job.worlds import make_world
+from mpitrain.strategies import Strategy
+from mpitrain.training import checkpoint
+from mpitrain.training.checkpoint.parts import add_up
+
+from .checkpoints import flip_a_bit
+from .common import assert_same_bits, skip_alone
+from .rounds_by_hand import (
+    EVERY,
+    KINDS,
+    OUTER_MOMENTUM,
+    OUTER_RATE,
+    Expected,
+    assert_close,
+    flat,
+    kinds,
+    streaming,
+)
+from .test_strategies import adapter, count_of, one_step, samples, train, values
+from .trainings import Record, bits, builder
+
+
+@kinds
+@pytest.mark.parametrize("done", [4, 6])
+def test_one_rank_goes_on_from_all(world: World, kind: str, done: int) -> None:
+    """In the middle of a round (4 steps) and at its end: nothing that a rank has learned is lost."""
+    from mpi4py import MPI
+
+    skip_alone(world)
+    strategy, model, expected = KINDS[kind][0](), adapter(), Expected(world.size, kind)
+    strategy.begin(world, model)
+    train(world, strategy, model, range(done))
+    for _ in range(done):
+        expected.step()
+    total: dict[str, Any] = {}
+    for part in world.allgather(strategy.own_state()):
+        add_up(total, part)
+    state, saved = world.broadcast((strategy.state(), model.state()))
+    strategy.close()
+
+    alone = make_world(MPI.COMM_SELF)
+    again, resumed = KINDS[kind][0](), adapter(seed=99)
+    again.begin(alone, resumed)
+    again.restore(state)
+    resumed.restore(saved)
+    again.restore_own(total)
+    expected.add_rank()
+    for step in range(done, done + 2 * EVERY):
+        x = samples(9, step, 2 + step)
+        one_step(again, resumed, x)
+        if expected.delay:
+            expected.send((step - 1) % EVERY + 1)
+        expected.inner(-1, x)
+        expected.step_ends()
+        assert_close(flat(resumed), expected.own[-1])
+    again.end_run()
+    expected.end()
+    assert_close(flat(resumed), expected.common)
+    again.close()
+    alone.free()
+
+
+def forget_last(world: World, folder: Path, step: int) -> None:
+    """Remove the checkpoint of the end of a run. The one before is from the middle of a round."""
+    world.barrier()
+    if world.is_root:
+        for path in folder.glob(f"step-{step:08d}*"):
+            shutil.rmtree(path)
+    world.barrier()
+
+
+@kinds
+def test_a_run_that_is_resumed_within_a_round(world: World, shared: Path, kind: str) -> None:
+    """A checkpoint goes on as if the run had not ended. A run ends with an outer step, which its hooks see."""
+    build = builder(45, 14, strategy=KINDS[kind][0])
+    whole = Record()
+    uninterrupted = Trainer(build, [StopAtStep(10), whole])
+    uninterrupted.run()
+    first = Trainer(build, [StopAtStep(7), Checkpoint(shared, steps=5, keep=2), CompareReplicas(1)])
+    first.run()
+    assert_same_bits(world, *first.adapter.parameters().values())
+    if world.is_root:
+        last = checkpoint.load(shared / "step-00000007")
+        assert "round" not in last.get("strategy", {})
+        for name, value in first.adapter.parameters().items():
+            assert last["adapter"]["parameters"][name].tobytes() == value.tobytes()
+    forget_last(world, shared, 7)
+    record = Record()
+    resumed = Trainer(build, [StopAtStep(10), Checkpoint(shared, steps=100), record])
+    resumed.run()
+    assert [step.loss for step in record.steps] == [step.loss for step in whole.steps[5:]]
+    assert bits(resumed) == bits(uninterrupted)
+
+
+def test_a_run_that_a_hook_ends(world: World, shared: Path) -> None:
+    """The end is known only after the last step. The last checkpoint has the common parameters, too."""
+
+    class Enough(Hook):
+        ends_run = True
+
+        def after_step(self, trainer: Trainer, step: Step) -> None:
+            if step.number == 5:
+                trainer.last_step = 5
+
+    trainer = Trainer(builder(45, 14, strategy=lambda: DiLoCo(3)), [Checkpoint(shared, steps=100), Enough()])
+    trainer.run()
+    world.barrier()
+    last = checkpoint.load(shared / "step-00000005")
+    assert "round" not in last["strategy"]
+    for name, value in trainer.adapter.parameters().items():
+        assert last["adapter"]["parameters"][name].tobytes() == value.tobytes()
+    assert_same_bits(world, *trainer.adapter.parameters().values())
+
+
+def test_sync_goes_on_from_the_end_of_a_round(world: World, shared: Path) -> None:
+    def trainer(strategy: Callable[[], Strategy], steps: int, last: int) -> Trainer:
+        return Trainer(
+            builder(45, 14, strategy=strategy), [StopAtStep(last), Checkpoint(shared / str(steps), steps=100)]
+        )
+
+    trainer(lambda: DiLoCo(3), 6, 6).run()
+    Trainer(builder(45, 14, strategy=lambda: DiLoCo(3)), [StopAtStep(6), Checkpoint(shared / "5", steps=5)]).run()
+    forget_last(world, shared / "5", 6)
+    one = trainer(Sync, 6, 8)
+    one.run()
+    assert one.step_number == 8
+    assert_same_bits(world, *one.adapter.parameters().values())
+    with pytest.raises(CheckpointError, match=r"after 2 steps of a round .* a multiple of sync_every"):
+        trainer(Sync, 5, 8).run()
+
+
+def test_local_sgd_goes_on_from_sync(world: World, shared: Path) -> None:
+    Trainer(builder(45, 14), [StopAtStep(4), Checkpoint(shared, steps=100)]).run()
+    one = Trainer(builder(45, 14, strategy=lambda: LocalSGD(4)), [StopAtStep(8), Checkpoint(shared, steps=100)])
+    one.run()
+    assert one.step_number == 8
+    assert_same_bits(world, *one.adapter.parameters().values())
+
+
+@kinds
+def test_one_rank_hands_its_round_to_all(world: World, shared: Path, kind: str) -> None:
+    """What one rank has learned in a round counts in the next outer step of any number of ranks."""
+    from mpi4py import MPI
+
+    alone = make_world(MPI.COMM_SELF)
+    strategy, model, expected = KINDS[kind][0](), adapter(), Expected(1, kind)
+    strategy.begin(alone, model)
+    for step in range(4):
+        one_step(strategy, model, samples(0, step, count_of(0, step, 1)))
+        expected.step()
+    own, state, saved = strategy.own_state(), strategy.state(), model.state()
+    strategy.close()
+
+    again, resumed = KINDS[kind][0](), adapter(seed=3)
+    again.begin(world, resumed)
+    again.restore(state)
+    resumed.restore(saved)
+    if kind == "local_sgd":  # one rank has begun no round, and all begin with what it has
+        assert own == {}
+        assert_close(flat(resumed), expected.own[0])
+    else:
+        total: dict[str, Any] = {}
+        add_up(total, own)
+        again.restore_own(total if world.is_root else {})
+        assert_close(flat(resumed), expected.common)
+        again.end_run()
+        expected.end()
+        assert_close(flat(resumed), expected.common)
+        assert_same_bits(world, *values(resumed))
+    again.close()
+    alone.free()
+
+
+def test_a_flight_is_taken_back_by_another_schedule(world: World) -> None:
+    """With another delay, what is under way in a checkpoint is sent anew: nothing is lost."""
+    strategy, model, expected = streaming(1, EVERY, 0.0), adapter(), Expected(world.size, "parts, late")
+    strategy.begin(world, model)
+    train(world, strategy, model, range(4))
+    own, state, saved = strategy.own_state(), strategy.state(), model.state()
+    gone = flat(model)
+    again, resumed = streaming(1, 1, 0.0), adapter(seed=3)
+    again.begin(world, resumed)
+    again.restore(state)
+    resumed.restore(saved)
+    total: dict[str, Any] = {}
+    if world.size > 1 or "local" in own:
+        add_up(total, own)
+    again.restore_own(total)
+    assert_close(flat(resumed), expected.common)  # those of the beginning
+    counts = [sum(count_of(rank, step, world.size) for step in range(4)) for rank in range(world.size)]
+    distances = [count * (expected.common - one) for count, one in zip(counts, world.allgather(gone), strict=True)]
+    mean = sum(distances) / sum(counts)
+    again.end_run()
+    assert_close(flat(resumed), expected.common - OUTER_RATE * (1 + OUTER_MOMENTUM) * mean)
+    strategy.close()
+    again.close()
+
+
+@pytest.mark.parametrize("last", [4, 8])
+@kinds
+def test_parts_that_nobody_can_read(
+    world: World, shared: Path, capfd: pytest.CaptureFixture[str], kind: str, last: int
+) -> None:
+    """The steps since the last outer step are lost, and nothing else: the training goes on from the common values."""
+    skip_alone(world)  # one rank alone need not have a part
+    build = builder(45, 14, strategy=KINDS[kind][0])
+    Trainer(build, [StopAtStep(6), Checkpoint(shared, steps=4)]).run()
+    forget_last(world, shared, 6)
+    if world.is_root:
+        for path in shared.glob("step-00000004.part-*"):
+            flip_a_bit(path)
+    world.barrier()
+    common = checkpoint.load(shared / "step-00000004")["strategy"]["round"]["parameters"]
+    capfd.readouterr()
+    again = Trainer(build, [StopAtStep(last), Checkpoint(shared, steps=100)])
+    again.run()
+    out = capfd.readouterr().out
+    if world.is_root:
+        assert f"part-{world.size - 1}-of-{world.size}/tensors.safetensors is damaged" in out
+        assert "its steps since the round began" in out
+    assert again.step_number == last
+    assert_same_bits(world, *again.adapter.parameters().values())
+    for name, value in again.adapter.parameters().items():
+        is_unchanged = value.tobytes() == common[name].tobytes()
+        assert is_unchanged is (last == 4)
