@@ -57,8 +57,10 @@ LAYERS: dict[str, list[str]] = {
         "exchange.alone",
         "exchange.left_out",
         "exchange.means",
+        "exchange.owned",
         "exchange.reducer",
         "exchange.remarks",
+        "exchange.scattered",
         "exchange.vote",
     ],
     "job": [

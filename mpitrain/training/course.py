@@ -243,7 +243,8 @@ class Course:
             own: dict[str, Any] = {}
             if self._stage > _BUILD:
                 # A copy: `build` may make the next parts of the same arrays.
-                state, own = deepcopy(self._built.state()), trainer.strategy.own_state()
+                own = trainer.strategy.own_state()
+                state = deepcopy(self._built.state())
             if self._stage == _STEP:
                 state["data"], before = self._before
                 own = own if before is None else before

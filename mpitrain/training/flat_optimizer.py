@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 from mpitrain.arrays import Array, is_device_array, namespace
 from mpitrain.cuda import kernels
 from mpitrain.errors import CheckpointError, ConfigError
+from mpitrain.exchange.owned import cut, within
 from mpitrain.training.schedules import Schedule
 
 _DTYPES = ("float32", "float64")
@@ -69,7 +70,7 @@ class FlatOptimizer:
         xp = namespace(parameters)
         self._parameters = parameters
         self._decayed = _merged(decayed, parameters.size)
-        self._buffers = {name: xp.zeros_like(parameters) for name in self._state_names}
+        self._buffers = {name: xp.zeros(parameters.size, parameters.dtype) for name in self._state_names}
         self._step = 0
         self._take(slice(0, parameters.size))
 
@@ -137,6 +138,19 @@ class FlatOptimizer:
         self._started()
         self._norm_of_all = norm_of_all
         self._take(part)
+
+    def keep_only(self, ranges: Sequence[slice], norm_of_all: Callable[[float], float]) -> Array:
+        """Keep the state of these ranges of the parameters alone, from now on. Return an array with their values.
+
+        `update` then takes their gradients, one range after the other, and overwrites that array. `state` and `restore`
+        are those of these ranges. `norm_of_all` is as for `update_only`.
+        """
+        parameters, decayed, state = self._started(), self._decayed, self.state()
+        own = cut(ranges, parameters)
+        self.start(own, [there for one in decayed for _, there in within(ranges, one)])
+        self.restore({name: value if isinstance(value, int) else cut(ranges, value) for name, value in state.items()})
+        self._norm_of_all = norm_of_all
+        return own
 
     def plan_update(self) -> dict[str, Any]:
         """Return what the optimizers of all parts must know of the next update: numbers by name."""
