@@ -21,11 +21,11 @@ from mpitrain.exchange.bucket import Bucket, Layout
 Owned: TypeAlias = Mapping[numpy.dtype, Sequence[slice]]
 
 
-def owned_by(layout: Layout, buckets: Sequence[Bucket], own: Callable[[int], slice]) -> Owned:
-    """Return the ranges of a rank; `own(count)` is its part of a bucket of `count` elements."""
+def owned_by(layout: Layout, buckets: Sequence[Bucket], own: Callable[[int, int], slice], rank: int) -> Owned:
+    """Return the ranges of a rank; `own(count, rank)` is its part of a bucket of `count` elements."""
     owned: dict[numpy.dtype, list[slice]] = {dtype: [] for dtype in layout.counts}
     for bucket in sorted(buckets, key=lambda bucket: bucket.begin):
-        part = own(bucket.end - bucket.begin)
+        part = own(bucket.end - bucket.begin, rank)
         if part.stop > part.start:
             owned[bucket.dtype].append(slice(bucket.begin + part.start, bucket.begin + part.stop))
     return owned

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import numpy
@@ -57,7 +56,7 @@ class ShardedSync:
         on_device = any(is_device_array(value) for value in adapter.parameters().values())
         self._reducer = GradientReducer(world, adapter.layout, exchange=self._made_exchange, on_device=on_device)
         halves, layout, buckets = self._exchange.halves, self._reducer.layout, self._reducer.buckets
-        self._owned = [owned_by(layout, buckets, partial(halves.own, rank=rank)) for rank in range(world.size)]
+        self._owned = [owned_by(layout, buckets, halves.own, rank) for rank in range(world.size)]
         with world.together("divide the optimizer"):
             self._shard: OptimizerShard = sharded_of(adapter).shard(self._owned[world.rank], self._norm_of_all)
         world.agree("divide the optimizer", [self._shard.settings])
