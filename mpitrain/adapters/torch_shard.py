@@ -34,13 +34,13 @@ class Piece(NamedTuple):
     """The elements of one parameter that this rank owns.
 
     Attributes:
-        index: of the parameter.
+        number: of the parameter, its index.
         place: the range in the parameter, in its own order.
         part: the range in the rank's part of the flat buffer.
         tensor: what the optimizer has; it shares the memory of the part.
     """
 
-    index: int
+    number: int
     place: slice
     part: slice
     tensor: torch.Tensor
@@ -83,9 +83,12 @@ class TorchShard:
         self._num_trained = dict.fromkeys(owned, 0)  # they come before the changes of buffers
         for index, name in enumerate(named):
             dtype = plan.parameters[index].dtype
-            for place, part in within(owned[dtype], slice(*plan.places[index])):
+            ranges = list(within(owned[dtype], slice(*plan.places[index])))
+            if not plan.parameters[index].count:  # every rank has all of it
+                ranges = [(slice(0, 0), slice(0, 0))]
+            for place, part in ranges:
                 self._pieces[name] = Piece(index, place, part, tensor_of(self._parameters[dtype][part]))
-                self._num_trained[dtype] = part.stop
+                self._num_trained[dtype] = max(self._num_trained[dtype], part.stop)
         self._take_in()
         before = scheduled.state()
         self._replace(optimizer)
@@ -106,12 +109,12 @@ class TorchShard:
         for dtype, ranges in self._owned.items():
             cut(ranges, flats[dtype], self._gradients[dtype])
         for piece in self._pieces.values():
-            dtype = self._plan.parameters[piece.index].dtype
-            piece.tensor.grad = None if piece.index in unused else tensor_of(self._gradients[dtype][piece.part])
+            dtype = self._plan.parameters[piece.number].dtype
+            piece.tensor.grad = None if piece.number in unused else tensor_of(self._gradients[dtype][piece.part])
         rate = self._scheduled.step([part[: self._num_trained[dtype]] for dtype, part in self._gradients.items()])
         for piece in self._pieces.values():
             piece.tensor.grad = None
-            dtype, begin = self._plan.parameters[piece.index].dtype, self._plan.places[piece.index][0]
+            dtype, begin = self._plan.parameters[piece.number].dtype, self._plan.places[piece.number][0]
             there = slice(begin + piece.place.start, begin + piece.place.stop)
             flats[dtype][there] = self._parameters[dtype][piece.part]
         return rate
@@ -175,7 +178,7 @@ class TorchShard:
         state = self._own_state()
         for parameter, piece in self._pieces.items():
             if name in state.get(parameter, {}):
-                parts[self._plan.parameters[piece.index].dtype][piece.part] = state[parameter][name]
+                parts[self._plan.parameters[piece.number].dtype][piece.part] = state[parameter][name]
         return parts
 
     def lend(self, values: Sequence[dict[str, Any]], arrays: Mapping[str, Mapping[numpy.dtype, Array]]) -> None:
