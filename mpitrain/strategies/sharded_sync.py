@@ -32,8 +32,8 @@ from mpitrain.world import World
 class ShardedSync:
     """Synchronous data parallelism with a divided optimizer; see Strategy for the calls.
 
-    Checkpoints are those of Sync: they load on any number of ranks, with either strategy. While one is taken, each rank
-    needs the memory of the whole optimizer's state on the host.
+    Checkpoints are those of Sync: they load on any number of ranks, with either strategy. While one is taken, the ranks
+    that write it need the memory of the whole optimizer's state, and all others that of its largest array.
 
     The part of a lost rank is lost. So with `mpitrain run --recover` the loss of a rank ends the job, as without it.
     """
@@ -110,13 +110,17 @@ class ShardedSync:
         Raises:
             LostRankError: a rank has been lost, and its part with it.
         """
+        return self.own_state_for(reads=True)
+
+    def own_state_for(self, reads: bool) -> dict[str, Any]:
+        """See the function of that name. Only ranks with `reads` keep all parts. Raises as `own_state` does."""
         if self._world.control.is_broken and self._world.committer is not None:
             raise LostRankError(
                 f"{self._world.name()}: a rank has been lost, and with it its part of the optimizer's state, which "
                 "ShardedSync keeps on one rank only. The job cannot go on in place. With --restarts it starts again "
                 "from the copy in memory; with mt.Sync the others go on without the lost rank"
             )
-        self._lend_optimizer()
+        self._lend_optimizer(reads)
         return self._reducer.state()
 
     def restore_own(self, state: dict[str, Any]) -> None:
@@ -156,18 +160,23 @@ class ShardedSync:
                     )
                 )
 
-    def _lend_optimizer(self) -> None:
-        """Bring the state of the optimizer together on every rank. Collective."""
+    def _lend_optimizer(self, reads: bool) -> None:
+        """Bring the state of the optimizer together, and keep it on a rank that `reads` it. Collective."""
         values = self._world.allgather((self._shard.values(), self._shard.array_names()))
         names = sorted({name for _, of_rank in values for name in of_rank})
         arrays: dict[str, Mapping[numpy.dtype, Array]] = {}
         for name in names:
-            arrays[name] = {dtype: self._whole(dtype, part) for dtype, part in self._shard.array(name).items()}
-        self._shard.lend([of_rank for of_rank, _ in values], arrays)
+            joined = {
+                dtype: collectives.allgather(self._world, part).wait()
+                for dtype, part in self._shard.array(name).items()
+            }
+            if reads:
+                arrays[name] = {dtype: self._in_order(dtype, parts) for dtype, parts in joined.items()}
+        if reads:
+            self._shard.lend([of_rank for of_rank, _ in values], arrays)
 
-    def _whole(self, dtype: numpy.dtype, part: Array) -> Array:
-        """The parts of all ranks in the places of their owners. Collective."""
-        joined = collectives.allgather(self._world, part).wait()
+    def _in_order(self, dtype: numpy.dtype, joined: Array) -> Array:
+        """The parts of all ranks, given in the order of ranks, in the places that their owners have."""
         whole = numpy.empty(self._reducer.layout.counts[dtype], dtype)
         begin = 0
         for owned in self._owned:

@@ -16,6 +16,7 @@ class Strategy(Protocol):
 
     A strategy whose replicas differ between some steps has the property `replicas_are_equal`, which is then False. One
     whose `own_state` is that of before a step until the step is committed has the attribute `keeps_own_state`, True.
+    One that divides the optimizer has the method `own_state_for`; see the function of that name.
     """
 
     def begin(self, world: World, adapter: Adapter) -> None:
@@ -72,6 +73,16 @@ class Strategy(Protocol):
         The parameters stay valid, and so do results of `state` and `own_state`.
         """
         ...
+
+
+def own_state_for(strategy: Strategy, *, reads: bool) -> dict[str, Any]:
+    """Return `strategy.own_state()`. Collective; only ranks with `reads` ask the adapter for its state afterwards.
+
+    So only these need room for the whole state of an optimizer that the ranks have divided.
+    """
+    divided: Any = strategy
+    own: dict[str, Any] = divided.own_state_for(reads) if hasattr(divided, "own_state_for") else strategy.own_state()
+    return own
 
 
 @runtime_checkable

@@ -37,6 +37,7 @@ from mpitrain.exchange.exchange import make_exchange
 from mpitrain.exchange.owned import cut, put, size_of, within
 from mpitrain.exchange.scattered import ScatteredExchange
 from mpitrain.strategies import Strategy
+from mpitrain.strategies.strategy import own_state_for
 
 from .common import assert_same_bits, error_on_all, skip_alone
 from .placements import PLACEMENTS, placed
@@ -175,6 +176,13 @@ def test_the_whole_state_is_given_back(world: World) -> None:
     strategy.own_state()
     assert model.state()["optimizer"]["first"]["a"].shape == SHAPES["a"]
     train(world, strategy, model, range(1))
+    own_state_for(strategy, reads=world.is_root)
+    if world.is_root:
+        assert model.state()["optimizer"]["step"] == 1
+    else:
+        with pytest.raises(ConfigError, match="divided between the ranks"):
+            model.state()
+    train(world, strategy, model, range(1, 2))
     with pytest.raises(ConfigError, match=r"Call own_state\(\) of the strategy"):
         model.state()
     strategy.close()
