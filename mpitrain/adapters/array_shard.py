@@ -1,4 +1,4 @@
-"""The part of an ArrayFunction's optimizer that one rank has: an optimizer over the owned elements."""
+"""The part of an ArrayFunction's optimizer that one rank has: an optimizer that keeps the owned elements only."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy
 
-from mpitrain.arrays import Array, namespace
+from mpitrain.arrays import Array
 from mpitrain.errors import ConfigError
-from mpitrain.exchange.owned import cut, put
+from mpitrain.exchange.owned import cut
 from mpitrain.training.optimizers import Optimizer, described
 
 UNDIVIDED = (
@@ -43,8 +43,7 @@ class ArrayShard:
             )
         self.settings = described(optimizer)
         self._optimizer, self._flat, self._ranges = optimizer, flat, ranges
-        self._parameters: Array = divided.keep_only(ranges, norm_of_all)
-        self._gradients = namespace(flat).empty_like(self._parameters)
+        divided.keep_only(ranges, norm_of_all)
         self._whole: dict[str, Array | int] | None = None
 
     # -- of an Optimizer ---------------------------------------------------------------------------------------
@@ -56,9 +55,9 @@ class ArrayShard:
     def update(self, gradients: Array) -> float:
         """Make a step of the owned elements, and write their new values into `gradients`."""
         self._whole = None
-        cut(self._ranges, self._flat, self._parameters)  # anybody may have changed them
-        rate = self._optimizer.update(cut(self._ranges, gradients, self._gradients))
-        put(self._ranges, self._parameters, gradients)
+        rate = self._optimizer.update(gradients)
+        for one in self._ranges:
+            gradients[one] = self._flat[one]
         return rate
 
     def measure_gradient_norm(self) -> None:

@@ -23,7 +23,7 @@ from mpitrain.adapters.torch_state import groups_of
 from mpitrain.arrays import Array, is_array
 from mpitrain.errors import CheckpointError, ConfigError
 from mpitrain.exchange.bucket import Layout
-from mpitrain.exchange.owned import Owned, cut, size_of, within
+from mpitrain.exchange.owned import Owned, size_of, within
 
 ELEMENTWISE = ("Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD")
 # What these keep for a parameter as one number; all else has an entry for each element.
@@ -36,12 +36,14 @@ class Piece(NamedTuple):
     Attributes:
         number: of the parameter, its index.
         place: the range in the parameter, in its own order.
-        part: the range in the rank's part of the flat buffer.
-        tensor: what the optimizer has; it shares the memory of the part.
+        there: the same elements in the flat buffer.
+        part: their range in the rank's part of the flat buffer.
+        tensor: what the optimizer has.
     """
 
     number: int
     place: slice
+    there: slice
     part: slice
     tensor: torch.Tensor
 
@@ -77,19 +79,16 @@ class TorchShard:
         self._scheduled, self._named, self._plan, self._buffers = scheduled, named, plan, buffers
         self._owned = owned
         self._whole: dict[str, dict[str, Any]] | None = None
-        self._parameters = {dtype: numpy.empty(size_of(ranges), dtype) for dtype, ranges in owned.items()}
-        self._gradients = {dtype: numpy.empty_like(part) for dtype, part in self._parameters.items()}
         self._pieces: dict[str, Piece] = {}
-        self._num_trained = dict.fromkeys(owned, 0)  # they come before the changes of buffers
-        for index, name in enumerate(named):
+        for index, (name, parameter) in enumerate(named.items()):
             dtype = plan.parameters[index].dtype
             ranges = list(within(owned[dtype], slice(*plan.places[index])))
             if not plan.parameters[index].count:  # every rank has all of it
                 ranges = [(slice(0, 0), slice(0, 0))]
+            begin = plan.places[index][0]
             for place, part in ranges:
-                self._pieces[name] = Piece(index, place, part, tensor_of(self._parameters[dtype][part]))
-                self._num_trained[dtype] = max(self._num_trained[dtype], part.stop)
-        self._take_in()
+                there = slice(begin + place.start, begin + place.stop)
+                self._pieces[name] = Piece(index, place, there, part, _elements(parameter, place))
         before = scheduled.state()
         self._replace(optimizer)
         scheduled.divide({name: piece.tensor for name, piece in self._pieces.items()}, norm_of_all)
@@ -105,23 +104,17 @@ class TorchShard:
     def update(self, flats: Mapping[numpy.dtype, Array], unused: Collection[int]) -> float:
         """Make a step of the owned elements, and write their new values into `flats`."""
         self._whole = None
-        self._take_in()  # anybody may have changed them
-        for dtype, ranges in self._owned.items():
-            cut(ranges, flats[dtype], self._gradients[dtype])
-        for piece in self._pieces.values():
-            dtype = self._plan.parameters[piece.number].dtype
-            piece.tensor.grad = None if piece.number in unused else tensor_of(self._gradients[dtype][piece.part])
-        rate = self._scheduled.step([part[: self._num_trained[dtype]] for dtype, part in self._gradients.items()])
-        for piece in self._pieces.values():
-            piece.tensor.grad = None
-            dtype, begin = self._plan.parameters[piece.number].dtype, self._plan.places[piece.number][0]
-            there = slice(begin + piece.place.start, begin + piece.place.stop)
-            flats[dtype][there] = self._parameters[dtype][piece.part]
-        return rate
-
-    def _take_in(self) -> None:
+        gradients = []
         for name, piece in self._pieces.items():
-            piece.tensor.copy_(self._named[name].detach().reshape(-1)[piece.place])
+            piece.tensor.data = _elements(self._named[name], piece.place)  # somebody may have replaced the memory
+            own = flats[self._plan.parameters[piece.number].dtype][piece.there]
+            piece.tensor.grad = None if piece.number in unused else tensor_of(own)
+            gradients.append(own)
+        rate = self._scheduled.step(gradients)
+        for piece, own in zip(self._pieces.values(), gradients, strict=True):
+            piece.tensor.grad = None
+            own[...] = array_of(piece.tensor)
+        return rate
 
     def state(self) -> dict[str, Any]:
         """The state of the whole optimizer as from ScheduledOptimizer, while it is lent.
@@ -174,7 +167,7 @@ class TorchShard:
 
     def array(self, name: str) -> dict[numpy.dtype, Array]:
         """See OptimizerShard."""
-        parts = {dtype: numpy.zeros_like(part) for dtype, part in self._parameters.items()}
+        parts = {dtype: numpy.zeros(size_of(ranges), dtype) for dtype, ranges in self._owned.items()}
         state = self._own_state()
         for parameter, piece in self._pieces.items():
             if name in state.get(parameter, {}):
@@ -199,6 +192,11 @@ class TorchShard:
     def _own_state(self) -> dict[str, dict[str, Any]]:
         state: dict[str, dict[str, Any]] = self._scheduled.state()["optimizer"]["state"]
         return state
+
+
+def _elements(parameter: torch.Tensor, place: slice) -> torch.Tensor:
+    """These elements of a parameter: in its memory, or copied from it if it is not contiguous."""
+    return parameter.detach().reshape(-1)[place]
 
 
 def _is_number(key: str, value: Any) -> bool:
