@@ -98,7 +98,10 @@ def main() -> None:
     load = os.getloadavg()[0]
     seconds = alternate(world, calls, options.rounds)
     for name in STRATEGIES:
-        world.print(f"{name}: {1000 * statistics.median(seconds[name]) / options.steps:.1f} ms a step")
+        middle, least = (
+            1000 * value / options.steps for value in (statistics.median(seconds[name]), min(seconds[name]))
+        )
+        world.print(f"{name}: {middle:.1f} ms a step, {least:.1f} ms in the fastest round")
     middle, low, high = ratio(seconds, "ShardedSync", "Sync")
     world.print(f"ShardedSync / Sync: {middle:.3f} ({low:.3f} to {high:.3f}), load {load:.0f} at the beginning")
 

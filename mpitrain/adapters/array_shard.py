@@ -9,7 +9,7 @@ import numpy
 
 from mpitrain.arrays import Array
 from mpitrain.errors import ConfigError
-from mpitrain.exchange.owned import cut
+from mpitrain.exchange.owned import cut, rest_of
 from mpitrain.training.optimizers import Optimizer, described
 
 UNDIVIDED = (
@@ -44,6 +44,7 @@ class ArrayShard:
         self.settings = described(optimizer)
         self._optimizer, self._flat, self._ranges = optimizer, flat, ranges
         divided.keep_only(ranges, norm_of_all)
+        self._others = rest_of(ranges, flat.size)
         self._whole: dict[str, Array | int] | None = None
 
     # -- of an Optimizer ---------------------------------------------------------------------------------------
@@ -89,7 +90,9 @@ class ArrayShard:
 
     def take_updated(self, flats: Mapping[numpy.dtype, Array]) -> None:
         """See OptimizerShard."""
-        self._flat[...] = flats[self._flat.dtype]
+        updated = flats[self._flat.dtype]
+        for one in self._others:
+            self._flat[one] = updated[one]
 
     def values(self) -> dict[str, Any]:
         """See OptimizerShard."""

@@ -46,6 +46,13 @@ def put(ranges: Sequence[slice], part: Array, flat: Array) -> None:
         begin = end
 
 
+def rest_of(ranges: Sequence[slice], count: int) -> list[slice]:
+    """Return the ranges between those of a part, in a flat buffer of `count` elements."""
+    begins = [0, *(one.stop for one in ranges)]
+    ends = [*(one.start for one in ranges), count]
+    return [slice(begin, end) for begin, end in zip(begins, ends, strict=True) if begin < end]
+
+
 def size_of(ranges: Sequence[slice]) -> int:
     """Return the number of elements of a part."""
     return sum(one.stop - one.start for one in ranges)

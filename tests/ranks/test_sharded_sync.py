@@ -34,7 +34,7 @@ from mpitrain import (
 )
 from mpitrain.errors import ConfigError, MismatchError, NonFiniteError
 from mpitrain.exchange.exchange import make_exchange
-from mpitrain.exchange.owned import cut, put, size_of, within
+from mpitrain.exchange.owned import cut, put, rest_of, size_of, within
 from mpitrain.exchange.scattered import ScatteredExchange
 from mpitrain.strategies import Strategy
 from mpitrain.strategies.strategy import own_state_for
@@ -501,6 +501,9 @@ def test_ranges(world: World) -> None:
     part = cut(ranges, whole)
     assert part.tolist() == [2, 3, 4, 9, 10, 11, 12, 13]
     assert size_of(ranges) == 8
+    assert sorted([*part, *cut(rest_of(ranges, 20), whole)]) == list(range(20))
+    assert rest_of([], 3) == [slice(0, 3)]
+    assert rest_of([slice(0, 3)], 3) == []
     back = numpy.full(20, -1)
     put(ranges, part, back)
     assert [place for place in range(20) if back[place] == place] == part.tolist()
