@@ -161,6 +161,7 @@ HOMES = {
         "adapters.torch_module",
         "adapters.torch_optimizer",
         "adapters.torch_parts",
+        "adapters.torch_shard",
         "adapters.torch_state",
         "adapters.torch_trained",
         "torch.*",
