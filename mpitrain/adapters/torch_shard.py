@@ -30,7 +30,7 @@ ELEMENTWISE = ("Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "ASGD", "NAdam"
 _NUMBERS = ("step", "mu_product", "eta", "mu")
 
 
-class Piece(NamedTuple):
+class OwnedPiece(NamedTuple):
     """The elements of one parameter that this rank owns.
 
     Attributes:
@@ -79,7 +79,7 @@ class TorchShard:
         self._scheduled, self._named, self._plan, self._buffers = scheduled, named, plan, buffers
         self._owned = owned
         self._whole: dict[str, dict[str, Any]] | None = None
-        self._pieces: dict[str, Piece] = {}
+        self._pieces: dict[str, OwnedPiece] = {}
         for index, (name, parameter) in enumerate(named.items()):
             dtype = plan.parameters[index].dtype
             ranges = list(within(owned[dtype], slice(*plan.places[index])))
@@ -88,7 +88,7 @@ class TorchShard:
             begin = plan.places[index][0]
             for place, part in ranges:
                 there = slice(begin + place.start, begin + place.stop)
-                self._pieces[name] = Piece(index, place, there, part, _elements(parameter, place))
+                self._pieces[name] = OwnedPiece(index, place, there, part, _elements(parameter, place))
         before = scheduled.state()
         self._replace(optimizer)
         scheduled.divide({name: piece.tensor for name, piece in self._pieces.items()}, norm_of_all)
