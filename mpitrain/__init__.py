@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from mpitrain.strategies import DiLoCo as DiLoCo
     from mpitrain.strategies import LocalSGD as LocalSGD
     from mpitrain.strategies import ParameterServer as ParameterServer
+    from mpitrain.strategies import ShardedSync as ShardedSync
     from mpitrain.strategies import StreamingDiLoCo as StreamingDiLoCo
     from mpitrain.strategies import Sync as Sync
     from mpitrain.strategies import make_strategy as make_strategy
@@ -115,6 +116,7 @@ _HOME = {
     "Reading": "training.meters.meter",
     "Record": "training.hooks.record",
     "RunEvent": "training.run_event",
+    "ShardedSync": "strategies",
     "Sgd": "training.optimizers",
     "Step": "training.step",
     "StopAfter": "training.hooks.stop",

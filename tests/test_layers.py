@@ -57,8 +57,10 @@ LAYERS: dict[str, list[str]] = {
         "exchange.alone",
         "exchange.left_out",
         "exchange.means",
+        "exchange.owned",
         "exchange.reducer",
         "exchange.remarks",
+        "exchange.scattered",
         "exchange.vote",
     ],
     "job": [
@@ -160,6 +162,7 @@ HOMES = {
         "adapters.torch_module",
         "adapters.torch_optimizer",
         "adapters.torch_parts",
+        "adapters.torch_shard",
         "adapters.torch_state",
         "adapters.torch_trained",
         "torch.*",

@@ -7,11 +7,12 @@ from typing import Any
 
 import numpy
 
-from mpitrain.adapters.adapter import Adapter, OnGradient, divided_of
+from mpitrain.adapters.adapter import Adapter, OnGradient, OptimizerShard, divided_of, sharded_of
 from mpitrain.arrays import Array
 from mpitrain.errors import ConfigError, GradientError
 from mpitrain.exchange.bucket import Parameter
 from mpitrain.exchange.division import Division
+from mpitrain.exchange.owned import Owned
 from mpitrain.exchange.remarks import Remarks
 from mpitrain.shard import part_of
 from mpitrain.training.loss_scale import LossScale
@@ -166,6 +167,14 @@ class Accumulate:
     def take_part_state(self, number: int, state: Mapping[str, Any], gone: Sequence[str]) -> None:
         """See DividedAdapter."""
         divided_of(self._adapter).take_part_state(number, state, gone)
+
+    def shard(self, owned: Owned, norm_of_all: Callable[[float], float]) -> OptimizerShard:
+        """See ShardedAdapter.
+
+        Raises:
+            ConfigError: the adapter or its optimizer cannot be divided.
+        """
+        return sharded_of(self._adapter).shard(owned, norm_of_all)
 
     def measure_gradient_norm(self) -> None:
         """See Adapter."""

@@ -11,6 +11,7 @@ from mpitrain.arrays import Array
 from mpitrain.errors import ConfigError
 from mpitrain.exchange.bucket import Parameter
 from mpitrain.exchange.division import Division
+from mpitrain.exchange.owned import Owned
 from mpitrain.exchange.remarks import Remarks
 from mpitrain.training.loss_scale import LossScale
 from mpitrain.tree import Tree
@@ -142,6 +143,81 @@ class DividedAdapter(Adapter, Protocol):
         `gone` are names that are not in it any more.
         """
         ...
+
+
+class OptimizerShard(Protocol):
+    """The part of an optimizer that one rank has: its state for the elements that the rank owns. Nothing communicates.
+
+    While there is one, `apply_gradients` of the adapter changes no parameter. It writes the new values of the owned
+    elements into the flat buffers, over their gradients; the other elements of the buffers may have any values.
+    `restore` takes the state of the whole optimizer, as from an adapter without a shard.
+
+    Attributes:
+        settings: the optimizer in a text. Equal texts, equal updates.
+    """
+
+    settings: str
+
+    def take_updated(self, flats: Mapping[numpy.dtype, Array]) -> None:
+        """Take in the flat buffers of the last `apply_gradients`, with what all owners have written."""
+        ...
+
+    def values(self) -> dict[str, Any]:
+        """Return the part's state without the arrays of `array`, for `lend`: what pickle can write."""
+        ...
+
+    def array_names(self) -> list[str]:
+        """Return the names of the state's arrays that have an entry for each element."""
+        ...
+
+    def array(self, name: str) -> dict[numpy.dtype, Array]:
+        """Return an array of the state for the owned elements, by dtype of the flat buffers. What is missing is 0."""
+        ...
+
+    def lend(self, values: Sequence[dict[str, Any]], arrays: Mapping[str, Mapping[numpy.dtype, Array]]) -> None:
+        """Let `state` of the adapter return the state of the whole optimizer, until the next `apply_gradients`.
+
+        Args:
+            values: by rank.
+            arrays: of all elements, flat, by name and dtype of the flat buffers.
+        """
+        ...
+
+    def give_back(self) -> None:
+        """Forget what was lent, which takes the memory of the whole optimizer."""
+        ...
+
+
+@runtime_checkable
+class ShardedAdapter(Adapter, Protocol):
+    """An Adapter whose optimizer can be divided between ranks. Each rank has the whole model, and updates a part."""
+
+    def shard(self, owned: Owned, norm_of_all: Callable[[float], float]) -> OptimizerShard:
+        """Keep the state of the optimizer for the owned elements only, from now on.
+
+        Args:
+            owned: ranges of the flat buffers of `layout`.
+            norm_of_all: `apply_gradients` calls it where it needs the norm of the gradients, with the norm of those of
+                the owned elements. It returns the norm of the gradients of all.
+
+        Raises:
+            ConfigError: the optimizer cannot do this, or it is divided already.
+        """
+        ...
+
+
+def sharded_of(adapter: Adapter) -> ShardedAdapter:
+    """Return an adapter whose optimizer can be divided between ranks.
+
+    Raises:
+        ConfigError: this one's cannot.
+    """
+    if not isinstance(adapter, ShardedAdapter):
+        raise ConfigError(
+            f"{type(adapter).__name__} has no method shard, so its optimizer cannot be divided between ranks; "
+            "ArrayFunction and TorchModule have it. Use mt.Sync"
+        )
+    return adapter
 
 
 def divided_of(adapter: Adapter) -> DividedAdapter:

@@ -8,13 +8,15 @@ from typing import Any
 import ml_dtypes
 import numpy
 
-from mpitrain.adapters.adapter import OnGradient
+from mpitrain.adapters.adapter import OnGradient, OptimizerShard
+from mpitrain.adapters.array_shard import ArrayShard
 from mpitrain.adapters.fits import check_fits
 from mpitrain.arrays import Array, is_array, is_device_array, namespace
 from mpitrain.cuda.staging import like
 from mpitrain.errors import ConfigError, GradientError
 from mpitrain.exchange.bucket import Parameter, plan_layout
 from mpitrain.exchange.division import Division, divide
+from mpitrain.exchange.owned import Owned
 from mpitrain.exchange.remarks import Remarks
 from mpitrain.training.loss_scale import LossScale
 from mpitrain.training.optimizers import Optimizer
@@ -71,7 +73,7 @@ class ArrayFunction:
                 exist, or does not fit the parameters.
         """
         self._function = function
-        self._optimizer = optimizer
+        self._optimizer: Optimizer = optimizer
         narrow = _narrow_dtype(precision, parameters)
         self._loss_scale = LossScale() if loss_scale is None and narrow == numpy.float16 else loss_scale
         values = list(parameters.values())
@@ -219,6 +221,11 @@ class ArrayFunction:
         for name, flat in self.part_state(number).items():
             if name in state:
                 flat[...] = like(state[name], flat)
+
+    def shard(self, owned: Owned, norm_of_all: Callable[[float], float]) -> OptimizerShard:
+        """See ShardedAdapter."""
+        self._optimizer = shard = ArrayShard(self._optimizer, self._flat, owned[self._flat.dtype], norm_of_all)
+        return shard
 
     def measure_gradient_norm(self) -> None:
         """See Adapter."""

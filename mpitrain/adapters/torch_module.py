@@ -9,13 +9,14 @@ from typing import Any
 
 import numpy
 
-from mpitrain.adapters.adapter import OnGradient
+from mpitrain.adapters.adapter import OnGradient, OptimizerShard
 from mpitrain.adapters.array_function import PRECISIONS
 from mpitrain.adapters.fits import check_fits
 from mpitrain.arrays import Array
 from mpitrain.errors import ConfigError, GradientError
 from mpitrain.exchange.bucket import Parameter, plan_layout
 from mpitrain.exchange.division import Division
+from mpitrain.exchange.owned import Owned
 from mpitrain.exchange.remarks import Remarks
 from mpitrain.training.loss_scale import LossScale
 from mpitrain.training.schedules import Schedule
@@ -34,6 +35,7 @@ from mpitrain.adapters.torch_buffers import ModuleBuffers, Values
 from mpitrain.adapters.torch_checks import check_optimizer, check_places, checked_loss, narrow_dtype
 from mpitrain.adapters.torch_optimizer import ScheduledOptimizer
 from mpitrain.adapters.torch_parts import TorchParts, check_dividable
+from mpitrain.adapters.torch_shard import TorchShard
 from mpitrain.adapters.torch_state import Scheduler
 from mpitrain.adapters.torch_trained import Trained
 
@@ -116,6 +118,7 @@ class TorchModule:
         self._counts = plan_layout(self._trained.layout).counts
         self._plan = plan_layout([*self._trained.layout, *buffers])
         self._parts: TorchParts | None = None  # of several servers
+        self._shard: TorchShard | None = None
         self._on_gradient: OnGradient | None = None
         self._handed_in: set[int] = set()
         self._changed: Values | None = None
@@ -232,6 +235,10 @@ class TorchModule:
         is_first = self._parts is None or self._parts.number == 0
         for text in self._trained.report(remarks) if is_first else ():
             warnings.warn(f"{text}. Freeze parameters that are never trained: requires_grad_(False)", stacklevel=2)
+        if self._shard is not None:
+            rate = self._shard.update(flats, remarks.unused)
+            self._buffers.settle_others([note or () for note in remarks.notes])
+            return rate
         trained = self._trained.tensors.values()
         if self._parts is None:
             views = dict(enumerate(self._plan.views(dict(flats))))
@@ -281,6 +288,18 @@ class TorchModule:
         assert self._parts is not None
         self._parts.take(state, gone, self.parameters(), self._torch_optimizer, self._trained.named)
 
+    def shard(self, owned: Owned, norm_of_all: Callable[[float], float]) -> OptimizerShard:
+        """See ShardedAdapter. From now on, the optimizer has pieces of the parameters in their place.
+
+        Raises:
+            ConfigError: the optimizer needs whole tensors, or it is divided already.
+        """
+        if self._shard is not None:
+            raise ConfigError("the optimizer is divided between ranks already; make another TorchModule")
+        optimizer, trained = self._torch_optimizer, self._trained.tensors
+        self._shard = TorchShard(optimizer, self._optimizer, trained, self._plan, self._buffers, owned, norm_of_all)
+        return self._shard
+
     def measure_gradient_norm(self) -> None:
         """See Adapter."""
         self._optimizer.measure_gradient_norm()
@@ -292,7 +311,7 @@ class TorchModule:
     def state(self) -> dict[str, Any]:
         """See Adapter: `parameters`; `optimizer` with `step`, its `groups` and its `state` by parameter; `schedule`, if
         there is a scheduler of PyTorch; and `loss_scale`, if there is a scale."""
-        state = {"parameters": self.parameters(), **self._optimizer.state()}
+        state = {"parameters": self.parameters(), **(self._shard or self._optimizer).state()}
         if self._loss_scale:
             state["loss_scale"] = self._loss_scale.state()
         return state
@@ -303,7 +322,7 @@ class TorchModule:
         scale = state.get("loss_scale") if self._loss_scale else None
         if self._loss_scale and scale is not None:
             self._loss_scale.check(scale)
-        self._optimizer.restore(state)
+        (self._shard or self._optimizer).restore(state)
         self.load_parameters(state["parameters"])
         if self._loss_scale and scale is not None:
             self._loss_scale.restore(scale)

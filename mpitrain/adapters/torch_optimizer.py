@@ -84,6 +84,10 @@ class ScheduledOptimizer:
         """From now on, gradients are those of one server, and this function returns the norm of those of all."""
         self._norm_of_all = norm_of_all
 
+    def divide(self, named: Mapping[str, torch.Tensor], norm_of_all: Callable[[float], float]) -> None:
+        """From now on, the optimizer has these pieces of the parameters, and gradients are theirs; see above."""
+        self._named, self._norm_of_all = named, norm_of_all
+
     def plan_update(self) -> dict[str, Any]:
         """See DividedAdapter. The plan has all options of the groups, which a schedule or a hook may have set."""
         rate, groups = self._next_rate(), groups_of(self._optimizer)

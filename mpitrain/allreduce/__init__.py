@@ -9,29 +9,31 @@ from __future__ import annotations
 
 from mpitrain.allreduce.algorithm import Algorithm
 from mpitrain.allreduce.direct import direct, direct_allgather, direct_reduce_scatter, direct_seconds, direct_steps
+from mpitrain.allreduce.group import everyone
+from mpitrain.allreduce.halves import Halves, of_group
 from mpitrain.allreduce.halving_doubling import (
     doubling_allgather,
     halving_doubling,
     halving_doubling_steps,
     halving_reduce_scatter,
 )
-from mpitrain.allreduce.hierarchical import hierarchical, hierarchical_seconds
+from mpitrain.allreduce.hierarchical import hierarchical, hierarchical_halves, hierarchical_seconds
 from mpitrain.allreduce.native import native, native_seconds, native_steps
 from mpitrain.allreduce.recursive_doubling import recursive_doubling, recursive_doubling_steps
 from mpitrain.allreduce.registry import ALGORITHMS, Entry
 from mpitrain.allreduce.ring import ring, ring_allgather, ring_reduce_scatter, ring_seconds, ring_steps
-from mpitrain.allreduce.select import auto
-from mpitrain.allreduce.shared_memory import shared_memory, shared_memory_seconds
-from mpitrain.errors import ConfigError
+from mpitrain.allreduce.select import auto, auto_halves
+from mpitrain.allreduce.shared_memory import shared_memory, shared_memory_halves, shared_memory_seconds
+from mpitrain.errors import ConfigError, everywhere
 from mpitrain.world import World
 
-__all__ = ["ALGORITHMS", "Entry", "check_name", "make_algorithm"]
+__all__ = ["ALGORITHMS", "Entry", "check_name", "make_algorithm", "make_halves"]
 
 ALGORITHMS |= {
-    "auto": Entry(auto),
+    "auto": Entry(auto, halves=auto_halves),
     "native": Entry(native, native_steps, native_seconds),
-    "shared_memory": Entry(shared_memory, seconds=shared_memory_seconds),
-    "hierarchical": Entry(hierarchical, seconds=hierarchical_seconds),
+    "shared_memory": Entry(shared_memory, seconds=shared_memory_seconds, halves=shared_memory_halves),
+    "hierarchical": Entry(hierarchical, seconds=hierarchical_seconds, halves=hierarchical_halves),
     "ring": Entry(ring, ring_steps, ring_seconds, ring_reduce_scatter, ring_allgather),
     "direct": Entry(direct, direct_steps, direct_seconds, direct_reduce_scatter, direct_allgather),
     "recursive_doubling": Entry(recursive_doubling, recursive_doubling_steps),
@@ -55,6 +57,32 @@ def make_algorithm(world: World, name: str | None = None) -> Algorithm:
     check_name(name)
     world.agree("make an algorithm", [name])
     return ALGORITHMS[name].make(world)
+
+
+def make_halves(world: World, name: str | None = None) -> Halves:
+    """Make the halves of the algorithm of that name, or of the world's settings. Collective.
+
+    Raises:
+        ConfigError: there is no algorithm of that name, it has no halves, or it does not suit this world. On every
+            rank.
+        MismatchError: the ranks give different names.
+    """
+    name = world.config.algorithm if name is None else name
+    check_name(name)
+    world.agree("make the halves of an algorithm", [name])
+    entry = ALGORITHMS[name]
+    if entry.halves is not None:
+        return entry.halves(world)
+    if entry.reduce_scatter is None or entry.allgather is None:
+        known = ", ".join(sorted(other for other, one in ALGORITHMS.items() if one.halves or one.reduce_scatter))
+        raise everywhere(
+            ConfigError(
+                f"the algorithm {name} has no halves: it makes no reduce-scatter by itself; those that do are {known}. "
+                "Choose one of them: MPITRAIN_ALGORITHM"
+            )
+        )
+    group = everyone(world)
+    return of_group(name, group, entry.reduce_scatter(group), entry.allgather(group))
 
 
 def check_name(name: str) -> None:

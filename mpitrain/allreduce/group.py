@@ -55,7 +55,7 @@ def pieces_of(segment: slice, number: int) -> list[slice]:
 
 def everyone(world: World) -> Group:
     """All ranks of the world, node by node: neighbours on one node stay neighbours, whatever the placement."""
-    order = tuple(rank for node in _nodes(world) for rank in node)
+    order = tuple(rank for node in ranks_by_node(world) for rank in node)
     return Group(world.comm, order, order.index(world.rank))
 
 
@@ -70,7 +70,7 @@ def lane(world: World) -> Group | None:
     place = _mates(world).index(world.rank)
     if place >= num_lanes(world):
         return None
-    members = tuple(ranks[place] for ranks in _nodes(world))
+    members = tuple(ranks[place] for ranks in ranks_by_node(world))
     return Group(world.comm, members, members.index(world.rank))
 
 
@@ -83,7 +83,7 @@ def _mates(world: World) -> tuple[int, ...]:
     return tuple(rank for rank in range(world.size) if world.node_ranks[rank] == world.node_rank)
 
 
-def _nodes(world: World) -> list[tuple[int, ...]]:
+def ranks_by_node(world: World) -> list[tuple[int, ...]]:
     """The ranks of each node; the nodes are in the order in which a ring uses the fastest links."""
     nodes = [
         tuple(rank for rank in range(world.size) if world.node_ranks[rank] == node)

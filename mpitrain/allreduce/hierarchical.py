@@ -39,7 +39,8 @@ import numpy
 
 from mpitrain.allreduce.algorithm import Progress, Sequential, Steps, in_phases
 from mpitrain.allreduce.costs import Topology, inside_seconds, topology_of
-from mpitrain.allreduce.group import Group, lane, num_lanes
+from mpitrain.allreduce.group import Group, lane, num_lanes, ranks_by_node
+from mpitrain.allreduce.halves import Halves
 from mpitrain.allreduce.node_memory import meet
 from mpitrain.allreduce.registry import ALGORITHMS, by_cost, candidates, cheapest, priced
 from mpitrain.allreduce.shared_memory import NodeArrays, add_block, blocks
@@ -83,6 +84,55 @@ def hierarchical_steps(world: World, memory: NodeArrays, make_between: Callable[
         yield meet(mates)
 
     return memory.steps(add)
+
+
+def hierarchical_halves(world: World) -> Halves:
+    """Add up in the node, then scatter in each lane; gather in each lane, then copy in the node.
+
+    A rank's part is its node's part of its lane's segment. A rank beyond the smallest node's number has no part.
+    Arrays are in the memory of the halves.
+    """
+    memory = NodeArrays(world)
+    mates, lanes, group, nodes = memory.mates, num_lanes(world), lane(world), ranks_by_node(world)
+    scatter, gather = _between_halves(world, group) if group is not None else (None, None)
+
+    def segment(count: int, index: int) -> slice:
+        return part_of(count, index, lanes) if index < lanes else slice(0, 0)
+
+    def own(count: int, rank: int) -> slice:
+        node = next(place for place, ranks in enumerate(nodes) if rank in ranks)
+        whole = segment(count, nodes[node].index(rank))
+        part = part_of(whole.stop - whole.start, node, len(nodes))
+        return slice(whole.start + part.start, whole.start + part.stop)
+
+    @in_phases
+    def reduce_scatter(flat: numpy.ndarray) -> Iterator[Progress]:
+        part = segment(flat.size, mates.index)
+        yield meet(mates)
+        memory.add_own(flat, part)
+        yield meet(mates)  # nobody reads any more
+        if scatter is not None and part.stop > part.start:
+            yield scatter(flat[part])
+
+    @in_phases
+    def allgather(flat: numpy.ndarray) -> Iterator[Progress]:
+        part = segment(flat.size, mates.index)
+        if gather is not None and part.stop > part.start:
+            yield gather(flat[part])
+        yield memory.take_others(flat, [segment(flat.size, index) for index in range(mates.size)])
+
+    return Halves("hierarchical", reduce_scatter, allgather, own, memory)
+
+
+def _between_halves(world: World, group: Group) -> tuple[Callable[[numpy.ndarray], Progress], ...]:
+    """Both halves over a lane, of the algorithm with halves that is the fastest for a segment's number of bytes."""
+    topology = topology_of(world).between_nodes()
+    entries = {name: entry for name, entry in ALGORITHMS.items() if entry.reduce_scatter and entry.seconds}
+    made = {
+        name: tuple(make(group) for make in (entry.reduce_scatter, entry.allgather) if make is not None)
+        for name, entry in entries.items()
+    }
+    return tuple(lambda flat, half=half: made[cheapest(flat.nbytes, topology, made)[1]][half](flat) for half in (0, 1))
 
 
 def between_nodes(world: World) -> Callable[[Group], Steps]:

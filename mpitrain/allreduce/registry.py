@@ -12,6 +12,7 @@ import numpy
 from mpitrain.allreduce.algorithm import Piece, Progress, Sequential, Steps
 from mpitrain.allreduce.costs import Cost, Topology
 from mpitrain.allreduce.group import Group
+from mpitrain.allreduce.halves import Halves
 from mpitrain.world import World
 
 
@@ -26,6 +27,7 @@ class Entry(NamedTuple):
             the first in the registry. None: neither of them takes this algorithm.
         reduce_scatter, allgather: make the two halves of an algorithm that has halves, each for use by itself. Not
             collective, like `over`. On one communicator, the queue keeps the messages of two pieces of work in order.
+        halves: makes both halves for a World, if the algorithm has some, but none over a group. Collective.
     """
 
     make: Callable[[World], Sequential]
@@ -33,6 +35,7 @@ class Entry(NamedTuple):
     seconds: Cost | None = None
     reduce_scatter: Callable[[Group], Piece] | None = None
     allgather: Callable[[Group], Piece] | None = None
+    halves: Callable[[World], Halves] | None = None
 
 
 ALGORITHMS: dict[str, Entry] = {}  # filled in __init__.py, which imports all algorithms

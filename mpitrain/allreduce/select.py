@@ -5,7 +5,10 @@ from __future__ import annotations
 from mpitrain.allreduce.algorithm import Sequential
 from mpitrain.allreduce.costs import bucket_bytes, compression, topology_of
 from mpitrain.allreduce.group import everyone, num_lanes
+from mpitrain.allreduce.halves import Halves
+from mpitrain.allreduce.hierarchical import hierarchical_halves
 from mpitrain.allreduce.registry import ALGORITHMS, by_cost, candidates, changes, cheapest, priced
+from mpitrain.allreduce.shared_memory import shared_memory_halves
 from mpitrain.world import World
 
 
@@ -16,6 +19,11 @@ def auto(world: World) -> Sequential:
     # At most one of them has memory of its own: shared_memory and hierarchical have the node's memory.
     memory = next((algorithm.memory for algorithm in made.values() if algorithm.memory is not None), None)
     return Sequential(world, "auto", by_cost(topology, {name: made[name].steps for name in made}), memory)
+
+
+def auto_halves(world: World) -> Halves:
+    """The halves that send the fewest bytes over the network: shared memory inside nodes. Collective."""
+    return (shared_memory_halves if world.num_nodes == 1 else hierarchical_halves)(world)
 
 
 def choices(world: World) -> list[str]:

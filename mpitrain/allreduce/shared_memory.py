@@ -32,16 +32,17 @@ shared buffers.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy
 
 from mpitrain.allreduce.algorithm import Progress, Sequential, Steps, in_phases
 from mpitrain.allreduce.costs import Topology, inside_seconds
 from mpitrain.allreduce.group import Group, of_this_node
+from mpitrain.allreduce.halves import Halves
 from mpitrain.allreduce.node_memory import NodeMemory, meet
 from mpitrain.arrays import Array
-from mpitrain.errors import ConfigError
+from mpitrain.errors import ConfigError, everywhere
 from mpitrain.shard import part_of
 from mpitrain.watching.activity import count_moved
 from mpitrain.world import World
@@ -56,11 +57,7 @@ def shared_memory(world: World) -> Sequential:
     Raises:
         ConfigError: the ranks are on several nodes.
     """
-    if world.num_nodes > 1:
-        raise ConfigError(
-            f"the algorithm shared_memory is for ranks on one node; these ranks are on {world.num_nodes} nodes. "
-            "Use hierarchical between nodes"
-        )
+    _refuse_nodes(world)
     memory = NodeArrays(world)
     return Sequential(world, "shared_memory", shared_memory_steps(memory), memory)
 
@@ -115,6 +112,31 @@ def shared_memory_steps(memory: NodeArrays) -> Steps:
     return steps
 
 
+def shared_memory_halves(world: World) -> Halves:
+    """Rank r has part r: it reads that part of everybody's array. For worlds on one node, and arrays in its memory.
+
+    Raises:
+        ConfigError: the ranks are on several nodes.
+    """
+    _refuse_nodes(world)
+    memory = NodeArrays(world)
+    mates = memory.mates
+
+    def own(count: int, rank: int) -> slice:
+        return part_of(count, rank, mates.size)
+
+    @in_phases
+    def reduce_scatter(flat: numpy.ndarray) -> Iterator[Progress]:
+        yield meet(mates)
+        memory.add_own(flat, own(flat.size, mates.index))
+        yield meet(mates)  # nobody reads any more
+
+    def allgather(flat: numpy.ndarray) -> Progress:
+        return memory.take_others(flat, [own(flat.size, index) for index in range(mates.size)])
+
+    return Halves("shared_memory", reduce_scatter, allgather, own, memory)
+
+
 class NodeArrays:
     """Flat arrays in memory that the ranks of this node share."""
 
@@ -146,6 +168,29 @@ class NodeArrays:
     def everyones(self, flat: numpy.ndarray) -> list[numpy.ndarray] | None:
         """Return the same place in the memory of every rank of the node; None if they do not share the array."""
         return self._memory.find(flat) if self._is_shared else [flat]
+
+    def add_own(self, flat: numpy.ndarray, part: slice) -> None:
+        """Put the sum of that part of all arrays of the node into it, between two meetings."""
+        arrays = self._shared_arrays(flat)
+        for block in blocks(part, flat.itemsize):
+            add_block(arrays, block, flat)
+
+    @in_phases
+    def take_others(self, flat: numpy.ndarray, parts: Sequence[slice]) -> Iterator[Progress]:
+        """Copy each rank's part, by its place on the node, from the array of that rank."""
+        arrays = self._shared_arrays(flat)
+        yield meet(self.mates)  # all have filled their parts
+        for index, part in enumerate(parts):
+            if index != self.mates.index:
+                for block in blocks(part, flat.itemsize):
+                    flat[block] = arrays[index][block]
+        yield meet(self.mates)  # nobody reads any more
+
+    def _shared_arrays(self, flat: numpy.ndarray) -> list[numpy.ndarray]:
+        arrays = self.everyones(flat)
+        if arrays is None:
+            raise ValueError("the halves of shared_memory and hierarchical work on arrays that their memory allocates")
+        return arrays
 
     def make_slab(self) -> Progress:
         """Make the slab if there is none yet: work of all ranks of the node."""
@@ -184,6 +229,16 @@ class NodeArrays:
         shared = self._memory.find(slab)
         assert shared is not None
         return shared
+
+
+def _refuse_nodes(world: World) -> None:
+    if world.num_nodes > 1:
+        raise everywhere(
+            ConfigError(
+                f"the algorithm shared_memory is for ranks on one node; these ranks are on {world.num_nodes} nodes. "
+                "Use hierarchical between nodes"
+            )
+        )
 
 
 def blocks(part: slice, itemsize: int) -> Iterator[slice]:

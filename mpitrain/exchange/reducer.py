@@ -14,7 +14,7 @@ from typing import Any
 from mpitrain.allreduce import costs
 from mpitrain.arrays import Array, namespace
 from mpitrain.errors import DataError, GradientError, MpitrainError, NonFiniteError
-from mpitrain.exchange.bucket import Parameter, plan_buckets, plan_layout
+from mpitrain.exchange.bucket import Bucket, Parameter, plan_buckets, plan_layout
 from mpitrain.exchange.checks import agree_on_layout, check_gradient, check_scales, check_turns
 from mpitrain.exchange.driver import make_driver
 from mpitrain.exchange.exchange import Exchange, make_exchange, share_of
@@ -100,6 +100,11 @@ class GradientReducer:
         self._driver = make_driver(world, self.progress, threaded)
         self._is_closed = False
         self.sends_gradients = True
+
+    @property
+    def buckets(self) -> Sequence[Bucket]:
+        """What a step exchanges, in the order of the exchange."""
+        return self._buckets
 
     @property
     def num_buckets(self) -> int:

@@ -12,6 +12,7 @@ from mpitrain.errors import ConfigError
 from mpitrain.strategies.diloco import DiLoCo
 from mpitrain.strategies.local_sgd import LocalSGD
 from mpitrain.strategies.parameter_server import ParameterServer
+from mpitrain.strategies.sharded_sync import ShardedSync
 from mpitrain.strategies.strategy import ServedStrategy, Strategy
 from mpitrain.strategies.streaming_diloco import StreamingDiLoCo
 from mpitrain.strategies.sync import Sync
@@ -22,6 +23,7 @@ __all__ = [
     "LocalSGD",
     "ParameterServer",
     "ServedStrategy",
+    "ShardedSync",
     "Strategy",
     "StreamingDiLoCo",
     "Sync",
@@ -31,6 +33,7 @@ __all__ = [
 # Each makes a new strategy with its defaults.
 STRATEGIES: dict[str, Callable[[], Strategy]] = {
     "sync": Sync,
+    "sharded_sync": ShardedSync,
     "local_sgd": LocalSGD,
     "diloco": DiLoCo,
     "streaming_diloco": StreamingDiLoCo,

@@ -29,7 +29,7 @@ from mpitrain.strategies.round_plan import RoundPlan
 from mpitrain.strategies.round_state import RoundState
 from mpitrain.strategies.sync import Sync
 from mpitrain.training.checkpoint.names import host_copy
-from mpitrain.training.optimizers import Optimizer
+from mpitrain.training.optimizers import Optimizer, described
 from mpitrain.world import World
 
 # A rank's gradients go nowhere, so there is no reason to cut them into buckets.
@@ -81,7 +81,8 @@ class Rounds:
             ConfigError: there are more fragments than trained elements. Raised on every rank.
         """
         self._world, self._adapter, self._scale = world, adapter, adapter.loss_scale
-        world.agree("begin", [str(self._plan), f"outer optimizer {_described(self._outer)}"])
+        outer = described(self._outer) if self._outer else "none"
+        world.agree("begin", [str(self._plan), f"outer optimizer {outer}"])
         parts = cut(adapter, self._plan.fragments)
         self._sync = Sync(self._exchange) if self._plan.warm_up else None
         if self._sync:
@@ -305,11 +306,3 @@ class Rounds:
             fragment.close()
         if self._sync:
             self._sync.close()
-
-
-def _described(outer: Optimizer | None) -> str:
-    """Return the class of an optimizer and its plain settings, which must be equal on all ranks."""
-    if outer is None:
-        return "none"
-    plain = {name: value for name, value in vars(outer).items() if isinstance(value, bool | int | float | None)}
-    return f"{type(outer).__name__} {plain}"

@@ -20,6 +20,7 @@ class Strategy(Protocol):
     CheckpointError that `restore` would raise, and changes nothing. One whose ranks use their own gradients in the next
     step, and not the mean, has the property `trains_alone`, which is then True. One with outer steps has their number
     since `begin`: `num_outer_steps`.
+    One that divides the optimizer has the method `own_state_for`; see the function of that name.
     """
 
     def begin(self, world: World, adapter: Adapter) -> None:
@@ -76,6 +77,16 @@ class Strategy(Protocol):
         The parameters stay valid, and so do results of `state` and `own_state`.
         """
         ...
+
+
+def own_state_for(strategy: Strategy, *, reads: bool) -> dict[str, Any]:
+    """Return `strategy.own_state()`. Collective; only ranks with `reads` ask the adapter for its state afterwards.
+
+    So only these need room for the whole state of an optimizer that the ranks have divided.
+    """
+    divided: Any = strategy
+    own: dict[str, Any] = divided.own_state_for(reads) if hasattr(divided, "own_state_for") else strategy.own_state()
+    return own
 
 
 @runtime_checkable

@@ -243,7 +243,8 @@ class Course:
             own: dict[str, Any] = {}
             if self._stage > _BUILD:
                 # A copy: `build` may make the next parts of the same arrays.
-                state, own = host_copy(self._built.state()), host_copy(trainer.strategy.own_state())
+                own = host_copy(trainer.strategy.own_state())
+                state = host_copy(self._built.state())
             if self._stage == _STEP:
                 state["data"], before = self._before
                 own = own if before is None else before

@@ -11,12 +11,13 @@ clipping is added up in another order, which depends only on the number of param
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from mpitrain.arrays import Array, is_device_array, namespace
 from mpitrain.cuda import kernels
 from mpitrain.errors import CheckpointError, ConfigError
+from mpitrain.exchange.owned import cut
 from mpitrain.training.schedules import Schedule
 
 _DTYPES = ("float32", "float64")
@@ -56,6 +57,7 @@ class FlatOptimizer:
         self._norm_of_all: Callable[[float], float] | None = None
         self._measures_norm = False
         self._last_norm: float | None = None
+        self._kept: Sequence[slice] | None = None  # see keep_only
         self._norm_is_on_device = False  # True: the square of the norm is in self._squared
 
     def start(self, parameters: Array, decayed: Sequence[slice]) -> None:
@@ -69,7 +71,7 @@ class FlatOptimizer:
         xp = namespace(parameters)
         self._parameters = parameters
         self._decayed = _merged(decayed, parameters.size)
-        self._buffers = {name: xp.zeros_like(parameters) for name in self._state_names}
+        self._buffers = {name: xp.zeros(parameters.size, parameters.dtype) for name in self._state_names}
         self._step = 0
         self._take(slice(0, parameters.size))
 
@@ -83,15 +85,12 @@ class FlatOptimizer:
             return
         count = min(_BLOCK_COUNT, parameters.size)
         self._scratch = xp.empty(count, parameters.dtype)
-        self._blocks = [
-            (block, _within(block, decayed))
-            for begin in range(0, parameters.size, max(count, 1))
-            for block in [slice(begin, min(begin + count, parameters.size))]
-        ]
+        # Each with its place in the state.
+        self._blocks = [(block, block, _within(block, decayed)) for block in _cut_up(0, parameters.size)]
 
     def update(self, gradients: Array) -> float:
         parameters = self._started()[self._part]
-        state = [buffer[self._part] for buffer in self._buffers.values()]
+        state = [buffer if self._kept is not None else buffer[self._part] for buffer in self._buffers.values()]
         if gradients.shape != parameters.shape or gradients.dtype != parameters.dtype:
             raise ConfigError(
                 f"gradients are {gradients.dtype}{gradients.shape}; "
@@ -105,19 +104,23 @@ class FlatOptimizer:
         # A norm over several servers goes through the host.
         clips_here = self._clip_norm is not None and not (is_on_device and self._norm_of_all is None)
         if clips_here or (self._measures_norm and self._clip_norm is None):
-            norm = global_norm(gradients)
+            norm = math.hypot(*(global_norm(part) for part in self._parts_of(gradients)))
             self._last_norm = norm if self._norm_of_all is None else self._norm_of_all(norm)
         self._measures_norm = False
         if clips_here and self._clip_norm is not None and self._last_norm is not None:
-            _scale_down(gradients, self._last_norm, self._clip_norm)
+            for part in self._parts_of(gradients):
+                _scale_down(part, self._last_norm, self._clip_norm)
         if is_on_device:
             self._apply_on_device(parameters, gradients, state, rate, self._fused(gradients))
             return rate
-        for part, decayed in self._blocks:
+        for part, of_state, decayed in self._blocks:
             scratch = self._scratch[: part.stop - part.start]
-            buffers = [buffer[part] for buffer in state]
+            buffers = [buffer[of_state] for buffer in state]
             self._apply(Block(parameters[part], gradients[part], buffers, scratch, decayed), rate)
         return rate
+
+    def _parts_of(self, gradients: Array) -> list[Array]:
+        return [gradients] if self._kept is None else [gradients[one] for one in self._kept]
 
     def _next_rate(self) -> float:
         rate = self._learning_rate
@@ -137,6 +140,23 @@ class FlatOptimizer:
         self._started()
         self._norm_of_all = norm_of_all
         self._take(part)
+
+    def keep_only(self, ranges: Sequence[slice], norm_of_all: Callable[[float], float]) -> None:
+        """Keep the state of these ranges of the parameters alone, on the host, from now on.
+
+        `update` still takes gradients of all parameters, and uses and changes only these ranges. The buffers of `state`
+        and `restore` have these ranges, one after the other. `norm_of_all` is as for `update_only`.
+        """
+        self._started()
+        self._kept, self._norm_of_all = ranges, norm_of_all
+        self._buffers = {name: cut(ranges, buffer) for name, buffer in self._buffers.items()}
+        self._blocks, before = [], 0
+        for one in ranges:
+            for block in _cut_up(one.start, one.stop):
+                begin = before + block.start - one.start
+                of_state = slice(begin, begin + block.stop - block.start)
+                self._blocks.append((block, of_state, _within(block, self._decayed)))
+            before += one.stop - one.start
 
     def plan_update(self) -> dict[str, Any]:
         """Return what the optimizers of all parts must know of the next update: numbers by name."""
@@ -181,7 +201,7 @@ class FlatOptimizer:
         return {**self._buffers, "step": self._step}
 
     def restore(self, state: Mapping[str, Array | int]) -> None:
-        parameters = self._started()
+        self._started()
         kind = type(self).__name__
         expected = {*self._buffers, "step"}
         if expected != state.keys():
@@ -192,10 +212,10 @@ class FlatOptimizer:
             raise CheckpointError(f"state for {kind}: step is {step!r}; allowed: an int >= 0")
         for name in self._buffers:
             saved: Array = state[name]
-            if saved.shape != parameters.shape or saved.dtype != parameters.dtype:
+            own = self._buffers[name]
+            if saved.shape != own.shape or saved.dtype != own.dtype:
                 raise CheckpointError(
-                    f"state for {kind}: {name} is {saved.dtype}{saved.shape}; "
-                    f"the parameters are {parameters.dtype}{parameters.shape}"
+                    f"state for {kind}: {name} is {saved.dtype}{saved.shape}; the parameters are {own.dtype}{own.shape}"
                 )
         for name, buffer in self._buffers.items():
             value: Array = state[name]
@@ -254,6 +274,12 @@ def check(name: str, value: float, allowed: str, holds: bool) -> None:
     """Raise ConfigError unless a setting's value is finite and `holds`."""
     if not (holds and math.isfinite(value)):
         raise ConfigError(f"{name} is {value!r}; allowed: {allowed}")
+
+
+def _cut_up(begin: int, end: int) -> Iterator[slice]:
+    """A range in blocks."""
+    for first in range(begin, end, _BLOCK_COUNT):
+        yield slice(first, min(first + _BLOCK_COUNT, end))
 
 
 def _merged(ranges: Sequence[slice], size: int) -> list[slice]:

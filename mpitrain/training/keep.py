@@ -150,7 +150,7 @@ class KeptState(Mapping[str, Any]):
         self._values = values
         self.step_number = int(state["step"])
 
-    def own_state(self) -> dict[str, Any]:
+    def own_state(self, *, reads: bool = True) -> dict[str, Any]:
         """What this rank keeps for itself."""
         return self._own.state()
 

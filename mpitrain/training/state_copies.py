@@ -60,8 +60,8 @@ class Copied(Protocol):
     def restore(self, state: dict[str, Any]) -> None:
         """Go on from a `state`. Raises CheckpointError if it belongs to another training."""
 
-    def own_state(self) -> dict[str, Any]:
-        """What this rank keeps for itself; {}: nothing. Collective."""
+    def own_state(self, *, reads: bool = True) -> dict[str, Any]:
+        """What this rank keeps for itself; {}: nothing. Collective. Only ranks with `reads` call `state` afterwards."""
 
     def restore_own(self, name: str, parts: int, read_part: Callable[[int], dict[str, Any]], *, reads: bool) -> None:
         """Go on from the ranks' own states. Collective; see resume.own_part for the arguments."""
@@ -219,7 +219,7 @@ class StateCopies:
         """
         world = trained.world
         began, waited = time.perf_counter(), 0.0
-        own = trained.own_state()  # on all ranks
+        own = trained.own_state(reads=is_first_of_node(world))  # on all ranks
         if self._line is None or self._is_refused:
             self._is_refused = True
             return 0.0, ""

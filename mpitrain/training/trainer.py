@@ -12,6 +12,7 @@ from mpitrain.errors import CheckpointError, ConfigError, NonFiniteError, everyw
 from mpitrain.exchange.means import Means
 from mpitrain.job.start import init, the_job
 from mpitrain.strategies import ServedStrategy
+from mpitrain.strategies.strategy import own_state_for
 from mpitrain.training.built import Built
 from mpitrain.training.checkpoint.names import host_copy
 from mpitrain.training.checkpoint.resume import own_part
@@ -284,9 +285,9 @@ class Trainer:
             raise CheckpointError(f"the checkpoint has no entry {error}; was it written by this Trainer?") from error
         self.step_number = step
 
-    def own_state(self) -> dict[str, Any]:
-        """Return what this rank keeps for itself: see Strategy.own_state."""
-        return self.strategy.own_state()
+    def own_state(self, *, reads: bool = True) -> dict[str, Any]:
+        """Return what this rank keeps for itself: see Strategy.own_state. Only ranks with `reads` may call `state`."""
+        return own_state_for(self.strategy, reads=reads)
 
     def restore_own(self, name: str, parts: int, read_part: Callable[[int], dict[str, Any]], *, reads: bool) -> None:
         """Go on from what the ranks kept for themselves. Collective; see checkpoint.resume.own_part.

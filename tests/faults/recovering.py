@@ -57,7 +57,7 @@ def build(world):
     arrays = random.standard_normal((SAMPLES, 5)), random.standard_normal(SAMPLES), numpy.arange(SAMPLES)
     data = mt.ArrayData(world, arrays, global_batch=BATCH, shuffle=False)
     parameters = {"w": to_place(numpy.zeros(5))}
-    return mt.Parts(mt.ArrayFunction(regression, parameters, mt.Sgd(0.01, momentum=0.9)), mt.Sync(), data)
+    return mt.Parts(mt.ArrayFunction(regression, parameters, mt.Sgd(0.01, momentum=0.9)), STRATEGY, data)
 
 class Steps(mt.Hook):
     def before_step(self, trainer):
@@ -83,6 +83,7 @@ class Hears(mt.Hook):
 hooks = [mt.StopAtStep(STEPS), Hears(), Steps(), *HOOKS]
 trainer = mt.Trainer(build, hooks)
 trainer.run()
+trainer.own_state()  # brings a divided optimizer together
 said = {
     "w": to_host(trainer.adapter.parameters()["w"]).tobytes().hex(),
     "optimizer": repr(trainer.adapter.state()["optimizer"]),
@@ -105,10 +106,11 @@ def train(
     vendor: str = "",
     on_gpu: bool = False,
     env: dict[str, str] | None = None,
+    strategy: str = "mt.Sync()",
     **places: str,
 ) -> Job:
     """Run the training. `places`: the code to insert, by the name of the place in lower case."""
-    source = SCRIPT.replace("*HOOKS", f"*{hooks}").replace("ON_GPU", repr(on_gpu))
+    source = SCRIPT.replace("*HOOKS", f"*{hooks}").replace("ON_GPU", repr(on_gpu)).replace("STRATEGY", strategy)
     for place in PLACES:
         source = source.replace(f"IN_{place}", places.pop(place.lower(), "pass"))
     assert not places

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mpitrain.errors import CheckpointError, ConfigError
+from mpitrain.strategies.strategy import own_state_for
 from mpitrain.training.checkpoint.manifest import Manifest, information, now
 from mpitrain.training.checkpoint.names import split
 from mpitrain.training.checkpoint.parts import part_name, prune_parts, read_part
@@ -169,7 +170,7 @@ class Checkpoint(Hook):
 
     def _begin(self, trainer: Trainer, step: Step, score: float | None) -> None:
         """Copy the state, and let the thread write it."""
-        world, own = trainer.world, trainer.strategy.own_state()
+        world, own = trainer.world, own_state_for(trainer.strategy, reads=self._writes)
         if not self._writes and not own:
             return
         path = self._directory / name_of(step.number)

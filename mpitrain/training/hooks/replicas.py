@@ -99,6 +99,7 @@ class CompareReplicas(Hook):
                     "earlier checkpoint, or repair while training: CompareReplicas(repair='majority')"
                 )
             )
+        trainer.strategy.own_state()  # if the ranks have divided the optimizer, its state comes together
         trainer.adapter.restore(world.sync(trainer.adapter.state(), root=right))
         world.print(
             f"mpitrain: after step {number} the parameters were not those of {reference} on: {differences}. "

@@ -1,0 +1,207 @@
+"""The part of a TorchModule's optimizer that one rank has: a piece of each parameter that it owns elements of.
+
+    parameter     |      weight      | bias |
+    rank 0 owns   |  piece  |               |     the optimizer has one-dimensional tensors of these elements
+    rank 1 owns             | piece  |piece |     in place of the parameters
+
+An optimizer that treats each element by itself makes the same update of pieces as of whole tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy
+import torch
+
+from mpitrain.adapters.array_shard import UNDIVIDED
+from mpitrain.adapters.torch_arrays import array_of, tensor_of
+from mpitrain.adapters.torch_buffers import ModuleBuffers
+from mpitrain.adapters.torch_optimizer import ScheduledOptimizer
+from mpitrain.adapters.torch_state import groups_of
+from mpitrain.arrays import Array, is_array
+from mpitrain.errors import CheckpointError, ConfigError
+from mpitrain.exchange.bucket import Layout
+from mpitrain.exchange.owned import Owned, size_of, within
+
+ELEMENTWISE = ("Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD")
+# What these keep for a parameter as one number; all else has an entry for each element.
+_NUMBERS = ("step", "mu_product", "eta", "mu")
+
+
+class OwnedPiece(NamedTuple):
+    """The elements of one parameter that this rank owns.
+
+    Attributes:
+        number: of the parameter, its index.
+        place: the range in the parameter, in its own order.
+        there: the same elements in the flat buffer.
+        part: their range in the rank's part of the flat buffer.
+        tensor: what the optimizer has.
+    """
+
+    number: int
+    place: slice
+    there: slice
+    part: slice
+    tensor: torch.Tensor
+
+
+class TorchShard:
+    """See OptimizerShard."""
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        scheduled: ScheduledOptimizer,
+        named: Mapping[str, torch.Tensor],
+        plan: Layout,
+        buffers: ModuleBuffers,
+        owned: Owned,
+        norm_of_all: Callable[[float], float],
+    ) -> None:
+        """
+        Args:
+            optimizer: has the pieces in place of the parameters, from now on.
+            scheduled: around `optimizer`.
+            named: the trained parameters, the first ones of `plan`. The others are changes of `buffers`.
+
+        Raises:
+            ConfigError: the optimizer needs whole tensors.
+        """
+        if type(optimizer) not in [getattr(torch.optim, name) for name in ELEMENTWISE]:
+            raise ConfigError(
+                f"{type(optimizer).__module__}.{type(optimizer).__name__} may need whole tensors, and each rank has "
+                f"pieces of them; allowed are torch.optim's {', '.join(ELEMENTWISE)}. Use one of these, or mt.Sync"
+            )
+        self.settings = f"{type(optimizer).__name__} {groups_of(optimizer)}"
+        self._scheduled, self._named, self._plan, self._buffers = scheduled, named, plan, buffers
+        self._owned = owned
+        self._whole: dict[str, dict[str, Any]] | None = None
+        self._pieces: dict[str, OwnedPiece] = {}
+        for index, (name, parameter) in enumerate(named.items()):
+            dtype = plan.parameters[index].dtype
+            ranges = list(within(owned[dtype], slice(*plan.places[index])))
+            if not plan.parameters[index].count:  # every rank has all of it
+                ranges = [(slice(0, 0), slice(0, 0))]
+            begin = plan.places[index][0]
+            for place, part in ranges:
+                there = slice(begin + place.start, begin + place.stop)
+                self._pieces[name] = OwnedPiece(index, place, there, part, _elements(parameter, place))
+        before = scheduled.state()
+        self._replace(optimizer)
+        scheduled.divide({name: piece.tensor for name, piece in self._pieces.items()}, norm_of_all)
+        self.restore(before)
+
+    def _replace(self, optimizer: torch.optim.Optimizer) -> None:
+        names = {id(parameter): name for name, parameter in self._named.items()}
+        optimizer.state.clear()
+        for group in optimizer.param_groups:
+            of_group = [names.get(id(parameter), "") for parameter in group["params"]]
+            group["params"] = [self._pieces[name].tensor for name in of_group if name in self._pieces]
+
+    def update(self, flats: Mapping[numpy.dtype, Array], unused: Collection[int]) -> float:
+        """Make a step of the owned elements, and write their new values into `flats`."""
+        self._whole = None
+        gradients = []
+        for name, piece in self._pieces.items():
+            piece.tensor.data = _elements(self._named[name], piece.place)  # somebody may have replaced the memory
+            own = flats[self._plan.parameters[piece.number].dtype][piece.there]
+            piece.tensor.grad = None if piece.number in unused else tensor_of(own)
+            gradients.append(own)
+        rate = self._scheduled.step(gradients)
+        for piece, own in zip(self._pieces.values(), gradients, strict=True):
+            piece.tensor.grad = None
+            own[...] = array_of(piece.tensor)
+        return rate
+
+    def state(self) -> dict[str, Any]:
+        """The state of the whole optimizer as from ScheduledOptimizer, while it is lent.
+
+        Raises:
+            ConfigError: it is not lent.
+        """
+        if self._whole is None:
+            raise ConfigError(UNDIVIDED)
+        state = self._scheduled.state()
+        return {**state, "optimizer": {**state["optimizer"], "state": self._whole}}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Go on from a copy of the state of the whole, as ScheduledOptimizer.restore does."""
+        self._whole = None
+        of_whole = state["optimizer"].get("state", {})
+        for name in of_whole:
+            if name not in self._named:
+                raise CheckpointError(
+                    f"the checkpoint has optimizer state for {name}; the module has no such parameter"
+                )
+        own = {
+            name: {key: _cut(key, value, piece.place) for key, value in of_whole[name].items()}
+            for name, piece in self._pieces.items()
+            if name in of_whole
+        }
+        self._scheduled.restore({**state, "optimizer": {**state["optimizer"], "state": own}})
+
+    # -- of an OptimizerShard ----------------------------------------------------------------------------------
+
+    def take_updated(self, flats: Mapping[numpy.dtype, Array]) -> None:
+        """See OptimizerShard. The mean changes of buffers have come together too."""
+        views = self._plan.views(dict(flats))
+        for parameter, view in zip(self._named.values(), views, strict=False):
+            array_of(parameter)[...] = view
+        changes = zip(self._plan.parameters, views, strict=True)
+        self._buffers.add({entry.name: view for entry, view in list(changes)[len(self._named) :]})
+
+    def values(self) -> dict[str, Any]:
+        """See OptimizerShard: by parameter, the numbers; None for an array."""
+        return {
+            name: {key: value if _is_number(key, value) else None for key, value in entry.items()}
+            for name, entry in self._own_state().items()
+        }
+
+    def array_names(self) -> list[str]:
+        """See OptimizerShard."""
+        entries = self._own_state().values()
+        return sorted({key for entry in entries for key, value in entry.items() if not _is_number(key, value)})
+
+    def array(self, name: str) -> dict[numpy.dtype, Array]:
+        """See OptimizerShard."""
+        parts = {dtype: numpy.zeros(size_of(ranges), dtype) for dtype, ranges in self._owned.items()}
+        state = self._own_state()
+        for parameter, piece in self._pieces.items():
+            if name in state.get(parameter, {}):
+                parts[self._plan.parameters[piece.number].dtype][piece.part] = state[parameter][name]
+        return parts
+
+    def lend(self, values: Sequence[dict[str, Any]], arrays: Mapping[str, Mapping[numpy.dtype, Array]]) -> None:
+        """See OptimizerShard."""
+        views = {name: self._plan.named(dict(flats)) for name, flats in arrays.items()}
+        self._whole = {}
+        for parameter in self._named:
+            entry = next((of_rank[parameter] for of_rank in values if parameter in of_rank), None)
+            if entry is not None:  # the optimizer has made a step of it
+                self._whole[parameter] = {
+                    key: views[key][parameter] if value is None else value for key, value in entry.items()
+                }
+
+    def give_back(self) -> None:
+        """See OptimizerShard."""
+        self._whole = None
+
+    def _own_state(self) -> dict[str, dict[str, Any]]:
+        state: dict[str, dict[str, Any]] = self._scheduled.state()["optimizer"]["state"]
+        return state
+
+
+def _elements(parameter: torch.Tensor, place: slice) -> torch.Tensor:
+    """These elements of a parameter: in its memory, or copied from it if it is not contiguous."""
+    return parameter.detach().reshape(-1)[place]
+
+
+def _is_number(key: str, value: Any) -> bool:
+    return key in _NUMBERS or not is_array(value)
+
+
+def _cut(key: str, value: Any, place: slice) -> Any:
+    return value if _is_number(key, value) else value.reshape(-1)[place]

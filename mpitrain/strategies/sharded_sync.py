@@ -1,0 +1,186 @@
+"""sharded_sync: as sync, but each rank has a part of the optimizer's state, and updates that part of the parameters.
+
+    gradients of every rank ─reduce-scatter─> means of the own part ─optimizer─> own parameters ─allgather─> parameters
+
+So p ranks need 1/p of the optimizer's memory each. Both halves together send what the allreduce of `sync` sends. Means
+and updates have the bits of `sync` if that uses the same algorithm and the optimizer does not clip.
+
+Source: Rajbhandari, Rasley, Ruwase and He, ZeRO: Memory Optimizations Toward Training Trillion Parameter Models,
+arXiv:1910.02054, section 5.1 (P_os), with the communication of section 7.2.1.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy
+
+from mpitrain import collectives
+from mpitrain.adapters.adapter import Adapter, OptimizerShard, sharded_of
+from mpitrain.arrays import Array, is_device_array
+from mpitrain.errors import LostRankError, MismatchError, everywhere
+from mpitrain.exchange.means import Means
+from mpitrain.exchange.owned import owned_by, put, size_of
+from mpitrain.exchange.reducer import GradientReducer
+from mpitrain.exchange.scattered import ScatteredExchange
+from mpitrain.strategies.of_rounds import refuse_round, without_rounds
+from mpitrain.world import World
+
+
+class ShardedSync:
+    """Synchronous data parallelism with a divided optimizer; see Strategy for the calls.
+
+    Checkpoints are those of Sync: they load on any number of ranks, with either strategy. While one is taken, the ranks
+    that write it need the memory of the whole optimizer's state, and all others that of its largest array.
+
+    The part of a lost rank is lost. So with `mpitrain run --recover` the loss of a rank ends the job, as without it.
+    """
+
+    keeps_own_state = True
+
+    def __init__(self, exchange: Callable[[World], ScatteredExchange] = ScatteredExchange) -> None:
+        """`exchange` makes the object that computes the means and gathers the parameters, for a World."""
+        self._make_exchange = exchange
+
+    def begin(self, world: World, adapter: Adapter) -> None:
+        """See Strategy. Every rank gets rank 0's parameters.
+
+        Raises:
+            ConfigError: the adapter or its optimizer cannot be divided, the parameters are on a GPU, or the exchange
+                is not possible. Raised on every rank.
+            MismatchError: the ranks differ in the optimizer or in the model. Raised on every rank.
+        """
+        self._world, self._scale = world, adapter.loss_scale
+        on_device = any(is_device_array(value) for value in adapter.parameters().values())
+        self._reducer = GradientReducer(world, adapter.layout, exchange=self._made_exchange, on_device=on_device)
+        halves, layout, buckets = self._exchange.halves, self._reducer.layout, self._reducer.buckets
+        self._owned = [owned_by(layout, buckets, halves.own, rank) for rank in range(world.size)]
+        with world.together("divide the optimizer"):
+            self._shard: OptimizerShard = sharded_of(adapter).shard(self._owned[world.rank], self._norm_of_all)
+        world.agree("divide the optimizer", [self._shard.settings])
+        if world.size > 1:
+            adapter.load_parameters(world.sync(adapter.parameters()))
+
+    def begin_step(self, weight: float) -> None:
+        """See Strategy."""
+        self._shard.give_back()
+        self._reducer.begin(weight, self._scale.value if self._scale else 1.0)
+
+    def on_gradient(self, index: int, gradient: Array | None) -> None:
+        """See Strategy."""
+        self._reducer.ready(index, gradient)
+
+    def finish_step(self, adapter: Adapter, loss: float) -> tuple[Means, float]:
+        """See Strategy.
+
+        Raises:
+            MismatchError: the ranks have used different learning rates. Raised on every rank.
+        """
+        may_skip = self._scale is not None and self._scale.may_skip
+        means = self._reducer.finish(loss, may_skip=may_skip, note=adapter.note())
+        self._world.commit()
+        rate = 0.0
+        if means.is_finite:
+            rate = adapter.apply_gradients(self._reducer.flats, means.remarks)
+            self._gather_parameters(rate)
+        if self._scale:
+            self._scale.update(skipped=not means.is_finite)
+        return means, rate
+
+    def end_run(self) -> None:
+        """See Strategy. The replicas are equal."""
+
+    def state(self) -> dict[str, Any]:
+        """See Strategy. The state is empty."""
+        return {}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """See Strategy. What an outer optimizer has kept is left out.
+
+        Raises:
+            CheckpointError: the state is from the middle of a round of LocalSGD or DiLoCo.
+        """
+        refuse_round(state)
+
+    def own_state(self) -> dict[str, Any]:
+        """See Strategy. The state is empty. From now until the next step, `state` of the adapter has all parts.
+
+        Raises:
+            LostRankError: a rank has been lost, and its part with it.
+        """
+        return self.own_state_for(reads=True)
+
+    def own_state_for(self, reads: bool) -> dict[str, Any]:
+        """See the function of that name. Only ranks with `reads` keep all parts. Raises as `own_state` does."""
+        if self._world.control.is_broken and self._world.committer is not None:
+            raise LostRankError(
+                f"{self._world.name()}: a rank has been lost, and with it its part of the optimizer's state, which "
+                "ShardedSync keeps on one rank only. The job cannot go on in place. With --restarts it starts again "
+                "from the copy in memory; with mt.Sync the others go on without the lost rank"
+            )
+        self._lend_optimizer(reads)
+        return self._reducer.state()
+
+    def restore_own(self, state: dict[str, Any]) -> None:
+        """See Strategy: what a codec had left out under another strategy goes into the means of the next step."""
+        self._reducer.restore(without_rounds(state))
+
+    def close(self) -> None:
+        """See Strategy."""
+        self._reducer.close()
+
+    def _made_exchange(self, world: World) -> ScatteredExchange:
+        self._exchange = self._make_exchange(world)
+        return self._exchange
+
+    def _norm_of_all(self, norm: float) -> float:
+        """The norm of the gradients of all parts, with the same bits on every rank."""
+        norms = self._world.agree("norm of the mean gradient", value=norm)["value"].tolist()
+        return math.hypot(*norms)
+
+    def _gather_parameters(self, rate: float) -> None:
+        """Bring the new parameters of all owners together. The learning rates are compared on the way."""
+        rates = self._world.begin_agreement("update of the own part", value=rate)
+        flats = self._reducer.flats
+        handles = [
+            self._exchange.gather(flats[bucket.dtype][bucket.begin : bucket.end]) for bucket in self._reducer.buckets
+        ]
+        for handle in handles:
+            handle.wait()
+        self._shard.take_updated(flats)
+        of_ranks = rates.wait()["value"].tolist()
+        for rank, value in enumerate(of_ranks):
+            if value != of_ranks[0]:
+                raise everywhere(
+                    MismatchError(
+                        f"{self._world.name(rank)} has updated its part of the parameters with the learning rate "
+                        f"{value}; {self._world.name(0)}: {of_ranks[0]}. Make the same schedule on every rank"
+                    )
+                )
+
+    def _lend_optimizer(self, reads: bool) -> None:
+        """Bring the state of the optimizer together, and keep it on a rank that `reads` it. Collective."""
+        values = self._world.allgather((self._shard.values(), self._shard.array_names()))
+        names = sorted({name for _, of_rank in values for name in of_rank})
+        arrays: dict[str, Mapping[numpy.dtype, Array]] = {}
+        for name in names:
+            joined = {
+                dtype: collectives.allgather(self._world, part).wait()
+                for dtype, part in self._shard.array(name).items()
+            }
+            if reads:
+                arrays[name] = {dtype: self._in_order(dtype, parts) for dtype, parts in joined.items()}
+        if reads:
+            self._shard.lend([of_rank for of_rank, _ in values], arrays)
+
+    def _in_order(self, dtype: numpy.dtype, joined: Array) -> Array:
+        """The parts of all ranks, given in the order of ranks, in the places that their owners have."""
+        whole = numpy.empty(self._reducer.layout.counts[dtype], dtype)
+        begin = 0
+        for owned in self._owned:
+            ranges: Sequence[slice] = owned[dtype]
+            put(ranges, joined[begin : begin + size_of(ranges)], whole)
+            begin += size_of(ranges)
+        return whole

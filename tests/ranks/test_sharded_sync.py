@@ -1,0 +1,515 @@
+"""ShardedSync beside Sync: the same training, with 1/p of the optimizer's state on each rank."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pytest
+
+from mpitrain import (
+    Accumulate,
+    Adam,
+    AdamW,
+    ArrayFunction,
+    Checkpoint,
+    CompareReplicas,
+    GradientNorm,
+    Hook,
+    JsonLines,
+    LossScale,
+    Record,
+    Sgd,
+    ShardedSync,
+    Step,
+    StopAtStep,
+    Sync,
+    Trainer,
+    World,
+    warmup_cosine,
+)
+from mpitrain.errors import ConfigError, MismatchError, NonFiniteError
+from mpitrain.exchange.exchange import make_exchange
+from mpitrain.exchange.owned import cut, put, rest_of, size_of, within
+from mpitrain.exchange.scattered import ScatteredExchange
+from mpitrain.strategies import Strategy
+from mpitrain.strategies.strategy import own_state_for
+
+from .common import assert_same_bits, error_on_all, skip_alone
+from .placements import PLACEMENTS, placed
+from .trainings import bits, builder
+
+# Algorithms with which both strategies add in the same order, and the placements where they can be used.
+SAME_ORDER = ("ring", "direct", "halving_doubling", "shared_memory", "hierarchical")
+
+OPTIMIZERS: dict[str, Callable[[], Any]] = {
+    "sgd": lambda: Sgd(0.1),
+    "momentum": lambda: Sgd(0.1, momentum=0.9, nesterov=True, weight_decay=0.01),
+    "adam": lambda: Adam(warmup_cosine(0.01, warmup_steps=3, total_steps=12)),
+    "adamw": lambda: AdamW(0.01, weight_decay=0.1),
+}
+
+# One element, none, some that few numbers of ranks divide; decayed are those of two dimensions.
+SHAPES = {"a": (37, 11), "b": (11,), "empty": (0, 3), "c": (5, 7, 3), "d": (1,), "e": (1009,), "scale": ()}
+
+
+def small_buckets(world: World, num_bytes: int = 1200) -> World:
+    """The World with buckets of this size, so that a small model has several."""
+    return replace(world, config=replace(world.config, bucket_mib=num_bytes / 2**20))
+
+
+def parameters(dtype: str, shapes: dict[str, tuple[int, ...]] = SHAPES) -> dict[str, numpy.ndarray]:
+    rng = numpy.random.default_rng(5)
+    return {name: numpy.asarray(rng.standard_normal(shape)).astype(dtype) for name, shape in shapes.items()}
+
+
+def scattered(values: Any, batch: Any, on_gradient: Any, loss_scale: float = 1.0) -> float:
+    """A loss whose gradient depends on the parameters and on every sample, in an order of its own."""
+    for name in reversed(list(values)):
+        value = values[name]
+        factor = value.dtype.type(batch.mean() * loss_scale if len(batch) else 0.0)
+        on_gradient(name, numpy.asarray(numpy.sin(value * 3) * factor + value * value.dtype.type(0.1 * loss_scale)))
+    return float((batch**2).mean()) if len(batch) else 0.0
+
+
+def batch_of(rank: int, step: int, size: int) -> numpy.ndarray:
+    """Uneven, and one rank without samples in every step, where there are several."""
+    count = 0 if size > 1 and (rank + step) % size == 0 else 1 + (3 * rank + step) % 4
+    return numpy.random.default_rng((rank, step)).standard_normal((count, 2))
+
+
+def train(world: World, strategy: Strategy, model: Any, steps: range) -> list[tuple[float, float]]:
+    made = []
+    for step in steps:
+        batch = batch_of(world.rank, step, world.size)
+        strategy.begin_step(len(batch))
+        loss = model.loss_and_gradients(batch, strategy.on_gradient)
+        means, rate = strategy.finish_step(model, loss)
+        made.append((means.loss, rate))
+    return made
+
+
+def flat(model: Any) -> numpy.ndarray:
+    return numpy.concatenate([value.reshape(-1) for value in model.parameters().values()])
+
+
+def everything(strategy: Strategy, model: Any) -> dict[str, Any]:
+    strategy.own_state()
+    state: dict[str, Any] = model.state()
+    return state
+
+
+def assert_equal_states(found: Any, expected: Any) -> None:
+    assert type(found) is type(expected)
+    if isinstance(found, dict):
+        assert found.keys() == expected.keys()
+        for name in found:
+            assert_equal_states(found[name], expected[name])
+    elif isinstance(found, numpy.ndarray):
+        assert (found.dtype, found.shape, found.tobytes()) == (expected.dtype, expected.shape, expected.tobytes())
+    else:
+        assert found == expected
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_the_bits_of_sync(world: World, optimizer: str, dtype: str) -> None:
+    """Parameters, losses and the state of the optimizer, where both add in the same order."""
+    there = small_buckets(world)
+    for name in SAME_ORDER:
+        sync = Sync(lambda one, name=name: make_exchange(one, name))
+        sharded = ShardedSync(lambda one, name=name: ScatteredExchange(one, name))
+        states, made = [], []
+        for strategy in (sync, sharded):
+            model = ArrayFunction(scattered, parameters(dtype), OPTIMIZERS[optimizer]())
+            strategy.begin(there, model)
+            made.append(train(there, strategy, model, range(5)))
+            states.append(everything(strategy, model))
+            strategy.close()
+            assert_same_bits(world, flat(model))
+        assert made[0] == made[1]
+        assert_equal_states(states[1], states[0])
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS)
+def test_the_bits_of_sync_on_several_nodes(world: World, placement: str) -> None:
+    there = small_buckets(placed(world, placement))
+    for name in ("ring", "hierarchical"):
+        found = []
+        for strategy in (
+            Sync(lambda one, name=name: make_exchange(one, name)),
+            ShardedSync(lambda one, name=name: ScatteredExchange(one, name)),
+        ):
+            model = ArrayFunction(scattered, parameters("float32"), AdamW(0.01))
+            strategy.begin(there, model)
+            train(there, strategy, model, range(4))
+            found.append(flat(model).tobytes())
+            strategy.close()
+        assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("sizes", [{"w": (1,)}, {"w": (2,)}, {"w": (3, 1)}, {"w": (10_007,), "v": (3,)}], ids=str)
+def test_each_rank_has_its_share(world: World, sizes: dict[str, tuple[int, ...]]) -> None:
+    """Of one bucket, no rank has more than one element more than another one. Together they have each element once."""
+    optimizer = Adam(0.01)
+    strategy, model = ShardedSync(), ArrayFunction(scattered, parameters("float64", sizes), optimizer)
+    strategy.begin(world, model)
+    train(world, strategy, model, range(2))
+    total = sum(int(numpy.prod(shape)) for shape in sizes.values())
+    for name in ("first", "second"):
+        held = world.allgather(optimizer.state()[name].size)
+        assert sum(held) == total
+        assert max(held) - min(held) <= 1
+    strategy.close()
+
+
+def test_the_whole_state_is_given_back(world: World) -> None:
+    """`state` of the adapter needs the other ranks. What it then takes is free again from the next step on."""
+    strategy, model = ShardedSync(), ArrayFunction(scattered, parameters("float64"), Adam(0.01))
+    strategy.begin(world, model)
+    with pytest.raises(ConfigError, match="divided between the ranks"):
+        model.state()
+    strategy.own_state()
+    assert model.state()["optimizer"]["first"]["a"].shape == SHAPES["a"]
+    train(world, strategy, model, range(1))
+    own_state_for(strategy, reads=world.is_root)
+    if world.is_root:
+        assert model.state()["optimizer"]["step"] == 1
+    else:
+        with pytest.raises(ConfigError, match="divided between the ranks"):
+            model.state()
+    train(world, strategy, model, range(1, 2))
+    with pytest.raises(ConfigError, match=r"Call own_state\(\) of the strategy"):
+        model.state()
+    strategy.close()
+
+
+def mean_gradients(world: World, at: numpy.ndarray, step: int) -> numpy.ndarray:
+    """In float64, of all samples, without mpitrain."""
+    every = [batch_of(rank, step, world.size) for rank in range(world.size)]
+    total = sum(len(batch) for batch in every)
+    gradient = numpy.zeros_like(at)
+    for batch in every:
+        if len(batch):
+            gradient += len(batch) / total * (numpy.sin(3 * at) * batch.mean() + 0.1 * at)
+    return gradient
+
+
+def test_clipping_by_the_norm_of_all(world: World) -> None:
+    """Against plain SGD in float64, and the measured norm is that of all elements, on every rank."""
+    strategy, model = ShardedSync(), ArrayFunction(scattered, parameters("float64"), Sgd(0.5, clip_norm=0.75))
+    there = small_buckets(world)
+    strategy.begin(there, model)
+    at = flat(model).copy()
+    for step in range(4):
+        train(there, strategy, model, range(step, step + 1))
+        gradient = mean_gradients(world, at, step)
+        norm = float(numpy.sqrt((gradient.astype(numpy.longdouble) ** 2).sum()))
+        assert norm > 0.75
+        assert model.gradient_norm() == pytest.approx(norm, rel=1e-13)
+        assert len(set(world.allgather(model.gradient_norm()))) == 1
+        at -= 0.5 * gradient * (0.75 / norm)
+        numpy.testing.assert_allclose(flat(model), at, rtol=1e-12, atol=1e-14)
+        at = flat(model).copy()
+    assert_same_bits(world, flat(model))
+    strategy.close()
+
+
+def test_the_norm_can_be_measured_without_clipping(world: World, shared: Path) -> None:
+    """By the meter, whose rows have the norm of Sync."""
+    rows = []
+    for kind in (Sync, ShardedSync):
+        path = shared / kind.__name__
+        trainer = Trainer(
+            builder(45, 14, optimizer=lambda: Adam(0.01), strategy=kind),
+            [StopAtStep(4), Record([JsonLines(path)], steps=2, meters=[GradientNorm()])],
+        )
+        trainer.run()
+        rows.append(world.broadcast((path / "metrics.jsonl").read_text() if world.is_root else None))
+        trainer.close()
+    norms = [[json.loads(line).get("gradient_norm") for line in text.splitlines()] for text in rows]
+    assert [one for one in norms[1] if one] == pytest.approx([one for one in norms[0] if one], rel=1e-12)
+    assert any(norms[0])
+
+
+# -- checkpoints ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kinds", [(Sync, ShardedSync), (ShardedSync, Sync), (ShardedSync, ShardedSync)])
+def test_checkpoints_load_with_and_without(world: World, shared: Path, kinds: Any) -> None:
+    """A run that changes the strategy at a checkpoint ends with the bits of one that does not."""
+
+    def build(kind: Any, algorithm: str = "ring") -> Callable[[World], Any]:
+        made: dict[Any, Callable[[], Strategy]] = {
+            Sync: lambda: Sync(lambda one: make_exchange(one, algorithm)),
+            ShardedSync: lambda: ShardedSync(lambda one: ScatteredExchange(one, algorithm)),
+        }
+        return builder(45, 14, optimizer=lambda: Adam(0.01), strategy=made[kind])
+
+    whole = Trainer(build(Sync), [StopAtStep(9)])
+    whole.run()
+    first = Trainer(build(kinds[0]), [StopAtStep(5), Checkpoint(shared, steps=2)])
+    first.run()
+    second = Trainer(build(kinds[1]), [StopAtStep(9), Checkpoint(shared, steps=100)])
+    second.run()
+    second.own_state()
+    assert bits(second) == bits(whole)
+    for trainer in (whole, first, second):
+        trainer.close()
+
+
+def test_a_checkpoint_of_another_number_of_ranks(world: World) -> None:
+    """The state of all ranks goes on in each rank by itself, and the other way round: in one process, and divided."""
+    from mpi4py import MPI
+
+    from mpitrain.job.worlds import make_world
+
+    strategy, model = ShardedSync(), ArrayFunction(scattered, parameters("float64"), AdamW(0.01))
+    there = small_buckets(world)
+    strategy.begin(there, model)
+    train(there, strategy, model, range(3))
+    state = everything(strategy, model)
+    alone = make_world(MPI.COMM_SELF)
+    one, model_alone = ShardedSync(), ArrayFunction(scattered, parameters("float64"), AdamW(0.01))
+    one.begin(alone, model_alone)
+    model_alone.restore(state)
+    assert_equal_states(everything(one, model_alone), state)
+    train(alone, one, model_alone, range(3, 5))
+    state = world.broadcast(everything(one, model_alone))
+    model.restore(state)
+    assert_equal_states(everything(strategy, model), state)
+    train(there, strategy, model, range(5, 6))
+    assert_same_bits(world, flat(model))
+    one.close()
+    alone.free()
+    strategy.close()
+
+
+class Rebuild(Hook):
+    """Goes on in another World after the second step."""
+
+    def after_step(self, trainer: Trainer, step: Step) -> None:
+        if step.number == 2:
+            trainer.rebuild(replace(trainer.world, generation=trainer.world.generation + 1))
+
+
+def test_a_trainer_goes_on_in_another_world(world: World) -> None:
+    trainers = []
+    for hooks in ([], [Rebuild()]):
+        trainer = Trainer(builder(45, 14, optimizer=lambda: Adam(0.01), strategy=ShardedSync), [*hooks, StopAtStep(5)])
+        trainer.run()
+        trainer.own_state()
+        trainers.append(trainer)
+    assert bits(trainers[0]) == bits(trainers[1])
+    for trainer in trainers:
+        trainer.close()
+
+
+def test_a_repair_keeps_the_optimizer(world: World) -> None:
+    """A flipped parameter is found and repaired; each rank's part of the optimizer stays."""
+    skip_alone(world)
+
+    class Flip(Hook):
+        def after_step(self, trainer: Trainer, step: Step) -> None:
+            if step.number == 2 and trainer.world.rank == world.size - 1:
+                trainer.adapter.parameters()["dense1.weight"][0, 0] += 1.0
+
+    trainers = []
+    for hooks in ([], [Flip(), CompareReplicas(steps=1, repair="root")]):
+        trainer = Trainer(builder(45, 14, optimizer=lambda: Adam(0.01), strategy=ShardedSync), [*hooks, StopAtStep(4)])
+        trainer.run()
+        trainer.own_state()
+        trainers.append(trainer)
+    assert bits(trainers[0]) == bits(trainers[1])
+    for trainer in trainers:
+        trainer.close()
+
+
+# -- scales, batches in pieces, bad gradients -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("bad", [numpy.inf, numpy.nan], ids=str)
+def test_a_skipped_step_changes_nothing(world: World, bad: float) -> None:
+    """On one rank a gradient is infinite: no rank makes the step, all halve the scale, and go on as Sync does."""
+
+    def function(values: Any, batch: Any, on_gradient: Any, loss_scale: float) -> float:
+        return scattered(values, batch, on_gradient if now != 1 or world.rank else spoiled(on_gradient), loss_scale)
+
+    def spoiled(on_gradient: Any) -> Any:
+        return lambda name, value: on_gradient(name, value * value.dtype.type(bad) if name == "e" else value)
+
+    found = []
+    for strategy in (
+        Sync(lambda one: make_exchange(one, "ring")),
+        ShardedSync(lambda one: ScatteredExchange(one, "ring")),
+    ):
+        model = ArrayFunction(function, parameters("float32"), AdamW(0.01), loss_scale=LossScale(8.0))
+        strategy.begin(world, model)
+        rates = []
+        for now in range(4):
+            before = flat(model).tobytes()
+            rates += [rate for _, rate in train(world, strategy, model, range(now, now + 1))]
+            # Rank 0 has no samples in step 0 of several ranks, and some in step 1.
+            assert (flat(model).tobytes() == before) == (now == 1)
+        assert rates == [0.01, 0.0, 0.01, 0.01]
+        assert model.loss_scale is not None
+        found.append((flat(model).tobytes(), model.loss_scale.state()))
+        strategy.close()
+    assert found[0] == found[1]
+    assert found[1][1]["skipped_steps"] == 1
+
+
+def test_batches_in_pieces(world: World) -> None:
+    """Accumulate around a model whose optimizer is divided."""
+    found = []
+    for strategy in (
+        Sync(lambda one: make_exchange(one, "ring")),
+        ShardedSync(lambda one: ScatteredExchange(one, "ring")),
+    ):
+        inner = ArrayFunction(scattered, parameters("float32"), Adam(0.01, clip_norm=None))
+        model = Accumulate(inner, per_rank_batch=2)
+        strategy.begin(world, model)
+        train(world, strategy, model, range(4))
+        found.append(flat(model).tobytes())
+        strategy.close()
+    assert found[0] == found[1]
+
+
+def test_nan_is_named_and_changes_nothing(world: World) -> None:
+    odd, bad = world.size - 1, True
+
+    def function(values: Any, batch: Any, on_gradient: Any) -> float:
+        factor = numpy.nan if bad and world.rank == odd else 1.0
+        return scattered(values, batch, lambda name, value: on_gradient(name, value * factor if name == "c" else value))
+
+    strategy, model = ShardedSync(), ArrayFunction(function, parameters("float64"), Adam(0.01))
+    strategy.begin(world, model)
+    before = flat(model).tobytes()
+    batch = numpy.ones((2, 2))
+
+    def step() -> None:
+        strategy.begin_step(2)
+        strategy.finish_step(model, model.loss_and_gradients(batch, strategy.on_gradient))
+
+    text = error_on_all(world, NonFiniteError, step)
+    assert f"{world.name(odd)}: the gradient of c holds NaN" in text
+    assert flat(model).tobytes() == before
+    assert everything(strategy, model)["optimizer"]["step"] == 0
+    bad = False
+    step()
+    assert flat(model).tobytes() != before
+    assert_same_bits(world, flat(model))
+    strategy.close()
+
+
+def test_verify_sees_whole_means(world: World) -> None:
+    """With `mpitrain verify`, every rank has the whole mean, as its recorder looks at it."""
+    seen: list[dict[str, numpy.ndarray]] = []
+
+    class Observer:
+        def saw_means(self, means: Any, weight: float) -> None:
+            seen.append({name: mean.copy() for name, mean in means.items()})
+
+        def gave(self, tree: Any) -> None:
+            """What `world.sync` has given."""
+
+    there = replace(small_buckets(world), observer=Observer())  # type: ignore[arg-type]
+    strategy, model = ShardedSync(), ArrayFunction(scattered, parameters("float64"), Adam(0.01))
+    strategy.begin(there, model)
+    at = flat(model).copy()
+    train(there, strategy, model, range(1))
+    found = numpy.concatenate([mean.reshape(-1) for mean in seen[0].values()])
+    numpy.testing.assert_allclose(found, mean_gradients(world, at, 0), rtol=1e-12, atol=1e-14)
+    strategy.close()
+
+
+# -- what is refused --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("optimizers", "text"),
+    [
+        ((lambda: Adam(0.01), lambda: Adam(0.02)), "0.02"),
+        ((lambda: AdamW(0.01, weight_decay=0.1), lambda: AdamW(0.01, weight_decay=0.2)), "0.2"),
+        ((lambda: Adam(0.01), lambda: Sgd(0.01)), "Sgd"),
+        ((lambda: Sgd(0.01, clip_norm=1.0), lambda: Sgd(0.01)), "None"),
+    ],
+)
+def test_optimizers_that_differ(world: World, optimizers: Any, text: str) -> None:
+    skip_alone(world)
+    model = ArrayFunction(scattered, parameters("float64"), optimizers[world.rank == 1]())
+    said = error_on_all(world, MismatchError, lambda: ShardedSync().begin(world, model))
+    assert f"{world.name(1)}: " in said
+    assert text in said
+
+
+def test_schedules_that_differ(world: World) -> None:
+    """A function cannot be compared, but the rates of each step are."""
+    skip_alone(world)
+    rate = 0.5 if world.rank == 1 else 0.25
+    strategy = ShardedSync()
+    model = ArrayFunction(scattered, parameters("float64"), Sgd(lambda step: 0.25 if step == 0 else rate))
+    strategy.begin(world, model)
+    train(world, strategy, model, range(1))
+    said = error_on_all(world, MismatchError, lambda: train(world, strategy, model, range(1, 2)))
+    assert f"{world.name(1)} has updated its part of the parameters with the learning rate 0.5" in said
+    assert f"{world.name(0)}: 0.25" in said
+    strategy.close()
+
+
+def test_another_strategy_on_one_rank(world: World) -> None:
+    skip_alone(world)
+    strategy = Sync() if world.rank == 1 else ShardedSync()
+    model = ArrayFunction(scattered, parameters("float64"), Sgd(0.1))
+    error_on_all(world, MismatchError, lambda: strategy.begin(world, model))
+
+
+def test_what_cannot_be_divided(world: World) -> None:
+    class Own:
+        """An optimizer of somebody else."""
+
+        def start(self, parameters: Any, decayed: Any) -> None: ...
+
+    model = ArrayFunction(scattered, parameters("float64"), Own())  # type: ignore[arg-type]
+    with pytest.raises(ConfigError) as caught:  # the lowest rank raises its own error, the others quote it
+        ShardedSync().begin(world, model)
+    said = world.broadcast(str(caught.value))
+    assert world.rank == 0 or f"{world.name(0)}, divide the optimizer: {said}" == str(caught.value)
+    assert "Own has no method keep_only(ranges, norm_of_all)" in said
+    coded = replace(world, config=replace(world.config, compression="bf16"))
+    model = ArrayFunction(scattered, parameters("float32"), Sgd(0.1))
+    said = error_on_all(world, ConfigError, lambda: ShardedSync().begin(coded, model))
+    assert "compression=bf16" in said
+    native = replace(world, config=replace(world.config, algorithm="native"))
+    said = error_on_all(world, ConfigError, lambda: ShardedSync().begin(native, model))
+    assert "native has no halves" in said
+    strategy = ShardedSync()
+    strategy.begin(world, model)
+    with pytest.raises(ConfigError, match="divided between ranks already"):
+        ShardedSync().begin(world, model)
+    strategy.close()
+
+
+def test_ranges(world: World) -> None:
+    """`cut` and `put` are each other's reverse, and `within` finds a place in both."""
+    whole = numpy.arange(20)
+    ranges = [slice(2, 5), slice(7, 7), slice(9, 14)]
+    part = cut(ranges, whole)
+    assert part.tolist() == [2, 3, 4, 9, 10, 11, 12, 13]
+    assert size_of(ranges) == 8
+    assert sorted([*part, *cut(rest_of(ranges, 20), whole)]) == list(range(20))
+    assert rest_of([], 3) == [slice(0, 3)]
+    assert rest_of([slice(0, 3)], 3) == []
+    back = numpy.full(20, -1)
+    put(ranges, part, back)
+    assert [place for place in range(20) if back[place] == place] == part.tolist()
+    for begin in range(20):
+        for end in range(begin, 20):
+            got = [whole[slice(begin, end)][there].tolist() for there, _ in within(ranges, slice(begin, end))]
+            mine = [part[here].tolist() for _, here in within(ranges, slice(begin, end))]
+            assert got == mine
+            assert [value for one in got for value in one] == [value for value in part.tolist() if begin <= value < end]

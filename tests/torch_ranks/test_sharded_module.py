@@ -1,0 +1,186 @@
+"""A PyTorch module whose optimizer is divided between the ranks, beside the same one that is not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pytest
+import torch
+
+from mpitrain import (
+    Checkpoint,
+    CompareReplicas,
+    Hook,
+    LossScale,
+    Parts,
+    ShardedSync,
+    Step,
+    StopAtStep,
+    Sync,
+    Trainer,
+    World,
+)
+from mpitrain.adapters.torch_shard import ELEMENTWISE
+from mpitrain.errors import ConfigError, MismatchError
+from mpitrain.exchange.exchange import make_exchange
+from mpitrain.exchange.scattered import ScatteredExchange
+from mpitrain.strategies import Strategy
+from tests.ranks.common import assert_same_bits, error_on_all, skip_alone
+
+from .torch_modules import INPUTS, Net, Normed, adam, bits, builder, sgd
+
+pytestmark = pytest.mark.filterwarnings("ignore:no rank's loss depends on these parameters")
+
+STRATEGIES: dict[str, Callable[[], Strategy]] = {
+    "sync": lambda: Sync(lambda world: make_exchange(world, "ring")),
+    "sharded": lambda: ShardedSync(lambda world: ScatteredExchange(world, "ring")),
+}
+
+
+class Mixed(torch.nn.Module):
+    """Parameters of two dtypes, one without dimensions, one that is not contiguous, one of no elements."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = torch.nn.Linear(INPUTS, 5)
+        self.narrow = torch.nn.Linear(5, 3).to(torch.bfloat16)
+        self.scale = torch.nn.Parameter(torch.tensor(1.5))
+        self.turned = torch.nn.Parameter(torch.eye(3, 4).t())
+        self.nothing = torch.nn.Parameter(torch.zeros(0, 3))
+
+    def to(self, *_: Any) -> Mixed:
+        return self
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = torch.tanh(self.first(x.float())) * self.scale
+        return self.narrow(hidden.bfloat16()).float() @ self.turned[:3] + self.nothing.sum()
+
+
+def run(strategy: str, kind: Any, optimizer: Any, steps: int, *hooks: Hook, **options: Any) -> Trainer:
+    def build(world: World) -> Parts:
+        parts = builder(kind, optimizer, **options)(world)
+        return Parts(parts.adapter, STRATEGIES[strategy](), parts.data)
+
+    trainer = Trainer(build, [*hooks, StopAtStep(steps)])
+    trainer.run()
+    trainer.own_state()
+    return trainer
+
+
+def assert_alike(found: Trainer, expected: Trainer) -> None:
+    assert bits(found) == bits(expected)
+    found.close()
+    expected.close()
+
+
+def of(name: str, **options: Any) -> Callable[[Any], Any]:
+    """An optimizer of torch.optim with its defaults, at one rate."""
+
+    def make(module: Any) -> Any:
+        trained = [its for its in module.parameters() if its.requires_grad]
+        return getattr(torch.optim, name)(trained, lr=0.01, **options), {"schedule": None}
+
+    return make
+
+
+@pytest.mark.parametrize("kind", [Net, Normed, Mixed])
+@pytest.mark.parametrize("name", ELEMENTWISE)
+def test_each_elementwise_optimizer_has_the_bits_of_sync(world: World, name: str, kind: Any) -> None:
+    """Parameters, buffers, losses and the state of the optimizer, in two sets of options."""
+    more: dict[str, Any] = {"SGD": {"momentum": 0.9, "dampening": 0.1}, "Adam": {"amsgrad": True}}.get(name, {})
+    for options in ({}, more) if more else ({},):
+        found, expected = (run(strategy, kind, of(name, **options), 4) for strategy in ("sharded", "sync"))
+        assert_same_bits(world, *found.adapter.parameters().values())
+        assert_alike(found, expected)
+
+
+@pytest.mark.parametrize(("kind", "optimizer"), [(Net, sgd), (Normed, sgd)])
+def test_groups_and_schedules(world: World, kind: Any, optimizer: Any) -> None:
+    assert_alike(run("sharded", kind, optimizer, 9), run("sync", kind, optimizer, 9))
+
+
+@pytest.mark.parametrize("most", [None, 2])
+def test_clipping(world: World, most: int | None) -> None:
+    """By the norm of all ranks' parts. It is added up in another order than with Sync, so the last bits may differ."""
+    found, expected = (run(strategy, Net, adam, 9, most=most) for strategy in ("sharded", "sync"))
+    assert found.adapter.gradient_norm() == pytest.approx(expected.adapter.gradient_norm(), rel=1e-9)
+    for name, value in expected.adapter.parameters().items():
+        numpy.testing.assert_allclose(found.adapter.parameters()[name], value, rtol=1e-9, atol=1e-11, err_msg=name)
+    assert_same_bits(world, *found.adapter.parameters().values())
+    found.close()
+    expected.close()
+
+
+def test_a_loss_scale(world: World) -> None:
+    """In fp16, with steps that are skipped."""
+    trainers = []
+    for strategy in ("sharded", "sync"):
+        scale = LossScale(2.0**20, growth_interval=3)
+        options: Any = {"precision": "fp16", "loss_scale": scale, "dtype": torch.float32}
+        trainers.append(run(strategy, Normed, of("AdamW"), 12, **options))
+        assert 2 < scale.skipped_steps < 10
+    assert_alike(*trainers)
+
+
+@pytest.mark.parametrize("kind", [Net, Normed, Mixed])
+@pytest.mark.parametrize("strategies", [("sync", "sharded"), ("sharded", "sync"), ("sharded", "sharded")])
+def test_checkpoints_load_with_and_without(world: World, shared: Path, strategies: Any, kind: Any) -> None:
+    """A run that changes the strategy at a checkpoint ends with the bits of one that does not."""
+    whole = run("sync", kind, of("NAdam"), 8)
+    run(strategies[0], kind, of("NAdam"), 5, Checkpoint(shared, steps=2)).close()
+    assert_alike(run(strategies[1], kind, of("NAdam"), 8, Checkpoint(shared, steps=100)), whole)
+
+
+def test_a_state_of_before(world: World) -> None:
+    """What the optimizer has kept before it is divided goes on: Adagrad begins with a sum that is not 0."""
+    found, expected = (run(one, Net, of("Adagrad", initial_accumulator_value=0.5), 3) for one in ("sharded", "sync"))
+    assert_alike(found, expected)
+
+
+def test_a_replica_is_repaired(world: World) -> None:
+    skip_alone(world)
+
+    class Flip(Hook):
+        def after_step(self, trainer: Trainer, step: Step) -> None:
+            if step.number == 4 and world.rank == world.size - 1:
+                trainer.adapter.parameters()["norm.running_var"].view("u1")[9] ^= 8
+
+    found = run("sharded", Normed, of("Adam"), 6, Flip(), CompareReplicas(1, repair="root"))
+    assert_alike(found, run("sharded", Normed, of("Adam"), 6))
+
+
+def test_each_rank_has_its_share(world: World) -> None:
+    """All elements of all ranks together are those of the model, and each has its part."""
+    trainer = run("sharded", Net, of("Adam"), 2)
+    state = trainer.adapter._torch_optimizer.state.values()
+    held = world.allgather(sum(entry["exp_avg"].numel() for entry in state))
+    trained = [its for its in Net().named_parameters() if its[1].requires_grad and its[0] != "spare"]
+    assert sum(held) == sum(its.numel() for _, its in trained)
+    # The elements are divided evenly, with 5 that have no state: those of `spare`, and of two buffers.
+    assert max(held) - min(held) <= 1 + 5
+    trainer.close()
+
+
+# -- what is refused --------------------------------------------------------------------------------------------
+
+
+class Own(torch.optim.Adam):
+    """It may do anything."""
+
+
+@pytest.mark.parametrize("make", [Own, torch.optim.Adafactor], ids=["own", "Adafactor"])
+def test_optimizers_that_may_need_whole_tensors(world: World, make: Any) -> None:
+    parts = builder(Net, lambda module: (make([p for p in module.parameters() if p.requires_grad]), {}))(world)
+    with pytest.raises(ConfigError, match=rf"{make.__name__} may need whole tensors.*AdamW.*or mt.Sync"):
+        ShardedSync().begin(world, parts.adapter)
+
+
+def test_options_that_differ(world: World) -> None:
+    skip_alone(world)
+    parts = builder(Net, of("AdamW", weight_decay=0.1 if world.rank == 1 else 0.2))(world)
+    said = error_on_all(world, MismatchError, lambda: ShardedSync().begin(world, parts.adapter))
+    assert f"{world.name(1)}: AdamW" in said
+    assert "'weight_decay': 0.1" in said
