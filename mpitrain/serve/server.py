@@ -240,7 +240,7 @@ class JobServer:
         """Let other workers try a job, unless so many have failed that the samples or the model must be at fault."""
         attendee.tally.refused += 1
         self._pace.refuse(job)
-        self._forget()
+        self._shards.forget(*self.queue.numbers)
         text = (
             f"{attendee.tally.name}, job {job.number} (epoch {job.epoch}, places {job.begin} to {job.end}): {problem}"
         )
@@ -254,14 +254,18 @@ class JobServer:
         if num_here > 1 and self._refusals.is_too_often(attendee.peer):
             self._attendance.dismiss(attendee, f"{problem}, for the third time in a row")
 
-    def _forget(self) -> None:
-        """Drop the answers to jobs that are over, on all servers."""
-        self._answers.keep(self.queue.numbers[1])
-        self._shards.forget(*self.queue.numbers)
+    def _drop_late(self) -> None:
+        """Drop the answers to jobs that are over, or another worker's. Who has sent one waits for its next job."""
+        for answer in self._answers.keep(set(self.queue.numbers[1])):
+            attendee = self._attendance.with_ticket(answer.ticket)
+            if attendee is not None and answer.push is not None:
+                self._attendance.ask(attendee, {"version": answer.push.version}, self._store.version)
+                attendee.tally.dropped += 1
 
     # -- jobs and updates -----------------------------------------------------------------------------------------
 
     def _hand_out(self) -> None:
+        self._drop_late()
         if len(self.ledger.workers) < self._rules.expected:
             return
         for attendee in self._attendance.waiting():
@@ -298,7 +302,6 @@ class JobServer:
         means = Means(loss, total, Overlap(0.0, 0.0, 0.0), cause, remarks_of([push.told for push in pushes]))
         for job in jobs:
             self.queue.use(job.number)
-        self._answers.keep(self.queue.numbers[1])
         rate = 0.0
         if is_finite:
             staleness = [self._store.version - push.version for push in pushes]

@@ -13,6 +13,7 @@ import numpy
 from counting import NUM_SAMPLES, WorkerThreads, at, free_address, parts, playing, worker_key
 
 import mpitrain as mt
+from jobs import until
 from mpitrain.serve.wire import Message
 from mpitrain.serve.worker_link import WorkerLink
 
@@ -131,3 +132,26 @@ def hands(served: Served, number: int) -> Iterator[list[Hand]]:
 
 def mean(job: Message, value: float = 1.0) -> numpy.ndarray:
     return numpy.full(NUM_SAMPLES, -value)
+
+
+@contextmanager
+def lines_of(worker: Hand, served: Served) -> Iterator[list[WorkerLink]]:
+    links = [WorkerLink([address], worker_key(), 10**6) for address in served.addresses[1:]]
+    try:
+        yield links
+    finally:
+        for link in links:
+            link.close()
+
+
+def say(link: WorkerLink, kind: str, arrays: Sequence[numpy.ndarray] = (), **fields: Any) -> None:
+    """Send, as soon as there is a connection."""
+    until(lambda: link.receive(0.05) or link.is_connected)
+    link.send(kind, fields, arrays)
+
+
+def hear(link: WorkerLink, kind: str) -> Message:
+    message = link.receive(60)
+    assert message is not None
+    assert message.kind == kind
+    return message

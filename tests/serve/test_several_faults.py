@@ -7,14 +7,13 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import closing, contextmanager
+from contextlib import closing
 from typing import Any
 
 import numpy
 import pytest
 from counting import NUM_SAMPLES, counting, free_address, parts, train_served, worker_key
-from hands import Hand, Served, hands, mean
+from hands import Hand, Served, hands, hear, lines_of, mean, say
 
 import mpitrain as mt
 from jobs import HANG_SECONDS, clean_environment, until
@@ -85,29 +84,6 @@ def test_a_worker_that_is_killed_between_its_pushes(mode: str) -> None:
     assert set(served.counts) == {1.0 / (8 if mode == "sync" else 4)}
 
 
-@contextmanager
-def lines_of(worker: Hand, served: Served) -> Iterator[list[WorkerLink]]:
-    links = [WorkerLink([address], worker_key(), 10**6) for address in served.addresses[1:]]
-    try:
-        yield links
-    finally:
-        for link in links:
-            link.close()
-
-
-def say(link: WorkerLink, kind: str, arrays: Sequence[numpy.ndarray] = (), **fields: Any) -> None:
-    """Send, as soon as there is a connection."""
-    until(lambda: link.receive(0.05) or link.is_connected)
-    link.send(kind, fields, arrays)
-
-
-def hear(link: WorkerLink, kind: str) -> Message:
-    message = link.receive(60)
-    assert message is not None
-    assert message.kind == kind
-    return message
-
-
 def test_what_is_pushed_twice_or_with_another_ticket_counts_once() -> None:
     """Also where the second gradient is another one."""
     served = Served(2, mt.ParameterServer("async"), num_servers=2)
@@ -154,6 +130,27 @@ def test_a_late_answer_is_dropped_by_all_servers() -> None:
     served.end()
     assert set(served.counts) == {1.0}
     assert [one.dropped for one in served.strategy.ledger.workers] == [1, 0, 0]
+
+
+def test_an_answer_that_comes_too_late_in_parts_counts_once_and_its_worker_goes_on() -> None:
+    """The first server has its part of the late answer before the update, and the other server's comes after it."""
+    served = Served(2, mt.ParameterServer("sync", backup=1), num_servers=2)
+    with hands(served, 2) as (slow, fast), lines_of(slow, served) as (late_line,), lines_of(fast, served) as (line,):
+        late, job = slow.pull(), fast.pull()
+        slow.push(late, numpy.full(12, 1000.0))
+        until(lambda: served.strategy.ledger.servers[0].bytes_in == 12 * 8)
+        say(line, "push", [mean(job)[:12]], life=fast.life, ticket=fast.ticket, number=job.fields["number"])
+        fast.push(job, mean(job)[:12])
+        again = slow.hear("job")  # it has not asked again
+        about = {"life": slow.life, "ticket": slow.ticket}
+        say(late_line, "push", [numpy.full(12, 1000.0)], **about, number=late.fields["number"])
+        say(late_line, "push", [mean(again)[:12]], **about, number=again.fields["number"])
+        slow.push(again, mean(again)[:12])
+        for worker in (slow, fast):
+            worker.end()
+    served.end()
+    assert set(served.counts) == {2.0}
+    assert [one.dropped for one in served.strategy.ledger.workers] == [1, 0]
 
 
 @pytest.mark.parametrize("arrays", [[], [numpy.zeros(12, "float32")], [numpy.zeros(24)]])
