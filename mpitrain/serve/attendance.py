@@ -177,13 +177,23 @@ class Attendance:
         """Take in that an answer has come."""
         self._moved = self.clock()
 
-    def look_at_the_clock(self) -> None:
-        """Note whose jobs others may have, and say for whom the server waits."""
+    @property
+    def quiet_seconds(self) -> float:
+        """For how long no answer has come although jobs are out."""
+        return self.clock() - self._moved if self._queue.out() else 0.0
+
+    def look_at_the_clock(self, silent_servers: Sequence[str] = ()) -> None:
+        """Note whose jobs others may have, and say for whom the server waits.
+
+        Args:
+            silent_servers: those of the further servers that do not answer. What workers have not done by now, these
+                may hold up.
+        """
         now, rules = self.clock(), self._rules
         out = self._queue.out()
         for attendee in self.here.values():
             job = out.get(attendee.peer)
-            if attendee.is_overdue or not rules.hang_seconds or job is None:
+            if attendee.is_overdue or not rules.hang_seconds or job is None or silent_servers:
                 continue
             if now - attendee.job_clock > rules.hang_seconds:
                 attendee.is_overdue = True
@@ -198,7 +208,8 @@ class Attendance:
         if not self.here:
             rules.say("there is no worker; the server waits for some")
         elif busy:
-            rules.say(f"no answer for {now - self._moved:.0f} s; the server waits for {', '.join(busy)}")
+            waits_for = ", ".join(silent_servers or busy)
+            rules.say(f"no answer for {now - self._moved:.0f} s; the server waits for {waits_for}")
 
 
 def difference(given: Any, expected: Sequence[str]) -> str:

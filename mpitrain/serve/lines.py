@@ -55,20 +55,22 @@ class ServerLines:
 
     def _receive(self, link: WorkerLink, server: int, question: Mapping[str, Any], name: str) -> None:
         """Take in the answer of a server. Ask again on another connection: only with a connection is a message lost."""
-        begun = said = time.monotonic()
-        connection = link.connections
+        heard = said = time.monotonic()
+        connection, frames = link.connections, link.frames
         while True:
             message = link.receive(_LOOK_SECONDS)
             if message is not None and message.kind == "refused":
-                raise LaunchError(f"{name}: server {server}: {message.fields.get('text')}")
+                raise LaunchError(f"{name}: {link.name}: {message.fields.get('text')}")
             if message is not None and message.fields.get("number") == question["number"]:
                 self._replica.take(message.fields, message.arrays, server)
                 return
             now = time.monotonic()
-            silent = f"{name}: server {server} has not been heard of for {now - begun:.0f} s"
-            if self._hang_seconds and now - begun > self._hang_seconds:
+            if link.frames != frames:  # a part of a large message
+                heard, frames = now, link.frames
+            silent = f"{name}: {link.name} has not been heard of for {now - heard:.0f} s"
+            if self._hang_seconds and now - heard > self._hang_seconds:
                 raise LaunchError(f"{silent} (MPITRAIN_HANG_SECONDS): {link.trouble()}")
-            if now - said >= min(self._stall_seconds, self._hang_seconds or math.inf):
+            if now - max(heard, said) >= min(self._stall_seconds, self._hang_seconds or math.inf):
                 self._say(f"{silent}: {link.trouble()}; this worker waits")
                 said = now
             if link.connections != connection:

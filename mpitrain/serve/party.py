@@ -33,6 +33,11 @@ class Party:
     codec: Codec | None
 
     @property
+    def where(self) -> str:
+        """The host, with the rank if it has one."""
+        return self.world.host if self.everyone is None else f"{self.world.host} (rank {self.everyone.rank})"
+
+    @property
     def most_bytes(self) -> int:
         """The most bytes of arrays in a message."""
         layouts = (layout_of(self.adapter.parameters()).parameters, self.adapter.layout)
@@ -86,7 +91,7 @@ def work(party: Party, data: Any) -> None:
 
 def serve_part(party: Party, data: Any) -> None:
     """Be a further server until the run is over. Raises as ShardServer.serve."""
-    role, host = party.role, party.world.host
+    role, where = party.role, party.where
     link, (first,) = bound(role, party.everyone, party.most_bytes)
     try:
         ShardServer(
@@ -95,10 +100,10 @@ def serve_part(party: Party, data: Any) -> None:
             ParameterStore(party.adapter, role.number, role.num_servers),
             divided_of(party.adapter),
             party.codec,
-            {"server": role.number, "host": host, "facts": party.facts(source_of(data))},
+            {"server": role.number, "where": where, "facts": party.facts(source_of(data))},
             num_servers=role.num_servers,
             hang_seconds=party.world.config.hang_seconds,
-            name=f"server {role.number} on {host}",
+            name=f"server {role.number} on {where}",
         ).serve()
     finally:
         link.close()

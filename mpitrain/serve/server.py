@@ -15,7 +15,7 @@ from typing import Any
 import numpy
 
 from mpitrain.adapters.adapter import Adapter
-from mpitrain.errors import GradientError, NonFiniteError
+from mpitrain.errors import ConfigError, GradientError, NonFiniteError
 from mpitrain.exchange.means import Means
 from mpitrain.exchange.overlap import Overlap
 from mpitrain.exchange.remarks import remarks_of
@@ -36,6 +36,8 @@ from mpitrain.serve.wire import Message
 
 # The longest time without a look at the clock.
 _LOOK_SECONDS = 0.5
+# How long other servers are waited for after an error.
+_FAREWELL_SECONDS = 5.0
 
 
 class JobServer:
@@ -61,7 +63,7 @@ class JobServer:
     ) -> None:
         """
         Args:
-            host: of this server.
+            host: of this server, with its rank if it has one.
             carried: flat buffers that are added to the gradients of the first update.
         """
         self.queue = queue
@@ -104,7 +106,8 @@ class JobServer:
             self._status.show()
             if not self._events:
                 self._events.extend(self._link.receive(_LOOK_SECONDS))
-                self._attendance.look_at_the_clock()
+                quiet_seconds = self._attendance.quiet_seconds
+                self._attendance.look_at_the_clock(self._shards.look(self._attendance.clock(), quiet_seconds))
                 self._strangers.look()
             while self._events:
                 if jobs := self._handle(self._events.popleft()):
@@ -120,17 +123,24 @@ class JobServer:
         """
         self._shards.fetch()
 
-    def close(self, reason: str, *, is_over: bool) -> None:
-        """Close the link. Tell all workers that the run is over, or else, if there is a reason, that it has failed.
+    def close(self, error: BaseException | None, *, tells: bool) -> None:
+        """Close the link. Tell all workers that the run is over, or that `error` has ended it.
 
-        Otherwise the workers wait until the server is there again.
+        Args:
+            error: what has ended the run; None: it is over.
+            tells: workers hear of the error, and end. Otherwise they wait until the server is there again.
         """
-        if is_over or reason:
-            self._shards.gather()  # the run may have ended before its first step
-            kind, fields = ("over", {}) if is_over else ("refused", {"text": reason})
-            send_home(self._link, self._attendance, self._events, self._rules, kind, fields, self._shards.knows)
-            self._shards.end()
-        self._link.close()
+        seconds = _FAREWELL_SECONDS if error else self._rules.hang_seconds
+        is_config = isinstance(error, ConfigError)  # it is raised in all processes
+        told = {"text": str(error) if is_config else f"{type(error).__name__}: {error}", "is_config": is_config}
+        try:
+            self._shards.gather_late(seconds)  # the run may have ended before its first step
+            if error is None or tells:
+                kind, fields = ("refused", told) if error else ("over", {})
+                send_home(self._link, self._attendance, self._events, self._rules, kind, fields, self._shards.knows)
+            self._shards.end(told["text"] if tells and is_config else "", seconds)
+        finally:
+            self._link.close()
 
     # -- messages -------------------------------------------------------------------------------------------------
 
@@ -308,9 +318,10 @@ class JobServer:
             factor = 1 / max(1, *staleness) if self._rules.corrects_staleness else 1.0
             plan, shares = self._store.plan(factor), shares_of(jobs, pushes)
             known = {"version": self._store.version + 1, "plan": plan, "staleness": max(staleness)}
-            self._shards.update(known, jobs, answers, shares, self.queue.numbers)
-            mean = mean_of([push.flats for push in pushes], shares)
-            rate = self._store.apply(mean, means.remarks, plan, max(staleness))
+            with self._shards.together():
+                self._shards.update(known, jobs, answers, shares, self.queue.numbers)
+                mean = mean_of([push.flats for push in pushes], shares)
+                rate = self._store.apply(mean, means.remarks, plan, max(staleness))
             self.ledger.updates += 1
             self.ledger.staleness.update(staleness)
         else:

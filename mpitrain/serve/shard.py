@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import asdict
 from typing import Any
 
@@ -15,7 +16,7 @@ import numpy
 
 from mpitrain.adapters.adapter import DividedAdapter
 from mpitrain.compression.codec import Codec
-from mpitrain.errors import GradientError, LaunchError
+from mpitrain.errors import ConfigError, GradientError, LaunchError
 from mpitrain.exchange.remarks import remarks_of
 from mpitrain.serve.ledger import ServerTally
 from mpitrain.serve.link import Gone, ServerLink
@@ -28,6 +29,10 @@ from mpitrain.serve.worker_link import WorkerLink
 
 _LOOK_SECONDS = 0.5
 _PATIENCE_SECONDS = 10.0
+
+
+class _RunOver(Exception):
+    """The first server has ended the run, perhaps within an update."""
 
 
 class ShardServer:
@@ -50,13 +55,13 @@ class ShardServer:
         Args:
             link: for the workers.
             first: to the first server.
-            hello: the number of this server, its host, and facts, as in ServerRules.
+            hello: the number of this server, where it is, and facts, as in ServerRules.
             hang_seconds: the first server is waited for so long; 0: without end.
             name: of this server, for errors.
         """
         self._link, self._first, self._store, self._adapter = link, first, store, adapter
         self._codec, self._hello, self._hang_seconds, self._name = codec, hello, hang_seconds, name
-        self._life, self._is_over = "", False
+        self._life = ""
         self._connections = 0  # to the first server, when its first message had come
         self._tally, self._pulled_bytes = ServerTally(), Counter[str]()  # by ticket of the worker, since its last push
         # By ticket of the worker and number of the job: the gradients, and the first parameter that is not finite.
@@ -69,7 +74,7 @@ class ShardServer:
             "update": self._update,
             "forget": self._forget,
             "fetch": self._fetch,
-            "over": self._end,
+            "ask": lambda *_: self._tell("here", {}),
         }
         self._number: int = hello["server"]
         self._pieces: dict[str, Any] = {}  # those that have come and are not settled
@@ -80,11 +85,16 @@ class ShardServer:
 
         Raises:
             LaunchError: the first server does not come, or is gone.
+            ConfigError: the run cannot go on, as the first server says.
         """
+        with suppress(_RunOver):
+            self._serve()
+
+    def _serve(self) -> None:
         self._begin()
-        while not self._is_over:
+        while True:
             wait_for([*self._link.sockets, *self._first.sockets], _LOOK_SECONDS)
-            while not self._is_over and (message := self._hear(0.0)) is not None:
+            while (message := self._hear(0.0)) is not None:
                 self._commands[message.kind](message.fields, message.arrays)
             for event in self._link.receive(0.0):
                 if isinstance(event, Gone):
@@ -99,14 +109,13 @@ class ShardServer:
     def _begin(self) -> None:
         """Say hello until the first server has told what the parameters are. No worker is listened to before."""
         begun, told = time.monotonic(), -1
-        while not self._life and not self._is_over:
+        while not self._life:
             if not self._connections and told != self._first.connections:  # what was sent without one is lost
                 self._first.send("shard", self._hello)
                 told = self._first.connections
-            message = self._hear(_LOOK_SECONDS) if self._connections else self._first.receive(_LOOK_SECONDS)
+            message = self._hear(_LOOK_SECONDS)
             seconds = time.monotonic() - begun
             if message is not None:
-                self._connections = self._first.connections
                 self._commands[message.kind](message.fields, message.arrays)
             elif self._hang_seconds and seconds > self._hang_seconds:
                 raise LaunchError(
@@ -116,18 +125,21 @@ class ShardServer:
 
     def _hear(self, seconds: float) -> Message | None:
         """Return the next message of the first server. One that is lost with a connection would be an update."""
-        message = self._first.receive(seconds)
-        if message is None and not (self._first.is_connected and self._first.connections == self._connections):
+        message, first = self._first.receive(seconds), self._first
+        if message is not None:
+            self._connections = self._connections or first.connections
+            if message.kind == "over":
+                first.send("bye", {})
+                if problem := message.fields["problem"]:
+                    raise ConfigError(problem)
+                raise _RunOver
+        elif self._connections and not (first.is_connected and first.connections == self._connections):
             time.sleep(_PATIENCE_SECONDS)  # if the first server has failed, its own error says more, and ends the job
             raise LaunchError(
                 f"{self._name} has lost the connection to the first server, and what that has sent. Start the job "
                 "again: it goes on from the newest checkpoint"
             )
         return message
-
-    def _end(self, _: Mapping[str, Any], __: list[numpy.ndarray]) -> None:
-        self._first.send("bye", {})
-        self._is_over = True
 
     def _carry(self, _: Mapping[str, Any], arrays: list[numpy.ndarray]) -> None:
         self._store.carry({array.dtype: array for array in arrays})

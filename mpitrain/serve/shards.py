@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Collection, Hashable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, NoReturn, TypeAlias
 
 import numpy
@@ -26,6 +27,7 @@ from mpitrain.serve.ledger import ServerTally
 from mpitrain.serve.link import Event, Gone, ServerLink
 from mpitrain.serve.pieces import add_piece, difference_of, pieces_of
 from mpitrain.serve.pushes import plain_note
+from mpitrain.serve.shard_roll import RollOfShards
 from mpitrain.serve.store import divisions_of
 from mpitrain.serve.wire import Message, Peer
 
@@ -44,7 +46,7 @@ class Shards:
 
     Attributes:
         num: how many there are.
-        is_lost: one of them has gone.
+        is_apart: an error has come before all servers had done the same, or one of them is gone.
     """
 
     def __init__(
@@ -60,9 +62,9 @@ class Shards:
         Args:
             events: what comes from others in a wait for shards is added here.
             tallies: of all servers; those of the shards are kept up to date here.
-            host: of the first server.
+            host: of the first server, with its rank if it has one.
         """
-        self.num, self.is_lost = len(tallies) - 1, False
+        self.num, self.is_apart = len(tallies) - 1, False
         self._link, self._events, self._rules = link, events, rules
         self._tallies, self._host = tallies, host
         self._gradients, self._parameters = divisions_of(adapter, len(tallies))
@@ -72,6 +74,7 @@ class Shards:
         self._version = -1  # that was told last
         self._is_fetched = False
         self._pieces: dict[int, dict[str, Any]] = {}  # those that have come, by server and name
+        self._roll = RollOfShards(link)
         self._fetched: dict[int, dict[str, Any]] = {}  # as they came, to see what is changed here
         if self.num:
             divided_of(adapter).update_only(0, len(tallies), self._norm_of_all)
@@ -93,7 +96,23 @@ class Shards:
         Raises:
             LaunchError: one of them is gone, does not come, or trains something else.
         """
-        self._wait("shard", set(range(1, self.num + 1)) - self._names.keys(), "to come")
+        self._wait("shard", self._absent(), "to come")
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """Inside, all servers do the same.
+
+        Raises:
+            LaunchError: `is_apart`.
+        """
+        if self.is_apart:
+            raise LostServerError(
+                f"server 0 on {self._host} has old parts of the model: another server is gone, or an error has come "
+                "before all of them had done the same. Start the job again: it goes on from the newest checkpoint"
+            )
+        self.is_apart = True
+        yield
+        self.is_apart = False
 
     def begin(self, version: int, carried: Mapping[numpy.dtype, numpy.ndarray]) -> None:
         """Give all servers the parameters, the optimizer's state, and what is carried. `gather` comes before."""
@@ -143,17 +162,18 @@ class Shards:
         """Bring the parameters and the optimizer's state of all servers into the model of this one.
 
         Raises:
-            LaunchError: a server is gone, or does not answer.
+            LaunchError: a server is gone, or does not answer, or `is_apart`.
         """
-        if not self.num or self._version < 0 or self._is_fetched or self.is_lost:
+        if not self.num or self._version < 0 or self._is_fetched:
             return
-        self._pieces = {number: {} for number in self._peers.values()}
-        self._tell("fetch", {})
-        self._wait("state", self._peers.values(), "for its part of the model")
-        for number, state in self._pieces.items():
-            gone = [name for name in self._part(number) if name not in state]
-            divided_of(self._adapter).take_part_state(number, state, gone)
-        self._fetched, self._is_fetched = self._pieces, True
+        with self.together():
+            self._pieces = {number: {} for number in self._peers.values()}
+            self._tell("fetch", {})
+            self._wait("state", self._peers.values(), "for its part of the model")
+            for number, state in self._pieces.items():
+                gone = [name for name in self._part(number) if name not in state]
+                divided_of(self._adapter).take_part_state(number, state, gone)
+            self._fetched, self._is_fetched = self._pieces, True
 
     def changes(self) -> Changes:
         """Return what has been changed here since `fetch`."""
@@ -165,18 +185,27 @@ class Shards:
         """Give the servers what has been changed here, and tell them the version, unless they know it."""
         if not changes and version == self._version:
             return
-        for peer, number in self._peers.items():
-            changed, gone = changes.get(number, ({}, []))
-            for fields, arrays in pieces_of(changed):
-                self._link.send(peer, "piece", fields, arrays)
-            self._link.send(peer, "settle", {"version": version, "life": self._rules.life, "gone": gone})
-        self._version = version
+        with self.together():
+            for peer, number in self._peers.items():
+                changed, gone = changes.get(number, ({}, []))
+                for fields, arrays in pieces_of(changed):
+                    self._link.send(peer, "piece", fields, arrays)
+                self._link.send(peer, "settle", {"version": version, "life": self._rules.life, "gone": gone})
+            self._version = version
 
-    def end(self) -> None:
-        """Send the servers home, when no worker needs them any more."""
-        if not self.is_lost:
-            self._tell("over", {})
-            self._wait("bye", self._peers.values(), "to end")
+    def gather_late(self, seconds: float) -> None:
+        """Wait up to `seconds` for servers that have not come until the run ends; 0: without end."""
+        self._try_to_wait("shard", self._absent(), "to come", seconds)
+
+    def end(self, problem: str, seconds: float) -> None:
+        """Send the servers home, when no worker needs them any more. The run has ended, so it does not fail here.
+
+        Args:
+            problem: for an error of each of them; "": they end with exit code 0.
+            seconds: they are waited for so long; 0: without end.
+        """
+        self._tell("over", {"problem": problem})
+        self._try_to_wait("bye", self._peers.values(), "to end", seconds)
 
     def lose(self, peer: Peer, why: str) -> NoReturn:
         """Take in that one of the servers is gone.
@@ -184,11 +213,32 @@ class Shards:
         Raises:
             LaunchError: always.
         """
-        self.is_lost = True
+        self.is_apart = True
+        name = self._names[self._peers.pop(peer)]
         raise LostServerError(
-            f"{self._names[self._peers[peer]]} is gone ({why}), and its part of the parameters with it. Start the job "
-            "again: it goes on from the newest checkpoint"
+            f"{name} is gone ({why}), and its part of the parameters with it. Start the job again: it goes on from the "
+            "newest checkpoint"
         )
+
+    def look(self, now: float, quiet_seconds: float) -> list[str]:
+        """While no answer comes, see whether these servers answer. Return the names of those that do not.
+
+        Args:
+            now: by the clock of the Attendance.
+            quiet_seconds: for which no answer has come although jobs are out.
+
+        Raises:
+            LaunchError: one of them has not answered for `hang_seconds`.
+        """
+        silent = self._roll.look(self._peers, now, quiet_seconds)
+        for number, seconds in silent.items():
+            if self._rules.hang_seconds and seconds > self._rules.hang_seconds:
+                self.is_apart = True
+                raise LostServerError(
+                    f"{self._names[number]} has not been heard of for {seconds:.0f} s (MPITRAIN_HANG_SECONDS), and no "
+                    "answer of a worker is whole without it. Start the job again: it goes on from the newest checkpoint"
+                )
+        return [self._names[number] for number in silent]
 
     def _norm_of_all(self, norm: float) -> float:
         norms = self._wait("norm", self._peers.values(), "for the norm of its gradients")
@@ -203,10 +253,43 @@ class Shards:
         for peer in self._peers:
             self._link.send(peer, kind, fields)
 
+    def _absent(self) -> set[int]:
+        """The numbers of the servers that have not come yet."""
+        return set(range(1, self.num + 1)) - self._names.keys()
+
     def _wait(self, kind: str, numbers: Collection[int], purpose: str) -> dict[int, Message]:
         """Return a message of this kind from each of these servers. Keep what comes from others."""
+        messages, late = self._hear(kind, numbers, purpose, self._rules.hang_seconds)
+        if late:
+            self.is_apart = True
+            raise LostServerError(
+                f"server 0 on {self._host} has waited for {late} {purpose}, and has heard nothing for "
+                f"{self._rules.hang_seconds:.0f} s (MPITRAIN_HANG_SECONDS). Start the job again: it goes on from the "
+                "newest checkpoint"
+            )
+        return messages
+
+    def _try_to_wait(self, kind: str, numbers: Collection[int], purpose: str, seconds: float) -> None:
+        """Wait for such messages when the run has ended: what fails now is said, and changes nothing."""
+        try:
+            _, late = self._hear(kind, numbers, purpose, seconds)
+            problem = f"{late} has not been heard of for {seconds:.0f} s" if late else ""
+        except LaunchError as error:
+            problem = str(error)
+        if problem:
+            self._rules.say(f"the run has ended, and server 0 waits no more for others {purpose}: {problem}")
+
+    def _hear(
+        self, kind: str, numbers: Collection[int], purpose: str, most_seconds: float
+    ) -> tuple[dict[int, Message], str]:
+        """Return a message of this kind from each of these servers. Keep what comes from others.
+
+        Also return the names of those that have sent nothing for `most_seconds`, if the wait has ended for that. A
+        server that sends something else meanwhile, or a part of a large message, is not silent.
+        """
         waiting, messages = set(numbers), dict[int, Message]()
         begun = said = self._rules.now()
+        heard, frames = dict.fromkeys(waiting, begun), self._frames()
         while waiting:
             come = [*self._events, *self._link.receive(_LOOK_SECONDS)]
             self._events.clear()
@@ -226,27 +309,32 @@ class Shards:
                     add_piece(self._pieces[number], event.fields, event.arrays)
                 else:
                     self._events.append(event)
-            now = self._rules.now()
-            missing = ", ".join(self._names.get(number, f"server {number}") for number in sorted(waiting))
-            if waiting and self._rules.hang_seconds and now - begun > self._rules.hang_seconds:
-                self.is_lost = True
-                raise LostServerError(
-                    f"server 0 on {self._host} has waited {now - begun:.0f} s (MPITRAIN_HANG_SECONDS) for {missing} "
-                    f"{purpose}. Start the job again: it goes on from the newest checkpoint"
-                )
+            now, before = self._rules.now(), frames
+            frames = self._frames()
+            heard |= {number: now for number, count in frames.items() if count != before.get(number)}
+            late = [number for number in sorted(waiting) if now - heard[number] > most_seconds > 0]
+            if late:
+                return messages, self._listed(late)
             if waiting and now - said >= self._rules.stall_seconds:
-                self._rules.say(f"server 0 has waited {now - begun:.0f} s for {missing} {purpose}")
+                self._rules.say(f"server 0 has waited {now - begun:.0f} s for {self._listed(sorted(waiting))} {purpose}")
                 said = now
-        return messages
+        return messages, ""
+
+    def _frames(self) -> dict[int, int]:
+        return {number: self._link.frames[peer] for peer, number in self._peers.items()}
+
+    def _listed(self, numbers: Sequence[int]) -> str:
+        return ", ".join(self._names.get(number, f"server {number}") for number in numbers)
 
     def _join(self, message: Message) -> None:
         """Take in a server that has come."""
         fields = message.fields
         number = fields.get("server")
         if type(number) is not int or not 1 <= number <= self.num or number in self._names:
-            missing = sorted(set(range(1, self.num + 1)) - self._names.keys())
-            raise LaunchError(f"a peer says that it is server {number!r}; those that are not here yet are {missing}")
-        self._names[number] = f"server {number} on {fields.get('host')}"
+            raise LaunchError(
+                f"a peer says that it is server {number!r}; those that are not here yet are {sorted(self._absent())}"
+            )
+        self._names[number] = f"server {number} on {fields.get('where')}"
         self._peers[message.peer] = number
         if problem := difference(fields.get("facts"), self._rules.facts):
             raise LaunchError(f"{self._names[number]} cannot work with server 0 on {self._host}: {problem}")

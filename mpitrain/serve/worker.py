@@ -12,7 +12,7 @@ import numpy
 from mpitrain.adapters.adapter import Adapter
 from mpitrain.compression.codec import Codec
 from mpitrain.cuda.shortage import memory_explained
-from mpitrain.errors import LaunchError
+from mpitrain.errors import ConfigError, LaunchError
 from mpitrain.serve.lines import ServerLines
 from mpitrain.serve.pushes import GradientBuffer, plain_note
 from mpitrain.serve.replica import Replica
@@ -75,7 +75,8 @@ class JobWorker:
         """Work until the server says that the training is over.
 
         Raises:
-            LaunchError: the server refuses this worker, or has not been heard of for `hang_seconds`.
+            LaunchError: the server refuses this worker, or a server has not been heard of for `hang_seconds`.
+            ConfigError: the run cannot go on, as the server says.
             MpitrainError: the gradients of a job cannot be computed here. The server has been told.
         """
         kind, fields, has_asked = "hello", dict(self._hello), False
@@ -87,7 +88,8 @@ class JobWorker:
             if message.kind == "over":
                 return
             if message.kind == "refused":
-                raise LaunchError(str(message.fields.get("text")))
+                kind_of_error = ConfigError if message.fields.get("is_config") else LaunchError
+                raise kind_of_error(str(message.fields.get("text")))
             if message.kind == "again":
                 kind, fields = "hello", dict(self._hello)
             elif message.kind == "welcome":
@@ -108,7 +110,7 @@ class JobWorker:
         """Send a message, unless this worker has asked already. Send it from time to time until the server answers."""
         self._heard = time.monotonic()  # the time of a computation is no silence of the server
         asked, repeat_seconds = self._heard if has_asked else -math.inf, _REPEAT_SECONDS
-        connection = self._link.connections
+        connection, frames = self._link.connections, self._link.frames
         while True:
             now = time.monotonic()
             if now - asked >= repeat_seconds or self._link.connections != connection:
@@ -118,6 +120,8 @@ class JobWorker:
                 asked, connection = now, self._link.connections
             message = self._link.receive(_LOOK_SECONDS)
             if message is None:
+                if self._link.frames != frames:  # a part of a large message
+                    self._heard, frames = time.monotonic(), self._link.frames
                 self._lines.tend()
                 self._look_at_the_clock()
                 continue
@@ -129,10 +133,11 @@ class JobWorker:
 
     def _compute(self, fields: Mapping[str, Any], arrays: Sequence[numpy.ndarray]) -> None:
         job = {"life": self._life, "number": fields["number"]}
+        # What fails here is no fault of the samples, so the server does not hear of it. It hears that this worker ends.
+        self._replica.take(fields, arrays)
+        self._lines.pull(fields, {"life": self._life, "ticket": self._ticket}, self.name)
+        self._replica.load()
         try:
-            self._replica.take(fields, arrays)
-            self._lines.pull(fields, {"life": self._life, "ticket": self._ticket}, self.name)
-            self._replica.load()
             scale = self._adapter.loss_scale
             if scale is not None:
                 scale.restore(fields["loss_scale"])

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from mpitrain.adapters.adapter import Adapter, divided_of
 from mpitrain.arrays import Array
-from mpitrain.errors import ConfigError, GradientError, everywhere
+from mpitrain.errors import ConfigError, GradientError, LaunchError, everywhere
 from mpitrain.exchange.means import Means
 from mpitrain.job.role import Role
 from mpitrain.job.start import the_job
@@ -134,11 +134,18 @@ class ParameterServer:
         """See ServedStrategy.
 
         Raises:
-            ConfigError: the samples of the data have no numbers.
+            ConfigError: the samples of the data have no numbers; or the workers have ended with an earlier run.
         """
         if self._server is not None:
             return
-        source = source_of(data)
+        source, job = source_of(data), the_job()
+        if self._party.everyone is not None:
+            if job.has_served:
+                raise ConfigError(
+                    f"{self._party.everyone.name()} begins a second run with --servers; its workers have ended with the "
+                    "first one. Start a job for each run"
+                )
+            job.has_served = True
         self._placed = data.state()
         queue = JobQueue(
             source.num_samples, self._placed["epoch"], self._placed["cursor"], self._placed.get("left", ())
@@ -166,7 +173,7 @@ class ParameterServer:
             self._pace(queue, source),
             self._adapter,
             rules,
-            host=self._world.host,
+            host=self._party.where,
             num_servers=self._role.num_servers,
             carried=carried,
         )
@@ -176,7 +183,8 @@ class ParameterServer:
         """See ServedStrategy.
 
         Raises:
-            ConfigError: this process is a worker, or a further server.
+            ConfigError: this process is a worker, or a further server; or a hook has restored another state, and the
+                workers cannot be started again. Then the error is raised on every rank.
             GradientError: several workers have sent what cannot be used for the same samples.
             LaunchError: another server is gone.
         """
@@ -185,7 +193,15 @@ class ParameterServer:
                 f"{self._world.name()} is a {self.role}, which makes no step by itself; call Trainer.run()"
             )
         if self._server is not None and data.state() != self._placed:  # a hook has restored another state
-            self._server.close("the server goes on from another state; start this worker again", is_over=False)
+            if self._party.everyone is not None:
+                raise everywhere(
+                    ConfigError(
+                        f"{self._party.everyone.name()} was restored to another state within a run with --servers, "
+                        "whose workers start only once. Restore before Trainer.run(), or start the job again"
+                    )
+                )
+            text = "the server goes on from another state; start this worker again"
+            self._server.close(LaunchError(text), tells=True)
             self._server = None
         self.begin_serving(data)
         assert self._server is not None
@@ -195,19 +211,24 @@ class ParameterServer:
         return made
 
     def end_serving(self, error: BaseException | None) -> None:
-        """See ServedStrategy. Workers go on waiting for the server if it has failed, unless the gradients are why."""
+        """See ServedStrategy. Workers go on waiting for a server that has failed, unless the gradients are why, or
+        ConfigError in a job whose server cannot come back."""
         if self._server is None:
             return
+        server, self._server = self._server, None
         try:
-            self._server.fetch()
-        except LostServerError:
-            if error is None:  # otherwise the first error says why
+            server.fetch()
+        except BaseException as failed:
+            if error is None or not isinstance(failed, Exception):
+                error = failed
                 raise
-        if error is None:
-            self._party.say(self._ledger.line())
-        reason = f"{type(error).__name__}: {error}" if isinstance(error, GradientError) else ""
-        self._server.close(reason, is_over=error is None)
-        self._server = None
+            if not isinstance(error, LostServerError):  # that has said all
+                self._party.say(f"after {type(error).__name__}, the model here is not whole: {failed}")
+        finally:
+            if error is None:
+                self._party.say(self._ledger.line())
+            is_final = isinstance(error, ConfigError) and self._party.everyone is not None
+            server.close(error, tells=is_final or isinstance(error, GradientError))
 
     def fetch(self) -> None:
         """See ServedStrategy.

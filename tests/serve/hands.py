@@ -10,10 +10,13 @@ from dataclasses import replace
 from typing import Any
 
 import numpy
-from counting import NUM_SAMPLES, WorkerThreads, at, free_address, parts, playing, worker_key
+from counting import NUM_SAMPLES, WorkerThreads, at, counting, free_address, parts, playing, worker_key
 
 import mpitrain as mt
-from jobs import until
+from jobs import HANG_SECONDS, until
+from mpitrain.serve.lines import ServerLines
+from mpitrain.serve.link import ServerLink
+from mpitrain.serve.replica import Replica
 from mpitrain.serve.wire import Message
 from mpitrain.serve.worker_link import WorkerLink
 
@@ -155,3 +158,20 @@ def hear(link: WorkerLink, kind: str) -> Message:
     assert message is not None
     assert message.kind == kind
     return message
+
+
+def two_lines(address: str, key: Any, num_values: int = NUM_SAMPLES) -> tuple[ServerLines, Replica]:
+    """What a worker has for a second server at this address."""
+    adapter = mt.ArrayFunction(counting, {"count": numpy.zeros(num_values)}, mt.Sgd(1.0))
+    replica = Replica(adapter, 2)
+    link = WorkerLink([address], key, 8 * num_values)
+    return ServerLines([link], replica, stall_seconds=600.0, hang_seconds=300.0, say=print), replica
+
+
+def next_message(link: ServerLink) -> Message:
+    while True:
+        events = link.receive(HANG_SECONDS)
+        assert events, "nothing came"
+        for event in events:
+            if isinstance(event, Message):
+                return event

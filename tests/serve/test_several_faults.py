@@ -13,10 +13,11 @@ from typing import Any
 import numpy
 import pytest
 from counting import NUM_SAMPLES, counting, free_address, parts, train_served, worker_key
-from hands import Hand, Served, hands, hear, lines_of, mean, say
+from hands import Hand, Served, hands, hear, lines_of, mean, next_message, say, two_lines
 
 import mpitrain as mt
 from jobs import HANG_SECONDS, clean_environment, until
+from mpitrain.serve import shard
 from mpitrain.serve.keys import make_keys
 from mpitrain.serve.lines import ServerLines
 from mpitrain.serve.link import ServerLink
@@ -31,6 +32,7 @@ import sys
 sys.path[:0] = sys.argv[3].split(":")
 import numpy
 from hands import Hand
+from mpitrain.serve import shard
 from mpitrain.serve.keys import parse_key
 import hands
 hands.worker_key = lambda: parse_key(sys.argv[2], "the key")
@@ -207,23 +209,6 @@ def test_no_pull_overtakes_what_hooks_change(monkeypatch: pytest.MonkeyPatch) ->
     assert set(trainer.adapter.parameters()["count"]) == {33.0}
 
 
-def two_lines(address: str, key: Any) -> tuple[ServerLines, Replica]:
-    """What a worker has for a second server at this address."""
-    adapter = mt.ArrayFunction(counting, {"count": numpy.zeros(NUM_SAMPLES)}, mt.Sgd(1.0))
-    replica = Replica(adapter, 2)
-    link = WorkerLink([address], key, 10**6)
-    return ServerLines([link], replica, stall_seconds=600.0, hang_seconds=300.0, say=print), replica
-
-
-def next_message(link: ServerLink) -> Message:
-    while True:
-        events = link.receive(HANG_SECONDS)
-        assert events, "nothing came"
-        for event in events:
-            if isinstance(event, Message):
-                return event
-
-
 def test_what_is_lost_with_a_connection_is_asked_and_pushed_again() -> None:
     """Each server that ends has not answered. The last one has all."""
     keys, address = make_keys(), free_address()
@@ -267,7 +252,7 @@ def test_a_server_that_is_lost_when_all_is_fetched_holds_up_nobody(monkeypatch: 
 
     def last_words(self: Any, fields: Any, arrays: Any) -> None:
         fetch(self, fields, arrays)
-        self._is_over = True  # its connections end without a farewell
+        raise shard._RunOver  # its connections end without a farewell
 
     monkeypatch.setattr(ShardServer, "_fetch", last_words)
     builds = [parts(mt.ParameterServer("sync")) for _ in range(3)]
