@@ -52,6 +52,7 @@ class ServerRules:
         facts: what every worker must have in common with the server, in lines.
         environment: code and packages, which workers must have too, from launch.served.environment_here; None: they are
             not compared.
+        optimizer: class and settings, which other servers must have in common; "": there are none.
         codec: of gradients.
         corrects_staleness: the learning rate is divided by the staleness.
         stall_seconds: after so long without an answer, a line says who is waited for.
@@ -65,6 +66,7 @@ class ServerRules:
     life: str
     facts: Sequence[str]
     environment: Mapping[str, Any] | None
+    optimizer: str
     codec: Codec | None
     corrects_staleness: bool
     stall_seconds: float

@@ -12,6 +12,7 @@ import numpy
 
 from mpitrain.errors import LaunchError
 from mpitrain.serve.replica import Replica
+from mpitrain.serve.wire import Message
 from mpitrain.serve.worker_link import WorkerLink
 
 _LOOK_SECONDS = 0.2
@@ -38,7 +39,7 @@ class ServerLines:
         """Get the parts of the parameters for a job, which are at least as new as that of the first server.
 
         Args:
-            known: life of the first server, and ticket of this worker.
+            known: life of the first server, ticket of this worker, and pass of the job.
             name: of this worker, for errors.
 
         Raises:
@@ -59,8 +60,7 @@ class ServerLines:
         connection, frames = link.connections, link.frames
         while True:
             message = link.receive(_LOOK_SECONDS)
-            if message is not None and message.kind == "refused":
-                raise LaunchError(f"{name}: {link.name}: {message.fields.get('text')}")
+            self._check(message, link, name)
             if message is not None and message.fields.get("number") == question["number"]:
                 self._replica.take(message.fields, message.arrays, server)
                 return
@@ -84,14 +84,26 @@ class ServerLines:
             link.send("push", fields, of_server)
             self._pushed.append((dict(fields), of_server, link.connections))
 
-    def tend(self) -> None:
-        """Send again what may have been lost, because a connection is another one now."""
+    def tend(self, name: str) -> None:
+        """Send again what may have been lost, because a connection is another one now.
+
+        Args:
+            name: of this worker, for errors.
+
+        Raises:
+            LaunchError: a server refuses what was pushed.
+        """
         for index, (fields, arrays, connection) in enumerate(self._pushed):
             link = self._links[index]
-            link.receive(0.0)  # an answer to a question that was repeated is not needed any more
+            message = link.receive(0.0)  # an answer to a question that was repeated is not needed any more
+            self._check(message, link, name)
             if link.connections != connection:
                 link.send("push", fields, arrays)
                 self._pushed[index] = fields, arrays, link.connections
+
+    def _check(self, message: Message | None, link: WorkerLink, name: str) -> None:
+        if message is not None and message.kind == "refused":
+            raise LaunchError(f"{name}: {link.name}: {message.fields.get('text')}")
 
     def close(self) -> None:
         """Close all connections."""

@@ -24,6 +24,7 @@ class Party:
         everyone: with `mpitrain run --servers`, the World of all ranks; else None.
         world: of this process alone.
         codec: of gradients.
+        optimizer: class and settings, if there are several servers.
     """
 
     role: Role
@@ -31,6 +32,7 @@ class Party:
     world: World
     adapter: Adapter
     codec: Codec | None
+    optimizer: str
 
     @property
     def where(self) -> str:
@@ -93,6 +95,7 @@ def serve_part(party: Party, data: Any) -> None:
     """Be a further server until the run is over. Raises as ShardServer.serve."""
     role, where = party.role, party.where
     link, (first,) = bound(role, party.everyone, party.most_bytes)
+    hello = {"server": role.number, "where": where, "optimizer": party.optimizer}
     try:
         ShardServer(
             link,
@@ -100,7 +103,7 @@ def serve_part(party: Party, data: Any) -> None:
             ParameterStore(party.adapter, role.number, role.num_servers),
             divided_of(party.adapter),
             party.codec,
-            {"server": role.number, "where": where, "facts": party.facts(source_of(data))},
+            {**hello, "facts": party.facts(source_of(data))},
             num_servers=role.num_servers,
             hang_seconds=party.world.config.hang_seconds,
             name=f"server {role.number} on {where}",

@@ -148,16 +148,9 @@ class JobServer:
         """Take in an event. Return the jobs whose gradients make an update, if they do."""
         if self._shards.knows(event.peer):
             return self._shard_says(event)
-        if isinstance(event, Gone):
-            if event.peer not in self._attendance.here:
-                self._strangers.leave(event.why)
-            self._attendance.leave(event.peer, event.why)
-            return None
         attendee = self._attendance.here.get(event.peer)
-        if event.kind == "hello":
-            self._attendance.join(event)
-        elif event.kind == "bye":
-            self._attendance.leave(event.peer, "it has ended")
+        if isinstance(event, Gone) or event.kind in ("hello", "bye"):
+            self._come_or_go(event)
         elif attendee is None or event.fields.get("life") != self._rules.life:
             self._link.send(event.peer, "again", {})
         elif event.kind == "next":
@@ -170,6 +163,17 @@ class JobServer:
             problem = f"a message of kind {event.kind!r} came; allowed are hello, next, done, failed and bye"
             self._attendance.dismiss(attendee, problem)
         return None
+
+    def _come_or_go(self, event: Message | Gone) -> None:
+        if isinstance(event, Gone):
+            if event.peer not in self._attendance.here:
+                self._strangers.leave(event.why)
+            self._attendance.leave(event.peer, event.why)
+        elif event.kind == "hello":
+            self._attendance.join(event)
+        else:
+            self._attendance.leave(event.peer, "it has ended")
+        self._shards.forget(*self.queue.numbers)  # what the worker has sent them of its job
 
     def _done(
         self, attendee: Attendee, fields: Mapping[str, Any], arrays: Sequence[numpy.ndarray]
@@ -285,6 +289,7 @@ class JobServer:
             pulled, arrays = self._store.since(attendee.version)
             fields = {"number": job.number, "epoch": job.epoch, "begin": job.begin, "end": job.end, **pulled}
             fields["loss_scale"] = self._loss_scale.state() if self._loss_scale else None
+            fields |= self._shards.pass_for(attendee.ticket, job.number)
             self._link.send(attendee.peer, "job", fields, arrays)
             nbytes = sum(array.nbytes for array in arrays)
             self.ledger.servers[0].bytes_out += nbytes

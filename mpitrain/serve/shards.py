@@ -9,6 +9,7 @@ updates its part. Where hooks read the model, the first server fetches the parts
 
 from __future__ import annotations
 
+import json
 import math
 from collections import deque
 from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
@@ -18,15 +19,16 @@ from typing import Any, NoReturn, TypeAlias
 import numpy
 
 from mpitrain.adapters.adapter import Adapter, divided_of
-from mpitrain.errors import LaunchError
+from mpitrain.errors import ConfigError, LaunchError
 from mpitrain.exchange.division import line_of
 from mpitrain.serve.answers import Answer
 from mpitrain.serve.attendance import ServerRules, difference
 from mpitrain.serve.jobs import ServedJob
 from mpitrain.serve.ledger import ServerTally
 from mpitrain.serve.link import Event, Gone, ServerLink
+from mpitrain.serve.passes import make_secret, pass_of
 from mpitrain.serve.pieces import add_piece, difference_of, pieces_of
-from mpitrain.serve.pushes import plain_note
+from mpitrain.serve.pushes import plain_told
 from mpitrain.serve.shard_roll import RollOfShards
 from mpitrain.serve.store import divisions_of
 from mpitrain.serve.wire import Message, Peer
@@ -70,6 +72,7 @@ class Shards:
         self._gradients, self._parameters = divisions_of(adapter, len(tallies))
         self._peers: dict[Peer, int] = {}
         self._names: dict[int, str] = {}
+        self._secret = make_secret()
         self._adapter = adapter
         self._version = -1  # that was told last
         self._is_fetched = False
@@ -94,7 +97,8 @@ class Shards:
         """Wait until all servers are here.
 
         Raises:
-            LaunchError: one of them is gone, does not come, or trains something else.
+            LaunchError: one of them is gone, or does not come.
+            ConfigError: one of them trains something else.
         """
         self._wait("shard", self._absent(), "to come")
 
@@ -122,7 +126,7 @@ class Shards:
         self._rules.say(line_of(self._parameters, names))
         for peer, number in self._peers.items():
             parts = [flat[self._gradients.parts[number][dtype]] for dtype, flat in carried.items()]
-            self._link.send(peer, "carry", {}, parts)
+            self._link.send(peer, "carry", {"secret": self._secret}, parts)
         self.settle(version, {number: (self._part(number), []) for number in self._peers.values()})
 
     def update(
@@ -142,21 +146,29 @@ class Shards:
         """
         if not self.num:
             return
-        told = [answer.push.told for answer in answers if answer.push]
+        # Each of its own, so that the notes of any number of workers are never too long for a message.
+        distinct: dict[str, int] = {}
+        for answer in answers:
+            if answer.push and (text := json.dumps(plain_told(answer.push.told))) not in distinct:
+                distinct[text] = len(distinct)
+                self._tell("told", {"told": plain_told(answer.push.told)})
         fields = {
             **known,
             "answers": [[answer.ticket, job.number] for job, answer in zip(jobs, answers, strict=True)],
-            "told": [[list(unused), plain_note(note)] for unused, note in told],
+            "told": [distinct[json.dumps(plain_told(answer.push.told))] for answer in answers if answer.push],
             "shares": list(shares),
-            "newest": numbers[0],
-            "live": numbers[1],
+            **_numbers(*numbers),
         }
         self._tell("update", fields)
         self._version, self._is_fetched = known["version"], False
 
     def forget(self, newest: int, live: Sequence[int]) -> None:
         """Let all servers drop the answers to jobs with a number up to `newest`, but for those that are `live`."""
-        self._tell("forget", {"newest": newest, "live": live})
+        self._tell("forget", _numbers(newest, live))
+
+    def pass_for(self, ticket: str, number: int) -> dict[str, str]:
+        """Return what shows these servers that a worker has a job: its field "pass"."""
+        return {"pass": pass_of(self._secret, ticket, number)} if self.num else {}
 
     def fetch(self) -> None:
         """Bring the parameters and the optimizer's state of all servers into the model of this one.
@@ -274,7 +286,7 @@ class Shards:
         try:
             _, late = self._hear(kind, numbers, purpose, seconds)
             problem = f"{late} has not been heard of for {seconds:.0f} s" if late else ""
-        except LaunchError as error:
+        except (ConfigError, LaunchError) as error:
             problem = str(error)
         if problem:
             self._rules.say(f"the run has ended, and server 0 waits no more for others {purpose}: {problem}")
@@ -336,5 +348,20 @@ class Shards:
             )
         self._names[number] = f"server {number} on {fields.get('where')}"
         self._peers[message.peer] = number
-        if problem := difference(fields.get("facts"), self._rules.facts):
-            raise LaunchError(f"{self._names[number]} cannot work with server 0 on {self._host}: {problem}")
+        problem = difference(fields.get("facts"), self._rules.facts)
+        own, theirs = self._rules.optimizer, fields.get("optimizer")
+        if not problem and own != theirs:
+            problem = f"its optimizer is {theirs}, and that of server 0 {own}; give all servers the same"
+        if problem:
+            raise ConfigError(f"{self._names[number]} cannot work with server 0 on {self._host}: {problem}")
+
+
+def _numbers(newest: int, live: Sequence[int]) -> dict[str, Any]:
+    """Return these as fields. The live numbers are in rows, from the first one to the last one."""
+    rows: list[list[int]] = []
+    for number in sorted(live):
+        if rows and rows[-1][1] == number - 1:
+            rows[-1][1] = number
+        else:
+            rows.append([number, number])
+    return {"newest": newest, "live": rows}

@@ -14,7 +14,7 @@ from mpitrain.compression.codec import Codec
 from mpitrain.cuda.shortage import memory_explained
 from mpitrain.errors import ConfigError, LaunchError
 from mpitrain.serve.lines import ServerLines
-from mpitrain.serve.pushes import GradientBuffer, plain_note
+from mpitrain.serve.pushes import GradientBuffer, check_told, plain_note
 from mpitrain.serve.replica import Replica
 from mpitrain.serve.store import divisions_of
 from mpitrain.serve.wire import Message
@@ -122,7 +122,7 @@ class JobWorker:
             if message is None:
                 if self._link.frames != frames:  # a part of a large message
                     self._heard, frames = time.monotonic(), self._link.frames
-                self._lines.tend()
+                self._lines.tend(self.name)
                 self._look_at_the_clock()
                 continue
             self._heard = time.monotonic()
@@ -135,7 +135,8 @@ class JobWorker:
         job = {"life": self._life, "number": fields["number"]}
         # What fails here is no fault of the samples, so the server does not hear of it. It hears that this worker ends.
         self._replica.take(fields, arrays)
-        self._lines.pull(fields, {"life": self._life, "ticket": self._ticket}, self.name)
+        known = {"life": self._life, "ticket": self._ticket, "pass": fields.get("pass", "")}
+        self._lines.pull(fields, known, self.name)
         self._replica.load()
         try:
             scale = self._adapter.loss_scale
@@ -146,12 +147,13 @@ class JobWorker:
             with memory_explained():
                 loss = self._adapter.loss_and_gradients(batch, self._buffer.take)
             unused, (own, *others) = self._buffer.finish(1.0 if scale is None else scale.value)
-            note = plain_note(self._adapter.note())
+            note = self._adapter.note()
+            check_told((tuple(unused), note))
         except Exception as error:
             self._link.send("failed", {**job, "text": f"{type(error).__name__}: {error}"})
             raise
-        self._lines.push({**job, "ticket": self._ticket}, others)
-        answer = {**job, "version": self._replica.versions[0], "loss": loss, "unused": unused, "note": note}
+        self._lines.push({**job, **known}, others)
+        answer = {**job, "version": self._replica.versions[0], "loss": loss, "unused": unused, "note": plain_note(note)}
         self._link.send("done", {**answer, "scale": 1.0 if scale is None else scale.value}, own)
         self.jobs += 1
 

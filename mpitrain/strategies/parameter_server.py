@@ -116,8 +116,10 @@ class ParameterServer:
         if self._corrects:
             check_rate_factor(adapter)
         if self._role.kind:
-            self._party = Party(job.role, job.everyone, world, adapter, codec_of(world.config.compression))
             self._check_servers()
+            optimizer = divided_of(adapter).dividable_optimizer() if job.role.num_servers > 1 else ""
+            codec = codec_of(world.config.compression)
+            self._party = Party(job.role, job.everyone, world, adapter, codec, optimizer)
             return
         if world.size > 1:
             raise everywhere(
@@ -156,6 +158,7 @@ class ParameterServer:
             life=secrets.token_hex(8),
             facts=self._party.facts(source),
             environment=environment_of(self._role),
+            optimizer=self._party.optimizer,
             codec=self._party.codec,
             corrects_staleness=self._corrects,
             stall_seconds=config.stall_seconds,
@@ -312,8 +315,6 @@ class ParameterServer:
                 f"{self._world.name()}: ParameterServer(servers={self._servers}), and {number} were started; start "
                 f"them with `mpitrain run --servers {self._servers}`, or leave servers out"
             )
-        if number > 1:
-            divided_of(self._adapter)
 
 
 def _is_count(value: object, least: int) -> bool:

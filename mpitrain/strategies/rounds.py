@@ -27,7 +27,7 @@ from mpitrain.exchange.reducer import GradientReducer
 from mpitrain.strategies.fragments import Fragment, cut
 from mpitrain.strategies.of_rounds import ROUND
 from mpitrain.strategies.sync import Sync
-from mpitrain.training.optimizers import Optimizer
+from mpitrain.training.optimizers import Optimizer, described
 from mpitrain.world import World
 
 # A rank's gradients go nowhere, so there is no reason to cut them into buckets.
@@ -85,7 +85,7 @@ class Rounds:
         arguments = (self._sync_every, self._warm_up, self._num_fragments, self._delay, self._alpha)
         names = "sync_every", "warm_up", "fragments", "delay", "alpha"
         said = ", ".join(f"{name}={value}" for name, value in zip(names, arguments, strict=True))
-        world.agree("begin", [f"{type(self).__name__}({said})", f"outer optimizer {_described(self._outer)}"])
+        world.agree("begin", [f"{type(self).__name__}({said})", f"outer optimizer {described(self._outer) if self._outer else 'none'}"])
         parts = cut(adapter, self._num_fragments)
         self._sync = Sync(self._exchange) if self._warm_up else None
         if self._sync:
@@ -378,11 +378,3 @@ class Rounds:
         rounds = self._num_fragments, self._sync_every, self._delay
         parts = [type(self).__name__, self._world.node_ranks, rounds, codecs]
         return hashlib.sha256(repr(parts).encode()).hexdigest()
-
-
-def _described(outer: Optimizer | None) -> str:
-    """Return the class of an optimizer and its plain settings, which must be equal on all ranks."""
-    if outer is None:
-        return "none"
-    plain = {name: value for name, value in vars(outer).items() if isinstance(value, bool | int | float | None)}
-    return f"{type(outer).__name__} {plain}"

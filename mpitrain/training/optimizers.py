@@ -50,6 +50,13 @@ class Optimizer(Protocol):
         """
 
 
+def described(optimizer: object) -> str:
+    """Return the class of an optimizer and its plain settings, for a comparison of those of several processes."""
+    values = getattr(optimizer, "__dict__", {}).items()
+    plain = {name: value for name, value in values if isinstance(value, bool | int | float | None)}
+    return f"{type(optimizer).__name__} {plain}"
+
+
 class Sgd(FlatOptimizer):
     """Stochastic gradient descent with momentum; an `Optimizer`.
 

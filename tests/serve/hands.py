@@ -153,6 +153,11 @@ def say(link: WorkerLink, kind: str, arrays: Sequence[numpy.ndarray] = (), **fie
     link.send(kind, fields, arrays)
 
 
+def of(worker: Hand, job: Message) -> dict[str, Any]:
+    """What shows a further server that a worker has a job."""
+    return {"life": worker.life, "ticket": worker.ticket, **{name: job.fields[name] for name in ("number", "pass")}}
+
+
 def hear(link: WorkerLink, kind: str) -> Message:
     message = link.receive(60)
     assert message is not None

@@ -12,7 +12,7 @@ from typing import Any
 import numpy
 import pytest
 from counting import NUM_SAMPLES, parts, train_served
-from hands import Served, hands, lines_of, mean, say
+from hands import Served, hands, lines_of, mean, of, say
 
 import mpitrain as mt
 from jobs import run_command
@@ -21,18 +21,19 @@ from mpitrain.job.start import the_job
 from mpitrain.serve import shard, shards
 
 
-class Full(mt.Sgd):
-    """An optimizer whose update fails, on the first server alone. The others wait for the norm then."""
-
-    def update(self, gradients: Any) -> float:
-        raise OSError("no space left")
+def full(gradients: Any) -> float:
+    raise OSError("no space left")
 
 
 def dividing(strategy: Any) -> Any:
+    """The update of the first server alone fails. The others wait for the norm then."""
+
     def build(world: mt.World) -> mt.Parts:
-        kind = Full if the_job().role.kind == "server" else mt.Sgd
+        optimizer = mt.Sgd(1.0, clip_norm=1.0)
+        if the_job().role.kind == "server":
+            optimizer.update = full  # type: ignore[method-assign]
         data = mt.ArrayData(world, numpy.arange(NUM_SAMPLES), global_batch=8)
-        model = mt.ArrayFunction(lambda *_: 0.0, {"count": numpy.zeros(NUM_SAMPLES)}, kind(1.0, clip_norm=1.0))
+        model = mt.ArrayFunction(lambda *_: 0.0, {"count": numpy.zeros(NUM_SAMPLES)}, optimizer)
         return mt.Parts(model, strategy, data)
 
     return build
@@ -41,7 +42,7 @@ def dividing(strategy: Any) -> Any:
 def update_once(served: Served) -> None:
     with hands(served, 1) as (worker,), lines_of(worker, served) as (line,):
         job = worker.pull()
-        say(line, "push", [mean(job)[:12]], life=worker.life, ticket=worker.ticket, number=job.fields["number"])
+        say(line, "push", [mean(job)[:12]], **of(worker, job))
         worker.push(job, mean(job)[:12])
         served._thread.join(60)
 
@@ -60,7 +61,7 @@ def test_an_error_within_a_fetch_is_the_error_of_the_run(monkeypatch: pytest.Mon
     add = shards.add_piece
     fails = iter([True])
 
-    def full(state: Any, fields: Any, arrays: Any) -> None:
+    def broken(state: Any, fields: Any, arrays: Any) -> None:
         if next(fails, False):
             raise MemoryError("no room for a piece")
         add(state, fields, arrays)
@@ -69,7 +70,7 @@ def test_an_error_within_a_fetch_is_the_error_of_the_run(monkeypatch: pytest.Mon
         def after_step(self, trainer: mt.Trainer, step: mt.Step) -> None:
             raise AssertionError("the fetch has failed")
 
-    monkeypatch.setattr(shards, "add_piece", full)
+    monkeypatch.setattr(shards, "add_piece", broken)
     served = Served(2, mt.ParameterServer("async"), hooks=[Reads()], num_servers=2)
     update_once(served)
     with pytest.raises(MemoryError, match="no room for a piece"):
@@ -114,7 +115,7 @@ def test_a_run_that_is_over_does_not_fail_by_a_server_that_stays(
     served = Served(1, mt.ParameterServer("async"), hang_seconds=2.0, num_servers=2)
     with hands(served, 1) as (worker,), lines_of(worker, served) as (line,):
         job = worker.pull()
-        say(line, "push", [mean(job)[:12]], life=worker.life, ticket=worker.ticket, number=job.fields["number"])
+        say(line, "push", [mean(job)[:12]], **of(worker, job))
         worker.push(job, mean(job)[:12])
         worker.end()
     served._thread.join(60)

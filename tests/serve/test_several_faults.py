@@ -7,22 +7,23 @@ import subprocess
 import sys
 import threading
 import time
-from contextlib import closing
+from contextlib import ExitStack, closing
 from typing import Any
 
 import numpy
 import pytest
 from counting import NUM_SAMPLES, counting, free_address, parts, train_served, worker_key
-from hands import Hand, Served, hands, hear, lines_of, mean, next_message, say, two_lines
+from hands import Hand, Served, hands, hear, lines_of, mean, next_message, of, say, two_lines
 
 import mpitrain as mt
 from jobs import HANG_SECONDS, clean_environment, until
-from mpitrain.serve import shard
+from mpitrain.serve import pushes, shard, wire
 from mpitrain.serve.keys import make_keys
 from mpitrain.serve.lines import ServerLines
 from mpitrain.serve.link import ServerLink
 from mpitrain.serve.replica import Replica
 from mpitrain.serve.shard import ShardServer
+from mpitrain.serve.store import ParameterStore
 from mpitrain.serve.wire import Message
 from mpitrain.serve.worker_link import WorkerLink
 
@@ -31,8 +32,7 @@ HALF = """
 import sys
 sys.path[:0] = sys.argv[3].split(":")
 import numpy
-from hands import Hand
-from mpitrain.serve import shard
+from hands import Hand, of
 from mpitrain.serve.keys import parse_key
 import hands
 hands.worker_key = lambda: parse_key(sys.argv[2], "the key")
@@ -44,11 +44,11 @@ job = worker.pull()
 shard = Hand(second, facts)
 shard.life = worker.life
 while True:
-    shard.say("pull", number=job.fields["number"], at_least=0, version=-1)
+    shard.say("pull", **of(worker, job), at_least=0, version=-1)
     if shard._link.receive(0.5) is not None:
         break
-shard.say("push", numpy.full(8, 1000.0), ticket=worker.ticket, number=job.fields["number"])
-shard.say("pull", number=-5, at_least=0, version=-1)
+shard.say("push", numpy.full(8, 1000.0), **of(worker, job))
+shard.say("pull", number=-5)  # it has no pass
 shard._link.receive(60)  # the server has read the push by now
 print("pushed", flush=True)
 sys.stdin.read()
@@ -86,27 +86,98 @@ def test_a_worker_that_is_killed_between_its_pushes(mode: str) -> None:
     assert set(served.counts) == {1.0 / (8 if mode == "sync" else 4)}
 
 
-def test_what_is_pushed_twice_or_with_another_ticket_counts_once() -> None:
+def test_what_is_pushed_twice_counts_once() -> None:
     """Also where the second gradient is another one."""
     served = Served(2, mt.ParameterServer("async"), num_servers=2)
     with hands(served, 1) as (worker,), lines_of(worker, served) as (line,):
         job = worker.pull()
         for number in range(2):
             assert job.fields["runs"] == {"float64": [[0, 12]]}
-            about = {"life": worker.life, "number": job.fields["number"]}
-            say(line, "pull", **about, at_least=job.fields["version"], version=-1)
+            say(line, "pull", **of(worker, job), at_least=job.fields["version"], version=-1)
             pulled = hear(line, "parameters")
             assert pulled.fields["version"] == number
             assert set(pulled.arrays[0]) == {float(number)}
-            say(line, "push", [numpy.full(12, 1000.0)], **about, ticket="of nobody")
-            say(line, "push", [numpy.full(12, -1.0)], **about, ticket=worker.ticket)
-            say(line, "push", [numpy.full(12, 1000.0)], **about, ticket=worker.ticket)
+            say(line, "push", [numpy.full(12, -1.0)], **of(worker, job))
+            say(line, "push", [numpy.full(12, 1000.0)], **of(worker, job))
             worker.push(job, numpy.full(12, -1.0))
             if number == 0:
                 job = worker.hear("job")
         worker.end()
     served.end()
     assert set(served.counts) == {2.0}
+
+
+def test_a_server_keeps_nothing_of_jobs_that_a_worker_does_not_have(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of other tickets and numbers, with passes of other jobs, of jobs that are over, and of workers that are gone."""
+    made: list[ShardServer] = []
+    begin = ShardServer._begin
+    monkeypatch.setattr(ShardServer, "_begin", lambda self: (made.append(self), begin(self))[1])
+    served = Served(2, mt.ParameterServer("async"), num_servers=2)
+    gradient = numpy.full(12, 1000.0)
+    with hands(served, 2) as (worker, other), lines_of(worker, served) as (line,):
+        job, lost = worker.pull(), other.pull()
+        own = of(worker, job)
+        wrong = [{"ticket": f"of nobody {number}"} for number in range(5)] + [{"number": 10**6}, {"number": "1"}]
+        wrong += [{"ticket": other.ticket}, {"pass": lost.fields["pass"]}, {"pass": ""}, {"pass": None}, {"pass": "\u00e9"}]
+        for fields in wrong:
+            for kind in ("push", "pull"):
+                say(line, kind, [gradient] if kind == "push" else [], **{**own, **fields}, at_least=0, version=-1)
+                assert "has not the pass of a job" in hear(line, "refused").fields["text"]
+        say(line, "push", [gradient], **of(other, lost))
+        until(lambda: served.strategy.ledger.workers[1].pushed_bytes == 12 * 8)
+        (shard,) = made
+        assert list(shard._pushes) == [(other.ticket, lost.fields["number"])]
+        other.say("bye")
+        until(lambda: not shard._pushes)
+        for number in range(2):
+            say(line, "push", [-gradient / 1000.0], **of(worker, job))
+            worker.push(job, numpy.full(12, -1.0))
+            if number == 0:
+                done, job = job, worker.hear("job")
+                for old in (of(worker, done), of(other, lost)):
+                    say(line, "pull", **old, at_least=0, version=-1)
+                    hear(line, "parameters")
+                    say(line, "push", [gradient], **old)
+                say(line, "pull", **of(worker, job), at_least=0, version=-1)
+                hear(line, "parameters")
+                assert not shard._pushes
+                assert list(shard._pulled_bytes) == [(worker.ticket, job.fields["number"])]
+        worker.end()
+    served.end()
+    assert set(served.counts) == {2.0}
+
+
+def test_notes_of_many_workers_are_longer_than_a_message(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Together, or of one worker alone, which is sent away."""
+    most = 60_000
+    told: list[Any] = []
+    apply = ParameterStore.apply
+
+    def seen(self: Any, gradients: Any, remarks: Any, *rest: Any) -> float:
+        told.append(remarks.notes)
+        return apply(self, gradients, remarks, *rest)
+
+    monkeypatch.setattr(ParameterStore, "apply", seen)
+    monkeypatch.setattr(wire, "MOST_HEADER_BYTES", most)
+    monkeypatch.setattr(pushes, "MOST_HEADER_BYTES", most)
+    served = Served(1, mt.ParameterServer("sync", job_samples=2), num_servers=2)
+    notes = [letter * (most // 2 - 10) for letter in "aba"]
+    with hands(served, 5) as (long, *workers), ExitStack() as stack:
+        lines = [stack.enter_context(lines_of(worker, served))[0] for worker in workers]
+        job = long.pull()
+        long.push(job, mean(job)[:12], note="c" * (most // 2))
+        assert f"takes {most // 2 + 8} bytes as JSON; allowed are {most // 2}" in long.hear("refused").fields["text"]
+        jobs = [worker.pull() for worker in workers]
+        for worker, job, note, line in zip(workers, jobs, [*notes, None], lines, strict=True):
+            say(line, "push", [mean(job)[:12]], **of(worker, job))
+            worker.push(job, mean(job)[:12], note=note)
+        for worker in workers:
+            worker.end()
+    served.end()
+    assert set(served.counts) == {1.0}
+    assert len(told) == 2
+    assert sorted(map(str, told[0])) == sorted(map(str, told[1])) == sorted([*notes, "None"])
+    assert told[0] == told[1]
 
 
 def test_a_late_answer_is_dropped_by_all_servers() -> None:
@@ -121,10 +192,9 @@ def test_a_late_answer_is_dropped_by_all_servers() -> None:
         third.join()
         job = third.pull()
         assert job.fields["begin"] == late.fields["begin"]
-        about = {"life": slow.life}
-        say(line, "push", [numpy.full(12, 1000.0)], **about, ticket=slow.ticket, number=late.fields["number"])
+        say(line, "push", [numpy.full(12, 1000.0)], **of(slow, late))
         slow.push(late, numpy.full(12, 1000.0))
-        say(line, "push", [numpy.full(12, -1.0)], **about, ticket=third.ticket, number=job.fields["number"])
+        say(line, "push", [numpy.full(12, -1.0)], **of(third, job))
         third.push(job, numpy.full(12, -1.0))
         for worker in (slow, fast, third):
             worker.end()
@@ -141,12 +211,11 @@ def test_an_answer_that_comes_too_late_in_parts_counts_once_and_its_worker_goes_
         late, job = slow.pull(), fast.pull()
         slow.push(late, numpy.full(12, 1000.0))
         until(lambda: served.strategy.ledger.servers[0].bytes_in == 12 * 8)
-        say(line, "push", [mean(job)[:12]], life=fast.life, ticket=fast.ticket, number=job.fields["number"])
+        say(line, "push", [mean(job)[:12]], **of(fast, job))
         fast.push(job, mean(job)[:12])
         again = slow.hear("job")  # it has not asked again
-        about = {"life": slow.life, "ticket": slow.ticket}
-        say(late_line, "push", [numpy.full(12, 1000.0)], **about, number=late.fields["number"])
-        say(late_line, "push", [mean(again)[:12]], **about, number=again.fields["number"])
+        say(late_line, "push", [numpy.full(12, 1000.0)], **of(slow, late))
+        say(late_line, "push", [mean(again)[:12]], **of(slow, again))
         slow.push(again, mean(again)[:12])
         for worker in (slow, fast):
             worker.end()
@@ -160,15 +229,13 @@ def test_a_wrong_part_sends_its_worker_away(arrays: Any) -> None:
     served = Served(1, mt.ParameterServer("async"), num_servers=2)
     with hands(served, 2) as (wrong, right), lines_of(wrong, served) as (line,):
         job = wrong.pull()
-        about = {"life": wrong.life, "ticket": wrong.ticket, "number": job.fields["number"]}
-        say(line, "push", arrays, **about)
+        say(line, "push", arrays, **of(wrong, job))
         text = wrong.hear("refused").fields["text"]
         assert "the server dismisses worker 1 on hand: " in text
         assert "allowed are" in text
         again = right.pull()
         assert again.fields["begin"] == job.fields["begin"]
-        about = {"life": right.life, "ticket": right.ticket, "number": again.fields["number"]}
-        say(line, "push", [mean(again)[:12]], **about)
+        say(line, "push", [mean(again)[:12]], **of(right, again))
         right.push(again, mean(again)[:12])
         right.end()
     served.end()
@@ -220,7 +287,7 @@ def test_what_is_lost_with_a_connection_is_asked_and_pushed_again() -> None:
             lines.pull({"number": 3, "version": 5}, {"life": "a life", "ticket": "a ticket"}, "a worker")
             lines.push({"number": 3}, [[numpy.arange(12.0)]])
             while not pushed.is_set():
-                lines.tend()
+                lines.tend("a worker")
                 time.sleep(0.01)
         except BaseException as error:
             errors.append(error)

@@ -13,7 +13,7 @@ from typing import Any
 import numpy
 import pytest
 from counting import NUM_SAMPLES, free_address
-from hands import Served, hands, lines_of, mean, next_message, say, two_lines
+from hands import Served, hands, lines_of, mean, next_message, of, say, two_lines
 
 import mpitrain as mt
 from jobs import HANG_SECONDS, until
@@ -39,7 +39,7 @@ def test_a_server_that_hangs_is_named_and_no_worker_is(
     served = Served(1, mt.ParameterServer("async"), hang_seconds=2.0, num_servers=2)
     with hands(served, 1) as (worker,), lines_of(worker, served) as (line,):
         job = worker.pull()
-        say(line, "push", [mean(job)[:12]], life=worker.life, ticket=worker.ticket, number=job.fields["number"])
+        say(line, "push", [mean(job)[:12]], **of(worker, job))
         worker.push(job, mean(job)[:12])
         served._thread.join(60)
     goes_on.set()
@@ -56,7 +56,7 @@ def test_a_server_that_answers_does_not_hold_up_a_slow_worker(capsys: pytest.Cap
         until(lambda: "worker 1 on hand has not answered job 1 for " in capsys.readouterr().out)
         job = fast.pull()
         assert job.fields["begin"] == late.fields["begin"]
-        say(line, "push", [mean(job)[:12]], life=fast.life, ticket=fast.ticket, number=job.fields["number"])
+        say(line, "push", [mean(job)[:12]], **of(fast, job))
         fast.push(job, mean(job)[:12])
         for worker in (slow, fast):
             worker.end()
@@ -95,7 +95,7 @@ def test_a_fetch_that_takes_longer_than_a_hang_goes_on(monkeypatch: pytest.Monke
     served = Served(1, mt.ParameterServer("async"), build, hang_seconds=300.0, num_servers=2)
     with hands(served, 1) as (worker,), lines_of(worker, served) as (line,):
         job = worker.pull()
-        say(line, "push", [mean(job)[:12]], life=worker.life, ticket=worker.ticket, number=job.fields["number"])
+        say(line, "push", [mean(job)[:12]], **of(worker, job))
         worker.push(job, mean(job)[:12])
         worker.end()
     served.end()
