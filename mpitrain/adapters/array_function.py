@@ -190,8 +190,8 @@ class ArrayFunction:
         """
         if not hasattr(self._optimizer, "update_only"):
             raise ConfigError(
-                f"{type(self._optimizer).__name__} has no method update_only(part, norm_of_all), so it cannot be divided "
-                "between servers; mt.Sgd, mt.Adam and mt.AdamW can. Start one server"
+                f"{type(self._optimizer).__name__} has no method update_only(part, norm_of_all), so it cannot be "
+                "divided between servers; mt.Sgd, mt.Adam and mt.AdamW can. Start one server"
             )
         return described(self._optimizer)
 

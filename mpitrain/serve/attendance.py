@@ -82,11 +82,13 @@ class Attendance:
     Attributes:
         here: by their connections.
         ledger: what they have done.
+        tallies: the same by their tickets, also of those that are gone.
     """
 
     def __init__(self, link: ServerLink, queue: JobQueue, pace: JobPace, rules: ServerRules) -> None:
         self.here: dict[Hashable, Attendee] = {}
         self.ledger = ServerLedger()
+        self.tallies: dict[str, WorkerTally] = {}
         self._link, self._queue, self._pace, self._rules = link, queue, pace, rules
         self._away_seconds = 0.0
         self._moved = self._said = self.clock()
@@ -118,7 +120,7 @@ class Attendance:
         else:
             known = Attendee(peer, WorkerTally(name, str(fields.get("host", ""))))
             self.ledger.workers.append(known.tally)
-            self.here[peer] = known
+            self.here[peer], self.tallies[known.ticket] = known, known.tally
             self._rules.say(f"{name} has joined; {len(self.here)} here")
         self._pace.join(peer)
         told = {"life": self._rules.life, "name": known.tally.name, "ticket": known.ticket}

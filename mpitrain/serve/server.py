@@ -199,16 +199,16 @@ class JobServer:
         return self._answered(attendee, job, answer)
 
     def _shard_says(self, event: Message | Gone) -> Sequence[ServedJob] | None:
-        """Take in that another server has a part of an answer, or is gone."""
+        """Take in what another server has sent a worker, or has of an answer, or that it is gone."""
         if isinstance(event, Gone):
             self._shards.lose(event.peer, event.why)
+        fields, number = event.fields, self._shards.heard(event)
+        if event.kind == "pulled":
+            self._attendance.tallies[fields["ticket"]].pulled_bytes += fields["pulled_bytes"]
         if event.kind != "have":
             return None
-        fields, number = event.fields, self._shards.heard(event)
+        self._attendance.tallies[fields["ticket"]].pushed_bytes += fields["pushed_bytes"]
         attendee = self._attendance.with_ticket(fields["ticket"])
-        if attendee is not None:
-            attendee.tally.pushed_bytes += fields["pushed_bytes"]
-            attendee.tally.pulled_bytes += fields["pulled_bytes"]
         if attendee is None or (job := self.queue.find(fields["number"], attendee.peer)) is None:
             return None
         if fields["problem"]:

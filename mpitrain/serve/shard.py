@@ -6,7 +6,6 @@ worker:  pull ─> parameters   push (a part of the gradients) ─> the first se
 from __future__ import annotations
 
 import time
-from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import asdict
@@ -32,7 +31,7 @@ _LOOK_SECONDS = 0.5
 _PATIENCE_SECONDS = 10.0
 
 
-class _RunOver(Exception):
+class _RunOverError(Exception):
     """The first server has ended the run, perhaps within an update."""
 
 
@@ -66,9 +65,8 @@ class ShardServer:
         self._connections = 0  # to the first server, when its first message had come
         self._tally, self._told = ServerTally(), list[Told]()
         self._newest, self._live = 0, list[range]()  # of the jobs
-        # By ticket of the worker and number of the job. A job that nobody needs any more is in neither.
-        self._pulled_bytes = Counter[tuple[str, int]]()
-        # The gradients, and the first parameter that is not finite.
+        # By ticket of the worker and number of the job: the gradients, and the first parameter that is not finite. A job
+        # that nobody needs any more is not here.
         self._pushes: dict[tuple[str, int], tuple[Mapping[numpy.dtype, numpy.ndarray], str]] = {}
         self._pulls: dict[Peer, Mapping[str, Any]] = {}  # those that wait for a newer version
         self._commands: dict[str, Callable[[Mapping[str, Any], list[numpy.ndarray]], None]] = {
@@ -92,7 +90,7 @@ class ShardServer:
             LaunchError: the first server does not come, or is gone.
             ConfigError: the run cannot go on, as the first server says.
         """
-        with suppress(_RunOver):
+        with suppress(_RunOverError):
             self._serve()
 
     def _serve(self) -> None:
@@ -137,7 +135,7 @@ class ShardServer:
                 first.send("bye", {})
                 if problem := message.fields["problem"]:
                     raise ConfigError(problem)
-                raise _RunOver
+                raise _RunOverError
         elif self._connections and not (first.is_connected and first.connections == self._connections):
             time.sleep(_PATIENCE_SECONDS)  # if the first server has failed, its own error says more, and ends the job
             raise LaunchError(
@@ -174,7 +172,6 @@ class ShardServer:
         self._newest = fields["newest"]
         self._live = [range(first, last + 1) for first, last in fields["live"]]
         self._pushes = {key: push for key, push in self._pushes.items() if self._is_needed(key[1])}
-        self._pulled_bytes = Counter({key: num for key, num in self._pulled_bytes.items() if self._is_needed(key[1])})
 
     def _is_needed(self, number: int) -> bool:
         """Whether a job may still be in an update."""
@@ -218,8 +215,7 @@ class ShardServer:
         self._link.send(peer, "parameters", {"number": fields.get("number"), **pulled}, arrays)
         nbytes = sum(array.nbytes for array in arrays)
         self._tally.bytes_out += nbytes
-        if self._is_needed(fields["number"]):
-            self._pulled_bytes[fields["ticket"], fields["number"]] += nbytes
+        self._tell("pulled", {"ticket": fields["ticket"], "pulled_bytes": nbytes})
 
     def _push(self, message: Message) -> None:
         """Take in gradients. Those that were sent twice, on two connections, count once."""
@@ -237,8 +233,7 @@ class ShardServer:
             except GradientError as error:
                 problem = str(error)
         told = {"ticket": key[0], "number": key[1], "not_finite": not_finite, "problem": problem}
-        of_worker = {"pushed_bytes": nbytes, "pulled_bytes": self._pulled_bytes.pop(key, 0)}
-        self._tell("have", told | of_worker)
+        self._tell("have", {**told, "pushed_bytes": nbytes})
 
 
 def _whole(value: object) -> int:

@@ -328,7 +328,8 @@ class Shards:
             if late:
                 return messages, self._listed(late)
             if waiting and now - said >= self._rules.stall_seconds:
-                self._rules.say(f"server 0 has waited {now - begun:.0f} s for {self._listed(sorted(waiting))} {purpose}")
+                missing = self._listed(sorted(waiting))
+                self._rules.say(f"server 0 has waited {now - begun:.0f} s for {missing} {purpose}")
                 said = now
         return messages, ""
 

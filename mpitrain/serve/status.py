@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Collection
+from itertools import pairwise
 from typing import Any
 
 from mpitrain.serve.attendance import Attendance, Attendee
@@ -56,11 +57,16 @@ class ServerStatus:
         }
 
     def _speed(self, now: float) -> float:
-        """Return the samples a second of all workers, since about ten seconds or ten answers."""
+        """Return the samples a second of all workers, since about ten seconds or ten answers.
+
+        A silence that is longer than those between the answers before counts too, so the speed falls when answers end.
+        """
         looks, samples = self._looks, sum(one.samples for one in self._attendance.ledger.workers)
+        silent = now - looks[-1][0]
+        longest = max((later - earlier for (earlier, _), (later, _) in pairwise(looks)), default=0.0)
         if not samples:
             looks[0] = now, 0  # the wait for the first worker is not its speed
-        elif samples != looks[-1][1] and now - looks[-1][0] >= _EVERY_SECONDS:
+        elif silent >= _EVERY_SECONDS and (samples != looks[-1][1] or silent > longest):
             looks.append((now, samples))
         (begin, before), (end, after) = looks[0], looks[-1]
         return (after - before) / (end - begin) if end > begin else 0.0

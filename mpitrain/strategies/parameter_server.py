@@ -144,8 +144,8 @@ class ParameterServer:
         if self._party.everyone is not None:
             if job.has_served:
                 raise ConfigError(
-                    f"{self._party.everyone.name()} begins a second run with --servers; its workers have ended with the "
-                    "first one. Start a job for each run"
+                    f"{self._party.everyone.name()} begins a second run with --servers; its workers have ended with "
+                    "the first one. Start a job for each run"
                 )
             job.has_served = True
         self._placed = data.state()

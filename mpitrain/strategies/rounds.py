@@ -85,7 +85,8 @@ class Rounds:
         arguments = (self._sync_every, self._warm_up, self._num_fragments, self._delay, self._alpha)
         names = "sync_every", "warm_up", "fragments", "delay", "alpha"
         said = ", ".join(f"{name}={value}" for name, value in zip(names, arguments, strict=True))
-        world.agree("begin", [f"{type(self).__name__}({said})", f"outer optimizer {described(self._outer) if self._outer else 'none'}"])
+        outer = described(self._outer) if self._outer else "none"
+        world.agree("begin", [f"{type(self).__name__}({said})", f"outer optimizer {outer}"])
         parts = cut(adapter, self._num_fragments)
         self._sync = Sync(self._exchange) if self._warm_up else None
         if self._sync:

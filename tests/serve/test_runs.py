@@ -151,7 +151,7 @@ def test_the_ranks_of_one_mpiexec(tmp_path: Path, num_servers: int) -> None:
     ("signal_name", "text"),
     [
         ("SIGKILL", r"rank 1 on \S+ was killed by signal 9"),
-        ("SIGSTOP", r"server 1 on \S+ \(rank 1\) is gone \(.*\), and its part of the parameters with it. Start the job again"),
+        ("SIGSTOP", r"server 1 on \S+ \(rank 1\) is gone \(.*\), and its part of the parameters with it. Start"),
     ],
 )
 def test_a_further_server_that_is_lost_ends_the_job(tmp_path: Path, signal_name: str, text: str) -> None:

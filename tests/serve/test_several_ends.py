@@ -107,7 +107,7 @@ def test_a_run_that_is_over_does_not_fail_by_a_server_that_stays(
         self._first.send = lambda kind, *rest: None if kind == "bye" else send(kind, *rest)
         try:
             return hear(self, seconds)
-        except shard._RunOver:
+        except shard._RunOverError:
             assert goes_on.wait(60)
             raise
 

@@ -12,20 +12,18 @@ from typing import Any
 
 import numpy
 import pytest
-from counting import NUM_SAMPLES, counting, free_address, parts, train_served, worker_key
+from counting import NUM_SAMPLES, free_address, parts, train_served, worker_key
 from hands import Hand, Served, hands, hear, lines_of, mean, next_message, of, say, two_lines
 
 import mpitrain as mt
 from jobs import HANG_SECONDS, clean_environment, until
+from mpitrain.errors import LaunchError
 from mpitrain.serve import pushes, shard, wire
 from mpitrain.serve.keys import make_keys
-from mpitrain.serve.lines import ServerLines
 from mpitrain.serve.link import ServerLink
-from mpitrain.serve.replica import Replica
 from mpitrain.serve.shard import ShardServer
 from mpitrain.serve.store import ParameterStore
 from mpitrain.serve.wire import Message
-from mpitrain.serve.worker_link import WorkerLink
 
 # Gets a job, gives wrong gradients to server 1 alone, and waits for its end.
 HALF = """
@@ -118,7 +116,7 @@ def test_a_server_keeps_nothing_of_jobs_that_a_worker_does_not_have(monkeypatch:
         job, lost = worker.pull(), other.pull()
         own = of(worker, job)
         wrong = [{"ticket": f"of nobody {number}"} for number in range(5)] + [{"number": 10**6}, {"number": "1"}]
-        wrong += [{"ticket": other.ticket}, {"pass": lost.fields["pass"]}, {"pass": ""}, {"pass": None}, {"pass": "\u00e9"}]
+        wrong += [{"ticket": other.ticket}, {"pass": lost.fields["pass"]}, {"pass": None}, {"pass": "\u00e9"}]
         for fields in wrong:
             for kind in ("push", "pull"):
                 say(line, kind, [gradient] if kind == "push" else [], **{**own, **fields}, at_least=0, version=-1)
@@ -141,10 +139,28 @@ def test_a_server_keeps_nothing_of_jobs_that_a_worker_does_not_have(monkeypatch:
                 say(line, "pull", **of(worker, job), at_least=0, version=-1)
                 hear(line, "parameters")
                 assert not shard._pushes
-                assert list(shard._pulled_bytes) == [(worker.ticket, job.fields["number"])]
         worker.end()
     served.end()
     assert set(served.counts) == {2.0}
+    # Also what was pulled and pushed for nothing: by its worker until then, and by the first server from both.
+    ledger = served.strategy.ledger
+    assert [one.bytes_in for one in ledger.servers] == [2 * 12 * 8, 5 * 12 * 8]
+    assert ledger.workers[1].pushed_bytes == 2 * 12 * 8
+    assert ledger.bytes_in == sum(one.bytes_in for one in ledger.servers)
+    assert ledger.bytes_out == sum(one.bytes_out for one in ledger.servers)
+
+
+def test_a_refused_push_ends_its_worker() -> None:
+    keys, address = make_keys(), free_address()
+    lines, _ = two_lines(address, keys.worker)
+    with closing(ServerLink(address, keys, 10**6)) as link:
+        until(lambda: lines._links[0].receive(0.05) or lines._links[0].is_connected or link.receive(0.05))
+        lines.push({"number": 3}, [[numpy.arange(12.0)]])
+        link.send(next_message(link).peer, "refused", {"text": "no pass"})
+        with pytest.raises(LaunchError, match="a worker: the server: no pass"):
+            while True:
+                lines.tend("a worker")
+    lines.close()
 
 
 def test_notes_of_many_workers_are_longer_than_a_message(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -319,7 +335,7 @@ def test_a_server_that_is_lost_when_all_is_fetched_holds_up_nobody(monkeypatch: 
 
     def last_words(self: Any, fields: Any, arrays: Any) -> None:
         fetch(self, fields, arrays)
-        raise shard._RunOver  # its connections end without a farewell
+        raise shard._RunOverError  # its connections end without a farewell
 
     monkeypatch.setattr(ShardServer, "_fetch", last_words)
     builds = [parts(mt.ParameterServer("sync")) for _ in range(3)]

@@ -43,7 +43,8 @@ def test_a_server_that_hangs_is_named_and_no_worker_is(
         worker.push(job, mean(job)[:12])
         served._thread.join(60)
     goes_on.set()
-    with pytest.raises(LostServerError, match=r"server 1 on \S+ has not been heard of for \d s \(MPITRAIN_HANG_SECONDS\)"):
+    text = r"server 1 on \S+ has not been heard of for \d s \(MPITRAIN_HANG_SECONDS\)"
+    with pytest.raises(LostServerError, match=text):
         served.end()
     assert "has not answered job" not in capsys.readouterr().out
 

@@ -99,7 +99,7 @@ def test_a_hundred_workers() -> None:
     # 191 jobs were cut, which are 31 epochs and 20 samples. Those of the bad answer and of the worker that is gone came
     # back, and nobody has asked since.
     assert lines[103] == (
-        "queue: 99 jobs out, 0 answered and not used yet; 12 of the 24 samples of epoch 32 have not gone out"
+        "queue: 99 jobs out, 0 answered and not used yet; 12 samples up to the end of epoch 32 have not gone out"
     )
     assert lines[105] == "staleness: mean 44.5, largest 89, of 90 gradients"
     bar = "#" * 50
@@ -165,6 +165,15 @@ def test_the_speed_is_that_of_the_last_looks() -> None:
         tally.samples += 5
         speed = shown._speed(clock)
     assert speed == 5
+    # Answers that come every five seconds have a speed. It falls when they end, to 0.
+    for clock in range(127, 182):
+        tally.samples += 25 * (clock % 5 == 2)
+        speed = shown._speed(clock)
+        assert clock < 176 or speed == 5
+    speeds = [shown._speed(clock) for clock in range(182, 300)]
+    assert speeds == sorted(speeds, reverse=True)
+    assert speeds[:5] == [5.0] * 5
+    assert speeds[-1] == 0
 
 
 def test_a_text_is_whole_or_damaged() -> None:
