@@ -17,8 +17,6 @@ import numpy
 from mpitrain.adapters.adapter import Adapter
 from mpitrain.errors import ConfigError, GradientError, NonFiniteError
 from mpitrain.exchange.means import Means
-from mpitrain.exchange.overlap import Overlap
-from mpitrain.exchange.remarks import remarks_of
 from mpitrain.serve.answers import Answer, Answers
 from mpitrain.serve.attendance import Attendance, Attendee, ServerRules
 from mpitrain.serve.farewell import send_home
@@ -26,12 +24,13 @@ from mpitrain.serve.jobs import JobQueue, ServedJob
 from mpitrain.serve.ledger import ServerTally
 from mpitrain.serve.link import Gone, ServerLink
 from mpitrain.serve.pace import JobPace
-from mpitrain.serve.pushes import mean_of, read_push, shares_of
+from mpitrain.serve.pushes import read_push
 from mpitrain.serve.refusals import Refusals
 from mpitrain.serve.shards import Shards
 from mpitrain.serve.status import ServerStatus
 from mpitrain.serve.store import ParameterStore
 from mpitrain.serve.strangers import Strangers
+from mpitrain.serve.update import ServedUpdate
 from mpitrain.serve.wire import Message
 
 # The longest time without a look at the clock.
@@ -74,7 +73,7 @@ class JobServer:
         self._status = ServerStatus(self._attendance, queue, rules.expected, rules.now)
         self._events: deque[Message | Gone] = deque()
         self._answers = Answers(num_servers)
-        self._refusals = Refusals()
+        self._refusals = Refusals(self._attendance, pace, rules.say)
         self._left: float | None = None  # when the last update had been made
         self._strangers = Strangers(link, rules.say, rules.now)
         self.ledger.servers = [ServerTally() for _ in range(num_servers)]
@@ -133,6 +132,7 @@ class JobServer:
         seconds = _FAREWELL_SECONDS if error else self._rules.hang_seconds
         is_config = isinstance(error, ConfigError)  # it is raised in all processes
         told = {"text": str(error) if is_config else f"{type(error).__name__}: {error}", "is_config": is_config}
+        self._status.enter("leaves")
         try:
             self._shards.gather_late(seconds)  # the run may have ended before its first step
             if error is None or tells:
@@ -141,6 +141,7 @@ class JobServer:
             self._shards.end(told["text"] if tells and is_config else "", seconds)
         finally:
             self._link.close()
+            self._status.enter("over")
 
     # -- messages -------------------------------------------------------------------------------------------------
 
@@ -193,7 +194,7 @@ class JobServer:
             if not 0 <= push.version <= self._store.version:
                 raise GradientError(f"gradients of version {push.version} came; the newest is {self._store.version}")
         except GradientError as error:
-            self._send_away(attendee, job, str(error))
+            self._refusals.send_away(attendee, job, str(error))
             return None
         answer = self._answers.add(job.number, attendee.ticket, 0, push.not_finite, push)
         return self._answered(attendee, job, answer)
@@ -212,17 +213,10 @@ class JobServer:
         if attendee is None or (job := self.queue.find(fields["number"], attendee.peer)) is None:
             return None
         if fields["problem"]:
-            self._send_away(attendee, job, fields["problem"])
+            self._refusals.send_away(attendee, job, fields["problem"])
             return None
         answer = self._answers.add(job.number, attendee.ticket, number, fields["not_finite"])
         return self._answered(attendee, job, answer)
-
-    def _send_away(self, attendee: Attendee, job: ServedJob, problem: str) -> None:
-        """End a worker whose answer does not belong to this model. Its job goes to another one."""
-        self._attendance.move()
-        self._pace.refuse(job)
-        attendee.tally.refused += 1
-        self._attendance.dismiss(attendee, problem)
 
     def _answered(self, attendee: Attendee, job: ServedJob, answer: Answer | None) -> Sequence[ServedJob] | None:
         """Take in an answer, if all servers have their parts of it."""
@@ -252,21 +246,10 @@ class JobServer:
 
     def _refuse(self, attendee: Attendee, job: ServedJob, kind: type[GradientError], problem: str) -> None:
         """Let other workers try a job, unless so many have failed that the samples or the model must be at fault."""
-        attendee.tally.refused += 1
-        self._pace.refuse(job)
-        self._shards.forget(*self.queue.numbers)
-        text = (
-            f"{attendee.tally.name}, job {job.number} (epoch {job.epoch}, places {job.begin} to {job.end}): {problem}"
-        )
-        self._rules.say(f"refused: {text}")
-        num_here = len(self._attendance.here)
-        if tried := self._refusals.count(job, attendee.peer, num_here):
-            raise kind(
-                f"{text}; {tried} could not compute these samples, and nothing was changed by them. Try a smaller "
-                "learning rate or gradient clipping, or examine the samples"
-            )
-        if num_here > 1 and self._refusals.is_too_often(attendee.peer):
-            self._attendance.dismiss(attendee, f"{problem}, for the third time in a row")
+        try:
+            self._refusals.refuse(attendee, job, kind, problem)
+        finally:
+            self._shards.forget(*self.queue.numbers)
 
     def _drop_late(self) -> None:
         """Drop the answers to jobs that are over, or another worker's. Who has sent one waits for its next job."""
@@ -310,30 +293,29 @@ class JobServer:
     def _update(self, jobs: Sequence[ServedJob]) -> tuple[Means, float]:
         """Make the update from the gradients of these jobs, on all servers."""
         answers, pushes = self._answers.take(jobs)
-        total = sum(job.samples for job in jobs)
-        loss = sum(job.samples * push.loss for job, push in zip(jobs, pushes, strict=True)) / total
-        is_finite = self._loss_scale is None or not any(answer.first_not_finite for answer in answers)
-        cause = None if is_finite else NonFiniteError("the loss scale made a gradient infinite")
-        means = Means(loss, total, Overlap(0.0, 0.0, 0.0), cause, remarks_of([push.told for push in pushes]))
         for job in jobs:
             self.queue.use(job.number)
+        update = ServedUpdate(jobs, answers, pushes, may_skip=self._loss_scale is not None)
         rate = 0.0
-        if is_finite:
-            staleness = [self._store.version - push.version for push in pushes]
-            factor = 1 / max(1, *staleness) if self._rules.corrects_staleness else 1.0
-            plan, shares = self._store.plan(factor), shares_of(jobs, pushes)
-            known = {"version": self._store.version + 1, "plan": plan, "staleness": max(staleness)}
-            with self._shards.together():
-                self._shards.update(known, jobs, answers, shares, self.queue.numbers)
-                mean = mean_of([push.flats for push in pushes], shares)
-                rate = self._store.apply(mean, means.remarks, plan, max(staleness))
-            self.ledger.updates += 1
-            self.ledger.staleness.update(staleness)
+        if update.means.is_finite:
+            rate = self._apply(update)
         else:
             self._shards.forget(*self.queue.numbers)
         if self._loss_scale:
-            self._loss_scale.update(skipped=not is_finite)
-        return means, rate
+            self._loss_scale.update(skipped=not update.means.is_finite)
+        return update.means, rate
+
+    def _apply(self, update: ServedUpdate) -> float:
+        staleness = update.staleness(self._store.version)
+        factor = 1 / max(1, *staleness) if self._rules.corrects_staleness else 1.0
+        plan = self._store.plan(factor)
+        known = {"version": self._store.version + 1, "plan": plan, "staleness": max(staleness)}
+        with self._shards.together():
+            self._shards.update(known, update, self.queue.numbers)
+            rate = self._store.apply(update.gradients(), update.means.remarks, plan, max(staleness))
+        self.ledger.updates += 1
+        self.ledger.staleness.update(staleness)
+        return rate
 
 
 def _number(fields: Mapping[str, Any]) -> int:

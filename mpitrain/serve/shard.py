@@ -65,8 +65,8 @@ class ShardServer:
         self._connections = 0  # to the first server, when its first message had come
         self._tally, self._told = ServerTally(), list[Told]()
         self._newest, self._live = 0, list[range]()  # of the jobs
-        # By ticket of the worker and number of the job: the gradients, and the first parameter that is not finite. A job
-        # that nobody needs any more is not here.
+        # By ticket of the worker and number of the job: the gradients, and the first parameter that is not finite. Jobs
+        # that nobody needs any more are not here.
         self._pushes: dict[tuple[str, int], tuple[Mapping[numpy.dtype, numpy.ndarray], str]] = {}
         self._pulls: dict[Peer, Mapping[str, Any]] = {}  # those that wait for a newer version
         self._commands: dict[str, Callable[[Mapping[str, Any], list[numpy.ndarray]], None]] = {

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Collection
 from itertools import pairwise
-from typing import Any
+from typing import Any, Literal
 
 from mpitrain.serve.attendance import Attendance, Attendee
 from mpitrain.serve.jobs import JobQueue
@@ -27,7 +27,7 @@ class ServerStatus:
         self._attendance, self._queue, self._expected, self._now = attendance, queue, expected, now
         self._written, self._shown = float("-inf"), (0, 0)
         self._looks: deque[tuple[float, int]] = deque([(now(), 0)], _LOOKS)
-        self._activity = own_activity()
+        self._activity, self._stage = own_activity(), "runs"
 
     def show(self) -> None:
         """Publish the state, unless that was done a moment ago and nobody has come or gone since."""
@@ -36,6 +36,11 @@ class ServerStatus:
         if self._activity is not None and (now - self._written >= _EVERY_SECONDS or there != self._shown):
             self._written, self._shown = now, there
             self._activity.serve(self._facts(now))
+
+    def enter(self, stage: Literal["leaves", "over"]) -> None:
+        """Publish that the run is over: workers hear of it, or all have gone."""
+        self._stage, self._written = stage, float("-inf")
+        self.show()
 
     def _facts(self, now: float) -> dict[str, Any]:
         """Return all, as JSON can hold it. `at`: now, by time.monotonic()."""
@@ -47,6 +52,7 @@ class ServerStatus:
         everyone = {**_sums(ledger.workers), "pulled_bytes": ledger.bytes_out, "pushed_bytes": ledger.bytes_in}
         return {
             "at": now,
+            "stage": self._stage,
             "expected": self._expected,
             "joined": len(ledger.workers),
             "here": len(here),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import secrets
 from typing import Any, Literal
 
 from mpitrain.adapters.adapter import Adapter, divided_of
@@ -11,17 +10,15 @@ from mpitrain.errors import ConfigError, GradientError, LaunchError, everywhere
 from mpitrain.exchange.means import Means
 from mpitrain.job.role import Role
 from mpitrain.job.start import the_job
-from mpitrain.serve.attendance import ServerRules
-from mpitrain.serve.connect import bound, environment_of
 from mpitrain.serve.jobs import JobQueue
 from mpitrain.serve.ledger import ServerLedger
 from mpitrain.serve.pace import Bounded, JobPace, Lockstep, Unbounded
-from mpitrain.serve.party import Party, serve_part, work
+from mpitrain.serve.party import Party, first_server, serve_part, work
 from mpitrain.serve.pushes import codec_of
 from mpitrain.serve.server import JobServer
-from mpitrain.serve.shards import LostServerError
+from mpitrain.serve.shard_peers import LostServerError
 from mpitrain.serve.source import JobSource, source_of
-from mpitrain.serve.store import ParameterStore, check_rate_factor
+from mpitrain.serve.store import check_rate_factor
 from mpitrain.strategies.of_rounds import without_rounds
 from mpitrain.strategies.sync import Sync
 from mpitrain.world import World
@@ -152,34 +149,9 @@ class ParameterServer:
         queue = JobQueue(
             source.num_samples, self._placed["epoch"], self._placed["cursor"], self._placed.get("left", ())
         )
-        config = self._world.config
-        link, _ = bound(self._role, self._party.everyone, self._party.most_bytes)
-        rules = ServerRules(
-            life=secrets.token_hex(8),
-            facts=self._party.facts(source),
-            environment=environment_of(self._role),
-            optimizer=self._party.optimizer,
-            codec=self._party.codec,
-            corrects_staleness=self._corrects,
-            stall_seconds=config.stall_seconds,
-            hang_seconds=config.hang_seconds,
-            expected=self._role.num_workers,
-            say=self._party.say,
-        )
-        store = ParameterStore(self._adapter, 0, self._role.num_servers)
-        carried = store.layout.flats_of(self._carried)
+        pace = self._pace(queue, source)
+        self._server = first_server(self._party, source, queue, pace, self._carried, corrects_staleness=self._corrects)
         self._carried = {}
-        self._server = JobServer(
-            link,
-            store,
-            queue,
-            self._pace(queue, source),
-            self._adapter,
-            rules,
-            host=self._party.where,
-            num_servers=self._role.num_servers,
-            carried=carried,
-        )
         self._ledger = self._server.ledger
 
     def next_update(self, data: Any) -> tuple[Means, float]:

@@ -91,7 +91,6 @@ def at(addresses: Sequence[str]) -> Iterator[None]:
         if len(addresses) > 1:
             patch.setattr("mpitrain.serve.party.bound", bound)
             patch.setattr("mpitrain.serve.party.connected", connected)
-            patch.setattr("mpitrain.strategies.parameter_server.bound", bound)
         yield
 
 

@@ -18,7 +18,7 @@ import mpitrain as mt
 from jobs import run_command
 from mpitrain.errors import LaunchError
 from mpitrain.job.start import the_job
-from mpitrain.serve import shard, shards
+from mpitrain.serve import shard, shard_peers
 
 
 def full(gradients: Any) -> float:
@@ -58,7 +58,7 @@ def test_an_error_within_an_update_is_the_error_of_the_run(capsys: pytest.Captur
 
 def test_an_error_within_a_fetch_is_the_error_of_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
     """It comes with the first piece; the second fetch, at the end, would meet the others."""
-    add = shards.add_piece
+    add = shard_peers.add_piece
     fails = iter([True])
 
     def broken(state: Any, fields: Any, arrays: Any) -> None:
@@ -70,7 +70,7 @@ def test_an_error_within_a_fetch_is_the_error_of_the_run(monkeypatch: pytest.Mon
         def after_step(self, trainer: mt.Trainer, step: mt.Step) -> None:
             raise AssertionError("the fetch has failed")
 
-    monkeypatch.setattr(shards, "add_piece", broken)
+    monkeypatch.setattr(shard_peers, "add_piece", broken)
     served = Served(2, mt.ParameterServer("async"), hooks=[Reads()], num_servers=2)
     update_once(served)
     with pytest.raises(MemoryError, match="no room for a piece"):

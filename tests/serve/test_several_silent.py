@@ -17,12 +17,12 @@ from hands import Served, hands, lines_of, mean, next_message, of, say, two_line
 
 import mpitrain as mt
 from jobs import HANG_SECONDS, until
-from mpitrain.serve import shard, shards
+from mpitrain.serve import shard, shard_peers
 from mpitrain.serve.attendance import ServerRules
 from mpitrain.serve.keys import make_keys
 from mpitrain.serve.link import ServerLink
 from mpitrain.serve.pieces import pieces_of
-from mpitrain.serve.shards import LostServerError
+from mpitrain.serve.shard_peers import LostServerError
 from mpitrain.serve.wire import CHUNK_BYTES, Message, frames
 
 
@@ -69,8 +69,8 @@ def test_a_fetch_that_takes_longer_than_a_hang_goes_on(monkeypatch: pytest.Monke
     """The clock moves by 200 s with each of three pieces, and the first server waits 300 s for a sign of the other."""
     passed, taken = [0.0], threading.Semaphore(0)
     rules = partial(ServerRules, now=lambda: passed[0])
-    monkeypatch.setattr("mpitrain.strategies.parameter_server.ServerRules", rules)
-    add = shards.add_piece
+    monkeypatch.setattr("mpitrain.serve.party.ServerRules", rules)
+    add = shard_peers.add_piece
 
     def slow(state: Any, fields: Any, arrays: Any) -> None:
         add(state, fields, arrays)
@@ -82,7 +82,7 @@ def test_a_fetch_that_takes_longer_than_a_hang_goes_on(monkeypatch: pytest.Monke
             yield piece
             assert taken.acquire(timeout=HANG_SECONDS)
 
-    monkeypatch.setattr(shards, "add_piece", slow)
+    monkeypatch.setattr(shard_peers, "add_piece", slow)
     monkeypatch.setattr(shard, "pieces_of", one_by_one)
 
     def build(strategy: Any) -> Any:
