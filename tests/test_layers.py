@@ -91,6 +91,7 @@ LAYERS: dict[str, list[str]] = {
         "serve.attendance",
         "serve.connect",
         "serve.farewell",
+        "serve.intake",
         "serve.lines",
         "serve.party",
         "serve.pieces",

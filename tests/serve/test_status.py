@@ -137,7 +137,9 @@ def test_the_run_is_over() -> None:
         late, job = slow.pull(), fast.pull()
         assert state_of(published(lambda facts: facts["here"] == 2)) == "runs"
         fast.push(job, mean(job))
-        assert state_of(published(lambda facts: facts["stage"] == "leaves")) == "its run is over; workers still hear of it"
+        assert (
+            state_of(published(lambda facts: facts["stage"] == "leaves")) == "its run is over; workers still hear of it"
+        )
         fast.end()
         slow.push(late, mean(late))
         slow.end()
