@@ -17,10 +17,10 @@ from mpitrain.errors import ConfigError
 from mpitrain.exchange.means import Means
 from mpitrain.serve.attendance import Attendance, Attendee, ServerRules
 from mpitrain.serve.farewell import send_home
-from mpitrain.serve.intake import Intake
 from mpitrain.serve.jobs import JobQueue, ServedJob
 from mpitrain.serve.ledger import ServerTally
 from mpitrain.serve.link import Gone, ServerLink
+from mpitrain.serve.messages import MessageDesk
 from mpitrain.serve.pace import JobPace
 from mpitrain.serve.shards import Shards
 from mpitrain.serve.status import ServerStatus
@@ -71,7 +71,7 @@ class JobServer:
         self.ledger.servers = [ServerTally() for _ in range(num_servers)]
         self._shards = Shards(link, self._events, adapter, rules, self.ledger.servers, host)
         may_skip = self._loss_scale is not None
-        self._intake = Intake(link, store, queue, pace, self._attendance, self._shards, rules, may_skip=may_skip)
+        self._desk = MessageDesk(link, store, queue, pace, self._attendance, self._shards, rules, may_skip=may_skip)
         self._has_begun = False
         self._carried = carried or {}
         store.carry({dtype: flat[store.part[dtype]] for dtype, flat in self._carried.items()})
@@ -101,9 +101,9 @@ class JobServer:
                 self._events.extend(self._link.receive(_LOOK_SECONDS))
                 quiet_seconds = self._attendance.quiet_seconds
                 self._attendance.look_at_the_clock(self._shards.look(self._attendance.clock(), quiet_seconds))
-                self._intake.look_at_strangers()
+                self._desk.look_at_strangers()
             while self._events:
-                if jobs := self._intake.take(self._events.popleft()):
+                if jobs := self._desk.take(self._events.popleft()):
                     made = self._update(jobs)
                     self._left = self._rules.now()
                     return made
@@ -138,7 +138,7 @@ class JobServer:
             self._status.enter("over")
 
     def _hand_out(self) -> None:
-        self._intake.drop_late()
+        self._desk.drop_late()
         if len(self.ledger.workers) < self._rules.expected:
             return
         for attendee in self._attendance.waiting():
@@ -168,7 +168,7 @@ class JobServer:
 
     def _update(self, jobs: Sequence[ServedJob]) -> tuple[Means, float]:
         """Make the update from the gradients of these jobs, on all servers."""
-        answers, pushes = self._intake.answers_to(jobs)
+        answers, pushes = self._desk.answers_to(jobs)
         for job in jobs:
             self.queue.use(job.number)
         update = ServedUpdate(jobs, answers, pushes, may_skip=self._loss_scale is not None)

@@ -204,8 +204,8 @@ class ShardPeers:
         self._names[number] = f"server {number} on {fields.get('where')}"
         self._peers[message.peer] = number
         problem = difference(fields.get("facts"), self._rules.facts)
-        own, theirs = self._rules.optimizer, fields.get("optimizer")
-        if not problem and own != theirs:
-            problem = f"its optimizer is {theirs}, and that of server 0 {own}; give all servers the same"
+        own, given = self._rules.optimizer, fields.get("optimizer")
+        if not problem and own != given:
+            problem = f"its optimizer is {given}, and that of server 0 {own}; give all servers the same"
         if problem:
             raise ConfigError(f"{self._names[number]} cannot work with server 0 on {self._host}: {problem}")

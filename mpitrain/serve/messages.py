@@ -22,7 +22,7 @@ from mpitrain.serve.strangers import Strangers
 from mpitrain.serve.wire import Message
 
 
-class Intake:
+class MessageDesk:
     """Takes in the events of a server one after the other, and decides which answers count."""
 
     def __init__(
