@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
 from collections.abc import Iterator
@@ -106,9 +107,14 @@ def test_a_fetch_that_takes_longer_than_a_hang_goes_on(monkeypatch: pytest.Monke
 
 def test_a_part_of_a_message_is_no_silence(monkeypatch: pytest.MonkeyPatch) -> None:
     """The clock moves by 200 s with each of its frames, and the worker waits 300 s for a sign of the server."""
-    passed = [0.0]
-    clock = SimpleNamespace(monotonic=lambda: time.monotonic() + passed[0])
-    monkeypatch.setattr("mpitrain.serve.lines.time", clock)
+    passed, looks = [0.0], itertools.count()
+    looked = [0]  # how often the worker has looked at the clock
+
+    def now() -> float:
+        looked[0] = next(looks)
+        return time.monotonic() + passed[0]
+
+    monkeypatch.setattr("mpitrain.serve.lines.time", SimpleNamespace(monotonic=now))
     keys, address, count = make_keys(), free_address(), 3 * CHUNK_BYTES // 8
     lines, replica = two_lines(address, keys.worker, 2 * count)
     errors: list[BaseException] = []
@@ -124,11 +130,15 @@ def test_a_part_of_a_message_is_no_silence(monkeypatch: pytest.MonkeyPatch) -> N
         thread.start()
         question = next_message(link)
         answer = {"number": 3, "version": 6, "runs": {"float64": [[0, count]]}}
-        for number, frame in enumerate(frames(1, "parameters", answer, [numpy.arange(float(count))]), 1):
+        *parts, last = frames(1, "parameters", answer, [numpy.arange(float(count))])
+        assert len(parts) == 3
+        for number, frame in enumerate(parts, 1):
             link._socket.send_multipart([question.peer, frame])
             until(lambda number=number: errors or lines._links[0].frames == number)
             passed[0] += 200.0
-        assert number == 4
+            before = looked[0]
+            until(lambda before=before: errors or looked[0] > before)
+        link._socket.send_multipart([question.peer, last])
         thread.join(HANG_SECONDS)
     lines.close()
     assert errors == []
