@@ -111,13 +111,15 @@ class ShardServer:
 
     def _begin(self) -> None:
         """Say hello until the first server has told what the parameters are. No worker is listened to before."""
-        begun, told = time.monotonic(), -1
+        heard, frames, told = time.monotonic(), 0, -1
         while not self._life:
             if not self._connections and told != self._first.connections:  # what was sent without one is lost
                 self._first.send("shard", self._hello)
                 told = self._first.connections
             message = self._hear(_LOOK_SECONDS)
-            seconds = time.monotonic() - begun
+            if self._first.frames != frames:  # also a part of a large message
+                heard, frames = time.monotonic(), self._first.frames
+            seconds = time.monotonic() - heard
             if message is not None:
                 self._commands[message.kind](message.fields, message.arrays)
             elif self._hang_seconds and seconds > self._hang_seconds:
