@@ -144,6 +144,14 @@ class Accumulate:
         """
         return divided_of(self._adapter).divisions(num_servers)
 
+    def dividable_optimizer(self) -> str:
+        """See DividedAdapter.
+
+        Raises:
+            ConfigError: the adapter or its optimizer cannot be divided.
+        """
+        return divided_of(self._adapter).dividable_optimizer()
+
     def update_only(self, number: int, num_servers: int, norm_of_all: Callable[[float], float]) -> None:
         """See DividedAdapter.
 

@@ -108,6 +108,14 @@ class DividedAdapter(Adapter, Protocol):
         """
         ...
 
+    def dividable_optimizer(self) -> str:
+        """Return class and settings of the optimizer, before any restore. They must be equal on all servers.
+
+        Raises:
+            ConfigError: the optimizer cannot update a part.
+        """
+        ...
+
     def update_only(self, number: int, num_servers: int, norm_of_all: Callable[[float], float]) -> None:
         """Let `apply_gradients` change only the part of a server, and take flat buffers of this part alone.
 
@@ -117,7 +125,7 @@ class DividedAdapter(Adapter, Protocol):
                 part's. It returns the norm of the gradients of all parts.
 
         Raises:
-            ConfigError: the optimizer cannot do this.
+            ConfigError: as for `dividable_optimizer`.
         """
         ...
 

@@ -19,7 +19,7 @@ from mpitrain.exchange.division import Division, divide
 from mpitrain.exchange.owned import Owned
 from mpitrain.exchange.remarks import Remarks
 from mpitrain.training.loss_scale import LossScale
-from mpitrain.training.optimizers import Optimizer
+from mpitrain.training.optimizers import Optimizer, described
 from mpitrain.tree import Leaf, Tree, leaves, rebuild
 
 # function(parameters, batch, on_gradient) -> loss. It calls on_gradient(name, gradient) for every parameter. With a
@@ -184,18 +184,23 @@ class ArrayFunction:
         division = divide(plan_layout(self._layout), num_servers)
         return division, division
 
-    def update_only(self, number: int, num_servers: int, norm_of_all: Callable[[float], float]) -> None:
+    def dividable_optimizer(self) -> str:
         """See DividedAdapter.
 
         Raises:
             ConfigError: the optimizer is none of mpitrain, and cannot update a part.
         """
-        optimizer: Any = self._optimizer
-        if not hasattr(optimizer, "update_only"):
+        if not hasattr(self._optimizer, "update_only"):
             raise ConfigError(
-                f"{type(optimizer).__name__} has no method update_only(part, norm_of_all), so it cannot be divided "
-                "between servers; mt.Sgd, mt.Adam and mt.AdamW can. Start one server"
+                f"{type(self._optimizer).__name__} has no method update_only(part, norm_of_all), so it cannot be "
+                "divided between servers; mt.Sgd, mt.Adam and mt.AdamW can. Start one server"
             )
+        return described(self._optimizer)
+
+    def update_only(self, number: int, num_servers: int, norm_of_all: Callable[[float], float]) -> None:
+        """See DividedAdapter."""
+        self.dividable_optimizer()
+        optimizer: Any = self._optimizer
         self._parts = [part[self._flat.dtype] for part in self.divisions(num_servers)[0].parts]
         optimizer.update_only(self._parts[number], norm_of_all)
 

@@ -260,12 +260,17 @@ class TorchModule:
         parts = TorchParts(self.layout, self.parameters(), num_servers)
         return parts.gradients, parts.parameters
 
-    def update_only(self, number: int, num_servers: int, norm_of_all: Callable[[float], float]) -> None:
+    def dividable_optimizer(self) -> str:
         """See DividedAdapter.
 
         Raises:
-            ConfigError: the optimizer is none of torch.optim.
+            ConfigError: the optimizer is none of torch.optim, or has hooks around its step.
         """
+        check_dividable(self._torch_optimizer)
+        return self._optimizer.described()
+
+    def update_only(self, number: int, num_servers: int, norm_of_all: Callable[[float], float]) -> None:
+        """See DividedAdapter."""
         check_dividable(self._torch_optimizer)
         self._parts = TorchParts(self.layout, self.parameters(), num_servers, number)
         self._optimizer.take_norm_of_all(norm_of_all)

@@ -88,6 +88,10 @@ class ScheduledOptimizer:
         """From now on, the optimizer has these pieces of the parameters, and gradients are theirs; see above."""
         self._named, self._norm_of_all = named, norm_of_all
 
+    def described(self) -> str:
+        """Return class and settings, as they are now."""
+        return f"{type(self._optimizer).__name__} {groups_of(self._optimizer)} clip_norm={self._clip_norm}"
+
     def plan_update(self) -> dict[str, Any]:
         """See DividedAdapter. The plan has all options of the groups, which a schedule or a hook may have set."""
         rate, groups = self._next_rate(), groups_of(self._optimizer)

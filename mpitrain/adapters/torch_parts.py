@@ -102,9 +102,11 @@ class TorchParts:
 
 def check_dividable(optimizer: torch.optim.Optimizer) -> None:
     """Raise ConfigError unless each tensor's step depends on nothing of other tensors."""
-    if not type(optimizer).__module__.startswith("torch.optim"):
-        kind = f"{type(optimizer).__module__}.{type(optimizer).__name__}"
-        raise ConfigError(
-            f"{kind} is no optimizer of torch.optim, so its step of one tensor may depend on others, which are on "
-            "other servers. Start one server"
-        )
+    kind = f"{type(optimizer).__module__}.{type(optimizer).__name__}"
+    problem = ""
+    if type(optimizer).__module__.split(".")[:2] != ["torch", "optim"]:
+        problem = f"{kind} is no optimizer of torch.optim, so its step of one tensor may"
+    elif optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
+        problem = f"{kind} has hooks around its step (register_step_pre_hook, register_step_post_hook), which may"
+    if problem:
+        raise ConfigError(f"{problem} depend on others, which are on other servers. Start one server")

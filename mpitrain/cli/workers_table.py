@@ -24,7 +24,7 @@ def lines_of(served: Mapping[str, Any]) -> list[str]:
         lines.append(f"({left_out} more that are gone are only in the sum)")
     queue = served["queue"]
     jobs = f"{queue['out']:,} jobs out, {queue['answered']:,} answered and not used yet"
-    left = f"{queue['left']:,} of the {queue['samples']:,} samples of epoch {queue['epoch'] + 1} have not gone out"
+    left = f"{queue['left']:,} samples up to the end of epoch {queue['epoch'] + 1} have not gone out"
     return [
         *lines,
         "",

@@ -27,6 +27,7 @@ class Job:
         is_elastic: mpitrain.elastic goes on where a rank is lost.
         recovery: takes the job to its next World where a rank is lost. None: the loss of a rank ends the job.
         role: what this process does in a job with servers.
+        has_served: the servers and workers of `everyone` have met, which they do once.
         everyone: with `mpitrain run --servers`, the World of all ranks; `world` then has only this rank. Else None.
     """
 
@@ -37,6 +38,7 @@ class Job:
         self.recovery: Recovery | None = None
         self.is_elastic = False
         self.role = Role()
+        self.has_served = False
         self.everyone: World | None = None
         self._process = os.getpid()
         self._ending = threading.Lock()

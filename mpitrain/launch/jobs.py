@@ -65,7 +65,11 @@ class RunningJob:
         return self._state_of_server() if "here" in self.served else "runs"
 
     def _state_of_server(self) -> str:
-        joined, expected, seconds = (self.served[name] for name in ("joined", "expected", "seconds"))
+        joined, expected, seconds, stage = (self.served[name] for name in ("joined", "expected", "seconds", "stage"))
+        if stage == "leaves":
+            return "its run is over; workers still hear of it"
+        if stage == "over":
+            return "its run is over"
         if seconds > _SILENT_SECONDS:
             return f"server in a hook or an update, since {seconds:.0f} s"
         if joined < expected:

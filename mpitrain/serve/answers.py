@@ -48,6 +48,8 @@ class Answers:
         answers = [self._of.pop(job.number) for job in jobs]
         return answers, [answer.push for answer in answers if answer.push]
 
-    def keep(self, numbers: Container[int]) -> None:
-        """Drop the answers to all other jobs."""
-        self._of = {number: answer for number, answer in self._of.items() if number in numbers}
+    def keep(self, numbers: Container[int]) -> list[Answer]:
+        """Drop the answers to all other jobs. Return those of them that this server has, and not all others."""
+        dropped = [number for number in self._of if number not in numbers]
+        answers = [self._of.pop(number) for number in dropped]
+        return [answer for answer in answers if answer.push and len(answer.not_finite) < self._num_servers]

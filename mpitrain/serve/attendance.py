@@ -52,6 +52,7 @@ class ServerRules:
         facts: what every worker must have in common with the server, in lines.
         environment: code and packages, which workers must have too, from launch.served.environment_here; None: they are
             not compared.
+        optimizer: class and settings, which other servers must have in common; "": there are none.
         codec: of gradients.
         corrects_staleness: the learning rate is divided by the staleness.
         stall_seconds: after so long without an answer, a line says who is waited for.
@@ -65,6 +66,7 @@ class ServerRules:
     life: str
     facts: Sequence[str]
     environment: Mapping[str, Any] | None
+    optimizer: str
     codec: Codec | None
     corrects_staleness: bool
     stall_seconds: float
@@ -80,11 +82,13 @@ class Attendance:
     Attributes:
         here: by their connections.
         ledger: what they have done.
+        tallies: the same by their tickets, also of those that are gone.
     """
 
     def __init__(self, link: ServerLink, queue: JobQueue, pace: JobPace, rules: ServerRules) -> None:
         self.here: dict[Hashable, Attendee] = {}
         self.ledger = ServerLedger()
+        self.tallies: dict[str, WorkerTally] = {}
         self._link, self._queue, self._pace, self._rules = link, queue, pace, rules
         self._away_seconds = 0.0
         self._moved = self._said = self.clock()
@@ -116,7 +120,7 @@ class Attendance:
         else:
             known = Attendee(peer, WorkerTally(name, str(fields.get("host", ""))))
             self.ledger.workers.append(known.tally)
-            self.here[peer] = known
+            self.here[peer], self.tallies[known.ticket] = known, known.tally
             self._rules.say(f"{name} has joined; {len(self.here)} here")
         self._pace.join(peer)
         told = {"life": self._rules.life, "name": known.tally.name, "ticket": known.ticket}
@@ -177,13 +181,23 @@ class Attendance:
         """Take in that an answer has come."""
         self._moved = self.clock()
 
-    def look_at_the_clock(self) -> None:
-        """Note whose jobs others may have, and say for whom the server waits."""
+    @property
+    def quiet_seconds(self) -> float:
+        """For how long no answer has come although jobs are out."""
+        return self.clock() - self._moved if self._queue.out() else 0.0
+
+    def look_at_the_clock(self, silent_servers: Sequence[str] = ()) -> None:
+        """Note whose jobs others may have, and say for whom the server waits.
+
+        Args:
+            silent_servers: those of the further servers that do not answer. What workers have not done by now, these
+                may hold up.
+        """
         now, rules = self.clock(), self._rules
         out = self._queue.out()
         for attendee in self.here.values():
             job = out.get(attendee.peer)
-            if attendee.is_overdue or not rules.hang_seconds or job is None:
+            if attendee.is_overdue or not rules.hang_seconds or job is None or silent_servers:
                 continue
             if now - attendee.job_clock > rules.hang_seconds:
                 attendee.is_overdue = True
@@ -198,7 +212,8 @@ class Attendance:
         if not self.here:
             rules.say("there is no worker; the server waits for some")
         elif busy:
-            rules.say(f"no answer for {now - self._moved:.0f} s; the server waits for {', '.join(busy)}")
+            waits_for = ", ".join(silent_servers or busy)
+            rules.say(f"no answer for {now - self._moved:.0f} s; the server waits for {waits_for}")
 
 
 def difference(given: Any, expected: Sequence[str]) -> str:

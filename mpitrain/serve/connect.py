@@ -63,5 +63,6 @@ def _links(everyone: World, places: Sequence[_Place], numbers: Sequence[int], mo
         else:  # an address that this host has too, such as that of docker0, leads back to this host
             reached = [address for address in place.addresses if address not in own] + [everyone.hosts[rank]]
         key = parse_key(place.key, f"the key of {everyone.name(rank)}")
-        links.append(WorkerLink([f"{address}:{place.port}" for address in reached], key, most_bytes))
+        name = f"server {place.number} on {everyone.hosts[rank]} (rank {rank})"
+        links.append(WorkerLink([f"{address}:{place.port}" for address in reached], key, most_bytes, name=name))
     return links

@@ -12,6 +12,7 @@ import numpy
 
 from mpitrain.errors import LaunchError
 from mpitrain.serve.replica import Replica
+from mpitrain.serve.wire import Message
 from mpitrain.serve.worker_link import WorkerLink
 
 _LOOK_SECONDS = 0.2
@@ -38,7 +39,7 @@ class ServerLines:
         """Get the parts of the parameters for a job, which are at least as new as that of the first server.
 
         Args:
-            known: life of the first server, and ticket of this worker.
+            known: life of the first server, ticket of this worker, and pass of the job.
             name: of this worker, for errors.
 
         Raises:
@@ -55,20 +56,21 @@ class ServerLines:
 
     def _receive(self, link: WorkerLink, server: int, question: Mapping[str, Any], name: str) -> None:
         """Take in the answer of a server. Ask again on another connection: only with a connection is a message lost."""
-        begun = said = time.monotonic()
-        connection = link.connections
+        heard = said = time.monotonic()
+        connection, frames = link.connections, link.frames
         while True:
             message = link.receive(_LOOK_SECONDS)
-            if message is not None and message.kind == "refused":
-                raise LaunchError(f"{name}: server {server}: {message.fields.get('text')}")
+            self._check(message, link, name)
             if message is not None and message.fields.get("number") == question["number"]:
                 self._replica.take(message.fields, message.arrays, server)
                 return
             now = time.monotonic()
-            silent = f"{name}: server {server} has not been heard of for {now - begun:.0f} s"
-            if self._hang_seconds and now - begun > self._hang_seconds:
+            if link.frames != frames:  # a part of a large message
+                heard, frames = now, link.frames
+            silent = f"{name}: {link.name} has not been heard of for {now - heard:.0f} s"
+            if self._hang_seconds and now - heard > self._hang_seconds:
                 raise LaunchError(f"{silent} (MPITRAIN_HANG_SECONDS): {link.trouble()}")
-            if now - said >= min(self._stall_seconds, self._hang_seconds or math.inf):
+            if now - max(heard, said) >= min(self._stall_seconds, self._hang_seconds or math.inf):
                 self._say(f"{silent}: {link.trouble()}; this worker waits")
                 said = now
             if link.connections != connection:
@@ -82,14 +84,26 @@ class ServerLines:
             link.send("push", fields, of_server)
             self._pushed.append((dict(fields), of_server, link.connections))
 
-    def tend(self) -> None:
-        """Send again what may have been lost, because a connection is another one now."""
+    def tend(self, name: str) -> None:
+        """Send again what may have been lost, because a connection is another one now.
+
+        Args:
+            name: of this worker, for errors.
+
+        Raises:
+            LaunchError: a server refuses what was pushed.
+        """
         for index, (fields, arrays, connection) in enumerate(self._pushed):
             link = self._links[index]
-            link.receive(0.0)  # an answer to a question that was repeated is not needed any more
+            message = link.receive(0.0)  # an answer to a question that was repeated is not needed any more
+            self._check(message, link, name)
             if link.connections != connection:
                 link.send("push", fields, arrays)
                 self._pushed[index] = fields, arrays, link.connections
+
+    def _check(self, message: Message | None, link: WorkerLink, name: str) -> None:
+        if message is not None and message.kind == "refused":
+            raise LaunchError(f"{name}: {link.name}: {message.fields.get('text')}")
 
     def close(self) -> None:
         """Close all connections."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -42,6 +43,7 @@ class ServerLink:
 
     Attributes:
         address: HOST:PORT where the server listens.
+        frames: how many have come from each peer that is there: also the parts of a message that is not whole yet.
     """
 
     def __init__(
@@ -68,6 +70,7 @@ class ServerLink:
         zmq = self._zmq = the_zmq()
         self._most_bytes = most_bytes
         self._serial = 0
+        self.frames = Counter[Peer]()
         self._assemblies: dict[Peer, MessageAssembly] = {}
         self._peer_at: dict[int, Peer] = {}  # by the descriptor of the connection
         self._closed: set[int] = set()  # descriptors that are of no connection now
@@ -175,6 +178,7 @@ class ServerLink:
         peer = Peer(parts[0].bytes)
         if peer in self._banned:
             return
+        self.frames[peer] += 1
         if peer not in self._assemblies:
             self._meet(peer, int(parts[0].get(self._zmq.SRCFD)))
         try:
@@ -202,6 +206,7 @@ class ServerLink:
 
     def _forget(self, peer: Peer, why: str) -> None:
         self._banned.discard(peer)
+        del self.frames[peer]
         if self._assemblies.pop(peer, None) is not None:
             self._events.append(Gone(peer, why))
 

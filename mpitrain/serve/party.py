@@ -1,14 +1,20 @@
-"""A process of a job with servers: what it has in common with the others, and what a worker and a shard do."""
+"""A process of a job with servers: what it has in common with the others, and what each does."""
 
 from __future__ import annotations
 
+import secrets
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from mpitrain.adapters.adapter import Adapter, divided_of
 from mpitrain.compression.codec import Codec
 from mpitrain.job.role import Role
+from mpitrain.serve.attendance import ServerRules
 from mpitrain.serve.connect import bound, connected, environment_of
+from mpitrain.serve.jobs import JobQueue
+from mpitrain.serve.pace import JobPace
+from mpitrain.serve.server import JobServer
 from mpitrain.serve.shard import ShardServer
 from mpitrain.serve.source import JobSource, source_of
 from mpitrain.serve.store import ParameterStore, layout_of
@@ -24,6 +30,7 @@ class Party:
         everyone: with `mpitrain run --servers`, the World of all ranks; else None.
         world: of this process alone.
         codec: of gradients.
+        optimizer: class and settings, if there are several servers.
     """
 
     role: Role
@@ -31,6 +38,12 @@ class Party:
     world: World
     adapter: Adapter
     codec: Codec | None
+    optimizer: str
+
+    @property
+    def where(self) -> str:
+        """The host, with the rank if it has one."""
+        return self.world.host if self.everyone is None else f"{self.world.host} (rank {self.everyone.rank})"
 
     @property
     def most_bytes(self) -> int:
@@ -56,6 +69,50 @@ class Party:
     def say(self, text: str) -> None:
         """Print a line."""
         self.world.print(f"mpitrain: {text}")
+
+
+def first_server(
+    party: Party,
+    source: JobSource,
+    queue: JobQueue,
+    pace: JobPace,
+    carried: Mapping[str, Any],
+    *,
+    corrects_staleness: bool,
+) -> JobServer:
+    """Return the server that hands out jobs. Collective over `everyone`, with `work` and `serve_part` on the others.
+
+    Args:
+        queue, pace: of the mode.
+        carried: gradients by parameter name, which are added to those of the first update.
+        corrects_staleness: see ServerRules.
+    """
+    role, config = party.role, party.world.config
+    link, _ = bound(role, party.everyone, party.most_bytes)
+    rules = ServerRules(
+        life=secrets.token_hex(8),
+        facts=party.facts(source),
+        environment=environment_of(role),
+        optimizer=party.optimizer,
+        codec=party.codec,
+        corrects_staleness=corrects_staleness,
+        stall_seconds=config.stall_seconds,
+        hang_seconds=config.hang_seconds,
+        expected=role.num_workers,
+        say=party.say,
+    )
+    store = ParameterStore(party.adapter, 0, role.num_servers)
+    return JobServer(
+        link,
+        store,
+        queue,
+        pace,
+        party.adapter,
+        rules,
+        host=party.where,
+        num_servers=role.num_servers,
+        carried=store.layout.flats_of(carried),
+    )
 
 
 def work(party: Party, data: Any) -> None:
@@ -86,8 +143,9 @@ def work(party: Party, data: Any) -> None:
 
 def serve_part(party: Party, data: Any) -> None:
     """Be a further server until the run is over. Raises as ShardServer.serve."""
-    role, host = party.role, party.world.host
+    role, where = party.role, party.where
     link, (first,) = bound(role, party.everyone, party.most_bytes)
+    hello = {"server": role.number, "where": where, "optimizer": party.optimizer}
     try:
         ShardServer(
             link,
@@ -95,10 +153,10 @@ def serve_part(party: Party, data: Any) -> None:
             ParameterStore(party.adapter, role.number, role.num_servers),
             divided_of(party.adapter),
             party.codec,
-            {"server": role.number, "host": host, "facts": party.facts(source_of(data))},
+            {**hello, "facts": party.facts(source_of(data))},
             num_servers=role.num_servers,
             hang_seconds=party.world.config.hang_seconds,
-            name=f"server {role.number} on {host}",
+            name=f"server {role.number} on {where}",
         ).serve()
     finally:
         link.close()

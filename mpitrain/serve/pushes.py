@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ from mpitrain.exchange.division import Division, Part, counts_of, members
 from mpitrain.exchange.remarks import Told
 from mpitrain.serve.jobs import ServedJob
 from mpitrain.serve.store import on_host
+from mpitrain.serve.wire import MOST_HEADER_BYTES
 
 _CODED = numpy.dtype("float32")  # the only dtype that codecs take
 
@@ -166,6 +168,7 @@ def read_push(
         unused, version = tuple(_whole(index) for index in fields["unused"]), _whole(fields["version"])
         loss, scale = _real(fields["loss"]), _real(fields["scale"])
         note = read_note(fields["note"])
+        check_told((unused, note))
     except (KeyError, TypeError, ValueError, OverflowError) as error:
         raise GradientError(f"the answer to a job is incomplete or odd: {type(error).__name__}: {error}") from None
     if not all(0 <= index < len(layout.parameters) for index in unused) or not scale >= 1 or math.isinf(scale):
@@ -212,6 +215,28 @@ def mean_of(
             mean += flats[dtype] * dtype.type(share)
         means[dtype] = mean
     return means
+
+
+def plain_told(told: Told) -> list[Any]:
+    """Return what a worker tells as JSON can hold it. Raises as `plain_note`."""
+    unused, note = told
+    return [list(unused), plain_note(note)]
+
+
+def read_told(plain: Sequence[Any]) -> Told:
+    """The reverse of `plain_told`."""
+    unused, note = plain
+    return tuple(unused), read_note(note)
+
+
+def check_told(told: Told) -> None:
+    """Raise ConfigError if it is too long for a message between servers."""
+    length = len(json.dumps(plain_told(told)))
+    if length > MOST_HEADER_BYTES // 2:
+        raise ConfigError(
+            f"the note of the adapter, with the parameters that its loss does not depend on, takes {length} bytes as "
+            f"JSON; allowed are {MOST_HEADER_BYTES // 2}"
+        )
 
 
 def plain_note(note: Any) -> Any:

@@ -7,35 +7,31 @@ With several servers, this is the first one. It alone decides; the others (serve
 
 from __future__ import annotations
 
-import math
 from collections import deque
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import numpy
 
 from mpitrain.adapters.adapter import Adapter
-from mpitrain.errors import GradientError, NonFiniteError
+from mpitrain.errors import ConfigError
 from mpitrain.exchange.means import Means
-from mpitrain.exchange.overlap import Overlap
-from mpitrain.exchange.remarks import remarks_of
-from mpitrain.serve.answers import Answer, Answers
 from mpitrain.serve.attendance import Attendance, Attendee, ServerRules
 from mpitrain.serve.farewell import send_home
 from mpitrain.serve.jobs import JobQueue, ServedJob
 from mpitrain.serve.ledger import ServerTally
 from mpitrain.serve.link import Gone, ServerLink
+from mpitrain.serve.messages import MessageDesk
 from mpitrain.serve.pace import JobPace
-from mpitrain.serve.pushes import mean_of, read_push, shares_of
-from mpitrain.serve.refusals import Refusals
 from mpitrain.serve.shards import Shards
 from mpitrain.serve.status import ServerStatus
 from mpitrain.serve.store import ParameterStore
-from mpitrain.serve.strangers import Strangers
+from mpitrain.serve.update import ServedUpdate
 from mpitrain.serve.wire import Message
 
 # The longest time without a look at the clock.
 _LOOK_SECONDS = 0.5
+# How long other servers are waited for after an error.
+_FAREWELL_SECONDS = 5.0
 
 
 class JobServer:
@@ -61,7 +57,7 @@ class JobServer:
     ) -> None:
         """
         Args:
-            host: of this server.
+            host: of this server, with its rank if it has one.
             carried: flat buffers that are added to the gradients of the first update.
         """
         self.queue = queue
@@ -71,12 +67,11 @@ class JobServer:
         self.ledger = self._attendance.ledger
         self._status = ServerStatus(self._attendance, queue, rules.expected, rules.now)
         self._events: deque[Message | Gone] = deque()
-        self._answers = Answers(num_servers)
-        self._refusals = Refusals()
         self._left: float | None = None  # when the last update had been made
-        self._strangers = Strangers(link, rules.say, rules.now)
         self.ledger.servers = [ServerTally() for _ in range(num_servers)]
         self._shards = Shards(link, self._events, adapter, rules, self.ledger.servers, host)
+        may_skip = self._loss_scale is not None
+        self._desk = MessageDesk(link, store, queue, pace, self._attendance, self._shards, rules, may_skip=may_skip)
         self._has_begun = False
         self._carried = carried or {}
         store.carry({dtype: flat[store.part[dtype]] for dtype, flat in self._carried.items()})
@@ -104,10 +99,11 @@ class JobServer:
             self._status.show()
             if not self._events:
                 self._events.extend(self._link.receive(_LOOK_SECONDS))
-                self._attendance.look_at_the_clock()
-                self._strangers.look()
+                quiet_seconds = self._attendance.quiet_seconds
+                self._attendance.look_at_the_clock(self._shards.look(self._attendance.clock(), quiet_seconds))
+                self._desk.look_at_strangers()
             while self._events:
-                if jobs := self._handle(self._events.popleft()):
+                if jobs := self._desk.take(self._events.popleft()):
                     made = self._update(jobs)
                     self._left = self._rules.now()
                     return made
@@ -120,148 +116,29 @@ class JobServer:
         """
         self._shards.fetch()
 
-    def close(self, reason: str, *, is_over: bool) -> None:
-        """Close the link. Tell all workers that the run is over, or else, if there is a reason, that it has failed.
+    def close(self, error: BaseException | None, *, tells: bool) -> None:
+        """Close the link. Tell all workers that the run is over, or that `error` has ended it.
 
-        Otherwise the workers wait until the server is there again.
+        Args:
+            error: what has ended the run; None: it is over.
+            tells: workers hear of the error, and end. Otherwise they wait until the server is there again.
         """
-        if is_over or reason:
-            self._shards.gather()  # the run may have ended before its first step
-            kind, fields = ("over", {}) if is_over else ("refused", {"text": reason})
-            send_home(self._link, self._attendance, self._events, self._rules, kind, fields, self._shards.knows)
-            self._shards.end()
-        self._link.close()
-
-    # -- messages -------------------------------------------------------------------------------------------------
-
-    def _handle(self, event: Message | Gone) -> Sequence[ServedJob] | None:
-        """Take in an event. Return the jobs whose gradients make an update, if they do."""
-        if self._shards.knows(event.peer):
-            return self._shard_says(event)
-        if isinstance(event, Gone):
-            if event.peer not in self._attendance.here:
-                self._strangers.leave(event.why)
-            self._attendance.leave(event.peer, event.why)
-            return None
-        attendee = self._attendance.here.get(event.peer)
-        if event.kind == "hello":
-            self._attendance.join(event)
-        elif event.kind == "bye":
-            self._attendance.leave(event.peer, "it has ended")
-        elif attendee is None or event.fields.get("life") != self._rules.life:
-            self._link.send(event.peer, "again", {})
-        elif event.kind == "next":
-            self._attendance.ask(attendee, event.fields, self._store.version)
-        elif event.kind == "failed":
-            self._failed(attendee, event.fields)
-        elif event.kind == "done":
-            return self._done(attendee, event.fields, event.arrays)
-        else:
-            problem = f"a message of kind {event.kind!r} came; allowed are hello, next, done, failed and bye"
-            self._attendance.dismiss(attendee, problem)
-        return None
-
-    def _done(
-        self, attendee: Attendee, fields: Mapping[str, Any], arrays: Sequence[numpy.ndarray]
-    ) -> Sequence[ServedJob] | None:
-        """Take in gradients. The worker asks for its next job with them."""
-        job = self.queue.find(_number(fields), attendee.peer)
-        nbytes = sum(array.nbytes for array in arrays)
-        self.ledger.servers[0].bytes_in += nbytes
-        attendee.tally.pushed_bytes += nbytes
-        if job is None:  # the job was given to another worker, or is not needed any more
-            self._attendance.ask(attendee, fields, self._store.version)
-            attendee.tally.dropped += 1
-            return None
+        seconds = _FAREWELL_SECONDS if error else self._rules.hang_seconds
+        is_config = isinstance(error, ConfigError)  # it is raised in all processes
+        text = str(error) if is_config else f"{type(error).__name__}: {error}"
+        self._status.enter("leaves")
         try:
-            push = read_push(fields, arrays, self._store.layout, self._store.part, self._rules.codec)
-            self._store.check_note(push.told[1])
-            if not 0 <= push.version <= self._store.version:
-                raise GradientError(f"gradients of version {push.version} came; the newest is {self._store.version}")
-        except GradientError as error:
-            self._send_away(attendee, job, str(error))
-            return None
-        answer = self._answers.add(job.number, attendee.ticket, 0, push.not_finite, push)
-        return self._answered(attendee, job, answer)
-
-    def _shard_says(self, event: Message | Gone) -> Sequence[ServedJob] | None:
-        """Take in that another server has a part of an answer, or is gone."""
-        if isinstance(event, Gone):
-            self._shards.lose(event.peer, event.why)
-        if event.kind != "have":
-            return None
-        fields, number = event.fields, self._shards.heard(event)
-        attendee = self._attendance.with_ticket(fields["ticket"])
-        if attendee is not None:
-            attendee.tally.pushed_bytes += fields["pushed_bytes"]
-            attendee.tally.pulled_bytes += fields["pulled_bytes"]
-        if attendee is None or (job := self.queue.find(fields["number"], attendee.peer)) is None:
-            return None
-        if fields["problem"]:
-            self._send_away(attendee, job, fields["problem"])
-            return None
-        answer = self._answers.add(job.number, attendee.ticket, number, fields["not_finite"])
-        return self._answered(attendee, job, answer)
-
-    def _send_away(self, attendee: Attendee, job: ServedJob, problem: str) -> None:
-        """End a worker whose answer does not belong to this model. Its job goes to another one."""
-        self._attendance.move()
-        self._pace.refuse(job)
-        attendee.tally.refused += 1
-        self._attendance.dismiss(attendee, problem)
-
-    def _answered(self, attendee: Attendee, job: ServedJob, answer: Answer | None) -> Sequence[ServedJob] | None:
-        """Take in an answer, if all servers have their parts of it."""
-        if answer is None or answer.push is None:
-            return None
-        answered, push = self.queue.answer(job.number, attendee.peer), answer.push
-        assert answered is not None
-        self._attendance.move()
-        self._attendance.ask(attendee, {"version": push.version}, self._store.version)
-        may_skip = self._loss_scale is not None and push.scale > 1
-        not_finite = answer.first_not_finite
-        if not may_skip and not (math.isfinite(push.loss) and not not_finite):
-            where = f"{not_finite} holds" if not_finite else "the loss is"
-            self._refuse(attendee, answered, NonFiniteError, f"{where} NaN or infinity")
-            return None
-        self._refusals.accept(answered, attendee.peer)
-        attendee.tally.jobs += 1
-        attendee.tally.samples += answered.samples
-        attendee.tally.seconds += self._rules.now() - attendee.job_since
-        return self._pace.answer(answered)
-
-    def _failed(self, attendee: Attendee, fields: Mapping[str, Any]) -> None:
-        """A worker says that it could not compute the gradients of its job. It ends by itself."""
-        job = self.queue.answer(_number(fields), attendee.peer)
-        if job is not None:
-            self._refuse(attendee, job, GradientError, str(fields.get("text")))
-
-    def _refuse(self, attendee: Attendee, job: ServedJob, kind: type[GradientError], problem: str) -> None:
-        """Let other workers try a job, unless so many have failed that the samples or the model must be at fault."""
-        attendee.tally.refused += 1
-        self._pace.refuse(job)
-        self._forget()
-        text = (
-            f"{attendee.tally.name}, job {job.number} (epoch {job.epoch}, places {job.begin} to {job.end}): {problem}"
-        )
-        self._rules.say(f"refused: {text}")
-        num_here = len(self._attendance.here)
-        if tried := self._refusals.count(job, attendee.peer, num_here):
-            raise kind(
-                f"{text}; {tried} could not compute these samples, and nothing was changed by them. Try a smaller "
-                "learning rate or gradient clipping, or examine the samples"
-            )
-        if num_here > 1 and self._refusals.is_too_often(attendee.peer):
-            self._attendance.dismiss(attendee, f"{problem}, for the third time in a row")
-
-    def _forget(self) -> None:
-        """Drop the answers to jobs that are over, on all servers."""
-        self._answers.keep(self.queue.numbers[1])
-        self._shards.forget(*self.queue.numbers)
-
-    # -- jobs and updates -----------------------------------------------------------------------------------------
+            self._shards.gather_late(seconds)  # the run may have ended before its first step
+            if error is None or tells:
+                kind, fields = ("refused", {"text": text, "is_config": is_config}) if error else ("over", {})
+                send_home(self._link, self._attendance, self._events, self._rules, kind, fields, self._shards.knows)
+            self._shards.end(text if tells and is_config else "", seconds)
+        finally:
+            self._link.close()
+            self._status.enter("over")
 
     def _hand_out(self) -> None:
+        self._desk.drop_late()
         if len(self.ledger.workers) < self._rules.expected:
             return
         for attendee in self._attendance.waiting():
@@ -271,6 +148,7 @@ class JobServer:
             pulled, arrays = self._store.since(attendee.version)
             fields = {"number": job.number, "epoch": job.epoch, "begin": job.begin, "end": job.end, **pulled}
             fields["loss_scale"] = self._loss_scale.state() if self._loss_scale else None
+            fields |= self._shards.pass_for(attendee.ticket, job.number)
             self._link.send(attendee.peer, "job", fields, arrays)
             nbytes = sum(array.nbytes for array in arrays)
             self.ledger.servers[0].bytes_out += nbytes
@@ -290,33 +168,27 @@ class JobServer:
 
     def _update(self, jobs: Sequence[ServedJob]) -> tuple[Means, float]:
         """Make the update from the gradients of these jobs, on all servers."""
-        answers, pushes = self._answers.take(jobs)
-        total = sum(job.samples for job in jobs)
-        loss = sum(job.samples * push.loss for job, push in zip(jobs, pushes, strict=True)) / total
-        is_finite = self._loss_scale is None or not any(answer.first_not_finite for answer in answers)
-        cause = None if is_finite else NonFiniteError("the loss scale made a gradient infinite")
-        means = Means(loss, total, Overlap(0.0, 0.0, 0.0), cause, remarks_of([push.told for push in pushes]))
+        answers, pushes = self._desk.answers_to(jobs)
         for job in jobs:
             self.queue.use(job.number)
-        self._answers.keep(self.queue.numbers[1])
+        update = ServedUpdate(jobs, answers, pushes, may_skip=self._loss_scale is not None)
         rate = 0.0
-        if is_finite:
-            staleness = [self._store.version - push.version for push in pushes]
-            factor = 1 / max(1, *staleness) if self._rules.corrects_staleness else 1.0
-            plan, shares = self._store.plan(factor), shares_of(jobs, pushes)
-            known = {"version": self._store.version + 1, "plan": plan, "staleness": max(staleness)}
-            self._shards.update(known, jobs, answers, shares, self.queue.numbers)
-            mean = mean_of([push.flats for push in pushes], shares)
-            rate = self._store.apply(mean, means.remarks, plan, max(staleness))
-            self.ledger.updates += 1
-            self.ledger.staleness.update(staleness)
+        if update.means.is_finite:
+            rate = self._apply(update)
         else:
             self._shards.forget(*self.queue.numbers)
         if self._loss_scale:
-            self._loss_scale.update(skipped=not is_finite)
-        return means, rate
+            self._loss_scale.update(skipped=not update.means.is_finite)
+        return update.means, rate
 
-
-def _number(fields: Mapping[str, Any]) -> int:
-    number = fields.get("number")
-    return number if type(number) is int else -1
+    def _apply(self, update: ServedUpdate) -> float:
+        staleness = update.staleness(self._store.version)
+        factor = 1 / max(1, *staleness) if self._rules.corrects_staleness else 1.0
+        plan = self._store.plan(factor)
+        known = {"version": self._store.version + 1, "plan": plan, "staleness": max(staleness)}
+        with self._shards.together():
+            self._shards.update(known, update, self.queue.numbers)
+            rate = self._store.apply(update.gradients(), update.means.remarks, plan, max(staleness))
+        self.ledger.updates += 1
+        self.ledger.staleness.update(staleness)
+        return rate

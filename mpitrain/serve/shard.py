@@ -6,8 +6,8 @@ worker:  pull ─> parameters   push (a part of the gradients) ─> the first se
 from __future__ import annotations
 
 import time
-from collections import Counter
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import asdict
 from typing import Any
 
@@ -15,12 +15,13 @@ import numpy
 
 from mpitrain.adapters.adapter import DividedAdapter
 from mpitrain.compression.codec import Codec
-from mpitrain.errors import GradientError, LaunchError
-from mpitrain.exchange.remarks import remarks_of
+from mpitrain.errors import ConfigError, GradientError, LaunchError
+from mpitrain.exchange.remarks import Told, remarks_of
 from mpitrain.serve.ledger import ServerTally
 from mpitrain.serve.link import Gone, ServerLink
+from mpitrain.serve.passes import is_valid
 from mpitrain.serve.pieces import add_piece, pieces_of
-from mpitrain.serve.pushes import first_not_finite, mean_of, read_gradients, read_note
+from mpitrain.serve.pushes import first_not_finite, mean_of, read_gradients, read_told
 from mpitrain.serve.sockets import wait_for
 from mpitrain.serve.store import ParameterStore
 from mpitrain.serve.wire import Message, Peer
@@ -28,6 +29,10 @@ from mpitrain.serve.worker_link import WorkerLink
 
 _LOOK_SECONDS = 0.5
 _PATIENCE_SECONDS = 10.0
+
+
+class _RunOverError(Exception):
+    """The first server has ended the run, perhaps within an update."""
 
 
 class ShardServer:
@@ -50,26 +55,29 @@ class ShardServer:
         Args:
             link: for the workers.
             first: to the first server.
-            hello: the number of this server, its host, and facts, as in ServerRules.
+            hello: the number of this server, where it is, and facts, as in ServerRules.
             hang_seconds: the first server is waited for so long; 0: without end.
             name: of this server, for errors.
         """
         self._link, self._first, self._store, self._adapter = link, first, store, adapter
         self._codec, self._hello, self._hang_seconds, self._name = codec, hello, hang_seconds, name
-        self._life, self._is_over = "", False
+        self._life = self._secret = ""
         self._connections = 0  # to the first server, when its first message had come
-        self._tally, self._pulled_bytes = ServerTally(), Counter[str]()  # by ticket of the worker, since its last push
-        # By ticket of the worker and number of the job: the gradients, and the first parameter that is not finite.
+        self._tally, self._told = ServerTally(), list[Told]()
+        self._newest, self._live = 0, list[range]()  # of the jobs
+        # By ticket of the worker and number of the job: the gradients, and the first parameter that is not finite. Jobs
+        # that nobody needs any more are not here.
         self._pushes: dict[tuple[str, int], tuple[Mapping[numpy.dtype, numpy.ndarray], str]] = {}
         self._pulls: dict[Peer, Mapping[str, Any]] = {}  # those that wait for a newer version
         self._commands: dict[str, Callable[[Mapping[str, Any], list[numpy.ndarray]], None]] = {
             "carry": self._carry,
             "piece": self._take_piece,
             "settle": self._settle,
+            "told": self._hear_told,
             "update": self._update,
             "forget": self._forget,
             "fetch": self._fetch,
-            "over": self._end,
+            "ask": lambda *_: self._tell("here", {}),
         }
         self._number: int = hello["server"]
         self._pieces: dict[str, Any] = {}  # those that have come and are not settled
@@ -80,11 +88,16 @@ class ShardServer:
 
         Raises:
             LaunchError: the first server does not come, or is gone.
+            ConfigError: the run cannot go on, as the first server says.
         """
+        with suppress(_RunOverError):
+            self._serve()
+
+    def _serve(self) -> None:
         self._begin()
-        while not self._is_over:
+        while True:
             wait_for([*self._link.sockets, *self._first.sockets], _LOOK_SECONDS)
-            while not self._is_over and (message := self._hear(0.0)) is not None:
+            while (message := self._hear(0.0)) is not None:
                 self._commands[message.kind](message.fields, message.arrays)
             for event in self._link.receive(0.0):
                 if isinstance(event, Gone):
@@ -98,15 +111,16 @@ class ShardServer:
 
     def _begin(self) -> None:
         """Say hello until the first server has told what the parameters are. No worker is listened to before."""
-        begun, told = time.monotonic(), -1
-        while not self._life and not self._is_over:
+        heard, frames, told = time.monotonic(), 0, -1
+        while not self._life:
             if not self._connections and told != self._first.connections:  # what was sent without one is lost
                 self._first.send("shard", self._hello)
                 told = self._first.connections
-            message = self._hear(_LOOK_SECONDS) if self._connections else self._first.receive(_LOOK_SECONDS)
-            seconds = time.monotonic() - begun
+            message = self._hear(_LOOK_SECONDS)
+            if self._first.frames != frames:  # also a part of a large message
+                heard, frames = time.monotonic(), self._first.frames
+            seconds = time.monotonic() - heard
             if message is not None:
-                self._connections = self._first.connections
                 self._commands[message.kind](message.fields, message.arrays)
             elif self._hang_seconds and seconds > self._hang_seconds:
                 raise LaunchError(
@@ -116,8 +130,15 @@ class ShardServer:
 
     def _hear(self, seconds: float) -> Message | None:
         """Return the next message of the first server. One that is lost with a connection would be an update."""
-        message = self._first.receive(seconds)
-        if message is None and not (self._first.is_connected and self._first.connections == self._connections):
+        message, first = self._first.receive(seconds), self._first
+        if message is not None:
+            self._connections = self._connections or first.connections
+            if message.kind == "over":
+                first.send("bye", {})
+                if problem := message.fields["problem"]:
+                    raise ConfigError(problem)
+                raise _RunOverError
+        elif self._connections and not (first.is_connected and first.connections == self._connections):
             time.sleep(_PATIENCE_SECONDS)  # if the first server has failed, its own error says more, and ends the job
             raise LaunchError(
                 f"{self._name} has lost the connection to the first server, and what that has sent. Start the job "
@@ -125,11 +146,8 @@ class ShardServer:
             )
         return message
 
-    def _end(self, _: Mapping[str, Any], __: list[numpy.ndarray]) -> None:
-        self._first.send("bye", {})
-        self._is_over = True
-
-    def _carry(self, _: Mapping[str, Any], arrays: list[numpy.ndarray]) -> None:
+    def _carry(self, fields: Mapping[str, Any], arrays: list[numpy.ndarray]) -> None:
+        self._secret = fields["secret"]
         self._store.carry({array.dtype: array for array in arrays})
 
     def _take_piece(self, fields: Mapping[str, Any], arrays: list[numpy.ndarray]) -> None:
@@ -141,16 +159,25 @@ class ShardServer:
         self._life = fields["life"]
         self._store.follow(fields["version"])
 
+    def _hear_told(self, fields: Mapping[str, Any], _: list[numpy.ndarray]) -> None:
+        self._told.append(read_told(fields["told"]))
+
     def _update(self, fields: Mapping[str, Any], _: list[numpy.ndarray]) -> None:
         pushes = [self._pushes.pop((ticket, number))[0] for ticket, number in fields["answers"]]
-        remarks = remarks_of([(tuple(unused), read_note(note)) for unused, note in fields["told"]])
+        remarks = remarks_of([self._told[index] for index in fields["told"]])
+        self._told = []
         self._store.apply(mean_of(pushes, fields["shares"]), remarks, fields["plan"], fields["staleness"])
         self._store.follow(fields["version"])
         self._forget(fields, [])
 
     def _forget(self, fields: Mapping[str, Any], _: list[numpy.ndarray]) -> None:
-        live, newest = set(fields["live"]), fields["newest"]
-        self._pushes = {key: push for key, push in self._pushes.items() if key[1] in live or key[1] > newest}
+        self._newest = fields["newest"]
+        self._live = [range(first, last + 1) for first, last in fields["live"]]
+        self._pushes = {key: push for key, push in self._pushes.items() if self._is_needed(key[1])}
+
+    def _is_needed(self, number: int) -> bool:
+        """Whether a job may still be in an update."""
+        return number > self._newest or any(number in live for live in self._live)
 
     def _fetch(self, _: Mapping[str, Any], __: list[numpy.ndarray]) -> None:
         for fields, arrays in pieces_of(self._adapter.part_state(self._number)):
@@ -171,7 +198,10 @@ class ShardServer:
     # -- workers --------------------------------------------------------------------------------------------------
 
     def _handle(self, message: Message) -> None:
-        if message.kind == "pull":
+        if not is_valid(self._secret, message.fields):
+            text = f"{self._name}: a message {message.kind!r} has not the pass of a job that the first server gave out"
+            self._link.send(message.peer, "refused", {"text": text})
+        elif message.kind == "pull":
             self._pulls[message.peer] = message.fields
         elif message.kind == "push":
             self._push(message)
@@ -187,23 +217,25 @@ class ShardServer:
         self._link.send(peer, "parameters", {"number": fields.get("number"), **pulled}, arrays)
         nbytes = sum(array.nbytes for array in arrays)
         self._tally.bytes_out += nbytes
-        self._pulled_bytes[str(fields.get("ticket"))] += nbytes
+        self._tell("pulled", {"ticket": fields["ticket"], "pulled_bytes": nbytes})
 
     def _push(self, message: Message) -> None:
         """Take in gradients. Those that were sent twice, on two connections, count once."""
         nbytes = sum(array.nbytes for array in message.arrays)
         self._tally.bytes_in += nbytes
-        key, problem = (str(message.fields.get("ticket")), _whole(message.fields.get("number"))), ""
-        if key not in self._pushes:
+        key: tuple[str, int] = message.fields["ticket"], message.fields["number"]
+        not_finite = problem = ""
+        if key in self._pushes:
+            _, not_finite = self._pushes[key]
+        elif self._is_needed(key[1]):
             try:
                 flats = read_gradients(message.arrays, self._store.part, self._codec)
-                self._pushes[key] = flats, first_not_finite(flats, self._store.layout, self._store.part)
+                not_finite = first_not_finite(flats, self._store.layout, self._store.part)
+                self._pushes[key] = flats, not_finite
             except GradientError as error:
                 problem = str(error)
-        not_finite = "" if problem else self._pushes[key][1]
         told = {"ticket": key[0], "number": key[1], "not_finite": not_finite, "problem": problem}
-        of_worker = {"pushed_bytes": nbytes, "pulled_bytes": self._pulled_bytes.pop(key[0], 0)}
-        self._tell("have", told | of_worker)
+        self._tell("have", {**told, "pushed_bytes": nbytes})
 
 
 def _whole(value: object) -> int:

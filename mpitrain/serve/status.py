@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Collection
-from typing import Any
+from itertools import pairwise
+from typing import Any, Literal
 
 from mpitrain.serve.attendance import Attendance, Attendee
 from mpitrain.serve.jobs import JobQueue
@@ -26,7 +27,7 @@ class ServerStatus:
         self._attendance, self._queue, self._expected, self._now = attendance, queue, expected, now
         self._written, self._shown = float("-inf"), (0, 0)
         self._looks: deque[tuple[float, int]] = deque([(now(), 0)], _LOOKS)
-        self._activity = own_activity()
+        self._activity, self._stage = own_activity(), "runs"
 
     def show(self) -> None:
         """Publish the state, unless that was done a moment ago and nobody has come or gone since."""
@@ -35,6 +36,11 @@ class ServerStatus:
         if self._activity is not None and (now - self._written >= _EVERY_SECONDS or there != self._shown):
             self._written, self._shown = now, there
             self._activity.serve(self._facts(now))
+
+    def enter(self, stage: Literal["leaves", "over"]) -> None:
+        """Publish that the run is over: workers hear of it, or all have gone."""
+        self._stage, self._written = stage, float("-inf")
+        self.show()
 
     def _facts(self, now: float) -> dict[str, Any]:
         """Return all, as JSON can hold it. `at`: now, by time.monotonic()."""
@@ -46,6 +52,7 @@ class ServerStatus:
         everyone = {**_sums(ledger.workers), "pulled_bytes": ledger.bytes_out, "pushed_bytes": ledger.bytes_in}
         return {
             "at": now,
+            "stage": self._stage,
             "expected": self._expected,
             "joined": len(ledger.workers),
             "here": len(here),
@@ -56,11 +63,16 @@ class ServerStatus:
         }
 
     def _speed(self, now: float) -> float:
-        """Return the samples a second of all workers, since about ten seconds or ten answers."""
+        """Return the samples a second of all workers, since about ten seconds or ten answers.
+
+        A silence that is longer than those between the answers before counts too, so the speed falls when answers end.
+        """
         looks, samples = self._looks, sum(one.samples for one in self._attendance.ledger.workers)
+        silent = now - looks[-1][0]
+        longest = max((later - earlier for (earlier, _), (later, _) in pairwise(looks)), default=0.0)
         if not samples:
             looks[0] = now, 0  # the wait for the first worker is not its speed
-        elif samples != looks[-1][1] and now - looks[-1][0] >= _EVERY_SECONDS:
+        elif silent >= _EVERY_SECONDS and (samples != looks[-1][1] or silent > longest):
             looks.append((now, samples))
         (begin, before), (end, after) = looks[0], looks[-1]
         return (after - before) / (end - begin) if end > begin else 0.0

@@ -12,9 +12,9 @@ import numpy
 from mpitrain.adapters.adapter import Adapter
 from mpitrain.compression.codec import Codec
 from mpitrain.cuda.shortage import memory_explained
-from mpitrain.errors import LaunchError
+from mpitrain.errors import ConfigError, LaunchError
 from mpitrain.serve.lines import ServerLines
-from mpitrain.serve.pushes import GradientBuffer, plain_note
+from mpitrain.serve.pushes import GradientBuffer, check_told, plain_note
 from mpitrain.serve.replica import Replica
 from mpitrain.serve.store import divisions_of
 from mpitrain.serve.wire import Message
@@ -75,7 +75,8 @@ class JobWorker:
         """Work until the server says that the training is over.
 
         Raises:
-            LaunchError: the server refuses this worker, or has not been heard of for `hang_seconds`.
+            LaunchError: the server refuses this worker, or a server has not been heard of for `hang_seconds`.
+            ConfigError: the run cannot go on, as the server says.
             MpitrainError: the gradients of a job cannot be computed here. The server has been told.
         """
         kind, fields, has_asked = "hello", dict(self._hello), False
@@ -87,7 +88,8 @@ class JobWorker:
             if message.kind == "over":
                 return
             if message.kind == "refused":
-                raise LaunchError(str(message.fields.get("text")))
+                kind_of_error = ConfigError if message.fields.get("is_config") else LaunchError
+                raise kind_of_error(str(message.fields.get("text")))
             if message.kind == "again":
                 kind, fields = "hello", dict(self._hello)
             elif message.kind == "welcome":
@@ -108,7 +110,7 @@ class JobWorker:
         """Send a message, unless this worker has asked already. Send it from time to time until the server answers."""
         self._heard = time.monotonic()  # the time of a computation is no silence of the server
         asked, repeat_seconds = self._heard if has_asked else -math.inf, _REPEAT_SECONDS
-        connection = self._link.connections
+        connection, frames = self._link.connections, self._link.frames
         while True:
             now = time.monotonic()
             if now - asked >= repeat_seconds or self._link.connections != connection:
@@ -118,7 +120,9 @@ class JobWorker:
                 asked, connection = now, self._link.connections
             message = self._link.receive(_LOOK_SECONDS)
             if message is None:
-                self._lines.tend()
+                if self._link.frames != frames:  # a part of a large message
+                    self._heard, frames = time.monotonic(), self._link.frames
+                self._lines.tend(self.name)
                 self._look_at_the_clock()
                 continue
             self._heard = time.monotonic()
@@ -129,10 +133,12 @@ class JobWorker:
 
     def _compute(self, fields: Mapping[str, Any], arrays: Sequence[numpy.ndarray]) -> None:
         job = {"life": self._life, "number": fields["number"]}
+        # What fails here is no fault of the samples, so the server does not hear of it. It hears that this worker ends.
+        self._replica.take(fields, arrays)
+        known = {"life": self._life, "ticket": self._ticket, "pass": fields.get("pass", "")}
+        self._lines.pull(fields, known, self.name)
+        self._replica.load()
         try:
-            self._replica.take(fields, arrays)
-            self._lines.pull(fields, {"life": self._life, "ticket": self._ticket}, self.name)
-            self._replica.load()
             scale = self._adapter.loss_scale
             if scale is not None:
                 scale.restore(fields["loss_scale"])
@@ -141,12 +147,13 @@ class JobWorker:
             with memory_explained():
                 loss = self._adapter.loss_and_gradients(batch, self._buffer.take)
             unused, (own, *others) = self._buffer.finish(1.0 if scale is None else scale.value)
-            note = plain_note(self._adapter.note())
+            note = self._adapter.note()
+            check_told((tuple(unused), note))
         except Exception as error:
             self._link.send("failed", {**job, "text": f"{type(error).__name__}: {error}"})
             raise
-        self._lines.push({**job, "ticket": self._ticket}, others)
-        answer = {**job, "version": self._replica.versions[0], "loss": loss, "unused": unused, "note": note}
+        self._lines.push({**job, **known}, others)
+        answer = {**job, "version": self._replica.versions[0], "loss": loss, "unused": unused, "note": plain_note(note)}
         self._link.send("done", {**answer, "scale": 1.0 if scale is None else scale.value}, own)
         self.jobs += 1
 

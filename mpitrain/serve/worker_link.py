@@ -34,6 +34,8 @@ class WorkerLink:
     Attributes:
         address: HOST:PORT where the server is looked for now.
         connections: how often a connection has come about.
+        frames: how many have come: also the parts of a message that is not whole yet.
+        name: of the server, for messages.
     """
 
     def __init__(
@@ -43,6 +45,7 @@ class WorkerLink:
         most_bytes: int,
         *,
         plain: bool = False,
+        name: str = "the server",
         silence_seconds: float = SILENCE_SECONDS,
     ) -> None:
         """
@@ -51,12 +54,14 @@ class WorkerLink:
             key: the proof, and what the server has to prove.
             most_bytes: the most bytes of arrays in a message.
             plain: nothing is encrypted, as the server must have it too.
+            name: of the server.
             silence_seconds: a server that gives no sign of life for so long is connected to again.
 
         Raises:
             ConfigError: pyzmq is missing, or an address is none; or, also later, `plain` is set and the way to the
                 server is a network that others can read.
         """
+        self.name, self.frames = name, 0
         zmq = self._zmq = the_zmq()
         self._places = [parse_address(address) for address in addresses]
         self._key, self._plain, self._silence_seconds = key, plain, silence_seconds
@@ -155,6 +160,7 @@ class WorkerLink:
             except self._zmq.Again:
                 return None
             for part in parts:
+                self.frames += 1
                 message = self._assembly.take(part.buffer, Peer(b""))
                 if message is not None:
                     return message

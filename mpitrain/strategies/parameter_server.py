@@ -2,26 +2,23 @@
 
 from __future__ import annotations
 
-import secrets
 from typing import Any, Literal
 
 from mpitrain.adapters.adapter import Adapter, divided_of
 from mpitrain.arrays import Array
-from mpitrain.errors import ConfigError, GradientError, everywhere
+from mpitrain.errors import ConfigError, GradientError, LaunchError, everywhere
 from mpitrain.exchange.means import Means
 from mpitrain.job.role import Role
 from mpitrain.job.start import the_job
-from mpitrain.serve.attendance import ServerRules
-from mpitrain.serve.connect import bound, environment_of
 from mpitrain.serve.jobs import JobQueue
 from mpitrain.serve.ledger import ServerLedger
 from mpitrain.serve.pace import Bounded, JobPace, Lockstep, Unbounded
-from mpitrain.serve.party import Party, serve_part, work
+from mpitrain.serve.party import Party, first_server, serve_part, work
 from mpitrain.serve.pushes import codec_of
 from mpitrain.serve.server import JobServer
-from mpitrain.serve.shards import LostServerError
+from mpitrain.serve.shard_peers import LostServerError
 from mpitrain.serve.source import JobSource, source_of
-from mpitrain.serve.store import ParameterStore, check_rate_factor
+from mpitrain.serve.store import check_rate_factor
 from mpitrain.strategies.of_rounds import without_rounds
 from mpitrain.strategies.sync import Sync
 from mpitrain.world import World
@@ -116,8 +113,10 @@ class ParameterServer:
         if self._corrects:
             check_rate_factor(adapter)
         if self._role.kind:
-            self._party = Party(job.role, job.everyone, world, adapter, codec_of(world.config.compression))
             self._check_servers()
+            optimizer = divided_of(adapter).dividable_optimizer() if job.role.num_servers > 1 else ""
+            codec = codec_of(world.config.compression)
+            self._party = Party(job.role, job.everyone, world, adapter, codec, optimizer)
             return
         if world.size > 1:
             raise everywhere(
@@ -134,49 +133,33 @@ class ParameterServer:
         """See ServedStrategy.
 
         Raises:
-            ConfigError: the samples of the data have no numbers.
+            ConfigError: the samples of the data have no numbers; or the workers have ended with an earlier run.
         """
         if self._server is not None:
             return
-        source = source_of(data)
+        source, job = source_of(data), the_job()
+        if self._party.everyone is not None:
+            if job.has_served:
+                raise ConfigError(
+                    f"{self._party.everyone.name()} begins a second run with --servers; its workers have ended with "
+                    "the first one. Start a job for each run"
+                )
+            job.has_served = True
         self._placed = data.state()
         queue = JobQueue(
             source.num_samples, self._placed["epoch"], self._placed["cursor"], self._placed.get("left", ())
         )
-        config = self._world.config
-        link, _ = bound(self._role, self._party.everyone, self._party.most_bytes)
-        rules = ServerRules(
-            life=secrets.token_hex(8),
-            facts=self._party.facts(source),
-            environment=environment_of(self._role),
-            codec=self._party.codec,
-            corrects_staleness=self._corrects,
-            stall_seconds=config.stall_seconds,
-            hang_seconds=config.hang_seconds,
-            expected=self._role.num_workers,
-            say=self._party.say,
-        )
-        store = ParameterStore(self._adapter, 0, self._role.num_servers)
-        carried = store.layout.flats_of(self._carried)
+        pace = self._pace(queue, source)
+        self._server = first_server(self._party, source, queue, pace, self._carried, corrects_staleness=self._corrects)
         self._carried = {}
-        self._server = JobServer(
-            link,
-            store,
-            queue,
-            self._pace(queue, source),
-            self._adapter,
-            rules,
-            host=self._world.host,
-            num_servers=self._role.num_servers,
-            carried=carried,
-        )
         self._ledger = self._server.ledger
 
     def next_update(self, data: Any) -> tuple[Means, float]:
         """See ServedStrategy.
 
         Raises:
-            ConfigError: this process is a worker, or a further server.
+            ConfigError: this process is a worker, or a further server; or a hook has restored another state, and the
+                workers cannot be started again. Then the error is raised on every rank.
             GradientError: several workers have sent what cannot be used for the same samples.
             LaunchError: another server is gone.
         """
@@ -185,7 +168,15 @@ class ParameterServer:
                 f"{self._world.name()} is a {self.role}, which makes no step by itself; call Trainer.run()"
             )
         if self._server is not None and data.state() != self._placed:  # a hook has restored another state
-            self._server.close("the server goes on from another state; start this worker again", is_over=False)
+            if self._party.everyone is not None:
+                raise everywhere(
+                    ConfigError(
+                        f"{self._party.everyone.name()} was restored to another state within a run with --servers, "
+                        "whose workers start only once. Restore before Trainer.run(), or start the job again"
+                    )
+                )
+            text = "the server goes on from another state; start this worker again"
+            self._server.close(LaunchError(text), tells=True)
             self._server = None
         self.begin_serving(data)
         assert self._server is not None
@@ -195,19 +186,24 @@ class ParameterServer:
         return made
 
     def end_serving(self, error: BaseException | None) -> None:
-        """See ServedStrategy. Workers go on waiting for the server if it has failed, unless the gradients are why."""
+        """See ServedStrategy. Workers go on waiting for a server that has failed, unless the gradients are why, or
+        ConfigError in a job whose server cannot come back."""
         if self._server is None:
             return
+        server, self._server = self._server, None
         try:
-            self._server.fetch()
-        except LostServerError:
-            if error is None:  # otherwise the first error says why
+            server.fetch()
+        except BaseException as failed:
+            if error is None or not isinstance(failed, Exception):
+                error = failed
                 raise
-        if error is None:
-            self._party.say(self._ledger.line())
-        reason = f"{type(error).__name__}: {error}" if isinstance(error, GradientError) else ""
-        self._server.close(reason, is_over=error is None)
-        self._server = None
+            if not isinstance(error, LostServerError):  # that has said all
+                self._party.say(f"after {type(error).__name__}, the model here is not whole: {failed}")
+        finally:
+            if error is None:
+                self._party.say(self._ledger.line())
+            is_final = isinstance(error, ConfigError) and self._party.everyone is not None
+            server.close(error, tells=is_final or isinstance(error, GradientError))
 
     def fetch(self) -> None:
         """See ServedStrategy.
@@ -291,8 +287,6 @@ class ParameterServer:
                 f"{self._world.name()}: ParameterServer(servers={self._servers}), and {number} were started; start "
                 f"them with `mpitrain run --servers {self._servers}`, or leave servers out"
             )
-        if number > 1:
-            divided_of(self._adapter)
 
 
 def _is_count(value: object, least: int) -> bool:

@@ -50,6 +50,13 @@ class Optimizer(Protocol):
         """
 
 
+def described(optimizer: object) -> str:
+    """Return the class of an optimizer and its plain settings, for a comparison of those of several processes."""
+    values = getattr(optimizer, "__dict__", {}).items()
+    plain = {name: value for name, value in values if isinstance(value, bool | int | float | None)}
+    return f"{type(optimizer).__name__} {plain}"
+
+
 class Sgd(FlatOptimizer):
     """Stochastic gradient descent with momentum; an `Optimizer`.
 
@@ -207,9 +214,3 @@ class AdamW(Adam):
                 decayed = block.parameters[part]
                 numpy.multiply(decayed, 1 - rate * self._weight_decay, out=decayed)
         super()._apply(block, rate)
-
-
-def described(optimizer: Optimizer) -> str:
-    """Return the class of an optimizer and its plain settings, which must be equal on all ranks."""
-    plain = {name: value for name, value in vars(optimizer).items() if isinstance(value, bool | int | float | None)}
-    return f"{type(optimizer).__name__} {plain}"

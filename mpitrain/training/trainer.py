@@ -97,7 +97,13 @@ class Trainer:
 
         Raises:
             CheckpointError: `build` has made a different model or data set than before.
+            ConfigError: the job has servers; each of its processes has a World of its own. Nothing has changed.
         """
+        if self.served:
+            raise ConfigError(
+                f"{world.name()}: a Trainer in a job with servers cannot go on in another World; workers come and go "
+                "without that. Leave rebuild() out, or train without servers"
+            )
         # Copies, because `build` may make the next parts of the same arrays. `own` comes first: what is under way
         # arrives, and belongs to the state.
         own = host_copy(self.strategy.own_state())

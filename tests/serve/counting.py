@@ -84,13 +84,13 @@ def at(addresses: Sequence[str]) -> Iterator[None]:
         return ServerLink(addresses[role.number], keys, most_bytes), links
 
     def connected(_: Role, __: Any, most_bytes: int) -> list[WorkerLink]:
-        return [WorkerLink([address], keys.worker, most_bytes) for address in addresses]
+        named = [(f"server {number}", [address]) for number, address in enumerate(addresses)]
+        return [WorkerLink(places, keys.worker, most_bytes, name=name) for name, places in named]
 
     with pytest.MonkeyPatch.context() as patch:
         if len(addresses) > 1:
             patch.setattr("mpitrain.serve.party.bound", bound)
             patch.setattr("mpitrain.serve.party.connected", connected)
-            patch.setattr("mpitrain.strategies.parameter_server.bound", bound)
         yield
 
 

@@ -10,9 +10,13 @@ from dataclasses import replace
 from typing import Any
 
 import numpy
-from counting import NUM_SAMPLES, WorkerThreads, at, free_address, parts, playing, worker_key
+from counting import NUM_SAMPLES, WorkerThreads, at, counting, free_address, parts, playing, worker_key
 
 import mpitrain as mt
+from jobs import HANG_SECONDS, until
+from mpitrain.serve.lines import ServerLines
+from mpitrain.serve.link import ServerLink
+from mpitrain.serve.replica import Replica
 from mpitrain.serve.wire import Message
 from mpitrain.serve.worker_link import WorkerLink
 
@@ -131,3 +135,48 @@ def hands(served: Served, number: int) -> Iterator[list[Hand]]:
 
 def mean(job: Message, value: float = 1.0) -> numpy.ndarray:
     return numpy.full(NUM_SAMPLES, -value)
+
+
+@contextmanager
+def lines_of(worker: Hand, served: Served) -> Iterator[list[WorkerLink]]:
+    links = [WorkerLink([address], worker_key(), 10**6) for address in served.addresses[1:]]
+    try:
+        yield links
+    finally:
+        for link in links:
+            link.close()
+
+
+def say(link: WorkerLink, kind: str, arrays: Sequence[numpy.ndarray] = (), **fields: Any) -> None:
+    """Send, as soon as there is a connection."""
+    until(lambda: link.receive(0.05) or link.is_connected)
+    link.send(kind, fields, arrays)
+
+
+def of(worker: Hand, job: Message) -> dict[str, Any]:
+    """What shows a further server that a worker has a job."""
+    return {"life": worker.life, "ticket": worker.ticket, **{name: job.fields[name] for name in ("number", "pass")}}
+
+
+def hear(link: WorkerLink, kind: str) -> Message:
+    message = link.receive(60)
+    assert message is not None
+    assert message.kind == kind
+    return message
+
+
+def two_lines(address: str, key: Any, num_values: int = NUM_SAMPLES) -> tuple[ServerLines, Replica]:
+    """What a worker has for a second server at this address."""
+    adapter = mt.ArrayFunction(counting, {"count": numpy.zeros(num_values)}, mt.Sgd(1.0))
+    replica = Replica(adapter, 2)
+    link = WorkerLink([address], key, 8 * num_values)
+    return ServerLines([link], replica, stall_seconds=600.0, hang_seconds=300.0, say=print), replica
+
+
+def next_message(link: ServerLink) -> Message:
+    while True:
+        events = link.receive(HANG_SECONDS)
+        assert events, "nothing came"
+        for event in events:
+            if isinstance(event, Message):
+                return event

@@ -71,7 +71,7 @@ def test_the_time_of_a_hook_is_no_silence_of_workers(
     """Answers that came meanwhile count, and nobody is said to be silent. The clock moves only in the hook."""
     passed = [0.0]
     rules = partial(ServerRules, now=lambda: passed[0])
-    monkeypatch.setattr("mpitrain.strategies.parameter_server.ServerRules", rules)
+    monkeypatch.setattr("mpitrain.serve.party.ServerRules", rules)
     begun, goes_on = threading.Event(), threading.Event()
 
     class Long(mt.Hook):

@@ -141,7 +141,8 @@ def test_the_ranks_of_one_mpiexec(tmp_path: Path, num_servers: int) -> None:
     assert job.stdout.count("end [") == 1
     assert re.search(r"mpitrain: 2 workers \(0 gone\), 40 jobs, 20 updates", job.stdout), job.output
     divided = (
-        r"server 0 on \S+: 0.00 MiB, server 1 on \S+: 0.00 MiB, server 2 on \S+: 0.00 MiB of 0.00 MiB of parameters"
+        r"server 0 on \S+ \(rank 0\): 0.00 MiB, server 1 on \S+ \(rank 1\): 0.00 MiB, server 2 on \S+ \(rank 2\): "
+        "0.00 MiB of 0.00 MiB of parameters"
     )
     assert bool(re.search(divided, job.stdout)) == (num_servers == 3)
 
@@ -150,7 +151,7 @@ def test_the_ranks_of_one_mpiexec(tmp_path: Path, num_servers: int) -> None:
     ("signal_name", "text"),
     [
         ("SIGKILL", r"rank 1 on \S+ was killed by signal 9"),
-        ("SIGSTOP", r"server 1 on \S+ is gone \(.*\), and its part of the parameters with it. Start the job again"),
+        ("SIGSTOP", r"server 1 on \S+ \(rank 1\) is gone \(.*\), and its part of the parameters with it. Start"),
     ],
 )
 def test_a_further_server_that_is_lost_ends_the_job(tmp_path: Path, signal_name: str, text: str) -> None:

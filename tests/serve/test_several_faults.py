@@ -7,31 +7,30 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import closing, contextmanager
+from contextlib import ExitStack, closing
 from typing import Any
 
 import numpy
 import pytest
-from counting import NUM_SAMPLES, counting, free_address, parts, train_served, worker_key
-from hands import Hand, Served, hands, mean
+from counting import NUM_SAMPLES, free_address, parts, train_served, worker_key
+from hands import Hand, Served, hands, hear, lines_of, mean, next_message, of, say, two_lines
 
 import mpitrain as mt
 from jobs import HANG_SECONDS, clean_environment, until
+from mpitrain.errors import LaunchError
+from mpitrain.serve import pushes, shard, wire
 from mpitrain.serve.keys import make_keys
-from mpitrain.serve.lines import ServerLines
 from mpitrain.serve.link import ServerLink
-from mpitrain.serve.replica import Replica
 from mpitrain.serve.shard import ShardServer
+from mpitrain.serve.store import ParameterStore
 from mpitrain.serve.wire import Message
-from mpitrain.serve.worker_link import WorkerLink
 
 # Gets a job, gives wrong gradients to server 1 alone, and waits for its end.
 HALF = """
 import sys
 sys.path[:0] = sys.argv[3].split(":")
 import numpy
-from hands import Hand
+from hands import Hand, of
 from mpitrain.serve.keys import parse_key
 import hands
 hands.worker_key = lambda: parse_key(sys.argv[2], "the key")
@@ -43,11 +42,11 @@ job = worker.pull()
 shard = Hand(second, facts)
 shard.life = worker.life
 while True:
-    shard.say("pull", number=job.fields["number"], at_least=0, version=-1)
+    shard.say("pull", **of(worker, job), at_least=0, version=-1)
     if shard._link.receive(0.5) is not None:
         break
-shard.say("push", numpy.full(8, 1000.0), ticket=worker.ticket, number=job.fields["number"])
-shard.say("pull", number=-5, at_least=0, version=-1)
+shard.say("push", numpy.full(8, 1000.0), **of(worker, job))
+shard.say("pull", number=-5)  # it has no pass
 shard._link.receive(60)  # the server has read the push by now
 print("pushed", flush=True)
 sys.stdin.read()
@@ -85,50 +84,116 @@ def test_a_worker_that_is_killed_between_its_pushes(mode: str) -> None:
     assert set(served.counts) == {1.0 / (8 if mode == "sync" else 4)}
 
 
-@contextmanager
-def lines_of(worker: Hand, served: Served) -> Iterator[list[WorkerLink]]:
-    links = [WorkerLink([address], worker_key(), 10**6) for address in served.addresses[1:]]
-    try:
-        yield links
-    finally:
-        for link in links:
-            link.close()
-
-
-def say(link: WorkerLink, kind: str, arrays: Sequence[numpy.ndarray] = (), **fields: Any) -> None:
-    """Send, as soon as there is a connection."""
-    until(lambda: link.receive(0.05) or link.is_connected)
-    link.send(kind, fields, arrays)
-
-
-def hear(link: WorkerLink, kind: str) -> Message:
-    message = link.receive(60)
-    assert message is not None
-    assert message.kind == kind
-    return message
-
-
-def test_what_is_pushed_twice_or_with_another_ticket_counts_once() -> None:
+def test_what_is_pushed_twice_counts_once() -> None:
     """Also where the second gradient is another one."""
     served = Served(2, mt.ParameterServer("async"), num_servers=2)
     with hands(served, 1) as (worker,), lines_of(worker, served) as (line,):
         job = worker.pull()
         for number in range(2):
             assert job.fields["runs"] == {"float64": [[0, 12]]}
-            about = {"life": worker.life, "number": job.fields["number"]}
-            say(line, "pull", **about, at_least=job.fields["version"], version=-1)
+            say(line, "pull", **of(worker, job), at_least=job.fields["version"], version=-1)
             pulled = hear(line, "parameters")
             assert pulled.fields["version"] == number
             assert set(pulled.arrays[0]) == {float(number)}
-            say(line, "push", [numpy.full(12, 1000.0)], **about, ticket="of nobody")
-            say(line, "push", [numpy.full(12, -1.0)], **about, ticket=worker.ticket)
-            say(line, "push", [numpy.full(12, 1000.0)], **about, ticket=worker.ticket)
+            say(line, "push", [numpy.full(12, -1.0)], **of(worker, job))
+            say(line, "push", [numpy.full(12, 1000.0)], **of(worker, job))
             worker.push(job, numpy.full(12, -1.0))
             if number == 0:
                 job = worker.hear("job")
         worker.end()
     served.end()
     assert set(served.counts) == {2.0}
+
+
+def test_a_server_keeps_nothing_of_jobs_that_a_worker_does_not_have(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of other tickets and numbers, with passes of other jobs, of jobs that are over, and of workers that are gone."""
+    made: list[ShardServer] = []
+    begin = ShardServer._begin
+    monkeypatch.setattr(ShardServer, "_begin", lambda self: (made.append(self), begin(self))[1])
+    served = Served(2, mt.ParameterServer("async"), num_servers=2)
+    gradient = numpy.full(12, 1000.0)
+    with hands(served, 2) as (worker, other), lines_of(worker, served) as (line,):
+        job, lost = worker.pull(), other.pull()
+        own = of(worker, job)
+        wrong = [{"ticket": f"of nobody {number}"} for number in range(5)] + [{"number": 10**6}, {"number": "1"}]
+        wrong += [{"ticket": other.ticket}, {"pass": lost.fields["pass"]}, {"pass": None}, {"pass": "\u00e9"}]
+        for fields in wrong:
+            for kind in ("push", "pull"):
+                say(line, kind, [gradient] if kind == "push" else [], **{**own, **fields}, at_least=0, version=-1)
+                assert "has not the pass of a job" in hear(line, "refused").fields["text"]
+        say(line, "push", [gradient], **of(other, lost))
+        until(lambda: served.strategy.ledger.workers[1].pushed_bytes == 12 * 8)
+        (shard,) = made
+        assert list(shard._pushes) == [(other.ticket, lost.fields["number"])]
+        other.say("bye")
+        until(lambda: not shard._pushes)
+        for number in range(2):
+            say(line, "push", [-gradient / 1000.0], **of(worker, job))
+            worker.push(job, numpy.full(12, -1.0))
+            if number == 0:
+                done, job = job, worker.hear("job")
+                for old in (of(worker, done), of(other, lost)):
+                    say(line, "pull", **old, at_least=0, version=-1)
+                    hear(line, "parameters")
+                    say(line, "push", [gradient], **old)
+                say(line, "pull", **of(worker, job), at_least=0, version=-1)
+                hear(line, "parameters")
+                assert not shard._pushes
+        worker.end()
+    served.end()
+    assert set(served.counts) == {2.0}
+    # Also what was pulled and pushed for nothing: by its worker until then, and by the first server from both.
+    ledger = served.strategy.ledger
+    assert [one.bytes_in for one in ledger.servers] == [2 * 12 * 8, 5 * 12 * 8]
+    assert ledger.workers[1].pushed_bytes == 2 * 12 * 8
+    assert ledger.bytes_in == sum(one.bytes_in for one in ledger.servers)
+    assert ledger.bytes_out == sum(one.bytes_out for one in ledger.servers)
+
+
+def test_a_refused_push_ends_its_worker() -> None:
+    keys, address = make_keys(), free_address()
+    lines, _ = two_lines(address, keys.worker)
+    with closing(ServerLink(address, keys, 10**6)) as link:
+        until(lambda: lines._links[0].receive(0.05) or lines._links[0].is_connected or link.receive(0.05))
+        lines.push({"number": 3}, [[numpy.arange(12.0)]])
+        link.send(next_message(link).peer, "refused", {"text": "no pass"})
+        with pytest.raises(LaunchError, match="a worker: the server: no pass"):
+            while True:
+                lines.tend("a worker")
+    lines.close()
+
+
+def test_notes_of_many_workers_are_longer_than_a_message(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Together, or of one worker alone, which is sent away."""
+    most = 60_000
+    told: list[Any] = []
+    apply = ParameterStore.apply
+
+    def seen(self: Any, gradients: Any, remarks: Any, *rest: Any) -> float:
+        told.append(remarks.notes)
+        return apply(self, gradients, remarks, *rest)
+
+    monkeypatch.setattr(ParameterStore, "apply", seen)
+    monkeypatch.setattr(wire, "MOST_HEADER_BYTES", most)
+    monkeypatch.setattr(pushes, "MOST_HEADER_BYTES", most)
+    served = Served(1, mt.ParameterServer("sync", job_samples=2), num_servers=2)
+    notes = [letter * (most // 2 - 10) for letter in "aba"]
+    with hands(served, 5) as (long, *workers), ExitStack() as stack:
+        lines = [stack.enter_context(lines_of(worker, served))[0] for worker in workers]
+        job = long.pull()
+        long.push(job, mean(job)[:12], note="c" * (most // 2))
+        assert f"takes {most // 2 + 8} bytes as JSON; allowed are {most // 2}" in long.hear("refused").fields["text"]
+        jobs = [worker.pull() for worker in workers]
+        for worker, job, note, line in zip(workers, jobs, [*notes, None], lines, strict=True):
+            say(line, "push", [mean(job)[:12]], **of(worker, job))
+            worker.push(job, mean(job)[:12], note=note)
+        for worker in workers:
+            worker.end()
+    served.end()
+    assert set(served.counts) == {1.0}
+    assert len(told) == 2
+    assert sorted(map(str, told[0])) == sorted(map(str, told[1])) == sorted([*notes, "None"])
+    assert told[0] == told[1]
 
 
 def test_a_late_answer_is_dropped_by_all_servers() -> None:
@@ -143,10 +208,9 @@ def test_a_late_answer_is_dropped_by_all_servers() -> None:
         third.join()
         job = third.pull()
         assert job.fields["begin"] == late.fields["begin"]
-        about = {"life": slow.life}
-        say(line, "push", [numpy.full(12, 1000.0)], **about, ticket=slow.ticket, number=late.fields["number"])
+        say(line, "push", [numpy.full(12, 1000.0)], **of(slow, late))
         slow.push(late, numpy.full(12, 1000.0))
-        say(line, "push", [numpy.full(12, -1.0)], **about, ticket=third.ticket, number=job.fields["number"])
+        say(line, "push", [numpy.full(12, -1.0)], **of(third, job))
         third.push(job, numpy.full(12, -1.0))
         for worker in (slow, fast, third):
             worker.end()
@@ -156,20 +220,38 @@ def test_a_late_answer_is_dropped_by_all_servers() -> None:
     assert [one.dropped for one in served.strategy.ledger.workers] == [1, 0, 0]
 
 
+def test_an_answer_that_comes_too_late_in_parts_counts_once_and_its_worker_goes_on() -> None:
+    """The first server has its part of the late answer before the update, and the other server's comes after it."""
+    served = Served(2, mt.ParameterServer("sync", backup=1), num_servers=2)
+    with hands(served, 2) as (slow, fast), lines_of(slow, served) as (late_line,), lines_of(fast, served) as (line,):
+        late, job = slow.pull(), fast.pull()
+        slow.push(late, numpy.full(12, 1000.0))
+        until(lambda: served.strategy.ledger.servers[0].bytes_in == 12 * 8)
+        say(line, "push", [mean(job)[:12]], **of(fast, job))
+        fast.push(job, mean(job)[:12])
+        again = slow.hear("job")  # it has not asked again
+        say(late_line, "push", [numpy.full(12, 1000.0)], **of(slow, late))
+        say(late_line, "push", [mean(again)[:12]], **of(slow, again))
+        slow.push(again, mean(again)[:12])
+        for worker in (slow, fast):
+            worker.end()
+    served.end()
+    assert set(served.counts) == {2.0}
+    assert [one.dropped for one in served.strategy.ledger.workers] == [1, 0]
+
+
 @pytest.mark.parametrize("arrays", [[], [numpy.zeros(12, "float32")], [numpy.zeros(24)]])
 def test_a_wrong_part_sends_its_worker_away(arrays: Any) -> None:
     served = Served(1, mt.ParameterServer("async"), num_servers=2)
     with hands(served, 2) as (wrong, right), lines_of(wrong, served) as (line,):
         job = wrong.pull()
-        about = {"life": wrong.life, "ticket": wrong.ticket, "number": job.fields["number"]}
-        say(line, "push", arrays, **about)
+        say(line, "push", arrays, **of(wrong, job))
         text = wrong.hear("refused").fields["text"]
         assert "the server dismisses worker 1 on hand: " in text
         assert "allowed are" in text
         again = right.pull()
         assert again.fields["begin"] == job.fields["begin"]
-        about = {"life": right.life, "ticket": right.ticket, "number": again.fields["number"]}
-        say(line, "push", [mean(again)[:12]], **about)
+        say(line, "push", [mean(again)[:12]], **of(right, again))
         right.push(again, mean(again)[:12])
         right.end()
     served.end()
@@ -210,23 +292,6 @@ def test_no_pull_overtakes_what_hooks_change(monkeypatch: pytest.MonkeyPatch) ->
     assert set(trainer.adapter.parameters()["count"]) == {33.0}
 
 
-def two_lines(address: str, key: Any) -> tuple[ServerLines, Replica]:
-    """What a worker has for a second server at this address."""
-    adapter = mt.ArrayFunction(counting, {"count": numpy.zeros(NUM_SAMPLES)}, mt.Sgd(1.0))
-    replica = Replica(adapter, 2)
-    link = WorkerLink([address], key, 10**6)
-    return ServerLines([link], replica, stall_seconds=600.0, hang_seconds=300.0, say=print), replica
-
-
-def next_message(link: ServerLink) -> Message:
-    while True:
-        events = link.receive(HANG_SECONDS)
-        assert events, "nothing came"
-        for event in events:
-            if isinstance(event, Message):
-                return event
-
-
 def test_what_is_lost_with_a_connection_is_asked_and_pushed_again() -> None:
     """Each server that ends has not answered. The last one has all."""
     keys, address = make_keys(), free_address()
@@ -238,7 +303,7 @@ def test_what_is_lost_with_a_connection_is_asked_and_pushed_again() -> None:
             lines.pull({"number": 3, "version": 5}, {"life": "a life", "ticket": "a ticket"}, "a worker")
             lines.push({"number": 3}, [[numpy.arange(12.0)]])
             while not pushed.is_set():
-                lines.tend()
+                lines.tend("a worker")
                 time.sleep(0.01)
         except BaseException as error:
             errors.append(error)
@@ -270,7 +335,7 @@ def test_a_server_that_is_lost_when_all_is_fetched_holds_up_nobody(monkeypatch: 
 
     def last_words(self: Any, fields: Any, arrays: Any) -> None:
         fetch(self, fields, arrays)
-        self._is_over = True  # its connections end without a farewell
+        raise shard._RunOverError  # its connections end without a farewell
 
     monkeypatch.setattr(ShardServer, "_fetch", last_words)
     builds = [parts(mt.ParameterServer("sync")) for _ in range(3)]

@@ -163,10 +163,20 @@ def test_a_division_has_whole_tensors_and_no_server_has_most_bytes() -> None:
     assert {name.name for name in parameters.layout.parameters} == set(adapter.parameters())
 
 
-def test_other_optimizers_are_refused() -> None:
-    class Coupled(torch.optim.SGD):  # type: ignore[misc, name-defined]
-        pass
+@pytest.mark.parametrize("module", ["test_several_torch", "torch.optimal"])
+def test_other_optimizers_are_refused(module: str) -> None:
+    kind = type("Coupled", (torch.optim.SGD,), {"__module__": module})
+    build = build_with(lambda parameters: kind(parameters, lr=0.1))
+    with pytest.raises(ConfigError, match=rf"{module}.Coupled is no optimizer of torch.optim.*Start one server"):
+        build(mt.init()).adapter.dividable_optimizer()  # type: ignore[attr-defined]
 
-    build = build_with(lambda parameters: Coupled(parameters, lr=0.1))
-    with pytest.raises(ConfigError, match=r"Coupled is no optimizer of torch.optim.*Start one server"):
-        build(mt.init()).adapter.update_only(0, 2, float)  # type: ignore[attr-defined]
+
+@pytest.mark.parametrize("hook", ["register_step_pre_hook", "register_step_post_hook"])
+def test_hooks_around_a_step_are_refused(hook: str) -> None:
+    def hooked(parameters: Any) -> Any:
+        optimizer = torch.optim.SGD(parameters, lr=0.1)
+        getattr(optimizer, hook)(lambda *_: None)
+        return optimizer
+
+    with pytest.raises(ConfigError, match=r"SGD has hooks around its step \(register_.*Start one server"):
+        build_with(hooked)(mt.init()).adapter.dividable_optimizer()  # type: ignore[attr-defined]

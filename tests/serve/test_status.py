@@ -16,8 +16,9 @@ from counting import JOB, NUM_SAMPLES, parts
 from hands import Served, hands, mean
 
 import mpitrain as mt
-from jobs import until
+from jobs import HANG_SECONDS, until
 from mpitrain.cli.workers_table import histogram, lines_of
+from mpitrain.launch.jobs import RunningJob
 from mpitrain.launch.roster import served as read
 from mpitrain.serve import status
 from mpitrain.serve.attendance import Attendance
@@ -99,7 +100,7 @@ def test_a_hundred_workers() -> None:
     # 191 jobs were cut, which are 31 epochs and 20 samples. Those of the bad answer and of the worker that is gone came
     # back, and nobody has asked since.
     assert lines[103] == (
-        "queue: 99 jobs out, 0 answered and not used yet; 12 of the 24 samples of epoch 32 have not gone out"
+        "queue: 99 jobs out, 0 answered and not used yet; 12 samples up to the end of epoch 32 have not gone out"
     )
     assert lines[105] == "staleness: mean 44.5, largest 89, of 90 gradients"
     bar = "#" * 50
@@ -127,6 +128,27 @@ def test_what_workers_do() -> None:
         for worker in workers:
             worker.end()
     served.end()
+
+
+def test_the_run_is_over() -> None:
+    """`mpitrain ps` says so while a worker still computes, and when the script goes on."""
+    served = Served(1, mt.ParameterServer("async"), hang_seconds=HANG_SECONDS)
+    with hands(served, 2) as (slow, fast):
+        late, job = slow.pull(), fast.pull()
+        assert state_of(published(lambda facts: facts["here"] == 2)) == "runs"
+        fast.push(job, mean(job))
+        assert (
+            state_of(published(lambda facts: facts["stage"] == "leaves")) == "its run is over; workers still hear of it"
+        )
+        fast.end()
+        slow.push(late, mean(late))
+        slow.end()
+    served.end()
+    assert state_of({**read(os.getpid()), "seconds": 1000.0}) == "its run is over"
+
+
+def state_of(facts: dict[str, Any]) -> str:
+    return RunningJob("1", is_launched=True, is_served=True, served=facts).state([])
 
 
 def test_most_workers_are_gone(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -165,6 +187,15 @@ def test_the_speed_is_that_of_the_last_looks() -> None:
         tally.samples += 5
         speed = shown._speed(clock)
     assert speed == 5
+    # Answers that come every five seconds have a speed. It falls when they end, to 0.
+    for clock in range(127, 252):
+        tally.samples += 25 * (clock % 5 == 2)
+        speed = shown._speed(clock)
+        assert clock < 227 or speed == 5
+    speeds = [shown._speed(clock) for clock in range(252, 360)]
+    assert speeds == sorted(speeds, reverse=True)
+    assert speeds[:2] == [5, 225 / 51]
+    assert speeds[-1] == 0
 
 
 def test_a_text_is_whole_or_damaged() -> None:

@@ -1,0 +1,145 @@
+"""A server that does not answer is named, and a large message that still comes is no silence."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import closing
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import numpy
+import pytest
+from counting import NUM_SAMPLES, free_address
+from hands import Served, hands, lines_of, mean, next_message, of, say, two_lines
+
+import mpitrain as mt
+from jobs import HANG_SECONDS, until
+from mpitrain.serve import shard, shard_peers
+from mpitrain.serve.attendance import ServerRules
+from mpitrain.serve.keys import make_keys
+from mpitrain.serve.link import ServerLink
+from mpitrain.serve.pieces import pieces_of
+from mpitrain.serve.shard_peers import LostServerError
+from mpitrain.serve.wire import CHUNK_BYTES, Message, frames
+
+
+def test_a_server_that_hangs_is_named_and_no_worker_is(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its connections are alive. The worker has sent it all, and the other server has its part."""
+    goes_on = threading.Event()
+
+    def hangs(self: Any, message: Message) -> None:
+        assert goes_on.wait(HANG_SECONDS)
+
+    monkeypatch.setattr(shard.ShardServer, "_push", hangs)
+    served = Served(1, mt.ParameterServer("async"), hang_seconds=2.0, num_servers=2)
+    with hands(served, 1) as (worker,), lines_of(worker, served) as (line,):
+        job = worker.pull()
+        say(line, "push", [mean(job)[:12]], **of(worker, job))
+        worker.push(job, mean(job)[:12])
+        served._thread.join(60)
+    goes_on.set()
+    text = r"server 1 on \S+ has not been heard of for \d s \(MPITRAIN_HANG_SECONDS\)"
+    with pytest.raises(LostServerError, match=text):
+        served.end()
+    assert "has not answered job" not in capsys.readouterr().out
+
+
+def test_a_server_that_answers_does_not_hold_up_a_slow_worker(capsys: pytest.CaptureFixture[str]) -> None:
+    """Its job goes to the next worker that is free."""
+    served = Served(1, mt.ParameterServer("async"), hang_seconds=2.0, num_servers=2)
+    with hands(served, 2) as (slow, fast), lines_of(fast, served) as (line,):
+        late = slow.pull()
+        until(lambda: "worker 1 on hand has not answered job 1 for " in capsys.readouterr().out)
+        job = fast.pull()
+        assert job.fields["begin"] == late.fields["begin"]
+        say(line, "push", [mean(job)[:12]], **of(fast, job))
+        fast.push(job, mean(job)[:12])
+        for worker in (slow, fast):
+            worker.end()
+    served.end()
+    assert set(served.counts) == {1.0}
+
+
+def test_a_fetch_that_takes_longer_than_a_hang_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The clock moves by 200 s with each of three pieces, and the first server waits 300 s for a sign of the other."""
+    passed, taken = [0.0], threading.Semaphore(0)
+    rules = partial(ServerRules, now=lambda: passed[0])
+    monkeypatch.setattr("mpitrain.serve.party.ServerRules", rules)
+    add = shard_peers.add_piece
+
+    def slow(state: Any, fields: Any, arrays: Any) -> None:
+        add(state, fields, arrays)
+        passed[0] += 200.0
+        taken.release()
+
+    def one_by_one(state: Any) -> Iterator[Any]:
+        for piece in pieces_of(state):
+            yield piece
+            assert taken.acquire(timeout=HANG_SECONDS)
+
+    monkeypatch.setattr(shard_peers, "add_piece", slow)
+    monkeypatch.setattr(shard, "pieces_of", one_by_one)
+
+    def build(strategy: Any) -> Any:
+        def make(world: mt.World) -> mt.Parts:
+            data = mt.ArrayData(world, numpy.arange(NUM_SAMPLES), global_batch=8)
+            model = mt.ArrayFunction(lambda *_: 0.0, {"count": numpy.zeros(NUM_SAMPLES)}, mt.AdamW(1.0))
+            return mt.Parts(model, strategy, data)
+
+        return make
+
+    served = Served(1, mt.ParameterServer("async"), build, hang_seconds=300.0, num_servers=2)
+    with hands(served, 1) as (worker,), lines_of(worker, served) as (line,):
+        job = worker.pull()
+        say(line, "push", [mean(job)[:12]], **of(worker, job))
+        worker.push(job, mean(job)[:12])
+        worker.end()
+    served.end()
+    assert passed[0] == 600.0
+    assert set(numpy.round(served.counts, 4)) == {1.0}
+
+
+def test_a_part_of_a_message_is_no_silence(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The clock moves by 200 s with each of its frames, and the worker waits 300 s for a sign of the server."""
+    passed, looks = [0.0], itertools.count()
+    looked = [0]  # how often the worker has looked at the clock
+
+    def now() -> float:
+        looked[0] = next(looks)
+        return time.monotonic() + passed[0]
+
+    monkeypatch.setattr("mpitrain.serve.lines.time", SimpleNamespace(monotonic=now))
+    keys, address, count = make_keys(), free_address(), 3 * CHUNK_BYTES // 8
+    lines, replica = two_lines(address, keys.worker, 2 * count)
+    errors: list[BaseException] = []
+
+    def pull() -> None:
+        try:
+            lines.pull({"number": 3, "version": 5}, {"life": "a life", "ticket": "a ticket"}, "a worker")
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=pull, daemon=True)
+    with closing(ServerLink(address, keys, 10**7)) as link:
+        thread.start()
+        question = next_message(link)
+        answer = {"number": 3, "version": 6, "runs": {"float64": [[0, count]]}}
+        *parts, last = frames(1, "parameters", answer, [numpy.arange(float(count))])
+        assert len(parts) == 3
+        for number, frame in enumerate(parts, 1):
+            link._socket.send_multipart([question.peer, frame])
+            until(lambda number=number: errors or lines._links[0].frames == number)
+            passed[0] += 200.0
+            before = looked[0]
+            until(lambda before=before: errors or looked[0] > before)
+        link._socket.send_multipart([question.peer, last])
+        thread.join(HANG_SECONDS)
+    lines.close()
+    assert errors == []
+    assert replica.versions == [-1, 6]
