@@ -17,6 +17,8 @@ from mpitrain.compression.codec import Codec
 from mpitrain.compression.int4 import int4
 from mpitrain.compression.int8 import int8
 from mpitrain.compression.kernels import can_compile
+from mpitrain.compression.sign import sign
+from mpitrain.compression.top_k import of_density, top_k
 from mpitrain.errors import ConfigError
 
 CODECS: dict[str, Callable[[bool], Codec]] = {
@@ -24,7 +26,29 @@ CODECS: dict[str, Callable[[bool], Codec]] = {
     "fp16": float16,
     "int8": int8,
     "int4": int4,
+    "top_k": top_k,
+    "sign": sign,
 }
+# Codecs that take a setting, as in top_k:0.05: what makes a factory of the text after the colon.
+SETTABLE: dict[str, Callable[[str], Callable[[bool], Codec]]] = {"top_k": of_density}
+
+
+def factory_of(name: str) -> Callable[[bool], Codec]:
+    """Return the factory of a codec by its name in CODECS, or by its name with a setting.
+
+    Raises:
+        ConfigError: there is no codec of that name, or its setting is not allowed.
+    """
+    codec, colon, setting = name.partition(":")
+    if codec not in CODECS:
+        raise ConfigError(f"there is no codec {codec!r}; known: {', '.join(sorted(CODECS))}")
+    if not colon:
+        return CODECS[codec]
+    if codec not in SETTABLE:
+        raise ConfigError(
+            f"compression {name}: {codec} takes no setting; {', '.join(sorted(SETTABLE))} does. Use {codec}"
+        )
+    return SETTABLE[codec](setting)
 
 
 def make_codec(name: str) -> Codec:
@@ -34,11 +58,9 @@ def make_codec(name: str) -> Codec:
     The first codec of a name takes one to two CPU seconds, to load Numba and to compile. No rank waits for another.
 
     Raises:
-        ConfigError: there is no codec of that name.
+        ConfigError: see `factory_of`.
     """
-    if name not in CODECS:
-        raise ConfigError(f"there is no codec {name!r}; known: {', '.join(sorted(CODECS))}")
-    codec = CODECS[name](can_compile())
+    codec = factory_of(name)(can_compile())
     # Compile now: to compile in the middle of a training step would delay every rank.
     values, wire = numpy.zeros(1, numpy.float32), numpy.empty(codec.wire_bytes(1), numpy.uint8)
     codec.encode(values, wire, error=values)

@@ -34,6 +34,7 @@ class Codec(Protocol):
     name: str
     compiled: bool  # True: by Numba; False: NumPy passes, which give the same bits and are slower
     may_overflow: bool  # a finite value may become infinite
+    gathered: bool  # a sum is not coded again, so every rank gets the wires of all; otherwise see allreduce/direct.py
     # The largest error of a decoded value in the codec's usual range, relative to the largest |value| of the array.
     relative_error: float
     device_code: DeviceCode | None  # None: gradients on a GPU are coded on the host
@@ -86,6 +87,7 @@ class ArrayCodec:
         *,
         relative_error: float,
         may_overflow: bool = False,
+        gathered: bool = False,
         device_file: str | None = None,
     ) -> None:
         """
@@ -96,11 +98,13 @@ class ArrayCodec:
             compiled: see Codec.
             relative_error: see Codec.
             may_overflow: see Codec.
+            gathered: see Codec.
             device_file: the file in mpitrain/cuda/kernels with the codec's kernels, if there are any.
         """
         self.name = name
         self.relative_error = relative_error
         self.may_overflow = may_overflow
+        self.gathered = gathered
         self.device_code = None if device_file is None else DeviceCode(device_file, name, parts)
         self.compiled = compiled
         self._parts = parts

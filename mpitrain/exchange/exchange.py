@@ -17,7 +17,7 @@ from mpitrain.allreduce.device.coded import Coded, coded
 from mpitrain.allreduce.device.sequential import DeviceSequential
 from mpitrain.allreduce.group import num_lanes
 from mpitrain.arrays import Array, is_device_array, namespace
-from mpitrain.compression import CODECS, make_codec
+from mpitrain.compression import CODECS, factory_of, make_codec
 from mpitrain.cuda import kernels
 from mpitrain.cuda.memory import allocating
 from mpitrain.cuda.streams import working_on
@@ -122,7 +122,7 @@ class CompressedExchange:
     """
 
     def __init__(self, world: World, codec: str) -> None:
-        """`codec` is a name in mpitrain.compression.CODECS. On one node nothing is compressed, and a line says so."""
+        """`codec` is a name for mpitrain.compression.make_codec. On one node nothing is compressed, and a line says so."""
         self._codec = make_codec(codec)
         self.may_overflow = self._codec.may_overflow and world.num_nodes > 1
         self._world = world
@@ -207,9 +207,12 @@ def make_exchange(world: World, algorithm: str | None = None, compression: str |
 
 def check_compression(name: str) -> None:
     """Raise ConfigError unless the name is a valid setting."""
-    known = [*sorted(CODECS), "auto", "none"]
-    if name not in known:
+    if name in ("auto", "none"):
+        return
+    if name.partition(":")[0] not in CODECS:
+        known = [*sorted(CODECS), "auto", "none"]
         raise ConfigError(f"there is no compression {name!r}; known: {', '.join(known)}")
+    factory_of(name)  # raises if the setting is wrong
 
 
 def _by_profile(world: World) -> str:

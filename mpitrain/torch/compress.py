@@ -13,7 +13,7 @@ from torch._C._distributed_c10d import GradBucket
 
 from mpitrain.allreduce.algorithm import Progress, Sequential
 from mpitrain.allreduce.compressed import compressed
-from mpitrain.compression import CODECS, make_codec
+from mpitrain.compression import factory_of, make_codec
 from mpitrain.errors import ConfigError
 from mpitrain.torch.backend import MpiProcessGroup
 from mpitrain.torch.bucket_residuals import BucketResiduals
@@ -35,14 +35,13 @@ def compress(codec: str) -> Hook:
     checkpoint. Sources: mpitrain/allreduce/direct.py.
 
     Args:
-        codec: a name in mpitrain.compression.CODECS.
+        codec: a name in mpitrain.compression.CODECS, with its setting if it takes one, as in "top_k:0.05".
 
     Raises:
-        ConfigError: there is no such codec; or, in the backward pass, a gradient is not float32, or the group does not
+        ConfigError: there is no such codec or setting; or, in the backward pass, a gradient is not float32, or the group does not
             use the backend mpitrain.
     """
-    if codec not in CODECS:
-        raise ConfigError(f"there is no codec {codec!r}; known: {', '.join(sorted(CODECS))}")
+    factory_of(codec)  # raises
     sums: dict[MpiProcessGroup, Sequential] = {}
     residuals = BucketResiduals()
 

@@ -27,17 +27,18 @@ from .trainings import bits, names_in
 pytestmark = pytest.mark.usefixtures("a_slow_disk_is_waited_for")
 
 
+@pytest.mark.parametrize("codec", ["int4", "top_k", "sign"])
 @pytest.mark.parametrize("placement", PLACEMENTS)
 def test_compressed_training_goes_on_bit_for_bit(
-    world: World, shared: Path, monkeypatch: pytest.MonkeyPatch, placement: str
+    world: World, shared: Path, monkeypatch: pytest.MonkeyPatch, placement: str, codec: str
 ) -> None:
     if len({PLACEMENTS[placement](rank) for rank in range(world.size)}) == 1:
         pytest.skip("all ranks are on one node")
-    whole = trainer_there(world, monkeypatch, placement, [StopAtStep(8)], "int4")
+    whole = trainer_there(world, monkeypatch, placement, [StopAtStep(8)], codec)
     whole.run()
-    first = trainer_there(world, monkeypatch, placement, [StopAtStep(5), Checkpoint(shared, steps=2)], "int4")
+    first = trainer_there(world, monkeypatch, placement, [StopAtStep(5), Checkpoint(shared, steps=2)], codec)
     first.run()
-    resumed = trainer_there(world, monkeypatch, placement, [StopAtStep(8), Checkpoint(shared, steps=9)], "int4")
+    resumed = trainer_there(world, monkeypatch, placement, [StopAtStep(8), Checkpoint(shared, steps=9)], codec)
     resumed.run()
     assert bits(resumed) == bits(whole)
     mine, expected = (trainer.strategy.own_state() for trainer in (resumed, whole))
