@@ -1,4 +1,4 @@
-"""What top_k keeps and what sign makes of a block, by Numba and by NumPy, against other arithmetic: sorts and float64."""
+"""What top_k keeps and what sign makes of a block, by Numba and by NumPy, against Python's sort and fractions."""
 
 from __future__ import annotations
 

@@ -21,7 +21,9 @@ def products(request: pytest.FixtureRequest) -> Products:
 def made(rows: int, columns: int, rank: int) -> tuple[numpy.ndarray, ...]:
     """M, P by columns, Q by columns."""
     random = numpy.random.default_rng((rows, columns))
-    return tuple(random.standard_normal(shape).astype("f4") for shape in ((rows, columns), (rank, rows), (rank, columns)))
+    return tuple(
+        random.standard_normal(shape).astype("f4") for shape in ((rows, columns), (rank, rows), (rank, columns))
+    )
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -97,6 +99,7 @@ def test_what_is_sent_as_two_factors() -> None:
 
 def test_the_first_factor_is_fixed() -> None:
     """splitmix64 of 1, 2, ..., by Python's integers."""
+
     def expected(number: int) -> float:
         mask, bits = 2**64 - 1, number * 0x9E3779B97F4A7C15 % 2**64
         bits = (bits ^ bits >> 30) * 0xBF58476D1CE4E5B9 & mask

@@ -13,7 +13,8 @@ Source: as in power_sgd.py.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import numpy
 
@@ -23,7 +24,7 @@ from mpitrain.errors import MismatchError, everywhere
 from mpitrain.world import World
 
 _DIGITS = 6  # of 6 bits: of a checksum of 32
-Factors = dict[Hashable, numpy.ndarray]
+Factors = dict[Any, numpy.ndarray]
 # flat, residual, plan, factors. All are overwritten but the plan: the sum, what is left out, the Q of the next step.
 LowRank = Callable[[numpy.ndarray, numpy.ndarray, Plan, Factors], Progress]
 
@@ -37,9 +38,7 @@ def low_rank_steps(world: World, total: Steps, products: Products) -> LowRank:
     """
 
     @in_phases
-    def steps(
-        flat: numpy.ndarray, residual: numpy.ndarray, plan: Plan, factors: Factors
-    ) -> Iterator[Progress]:
+    def steps(flat: numpy.ndarray, residual: numpy.ndarray, plan: Plan, factors: Factors) -> Iterator[Progress]:
         with numpy.errstate(all="ignore"):  # infinity and NaN are ordinary values here
             numpy.add(flat, residual, out=flat)
         first = numpy.empty(plan.num_first + 2 * _DIGITS, numpy.float32)
@@ -96,7 +95,7 @@ def _marks(plan: Plan, factors: Factors) -> numpy.ndarray:
 
 
 def _check_marks(world: World, sums: numpy.ndarray) -> None:
-    """Equal numbers, and no others, have n x the sum of squares equal to the square of the sum. Every rank sees both."""
+    """Only equal numbers have n x the sum of squares equal to the square of the sum. Every rank sees both."""
     digits, squares = (part.astype(numpy.int64) for part in (sums[:_DIGITS], sums[_DIGITS:]))
     if (world.size * squares != digits**2).any():
         raise everywhere(
@@ -120,9 +119,7 @@ def _factor(world: World, matrix: Matrix, factors: Factors) -> numpy.ndarray:
     return first_factor(matrix)
 
 
-def _views(
-    buffer: numpy.ndarray, plan: Plan, length: Callable[[Matrix], int]
-) -> tuple[list[numpy.ndarray], int]:
+def _views(buffer: numpy.ndarray, plan: Plan, length: Callable[[Matrix], int]) -> tuple[list[numpy.ndarray], int]:
     """Return each matrix's factor in the buffer, one after the other, and the end of the last one."""
     views, begin = [], 0
     for matrix in plan.matrices:
@@ -134,7 +131,7 @@ def _views(
 
 def _with_new_columns(matrix: Matrix, qt: numpy.ndarray) -> numpy.ndarray:
     """Return a copy in which columns of zeros are those of a first step: from 0, no step leads away."""
-    dead = ~qt.any(axis=1)
+    dead = numpy.logical_not(qt.any(axis=1))
     if not dead.any():
         return qt.copy()
     return numpy.where(dead[:, None], first_factor(matrix), qt)

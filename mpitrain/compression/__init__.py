@@ -8,10 +8,11 @@ are coded on the host.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy
 
+from mpitrain.compression import power_sgd
 from mpitrain.compression.cast import bfloat16, float16
 from mpitrain.compression.codec import Codec
 from mpitrain.compression.int4 import int4
@@ -49,6 +50,22 @@ def factory_of(name: str) -> Callable[[bool], Codec]:
             f"compression {name}: {codec} takes no setting; {', '.join(sorted(SETTABLE))} does. Use {codec}"
         )
     return SETTABLE[codec](setting)
+
+
+def names() -> list[str]:
+    """Return all ways to compress gradients: the codecs, and power_sgd, which is none; see power_sgd.py."""
+    return sorted([*CODECS, power_sgd.NAME])
+
+
+def check_compression(name: str, others: Sequence[str] = ()) -> None:
+    """Raise ConfigError unless `name` is such a way, with an allowed setting, or one of `others`."""
+    kind = name.partition(":")[0]
+    if kind == power_sgd.NAME:
+        power_sgd.rank_of(name)  # raises
+    elif kind in CODECS:
+        factory_of(name)  # raises
+    elif name not in others:
+        raise ConfigError(f"there is no compression {name!r}; known: {', '.join([*names(), *others])}")
 
 
 def make_codec(name: str) -> Codec:

@@ -60,7 +60,8 @@ class Matrix(NamedTuple):
 
     def of(self, flat: numpy.ndarray) -> numpy.ndarray:
         """Return the matrix in a flat buffer."""
-        return flat[self.begin : self.begin + self.rows * self.columns].reshape(self.rows, self.columns)
+        result: numpy.ndarray = flat[self.begin : self.begin + self.rows * self.columns]
+        return result.reshape(self.rows, self.columns)
 
 
 @dataclass
@@ -73,12 +74,12 @@ class Plan:
     @property
     def num_first(self) -> int:
         """The number of values in the first sum."""
-        return sum(its.rows * its.rank for its in self.matrices) + sum(part.stop - part.start for part in self.whole)
+        return sum(one.rows * one.rank for one in self.matrices) + sum(part.stop - part.start for part in self.whole)
 
     @property
     def num_second(self) -> int:
         """The number of values in the second sum."""
-        return sum(its.columns * its.rank for its in self.matrices)
+        return sum(one.columns * one.rank for one in self.matrices)
 
 
 def rank_of(name: str) -> int:
@@ -124,7 +125,7 @@ def first_factor(matrix: Matrix) -> numpy.ndarray:
 
 
 class Products:
-    """The arithmetic, compiled by Numba or in NumPy, with the same bits. It has scratch memory: one caller at a time."""
+    """The arithmetic, by Numba or in NumPy, with the same bits. It has scratch memory: one caller at a time."""
 
     def __init__(self, compiled: bool) -> None:
         self.compiled = compiled

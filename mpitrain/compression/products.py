@@ -96,7 +96,7 @@ def product_twin(pt: numpy.ndarray, qt: numpy.ndarray, out: numpy.ndarray) -> No
 
 
 def orthogonalise(rows: numpy.ndarray, work: numpy.ndarray, lanes: numpy.ndarray) -> None:
-    """See power_sgd.Products. Gram and Schmidt's way, in float64, twice: once is not enough if rows are nearly equal."""
+    """See power_sgd.Products. Gram and Schmidt's way in float64, twice: once is not enough for nearly equal rows."""
     count = rows.shape[1]
     for c in range(rows.shape[0]):
         for j in range(count):
@@ -134,13 +134,14 @@ def orthogonalise(rows: numpy.ndarray, work: numpy.ndarray, lanes: numpy.ndarray
 def orthogonalise_twin(rows: numpy.ndarray, work: numpy.ndarray, lanes: numpy.ndarray) -> None:
     """See orthogonalise."""
     work[:] = rows
-    for c, row in enumerate(work):
+    for c in range(len(work)):
+        row = work[c]
         before = math.sqrt(_in_lanes(row * row, lanes))
         for earlier in [*work[:c], *work[:c]]:
-            row -= _in_lanes(earlier * row, lanes) * earlier
+            numpy.subtract(row, _in_lanes(earlier * row, lanes) * earlier, out=row)
         after = math.sqrt(_in_lanes(row * row, lanes))
         if after > _DEPENDENT * before:
-            row /= after
+            numpy.divide(row, after, out=row)
         else:
             row[:] = 0
     rows[:] = work

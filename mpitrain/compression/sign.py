@@ -157,7 +157,8 @@ def twin() -> Passes:
         while length:
             halves[:, :length] += halves[:, length : 2 * length]
             length //= 2
-        return (halves[:, 0] / rows.shape[1]).astype(float32)
+        mean: numpy.ndarray = (halves[:, 0] / rows.shape[1]).astype(float32)
+        return mean
 
     def small_pieces(count: int) -> list[tuple[slice, slice]]:
         return [

@@ -1,4 +1,4 @@
-"""top_k: of each block of 4096 values the largest, 1 % if nothing else is said; all others stay for the next steps.
+"""top_k: of each block of 4096 values the largest, 1 % by default; all others wait for the next steps.
 
 `top_k:0.05` keeps 5 %. A block of n values keeps k = density x n, rounded to the nearest, but at least one: a compressor
 that may keep nothing of a block never sends it. The wire has the kept values of all blocks, each block in order of the
@@ -148,11 +148,10 @@ def encode_top_k(
         number = 0
         for i in range(bits.size):
             magnitude = uint32(bits[i] & _MAGNITUDE)
-            takes = magnitude > found
-            if magnitude == found and ties > 0:
+            is_tie = magnitude == found and ties > 0
+            if is_tie:
                 ties -= 1
-                takes = True
-            if takes:
+            if magnitude > found or is_tie:
                 its_kept[number] = part[i]
                 its_places[number] = uint16(i)
                 number += 1

@@ -37,9 +37,7 @@ class AloneExchange:
         """Made with the first device slot: this is collective, and needs a GPU."""
         return DeviceSequential(self._world, DevicePlace(self._world), _NAME, _nothing)
 
-    def allocate(
-        self, count: int, dtype: numpy.dtype, *, on_device: bool = False, tensors: Tensors = ()
-    ) -> Slot:
+    def allocate(self, count: int, dtype: numpy.dtype, *, on_device: bool = False, tensors: Tensors = ()) -> Slot:
         """See Exchange.
 
         Raises:

@@ -16,8 +16,8 @@ from mpitrain.allreduce.device import make_transport
 from mpitrain.allreduce.device.coded import Coded, coded
 from mpitrain.allreduce.device.sequential import DeviceSequential
 from mpitrain.allreduce.group import num_lanes
-from mpitrain.arrays import Array, is_device_array, namespace
-from mpitrain.compression import CODECS, factory_of, make_codec, power_sgd
+from mpitrain.arrays import is_device_array, namespace
+from mpitrain.compression import check_compression, make_codec, power_sgd
 from mpitrain.cuda.memory import allocating
 from mpitrain.cuda.streams import working_on
 from mpitrain.errors import ConfigError, everywhere
@@ -25,6 +25,8 @@ from mpitrain.exchange.low_rank import LowRankExchange
 from mpitrain.exchange.shares import scale
 from mpitrain.exchange.slot import Slot, Tensors, check_slot
 from mpitrain.world import World
+
+OTHERS = ("auto", "none")  # settings of `compression` beside names of compression
 
 
 class Exchange(Protocol):
@@ -40,9 +42,7 @@ class Exchange(Protocol):
     @property
     def division(self) -> str: ...
 
-    def allocate(
-        self, count: int, dtype: numpy.dtype, *, on_device: bool = False, tensors: Tensors = ()
-    ) -> Slot:
+    def allocate(self, count: int, dtype: numpy.dtype, *, on_device: bool = False, tensors: Tensors = ()) -> Slot:
         """Make a slot for `count` elements, on the host or on this rank's GPU; uninitialised. Collective.
 
         Args:
@@ -96,9 +96,7 @@ class PlainExchange:
         """The algorithm for device arrays, made with the first device slot: this is collective, and needs a GPU."""
         return make_transport(self._world, self._transport_name)
 
-    def allocate(
-        self, count: int, dtype: numpy.dtype, *, on_device: bool = False, tensors: Tensors = ()
-    ) -> Slot:
+    def allocate(self, count: int, dtype: numpy.dtype, *, on_device: bool = False, tensors: Tensors = ()) -> Slot:
         """See Exchange.
 
         Raises:
@@ -131,7 +129,7 @@ class CompressedExchange:
     """
 
     def __init__(self, world: World, codec: str) -> None:
-        """`codec` is a name for mpitrain.compression.make_codec. On one node nothing is compressed, and a line says so."""
+        """`codec` is a name for make_codec. On one node nothing is compressed, and a line says so."""
         self._codec = make_codec(codec)
         self.may_overflow = self._codec.may_overflow and world.num_nodes > 1
         self._world = world
@@ -140,9 +138,7 @@ class CompressedExchange:
         if world.num_nodes == 1:
             world.print(f"mpitrain: compression {codec}: all ranks are on one node, so nothing is compressed")
 
-    def allocate(
-        self, count: int, dtype: numpy.dtype, *, on_device: bool = False, tensors: Tensors = ()
-    ) -> Slot:
+    def allocate(self, count: int, dtype: numpy.dtype, *, on_device: bool = False, tensors: Tensors = ()) -> Slot:
         """See Exchange.
 
         Raises:
@@ -205,7 +201,7 @@ def make_exchange(world: World, algorithm: str | None = None, compression: str |
         MismatchError: the ranks ask for different exchanges.
     """
     compression = world.config.compression if compression is None else compression
-    check_compression(compression)
+    check_compression(compression, OTHERS)
     world.agree("make an exchange", [f"compression {compression}", f"algorithm {algorithm}"])
     if compression == "auto":
         compression = _by_profile(world)
@@ -216,18 +212,6 @@ def make_exchange(world: World, algorithm: str | None = None, compression: str |
     if algorithm is not None:
         raise ConfigError(f"compression={compression} chooses its algorithm itself; leave out algorithm={algorithm}")
     return CompressedExchange(world, compression)
-
-
-def check_compression(name: str) -> None:
-    """Raise ConfigError unless the name is a valid setting."""
-    kind = name.partition(":")[0]
-    if kind == power_sgd.NAME:
-        power_sgd.rank_of(name)  # raises
-    elif kind in CODECS:
-        factory_of(name)  # raises
-    elif name not in ("auto", "none"):
-        known = [*sorted([*CODECS, power_sgd.NAME]), "auto", "none"]
-        raise ConfigError(f"there is no compression {name!r}; known: {', '.join(known)}")
 
 
 def _by_profile(world: World) -> str:

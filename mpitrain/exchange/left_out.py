@@ -57,7 +57,9 @@ class LeftOut:
 
     def factors(self) -> dict[str, numpy.ndarray]:
         """Return a copy of the slots' factors by parameter name."""
-        return {str(name): factor.copy() for slot in self._slots.values() for name, factor in (slot.factors or {}).items()}
+        return {
+            str(name): factor.copy() for slot in self._slots.values() for name, factor in (slot.factors or {}).items()
+        }
 
     def restore_factors(self, factors: Mapping[str, numpy.ndarray]) -> None:
         """Overwrite the factors of the slots."""

@@ -49,9 +49,7 @@ class LowRankExchange:
         self._steps = low_rank_steps(world, self._algorithm.steps, products)
         self._plan = lru_cache(maxsize=None)(self._made_plan)
 
-    def allocate(
-        self, count: int, dtype: numpy.dtype, *, on_device: bool = False, tensors: Tensors = ()
-    ) -> Slot:
+    def allocate(self, count: int, dtype: numpy.dtype, *, on_device: bool = False, tensors: Tensors = ()) -> Slot:
         """See Exchange. Without `tensors`, all of it is sent as it is.
 
         Raises:
@@ -61,9 +59,8 @@ class LowRankExchange:
             where = "a GPU" if on_device else "the host"
             raise everywhere(
                 ConfigError(
-                    f"{self._world.name()}: compression {self._name} takes float32 gradients on the host; the model has "
-                    f"gradients of {dtype} on {where}. Train it in float32 on the CPUs, use int8, or leave compression "
-                    "out"
+                    f"compression {self._name} takes float32 gradients on the host; the model has gradients of {dtype} "
+                    f"on {where}. Train it in float32 on the CPUs, use int8, or leave compression out"
                 )
             )
         flat = self._algorithm.allocate(count, dtype)

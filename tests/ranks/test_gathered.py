@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 
 import numpy
 import pytest
@@ -86,7 +87,7 @@ def test_parts_are_added_in_the_order_of_ranks(alone: World, codec: str, length:
         edges.append(edges[-1] + length // number + (piece < length % number))
     for values in parts:
         errors.append(numpy.empty_like(values))
-        for begin, end in zip(edges, edges[1:], strict=False):
+        for begin, end in pairwise(edges):
             wire = numpy.empty(coder.wire_bytes(end - begin), numpy.uint8)
             coder.encode(values[begin:end], wire, errors[-1][begin:end])
             coder.add(wire, expected[begin:end])
