@@ -114,11 +114,11 @@ def orthogonalise(rows: numpy.ndarray, work: numpy.ndarray, lanes: numpy.ndarray
                 for lane in range(half):
                     lanes[lane] += lanes[lane + half]
                 half //= 2
-            found = lanes[0]
+            product_of_two = lanes[0]
             if step == 0:
-                length_before = math.sqrt(found)
+                length_before = math.sqrt(product_of_two)
             elif step == 2 * c + 1:
-                length = math.sqrt(found)
+                length = math.sqrt(product_of_two)
                 if length > _DEPENDENT * length_before:
                     for j in range(count):
                         other[j] /= length
@@ -126,7 +126,7 @@ def orthogonalise(rows: numpy.ndarray, work: numpy.ndarray, lanes: numpy.ndarray
                     other[:] = 0.0
             else:
                 for j in range(count):
-                    other[j] -= found * one[j]
+                    other[j] -= product_of_two * one[j]
         for j in range(count):
             rows[c, j] = float32(work[c, j])
 

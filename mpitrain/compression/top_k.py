@@ -129,29 +129,29 @@ def encode_top_k(
                 its_places[i] = uint16(i)
             out[:] = float32(0)
             continue
-        found = uint32(0)  # the upper digits of the count-th largest |value|
-        ties = int64(count)  # number of values to keep that have the digits found so far
+        limit = uint32(0)  # the upper digits of the count-th largest |value|
+        ties = int64(count)  # number of values to keep that have the digits of `limit` so far
         above = uint32(31)
         for shift in (uint32(20), uint32(10), uint32(0)):
             numbers[:] = 0
             width = uint32(above - shift)
             for i in range(bits.size):
                 magnitude = uint32(bits[i] & _MAGNITUDE)
-                if uint32(magnitude >> above) == uint32(found >> above):
+                if uint32(magnitude >> above) == uint32(limit >> above):
                     numbers[uint32(magnitude >> shift) & uint32((uint32(1) << width) - uint32(1))] += 1
             digit = int64((uint32(1) << width) - uint32(1))
             while numbers[digit] < ties:
                 ties -= numbers[digit]
                 digit -= 1
-            found = uint32(found | uint32(uint32(digit) << shift))
+            limit = uint32(limit | uint32(uint32(digit) << shift))
             above = shift
         number = 0
         for i in range(bits.size):
             magnitude = uint32(bits[i] & _MAGNITUDE)
-            is_tie = magnitude == found and ties > 0
+            is_tie = magnitude == limit and ties > 0
             if is_tie:
                 ties -= 1
-            if magnitude > found or is_tie:
+            if magnitude > limit or is_tie:
                 its_kept[number] = part[i]
                 its_places[number] = uint16(i)
                 number += 1
