@@ -22,14 +22,15 @@ their server. Error feedback: as in direct.py. Segments travel in pieces, severa
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy
 
 from mpitrain.allreduce.algorithm import Progress, Steps, in_phases
 from mpitrain.allreduce.direct import Wires, done
 from mpitrain.allreduce.group import Group
-from mpitrain.allreduce.window import WINDOW, piece_bytes, windowed
+from mpitrain.allreduce.window import WINDOW, PieceSteps, piece_bytes, windowed
+from mpitrain.arrays import Array
 from mpitrain.compression.codec import Codec
 
 
@@ -65,10 +66,14 @@ def gathered_steps(group: Group, codec: Codec) -> Steps:
         for send in sends:
             yield done(send)
 
-    run = windowed(group, exchange, group.size, codec.wire_bytes)
+    return whole_pieces(group, exchange, codec.wire_bytes)
 
-    def steps(flat: numpy.ndarray, residual: numpy.ndarray | None = None) -> Progress:
-        # One segment, which is everybody's.
+
+def whole_pieces(group: Group, exchange: PieceSteps, wire_bytes: Callable[[int], int]) -> Steps:
+    """Run `exchange` on all pieces of a buffer that is not divided: a piece is the first of `parts`."""
+    run = windowed(group, exchange, group.size, wire_bytes)  # p - 1 times the wire of a pth part, p times
+
+    def steps(flat: Array, residual: Array | None = None) -> Progress:
         return run(flat, [flat.size] + [0] * (group.size - 1), residual)
 
     return steps

@@ -74,7 +74,8 @@ class Plan:
     @property
     def num_first(self) -> int:
         """The number of values in the first sum."""
-        return sum(one.rows * one.rank for one in self.matrices) + sum(part.stop - part.start for part in self.whole)
+        as_they_are: int = sum(part.stop - part.start for part in self.whole)
+        return as_they_are + sum(one.rows * one.rank for one in self.matrices)
 
     @property
     def num_second(self) -> int:

@@ -51,7 +51,15 @@ _NAN = float32(numpy.nan)
 
 def sign(compiled: bool) -> Codec:
     """A bit for each value, in blocks of 256 with one scale each."""
-    return ArrayCodec("sign", parts, fast() if compiled else twin(), compiled, relative_error=1.0, gathered=True)
+    return ArrayCodec(
+        "sign",
+        parts,
+        fast() if compiled else twin(),
+        compiled,
+        relative_error=1.0,
+        gathered=True,
+        device_file="gathered_codec.cu",
+    )
 
 
 def parts(count: int) -> list[tuple[numpy.dtype, int]]:

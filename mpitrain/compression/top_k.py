@@ -1,7 +1,7 @@
 """top_k: of each block of 4096 values the largest, 1 % by default; all others wait for the next steps.
 
-`top_k:0.05` keeps 5 %. A block of n values keeps k = density x n, rounded to the nearest, but at least one: a compressor
-that may keep nothing of a block never sends it. The wire has the kept values of all blocks, each block in order of the
+`top_k:0.05` keeps 5 %. A block of n values keeps k = density x n, rounded to the nearest, but at least one: otherwise
+nothing of a short block would ever be sent. The wire has the kept values of all blocks, each block in order of the
 place; then the places of these values in their blocks:
 
     | values of block 0: k float32 | values of block 1 | ... | places of block 0: k uint16 | places of block 1 | ...
@@ -53,7 +53,17 @@ _DIGITS = 2048  # 11 bits, and two times 10
 def top_k(compiled: bool, density: float = DENSITY, name: str = "top_k") -> Codec:
     """The largest values of each block, with their places. `name` tells this density from others."""
     passes = fast(density) if compiled else twin(density)
-    return ArrayCodec(name, partial(parts, density), passes, compiled, relative_error=1.0, gathered=True)
+    return ArrayCodec(
+        name,
+        partial(parts, density),
+        passes,
+        compiled,
+        relative_error=1.0,
+        gathered=True,
+        device_file="gathered_codec.cu",
+        device_name="top_k",
+        device_settings=partial(numbers_kept, density),
+    )
 
 
 def of_density(text: str) -> Callable[[bool], Codec]:
@@ -79,10 +89,15 @@ def kept_of(density: float, count: int) -> int:
     return max(1, math.floor(density * count + 0.5))
 
 
+def numbers_kept(density: float, count: int) -> tuple[int, int]:
+    """Return how many values a whole block keeps, and the short last block of `count` values, if there is one."""
+    return kept_of(density, BLOCK_VALUES), kept_of(density, count % BLOCK_VALUES)
+
+
 def parts(density: float, count: int) -> list[tuple[numpy.dtype, int]]:
     """The kept values of all blocks, then their places."""
-    whole, rest = divmod(count, BLOCK_VALUES)
-    kept = whole * kept_of(density, BLOCK_VALUES) + (kept_of(density, rest) if rest else 0)
+    most, last = numbers_kept(density, count)
+    kept = count // BLOCK_VALUES * most + (last if count % BLOCK_VALUES else 0)
     return [(_KEPT, kept), (_PLACE, kept)]
 
 
@@ -90,15 +105,10 @@ def fast(density: float) -> Passes:
     """Return the compiled kernels."""
     encode, decode, add = (kernels.compiled(kernel) for kernel in (encode_top_k, decode_top_k, add_top_k))
     numbers = numpy.empty(_DIGITS, numpy.int64)
-    most = kept_of(density, BLOCK_VALUES)
-
-    def last(count: int) -> int:
-        return kept_of(density, count % BLOCK_VALUES)  # is not used if no block is short
-
     return Passes(
-        lambda values, wire, error: encode(values, *wire, error, numbers, most, last(values.size)),
-        lambda wire, values: decode(*wire, values, most, last(values.size)),
-        lambda wire, total: add(*wire, total, most, last(total.size)),
+        lambda values, wire, error: encode(values, *wire, error, numbers, *numbers_kept(density, values.size)),
+        lambda wire, values: decode(*wire, values, *numbers_kept(density, values.size)),
+        lambda wire, total: add(*wire, total, *numbers_kept(density, total.size)),
     )
 
 
