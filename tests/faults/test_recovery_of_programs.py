@@ -12,8 +12,8 @@ from faults.conftest import need
 from faults.outcome import succeeded
 from jobs import REPOSITORY, VENVS, run_command
 
-# Each rank is a node of its own, so the codec applies to what it sends. The gradients are the data, so the parameters are
-# minus the sum of all means, except for what the codec has left out.
+# Each rank is a node of its own, so the codec applies to what it sends. The gradients are the data, so the parameters
+# are minus the sum of all means, except for what the codec has left out.
 CODED = """
 import os, pathlib, signal, socket, sys
 import numpy
@@ -31,8 +31,8 @@ def gradients(parameters, batch, on_gradient):
 
 def build(world):
     x = numpy.random.default_rng(0).standard_normal((12, 25, 40), numpy.float32)
-    data = mt.ArrayData(world, [x], global_batch=12)
-    return mt.Parts(mt.ArrayFunction(gradients, {"w": numpy.zeros((25, 40), numpy.float32)}, mt.Sgd(1.0)), mt.Sync(), data)
+    data, zeros = mt.ArrayData(world, [x], global_batch=12), numpy.zeros((25, 40), numpy.float32)
+    return mt.Parts(mt.ArrayFunction(gradients, {"w": zeros}, mt.Sgd(1.0)), mt.Sync(), data)
 
 mt.init(compression=sys.argv[2])
 trainer = mt.Trainer(build, [mt.StopAtStep(20)])
