@@ -3,7 +3,8 @@
     mpiexec -n 2 python benchmarks/compression_loss.py --plot losses.png
 
 The MLP and the CNN of examples/train.py and the small GPT of examples/train_gpt.py, in shorter runs, each with several
-seeds: gradients in full, bf16 and int8 with error feedback, and int8 without it, to show what it is for. The exchange
+seeds: gradients in full, bf16 and int8 with error feedback, and int8 without it, to show what it is for; or what
+`--gradients` names (top_k:0.05, sign, power_sgd:2, "sign without feedback"), always beside `none`. The exchange
 takes every rank for a node of its own, so that everything is shortened as between hosts.
 
 `loss` is the mean over the last tenth of the steps, `test` is the accuracy (MLP, CNN) or the validation loss (GPT);
@@ -47,12 +48,14 @@ def as_nodes(world: mt.World) -> mt.World:
     return replace(world, node_ranks=tuple(range(world.size)))
 
 
-EXCHANGES: dict[str, Callable[[mt.World], Exchange]] = {
-    "none": lambda world: make_exchange(as_nodes(world), compression="none"),
-    "bf16": lambda world: make_exchange(as_nodes(world), compression="bf16"),
-    "int8": lambda world: make_exchange(as_nodes(world), compression="int8"),
-    "int8 without feedback": lambda world: Forgetful(as_nodes(world), "int8"),
-}
+_WITHOUT = " without feedback"
+
+
+def exchange_of(name: str) -> Callable[[mt.World], Exchange]:
+    """The exchange for a compression; "NAME without feedback" is for codecs only."""
+    if name.endswith(_WITHOUT):
+        return lambda world: Forgetful(as_nodes(world), name.removesuffix(_WITHOUT))
+    return lambda world: make_exchange(as_nodes(world), compression=name)
 
 
 def images(model: Any, steps: int) -> tuple[str, Callable[..., mt.Parts], Callable[[mt.Trainer], float]]:
@@ -114,18 +117,20 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="*", choices=("mlp", "cnn", "gpt"), default=["mlp", "gpt"])
     parser.add_argument("--steps", type=int, nargs="*", default=[938, 200], help="of each model")
+    parser.add_argument("--gradients", nargs="*", default=["none", "bf16", "int8", "int8 without feedback"])
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--plot", type=Path, help="write a PNG: the loss over the steps, mean and range of the seeds")
     arguments = parser.parse_args()
+    exchanges = {name: exchange_of(name) for name in ["none", *arguments.gradients]}
     world = mt.init()
     world.print(f"{world.size} ranks, as if each were on a node of its own; {versions_line('ml_dtypes', 'numba')}")
     curves: dict[str, dict[str, numpy.ndarray]] = {}
     for model, steps in zip(arguments.models, arguments.steps, strict=True):
         unit, build, test = text(steps) if model == "gpt" else images({"mlp": mlp, "cnn": cnn}[model], steps)
-        losses: dict[str, list[list[float]]] = {name: [] for name in EXCHANGES}
-        tested: dict[str, list[float]] = {name: [] for name in EXCHANGES}
+        losses: dict[str, list[list[float]]] = {name: [] for name in exchanges}
+        tested: dict[str, list[float]] = {name: [] for name in exchanges}
         for seed in range(arguments.seeds):
-            for name, exchange in EXCHANGES.items():
+            for name, exchange in exchanges.items():
                 hook = Losses()
                 trainer = mt.Trainer(partial(build, seed=seed, exchange=exchange), [mt.StopAtStep(steps), hook])
                 trainer.run()
@@ -135,7 +140,7 @@ def main() -> None:
         last = {name: array[:, -max(1, steps // 10) :].mean(axis=1) for name, array in curves[model].items()}
         world.print(f"\n{model}, {steps} steps, {arguments.seeds} seeds\n")
         world.print(f"| gradients | loss | apart | {unit} | apart |\n| --- | --- | --- | --- | --- |")
-        for name in EXCHANGES:
+        for name in exchanges:
             cells = []
             for values, base in ((last[name], last["none"]), (numpy.array(tested[name]), numpy.array(tested["none"]))):
                 deviation = statistics.stdev(values) if len(values) > 1 else 0.0

@@ -220,8 +220,8 @@ def test_without_numba(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "numba", None)
     codec = make_codec(name)
     assert not codec.compiled
-    wire, _ = encode(codec, numpy.ones(3, numpy.float32))
-    assert decode(codec, wire, 3).tolist() == [1, 1, 1]
+    wire, _ = encode(codec, numpy.full(1, 3, numpy.float32))
+    assert decode(codec, wire, 1).tolist() == [3]
 
 
 def test_a_name_that_is_not_there() -> None:

@@ -7,7 +7,7 @@ also runs between nodes, and `auto` takes an entry with a cost where it is the f
 
 from __future__ import annotations
 
-from mpitrain.allreduce.algorithm import Algorithm
+from mpitrain.allreduce.algorithm import Sequential
 from mpitrain.allreduce.direct import direct, direct_allgather, direct_reduce_scatter, direct_seconds, direct_steps
 from mpitrain.allreduce.group import everyone
 from mpitrain.allreduce.halves import Halves, of_group
@@ -46,7 +46,7 @@ ALGORITHMS |= {
 }
 
 
-def make_algorithm(world: World, name: str | None = None) -> Algorithm:
+def make_algorithm(world: World, name: str | None = None) -> Sequential:
     """Make the algorithm of that name, or of the world's settings. Collective.
 
     Raises:

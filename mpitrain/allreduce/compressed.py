@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from mpitrain.allreduce.algorithm import Sequential
 from mpitrain.allreduce.direct import direct_steps
+from mpitrain.allreduce.gathered import gathered_steps
 from mpitrain.allreduce.hierarchical import hierarchical_steps
 from mpitrain.allreduce.shared_memory import NodeArrays
 from mpitrain.compression.codec import Codec
@@ -11,7 +12,8 @@ from mpitrain.world import World
 
 
 def compressed(world: World, codec: Codec) -> Sequential:
-    """For float32 arrays only. See Algorithm for the rest of the contract, and direct.py for the rounding."""
+    """For float32 arrays only. See Algorithm for the contract, direct.py and gathered.py for the rounding."""
     memory = NodeArrays(world)
-    steps = hierarchical_steps(world, memory, lambda group: direct_steps(group, codec))
+    between = gathered_steps if codec.gathered else direct_steps
+    steps = hierarchical_steps(world, memory, lambda group: between(group, codec))
     return Sequential(world, codec.name, steps, memory)

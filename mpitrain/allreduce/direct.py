@@ -108,7 +108,7 @@ def direct_allgather(group: Group) -> Piece:
 def _reduce(group: Group) -> PieceSteps:
     """Phase 1 of one piece of every segment."""
     comm, rank, others = group.comm, group.rank, range(1, group.size)
-    wires = [_Wires(piece_bytes(group), group.size, None) for _ in range(WINDOW if group.size > 1 else 0)]
+    wires = [Wires(piece_bytes(group), group.size, None) for _ in range(WINDOW if group.size > 1 else 0)]
 
     @in_phases
     def exchange(
@@ -123,11 +123,11 @@ def _reduce(group: Group) -> PieceSteps:
             for offset in others
         ]
         for receive, octets in zip(receives, arrived, strict=True):
-            yield _done(receive)
+            yield done(receive)
             add(total, octets.view(flat.dtype))
         # From here on, the sent values may be overwritten.
         for send in sends:
-            yield _done(send)
+            yield done(send)
 
     return exchange
 
@@ -146,7 +146,7 @@ def _gather(group: Group) -> PieceSteps:
         receives = [comm.Irecv(at(-offset), rank(-offset), tag) for offset in others]
         sends = [comm.Isend(at(0), rank(offset), tag) for offset in others]
         for request in receives + sends:
-            yield _done(request)
+            yield done(request)
 
     return exchange
 
@@ -154,7 +154,7 @@ def _gather(group: Group) -> PieceSteps:
 def _coded(group: Group, codec: Codec) -> PieceSteps:
     """Run both phases of one piece of every segment in the codec's form, with error feedback if there is a residual."""
     others = range(1, group.size)
-    wires = [_Wires(piece_bytes(group), group.size, codec) for _ in range(WINDOW if group.size > 1 else 0)]
+    wires = [Wires(piece_bytes(group), group.size, codec) for _ in range(WINDOW if group.size > 1 else 0)]
 
     @in_phases
     def coded(
@@ -179,26 +179,26 @@ def _coded(group: Group, codec: Codec) -> PieceSteps:
         receives = [comm.Irecv(into, rank(-offset), tag) for offset, into in zip(others, arrived, strict=True)]
         sends = [comm.Isend(encode(offset, sent[offset]), rank(offset), tag) for offset in others]
         for receive, wire in zip(receives, arrived, strict=True):
-            yield _done(receive)
+            yield done(receive)
             codec.add(wire, own)
         total = encode(0, sent[0])
         for send in sends:
-            yield _done(send)
+            yield done(send)
         sends = [comm.Isend(total, rank(offset), tag + 1) for offset in others]
         codec.decode(total, own)
         places = [flat[parts[(group.index - offset) % group.size]] for offset in others]
         sums = [received[offset][: codec.wire_bytes(place.size)] for offset, place in zip(others, places, strict=True)]
         receives = [comm.Irecv(into, rank(-offset), tag + 1) for offset, into in zip(others, sums, strict=True)]
         for receive, wire, place in zip(receives, sums, places, strict=True):
-            yield _done(receive)
+            yield done(receive)
             codec.decode(wire, place)
         for send in sends:
-            yield _done(send)
+            yield done(send)
 
     return coded
 
 
-class _Wires:
+class Wires:
     """The scratch memory of one piece: the data received from each other rank, and the data encoded for it."""
 
     def __init__(self, piece_bytes: int, size: int, codec: Codec | None) -> None:
@@ -207,7 +207,7 @@ class _Wires:
         self.sent = [numpy.empty(num_bytes if codec else 0, numpy.uint8) for _ in range(size)]
 
 
-def _done(request: MPI.Request) -> Iterator[bool]:
+def done(request: MPI.Request) -> Iterator[bool]:
     """Yields False while the request is under way, True once when it is done."""
     while not request.Test():
         yield False

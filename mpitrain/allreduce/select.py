@@ -9,6 +9,7 @@ from mpitrain.allreduce.halves import Halves
 from mpitrain.allreduce.hierarchical import hierarchical_halves
 from mpitrain.allreduce.registry import ALGORITHMS, by_cost, candidates, changes, cheapest, priced
 from mpitrain.allreduce.shared_memory import shared_memory_halves
+from mpitrain.compression import CODECS
 from mpitrain.world import World
 
 
@@ -72,6 +73,10 @@ def _compression(world: World) -> str:
         return f"compression {name}: none, as all ranks are on one node"
     chosen = compression(world.profile, world.num_nodes, num_lanes(world)) if name == "auto" else name
     said = f"compression {name}: {chosen}" if name == "auto" else f"compression {name}"
-    if chosen != "none":
-        return f"{said}; gradients of all sizes go by direct between nodes"
+    kind = chosen.partition(":")[0]
+    if kind in CODECS:
+        way = "gathered" if CODECS[kind](False).gathered else "direct"
+        return f"{said}; gradients of all sizes go by {way} between nodes"
+    if kind != "none":
+        return f"{said}; its sums, of thin matrices, go as other sums do"
     return f"{said}, as the profile says" if world.profile.is_measured else f"{said}, as the network is not known"

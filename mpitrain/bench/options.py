@@ -33,7 +33,7 @@ class Options:
         device: where the buffers are: "host", or "cuda" for this rank's GPU.
         algorithms: names of allreduce algorithms; on GPUs, of transports.
         has_all_algorithms: `all` was requested: algorithms that refuse this world are left out.
-        codecs: `none`, and names of compression.CODECS.
+        codecs: `none`, and names of compression.CODECS, with their setting if they have one.
         rounds: rounds per cell; None: as many as fit into `seconds`.
         seconds: approximate time per cell.
         link_gbit: nominal rate between nodes, Gbit/s; None: the rate that the driver reports.
@@ -107,7 +107,7 @@ def read_options(arguments: argparse.Namespace) -> Options:
     from mpitrain.allreduce.algorithm import DTYPES
     from mpitrain.allreduce.device import TRANSPORTS
     from mpitrain.bench.operations import NO_CODEC, OPERATIONS
-    from mpitrain.compression import CODECS
+    from mpitrain.compression import CODECS, factory_of
 
     if arguments.device not in DEVICES:
         raise ConfigError(f"--device is {arguments.device!r}; allowed are {' and '.join(DEVICES)}")
@@ -118,7 +118,11 @@ def read_options(arguments: argparse.Namespace) -> Options:
     chosen = algorithms if arguments.algorithms == ALL else _names(kind, arguments.algorithms, algorithms)
     if is_on_gpus and (arguments.operation != "allreduce" or arguments.codecs != NO_CODEC):
         raise ConfigError("--device cuda measures --operation allreduce with --codecs none only")
-    codecs = _names("codec", arguments.codecs, [NO_CODEC, *CODECS])
+    codecs = [name.strip() for name in arguments.codecs.split(",")]
+    _names("codec", ",".join(name.partition(":")[0] for name in codecs), [NO_CODEC, *CODECS])
+    for name in codecs:
+        if name != NO_CODEC:
+            factory_of(name)  # raises if the setting is wrong
     if NO_CODEC not in codecs and chosen != ["auto"]:
         raise ConfigError(
             f"--algorithms {arguments.algorithms} applies to sums without a codec, but --codecs is {arguments.codecs}; "
@@ -139,7 +143,7 @@ def read_options(arguments: argparse.Namespace) -> Options:
         device=arguments.device,
         algorithms=tuple(chosen),
         has_all_algorithms=arguments.algorithms == ALL,
-        codecs=tuple(codecs),
+        codecs=tuple(dict.fromkeys(codecs)),
         rounds=None if arguments.rounds is None else _whole_number("--rounds", arguments.rounds),
         seconds=_number("--seconds", arguments.seconds, *SECONDS),
         link_gbit=None if arguments.link_gbit is None else _number("--link-gbit", arguments.link_gbit, 1e-6, 1e6),

@@ -8,15 +8,18 @@ are coded on the host.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy
 
+from mpitrain.compression import power_sgd
 from mpitrain.compression.cast import bfloat16, float16
 from mpitrain.compression.codec import Codec
 from mpitrain.compression.int4 import int4
 from mpitrain.compression.int8 import int8
 from mpitrain.compression.kernels import can_compile
+from mpitrain.compression.sign import sign
+from mpitrain.compression.top_k import of_density, top_k
 from mpitrain.errors import ConfigError
 
 CODECS: dict[str, Callable[[bool], Codec]] = {
@@ -24,7 +27,45 @@ CODECS: dict[str, Callable[[bool], Codec]] = {
     "fp16": float16,
     "int8": int8,
     "int4": int4,
+    "top_k": top_k,
+    "sign": sign,
 }
+# Codecs that take a setting, as in top_k:0.05: what makes a factory of the text after the colon.
+SETTABLE: dict[str, Callable[[str], Callable[[bool], Codec]]] = {"top_k": of_density}
+
+
+def factory_of(name: str) -> Callable[[bool], Codec]:
+    """Return the factory of a codec by its name in CODECS, or by its name with a setting.
+
+    Raises:
+        ConfigError: there is no codec of that name, or its setting is not allowed.
+    """
+    codec, colon, setting = name.partition(":")
+    if codec not in CODECS:
+        raise ConfigError(f"there is no codec {codec!r}; known: {', '.join(sorted(CODECS))}")
+    if not colon:
+        return CODECS[codec]
+    if codec not in SETTABLE:
+        raise ConfigError(
+            f"compression {name}: {codec} takes no setting; {', '.join(sorted(SETTABLE))} does. Use {codec}"
+        )
+    return SETTABLE[codec](setting)
+
+
+def names() -> list[str]:
+    """Return all ways to compress gradients: the codecs, and power_sgd, which is none; see power_sgd.py."""
+    return sorted([*CODECS, power_sgd.NAME])
+
+
+def check_compression(name: str, others: Sequence[str] = ()) -> None:
+    """Raise ConfigError unless `name` is such a way, with an allowed setting, or one of `others`."""
+    kind = name.partition(":")[0]
+    if kind == power_sgd.NAME:
+        power_sgd.rank_of(name)  # raises
+    elif kind in CODECS:
+        factory_of(name)  # raises
+    elif name not in others:
+        raise ConfigError(f"there is no compression {name!r}; known: {', '.join([*names(), *others])}")
 
 
 def make_codec(name: str) -> Codec:
@@ -34,11 +75,9 @@ def make_codec(name: str) -> Codec:
     The first codec of a name takes one to two CPU seconds, to load Numba and to compile. No rank waits for another.
 
     Raises:
-        ConfigError: there is no codec of that name.
+        ConfigError: see `factory_of`.
     """
-    if name not in CODECS:
-        raise ConfigError(f"there is no codec {name!r}; known: {', '.join(sorted(CODECS))}")
-    codec = CODECS[name](can_compile())
+    codec = factory_of(name)(can_compile())
     # Compile now: to compile in the middle of a training step would delay every rank.
     values, wire = numpy.zeros(1, numpy.float32), numpy.empty(codec.wire_bytes(1), numpy.uint8)
     codec.encode(values, wire, error=values)

@@ -21,11 +21,13 @@ class DeviceCode(NamedTuple):
         file: the file in mpitrain/cuda/kernels.
         name: its kernels are `encode_NAME`, `decode_NAME` and `add_decoded_NAME`; codec.cu documents their arguments.
         parts: returns the dtype and length of the arrays in a wire of so many values.
+        settings: returns the last arguments of the kernels, for so many values.
     """
 
     file: str
     name: str
     parts: Callable[[int], list[tuple[numpy.dtype, int]]]
+    settings: Callable[[int], tuple[int, ...]]
 
 
 class Codec(Protocol):
@@ -34,6 +36,7 @@ class Codec(Protocol):
     name: str
     compiled: bool  # True: by Numba; False: NumPy passes, which give the same bits and are slower
     may_overflow: bool  # a finite value may become infinite
+    gathered: bool  # a sum is not coded again, so every rank gets the wires of all; otherwise see allreduce/direct.py
     # The largest error of a decoded value in the codec's usual range, relative to the largest |value| of the array.
     relative_error: float
     device_code: DeviceCode | None  # None: gradients on a GPU are coded on the host
@@ -86,7 +89,10 @@ class ArrayCodec:
         *,
         relative_error: float,
         may_overflow: bool = False,
+        gathered: bool = False,
         device_file: str | None = None,
+        device_name: str | None = None,
+        device_settings: Callable[[int], tuple[int, ...]] = lambda _: (),
     ) -> None:
         """
         Args:
@@ -96,12 +102,17 @@ class ArrayCodec:
             compiled: see Codec.
             relative_error: see Codec.
             may_overflow: see Codec.
+            gathered: see Codec.
             device_file: the file in mpitrain/cuda/kernels with the codec's kernels, if there are any.
+            device_name, device_settings: see DeviceCode; default: the name of the codec, and none.
         """
         self.name = name
         self.relative_error = relative_error
         self.may_overflow = may_overflow
-        self.device_code = None if device_file is None else DeviceCode(device_file, name, parts)
+        self.gathered = gathered
+        self.device_code: DeviceCode | None = None
+        if device_file is not None:
+            self.device_code = DeviceCode(device_file, device_name or name, parts, device_settings)
         self.compiled = compiled
         self._parts = parts
         self._passes = passes

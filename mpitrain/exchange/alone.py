@@ -10,8 +10,8 @@ import numpy
 from mpitrain.allreduce.algorithm import AllreduceHandle, Sequential
 from mpitrain.allreduce.device.sequential import DevicePlace, DeviceSequential
 from mpitrain.arrays import Array, is_device_array
-from mpitrain.exchange.exchange import scale
-from mpitrain.exchange.slot import Slot
+from mpitrain.exchange.shares import scale
+from mpitrain.exchange.slot import Slot, Tensors
 from mpitrain.world import World
 
 _NAME = "alone"
@@ -37,7 +37,7 @@ class AloneExchange:
         """Made with the first device slot: this is collective, and needs a GPU."""
         return DeviceSequential(self._world, DevicePlace(self._world), _NAME, _nothing)
 
-    def allocate(self, count: int, dtype: numpy.dtype, *, on_device: bool = False) -> Slot:
+    def allocate(self, count: int, dtype: numpy.dtype, *, on_device: bool = False, tensors: Tensors = ()) -> Slot:
         """See Exchange.
 
         Raises:

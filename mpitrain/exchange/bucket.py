@@ -65,6 +65,10 @@ class Layout:
     places: tuple[tuple[int, int], ...]
     counts: dict[numpy.dtype, int]
 
+    def tensors(self, dtype: numpy.dtype) -> list[tuple[str, tuple[int, ...]]]:
+        """Return name and shape of what lies in the flat buffer of a dtype, in order."""
+        return [(parameter.name, parameter.shape) for parameter in self.parameters if parameter.dtype == dtype]
+
     def views(self, flats: dict[numpy.dtype, Array]) -> list[Array]:
         """Return the parameters as arrays of their shapes, which share the memory of the flat buffers."""
         return [

@@ -16,14 +16,17 @@ from mpitrain.allreduce.device import make_transport
 from mpitrain.allreduce.device.coded import Coded, coded
 from mpitrain.allreduce.device.sequential import DeviceSequential
 from mpitrain.allreduce.group import num_lanes
-from mpitrain.arrays import Array, is_device_array, namespace
-from mpitrain.compression import CODECS, make_codec
-from mpitrain.cuda import kernels
+from mpitrain.arrays import is_device_array, namespace
+from mpitrain.compression import check_compression, make_codec, power_sgd
 from mpitrain.cuda.memory import allocating
 from mpitrain.cuda.streams import working_on
-from mpitrain.errors import ConfigError, DataError, everywhere
-from mpitrain.exchange.slot import Slot, check_slot
+from mpitrain.errors import ConfigError, everywhere
+from mpitrain.exchange.low_rank import LowRankExchange
+from mpitrain.exchange.shares import scale
+from mpitrain.exchange.slot import Slot, Tensors, check_slot
 from mpitrain.world import World
+
+OTHERS = ("auto", "none")  # settings of `compression` beside names of compression
 
 
 class Exchange(Protocol):
@@ -39,8 +42,12 @@ class Exchange(Protocol):
     @property
     def division(self) -> str: ...
 
-    def allocate(self, count: int, dtype: numpy.dtype, *, on_device: bool = False) -> Slot:
-        """Make a slot for `count` elements, on the host or on this rank's GPU; uninitialised. Collective."""
+    def allocate(self, count: int, dtype: numpy.dtype, *, on_device: bool = False, tensors: Tensors = ()) -> Slot:
+        """Make a slot for `count` elements, on the host or on this rank's GPU; uninitialised. Collective.
+
+        Args:
+            tensors: name and shape of what will lie there, in order and without gaps, if that is known.
+        """
         ...
 
     def mean(self, slot: Slot, part: slice, share: float) -> AllreduceHandle:
@@ -89,7 +96,7 @@ class PlainExchange:
         """The algorithm for device arrays, made with the first device slot: this is collective, and needs a GPU."""
         return make_transport(self._world, self._transport_name)
 
-    def allocate(self, count: int, dtype: numpy.dtype, *, on_device: bool = False) -> Slot:
+    def allocate(self, count: int, dtype: numpy.dtype, *, on_device: bool = False, tensors: Tensors = ()) -> Slot:
         """See Exchange.
 
         Raises:
@@ -122,7 +129,7 @@ class CompressedExchange:
     """
 
     def __init__(self, world: World, codec: str) -> None:
-        """`codec` is a name in mpitrain.compression.CODECS. On one node nothing is compressed, and a line says so."""
+        """`codec` is a name for make_codec. On one node nothing is compressed, and a line says so."""
         self._codec = make_codec(codec)
         self.may_overflow = self._codec.may_overflow and world.num_nodes > 1
         self._world = world
@@ -131,7 +138,7 @@ class CompressedExchange:
         if world.num_nodes == 1:
             world.print(f"mpitrain: compression {codec}: all ranks are on one node, so nothing is compressed")
 
-    def allocate(self, count: int, dtype: numpy.dtype, *, on_device: bool = False) -> Slot:
+    def allocate(self, count: int, dtype: numpy.dtype, *, on_device: bool = False, tensors: Tensors = ()) -> Slot:
         """See Exchange.
 
         Raises:
@@ -194,22 +201,17 @@ def make_exchange(world: World, algorithm: str | None = None, compression: str |
         MismatchError: the ranks ask for different exchanges.
     """
     compression = world.config.compression if compression is None else compression
-    check_compression(compression)
+    check_compression(compression, OTHERS)
     world.agree("make an exchange", [f"compression {compression}", f"algorithm {algorithm}"])
     if compression == "auto":
         compression = _by_profile(world)
     if compression == "none":
         return PlainExchange(world, algorithm)
+    if compression.partition(":")[0] == power_sgd.NAME:
+        return LowRankExchange(world, compression, algorithm)
     if algorithm is not None:
         raise ConfigError(f"compression={compression} chooses its algorithm itself; leave out algorithm={algorithm}")
     return CompressedExchange(world, compression)
-
-
-def check_compression(name: str) -> None:
-    """Raise ConfigError unless the name is a valid setting."""
-    known = [*sorted(CODECS), "auto", "none"]
-    if name not in known:
-        raise ConfigError(f"there is no compression {name!r}; known: {', '.join(known)}")
 
 
 def _by_profile(world: World) -> str:
@@ -221,35 +223,3 @@ def _by_profile(world: World) -> str:
         reason = "the network is not known; measure it: mpitrain bench --save-profile FILE, then MPITRAIN_PROFILE=FILE"
     world.print(f"mpitrain: compression auto: {chosen}; {reason}")
     return chosen
-
-
-def scale(flat: Array, share: float) -> None:
-    """Multiply `flat`, of a floating dtype, by `share` in place; rounds only once, even for a short dtype."""
-    if share == 0.0:
-        flat.fill(0)  # no product, because 0 x NaN is NaN
-    elif share != 1.0 and is_device_array(flat):
-        kernels.scale(flat, share)
-    elif share != 1.0:
-        # A share rounded to 16 bits would have a larger error than a sum: multiply in float32 at least.
-        dtype = flat.dtype if flat.itemsize > 2 else numpy.dtype(numpy.float32)
-        numpy.multiply(flat, share, out=flat, casting="same_kind", dtype=dtype)
-
-
-def share_of(world: World, weights: list[float]) -> tuple[float, float]:
-    """Return this rank's part of a mean, and the sum of all ranks' weights, which are given by rank.
-
-    Raises:
-        DataError: a weight is negative or not finite, or all weights are 0; raised on every rank.
-    """
-    total = sum(weights)
-    if min(weights) >= 0 and 0 < total < float("inf"):
-        return weights[world.rank] / total, total
-    problem = "the weight is 0 on every rank, so there is no mean"
-    for rank, weight in enumerate(weights):
-        if not 0 <= weight < float("inf"):
-            problem = f"{world.name(rank)} has weight {weight}; a weight is a number of samples, 0 or more"
-            break
-    else:
-        if total > 0:
-            problem = f"the weights of all ranks add up to {total}; a weight is a number of samples"
-    raise everywhere(DataError(problem))

@@ -49,11 +49,25 @@ class LeftOut:
             CheckpointError: the state belongs to other parameters. Nothing has changed.
         """
         residual, carried = (self._layout.flats_of(state.get(key, {})) for key in ("residual", "carried"))
-        self._exchange.reset()
         for dtype, slot in self._slots.items():
+            slot.clear()
             if slot.residual is not None and residual:
                 slot.restore(residual[dtype])
         return carried
+
+    def factors(self) -> dict[str, numpy.ndarray]:
+        """Return a copy of the slots' factors by parameter name."""
+        return {
+            str(name): factor.copy() for slot in self._slots.values() for name, factor in (slot.factors or {}).items()
+        }
+
+    def restore_factors(self, factors: Mapping[str, numpy.ndarray]) -> None:
+        """Overwrite the factors of the slots."""
+        for dtype, slot in self._slots.items():
+            if slot.factors is not None:
+                names = {name for name, _ in self._layout.tensors(dtype)}
+                slot.factors.clear()
+                slot.factors.update({name: factor.copy() for name, factor in factors.items() if name in names})
 
     def _placement(self) -> str:
         """A text that is equal if every rank leaves out the same elements; these follow from nodes and buckets."""

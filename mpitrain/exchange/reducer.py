@@ -11,19 +11,22 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+import numpy
+
 from mpitrain.allreduce import costs
 from mpitrain.arrays import Array, namespace
 from mpitrain.errors import DataError, GradientError, MpitrainError, NonFiniteError
 from mpitrain.exchange.bucket import Bucket, Parameter, plan_buckets, plan_layout
 from mpitrain.exchange.checks import agree_on_layout, check_gradient, check_scales, check_turns
 from mpitrain.exchange.driver import make_driver
-from mpitrain.exchange.exchange import Exchange, make_exchange, share_of
+from mpitrain.exchange.exchange import Exchange, make_exchange
 from mpitrain.exchange.left_out import LeftOut
 from mpitrain.exchange.means import Means
 from mpitrain.exchange.on_device import DeviceBuckets
 from mpitrain.exchange.on_host import HostBuckets
 from mpitrain.exchange.overlap import Stopwatch
 from mpitrain.exchange.remarks import gather_remarks
+from mpitrain.exchange.shares import share_of
 from mpitrain.exchange.sums import Doing, Sums
 from mpitrain.exchange.vote import MISSING, begin_vote, beyond_range, objection
 from mpitrain.waiting.agreement import Agreement, signature
@@ -80,7 +83,7 @@ class GradientReducer:
         self._apart = world.apart()
         self._exchange, self._queue = exchange(self._apart), self._apart.queue
         self._slots = {
-            dtype: self._exchange.allocate(count, dtype, on_device=on_device)
+            dtype: self._exchange.allocate(count, dtype, on_device=on_device, tensors=self.layout.tensors(dtype))
             for dtype, count in self.layout.counts.items()
         }
         self.flats = {dtype: slot.flat for dtype, slot in self._slots.items()}
@@ -306,6 +309,20 @@ class GradientReducer:
             CheckpointError: the state belongs to other parameters. Nothing has changed.
         """
         self._sums.carried = self._left_out.restore(state)
+
+    def factors(self) -> dict[str, numpy.ndarray]:
+        """Return where compression goes on from the last step, by parameter name: equal on all ranks; {} for nothing.
+
+        `restore` does not need it. Without it, the next means are less close.
+        """
+        return self._left_out.factors()
+
+    def restore_factors(self, factors: Mapping[str, numpy.ndarray]) -> None:
+        """Go on from `factors`, which must be equal on all ranks. Those that do not fit are left out; a line says so.
+
+        Not collective, between steps.
+        """
+        self._left_out.restore_factors(factors)
 
     def close(self) -> None:
         """Give back the thread and the communicator. The memory goes with its last view. Collective, between steps.

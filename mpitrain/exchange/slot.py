@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Hashable, Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import numpy
 
@@ -12,6 +13,8 @@ from mpitrain.arrays import Array, is_device_array
 from mpitrain.cuda.streams import working_on
 from mpitrain.errors import DataError
 from mpitrain.world import World
+
+Tensors: TypeAlias = Sequence[tuple[str, tuple[int, ...]]]  # name and shape
 
 
 @dataclass(frozen=True, eq=False)
@@ -23,11 +26,14 @@ class Slot:
         residual: float32 array with as many elements, on the host or on this rank's GPU: what the codec has left out of
             this rank's gradients so far. None if nothing is left out.
         place: the GPU and the stream that work on a residual on the GPU.
+        factors: where a sum goes on from the one before, by tensor: float32 host arrays, equal on all ranks; see
+            mpitrain/compression/power_sgd.py. None if no sum does.
     """
 
     flat: Array
     residual: Array | None = None
     place: DevicePlace | None = None
+    factors: dict[Hashable, numpy.ndarray] | None = None
 
     def left_out(self) -> numpy.ndarray | None:
         """Return a copy of the residual on the host, after all sums so far; None if there is no residual."""

@@ -14,10 +14,11 @@ import numpy
 from mpitrain.allreduce.algorithm import AllreduceHandle
 from mpitrain.cuda.staging import like
 from mpitrain.exchange.bucket import Bucket, Layout
-from mpitrain.exchange.exchange import Exchange, scale
+from mpitrain.exchange.exchange import Exchange
 from mpitrain.exchange.on_device import DeviceBuckets
 from mpitrain.exchange.on_host import HostBuckets
 from mpitrain.exchange.overlap import Stopwatch
+from mpitrain.exchange.shares import scale
 from mpitrain.exchange.slot import Slot
 from mpitrain.waiting.control import Control
 

@@ -18,7 +18,7 @@ from mpitrain.cuda import kernels
 from mpitrain.cuda.device import own_gpu
 from mpitrain.cuda.staging import copy_to_host, like
 from mpitrain.errors import DeviceError, TreeError, everywhere
-from mpitrain.exchange.exchange import scale, share_of
+from mpitrain.exchange.shares import scale, share_of
 from mpitrain.tree import Leaf, Tree, describe, leaves, rebuild
 from mpitrain.waiting.transfer import broadcast_bytes
 from mpitrain.world import World

@@ -15,10 +15,11 @@ from typing import Any
 
 from mpitrain.allreduce import check_name
 from mpitrain.allreduce.device import check_transport
+from mpitrain.compression import check_compression
 from mpitrain.config import Config, read_config
 from mpitrain.cuda.device import choose_early
 from mpitrain.errors import ConfigError, LaunchError, MpitrainError, everywhere
-from mpitrain.exchange.exchange import check_compression
+from mpitrain.exchange.exchange import OTHERS
 from mpitrain.exchange.trees import ArrayTrees
 from mpitrain.job.context import JobContext
 from mpitrain.job.early import is_helper
@@ -257,7 +258,7 @@ def _common_config(world: World, settings: dict[str, Any]) -> Config:
         check_size(MPI.Get_library_version(), os.environ, world.size)
         config = read_config(os.environ, settings)
         check_name(config.algorithm)
-        check_compression(config.compression)
+        check_compression(config.compression, OTHERS)
         check_transport(config.transport)
     except MpitrainError as error:
         problem = error

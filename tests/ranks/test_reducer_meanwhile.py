@@ -11,7 +11,8 @@ from mpitrain import GradientReducer, Parameter, World
 from mpitrain.errors import (
     MismatchError,
 )
-from mpitrain.exchange.exchange import PlainExchange, scale
+from mpitrain.exchange.exchange import PlainExchange
+from mpitrain.exchange.shares import scale
 from mpitrain.job.worlds import make_world
 
 from .common import error_on_all, skip_alone

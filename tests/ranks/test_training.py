@@ -115,9 +115,11 @@ def test_training_with_the_setting_for_compression(
     full, short = (losses_with(world, monkeypatch, name) for name in ("none", compression))
     assert short[0] == full[0]
     assert short != full  # it has taken part
-    # A rounding of one in a hundred of the gradients must not show in the loss of a short training.
-    numpy.testing.assert_allclose(short, full, rtol=0.01)
     assert full[-1] < 0.95 * full[0]
+    if CODECS[compression](False).relative_error < 0.1:
+        # A rounding of one in a hundred of the gradients must not show in the loss of a short training.
+        numpy.testing.assert_allclose(short, full, rtol=0.01)
+    # What top_k and sign leave out arrives up to a hundred steps later: tests/ranks/test_gathered.py has what is exact.
 
 
 # -- steps that fail --------------------------------------------------------------------------------------------

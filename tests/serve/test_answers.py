@@ -290,3 +290,8 @@ def test_auto_names_no_codec() -> None:
     config = read_config({}, {"compression": "auto"})
     with pytest.raises(mt.MpitrainError, match="name a codec, as in MPITRAIN_COMPRESSION=int8"):
         codec_of(config.compression)
+
+
+def test_a_server_makes_no_two_sums() -> None:
+    with pytest.raises(mt.MpitrainError, match="compression=power_sgd:2 takes two sums over the ranks"):
+        codec_of("power_sgd:2")

@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from mpitrain import World
 from mpitrain.errors import ConfigError
 from mpitrain.torch import compress
+from mpitrain.torch.residuals import residuals_of
 from tests.ranks.common import assert_same_bits, skip_alone
 from tests.ranks.placements import placed
 
@@ -79,6 +80,38 @@ def test_short_forms_on_the_wire(world: World, ours: None, monkeypatch: pytest.M
     assert (inner.first.weight.grad - wanted).abs().max() <= 4 * rounding * largest
     assert (total / 10 - wanted).abs().max() <= 0.4 * rounding * largest
     assert_same_bits(world, inner.first.weight.grad.numpy())
+
+
+@pytest.mark.parametrize("codec", ["top_k:0.1", "sign", "power_sgd:2"])
+def test_what_a_hook_leaves_out_comes_later(
+    world: World, ours: None, monkeypatch: pytest.MonkeyPatch, codec: str
+) -> None:
+    """What came out of ten equal steps, and what is left out after them, are ten times the mean of the ranks."""
+    skip_alone(world)
+    channel = dist.group.WORLD._channel
+    monkeypatch.setattr(channel, "world", placed(channel.world, "alone on each node"))
+    inner, alone = Model().float(), Model().float()
+    model = DistributedDataParallel(inner)
+    model.register_comm_hook(None, compress(codec))
+    x, y = (whole.float() for whole in samples(world, 0))
+    nn.functional.mse_loss(alone(x), y).backward()
+    total = {name: torch.zeros_like(one) for name, one in inner.named_parameters()}
+    for _ in range(10):
+        model.zero_grad()
+        nn.functional.mse_loss(model(part(world, x)), part(world, y)).backward()
+        for name, one in inner.named_parameters():
+            if one.grad is not None:
+                assert_same_bits(world, one.grad.numpy())
+                total[name] += one.grad
+    left = residuals_of(model).state()["residual"]
+    is_left = False
+    for name, one in alone.named_parameters():
+        if one.grad is not None:
+            kept = torch.from_numpy(world.sum(left[name].double().numpy())).reshape(one.shape)
+            is_left |= bool(kept.any())
+            error = (total[name].double() + kept - 10 * one.grad.double()).abs().max()
+            assert error <= 1e-4 * one.grad.abs().max(), name
+    assert is_left
 
 
 def test_what_a_codec_does_not_take(world: World, ours: None) -> None:

@@ -32,11 +32,11 @@ STEPS = 6
 class Run:
     """A model, its optimizer, and steps of all ranks, each as if on a node of its own."""
 
-    def __init__(self, world: World, kind: str) -> None:
+    def __init__(self, world: World, kind: str, codec: str = "bf16") -> None:
         torch.manual_seed(5)
         self.net = nn.Sequential(nn.Linear(6, 50), nn.Tanh(), nn.Linear(50, 40), nn.Tanh(), nn.Linear(40, 1))
         self.optimizer = torch.optim.SGD(self.net.parameters(), lr=0.05, momentum=0.9)
-        self.world, self.kind = world, kind
+        self.world, self.kind, self.codec = world, kind, codec
         made = torch.Generator().manual_seed(3)
         self.x, self.y = (torch.randn(STEPS, 2 * world.size, count, generator=made) for count in (6, 1))
         self.model: Any = self.net
@@ -46,12 +46,12 @@ class Run:
         if self.kind == "prepare":
             batches = [(x, y) for x, y in zip(self.x, self.y, strict=True)]
             self.model, _, self.data = mpitrain.torch.prepare(
-                self.net, self.optimizer, batches, compression="bf16", bucket_bytes=4000
+                self.net, self.optimizer, batches, compression=self.codec, bucket_bytes=4000
             )
         else:
             # Several buckets from the second step on.
             self.model = DistributedDataParallel(self.net, bucket_cap_mb=0.002)
-            self.model.register_comm_hook(None, mpitrain.torch.compress("bf16"))
+            self.model.register_comm_hook(None, mpitrain.torch.compress(self.codec))
 
     def steps(self, first: int, end: int) -> None:
         mine = slice(2 * self.world.rank, 2 * self.world.rank + 2)
@@ -87,13 +87,15 @@ def kind(world: World, request: pytest.FixtureRequest, monkeypatch: pytest.Monke
     return str(request.param)
 
 
-@pytest.mark.parametrize("stop", [1, 3])
-def test_a_resumed_run_has_the_same_bits(world: World, kind: str, shared: Path, stop: int) -> None:
+@pytest.mark.parametrize(
+    ("stop", "codec"), [(1, "bf16"), (3, "bf16"), (3, "top_k:0.1"), (3, "sign"), (1, "power_sgd:2"), (3, "power_sgd:2")]
+)
+def test_a_resumed_run_has_the_same_bits(world: World, kind: str, shared: Path, stop: int, codec: str) -> None:
     """Also after the first step, behind which DDP makes other buckets. Without the residuals it has others."""
-    whole = Run(world, kind)
+    whole = Run(world, kind, codec)
     whole.begin()
     whole.steps(0, STEPS)
-    first = Run(world, kind)
+    first = Run(world, kind, codec)
     first.begin()
     first.steps(0, stop)
     state = {**first.state(), "residuals": mpitrain.torch.residuals(first.model)}
@@ -104,7 +106,7 @@ def test_a_resumed_run_has_the_same_bits(world: World, kind: str, shared: Path, 
         first.steps(stop, STEPS)  # undisturbed by the look at them
         assert first.bits() == whole.bits()
     for source in ("file", "memory", ""):
-        resumed, state = Run(world, kind), mpitrain.torch.load(shared / "state.pt")
+        resumed, state = Run(world, kind, codec), mpitrain.torch.load(shared / "state.pt")
         resumed.restore(state)
         resumed.begin()
         if source == "file":

@@ -33,6 +33,7 @@ from mpitrain.allreduce.device import make_transport
 from mpitrain.allreduce.device.peer import no_sum, peer_steps
 from mpitrain.allreduce.device.sequential import DevicePlace, DeviceSequential, refuse
 from mpitrain.allreduce.device.staged import staged_steps
+from mpitrain.allreduce.gathered import whole_pieces
 from mpitrain.allreduce.group import Group, lane
 from mpitrain.allreduce.window import WINDOW, in_pieces, piece_bytes
 from mpitrain.arrays import Array
@@ -85,7 +86,7 @@ def coded(world: World, codec: Codec, host: Sequential) -> Coded:
         return Coded(DeviceSequential(world, place, name, staged, dtypes=_FLOAT32), False)
 
     def between_nodes() -> Steps:
-        return coded_steps(world, place, lane(world), name)
+        return coded_steps(world, place, lane(world), name, gathers=codec.gathered)
 
     alone = world.num_nodes == world.size
     if alone and asked != "peer":
@@ -103,8 +104,11 @@ def coded(world: World, codec: Codec, host: Sequential) -> Coded:
     return Coded(DeviceSequential(world, place, name, steps, dtypes=_FLOAT32), False)
 
 
-def coded_steps(world: World, place: DevicePlace, group: Group | None, codec: str) -> Steps:
-    """The two phases over the group. Collective in the world; None where this rank takes no part in a sum."""
+def coded_steps(world: World, place: DevicePlace, group: Group | None, codec: str, *, gathers: bool) -> Steps:
+    """The two phases over the group, or what gathered.py does. Collective in the world.
+
+    `group` is None where this rank takes no part in a sum.
+    """
     slots = _make_slots(world, place, group, codec)
     if group is None:
         return no_sum
@@ -115,28 +119,33 @@ def coded_steps(world: World, place: DevicePlace, group: Group | None, codec: st
         if num_bytes:
             runtime.memcpyAsync(target, source, num_bytes, kind, stream.ptr)
 
+    def encoded_part(slot: _Slot, offset: int, flat: Array, part: slice, residual: Array | None) -> numpy.ndarray:
+        """The encoded bytes on the host. They are complete once `slot.down` has happened."""
+        values, error = flat[part], None
+        if residual is not None:
+            error = residual[part]
+            add(values, error)
+        size = wire_bytes(codec, values.size)
+        on_device, on_host = slot.sent[offset][:size], slot.host_sent[offset][:size]
+        encode(codec, values, on_device, error)
+        copy(address(on_host), on_device.data.ptr, size, runtime.memcpyDeviceToHost)
+        return on_host
+
+    def lifted_wire(slot: _Slot, offset: int, wire: numpy.ndarray) -> Array:
+        on_device = slot.received[offset][: wire.size]
+        copy(on_device.data.ptr, address(wire), wire.size, runtime.memcpyHostToDevice)
+        return on_device
+
     def exchange(number: int, tag: int, flat: Array, parts: Sequence[slice], residual: Array | None) -> Iterator[bool]:
         """Do the same as `coded` in direct.py."""
         comm, rank, slot = members.comm, members.rank, slots[number]
         own = flat[parts[members.index]]
 
         def encoded(offset: int) -> numpy.ndarray:
-            """The encoded bytes on the host. They are complete once `slot.down` has happened."""
-            part = parts[(members.index + offset) % members.size]
-            values, error = flat[part], None
-            if residual is not None:
-                error = residual[part]
-                add(values, error)
-            size = wire_bytes(codec, values.size)
-            on_device, on_host = slot.sent[offset][:size], slot.host_sent[offset][:size]
-            encode(codec, values, on_device, error)
-            copy(address(on_host), on_device.data.ptr, size, runtime.memcpyDeviceToHost)
-            return on_host
+            return encoded_part(slot, offset, flat, parts[(members.index + offset) % members.size], residual)
 
         def lifted(offset: int, wire: numpy.ndarray) -> Array:
-            on_device = slot.received[offset][: wire.size]
-            copy(on_device.data.ptr, address(wire), wire.size, runtime.memcpyHostToDevice)
-            return on_device
+            return lifted_wire(slot, offset, wire)
 
         # The data that arrived last in this slot may still be on the way up.
         yield from _over(lambda: happened(slot.up))
@@ -171,7 +180,31 @@ def coded_steps(world: World, place: DevicePlace, group: Group | None, codec: st
         for send in sends:
             yield from _over(send.Test)
 
-    return in_pieces(members, exchange, lambda count: wire_bytes(codec, count))
+    def gathering(number: int, tag: int, flat: Array, parts: Sequence[slice], residual: Array | None) -> Iterator[bool]:
+        """Do the same as `exchange` in gathered.py."""
+        comm, rank, slot, values = members.comm, members.rank, slots[number], flat[parts[0]]
+        yield from _over(lambda: happened(slot.up))
+        size = wire_bytes(codec, values.size)
+        arrived = [received[:size] for received in slot.host_received]
+        receives = [comm.Irecv(arrived[offset], rank(-offset), tag) for offset in others]
+        wire = encoded_part(slot, 0, flat, parts[0], residual)
+        slot.down.record(stream)
+        yield from _over(lambda: happened(slot.down))
+        sends = [comm.Isend(wire, rank(offset), tag) for offset in others]
+        for receive in receives:
+            yield from _over(receive.Test)
+        for place_of in range(members.size):
+            offset = (members.index - place_of) % members.size
+            on_device = lifted_wire(slot, offset, arrived[offset]) if offset else slot.sent[0][:size]
+            (add_decoded if place_of else decode)(codec, on_device, values)
+        slot.up.record(stream)
+        for send in sends:
+            yield from _over(send.Test)
+
+    def length(count: int) -> int:
+        return wire_bytes(codec, count)
+
+    return whole_pieces(members, gathering, length) if gathers else in_pieces(members, exchange, length)
 
 
 class _Slot(NamedTuple):

@@ -1,4 +1,4 @@
-"""The codecs of mpitrain.compression on device arrays, with the same bits. The kernels are in codec.cu."""
+"""The codecs of mpitrain.compression on device arrays, with the same bits."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from functools import cache
 from typing import Any
 
 from mpitrain.arrays import Array
-from mpitrain.compression import CODECS
+from mpitrain.compression import CODECS, factory_of
 from mpitrain.compression.codec import DeviceCode
 from mpitrain.cuda.kernels.launch import blocks_for, check, check_aligned, launch
 
@@ -22,7 +22,7 @@ def encode(codec: str, values: Array, wire: Array, error: Array | None = None, *
     `error` is 0 where the decoded value is not finite.
 
     Args:
-        codec: the name in CODECS of a codec with kernels.
+        codec: the name of a codec with kernels, with its setting if it has one.
         values: float32[n], flat on the device.
         wire: uint8[wire_bytes(codec, n)], flat on the device; it begins at a multiple of 4 bytes.
         error: float32[n]; either exactly the memory of `values`, or none of it.
@@ -41,7 +41,7 @@ def encode(codec: str, values: Array, wire: Array, error: Array | None = None, *
             code.file,
             f"encode_{code.name}",
             blocks_for(-(-values.size // 4), values),
-            [values, *arrays, error, values.size],
+            [values, *arrays, error, values.size, *code.settings(values.size)],
             values,
             stream,
         )
@@ -62,7 +62,8 @@ def _read(operation: str, codec: str, wire: Array, values: Array, stream: Any) -
     if values.size:
         blocks = blocks_for(-(-values.size // 4), values)
         code = _device_code(codec)
-        launch(code.file, f"{operation}_{code.name}", blocks, [*arrays, values, values.size], values, stream)
+        arguments = [*arrays, values, values.size, *code.settings(values.size)]
+        launch(code.file, f"{operation}_{code.name}", blocks, arguments, values, stream)
 
 
 def _parts(codec: str, count: int) -> list[Any]:
@@ -71,7 +72,7 @@ def _parts(codec: str, count: int) -> list[Any]:
 
 @cache
 def _device_code(codec: str) -> DeviceCode:
-    code = CODECS[codec](False).device_code if codec in CODECS else None
+    code = factory_of(codec)(False).device_code if codec.partition(":")[0] in CODECS else None
     if code is None:
         known = ", ".join(name for name in sorted(CODECS) if CODECS[name](False).device_code is not None)
         raise ValueError(f"there is no codec {codec!r} on the device; known: {known}")

@@ -1,0 +1,137 @@
+"""low_rank: PowerSGD's two sums, made by an algorithm for plain sums. mpitrain/compression/power_sgd.py has the method.
+
+    flat + residual --> [ M Q of each matrix | vectors ]   first sum    --> P of each matrix, the vectors' sum
+                    --> [ M^T P of each matrix ]           second sum   --> Q of each matrix, P Q^T
+
+Cost: the cost of two sums of those lengths, one after the other; M is read three times and written once. Every rank
+takes part with its own gradients, also ranks on one node: M Q is linear, so the sum of products is the product of the
+sum.
+
+Source: as in power_sgd.py.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy
+
+from mpitrain.allreduce.algorithm import Progress, Steps, in_phases
+from mpitrain.compression.power_sgd import Matrix, Plan, Products, first_factor
+from mpitrain.errors import MismatchError, everywhere
+from mpitrain.world import World
+
+_DIGITS = 6  # of 6 bits: of a checksum of 32
+Factors = dict[Any, numpy.ndarray]
+# flat, residual, plan, factors. All are overwritten but the plan: the sum, what is left out, the Q of the next step.
+LowRank = Callable[[numpy.ndarray, numpy.ndarray, Plan, Factors], Progress]
+
+
+def low_rank_steps(world: World, total: Steps, products: Products) -> LowRank:
+    """The work on one flat float32 buffer. `total` sums buffers over the ranks; all ranks have equal plans.
+
+    The first sum also says whether all ranks have equal factors. If not, every rank raises a MismatchError.
+
+    A sum that is not finite makes its matrix NaN on every rank; then nothing of it is left out, and it begins anew.
+    """
+
+    @in_phases
+    def steps(flat: numpy.ndarray, residual: numpy.ndarray, plan: Plan, factors: Factors) -> Iterator[Progress]:
+        with numpy.errstate(all="ignore"):  # infinity and NaN are ordinary values here
+            numpy.add(flat, residual, out=flat)
+        first = numpy.empty(plan.num_first + 2 * _DIGITS, numpy.float32)
+        first[plan.num_first :] = _marks(plan, factors)
+        pts, end = _views(first, plan, lambda matrix: matrix.rows)
+        for matrix, pt in zip(plan.matrices, pts, strict=True):
+            with numpy.errstate(all="ignore"):
+                products.times(matrix.of(flat), _factor(world, matrix, factors), pt)
+        for part in plan.whole:
+            end += part.stop - part.start
+            first[end - (part.stop - part.start) : end] = flat[part]
+            residual[part] = 0
+        yield total(first)
+        _check_marks(world, first[plan.num_first :])
+        for part in reversed(plan.whole):
+            flat[part] = first[end - (part.stop - part.start) : end]
+            end -= part.stop - part.start
+        second = numpy.empty(plan.num_second, numpy.float32)
+        qts, _ = _views(second, plan, lambda matrix: matrix.columns)
+        for matrix, pt, qt in zip(plan.matrices, pts, qts, strict=True):
+            m, left_out = matrix.of(flat), matrix.of(residual)
+            if not numpy.isfinite(pt).all():
+                qt[:] = numpy.nan
+                continue
+            products.orthogonalise(pt)
+            with numpy.errstate(all="ignore"):
+                products.transposed_times(m, pt, qt)
+                products.product(pt, qt, left_out)
+                numpy.subtract(m, left_out, out=left_out)
+        if plan.matrices:
+            yield total(second)
+        for matrix, pt, qt in zip(plan.matrices, pts, qts, strict=True):
+            if not numpy.isfinite(qt).all():
+                matrix.of(flat).fill(numpy.nan)
+                matrix.of(residual).fill(0)
+                factors.pop(matrix.key, None)
+                continue
+            with numpy.errstate(all="ignore"):
+                products.product(pt, qt, matrix.of(flat))
+            products.orthogonalise(qt)
+            factors[matrix.key] = _with_new_columns(matrix, qt)
+
+    return steps
+
+
+def _marks(plan: Plan, factors: Factors) -> numpy.ndarray:
+    """Return the digits of a checksum of the factors, and their squares: few enough bits for exact sums in float32."""
+    known = 0
+    for matrix in plan.matrices:
+        if (factor := factors.get(matrix.key)) is not None:
+            known = zlib.crc32(factor.tobytes(), known)
+    digits = numpy.array([known >> 6 * place & 63 for place in range(_DIGITS)])
+    return numpy.concatenate([digits, digits**2]).astype(numpy.float32)
+
+
+def _check_marks(world: World, sums: numpy.ndarray) -> None:
+    """Only equal numbers have n x the sum of squares equal to the square of the sum. Every rank sees both."""
+    digits, squares = (part.astype(numpy.int64) for part in (sums[:_DIGITS], sums[_DIGITS:]))
+    if (world.size * squares != digits**2).any():
+        raise everywhere(
+            MismatchError(
+                "the ranks go on from different factors of PowerSGD; they must be those of the same step. Restore the "
+                "same checkpoint on every rank"
+            )
+        )
+
+
+def _factor(world: World, matrix: Matrix, factors: Factors) -> numpy.ndarray:
+    """Return the Q to go on from."""
+    known = factors.get(matrix.key)
+    if known is not None and known.shape == (matrix.rank, matrix.columns):
+        return known
+    if known is not None:
+        world.print(
+            f"mpitrain: the factor of {matrix.key} is {known.shape}, but the compression asks for "
+            f"{(matrix.rank, matrix.columns)}, so it begins anew: its first means are less close"
+        )
+    return first_factor(matrix)
+
+
+def _views(buffer: numpy.ndarray, plan: Plan, length: Callable[[Matrix], int]) -> tuple[list[numpy.ndarray], int]:
+    """Return each matrix's factor in the buffer, one after the other, and the end of the last one."""
+    views, begin = [], 0
+    for matrix in plan.matrices:
+        end = begin + matrix.rank * length(matrix)
+        views.append(buffer[begin:end].reshape(matrix.rank, -1))
+        begin = end
+    return views, begin
+
+
+def _with_new_columns(matrix: Matrix, qt: numpy.ndarray) -> numpy.ndarray:
+    """Return a copy in which columns of zeros are those of a first step: from 0, no step leads away."""
+    dead = numpy.logical_not(qt.any(axis=1))
+    if not dead.any():
+        return qt.copy()
+    return numpy.where(dead[:, None], first_factor(matrix), qt)
