@@ -10,8 +10,8 @@ from mpitrain.allreduce import make_halves
 from mpitrain.allreduce.algorithm import AllreduceHandle, Progress
 from mpitrain.arrays import Array
 from mpitrain.errors import ConfigError, everywhere
-from mpitrain.exchange.exchange import scale
-from mpitrain.exchange.slot import Slot, check_slot
+from mpitrain.exchange.shares import scale
+from mpitrain.exchange.slot import Slot, Tensors, check_slot
 from mpitrain.world import World
 
 
@@ -43,7 +43,7 @@ class ScatteredExchange:
         self._world = world
         self._slots: WeakSet[Slot] = WeakSet()
 
-    def allocate(self, count: int, dtype: numpy.dtype, *, on_device: bool = False) -> Slot:
+    def allocate(self, count: int, dtype: numpy.dtype, *, on_device: bool = False, tensors: Tensors = ()) -> Slot:
         """See Exchange.
 
         Raises:
