@@ -19,7 +19,7 @@ from mpitrain.serve.server import JobServer
 from mpitrain.serve.shard_peers import LostServerError
 from mpitrain.serve.source import JobSource, source_of
 from mpitrain.serve.store import check_rate_factor
-from mpitrain.strategies.of_rounds import without_rounds
+from mpitrain.strategies.of_rounds import refuse_round, without_rounds
 from mpitrain.strategies.sync import Sync
 from mpitrain.world import World
 
@@ -250,8 +250,11 @@ class ParameterServer:
         return {}
 
     def restore(self, state: dict[str, Any]) -> None:
-        """See Strategy and Sync.restore."""
-        self._alone.restore(state)
+        """See Strategy and Sync.restore. A server needs nothing of it."""
+        if self.role:
+            refuse_round(state)
+        else:
+            self._alone.restore(state)
 
     def own_state(self) -> dict[str, Any]:
         """See Strategy."""
