@@ -21,7 +21,7 @@ from mpitrain.launch.processes import end_with_parent
 # ssh asks no questions and shares no other connection. The user's own settings say which host keys are valid. No
 # connection stays open for others (ControlPersist), because it would look like a process that the job has left.
 SSH_OPTIONS = ("-o", "BatchMode=yes", "-o", "ConnectTimeout=10", "-o", "ControlMaster=no")
-_GUARD_OPTIONS = ("-T", "-x", "-a", "-o", "ControlPath=none", "-o", "ClearAllForwardings=yes", "-o", "LogLevel=ERROR")
+GUARD_OPTIONS = ("-T", "-x", "-a", "-o", "ControlPath=none", "-o", "ClearAllForwardings=yes", "-o", "LogLevel=ERROR")
 
 # Not the Python of a virtual environment: the guard must work even if the share with that environment is missing.
 _PYTHON = "/usr/bin/python3"
@@ -67,7 +67,7 @@ if line:
 
 def command_on(host: str, line: str) -> list[str]:
     """Return the words that run a line of shell on `host` by ssh, as for a guard."""
-    return ["ssh", *SSH_OPTIONS, *_GUARD_OPTIONS, host, line]
+    return ["ssh", *SSH_OPTIONS, *GUARD_OPTIONS, host, line]
 
 
 @dataclass

@@ -220,8 +220,8 @@ def say_alive() -> None:
 def main(wish: dict[str, Any], probe: str) -> None:
     """Run the guard; `probe` is the text of probe.py.
 
-    A wish without a Python asks for no facts. `agent` is a file of the launcher's, alone in its folder. The guard also
-    removes both, because the launcher may be killed.
+    A wish without a Python asks for no facts. `agent` is a file in a folder of the launcher's. The guard also removes
+    the folder, because the launcher may be killed.
     """
     signal.signal(signal.SIGPIPE, signal.SIG_IGN)
     os.set_blocking(1, True)
@@ -245,6 +245,10 @@ def main(wish: dict[str, Any], probe: str) -> None:
         remove(wish["roll_call"])
         if "agent" in wish:
             remove(wish["agent"])
+            folder = Path(wish["agent"]).parent
+            for path in folder.glob("*"):
+                if path.is_socket():  # of ssh, see masters.py
+                    remove(str(path))
             with contextlib.suppress(OSError):
-                Path(wish["agent"]).parent.rmdir()
+                folder.rmdir()
         sys.stdout.flush()

@@ -212,7 +212,7 @@ class Run:
                 with suppress(subprocess.TimeoutExpired):
                     mpiexec.wait(0.2)
             else:
-                time.sleep(0.05)
+                time.sleep(0.01)
             self._pass_signals_on(mpiexec)
             if not self._goes_on(mpiexec):
                 return

@@ -53,7 +53,7 @@ class Marked:
         """Let the processes end by themselves for that long, then kill the rest: return these, and immortal ones."""
         until = time.monotonic() + linger_seconds
         while (left := self.find()) and time.monotonic() < until:
-            time.sleep(0.05)
+            time.sleep(0.02)
         killed = [(pid, command_line(pid)) for pid in sorted(left)]
         deadline = time.monotonic() + _KILL_SECONDS
         while left and time.monotonic() < deadline:

@@ -23,6 +23,7 @@ from mpitrain.launch.folders import OF_SOCKETS, why_no_programs
 from mpitrain.launch.interfaces import Pinning, pin
 from mpitrain.launch.job import Run
 from mpitrain.launch.keepers import Keepers
+from mpitrain.launch.masters import open_masters
 from mpitrain.launch.placement import Placement, refuse_crowds
 from mpitrain.launch.processes import STARTING, left_out
 from mpitrain.launch.reserve import Reserve
@@ -95,16 +96,25 @@ class JobOverHosts:
         self._reserve = reserve
         self._facts: Mapping[str, HostFacts] = {}
         self._agent = Path(stack.enter_context(tempfile.TemporaryDirectory()), "ssh")
+        self._masters: Sequence[str] = ()  # options of ssh
 
     def connect(self, keepers: Keepers | None, *, is_idle: bool = False) -> None:
         """Begin to connect to the hosts. The guards give `keepers` their beats. Call this in the main thread.
 
-        Guards that are idle do little until the job is started.
+        Guards that are idle do little until the job is started. Meanwhile connections for MPICH's mpiexec are opened.
+
+        Raises:
+            LaunchError, OSError: ssh cannot be started here.
         """
         guards = _guards(
             self.job.placement, self._script, self.job.context, self._agent, keepers, self._reserve, is_idle=is_idle
         )
         self.guards = self._stack.enter_context(guards)
+        placement, mpiexec = self.job.placement, self.job.mpiexec
+        _, ssh = ssh_agent(mpiexec, os.environ)  # another program may know no master connections
+        if is_idle and mpiexec.vendor == "mpich" and list(ssh) == ["ssh"]:  # not tried with the others
+            others = [host for host in placement.addresses if host != placement.own]
+            self._masters = self._stack.enter_context(open_masters(others, self._agent.parent))
 
     def ask(self) -> None:
         """Ask the hosts for their facts, and compare them.
@@ -141,7 +151,7 @@ class JobOverHosts:
         variable, ssh = ssh_agent(job.mpiexec, os.environ)
         marks = JobContext(job=job.context.job, launcher=job.context.launcher)
         added = {
-            variable: _marking_ssh(job.placement.own, self._agent, ssh, marks),
+            variable: _marking_ssh(job.placement.own, self._agent, [*ssh, *self._masters], marks),
             # The ssh script above exists on this machine only, so all connections must start here.
             **({"PRTE_MCA_plm_ssh_no_tree_spawn": "1"} if job.mpiexec.vendor == "openmpi" else {}),
         }

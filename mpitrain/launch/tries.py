@@ -1,8 +1,9 @@
 """The tries of a job over several hosts. The guards of the next try log in while the present one trains.
 
-A restart would otherwise spend most of its time on logins and facts. The facts are asked when the present try has made
-its first step. At the restart only the folders are looked at again, because a share may be lost. If the code has
-changed meanwhile, the ranks may fail before their first step; the try after that has nothing prepared, and asks anew.
+A restart would otherwise spend most of its time on logins, those of mpiexec too, and on facts. The facts are asked when
+the present try has made its first step. At the restart only the folders are looked at again, because a share may be
+lost. If the code has changed meanwhile, the ranks may fail before their first step; the try after that has nothing
+prepared, and asks anew.
 """
 
 from __future__ import annotations
@@ -18,8 +19,9 @@ from mpitrain.launch.keepers import Keepers
 from mpitrain.launch.over_hosts import JobOverHosts
 from mpitrain.launch.processes import left_out
 from mpitrain.launch.reserve import Reserve
+from mpitrain.launch.watch import FACTS_SECONDS
 
-# Facts that are being asked for when they are needed: a host that does not answer by then may be the lost one.
+# Facts that are being asked for when they are needed without some hosts: it may be one of these that does not answer.
 _FACTS_SECONDS = 2.0
 
 
@@ -121,7 +123,9 @@ class Tries:
         """Return `job` with guards and facts, if they are prepared and fit; they are closed with `stack`."""
         taken = self._next
         if taken is not None and self._thread is not None:
-            self._thread.join(_FACTS_SECONDS)  # to ask anew would take longer
+            # To ask the same hosts anew would take longer.
+            is_whole = job.placement.hosts == taken.job.placement.hosts
+            self._thread.join(FACTS_SECONDS if is_whole else _FACTS_SECONDS)
             if not self._thread.is_alive() and self._has_facts and taken.becomes(job):
                 stack.enter_context(self._stack.pop_all())
                 self._next = self._thread = None

@@ -14,6 +14,7 @@ from typing import Any
 from mpitrain.launch.conditions import Condition, Refusal, refuse, refuse_here
 from mpitrain.launch.connections import SWEEP, Connection, connect
 from mpitrain.launch.keepers import Keepers
+from mpitrain.launch.marked import remove
 from mpitrain.launch.reserve import Reserve
 from mpitrain.launch.said import Said
 from mpitrain.launch.silence import PATIENCE_SECONDS, SILENCE_SECONDS, trouble
@@ -78,6 +79,8 @@ class Guards(Said):
         for connection in connections:
             is_lost = connection.host != self._own and self.silence(connection) > SILENCE_SECONDS
             connection.close(0.0 if is_lost else max(0.0, deadline - time.monotonic()))
+        if self._own in self._wishes:  # the guard here may have been killed while it asked for facts
+            remove(self._wishes[self._own]["roll_call"])
 
     def processes(self) -> set[int]:
         """Return the ids of the processes here that connect to the hosts."""
@@ -201,7 +204,7 @@ class Guards(Said):
             self.reports[host].left is None and self._may_answer(connection)
             for host, connection in self._connections.items()
         ):
-            time.sleep(0.05)
+            time.sleep(0.005)
 
     def _sweep(self, linger_seconds: float) -> None:
         """Start a sweep in place of each guard that was killed."""
@@ -281,7 +284,8 @@ class Guards(Said):
                 if connection.has_unsent:
                     ways.register(connection.process.stdin, selectors.EVENT_WRITE, None)
             if not ways.get_map():
-                time.sleep(timeout_seconds)
+                self._stop.wait(timeout_seconds)  # whoever ends the thread waits for it
+                return
             for key, _ in ways.select(timeout_seconds):
                 if key.data is not None:
                     connection = self._connections[key.data]

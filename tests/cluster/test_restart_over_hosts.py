@@ -7,7 +7,7 @@ import signal
 import time
 
 import pytest
-from launching import MOSTLY_MPICH, SHARE, Ended, Job, as_user, drop_kept, write
+from launching import MOSTLY_MPICH, PYTHONS, SHARE, Ended, Job, as_user, drop_kept, write
 
 from jobs import until
 from mpitrain.launch.silence import SILENCE_SECONDS
@@ -28,6 +28,7 @@ import mpitrain as mt
 
 world = mt.init()
 pathlib.Path("/tmp/rank").write_text(str(os.getpid()))
+pathlib.Path("/tmp/login").write_text(os.environ.get("SSH_CONNECTION", ""))
 
 class Show(mt.Hook):
     def after_step(self, trainer, step):
@@ -98,12 +99,25 @@ def sent(bed: Bed, node: str) -> set[int]:
     return {int(line) for line in found.split()}
 
 
+def logins(bed: Bed, node: str) -> set[str]:
+    """The ports from which others are logged in on a node."""
+    found = bed.node_run(node, ["ss", "-Htn", "state", "established", "sport = :22"]).stdout
+    return {line.split()[-1].rpartition(":")[2] for line in found.splitlines()}
+
+
+def masters(bed: Bed) -> int:
+    """The number of connections that are open on node1 for mpiexec. ssh makes their sockets when it has logged in."""
+    sockets = ["find", "/tmp", "-maxdepth", "2", "-type", "s", "-regex", ".*/[0-9a-f]*"]
+    found = bed.node_run("node1", sockets).stdout.split()
+    return sum(len(path.rpartition("/")[2]) == 40 for path in found)
+
+
 @MOSTLY_MPICH
 @pytest.mark.parametrize("spares", ["--spares", pytest.param("", marks=pytest.mark.slow)])
 def test_a_rank_is_killed(bed: Bed, python: str, spares: str) -> None:
     """With spares, the holder on node2 is killed first. The rank there starts as a program; the others are spares.
 
-    The next try's guard, which was there before the kill, is the guard after it.
+    The next try's guard, which was there before the kill, is the guard after it. MPICH's mpiexec does not log in again.
     """
     job = Job(bed, f"-n 4 --restarts 2 {spares} train.py 100", python=python, setting=EVERY_STEP)
     job.wait_for("made step 50 ")
@@ -117,9 +131,14 @@ def test_a_rank_is_killed(bed: Bed, python: str, spares: str) -> None:
         there = {node: programs(bed, node) - {rank_of(bed, node)} for node in ("node1", "node3", "node4")}
     until(lambda: len(sent(bed, "node3")) == (4 if spares else 3), "the next try is not prepared")
     before = sent(bed, "node3")
+    has_masters = python == PYTHONS["mpich"]
+    until(lambda: not has_masters or masters(bed) == 3, "no connection is open for mpiexec")
+    open_before = logins(bed, "node3")
     bed.node_run("node3", ["bash", "-c", "kill -9 $(cat /tmp/rank)"])
     job.wait_for("resumed from memory")
     assert len(before & sent(bed, "node3")) == len(before) - 1, job.output()
+    login = bed.node_run("node3", ["cut", "-d ", "-f2", "/tmp/login"]).stdout.strip()
+    assert (login in open_before) == has_masters
     write(bed, "node1", "go_on", "")
     end = job.end()
     assert end.code == 0, end.output

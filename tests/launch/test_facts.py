@@ -60,6 +60,17 @@ def test_a_path_that_does_not_answer(tmp_path: Path, monkeypatch: pytest.MonkeyP
     }
 
 
+def test_a_path_that_is_there_needs_no_python(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A Python only says what is wrong, as with a link to nothing."""
+    file, link = tmp_path / "-a file", tmp_path / "link"
+    file.touch()
+    link.symlink_to(tmp_path / "nothing")
+    assert facts.look_at_paths([str(link)]) == {str(link): ["missing", str(link)]}
+    monkeypatch.setattr(facts, "_LOOK_AT_PATH", "print('a Python was started')")
+    found = facts.look_at_paths([str(tmp_path), str(file), str(link)])
+    assert list(found.values()) == [["there"], ["there"], ["a Python was started"]]
+
+
 def test_cores_and_the_way_to_a_peer(tmp_path: Path) -> None:
     found = facts.collect({"paths": [str(tmp_path / "none")], "peers": {"self": "127.0.0.1"}}, PROBE)
     assert found["cores"] == len(os.sched_getaffinity(0))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import time
 import uuid
@@ -87,6 +88,8 @@ def test_when_the_launcher_is_gone_it_removes_what_that_had_in_a_folder(
     agent.parent.mkdir()
     agent.touch()
     kept.touch()
+    with socket.socket(socket.AF_UNIX) as of_ssh:
+        of_ssh.bind(str(agent.with_name("master")))
     connection = begin({**wish, "agent": str(agent)}, connections)
     connection.hang_up()
     assert connection.process.wait(HANG_SECONDS) == 0

@@ -6,6 +6,7 @@ import ctypes
 import os
 import random
 import signal
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,7 +17,7 @@ import guarding
 import pytest
 from guarding import wait_for_trouble
 
-from jobs import until
+from jobs import HANG_SECONDS, until
 from mpitrain.launch import watch
 from mpitrain.launch.connections import Connection
 from mpitrain.launch.placement import Place
@@ -79,6 +80,17 @@ def test_a_guard_that_lives_and_does_not_answer(wish: dict[str, Any]) -> None:
             )
 
 
+def test_a_guard_that_ends_while_it_asks(wish: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is killed if it does not end in time. Its roll call does not stay."""
+    monkeypatch.setattr(watch, "_CLOSE_SECONDS", 0.0)
+    slow, roll_call = tmp_path / "slow", Path(wish["roll_call"])
+    slow.write_text("#!/bin/sh\nexec sleep 20\n")
+    slow.chmod(0o755)
+    with Guards("here", ["here"], {"here": {**wish, "python": str(slow)}}) as guards:
+        until(lambda: guards._exchange(0.0, 0.1) or roll_call.exists())
+    assert not roll_call.exists()
+
+
 @pytest.fixture
 def both(wish: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Guards]:
     """Guards of two hosts, which are both this machine."""
@@ -102,6 +114,18 @@ def test_a_next_try_without_a_host(both: Guards, lost: str, fits: bool) -> None:
         assert both.trouble is None
         with guarding.rank_of(both._wishes["here"], 0):
             until(lambda: both.reports["here"].ranks)  # it is still heard
+
+
+def test_nobody_waits_for_the_watch_over_guards_that_have_gone(both: Guards) -> None:
+    """Two guards that end together leave nothing to listen to. The next try starts when the watch has ended."""
+    for connection in both._connections.values():
+        os.kill(connection.process.pid, signal.SIGKILL)
+    until(lambda: all(connection.is_closed for connection in both._connections.values()))
+    watch_over_them = threading.Thread(target=both._exchange, args=(0.0, 3600.0), daemon=True)
+    watch_over_them.start()
+    both._stop.set()
+    watch_over_them.join(HANG_SECONDS)
+    assert not watch_over_them.is_alive()
 
 
 def test_paths_that_a_next_try_needs(both: Guards, tmp_path: Path) -> None:
