@@ -61,8 +61,8 @@ def prepare(
             samples along the first dimension. Rank 0 draws the samples of a DataLoader, so the order is that of one
             process; its workers read only this rank's samples. For a second model, pass the data that the first call
             returned.
-        compression: how gradients are compressed between nodes: a name in mpitrain.compression.CODECS, "auto" or
-            "none". Default: the World's setting.
+        compression: how gradients are compressed between nodes: a name in mpitrain.compression.CODECS, "power_sgd",
+            "auto" or "none". Default: the World's setting.
         algorithm: the allreduce algorithm, a name in mpitrain.allreduce.ALGORITHMS. Default: the World's setting.
         bucket_bytes, threaded: as for GradientReducer.
 
