@@ -18,9 +18,10 @@ import numpy
 
 from mpitrain.adapters.adapter import Adapter
 from mpitrain.arrays import Array, is_device_array
-from mpitrain.errors import NonFiniteError
+from mpitrain.compression import power_sgd
+from mpitrain.errors import ConfigError, NonFiniteError, everywhere
 from mpitrain.exchange.alone import AloneExchange
-from mpitrain.exchange.exchange import Exchange
+from mpitrain.exchange.exchange import Exchange, make_exchange
 from mpitrain.exchange.means import Means
 from mpitrain.exchange.reducer import GradientReducer
 from mpitrain.strategies.flat_ranges import cut
@@ -78,8 +79,17 @@ class Rounds:
 
         Raises:
             MismatchError: the ranks differ in the arguments or in the model. Raised on every rank.
-            ConfigError: there are more fragments than trained elements. Raised on every rank.
+            ConfigError: there are more fragments than trained elements, or the setting of the World's compression is
+                power_sgd. Raised on every rank.
         """
+        setting = world.config.compression
+        if self._exchange is make_exchange and setting.partition(":")[0] == power_sgd.NAME:
+            raise everywhere(
+                ConfigError(
+                    f"compression={setting}: an outer step exchanges ranges of all parameters, which have no matrices "
+                    "that power_sgd could send as products. Take a codec, such as int8, or train with mt.Sync"
+                )
+            )
         self._world, self._adapter, self._scale = world, adapter, adapter.loss_scale
         outer = described(self._outer) if self._outer else "none"
         world.agree("begin", [str(self._plan), f"outer optimizer {outer}"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy
@@ -24,6 +25,14 @@ def test_outer_optimizers_that_differ(world: World) -> None:
     text = error_on_all(world, MismatchError, lambda: DiLoCo(3, outer=Sgd(rate)).begin(world, adapter()))
     assert "outer optimizer Sgd" in text
     assert "0.5" in text
+
+
+@kinds
+def test_power_sgd(world: World, kind: str) -> None:
+    """It would compress nothing: a fragment is a flat range."""
+    low_rank = replace(world, config=replace(world.config, compression="power_sgd:2"))
+    text = error_on_all(world, ConfigError, lambda: KINDS[kind][0]().begin(low_rank, adapter()))
+    assert "compression=power_sgd:2: an outer step exchanges ranges of all parameters" in text
 
 
 class Overflow:
