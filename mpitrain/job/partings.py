@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from contextlib import suppress
 
 from mpitrain.errors import LostRankError
 from mpitrain.job.recovery import Recovery
@@ -12,7 +11,7 @@ from mpitrain.watching.activity import own_activity
 from mpitrain.watching.rank_record import ENDED
 from mpitrain.world import World
 
-# The last note of a rank may arrive after MPI's word that the rank is gone.
+# Notes may arrive after MPI's word that a rank is gone.
 _LAST_NOTE_SECONDS = 2.0
 
 
@@ -22,8 +21,8 @@ def farewell(world: World, recovery: Recovery | None = None) -> None:
     Otherwise a rank that leaves early sits in MPI_Finalize while the others wait for it for ever.
 
     Raises:
-        LostRankError: a rank is gone that has not said so. This comes up with a `recovery` alone; any other MPI ends
-            the job.
+        LostRankError: a rank is gone before all have said so. This comes up with a `recovery` alone; any other MPI
+            ends the job.
     """
     from mpi4py import MPI
 
@@ -59,16 +58,19 @@ def _outlast(world: World) -> None:
     """
     from mpi4py import MPI
 
-    notes = world.control.notes
-    missing: dict[int, float] = {}  # ranks that are gone without a note, and since when
+    notes, control = world.control.notes, world.control
+    gone: dict[int, float] = {}  # and since when
     while len(notes.read) < notes.size - 1:
         lost = notes.lost()
-        with suppress(MPI.Exception):  # one more is gone
+        try:
             notes.look()
+        except MPI.Exception as error:
+            if error.Get_error_class() == MPI.ERR_REVOKED:  # another rank recovers, in which this one can take no part
+                raise
         now = time.monotonic()
-        missing = {rank: missing.get(rank, now) for rank in lost if rank not in notes.read}
-        if late := [rank for rank, since in missing.items() if now - since > _LAST_NOTE_SECONDS]:
-            control = world.control
+        gone = {rank: gone.get(rank, now) for rank in lost}
+        # A rank ends by itself when all have sent their notes. So if one is missing, those that are gone were killed.
+        if late := [rank for rank, since in gone.items() if now - since > _LAST_NOTE_SECONDS]:
             names = " and ".join(control.name(control.members.index(rank)) for rank in sorted(late))
             raise LostRankError(f"{names} was lost behind its training, before the end of its script")
         time.sleep(0.001)

@@ -20,6 +20,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -123,6 +124,9 @@ class Recovery:
             return True
         deadline = time.monotonic() + _NEWS_SECONDS
         while time.monotonic() < deadline:
+            # MPI hears of a loss only in a call that communicates.
+            with suppress(mpi.Exception):
+                self.world.control.notes.look()
             if self._base.Is_revoked() or any(comm.Is_revoked() for comm in self._comms()) or self._failed():
                 return True
             time.sleep(0.001)

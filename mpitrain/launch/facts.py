@@ -11,6 +11,7 @@ import contextlib
 import ipaddress
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -139,7 +140,9 @@ def _patience() -> float:
 def _start(command: list[str], **settings: Any) -> subprocess.Popen[bytes] | None:
     settings = {"stderr": subprocess.DEVNULL, **settings}
     try:
-        return subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, **settings)
+        return subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, start_new_session=True, **settings
+        )
     except OSError:
         return None
 
@@ -152,7 +155,7 @@ def _outputs(child: subprocess.Popen[bytes] | None, timeout_seconds: float) -> t
         # Not wait(): a child whose output does not fit into a pipe would never end.
         stdout, stderr = child.communicate(timeout=timeout_seconds)
     except subprocess.TimeoutExpired:
-        child.kill()
+        os.killpg(child.pid, signal.SIGKILL)  # it may be a shell that waits for another program
         with contextlib.suppress(subprocess.TimeoutExpired):
             child.communicate(timeout=1.0)
         return None

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 import subprocess
+import time
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -20,6 +21,7 @@ from mpitrain.launch.processes import end_with_parent, left_out
 _FOLDER = re.compile(rf"[\w/.+-]{{1,{107 - 1 - 40 - 17}}}", re.ASCII)
 # A firewall may forget a connection without traffic, which would then hang.
 _ALIVE_SECONDS = 15
+_END_SECONDS = 1.0
 
 
 @contextmanager
@@ -36,7 +38,9 @@ def open_masters(hosts: Iterable[str], folder: Path) -> Iterator[list[str]]:
         yield []
         return
     options = ["-o", f"ControlPath={folder}/%C"]
+    masters: list[subprocess.Popen[bytes]] = []
     with ExitStack() as stack:
+        stack.callback(_end, masters)
         for host in hosts:
             stays = ["-N", "-o", "ControlMaster=yes", "-o", f"ServerAliveInterval={_ALIVE_SECONDS}"]
             master = subprocess.Popen(
@@ -47,11 +51,19 @@ def open_masters(hosts: Iterable[str], folder: Path) -> Iterator[list[str]]:
                 start_new_session=True,  # Ctrl-C in the terminal reaches the launcher only
                 preexec_fn=end_with_parent(),  # noqa: PLW1509 (no thread holds a lock that it takes)
             )
-            stack.callback(_end, master)
+            masters.append(master)
             stack.enter_context(left_out({master.pid}))
-        yield options
+        yield [*options, "-o", "ControlMaster=no"]  # mpiexec's ssh is no master, whatever the user's settings are
 
 
-def _end(master: subprocess.Popen[bytes]) -> None:
-    master.kill()
-    master.wait()
+def _end(masters: Iterable[subprocess.Popen[bytes]]) -> None:
+    """End them, and with them their processes for ProxyJump, which SIGKILL would leave."""
+    for master in masters:
+        master.terminate()
+    deadline = time.monotonic() + _END_SECONDS
+    for master in masters:
+        try:
+            master.wait(max(0.0, deadline - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            master.kill()
+            master.wait()

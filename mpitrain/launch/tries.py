@@ -15,14 +15,15 @@ from contextlib import ExitStack
 from mpitrain.errors import ConfigError, LaunchError
 from mpitrain.launch.dialects import JobSpec
 from mpitrain.launch.ending import Ended
-from mpitrain.launch.keepers import Keepers
+from mpitrain.launch.keepers import KEEPER_SILENCE_SECONDS, Keepers
 from mpitrain.launch.over_hosts import JobOverHosts
 from mpitrain.launch.processes import left_out
 from mpitrain.launch.reserve import Reserve
-from mpitrain.launch.watch import FACTS_SECONDS
 
 # Facts that are being asked for when they are needed without some hosts: it may be one of these that does not answer.
 _FACTS_SECONDS = 2.0
+# To ask the same hosts anew would take longer. But nobody sends beats to the keepers meanwhile.
+_FACTS_SECONDS_OF_ALL = KEEPER_SILENCE_SECONDS / 2
 
 
 class Tries:
@@ -123,9 +124,8 @@ class Tries:
         """Return `job` with guards and facts, if they are prepared and fit; they are closed with `stack`."""
         taken = self._next
         if taken is not None and self._thread is not None:
-            # To ask the same hosts anew would take longer.
             is_whole = job.placement.hosts == taken.job.placement.hosts
-            self._thread.join(FACTS_SECONDS if is_whole else _FACTS_SECONDS)
+            self._thread.join(_FACTS_SECONDS_OF_ALL if is_whole else _FACTS_SECONDS)
             if not self._thread.is_alive() and self._has_facts and taken.becomes(job):
                 stack.enter_context(self._stack.pop_all())
                 self._next = self._thread = None

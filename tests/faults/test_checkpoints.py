@@ -140,7 +140,8 @@ def test_a_full_disk_that_gets_room_again(tmp_path: Path) -> None:
 def test_a_disk_that_is_full_at_the_end(tmp_path: Path) -> None:
     job, copy = in_a_small_disk(tmp_path, FILL)
     once(job, "/small/step-00000004: ")
-    report_of(job, "CheckpointError: cannot write the checkpoint ", "No space left on device")
+    # The report is of the rank that was first to fail, which need not be the one that writes.
+    report_of(job, "CheckpointError: ", "cannot write the checkpoint ", "No space left on device")
     assert names_in(copy) == ["other", "step-00000002"]
     assert load(copy / "step-00000002")["adapter"]["parameters"]["w"].shape == (10_000,)
 

@@ -112,7 +112,7 @@ def test_a_run_that_is_over_does_not_fail_by_a_server_that_stays(
             raise
 
     monkeypatch.setattr(shard.ShardServer, "_hear", stays)
-    served = Served(1, mt.ParameterServer("async"), hang_seconds=2.0, num_servers=2)
+    served = Served(1, mt.ParameterServer("async"), hang_seconds=6.0, num_servers=2)
     with hands(served, 1) as (worker,), lines_of(worker, served) as (line,):
         job = worker.pull()
         say(line, "push", [mean(job)[:12]], **of(worker, job))
@@ -122,13 +122,14 @@ def test_a_run_that_is_over_does_not_fail_by_a_server_that_stays(
     goes_on.set()
     served.end()
     assert set(served.counts) == {1.0}
-    assert re.search(r"the run has ended, .* to end: server 1 on .* not been heard of for 2 s", capsys.readouterr().out)
+    text = r"the run has ended, .* to end: server 1 on .* not been heard of for \d+ s"
+    assert re.search(text, capsys.readouterr().out)
 
 
 def test_a_pull_that_fails_is_no_fault_of_the_samples(monkeypatch: pytest.MonkeyPatch) -> None:
     """Server 1 answers one of two workers alone. The other one ends, and its samples go to the first one."""
     world, job = mt.init(), the_job()
-    monkeypatch.setattr(job, "world", replace(world, config=replace(world.config, hang_seconds=3.0)))
+    monkeypatch.setattr(job, "world", replace(world, config=replace(world.config, hang_seconds=6.0)))
     answer = shard.ShardServer._answer
     shunned: list[str] = []
 
@@ -146,7 +147,7 @@ def test_a_pull_that_fails_is_no_fault_of_the_samples(monkeypatch: pytest.Monkey
     assert set(trainer.adapter.parameters()["count"]) == {1 / 8}
     (error,) = others.errors.values()
     assert isinstance(error, LaunchError)
-    assert re.search(r"worker \d on .*: server 1 has not been heard of for \d s \(MPITRAIN_HANG_SECONDS\)", str(error))
+    assert re.search(r"worker \d on .*: server 1 has not been heard of for \d+ s \(MPITRAIN_HANG_SECONDS\)", str(error))
     assert [one.refused for one in trainer.strategy.ledger.workers] == [0, 0]  # type: ignore[attr-defined]
 
 
