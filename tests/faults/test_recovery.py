@@ -157,6 +157,28 @@ def test_a_rank_that_dies_behind_its_training(tmp_path: Path, lost: bool) -> Non
     failed(job, f"rank 2 on {HERE} was lost behind its training, before the end of its script")
 
 
+def test_a_rank_that_is_killed_while_it_waits_for_the_others(tmp_path: Path) -> None:
+    """It has said that it makes no more calls. What its interpreter does at its end is not done."""
+    late = """
+if me == 0:
+    time.sleep(60)
+if me == 2:
+    import threading
+    threading.Thread(target=lambda: (time.sleep(1), die()), daemon=True).start()
+"""
+    job = train(tmp_path, 3, at_end=late)
+    failed(job, f"rank 2 on {HERE} was lost behind its training, before the end of its script")
+
+
+def test_an_error_of_any_kind_may_come_of_a_loss(tmp_path: Path) -> None:
+    """The rank has made no call since, in which MPI could have told it."""
+    knows = "__import__('mpitrain.job.start', fromlist=['the_job']).the_job().recovery.is_loss(OSError())"
+    asks = f"die() if me == 1 else (time.sleep(1), print('a loss:', {knows}, flush=True))"
+    job = train(tmp_path, 2, after_run=f"if trainer.world.generation == 0: {asks}")
+    succeeded(job)
+    assert "a loss: True" in job.stdout
+
+
 def test_checkpoints_and_the_record_go_on(tmp_path: Path) -> None:
     """The root is lost. From then on another rank writes."""
     hooks = '[mt.Record([mt.JsonLines(folder)], steps=1), mt.Checkpoint(folder / "checkpoints", steps=5)]'

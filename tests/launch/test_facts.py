@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from jobs import HANG_SECONDS
+from jobs import HANG_SECONDS, until
 from mpitrain.launch import facts, probe
 
 PROBE = Path(probe.__file__).read_text()
@@ -58,6 +58,19 @@ def test_a_path_that_does_not_answer(tmp_path: Path, monkeypatch: pytest.MonkeyP
         "slow": "hangs",
         "": "there",
     }
+
+
+def test_a_look_that_hangs_ends_with_its_programs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A program that stays would be adopted by the launcher, as a process that the job has left."""
+    program = tmp_path / "bin/ls"
+    program.parent.mkdir()
+    program.write_text(f"#!/bin/sh\necho $$ > {tmp_path}/pid\nexec sleep 1000\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{program.parent}:/usr/bin:/bin")
+    monkeypatch.setattr(facts, "_PATH_SECONDS", 2.0)
+    assert facts.look_at_paths(["/"]) == {"/": ["hangs"]}
+    pid = int((tmp_path / "pid").read_text())
+    until(lambda: not Path(f"/proc/{pid}").exists())
 
 
 def test_a_path_that_is_there_needs_no_python(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

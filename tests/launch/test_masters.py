@@ -40,6 +40,18 @@ def test_they_are_no_processes_of_the_job_and_end(asked: Path) -> None:
 
 
 @pytest.mark.skipif(not shutil.which("ssh"), reason="needs ssh")
+def test_an_ssh_of_mpiexec_becomes_no_master(tmp_path: Path) -> None:
+    """Whatever the user's own settings are: it would stay behind, as a process of the job."""
+    settings = tmp_path / "config"
+    settings.write_text("ControlMaster auto\nControlPersist 10m\n")
+    with open_masters([], Path("/tmp")) as options:
+        said = subprocess.run(
+            ["ssh", "-G", "-F", settings, *options, "node7"], capture_output=True, text=True, check=True
+        )
+    assert "controlmaster false" in said.stdout.splitlines()
+
+
+@pytest.mark.skipif(not shutil.which("ssh"), reason="needs ssh")
 @pytest.mark.parametrize("folder", ["/tmp/tmp_x-1.+2", "/tmp/" + "x" * 44])
 def test_where_ssh_looks_for_them(folder: str) -> None:
     """In that folder, at a path that is not too long for a socket, even while ssh makes it."""
