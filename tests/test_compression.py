@@ -13,7 +13,8 @@ from codec_values import COMPILED, INPUTS, LARGEST, NEEDS_NUMBA, any_bits, decod
 from mpitrain.compression import CODECS, make_codec
 from mpitrain.compression.codec import Codec
 from mpitrain.compression.kernels import can_compile
-from mpitrain.errors import ConfigError
+from mpitrain.errors import ConfigError, GradientError
+from mpitrain.serve.pushes import read_gradients
 
 
 @pytest.fixture(params=COMPILED)
@@ -227,3 +228,22 @@ def test_without_numba(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_name_that_is_not_there() -> None:
     with pytest.raises(ConfigError, match=f"there is no codec 'int2'; known: {', '.join(sorted(CODECS))}"):
         make_codec("int2")
+
+
+@pytest.mark.parametrize("name", INPUTS)
+def test_what_was_encoded_is_valid(codec: Codec, name: str) -> None:
+    values = INPUTS[name]
+    wire, _ = encode(codec, values)
+    assert codec.is_valid(wire, values)
+
+
+@pytest.mark.parametrize(("place", "value"), [(0, 4096), (-1, 4), (-1, 65535)])
+def test_places_that_do_not_exist(compiled: bool, place: int, value: int) -> None:
+    """A whole block and a short one of four values. Compiled code would write to the memory behind them."""
+    codec = CODECS["top_k"](compiled)
+    values = random(4096 + 4)
+    wire, _ = encode(codec, values)
+    wire[-2 * 42 :].view(numpy.uint16)[place] = value
+    assert not codec.is_valid(wire, values)
+    with pytest.raises(GradientError, match="gradients of top_k came for places that do not exist"):
+        read_gradients([wire], {numpy.dtype(numpy.float32): slice(10, 10 + 4096 + 4)}, codec)

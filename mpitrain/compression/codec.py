@@ -68,6 +68,10 @@ class Codec(Protocol):
         """Add decode(wire) to `total`, float32[n], with one float32 addition per value. Raises as encode does."""
         ...
 
+    def is_valid(self, wire: numpy.ndarray, values: numpy.ndarray) -> bool:
+        """Return whether `wire` can be decoded into `values`, whoever made it. decode and add do not look for that."""
+        ...
+
 
 class Passes(NamedTuple):
     """The actual work, on the arrays in a wire. `error` is empty if the caller does not need it."""
@@ -90,6 +94,7 @@ class ArrayCodec:
         relative_error: float,
         may_overflow: bool = False,
         gathered: bool = False,
+        places_exist: Callable[[tuple[numpy.ndarray, ...], int], bool] = lambda *_: True,
         device_file: str | None = None,
         device_name: str | None = None,
         device_settings: Callable[[int], tuple[int, ...]] = lambda _: (),
@@ -103,6 +108,7 @@ class ArrayCodec:
             relative_error: see Codec.
             may_overflow: see Codec.
             gathered: see Codec.
+            places_exist: looks, in the arrays of a wire of so many values, for places that decoding would write to.
             device_file: the file in mpitrain/cuda/kernels with the codec's kernels, if there are any.
             device_name, device_settings: see DeviceCode; default: the name of the codec, and none.
         """
@@ -116,6 +122,7 @@ class ArrayCodec:
         self.compiled = compiled
         self._parts = parts
         self._passes = passes
+        self._places_exist = places_exist
         self._no_error = numpy.empty(0, numpy.float32)
 
     def wire_bytes(self, count: int) -> int:
@@ -137,6 +144,10 @@ class ArrayCodec:
     def add(self, wire: numpy.ndarray, total: numpy.ndarray) -> None:
         """See Codec."""
         self._passes.add(self._arrays(wire, total), total)
+
+    def is_valid(self, wire: numpy.ndarray, values: numpy.ndarray) -> bool:
+        """See Codec."""
+        return self._places_exist(self._arrays(wire, values), values.size)
 
     def _arrays(self, wire: numpy.ndarray, values: numpy.ndarray) -> tuple[numpy.ndarray, ...]:
         """Return the arrays in `wire`. Check the sizes here, because compiled code checks no bounds."""

@@ -60,6 +60,7 @@ def top_k(compiled: bool, density: float = DENSITY, name: str = "top_k") -> Code
         compiled,
         relative_error=1.0,
         gathered=True,
+        places_exist=partial(places_exist, density),
         device_file="gathered_codec.cu",
         device_name="top_k",
         device_settings=partial(numbers_kept, density),
@@ -99,6 +100,14 @@ def parts(density: float, count: int) -> list[tuple[numpy.dtype, int]]:
     most, last = numbers_kept(density, count)
     kept = count // BLOCK_VALUES * most + (last if count % BLOCK_VALUES else 0)
     return [(_KEPT, kept), (_PLACE, kept)]
+
+
+def places_exist(density: float, arrays: tuple[numpy.ndarray, ...], count: int) -> bool:
+    """Return whether all places of a wire of `count` values are in their blocks."""
+    _, places = arrays
+    most, _ = numbers_kept(density, count)
+    whole = count // BLOCK_VALUES * most
+    return bool((places[:whole] < BLOCK_VALUES).all() and (places[whole:] < count % BLOCK_VALUES).all())
 
 
 def fast(density: float) -> Passes:

@@ -156,6 +156,8 @@ def read_gradients(
         flats[dtype] = array
         if codec is not None and is_coded:
             flats[dtype] = numpy.empty(count, dtype)
+            if not codec.is_valid(array, flats[dtype]):
+                raise GradientError(f"gradients of {codec.name} came for places that do not exist")
             codec.decode(array, flats[dtype])
     return flats
 
