@@ -8,7 +8,9 @@ import pytest
 from mpitrain import World
 from mpitrain.allreduce import ALGORITHMS, make_algorithm, make_halves
 from mpitrain.allreduce.algorithm import DTYPES, AllreduceHandle
+from mpitrain.allreduce.costs import topology_of
 from mpitrain.allreduce.halves import Halves
+from mpitrain.allreduce.registry import cheapest, priced
 from mpitrain.errors import ConfigError, MismatchError
 
 from .common import assert_equal, assert_same_bits, error_on_all, expected_sum, pattern, skip_alone
@@ -67,6 +69,14 @@ def test_on_several_nodes(world: World, name: str, placement: str) -> None:
         check(there, halves, length, numpy.dtype(numpy.float32))
 
 
+def adds_in_the_same_order(world: World, name: str, num_bytes: int) -> bool:
+    """Between nodes, hierarchical may take an algorithm without halves; its own halves then take another one."""
+    if name != "hierarchical" or world.num_nodes == 1:
+        return True
+    lane = topology_of(world).between_nodes()
+    return ALGORITHMS[cheapest(num_bytes // lane.lanes, lane, priced(lane))[1]].reduce_scatter is not None
+
+
 @pytest.mark.parametrize("placement", PLACEMENTS)
 @pytest.mark.parametrize("name", sorted(set(HALVES) - {"auto"}))
 def test_sums_have_the_bits_of_the_allreduce(world: World, name: str, placement: str) -> None:
@@ -84,7 +94,8 @@ def test_sums_have_the_bits_of_the_allreduce(world: World, name: str, placement:
         run(there, flat, halves.reduce_scatter)
         run(there, flat, halves.allgather)
         algorithm.start(whole).wait()
-        assert flat.tobytes() == whole.tobytes()
+        if adds_in_the_same_order(there, name, flat.nbytes):
+            assert flat.tobytes() == whole.tobytes()
         assert_same_bits(world, flat)
 
 
