@@ -205,6 +205,7 @@ class Run:
 
     def _watch(self, mpiexec: subprocess.Popen[bytes], meanwhile: Callable[[], None]) -> None:
         """Loop until everything has ended, or must be ended."""
+        nap_seconds = 0.01  # a restart waits for this; a job whose processes linger is looked at less often
         while time.monotonic() < min(self._kill_at, self._linger_until):
             if self._pipes.get_map():
                 self._read(timeout_seconds=0.05 if self._printer.is_waiting else 0.2)
@@ -212,7 +213,8 @@ class Run:
                 with suppress(subprocess.TimeoutExpired):
                     mpiexec.wait(0.2)
             else:
-                time.sleep(0.01)
+                time.sleep(nap_seconds)
+                nap_seconds = min(2 * nap_seconds, 0.05)
             self._pass_signals_on(mpiexec)
             if not self._goes_on(mpiexec):
                 return

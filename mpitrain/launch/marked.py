@@ -51,9 +51,10 @@ class Marked:
 
     def end(self, linger_seconds: float) -> tuple[list[tuple[int, str]], list[tuple[int, str]]]:
         """Let the processes end by themselves for that long, then kill the rest: return these, and immortal ones."""
-        until = time.monotonic() + linger_seconds
+        until, nap_seconds = time.monotonic() + linger_seconds, 0.02
         while (left := self.find()) and time.monotonic() < until:
-            time.sleep(0.02)
+            time.sleep(nap_seconds)
+            nap_seconds = min(2 * nap_seconds, 0.1)
         killed = [(pid, command_line(pid)) for pid in sorted(left)]
         deadline = time.monotonic() + _KILL_SECONDS
         while left and time.monotonic() < deadline:
