@@ -6,11 +6,12 @@ So after a run the parameters say how often each sample was in an update. All va
 
 from __future__ import annotations
 
+import random
 import socket
 import tempfile
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -65,9 +66,18 @@ def expected_counts(position: dict[str, Any], samples_of_update: int) -> numpy.n
     return counts / samples_of_update
 
 
+def free_addresses(number: int) -> list[str]:
+    """Different ones, with ports below those that the kernel gives to the connections of other tests meanwhile."""
+    free: dict[str, None] = {}
+    while len(free) < number:
+        port = random.SystemRandom().randrange(16384, 32768)
+        with suppress(OSError), socket.create_server(("127.0.0.1", port)):
+            free[f"127.0.0.1:{port}"] = None
+    return list(free)
+
+
 def free_address() -> str:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return f"127.0.0.1:{server.getsockname()[1]}"
+    return free_addresses(1)[0]
 
 
 def worker_key() -> WorkerKey:
@@ -158,7 +168,7 @@ def train_served(
     Return what it has trained, and the others, the workers first.
     """
     num_servers = 1 + len(shard_builds)
-    addresses = [free_address() for _ in range(num_servers)]
+    addresses = free_addresses(num_servers)
     with playing("server", addresses[0], len(worker_builds), num_servers):
         trainer = mt.Trainer(build, hooks)
     if restore is not None:

@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 import numpy
-from counting import NUM_SAMPLES, WorkerThreads, at, counting, free_address, parts, playing, worker_key
+from counting import NUM_SAMPLES, WorkerThreads, at, counting, free_addresses, parts, playing, worker_key
 
 import mpitrain as mt
 from jobs import HANG_SECONDS, until
@@ -84,7 +84,7 @@ class Served:
         hooks: Sequence[mt.Hook] = (),
         num_servers: int = 1,
     ) -> None:
-        self.addresses = [free_address() for _ in range(num_servers)]
+        self.addresses = free_addresses(num_servers)
         self.address = self.addresses[0]
         builds = [build(deepcopy(strategy)) for _ in self.addresses[1:]]
         self.error: BaseException | None = None
