@@ -103,7 +103,6 @@ def went_on_with_what_is_left_out(tmp_path: Path, script: str, compression: str)
     numpy.testing.assert_allclose(kept + lost, 20 * mean, rtol=0, atol=rounding)
 
 
-
 TORCH = """
 import os, pathlib, signal, sys
 import numpy, torch
