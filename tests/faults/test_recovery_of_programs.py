@@ -103,6 +103,39 @@ def went_on_with_what_is_left_out(tmp_path: Path, script: str, compression: str)
     numpy.testing.assert_allclose(kept + lost, 20 * mean, rtol=0, atol=rounding)
 
 
+CARRIED = """
+import os, pathlib, signal, sys
+import numpy
+import mpitrain as mt
+
+me = mt.init().rank
+
+def gradients(parameters, batch, on_gradient):
+    if me == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    on_gradient("w", numpy.zeros(5, "f4"))
+    return 0.0
+
+def build(world):
+    data, zeros = mt.ArrayData(world, [numpy.arange(12)], global_batch=12), numpy.zeros(5, "f4")
+    return mt.Parts(mt.ArrayFunction(gradients, {"w": zeros}, mt.Sgd(1.0)), mt.Sync(), data)
+
+trainer = mt.Trainer(build, [mt.StopAtStep(2)])
+trainer.strategy.restore_own({"carried": {"w": numpy.full(5, 10.0**me, "f4")} if me != 2 else {}})
+trainer.run()
+numpy.save(pathlib.Path(sys.argv[1]) / f"rank{me}.npy", trainer.adapter.parameters()["w"])
+"""
+
+
+def test_what_is_carried_without_a_codec(tmp_path: Path) -> None:
+    """A loss in the first step after a restore: what ranks 0 and 3 carry is in the mean of the next try, once."""
+    (tmp_path / "carried.py").write_text(CARRIED)
+    command = [str(VENVS[need("openmpi")] / "bin/python"), "-m", "mpitrain", "run", "-n", "4", "--recover"]
+    succeeded(run_command([*command, str(tmp_path / "carried.py"), str(tmp_path)], cwd=tmp_path))
+    for rank in (0, 2, 3):
+        numpy.testing.assert_array_equal(numpy.load(tmp_path / f"rank{rank}.npy"), numpy.full(5, -1001))
+
+
 TORCH = """
 import os, pathlib, signal, sys
 import numpy, torch
