@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import zlib
+
 import numpy
 import pytest
 
 from codec_values import COMPILED, NEEDS_NUMBA, same_bits
+from mpitrain.allreduce.low_rank import _check_marks, _marks
 from mpitrain.compression.power_sgd import Matrix, Products, first_factor, plan, rank_of
-from mpitrain.errors import ConfigError
+from mpitrain.errors import ConfigError, MismatchError
 
 SHAPES = [(2, 3, 1), (1, 5, 1), (33, 31, 4), (64, 64, 2), (7, 100, 4), (129, 257, 3)]
 UNIT = 2.0**-24
@@ -116,3 +119,21 @@ def test_a_rank_that_is_not_allowed(text: str) -> None:
     with pytest.raises(ConfigError, match=f"the rank is '{text}'; allowed are whole numbers from 1 to 64"):
         rank_of(f"power_sgd:{text}")
     assert (rank_of("power_sgd"), rank_of("power_sgd:64")) == (4, 64)
+
+
+@pytest.mark.parametrize("ranks", [2, 4228, 65536])
+def test_equal_factors_are_equal_on_any_number_of_ranks(ranks: int) -> None:
+    """The sums of the marks are exact in float32, and one rank of all that differs is found."""
+    matrices = plan([("w", (4, 9))], 1)
+    (matrix,) = matrices.matrices
+    # The CRC-32 of these bytes has all bits, so each digit is the largest one.
+    factors = {matrix.key: numpy.full(4, 0xFF, numpy.uint8)}
+    assert zlib.crc32(factors[matrix.key].tobytes()) == 2**32 - 1
+    marks = _marks(matrices, factors)
+    assert marks.dtype == numpy.float32
+    sums = numpy.add.accumulate(numpy.tile(marks, (ranks, 1)))[-1]
+    _check_marks(ranks, sums)
+    assert (sums == ranks * marks.astype(float)).all()
+    other = _marks(matrices, {matrix.key: numpy.zeros(4, numpy.uint8)})
+    with pytest.raises(MismatchError, match="different factors"):
+        _check_marks(ranks, sums - marks + other)

@@ -23,7 +23,8 @@ from mpitrain.compression.power_sgd import Matrix, Plan, Products, first_factor
 from mpitrain.errors import MismatchError, everywhere
 from mpitrain.world import World
 
-_DIGITS = 6  # of 6 bits: of a checksum of 32
+# Of 4 bits, of a checksum of 32. Float32 adds whole numbers exactly up to 2^24, so the squares of 74565 ranks.
+_DIGITS = 8
 Factors = dict[Any, numpy.ndarray]
 # flat, residual, plan, factors. All are overwritten but the plan: the sum, what is left out, the Q of the next step.
 LowRank = Callable[[numpy.ndarray, numpy.ndarray, Plan, Factors], Progress]
@@ -52,7 +53,7 @@ def low_rank_steps(world: World, total: Steps, products: Products) -> LowRank:
             first[end - (part.stop - part.start) : end] = flat[part]
             residual[part] = 0
         yield total(first)
-        _check_marks(world, first[plan.num_first :])
+        _check_marks(world.size, first[plan.num_first :])
         for part in reversed(plan.whole):
             flat[part] = first[end - (part.stop - part.start) : end]
             end -= part.stop - part.start
@@ -85,19 +86,19 @@ def low_rank_steps(world: World, total: Steps, products: Products) -> LowRank:
 
 
 def _marks(plan: Plan, factors: Factors) -> numpy.ndarray:
-    """Return the digits of a checksum of the factors, and their squares: few enough bits for exact sums in float32."""
+    """Return the digits of a checksum of the factors, and their squares: small enough for exact sums in float32."""
     known = 0
     for matrix in plan.matrices:
         if (factor := factors.get(matrix.key)) is not None:
             known = zlib.crc32(factor.tobytes(), known)
-    digits = numpy.array([known >> 6 * place & 63 for place in range(_DIGITS)])
+    digits = numpy.array([known >> 4 * place & 15 for place in range(_DIGITS)])
     return numpy.concatenate([digits, digits**2]).astype(numpy.float32)
 
 
-def _check_marks(world: World, sums: numpy.ndarray) -> None:
+def _check_marks(size: int, sums: numpy.ndarray) -> None:
     """Only equal numbers have n x the sum of squares equal to the square of the sum. Every rank sees both."""
     digits, squares = (part.astype(numpy.int64) for part in (sums[:_DIGITS], sums[_DIGITS:]))
-    if (world.size * squares != digits**2).any():
+    if (size * squares != digits**2).any():
         raise everywhere(
             MismatchError(
                 "the ranks go on from different factors of PowerSGD; they must be those of the same step. Restore the "

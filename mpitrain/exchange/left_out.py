@@ -32,15 +32,21 @@ class LeftOut:
         self._exchange = exchange
         self._slots = slots
 
-    def state(self, carried: dict[numpy.dtype, numpy.ndarray]) -> dict[str, Any]:
-        """Return the residuals, with `carried`, which has not been sent yet; {} if nothing is left out."""
-        if self._world.num_nodes == 1:
+    def state(self, carried: dict[numpy.dtype, numpy.ndarray], *, is_owed: bool) -> dict[str, Any]:
+        """Return the residuals and `carried`, which has not been sent yet.
+
+        {} if there is no residual and, by `is_owed`, nothing is carried on any rank: on every rank or on none.
+        """
+        on_several_nodes = self._world.num_nodes > 1
+        flats = {
+            dtype: residual
+            for dtype, slot in self._slots.items()
+            if on_several_nodes and (residual := slot.left_out()) is not None
+        }
+        if not flats and not is_owed:
             return {}
-        flats = {dtype: residual for dtype, slot in self._slots.items() if (residual := slot.left_out()) is not None}
-        if not flats:
-            return {}
-        state = {"place": self._placement(), "residual": self._layout.named(flats)}
-        return {**state, "carried": self._layout.named(carried)} if carried else state
+        parts = {"residual": flats, "carried": carried}
+        return {"place": self._placement()} | {key: self._layout.named(part) for key, part in parts.items() if part}
 
     def restore(self, state: Mapping[str, Any]) -> dict[numpy.dtype, numpy.ndarray]:
         """Overwrite the residuals. Return what is carried.

@@ -99,6 +99,7 @@ class GradientReducer:
         self._sums = Sums(
             self._exchange, self._slots, self._place, self.layout, self._buckets, self._stopwatch, world.control
         )
+        self._is_owed = False  # what was restored has not been sent yet, by this rank or another one
         self._left_out = LeftOut(world, self.layout, self._buckets, self._exchange, self._slots)
         self._driver = make_driver(world, self.progress, threaded)
         self._is_closed = False
@@ -278,7 +279,7 @@ class GradientReducer:
         if found_by_all and not (may_skip and cause and MISSING not in codes):
             raise found_by_all
         if not cause:
-            self._sums.carried = {}
+            self._sums.carried, self._is_owed = {}, False
             if self._world.observer:
                 self._world.observer.saw_means(self.layout.named(self.flats), self._weight)
         loss = sum(vote.records["value"].tolist()) / self._total
@@ -288,14 +289,16 @@ class GradientReducer:
         return Means(loss, self._total, self._stopwatch.end(), cause, remarks)
 
     def state(self) -> dict[str, Any]:
-        """Return what this rank alone keeps from step to step, for a checkpoint. {} if its exchange keeps nothing.
+        """Return what this rank alone keeps from step to step, for a checkpoint.
+
+        {} on every rank if the exchange keeps nothing, and nothing that any rank has restored is still to be sent.
 
         Returns:
             `residual`: what the codec has left out so far, as float32 host arrays by parameter name. `carried`: a
             restored value that has not been sent yet, if any. `place`: a text that is equal if the ranks are placed
             alike and have equal buckets.
         """
-        return self._left_out.state(self._sums.carried)
+        return self._left_out.state(self._sums.carried, is_owed=self._is_owed)
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Go on from `state`. Not collective, but the `carried` values of the ranks add up.
@@ -303,12 +306,12 @@ class GradientReducer:
         Args:
             state: the state of this rank in an equal place. Or only `carried`, by parameter name: the values that are
                 missing from the means so far, as a sum over the ranks that get some. They are added to the means of
-                the next step.
+                the next step. {} on every rank, or on none: a rank without such values gets an empty `carried`.
 
         Raises:
             CheckpointError: the state belongs to other parameters. Nothing has changed.
         """
-        self._sums.carried = self._left_out.restore(state)
+        self._sums.carried, self._is_owed = self._left_out.restore(state), bool(state)
 
     def factors(self) -> dict[str, numpy.ndarray]:
         """Return where compression goes on from the last step, by parameter name: equal on all ranks; {} for nothing.

@@ -100,7 +100,7 @@ class Fragment:
     @property
     def is_idle(self) -> bool:
         """The ranks have the same values, and nothing is carried or under way."""
-        return not (self.is_apart or self.flying or self._carried)
+        return not (self.is_apart or self.flying or self._carried or self._reducer.state())
 
     @property
     def counts(self) -> tuple[float, float, bool]:
@@ -281,7 +281,8 @@ class Fragment:
 
     def place(self) -> str:
         """A text that is equal if a rank's codec would leave out the same values."""
-        return str(self._reducer.state().get("place", ""))
+        state = self._reducer.state()
+        return str(state["place"]) if "residual" in state else ""
 
     def arrive(self, flying: tuple[float, float], steps_left: int, means: Mapping[str, numpy.ndarray]) -> None:
         """Take in a mean that has arrived before a resume. `flying[0]` is of this rank, or 0."""

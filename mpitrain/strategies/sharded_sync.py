@@ -105,7 +105,9 @@ class ShardedSync:
         refuse_round(state)
 
     def own_state(self) -> dict[str, Any]:
-        """See Strategy. The state is empty. From now until the next step, `state` of the adapter has all parts.
+        """See Strategy. The state is what was restored and has not been sent yet.
+
+        From now until the next step, `state` of the adapter has all parts.
 
         Raises:
             LostRankError: a rank has been lost, and its part with it.

@@ -16,6 +16,7 @@ class Strategy(Protocol):
 
     A strategy whose replicas differ between some steps has the property `replicas_are_equal`, which is then False. One
     whose `own_state` is that of before a step until the step is committed has the attribute `keeps_own_state`, True.
+    Of any other, `state` too may change before the commit, but only while `own_state` is not {}.
     One whose `restore` overwrites what belongs to a rank alone has the method `check(state)`: it raises the
     CheckpointError that `restore` would raise, and changes nothing. One whose ranks use their own gradients in the next
     step, and not the mean, has the property `trains_alone`, which is then True. One with outer steps has their number

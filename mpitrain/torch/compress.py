@@ -13,14 +13,13 @@ from torch._C._distributed_c10d import GradBucket
 
 from mpitrain.allreduce.algorithm import Progress
 from mpitrain.allreduce.compressed import compressed
-from mpitrain.allreduce.hierarchical import hierarchical
 from mpitrain.allreduce.low_rank import low_rank_steps
 from mpitrain.compression import check_compression, make_codec, power_sgd
 from mpitrain.compression.kernels import can_compile
 from mpitrain.errors import ConfigError
 from mpitrain.torch.backend import MpiProcessGroup
 from mpitrain.torch.bucket_residuals import BucketResiduals, OnBucket
-from mpitrain.world import World
+from mpitrain.torch.channel import Channel
 
 Hook = Callable[[Any, GradBucket], torch.futures.Future[torch.Tensor]]
 
@@ -40,7 +39,8 @@ def compress(codec: str) -> Hook:
 
     Args:
         codec: a name in mpitrain.compression.CODECS, or power_sgd; with its setting if it takes one, as in
-            "top_k:0.05" and "power_sgd:2".
+            "top_k:0.05" and "power_sgd:2". The sums of power_sgd use the algorithm of the group's other sums,
+            MPITRAIN_ALGORITHM. A codec has its own.
 
     Raises:
         ConfigError: there is no such codec or setting; or, in the backward pass, a gradient is not float32, or the
@@ -59,7 +59,7 @@ def compress(codec: str) -> Hook:
                 "parameters float32, or leave the hook out"
             )
         if group not in sums:
-            sums[group] = _sum_of(world, codec, residuals)
+            sums[group] = _sum_of(group._channel, codec, residuals)
         parameters, steps = bucket.parameters(), sums[group]
 
         def work(flat: numpy.ndarray) -> Progress:
@@ -74,12 +74,16 @@ def compress(codec: str) -> Hook:
     return hook
 
 
-def _sum_of(world: World, compression: str, residuals: BucketResiduals) -> OnBucket:
+def _sum_of(channel: Channel, compression: str, residuals: BucketResiduals) -> OnBucket:
     """Make the sum of a bucket. Its parameters have the shapes that power_sgd needs."""
+    world = channel.world
     if compression.partition(":")[0] != power_sgd.NAME:
         steps = compressed(world, make_codec(compression)).steps
         return lambda flat, residual, _: steps(flat, residual)
-    total = hierarchical(world).steps
+
+    def total(flat: numpy.ndarray, residual: numpy.ndarray | None = None, /) -> Progress:
+        return channel.sums.steps(flat, residual)  # not kept: the channel gives its memory back when the group ends
+
     if world.num_nodes == 1:
         return lambda flat, *_: total(flat)
     products, rank = power_sgd.Products(can_compile()), power_sgd.rank_of(compression)

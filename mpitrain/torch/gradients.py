@@ -103,7 +103,7 @@ class Gradients:
     def state(self) -> dict[str, Any]:
         """What the codec has left out on this rank so far; {} if there is none. See GradientReducer.state."""
         state = self._reducer.state()
-        if not state:
+        if "residual" not in state:
             return {}
         residual = {name: tensor_of(values) for name, values in state["residual"].items()}
         factors = {name: tensor_of(values) for name, values in self._reducer.factors().items()}

@@ -128,9 +128,11 @@ class Course:
 
     def _make_step(self) -> None:
         trainer = self._trainer
-        if self._recovery:  # the exchange changes both
+        if self._recovery:  # the exchange changes all of these
             keeps = getattr(trainer.strategy, "keeps_own_state", False)
-            self._before = trainer.data.state(), None if keeps else trainer.strategy.own_state()
+            own = {} if keeps else trainer.strategy.own_state()
+            # `state` has PowerSGD's factors: a sum replaces them, perhaps only on some ranks before a loss.
+            self._before = trainer.data.state(), (own, trainer.strategy.state()) if own else None
         self._made: Step = trainer.step()
         self._come_to(_AFTER_STEP)
 
@@ -247,7 +249,8 @@ class Course:
                 state = host_copy(self._built.state())
             if self._stage == _STEP:
                 state["data"], before = self._before
-                own = own if before is None else before
+                if before:
+                    own, state["strategy"] = before
             kept = self._built.parts
             self._built.close()
             loss = self._job.recover(lambda world: self._go_on(world, state, own), kept)

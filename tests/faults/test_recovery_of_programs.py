@@ -42,11 +42,55 @@ assert "carried" not in own
 numpy.savez(folder / f"rank{me}.npz", w=trainer.adapter.parameters()["w"], left_out=own["residual"]["w"])
 """
 
+# Rank 1 dies when rank 0 has both sums of step 7, and with them the next factors, and rank 2 never gets its second one.
+AT_THE_SECOND_SUM = """
+import os, pathlib, signal, sys, time
+import mpitrain as mt
+import mpitrain.exchange.low_rank as low_rank
+
+finished, me = pathlib.Path(sys.argv[1]) / "finished", int(os.environ["OMPI_COMM_WORLD_RANK"])
+real_steps, real_commit = low_rank.low_rank_steps, mt.World.commit
+num_sums = 0
+
+def low_rank_steps(world, total, products):
+    def watched(flat):
+        global num_sums
+        num_sums += 1
+        is_last = num_sums == 14 and world.generation == 0
+        yield from total(flat)
+        while is_last and me == 2:
+            yield 0.001
+        while is_last and me == 1 and not finished.exists():
+            yield 0.001
+        if is_last and me == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+    return real_steps(world, watched, products)
+
+def commit(world):
+    if me == 0 and num_sums == 14 and world.generation == 0:
+        finished.touch()
+    real_commit(world)
+
+low_rank.low_rank_steps, mt.World.commit = low_rank_steps, commit
+"""
+
 
 @pytest.mark.parametrize("compression", ["int8", "top_k:0.1", "sign", "power_sgd:2"])
 def test_what_a_codec_has_left_out(tmp_path: Path, compression: str) -> None:
+    went_on_with_what_is_left_out(tmp_path, CODED, compression)
+
+
+def test_a_rank_is_lost_between_the_sums_of_the_others(tmp_path: Path) -> None:
+    """The step is made again from the factors of before it, which one rank had replaced and another had not."""
+    script = CODED.replace("        os.kill(os.getpid(), signal.SIGKILL)\n", "")
+    assert script != CODED
+    went_on_with_what_is_left_out(tmp_path, AT_THE_SECOND_SUM + script, "power_sgd:2")
+    assert (tmp_path / "finished").exists()
+
+
+def went_on_with_what_is_left_out(tmp_path: Path, script: str, compression: str) -> None:
     """In float64, what was sent and what is left out add up to all gradients, less what the lost rank had left out."""
-    (tmp_path / "coded.py").write_text(CODED)
+    (tmp_path / "coded.py").write_text(script)
     command = [str(VENVS[need("openmpi")] / "bin/python"), "-m", "mpitrain", "run", "-n", "3", "--recover"]
     succeeded(run_command([*command, str(tmp_path / "coded.py"), str(tmp_path), compression], cwd=tmp_path))
     ends = [numpy.load(tmp_path / f"rank{rank}.npz") for rank in (0, 2)]
@@ -57,6 +101,39 @@ def test_what_a_codec_has_left_out(tmp_path: Path, compression: str) -> None:
     rounding = 20 * 20 * abs(mean).max() * 2.0**-24  # the rounding of sums in float32
     assert abs(lost).max() > 10 * rounding
     numpy.testing.assert_allclose(kept + lost, 20 * mean, rtol=0, atol=rounding)
+
+
+CARRIED = """
+import os, pathlib, signal, sys
+import numpy
+import mpitrain as mt
+
+me = mt.init().rank
+
+def gradients(parameters, batch, on_gradient):
+    if me == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    on_gradient("w", numpy.zeros(5, "f4"))
+    return 0.0
+
+def build(world):
+    data, zeros = mt.ArrayData(world, [numpy.arange(12)], global_batch=12), numpy.zeros(5, "f4")
+    return mt.Parts(mt.ArrayFunction(gradients, {"w": zeros}, mt.Sgd(1.0)), mt.Sync(), data)
+
+trainer = mt.Trainer(build, [mt.StopAtStep(2)])
+trainer.strategy.restore_own({"carried": {"w": numpy.full(5, 10.0**me, "f4")} if me != 2 else {}})
+trainer.run()
+numpy.save(pathlib.Path(sys.argv[1]) / f"rank{me}.npy", trainer.adapter.parameters()["w"])
+"""
+
+
+def test_what_is_carried_without_a_codec(tmp_path: Path) -> None:
+    """A loss in the first step after a restore: what ranks 0 and 3 carry is in the mean of the next try, once."""
+    (tmp_path / "carried.py").write_text(CARRIED)
+    command = [str(VENVS[need("openmpi")] / "bin/python"), "-m", "mpitrain", "run", "-n", "4", "--recover"]
+    succeeded(run_command([*command, str(tmp_path / "carried.py"), str(tmp_path)], cwd=tmp_path))
+    for rank in (0, 2, 3):
+        numpy.testing.assert_array_equal(numpy.load(tmp_path / f"rank{rank}.npy"), numpy.full(5, -1001))
 
 
 TORCH = """

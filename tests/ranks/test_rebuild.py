@@ -19,6 +19,7 @@ from mpitrain import (
     Parts,
     Prefetch,
     Sgd,
+    ShardedSync,
     Step,
     StopAtStep,
     Sync,
@@ -27,6 +28,8 @@ from mpitrain import (
 )
 from mpitrain.errors import GradientError
 from mpitrain.job.worlds import make_world
+from mpitrain.strategies import Strategy
+from mpitrain.training.checkpoint.names import join, split
 
 from .placements import placed
 from .trainings import CLASSES, HIDDEN, INPUTS, bits, builder, samples_of
@@ -120,6 +123,63 @@ def test_what_was_left_out_goes_along_to_other_places(world: World) -> None:
         )
     assert any(part[name].any() for part in left for name in part)
     trainer.close()
+
+
+SHAPES = {"a": (7,), "b": (3, 2), "c": (1,)}
+
+
+def build_without_gradients(strategy: Callable[[], Strategy]) -> Callable[[World], Parts]:
+    """Build a model whose gradients are 0: a step moves the parameters by what is carried, and by nothing else."""
+    zeros = {name: numpy.zeros(shape, numpy.float32) for name, shape in SHAPES.items()}
+
+    def gradients(parameters: Any, batch: Any, on_gradient: Any) -> float:
+        for name, value in zeros.items():
+            on_gradient(name, value)
+        return 0.0
+
+    def build(world: World) -> Parts:
+        data = ArrayData(world, (numpy.arange(50),), global_batch=7)
+        parameters = {name: value.copy() for name, value in zeros.items()}
+        return Parts(ArrayFunction(gradients, parameters, Sgd(1.0)), strategy(), data)
+
+    return build
+
+
+@pytest.mark.parametrize("strategy", [Sync, ShardedSync])
+@pytest.mark.parametrize("placement", ["one node", "alone on each node"])
+def test_what_is_carried_waits_for_a_step(
+    world: World, strategy: Callable[[], Strategy], placement: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Without a codec, through two rebuilds and the parts of a checkpoint. Only odd ranks, or a single one, carry."""
+    made = make_world(world.comm, replace(world.config, compression="none"))
+    there = made if placement == "one node" else placed(made, placement)
+    of_ranks = [
+        {
+            name: numpy.random.default_rng((rank, len(shape))).integers(1, 99, shape).astype("f4")
+            for name, shape in SHAPES.items()
+        }
+        if rank % 2 or world.size == 1
+        else {}
+        for rank in range(world.size)
+    ]
+    first = Trainer(build_without_gradients(strategy), [], there)
+    first.strategy.restore_own({"carried": of_ranks[world.rank]})
+    first.rebuild(there)
+    first.rebuild(there)
+    parts = world.allgather(join(dict(pair for half in split(first.strategy.own_state()) for pair in half.items())))
+    assert all(parts)  # else a checkpoint would not count them, or take them for lost
+    capfd.readouterr()
+    second = Trainer(build_without_gradients(strategy), [], there)
+    second.restore_own("step 0", world.size, parts.__getitem__, reads=world.is_root)
+    assert "lost" not in capfd.readouterr().out
+    for trainer in (first, second):
+        for _ in range(2):
+            trainer.step()
+            assert trainer.strategy.own_state() == {}
+            for name, value in trainer.adapter.parameters().items():
+                numpy.testing.assert_array_equal(value, -sum(numpy.float64(its.get(name, 0)) for its in of_ranks))
+        trainer.close()
+    made.free()
 
 
 def test_a_closed_trainer_makes_no_step(world: World) -> None:

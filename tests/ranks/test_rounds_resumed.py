@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 
 from mpitrain import (
@@ -15,6 +16,7 @@ from mpitrain import (
     DiLoCo,
     Hook,
     LocalSGD,
+    Sgd,
     Step,
     StopAtStep,
     Sync,
@@ -247,3 +249,31 @@ def test_parts_that_nobody_can_read(
     for name, value in again.adapter.parameters().items():
         is_unchanged = value.tobytes() == common[name].tobytes()
         assert is_unchanged is (last == 4)
+
+
+def test_what_a_codec_left_out_waits_for_an_outer_step_without_a_codec(world: World) -> None:
+    """It is in the state of each rank, also of a single one, until it is in the mean; the place stays the same."""
+    after: list[numpy.ndarray] = []
+    carried: dict[str, numpy.ndarray] = {}
+    for carries in (False, True):
+        strategy, model = DiLoCo(EVERY, outer=Sgd(1.0)), adapter()
+        strategy.begin(world, model)
+        (fragment,) = strategy._fragments
+        place = strategy._states._place()
+        if carries:
+            random = numpy.random.default_rng(world.rank)
+            for parameter in fragment._reducer.layout.parameters:
+                left = random.integers(1, 9, parameter.shape).astype(parameter.dtype)
+                carried[f"round/0/left out/{parameter.name}"] = left
+            strategy.restore_own({"carried": carried})
+            own = strategy.own_state()
+            assert own["place"] == place
+            assert own["carried"].keys() == carried.keys()
+            for name, left in carried.items():
+                assert own["carried"][name].tobytes() == left.tobytes()
+        train(world, strategy, model, range(EVERY))
+        assert not strategy.own_state().get("carried")
+        after.append(flat(model))
+        strategy.close()
+    total = numpy.concatenate([world.sum(left).ravel() for left in carried.values()])
+    numpy.testing.assert_allclose(after[0] - after[1], total, rtol=1e-12, atol=1e-12)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy
 import pytest
 import torch
 import torch.distributed as dist
@@ -13,7 +14,11 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
 from mpitrain import World
+from mpitrain.allreduce import ALGORITHMS
+from mpitrain.allreduce.algorithm import Progress, Sequential
+from mpitrain.allreduce.low_rank import _DIGITS
 from mpitrain.errors import ConfigError
+from mpitrain.exchange.low_rank import LowRankExchange
 from mpitrain.torch import compress
 from mpitrain.torch.residuals import residuals_of
 from tests.ranks.common import assert_same_bits, skip_alone
@@ -112,6 +117,44 @@ def test_what_a_hook_leaves_out_comes_later(
             error = (total[name].double() + kept - 10 * one.grad.double()).abs().max()
             assert error <= 1e-4 * one.grad.abs().max(), name
     assert is_left
+
+
+@pytest.mark.parametrize("algorithm", ["ring", "hierarchical"])
+def test_power_sgd_sums_by_the_algorithm_of_the_group(
+    world: World, ours: None, monkeypatch: pytest.MonkeyPatch, algorithm: str
+) -> None:
+    """Both sums, in each of two steps. The means have the bits of the same sums by a reducer."""
+    skip_alone(world)
+    channel = dist.group.WORLD._channel
+    there = placed(channel.world, "alone on each node")
+    made, lengths = ALGORITHMS[algorithm].make(there), []
+
+    def steps(flat: numpy.ndarray, residual: numpy.ndarray | None = None) -> Progress:
+        lengths.append(flat.size)
+        return made.steps(flat, residual)
+
+    monkeypatch.setattr(channel, "world", there)
+    monkeypatch.setattr(channel, "sums", Sequential(there, algorithm, steps, made.memory))
+    inner = nn.Linear(30, 20, bias=False)
+    nn.init.constant_(inner.weight, 0)
+    model = DistributedDataParallel(inner)
+    model.register_comm_hook(None, compress("power_sgd:2"))
+    apart = there.apart()
+    exchange = LowRankExchange(apart, "power_sgd:2", algorithm)
+    slot = exchange.allocate(600, numpy.dtype("f4"), tensors=[("weight", (20, 30))])
+    for step in range(2):
+        model.zero_grad()
+        random = numpy.random.default_rng((world.rank, step))
+        own = random.standard_normal((20, 30)).astype("f4")
+        (model(torch.eye(30)) * torch.from_numpy(own.T)).sum().backward()
+        # DDP divides before the sum.
+        slot.flat[:] = (torch.from_numpy(own) / world.size).ravel().numpy()
+        exchange.mean(slot, slice(None), 1.0).wait()
+        numpy.testing.assert_array_equal(inner.weight.grad.numpy().ravel(), slot.flat)
+        assert slot.flat.any()
+    sums_of_a_step = [2 * 20 + 2 * _DIGITS, 2 * 30]
+    assert lengths == 2 * sums_of_a_step
+    apart.free()
 
 
 def test_what_a_codec_does_not_take(world: World, ours: None) -> None:
