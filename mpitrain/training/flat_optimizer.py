@@ -73,6 +73,8 @@ class FlatOptimizer:
         self._decayed = _merged(decayed, parameters.size)
         self._buffers = {name: xp.zeros(parameters.size, parameters.dtype) for name in self._state_names}
         self._step = 0
+        # An optimizer can be started again, for another World or strategy: nothing of a division may stay.
+        self._kept, self._norm_of_all, self._given_rate = None, None, None
         self._take(slice(0, parameters.size))
 
     def _take(self, part: slice) -> None:

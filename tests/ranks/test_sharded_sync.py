@@ -309,6 +309,19 @@ def test_a_trainer_goes_on_in_another_world(world: World) -> None:
         trainer.close()
 
 
+def test_an_optimizer_starts_anew_without_its_division(world: World) -> None:
+    """An optimizer that was divided, and then starts for Sync, makes the steps of a new one: all elements, clipped."""
+    used, new = (Sgd(0.5, momentum=0.9, clip_norm=0.75) for _ in range(2))
+    found = []
+    for strategy, optimizer in ((ShardedSync(), used), (Sync(), used), (Sync(), new)):
+        model = ArrayFunction(scattered, parameters("float64"), optimizer)
+        strategy.begin(world, model)
+        losses = train(world, strategy, model, range(3))
+        found.append((losses, flat(model).tobytes(), model.gradient_norm()))
+        strategy.close()
+    assert found[1] == found[2]
+
+
 def test_a_repair_keeps_the_optimizer(world: World) -> None:
     """A flipped parameter is found and repaired; each rank's part of the optimizer stays."""
     skip_alone(world)
