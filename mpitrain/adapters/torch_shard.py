@@ -19,7 +19,6 @@ from mpitrain.adapters.array_shard import UNDIVIDED
 from mpitrain.adapters.torch_arrays import array_of, tensor_of
 from mpitrain.adapters.torch_buffers import ModuleBuffers
 from mpitrain.adapters.torch_optimizer import ScheduledOptimizer
-from mpitrain.adapters.torch_state import groups_of
 from mpitrain.arrays import Array, is_array
 from mpitrain.errors import CheckpointError, ConfigError
 from mpitrain.exchange.bucket import Layout
@@ -75,7 +74,6 @@ class TorchShard:
                 f"{type(optimizer).__module__}.{type(optimizer).__name__} may need whole tensors, and each rank has "
                 f"pieces of them; allowed are torch.optim's {', '.join(ELEMENTWISE)}. Use one of these, or mt.Sync"
             )
-        self.settings = f"{type(optimizer).__name__} {groups_of(optimizer)}"
         self._scheduled, self._named, self._plan, self._buffers = scheduled, named, plan, buffers
         self._owned = owned
         self._whole: dict[str, dict[str, Any]] | None = None
@@ -144,6 +142,11 @@ class TorchShard:
         self._scheduled.restore({**state, "optimizer": {**state["optimizer"], "state": own}})
 
     # -- of an OptimizerShard ----------------------------------------------------------------------------------
+
+    @property
+    def settings(self) -> str:
+        """See OptimizerShard. The groups' options, which a schedule or a hook may have set."""
+        return self._scheduled.described()
 
     def take_updated(self, flats: Mapping[numpy.dtype, Array]) -> None:
         """See OptimizerShard. The mean changes of buffers have come together too."""

@@ -49,7 +49,7 @@ class FlatOptimizer:
         if clip_norm is not None:
             check("clip_norm", clip_norm, "None or a finite number > 0", clip_norm > 0)
         self._learning_rate = learning_rate
-        self._clip_norm = clip_norm
+        self._clip_norm = None if clip_norm is None else float(clip_norm)
         self._state_names = tuple(state_names)
         self._parameters: Array = None
         self._rate_factor = 1.0

@@ -450,6 +450,8 @@ def test_verify_sees_whole_means(world: World) -> None:
         ((lambda: AdamW(0.01, weight_decay=0.1), lambda: AdamW(0.01, weight_decay=0.2)), "0.2"),
         ((lambda: Adam(0.01), lambda: Sgd(0.01)), "Sgd"),
         ((lambda: Sgd(0.01, clip_norm=1.0), lambda: Sgd(0.01)), "None"),
+        ((lambda: Sgd(0.01, clip_norm=1.0), lambda: Sgd(0.01, clip_norm=numpy.float32(0.1))), "0.1000000014"),
+        ((lambda: Sgd(0.01, momentum=0.5), lambda: Sgd(0.01, momentum=numpy.float32(0.25))), "0.25"),
     ],
 )
 def test_optimizers_that_differ(world: World, optimizers: Any, text: str) -> None:

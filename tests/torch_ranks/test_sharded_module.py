@@ -178,9 +178,53 @@ def test_optimizers_that_may_need_whole_tensors(world: World, make: Any) -> None
         ShardedSync().begin(world, parts.adapter)
 
 
-def test_options_that_differ(world: World) -> None:
+def in_groups(rate: float, **more: Any) -> Callable[[Any], Any]:
+    """SGD whose first group has the rate 0.5, and whose second one has this rate."""
+
+    def make(module: Any) -> Any:
+        first, *others = (its for its in module.parameters() if its.requires_grad)
+        return torch.optim.SGD([{"params": [first]}, {"params": others, "lr": rate}], lr=0.5), {"schedule": None} | more
+
+    return make
+
+
+@pytest.mark.parametrize(
+    ("optimizers", "kind", "text"),
+    [
+        ((of("AdamW", weight_decay=0.2), of("AdamW", weight_decay=0.1)), "AdamW", "'weight_decay': 0.1"),
+        ((in_groups(0.25), in_groups(0.125)), "SGD", "'lr': 0.125"),
+        ((in_groups(0.25, clip_norm=1.0), in_groups(0.25, clip_norm=2.0)), "SGD", "clip_norm=2.0"),
+        ((in_groups(0.25, clip_norm=0.1), in_groups(0.25, clip_norm=numpy.float32(0.1))), "SGD", "0.1000000014"),
+    ],
+)
+def test_options_that_differ(world: World, optimizers: Any, kind: str, text: str) -> None:
     skip_alone(world)
-    parts = builder(Net, of("AdamW", weight_decay=0.1 if world.rank == 1 else 0.2))(world)
+    parts = builder(Net, optimizers[world.rank == 1])(world)
     said = error_on_all(world, MismatchError, lambda: ShardedSync().begin(world, parts.adapter))
-    assert f"{world.name(1)}: AdamW" in said
-    assert "'weight_decay': 0.1" in said
+    assert f"{world.name(1)}: {kind}" in said
+    assert text in said
+
+
+@pytest.mark.parametrize(("option", "value"), [("lr", 0.125), ("momentum", 0.75)])
+def test_options_that_a_hook_sets_on_one_rank(world: World, option: str, value: float) -> None:
+    """The error comes with the first step that uses the option, though the first group's rate is the same."""
+    skip_alone(world)
+    trainers: list[Trainer] = []
+
+    class Set(Hook):
+        def before_step(self, trainer: Trainer) -> None:
+            if trainer.step_number == 1 and world.rank == world.size - 1:
+                trainer.adapter._torch_optimizer.param_groups[1][option] = value
+
+    def train() -> None:
+        run("sharded", Net, in_groups(0.25), 4, Set(), Keep())
+
+    class Keep(Hook):
+        def before_run(self, trainer: Trainer) -> None:
+            trainers.append(trainer)
+
+    said = error_on_all(world, MismatchError, train)
+    assert f"{world.name(world.size - 1)} has updated its part of the parameters with the learning rate 0.5 and" in said
+    assert f"'{option}': {value}" in said
+    assert trainers[0].step_number == 1
+    trainers[0].close()
