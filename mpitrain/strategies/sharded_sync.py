@@ -111,6 +111,7 @@ class ShardedSync:
 
         Raises:
             LostRankError: a rank has been lost, and its part with it.
+            MpitrainError: a rank has no room for all parts. Raised on every rank.
         """
         return self.own_state_for(reads=True)
 
@@ -169,22 +170,25 @@ class ShardedSync:
         values = self._world.allgather((self._shard.values(), self._shard.array_names()))
         names = sorted({name for _, of_rank in values for name in of_rank})
         arrays: dict[str, Mapping[numpy.dtype, Array]] = {}
+        counts = self._reducer.layout.counts
         for name in names:
-            joined = {
-                dtype: collectives.allgather(self._world, part).wait()
-                for dtype, part in self._shard.array(name).items()
-            }
-            if reads:
-                arrays[name] = {dtype: self._in_order(dtype, parts) for dtype, parts in joined.items()}
+            # A rank without room says so before the others wait for its part: what the gathering takes is tried here.
+            with self._world.together("bring the optimizer's state together"):
+                own = self._shard.array(name)
+                arrays[name] = {dtype: numpy.empty(counts[dtype], dtype) for dtype in own if reads}
+                room = [numpy.empty(counts[dtype], dtype) for dtype in own]
+                del room
+            for dtype, part in own.items():
+                self._gather_in_order(dtype, part, arrays[name].get(dtype))
         if reads:
             self._shard.lend([of_rank for of_rank, _ in values], arrays)
 
-    def _in_order(self, dtype: numpy.dtype, joined: Array) -> Array:
-        """The parts of all ranks, given in the order of ranks, in the places that their owners have."""
-        whole = numpy.empty(self._reducer.layout.counts[dtype], dtype)
-        begin = 0
+    def _gather_in_order(self, dtype: numpy.dtype, part: Array, whole: Array | None) -> None:
+        """Gather the parts of all ranks, and copy them into `whole`, if given, to the places that their owners have."""
+        joined, begin = collectives.allgather(self._world, part).wait(), 0
+        if whole is None:
+            return
         for owned in self._owned:
             ranges: Sequence[slice] = owned[dtype]
             put(ranges, joined[begin : begin + size_of(ranges)], whole)
             begin += size_of(ranges)
-        return whole
