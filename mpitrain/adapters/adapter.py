@@ -195,6 +195,10 @@ class OptimizerShard(Protocol):
         """Forget what was lent, which takes the memory of the whole optimizer."""
         ...
 
+    def close(self) -> None:
+        """Let the optimizer be used for whole parameters again, from a new state. No step follows."""
+        ...
+
 
 @runtime_checkable
 class ShardedAdapter(Adapter, Protocol):

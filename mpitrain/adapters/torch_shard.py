@@ -95,6 +95,8 @@ class TorchShard:
     def _replace(self, optimizer: torch.optim.Optimizer) -> None:
         names = {id(parameter): name for name, parameter in self._named.items()}
         optimizer.state.clear()
+        self._optimizer = optimizer
+        self._given = [(group, group["params"]) for group in optimizer.param_groups]
         for group in optimizer.param_groups:
             of_group = [names.get(id(parameter), "") for parameter in group["params"]]
             group["params"] = [self._pieces[name].tensor for name in of_group if name in self._pieces]
@@ -191,6 +193,14 @@ class TorchShard:
     def give_back(self) -> None:
         """See OptimizerShard."""
         self._whole = None
+
+    def close(self) -> None:
+        """See OptimizerShard. A second call does nothing: the optimizer may belong to another one by then."""
+        if self._given:
+            self._optimizer.state.clear()
+        for group, parameters in self._given:
+            group["params"] = parameters
+        self._given = []
 
     def _own_state(self) -> dict[str, dict[str, Any]]:
         state: dict[str, dict[str, Any]] = self._scheduled.state()["optimizer"]["state"]

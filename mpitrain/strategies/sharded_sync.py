@@ -131,8 +131,9 @@ class ShardedSync:
         self._reducer.restore(without_rounds(state))
 
     def close(self) -> None:
-        """See Strategy."""
+        """See Strategy. The optimizer has whole parameters again, and no state: take that before."""
         self._reducer.close()
+        self._shard.close()
 
     def _made_exchange(self, world: World) -> ScatteredExchange:
         self._exchange = self._make_exchange(world)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +32,7 @@ from mpitrain.exchange.scattered import ScatteredExchange
 from mpitrain.strategies import Strategy
 from tests.ranks.common import assert_same_bits, error_on_all, skip_alone
 
-from .torch_modules import INPUTS, Net, Normed, adam, bits, builder, sgd
+from .torch_modules import INPUTS, Net, Normed, adam, bits, builder, made, sgd
 
 pytestmark = pytest.mark.filterwarnings("ignore:no rank's loss depends on these parameters")
 
@@ -138,6 +140,31 @@ def test_a_state_of_before(world: World) -> None:
     """What the optimizer has kept before it is divided goes on: Adagrad begins with a sum that is not 0."""
     found, expected = (run(one, Net, of("Adagrad", initial_accumulator_value=0.5), 3) for one in ("sharded", "sync"))
     assert_alike(found, expected)
+
+
+@pytest.mark.parametrize("name", ["Adam", "SGD"])
+def test_an_optimizer_of_before_goes_on_in_another_world(world: World, name: str) -> None:
+    """One module and one optimizer for all Worlds; afterwards the optimizer has its parameters, in their groups."""
+
+    class Rebuild(Hook):
+        def after_step(self, trainer: Trainer, step: Step) -> None:
+            if step.number in (2, 3):
+                trainer.rebuild(replace(world, generation=world.generation + step.number))
+
+    trainers = []
+    for strategy in ("sharded", "sync"):
+        module = made(Net)
+        optimizer, options = adam(module) if name == "Adam" else sgd(module)
+        given = [list(group["params"]) for group in optimizer.param_groups]
+        parts = partial(run, strategy, lambda module=module: module, lambda _, optimizer=optimizer: (optimizer, {}))
+        trainer = parts(5, Rebuild(), **{**options, "clip_norm": None})
+        trainers.append((bits(trainer), trainer))
+        trainer.close()
+        trainer.close()
+        for group, parameters in zip(optimizer.param_groups, given, strict=True):
+            assert [id(parameter) for parameter in group["params"]] == [id(parameter) for parameter in parameters]
+    assert trainers[0][0] == trainers[1][0]
+    run("sync", lambda: module, lambda _: (optimizer, {}), 1).close()
 
 
 def test_a_replica_is_repaired(world: World) -> None:
