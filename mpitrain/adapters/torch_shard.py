@@ -97,8 +97,10 @@ class TorchShard:
         optimizer.state.clear()
         self._optimizer = optimizer
         self._given = [(group, group["params"]) for group in optimizer.param_groups]
-        for group in optimizer.param_groups:
+        self._groups: dict[str, int] = {}
+        for number, group in enumerate(optimizer.param_groups):
             of_group = [names.get(id(parameter), "") for parameter in group["params"]]
+            self._groups |= dict.fromkeys(of_group, number)
             group["params"] = [self._pieces[name].tensor for name in of_group if name in self._pieces]
 
     def update(self, flats: Mapping[numpy.dtype, Array], unused: Collection[int]) -> float:
@@ -131,17 +133,37 @@ class TorchShard:
         """Go on from a copy of the state of the whole, as ScheduledOptimizer.restore does."""
         self._whole = None
         of_whole = state["optimizer"].get("state", {})
-        for name in of_whole:
-            if name not in self._named:
-                raise CheckpointError(
-                    f"the checkpoint has optimizer state for {name}; the module has no such parameter"
-                )
+        self._check_whole(of_whole)
         own = {
             name: {key: _cut(key, value, piece.place) for key, value in of_whole[name].items()}
             for name, piece in self._pieces.items()
             if name in of_whole
         }
         self._scheduled.restore({**state, "optimizer": {**state["optimizer"], "state": own}})
+
+    def _check_whole(self, of_whole: Mapping[str, Mapping[str, Any]]) -> None:
+        """Refuse a state of the whole that any rank would refuse for its pieces: no rank may change alone."""
+        keys: dict[int, set[str]] = {}  # what this rank's pieces have in a group, all of its parameters have
+        for name, own in self._own_state().items():
+            keys.setdefault(self._groups[name], set(own))
+        for name, entry in of_whole.items():
+            if name not in self._named:
+                raise CheckpointError(
+                    f"the checkpoint has optimizer state for {name}; the module has no such parameter"
+                )
+            expected = keys.get(self._groups[name], set(entry))
+            if expected != set(entry):
+                raise CheckpointError(
+                    f"the checkpoint's optimizer state for {name} is {', '.join(entry)}; this optimizer has "
+                    f"{', '.join(sorted(expected))}. Is it the same optimizer?"
+                )
+            for key, value in entry.items():
+                allowed = () if _is_number(key, value) else tuple(self._named[name].shape)
+                if numpy.shape(value) != allowed:
+                    raise CheckpointError(
+                        f"the checkpoint's optimizer state for {name} has {key} of shape {numpy.shape(value)}; that "
+                        f"of this module is {allowed}. Is it a checkpoint of this model?"
+                    )
 
     # -- of an OptimizerShard ----------------------------------------------------------------------------------
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -26,7 +27,7 @@ from mpitrain import (
     World,
 )
 from mpitrain.adapters.torch_shard import ELEMENTWISE
-from mpitrain.errors import ConfigError, MismatchError
+from mpitrain.errors import CheckpointError, ConfigError, MismatchError
 from mpitrain.exchange.exchange import make_exchange
 from mpitrain.exchange.scattered import ScatteredExchange
 from mpitrain.strategies import Strategy
@@ -192,6 +193,25 @@ def test_each_rank_has_its_share(world: World) -> None:
 
 
 # -- what is refused --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("fault", ["shape", "keys"])
+def test_a_state_that_does_not_fit_changes_no_rank(world: World, fault: str) -> None:
+    """The fault is in one small parameter, which few ranks own. Every rank finds it, and keeps its pieces."""
+    trainer = run("sharded", Net, of("Adam"), 2)
+    other = run("sharded", Net, of("Adam"), 3)
+    state = copy.deepcopy(other.adapter.state())
+    if fault == "shape":
+        state["optimizer"]["state"]["last.bias"]["exp_avg"] = numpy.zeros(1)
+    else:
+        del state["optimizer"]["state"]["last.bias"]["exp_avg"]
+    before = bits(trainer)
+    with pytest.raises(CheckpointError, match=r"the checkpoint's optimizer state for last\.bias"):
+        trainer.adapter.restore(state)
+    trainer.own_state()
+    assert bits(trainer) == before
+    assert_alike(trainer, run("sharded", Net, of("Adam"), 2))
+    other.close()
 
 
 class Own(torch.optim.Adam):
