@@ -32,19 +32,18 @@ class LeftOut:
         self._exchange = exchange
         self._slots = slots
 
-    def state(self, carried: dict[numpy.dtype, numpy.ndarray] | None) -> dict[str, Any]:
-        """Return the residuals, with `carried`, which has not been sent yet; {} if nothing is left out or carried."""
-        slots = self._slots if self._world.num_nodes > 1 else {}
-        flats = {dtype: residual for dtype, slot in slots.items() if (residual := slot.left_out()) is not None}
-        sent_next = {} if carried is None else {"carried": self._layout.named(carried) if carried else {}}
-        if flats:
-            state = {"place": self._placement(), "residual": self._layout.named(flats)}
-            return {**state, **sent_next} if carried else state
-        # Without a residual, every rank has a state while one of them carries something.
-        return {"place": self._placement(), **sent_next} if sent_next else {}
+    def state(self, carried: dict[numpy.dtype, numpy.ndarray]) -> dict[str, Any]:
+        """Return the residuals, with `carried`, which has not been sent yet; {} if nothing is left out."""
+        if self._world.num_nodes == 1:
+            return {}
+        flats = {dtype: residual for dtype, slot in self._slots.items() if (residual := slot.left_out()) is not None}
+        if not flats:
+            return {}
+        state = {"place": self._placement(), "residual": self._layout.named(flats)}
+        return {**state, "carried": self._layout.named(carried)} if carried else state
 
-    def restore(self, state: Mapping[str, Any]) -> dict[numpy.dtype, numpy.ndarray] | None:
-        """Overwrite the residuals. Return what is carried: None if no rank carries anything, {} if only others do.
+    def restore(self, state: Mapping[str, Any]) -> dict[numpy.dtype, numpy.ndarray]:
+        """Overwrite the residuals. Return what is carried.
 
         Raises:
             CheckpointError: the state belongs to other parameters. Nothing has changed.
@@ -54,7 +53,7 @@ class LeftOut:
             slot.clear()
             if slot.residual is not None and residual:
                 slot.restore(residual[dtype])
-        return carried if "carried" in state else None
+        return carried
 
     def factors(self) -> dict[str, numpy.ndarray]:
         """Return a copy of the slots' factors by parameter name."""

@@ -278,7 +278,7 @@ class GradientReducer:
         if found_by_all and not (may_skip and cause and MISSING not in codes):
             raise found_by_all
         if not cause:
-            self._sums.carried = None
+            self._sums.carried = {}
             if self._world.observer:
                 self._world.observer.saw_means(self.layout.named(self.flats), self._weight)
         loss = sum(vote.records["value"].tolist()) / self._total
@@ -288,7 +288,7 @@ class GradientReducer:
         return Means(loss, self._total, self._stopwatch.end(), cause, remarks)
 
     def state(self) -> dict[str, Any]:
-        """Return what this rank alone keeps from step to step, for a checkpoint. {} if there is nothing.
+        """Return what this rank alone keeps from step to step, for a checkpoint. {} if its exchange keeps nothing.
 
         Returns:
             `residual`: what the codec has left out so far, as float32 host arrays by parameter name. `carried`: a

@@ -28,8 +28,7 @@ class Sums:
 
     Attributes:
         step: number of steps begun.
-        carried: flat host buffers by dtype, which are added to this rank's part of the means. {}: only other ranks have
-            some. None: no rank has.
+        carried: flat host buffers by dtype, which are added to this rank's part of the means; {} for none.
     """
 
     def __init__(
@@ -51,7 +50,7 @@ class Sums:
         self._stopwatch = stopwatch
         self._control = control
         self.step = 0
-        self.carried: dict[numpy.dtype, numpy.ndarray] | None = None
+        self.carried: dict[numpy.dtype, numpy.ndarray] = {}
         self._reset()
 
     def begin(self) -> None:

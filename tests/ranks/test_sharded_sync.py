@@ -16,7 +16,6 @@ from mpitrain import (
     Accumulate,
     Adam,
     AdamW,
-    ArrayData,
     ArrayFunction,
     Checkpoint,
     CompareReplicas,
@@ -24,7 +23,6 @@ from mpitrain import (
     Hook,
     JsonLines,
     LossScale,
-    Parts,
     Record,
     Sgd,
     ShardedSync,
@@ -394,34 +392,6 @@ def test_an_optimizer_starts_anew_without_its_division(world: World) -> None:
         found.append((losses, flat(model).tobytes(), model.gradient_norm()))
         strategy.close()
     assert found[1] == found[2]
-
-
-@pytest.mark.parametrize("kind", [Sync, ShardedSync])
-def test_what_another_codec_has_left_out_goes_on(world: World, kind: Any) -> None:
-    """It reaches the next step also if the World changes before that, twice, and is sent once."""
-
-    def build(there: World) -> Parts:
-        def constant(values: Any, batch: Any, on_gradient: Any) -> float:
-            on_gradient("w", numpy.array([1.0, 2.0, 4.0]))
-            return 0.0
-
-        model = ArrayFunction(constant, {"w": numpy.zeros(3)}, Sgd(1.0))
-        return Parts(model, kind(), ArrayData(there, (numpy.ones((40, 2)),), global_batch=10))
-
-    for changes in range(3):
-        trainer = Trainer(build, [StopAtStep(2)])
-        odd = world.size - 1
-        trainer.strategy.restore_own({"carried": {"w": numpy.array([8.0, 16.0, 32.0])} if world.rank == odd else {}})
-        for number in range(changes):
-            trainer.rebuild(replace(world, generation=world.generation + number))
-        # A checkpoint has a part of every rank, or of none.
-        assert set(world.allgather(tuple(trainer.own_state()))) == {("place", "carried")}
-        trainer.step()
-        numpy.testing.assert_allclose(trainer.adapter.parameters()["w"], [-9.0, -18.0, -36.0], rtol=1e-15)
-        assert trainer.own_state() == {}
-        trainer.step()
-        numpy.testing.assert_allclose(trainer.adapter.parameters()["w"], [-10.0, -20.0, -40.0], rtol=1e-15)
-        trainer.close()
 
 
 def test_a_repair_keeps_the_optimizer(world: World) -> None:

@@ -166,8 +166,8 @@ def own_part(
         reads: as for `newest`.
 
     Returns:
-        The part that this rank wrote, if all ranks are placed as then. Otherwise `{"carried": ...}`, on some ranks with
-        sums to put into the next step's mean, on all others empty. {} if there is nothing.
+        The part that this rank wrote, if all ranks are placed as then. Otherwise `{"carried": ...}` on some ranks, with
+        sums to put into the next step's mean. {} if there is nothing.
     """
     if parts == 0:
         return {}
@@ -188,7 +188,7 @@ def own_part(
         except CheckpointError as error:
             problems[rank] = str(error)
     everyone = world.allgather((set(readable), problems))
-    total: dict[str, Any] = {"carried": {}}
+    total: dict[str, Any] = {}
     for rank in range(parts):
         readers = [reader for reader, (could_read, _) in enumerate(everyone) if rank in could_read]
         if not readers:
