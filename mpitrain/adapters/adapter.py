@@ -159,12 +159,12 @@ class OptimizerShard(Protocol):
     While there is one, `apply_gradients` of the adapter changes no parameter. It writes the new values of the owned
     elements into the flat buffers, over their gradients; the other elements of the buffers may have any values.
     `restore` takes the state of the whole optimizer, as from an adapter without a shard.
-
-    Attributes:
-        settings: the optimizer in a text. Equal texts, equal updates.
     """
 
-    settings: str
+    @property
+    def settings(self) -> str:
+        """The optimizer in a text, as it is now. Equal texts and equal rates, equal updates."""
+        ...
 
     def take_updated(self, flats: Mapping[numpy.dtype, Array]) -> None:
         """Take in the flat buffers of the last `apply_gradients`, with what all owners have written."""
@@ -193,6 +193,10 @@ class OptimizerShard(Protocol):
 
     def give_back(self) -> None:
         """Forget what was lent, which takes the memory of the whole optimizer."""
+        ...
+
+    def close(self) -> None:
+        """Let the optimizer be used for whole parameters again, from a new state. No step follows."""
         ...
 
 

@@ -113,3 +113,6 @@ class ArrayShard:
     def give_back(self) -> None:
         """See OptimizerShard."""
         self._whole = None
+
+    def close(self) -> None:
+        """See OptimizerShard. `start` of the optimizer does it."""

@@ -44,7 +44,7 @@ class ScheduledOptimizer:
         if clip_norm is not None:
             check("clip_norm", clip_norm, "None or a finite number > 0", clip_norm > 0)
         self._optimizer, self._named = optimizer, named
-        self._schedule, self._clip_norm = schedule, clip_norm
+        self._schedule, self._clip_norm = schedule, None if clip_norm is None else float(clip_norm)
         self._steps = 0
         self._measures_norm = False
         self._last_norm: float | None = None

@@ -19,7 +19,6 @@ from mpitrain.adapters.array_shard import UNDIVIDED
 from mpitrain.adapters.torch_arrays import array_of, tensor_of
 from mpitrain.adapters.torch_buffers import ModuleBuffers
 from mpitrain.adapters.torch_optimizer import ScheduledOptimizer
-from mpitrain.adapters.torch_state import groups_of
 from mpitrain.arrays import Array, is_array
 from mpitrain.errors import CheckpointError, ConfigError
 from mpitrain.exchange.bucket import Layout
@@ -75,7 +74,6 @@ class TorchShard:
                 f"{type(optimizer).__module__}.{type(optimizer).__name__} may need whole tensors, and each rank has "
                 f"pieces of them; allowed are torch.optim's {', '.join(ELEMENTWISE)}. Use one of these, or mt.Sync"
             )
-        self.settings = f"{type(optimizer).__name__} {groups_of(optimizer)}"
         self._scheduled, self._named, self._plan, self._buffers = scheduled, named, plan, buffers
         self._owned = owned
         self._whole: dict[str, dict[str, Any]] | None = None
@@ -97,8 +95,12 @@ class TorchShard:
     def _replace(self, optimizer: torch.optim.Optimizer) -> None:
         names = {id(parameter): name for name, parameter in self._named.items()}
         optimizer.state.clear()
-        for group in optimizer.param_groups:
+        self._optimizer = optimizer
+        self._given = [(group, group["params"]) for group in optimizer.param_groups]
+        self._groups: dict[str, int] = {}
+        for number, group in enumerate(optimizer.param_groups):
             of_group = [names.get(id(parameter), "") for parameter in group["params"]]
+            self._groups |= dict.fromkeys(of_group, number)
             group["params"] = [self._pieces[name].tensor for name in of_group if name in self._pieces]
 
     def update(self, flats: Mapping[numpy.dtype, Array], unused: Collection[int]) -> float:
@@ -131,11 +133,7 @@ class TorchShard:
         """Go on from a copy of the state of the whole, as ScheduledOptimizer.restore does."""
         self._whole = None
         of_whole = state["optimizer"].get("state", {})
-        for name in of_whole:
-            if name not in self._named:
-                raise CheckpointError(
-                    f"the checkpoint has optimizer state for {name}; the module has no such parameter"
-                )
+        self._check_whole(of_whole)
         own = {
             name: {key: _cut(key, value, piece.place) for key, value in of_whole[name].items()}
             for name, piece in self._pieces.items()
@@ -143,7 +141,36 @@ class TorchShard:
         }
         self._scheduled.restore({**state, "optimizer": {**state["optimizer"], "state": own}})
 
+    def _check_whole(self, of_whole: Mapping[str, Mapping[str, Any]]) -> None:
+        """Refuse a state of the whole that any rank would refuse for its pieces: no rank may change alone."""
+        keys: dict[int, set[str]] = {}  # what this rank's pieces have in a group, all of its parameters have
+        for name, own in self._own_state().items():
+            keys.setdefault(self._groups[name], set(own))
+        for name, entry in of_whole.items():
+            if name not in self._named:
+                raise CheckpointError(
+                    f"the checkpoint has optimizer state for {name}; the module has no such parameter"
+                )
+            expected = keys.get(self._groups[name], set(entry))
+            if expected != set(entry):
+                raise CheckpointError(
+                    f"the checkpoint's optimizer state for {name} is {', '.join(entry)}; this optimizer has "
+                    f"{', '.join(sorted(expected))}. Is it the same optimizer?"
+                )
+            for key, value in entry.items():
+                allowed = () if _is_number(key, value) else tuple(self._named[name].shape)
+                if numpy.shape(value) != allowed:
+                    raise CheckpointError(
+                        f"the checkpoint's optimizer state for {name} has {key} of shape {numpy.shape(value)}; that "
+                        f"of this module is {allowed}. Is it a checkpoint of this model?"
+                    )
+
     # -- of an OptimizerShard ----------------------------------------------------------------------------------
+
+    @property
+    def settings(self) -> str:
+        """See OptimizerShard. The groups' options, which a schedule or a hook may have set."""
+        return self._scheduled.described()
 
     def take_updated(self, flats: Mapping[numpy.dtype, Array]) -> None:
         """See OptimizerShard. The mean changes of buffers have come together too."""
@@ -188,6 +215,14 @@ class TorchShard:
     def give_back(self) -> None:
         """See OptimizerShard."""
         self._whole = None
+
+    def close(self) -> None:
+        """See OptimizerShard. A second call does nothing: the optimizer may belong to another one by then."""
+        if self._given:
+            self._optimizer.state.clear()
+        for group, parameters in self._given:
+            group["params"] = parameters
+        self._given = []
 
     def _own_state(self) -> dict[str, dict[str, Any]]:
         state: dict[str, dict[str, Any]] = self._scheduled.state()["optimizer"]["state"]

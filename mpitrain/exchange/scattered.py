@@ -39,6 +39,10 @@ class ScatteredExchange:
                     "they are; leave compression out, or train with mt.Sync, which compresses gradients"
                 )
             )
+        if world.config.compression == "auto":
+            world.print(
+                "mpitrain: compression auto: none; a divided optimizer sends gradients and parameters as they are"
+            )
         self.halves = make_halves(world, algorithm)
         self._world = world
         self._slots: WeakSet[Slot] = WeakSet()

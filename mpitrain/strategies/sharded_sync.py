@@ -26,6 +26,7 @@ from mpitrain.exchange.owned import owned_by, put, size_of
 from mpitrain.exchange.reducer import GradientReducer
 from mpitrain.exchange.scattered import ScatteredExchange
 from mpitrain.strategies.of_rounds import refuse_round, without_rounds
+from mpitrain.waiting.agreement import signature
 from mpitrain.world import World
 
 
@@ -76,15 +77,16 @@ class ShardedSync:
         """See Strategy.
 
         Raises:
-            MismatchError: the ranks have used different learning rates. Raised on every rank.
+            MismatchError: the ranks have used different learning rates or settings. Raised on every rank.
         """
         may_skip = self._scale is not None and self._scale.may_skip
         means = self._reducer.finish(loss, may_skip=may_skip, note=adapter.note())
         self._world.commit()
         rate = 0.0
         if means.is_finite:
+            settings = self._shard.settings  # before the update: a schedule of PyTorch then sets the next rates
             rate = adapter.apply_gradients(self._reducer.flats, means.remarks)
-            self._gather_parameters(rate)
+            self._gather_parameters(f"{rate} and {settings}")
         if self._scale:
             self._scale.update(skipped=not means.is_finite)
         return means, rate
@@ -111,6 +113,7 @@ class ShardedSync:
 
         Raises:
             LostRankError: a rank has been lost, and its part with it.
+            MpitrainError: a rank has no room for all parts. Raised on every rank.
         """
         return self.own_state_for(reads=True)
 
@@ -130,8 +133,9 @@ class ShardedSync:
         self._reducer.restore(without_rounds(state))
 
     def close(self) -> None:
-        """See Strategy."""
+        """See Strategy. The optimizer has whole parameters again, and no state: take that before."""
         self._reducer.close()
+        self._shard.close()
 
     def _made_exchange(self, world: World) -> ScatteredExchange:
         self._exchange = self._make_exchange(world)
@@ -142,9 +146,10 @@ class ShardedSync:
         norms = self._world.agree("norm of the mean gradient", value=norm)["value"].tolist()
         return math.hypot(*norms)
 
-    def _gather_parameters(self, rate: float) -> None:
-        """Bring the new parameters of all owners together. The learning rates are compared on the way."""
-        rates = self._world.begin_agreement("update of the own part", value=rate)
+    def _gather_parameters(self, used: str) -> None:
+        """Bring the new parameters of all owners together. What they have `used` is compared on the way."""
+        # As a detail, because a difference of the lines would end the gathering half-way.
+        comparison = self._world.begin_agreement("update of the own part", detail=signature(used, ()) >> 1)
         flats = self._reducer.flats
         handles = [
             self._exchange.gather(flats[bucket.dtype][bucket.begin : bucket.end]) for bucket in self._reducer.buckets
@@ -152,37 +157,41 @@ class ShardedSync:
         for handle in handles:
             handle.wait()
         self._shard.take_updated(flats)
-        of_ranks = rates.wait()["value"].tolist()
-        for rank, value in enumerate(of_ranks):
-            if value != of_ranks[0]:
-                raise everywhere(
-                    MismatchError(
-                        f"{self._world.name(rank)} has updated its part of the parameters with the learning rate "
-                        f"{value}; {self._world.name(0)}: {of_ranks[0]}. Make the same schedule on every rank"
-                    )
+        if len(set(comparison.wait()["detail"].tolist())) > 1:
+            of_ranks = self._world.allgather(used)
+            rank = next(rank for rank, text in enumerate(of_ranks) if text != of_ranks[0])
+            raise everywhere(
+                MismatchError(
+                    f"{self._world.name(rank)} has updated its part of the parameters with the learning rate "
+                    f"{of_ranks[rank]}; {self._world.name(0)}: {of_ranks[0]}. Set the optimizer and its schedule "
+                    "alike on every rank"
                 )
+            )
 
     def _lend_optimizer(self, reads: bool) -> None:
         """Bring the state of the optimizer together, and keep it on a rank that `reads` it. Collective."""
         values = self._world.allgather((self._shard.values(), self._shard.array_names()))
         names = sorted({name for _, of_rank in values for name in of_rank})
         arrays: dict[str, Mapping[numpy.dtype, Array]] = {}
+        counts = self._reducer.layout.counts
         for name in names:
-            joined = {
-                dtype: collectives.allgather(self._world, part).wait()
-                for dtype, part in self._shard.array(name).items()
-            }
-            if reads:
-                arrays[name] = {dtype: self._in_order(dtype, parts) for dtype, parts in joined.items()}
+            # A rank without room says so before the others wait for its part: what the gathering takes is tried here.
+            with self._world.together("bring the optimizer's state together"):
+                own = self._shard.array(name)
+                arrays[name] = {dtype: numpy.empty(counts[dtype], dtype) for dtype in own if reads}
+                room = [numpy.empty(counts[dtype], dtype) for dtype in own]
+                del room
+            for dtype, part in own.items():
+                self._gather_in_order(dtype, part, arrays[name].get(dtype))
         if reads:
             self._shard.lend([of_rank for of_rank, _ in values], arrays)
 
-    def _in_order(self, dtype: numpy.dtype, joined: Array) -> Array:
-        """The parts of all ranks, given in the order of ranks, in the places that their owners have."""
-        whole = numpy.empty(self._reducer.layout.counts[dtype], dtype)
-        begin = 0
+    def _gather_in_order(self, dtype: numpy.dtype, part: Array, whole: Array | None) -> None:
+        """Gather the parts of all ranks, and copy them into `whole`, if given, to the places that their owners have."""
+        joined, begin = collectives.allgather(self._world, part).wait(), 0
+        if whole is None:
+            return
         for owned in self._owned:
             ranges: Sequence[slice] = owned[dtype]
             put(ranges, joined[begin : begin + size_of(ranges)], whole)
             begin += size_of(ranges)
-        return whole

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from mpitrain.cuda.shortage import memory_explained
+from mpitrain.strategies.strategy import own_state_for
 from mpitrain.training.checkpoint.parts import add_up
 from mpitrain.training.parts import Parts
 from mpitrain.world import World
@@ -58,7 +59,7 @@ class Built:
         """
         assert self.parts is not None
         strategy = self.parts.strategy
-        is_placed_alike = own.get("place") == strategy.own_state().get("place")
+        is_placed_alike = own.get("place") == own_state_for(strategy, reads=False).get("place")
         if not all(world.allgather(is_placed_alike)):
             total: dict[str, Any] = {}
             add_up(total, own)

@@ -49,7 +49,7 @@ class FlatOptimizer:
         if clip_norm is not None:
             check("clip_norm", clip_norm, "None or a finite number > 0", clip_norm > 0)
         self._learning_rate = learning_rate
-        self._clip_norm = clip_norm
+        self._clip_norm = None if clip_norm is None else float(clip_norm)
         self._state_names = tuple(state_names)
         self._parameters: Array = None
         self._rate_factor = 1.0
@@ -73,6 +73,8 @@ class FlatOptimizer:
         self._decayed = _merged(decayed, parameters.size)
         self._buffers = {name: xp.zeros(parameters.size, parameters.dtype) for name in self._state_names}
         self._step = 0
+        # An optimizer can be started again, for another World or strategy: nothing of a division may stay.
+        self._kept, self._norm_of_all, self._given_rate = None, None, None
         self._take(slice(0, parameters.size))
 
     def _take(self, part: slice) -> None:

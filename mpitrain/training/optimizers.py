@@ -53,7 +53,11 @@ class Optimizer(Protocol):
 def described(optimizer: object) -> str:
     """Return the class of an optimizer and its plain settings, for a comparison of those of several processes."""
     values = getattr(optimizer, "__dict__", {}).items()
-    plain = {name: value for name, value in values if isinstance(value, bool | int | float | None)}
+    plain = {
+        name: value.item() if isinstance(value, numpy.generic) else value
+        for name, value in values
+        if isinstance(value, bool | int | float | numpy.generic | None)
+    }
     return f"{type(optimizer).__name__} {plain}"
 
 

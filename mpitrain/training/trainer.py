@@ -301,6 +301,7 @@ class Trainer:
         Raises:
             CheckpointError: it is of another model. Raised on every rank.
         """
-        part = own_part(self.world, name, parts, self.own_state().get("place"), read_part, reads=reads)
+        place = self.own_state(reads=False).get("place")
+        part = own_part(self.world, name, parts, place, read_part, reads=reads)
         with self.world.together(f"go on from {name}"):
             self.strategy.restore_own(part)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import resource
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -32,7 +33,7 @@ from mpitrain import (
     World,
     warmup_cosine,
 )
-from mpitrain.errors import ConfigError, MismatchError, NonFiniteError
+from mpitrain.errors import ConfigError, MismatchError, MpitrainError, NonFiniteError
 from mpitrain.exchange.exchange import make_exchange
 from mpitrain.exchange.owned import cut, put, rest_of, size_of, within
 from mpitrain.exchange.scattered import ScatteredExchange
@@ -41,7 +42,7 @@ from mpitrain.strategies.strategy import own_state_for
 
 from .common import assert_same_bits, error_on_all, skip_alone
 from .placements import PLACEMENTS, placed
-from .trainings import bits, builder
+from .trainings import bits, builder, names_in
 
 # Algorithms with which both strategies add in the same order, and the placements where they can be used.
 SAME_ORDER = ("ring", "direct", "halving_doubling", "shared_memory", "hierarchical")
@@ -289,12 +290,83 @@ def test_a_checkpoint_of_another_number_of_ranks(world: World) -> None:
     strategy.close()
 
 
+@pytest.mark.parametrize("which", ["reads", "does not read"])
+def test_a_rank_without_room(world: World, which: str) -> None:
+    """One rank may take no more memory: the error on all ranks says so. When there is room again, the state comes."""
+    odd = 0 if which == "reads" else world.size - 1
+    strategy, model = ShardedSync(), ArrayFunction(scattered, {"w": numpy.zeros(6_000_000)}, Adam(0.01))
+    strategy.begin(world, model)
+    before = resource.getrlimit(resource.RLIMIT_AS)
+
+    def gather() -> dict[str, Any]:
+        return own_state_for(strategy, reads=world.is_root)
+
+    if world.rank == odd:
+        pages = int(Path("/proc/self/statm").read_text().split()[0])
+        # Arrays of 48 MB come from the system, and not from what the process has freed.
+        resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + 2**24, before[1]))
+    try:
+        said = error_on_all(world, MpitrainError, gather)
+    finally:
+        if world.rank == odd:
+            resource.setrlimit(resource.RLIMIT_AS, before)
+    assert f"{world.name(odd)}, bring the optimizer's state together: " in said
+    assert "MemoryError: Unable to allocate 45.8 MiB" in said
+    gather()
+    if world.is_root:
+        assert model.state()["optimizer"]["second"]["w"].size == 6_000_000
+    strategy.close()
+
+
+def test_a_checkpoint_at_the_end_of_a_try(world: World, shared: Path) -> None:
+    """The ranks that write have saved the last step already, and all others still take part."""
+    checkpoint, ends = Checkpoint(shared, steps=3), []
+
+    class End(Hook):
+        def after_step(self, trainer: Trainer, step: Step) -> None:
+            ends.append(step)
+
+    trainer = Trainer(
+        builder(45, 14, optimizer=lambda: Adam(0.01), strategy=ShardedSync), [checkpoint, End(), StopAtStep(3)]
+    )
+    trainer.run()
+    checkpoint.before_end(trainer, ends[-1])
+    assert_same_bits(world, *trainer.adapter.parameters().values())
+    trainer.close()
+    if world.is_root:
+        assert names_in(shared) == ["step-00000003"]
+
+
 class Rebuild(Hook):
     """Goes on in another World after the second step."""
 
     def after_step(self, trainer: Trainer, step: Step) -> None:
         if step.number == 2:
             trainer.rebuild(replace(trainer.world, generation=trainer.world.generation + 1))
+
+
+def test_a_rank_that_goes_on_keeps_its_part_only(world: World, shared: Path) -> None:
+    """After a resume, and in another World, no rank has the memory of the whole optimizer."""
+    looked = []
+
+    class Look(Hook):
+        def before_run(self, trainer: Trainer) -> None:
+            self.look("resumed" if trainer.step_number else "begun", trainer)
+
+        def world_changed(self, trainer: Trainer) -> None:
+            self.look("rebuilt", trainer)
+
+        def look(self, when: str, trainer: Trainer) -> None:
+            with pytest.raises(ConfigError, match="divided between the ranks"):
+                trainer.adapter.state()
+            looked.append(when)
+
+    for steps in (1, 3):
+        build = builder(45, 14, optimizer=lambda: Adam(0.01), strategy=ShardedSync)
+        trainer = Trainer(build, [Rebuild(), StopAtStep(steps), Checkpoint(shared, steps=1), Look()])
+        trainer.run()
+        trainer.close()
+    assert looked == ["begun", "resumed", "rebuilt"]
 
 
 def test_a_trainer_goes_on_in_another_world(world: World) -> None:
@@ -307,6 +379,19 @@ def test_a_trainer_goes_on_in_another_world(world: World) -> None:
     assert bits(trainers[0]) == bits(trainers[1])
     for trainer in trainers:
         trainer.close()
+
+
+def test_an_optimizer_starts_anew_without_its_division(world: World) -> None:
+    """An optimizer that was divided, and then starts for Sync, makes the steps of a new one: all elements, clipped."""
+    used, new = (Sgd(0.5, momentum=0.9, clip_norm=0.75) for _ in range(2))
+    found = []
+    for strategy, optimizer in ((ShardedSync(), used), (Sync(), used), (Sync(), new)):
+        model = ArrayFunction(scattered, parameters("float64"), optimizer)
+        strategy.begin(world, model)
+        losses = train(world, strategy, model, range(3))
+        found.append((losses, flat(model).tobytes(), model.gradient_norm()))
+        strategy.close()
+    assert found[1] == found[2]
 
 
 def test_a_repair_keeps_the_optimizer(world: World) -> None:
@@ -437,6 +522,8 @@ def test_verify_sees_whole_means(world: World) -> None:
         ((lambda: AdamW(0.01, weight_decay=0.1), lambda: AdamW(0.01, weight_decay=0.2)), "0.2"),
         ((lambda: Adam(0.01), lambda: Sgd(0.01)), "Sgd"),
         ((lambda: Sgd(0.01, clip_norm=1.0), lambda: Sgd(0.01)), "None"),
+        ((lambda: Sgd(0.01, clip_norm=1.0), lambda: Sgd(0.01, clip_norm=numpy.float32(0.1))), "0.1000000014"),
+        (tuple(lambda of=of: Sgd(0.01, momentum=numpy.float32(of)) for of in (0.5, 0.25)), "0.25"),
     ],
 )
 def test_optimizers_that_differ(world: World, optimizers: Any, text: str) -> None:
@@ -459,6 +546,15 @@ def test_schedules_that_differ(world: World) -> None:
     assert f"{world.name(1)} has updated its part of the parameters with the learning rate 0.5" in said
     assert f"{world.name(0)}: 0.25" in said
     strategy.close()
+
+
+def test_the_choice_of_auto_is_said(world: World, capsys: pytest.CaptureFixture[str]) -> None:
+    there = replace(world, config=replace(world.config, compression="auto"))
+    strategy = ShardedSync()
+    strategy.begin(there, ArrayFunction(scattered, parameters("float64"), Sgd(0.1)))
+    strategy.close()
+    said = "mpitrain: compression auto: none; a divided optimizer sends gradients and parameters as they are\n"
+    assert capsys.readouterr().out == (said if world.is_root else "")
 
 
 def test_another_strategy_on_one_rank(world: World) -> None:

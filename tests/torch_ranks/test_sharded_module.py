@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,13 +27,13 @@ from mpitrain import (
     World,
 )
 from mpitrain.adapters.torch_shard import ELEMENTWISE
-from mpitrain.errors import ConfigError, MismatchError
+from mpitrain.errors import CheckpointError, ConfigError, MismatchError
 from mpitrain.exchange.exchange import make_exchange
 from mpitrain.exchange.scattered import ScatteredExchange
 from mpitrain.strategies import Strategy
 from tests.ranks.common import assert_same_bits, error_on_all, skip_alone
 
-from .torch_modules import INPUTS, Net, Normed, adam, bits, builder, sgd
+from .torch_modules import INPUTS, Net, Normed, adam, bits, builder, made, sgd
 
 pytestmark = pytest.mark.filterwarnings("ignore:no rank's loss depends on these parameters")
 
@@ -140,6 +143,31 @@ def test_a_state_of_before(world: World) -> None:
     assert_alike(found, expected)
 
 
+@pytest.mark.parametrize("name", ["Adam", "SGD"])
+def test_an_optimizer_of_before_goes_on_in_another_world(world: World, name: str) -> None:
+    """One module and one optimizer for all Worlds; afterwards the optimizer has its parameters, in their groups."""
+
+    class Rebuild(Hook):
+        def after_step(self, trainer: Trainer, step: Step) -> None:
+            if step.number in (2, 3):
+                trainer.rebuild(replace(world, generation=world.generation + step.number))
+
+    trainers = []
+    for strategy in ("sharded", "sync"):
+        module = made(Net)
+        optimizer, options = adam(module) if name == "Adam" else sgd(module)
+        given = [list(group["params"]) for group in optimizer.param_groups]
+        parts = partial(run, strategy, lambda module=module: module, lambda _, optimizer=optimizer: (optimizer, {}))
+        trainer = parts(5, Rebuild(), **{**options, "clip_norm": None})
+        trainers.append((bits(trainer), trainer))
+        trainer.close()
+        trainer.close()
+        for group, parameters in zip(optimizer.param_groups, given, strict=True):
+            assert [id(parameter) for parameter in group["params"]] == [id(parameter) for parameter in parameters]
+    assert trainers[0][0] == trainers[1][0]
+    run("sync", lambda: module, lambda _: (optimizer, {}), 1).close()
+
+
 def test_a_replica_is_repaired(world: World) -> None:
     skip_alone(world)
 
@@ -167,6 +195,25 @@ def test_each_rank_has_its_share(world: World) -> None:
 # -- what is refused --------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("fault", ["shape", "keys"])
+def test_a_state_that_does_not_fit_changes_no_rank(world: World, fault: str) -> None:
+    """The fault is in one small parameter, which few ranks own. Every rank finds it, and keeps its pieces."""
+    trainer = run("sharded", Net, of("Adam"), 2)
+    other = run("sharded", Net, of("Adam"), 3)
+    state = copy.deepcopy(other.adapter.state())
+    if fault == "shape":
+        state["optimizer"]["state"]["last.bias"]["exp_avg"] = numpy.zeros(1)
+    else:
+        del state["optimizer"]["state"]["last.bias"]["exp_avg"]
+    before = bits(trainer)
+    with pytest.raises(CheckpointError, match=r"the checkpoint's optimizer state for last\.bias"):
+        trainer.adapter.restore(state)
+    trainer.own_state()
+    assert bits(trainer) == before
+    assert_alike(trainer, run("sharded", Net, of("Adam"), 2))
+    other.close()
+
+
 class Own(torch.optim.Adam):
     """It may do anything."""
 
@@ -178,9 +225,53 @@ def test_optimizers_that_may_need_whole_tensors(world: World, make: Any) -> None
         ShardedSync().begin(world, parts.adapter)
 
 
-def test_options_that_differ(world: World) -> None:
+def in_groups(rate: float, **more: Any) -> Callable[[Any], Any]:
+    """SGD whose first group has the rate 0.5, and whose second one has this rate."""
+
+    def make(module: Any) -> Any:
+        first, *others = (its for its in module.parameters() if its.requires_grad)
+        return torch.optim.SGD([{"params": [first]}, {"params": others, "lr": rate}], lr=0.5), {"schedule": None} | more
+
+    return make
+
+
+@pytest.mark.parametrize(
+    ("optimizers", "kind", "text"),
+    [
+        ((of("AdamW", weight_decay=0.2), of("AdamW", weight_decay=0.1)), "AdamW", "'weight_decay': 0.1"),
+        ((in_groups(0.25), in_groups(0.125)), "SGD", "'lr': 0.125"),
+        ((in_groups(0.25, clip_norm=1.0), in_groups(0.25, clip_norm=2.0)), "SGD", "clip_norm=2.0"),
+        ((in_groups(0.25, clip_norm=0.1), in_groups(0.25, clip_norm=numpy.float32(0.1))), "SGD", "0.1000000014"),
+    ],
+)
+def test_options_that_differ(world: World, optimizers: Any, kind: str, text: str) -> None:
     skip_alone(world)
-    parts = builder(Net, of("AdamW", weight_decay=0.1 if world.rank == 1 else 0.2))(world)
+    parts = builder(Net, optimizers[world.rank == 1])(world)
     said = error_on_all(world, MismatchError, lambda: ShardedSync().begin(world, parts.adapter))
-    assert f"{world.name(1)}: AdamW" in said
-    assert "'weight_decay': 0.1" in said
+    assert f"{world.name(1)}: {kind}" in said
+    assert text in said
+
+
+@pytest.mark.parametrize(("option", "value"), [("lr", 0.125), ("momentum", 0.75)])
+def test_options_that_a_hook_sets_on_one_rank(world: World, option: str, value: float) -> None:
+    """The error comes with the first step that uses the option, though the first group's rate is the same."""
+    skip_alone(world)
+    trainers: list[Trainer] = []
+
+    class Set(Hook):
+        def before_step(self, trainer: Trainer) -> None:
+            if trainer.step_number == 1 and world.rank == world.size - 1:
+                trainer.adapter._torch_optimizer.param_groups[1][option] = value
+
+    def train() -> None:
+        run("sharded", Net, in_groups(0.25), 4, Set(), Keep())
+
+    class Keep(Hook):
+        def before_run(self, trainer: Trainer) -> None:
+            trainers.append(trainer)
+
+    said = error_on_all(world, MismatchError, train)
+    assert f"{world.name(world.size - 1)} has updated its part of the parameters with the learning rate 0.5 and" in said
+    assert f"'{option}': {value}" in said
+    assert trainers[0].step_number == 1
+    trainers[0].close()

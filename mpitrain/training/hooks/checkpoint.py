@@ -6,7 +6,7 @@ import uuid
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from mpitrain.errors import CheckpointError, ConfigError
 from mpitrain.strategies.strategy import own_state_for
@@ -141,17 +141,19 @@ class Checkpoint(Hook):
         score = None if self._score is None else float(self._score())
         self._wait(world, float("inf") if is_last else _PATIENCE_SECONDS)
         self._is_ending = is_last
+        own = own_state_for(trainer.strategy, reads=self._writes)
         with world.together("save a checkpoint"):
-            self._begin(trainer, step, score)
+            self._begin(trainer, step, score, own)
 
     def before_end(self, trainer: Trainer, step: Step) -> None:
         """See Hook. Raises as after_run."""
         self._wait(trainer.world, float("inf"))
         self._is_ending = True
         score = None if self._score is None else float(self._score())
+        own = own_state_for(trainer.strategy, reads=self._writes)
         with trainer.world.together("save a checkpoint"):
             if self._begun_step != step.number:  # `after_step` may have skipped it
-                self._begin(trainer, step, score)
+                self._begin(trainer, step, score, own)
         self.after_run(trainer)
         path = self._directory / name_of(step.number)
         trainer.world.print(f"mpitrain: {path} is saved; the same command goes on from there")
@@ -168,9 +170,9 @@ class Checkpoint(Hook):
             if error is not None:
                 raise error if isinstance(error, CheckpointError) else CheckpointError(str(error)) from error
 
-    def _begin(self, trainer: Trainer, step: Step, score: float | None) -> None:
+    def _begin(self, trainer: Trainer, step: Step, score: float | None, own: dict[str, Any]) -> None:
         """Copy the state, and let the thread write it."""
-        world, own = trainer.world, own_state_for(trainer.strategy, reads=self._writes)
+        world = trainer.world
         if not self._writes and not own:
             return
         path = self._directory / name_of(step.number)

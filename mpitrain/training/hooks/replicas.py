@@ -26,8 +26,9 @@ class CompareReplicas(Hook):
     """Compare a hash of all parameters over the ranks, every `steps` steps and after the last step (docs/metrics.md).
 
     The comparison takes one pass over the parameters and one agreement of 40 bytes a rank. Parameters on a GPU are
-    copied to the host first. Every flipped bit is found. The optimizer's state is not compared: an error in it becomes
-    an error of the parameters with the next step. The parameters of all ranks must have the same bits, as with the
+    copied to the host first. Every flipped bit is found; with ShardedSync, only one that flips after the step
+    (docs/sharded.md). The optimizer's state is not compared: an error in it becomes an error of the parameters with the
+    next step, which ShardedSync brings to all ranks. The parameters of all ranks must have the same bits, as with the
     strategy Sync. With a strategy of rounds, such as LocalSGD, a comparison that is due comes at the end of the round.
     """
 
