@@ -75,7 +75,8 @@ class Adapter(Protocol):
         """Make one step of the optimizer, with mean gradients in flat buffers by dtype, in layout order.
 
         The buffers are on the host or where the parameters are, and may be overwritten. `remarks` says which parameters
-        no rank has used, and what the ranks have noted. Return the learning rate that was used.
+        no rank has used, and what the ranks have noted. The mean gradient of a parameter that no rank has used is 0.
+        Return the learning rate that was used.
         """
         ...
 
