@@ -285,12 +285,11 @@ def test_what_is_not_finite_is_named_and_not_spread(world: World) -> None:
     before = walk["w"].tobytes(), kept(strategy).tobytes(), repr(strategy.state())
     odd = world.size - 1
     largest = float(numpy.finfo(numpy.float32).max)
-    walk["w"][:] = -largest if world.rank == odd else walk["w"]
+    walk["w"][:] = -largest / 16 if world.rank == odd else walk["w"]
     poisoned = walk["w"].tobytes()
+    walk.gradients["w"][:] = largest
     with numpy.errstate(over="ignore"):
-        text = error_on_all(
-            world, NonFiniteError, lambda: walk.step(strategy, 1 + world.rank, w=[largest, largest])
-        )
+        text = error_on_all(world, NonFiniteError, lambda: walk.step(strategy, 1 + world.rank))
     assert f"{world.name(odd)}: w has become NaN or infinity in the steps of this round" in text
     assert walk["w"].tobytes() == poisoned
     assert kept(strategy).tobytes() == before[1]
@@ -374,9 +373,9 @@ def test_the_ends_of_what_is_allowed(world: World) -> None:
 
 def test_what_it_does_not_take(world: World) -> None:
     skip_alone(world)
-    model = ArrayFunction(Walk(w=2), {"w": numpy.zeros(2, numpy.float32), "v": numpy.zeros(2)}, Sgd(1.0))
+    model = ArrayFunction(Walk(w=2), {"w": numpy.zeros(2), "v": numpy.zeros(2)}, Sgd(1.0))
     text = error_on_all(world, ConfigError, lambda: SparseLoCo().begin(world, model))
-    assert text == "SparseLoCo: it sends float32, and v is float64. Make all parameters float32, or use mt.DiLoCo"
+    assert text == "SparseLoCo: it sends float32, and w is float64. Make all parameters float32, or use mt.DiLoCo"
     walk = Walk(w=2, mean=3)
     walk.model.num_buffers = 1  # type: ignore[attr-defined]
     text = error_on_all(world, ConfigError, lambda: SparseLoCo().begin(world, walk.model))

@@ -58,7 +58,7 @@ def quadratic(parameters: Any, batch: Any, on_gradient: Any) -> float:
         on_gradient("w", numpy.zeros_like(w))
         return 0.0
     on_gradient("v", v - v.dtype.type(batch.mean()))
-    on_gradient("w", w - batch.mean(axis=0))
+    on_gradient("w", w - batch.mean(axis=0).astype(w.dtype))
     return float(((w - batch) ** 2).sum() / 2 / len(batch))
 
 
