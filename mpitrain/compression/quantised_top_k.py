@@ -13,8 +13,8 @@ The bits of a block that keeps k of its n values, with l = log2(n / k) rounded d
 - Levels: the kept |values| are split at their mean, and each part again at its own mean, until there are 2^(b-1) parts
   in the order of the |values|. A level is the mean of its part; 0 if the part is empty.
 - Places are in order. Bit u + i of the upper bits is 1 if the place of the i-th kept value has the upper bits u.
-  This is the code of Elias and Fano: 7.6 bits for a place with 2 %, where 12 bits are a number below 4096, and the
-  logarithm of the number of choices is 7.1.
+  This is the code of Elias and Fano: 7.5 bits for a place with 2 %. A number below 4096 takes 12 bits, and no code can
+  do with less than 7.0, the logarithm of the number of choices.
 
 A block of eight values, density 0.5, b = 2. Bits from the lowest on, so the bytes are c4 be 04:
 
