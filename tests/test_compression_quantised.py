@@ -121,7 +121,7 @@ def test_bytes_on_the_wire(setting: str, block: int) -> None:
 
 @pytest.mark.parametrize("count", [4096, 4096 + 4, 4])
 def test_wires_that_nobody_has_made(count: int, compiled: bool) -> None:
-    """Any single bit of the last block changed: a wire that is called valid decodes, and writes only into its values."""
+    """Any single bit of the last block changed: what is called valid can be decoded."""
     codec = factory_of("top_k:0.02:2")(compiled)
     values = random(count)
     wire, _ = encode(codec, values)
@@ -147,7 +147,7 @@ def test_a_place_behind_a_short_block(compiled: bool) -> None:
     assert wire[8:].tolist() == [0b10_00_00]  # from the right: code, lower bits, upper bits
     wire[8] |= 0b1000
     assert not codec.is_valid(wire, values)
-    with pytest.raises(GradientError, match="gradients of top_k:0.02:2 came for places that do not exist"):
+    with pytest.raises(GradientError, match=r"gradients of top_k:0\.02:2 came for places that do not exist"):
         read_gradients([wire], {numpy.dtype(numpy.float32): slice(10, 15)}, codec)
 
 

@@ -1,7 +1,7 @@
 """The bits of blocks of kept values: levels, codes and places; quantised_top_k.py has the format.
 
-`pack` makes them of kept values and places, and `unpack` is the reverse, both for all blocks of a piece. Numba's kernels
-and the NumPy passes give the same bits.
+`pack` makes them of kept values and places, and `unpack` is the reverse, both for all blocks of a piece. The kernels of
+Numba and the NumPy passes give the same bits.
 """
 
 from __future__ import annotations
@@ -251,8 +251,9 @@ def _means(sizes: numpy.ndarray, members: numpy.ndarray) -> numpy.ndarray:
 
 def _digits(numbers: numpy.ndarray, width: int) -> numpy.ndarray:
     """The lowest bits of each number, one after the other, by rows."""
-    digits = numbers[:, :, None] >> numpy.arange(width, dtype=numbers.dtype) & numbers.dtype.type(1)
-    return digits.reshape(len(numbers), -1)
+    bits = numbers[:, :, None] >> numpy.arange(width, dtype=numbers.dtype) & numbers.dtype.type(1)
+    digits: numpy.ndarray = bits.reshape(len(numbers), -1)
+    return digits
 
 
 def _numbers(string: numpy.ndarray, width: int, count: int) -> numpy.ndarray:

@@ -39,7 +39,7 @@ _ONE_BUCKET = 2**62
 
 
 class Rounds:
-    """The common part of LocalSGD, DiLoCo, SparseLoCo and StreamingDiLoCo, which describe the arguments; see Strategy."""
+    """The common part of the strategies of rounds, which describe the arguments; see Strategy."""
 
     def __init__(
         self,

@@ -27,9 +27,9 @@ class SparseLoCo(Rounds):
     So the outer optimizer is SGD with a rate of 1 and without momentum; what is kept takes the place of the momentum.
     With equal shares, e is that of the source divided by the number of ranks, and c is the same.
 
-    Each rank sends its values to every other rank, also inside a node; compression/quantised_top_k.py has the format. The
-    bytes grow with the number of ranks. On one rank nothing is sent, and it is plain training, bit for bit. What is left
-    of e at the end of a run is in no parameter, but in a checkpoint.
+    Each rank sends its values to every other rank, also inside a node; compression/quantised_top_k.py has the format.
+    The bytes grow with the number of ranks. On one rank nothing is sent, and it is plain training, bit for bit. What is
+    left of e at the end of a run is in no parameter, but in a checkpoint.
 
     Source: Sarfi, Therien, Lidin and Belilovsky, Communication Efficient LLM Pre-training with SparseLoCo, arXiv
     2508.15706 (2025). The defaults are those of the authors' code (github.com/tplr-ai/templar, version 2.1.3: 30 inner
@@ -37,17 +37,15 @@ class SparseLoCo(Rounds):
     the flat parameters, not of one tensor, and ranks count by their samples.
     """
 
-    def __init__(
-        self, sync_every: int = 30, *, density: float = 1 / 64, bits: int = 2, decay: float = 0.95
-    ) -> None:
+    def __init__(self, sync_every: int = 30, *, density: float = 1 / 64, bits: int = 2, decay: float = 0.95) -> None:
         """Give the same values on all ranks.
 
         Args:
             sync_every: see LocalSGD.
             density: the part of the values that a rank sends, 1/4096 to 0.5. A block sends at least one.
             bits: of each value that is sent, its sign included, 1 to 4.
-            decay: the factor of what a rank has kept, at each outer step, 0 to 1. 0: what is not sent is lost. 1: nothing
-                is lost.
+            decay: the factor of what a rank has kept, at each outer step, 0 to 1. 0: what is not sent is lost. 1:
+                nothing is lost.
 
         Raises:
             ConfigError: a value is not allowed.
@@ -69,8 +67,8 @@ class SparseLoCo(Rounds):
 
         Raises:
             MismatchError: the ranks differ in the arguments or in the model. Raised on every rank.
-            ConfigError: on several ranks: a parameter is not float32; the model has buffers that change by a mean; or the
-                World's compression is a codec. Raised on every rank.
+            ConfigError: on several ranks: a parameter is not float32; the model has buffers that change by a mean; or
+                the World's compression is a codec. Raised on every rank.
         """
         values, num_buffers = adapter.parameters(), getattr(adapter, "num_buffers", 0)
         names = [parameter.name for parameter in adapter.layout]

@@ -168,9 +168,8 @@ def test_nothing_is_lost_without_decay(world: World, bits: int) -> None:
             random = numpy.random.default_rng((rank, number))
             distances.append({name: random.integers(-64, 64, walk[name].size) / 16 for name in "wvu"})
         for name in "wvu":
-            gone[name] += sum(
-                count * distance[name] for count, distance in zip(counts, distances, strict=True)
-            ) / sum(counts)
+            total = sum(count * distance[name] for count, distance in zip(counts, distances, strict=True))
+            gone[name] += total / sum(counts)
         walk.round(strategy, counts[world.rank], **distances[world.rank])
         for name in "wvu":
             total = sum(one.astype(numpy.float64) for one in world.allgather(kept(strategy, name)))
@@ -188,6 +187,7 @@ def resumed(world: World, strategy: SparseLoCo, walk: Walk, total: Any, state: A
 @pytest.mark.parametrize("steps", [2, 3, 4])
 def test_a_resume_has_the_same_bits(world: World, steps: int) -> None:
     """At the end of a round, in its middle, and with what was kept in two rounds."""
+
     def train(strategy: SparseLoCo, walk: Walk, numbers: range) -> None:
         for number in numbers:
             distance = numpy.random.default_rng((world.rank, number)).standard_normal(300)
