@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 import numpy
@@ -38,21 +39,23 @@ _ONE_BUCKET = 2**62
 
 
 class Rounds:
-    """The common part of LocalSGD, DiLoCo and StreamingDiLoCo, which describe the arguments; see Strategy."""
+    """The common part of the strategies of rounds, which describe the arguments; see Strategy."""
 
     def __init__(
         self,
         sync_every: int,
         *,
-        warm_up: int,
+        warm_up: int = 0,
         exchange: Callable[[World], Exchange],
         outer: Optimizer | None = None,
         fragments: int = 1,
         delay: int = 0,
         alpha: float = 0.0,
+        by_rank: bool = False,
     ) -> None:
+        """`by_rank`: in an outer step, each rank sends for itself, also to the others of its node."""
         self._plan = RoundPlan(type(self).__name__, sync_every, warm_up, fragments, delay, alpha)
-        self._exchange, self._outer = exchange, outer
+        self._exchange, self._outer, self._by_rank = exchange, outer, by_rank
 
     @property
     def keeps_own_state(self) -> bool:
@@ -109,8 +112,9 @@ class Rounds:
             threaded=False,
             on_device=on_device,
         )
+        between = replace(world, node_ranks=tuple(range(world.size))) if self._by_rank else world
         self._fragments = [
-            Fragment(world, adapter, pieces, offset, self._outer, self._exchange)
+            Fragment(between, adapter, pieces, offset, self._outer, self._exchange)
             for pieces, offset in zip(parts, self._plan.offsets, strict=True)
         ]
         self._states = RoundState(world, adapter, self._plan, self._fragments)
@@ -200,7 +204,7 @@ class Rounds:
     @property
     def _is_plain(self) -> bool:
         """One rank trains, and begins no round, since its end would change nothing."""
-        return self._world.size == 1 and self._outer is None and self.replicas_are_equal
+        return self._world.size == 1 and self._outer is None and all(fragment.is_idle for fragment in self._fragments)
 
     @property
     def _is_warming_up(self) -> bool:
