@@ -83,6 +83,7 @@ class Device:
 
     @property
     def mem_info(self) -> tuple[int, int]:
+        _device()
         total = _limit()
         return max(0, total - _others() - _used.get(self.id, 0)), total
 
@@ -235,6 +236,7 @@ class PinnedMemoryPointer:
 
 
 def alloc_pinned_memory(size: int) -> Any:
+    _device()
     # CuPy rounds up; users must slice.
     return memoryview(bytearray(-(-max(size, 1) // 512) * 512))
 
