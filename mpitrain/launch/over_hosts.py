@@ -101,7 +101,7 @@ class JobOverHosts:
     def connect(self, keepers: Keepers | None, *, is_idle: bool = False) -> None:
         """Begin to connect to the hosts. The guards give `keepers` their beats. Call this in the main thread.
 
-        Guards that are idle do little until the job is started. Meanwhile connections for MPICH's mpiexec are opened.
+        Guards that are idle do little until the job is started.
 
         Raises:
             LaunchError, OSError: ssh cannot be started here.
@@ -110,9 +110,19 @@ class JobOverHosts:
             self.job.placement, self._script, self.job.context, self._agent, keepers, self._reserve, is_idle=is_idle
         )
         self.guards = self._stack.enter_context(guards)
+
+    def open_ways(self) -> None:
+        """After `ask`: begin to open connections for MPICH's mpiexec. Call this in the main thread.
+
+        Not with `connect`: a host that all logins pass (ProxyJump) refuses some of those that come together, and the
+        guards make one for each host already.
+
+        Raises:
+            OSError: ssh cannot be started here.
+        """
         placement, mpiexec = self.job.placement, self.job.mpiexec
         _, ssh = ssh_agent(mpiexec, os.environ)  # another program may know no master connections
-        if is_idle and mpiexec.vendor == "mpich" and list(ssh) == ["ssh"]:  # not tried with the others
+        if mpiexec.vendor == "mpich" and list(ssh) == ["ssh"]:  # not tried with the others
             others = [host for host in placement.addresses if host != placement.own]
             self._masters = self._stack.enter_context(open_masters(others, self._agent.parent))
 
