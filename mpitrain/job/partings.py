@@ -73,5 +73,6 @@ def _outlast(world: World) -> None:
         # A rank ends by itself when all have sent their notes. So if one is missing, those that are gone were killed.
         if is_waiting and (late := [rank for rank, since in gone.items() if now - since > _LAST_NOTE_SECONDS]):
             names = " and ".join(control.name(control.members.index(rank)) for rank in sorted(late))
-            raise LostRankError(f"{names} was lost behind its training, before the end of its script")
+            how = "was lost behind its training" if len(late) == 1 else "were lost behind their training"
+            raise LostRankError(f"{names} {how}, before the end of the script")
         time.sleep(0.001)

@@ -196,7 +196,7 @@ def test_a_rank_that_dies_behind_its_training(tmp_path: Path, lost: bool) -> Non
     """Nobody can know whether its script had more to do."""
     first = "if me == 0 and now == 7: die()" if lost else "pass"
     job = train(tmp_path, 4, gradients=first, at_end="if me == 2: time.sleep(0.5); die()")
-    failed(job, f"rank 2 on {HERE} was lost behind its training, before the end of its script")
+    failed(job, f"rank 2 on {HERE} was lost behind its training, before the end of the script")
 
 
 def test_a_rank_that_is_killed_while_it_waits_for_the_others(tmp_path: Path) -> None:
@@ -209,7 +209,7 @@ if me == 2:
     threading.Thread(target=lambda: (time.sleep(1), die()), daemon=True).start()
 """
     job = train(tmp_path, 3, at_end=late)
-    failed(job, f"rank 2 on {HERE} was lost behind its training, before the end of its script")
+    failed(job, f"rank 2 on {HERE} was lost behind its training, before the end of the script")
 
 
 def test_a_rank_that_is_killed_when_all_have_said_that_they_are_done(tmp_path: Path) -> None:
@@ -231,23 +231,36 @@ if me == 2:
 
 
 def test_the_last_words_of_a_rank_that_wait_in_it(tmp_path: Path) -> None:
-    """Rank 2 has heard from all, and its own note is behind others that the network has no room for yet.
+    """Rank 2 has heard from all, and its note for rank 1 is behind messages that the network has no room for yet.
 
-    It ends without MPI_Finalize after a loss, so it must see to its note itself.
+    In the barrier of four ranks it sends nothing to rank 1. It ends without MPI_Finalize after a loss, so it must see
+    to its note itself.
     """
     crowded = """
-from mpi4py import MPI
 from mpitrain.waiting.notes import Notes
 begin = Notes.begin_barrier
+still = folder / "still"
+def stand(notes):
+    begun, other = begin(notes), folder / "pid"
+    still.touch()
+    while not other.exists():
+        time.sleep(0.01)
+    process, until = pathlib.Path("/proc", other.read_text()), time.monotonic() + 5
+    while process.exists() and "State:\\tZ" not in (process / "status").read_text() and time.monotonic() < until:
+        time.sleep(0.01)
+    return begun
 if me == 1:
-    Notes.begin_barrier = lambda notes: (begin(notes), time.sleep(3))[0]
+    Notes.begin_barrier = stand
 if me == 2:
-    time.sleep(1)  # rank 1 takes nothing in by then
-    crowd = [MPI.COMM_WORLD.Isend(numpy.zeros(4000), 1, 77) for _ in range(3000)]
+    while not still.exists():  # from then on rank 1 takes nothing in
+        time.sleep(0.01)
+    crowd = [trainer.world.comm.Isend(numpy.zeros(4000), 0, 77) for _ in range(3000)]
+    (folder / "new").write_text(str(os.getpid()))
+    (folder / "new").rename(folder / "pid")
 """
     tcp = {"OMPI_MCA_btl": "tcp,self"}
-    job = train(tmp_path, 3, gradients="if me == 0 and now == 7: die()", at_end=crowded, env=tcp)
-    went_on(job, tmp_path, [1, 2])
+    job = train(tmp_path, 5, gradients="if me == 0 and now == 7: die()", at_end=crowded, env=tcp)
+    went_on(job, tmp_path, [1, 2, 3, 4])
 
 
 def test_an_error_of_any_kind_may_come_of_a_loss(tmp_path: Path) -> None:

@@ -83,7 +83,6 @@ class Device:
 
     @property
     def mem_info(self) -> tuple[int, int]:
-        _device()
         total = _limit()
         return max(0, total - _others() - _used.get(self.id, 0)), total
 
