@@ -197,7 +197,10 @@ class OptimizerShard(Protocol):
         ...
 
     def close(self) -> None:
-        """Let the optimizer be used for whole parameters again, from a new state. No step follows."""
+        """Let the optimizer be used for whole parameters again. No step follows.
+
+        It has no state; one of PyTorch that has made no step has that from before the division.
+        """
         ...
 
 
