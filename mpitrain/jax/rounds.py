@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy
 
 from mpitrain.allreduce.algorithm import FLOATS
 from mpitrain.compression import check_compression, power_sgd
@@ -92,7 +91,7 @@ def rounds(sync_every: int, outer: Any = None, *, compression: str = "none") -> 
         names, leaves, form = _checked(params)
         checksum = 0
         for value in on_host(names, leaves):
-            checksum = zlib.crc32(numpy.ascontiguousarray(value).view(numpy.uint8), checksum)
+            checksum = zlib.crc32(value.tobytes(), checksum)
         text = f"parameters with checksum {checksum:08x} (mpitrain.jax.sync gives all ranks those of rank 0)"
         init().agree("begin rounds", [text])
         left = () if compression == "none" else jax.tree.unflatten(form, [jnp.zeros_like(leaf) for leaf in leaves])

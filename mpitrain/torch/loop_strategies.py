@@ -8,12 +8,12 @@ import torch
 
 from mpitrain.errors import ConfigError, everywhere
 from mpitrain.exchange.exchange import make_exchange
-from mpitrain.strategies import Strategy, Sync
+from mpitrain.strategies import Sync
 from mpitrain.strategies.rounds import Rounds
 from mpitrain.world import World
 
 
-def check_strategy(world: World, strategy: Strategy | None, options: Sequence[str]) -> None:
+def check_strategy(world: World, strategy: object, options: Sequence[str]) -> None:
     """Check the argument `strategy` of prepare(). `options` are the names of its other arguments that were given.
 
     Collective.

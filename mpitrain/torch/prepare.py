@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, TypeVar
@@ -13,7 +13,7 @@ import torch
 
 from mpitrain.adapters.torch_arrays import array_of, tensor_of
 from mpitrain.errors import ConfigError, DeviceError
-from mpitrain.exchange.exchange import make_exchange
+from mpitrain.exchange.exchange import Exchange, make_exchange
 from mpitrain.job.start import init
 from mpitrain.strategies import Strategy, Sync
 from mpitrain.strategies.rounds import Rounds
@@ -106,9 +106,9 @@ def prepare(
     if isinstance(strategy, Rounds):
         gradients = rounds = RoundGradients(world, model, optimizer, sharded, strategy)
         optimizer.register_step_post_hook(rounds.after_step)
-        model.register_state_dict_pre_hook(_tell_of_round)
+        model.register_state_dict_pre_hook(_tell_of_round)  # type: ignore[no-untyped-call]
     else:
-        exchange = partial(make_exchange, algorithm=algorithm, compression=compression)
+        exchange: Callable[[World], Exchange] = partial(make_exchange, algorithm=algorithm, compression=compression)
         if isinstance(strategy, Sync) and strategy.exchange is not make_exchange:
             exchange = strategy.exchange
         gradients = Gradients(
