@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import numpy
 
-from mpitrain.adapters.adapter import Adapter
+from mpitrain.adapters.adapter import LocalModel
 from mpitrain.compression.quantised_top_k import MOST_BITS
 from mpitrain.compression.top_k import BLOCK_VALUES, HIGHEST, LOWEST
 from mpitrain.errors import ConfigError, everywhere
 from mpitrain.exchange.exchange import CompressedExchange, Exchange, make_exchange
+from mpitrain.strategies.meetings import Meetings
 from mpitrain.strategies.rounds import Rounds
 from mpitrain.world import World
 
@@ -62,16 +63,16 @@ class SparseLoCo(Rounds):
         self._codec, self._decay = f"top_k:{float(density)}:{bits}", float(decay)
         super().__init__(sync_every, exchange=self._make_exchange, by_rank=True)
 
-    def begin(self, world: World, adapter: Adapter) -> None:
-        """See Strategy. Every rank gets rank 0's parameters.
+    def meetings(self, world: World, model: LocalModel) -> Meetings:
+        """See Rounds.
 
         Raises:
             MismatchError: the ranks differ in the arguments or in the model. Raised on every rank.
             ConfigError: on several ranks: a parameter is not float32; the model has buffers that change by a mean; or
                 the World's compression is a codec. Raised on every rank.
         """
-        values, num_buffers = adapter.parameters(), getattr(adapter, "num_buffers", 0)
-        names = [parameter.name for parameter in adapter.layout]
+        values, num_buffers = model.parameters(), getattr(model, "num_buffers", 0)
+        names = [parameter.name for parameter in model.layout]
         others = [f"{name} is {values[name].dtype}" for name in names if values[name].dtype != numpy.float32]
         buffers, compression = names[len(names) - num_buffers :], world.config.compression
         settings = f"SparseLoCo({self._codec}, decay={self._decay}), compression {compression}"
@@ -88,7 +89,7 @@ class SparseLoCo(Rounds):
             problem = f"it sends float32, and {others[0]}. Make all parameters float32, or use mt.DiLoCo"
         if problem and world.size > 1:
             raise everywhere(ConfigError(f"SparseLoCo: {problem}"))
-        super().begin(world, adapter)
+        return super().meetings(world, model)
 
     def _make_exchange(self, world: World) -> Exchange:
         if world.size == 1:
