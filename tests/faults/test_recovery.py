@@ -212,17 +212,25 @@ if me == 2:
     failed(job, f"rank 2 on {HERE} was lost behind its training, before the end of the script")
 
 
-def test_a_rank_that_is_killed_when_all_have_said_that_they_are_done(tmp_path: Path) -> None:
-    """All others end by themselves, with code 0. Nobody knows what the interpreter of the killed one had to do."""
-    late = """
-if me == 2:
-    from mpitrain.waiting.notes import Notes
+ENDS = {
+    "heard from all": """
     def die_when_all_are_heard(notes):
         while len(notes.read) < notes.size - 1:
             notes.look()
         die()
     Notes.begin_barrier = die_when_all_are_heard
-"""
+""",
+    "heard from none": """
+    tell = Notes.tell_all
+    Notes.tell_all = lambda *words: (tell(*words), time.sleep(0.5), die())
+""",
+}
+
+
+@pytest.mark.parametrize("how_far", ENDS)
+def test_a_rank_that_is_killed_when_all_have_said_that_they_are_done(tmp_path: Path, how_far: str) -> None:
+    """All others end by themselves, with code 0. Nobody knows what the interpreter of the killed one had to do."""
+    late = f"if me == 2:\n    from mpitrain.waiting.notes import Notes{ENDS[how_far]}"
     job = train(tmp_path, 3, at_end=late)
     failed(job)
     assert job.code == 1, job.output
