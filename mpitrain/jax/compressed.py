@@ -70,8 +70,8 @@ def compressed_mean(codec: str) -> CompressedMean:
         check_float32(f"compressed_mean({codec!r})", [*names, *names], both)
 
         def work(values: Sequence[numpy.ndarray], weight: Any) -> list[numpy.ndarray]:
-            found, rest = means.of(names, values[: len(names)], values[len(names) :], float(weight))
-            return [*found, *rest]
+            mean, rest = means.of(names, values[: len(names)], values[len(names) :], float(weight))
+            return [*mean, *rest]
 
         if is_traced([weight, *both]):
             results = as_callback(work, [jnp.asarray(leaf) for leaf in both], weight)

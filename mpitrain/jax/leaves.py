@@ -27,8 +27,8 @@ def _step(entry: Any) -> str:
     return next((str(getattr(entry, kind)) for kind in ("key", "idx", "name") if hasattr(entry, kind)), str(entry))
 
 
-def leaves_like(form: Any, tree: PyTree, what: str) -> list[Leaf]:
-    """Return the leaves of `tree`, which has this form.
+def leaves_like(form: Any, tree: PyTree, role: str) -> list[Leaf]:
+    """Return the leaves of `tree`, which has this form; `role` says in an error which tree it is.
 
     Raises:
         TreeError: it has another one.
@@ -36,7 +36,7 @@ def leaves_like(form: Any, tree: PyTree, what: str) -> list[Leaf]:
     try:
         leaves: list[Leaf] = form.flatten_up_to(tree)
     except ValueError as error:
-        raise TreeError(f"{what} has another form than the tree that comes with it: {error}") from None
+        raise TreeError(f"{role} has another form than the tree that comes with it: {error}") from None
     return leaves
 
 

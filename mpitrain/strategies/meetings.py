@@ -226,14 +226,17 @@ class Meetings:
         self._is_resumed = True
 
     def own_state(self) -> dict[str, Any]:
-        """Parameters and optimizer of this rank, and what they add to the outer steps: `residual`. Collective.
+        """Return `whole_own_state`, or {} if a checkpoint of the model is enough for one rank. Collective."""
+        own = self.whole_own_state()
+        return {} if self._world.size == 1 and all(fragment.is_idle for fragment in self.fragments) else own
+
+    def whole_own_state(self) -> dict[str, Any]:
+        """Return parameters and optimizer of this rank, and what they add to the outer steps: `residual`. Collective.
 
         What is under way arrives first, so that the state is complete.
         """
         if not self._world.control.is_broken:
             finish_all(self.fragments)
-        if self._world.size == 1 and all(fragment.is_idle for fragment in self.fragments):
-            return {}
         return self._states.own()
 
     def restore_own(self, state: Mapping[str, Any]) -> None:

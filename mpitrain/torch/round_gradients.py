@@ -107,7 +107,7 @@ class RoundGradients(Gradients):
 
     def state(self) -> dict[str, Any]:
         """All that this rank needs to go on: `own`; and what is the same on all ranks: `common`. Collective."""
-        own = self._meetings.own_state()
+        own = self._meetings.whole_own_state()
         return {"place": self._meetings.place, "own": to_tensors(own), "common": to_tensors(self._meetings.state())}
 
     def restore(self, state: Mapping[str, Any]) -> None:

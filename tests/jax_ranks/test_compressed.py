@@ -54,10 +54,10 @@ def test_the_largest_by_hand_with_error_feedback(apart: World, inside: bool) -> 
             jnp.asarray(mine[:16].reshape(2, 8)),
             {"b": jnp.asarray(mine[16:]), "none": jnp.zeros((0, 3), "float32")},
         )
-        if update:
-            found, left = update(tree, left, weights[apart.rank])
-        else:
-            found, left = mean.update(tree, left, weight=weights[apart.rank])
+        own = weights[apart.rank]
+        calls = [update(tree, left, own) if update else mean.update(tree, left, weight=own) for _ in range(2)]
+        assert_equal(calls[1], calls[0])  # the state is all that a call goes on from
+        found, left = calls[0]
         expected = numpy.zeros(20)
         for rank, values in enumerate(everyone):
             whole = values.astype("float64") * (weights[rank] / sum(weights)) + lefts[rank]
