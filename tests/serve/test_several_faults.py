@@ -78,7 +78,7 @@ def test_a_worker_that_is_killed_between_its_pushes(mode: str) -> None:
     finally:
         half.kill()
         half.communicate()
-    served._others.start(served.address, [parts(mt.ParameterServer(mode, job_samples=4))], 3)  # type: ignore[arg-type]
+    served._others.start(served.address, [parts(mt.ParameterServer(mode, job_samples=4))])  # type: ignore[arg-type]
     served.end()
     assert served._others.errors == {}
     assert set(served.counts) == {1.0 / (8 if mode == "sync" else 4)}
