@@ -50,6 +50,7 @@ def test_a_lost_server_ends_all_and_workers_wait_for_the_next_ones(
     script.write_text(COUNTING_SCRIPT.replace("MODE", repr(mode)))
     program = [str(script), str(saved), "0", "0.01"]
     servers = commands.serve("--servers", "2", program=program)
+    servers.until("MPITRAIN_KEY=")
     workers = [commands.work(*program) for _ in range(2)]
     servers.until(r"2 here[^\0]*step \d+\n[^\0]*step \d+\n")
     (lost,) = processes(servers, killed)
