@@ -121,8 +121,7 @@ def run(arguments: argparse.Namespace) -> int:
     if len(ports) > 1:
         listens = f"{len(ports)} servers listen at ports {ports[0]} to {ports[-1]}"
     print(
-        f"mpitrain: {listens}. This line starts a worker, and holds a secret:\n\n"
-        f"    {KEY}={key[KEY]} {line}\n",
+        f"mpitrain: {listens}. This line starts a worker, and holds a secret:\n\n    {KEY}={key[KEY]} {line}\n",
         file=sys.stderr,
         flush=True,
     )
@@ -138,7 +137,7 @@ def run(arguments: argparse.Namespace) -> int:
     first, descriptor = told(context, environment_here(script))
     if placement is None and len(ports) == 1:
         become(first, program)
-    found = f"{arguments.plain and address or '127.0.0.1'}:{ports[0]}"
+    found = f"{'127.0.0.1' if address == '*' else address}:{ports[0]}"
     others = [
         replace(context, serves="shard", serve_number=number, serve_address=f"{address}:{port},{found}")
         for number, port in enumerate(ports[1:], 1)

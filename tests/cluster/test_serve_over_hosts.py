@@ -52,7 +52,8 @@ def build(world):
 print("begins on", socket.gethostname(), mt.init().context.devices, flush=True)
 trainer = mt.Trainer(build, [UntilFile(), mt.Checkpoint(sys.argv[2], steps=10, keep=2)])
 trainer.run()
-print("the training is over", json.dumps([trainer.adapter.parameters()["count"].tolist(), trainer.data.state()]), flush=True)
+counts = trainer.adapter.parameters()["count"].tolist()
+print("the training is over", json.dumps([counts, trainer.data.state()]), flush=True)
 """.replace("NUM_SAMPLES", str(NUM_SAMPLES)).replace("BATCH", str(BATCH))
 
 

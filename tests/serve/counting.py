@@ -29,7 +29,8 @@ NUM_SAMPLES, BATCH, JOB = 24, 8, 4
 _TEMPORARY = tempfile.TemporaryDirectory()
 _FOLDER = Path(_TEMPORARY.name)  # of the keys
 
-# A training in a process of its own. Each update adds 1 / 4 to the numbers of its 4 samples. The last line says where the run stands.
+# A training in a process of its own. Each update adds 1 / 4 to the numbers of its 4 samples. The last line says where
+# the run stands.
 COUNTING_SCRIPT = """
 import json, os, sys, time
 import numpy

@@ -59,7 +59,7 @@ def test_a_lost_server_ends_all_and_workers_wait_for_the_next_ones(
     assert f"mpitrain: {text}" in servers.output
     assert f"server 0 on {HOST}: 0.00 MiB, server 1 on {HOST}: 0.00 MiB of 0.00 MiB of parameters" in servers.output
     if killed == "shard":
-        gone = rf"server 1 on {HOST} is gone \(its connection has ended\), and its part of the parameters with it. Start"
+        gone = rf"server 1 on {HOST} is gone \(its connection has ended\), and its part of the parameters with it"
         assert re.search(gone, servers.output), servers.output
 
     again = commands.serve("--servers", "3", program=program)
@@ -96,7 +96,9 @@ def test_the_port_of_a_further_server_is_in_use(commands: Commands) -> None:
     assert "MPITRAIN_KEY" not in servers.output
 
 
-def test_a_worker_is_not_taken_for_a_server(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_worker_is_not_taken_for_a_server(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """It has the key, and says all that a server says, but for the proof. The real server comes after it."""
     goes_on = threading.Event()
     begin = ShardServer._begin
