@@ -18,7 +18,7 @@ from counting import COUNTING_SCRIPT, check_counts, worker_key
 from hands import Hand, Served, hands, lines_of, mean, of, say
 
 import mpitrain as mt
-from jobs import HANG_SECONDS
+from jobs import HANG_SECONDS, run_command, until
 from mpitrain.job.context import JobContext
 from mpitrain.launch import server_processes
 from mpitrain.launch.served import handed_over
@@ -78,12 +78,14 @@ def test_a_lost_server_ends_all_and_workers_wait_for_the_next_ones(
 
 
 def test_known_workers_and_ctrl_c(commands: Commands) -> None:
-    """Nothing is left: see Commands."""
+    """`mpitrain ps` counts the servers. Nothing is left: see Commands."""
     servers = commands.serve(
         "--servers", "2", "--plain", "lo", "--hosts", "localhost/cpux2", program=[*TRAIN, "--epochs", "100000"]
     )
     servers.until("step 24")
     assert len(processes(servers, "shard")) == 1
+    ps = [sys.executable, "-m", "mpitrain", "ps", "--hosts", "localhost"]
+    until(lambda: f"2 servers on {HOST}, 2 workers" in run_command(ps).stdout)
     servers.signal(signal.SIGINT)
     assert servers.end() == 130, servers.output
 
