@@ -137,9 +137,9 @@ def run(arguments: argparse.Namespace) -> int:
     first, descriptor = told(context, environment_here(script))
     if placement is None and len(ports) == 1:
         become(first, program)
-    found = f"{'127.0.0.1' if address == '*' else address}:{ports[0]}"
+    first_address = f"{'127.0.0.1' if address == '*' else address}:{ports[0]}"
     others = [
-        replace(context, serves="shard", serve_number=number, serve_address=f"{address}:{port},{found}")
+        replace(context, serves="shard", serve_number=number, serve_address=f"{address}:{port},{first_address}")
         for number, port in enumerate(ports[1:], 1)
     ]
     return serve(serving, [first, *others], descriptor, key)

@@ -79,8 +79,11 @@ def _links_beside(
 ) -> list[WorkerLink]:
     """Return links to the servers at these ports of the host where the first one was found. All have its keys."""
     host = f"[{first.host}]" if ":" in first.host else first.host
-    found = [(f"server {number} at {host}:{port}", f"{host}:{port}") for number, port in enumerate(ports, 1)]
-    return [WorkerLink([address], key, most_bytes, plain=plain, name=name) for name, address in found]
+    places = [f"{host}:{port}" for port in ports]
+    names = [f"server {number} at {place}" for number, place in enumerate(places, 1)]
+    return [
+        WorkerLink([place], key, most_bytes, plain=plain, name=name) for name, place in zip(names, places, strict=True)
+    ]
 
 
 def _links(everyone: World, places: Sequence[_Place], numbers: Sequence[int], most_bytes: int) -> list[WorkerLink]:
