@@ -136,7 +136,8 @@ class ndarray:
         return _wrap(self._host.view() if dtype is None else self._host.view(dtype), self._mem)
 
     def reshape(self, *shape: Any) -> ndarray:
-        _current()._drain()
+        if not self._host.flags.c_contiguous:  # otherwise it is a view, which waits for nothing
+            _current()._drain()
         return _wrap(self._host.reshape(*shape), self._mem)
 
     def ravel(self) -> ndarray:
