@@ -101,9 +101,9 @@ class LowRank(Protocol):
     def __call__(
         self, flat: Array, residual: Array, plan: Plan, factors: Factors, site: Site | None = None
     ) -> Progress:
-        """All are overwritten but the plan: the sum, what is left out, the Q of the next step. All ranks have equal plans.
+        """All are overwritten but the plan: the sum, what is left out, the Q of the next step.
 
-        `site` is that of `flat` and `residual`; None: the host.
+        All ranks have equal plans. `site` is that of `flat` and `residual`; None: the host.
         """
         ...
 

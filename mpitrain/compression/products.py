@@ -125,7 +125,7 @@ def transposed_times_twin(matrix: numpy.ndarray, pt: numpy.ndarray, qt: numpy.nd
 
 
 def product(pt: numpy.ndarray, qt: numpy.ndarray, whole: numpy.ndarray, out: numpy.ndarray) -> None:
-    """Overwrite `out`, float32[m, n], with P Q^T; or, if `whole` is float32[m, n] and not float32[0, n], with whole - P Q^T."""
+    """Overwrite `out`, float32[m, n], with P Q^T; or with whole - P Q^T, if `whole` is no float32[0, n]."""
     rank = pt.shape[0]
     for i in range(out.shape[0]):
         row, factor, column = out[i], pt[0, i], qt[0]

@@ -1,4 +1,4 @@
-"""PowerSGD of gradients on a GPU: the bits of the host's exchange, in means, in what is left out, and in the factors."""
+"""PowerSGD of gradients on a GPU: the bits of the host's exchange, in means, what is left out, and factors."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def inputs(rank: int, step: int, count: int) -> numpy.ndarray:
 
 
 def steps(there: World, exchange: LowRankExchange, slot: Slot, numbers: range, cut: int = 0) -> bytes:
-    """Make steps in two parts, the last one first; weights differ; one value of the third step is NaN. Return the mean."""
+    """Make steps in two parts, the last one first; weights differ; a value of the third is NaN. Return the mean."""
     flat = slot.flat
     for step in numbers:
         values = inputs(there.rank, step, flat.size)
@@ -241,8 +241,6 @@ def test_no_memory_on_one_rank(world: World, monkeypatch: pytest.MonkeyPatch, ro
         used = cupy.cuda._used[cupy.cuda.Device().id]
         monkeypatch.setenv("EMULATED_GPU_BYTES", str(used + room))
     tensors = [("w", (4096, 128))]  # 4 MiB for gradients and residuals, and 2.1 MB for factors and their work
-    text = error_on_all(
-        world, DeviceError, lambda: exchange.allocate(2**19, FLOAT32, on_device=True, tensors=tensors)
-    )
+    text = error_on_all(world, DeviceError, lambda: exchange.allocate(2**19, FLOAT32, on_device=True, tensors=tensors))
     assert text.startswith(f"{world.name(world.size - 1)}: ")
     assert purpose in text

@@ -1,4 +1,4 @@
-"""low_rank: PowerSGD's two sums for gradients on a GPU; the products are made there, the thin factors summed on the host.
+"""low_rank: PowerSGD's two sums for gradients on a GPU: products are made there, thin factors summed on the host.
 
     GPU      | M Q               P orthogonal, M^T P, M - P R^T               P Q^T
     to host      | P        ^                             | M^T P   ^

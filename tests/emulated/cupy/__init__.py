@@ -96,7 +96,7 @@ class ndarray:
 
     def __getitem__(self, key: Any) -> Any:
         found = self._checked()._host[_host_key(key)]
-        if isinstance(found, numpy.ndarray) and _shares(found, self._host):
+        if isinstance(found, numpy.ndarray) and (found.size == 0 or _shares(found, self._host)):
             return _wrap(found, self._mem)
         _current()._drain()
         return _new(numpy.asarray(self._host[_host_key(key)]))
