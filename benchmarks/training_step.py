@@ -22,7 +22,7 @@ matrix products for about that long instead.
                 backward pass leaves no time for. So a wire that is not at its best counts as not hidden
     report      rank 0's own report: 1 - exposed / wire
     of bound    (compute + least) / step: the step that the bytes allow over the one that was measured
-    cores       CPU seconds per second of a rank
+    cores       CPU seconds per second of a rank; in brackets, of a step
 """
 
 import argparse
@@ -240,6 +240,7 @@ def main() -> None:
         world.print("| --- " * 11 + "|")
         for name in steps:
             median, low, high = spread(seconds[name])
+            cores = measured[name].cores
             exposed = median - base
             # DDP's buckets are of other sizes than ours: no claim is made of how much it could hide.
             hidden, allowed, said, wire = "-", "-", "-", "-"
@@ -256,7 +257,7 @@ def main() -> None:
             world.print(
                 f"| {name} | {alone[name] * 1e3:.0f} ms | {median * 1e3:.0f} ms | "
                 f"{low / median:.2f}-{high / median:.2f} | {exposed * 1e3:.0f} ms | {wire} | {hidden} | {allowed} | "
-                f"{said} | {against} | {measured[name].cores:.2f} |"
+                f"{said} | {against} | {cores:.2f} ({cores * statistics.fmean(seconds[name]) * 1e3:.0f} ms) |"
             )
 
 
