@@ -107,7 +107,7 @@ KERNEL low_rank_sums(const float *parts, float *qt, i64 blocks, i64 count) {
     bool aligned = by_fours(count, parts, qt);
     for (i64 j = grid_thread() * 4; j < count; j += grid_threads() * 4) {
         Four sum = {0.0f, 0.0f, 0.0f, 0.0f};
-#pragma unroll 4
+#pragma unroll 2
         for (i64 block = 0; block < blocks; block++) {
             Four part = take(parts + block * count, j, count, aligned);
 #pragma unroll
@@ -148,7 +148,7 @@ KERNEL low_rank_product(const float *pt, const float *qt, const float *whole, fl
 __device__ double product_of(const double *one, const double *other, i64 count) {
     __shared__ double sums[LANES];
     double sum = 0;
-#pragma unroll 4
+#pragma unroll 2
     for (i64 j = threadIdx.x; j < count; j += LANES) sum = add(sum, multiply(one[j], other[j]));
     __syncthreads();  // the product before has been read
     sums[threadIdx.x] = sum;
@@ -164,15 +164,18 @@ __device__ double product_of(const double *one, const double *other, i64 count) 
 KERNEL low_rank_orthogonalise(float *rows, double *work, i64 rank, i64 count) {
     for (i64 c = 0; c < rank; c++) {
         double *row = work + c * count;
+#pragma unroll 2
         for (i64 j = threadIdx.x; j < count; j += LANES) row[j] = to_double(rows[c * count + j]);
         double before = square_root(product_of(row, row, count));
         for (i64 step = 0; step < 2 * c; step++) {
             const double *earlier = work + step % c * count;
             double factor = product_of(earlier, row, count);
+#pragma unroll 2
             for (i64 j = threadIdx.x; j < count; j += LANES) row[j] = subtract(row[j], multiply(factor, earlier[j]));
         }
         double length = square_root(product_of(row, row, count));
         bool depends = !(length > multiply(DEPENDENT, before));
+#pragma unroll 1
         for (i64 j = threadIdx.x; j < count; j += LANES) {
             row[j] = depends ? 0.0 : divide(row[j], length);
             rows[c * count + j] = rounded(row[j]);
