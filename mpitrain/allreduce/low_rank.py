@@ -37,7 +37,7 @@ class Thin(NamedTuple):
     on_host: numpy.ndarray
 
 
-class Site(Protocol):
+class LowRankSite(Protocol):
     """Where gradients are multiplied. The sums are made on the host.
 
     Attributes:
@@ -69,29 +69,29 @@ class Site(Protocol):
 
 
 class OnHost:
-    """A Site for gradients on the host: nothing is copied."""
+    """A LowRankSite for gradients on the host: nothing is copied."""
 
     def __init__(self, products: ThinProducts) -> None:
         self.products = products
 
     def free(self) -> Progress:
-        """See Site."""
+        """See LowRankSite."""
         return iter(())
 
     def memory(self, plan: Plan) -> tuple[Thin, Thin]:
-        """See Site."""
+        """See LowRankSite."""
         first, second = (numpy.empty(count, numpy.float32) for count in (plan.num_first + NUM_MARKS, plan.num_second))
         return Thin(first, first), Thin(second, second)
 
     def down(self, thin: Thin) -> Progress:
-        """See Site."""
+        """See LowRankSite."""
         return iter(())
 
     def up(self, thin: Thin) -> None:
-        """See Site."""
+        """See LowRankSite."""
 
     def add(self, total: numpy.ndarray, other: numpy.ndarray) -> None:
-        """See Site."""
+        """See LowRankSite."""
         numpy.add(total, other, out=total)
 
 
@@ -99,7 +99,7 @@ class LowRank(Protocol):
     """Makes the work on a flat float32 buffer."""
 
     def __call__(
-        self, flat: Array, residual: Array, plan: Plan, factors: Factors, site: Site | None = None
+        self, flat: Array, residual: Array, plan: Plan, factors: Factors, site: LowRankSite | None = None
     ) -> Progress:
         """All are overwritten but the plan: the sum, what is left out, the Q of the next step.
 
@@ -119,7 +119,7 @@ def low_rank_steps(world: World, total: Steps, products: Products) -> LowRank:
 
     @in_phases
     def steps(
-        flat: Array, residual: Array, plan: Plan, factors: Factors, site: Site | None = None
+        flat: Array, residual: Array, plan: Plan, factors: Factors, site: LowRankSite | None = None
     ) -> Iterator[Progress]:
         site = site or host
         yield site.free()

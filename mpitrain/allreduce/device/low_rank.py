@@ -72,10 +72,10 @@ class DeviceProducts:
 
 
 class OnDevice:
-    """A Site on a GPU: one buffer's, for one sum at a time. Its methods run within the steps of an OnStream.
+    """A LowRankSite on a GPU: one buffer's, for one sum at a time. Its methods run within the steps of an OnStream.
 
     Attributes:
-        products: see Site.
+        products: see LowRankSite.
     """
 
     def __init__(self, world: World, place: DevicePlace, plan: Plan) -> None:
@@ -95,11 +95,11 @@ class OnDevice:
             self.products = DeviceProducts(max((matrix.rank * matrix.rows for matrix in plan.matrices), default=0))
 
     def free(self) -> Progress:
-        """See Site."""
+        """See LowRankSite."""
         return until(lambda: happened(self._up))
 
     def memory(self, plan: Plan) -> tuple[Thin, Thin]:
-        """See Site. A part that cuts a tensor, which is then sent as it is, may need more memory than there is."""
+        """See LowRankSite. A part that cuts a tensor, which is then sent as it is, may need more memory than there is."""
         size = plan.num_first + NUM_MARKS
         if size > self._first.on_host.size:
             self._first = _thin(size)
@@ -110,13 +110,13 @@ class OnDevice:
         )
 
     def down(self, thin: Thin) -> Progress:
-        """See Site."""
+        """See LowRankSite."""
         self._copy(address(thin.on_host), thin.here.data.ptr, thin, cupy_module().cuda.runtime.memcpyDeviceToHost)
         self._down.record(self._place.stream)
         return until(lambda: happened(self._down))
 
     def up(self, thin: Thin) -> None:
-        """See Site."""
+        """See LowRankSite."""
         self._copy(thin.here.data.ptr, address(thin.on_host), thin, cupy_module().cuda.runtime.memcpyHostToDevice)
         self._up.record(self._place.stream)
 
@@ -126,7 +126,7 @@ class OnDevice:
             cupy_module().cuda.runtime.memcpyAsync(target, source, thin.on_host.nbytes, kind, stream)
 
     def add(self, total: Array, other: Array) -> None:
-        """See Site."""
+        """See LowRankSite."""
         kernels.add(total, other)
 
 
