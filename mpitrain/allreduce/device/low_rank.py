@@ -99,7 +99,7 @@ class OnDevice:
         return until(lambda: happened(self._up))
 
     def memory(self, plan: Plan) -> tuple[Thin, Thin]:
-        """See LowRankSite. A part that cuts a tensor, which is then sent as it is, may need more memory than there is."""
+        """See LowRankSite. A part that cuts a tensor sends it as it is, and may need more memory than there is."""
         size = plan.num_first + NUM_MARKS
         if size > self._first.on_host.size:
             self._first = _thin(size)
