@@ -4,8 +4,8 @@
 
 Shorter runs of the examples, each with several seeds; losses.py has the models, and says what the columns are.
 Gradients in full, bf16 and int8 with error feedback, and int8 without it, to show what it is for; or what `--gradients`
-names (top_k:0.05, sign, power_sgd:2, "sign without feedback"), always beside `none`. The exchange takes every rank for a
-node of its own, so that everything is shortened as between hosts.
+names (top_k:0.05, sign, power_sgd:2, "sign without feedback"), always beside `none`. The exchange takes every rank for
+a node of its own, so that everything is shortened as between hosts.
 """
 
 import argparse

@@ -201,7 +201,10 @@ def table(runs: Sequence[Run]) -> str:
     """The runs of a model as a table; the first variant is what the others are compared with."""
     variants = by_variant(runs)
     base = [run.metrics() for run in next(iter(variants.values()))]
-    lines = [f"| variant | {' | '.join(f'{name} | apart' for name in base[0])} |", "| --- " * (1 + 2 * len(base[0])) + "|"]
+    lines = [
+        f"| variant | {' | '.join(f'{name} | apart' for name in base[0])} |",
+        "| --- " * (1 + 2 * len(base[0])) + "|",
+    ]
     for variant, its in variants.items():
         cells = []
         for name in base[0]:
@@ -234,6 +237,8 @@ def plot(panels: Mapping[str, Mapping[str, numpy.ndarray]], path: Path) -> None:
             (line,) = axis.plot(at, smooth.mean(axis=0), label=name, linewidth=1)
             axis.fill_between(at, smooth.min(axis=0), smooth.max(axis=0), color=line.get_color(), alpha=0.15)
         axis.set(title=title, xlabel="step", ylabel=f"training loss, mean of {window} steps", yscale="log")
+        axis.yaxis.set_major_formatter("{x:g}")
+        axis.yaxis.set_minor_formatter("{x:g}")
         axis.legend(fontsize=8)
     figure.tight_layout()
     figure.savefig(path, dpi=80)

@@ -51,14 +51,19 @@ def make(variant: str) -> Strategy:
     name, every, codec, more = parts(variant)
     if "outer" in more:
         more["outer"] = mt.Sgd(more["outer"], momentum=0.9, nesterov=True)
-    rounds = {} if name == BASE else {"sync_every": every}
-    made: Strategy = STRATEGIES[name](exchange=exchange_of(codec), **rounds, **more)  # type: ignore[call-arg]
+    if name != BASE:
+        more["sync_every"] = every
+    if codec != "none" or name == BASE:
+        more["exchange"] = exchange_of(codec)
+    made: Strategy = STRATEGIES[name](**more)  # type: ignore[call-arg]
     return made
 
 
 def megabytes(variant: str, ranks: int) -> float:
     """What a rank sends in a step on average, as docs/choosing.md counts: 24 layers of 1024 x 1024."""
-    _, every, codec, _ = parts(variant)
+    name, every, codec, more = parts(variant)
+    if name == "sparse_loco":  # it has a form of its own
+        codec = f"top_k:{more.get('density', 1 / 64)}:{more.get('bits', 2)}"
     return sent_bytes(codec, 24, 1024, ranks) / every / 1e6
 
 
@@ -120,7 +125,10 @@ def choice(models: Sequence[Sequence[losses.Run]], ranks: int, path: Path) -> No
             axis.annotate(variant, (place, mean), (4, 6), textcoords="offset points", fontsize=8)
         axis.axhline(0, color="grey", linewidth=0.8)
         axis.set(title=f"{runs[0].model}, {runs[0].steps} steps", xscale="log", xlabel="MB that a rank sends in a step")
-        axis.set(yscale="symlog", ylabel=f"{metric}, apart from sync")
+        axis.set_yscale("symlog", linthresh=0.05, linscale=0.6)
+        axis.set_yticks([0, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2], ["0", "0.02", "0.05", "0.1", "0.2", "0.5", "1", "2"])
+        axis.set(ylabel=f"{metric}: how much higher than with sync", ylim=(-0.03, 2.5))
+        axis.xaxis.set_major_formatter("{x:g}")
         axis.legend(fontsize=8)
         axis.grid(alpha=0.3)
     figure.tight_layout()

@@ -2,9 +2,9 @@
 
     python benchmarks/step_time_picture.py docs/step-time.png
 
-The lines are the least times for the bytes of docs/choosing.md: 25 million parameters in 24 equal layers and buckets on 4
-nodes with one rank each, steps that compute for 0.306 s, a third of it in the forward pass, and TCP at its best. They
-leave out what codecs compute, latency and the optimizer. The points are those of MEASURED.
+The lines are the least times for the bytes of docs/choosing.md: 25 million parameters in 24 equal layers and buckets,
+4 nodes with one rank each, steps that compute for 0.306 s, a third of it in the forward pass, and TCP at its best. The
+lines leave out what codecs compute, latency and the optimizer. The points are those of MEASURED.
 
     every step      all that can hide behind the backward pass is hidden, so never the last bucket
     ShardedSync     the first half of the bytes hides as above, the second half follows the update
@@ -67,10 +67,7 @@ PANELS: dict[str, dict[str, Line]] = {
     "an exchange in every step": {
         "Sync": sync("none"),
         "ShardedSync": sharded,
-        **{
-            f"Sync, {codec}": sync(codec)
-            for codec in ("bf16", "int8", "int4", "sign", "top_k:0.01", "power_sgd:4")
-        },
+        **{f"Sync, {codec}": sync(codec) for codec in ("bf16", "int8", "int4", "sign", "top_k:0.01", "power_sgd:4")},
     },
     "rounds, and servers": {
         "ParameterServer, sync": served("sync"),
