@@ -229,8 +229,11 @@ def plot(panels: Mapping[str, Mapping[str, numpy.ndarray]], path: Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    figure, axes = pyplot.subplots(1, len(panels), figsize=(5 * len(panels), 3.6), squeeze=False)
-    for axis, (title, losses) in zip(axes[0], panels.items(), strict=True):
+    columns = min(len(panels), 2)
+    rows = -(-len(panels) // columns)
+    figure = pyplot.figure(figsize=(5 * columns, 3.6 * rows))
+    for number, (title, losses) in enumerate(panels.items(), start=1):
+        axis = figure.add_subplot(rows, columns, number)
         for name, values in losses.items():
             window = max(1, values.shape[1] // 20)
             smooth = numpy.array([numpy.convolve(line, numpy.ones(window) / window, "valid") for line in values])

@@ -121,8 +121,9 @@ def choice(models: Sequence[Sequence[losses.Run]], ranks: int, path: Path) -> No
             label = "codecs with sync" if line == BASE else line
             axis.errorbar(places, means, halves, fmt=style, color=f"C{index}", label=label, capsize=3, linewidth=1)
         codecs = [variant for variant in variants if variant != BASE and parts(variant)[1] == 1]
-        for variant, (place, mean, _) in zip(codecs, by_line.get(BASE, []), strict=True):
-            axis.annotate(variant, (place, mean), (4, 6), textcoords="offset points", fontsize=8)
+        for index, (variant, (place, mean, _)) in enumerate(zip(codecs, by_line.get(BASE, []), strict=True)):
+            above_or_below = (5, -13 if index % 2 else 6)  # names of neighbours must not cover each other
+            axis.annotate(variant, (place, mean), above_or_below, textcoords="offset points", fontsize=8)
         axis.axhline(0, color="grey", linewidth=0.8)
         axis.set(title=f"{runs[0].model}, {runs[0].steps} steps", xscale="log", xlabel="MB that a rank sends in a step")
         axis.set_yscale("symlog", linthresh=0.05, linscale=0.6)
