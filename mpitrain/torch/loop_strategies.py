@@ -32,9 +32,9 @@ def check_strategy(world: World, strategy: object, options: Sequence[str]) -> No
     problem = ""
     if strategy is not None and not isinstance(strategy, Sync | Rounds):
         problem = (
-            f"strategy={kind}: prepare() takes mt.Sync() and strategies of rounds, such as mt.LocalSGD() and mt.DiLoCo(). All "
-            "other strategies make the steps of the optimizer themselves, as your loop does: use them with mt.Trainer "
-            "and mt.TorchModule"
+            f"strategy={kind}: prepare() takes mt.Sync() and strategies of rounds, such as mt.LocalSGD() and "
+            "mt.DiLoCo(). All other strategies make the steps of the optimizer themselves, as your loop does: use them "
+            "with mt.Trainer and mt.TorchModule"
         )
     elif isinstance(strategy, Rounds) and options:
         problem = (

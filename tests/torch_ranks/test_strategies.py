@@ -12,12 +12,25 @@ import numpy
 import pytest
 import torch
 
-from mpitrain import Checkpoint, Parts, StopAtStep, TorchModule, Trainer, World, make_strategy, warmup_cosine
+from mpitrain import (
+    ArrayData,
+    ArrayFunction,
+    Checkpoint,
+    Parts,
+    Sgd,
+    SparseLoCo,
+    StopAtStep,
+    TorchModule,
+    Trainer,
+    World,
+    make_strategy,
+    warmup_cosine,
+)
 from mpitrain.errors import ConfigError, NonFiniteError
 from mpitrain.strategies import STRATEGIES, ServedStrategy, Strategy
 from tests.ranks.common import assert_same_bits, error_on_all
 from tests.ranks.test_rounds_resumed import forget_last
-from tests.ranks.test_strategies import as_sync
+from tests.ranks.test_strategies import CODED, as_sync
 
 from .test_torch_module import Record, bare_torch
 from .torch_modules import STEPS, Net, adam, bits, builder, made, mean_loss
@@ -105,9 +118,45 @@ def nan_is_named_and_changes_nothing(world: World, name: str, _: Path) -> None:
 )
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_the_contract(world: World, shared: Path, name: str, holds: Callable[[World, str, Path], None]) -> None:
-    """A strategy for servers and workers trains on one rank as all others do, and refuses more."""
+    """What a strategy refuses on several ranks, it trains on one: equal ranks without a server, or buffers."""
     if world.size > 1 and isinstance(make_strategy(name), ServedStrategy):
         text = error_on_all(world, ConfigError, lambda: Trainer(parts(lambda: make_strategy(name), adam)))
         assert f"{world.size} equal ranks were started" in text
-        return
-    holds(world, name, shared)
+    elif world.size > 1 and name in CODED:
+        text = error_on_all(world, ConfigError, lambda: Trainer(parts(lambda: make_strategy(name), adam)))
+        assert "the model has 2 buffers whose mean all ranks need" in text
+    else:
+        holds(world, name, shared)
+
+
+def test_a_module_in_sparse_rounds(world: World) -> None:
+    """A module has the bits of a function with the same gradients, which are exact in float32 here."""
+    count, per_rank = 10, 4
+    rows = numpy.random.default_rng(5).integers(-40, 40, (6 * per_rank * world.size, count)).astype(numpy.float32) / 8
+
+    def function(parameters: Any, batch: numpy.ndarray, on_gradient: Any) -> float:
+        on_gradient("w", batch.mean(axis=0))
+        return float((parameters["w"] * batch).sum() / len(batch))
+
+    def module() -> TorchModule:
+        made = torch.nn.Module()
+        made.w = torch.nn.Parameter(torch.zeros(count))
+        loss = lambda module, batch: (module.w * batch).sum(dim=1).mean()  # noqa: E731
+        return TorchModule(made, loss, torch.optim.SGD(made.parameters(), lr=0.5))
+
+    def trained(make: Callable[[], Any]) -> numpy.ndarray:
+        def build(world: World) -> Parts:
+            data = ArrayData(world, rows, global_batch=per_rank * world.size)
+            return Parts(make(), SparseLoCo(2, density=0.3, decay=0.5), data)
+
+        trainer = Trainer(build, [StopAtStep(6)])
+        trainer.run()
+        (value,) = trainer.adapter.parameters().values()
+        assert_same_bits(world, value)
+        found = value.copy()
+        trainer.close()
+        return found
+
+    expected = trained(lambda: ArrayFunction(function, {"w": numpy.zeros(count, numpy.float32)}, Sgd(0.5)))
+    assert trained(module).tobytes() == expected.tobytes()
+    assert numpy.count_nonzero(expected) >= 3
