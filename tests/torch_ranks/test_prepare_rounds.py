@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import sys
+import warnings
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +22,14 @@ from mpitrain.shard import part_of
 from mpitrain.strategies import STRATEGIES, Strategy
 from mpitrain.torch.residuals import residuals_of
 from tests.ranks.common import assert_same_bits, error_on_all, skip_alone
+from tests.ranks.placements import placed
 from tests.ranks.test_strategies import CODED
 
 from .prepared import assert_equal_everywhere
 from .test_rounds import STEPS, build, by_hand
 from .test_rounds import STRATEGIES as ROUNDS
 from .test_torch_module import batches
-from .torch_modules import Net, Normed, made, samples, sgd
+from .torch_modules import Net, Normed, builder, made, samples, sgd
 
 
 def data_of(steps: int) -> list[tuple[Any, Any]]:
@@ -87,6 +91,30 @@ def test_the_trainer_and_replicas_of_pytorch(world: World, kind: Any, strategy: 
         for name, value in by_hand(kind, world.size, strategy == "local_sgd").items():
             if name in found:
                 numpy.testing.assert_allclose(found[name].numpy(), value, rtol=1e-10, atol=1e-12, err_msg=name)
+    trainer.close()
+
+
+def test_a_codec_in_the_outer_step(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """MPITRAIN_COMPRESSION on several nodes: the bits of the Trainer with that codec, and not those without one."""
+    skip_alone(world)
+    plain = placed(world, "alone on each node")
+    coded, found = replace(plain, config=replace(world.config, compression="bf16")), []
+    for there in (coded, plain):
+        monkeypatch.setattr(sys.modules["mpitrain.torch.prepare"], "init", lambda there=there: there)
+        loop = Loop(world, LocalSGD(3))
+        loop.model.float()
+        loop.given = [(x.float(), y) for x, y in loop.given]
+        loop.prepare().run()
+        mpitrain.torch.end_round(loop.model)
+        found.append(loop.bits())
+    make = builder(Net, sgd, dtype=torch.float32)
+    trainer = Trainer(lambda world: replace(make(world), strategy=LocalSGD(3)), [StopAtStep(STEPS)], coded)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        trainer.run()
+    names = [name for name, _ in loop.model.named_parameters()]
+    assert found[0] == [trainer.adapter.parameters()[name].tobytes() for name in names]
+    assert found[0] != found[1]
     trainer.close()
 
 
