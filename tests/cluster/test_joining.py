@@ -225,6 +225,10 @@ def test_a_host_that_differs_is_refused(bed: Bed) -> None:
     as_user(bed, "node3", f"mkdir $(echo {site})/tqdm-4.60.dist-info")
     refused(bed, python, "join node3", "no host has joined", "    node3: tqdm 4.60, here (not there)\n")
     as_user(bed, "node3", f"rmdir $(echo {site})/tqdm-4.60.dist-info")
+    keys = "/etc/ssh/mpitrain/authorized_keys"
+    bed.node_run("node3", ["mv", keys, f"{keys}.away"])
+    refused(bed, python, "join node3", "node3: ", "Permission denied (publickey")
+    bed.node_run("node3", ["mv", f"{keys}.away", keys])
     bed.cut("node3")
     refused(bed, python, "join node3", "node3: ")
     refused(bed, python, "join node2", "is a host of it already")
