@@ -221,7 +221,7 @@ def make_exchange(world: World, algorithm: str | None = None, compression: str |
 
 
 def _by_profile(world: World) -> str:
-    """Choose a codec if one pays; a line says what was chosen and why."""
+    """Choose bf16 if it pays; a line says what was chosen and why."""
     chosen = compression_by(world.profile, world.num_nodes, num_lanes(world))
     rate = world.profile.bytes_per_second / 1e6
     reason = f"{world.num_nodes} nodes, {rate:.0f} MB/s between them ({world.profile.origin})"
