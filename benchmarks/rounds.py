@@ -10,7 +10,8 @@ Austen's novels. The optimizer's update is real. The hosts share the cores of on
 
     kept        samples/s, of those without any exchange in the same run
     longest     the longest step minus the median step without any exchange, on the slowest rank
-    bound       least seconds for what a round sends: 2 (p-1)/p of its bytes at the nominal rate
+    bound       least seconds for what a round sends at the nominal rate: 2 (p-1)/p of its bytes; for a codec whose sums
+                are gathered, and for sparse_loco, p-1 times its bytes
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ import numpy
 
 import mpitrain as mt
 from mpitrain.bench.rounds import versions_line
-from mpitrain.compression import CODECS
+from mpitrain.compression import factory_of
 from mpitrain.exchange.exchange import make_exchange
 from mpitrain.strategies import Strategy
 
@@ -79,6 +80,7 @@ def variants(every: int, fragments: int, delay: int) -> dict[str, tuple[Callable
         "local_sgd": (lambda: mt.LocalSGD(every), 1, "none"),
         "diloco": (lambda: mt.DiLoCo(every), 1, "none"),
         "diloco, int8": (lambda: mt.DiLoCo(every, exchange=coded), 1, "int8"),
+        "sparse_loco": (lambda: mt.SparseLoCo(every), 1, f"top_k:{1 / 64}:2"),
         "streaming_diloco": (lambda: streaming(make_exchange), 1, "none"),
         "streaming_diloco, int8": (lambda: streaming(coded), 1, "int8"),
     }
@@ -112,8 +114,10 @@ def main() -> None:
             strategy.begin(world, adapter)
             length[name] = every if times <= 1 else options.sync_steps or every
             count = sum(math.prod(entry.shape) for entry in adapter.layout)
-            nbytes = times * (CODECS[codec](False).wire_bytes(count) if codec != "none" else 4 * count)
-            made[name] = strategy, adapter, 2 * (world.size - 1) / world.size * nbytes * 8 / options.mbit / 1e6
+            coder = None if codec == "none" else factory_of(codec)(False)
+            nbytes = times * (coder.wire_bytes(count) if coder else 4 * count)
+            sent = (world.size - 1) * (1 if coder and coder.gathered else 2 / world.size) * nbytes
+            made[name] = strategy, adapter, sent * 8 / options.mbit / 1e6
     seconds: dict[str, list[float]] = {name: [] for name in made}
     steps: dict[str, list[float]] = {name: [] for name in made}
     for _ in range(options.rounds):

@@ -31,7 +31,7 @@ os.environ["_MPITRAIN_SERVERS"] = "1"  # each rank has a World of its own
 import numpy
 
 import mpitrain as mt
-from compression_loss import Losses, plot
+from losses import Losses, plot
 from mpitrain.bench.rounds import versions_line
 from mpitrain.job.start import the_job
 from serving import Place, make_place, start_workers
