@@ -23,6 +23,7 @@ class ServerLines:
 
     def __init__(
         self,
+        first: WorkerLink,
         links: Sequence[WorkerLink],
         replica: Replica,
         *,
@@ -30,13 +31,16 @@ class ServerLines:
         hang_seconds: float,
         say: Callable[[str], None],
     ) -> None:
-        """See JobWorker."""
-        self._links, self._replica = links, replica
+        """`first`: to the first server; the others see JobWorker."""
+        self._first, self._links, self._replica = first, links, replica
         self._stall_seconds, self._hang_seconds, self._say = stall_seconds, hang_seconds, say
         self._pushed: list[tuple[dict[str, Any], Sequence[numpy.ndarray], int]] = []
 
-    def pull(self, job: Mapping[str, Any], known: Mapping[str, str], name: str) -> None:
+    def pull(self, job: Mapping[str, Any], known: Mapping[str, str], name: str) -> bool:
         """Get the parts of the parameters for a job, which are at least as new as that of the first server.
+
+        Return False if the connection to the first server has ended meanwhile. Then the job is another worker's, and
+        servers that were started again do not know it.
 
         Args:
             known: life of the first server, ticket of this worker, and pass of the job.
@@ -47,15 +51,23 @@ class ServerLines:
             MismatchError: what came belongs to other parameters.
         """
         self._pushed = []
+        connection = self._first.connections
         about = {**known, "number": job["number"], "at_least": job["version"]}
         versions = self._replica.versions
         for server, link in enumerate(self._links, 1):  # all of them send at once
             link.send("pull", {**about, "version": versions[server]})
-        for server, link in enumerate(self._links, 1):
-            self._receive(link, server, {**about, "version": versions[server]}, name)
+        return all(
+            self._receive(link, server, {**about, "version": versions[server]}, name, connection)
+            for server, link in enumerate(self._links, 1)
+        )
 
-    def _receive(self, link: WorkerLink, server: int, question: Mapping[str, Any], name: str) -> None:
-        """Take in the answer of a server. Ask again on another connection: only with a connection is a message lost."""
+    def _receive(
+        self, link: WorkerLink, server: int, question: Mapping[str, Any], name: str, first_connection: int
+    ) -> bool:
+        """Take in the answer of a server. Ask again on another connection: only with a connection is a message lost.
+
+        False: as for `pull`.
+        """
         heard = said = time.monotonic()
         connection, frames = link.connections, link.frames
         while True:
@@ -63,7 +75,9 @@ class ServerLines:
             self._check(message, link, name)
             if message is not None and message.fields.get("number") == question["number"]:
                 self._replica.take(message.fields, message.arrays, server)
-                return
+                return True
+            if not self._first.has_stayed(first_connection):
+                return False
             now = time.monotonic()
             if link.frames != frames:  # a part of a large message
                 heard, frames = now, link.frames

@@ -102,8 +102,8 @@ class JobWorker:
                 self._ticket = message.fields["ticket"]
                 kind, fields = "next", self._known()
             elif message.kind == "job":
-                self._compute(message.fields, message.arrays)
-                kind, fields, has_asked = "next", self._known(), True  # an answer to a job asks for the next one
+                has_asked = self._compute(message.fields, message.arrays)  # an answer asks for the next job
+                kind, fields = "next", self._known()
 
     def close(self) -> None:
         """Close the connections to the other servers."""
@@ -125,7 +125,7 @@ class JobWorker:
 
     def _lines_to(self, links: Sequence[WorkerLink]) -> ServerLines:
         limits: Any = {"stall_seconds": self._stall_seconds, "hang_seconds": self._hang_seconds, "say": self._say}
-        return ServerLines(links, self._replica, **limits)
+        return ServerLines(self._link, links, self._replica, **limits)
 
     def _known(self) -> dict[str, Any]:
         return {"life": self._life, "version": self._replica.versions[0]}
@@ -155,12 +155,14 @@ class JobWorker:
                 continue
             return message
 
-    def _compute(self, fields: Mapping[str, Any], arrays: Sequence[numpy.ndarray]) -> None:
+    def _compute(self, fields: Mapping[str, Any], arrays: Sequence[numpy.ndarray]) -> bool:
+        """Answer a job. False: it was lost with the servers, and there is no answer."""
         job = {"life": self._life, "number": fields["number"]}
         # What fails here is no fault of the samples, so the server does not hear of it. It hears that this worker ends.
         self._replica.take(fields, arrays)
         known = {"life": self._life, "ticket": self._ticket, "pass": fields.get("pass", "")}
-        self._lines.pull(fields, known, self.name)
+        if not self._lines.pull(fields, known, self.name):
+            return False
         self._replica.load()
         try:
             scale = self._adapter.loss_scale
@@ -180,6 +182,7 @@ class JobWorker:
         answer = {**job, "version": self._replica.versions[0], "loss": loss, "unused": unused, "note": plain_note(note)}
         self._link.send("done", {**answer, "scale": 1.0 if scale is None else scale.value}, own)
         self.jobs += 1
+        return True
 
     def _look_at_the_clock(self) -> None:
         now = time.monotonic()

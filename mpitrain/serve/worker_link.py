@@ -151,6 +151,11 @@ class WorkerLink:
         """Whether there is a connection, as of the last call."""
         return self._connected
 
+    def has_stayed(self, connections: int) -> bool:
+        """Whether the connection is still the one of that number. No message is read."""
+        self._look()
+        return self._connected and self.connections == connections
+
     @property
     def _socket(self) -> Socket:
         assert self._open is not None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from copy import deepcopy
 from dataclasses import replace
 from typing import Any
@@ -14,6 +14,7 @@ from counting import NUM_SAMPLES, WorkerThreads, counting, free_addresses, parts
 
 import mpitrain as mt
 from jobs import HANG_SECONDS, until
+from mpitrain.serve.keys import make_keys
 from mpitrain.serve.lines import ServerLines
 from mpitrain.serve.link import ServerLink
 from mpitrain.serve.replica import Replica
@@ -163,12 +164,22 @@ def hear(link: WorkerLink, kind: str) -> Message:
     return message
 
 
-def two_lines(address: str, key: Any, num_values: int = NUM_SAMPLES) -> tuple[ServerLines, Replica]:
-    """What a worker has for a second server at this address."""
+@contextmanager
+def two_lines(
+    address: str, key: Any, num_values: int = NUM_SAMPLES
+) -> Iterator[tuple[ServerLines, Replica, ExitStack]]:
+    """What a worker has for a second server at this address; and what closes the first server, which is there."""
     adapter = mt.ArrayFunction(counting, {"count": numpy.zeros(num_values)}, mt.Sgd(1.0))
     replica = Replica(adapter, 2)
     link = WorkerLink([address], key, 8 * num_values)
-    return ServerLines([link], replica, stall_seconds=600.0, hang_seconds=300.0, say=print), replica
+    keys = make_keys()
+    with ExitStack() as stack:
+        server = stack.enter_context(closing(ServerLink("127.0.0.1:*", keys, 10**6)))
+        with closing(WorkerLink([server.address], keys.worker, 10**6)) as first:
+            until(lambda: first.receive(0.05) or first.is_connected or server.receive(0.05))
+            lines = ServerLines(first, [link], replica, stall_seconds=600.0, hang_seconds=300.0, say=print)
+            with closing(lines):
+                yield lines, replica, stack
 
 
 def next_message(link: ServerLink) -> Message:

@@ -152,15 +152,13 @@ def test_a_server_keeps_nothing_of_jobs_that_a_worker_does_not_have(monkeypatch:
 
 def test_a_refused_push_ends_its_worker() -> None:
     keys, address = make_keys(), free_address()
-    lines, _ = two_lines(address, keys.worker)
-    with closing(ServerLink(address, keys, 10**6)) as link:
+    with two_lines(address, keys.worker) as (lines, _, _), closing(ServerLink(address, keys, 10**6)) as link:
         until(lambda: lines._links[0].receive(0.05) or lines._links[0].is_connected or link.receive(0.05))
         lines.push({"number": 3}, [[numpy.arange(12.0)]])
         link.send(next_message(link).peer, "refused", {"text": "no pass"})
         with pytest.raises(LaunchError, match="a worker: the server: no pass"):
             while True:
                 lines.tend("a worker")
-    lines.close()
 
 
 def test_notes_of_many_workers_are_longer_than_a_message(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -316,7 +314,8 @@ def test_no_pull_overtakes_what_hooks_change(monkeypatch: pytest.MonkeyPatch) ->
 def test_what_is_lost_with_a_connection_is_asked_and_pushed_again() -> None:
     """Each server that ends has not answered. The last one has all."""
     keys, address = make_keys(), free_address()
-    lines, replica = two_lines(address, keys.worker)
+    stack = ExitStack()
+    lines, replica, _ = stack.enter_context(two_lines(address, keys.worker))
     errors: list[BaseException] = []
 
     def work() -> None:
@@ -346,9 +345,24 @@ def test_what_is_lost_with_a_connection_is_asked_and_pushed_again() -> None:
         numpy.testing.assert_array_equal(again.arrays[0], numpy.arange(12.0))
         pushed.set()
         thread.join(HANG_SECONDS)
-    lines.close()
+    stack.close()
     assert errors == []
     assert replica.versions == [-1, 6]
+
+
+def test_a_pull_ends_with_the_first_server() -> None:
+    """Those that are started again do not know the job. The other server is there, and does not answer."""
+    keys, address = make_keys(), free_address()
+    pulled: list[bool] = []
+    with two_lines(address, keys.worker) as (lines, _, first), closing(ServerLink(address, keys, 10**6)) as link:
+        job, known = {"number": 3, "version": 5}, {"life": "a life", "ticket": "a ticket"}
+        thread = threading.Thread(target=lambda: pulled.append(lines.pull(job, known, "a worker")), daemon=True)
+        thread.start()
+        assert next_message(link).kind == "pull"
+        assert thread.is_alive()
+        first.close()
+        thread.join(60)
+        assert pulled == [False]
 
 
 def test_a_server_that_is_lost_when_all_is_fetched_holds_up_nobody(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,7 +6,7 @@ import itertools
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import closing
+from contextlib import ExitStack, closing
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -116,7 +116,8 @@ def test_a_part_of_a_message_is_no_silence(monkeypatch: pytest.MonkeyPatch) -> N
 
     monkeypatch.setattr("mpitrain.serve.lines.time", SimpleNamespace(monotonic=now))
     keys, address, count = make_keys(), free_address(), 3 * CHUNK_BYTES // 8
-    lines, replica = two_lines(address, keys.worker, 2 * count)
+    stack = ExitStack()
+    lines, replica, _ = stack.enter_context(two_lines(address, keys.worker, 2 * count))
     errors: list[BaseException] = []
 
     def pull() -> None:
@@ -140,6 +141,6 @@ def test_a_part_of_a_message_is_no_silence(monkeypatch: pytest.MonkeyPatch) -> N
             until(lambda before=before: errors or looked[0] > before)
         link._socket.send_multipart([question.peer, last])
         thread.join(HANG_SECONDS)
-    lines.close()
+    stack.close()
     assert errors == []
     assert replica.versions == [-1, 6]
