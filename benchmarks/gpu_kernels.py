@@ -14,9 +14,11 @@ import ml_dtypes
 import numpy
 
 from mpitrain.bench.rounds import ratio, spread
-from mpitrain.compression import CODECS
+from mpitrain.compression import CODECS, power_sgd
+from mpitrain.compression.products import ROWS
 from mpitrain.cuda import kernels
 
+COLUMNS = 1024  # of power_sgd's matrix
 BFLOAT16 = numpy.dtype(ml_dtypes.bfloat16)
 
 
@@ -42,6 +44,13 @@ def cases(cupy: Any, count: int) -> dict[str, tuple[float, Callable[[], object]]
         "squared_norm": (4, lambda: kernels.squared_norm(one, norm)),
         "sgd, momentum": (20, lambda: kernels.sgd(one, two, three, rate=1e-3, momentum=0.9)),
         "adamw": (28, lambda: kernels.adamw(one, two, three, four, step=1, rate=1e-3)),
+    }
+    m, n = (array[: count - count % COLUMNS].reshape(-1, COLUMNS) for array in (one, two))
+    pt, qt = (cupy.full((power_sgd.RANK, length), 0.5, numpy.float32) for length in m.shape)
+    result |= {
+        "low_rank_times": (12, lambda: kernels.low_rank_times(m, n, qt, pt)),
+        "low_rank_project": (12 + 2 * 4 * power_sgd.RANK / ROWS, lambda: kernels.low_rank_project(m, pt, qt, n)),
+        "low_rank_product": (4, lambda: kernels.low_rank_product(pt, qt, m)),
     }
     for codec, wire in wires.items():
         each = wire.nbytes / count

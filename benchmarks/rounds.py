@@ -1,32 +1,38 @@
 """What rounds save on slow links: strategies of docs/rounds.md beside Sync and beside no exchange at all.
 
     benchmarks/shaped_hosts 4 100mbit '$MPIEXEC python benchmarks/rounds.py --mbit 100'
+    benchmarks/shaped_hosts 4 100mbit '$MPIEXEC python benchmarks/rounds.py --mbit 100 --gpt --sync-every 100'
 
-All strategies train in one job, in turns, each for one round of `--sync-every` steps, `--rounds` times. The model has
-`--millions` of float32 parameters. A step sleeps for `--milliseconds`, the optimizer's update is real. The hosts share
-the cores of one machine.
+All strategies train in one job, in turns, each for one round of `--sync-every` steps, `--rounds` times; those that
+exchange in every step for `--sync-steps` of them. The model has `--millions` of float32 parameters, and a step sleeps
+for `--milliseconds`. With --gpt, it is the GPT of examples/ with 10.7 million parameters, which computes on Jane
+Austen's novels. The optimizer's update is real. The hosts share the cores of one machine.
 
     kept        samples/s, of those without any exchange in the same run
     longest     the longest step minus the median step without any exchange, on the slowest rank
-    bound       least seconds for what a round sends: 2 (p-1)/p of its bytes at the nominal rate
+    bound       least seconds for what a round sends at the nominal rate: 2 (p-1)/p of its bytes; for a codec whose sums
+                are gathered, and for sparse_loco, p-1 times its bytes
 """
 
 from __future__ import annotations
 
 import argparse
+import math
 import statistics
+import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import numpy
 
 import mpitrain as mt
 from mpitrain.bench.rounds import versions_line
-from mpitrain.compression import CODECS
+from mpitrain.compression import factory_of
 from mpitrain.exchange.exchange import make_exchange
 from mpitrain.strategies import Strategy
 
-LAYERS, BATCH = 8, 32
+LAYERS, BATCH, GPT_BATCH = 8, 32, 4
 
 
 def model(millions: float, seconds: float) -> mt.ArrayFunction:
@@ -42,6 +48,20 @@ def model(millions: float, seconds: float) -> mt.ArrayFunction:
         return 0.0
 
     return mt.ArrayFunction(function, {name: numpy.zeros_like(one) for name, one in gradients.items()}, mt.Sgd(1e-3))
+
+
+def gpt_model(rank: int) -> tuple[mt.ArrayFunction, tuple[numpy.ndarray, numpy.ndarray]]:
+    """The GPT of examples/, grown, and a batch of its text for this rank."""
+    sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
+    from datasets import load_text
+    from models import gpt
+
+    text, _, vocabulary = load_text("austen")
+    rng = numpy.random.default_rng(0)
+    parameters = gpt.initial(rng, numpy, vocabulary=len(vocabulary), width=384, heads=6, layers=6)
+    begin = 64 * GPT_BATCH * rank
+    x, y = (text[begin + shift :][: 64 * GPT_BATCH].reshape(GPT_BATCH, 64) for shift in (0, 1))
+    return mt.ArrayFunction(gpt.loss_and_gradients, parameters, mt.AdamW(1e-4)), (x, y)
 
 
 def variants(every: int, fragments: int, delay: int) -> dict[str, tuple[Callable[[], Strategy], float, str]]:
@@ -60,6 +80,7 @@ def variants(every: int, fragments: int, delay: int) -> dict[str, tuple[Callable
         "local_sgd": (lambda: mt.LocalSGD(every), 1, "none"),
         "diloco": (lambda: mt.DiLoCo(every), 1, "none"),
         "diloco, int8": (lambda: mt.DiLoCo(every, exchange=coded), 1, "int8"),
+        "sparse_loco": (lambda: mt.SparseLoCo(every), 1, f"top_k:{1 / 64}:2"),
         "streaming_diloco": (lambda: streaming(make_exchange), 1, "none"),
         "streaming_diloco, int8": (lambda: streaming(coded), 1, "int8"),
     }
@@ -70,7 +91,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--millions", type=float, default=2.5)
     parser.add_argument("--milliseconds", type=float, default=100.0)
+    parser.add_argument("--gpt", action="store_true")
     parser.add_argument("--sync-every", type=int, default=50)
+    parser.add_argument("--sync-steps", type=int, help="default: as many as --sync-every")
     parser.add_argument("--fragments", type=int, default=4)
     parser.add_argument("--delay", type=int, default=8)
     parser.add_argument("--rounds", type=int, default=3)
@@ -80,31 +103,39 @@ def main() -> None:
     world = mt.init()
     every = options.sync_every
     made = {}
+    batch, length = None, {}
     for name, (make, times, codec) in variants(every, options.fragments, options.delay).items():
         if not options.variants or name in options.variants or name == "no exchange":
-            strategy, adapter = make(), model(options.millions, options.milliseconds / 1000)
+            strategy = make()
+            if options.gpt:
+                adapter, batch = gpt_model(world.rank)
+            else:
+                adapter = model(options.millions, options.milliseconds / 1000)
             strategy.begin(world, adapter)
-            count = int(options.millions * 1e6)
-            nbytes = times * (CODECS[codec](False).wire_bytes(count) if codec != "none" else 4 * count)
-            made[name] = strategy, adapter, 2 * (world.size - 1) / world.size * nbytes * 8 / options.mbit / 1e6
+            length[name] = every if times <= 1 else options.sync_steps or every
+            count = sum(math.prod(entry.shape) for entry in adapter.layout)
+            coder = None if codec == "none" else factory_of(codec)(False)
+            nbytes = times * (coder.wire_bytes(count) if coder else 4 * count)
+            sent = (world.size - 1) * (1 if coder and coder.gathered else 2 / world.size) * nbytes
+            made[name] = strategy, adapter, sent * 8 / options.mbit / 1e6
     seconds: dict[str, list[float]] = {name: [] for name in made}
     steps: dict[str, list[float]] = {name: [] for name in made}
     for _ in range(options.rounds):
         for name, (strategy, adapter, _) in made.items():
             world.barrier()
             began = time.perf_counter()
-            for _ in range(every):
+            for _ in range(length[name]):
                 step_began = time.perf_counter()
                 strategy.begin_step(BATCH)
-                loss = adapter.loss_and_gradients(None, strategy.on_gradient)
+                loss = adapter.loss_and_gradients(batch, strategy.on_gradient)
                 strategy.finish_step(adapter, loss)
                 steps[name].append(max(world.allgather(time.perf_counter() - step_began)))
-            seconds[name].append(max(world.allgather(time.perf_counter() - began)))
+            seconds[name].append(max(world.allgather(time.perf_counter() - began)) * every / length[name])
     plain = statistics.median(seconds["no exchange"])
     usual = statistics.median(steps["no exchange"])
     world.print(versions_line())
     world.print(
-        f"{world.size} ranks, {world.num_nodes} nodes, {options.mbit:.0f} Mbit/s, {options.millions} million "
+        f"{world.size} ranks, {world.num_nodes} nodes, {options.mbit:.0f} Mbit/s, {count / 1e6:.1f} million "
         f"parameters, steps of {usual * 1000:.0f} ms, rounds of {every} steps; {options.fragments} fragments, "
         f"delay {options.delay}"
     )
@@ -112,7 +143,10 @@ def main() -> None:
     world.print("| --- | --- | --- | --- | --- |")
     for name, taken in seconds.items():
         longest = (
-            statistics.median(max(steps[name][n * every : (n + 1) * every]) for n in range(options.rounds)) - usual
+            statistics.median(
+                max(steps[name][n * length[name] : (n + 1) * length[name]]) for n in range(options.rounds)
+            )
+            - usual
         )
         row = f"{statistics.median(taken):.2f} s ({min(taken):.2f} to {max(taken):.2f})"
         kept = plain / statistics.median(taken)

@@ -4,9 +4,9 @@
     mpiexec -n 3 python benchmarks/serve_accuracy.py --models mlp --steps 938 --seeds 1 --dtype float64
 
 The MLP and the CNN of examples/train.py, smaller, on Fashion-MNIST, each with several seeds: mt.Sync on all ranks, and
-a server on rank 0 with 8 workers, threads of the other ranks. In each mode a worker's job has 16 samples. So a step of
-sync has 128, and async and bounded make eight updates meanwhile, with a learning rate and a momentum of their own. All
-modes begin with the same parameters and see as many samples.
+a server on rank 0 with 8 workers, threads of the other ranks. A step of sync has 128 samples, in jobs of 16. The jobs
+of async and bounded have `--job` samples. They have no momentum, and the learning rate that moves as far for each
+sample as that of sync with its momentum. All modes begin with the same parameters and see as many samples.
 
 `loss` is the mean over the last tenth of the samples, `test` is the accuracy in percent, both as mean over the seeds
 with their standard deviation; `apart` is the mean of the differences from `allreduce` with the same seed. `all steps`
@@ -43,13 +43,13 @@ from train import standardised
 
 MODELS: dict[str, tuple[Any, dict[str, Any]]] = {"mlp": (mlp, {"hidden": (64,)}), "cnn": (cnn, {"channels": (8, 16)})}
 NUM_WORKERS, BATCH = 8, 128
-JOB = BATCH // NUM_WORKERS
-# By name: the strategy of a server (None: mt.Sync), the updates for each 128 samples, learning rate and momentum.
-MODES: dict[str, tuple[dict[str, Any] | None, int, float, float]] = {
-    "allreduce": (None, 1, 0.05, 0.9),
-    "sync": ({"mode": "sync"}, 1, 0.05, 0.9),
-    "bounded, s = 4": ({"mode": "bounded", "staleness": 4, "job_samples": JOB}, NUM_WORKERS, 0.04, 0.0),
-    "async": ({"mode": "async", "job_samples": JOB}, NUM_WORKERS, 0.04, 0.0),
+RATE, MOMENTUM = 0.05, 0.9  # of allreduce and sync
+# By name: the strategy of a server; None: mt.Sync.
+MODES: dict[str, dict[str, Any] | None] = {
+    "allreduce": None,
+    "sync": {"mode": "sync"},
+    "bounded, s = 4": {"mode": "bounded", "staleness": 4},
+    "async": {"mode": "async"},
 }
 
 
@@ -59,6 +59,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, nargs="*", default=[938, 300], help="of each model")
     parser.add_argument("--modes", nargs="*", choices=MODES, default=list(MODES))
     parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--job", type=int, default=8, help="samples of a job of async and bounded; it divides 128")
     parser.add_argument("--dtype", choices=("float32", "float64"), default="float32")
     parser.add_argument("--plot", type=Path, help="write a PNG: the loss over the steps, mean and range of the seeds")
     arguments = parser.parse_args()
@@ -70,14 +71,14 @@ def main() -> None:
         print(f"{everyone.size - 1} ranks with {NUM_WORKERS} workers, {arguments.dtype}, {versions_line('pyzmq')}")
     curves: dict[str, dict[str, numpy.ndarray]] = {}
     for model, steps in zip(arguments.models, arguments.steps, strict=True):
-        build, test = images(*MODELS[model], steps, arguments.dtype)
+        build, test = images(*MODELS[model], steps, arguments.dtype, arguments.job)
         losses: dict[str, list[list[float]]] = {mode: [] for mode in modes}
         tested: dict[str, list[float]] = {mode: [] for mode in modes}
         stale: dict[str, float] = dict.fromkeys(modes, 0.0)
         for seed in range(arguments.seeds):
             for mode in modes:
                 hook, begun = Losses(), time.monotonic()
-                updates = MODES[mode][1]
+                updates = updates_of(mode, arguments.job)
                 hooks = [mt.StopAtStep(steps * updates), hook]
                 trainer = train(everyone, partial(build, seed=seed, mode=mode), hooks, served=mode != "allreduce")
                 losses[mode].append(numpy.reshape(hook.values, (-1, updates)).mean(axis=1).tolist())
@@ -101,21 +102,28 @@ def main() -> None:
             plot(curves, arguments.plot)
 
 
+def updates_of(mode: str, job: int) -> int:
+    """How many updates a mode makes for each 128 samples."""
+    return 1 if mode in ("allreduce", "sync") else BATCH // job
+
+
 def images(
-    model: Any, sizes: dict[str, Any], steps: int, dtype: str
+    model: Any, sizes: dict[str, Any], steps: int, dtype: str, job: int
 ) -> tuple[Callable[..., mt.Parts], Callable[[mt.Trainer], float]]:
     """How to build a training, and how to test what it has trained."""
     train_x, train_y, test_x, test_y = load_images("fashion")
     train_x, test_x = (x.astype(dtype) for x in standardised(train_x, test_x))
 
     def build(world: mt.World, seed: int, mode: str) -> mt.Parts:
-        options, updates, rate, momentum = MODES[mode]
+        options, updates = MODES[mode], updates_of(mode, job)
+        rate, momentum = (RATE, MOMENTUM) if updates == 1 else (RATE / (1 - MOMENTUM) / updates, 0.0)
         parameters = model.initial(numpy.random.default_rng(seed), numpy, inputs=784, dtype=dtype, **sizes)
         total = steps * updates
         schedule = mt.warmup_cosine(rate, warmup_steps=total // 10, total_steps=total)
         optimizer = mt.Sgd(schedule, momentum=momentum, nesterov=momentum > 0, weight_decay=5e-4)
         data = mt.ArrayData(world, (train_x, train_y), global_batch=BATCH, seed=seed)
-        strategy = mt.Sync() if options is None else mt.ParameterServer(**options)
+        samples = job if updates > 1 else None
+        strategy = mt.Sync() if options is None else mt.ParameterServer(**options, job_samples=samples)
         return mt.Parts(mt.ArrayFunction(model.loss_and_gradients, parameters, optimizer), strategy, data)
 
     def test(trainer: mt.Trainer) -> float:

@@ -67,7 +67,7 @@ def serve(num_parameters: int) -> tuple[JobServer, str, str]:
     keys = make_keys()
     link = ServerLink("127.0.0.1:*", keys, 8 * num_parameters)
     queue = JobQueue(10**6)
-    rules = ServerRules("life", [], None, None, False, 600.0, 600.0, 0, lambda _: None)
+    rules = ServerRules("life", [], None, "", "", None, False, 600.0, 600.0, 0, lambda _: None)
     return (
         JobServer(link, ParameterStore(adapter), queue, Unbounded(queue, 32), None, rules),
         link.address,

@@ -2,7 +2,8 @@
 
     benchmarks/shaped_hosts 4 1gbit '$MPIEXEC python benchmarks/training_step.py --gbit 1'
 
-The gradients are those of an MLP of equal layers, float32. mpitrain's GradientReducer with and without compression
+The gradients are those of an MLP of equal layers, float32, normally distributed, and different on each rank and in each
+of three steps in turn. mpitrain's GradientReducer with and without compression
 stands against PyTorch's DistributedDataParallel over gloo (without PyTorch: --variants none bf16 int8), with the same
 layers, the same gradients and the same computation, all in one set of processes, in turns; neither updates parameters.
 
@@ -20,7 +21,8 @@ matrix products for about that long instead.
                 arrived: the last one is full when the backward pass ends, so it cannot be hidden, nor what a short
                 backward pass leaves no time for. So a wire that is not at its best counts as not hidden
     report      rank 0's own report: 1 - exposed / wire
-    cores       CPU seconds per second of a rank
+    of bound    (compute + least) / step: the step that the bytes allow over the one that was measured
+    cores       CPU seconds per second of a rank; in brackets, of a step
 """
 
 import argparse
@@ -28,6 +30,7 @@ import os
 import statistics
 import time
 from collections.abc import Callable
+from itertools import cycle
 from pathlib import Path
 
 import numpy
@@ -39,6 +42,7 @@ from mpitrain.exchange.exchange import make_exchange
 from mpitrain.exchange.overlap import Overlap
 
 FORWARD = 1 / 3  # of the computation
+STEPS_IN_TURN = 3
 TCP = 1.045  # of the bound is what TCP's headers allow
 # A step, given what computes the forward and the backward pass of one layer.
 Compute = tuple[Callable[[], object], Callable[[], object]]
@@ -58,6 +62,21 @@ def sent_bytes(name: str, layers: int, width: int, ranks: int) -> float:
     return (ranks - 1 if codec.gathered else twice) * codec.wire_bytes(count)
 
 
+def gradients(rank: int, width: int) -> list[tuple[numpy.ndarray, numpy.ndarray]]:
+    """Those of one layer, weight and bias, for some steps."""
+    generator = numpy.random.default_rng(rank)
+    return [
+        tuple(generator.standard_normal(shape, numpy.float32) for shape in ((width, width), (width,)))  # type: ignore[misc]
+        for _ in range(STEPS_IN_TURN)
+    ]
+
+
+def means(world: mt.World, mine: list[tuple[numpy.ndarray, numpy.ndarray]]) -> list[float]:
+    """The mean of the ranks' first bias in each of these steps. Collective."""
+    everyone = world.allgather([float(bias[0]) for _, bias in mine])
+    return [sum(values) / world.size for values in zip(*everyone, strict=True)]
+
+
 def with_mpitrain(world: mt.World, codec: str, layers: int, width: int, reports: list[Overlap]) -> tuple[Step, int]:
     """The step, and its number of buckets."""
     parameters = [
@@ -66,10 +85,12 @@ def with_mpitrain(world: mt.World, codec: str, layers: int, width: int, reports:
         for name, shape in (("weight", (width, width)), ("bias", (width,)))
     ]
     reducer = mt.GradientReducer(world, parameters, exchange=lambda own: make_exchange(own, compression=codec))
-    weight, bias = (numpy.full(parameter.shape, world.rank + 1, numpy.float32) for parameter in parameters[:2])
+    mine = gradients(world.rank, width)
+    turns, expected = cycle(mine), cycle(means(world, mine))
 
     def step(compute: Compute) -> None:
         forward, backward = compute
+        weight, bias = next(turns)
         reducer.begin(1.0)
         for _ in range(layers):
             forward()
@@ -78,8 +99,9 @@ def with_mpitrain(world: mt.World, codec: str, layers: int, width: int, reports:
             reducer.ready(2 * index + 1, bias)
             reducer.ready(2 * index, weight)
         reports.append(reducer.finish().overlap)
-        if not codec.startswith("top_k"):  # it keeps most of them back
-            assert abs(reducer.gradients[0][0, 0] - (world.size + 1) / 2) < 0.02 * world.size
+        mean = next(expected)
+        if codec in ("none", "bf16", "fp16", "int8"):  # others may leave out all of a value, for later steps
+            assert abs(reducer.gradients[1][0] - mean) < 0.1, (reducer.gradients[1][0], mean)
 
     return step, reducer.num_buckets
 
@@ -98,7 +120,7 @@ def ddp(world: mt.World, hook: str, layers: int, width: int) -> Step:
         @staticmethod
         def backward(ctx, gradient):  # type: ignore[no-untyped-def]
             passes[1]()
-            return gradient, of_weight, of_bias
+            return gradient, *map(torch.from_numpy, now[0])
 
     class Model(torch.nn.Module):
         def __init__(self) -> None:
@@ -119,18 +141,20 @@ def ddp(world: mt.World, hook: str, layers: int, width: int) -> Step:
         where = f"tcp://{address}:29500"
         distributed.init_process_group("gloo", init_method=where, rank=world.rank, world_size=world.size)
     passes: list[Callable[[], object]] = [int, int]
-    of_weight, of_bias = (torch.full(shape, world.rank + 1.0) for shape in ((width, width), (width,)))
+    mine = gradients(world.rank, width)
+    turns, expected = cycle(mine), cycle(means(world, mine))
+    now = mine[:1]
     model = torch.nn.parallel.DistributedDataParallel(Model(), gradient_as_bucket_view=True)
     if hook:
         model.register_comm_hook(None, getattr(default_hooks, f"{hook}_compress_hook"))
     x = torch.ones(1, requires_grad=True)
 
     def step(compute: Compute) -> None:
-        passes[:] = compute
+        passes[:], now[0] = compute, next(turns)
         model.zero_grad()
         model(x).sum().backward()
-        mean = float(model.module.layers[0].grad[0, 0])
-        assert abs(mean - (world.size + 1) / 2) < 0.02 * world.size, mean
+        mean = float(model.module.layers[1].grad[0])
+        assert abs(mean - next(expected)) < 0.1, mean
 
     return step
 
@@ -210,26 +234,30 @@ def main() -> None:
         seconds = {name: variant.seconds for name, variant in measured.items()}
         base = statistics.median(seconds["compute"])
         world.print(f"\ncompute {base * 1e3:.0f} ms; load {load:.1f} to {os.getloadavg()[0]:.1f}")
-        world.print("| exchange | alone | step | spread | exposed | wire | hidden | report | x ddp | cores |")
-        world.print("| --- " * 10 + "|")
+        world.print(
+            "| exchange | alone | step | spread | exposed | wire | hidden | of bound | report | x ddp | cores |"
+        )
+        world.print("| --- " * 11 + "|")
         for name in steps:
             median, low, high = spread(seconds[name])
+            cores = measured[name].cores
             exposed = median - base
             # DDP's buckets are of other sizes than ours: no claim is made of how much it could hide.
-            hidden, said, wire = "-", "-", "-"
+            hidden, allowed, said, wire = "-", "-", "-", "-"
             if name in reports:
                 bound = sent_bytes(name, layers, width, world.size) * 8 / arguments.gbit / 1e9
                 best = TCP * bound
                 least = least_wait(best, base * (1 - FORWARD), buckets)
                 hidden = f"{(best - exposed) / (best - least):.0%}"
+                allowed = f"{(base + least) / median:.2f}"
                 said = f"{statistics.median(report.hidden for report in reports[name]):.0%}"
                 under_way = statistics.median(report.wire_seconds for report in reports[name])
                 wire = f"{under_way * 1e3:.0f} ms ({under_way / bound:.2f})"
             against = f"{ratio(seconds, name, 'ddp')[0]:.2f}" if "ddp" in steps else "-"
             world.print(
                 f"| {name} | {alone[name] * 1e3:.0f} ms | {median * 1e3:.0f} ms | "
-                f"{low / median:.2f}-{high / median:.2f} | {exposed * 1e3:.0f} ms | {wire} | {hidden} | {said} | "
-                f"{against} | {measured[name].cores:.2f} |"
+                f"{low / median:.2f}-{high / median:.2f} | {exposed * 1e3:.0f} ms | {wire} | {hidden} | {allowed} | "
+                f"{said} | {against} | {cores:.2f} ({cores * statistics.fmean(seconds[name]) * 1e3:.0f} ms) |"
             )
 
 

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from mpitrain.strategies import LocalSGD as LocalSGD
     from mpitrain.strategies import ParameterServer as ParameterServer
     from mpitrain.strategies import ShardedSync as ShardedSync
+    from mpitrain.strategies import SparseLoCo as SparseLoCo
     from mpitrain.strategies import StreamingDiLoCo as StreamingDiLoCo
     from mpitrain.strategies import Sync as Sync
     from mpitrain.strategies import make_strategy as make_strategy
@@ -118,6 +119,7 @@ _HOME = {
     "RunEvent": "training.run_event",
     "ShardedSync": "strategies",
     "Sgd": "training.optimizers",
+    "SparseLoCo": "strategies",
     "Step": "training.step",
     "StopAfter": "training.hooks.stop",
     "StopAtStep": "training.hooks.stop",

@@ -5,9 +5,12 @@ from __future__ import annotations
 import numpy
 import pytest
 
+from mpitrain.compression import CODECS
 from mpitrain.compression.codec import Codec
 from mpitrain.compression.kernels import SMALLEST_ABSMAX, can_compile
 
+# All codecs, and those that are made by a setting alone.
+FORMS = [*CODECS, "top_k:0.02:2"]
 SIZES = [0, 1, 2, 63, 64, 65, 255, 256, 257, 65536, 65537, 200003]
 MANY = 2**21
 LARGEST = numpy.finfo(numpy.float32).max

@@ -9,8 +9,8 @@ import tracemalloc
 import numpy
 import pytest
 
-from codec_values import COMPILED, INPUTS, LARGEST, NEEDS_NUMBA, any_bits, decode, encode, random, same_bits
-from mpitrain.compression import CODECS, make_codec
+from codec_values import COMPILED, FORMS, INPUTS, LARGEST, NEEDS_NUMBA, any_bits, decode, encode, random, same_bits
+from mpitrain.compression import CODECS, factory_of, make_codec
 from mpitrain.compression.codec import Codec
 from mpitrain.compression.kernels import can_compile
 from mpitrain.errors import ConfigError, GradientError
@@ -22,9 +22,9 @@ def compiled(request: pytest.FixtureRequest) -> bool:
     return bool(request.param)
 
 
-@pytest.fixture(params=CODECS)
+@pytest.fixture(params=FORMS)
 def codec(request: pytest.FixtureRequest, compiled: bool) -> Codec:
-    return CODECS[request.param](compiled)
+    return factory_of(request.param)(compiled)
 
 
 @pytest.mark.parametrize("name", INPUTS)
@@ -94,11 +94,11 @@ def test_the_wire_is_shorter_than_the_values(codec: Codec) -> None:
 
 
 @NEEDS_NUMBA
-@pytest.mark.parametrize("codec_name", CODECS)
+@pytest.mark.parametrize("codec_name", FORMS)
 @pytest.mark.parametrize("name", [*INPUTS, "1", "2", "3"])
 def test_numba_and_numpy_give_the_same_bits(codec_name: str, name: str) -> None:
     values = INPUTS[name] if name in INPUTS else any_bits(int(name))
-    fast, twin = CODECS[codec_name](True), CODECS[codec_name](False)
+    fast, twin = factory_of(codec_name)(True), factory_of(codec_name)(False)
     wire, error = encode(fast, values)
     twin_wire, twin_error = encode(twin, values)
     assert same_bits(wire, twin_wire)
@@ -171,7 +171,7 @@ def test_arrays_that_do_not_fit(codec: Codec) -> None:
 
 
 @NEEDS_NUMBA
-@pytest.mark.parametrize("name", CODECS)
+@pytest.mark.parametrize("name", FORMS)
 def test_others_run_meanwhile(name: str) -> None:
     """The compiled loops release Python's lock, so another thread runs before they end."""
     codec = make_codec(name)
@@ -209,14 +209,14 @@ def runs_beside(call: object) -> bool:
     return early
 
 
-@pytest.mark.parametrize("name", CODECS)
+@pytest.mark.parametrize("name", FORMS)
 def test_by_name(name: str) -> None:
     codec = make_codec(name)
     assert codec.name == name
-    assert codec.compiled == (can_compile() and CODECS[name](True).compiled)  # some codecs are only in NumPy
+    assert codec.compiled == (can_compile() and factory_of(name)(True).compiled)  # some codecs are only in NumPy
 
 
-@pytest.mark.parametrize("name", CODECS)
+@pytest.mark.parametrize("name", FORMS)
 def test_without_numba(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "numba", None)
     codec = make_codec(name)

@@ -7,7 +7,7 @@ import math
 
 import pytest
 
-from mpitrain.allreduce.costs import Topology, bucket_bytes, native_below_bytes, pays
+from mpitrain.allreduce.costs import Topology, bucket_bytes, compression, native_below_bytes, pays
 from mpitrain.allreduce.direct import direct_seconds
 from mpitrain.allreduce.hierarchical import hierarchical_seconds
 from mpitrain.allreduce.native import native_seconds
@@ -197,4 +197,31 @@ def test_compression_pays_by_hand() -> None:
     # With 4 lanes each has a quarter of the link, and a core of its own.
     assert pays("bf16", profile(101e6), 4)
     assert not pays("int8", profile(1e12), 1)  # not measured
+    # int8 has 260 bytes for 1024, so it saves 7.461 ns; half of that is 3.73 ns, 268 MB/s.
+    of_int8 = [dataclasses.replace(linked(set()), codecs=(("int8", rate),)) for rate in (268.0e6, 268.2e6)]
+    assert [pays("int8", one, 1) for one in of_int8] == [False, True]
     assert not pays("bf16", dataclasses.replace(profile(1e12), nodes=()), 1)
+
+
+@pytest.mark.parametrize(
+    ("rates", "chosen"),
+    [
+        ({}, "none"),
+        ({"bf16": 399e6, "int8": 267e6}, "none"),
+        ({"bf16": 1e9, "int8": 267e6}, "bf16"),
+        # bf16 takes 5 ns a byte on the wire and 1 ns; int8 2.539 ns and 3.461 ns at 288.9 MB/s.
+        ({"bf16": 1e9, "int8": 288e6}, "bf16"),
+        ({"bf16": 1e9, "int8": 290e6}, "int8"),
+        ({"int8": 1e9}, "int8"),
+        # Those that change the training are never taken, however fast they are.
+        ({"fp16": 1e12, "int4": 1e12, "sign": 1e12, "top_k": 1e12}, "none"),
+    ],
+)
+def test_compression_chosen_by_hand(rates: dict[str, float], chosen: str) -> None:
+    profile = dataclasses.replace(linked(set()), codecs=tuple(rates.items()))
+    assert compression(profile, 4, 1) == chosen
+    assert compression(profile, 1, 1) == "none"
+    assert compression(dataclasses.replace(profile, nodes=()), 4, 1) == "none"
+    assert compression(dataclasses.replace(profile, bytes_per_second=1e10), 4, 1) == "none"
+    # With 2 lanes and twice the link, each lane has the same rate.
+    assert compression(dataclasses.replace(profile, bytes_per_second=200e6), 4, 2) == chosen

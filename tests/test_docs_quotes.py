@@ -11,6 +11,7 @@ from typing import cast
 
 import pytest
 
+from jobs import REPOSITORY
 from mpitrain.allreduce import ALGORITHMS
 from mpitrain.cli import COMMANDS, Command
 from mpitrain.compression import CODECS, names
@@ -210,3 +211,13 @@ def test_nothing_that_exists_is_called_planned() -> None:
         for sentence in re.findall(r"[^.|]*\bplanned\b[^.|]*", text):
             for name in [*COMMANDS, *ALGORITHMS, *names(), *STRATEGIES]:
                 assert f"`{name}`" not in sentence, f"{document}: {sentence.strip()}"
+
+
+def test_the_tests_that_a_document_names_are_there() -> None:
+    """By file or by function, as in the table of faults of recovery.md."""
+    there = set()
+    for path in (REPOSITORY / "tests").rglob("test_*.py"):
+        there |= {path.stem, *re.findall(r"^def (test_\w+)\(", path.read_text(), re.M)}
+    named = {word for text in TEXTS.values() for word in re.findall(r"`(test_\w+)`", text)}
+    assert len(named) > 20
+    assert named <= there, sorted(named - there)

@@ -12,7 +12,7 @@ from mpitrain.allreduce.low_rank import _check_marks, _marks
 from mpitrain.compression.power_sgd import Matrix, Products, first_factor, plan, rank_of
 from mpitrain.errors import ConfigError, MismatchError
 
-SHAPES = [(2, 3, 1), (1, 5, 1), (33, 31, 4), (64, 64, 2), (7, 100, 4), (129, 257, 3)]
+SHAPES = [(2, 3, 1), (1, 5, 1), (33, 31, 4), (64, 64, 2), (7, 300, 4), (129, 257, 3), (65, 128, 9), (3, 1291, 2)]
 UNIT = 2.0**-24
 
 
@@ -33,10 +33,14 @@ def made(rows: int, columns: int, rank: int) -> tuple[numpy.ndarray, ...]:
 def test_products_are_those_of_float64(products: Products, shape: tuple[int, int, int]) -> None:
     """Each sum of k products is off by at most k + 1 roundings of the sum of |products|."""
     matrix, pt, qt = made(*shape)
-    wide, wide_pt, wide_qt = (one.astype(float) for one in (matrix, pt, qt))
+    left_out = matrix[::-1].copy()
+    with_it = matrix + left_out  # each sum rounded once, as NumPy does
+    wide, wide_pt, wide_qt = (one.astype(float) for one in (with_it, pt, qt))
     times, transposed, product = numpy.empty_like(pt), numpy.empty_like(qt), numpy.empty_like(matrix)
-    products.times(matrix, qt, times)
-    products.transposed_times(matrix, pt, transposed)
+    products.times(matrix, left_out, qt, times)
+    assert same_bits(matrix, with_it)
+    products.project(matrix, pt, transposed, left_out)
+    assert same_bits(matrix, with_it)
     products.product(pt, qt, product)
     for found, one, other in (
         (times, wide_qt, wide.T),
@@ -46,6 +50,12 @@ def test_products_are_those_of_float64(products: Products, shape: tuple[int, int
         bound = (one.shape[1] + 1) * 1.01 * UNIT * (abs(one) @ abs(other))
         assert (abs(found - one @ other) <= bound).all()
         assert found.any()
+    # M - P R^T, of R as it was rounded: one more rounding, of the difference.
+    wide_r = transposed.astype(float)
+    expected = wide - wide_pt.T @ wide_r
+    bound = (len(pt) + 2) * 1.01 * UNIT * (abs(wide_pt.T) @ abs(wide_r)) + UNIT * abs(wide)
+    assert (abs(left_out - expected) <= bound).all()
+    assert left_out.any()
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -78,12 +88,13 @@ def test_numba_and_numpy_give_the_same_bits(shape: tuple[int, int, int]) -> None
     found = []
     for products in (Products(True), Products(False)):
         results = [numpy.empty_like(pt), numpy.empty_like(qt), numpy.empty_like(matrix), pt.copy(), qt.copy()]
-        products.times(matrix, qt, results[0])
-        products.transposed_times(matrix, pt, results[1])
+        mine, left_out = matrix.copy(), matrix[::-1].copy()
+        products.times(mine, left_out, qt, results[0])
+        products.project(mine, pt, results[1], left_out)
         products.product(pt, qt, results[2])
         products.orthogonalise(results[3])
         products.orthogonalise(results[4])
-        found.append(results)
+        found.append([*results, mine, left_out])
     assert all(same_bits(one, other) for one, other in zip(*found, strict=True))
 
 

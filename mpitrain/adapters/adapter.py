@@ -21,8 +21,8 @@ from mpitrain.tree import Tree
 OnGradient: TypeAlias = Callable[[int, Array | None], None]
 
 
-class Adapter(Protocol):
-    """One replica of the model. No method communicates; every rank makes the same calls."""
+class LocalModel(Protocol):
+    """The parameters and the optimizer of this rank. No method communicates; every rank makes the same calls."""
 
     @property
     def layout(self) -> Sequence[Parameter]:
@@ -33,6 +33,26 @@ class Adapter(Protocol):
         of them.
         """
         ...
+
+    def parameters(self) -> dict[str, Array]:
+        """Return the parameters, and what else must be equal on all ranks, by name. They are not copies."""
+        ...
+
+    def load_parameters(self, values: Mapping[str, Array]) -> None:
+        """Overwrite the parameters with `values`, host or device arrays of the same names, shapes and dtypes."""
+        ...
+
+    def state(self) -> dict[str, Any]:
+        """Return parameters and optimizer state for a checkpoint: nested dicts of arrays and numbers, by name."""
+        ...
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Reverse `state`. Raise CheckpointError, before anything is overwritten, if `state` does not fit."""
+        ...
+
+
+class Adapter(LocalModel, Protocol):
+    """One replica of the model, and its steps."""
 
     @property
     def loss_scale(self) -> LossScale | None:
@@ -45,14 +65,6 @@ class Adapter(Protocol):
     @property
     def precision(self) -> numpy.dtype:
         """The narrowest dtype in which losses and gradients are computed."""
-        ...
-
-    def parameters(self) -> dict[str, Array]:
-        """Return the parameters, and what else must be equal on all ranks, by name. They are not copies."""
-        ...
-
-    def load_parameters(self, values: Mapping[str, Array]) -> None:
-        """Overwrite the parameters with `values`, host or device arrays of the same names, shapes and dtypes."""
         ...
 
     def loss_and_gradients(self, batch: Tree, on_gradient: OnGradient) -> float:
@@ -86,14 +98,6 @@ class Adapter(Protocol):
 
     def gradient_norm(self) -> float | None:
         """Return the 2-norm of the last `apply_gradients`, over all parameters, before clipping; None: not measured."""
-        ...
-
-    def state(self) -> dict[str, Any]:
-        """Return parameters and optimizer state for a checkpoint: nested dicts of arrays and numbers, by name."""
-        ...
-
-    def restore(self, state: Mapping[str, Any]) -> None:
-        """Reverse `state`. Raise CheckpointError, before anything is overwritten, if `state` does not fit."""
         ...
 
 
@@ -197,7 +201,10 @@ class OptimizerShard(Protocol):
         ...
 
     def close(self) -> None:
-        """Let the optimizer be used for whole parameters again, from a new state. No step follows."""
+        """Let the optimizer be used for whole parameters again. No step follows.
+
+        It has no state; one of PyTorch that has made no step has that from before the division.
+        """
         ...
 
 

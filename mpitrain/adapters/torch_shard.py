@@ -76,6 +76,7 @@ class TorchShard:
             )
         self._scheduled, self._named, self._plan, self._buffers = scheduled, named, plan, buffers
         self._owned = owned
+        self._before: dict[torch.Tensor, Any] = {}
         self._whole: dict[str, dict[str, Any]] | None = None
         self._pieces: dict[str, OwnedPiece] = {}
         for index, (name, parameter) in enumerate(named.items()):
@@ -87,10 +88,16 @@ class TorchShard:
             for place, part in ranges:
                 there = slice(begin + place.start, begin + place.stop)
                 self._pieces[name] = OwnedPiece(index, place, there, part, _elements(parameter, place))
-        before = scheduled.state()
+        state, before = scheduled.state(), dict(optimizer.state)
         self._replace(optimizer)
-        scheduled.divide({name: piece.tensor for name, piece in self._pieces.items()}, norm_of_all)
-        self.restore(before)
+        try:
+            scheduled.divide({name: piece.tensor for name, piece in self._pieces.items()}, norm_of_all)
+            self.restore(state)
+        except BaseException:
+            self._before = before
+            self.close()
+            raise
+        self._before = before  # until the pieces get a state of their own
 
     def _replace(self, optimizer: torch.optim.Optimizer) -> None:
         names = {id(parameter): name for name, parameter in self._named.items()}
@@ -105,7 +112,7 @@ class TorchShard:
 
     def update(self, flats: Mapping[numpy.dtype, Array], unused: Collection[int]) -> float:
         """Make a step of the owned elements, and write their new values into `flats`."""
-        self._whole = None
+        self._whole, self._before = None, {}
         gradients = []
         for name, piece in self._pieces.items():
             piece.tensor.data = _elements(self._named[name], piece.place)  # somebody may have replaced the memory
@@ -134,6 +141,7 @@ class TorchShard:
         self._whole = None
         of_whole = state["optimizer"].get("state", {})
         self._check_whole(of_whole)
+        self._before = {}
         own = {
             name: {key: _cut(key, value, piece.place) for key, value in of_whole[name].items()}
             for name, piece in self._pieces.items()
@@ -220,6 +228,8 @@ class TorchShard:
         """See OptimizerShard. A second call does nothing: the optimizer may belong to another one by then."""
         if self._given:
             self._optimizer.state.clear()
+            self._optimizer.state.update(self._before)
+            self._before = {}
         for group, parameters in self._given:
             group["params"] = parameters
         self._given = []

@@ -130,12 +130,15 @@ def read_scheduler_state(scheduler: Scheduler, state: Any) -> dict[str, Any]:
 
 def _options(group: Mapping[str, Any]) -> dict[str, Any]:
     """Return the numbers among a group's options; no other option can change."""
-    values = {name: plain(value) for name, value in group.items() if name != "params"}
-    return {
-        name: value.item() if is_array(value) else list(value) if isinstance(value, tuple) else value
-        for name, value in values.items()
-        if (is_array(value) and value.size == 1) or _is_number(value) or _are_numbers(value)
-    }
+    values = {name: _option(plain(value)) for name, value in group.items() if name != "params"}
+    return {name: value for name, value in values.items() if _is_number(value) or _are_numbers(value)}
+
+
+def _option(value: Any) -> Any:
+    """Return a number of NumPy, or of a tensor, as one of Python. A schedule or a script may set an option to one."""
+    if isinstance(value, list | tuple):
+        return [_option(entry) for entry in value]
+    return value.item() if isinstance(value, numpy.generic) or (is_array(value) and value.size == 1) else value
 
 
 def _is_number(value: Any) -> bool:

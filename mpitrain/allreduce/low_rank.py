@@ -3,9 +3,9 @@
     flat + residual --> [ M Q of each matrix | vectors ]   first sum    --> P of each matrix, the vectors' sum
                     --> [ M^T P of each matrix ]           second sum   --> Q of each matrix, P Q^T
 
-Cost: the cost of two sums of those lengths, one after the other; M is read three times and written once. Every rank
-takes part with its own gradients, also ranks on one node: M Q is linear, so the sum of products is the product of the
-sum.
+Cost: the cost of two sums of those lengths, one after the other. M is read three times and written twice, what is left
+out is read and written once. On a GPU (device/low_rank.py), only what is summed goes through the host. Every rank takes
+part with its own gradients, also ranks on one node: M Q is linear, so the sum of products is the product of the sum.
 
 Source: as in power_sgd.py.
 """
@@ -14,73 +14,157 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
 import numpy
 
 from mpitrain.allreduce.algorithm import Progress, Steps, in_phases
-from mpitrain.compression.power_sgd import Matrix, Plan, Products, first_factor
+from mpitrain.arrays import Array
+from mpitrain.compression.power_sgd import Matrix, Plan, Products, ThinProducts, first_factor
 from mpitrain.errors import MismatchError, everywhere
 from mpitrain.world import World
 
 # Of 4 bits, of a checksum of 32. Float32 adds whole numbers exactly up to 2^24, so the squares of 74565 ranks.
 _DIGITS = 8
+NUM_MARKS = 2 * _DIGITS  # values behind those of the first sum
 Factors = dict[Any, numpy.ndarray]
-# flat, residual, plan, factors. All are overwritten but the plan: the sum, what is left out, the Q of the next step.
-LowRank = Callable[[numpy.ndarray, numpy.ndarray, Plan, Factors], Progress]
+
+
+class Thin(NamedTuple):
+    """The values of a sum, flat float32: in the memory of the gradients, and on the host. On the host both are one."""
+
+    here: Array
+    on_host: numpy.ndarray
+
+
+class LowRankSite(Protocol):
+    """Where gradients are multiplied. The sums are made on the host.
+
+    Attributes:
+        products: work in the memory of the gradients.
+    """
+
+    @property
+    def products(self) -> ThinProducts: ...
+
+    def free(self) -> Progress:
+        """Wait until the memory of the sums before may be overwritten."""
+        ...
+
+    def memory(self, plan: Plan) -> tuple[Thin, Thin]:
+        """Return the memory of the two sums, uninitialised; that of the first one with its marks."""
+        ...
+
+    def down(self, thin: Thin) -> Progress:
+        """Copy `here` to the host."""
+        ...
+
+    def up(self, thin: Thin) -> None:
+        """Begin to copy what is on the host to where the gradients are."""
+        ...
+
+    def add(self, total: Array, other: Array) -> None:
+        """Add `other` to `total`."""
+        ...
+
+
+class OnHost:
+    """A LowRankSite for gradients on the host: nothing is copied."""
+
+    def __init__(self, products: ThinProducts) -> None:
+        self.products = products
+
+    def free(self) -> Progress:
+        """See LowRankSite."""
+        return iter(())
+
+    def memory(self, plan: Plan) -> tuple[Thin, Thin]:
+        """See LowRankSite."""
+        first, second = (numpy.empty(count, numpy.float32) for count in (plan.num_first + NUM_MARKS, plan.num_second))
+        return Thin(first, first), Thin(second, second)
+
+    def down(self, thin: Thin) -> Progress:
+        """See LowRankSite."""
+        return iter(())
+
+    def up(self, thin: Thin) -> None:
+        """See LowRankSite."""
+
+    def add(self, total: numpy.ndarray, other: numpy.ndarray) -> None:
+        """See LowRankSite."""
+        numpy.add(total, other, out=total)
+
+
+class LowRank(Protocol):
+    """Makes the work on a flat float32 buffer."""
+
+    def __call__(
+        self, flat: Array, residual: Array, plan: Plan, factors: Factors, site: LowRankSite | None = None
+    ) -> Progress:
+        """All are overwritten but the plan: the sum, what is left out, the Q of the next step.
+
+        All ranks have equal plans. `site` is that of `flat` and `residual`; None: the host.
+        """
+        ...
 
 
 def low_rank_steps(world: World, total: Steps, products: Products) -> LowRank:
-    """The work on one flat float32 buffer. `total` sums buffers over the ranks; all ranks have equal plans.
+    """The work on one flat float32 buffer. `total` sums host buffers over the ranks.
 
     The first sum also says whether all ranks have equal factors. If not, every rank raises a MismatchError.
 
     A sum that is not finite makes its matrix NaN on every rank; then nothing of it is left out, and it begins anew.
     """
+    host = OnHost(products)
 
     @in_phases
-    def steps(flat: numpy.ndarray, residual: numpy.ndarray, plan: Plan, factors: Factors) -> Iterator[Progress]:
+    def steps(
+        flat: Array, residual: Array, plan: Plan, factors: Factors, site: LowRankSite | None = None
+    ) -> Iterator[Progress]:
+        site = site or host
+        yield site.free()
+        first, second = site.memory(plan)
+        pts, summed_pts = (_views(memory, plan, lambda matrix: matrix.rows) for memory in first)
+        qts, summed_qts = (_views(memory, plan, lambda matrix: matrix.columns) for memory in second)
+        for matrix, factor in zip(plan.matrices, summed_qts, strict=True):
+            factor[:] = _factor(world, matrix, factors)
+        site.up(second)
         with numpy.errstate(all="ignore"):  # infinity and NaN are ordinary values here
-            numpy.add(flat, residual, out=flat)
-        first = numpy.empty(plan.num_first + 2 * _DIGITS, numpy.float32)
-        first[plan.num_first :] = _marks(plan, factors)
-        pts, end = _views(first, plan, lambda matrix: matrix.rows)
-        for matrix, pt in zip(plan.matrices, pts, strict=True):
-            with numpy.errstate(all="ignore"):
-                products.times(matrix.of(flat), _factor(world, matrix, factors), pt)
-        for part in plan.whole:
-            end += part.stop - part.start
-            first[end - (part.stop - part.start) : end] = flat[part]
-            residual[part] = 0
-        yield total(first)
-        _check_marks(world.size, first[plan.num_first :])
-        for part in reversed(plan.whole):
-            flat[part] = first[end - (part.stop - part.start) : end]
-            end -= part.stop - part.start
-        second = numpy.empty(plan.num_second, numpy.float32)
-        qts, _ = _views(second, plan, lambda matrix: matrix.columns)
-        for matrix, pt, qt in zip(plan.matrices, pts, qts, strict=True):
-            m, left_out = matrix.of(flat), matrix.of(residual)
-            if not numpy.isfinite(pt).all():
-                qt[:] = numpy.nan
+            for matrix, pt, qt in zip(plan.matrices, pts, qts, strict=True):
+                site.products.times(matrix.of(flat), matrix.of(residual), qt, pt)
+            for part, place in _whole(plan):
+                site.add(flat[part], residual[part])
+                first.here[place] = flat[part]
+                residual[part].fill(0)
+        yield site.down(first)
+        first.on_host[plan.num_first :] = _marks(plan, factors)
+        yield total(first.on_host)
+        _check_marks(world.size, first.on_host[plan.num_first :])
+        site.up(first)
+        for part, place in _whole(plan):
+            flat[part] = first.here[place]
+        for matrix, pt, qt, summed in zip(plan.matrices, pts, qts, summed_pts, strict=True):
+            if not numpy.isfinite(summed).all():
+                qt.fill(numpy.nan)
                 continue
-            products.orthogonalise(pt)
+            site.products.orthogonalise(pt)
             with numpy.errstate(all="ignore"):
-                products.transposed_times(m, pt, qt)
-                products.product(pt, qt, left_out)
-                numpy.subtract(m, left_out, out=left_out)
+                site.products.project(matrix.of(flat), pt, qt, matrix.of(residual))
         if plan.matrices:
-            yield total(second)
-        for matrix, pt, qt in zip(plan.matrices, pts, qts, strict=True):
-            if not numpy.isfinite(qt).all():
+            yield site.down(second)
+            yield total(second.on_host)
+            site.up(second)
+        for matrix, pt, qt, summed in zip(plan.matrices, pts, qts, summed_qts, strict=True):
+            if not numpy.isfinite(summed).all():
                 matrix.of(flat).fill(numpy.nan)
                 matrix.of(residual).fill(0)
                 factors.pop(matrix.key, None)
                 continue
             with numpy.errstate(all="ignore"):
-                products.product(pt, qt, matrix.of(flat))
-            products.orthogonalise(qt)
-            factors[matrix.key] = _with_new_columns(matrix, qt)
+                site.products.product(pt, qt, matrix.of(flat))
+            factor = summed.copy()  # the copy up may still read the sum
+            products.orthogonalise(factor)
+            factors[matrix.key] = _with_new_columns(matrix, factor)
 
     return steps
 
@@ -120,19 +204,28 @@ def _factor(world: World, matrix: Matrix, factors: Factors) -> numpy.ndarray:
     return first_factor(matrix)
 
 
-def _views(buffer: numpy.ndarray, plan: Plan, length: Callable[[Matrix], int]) -> tuple[list[numpy.ndarray], int]:
-    """Return each matrix's factor in the buffer, one after the other, and the end of the last one."""
+def _views(memory: Array, plan: Plan, length: Callable[[Matrix], int]) -> list[Array]:
+    """Return each matrix's factor in the memory of a sum, one after the other from the beginning on."""
     views, begin = [], 0
     for matrix in plan.matrices:
         end = begin + matrix.rank * length(matrix)
-        views.append(buffer[begin:end].reshape(matrix.rank, -1))
+        views.append(memory[begin:end].reshape(matrix.rank, -1))
         begin = end
-    return views, begin
+    return views
+
+
+def _whole(plan: Plan) -> Iterator[tuple[slice, slice]]:
+    """The parts of the buffer that are sent as they are, and their places in the first sum, behind the factors."""
+    begin = sum(matrix.rows * matrix.rank for matrix in plan.matrices)
+    for part in plan.whole:
+        end = begin + part.stop - part.start
+        yield part, slice(begin, end)
+        begin = end
 
 
 def _with_new_columns(matrix: Matrix, qt: numpy.ndarray) -> numpy.ndarray:
-    """Return a copy in which columns of zeros are those of a first step: from 0, no step leads away."""
+    """Return qt, in which columns of zeros are replaced by those of a first step: from 0, no step leads away."""
     dead = numpy.logical_not(qt.any(axis=1))
     if not dead.any():
-        return qt.copy()
+        return qt
     return numpy.where(dead[:, None], first_factor(matrix), qt)

@@ -13,7 +13,7 @@ from mpitrain.chaos.episode import Episode, Hit
 from mpitrain.chaos.plan import Fault
 from mpitrain.chaos.timeline import Point, went_on
 from mpitrain.errors import LaunchError
-from mpitrain.watching.rank_record import BEGUN, DONE
+from mpitrain.watching.rank_record import BEGUN, DONE, PARTED
 
 _TICK_SECONDS = 0.05
 _OF_SABOTEUR = ("rank", "freeze", "disk")
@@ -291,7 +291,9 @@ def _failure(ranks: Mapping[int, Mapping[str, Any]]) -> str:
     for number, rank in sorted(ranks.items()):
         if rank["error"]:
             return f"rank {number} on {rank['host']} failed: {rank['error']}"
-    missing = [number for number, rank in sorted(ranks.items()) if rank["phase"] != DONE and number not in lost]
+    missing = [
+        number for number, rank in sorted(ranks.items()) if rank["phase"] not in (DONE, PARTED) and number not in lost
+    ]
     if missing:
         return f"rank {missing[0]} on {ranks[missing[0]]['host']} did not reach its end"
     size = max((rank["size"] for rank in ranks.values()), default=1)

@@ -8,9 +8,10 @@ import secrets
 import shlex
 import socket
 import sys
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from mpitrain.cli.launching import add_inventory_argument, add_script_arguments, script_of
+from mpitrain.cli.launching import add_inventory_argument, add_script_arguments, positive, script_of
 from mpitrain.config import KEY
 from mpitrain.errors import ConfigError
 
@@ -33,6 +34,10 @@ worker is refused if its code, its packages, its Python, its data or the shapes
 of its parameters differ from the server's. Arguments themselves are not
 compared: only the server's learning rate, number of epochs and the like count.
 
+--servers K starts K servers on this machine, at K ports from --port on. They
+divide the parameters. Workers need the address of the first one only. If one of
+the servers is lost, all end; workers wait for them to be started again.
+
 With --hosts, this command also starts workers, over ssh, and ends them with the
 server. Others may join them.
 
@@ -45,17 +50,21 @@ The exit code is the script's.
 
   mpitrain serve train.py --epochs 5
   mpitrain serve --port 5001 train.py
+  mpitrain serve --servers 2 train.py
   mpitrain serve --hosts node1/cuda:0-3x2,node2/cpu train.py
   mpitrain serve --hosts node1,node2 --show train.py
 """
 
-_PORT = 5000
+_PORT, _LAST_PORT = 5000, 65535
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
     parser.epilog = _EPILOG
     parser.add_argument("--port", type=_port, default=_PORT, metavar="P", help=f"listen at this port ({_PORT})")
+    parser.add_argument(
+        "--servers", type=positive, default=1, metavar="K", help="K servers divide the parameters; they take K ports"
+    )
     parser.add_argument(
         "--hosts", metavar="A,B", help="start workers there: a,b or a/cuda:0-3x2,b/cpux4 or localhost/cpux2"
     )
@@ -79,6 +88,12 @@ def run(arguments: argparse.Namespace) -> int:
 
     program, script = script_of(arguments)
     the_zmq()
+    ports = range(arguments.port, arguments.port + arguments.servers)
+    if ports[-1] > _LAST_PORT:
+        raise ConfigError(
+            f"{len(ports)} servers take the ports {ports[0]} to {ports[-1]}, and the last one that there is is "
+            f"{_LAST_PORT}; give a lower --port"
+        )
     address = address_of(arguments.plain) if arguments.plain else "*"
     placement = _placement(arguments)
     plain = ["--plain"] if arguments.plain else []
@@ -89,6 +104,7 @@ def run(arguments: argparse.Namespace) -> int:
     serving = Serving(
         program=program,
         script=script,
+        ports=ports,
         placement=placement,
         address=f"[{own}]:{arguments.port}" if ":" in own else f"{own}:{arguments.port}",
         # -P: the working folder may have a json.py other than Python's.
@@ -97,12 +113,15 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.show:
         show(serving, line)
         return 0
-    _refuse_used(address, arguments.port)
+    for port in ports:
+        _refuse_used(address, port)
     path = key_file(arguments.port)
     key = {KEY: keys_of(path).worker.text}
+    listens = f"the server listens at port {ports[0]}"
+    if len(ports) > 1:
+        listens = f"{len(ports)} servers listen at ports {ports[0]} to {ports[-1]}"
     print(
-        f"mpitrain: the server listens at port {arguments.port}. This line starts a worker, and holds a secret:\n\n"
-        f"    {KEY}={key[KEY]} {line}\n",
+        f"mpitrain: {listens}. This line starts a worker, and holds a secret:\n\n    {KEY}={key[KEY]} {line}\n",
         file=sys.stderr,
         flush=True,
     )
@@ -110,14 +129,20 @@ def run(arguments: argparse.Namespace) -> int:
         job=secrets.token_hex(4),
         launcher=launcher_name(os.getpid()),
         serves="server",
+        servers=len(ports) if len(ports) > 1 else 0,
         serve_address=f"{address}:{arguments.port}",
         serve_key=str(path),
         serve_plain=arguments.plain,
     )
-    context, descriptor = told(context, environment_here(script))
-    if placement is None:
-        become(context, program)
-    return serve(serving, context, descriptor, key)
+    first, descriptor = told(context, environment_here(script))
+    if placement is None and len(ports) == 1:
+        become(first, program)
+    first_address = f"{'127.0.0.1' if address == '*' else address}:{ports[0]}"
+    others = [
+        replace(context, serves="shard", serve_number=number, serve_address=f"{address}:{port},{first_address}")
+        for number, port in enumerate(ports[1:], 1)
+    ]
+    return serve(serving, [first, *others], descriptor, key)
 
 
 def _placement(arguments: argparse.Namespace) -> Placement | None:
@@ -146,6 +171,6 @@ def _refuse_used(host: str, port: int) -> None:
 
 
 def _port(text: str) -> int:
-    if not text.isdecimal() or not 1 <= int(text[:9]) <= 65535:
-        raise argparse.ArgumentTypeError(f"{text!r} is no port; allowed are 1 to 65535")
+    if not text.isdecimal() or not 1 <= int(text[:9]) <= _LAST_PORT:
+        raise argparse.ArgumentTypeError(f"{text!r} is no port; allowed are 1 to {_LAST_PORT}")
     return int(text)

@@ -18,8 +18,9 @@ from mpitrain.compression.codec import Codec
 from mpitrain.compression.int4 import int4
 from mpitrain.compression.int8 import int8
 from mpitrain.compression.kernels import can_compile
+from mpitrain.compression.quantised_top_k import of_setting
 from mpitrain.compression.sign import sign
-from mpitrain.compression.top_k import of_density, top_k
+from mpitrain.compression.top_k import top_k
 from mpitrain.errors import ConfigError
 
 CODECS: dict[str, Callable[[bool], Codec]] = {
@@ -31,7 +32,7 @@ CODECS: dict[str, Callable[[bool], Codec]] = {
     "sign": sign,
 }
 # Codecs that take a setting, as in top_k:0.05: what makes a factory of the text after the colon.
-SETTABLE: dict[str, Callable[[str], Callable[[bool], Codec]]] = {"top_k": of_density}
+SETTABLE: dict[str, Callable[[str], Callable[[bool], Codec]]] = {"top_k": of_setting}
 
 
 def factory_of(name: str) -> Callable[[bool], Codec]:

@@ -18,8 +18,8 @@ M Q = (3, 4) and (9, 12), so P = (12, 16), and of length 1 it is (0.6, 0.8). M^T
 Here P and Q are stored by columns: pt[c] is column c of P. A column of P that depends on the columns before it is 0 and
 adds nothing. A column of Q that became 0 begins anew. So a gradient of 0 does not end the training of its matrix.
 
-All sums have a fixed order, so every rank, with Numba or without, makes the same P Q^T of the same numbers: rows times
-Q in 32 lanes that are added by halves, M^T P row by row, the columns of P in float64.
+All sums have a fixed order, which products.py states, and the columns of P are made orthogonal in float64. So every
+rank, with Numba or without, on the host or on a GPU, makes the same P Q^T of the same numbers.
 
 Source: Vogels, Karimireddy and Jaggi, PowerSGD: Practical Low-Rank Gradient Compression for Distributed Optimization,
 NeurIPS 2019, arXiv:1905.13727, algorithms 1 and 2. Theirs is the mean of ranks with equal weights, and orthogonalises
@@ -31,10 +31,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy
 
+from mpitrain.arrays import Array
 from mpitrain.compression import kernels, products
 from mpitrain.errors import ConfigError
 
@@ -58,10 +59,9 @@ class Matrix(NamedTuple):
     columns: int
     rank: int
 
-    def of(self, flat: numpy.ndarray) -> numpy.ndarray:
-        """Return the matrix in a flat buffer."""
-        result: numpy.ndarray = flat[self.begin : self.begin + self.rows * self.columns]
-        return result.reshape(self.rows, self.columns)
+    def of(self, flat: Array) -> Array:
+        """Return the matrix in a flat buffer, on the host or on a GPU."""
+        return flat[self.begin : self.begin + self.rows * self.columns].reshape(self.rows, self.columns)
 
 
 @dataclass
@@ -125,8 +125,31 @@ def first_factor(matrix: Matrix) -> numpy.ndarray:
     return (steps / 2.0**20).astype(numpy.float32).reshape(matrix.rank, matrix.columns)
 
 
+class ThinProducts(Protocol):
+    """The arithmetic of a step, on the host or on a GPU: with the same bits, in the order that products.py states.
+
+    All arrays are float32, contiguous, and on one device; pt and qt hold P and Q by columns. No two of them overlap.
+    """
+
+    def times(self, matrix: Array, left_out: Array, qt: Array, pt: Array) -> None:
+        """Add left_out[m, n] to matrix[m, n]; then overwrite pt[r, m] with matrix Q, of qt[r, n]."""
+        ...
+
+    def orthogonalise(self, rows: Array) -> None:
+        """Make the rows orthogonal and of length 1, the first one first; a row that depends on others becomes 0."""
+        ...
+
+    def project(self, matrix: Array, pt: Array, qt: Array, left_out: Array) -> None:
+        """Overwrite qt with matrix^T P, and then left_out[m, n] with matrix - P Q^T."""
+        ...
+
+    def product(self, pt: Array, qt: Array, out: Array) -> None:
+        """Overwrite out[m, n] with P Q^T."""
+        ...
+
+
 class Products:
-    """The arithmetic, by Numba or in NumPy, with the same bits. It has scratch memory: one caller at a time."""
+    """ThinProducts on the host, by Numba or in NumPy. It has scratch memory: one caller at a time."""
 
     def __init__(self, compiled: bool) -> None:
         self.compiled = compiled
@@ -143,24 +166,25 @@ class Products:
 
     def warm_up(self) -> None:
         """Compile now: to compile in the middle of a training step would delay every rank."""
-        one = numpy.ones((1, 1), numpy.float32)
-        self.times(one, one, one.copy())
-        self.transposed_times(one, one, one.copy())
-        self.product(one, one, one.copy())
+        one, other = (numpy.ones((1, 1), numpy.float32) for _ in range(2))
+        self.times(one, other, one.copy(), one.copy())
+        self.project(one, one.copy(), one.copy(), other)
+        self.product(one, one.copy(), other)
         self.orthogonalise(one)
 
-    def times(self, matrix: numpy.ndarray, qt: numpy.ndarray, pt: numpy.ndarray) -> None:
-        """Overwrite pt, float32[r, m], with matrix Q. `matrix` is float32[m, n], qt is float32[r, n]."""
-        self._times(matrix, qt, pt, self._lanes)
-
-    def transposed_times(self, matrix: numpy.ndarray, pt: numpy.ndarray, qt: numpy.ndarray) -> None:
-        """Overwrite qt with matrix^T P."""
-        self._transposed_times(matrix, pt, qt)
-
-    def product(self, pt: numpy.ndarray, qt: numpy.ndarray, out: numpy.ndarray) -> None:
-        """Overwrite `out`, float32[m, n], with P Q^T."""
-        self._product(pt, qt, out)
+    def times(self, matrix: numpy.ndarray, left_out: numpy.ndarray, qt: numpy.ndarray, pt: numpy.ndarray) -> None:
+        """See ThinProducts."""
+        self._times(matrix, left_out, qt, pt, self._lanes)
 
     def orthogonalise(self, rows: numpy.ndarray) -> None:
-        """Make the rows orthogonal and of length 1, the first one first; a row that depends on others becomes 0."""
+        """See ThinProducts."""
         self._orthogonalise(rows, numpy.empty(rows.shape), self._wide_lanes)
+
+    def project(self, matrix: numpy.ndarray, pt: numpy.ndarray, qt: numpy.ndarray, left_out: numpy.ndarray) -> None:
+        """See ThinProducts."""
+        self._transposed_times(matrix, pt, qt, left_out[0])
+        self._product(pt, qt, matrix, left_out)
+
+    def product(self, pt: numpy.ndarray, qt: numpy.ndarray, out: numpy.ndarray) -> None:
+        """See ThinProducts."""
+        self._product(pt, qt, out[:0], out)

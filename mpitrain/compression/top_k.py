@@ -43,7 +43,7 @@ from mpitrain.errors import ConfigError
 
 BLOCK_VALUES = 4096
 DENSITY = 0.01
-_LOWEST, _HIGHEST = 1 / BLOCK_VALUES, 0.5
+LOWEST, HIGHEST = 1 / BLOCK_VALUES, 0.5  # densities
 _KEPT, _PLACE = numpy.dtype(numpy.float32), numpy.dtype(numpy.uint16)
 _MAGNITUDE, _INFINITY = uint32(0x7FFFFFFF), uint32(0x7F800000)
 _NAN = float32(numpy.nan)
@@ -77,10 +77,10 @@ def of_density(text: str) -> Callable[[bool], Codec]:
         density = float(text)
     except ValueError:
         density = math.nan
-    if not _LOWEST <= density <= _HIGHEST:
+    if not LOWEST <= density <= HIGHEST:
         raise ConfigError(
             f"compression top_k:{text}: the density is {text!r}; allowed is the part of the values to send, from "
-            f"{_LOWEST:.5f} (one of {BLOCK_VALUES}) to {_HIGHEST}, as in top_k:{DENSITY}"
+            f"{LOWEST:.5f} (one of {BLOCK_VALUES}) to {HIGHEST}, as in top_k:{DENSITY}"
         )
     return partial(top_k, density=density, name=f"top_k:{text}")
 

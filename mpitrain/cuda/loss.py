@@ -32,6 +32,11 @@ def lost_gpu(error: BaseException, world: World) -> str:
     return ""
 
 
+def is_lost(error: BaseException) -> bool:
+    """Whether `error` itself, of CuPy or PyTorch, says that a GPU is lost. Only the rank of that GPU must have it."""
+    return _status(error) in _OF_THE_DEVICE
+
+
 def _status(error: BaseException) -> int:
     """Return CUDA's number of an error of CuPy or PyTorch; 0: it is none."""
     if (cupy := sys.modules.get("cupy")) and isinstance(

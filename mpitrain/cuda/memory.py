@@ -15,6 +15,7 @@ import numpy
 
 from mpitrain.arrays import Array
 from mpitrain.cuda.device import Gpu, cupy_module, raise_first
+from mpitrain.cuda.loss import is_lost
 from mpitrain.cuda.shortage import REMEDY, is_shortage
 from mpitrain.errors import DeviceError
 from mpitrain.world import World
@@ -28,6 +29,8 @@ def pinned(num_bytes: int) -> numpy.ndarray:
     try:
         memory = cupy.cuda.alloc_pinned_memory(max(num_bytes, 1))  # rounds up
     except cupy.cuda.runtime.CUDARuntimeError as error:
+        if is_lost(error):
+            raise
         raise DeviceError(f"cannot allocate {num_bytes:,} bytes of page-locked memory: {error}; see free -h") from None
     return numpy.frombuffer(memory, numpy.uint8, max(num_bytes, 1))[:num_bytes]
 
@@ -44,6 +47,8 @@ def page_lock(array: numpy.ndarray) -> None:
     try:
         runtime.hostRegister(at, array.nbytes, 0)
     except runtime.CUDARuntimeError as error:
+        if is_lost(error):
+            raise
         raise DeviceError(f"{array.nbytes:,} bytes cannot be page-locked: {error}; see free -h") from None
     weakref.finalize(array, runtime.hostUnregister, at).atexit = False
 
@@ -58,17 +63,22 @@ def raw(gpu: Gpu, num_bytes: int, purpose: str) -> Any:
 
     Raises:
         DeviceError: there is not enough memory. The error says how much is free, and which setting to change.
+        CUDARuntimeError: the GPU itself has failed. This rank alone must end with it.
     """
     cupy = cupy_module()
     with gpu.current():
         try:
             return cupy.cuda.Memory(max(num_bytes, 1))
-        except cupy.cuda.runtime.CUDARuntimeError:
+        except cupy.cuda.runtime.CUDARuntimeError as error:
+            if not is_shortage(error):
+                raise
             # The pool keeps the memory of freed arrays, and the driver cannot reclaim it.
             cupy.get_default_memory_pool().free_all_blocks()
         try:
             return cupy.cuda.Memory(max(num_bytes, 1))
         except cupy.cuda.runtime.CUDARuntimeError as error:
+            if not is_shortage(error):
+                raise
             raise out_of_memory(gpu, num_bytes, purpose, error) from None
 
 
@@ -120,6 +130,8 @@ def open_block(gpu: Gpu, handle: bytes) -> int:
         try:
             return int(runtime.ipcOpenMemHandle(handle))
         except runtime.CUDARuntimeError as error:
+            if is_lost(error):
+                raise
             raise DeviceError(
                 f"{gpu} cannot open another rank's GPU memory: {error}. Has its process ended, is it in another "
                 "container, or can their GPUs not reach each other (nvidia-smi topo -p2p r)?"

@@ -20,6 +20,7 @@ import numpy
 
 from mpitrain.arrays import Array
 from mpitrain.cuda.device import Gpu, cupy_module
+from mpitrain.cuda.loss import is_lost
 from mpitrain.cuda.memory import array_in, open_block, raw
 from mpitrain.cuda.streams import make_event
 from mpitrain.errors import DeviceError, everywhere
@@ -212,6 +213,8 @@ def make_events(gpu: Gpu, mates: Mates, number: int) -> Generator[float | None, 
             part = slice(at * HANDLE_BYTES, (at + 1) * HANDLE_BYTES)
             made.append(PeerEvents(gpu, [text[part] for text in everybody], event, mates.index))
     except runtime.CUDARuntimeError as error:
+        if is_lost(error):
+            raise
         problem = f"{gpu} cannot wait for another rank's GPU: {error}; are the ranks in different containers?"
     yield from raise_among(mates, problem)
     return made
@@ -278,6 +281,8 @@ def _exported(pointer: int) -> bytes:
     try:
         return bytes(runtime.ipcGetMemHandle(pointer))
     except runtime.CUDARuntimeError as error:
+        if is_lost(error):
+            raise
         raise DeviceError(f"this GPU's memory cannot be shared between processes: {error}") from None
 
 

@@ -128,9 +128,14 @@ class CompressedExchange:
     mpitrain/allreduce/device/coded.py.
     """
 
-    def __init__(self, world: World, codec: str) -> None:
-        """`codec` is a name for make_codec. On one node nothing is compressed, and a line says so."""
-        self._codec = make_codec(codec)
+    def __init__(self, world: World, codec: str, decay: float = 1.0) -> None:
+        """On one node nothing is compressed, and a line says so.
+
+        Args:
+            codec: a name for make_codec.
+            decay: the factor of what was left out before, at each sum; 1: nothing of it is lost.
+        """
+        self._codec, self._decay = make_codec(codec), decay
         self.may_overflow = self._codec.may_overflow and world.num_nodes > 1
         self._world = world
         self._algorithm = compressed(world, self._codec)
@@ -170,10 +175,11 @@ class CompressedExchange:
         """See Exchange."""
         check_slot(self._world, self._slots, slot)
         assert slot.residual is not None
-        flat = slot.flat[part]
+        flat, left_out = slot.flat[part], slot.residual[part]
         scale(flat, share)
+        scale(left_out, self._decay)
         algorithm = self._on_device.transport if is_device_array(flat) else self._algorithm
-        return algorithm.start(flat, slot.residual[part], agreed=True)
+        return algorithm.start(flat, left_out, agreed=True)
 
     def reset(self) -> None:
         """See Exchange: forget what the codec has left out."""
@@ -215,7 +221,7 @@ def make_exchange(world: World, algorithm: str | None = None, compression: str |
 
 
 def _by_profile(world: World) -> str:
-    """Choose bf16 if it pays; a line says what was chosen and why."""
+    """Choose a codec if one pays; a line says what was chosen and why."""
     chosen = compression_by(world.profile, world.num_nodes, num_lanes(world))
     rate = world.profile.bytes_per_second / 1e6
     reason = f"{world.num_nodes} nodes, {rate:.0f} MB/s between them ({world.profile.origin})"

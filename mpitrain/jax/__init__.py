@@ -11,7 +11,9 @@ try:
 except ImportError as error:
     raise ImportError(f"mpitrain.jax needs JAX ({error}); install it: pip install 'mpitrain[jax]'") from error
 
+from mpitrain.jax.compressed import compressed_mean
 from mpitrain.jax.distributed import initialize
 from mpitrain.jax.exchange import mean, shard, sum, sync, weighted_mean
+from mpitrain.jax.rounds import rounds
 
-__all__ = ["initialize", "mean", "shard", "sum", "sync", "weighted_mean"]
+__all__ = ["compressed_mean", "initialize", "mean", "rounds", "shard", "sum", "sync", "weighted_mean"]

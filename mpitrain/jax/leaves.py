@@ -27,6 +27,19 @@ def _step(entry: Any) -> str:
     return next((str(getattr(entry, kind)) for kind in ("key", "idx", "name") if hasattr(entry, kind)), str(entry))
 
 
+def leaves_like(form: Any, tree: PyTree, role: str) -> list[Leaf]:
+    """Return the leaves of `tree`, which has this form; `role` says in an error which tree it is.
+
+    Raises:
+        TreeError: it has another one.
+    """
+    try:
+        leaves: list[Leaf] = form.flatten_up_to(tree)
+    except ValueError as error:
+        raise TreeError(f"{role} has another form than the tree that comes with it: {error}") from None
+    return leaves
+
+
 def on_host(names: Sequence[str], leaves: Sequence[Leaf]) -> list[Leaf]:
     """Return JAX's arrays as NumPy arrays, read-only. Those on a CPU share memory, others are copied to the host.
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache, partial
 from types import TracebackType
 from typing import Any, NoReturn
@@ -67,8 +67,18 @@ def in_callback(operation: str, names: Sequence[str], arrays: list[jax.Array], w
     if world.size == 1 and is_known and world.observer is None:
         exchange("mean", [], [], weight)  # this checks the weight
         return arrays
-    _prepare(world)
-    callback = partial(_callback, operation, tuple(names), weight if is_known else None)
+    return as_callback(partial(exchange, operation, tuple(names)), arrays, weight)
+
+
+def as_callback(work: Callable[[list[Leaf], Any], list[Leaf]], arrays: list[jax.Array], weight: Any) -> list[jax.Array]:
+    """Make `work(arrays, weight)` a part of the computation that is being traced. Its results are like `arrays`.
+
+    Raises:
+        ConfigError: MPI may not be called from XLA's threads.
+    """
+    _prepare(init())
+    is_known = not isinstance(weight, jax.Array)
+    callback = partial(_callback, work, weight if is_known else None)
     shapes = [jax.ShapeDtypeStruct(array.shape, array.dtype) for array in arrays]
     results: list[jax.Array] = io_callback(callback, shapes, arrays, [] if is_known else [weight], ordered=True)
     return results
@@ -87,11 +97,11 @@ def _told(names: Sequence[str], arrays: Sequence[Leaf]) -> tuple[()]:
 
 
 def _callback(
-    operation: str, names: Sequence[str], weight: Any, arrays: Sequence[Leaf], weights: Sequence[Leaf]
+    work: Callable[[list[Leaf], Any], list[Leaf]], weight: Any, arrays: Sequence[Leaf], weights: Sequence[Leaf]
 ) -> list[Leaf]:
     _here.inside = True
     try:
-        return exchange(operation, names, [numpy.asarray(one) for one in arrays], weights[0] if weights else weight)
+        return work([numpy.asarray(one) for one in arrays], weights[0] if weights else weight)
     except BaseException as error:
         _failed[:] = [error]
         raise

@@ -50,10 +50,14 @@ class JobContext:
         recover: 1: the ranks that are left go on where one is lost; 0: the loss of a rank ends the job.
         verify_record: folder on rank 0 for a record of what the script computes; "": none is wanted.
         verify_steps: how many steps are recorded; then the script ends.
-        servers: how many ranks of the job are servers; the others are workers. 0: the ranks are equal.
-        serves: "server" or "worker" for a process that `mpitrain serve` or `mpitrain work` started; "": it is neither.
-        serve_address: where such a server listens, or where its worker finds servers: HOST:PORT, separated by commas.
-        serve_key: the file with the server's keys, or with the key of a worker.
+        servers: how many ranks of the job, or processes of `mpitrain serve`, are servers. 0: there is none, or one that
+            `mpitrain serve` started.
+        serves: "server", "shard" (a further server) or "worker" for a process that `mpitrain serve` or `mpitrain work`
+            started; "": it is none.
+        serve_number: of such a server; the first one is 0.
+        serve_address: where such a server listens, or where its worker finds it: HOST:PORT, separated by commas. A
+            further server has its own address, and then that of the first one.
+        serve_key: the file with the servers' keys, or with the key of a worker.
         serve_environment: the file with the code and packages of this process, which a server compares, as JSON.
         serve_plain: the network interface of a connection without encryption; "": all bytes are encrypted.
     """
@@ -74,6 +78,7 @@ class JobContext:
     verify_steps: int = 0
     servers: int = 0
     serves: str = ""
+    serve_number: int = 0
     serve_address: str = ""
     serve_key: str = ""
     serve_environment: str = ""

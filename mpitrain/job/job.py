@@ -15,6 +15,8 @@ from mpitrain.job.failure import end_job
 from mpitrain.job.partings import farewell
 from mpitrain.job.recovery import LostRanks, Recovery
 from mpitrain.job.role import Role
+from mpitrain.watching.activity import own_activity
+from mpitrain.watching.rank_record import PARTED
 from mpitrain.world import World
 
 
@@ -90,5 +92,7 @@ class Job:
             farewell(self.world, self.recovery)
             if self.recovery is not None:
                 self.recovery.finish()
+            if activity := own_activity():
+                activity.enter(PARTED)
         except (KeyboardInterrupt, Exception) as error:
             self.end(error)

@@ -40,8 +40,9 @@ def farewell(world: World, recovery: Recovery | None = None) -> None:
         activity.begin(ENDED, "", time.monotonic())
     request = notes.begin_barrier()
     try:
-        # Read all notes: otherwise MPI_Finalize complains of messages that nobody has received.
-        while not request.Test() or len(notes.read) < notes.size - 1:
+        # Read all notes: otherwise MPI_Finalize complains of messages that nobody has received. And see that the own
+        # ones are read: without MPI_Finalize, what has not left this process when it ends is lost.
+        while not request.Test() or len(notes.read) < notes.size - 1 or notes.is_unread():
             notes.look()
             time.sleep(0.001)  # another rank may work on alone for long: wait without using a core
     except MPI.Exception as error:
@@ -60,7 +61,7 @@ def _outlast(world: World) -> None:
 
     notes, control = world.control.notes, world.control
     gone: dict[int, float] = {}  # and since when
-    while len(notes.read) < notes.size - 1:
+    while (is_waiting := len(notes.read) < notes.size - 1) or notes.is_unread():
         lost = notes.lost()
         try:
             notes.look()
@@ -70,7 +71,8 @@ def _outlast(world: World) -> None:
         now = time.monotonic()
         gone = {rank: gone.get(rank, now) for rank in lost}
         # A rank ends by itself when all have sent their notes. So if one is missing, those that are gone were killed.
-        if late := [rank for rank, since in gone.items() if now - since > _LAST_NOTE_SECONDS]:
+        if is_waiting and (late := [rank for rank, since in gone.items() if now - since > _LAST_NOTE_SECONDS]):
             names = " and ".join(control.name(control.members.index(rank)) for rank in sorted(late))
-            raise LostRankError(f"{names} was lost behind its training, before the end of its script")
+            how = "was lost behind its training" if len(late) == 1 else "were lost behind their training"
+            raise LostRankError(f"{names} {how}, before the end of the script")
         time.sleep(0.001)

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, TypeAlias
 
 from mpitrain.errors import ConfigError
 from mpitrain.job.context import JobContext
+
+_Kind: TypeAlias = Literal["server", "shard", "worker"]
+_KINDS: dict[str, _Kind] = {"server": "server", "shard": "shard", "worker": "worker"}
 
 
 @dataclass(frozen=True)
@@ -17,13 +20,13 @@ class Role:
     Attributes:
         kind: a server holds parameters and hands out jobs, a worker computes gradients. A shard is a further server,
             which holds a part of the parameters. "": the ranks are equal.
-        addresses: where the server listens, or where a worker finds servers, as HOST:PORT; none where servers tell
-            their addresses over MPI.
-        key: the file with the server's keys, or with the key of a worker; "": the key comes over MPI too.
+        addresses: where a server listens, or where a worker may find the first one, as HOST:PORT. A shard has its own
+            address, and then that of the first server. None where servers tell their addresses over MPI.
+        key: the file with the servers' keys, or with the key of a worker; "": the key comes over MPI too.
         environment: the file with the code and packages of this process, as JSON; "": they are not compared.
         plain: the network interface of a connection without encryption; "": all bytes are encrypted.
         num_workers: for a server: how many workers were started with it, and will surely come; 0: not known.
-        num_servers: how many servers there are, with the first one.
+        num_servers: how many servers there are, with the first one; 0: a worker that the first one tells.
         number: of this server; the first one is 0.
     """
 
@@ -44,11 +47,19 @@ def role_of(context: JobContext, rank: int, node_ranks: Sequence[int]) -> Role:
         ConfigError: no role is left for a worker, or the launcher has named an unknown role. Raised on every rank.
     """
     if context.serves:
-        if context.serves not in ("server", "worker"):
-            raise ConfigError(f"the launcher has told this process to be a {context.serves!r}; allowed: server, worker")
-        kind: Literal["server", "shard", "worker"] = "server" if context.serves == "server" else "worker"
-        addresses = tuple(filter(None, context.serve_address.split(",")))
-        return Role(kind, addresses, context.serve_key, context.serve_environment, context.serve_plain)
+        if context.serves not in _KINDS:
+            allowed = ", ".join(_KINDS)
+            raise ConfigError(f"the launcher has told this process to be a {context.serves!r}; allowed: {allowed}")
+        kind = _KINDS[context.serves]
+        return Role(
+            kind,
+            tuple(filter(None, context.serve_address.split(","))),
+            context.serve_key,
+            context.serve_environment,
+            context.serve_plain,
+            num_servers=0 if kind == "worker" else max(1, context.servers),
+            number=context.serve_number,
+        )
     if not context.servers:
         return Role()
     size = len(node_ranks)
@@ -60,8 +71,7 @@ def role_of(context: JobContext, rank: int, node_ranks: Sequence[int]) -> Role:
     if rank not in servers:
         return Role("worker", num_servers=context.servers)
     number = servers.index(rank)
-    kind = "shard" if number else "server"
-    return Role(kind, num_workers=num_workers, num_servers=context.servers, number=number)
+    return Role("shard" if number else "server", num_workers=num_workers, num_servers=context.servers, number=number)
 
 
 def server_ranks(node_ranks: Sequence[int], num_servers: int) -> list[int]:

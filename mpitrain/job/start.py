@@ -136,7 +136,7 @@ def _begin(settings: dict[str, Any]) -> Job:
         remove_mine()
         if world.context.serves == "server" and world.context.job:
             publish(world.rank).enter(BEGUN)
-    if world.context.servers:
+    elif world.context.servers:
         job.everyone = job.world
         alone = make_world(MPI.COMM_SELF, world.config, parent=job.everyone)
         job.world = replace(alone, profile=world.profile)

@@ -38,6 +38,7 @@ GUARD = (
     "launch.marked",
     "launch.memory_kills",
     "launch.shared_files",
+    "launch.processes",
     "launch.facts",
     "launch.hearing",
     "launch.guard",

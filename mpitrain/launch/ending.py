@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from mpitrain.launch.memory_kills import KERNEL_KILLED
 from mpitrain.watching.census import FirstEnd
 from mpitrain.watching.ranges import rank_ranges
-from mpitrain.watching.rank_record import FAILED, RankRecord
+from mpitrain.watching.rank_record import FAILED, INTERRUPTED, RankRecord
 
 _LINE_BYTES = 400  # of a cause: the kernel's line about a process that it killed has about 250
 # Measured on 4 hosts on two busy cores: after a rank was killed, the ends of MPICH's processes on the other hosts
@@ -112,6 +112,32 @@ def first_failure(ended: Ended) -> RankRecord | None:
         return failed
     record = None if first.rank is None else ended.records.get(first.rank)
     return failed if record is not None and record.phase == FAILED else None
+
+
+def exit_code(ended: Ended, returncode: int, host_of: Callable[[int], str], *, told: int, has_left: bool) -> int:
+    """Return the exit code for a job: 0 only if it did its work, and 128 + the signal if a signal ended it.
+
+    Args:
+        ended: how it ended; its own `code` does not count.
+        returncode: of mpiexec.
+        host_of: gives the host of a rank.
+        told: the signal to the launcher; 0: there was none.
+        has_left: processes of the job were left over.
+    """
+    if told:
+        return 128 + told
+    if ended.trouble:
+        return 1
+    if failed := first_failure(ended):  # mpiexec may report another rank, which it ended because of this one
+        return 128 + signal.SIGINT if failed.error == INTERRUPTED else 1
+    if returncode < 0:
+        return 128 - returncode
+    if returncode and (number := signal_told(ended, host_of)):
+        return 128 + number
+    # Older ones of MPICH return the bare number of the signal that ended a rank, and name it only in words.
+    if returncode and f"(signal {returncode})" in ended.mpiexec_said:
+        return code_told(ended) or 128 + returncode
+    return returncode or int(has_left or bool(ended.failed or ended.missing))
 
 
 def signal_told(ended: Ended, host_of: Callable[[int], str]) -> int:

@@ -1,7 +1,7 @@
 """The facts of a host before the job starts: its routes to the others, its folders, what its Python finds.
 
-Runs on every host, sent there as text (see guard.py). So it imports no other module of mpitrain, and must run with old
-Pythons. Actions that may block for ever, such as a look at a folder of a dead NFS server, run in a child with a
+Runs on every host, sent there as text (see guard.py). So it imports only modules that come with it, and must run with
+old Pythons. Actions that may block for ever, such as a look at a folder of a dead NFS server, run in a child with a
 deadline.
 """
 
@@ -17,6 +17,8 @@ import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+
+from mpitrain.launch.processes import end_with_parent
 
 # Deadlines on a machine that is not busy. A busy one gets up to twice as long, which watch.FACTS_SECONDS allows for.
 _PATH_SECONDS = 5.0
@@ -141,7 +143,12 @@ def _start(command: list[str], **settings: Any) -> subprocess.Popen[bytes] | Non
     settings = {"stderr": subprocess.DEVNULL, **settings}
     try:
         return subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, start_new_session=True, **settings
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            start_new_session=True,
+            preexec_fn=end_with_parent(),  # noqa: PLW1509 (in the main thread; no thread holds a lock that it takes)
+            **settings,
         )
     except OSError:
         return None

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from mpitrain.watching.census import FirstEnd
-from mpitrain.watching.rank_record import BEGUN, CALLED, FAILED
+from mpitrain.watching.rank_record import BEGUN, CALLED, DONE, FAILED
 from mpitrain.watching.view import RankView
 
 # When a rank's process ends, mpiexec ends the job within milliseconds. Sometimes MPICH's does not, and waits for ever.
@@ -57,12 +57,12 @@ class HostReport:
         return [rank for rank, view in sorted(self.ranks.items()) if view.is_orphan]
 
     def vanished(self, *, recovers: bool = False) -> list[int]:
-        """Return the ranks that ended before their program did, unseen by mpiexec.
+        """Return the ranks that ended before their time, unseen by mpiexec: before the programs of all ranks had.
 
         If the job `recovers`, a rank that ended after init() does not count: the others go on without it, as soon as
         each of them has come to its next call.
         """
-        phases = (CALLED, FAILED) if recovers else (CALLED, BEGUN, FAILED)
+        phases = (CALLED, FAILED) if recovers else (CALLED, BEGUN, DONE, FAILED)
         return [
             rank
             for rank, view in sorted(self.ranks.items())

@@ -10,17 +10,14 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
-from pathlib import Path
 from types import FrameType
-from typing import Protocol
 
 from mpitrain.errors import LaunchError
 from mpitrain.launch import processes
 from mpitrain.launch.dialects import JobSpec, command_for, ends_by_sigterm, names_signals
-from mpitrain.launch.ending import Ended, code_told, first_failure, kills_first, last_words, signal_told
+from mpitrain.launch.ending import Ended, exit_code, kills_first, last_words
 from mpitrain.launch.printer import Printer, Stream
-from mpitrain.watching.census import FirstEnd
-from mpitrain.watching.rank_record import INTERRUPTED, RankRecord
+from mpitrain.launch.seen import SeenJob
 
 # After a signal the ranks have this long to end by themselves (for example, to close files) before they are killed.
 GRACE_SECONDS = 5.0
@@ -36,53 +33,10 @@ _MOST_READS = 64
 _END_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
-class Watched(Protocol):
-    """The job as its guards see it, on all its hosts."""
-
-    path: Path  # of the roll call
-
-    @property
-    def is_gone(self) -> bool:
-        """True if somebody removed the roll call."""
-
-    def begin(self) -> None:
-        """Take note that mpiexec has been started."""
-
-    def news(self) -> list[str]:
-        """Return what to tell the user now, one line per entry."""
-
-    def trouble(self) -> list[str]:
-        """Return why the job must be ended now, one line per entry."""
-
-    def missing(self) -> list[int]:
-        """Return the ranks that began and did not finish."""
-
-    def lost(self) -> list[str]:
-        """Return the hosts that fell silent."""
-
-    def first_ends(self) -> list[FirstEnd]:
-        """Return the first end on each host, if known, in order of time."""
-
-    def records(self) -> dict[int, RankRecord]:
-        """Return the last record of each rank."""
-
-    def failed(self) -> RankRecord | None:
-        """Return the record of the rank that failed first; None: no rank has failed."""
-
-    def left(self) -> tuple[int, float] | None:
-        """Return the step after which all ranks have left for other hosts, and when; None: they have not."""
-
-    def interrupt(self) -> None:
-        """Take note that a signal to the launcher ends the job."""
-
-    def end(self, linger_seconds: float) -> tuple[list[str], list[str]]:
-        """End what is left on all hosts; return what that was, and what could not be ended, one line per entry."""
-
-
 class Run:
     """One mpiexec command: `to_end` runs it and prints its output. It can be started before, beside another one."""
 
-    def __init__(self, job: JobSpec, watched: Watched) -> None:
+    def __init__(self, job: JobSpec, watched: SeenJob) -> None:
         """Nothing is started yet.
 
         Args:
@@ -321,23 +275,8 @@ class Run:
             records=self._watched.records(),
             left=self._watched.left(),
         )
-        return replace(ended, code=self._exit_code(ended, returncode, left))
-
-    def _exit_code(self, ended: Ended, returncode: int, left: list[str]) -> int:
-        if self._signals:
-            return 128 + self._signals[0]
-        if self._trouble:
-            return 1
-        if failed := first_failure(ended):  # mpiexec may report another rank, which it ended because of this one
-            return 128 + signal.SIGINT if failed.error == INTERRUPTED else 1
-        if returncode < 0:
-            return 128 - returncode
-        if returncode and (number := signal_told(ended, self._host_of)):
-            return 128 + number
-        # Older ones of MPICH return the bare number of the signal that ended a rank, and name it only in words.
-        if returncode and b"(signal %d)" % returncode in self._printer.mpiexec_said:
-            return code_told(ended) or 128 + returncode
-        return returncode or int(bool(left or ended.failed or ended.missing))
+        told = self._signals[0] if self._signals else 0
+        return replace(ended, code=exit_code(ended, returncode, self._host_of, told=told, has_left=bool(left)))
 
     def _alive(self) -> set[int]:
         return processes.alive_below(self._not_ours, self._job)

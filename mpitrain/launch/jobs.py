@@ -40,11 +40,12 @@ class RunningJob:
     served: Mapping[str, Any] = field(default_factory=dict)
 
     def where(self) -> str:
-        """Return text such as `0-3 on node1, 4-7 on node2`, or `server on node1, 8 workers (1 gone)`."""
+        """Return text such as `0-3 on node1, 4-7 on node2`, or `2 servers on node1, 8 workers (1 gone)`."""
         by_host: dict[str, list[int]] = {}
         for rank, view in sorted(self.ranks.items()):
             by_host.setdefault(view.host, []).append(rank)
-        named = [f"{'server' if self.is_served else rank_ranges(ranks)} on {host}" for host, ranks in by_host.items()]
+        servers = f"{self.served['servers']} servers" if self.served.get("servers", 1) > 1 else "server"
+        named = [f"{servers if self.is_served else rank_ranges(ranks)} on {host}" for host, ranks in by_host.items()]
         if "here" in self.served:
             here, gone = self.served["here"], self.served["joined"] - self.served["here"]
             named.append(f"{here} worker{'s' * (here != 1)}{f' ({gone} gone)' * (gone > 0)}")

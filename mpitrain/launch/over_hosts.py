@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import os
-import shlex
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -19,10 +18,11 @@ from mpitrain.job.context import JobContext
 from mpitrain.launch.compare import HostFacts, differences, without_files
 from mpitrain.launch.conditions import Condition, Refusal, faults_by_host, listing, refuse
 from mpitrain.launch.dialects import JobSpec, command_for, ssh_agent
-from mpitrain.launch.folders import OF_SOCKETS, why_no_programs
+from mpitrain.launch.folders import OF_SOCKETS
 from mpitrain.launch.interfaces import Pinning, pin
 from mpitrain.launch.job import Run
 from mpitrain.launch.keepers import Keepers
+from mpitrain.launch.marking_ssh import marking_ssh
 from mpitrain.launch.masters import open_masters
 from mpitrain.launch.placement import Placement, refuse_crowds
 from mpitrain.launch.processes import STARTING, left_out
@@ -37,21 +37,6 @@ _THREADS = "OMP_NUM_THREADS"
 
 # Variables that decide which code and libraries Python finds.
 _FOR_PYTHON = ("PYTHON", "LD_", "MPI4PY_")
-
-# The program that mpiexec takes for ssh. It is ssh, but puts the job's mark into the environment of what ssh starts, so
-# that the guard there knows these processes. ssh itself joins the words of a command with spaces, as "$*" does.
-_MARKING_SSH = """#!/bin/sh
-options=
-while :; do
-    case $1 in
-    -[BbcDEeFIiJLlmOoPpQRSWw]) options="$options $1 $2"; shift 2 ;;
-    -*) options="$options $1"; shift ;;
-    *) break ;;
-    esac
-done
-host=$1; shift
-exec {ssh} $options "$host" "export {marks}; $*"
-"""
 
 
 def show(job: JobSpec, script: str, from_file: Mapping[str, str]) -> None:
@@ -101,7 +86,7 @@ class JobOverHosts:
     def connect(self, keepers: Keepers | None, *, is_idle: bool = False) -> None:
         """Begin to connect to the hosts. The guards give `keepers` their beats. Call this in the main thread.
 
-        Guards that are idle do little until the job is started. Meanwhile connections for MPICH's mpiexec are opened.
+        Guards that are idle do little until the job is started.
 
         Raises:
             LaunchError, OSError: ssh cannot be started here.
@@ -110,9 +95,19 @@ class JobOverHosts:
             self.job.placement, self._script, self.job.context, self._agent, keepers, self._reserve, is_idle=is_idle
         )
         self.guards = self._stack.enter_context(guards)
+
+    def open_ways(self) -> None:
+        """After `ask`: begin to open connections for MPICH's mpiexec. Call this in the main thread.
+
+        Not with `connect`: a host that all logins pass (ProxyJump) refuses some of those that come together, and the
+        guards make one for each host already.
+
+        Raises:
+            OSError: ssh cannot be started here.
+        """
         placement, mpiexec = self.job.placement, self.job.mpiexec
         _, ssh = ssh_agent(mpiexec, os.environ)  # another program may know no master connections
-        if is_idle and mpiexec.vendor == "mpich" and list(ssh) == ["ssh"]:  # not tried with the others
+        if mpiexec.vendor == "mpich" and list(ssh) == ["ssh"]:  # not tried with the others
             others = [host for host in placement.addresses if host != placement.own]
             self._masters = self._stack.enter_context(open_masters(others, self._agent.parent))
 
@@ -151,7 +146,7 @@ class JobOverHosts:
         variable, ssh = ssh_agent(job.mpiexec, os.environ)
         marks = JobContext(job=job.context.job, launcher=job.context.launcher)
         added = {
-            variable: _marking_ssh(job.placement.own, self._agent, [*ssh, *self._masters], marks),
+            variable: marking_ssh(job.placement.own, self._agent, [*ssh, *self._masters], marks),
             # The ssh script above exists on this machine only, so all connections must start here.
             **({"PRTE_MCA_plm_ssh_no_tree_spawn": "1"} if job.mpiexec.vendor == "openmpi" else {}),
         }
@@ -296,17 +291,6 @@ def _threads(placement: Placement, cores: Mapping[str, int]) -> tuple[dict[str, 
     by_host = {place.host: {_THREADS: str(max(1, cores[place.host] // place.num_ranks))} for place in placement.places}
     first, *others = by_host.values()
     return (first, {}) if all(other == first for other in others) else ({}, by_host)
-
-
-def _marking_ssh(own: str, path: Path, ssh: Sequence[str], context: JobContext) -> str:
-    exports = " ".join(f"{name}='{value}'" for name, value in context.variables().items())
-    path.write_text(_MARKING_SSH.format(ssh=shlex.join(ssh), marks=exports))
-    path.chmod(0o700)
-    if why := why_no_programs(folder := str(path.parent)):
-        fault = f"no program in {folder} can be run: {why}"
-        refusal = Refusal(Condition.PROGRAMS, own, fault)
-        raise refuse("the job was not started", [refusal], script="", advice="Or set TMPDIR to another folder. ")
-    return str(path)
 
 
 def _say(lines: Sequence[str]) -> None:

@@ -2,6 +2,8 @@
 
 This process becomes the "child subreaper": an orphan below it becomes its child instead of init's. So no process of the
 job leaves the tree, whatever mpiexec or a rank does. Linux only (prctl(2), proc(5)).
+
+Sent to other hosts as text. So this module imports only the modules that come with it, and must run with old Pythons.
 """
 
 from __future__ import annotations

@@ -1,52 +1,51 @@
-"""A server with workers on known hosts: one process here, and on each host a connection that starts its workers.
+"""Servers here, with workers on known hosts: on each host a connection starts its workers.
 
-hosts are compared ─> server ─> connections ─> workers ─> the server ends ─> what is left of the workers is ended
+hosts are compared ─> servers ─> connections ─> workers ─> the first server ends ─> what is left is ended
 """
 
 from __future__ import annotations
 
-import os
 import select
 import shlex
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from mpitrain.errors import LaunchError
 from mpitrain.job.context import JobContext
 from mpitrain.launch import over_hosts
 from mpitrain.launch.connections import Connection, connect
 from mpitrain.launch.placement import Place, Placement
-from mpitrain.launch.processes import end_with_parent
 from mpitrain.launch.served import variables
+from mpitrain.launch.server_processes import how_ended, say, started
 from mpitrain.launch.variables import is_of_login
 
 _MODULES = ("launch.worker_host",)
 _LOOK_SECONDS = 0.2
-# How long a server has to end after a signal, and workers after the end of their server, which has told them before.
+# How long workers have to end after a signal, and after the end of their server, which has told them before.
 _END_SECONDS, _FAREWELL_SECONDS = 10.0, 2.0
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Serving:
-    """A server and its known workers.
+    """The servers and their known workers.
 
     Attributes:
-        program: arguments of the server's Python: a script, or -m and a module; then the script's arguments.
+        program: arguments of each server's Python: a script, or -m and a module; then the script's arguments.
         script: the file to run; hosts with another version of it, or other code beside it, are refused.
+        ports: of the servers.
         placement: where the workers go; a rank of it is a worker. None: no workers are started here.
-        address: where these workers find the server, as HOST:PORT.
+        address: where these workers find the first server, as HOST:PORT.
         work: the arguments of a worker's Python before the address: those that run `mpitrain work`.
     """
 
     program: Sequence[str]
     script: str
+    ports: Sequence[int]
     placement: Placement | None
     address: str
     work: Sequence[str]
@@ -62,8 +61,11 @@ class Serving:
 
 
 def show(serving: Serving, line: str) -> None:
-    """Print the commands of the server and of its known workers, and the `line` for others, without the key."""
-    print(shlex.join([sys.executable, *serving.program]))
+    """Print the commands of the servers and of their known workers, and the `line` for others, without the key."""
+    server = shlex.join([sys.executable, *serving.program])
+    several = len(serving.ports) > 1
+    for number, port in enumerate(serving.ports):
+        print(f"{server}{f'  # server {number}, port {port}' if several else ''}")
     for place in serving.places:
         command = f"cd {shlex.quote(str(Path.cwd()))} && {shlex.join(serving.command())}"
         for device in _devices(place):
@@ -71,41 +73,33 @@ def show(serving: Serving, line: str) -> None:
     print(line)
 
 
-def serve(serving: Serving, context: JobContext, descriptor: int, key: Mapping[str, str]) -> int:
-    """Start the server and its known workers, see to their end, and return the exit code of the server.
+def serve(serving: Serving, contexts: Sequence[JobContext], descriptor: int, key: Mapping[str, str]) -> int:
+    """Start the servers and their known workers, see to their end, and return the exit code of the first server.
 
     Args:
         serving: what is started.
-        context: what the server is told.
-        descriptor: that the server inherits.
+        contexts: what each server is told.
+        descriptor: that the servers inherit.
         key: the variable with the key that the workers need.
 
     Raises:
         LaunchError: a host cannot be reached, or differs from this one. Nothing was started.
     """
-    assert serving.placement is not None
-    if not serving.placement.is_here:
+    if serving.placement and not serving.placement.is_here:
         over_hosts.check(serving.placement, serving.script, {}, "nothing was started")
     with ExitStack() as stack:
         signals = stack.enter_context(_signals())
-        server = stack.enter_context(_server([sys.executable, *serving.program], context, descriptor))
-        workers = KnownWorkers(serving, context, key)
+        servers = stack.enter_context(started([sys.executable, *serving.program], contexts, descriptor))
+        workers = KnownWorkers(serving, contexts[0], key)
         stack.callback(workers.close)
         workers.connect()
-        num_heeded, deadline = 0, 0.0
-        while server.poll() is None:
+        while (code := servers.look()) is None:
             workers.look(_LOOK_SECONDS)
-            if len(signals) > num_heeded:
-                # A second signal, or one that is not obeyed, ends the server at once.
-                server.send_signal(signals[num_heeded] if not num_heeded else signal.SIGKILL)
-                num_heeded, deadline = len(signals), time.monotonic() + _END_SECONDS
-            if num_heeded and time.monotonic() > deadline:
-                server.kill()
-        if server.returncode == 0:
+            while signals:
+                servers.signal(signals.pop(0))
+        if code == 0:
             workers.wait(_FAREWELL_SECONDS)
-    if signals and server.returncode:
-        return 128 + signals[0]
-    return server.returncode if server.returncode >= 0 else 128 - server.returncode
+        return servers.finish()
 
 
 class KnownWorkers:
@@ -119,9 +113,9 @@ class KnownWorkers:
 
     def connect(self) -> None:
         """Start the workers on all hosts, over connections that come about meanwhile."""
-        assert self._serving.placement is not None
+        placement = self._serving.placement
         for place in self._serving.places:
-            is_here = place.host == self._serving.placement.own
+            is_here = placement is not None and place.host == placement.own
             self._open.append(connect(place.host, is_here, self._wish(place), time.monotonic(), _MODULES))
 
     def look(self, seconds: float) -> None:
@@ -136,7 +130,7 @@ class KnownWorkers:
                 _tell(connection.host, message)
             if connection.is_closed:
                 if connection.process.wait():
-                    _say(f"{connection.why_closed()}; its workers have ended")
+                    say(f"{connection.why_closed()}; its workers have ended")
                 connection.hang_up()
                 connection.close(0.0)
                 self._open.remove(connection)
@@ -171,28 +165,6 @@ def _devices(place: Place) -> Sequence[str]:
 
 
 @contextmanager
-def _server(command: Sequence[str], context: JobContext, descriptor: int) -> Iterator[subprocess.Popen[bytes]]:
-    try:
-        process = subprocess.Popen(
-            command,
-            env=variables(context),
-            stdin=subprocess.DEVNULL,
-            start_new_session=True,  # Ctrl-C in the terminal reaches this process only
-            pass_fds=[descriptor],
-            preexec_fn=end_with_parent(),  # noqa: PLW1509 (in the main thread, and no thread holds a lock)
-        )
-    except OSError as error:
-        raise LaunchError(f"{command[0]} cannot be started: {error.strerror}") from None
-    finally:
-        os.close(descriptor)
-    try:
-        yield process
-    finally:
-        process.kill()
-        process.wait()
-
-
-@contextmanager
 def _signals() -> Iterator[list[int]]:
     """Collect the numbers of signals that come, in place of ending by them."""
     came: list[int] = []
@@ -211,10 +183,4 @@ def _tell(host: str, message: Mapping[str, list[object]]) -> None:
     elif message.get("ended", [0, 0])[1]:
         number, code = message["ended"]
         assert isinstance(code, int)
-        how = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
-        _say(f"worker {number} on {host} {how}; others go on")
-
-
-def _say(text: str) -> None:
-    with suppress(BrokenPipeError):
-        print(f"mpitrain: {text}", file=sys.stderr, flush=True)
+        say(f"worker {number} on {host} {how_ended(code)}; others go on")

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 
 from mpitrain.errors import ConfigError, LaunchError
 from mpitrain.launch.dialects import JobSpec
@@ -43,7 +43,7 @@ class Tries:
         self._stack = ExitStack()
         self._next: JobOverHosts | None = None
         self._thread: threading.Thread | None = None
-        self._has_begun = self._has_facts = False
+        self._has_begun = self._has_facts = self._has_ways = False
 
     def __enter__(self) -> Tries:
         return self
@@ -97,6 +97,7 @@ class Tries:
     def _look(self, present: JobOverHosts) -> None:
         """Prepare the next try when the present one has made a step."""
         if self._has_begun or self._keepers is None:
+            self._open_ways()
             return
         if not any(record.step > record.first_step for record in present.guards.records().values()):
             return
@@ -106,13 +107,21 @@ class Tries:
         except (ConfigError, LaunchError, OSError):  # the next try will say so
             self.forget()
         else:
+            self._has_facts = self._has_ways = False
             self._stack.enter_context(left_out(self._next.guards.processes()))
             self._thread = threading.Thread(target=self._ask, args=(self._next,), name="next try", daemon=True)
             self._thread.start()
         self._has_begun = True
 
+    def _open_ways(self) -> None:
+        """When the guards of the next try have logged in, log in for its mpiexec."""
+        if self._next is None or self._has_ways or not self._has_facts:
+            return
+        self._has_ways = True
+        with suppress(OSError):  # mpiexec logs in as always
+            self._next.open_ways()
+
     def _ask(self, job: JobOverHosts) -> None:
-        self._has_facts = False
         try:
             job.ask()
             job.guards.keep()

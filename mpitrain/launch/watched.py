@@ -93,8 +93,7 @@ class WatchedJob:
 
     def missing(self) -> list[int]:
         """The ranks that began and did not come to their end."""
-        lost = self._guards.lost()
-        return [rank for rank in self._guards.phases.missing() if rank not in lost]
+        return self._guards.phases.missing(self._guards.lost())
 
     def lost(self) -> list[str]:
         """Return the hosts that fell silent."""

@@ -53,6 +53,7 @@ class ServerRules:
         environment: code and packages, which workers must have too, from launch.served.environment_here; None: they are
             not compared.
         optimizer: class and settings, which other servers must have in common; "": there are none.
+        secret: which other servers must have, and workers have not.
         codec: of gradients.
         corrects_staleness: the learning rate is divided by the staleness.
         stall_seconds: after so long without an answer, a line says who is waited for.
@@ -67,6 +68,7 @@ class ServerRules:
     facts: Sequence[str]
     environment: Mapping[str, Any] | None
     optimizer: str
+    secret: str
     codec: Codec | None
     corrects_staleness: bool
     stall_seconds: float
@@ -101,8 +103,11 @@ class Attendance:
         """Take in that the server has read no messages for so long, because it did other things."""
         self._away_seconds += seconds
 
-    def join(self, message: Message) -> None:
-        """Take in a worker, or refuse it. A worker that is here has lost the welcome, or its job, and begins again."""
+    def join(self, message: Message, ports: Sequence[int]) -> None:
+        """Take in a worker, or refuse it. A worker that is here has lost the welcome, or its job, and begins again.
+
+        `ports`: of the other servers.
+        """
         fields, peer = message.fields, message.peer
         known = self.here.get(peer)
         number = len(self.ledger.workers) + 1
@@ -123,7 +128,7 @@ class Attendance:
             self.here[peer], self.tallies[known.ticket] = known, known.tally
             self._rules.say(f"{name} has joined; {len(self.here)} here")
         self._pace.join(peer)
-        told = {"life": self._rules.life, "name": known.tally.name, "ticket": known.ticket}
+        told = {"life": self._rules.life, "name": known.tally.name, "ticket": known.ticket, "ports": list(ports)}
         self._link.send(peer, "welcome", told)
 
     def with_ticket(self, ticket: Any) -> Attendee | None:

@@ -47,10 +47,15 @@ class WorkerKey:
 
 @dataclass(frozen=True)
 class ServerKeys:
-    """The keys of a server: its own secret key, of 32 bytes, and the workers' key."""
+    """The keys of a server: its own secret key, of 32 bytes, and the workers' key. Further servers have the same."""
 
     server_secret: bytes
     worker: WorkerKey
+
+    @property
+    def among_servers(self) -> str:
+        """A secret that no worker has, by which further servers prove that they are servers (serve.passes)."""
+        return hmac.new(self.server_secret, b"mpitrain servers", "sha256").hexdigest()
 
 
 def make_keys() -> ServerKeys:

@@ -79,7 +79,7 @@ class MessageDesk:
                 self._strangers.leave(event.why)
             self._attendance.leave(event.peer, event.why)
         elif event.kind == "hello":
-            self._attendance.join(event)
+            self._attendance.join(event, self._shards.ports)
         else:
             self._attendance.leave(event.peer, "it has ended")
         self._shards.forget(*self._queue.numbers)  # what the worker has sent them of its job

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Mapping
+from contextlib import closing
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +15,7 @@ from mpitrain.serve.attendance import ServerRules
 from mpitrain.serve.connect import bound, connected, environment_of
 from mpitrain.serve.jobs import JobQueue
 from mpitrain.serve.pace import JobPace
+from mpitrain.serve.passes import server_pass
 from mpitrain.serve.server import JobServer
 from mpitrain.serve.shard import ShardServer
 from mpitrain.serve.source import JobSource, source_of
@@ -46,6 +48,16 @@ class Party:
         return self.world.host if self.everyone is None else f"{self.world.host} (rank {self.everyone.rank})"
 
     @property
+    def name(self) -> str:
+        """Rank and host."""
+        return (self.everyone or self.world).name()
+
+    @property
+    def ends_with_run(self) -> bool:
+        """Whether there are processes that end with the first run and that nobody starts again: ranks or servers."""
+        return self.everyone is not None or self.role.num_servers > 1
+
+    @property
     def most_bytes(self) -> int:
         """The most bytes of arrays in a message."""
         layouts = (layout_of(self.adapter.parameters()).parameters, self.adapter.layout)
@@ -60,7 +72,6 @@ class Party:
         return [
             f"mpitrain {__version__}",
             f"compression={self.world.config.compression}, {scale} loss scale",
-            f"servers={self.role.num_servers}",
             *(f"{name}={state[name]}" for name in ("num_samples", "seed", "shuffle")),
             *(f"gradient {parameter}" for parameter in self.adapter.layout),
             *(f"parameter {parameter}" for parameter in parameters),
@@ -88,12 +99,13 @@ def first_server(
         corrects_staleness: see ServerRules.
     """
     role, config = party.role, party.world.config
-    link, _ = bound(role, party.everyone, party.most_bytes)
+    link, _, secret = bound(role, party.everyone, party.most_bytes)
     rules = ServerRules(
         life=secrets.token_hex(8),
         facts=party.facts(source),
         environment=environment_of(role),
         optimizer=party.optimizer,
+        secret=secret,
         codec=party.codec,
         corrects_staleness=corrects_staleness,
         stall_seconds=config.stall_seconds,
@@ -123,10 +135,11 @@ def work(party: Party, data: Any) -> None:
         hello["environment"] = environment
     if party.everyone is not None:
         hello["name"] = party.world.name()
-    links = connected(party.role, party.everyone, party.most_bytes)
-    try:
+    link, others = connected(party.role, party.everyone, party.most_bytes)
+    with closing(link):
         worker = JobWorker(
-            links,
+            link,
+            others,
             party.adapter,
             source,
             party.codec,
@@ -135,17 +148,16 @@ def work(party: Party, data: Any) -> None:
             hang_seconds=config.hang_seconds,
             say=party.say,
         )
-        worker.work()
-    finally:
-        for link in links:
-            link.close()
+        with closing(worker):
+            worker.work()
 
 
 def serve_part(party: Party, data: Any) -> None:
     """Be a further server until the run is over. Raises as ShardServer.serve."""
     role, where = party.role, party.where
-    link, (first,) = bound(role, party.everyone, party.most_bytes)
+    link, (first,), secret = bound(role, party.everyone, party.most_bytes)
     hello = {"server": role.number, "where": where, "optimizer": party.optimizer}
+    hello |= {"port": int(link.address.rpartition(":")[2]), "pass": server_pass(secret, role.number)}
     try:
         ShardServer(
             link,

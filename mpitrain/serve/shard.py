@@ -64,6 +64,8 @@ class ShardServer:
         self._life = self._secret = ""
         self._connections = 0  # to the first server, when its first message had come
         self._tally, self._told = ServerTally(), list[Told]()
+        # Of the next update: ticket, number of the job, place in what was told, and share.
+        self._used: list[tuple[str, int, int, float]] = []
         self._newest, self._live = 0, list[range]()  # of the jobs
         # By ticket of the worker and number of the job: the gradients, and the first parameter that is not finite. Jobs
         # that nobody needs any more are not here.
@@ -74,6 +76,7 @@ class ShardServer:
             "piece": self._take_piece,
             "settle": self._settle,
             "told": self._hear_told,
+            "answers": lambda fields, _: self._used.extend(fields["answers"]),
             "update": self._update,
             "forget": self._forget,
             "fetch": self._fetch,
@@ -163,10 +166,12 @@ class ShardServer:
         self._told.append(read_told(fields["told"]))
 
     def _update(self, fields: Mapping[str, Any], _: list[numpy.ndarray]) -> None:
-        pushes = [self._pushes.pop((ticket, number))[0] for ticket, number in fields["answers"]]
-        remarks = remarks_of([self._told[index] for index in fields["told"]])
-        self._told = []
-        self._store.apply(mean_of(pushes, fields["shares"]), remarks, fields["plan"], fields["staleness"])
+        used, told = self._used, self._told
+        self._used, self._told = [], []
+        pushes = [self._pushes.pop((ticket, number))[0] for ticket, number, _, _ in used]
+        remarks = remarks_of([told[place] for _, _, place, _ in used])
+        shares = [share for _, _, _, share in used]
+        self._store.apply(mean_of(pushes, shares), remarks, fields["plan"], fields["staleness"])
         self._store.follow(fields["version"])
         self._forget(fields, [])
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hmac
 from collections import deque
 from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -11,6 +12,7 @@ from mpitrain.errors import ConfigError, LaunchError
 from mpitrain.serve.attendance import ServerRules, difference
 from mpitrain.serve.ledger import ServerTally
 from mpitrain.serve.link import Event, Gone, ServerLink
+from mpitrain.serve.passes import server_pass
 from mpitrain.serve.pieces import add_piece
 from mpitrain.serve.shard_roll import RollOfShards
 from mpitrain.serve.wire import Message, Peer
@@ -39,12 +41,18 @@ class ShardPeers:
         self._tallies, self._host = tallies, host
         self._peers: dict[Peer, int] = {}
         self._names: dict[int, str] = {}
+        self._ports: dict[int, int] = {}
         self._roll = RollOfShards(link)
         self._pieces: dict[int, dict[str, Any]] = {}  # those that have come, by server and name
 
     def knows(self, peer: Hashable) -> bool:
         """Whether a peer is one of these servers."""
         return peer in self._peers
+
+    @property
+    def ports(self) -> list[int]:
+        """Where these servers listen, each on its host, in their order. All have come."""
+        return [self._ports[number] for number in range(1, 1 + self.num)]
 
     def heard(self, message: Message) -> int:
         """Take in that a message has come from one of the servers. Return its number."""
@@ -166,8 +174,8 @@ class ShardPeers:
                         self.lose(event.peer, event.why)
                     waiting.discard(number)
                 elif isinstance(event, Message) and event.kind == kind and (number or kind == "shard"):
-                    if number is None:
-                        self._join(event)
+                    if number is None and not self._joins(event):
+                        continue
                     number = self.heard(event)
                     messages[number] = event
                     waiting.discard(number)
@@ -193,15 +201,22 @@ class ShardPeers:
     def _listed(self, numbers: Sequence[int]) -> str:
         return ", ".join(self._names.get(number, f"server {number}") for number in numbers)
 
-    def _join(self, message: Message) -> None:
-        """Take in a server that has come."""
+    def _joins(self, message: Message) -> bool:
+        """Take in a server that has come. False: the peer has the key of a worker, and is no server."""
         fields = message.fields
         number = fields.get("server")
+        shown = str(fields.get("pass")).encode()
+        if not hmac.compare_digest(shown, server_pass(self._rules.secret, number).encode()):
+            text = f"a peer that is no server of this job says that it is server {number!r}; it is refused"
+            self._rules.say(text)
+            self._link.send(message.peer, "refused", {"text": text})
+            return False
         if type(number) is not int or not 1 <= number <= self.num or number in self._names:
             raise LaunchError(
                 f"a peer says that it is server {number!r}; those that are not here yet are {sorted(self._absent())}"
             )
         self._names[number] = f"server {number} on {fields.get('where')}"
+        self._ports[number] = fields["port"]
         self._peers[message.peer] = number
         problem = difference(fields.get("facts"), self._rules.facts)
         own, given = self._rules.optimizer, fields.get("optimizer")
@@ -209,3 +224,4 @@ class ShardPeers:
             problem = f"its optimizer is {given}, and that of server 0 {own}; give all servers the same"
         if problem:
             raise ConfigError(f"{self._names[number]} cannot work with server 0 on {self._host}: {problem}")
+        return True

@@ -32,6 +32,9 @@ from mpitrain.serve.update import ServedUpdate
 # What is new, by server: values by name, and names that are gone.
 Changes: TypeAlias = Mapping[int, tuple[Mapping[str, Any], Sequence[str]]]
 
+# In one message, whose header has at most wire.MOST_HEADER_BYTES. An answer takes less than 100 of them.
+_MOST_ANSWERS = 10_000
+
 
 class Shards(ShardPeers):
     """Directs the further servers; there may be none."""
@@ -88,14 +91,13 @@ class Shards(ShardPeers):
         for one in distinct.values():
             self._tell("told", {"told": one})
         places = {text: place for place, text in enumerate(distinct)}
-        fields = {
-            **known,
-            "answers": [[answer.ticket, job.number] for job, answer in zip(update.jobs, update.answers, strict=True)],
-            "told": [places[text] for text in texts],
-            "shares": update.shares,
-            **_numbers(*numbers),
-        }
-        self._tell("update", fields)
+        used = [
+            [answer.ticket, job.number, places[text], share]
+            for job, answer, text, share in zip(update.jobs, update.answers, texts, update.shares, strict=True)
+        ]
+        for begin in range(0, len(used), _MOST_ANSWERS):
+            self._tell("answers", {"answers": used[begin : begin + _MOST_ANSWERS]})
+        self._tell("update", {**known, **_numbers(*numbers)})
         self._version, self._is_fetched = known["version"], False
 
     def forget(self, newest: int, live: Sequence[int]) -> None:

@@ -53,6 +53,7 @@ class ServerStatus:
         return {
             "at": now,
             "stage": self._stage,
+            "servers": len(ledger.servers),
             "expected": self._expected,
             "joined": len(ledger.workers),
             "here": len(here),

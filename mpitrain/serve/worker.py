@@ -13,6 +13,7 @@ from mpitrain.adapters.adapter import Adapter
 from mpitrain.compression.codec import Codec
 from mpitrain.cuda.shortage import memory_explained
 from mpitrain.errors import ConfigError, LaunchError
+from mpitrain.serve.connect import LinksToOthers
 from mpitrain.serve.lines import ServerLines
 from mpitrain.serve.pushes import GradientBuffer, check_told, plain_note
 from mpitrain.serve.replica import Replica
@@ -43,7 +44,8 @@ class JobWorker:
 
     def __init__(
         self,
-        links: Sequence[WorkerLink],
+        link: WorkerLink,
+        others: LinksToOthers,
         adapter: Adapter,
         data: Places,
         codec: Codec | None,
@@ -55,19 +57,19 @@ class JobWorker:
     ) -> None:
         """
         Args:
-            links: to the servers. The first one has the jobs.
+            link: to the first server, which has the jobs.
+            others: makes the links to the others when the first one has told their ports.
             hello: the fields of the first message: name, host, and facts, as in ServerRules.
             stall_seconds: after so long without an answer of the server, a line says so.
             hang_seconds: after so long without any message of the server, the worker gives up; 0: never.
             say: prints a line.
         """
         self.name, self.jobs = str(hello.get("name") or f"a worker on {hello.get('host')}"), 0
-        self._link, self._adapter, self._data, self._hello = links[0], adapter, data, hello
+        self._link, self._others, self._codec = link, others, codec
+        self._adapter, self._data, self._hello = adapter, data, hello
         self._stall_seconds, self._hang_seconds, self._say = stall_seconds, hang_seconds, say
-        self._replica = Replica(adapter, len(links))
-        self._buffer = GradientBuffer(divisions_of(adapter, len(links))[0], codec, self.name)
-        limits: Any = {"stall_seconds": stall_seconds, "hang_seconds": hang_seconds, "say": say}
-        self._lines = ServerLines(links[1:], self._replica, **limits)
+        self._divide(1)
+        self._lines = self._lines_to([])
         self._life = self._ticket = ""
         self._heard = self._said = time.monotonic()
 
@@ -96,12 +98,34 @@ class JobWorker:
                 self.name = str(message.fields["name"])
                 if message.fields["life"] != self._life:
                     self._life = message.fields["life"]
-                    self._replica.forget()
+                    self._meet(message.fields["ports"])
                 self._ticket = message.fields["ticket"]
                 kind, fields = "next", self._known()
             elif message.kind == "job":
                 self._compute(message.fields, message.arrays)
                 kind, fields, has_asked = "next", self._known(), True  # an answer to a job asks for the next one
+
+    def close(self) -> None:
+        """Close the connections to the other servers."""
+        self._lines.close()
+
+    def _meet(self, ports: Sequence[int]) -> None:
+        """The servers are others now, and may be more or fewer: connect to those at these ports."""
+        self._lines.close()
+        if len(self._replica.versions) == 1 + len(ports):
+            self._replica.forget()
+        else:
+            self._divide(1 + len(ports))
+        self._lines = self._lines_to(self._others(ports))
+
+    def _divide(self, num_servers: int) -> None:
+        """Make room for the parameters and gradients of so many servers. What a codec has left out is lost."""
+        self._replica = Replica(self._adapter, num_servers)
+        self._buffer = GradientBuffer(divisions_of(self._adapter, num_servers)[0], self._codec, self.name)
+
+    def _lines_to(self, links: Sequence[WorkerLink]) -> ServerLines:
+        limits: Any = {"stall_seconds": self._stall_seconds, "hang_seconds": self._hang_seconds, "say": self._say}
+        return ServerLines(links, self._replica, **limits)
 
     def _known(self) -> dict[str, Any]:
         return {"life": self._life, "version": self._replica.versions[0]}

@@ -142,6 +142,11 @@ class WorkerLink:
         return [self._open[1].socket, self._open[0]]
 
     @property
+    def host(self) -> str:
+        """The name, or the IP address, of the host where the server is looked for now."""
+        return self._candidate[0]
+
+    @property
     def is_connected(self) -> bool:
         """Whether there is a connection, as of the last call."""
         return self._connected

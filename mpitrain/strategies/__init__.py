@@ -13,6 +13,7 @@ from mpitrain.strategies.diloco import DiLoCo
 from mpitrain.strategies.local_sgd import LocalSGD
 from mpitrain.strategies.parameter_server import ParameterServer
 from mpitrain.strategies.sharded_sync import ShardedSync
+from mpitrain.strategies.sparse_loco import SparseLoCo
 from mpitrain.strategies.strategy import ServedStrategy, Strategy
 from mpitrain.strategies.streaming_diloco import StreamingDiLoCo
 from mpitrain.strategies.sync import Sync
@@ -24,6 +25,7 @@ __all__ = [
     "ParameterServer",
     "ServedStrategy",
     "ShardedSync",
+    "SparseLoCo",
     "Strategy",
     "StreamingDiLoCo",
     "Sync",
@@ -37,6 +39,7 @@ STRATEGIES: dict[str, Callable[[], Strategy]] = {
     "local_sgd": LocalSGD,
     "diloco": DiLoCo,
     "streaming_diloco": StreamingDiLoCo,
+    "sparse_loco": SparseLoCo,
     "parameter_server": ParameterServer,
 }
 

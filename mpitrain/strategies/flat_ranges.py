@@ -6,14 +6,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 
-from mpitrain.adapters.adapter import Adapter
+from mpitrain.adapters.adapter import LocalModel
 from mpitrain.arrays import Array
 from mpitrain.errors import ConfigError, everywhere
 
 
 @dataclass(frozen=True)
 class FlatRange:
-    """A range of one array of an adapter's parameters, in elements.
+    """A range of one array of a model's parameters, in elements.
 
     Attributes:
         is_trained: False for a buffer that changes by a mean over the samples.
@@ -33,14 +33,14 @@ class FlatRange:
         return values[self.name].reshape(-1)[self.begin : self.end]
 
 
-def cut(adapter: Adapter, count: int) -> list[list[FlatRange]]:
+def cut(model: LocalModel, count: int) -> list[list[FlatRange]]:
     """Cut what is trained, in the order of the layout, into `count` parts of equally many elements.
 
     Raises:
         ConfigError: there are fewer elements. Raised on every rank.
     """
-    values, names = adapter.parameters(), [parameter.name for parameter in adapter.layout]
-    num_trained = len(names) - getattr(adapter, "num_buffers", 0)
+    values, names = model.parameters(), [parameter.name for parameter in model.layout]
+    num_trained = len(names) - getattr(model, "num_buffers", 0)
     total = sum(values[name].size for name in names)
     if count > total:
         raise everywhere(

@@ -11,14 +11,15 @@ from typing import Any
 
 import numpy
 
-from mpitrain.adapters.adapter import Adapter
+from mpitrain.adapters.adapter import LocalModel
 from mpitrain.arrays import Array, is_device_array, namespace
 from mpitrain.cuda.staging import like
-from mpitrain.errors import CheckpointError, NonFiniteError, everywhere
+from mpitrain.errors import CheckpointError, NonFiniteError
 from mpitrain.exchange.bucket import Parameter
 from mpitrain.exchange.exchange import Exchange
 from mpitrain.exchange.reducer import GradientReducer
 from mpitrain.strategies.flat_ranges import FlatRange
+from mpitrain.strategies.not_finite import cannot_meet
 from mpitrain.training.optimizers import Optimizer
 from mpitrain.world import World
 
@@ -49,7 +50,7 @@ class Fragment:
     def __init__(
         self,
         world: World,
-        adapter: Adapter,
+        model: LocalModel,
         pieces: Sequence[FlatRange],
         offset: int,
         outer: Optimizer | None,
@@ -65,8 +66,8 @@ class Fragment:
         self.is_apart = False
         self.flying: tuple[float, float] | None = None
         self.steps_left, self.has_arrived, self.num_updates = 0, False, 0
-        self._world, self._adapter, self.pieces = world, adapter, pieces
-        values = [piece.of(adapter.parameters()) for piece in pieces]
+        self._world, self._model, self.pieces = world, model, pieces
+        values = [piece.of(model.parameters()) for piece in pieces]
         parameters = [
             Parameter(str(piece), value.shape, numpy.dtype(value.dtype))
             for piece, value in zip(pieces, values, strict=True)
@@ -113,7 +114,7 @@ class Fragment:
 
     def note(self) -> None:
         """Note that the parameters of all ranks are equal now."""
-        values = self._adapter.parameters()
+        values = self._model.parameters()
         for piece, origin in zip(self.pieces, self.origins, strict=True):
             origin[...] = piece.of(values)
 
@@ -138,7 +139,7 @@ class Fragment:
         more, weight = self._carried_samples, self.weight
         self._left_before = self._reducer.state()
         self._reducer.begin(weight)
-        values = self._adapter.parameters()
+        values = self._model.parameters()
         for index in reversed(range(len(self.pieces))):
             piece, gone = self.pieces[index], self._reducer.gradients[index]
             self._distance(index, values, gone)
@@ -164,15 +165,7 @@ class Fragment:
         except NonFiniteError as error:
             self.has_arrived = True  # nothing is under way any more
             self.forget()
-            if error.gradient_of is None:  # a codec has made infinity of finite distances
-                raise
-            rank_name, name = error.gradient_of
-            raise everywhere(
-                NonFiniteError(
-                    f"{rank_name}: {name} has become NaN or infinity in the steps of this round, so the ranks cannot "
-                    "meet. Try a smaller learning rate or gradient clipping, or examine that rank's data"
-                )
-            ) from None
+            raise cannot_meet(error) from None
         self.has_arrived = True
         if spans := self._world.control.spans:
             about = {"samples": self.flying[1], "first": str(self.pieces[0]), "last": str(self.pieces[-1])}
@@ -194,12 +187,12 @@ class Fragment:
     def go_back(self, kept: float = 0.0) -> None:
         """Give the common parameters to this rank; see update."""
         self.is_apart = kept > 0 or self.all_samples > 0
-        values = dict(self._adapter.parameters())
+        values = dict(self._model.parameters())
         changed = {piece.name: values[piece.name].copy() for piece in self.pieces}
         for piece, origin in zip(self.pieces, self.origins, strict=True):
             part = piece.of(changed)
             part[...] = origin if kept == 0 else part.dtype.type(kept) * part + part.dtype.type(1 - kept) * origin
-        self._adapter.load_parameters({**values, **changed})
+        self._model.load_parameters({**values, **changed})
 
     def means(self) -> list[tuple[FlatRange, Array]]:
         """Return the mean that has arrived, with its pieces; views."""
@@ -241,7 +234,7 @@ class Fragment:
             carried[_SAMPLES] = numpy.array(self._carried_samples)
         if samples:
             residual[_SAMPLES] = numpy.array(samples)
-            values = self._adapter.parameters()
+            values = self._model.parameters()
             for index, (piece, origin) in enumerate(zip(self.pieces, self.origins, strict=True)):
                 gone = namespace(origin).empty_like(origin)
                 self._distance(index, values, gone)

@@ -19,9 +19,9 @@ def refuse_round(state: Mapping[str, Any]) -> None:
     """
     if "round" in state:
         raise CheckpointError(
-            f"the checkpoint was made after {state['round']['steps']} steps of a round of LocalSGD, DiLoCo or "
-            "StreamingDiLoCo, where each rank has parameters of its own; go on with that strategy, or from a "
-            "checkpoint of a multiple of sync_every by LocalSGD or DiLoCo"
+            f"the checkpoint was made after {state['round']['steps']} steps of a round of LocalSGD, DiLoCo, SparseLoCo "
+            "or StreamingDiLoCo, where each rank has parameters of its own; go on with that strategy, or from a "
+            "checkpoint of a multiple of sync_every by LocalSGD, DiLoCo or SparseLoCo"
         )
 
 

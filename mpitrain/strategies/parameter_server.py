@@ -133,15 +133,16 @@ class ParameterServer:
         """See ServedStrategy.
 
         Raises:
-            ConfigError: the samples of the data have no numbers; or the workers have ended with an earlier run.
+            ConfigError: the samples of the data have no numbers; or processes that are needed have ended with an
+                earlier run.
         """
         if self._server is not None:
             return
         source, job = source_of(data), the_job()
-        if self._party.everyone is not None:
+        if self._party.ends_with_run:
             if job.has_served:
                 raise ConfigError(
-                    f"{self._party.everyone.name()} begins a second run with --servers; its workers have ended with "
+                    f"{self._party.name} begins a second run with --servers; the other processes have ended with "
                     "the first one. Start a job for each run"
                 )
             job.has_served = True
@@ -159,7 +160,7 @@ class ParameterServer:
 
         Raises:
             ConfigError: this process is a worker, or a further server; or a hook has restored another state, and the
-                workers cannot be started again. Then the error is raised on every rank.
+                processes that are needed cannot be started again. Then the error is raised on every rank.
             GradientError: several workers have sent what cannot be used for the same samples.
             LaunchError: another server is gone.
         """
@@ -168,11 +169,11 @@ class ParameterServer:
                 f"{self._world.name()} is a {self.role}, which makes no step by itself; call Trainer.run()"
             )
         if self._server is not None and data.state() != self._placed:  # a hook has restored another state
-            if self._party.everyone is not None:
+            if self._party.ends_with_run:
                 raise everywhere(
                     ConfigError(
-                        f"{self._party.everyone.name()} was restored to another state within a run with --servers, "
-                        "whose workers start only once. Restore before Trainer.run(), or start the job again"
+                        f"{self._party.name} was restored to another state within a run with --servers, whose "
+                        "processes start only once. Restore before Trainer.run(), or start the job again"
                     )
                 )
             text = "the server goes on from another state; start this worker again"
@@ -285,10 +286,10 @@ class ParameterServer:
 
     def _check_servers(self) -> None:
         number = self._role.num_servers
-        if self._servers not in (None, number):
+        if number and self._servers not in (None, number):  # 0: the first server, which has checked it, will tell
             raise ConfigError(
                 f"{self._world.name()}: ParameterServer(servers={self._servers}), and {number} were started; start "
-                f"them with `mpitrain run --servers {self._servers}`, or leave servers out"
+                f"them with `--servers {self._servers}` of `mpitrain run` or `mpitrain serve`, or leave servers out"
             )
 
 

@@ -9,7 +9,7 @@ from mpitrain.errors import ConfigError
 
 @dataclass(frozen=True)
 class RoundPlan:
-    """What LocalSGD, DiLoCo and StreamingDiLoCo describe as their arguments. `kind` is the name of the strategy.
+    """What the strategies of rounds describe as their arguments. `kind` is the name of the strategy.
 
     Raises:
         ConfigError: a value is not allowed.

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from typing import Any
 
-from mpitrain.adapters.adapter import Adapter
+from mpitrain.adapters.adapter import LocalModel
 from mpitrain.adapters.fits import check_fits
 from mpitrain.arrays import Array, is_array
 from mpitrain.cuda.staging import like
@@ -25,8 +25,8 @@ from mpitrain.world import World
 class RoundState:
     """The states of the fragments of one strategy: of all ranks, and of this one."""
 
-    def __init__(self, world: World, adapter: Adapter, plan: RoundPlan, fragments: Sequence[Fragment]) -> None:
-        self._world, self._adapter, self._plan, self._fragments = world, adapter, plan, fragments
+    def __init__(self, world: World, model: LocalModel, plan: RoundPlan, fragments: Sequence[Fragment]) -> None:
+        self._world, self._model, self._plan, self._fragments = world, model, plan, fragments
 
     def outer(self) -> dict[str, Any]:
         """Return the state of the outer optimizers, by fragment and dtype."""
@@ -112,7 +112,7 @@ class RoundState:
     def own(self) -> dict[str, Any]:
         """Return what this rank adds to the outer steps, `residual` and `carried`, and its model: `local`."""
         samples = [[one.samples, one.flying[0] if one.flying else 0.0] for one in self._fragments]
-        state: dict[str, Any] = {"place": self._place(), "local": self._adapter.state(), "samples": samples}
+        state: dict[str, Any] = {"place": self.place(), "local": self._model.state(), "samples": samples}
         for number, fragment in enumerate(self._fragments):
             for key, part in fragment.own_state().items():
                 named = state.setdefault(key, {})
@@ -127,7 +127,7 @@ class RoundState:
         """
         is_same_rank = "local" in state
         if is_same_rank:
-            self._adapter.restore(state["local"])
+            self._model.restore(state["local"])
         for number, fragment in enumerate(self._fragments):
             if is_same_rank:
                 fragment.samples, flying = state["samples"][number]
@@ -149,14 +149,14 @@ class RoundState:
 
     def _origin(self) -> dict[str, Array]:
         """Return a copy of the parameters of the last outer step, by name."""
-        values = self._adapter.parameters()
-        origin = {parameter.name: values[parameter.name].copy() for parameter in self._adapter.layout}
+        values = self._model.parameters()
+        origin = {parameter.name: values[parameter.name].copy() for parameter in self._model.layout}
         for fragment in self._fragments:
             for piece, value in zip(fragment.pieces, fragment.origins, strict=True):
                 piece.of(origin)[...] = value
         return origin
 
-    def _place(self) -> str:
+    def place(self) -> str:
         """A text that is equal if each rank can go on with its own state."""
         codecs = [fragment.place() for fragment in self._fragments]
         rounds = self._plan.fragments, self._plan.sync_every, self._plan.delay

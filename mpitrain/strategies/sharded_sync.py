@@ -52,17 +52,25 @@ class ShardedSync:
             ConfigError: the adapter or its optimizer cannot be divided, the parameters are on a GPU, or the exchange
                 is not possible. Raised on every rank.
             MismatchError: the ranks differ in the optimizer or in the model. Raised on every rank.
+
+        After an error, an optimizer of PyTorch has whole parameters again, and the state that it had before.
         """
         self._world, self._scale = world, adapter.loss_scale
         on_device = any(is_device_array(value) for value in adapter.parameters().values())
         self._reducer = GradientReducer(world, adapter.layout, exchange=self._made_exchange, on_device=on_device)
         halves, layout, buckets = self._exchange.halves, self._reducer.layout, self._reducer.buckets
         self._owned = [owned_by(layout, buckets, halves.own, rank) for rank in range(world.size)]
-        with world.together("divide the optimizer"):
-            self._shard: OptimizerShard = sharded_of(adapter).shard(self._owned[world.rank], self._norm_of_all)
-        world.agree("divide the optimizer", [self._shard.settings])
-        if world.size > 1:
-            adapter.load_parameters(world.sync(adapter.parameters()))
+        shard: OptimizerShard | None = None
+        try:
+            with world.together("divide the optimizer"):
+                self._shard = shard = sharded_of(adapter).shard(self._owned[world.rank], self._norm_of_all)
+            world.agree("divide the optimizer", [shard.settings])
+            if world.size > 1:
+                adapter.load_parameters(world.sync(adapter.parameters()))
+        except BaseException:
+            if shard is not None:
+                shard.close()
+            raise
 
     def begin_step(self, weight: float) -> None:
         """See Strategy."""

@@ -19,13 +19,13 @@ class Sync:
 
     def __init__(self, exchange: Callable[[World], Exchange] = make_exchange) -> None:
         """`exchange` makes the object that computes the means, for a World."""
-        self._exchange = exchange
+        self.exchange = exchange
 
     def begin(self, world: World, adapter: Adapter) -> None:
         """See Strategy. Every rank gets rank 0's parameters."""
         self._world = world
         on_device = any(is_device_array(value) for value in adapter.parameters().values())
-        self._reducer = GradientReducer(world, adapter.layout, exchange=self._exchange, on_device=on_device)
+        self._reducer = GradientReducer(world, adapter.layout, exchange=self.exchange, on_device=on_device)
         self._scale = adapter.loss_scale
         if world.size > 1:
             adapter.load_parameters(world.sync(adapter.parameters()))

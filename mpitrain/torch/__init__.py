@@ -15,7 +15,7 @@ from mpitrain.torch.groups import register
 from mpitrain.torch.keep import keep
 from mpitrain.torch.monitored import monitored_barrier
 from mpitrain.torch.observed import watch
-from mpitrain.torch.prepare import accumulate, prepare
+from mpitrain.torch.prepare import accumulate, end_round, prepare
 from mpitrain.torch.rendezvous import offer
 from mpitrain.torch.residuals import residuals, restore_residuals
 from mpitrain.torch.uncompiled import uncompiled
@@ -25,6 +25,7 @@ from mpitrain.world import World
 __all__ = [
     "accumulate",
     "compress",
+    "end_round",
     "keep",
     "load",
     "monitored_barrier",

@@ -14,7 +14,7 @@ plain mean over ranks.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple
@@ -32,6 +32,7 @@ from mpitrain.exchange.reducer import GradientReducer
 from mpitrain.exchange.remarks import Remarks
 from mpitrain.torch.buffer_means import BufferMeans
 from mpitrain.torch.drawn import Share
+from mpitrain.torch.own_buffers import OwnBuffers
 from mpitrain.torch.sharded import ShardedData
 from mpitrain.torch.uncompiled import uncompiled
 from mpitrain.world import World
@@ -56,7 +57,10 @@ class Gradients:
 
     Attributes:
         data: its present batch weights them.
+        kept: what `state` has, in words.
     """
+
+    kept = "what the codec has left out of the gradients"
 
     def __init__(
         self,
@@ -67,6 +71,7 @@ class Gradients:
         exchange: Callable[[World], Exchange],
         bucket_bytes: int | None,
         threaded: bool | None,
+        buffers: BufferMeans | OwnBuffers,
     ) -> None:
         """Collective: the ranks compare the parameters that have gradients. Raises the errors of GradientReducer."""
         self._world = world
@@ -78,12 +83,13 @@ class Gradients:
             world, self._trained.layout, exchange=exchange, bucket_bytes=bucket_bytes, threaded=threaded
         )
         self._views = [tensor_of(gradient) for gradient in self._reducer.gradients]
-        self._buffers = BufferMeans(world, model)
+        self._buffers = buffers
         self._share = Share(1, 1)
         self._missing: set[int] | None = None  # gradients that have not come in yet; None between backward passes
         self._accumulating = False
         self._holds_own = False  # True: p.grad may hold gradients that this rank alone has accumulated
         self._cause: NonFiniteError | None = None
+        self._total = 0.0  # the weight of all ranks in the last exchange
         self._trained.watch(self._came, gone=_GONE)
         for parameter in self._parameters:
             # Now, because a parameter that is frozen later accepts no hook.
@@ -113,6 +119,15 @@ class Gradients:
         """Go on from a `state` of this rank in an equal place. Raises CheckpointError if it is of another model."""
         self._reducer.restore({"residual": {name: array_of(one) for name, one in state["residual"].items()}})
         self._reducer.restore_factors({name: array_of(one) for name, one in state.get("factors", {}).items()})
+
+    def restore_elsewhere(self, of_ranks: Sequence[Mapping[str, Any]]) -> None:
+        """Take of the states of other ranks, in rank order, what does not belong to a rank: nothing here."""
+
+    def end_round(self) -> None:
+        """Give all ranks the same parameters: they have them, except in rounds. Collective."""
+
+    def tell_of_round(self) -> None:
+        """Tell once of a state_dict() while the ranks have parameters of their own; see RoundGradients."""
 
     def before_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         """Check that the optimizer is about to use means, and finite ones. This is the optimizer's pre-hook."""
@@ -163,12 +178,15 @@ class Gradients:
     def _begin(self) -> None:
         """Begin an exchange at the first gradient of a backward pass, and let the end of the pass wait for it."""
         self._share = self._share_now()
-        # Accumulated gradients have been multiplied by the shares.
-        weight = 1 if self._holds_own else self._share.count
-        self._reducer.begin(weight, turn=self.data.turn)
+        self._reducer.begin(self._weight(), turn=self.data.turn)
         self._missing = set(range(len(self._parameters)))
         self._buffers.begin(self._share)
         torch.autograd.Variable._execution_engine.queue_callback(self._finish)
+
+    def _weight(self) -> float:
+        """The weight of this rank in the exchange that begins."""
+        # Accumulated gradients have been multiplied by the shares.
+        return 1 if self._holds_own else self._share.count
 
     def _finish(self) -> None:
         """End a backward pass. Afterwards every p.grad, and the buffers, are the same on all ranks."""
@@ -190,7 +208,7 @@ class Gradients:
         note = _Note(thawed, *self._buffers.changed())
         means = self._reducer.finish(may_skip=True, note=note if any(note) else None)
         self._holds_own = False
-        self._cause = means.cause
+        self._cause, self._total = means.cause, means.weight
         self._heed(means.remarks)
         if self._cause is not None:
             self._spoil()

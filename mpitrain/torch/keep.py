@@ -15,6 +15,7 @@ from mpitrain.job.start import init
 from mpitrain.torch.gradients import Gradients
 from mpitrain.torch.random_state import random_state, set_random_state
 from mpitrain.torch.residuals import OfHook, residuals_of
+from mpitrain.torch.round_gradients import RoundGradients
 from mpitrain.torch.sharded import ShardedData
 from mpitrain.torch.uncompiled import uncompiled
 from mpitrain.training.checkpoint.packed import pack, unpack
@@ -48,13 +49,19 @@ def keep(*parts: KeptPart, **values: Any) -> KeptState:
         values: see mpitrain.keep.
 
     Raises:
-        ConfigError: a part has no state_dict, or has another state on every rank (FSDP, ZeroRedundancyOptimizer). Or a
-            value has a state of its own, and belongs to the parts.
+        ConfigError: a part has no state_dict, or has another state on every rank (FSDP, ZeroRedundancyOptimizer, a
+            model in rounds). Or a value has a state of its own, and belongs to the parts.
         CheckpointError: see mpitrain.keep.
     """
     with init().together("keep the state of a loop"):
         for part in parts:
             _check(part)
+        if any(isinstance(one, RoundGradients) for one in _residuals_in(parts)):
+            raise ConfigError(
+                f"{init().name()}: keep() was given a model that prepare() trains in rounds, and each rank has another "
+                "state in a round. Train it with mt.Trainer and mt.TorchModule, whose copies in memory go on within a "
+                "round; or save model.state_dict() and residuals(model) to a file"
+            )
     names = [type(part).__name__ for part in parts]
     named = {
         name if names.count(name) == 1 else f"{name} {names[: number + 1].count(name)}": part

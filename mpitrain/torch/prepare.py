@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, TypeVar
@@ -13,10 +13,15 @@ import torch
 
 from mpitrain.adapters.torch_arrays import array_of, tensor_of
 from mpitrain.errors import ConfigError, DeviceError
-from mpitrain.exchange.exchange import make_exchange
+from mpitrain.exchange.exchange import Exchange, make_exchange
 from mpitrain.job.start import init
+from mpitrain.strategies import Strategy, Sync
+from mpitrain.strategies.rounds import Rounds
+from mpitrain.torch.buffer_means import BufferMeans
 from mpitrain.torch.gradients import Gradients
+from mpitrain.torch.loop_strategies import check_optimizer, check_strategy
 from mpitrain.torch.observed import expect_steps
+from mpitrain.torch.round_gradients import RoundGradients
 from mpitrain.torch.sharded import ShardedData
 from mpitrain.world import World
 
@@ -31,6 +36,7 @@ def prepare(
     optimizer: Optimizer,
     data: Iterable[Any],
     *,
+    strategy: Strategy | None = None,
     compression: str | None = None,
     algorithm: str | None = None,
     bucket_bytes: int | None = None,
@@ -61,15 +67,18 @@ def prepare(
             samples along the first dimension. Rank 0 draws the samples of a DataLoader, so the order is that of one
             process; its workers read only this rank's samples. For a second model, pass the data that the first call
             returned.
+        strategy: LocalSGD, DiLoCo or StreamingDiLoCo: each rank steps with gradients of its own, and an outer step
+            follows optimizer.step() where it is due; see `end_round`. Default: Sync.
         compression: how gradients are compressed between nodes: a name in mpitrain.compression.CODECS, "power_sgd",
             "auto" or "none". Default: the World's setting.
         algorithm: the allreduce algorithm, a name in mpitrain.allreduce.ALGORITHMS. Default: the World's setting.
-        bucket_bytes, threaded: as for GradientReducer.
+        bucket_bytes, threaded: as for GradientReducer. This and the two above are for Sync only: MPITRAIN_COMPRESSION
+            says how an outer step is compressed.
 
     Raises:
         ConfigError: the optimizer takes several passes per step (LBFGS) or has other parameters than the model,
             gradients are sparse, the data has a DistributedSampler, the model was prepared before, or an option is not
-            allowed.
+            allowed. Or a loop of one's own cannot train with the strategy: it warms up, or makes steps itself.
         DeviceError: a parameter is not on the CPU.
         MismatchError: the ranks differ in parameters, buffers or data. Raised on every rank; it names the first
             difference.
@@ -85,11 +94,32 @@ def prepare(
     """
     world = init()
     _check(world, model, optimizer)
-    expect_steps()
+    of_sync = {"compression": compression, "algorithm": algorithm, "bucket_bytes": bucket_bytes, "threaded": threaded}
+    check_strategy(world, strategy, [name for name, value in of_sync.items() if value is not None])
+    in_rounds = isinstance(strategy, Rounds)
+    if in_rounds:
+        check_optimizer(world, model, optimizer)
+    expect_steps(alone=in_rounds)
     _sync(world, model)
     sharded = data if isinstance(data, ShardedData) else ShardedData(world, data)
-    exchange = partial(make_exchange, algorithm=algorithm, compression=compression)
-    gradients = Gradients(world, model, sharded, exchange=exchange, bucket_bytes=bucket_bytes, threaded=threaded)
+    gradients: Gradients
+    if isinstance(strategy, Rounds):
+        gradients = rounds = RoundGradients(world, model, optimizer, sharded, strategy)
+        optimizer.register_step_post_hook(rounds.after_step)
+        model.register_state_dict_pre_hook(_tell_of_round)  # type: ignore[no-untyped-call]
+    else:
+        exchange: Callable[[World], Exchange] = partial(make_exchange, algorithm=algorithm, compression=compression)
+        if isinstance(strategy, Sync) and strategy.exchange is not make_exchange:
+            exchange = strategy.exchange
+        gradients = Gradients(
+            world,
+            model,
+            sharded,
+            exchange=exchange,
+            bucket_bytes=bucket_bytes,
+            threaded=threaded,
+            buffers=BufferMeans(world, model),
+        )
     optimizer.register_step_pre_hook(gradients.before_step)
     _PREPARED[model] = gradients
     return model, optimizer, sharded
@@ -114,6 +144,29 @@ def accumulate(model: torch.nn.Module) -> AbstractContextManager[None]:
         ConfigError: the model was not prepared.
     """
     return gradients_of(model, "accumulate").accumulating()
+
+
+def end_round(model: torch.nn.Module) -> None:
+    """End the round of a model that `prepare` had with a strategy of rounds: all ranks get the common parameters.
+
+        mpitrain.torch.end_round(model)
+        mpitrain.torch.save(model.state_dict(), path)
+
+    Collective, between optimizer.step() and the next backward(). Call it after the last step, and before the model is
+    evaluated or saved. If the ranks have the same parameters already, as after the last step of a round and with Sync,
+    nothing happens. Otherwise an outer step follows now, and a new round begins.
+
+    Raises:
+        ConfigError: the model was not prepared.
+        NonFiniteError: a parameter of a rank is NaN or infinite. Raised on every rank, with nothing changed.
+    """
+    gradients_of(model, "end_round").end_round()
+
+
+def _tell_of_round(model: torch.nn.Module, *_: Any) -> None:
+    """The model's hook before state_dict(). A function of the module, so that the model can be copied and pickled."""
+    if model in _PREPARED:
+        _PREPARED[model].tell_of_round()
 
 
 def gradients_of(model: torch.nn.Module, call: str) -> Gradients:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -54,16 +54,20 @@ def restore_residuals(model: torch.nn.Module, state: Mapping[str, Any]) -> None:
     if any(here != saved for here, saved in places):
         saved, nodes = len(of_ranks), "on other nodes or in other buckets" if len(of_ranks) == world.size else ""
         world.print(
-            f"mpitrain: what the codec has left out of the gradients is not restored: it was saved by {saved} ranks"
+            f"mpitrain: {kept.kept} is not restored: it was saved by {saved} ranks"
             f"{', ' + nodes if nodes else ''}, and these are {world.size}. The next step goes on without it"
         )
+        with world.together("restore residuals"):
+            kept.restore_elsewhere(of_ranks)
         return
     with world.together("restore residuals"):
         kept.restore(own)
 
 
 class OfHook:
-    """The residuals of a DistributedDataParallel with the hook `compress`."""
+    """The residuals of a DistributedDataParallel with the hook `compress`; the calls are those of Gradients."""
+
+    kept = Gradients.kept
 
     def __init__(self, model: DistributedDataParallel) -> None:
         hooks = [(hook, state) for hook, state in model._comm_hooks if hook in RESIDUALS]
@@ -81,6 +85,9 @@ class OfHook:
         self._residuals.move([bucket.parameters() for bucket in self._model.reducer._get_zeros_like_grad_buckets()])
         names = {id(parameter): name for name, parameter in self._named.items()}
         return {"place": str(self._world.node_ranks), **self._residuals.state(names)}
+
+    def restore_elsewhere(self, of_ranks: Sequence[Mapping[str, Any]]) -> None:
+        """Nothing belongs to all ranks."""
 
     def restore(self, state: Mapping[str, Any]) -> None:
         self._residuals.restore(state, self._named)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -59,7 +60,7 @@ class Notes:
         self._in_flight: list[tuple[MPI.Request, numpy.ndarray]] = []
 
     def tell_all(self, kind: int, cause: int = 0, *, last: bool = False) -> Note:
-        """Send a note to every other rank, without waiting: a short message leaves at once, whatever the receiver does.
+        """Send a note to every other rank, without waiting. `is_unread` tells when it has come.
 
         `last` gives the note a later date than all others.
         """
@@ -69,8 +70,21 @@ class Notes:
         message = numpy.array([kind, sent_seconds, cause, *pairs], numpy.float64)
         for place, rank in enumerate(self._members):
             if rank != self.rank:
-                self._in_flight.append((self._comm.Isend(message, place, tag=0), message))
+                # A synchronous send: any other may be complete while the message is still in this process.
+                self._in_flight.append((self._comm.Issend(message, place, tag=0), message))
         return Note(kind, self.rank, made, sent_seconds, cause, time.perf_counter())
+
+    def is_unread(self) -> bool:
+        """Whether a rank that is not gone has yet to read what this rank has told."""
+        from mpi4py import MPI
+
+        left = []
+        for request, message in self._in_flight:
+            with suppress(MPI.Exception):  # the other rank is gone, for an MPI that goes on after that
+                if not request.Test():
+                    left.append((request, message))
+        self._in_flight = left
+        return bool(left)
 
     def look(self) -> None:
         """Read the notes that have arrived."""

@@ -28,7 +28,7 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
-from mpitrain.watching.rank_record import DONE, RankRecord, read_record
+from mpitrain.watching.rank_record import PARTED, RankRecord, read_record
 from mpitrain.watching.roll_call import listen, receive
 from mpitrain.watching.view import RankView, waited
 from mpitrain.watching.watched_process import WatchedProcess, is_readable, open_process, parent_of
@@ -117,13 +117,13 @@ class Census:
         return [self._view(rank) for _, rank in sorted(self._ranks.items())]
 
     def first_end(self) -> FirstEnd | None:
-        """What ended first; None: nothing yet, or it is not known. Ranks that had come to their end do not
-        count, nor do those without which the others go on."""
+        """What ended first; None: nothing yet, or it is not known. Ranks that had parted from the others
+        do not count, nor do those without which the others go on."""
         ended = [rank for rank in self._ranks.values() if rank.process.order is not None]
         if ended:
             lost = {number for rank in self._ranks.values() for number in self._read(rank).lost}
             ended = [rank for rank in ended if rank.number not in lost]
-        ended = [rank for rank in ended if self._read(rank).phase != DONE] or ended
+        ended = [rank for rank in ended if self._read(rank).phase != PARTED] or ended
         if not self._order_is_known:
             return None
         first = min(ended, key=_order, default=None)

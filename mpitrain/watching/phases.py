@@ -5,7 +5,9 @@ If a rank leaves by os._exit(0), MPICH's mpiexec returns 0, and silently ends th
 
 from __future__ import annotations
 
-from mpitrain.watching.rank_record import BEGUN, DONE, FAILED, PHASES, RankRecord
+from collections.abc import Set
+
+from mpitrain.watching.rank_record import BEGUN, DONE, FAILED, PARTED, PHASES, RankRecord
 
 
 class Phases:
@@ -25,6 +27,10 @@ class Phases:
         for phase in passed:
             self.when[phase].setdefault(record.rank, now)
 
-    def missing(self) -> list[int]:
-        """Return the ranks that have begun and have not finished, in increasing order."""
-        return sorted(self.when[BEGUN].keys() - self.when[DONE].keys())
+    def missing(self, lost: Set[int]) -> list[int]:
+        """Return the ranks that have begun and have not finished, in increasing order, but for the `lost` ones.
+
+        If all have finished, return those that have ended while they waited for the others.
+        """
+        done = self.when[DONE].keys()
+        return sorted(self.when[BEGUN].keys() - done - lost or done - self.when[PARTED].keys() - lost)

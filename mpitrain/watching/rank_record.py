@@ -21,8 +21,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 # How far a rank has come. STARTED: its process runs. CALLED: it is in init(). BEGUN: init() has returned.
-# DONE: its program has finished. FAILED: an error ends the rank, and the job with it.
-STARTED, CALLED, BEGUN, DONE, FAILED = PHASES = ("started", "called", "begun", "done", "failed")
+# DONE: its program has finished, and it waits until those of all others have. PARTED: they have.
+# FAILED: an error ends the rank, and the job with it.
+STARTED, CALLED, BEGUN, DONE, PARTED, FAILED = PHASES = ("started", "called", "begun", "done", "parted", "failed")
 
 # What a rank does. BUSY: the others wait for it by design. ENDED: its program has finished.
 WORKS, WAITS, BUSY, ENDED = range(4)

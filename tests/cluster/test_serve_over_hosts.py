@@ -3,23 +3,28 @@
 from __future__ import annotations
 
 import importlib.metadata
+import json
 import re
 import shlex
 import sys
 import sysconfig
 import uuid
 
+import numpy
 import pytest
 from launching import PYTHONS, SHARE, Job, as_user, left, write
 
+import mpitrain as mt
 from mpitrain.testbed import Bed
 
 pytestmark = [pytest.mark.timeout(900), pytest.mark.usefixtures("healed"), pytest.mark.slow]
 
 PORT = 5123
-# Trains until there is a file of the name that it is given.
+NUM_SAMPLES, BATCH = 1000, 10
+# Counts how often each sample is in an update, until there is a file of the name that it is given. Goes on from a
+# checkpoint in the folder that it is given.
 SCRIPT = """
-import pathlib, socket, sys, time
+import json, pathlib, socket, sys, time
 import numpy
 import mpitrain as mt
 
@@ -34,19 +39,22 @@ class UntilFile(mt.Hook):
 
 def loss_and_gradients(parameters, batch, on_gradient):
     time.sleep(0.02)
-    (x,) = batch
-    on_gradient("w", parameters["w"] - x.mean(axis=0))
-    return float(x.mean())
+    gradient = numpy.zeros(NUM_SAMPLES)
+    numpy.subtract.at(gradient, batch, 1.0)
+    on_gradient("count", gradient)
+    return 1.0
 
 def build(world):
-    data = mt.ArrayData(world, (numpy.random.default_rng(0).random((1000, 50)),), global_batch=10)
-    adapter = mt.ArrayFunction(loss_and_gradients, {"w": numpy.zeros(50)}, mt.Sgd(0.01))
+    data = mt.ArrayData(world, numpy.arange(NUM_SAMPLES), global_batch=BATCH, seed=5)
+    adapter = mt.ArrayFunction(loss_and_gradients, {"count": numpy.zeros(NUM_SAMPLES)}, mt.Sgd(1.0))
     return mt.Parts(adapter, mt.ParameterServer(), data)
 
 print("begins on", socket.gethostname(), mt.init().context.devices, flush=True)
-mt.Trainer(build, [UntilFile()]).run()
-print("the training is over", flush=True)
-"""
+trainer = mt.Trainer(build, [UntilFile(), mt.Checkpoint(sys.argv[2], steps=10, keep=2)])
+trainer.run()
+counts = trainer.adapter.parameters()["count"].tolist()
+print("the training is over", json.dumps([counts, trainer.data.state()]), flush=True)
+""".replace("NUM_SAMPLES", str(NUM_SAMPLES)).replace("BATCH", str(BATCH))
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -74,18 +82,23 @@ def pyzmq(bed: Bed) -> None:
 
 
 class Served:
-    """A server on node1, with a file that ends it."""
+    """A server on node1, with a file that ends it, and a folder for its checkpoints."""
 
     def __init__(self, bed: Bed, options: str = "") -> None:
         self._bed = bed
-        self.file = f"{SHARE}/end-{uuid.uuid4().hex}"
-        self.server = Job(bed, f"--port {PORT} {options} served.py {self.file}", command="serve")
+        self.file, self._folder = f"{SHARE}/end-{uuid.uuid4().hex}", f"{SHARE}/saved-{uuid.uuid4().hex}"
+        self._arguments = f"--port {PORT} {options} served.py {self.file} {self._folder}"
+        self.server = Job(bed, self._arguments, command="serve")
+
+    def start_again(self) -> None:
+        """Start the server again with the same command."""
+        self.server = Job(self._bed, self._arguments, command="serve")
 
     def line(self) -> tuple[str, str]:
         """The variable and the arguments of the line that starts a worker."""
         self.server.wait_for("mpitrain work ")
         line = re.search(
-            r"^    (MPITRAIN_KEY=\S+) mpitrain work (node1:\d+ served.py \S+)$", self.server.output(), re.M
+            r"^    (MPITRAIN_KEY=\S+) mpitrain work (node1:\d+ served.py \S+ \S+)$", self.server.output(), re.M
         )
         assert line, self.server.output()
         return line[1], line[2]
@@ -96,11 +109,18 @@ class Served:
         return Job(self._bed, arguments, command="work", node=node, setting=f"{key} {setting}")
 
     def finish(self) -> str:
-        """End the training. Return the server's output."""
+        """End the training. Check that each sample counts once. Return the server's output."""
         as_user(self._bed, "node1", f"touch {self.file}")
         ended = self.server.end()
         assert ended.code == 0, ended.output
-        assert "the training is over" in ended.output
+        (last,) = re.findall(r"the training is over (.*)", ended.output)
+        counts, position = json.loads(last)
+        data = mt.ArrayData(mt.init(), numpy.arange(NUM_SAMPLES), global_batch=BATCH, seed=5)
+        expected = numpy.full(NUM_SAMPLES, position["epoch"])
+        expected[data.read(position["epoch"], 0, position["cursor"])] += 1
+        for epoch, begin, end in position.get("left", []):
+            expected[data.read(epoch, begin, end)] -= 1
+        assert counts == expected.tolist()
         return ended.output
 
 
@@ -137,6 +157,32 @@ def test_a_link_that_goes_and_comes(bed: Bed) -> None:
     assert "3 workers (1 gone)" in output  # by connections
 
 
+@pytest.mark.parametrize("options", ["", "--servers 2"])
+def test_a_killed_worker_and_killed_servers(bed: Bed, options: str) -> None:
+    """The other worker goes on alone. Both workers come back to the servers that are started again, by themselves."""
+    served = Served(bed, options)
+    killed, stays = served.work("node2"), served.work("node3", "MPITRAIN_STALL_SECONDS=1")
+    served.server.wait_for("2 here")
+    served.server.wait_for("step ")
+    killed.signal("KILL")
+    assert killed.end().code != 0
+    served.server.wait_for("has gone (its connection has ended); 1 here")
+    served.server.wait_for("step ", served.server.output().count("step ") + 2)
+    joins = served.work("node4")
+    served.server.wait_for("2 here", 2)
+    served.server.signal("KILL")
+    served.server.end()
+    stays.wait_for("the server has not been heard of for")
+    served.start_again()
+    served.server.wait_for("2 here")
+    served.server.wait_for("step ")
+    output = served.finish()
+    for worker in (stays, joins):
+        assert worker.end().code == 0, worker.output()
+    assert "resumed from" in output
+    assert "2 workers (0 gone)" in output
+
+
 def test_a_firewall_in_front_of_the_server(bed: Bed) -> None:
     served = Served(bed)
     bed.drop("node1", PORT)
@@ -152,7 +198,7 @@ def test_a_firewall_in_front_of_the_server(bed: Bed) -> None:
 def test_a_host_that_cannot_be_reached_or_differs(bed: Bed) -> None:
     """Nothing was started, and the host is named."""
     bed.cut("node3")
-    ended = Job(bed, f"--port {PORT} --hosts node2/cpu,node3/cpu served.py none", command="serve").end()
+    ended = Job(bed, f"--port {PORT} --hosts node2/cpu,node3/cpu served.py none none", command="serve").end()
     assert ended.code == 1
     assert "node3" in ended.output
     assert "begins on" not in ended.output

@@ -18,6 +18,7 @@ from mpitrain import (
     LocalSGD,
     Parts,
     Sgd,
+    SparseLoCo,
     StopAtStep,
     StreamingDiLoCo,
     Trainer,
@@ -90,3 +91,32 @@ def test_an_outer_step_that_cannot_be_made_changes_nothing(world: World) -> None
     assert "dense1.weight has become NaN or infinity in the steps of this round" in text
     assert {name: value for name, value in bits(trainer).items() if not name.startswith("data/")} == before
     trainer.close()
+
+
+def test_sparse_rounds_have_the_bits_of_numpy(world: World, capfd: pytest.CaptureFixture[str]) -> None:
+    """What is sent is coded on the host, and a line says so."""
+
+    def trained_on(xp: ModuleType) -> list[bytes]:
+        def function(_: Any, batch: numpy.ndarray, on_gradient: Any) -> float:
+            on_gradient("w", xp.asarray(batch))
+            return 0.0
+
+        model = ArrayFunction(function, {"w": xp.zeros(5000, numpy.float32)}, Sgd(1.0))
+        strategy = SparseLoCo(2, density=0.02)
+        strategy.begin(world, model)
+        for step in range(6):
+            batch = numpy.random.default_rng((world.rank, step)).standard_normal(5000).astype(numpy.float32)
+            strategy.begin_step(1 + world.rank)
+            strategy.finish_step(model, model.loss_and_gradients(batch, strategy.on_gradient))
+        value = model.parameters()["w"]
+        assert isinstance(value, xp.ndarray)
+        kept = strategy.own_state().get("residual", {}).get("round/0/left out/w", numpy.zeros(0))
+        assert kept.any() == (world.size > 1)
+        strategy.close()
+        return [(value if xp is numpy else value.get()).tobytes(), kept.tobytes()]
+
+    capfd.readouterr()
+    found = trained_on(cupy)
+    said = "compression top_k:0.02:2 has no kernels for GPUs: gradients are coded on the host"
+    assert (said in capfd.readouterr().out) == (world.is_root and world.size > 1)
+    assert found == trained_on(numpy)

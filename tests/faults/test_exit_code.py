@@ -54,6 +54,22 @@ def test_a_rank_that_vanishes_when_the_others_are_done(run: Run) -> None:
     assert re.search(rf"mpitrain: rank 1( on \S+)?{re.escape(SILENT)}(\n|{GOES_ON})", job.stderr), job.output
 
 
+DIES = "(time.sleep(1), os.kill(os.getpid(), signal.SIGKILL))"
+AT_ITS_END = {
+    "alone": f"threading.Thread(target=lambda: {DIES}, daemon=True).start()",
+    "finished": f"import mpitrain.waiting.notes as its; its.Notes.begin_barrier = lambda notes: {DIES}",
+}
+
+
+@pytest.mark.parametrize("doing", AT_ITS_END)
+def test_a_rank_that_is_killed_while_it_waits_for_the_others_at_its_end(doing: str, run: Run) -> None:
+    """It is named, and no healthy rank that mpiexec has ended because of it."""
+    job = run(others_and(1, AT_ITS_END[doing], doing))
+    failed(job)
+    how = rf"was killed by signal 9|{re.escape(SILENT.strip())}"
+    assert re.search(rf"mpitrain: rank 1 on \S+ ({how}); mpiexec ended the others\n$", job.stderr), job.output
+
+
 @MOSTLY_MPICH
 def test_a_rank_that_vanishes_and_mpiexec_goes_on(run: Run) -> None:
     # A child of the rank keeps the rank's connection to mpiexec open. (Open MPI's mpiexec kills the others, and waits

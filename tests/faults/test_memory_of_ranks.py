@@ -104,6 +104,25 @@ def test_a_host_without_a_copy(tmp_path: Path, codec: str) -> None:
         assert result(tmp_path / "killed")[0] == result(tmp_path / "whole")[0]
 
 
+LACKS = """
+from mpitrain.training.checkpoint import room
+if int(os.environ["PMI_RANK"]) >= 1:
+    room._limits = lambda: [(100, 10**9, "this machine")]
+"""
+
+
+def test_a_host_without_room(tmp_path: Path) -> None:
+    """It makes no copy, and says so at the first step of each try. The copy of the other host serves both."""
+    whole = train_on_two_hosts(tmp_path / "whole", "none")
+    succeeded(whole)
+    with keeper() as name:
+        first, wrong = TWO_HOSTS.replace("OTHER", name) + LACKS, "if rank == 2 and step == 8 and once('killed'): die()"
+        job = train(tmp_path / "killed", wrong, ranks=3, first=first)
+    went_on(job, tmp_path / "killed", [7], result(tmp_path / "whole"))
+    said = re.findall(r"mpitrain: rank (\d) on (\S+): the state is not copied to memory here, .* are free", job.stderr)
+    assert said == [("1", "other")] * 2, job.output
+
+
 ROUNDS = """
 mt.Sync = lambda: mt.DiLoCo(4)
 

@@ -52,6 +52,39 @@ def test_a_lost_gpu(tmp_path: Path, place: str) -> None:
     assert "CUDARuntimeError: cudaErrorECCUncorrectable: uncorrectable ECC error encountered" in job.stderr
 
 
+def while_taking(kind: str, begins: str) -> str:
+    """In the hook after step 7, all ranks make another reducer. The GPU of rank 1 is lost while it takes memory."""
+    return f"""if now == 7 and {begins}:
+            trainer.world.barrier()
+            if me == 1:
+                (folder / "lost").touch()
+                its = cupy.cuda.{kind}
+                cupy.cuda.{kind} = lambda size: (cupy.cuda.lose(214), its(size))
+            mt.GradientReducer(trainer.world, trainer.adapter.layout, on_device=True)"""
+
+
+def test_a_gpu_that_is_lost_while_it_gives_memory(tmp_path: Path) -> None:
+    """Only its rank has that error: it is no lack of memory, which all ranks would raise and end with."""
+    job = train(tmp_path, 3, on_gpu=True, after_step=while_taking("alloc_pinned_memory", "trainer.world is world"))
+    went_on(job, tmp_path, [0, 2])
+    assert "is lost (cudaErrorECCUncorrectable). This rank ends; " in job.stderr
+
+
+def test_a_restart_after_a_gpu_was_lost_while_it_gave_memory(tmp_path: Path) -> None:
+    """The ranks share their GPUs' memory, for which they ask one after the other."""
+    lost = while_taking("Memory", "not (folder / 'lost').exists()")
+    env = {"MPITRAIN_TRANSPORT": "peer", "MPITRAIN_MEMORY_STEPS": "1"}
+    job = train(tmp_path, 3, "--restarts", "1", recover=False, on_gpu=True, after_step=lost, env=env)
+    succeeded(job)
+    assert re.search(rf"try 1 of 2 failed at step 7: rank 1 on {HERE} failed: CUDARuntimeError: ", job.stderr)
+    assert re.search(rf"^mpitrain: rank 1 on {HERE}: GPU 0 \(.+\) is lost \(cudaErrorECC", job.stderr, re.M)
+    assert "has no " not in job.stderr, job.output
+    said = [json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in range(3)]
+    assert len({one["w"] for one in said}) == 1
+    w = numpy.frombuffer(bytes.fromhex(said[0]["w"]))
+    numpy.testing.assert_allclose(w, reckoned()[0], rtol=1e-12)
+
+
 def test_a_lost_gpu_ends_a_job_that_cannot_go_on_without_it(tmp_path: Path) -> None:
     job = train(tmp_path, 3, recover=False, on_gpu=True, exchange="if me == 1 and now == 7: cupy.cuda.lose(214)")
     report = report_of(job, "CUDARuntimeError: cudaErrorECCUncorrectable")
@@ -100,6 +133,15 @@ def test_a_rank_that_hears_late_of_a_loss(tmp_path: Path) -> None:
     late = "if me == 0 and now == 7: die()\n    if me == 1 and now == 7 and built == 1: time.sleep(13)"
     job = train(tmp_path, 3, gradients=late)
     went_on(job, tmp_path, [1, 2])
+
+
+def test_a_slow_rank_is_not_lost(tmp_path: Path) -> None:
+    """It stands still for longer than any connection bears, and then goes on. Nobody goes on without it."""
+    stands = """if me == 1 and now == 7:
+        __import__("subprocess").Popen(["sh", "-c", f"sleep 6; kill -CONT {os.getpid()}"])
+        os.kill(os.getpid(), signal.SIGSTOP)"""
+    job = train(tmp_path, 3, gradients=stands)
+    went_on(job, tmp_path, [0, 1, 2], losses=0, died=0)
 
 
 @pytest.mark.parametrize("ranks", [1, 3])
@@ -154,7 +196,7 @@ def test_a_rank_that_dies_behind_its_training(tmp_path: Path, lost: bool) -> Non
     """Nobody can know whether its script had more to do."""
     first = "if me == 0 and now == 7: die()" if lost else "pass"
     job = train(tmp_path, 4, gradients=first, at_end="if me == 2: time.sleep(0.5); die()")
-    failed(job, f"rank 2 on {HERE} was lost behind its training, before the end of its script")
+    failed(job, f"rank 2 on {HERE} was lost behind its training, before the end of the script")
 
 
 def test_a_rank_that_is_killed_while_it_waits_for_the_others(tmp_path: Path) -> None:
@@ -167,7 +209,66 @@ if me == 2:
     threading.Thread(target=lambda: (time.sleep(1), die()), daemon=True).start()
 """
     job = train(tmp_path, 3, at_end=late)
-    failed(job, f"rank 2 on {HERE} was lost behind its training, before the end of its script")
+    failed(job, f"rank 2 on {HERE} was lost behind its training, before the end of the script")
+
+
+ENDS = {
+    "heard from all": """
+    def die_when_all_are_heard(notes):
+        while len(notes.read) < notes.size - 1:
+            notes.look()
+        die()
+    Notes.begin_barrier = die_when_all_are_heard
+""",
+    "heard from none": """
+    tell = Notes.tell_all
+    Notes.tell_all = lambda *words: (tell(*words), time.sleep(0.5), die())
+""",
+}
+
+
+@pytest.mark.parametrize("how_far", ENDS)
+def test_a_rank_that_is_killed_when_all_have_said_that_they_are_done(tmp_path: Path, how_far: str) -> None:
+    """All others end by themselves, with code 0. Nobody knows what the interpreter of the killed one had to do."""
+    late = f"if me == 2:\n    from mpitrain.waiting.notes import Notes{ENDS[how_far]}"
+    job = train(tmp_path, 3, at_end=late)
+    failed(job)
+    assert job.code == 1, job.output
+    how = "was killed by signal 9|ended without a word"
+    assert re.search(rf"mpitrain: rank 2 on {HERE} ({how})", job.stderr), job.output
+
+
+def test_the_last_words_of_a_rank_that_wait_in_it(tmp_path: Path) -> None:
+    """Rank 2 has heard from all, and its note for rank 1 is behind messages that the network has no room for yet.
+
+    In the barrier of four ranks it sends nothing to rank 1. It ends without MPI_Finalize after a loss, so it must see
+    to its note itself.
+    """
+    crowded = """
+from mpitrain.waiting.notes import Notes
+begin = Notes.begin_barrier
+still = folder / "still"
+def stand(notes):
+    begun, other = begin(notes), folder / "pid"
+    still.touch()
+    while not other.exists():
+        time.sleep(0.01)
+    process, until = pathlib.Path("/proc", other.read_text()), time.monotonic() + 5
+    while process.exists() and "State:\\tZ" not in (process / "status").read_text() and time.monotonic() < until:
+        time.sleep(0.01)
+    return begun
+if me == 1:
+    Notes.begin_barrier = stand
+if me == 2:
+    while not still.exists():  # from then on rank 1 takes nothing in
+        time.sleep(0.01)
+    crowd = [trainer.world.comm.Isend(numpy.zeros(4000), 0, 77) for _ in range(3000)]
+    (folder / "new").write_text(str(os.getpid()))
+    (folder / "new").rename(folder / "pid")
+"""
+    tcp = {"OMPI_MCA_btl": "tcp,self"}
+    job = train(tmp_path, 5, gradients="if me == 0 and now == 7: die()", at_end=crowded, env=tcp)
+    went_on(job, tmp_path, [1, 2, 3, 4])
 
 
 def test_an_error_of_any_kind_may_come_of_a_loss(tmp_path: Path) -> None:

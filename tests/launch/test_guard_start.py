@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import resource
+import signal
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +14,9 @@ import guarding
 import pytest
 from guarding import begin, wait_for
 
+from jobs import until
 from mpitrain.launch.connections import Connection, connect
+from mpitrain.watching.view import process_state
 
 # Fixtures: pytest finds them by these names.
 wish, connections = guarding.wish, guarding.connections
@@ -85,6 +89,25 @@ def test_it_gives_signs_of_life_while_it_is_busy(
         wait_for(connection, "alive")
     (tmp_path / "go").touch()
     wait_for(connection, "facts")
+
+
+def test_a_python_that_does_not_answer_ends_with_a_guard_that_is_killed(
+    wish: dict[str, Any], connections: list[Connection], tmp_path: Path
+) -> None:
+    python, said = tmp_path / "python", tmp_path / "pid"
+    python.write_text(f"#!/bin/sh\necho $$ > {said}.new\nmv {said}.new {said}\nexec sleep 1000\n")
+    python.chmod(0o755)
+    connection = connect("here", is_this_machine=True, wish={**wish, "python": str(python)}, now=0.0)
+    connections.append(connection)
+    until(lambda: connection.flush() or said.exists())
+    asked = int(said.read_text())
+    assert process_state(asked) in "SR"
+    connection.process.kill()
+    try:
+        until(lambda: process_state(asked) in ("gone", "Z"), "it stays when nobody waits for it")
+    finally:
+        with suppress(ProcessLookupError):
+            os.kill(asked, signal.SIGKILL)
 
 
 def test_two_names_of_one_machine(wish: dict[str, Any], connections: list[Connection]) -> None:

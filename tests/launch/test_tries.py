@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from jobs import HANG_SECONDS
+from jobs import HANG_SECONDS, until
 from mpitrain.launch import tries
 from mpitrain.launch.placement import Place, Placement
 from mpitrain.launch.tries import Tries
@@ -26,9 +26,18 @@ class Asking:
         records = {0: RankRecord(0, step=2, first_step=1)}
         self.guards = SimpleNamespace(processes=set, keep=lambda: None, records=lambda: records)
         self.answer = threading.Event()
+        self.logins: list[tuple[str, bool, bool]] = []  # what logs in, whether the hosts have answered, in which thread
 
     def connect(self, keepers: None, *, is_idle: bool) -> None:
         assert (keepers, is_idle) == (None, True)
+        self._log_in("guards")
+
+    def open_ways(self) -> None:
+        self._log_in("mpiexec")
+
+    def _log_in(self, what: str) -> None:
+        is_main = threading.current_thread() is threading.main_thread()
+        self.logins.append((what, self.answer.is_set(), is_main))
 
     def ask(self) -> None:
         self.answer.wait(HANG_SECONDS)
@@ -57,3 +66,24 @@ def test_the_next_try_waits_for_facts(lost: set[str], waits: bool, monkeypatch: 
             stack.callback(later.cancel)
             later.start()
         assert (made._take(stack, wanted) is present) == waits
+
+
+def test_guards_and_mpiexec_do_not_log_in_together() -> None:
+    """A host that all logins pass refuses some of many at once. mpiexec comes when the guards have their answers."""
+    job = Asking()
+
+    def make(stack: ExitStack, _: object) -> Any:
+        stack.callback(job.answer.set)
+        return job
+
+    keepers: Any = SimpleNamespace()
+    present: Any = job
+    with Tries(make, keepers, None) as made:
+        for _ in range(3):
+            made._look(present)
+        assert job.logins == [("guards", False, True)]
+        job.answer.set()
+        until(lambda: made._look(present) or len(job.logins) == 2)
+        for _ in range(3):
+            made._look(present)
+        assert job.logins == [("guards", False, True), ("mpiexec", True, True)]

@@ -16,22 +16,22 @@ from mpitrain.launch.stalls import Stalls
 from mpitrain.launch.watched import WatchedJob
 from mpitrain.watching.census import FirstEnd
 from mpitrain.watching.phases import Phases
-from mpitrain.watching.rank_record import BEGUN, CALLED, DONE, PHASES, STARTED, WAITS, WORKS, RankRecord
+from mpitrain.watching.rank_record import BEGUN, CALLED, PARTED, PHASES, STARTED, WAITS, WORKS, RankRecord
 from mpitrain.watching.view import RankView
 
 
 def test_who_has_vanished() -> None:
-    """Ranks that ended 10 s ago and had called init(), unless their program had ended."""
+    """Ranks that ended 10 s ago and had called init(), unless the programs of all ranks had ended."""
     views = {
         rank: RankView(RankRecord(rank, phase), 100 + rank, ended_seconds=10.1 + rank)
         for rank, phase in enumerate(PHASES)
     }
-    assert (views[0].record.phase, views[3].record.phase) == (STARTED, DONE)
-    assert HostReport(dict(reversed(views.items()))).vanished() == [1, 2, 4]  # in the order of ranks, not of arrival
+    assert (views[0].record.phase, views[4].record.phase) == (STARTED, PARTED)
+    assert HostReport(dict(reversed(views.items()))).vanished() == [1, 2, 3, 5]  # in the order of ranks, not of arrival
     for ended_seconds in (9.9, None):
         recent = {rank: replace(view, ended_seconds=ended_seconds) for rank, view in views.items()}
         assert HostReport(recent).vanished() == []
-    assert HostReport(views).vanished(recovers=True) == [1, 4]  # the others go on without a rank that had begun
+    assert HostReport(views).vanished(recovers=True) == [1, 5]  # the others go on without a rank that had begun
 
 
 WORDS = 'the kernel killed it for want of memory: "Killed process 7"'

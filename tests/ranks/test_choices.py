@@ -16,6 +16,7 @@ from .placements import placed
 
 SLOW_WIRE = Profile("test", 50e-6, 100e6, (), ("a", "b"), (("bf16", 1e9),))
 FAST_WIRE = replace(SLOW_WIRE, bytes_per_second=10e9)
+FAST_INT8 = replace(SLOW_WIRE, codecs=(("bf16", 1e9), ("int8", 1e9)))
 
 
 def with_settings(world: World, **settings: str) -> World:
@@ -30,15 +31,19 @@ def test_a_forced_algorithm(world: World) -> None:
     assert not any(word in line for line in lines for word in ("native", "shared_memory", "predicted"))
 
 
-@pytest.mark.parametrize("profile", [SLOW_WIRE, FAST_WIRE, replace(SLOW_WIRE, nodes=())], ids=["slow", "fast", "none"])
+@pytest.mark.parametrize(
+    ("profile", "expected"),
+    [(SLOW_WIRE, "bf16"), (FAST_INT8, "int8"), (FAST_WIRE, "none"), (replace(SLOW_WIRE, nodes=()), "none")],
+    ids=["slow", "fast int8", "fast", "none"],
+)
 def test_compression_auto_is_what_an_exchange_takes(
-    world: World, profile: Profile, capsys: pytest.CaptureFixture[str]
+    world: World, profile: Profile, expected: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     skip_alone(world)
     there = replace(with_settings(world, compression="auto"), profile=profile)
     (line,) = (line for line in choices(there) if line.startswith("compression"))
     chosen = line.removeprefix("compression auto: ").split(",")[0].split(";")[0]
-    assert chosen == ("bf16" if profile == SLOW_WIRE else "none")
+    assert chosen == expected
     capsys.readouterr()
     make_exchange(there)
     if world.is_root:

@@ -69,7 +69,7 @@ def test_the_largest_by_hand(alone: World) -> None:
     assert left_out.tolist() == [0.0 if place in sent else 1.0 for place in range(8)]
 
 
-@pytest.mark.parametrize("codec", [*GATHERED, "top_k:0.3"])
+@pytest.mark.parametrize("codec", [*GATHERED, "top_k:0.3", "top_k:0.3:2"])
 @pytest.mark.parametrize("length", [1, 5, 4097, 200_003])
 def test_parts_are_added_in_the_order_of_ranks(alone: World, codec: str, length: int) -> None:
     """In NumPy: encode each piece of each rank's values, decode it, and add in float32, rank 0 first."""
@@ -105,7 +105,9 @@ class Counting(MPI.Intracomm):
         return super().Isend(buf, dest, tag)
 
 
-@pytest.mark.parametrize(("codec", "nbytes"), [("top_k", 41 * 6), ("top_k:0.1", 410 * 6), ("sign", 16 * 4 + 512)])
+@pytest.mark.parametrize(
+    ("codec", "nbytes"), [("top_k", 41 * 6), ("top_k:0.1", 410 * 6), ("top_k:0.02:2", 106), ("sign", 16 * 4 + 512)]
+)
 def test_what_is_sent(alone: World, codec: str, nbytes: int) -> None:
     """Of three blocks of 4096 values: what the codec makes of them goes to every other rank, and nothing else."""
     Counting.sent = 0

@@ -258,8 +258,8 @@ def test_what_a_codec_left_out_waits_for_an_outer_step_without_a_codec(world: Wo
     for carries in (False, True):
         strategy, model = DiLoCo(EVERY, outer=Sgd(1.0)), adapter()
         strategy.begin(world, model)
-        (fragment,) = strategy._fragments
-        place = strategy._states._place()
+        (fragment,) = strategy._meetings.fragments
+        place = strategy._meetings.place
         if carries:
             random = numpy.random.default_rng(world.rank)
             for parameter in fragment._reducer.layout.parameters:

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import gc
 import json
-import resource
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,32 +16,26 @@ from mpitrain import (
     Adam,
     AdamW,
     ArrayFunction,
-    Checkpoint,
-    CompareReplicas,
     GradientNorm,
-    Hook,
     JsonLines,
     LossScale,
     Record,
     Sgd,
     ShardedSync,
-    Step,
     StopAtStep,
     Sync,
     Trainer,
     World,
     warmup_cosine,
 )
-from mpitrain.errors import ConfigError, MismatchError, MpitrainError, NonFiniteError
+from mpitrain.errors import NonFiniteError
 from mpitrain.exchange.exchange import make_exchange
-from mpitrain.exchange.owned import cut, put, rest_of, size_of, within
 from mpitrain.exchange.scattered import ScatteredExchange
-from mpitrain.strategies import Strategy
-from mpitrain.strategies.strategy import own_state_for
 
-from .common import assert_same_bits, error_on_all, skip_alone
+from .common import assert_same_bits, error_on_all
 from .placements import PLACEMENTS, placed
-from .trainings import bits, builder, names_in
+from .sharded import assert_equal_states, everything, flat, mean_gradients, parameters, scattered, small_buckets, train
+from .trainings import builder
 
 # Algorithms with which both strategies add in the same order, and the placements where they can be used.
 SAME_ORDER = ("ring", "direct", "halving_doubling", "shared_memory", "hierarchical")
@@ -55,67 +46,6 @@ OPTIMIZERS: dict[str, Callable[[], Any]] = {
     "adam": lambda: Adam(warmup_cosine(0.01, warmup_steps=3, total_steps=12)),
     "adamw": lambda: AdamW(0.01, weight_decay=0.1),
 }
-
-# One element, none, some that few numbers of ranks divide; decayed are those of two dimensions.
-SHAPES = {"a": (37, 11), "b": (11,), "empty": (0, 3), "c": (5, 7, 3), "d": (1,), "e": (1009,), "scale": ()}
-
-
-def small_buckets(world: World, num_bytes: int = 1200) -> World:
-    """The World with buckets of this size, so that a small model has several."""
-    return replace(world, config=replace(world.config, bucket_mib=num_bytes / 2**20))
-
-
-def parameters(dtype: str, shapes: dict[str, tuple[int, ...]] = SHAPES) -> dict[str, numpy.ndarray]:
-    rng = numpy.random.default_rng(5)
-    return {name: numpy.asarray(rng.standard_normal(shape)).astype(dtype) for name, shape in shapes.items()}
-
-
-def scattered(values: Any, batch: Any, on_gradient: Any, loss_scale: float = 1.0) -> float:
-    """A loss whose gradient depends on the parameters and on every sample, in an order of its own."""
-    for name in reversed(list(values)):
-        value = values[name]
-        factor = value.dtype.type(batch.mean() * loss_scale if len(batch) else 0.0)
-        on_gradient(name, numpy.asarray(numpy.sin(value * 3) * factor + value * value.dtype.type(0.1 * loss_scale)))
-    return float((batch**2).mean()) if len(batch) else 0.0
-
-
-def batch_of(rank: int, step: int, size: int) -> numpy.ndarray:
-    """Uneven, and one rank without samples in every step, where there are several."""
-    count = 0 if size > 1 and (rank + step) % size == 0 else 1 + (3 * rank + step) % 4
-    return numpy.random.default_rng((rank, step)).standard_normal((count, 2))
-
-
-def train(world: World, strategy: Strategy, model: Any, steps: range) -> list[tuple[float, float]]:
-    made = []
-    for step in steps:
-        batch = batch_of(world.rank, step, world.size)
-        strategy.begin_step(len(batch))
-        loss = model.loss_and_gradients(batch, strategy.on_gradient)
-        means, rate = strategy.finish_step(model, loss)
-        made.append((means.loss, rate))
-    return made
-
-
-def flat(model: Any) -> numpy.ndarray:
-    return numpy.concatenate([value.reshape(-1) for value in model.parameters().values()])
-
-
-def everything(strategy: Strategy, model: Any) -> dict[str, Any]:
-    strategy.own_state()
-    state: dict[str, Any] = model.state()
-    return state
-
-
-def assert_equal_states(found: Any, expected: Any) -> None:
-    assert type(found) is type(expected)
-    if isinstance(found, dict):
-        assert found.keys() == expected.keys()
-        for name in found:
-            assert_equal_states(found[name], expected[name])
-    elif isinstance(found, numpy.ndarray):
-        assert (found.dtype, found.shape, found.tobytes()) == (expected.dtype, expected.shape, expected.tobytes())
-    else:
-        assert found == expected
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
@@ -170,38 +100,6 @@ def test_each_rank_has_its_share(world: World, sizes: dict[str, tuple[int, ...]]
     strategy.close()
 
 
-def test_the_whole_state_is_given_back(world: World) -> None:
-    """`state` of the adapter needs the other ranks. What it then takes is free again from the next step on."""
-    strategy, model = ShardedSync(), ArrayFunction(scattered, parameters("float64"), Adam(0.01))
-    strategy.begin(world, model)
-    with pytest.raises(ConfigError, match="divided between the ranks"):
-        model.state()
-    strategy.own_state()
-    assert model.state()["optimizer"]["first"]["a"].shape == SHAPES["a"]
-    train(world, strategy, model, range(1))
-    own_state_for(strategy, reads=world.is_root)
-    if world.is_root:
-        assert model.state()["optimizer"]["step"] == 1
-    else:
-        with pytest.raises(ConfigError, match="divided between the ranks"):
-            model.state()
-    train(world, strategy, model, range(1, 2))
-    with pytest.raises(ConfigError, match=r"Call own_state\(\) of the strategy"):
-        model.state()
-    strategy.close()
-
-
-def mean_gradients(world: World, at: numpy.ndarray, step: int) -> numpy.ndarray:
-    """In float64, of all samples, without mpitrain."""
-    every = [batch_of(rank, step, world.size) for rank in range(world.size)]
-    total = sum(len(batch) for batch in every)
-    gradient = numpy.zeros_like(at)
-    for batch in every:
-        if len(batch):
-            gradient += len(batch) / total * (numpy.sin(3 * at) * batch.mean() + 0.1 * at)
-    return gradient
-
-
 def test_clipping_by_the_norm_of_all(world: World) -> None:
     """Against plain SGD in float64, and the measured norm is that of all elements, on every rank."""
     strategy, model = ShardedSync(), ArrayFunction(scattered, parameters("float64"), Sgd(0.5, clip_norm=0.75))
@@ -239,154 +137,6 @@ def test_the_norm_can_be_measured_without_clipping(world: World, shared: Path) -
     assert any(norms[0])
 
 
-# -- checkpoints ------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("kinds", [(Sync, ShardedSync), (ShardedSync, Sync), (ShardedSync, ShardedSync)])
-def test_checkpoints_load_with_and_without(world: World, shared: Path, kinds: Any) -> None:
-    """A run that changes the strategy at a checkpoint ends with the bits of one that does not."""
-
-    def build(kind: Any, algorithm: str = "ring") -> Callable[[World], Any]:
-        made: dict[Any, Callable[[], Strategy]] = {
-            Sync: lambda: Sync(lambda one: make_exchange(one, algorithm)),
-            ShardedSync: lambda: ShardedSync(lambda one: ScatteredExchange(one, algorithm)),
-        }
-        return builder(45, 14, optimizer=lambda: Adam(0.01), strategy=made[kind])
-
-    whole = Trainer(build(Sync), [StopAtStep(9)])
-    whole.run()
-    first = Trainer(build(kinds[0]), [StopAtStep(5), Checkpoint(shared, steps=2)])
-    first.run()
-    second = Trainer(build(kinds[1]), [StopAtStep(9), Checkpoint(shared, steps=100)])
-    second.run()
-    second.own_state()
-    assert bits(second) == bits(whole)
-    for trainer in (whole, first, second):
-        trainer.close()
-
-
-def test_a_checkpoint_of_another_number_of_ranks(world: World) -> None:
-    """The state of all ranks goes on in each rank by itself, and the other way round: in one process, and divided."""
-    from mpi4py import MPI
-
-    from mpitrain.job.worlds import make_world
-
-    strategy, model = ShardedSync(), ArrayFunction(scattered, parameters("float64"), AdamW(0.01))
-    there = small_buckets(world)
-    strategy.begin(there, model)
-    train(there, strategy, model, range(3))
-    state = everything(strategy, model)
-    alone = make_world(MPI.COMM_SELF)
-    one, model_alone = ShardedSync(), ArrayFunction(scattered, parameters("float64"), AdamW(0.01))
-    one.begin(alone, model_alone)
-    model_alone.restore(state)
-    assert_equal_states(everything(one, model_alone), state)
-    train(alone, one, model_alone, range(3, 5))
-    state = world.broadcast(everything(one, model_alone))
-    model.restore(state)
-    assert_equal_states(everything(strategy, model), state)
-    train(there, strategy, model, range(5, 6))
-    assert_same_bits(world, flat(model))
-    one.close()
-    alone.free()
-    strategy.close()
-
-
-@pytest.mark.parametrize("which", ["reads", "does not read"])
-def test_a_rank_without_room(world: World, which: str) -> None:
-    """One rank may take no more memory: the error on all ranks says so. When there is room again, the state comes."""
-    odd = 0 if which == "reads" else world.size - 1
-    strategy, model = ShardedSync(), ArrayFunction(scattered, {"w": numpy.zeros(6_000_000)}, Adam(0.01))
-    strategy.begin(world, model)
-    before, taken = resource.getrlimit(resource.RLIMIT_AS), []
-
-    def gather() -> dict[str, Any]:
-        return own_state_for(strategy, reads=world.is_root)
-
-    if world.rank == odd:
-        gc.collect()  # what it frees later would be room
-        pages = int(Path("/proc/self/statm").read_text().split()[0])
-        resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + 2**24, before[1]))
-        with suppress(MemoryError):  # what the process has freed, and could use again
-            while True:
-                taken.append(numpy.empty(6_000_000))
-    try:
-        said = error_on_all(world, MpitrainError, gather)
-    finally:
-        if world.rank == odd:
-            resource.setrlimit(resource.RLIMIT_AS, before)
-        taken.clear()
-    assert f"{world.name(odd)}, bring the optimizer's state together: " in said
-    assert "MemoryError: Unable to allocate 45.8 MiB" in said
-    gather()
-    if world.is_root:
-        assert model.state()["optimizer"]["second"]["w"].size == 6_000_000
-    strategy.close()
-
-
-def test_a_checkpoint_at_the_end_of_a_try(world: World, shared: Path) -> None:
-    """The ranks that write have saved the last step already, and all others still take part."""
-    checkpoint, ends = Checkpoint(shared, steps=3), []
-
-    class End(Hook):
-        def after_step(self, trainer: Trainer, step: Step) -> None:
-            ends.append(step)
-
-    trainer = Trainer(
-        builder(45, 14, optimizer=lambda: Adam(0.01), strategy=ShardedSync), [checkpoint, End(), StopAtStep(3)]
-    )
-    trainer.run()
-    checkpoint.before_end(trainer, ends[-1])
-    assert_same_bits(world, *trainer.adapter.parameters().values())
-    trainer.close()
-    if world.is_root:
-        assert names_in(shared) == ["step-00000003"]
-
-
-class Rebuild(Hook):
-    """Goes on in another World after the second step."""
-
-    def after_step(self, trainer: Trainer, step: Step) -> None:
-        if step.number == 2:
-            trainer.rebuild(replace(trainer.world, generation=trainer.world.generation + 1))
-
-
-def test_a_rank_that_goes_on_keeps_its_part_only(world: World, shared: Path) -> None:
-    """After a resume, and in another World, no rank has the memory of the whole optimizer."""
-    looked = []
-
-    class Look(Hook):
-        def before_run(self, trainer: Trainer) -> None:
-            self.look("resumed" if trainer.step_number else "begun", trainer)
-
-        def world_changed(self, trainer: Trainer) -> None:
-            self.look("rebuilt", trainer)
-
-        def look(self, when: str, trainer: Trainer) -> None:
-            with pytest.raises(ConfigError, match="divided between the ranks"):
-                trainer.adapter.state()
-            looked.append(when)
-
-    for steps in (1, 3):
-        build = builder(45, 14, optimizer=lambda: Adam(0.01), strategy=ShardedSync)
-        trainer = Trainer(build, [Rebuild(), StopAtStep(steps), Checkpoint(shared, steps=1), Look()])
-        trainer.run()
-        trainer.close()
-    assert looked == ["begun", "resumed", "rebuilt"]
-
-
-def test_a_trainer_goes_on_in_another_world(world: World) -> None:
-    trainers = []
-    for hooks in ([], [Rebuild()]):
-        trainer = Trainer(builder(45, 14, optimizer=lambda: Adam(0.01), strategy=ShardedSync), [*hooks, StopAtStep(5)])
-        trainer.run()
-        trainer.own_state()
-        trainers.append(trainer)
-    assert bits(trainers[0]) == bits(trainers[1])
-    for trainer in trainers:
-        trainer.close()
-
-
 def test_an_optimizer_starts_anew_without_its_division(world: World) -> None:
     """An optimizer that was divided, and then starts for Sync, makes the steps of a new one: all elements, clipped."""
     used, new = (Sgd(0.5, momentum=0.9, clip_norm=0.75) for _ in range(2))
@@ -398,29 +148,6 @@ def test_an_optimizer_starts_anew_without_its_division(world: World) -> None:
         found.append((losses, flat(model).tobytes(), model.gradient_norm()))
         strategy.close()
     assert found[1] == found[2]
-
-
-def test_a_repair_keeps_the_optimizer(world: World) -> None:
-    """A flipped parameter is found and repaired; each rank's part of the optimizer stays."""
-    skip_alone(world)
-
-    class Flip(Hook):
-        def after_step(self, trainer: Trainer, step: Step) -> None:
-            if step.number == 2 and trainer.world.rank == world.size - 1:
-                trainer.adapter.parameters()["dense1.weight"][0, 0] += 1.0
-
-    trainers = []
-    for hooks in ([], [Flip(), CompareReplicas(steps=1, repair="root")]):
-        trainer = Trainer(builder(45, 14, optimizer=lambda: Adam(0.01), strategy=ShardedSync), [*hooks, StopAtStep(4)])
-        trainer.run()
-        trainer.own_state()
-        trainers.append(trainer)
-    assert bits(trainers[0]) == bits(trainers[1])
-    for trainer in trainers:
-        trainer.close()
-
-
-# -- scales, batches in pieces, bad gradients -------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("bad", [numpy.inf, numpy.nan], ids=str)
@@ -516,102 +243,3 @@ def test_verify_sees_whole_means(world: World) -> None:
     found = numpy.concatenate([mean.reshape(-1) for mean in seen[0].values()])
     numpy.testing.assert_allclose(found, mean_gradients(world, at, 0), rtol=1e-12, atol=1e-14)
     strategy.close()
-
-
-# -- what is refused --------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("optimizers", "text"),
-    [
-        ((lambda: Adam(0.01), lambda: Adam(0.02)), "0.02"),
-        ((lambda: AdamW(0.01, weight_decay=0.1), lambda: AdamW(0.01, weight_decay=0.2)), "0.2"),
-        ((lambda: Adam(0.01), lambda: Sgd(0.01)), "Sgd"),
-        ((lambda: Sgd(0.01, clip_norm=1.0), lambda: Sgd(0.01)), "None"),
-        ((lambda: Sgd(0.01, clip_norm=1.0), lambda: Sgd(0.01, clip_norm=numpy.float32(0.1))), "0.1000000014"),
-        (tuple(lambda of=of: Sgd(0.01, momentum=numpy.float32(of)) for of in (0.5, 0.25)), "0.25"),
-    ],
-)
-def test_optimizers_that_differ(world: World, optimizers: Any, text: str) -> None:
-    skip_alone(world)
-    model = ArrayFunction(scattered, parameters("float64"), optimizers[world.rank == 1]())
-    said = error_on_all(world, MismatchError, lambda: ShardedSync().begin(world, model))
-    assert f"{world.name(1)}: " in said
-    assert text in said
-
-
-def test_schedules_that_differ(world: World) -> None:
-    """A function cannot be compared, but the rates of each step are."""
-    skip_alone(world)
-    rate = 0.5 if world.rank == 1 else 0.25
-    strategy = ShardedSync()
-    model = ArrayFunction(scattered, parameters("float64"), Sgd(lambda step: 0.25 if step == 0 else rate))
-    strategy.begin(world, model)
-    train(world, strategy, model, range(1))
-    said = error_on_all(world, MismatchError, lambda: train(world, strategy, model, range(1, 2)))
-    assert f"{world.name(1)} has updated its part of the parameters with the learning rate 0.5" in said
-    assert f"{world.name(0)}: 0.25" in said
-    strategy.close()
-
-
-def test_the_choice_of_auto_is_said(world: World, capsys: pytest.CaptureFixture[str]) -> None:
-    there = replace(world, config=replace(world.config, compression="auto"))
-    strategy = ShardedSync()
-    strategy.begin(there, ArrayFunction(scattered, parameters("float64"), Sgd(0.1)))
-    strategy.close()
-    said = "mpitrain: compression auto: none; a divided optimizer sends gradients and parameters as they are\n"
-    assert capsys.readouterr().out == (said if world.is_root else "")
-
-
-def test_another_strategy_on_one_rank(world: World) -> None:
-    skip_alone(world)
-    strategy = Sync() if world.rank == 1 else ShardedSync()
-    model = ArrayFunction(scattered, parameters("float64"), Sgd(0.1))
-    error_on_all(world, MismatchError, lambda: strategy.begin(world, model))
-
-
-def test_what_cannot_be_divided(world: World) -> None:
-    class Own:
-        """An optimizer of somebody else."""
-
-        def start(self, parameters: Any, decayed: Any) -> None: ...
-
-    model = ArrayFunction(scattered, parameters("float64"), Own())  # type: ignore[arg-type]
-    with pytest.raises(ConfigError) as caught:  # the lowest rank raises its own error, the others quote it
-        ShardedSync().begin(world, model)
-    said = world.broadcast(str(caught.value))
-    assert world.rank == 0 or f"{world.name(0)}, divide the optimizer: {said}" == str(caught.value)
-    assert "Own has no method keep_only(ranges, norm_of_all)" in said
-    coded = replace(world, config=replace(world.config, compression="bf16"))
-    model = ArrayFunction(scattered, parameters("float32"), Sgd(0.1))
-    said = error_on_all(world, ConfigError, lambda: ShardedSync().begin(coded, model))
-    assert "compression=bf16" in said
-    native = replace(world, config=replace(world.config, algorithm="native"))
-    said = error_on_all(world, ConfigError, lambda: ShardedSync().begin(native, model))
-    assert "native has no halves" in said
-    strategy = ShardedSync()
-    strategy.begin(world, model)
-    with pytest.raises(ConfigError, match="divided between ranks already"):
-        ShardedSync().begin(world, model)
-    strategy.close()
-
-
-def test_ranges(world: World) -> None:
-    """`cut` and `put` are each other's reverse, and `within` finds a place in both."""
-    whole = numpy.arange(20)
-    ranges = [slice(2, 5), slice(7, 7), slice(9, 14)]
-    part = cut(ranges, whole)
-    assert part.tolist() == [2, 3, 4, 9, 10, 11, 12, 13]
-    assert size_of(ranges) == 8
-    assert sorted([*part, *cut(rest_of(ranges, 20), whole)]) == list(range(20))
-    assert rest_of([], 3) == [slice(0, 3)]
-    assert rest_of([slice(0, 3)], 3) == []
-    back = numpy.full(20, -1)
-    put(ranges, part, back)
-    assert [place for place in range(20) if back[place] == place] == part.tolist()
-    for begin in range(20):
-        for end in range(begin, 20):
-            got = [whole[slice(begin, end)][there].tolist() for there, _ in within(ranges, slice(begin, end))]
-            mine = [part[here].tolist() for _, here in within(ranges, slice(begin, end))]
-            assert got == mine
-            assert [value for one in got for value in one] == [value for value in part.tolist() if begin <= value < end]

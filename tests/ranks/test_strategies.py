@@ -29,11 +29,18 @@ ROUNDS: dict[str, Callable[[], Strategy]] = {
     "diloco": lambda: DiLoCo(1, outer=Sgd(1.0)),
     "streaming_diloco": lambda: StreamingDiLoCo(1, fragments=3, delay=0, alpha=0.0, outer=Sgd(1.0)),
 }
+# Strategies that send float32 in a shorter form, and so never the whole means: test_sparse_loco.py has what they send.
+CODED = ["sparse_loco"]
 
 
 def as_sync(name: str) -> tuple[Strategy, float]:
     """Return a strategy that does what Sync does, and the momentum with which it does."""
     return (ROUNDS[name](), 0.0) if name in ROUNDS else (make_strategy(name), MOMENTUM)
+
+
+def dtype_of(name: str) -> str:
+    """Return the dtype of parameters that a strategy takes on several ranks."""
+    return "float32" if name in CODED else "float64"
 
 
 def adapter(
@@ -51,7 +58,7 @@ def quadratic(parameters: Any, batch: Any, on_gradient: Any) -> float:
         on_gradient("w", numpy.zeros_like(w))
         return 0.0
     on_gradient("v", v - v.dtype.type(batch.mean()))
-    on_gradient("w", w - batch.mean(axis=0))
+    on_gradient("w", w - batch.mean(axis=0).astype(w.dtype))
     return float(((w - batch) ** 2).sum() / 2 / len(batch))
 
 
@@ -133,16 +140,17 @@ def means_are_by_samples(world: World, name: str) -> None:
 
 
 def a_resume_has_the_same_bits(world: World, name: str) -> None:
-    whole, model = make_strategy(name), adapter()
+    dtype = dtype_of(name)
+    whole, model = make_strategy(name), adapter(dtype=dtype)
     whole.begin(world, model)
     train(world, whole, model, range(STEPS))
     whole.close()
-    first, begun = make_strategy(name), adapter()
+    first, begun = make_strategy(name), adapter(dtype=dtype)
     first.begin(world, begun)
     train(world, first, begun, range(STEPS // 2))
     state, own, saved = first.state(), first.own_state(), begun.state()
     assert len({repr(one) for one in world.allgather(state)}) == 1
-    second, resumed = make_strategy(name), adapter(seed=99)
+    second, resumed = make_strategy(name), adapter(seed=99, dtype=dtype)
     second.begin(world, resumed)
     second.restore(state)
     resumed.restore(saved)
@@ -166,7 +174,7 @@ def errors_come_on_every_rank(world: World, name: str) -> None:
 
         return quadratic(parameters, batch, hand_in)
 
-    strategy, model = make_strategy(name), adapter(function)
+    strategy, model = make_strategy(name), adapter(function, dtype=dtype_of(name))
     strategy.begin(world, model)
     batch = samples(world.rank, 0, 2)
     one_step(strategy, model, batch)
@@ -201,6 +209,8 @@ def test_the_contract(world: World, name: str, holds: Callable[[World, str], Non
         text = error_on_all(world, ConfigError, lambda: make_strategy(name).begin(world, adapter()))
         assert f"{world.size} equal ranks were started" in text
         return
+    if world.size > 1 and name in CODED and holds is means_are_by_samples:
+        pytest.skip("it sends no whole means; see test_sparse_loco.py")
     holds(world, name)
 
 

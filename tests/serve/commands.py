@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -14,7 +13,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import TracebackType
 
+from counting import free_ports_in_a_row
+
 from jobs import HANG_SECONDS, REPOSITORY, TOKEN, clean_environment, kill_all, processes_of
+from mpitrain.job.context import JobContext
 
 TRAIN = [str(REPOSITORY / "examples/train.py"), "--data", "digits", "--strategy", "parameter_server"]
 _PROGRAMS = str(Path(sys.executable).parent)
@@ -28,8 +30,7 @@ class Commands:
         self.state = folder / "state"
         self._token = uuid.uuid4().hex
         self._started: list[Command] = []
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            self.port = int(free.getsockname()[1])
+        self.port = free_ports_in_a_row(3)
 
     def __enter__(self) -> Commands:
         return self
@@ -72,6 +73,25 @@ class Commands:
         command = Command(process, output)
         self._started.append(command)
         return command
+
+
+def contexts_of(command: Command) -> dict[int, JobContext]:
+    """By process: what those below this command are told."""
+    found: dict[int, JobContext] = {}
+    for entry in Path("/proc").iterdir():
+        try:
+            words = (entry / "environ").read_bytes().decode().split("\0")
+        except (OSError, UnicodeDecodeError):
+            continue
+        context = JobContext.read(dict(word.partition("=")[::2] for word in words))
+        if context.launcher.split()[1:2] == [str(command.process.pid)]:
+            found[int(entry.name)] = context
+    return found
+
+
+def processes(command: Command, serves: str) -> list[int]:
+    """The processes below this command that are of this kind."""
+    return sorted(pid for pid, context in contexts_of(command).items() if context.serves == serves)
 
 
 class Command:

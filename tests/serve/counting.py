@@ -6,29 +6,64 @@ So after a run the parameters say how often each sample was in an update. All va
 
 from __future__ import annotations
 
+import json
 import random
+import re
 import socket
 import tempfile
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import numpy
-import pytest
 
 import mpitrain as mt
 from mpitrain.job.role import Role
 from mpitrain.job.start import the_job
 from mpitrain.serve.keys import WorkerKey, keys_of
-from mpitrain.serve.link import ServerLink
-from mpitrain.serve.worker_link import WorkerLink
 
 NUM_SAMPLES, BATCH, JOB = 24, 8, 4
 
 _TEMPORARY = tempfile.TemporaryDirectory()
 _FOLDER = Path(_TEMPORARY.name)  # of the keys
+
+# A training in a process of its own. Each update adds 1 / 4 to the numbers of its 4 samples. The last line says where
+# the run stands.
+COUNTING_SCRIPT = """
+import json, os, sys, time
+import numpy
+import mpitrain as mt
+
+folder, last, seconds = sys.argv[1], int(sys.argv[2]), float(sys.argv[3])
+
+def counting(parameters, batch, on_gradient):
+    time.sleep(seconds)
+    gradient = numpy.zeros_like(parameters["count"])
+    numpy.subtract.at(gradient, batch, 1 / len(batch))
+    on_gradient("count", gradient)
+    return 1.0
+
+def build(world):
+    data = mt.ArrayData(world, numpy.arange(24), global_batch=4, seed=5)
+    model = mt.ArrayFunction(counting, {"count": numpy.zeros(24)}, mt.Sgd(1.0))
+    return mt.Parts(model, mt.ParameterServer(MODE), data)
+
+class Tell(mt.Hook):
+    ends_run = True
+
+    def after_step(self, trainer, step):
+        if step.number % 10 == 0:
+            print("step", step.number, flush=True)
+        if step.number == last or os.path.exists(folder + "/stop"):
+            trainer.last_step = step.number
+
+trainer = mt.Trainer(build, [Tell(), mt.Checkpoint(folder, steps=5, keep=2)])
+trainer.run()
+counts = trainer.adapter.parameters()["count"]
+print("end", json.dumps([(4 * counts).tolist(), trainer.data.state(), trainer.step_number]), flush=True)
+"""
 
 # Each with the number of samples of its updates.
 MODES: dict[str, tuple[dict[str, Any], int]] = {
@@ -66,6 +101,17 @@ def expected_counts(position: dict[str, Any], samples_of_update: int) -> numpy.n
     return counts / samples_of_update
 
 
+def check_counts(output: str) -> int:
+    """Check that each sample counts once in what a server with COUNTING_SCRIPT has printed. Return its steps."""
+    found = re.search("end (.*)\n", output)
+    assert found, output
+    counts, position, steps = json.loads(found[1])
+    left = sum(end - begin for _, begin, end in position.get("left", []))
+    assert position["epoch"] * NUM_SAMPLES + position["cursor"] - left == 4 * steps
+    assert counts == expected_counts(position, 1).tolist()
+    return int(steps)
+
+
 def free_addresses(number: int) -> list[str]:
     """Different ones, with ports below those that the kernel gives to the connections of other tests meanwhile."""
     free: dict[str, None] = {}
@@ -74,6 +120,16 @@ def free_addresses(number: int) -> list[str]:
         with suppress(OSError), socket.create_server(("127.0.0.1", port)):
             free[f"127.0.0.1:{port}"] = None
     return list(free)
+
+
+def free_ports_in_a_row(number: int) -> int:
+    """The first of so many ports, of which `free_addresses` says where they are."""
+    while True:
+        first = random.SystemRandom().randrange(16384, 32768 - number)
+        with suppress(OSError), ExitStack() as stack:
+            for port in range(first, first + number):
+                stack.enter_context(socket.create_server(("127.0.0.1", port)))
+            return first
 
 
 def free_address() -> str:
@@ -85,35 +141,16 @@ def worker_key() -> WorkerKey:
 
 
 @contextmanager
-def at(addresses: Sequence[str]) -> Iterator[None]:
-    """Inside, several servers are found at these addresses. The ranks of one mpiexec hear of theirs over MPI."""
-    keys = keys_of(_FOLDER / "server")
-
-    def bound(role: Role, _: Any, most_bytes: int) -> tuple[ServerLink, list[WorkerLink]]:
-        links = [WorkerLink(addresses[:1], keys.worker, most_bytes)] if role.number else []
-        return ServerLink(addresses[role.number], keys, most_bytes), links
-
-    def connected(_: Role, __: Any, most_bytes: int) -> list[WorkerLink]:
-        named = [(f"server {number}", [address]) for number, address in enumerate(addresses)]
-        return [WorkerLink(places, keys.worker, most_bytes, name=name) for name, places in named]
-
-    with pytest.MonkeyPatch.context() as patch:
-        if len(addresses) > 1:
-            patch.setattr("mpitrain.serve.party.bound", bound)
-            patch.setattr("mpitrain.serve.party.connected", connected)
-        yield
-
-
-@contextmanager
-def playing(kind: Any, address: str, num_workers: int = 0, num_servers: int = 1, number: int = 0) -> Iterator[None]:
+def playing(kind: Any, *addresses: str, num_workers: int = 0, num_servers: int = 1, number: int = 0) -> Iterator[None]:
     """Inside, this process has a role; a Trainer made inside keeps it."""
     job, server = the_job(), _FOLDER / "server"
     worker = _FOLDER / "worker"
     if not worker.exists():  # threads read it
         worker.write_text(worker_key().text)
-    key = server if kind == "server" else worker
+    key = worker if kind == "worker" else server
     numbers = {"num_workers": num_workers, "num_servers": num_servers, "number": number}
-    before, job.role = job.role, Role(kind, (address,), str(key), **numbers)  # type: ignore[arg-type]
+    job.has_served = False  # a process has one run; a test makes several in one
+    before, job.role = job.role, Role(kind, addresses, str(key), **numbers)  # type: ignore[arg-type]
     try:
         yield
     finally:
@@ -127,14 +164,16 @@ class WorkerThreads:
         self.errors: dict[int, BaseException] = {}
         self.threads: list[threading.Thread] = []
 
-    def start(self, address: str, builds: Sequence[Any], num_servers: int = 1) -> None:
+    def start(self, address: str, builds: Sequence[Any]) -> None:
+        """Start workers. The first server tells them of the others."""
         for build in builds:
-            with playing("worker", address, num_servers=num_servers):
+            with playing("worker", address, num_servers=0):
                 self._start(mt.Trainer(build))
 
-    def start_shards(self, builds: Sequence[Any]) -> None:
-        for number, build in enumerate(builds, 1):
-            with playing("shard", "", 0, 1 + len(builds), number):
+    def start_shards(self, addresses: Sequence[str], builds: Sequence[Any]) -> None:
+        """Start the servers besides the first one, which has the first address."""
+        for number, (address, build) in enumerate(zip(addresses[1:], builds, strict=True), 1):
+            with playing("shard", address, addresses[0], num_servers=len(addresses), number=number):
                 self._start(mt.Trainer(build))
 
     def _start(self, trainer: mt.Trainer) -> None:
@@ -169,16 +208,15 @@ def train_served(
     """
     num_servers = 1 + len(shard_builds)
     addresses = free_addresses(num_servers)
-    with playing("server", addresses[0], len(worker_builds), num_servers):
+    with playing("server", addresses[0], num_workers=len(worker_builds), num_servers=num_servers):
         trainer = mt.Trainer(build, hooks)
     if restore is not None:
         trainer.restore(restore)
     others = WorkerThreads()
-    with at(addresses):
-        others.start(addresses[0], worker_builds, num_servers)
-        others.start_shards(shard_builds)
-        try:
-            trainer.run()
-        finally:
-            others.end()
+    others.start(addresses[0], worker_builds)
+    others.start_shards(addresses, shard_builds)
+    try:
+        trainer.run()
+    finally:
+        others.end()
     return trainer, others

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import replace
 from typing import Any
 
 import numpy
-from counting import NUM_SAMPLES, WorkerThreads, at, counting, free_addresses, parts, playing, worker_key
+from counting import NUM_SAMPLES, WorkerThreads, counting, free_addresses, parts, playing, worker_key
 
 import mpitrain as mt
 from jobs import HANG_SECONDS, until
@@ -96,9 +96,8 @@ class Served:
             strategy.restore_own({"carried": carried})
         self.strategy = strategy
         self.facts = strategy._party.facts(self.trainer.data)  # type: ignore[arg-type]
-        self._others, self._found = WorkerThreads(), ExitStack()
-        self._found.enter_context(at(self.addresses))
-        self._others.start_shards(builds)
+        self._others = WorkerThreads()
+        self._others.start_shards(self.addresses, builds)
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
 
@@ -112,7 +111,6 @@ class Served:
         self._thread.join(60)
         assert not self._thread.is_alive()
         self._others.end()
-        self._found.close()
         if self.error is not None:
             raise self.error
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -26,9 +27,10 @@ def check_counts(trainer: mt.Trainer, name: str) -> None:
     numpy.testing.assert_array_equal(counts_of(trainer), expected_counts(trainer.data.state(), MODES[name][1]))
 
 
-@pytest.mark.parametrize(("num_servers", "num_workers"), [(1, 1), (1, 3), (2, 1), (2, 3), (3, 2), (3, 5)])
+@pytest.mark.parametrize(("num_servers", "num_workers"), [(1, 1), (1, 3), (2, 1), (2, 3), (3, 2), (3, 5), (2, 9)])
 @pytest.mark.parametrize("name", MODES)
 def test_each_sample_counts_once(name: str, num_servers: int, num_workers: int) -> None:
+    """Also where an epoch, or a step, has fewer jobs than there are workers: 9 are more than each has in any mode."""
     steps = 3 * NUM_SAMPLES // MODES[name][1] + 2
     builds = [parts(strategy(name)) for _ in range(num_workers)]
     shards = [parts(strategy(name)) for _ in range(num_servers - 1)]
@@ -41,6 +43,26 @@ def test_each_sample_counts_once(name: str, num_servers: int, num_workers: int) 
     ledger = trainer.strategy.ledger  # type: ignore[attr-defined]
     assert sum(one.samples for one in ledger.workers) >= total
     assert ledger.updates == steps
+
+
+@pytest.mark.parametrize("name", MODES)
+def test_workers_that_are_faster_than_the_server(name: str) -> None:
+    """Each has one job at most, whether it computes it, or has answered and is not heard yet."""
+    num_workers, steps = 5, 12  # with one backup worker, 4 answers make a step of 8 samples
+    cut: list[int] = []
+
+    class Slow(mt.Hook):
+        def after_step(self, trainer: mt.Trainer, step: mt.Step) -> None:
+            time.sleep(0.03)
+            queue = trainer.strategy._server.queue  # type: ignore[attr-defined]
+            cut.append(queue.summary()["out"] + queue.summary()["answered"])
+
+    builds = [parts(strategy(name)) for _ in range(num_workers)]
+    trainer, workers = train_served(parts(strategy(name)), builds, [mt.StopAtStep(steps), Slow()])
+    assert workers.errors == {}
+    assert len(cut) == steps
+    assert max(cut) <= num_workers
+    check_counts(trainer, name)
 
 
 @pytest.mark.parametrize(("before", "after"), [(1, 1), (3, 2)])

@@ -12,10 +12,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from commands import TRAIN, Command, Commands
+from commands import TRAIN, Command, Commands, contexts_of, processes
 
 from jobs import Job, run_command, until
-from mpitrain.job.context import JobContext
 from mpitrain.launch.roster import served
 from mpitrain.watching.served_record import NAME
 
@@ -70,26 +69,8 @@ def line_of(command: Command) -> dict[str, str]:
     return dict(zip(COLUMNS, re.split(r"  +", lines[0], maxsplit=6), strict=True)) if lines else {}
 
 
-def contexts_of(command: Command) -> dict[int, JobContext]:
-    """By process: what those below this command are told."""
-    found: dict[int, JobContext] = {}
-    for entry in Path("/proc").iterdir():
-        try:
-            words = (entry / "environ").read_bytes().decode().split("\0")
-        except (OSError, UnicodeDecodeError):
-            continue
-        context = JobContext.read(dict(word.partition("=")[::2] for word in words))
-        if context.launcher.split()[1:2] == [str(command.process.pid)]:
-            found[int(entry.name)] = context
-    return found
-
-
 def tokens_of(command: Command) -> set[str]:
     return {context.job for context in contexts_of(command).values()}
-
-
-def processes(command: Command, serves: str) -> list[int]:
-    return sorted(pid for pid, context in contexts_of(command).items() if context.serves == serves)
 
 
 def table_in(job: Job) -> list[list[str]]:

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 from commands import TRAIN, Commands
+from counting import COUNTING_SCRIPT, check_counts
 
 from jobs import REPOSITORY
 from mpitrain.serve.keys import make_keys
@@ -152,6 +153,34 @@ def test_a_server_that_is_killed_and_started_again(commands: Commands, tmp_path:
     assert "2 workers (0 gone)" in again.output
 
 
+def test_two_servers_for_one_job(commands: Commands, tmp_path: Path) -> None:
+    """A second one at the same port is refused. A worker that knows two goes from one to the other, with no answer."""
+    script = tmp_path / "train.py"
+    script.write_text(COUNTING_SCRIPT.replace("MODE", repr("async")))
+    program = {name: [str(script), str(tmp_path / name), "0", "0.02"] for name in ("one", "other")}
+    _key(commands)
+    keys = commands.state / "mpitrain" / f"serve-{commands.port}.key"
+    keys.with_name(f"serve-{commands.port + 1}.key").write_bytes(keys.read_bytes())
+    keys.with_name(f"serve-{commands.port + 1}.key").chmod(0o600)
+    one = commands.serve(program=program["one"])
+    one.until("there is no worker|ranks: 1")
+    other = commands.start(["mpitrain", "serve", "--port", str(commands.port + 1), *program["other"]])
+    places = ",".join(f"127.0.0.1:{commands.port + number}" for number in range(2))
+    worker = commands.start(["mpitrain", "work", places, *program["one"]])
+    one.until(r"1 here[^\0]*step \d+\n")
+    again = commands.serve(program=program["one"])
+    assert again.end() == 2
+    assert f"port {commands.port} is in use on this machine, by another server perhaps" in again.output
+    one.until(lambda text: text.count("step ") >= 3)  # it goes on
+    one.signal(signal.SIGKILL)
+    one.end()
+    other.until(r"1 here[^\0]*step \d+\n")
+    (tmp_path / "other" / "stop").touch()
+    for command in (other, worker):
+        assert command.end() == 0, command.output
+    assert check_counts(other.output) > 0
+
+
 def _key(commands: Commands) -> str:
     """The key of a server that has not been started yet."""
     from mpitrain.serve.keys import keys_of
@@ -172,6 +201,8 @@ def test_no_worker_at_all_and_ctrl_c(commands: Commands) -> None:
         (["serve"], "name a script, as in `mpitrain serve train.py`"),
         (["serve", "nowhere.py"], "there is no script 'nowhere.py'"),
         (["serve", "--port", "0", "x.py"], "'0' is no port; allowed are 1 to 65535"),
+        (["serve", "--servers", "0", "x.py"], "'0' is not"),
+        (["serve", "--port", "65534", "--servers", "3", TRAIN[0]], "3 servers take the ports 65534 to 65536, and the"),
         (["serve", "--hosts", "a b", TRAIN[0]], "does not begin with the name of a host"),
         (["serve", "--plain", "nope", TRAIN[0]], "--plain nope: there is no such interface; there are .*lo"),
         (["serve", "-i", "hosts", TRAIN[0]], "add --hosts A,B, or leave it out"),
@@ -217,6 +248,10 @@ def test_what_is_shown(commands: Commands) -> None:
     assert shown.end() == 0
     assert shown.output.splitlines() == [first, last]
     assert "MPITRAIN_KEY" not in shown.output + server.output
+    several = commands.serve("--show", "--servers", "2", program=PROGRAM)
+    assert several.end() == 0
+    ports = [f"{first}  # server {number}, port {commands.port + number}" for number in range(2)]
+    assert several.output.splitlines() == [*ports, last]
 
 
 def test_without_pyzmq(tmp_path: Path) -> None:

@@ -340,7 +340,7 @@ def test_another_optimizer_on_one_server(make: Any, text: str) -> None:
 
 
 def test_another_number_of_servers_than_the_strategy_was_given() -> None:
-    text = r"ParameterServer\(servers=3\), and 2 were started; start them with `mpitrain run --servers 3`"
+    text = r"ParameterServer\(servers=3\), and 2 were started; start them with `--servers 3` of `mpitrain run` or"
     for kind in ("server", "shard", "worker"):
         with playing(kind, "127.0.0.1:9", num_servers=2), pytest.raises(mt.MpitrainError, match=text):
             mt.Trainer(parts(mt.ParameterServer("sync", servers=3)))

@@ -18,7 +18,7 @@ from hands import Hand, Served, hands, hear, lines_of, mean, next_message, of, s
 import mpitrain as mt
 from jobs import HANG_SECONDS, clean_environment, until
 from mpitrain.errors import LaunchError
-from mpitrain.serve import pushes, shard, wire
+from mpitrain.serve import pushes, shard, shards, wire
 from mpitrain.serve.keys import make_keys
 from mpitrain.serve.link import ServerLink
 from mpitrain.serve.shard import ShardServer
@@ -78,7 +78,7 @@ def test_a_worker_that_is_killed_between_its_pushes(mode: str) -> None:
     finally:
         half.kill()
         half.communicate()
-    served._others.start(served.address, [parts(mt.ParameterServer(mode, job_samples=4))], 3)  # type: ignore[arg-type]
+    served._others.start(served.address, [parts(mt.ParameterServer(mode, job_samples=4))])  # type: ignore[arg-type]
     served.end()
     assert served._others.errors == {}
     assert set(served.counts) == {1.0 / (8 if mode == "sync" else 4)}
@@ -194,6 +194,27 @@ def test_notes_of_many_workers_are_longer_than_a_message(monkeypatch: pytest.Mon
     assert len(told) == 2
     assert sorted(map(str, told[0])) == sorted(map(str, told[1])) == sorted([*notes, "None"])
     assert told[0] == told[1]
+
+
+def test_an_update_of_more_answers_than_one_message_holds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps of 8 answers, at most 3 of them in a message. All that are allowed fit, however long they are."""
+    longest = ["f" * 16, 10**15, 10**6, 1.2345678901234567e-300]
+    list(wire.frames(0, "answers", {"answers": [longest] * shards._MOST_ANSWERS}))
+    monkeypatch.setattr(shards, "_MOST_ANSWERS", 3)
+    sizes: list[int] = []
+    tell = shards.Shards._tell
+
+    def seen(self: Any, kind: str, fields: Any) -> None:
+        if kind == "answers":
+            sizes.append(len(fields["answers"]))
+        tell(self, kind, fields)
+
+    monkeypatch.setattr(shards.Shards, "_tell", seen)
+    builds = [parts(mt.ParameterServer("sync", job_samples=1)) for _ in range(5)]
+    trainer, others = train_served(builds[0], builds[1:3], [mt.StopAtStep(6)], shard_builds=builds[3:])
+    assert others.errors == {}
+    assert sizes == [3, 3, 2] * 6
+    assert set(trainer.adapter.parameters()["count"]) == {2 / 8}
 
 
 def test_a_late_answer_is_dropped_by_all_servers() -> None:

@@ -30,6 +30,11 @@ def hear(link: ServerLink, kind: str) -> Message:
     raise AssertionError(f"no {kind}")
 
 
+def worker_with(link: WorkerLink, adapter: Any, data: Any) -> JobWorker:
+    limits: Any = {"stall_seconds": 600.0, "hang_seconds": 300.0, "say": print}
+    return JobWorker(link, lambda _: [], adapter, data, None, {"host": "here"}, **limits)
+
+
 def test_the_time_of_a_job_is_no_silence_of_the_server(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
     """The server ends while the worker computes for longer than it waits for a server. It waits for the next one."""
     passed = [0.0]
@@ -51,11 +56,8 @@ def test_the_time_of_a_job_is_no_silence_of_the_server(monkeypatch: pytest.Monke
 
     def work() -> None:
         with closing(WorkerLink([address], keys.worker, 10**6)) as link:
-            worker = JobWorker(
-                [link], adapter, data, None, {"host": "here"}, stall_seconds=600.0, hang_seconds=300.0, say=print
-            )
             try:
-                worker.work()
+                worker_with(link, adapter, data).work()
             except BaseException as error:
                 errors.append(error)
 
@@ -63,7 +65,7 @@ def test_the_time_of_a_job_is_no_silence_of_the_server(monkeypatch: pytest.Monke
     thread.start()
     with closing(ServerLink(address, keys, 10**6)) as link:
         peer = hear(link, "hello").peer
-        link.send(peer, "welcome", {"life": "first", "name": "a worker", "ticket": "t"})
+        link.send(peer, "welcome", {"life": "first", "name": "a worker", "ticket": "t", "ports": []})
         hear(link, "next")
         values = [numpy.zeros(NUM_SAMPLES)]
         runs = {"float64": [[0, NUM_SAMPLES]]}
@@ -85,8 +87,7 @@ def at_work(address: str, key: WorkerKey) -> threading.Thread:
 
     def work() -> None:
         with closing(WorkerLink([address], key, 10**6)) as link:
-            hello = {"host": "here"}
-            JobWorker([link], adapter, data, None, hello, stall_seconds=600.0, hang_seconds=300.0, say=print).work()
+            worker_with(link, adapter, data).work()
 
     thread = threading.Thread(target=work, daemon=True)
     thread.start()
@@ -101,7 +102,7 @@ def test_questions_that_a_server_does_not_read_become_rare(monkeypatch: pytest.M
     thread = at_work(address, keys.worker)
     with closing(ServerLink(address, keys, 10**6)) as link:
         peer = hear(link, "hello").peer
-        link.send(peer, "welcome", {"life": "first", "name": "a worker", "ticket": "t"})
+        link.send(peer, "welcome", {"life": "first", "name": "a worker", "ticket": "t", "ports": []})
         hear(link, "next")
         time.sleep(1.5)
         questions = []
@@ -122,7 +123,7 @@ def test_on_another_connection_a_worker_asks_at_once(monkeypatch: pytest.MonkeyP
         with closing(ServerLink(address, keys, 10**6)) as link:
             peer = hear(link, kind).peer
             if kind == "hello":
-                link.send(peer, "welcome", {"life": "first", "name": "a worker", "ticket": "t"})
+                link.send(peer, "welcome", {"life": "first", "name": "a worker", "ticket": "t", "ports": []})
                 hear(link, "next")
             else:
                 link.send(peer, "over", {})

@@ -119,6 +119,55 @@ def test_what_a_hook_leaves_out_comes_later(
     assert is_left
 
 
+def thirty(values: numpy.ndarray) -> numpy.ndarray:
+    """What top_k:0.05 sends of 600 values, which are one block and all differ: the largest."""
+    sent = numpy.zeros_like(values)
+    places = numpy.argsort(-abs(values))[:30]
+    sent[places] = values[places]
+    return sent
+
+
+def signs(values: numpy.ndarray) -> numpy.ndarray:
+    """What sign sends: in blocks of 256, the mean size with each value's sign."""
+    blocks = (values[begin : begin + 256] for begin in range(0, len(values), 256))
+    return numpy.concatenate([abs(block).mean() * numpy.sign(block) for block in blocks])
+
+
+@pytest.mark.parametrize(("codec", "sent_of"), [("top_k:0.05", thirty), ("sign", signs)])
+def test_the_values_of_a_hook(
+    world: World,
+    ours: None,
+    monkeypatch: pytest.MonkeyPatch,
+    codec: str,
+    sent_of: Callable[[numpy.ndarray], numpy.ndarray],
+) -> None:
+    """Three steps of all ranks in float64, each with what the ranks have left out of the steps before."""
+    skip_alone(world)
+    channel = dist.group.WORLD._channel
+    monkeypatch.setattr(channel, "world", placed(channel.world, "alone on each node"))
+    inner = nn.Linear(30, 20, bias=False)
+    nn.init.constant_(inner.weight, 0)
+    model = DistributedDataParallel(inner)
+    model.register_comm_hook(None, compress(codec))
+    left = [numpy.zeros(600) for _ in range(world.size)]
+    for step in range(3):
+        model.zero_grad()
+        every = [
+            numpy.random.default_rng((rank, step)).standard_normal((20, 30)).astype("f4") for rank in range(world.size)
+        ]
+        (model(torch.eye(30)) * torch.from_numpy(every[world.rank].T)).sum().backward()
+        expected = numpy.zeros(600)
+        for rank, own in enumerate(every):
+            whole = own.ravel().astype("f8") / world.size + left[rank]
+            sent = sent_of(whole)
+            expected, left[rank] = expected + sent, whole - sent
+        # A value has been added up from three steps and all ranks, each rounded to 24 bits, at sizes of at most 8.
+        bound = 8 * (3 + world.size) * 2**-24
+        numpy.testing.assert_allclose(inner.weight.grad.numpy().ravel(), expected, rtol=0, atol=bound)
+        kept = residuals_of(model).state()["residual"]["weight"]
+        numpy.testing.assert_allclose(kept.numpy().ravel(), left[world.rank], rtol=0, atol=bound)
+
+
 @pytest.mark.parametrize("algorithm", ["ring", "hierarchical"])
 def test_power_sgd_sums_by_the_algorithm_of_the_group(
     world: World, ours: None, monkeypatch: pytest.MonkeyPatch, algorithm: str

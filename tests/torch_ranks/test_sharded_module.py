@@ -242,6 +242,8 @@ def in_groups(rate: float, **more: Any) -> Callable[[Any], Any]:
         ((in_groups(0.25), in_groups(0.125)), "SGD", "'lr': 0.125"),
         ((in_groups(0.25, clip_norm=1.0), in_groups(0.25, clip_norm=2.0)), "SGD", "clip_norm=2.0"),
         ((in_groups(0.25, clip_norm=0.1), in_groups(0.25, clip_norm=numpy.float32(0.1))), "SGD", "0.1000000014"),
+        ((of("AdamW", weight_decay=0.25), of("AdamW", weight_decay=numpy.float32(0.5))), "AdamW", "decay': 0.5,"),
+        ((of("Rprop"), of("Rprop", etas=(0.25, numpy.float32(1.5)))), "Rprop", "'etas': [0.25, 1.5]"),
     ],
 )
 def test_options_that_differ(world: World, optimizers: Any, kind: str, text: str) -> None:
@@ -250,6 +252,44 @@ def test_options_that_differ(world: World, optimizers: Any, kind: str, text: str
     said = error_on_all(world, MismatchError, lambda: ShardedSync().begin(world, parts.adapter))
     assert f"{world.name(1)}: {kind}" in said
     assert text in said
+
+
+def test_numpys_numbers_are_equal_to_pythons(world: World) -> None:
+    """As options of two optimizers, which make the same step."""
+    odd = world.rank == world.size - 1
+    kind = numpy.float32 if odd else float
+    trainer = run("sharded", Net, of("AdamW", weight_decay=kind(0.5), eps=kind(0.125)), 2)
+    assert trainer.adapter.state()["optimizer"]["groups"]["0"]["weight_decay"] == 0.5
+    assert_same_bits(world, *trainer.adapter.parameters().values())
+    trainer.close()
+
+
+@pytest.mark.parametrize("fault", ["settings", "class"])
+def test_a_division_that_fails_is_undone(world: World, fault: str) -> None:
+    """The optimizer, which has made a step before, has its parameters and its state again, and makes another step."""
+    skip_alone(world)
+    is_odd = world.rank == world.size - 1
+    module = made(Net)
+    trained = [its for its in module.parameters() if its.requires_grad]
+    kind = Own if fault == "class" and is_odd else torch.optim.Adam
+    optimizer = kind(trained, lr=0.125 if fault == "settings" and is_odd else 0.25)
+    for parameter in trained:
+        parameter.grad = torch.full_like(parameter, 1.0 + world.rank)
+    optimizer.step()
+    before = copy.deepcopy(optimizer.state_dict())
+    parts = builder(lambda: module, lambda _: (optimizer, {"schedule": None}))(world)
+    error = MismatchError if fault == "settings" else ConfigError
+    with pytest.raises(error, match=r"'lr': 0\.125" if fault == "settings" else "may need whole tensors"):
+        ShardedSync().begin(world, parts.adapter)
+    assert [id(its) for its in optimizer.param_groups[0]["params"]] == [id(its) for its in trained]
+    after = optimizer.state_dict()
+    assert after["param_groups"] == before["param_groups"]
+    assert after["state"].keys() == before["state"].keys() == set(range(len(trained)))
+    for number, entry in before["state"].items():
+        assert entry.keys() == after["state"][number].keys()
+        assert all(torch.equal(value, after["state"][number][key]) for key, value in entry.items())
+    optimizer.step()
+    assert all(entry["step"] == 2 for entry in optimizer.state.values())
 
 
 @pytest.mark.parametrize(("option", "value"), [("lr", 0.125), ("momentum", 0.75)])

@@ -30,10 +30,10 @@ sys.stdin.read()
 RANK = """
 import os, sys, time
 from mpitrain.watching.activity import publish
-from mpitrain.watching.rank_record import BEGUN, DONE, WAITS
+from mpitrain.watching.rank_record import BEGUN, DONE, PARTED, WAITS
 activity = publish(int(sys.argv[2]))
 activity.begin_step(int(sys.argv[2]) + 10)
-activity.enter(DONE if int(sys.argv[2]) == 8 else BEGUN)
+activity.enter({8: PARTED, 6: DONE}.get(int(sys.argv[2]), BEGUN))
 if sys.argv[2] == "7":
     activity.lose((4, 5))
 activity.begin(WAITS, "mean", 1.0)
@@ -166,6 +166,18 @@ def test_a_rank_that_had_come_to_its_end_is_not_to_blame(job: Job) -> None:
     first = job.census.first_end()
     assert first is not None
     assert first.rank == 1
+
+
+def test_a_rank_that_waits_for_the_others_at_its_end(job: Job) -> None:
+    """It has not come to its end before they have: mpiexec ends them because of it."""
+    job.start(6, 1)
+    job.kill(job.pids[6])
+    job.until(lambda: job.ended == [6])
+    job.kill(job.pids[1])
+    job.until(lambda: job.ended == [1, 6])
+    first = job.census.first_end()
+    assert first is not None
+    assert first.rank == 6
 
 
 def test_a_rank_that_the_others_go_on_without_is_not_to_blame(job: Job) -> None:

@@ -65,6 +65,49 @@ class DeviceHandle(AllreduceHandle):
         follow(self._gpu, self._event)
 
 
+class OnStream:
+    """Starts work on a rank's communication stream, one piece after the other, in the order of the World's queue."""
+
+    def __init__(self, world: World, place: DevicePlace, name: str) -> None:
+        """`name` is that of the sum, for messages."""
+        self.place = place
+        self._world, self._name = world, name
+        # Arrays that the GPU may still use, each with the event of its end. If an array went back to CuPy's pool too
+        # early, a new array of another stream or thread could lie in the same memory.
+        self._in_flight: deque[tuple[Any, object]] = deque()
+        weakref.finalize(self, _settle, self._in_flight).atexit = False
+
+    def start(self, flat: Array, steps: Progress, used: object, *, agreed: bool = False) -> DeviceHandle:
+        """Begin work that replaces `flat`. Earlier work of the current stream ends before the first step.
+
+        `used` is all that the work uses: it is kept until the GPU is done. For `agreed` see Algorithm.
+        """
+        gpu = self.place.gpu
+        while self._in_flight and happened(self._in_flight[0][0]):
+            self._in_flight.popleft()
+        begin, end = mark(gpu), make_event(gpu)
+        steps = self._on_stream(steps, used, begin, end)
+        if not agreed:
+            steps = compared(self._world, self._name, flat, "a GPU's memory", steps)
+        return DeviceHandle(self._world, self._name, flat, steps, (gpu, end))
+
+    def _on_stream(self, steps: Progress, used: object, begin: Any, end: Any) -> Progress:
+        gpu, stream = self.place.gpu, self.place.stream
+        with gpu.current():
+            stream.wait_event(begin)
+        finished = object()
+        while True:
+            # Do not put this around a yield: the caller's own device and stream must be current there.
+            with working_on(gpu, stream):
+                nap = next(steps, finished)
+            if nap is finished:
+                break
+            yield nap  # type: ignore[misc]
+        with gpu.current():
+            end.record(stream)
+        self._in_flight.append((end, used))
+
+
 class DeviceSequential:
     """An Algorithm for buffers on the rank's GPU, from a generator function; as Sequential is for the host.
 
@@ -92,10 +135,7 @@ class DeviceSequential:
         self.allocate_here = allocate or self._from_pool
         self._world = world
         self.name = name
-        # Arrays that the GPU may still use, each with the event of its end. If an array went back to CuPy's pool too
-        # early, a new array of another stream or thread could lie in the same memory.
-        self._in_flight: deque[tuple[Any, object]] = deque()
-        weakref.finalize(self, _settle, self._in_flight).atexit = False
+        self._on_stream = OnStream(world, place, name)
 
     def allocate(self, count: int, dtype: numpy.dtype) -> Array:
         """See Algorithm.
@@ -111,32 +151,9 @@ class DeviceSequential:
 
         Earlier work of the current stream ends before the sum reads the array.
         """
-        gpu = self.place.gpu
-        check_device_flat(flat, gpu, self.dtypes)
-        while self._in_flight and happened(self._in_flight[0][0]):
-            self._in_flight.popleft()
-        begin, end = mark(gpu), make_event(gpu)
-        steps = self._on_stream(flat, residual, begin, end)
-        if not agreed:
-            steps = compared(self._world, self.name, flat, "a GPU's memory", steps)
-        return DeviceHandle(self._world, self.name, flat, steps, (gpu, end))
-
-    def _on_stream(self, flat: Array, residual: Array | None, begin: Any, end: Any) -> Progress:
-        gpu, stream = self.place.gpu, self.place.stream
+        check_device_flat(flat, self.place.gpu, self.dtypes)
         steps = self.steps(flat, residual) if self._world.size > 1 and flat.size > 0 else iter(())
-        with gpu.current():
-            stream.wait_event(begin)
-        finished = object()
-        while True:
-            # Do not put this around a yield: the caller's own device and stream must be current there.
-            with working_on(gpu, stream):
-                nap = next(steps, finished)
-            if nap is finished:
-                break
-            yield nap  # type: ignore[misc]
-        with gpu.current():
-            end.record(stream)
-        self._in_flight.append((end, (flat, residual)))
+        return self._on_stream.start(flat, steps, (flat, residual), agreed=agreed)
 
     def _from_pool(self, count: int, dtype: numpy.dtype) -> Array:
         with allocating(self._world, self.place.gpu, count * dtype.itemsize, "a bucket"):
@@ -144,7 +161,7 @@ class DeviceSequential:
 
 
 def _settle(in_flight: deque[tuple[Any, object]]) -> None:
-    """Close a transport: the memory of its GPU work is freed only after that work."""
+    """Close: the memory of work on the GPU is freed only after that work."""
     if in_flight:
         in_flight[-1][0].synchronize()
 

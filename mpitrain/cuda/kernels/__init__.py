@@ -10,6 +10,12 @@ by later work. On the same stream this is safe, on another stream it is not.
 
 from mpitrain.cuda.kernels.bucket import add, all_finite, pack, scale, sum_of, unpack
 from mpitrain.cuda.kernels.codec import add_decoded, decode, encode, wire_bytes
+from mpitrain.cuda.kernels.low_rank import (
+    low_rank_orthogonalise,
+    low_rank_product,
+    low_rank_project,
+    low_rank_times,
+)
 from mpitrain.cuda.kernels.norm import clip_factor, squared_norm
 from mpitrain.cuda.kernels.optimizer import Fused, adam, adamw, decay_bounds, sgd
 
@@ -24,6 +30,10 @@ __all__ = [
     "decay_bounds",
     "decode",
     "encode",
+    "low_rank_orthogonalise",
+    "low_rank_product",
+    "low_rank_project",
+    "low_rank_times",
     "pack",
     "scale",
     "sgd",

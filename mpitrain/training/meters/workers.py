@@ -15,8 +15,9 @@ if TYPE_CHECKING:
 class Workers(Meter):
     """`workers`: the number that is there. The others are over the updates of the row, in a job with a server.
 
-    `waiting_share`: the share of the workers' time in which they had no job. `staleness`, `largest_staleness`: of the
-    gradients. `pulled_bytes`, `pushed_bytes`: of parameters and gradients, by all workers, for each update.
+    `waiting_share`: the share of the workers' time in which they had no job; a wait counts when it has ended.
+    `staleness`, `largest_staleness`: of the gradients. `pulled_bytes`, `pushed_bytes`: of parameters and gradients, by
+    all workers, for each update.
     """
 
     reads_model = False

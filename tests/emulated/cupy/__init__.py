@@ -96,7 +96,7 @@ class ndarray:
 
     def __getitem__(self, key: Any) -> Any:
         found = self._checked()._host[_host_key(key)]
-        if isinstance(found, numpy.ndarray) and _shares(found, self._host):
+        if isinstance(found, numpy.ndarray) and (found.size == 0 or _shares(found, self._host)):
             return _wrap(found, self._mem)
         _current()._drain()
         return _new(numpy.asarray(self._host[_host_key(key)]))
@@ -136,7 +136,8 @@ class ndarray:
         return _wrap(self._host.view() if dtype is None else self._host.view(dtype), self._mem)
 
     def reshape(self, *shape: Any) -> ndarray:
-        _current()._drain()
+        if not self._host.flags.c_contiguous:  # otherwise it is a view, which waits for nothing
+            _current()._drain()
         return _wrap(self._host.reshape(*shape), self._mem)
 
     def ravel(self) -> ndarray:

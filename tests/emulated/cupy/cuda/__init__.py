@@ -235,6 +235,7 @@ class PinnedMemoryPointer:
 
 
 def alloc_pinned_memory(size: int) -> Any:
+    _device()
     # CuPy rounds up; users must slice.
     return memoryview(bytearray(-(-max(size, 1) // 512) * 512))
 

@@ -1,0 +1,145 @@
+"""Rounds as functions over pytrees: ranks train by themselves for some steps, and then meet in an outer step."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from mpitrain.allreduce.algorithm import FLOATS
+from mpitrain.compression import check_compression, power_sgd
+from mpitrain.errors import ConfigError, NonFiniteError, TreeError
+from mpitrain.exchange.exchange import OTHERS
+from mpitrain.jax.leaves import Leaf, PyTree, back, leaves_like, named_leaves, on_host
+from mpitrain.jax.traced import is_traced
+from mpitrain.jax.tree_means import TreeMeans
+from mpitrain.job.start import init
+from mpitrain.strategies.not_finite import cannot_meet
+
+
+class OuterState(NamedTuple):
+    """What the functions of `rounds` hand on.
+
+    Attributes:
+        common: the parameters of the last outer step; equal on all ranks.
+        outer: the state of the outer optimizer; equal on all ranks.
+        left_out: what a codec has left out on this rank, in the form of the parameters; () without a codec.
+        samples: of this rank since the last outer step.
+        steps: since the last outer step.
+    """
+
+    common: PyTree
+    outer: PyTree
+    left_out: PyTree
+    samples: float
+    steps: int
+
+
+class RoundFunctions(NamedTuple):
+    """Three functions; see `rounds`."""
+
+    init: Callable[[PyTree], OuterState]
+    update: Callable[..., tuple[PyTree, OuterState]]
+    end: Callable[[PyTree, OuterState], tuple[PyTree, OuterState]]
+
+
+def rounds(sync_every: int, outer: Any = None, *, compression: str = "none") -> RoundFunctions:
+    """Return the functions of LocalSGD, or, with an outer optimizer, of DiLoCo.
+
+        rounds = mpitrain.jax.rounds(50, outer=optax.sgd(0.7, momentum=0.9, nesterov=True))
+        state = rounds.init(params)
+        for x, y in mpitrain.jax.shard(batches):
+            params, inner = step(params, inner, x, y)  # this rank alone
+            params, state = rounds.update(params, state, len(x))
+        params, state = rounds.end(params, state)
+
+    `init(params)` returns an OuterState. The ranks must have equal parameters, and compare a checksum of them.
+    `update(params, state, samples)` counts a step with so many samples of this rank. Every `sync_every` steps an outer
+    step follows, and all ranks go on from the same parameters. In between it returns `params` and sends nothing.
+    `end(params, state)` ends the round at once: call it after the last step, and before the parameters are evaluated or
+    saved. All three are collective, outside jit, and change none of their arguments.
+
+    In an outer step, the outer gradient is the mean over ranks, weighted by samples, of the parameters at the beginning
+    of the round minus those at its end. mt.LocalSGD and mt.DiLoCo have the sources.
+
+    Args:
+        sync_every: steps of a round, at least 1.
+        outer: None: all ranks go on from the mean of their parameters. Or an optimizer with `init(params)` and
+            `update(gradients, state, params)`, as in optax. It returns what is added to the common parameters, and the
+            new state.
+        compression: how the distances are compressed between nodes: a name in mpitrain.compression.CODECS or "none".
+
+    Raises:
+        ConfigError: `sync_every` or `compression` is not allowed.
+        TreeError: by the functions: a leaf is not a floating array, `params` and `state` differ in form, or the call is
+            inside jit.
+        MismatchError: the parameters of the ranks differ, in `init` or in their form. Raised on every rank.
+        NonFiniteError: a parameter of a rank is NaN or infinite. Names rank and leaf. Raised on every rank.
+        DataError: no rank has samples in a round. Raised on every rank.
+    """
+    if not isinstance(sync_every, int) or isinstance(sync_every, bool) or sync_every < 1:
+        raise ConfigError(f"rounds(sync_every={sync_every!r}): it must be an int of at least 1")
+    check_compression(compression, OTHERS)
+    if compression.partition(":")[0] in (power_sgd.NAME, "auto"):
+        raise ConfigError(f"rounds(compression={compression!r}): take a codec, such as int8, or none")
+    means = TreeMeans(compression, gradients=False)
+
+    def begin(params: PyTree) -> OuterState:
+        names, leaves, form = _checked(params)
+        checksum = 0
+        for value in on_host(names, leaves):
+            checksum = zlib.crc32(value.tobytes(), checksum)
+        text = f"parameters with checksum {checksum:08x} (mpitrain.jax.sync gives all ranks those of rank 0)"
+        init().agree("begin rounds", [text])
+        left = () if compression == "none" else jax.tree.unflatten(form, [jnp.zeros_like(leaf) for leaf in leaves])
+        return OuterState(params, outer.init(params) if outer else (), left, 0.0, 0)
+
+    def update(params: PyTree, state: OuterState, samples: float = 1.0) -> tuple[PyTree, OuterState]:
+        _checked(params)
+        counted = state._replace(samples=float(state.samples) + float(samples), steps=int(state.steps) + 1)
+        return end(params, counted) if counted.steps >= sync_every else (params, counted)
+
+    def end(params: PyTree, state: OuterState) -> tuple[PyTree, OuterState]:
+        if not state.steps:
+            return params, state
+        names, leaves, form = _checked(params)
+        common = leaves_like(form, state.common, "the state of the rounds")
+        gone = [one - other for one, other in zip(common, leaves, strict=True)]
+        left = leaves_like(form, state.left_out, "what was left out") if compression != "none" else []
+        try:
+            mean, rest = means.of(
+                names, on_host(names, gone), on_host(names, left) if left else [], float(state.samples)
+            )
+        except NonFiniteError as error:
+            raise cannot_meet(error) from None
+        moved, its_outer = _moved(outer, state.outer, form, common, back(mean, leaves))
+        left_out = jax.tree.unflatten(form, back(rest, leaves)) if left else ()
+        return moved, OuterState(moved, its_outer, left_out, 0.0, 0)
+
+    return RoundFunctions(begin, update, end)
+
+
+def _moved(outer: Any, state: PyTree, form: Any, common: Sequence[Leaf], mean: Sequence[Leaf]) -> tuple[PyTree, PyTree]:
+    """The common parameters after an outer step, and the state of the outer optimizer."""
+    changes: Sequence[Leaf] = [-one for one in mean]
+    if outer:
+        gradient, parameters = (jax.tree.unflatten(form, leaves) for leaves in (mean, common))
+        updates, state = outer.update(gradient, state, parameters)
+        changes = leaves_like(form, updates, "what the outer optimizer returned")
+    moved = [(one + change).astype(one.dtype) for one, change in zip(common, changes, strict=True)]
+    return jax.tree.unflatten(form, moved), state
+
+
+def _checked(params: PyTree) -> tuple[tuple[str, ...], list[Leaf], Any]:
+    names, leaves, form = named_leaves(params)
+    if is_traced(leaves):
+        raise TreeError("rounds inside jit: call its functions outside, after the step")
+    for name, leaf in zip(names, leaves, strict=True):
+        if getattr(leaf, "dtype", None) not in FLOATS:
+            kind = getattr(leaf, "dtype", type(leaf).__name__)
+            allowed = ", ".join(map(str, FLOATS))
+            raise TreeError(f"rounds of {name}: it is {kind}; allowed are arrays of {allowed}")
+    return names, leaves, form

@@ -1,0 +1,124 @@
+"""The servers of one job, as processes of this machine. The first one decides; all end together.
+
+first ends ──────> the others have heard so, and end; what is left of them is ended
+another fails ───> the first one notices, names it, and ends; a first one that does not notice is ended
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+
+from mpitrain.errors import LaunchError
+from mpitrain.job.context import JobContext
+from mpitrain.launch.processes import end_with_parent
+from mpitrain.launch.served import variables
+
+# How long a server has to end after a signal, and how long the others have when the first one has ended well.
+_END_SECONDS = 10.0
+# How long the first server has to notice that another one has failed. It may be in a hook meanwhile.
+_NOTICE_SECONDS = 60.0
+_LOOK_SECONDS = 0.05
+
+
+class ServerProcesses:
+    """The first server, and the others. Make it with `started`."""
+
+    def __init__(self, processes: Sequence[subprocess.Popen[bytes]]) -> None:
+        self._first, *self._others = processes
+        self._failed: dict[int, int] = {}  # codes of further servers, by number
+        self._signals: list[int] = []
+        self._deadline = float("inf")
+
+    def look(self) -> int | None:
+        """See to servers that have failed. Return the exit code of the first server if it has ended."""
+        if (code := self._first.poll()) is not None:
+            return code
+        for number, process in enumerate(self._others, 1):
+            code = process.poll()
+            if code and number not in self._failed:
+                self._failed[number] = code
+                if not self._signals:
+                    say(f"server {number} {how_ended(code)}; the job ends with it")
+                    self._deadline = min(self._deadline, time.monotonic() + _NOTICE_SECONDS)
+        if time.monotonic() > self._deadline:
+            self._first.kill()
+        return None
+
+    def signal(self, number: int) -> None:
+        """Pass a signal on to the first server. A second one, or one that is not obeyed in time, ends it at once."""
+        self._first.send_signal(signal.SIGKILL if self._signals else number)
+        self._signals.append(number)
+        self._deadline = time.monotonic() + _END_SECONDS
+
+    def finish(self) -> int:
+        """Let the others end, as the first one has. Return the exit code of the job."""
+        code = self._first.wait()
+        if code < 0 and self._others and not self._signals and not self._failed:
+            say(f"server 0 {how_ended(code)}; the other servers end too")
+        deadline = time.monotonic() + (_END_SECONDS if code == 0 else 0.0)
+        while time.monotonic() < deadline and any(process.poll() is None for process in self._others):
+            time.sleep(_LOOK_SECONDS)
+        self.kill()
+        if self._signals and code:
+            return 128 + self._signals[0]
+        if code == -signal.SIGKILL and self._failed:  # it did not notice
+            code = next(iter(self._failed.values()))
+        return code if code >= 0 else 128 - code
+
+    def kill(self) -> None:
+        """End all that are left."""
+        for process in (self._first, *self._others):
+            process.kill()
+            process.wait()
+
+
+@contextmanager
+def started(command: Sequence[str], contexts: Sequence[JobContext], descriptor: int) -> Iterator[ServerProcesses]:
+    """Start a server for each of these contexts. At the end of the `with`, nothing of them is left.
+
+    Args:
+        command: of each.
+        contexts: what each is told; the first one is of the first server.
+        descriptor: that all inherit.
+
+    Raises:
+        LaunchError: the program cannot be started.
+    """
+    processes: list[subprocess.Popen[bytes]] = []
+    try:
+        for context in contexts:
+            process = subprocess.Popen(
+                command,
+                env=variables(context),
+                stdin=subprocess.DEVNULL,
+                start_new_session=True,  # Ctrl-C in the terminal reaches the launcher only
+                pass_fds=[descriptor],
+                preexec_fn=end_with_parent(),  # noqa: PLW1509 (in the main thread, and no thread holds a lock)
+            )
+            processes.append(process)
+    except OSError as error:
+        raise LaunchError(f"{command[0]} cannot be started: {error.strerror}") from None
+    finally:
+        os.close(descriptor)
+    servers = ServerProcesses(processes)
+    try:
+        yield servers
+    finally:
+        servers.kill()
+
+
+def how_ended(code: int) -> str:
+    """Return how a process has ended, in words."""
+    return f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
+
+
+def say(text: str) -> None:
+    """Print a line to stderr, if anybody reads it."""
+    with suppress(BrokenPipeError):
+        print(f"mpitrain: {text}", file=sys.stderr, flush=True)

@@ -1,0 +1,66 @@
+"""Which strategies can train a loop of one's own, where the loop makes the steps of the optimizer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from mpitrain.errors import ConfigError, everywhere
+from mpitrain.exchange.exchange import make_exchange
+from mpitrain.strategies import Sync
+from mpitrain.strategies.rounds import Rounds
+from mpitrain.world import World
+
+
+def check_strategy(world: World, strategy: object, options: Sequence[str]) -> None:
+    """Check the argument `strategy` of prepare(). `options` are the names of its other arguments that were given.
+
+    Collective.
+
+    Raises:
+        MismatchError: the ranks gave other strategies or options. Raised on every rank.
+        ConfigError: prepare() does not take the strategy, or not together with these options. Raised on every rank.
+    """
+    if isinstance(strategy, Rounds):
+        kind = str(strategy.plan)
+    elif isinstance(strategy, str | type):
+        kind = repr(strategy)
+    else:
+        kind = "Sync" if strategy is None else type(strategy).__name__
+    world.agree("prepare a model", [f"strategy={kind}", f"options {', '.join(options) or 'none'}"])
+    problem = ""
+    if strategy is not None and not isinstance(strategy, Sync | Rounds):
+        problem = (
+            f"strategy={kind}: prepare() takes mt.Sync() and strategies of rounds, such as mt.LocalSGD() and "
+            "mt.DiLoCo(). All other strategies make the steps of the optimizer themselves, as your loop does: use them "
+            "with mt.Trainer and mt.TorchModule"
+        )
+    elif isinstance(strategy, Rounds) and options:
+        problem = (
+            f"{', '.join(options)} together with {kind}: these are for gradients of every step, and in rounds none is "
+            "sent. Leave them out. For the outer step, set MPITRAIN_COMPRESSION and MPITRAIN_ALGORITHM, or give "
+            "exchange= to the strategy"
+        )
+    elif isinstance(strategy, Rounds) and strategy.plan.warm_up:
+        problem = f"{kind}: prepare() has no warm-up. Leave warm_up out, or train with mt.Trainer and mt.TorchModule"
+    elif isinstance(strategy, Sync) and strategy.exchange is not make_exchange and options:
+        problem = f"{', '.join(options)} together with an exchange of Sync: give one of the two"
+    if problem:
+        raise everywhere(ConfigError(problem))
+
+
+def check_optimizer(world: World, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Check that an optimizer can train in rounds. Not collective.
+
+    Raises:
+        ConfigError: a trained parameter is not in the optimizer.
+    """
+    given = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad and id(parameter) not in given:
+            raise ConfigError(
+                f"{world.name()}: {name} is trained (requires_grad) but not in the optimizer. In rounds, one optimizer "
+                "has all trained parameters, because an outer step follows its step: give the parameter to it, or "
+                "freeze the parameter with requires_grad_(False)"
+            )

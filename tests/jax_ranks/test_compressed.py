@@ -1,0 +1,231 @@
+"""compressed_mean and rounds of mpitrain.jax. NumPy alone computes the expected values."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy
+import pytest
+
+import mpitrain.jax
+from mpitrain import World
+from mpitrain.errors import ConfigError, DataError, MismatchError, NonFiniteError, TreeError
+from tests.ranks.common import assert_same_bits, error_on_all, skip_alone
+from tests.ranks.placements import placed
+
+from .test_jax import Pair, assert_equal, inside_jit
+
+
+@pytest.fixture
+def apart(world: World, monkeypatch: pytest.MonkeyPatch) -> World:
+    """Each rank is as if on a node of its own."""
+    there = placed(world, "alone on each node")
+    monkeypatch.setattr(sys.modules["mpitrain.jax.tree_means"], "init", lambda: there)
+    return there
+
+
+def largest(values: numpy.ndarray, count: int) -> numpy.ndarray:
+    """The `count` values that are largest by size, and zeros: top_k of one block, where no two are equal."""
+    kept = numpy.zeros_like(values)
+    chosen = numpy.argsort(-abs(values))[:count]
+    kept[chosen] = values[chosen]
+    return kept
+
+
+@pytest.mark.parametrize("inside", [False, True], ids=["outside jit", "inside"])
+def test_the_largest_by_hand_with_error_feedback(apart: World, inside: bool) -> None:
+    """Three steps of all ranks in float64, from weights that differ. Rank 0 has weight 0 in the second step."""
+    skip_alone(apart)
+    mean = mpitrain.jax.compressed_mean("top_k:0.25")
+    update = jax.jit(lambda tree, left, weight: mean.update(tree, left, weight=weight)) if inside else None
+    zeros = Pair(jnp.zeros((2, 8), "float32"), {"b": jnp.zeros(4, "float32"), "none": jnp.zeros((0, 3), "float32")})
+    left = mean.init(zeros)
+    lefts = [numpy.zeros(20) for _ in range(apart.size)]
+    for step in range(3):
+        everyone = [
+            numpy.random.default_rng((rank, step)).standard_normal(20).astype("float32") for rank in range(apart.size)
+        ]
+        weights = [float(rank + 1) * (rank > 0 or step != 1) for rank in range(apart.size)]
+        mine = everyone[apart.rank]
+        tree = Pair(
+            jnp.asarray(mine[:16].reshape(2, 8)),
+            {"b": jnp.asarray(mine[16:]), "none": jnp.zeros((0, 3), "float32")},
+        )
+        own = weights[apart.rank]
+        calls = [update(tree, left, own) if update else mean.update(tree, left, weight=own) for _ in range(2)]
+        assert_equal(calls[1], calls[0])  # the state is all that a call goes on from
+        found, left = calls[0]
+        expected = numpy.zeros(20)
+        for rank, values in enumerate(everyone):
+            whole = values.astype("float64") * (weights[rank] / sum(weights)) + lefts[rank]
+            sent = largest(whole, 5)
+            expected, lefts[rank] = expected + sent, whole - sent
+        for one, wanted in ((found, expected), (left, lefts[apart.rank])):
+            flat = numpy.concatenate([numpy.ravel(one.first), one.second["b"]])
+            # Each value is a product and at most one sum for each rank and step, rounded to 24 bits.
+            numpy.testing.assert_allclose(flat, wanted, rtol=0, atol=4 * apart.size * 2**-24)
+            assert one.second["none"].shape == (0, 3)
+        assert_same_bits(apart, *(numpy.asarray(leaf) for leaf in jax.tree.leaves(found)))
+    assert any(one.any() for one in lefts)
+
+
+@pytest.mark.parametrize("codec", ["bf16", "int8", "sign"])
+def test_what_is_left_out_comes_later(apart: World, codec: str) -> None:
+    """What came out of six steps, and what is left out after them, are the sum of the weighted means in float64."""
+    skip_alone(apart)
+    mean = mpitrain.jax.compressed_mean(codec)
+    left = mean.init({"w": jnp.zeros(700, "float32")})
+    before, total, expected = left, numpy.zeros(700), numpy.zeros(700)
+    weights = numpy.arange(1, apart.size + 1) / (apart.size * (apart.size + 1) / 2)
+    for step in range(6):
+        everyone = numpy.stack(
+            [
+                numpy.random.default_rng((rank, step)).standard_normal(700).astype("float32")
+                for rank in range(apart.size)
+            ]
+        )
+        found, left = mean.update({"w": jnp.asarray(everyone[apart.rank])}, left, weight=apart.rank + 1)
+        total += numpy.asarray(found["w"], "float64")
+        expected += weights @ everyone
+    owed = apart.sum(numpy.asarray(left["w"], "float64"))
+    assert owed.any()
+    assert not before["w"].any()  # the old state was not changed
+    numpy.testing.assert_allclose(total + owed, expected, rtol=0, atol=6 * 8 * apart.size * 2**-24)
+    assert abs(total - expected).max() > 1e-4
+
+
+def test_on_one_node_nothing_is_compressed(world: World) -> None:
+    mean = mpitrain.jax.compressed_mean("sign")
+    mine = {"w": jnp.arange(5, dtype="float32") * (world.rank + 1)}
+    left = mean.init(mine)
+    for call in (mean.update, jax.jit(mean.update)):
+        found, left = call(mine, left)
+        expected = numpy.arange(5) * (world.size + 1) / 2
+        numpy.testing.assert_allclose(found["w"], expected, rtol=1e-6)
+        assert_equal(left, {"w": numpy.zeros(5, "float32")})
+
+
+def test_what_compressed_mean_does_not_take(world: World) -> None:
+    with pytest.raises(ConfigError, match="there is no compression 'zip'"):
+        mpitrain.jax.compressed_mean("zip")
+    with pytest.raises(ConfigError, match=r"power_sgd also keeps factors.*Use another codec"):
+        mpitrain.jax.compressed_mean("power_sgd:2")
+    mean = mpitrain.jax.compressed_mean("int8")
+    wrong = {"a": jnp.ones(2), "b": jnp.ones(2, "float32")}
+    for call in (mean.init, lambda tree: mean.update(tree, tree), jax.jit(lambda tree: mean.update(tree, tree))):
+        with pytest.raises(TreeError, match="of a: it is float64; codecs take arrays of float32"):
+            call(wrong)
+    with pytest.raises(TreeError, match=r"what was left out has another form than .*keys: \['c'\]"):
+        mean.update({"b": jnp.ones(2, "float32")}, {"c": jnp.ones(2, "float32")})
+    ones = {"w": jnp.ones(3, "float32")}
+    odd = world.size - 1
+    bad = {"w": jnp.full(3, numpy.nan if world.rank == odd else 1.0, "float32")}
+    text = error_on_all(world, NonFiniteError, lambda: mean.update(bad, ones))
+    assert f"{world.name(odd)}: the gradient of w holds NaN or infinity" in text
+    assert "weight is 0 on every rank" in error_on_all(world, DataError, lambda: mean.update(ones, ones, weight=0))
+    both = lambda x: mean.update({"w": x.astype("float32")}, {"w": x.astype("float32")}, weight=x[0] * 0)  # noqa: E731
+    assert "the weight is 0 on every rank" in inside_jit(world, both)
+
+
+# -- rounds ----------------------------------------------------------------------------------------------------------
+
+
+class Nesterov:
+    """An outer optimizer with the calls of optax: what it returns is added."""
+
+    def init(self, params: Any) -> Any:
+        return jax.tree.map(jnp.zeros_like, params)
+
+    def update(self, gradients: Any, state: Any, params: Any) -> tuple[Any, Any]:
+        assert jax.tree.structure(params) == jax.tree.structure(gradients)
+        state = jax.tree.map(lambda speed, gradient: 0.9 * speed + gradient, state, gradients)
+        return jax.tree.map(lambda gradient, speed: -0.7 * (gradient + 0.9 * speed), gradients, state), state
+
+
+def gradient(w: Any, x: Any) -> Any:
+    """Of mean((w - x)^2) / 2; 0 without samples."""
+    return w - x.mean(axis=0) if len(x) else 0 * w
+
+
+@pytest.mark.parametrize("outer", [None, Nesterov()], ids=["local_sgd", "diloco"])
+def test_rounds_by_hand(world: World, outer: Any) -> None:
+    """Ranks with other numbers of samples, some with none, in NumPy; the last round is shorter."""
+    rounds = mpitrain.jax.rounds(3, outer)
+    params = mpitrain.jax.sync({"w": jnp.arange(4.0) + world.rank, "more": [jnp.ones((2, 0))]})
+    state = rounds.init(params)
+    step = jax.jit(lambda params, x: {**params, "w": params["w"] - 0.25 * gradient(params["w"], x)})
+    common, speed = numpy.arange(4.0), numpy.zeros(4)
+    own, counts = [common] * world.size, [0] * world.size
+    for number in range(8):
+        sizes = [0 if world.size > 1 and (rank + number) % world.size == 0 else 1 + rank for rank in range(world.size)]
+        parts = [numpy.random.default_rng((rank, number)).standard_normal((n, 4)) for rank, n in enumerate(sizes)]
+        params = step(params, parts[world.rank])
+        before = state
+        params, state = rounds.update(params, state, sizes[world.rank])
+        assert before.steps == number % 3
+        own = [w - 0.25 * gradient(w, x) for w, x in zip(own, parts, strict=True)]
+        counts = [count + size for count, size in zip(counts, sizes, strict=True)]
+        if number == 7:
+            params, state = rounds.end(params, state)
+        if number in (2, 5, 7):
+            gone = sum((common - w) * (count / sum(counts)) for w, count in zip(own, counts, strict=True))
+            if outer:
+                speed = 0.9 * speed + gone
+                gone = 0.7 * (gone + 0.9 * speed)
+            common = common - gone
+            own, counts = [common] * world.size, [0] * world.size
+            assert_same_bits(world, numpy.asarray(params["w"]), numpy.asarray(state.common["w"]))
+        numpy.testing.assert_allclose(params["w"], own[world.rank], rtol=1e-13, atol=1e-14)
+        assert params["w"].dtype == "float64"
+    again, same = rounds.end(params, state)
+    assert again is params
+    assert same is state
+
+
+def test_rounds_with_a_codec(apart: World) -> None:
+    """What has been sent and what is left out are the sum of the means; the state has both."""
+    skip_alone(apart)
+    rounds = mpitrain.jax.rounds(1, compression="top_k:0.25")
+    params = {"w": jnp.zeros(8, "float32")}
+    state = rounds.init(params)
+    moves = numpy.stack(
+        [numpy.random.default_rng(rank).standard_normal(8).astype("float32") for rank in range(apart.size)]
+    )
+    for _ in range(3):
+        params, state = rounds.update({"w": params["w"] + moves[apart.rank]}, state, 1 + apart.rank)
+        assert_same_bits(apart, numpy.asarray(params["w"]))
+    weights = numpy.arange(1, apart.size + 1) / (apart.size * (apart.size + 1) / 2)
+    owed = apart.sum(numpy.asarray(state.left_out["w"], "float64"))
+    assert owed.any()
+    numpy.testing.assert_allclose(params["w"] - owed, 3 * weights @ moves, rtol=0, atol=3 * 8 * apart.size * 2**-23)
+
+
+def test_what_rounds_do_not_take(world: World) -> None:
+    for wrong in (0, True, 2.0):
+        with pytest.raises(ConfigError, match="it must be an int of at least 1"):
+            mpitrain.jax.rounds(wrong)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="take a codec, such as int8, or none"):
+        mpitrain.jax.rounds(5, compression="power_sgd")
+    rounds = mpitrain.jax.rounds(2)
+    with pytest.raises(TreeError, match="rounds of n: it is int32; allowed are arrays of float16"):
+        rounds.init({"n": jnp.ones(2, "int32")})
+    params = {"w": jnp.ones(2), "v": jnp.ones(1)}
+    state = rounds.init(params)
+    with pytest.raises(TreeError, match="rounds inside jit: call its functions outside"):
+        jax.jit(lambda params: rounds.update(params, state)[0])(params)
+    if world.size > 1:
+        other = {"w": jnp.full(2, 1.0 + (world.rank == 1))}
+        text = error_on_all(world, MismatchError, lambda: rounds.init(other))
+        assert "mpitrain.jax.sync gives all ranks those of rank 0" in text
+        assert world.name(1) in text
+    odd = world.size - 1
+    bad = {**params, "w": jnp.asarray([1.0, numpy.nan if world.rank == odd else 1.0])}
+    _, counted = rounds.update(params, state, 1)
+    text = error_on_all(world, NonFiniteError, lambda: rounds.update(bad, counted, 1))
+    assert f"{world.name(odd)}: w has become NaN or infinity in the steps of this round" in text
+    assert counted.steps == 1
+    found, _ = rounds.update(params, counted, 1)  # the ranks can go on from what they had
+    assert_equal(found, params)

@@ -1,0 +1,154 @@
+"""`mpitrain serve --servers`: several servers and their workers as real processes, with real faults."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import socket
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from commands import TRAIN, Commands, processes
+from counting import COUNTING_SCRIPT, check_counts, worker_key
+from hands import Hand, Served, hands, lines_of, mean, of, say
+
+import mpitrain as mt
+from jobs import HANG_SECONDS, run_command, until
+from mpitrain.job.context import JobContext
+from mpitrain.launch import server_processes
+from mpitrain.launch.served import handed_over
+from mpitrain.launch.server_processes import started
+from mpitrain.serve.passes import server_pass
+from mpitrain.serve.shard import ShardServer
+
+HOST = socket.gethostname()
+
+
+@pytest.fixture
+def commands(tmp_path: Path) -> Iterator[Commands]:
+    with Commands(tmp_path) as made:
+        yield made
+
+
+@pytest.mark.parametrize(
+    ("mode", "killed", "code", "text"),
+    [
+        ("sync", "shard", 1, "server 1 was killed by signal 9; the job ends with it"),
+        ("async", "server", 137, "server 0 was killed by signal 9; the other servers end too"),
+    ],
+)
+def test_a_lost_server_ends_all_and_workers_wait_for_the_next_ones(
+    commands: Commands, tmp_path: Path, mode: str, killed: str, code: int, text: str
+) -> None:
+    """Three servers follow two. The workers come back by themselves, and every sample counts once."""
+    script, saved = tmp_path / "train.py", tmp_path / "saved"
+    script.write_text(COUNTING_SCRIPT.replace("MODE", repr(mode)))
+    program = [str(script), str(saved), "0", "0.01"]
+    servers = commands.serve("--servers", "2", program=program)
+    servers.until("MPITRAIN_KEY=")
+    workers = [commands.work(*program) for _ in range(2)]
+    servers.until(r"2 here[^\0]*step \d+\n[^\0]*step \d+\n")
+    (lost,) = processes(servers, killed)
+    os.kill(lost, signal.SIGKILL)
+    assert servers.end() == code, servers.output
+    assert f"mpitrain: {text}" in servers.output
+    assert f"server 0 on {HOST}: 0.00 MiB, server 1 on {HOST}: 0.00 MiB of 0.00 MiB of parameters" in servers.output
+    if killed == "shard":
+        gone = rf"server 1 on {HOST} is gone \(its connection has ended\), and its part of the parameters with it"
+        assert re.search(gone, servers.output), servers.output
+
+    again = commands.serve("--servers", "3", program=program)
+    again.until(r"2 here[^\0]*step \d+\n")
+    (saved / "stop").touch()
+    for command in (again, *workers):
+        assert command.end() == 0, command.output
+    resumed = re.search(r"resumed from .* at step (\d+)", again.output)
+    assert resumed, again.output
+    assert 0 < int(resumed[1]) < check_counts(again.output)
+    assert f"server 2 on {HOST}: " in again.output
+    assert "2 workers (0 gone)" in again.output
+    # The servers that are not the first one, and the workers, end with the training.
+    assert again.output.count("end [") == 1
+    assert not any("end [" in worker.output for worker in workers)
+
+
+def test_known_workers_and_ctrl_c(commands: Commands) -> None:
+    """`mpitrain ps` counts the servers. Nothing is left: see Commands."""
+    servers = commands.serve(
+        "--servers", "2", "--plain", "lo", "--hosts", "localhost/cpux2", program=[*TRAIN, "--epochs", "100000"]
+    )
+    servers.until("step 24")
+    assert len(processes(servers, "shard")) == 1
+    ps = [sys.executable, "-m", "mpitrain", "ps", "--hosts", "localhost"]
+    until(lambda: f"2 servers on {HOST}, 2 workers" in run_command(ps).stdout)
+    servers.signal(signal.SIGINT)
+    assert servers.end() == 130, servers.output
+
+
+def test_the_port_of_a_further_server_is_in_use(commands: Commands) -> None:
+    with socket.create_server(("", commands.port + 1)):
+        servers = commands.serve("--servers", "2", program=TRAIN)
+        assert servers.end() == 2
+    assert f"port {commands.port + 1} is in use on this machine" in servers.output
+    assert "MPITRAIN_KEY" not in servers.output
+
+
+def test_a_worker_is_not_taken_for_a_server(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It has the key, and says all that a server says, but for the proof. The real server comes after it."""
+    goes_on = threading.Event()
+    begin = ShardServer._begin
+
+    def late(self: Any) -> None:
+        assert goes_on.wait(HANG_SECONDS)
+        begin(self)
+
+    monkeypatch.setattr(ShardServer, "_begin", late)
+    served = Served(1, mt.ParameterServer("async"), num_servers=2)
+    optimizer = served.strategy._party.optimizer
+    liar = Hand(served.address, served.facts)
+    said = {"server": 1, "where": "a liar", "facts": served.facts, "optimizer": optimizer, "port": 1}
+    for shown in (None, 5, "", server_pass("", 1), server_pass(worker_key().text, 1), "\u00e9"):
+        # What is said before the connection is there is lost.
+        while True:
+            liar.say("shard", **said, **{"pass": shown})
+            if (message := liar._link.receive(0.5)) is not None:
+                break
+        assert message.kind == "refused"
+        assert "a peer that is no server of this job says that it is server 1" in message.fields["text"]
+    goes_on.set()
+    with hands(served, 1) as (worker,), lines_of(worker, served) as (line,):
+        job = worker.pull()
+        say(line, "push", [mean(job)[:12]], **of(worker, job))
+        worker.push(job, mean(job)[:12])
+        worker.end()
+    served.end()
+    liar.close()
+    assert set(served.counts) == {1.0}
+    assert "a liar" not in capsys.readouterr().out
+
+
+def test_a_first_server_that_does_not_notice_is_ended(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The other one has failed before it has joined. The first one waits for it in vain, and does not hear signals."""
+    monkeypatch.setattr(server_processes, "_NOTICE_SECONDS", 0.5)
+    program = (
+        "import os, sys, signal, time\n"
+        "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
+        "time.sleep(1000) if os.environ['_MPITRAIN_SERVES'] == 'server' else sys.exit(3)"
+    )
+    contexts = [JobContext(serves="server"), JobContext(serves="shard", serve_number=1)]
+    with started([sys.executable, "-c", program], contexts, handed_over("")) as servers:
+        code = None
+        while code is None:
+            code = servers.look()
+        assert code == -signal.SIGKILL
+        assert servers.finish() == 3
+    assert "server 1 ended with exit code 3; the job ends with it" in capfd.readouterr().err

@@ -1,0 +1,361 @@
+"""prepare() in rounds: the loop of one process, with outer steps after optimizer.step()."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import warnings
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from torch.nn.functional import cross_entropy
+
+import mpitrain.torch
+from mpitrain import DiLoCo, LocalSGD, Sgd, StopAtStep, Sync, Trainer, World, make_strategy
+from mpitrain.errors import ConfigError, GradientError, MismatchError, NonFiniteError
+from mpitrain.shard import part_of
+from mpitrain.strategies import STRATEGIES, Strategy
+from mpitrain.torch.residuals import residuals_of
+from tests.ranks.common import assert_same_bits, error_on_all, skip_alone
+from tests.ranks.placements import placed
+from tests.ranks.test_strategies import CODED
+
+from .prepared import assert_equal_everywhere
+from .test_rounds import STEPS, build, by_hand
+from .test_rounds import STRATEGIES as ROUNDS
+from .test_torch_module import batches
+from .torch_modules import Net, Normed, builder, made, samples, sgd
+
+
+def data_of(steps: int) -> list[tuple[Any, Any]]:
+    """The batches of all ranks together, those of the Trainer's first steps."""
+    x, y = (torch.from_numpy(one) for one in samples())
+    return [(x[chosen], y[chosen]) for _, chosen in zip(range(steps), batches(), strict=False)]
+
+
+class Loop:
+    """A loop of a user's own, as it is without us, with a schedule."""
+
+    def __init__(self, world: World, strategy: Strategy | None, kind: Any = Net, steps: int = STEPS) -> None:
+        self.model = made(kind, seed=1 + world.rank)  # the other ranks get the parameters of rank 0
+        self.optimizer, options = sgd(self.model)
+        self.schedule, self.number = options["schedule"], 0
+        self.given, self.strategy = data_of(steps), strategy
+
+    def prepare(self) -> Loop:
+        self.model, self.optimizer, self.data = mpitrain.torch.prepare(
+            self.model, self.optimizer, self.given, strategy=self.strategy
+        )
+        return self
+
+    def run(self, last: int = STEPS) -> None:
+        for number, (x, y) in enumerate(self.data):
+            if self.number <= number < last:
+                self.optimizer.zero_grad()
+                cross_entropy(self.model(x), y).backward()
+                self.step()
+
+    def step(self) -> None:
+        for group in self.optimizer.param_groups:
+            group["lr"] = self.schedule(self.number)
+        self.optimizer.step()
+        self.number += 1
+
+    def bits(self) -> list[bytes]:
+        return [one.detach().numpy().tobytes() for one in self.model.parameters()]
+
+
+@pytest.mark.parametrize("strategy", ROUNDS)
+@pytest.mark.parametrize("kind", [Net, Normed])
+@pytest.mark.filterwarnings("ignore:.*spare")
+def test_the_trainer_and_replicas_of_pytorch(world: World, kind: Any, strategy: str) -> None:
+    """The parameters have the bits of a TorchModule, whose running means are rounded once more."""
+    trainer = Trainer(build(strategy, kind, sgd), [StopAtStep(STEPS)])
+    trainer.run()
+    loop = Loop(world, ROUNDS[strategy](), kind).prepare()
+    loop.run()
+    mpitrain.torch.end_round(loop.model)
+    named, found = dict(loop.model.named_parameters()), loop.model.state_dict()
+    for name, value in trainer.adapter.parameters().items():
+        if name in named:
+            assert found[name].numpy().tobytes() == value.tobytes(), name
+        else:
+            numpy.testing.assert_allclose(found[name].numpy(), value, rtol=1e-13, atol=1e-14, err_msg=name)
+    assert_equal_everywhere(world, loop.model)
+    if strategy != "streaming_diloco":
+        for name, value in by_hand(kind, world.size, strategy == "local_sgd").items():
+            if name in found:
+                numpy.testing.assert_allclose(found[name].numpy(), value, rtol=1e-10, atol=1e-12, err_msg=name)
+    trainer.close()
+
+
+def test_a_codec_in_the_outer_step(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """MPITRAIN_COMPRESSION on several nodes: the bits of the Trainer with that codec, and not those without one."""
+    skip_alone(world)
+    plain = placed(world, "alone on each node")
+    coded, found = replace(plain, config=replace(world.config, compression="bf16")), []
+    for there in (coded, plain):
+        monkeypatch.setattr(sys.modules["mpitrain.torch.prepare"], "init", lambda there=there: there)
+        loop = Loop(world, LocalSGD(3))
+        loop.model.float()
+        loop.given = [(x.float(), y) for x, y in loop.given]
+        loop.prepare().run()
+        mpitrain.torch.end_round(loop.model)
+        found.append(loop.bits())
+    make = builder(Net, sgd, dtype=torch.float32)
+    trainer = Trainer(lambda world: replace(make(world), strategy=LocalSGD(3)), [StopAtStep(STEPS)], coded)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        trainer.run()
+    names = [name for name, _ in loop.model.named_parameters()]
+    assert found[0] == [trainer.adapter.parameters()[name].tobytes() for name in names]
+    assert found[0] != found[1]
+    trainer.close()
+
+
+def test_within_a_round_and_at_its_end(world: World, capsys: pytest.CaptureFixture[str]) -> None:
+    """A line about state_dict() comes once, on rank 0. The end of a round that has ended changes nothing."""
+    loop = Loop(world, LocalSGD(3)).prepare()
+    loop.run(3)
+    assert_equal_everywhere(world, loop.model)
+    met = loop.bits()
+    mpitrain.torch.end_round(loop.model)
+    assert loop.bits() == met
+    assert "state_dict()" not in capsys.readouterr().out
+    loop.run(4)
+    assert (len(set(world.allgather(b"".join(loop.bits())))) == 1) is (world.size == 1)
+    for _ in range(2):
+        loop.model.state_dict()
+    out = capsys.readouterr().out
+    assert out.count("mpitrain.torch.end_round(model) first") == (world.is_root and world.size > 1)
+    mpitrain.torch.end_round(loop.model)
+    assert_equal_everywhere(world, loop.model)
+
+
+def test_that_sync_has_no_rounds(world: World) -> None:
+    """Given by name or not, it has the same bits, and `end_round` does nothing."""
+    loops = [Loop(world, strategy).prepare() for strategy in (None, Sync())]
+    for loop in loops:
+        loop.run()
+        before = loop.bits()
+        mpitrain.torch.end_round(loop.model)
+        assert loop.bits() == before
+    assert loops[0].bits() == loops[1].bits()
+
+
+class Line(torch.nn.Module):
+    """The loss mean((w - x)^2) / 2 has the gradient w - mean(x)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = torch.nn.Parameter(torch.zeros(3, dtype=torch.float64))
+
+    def forward(self, x: Any) -> Any:
+        return ((self.w - x) ** 2).sum() / 2 / len(x)
+
+
+@pytest.mark.parametrize("apart", [False, True], ids=["plain", "accumulate"])
+def test_several_backward_passes_in_a_step(world: World, apart: bool) -> None:
+    """By hand. The second batch of each step has fewer samples than ranks; all samples count for the outer step."""
+    sizes = [world.size + 2, max(1, world.size - 1)] * 6
+    given = [torch.from_numpy(numpy.random.default_rng(step).standard_normal((n, 3))) for step, n in enumerate(sizes)]
+    model = Line()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.25)
+    model, optimizer, data = mpitrain.torch.prepare(model, optimizer, given, strategy=LocalSGD(2))
+    own, common, counts = [numpy.zeros(3) for _ in range(world.size)], numpy.zeros(3), [0] * world.size
+    for number, x in enumerate(data):
+        with mpitrain.torch.accumulate(model) if apart and number % 2 == 0 else contextlib.nullcontext():
+            (model(x) / 2).backward()
+        if number % 2 == 0:
+            continue
+        optimizer.step()
+        optimizer.zero_grad()
+        for rank, w in enumerate(own):
+            parts = [one[part_of(len(one), rank, world.size)].numpy() for one in given[number - 1 : number + 1]]
+            counts[rank] += sum(len(part) for part in parts)
+            own[rank] = w - 0.25 * sum((w - part.mean(axis=0)) / 2 for part in parts if len(part))
+        if number % 4 == 3:
+            common = sum(w * count for w, count in zip(own, counts, strict=True)) / sum(counts)
+            own, counts = [common.copy() for _ in own], [0] * world.size
+        numpy.testing.assert_allclose(model.w.detach().numpy(), own[world.rank], rtol=1e-13, atol=1e-15)
+    assert_same_bits(world, model.w.detach().numpy())
+
+
+def test_a_step_that_a_scaler_skips(world: World) -> None:
+    """One rank alone has infinity. The result has the bits of a loop without that batch."""
+    bits = []
+    for odd in (4, -1):
+        model = made(Normed, torch.float32, seed=2)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        given = [(x.float(), y) for x, y in data_of(7)]
+        if odd < 0:
+            del given[4]
+        model, optimizer, data = mpitrain.torch.prepare(model, optimizer, given, strategy=DiLoCo(3))
+        model.eval()  # the running means do not change
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+        for number, (x, y) in enumerate(data):
+            optimizer.zero_grad()
+            loss = cross_entropy(model(x), y)
+            bad = number == odd and world.rank == world.size - 1
+            scaler.scale(loss * float("inf") if bad else loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+        assert scaler.get_scale() == (2.0**9 if odd >= 0 else 2.0**10)
+        assert_equal_everywhere(world, model)  # 6 steps were made
+        bits.append([one.detach().numpy().tobytes() for one in model.parameters()])
+    assert bits[0] == bits[1]
+
+
+def test_nan_is_named_and_not_spread(world: World) -> None:
+    odd = world.size - 1
+    loop = Loop(world, DiLoCo(2)).prepare()
+    loop.run(1)
+
+    def gradient(bad: bool) -> None:
+        for x, y in loop.data:
+            loop.optimizer.zero_grad()
+            loss = cross_entropy(loop.model(x), y)
+            (loss * float("nan") if bad else loss).backward()
+            return
+
+    gradient(world.rank == odd)
+    before = loop.bits()
+    text = error_on_all(world, NonFiniteError, loop.step)
+    assert f"{world.name(odd)}: the gradient of " in text
+    assert loop.bits() == before
+    # A parameter of one rank becomes NaN in the last step of the round: its gradient was finite.
+    gradient(False)
+    kept = loop.model.last.bias.detach().clone()
+    momentum = {one: kept["momentum_buffer"].clone() for one, kept in loop.optimizer.state.items()}
+    if world.rank == odd:
+        loop.model.last.bias.data[1] = float("nan")
+    before = loop.bits()
+    text = error_on_all(world, NonFiniteError, loop.step)
+    assert f"{world.name(odd)}: last.bias has become NaN or infinity in the steps of this round" in text
+    assert loop.bits() == before
+    assert momentum.keys() == loop.optimizer.state.keys()
+    for one, its in momentum.items():
+        assert torch.equal(loop.optimizer.state[one]["momentum_buffer"], its)
+    loop.model.last.bias.data.copy_(kept)
+    gradient(False)
+    loop.step()
+    assert_equal_everywhere(world, loop.model)
+
+
+def test_steps_that_cannot_count(world: World) -> None:
+    loop = Loop(world, LocalSGD(3)).prepare()
+    loop.run(1)
+    with pytest.raises(GradientError, match=r"optimizer.step\(\) came without a backward\(\) since the last step"):
+        loop.optimizer.step()
+    for x, y in loop.data:
+        cross_entropy(loop.model(x), y).backward()
+        with pytest.raises(GradientError, match=r"Or backward\(\) came inside optimizer.step\(closure\)"):
+            loop.optimizer.step(lambda x=x, y=y: cross_entropy(loop.model(x), y).backward())
+        break
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_every_strategy_trains_or_says_what_does(world: World, name: str) -> None:
+    """Nothing has changed where it is refused: the same loop trains with another strategy afterwards."""
+    loop = Loop(world, make_strategy(name))
+    if name in ("sync", *ROUNDS) or (name in CODED and world.size == 1):
+        loop.prepare().run(2)
+        mpitrain.torch.end_round(loop.model)
+        assert_equal_everywhere(world, loop.model)
+        return
+    text = error_on_all(world, ConfigError, loop.prepare)
+    if name in CODED:
+        assert "the model has 2 buffers whose mean all ranks need" in text
+        return
+    assert f"strategy={type(loop.strategy).__name__}: prepare() takes mt.Sync() and strategies of rounds" in text
+    assert "use them with mt.Trainer and mt.TorchModule" in text
+    loop.strategy = LocalSGD(2)
+    loop.prepare().run(2)
+
+
+def refused(strategy: Any, change: Callable[[Any], Any] | None = None, **options: Any) -> str:
+    model = made(Net)
+    optimizer = torch.optim.SGD([one for one in model.parameters() if one.requires_grad], lr=0.1)
+    if change:
+        change(optimizer)
+    with pytest.raises(ConfigError) as found:
+        mpitrain.torch.prepare(model, optimizer, data_of(1), strategy=strategy, **options)
+    return str(found.value)
+
+
+def test_what_is_refused(world: World) -> None:
+    assert "warm_up=3" in (text := refused(DiLoCo(5, warm_up=3)))
+    assert "Leave warm_up out, or train with mt.Trainer" in text
+    assert "compression, threaded together with LocalSGD(sync_every=2, " in refused(
+        LocalSGD(2), compression="bf16", threaded=False
+    )
+    assert "strategy='diloco': prepare() takes mt.Sync()" in refused("diloco")
+    assert "DiLoCo'>: prepare() takes mt.Sync()" in refused(DiLoCo)
+    text = refused(LocalSGD(2), lambda optimizer: optimizer.param_groups[0]["params"].pop(0))
+    assert "spare is trained (requires_grad) but not in the optimizer" in text
+    if world.size > 1:
+        loop = Loop(world, LocalSGD(2 + (world.rank == 1)))
+        text = error_on_all(world, MismatchError, loop.prepare)
+        assert f"{world.name(1)}: strategy=LocalSGD(sync_every=3, " in text
+    loop = Loop(world, LocalSGD(2)).prepare()
+    with pytest.raises(ConfigError, match="whose copies in memory go on within a round"):
+        mpitrain.torch.keep(loop.model, loop.optimizer, loop.data)
+
+
+@pytest.mark.parametrize("strategy", ROUNDS)
+@pytest.mark.parametrize("kind", [Net, Normed])
+def test_a_run_resumes_within_a_round(world: World, shared: Path, kind: Any, strategy: str) -> None:
+    """Bit for bit with the residuals, which hold each rank's own parameters and momentum."""
+    whole = Loop(world, ROUNDS[strategy](), kind).prepare()
+    whole.run()
+    first = Loop(world, ROUNDS[strategy](), kind).prepare()
+    first.run(4)
+    state = {"model": first.model.state_dict(), "residuals": mpitrain.torch.residuals(first.model)}
+    mpitrain.torch.save(state, shared / "state.pt")
+    first.run()  # undisturbed by the look at it, but what is under way has arrived
+    assert first.bits() == whole.bits()
+    read = mpitrain.torch.load(shared / "state.pt")
+    resumed = Loop(world, ROUNDS[strategy](), kind)
+    resumed.model.load_state_dict(read["model"])
+    resumed.prepare()
+    mpitrain.torch.restore_residuals(resumed.model, read["residuals"])
+    resumed.number = 4
+    resumed.run()
+    assert resumed.bits() == whole.bits()
+
+
+def test_a_run_resumes_on_other_ranks(world: World, shared: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """All begin with the parameters of the last outer step, and its momentum."""
+    skip_alone(world)
+    strategy = lambda: DiLoCo(3, outer=Sgd(0.5, momentum=0.5))  # noqa: E731
+    first = Loop(world, strategy()).prepare()
+    first.run(3)
+    met = first.bits()
+    first.run(5)
+    state = world.broadcast({"model": first.model.state_dict(), "residuals": mpitrain.torch.residuals(first.model)})
+    of_ranks = state["residuals"]["of_ranks"]
+    other = Loop(world, strategy())
+    other.model.load_state_dict(state["model"])
+    other.prepare()
+    capsys.readouterr()
+    mpitrain.torch.restore_residuals(other.model, {"of_ranks": [*of_ranks, of_ranks[0]]})
+    out = capsys.readouterr().out
+    text = f"what each rank has kept for itself in rounds is not restored: it was saved by {world.size + 1} ranks"
+    assert out.count(text) == world.is_root
+    assert other.bits() == met
+    kept = residuals_of(other.model).state()["common"]["outer"]
+    for number, of_dtype in of_ranks[0]["common"]["outer"].items():
+        for dtype, optimizer in of_dtype.items():
+            momentum = [one for one in optimizer.values() if isinstance(one, torch.Tensor)]
+            assert any(one.any() for one in momentum)
+            found = [one for one in kept[number][dtype].values() if isinstance(one, torch.Tensor)]
+            assert all(torch.equal(one, its) for one, its in zip(found, momentum, strict=True))
+    other.number = 5
+    other.run()
+    mpitrain.torch.end_round(other.model)
+    assert_equal_everywhere(world, other.model)
