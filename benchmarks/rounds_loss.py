@@ -29,9 +29,9 @@ from training_step import sent_bytes
 BASE = "sync"
 EVERY = (10, 50, 200)
 VARIANTS = [
-    *(f"{name}:{every}" for every in EVERY for name in ("local_sgd", "diloco", "streaming_diloco")),
-    "streaming_diloco:50 delay=8",
-    *("bf16", "fp16", "int8", "int4", "top_k:0.01", "top_k:0.1", "sign", "power_sgd:4"),
+    *(f"{name}:{every}" for every in EVERY for name in ("local_sgd", "diloco", "streaming_diloco", "sparse_loco")),
+    *("streaming_diloco:50 delay=8", "diloco:50 int4"),
+    *("fp16", "int4", "top_k:0.01", "sign", "power_sgd:4"),
 ]
 
 

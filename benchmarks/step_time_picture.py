@@ -112,6 +112,7 @@ PANELS: dict[str, dict[str, Line]] = {
         f"StreamingDiLoCo(50, delay={DELAY})": streaming(50),
         "DiLoCo(50), int4": rounds(50, "int4"),
         "DiLoCo(500)": rounds(500),
+        "SparseLoCo(30)": rounds(30, f"top_k:{1 / 64}:2"),
     },
 }
 
