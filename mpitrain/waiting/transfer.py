@@ -14,6 +14,9 @@ if TYPE_CHECKING:
 
 # The most that one call moves, in bytes (or elements); a test lowers this limit.
 AT_ONCE = 2**30
+# The most that one wait for a broadcast moves, in bytes. At 100 Mbit/s that takes some seconds. A longer wait would be
+# reported as one in which nothing moves.
+WAITED_AT_ONCE = 2**24
 
 # Control.wait
 Wait: TypeAlias = "Callable[[Iterable[float | None], str], None]"
@@ -24,8 +27,9 @@ def broadcast_bytes(comm: MPI.Comm, buffer: Any, root: int, wait: Wait) -> None:
     from mpi4py import MPI
 
     view = memoryview(buffer)
-    for begin in range(0, len(view), AT_ONCE):
-        part = view[begin : begin + AT_ONCE]
+    length = min(AT_ONCE, WAITED_AT_ONCE)
+    for begin in range(0, len(view), length):
+        part = view[begin : begin + length]
         wait(until(comm.Ibcast([part, MPI.BYTE], root).Test), f"broadcast from rank {root}")
 
 

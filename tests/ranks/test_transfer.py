@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import numpy
 import pytest
@@ -24,6 +25,24 @@ def test_sync_and_broadcast_in_slices(world: World) -> None:
     expected = numpy.random.default_rng(root).standard_normal(301)
     assert world.sync([values], root)[0].tobytes() == expected.tobytes()
     assert world.broadcast(values, root).tobytes() == expected.tobytes()
+
+
+def test_a_broadcast_waits_for_one_slice_after_the_other(
+    world: World, monkeypatch: pytest.MonkeyPatch, at_once: int
+) -> None:
+    """Each is a wait of its own, so a long broadcast on a slow link is not reported as one in which nothing moves."""
+    monkeypatch.setattr(transfer, "WAITED_AT_ONCE", 5)
+    waits = []
+
+    def wait(steps: Any, what: str) -> None:
+        waits.append(what)
+        world.control.wait(steps, what)
+
+    root = world.size - 1
+    buffer = bytearray(numpy.random.default_rng(world.rank).bytes(301))
+    transfer.broadcast_bytes(world.comm, buffer, root, wait)
+    assert bytes(buffer) == numpy.random.default_rng(root).bytes(301)
+    assert waits == [f"broadcast from rank {root}"] * -(-301 // min(at_once, 5))
 
 
 def test_gather_in_slices(world: World) -> None:
