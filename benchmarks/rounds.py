@@ -4,9 +4,9 @@
     benchmarks/shaped_hosts 4 100mbit '$MPIEXEC python benchmarks/rounds.py --mbit 100 --gpt --sync-every 100'
 
 All strategies train in one job, in turns, each for one round of `--sync-every` steps, `--rounds` times; those that
-exchange in every step or never, for `--sync-steps` of them. The model has `--millions` of float32 parameters, and a step sleeps
-for `--milliseconds`. With --gpt, it is the GPT of examples/ with 10.7 million parameters, which computes on Jane
-Austen's novels. The optimizer's update is real. The hosts share the cores of one machine.
+exchange in every step or never, for `--sync-steps` of them. The model has `--millions` of float32 parameters, and a
+step sleeps for `--milliseconds`. With --gpt, it is the GPT of examples/ with 10.7 million parameters, which computes on
+Jane Austen's novels. The optimizer's update is real. The hosts share the cores of one machine.
 
     kept        samples/s, of those without any exchange in the same run
     longest     the longest step minus the median step without any exchange, on the slowest rank

@@ -189,5 +189,6 @@ def test_the_recipe_for_ddp(tmp_path: Path, vendor: str, recover: list[str]) -> 
     succeeded(job)
     assert len(re.findall(r"try \d of 6.* failed at step (?:21|101): rank 1 on .*; starting again", job.stderr)) == 2
     assert job.stdout.count("resumed from memory at step ") == 2
-    assert re.findall(r"^\[0\] epoch .*$", job.stdout, re.M) == printed
+    lines = re.findall(r"^\[0\] epoch .*$", job.stdout, re.M)
+    assert list(dict.fromkeys(lines)) == printed  # a line is there twice if the newest copy was older than it
     assert len(printed) == 2
