@@ -46,10 +46,11 @@ def cases(cupy: Any, count: int) -> dict[str, tuple[float, Callable[[], object]]
         "adamw": (28, lambda: kernels.adamw(one, two, three, four, step=1, rate=1e-3)),
     }
     m, n = (array[: count - count % COLUMNS].reshape(-1, COLUMNS) for array in (one, two))
-    pt, qt = (cupy.full((power_sgd.RANK, length), 0.5, numpy.float32) for length in m.shape)
+    rank = min(power_sgd.RANK, len(m))
+    pt, qt = (cupy.full((rank, length), 0.5, numpy.float32) for length in m.shape)
     result |= {
         "low_rank_times": (12, lambda: kernels.low_rank_times(m, n, qt, pt)),
-        "low_rank_project": (12 + 2 * 4 * power_sgd.RANK / ROWS, lambda: kernels.low_rank_project(m, pt, qt, n)),
+        "low_rank_project": (12 + 2 * 4 * rank / ROWS, lambda: kernels.low_rank_project(m, pt, qt, n)),
         "low_rank_product": (4, lambda: kernels.low_rank_product(pt, qt, m)),
     }
     for codec, wire in wires.items():
