@@ -59,7 +59,7 @@ OF_THE_REQUEST = {
     "resume._refuse_changed",
     "resume._end_rest",
     "served.environment_here",  # of this machine, before a job with servers
-    "serving._server",
+    "server_processes.started",
     "start._check_recovers",
     "start._check_servers",
     "start._listed_hosts",
