@@ -11,8 +11,8 @@ Vectors, and matrices that are sent as they are, go through the host too. Q stay
 comparison of the ranks look for it, and goes up again in the next step.
 
 Cost a rank, of a matrix m x n with factors of rank r: (m + n) r values down and up, and n r up; an event looked at for
-each of the two sums. Host memory, page-locked, and GPU memory: (m + n) r values each, and the vectors. Source: as in
-mpitrain/compression/power_sgd.py.
+each of the two sums. Host memory, page-locked, and GPU memory: (m + n) r values each, and the vectors. GPU memory also 8
+bytes times the largest m r of a bucket, to make columns orthogonal. Source: as in mpitrain/compression/power_sgd.py.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from mpitrain.cuda import kernels
 from mpitrain.cuda.device import cupy_module
 from mpitrain.cuda.memory import address, allocating, pinned
 from mpitrain.cuda.streams import happened, make_event, working_on
+from mpitrain.errors import DeviceError, everywhere
 from mpitrain.waiting.control import until
 from mpitrain.world import World
 
@@ -79,31 +80,41 @@ class OnDevice:
     """
 
     def __init__(self, world: World, place: DevicePlace, plan: Plan) -> None:
-        """Collective, with equal plans. `plan` is that of the whole buffer: its parts need no more.
+        """Collective, with equal plans. `plan` is that of the whole buffer: parts of whole tensors need no more.
 
         Raises:
             DeviceError: some rank lacks the memory. On every rank.
         """
         self._place = place
         self._down, self._up = make_event(place.gpu), make_event(place.gpu)
-        num_bytes = 4 * (plan.num_first + NUM_MARKS + plan.num_second)
+        num_work = max((matrix.rank * matrix.rows for matrix in plan.matrices), default=0)
+        num_bytes = 4 * (plan.num_first + NUM_MARKS + plan.num_second) + 8 * num_work
         with (
             allocating(world, place.gpu, num_bytes, "the factors of power_sgd"),
             working_on(place.gpu, place.stream),
         ):
             self._first, self._second = _thin(plan.num_first + NUM_MARKS), _thin(plan.num_second)
-            self.products = DeviceProducts(max((matrix.rank * matrix.rows for matrix in plan.matrices), default=0))
+            self.products = DeviceProducts(num_work)
 
     def free(self) -> Progress:
         """See LowRankSite."""
         return until(lambda: happened(self._up))
 
     def memory(self, plan: Plan) -> tuple[Thin, Thin]:
-        """See LowRankSite. A part that cuts a tensor sends it as it is, and may need more memory than there is."""
-        size = plan.num_first + NUM_MARKS
-        if size > self._first.on_host.size:
-            self._first = _thin(size)
-        first, second = self._first, self._second
+        """See LowRankSite.
+
+        Raises:
+            DeviceError: the part cuts a tensor, which is then sent as it is, and there is no room for it. Plans are
+                equal, so every rank raises it.
+        """
+        size, first, second = plan.num_first + NUM_MARKS, self._first, self._second
+        if size > first.on_host.size:
+            raise everywhere(
+                DeviceError(
+                    f"power_sgd on a GPU: a part of a buffer has {size} values for the first sum, but every rank has "
+                    f"room for {first.on_host.size}, enough for whole tensors. Cut the buffer between tensors"
+                )
+            )
         return (
             Thin(first.here[:size], first.on_host[:size]),
             Thin(second.here[: plan.num_second], second.on_host[: plan.num_second]),
