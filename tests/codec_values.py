@@ -11,6 +11,7 @@ from mpitrain.compression.kernels import SMALLEST_ABSMAX, can_compile
 
 # All codecs, and those that are made by a setting alone.
 FORMS = [*CODECS, "top_k:0.02:2"]
+QUANTISED = ["0.02:1", "0.02:2", "0.3:3", "0.5:4", "0.00025:2"]  # settings of top_k with few bits
 SIZES = [0, 1, 2, 63, 64, 65, 255, 256, 257, 65536, 65537, 200003]
 MANY = 2**21
 LARGEST = numpy.finfo(numpy.float32).max

@@ -9,7 +9,19 @@ import tracemalloc
 import numpy
 import pytest
 
-from codec_values import COMPILED, FORMS, INPUTS, LARGEST, NEEDS_NUMBA, any_bits, decode, encode, random, same_bits
+from codec_values import (
+    COMPILED,
+    FORMS,
+    INPUTS,
+    LARGEST,
+    NEEDS_NUMBA,
+    QUANTISED,
+    any_bits,
+    decode,
+    encode,
+    random,
+    same_bits,
+)
 from mpitrain.compression import CODECS, factory_of, make_codec
 from mpitrain.compression.codec import Codec
 from mpitrain.compression.kernels import can_compile
@@ -62,6 +74,7 @@ def test_add_is_one_addition_of_what_is_decoded(codec: Codec, name: str) -> None
     assert same_bits(total, expected)
 
 
+@pytest.mark.parametrize("codec", [*FORMS, "top_k:0.02:1"], indirect=True)
 @pytest.mark.parametrize("name", INPUTS)
 def test_encoding_what_was_decoded_changes_nothing(codec: Codec, name: str) -> None:
     wire, _ = encode(codec, INPUTS[name])
@@ -94,7 +107,7 @@ def test_the_wire_is_shorter_than_the_values(codec: Codec) -> None:
 
 
 @NEEDS_NUMBA
-@pytest.mark.parametrize("codec_name", FORMS)
+@pytest.mark.parametrize("codec_name", dict.fromkeys([*FORMS, *(f"top_k:{setting}" for setting in QUANTISED)]))
 @pytest.mark.parametrize("name", [*INPUTS, "1", "2", "3"])
 def test_numba_and_numpy_give_the_same_bits(codec_name: str, name: str) -> None:
     values = INPUTS[name] if name in INPUTS else any_bits(int(name))

@@ -7,12 +7,10 @@ import math
 import numpy
 import pytest
 
-from codec_values import COMPILED, INPUTS, any_bits, decode, encode, in_float64, random
+from codec_values import COMPILED, INPUTS, QUANTISED, any_bits, decode, encode, in_float64, random
 from mpitrain.compression import factory_of, make_codec
 from mpitrain.errors import ConfigError, GradientError
 from mpitrain.serve.pushes import read_gradients
-
-SETTINGS = ["0.02:1", "0.02:2", "0.3:3", "0.5:4", "0.00025:2"]
 
 
 @pytest.fixture(params=COMPILED)
@@ -56,7 +54,7 @@ def expected(values: numpy.ndarray, density: float, bits: int) -> numpy.ndarray:
     return decoded
 
 
-@pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.parametrize("setting", QUANTISED)
 @pytest.mark.parametrize("count", [0, 1, 2, 5, 63, 4096, 4097, 9001, 70_000])
 def test_what_arrives(setting: str, count: int, compiled: bool) -> None:
     """A level may be rounded to the next float32, if the sums that lead to it are rounded to another side."""
@@ -66,11 +64,12 @@ def test_what_arrives(setting: str, count: int, compiled: bool) -> None:
     wire, error = encode(codec, values)
     found, wanted = decode(codec, wire, count), expected(values, float(density), int(bits))
     assert (numpy.abs(found - wanted) <= 2.0**-23 * numpy.abs(wanted)).all()
-    assert (found == wanted).mean() >= 0.99 if count else True
-    assert (in_float64(values) - found == error).mean() > 0.99 if count else True
+    kept = wanted != 0
+    assert (found[kept] == wanted[kept]).mean() >= 0.99 if count else True
+    assert (values - found == error).all()
 
 
-@pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.parametrize("setting", QUANTISED)
 @pytest.mark.parametrize("name", INPUTS)
 def test_the_errors_are_not_larger_than_the_values(setting: str, name: str, compiled: bool) -> None:
     """The sum of their squares, block by block: otherwise error feedback would not converge."""

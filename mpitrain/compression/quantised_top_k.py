@@ -32,8 +32,8 @@ A block of eight values, density 0.5, b = 2. Bits from the lowest on, so the byt
 - Encoding what was decoded gives the same wire for b of 1 and 2. For 3 and 4, rounded levels may be split elsewhere.
 - Infinity or NaN in a block: as in top_k.py, with levels of NaN and codes of 0.
 
-Cost of a block of 4096: 106 bytes for top_k:0.02:2, 0.026 bytes per value. More than 4 bits would be more bytes for
-the levels than for the codes.
+Cost of a block of 4096: 106 bytes for top_k:0.02:2, 0.026 bytes per value. With 2 %, more than 4 bits would be more
+bytes for the levels than for the codes.
 
 Source: Sarfi, Therien, Lidin and Belilovsky, Communication Efficient LLM Pre-training with SparseLoCo, arXiv 2508.15706
 (2025): chunks of 4096 and 2 bits. The authors' code (github.com/tplr-ai/templar, compress.py) also sends the means of

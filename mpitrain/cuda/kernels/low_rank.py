@@ -36,7 +36,7 @@ def low_rank_project(matrix: Array, pt: Array, qt: Array, left_out: Array, *, st
     """qt = matrix^T P, by columns, then left_out = matrix - P Q^T.
 
     Arguments and Raises as for low_rank_times, but `qt` and `left_out` are overwritten, and `matrix` and `pt` are not.
-    Three launches for every four columns of Q; `left_out` holds their sums over parts of the rows meanwhile.
+    Two launches for every four columns of Q, and one more. `left_out` holds their sums over parts of the rows.
     """
     rows, columns, rank = _shapes(matrix, pt, qt)
     check("left_out", left_out, _FLOAT, matrix.size, ndim=2)
