@@ -8,14 +8,16 @@ mt.StreamingDiLoCo(50, delay=8) which sends 4-bit numbers. `outer=0.3` is the le
 models and the columns are those of losses.py. The exchange takes every rank for a node of its own.
 
 `--plot` draws the loss over the steps, a panel for each number of steps in a round, and one for all variants without
-rounds. `--choice` draws what a variant costs in loss against the bytes of a step, for 25 million parameters.
+rounds. `--choice` draws what a variant costs in loss against the bytes of a step, for 25 million parameters of which
+power_sgd sends the same part as of the model's own.
 """
 
 from __future__ import annotations
 
 import argparse
 import ast
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +25,7 @@ import losses
 import mpitrain as mt
 from compression_loss import exchange_of
 from mpitrain.bench.rounds import versions_line
+from mpitrain.compression import power_sgd
 from mpitrain.strategies import STRATEGIES, Strategy
 from training_step import sent_bytes
 
@@ -59,9 +62,20 @@ def make(variant: str) -> Strategy:
     return made
 
 
-def megabytes(variant: str, ranks: int) -> float:
-    """What a rank sends in a step on average, as docs/choosing.md counts: 24 layers of 1024 x 1024."""
+def sent_part(codec: str, shapes: Mapping[str, tuple[int, ...]]) -> float:
+    """The part of a model's numbers that power_sgd sends: its matrices may be smaller than those of `megabytes`."""
+    made = power_sgd.plan(shapes.items(), power_sgd.rank_of(codec))
+    return (made.num_first + made.num_second) / sum(math.prod(shape) for shape in shapes.values())
+
+
+def megabytes(variant: str, ranks: int, shapes: Mapping[str, tuple[int, ...]]) -> float:
+    """What a rank sends in a step on average, as docs/choosing.md counts: 24 layers of 1024 x 1024.
+
+    With power_sgd, it is the part that it sends of the model with these shapes, of as many numbers.
+    """
     name, every, codec, more = parts(variant)
+    if codec.startswith(power_sgd.NAME):
+        return sent_bytes("none", 24, 1024, ranks) * sent_part(codec, shapes) / every / 1e6
     if name == "sparse_loco":  # it has a form of its own
         codec = f"top_k:{more.get('density', 1 / 64)}:{more.get('bits', 2)}"
     return sent_bytes(codec, 24, 1024, ranks) / every / 1e6
@@ -77,14 +91,16 @@ def main() -> None:
     world = mt.init()
     world.print(f"{world.size} ranks, as if each were on a node of its own; {versions_line('ml_dtypes', 'numba')}")
     variants = {name: lambda name=name: make(name) for name in [BASE, *arguments.variants]}
-    models = []
+    models, shapes = [], []
     for runs in losses.study(world, arguments, variants):
         world.print(f"\n{runs[0].model}, {runs[0].steps} steps, {arguments.seeds} seeds\n\n{losses.table(runs)}")
         models.append(runs)
+        built = losses.TASKS[runs[0].model](runs[0].steps).build(world, 0, mt.Sync)
+        shapes.append({name: one.shape for name, one in built.adapter.parameters().items()})
     if arguments.plot and world.is_root:
         losses.plot({title: panel for runs in models for title, panel in panels(runs).items()}, arguments.plot)
     if arguments.choice and world.is_root:
-        choice(models, world.size, arguments.choice)
+        choice(models, shapes, world.size, arguments.choice)
 
 
 def panels(runs: Sequence[losses.Run]) -> dict[str, dict[str, Any]]:
@@ -97,7 +113,9 @@ def panels(runs: Sequence[losses.Run]) -> dict[str, dict[str, Any]]:
     return found
 
 
-def choice(models: Sequence[Sequence[losses.Run]], ranks: int, path: Path) -> None:
+def choice(
+    models: Sequence[Sequence[losses.Run]], shapes: Sequence[Mapping[str, tuple[int, ...]]], ranks: int, path: Path
+) -> None:
     """Draw, for each model, how much higher the loss of new data is than with BASE, against the bytes of a step."""
     import matplotlib
 
@@ -105,7 +123,7 @@ def choice(models: Sequence[Sequence[losses.Run]], ranks: int, path: Path) -> No
     from matplotlib import pyplot
 
     figure, axes = pyplot.subplots(1, len(models), figsize=(6.5 * len(models), 4.8), squeeze=False)
-    for axis, runs in zip(axes[0], models, strict=True):
+    for axis, runs, its_shapes in zip(axes[0], models, shapes, strict=True):
         variants = losses.by_variant(runs)
         metric = next(name for name in runs[0].tested if name.endswith("loss"))
         by_line: dict[str, list[tuple[float, float, float]]] = {}
@@ -114,7 +132,7 @@ def choice(models: Sequence[Sequence[losses.Run]], ranks: int, path: Path) -> No
             if variant != BASE:
                 name, every, _, _ = parts(variant)
                 line = variant.replace(f":{every}", "") if every > 1 else name
-                by_line.setdefault(line, []).append((megabytes(variant, ranks), *losses.interval(apart)))
+                by_line.setdefault(line, []).append((megabytes(variant, ranks, its_shapes), *losses.interval(apart)))
         for index, (line, points) in enumerate(by_line.items()):
             places, means, halves = zip(*points, strict=True)
             style = "s" if line == BASE else "o-"
