@@ -11,8 +11,8 @@ Vectors, and matrices that are sent as they are, go through the host too. Q stay
 comparison of the ranks look for it, and goes up again in the next step.
 
 Cost a rank, of a matrix m x n with factors of rank r: (m + n) r values down and up, and n r up; an event looked at for
-each of the two sums. Host memory, page-locked, and GPU memory: (m + n) r values each, and the vectors. GPU memory also 8
-bytes times the largest m r of a bucket, to make columns orthogonal. Source: as in mpitrain/compression/power_sgd.py.
+each of the two sums. Host memory, page-locked, and GPU memory: (m + n) r values each, and the vectors. GPU memory also
+8 bytes times the largest m r of a bucket, to make columns orthogonal. Source: as in mpitrain/compression/power_sgd.py.
 """
 
 from __future__ import annotations
