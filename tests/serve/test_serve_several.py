@@ -19,6 +19,7 @@ from hands import Hand, Served, hands, lines_of, mean, of, say
 
 import mpitrain as mt
 from jobs import HANG_SECONDS, run_command, until
+from mpitrain.errors import LaunchError
 from mpitrain.job.context import JobContext
 from mpitrain.launch import server_processes
 from mpitrain.launch.served import handed_over
@@ -173,3 +174,71 @@ def test_a_first_server_that_does_not_notice_is_ended(
         assert code == -signal.SIGKILL
         assert servers.finish() == 3
     assert "server 1 ended with exit code 3; the job ends with it" in capfd.readouterr().err
+
+
+def run_servers(program: str, *signals: int) -> tuple[int, int]:
+    """Run this code in two servers. Signals come when the first one has said that it is there. Return both codes."""
+    contexts = [JobContext(serves="server"), JobContext(serves="shard", serve_number=1)]
+    read, write = os.pipe()
+    with started([sys.executable, "-c", program.replace("LINE", str(write))], contexts, write) as servers:
+        if signals:
+            assert os.read(read, 1) == b"."
+        os.close(read)
+        for number in signals:
+            servers.signal(number)
+        code = None
+        while code is None:
+            code = servers.look()
+        return code, servers.finish()
+
+
+SLOW_END = """
+import os, sys, time
+if os.environ["_MPITRAIN_SERVES"] == "server":
+    try:
+        os.write(LINE, b".")
+        time.sleep(1000)
+    except KeyboardInterrupt:
+        time.sleep(2.0)
+        sys.exit(9)
+time.sleep(1000)
+"""
+
+
+def test_a_first_server_that_ends_slowly_ends_its_checkpoint(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A second signal does not wait."""
+    monkeypatch.setattr(server_processes, "_END_SECONDS", 0.1)
+    assert run_servers(SLOW_END, signal.SIGINT) == (9, 128 + signal.SIGINT)
+    assert run_servers(SLOW_END, signal.SIGINT, signal.SIGINT) == (-signal.SIGKILL, 128 + signal.SIGINT)
+
+
+def test_a_server_whose_failure_has_ended_the_first_one_is_named(capfd: pytest.CaptureFixture[str]) -> None:
+    """Also if both are gone when the launcher looks."""
+    contexts = [JobContext(serves="server"), JobContext(serves="shard", serve_number=1)]
+    program = "import os, sys; sys.exit(1 if os.environ['_MPITRAIN_SERVES'] == 'server' else 3)"
+    with started([sys.executable, "-c", program], contexts, handed_over("")) as servers:
+        for process in (servers._first, *servers._others):
+            process.wait()
+        assert servers.look() == 1
+        assert servers.finish() == 1
+    assert "server 1 ended with exit code 3; the job ends with it" in capfd.readouterr().err
+
+
+def test_servers_end_if_one_cannot_be_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[Any] = []
+    real = server_processes.subprocess.Popen
+
+    def one(*args: Any, **options: Any) -> Any:
+        if made:
+            raise OSError(11, "too many processes")
+        made.append(real(*args, **options))
+        return made[0]
+
+    monkeypatch.setattr(server_processes.subprocess, "Popen", one)
+    contexts = [JobContext(serves="server"), JobContext(serves="shard", serve_number=1)]
+    with (
+        pytest.raises(LaunchError, match="too many processes"),
+        started([sys.executable, "-c", "import time; time.sleep(1000)"], contexts, handed_over("")),
+    ):
+        pass
+    assert made[0].poll() == -signal.SIGKILL
