@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from contextlib import ExitStack, closing
+from pathlib import Path
 from typing import Any
 
 import numpy
@@ -19,6 +20,8 @@ from linking import KEYS, MOST, a_server, a_worker, free_port, one_message, repl
 
 from jobs import HANG_SECONDS
 from mpitrain.errors import ConfigError
+from mpitrain.job.role import Role
+from mpitrain.serve.connect import connected
 from mpitrain.serve.link import Gone
 from mpitrain.serve.plain import check_way
 from mpitrain.serve.wire import CHUNK_BYTES, Message, WireError
@@ -105,6 +108,20 @@ def test_a_tunnel_reaches_the_server_of_its_own_machine() -> None:
         pytest.skip("no network of its own can be made here, or no tun in it")
     done = subprocess.run([*in_network, sys.executable, "-c", TO_ITSELF], check=False, capture_output=True, text=True)
     assert done.stdout == "tun7 lo lo\nTrue\n", done.stdout + done.stderr
+
+
+def test_links_are_closed_if_a_further_one_cannot_be_made(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A worker connects to the servers whose ports the first one has told."""
+    closed: list[str] = []
+    close = WorkerLink.close
+    monkeypatch.setattr(WorkerLink, "close", lambda link: (closed.append(link.name), close(link)))
+    (tmp_path / "key").write_text(KEYS.worker.text)
+    first, others = connected(Role("worker", (f"127.0.0.1:{free_port()}",), str(tmp_path / "key")), None, MOST)
+    with closing(first):
+        ports = [free_port(), free_port(), 70000]
+        with pytest.raises(ConfigError, match="70000"):
+            others(ports)
+        assert closed == [f"server {number} at 127.0.0.1:{ports[number - 1]}" for number in (2, 1)]
 
 
 def test_what_was_sent_before_the_end_is_delivered() -> None:
