@@ -24,8 +24,8 @@ PAGE_BYTES = 4096
 
 
 @contextmanager
-def explained(what: str, remedy: str = "") -> Iterator[None]:
-    """A context in which an error of CUDA becomes one of which all ranks may hear: what, the error, and the remedy.
+def explained(problem: str, remedy: str = "") -> Iterator[None]:
+    """A context in which an error of CUDA becomes one of which all ranks may hear, with its problem and remedy.
 
     Raises:
         DeviceError: the call has failed.
@@ -36,7 +36,7 @@ def explained(what: str, remedy: str = "") -> Iterator[None]:
     except cupy_module().cuda.runtime.CUDARuntimeError as error:
         if is_lost(error):
             raise
-        raise DeviceError(f"{what}: {error}{remedy}") from None
+        raise DeviceError(f"{problem}: {error}{remedy}") from None
 
 
 def pinned(num_bytes: int) -> numpy.ndarray:
