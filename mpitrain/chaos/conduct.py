@@ -287,7 +287,7 @@ def _lost(ranks: Mapping[int, Mapping[str, Any]]) -> set[int]:
 
 def _has_ended(rank: Mapping[str, Any]) -> bool:
     """Whether a rank has done its work, so far; one that dies while it waits for the others has not."""
-    return rank["phase"] == PARTED or (rank["phase"] == DONE and rank["is_alive"])
+    return bool(rank["phase"] == PARTED or (rank["phase"] == DONE and rank["is_alive"]))
 
 
 def _failure(ranks: Mapping[int, Mapping[str, Any]]) -> str:
