@@ -302,8 +302,13 @@ class TorchModule:
         if self._shard is not None:
             raise ConfigError("the optimizer is divided between ranks already; make another TorchModule")
         optimizer, trained = self._torch_optimizer, self._trained.tensors
-        self._shard = TorchShard(optimizer, self._optimizer, trained, self._plan, self._buffers, owned, norm_of_all)
+        self._shard = TorchShard(
+            optimizer, self._optimizer, trained, self._plan, self._buffers, owned, norm_of_all, self._be_whole
+        )
         return self._shard
+
+    def _be_whole(self) -> None:
+        self._shard = None
 
     def measure_gradient_norm(self) -> None:
         """See Adapter."""

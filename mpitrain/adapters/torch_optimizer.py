@@ -84,9 +84,18 @@ class ScheduledOptimizer:
         """From now on, gradients are those of one server, and this function returns the norm of those of all."""
         self._norm_of_all = norm_of_all
 
-    def divide(self, named: Mapping[str, torch.Tensor], norm_of_all: Callable[[float], float]) -> None:
-        """From now on, the optimizer has these pieces of the parameters, and gradients are theirs; see above."""
+    def divide(self, named: Mapping[str, torch.Tensor], norm_of_all: Callable[[float], float]) -> Callable[[], None]:
+        """From now on, the optimizer has these pieces of the parameters, and gradients are theirs; see above.
+
+        Return what undoes it.
+        """
+        before = self._named, self._norm_of_all
+
+        def undo() -> None:
+            self._named, self._norm_of_all = before
+
         self._named, self._norm_of_all = named, norm_of_all
+        return undo
 
     def described(self) -> str:
         """Return class and settings, as they are now."""

@@ -59,12 +59,14 @@ class TorchShard:
         buffers: ModuleBuffers,
         owned: Owned,
         norm_of_all: Callable[[float], float],
+        undone: Callable[[], None],
     ) -> None:
         """
         Args:
             optimizer: has the pieces in place of the parameters, from now on.
             scheduled: around `optimizer`.
             named: the trained parameters, the first ones of `plan`. The others are changes of `buffers`.
+            undone: is called when everything is again as it was before: at `close`, if nothing has changed the state.
 
         Raises:
             ConfigError: the optimizer needs whole tensors.
@@ -77,6 +79,7 @@ class TorchShard:
         self._scheduled, self._named, self._plan, self._buffers = scheduled, named, plan, buffers
         self._owned = owned
         self._before: dict[torch.Tensor, Any] = {}
+        self._undo: tuple[Callable[[], None], ...] = ()
         self._whole: dict[str, dict[str, Any]] | None = None
         self._pieces: dict[str, OwnedPiece] = {}
         for index, (name, parameter) in enumerate(named.items()):
@@ -90,14 +93,14 @@ class TorchShard:
                 self._pieces[name] = OwnedPiece(index, place, there, part, _elements(parameter, place))
         state, before = scheduled.state(), dict(optimizer.state)
         self._replace(optimizer)
+        undo = scheduled.divide({name: piece.tensor for name, piece in self._pieces.items()}, norm_of_all)
         try:
-            scheduled.divide({name: piece.tensor for name, piece in self._pieces.items()}, norm_of_all)
             self.restore(state)
         except BaseException:
-            self._before = before
+            self._undo, self._before = (undo, undone), before
             self.close()
             raise
-        self._before = before  # until the pieces get a state of their own
+        self._undo, self._before = (undo, undone), before  # until the pieces get a state of their own
 
     def _replace(self, optimizer: torch.optim.Optimizer) -> None:
         names = {id(parameter): name for name, parameter in self._named.items()}
@@ -111,8 +114,17 @@ class TorchShard:
             group["params"] = [self._pieces[name].tensor for name in of_group if name in self._pieces]
 
     def update(self, flats: Mapping[numpy.dtype, Array], unused: Collection[int]) -> float:
-        """Make a step of the owned elements, and write their new values into `flats`."""
-        self._whole, self._before = None, {}
+        """Make a step of the owned elements, and write their new values into `flats`.
+
+        Raises:
+            ConfigError: the division has ended, and the state with it.
+        """
+        if not self._given:
+            raise ConfigError(
+                "the optimizer was divided between ranks, and its state has gone with the strategy that was closed; "
+                "make another TorchModule"
+            )
+        self._whole, self._before, self._undo = None, {}, ()
         gradients = []
         for name, piece in self._pieces.items():
             piece.tensor.data = _elements(self._named[name], piece.place)  # somebody may have replaced the memory
@@ -141,7 +153,7 @@ class TorchShard:
         self._whole = None
         of_whole = state["optimizer"].get("state", {})
         self._check_whole(of_whole)
-        self._before = {}
+        self._before, self._undo = {}, ()
         own = {
             name: {key: _cut(key, value, piece.place) for key, value in of_whole[name].items()}
             for name, piece in self._pieces.items()
@@ -233,6 +245,9 @@ class TorchShard:
         for group, parameters in self._given:
             group["params"] = parameters
         self._given = []
+        for undo in self._undo:
+            undo()
+        self._undo = ()
 
     def _own_state(self) -> dict[str, dict[str, Any]]:
         state: dict[str, dict[str, Any]] = self._scheduled.state()["optimizer"]["state"]

@@ -285,15 +285,18 @@ def _lost(ranks: Mapping[int, Mapping[str, Any]]) -> set[int]:
     return {lost for rank in ranks.values() for lost in rank["lost"]}
 
 
+def _has_ended(rank: Mapping[str, Any]) -> bool:
+    """Whether a rank has done its work, so far; one that dies while it waits for the others has not."""
+    return bool(rank["phase"] == PARTED or (rank["phase"] == DONE and rank["is_alive"]))
+
+
 def _failure(ranks: Mapping[int, Mapping[str, Any]]) -> str:
     """Say why these ranks have not done the job's work; "": they have."""
     lost = _lost(ranks)
     for number, rank in sorted(ranks.items()):
         if rank["error"]:
             return f"rank {number} on {rank['host']} failed: {rank['error']}"
-    missing = [
-        number for number, rank in sorted(ranks.items()) if rank["phase"] not in (DONE, PARTED) and number not in lost
-    ]
+    missing = [number for number, rank in sorted(ranks.items()) if not _has_ended(rank) and number not in lost]
     if missing:
         return f"rank {missing[0]} on {ranks[missing[0]]['host']} did not reach its end"
     size = max((rank["size"] for rank in ranks.values()), default=1)

@@ -23,15 +23,26 @@ from mpitrain.world import World
 PAGE_BYTES = 4096
 
 
-def pinned(num_bytes: int) -> numpy.ndarray:
-    """Return page-locked host memory, uint8[num_bytes], uninitialised. The GPU copies it while the host goes on."""
-    cupy = cupy_module()
+@contextmanager
+def explained(problem: str, remedy: str = "") -> Iterator[None]:
+    """A context in which an error of CUDA becomes one of which all ranks may hear, with its problem and remedy.
+
+    Raises:
+        DeviceError: the call has failed.
+        CUDARuntimeError: the GPU itself is lost. This rank alone must end with it.
+    """
     try:
-        memory = cupy.cuda.alloc_pinned_memory(max(num_bytes, 1))  # rounds up
-    except cupy.cuda.runtime.CUDARuntimeError as error:
+        yield
+    except cupy_module().cuda.runtime.CUDARuntimeError as error:
         if is_lost(error):
             raise
-        raise DeviceError(f"cannot allocate {num_bytes:,} bytes of page-locked memory: {error}; see free -h") from None
+        raise DeviceError(f"{problem}: {error}{remedy}") from None
+
+
+def pinned(num_bytes: int) -> numpy.ndarray:
+    """Return page-locked host memory, uint8[num_bytes], uninitialised. The GPU copies it while the host goes on."""
+    with explained(f"cannot allocate {num_bytes:,} bytes of page-locked memory", "; see free -h"):
+        memory = cupy_module().cuda.alloc_pinned_memory(max(num_bytes, 1))  # rounds up
     return numpy.frombuffer(memory, numpy.uint8, max(num_bytes, 1))[:num_bytes]
 
 
@@ -44,12 +55,8 @@ def page_lock(array: numpy.ndarray) -> None:
     """Page-lock existing host memory, which must begin at a page, until the array is gone."""
     runtime = cupy_module().cuda.runtime
     at = address(array)
-    try:
+    with explained(f"{array.nbytes:,} bytes cannot be page-locked", "; see free -h"):
         runtime.hostRegister(at, array.nbytes, 0)
-    except runtime.CUDARuntimeError as error:
-        if is_lost(error):
-            raise
-        raise DeviceError(f"{array.nbytes:,} bytes cannot be page-locked: {error}; see free -h") from None
     weakref.finalize(array, runtime.hostUnregister, at).atexit = False
 
 
@@ -62,11 +69,12 @@ def raw(gpu: Gpu, num_bytes: int, purpose: str) -> Any:
     """Allocate a separate block of the GPU's memory, a cupy.cuda.Memory, uninitialised.
 
     Raises:
-        DeviceError: there is not enough memory. The error says how much is free, and which setting to change.
-        CUDARuntimeError: the GPU itself has failed. This rank alone must end with it.
+        DeviceError: there is not enough memory, and the error says how much is free, and which setting to change; or
+            the allocation has failed otherwise.
+        CUDARuntimeError: the GPU itself is lost. This rank alone must end with it.
     """
     cupy = cupy_module()
-    with gpu.current():
+    with gpu.current(), explained(f"{gpu} cannot give {num_bytes:,} bytes for {purpose}", "; see nvidia-smi"):
         try:
             return cupy.cuda.Memory(max(num_bytes, 1))
         except cupy.cuda.runtime.CUDARuntimeError as error:
@@ -125,14 +133,9 @@ def open_block(gpu: Gpu, handle: bytes) -> int:
         DeviceError: the block cannot be opened. Its process has ended or is in another container, or the GPUs cannot
             reach each other.
     """
-    runtime = cupy_module().cuda.runtime
-    with gpu.current():
-        try:
-            return int(runtime.ipcOpenMemHandle(handle))
-        except runtime.CUDARuntimeError as error:
-            if is_lost(error):
-                raise
-            raise DeviceError(
-                f"{gpu} cannot open another rank's GPU memory: {error}. Has its process ended, is it in another "
-                "container, or can their GPUs not reach each other (nvidia-smi topo -p2p r)?"
-            ) from None
+    remedy = (
+        ". Has its process ended, is it in another container, or can their GPUs not reach each other (nvidia-smi topo "
+        "-p2p r)?"
+    )
+    with gpu.current(), explained(f"{gpu} cannot open another rank's GPU memory", remedy):
+        return int(cupy_module().cuda.runtime.ipcOpenMemHandle(handle))

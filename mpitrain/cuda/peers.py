@@ -20,8 +20,7 @@ import numpy
 
 from mpitrain.arrays import Array
 from mpitrain.cuda.device import Gpu, cupy_module
-from mpitrain.cuda.loss import is_lost
-from mpitrain.cuda.memory import array_in, open_block, raw
+from mpitrain.cuda.memory import array_in, explained, open_block, raw
 from mpitrain.cuda.streams import make_event
 from mpitrain.errors import DeviceError, everywhere
 from mpitrain.waiting.control import until
@@ -209,13 +208,12 @@ def make_events(gpu: Gpu, mates: Mates, number: int) -> Generator[float | None, 
     everybody = yield from exchange(mates, own_handles)
     problem = ""
     try:
-        for at, event in enumerate(own):
-            part = slice(at * HANDLE_BYTES, (at + 1) * HANDLE_BYTES)
-            made.append(PeerEvents(gpu, [text[part] for text in everybody], event, mates.index))
-    except runtime.CUDARuntimeError as error:
-        if is_lost(error):
-            raise
-        problem = f"{gpu} cannot wait for another rank's GPU: {error}; are the ranks in different containers?"
+        with explained(f"{gpu} cannot wait for another rank's GPU", "; are the ranks in different containers?"):
+            for at, event in enumerate(own):
+                part = slice(at * HANDLE_BYTES, (at + 1) * HANDLE_BYTES)
+                made.append(PeerEvents(gpu, [text[part] for text in everybody], event, mates.index))
+    except DeviceError as error:
+        problem = str(error)
     yield from raise_among(mates, problem)
     return made
 
@@ -277,13 +275,8 @@ def _free_what_is_left() -> None:
 
 
 def _exported(pointer: int) -> bytes:
-    runtime = cupy_module().cuda.runtime
-    try:
-        return bytes(runtime.ipcGetMemHandle(pointer))
-    except runtime.CUDARuntimeError as error:
-        if is_lost(error):
-            raise
-        raise DeviceError(f"this GPU's memory cannot be shared between processes: {error}") from None
+    with explained("this GPU's memory cannot be shared between processes"):
+        return bytes(cupy_module().cuda.runtime.ipcGetMemHandle(pointer))
 
 
 def _event_handle(runtime: Any, event: Any) -> bytes:

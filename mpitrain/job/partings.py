@@ -61,7 +61,7 @@ def _outlast(world: World) -> None:
 
     notes, control = world.control.notes, world.control
     gone: dict[int, float] = {}  # and since when
-    while (is_waiting := len(notes.read) < notes.size - 1) or notes.is_unread():
+    while (is_waiting := len(notes.read) < notes.size - 1) or notes.is_unread(gone):
         lost = notes.lost()
         try:
             notes.look()

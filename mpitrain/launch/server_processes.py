@@ -19,7 +19,7 @@ from mpitrain.job.context import JobContext
 from mpitrain.launch.processes import end_with_parent
 from mpitrain.launch.served import variables
 
-# How long a server has to end after a signal, and how long the others have when the first one has ended well.
+# How long the others have to end when the first one has ended well.
 _END_SECONDS = 10.0
 # How long the first server has to notice that another one has failed. It may be in a hook meanwhile.
 _NOTICE_SECONDS = 60.0
@@ -37,8 +37,9 @@ class ServerProcesses:
 
     def look(self) -> int | None:
         """See to servers that have failed. Return the exit code of the first server if it has ended."""
-        if (code := self._first.poll()) is not None:
-            return code
+        first = self._first.poll()  # before the others, so that one whose failure has ended it is seen
+        if first == 0:
+            return first
         for number, process in enumerate(self._others, 1):
             code = process.poll()
             if code and number not in self._failed:
@@ -46,15 +47,16 @@ class ServerProcesses:
                 if not self._signals:
                     say(f"server {number} {how_ended(code)}; the job ends with it")
                     self._deadline = min(self._deadline, time.monotonic() + _NOTICE_SECONDS)
+        if first is not None:
+            return first
         if time.monotonic() > self._deadline:
             self._first.kill()
         return None
 
     def signal(self, number: int) -> None:
-        """Pass a signal on to the first server. A second one, or one that is not obeyed in time, ends it at once."""
+        """Pass a signal on to the first server, which may be writing a checkpoint. A second one ends it at once."""
         self._first.send_signal(signal.SIGKILL if self._signals else number)
         self._signals.append(number)
-        self._deadline = time.monotonic() + _END_SECONDS
 
     def finish(self) -> int:
         """Let the others end, as the first one has. Return the exit code of the job."""
@@ -73,9 +75,7 @@ class ServerProcesses:
 
     def kill(self) -> None:
         """End all that are left."""
-        for process in (self._first, *self._others):
-            process.kill()
-            process.wait()
+        _kill([self._first, *self._others])
 
 
 @contextmanager
@@ -92,25 +92,30 @@ def started(command: Sequence[str], contexts: Sequence[JobContext], descriptor: 
     """
     processes: list[subprocess.Popen[bytes]] = []
     try:
-        for context in contexts:
-            process = subprocess.Popen(
-                command,
-                env=variables(context),
-                stdin=subprocess.DEVNULL,
-                start_new_session=True,  # Ctrl-C in the terminal reaches the launcher only
-                pass_fds=[descriptor],
-                preexec_fn=end_with_parent(),  # noqa: PLW1509 (in the main thread, and no thread holds a lock)
-            )
-            processes.append(process)
-    except OSError as error:
-        raise LaunchError(f"{command[0]} cannot be started: {error.strerror}") from None
+        try:
+            for context in contexts:
+                process = subprocess.Popen(
+                    command,
+                    env=variables(context),
+                    stdin=subprocess.DEVNULL,
+                    start_new_session=True,  # Ctrl-C in the terminal reaches the launcher only
+                    pass_fds=[descriptor],
+                    preexec_fn=end_with_parent(),  # noqa: PLW1509 (in the main thread, and no thread holds a lock)
+                )
+                processes.append(process)
+        except OSError as error:
+            raise LaunchError(f"{command[0]} cannot be started: {error.strerror}") from None
+        finally:
+            os.close(descriptor)
+        yield ServerProcesses(processes)
     finally:
-        os.close(descriptor)
-    servers = ServerProcesses(processes)
-    try:
-        yield servers
-    finally:
-        servers.kill()
+        _kill(processes)
+
+
+def _kill(processes: Sequence[subprocess.Popen[bytes]]) -> None:
+    for process in processes:
+        process.kill()
+        process.wait()
 
 
 def how_ended(code: int) -> str:

@@ -16,6 +16,10 @@ from mpitrain.serve.link import ServerLink
 from mpitrain.serve.pace import JobPace
 from mpitrain.serve.wire import Message, Peer
 
+# In characters: of what a peer has said, this much is kept, printed and sent.
+MOST_SAID = 2000
+_MOST_OF_NAME = 200
+
 
 @dataclass
 class Attendee:
@@ -111,10 +115,12 @@ class Attendance:
         fields, peer = message.fields, message.peer
         known = self.here.get(peer)
         number = len(self.ledger.workers) + 1
-        name = str(fields.get("name") or f"worker {number} on {fields.get('host', 'an unknown host')}")
+        host = str(fields.get("host", ""))[:_MOST_OF_NAME]
+        name = str(fields.get("name") or f"worker {number} on {host or 'an unknown host'}")[:_MOST_OF_NAME]
         environment = self._rules.environment
         problem = "" if environment is None else unlike(fields.get("environment"), environment)
         if problem := problem or difference(fields.get("facts"), self._rules.facts):
+            problem = problem[:MOST_SAID]
             self._rules.say(f"{name} is refused: {problem}")
             self._link.send(peer, "refused", {"text": f"the server refuses {name}: {problem}"})
             return
@@ -123,7 +129,7 @@ class Attendance:
             known.version, known.waits_since = -1, None
             known.is_overdue = known.is_silent = False
         else:
-            known = Attendee(peer, WorkerTally(name, str(fields.get("host", ""))))
+            known = Attendee(peer, WorkerTally(name, host))
             self.ledger.workers.append(known.tally)
             self.here[peer], self.tallies[known.ticket] = known, known.tally
             self._rules.say(f"{name} has joined; {len(self.here)} here")
@@ -146,6 +152,7 @@ class Attendance:
 
     def dismiss(self, attendee: Attendee, problem: str) -> None:
         """End a worker that cannot be worked with."""
+        problem = problem[:MOST_SAID]
         self._link.send(attendee.peer, "refused", {"text": f"the server dismisses {attendee.tally.name}: {problem}"})
         self.leave(attendee.peer, problem)
 
@@ -227,7 +234,7 @@ def difference(given: Any, expected: Sequence[str]) -> str:
         return "it does not say what it trains; is its version of mpitrain the server's?"
     for line, own in zip(given, expected, strict=False):
         if line != own:
-            return f"it has {line!r}, the server {own!r}; start it with the server's script and arguments"
+            return f"it has {str(line)[:300]!r}, the server {own!r}; start it with the server's script and arguments"
     if len(given) != len(expected):
         return f"it has {len(given)} lines of parameters and data, the server {len(expected)}"
     return ""

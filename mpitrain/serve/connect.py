@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
@@ -80,23 +81,30 @@ def _links_beside(
     """Return links to the servers at these ports of the host where the first one was found. All have its keys."""
     host = f"[{first.host}]" if ":" in first.host else first.host
     places = [f"{host}:{port}" for port in ports]
-    names = [f"server {number} at {place}" for number, place in enumerate(places, 1)]
-    return [
-        WorkerLink([place], key, most_bytes, plain=plain, name=name) for name, place in zip(names, places, strict=True)
-    ]
+    with ExitStack() as stack:
+        links = []
+        for number, place in enumerate(places, 1):
+            links.append(WorkerLink([place], key, most_bytes, plain=plain, name=f"server {number} at {place}"))
+            stack.callback(links[-1].close)  # if a later one cannot be made
+        stack.pop_all()
+        return links
 
 
 def _links(everyone: World, places: Sequence[_Place], numbers: Sequence[int], most_bytes: int) -> list[WorkerLink]:
     """Return links to these servers in order; `places` are those of the ranks."""
-    own, links = addresses(), []
-    for rank, place in sorted(enumerate(places), key=lambda entry: entry[1].number):
-        if place.number not in numbers:
-            continue
-        if everyone.node_rank == everyone.node_ranks[rank]:
-            reached = ["127.0.0.1"]
-        else:  # an address that this host has too, such as that of docker0, leads back to this host
-            reached = [address for address in place.addresses if address not in own] + [everyone.hosts[rank]]
-        key = parse_key(place.key, f"the key of {everyone.name(rank)}")
-        name = f"server {place.number} on {everyone.hosts[rank]} (rank {rank})"
-        links.append(WorkerLink([f"{address}:{place.port}" for address in reached], key, most_bytes, name=name))
-    return links
+    own = addresses()
+    with ExitStack() as stack:
+        links = []
+        for rank, place in sorted(enumerate(places), key=lambda entry: entry[1].number):
+            if place.number not in numbers:
+                continue
+            if everyone.node_rank == everyone.node_ranks[rank]:
+                reached = ["127.0.0.1"]
+            else:  # an address that this host has too, such as that of docker0, leads back to this host
+                reached = [address for address in place.addresses if address not in own] + [everyone.hosts[rank]]
+            key = parse_key(place.key, f"the key of {everyone.name(rank)}")
+            name = f"server {place.number} on {everyone.hosts[rank]} (rank {rank})"
+            links.append(WorkerLink([f"{address}:{place.port}" for address in reached], key, most_bytes, name=name))
+            stack.callback(links[-1].close)
+        stack.pop_all()
+        return links

@@ -10,7 +10,7 @@ import numpy
 
 from mpitrain.errors import GradientError, NonFiniteError
 from mpitrain.serve.answers import Answer, Answers
-from mpitrain.serve.attendance import Attendance, Attendee, ServerRules
+from mpitrain.serve.attendance import MOST_SAID, Attendance, Attendee, ServerRules
 from mpitrain.serve.jobs import JobQueue, ServedJob
 from mpitrain.serve.link import Gone, ServerLink
 from mpitrain.serve.pace import JobPace
@@ -18,7 +18,6 @@ from mpitrain.serve.pushes import Push, read_push
 from mpitrain.serve.refusals import Refusals
 from mpitrain.serve.shards import Shards
 from mpitrain.serve.store import ParameterStore
-from mpitrain.serve.strangers import Strangers
 from mpitrain.serve.wire import Message
 
 
@@ -42,7 +41,7 @@ class MessageDesk:
         self._attendance, self._shards, self._rules = attendance, shards, rules
         self._answers = Answers(1 + shards.num)
         self._refusals = Refusals(attendance, pace, rules.say)
-        self._strangers = Strangers(link, rules.say, rules.now)
+        self._strangers = shards.strangers
         self._may_skip = may_skip
 
     def answers_to(self, jobs: Sequence[ServedJob]) -> tuple[list[Answer], list[Push]]:
@@ -69,7 +68,7 @@ class MessageDesk:
         elif event.kind == "done":
             return self._done(attendee, event.fields, event.arrays)
         else:
-            problem = f"a message of kind {event.kind!r} came; allowed are hello, next, done, failed and bye"
+            problem = f"a message of kind {event.kind[:100]!r} came; allowed are hello, next, done, failed and bye"
             self._attendance.dismiss(attendee, problem)
         return None
 
@@ -150,7 +149,7 @@ class MessageDesk:
         """A worker says that it could not compute the gradients of its job. It ends by itself."""
         job = self._queue.answer(_number(fields), attendee.peer)
         if job is not None:
-            self._refuse(attendee, job, GradientError, str(fields.get("text")))
+            self._refuse(attendee, job, GradientError, str(fields.get("text"))[:MOST_SAID])
 
     def _refuse(self, attendee: Attendee, job: ServedJob, kind: type[GradientError], problem: str) -> None:
         """Let other workers try a job, unless so many have failed that the samples or the model must be at fault."""

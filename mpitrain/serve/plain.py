@@ -68,9 +68,12 @@ def way_to(ip: str) -> str:
             own = str(way.getsockname()[0])
     except OSError:
         return ""
-    if ipaddress.ip_address(own).is_loopback or own == ip:
+    if ipaddress.ip_address(own).is_loopback:
         return LOOPBACK
     interface = next((path.name for path in sorted(_INTERFACES.iterdir()) if _has(path.name, own)), "")
+    # A server at a tunnel's own address is confined to the tunnel, and a socket that is confined to lo cannot reach it.
+    if own == ip and not (interface and _is_tunnel(interface)):
+        return LOOPBACK
     if not interface:
         raise ConfigError(f"--plain: the interface to {ip}, with the address {own}, is not known; {_ALLOWED}")
     _check_tunnel(interface)
@@ -81,11 +84,15 @@ def _check_tunnel(interface: str) -> None:
     known = sorted(path.name for path in _INTERFACES.iterdir())
     if interface not in known:
         raise ConfigError(f"--plain {interface}: there is no such interface; there are {', '.join(known)}; {_ALLOWED}")
-    if int((_INTERFACES / interface / "type").read_text()) != _TUNNEL:
+    if not _is_tunnel(interface):
         raise ConfigError(
             f"--plain: {interface} is no tunnel, so others could read and change what is sent; {_ALLOWED}. Leave out "
             "--plain, and all bytes are encrypted"
         )
+
+
+def _is_tunnel(interface: str) -> bool:
+    return int((_INTERFACES / interface / "type").read_text()) == _TUNNEL
 
 
 def _has(interface: str, address: str) -> bool:

@@ -179,7 +179,9 @@ def read_push(
     except (KeyError, TypeError, ValueError, OverflowError) as error:
         raise GradientError(f"the answer to a job is incomplete or odd: {type(error).__name__}: {error}") from None
     if not all(0 <= index < len(layout.parameters) for index in unused) or not scale >= 1 or math.isinf(scale):
-        raise GradientError(f"unused={unused} scale={scale} came; allowed are indices of parameters, and 1 or above")
+        raise GradientError(
+            f"unused={str(unused)[:100]} scale={scale} came; allowed are indices of parameters, and 1 or above"
+        )
     return Push(flats, first_not_finite(flats, layout, part), loss, scale, version, (unused, note))
 
 

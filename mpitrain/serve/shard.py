@@ -204,7 +204,8 @@ class ShardServer:
 
     def _handle(self, message: Message) -> None:
         if not is_valid(self._secret, message.fields):
-            text = f"{self._name}: a message {message.kind!r} has not the pass of a job that the first server gave out"
+            kind = message.kind[:100]
+            text = f"{self._name}: a message {kind!r} has not the pass of a job that the first server gave out"
             self._link.send(message.peer, "refused", {"text": text})
         elif message.kind == "pull":
             self._pulls[message.peer] = message.fields

@@ -15,6 +15,7 @@ from mpitrain.serve.link import Event, Gone, ServerLink
 from mpitrain.serve.passes import server_pass
 from mpitrain.serve.pieces import add_piece
 from mpitrain.serve.shard_roll import RollOfShards
+from mpitrain.serve.strangers import Strangers
 from mpitrain.serve.wire import Message, Peer
 
 _LOOK_SECONDS = 0.5
@@ -30,6 +31,7 @@ class ShardPeers:
     Attributes:
         num: how many there are.
         is_apart: an error has come before all servers had done the same, or one of them is gone.
+        strangers: counts peers that are sent away.
     """
 
     def __init__(
@@ -39,6 +41,7 @@ class ShardPeers:
         self.num, self.is_apart = len(tallies) - 1, False
         self._link, self._events, self._rules = link, events, rules
         self._tallies, self._host = tallies, host
+        self.strangers = Strangers(link, rules.say, rules.now)
         self._peers: dict[Peer, int] = {}
         self._names: dict[int, str] = {}
         self._ports: dict[int, int] = {}
@@ -183,6 +186,7 @@ class ShardPeers:
                     add_piece(self._pieces[number], event.fields, event.arrays)
                 else:
                     self._events.append(event)
+            self.strangers.look()
             now, before = self._rules.now(), frames
             frames = self._frames()
             heard |= {number: now for number, count in frames.items() if count != before.get(number)}
@@ -207,8 +211,9 @@ class ShardPeers:
         number = fields.get("server")
         shown = str(fields.get("pass")).encode()
         if not hmac.compare_digest(shown, server_pass(self._rules.secret, number).encode()):
-            text = f"a peer that is no server of this job says that it is server {number!r}; it is refused"
-            self._rules.say(text)
+            said = f"says that it is server {str(number)[:100]}"
+            self.strangers.leave(f"it {said}, and has not the proof of one")
+            text = f"a peer that is no server of this job {said}; it is refused"
             self._link.send(message.peer, "refused", {"text": text})
             return False
         if type(number) is not int or not 1 <= number <= self.num or number in self._names:

@@ -112,6 +112,7 @@ class JobWorker:
     def _meet(self, ports: Sequence[int]) -> None:
         """The servers are others now, and may be more or fewer: connect to those at these ports."""
         self._lines.close()
+        self._lines = self._lines_to([])  # if the next ones cannot be made
         if len(self._replica.versions) == 1 + len(ports):
             self._replica.forget()
         else:

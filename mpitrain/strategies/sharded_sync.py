@@ -141,7 +141,7 @@ class ShardedSync:
         self._reducer.restore(without_rounds(state))
 
     def close(self) -> None:
-        """See Strategy. The optimizer has whole parameters again, and no state: take that before."""
+        """See Strategy. The optimizer has whole parameters again. Take its state before: see OptimizerShard.close."""
         self._reducer.close()
         self._shard.close()
 

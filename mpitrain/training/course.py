@@ -19,6 +19,7 @@ from mpitrain.errors import ConfigError
 from mpitrain.job.job import Job
 from mpitrain.job.recovery import Recovery
 from mpitrain.launch.kept import SAVES, STAYS
+from mpitrain.strategies import ServedStrategy
 from mpitrain.training.built import Built
 from mpitrain.training.checkpoint.names import host_copy
 from mpitrain.training.hooks.hook import Hook
@@ -59,11 +60,19 @@ class Course:
         """Make all parts for the first World of this Trainer.
 
         Raises:
-            ConfigError: this is in mpitrain.elastic, which would go on at another place than the Trainer.
+            ConfigError: this is in mpitrain.elastic, which would go on at another place than the Trainer; or the job
+                has servers, and the strategy trains without them.
         """
         if self._job.is_elastic:
             raise ConfigError("a Trainer goes on by itself after the loss of a rank; do not run it in mt.elastic")
         self._go_through(lambda: self._begin(world))
+        strategy, role = self._trainer.strategy, self._job.role.kind
+        if role and not isinstance(strategy, ServedStrategy):
+            raise ConfigError(
+                f"{world.name()} is a {role} of a job with servers, and `build` has made the strategy "
+                f"{type(strategy).__name__}, which would train in each process by itself; allowed is "
+                "mt.ParameterServer. Use it, or start the script without servers"
+            )
 
     def run(self) -> None:
         """See Trainer.run."""

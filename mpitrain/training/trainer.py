@@ -56,7 +56,7 @@ class Trainer:
             world: its ranks train together. Default: the World of `init()`.
 
         Raises:
-            ConfigError: one of the hooks is not a Hook.
+            ConfigError: one of the hooks is not a Hook; or the job has servers, and the strategy trains without them.
         """
         refuse_others(hooks)
         self._given_hooks = tuple(hooks)

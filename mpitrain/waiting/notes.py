@@ -7,8 +7,7 @@ wait in mpitrain, in whichever World of the job, goes through `Control.wait`, wh
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -57,7 +56,8 @@ class Notes:
         self.read: dict[int, Note] = {}
         self.made: dict[int, int] = {}
         self._comm = comm
-        self._in_flight: list[tuple[MPI.Request, numpy.ndarray]] = []
+        self._in_flight: list[tuple[int, MPI.Request, numpy.ndarray]] = []  # each with the rank that it goes to
+        self._in_vain: list[tuple[int, MPI.Request, numpy.ndarray]] = []  # to ranks that are gone: MPI may use them
 
     def tell_all(self, kind: int, cause: int = 0, *, last: bool = False) -> Note:
         """Send a note to every other rank, without waiting. `is_unread` tells when it has come.
@@ -71,18 +71,26 @@ class Notes:
         for place, rank in enumerate(self._members):
             if rank != self.rank:
                 # A synchronous send: any other may be complete while the message is still in this process.
-                self._in_flight.append((self._comm.Issend(message, place, tag=0), message))
+                self._in_flight.append((rank, self._comm.Issend(message, place, tag=0), message))
         return Note(kind, self.rank, made, sent_seconds, cause, time.perf_counter())
 
-    def is_unread(self) -> bool:
-        """Whether a rank that is not gone has yet to read what this rank has told."""
+    def is_unread(self, gone: Collection[int] = ()) -> bool:
+        """Whether a rank has yet to read what this rank has told. Those that are `gone` read nothing more."""
         from mpi4py import MPI
 
         left = []
-        for request, message in self._in_flight:
-            with suppress(MPI.Exception):  # the other rank is gone, for an MPI that goes on after that
+        for one in self._in_flight:
+            rank, request, _ = one
+            if rank in gone:
+                self._in_vain.append(one)
+                continue
+            try:
                 if not request.Test():
-                    left.append((request, message))
+                    left.append(one)
+            except MPI.Exception as error:
+                # The other rank is gone, for an MPI that goes on after that.
+                if error.Get_error_class() not in (MPI.ERR_PROC_FAILED, MPI.ERR_PROC_FAILED_PENDING):
+                    raise
         self._in_flight = left
         return bool(left)
 

@@ -7,11 +7,13 @@ from pathlib import Path
 
 import pytest
 
+from mpitrain.chaos.conduct import _failure
 from mpitrain.chaos.episode import Episode, Hit
 from mpitrain.chaos.picture import draw
 from mpitrain.chaos.plan import Fault
 from mpitrain.chaos.report import is_good, numbers, text
 from mpitrain.chaos.timeline import Point, WentOn
+from mpitrain.watching.rank_record import DONE, PARTED
 
 TRY = "mpitrain: try 1 of 5 failed at step 21: rank 2 on b was killed by signal 9; starting again on a, b"
 
@@ -107,3 +109,11 @@ def test_picture(tmp_path: Path) -> None:
     picture = tmp_path / "chaos.png"
     draw(picture, episode(), "job 1a2b")
     assert picture.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+
+
+def test_a_rank_that_dies_while_it_waits_for_the_others_has_not_ended() -> None:
+    rank = {"host": "a", "error": "", "lost": [], "size": 2, "is_alive": False, "phase": PARTED}
+    assert _failure({0: rank, 1: rank}) == ""
+    assert _failure({0: rank, 1: {**rank, "phase": DONE, "is_alive": True}}) == ""
+    assert _failure({0: rank, 1: {**rank, "phase": DONE}}) == "rank 1 on a did not reach its end"
+    assert _failure({0: {**rank, "lost": [1]}, 1: {**rank, "phase": DONE}}) == ""

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import socket
 import time
+from contextlib import ExitStack
 
 import pytest
 from counting import free_address, parts, playing, train_served
-from hands import Served, hands, mean
+from hands import Hand, Served, hands, mean
 
 import mpitrain as mt
 from jobs import HANG_SECONDS
+from mpitrain.serve.wire import MOST_HEADER_BYTES
 
 
 def test_a_run_inside_an_except_block_ends_well() -> None:
@@ -38,6 +40,28 @@ def test_a_worker_that_still_computes_hears_of_the_end(monkeypatch: pytest.Monke
         slow.end()
     served.end()
     assert set(served.counts) == {1.0}
+
+
+def test_peers_that_say_more_than_can_be_said_of_them(capsys: pytest.CaptureFixture[str]) -> None:
+    """As much as a header may hold, which is longer when it is shown. The server goes on with others."""
+    served = Served(1, mt.ParameterServer("async"))
+    long = "\\" * (MOST_HEADER_BYTES // 2 - 1000)
+    with hands(served, 4) as (worker, odd, named, failed), ExitStack() as stack:
+        stranger, far = Hand(served.address, [long]), Hand(served.address, served.facts, long)
+        for hand in (stranger, far):
+            stack.callback(hand.close)
+        assert len(stranger.greet().fields["text"]) < 10_000
+        far.join()
+        odd.say(long)
+        assert len(odd.hear("refused").fields["text"]) < 10_000
+        named.say("hello", name=long, facts=served.facts)
+        job = failed.pull()
+        failed.say("failed", number=job.fields["number"], text=long)
+        job = worker.pull()
+        worker.push(job, mean(job))
+        worker.end()
+    served.end()
+    assert len(capsys.readouterr().out) < 20_000
 
 
 def test_a_hook_that_cannot_close_leaves_no_server() -> None:

@@ -5,9 +5,12 @@ from __future__ import annotations
 import os
 import re
 import socket
+import subprocess
+import sys
 import threading
 import time
 from contextlib import ExitStack, closing
+from pathlib import Path
 from typing import Any
 
 import numpy
@@ -17,6 +20,8 @@ from linking import KEYS, MOST, a_server, a_worker, free_port, one_message, repl
 
 from jobs import HANG_SECONDS
 from mpitrain.errors import ConfigError
+from mpitrain.job.role import Role
+from mpitrain.serve.connect import connected
 from mpitrain.serve.link import Gone
 from mpitrain.serve.plain import check_way
 from mpitrain.serve.wire import CHUNK_BYTES, Message, WireError
@@ -66,6 +71,57 @@ def test_without_encryption_no_address_of_a_name_may_lead_over_a_network(monkeyp
 def refuse(ip: str) -> str:
     """As way_to, where the way is a card. This machine may have none."""
     raise ConfigError(f"{ip} is read by others")
+
+
+TO_ITSELF = """
+from contextlib import closing
+from mpitrain.serve.keys import make_keys
+from mpitrain.serve.link import ServerLink
+from mpitrain.serve.plain import way_to
+from mpitrain.serve.worker_link import WorkerLink
+
+keys = make_keys()
+print(way_to("10.9.9.1"), way_to("10.8.8.1"), way_to("127.0.0.1"))
+with closing(ServerLink("10.9.9.1:*", keys, 1000, plain="tun7")) as server:
+    with closing(WorkerLink([server.address], keys.worker, 1000, plain=True)) as worker:
+        for _ in range(300):
+            worker.receive(0.1)
+            server.receive(0.0)
+            if worker.is_connected:
+                break
+        print(worker.is_connected or worker.trouble())
+"""
+OWN_NETWORK = """
+mount -t sysfs none /sys && ip link set lo up || exit 1
+ip tuntap add dev tun7 mode tun && ip address add 10.9.9.1/24 dev tun7 && ip link set tun7 up || exit 1
+ip link add card7 type veth peer name far7 && ip address add 10.8.8.1/24 dev card7 && ip link set card7 up || exit 1
+exec "$@"
+"""
+
+
+def test_a_tunnel_reaches_the_server_of_its_own_machine() -> None:
+    """As a further server, or a worker beside the server. An own address of a card leads to this machine alone."""
+    in_network = ["unshare", "--net", "--mount", "sh", "-c", OWN_NETWORK, "sh"]
+    try:
+        subprocess.run([*in_network, "true"], check=True, capture_output=True)
+    except (OSError, subprocess.CalledProcessError):
+        pytest.skip("no network of its own can be made here, or no tun in it")
+    done = subprocess.run([*in_network, sys.executable, "-c", TO_ITSELF], check=False, capture_output=True, text=True)
+    assert done.stdout == "tun7 lo lo\nTrue\n", done.stdout + done.stderr
+
+
+def test_links_are_closed_if_a_further_one_cannot_be_made(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A worker connects to the servers whose ports the first one has told."""
+    closed: list[str] = []
+    close = WorkerLink.close
+    monkeypatch.setattr(WorkerLink, "close", lambda link: (closed.append(link.name), close(link)))
+    (tmp_path / "key").write_text(KEYS.worker.text)
+    first, others = connected(Role("worker", (f"127.0.0.1:{free_port()}",), str(tmp_path / "key")), None, MOST)
+    with closing(first):
+        ports = [free_port(), free_port(), 70000]
+        with pytest.raises(ConfigError, match="70000"):
+            others(ports)
+        assert closed == [f"server {number} at 127.0.0.1:{ports[number - 1]}" for number in (2, 1)]
 
 
 def test_what_was_sent_before_the_end_is_delivered() -> None:

@@ -19,12 +19,14 @@ from hands import Hand, Served, hands, lines_of, mean, of, say
 
 import mpitrain as mt
 from jobs import HANG_SECONDS, run_command, until
+from mpitrain.errors import LaunchError
 from mpitrain.job.context import JobContext
 from mpitrain.launch import server_processes
 from mpitrain.launch.served import handed_over
 from mpitrain.launch.server_processes import started
 from mpitrain.serve.passes import server_pass
 from mpitrain.serve.shard import ShardServer
+from mpitrain.serve.wire import MOST_HEADER_BYTES
 
 HOST = socket.gethostname()
 
@@ -98,6 +100,17 @@ def test_the_port_of_a_further_server_is_in_use(commands: Commands) -> None:
     assert "MPITRAIN_KEY" not in servers.output
 
 
+def test_a_script_without_a_parameter_server_is_refused(commands: Commands, tmp_path: Path) -> None:
+    """Each server would train all of it by itself."""
+    script, saved = tmp_path / "train.py", tmp_path / "saved"
+    script.write_text(COUNTING_SCRIPT.replace("mt.ParameterServer(MODE)", "mt.Sync()"))
+    servers = commands.serve("--servers", "2", program=[str(script), str(saved), "3", "0"])
+    assert servers.end() == 1, servers.output
+    for kind in ("server", "shard"):
+        assert f"is a {kind} of a job with servers, and `build` has made the strategy Sync" in servers.output
+    assert not saved.exists()
+
+
 def test_a_worker_is_not_taken_for_a_server(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -114,14 +127,19 @@ def test_a_worker_is_not_taken_for_a_server(
     optimizer = served.strategy._party.optimizer
     liar = Hand(served.address, served.facts)
     said = {"server": 1, "where": "a liar", "facts": served.facts, "optimizer": optimizer, "port": 1}
-    for shown in (None, 5, "", server_pass("", 1), server_pass(worker_key().text, 1), "\u00e9"):
+    proofs: list[Any] = [None, 5, "", server_pass("", 1), server_pass(worker_key().text, 1), "\u00e9"]
+    # The last one, as long as a header may be, is longer when it is shown.
+    for number, shown in [*((1, proof) for proof in proofs), ("\\" * (MOST_HEADER_BYTES // 2 - 1000), "")]:
         # What is said before the connection is there is lost.
         while True:
-            liar.say("shard", **said, **{"pass": shown})
+            liar.say("shard", **{**said, "server": number, "pass": shown})
             if (message := liar._link.receive(0.5)) is not None:
                 break
         assert message.kind == "refused"
-        assert "a peer that is no server of this job says that it is server 1" in message.fields["text"]
+        assert (
+            f"a peer that is no server of this job says that it is server {str(number)[:100]};"
+            in message.fields["text"]
+        )
     goes_on.set()
     with hands(served, 1) as (worker,), lines_of(worker, served) as (line,):
         job = worker.pull()
@@ -131,7 +149,11 @@ def test_a_worker_is_not_taken_for_a_server(
     served.end()
     liar.close()
     assert set(served.counts) == {1.0}
-    assert "a liar" not in capsys.readouterr().out
+    output = capsys.readouterr().out
+    assert "a liar" not in output
+    # However often it comes: see Strangers.
+    assert "before they had joined: 1; the last one because it says that it is server 1, and has not the" in output
+    assert len(output) < 10_000
 
 
 def test_a_first_server_that_does_not_notice_is_ended(
@@ -152,3 +174,71 @@ def test_a_first_server_that_does_not_notice_is_ended(
         assert code == -signal.SIGKILL
         assert servers.finish() == 3
     assert "server 1 ended with exit code 3; the job ends with it" in capfd.readouterr().err
+
+
+def run_servers(program: str, *signals: int) -> tuple[int, int]:
+    """Run this code in two servers. Signals come when the first one has said that it is there. Return both codes."""
+    contexts = [JobContext(serves="server"), JobContext(serves="shard", serve_number=1)]
+    read, write = os.pipe()
+    with started([sys.executable, "-c", program.replace("LINE", str(write))], contexts, write) as servers:
+        if signals:
+            assert os.read(read, 1) == b"."
+        os.close(read)
+        for number in signals:
+            servers.signal(number)
+        code = None
+        while code is None:
+            code = servers.look()
+        return code, servers.finish()
+
+
+SLOW_END = """
+import os, sys, time
+if os.environ["_MPITRAIN_SERVES"] == "server":
+    try:
+        os.write(LINE, b".")
+        time.sleep(1000)
+    except KeyboardInterrupt:
+        time.sleep(2.0)
+        sys.exit(9)
+time.sleep(1000)
+"""
+
+
+def test_a_first_server_that_ends_slowly_ends_its_checkpoint(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A second signal does not wait."""
+    monkeypatch.setattr(server_processes, "_END_SECONDS", 0.1)
+    assert run_servers(SLOW_END, signal.SIGINT) == (9, 128 + signal.SIGINT)
+    assert run_servers(SLOW_END, signal.SIGINT, signal.SIGINT) == (-signal.SIGKILL, 128 + signal.SIGINT)
+
+
+def test_a_server_whose_failure_has_ended_the_first_one_is_named(capfd: pytest.CaptureFixture[str]) -> None:
+    """Also if both are gone when the launcher looks."""
+    contexts = [JobContext(serves="server"), JobContext(serves="shard", serve_number=1)]
+    program = "import os, sys; sys.exit(1 if os.environ['_MPITRAIN_SERVES'] == 'server' else 3)"
+    with started([sys.executable, "-c", program], contexts, handed_over("")) as servers:
+        for process in (servers._first, *servers._others):
+            process.wait()
+        assert servers.look() == 1
+        assert servers.finish() == 1
+    assert "server 1 ended with exit code 3; the job ends with it" in capfd.readouterr().err
+
+
+def test_servers_end_if_one_cannot_be_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[Any] = []
+    real = server_processes.subprocess.Popen
+
+    def one(*args: Any, **options: Any) -> Any:
+        if made:
+            raise OSError(11, "too many processes")
+        made.append(real(*args, **options))
+        return made[0]
+
+    monkeypatch.setattr(server_processes.subprocess, "Popen", one)
+    contexts = [JobContext(serves="server"), JobContext(serves="shard", serve_number=1)]
+    with (
+        pytest.raises(LaunchError, match="too many processes"),
+        started([sys.executable, "-c", "import time; time.sleep(1000)"], contexts, handed_over("")),
+    ):
+        pass
+    assert made[0].poll() == -signal.SIGKILL

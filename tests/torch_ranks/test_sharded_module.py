@@ -214,6 +214,45 @@ def test_a_state_that_does_not_fit_changes_no_rank(world: World, fault: str) -> 
     other.close()
 
 
+@pytest.mark.parametrize("strategy", ["sync", "sharded"])
+def test_after_an_error_in_begin_the_module_is_as_before(
+    world: World, monkeypatch: pytest.MonkeyPatch, strategy: str
+) -> None:
+    """It makes the steps that another module makes."""
+
+    def fail(self: World, what: str, *rest: Any, **named: Any) -> Any:
+        if what == "divide the optimizer":
+            raise MismatchError("made by the test")
+        return agree(self, what, *rest, **named)
+
+    agree = World.agree
+    made_parts = builder(Net, adam)(world)
+    expected = run(strategy, Net, adam, 3)
+    with monkeypatch.context() as patched:
+        patched.setattr(World, "agree", fail)
+        with pytest.raises(MismatchError, match="made by the test"):
+            ShardedSync().begin(world, made_parts.adapter)
+    parts = Parts(made_parts.adapter, STRATEGIES[strategy](), made_parts.data)
+    trainer = Trainer(lambda _: parts, [StopAtStep(3)])
+    trainer.run()
+    trainer.own_state()
+    assert_alike(trainer, expected)
+
+
+def test_a_module_whose_strategy_is_closed_makes_no_step(world: World) -> None:
+    """Its optimizer has lost its state."""
+    trainer = run("sharded", Net, of("Adam"), 2)
+    trainer.close()
+    strategy = Sync()
+    strategy.begin(world, trainer.adapter)
+    strategy.begin_step(1.0)
+    batch, _ = next(trainer.data)
+    loss = trainer.adapter.loss_and_gradients(batch, strategy.on_gradient)
+    with pytest.raises(ConfigError, match="its state has gone with the strategy that was closed"):
+        strategy.finish_step(trainer.adapter, loss)
+    strategy.close()
+
+
 class Own(torch.optim.Adam):
     """It may do anything."""
 
