@@ -291,7 +291,8 @@ class GradientReducer:
     def state(self) -> dict[str, Any]:
         """Return what this rank alone keeps from step to step, for a checkpoint.
 
-        {} on every rank if the exchange keeps nothing, and nothing that any rank has restored is still to be sent.
+        {} if the exchange keeps nothing, and nothing that was restored is still to be sent. This is so on every rank
+        or on none, if `restore` got {} on every rank or on none.
 
         Returns:
             `residual`: what the codec has left out so far, as float32 host arrays by parameter name. `carried`: a
@@ -306,7 +307,8 @@ class GradientReducer:
         Args:
             state: the state of this rank in an equal place. Or only `carried`, by parameter name: the values that are
                 missing from the means so far, as a sum over the ranks that get some. They are added to the means of
-                the next step. {} on every rank, or on none: a rank without such values gets an empty `carried`.
+                the next step. Where `state` must be {} on every rank or on none, so must this be: a rank without such
+                values gets an empty `carried`. It changes nothing else.
 
         Raises:
             CheckpointError: the state belongs to other parameters. Nothing has changed.

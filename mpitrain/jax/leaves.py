@@ -8,6 +8,7 @@ from typing import Any
 import jax
 
 from mpitrain.errors import TreeError
+from mpitrain.job.start import init
 
 PyTree = Any
 Leaf = Any
@@ -27,17 +28,36 @@ def _step(entry: Any) -> str:
     return next((str(getattr(entry, kind)) for kind in ("key", "idx", "name") if hasattr(entry, kind)), str(entry))
 
 
-def leaves_like(form: Any, tree: PyTree, role: str) -> list[Leaf]:
-    """Return the leaves of `tree`, which has this form; `role` says in an error which tree it is.
+def leaves_like(
+    names: Sequence[str], models: Sequence[Leaf], form: Any, tree: PyTree, role: str, *, any_dtype: bool = False
+) -> list[Leaf]:
+    """Return the leaves of `tree`, which has this form, and the shapes and dtypes of `models`.
+
+    Args:
+        names, models, form: what `named_leaves` returned for the other tree.
+        role: says in an error which tree it is.
+        any_dtype: compare no dtypes.
 
     Raises:
-        TreeError: it has another one.
+        TreeError: it has others.
     """
     try:
         leaves: list[Leaf] = form.flatten_up_to(tree)
     except ValueError as error:
         raise TreeError(f"{role} has another form than the tree that comes with it: {error}") from None
+    for name, model, leaf in zip(names, models, leaves, strict=True):
+        found, wanted = ((one.dtype, one.shape) if hasattr(one, "dtype") else (type(one), ()) for one in (leaf, model))
+        if found[1] != wanted[1] or (found[0] != wanted[0] and not any_dtype):
+            raise TreeError(
+                f"{init().name()}: {role} has {_described(*found)} for {name}; the tree that comes with it has "
+                f"{_described(*wanted)}. They must have the same shapes{'' if any_dtype else ' and dtypes'}: take both "
+                "from the same parameters"
+            )
     return leaves
+
+
+def _described(dtype: Any, shape: Any) -> str:
+    return f"{dtype.__name__ if isinstance(dtype, type) else dtype} {shape}"
 
 
 def on_host(names: Sequence[str], leaves: Sequence[Leaf]) -> list[Leaf]:
