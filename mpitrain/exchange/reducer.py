@@ -17,7 +17,7 @@ from mpitrain.allreduce import costs
 from mpitrain.arrays import Array, namespace
 from mpitrain.errors import DataError, GradientError, MpitrainError, NonFiniteError
 from mpitrain.exchange.bucket import Bucket, Parameter, plan_buckets, plan_layout
-from mpitrain.exchange.checks import agree_on_layout, check_gradient, check_scales, check_turns
+from mpitrain.exchange.checks import agree_on_layout, check_gradient, check_scales, check_steps, check_turns
 from mpitrain.exchange.driver import make_driver
 from mpitrain.exchange.exchange import Exchange, make_exchange
 from mpitrain.exchange.left_out import LeftOut
@@ -115,7 +115,7 @@ class GradientReducer:
         """The number of buckets that a step exchanges."""
         return len(self._buckets)
 
-    def begin(self, weight: float, loss_scale: float = 1.0, *, turn: int = 0) -> None:
+    def begin(self, weight: float, loss_scale: float = 1.0, *, turn: int = 0, steps: int = 0) -> None:
         """Begin a step in which the gradients of this rank have the weight of `weight` samples. Does not wait.
 
         Hand in the gradients also with weight 0. Their values are then ignored.
@@ -126,6 +126,7 @@ class GradientReducer:
                 is a power of two, so the division is exact.
             turn: the number of the batch, or another number that must be equal on all ranks. If it differs, `ready` or
                 `finish` raises a MismatchError on every rank.
+            steps: the same for the number of steps that the optimizer of this rank has made.
 
         Raises:
             GradientError: the step before is not finished, or the reducer is closed.
@@ -144,7 +145,7 @@ class GradientReducer:
         self._place.begin()
         self._sums.begin()
         self._begun = self._world.begin_agreement(
-            "step", self._lines, signed=self._signature, weight=weight, value=loss_scale, detail=turn
+            "step", self._lines, signed=self._signature, weight=weight, value=loss_scale, code=steps, detail=turn
         )
         if self._driver:
             self._driver.start()
@@ -199,6 +200,7 @@ class GradientReducer:
                 if self._refused is not None or not self._begun.test():
                     return False
                 check_turns(self._world, self._begun.records["detail"].tolist())
+                check_steps(self._world, self._begun.records["code"].tolist())
                 check_scales(self._world, self._begun.records["value"].tolist())
                 self._weights = self._begun.records["weight"].tolist()
                 share, self._total = share_of(self._world, self._weights)

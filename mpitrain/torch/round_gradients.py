@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from mpitrain.adapters.torch_buffers import ModuleBuffers
+from mpitrain.adapters.torch_trained import Trained
 from mpitrain.errors import GradientError
 from mpitrain.exchange.alone import AloneExchange
 from mpitrain.strategies.rounds import ONE_BUCKET, Rounds
@@ -48,6 +49,8 @@ class RoundGradients(Gradients):
         """
         buffers = ModuleBuffers(model)
         self._own_buffers = OwnBuffers(buffers)
+        # First, since it may raise: the hooks that follow cannot be taken back.
+        self._meetings = strategy.meetings(world, LoopModel(Trained(model, "prepare()"), buffers, optimizer))
         super().__init__(
             world,
             model,
@@ -57,9 +60,8 @@ class RoundGradients(Gradients):
             threaded=False,
             buffers=self._own_buffers,
         )
-        self._meetings = strategy.meetings(world, LoopModel(self._trained, buffers, optimizer))
         self._samples = 0  # of this rank, since its last step
-        self._counted = 0  # the newest batch among them
+        self._counted = 0  # the newest batch among them; 0: none
         self._is_open = False  # a step has begun
         self._update: AbstractContextManager[None] | None = None  # around a step of the optimizer that is being made
         self._has_told = False
@@ -75,7 +77,10 @@ class RoundGradients(Gradients):
                 f"{self._world.name()}: optimizer.step() came without a backward() since the last step; in rounds, "
                 "each step has gradients of its own"
             )
-        samples, self._samples, self._is_open = self._samples, 0, False
+        samples = self._samples
+        self._forget_batches()
+        self._is_open = False
+        self._steps += 1
         update = self._meetings.around_update(samples, self._total)
         update.__enter__()
         self._update = update
@@ -93,7 +98,8 @@ class RoundGradients(Gradients):
     def end_round(self) -> None:
         """See Gradients."""
         self._check_closed()
-        self._samples, self._is_open = 0, False
+        self._forget_batches()
+        self._is_open = False
         self._meetings.end_round()
 
     def tell_of_round(self) -> None:
@@ -136,11 +142,15 @@ class RoundGradients(Gradients):
     def _finish(self) -> None:
         super()._finish()
         if self._cause is not None:  # this step will not be made
-            self._samples = 0
+            self._forget_batches()
 
     def _scaled(self, gradient: torch.Tensor) -> torch.Tensor | None:
         """Leave out the gradient of a sample that does not count. This is the tensor's hook."""
         return torch.zeros_like(gradient) if self._share_now().count == 0 else None
+
+    def _forget_batches(self) -> None:
+        """Let no batch count for the next step. The present one counts again with its next backward pass."""
+        self._samples = self._counted = 0
 
     def _count_batch(self) -> None:
         """Begin a step, if none has begun. Count the samples of a batch once, however many backward passes it has."""

@@ -211,6 +211,61 @@ def test_a_step_that_a_scaler_skips(world: World) -> None:
     assert bits[0] == bits[1]
 
 
+def test_two_steps_of_one_batch(world: World) -> None:
+    """Each has the samples of the batch. By hand, with batches of which some ranks get none."""
+    given = [torch.arange(3.0 * n, dtype=torch.float64).reshape(n, 3) for n in (world.size + 2, max(1, world.size - 1))]
+    model = Line()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.25)
+    model, optimizer, data = mpitrain.torch.prepare(model, optimizer, given, strategy=LocalSGD(4))
+    own, counts = [numpy.zeros(3) for _ in range(world.size)], [0] * world.size
+    for x, whole in zip(data, given, strict=True):
+        parts = [whole[part_of(len(whole), rank, world.size)].numpy() for rank in range(world.size)]
+        for _ in range(2):
+            optimizer.zero_grad()
+            model(x).backward()
+            optimizer.step()
+            own = [w - 0.25 * (w - part.mean(axis=0)) if len(part) else w for w, part in zip(own, parts, strict=True)]
+            counts = [count + len(part) for count, part in zip(counts, parts, strict=True)]
+    common = sum(w * count for w, count in zip(own, counts, strict=True)) / sum(counts)
+    numpy.testing.assert_allclose(model.w.detach().numpy(), common, rtol=1e-13)
+    assert_same_bits(world, model.w.detach().numpy())
+
+
+def test_two_losses_of_which_a_scaler_skips_the_first(world: World) -> None:
+    """Infinity in the first loss of one rank: the second one has the samples of the same batch."""
+    model = made(Net, torch.float32, seed=2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    given = [(x.float(), y) for x, y in data_of(4)]
+    model, optimizer, data = mpitrain.torch.prepare(model, optimizer, given, strategy=LocalSGD(3))
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**4)
+    for number, (x, y) in enumerate(data):
+        optimizer.zero_grad()
+        bad = number == 1 and world.rank == world.size - 1
+        scaler.scale(cross_entropy(model(x), y) * (float("inf") if bad else 1.0)).backward()
+        scaler.scale(model(x).square().mean()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    assert scaler.get_scale() == 2.0**3
+    assert_equal_everywhere(world, model)  # 3 steps were made
+
+
+def test_a_rank_that_skips_a_step_is_named(world: World) -> None:
+    skip_alone(world)
+    loop = Loop(world, LocalSGD(4)).prepare()
+    loop.run(1)
+    batches = iter(loop.data)
+
+    def backward() -> None:
+        x, y = next(batches)
+        cross_entropy(loop.model(x), y).backward()
+
+    backward()
+    if world.rank != 1:
+        loop.step()
+    text = error_on_all(world, MismatchError, backward)
+    assert f"{world.name(1)} has made 1 steps of the optimizer, {world.name(0)} 2; did a rank skip a step" in text
+
+
 def test_nan_is_named_and_not_spread(world: World) -> None:
     odd = world.size - 1
     loop = Loop(world, DiLoCo(2)).prepare()
@@ -271,9 +326,9 @@ def test_every_strategy_trains_or_says_what_does(world: World, name: str) -> Non
     text = error_on_all(world, ConfigError, loop.prepare)
     if name in CODED:
         assert "the model has 2 buffers whose mean all ranks need" in text
-        return
-    assert f"strategy={type(loop.strategy).__name__}: prepare() takes mt.Sync() and strategies of rounds" in text
-    assert "use them with mt.Trainer and mt.TorchModule" in text
+    else:
+        assert f"strategy={type(loop.strategy).__name__}: prepare() takes mt.Sync() and strategies of rounds" in text
+        assert "use them with mt.Trainer and mt.TorchModule" in text
     loop.strategy = LocalSGD(2)
     loop.prepare().run(2)
 
