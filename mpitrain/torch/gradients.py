@@ -57,10 +57,13 @@ class Gradients:
 
     Attributes:
         data: its present batch weights them.
-        kept: what `state` has, in words.
+        kept, instead: what `state` has, and what comes where it cannot be restored, in words.
+        rounds: the numbers of the rounds in which the model trains, in words; "" without rounds.
     """
 
     kept = "what the codec has left out of the gradients"
+    instead = "The next step goes on without it"
+    rounds = ""
 
     def __init__(
         self,

@@ -26,6 +26,7 @@ from mpitrain.torch.own_buffers import OwnBuffers
 from mpitrain.torch.sharded import ShardedData
 from mpitrain.torch.state_tensors import to_arrays, to_tensors
 from mpitrain.torch.uncompiled import uncompiled
+from mpitrain.training.checkpoint.parts import add_up
 from mpitrain.world import World
 
 
@@ -34,6 +35,10 @@ class RoundGradients(Gradients):
     """See Gradients. All ranks also make the same steps of the optimizer."""
 
     kept = "what each rank has kept for itself in rounds"
+    instead = (
+        "All ranks begin with the parameters of the last outer step and the state of its outer optimizer. What was "
+        "learned since then goes into the next outer step"
+    )
 
     def __init__(
         self,
@@ -49,6 +54,7 @@ class RoundGradients(Gradients):
         """
         buffers = ModuleBuffers(model)
         self._own_buffers = OwnBuffers(buffers)
+        self.rounds = str(strategy.plan)
         # First, since it may raise: the hooks that follow cannot be taken back.
         self._meetings = strategy.meetings(world, LoopModel(Trained(model, "prepare()"), buffers, optimizer))
         super().__init__(
@@ -112,19 +118,31 @@ class RoundGradients(Gradients):
             )
 
     def state(self) -> dict[str, Any]:
-        """All that this rank needs to go on: `own`; and what is the same on all ranks: `common`. Collective."""
-        own = self._meetings.whole_own_state()
-        return {"place": self._meetings.place, "own": to_tensors(own), "common": to_tensors(self._meetings.state())}
+        """All that this rank needs to go on: `own`; and on rank 0 what is the same on all ranks: `common`. Collective.
+
+        Raises:
+            NonFiniteError: see Fragment.finish. Raised on every rank.
+        """
+        state = {"own": to_tensors(self._meetings.whole_own_state())}
+        if self._world.is_root:
+            state["common"] = to_tensors(self._meetings.state())
+        return {"rounds": self.rounds, "place": self._meetings.place, **state}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """See Gradients. This rank's parameters and optimizer are overwritten."""
+        """See Gradients. `state` also has rank 0's `common`. This rank's parameters and optimizer are overwritten."""
         self._meetings.restore(to_arrays(state["common"]))
         self._meetings.restore_own(to_arrays(state["own"]))
 
     def restore_elsewhere(self, of_ranks: Sequence[Mapping[str, Any]]) -> None:
-        """See Gradients. All ranks begin with the parameters of the last outer step, and its outer optimizer."""
+        """See Gradients. All ranks begin with the parameters of the last outer step, and its outer optimizer.
+
+        What the ranks would have added to the next one is divided among these ranks.
+        """
+        total: dict[str, Any] = {"carried": {}}
+        for of_rank in of_ranks[self._world.rank :: self._world.size]:
+            add_up(total, to_arrays({key: of_rank["own"].get(key, {}) for key in ("residual", "carried")}))
         self._meetings.restore(to_arrays(of_ranks[0]["common"]))
-        self._meetings.restore_own({})
+        self._meetings.restore_own(total)
 
     def _begin(self) -> None:
         self._check_closed()

@@ -7,7 +7,6 @@ import sys
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy
@@ -16,11 +15,10 @@ import torch
 from torch.nn.functional import cross_entropy
 
 import mpitrain.torch
-from mpitrain import DiLoCo, LocalSGD, Sgd, StopAtStep, Sync, Trainer, World, make_strategy
+from mpitrain import DiLoCo, LocalSGD, StopAtStep, Sync, Trainer, World, make_strategy
 from mpitrain.errors import ConfigError, GradientError, MismatchError, NonFiniteError
 from mpitrain.shard import part_of
 from mpitrain.strategies import STRATEGIES, Strategy
-from mpitrain.torch.residuals import residuals_of
 from tests.ranks.common import assert_same_bits, error_on_all, skip_alone
 from tests.ranks.placements import placed
 from tests.ranks.test_strategies import CODED
@@ -41,11 +39,18 @@ def data_of(steps: int) -> list[tuple[Any, Any]]:
 class Loop:
     """A loop of a user's own, as it is without us, with a schedule."""
 
-    def __init__(self, world: World, strategy: Strategy | None, kind: Any = Net, steps: int = STEPS) -> None:
-        self.model = made(kind, seed=1 + world.rank)  # the other ranks get the parameters of rank 0
-        self.optimizer, options = sgd(self.model)
+    def __init__(
+        self,
+        world: World,
+        strategy: Strategy | None,
+        kind: Any = Net,
+        optimizer: Any = sgd,
+        dtype: torch.dtype = torch.float64,
+    ) -> None:
+        self.model = made(kind, dtype, seed=1 + world.rank)  # the other ranks get the parameters of rank 0
+        self.optimizer, options = optimizer(self.model)
         self.schedule, self.number = options["schedule"], 0
-        self.given, self.strategy = data_of(steps), strategy
+        self.given, self.strategy = [(x.to(dtype), y) for x, y in data_of(STEPS)], strategy
 
     def prepare(self) -> Loop:
         self.model, self.optimizer, self.data = mpitrain.torch.prepare(
@@ -101,10 +106,8 @@ def test_a_codec_in_the_outer_step(world: World, monkeypatch: pytest.MonkeyPatch
     coded, found = replace(plain, config=replace(world.config, compression="bf16")), []
     for there in (coded, plain):
         monkeypatch.setattr(sys.modules["mpitrain.torch.prepare"], "init", lambda there=there: there)
-        loop = Loop(world, LocalSGD(3))
-        loop.model.float()
-        loop.given = [(x.float(), y) for x, y in loop.given]
-        loop.prepare().run()
+        loop = Loop(world, LocalSGD(3), dtype=torch.float32).prepare()
+        loop.run()
         mpitrain.torch.end_round(loop.model)
         found.append(loop.bits())
     make = builder(Net, sgd, dtype=torch.float32)
@@ -360,57 +363,3 @@ def test_what_is_refused(world: World) -> None:
     loop = Loop(world, LocalSGD(2)).prepare()
     with pytest.raises(ConfigError, match="whose copies in memory go on within a round"):
         mpitrain.torch.keep(loop.model, loop.optimizer, loop.data)
-
-
-@pytest.mark.parametrize("strategy", ROUNDS)
-@pytest.mark.parametrize("kind", [Net, Normed])
-def test_a_run_resumes_within_a_round(world: World, shared: Path, kind: Any, strategy: str) -> None:
-    """Bit for bit with the residuals, which hold each rank's own parameters and momentum."""
-    whole = Loop(world, ROUNDS[strategy](), kind).prepare()
-    whole.run()
-    first = Loop(world, ROUNDS[strategy](), kind).prepare()
-    first.run(4)
-    state = {"model": first.model.state_dict(), "residuals": mpitrain.torch.residuals(first.model)}
-    mpitrain.torch.save(state, shared / "state.pt")
-    first.run()  # undisturbed by the look at it, but what is under way has arrived
-    assert first.bits() == whole.bits()
-    read = mpitrain.torch.load(shared / "state.pt")
-    resumed = Loop(world, ROUNDS[strategy](), kind)
-    resumed.model.load_state_dict(read["model"])
-    resumed.prepare()
-    mpitrain.torch.restore_residuals(resumed.model, read["residuals"])
-    resumed.number = 4
-    resumed.run()
-    assert resumed.bits() == whole.bits()
-
-
-def test_a_run_resumes_on_other_ranks(world: World, shared: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """All begin with the parameters of the last outer step, and its momentum."""
-    skip_alone(world)
-    strategy = lambda: DiLoCo(3, outer=Sgd(0.5, momentum=0.5))  # noqa: E731
-    first = Loop(world, strategy()).prepare()
-    first.run(3)
-    met = first.bits()
-    first.run(5)
-    state = world.broadcast({"model": first.model.state_dict(), "residuals": mpitrain.torch.residuals(first.model)})
-    of_ranks = state["residuals"]["of_ranks"]
-    other = Loop(world, strategy())
-    other.model.load_state_dict(state["model"])
-    other.prepare()
-    capsys.readouterr()
-    mpitrain.torch.restore_residuals(other.model, {"of_ranks": [*of_ranks, of_ranks[0]]})
-    out = capsys.readouterr().out
-    text = f"what each rank has kept for itself in rounds is not restored: it was saved by {world.size + 1} ranks"
-    assert out.count(text) == world.is_root
-    assert other.bits() == met
-    kept = residuals_of(other.model).state()["common"]["outer"]
-    for number, of_dtype in of_ranks[0]["common"]["outer"].items():
-        for dtype, optimizer in of_dtype.items():
-            momentum = [one for one in optimizer.values() if isinstance(one, torch.Tensor)]
-            assert any(one.any() for one in momentum)
-            found = [one for one in kept[number][dtype].values() if isinstance(one, torch.Tensor)]
-            assert all(torch.equal(one, its) for one, its in zip(found, momentum, strict=True))
-    other.number = 5
-    other.run()
-    mpitrain.torch.end_round(other.model)
-    assert_equal_everywhere(world, other.model)
