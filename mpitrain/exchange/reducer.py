@@ -41,7 +41,8 @@ class GradientReducer:
         flats: buffers by dtype, in layout order, on the host or on this rank's GPU. After `finish` they hold the means.
         gradients: views of the flat buffers, one for each parameter. A gradient that is computed directly into its
             view is not copied.
-        sends_gradients: False: they are other values. A trace then shows no backward pass before they are sent.
+        sends_gradients: False: they are the distances of an outer step. A trace then shows no backward pass before they
+            are sent.
     """
 
     def __init__(
@@ -77,7 +78,7 @@ class GradientReducer:
         self.layout = plan_layout(parameters)
         self._buckets = plan_buckets(self.layout, bucket_bytes)
         self._lines = agree_on_layout(world, self.layout.parameters, bucket_bytes, on_device=on_device)
-        self._signature = signature("step", self._lines)
+        self._signatures = {name: signature(name, self._lines) for name in ("step", "outer step")}
         # When a bucket starts depends on the moment. With its own communicator, a bucket cannot meet messages that the
         # ranks send in the meantime: a mean() in the backward pass, or another reducer's buckets.
         self._apart = world.apart()
@@ -144,8 +145,15 @@ class GradientReducer:
         self._stopwatch.begin()
         self._place.begin()
         self._sums.begin()
+        doing = "step" if self.sends_gradients else "outer step"
         self._begun = self._world.begin_agreement(
-            "step", self._lines, signed=self._signature, weight=weight, value=loss_scale, code=steps, detail=turn
+            doing,
+            self._lines,
+            signed=self._signatures[doing],
+            weight=weight,
+            value=loss_scale,
+            code=steps,
+            detail=turn,
         )
         if self._driver:
             self._driver.start()

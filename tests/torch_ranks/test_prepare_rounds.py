@@ -253,6 +253,7 @@ def test_two_losses_of_which_a_scaler_skips_the_first(world: World) -> None:
 
 
 def test_a_rank_that_skips_a_step_is_named(world: World) -> None:
+    """Or, where an outer step follows it, the outer step."""
     skip_alone(world)
     loop = Loop(world, LocalSGD(4)).prepare()
     loop.run(1)
@@ -267,6 +268,11 @@ def test_a_rank_that_skips_a_step_is_named(world: World) -> None:
         loop.step()
     text = error_on_all(world, MismatchError, backward)
     assert f"{world.name(1)} has made 1 steps of the optimizer, {world.name(0)} 2; did a rank skip a step" in text
+    loop = Loop(world, LocalSGD(1)).prepare()
+    batches = iter(loop.data)
+    backward()
+    text = error_on_all(world, MismatchError, loop.step if world.rank != 1 else backward)
+    assert f"{world.name(1)}: take the next batch; {world.name(0)}: outer step; do all ranks make the same" in text
 
 
 def test_nan_is_named_and_not_spread(world: World) -> None:
