@@ -46,18 +46,19 @@ def leaves_like(
     except ValueError as error:
         raise TreeError(f"{role} has another form than the tree that comes with it: {error}") from None
     for name, model, leaf in zip(names, models, leaves, strict=True):
-        found, wanted = ((one.dtype, one.shape) if hasattr(one, "dtype") else (type(one), ()) for one in (leaf, model))
-        if found[1] != wanted[1] or (found[0] != wanted[0] and not any_dtype):
+        (dtype, shape), (its_dtype, its_shape) = _kind(model), _kind(leaf)
+        if its_shape != shape or (its_dtype != dtype and not any_dtype):
             raise TreeError(
-                f"{init().name()}: {role} has {_described(*found)} for {name}; the tree that comes with it has "
-                f"{_described(*wanted)}. They must have the same shapes{'' if any_dtype else ' and dtypes'}: take both "
+                f"{init().name()}: {role} has {its_dtype} {its_shape} for {name}; the tree that comes with it has "
+                f"{dtype} {shape}. They must have the same shapes{'' if any_dtype else ' and dtypes'}: take both "
                 "from the same parameters"
             )
     return leaves
 
 
-def _described(dtype: Any, shape: Any) -> str:
-    return f"{dtype.__name__ if isinstance(dtype, type) else dtype} {shape}"
+def _kind(leaf: Leaf) -> tuple[Any, tuple[int, ...]]:
+    """The dtype of an array, or the type of a number; and the shape."""
+    return (leaf.dtype, leaf.shape) if hasattr(leaf, "dtype") else (type(leaf).__name__, ())
 
 
 def on_host(names: Sequence[str], leaves: Sequence[Leaf]) -> list[Leaf]:
