@@ -79,6 +79,19 @@ def check_turns(world: World, turns: list[int]) -> None:
             )
 
 
+def check_steps(world: World, steps: list[int]) -> None:
+    """Raise MismatchError unless the optimizers of all ranks have made the same number of steps, given by rank."""
+    for rank, count in enumerate(steps):
+        if count != steps[0]:
+            raise everywhere(
+                MismatchError(
+                    f"{world.name(rank)} has made {count} steps of the optimizer, {world.name(0)} {steps[0]}; did a "
+                    "rank skip a step by its own loss or gradient? All ranks make the same steps: decide by a value "
+                    "that is equal on all ranks, such as world.mean(loss)"
+                )
+            )
+
+
 def all_finite(flat: Array) -> bool:
     """True if an array holds neither NaN nor infinity."""
     if not is_device_array(flat) and flat.dtype.char in "fd":

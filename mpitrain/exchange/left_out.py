@@ -35,7 +35,7 @@ class LeftOut:
     def state(self, carried: dict[numpy.dtype, numpy.ndarray], *, is_owed: bool) -> dict[str, Any]:
         """Return the residuals and `carried`, which has not been sent yet.
 
-        {} if there is no residual and, by `is_owed`, nothing is carried on any rank: on every rank or on none.
+        {} if there is no residual and, by `is_owed`, nothing was restored; see GradientReducer.state.
         """
         on_several_nodes = self._world.num_nodes > 1
         flats = {

@@ -17,7 +17,7 @@ from mpitrain.allreduce import costs
 from mpitrain.arrays import Array, namespace
 from mpitrain.errors import DataError, GradientError, MpitrainError, NonFiniteError
 from mpitrain.exchange.bucket import Bucket, Parameter, plan_buckets, plan_layout
-from mpitrain.exchange.checks import agree_on_layout, check_gradient, check_scales, check_turns
+from mpitrain.exchange.checks import agree_on_layout, check_gradient, check_scales, check_steps, check_turns
 from mpitrain.exchange.driver import make_driver
 from mpitrain.exchange.exchange import Exchange, make_exchange
 from mpitrain.exchange.left_out import LeftOut
@@ -41,7 +41,8 @@ class GradientReducer:
         flats: buffers by dtype, in layout order, on the host or on this rank's GPU. After `finish` they hold the means.
         gradients: views of the flat buffers, one for each parameter. A gradient that is computed directly into its
             view is not copied.
-        sends_gradients: False: they are other values. A trace then shows no backward pass before they are sent.
+        sends_gradients: False: they are the distances of an outer step. A trace then shows no backward pass before they
+            are sent.
     """
 
     def __init__(
@@ -77,7 +78,7 @@ class GradientReducer:
         self.layout = plan_layout(parameters)
         self._buckets = plan_buckets(self.layout, bucket_bytes)
         self._lines = agree_on_layout(world, self.layout.parameters, bucket_bytes, on_device=on_device)
-        self._signature = signature("step", self._lines)
+        self._signatures = {name: signature(name, self._lines) for name in ("step", "outer step")}
         # When a bucket starts depends on the moment. With its own communicator, a bucket cannot meet messages that the
         # ranks send in the meantime: a mean() in the backward pass, or another reducer's buckets.
         self._apart = world.apart()
@@ -115,7 +116,7 @@ class GradientReducer:
         """The number of buckets that a step exchanges."""
         return len(self._buckets)
 
-    def begin(self, weight: float, loss_scale: float = 1.0, *, turn: int = 0) -> None:
+    def begin(self, weight: float, loss_scale: float = 1.0, *, turn: int = 0, steps: int = 0) -> None:
         """Begin a step in which the gradients of this rank have the weight of `weight` samples. Does not wait.
 
         Hand in the gradients also with weight 0. Their values are then ignored.
@@ -126,6 +127,7 @@ class GradientReducer:
                 is a power of two, so the division is exact.
             turn: the number of the batch, or another number that must be equal on all ranks. If it differs, `ready` or
                 `finish` raises a MismatchError on every rank.
+            steps: the same for the number of steps that the optimizer of this rank has made.
 
         Raises:
             GradientError: the step before is not finished, or the reducer is closed.
@@ -143,8 +145,15 @@ class GradientReducer:
         self._stopwatch.begin()
         self._place.begin()
         self._sums.begin()
+        doing = "step" if self.sends_gradients else "outer step"
         self._begun = self._world.begin_agreement(
-            "step", self._lines, signed=self._signature, weight=weight, value=loss_scale, detail=turn
+            doing,
+            self._lines,
+            signed=self._signatures[doing],
+            weight=weight,
+            value=loss_scale,
+            code=steps,
+            detail=turn,
         )
         if self._driver:
             self._driver.start()
@@ -199,6 +208,7 @@ class GradientReducer:
                 if self._refused is not None or not self._begun.test():
                     return False
                 check_turns(self._world, self._begun.records["detail"].tolist())
+                check_steps(self._world, self._begun.records["code"].tolist())
                 check_scales(self._world, self._begun.records["value"].tolist())
                 self._weights = self._begun.records["weight"].tolist()
                 share, self._total = share_of(self._world, self._weights)
@@ -291,7 +301,8 @@ class GradientReducer:
     def state(self) -> dict[str, Any]:
         """Return what this rank alone keeps from step to step, for a checkpoint.
 
-        {} on every rank if the exchange keeps nothing, and nothing that any rank has restored is still to be sent.
+        {} if the exchange keeps nothing, and nothing that was restored is still to be sent. This is so on every rank
+        or on none, if `restore` got {} on every rank or on none.
 
         Returns:
             `residual`: what the codec has left out so far, as float32 host arrays by parameter name. `carried`: a
@@ -306,7 +317,8 @@ class GradientReducer:
         Args:
             state: the state of this rank in an equal place. Or only `carried`, by parameter name: the values that are
                 missing from the means so far, as a sum over the ranks that get some. They are added to the means of
-                the next step. {} on every rank, or on none: a rank without such values gets an empty `carried`.
+                the next step. Where `state` must be {} on every rank or on none, so must this be: a rank without such
+                values gets an empty `carried`. It changes nothing else.
 
         Raises:
             CheckpointError: the state belongs to other parameters. Nothing has changed.

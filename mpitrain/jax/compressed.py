@@ -35,8 +35,8 @@ def compressed_mean(codec: str) -> CompressedMean:
 
     `left` has the form of the gradients, in float32: what the codec has left out on this rank so far. `update` adds it
     to the gradients before it encodes them, and returns the new one. It belongs to this rank: save it for each rank,
-    and go on from it with the same ranks on the same nodes, or from zeros. On one node nothing is compressed, and it
-    stays 0.
+    and go on from it with the same ranks on the same nodes, or from zeros. On one node nothing is compressed: it is
+    sent once, and is 0 from then on.
 
     `init(gradients)` returns zeros. `update(gradients, left, params=None, *, weight=1.0)` is collective, inside jit and
     outside; `params` is ignored. It changes none of its arguments. Their names, shapes and the codec are equal on all
@@ -47,7 +47,8 @@ def compressed_mean(codec: str) -> CompressedMean:
 
     Raises:
         ConfigError: there is no such codec; or it is power_sgd, whose state has other forms than the gradients.
-        TreeError: by the functions: a leaf is not a float32 array, or `left` has another form than the gradients.
+        TreeError: by the functions: a leaf is not a float32 array, or `left` differs from the gradients in form, shape
+            or dtype.
         NonFiniteError: by `update`: a gradient of a rank holds NaN or infinity. Names the rank. Raised on every rank.
         MismatchError, DataError: by `update`: see `weighted_mean`.
     """
@@ -64,10 +65,16 @@ def compressed_mean(codec: str) -> CompressedMean:
         check_float32(f"compressed_mean({codec!r})", names, leaves)
         return jax.tree.unflatten(form, [jnp.zeros_like(leaf) for leaf in leaves])
 
-    def update(gradients: PyTree, left: PyTree, _: PyTree = None, *, weight: Any = 1.0) -> tuple[PyTree, PyTree]:
+    def update(
+        gradients: PyTree,
+        left: PyTree,
+        params: PyTree = None,  # noqa: ARG001
+        *,
+        weight: Any = 1.0,
+    ) -> tuple[PyTree, PyTree]:
         names, leaves, form = named_leaves(gradients)
-        both = [*leaves, *leaves_like(form, left, "what was left out")]
-        check_float32(f"compressed_mean({codec!r})", [*names, *names], both)
+        check_float32(f"compressed_mean({codec!r})", names, leaves)
+        both = [*leaves, *leaves_like(names, leaves, form, left, "what was left out")]
 
         def work(values: Sequence[numpy.ndarray], weight: Any) -> list[numpy.ndarray]:
             mean, rest = means.of(names, values[: len(names)], values[len(names) :], float(weight))
@@ -82,12 +89,14 @@ def compressed_mean(codec: str) -> CompressedMean:
     return CompressedMean(zeros, update)
 
 
-def check_float32(call: str, names: Sequence[str], leaves: Sequence[Leaf]) -> None:
-    """Raise TreeError unless all leaves are arrays of float32."""
+def check_float32(
+    call: str, names: Sequence[str], leaves: Sequence[Leaf], otherwise: str = "exchange it with weighted_mean"
+) -> None:
+    """Raise TreeError unless all leaves are arrays of float32. `otherwise`: what else to do than to convert them."""
     for name, leaf in zip(names, leaves, strict=True):
         if getattr(leaf, "dtype", None) != numpy.float32:
             kind = getattr(leaf, "dtype", type(leaf).__name__)
             raise TreeError(
                 f"{init().name()}: {call} of {name}: it is {kind}; codecs take arrays of float32. Convert it, or "
-                "exchange it with weighted_mean"
+                f"{otherwise}"
             )

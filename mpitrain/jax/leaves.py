@@ -8,6 +8,7 @@ from typing import Any
 import jax
 
 from mpitrain.errors import TreeError
+from mpitrain.job.start import init
 
 PyTree = Any
 Leaf = Any
@@ -27,17 +28,37 @@ def _step(entry: Any) -> str:
     return next((str(getattr(entry, kind)) for kind in ("key", "idx", "name") if hasattr(entry, kind)), str(entry))
 
 
-def leaves_like(form: Any, tree: PyTree, role: str) -> list[Leaf]:
-    """Return the leaves of `tree`, which has this form; `role` says in an error which tree it is.
+def leaves_like(
+    names: Sequence[str], models: Sequence[Leaf], form: Any, tree: PyTree, role: str, *, any_dtype: bool = False
+) -> list[Leaf]:
+    """Return the leaves of `tree`, which has this form, and the shapes and dtypes of `models`.
+
+    Args:
+        names, models, form: what `named_leaves` returned for the other tree.
+        role: says in an error which tree it is.
+        any_dtype: compare no dtypes.
 
     Raises:
-        TreeError: it has another one.
+        TreeError: it has others.
     """
     try:
         leaves: list[Leaf] = form.flatten_up_to(tree)
     except ValueError as error:
         raise TreeError(f"{role} has another form than the tree that comes with it: {error}") from None
+    for name, model, leaf in zip(names, models, leaves, strict=True):
+        (dtype, shape), (its_dtype, its_shape) = _kind(model), _kind(leaf)
+        if its_shape != shape or (its_dtype != dtype and not any_dtype):
+            raise TreeError(
+                f"{init().name()}: {role} has {its_dtype} {its_shape} for {name}; the tree that comes with it has "
+                f"{dtype} {shape}. They must have the same shapes{'' if any_dtype else ' and dtypes'}: take both "
+                "from the same parameters"
+            )
     return leaves
+
+
+def _kind(leaf: Leaf) -> tuple[Any, tuple[int, ...]]:
+    """The dtype of an array, or the type of a number; and the shape."""
+    return (leaf.dtype, leaf.shape) if hasattr(leaf, "dtype") else (type(leaf).__name__, ())
 
 
 def on_host(names: Sequence[str], leaves: Sequence[Leaf]) -> list[Leaf]:

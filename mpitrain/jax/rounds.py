@@ -13,6 +13,7 @@ from mpitrain.allreduce.algorithm import FLOATS
 from mpitrain.compression import check_compression, power_sgd
 from mpitrain.errors import ConfigError, NonFiniteError, TreeError
 from mpitrain.exchange.exchange import OTHERS
+from mpitrain.jax.compressed import check_float32
 from mpitrain.jax.leaves import Leaf, PyTree, back, leaves_like, named_leaves, on_host
 from mpitrain.jax.traced import is_traced
 from mpitrain.jax.tree_means import TreeMeans
@@ -28,7 +29,7 @@ class OuterState(NamedTuple):
         outer: the state of the outer optimizer; equal on all ranks.
         left_out: what a codec has left out on this rank, in the form of the parameters; () without a codec.
         samples: of this rank since the last outer step.
-        steps: since the last outer step.
+        steps: since the last outer step; equal on all ranks.
     """
 
     common: PyTree
@@ -58,9 +59,10 @@ def rounds(sync_every: int, outer: Any = None, *, compression: str = "none") -> 
 
     `init(params)` returns an OuterState. The ranks must have equal parameters, and compare a checksum of them.
     `update(params, state, samples)` counts a step with so many samples of this rank. Every `sync_every` steps an outer
-    step follows, and all ranks go on from the same parameters. In between it returns `params` and sends nothing.
+    step follows, and all ranks go on from the same parameters. In between it returns `params`.
     `end(params, state)` ends the round at once: call it after the last step, and before the parameters are evaluated or
-    saved. All three are collective, outside jit, and change none of their arguments.
+    saved. Every rank calls all three, outside jit. Only an outer step and `init` communicate. They change none of their
+    arguments, and the state shares no array with the parameters: a step may change those in place, or donate them.
 
     In an outer step, the outer gradient is the mean over ranks, weighted by samples, of the parameters at the beginning
     of the round minus those at its end. mt.LocalSGD and mt.DiLoCo have the sources.
@@ -74,8 +76,8 @@ def rounds(sync_every: int, outer: Any = None, *, compression: str = "none") -> 
 
     Raises:
         ConfigError: `sync_every` or `compression` is not allowed.
-        TreeError: by the functions: a leaf is not a floating array, `params` and `state` differ in form, or the call is
-            inside jit.
+        TreeError: by the functions: a leaf is not a floating array, or not float32 with a codec; `params` and `state`
+            differ in form, shape or dtype; or the call is inside jit.
         MismatchError: the parameters of the ranks differ, in `init` or in their form. Raised on every rank.
         NonFiniteError: a parameter of a rank is NaN or infinite. Names rank and leaf. Raised on every rank.
         DataError: no rank has samples in a round. Raised on every rank.
@@ -89,15 +91,18 @@ def rounds(sync_every: int, outer: Any = None, *, compression: str = "none") -> 
 
     def begin(params: PyTree) -> OuterState:
         names, leaves, form = _checked(params)
+        if compression != "none":
+            check_float32(f"rounds(compression={compression!r})", names, leaves, 'take compression="none"')
         checksum = 0
         for value in on_host(names, leaves):
             checksum = zlib.crc32(value.tobytes(), checksum)
         text = f"parameters with checksum {checksum:08x} (mpitrain.jax.sync gives all ranks those of rank 0)"
         init().agree("begin rounds", [text])
         left = () if compression == "none" else jax.tree.unflatten(form, [jnp.zeros_like(leaf) for leaf in leaves])
-        return OuterState(params, outer.init(params) if outer else (), left, 0.0, 0)
+        common = _copied(form, leaves)
+        return OuterState(common, outer.init(common) if outer else (), left, 0.0, 0)
 
-    def update(params: PyTree, state: OuterState, samples: float = 1.0) -> tuple[PyTree, OuterState]:
+    def update(params: PyTree, state: OuterState, samples: float) -> tuple[PyTree, OuterState]:
         _checked(params)
         counted = state._replace(samples=float(state.samples) + float(samples), steps=int(state.steps) + 1)
         return end(params, counted) if counted.steps >= sync_every else (params, counted)
@@ -106,31 +111,37 @@ def rounds(sync_every: int, outer: Any = None, *, compression: str = "none") -> 
         if not state.steps:
             return params, state
         names, leaves, form = _checked(params)
-        common = leaves_like(form, state.common, "the state of the rounds")
+        common = leaves_like(names, leaves, form, state.common, "the state of the rounds")
         gone = [one - other for one, other in zip(common, leaves, strict=True)]
-        left = leaves_like(form, state.left_out, "what was left out") if compression != "none" else []
+        left = leaves_like(names, leaves, form, state.left_out, "what was left out") if compression != "none" else []
         try:
             mean, rest = means.of(
                 names, on_host(names, gone), on_host(names, left) if left else [], float(state.samples)
             )
         except NonFiniteError as error:
             raise cannot_meet(error) from None
-        moved, its_outer = _moved(outer, state.outer, form, common, back(mean, leaves))
+        moved, its_outer = _moved(outer, state.outer, names, form, common, back(mean, leaves))
         left_out = jax.tree.unflatten(form, back(rest, leaves)) if left else ()
-        return moved, OuterState(moved, its_outer, left_out, 0.0, 0)
+        return jax.tree.unflatten(form, moved), OuterState(_copied(form, moved), its_outer, left_out, 0.0, 0)
 
     return RoundFunctions(begin, update, end)
 
 
-def _moved(outer: Any, state: PyTree, form: Any, common: Sequence[Leaf], mean: Sequence[Leaf]) -> tuple[PyTree, PyTree]:
+def _copied(form: Any, leaves: Sequence[Leaf]) -> PyTree:
+    """A tree with its own arrays: the program may write to those of the parameters, or donate them to a step."""
+    return jax.tree.unflatten(form, [leaf.copy() for leaf in leaves])
+
+
+def _moved(
+    outer: Any, state: PyTree, names: Sequence[str], form: Any, common: Sequence[Leaf], mean: Sequence[Leaf]
+) -> tuple[list[Leaf], PyTree]:
     """The common parameters after an outer step, and the state of the outer optimizer."""
     changes: Sequence[Leaf] = [-one for one in mean]
     if outer:
         gradient, parameters = (jax.tree.unflatten(form, leaves) for leaves in (mean, common))
         updates, state = outer.update(gradient, state, parameters)
-        changes = leaves_like(form, updates, "what the outer optimizer returned")
-    moved = [(one + change).astype(one.dtype) for one, change in zip(common, changes, strict=True)]
-    return jax.tree.unflatten(form, moved), state
+        changes = leaves_like(names, common, form, updates, "what the outer optimizer returned", any_dtype=True)
+    return [(one + change).astype(one.dtype) for one, change in zip(common, changes, strict=True)], state
 
 
 def _checked(params: PyTree) -> tuple[tuple[str, ...], list[Leaf], Any]:

@@ -45,7 +45,10 @@ class TreeMeans:
         """
         reducer = self._reducer_of(names, values)
         if left:
-            reducer.restore({"residual": dict(zip(names, left, strict=True))})
+            given = dict(zip(names, left, strict=True))
+            reducer.restore({"residual": given})
+            if any(one.any() for one in left) and "residual" not in reducer.state():  # on one node: send it once
+                reducer.restore({"carried": given})
         reducer.begin(float(weight))
         for index, value in enumerate(values):
             reducer.ready(index, value)

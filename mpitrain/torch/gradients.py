@@ -57,10 +57,13 @@ class Gradients:
 
     Attributes:
         data: its present batch weights them.
-        kept: what `state` has, in words.
+        kept, instead: what `state` has, and what comes where it cannot be restored, in words.
+        rounds: the numbers of the rounds in which the model trains, in words; "" without rounds.
     """
 
     kept = "what the codec has left out of the gradients"
+    instead = "The next step goes on without it"
+    rounds = ""
 
     def __init__(
         self,
@@ -90,6 +93,7 @@ class Gradients:
         self._holds_own = False  # True: p.grad may hold gradients that this rank alone has accumulated
         self._cause: NonFiniteError | None = None
         self._total = 0.0  # the weight of all ranks in the last exchange
+        self._steps = 0  # of the optimizer; counted only in rounds
         self._trained.watch(self._came, gone=_GONE)
         for parameter in self._parameters:
             # Now, because a parameter that is frozen later accepts no hook.
@@ -178,7 +182,7 @@ class Gradients:
     def _begin(self) -> None:
         """Begin an exchange at the first gradient of a backward pass, and let the end of the pass wait for it."""
         self._share = self._share_now()
-        self._reducer.begin(self._weight(), turn=self.data.turn)
+        self._reducer.begin(self._weight(), turn=self.data.turn, steps=self._steps)
         self._missing = set(range(len(self._parameters)))
         self._buffers.begin(self._share)
         torch.autograd.Variable._execution_engine.queue_callback(self._finish)

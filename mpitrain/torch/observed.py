@@ -39,7 +39,9 @@ class _TorchWatch:
         self._modules: WeakSet[torch.nn.Module] = WeakSet()  # modules whose parameters have names
         self._precisions: set[str] = set()  # the dtypes in which autocast has computed
         self._has_optimizer = False
-        self.is_alone = False  # True: each rank steps with gradients of its own, as in rounds
+        self.alone: WeakSet[torch.optim.Optimizer] = (
+            WeakSet()
+        )  # each rank steps with gradients of its own, as in rounds
         register_optimizer_step_pre_hook(self._steps)
         register_optimizer_step_post_hook(self._stepped)
         register_module_forward_pre_hook(self._forward)
@@ -133,7 +135,8 @@ class _TorchWatch:
         weight, self._weight = self._weight, None
         narrow = max(self._precisions & ROUNDOFFS.keys(), key=lambda dtype: ROUNDOFFS[dtype], default="")
         rate = float(optimizer.param_groups[0]["lr"])
-        recorder.add(STEP, weight, gradients, parameters, precision=narrow, learning_rate=rate, alone=self.is_alone)
+        alone = optimizer in self.alone
+        recorder.add(STEP, weight, gradients, parameters, precision=narrow, learning_rate=rate, alone=alone)
         recorder.end_if_done()
 
     def _named(
@@ -169,14 +172,16 @@ def samples_come_divided() -> None:
         one.is_divided = True
 
 
-def expect_steps(*, alone: bool) -> None:
-    """Note that prepare() was called: the exchange of its gradients is a part of a step, not a line.
-
-    `alone`: each rank steps with gradients of its own.
-    """
+def expect_steps() -> None:
+    """Note that prepare() was called: the exchange of its gradients is a part of a step, not a line."""
     for one in _watches:
-        one.is_alone |= alone
         one.expect_steps()
+
+
+def steps_alone(optimizer: torch.optim.Optimizer) -> None:
+    """Note that this optimizer steps with gradients that are a rank's own."""
+    for one in _watches:
+        one.alone.add(optimizer)
 
 
 def saw(batch: Any, count: int) -> None:

@@ -20,7 +20,7 @@ from mpitrain.strategies.rounds import Rounds
 from mpitrain.torch.buffer_means import BufferMeans
 from mpitrain.torch.gradients import Gradients
 from mpitrain.torch.loop_strategies import check_optimizer, check_strategy
-from mpitrain.torch.observed import expect_steps
+from mpitrain.torch.observed import expect_steps, steps_alone
 from mpitrain.torch.round_gradients import RoundGradients
 from mpitrain.torch.sharded import ShardedData
 from mpitrain.world import World
@@ -67,8 +67,9 @@ def prepare(
             samples along the first dimension. Rank 0 draws the samples of a DataLoader, so the order is that of one
             process; its workers read only this rank's samples. For a second model, pass the data that the first call
             returned.
-        strategy: LocalSGD, DiLoCo or StreamingDiLoCo: each rank steps with gradients of its own, and an outer step
-            follows optimizer.step() where it is due; see `end_round`. Default: Sync.
+        strategy: LocalSGD, DiLoCo, StreamingDiLoCo or SparseLoCo: each rank steps with gradients of its own, and an
+            outer step follows optimizer.step() where it is due; see `end_round`. All ranks make the same steps.
+            Default: Sync.
         compression: how gradients are compressed between nodes: a name in mpitrain.compression.CODECS, "power_sgd",
             "auto" or "none". Default: the World's setting.
         algorithm: the allreduce algorithm, a name in mpitrain.allreduce.ALGORITHMS. Default: the World's setting.
@@ -96,16 +97,16 @@ def prepare(
     _check(world, model, optimizer)
     of_sync = {"compression": compression, "algorithm": algorithm, "bucket_bytes": bucket_bytes, "threaded": threaded}
     check_strategy(world, strategy, [name for name, value in of_sync.items() if value is not None])
-    in_rounds = isinstance(strategy, Rounds)
-    if in_rounds:
+    if isinstance(strategy, Rounds):
         check_optimizer(world, model, optimizer)
-    expect_steps(alone=in_rounds)
+    expect_steps()
     _sync(world, model)
     sharded = data if isinstance(data, ShardedData) else ShardedData(world, data)
     gradients: Gradients
     if isinstance(strategy, Rounds):
         gradients = rounds = RoundGradients(world, model, optimizer, sharded, strategy)
         optimizer.register_step_post_hook(rounds.after_step)
+        steps_alone(optimizer)
         model.register_state_dict_pre_hook(_tell_of_round)  # type: ignore[no-untyped-call]
     else:
         exchange: Callable[[World], Exchange] = partial(make_exchange, algorithm=algorithm, compression=compression)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from mpitrain.errors import ConfigError
+from mpitrain.errors import CheckpointError, ConfigError, everywhere
 from mpitrain.job.start import init
 from mpitrain.torch.compress import RESIDUALS, group_of
 from mpitrain.torch.gradients import Gradients
@@ -20,6 +20,8 @@ from mpitrain.torch.uncompiled import uncompiled
 def residuals(model: torch.nn.Module) -> dict[str, Any]:
     """What the codec has left out of the gradients of all ranks so far, for `save`: one number per parameter and rank.
 
+    In rounds it is all that each rank keeps for itself: see docs/pytorch.md.
+
         mpitrain.torch.save({"model": net.state_dict(), "residuals": mpitrain.torch.residuals(model)}, path)
 
     Every rank calls it, between two steps. Rank 0 gets the residuals, the others get none.
@@ -29,6 +31,8 @@ def residuals(model: torch.nn.Module) -> dict[str, Any]:
 
     Raises:
         ConfigError: it is neither.
+        NonFiniteError: in rounds: an outer step that is under way cannot be made. Raised on every rank, names rank and
+            parameter.
     """
     of_ranks = init().gather(residuals_of(model).state())
     return {"of_ranks": of_ranks or []}
@@ -40,34 +44,46 @@ def restore_residuals(model: torch.nn.Module, state: Mapping[str, Any]) -> None:
 
     Every rank calls it with the whole `state`, as `load` gives it, before the first step: after `prepare`, or after
     `register_comm_hook`. If the ranks are others than those that were saved, in number or in their nodes, nothing is
-    restored, and rank 0 says so: the next step then loses what a codec has left out of one step.
+    restored, and rank 0 says so: the next step then loses what a codec has left out of one step. In rounds, all ranks
+    then begin with the parameters of the last outer step, and what was learned since goes into the next one.
 
     Raises:
         ConfigError: see `residuals`.
-        CheckpointError: the state is of another model. On every rank.
+        CheckpointError: the state is of another model; or it is of rounds and the model is not, or the other way round.
+            On every rank.
     """
     world, of_ranks, kept = init(), state["of_ranks"], residuals_of(model)
+    saved = next((one.get("rounds", "") for one in of_ranks if one), kept.rounds)
+    if bool(saved) != bool(kept.rounds):
+        raise everywhere(
+            CheckpointError(
+                f"the residuals are of a model that was trained {_in_words(saved)}, and this one is trained "
+                f"{_in_words(kept.rounds)}. Train it as before, or go on without the residuals from a model that was "
+                "saved after end_round(model)"
+            )
+        )
     own = of_ranks[world.rank] if len(of_ranks) == world.size else {}
     places = world.allgather((kept.state().get("place"), own.get("place")))
     if not any(of_ranks):
         return
-    if any(here != saved for here, saved in places):
-        saved, nodes = len(of_ranks), "on other nodes or in other buckets" if len(of_ranks) == world.size else ""
-        world.print(
-            f"mpitrain: {kept.kept} is not restored: it was saved by {saved} ranks"
-            f"{', ' + nodes if nodes else ''}, and these are {world.size}. The next step goes on without it"
-        )
+    if any(here != before for here, before in places):
+        cause = "it was saved on other nodes, in other buckets or with another codec"
+        if len(of_ranks) != world.size:
+            cause = f"it was saved by {len(of_ranks)} ranks, and these are {world.size}"
+        elif saved != kept.rounds:
+            cause = f"it was saved by {saved}, and this is {kept.rounds}"
+        world.print(f"mpitrain: {kept.kept} is not restored: {cause}. {kept.instead}")
         with world.together("restore residuals"):
             kept.restore_elsewhere(of_ranks)
         return
     with world.together("restore residuals"):
-        kept.restore(own)
+        kept.restore({**of_ranks[0], **own})  # rank 0's has what is common to all
 
 
 class OfHook:
     """The residuals of a DistributedDataParallel with the hook `compress`; the calls are those of Gradients."""
 
-    kept = Gradients.kept
+    kept, instead, rounds = Gradients.kept, Gradients.instead, ""
 
     def __init__(self, model: DistributedDataParallel) -> None:
         hooks = [(hook, state) for hook, state in model._comm_hooks if hook in RESIDUALS]
@@ -91,6 +107,10 @@ class OfHook:
 
     def restore(self, state: Mapping[str, Any]) -> None:
         self._residuals.restore(state, self._named)
+
+
+def _in_words(rounds: str) -> str:
+    return f"in rounds, by {rounds}" if rounds else "without rounds"
 
 
 def residuals_of(model: torch.nn.Module) -> OfHook | Gradients:

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from mpitrain.adapters.torch_buffers import ModuleBuffers
+from mpitrain.adapters.torch_trained import Trained
 from mpitrain.errors import GradientError
 from mpitrain.exchange.alone import AloneExchange
 from mpitrain.strategies.rounds import ONE_BUCKET, Rounds
@@ -25,6 +26,7 @@ from mpitrain.torch.own_buffers import OwnBuffers
 from mpitrain.torch.sharded import ShardedData
 from mpitrain.torch.state_tensors import to_arrays, to_tensors
 from mpitrain.torch.uncompiled import uncompiled
+from mpitrain.training.checkpoint.parts import add_up
 from mpitrain.world import World
 
 
@@ -33,6 +35,10 @@ class RoundGradients(Gradients):
     """See Gradients. All ranks also make the same steps of the optimizer."""
 
     kept = "what each rank has kept for itself in rounds"
+    instead = (
+        "All ranks begin with the parameters of the last outer step and the state of its outer optimizer. What was "
+        "learned since then goes into the next outer step"
+    )
 
     def __init__(
         self,
@@ -48,6 +54,9 @@ class RoundGradients(Gradients):
         """
         buffers = ModuleBuffers(model)
         self._own_buffers = OwnBuffers(buffers)
+        self.rounds = str(strategy.plan)
+        # First, since it may raise: the hooks that follow cannot be taken back.
+        self._meetings = strategy.meetings(world, LoopModel(Trained(model, "prepare()"), buffers, optimizer))
         super().__init__(
             world,
             model,
@@ -57,9 +66,8 @@ class RoundGradients(Gradients):
             threaded=False,
             buffers=self._own_buffers,
         )
-        self._meetings = strategy.meetings(world, LoopModel(self._trained, buffers, optimizer))
         self._samples = 0  # of this rank, since its last step
-        self._counted = 0  # the newest batch among them
+        self._counted = 0  # the newest batch among them; 0: none
         self._is_open = False  # a step has begun
         self._update: AbstractContextManager[None] | None = None  # around a step of the optimizer that is being made
         self._has_told = False
@@ -75,7 +83,10 @@ class RoundGradients(Gradients):
                 f"{self._world.name()}: optimizer.step() came without a backward() since the last step; in rounds, "
                 "each step has gradients of its own"
             )
-        samples, self._samples, self._is_open = self._samples, 0, False
+        samples = self._samples
+        self._forget_batches()
+        self._is_open = False
+        self._steps += 1
         update = self._meetings.around_update(samples, self._total)
         update.__enter__()
         self._update = update
@@ -93,7 +104,8 @@ class RoundGradients(Gradients):
     def end_round(self) -> None:
         """See Gradients."""
         self._check_closed()
-        self._samples, self._is_open = 0, False
+        self._forget_batches()
+        self._is_open = False
         self._meetings.end_round()
 
     def tell_of_round(self) -> None:
@@ -106,19 +118,31 @@ class RoundGradients(Gradients):
             )
 
     def state(self) -> dict[str, Any]:
-        """All that this rank needs to go on: `own`; and what is the same on all ranks: `common`. Collective."""
-        own = self._meetings.whole_own_state()
-        return {"place": self._meetings.place, "own": to_tensors(own), "common": to_tensors(self._meetings.state())}
+        """All that this rank needs to go on: `own`; and on rank 0 what is the same on all ranks: `common`. Collective.
+
+        Raises:
+            NonFiniteError: see Fragment.finish. Raised on every rank.
+        """
+        state = {"own": to_tensors(self._meetings.whole_own_state())}
+        if self._world.is_root:
+            state["common"] = to_tensors(self._meetings.state())
+        return {"rounds": self.rounds, "place": self._meetings.place, **state}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """See Gradients. This rank's parameters and optimizer are overwritten."""
+        """See Gradients. `state` also has rank 0's `common`. This rank's parameters and optimizer are overwritten."""
         self._meetings.restore(to_arrays(state["common"]))
         self._meetings.restore_own(to_arrays(state["own"]))
 
     def restore_elsewhere(self, of_ranks: Sequence[Mapping[str, Any]]) -> None:
-        """See Gradients. All ranks begin with the parameters of the last outer step, and its outer optimizer."""
+        """See Gradients. All ranks begin with the parameters of the last outer step, and its outer optimizer.
+
+        What the ranks would have added to the next one is divided among these ranks.
+        """
+        total: dict[str, Any] = {"carried": {}}
+        for of_rank in of_ranks[self._world.rank :: self._world.size]:
+            add_up(total, to_arrays({key: of_rank["own"].get(key, {}) for key in ("residual", "carried")}))
         self._meetings.restore(to_arrays(of_ranks[0]["common"]))
-        self._meetings.restore_own({})
+        self._meetings.restore_own(total)
 
     def _begin(self) -> None:
         self._check_closed()
@@ -136,11 +160,15 @@ class RoundGradients(Gradients):
     def _finish(self) -> None:
         super()._finish()
         if self._cause is not None:  # this step will not be made
-            self._samples = 0
+            self._forget_batches()
 
     def _scaled(self, gradient: torch.Tensor) -> torch.Tensor | None:
         """Leave out the gradient of a sample that does not count. This is the tensor's hook."""
         return torch.zeros_like(gradient) if self._share_now().count == 0 else None
+
+    def _forget_batches(self) -> None:
+        """Let no batch count for the next step. The present one counts again with its next backward pass."""
+        self._samples = self._counted = 0
 
     def _count_batch(self) -> None:
         """Begin a step, if none has begun. Count the samples of a batch once, however many backward passes it has."""

@@ -42,6 +42,13 @@ loader = torch.utils.data.DataLoader(data, 11, shuffle=True)
 model, optimizer, loader = mpitrain.torch.prepare(model, optimizer, loader)
 train(model, loader)
 """
+IN_ROUNDS = """
+loader = torch.utils.data.DataLoader(data, 11, shuffle=True)
+other = torch.nn.Linear(4, 1)
+its = torch.optim.SGD(other.parameters(), lr=0.05)
+_, _, loader = mpitrain.torch.prepare(other, its, loader, strategy=mt.LocalSGD(3))
+"""
+LOOP = "train(model, loader)\n"
 GROUP = """
 dist.init_process_group("mpitrain")
 sampler = torch.utils.data.DistributedSampler(data)
@@ -104,6 +111,17 @@ def test_a_loop_over_prepare(tmp_path: Path) -> None:
     said = "mpitrain verify: comparing the steps of torch.optim's optimizers: "
     assert job.stdout.count(said) == 1
     assert job.stdout.index(said) < job.stdout.index("verify: the run on several ranks")
+
+
+@pytest.mark.parametrize("in_rounds", [False, True], ids=["the other model", "the model"])
+def test_a_loop_in_rounds(tmp_path: Path, in_rounds: bool) -> None:
+    """Only the steps of an optimizer in rounds are a rank's own. Here the other model makes none, or all."""
+    pytest.importorskip("torch")
+    train = "model, optimizer, loader = mpitrain.torch.prepare(model, optimizer, loader)\n"
+    job = verify(tmp_path, TORCH + IN_ROUNDS + (train if not in_rounds else "model, optimizer = other, its\n") + LOOP)
+    assert (job.code, job.left) == (0, []), job.output
+    assert ("from step 1 on, each rank trains by itself" in job.stdout) == in_rounds, job.output
+    assert lines_of(job)[3] == "  samples        71 values, the same"
 
 
 def test_a_loop_over_ddp(tmp_path: Path) -> None:

@@ -108,6 +108,20 @@ def test_on_one_node_nothing_is_compressed(world: World) -> None:
         assert_equal(left, {"w": numpy.zeros(5, "float32")})
 
 
+def test_on_one_node_what_was_left_out_is_sent_once(world: World) -> None:
+    """A state that was saved on several nodes. `params` is a name, as in optax."""
+    mean = mpitrain.jax.compressed_mean("int8")
+    mine = {"w": jnp.arange(5, dtype="float32") * (world.rank + 1)}
+    saved = {"w": jnp.full(5, 0.5 + world.rank * (world.rank != 1), "float32")}
+    owed = sum(0.5 + rank * (rank != 1) for rank in range(world.size))
+    for call in (mean.update, jax.jit(mean.update)):
+        left = saved
+        for more in (owed, 0.0):
+            found, left = call(mine, left, params=mine, weight=1.0)
+            numpy.testing.assert_allclose(found["w"], numpy.arange(5) * (world.size + 1) / 2 + more, rtol=1e-6)
+            assert_equal(left, {"w": numpy.zeros(5, "float32")})
+
+
 def test_what_compressed_mean_does_not_take(world: World) -> None:
     with pytest.raises(ConfigError, match="there is no compression 'zip'"):
         mpitrain.jax.compressed_mean("zip")
@@ -120,6 +134,8 @@ def test_what_compressed_mean_does_not_take(world: World) -> None:
             call(wrong)
     with pytest.raises(TreeError, match=r"what was left out has another form than .*keys: \['c'\]"):
         mean.update({"b": jnp.ones(2, "float32")}, {"c": jnp.ones(2, "float32")})
+    with pytest.raises(TreeError, match=r"what was left out has float32 \(3,\) for b; the tree that comes .* \(2,\)"):
+        mean.update({"b": jnp.ones(2, "float32")}, {"b": jnp.ones(3, "float32")})
     ones = {"w": jnp.ones(3, "float32")}
     odd = world.size - 1
     bad = {"w": jnp.full(3, numpy.nan if world.rank == odd else 1.0, "float32")}
@@ -185,6 +201,25 @@ def test_rounds_by_hand(world: World, outer: Any) -> None:
     assert same is state
 
 
+@pytest.mark.parametrize("kind", ["numpy in place", "donated"])
+def test_a_step_may_overwrite_its_parameters(world: World, kind: str) -> None:
+    """Over two rounds, from the state of `init` and from that of an outer step. By hand: ranks have equal weights."""
+    rounds, common = mpitrain.jax.rounds(2), 8.0
+    donating = jax.jit(lambda w: w - 0.5 * (w - world.rank), donate_argnums=0)
+    params = {"w": numpy.full(3, common, "float32") if kind != "donated" else jnp.full(3, common, "float32")}
+    state = rounds.init(params)
+    for _ in range(2):
+        for _ in range(2):
+            if kind == "donated":
+                params = {"w": donating(params["w"])}
+            else:
+                params["w"] -= numpy.float32(0.5) * (params["w"] - world.rank)
+            params, state = rounds.update(params, state, 1)
+        common = sum(rank + 0.25 * (common - rank) for rank in range(world.size)) / world.size
+        numpy.testing.assert_allclose(params["w"], numpy.full(3, common), rtol=1e-6)
+        assert_same_bits(world, numpy.asarray(params["w"]))
+
+
 def test_rounds_with_a_codec(apart: World) -> None:
     """What has been sent and what is left out are the sum of the means; the state has both."""
     skip_alone(apart)
@@ -212,10 +247,17 @@ def test_what_rounds_do_not_take(world: World) -> None:
     rounds = mpitrain.jax.rounds(2)
     with pytest.raises(TreeError, match="rounds of n: it is int32; allowed are arrays of float16"):
         rounds.init({"n": jnp.ones(2, "int32")})
+    with pytest.raises(TreeError, match=r'it is float64; codecs take arrays of float32.*take compression="none"'):
+        mpitrain.jax.rounds(2, compression="int8").init({"w": jnp.ones(2)})
     params = {"w": jnp.ones(2), "v": jnp.ones(1)}
     state = rounds.init(params)
+    for other in (jnp.ones((3, 2)), jnp.ones(2, "bfloat16")):
+        with pytest.raises(TreeError, match=r"the state of the rounds has float64 \(2,\) for w; .* They must have"):
+            rounds.end({**params, "w": other}, state._replace(steps=1))
+    with pytest.raises(TypeError):
+        rounds.update(params, state)
     with pytest.raises(TreeError, match="rounds inside jit: call its functions outside"):
-        jax.jit(lambda params: rounds.update(params, state)[0])(params)
+        jax.jit(lambda params: rounds.update(params, state, 1)[0])(params)
     if world.size > 1:
         other = {"w": jnp.full(2, 1.0 + (world.rank == 1))}
         text = error_on_all(world, MismatchError, lambda: rounds.init(other))

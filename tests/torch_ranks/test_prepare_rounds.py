@@ -7,7 +7,6 @@ import sys
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy
@@ -16,11 +15,10 @@ import torch
 from torch.nn.functional import cross_entropy
 
 import mpitrain.torch
-from mpitrain import DiLoCo, LocalSGD, Sgd, StopAtStep, Sync, Trainer, World, make_strategy
+from mpitrain import DiLoCo, LocalSGD, StopAtStep, Sync, Trainer, World, make_strategy
 from mpitrain.errors import ConfigError, GradientError, MismatchError, NonFiniteError
 from mpitrain.shard import part_of
 from mpitrain.strategies import STRATEGIES, Strategy
-from mpitrain.torch.residuals import residuals_of
 from tests.ranks.common import assert_same_bits, error_on_all, skip_alone
 from tests.ranks.placements import placed
 from tests.ranks.test_strategies import CODED
@@ -41,11 +39,18 @@ def data_of(steps: int) -> list[tuple[Any, Any]]:
 class Loop:
     """A loop of a user's own, as it is without us, with a schedule."""
 
-    def __init__(self, world: World, strategy: Strategy | None, kind: Any = Net, steps: int = STEPS) -> None:
-        self.model = made(kind, seed=1 + world.rank)  # the other ranks get the parameters of rank 0
-        self.optimizer, options = sgd(self.model)
+    def __init__(
+        self,
+        world: World,
+        strategy: Strategy | None,
+        kind: Any = Net,
+        optimizer: Any = sgd,
+        dtype: torch.dtype = torch.float64,
+    ) -> None:
+        self.model = made(kind, dtype, seed=1 + world.rank)  # the other ranks get the parameters of rank 0
+        self.optimizer, options = optimizer(self.model)
         self.schedule, self.number = options["schedule"], 0
-        self.given, self.strategy = data_of(steps), strategy
+        self.given, self.strategy = [(x.to(dtype), y) for x, y in data_of(STEPS)], strategy
 
     def prepare(self) -> Loop:
         self.model, self.optimizer, self.data = mpitrain.torch.prepare(
@@ -101,10 +106,8 @@ def test_a_codec_in_the_outer_step(world: World, monkeypatch: pytest.MonkeyPatch
     coded, found = replace(plain, config=replace(world.config, compression="bf16")), []
     for there in (coded, plain):
         monkeypatch.setattr(sys.modules["mpitrain.torch.prepare"], "init", lambda there=there: there)
-        loop = Loop(world, LocalSGD(3))
-        loop.model.float()
-        loop.given = [(x.float(), y) for x, y in loop.given]
-        loop.prepare().run()
+        loop = Loop(world, LocalSGD(3), dtype=torch.float32).prepare()
+        loop.run()
         mpitrain.torch.end_round(loop.model)
         found.append(loop.bits())
     make = builder(Net, sgd, dtype=torch.float32)
@@ -211,6 +214,67 @@ def test_a_step_that_a_scaler_skips(world: World) -> None:
     assert bits[0] == bits[1]
 
 
+def test_two_steps_of_one_batch(world: World) -> None:
+    """Each has the samples of the batch. By hand, with batches of which some ranks get none."""
+    given = [torch.arange(3.0 * n, dtype=torch.float64).reshape(n, 3) for n in (world.size + 2, max(1, world.size - 1))]
+    model = Line()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.25)
+    model, optimizer, data = mpitrain.torch.prepare(model, optimizer, given, strategy=LocalSGD(4))
+    own, counts = [numpy.zeros(3) for _ in range(world.size)], [0] * world.size
+    for x, whole in zip(data, given, strict=True):
+        parts = [whole[part_of(len(whole), rank, world.size)].numpy() for rank in range(world.size)]
+        for _ in range(2):
+            optimizer.zero_grad()
+            model(x).backward()
+            optimizer.step()
+            own = [w - 0.25 * (w - part.mean(axis=0)) if len(part) else w for w, part in zip(own, parts, strict=True)]
+            counts = [count + len(part) for count, part in zip(counts, parts, strict=True)]
+    common = sum(w * count for w, count in zip(own, counts, strict=True)) / sum(counts)
+    numpy.testing.assert_allclose(model.w.detach().numpy(), common, rtol=1e-13)
+    assert_same_bits(world, model.w.detach().numpy())
+
+
+def test_two_losses_of_which_a_scaler_skips_the_first(world: World) -> None:
+    """Infinity in the first loss of one rank: the second one has the samples of the same batch."""
+    model = made(Net, torch.float32, seed=2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    given = [(x.float(), y) for x, y in data_of(4)]
+    model, optimizer, data = mpitrain.torch.prepare(model, optimizer, given, strategy=LocalSGD(3))
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**4)
+    for number, (x, y) in enumerate(data):
+        optimizer.zero_grad()
+        bad = number == 1 and world.rank == world.size - 1
+        scaler.scale(cross_entropy(model(x), y) * (float("inf") if bad else 1.0)).backward()
+        scaler.scale(model(x).square().mean()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    assert scaler.get_scale() == 2.0**3
+    assert_equal_everywhere(world, model)  # 3 steps were made
+
+
+def test_a_rank_that_skips_a_step_is_named(world: World) -> None:
+    """Or, where an outer step follows it, the outer step."""
+    skip_alone(world)
+    loop = Loop(world, LocalSGD(4)).prepare()
+    loop.run(1)
+    batches = iter(loop.data)
+
+    def backward() -> None:
+        x, y = next(batches)
+        cross_entropy(loop.model(x), y).backward()
+
+    backward()
+    if world.rank != 1:
+        loop.step()
+    text = error_on_all(world, MismatchError, backward)
+    assert f"{world.name(1)} has made 1 steps of the optimizer, {world.name(0)} 2; did a rank skip a step" in text
+    loop = Loop(world, LocalSGD(1)).prepare()
+    batches = iter(loop.data)
+    backward()
+    text = error_on_all(world, MismatchError, loop.step if world.rank != 1 else backward)
+    assert f"{world.name(1)}: take the next batch; {world.name(0)}: outer step; do all ranks make the same" in text
+
+
 def test_nan_is_named_and_not_spread(world: World) -> None:
     odd = world.size - 1
     loop = Loop(world, DiLoCo(2)).prepare()
@@ -271,9 +335,9 @@ def test_every_strategy_trains_or_says_what_does(world: World, name: str) -> Non
     text = error_on_all(world, ConfigError, loop.prepare)
     if name in CODED:
         assert "the model has 2 buffers whose mean all ranks need" in text
-        return
-    assert f"strategy={type(loop.strategy).__name__}: prepare() takes mt.Sync() and strategies of rounds" in text
-    assert "use them with mt.Trainer and mt.TorchModule" in text
+    else:
+        assert f"strategy={type(loop.strategy).__name__}: prepare() takes mt.Sync() and strategies of rounds" in text
+        assert "use them with mt.Trainer and mt.TorchModule" in text
     loop.strategy = LocalSGD(2)
     loop.prepare().run(2)
 
@@ -305,57 +369,3 @@ def test_what_is_refused(world: World) -> None:
     loop = Loop(world, LocalSGD(2)).prepare()
     with pytest.raises(ConfigError, match="whose copies in memory go on within a round"):
         mpitrain.torch.keep(loop.model, loop.optimizer, loop.data)
-
-
-@pytest.mark.parametrize("strategy", ROUNDS)
-@pytest.mark.parametrize("kind", [Net, Normed])
-def test_a_run_resumes_within_a_round(world: World, shared: Path, kind: Any, strategy: str) -> None:
-    """Bit for bit with the residuals, which hold each rank's own parameters and momentum."""
-    whole = Loop(world, ROUNDS[strategy](), kind).prepare()
-    whole.run()
-    first = Loop(world, ROUNDS[strategy](), kind).prepare()
-    first.run(4)
-    state = {"model": first.model.state_dict(), "residuals": mpitrain.torch.residuals(first.model)}
-    mpitrain.torch.save(state, shared / "state.pt")
-    first.run()  # undisturbed by the look at it, but what is under way has arrived
-    assert first.bits() == whole.bits()
-    read = mpitrain.torch.load(shared / "state.pt")
-    resumed = Loop(world, ROUNDS[strategy](), kind)
-    resumed.model.load_state_dict(read["model"])
-    resumed.prepare()
-    mpitrain.torch.restore_residuals(resumed.model, read["residuals"])
-    resumed.number = 4
-    resumed.run()
-    assert resumed.bits() == whole.bits()
-
-
-def test_a_run_resumes_on_other_ranks(world: World, shared: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """All begin with the parameters of the last outer step, and its momentum."""
-    skip_alone(world)
-    strategy = lambda: DiLoCo(3, outer=Sgd(0.5, momentum=0.5))  # noqa: E731
-    first = Loop(world, strategy()).prepare()
-    first.run(3)
-    met = first.bits()
-    first.run(5)
-    state = world.broadcast({"model": first.model.state_dict(), "residuals": mpitrain.torch.residuals(first.model)})
-    of_ranks = state["residuals"]["of_ranks"]
-    other = Loop(world, strategy())
-    other.model.load_state_dict(state["model"])
-    other.prepare()
-    capsys.readouterr()
-    mpitrain.torch.restore_residuals(other.model, {"of_ranks": [*of_ranks, of_ranks[0]]})
-    out = capsys.readouterr().out
-    text = f"what each rank has kept for itself in rounds is not restored: it was saved by {world.size + 1} ranks"
-    assert out.count(text) == world.is_root
-    assert other.bits() == met
-    kept = residuals_of(other.model).state()["common"]["outer"]
-    for number, of_dtype in of_ranks[0]["common"]["outer"].items():
-        for dtype, optimizer in of_dtype.items():
-            momentum = [one for one in optimizer.values() if isinstance(one, torch.Tensor)]
-            assert any(one.any() for one in momentum)
-            found = [one for one in kept[number][dtype].values() if isinstance(one, torch.Tensor)]
-            assert all(torch.equal(one, its) for one, its in zip(found, momentum, strict=True))
-    other.number = 5
-    other.run()
-    mpitrain.torch.end_round(other.model)
-    assert_equal_everywhere(world, other.model)
