@@ -106,8 +106,8 @@ def test_a_script_without_a_parameter_server_is_refused(commands: Commands, tmp_
     script.write_text(COUNTING_SCRIPT.replace("mt.ParameterServer(MODE)", "mt.Sync()"))
     servers = commands.serve("--servers", "2", program=[str(script), str(saved), "3", "0"])
     assert servers.end() == 1, servers.output
-    said = [f"is a {kind} of a job with servers, and `build` has made the strategy Sync" for kind in ("server", "shard")]
-    assert any(line in servers.output for line in said), servers.output
+    said = "is a {} of a job with servers, and `build` has made the strategy Sync"
+    assert any(said.format(kind) in servers.output for kind in ("server", "shard")), servers.output
     assert not saved.exists()
 
 
