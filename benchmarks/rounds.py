@@ -4,7 +4,7 @@
     benchmarks/shaped_hosts 4 100mbit '$MPIEXEC python benchmarks/rounds.py --mbit 100 --gpt --sync-every 100'
 
 All strategies train in one job, in turns, each for one round of `--sync-every` steps, `--rounds` times; those that
-exchange in every step or never, for `--sync-steps` of them. The model has `--millions` of float32 parameters, and a
+exchange in every step, for `--sync-steps` of them. The model has `--millions` of float32 parameters, and a
 step sleeps for `--milliseconds`. With --gpt, it is the GPT of examples/ with 10.7 million parameters, which computes on
 Jane Austen's novels. The optimizer's update is real. The hosts share the cores of one machine.
 
@@ -112,7 +112,7 @@ def main() -> None:
             else:
                 adapter = model(options.millions, options.milliseconds / 1000)
             strategy.begin(world, adapter)
-            length[name] = every if times == 1 else options.sync_steps or every
+            length[name] = every if times <= 1 else options.sync_steps or every
             count = sum(math.prod(entry.shape) for entry in adapter.layout)
             coder = None if codec == "none" else factory_of(codec)(False)
             nbytes = times * (coder.wire_bytes(count) if coder else 4 * count)
