@@ -102,7 +102,7 @@ class GradientReducer:
         )
         self._is_owed = False  # what was restored has not been sent yet, by this rank or another one
         self._left_out = LeftOut(world, self.layout, self._buckets, self._exchange, self._slots)
-        self._driver = make_driver(world, self.progress, threaded)
+        self._driver = make_driver(world, self._advance, threaded)
         self._is_closed = False
         self.sends_gradients = True
 
@@ -191,13 +191,18 @@ class GradientReducer:
     def progress(self) -> bool:
         """Start the buckets that are complete, and advance those that are under way. True when all have arrived.
 
-        The thread calls this. Without a thread, a model that hands in no gradient for a long time may call it between
-        `begin` and `finish`. `ready` and `finish` do the same by themselves, with one frame less.
+        Without a thread, a model that hands in no gradient for a long time may call it between `begin` and `finish`.
+        `ready` and `finish` do the same by themselves, with fewer frames.
         """
+        return self._advance() is None
+
+    def _advance(self) -> float | None:
+        """Do the work of `progress`. Return the seconds that the thread may sleep; None: all buckets have arrived."""
         if not self._start():
-            return self._refused is not None  # finish() raises it: all ranks meet there, wherever each learned of it
-        self._queue.look()
-        return self._sums.collect()
+            # finish() raises the refusal: all ranks meet there, wherever each learned of it.
+            return None if self._refused is not None else 0.0
+        nap = self._queue.look()
+        return None if self._sums.collect() else nap or 0.0
 
     def _start(self) -> bool:
         """Start the buckets that are complete. False while this rank's share of the samples is unknown."""

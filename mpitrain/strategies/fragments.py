@@ -188,10 +188,16 @@ class Fragment:
         """Give the common parameters to this rank; see update."""
         self.is_apart = kept > 0 or self.all_samples > 0
         values = dict(self._model.parameters())
-        changed = {piece.name: values[piece.name].copy() for piece in self.pieces}
+        changed: dict[str, Array] = {}
         for piece, origin in zip(self.pieces, self.origins, strict=True):
-            part = piece.of(changed)
-            part[...] = origin if kept == 0 else part.dtype.type(kept) * part + part.dtype.type(1 - kept) * origin
+            own, whole = piece.of(values), values[piece.name]
+            new = origin if kept == 0 else own.dtype.type(kept) * own + own.dtype.type(1 - kept) * origin
+            if piece.is_whole:  # load_parameters copies it
+                changed[piece.name] = new.reshape(whole.shape)
+                continue
+            if piece.name not in changed:
+                changed[piece.name] = whole.copy()
+            piece.of(changed)[...] = new
         self._model.load_parameters({**values, **changed})
 
     def means(self) -> list[tuple[FlatRange, Array]]:
