@@ -32,6 +32,9 @@ from mpitrain.exchange.vote import MISSING, begin_vote, beyond_range, objection
 from mpitrain.waiting.agreement import Agreement, signature
 from mpitrain.world import World
 
+# What the ranks compare, and an error names.
+_STEP, _OUTER_STEP = "step", "outer step after a step of the optimizer"
+
 
 class GradientReducer:
     """Makes the means of a step: `begin(weight)`, `ready(index, gradient)` for every parameter, `finish(loss)`.
@@ -78,7 +81,7 @@ class GradientReducer:
         self.layout = plan_layout(parameters)
         self._buckets = plan_buckets(self.layout, bucket_bytes)
         self._lines = agree_on_layout(world, self.layout.parameters, bucket_bytes, on_device=on_device)
-        self._signatures = {name: signature(name, self._lines) for name in ("step", "outer step")}
+        self._signatures = {name: signature(name, self._lines) for name in (_STEP, _OUTER_STEP)}
         # When a bucket starts depends on the moment. With its own communicator, a bucket cannot meet messages that the
         # ranks send in the meantime: a mean() in the backward pass, or another reducer's buckets.
         self._apart = world.apart()
@@ -145,7 +148,7 @@ class GradientReducer:
         self._stopwatch.begin()
         self._place.begin()
         self._sums.begin()
-        doing = "step" if self.sends_gradients else "outer step"
+        doing = _STEP if self.sends_gradients else _OUTER_STEP
         self._begun = self._world.begin_agreement(
             doing,
             self._lines,

@@ -6,8 +6,8 @@ import time
 from collections.abc import Callable
 
 # Linux adds some 50 us to any sleep. Measured (docs/log.md): at 1 Gbit/s naps cost no time and save nine tenths of a
-# core; at 10 Gbit/s any nap lets the wire run dry. On a slow wire a nap may be longer: several pieces are posted, and the
-# sockets hold more than what comes in a tenth of a piece's time.
+# core; at 10 Gbit/s any nap lets the wire run dry. On a slow wire a nap may be longer: several pieces are posted, and
+# the sockets hold more than what comes in a tenth of a piece's time.
 _SHORTEST_NAP, _LONG_NAP, _LONGEST_NAP = 100e-6, 200e-6, 1e-3
 _NAPS_A_PIECE, _LONG_NAPS_A_PIECE = 4, 10
 # A shorter exchange ends before a nap would pay.

@@ -272,7 +272,8 @@ def test_a_rank_that_skips_a_step_is_named(world: World) -> None:
     batches = iter(loop.data)
     backward()
     text = error_on_all(world, MismatchError, loop.step if world.rank != 1 else backward)
-    assert f"{world.name(1)}: take the next batch; {world.name(0)}: outer step; do all ranks make the same" in text
+    said = f"{world.name(1)}: take the next batch; {world.name(0)}: outer step after a step of the optimizer; do all"
+    assert said in text
 
 
 def test_nan_is_named_and_not_spread(world: World) -> None:
