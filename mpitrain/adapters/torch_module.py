@@ -32,7 +32,7 @@ except ModuleNotFoundError as error:
 from mpitrain.adapters.torch_arrays import array_of, tensor_of
 from mpitrain.adapters.torch_batch import as_tensors, is_empty
 from mpitrain.adapters.torch_buffers import ModuleBuffers, Values
-from mpitrain.adapters.torch_checks import check_optimizer, check_places, checked_loss, narrow_dtype
+from mpitrain.adapters.torch_checks import check_optimizer, check_places, check_plain, checked_loss, narrow_dtype
 from mpitrain.adapters.torch_optimizer import ScheduledOptimizer
 from mpitrain.adapters.torch_parts import TorchParts, check_dividable
 from mpitrain.adapters.torch_shard import TorchShard
@@ -96,11 +96,13 @@ class TorchModule:
             loss_scale: default for fp16: `LossScale()`. Otherwise none, and NaN or infinity in a gradient is an error.
 
         Raises:
-            ConfigError: there is nothing to train; a trained parameter of the module is not in the optimizer, or the
-                reverse; or the optimizer, schedule or precision cannot be used here.
+            ConfigError: the module is a DistributedDataParallel; there is nothing to train; a trained parameter of the
+                module is not in the optimizer, or the reverse; or the optimizer, schedule or precision cannot be used
+                here.
             DeviceError: a parameter or buffer is not on the CPU.
         """
         self._module, self._loss = module, loss
+        check_plain(module, "TorchModule()")
         check_places(module)
         self._trained = Trained(module, "TorchModule()")
         check_optimizer(optimizer, self._trained.named, self._trained.tensors)
