@@ -64,6 +64,26 @@ def test_without_feedback_what_is_not_sent_is_lost(world: World) -> None:
     strategy.close()
 
 
+def test_a_tensor_of_small_values_waits(world: World) -> None:
+    """Of two tensors of one value, the larger one is sent; what the other has gone waits until it is the larger one.
+
+    Each rank goes a multiple of 4 and 1 in a round, so all ranks choose alike:
+
+        round    1   2   3   4   5   6
+        sent     4   4   4   4   .   8     large; of equal ones, the first is sent
+                 .   .   .   .   5   .     small
+    """
+    skip_alone(world)
+    strategy, walk = SparseLoCo(EVERY, density=0.5, decay=1), Walk(large=1, small=1)
+    strategy.begin(world, walk.model)
+    far = sum(part * (1 + rank % 2) for rank, part in enumerate(shares(world.size)))
+    for large, small in [(4, 0), (8, 0), (12, 0), (16, 0), (16, 5), (24, 5)]:
+        its = 1 + world.rank % 2
+        walk.round(strategy, SAMPLES[world.rank], large=[4 * its], small=[its])
+        assert (walk["large"].tolist(), walk["small"].tolist()) == ([-large * far], [-small * far])
+    strategy.close()
+
+
 @pytest.mark.parametrize("placement", PLACEMENTS)
 def test_all_ranks_against_a_loop(world: World, placement: str) -> None:
     """Blocks of 4096 and of 904 values, in float32 and float64 without our code; the same wherever the ranks are."""

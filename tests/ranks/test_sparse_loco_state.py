@@ -12,7 +12,7 @@ from mpitrain import LocalSGD, SparseLoCo, Sync, World
 from mpitrain.job.worlds import make_world
 from mpitrain.training.checkpoint.parts import add_up
 
-from .common import skip_alone
+from .common import first_ranks, skip_alone
 from .walks import EVERY, SAMPLES, Walk, kept, shares
 
 
@@ -49,12 +49,6 @@ def test_a_resume_has_the_same_bits(world: World, steps: int) -> None:
     again.close()
 
 
-def split_over(world: World, size: int) -> World | None:
-    """A World of the first ranks, or None on the others."""
-    comm = world.comm.Split(0 if world.rank < size else MPI.UNDEFINED, world.rank)
-    return make_world(comm) if world.rank < size else None
-
-
 @pytest.mark.parametrize("size", [1, 2, 3])
 @pytest.mark.parametrize("is_middle", [False, True])
 def test_what_was_kept_goes_on_with_fewer_ranks(world: World, size: int, is_middle: bool) -> None:
@@ -73,7 +67,7 @@ def test_what_was_kept_goes_on_with_fewer_ranks(world: World, size: int, is_midd
         add_up(total, part)
     state, saved = world.broadcast((strategy.state(), walk.model.state()))
     strategy.close()
-    there = split_over(world, size)
+    there = first_ranks(world, size)
     if there is not None:
         again, other = SparseLoCo(EVERY, density=0.01, decay=1), Walk(w=500)
         resumed(there, again, other, total if there.is_root else {"carried": {}}, state, saved)
