@@ -164,9 +164,13 @@ def gradient(w: Any, x: Any) -> Any:
     return w - x.mean(axis=0) if len(x) else 0 * w
 
 
-@pytest.mark.parametrize("outer", [None, Nesterov()], ids=["local_sgd", "diloco"])
-def test_rounds_by_hand(world: World, outer: Any) -> None:
+@pytest.mark.parametrize("kind", ["local_sgd", "diloco", "diloco by optax"])
+def test_rounds_by_hand(world: World, kind: str) -> None:
     """Ranks with other numbers of samples, some with none, in NumPy; the last round is shorter."""
+    outer: Any = None if kind == "local_sgd" else Nesterov()
+    if kind == "diloco by optax":
+        optax = pytest.importorskip("optax", reason="optax is not installed")
+        outer = optax.sgd(0.7, momentum=0.9, nesterov=True)
     rounds = mpitrain.jax.rounds(3, outer)
     params = mpitrain.jax.sync({"w": jnp.arange(4.0) + world.rank, "more": [jnp.ones((2, 0))]})
     state = rounds.init(params)
