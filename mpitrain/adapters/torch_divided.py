@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import torch
-
 from mpitrain.adapters.torch_buffers import ModuleBuffers
 from mpitrain.adapters.torch_optimizer import ScheduledOptimizer
 from mpitrain.adapters.torch_parts import TorchParts, check_dividable
@@ -23,11 +21,11 @@ class DividedModule(ModuleTensors):
         self,
         trained: Trained,
         buffers: ModuleBuffers,
-        torch_optimizer: torch.optim.Optimizer,
+        torch_optimizer: Any,
         optimizer: ScheduledOptimizer,
         plan: Layout,
     ) -> None:
-        """`plan` has the trained parameters, and then the changes of buffers."""
+        """`torch_optimizer` is of torch.optim. `plan` has the trained parameters, and then the changes of buffers."""
         super().__init__(trained, buffers)
         self._torch_optimizer, self._optimizer, self._plan = torch_optimizer, optimizer, plan
         self._parts: TorchParts | None = None  # None: there is one server, or none
