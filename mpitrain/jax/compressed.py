@@ -102,9 +102,9 @@ def compressed_mean(codec: str) -> CompressedMean:
         end, last = len(names), 2 * len(names)
 
         def work(values: Sequence[numpy.ndarray], weight: Any) -> list[numpy.ndarray]:
-            its = dict(zip(keys, values[last:], strict=True))
-            mean, rest, its = means.of(names, values[:end], values[end:last], float(weight), its)
-            return [*mean, *rest, *(its[key] for key in keys)]
+            known = dict(zip(keys, values[last:], strict=True))
+            mean, rest, known = means.of(names, values[:end], values[end:last], float(weight), known)
+            return [*mean, *rest, *(known[key] for key in keys)]
 
         if is_traced([weight, *given]):
             results = as_callback(work, [jnp.asarray(leaf) for leaf in given], weight)
