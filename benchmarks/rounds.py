@@ -1,7 +1,8 @@
 """What rounds save on slow links: strategies of docs/rounds.md beside Sync and beside no exchange at all.
 
     benchmarks/shaped_hosts 4 100mbit '$MPIEXEC python benchmarks/rounds.py --mbit 100'
-    benchmarks/shaped_hosts 4 100mbit '$MPIEXEC python benchmarks/rounds.py --mbit 100 --gpt --sync-every 100'
+    benchmarks/shaped_hosts 4 100mbit '$MPIEXEC python benchmarks/rounds.py --mbit 100 --gpt --sync-every 100 \\
+        --sync-steps 4 --variants sync sync+int8 diloco'
 
 All strategies train in one job, in turns, each for one round of `--sync-every` steps, `--rounds` times; those that
 exchange in every step, for `--sync-steps` of them. The model has `--millions` of float32 parameters, and a
@@ -76,13 +77,13 @@ def variants(every: int, fragments: int, delay: int) -> dict[str, tuple[Callable
     return {
         "no exchange": (lambda: mt.LocalSGD(10**9), 0, "none"),
         "sync": (mt.Sync, every, "none"),
-        "sync, int8": (lambda: mt.Sync(coded), every, "int8"),
+        "sync+int8": (lambda: mt.Sync(coded), every, "int8"),
         "local_sgd": (lambda: mt.LocalSGD(every), 1, "none"),
         "diloco": (lambda: mt.DiLoCo(every), 1, "none"),
-        "diloco, int8": (lambda: mt.DiLoCo(every, exchange=coded), 1, "int8"),
+        "diloco+int8": (lambda: mt.DiLoCo(every, exchange=coded), 1, "int8"),
         "sparse_loco": (lambda: mt.SparseLoCo(every), 1, f"top_k:{1 / 64}:2"),
         "streaming_diloco": (lambda: streaming(make_exchange), 1, "none"),
-        "streaming_diloco, int8": (lambda: streaming(coded), 1, "int8"),
+        "streaming_diloco+int8": (lambda: streaming(coded), 1, "int8"),
     }
 
 

@@ -15,6 +15,15 @@ from mpitrain.errors import ConfigError, DeviceError, GradientError
 from mpitrain.training.schedules import Schedule
 
 
+def check_plain(module: torch.nn.Module, call: str) -> None:
+    """Refuse a module that exchanges its gradients itself. `call` is for the message."""
+    if isinstance(module, torch.nn.parallel.DistributedDataParallel):
+        raise ConfigError(
+            f"{call} has got a DistributedDataParallel, which exchanges the gradients of every step itself, so they "
+            "would be exchanged twice, and in rounds after all. Give the module in it, which is its `module`"
+        )
+
+
 def check_places(module: torch.nn.Module) -> None:
     for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
         if torch.nn.parameter.is_lazy(tensor):

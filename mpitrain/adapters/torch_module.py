@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -15,7 +15,6 @@ from mpitrain.adapters.fits import check_fits
 from mpitrain.arrays import Array
 from mpitrain.errors import ConfigError, GradientError
 from mpitrain.exchange.bucket import Parameter, plan_layout
-from mpitrain.exchange.division import Division
 from mpitrain.exchange.owned import Owned
 from mpitrain.exchange.remarks import Remarks
 from mpitrain.training.loss_scale import LossScale
@@ -32,9 +31,9 @@ except ModuleNotFoundError as error:
 from mpitrain.adapters.torch_arrays import array_of, tensor_of
 from mpitrain.adapters.torch_batch import as_tensors, is_empty
 from mpitrain.adapters.torch_buffers import ModuleBuffers, Values
-from mpitrain.adapters.torch_checks import check_optimizer, check_places, checked_loss, narrow_dtype
+from mpitrain.adapters.torch_checks import check_optimizer, check_places, check_plain, checked_loss, narrow_dtype
+from mpitrain.adapters.torch_divided import DividedModule
 from mpitrain.adapters.torch_optimizer import ScheduledOptimizer
-from mpitrain.adapters.torch_parts import TorchParts, check_dividable
 from mpitrain.adapters.torch_shard import TorchShard
 from mpitrain.adapters.torch_state import Scheduler
 from mpitrain.adapters.torch_trained import Trained
@@ -45,7 +44,7 @@ Loss = Callable[[Any, Any], Any]
 _AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-class TorchModule:
+class TorchModule(DividedModule):
     """An Adapter around a module on the host, a loss and an optimizer of torch.optim.
 
     Gradients are exchanged while the backward pass runs. A tied parameter has one gradient, a frozen one
@@ -96,43 +95,31 @@ class TorchModule:
             loss_scale: default for fp16: `LossScale()`. Otherwise none, and NaN or infinity in a gradient is an error.
 
         Raises:
-            ConfigError: there is nothing to train; a trained parameter of the module is not in the optimizer, or the
-                reverse; or the optimizer, schedule or precision cannot be used here.
+            ConfigError: the module is a DistributedDataParallel; there is nothing to train; a trained parameter of the
+                module is not in the optimizer, or the reverse; or the optimizer, schedule or precision cannot be used
+                here.
             DeviceError: a parameter or buffer is not on the CPU.
         """
         self._module, self._loss = module, loss
+        check_plain(module, "TorchModule()")
         check_places(module)
-        self._trained = Trained(module, "TorchModule()")
-        check_optimizer(optimizer, self._trained.named, self._trained.tensors)
-        self._torch_optimizer = optimizer
-        self._optimizer = ScheduledOptimizer(optimizer, self._trained.named, schedule, clip_norm)
-        self._narrow = narrow_dtype(precision, self._trained.tensors)
+        trained, buffers = Trained(module, "TorchModule()"), ModuleBuffers(module)
+        check_optimizer(optimizer, trained.named, trained.tensors)
+        scheduled = ScheduledOptimizer(optimizer, trained.named, schedule, clip_norm)
+        self._narrow = narrow_dtype(precision, trained.tensors)
         self._loss_scale = LossScale() if loss_scale is None and precision == "fp16" else loss_scale
-        self._buffers = ModuleBuffers(module)
-        double = any(one.dtype == torch.float64 for one in self._trained.tensors.values())
+        double = any(one.dtype == torch.float64 for one in trained.tensors.values())
         self._wide = torch.float64 if double else torch.float32
         # They come after the parameters: the last entries are exchanged first, and these are known early.
         wide = numpy.dtype("float64" if double else "float32")
-        shapes = {name: tuple(self._buffers.tensor(name).shape) for name in self._buffers.floats}
-        buffers = [Parameter(name, shape, wide) for name, shape in shapes.items()]
-        self._counts = plan_layout(self._trained.layout).counts
-        self._plan = plan_layout([*self._trained.layout, *buffers])
-        self._parts: TorchParts | None = None  # of several servers
+        changes = [Parameter(name, tuple(buffers.tensor(name).shape), wide) for name in buffers.floats]
+        self._counts = plan_layout(trained.layout).counts
+        super().__init__(trained, buffers, optimizer, scheduled, plan_layout([*trained.layout, *changes]))
         self._shard: TorchShard | None = None
         self._on_gradient: OnGradient | None = None
         self._handed_in: set[int] = set()
         self._changed: Values | None = None
         self._trained.watch(self._hand_in)
-
-    @property
-    def layout(self) -> Sequence[Parameter]:
-        """See Adapter: the trained parameters, then the changes of buffers."""
-        return self._plan.parameters
-
-    @property
-    def num_buffers(self) -> int:
-        """See Adapter.layout."""
-        return len(self._buffers.floats)
 
     @property
     def loss_scale(self) -> LossScale | None:
@@ -143,16 +130,6 @@ class TorchModule:
     def precision(self) -> numpy.dtype:
         """See Adapter."""
         return self._narrow or min(self._counts, key=lambda dtype: dtype.itemsize)
-
-    def parameters(self) -> dict[str, Array]:
-        """See Adapter: by the names of the module's `state_dict`, with frozen parameters and persistent buffers."""
-        named = self._trained.named.items()
-        return {**{name: array_of(parameter) for name, parameter in named}, **self._buffers.arrays()}
-
-    def load_parameters(self, values: Mapping[str, Array]) -> None:
-        """See Adapter."""
-        for name, array in self.parameters().items():
-            array[...] = values[name]
 
     def loss_and_gradients(self, batch: Tree, on_gradient: OnGradient) -> float:
         """See Adapter. The buffers are left as they were; `apply_gradients` changes them."""
@@ -254,44 +231,6 @@ class TorchModule:
         self._buffers.add({self.layout[index].name: view for index, view in views.items() if index >= len(trained)})
         self._buffers.settle_others([note or () for note in remarks.notes])
         return rate
-
-    def divisions(self, num_servers: int) -> tuple[Division, Division]:
-        """See DividedAdapter: whole tensors, the largest one first, to the server with the fewest bytes."""
-        parts = TorchParts(self.layout, self.parameters(), num_servers)
-        return parts.gradients, parts.parameters
-
-    def dividable_optimizer(self) -> str:
-        """See DividedAdapter.
-
-        Raises:
-            ConfigError: the optimizer is none of torch.optim, or has hooks around its step.
-        """
-        check_dividable(self._torch_optimizer)
-        return self._optimizer.described()
-
-    def update_only(self, number: int, num_servers: int, norm_of_all: Callable[[float], float]) -> None:
-        """See DividedAdapter."""
-        check_dividable(self._torch_optimizer)
-        self._parts = TorchParts(self.layout, self.parameters(), num_servers, number)
-        self._optimizer.take_norm_of_all(norm_of_all)
-
-    def plan_update(self) -> dict[str, Any]:
-        """See DividedAdapter."""
-        return self._optimizer.plan_update()
-
-    def follow_plan(self, plan: Mapping[str, Any]) -> None:
-        """See DividedAdapter."""
-        self._optimizer.follow_plan(plan)
-
-    def part_state(self, number: int) -> dict[str, Any]:
-        """See DividedAdapter."""
-        assert self._parts is not None
-        return self._parts.state(number, self.parameters(), self._torch_optimizer, self._trained.named)
-
-    def take_part_state(self, number: int, state: Mapping[str, Any], gone: Sequence[str]) -> None:
-        """See DividedAdapter."""
-        assert self._parts is not None
-        self._parts.take(state, gone, self.parameters(), self._torch_optimizer, self._trained.named)
 
     def shard(self, owned: Owned, norm_of_all: Callable[[float], float]) -> OptimizerShard:
         """See ShardedAdapter. From now on, the optimizer has pieces of the parameters in their place.

@@ -22,12 +22,13 @@ _NAP_SECONDS = 100e-6
 
 
 class Driver:
-    """Calls `progress`, a bound method, again and again between `start` and `stop`, until `progress` returns true.
+    """Calls `progress`, a bound method, again and again between `start` and `stop`, until `progress` returns None.
 
-    In that time nobody else may call `progress`. The thread ends with the object whose method `progress` is.
+    Before that, `progress` returns the seconds that the thread may sleep. In that time nobody else may call `progress`.
+    The thread ends with the object whose method `progress` is.
     """
 
-    def __init__(self, progress: Callable[[], bool], control: Control) -> None:
+    def __init__(self, progress: Callable[[], float | None], control: Control) -> None:
         """Exceptions in `progress` are posted to `control`: the main thread may be waiting for something else."""
         self._running = threading.Event()
         self._at_work = threading.Lock()
@@ -60,22 +61,25 @@ class Driver:
             progress = self._progress()
             if progress is None or self._is_closed:
                 return
+            nap = None
             with self._at_work:
                 if self._running.is_set():
-                    self._call(progress)
+                    nap = self._call(progress)
             del progress  # otherwise the object would never end
-            time.sleep(_NAP_SECONDS)
+            time.sleep(max(_NAP_SECONDS, nap or 0.0))
 
-    def _call(self, progress: Callable[[], bool]) -> None:
+    def _call(self, progress: Callable[[], float | None]) -> float | None:
+        nap = None
         try:
-            if progress():
-                self._running.clear()
+            nap = progress()
         except BaseException as error:
             self._control.posted = error
+        if nap is None:
             self._running.clear()
+        return nap
 
 
-def make_driver(world: World, progress: Callable[[], bool], threaded: bool | None) -> Driver | None:
+def make_driver(world: World, progress: Callable[[], float | None], threaded: bool | None) -> Driver | None:
     """Return a Driver for `progress`; None if `threaded` is False, or None and threads_by_default is against a thread.
 
     Raises:

@@ -177,7 +177,7 @@ class CompressedExchange:
         assert slot.residual is not None
         flat, left_out = slot.flat[part], slot.residual[part]
         scale(flat, share)
-        scale(left_out, self._decay)
+        slot.fade(part, self._decay)
         algorithm = self._on_device.transport if is_device_array(flat) else self._algorithm
         return algorithm.start(flat, left_out, agreed=True)
 

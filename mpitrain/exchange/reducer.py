@@ -32,6 +32,9 @@ from mpitrain.exchange.vote import MISSING, begin_vote, beyond_range, objection
 from mpitrain.waiting.agreement import Agreement, signature
 from mpitrain.world import World
 
+# What the ranks compare, and an error names.
+_STEP, _OUTER_STEP = "step", "outer step after a step of the optimizer"
+
 
 class GradientReducer:
     """Makes the means of a step: `begin(weight)`, `ready(index, gradient)` for every parameter, `finish(loss)`.
@@ -78,7 +81,7 @@ class GradientReducer:
         self.layout = plan_layout(parameters)
         self._buckets = plan_buckets(self.layout, bucket_bytes)
         self._lines = agree_on_layout(world, self.layout.parameters, bucket_bytes, on_device=on_device)
-        self._signatures = {name: signature(name, self._lines) for name in ("step", "outer step")}
+        self._signatures = {name: signature(name, self._lines) for name in (_STEP, _OUTER_STEP)}
         # When a bucket starts depends on the moment. With its own communicator, a bucket cannot meet messages that the
         # ranks send in the meantime: a mean() in the backward pass, or another reducer's buckets.
         self._apart = world.apart()
@@ -102,7 +105,7 @@ class GradientReducer:
         )
         self._is_owed = False  # what was restored has not been sent yet, by this rank or another one
         self._left_out = LeftOut(world, self.layout, self._buckets, self._exchange, self._slots)
-        self._driver = make_driver(world, self.progress, threaded)
+        self._driver = make_driver(world, self._advance, threaded)
         self._is_closed = False
         self.sends_gradients = True
 
@@ -145,7 +148,7 @@ class GradientReducer:
         self._stopwatch.begin()
         self._place.begin()
         self._sums.begin()
-        doing = "step" if self.sends_gradients else "outer step"
+        doing = _STEP if self.sends_gradients else _OUTER_STEP
         self._begun = self._world.begin_agreement(
             doing,
             self._lines,
@@ -191,13 +194,18 @@ class GradientReducer:
     def progress(self) -> bool:
         """Start the buckets that are complete, and advance those that are under way. True when all have arrived.
 
-        The thread calls this. Without a thread, a model that hands in no gradient for a long time may call it between
-        `begin` and `finish`. `ready` and `finish` do the same by themselves, with one frame less.
+        Without a thread, a model that hands in no gradient for a long time may call it between `begin` and `finish`.
+        `ready` and `finish` do the same by themselves, with fewer frames.
         """
+        return self._advance() is None
+
+    def _advance(self) -> float | None:
+        """Do the work of `progress`. Return the seconds that the thread may sleep; None: all buckets have arrived."""
         if not self._start():
-            return self._refused is not None  # finish() raises it: all ranks meet there, wherever each learned of it
-        self._queue.look()
-        return self._sums.collect()
+            # finish() raises the refusal: all ranks meet there, wherever each learned of it.
+            return None if self._refused is not None else 0.0
+        nap = self._queue.look()
+        return None if self._sums.collect() else nap or 0.0
 
     def _start(self) -> bool:
         """Start the buckets that are complete. False while this rank's share of the samples is unknown."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Hashable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -12,6 +13,7 @@ from mpitrain.allreduce.device.sequential import DevicePlace
 from mpitrain.arrays import Array, is_device_array
 from mpitrain.cuda.streams import working_on
 from mpitrain.errors import DataError
+from mpitrain.exchange.shares import scale
 from mpitrain.world import World
 
 Tensors: TypeAlias = Sequence[tuple[str, tuple[int, ...]]]  # name and shape
@@ -65,6 +67,13 @@ class Slot:
         with self.place.gpu.current():
             self.residual.set(host, stream=self.place.stream)
             self.place.stream.synchronize()  # `host` must not change before this
+
+    def fade(self, part: slice, factor: float) -> None:
+        """Multiply a part of the residual, if there is one, by `factor`. No sum of that part may be under way."""
+        if self.residual is None or factor == 1.0:
+            return
+        with nullcontext() if self.place is None else working_on(self.place.gpu, self.place.stream):
+            scale(self.residual[part], factor)
 
     def clear(self) -> None:
         """Overwrite the residual, if there is one, with zeros."""

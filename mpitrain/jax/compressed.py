@@ -10,11 +10,23 @@ import jax.numpy as jnp
 import numpy
 
 from mpitrain.compression import check_compression, power_sgd
-from mpitrain.errors import ConfigError, TreeError
+from mpitrain.errors import TreeError
 from mpitrain.jax.leaves import Leaf, PyTree, back, leaves_like, named_leaves, on_host
 from mpitrain.jax.traced import as_callback, is_traced
 from mpitrain.jax.tree_means import TreeMeans
 from mpitrain.job.start import init
+
+
+class PowerSgdState(NamedTuple):
+    """What `compressed_mean("power_sgd")` hands on.
+
+    Attributes:
+        left_out: what was left out so far on this rank, in the form of the gradients.
+        factors: where the next step goes on from, by name of the leaf: float32[rank, columns]. Equal on all ranks.
+    """
+
+    left_out: PyTree
+    factors: dict[str, Any]
 
 
 class CompressedMean(NamedTuple):
@@ -36,34 +48,38 @@ def compressed_mean(codec: str) -> CompressedMean:
     `left` has the form of the gradients, in float32: what the codec has left out on this rank so far. `update` adds it
     to the gradients before it encodes them, and returns the new one. It belongs to this rank: save it for each rank,
     and go on from it with the same ranks on the same nodes, or from zeros. On one node nothing is compressed: it is
-    sent once, and is 0 from then on.
+    sent once, and is 0 from then on. With power_sgd, `left` is a PowerSgdState.
 
     `init(gradients)` returns zeros. `update(gradients, left, params=None, *, weight=1.0)` is collective, inside jit and
     outside; `params` is ignored. It changes none of its arguments. Their names, shapes and the codec are equal on all
     ranks. Inside jit, an error is a jax.errors.JaxRuntimeError with its text.
 
     Args:
-        codec: a name in mpitrain.compression.CODECS, with its setting if it takes one, as in "top_k:0.05".
+        codec: a name in mpitrain.compression.CODECS, or power_sgd, with its setting if it takes one, as in "top_k:0.05"
+            and "power_sgd:2".
 
     Raises:
-        ConfigError: there is no such codec; or it is power_sgd, whose state has other forms than the gradients.
+        ConfigError: there is no such codec, or it does not have this setting.
         TreeError: by the functions: a leaf is not a float32 array, or `left` differs from the gradients in form, shape
             or dtype.
         NonFiniteError: by `update`: a gradient of a rank holds NaN or infinity. Names the rank. Raised on every rank.
         MismatchError, DataError: by `update`: see `weighted_mean`.
     """
     check_compression(codec)
-    if codec.partition(":")[0] == power_sgd.NAME:
-        raise ConfigError(
-            f"{init().name()}: compressed_mean({codec!r}): power_sgd also keeps factors, which do not have the form of "
-            "the gradients. Use another codec, such as int8 or top_k"
-        )
+    has_factors = codec.partition(":")[0] == power_sgd.NAME
+    rank = power_sgd.rank_of(codec) if has_factors else 0
     means = TreeMeans(codec, gradients=True)
+
+    def matrices(names: Sequence[str], leaves: Sequence[Leaf]) -> list[power_sgd.Matrix]:
+        tensors = zip(names, (tuple(leaf.shape) for leaf in leaves), strict=True)
+        return power_sgd.plan(tensors, rank).matrices if has_factors else []
 
     def zeros(gradients: PyTree) -> PyTree:
         names, leaves, form = named_leaves(gradients)
         check_float32(f"compressed_mean({codec!r})", names, leaves)
-        return jax.tree.unflatten(form, [jnp.zeros_like(leaf) for leaf in leaves])
+        left = jax.tree.unflatten(form, [jnp.zeros_like(leaf) for leaf in leaves])
+        factors = {str(one.key): jnp.asarray(power_sgd.first_factor(one)) for one in matrices(names, leaves)}
+        return PowerSgdState(left, factors) if has_factors else left
 
     def update(
         gradients: PyTree,
@@ -74,19 +90,41 @@ def compressed_mean(codec: str) -> CompressedMean:
     ) -> tuple[PyTree, PyTree]:
         names, leaves, form = named_leaves(gradients)
         check_float32(f"compressed_mean({codec!r})", names, leaves)
-        both = [*leaves, *leaves_like(names, leaves, form, left, "what was left out")]
+        before, factors = _divided(left) if has_factors else (left, {})
+        shapes = {str(one.key): (one.rank, one.columns) for one in matrices(names, leaves)}
+        kinds = {key: jax.ShapeDtypeStruct(shape, jnp.float32) for key, shape in shapes.items()}
+        keys, models, its_form = named_leaves(kinds)
+        given = [
+            *leaves,
+            *leaves_like(names, leaves, form, before, "what was left out"),
+            *leaves_like(keys, models, its_form, factors, "the factors of power_sgd"),
+        ]
+        end, last = len(names), 2 * len(names)
 
         def work(values: Sequence[numpy.ndarray], weight: Any) -> list[numpy.ndarray]:
-            mean, rest = means.of(names, values[: len(names)], values[len(names) :], float(weight))
-            return [*mean, *rest]
+            known = dict(zip(keys, values[last:], strict=True))
+            mean, rest, known = means.of(names, values[:end], values[end:last], float(weight), known)
+            return [*mean, *rest, *(known[key] for key in keys)]
 
-        if is_traced([weight, *both]):
-            results = as_callback(work, [jnp.asarray(leaf) for leaf in both], weight)
+        if is_traced([weight, *given]):
+            results = as_callback(work, [jnp.asarray(leaf) for leaf in given], weight)
         else:
-            results = back(work(on_host([*names, *names], both), weight), both)
-        return jax.tree.unflatten(form, results[: len(names)]), jax.tree.unflatten(form, results[len(names) :])
+            results = back(work(on_host([*names, *names, *keys], given), weight), given)
+        mean, rest = jax.tree.unflatten(form, results[:end]), jax.tree.unflatten(form, results[end:last])
+        if has_factors:
+            return mean, PowerSgdState(rest, jax.tree.unflatten(its_form, results[last:]))
+        return mean, rest
 
     return CompressedMean(zeros, update)
+
+
+def _divided(state: Any) -> tuple[PyTree, PyTree]:
+    if not isinstance(state, PowerSgdState):
+        raise TreeError(
+            f"{init().name()}: compressed_mean of power_sgd got a {type(state).__name__} for what was left out; give "
+            "the PowerSgdState that its `init` or its last `update` has returned"
+        )
+    return state.left_out, state.factors
 
 
 def check_float32(

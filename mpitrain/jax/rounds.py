@@ -115,7 +115,7 @@ def rounds(sync_every: int, outer: Any = None, *, compression: str = "none") -> 
         gone = [one - other for one, other in zip(common, leaves, strict=True)]
         left = leaves_like(names, leaves, form, state.left_out, "what was left out") if compression != "none" else []
         try:
-            mean, rest = means.of(
+            mean, rest, _ = means.of(
                 names, on_host(names, gone), on_host(names, left) if left else [], float(state.samples)
             )
         except NonFiniteError as error:

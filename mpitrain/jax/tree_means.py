@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -33,13 +33,18 @@ class TreeMeans:
         values: Sequence[numpy.ndarray],
         left: Sequence[numpy.ndarray],
         weight: float,
-    ) -> tuple[list[numpy.ndarray], list[numpy.ndarray]]:
-        """Return the means over ranks, and what the codec has left out on this rank. New arrays. Collective.
+        factors: Mapping[str, numpy.ndarray] | None = None,
+    ) -> tuple[list[numpy.ndarray], list[numpy.ndarray], dict[str, numpy.ndarray]]:
+        """Return the means over ranks, what the codec has left out on this rank, and the factors. New arrays.
+
+        Collective.
 
         Args:
             names, values: the leaves on the host.
             left: what was left out so far, like `values`; [] if nothing ever is.
             weight: of this rank, in samples.
+            factors: where power_sgd goes on from the last step, by name; see GradientReducer.factors. None: another
+                codec.
 
         Raises: what GradientReducer raises.
         """
@@ -49,13 +54,16 @@ class TreeMeans:
             reducer.restore({"residual": given})
             if any(one.any() for one in left) and "residual" not in reducer.state():  # on one node: send it once
                 reducer.restore({"carried": given})
+        if factors:
+            reducer.restore_factors(factors)
         reducer.begin(float(weight))
         for index, value in enumerate(values):
             reducer.ready(index, value)
         reducer.finish()
         residual = reducer.state().get("residual") if left else None
         means = [mean.copy() for mean in reducer.gradients]
-        return means, [residual[name] for name in names] if residual else [numpy.zeros_like(one) for one in left]
+        rest = [residual[name] for name in names] if residual else [numpy.zeros_like(one) for one in left]
+        return means, rest, {**(factors or {}), **reducer.factors()}
 
     def _reducer_of(self, names: Sequence[str], values: Sequence[numpy.ndarray]) -> GradientReducer:
         world = init()

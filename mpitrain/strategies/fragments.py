@@ -14,17 +14,16 @@ import numpy
 from mpitrain.adapters.adapter import LocalModel
 from mpitrain.arrays import Array, is_device_array, namespace
 from mpitrain.cuda.staging import like
-from mpitrain.errors import CheckpointError, NonFiniteError
+from mpitrain.errors import NonFiniteError
 from mpitrain.exchange.bucket import Parameter
 from mpitrain.exchange.exchange import Exchange
 from mpitrain.exchange.reducer import GradientReducer
+from mpitrain.strategies.carried import GONE, SAMPLES, Carried
 from mpitrain.strategies.flat_ranges import FlatRange
 from mpitrain.strategies.not_finite import cannot_meet
 from mpitrain.training.optimizers import Optimizer
 from mpitrain.world import World
 
-# In what a rank adds to the next outer step, beside samples x distance by name; see Fragment.own_state.
-_SAMPLES = "samples"
 # What a codec has left out: so far, and before the message that is under way.
 _LEFT, _LEFT_BEFORE = "left out/", "left out before/"
 
@@ -88,15 +87,14 @@ class Fragment:
                 self.optimizers[dtype] = of_dtype = deepcopy(outer)
                 count = self._trained[dtype]
                 of_dtype.start(self._origin[dtype][:count], [])
-        self._carried: dict[str, numpy.ndarray] = {}  # samples x distance by piece, summed over ranks that are gone
-        self._carried_samples = 0.0
+        self._carried = Carried()
         # Of the codec, before the last message was sent; {} once the message has been used, or taken back.
         self._left_before: dict[str, Any] = {}
 
     @property
     def weight(self) -> float:
         """The samples of what this rank would send now."""
-        return self.samples + self._carried_samples
+        return self.samples + self._carried.samples
 
     @property
     def is_idle(self) -> bool:
@@ -136,16 +134,13 @@ class Fragment:
         if not self.all_samples:
             return
         assert self.flying is None
-        more, weight = self._carried_samples, self.weight
         self._left_before = self._reducer.state()
-        self._reducer.begin(weight)
+        self._reducer.begin(self.weight)
         values = self._model.parameters()
         for index in reversed(range(len(self.pieces))):
             piece, gone = self.pieces[index], self._reducer.gradients[index]
             self._distance(index, values, gone)
-            if more:
-                gone *= gone.dtype.type(self.samples / weight)
-                gone += like((self._carried[str(piece)] / weight).astype(gone.dtype), gone)
+            self._carried.join(str(piece), gone, self.samples)
             self._reducer.ready(index, gone)
         self.flying, self.steps_left, self.has_arrived = (self.samples, self.all_samples), steps, False
         self._sent = time.perf_counter()
@@ -175,7 +170,8 @@ class Fragment:
         """Move the common parameters by the mean. This rank goes on from `kept` of its own, and the rest of those."""
         if not self.flying:
             return
-        self.flying, self.has_arrived, self._carried, self._carried_samples = None, False, {}, 0.0
+        self.flying, self.has_arrived = None, False
+        self._carried.clear()
         self._left_before, self.num_updates = {}, self.num_updates + 1
         for dtype, mean in self._reducer.flats.items():
             trained = self._trained[dtype] if self.optimizers else 0
@@ -188,10 +184,16 @@ class Fragment:
         """Give the common parameters to this rank; see update."""
         self.is_apart = kept > 0 or self.all_samples > 0
         values = dict(self._model.parameters())
-        changed = {piece.name: values[piece.name].copy() for piece in self.pieces}
+        changed: dict[str, Array] = {}
         for piece, origin in zip(self.pieces, self.origins, strict=True):
-            part = piece.of(changed)
-            part[...] = origin if kept == 0 else part.dtype.type(kept) * part + part.dtype.type(1 - kept) * origin
+            own, whole = piece.of(values), values[piece.name]
+            new = origin if kept == 0 else own.dtype.type(kept) * own + own.dtype.type(1 - kept) * origin
+            if piece.is_whole:  # load_parameters copies it
+                changed[piece.name] = new.reshape(whole.shape)
+                continue
+            if piece.name not in changed:
+                changed[piece.name] = whole.copy()
+            piece.of(changed)[...] = new
         self._model.load_parameters({**values, **changed})
 
     def means(self) -> list[tuple[FlatRange, Array]]:
@@ -229,17 +231,15 @@ class Fragment:
             {f"{prefix}{name}": value for prefix, codec in left.items() for name, value in codec.get(key, {}).items()}
             for key in ("residual", "carried")
         )
-        carried |= {f"gone/{name}": value for name, value in self._carried.items()}
-        if self._carried:
-            carried[_SAMPLES] = numpy.array(self._carried_samples)
+        carried |= self._carried.state()
         if samples:
-            residual[_SAMPLES] = numpy.array(samples)
+            residual[SAMPLES] = numpy.array(samples)
             values = self._model.parameters()
             for index, (piece, origin) in enumerate(zip(self.pieces, self.origins, strict=True)):
                 gone = namespace(origin).empty_like(origin)
                 self._distance(index, values, gone)
                 host = gone.get() if is_device_array(gone) else gone
-                residual[f"gone/{piece}"] = host.astype(numpy.result_type(host.dtype, numpy.float32)) * samples
+                residual[f"{GONE}{piece}"] = host.astype(numpy.result_type(host.dtype, numpy.float32)) * samples
         return {"residual": residual, "carried": carried}
 
     def restore_own(self, state: Mapping[str, Mapping[str, numpy.ndarray]]) -> None:
@@ -256,11 +256,7 @@ class Fragment:
         )
         self._reducer.restore(now if self.flying or not before else before)
         self._left_before = before if self.flying else {}
-        carried = state.get("carried", {})
-        self._carried, self._carried_samples = _under("gone/", carried), float(carried.get(_SAMPLES, 0.0))
-        missing = {str(piece) for piece in self.pieces} - self._carried.keys()
-        if self._carried and missing:
-            raise CheckpointError(f"the parts of the ranks have nothing for {', '.join(sorted(missing))}")
+        self._carried.restore(state.get("carried", {}), [str(piece) for piece in self.pieces])
 
     def _distance(self, index: int, values: Mapping[str, Array], out: Array) -> None:
         """Write the common values of a piece minus those of this rank."""

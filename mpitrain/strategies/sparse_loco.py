@@ -89,6 +89,8 @@ class SparseLoCo(Rounds):
             problem = f"it sends float32, and {others[0]}. Make all parameters float32, or use mt.DiLoCo"
         if problem and world.size > 1:
             raise everywhere(ConfigError(f"SparseLoCo: {problem}"))
+        if compression == "auto" and world.size > 1:
+            world.print(f"mpitrain: compression auto: none; SparseLoCo sends its values as {self._codec}")
         return super().meetings(world, model)
 
     def _make_exchange(self, world: World) -> Exchange:

@@ -38,7 +38,8 @@ class StreamingDiLoCo(Rounds):
 
         Args:
             sync_every, outer, warm_up, exchange: see DiLoCo.
-            fragments: the number of fragments, 1 to the number of trained elements.
+            fragments: the number of fragments, 1 to the number of trained elements. If a round has fewer steps, some
+                are sent at once.
             delay: the steps during which a fragment travels, 0 to `sync_every`. 0: the ranks wait for it.
             alpha: the share of a rank's own values, at least 0 and below 1; 0 if the delay is 0.
 

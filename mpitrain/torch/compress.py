@@ -46,6 +46,8 @@ def compress(codec: str) -> Hook:
         ConfigError: there is no such codec or setting; or, in the backward pass, a gradient is not float32, or the
             group does not use the backend mpitrain.
     """
+    if not isinstance(codec, str):
+        raise _no_strategy(f"compress({type(codec).__name__})")
     check_compression(codec)  # raises
     sums: dict[MpiProcessGroup, OnBucket] = {}
     residuals = BucketResiduals()
@@ -97,13 +99,25 @@ def _sum_of(channel: Channel, compression: str, residuals: BucketResiduals) -> O
     return work
 
 
+def _no_strategy(call: str) -> ConfigError:
+    """Return the error for a strategy in the place of something else."""
+    return ConfigError(
+        f"{call}: DistributedDataParallel exchanges the gradients of every step. It takes the name of a codec, such as "
+        'compress("int8"), and no strategy. To train with a strategy of rounds, leave DistributedDataParallel out: '
+        "mpitrain.torch.prepare(module, optimizer, data, strategy=...). All strategies work with mt.Trainer and "
+        "mt.TorchModule"
+    )
+
+
 def group_of(state: Any) -> MpiProcessGroup:
     """Return the process group with which a hook of `compress` was registered.
 
     Raises:
-        ConfigError: the group uses another backend.
+        ConfigError: the group uses another backend, or it is no group but a strategy.
     """
     group = dist.group.WORLD if state is None else state
+    if hasattr(state, "finish_step"):  # as every Strategy has
+        raise _no_strategy(f"register_comm_hook({type(state).__name__}(), ...)")
     if not isinstance(group, MpiProcessGroup):
         raise ConfigError(f"compress() works in groups of the backend mpitrain, not in {group!r}")
     return group

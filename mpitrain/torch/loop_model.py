@@ -11,16 +11,18 @@ from mpitrain.adapters.fits import check_fits
 from mpitrain.adapters.torch_arrays import array_of
 from mpitrain.adapters.torch_buffers import ModuleBuffers
 from mpitrain.adapters.torch_state import check_optimizer_state, optimizer_state, restore_optimizer_state
+from mpitrain.adapters.torch_tensors import ModuleTensors
 from mpitrain.adapters.torch_trained import Trained
 from mpitrain.arrays import Array
 from mpitrain.exchange.bucket import Parameter
 
 
-class LoopModel:
+class LoopModel(ModuleTensors):
     """See LocalModel. The loop makes the steps of the optimizer. This object does not keep the module alive."""
 
     def __init__(self, trained: Trained, buffers: ModuleBuffers, optimizer: torch.optim.Optimizer) -> None:
-        self._trained, self._buffers, self._optimizer = trained, buffers, optimizer
+        super().__init__(trained, buffers)
+        self._optimizer = optimizer
         arrays = {name: array_of(buffers.tensor(name)) for name in buffers.floats}
         self._floats = [Parameter(name, array.shape, array.dtype) for name, array in arrays.items()]
 
@@ -29,20 +31,9 @@ class LoopModel:
         """See LocalModel: the trained parameters, then the floating buffers."""
         return [*self._trained.layout, *self._floats]
 
-    @property
-    def num_buffers(self) -> int:
-        """See LocalModel.layout."""
-        return len(self._floats)
-
-    def parameters(self) -> dict[str, Array]:
-        """See LocalModel: by the names of the module's `state_dict`, with frozen parameters and persistent buffers."""
-        named = self._trained.named.items()
-        return {**{name: array_of(parameter) for name, parameter in named}, **self._buffers.arrays()}
-
     def load_parameters(self, values: Mapping[str, Array]) -> None:
-        """See LocalModel."""
-        for name, array in self.parameters().items():
-            array[...] = values[name]
+        """See LocalModel. The changes of buffers are counted from these values."""
+        super().load_parameters(values)
         self._buffers.keep([*self._buffers.floats, *self._buffers.others])
 
     def state(self) -> dict[str, Any]:

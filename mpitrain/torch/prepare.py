@@ -12,6 +12,7 @@ import numpy
 import torch
 
 from mpitrain.adapters.torch_arrays import array_of, tensor_of
+from mpitrain.adapters.torch_checks import check_plain
 from mpitrain.errors import ConfigError, DeviceError
 from mpitrain.exchange.exchange import Exchange, make_exchange
 from mpitrain.job.start import init
@@ -77,9 +78,10 @@ def prepare(
             says how an outer step is compressed.
 
     Raises:
-        ConfigError: the optimizer takes several passes per step (LBFGS) or has other parameters than the model,
-            gradients are sparse, the data has a DistributedSampler, the model was prepared before, or an option is not
-            allowed. Or a loop of one's own cannot train with the strategy: it warms up, or makes steps itself.
+        ConfigError: the model is a DistributedDataParallel, the optimizer takes several passes per step (LBFGS) or has
+            other parameters than the model, gradients are sparse, the data has a DistributedSampler, the model was
+            prepared before, or an option is not allowed. Or a loop of one's own cannot train with the strategy: it
+            warms up, or makes steps itself.
         DeviceError: a parameter is not on the CPU.
         MismatchError: the ranks differ in parameters, buffers or data. Raised on every rank; it names the first
             difference.
@@ -183,6 +185,7 @@ def gradients_of(model: torch.nn.Module, call: str) -> Gradients:
 
 def _check(world: World, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
     """Check what can be wrong on this rank. Differences between ranks are found later."""
+    check_plain(model, f"{world.name()}: prepare()")
     named = dict(model.named_parameters())
     known = {id(parameter) for parameter in named.values()}
     foreign = [p for group in optimizer.param_groups for p in group["params"] if id(p) not in known]

@@ -21,7 +21,11 @@ def codec_inputs(size: int) -> Iterator[numpy.ndarray]:
     yield (generator.standard_normal(size) * magnitude).astype(numpy.float32)
 
 
-@pytest.mark.parametrize("name", [*(name for name, make in CODECS.items() if make(False).device_code), "top_k:0.3"])
+# The most that a block keeps with the most bits, the least, one whose bits fill whole words, and one between.
+SETTINGS = ["top_k:0.3", "top_k:0.5:4", f"top_k:{1 / 4096}:1", f"top_k:{1 / 64}:2", "top_k:0.3:3"]
+
+
+@pytest.mark.parametrize("name", [*(name for name, make in CODECS.items() if make(False).device_code), *SETTINGS])
 def test_codecs(cupy: Any, name: str) -> None:
     codec = factory_of(name)(False)
     for size in SIZES:

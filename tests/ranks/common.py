@@ -8,8 +8,10 @@ from typing import Any
 
 import numpy
 import pytest
+from mpi4py import MPI
 
 from mpitrain import MpitrainError, World
+from mpitrain.job.worlds import make_world
 
 
 def error_on_all(world: World, kind: type[MpitrainError], call: Callable[[], Any]) -> str:
@@ -35,6 +37,12 @@ def skip_alone(world: World) -> None:
     """Skip the test on one rank, which cannot disagree with another."""
     if world.size == 1:
         pytest.skip("needs two ranks")
+
+
+def first_ranks(world: World, size: int) -> World | None:
+    """A World of the first ranks, which they free; None on the others. All ranks call it."""
+    comm = world.comm.Split(0 if world.rank < size else MPI.UNDEFINED, world.rank)
+    return make_world(comm) if world.rank < size else None
 
 
 def assert_same_bits(world: World, *arrays: numpy.ndarray) -> None:

@@ -49,6 +49,22 @@ def test_every_rank_has_its_own_values_and_all_meet(world: World, kind: str) -> 
     strategy.close()
 
 
+@kinds
+def test_a_run_shorter_than_a_round(world: World, kind: str) -> None:
+    """It ends with an outer step, in which the ranks meet."""
+    strategy, model, expected = KINDS[kind][0](), adapter(), Expected(world.size, kind)
+    strategy.begin(world, model)
+    for step in range(EVERY - 1):
+        expected.step()
+        train(world, strategy, model, range(step, step + 1))
+    assert world.size == 1 or not strategy.replicas_are_equal
+    strategy.end_run()
+    expected.end()
+    assert_close(flat(model), expected.common)
+    assert_same_bits(world, *values(model))
+    strategy.close()
+
+
 def test_the_warm_up_is_synchronous(world: World) -> None:
     """Bit for bit, also if it is resumed in its middle."""
     plain, model = Sync(), adapter()

@@ -169,6 +169,14 @@ def test_fragments_that_are_refused(given: dict[str, Any], text: str) -> None:
         StreamingDiLoCo(3, **given)
 
 
+def test_fragments_of_short_rounds() -> None:
+    """With the defaults, one is sent after each of 4 steps. In fewer steps, several are sent at once."""
+    default = StreamingDiLoCo(4).plan
+    assert (default.fragments, default.delay, default.alpha, default.offsets) == (4, 1, 0.5, [1, 2, 3, 4])
+    assert StreamingDiLoCo(3).plan.offsets == [1, 2, 3, 3]
+    assert StreamingDiLoCo(1).plan.offsets == [1, 1, 1, 1]
+
+
 def test_more_fragments_than_elements(world: World) -> None:
     model = adapter()
     StreamingDiLoCo(30, fragments=13).begin(world, model)

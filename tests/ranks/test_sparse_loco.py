@@ -1,67 +1,20 @@
-"""SparseLoCo: by hand, against loops over all ranks, and what it sends, keeps, saves and refuses."""
+"""SparseLoCo: by hand, against loops over all ranks, and what it sends."""
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 import numpy
 import pytest
 from mpi4py import MPI
 
-from mpitrain import ArrayFunction, LocalSGD, Sgd, SparseLoCo, Sync, World
-from mpitrain.errors import ConfigError, MismatchError, NonFiniteError
+from mpitrain import LocalSGD, SparseLoCo, World
 from mpitrain.exchange.exchange import make_exchange
-from mpitrain.job.worlds import make_world
 from mpitrain.strategies import Strategy
-from mpitrain.training.checkpoint.parts import add_up
 
-from .common import assert_same_bits, error_on_all, skip_alone
+from .common import assert_same_bits, skip_alone
 from .placements import PLACEMENTS, placed
-
-EVERY = 2
-# Samples of each rank in a step. Their sums are powers of two, so all shares are exact.
-SAMPLES = [1, 3, 4, 8, 16, 32, 64]
-
-
-class Walk:
-    """A model that goes a given distance in a round, in equal steps: its gradient is what the caller says."""
-
-    def __init__(self, **widths: int) -> None:
-        self.gradients = {name: numpy.zeros(width, numpy.float32) for name, width in widths.items()}
-        parameters = {name: value.copy() for name, value in self.gradients.items()}
-        self.model = ArrayFunction(self, parameters, Sgd(1.0))
-
-    def __call__(self, _: Any, __: Any, on_gradient: Callable[[str, numpy.ndarray], None]) -> float:
-        for name, gradient in self.gradients.items():
-            on_gradient(name, gradient)
-        return 0.0
-
-    def __getitem__(self, name: str) -> numpy.ndarray:
-        value: numpy.ndarray = self.model.parameters()[name]
-        return value
-
-    def step(self, strategy: Strategy, samples: int, **distances: Any) -> None:
-        for name, distance in distances.items():
-            self.gradients[name] = numpy.asarray(distance, numpy.float32) / numpy.float32(EVERY)
-        strategy.begin_step(samples)
-        strategy.finish_step(self.model, self.model.loss_and_gradients(None, strategy.on_gradient))
-
-    def round(self, strategy: Strategy, samples: int, **distances: Any) -> None:
-        for _ in range(EVERY):
-            self.step(strategy, samples, **distances)
-
-
-def kept(strategy: SparseLoCo, name: str = "w") -> numpy.ndarray:
-    """What this rank has not sent."""
-    value: numpy.ndarray = strategy.own_state()["residual"][f"round/0/left out/{name}"]
-    return value
-
-
-def shares(size: int) -> list[float]:
-    return [count / sum(SAMPLES[:size]) for count in SAMPLES[:size]]
+from .walks import EVERY, SAMPLES, Walk, kept, shares
 
 
 def test_by_hand(world: World) -> None:
@@ -108,6 +61,26 @@ def test_without_feedback_what_is_not_sent_is_lost(world: World) -> None:
     for number in (1, 2, 3):
         walk.round(strategy, SAMPLES[world.rank], w=[8, 6 + world.rank / 4])
         assert walk["w"].tolist() == [-8 * number, 0]
+    strategy.close()
+
+
+def test_a_tensor_of_small_values_waits(world: World) -> None:
+    """Of two tensors of one value, the larger one is sent; what the other has gone waits until it is the larger one.
+
+    Each rank goes a multiple of 4 and 1 in a round, so all ranks choose alike:
+
+        round    1   2   3   4   5   6
+        sent     4   4   4   4   .   8     large; of equal ones, the first is sent
+                 .   .   .   .   5   .     small
+    """
+    skip_alone(world)
+    strategy, walk = SparseLoCo(EVERY, density=0.5, decay=1), Walk(large=1, small=1)
+    strategy.begin(world, walk.model)
+    far = sum(part * (1 + rank % 2) for rank, part in enumerate(shares(world.size)))
+    for large, small in [(4, 0), (8, 0), (12, 0), (16, 0), (16, 5), (24, 5)]:
+        its = 1 + world.rank % 2
+        walk.round(strategy, SAMPLES[world.rank], large=[4 * its], small=[its])
+        assert (walk["large"].tolist(), walk["small"].tolist()) == ([-large * far], [-small * far])
     strategy.close()
 
 
@@ -177,127 +150,6 @@ def test_nothing_is_lost_without_decay(world: World, bits: int) -> None:
     strategy.close()
 
 
-def resumed(world: World, strategy: SparseLoCo, walk: Walk, total: Any, state: Any, saved: Any) -> None:
-    strategy.begin(world, walk.model)
-    strategy.restore(state)
-    walk.model.restore(saved)
-    strategy.restore_own(total)
-
-
-@pytest.mark.parametrize("steps", [2, 3, 4])
-def test_a_resume_has_the_same_bits(world: World, steps: int) -> None:
-    """At the end of a round, in its middle, and with what was kept in two rounds."""
-
-    def train(strategy: SparseLoCo, walk: Walk, numbers: range) -> None:
-        for number in numbers:
-            distance = numpy.random.default_rng((world.rank, number)).standard_normal(300)
-            walk.step(strategy, 1 + world.rank, w=distance)
-
-    whole, its = SparseLoCo(EVERY), Walk(w=300)
-    whole.begin(world, its.model)
-    train(whole, its, range(steps))
-    again, other = SparseLoCo(EVERY), Walk(w=300)
-    own, state, saved = whole.own_state(), whole.state(), its.model.state()
-    resumed(world, again, other, own, state, saved)
-    for strategy, walk in ((whole, its), (again, other)):
-        train(strategy, walk, range(steps, 7))
-        strategy.end_run()
-    assert its["w"].tobytes() == other["w"].tobytes()
-    if world.size > 1:
-        assert kept(whole).tobytes() == kept(again).tobytes()
-        assert kept(whole).any()
-    whole.close()
-    again.close()
-
-
-def split_over(world: World, size: int) -> World | None:
-    """A World of the first ranks, or None on the others."""
-    comm = world.comm.Split(0 if world.rank < size else MPI.UNDEFINED, world.rank)
-    return make_world(comm) if world.rank < size else None
-
-
-@pytest.mark.parametrize("size", [1, 2, 3])
-@pytest.mark.parametrize("is_middle", [False, True])
-def test_what_was_kept_goes_on_with_fewer_ranks(world: World, size: int, is_middle: bool) -> None:
-    """The first rank takes it over undecayed: on one rank all of it goes into the next outer step, and none is left."""
-    skip_alone(world)
-    strategy, walk = SparseLoCo(EVERY, density=0.01, decay=1), Walk(w=500)
-    strategy.begin(world, walk.model)
-    distance = numpy.random.default_rng(world.rank).integers(-64, 64, 500) / 16
-    walk.round(strategy, SAMPLES[world.rank], w=distance)
-    mean = sum(part * one for part, one in zip(shares(world.size), world.allgather(distance), strict=True))
-    gone = mean * (1.5 if is_middle else 1)
-    if is_middle:
-        walk.step(strategy, SAMPLES[world.rank], w=distance)
-    total: dict[str, Any] = {}
-    for part in world.allgather(strategy.own_state()):
-        add_up(total, part)
-    state, saved = world.broadcast((strategy.state(), walk.model.state()))
-    strategy.close()
-    there = split_over(world, size)
-    if there is not None:
-        again, other = SparseLoCo(EVERY, density=0.01, decay=1), Walk(w=500)
-        resumed(there, again, other, total if there.is_root else {"carried": {}}, state, saved)
-        while True:
-            other.step(again, 2, w=numpy.zeros(500))
-            if again.replicas_are_equal:
-                break
-        left = 0.0 if there.size == 1 else sum(there.allgather(kept(again).astype(numpy.float64)))
-        # In the middle of a round, the steps since the last outer step count by the samples of both parts.
-        if is_middle:
-            count, more = sum(SAMPLES[: world.size]), 2 * there.size
-            gone = mean + mean / 2 * count / (count + more)
-        numpy.testing.assert_allclose(left - other["w"], gone, rtol=0, atol=1e-4)
-        if there.size == 1:
-            assert again.own_state() == {}
-        again.close()
-        there.free()
-    world.barrier()
-
-
-def test_one_rank_sends_what_a_codec_has_left_out(world: World) -> None:
-    """In a round of its own, also for LocalSGD. Then it trains plainly again."""
-    alone = make_world(MPI.COMM_SELF)
-    strategy, walk = LocalSGD(EVERY), Walk(w=3)
-    strategy.begin(alone, walk.model)
-    owed = numpy.array([1, -2, 4], numpy.float32)
-    strategy.restore_own({"carried": {"round/0/left out/w": owed}})
-    walk.step(strategy, 2, w=[16, 16, 16])
-    assert walk["w"].tolist() == [-8, -8, -8]
-    walk.step(strategy, 2, w=[16, 16, 16])
-    assert walk["w"].tolist() == [-17, -14, -20]
-    assert strategy.own_state() == {}
-    walk.step(strategy, 2, w=[16, 16, 16])
-    assert walk["w"].tolist() == [-25, -22, -28]
-    assert strategy.own_state() == {}
-    strategy.close()
-    alone.free()
-    world.barrier()
-
-
-def test_what_is_not_finite_is_named_and_not_spread(world: World) -> None:
-    """The step before the outer step is not made, and what was kept stays as it was."""
-    skip_alone(world)
-    strategy, walk = SparseLoCo(EVERY, density=0.5), Walk(v=2, w=2)
-    strategy.begin(world, walk.model)
-    walk.round(strategy, 1 + world.rank, v=[1, 2], w=[3, 1 + world.rank])
-    walk.step(strategy, 1 + world.rank, v=[1, 2], w=[3, 5])
-    before = walk["w"].tobytes(), kept(strategy).tobytes(), repr(strategy.state())
-    odd = world.size - 1
-    largest = float(numpy.finfo(numpy.float32).max)
-    walk["w"][:] = -largest / 16 if world.rank == odd else walk["w"]
-    poisoned = walk["w"].tobytes()
-    walk.gradients["w"][:] = largest
-    with numpy.errstate(over="ignore"):
-        text = error_on_all(world, NonFiniteError, lambda: walk.step(strategy, 1 + world.rank))
-    assert f"{world.name(odd)}: w has become NaN or infinity in the steps of this round" in text
-    assert walk["w"].tobytes() == poisoned
-    assert kept(strategy).tobytes() == before[1]
-    assert repr(strategy.state()) == before[2]
-    strategy.close()
-    assert world.sum(1) == world.size
-
-
 class Counting(MPI.Intracomm):
     """A communicator that counts the bytes of its sends, also of its duplicates."""
 
@@ -334,78 +186,3 @@ def test_what_is_sent(world: World) -> None:
     # 106 bytes for each 4096 values; pieces are cut into blocks by themselves, so some blocks are short.
     assert sparse == pytest.approx((world.size - 1) * width / 4096 * 106, rel=0.01)
     assert (sparse <= dense / 100) is (world.size <= 3)
-
-
-@pytest.mark.parametrize(
-    ("given", "text"),
-    [
-        ({"density": 0}, "density=0; it must be a number from 0.00024 (one of 4096 values) to 0.5"),
-        ({"density": 0.0002}, "density=0.0002; it must be"),
-        ({"density": 0.6}, "density=0.6; it must be"),
-        ({"density": float("nan")}, "density=nan; it must be"),
-        ({"density": "0.1"}, "density='0.1'; it must be"),
-        ({"bits": 0}, "bits=0; it must be an int from 1 to 4"),
-        ({"bits": 5}, "bits=5; it must be"),
-        ({"bits": True}, "bits=True; it must be"),
-        ({"bits": 2.0}, "bits=2.0; it must be"),
-        ({"decay": -0.1}, "decay=-0.1; it must be a number from 0 to 1"),
-        ({"decay": 1.1}, "decay=1.1; it must be"),
-        ({"decay": float("nan")}, "decay=nan; it must be"),
-        ({"decay": None}, "decay=None; it must be"),
-        ({"sync_every": 0}, "sync_every=0; it must be an int of at least 1"),
-    ],
-)
-def test_numbers_that_are_refused(given: dict[str, Any], text: str) -> None:
-    with pytest.raises(ConfigError, match=re.escape(f"SparseLoCo: {text}")):
-        SparseLoCo(**given)
-
-
-def test_the_ends_of_what_is_allowed(world: World) -> None:
-    """One of 4096, and a half; nothing is kept, and all. A parameter without elements goes along."""
-    for given in ({"density": 1 / 4096, "decay": 0}, {"density": 0.5, "decay": 1, "bits": 4}, {"density": 0.5}):
-        strategy, walk = SparseLoCo(EVERY, **given), Walk(w=1, nothing=0)  # type: ignore[arg-type]
-        strategy.begin(world, walk.model)
-        for number in (1, 2):
-            walk.round(strategy, SAMPLES[world.rank], w=[4.0])
-            assert walk["w"].tolist() == [-4.0 * number]
-        strategy.close()
-
-
-def test_what_it_does_not_take(world: World) -> None:
-    skip_alone(world)
-    model = ArrayFunction(Walk(w=2), {"w": numpy.zeros(2), "v": numpy.zeros(2)}, Sgd(1.0))
-    text = error_on_all(world, ConfigError, lambda: SparseLoCo().begin(world, model))
-    assert text == "SparseLoCo: it sends float32, and w is float64. Make all parameters float32, or use mt.DiLoCo"
-    walk = Walk(w=2, mean=3)
-    walk.model.num_buffers = 1  # type: ignore[attr-defined]
-    text = error_on_all(world, ConfigError, lambda: SparseLoCo().begin(world, walk.model))
-    assert "the model has 1 buffers whose mean all ranks need, such as mean" in text
-    coded = replace(world, config=replace(world.config, compression="int8"))
-    text = error_on_all(world, ConfigError, lambda: SparseLoCo().begin(coded, Walk(w=2).model))
-    assert "compression=int8: it has a form of its own" in text
-
-
-@pytest.mark.parametrize("given", [{"density": 0.25}, {"bits": 3}, {"decay": 0.5}, {"sync_every": 3}])
-def test_ranks_that_differ(world: World, given: dict[str, Any]) -> None:
-    skip_alone(world)
-    mine = given if world.rank == world.size - 1 else {}
-    text = error_on_all(world, MismatchError, lambda: SparseLoCo(**mine).begin(world, Walk(w=2).model))
-    assert f"{world.name(world.size - 1)}: SparseLoCo(" in text
-
-
-def test_sync_goes_on_from_the_end_of_a_round(world: World) -> None:
-    """It leaves out what was kept, which only an outer step could use."""
-    strategy, walk = SparseLoCo(EVERY, density=0.5), Walk(w=2)
-    strategy.begin(world, walk.model)
-    walk.round(strategy, 1, w=[1, 2 + world.rank])
-    own, state, saved = strategy.own_state(), strategy.state(), walk.model.state()
-    strategy.close()
-    sync, other = Sync(), Walk(w=2)
-    sync.begin(world, other.model)
-    sync.restore(state)
-    other.model.restore(saved)
-    sync.restore_own(own)
-    assert other["w"].tobytes() == walk["w"].tobytes()
-    other.step(sync, 1, w=[2, 2])
-    assert other["w"].tolist() == (walk["w"] - numpy.float32(1)).tolist()
-    sync.close()

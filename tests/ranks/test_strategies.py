@@ -17,9 +17,10 @@ from mpitrain.exchange.bucket import plan_layout
 from mpitrain.exchange.remarks import Remarks
 from mpitrain.job.worlds import make_world
 from mpitrain.strategies import STRATEGIES, ServedStrategy, Strategy
+from mpitrain.training.checkpoint.parts import add_up
 from tests.added.together import Together
 
-from .common import assert_same_bits, error_on_all
+from .common import assert_same_bits, error_on_all, first_ranks
 
 WIDTH, RATE, MOMENTUM, STEPS = 7, 0.25, 0.5, 6
 
@@ -93,6 +94,28 @@ def values(model: ArrayFunction) -> list[numpy.ndarray]:
     return list(model.parameters().values())
 
 
+class Plain:
+    """The same training in one process, in float64."""
+
+    def __init__(self, momentum: float) -> None:
+        self.w, self.v = (value.copy() for value in values(adapter(seed=0)))
+        self.momentum, self.speed = momentum, [numpy.zeros_like(self.w), numpy.zeros_like(self.v)]
+
+    def step(self, number: int, every: list[numpy.ndarray]) -> float:
+        """Make a step with the samples of all ranks. Return the mean loss."""
+        x = numpy.concatenate(every)
+        loss = ((self.w - x) ** 2).sum() / 2 / len(x)
+        gone = self.w - x.mean(axis=0), self.v - x.mean()
+        self.speed = [self.momentum * old + new for old, new in zip(self.speed, gone, strict=True)]
+        self.w = self.w - RATE / (1 + number) * self.speed[0]
+        self.v = self.v - RATE / (1 + number) * self.speed[1]
+        return float(loss)
+
+    def assert_close(self, model: ArrayFunction) -> None:
+        for found, expected in zip(values(model), (self.w, self.v), strict=True):
+            numpy.testing.assert_allclose(found, expected, rtol=1e-12, atol=1e-13)
+
+
 def one_rank_is_plain_training(world: World, name: str) -> None:
     """Bit for bit, in float32 too: every rank by itself, beside a loop without a strategy."""
     from mpi4py import MPI
@@ -123,20 +146,61 @@ def means_are_by_samples(world: World, name: str) -> None:
     strategy, momentum = as_sync(name)
     model = adapter(seed=world.rank, momentum=momentum)
     strategy.begin(world, model)
-    losses = []
-    w, v = (value.copy() for value in values(adapter(seed=0)))  # rank 0's
-    speed = [numpy.zeros_like(w), numpy.zeros_like(v)]
+    plain = Plain(momentum)
     for step in range(STEPS):
-        every = [samples(rank, step, count_of(rank, step, world.size)) for rank in range(world.size)]
-        x = numpy.concatenate(every)
-        losses.append(((w - x) ** 2).sum() / 2 / len(x))
-        speed = [momentum * old + new for old, new in zip(speed, (w - x.mean(axis=0), v - x.mean()), strict=True)]
-        w, v = w - RATE / (1 + step) * speed[0], v - RATE / (1 + step) * speed[1]
-        assert train(world, strategy, model, range(step, step + 1)) == pytest.approx([losses[-1]], rel=1e-13)
+        loss = plain.step(step, [samples(rank, step, count_of(rank, step, world.size)) for rank in range(world.size)])
+        assert train(world, strategy, model, range(step, step + 1)) == pytest.approx([loss], rel=1e-13)
         assert_same_bits(world, *values(model))
-    for found, expected in zip(values(model), (w, v), strict=True):
-        numpy.testing.assert_allclose(found, expected, rtol=1e-12, atol=1e-13)
+    plain.assert_close(model)
     strategy.close()
+
+
+def a_rank_may_have_no_data(world: World, name: str) -> None:
+    """In no step at all."""
+    strategy, momentum = as_sync(name)
+    model, plain = adapter(momentum=momentum), Plain(momentum)
+    strategy.begin(world, model)
+    counts = [2 + rank for rank in range(world.size)]
+    counts[world.size // 2] *= world.size == 1
+    for step in range(STEPS):
+        loss = plain.step(step, [samples(rank, step, count) for rank, count in enumerate(counts)])
+        means, _ = one_step(strategy, model, samples(world.rank, step, counts[world.rank]))
+        assert means.loss == pytest.approx(loss, rel=1e-13)
+        assert_same_bits(world, *values(model))
+    plain.assert_close(model)
+    strategy.close()
+
+
+def fewer_ranks_go_on(world: World, name: str) -> None:
+    """Half of the ranks, from the state of all; what belonged to single ranks is added up."""
+    first, momentum = as_sync(name)
+    model, plain = adapter(momentum=momentum), Plain(momentum)
+    first.begin(world, model)
+    for step in range(STEPS // 2):
+        plain.step(step, [samples(rank, step, count_of(rank, step, world.size)) for rank in range(world.size)])
+    train(world, first, model, range(STEPS // 2))
+    own, total = world.allgather(first.own_state()), {}
+    for part in own:
+        add_up(total, part)
+    state, saved = world.broadcast((first.state(), model.state()))
+    first.close()
+    size = (world.size + 1) // 2
+    there = first_ranks(world, size)
+    if there is not None:
+        second, model = as_sync(name)[0], adapter(seed=99, momentum=momentum)
+        second.begin(there, model)
+        second.restore(state)
+        model.restore(saved)
+        if any(own):
+            second.restore_own(total if there.is_root else {"carried": {}})
+        train(there, second, model, range(STEPS // 2, STEPS))
+        for step in range(STEPS // 2, STEPS):
+            plain.step(step, [samples(rank, step, count_of(rank, step, size)) for rank in range(size)])
+        plain.assert_close(model)
+        assert_same_bits(there, *values(model))
+        second.close()
+        there.free()
+    world.barrier()
 
 
 def a_resume_has_the_same_bits(world: World, name: str) -> None:
@@ -196,9 +260,14 @@ def errors_come_on_every_rank(world: World, name: str) -> None:
 CONTRACT: list[Callable[[World, str], None]] = [
     one_rank_is_plain_training,
     means_are_by_samples,
+    a_rank_may_have_no_data,
+    fewer_ranks_go_on,
     a_resume_has_the_same_bits,
     errors_come_on_every_rank,
 ]
+
+
+OF_WHOLE_MEANS = (means_are_by_samples, a_rank_may_have_no_data, fewer_ranks_go_on)
 
 
 @pytest.mark.parametrize("holds", CONTRACT, ids=lambda holds: holds.__name__)
@@ -209,8 +278,8 @@ def test_the_contract(world: World, name: str, holds: Callable[[World, str], Non
         text = error_on_all(world, ConfigError, lambda: make_strategy(name).begin(world, adapter()))
         assert f"{world.size} equal ranks were started" in text
         return
-    if world.size > 1 and name in CODED and holds is means_are_by_samples:
-        pytest.skip("it sends no whole means; see test_sparse_loco.py")
+    if world.size > 1 and name in CODED and holds in OF_WHOLE_MEANS:
+        pytest.skip("it sends no whole means; see test_sparse_loco.py and test_sparse_loco_state.py")
     holds(world, name)
 
 

@@ -13,12 +13,14 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
-from mpitrain import World
+import mpitrain.torch
+from mpitrain import LocalSGD, TorchModule, World, make_strategy
 from mpitrain.allreduce import ALGORITHMS
 from mpitrain.allreduce.algorithm import Progress, Sequential
 from mpitrain.allreduce.low_rank import _DIGITS
 from mpitrain.errors import ConfigError
 from mpitrain.exchange.low_rank import LowRankExchange
+from mpitrain.strategies import STRATEGIES
 from mpitrain.torch import compress
 from mpitrain.torch.residuals import residuals_of
 from tests.ranks.common import assert_same_bits, skip_alone
@@ -213,3 +215,37 @@ def test_what_a_codec_does_not_take(world: World, ours: None) -> None:
     model.register_comm_hook(None, compress("bf16"))
     with pytest.raises(ConfigError, match=r"rank \d on .* takes float32 gradients, not torch.float64"):
         model(samples(world, 0)[0]).sum().backward()
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_a_strategy_is_no_hook(ours: None, name: str) -> None:
+    """In the place of a codec, or of a group."""
+    strategy = make_strategy(name)
+    said = r"\(.*\): DistributedDataParallel .* leave DistributedDataParallel out: mpitrain.torch.prepare\(module"
+    with pytest.raises(ConfigError, match=f"compress{said}"):
+        compress(strategy)  # type: ignore[arg-type]
+    model = DistributedDataParallel(Model().float())
+    model.register_comm_hook(strategy, compress("bf16"))
+    with pytest.raises(ConfigError, match=f"register_comm_hook{said}"):
+        model(torch.ones(2, 6)).sum().backward()
+
+
+def test_a_model_of_ddp_is_not_prepared(world: World, ours: None) -> None:
+    """Nothing has changed afterwards: the model in it trains."""
+    inner = Model()
+    model = DistributedDataParallel(inner)
+    optimizer = torch.optim.SGD([one for one in model.parameters() if one.requires_grad], lr=0.1)
+    data = [samples(world, 0)]
+    for strategy in (None, LocalSGD(2)):
+        with pytest.raises(
+            ConfigError, match=r"prepare\(\) has got a DistributedDataParallel, .* Give the module in it"
+        ):
+            mpitrain.torch.prepare(model, optimizer, data, strategy=strategy)
+    with pytest.raises(ConfigError, match=r"TorchModule\(\) has got a DistributedDataParallel"):
+        TorchModule(model, lambda module, batch: module(batch).sum(), optimizer)
+    del model
+    _, _, prepared = mpitrain.torch.prepare(inner, optimizer, data, strategy=LocalSGD(1))
+    for x, y in prepared:
+        (inner(x) - y).square().mean().backward()
+        optimizer.step()
+    assert_same_bits(world, *(one.detach().numpy() for one in inner.parameters()))

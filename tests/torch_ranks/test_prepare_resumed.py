@@ -18,8 +18,8 @@ from mpitrain.strategies import Strategy
 from mpitrain.torch.residuals import residuals_of
 from tests.ranks.common import error_on_all, skip_alone
 
+from .loops import Loop
 from .prepared import assert_equal_everywhere
-from .test_prepare_rounds import Loop
 from .test_rounds import EVERY
 from .test_rounds import STRATEGIES as ROUNDS
 from .torch_modules import CLASSES, INPUTS, Net, Normed, builder, sgd

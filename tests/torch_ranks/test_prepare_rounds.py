@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import sys
 import warnings
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -15,64 +14,16 @@ import torch
 from torch.nn.functional import cross_entropy
 
 import mpitrain.torch
-from mpitrain import DiLoCo, LocalSGD, StopAtStep, Sync, Trainer, World, make_strategy
-from mpitrain.errors import ConfigError, GradientError, MismatchError, NonFiniteError
+from mpitrain import DiLoCo, LocalSGD, StopAtStep, Sync, Trainer, World
 from mpitrain.shard import part_of
-from mpitrain.strategies import STRATEGIES, Strategy
-from tests.ranks.common import assert_same_bits, error_on_all, skip_alone
+from tests.ranks.common import assert_same_bits, skip_alone
 from tests.ranks.placements import placed
-from tests.ranks.test_strategies import CODED
 
+from .loops import Loop, data_of
 from .prepared import assert_equal_everywhere
 from .test_rounds import STEPS, build, by_hand
 from .test_rounds import STRATEGIES as ROUNDS
-from .test_torch_module import batches
-from .torch_modules import Net, Normed, builder, made, samples, sgd
-
-
-def data_of(steps: int) -> list[tuple[Any, Any]]:
-    """The batches of all ranks together, those of the Trainer's first steps."""
-    x, y = (torch.from_numpy(one) for one in samples())
-    return [(x[chosen], y[chosen]) for _, chosen in zip(range(steps), batches(), strict=False)]
-
-
-class Loop:
-    """A loop of a user's own, as it is without us, with a schedule."""
-
-    def __init__(
-        self,
-        world: World,
-        strategy: Strategy | None,
-        kind: Any = Net,
-        optimizer: Any = sgd,
-        dtype: torch.dtype = torch.float64,
-    ) -> None:
-        self.model = made(kind, dtype, seed=1 + world.rank)  # the other ranks get the parameters of rank 0
-        self.optimizer, options = optimizer(self.model)
-        self.schedule, self.number = options["schedule"], 0
-        self.given, self.strategy = [(x.to(dtype), y) for x, y in data_of(STEPS)], strategy
-
-    def prepare(self) -> Loop:
-        self.model, self.optimizer, self.data = mpitrain.torch.prepare(
-            self.model, self.optimizer, self.given, strategy=self.strategy
-        )
-        return self
-
-    def run(self, last: int = STEPS) -> None:
-        for number, (x, y) in enumerate(self.data):
-            if self.number <= number < last:
-                self.optimizer.zero_grad()
-                cross_entropy(self.model(x), y).backward()
-                self.step()
-
-    def step(self) -> None:
-        for group in self.optimizer.param_groups:
-            group["lr"] = self.schedule(self.number)
-        self.optimizer.step()
-        self.number += 1
-
-    def bits(self) -> list[bytes]:
-        return [one.detach().numpy().tobytes() for one in self.model.parameters()]
+from .torch_modules import Net, Normed, builder, made, sgd
 
 
 @pytest.mark.parametrize("strategy", ROUNDS)
@@ -250,122 +201,3 @@ def test_two_losses_of_which_a_scaler_skips_the_first(world: World) -> None:
         scaler.update()
     assert scaler.get_scale() == 2.0**3
     assert_equal_everywhere(world, model)  # 3 steps were made
-
-
-def test_a_rank_that_skips_a_step_is_named(world: World) -> None:
-    """Or, where an outer step follows it, the outer step."""
-    skip_alone(world)
-    loop = Loop(world, LocalSGD(4)).prepare()
-    loop.run(1)
-    batches = iter(loop.data)
-
-    def backward() -> None:
-        x, y = next(batches)
-        cross_entropy(loop.model(x), y).backward()
-
-    backward()
-    if world.rank != 1:
-        loop.step()
-    text = error_on_all(world, MismatchError, backward)
-    assert f"{world.name(1)} has made 1 steps of the optimizer, {world.name(0)} 2; did a rank skip a step" in text
-    loop = Loop(world, LocalSGD(1)).prepare()
-    batches = iter(loop.data)
-    backward()
-    text = error_on_all(world, MismatchError, loop.step if world.rank != 1 else backward)
-    assert f"{world.name(1)}: take the next batch; {world.name(0)}: outer step; do all ranks make the same" in text
-
-
-def test_nan_is_named_and_not_spread(world: World) -> None:
-    odd = world.size - 1
-    loop = Loop(world, DiLoCo(2)).prepare()
-    loop.run(1)
-
-    def gradient(bad: bool) -> None:
-        for x, y in loop.data:
-            loop.optimizer.zero_grad()
-            loss = cross_entropy(loop.model(x), y)
-            (loss * float("nan") if bad else loss).backward()
-            return
-
-    gradient(world.rank == odd)
-    before = loop.bits()
-    text = error_on_all(world, NonFiniteError, loop.step)
-    assert f"{world.name(odd)}: the gradient of " in text
-    assert loop.bits() == before
-    # A parameter of one rank becomes NaN in the last step of the round: its gradient was finite.
-    gradient(False)
-    kept = loop.model.last.bias.detach().clone()
-    momentum = {one: kept["momentum_buffer"].clone() for one, kept in loop.optimizer.state.items()}
-    if world.rank == odd:
-        loop.model.last.bias.data[1] = float("nan")
-    before = loop.bits()
-    text = error_on_all(world, NonFiniteError, loop.step)
-    assert f"{world.name(odd)}: last.bias has become NaN or infinity in the steps of this round" in text
-    assert loop.bits() == before
-    assert momentum.keys() == loop.optimizer.state.keys()
-    for one, its in momentum.items():
-        assert torch.equal(loop.optimizer.state[one]["momentum_buffer"], its)
-    loop.model.last.bias.data.copy_(kept)
-    gradient(False)
-    loop.step()
-    assert_equal_everywhere(world, loop.model)
-
-
-def test_steps_that_cannot_count(world: World) -> None:
-    loop = Loop(world, LocalSGD(3)).prepare()
-    loop.run(1)
-    with pytest.raises(GradientError, match=r"optimizer.step\(\) came without a backward\(\) since the last step"):
-        loop.optimizer.step()
-    for x, y in loop.data:
-        cross_entropy(loop.model(x), y).backward()
-        with pytest.raises(GradientError, match=r"Or backward\(\) came inside optimizer.step\(closure\)"):
-            loop.optimizer.step(lambda x=x, y=y: cross_entropy(loop.model(x), y).backward())
-        break
-
-
-@pytest.mark.parametrize("name", STRATEGIES)
-def test_every_strategy_trains_or_says_what_does(world: World, name: str) -> None:
-    """Nothing has changed where it is refused: the same loop trains with another strategy afterwards."""
-    loop = Loop(world, make_strategy(name))
-    if name in ("sync", *ROUNDS) or (name in CODED and world.size == 1):
-        loop.prepare().run(2)
-        mpitrain.torch.end_round(loop.model)
-        assert_equal_everywhere(world, loop.model)
-        return
-    text = error_on_all(world, ConfigError, loop.prepare)
-    if name in CODED:
-        assert "the model has 2 buffers whose mean all ranks need" in text
-    else:
-        assert f"strategy={type(loop.strategy).__name__}: prepare() takes mt.Sync() and strategies of rounds" in text
-        assert "use them with mt.Trainer and mt.TorchModule" in text
-    loop.strategy = LocalSGD(2)
-    loop.prepare().run(2)
-
-
-def refused(strategy: Any, change: Callable[[Any], Any] | None = None, **options: Any) -> str:
-    model = made(Net)
-    optimizer = torch.optim.SGD([one for one in model.parameters() if one.requires_grad], lr=0.1)
-    if change:
-        change(optimizer)
-    with pytest.raises(ConfigError) as found:
-        mpitrain.torch.prepare(model, optimizer, data_of(1), strategy=strategy, **options)
-    return str(found.value)
-
-
-def test_what_is_refused(world: World) -> None:
-    assert "warm_up=3" in (text := refused(DiLoCo(5, warm_up=3)))
-    assert "Leave warm_up out, or train with mt.Trainer" in text
-    assert "compression, threaded together with LocalSGD(sync_every=2, " in refused(
-        LocalSGD(2), compression="bf16", threaded=False
-    )
-    assert "strategy='diloco': prepare() takes mt.Sync()" in refused("diloco")
-    assert "DiLoCo'>: prepare() takes mt.Sync()" in refused(DiLoCo)
-    text = refused(LocalSGD(2), lambda optimizer: optimizer.param_groups[0]["params"].pop(0))
-    assert "spare is trained (requires_grad) but not in the optimizer" in text
-    if world.size > 1:
-        loop = Loop(world, LocalSGD(2 + (world.rank == 1)))
-        text = error_on_all(world, MismatchError, loop.prepare)
-        assert f"{world.name(1)}: strategy=LocalSGD(sync_every=3, " in text
-    loop = Loop(world, LocalSGD(2)).prepare()
-    with pytest.raises(ConfigError, match="whose copies in memory go on within a round"):
-        mpitrain.torch.keep(loop.model, loop.optimizer, loop.data)

@@ -1,11 +1,5 @@
 // The codecs sign and top_k of mpitrain/compression on the device: the same bits.
-#include "stride.h"
-
-// Which NaN an addition gives differs between devices and CPUs; the host's is this one.
-__device__ __forceinline__ float added(float total, float part) {
-    float sum = add(total, part);
-    return (bits_of(sum) & MAGNITUDE) > INFINITE ? float_from(NAN_BITS) : sum;
-}
+#include "chosen.h"
 
 // sign: blocks of 256 with a scale each, then a bit for each value ----------------------------------------------------
 //
@@ -101,93 +95,7 @@ KERNEL add_decoded_sign(const float *scales, const u8 *signs, float *total, i64 
     decode_signs<true>(scales, signs, total, count);
 }
 
-// top_k: blocks of 4096, of which a block of threads works on one ------------------------------------------------------
-//
-// The values are in shared memory, with a gap after each 16: thread t looks for what is kept in the 16 from t * 16 on.
-
-enum { TOP_BLOCK = 4096, OWN = TOP_BLOCK / THREADS, DIGITS = 2048 };
-
-// Shared memory of a block of threads.
-struct Chosen {
-    float values[TOP_BLOCK + THREADS];
-    u32 numbers[DIGITS];     // of values with each digit
-    u32 before[2][THREADS];  // of each thread; then of all threads before it: larger ones, equal ones
-    u32 limit, ties, infinite;
-
-    __device__ float &value(int i) { return values[i + i / OWN]; }
-};
-
-// Go over a part of an array, by fours where it is aligned.
-template <class T, class Many, class One>
-__device__ __forceinline__ void over(T *part, int size, Many many, One one) {
-    int head = is_aligned<4>(part) ? 0 : size;
-    for_each<4>(size, head, (int)threadIdx.x, (int)THREADS, many, one);
-}
-
-__device__ __forceinline__ void fill(float *part, int size, float value) {
-    for (int i = threadIdx.x; i < size; i += THREADS) part[i] = value;
-}
-
-// Replace each thread's number by the sum of those before it.
-__device__ void sum_before(u32 *numbers) {
-    __syncthreads();
-    if (threadIdx.x == 0) {
-        u32 sum = 0;
-#pragma unroll 1
-        for (int t = 0; t < THREADS; t++) {
-            u32 number = numbers[t];
-            numbers[t] = sum;
-            sum += number;
-        }
-    }
-    __syncthreads();
-}
-
-// Find the highest digit with at least `ties` values that have it or a higher one; take the higher ones off `ties`.
-__device__ void find_digit(Chosen &chosen, int shift) {
-    const int EACH = DIGITS / THREADS;
-    u32 sum = 0;
-#pragma unroll 1
-    for (int i = 0; i < EACH; i++) sum += chosen.numbers[threadIdx.x * EACH + i];
-    chosen.before[0][threadIdx.x] = sum;
-    __syncthreads();
-    if (threadIdx.x == 0) {
-        u32 ties = chosen.ties;
-        int t = THREADS - 1;
-#pragma unroll 1
-        for (; chosen.before[0][t] < ties; t--) ties -= chosen.before[0][t];
-        int digit = (t + 1) * EACH - 1;
-#pragma unroll 1
-        for (; chosen.numbers[digit] < ties; digit--) ties -= chosen.numbers[digit];
-        chosen.ties = ties;
-        chosen.limit |= (u32)digit << shift;
-    }
-    __syncthreads();
-}
-
-// Take a block into shared memory, and see whether it is finite.
-__device__ void take_in(Chosen &chosen, const float *part, int size, u32 wanted) {
-    __syncthreads();  // the block before has been read
-    if (threadIdx.x == 0) {
-        chosen.limit = chosen.infinite = 0;
-        chosen.ties = wanted;
-    }
-    __syncthreads();
-    auto one = [&](int i) {
-        float value = chosen.value(i) = part[i];
-        if (!is_finite(value)) atomicOr(&chosen.infinite, 1u);
-    };
-    auto many = [&](int i) {
-        Vector<float, 4> four = load<4>(part + i);
-#pragma unroll
-        for (int k = 0; k < 4; k++) {
-            chosen.value(i + k) = four.at[k];
-            if (!is_finite(four.at[k])) atomicOr(&chosen.infinite, 1u);
-        }
-    };
-    over(part, size, many, one);
-    __syncthreads();
-}
+// top_k: blocks of 4096, with the kept values and their places ---------------------------------------------------------
 
 // A block keeps `most` values, a short one `last`.
 KERNEL encode_top_k(const float *values, float *kept, u16 *places, float *error, i64 count, i64 most, i64 last) {
@@ -208,55 +116,13 @@ KERNEL encode_top_k(const float *values, float *kept, u16 *places, float *error,
             if (error) fill(error + start, size, 0.0f);
             continue;
         }
-        // The bits from `above` on are those of the limit; the digit is those from `shift` to there.
-#pragma unroll 1
-        for (int shift = 20, above = 31; shift >= 0; above = shift, shift -= 10) {
-#pragma unroll 1
-            for (int i = t; i < DIGITS; i += THREADS) chosen.numbers[i] = 0;
-            __syncthreads();
-#pragma unroll 1
-            for (int i = t; i < size; i += THREADS) {
-                u32 magnitude = bits_of(chosen.value(i)) & MAGNITUDE;
-                if (magnitude >> above == chosen.limit >> above)
-                    atomicAdd(&chosen.numbers[magnitude >> shift & ((1u << (above - shift)) - 1u)], 1u);
-            }
-            __syncthreads();
-            find_digit(chosen, shift);
-        }
-        u32 limit = chosen.limit, ties = chosen.ties, larger = 0, equal = 0;
-        int end = (t + 1) * OWN < size ? (t + 1) * OWN : size;
-#pragma unroll 1
-        for (int i = t * OWN; i < end; i++) {
-            u32 magnitude = bits_of(chosen.value(i)) & MAGNITUDE;
-            larger += magnitude > limit;
-            equal += magnitude == limit;
-        }
-        chosen.before[0][t] = larger;
-        chosen.before[1][t] = equal;
-        sum_before(chosen.before[0]);
-        sum_before(chosen.before[1]);
-        equal = chosen.before[1][t];
-        i64 place = block * most + chosen.before[0][t] + (equal < ties ? equal : ties);
-#pragma unroll 1
-        for (int i = t * OWN; i < end; i++) {
-            u32 magnitude = bits_of(chosen.value(i)) & MAGNITUDE;
-            bool is_tie = magnitude == limit && equal < ties;
-            equal += magnitude == limit;
-            if (magnitude > limit || is_tie) {
-                kept[place] = chosen.value(i);
-                places[place++] = (u16)i;
-                chosen.value(i) = 0.0f;
-            }
-        }
+        choose(chosen, size, [&](u32 number, int i) {
+            kept[block * most + number] = chosen.value(i);
+            places[block * most + number] = (u16)i;
+            chosen.value(i) = 0.0f;
+        });
         __syncthreads();
-        if (!error) continue;
-        auto many = [&](int i) {
-            Vector<float, 4> four;
-#pragma unroll
-            for (int k = 0; k < 4; k++) four.at[k] = chosen.value(i + k);
-            store(error + start + i, four);
-        };
-        over(error + start, size, many, [&](int i) { error[start + i] = chosen.value(i); });
+        if (error) give_out(chosen, error + start, size);
     }
 }
 

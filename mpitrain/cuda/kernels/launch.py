@@ -18,7 +18,15 @@ THREADS = 256  # per block; stride.h has the same number
 BLOCKS_PER_PROCESSOR = 8
 # CuPy adds -ftz=true, which arithmetic.h is written for.
 OPTIONS = ("-std=c++17", "--fmad=false")
-FILES = ("bucket.cu", "codec.cu", "gathered_codec.cu", "low_rank.cu", "norm.cu", "optimizer.cu")
+FILES = (
+    "bucket.cu",
+    "codec.cu",
+    "gathered_codec.cu",
+    "low_rank.cu",
+    "norm.cu",
+    "optimizer.cu",
+    "quantised_top_k.cu",
+)
 
 _modules: dict[tuple[int, str], Any] = {}
 _kernels: dict[tuple[int, str, str], Any] = {}

@@ -111,16 +111,13 @@ __device__ __forceinline__ void adam(const Buffers<T> &its, T *first, T *second,
     });
 }
 
-// Four blocks on a processor: up to 64 registers, so that nothing is spilled for the sake of more.
-#define UPDATE extern "C" __global__ void __launch_bounds__(THREADS, 4)
-
 #define OPTIMIZERS(name, T, WIDTH)                                                                                     \
-    UPDATE sgd_##name(const __grid_constant__ Buffers<T> its, T *velocity,                                             \
-                      const __grid_constant__ SgdSettings<T> settings, i64 count) {                                    \
+    KERNEL_OF_64 sgd_##name(const __grid_constant__ Buffers<T> its, T *velocity,                                       \
+                            const __grid_constant__ SgdSettings<T> settings, i64 count) {                              \
         sgd<T, WIDTH>(its, velocity, settings, count);                                                                 \
     }                                                                                                                  \
-    UPDATE adam_##name(const __grid_constant__ Buffers<T> its, T *first, T *second,                                    \
-                       const __grid_constant__ AdamSettings<T> settings, i64 count) {                                  \
+    KERNEL_OF_64 adam_##name(const __grid_constant__ Buffers<T> its, T *first, T *second,                              \
+                             const __grid_constant__ AdamSettings<T> settings, i64 count) {                            \
         adam<T, WIDTH>(its, first, second, settings, count);                                                           \
     }
 OPTIMIZERS(f32, float, 4)

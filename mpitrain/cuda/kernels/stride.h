@@ -11,6 +11,8 @@
 
 #define THREADS 256  // of a block; the same number is in launch.py
 #define KERNEL extern "C" __global__ void __launch_bounds__(THREADS)
+// Four blocks on a processor: up to 64 registers, where the compiler would take more.
+#define KERNEL_OF_64 extern "C" __global__ void __launch_bounds__(THREADS, 4)
 
 template <class T, int WIDTH> struct alignas(sizeof(T) * WIDTH) Vector {
     T at[WIDTH];
