@@ -172,7 +172,7 @@ def _hosts(answer: Mapping[str, Any], width: int) -> Text:
 
 
 def _style(phase: str) -> tuple[str, str]:
-    return _PHASES.get(phase, (phase[:1] or "?", ""))
+    return _PHASES.get(phase, (_printable(phase[:1]), ""))
 
 
 def _line(text: str, style: str = "") -> Text:

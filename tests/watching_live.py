@@ -58,13 +58,13 @@ def training(folder: Path, ranks: int, *options: str, seconds: float = 0.02) -> 
                 kill_all(token)
 
 
-def job_of(folder: Path, fits: Callable[[dict[str, Any]], object] = lambda _: True) -> LiveJob:
-    """Return the job of `training` in this folder, when what it does fits."""
+def job_of(folder: Path, fits: Callable[[dict[str, Any]], object] = lambda _: True, name: str = "script.py") -> LiveJob:
+    """Return the job of a script in this folder, when what it does fits."""
     found: list[LiveJob] = []
 
     def is_there() -> bool:
         jobs, _ = find()
-        found[:] = [job for job in jobs if job.answer["script"] == str(folder / "script.py") and fits(dict(job.answer))]
+        found[:] = [job for job in jobs if job.answer["script"] == str(folder / name) and fits(dict(job.answer))]
         return bool(found)
 
     until(is_there, "the job cannot be watched")
