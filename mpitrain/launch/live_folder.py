@@ -36,8 +36,8 @@ def live_folder(*, make: bool = False) -> Path | None:
     if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid() or status.st_mode & 0o077:
         raise LaunchError(
             f"{socket.gethostname()}: {folder} belongs to user {status.st_uid} and has mode "
-            f"{stat.S_IMODE(status.st_mode):04o}; it must be a folder of user {os.geteuid()} with mode 0700. Remove it, "
-            "or have its owner remove it"
+            f"{stat.S_IMODE(status.st_mode):04o}; it must be a folder of user {os.geteuid()} with mode 0700. Remove "
+            "it, or have its owner remove it"
         )
     return folder
 

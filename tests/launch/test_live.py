@@ -14,7 +14,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from watching_live import answer_of, answers_until, job_of, training, trains
 
 from jobs import HANG_SECONDS, run_command, until
 from mpitrain.errors import LaunchError
@@ -22,6 +21,7 @@ from mpitrain.launch import live_folder, live_jobs
 from mpitrain.launch.live import Live
 from mpitrain.launch.live_jobs import LiveJob, LiveLine, find
 from mpitrain.launch.live_watcher import LiveWatcher
+from watching_live import answer_of, answers_until, job_of, training, trains
 
 RANKS = 3
 
@@ -80,6 +80,16 @@ def test_a_stopped_rank_is_named(job: LiveJob) -> None:
     finally:
         os.kill(pid, signal.SIGCONT)
     answer_of(job, lambda one: trains(one) and one["ranks"][1]["phase"] != "stopped" and not one["stall"])
+
+
+def test_one_who_says_no_more_gets_one_answer(job: LiveJob) -> None:
+    """As `echo ... | socat - UNIX-CONNECT:...` does."""
+    for request in ('{"look": 1, "version": 1}', '{"watch": 1, "version": 1}'):
+        with connected(job) as line:
+            line.sendall(request.encode() + b"\n")
+            line.shutdown(socket.SHUT_WR)
+            (answer,) = line.makefile().read().splitlines()
+        assert json.loads(answer)["job"] == job.answer["job"]
 
 
 REFUSED = [
