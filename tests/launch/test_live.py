@@ -140,7 +140,7 @@ def test_no_watcher_harms_the_job(job: LiveJob) -> None:
     assert later["state"] == "trains"
 
 
-def test_there_is_a_most_of_watchers(job: LiveJob) -> None:
+def test_there_is_a_most_of_watchers(job: LiveJob, folder: Path) -> None:
     with contextlib.ExitStack() as stack:
         lines = [stack.enter_context(connected(job)) for _ in range(257)]
         for line in lines:
@@ -150,7 +150,7 @@ def test_there_is_a_most_of_watchers(job: LiveJob) -> None:
     refused = [answer["error"] for answer in answers if "error" in answer]
     assert set(refused) == {"256 others watch this job, which is the limit"}
     assert len(refused) < 10  # the one too many, and for those that have just gone
-    answer_of(job, trains)  # when they have gone, there is room again
+    job_of(folder, trains)  # when they have gone, there is room again
 
 
 def test_who_says_or_reads_nothing_is_sent_away() -> None:
