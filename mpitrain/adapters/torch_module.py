@@ -255,6 +255,10 @@ class TorchModule:
         self._buffers.settle_others([note or () for note in remarks.notes])
         return rate
 
+    def scale_next_rate(self, factor: float) -> None:
+        """See ArrayFunction. The rates of all groups of the optimizer are multiplied."""
+        self._optimizer.scale_next_rate(factor)
+
     def divisions(self, num_servers: int) -> tuple[Division, Division]:
         """See DividedAdapter: whole tensors, the largest one first, to the server with the fewest bytes."""
         parts = TorchParts(self.layout, self.parameters(), num_servers)

@@ -31,6 +31,7 @@ COMMANDS = {
     "run": "mpitrain.cli.run",
     "ps": "mpitrain.cli.ps",
     "kill": "mpitrain.cli.kill",
+    "tell": "mpitrain.cli.tell",
     "join": "mpitrain.cli.join",
     "leave": "mpitrain.cli.leave",
     "serve": "mpitrain.cli.serve",

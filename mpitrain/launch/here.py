@@ -14,6 +14,7 @@ from mpitrain.launch.ending import Ended
 from mpitrain.launch.facts import devices
 from mpitrain.launch.job import Run
 from mpitrain.launch.keepers import Keepers
+from mpitrain.launch.orders import Orders
 from mpitrain.launch.reserve import Reserve
 from mpitrain.launch.variables import absent
 from mpitrain.launch.watch import Guards
@@ -31,6 +32,7 @@ def run(
     from_file: Mapping[str, str],
     keepers: Keepers | None,
     reserve: Reserve | None,
+    orders: Orders,
     meanwhile: Callable[[], None],
 ) -> Ended:
     """Start the job and see to its end.
@@ -40,6 +42,7 @@ def run(
         from_file: variables of --env-file, already set; the devices that they name must exist.
         keepers: of the job; None: it is not started again.
         reserve: the spares that become the ranks, if there are any.
+        orders: what tellers tell the job.
         meanwhile: is called some times a second while the job runs.
 
     Raises:
@@ -64,6 +67,7 @@ def run(
             start_seconds=0.0,
             recovers=bool(context.recover),
             reserve=reserve,
+            orders=orders,
         )
         program = job.program if reserve is None else reserve.stub(job.program)
         return Run(replace(job, context=context, program=program), watched).to_end(meanwhile)

@@ -90,6 +90,11 @@ class Log(Hook):
         self._last, self._first, self._steps = now, False, 0
         self._samples = self._exposed = self._wire = 0.0
 
+    def went_on(self, trainer: Trainer, event: RunEvent) -> None:
+        """See Hook. A pause does not count in what is shown."""
+        if event.source == "told":
+            self._last += event.seconds
+
     def close(self) -> None:
         """See Hook."""
         if self._bar:

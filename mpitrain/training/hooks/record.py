@@ -150,8 +150,10 @@ class Record(Hook):
         self.restore(state)
 
     def went_on(self, trainer: Trainer, event: RunEvent) -> None:
-        """See Hook."""
+        """See Hook. A pause is no time of training."""
         self._events.append(event)
+        if event.source == "told" and self._is_open:
+            self._begun += event.seconds
 
     def after_run(self, trainer: Trainer) -> None:
         """See Hook. If a hook after this one has ended the run, write the last row here."""
