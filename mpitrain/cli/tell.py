@@ -102,8 +102,8 @@ def _only_job(placement: Placement) -> tuple[str, str]:
         return "", "; ".join([*wrong.values(), "name the job: `mpitrain tell JOB ...`"])
     if not jobs:
         return "", (
-            f"no job of yours that `mpitrain run` has started runs on {where}. A job under plain mpiexec has no launcher "
-            "that could tell it anything"
+            f"no job of yours that `mpitrain run` has started runs on {where}. A job under plain mpiexec has no "
+            "launcher that could tell it anything"
         )
     if len(jobs) > 1:
         listed = ", ".join(f"{job.token} ({job.script})" for job in jobs)

@@ -56,7 +56,7 @@ class _Given:
     of: str
     number: int
     kind: str
-    who: str
+    teller: str
     at: float
     name: str = ""
     value: str = ""
@@ -132,12 +132,12 @@ class Orders:
             lasting = [one.plain() for one in self._given if one.is_applied and one.kind in _LASTING]
         return json.dumps(lasting) if lasting else ""
 
-    def answer(self, order: Mapping[str, Any], who: str) -> dict[str, Any]:
+    def answer(self, order: Mapping[str, Any], teller: str) -> dict[str, Any]:
         """Answer what somebody tells the job: one of KINDS, "stacks", or "list". Waits for what becomes of it.
 
         Args:
             order: {"kind", "name", "value"}; see training/order.py.
-            who: the user and the host.
+            teller: the user and the host.
 
         Return {"accepted": text}, {"refused": text} or {"can": what the ranks have published, "step": number}.
         """
@@ -150,15 +150,15 @@ class Orders:
             return {"refused": self._why_not}
         if not self._await(lambda: bool(self._can.get("run")), _BEGIN_SECONDS):
             return {
-                "refused": "no mt.Trainer runs in it now, and orders are for one. If its training is about to begin, try "
-                "again in a moment"
+                "refused": "no mt.Trainer runs in it now, and orders are for one. If its training is about to begin, "
+                "try again in a moment"
             }
         if kind == "list":
             with self._changed:
                 return {"can": self._can, "step": self._step()}
-        return self._give(kind, str(order.get("name", "")), str(order.get("value", "")), who)
+        return self._give(kind, str(order.get("name", "")), str(order.get("value", "")), teller)
 
-    def _give(self, kind: str, name: str, value: str, who: str) -> dict[str, Any]:
+    def _give(self, kind: str, name: str, value: str, teller: str) -> dict[str, Any]:
         with self._changed:
             if len(f"{name}{value}".encode()) > _MOST_VALUE_BYTES:
                 return {"refused": f"the name and the value have more than {_MOST_VALUE_BYTES} bytes"}
@@ -166,7 +166,7 @@ class Orders:
             size = sum(len(f"{one.name}{one.value}") + 200 for one in lasting)
             if len(lasting) >= _MOST_LASTING or size > _MOST_LASTING_BYTES:
                 return {"refused": f"it was told {len(lasting)} things that last, and more cannot hold after a restart"}
-            given = _Given(self._of, len(self._given) + 1, kind, who, time.time(), name, value)
+            given = _Given(self._of, len(self._given) + 1, kind, teller, time.time(), name, value)
             self._given.append(given)
         if not self._await(lambda: bool(given.outcome), ANSWER_SECONDS):
             return {
@@ -199,7 +199,7 @@ class Orders:
         return {"accepted": "\n".join(guards.stacks())}
 
 
-def teller(uid: int, host: str) -> str:
+def teller_name(uid: int, host: str) -> str:
     """The user and the host of who tells something, such as "ada on lab1"."""
     try:
         name = pwd.getpwuid(uid).pw_name

@@ -1,4 +1,4 @@
-"""Who tells a running job something: `mpitrain tell`, `join` and `leave`. Their wishes come to one socket (wishes.py)."""
+"""Who tells a running job something: the wishes of `mpitrain tell`, `join` and `leave` come to one socket."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from mpitrain.launch.changes import Changes
-from mpitrain.launch.orders import Orders, teller
+from mpitrain.launch.orders import Orders, teller_name
 from mpitrain.launch.roster import launcher_name
 from mpitrain.launch.wishes import listen, serve
 
@@ -38,9 +38,8 @@ class Tellers:
 
     def _answer(self, wish: Mapping[str, Any], user: int) -> Mapping[str, Any]:
         if "tell" in wish:
-            return self._orders.answer(wish["tell"], teller(user, str(wish.get("from", ""))))
+            return self._orders.answer(wish["tell"], teller_name(user, str(wish.get("from", ""))))
         if self._changes is None:
             text = "its hosts cannot change, because no keepers hold its state meanwhile"
             return {"refused": f"{text}; start the job with --restarts N"}
         return self._changes.answer(wish)
-

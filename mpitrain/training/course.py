@@ -184,6 +184,7 @@ class Course:
         """Come to the next stage, after a pause if there is one; or leave, if the launcher wishes it."""
         trainer = self._trainer
         if wish == STAYS and trainer.steering.pause and self._next_stage() == _BEFORE_STEP:
+            self._made = self._made or trainer.steering.paused_step()  # of the try before
             wish = wait_in_pause(trainer, self._copies, self._obey_in_pause)
         if wish == SAVES:
             self._save()
@@ -213,10 +214,9 @@ class Course:
     def _save(self) -> None:
         """Have saved what a later job can go on from: no other try of this one follows."""
         trainer = self._trainer
-        assert self._made is not None
-        for hook in self._keeping_first():
+        for hook in self._keeping_first() if self._made is not None else ():
             hook.before_end(trainer, self._made)
-        if not any(hook.keeps_state for hook in trainer.hooks):
+        if self._made is None or not any(hook.keeps_state for hook in trainer.hooks):
             trainer.world.print(f"mpitrain: nothing saves step {trainer.step_number}: add the hook mt.Checkpoint")
 
     def _end_run(self) -> None:

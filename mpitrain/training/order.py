@@ -8,7 +8,7 @@ from typing import Any
 
 
 @dataclass(frozen=True)
-class Order:
+class TrainingOrder:
     """What somebody has told the training.
 
     Attributes:
@@ -17,7 +17,7 @@ class Order:
         kind: "rate", "set", "pause", "resume", "save" or "stop".
         name: for "set": of the value.
         value: for "rate" the factor, for "set" the value, as typed.
-        who: the user and the host, such as "ada on lab1".
+        teller: the user and the host, such as "ada on lab1".
         at: when it was accepted, in seconds since the epoch, by the launcher's clock.
         after_step: a try before this one applied it after this step. None: no try has.
         run: in which run of the script that was. 0: none has.
@@ -26,7 +26,7 @@ class Order:
     of: str
     number: int
     kind: str
-    who: str
+    teller: str
     at: float
     name: str = ""
     value: str = ""
@@ -34,6 +34,6 @@ class Order:
     run: int = 0
 
     @classmethod
-    def of_plain(cls, fields: Mapping[str, Any]) -> Order:
+    def of_plain(cls, fields: Mapping[str, Any]) -> TrainingOrder:
         """Return the order in what a launcher has sent."""
         return cls(**fields)

@@ -21,7 +21,7 @@ class RunEvent:
         seconds: from the moment in which the fault was noticed, or the ranks stopped for the change, until the training
             was ready for the next step. For the end of a pause, how long the pause was. 0 for other orders.
         repeated_steps: the number of steps that had counted and were made again.
-        who: for an order, who gave it, such as "ada on lab1".
+        teller: for an order, who gave it, such as "ada on lab1".
         at: for an order, when that was, in seconds since the epoch.
     """
 
@@ -32,13 +32,14 @@ class RunEvent:
     num_ranks: int
     seconds: float
     repeated_steps: int = 0
-    who: str = ""
+    teller: str = ""
     at: float = 0.0
 
     def plain(self) -> dict[str, Any]:
-        """Return the fields, as JSON can hold them; `who` and `at` only for an order."""
+        """Return the fields, as JSON can hold them; `teller` and `at` only for an order."""
         fields = {**asdict(self), "lost_ranks": list(self.lost_ranks)}
-        return fields if self.who else {name: value for name, value in fields.items() if name not in ("who", "at")}
+        left_out = () if self.teller else ("teller", "at")
+        return {name: value for name, value in fields.items() if name not in left_out}
 
     @classmethod
     def from_plain(cls, fields: Mapping[str, Any]) -> RunEvent:

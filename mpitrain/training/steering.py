@@ -19,13 +19,14 @@ from typing import TYPE_CHECKING, Any
 
 from mpitrain.adapters.adapter import scaled_of
 from mpitrain.errors import ConfigError, everywhere
-from mpitrain.training.order import Order
+from mpitrain.exchange.overlap import Overlap
+from mpitrain.training.order import TrainingOrder
 from mpitrain.training.run_event import RunEvent
+from mpitrain.training.step import Step
 from mpitrain.training.tunable import TUNABLES
 from mpitrain.watching.activity import own_activity
 
 if TYPE_CHECKING:
-    from mpitrain.training.step import Step
     from mpitrain.training.trainer import Trainer
 
 _MOST_OUTCOMES = 8
@@ -50,7 +51,7 @@ class Steering:
         self.saves = self.has_news = False
         self.num_heard = 0
         self._last = ("", 0)  # the launcher and the number of the last order that the state has
-        self._replayed: Sequence[Order] = ()  # of tries before
+        self._replayed: Sequence[TrainingOrder] = ()  # of tries before
         self._replayed_until = 0
         self._known: dict[int, dict[str, Any]] = {}  # the orders of this launcher; another rank may lack the last
         self._outcomes: list[tuple[int, int, bool, str]] = []
@@ -70,12 +71,12 @@ class Steering:
             raise everywhere(
                 ConfigError(
                     f"{world.name()}: the learning rate of the training to go on from was multiplied by "
-                    f"{self.rate_factor:g}, which servers cannot do. Multiply the rate in the script, and begin from an "
-                    "earlier checkpoint, or train without servers"
+                    f"{self.rate_factor:g}, which servers cannot do. Multiply the rate in the script, and begin from "
+                    "an earlier checkpoint, or train without servers"
                 )
             )
         text = world.context.orders
-        orders = [Order.of_plain(fields) for fields in json.loads(text)] if text else []
+        orders = [TrainingOrder.of_plain(fields) for fields in json.loads(text)] if text else []
         self._replayed = [order for order in orders if order.run == run]
         self._replayed_until = max((order.after_step or 0 for order in self._replayed), default=0)
         self._paused_since = time.monotonic()
@@ -110,7 +111,7 @@ class Steering:
                 self._apply(trainer, order, step)
         self.publish(trainer)
 
-    def _gather(self, trainer: Trainer) -> list[Order]:
+    def _gather(self, trainer: Trainer) -> list[TrainingOrder]:
         """The orders that are new, in order. A rank may not have heard of one yet, or be lost after it has."""
         world, activity = trainer.world, own_activity()
         if activity is not None and activity.order_number > self.num_heard:
@@ -122,13 +123,13 @@ class Steering:
         if any(order["kind"] == "set" for order in new.values()):
             world.agree("compare the tunable values", TUNABLES.lines())
         self.num_heard = max(new, default=self.num_heard)
-        return [Order.of_plain(new[number]) for number in sorted(new)]
+        return [TrainingOrder.of_plain(new[number]) for number in sorted(new)]
 
-    def _has(self, order: Order) -> bool:
+    def _has(self, order: TrainingOrder) -> bool:
         of, number = self._last
         return order.of == of and order.number <= number
 
-    def _apply(self, trainer: Trainer, order: Order, step: Step | None) -> None:
+    def _apply(self, trainer: Trainer, order: TrainingOrder, step: Step | None) -> None:
         if self._has(order):  # the launcher has not heard of it, because a rank failed
             self._outcomes.append((order.number, trainer.step_number, True, "it was applied before"))
             return
@@ -141,20 +142,21 @@ class Steering:
             outcome = order.number, trainer.step_number, True, text
             self.has_news = self.has_news or order.kind not in ("save", "stop")
             size = trainer.world.size
-            trainer.tell(RunEvent(trainer.step_number, text, "told", (), size, seconds, who=order.who, at=order.at))
-            trainer.world.print(f"mpitrain: {text}, after step {trainer.step_number} ({order.who})")
+            about = {"teller": order.teller, "at": order.at}
+            trainer.tell(RunEvent(trainer.step_number, text, "told", (), size, seconds, **about))
+            trainer.world.print(f"mpitrain: {text}, after step {trainer.step_number} ({order.teller})")
         self._last = order.of, order.number
         self._outcomes = [*self._outcomes[1 - _MOST_OUTCOMES :], outcome]
 
-    def _do(self, trainer: Trainer, order: Order, step: Step | None) -> str:
+    def _do(self, trainer: Trainer, order: TrainingOrder, step: Step | None) -> str:
         """Do what the order says, and say so. Raises ConfigError, on all ranks alike, if it cannot be."""
         if order.kind == "rate":
             factor = checked_factor(order.value)
             product = self.rate_factor * factor
             if not 0 < product < math.inf:
                 raise ConfigError(
-                    f"the learning rate is multiplied by {self.rate_factor:g} now, and by {product} with {order.value}; "
-                    "allowed is a finite number above 0"
+                    f"the learning rate is multiplied by {self.rate_factor:g} now, and with {order.value} by "
+                    f"{product}; allowed is a finite number above 0"
                 )
             scaled_of(trainer.adapter).scale_next_rate(1.0)  # a step that was skipped has left its factor there
             self.rate_factor = product
@@ -165,7 +167,7 @@ class Steering:
             if self.pause:
                 raise ConfigError(f"it is {self.words}")
             about = {"loss": step.loss, "learning_rate": step.learning_rate} if step else {}
-            self.pause = {"who": order.who, "at": order.at, "after_step": trainer.step_number, **about}
+            self.pause = {"teller": order.teller, "at": order.at, "after_step": trainer.step_number, **about}
             self._paused_since = time.monotonic()
             return "the training is paused"
         if order.kind == "resume":
@@ -175,9 +177,11 @@ class Steering:
             return "the training is resumed"
         if not any(hook.keeps_state for hook in trainer.hooks):
             raise ConfigError(
-                "its Trainer has no mt.Checkpoint, so nothing can be saved; add this hook to the script. `mpitrain tell "
-                "JOB kill` ends the job without"
+                "its Trainer has no mt.Checkpoint, so nothing can be saved; add this hook to the script. `mpitrain "
+                "tell JOB kill` ends the job without"
             )
+        if step is None:
+            raise ConfigError("no step was made since it began here, so nothing new can be saved; resume it first")
         self.saves = True
         if order.kind == "save":
             return "a checkpoint is saved"
@@ -185,11 +189,18 @@ class Steering:
         self.pause = {}
         return "the run ends, and is saved"
 
+    def paused_step(self) -> Step | None:
+        """The step after which the training is paused, as far as a checkpoint needs it; None: it is not known."""
+        if "loss" not in self.pause:
+            return None
+        number, loss, rate = (self.pause[name] for name in ("after_step", "loss", "learning_rate"))
+        return Step(number, loss, 0.0, rate, 0.0, Overlap(0.0, 0.0, 0.0))
+
     @property
     def words(self) -> str:
         """Who has paused the training, and when."""
         when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(self.pause["at"]))
-        return f"paused by {self.pause['who']} on {when}, after step {self.pause['after_step']}"
+        return f"paused by {self.pause['teller']} on {when}, after step {self.pause['after_step']}"
 
     def publish(self, trainer: Trainer) -> None:
         """Publish what this training can be told, and what became of the newest orders."""

@@ -29,7 +29,9 @@ class Tunable(Generic[Value]):
 
     def __init__(self, name: str, default: Value) -> None:
         """See `tunable`."""
-        self.name, self.default, self.value = name, default, default
+        self.name = name
+        self.default: Value = default
+        self.value: Value = default
 
     def __repr__(self) -> str:
         return f"Tunable({self.name!r}, {self.value!r})"
@@ -97,8 +99,8 @@ class Tunables:
             raise ConfigError(f"there is no tunable {name}; {listed}")
         value = _parsed(type(one.default), text)
         if value is None or not _is_short(value):
-            allowed = _KINDS[type(one.default)]
-            raise ConfigError(f"{name}={text}: allowed is {allowed}, as its default {one.default!r}; it stays {one.value!r}")
+            allowed = f"{_KINDS[type(one.default)]}, as its default {one.default!r}"
+            raise ConfigError(f"{name}={text}: allowed is {allowed}; {name} stays {one.value!r}")
         one.value = self._told[name] = value
         return value
 

@@ -15,6 +15,7 @@ from mpitrain.job.early import is_helper
 from mpitrain.training.hooks.hook import Hook
 
 if TYPE_CHECKING:
+    from mpitrain.training.run_event import RunEvent
     from mpitrain.training.step import Step
     from mpitrain.training.trainer import Trainer
 
