@@ -213,10 +213,11 @@ class Course:
 
     def _save(self) -> None:
         """Have saved what a later job can go on from: no other try of this one follows."""
-        trainer = self._trainer
-        for hook in self._keeping_first() if self._made is not None else ():
-            hook.before_end(trainer, self._made)
-        if self._made is None or not any(hook.keeps_state for hook in trainer.hooks):
+        trainer, made = self._trainer, self._made
+        if made is not None:
+            for hook in self._keeping_first():
+                hook.before_end(trainer, made)
+        if made is None or not any(hook.keeps_state for hook in trainer.hooks):
             trainer.world.print(f"mpitrain: nothing saves step {trainer.step_number}: add the hook mt.Checkpoint")
 
     def _end_run(self) -> None:

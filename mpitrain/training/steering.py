@@ -141,9 +141,8 @@ class Steering:
         else:
             outcome = order.number, trainer.step_number, True, text
             self.has_news = self.has_news or order.kind not in ("save", "stop")
-            size = trainer.world.size
-            about = {"teller": order.teller, "at": order.at}
-            trainer.tell(RunEvent(trainer.step_number, text, "told", (), size, seconds, **about))
+            number, size = trainer.step_number, trainer.world.size
+            trainer.tell(RunEvent(number, text, "told", (), size, seconds, teller=order.teller, at=order.at))
             trainer.world.print(f"mpitrain: {text}, after step {trainer.step_number} ({order.teller})")
         self._last = order.of, order.number
         self._outcomes = [*self._outcomes[1 - _MOST_OUTCOMES :], outcome]

@@ -1,4 +1,4 @@
-"""Shared by the tests of `mpitrain tell`: a training that goes on until a file says so, and the same with a schedule."""
+"""Shared by the tests of `mpitrain tell`: a training until a file says so, and the same with a schedule."""
 
 from __future__ import annotations
 
