@@ -163,9 +163,7 @@ def test_a_network_is_suspected_only_where_a_host_does_not_answer() -> None:
             report.processes = [] if host in asked else None
             report.unreachable = asked.get(host, [])
 
-    guards: Any = SimpleNamespace(
-        reports=reports, lost=set, look_at_ranks=dict, looking=threading.Lock(), look=look
-    )
+    guards: Any = SimpleNamespace(reports=reports, lost=set, look_at_ranks=dict, looking=threading.Lock(), look=look)
 
     def said() -> str:
         (line,) = Stalls([Place("a", 0, 1), Place("b", 1, 1)], guards).news()
