@@ -113,11 +113,10 @@ class Orders:
             guards.give(pending.plain())
 
     def _take(self, can: Mapping[str, Any]) -> None:
-        for number, step, is_applied, outcome in can["outcomes"]:
-            given = self._given[number - 1] if number <= len(self._given) else None
-            if given is not None and not given.outcome:
-                given.after_step, given.run, given.is_applied, given.outcome = step, can["run"], is_applied, outcome
-                given.run = given.run or 1
+        for number, run, step, is_applied, outcome in can["outcomes"]:
+            given = self._given[number - 1]
+            if not given.outcome:
+                given.run, given.after_step, given.is_applied, given.outcome = run, step, is_applied, outcome
         if not can["run"]:
             self._settle("the run of its Trainer has ended")
         self._changed.notify_all()

@@ -54,7 +54,7 @@ class Steering:
         self._replayed: Sequence[TrainingOrder] = ()  # of tries before
         self._replayed_until = 0
         self._known: dict[int, dict[str, Any]] = {}  # the orders of this launcher; another rank may lack the last
-        self._outcomes: list[tuple[int, int, bool, str]] = []
+        self._outcomes: list[tuple[int, int, int, bool, str]] = []  # number, run, step, whether it was applied, words
         self._run = 0
         self._paused_since = 0.0
 
@@ -65,8 +65,11 @@ class Steering:
             MismatchError: the ranks have declared other tunable values.
             ConfigError: the job has servers, and the state is that of a training whose learning rate was changed.
         """
-        world, self._run = trainer.world, run
-        world.agree("compare the tunable values", TUNABLES.lines())
+        world, self._run, activity = trainer.world, run, own_activity()
+        number = activity.order_number if activity else 0
+        there = world.agree("compare the tunable values", TUNABLES.lines(), detail=number)["detail"]
+        if run > 1:  # those that are there were given to the runs before
+            self.num_heard = max(self.num_heard, int(there.max()))
         if trainer.served and self.rate_factor != 1.0:
             raise everywhere(
                 ConfigError(
@@ -106,7 +109,7 @@ class Steering:
         for order in self._replayed:
             if (order.after_step or 0) <= trainer.step_number and not self._has(order):
                 self._apply(trainer, order, step)
-        if heard > self.num_heard:
+        if heard > self.num_heard and trainer.step_number >= self._replayed_until:  # in the order in which they came
             for order in self._gather(trainer):
                 self._apply(trainer, order, step)
         self.publish(trainer)
@@ -130,21 +133,25 @@ class Steering:
         return order.of == of and order.number <= number
 
     def _apply(self, trainer: Trainer, order: TrainingOrder, step: Step | None) -> None:
+        run, number = self._run, trainer.step_number
         if self._has(order):  # the launcher has not heard of it, because a rank failed
-            self._outcomes.append((order.number, trainer.step_number, True, "it was applied before"))
+            self._note_outcome((order.number, run, number, True, "it was applied before a restart"))
             return
         seconds = time.monotonic() - self._paused_since if order.kind in ("resume", "stop") and self.pause else 0.0
         try:
             text = self._do(trainer, order, step)
         except ConfigError as error:
-            outcome = order.number, trainer.step_number, False, str(error)[:_MOST_OUTCOME_CHARACTERS]
+            outcome = order.number, run, number, False, str(error)[:_MOST_OUTCOME_CHARACTERS]
         else:
-            outcome = order.number, trainer.step_number, True, text
+            outcome = order.number, run, number, True, text
             self.has_news = self.has_news or order.kind not in ("save", "stop")
-            number, size = trainer.step_number, trainer.world.size
+            size = trainer.world.size
             trainer.tell(RunEvent(number, text, "told", (), size, seconds, teller=order.teller, at=order.at))
-            trainer.world.print(f"mpitrain: {text}, after step {trainer.step_number} ({order.teller})")
+            trainer.world.print(f"mpitrain: {text}, after step {number} ({order.teller})")
         self._last = order.of, order.number
+        self._note_outcome(outcome)
+
+    def _note_outcome(self, outcome: tuple[int, int, int, bool, str]) -> None:
         self._outcomes = [*self._outcomes[1 - _MOST_OUTCOMES :], outcome]
 
     def _do(self, trainer: Trainer, order: TrainingOrder, step: Step | None) -> str:

@@ -93,10 +93,10 @@ def test_what_was_told_before_a_restart(world: World, tunables: Tunables) -> Non
         of_another_run = {**common, "number": 3, "value": "7", "after_step": 1, "run": run + 1000}
         return json.dumps([first, second, of_another_run])
 
-    def rates(begin: Trainer | None, last: int) -> tuple[list[float], Trainer]:
+    def rates(begin: Trainer | None, last: int, *hooks: Hook) -> tuple[list[float], Trainer]:
         record, run = Record(), the_job().num_runs + 1
         object.__setattr__(world.context, "orders", orders(run))
-        trainer = Trainer(builder(60, 20), [StopAtStep(last), record])
+        trainer = Trainer(builder(60, 20), [StopAtStep(last), record, *hooks])
         if begin is not None:
             trainer.restore(begin.state())
         trainer.run()
@@ -108,6 +108,10 @@ def test_what_was_told_before_a_restart(world: World, tunables: Tunables) -> Non
         assert first == [RATE] * 3 + [RATE * 0.5]
         second, _ = rates(trainer, 7)  # the state has the first order already
         assert second == [RATE * 0.5] + [RATE * 2.0] * 2
+        if world.size > 1:  # a new order waits for those that came before it
+            order = {"number": 4, "kind": "rate", "value": "10"}
+            third, _ = rates(None, 7, Told({1: (0, order)}))
+            assert third == [RATE] * 3 + [RATE * 0.5] * 2 + [RATE * 20.0] * 2
     finally:
         object.__setattr__(world.context, "orders", before)
 
