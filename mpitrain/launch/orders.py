@@ -183,7 +183,8 @@ class Orders:
 
     def _step(self) -> int:
         records = self._guards.records() if self._guards is not None else {}
-        return max((record.step for record in records.values()), default=0)
+        # A try that begins in a pause has not begun a step.
+        return max([record.step for record in records.values()] + [int(self._can.get("step", 0))])
 
     def _doing(self) -> str:
         """What the ranks wait in, or are busy with."""

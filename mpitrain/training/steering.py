@@ -86,6 +86,8 @@ class Steering:
         if self.pause and (trainer.served or not world.context.roll_call):
             world.print(f"mpitrain: the training was {self.words}. No launcher could resume it here, so it goes on")
             self.pause = {}
+        elif self.pause:
+            world.print(f"mpitrain: the training is {self.words}; `mpitrain tell JOB resume` lets it go on")
         TUNABLES.changed = lambda: self.publish(trainer)
         if self.is_due(trainer.step_number, 0):
             self.obey(trainer, 0)
@@ -215,6 +217,7 @@ class Steering:
                 json.dumps(
                     {
                         "run": self._run,
+                        "step": trainer.step_number,
                         "rate_factor": self.rate_factor,
                         "paused": self.words if self.pause else "",
                         "saves": any(hook.keeps_state for hook in trainer.hooks),
