@@ -173,7 +173,7 @@ class Course:
         if steering.saves and self._made is not None:
             self._end_round()
             for hook in self._keeping_first():
-                hook.save(self._trainer, self._made)
+                hook.save_now(self._trainer, self._made)
         steering.saves = False
 
     def _obey_in_pause(self, heard: int) -> None:

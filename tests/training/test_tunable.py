@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from mpitrain.errors import CheckpointError, ConfigError
+from mpitrain.training.steering import checked_factor
 from mpitrain.training.tunable import Tunables
 
 
@@ -107,6 +108,17 @@ def test_a_declaration_with_another_type_than_in_the_state() -> None:
     tunables.restore({"x": 0.3})
     with pytest.raises(CheckpointError, match=r"x=0\.3, and the script declares tunable\('x', 1\)"):
         tunables.declare("x", 1)
+
+
+@pytest.mark.parametrize(("text", "factor"), [("0.5", 0.5), ("0.5x", 0.5), ("2", 2.0), ("1e-3x", 0.001)])
+def test_a_factor_of_the_learning_rate(text: str, factor: float) -> None:
+    assert checked_factor(text) == factor
+
+
+@pytest.mark.parametrize("text", ["0", "-1", "inf", "nan", "half", "x", "", "0.5 x 2"])
+def test_a_factor_that_is_not_allowed(text: str) -> None:
+    with pytest.raises(ConfigError, match="allowed is a finite number above 0"):
+        checked_factor(text)
 
 
 def test_a_declaration_is_told() -> None:

@@ -145,7 +145,7 @@ class Checkpoint(Hook):
         with world.together("save a checkpoint"):
             self._begin(trainer, step, score, own)
 
-    def save(self, trainer: Trainer, step: Step) -> None:
+    def save_now(self, trainer: Trainer, step: Step) -> None:
         """See Hook. Raises as after_step. Waits for an earlier write, and not for the one of this step."""
         self._wait(trainer.world, float("inf"))
         self._begin_if_new(trainer, step)

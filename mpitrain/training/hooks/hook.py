@@ -65,7 +65,7 @@ class Hook:
         `after_run` is not called then.
         """
 
-    def save(self, trainer: Trainer, step: Step) -> None:
+    def save_now(self, trainer: Trainer, step: Step) -> None:
         """Is called after `after_step` of all hooks if `mpitrain tell JOB save` wants `step` saved. On every rank."""
 
     def close(self) -> None:
