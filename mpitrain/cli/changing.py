@@ -37,7 +37,8 @@ def show_answer(
     lines = [f"job {job}: {answer['refused']}"] if answer else list(wrong.values())
     if not answer:
         where = ", ".join(machines)
-        lines.append(f"no launcher of a job {job} of yours is on {where}. `mpitrain ps` lists the jobs")
+        listed = "`mpitrain ps` lists the jobs; one under plain mpiexec has no launcher"
+        lines.append(f"no launcher of a job {job} of yours is on {where}. {listed}")
     for line in lines:
         print(f"mpitrain {command}: {line}", file=sys.stderr)
     return 1
