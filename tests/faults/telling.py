@@ -107,9 +107,12 @@ def steps_of(folder: Path) -> list[list[Any]]:
     return steps
 
 
+def rows_of(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "record" / "metrics.jsonl").read_text().splitlines()]
+
+
 def events_of(folder: Path) -> list[dict[str, Any]]:
-    rows = map(json.loads, (folder / "record" / "metrics.jsonl").read_text().splitlines())
-    return [event for row in rows for event in row.get("events", [])]
+    return [event for row in rows_of(folder) for event in row.get("events", [])]
 
 
 class Teller:
