@@ -158,6 +158,19 @@ def test_a_rank_is_killed_in_a_pause(tmp_path: Path) -> None:
     assert steps[0][0] > 1
 
 
+def test_the_run_ends_in_a_pause(tmp_path: Path) -> None:
+    """The hooks have seen the step already, so only the save is missing."""
+    paused: list[int] = []
+
+    def during(teller: Teller) -> None:
+        paused.append(teller.applied("pause"))
+        assert teller.applied("stop") == paused[0]
+
+    succeeded(train(tmp_path, during, source=script(hooks=CHECKPOINT)))
+    assert [row[0] for row in steps_of(tmp_path)] == list(range(1, paused[0] + 1))
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == [f"step-{paused[0]:08d}"]
+
+
 def test_the_others_go_on_in_a_pause(tmp_path: Path) -> None:
     """With --recover, a rank is lost after two orders. The others are still paused, and have obeyed each order once."""
     paused: list[int] = []
