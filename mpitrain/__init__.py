@@ -70,6 +70,8 @@ if TYPE_CHECKING:
     from mpitrain.training.schedules import warmup_cosine as warmup_cosine
     from mpitrain.training.step import Step as Step
     from mpitrain.training.trainer import Trainer as Trainer
+    from mpitrain.training.tunable import Tunable as Tunable
+    from mpitrain.training.tunable import tunable as tunable
     from mpitrain.training.writers.csv_table import Csv as Csv
     from mpitrain.training.writers.json_lines import JsonLines as JsonLines
     from mpitrain.training.writers.tensorboard import TensorBoard as TensorBoard
@@ -130,6 +132,7 @@ _HOME = {
     "TensorBoard": "training.writers.tensorboard",
     "Throughput": "training.meters.throughput",
     "Trainer": "training.trainer",
+    "Tunable": "training.tunable",
     "Workers": "training.meters.workers",
     "World": "world",
     "clip_by_global_norm": "training.flat_optimizer",
@@ -139,6 +142,7 @@ _HOME = {
     "init": "job.start",
     "keep": "training.keep",
     "make_strategy": "strategies",
+    "tunable": "training.tunable",
     "warmup_cosine": "training.schedules",
 }
 # Like the names above, but not in __all__: `from mpitrain import *` would load a framework, which may not be installed.

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy
 
-from mpitrain.adapters.adapter import Adapter, OnGradient, OptimizerShard, divided_of, sharded_of
+from mpitrain.adapters.adapter import Adapter, OnGradient, OptimizerShard, divided_of, scaled_of, sharded_of
 from mpitrain.arrays import Array
 from mpitrain.errors import ConfigError, GradientError
 from mpitrain.exchange.bucket import Parameter
@@ -131,10 +131,7 @@ class Accumulate:
         Raises:
             ConfigError: the adapter cannot scale the learning rate of one step.
         """
-        adapter: Any = self._adapter
-        if not hasattr(adapter, "scale_next_rate"):
-            raise ConfigError(f"{type(adapter).__name__} has no method scale_next_rate(factor); ArrayFunction has it")
-        adapter.scale_next_rate(factor)
+        scaled_of(self._adapter).scale_next_rate(factor)
 
     def divisions(self, num_servers: int) -> tuple[Division, Division]:
         """See DividedAdapter.

@@ -226,6 +226,33 @@ class ShardedAdapter(Adapter, Protocol):
         ...
 
 
+@runtime_checkable
+class ScaledAdapter(Adapter, Protocol):
+    """An Adapter whose learning rate can be multiplied by a number, in one step."""
+
+    def scale_next_rate(self, factor: float) -> None:
+        """Let the next `apply_gradients` multiply its learning rate by this number, a finite one of at least 0.
+
+        Raises:
+            ConfigError: the optimizer cannot do this.
+        """
+        ...
+
+
+def scaled_of(adapter: Adapter) -> ScaledAdapter:
+    """Return an adapter whose learning rate can be multiplied.
+
+    Raises:
+        ConfigError: this one's cannot.
+    """
+    if not isinstance(adapter, ScaledAdapter):
+        raise ConfigError(
+            f"{type(adapter).__name__} has no method scale_next_rate(factor), so the learning rate of one step cannot "
+            "be multiplied; ArrayFunction and TorchModule have it"
+        )
+    return adapter
+
+
 def sharded_of(adapter: Adapter) -> ShardedAdapter:
     """Return an adapter whose optimizer can be divided between ranks.
 

@@ -61,6 +61,11 @@ class ArrayShard:
             gradients[one] = self._flat[one]
         return rate
 
+    def scale_next_rate(self, factor: float) -> None:
+        """See ArrayFunction: mt.Sgd, mt.Adam and mt.AdamW, which alone can be divided, have it."""
+        optimizer: Any = self._optimizer
+        optimizer.scale_next_rate(factor)
+
     def measure_gradient_norm(self) -> None:
         """See Optimizer."""
         self._optimizer.measure_gradient_norm()

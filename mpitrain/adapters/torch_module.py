@@ -232,6 +232,10 @@ class TorchModule(DividedModule):
         self._buffers.settle_others([note or () for note in remarks.notes])
         return rate
 
+    def scale_next_rate(self, factor: float) -> None:
+        """See ArrayFunction. The rates of all groups of the optimizer are multiplied."""
+        self._optimizer.scale_next_rate(factor)
+
     def shard(self, owned: Owned, norm_of_all: Callable[[float], float]) -> OptimizerShard:
         """See ShardedAdapter. From now on, the optimizer has pieces of the parameters in their place.
 

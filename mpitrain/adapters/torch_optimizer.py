@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy
@@ -50,6 +51,7 @@ class ScheduledOptimizer:
         self._last_norm: float | None = None
         self._norm_of_all: Callable[[float], float] | None = None
         self._given_rate: float | None = None
+        self._rate_factor = 1.0
 
     def step(self, gradients: Sequence[numpy.ndarray]) -> float:
         """Clip, make one step, and return its rate.
@@ -64,7 +66,10 @@ class ScheduledOptimizer:
         self._clip(gradients)
         rate = self._next_rate() if self._given_rate is None else self._given_rate
         self._given_rate = None
-        self._optimizer.step()
+        with self._scaled():
+            self._optimizer.step()
+        rate *= self._rate_factor
+        self._rate_factor = 1.0
         self._steps += 1
         if isinstance(self._schedule, Scheduler):
             self._schedule.step()
@@ -79,6 +84,24 @@ class ScheduledOptimizer:
             for group in groups:
                 _set_rate(group, rate)
         return float(groups[0]["lr"])
+
+    def scale_next_rate(self, factor: float) -> None:
+        """Let the next `step` multiply the rates of all groups by this number, a finite one of at least 0."""
+        check("factor of the learning rate", factor, "a finite number >= 0", factor >= 0)
+        self._rate_factor = float(factor)
+
+    @contextmanager
+    def _scaled(self) -> Iterator[None]:
+        """Inside, the groups have the rates of this step. A schedule of PyTorch reads the others afterwards."""
+        groups = self._optimizer.param_groups if self._rate_factor != 1.0 else []
+        before = [float(group["lr"]) for group in groups]
+        for group, rate in zip(groups, before, strict=True):
+            _set_rate(group, rate * self._rate_factor)
+        try:
+            yield
+        finally:
+            for group, rate in zip(groups, before, strict=True):
+                _set_rate(group, rate)
 
     def take_norm_of_all(self, norm_of_all: Callable[[float], float]) -> None:
         """From now on, gradients are those of one server, and this function returns the norm of those of all."""
@@ -104,12 +127,14 @@ class ScheduledOptimizer:
     def plan_update(self) -> dict[str, Any]:
         """See DividedAdapter. The plan has all options of the groups, which a schedule or a hook may have set."""
         rate, groups = self._next_rate(), groups_of(self._optimizer)
-        return {"step": self._steps, "rate": rate, "groups": groups, "measures_norm": self._measures_norm}
+        plan = {"step": self._steps, "rate": rate, "groups": groups, "measures_norm": self._measures_norm}
+        return {**plan, "rate_factor": self._rate_factor}
 
     def follow_plan(self, plan: Mapping[str, Any]) -> None:
         """See DividedAdapter."""
         restore_groups(self._optimizer, plan["groups"])
         self._steps, self._given_rate, self._measures_norm = plan["step"], plan["rate"], plan["measures_norm"]
+        self._rate_factor = plan["rate_factor"]
 
     def _clip(self, gradients: Sequence[numpy.ndarray]) -> None:
         self._last_norm = None

@@ -32,6 +32,7 @@ COMMANDS = {
     "ps": "mpitrain.cli.ps",
     "top": "mpitrain.cli.top",
     "kill": "mpitrain.cli.kill",
+    "tell": "mpitrain.cli.tell",
     "join": "mpitrain.cli.join",
     "leave": "mpitrain.cli.leave",
     "serve": "mpitrain.cli.serve",

@@ -20,6 +20,7 @@ class Means:
         cause: for a step that may be skipped: the error that `finish` would have raised if a rank's gradients hold NaN
             or infinity. The values are then not means.
         remarks: which parameters the ranks did not use, and the notes that they gave to `finish`.
+        order_number: the number of the newest order for the training that any rank has heard of; 0: none has.
     """
 
     loss: float
@@ -27,6 +28,7 @@ class Means:
     overlap: Overlap
     cause: NonFiniteError | None = None
     remarks: Remarks = field(default_factory=Remarks)
+    order_number: int = 0
 
     @property
     def is_finite(self) -> bool:

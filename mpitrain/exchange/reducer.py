@@ -304,7 +304,8 @@ class GradientReducer:
         # A rank with a problem has voted with the problem's detail instead of its mark.
         marks = None if codes.any() else vote.records["detail"].tolist()
         remarks = gather_remarks(self._world, told, marks, self._weights)
-        return Means(loss, self._total, self._stopwatch.end(), cause, remarks)
+        heard = int(max(vote.records["weight"].tolist()))
+        return Means(loss, self._total, self._stopwatch.end(), cause, remarks, heard)
 
     def state(self) -> dict[str, Any]:
         """Return what this rank alone keeps from step to step, for a checkpoint.

@@ -11,6 +11,7 @@ from mpitrain.exchange.on_device import DeviceBuckets
 from mpitrain.exchange.on_host import HostBuckets
 from mpitrain.exchange.remarks import Told, mark_of
 from mpitrain.waiting.agreement import Agreement
+from mpitrain.watching.activity import num_orders
 from mpitrain.world import World
 
 GOOD, MISSING, NON_FINITE, NON_FINITE_LOSS = 0, 1, 2, 3  # what a rank reports
@@ -20,6 +21,8 @@ def begin_vote(
     world: World, missing: Collection[int], non_finite: int, loss: float, weight: float, told: Told, *, may_skip: bool
 ) -> Agreement:
     """Begin the vote with this rank's findings, without waiting. The records also carry the losses and the marks.
+
+    In place of a weight, they carry the number of the newest order for the training that each rank has heard of.
 
     Args:
         missing: parameters whose gradients were not handed in.
@@ -36,7 +39,8 @@ def begin_vote(
     elif weight and not may_skip and not math.isfinite(loss):
         code = NON_FINITE_LOSS
     operation = "end of a step that may be skipped" if may_skip else "end of step"
-    return world.begin_agreement(operation, value=weight * loss if weight else 0.0, code=code, detail=detail)
+    value, heard = weight * loss if weight else 0.0, float(num_orders())
+    return world.begin_agreement(operation, value=value, weight=heard, code=code, detail=detail)
 
 
 def objection(world: World, vote: Agreement, layout: Layout, place: DeviceBuckets | HostBuckets) -> GradientError:

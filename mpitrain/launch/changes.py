@@ -1,4 +1,4 @@
-"""Changes of the hosts of a running job: receives the wishes, and answers them.
+"""Changes of the hosts of a running job: answers the wishes.
 
     wish ─> can it be? ─┬─> "accepted" ─> the next try starts, on other hosts (successor.py) ─> keepers ─> ranks end
                         │                                                               after their next copy
@@ -13,7 +13,6 @@ If the next try cannot start beside the present one, it starts when the present 
 
 from __future__ import annotations
 
-import os
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -26,10 +25,8 @@ from mpitrain.launch.events import say
 from mpitrain.launch.keepers import Keepers
 from mpitrain.launch.kept import LEAVES, PREPARES, SAVES, STAYS
 from mpitrain.launch.placement import Placement
-from mpitrain.launch.roster import launcher_name
 from mpitrain.launch.successor import Successor
 from mpitrain.launch.verdict import Limits
-from mpitrain.launch.wishes import listen, serve
 from mpitrain.watching.ranges import rank_ranges
 
 _LOOK_SECONDS = 0.2
@@ -77,7 +74,6 @@ class Changes:
         self._next: tuple[Change, Successor] | None = None
         self._taken: Successor | None = None  # the newest that has been taken; perhaps it has not been run to its end
         self._prepared_since = 0.0
-        self._listener = listen(launcher_name(os.getpid()))
         self._hosts: Placement | None = None
         self._now_on: Placement | None = None
         self._change: Change | None = None
@@ -86,23 +82,15 @@ class Changes:
         self._heeded: set[int] = set()  # the ranks of this try of which that is known
         self._lock = threading.Lock()
         self._stop = threading.Event()
-        # Two, because to ask a host that is to join may take as long as a rank waits for an answer.
-        serves = self._listener, self.answer, self._stop
-        self._threads = [
-            threading.Thread(target=serve, args=serves, name="wishes", daemon=True),
-            threading.Thread(target=self._look, name="changes", daemon=True),
-        ]
+        self._thread = threading.Thread(target=self._look, name="changes", daemon=True)
 
     def __enter__(self) -> Changes:
-        for thread in self._threads:
-            thread.start()
+        self._thread.start()
         return self
 
     def __exit__(self, *_: object) -> None:
         self._stop.set()
-        for thread in self._threads:
-            thread.join(2 * _LOOK_SECONDS)  # the first may be asking a host, which takes longer
-        self._listener.close()
+        self._thread.join(2 * _LOOK_SECONDS)
         self._close_next()
         if self._taken is not None:
             self._taken.close()

@@ -16,6 +16,8 @@ come with it, and must run with old Pythons. Both sides send one JSON object per
     launcher: {"paths": [path...]}                guard: {"paths": {path: facts.look_at_paths(...)}}
     launcher: {"look": 1}                         guard: {"seen": [view.RankView..., with stacks]}
     launcher: {"watch": seconds}                  guard: {"ranks": ...} as often, with their states, for some seconds
+    launcher: {"look": "all"}, with the stacks of all ranks
+    launcher: {"order": as orders.py says}, for the ranks
     launcher: {"processes": 1}                    guard: {"processes": [[pid, state, command line]...],
                                                          "unreachable": [host...]}
     launcher: {"end": linger_seconds}             guard: {"ended": [[pid, command line]...], "immortal": [...],
@@ -88,6 +90,7 @@ class Guard:
         self._memory_kills = MemoryKills()
         self._kernel: dict[int, str] = {}  # by process: what the kernel says about its end
         self._watch_seconds, self._watched_until = _BEAT_SECONDS, 0.0
+        self._order: dict[str, Any] | None = None
 
     def run(self) -> None:
         """Run until the job is over."""
@@ -107,6 +110,8 @@ class Guard:
                     return
             if self._hearing.is_lost(has_come=0 in ready):
                 break
+            if self._order is not None:
+                self._census.give(self._order)
             if not self._is_idle and now - self._files_looked >= _BEAT_SECONDS / 2:  # a look reads all of /proc
                 self._files_looked = now
                 self._look_at_files()
@@ -163,14 +168,15 @@ class Guard:
                 processes = [[pid, process_state(pid), command_line(pid)] for pid in sorted(self._job.find())]
                 send({"processes": processes, "unreachable": unreachable(self._peers)})
             if "look" in message:
-                send({"seen": [to_json(view) for view in self._look_at_ranks()]})
+                send({"seen": [to_json(view) for view in self._look_at_ranks(is_whole=message["look"] == "all")]})
+            self._order = message.get("order", self._order)
         return False
 
-    def _look_at_ranks(self) -> list[RankView]:
+    def _look_at_ranks(self, *, is_whole: bool) -> list[RankView]:
         views = {view.record.rank: view for view in self._census.views()}
         for rank, pid in self._ranks_by_variable().items():
             views.setdefault(rank, RankView(RankRecord(rank), pid))
-        return look_at(views.values())
+        return look_at(views.values(), is_whole=is_whole)
 
     def _ranks_by_variable(self) -> dict[int, int]:
         """Find the processes that the launcher started as ranks, even if they have not called init() yet."""

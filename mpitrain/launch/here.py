@@ -17,6 +17,7 @@ from mpitrain.launch.keepers import Keepers
 from mpitrain.launch.live import Live
 from mpitrain.launch.live_folder import socket_of
 from mpitrain.launch.live_try import LiveTry
+from mpitrain.launch.orders import Orders
 from mpitrain.launch.reserve import Reserve
 from mpitrain.launch.variables import absent
 from mpitrain.launch.watch import Guards
@@ -35,6 +36,7 @@ def run(
     keepers: Keepers | None,
     reserve: Reserve | None,
     live: Live,
+    orders: Orders,
     meanwhile: Callable[[], None],
 ) -> Ended:
     """Start the job and see to its end.
@@ -45,6 +47,7 @@ def run(
         keepers: of the job; None: it is not started again.
         reserve: the spares that become the ranks, if there are any.
         live: lets others watch the job.
+        orders: what tellers tell the job.
         meanwhile: is called some times a second while the job runs.
 
     Raises:
@@ -70,6 +73,7 @@ def run(
             start_seconds=0.0,
             recovers=bool(context.recover),
             reserve=reserve,
+            orders=orders,
         )
         program = job.program if reserve is None else reserve.stub(job.program)
         with live.showing(context.job, LiveTry(job, guards)):

@@ -110,6 +110,7 @@ class Run:
                 if self._mpiexec is None:
                     self._start()
                 assert self._mpiexec is not None
+                self._watched.lead()
                 self._release()
                 self._watch(self._mpiexec, meanwhile)
                 left = self._end(self._mpiexec)

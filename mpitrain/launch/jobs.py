@@ -5,6 +5,7 @@ A job that has lost its launcher is kept for a while: its ranks have ended, and 
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -63,6 +64,9 @@ class RunningJob:
             return f"{len(waits)} of {len(views)} ranks wait, since {min(waits):.0f} s"
         if views and all(view.record.status == ENDED for view in views):
             return "ends"
+        texts = [view.record.steering for view in views if view.record.steering]
+        if paused := texts and json.loads(texts[0]).get("paused"):
+            return str(paused)
         return self._state_of_server() if "here" in self.served else "runs"
 
     def _state_of_server(self) -> str:
@@ -192,7 +196,7 @@ def end_job(placement: Placement, token: str, *, keeps: bool = False) -> tuple[d
     return {host: [f"{pid} {line}" for pid, line in answer["left"]] for host, answer in answers.items()}, wrong
 
 
-def change_hosts(placement: Placement, token: str, wish: Mapping[str, Any]) -> tuple[dict[str, str], dict[str, str]]:
+def tell_launcher(placement: Placement, token: str, wish: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
     """Tell a job's launcher a wish (wishes.py). Return its answer, {} if none came; and why hosts were not asked."""
     answers, wrong = _ask(placement, {"change": token, "how": wish}, _CHANGE_SECONDS)
     return next((told["answer"] for told in answers.values() if told["answer"]), {}), wrong

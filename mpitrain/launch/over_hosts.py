@@ -25,6 +25,7 @@ from mpitrain.launch.keepers import Keepers
 from mpitrain.launch.live_folder import socket_of
 from mpitrain.launch.marking_ssh import marking_ssh
 from mpitrain.launch.masters import open_masters
+from mpitrain.launch.orders import Orders
 from mpitrain.launch.placement import Placement, refuse_crowds
 from mpitrain.launch.processes import STARTING, left_out
 from mpitrain.launch.reserve import Reserve
@@ -65,6 +66,7 @@ class JobOverHosts:
         start_seconds: float,
         from_file: Mapping[str, str],
         reserve: Reserve | None = None,
+        orders: Orders | None = None,
     ) -> None:
         """Nothing is started yet. What is opened here is closed with `stack`.
 
@@ -75,11 +77,12 @@ class JobOverHosts:
             start_seconds: the time within which all ranks must have started; 0: no limit.
             from_file: variables of --env-file, already set; the devices that they name must exist on all hosts.
             reserve: the spares that become the ranks, if there are any.
+            orders: what tellers tell the job.
         """
         self.job = replace(job, context=identified(job.context, _FOLDER))
         self.guards: Guards
         self._stack, self._script, self._start_seconds, self._from_file = stack, script, start_seconds, from_file
-        self._reserve = reserve
+        self._reserve, self._orders = reserve, orders
         self._facts: Mapping[str, HostFacts] = {}
         self._agent = Path(stack.enter_context(tempfile.TemporaryDirectory()), "ssh")
         self._masters: Sequence[str] = ()  # options of ssh
@@ -153,7 +156,13 @@ class JobOverHosts:
         }
         path, recovers = Path(job.context.roll_call), bool(job.context.recover)
         watched = WatchedJob(
-            job.placement.places, self.guards, path, self._start_seconds, recovers=recovers, reserve=self._reserve
+            job.placement.places,
+            self.guards,
+            path,
+            self._start_seconds,
+            recovers=recovers,
+            reserve=self._reserve,
+            orders=self._orders,
         )
         return Run(_fitted(job, facts, pinning, added, self._reserve), watched)
 

@@ -141,6 +141,8 @@ def end(token: str, *, keeps: bool = False) -> dict[str, Any]:
 def change(token: str, wish: dict[str, Any]) -> dict[str, Any]:
     """Return what the launcher of a job answers to a wish (wishes.py); {} if it is not here."""
     parts = [job for job in jobs() if job["id"] == token and job["is_launched_here"]]
+    if any(job["is_served"] for job in parts) and "tell" in wish:
+        return {"refused": "it is of `mpitrain serve`, whose workers have no steps in common, so nothing can be told"}
     if any(job["is_served"] for job in parts):
         how = "`mpitrain work` adds one at any time, and Ctrl-C ends one"
         return {"refused": f"it is of `mpitrain serve`, whose workers come and go: {how}"}

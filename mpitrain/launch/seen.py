@@ -21,6 +21,9 @@ class SeenJob(Protocol):
     def begin(self) -> None:
         """Take note that mpiexec has been started."""
 
+    def lead(self) -> None:
+        """Take note that the ranks of this job are those that train: no try before this one does any more."""
+
     def news(self) -> list[str]:
         """Return what to tell the user now, one line per entry."""
 

@@ -68,9 +68,10 @@ class Stalls:
         return [view for view in views if view.record.rank not in lost]
 
     def _report(self, hang_seconds: float = 0.0) -> tuple[list[RankView], list[str]]:
-        silent = self._guards.look_at_ranks()
+        with self._guards.looking:
+            silent = self._guards.look_at_ranks()
+            seen = [view for host in self._guards.reports.values() for view in host.seen or []]
         lost = self._guards.lost()  # nobody waits for these any more
-        seen = [view for host in self._guards.reports.values() for view in host.seen or []]
         views = [view for view in seen if view.record.rank not in lost]
         there = lost | {view.record.rank for view in views}
         absent = {rank: place.host for place in self._places for rank in place.ranks if rank not in there}

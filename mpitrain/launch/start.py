@@ -35,11 +35,13 @@ from mpitrain.launch.kept import KEEPER_PREFIX
 from mpitrain.launch.launched import check_mpiexec
 from mpitrain.launch.libraries import VENDOR_NAMES, Mpiexec, describe_mpiexec, find_library, find_mpiexec
 from mpitrain.launch.live import Live
+from mpitrain.launch.orders import Orders
 from mpitrain.launch.placement import Placement, refuse_crowds
 from mpitrain.launch.reserve import Reserve
 from mpitrain.launch.roster import launcher_name
 from mpitrain.launch.successor import Successor
 from mpitrain.launch.supervisor import Pause, supervise
+from mpitrain.launch.tellers import Tellers
 from mpitrain.launch.tries import Tries
 from mpitrain.launch.tuning import glibc_version
 from mpitrain.launch.variables import is_of_login, read_env_file
@@ -187,7 +189,7 @@ def _supervise(
     """
 
     def run(where: Placement, pause: Pause | None) -> Ended:
-        context = replace(job.context, keeper=keepers.name if keepers else "")
+        context = replace(job.context, keeper=keepers.name if keepers else "", orders=orders.replay())
         if pause is not None:
             at = time.time() - (time.monotonic() - pause.since)
             step = pause.step or 0
@@ -196,7 +198,7 @@ def _supervise(
         meanwhile = changes.look if changes is not None else lambda: None
         if where.is_here:
             tries.forget()
-            ended = here.run(this_try, from_file, keepers, reserve, live, meanwhile)
+            ended = here.run(this_try, from_file, keepers, reserve, live, orders, meanwhile)
         else:
             ended = tries.run(this_try, meanwhile)
         if keepers is not None:
@@ -204,7 +206,8 @@ def _supervise(
         return ended
 
     def make(stack: ExitStack, this_try: JobSpec) -> over_hosts.JobOverHosts:
-        return over_hosts.JobOverHosts(stack, this_try, request.script, request.start_seconds, from_file, reserve)
+        script, seconds = request.script, request.start_seconds
+        return over_hosts.JobOverHosts(stack, this_try, script, seconds, from_file, reserve, orders)
 
     def prepare(where: Placement, cause: str) -> Successor | None:
         assert keepers is not None
@@ -221,6 +224,7 @@ def _supervise(
         over_hosts.check(placement, request.script, from_file)
 
     since = time.time() if heritage is None else float(heritage.estate["since"])
+    orders = Orders("it has servers and workers, which have no steps in common" if request.servers else "")
     with ExitStack() as stack:
         keepers = changes = intake = None
         live = stack.enter_context(Live(request.script, _arguments(request), since))
@@ -239,6 +243,7 @@ def _supervise(
             changes = stack.enter_context(Changes(keepers, request.limits, widen, check, prepare))
             if listed is not None:
                 intake = stack.enter_context(Intake(changes, request.limits, listed))
+        stack.enter_context(Tellers(orders, changes))
         tries = stack.enter_context(Tries(make, keepers, reserve, live))
         pause, away = (heritage.pause, heritage.away) if heritage else (None, ())
         return live.end(supervise(run, job.placement, request.limits, changes, intake, pause, away))

@@ -16,9 +16,11 @@ from mpitrain.launch.connections import SWEEP, Connection, connect
 from mpitrain.launch.host_report import HostReport
 from mpitrain.launch.keepers import Keepers
 from mpitrain.launch.marked import remove
+from mpitrain.launch.orders import Orders
 from mpitrain.launch.reserve import Reserve
 from mpitrain.launch.said import Said
 from mpitrain.launch.silence import PATIENCE_SECONDS, SILENCE_SECONDS, trouble
+from mpitrain.watching.hang_report import stacks_of
 
 BEAT_SECONDS = 1.0
 _SUSPENDED_SECONDS = SILENCE_SECONDS / 3  # after such a gap in its own time this process was suspended, not the hosts
@@ -41,6 +43,7 @@ class Guards(Said):
     Attributes:
         trouble: why the job must be ended, if it must.
         is_interrupted: a signal to the launcher ends the job.
+        looking: hold it while you look at the ranks and read what was seen.
     """
 
     def __init__(
@@ -59,6 +62,9 @@ class Guards(Said):
         self.trouble: str | None = None
         self.is_interrupted = False
         self._wishes, self._own, self._keepers, self._reserve = wishes, own, keepers, reserve
+        self._orders: Orders | None = None
+        self._order_number = 0  # of the newest order that was passed on
+        self.looking = threading.Lock()
         self._beaten = 0.0
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
@@ -74,6 +80,8 @@ class Guards(Said):
             self._stop.set()
         if self._thread is not None:
             self._thread.join(END_SECONDS)
+        if self._orders is not None:  # what became of an order may have come with the last reports
+            self._orders.look(self)
         connections = [*self._connections.values(), *self._closed]
         for connection in connections:
             connection.hang_up()
@@ -162,6 +170,17 @@ class Guards(Said):
         """Send `keepers` their beats from now on: the ranks of this job are those that train."""
         self._keepers = keepers
 
+    def take_orders(self, orders: Orders) -> None:
+        """The ranks of this job are those that train from now on: they get the orders."""
+        orders.lead(self)
+        self._orders = orders
+
+    def give(self, order: Mapping[str, Any]) -> None:
+        """Pass an order on to all ranks, once."""
+        if order["number"] != self._order_number:
+            self._order_number = order["number"]
+            self._send_all({"order": order})
+
     def interrupt(self) -> None:
         """Take note that a signal to the launcher ends the job, and tell the keepers soon."""
         self.is_interrupted = True
@@ -188,11 +207,21 @@ class Guards(Said):
         with self._lock:
             return {host: (self.reports[host], self.silence(one)) for host, one in self._connections.items()}
 
-    def look_at_ranks(self) -> dict[str, float]:
-        """Ask what every rank does. Return how long each silent host has been silent, in seconds."""
+    def stacks(self) -> list[str]:
+        """Return what every rank does now, with its stack, line by line."""
+        with self.looking:
+            silent = self.look_at_ranks(is_whole=True)
+            seen = [view for report in self.reports.values() for view in report.seen or []]
+        return stacks_of(seen, silent)
+
+    def look_at_ranks(self, *, is_whole: bool = False) -> dict[str, float]:
+        """Ask what every rank does. Return how long each silent host has been silent, in seconds.
+
+        With `is_whole`, all ranks are asked for their stacks.
+        """
         for report in self.reports.values():
             report.seen = None
-        self._send_all({"look": 1})
+        self._send_all({"look": "all" if is_whole else 1})
         deadline = time.monotonic() + _LOOK_SECONDS
         while time.monotonic() < deadline and any(
             self.reports[host].seen is None and self.silence(connection) < _SHORT_SILENCE_SECONDS
@@ -260,6 +289,8 @@ class Guards(Said):
             looked = now
             self._beat(now)
             self._exchange(now, BEAT_SECONDS / 4)
+            if self._orders is not None:
+                self._orders.look(self)
             judged = time.monotonic()
             # A wait in which this process was suspended may end without what has come meanwhile.
             if self.trouble is None and judged - now < _SUSPENDED_SECONDS:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from mpitrain.job.context import JobContext
 from mpitrain.launch.arrival import diagnosis, misplaced, problem
+from mpitrain.launch.orders import Orders
 from mpitrain.launch.placement import Place
 from mpitrain.launch.reserve import Reserve
 from mpitrain.launch.roster import launcher_name
@@ -33,13 +34,15 @@ class WatchedJob:
         *,
         recovers: bool = False,
         reserve: Reserve | None = None,
+        orders: Orders | None = None,
     ) -> None:
         """`path` is the roll call; all ranks must register within `start_seconds`, 0: no limit.
 
-        The job `recovers` if the loss of a rank does not end it. `reserve` has its spares, if it has any.
+        The job `recovers` if the loss of a rank does not end it. `reserve` has its spares, if it has any. `orders` has
+        what tellers tell it.
         """
         self.path = path
-        self._reserve = reserve
+        self._reserve, self._orders = reserve, orders
         self._recovers = recovers
         self._places, self._guards, self._start_seconds = places, guards, start_seconds
         self._stalls = Stalls(places, guards)
@@ -49,6 +52,11 @@ class WatchedJob:
         """Take note that mpiexec has been started."""
         self._since = time.monotonic()
         self._guards.start()
+
+    def lead(self) -> None:
+        """Take note that the ranks of this job are those that train."""
+        if self._orders is not None:
+            self._guards.take_orders(self._orders)
 
     def news(self) -> list[str]:
         """Return who waits for whom, if nothing has moved for long, and news of the spares; one line per entry."""

@@ -1,8 +1,10 @@
 """The way of a wish from a command to the launcher of a running job: the launcher's socket, and a message each way.
 
     command: {"leave": [host...]} or {"join": text}      launcher: {"accepted": text} or {"refused": text}
+    command: {"tell": an order, "from": host}            launcher: as Orders.answer says (orders.py)
 
-The socket has a name and no file, so it is gone with the launcher. Both sides serve the same user only.
+The socket has a name and no file, so it is gone with the launcher. Both sides serve the same user only. A thread
+answers each wish, because an answer may take a minute.
 
 Sent to hosts as text, with the roster. So this module must run with old Pythons.
 """
@@ -22,6 +24,8 @@ from mpitrain.launch.kept import receive, send, user_of
 _ANSWER_SECONDS = 60.0
 _MOST_WAITING = 8
 _MESSAGE_SECONDS = 5.0
+_MOST_ANSWERING = 32
+_LAST_SECONDS = 1.0  # a teller who still waits at the end of the job hears of it
 _LOOK_SECONDS = 0.2
 
 
@@ -38,36 +42,47 @@ def listen(launcher: str) -> socket.socket:
 
 
 def serve(
-    listener: socket.socket, answer: Callable[[Mapping[str, Any]], Mapping[str, Any]], stop: threading.Event
+    listener: socket.socket, answer: Callable[[Mapping[str, Any], int], Mapping[str, Any]], stop: threading.Event
 ) -> None:
-    """Answer the wishes that come, one after the other, until `stop`."""
+    """Answer the wishes that come, until `stop`. `answer` gets a wish and the user whose it is."""
+    answering: list[threading.Thread] = []
     listener.settimeout(_LOOK_SECONDS)
     fault = ""
     while not stop.is_set():
         try:
             line, _ = listener.accept()
         except TimeoutError:
+            answering = [one for one in answering if one.is_alive()]
             continue
         except OSError as error:
             if listener.fileno() < 0:  # closed
                 return
             if fault != str(error):
                 fault = str(error)
-                _say(f"no request to change the hosts can be heard now: {fault}")
+                _say(f"no `mpitrain tell`, `join` or `leave` can be heard now: {fault}")
             stop.wait(_LOOK_SECONDS)
             continue
-        with line:
-            _serve(line, answer)
+        if len(answering) >= _MOST_ANSWERING:
+            answering = [one for one in answering if one.is_alive()]
+        if len(answering) >= _MOST_ANSWERING:
+            line.close()
+            continue
+        answering.append(threading.Thread(target=_serve, args=(line, answer), name="wish", daemon=True))
+        answering[-1].start()
+    for one in answering:
+        one.join(_LAST_SECONDS)
 
 
-def _serve(line: socket.socket, answer: Callable[[Mapping[str, Any]], Mapping[str, Any]]) -> None:
-    try:
-        if user_of(line) != os.geteuid():
-            return
-        line.settimeout(_MESSAGE_SECONDS)
-        send(line, dict(answer(receive(line)[0])))
-    except Exception as error:  # nobody looks at a thread's error, and the next request may be answered
-        _say(f"a request to change the hosts could not be answered: {error!r}")
+def _serve(line: socket.socket, answer: Callable[[Mapping[str, Any], int], Mapping[str, Any]]) -> None:
+    with line:
+        try:
+            user = user_of(line)
+            if user != os.geteuid():
+                return
+            line.settimeout(_MESSAGE_SECONDS)
+            send(line, dict(answer(receive(line)[0], user)))
+        except Exception as error:  # nobody looks at a thread's error, and the next request may be answered
+            _say(f"a request of `mpitrain tell`, `join` or `leave` could not be answered: {error!r}")
 
 
 def ask(launcher: str, wish: Mapping[str, Any]) -> dict[str, Any]:
@@ -80,9 +95,6 @@ def ask(launcher: str, wish: Mapping[str, Any]) -> dict[str, Any]:
                 return {"refused": f"its socket belongs to user {user_of(line)}"}
             send(line, dict(wish))
             return receive(line)[0]
-    except ConnectionRefusedError:
-        text = "its hosts cannot change, because no keepers hold its state meanwhile; start the job with --restarts N"
-        return {"refused": text}
     except (OSError, ValueError) as error:
         return {"refused": f"its launcher does not answer: {error}"}
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy
 
-from mpitrain.adapters.adapter import Adapter, divided_of
+from mpitrain.adapters.adapter import Adapter, divided_of, scaled_of
 from mpitrain.arrays import Array, is_device_array
 from mpitrain.errors import ConfigError
 from mpitrain.exchange.bucket import Layout, Parameter, plan_layout
@@ -169,13 +169,10 @@ class ParameterStore:
 
 def check_rate_factor(adapter: Adapter) -> None:
     """Raise ConfigError unless the learning rate of one step can be scaled exactly."""
-    scaled: Any = adapter
-    if not hasattr(scaled, "scale_next_rate"):
-        raise ConfigError(
-            f"staleness_correction=True scales the learning rate of each update, and {type(adapter).__name__} has no "
-            "method scale_next_rate(factor); ArrayFunction has it. Leave the correction out, or lower the staleness"
-        )
-    scaled.scale_next_rate(1.0)
+    try:
+        scaled_of(adapter).scale_next_rate(1.0)
+    except ConfigError as error:
+        raise ConfigError(f"{error}. Leave staleness_correction=True out, or lower the staleness") from None
 
 
 def divisions_of(adapter: Adapter, num_servers: int) -> tuple[Division, Division]:

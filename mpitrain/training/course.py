@@ -24,6 +24,7 @@ from mpitrain.training.built import Built
 from mpitrain.training.checkpoint.names import host_copy
 from mpitrain.training.hooks.hook import Hook
 from mpitrain.training.hooks.named import restore_all, states_of
+from mpitrain.training.pause import wait_in_pause
 from mpitrain.training.run_event import RunEvent
 from mpitrain.training.state_copies import StateCopies
 from mpitrain.training.turn import end_try
@@ -53,7 +54,8 @@ class Course:
         self._job = job
         self._stage = _BUILD
         self._copies = StateCopies(0, 0)
-        self._noted: dict[int, tuple[dict[str, Any], int | None, dict[str, float]]] = {}
+        self._noted: dict[int, tuple[dict[str, Any], int | None, dict[str, float], dict[str, Any]]] = {}
+        self._made: Step | None = None
         self.is_running = False
 
     def build(self, world: World) -> None:
@@ -111,6 +113,7 @@ class Course:
             self._copies.close()
         if self._stage == _LEFT:
             end_try(self._trainer.step_number)
+        self._trainer.steering.end()
 
     def _begin_run(self) -> None:
         trainer = self._trainer
@@ -126,7 +129,8 @@ class Course:
             raise ConfigError("nothing ends this run; add the hook StopAtStep(number)")
         if trainer.served:
             trainer.served.begin_serving(trainer.data)
-        self._come_to(self._next_stage())
+        trainer.steering.begin(trainer, self._job.num_runs)
+        self._leave_or_stay(STAYS)
 
     def _before_step(self) -> None:
         self._trainer.metrics = {}
@@ -142,19 +146,46 @@ class Course:
             own = {} if keeps else trainer.strategy.own_state()
             # `state` has PowerSGD's factors: a sum replaces them, perhaps only on some ranks before a loss.
             self._before = trainer.data.state(), (own, trainer.strategy.state()) if own else None
-        self._made: Step = trainer.step()
+        self._made = trainer.step()
         self._come_to(_AFTER_STEP)
 
     def _after_step(self) -> None:
+        made, trainer = self._made, self._trainer
+        assert made is not None
+        if trainer.steering.is_due(made.number, trainer.order_number):  # first: it may end the run, and belongs to
+            trainer.steering.obey(trainer, trainer.order_number, made)  # the checkpoint of this step
         self._end_round()
         # A checkpoint holds what the other hooks have seen of the step.
         for hook in sorted(self._trainer.hooks, key=lambda hook: hook.keeps_state):
             if hook.keeps_state:  # one of the others may have ended the run
                 self._end_round()
-            self._prepare(hook, "after_step", self._made.number)
-            hook.after_step(self._trainer, self._made)
-        wish = self._copies.after_step(self._trainer)
+            self._prepare(hook, "after_step", made.number)
+            hook.after_step(trainer, made)
+        self._save_if_told()
+        wish = self._copies.after_step(trainer, is_due=trainer.steering.has_news)
+        trainer.steering.has_news = False
         self._note_copies()
+        self._leave_or_stay(wish)
+
+    def _save_if_told(self) -> None:
+        """Save what somebody has told to save now."""
+        steering = self._trainer.steering
+        if steering.saves and self._made is not None:
+            self._end_round()
+            for hook in self._keeping_first():
+                hook.save_now(self._trainer, self._made)
+        steering.saves = False
+
+    def _obey_in_pause(self, heard: int) -> None:
+        self._trainer.steering.obey(self._trainer, heard, self._made)
+        self._save_if_told()
+
+    def _leave_or_stay(self, wish: int) -> None:
+        """Come to the next stage, after a pause if there is one; or leave, if the launcher wishes it."""
+        trainer = self._trainer
+        if wish == STAYS and trainer.steering.pause and self._next_stage() == _BEFORE_STEP:
+            self._made = self._made or trainer.steering.paused_step()  # of the try before
+            wish = wait_in_pause(trainer, self._copies, self._obey_in_pause)
         if wish == SAVES:
             self._save()
         if wish == STAYS:
@@ -182,10 +213,11 @@ class Course:
 
     def _save(self) -> None:
         """Have saved what a later job can go on from: no other try of this one follows."""
-        trainer = self._trainer
-        for hook in self._keeping_first():
-            hook.before_end(trainer, self._made)
-        if not any(hook.keeps_state for hook in trainer.hooks):
+        trainer, made = self._trainer, self._made
+        if made is not None:
+            for hook in self._keeping_first():
+                hook.before_end(trainer, made)
+        if made is None or not any(hook.keeps_state for hook in trainer.hooks):
             trainer.world.print(f"mpitrain: nothing saves step {trainer.step_number}: add the hook mt.Checkpoint")
 
     def _end_run(self) -> None:
@@ -225,7 +257,8 @@ class Course:
         self._stage = stage
         if self._recovery:
             trainer = self._trainer
-            self._noted[stage] = states_of(trainer.hooks), trainer.last_step, dict(trainer.metrics)
+            steering = trainer.steering.note()
+            self._noted[stage] = states_of(trainer.hooks), trainer.last_step, dict(trainer.metrics), steering
 
     @property
     def _recovery(self) -> Recovery | None:
@@ -279,6 +312,7 @@ class Course:
             for hook in trainer.hooks:
                 hook.world_changed(trainer)
         if self._stage in (_AFTER_STEP, _BEFORE_STEP, _END):  # of its calls, some ranks have made more than others
-            states, trainer.last_step, metrics = self._noted[self._stage]
+            states, trainer.last_step, metrics, steering = self._noted[self._stage]
             trainer.metrics = dict(metrics)
+            trainer.steering.take_back(steering)
             restore_all(trainer.hooks, states)

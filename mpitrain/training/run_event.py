@@ -1,4 +1,4 @@
-"""RunEvent: a fault or a change of hosts did not end the training."""
+"""RunEvent: a fault or a change of hosts did not end the training, or somebody has told it something."""
 
 from __future__ import annotations
 
@@ -9,31 +9,37 @@ from typing import Any, Literal
 
 @dataclass(frozen=True)
 class RunEvent:
-    """The training has gone on after a fault or a change of hosts. The ranks agree on all values except `seconds`.
+    """The training has gone on after a fault, a change of hosts, or an order. The ranks agree on all but `seconds`.
 
     Attributes:
         after_step: the number of the last step that counts. The training went on with the next one.
-        text: what had happened, as in "rank 2 on lab1 was lost" or "lab2 leaves".
+        text: what had happened, as in "rank 2 on lab1 was lost", "lab2 leaves" or "the training is paused".
         source: where parameters, optimizer and position in the data came from: the ranks that were left, a copy in
-            memory, or a checkpoint on a disk.
+            memory, or a checkpoint on a disk. "told": they are the same, and `mpitrain tell` had told it something.
         lost_ranks: the ranks that were lost, by their numbers in the job.
         num_ranks: the number of ranks that went on.
         seconds: from the moment in which the fault was noticed, or the ranks stopped for the change, until the training
-            was ready for the next step.
+            was ready for the next step. For the end of a pause, how long the pause was. 0 for other orders.
         repeated_steps: the number of steps that had counted and were made again.
+        teller: for an order, who gave it, such as "ada on lab1".
+        at: for an order, when that was, in seconds since the epoch.
     """
 
     after_step: int
     text: str
-    source: Literal["ranks", "memory", "disk"]
+    source: Literal["ranks", "memory", "disk", "told"]
     lost_ranks: tuple[int, ...]
     num_ranks: int
     seconds: float
     repeated_steps: int = 0
+    teller: str = ""
+    at: float = 0.0
 
     def plain(self) -> dict[str, Any]:
-        """Return the fields, as JSON can hold them."""
-        return {**asdict(self), "lost_ranks": list(self.lost_ranks)}
+        """Return the fields, as JSON can hold them; `teller` and `at` only for an order."""
+        fields = {**asdict(self), "lost_ranks": list(self.lost_ranks)}
+        left_out = () if self.teller else ("teller", "at")
+        return {name: value for name, value in fields.items() if name not in left_out}
 
     @classmethod
     def from_plain(cls, fields: Mapping[str, Any]) -> RunEvent:

@@ -139,8 +139,8 @@ class StateCopies:
                 trained.restore(kept.read().state)
         return kept.step if kept.step > self._first_step else 0
 
-    def after_step(self, trained: Copied) -> int:
-        """Copy the state, if it is time to. Collective; call it when all hooks have seen the step.
+    def after_step(self, trained: Copied, *, is_due: bool = False) -> int:
+        """Copy the state, if it is time to, or `is_due`. Collective; call it when all hooks have seen the step.
 
         Return, on all ranks alike, what the launcher wishes. LEAVES: this try is to end here, and another one goes on
         from this copy on other hosts. SAVES: no other one follows. STAYS: the training goes on.
@@ -152,13 +152,14 @@ class StateCopies:
             self._enter(trained)
         step, world = trained.step_number, trained.world
         fixed = world.config.memory_steps
-        is_due = step % fixed == 0 if fixed else not self._has_copied or step >= self._last_step + self.steps
+        if not is_due:
+            is_due = step % fixed == 0 if fixed else not self._has_copied or step >= self._last_step + self.steps
         if not self.steps or not (is_due or step == trained.last_step):
             return STAYS
         step_seconds = (time.perf_counter() - self._last_seconds) / max(1, step - self._last_step)
         copy_seconds, problem = self._copy(trained)
         asking = time.perf_counter()
-        wish = self._wish(world)
+        wish = self.wish()
         copy_seconds += time.perf_counter() - asking
         is_refused = self._is_refused and is_first_of_node(world)
         of_ranks = world.allgather((copy_seconds, step_seconds, is_refused, wish, problem))
@@ -245,9 +246,9 @@ class StateCopies:
             say(world, f"the state is not copied to memory here, so a restart may go on from an older one: {error}")
         return time.perf_counter() - began - waited, ""
 
-    def _wish(self, world: World) -> int:
+    def wish(self) -> int:
         """What this rank's keeper asks for at a copy. Only the first run of a script can end in this way."""
-        if self._run != 1 or self._line is None or not is_first_of_node(world):
+        if self._run != 1 or self._line is None or self._world is None or not is_first_of_node(self._world):
             return STAYS
         try:
             return max(STAYS, self._line.wish())

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from mpitrain.adapters.adapter import scaled_of
 from mpitrain.cuda.shortage import memory_explained
 from mpitrain.cuda.streams import wait_for_work
 from mpitrain.errors import CheckpointError, ConfigError, NonFiniteError, everywhere
@@ -22,6 +23,7 @@ from mpitrain.training.hooks.named import refuse_others, restore_all, states_of
 from mpitrain.training.non_finite import located
 from mpitrain.training.parts import Parts
 from mpitrain.training.run_event import RunEvent
+from mpitrain.training.steering import Steering
 from mpitrain.training.step import Step
 from mpitrain.verify.observe import observed
 from mpitrain.watching.activity import own_activity
@@ -44,6 +46,8 @@ class Trainer:
             before it goes on with their exchange.
         hooks: as given.
         metrics: what hooks have given to `report` for the last step, by name.
+        steering: what somebody has told this training with `mpitrain tell`.
+        order_number: the number of the newest order that a rank has heard of, the same on all ranks.
     """
 
     def __init__(self, build: Callable[[World], Parts], hooks: Sequence[Hook] = (), world: World | None = None) -> None:
@@ -68,6 +72,8 @@ class Trainer:
         self.times_own_work = False
         self._updated = 0.0  # when a server has made its last update
         self.metrics: dict[str, float] = {}
+        self.steering = Steering()
+        self.order_number = 0
         job = the_job()
         self._activity = own_activity()  # a script need not have called init(): without the job there would be none
         self._course = Course(self, self._built, self._begin, job)
@@ -165,7 +171,7 @@ class Trainer:
             self._activity.report(metrics)
 
     def tell(self, event: RunEvent) -> None:
-        """Tell the hooks that the training has gone on after a fault. Every rank makes the same call."""
+        """Tell the hooks that the training has gone on after a fault or an order. Every rank makes the same call."""
         for hook in self.hooks:
             hook.went_on(self, event)
 
@@ -199,6 +205,8 @@ class Trainer:
                 wait_for_work(next(iter(self.adapter.parameters().values())))
             finishing = time.perf_counter()
             own_seconds = finishing - started
+            if self.steering.rate_factor != 1.0:
+                scaled_of(self.adapter).scale_next_rate(self.steering.rate_factor)
             try:
                 means, learning_rate = self.strategy.finish_step(self.adapter, loss)
             except NonFiniteError as error:
@@ -210,6 +218,7 @@ class Trainer:
                     loss=loss if weight else 0.0,
                     parameters=self.adapter.parameters(),
                 ) from None
+        self.order_number = means.order_number
         if spans:
             updating = finishing + means.overlap.exposed_seconds
             spans.add("compute", "update", updating, time.perf_counter(), step=self.step_number + 1)
@@ -256,6 +265,7 @@ class Trainer:
             "adapter": self.adapter.state(),
             "strategy": self.strategy.state(),
             "hooks": states_of(self.hooks),
+            **({"steering": steering} if (steering := self.steering.state()) else {}),
         }
 
     def restore(self, state: dict[str, Any]) -> None:
@@ -271,6 +281,7 @@ class Trainer:
         data, strategy, of_strategy = self.data.state(), self.strategy.state(), state.get("strategy", {})
         hooks = [(hook, hook.state()) for hook in self.hooks]
         check = getattr(self.strategy, "check", None)  # then it cannot be put back: see Strategy
+        self.steering.check(state.get("steering", {}))
         try:
             step = int(state["step"])
             try:
@@ -288,6 +299,7 @@ class Trainer:
                 raise
             if check:
                 self.strategy.restore(of_strategy)
+            self.steering.restore(state.get("steering", {}))
         except KeyError as error:
             raise CheckpointError(f"the checkpoint has no entry {error}; was it written by this Trainer?") from error
         self.step_number = step

@@ -119,6 +119,20 @@ class Activity:
         """Publish that this rank can take over from the ranks before it."""
         self._page.set_ready()
 
+    @property
+    def order_number(self) -> int:
+        """The number of the newest order for the training that has come here; 0: none has."""
+        return self._page.order_number
+
+    def order(self) -> dict[str, Any]:
+        """The newest order; see launch/orders.py."""
+        return self._page.order()
+
+    def steer(self, text: str) -> None:
+        """Publish what the training can be told; see RankRecord.steering."""
+        with self._writing:
+            self._page.set_steering(text)
+
     def report(self, metrics: Mapping[str, float]) -> None:
         """Publish the newest values of these metrics."""
         if self._page.set_metrics(metrics):
@@ -182,6 +196,11 @@ def count_moved() -> None:
 def num_moved() -> int:
     """Return how often data has arrived or left in this process."""
     return 0 if _activity is None else _activity.moved
+
+
+def num_orders() -> int:
+    """Return the number of the newest order for the training that has come to this process; 0: none has."""
+    return 0 if _activity is None else _activity.order_number
 
 
 @contextmanager

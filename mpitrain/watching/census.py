@@ -28,7 +28,7 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
-from mpitrain.watching.rank_record import PARTED, RankRecord, read_record
+from mpitrain.watching.rank_record import PARTED, RankRecord, read_record, write_order
 from mpitrain.watching.roll_call import listen, receive
 from mpitrain.watching.view import RankView, waited
 from mpitrain.watching.watched_process import WatchedProcess, is_readable, open_process, parent_of
@@ -51,6 +51,7 @@ class _Rank:
     line_order: int | None = None  # the place of the end of its line, as in WatchedProcess
     line_ended_at: float = 0.0
     moved: tuple[int, float, float] = (-1, 0.0, 0.0)  # moves counted, start of the wait, last move
+    order_number: int = 0  # of the newest order that was written into its page
 
 
 @dataclass(frozen=True)
@@ -137,6 +138,13 @@ class Census:
         process = first.process
         seconds = process.ended_at if first.line_order is None else first.line_ended_at
         return FirstEnd(first.number, (), seconds, process.pid, code=process.code)
+
+    def give(self, order: dict[str, Any]) -> None:
+        """Give an order (launch/orders.py) to all ranks that do not have it yet."""
+        for rank in self._ranks.values():
+            if rank.page is not None and rank.order_number != order["number"]:
+                write_order(rank.page, order)
+                rank.order_number = order["number"]
 
     def alive(self) -> list[int]:
         """Return the live processes: those of ranks, and those that started ranks."""

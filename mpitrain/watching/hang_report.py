@@ -85,6 +85,17 @@ def report(
     return lines
 
 
+def stacks_of(views: Sequence[RankView], silent: Mapping[str, float]) -> list[str]:
+    """Return what every rank does and its stack, line by line, on demand. `silent`: hosts without an answer."""
+    lines = []
+    for view in sorted(views, key=lambda view: view.record.rank):
+        does = _verb([view], _doing(view)) if view.waits else _culprit(view)
+        lines.append(f"rank {view.record.rank} on {view.host} {does}")
+        lines += [f"    {line.strip()}" for line in main_thread(view.stack)[:_MOST_FRAMES]]
+    lines += [f"{host} has not answered; it was heard {seconds:.0f} s ago" for host, seconds in silent.items()]
+    return lines
+
+
 def is_by_design(views: Iterable[RankView]) -> bool:
     """True if no rank is to blame: a rank does what the others should wait for, or all waiting ranks have finished."""
     views = list(views)

@@ -6,12 +6,16 @@ last process that has it open. The guard of the host gets the page's descriptor 
 guard can read a rank's last record after the rank was killed, and the record of a rank in a container, which has its
 own /proc. Under a bare mpiexec the ranks of a host read each other's pages by name.
 
+A guard writes into the page too: the newest order for the training (launch/orders.py). A rank that has none pays for
+it with one look at a number in each step.
+
 No other module knows the layout of the page. This module is sent to other hosts as text. So it imports no other module
 of mpitrain, and must run with old Pythons.
 """
 
 from __future__ import annotations
 
+import json
 import mmap
 import os
 import signal
@@ -19,6 +23,7 @@ import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 # How far a rank has come. STARTED: its process runs. CALLED: it is in init(). BEGUN: init() has returned.
 # DONE: its program has finished, and it waits until those of all others have. PARTED: they have.
@@ -36,9 +41,9 @@ NAME = "mpitrain-rank-"
 
 INTERRUPTED = "interrupted"  # the error of a rank that Ctrl-C has ended
 
-_BYTES = 4096
+_BYTES = 16384
 # Words of 8 bytes: each is written in one piece, and separately.
-_EDITION, _CALLS, _MOVED, _FIRST_STEP, _STEP, _LEFT_STEP, _LEFT_SECONDS, _RUN, _TOLD, _READY, _EPOCH = range(11)
+_EDITION, _CALLS, _MOVED, _FIRST_STEP, _STEP, _LEFT_STEP, _LEFT_SECONDS, _RUN, _TOLD, _READY, _EPOCH, _ORDER = range(12)
 _METRICS = 16
 _EDITION_AGAIN = _BYTES // 8 - 1
 _MOST_METRICS = 32
@@ -46,6 +51,11 @@ _MOST_METRICS = 32
 _TEXTS = struct.Struct("<ddddiiBBHHHHH400s400s800s400s400s")
 _TEXTS_AT = 512
 _MOST_TEXT, _MOST_NAMES = 400, 800
+# Texts of any length up to these, each behind its length: the newest order, which the guard writes, and what the
+# training can be told, which the rank writes.
+_LENGTH = struct.Struct("<I")
+_ORDER_AT, MOST_ORDER_BYTES = 4096, 4000
+_STEERING_AT, MOST_STEERING_BYTES = 8192, 8000
 
 
 @dataclass(frozen=True)
@@ -76,6 +86,8 @@ class RankRecord:
         is_ready: it has made all that it needs, and waits for the ranks before it to leave.
         epoch: in which its last step was, from 1; 0: it has made none, or there are no epochs.
         record_folder: where it writes the record of the run, as an absolute path; "": it writes none.
+        steering: what its training can be told, and what became of the newest orders, as JSON (training/steering.py);
+            "": it trains with no Trainer.
     """
 
     rank: int
@@ -102,6 +114,7 @@ class RankRecord:
     is_ready: bool = False
     epoch: int = 0
     record_folder: str = ""
+    steering: str = ""
 
 
 class Page:
@@ -168,6 +181,24 @@ class Page:
         """Note that the rank waits for the ranks before it to leave."""
         self._numbers[_READY] = 1
 
+    @property
+    def order_number(self) -> int:
+        """The number of the newest order that the guard has written; 0: there is none."""
+        return self._numbers[_ORDER]
+
+    def order(self) -> dict[str, Any]:
+        """The newest order. It stays until the guard knows what became of it."""
+        order: dict[str, Any] = json.loads(_text_at(self._memory, _ORDER_AT, MOST_ORDER_BYTES))
+        return order
+
+    def set_steering(self, text: str) -> None:
+        """Set what the training can be told; see RankRecord."""
+        data = text.encode()
+        edition = self._numbers[_EDITION] + 1
+        self._numbers[_EDITION] = edition
+        self._memory[_STEERING_AT : _STEERING_AT + _LENGTH.size + len(data)] = _LENGTH.pack(len(data)) + data
+        self._numbers[_EDITION_AGAIN] = edition
+
     def set_metrics(self, metrics: Mapping[str, float]) -> bool:
         """Set these metrics. Return whether a name is new, so that `write` must follow. Drop what finds no room."""
         is_new = False
@@ -181,6 +212,22 @@ class Page:
                 is_new = True
             self._reals[_METRICS + place] = value
         return is_new
+
+
+def write_order(page: int, order: Mapping[str, Any]) -> None:
+    """Write an order into the page with this descriptor: {"number": from 1, and more}. A guard calls this.
+
+    The order before it must have been answered. Its number comes last, so a rank never reads half an order.
+    """
+    data = json.dumps(order).encode()
+    os.pwrite(page, _LENGTH.pack(len(data)) + data, _ORDER_AT)
+    os.pwrite(page, struct.pack("=Q", order["number"]), 8 * _ORDER)
+
+
+def _text_at(data: Any, place: int, most: int) -> str:
+    (length,) = _LENGTH.unpack_from(data, place)
+    begin = place + _LENGTH.size
+    return bytes(data[begin : begin + min(length, most)]).decode(errors="replace")
 
 
 def read_record(path: str, rank: int) -> RankRecord | None:
@@ -230,4 +277,5 @@ def read_record(path: str, rank: int) -> RankRecord | None:
         is_ready=bool(numbers[_READY]),
         epoch=numbers[_EPOCH],
         record_folder=folder,
+        steering=_text_at(data, _STEERING_AT, MOST_STEERING_BYTES),
     )

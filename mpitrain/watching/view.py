@@ -70,17 +70,18 @@ def waited(record: RankRecord, now: float) -> float:
     return now - record.since if record.status in (WAITS, ENDED) else 0.0
 
 
-def look_at(views: Iterable[RankView]) -> list[RankView]:
+def look_at(views: Iterable[RankView], *, is_whole: bool = False) -> list[RankView]:
     """Look again at these ranks of this host, in order, with the kernel's view of their processes, and with stacks.
 
-    All ranks that do not wait are asked for their stacks, and so is the first rank that waits.
+    All ranks that do not wait are asked for their stacks, and so is the first rank that waits; with `is_whole`, all.
     """
     views = sorted(views, key=lambda view: view.record.rank)
     asked: dict[int, tuple[int, int]] = {}
     has_one_that_waits = False
     for view in views:
         # The number of one that has ended may be another's by now.
-        if view.ended_seconds is not None or (view.record.status in (WAITS, ENDED) and has_one_that_waits):
+        waits = view.record.status in (WAITS, ENDED)
+        if view.ended_seconds is not None or (waits and has_one_that_waits and not is_whole):
             continue
         has_one_that_waits = has_one_that_waits or view.record.status == WAITS
         asked[view.record.rank] = (view.pid, view.record.stacks)

@@ -11,7 +11,9 @@ import pytest
 from mpitrain.errors import ConfigError, LaunchError
 from mpitrain.launch.changes import Changes
 from mpitrain.launch.keepers import Keepers
+from mpitrain.launch.orders import Orders
 from mpitrain.launch.placement import Place, Placement
+from mpitrain.launch.tellers import Tellers
 from mpitrain.launch.verdict import Limits
 
 ADDRESSES = {"a": "10.0.0.1", "b": "10.0.0.2", "c": "10.0.0.3"}
@@ -82,7 +84,7 @@ def changes(asked: Asked, keepers: Keepers, prepared: Prepared) -> Iterator[Chan
         prepared.append((where.hosts, cause, NextTry()))
         return prepared[-1][2]
 
-    with Changes(keepers, Limits(5, 2), widen, asked, prepare) as changes:
+    with Changes(keepers, Limits(5, 2), widen, asked, prepare) as changes, Tellers(Orders(), changes):
         changes.begin(HOSTS, HOSTS)
         keepers.run = 1
         yield changes

@@ -14,8 +14,10 @@ from jobs import until
 from mpitrain.launch.changes import Changes
 from mpitrain.launch.keepers import Keepers
 from mpitrain.launch.kept import PREPARES, SAVES, STAYS
+from mpitrain.launch.orders import Orders
 from mpitrain.launch.placement import Place
 from mpitrain.launch.roster import launcher_name
+from mpitrain.launch.tellers import Tellers
 from mpitrain.launch.wishes import ask
 
 # Fixtures: pytest finds them by these names.
@@ -83,15 +85,15 @@ def test_a_host_that_is_set_aside_comes_back(changes: Changes, keepers: Keepers)
 
 
 def test_a_job_without_keepers() -> None:
-    assert ask(launcher_name(os.getpid()), {"leave": ["b"]}) == {
-        "refused": "its hosts cannot change, because no keepers hold its state meanwhile; "
-        "start the job with --restarts N"
-    }
+    with Tellers(Orders(), None):
+        answer = ask(launcher_name(os.getpid()), {"leave": ["b"]})
+    why = "its hosts cannot change, because no keepers hold its state meanwhile; start the job with --restarts N"
+    assert answer == {"refused": why}
 
 
 def test_a_message_that_makes_no_sense(changes: Changes, capsys: pytest.CaptureFixture[str]) -> None:
     assert "does not answer" in ask(launcher_name(os.getpid()), {"dance": 1})["refused"]
-    assert "a request to change the hosts could not be answered" in capsys.readouterr().err
+    assert "a request of `mpitrain tell`, `join` or `leave` could not be answered" in capsys.readouterr().err
     assert "accepted" in ask(launcher_name(os.getpid()), {"leave": ["b"]})
 
 

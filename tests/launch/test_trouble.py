@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -102,6 +103,7 @@ def test_a_lost_rank_waits_no_more(is_lost: bool) -> None:
         reports={"a": report},
         lost=lambda: {1} if is_lost else set(),
         look_at_ranks=dict,
+        looking=threading.Lock(),
         seen=lambda: ({CALLED: {}}, {}),
     )
     stalls = Stalls([Place("a", 0, 2)], guards)
@@ -134,7 +136,11 @@ def test_a_wait_in_init_counts_from_the_last_call(phase: str | None, status: int
             phases.add(views[1].record, now - last)
         report = HostReport(views, seen=list(views.values()))
         guards: Any = SimpleNamespace(
-            reports={"a": report}, lost=set, look_at_ranks=dict, seen=lambda: (phases.when, {})
+            reports={"a": report},
+            lost=set,
+            look_at_ranks=dict,
+            looking=threading.Lock(),
+            seen=lambda: (phases.when, {}),
         )
         return Stalls([Place("a", 0, 2)], guards).fatal()
 
@@ -157,7 +163,7 @@ def test_a_network_is_suspected_only_where_a_host_does_not_answer() -> None:
             report.processes = [] if host in asked else None
             report.unreachable = asked.get(host, [])
 
-    guards: Any = SimpleNamespace(reports=reports, lost=set, look_at_ranks=dict, look=look)
+    guards: Any = SimpleNamespace(reports=reports, lost=set, look_at_ranks=dict, looking=threading.Lock(), look=look)
 
     def said() -> str:
         (line,) = Stalls([Place("a", 0, 1), Place("b", 1, 1)], guards).news()

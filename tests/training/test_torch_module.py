@@ -178,3 +178,37 @@ def test_a_schedule_sets_the_rate_of_every_group() -> None:
     other = TorchModule(module, squares, optimizer, schedule=lambda step: math.nan)
     with pytest.raises(ConfigError, match="learning_rate at step 0 is nan; allowed: a finite number >= 0"):
         other.apply_gradients(flats(), Remarks())
+
+
+@pytest.mark.parametrize("is_scheduler", [False, True])
+def test_a_scaled_rate_is_that_of_another_schedule(is_scheduler: bool) -> None:
+    """Bit for bit, and a schedule of PyTorch does not see the factor."""
+
+    def trained(factor: float, halves: bool) -> tuple[list[float], dict[str, bytes], list[float]]:
+        module = small()
+        optimizer = torch.optim.SGD([{"params": [p], "lr": 0.5} for p in module.parameters()], momentum=0.5)
+        scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+        of_step = lambda step: 0.5 ** (step + 1) * (0.5 if halves and step >= 1 else 1.0)  # noqa: E731
+        if is_scheduler and halves:  # rates 0.5, 0.125, 0.0625
+            scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5**step * (0.5 if step else 1.0))
+        adapter = TorchModule(module, squares, optimizer, schedule=scheduler if is_scheduler else of_step)
+        rates = []
+        for step in range(3):
+            if step >= 1 and factor != 1.0:
+                adapter.scale_next_rate(factor)
+            gradients: dict[int, numpy.ndarray] = {}
+            adapter.loss_and_gradients(X, lambda index, gradient: gradients.update({index: gradient.copy()}))  # noqa: B023
+            plan = plan_layout(adapter.layout)
+            flats = {dtype: numpy.zeros(count, dtype) for dtype, count in plan.counts.items()}
+            for view, gradient in zip(plan.views(flats), gradients.values(), strict=False):
+                view[...] = numpy.resize(gradient, view.shape)
+            rates.append(adapter.apply_gradients(flats, Remarks()))
+        values = {name: value.tobytes() for name, value in adapter.parameters().items()}
+        return rates, values, [group["lr"] for group in optimizer.param_groups]
+
+    scaled, expected = trained(0.5, False), trained(1.0, True)
+    assert scaled[0] == expected[0] == [0.5, 0.125, 0.0625]
+    assert scaled[1] == expected[1]
+    assert set(scaled[2]) == {0.0625 if is_scheduler else 0.125}  # of the next step, or of the last one; not scaled
+    with pytest.raises(ConfigError, match="factor of the learning rate is -1"):
+        adapted().scale_next_rate(-1)

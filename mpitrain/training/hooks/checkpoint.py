@@ -145,15 +145,16 @@ class Checkpoint(Hook):
         with world.together("save a checkpoint"):
             self._begin(trainer, step, score, own)
 
+    def save_now(self, trainer: Trainer, step: Step) -> None:
+        """See Hook. Raises as after_step. Waits for an earlier write, and not for the one of this step."""
+        self._wait(trainer.world, float("inf"))
+        self._begin_if_new(trainer, step)
+
     def before_end(self, trainer: Trainer, step: Step) -> None:
         """See Hook. Raises as after_run."""
         self._wait(trainer.world, float("inf"))
         self._is_ending = True
-        score = None if self._score is None else float(self._score())
-        own = own_state_for(trainer.strategy, reads=self._writes)
-        with trainer.world.together("save a checkpoint"):
-            if self._begun_step != step.number:  # `after_step` may have skipped it
-                self._begin(trainer, step, score, own)
+        self._begin_if_new(trainer, step)
         self.after_run(trainer)
         path = self._directory / name_of(step.number)
         trainer.world.print(f"mpitrain: {path} is saved; the same command goes on from there")
@@ -169,6 +170,14 @@ class Checkpoint(Hook):
             error = self._writer.failed
             if error is not None:
                 raise error if isinstance(error, CheckpointError) else CheckpointError(str(error)) from error
+
+    def _begin_if_new(self, trainer: Trainer, step: Step) -> None:
+        """The same as `_begin`, unless `after_step` has begun to write this step; it may have skipped it."""
+        score = None if self._score is None else float(self._score())
+        own = own_state_for(trainer.strategy, reads=self._writes)
+        with trainer.world.together("save a checkpoint"):
+            if self._begun_step != step.number:
+                self._begin(trainer, step, score, own)
 
     def _begin(self, trainer: Trainer, step: Step, score: float | None, own: dict[str, Any]) -> None:
         """Copy the state, and let the thread write it."""

@@ -50,7 +50,7 @@ class Hook:
         """
 
     def went_on(self, trainer: Trainer, event: RunEvent) -> None:
-        """Is called when the training has gone on after a fault, before the next call of another method.
+        """Is called when the training has gone on after a fault or an order, before the next call of another method.
 
         Not collective. Is called once for each event, on every rank.
         """
@@ -64,6 +64,9 @@ class Hook:
         A rank of a job with `--restarts` got SIGTERM, and too few hosts would be left. Called on every rank.
         `after_run` is not called then.
         """
+
+    def save_now(self, trainer: Trainer, step: Step) -> None:
+        """Is called after `after_step` of all hooks if `mpitrain tell JOB save` wants `step` saved. On every rank."""
 
     def close(self) -> None:
         """Is called once, at the very end, also after an error. Close files here. Not collective."""

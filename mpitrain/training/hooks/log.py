@@ -15,6 +15,7 @@ from mpitrain.job.early import is_helper
 from mpitrain.training.hooks.hook import Hook
 
 if TYPE_CHECKING:
+    from mpitrain.training.run_event import RunEvent
     from mpitrain.training.step import Step
     from mpitrain.training.trainer import Trainer
 
@@ -89,6 +90,11 @@ class Log(Hook):
             print(" | ".join([where, *facts]), flush=True)
         self._last, self._first, self._steps = now, False, 0
         self._samples = self._exposed = self._wire = 0.0
+
+    def went_on(self, trainer: Trainer, event: RunEvent) -> None:
+        """See Hook. A pause does not count in what is shown."""
+        if event.source == "told":
+            self._last += event.seconds
 
     def close(self) -> None:
         """See Hook."""

@@ -160,8 +160,10 @@ class Record(Hook):
         self.restore(state)
 
     def went_on(self, trainer: Trainer, event: RunEvent) -> None:
-        """See Hook."""
+        """See Hook. A pause is no time of training."""
         self._events.append(event)
+        if event.source == "told" and self._is_open:
+            self._begun += event.seconds
 
     def after_run(self, trainer: Trainer) -> None:
         """See Hook. If a hook after this one has ended the run, write the last row here."""
@@ -227,7 +229,8 @@ class Record(Hook):
         except (KeyError, TypeError, ValueError) as error:
             raise CheckpointError(f"the state of Record is {dict(state)}; was it written by mpitrain?") from error
         self._samples, self._seconds, self._num_measured, self._restored = samples, seconds, num_measured, restored
-        self._events = events + [event for event in self._events if event not in events]  # what happened has happened
+        # What happened has happened. But where a rank is lost, the others obey anew what the state does not have yet.
+        self._events = events + [one for one in self._events if one not in events and one.source != "told"]
 
     def _restore_meters(self, meters: Sequence[Meter]) -> None:
         for meter in meters:

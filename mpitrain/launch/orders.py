@@ -1,0 +1,209 @@
+"""Orders to a training that runs (`mpitrain tell`): the launcher numbers them, and hears what became of each.
+
+    teller ─> launcher: {"order": ...} ─> guards ─> records of the ranks ─> training/steering.py
+    teller <─ launcher <─ guards <─ records: "outcomes"
+
+The ranks have one order at a time: the next one goes to them when it is known what became of the one before. Orders
+belong to the job, and not to a try. A try that follows gets those that last with the steps after which they were
+applied, so that it applies them after the same steps.
+
+A thread of each teller waits here, and the thread of the guards (watch.py) looks.
+"""
+
+from __future__ import annotations
+
+import json
+import pwd
+import secrets
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any, Protocol
+
+from mpitrain.watching.rank_record import RankRecord
+
+KINDS = ("rate", "set", "pause", "resume", "save", "stop")
+_LASTING = KINDS[:4]
+# The next try gets those that last in a variable of its environment, and the kernel allows 128 KiB for one.
+_MOST_LASTING, _MOST_LASTING_BYTES = 500, 100_000
+_MOST_VALUE_BYTES = 1000  # an order must fit into the record of a rank
+ANSWER_SECONDS = 30.0
+# So long an order waits for a training that is about to begin.
+_BEGIN_SECONDS = 5.0
+
+
+class Led(Protocol):
+    """The guards of the try that trains (watch.py)."""
+
+    def records(self) -> dict[int, RankRecord]:
+        """Return the last record of each rank."""
+
+    def lost(self) -> set[int]:
+        """Return the ranks that were lost, and without which the others go on."""
+
+    def give(self, order: Mapping[str, Any]) -> None:
+        """Pass an order on to all ranks, once."""
+
+    def stacks(self) -> list[str]:
+        """Return what every rank does now, with its stack, line by line."""
+
+
+@dataclass
+class _Given:
+    """An order, as the ranks get it, and what became of it. The first fields are those of training/order.py."""
+
+    of: str
+    number: int
+    kind: str
+    teller: str
+    at: float
+    name: str = ""
+    value: str = ""
+    after_step: int | None = None
+    run: int = 0
+    is_applied: bool = False
+    outcome: str = ""  # "": it is not known yet
+
+    def plain(self) -> dict[str, Any]:
+        """As the ranks read it."""
+        fields = asdict(self)
+        return {name: value for name, value in fields.items() if name not in ("is_applied", "outcome")}
+
+
+class Orders:
+    """The orders of one job. `answer` is for tellers."""
+
+    def __init__(self, why_not: str = "") -> None:
+        """`why_not`: why this job takes no orders at all; "": it may."""
+        self._why_not = why_not
+        self._of = secrets.token_hex(4)
+        self._given: list[_Given] = []
+        self._can: dict[str, Any] = {}  # what the ranks of this try have published
+        self._text = ""
+        self._guards: Led | None = None
+        self._changed = threading.Condition()
+        self._is_closed = False
+
+    def close(self) -> None:
+        """The job is over: answer who still waits."""
+        with self._changed:
+            self._settle("the job has ended")
+            self._is_closed = True
+            self._changed.notify_all()
+
+    def lead(self, guards: Led) -> None:
+        """The ranks that train are those of these guards from now on."""
+        with self._changed:
+            self._guards, self._can, self._text = guards, {}, ""
+
+    def look(self, guards: Led) -> None:
+        """Take in what the ranks have published, and pass the next order on to them. The thread of the guards calls."""
+        lost = guards.lost()
+        texts = {rank: record.steering for rank, record in guards.records().items() if rank not in lost}
+        text = next((texts[rank] for rank in sorted(texts) if texts[rank]), "")
+        with self._changed:
+            if guards is not self._guards:
+                return
+            if text and text != self._text:
+                self._text, self._can = text, json.loads(text)
+                self._take(self._can)
+            pending = next((one for one in self._given if not one.outcome), None)
+        if pending is not None:
+            guards.give(pending.plain())
+
+    def _take(self, can: Mapping[str, Any]) -> None:
+        for number, run, step, is_applied, outcome in can["outcomes"]:
+            given = self._given[number - 1]
+            if not given.outcome:
+                given.run, given.after_step, given.is_applied, given.outcome = run, step, is_applied, outcome
+        if not can["run"]:
+            self._settle("the run of its Trainer has ended")
+        self._changed.notify_all()
+
+    def _settle(self, outcome: str) -> None:
+        for given in self._given:
+            given.outcome = given.outcome or outcome
+
+    def replay(self) -> str:
+        """Return the orders that last, for the next try, as JSON; "": there are none."""
+        with self._changed:
+            lasting = [one.plain() for one in self._given if one.is_applied and one.kind in _LASTING]
+        return json.dumps(lasting) if lasting else ""
+
+    def answer(self, order: Mapping[str, Any], teller: str) -> dict[str, Any]:
+        """Answer what somebody tells the job: one of KINDS, "stacks", or "list". Waits for what becomes of it.
+
+        Args:
+            order: {"kind", "name", "value"}; see training/order.py.
+            teller: the user and the host.
+
+        Return {"accepted": text}, {"refused": text} or {"can": what the ranks have published, "step": number}.
+        """
+        kind = str(order.get("kind"))
+        if kind == "stacks":
+            return self._stacks()
+        if kind not in (*KINDS, "list"):
+            return {"refused": f"there is no order {kind!r}; known are {', '.join(KINDS)}, stacks and list"}
+        if self._why_not:
+            return {"refused": self._why_not}
+        if not self._await(lambda: bool(self._can.get("run")), _BEGIN_SECONDS):
+            return {
+                "refused": "no mt.Trainer runs in it now, and orders are for one. If its training is about to begin, "
+                "try again in a moment"
+            }
+        if kind == "list":
+            with self._changed:
+                return {"can": self._can, "step": self._step()}
+        return self._give(kind, str(order.get("name", "")), str(order.get("value", "")), teller)
+
+    def _give(self, kind: str, name: str, value: str, teller: str) -> dict[str, Any]:
+        with self._changed:
+            if len(f"{name}{value}".encode()) > _MOST_VALUE_BYTES:
+                return {"refused": f"the name and the value have more than {_MOST_VALUE_BYTES} bytes"}
+            lasting = [one for one in self._given if one.kind in _LASTING]
+            size = sum(len(f"{one.name}{one.value}") + 200 for one in lasting)
+            if len(lasting) >= _MOST_LASTING or size > _MOST_LASTING_BYTES:
+                return {"refused": f"it was told {len(lasting)} things that last, and more cannot hold after a restart"}
+            given = _Given(self._of, len(self._given) + 1, kind, teller, time.time(), name, value)
+            self._given.append(given)
+        if not self._await(lambda: bool(given.outcome), ANSWER_SECONDS):
+            return {
+                "refused": f"not applied within {ANSWER_SECONDS:g} s: step {self._step()} has not ended. The order "
+                f"stays: it is applied after the step. {self._doing()}".rstrip()
+            }
+        if given.is_applied:
+            return {"accepted": f"{given.outcome}, applied after step {given.after_step}", "step": given.after_step}
+        return {"refused": given.outcome}
+
+    def _await(self, test: Callable[[], bool], seconds: float) -> bool:
+        with self._changed:
+            self._changed.wait_for(lambda: test() or self._is_closed, seconds)
+            return test()
+
+    def _step(self) -> int:
+        records = self._guards.records() if self._guards is not None else {}
+        # A try that begins in a pause has not begun a step.
+        return max([record.step for record in records.values()] + [int(self._can.get("step", 0))])
+
+    def _doing(self) -> str:
+        """What the ranks wait in, or are busy with."""
+        records = self._guards.records() if self._guards is not None else {}
+        words = [f"rank {rank}: {record.words}" for rank, record in sorted(records.items()) if record.words]
+        return f"Now {words[0]}" if words else ""
+
+    def _stacks(self) -> dict[str, Any]:
+        guards = self._guards
+        if guards is None or not guards.records():
+            return {"refused": "it has no ranks now"}
+        return {"accepted": "\n".join(guards.stacks())}
+
+
+def teller_name(uid: int, host: str) -> str:
+    """The user and the host of who tells something, such as "ada on lab1"."""
+    try:
+        name = pwd.getpwuid(uid).pw_name
+    except KeyError:
+        name = f"user {uid}"
+    shown = "".join(letter for letter in host if letter.isprintable())[:100]
+    return f"{name} on {shown}"

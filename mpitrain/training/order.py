@@ -1,0 +1,39 @@
+"""An order: what somebody has told a training while it runs, as it comes from the launcher (launch/orders.py)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class TrainingOrder:
+    """What somebody has told the training.
+
+    Attributes:
+        of: the launcher that has numbered it.
+        number: from 1, in the order in which the launcher has accepted them.
+        kind: "rate", "set", "pause", "resume", "save" or "stop".
+        name: for "set": of the value.
+        value: for "rate" the factor, for "set" the value, as typed.
+        teller: the user and the host, such as "ada on lab1".
+        at: when it was accepted, in seconds since the epoch, by the launcher's clock.
+        after_step: a try before this one applied it after this step. None: no try has.
+        run: in which run of the script that was. 0: none has.
+    """
+
+    of: str
+    number: int
+    kind: str
+    teller: str
+    at: float
+    name: str = ""
+    value: str = ""
+    after_step: int | None = None
+    run: int = 0
+
+    @classmethod
+    def of_plain(cls, fields: Mapping[str, Any]) -> TrainingOrder:
+        """Return the order in what a launcher has sent."""
+        return cls(**fields)

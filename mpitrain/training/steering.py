@@ -1,0 +1,280 @@
+"""What somebody tells a training while it runs: `mpitrain tell`, on the ranks.
+
+    launcher ─> guards ─> record of each rank ─> vote of a step: has any rank heard of an order? ─> all obey after it
+    (launch/orders.py)                                                                               │
+    launcher <─ guards <─ record of each rank <── what became of it ─────────────────────────────────┘
+
+The vote (exchange/vote.py) carries the number of the newest order anyway, so a step without an order costs no message.
+What lasts is part of the state of the training. After a restart, orders that the state does not have yet are applied
+after the same steps as before.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from mpitrain.adapters.adapter import scaled_of
+from mpitrain.errors import ConfigError, everywhere
+from mpitrain.exchange.overlap import Overlap
+from mpitrain.training.order import TrainingOrder
+from mpitrain.training.run_event import RunEvent
+from mpitrain.training.step import Step
+from mpitrain.training.tunable import TUNABLES
+from mpitrain.watching.activity import own_activity
+
+if TYPE_CHECKING:
+    from mpitrain.training.trainer import Trainer
+
+_MOST_OUTCOMES = 8
+_MOST_OUTCOME_CHARACTERS = 400
+
+
+class Steering:
+    """What one Trainer has been told. All ranks make the same calls.
+
+    Attributes:
+        rate_factor: the learning rate of each step is multiplied by this number.
+        pause: who has paused the training, when, and after which step, with the loss and learning rate of that step; {}
+            while it trains.
+        saves: somebody wants this step saved. Whoever saves it sets this to False.
+        has_news: something that lasts has changed. Whoever has copied the state sets this to False.
+        num_heard: the number of the newest order that all ranks have obeyed.
+    """
+
+    def __init__(self) -> None:
+        self.rate_factor = 1.0
+        self.pause: dict[str, Any] = {}
+        self.saves = self.has_news = False
+        self.num_heard = 0
+        self._last = ("", 0)  # the launcher and the number of the last order that the state has
+        self._replayed: Sequence[TrainingOrder] = ()  # of tries before
+        self._replayed_until = 0
+        self._known: dict[int, dict[str, Any]] = {}  # the orders of this launcher; another rank may lack the last
+        self._outcomes: list[tuple[int, int, int, bool, str]] = []  # number, run, step, whether it was applied, words
+        self._run = 0
+        self._paused_since = 0.0
+
+    def begin(self, trainer: Trainer, run: int) -> None:
+        """The run with this number begins, and the state is restored. Collective.
+
+        Raises:
+            MismatchError: the ranks have declared other tunable values.
+            ConfigError: the job has servers, and the state is that of a training whose learning rate was changed.
+        """
+        world, self._run, activity = trainer.world, run, own_activity()
+        number = activity.order_number if activity else 0
+        there = world.agree("compare the tunable values", TUNABLES.lines(), detail=number)["detail"]
+        if run > 1:  # those that are there were given to the runs before
+            self.num_heard = max(self.num_heard, int(there.max()))
+        if trainer.served and self.rate_factor != 1.0:
+            raise everywhere(
+                ConfigError(
+                    f"{world.name()}: the learning rate of the training to go on from was multiplied by "
+                    f"{self.rate_factor:g}, which servers cannot do. Multiply the rate in the script, and begin from "
+                    "an earlier checkpoint, or train without servers"
+                )
+            )
+        text = world.context.orders
+        orders = [TrainingOrder.of_plain(fields) for fields in json.loads(text)] if text else []
+        self._replayed = [order for order in orders if order.run == run]
+        self._replayed_until = max((order.after_step or 0 for order in self._replayed), default=0)
+        self._paused_since = time.monotonic()
+        if self.pause and (trainer.served or not world.context.roll_call):
+            world.print(f"mpitrain: the training was {self.words}. No launcher could resume it here, so it goes on")
+            self.pause = {}
+        elif self.pause:
+            world.print(f"mpitrain: the training is {self.words}; `mpitrain tell JOB resume` lets it go on")
+        TUNABLES.changed = lambda: self.publish(trainer)
+        if self.is_due(trainer.step_number, 0):
+            self.obey(trainer, 0)
+        self.publish(trainer)
+
+    def is_due(self, step: int, heard: int) -> bool:
+        """True if there is something to obey after this step, where a rank has heard of that many orders."""
+        return heard > self.num_heard or step <= self._replayed_until
+
+    def obey(self, trainer: Trainer, heard: int, step: Step | None = None) -> None:
+        """Apply the orders that are due. Collective, between two steps.
+
+        Args:
+            trainer: the one that is told.
+            heard: the number of orders that a rank has heard of, the same on all ranks.
+            step: the last one, if one was made.
+
+        Raises:
+            MismatchError: the ranks have declared other tunable values.
+        """
+        for order in self._replayed:
+            if (order.after_step or 0) <= trainer.step_number and not self._has(order):
+                self._apply(trainer, order, step)
+        if heard > self.num_heard and trainer.step_number >= self._replayed_until:  # in the order in which they came
+            for order in self._gather(trainer):
+                self._apply(trainer, order, step)
+        self.publish(trainer)
+
+    def _gather(self, trainer: Trainer) -> list[TrainingOrder]:
+        """The orders that are new, in order. A rank may not have heard of one yet, or be lost after it has."""
+        world, activity = trainer.world, own_activity()
+        if activity is not None and activity.order_number > self.num_heard:
+            order = activity.order()
+            self._known[order["number"]] = order
+        of_ranks = world.allgather({n: order for n, order in self._known.items() if n > self.num_heard})
+        new = {number: order for of_rank in of_ranks for number, order in of_rank.items()}
+        self._known |= new
+        if any(order["kind"] == "set" for order in new.values()):
+            world.agree("compare the tunable values", TUNABLES.lines())
+        self.num_heard = max(new, default=self.num_heard)
+        return [TrainingOrder.of_plain(new[number]) for number in sorted(new)]
+
+    def _has(self, order: TrainingOrder) -> bool:
+        of, number = self._last
+        return order.of == of and order.number <= number
+
+    def _apply(self, trainer: Trainer, order: TrainingOrder, step: Step | None) -> None:
+        run, number = self._run, trainer.step_number
+        if self._has(order):  # the launcher has not heard of it, because a rank failed
+            self._note_outcome((order.number, run, number, True, "it was applied before a restart"))
+            return
+        seconds = time.monotonic() - self._paused_since if order.kind in ("resume", "stop") and self.pause else 0.0
+        try:
+            text = self._do(trainer, order, step)
+        except ConfigError as error:
+            outcome = order.number, run, number, False, str(error)[:_MOST_OUTCOME_CHARACTERS]
+        else:
+            outcome = order.number, run, number, True, text
+            self.has_news = self.has_news or order.kind not in ("save", "stop")
+            size = trainer.world.size
+            trainer.tell(RunEvent(number, text, "told", (), size, seconds, teller=order.teller, at=order.at))
+            trainer.world.print(f"mpitrain: {text}, after step {number} ({order.teller})")
+        self._last = order.of, order.number
+        self._note_outcome(outcome)
+
+    def _note_outcome(self, outcome: tuple[int, int, int, bool, str]) -> None:
+        self._outcomes = [*self._outcomes[1 - _MOST_OUTCOMES :], outcome]
+
+    def _do(self, trainer: Trainer, order: TrainingOrder, step: Step | None) -> str:
+        """Do what the order says, and say so. Raises ConfigError, on all ranks alike, if it cannot be."""
+        if order.kind == "rate":
+            factor = checked_factor(order.value)
+            product = self.rate_factor * factor
+            if not 0 < product < math.inf:
+                raise ConfigError(
+                    f"the learning rate is multiplied by {self.rate_factor:g} now, and with {order.value} by "
+                    f"{product}; allowed is a finite number above 0"
+                )
+            scaled_of(trainer.adapter).scale_next_rate(1.0)  # a step that was skipped has left its factor there
+            self.rate_factor = product
+            return f"the learning rate is multiplied by {factor:g}, so by {product:g} in all"
+        if order.kind == "set":
+            return f"{order.name} is {TUNABLES.set(order.name, order.value)!r}"
+        if order.kind == "pause":
+            if self.pause:
+                raise ConfigError(f"it is {self.words}")
+            about = {"loss": step.loss, "learning_rate": step.learning_rate} if step else {}
+            self.pause = {"teller": order.teller, "at": order.at, "after_step": trainer.step_number, **about}
+            self._paused_since = time.monotonic()
+            return "the training is paused"
+        if order.kind == "resume":
+            if not self.pause:
+                raise ConfigError("it is not paused")
+            self.pause = {}
+            return "the training is resumed"
+        if not any(hook.keeps_state for hook in trainer.hooks):
+            raise ConfigError(
+                "its Trainer has no mt.Checkpoint, so nothing can be saved; add this hook to the script. `mpitrain "
+                "tell JOB kill` ends the job without"
+            )
+        if step is None:
+            raise ConfigError("no step was made since it began here, so nothing new can be saved; resume it first")
+        self.saves = True
+        if order.kind == "save":
+            return "a checkpoint is saved"
+        trainer.last_step = trainer.step_number
+        self.pause = {}
+        return "the run ends, and is saved"
+
+    def paused_step(self) -> Step | None:
+        """The step after which the training is paused, as far as a checkpoint needs it; None: it is not known."""
+        if "loss" not in self.pause:
+            return None
+        number, loss, rate = (self.pause[name] for name in ("after_step", "loss", "learning_rate"))
+        return Step(number, loss, 0.0, rate, 0.0, Overlap(0.0, 0.0, 0.0))
+
+    @property
+    def words(self) -> str:
+        """Who has paused the training, and when."""
+        when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(self.pause["at"]))
+        return f"paused by {self.pause['teller']} on {when}, after step {self.pause['after_step']}"
+
+    def publish(self, trainer: Trainer) -> None:
+        """Publish what this training can be told, and what became of the newest orders."""
+        if activity := own_activity():
+            activity.steer(
+                json.dumps(
+                    {
+                        "run": self._run,
+                        "step": trainer.step_number,
+                        "rate_factor": self.rate_factor,
+                        "paused": self.words if self.pause else "",
+                        "saves": any(hook.keeps_state for hook in trainer.hooks),
+                        "tunables": TUNABLES.values(),
+                        "outcomes": self._outcomes,
+                    }
+                )
+            )
+
+    def end(self) -> None:
+        """Publish that the run is over, and what became of the newest orders."""
+        TUNABLES.changed = lambda: None
+        if activity := own_activity():
+            activity.steer(json.dumps({"run": 0, "outcomes": self._outcomes}))
+
+    def note(self) -> dict[str, Any]:
+        """Return all that `take_back` needs to obey again what was obeyed since, if a rank is lost."""
+        return {"state": self.state(), "num_heard": self.num_heard, "saves": self.saves}
+
+    def take_back(self, noted: Mapping[str, Any]) -> None:
+        """Go back to what `note` has returned."""
+        self.restore(noted["state"])
+        self.num_heard, self.saves = noted["num_heard"], noted["saves"]
+
+    def state(self) -> dict[str, Any]:
+        """Return what belongs to a checkpoint; {} if nobody has told anything."""
+        of, number = self._last
+        if not of:
+            return {}
+        tunables = TUNABLES.told()
+        return {"of": of, "number": number, "rate_factor": self.rate_factor, "pause": self.pause, "tunables": tunables}
+
+    def check(self, state: Mapping[str, Any]) -> None:
+        """Raise CheckpointError if `restore` would."""
+        TUNABLES.check(state.get("tunables", {}))
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Go on where `state` was taken.
+
+        Raises:
+            CheckpointError: the script declares a tunable value with another type. Nothing has changed.
+        """
+        TUNABLES.restore(state.get("tunables", {}))
+        self.rate_factor, self.pause = float(state.get("rate_factor", 1.0)), dict(state.get("pause", {}))
+        self._last = str(state.get("of", "")), int(state.get("number", 0))
+
+
+def checked_factor(text: str) -> float:
+    """Return the factor of a learning rate in what a user has typed: "0.5" or "0.5x".
+
+    Raises:
+        ConfigError: it is no finite number above 0.
+    """
+    try:
+        factor = float(text.removesuffix("x"))
+    except ValueError:
+        factor = math.nan
+    if not 0 < factor < math.inf:
+        raise ConfigError(f"rate {text}: allowed is a finite number above 0, by which the learning rate is multiplied")
+    return factor

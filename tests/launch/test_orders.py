@@ -1,0 +1,140 @@
+"""Orders to a training, as its launcher handles them: one at a time, and those that last for the next try."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+
+from jobs import until
+from mpitrain.launch.orders import Orders
+from mpitrain.training.order import TrainingOrder
+from mpitrain.watching.rank_record import RankRecord
+
+
+class Ranks:
+    """A stand-in for the guards of a try with two ranks: the test says what rank 0 publishes."""
+
+    def __init__(self) -> None:
+        self.given: list[dict[str, Any]] = []
+        self.steering = ""
+
+    def publish(self, run: int, *outcomes: tuple[int, int, int, bool, str]) -> None:
+        self.steering = json.dumps({"run": run, "outcomes": outcomes})
+
+    def records(self) -> dict[int, RankRecord]:
+        return {0: RankRecord(0, step=8, steering=self.steering), 1: RankRecord(1, step=7)}
+
+    def lost(self) -> set[int]:
+        return set()
+
+    def give(self, order: Mapping[str, Any]) -> None:
+        if order not in self.given:
+            self.given.append(dict(order))
+
+    def stacks(self) -> list[str]:
+        return ["rank 0 on a runs", "rank 1 on a sleeps"]
+
+
+@pytest.fixture(autouse=True)
+def _no_long_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mpitrain.launch.orders._BEGIN_SECONDS", 0.1)
+
+
+def tell(orders: Orders, answers: list[Any], kind: str, value: str = "", name: str = "") -> threading.Thread:
+    order = {"kind": kind, "value": value, "name": name}
+    thread = threading.Thread(target=lambda: answers.append(orders.answer(order, "ada on lab1")), daemon=True)
+    thread.start()
+    return thread
+
+
+def test_one_order_at_a_time_and_those_that_last() -> None:
+    orders, ranks, answers = Orders(), Ranks(), list[Any]()
+    orders.lead(ranks)
+    ranks.publish(1)
+    orders.look(ranks)
+    first = tell(orders, answers, "rate", "0.5")
+    until(lambda: orders.look(ranks) or ranks.given)
+    second = tell(orders, answers, "set", "0.2", "dropout")
+    third = tell(orders, answers, "save")
+    until(lambda: len(orders._given) == 3)
+    orders.look(ranks)
+    assert [order["number"] for order in ranks.given] == [1]
+    ranks.publish(1, (1, 1, 8, True, "the learning rate"))
+    orders.look(ranks)
+    first.join()
+    assert answers == [{"accepted": "the learning rate, applied after step 8", "step": 8}]
+    assert [order["number"] for order in ranks.given] == [1, 2]
+    by_number = {order["number"]: order for order in ranks.given}
+    assert TrainingOrder.of_plain(by_number[1]).value == "0.5"
+    ranks.publish(1, (1, 1, 8, True, "the learning rate"), (2, 1, 9, by_number[2]["kind"] == "set", "second"))
+    orders.look(ranks)
+    ranks.publish(1, (3, 1, 10, True, "third"))
+    orders.look(ranks)
+    second.join()
+    third.join()
+    replayed = [TrainingOrder.of_plain(fields) for fields in json.loads(orders.replay())]
+    assert {(order.kind, order.run) for order in replayed} <= {("rate", 1), ("set", 1)}
+    assert replayed[0] == TrainingOrder(by_number[1]["of"], 1, "rate", "ada on lab1", replayed[0].at, "", "0.5", 8, 1)
+
+
+def test_an_order_that_no_step_has_applied_waits_for_the_next_try() -> None:
+    orders, before, after, answers = Orders(), Ranks(), Ranks(), list[Any]()
+    orders.lead(before)
+    before.publish(1)
+    orders.look(before)
+    teller = tell(orders, answers, "pause")
+    until(lambda: orders.look(before) or before.given)
+    assert orders.replay() == ""
+    orders.lead(after)
+    orders.look(after)
+    assert after.given == before.given
+    after.publish(1, (1, 1, 3, True, "paused"))
+    orders.look(before)  # its thread may look once more
+    assert answers == []
+    orders.look(after)
+    teller.join()
+    assert answers == [{"accepted": "paused, applied after step 3", "step": 3}]
+
+
+@pytest.mark.parametrize("ends", ["the run of its Trainer has ended", "the job has ended"])
+def test_an_order_at_the_end(ends: str) -> None:
+    orders, ranks, answers = Orders(), Ranks(), list[Any]()
+    orders.lead(ranks)
+    ranks.publish(1)
+    orders.look(ranks)
+    teller = tell(orders, answers, "save")
+    until(lambda: orders.look(ranks) or ranks.given)
+    if "Trainer" in ends:
+        ranks.publish(0)
+        orders.look(ranks)
+    else:
+        orders.close()
+    teller.join()
+    assert answers == [{"refused": ends}]
+
+
+def test_what_is_refused_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    orders, ranks = Orders(), Ranks()
+    assert orders.answer({"kind": "stacks"}, "ada on lab1") == {"refused": "it has no ranks now"}
+    orders.lead(ranks)
+    assert orders.answer({"kind": "stacks"}, "ada on lab1") == {"accepted": "rank 0 on a runs\nrank 1 on a sleeps"}
+    orders.look(ranks)
+    for kind in ("list", "pause"):
+        assert "no mt.Trainer runs in it now" in orders.answer({"kind": kind}, "ada on lab1")["refused"]
+    ranks.publish(1)
+    orders.look(ranks)
+    assert "there is no order 'dance'" in orders.answer({"kind": "dance"}, "ada on lab1")["refused"]
+    too_long = orders.answer({"kind": "set", "name": "x", "value": "b" * 1000}, "ada on lab1")
+    assert too_long == {"refused": "the name and the value have more than 1000 bytes"}
+    monkeypatch.setattr("mpitrain.launch.orders.ANSWER_SECONDS", 0.01)
+    late = orders.answer({"kind": "pause"}, "ada on lab1")
+    assert late["refused"].startswith("not applied within 0.01 s: step 8 has not ended. The order stays")
+    for _ in range(499):
+        orders.answer({"kind": "pause"}, "ada on lab1")
+    assert "it was told 500 things that last" in orders.answer({"kind": "resume"}, "ada on lab1")["refused"]
+    served = Orders("it has servers")
+    assert served.answer({"kind": "pause"}, "ada on lab1") == {"refused": "it has servers"}

@@ -1,0 +1,151 @@
+"""Orders to a training, on all ranks: only one rank has heard of an order, and all obey it after the same step."""
+
+from __future__ import annotations
+
+import json
+import time
+from typing import Any
+
+import numpy
+import pytest
+
+from mpitrain import Hook, Step, StopAtStep, Trainer, World
+from mpitrain.errors import MismatchError
+from mpitrain.job.start import the_job
+from mpitrain.training.tunable import Tunables
+from mpitrain.watching.activity import own_activity
+from mpitrain.watching.rank_record import write_order
+
+from .common import error_on_all, skip_alone
+from .trainings import RATE, Record, bits, builder
+
+
+class Told(Hook):
+    """After some steps, writes an order into the record of one rank, as its guard does."""
+
+    def __init__(self, orders: dict[int, tuple[int, dict[str, Any]]]) -> None:
+        self.orders = orders
+        self.texts: list[str] = []
+
+    def after_step(self, trainer: Trainer, step: Step) -> None:
+        rank, order = self.orders.get(step.number, (-1, {}))
+        activity = own_activity()
+        if rank == trainer.world.rank and activity is not None:
+            write_order(activity.descriptor, {"of": "1a2b", "teller": "ada on lab1", "at": 1.5, **order})
+        trainer.world.barrier()  # the order is there before a rank begins the next vote
+
+    def went_on(self, trainer: Trainer, event: Any) -> None:
+        self.texts.append(f"{event.after_step} {event.source} {event.teller} {event.at}: {event.text}")
+
+
+@pytest.fixture
+def tunables(monkeypatch: pytest.MonkeyPatch, world: World) -> Tunables:
+    """Those of this test; and records without the orders of another one."""
+    own = Tunables()
+    monkeypatch.setattr("mpitrain.training.steering.TUNABLES", own)
+    if activity := own_activity():
+        write_order(activity.descriptor, {"number": 0})
+    world.barrier()
+    return own
+
+
+def test_one_rank_hears_and_all_obey(world: World, tunables: Tunables) -> None:
+    skip_alone(world)
+    one = tunables.declare("dropout", 0.1)
+    last = world.size - 1
+    orders: dict[int, tuple[int, dict[str, Any]]] = {
+        2: (last, {"number": 1, "kind": "rate", "value": "0.5x"}),
+        4: (0, {"number": 2, "kind": "set", "name": "dropout", "value": "0.75"}),
+        6: (last, {"number": 3, "kind": "set", "name": "dropped", "value": "0.5"}),
+        8: (last // 2, {"number": 4, "kind": "rate", "value": "3"}),
+    }
+    told, record = Told(orders), Record()
+    trainer = Trainer(builder(60, 20), [StopAtStep(11), record, told])
+    trainer.run()
+    rates = [RATE] * 3 + [RATE * 0.5] * 6 + [RATE * 1.5] * 2
+    assert [step.learning_rate for step in record.steps] == rates
+    assert one.value == 0.75
+    assert told.texts == [
+        "3 told ada on lab1 1.5: the learning rate is multiplied by 0.5, so by 0.5 in all",
+        "5 told ada on lab1 1.5: dropout is 0.75",
+        "9 told ada on lab1 1.5: the learning rate is multiplied by 3, so by 1.5 in all",
+    ]
+    state = trainer.state()["steering"]
+    assert state == {"of": "1a2b", "number": 4, "rate_factor": 1.5, "pause": {}, "tunables": {"dropout": 0.75}}
+    # A state that is restored has the factor, and a new Trainer without one has not.
+    other = Trainer(builder(60, 20), [StopAtStep(12), again := Record()])
+    other.restore(trainer.state())
+    other.run()
+    assert [step.learning_rate for step in again.steps] == [RATE * 1.5]
+    plain = Trainer(builder(60, 20), [StopAtStep(11)])
+    plain.run()
+    assert "steering" not in plain.state()
+    assert bits(plain).keys() < bits(trainer).keys()
+
+
+def test_what_was_told_before_a_restart(world: World, tunables: Tunables) -> None:
+    """The launcher gives the orders of tries before to the ranks: each is applied after the same step, once."""
+    common = {"of": "1a2b", "kind": "rate", "teller": "ada on lab1", "at": 1.5}
+
+    def orders(run: int) -> str:
+        first = {**common, "number": 1, "value": "0.5", "after_step": 3, "run": run}
+        second = {**common, "number": 2, "value": "4", "after_step": 5, "run": run}
+        of_another_run = {**common, "number": 3, "value": "7", "after_step": 1, "run": run + 1000}
+        return json.dumps([first, second, of_another_run])
+
+    def rates(begin: Trainer | None, last: int, *hooks: Hook) -> tuple[list[float], Trainer]:
+        record, run = Record(), the_job().num_runs + 1
+        object.__setattr__(world.context, "orders", orders(run))
+        trainer = Trainer(builder(60, 20), [StopAtStep(last), record, *hooks])
+        if begin is not None:
+            trainer.restore(begin.state())
+        trainer.run()
+        return [step.learning_rate for step in record.steps], trainer
+
+    before = world.context.orders
+    try:
+        first, trainer = rates(None, 4)
+        assert first == [RATE] * 3 + [RATE * 0.5]
+        second, _ = rates(trainer, 7)  # the state has the first order already
+        assert second == [RATE * 0.5] + [RATE * 2.0] * 2
+        if world.size > 1:  # a new order waits for those that came before it
+            order = {"number": 4, "kind": "rate", "value": "10"}
+            third, _ = rates(None, 7, Told({1: (0, order)}))
+            assert third == [RATE] * 3 + [RATE * 0.5] * 2 + [RATE * 20.0] * 2
+    finally:
+        object.__setattr__(world.context, "orders", before)
+
+
+def test_ranks_that_declare_other_values(world: World, tunables: Tunables) -> None:
+    skip_alone(world)
+    tunables.declare("dropout", 0.1 if world.rank < world.size - 1 else 0.2)
+    trainer = Trainer(builder(60, 20), [StopAtStep(2)])
+    text = error_on_all(world, MismatchError, trainer.run)
+    assert f"{world.name(world.size - 1)}: tunable('dropout', 0.2); {world.name(0)}: tunable('dropout', 0.1)" in text
+
+
+def test_a_value_that_only_one_rank_has_declared_since(world: World, tunables: Tunables) -> None:
+    """A declaration in the first step is compared when a value is set."""
+    skip_alone(world)
+
+    class Late(Hook):
+        def after_step(self, trainer: Trainer, step: Step) -> None:
+            if world.rank == 0:
+                tunables.declare("late", 1)
+
+    order = {"number": 1, "kind": "set", "name": "late", "value": "2"}
+    trainer = Trainer(builder(60, 20), [StopAtStep(9), Late(), Told({2: (0, order)})])
+    text = error_on_all(world, MismatchError, trainer.run)
+    assert "tunable('late', 1)" in text
+    assert trainer.step_number == 3
+
+
+def test_a_pause_ends_on_all_ranks(world: World, tunables: Tunables) -> None:
+    """A state from a paused training goes on where no launcher could resume it. Its values are those of the state."""
+    trainer = Trainer(builder(60, 20), [StopAtStep(3), record := Record()])
+    about = {"teller": "ada on lab1", "at": time.time(), "after_step": 0}
+    state = {"of": "1a2b", "number": 1, "rate_factor": 0.25, "pause": about, "tunables": {}}
+    trainer.restore({**trainer.state(), "steering": state})
+    trainer.run()
+    numpy.testing.assert_array_equal([step.learning_rate for step in record.steps], [RATE * 0.25] * 3)
+    assert trainer.steering.pause == {}
