@@ -10,6 +10,7 @@ import json
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ import pytest
 from faults.outcome import succeeded
 from faults.remembering import HERE, STEPS, result, resumed, train
 from faults.test_keep import SCRIPT as LOOP
-from jobs import VENVS, Job, run_command
+from jobs import Job, run_command
 from mpitrain.training.checkpoint.manifest import read_manifest
 
 REASON = f"only {HERE} of {HERE}, b can take part, and --min-nodes is 2"
@@ -32,18 +33,23 @@ from mpitrain.launch.verdict import Verdict
 supervisor.judge = lambda hosts, *_, **__: Verdict(reason={REASON!r}, left=tuple(hosts))
 sys.exit(main())
 """
+NOTHING = "no host has the state in memory; the same command goes on from the newest checkpoint, if any"
 STEPPED = "if os.environ.get('_MPITRAIN_SAVES'): (folder / 'stepped').touch()"
 DIES = f"{STEPPED}\n    if step == 8 and rank == world.size - 1 and once('killed'): die()"
 SAVES = "[mt.Checkpoint(folder / 'checkpoints', steps=1000)]"
 
 
-def few(folder: Path, wrong: str = DIES, **arguments: Any) -> Job:
+def few(folder: Path, wrong: str = DIES, goes_on: GoesOn | None = None, **arguments: Any) -> Job:
     """Run a training in which the last rank dies in step 8. The arguments are those of `train`."""
     (folder / "few.py").write_text(LAUNCHER)
-    job = train(folder, wrong, launcher=[str(folder / "few.py")], **arguments)
+    job = train(folder, wrong, launcher=[str(folder / "few.py")], during=goes_on, **arguments)
+    if goes_on:
+        job = replace(job, stderr=goes_on.said)
     assert job.code == 128 + 9, job.output
     assert job.left == []
-    assert f" on {HERE} was killed by signal 9; {REASON}. Starting again on {HERE} only to save" in job.stderr, job.output
+    assert f" on {HERE} was killed by signal 9; {REASON}. Starting again on {HERE} only to save" in job.stderr, (
+        job.output
+    )
     assert not (folder / "stepped").exists(), "the try that only saves has made a step"
     return job
 
@@ -72,7 +78,8 @@ class GoesOn:
 
 
 @pytest.mark.parametrize(
-    ("ranks", "vendor"), [(3, "mpich"), (2, "openmpi"), pytest.param(1, "mpich", marks=pytest.mark.slow)],
+    ("ranks", "vendor"),
+    [(3, "mpich"), (2, "openmpi"), pytest.param(1, "mpich", marks=pytest.mark.slow)],
     indirect=["vendor"],
 )
 def test_the_newest_step_is_saved(tmp_path: Path, ranks: int, vendor: str) -> None:
@@ -118,9 +125,10 @@ BREAKS = DIES.replace("die()", "((folder / 'saved').rename(folder / 'away'), (fo
 def test_what_cannot_be_saved_is_kept(tmp_path: Path, wrong: str, hooks: str, why: str) -> None:
     """Another launcher goes on from memory, with the bits of an undisturbed training, and the record has the event."""
     goes_on = GoesOn(tmp_path)
-    few(tmp_path, wrong, hooks=f"[mt.Record([mt.JsonLines(folder)], steps=1), *{hooks}]", during=goes_on)
+    few(tmp_path, wrong, hooks=f"[mt.Record([mt.JsonLines(folder)], steps=1), *{hooks}]", goes_on=goes_on)
     assert re.search(
-        rf"mpitrain: {REASON}; the state was not saved: rank \d on {HERE} failed: CheckpointError: .*{why}", goes_on.said
+        rf"mpitrain: {REASON}; the state was not saved: rank \d on {HERE} failed: CheckpointError: .*{why}",
+        goes_on.said,
     ), goes_on.said
     assert f"mpitrain: its state is kept in memory on {HERE} until " in goes_on.said.splitlines()[-1]
     assert "has lost its launcher" not in goes_on.said
@@ -150,14 +158,20 @@ def test_a_loop_of_ones_own_is_kept(tmp_path: Path) -> None:
     assert numpy.load(tmp_path / "used.npy").tolist() == [3.0] * 61  # each sample once in an epoch
 
 
+OWN_STEPS = """
+class Own(mt.Trainer):
+    def run(self):
+        while self.step_number < 20:
+            self.step()
+mt.Trainer = Own
+"""
+
+
 def test_steps_of_ones_own_are_refused(tmp_path: Path) -> None:
-    """The run before is over, and is on the disk. Its script then makes steps without `run`, which nobody can save."""
-    after = "trainer.last_step = None\nwhile trainer.step_number < 25: trainer.step()"
-    wrong = DIES.replace("step == 8", "step == 23")
-    job = few(tmp_path, wrong, hooks=SAVES, after=after)
-    assert job.stderr.endswith(
-        f"mpitrain: {REASON}: the job has ended after step 20, which is saved\n"
-    ), job.output
+    """Only `run` copies the state to memory, and can save it."""
+    job = few(tmp_path, hooks=SAVES, before=OWN_STEPS)
+    assert "this try only saves what the tries before have reached, and makes no step; only Trainer.run" in job.stderr
+    assert job.stderr.endswith(f"mpitrain: {NOTHING}\n"), job.output
 
 
 def test_nothing_to_save(tmp_path: Path) -> None:
@@ -165,6 +179,4 @@ def test_nothing_to_save(tmp_path: Path) -> None:
     before = "from mpitrain.training.checkpoint import room\nroom._limits = lambda: [(100, 10**9, 'this machine')]"
     job = few(tmp_path, hooks=SAVES, before=before)
     assert "there is nothing to save: no host that takes part has a whole copy" in job.stderr
-    assert job.stderr.endswith(
-        "mpitrain: no host has the state in memory; the same command goes on from the newest checkpoint, if any\n"
-    ), job.output
+    assert job.stderr.endswith(f"mpitrain: {NOTHING}\n"), job.output

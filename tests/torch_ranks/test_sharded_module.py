@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import gc
+import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -141,6 +143,23 @@ def test_a_state_of_before(world: World) -> None:
     """What the optimizer has kept before it is divided goes on: Adagrad begins with a sum that is not 0."""
     found, expected = (run(one, Net, of("Adagrad", initial_accumulator_value=0.5), 3) for one in ("sharded", "sync"))
     assert_alike(found, expected)
+
+
+def test_the_state_of_before_is_freed_when_a_step_begins(world: World) -> None:
+    """An error in `begin` still needs it. The first gradients need its memory."""
+    module = made(Net)
+    optimizer = torch.optim.Adagrad(module.parameters(), initial_accumulator_value=0.5)
+    sums = [weakref.ref(entry["sum"]) for entry in optimizer.state.values()]
+    parts = builder(lambda: module, lambda _: (optimizer, {}))(world)
+    strategy = STRATEGIES["sharded"]()
+    strategy.begin(world, parts.adapter)
+    assert None not in [one() for one in sums]
+    strategy.begin_step(1.0)
+    gc.collect()
+    assert [one() for one in sums] == [None] * len(sums)
+    for entry in optimizer.state.values():  # of a piece, in memory of its own
+        assert entry["sum"].untyped_storage().nbytes() == entry["sum"].nbytes
+    strategy.close()
 
 
 @pytest.mark.parametrize("name", ["Adam", "SGD"])
