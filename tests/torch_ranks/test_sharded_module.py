@@ -148,7 +148,8 @@ def test_a_state_of_before(world: World) -> None:
 def test_the_state_of_before_is_freed_when_a_step_begins(world: World) -> None:
     """An error in `begin` still needs it. The first gradients need its memory."""
     module = made(Net)
-    optimizer = torch.optim.Adagrad(module.parameters(), initial_accumulator_value=0.5)
+    trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.Adagrad(trained, initial_accumulator_value=0.5)
     sums = [weakref.ref(entry["sum"]) for entry in optimizer.state.values()]
     parts = builder(lambda: module, lambda _: (optimizer, {}))(world)
     strategy = STRATEGIES["sharded"]()
