@@ -202,7 +202,9 @@ def _why(ended: Ended, host_of: Callable[[int], str]) -> tuple[str, int | None]:
 
 
 def _unknown(ended: Ended) -> str:
-    return f"the job ended with exit code {ended.code}"
+    number = ended.code - 128
+    by_signal = f", as by signal {number}" if number in set(signal.Signals) else ""
+    return f"the job ended with exit code {ended.code}{by_signal}"
 
 
 def _ranks(ranks: Sequence[int]) -> str:

@@ -155,11 +155,13 @@ def test_the_state_of_before_is_freed_when_a_step_begins(world: World) -> None:
     strategy = STRATEGIES["sharded"]()
     strategy.begin(world, parts.adapter)
     assert None not in [one() for one in sums]
-    strategy.begin_step(1.0)
+    batch, weight = next(parts.data)
+    strategy.begin_step(weight)
     gc.collect()
     assert [one() for one in sums] == [None] * len(sums)
     for entry in optimizer.state.values():  # of a piece, in memory of its own
         assert entry["sum"].untyped_storage().nbytes() == entry["sum"].nbytes
+    strategy.finish_step(parts.adapter, parts.adapter.loss_and_gradients(batch, strategy.on_gradient))
     strategy.close()
 
 
