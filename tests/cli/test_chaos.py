@@ -21,7 +21,7 @@ HERE = socket.gethostname()
 def job(monkeypatch: pytest.MonkeyPatch) -> None:
     """A job with the id 1a2b3c4d, which nothing is done to."""
     running = RunningJob("1a2b3c4d", launcher=f"{HERE} 4711 1")
-    elsewhere = RunningJob("3c4d", launcher="another 4711 1")
+    elsewhere = RunningJob("3c4d5e6f", launcher="another 4711 1")
 
     def connect(_: object, host: str, wish: Mapping[str, Any]) -> Connection:
         raise AssertionError("a saboteur is started")
@@ -37,8 +37,14 @@ def job(monkeypatch: pytest.MonkeyPatch) -> None:
             "1a2b3c4d",
             f"job 1a2b3c4d runs on real hosts ({HERE}): --show prints what would be done to it, --yes does it",
         ),
-        ("5e6f --yes", f"there is no job 5e6f of yours on {HERE}; running: 1a2b3c4d, 3c4d. `mpitrain ps` lists them"),
-        ("3c4d --yes", f"the launcher of job 3c4d is on another, and chaos looks on {HERE}: name its host in --hosts"),
+        (
+            "5e6f7a8b --yes",
+            f"there is no job 5e6f7a8b of yours on {HERE}; running: 1a2b3c4d, 3c4d5e6f. `mpitrain ps` lists them",
+        ),
+        (
+            "3c4d5e6f --yes",
+            f"the launcher of job 3c4d5e6f is on another, and chaos looks on {HERE}: name its host in --hosts",
+        ),
         (
             "1a2b3c4d --faults rank,link --yes",
             "chaos does not cut the cable of a real host, because nothing is sure to",
