@@ -139,7 +139,8 @@ def start(request: Request, heritage: Heritage | None = None) -> int:
         if placement.note:
             print(f"mpitrain: {placement.note}", file=sys.stderr)
         if request.limits.min_nodes > len(placement.places):
-            raise ConfigError(f"{request.limits.words}, but the job runs on {len(placement.places)} hosts")
+            num_hosts = len(placement.places)
+            raise ConfigError(f"{request.limits.words}, but the job runs on {num_hosts} host{'s' * (num_hosts > 1)}")
         job = JobSpec(
             mpiexec=mpiexec,
             program=[sys.executable, *request.program],
