@@ -214,7 +214,7 @@ class Course:
             raise everywhere(CheckpointError(f"{world.name()}: there is nothing to save: {why}"))
         if not copied and self._next_stage() == _END:
             return False
-        world.print(f"mpitrain: the checkpoint of step {number} is the newest state: {why}")
+        world.print(f"mpitrain: memory is not used: {why}. The newest state is the checkpoint of step {number}")
         return True
 
     def _end_run(self) -> None:

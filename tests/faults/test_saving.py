@@ -106,7 +106,7 @@ def test_a_newer_checkpoint(tmp_path: Path) -> None:
     hooks = "[mt.Checkpoint(folder / 'checkpoints', steps=6)]"
     wait = "while step == 8 and not (folder / 'checkpoints/step-00000006').exists(): time.sleep(0.01)\n    "
     job = few(tmp_path, wait + DIES, hooks=hooks, every=5)
-    assert "the checkpoint of step 6 is the newest state: its newest copy is of step 5\n" in job.stdout
+    assert "memory is not used: its newest copy is of step 5. The newest state is the checkpoint of step 6\n" in job.stdout
     assert job.stderr.endswith("the job has ended after step 6, which is saved\n"), job.output
     assert [entry.name for entry in (tmp_path / "checkpoints").iterdir()] == ["step-00000006"]
 
