@@ -191,7 +191,7 @@ class Course:
         trainer = self._trainer
         for hook in self._keeping_first():
             hook.before_end(trainer, step)
-        if not self._has_keeping_hook:
+        if not self._has_saving_hook:
             trainer.world.print(f"mpitrain: nothing saves step {trainer.step_number}: add the hook mt.Checkpoint")
 
     def _save_only(self, copied: int) -> bool:
@@ -202,7 +202,7 @@ class Course:
         """
         trainer, number = self._trainer, self._trainer.step_number
         world = trainer.world
-        if trainer.memory_step and not self._has_keeping_hook:
+        if trainer.memory_step and not self._has_saving_hook:
             raise everywhere(
                 CheckpointError(f"{world.name()}: nothing saves step {number} on a disk: add the hook mt.Checkpoint")
             )
@@ -257,8 +257,8 @@ class Course:
             self._noted[stage] = states_of(trainer.hooks), trainer.last_step, dict(trainer.metrics)
 
     @property
-    def _has_keeping_hook(self) -> bool:
-        return any(hook.keeps_state for hook in self._trainer.hooks)
+    def _has_saving_hook(self) -> bool:
+        return any(type(hook).before_end is not Hook.before_end for hook in self._trainer.hooks)
 
     @property
     def _recovery(self) -> Recovery | None:

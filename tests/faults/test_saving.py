@@ -22,6 +22,7 @@ from faults.remembering import HERE, STEPS, result, resumed, train
 from faults.test_keep import SCRIPT as LOOP
 from jobs import Job, run_command
 from mpitrain.training.checkpoint.manifest import read_manifest
+from mpitrain.training.checkpoint.store import load
 
 REASON = f"only {HERE} of {HERE}, b can take part, and --min-nodes is 2"
 LAUNCHER = f"""
@@ -106,9 +107,32 @@ def test_a_newer_checkpoint(tmp_path: Path) -> None:
     hooks = "[mt.Checkpoint(folder / 'checkpoints', steps=6)]"
     wait = "while step == 8 and not (folder / 'checkpoints/step-00000006').exists(): time.sleep(0.01)\n    "
     job = few(tmp_path, wait + DIES, hooks=hooks, every=5)
-    assert "memory is not used: its newest copy is of step 5. The newest state is the checkpoint of step 6\n" in job.stdout
+    assert (
+        "memory is not used: its newest copy is of step 5. The newest state is the checkpoint of step 6\n" in job.stdout
+    )
     assert job.stderr.endswith("the job has ended after step 6, which is saved\n"), job.output
     assert [entry.name for entry in (tmp_path / "checkpoints").iterdir()] == ["step-00000006"]
+
+
+OWN_HOOK = """
+class Saves(mt.Hook):
+    def before_end(self, trainer, step):
+        if world.is_root:
+            state = trainer.state()
+            numpy.savez(folder / "own.npz", w=trainer.adapter.parameters()["w"], step=state["step"])
+            print("of step", step.number, step.loss, step.learning_rate, step.samples)
+"""
+
+
+def test_a_hook_of_ones_own_saves(tmp_path: Path) -> None:
+    job = few(tmp_path, hooks="[Saves()]", before=OWN_HOOK)
+    assert "of step 7 nan nan 0.0\n" in job.stdout
+    assert job.stderr.endswith("the job has ended after step 7, which is saved\n"), job.output
+    assert int(numpy.load(tmp_path / "own.npz")["step"]) == 7
+    again = train(tmp_path / "seven", hooks="[mt.Checkpoint(folder / 'saved', 7)]")
+    succeeded(again)
+    seven = load(tmp_path / "seven" / "saved" / "step-00000007")
+    assert seven["adapter"]["parameters"]["w"].tobytes() == numpy.load(tmp_path / "own.npz")["w"].tobytes()
 
 
 # In step 8, the directory of the checkpoints becomes a file.
