@@ -18,6 +18,7 @@ FULL = JobContext(
     failed_step=7,
     failure="rank 2 on node1 was killed by signal 9",
     follows="0f9e8d7c",
+    saves=1,
     devices=("cuda:0", "cuda:0", "cpu"),
     columns=132,
     recover=1,
