@@ -45,6 +45,7 @@ def test_what_is_written() -> None:
         "_MPITRAIN_FAILED_STEP": "7",
         "_MPITRAIN_FAILURE": "rank 2 on node1 was killed by signal 9",
         "_MPITRAIN_FOLLOWS": "0f9e8d7c",
+        "_MPITRAIN_SAVES": "1",
         "_MPITRAIN_DEVICES": "cuda:0,cuda:0,cpu",
         "_MPITRAIN_COLUMNS": "132",
         "_MPITRAIN_RECOVER": "1",
