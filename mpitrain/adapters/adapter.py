@@ -196,14 +196,14 @@ class OptimizerShard(Protocol):
         """
         ...
 
-    def give_back(self) -> None:
-        """Forget what was lent, which takes the memory of the whole optimizer."""
+    def begin_step(self) -> None:
+        """Forget what takes the memory of the whole optimizer: what was lent, and the state before the division."""
         ...
 
     def close(self) -> None:
         """Let the optimizer be used for whole parameters again. No step follows.
 
-        It has no state; one of PyTorch that has made no step has that from before the division.
+        It has no state; one of PyTorch for which no step has begun has that from before the division.
         """
         ...
 

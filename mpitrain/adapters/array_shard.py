@@ -115,7 +115,7 @@ class ArrayShard:
         """See OptimizerShard."""
         self._whole = {**values[0], **{name: of_all[self._flat.dtype] for name, of_all in arrays.items()}}
 
-    def give_back(self) -> None:
+    def begin_step(self) -> None:
         """See OptimizerShard."""
         self._whole = None
 

@@ -66,7 +66,7 @@ class TorchShard:
             optimizer: has the pieces in place of the parameters, from now on.
             scheduled: around `optimizer`.
             named: the trained parameters, the first ones of `plan`. The others are changes of `buffers`.
-            undone: is called when everything is again as it was before: at `close`, if nothing has changed the state.
+            undone: is called when everything is again as it was before: at `close`, if no step has begun.
 
         Raises:
             ConfigError: the optimizer needs whole tensors.
@@ -100,7 +100,7 @@ class TorchShard:
             self._undo, self._before = (undo, undone), before
             self.close()
             raise
-        self._undo, self._before = (undo, undone), before  # until the pieces get a state of their own
+        self._undo, self._before = (undo, undone), before  # until a step begins: an error may come before it
 
     def _replace(self, optimizer: torch.optim.Optimizer) -> None:
         names = {id(parameter): name for name, parameter in self._named.items()}
@@ -124,7 +124,6 @@ class TorchShard:
                 "the optimizer was divided between ranks, and its state has gone with the strategy that was closed; "
                 "make another TorchModule"
             )
-        self._whole, self._before, self._undo = None, {}, ()
         gradients = []
         for name, piece in self._pieces.items():
             piece.tensor.data = _elements(self._named[name], piece.place)  # somebody may have replaced the memory
@@ -232,9 +231,9 @@ class TorchShard:
                     key: views[key][parameter] if value is None else value for key, value in entry.items()
                 }
 
-    def give_back(self) -> None:
-        """See OptimizerShard."""
-        self._whole = None
+    def begin_step(self) -> None:
+        """See OptimizerShard. Before the gradients, because these need memory too."""
+        self._whole, self._before, self._undo = None, {}, ()
 
     def close(self) -> None:
         """See OptimizerShard. A second call does nothing: the optimizer may belong to another one by then."""

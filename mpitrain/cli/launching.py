@@ -28,6 +28,11 @@ _ELSEWHERE = {
 }
 
 
+# Options that set the number of ranks; and those that hardly a script has.
+_RANKS = ("-n", "--ppn", "--hosts")
+_OURS_ALONE = ("--restarts", "--min-nodes", "--elastic", "--spares", "--recover")
+
+
 class _Elsewhere(argparse.Action):
     """An option of another launcher: an error that says what the option is called here."""
 
@@ -96,7 +101,20 @@ def request_of(arguments: argparse.Namespace, program: Sequence[str], script: st
 def request_of_script(arguments: argparse.Namespace) -> Request:
     """Turn all arguments into a request: the launch options, then a script (or -m and a module) with its arguments."""
     words, script = script_of(arguments)
+    _look_behind(arguments, words)
     return request_of(arguments, words, script, [arguments.command, *words])
+
+
+def _look_behind(arguments: argparse.Namespace, words: Sequence[str]) -> None:
+    """Refuse options of ours that stand behind the script and are missing before it; of others, say whose they are."""
+    behind = dict.fromkeys(word.partition("=")[0] for word in words)
+    where = f"behind {words[1] if words[0] == '-m' else words[0]} and belongs to the script"
+    before = f"as in `mpitrain {arguments.command} -n 4 train.py`"
+    if arguments.num_ranks is None and arguments.ppn is None and "/" not in (arguments.hosts or ""):
+        for option in [option for option in _RANKS if option in behind]:
+            raise ConfigError(f"{option} stands {where}; options of mpitrain come before the script, {before}")
+    for option in [option for option in _OURS_ALONE if option in behind]:
+        print(f"mpitrain: {option} stands {where}; options of mpitrain come before the script", file=sys.stderr)
 
 
 def script_of(arguments: argparse.Namespace) -> tuple[list[str], str]:

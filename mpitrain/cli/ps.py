@@ -6,6 +6,7 @@ import argparse
 import sys
 import time
 
+from mpitrain.cli.job_id import job_id
 from mpitrain.cli.launching import add_inventory_argument
 
 _COLUMNS = 40  # of metrics in the list
@@ -31,7 +32,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
     parser.epilog = _EPILOG
     add_host_arguments(parser)
-    parser.add_argument("job", nargs="?", help="the id of a job: only this one, with the workers of its server")
+    parser.add_argument(
+        "job", nargs="?", type=job_id, help="the id of a job: only this one, with the workers of its server"
+    )
 
 
 def add_host_arguments(parser: argparse.ArgumentParser) -> None:
@@ -49,7 +52,8 @@ def run(arguments: argparse.Namespace) -> int:
     placement = place_ranks(arguments.hosts, arguments.inventory, None, 1)
     jobs, kept, wrong = find_all(placement)
     hosts = placement.machines
-    shown = [job for job in jobs if arguments.job in (None, job.token)]
+    newest = {one.token for one in kept if arguments.job in one.estate["tries"]}  # each try has an id of its own
+    shown = [job for job in jobs if arguments.job in (None, job.token) or job.token in newest]
     problems = [
         f"job {job.token}: its server's list of workers cannot be read: {job.served['damaged']}. Look at "
         "what the server itself prints"

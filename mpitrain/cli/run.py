@@ -6,6 +6,7 @@ import argparse
 from dataclasses import replace
 from pathlib import Path
 
+from mpitrain.cli.job_id import job_id
 from mpitrain.cli.launching import add_launch_arguments, add_script_arguments, positive, request_of_script
 from mpitrain.errors import ConfigError
 
@@ -29,7 +30,8 @@ again. With --elastic, the job also starts without hosts that do not answer, and
 takes them in when they do.
 
 If mpitrain run itself is lost, such a job is kept for a while, and --resume JOB
-goes on with it. Give no other option with it but -i.
+goes on with it. Give no other option with it but -i. The same holds if too few
+hosts are left and the script saves nothing.
 
 The exit code is not 0 if any rank failed. It is 128 + the number of the signal
 if a signal ended the job.
@@ -58,7 +60,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--restarts", type=_count, default=0, metavar="N", help="start again after a failure, at most N times (0)"
     )
     parser.add_argument(
-        "--min-nodes", type=positive, metavar="M", help="with --restarts: start again on at least M hosts (1)"
+        "--min-nodes",
+        type=positive,
+        metavar="M",
+        help="with --restarts: start again on at least M hosts (1); on fewer, only to save",
     )
     parser.add_argument(
         "--elastic",
@@ -86,7 +91,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "mt.ParameterServer)",
     )
     parser.add_argument(
-        "--resume", metavar="JOB", help="go on with a job whose `mpitrain run` was lost, by the id that ps shows"
+        "--resume",
+        type=job_id,
+        metavar="JOB",
+        help="go on with a job whose `mpitrain run` was lost, by the id that ps shows",
     )
     parser.add_argument("--show", action="store_true", help="print the mpiexec command, but do not run it")
     add_script_arguments(parser)

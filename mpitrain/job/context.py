@@ -45,6 +45,7 @@ class JobContext:
         failed_step: the step in which that try failed; 0: before its first.
         failure: why it failed, in a line, or how its hosts have changed.
         follows: the id of the try that trains until this one takes over; "": none does.
+        saves: 1: this try makes no step; it only saves what the tries before have reached.
         orders: what earlier tries have been told, as JSON (launch/orders.py); "": nothing.
         devices: of the ranks in order, such as ("cuda:0", "cuda:1", "cpu"); none where --hosts names none.
         columns: width of the terminal that the launcher prints to; 0: it prints to none.
@@ -72,6 +73,7 @@ class JobContext:
     failed_step: int = 0
     failure: str = ""
     follows: str = ""
+    saves: int = 0
     orders: str = ""
     devices: tuple[str, ...] = ()
     columns: int = 0

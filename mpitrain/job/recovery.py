@@ -145,7 +145,7 @@ class Recovery:
         Raises:
             Exception: what `go_on` raises, unless a lost rank is the cause. On this rank alone.
         """
-        began, old = time.monotonic(), self.world
+        began, old = time.perf_counter(), self.world
         self._kept += [keep, old]
         if not self._has_agreed:
             self._agree(False)  # on the step that others may be about to commit
@@ -164,7 +164,10 @@ class Recovery:
                 break
             self.abandon()
         self._has_agreed = False
-        loss = self._loss(old, time.monotonic() - began)
+        ended = time.perf_counter()
+        loss = self._loss(old, ended - began)
+        if spans := self.world.control.spans:
+            spans.add("wait", f"go on: {loss.text}", began, ended)
         if self.world.is_root:
             left = rank_ranges(self.world.control.members)
             ranks = f"rank{'s' * (self.world.size > 1)} {left}"

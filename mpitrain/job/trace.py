@@ -107,7 +107,7 @@ class Trace:
             if world.is_root:
                 directory.mkdir(parents=True, exist_ok=True)
                 _write(self._path, "")  # a file that cannot be written fails now, not after hours
-        self._begin = compare_clocks(world)
+        self._begin, self._root = compare_clocks(world), world.control.members[0]
         self._spans = world.control.spans = Spans()
 
     def finish(self) -> None:
@@ -121,8 +121,10 @@ class Trace:
             others = world.begin_agreement("end the trace")
             world.control.wait(until(others.test, lambda: 0.001), "the end of the others", status=ENDED)
             end = compare_clocks(world)
-            kept = [moved(span, self._begin, end) for span in spans.kept]
-            of_all = world.gather((kept, spans.num_left_out, max(self._begin.error, end.error)))
+            # The first comparison was with a rank that has been lost, perhaps on another host, if there is a new root.
+            begin = self._begin if world.control.members[0] == self._root else end
+            kept = [moved(span, begin, end) for span in spans.kept]
+            of_all = world.gather((kept, spans.num_left_out, max(begin.error, end.error)))
             if of_all is None:
                 return
             _write(self._path, json.dumps(document(world.hosts, of_all)))

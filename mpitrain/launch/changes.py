@@ -22,7 +22,7 @@ from typing import Any
 from mpitrain.errors import ConfigError, LaunchError
 from mpitrain.launch.change import READY_SECONDS, Change, joining, leaving, refuse_few
 from mpitrain.launch.events import say
-from mpitrain.launch.keepers import Keepers
+from mpitrain.launch.keepers import KEEP_SECONDS, Keepers
 from mpitrain.launch.kept import LEAVES, PREPARES, SAVES, STAYS
 from mpitrain.launch.placement import Placement
 from mpitrain.launch.successor import Successor
@@ -98,7 +98,7 @@ class Changes:
     def begin(self, hosts: Placement, now_on: Placement, saves_for: str = "") -> None:
         """A try is about to begin on `now_on`; those of `hosts` that are not in it are set aside.
 
-        With `saves_for`, a reason in words, the try only saves the state of the job.
+        With `saves_for`, a reason in words, the try only saves the state of the job, and no wish is accepted.
         """
         with self._lock:
             self._hosts, self._now_on, self._saves_for = hosts, now_on, saves_for
@@ -106,6 +106,20 @@ class Changes:
             self._keepers.run, self._keepers.wish, self._keepers.told = 0, STAYS, {}
             self._heeded = set()
             self._told = {host: rank for host, rank in self._told.items() if host in now_on.hosts}
+
+    def leave_state(self, why: str) -> str:
+        """After the last try: leave the state to another launcher, for a reason in words.
+
+        Return where it is, and what to do; "": nobody has it.
+        """
+        hosts, job = self._keepers.stay(why), self._keepers.of
+        if not hosts:
+            return ""
+        until = time.strftime("%H:%M:%S", time.localtime(time.time() + KEEP_SECONDS))
+        return (
+            f"its state is kept in memory on {', '.join(hosts)} until {until}. To go on when more hosts can take part: "
+            f"`mpitrain run --resume {job}`. To drop it: `mpitrain kill {job}`"
+        )
 
     def take(self, *, has_left: bool = False) -> Change | None:
         """After a try: the change that was accepted meanwhile. Until `begin`, no wish is accepted.
@@ -312,22 +326,11 @@ class Changes:
             follows = "the job saves and ends"
         return f"{self._change.text}; after the next copy of the state, {follows}"
 
-    def _save(self) -> None:
-        """If this try is there only to save, let it do so."""
-        with self._lock:
-            if not self._saves_for or self._change is not None or self._keepers.run != _RUN:
-                return
-            assert self._hosts is not None
-            assert self._now_on is not None
-            self._change = Change(self._saves_for, self._hosts, self._now_on, is_end=True)
-            self._keepers.wish = SAVES
-
     def _look(self) -> None:
         fault = ""
         while not self._stop.wait(_LOOK_SECONDS):
             try:
                 self._drop_if_late()
-                self._save()
                 self._look_at_told()
             except Exception as error:  # nobody looks at a thread's error, and the job can train without it
                 if fault != repr(error):

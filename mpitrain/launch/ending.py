@@ -193,6 +193,8 @@ def _why(ended: Ended, host_of: Callable[[int], str]) -> tuple[str, int | None]:
     how = "ended without a word (os._exit, or killed?)"
     if first is not None and first.code is not None and first.code < 0:
         how = f"was killed by signal {-first.code}"
+    elif first is not None and first.code:  # a rank that is alone, such as an exception ends
+        how = f"left with exit code {first.code}"
     how = told.get(rank, how)
     if kernel.startswith(KERNEL_KILLED) and "killed" in how:
         how = f"was killed by signal 9: {kernel}"
@@ -202,7 +204,9 @@ def _why(ended: Ended, host_of: Callable[[int], str]) -> tuple[str, int | None]:
 
 
 def _unknown(ended: Ended) -> str:
-    return f"the job ended with exit code {ended.code}"
+    number = ended.code - 128
+    by_signal = f", as by signal {number}" if number in set(signal.Signals) else ""
+    return f"the job ended with exit code {ended.code}{by_signal}"
 
 
 def _ranks(ranks: Sequence[int]) -> str:

@@ -7,6 +7,7 @@
     tries        the ids of the job's tries so far
     places       hosts, each with its number of ranks and its devices, also those that are set aside
     own          the host of the launcher                   is_here      the job runs on that host alone
+    ended        why the launcher has ended the job, and left its state to another one; "": it has not
 
 A secret in the environment is as safe with a keeper as in a rank: only processes of the same user can read it.
 """
@@ -40,6 +41,7 @@ def new_estate(request: Mapping[str, Any], script: str, from_file: Mapping[str, 
         "code": code_of(script),
         "launcher": launcher_name(os.getpid()),
         "tries": [],
+        "ended": "",
     }
 
 

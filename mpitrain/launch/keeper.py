@@ -10,11 +10,13 @@ an ssh connection. Both sides send one JSON object per line:
     launcher: {"room": number}                  keeper: {"room": number, and the fields of keepers.Room}
     launcher: {"estate": as estate.py says}
     launcher: {"inherit": 1}                    keeper: {"inherited": 1}, or {"error": text}
+    launcher: {"stay": 1}                       keeper: {"stays": whether it holds something}
     launcher: {"bye": 1}
 
 After "bye" it ends, with all that it holds. The launcher is lost if the connection closes without a "bye", or if the
 launcher has been silent for `silence_seconds` (0: never). The keeper then waits for `keep_seconds` for the keeper of
-another launcher, which inherits what it holds. If it holds nothing, or knows no estate, it ends at once.
+another launcher, which inherits what it holds. If it holds nothing, or knows no estate, it ends at once. After "stay"
+the launcher ends too, and tells its user so itself.
 """
 
 from __future__ import annotations
@@ -53,14 +55,14 @@ def main(wish: dict[str, Any], _probe: str) -> None:
         _send({"error": str(error)})
         return
     _send({"ready": 1})
-    if _serve(kept, before, wish["silence_seconds"]) and kept.has_memory and kept.estate:
+    if _serve(kept, before, wish) and _holds(kept):
         _keep(kept, wish)
 
 
-def _serve(kept: Kept, before: KeeperLine | None, silence_seconds: float) -> bool:
+def _serve(kept: Kept, before: KeeperLine | None, wish: dict[str, Any]) -> bool:
     """Serve a launcher and its ranks to the end. True: it is lost. False: nobody needs this keeper any more."""
     received = b""
-    hearing = Hearing(silence_seconds)
+    hearing = Hearing(wish["silence_seconds"])
     while True:
         ready, _, _ = select.select([0, kept.fileno()], [], [], _LOOK_SECONDS)
         kept.look()
@@ -75,6 +77,11 @@ def _serve(kept: Kept, before: KeeperLine | None, silence_seconds: float) -> boo
                 if "bye" in message:
                     return False
                 _obey(kept, before, message)
+                if "stay" in message:
+                    if "stderr" in wish:
+                        os.close(wish.pop("stderr"))
+                    _send({"stays": _holds(kept)})
+                    return True
         if hearing.is_lost(has_come=0 in ready):
             return True
 
@@ -94,6 +101,10 @@ def _obey(kept: Kept, before: KeeperLine | None, message: dict[str, Any]) -> Non
             _send({"inherited": 1})
         except OSError as error:
             _send({"error": f"what its keeper holds cannot be taken over: {error}"})
+
+
+def _holds(kept: Kept) -> bool:
+    return kept.has_memory and bool(kept.estate)
 
 
 def _keep(kept: Kept, wish: dict[str, Any]) -> None:

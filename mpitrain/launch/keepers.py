@@ -224,6 +224,23 @@ class Keepers:
         self.of, self.wish, self.run, self.told = of, STAYS, 0, {}
         self.is_ending = self.refuses = False
 
+    def stay(self, why: str) -> list[str]:
+        """Have the keepers wait for another launcher, because this one ends the job for a reason in words.
+
+        Return the hosts whose keepers hold something. The others end.
+        """
+        self.estate["ended"] = why
+        self._send({"estate": self.estate, "stay": 1})
+        self._hear("stays", list(self._connections), _CLOSE_SECONDS)
+        held = [host for host, said in self._said.items() if any(one.get("stays") for one in said)]
+        with self._sending:
+            for host in held:
+                connection = self._connections.pop(host)
+                connection.hang_up()
+                connection.leave()
+                del self._said[host]
+        return held
+
     def settle(self) -> None:
         """Wait until the keepers are ready. Report each one that is not: its host then has no copy in memory."""
         new = [host for host, said in self._said.items() if not said]

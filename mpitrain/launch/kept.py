@@ -109,8 +109,8 @@ class Kept:
 
     @property
     def has_memory(self) -> bool:
-        """True if ranks have given it any."""
-        return bool(self._table)
+        """True if ranks have given it any. A rank that finds no room gives none under a name."""
+        return any(self._table.values())
 
     @property
     def is_claimed(self) -> bool:

@@ -69,7 +69,8 @@ def resume(job: str, inventory: Path | None) -> int:
     request = _request(estate["request"], limits)
     request = replace(request, inventory=inventory or request.inventory)
     since = time.monotonic() - (time.time() - one.lost_ms / 1000)
-    pause = Pause(f"the launcher on {estate['own']} was lost", one.step or None, since)
+    cause = estate["ended"] or f"the launcher on {estate['own']} was lost"
+    pause = Pause(cause, one.step or None, since)
     away = tuple(host for host in where.hosts if host in wrong)
     say(f"going on with job {job} from what is kept on {', '.join(one.keepers)}")
     return start(request, Heritage(estate, one.keepers, where, away, pause))

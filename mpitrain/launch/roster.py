@@ -147,6 +147,9 @@ def change(token: str, wish: dict[str, Any]) -> dict[str, Any]:
         how = "`mpitrain work` adds one at any time, and Ctrl-C ends one"
         return {"refused": f"it is of `mpitrain serve`, whose workers come and go: {how}"}
     launchers = {job["launcher"] for job in parts}
+    if not launchers:  # the id may be that of an earlier try
+        tries = [one for one in kept() if token in one["estate"]["tries"] and one["is_launched_here"]]
+        launchers = {one["estate"]["launcher"] for one in tries}
     return ask(launchers.pop(), wish) if launchers else {}
 
 

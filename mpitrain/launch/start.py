@@ -142,7 +142,8 @@ def start(request: Request, heritage: Heritage | None = None) -> int:
         if placement.note:
             print(f"mpitrain: {placement.note}", file=sys.stderr)
         if request.limits.min_nodes > len(placement.places):
-            raise ConfigError(f"{request.limits.words}, but the job runs on {len(placement.places)} hosts")
+            num_hosts = len(placement.places)
+            raise ConfigError(f"{request.limits.words}, but the job runs on {num_hosts} host{'s' * (num_hosts > 1)}")
         job = JobSpec(
             mpiexec=mpiexec,
             program=[sys.executable, *request.program],
@@ -193,7 +194,9 @@ def _supervise(
         if pause is not None:
             at = time.time() - (time.monotonic() - pause.since)
             step = pause.step or 0
-            context = replace(context, failed_ms=int(1000 * at), failed_step=step, failure=pause.cause)
+            context = replace(
+                context, failed_ms=int(1000 * at), failed_step=step, failure=pause.cause, saves=int(pause.only_saves)
+            )
         this_try = replace(job, placement=where, context=context)
         meanwhile = changes.look if changes is not None else lambda: None
         if where.is_here:
@@ -234,7 +237,7 @@ def _supervise(
             if heritage is None:
                 estate = new_estate(asdict(request), request.script, from_file)
             else:
-                estate = {**heritage.estate, "launcher": launcher_name(os.getpid())}
+                estate = {**heritage.estate, "launcher": launcher_name(os.getpid()), "ended": ""}
             name = f"{KEEPER_PREFIX}{secrets.token_hex(8)}"
             keepers = stack.enter_context(Keepers(job.placement.own, name, estate))
             if heritage is not None:

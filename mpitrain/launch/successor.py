@@ -53,19 +53,26 @@ class Successor:
         self.faulty: tuple[str, ...] = ()
         self.has_room = True
         self._keepers, self._reserve, self._after, self._stack = keepers, reserve, after, ExitStack()
+        self._has_keepers = self._has_holders = False  # they have been told to come
         self._run: Run | None = None
         self._thread: threading.Thread | None = None
         try:
             self._job = make(self._stack)
-            keepers.widen(self._where.hosts)
-            if reserve is not None:
-                reserve.lend(self._where.hosts)
             self._job.connect(None)
         except (ConfigError, LaunchError, OSError) as error:
             self._fail(error)
             return
         self._stack.enter_context(left_out(self._job.guards.processes()))
-        self._thread = threading.Thread(target=self._ask, name="successor", daemon=True)
+        self._begin(self._job.ask)
+
+    def _begin(self, work: Callable[[], None]) -> None:
+        def try_it() -> None:
+            try:
+                work()
+            except Exception as error:  # it may be closed meanwhile, and nobody looks at a thread's error
+                self._fail(error)
+
+        self._thread = threading.Thread(target=try_it, name="successor", daemon=True)
         self._thread.start()
 
     def look(self) -> None:
@@ -73,11 +80,8 @@ class Successor:
         if self.problem or (self._thread is not None and self._thread.is_alive()):
             return
         if self._run is None:
-            if self._reserve is not None and not self._reserve.listens():
-                return
             try:
-                self._run = self._job.ready()
-                self._run.start()
+                self._go_on()
             except (ConfigError, LaunchError, OSError) as error:
                 self._fail(error)
         elif not self._run.beside():
@@ -87,6 +91,19 @@ class Successor:
             self.problem = cause if ended.code else "the script ended, and had trained nothing"
             if ended.is_interrupted:  # the signal was for the whole job
                 signal.raise_signal(ended.code - 128)
+
+    def _go_on(self) -> None:
+        """Have keepers come, then holders of spares, then ranks: one login to a host at a time (Tries.run)."""
+        if not self._has_keepers:
+            self._has_keepers = True
+            self._keepers.widen(self._where.hosts)
+            self._begin(self._settle)
+        elif self._reserve is not None and not self._has_holders:
+            self._has_holders = True
+            self._reserve.lend(self._where.hosts)
+        elif self._reserve is None or self._reserve.listens():
+            self._run = self._job.ready()
+            self._run.start()
 
     @property
     def is_ready(self) -> bool:
@@ -123,13 +140,9 @@ class Successor:
     def _where(self) -> Placement:
         return self._job.job.placement
 
-    def _ask(self) -> None:
-        try:
-            self._job.ask()
-            self._keepers.settle()
-            self.problem = self._why_not()
-        except Exception as error:  # it may be closed meanwhile, and nobody looks at a thread's error
-            self._fail(error)
+    def _settle(self) -> None:
+        self._keepers.settle()
+        self.problem = self._why_not()
 
     def _fail(self, error: Exception) -> None:
         if isinstance(error, LaunchError):

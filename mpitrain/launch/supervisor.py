@@ -10,8 +10,11 @@ its ranks was the first to fail twice in a row. Then this host is set aside too,
 
 If hosts leave or join as somebody wished (changes.py), all ranks have ended after the same step. That is no failure.
 
-An elastic job also starts without the hosts that cannot take part, and takes them in later (intake.py). If too few
-hosts are left after a failure, it starts once more on these, only to save its state.
+An elastic job also starts without the hosts that cannot take part, and takes them in later (intake.py).
+
+If too few hosts are left after a failure, the job starts once more on these, only to save its state. No step is made:
+another part of a broken network may still make the next one, and what is saved must not be ahead of it. If nothing can
+be saved, the keepers keep the state for another launcher.
 """
 
 from __future__ import annotations
@@ -19,7 +22,7 @@ from __future__ import annotations
 import signal
 import time
 from collections.abc import Callable, Sequence, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from mpitrain.errors import LaunchError
 from mpitrain.launch.change import Change
@@ -40,11 +43,13 @@ class Pause:
         cause: in a line.
         step: the first step that is missing; None: all are.
         since: when it stopped, by time.monotonic().
+        only_saves: the try makes no step; it only saves.
     """
 
     cause: str
     step: int | None
     since: float
+    only_saves: bool = False
 
 
 def supervise(
@@ -138,7 +143,8 @@ class _Supervision:
             if self._changes is not None and self._next_try is not None:
                 ended = self._next_try.to_end(self._changes.look)
             else:
-                ended = self._run(self.now_on, self.pause)
+                pause = self.pause and replace(self.pause, only_saves=bool(self.saves_for))
+                ended = self._run(self.now_on, pause)
         except LaunchError as error:
             return self._could_not_start(error)
         change = self._next_try = None
@@ -159,7 +165,8 @@ class _Supervision:
 
     def _could_not_start(self, error: LaunchError) -> int | None:
         """Go on without the hosts that cannot take part; else raise the error."""
-        self._next_try, self.saves_for = None, ""
+        self._next_try = None
+        saves_for, self.saves_for = self.saves_for, ""
         change = self._changes.take() if self._changes is not None else None
         away, account = [host for host in error.hosts if host in self.hosts.hosts], str(error)
         if self._intake is not None and error.different and self.hosts.own not in error.different:
@@ -173,20 +180,26 @@ class _Supervision:
             say(f"the job goes on as before, without {', '.join(joined)}: {account}")
             self._go_back()
             return None
+        if not away and saves_for:
+            self.saves_for = saves_for
+            return self._not_saved(account)
         if not away or (self.pause is None and self._intake is None):
             raise error
         self.absent += [(time.monotonic(), host) for host in away]
         return self._start_again(account, away, change)
 
     def _left(self, change: Change | None, step: int, since: float) -> int | None:
-        """All ranks have ended after this step, at this time, so that the hosts can change."""
+        """All ranks have ended after this step, at this time, so that the hosts can change, or because it is saved."""
+        if self.saves_for:
+            say(f"{self.saves_for}: the job has ended after step {step}, which is saved")
+            return _code(self.failures)
         if change is None:  # it was dropped at that moment
             self.pause = Pause("the ranks had left", step + 1, since)
             say(f"the ranks had left after step {step}; starting again on {_where(self.now_on)}")
             return None
         if change.is_end:
             say(f"{change.text}: the job has ended after step {step}")
-            return _code(self.failures) if self.saves_for else 128 + signal.SIGTERM
+            return 128 + signal.SIGTERM
         self._before = self.hosts, self.now_on
         self.hosts, self.now_on = change.hosts, change.now_on
         self._joining = change if change.joined else None
@@ -196,6 +209,8 @@ class _Supervision:
         return None
 
     def _failed(self, failure: FailedTry, change: Change | None) -> int | None:
+        if self.saves_for:
+            return self._not_saved(failure.cause)
         if self._joining is not None and failure.step is None:
             joined = self._joining.joined
             say(f"with {', '.join(joined)}, the job failed before its first step: {failure.cause}")
@@ -209,6 +224,13 @@ class _Supervision:
         self.has_trained = self.has_trained or failure.step is not None
         self.pause = Pause(failure.cause, failure.step, failure.failed_at)
         return self._start_again(account, failure.lost, change)
+
+    def _not_saved(self, cause: str) -> int:
+        """Leave the state to the keepers. Return the exit code."""
+        say(f"{self.saves_for}; the state was not saved: {cause}")
+        kept = self._changes.leave_state(self.saves_for) if self._changes is not None else ""
+        say(kept or "no host has the state in memory; the same command goes on from the newest checkpoint, if any")
+        return _code(self.failures)
 
     def _go_back(self) -> None:
         """Go on where the job was before hosts joined. An elastic job takes them in later."""
@@ -230,7 +252,7 @@ class _Supervision:
             self.saves_for = ""
             self.now_on = self._only(verdict.hosts)
             _tell(account, f"starting{again} on {_follows(self.now_on, self.hosts)}")
-        elif self._intake is not None and verdict.left and self.has_trained and not self.saves_for:
+        elif verdict.left and self.has_trained and not self.saves_for:
             self.saves_for = verdict.reason
             self.now_on = self._only(verdict.left)
             _tell(account, f"{self.saves_for}. Starting again on {', '.join(verdict.left)} only to save the state")

@@ -67,18 +67,17 @@ class Tries:
         with ExitStack() as stack:
             prepared = self._take(stack, job)
             new = prepared or self._make(stack, job)
-            if self._keepers is not None:
-                self._keepers.begin(job.placement.hosts, new.job.context.job)
-            if self._reserve is not None:
-                self._reserve.begin(job.placement.hosts)
             if prepared is None:
                 new.connect(self._keepers)
                 new.ask()
-            elif self._keepers is not None:
-                new.guards.beat_for(self._keepers)
+            # One login to a host at a time: see JobOverHosts.open_ways. The holders come before those of mpiexec.
             if self._keepers is not None:
+                self._keepers.begin(job.placement.hosts, new.job.context.job)
+                if prepared is not None:
+                    new.guards.beat_for(self._keepers)
                 self._keepers.settle()
-
+            if self._reserve is not None:
+                self._reserve.begin(job.placement.hosts)
             stack.enter_context(self._live.showing(new.job.context.job, LiveTry(new.job, new.guards)))
             return new.ready().to_end(self._looking(new, meanwhile))
 

@@ -13,6 +13,7 @@ ASIDE_SECONDS = 60.0  # the first time; the time doubles each time after that
 MOST_ASIDE_SECONDS = 3600.0
 # The third failure in the same step is no accident.
 _MOST_AT_A_STEP = 3
+_COUNTED = "Only mt.Trainer and mt.keep count steps; any other script would begin anew"
 # An elastic job that has found a host bad so many times does not take the host in again by itself.
 MOST_TIMES_BAD = 3
 
@@ -106,7 +107,7 @@ def judge(
     """
     last = failures[-1] if failures else FailedTry("", 1, now)
     if len(failures) == 1 and last.step is None and not last.lost and not has_trained:
-        return Verdict(reason="it failed before its first step, and would fail again")
+        return Verdict(reason=f"it failed before its first step, and would fail again. {_COUNTED}")
     same = [failure for failure in failures if failure.step == last.step]
     if len(same) >= _MOST_AT_A_STEP:
         return Verdict(reason=_diagnosis(same, len(hosts)))

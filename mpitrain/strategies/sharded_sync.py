@@ -74,7 +74,7 @@ class ShardedSync:
 
     def begin_step(self, weight: float) -> None:
         """See Strategy."""
-        self._shard.give_back()
+        self._shard.begin_step()
         self._reducer.begin(weight, self._scale.value if self._scale else 1.0)
 
     def on_gradient(self, index: int, gradient: Array | None) -> None:

@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
-from mpitrain.errors import ConfigError
+from mpitrain.errors import CheckpointError, ConfigError, everywhere
 from mpitrain.job.job import Job
 from mpitrain.job.recovery import Recovery
 from mpitrain.launch.kept import SAVES, STAYS
@@ -27,12 +27,12 @@ from mpitrain.training.hooks.named import restore_all, states_of
 from mpitrain.training.pause import wait_in_pause
 from mpitrain.training.run_event import RunEvent
 from mpitrain.training.state_copies import StateCopies
+from mpitrain.training.step import Step, unmade
 from mpitrain.training.turn import end_try
 from mpitrain.watching.activity import own_activity
 from mpitrain.world import World
 
 if TYPE_CHECKING:
-    from mpitrain.training.step import Step
     from mpitrain.training.trainer import Trainer
 
 # The stages are in the order in which ranks come to them between two commits.
@@ -122,6 +122,9 @@ class Course:
         copied = trainer.memory_step
         for hook in self._keeping_first():
             hook.before_run(trainer)
+        if trainer.world.context.saves and self._save_only(copied):
+            self._leave()
+            return
         self._say_origin(copied)
         self._note_copies()
         self.is_running = True
@@ -187,10 +190,13 @@ class Course:
             self._made = self._made or trainer.steering.paused_step()  # of the try before
             wish = wait_in_pause(trainer, self._copies, self._obey_in_pause)
         if wish == SAVES:
-            self._save()
+            self._save(self._made or unmade(trainer.step_number))
         if wish == STAYS:
             self._come_to(self._next_stage())
             return
+        self._leave()
+
+    def _leave(self) -> None:
         self._left_ms = int(1000 * time.time())
         self._trainer.world.commit()  # no rank leaves a step that others have to repeat
         self._stage = _LEFT
@@ -211,14 +217,36 @@ class Course:
         if activity := own_activity():
             activity.copy_run(self._job.num_runs if steps else 0)
 
-    def _save(self) -> None:
+    def _save(self, step: Step) -> None:
         """Have saved what a later job can go on from: no other try of this one follows."""
-        trainer, made = self._trainer, self._made
-        if made is not None:
-            for hook in self._keeping_first():
-                hook.before_end(trainer, made)
-        if made is None or not any(hook.keeps_state for hook in trainer.hooks):
+        trainer = self._trainer
+        for hook in self._keeping_first():
+            hook.before_end(trainer, step)
+        if not self._has_saving_hook:
             trainer.world.print(f"mpitrain: nothing saves step {trainer.step_number}: add the hook mt.Checkpoint")
+
+    def _save_only(self, copied: int) -> bool:
+        """Have saved what the tries before have reached, without a step. False: a later run of the script may have it.
+
+        Raises:
+            CheckpointError: nothing can be saved. Raised on every rank.
+        """
+        trainer, number = self._trainer, self._trainer.step_number
+        world = trainer.world
+        if trainer.memory_step and not self._has_saving_hook:
+            raise everywhere(
+                CheckpointError(f"{world.name()}: nothing saves step {number} on a disk: add the hook mt.Checkpoint")
+            )
+        if trainer.memory_step:
+            self._save(unmade(number))
+            return True
+        why = f"its newest copy is of step {copied}" if copied else self._copies.why_not
+        if not number:
+            raise everywhere(CheckpointError(f"{world.name()}: there is nothing to save: {why}"))
+        if not copied and self._next_stage() == _END:
+            return False
+        world.print(f"mpitrain: memory is not used: {why}. The newest state is the checkpoint of step {number}")
+        return True
 
     def _end_run(self) -> None:
         if activity := own_activity():
@@ -259,6 +287,10 @@ class Course:
             trainer = self._trainer
             steering = trainer.steering.note()
             self._noted[stage] = states_of(trainer.hooks), trainer.last_step, dict(trainer.metrics), steering
+
+    @property
+    def _has_saving_hook(self) -> bool:
+        return any(type(hook).before_end is not Hook.before_end for hook in self._trainer.hooks)
 
     @property
     def _recovery(self) -> Recovery | None:

@@ -70,6 +70,9 @@ class KeptState(Mapping[str, Any]):
             self.state()
         self.world.agree("keep the state of a loop", list(self._lines()))
         self._copies.resume(self)
+        if self.world.context.saves:
+            why = f"step {self.memory_step} is in memory, and" if self.memory_step else f"{self._copies.why_not}, and"
+            raise everywhere(CheckpointError(f"{self.world.name()}: {why} a loop with keep() saves nothing on a disk"))
         self._say_origin()
         self._publish()
 

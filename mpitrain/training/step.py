@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from mpitrain.exchange.overlap import Overlap
@@ -35,3 +36,8 @@ class Step:
     skipped: bool = False
     own_samples: int = 0
     own_seconds: float = 0.0
+
+
+def unmade(number: int) -> Step:
+    """Return the step of this number that an earlier try has made. Only its number is known."""
+    return Step(number, math.nan, 0.0, math.nan, 0.0, Overlap(0.0, 0.0, 0.0))

@@ -180,9 +180,17 @@ class Trainer:
 
         Raises:
             LostRankError: a rank has been lost. Only `run` goes on behind that.
+            CheckpointError: too few hosts are left, and this try only saves: only `run` can.
             GradientError: as for `run`. For NaN and infinity, the error names rank, parameter and step, and says
                 whether loss, batch and parameters were finite on all ranks.
         """
+        if self.world.context.saves:
+            raise everywhere(
+                CheckpointError(
+                    f"{self.world.name()}: this try only saves what the tries before have reached, and makes no step; "
+                    "only Trainer.run can save it, with the hook mt.Checkpoint"
+                )
+            )
         spans = self.world.control.spans
         started = time.perf_counter()
         if self._activity:

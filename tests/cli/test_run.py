@@ -302,9 +302,25 @@ def test_the_mpiexec_of_another_mpi_is_refused(tmp_path: Path) -> None:
         (["-n", "3", "--hosts", "localhost/cpux2", __file__], "-n is 3, but the devices in --hosts are for 2 ranks"),
         (["-n", "2", "-i", "nowhere", __file__], "nowhere: there is no such file"),
         (["-n", "2", "--shwo", __file__], "unknown argument --shwo; did you mean --show?"),
+        ([__file__, "-n", "2"], f"-n stands behind {__file__} and belongs to the script; options of mpitrain come bef"),
+        (["-m", "json.tool", "--ppn=2"], "--ppn stands behind json.tool and belongs to the script"),
+        (["--resume", "1a2b"], "'1a2b' is not the id of a job; an id has 8 characters"),
     ],
 )
 def test_wrong_use(arguments: list[str], message: str) -> None:
     job = run(VENVS["mpich"] / "bin/python", *arguments)
     assert job.code == 2, job.output
     assert message in job.stderr
+
+
+def test_options_behind_the_script(python: Path, tmp_path: Path) -> None:
+    """They reach the script, which may have options of the same name. A line says so."""
+    script = tmp_path / "shows.py"
+    script.write_text("import sys; print(sys.argv[1:])")
+    job = run(python, "-n", "1", str(script), "--restarts=2", "-n", "4", "--verbose")
+    assert (job.code, job.left) == (0, []), job.output
+    assert "['--restarts=2', '-n', '4', '--verbose']" in job.stdout
+    assert job.stderr == (
+        f"mpitrain: --restarts stands behind {script} and belongs to the script; options of mpitrain come before the "
+        "script\n"
+    )

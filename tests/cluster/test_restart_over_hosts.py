@@ -272,6 +272,7 @@ def test_silence(bed: Bed) -> None:
 
 @pytest.mark.slow
 def test_a_node_loses_its_power(bed: Bed, python: str) -> None:
+    """Then another one does. Too few are left, so the job saves and ends, and the same command goes on from there."""
     job = Job(bed, "--ppn 1 --restarts 2 --min-nodes 3 train.py 200", python=python, setting=EVERY_STEP)
     job.wait_for("made step 50 ")
     bed.kill("node3")
@@ -283,8 +284,20 @@ def test_a_node_loses_its_power(bed: Bed, python: str) -> None:
     found = re.search(r"try 1 of 3 failed at step (\d+): node3 fell silent; starting", end.output)
     assert found, end.output
     went_on_from_memory(end, int(found[1]))
+    few = "only node1, node4 of node1, node2, node3, node4 can take part, and --min-nodes is 3"
     assert re.search(
-        r"try 2 of 3, from step \d+, failed at step \d+: node2 fell silent; not started again: "
-        r"only node1, node4 of node1, node2, node3, node4 can take part, and --min-nodes is 3\n$",
+        rf"try 2 of 3, from step \d+, failed at step \d+: node2 fell silent; {few}. "
+        r"Starting again on node1, node4 only to save the state\n",
         end.output,
     ), end.output
+    (saved,) = re.findall(r"checkpoints/step-(\d+) is saved; the same command goes on from there\n", end.output)
+    assert end.output.endswith(f"mpitrain: {few}: the job has ended after step {int(saved)}, which is saved\n")
+    made = [int(step) for step in re.findall(r"made step (\d+) on", end.output)]
+    assert max(made) <= int(saved) < 75, end.output
+    bed.start("node2")
+    bed.start("node3")
+    write(bed, "node1", "go_on", "")
+    again = Job(bed, "--ppn 1 --restarts 2 --min-nodes 3 train.py 100", python=python, setting=EVERY_STEP).end()
+    assert again.code == 0, again.output
+    assert f"resumed from checkpoints/step-{saved} at step {int(saved)}\n" in again.output
+    assert "made step 100 on 4 ranks" in again.output

@@ -142,7 +142,12 @@ def test_no_part_goes_on_with_too_few_hosts(bed: Bed, request: pytest.FixtureReq
     with parted(bed, "node2", "node3", "node4"):
         end = job.end()
         assert end.code == 1, end.output
-        assert re.search(r"not started again: only node1 of .* can take part, and --min-nodes is 3\n$", end.output)
+        few = r"only node1 of .* can take part, and --min-nodes is 3"
+        # The script saves nothing. The launcher's part has the state, as each of the others does.
+        assert re.search(r"CheckpointError: rank 0 on node1: nothing saves step \d+ on a disk", end.output), end.output
+        assert re.search(rf"{few}; the state was not saved: rank 0 on node1 ", end.output), end.output
+        assert re.search(r"its state is kept in memory on node1 until \S+ To go on when more hosts can ", end.output)
         last = max(step for step, _, _ in made(bed, "node1"))
         other_part_has_ended(bed, last, "node2", "node3", "node4", keeps=True)
-    drop_kept(bed, "node2", "node3", "node4")
+        assert {size for _, size, _ in made(bed, "node1")} == {4}  # the part with the launcher has made no step alone
+    drop_kept(bed, *bed.names)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import re
 import socket
+import subprocess
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy
@@ -71,17 +73,23 @@ def train(
     vendor: str = "mpich",
     every: int | None = 1,
     codec: str = "none",
+    launcher: Sequence[str] = ("-m", "mpitrain"),
+    during: Callable[[subprocess.Popen[str]], None] | None = None,
 ) -> Job:
-    """Run the training, in at most three tries. Its state is copied to memory every `every` steps."""
+    """Run the training, in at most three tries. Its state is copied to memory every `every` steps.
+
+    `launcher` are the arguments of the Python that runs `mpitrain`.
+    """
     folder.mkdir(exist_ok=True)
     source = (
         SCRIPT.replace("FIRST", first).replace("BEFORE", before).replace("AFTER", after).replace("*HOOKS", f"*{hooks}")
     )
     source = source.replace("DTYPE", "float64" if codec == "none" else "float32")
     (folder / "train.py").write_text(source.replace("WRONG", wrong))
-    command = [str(VENVS[vendor] / "bin/python"), "-m", "mpitrain", "run", "-n", str(ranks), "--restarts", "2"]
+    command = [str(VENVS[vendor] / "bin/python"), *launcher, "run", "-n", str(ranks), "--restarts", "2"]
     env = {"MPITRAIN_COMPRESSION": codec} | ({} if every is None else {"MPITRAIN_MEMORY_STEPS": str(every)})
-    return run_command([*command, *options, str(folder / "train.py"), str(folder)], cwd=folder, env=env)
+    command += [*options, str(folder / "train.py"), str(folder)]
+    return run_command(command, cwd=folder, env=env, during=during)
 
 
 def resumed(job: Job) -> list[int]:

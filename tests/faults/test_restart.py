@@ -243,7 +243,7 @@ def test_a_signal_to_the_launcher(tmp_path: Path, number: signal.Signals) -> Non
 
 def test_wrong_options(tmp_path: Path) -> None:
     for options, message in (
-        (["--min-nodes", "2"], "--min-nodes is 2, but the job runs on 1 hosts"),
+        (["--min-nodes", "2"], "--min-nodes is 2, but the job runs on 1 host\n"),
         (["--restarts", "-1"], "'-1' is not a whole number, 0 or above"),
         (["--restarts", "0", "--min-nodes", "1"], "--min-nodes sets the least number of hosts"),
         (["--elastic", "2"], "'2' is not of the form MIN:MAX, as in 2:4"),

@@ -229,6 +229,26 @@ def test_while_a_try_is_starting(tmp_path: Path, vendor: str, undisturbed: Undis
     went_on(jobs[0], tmp_path, 5, undisturbed(vendor))
 
 
+def test_the_id_of_an_earlier_try(tmp_path: Path) -> None:
+    """The user has it from before a restart. It stands for the job."""
+    said: list[Job] = []
+    (tmp_path / "to-kill").touch()
+
+    def during(process: subprocess.Popen[str]) -> None:
+        until((tmp_path / "killed").exists)
+        (tmp_path / "go").touch()
+        until((tmp_path / "in-9").exists)
+        ((first, second),) = [one["estate"]["tries"] for one in kept() if one["estate"]["folder"] == str(tmp_path)]
+        said.append(mpitrain("ps", "--hosts", "localhost", first))
+        said.append(mpitrain("leave", first, "--hosts", HERE))
+        halt(tmp_path)
+        assert f"\n{second} " in said[0].stdout, said[0].output
+
+    succeeded(train(tmp_path, [9], during))
+    assert [job.code for job in said] == [0, 1]
+    assert "no host would be left, and --min-nodes is 1" in said[1].stderr, said[1].output
+
+
 def test_refusals(tmp_path: Path, undisturbed: Undisturbed) -> None:
     """A running job, a script that has changed, and two launchers that go on with one job at once."""
     running: list[Job] = []

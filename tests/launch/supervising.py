@@ -24,15 +24,17 @@ def killed(rank: int, step: int, code: int = 137) -> Ended:
 
 
 class Tries:
-    """Ends each try as the test says. Records the hosts of each try, and the failure that it was told about."""
+    """Ends each try as the test says. Records of each try its hosts, what it was told of, and whether it only saves."""
 
     def __init__(self, *ends: Ended | LaunchError) -> None:
         self.ends = list(ends)
         self.ran: list[dict[str, int]] = []
         self.told: list[str] = []
+        self.only_saves: list[bool] = []
 
     def __call__(self, placement: Placement, failed: Pause | None) -> Ended:
         self.told.append(failed.cause if failed else "")
+        self.only_saves.append(failed is not None and failed.only_saves)
         self.ran.append({place.host: place.num_ranks for place in placement.places})
         end = self.ends.pop(0)
         if isinstance(end, LaunchError):
@@ -55,6 +57,7 @@ class Wished:
         self.begun: list[tuple[tuple[str, ...], tuple[str, ...]]] = []
         self.saves_for: list[str] = []
         self.wanted: list[Change | None] = []
+        self.left_for: list[str] = []
 
     def begin(self, hosts: Placement, now_on: Placement, saves_for: str) -> None:
         self.begun.append((hosts.hosts, now_on.hosts))
@@ -65,6 +68,10 @@ class Wished:
 
     def take_next(self, change: Change | None) -> None:
         self.wanted.append(change)
+
+    def leave_state(self, why: str) -> str:
+        self.left_for.append(why)
+        return "it is kept on a" if len(self.left_for) == 1 else ""
 
     def look(self) -> None:
         """Prepare nothing."""

@@ -13,7 +13,7 @@ from changing import HOSTS, Asked, told
 from jobs import until
 from mpitrain.launch.changes import Changes
 from mpitrain.launch.keepers import Keepers
-from mpitrain.launch.kept import PREPARES, SAVES, STAYS
+from mpitrain.launch.kept import PREPARES, STAYS
 from mpitrain.launch.orders import Orders
 from mpitrain.launch.placement import Place
 from mpitrain.launch.roster import launcher_name
@@ -140,17 +140,14 @@ def test_a_try_that_begins_has_no_run_yet(changes: Changes) -> None:
 
 
 def test_a_try_that_only_saves(changes: Changes, keepers: Keepers) -> None:
-    """The try saves as soon as it has begun to train, and accepts no wish."""
+    """It accepts no wish. Its ranks know by themselves what to do."""
     changes.take()
     changes.begin(HOSTS, HOSTS.without({"b", "c"}), "only a can take part")
     assert keepers.wish == STAYS
     assert changes.answer({"join": "d"}) == {"refused": "the job only saves its state, because only a can take part"}
     assert not changes.is_open
     keepers.run = 1
-    until(lambda: keepers.wish == SAVES)
-    change = changes.take(has_left=True)
-    assert change is not None
-    assert (change.text, change.is_end) == ("only a can take part", True)
+    assert changes.take(has_left=True) is None
     changes.begin(HOSTS, HOSTS)
     keepers.run = 1
     assert "accepted" in changes.answer({"leave": ["b"]})

@@ -252,4 +252,8 @@ def test_what_the_launcher_saw() -> None:
     assert of(lost=("h1", "h2"), trouble=("h1: no message",)) == ("h1 and h2 fell silent", None)
     assert of(trouble=("the job has not started: x", "y")) == ("the job has not started: x", None)
     assert of(missing=(1,)) == ("rank 1 on h1 ended without a word (os._exit, or killed?)", 1)
+    alone = FirstEnd(1, (), 10.0, code=1)  # its exception does not go through the job
+    assert of(missing=(1,), first_ends=(alone,)) == ("rank 1 on h1 left with exit code 1", 1)
     assert of(missing=(0, 1)) == ("the job ended with exit code 5", None)
+    for code, signal in ((137, ", as by signal 9"), (255, ""), (128, "")):  # ranks that nobody sees, without mt.init()
+        assert why(Ended(code), "h{}".format) == (f"the job ended with exit code {code}{signal}", None)

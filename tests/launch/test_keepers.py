@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import secrets
 import signal
@@ -54,6 +55,31 @@ def test_a_new_try_has_the_same_keeper(keepers: Keepers) -> None:
     keepers.settle()
     assert line.names() == ["1/state"]
     line.close()
+
+
+def test_it_waits_for_another_launcher(keepers: Keepers) -> None:
+    """The launcher ends the job, and says nothing of a loss."""
+    line = KeeperLine(keepers.name, "try")
+    line.keep("1/state", [memory(b"x")])
+    process = keepers._connections["here"].process
+    assert keepers.stay("too few hosts") == ["here"]
+    until(lambda: "until_ms" in line.estate()[0])
+    assert json.loads(line.estate()[1]) == {"ended": "too few hosts"}
+    assert line.names() == ["1/state"]
+    line.drop()
+    line.close()
+    assert process.wait(HANG_SECONDS) == 0
+
+
+@pytest.mark.parametrize("descriptors", [None, []])
+def test_one_that_holds_nothing_does_not_wait(keepers: Keepers, descriptors: list[int] | None) -> None:
+    """A rank that finds no room keeps no descriptors under a name."""
+    if descriptors is not None:
+        line = KeeperLine(keepers.name, "try")
+        line.keep("1/state", descriptors)
+        line.close()
+    assert keepers.stay("too few hosts") == []
+    until(lambda: is_gone(keepers.name))
 
 
 def test_a_killed_keeper_is_replaced(keepers: Keepers) -> None:

@@ -43,9 +43,16 @@ def test_the_code_is_that_of_the_last_failure(capsys: pytest.CaptureFixture[str]
     tries = Tries(killed(2, 7, 137), killed(4, 8, 5))
     assert supervise(tries, PLACEMENT, Limits(1)) == 5
     assert capsys.readouterr().err.endswith("signal 9; not started again: no try is left\n")
-    assert supervise(Tries(killed(2, 7), absent("b", "c")), PLACEMENT, Limits(3, min_nodes=2)) == 137
+    tries = Tries(killed(2, 7), absent("b", "c"), left(6))
+    assert supervise(tries, PLACEMENT, Limits(3, min_nodes=2)) == 137
     assert capsys.readouterr().err.endswith(
-        "no answer; not started again: only a of a, b, c can take part, and --min-nodes is 2\n"
+        "no answer; only a of a, b, c can take part, and --min-nodes is 2. Starting again on a only to save the state\n"
+        "mpitrain: only a of a, b, c can take part, and --min-nodes is 2: the job has ended after step 6, which is "
+        "saved\n"
+    )
+    assert supervise(Tries(killed(2, 7), absent("a", "b", "c")), PLACEMENT, Limits(3, min_nodes=2)) == 137
+    assert capsys.readouterr().err.endswith(
+        "no answer; not started again: no host can take part, and --min-nodes is 2\n"
     )
 
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
+
 import pytest
 from supervising import JOINS, PLACEMENT, Tries, Wished, absent, killed, left
 
@@ -61,29 +64,60 @@ def test_it_uses_no_more_hosts_than_the_most(capsys: pytest.CaptureFixture[str])
     assert "b fell silent; starting again on a, c with 4 ranks, without b\n" in capsys.readouterr().err
 
 
-def test_it_saves_where_too_few_hosts_are_left(capsys: pytest.CaptureFixture[str]) -> None:
-    reason = "only a, b of a, b, c can take part, and --elastic is 3:3"
-    ends = Change(reason, PLACEMENT, PLACEMENT.without({"c"}), is_end=True)
-    tries, wished = Tries(lost("c", 7), left(9)), Wished(None, ends)
-    assert elastic(tries, Limits(5, 3, 3), wished) == 1
+@pytest.mark.parametrize(("supervised", "limits"), [(elastic, Limits(5, 3, 3)), (plain, Limits(5, 3))])
+def test_it_saves_where_too_few_hosts_are_left(
+    supervised: Callable[[Tries, Limits, Wished], int], limits: Limits, capsys: pytest.CaptureFixture[str]
+) -> None:
+    reason = f"only a, b of a, b, c can take part, and {limits.words}"
+    tries, wished = Tries(lost("c", 7), left(6)), Wished(None, None)
+    assert supervised(tries, limits, wished) == 1
     assert [list(ran) for ran in tries.ran] == [["a", "b", "c"], ["a", "b"]]
     assert wished.saves_for == ["", reason]
-    assert capsys.readouterr().err == (
-        f"mpitrain: try 1 of 6 failed at step 7: c fell silent; {reason}. "
-        "Starting again on a, b only to save the state\n"
-        f"mpitrain: {reason}: the job has ended after step 9\n"
+    assert tries.only_saves == [False, True]
+    assert wished.left_for == []
+    begins = (
+        f"mpitrain: try 1 of 6 failed at step 7: c fell silent; {reason}. Starting again on a, b only to save the s"
     )
-    # The job saves only once, and only if there is a state and a try is left.
-    for ended, restarts, num_tries in ((lost("c", 7), 5, 2), (lost("c", 0), 5, 1), (lost("c", 7), 0, 1)):
-        tries = Tries(ended, lost("b", 8))
-        assert elastic(tries, Limits(restarts, 3, 3), Wished(None, None)) == 1
-        assert len(tries.ran) == num_tries
+    assert capsys.readouterr().err == (
+        f"{begins}tate\nmpitrain: {reason}: the job has ended after step 6, which is saved\n"
+    )
+    # The job saves only if there is a state and a try is left.
+    for ended, restarts in ((lost("c", 0), 5), (lost("c", 7), 0)):
+        tries, wished = Tries(ended), Wished(None)
+        assert supervised(tries, replace(limits, restarts=restarts), wished) == 1
+        assert (len(tries.ran), wished.left_for) == (1, [])
     # Another host is found absent meanwhile.
-    tries = Tries(lost("c", 7), absent("b"), left(9))
-    assert elastic(tries, Limits(5, 3, 3), Wished(None, None, ends)) == 1
+    tries = Tries(lost("c", 7), absent("b"), left(6))
+    assert supervised(tries, limits, Wished(None, None, None)) == 1
     assert [list(ran) for ran in tries.ran] == [["a", "b", "c"], ["a", "b"], ["a"]]
-    # The training has come to its end in the meantime.
-    assert elastic(Tries(lost("c", 7), Ended(0)), Limits(5, 3, 3), Wished(None, None)) == 0
+    assert tries.only_saves == [False, True, True]
+    # The training was complete, and the script has come to its end.
+    assert supervised(Tries(lost("c", 7), Ended(0)), limits, Wished(None, None)) == 0
+
+
+@pytest.mark.parametrize(
+    ("second", "why"),
+    [
+        (lost("b", 0), "b fell silent"),
+        (killed(1, 0, 5), "rank 1 on a was killed by signal 9"),
+        (LaunchError("no mpiexec"), "no mpiexec"),
+    ],
+)
+def test_it_saves_once_and_leaves_its_state_otherwise(
+    second: Ended | LaunchError, why: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The exit code is that of the failure, whatever ends the try that only saves. No restart is left after it."""
+    reason = "only a, b of a, b, c can take part, and --min-nodes is 3"
+    for kept in ("it is kept on a", "no host has the state in memory; the same command goes on from the newest"):
+        tries, wished = Tries(lost("c", 7), second), Wished(None, None)
+        if not kept.startswith("it"):
+            wished.left_for = ["before"]
+        assert plain(tries, Limits(1, 3), wished) == 1
+        assert len(tries.ran) == 2
+        assert wished.left_for[-1:] == [reason]
+        said = capsys.readouterr().err.splitlines()
+        assert said[1] == f"mpitrain: {reason}; the state was not saved: {why}"
+        assert said[2].startswith(f"mpitrain: {kept}")
 
 
 def test_a_host_that_could_not_join_is_taken_in_later() -> None:

@@ -69,6 +69,39 @@ def test_the_next_try_waits_for_facts(lost: set[str], waits: bool, monkeypatch: 
         assert (made._take(stack, wanted) is present) == waits
 
 
+@pytest.mark.parametrize("is_prepared", [False, True])
+def test_only_one_process_at_a_time_logs_in_on_a_host(is_prepared: bool) -> None:
+    """Each of these logs in on all hosts. The next one comes when the one before has had its answers."""
+    seen: list[str] = []
+
+    def note(what: str) -> Any:
+        return lambda *_: seen.append(what)
+
+    ended = SimpleNamespace(to_end=lambda _: "ended")
+    new: Any = SimpleNamespace(
+        job=SimpleNamespace(placement=BOTH, context=SimpleNamespace(job="try")),
+        connect=note("guards log in"),
+        ask=note("guards have answered"),
+        guards=SimpleNamespace(beat_for=note("beats"), processes=set),
+        ready=lambda: seen.append("holders have answered, mpiexec logs in") or ended,
+    )
+    keepers: Any = SimpleNamespace(begin=note("keepers log in"), settle=note("keepers have answered"))
+    reserve: Any = SimpleNamespace(begin=note("holders log in"))
+    with Tries(lambda *_: new, keepers, reserve) as made:
+        if is_prepared:
+            made._take = lambda *_: new  # type: ignore[method-assign]
+        assert made.run(new.job, lambda: None) == "ended"
+    guards = ["guards log in", "guards have answered"]
+    assert seen == [
+        *([] if is_prepared else guards),
+        "keepers log in",
+        *(["beats"] if is_prepared else []),
+        "keepers have answered",
+        "holders log in",
+        "holders have answered, mpiexec logs in",
+    ]
+
+
 def test_guards_and_mpiexec_do_not_log_in_together() -> None:
     """A host that all logins pass refuses some of many at once. mpiexec comes when the guards have their answers."""
     job = Asking()

@@ -21,7 +21,10 @@ def test_a_failure_in_training() -> None:
 
 
 def test_a_failure_before_the_first_step() -> None:
-    reason = "it failed before its first step, and would fail again"
+    reason = (
+        "it failed before its first step, and would fail again. Only mt.Trainer and mt.keep count steps; any other "
+        "script would begin anew"
+    )
     assert judge(HOSTS, [failure(None, "b")], [], FIVE, 1.0) == Verdict(reason=reason)
     # In a later try the failure may be chance. A host that vanishes is not a fault of the program.
     assert judge(HOSTS, [failure(7), failure(None, "b")], [], FIVE, 1.0) == Verdict(HOSTS)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import gc
+import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -141,6 +143,26 @@ def test_a_state_of_before(world: World) -> None:
     """What the optimizer has kept before it is divided goes on: Adagrad begins with a sum that is not 0."""
     found, expected = (run(one, Net, of("Adagrad", initial_accumulator_value=0.5), 3) for one in ("sharded", "sync"))
     assert_alike(found, expected)
+
+
+def test_the_state_of_before_is_freed_when_a_step_begins(world: World) -> None:
+    """An error in `begin` still needs it. The first gradients need its memory."""
+    module = made(Net)
+    trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.Adagrad(trained, initial_accumulator_value=0.5)
+    sums = [weakref.ref(entry["sum"]) for entry in optimizer.state.values()]
+    parts = builder(lambda: module, lambda _: (optimizer, {}))(world)
+    strategy = STRATEGIES["sharded"]()
+    strategy.begin(world, parts.adapter)
+    assert None not in [one() for one in sums]
+    batch, weight = next(parts.data)
+    strategy.begin_step(weight)
+    gc.collect()
+    assert [one() for one in sums] == [None] * len(sums)
+    for entry in optimizer.state.values():  # of a piece, in memory of its own
+        assert entry["sum"].untyped_storage().nbytes() == entry["sum"].nbytes
+    strategy.finish_step(parts.adapter, parts.adapter.loss_and_gradients(batch, strategy.on_gradient))
+    strategy.close()
 
 
 @pytest.mark.parametrize("name", ["Adam", "SGD"])

@@ -193,7 +193,9 @@ class Checkpoint(Hook):
             )
             return
         self._begun_step = step.number
-        about = {**self._about, "loss": step.loss, "learning_rate": step.learning_rate, "saved": now()}
+        about = {**self._about, "saved": now()}
+        if step.samples:  # an earlier try has made the step: see Hook.before_end
+            about |= {"loss": step.loss, "learning_rate": step.learning_rate}
         work: list[Callable[[], object]] = []
         if own:
             tensors, values = split(own)
