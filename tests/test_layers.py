@@ -123,6 +123,7 @@ LAYERS: dict[str, list[str]] = {
         "training.non_finite",
         "training.optimizers",
         "training.parts",
+        "training.run_document",
         "training.run_event",
         "training.schedules",
         "training.step",
