@@ -60,7 +60,7 @@ class JsonLines:
 
     def write(self, row: Row, events: Sequence[RunEvent] = ()) -> None:
         """See Writer."""
-        plain: dict[str, Any] = {name: _plain(value) for name, value in row.items()}
+        plain: dict[str, Any] = {name: plain_number(value) for name, value in row.items()}
         plain |= {_EVENTS: [event.plain() for event in events]} if events else self._resumed
         self._file.add(json.dumps(plain).encode())
         self._resumed = {}
@@ -125,7 +125,8 @@ def parse_row(line: bytes, after_step: float) -> tuple[dict[str, float], list[Ru
     return row, events
 
 
-def _plain(value: float) -> float | str:
+def plain_number(value: float) -> float | str:
+    """Return a number as the file has it."""
     if math.isfinite(value):
         return value if isinstance(value, int) else float(value)
     return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"

@@ -1,0 +1,134 @@
+"""All runs, from the index and from live jobs, as the pages show them."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from mpitrain.dashboard.bell import Bell
+from mpitrain.dashboard.index import IndexedRun, RunIndex
+from mpitrain.dashboard.live_jobs import LiveJob, LiveJobs
+from mpitrain.dashboard.records import find_records, run_id
+from mpitrain.dashboard.summary import OF_JOB, id_of, job_of, summary_of_job, summary_of_run
+
+_LOOK_SECONDS = 0.5  # at records that grow
+_SEARCH_SECONDS = 5.0  # for new records; a long search is repeated less often
+_MOST_SHARE = 0.05  # of the time that searches may take
+_SUMMARY_SECONDS = 2.0  # states change with time too
+_GROWING_SECONDS = 120.0  # a record counts as one that grows until it has not grown for so long
+
+
+class Catalogue:
+    """The runs of a dashboard.
+
+    Attributes:
+        bell: rings when a run has changed.
+        live: the jobs that go on.
+    """
+
+    def __init__(self, index: RunIndex, roots: Sequence[Path]) -> None:
+        """`roots` are the folders that are searched for records."""
+        self.bell = Bell()
+        self.live = LiveJobs(self.bell.ring)
+        self._index = index
+        self._roots = [root.absolute() for root in roots]
+        self._folders: dict[str, Path] = {}  # of all records, by id
+        self._growing: dict[Path, float] = {}  # until when
+        self._summaries: tuple[int, float, list[dict[str, Any]]] = (-1, 0.0, [])
+
+    async def run(self) -> None:
+        """Keep the index as new as the records, until this is cancelled."""
+        live = asyncio.create_task(self.live.run())
+        try:
+            next_search = 0.0
+            while True:
+                now = time.monotonic()
+                if now >= next_search:
+                    await asyncio.to_thread(self.search)
+                    took = time.monotonic() - now
+                    next_search = time.monotonic() + max(_SEARCH_SECONDS, took / _MOST_SHARE)
+                else:
+                    await asyncio.to_thread(self._follow)
+                await asyncio.sleep(_LOOK_SECONDS)
+        finally:
+            live.cancel()
+            await asyncio.gather(live, return_exceptions=True)
+
+    def search(self) -> None:
+        """Look for new records, and take in what has changed. Called by one thread at a time."""
+        of_jobs = [Path(folder) for job in self._jobs() if isinstance(folder := job.look.get("record"), str)]
+        folders = {run_id(folder): folder for folder in (*find_records(self._roots), *of_jobs)}
+        for folder in folders.values():
+            self._take_in(folder)
+        if folders.keys() != self._folders.keys():
+            self._index.keep(set(folders))
+            self._folders = folders
+            self._ring()
+
+    def _follow(self) -> None:
+        """Take in what is new in records that grow."""
+        now = time.monotonic()
+        for folder, until in list(self._growing.items()):
+            self._take_in(folder)
+            if until < now:
+                self._growing.pop(folder, None)
+
+    def _take_in(self, folder: Path) -> None:
+        try:
+            if self._index.update(folder):
+                self._growing[folder] = time.monotonic() + _GROWING_SECONDS
+                self._ring()
+        except Exception as error:  # another record may be readable
+            print(f"mpitrain dashboard: {folder} cannot be taken in: {error!r}", file=sys.stderr, flush=True)
+
+    def _ring(self) -> None:
+        self._loop.call_soon_threadsafe(self.bell.ring)
+
+    def begin(self) -> None:
+        """Note the event loop in which the bell rings."""
+        self._loop = asyncio.get_running_loop()
+
+    def _jobs(self) -> list[LiveJob]:
+        return list(self.live.jobs.values())
+
+    def summaries(self) -> list[dict[str, Any]]:
+        """Return what the list of runs shows: those that go on first, then the youngest first."""
+        count, until, known = self._summaries
+        if count == self.bell.count and time.monotonic() < until:  # many viewers ask for the same
+            return known
+        count = self.bell.count
+        jobs = self._jobs()
+        runs = []
+        used: set[int] = set()
+        for run in self._index.runs():
+            if run.id in self._folders:
+                job = job_of(run, jobs)
+                used.add(id(job))
+                runs.append(summary_of_run(run, job))
+        runs += [summary_of_job(job) for job in jobs if id(job) not in used]
+        runs.sort(key=lambda run: (not run["is_live"], -(run["started"] or 0.0)))
+        self._summaries = count, time.monotonic() + _SUMMARY_SECONDS, runs
+        return runs
+
+    def find(self, id_: str) -> tuple[IndexedRun | None, LiveJob | None]:
+        """Return a run and its job, each as far as it is there."""
+        jobs = self._jobs()
+        if id_.startswith(OF_JOB):
+            return None, next((job for job in jobs if id_of(job) == id_), None)
+        run = self._index.run(id_) if id_ in self._folders else None
+        return run, None if run is None else job_of(run, jobs)
+
+    def summary(self, run: IndexedRun | None, job: LiveJob | None) -> dict[str, Any]:
+        """Return the summary of what `find` has returned; one of both must be there."""
+        if run is not None:
+            return summary_of_run(run, job)
+        assert job is not None
+        return summary_of_job(job)
+
+    def series(self, id_: str, name: str) -> tuple[Any, Any]:
+        """See RunIndex.series."""
+        return self._index.series(id_, name)
