@@ -180,7 +180,7 @@ HOMES = {
     "matplotlib": ["bench.plot", "chaos.picture", "training.plot"],
     "numba": ["compression.kernels"],
     "pynvml": ["training.meters.gpu_utilisation"],
-    "rich": ["cli.check_cluster", "training.hooks.log"],
+    "rich": ["cli.check_cluster", "cli.top_screen", "cli.top_view", "training.hooks.log"],
     "tensorboardX": ["training.writers.tensorboard"],
     "zmq": ["serve.doorkeeper", "serve.keys", "serve.sockets"],
 }

@@ -30,6 +30,7 @@ class Command(Protocol):
 COMMANDS = {
     "run": "mpitrain.cli.run",
     "ps": "mpitrain.cli.ps",
+    "top": "mpitrain.cli.top",
     "kill": "mpitrain.cli.kill",
     "join": "mpitrain.cli.join",
     "leave": "mpitrain.cli.leave",

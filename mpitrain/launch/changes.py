@@ -14,7 +14,6 @@ If the next try cannot start beside the present one, it starts when the present 
 from __future__ import annotations
 
 import os
-import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -23,6 +22,7 @@ from typing import Any
 
 from mpitrain.errors import ConfigError, LaunchError
 from mpitrain.launch.change import READY_SECONDS, Change, joining, leaving, refuse_few
+from mpitrain.launch.events import say
 from mpitrain.launch.keepers import Keepers
 from mpitrain.launch.kept import LEAVES, PREPARES, SAVES, STAYS
 from mpitrain.launch.placement import Placement
@@ -180,9 +180,9 @@ class Changes:
         if is_dropped:
             blamed = [host for host in change.joined if host in successor.faulty or not successor.faulty]
             self.bad += [(time.monotonic(), host) for host in blamed]
-            _say(f"the job goes on as before, without {', '.join(change.joined)}: {problem}")
+            say(f"the job goes on as before, without {', '.join(change.joined)}: {problem}")
         else:
-            _say(f"the next try cannot start beside this one: {problem}. It starts when this one has ended")
+            say(f"the next try cannot start beside this one: {problem}. It starts when this one has ended")
             self._tell(change, LEAVES)
 
     def _close_next(self) -> None:
@@ -246,7 +246,7 @@ class Changes:
             self._refuse_now()
             why_end = f"{', '.join(leave)} can no longer take part ({why}), and {self._limits.words}"
             said = self._part(leave, why, why_end)
-        _say(said)
+        say(said)
 
     def _wait_for_run(self) -> None:
         """Wait a moment for a run that can be left: a user who has just seen one try end knows nothing of the next."""
@@ -280,7 +280,7 @@ class Changes:
             if (change := self._change) is None or self._keepers.run == _RUN:
                 return
             self._change, self._keepers.wish = None, STAYS
-        _say(f"the training ended before the hosts of the job could change: {change.text}")
+        say(f"the training ended before the hosts of the job could change: {change.text}")
 
     def _look_at_told(self) -> None:
         """Let the hosts leave on which SIGTERM has told a rank to end, if the job is healthy."""
@@ -304,10 +304,10 @@ class Changes:
                 keepers.refuses = True
                 where = f"this is run {keepers.run}" if keepers.run else "there is none now"
                 only = "the hosts of a job change in the first run of a Trainer, or loop with mt.keep, only"
-                _say(f"{why}, and {only}; {where}. A failure follows")
+                say(f"{why}, and {only}; {where}. A failure follows")
                 return
             said = self._part(leave, why, f"{why} on {', '.join(leave)}", _READY_SECONDS_OF_TOLD)
-        _say(said)
+        say(said)
 
     def _part(self, leave: list[str], why: str, why_end: str, ready_seconds: float = READY_SECONDS) -> str:
         """Begin a change without these hosts, or the end if too few are left; return what to say. Hold the lock."""
@@ -344,8 +344,4 @@ class Changes:
             except Exception as error:  # nobody looks at a thread's error, and the job can train without it
                 if fault != repr(error):
                     fault = repr(error)
-                    _say(f"the hosts of the job may not change as they should: {fault}")
-
-
-def _say(text: str) -> None:
-    print(f"mpitrain: {text}", file=sys.stderr, flush=True)
+                    say(f"the hosts of the job may not change as they should: {fault}")

@@ -15,6 +15,7 @@ come with it, and must run with old Pythons. Both sides send one JSON object per
     launcher: {"begin": 1}, to an idle one
     launcher: {"paths": [path...]}                guard: {"paths": {path: facts.look_at_paths(...)}}
     launcher: {"look": 1}                         guard: {"seen": [view.RankView..., with stacks]}
+    launcher: {"watch": seconds}                  guard: {"ranks": ...} as often, with their states, for some seconds
     launcher: {"processes": 1}                    guard: {"processes": [[pid, state, command line]...],
                                                          "unreachable": [host...]}
     launcher: {"end": linger_seconds}             guard: {"ended": [[pid, command line]...], "immortal": [...],
@@ -41,6 +42,7 @@ import socket
 import sys
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -51,13 +53,15 @@ from mpitrain.launch.memory_kills import MemoryKills
 from mpitrain.launch.shared_files import SharedFiles, remove_of_ranks
 from mpitrain.watching.census import Census
 from mpitrain.watching.rank_record import RankRecord
-from mpitrain.watching.view import RankView, look_at, process_state, to_json
+from mpitrain.watching.view import RankView, look_at, process_state, state_of, to_json
 
 # The variables in which mpiexec gives a process its rank.
 RANK_VARIABLES = ("PMI_RANK", "OMPI_COMM_WORLD_RANK")
 
 _BEAT_SECONDS = 1.0
 _REACH_SECONDS = 1.5
+# So long a guard looks more often: the launcher asks again while somebody watches the job.
+_WATCH_SECONDS = 3.0
 
 _sending = threading.Lock()
 
@@ -82,12 +86,16 @@ class Guard:
         self._files_looked = 0.0
         self._memory_kills = MemoryKills()
         self._kernel: dict[int, str] = {}  # by process: what the kernel says about its end
+        self._watch_seconds, self._watched_until = _BEAT_SECONDS, 0.0
 
     def run(self) -> None:
         """Run until the job is over."""
         beaten = time.monotonic()
         while True:
-            ready, _, _ = select.select([0, self._census.fileno()], [], [], _BEAT_SECONDS / 2)
+            wait_seconds = _BEAT_SECONDS / 2
+            if self._is_watched:
+                wait_seconds = min(wait_seconds, max(0.0, beaten + self._watch_seconds - time.monotonic()))
+            ready, _, _ = select.select([0, self._census.fileno()], [], [], wait_seconds)
             self._look_at_ends()
             now = time.monotonic()
             if 0 in ready:
@@ -101,7 +109,7 @@ class Guard:
             if not self._is_idle and now - self._files_looked >= _BEAT_SECONDS / 2:  # a look reads all of /proc
                 self._files_looked = now
                 self._look_at_files()
-            if now - beaten >= _BEAT_SECONDS:
+            if now - beaten >= (self._watch_seconds if self._is_watched else _BEAT_SECONDS):
                 beaten = now
                 self._beat()
         self._end(0.0)
@@ -137,6 +145,12 @@ class Guard:
                 send({"echo": message["beat"], "time": time.monotonic()})
             if "begin" in message:
                 self._is_idle = False
+            if "watch" in message:
+                is_new = not self._is_watched
+                self._watch_seconds = min(message["watch"], _BEAT_SECONDS)
+                self._watched_until = time.monotonic() + _WATCH_SECONDS
+                if is_new:
+                    self._beat()
             if "paths" in message:
                 send({"paths": look_at_paths(message["paths"])})
             if "end" in message:
@@ -167,8 +181,15 @@ class Guard:
                     ranks.setdefault(rank, pid)
         return ranks
 
+    @property
+    def _is_watched(self) -> bool:
+        return time.monotonic() < self._watched_until
+
     def _beat(self) -> None:
-        send({"ranks": [to_json(view) for view in self._census.views()]})
+        views = self._census.views()
+        if self._is_watched:  # each state is a read of a file
+            views = [replace(view, state=state_of(view)) for view in views]
+        send({"ranks": [to_json(view) for view in views]})
 
     def _end(self, linger_seconds: float) -> None:
         """Let the job's processes end by themselves for that long, kill the rest, and remove the job's files."""

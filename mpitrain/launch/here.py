@@ -14,6 +14,8 @@ from mpitrain.launch.ending import Ended
 from mpitrain.launch.facts import devices
 from mpitrain.launch.job import Run
 from mpitrain.launch.keepers import Keepers
+from mpitrain.launch.live import Live
+from mpitrain.launch.live_try import LiveTry
 from mpitrain.launch.reserve import Reserve
 from mpitrain.launch.variables import absent
 from mpitrain.launch.watch import Guards
@@ -31,6 +33,7 @@ def run(
     from_file: Mapping[str, str],
     keepers: Keepers | None,
     reserve: Reserve | None,
+    live: Live,
     meanwhile: Callable[[], None],
 ) -> Ended:
     """Start the job and see to its end.
@@ -40,6 +43,7 @@ def run(
         from_file: variables of --env-file, already set; the devices that they name must exist.
         keepers: of the job; None: it is not started again.
         reserve: the spares that become the ranks, if there are any.
+        live: lets others watch the job.
         meanwhile: is called some times a second while the job runs.
 
     Raises:
@@ -66,7 +70,8 @@ def run(
             reserve=reserve,
         )
         program = job.program if reserve is None else reserve.stub(job.program)
-        return Run(replace(job, context=context, program=program), watched).to_end(meanwhile)
+        with live.showing(context.job, LiveTry(job, guards)):
+            return Run(replace(job, context=context, program=program), watched).to_end(meanwhile)
 
 
 def _refuse_absent(from_file: Mapping[str, str]) -> None:

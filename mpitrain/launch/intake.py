@@ -11,13 +11,13 @@ A host that has left by a wish is no longer one of the job, so it is not asked.
 
 from __future__ import annotations
 
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from mpitrain.errors import ConfigError, LaunchError
 from mpitrain.launch.changes import Changes, NotNowError
+from mpitrain.launch.events import say
 from mpitrain.launch.logins import that_let_in
 from mpitrain.launch.placement import Place, Placement
 from mpitrain.launch.verdict import MOST_TIMES_BAD, FailedTry, Limits, aside_until, times_bad
@@ -112,7 +112,7 @@ class Intake:
         except ConfigError as error:
             if self._fault != str(error):
                 self._fault = str(error)
-                _say(f"the hosts of the job stay as they are, because the inventory cannot be read: {error}")
+                say(f"the hosts of the job stay as they are, because the inventory cannot be read: {error}")
             return
         if listed is None:
             return
@@ -160,11 +160,11 @@ class Intake:
         else:
             self._put_off(joining, now)  # if the next try fails, perhaps because of another host
             answer = f"{', '.join(joining)} answer{'s' * (len(joining) == 1)}"
-            _say(f"{answer}; {change.text} after the next copy of the state, and then it goes on on {change.where}")
+            say(f"{answer}; {change.text} after the next copy of the state, and then it goes on on {change.where}")
 
     def _refuse(self, different: Mapping[str, str], now: float) -> None:
         for host in self.note(different, now):
-            _say(f"{host} cannot take part: {different[host]}. It is asked again in {DIFFERENT_SECONDS / 60:g} minutes")
+            say(f"{host} cannot take part: {different[host]}. It is asked again in {DIFFERENT_SECONDS / 60:g} minutes")
 
     def _due_of(self, out: Iterable[str], now: float) -> list[str]:
         """Return those of the hosts that are to be asked now. Say once which ones are not asked any more."""
@@ -175,7 +175,7 @@ class Intake:
                 if host not in self._given_up:
                     self._given_up.add(host)
                     why = f"was found bad {len(times)} times"
-                    _say(f"{host} {why}, and is not taken in again by itself; `mpitrain join` lets it in")
+                    say(f"{host} {why}, and is not taken in again by itself; `mpitrain join` lets it in")
             elif now >= max(self._due.get(host, 0.0), aside_until(times) if times else 0.0):
                 due.append(host)
         return due
@@ -191,14 +191,10 @@ class Intake:
             try:
                 self.look(time.monotonic())
             except Exception as error:  # nobody looks at a thread's error, and the job can train without it
-                _say(f"no host is taken in by itself any more: {error!r}")
+                say(f"no host is taken in by itself any more: {error!r}")
                 return
 
 
 def _as_text(host: str, place: Place | None) -> str:
     """Write a host as in --hosts."""
     return ",".join(f"{host}/{device}" for device in place.devices) if place and place.devices else host
-
-
-def _say(text: str) -> None:
-    print(f"mpitrain: {text}", file=sys.stderr, flush=True)

@@ -8,6 +8,7 @@ import sys
 from typing import BinaryIO, Literal
 
 from mpitrain.job.context import BAR_START
+from mpitrain.launch.events import note
 from mpitrain.launch.output import LineCutter, Merger, OutputPiece
 from mpitrain.launch.tags import MPIEXEC, Tag, TagDecoder
 from mpitrain.watching.ranges import rank_ranges
@@ -145,7 +146,8 @@ class Printer:
         self._show_bar()
 
     def say(self, text: str) -> None:
-        """Print a line of mpitrain's own on stderr."""
+        """Print a line of mpitrain's own on stderr, and note it."""
+        note(text)
         self._hide_bar()
         self._finish_line()
         self._files["stderr"].write(f"mpitrain: {text}\n".encode(errors="backslashreplace"))

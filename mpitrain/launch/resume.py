@@ -19,6 +19,7 @@ from typing import Any
 
 from mpitrain.errors import LaunchError
 from mpitrain.launch.estate import code_of
+from mpitrain.launch.events import say
 from mpitrain.launch.hosts import place_ranks, placed_again
 from mpitrain.launch.jobs import KeptJob, RunningJob, end_job, find_all, kept_jobs
 from mpitrain.launch.keepers import KEEP_SECONDS, KEEPER_SILENCE_SECONDS
@@ -57,9 +58,9 @@ def resume(job: str, inventory: Path | None) -> int:
     _refuse_changed(job, estate)
     for host in where.machines:
         if host in wrong:
-            _say(wrong[host])
+            say(wrong[host])
     if estate["own"] in wrong or estate["own"] not in where.machines:
-        _say(
+        say(
             f"the launcher of job {job} ran on {estate['own']}. If it is alive there, it may go on with the job on the "
             "hosts that it reaches"
         )
@@ -70,7 +71,7 @@ def resume(job: str, inventory: Path | None) -> int:
     since = time.monotonic() - (time.time() - one.lost_ms / 1000)
     pause = Pause(f"the launcher on {estate['own']} was lost", one.step or None, since)
     away = tuple(host for host in where.hosts if host in wrong)
-    _say(f"going on with job {job} from what is kept on {', '.join(one.keepers)}")
+    say(f"going on with job {job} from what is kept on {', '.join(one.keepers)}")
     return start(request, Heritage(estate, one.keepers, where, away, pause))
 
 
@@ -99,7 +100,7 @@ def _kept(job: str, asked: Placement) -> tuple[KeptJob, list[RunningJob], dict[s
                 f"not reach. `mpitrain kill {one.token}` ends the job on the hosts that can be reached"
             )
         if not is_told:
-            _say(
+            say(
                 f"the keepers of job {job} still wait for its launcher on {one.estate['own']}; they take it for lost "
                 f"after {KEEPER_SILENCE_SECONDS:g} s of silence"
             )
@@ -176,7 +177,3 @@ def _end_rest(where: Placement, running: list[RunningJob], estate: Mapping[str, 
 def _request(fields: Mapping[str, Any], limits: Limits) -> Request:
     paths = {name: Path(fields[name]) for name in ("inventory", "mpiexec") if fields[name] is not None}
     return Request(**{**fields, **paths, "limits": limits})
-
-
-def _say(text: str) -> None:
-    print(f"mpitrain: {text}", file=sys.stderr, flush=True)

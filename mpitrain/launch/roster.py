@@ -193,7 +193,9 @@ def _is_mine(entry: str) -> bool:
 def _view(rank: int, pid: int) -> RankView:
     records = (read_record(path, rank) for path in _files(pid))
     record = next((record for record in records if record is not None), RankRecord(rank, pid=pid))
-    return RankView(record, pid, seconds=round(waited(record, time.monotonic()), 1), state=process_state(pid))
+    now = time.monotonic()
+    doing = now - record.since if record.since else 0.0
+    return RankView(record, pid, round(waited(record, now), 1), process_state(pid), doing_seconds=round(doing, 1))
 
 
 def served(pid: int) -> dict[str, Any]:

@@ -108,6 +108,8 @@ class Said:
             self.phases.add(view.record, now)
         # A new object each time: the main thread may be iterating over the one before.
         report.ranks = {**report.ranks, **{view.record.rank: view for view in views}}
+        if "ranks" in message:
+            report.ranks_at = heard
         if "echo" in message:
             self._answered[host] = heard
             self._clocks[host].add(message["echo"], message["time"], heard)

@@ -34,6 +34,7 @@ from mpitrain.launch.keepers import Keepers
 from mpitrain.launch.kept import KEEPER_PREFIX
 from mpitrain.launch.launched import check_mpiexec
 from mpitrain.launch.libraries import VENDOR_NAMES, Mpiexec, describe_mpiexec, find_library, find_mpiexec
+from mpitrain.launch.live import Live
 from mpitrain.launch.placement import Placement, refuse_crowds
 from mpitrain.launch.reserve import Reserve
 from mpitrain.launch.roster import launcher_name
@@ -195,7 +196,7 @@ def _supervise(
         meanwhile = changes.look if changes is not None else lambda: None
         if where.is_here:
             tries.forget()
-            ended = here.run(this_try, from_file, keepers, reserve, meanwhile)
+            ended = here.run(this_try, from_file, keepers, reserve, live, meanwhile)
         else:
             ended = tries.run(this_try, meanwhile)
         if keepers is not None:
@@ -219,8 +220,10 @@ def _supervise(
     def check(placement: Placement) -> None:
         over_hosts.check(placement, request.script, from_file)
 
+    since = time.time() if heritage is None else float(heritage.estate["since"])
     with ExitStack() as stack:
         keepers = changes = intake = None
+        live = stack.enter_context(Live(request.script, _arguments(request), since))
         reserve = stack.enter_context(Reserve(job.placement.own)) if request.spares else None
         if request.limits.restarts:
             stack.enter_context(_signals_end_in_order())
@@ -236,9 +239,15 @@ def _supervise(
             changes = stack.enter_context(Changes(keepers, request.limits, widen, check, prepare))
             if listed is not None:
                 intake = stack.enter_context(Intake(changes, request.limits, listed))
-        tries = stack.enter_context(Tries(make, keepers, reserve))
+        tries = stack.enter_context(Tries(make, keepers, reserve, live))
         pause, away = (heritage.pause, heritage.away) if heritage else (None, ())
-        return supervise(run, job.placement, request.limits, changes, intake, pause, away)
+        return live.end(supervise(run, job.placement, request.limits, changes, intake, pause, away))
+
+
+def _arguments(request: Request) -> Sequence[str]:
+    """Return the arguments of the script."""
+    program = list(request.program)
+    return program[2:] if program[:1] == ["-m"] else program[1:]
 
 
 @contextmanager

@@ -17,7 +17,6 @@ hosts are left after a failure, it starts once more on these, only to save its s
 from __future__ import annotations
 
 import signal
-import sys
 import time
 from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass
@@ -26,6 +25,7 @@ from mpitrain.errors import LaunchError
 from mpitrain.launch.change import Change
 from mpitrain.launch.changes import Changes
 from mpitrain.launch.ending import Ended, last_step, why
+from mpitrain.launch.events import say
 from mpitrain.launch.intake import Intake
 from mpitrain.launch.placement import Placement
 from mpitrain.launch.successor import Successor
@@ -119,10 +119,10 @@ class _Supervision:
             self.absent += [(time.monotonic(), host) for host in silent]
             verdict = self._judge(set())
             if not verdict.hosts:
-                _say(f"the job does not go on: {verdict.reason}")
+                say(f"the job does not go on: {verdict.reason}")
                 return 1
             self.now_on = self._only(verdict.hosts)
-            _say(f"starting again on {_follows(self.now_on, self.hosts)}")
+            say(f"starting again on {_follows(self.now_on, self.hosts)}")
         while True:
             code = self._make_try()
             if code is not None:
@@ -151,9 +151,9 @@ class _Supervision:
             return self._left(change, *ended.left)
         if ended.code == 0:
             if change is not None:
-                _say(f"the job ended before its hosts could change: {change.text}")
+                say(f"the job ended before its hosts could change: {change.text}")
             if self.failures:
-                _say(f"{self._number} succeeded")
+                say(f"{self._number} succeeded")
             return 0
         return self._failed(_failure(ended, self.now_on), change)
 
@@ -170,7 +170,7 @@ class _Supervision:
         if self._joining is not None:
             joined = self._joining.joined
             self.absent += [(time.monotonic(), host) for host in joined if host in away or not away]
-            _say(f"the job goes on as before, without {', '.join(joined)}: {account}")
+            say(f"the job goes on as before, without {', '.join(joined)}: {account}")
             self._go_back()
             return None
         if not away or (self.pause is None and self._intake is None):
@@ -182,27 +182,27 @@ class _Supervision:
         """All ranks have ended after this step, at this time, so that the hosts can change."""
         if change is None:  # it was dropped at that moment
             self.pause = Pause("the ranks had left", step + 1, since)
-            _say(f"the ranks had left after step {step}; starting again on {_where(self.now_on)}")
+            say(f"the ranks had left after step {step}; starting again on {_where(self.now_on)}")
             return None
         if change.is_end:
-            _say(f"{change.text}: the job has ended after step {step}")
+            say(f"{change.text}: the job has ended after step {step}")
             return _code(self.failures) if self.saves_for else 128 + signal.SIGTERM
         self._before = self.hosts, self.now_on
         self.hosts, self.now_on = change.hosts, change.now_on
         self._joining = change if change.joined else None
         self.has_trained = True
         self.pause = Pause(change.text, step + 1, since)
-        _say(f"{change.text} after step {step}; going on on {_where(self.now_on)}")
+        say(f"{change.text} after step {step}; going on on {_where(self.now_on)}")
         return None
 
     def _failed(self, failure: FailedTry, change: Change | None) -> int | None:
         if self._joining is not None and failure.step is None:
             joined = self._joining.joined
-            _say(f"with {', '.join(joined)}, the job failed before its first step: {failure.cause}")
+            say(f"with {', '.join(joined)}, the job failed before its first step: {failure.cause}")
             # Whoever is to blame: they are set aside, or an elastic job would take them in again at once.
             self.absent += [(failure.when, host) for host in joined if host in failure.lost or not failure.lost]
             self._go_back()
-            _say(f"going on as before, on {_where(self.now_on)}")
+            say(f"going on as before, on {_where(self.now_on)}")
             return None
         account = f"{self._number}{_account(failure)}"
         self.failures.append(failure)
@@ -291,8 +291,4 @@ def _follows(now_on: Placement, placement: Placement) -> str:
 def _tell(account: str, follows: str) -> None:
     """Say what happened and what follows, in one line if the first is one."""
     for text in [account, follows] if "\n" in account else [f"{account}; {follows}"]:
-        _say(text)
-
-
-def _say(text: str) -> None:
-    print(f"mpitrain: {text}", file=sys.stderr, flush=True)
+        say(text)

@@ -16,6 +16,8 @@ from mpitrain.errors import ConfigError, LaunchError
 from mpitrain.launch.dialects import JobSpec
 from mpitrain.launch.ending import Ended
 from mpitrain.launch.keepers import KEEPER_SILENCE_SECONDS, Keepers
+from mpitrain.launch.live import Live
+from mpitrain.launch.live_try import LiveTry
 from mpitrain.launch.over_hosts import JobOverHosts
 from mpitrain.launch.processes import left_out
 from mpitrain.launch.reserve import Reserve
@@ -30,7 +32,11 @@ class Tries:
     """Use this in `with`, in the main thread: at its end, no guard is left."""
 
     def __init__(
-        self, make: Callable[[ExitStack, JobSpec], JobOverHosts], keepers: Keepers | None, reserve: Reserve | None
+        self,
+        make: Callable[[ExitStack, JobSpec], JobOverHosts],
+        keepers: Keepers | None,
+        reserve: Reserve | None,
+        live: Live,
     ) -> None:
         """Nothing is started yet.
 
@@ -38,8 +44,9 @@ class Tries:
             make: returns a job before its start; what it opens is closed with the stack.
             keepers: of the job; None: it is not started again.
             reserve: the spares that become the ranks, if there are any.
+            live: lets others watch the job.
         """
-        self._make, self._keepers, self._reserve = make, keepers, reserve
+        self._make, self._keepers, self._reserve, self._live = make, keepers, reserve, live
         self._stack = ExitStack()
         self._next: JobOverHosts | None = None
         self._thread: threading.Thread | None = None
@@ -72,11 +79,13 @@ class Tries:
             if self._keepers is not None:
                 self._keepers.settle()
 
+            stack.enter_context(self._live.showing(new.job.context.job, LiveTry(new.job, new.guards)))
             return new.ready().to_end(self._looking(new, meanwhile))
 
     def after(self, job: JobOverHosts, meanwhile: Callable[[], None]) -> Callable[[], None]:
         """A try that was started elsewhere has taken over. Return what is to be called some times a second with it."""
         self.forget()
+        self._live.begin(job.job.context.job, LiveTry(job.job, job.guards))
         return self._looking(job, meanwhile)
 
     def _looking(self, job: JobOverHosts, meanwhile: Callable[[], None]) -> Callable[[], None]:

@@ -13,6 +13,7 @@ from typing import Any
 
 from mpitrain.launch.conditions import Condition, Refusal, refuse, refuse_here
 from mpitrain.launch.connections import SWEEP, Connection, connect
+from mpitrain.launch.host_report import HostReport
 from mpitrain.launch.keepers import Keepers
 from mpitrain.launch.marked import remove
 from mpitrain.launch.reserve import Reserve
@@ -69,7 +70,8 @@ class Guards(Said):
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._stop.set()
+        with self._lock:
+            self._stop.set()
         if self._thread is not None:
             self._thread.join(END_SECONDS)
         connections = [*self._connections.values(), *self._closed]
@@ -133,8 +135,9 @@ class Guards(Said):
         self._thread.join(END_SECONDS)
         self._stop.clear()
         for host in self._connections.keys() - set(hosts):
-            connection = self._connections.pop(host)
-            del self.reports[host], self._answered[host]
+            with self._lock:
+                connection = self._connections.pop(host)
+                del self.reports[host], self._answered[host]
             connection.hang_up()
             connection.close(0.0)
         if any(one.is_closed or self.reports[host].has_vanished for host, one in self._connections.items()):
@@ -172,6 +175,18 @@ class Guards(Said):
         deadline = time.monotonic() + _LOOK_SECONDS
         while time.monotonic() < deadline and any(report.processes is None for report in self.reports.values()):
             time.sleep(0.05)
+
+    def watch(self, seconds: float) -> None:
+        """Have the guards say every `seconds` what their ranks do, for some seconds from now. Any thread may call."""
+        with self._lock:
+            if not self._stop.is_set():
+                for connection in self._connections.values():
+                    connection.send({"watch": seconds})
+
+    def hosts_now(self) -> dict[str, tuple[HostReport, float]]:
+        """Return each host's report, and for how long it has been silent, in seconds. Any thread may call."""
+        with self._lock:
+            return {host: (self.reports[host], self.silence(one)) for host, one in self._connections.items()}
 
     def look_at_ranks(self) -> dict[str, float]:
         """Ask what every rank does. Return how long each silent host has been silent, in seconds."""

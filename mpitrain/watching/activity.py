@@ -99,6 +99,10 @@ class Activity:
         self._first_step = self._first_step or step
         self._page.set_step(self._first_step, step)
 
+    def end_step(self, epoch: int) -> None:
+        """Publish that the rank has made a step, of this epoch, from 1."""
+        self._page.set_epoch(epoch)
+
     def leave(self, step: int) -> None:
         """Publish that the rank ends after this step, for another try to go on from there."""
         self._page.set_left(step, time.monotonic())
@@ -119,6 +123,10 @@ class Activity:
         """Publish the newest values of these metrics."""
         if self._page.set_metrics(metrics):
             self._write()
+
+    def keep_record(self, folder: str) -> None:
+        """Publish that the rank writes the record of the run into `folder`, an absolute path."""
+        self._change(record_folder=folder)
 
     def serve(self, facts: Mapping[str, Any]) -> None:
         """Publish what this rank knows of its workers, as a server; see serve.status."""

@@ -251,6 +251,7 @@ class Census:
             seconds=self._still(rank, now),
             ended_seconds=None if process.order is None else now - process.ended_at,
             is_orphan=orphan and process.order is None,
+            doing_seconds=round(now - record.since, 3) if record.since else 0.0,
         )
 
     def _still(self, rank: _Rank, now: float) -> float:

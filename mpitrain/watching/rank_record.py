@@ -38,12 +38,12 @@ INTERRUPTED = "interrupted"  # the error of a rank that Ctrl-C has ended
 
 _BYTES = 4096
 # Words of 8 bytes: each is written in one piece, and separately.
-_EDITION, _CALLS, _MOVED, _FIRST_STEP, _STEP, _LEFT_STEP, _LEFT_SECONDS, _RUN, _TOLD, _READY = range(10)
+_EDITION, _CALLS, _MOVED, _FIRST_STEP, _STEP, _LEFT_STEP, _LEFT_SECONDS, _RUN, _TOLD, _READY, _EPOCH = range(11)
 _METRICS = 16
 _EDITION_AGAIN = _BYTES // 8 - 1
 _MOST_METRICS = 32
-# since, stall_seconds, hang_seconds, failed_seconds, pid, stacks, phase, status, lengths of the four texts
-_TEXTS = struct.Struct("<ddddiiBBHHHH400s400s800s400s")
+# since, stall_seconds, hang_seconds, failed_seconds, pid, stacks, phase, status, lengths of the five texts
+_TEXTS = struct.Struct("<ddddiiBBHHHHH400s400s800s400s400s")
 _TEXTS_AT = 512
 _MOST_TEXT, _MOST_NAMES = 400, 800
 
@@ -74,6 +74,8 @@ class RankRecord:
         run: the number of the run, of a Trainer or a loop with mt.keep, that copies its state to memory; 0: none does.
         told_to_end: whether SIGTERM has told it to end, and it waits for what the launcher says.
         is_ready: it has made all that it needs, and waits for the ranks before it to leave.
+        epoch: in which its last step was, from 1; 0: it has made none, or there are no epochs.
+        record_folder: where it writes the record of the run, as an absolute path; "": it writes none.
     """
 
     rank: int
@@ -98,6 +100,8 @@ class RankRecord:
     run: int = 0
     told_to_end: bool = False
     is_ready: bool = False
+    epoch: int = 0
+    record_folder: str = ""
 
 
 class Page:
@@ -124,8 +128,10 @@ class Page:
         times = since, record.stall_seconds, record.hang_seconds, record.failed_seconds
         numbers = record.pid, record.stacks, PHASES.index(record.phase), status
         lost = "".join(f"{rank}," for rank in record.lost).encode()[:_MOST_TEXT].rpartition(b",")[0]
-        lengths = len(doing), len(error), len(names), len(lost)
-        _TEXTS.pack_into(self._memory, _TEXTS_AT, *times, *numbers, *lengths, doing, error, names, lost)
+        folder = record.record_folder.encode(errors="surrogateescape")
+        folder = folder if len(folder) <= _MOST_TEXT else b""  # a part of a path would be another path
+        texts = doing, error, names, lost, folder
+        _TEXTS.pack_into(self._memory, _TEXTS_AT, *times, *numbers, *map(len, texts), *texts)
         self._numbers[_EDITION_AGAIN] = edition
 
     def set_calls(self, calls: int) -> None:
@@ -140,6 +146,10 @@ class Page:
         """Note that a step has begun."""
         self._numbers[_FIRST_STEP] = first
         self._numbers[_STEP] = step
+
+    def set_epoch(self, epoch: int) -> None:
+        """Note in which epoch the last step was, from 1."""
+        self._numbers[_EPOCH] = epoch
 
     def set_left(self, step: int, seconds: float) -> None:
         """Note that the rank ends after this step, for another try to go on from there."""
@@ -191,9 +201,9 @@ def read_record(path: str, rank: int) -> RankRecord | None:
         fields = _TEXTS.unpack_from(data, _TEXTS_AT)
     except (OSError, struct.error, TypeError, IndexError):
         return None
-    since, stall_seconds, hang_seconds, failed_seconds, pid, stacks, phase, status, *lengths = fields[:12]
-    texts = zip(fields[12:], lengths)  # noqa: B905 (strict is of Python 3.10)
-    words, error, names, lost = (text[:length].decode(errors="replace") for text, length in texts)
+    since, stall_seconds, hang_seconds, failed_seconds, pid, stacks, phase, status, *lengths = fields[:13]
+    texts = zip(fields[13:], lengths)  # noqa: B905 (strict is of Python 3.10)
+    words, error, names, lost, folder = (text[:length].decode(errors="replace") for text, length in texts)
     reals = memoryview(data).cast("d")
     return RankRecord(
         rank=rank,
@@ -218,4 +228,6 @@ def read_record(path: str, rank: int) -> RankRecord | None:
         run=numbers[_RUN],
         told_to_end=bool(numbers[_TOLD]),
         is_ready=bool(numbers[_READY]),
+        epoch=numbers[_EPOCH],
+        record_folder=folder,
     )

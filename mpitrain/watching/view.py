@@ -35,6 +35,7 @@ class RankView:
         ended_seconds: how long ago its process ended. None: the process has not ended.
         is_orphan: the process that started the rank has ended, and the rank has not.
         host: the host of the rank. "": the host that wrote this.
+        doing_seconds: how long the rank has done what its record says.
     """
 
     record: RankRecord
@@ -46,6 +47,7 @@ class RankView:
     ended_seconds: float | None = None
     is_orphan: bool = False
     host: str = ""
+    doing_seconds: float = 0.0
 
     @property
     def waits(self) -> bool:
@@ -85,12 +87,18 @@ def look_at(views: Iterable[RankView]) -> list[RankView]:
     stacks = read_stacks(asked)
     seen = []
     for view in views:
-        # A process without a number here has no entry in /proc, but may be alive.
-        state = "gone" if view.ended_seconds is not None else process_state(view.pid) if view.pid else "S"
+        state = state_of(view)
         kernel = _read(f"/proc/{view.pid}/wchan").decode(errors="replace") if state == "D" else ""
         stack = stacks.get(view.record.rank, "")
         seen.append(replace(view, seconds=round(view.seconds, 1), state=state, kernel=kernel, stack=stack))
     return seen
+
+
+def state_of(view: RankView) -> str:
+    """The state of the rank's process now, as process_state says it."""
+    if view.ended_seconds is not None:
+        return "gone"
+    return process_state(view.pid) if view.pid else "S"  # without a number here it has no entry in /proc
 
 
 def read_stacks(asked: dict[int, tuple[int, int]]) -> dict[int, str]:

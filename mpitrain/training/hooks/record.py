@@ -6,6 +6,7 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mpitrain.errors import CheckpointError, ConfigError, everywhere
@@ -23,7 +24,9 @@ from mpitrain.training.meters.throughput import Throughput
 from mpitrain.training.meters.workers import Workers
 from mpitrain.training.run_document import DONE, LEFT, RunDocument, document_of
 from mpitrain.training.run_event import RunEvent
+from mpitrain.training.writers.json_lines import JsonLines
 from mpitrain.training.writers.writer import OUTER_STEPS, DescribingWriter, Row, Writer
+from mpitrain.watching.activity import own_activity
 
 if TYPE_CHECKING:
     from mpitrain.training.step import Step
@@ -118,6 +121,7 @@ class Record(Hook):
                 for output in self._outputs:
                     output.writer.open(after_step)
                     output.describe(self._document)
+                self._publish_folder()
         meters = self._meters
         if meters is None:
             exchange = Workers() if trainer.served else Communication()
@@ -135,6 +139,12 @@ class Record(Hook):
         self._all_meters = meters
         self._begun = time.monotonic()
         self._is_open = True  # last: if a rank is lost in this method, all of it is repeated
+
+    def _publish_folder(self) -> None:
+        """Tell those who watch the job where the record is; the first writer of rows as JSON, if there is one."""
+        writers = sorted((output.writer for output in self._outputs), key=lambda one: not isinstance(one, JsonLines))
+        if writers and (activity := own_activity()):
+            activity.keep_record(str(Path(str(writers[0])).absolute().parent))
 
     def _ends_row(self, trainer: Trainer, number: int) -> bool:
         return number % self._steps == 0 or number == trainer.last_step

@@ -1,0 +1,81 @@
+"""`mpitrain top [JOB]`: what every rank of a running job does, in a terminal."""
+
+from __future__ import annotations
+
+import argparse
+import socket
+import sys
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from mpitrain.launch.live_jobs import LiveJob
+
+HELP = "show what every rank of a running job does"
+
+_EPILOG = """\
+Run it on the machine where `mpitrain run` runs. The ranks that hold up the
+others come first; `!` marks those that are stopped, stuck, failed or silent.
+If stdout is not a terminal, top prints one look and ends.
+
+  mpitrain top
+  mpitrain top 1a2b3c4d
+  mpitrain top 1a2b3c4d | cat
+
+Keys: q ends; s, r, h sort by slowness, rank, host; arrows, PgUp and PgDn
+scroll.
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options."""
+    parser.epilog = _EPILOG
+    parser.add_argument("job", nargs="?", help="the id of a job; may be left out if only one runs here")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Show the job until it ends or the user has seen enough. Return 1 if there is no such job or none can be chosen."""
+    from mpitrain.cli.top_screen import look_once, show
+    from mpitrain.launch.live_jobs import find
+
+    jobs, wrong = find()
+    for line in wrong:
+        print(f"mpitrain top: {line}", file=sys.stderr)
+    chosen = [job for job in jobs if arguments.job is None or job.has_id(arguments.job)]
+    if not chosen:
+        return _none(arguments.job)
+    if len(chosen) > 1:
+        _list(chosen)
+        return 1
+    if not (sys.stdin.isatty() and sys.stdout.isatty()):
+        look_once(chosen[0])
+        return 0
+    return show(chosen[0])
+
+
+def _none(token: str | None) -> int:
+    """Say that there is nothing to watch, and show what ps knows."""
+    from mpitrain.cli import ps
+
+    what = "no job of yours" if token is None else f"no job {token} of yours"
+    print(
+        f"mpitrain top: {what} has its launcher on {socket.gethostname()}. A job is watched on the machine where "
+        "`mpitrain run` runs; a job that plain mpiexec has started has no launcher, and its own output is all there "
+        "is. What `mpitrain ps` knows:",
+        file=sys.stderr,
+    )
+    ps.run(argparse.Namespace(job=token, hosts=None, inventory=None))
+    return 1
+
+
+def _list(jobs: list[LiveJob]) -> None:
+    """Print the jobs from which the user can choose."""
+    from mpitrain.cli.workers_table import table
+
+    rows = [("JOB", "STATE", "STEP", "RANKS", "SCRIPT")]
+    for job in jobs:
+        answer = job.answer
+        step = max((entry["step"] for entry in answer["ranks"]), default=0)
+        script = " ".join([answer["script"], *answer["arguments"]])
+        rows.append((answer["job"], answer["state"], str(step or "-"), str(len(answer["ranks"])), script))
+    print("\n".join(table(rows, len(rows[0]))))
+    print("mpitrain top: several jobs run here. Choose one: mpitrain top JOB", file=sys.stderr)

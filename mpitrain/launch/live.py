@@ -1,0 +1,276 @@
+"""The launcher's socket for those who watch its job: a look at all ranks, once or as often as they ask (docs/live.md).
+
+guards ─> reports ─> one answer for all whose look is due ─> watchers, each as fast as it reads
+
+A thread serves the socket. It waits for nobody, and sleeps while nobody watches. It asks the guards to look more often,
+again every second; guards that are not asked any more go back to one look a second.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import selectors
+import socket
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from types import TracebackType
+from typing import Any, Protocol
+
+from mpitrain.errors import LaunchError
+from mpitrain.launch.events import noted, say
+from mpitrain.launch.kept import user_of
+from mpitrain.launch.live_folder import live_folder, own_socket
+from mpitrain.launch.live_picture import VERSION, is_over
+from mpitrain.launch.live_watcher import LiveWatcher
+
+_MOST_WATCHERS = 256
+_RENEW_SECONDS = 1.0
+# The first look of a watcher waits so long for guards that have looked less often.
+_FRESH_SECONDS = 0.7
+# At the end, watchers have so long to take the last look.
+_LAST_SECONDS = 0.3
+_PAUSE_SECONDS = 0.2
+_END_SECONDS = 5.0
+
+
+class Watchable(Protocol):
+    """A try of a job whose ranks can be looked at. Any thread may call."""
+
+    def watch(self, seconds: float) -> None:
+        """Look at the ranks every `seconds` from now on, for some seconds."""
+
+    def looked(self) -> float:
+        """Return when the last of all hosts that are not silent has said what its ranks do, by time.monotonic()."""
+
+    def picture(self) -> dict[str, Any]:
+        """Return the fields of an answer that this try has."""
+
+
+class Live:
+    """Use this in `with`: inside, the job of this process can be watched."""
+
+    def __init__(self, script: str, arguments: Sequence[str], since: float) -> None:
+        """Open the socket. If that cannot be, stderr says so: the job does not need it.
+
+        Args:
+            script: the script, as the user named it.
+            arguments: of the script.
+            since: when the job began, in seconds since the epoch.
+        """
+        self._about = {"script": script, "arguments": list(arguments), "since": since}
+        self._ids: list[str] = []
+        self._try: Watchable | None = None
+        self._last: dict[str, Any] = {}
+        self._ended: dict[str, Any] | None = None
+        self._watchers: set[LiveWatcher] = set()
+        self._asked_at = 0.0  # when the guards were asked to look more often
+        self._stop = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._fault = ""
+        self._listener: socket.socket | None = None
+        self._wake, self._woken = socket.socketpair()
+        try:
+            folder = live_folder(make=True)
+            assert folder is not None
+            self._path = own_socket(folder)
+            self._listener = _listen(str(self._path))
+        except (LaunchError, OSError) as error:
+            say(f"this job cannot be watched (mpitrain top): {error}")
+
+    def __enter__(self) -> Live:
+        if self._listener is not None:
+            self._thread = threading.Thread(target=self._run, name="live", daemon=True)
+            self._thread.start()
+        return self
+
+    def __exit__(self, _: type[BaseException] | None, error: BaseException | None, __: TracebackType | None) -> None:
+        if self._ended is None:
+            self._ended = {"code": None, "text": str(error) or repr(error)}
+        self._stop.set()
+        self._wake.send(b".")
+        if self._thread is not None:
+            self._thread.join(_END_SECONDS)
+        if self._listener is not None:
+            self._listener.close()
+            self._path.unlink(missing_ok=True)
+        self._wake.close()
+        self._woken.close()
+
+    @contextmanager
+    def showing(self, token: str, new: Watchable) -> Iterator[None]:
+        """Inside, this try of the job is what is to be seen. Its id is `token`."""
+        self.begin(token, new)
+        try:
+            yield
+        finally:
+            self.end_try()
+
+    def begin(self, token: str, new: Watchable) -> None:
+        """A try of the job has begun, with this id."""
+        self._ids.append(token)
+        self._try = new
+
+    def end_try(self) -> None:
+        """The try has ended; its guards are about to go."""
+        if self._try is not None:
+            self._last, self._try = self._try.picture(), None
+
+    def end(self, code: int) -> int:
+        """The job has ended with this exit code. Returns the code."""
+        how = f"the job has ended with exit code {code}" if code else "the job has ended, and has done its work"
+        self._ended = {"code": code, "text": how}
+        return code
+
+    def _run(self) -> None:
+        assert self._listener is not None
+        with selectors.DefaultSelector() as ways:
+            ways.register(self._listener, selectors.EVENT_READ)
+            ways.register(self._woken, selectors.EVENT_READ)
+            while not self._stop.is_set():
+                try:
+                    self._serve(ways)
+                except Exception as error:  # the job goes on whatever a watcher does
+                    self._say_once(f"those who watch this job may miss something: {error!r}")
+                    self._stop.wait(_PAUSE_SECONDS)
+            self._say_end()
+            for watcher in self._watchers:
+                watcher.close()
+
+    def _serve(self, ways: selectors.BaseSelector) -> None:
+        """Do what is due, and wait for what comes next."""
+        now = time.monotonic()
+        wait_seconds = self._look(now)
+        for watcher in self._watchers:
+            watcher.judge(now)
+            events = selectors.EVENT_READ | (selectors.EVENT_WRITE if watcher.has_unsent else 0)
+            if not watcher.is_closed and ways.get_key(watcher).events != events:
+                ways.modify(watcher, events)
+        for watcher in [one for one in self._watchers if one.is_closed]:
+            self._watchers.remove(watcher)
+            ways.unregister(watcher)
+            watcher.close()
+        for key, events in ways.select(wait_seconds):
+            if key.fileobj is self._listener:
+                self._accept(ways)
+            elif isinstance(key.fileobj, LiveWatcher):
+                if events & selectors.EVENT_WRITE:
+                    key.fileobj.flush()
+                if events & selectors.EVENT_READ:
+                    key.fileobj.receive(time.monotonic())
+
+    def _accept(self, ways: selectors.BaseSelector) -> None:
+        assert self._listener is not None
+        try:
+            line, _ = self._listener.accept()
+        except BlockingIOError:
+            return
+        except OSError as error:  # such as too many open files: the request stays in the queue
+            self._say_once(f"nobody can begin to watch this job now: {error}")
+            self._stop.wait(_PAUSE_SECONDS)
+            return
+        if user_of(line) != os.geteuid():
+            line.close()
+            return
+        now = time.monotonic()
+        watcher = LiveWatcher(line, now)
+        self._watchers.add(watcher)
+        ways.register(watcher, selectors.EVENT_READ)
+        if len(self._watchers) > _MOST_WATCHERS:
+            watcher.refuse(f"{_MOST_WATCHERS} others watch this job, which is the limit", now)
+
+    def _look(self, now: float) -> float | None:
+        """Send the looks that are due. Return for how long nothing is to be done; None: until somebody comes."""
+        if not self._watchers:
+            return None
+        dues = [watcher.due for watcher in self._watchers if watcher.due is not None]
+        if not dues:
+            return _RENEW_SECONDS
+        self._renew(now)
+        looked = self._try.looked() if self._try is not None else now
+        line = b""
+        for watcher in self._watchers:
+            if watcher.due is None or watcher.due > now:
+                continue
+            if watcher.asked is not None and looked < watcher.asked and now - watcher.asked < _FRESH_SECONDS:
+                continue
+            line = line or self._line()
+            watcher.look(line, now)
+        dues = [watcher.due for watcher in self._watchers if watcher.due is not None]
+        next_due = min(dues, default=now + _RENEW_SECONDS)
+        return min(_RENEW_SECONDS, next_due - now if next_due > now else 0.02)
+
+    def _renew(self, now: float) -> None:
+        """Ask the guards to look as often as somebody wants."""
+        is_new = any(watcher.asked is not None and watcher.asked > self._asked_at for watcher in self._watchers)
+        if self._try is not None and (is_new or now - self._asked_at >= _RENEW_SECONDS):
+            self._asked_at = now
+            self._try.watch(min((one.seconds for one in self._watchers if one.seconds), default=_RENEW_SECONDS))
+
+    def _line(self) -> bytes:
+        return json.dumps(self.answer(), allow_nan=False).encode() + b"\n"
+
+    def answer(self) -> dict[str, Any]:
+        """Return what a look says now, as docs/live.md describes it."""
+        present = self._try
+        picture = self._last = present.picture() if present is not None else self._last
+        answer = {
+            "version": VERSION,
+            "at": time.time(),
+            "job": self._ids[-1] if self._ids else "",
+            "ids": list(self._ids),
+            **self._about,
+            "state": self._state(picture, is_there=present is not None),
+            "tries": len(self._ids),
+            "hosts": {},
+            "ranks": [],
+            "metrics": {},
+            "record": None,
+            "stall": None,
+            "events": noted(),
+            "served": None,
+            **picture,
+        }
+        return answer if self._ended is None else {**answer, "ended": self._ended}
+
+    def _state(self, picture: Mapping[str, Any], *, is_there: bool) -> str:
+        ranks = picture.get("ranks", ())
+        if self._ended is not None or is_over(ranks):
+            return "ends"
+        if is_there and any(entry["step"] for entry in ranks):
+            return "trains"
+        return "restarts" if len(self._ids) > 1 or (self._ids and not is_there) else "starts"
+
+    def _say_end(self) -> None:
+        """Send the last look to those who have asked for several. Nobody is waited for long."""
+        now = time.monotonic()
+        line = self._line()
+        for watcher in self._watchers:
+            if watcher.seconds is not None and not watcher.is_closed:
+                watcher.send(line, now)
+        deadline = now + _LAST_SECONDS
+        while any(one.has_unsent for one in self._watchers) and time.monotonic() < deadline:
+            time.sleep(0.01)
+            for watcher in self._watchers:
+                watcher.flush()
+
+    def _say_once(self, fault: str) -> None:
+        if fault != self._fault:
+            self._fault = fault
+            say(fault)
+
+
+def _listen(path: str) -> socket.socket:
+    """Make the socket; nobody else can come into its folder."""
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        listener.bind(path)
+        os.chmod(path, 0o600)  # noqa: PTH101 (as bind, it takes the text)
+        listener.listen(_MOST_WATCHERS)
+        listener.setblocking(False)
+    except OSError:
+        listener.close()
+        raise
+    return listener

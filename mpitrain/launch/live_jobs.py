@@ -1,0 +1,236 @@
+"""The jobs of this user whose launcher is on this machine, as they can be watched (docs/live.md): found, looked at.
+
+Only the standard library and this package are needed; nothing here writes into a job.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import selectors
+import socket
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from mpitrain.errors import LaunchError
+from mpitrain.launch.kept import user_of
+from mpitrain.launch.live_folder import sockets
+from mpitrain.launch.live_picture import VERSION, of_ranks
+from mpitrain.launch.roster import jobs
+from mpitrain.watching.view import from_json
+
+_READ_BYTES = 1 << 20
+_ANSWER_SECONDS = 5.0
+
+
+class LiveSource(Protocol):
+    """A job that is watched.
+
+    Attributes:
+        is_closed: nothing more will come.
+    """
+
+    is_closed: bool
+
+    def fileno(self) -> int:
+        """A descriptor for select, readable when `receive` has something; -1: there is none, so ask by time."""
+
+    def receive(self, seconds: float) -> dict[str, Any] | None:
+        """Return the newest answer that has come, and wait for it for so long; None: none has come."""
+
+    def close(self) -> None:
+        """Watch no more."""
+
+
+@dataclass(frozen=True)
+class LiveJob:
+    """A job that can be watched.
+
+    Attributes:
+        path: the socket of its launcher; None: a job of `mpitrain serve`, which has none.
+        answer: what it has said when it was found, as docs/live.md describes it.
+    """
+
+    path: Path | None
+    answer: Mapping[str, Any]
+
+    def has_id(self, token: str) -> bool:
+        """True if this is the id of one of its tries."""
+        return token in self.answer["ids"]
+
+    def watch(self, seconds: float) -> LiveSource:
+        """Watch it: a look every `seconds`.
+
+        Raises:
+            LaunchError: its launcher has ended, or belongs to somebody else.
+        """
+        return ServedLine(self.answer["job"], seconds) if self.path is None else LiveLine(self.path, seconds)
+
+
+def find() -> tuple[list[LiveJob], list[str]]:
+    """Return the jobs of this user that can be watched from this machine, oldest first; and what went wrong, in lines.
+
+    Takes 5 s if a launcher does not answer, because it is stopped.
+
+    Raises:
+        LaunchError: the folder of the sockets is not this user's alone.
+    """
+    lines: dict[Path, LiveLine] = {}
+    for path in sockets():
+        try:
+            lines[path] = LiveLine(path, None)
+        except LaunchError:  # it has just ended
+            continue
+    found, wrong = _answers(lines)
+    known = {token for job in found for token in job.answer["ids"]}
+    found += [LiveJob(None, answer) for answer in _served() if answer["job"] not in known]
+    return sorted(found, key=lambda job: float(job.answer["since"])), wrong
+
+
+def _answers(lines: Mapping[Path, LiveLine]) -> tuple[list[LiveJob], list[str]]:
+    found, wrong = [], []
+    deadline = time.monotonic() + _ANSWER_SECONDS
+    with selectors.DefaultSelector() as ways:
+        for path, line in lines.items():
+            ways.register(line, selectors.EVENT_READ, path)
+        while ways.get_map() and time.monotonic() < deadline:
+            for key, _ in ways.select(max(0.0, deadline - time.monotonic())):
+                line, path = lines[key.data], key.data
+                answer = line.receive(0.0)
+                if answer is None and not line.is_closed:
+                    continue
+                ways.unregister(key.fileobj)
+                if answer is not None and "error" in answer:
+                    wrong.append(f"{path.name}: {answer['error']}")
+                elif answer is not None:
+                    found.append(LiveJob(path, answer))
+        silent = [key.data.name for key in ways.get_map().values()]
+        wrong += [f"{name}: no answer within {_ANSWER_SECONDS:g} s; is this launcher stopped?" for name in silent]
+    for line in lines.values():
+        line.close()
+    return found, wrong
+
+
+class LiveLine:
+    """A connection to the socket of a launcher. See LiveSource."""
+
+    def __init__(self, path: Path, seconds: float | None) -> None:
+        """Ask for a look every `seconds`; None: for one look.
+
+        Raises:
+            LaunchError: the launcher has ended, or belongs to somebody else.
+        """
+        self.is_closed = False
+        self._received = b""
+        self._line = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        request = {"look": 1} if seconds is None else {"watch": seconds}
+        try:
+            self._line.settimeout(_ANSWER_SECONDS)
+            self._line.connect(str(path))
+            if user_of(self._line) != os.geteuid():
+                raise LaunchError(f"{path} belongs to user {user_of(self._line)}, not to {os.geteuid()}")
+            self._line.sendall(json.dumps({**request, "version": VERSION}).encode() + b"\n")
+            self._line.setblocking(False)
+        except (OSError, LaunchError) as error:
+            self._line.close()
+            if isinstance(error, LaunchError):
+                raise
+            raise LaunchError(f"the launcher at {path} does not answer: {error}") from None
+
+    def fileno(self) -> int:
+        """See LiveSource."""
+        return self._line.fileno()
+
+    def receive(self, seconds: float) -> dict[str, Any] | None:
+        """See LiveSource. An answer may have only `error`."""
+        deadline = time.monotonic() + seconds
+        while not self.is_closed:
+            self._read()
+            *lines, rest = self._received.split(b"\n")
+            if lines:
+                self._received = rest
+                answer: dict[str, Any] = json.loads(lines[-1])
+                return answer
+            if self.is_closed or (left := deadline - time.monotonic()) <= 0:
+                return None
+            with selectors.DefaultSelector() as ways:
+                ways.register(self._line, selectors.EVENT_READ)
+                ways.select(left)
+        return None
+
+    def _read(self) -> None:
+        try:
+            while data := self._line.recv(_READ_BYTES):
+                self._received += data
+        except BlockingIOError:
+            return
+        except OSError:  # the launcher was killed
+            pass
+        self.is_closed = True
+
+    def close(self) -> None:
+        """See LiveSource."""
+        self._line.close()
+
+
+class ServedLine:
+    """A job of `mpitrain serve`, looked at by its processes on this machine. See LiveSource."""
+
+    def __init__(self, token: str, seconds: float) -> None:
+        self.is_closed = False
+        self._token, self._seconds = token, seconds
+        self._due = time.monotonic()
+
+    def fileno(self) -> int:
+        """See LiveSource."""
+        return -1
+
+    def receive(self, seconds: float) -> dict[str, Any] | None:
+        """See LiveSource."""
+        now = time.monotonic()
+        if self._due > now + seconds:
+            time.sleep(seconds)
+            return None
+        time.sleep(max(0.0, self._due - now))
+        self._due = time.monotonic() + self._seconds
+        answer = next((answer for answer in _served() if answer["job"] == self._token), None)
+        self.is_closed = answer is None
+        return answer
+
+    def close(self) -> None:
+        """See LiveSource."""
+        self.is_closed = True
+
+
+def _served() -> list[dict[str, Any]]:
+    """Return an answer for each job of `mpitrain serve` whose server is on this machine."""
+    return [_answer_of(entry) for entry in jobs() if entry["is_served"] and entry["ranks"]]
+
+
+def _answer_of(entry: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what a launcher would answer, from what roster.jobs says of a job."""
+    host = socket.gethostname()
+    views = [from_json(fields, host) for fields in entry["ranks"]]
+    picture = of_ranks(views, {host: [view.record.rank for view in views]}, {host: 0.0})
+    facts = entry["served"]
+    if picture["metrics"] and "all" in facts:  # updates come in bursts, so its speed is that of its answers
+        picture["metrics"]["samples/s"] = facts["all"]["samples_per_second"]
+    is_over = facts.get("stage", "runs") != "runs"
+    has_begun = any(view.record.step for view in views)
+    return {
+        "version": VERSION,
+        "at": time.time(),
+        "job": entry["id"],
+        "ids": [entry["id"]],
+        "script": entry["script"][0] if entry["script"] else "",
+        "arguments": entry["script"][1:],
+        "since": entry["since"],
+        "state": "ends" if is_over else "trains" if has_begun else "starts",
+        "tries": 1,
+        "events": [],
+        "served": facts or None,
+        **picture,
+    }

@@ -1,0 +1,146 @@
+"""One who watches a job: what it has asked for, and what it has not taken yet. Nothing here waits.
+
+A watcher that reads slowly misses looks. A look is never cut, and at most one waits for a watcher to take it.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import socket
+from collections.abc import Mapping
+from typing import Any
+
+from mpitrain.launch.live_picture import VERSION
+
+LEAST_SECONDS, MOST_SECONDS = 0.2, 3600.0
+_MOST_BYTES = 1 << 12  # of a request
+_READ_BYTES = 1 << 16
+# After a connection, a request must come within this time; what is to be read must be read within this time.
+_PATIENCE_SECONDS = 10.0
+
+
+class LiveWatcher:
+    """A connection to the launcher's socket.
+
+    Attributes:
+        seconds: from look to look; None: nothing was asked for, or one look.
+        due: when the next look is due, by the clock of the caller; None: none is.
+        asked: when it asked for what it has not got yet; None: it has all.
+        is_closed: it is of no more use.
+    """
+
+    def __init__(self, line: socket.socket, now: float) -> None:
+        line.setblocking(False)
+        self.line = line
+        self.seconds: float | None = None
+        self.due: float | None = None
+        self.asked: float | None = None
+        self.is_closed = False
+        self._is_last = False  # nothing follows what is unsent
+        self._received = b""
+        self._unsent = b""
+        self._since = now  # of the connection, or of what is unsent
+
+    def fileno(self) -> int:
+        """For select."""
+        return self.line.fileno()
+
+    @property
+    def has_unsent(self) -> bool:
+        """True while it has not taken what was sent last."""
+        return bool(self._unsent)
+
+    def receive(self, now: float) -> None:
+        """Take in what it says."""
+        try:
+            data = self.line.recv(_READ_BYTES)
+        except BlockingIOError:
+            return
+        except OSError:
+            data = b""
+        if not data:
+            self.is_closed = True
+            return
+        if self._is_last:  # garbage behind an error
+            return
+        *lines, self._received = (self._received + data).split(b"\n")
+        if len(self._received) > _MOST_BYTES or any(len(one) > _MOST_BYTES for one in lines):
+            self.refuse(f"a request has at most {_MOST_BYTES} bytes, and ends with a newline", now)
+            return
+        for line in lines:
+            if not self._is_last:
+                self._take(line, now)
+
+    def _take(self, line: bytes, now: float) -> None:
+        seconds, fault = _request(line)
+        if fault:
+            self.refuse(fault, now)
+            return
+        self.seconds, self.asked, self.due = seconds, now, now
+
+    def refuse(self, sentence: str, now: float) -> None:
+        """Say why it gets nothing; then the connection ends."""
+        self.due = self.asked = None
+        self.send(json.dumps({"error": sentence}).encode() + b"\n", now)
+        self._is_last = True
+        self.flush()
+
+    def look(self, line: bytes, now: float) -> None:
+        """A look is due: send it if the one before was taken."""
+        self.asked = None
+        if self.seconds is None:
+            self.due, self._is_last = None, True
+        else:
+            # At whole multiples, so that many watchers have one look together.
+            self.due = (math.floor(now / self.seconds) + 1) * self.seconds
+        if not self._unsent:
+            self.send(line, now)
+
+    def send(self, line: bytes, now: float) -> None:
+        """Send a line now, as far as it is taken."""
+        self._unsent += line
+        self._since = now
+        self.flush()
+
+    def flush(self) -> None:
+        """Go on with what has not been taken."""
+        try:
+            while self._unsent:
+                self._unsent = self._unsent[self.line.send(self._unsent) :]
+        except BlockingIOError:
+            return
+        except OSError:
+            self._unsent, self.is_closed = b"", True
+        if self._is_last:
+            self.is_closed = True
+
+    def judge(self, now: float) -> None:
+        """Give up if it does not say what it wants, or does not take what it asked for."""
+        late = now - self._since > _PATIENCE_SECONDS
+        if late and self._unsent:
+            self.is_closed = True
+        elif late and self.due is None and not self._is_last:
+            self.refuse(f"no request has come within {_PATIENCE_SECONDS:g} s", now)
+
+    def close(self) -> None:
+        """Hang up."""
+        self.line.close()
+
+
+def _request(line: bytes) -> tuple[float | None, str]:
+    """Return the seconds of a watch, None for one look; and what is wrong with the request, if anything is."""
+    forms = f'{{"watch": seconds, "version": {VERSION}}} and {{"look": 1, "version": {VERSION}}}'
+    try:
+        request: Mapping[str, Any] = json.loads(line)
+        version = request["version"]
+    except (ValueError, TypeError, KeyError, RecursionError):
+        return None, f"this is no request; allowed are {forms}"
+    if type(version) is not int or version != VERSION:
+        return None, f"the version of the request is {version!r}, and this launcher speaks {VERSION}"
+    if "watch" not in request:
+        return None, "" if "look" in request else f"this is no request; allowed are {forms}"
+    seconds = request["watch"]
+    if type(seconds) not in (int, float) or not LEAST_SECONDS <= seconds <= MOST_SECONDS:
+        return None, f"the seconds of a watch are {seconds!r}; allowed are {LEAST_SECONDS:g} to {MOST_SECONDS:g}"
+    return float(seconds), ""
