@@ -146,6 +146,7 @@ LAYERS: dict[str, list[str]] = {
     "testbed": ["testbed.*"],
     "chaos": ["chaos.*"],
     "provision": ["provision.*"],
+    "dashboard": ["dashboard.*"],
     "command line": ["cli.*", "__main__"],
 }
 
@@ -181,7 +182,9 @@ HOMES = {
     "numba": ["compression.kernels"],
     "pynvml": ["training.meters.gpu_utilisation"],
     "rich": ["cli.check_cluster", "cli.top_screen", "cli.top_view", "training.hooks.log"],
+    "starlette": ["dashboard.app", "dashboard.gate"],
     "tensorboardX": ["training.writers.tensorboard"],
+    "uvicorn": ["dashboard.server"],
     "zmq": ["serve.doorkeeper", "serve.keys", "serve.sockets"],
 }
 

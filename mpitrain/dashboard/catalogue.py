@@ -6,12 +6,13 @@ import asyncio
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from mpitrain.dashboard.bell import Bell
 from mpitrain.dashboard.index import IndexedRun, RunIndex
-from mpitrain.dashboard.live_jobs import LiveJob, LiveJobs
+from mpitrain.dashboard.watched_jobs import WatchedJob, WatchedJobs
 from mpitrain.dashboard.records import find_records, run_id
 from mpitrain.dashboard.summary import OF_JOB, id_of, job_of, summary_of_job, summary_of_run
 
@@ -33,7 +34,7 @@ class Catalogue:
     def __init__(self, index: RunIndex, roots: Sequence[Path]) -> None:
         """`roots` are the folders that are searched for records."""
         self.bell = Bell()
-        self.live = LiveJobs(self.bell.ring)
+        self.live = WatchedJobs(self._ring)
         self._index = index
         self._roots = [root.absolute() for root in roots]
         self._folders: dict[str, Path] = {}  # of all records, by id
@@ -41,8 +42,9 @@ class Catalogue:
         self._summaries: tuple[int, float, list[dict[str, Any]]] = (-1, 0.0, [])
 
     async def run(self) -> None:
-        """Keep the index as new as the records, until this is cancelled."""
-        live = asyncio.create_task(self.live.run())
+        """Keep the index as new as the records, and listen to the jobs, until this is cancelled."""
+        self._loop = asyncio.get_running_loop()
+        self.live.begin()
         try:
             next_search = 0.0
             while True:
@@ -55,8 +57,7 @@ class Catalogue:
                     await asyncio.to_thread(self._follow)
                 await asyncio.sleep(_LOOK_SECONDS)
         finally:
-            live.cancel()
-            await asyncio.gather(live, return_exceptions=True)
+            self.live.end()
 
     def search(self) -> None:
         """Look for new records, and take in what has changed. Called by one thread at a time."""
@@ -86,13 +87,10 @@ class Catalogue:
             print(f"mpitrain dashboard: {folder} cannot be taken in: {error!r}", file=sys.stderr, flush=True)
 
     def _ring(self) -> None:
-        self._loop.call_soon_threadsafe(self.bell.ring)
+        with suppress(RuntimeError):  # the dashboard has ended
+            self._loop.call_soon_threadsafe(self.bell.ring)
 
-    def begin(self) -> None:
-        """Note the event loop in which the bell rings."""
-        self._loop = asyncio.get_running_loop()
-
-    def _jobs(self) -> list[LiveJob]:
+    def _jobs(self) -> list[WatchedJob]:
         return list(self.live.jobs.values())
 
     def summaries(self) -> list[dict[str, Any]]:
@@ -114,7 +112,7 @@ class Catalogue:
         self._summaries = count, time.monotonic() + _SUMMARY_SECONDS, runs
         return runs
 
-    def find(self, id_: str) -> tuple[IndexedRun | None, LiveJob | None]:
+    def find(self, id_: str) -> tuple[IndexedRun | None, WatchedJob | None]:
         """Return a run and its job, each as far as it is there."""
         jobs = self._jobs()
         if id_.startswith(OF_JOB):
@@ -122,7 +120,7 @@ class Catalogue:
         run = self._index.run(id_) if id_ in self._folders else None
         return run, None if run is None else job_of(run, jobs)
 
-    def summary(self, run: IndexedRun | None, job: LiveJob | None) -> dict[str, Any]:
+    def summary(self, run: IndexedRun | None, job: WatchedJob | None) -> dict[str, Any]:
         """Return the summary of what `find` has returned; one of both must be there."""
         if run is not None:
             return summary_of_run(run, job)

@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 import numpy
 from numpy.typing import NDArray
 
-from mpitrain.dashboard.record_reader import NewRows, Place, is_same_file, read_on
+from mpitrain.dashboard.record_reader import NewRows, ReadMark, is_same_file, read_on
 from mpitrain.dashboard.records import run_id, stamp_of
 from mpitrain.errors import DataError
 from mpitrain.training.run_document import FILE as DOCUMENT
@@ -186,7 +186,7 @@ class RunIndex:
         stamp, changed = stamp_of(folder)
         if known is not None and known[0] == stamp:
             return False
-        place, names, events, problems, num_rows, last = Place(), [], [], [], 0, {}
+        place, names, events, problems, num_rows, last = ReadMark(), [], [], [], 0, {}
         try:
             if known is not None and is_same_file(folder / ROWS, old := _place(known[1])):
                 place, num_rows = old, known[5]
@@ -227,9 +227,9 @@ class RunIndex:
         return True
 
 
-def _place(text: str) -> Place:
+def _place(text: str) -> ReadMark:
     fields = json.loads(text)
-    return Place(**{**fields, "head": bytes.fromhex(fields["head"]), "tail": bytes.fromhex(fields["tail"])})
+    return ReadMark(**{**fields, "head": bytes.fromhex(fields["head"]), "tail": bytes.fromhex(fields["tail"])})
 
 
 def _forget(connection: sqlite3.Connection, id_: str) -> None:

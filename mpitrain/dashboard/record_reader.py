@@ -19,7 +19,7 @@ _MARK_BYTES = 200
 
 
 @dataclass
-class Place:
+class ReadMark:
     """How far a record was read.
 
     Attributes:
@@ -86,7 +86,7 @@ class NewRows:
         self._name(f"line {number} {problem[:300]}; it is left out")
 
 
-def is_same_file(path: Path, place: Place) -> bool:
+def is_same_file(path: Path, place: ReadMark) -> bool:
     """Return whether the file still begins with what was read.
 
     Raises:
@@ -99,7 +99,7 @@ def is_same_file(path: Path, place: Place) -> bool:
         return file.read(len(place.tail)) == place.tail
 
 
-def read_on(path: Path, place: Place, most_bytes: int) -> tuple[Place, NewRows]:
+def read_on(path: Path, place: ReadMark, most_bytes: int) -> tuple[ReadMark, NewRows]:
     """Read about `most_bytes` from `place` on. Return the new place, and the rows. A line without an end is not read.
 
     Raises:
@@ -125,7 +125,7 @@ def read_on(path: Path, place: Place, most_bytes: int) -> tuple[Place, NewRows]:
             continue
         step = row["step"]
         new.add(row, events)
-    return Place(offset, step, number, head, tail), new
+    return ReadMark(offset, step, number, head, tail), new
 
 
 def _lines(path: Path, offset: int, most_bytes: int) -> Iterator[tuple[bytes | None, int]]:

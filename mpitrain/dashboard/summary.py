@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from mpitrain.dashboard.index import IndexedRun
-from mpitrain.dashboard.live_jobs import LiveJob
+from mpitrain.dashboard.watched_jobs import WatchedJob
 from mpitrain.dashboard.run_state import state_of
 from mpitrain.launch.roster import launcher_pid
 from mpitrain.training.writers.json_lines import plain_number
@@ -17,11 +17,11 @@ from mpitrain.training.writers.json_lines import plain_number
 OF_JOB = "job-"  # ids of jobs without a record begin so
 
 
-def id_of(job: LiveJob) -> str:
+def id_of(job: WatchedJob) -> str:
     return OF_JOB + (job.ids[0] if job.ids else "")
 
 
-def job_of(run: IndexedRun, jobs: Sequence[LiveJob]) -> LiveJob | None:
+def job_of(run: IndexedRun, jobs: Sequence[WatchedJob]) -> WatchedJob | None:
     """Return the job that makes this run now. A later run of the same job may have taken the same folder."""
     for job in jobs:
         if job.look.get("record") == run.folder or (run.document is not None and run.document.job in job.ids):
@@ -37,7 +37,7 @@ def plain_row(row: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def summary_of_run(run: IndexedRun, job: LiveJob | None) -> dict[str, Any]:
+def summary_of_run(run: IndexedRun, job: WatchedJob | None) -> dict[str, Any]:
     document, look = run.document, job.look if job is not None else None
     is_alive = document is not None and launcher_pid(document.process) is not None
     state, why = state_of(document, look, is_alive=is_alive, age_seconds=time.time() - run.changed)
@@ -70,7 +70,7 @@ def summary_of_run(run: IndexedRun, job: LiveJob | None) -> dict[str, Any]:
     }
 
 
-def summary_of_job(job: LiveJob) -> dict[str, Any]:
+def summary_of_job(job: WatchedJob) -> dict[str, Any]:
     look = job.look
     state, why = state_of(None, look, is_alive=True, age_seconds=0.0)
     script = " ".join([str(look.get("script", "")), *map(str, look.get("arguments", ()))])
