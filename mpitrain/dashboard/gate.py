@@ -35,6 +35,10 @@ _HEADERS = {
 }
 
 
+_ICON = '<!doctype html><title>mpitrain</title><link rel="icon" href="/pages/icon.svg">'
+_WELCOME = f'{_ICON}<meta http-equiv="refresh" content="0;url=/">'
+
+
 @dataclass(frozen=True)
 class Tokens:
     """The secrets of the two roles. An operator may also send commands to jobs."""
@@ -117,7 +121,7 @@ class Gate:
         if self._tokens.role(token) is None:
             return _page("This token is not of this dashboard. Open the link that it has printed at its start.", 401)
         # Not a redirect: after a click on another site, a browser would not send a strict cookie along.
-        answer = HTMLResponse('<!doctype html><meta http-equiv="refresh" content="0;url=/"><title>mpitrain</title>')
+        answer = HTMLResponse(_WELCOME)
         answer.set_cookie(
             self._cookie, token, _COOKIE_SECONDS, httponly=True, samesite="strict", secure=self._is_secure
         )
@@ -125,7 +129,7 @@ class Gate:
 
 
 def _page(text: str, code: int) -> Response:
-    return HTMLResponse(f"<!doctype html><title>mpitrain</title><p>{html.escape(text)}</p>\n", code)
+    return HTMLResponse(f"{_ICON}<p>{html.escape(text)}</p>\n", code)
 
 
 def _with_headers(send: Send) -> Send:

@@ -53,7 +53,7 @@ class WatchedJobs:
     """All live jobs of this user on this machine. Threads listen to them, because each may hang.
 
     Attributes:
-        jobs: by the id of their first try.
+        jobs: by the socket of the launcher, or by the id of a job that has none.
         problem: why launchers cannot be looked for or listened to; "": they can.
     """
 
@@ -80,7 +80,7 @@ class WatchedJobs:
             except (LaunchError, OSError) as error:
                 jobs, self.problem = [], str(error)
             for job in jobs:
-                name = str((job.answer["ids"] or [job.answer["job"]])[0])
+                name = str(job.path or job.answer["job"])
                 if name not in self.jobs:
                     self.jobs[name] = WatchedJob(dict(job.answer), time.monotonic())
                     threading.Thread(target=self._listen, args=(name, job), name=name, daemon=True).start()

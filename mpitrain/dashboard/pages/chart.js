@@ -88,7 +88,7 @@ export class Chart {
     const options = {
       width: this.width, height: HEIGHT, pxAlign: 0,
       scales: {x: {time: false}, y: {range: (_, low, high) => low === null ? [0, 1] : uPlot.rangeNum(low, high, 0.08, false)}},
-      axes: [{...axis, space: 70, values: (_, ticks) => ticks.map((tick) => tick.toLocaleString("en"))},
+      axes: [{...axis, size: 34, space: 70, values: (_, ticks) => ticks.map((tick) => tick.toLocaleString("en"))},
         {...axis, size: 58, values: (_, ticks) => ticks.map((tick) => short(tick))}],
       series: [{label: "step", value: (_, value) => value === null ? "" : number(value)}, ...this.lines.map((line) => ({
         label: words(line.label), stroke: color(`--curve-${line.color % 8 + 1}`), width: 1.5, points: {show: few, size: 4},

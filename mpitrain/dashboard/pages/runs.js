@@ -10,16 +10,17 @@ const length = (run) => run.started ? (run.ended ?? (run.is_live ? Date.now() / 
 const COLUMNS = [
   {name: "Run", value: (run) => run.name, cell: (run) => element("a", {href: `/run/${encodeURIComponent(run.id)}`, title: run.folder || run.script}, run.name)},
   {name: "State", value: (run) => run.state, cell: (run) => stateMark(run.state, run.why)},
-  {name: "Started", value: (run) => run.started, cell: (run) => time(run.started)},
-  {name: "Took", value: length, cell: (run) => duration(length(run))},
-  {name: "Hosts", value: (run) => run.hosts.join(" "), cell: (run) => run.hosts.length > 3 ? `${run.hosts.length} hosts` : run.hosts.join(", ")},
-  {name: "Ranks", value: (run) => run.ranks, cell: (run) => run.ranks ? number(run.ranks) : "", numeric: true},
+  {name: "Started", value: (run) => run.started, cell: (run) => time(run.started), minor: true},
+  {name: "Took", value: length, cell: (run) => duration(length(run)), minor: true},
+  {name: "Hosts", value: (run) => run.hosts.join(" "), cell: (run) => run.hosts.length > 3 ? `${run.hosts.length} hosts` : run.hosts.join(", "), minor: true},
+  {name: "Ranks", value: (run) => run.ranks, cell: (run) => run.ranks ? number(run.ranks) : "", numeric: true, minor: true},
   {name: "Step", value: step, cell: (run) => number(step(run)), numeric: true},
   {name: "Loss", value: loss, cell: (run) => number(loss(run)), numeric: true},
   {name: "Samples/s", value: speed, cell: (run) => number(speed(run)), numeric: true},
   {name: "Last event", value: (run) => run.event, cell: (run) => run.problems.length ? `⚠ ${run.problems[0]}` : run.event, wide: true},
 ];
 
+const kind = (column) => [column.numeric ? "numeric" : "", column.wide ? "wide" : "", column.minor ? "minor" : ""].join(" ").trim();
 const body = document.querySelector("#runs tbody");
 const filter = document.getElementById("filter");
 const compare = document.getElementById("compare");
@@ -29,7 +30,7 @@ let runs = [], sorting = null, rising = true;
 document.getElementById("heads").append(element("th", {scope: "col"}, element("span", {className: "hidden"}, "Choose")),
   ...COLUMNS.map((column, place) => {
     const button = element("button", {type: "button", onclick: () => sort(place)}, column.name);
-    return element("th", {scope: "col", className: column.numeric ? "numeric" : ""}, button);
+    return element("th", {scope: "col", className: kind(column)}, button);
   }));
 
 function sort(place) {
@@ -57,7 +58,7 @@ function matches(run) {
 
 function row(run) {
   const box = element("input", {type: "checkbox", checked: chosen.has(run.id), ariaLabel: `compare ${run.name}`, onchange: () => choose(run.id, box.checked)});
-  const cells = COLUMNS.map((column) => element("td", {className: column.numeric ? "numeric" : column.wide ? "wide" : ""}, column.cell(run)));
+  const cells = COLUMNS.map((column) => element("td", {className: kind(column)}, column.cell(run)));
   const made = element("tr", {}, element("td", {}, run.rows ? box : null), ...cells);
   made.dataset.id = run.id;
   return made;
