@@ -21,9 +21,9 @@ from starlette.staticfiles import StaticFiles
 from mpitrain.dashboard.catalogue import Catalogue
 from mpitrain.dashboard.differences import differences
 from mpitrain.dashboard.index import IndexedRun
-from mpitrain.dashboard.watched_jobs import WatchedJob
 from mpitrain.dashboard.prometheus import exposition
 from mpitrain.dashboard.series import curve
+from mpitrain.dashboard.watched_jobs import WatchedJob
 
 PAGES = Path(__file__).parent / "pages"
 _MOST_PIXELS = 8192

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import suppress
 
 
 class Bell:
@@ -25,8 +26,6 @@ class Bell:
     async def wait(self, count: int, timeout_seconds: float) -> int:
         """Return the new count as soon as it is not `count` any more; or the old one, after this time."""
         if self.count == count:
-            try:
+            with suppress(TimeoutError):
                 await asyncio.wait_for(self._event.wait(), timeout_seconds)
-            except TimeoutError:
-                pass
         return self.count

@@ -12,9 +12,9 @@ from typing import Any
 
 from mpitrain.dashboard.bell import Bell
 from mpitrain.dashboard.index import IndexedRun, RunIndex
-from mpitrain.dashboard.watched_jobs import WatchedJob, WatchedJobs
 from mpitrain.dashboard.records import find_records, run_id
 from mpitrain.dashboard.summary import OF_JOB, id_of, job_of, summary_of_job, summary_of_run
+from mpitrain.dashboard.watched_jobs import WatchedJob, WatchedJobs
 
 _LOOK_SECONDS = 0.5  # at records that grow
 _SEARCH_SECONDS = 5.0  # for new records; a long search is repeated less often

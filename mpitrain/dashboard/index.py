@@ -1,4 +1,4 @@
-"""The index of runs: what their records say, in SQLite, so that a list of 1,000 runs and a chart of 10^6 rows open at once.
+"""The index of runs: what their records say, in SQLite. So a list of 1,000 runs and a chart of 10^6 rows open at once.
 
 The index is made from the records. If its file is damaged or of another version, it is made anew.
 """

@@ -8,7 +8,7 @@ from typing import Any
 from mpitrain.dashboard.watched_jobs import WatchedJob
 
 # Of each family: type, help.
-_FAMILIES = {
+FAMILIES = {
     "mpitrain_job_info": ("gauge", "1 for each job that goes on"),
     "mpitrain_job_start_time_seconds": ("gauge", "When the job began, in seconds since the epoch"),
     "mpitrain_job_tries": ("gauge", "How often the job has been started"),
@@ -23,13 +23,13 @@ _FAMILIES = {
 
 def exposition(jobs: Iterable[WatchedJob]) -> str:
     """Return the text that Prometheus reads."""
-    samples: dict[str, list[str]] = {name: [] for name in _FAMILIES}
+    samples: dict[str, list[str]] = {name: [] for name in FAMILIES}
     for job in jobs:
         for name, labels, value in _samples(job.look):
             pairs = ",".join(f'{label}="{_escaped(text)}"' for label, text in labels.items())
             samples[name].append(f"{name}{{{pairs}}} {_number(value)}")
     lines = []
-    for name, (kind, words) in _FAMILIES.items():
+    for name, (kind, words) in FAMILIES.items():
         if samples[name]:
             lines += [f"# HELP {name} {words}", f"# TYPE {name} {kind}", *samples[name]]
     return "".join(line + "\n" for line in lines)

@@ -35,7 +35,9 @@ def find_records(roots: Sequence[Path]) -> Iterator[Path]:
             yield folder
         elif depth < _MOST_DEPTH:
             inner = [entry for entry in entries if not entry.name.startswith(".") and _is_folder(entry)]
-            waiting += [(Path(entry.path), depth + 1) for entry in sorted(inner, key=lambda one: one.name, reverse=True)]
+            waiting += [
+                (Path(entry.path), depth + 1) for entry in sorted(inner, key=lambda one: one.name, reverse=True)
+            ]
 
 
 def _is_folder(entry: os.DirEntry[str]) -> bool:

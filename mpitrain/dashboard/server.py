@@ -8,6 +8,7 @@ import os
 import socket
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import uvicorn
@@ -94,10 +95,8 @@ def _serve(catalogue: Catalogue, listener: socket.socket, host: str, port: int, 
     print(f"for viewers:   {base}{tokens.viewer}")
     print(f"for operators: {base}{tokens.operator}")
     print("Keep the links to yourself. Ctrl-C ends the dashboard; jobs go on.", flush=True)
-    try:
+    with suppress(KeyboardInterrupt):  # uvicorn raises the signal again after its end
         server.run(sockets=[listener])
-    except KeyboardInterrupt:  # uvicorn raises the signal again after its end
-        pass
     return 0 if server.started else 1
 
 

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from mpitrain.dashboard.index import IndexedRun
-from mpitrain.dashboard.watched_jobs import WatchedJob
 from mpitrain.dashboard.run_state import state_of
+from mpitrain.dashboard.watched_jobs import WatchedJob
 from mpitrain.launch.roster import launcher_pid
 from mpitrain.training.writers.json_lines import plain_number
 
