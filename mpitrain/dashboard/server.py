@@ -8,7 +8,6 @@ import os
 import socket
 import sys
 from collections.abc import Sequence
-from contextlib import suppress
 from pathlib import Path
 
 import uvicorn
@@ -95,8 +94,7 @@ def _serve(catalogue: Catalogue, listener: socket.socket, host: str, port: int, 
     print(f"for viewers:   {base}{tokens.viewer}")
     print(f"for operators: {base}{tokens.operator}")
     print("Keep the links to yourself. Ctrl-C ends the dashboard; jobs go on.", flush=True)
-    with suppress(KeyboardInterrupt):  # uvicorn raises the signal again after its end
-        server.run(sockets=[listener])
+    server.run(sockets=[listener])
     return 0 if server.started else 1
 
 
@@ -105,12 +103,12 @@ class _Server(uvicorn.Server):
 
     def __init__(self, config: uvicorn.Config, routes: Routes) -> None:
         super().__init__(config)
-        self._answers = routes
+        self._routes = routes
 
     def handle_exit(self, sig: int, frame: object) -> None:
-        """See uvicorn.Server."""
-        self._answers.end()
-        super().handle_exit(sig, frame)  # type: ignore[arg-type]
+        """See uvicorn.Server, which would raise the signal again after its end."""
+        self._routes.end()
+        self.should_exit = True
 
 
 def _listener(host: str, port: int) -> socket.socket:

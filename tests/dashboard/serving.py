@@ -74,8 +74,8 @@ class Dashboard:
 
 
 @contextlib.contextmanager
-def dashboard(cache: Path, *words: str, cwd: Path | None = None) -> Iterator[Dashboard]:
-    """Start one at a free port; at the end, end it by Ctrl-C."""
+def dashboard(cache: Path, *words: str, cwd: Path | None = None, code: int = 0) -> Iterator[Dashboard]:
+    """Start one at a free port; at the end, end it by Ctrl-C. It must end with this code."""
     environment = clean_environment({"XDG_CACHE_HOME": str(cache)})
     process = subprocess.Popen(
         [sys.executable, "-m", "mpitrain", "dashboard", "--port", "0", *words],
@@ -99,7 +99,7 @@ def dashboard(cache: Path, *words: str, cwd: Path | None = None) -> Iterator[Das
         finally:
             process.kill()
             _, errors = process.communicate()
-    assert process.returncode == 0, errors
+    assert process.returncode == code, errors
     assert "Traceback" not in errors, errors
 
 

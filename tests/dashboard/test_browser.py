@@ -116,7 +116,8 @@ def test_a_script_inside_the_page_does_not_run(visit: Visit) -> None:
     page = visit.page
     page.evaluate("markup => document.body.insertAdjacentHTML('beforeend', markup)", MARKUP)
     page.evaluate(
-        "() => { const s = document.createElement('script'); s.textContent = 'window.hacked=1'; document.body.append(s); }"
+        "() => { const made = document.createElement('script'); made.textContent = 'window.hacked=1'; "
+        "document.body.append(made); }"
     )
     page.wait_for_timeout(300)
     assert page.evaluate("window.hacked") is None
@@ -190,7 +191,8 @@ def test_no_page_is_wider_than_the_screen(browser: Any, served: Dashboard, schem
             visit.open_run(name)
         assert page.evaluate("document.documentElement.scrollWidth") <= width
         colors = page.evaluate(
-            "() => [...document.querySelectorAll('h1, td, th, p, a, dt, dd, li')].map((one) => getComputedStyle(one).color)"
+            "() => [...document.querySelectorAll('h1, td, th, p, a, dt, dd, li')]"
+            ".map((one) => getComputedStyle(one).color)"
         )
         ground = page.evaluate("getComputedStyle(document.body).backgroundColor")
         assert colors and min(contrast(color, ground) for color in set(colors)) >= 4.5

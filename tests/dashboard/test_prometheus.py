@@ -26,6 +26,8 @@ LOOK: dict[str, Any] = {
 # A sample, by the grammar of the text format 0.0.4.
 SAMPLE = re.compile(r'([a-zA-Z_:][a-zA-Z0-9_:]*)\{((?:[a-zA-Z_]\w*="(?:[^"\\\n]|\\["\\n])*",?)*)\} (\S+)')
 
+UNESCAPED = {"\\\\": "\\", '\\"': '"', "\\n": "\n"}
+
 
 def samples_of(text: str) -> list[tuple[str, dict[str, str], float]]:
     """What a reader makes of the text, with its own rules of escaping."""
@@ -36,8 +38,7 @@ def samples_of(text: str) -> list[tuple[str, dict[str, str], float]]:
         match = SAMPLE.fullmatch(line)
         assert match, line
         pairs = re.findall(r'(\w+)="((?:[^"\\]|\\.)*)"', match[2])
-        unescaped = {"\\\\": "\\", '\\"': '"', "\\n": "\n"}
-        labels = {name: re.sub(r"\\.", lambda part: unescaped[part[0]], value) for name, value in pairs}
+        labels = {name: re.sub(r"\\.", lambda part: UNESCAPED[part[0]], value) for name, value in pairs}
         samples.append((match[1], labels, float(match[3].replace("Inf", "inf"))))
     return samples
 

@@ -61,8 +61,8 @@ def test_what_differs() -> None:
         {"name": "commit", "values": ["0123abcd", "0123abcd and changes"]},
         {"name": "ranks", "values": ["3", "2"]},
         {"name": "hosts", "values": ["a: 2, b: 1", "a: 2"]},
-        {"name": "package torch", "values": [None, "2.13"]},
         {"name": "setting algorithm", "values": [None, "ring"]},
+        {"name": "package torch", "values": [None, "2.13"]},
     ]
     assert differences([DOCUMENT, DOCUMENT]) == differences([]) == differences([None]) == []
     assert {"name": "script", "values": ["train.py", None]} in differences([DOCUMENT, None])
