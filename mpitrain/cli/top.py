@@ -33,7 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Show the job until it ends or the user has seen enough. Return 1 if there is no such job or none can be chosen."""
+    """Show the job until it ends or the user has seen enough. Return 1 if no job is chosen."""
     from mpitrain.cli.top_screen import look_once, show
     from mpitrain.launch.live_jobs import find
 

@@ -31,9 +31,9 @@ class TopHistory:
         self._looks.append((at, answer["job"], phases))
 
     def shares(self, rank: int) -> dict[str, float]:
-        """Return the share of the looks in which the rank was in each phase, the largest first."""
+        """Return the share of the looks in which the rank was in each phase."""
         counts = Counter(phases[rank] for _, _, phases in self._looks if rank in phases)
-        return {phase: count / counts.total() for phase, count in counts.most_common()}
+        return {phase: count / counts.total() for phase, count in counts.items()}
 
     def sort(self, ranks: Sequence[Mapping[str, Any]], order: Order) -> list[Mapping[str, Any]]:
         """Return the ranks in this order. The slowest one is that which has waited least for the others."""

@@ -76,10 +76,11 @@ class _Screen:
         with Live(console=console, screen=True, auto_refresh=False) as live:
             while not self._is_over:
                 size = console.size
-                self._first = max(0, min(self._first, len(self._answer["ranks"]) - rows_for(size.height)))
+                rows = rows_for(self._answer, size.width, size.height)
+                self._first = max(0, min(self._first, len(self._answer["ranks"]) - rows))
                 drawn = picture(self._answer, self._history, self._order, size.width, size.height, self._first, _KEYS)
                 live.update(drawn, refresh=True)
-                if error := self._wait(rows_for(size.height)):
+                if error := self._wait(rows):
                     return self._answer, error
         return self._answer, ""
 

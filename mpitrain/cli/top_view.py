@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 import time
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
@@ -17,8 +18,9 @@ _BAR_COLUMNS = 16
 # Below these widths a column is left out.
 _WIDE, _MIDDLE = 76, 44
 _MOST_HOST, _MOST_CALL = 16, 60
-# Of the head, the title of the table, the hosts and the keys.
-_OTHER_LINES = 9
+# Two empty ones, the title of the table, the hosts and the keys; one more says how many ranks are not shown.
+_OTHER_LINES = 5
+_MOST_STALL_LINES = 4
 _LONG_SILENCE = 2.5
 # By phase: its letter in a bar, and its style.
 _PHASES = {
@@ -59,7 +61,7 @@ def picture(
         keys: the last line; "": there is none.
     """
     ranks = history.sort(answer["ranks"], order)
-    shown = ranks[first:] if height is None else ranks[first : first + rows_for(height)]
+    shown = ranks[first:] if height is None else ranks[first : first + rows_for(answer, width, height)]
     parts: list[RenderableType] = [*head(answer, width), Text(), _table(shown, history, width), Text()]
     if left_out := len(ranks) - len(shown):
         parts.append(_line(f"ranks {first + 1} to {first + len(shown)} of {len(ranks)}; {left_out} are not shown"))
@@ -71,9 +73,10 @@ def picture(
     return Group(*parts)
 
 
-def rows_for(height: int) -> int:
-    """Return how many ranks fit into so many lines."""
-    return max(1, height - _OTHER_LINES - 2)
+def rows_for(answer: Mapping[str, Any], width: int, height: int) -> int:
+    """Return how many ranks fit into a terminal of this size."""
+    rows = height - len(head(answer, width)) - _OTHER_LINES - (width >= _WIDE)
+    return max(1, rows if rows >= len(answer["ranks"]) else rows - 1)
 
 
 def head(answer: Mapping[str, Any], width: int) -> list[Text]:
@@ -86,7 +89,8 @@ def head(answer: Mapping[str, Any], width: int) -> list[Text]:
     first.append(f"  {since}{tries}")
     lines = [first, _line(_printable(" ".join([answer["script"], *answer["arguments"]]))), _progress(answer)]
     if answer.get("stall"):
-        lines.append(_line(_printable(answer["stall"]), "bold red"))
+        stall = textwrap.wrap(_printable(answer["stall"]), width, max_lines=_MOST_STALL_LINES, placeholder=" …")
+        lines += [_line(text, "bold red") for text in stall]
     elif answer["events"]:
         last = answer["events"][-1]
         at = time.strftime("%H:%M:%S", time.localtime(last["at"]))
@@ -112,7 +116,7 @@ def _progress(answer: Mapping[str, Any]) -> Text:
 
 
 def _table(ranks: Sequence[Mapping[str, Any]], history: TopHistory, width: int) -> Table:
-    table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False, header_style="bold", width=width)
+    table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False, header_style="bold", expand=width >= _WIDE)
     is_wide, is_middle = width >= _WIDE, width >= _MIDDLE
     table.add_column("", width=1, no_wrap=True)
     table.add_column("RANK", justify="right", no_wrap=True)
@@ -142,8 +146,9 @@ def _bar(shares: Mapping[str, float]) -> Text:
     """Return a bar of one letter for each 1/16 of the last seconds."""
     bar = Text(no_wrap=True)
     end, drawn = 0.0, 0
-    for phase, share in shares.items():
-        end += share
+    known = list(_PHASES)
+    for phase in sorted(shares, key=lambda phase: known.index(phase) if phase in known else len(known)):
+        end += shares[phase]
         letter, style = _style(phase)
         columns = round(end * _BAR_COLUMNS) - drawn
         bar.append(letter * columns, style)
@@ -167,7 +172,7 @@ def _hosts(answer: Mapping[str, Any], width: int) -> Text:
 
 
 def _style(phase: str) -> tuple[str, str]:
-    return _PHASES.get(phase, (phase[:1] or "?", ""))
+    return _PHASES.get(phase, (_printable(phase[:1]), ""))
 
 
 def _line(text: str, style: str = "") -> Text:

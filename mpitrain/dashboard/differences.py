@@ -7,7 +7,6 @@ from typing import Any
 
 from mpitrain.training.run_document import RunDocument
 
-
 _PACKAGE = "package "  # there are many, so they come last
 
 

@@ -53,7 +53,7 @@ class Live:
     """Use this in `with`: inside, the job of this process can be watched."""
 
     def __init__(self, script: str, arguments: Sequence[str], since: float) -> None:
-        """Open the socket. If that cannot be, stderr says so: the job does not need it.
+        """Nothing is open yet.
 
         Args:
             script: the script, as the user named it.
@@ -71,6 +71,9 @@ class Live:
         self._thread: threading.Thread | None = None
         self._fault = ""
         self._listener: socket.socket | None = None
+
+    def __enter__(self) -> Live:
+        """Open the socket. If that cannot be, stderr says so: the job does not need it."""
         self._wake, self._woken = socket.socketpair()
         try:
             folder = live_folder(make=True)
@@ -79,23 +82,23 @@ class Live:
             self._listener = _listen(str(self._path))
         except (LaunchError, OSError) as error:
             say(f"this job cannot be watched (mpitrain top): {error}")
-
-    def __enter__(self) -> Live:
-        if self._listener is not None:
+        else:
             self._thread = threading.Thread(target=self._run, name="live", daemon=True)
             self._thread.start()
         return self
 
     def __exit__(self, _: type[BaseException] | None, error: BaseException | None, __: TracebackType | None) -> None:
-        if self._ended is None:
-            self._ended = {"code": None, "text": str(error) or repr(error)}
+        if isinstance(error, SystemExit) and isinstance(error.code, int):
+            self.end(error.code)
+        elif self._ended is None:
+            self._ended = {"code": None, "text": f"the job has ended: {str(error) or repr(error)}"}
         self._stop.set()
         self._wake.send(b".")
         if self._thread is not None:
             self._thread.join(_END_SECONDS)
         if self._listener is not None:
-            self._listener.close()
             self._path.unlink(missing_ok=True)
+            self._listener.close()
         self._wake.close()
         self._woken.close()
 

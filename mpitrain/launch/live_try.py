@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterable
 from typing import Any
 
 from mpitrain.launch.dialects import JobSpec
@@ -10,6 +11,7 @@ from mpitrain.launch.live_picture import of_ranks
 from mpitrain.launch.roster import served
 from mpitrain.launch.silence import SILENCE_SECONDS
 from mpitrain.launch.watch import Guards
+from mpitrain.watching.doing import SEEN_ONLY
 
 
 class LiveTry:
@@ -18,6 +20,7 @@ class LiveTry:
     def __init__(self, job: JobSpec, guards: Guards) -> None:
         self._placement, self._guards = job.placement, guards
         self._has_servers = bool(job.context.servers)
+        self._seen: dict[int, tuple[str, float]] = {}  # by rank: its phase, and since when this was seen
 
     def watch(self, seconds: float) -> None:
         """See live.Watchable."""
@@ -38,7 +41,18 @@ class LiveTry:
         places = {place.host: place.ranks for place in self._placement.places}
         silence = {host: silent for host, (_, silent) in hosts.items()}
         picture = of_ranks(views, places, silence)
+        self._set_since(picture["ranks"])
         first = next((entry for entry in picture["ranks"] if entry["rank"] == 0), None)
         if self._has_servers and first is not None and first["host"] == self._placement.own and first["pid"]:
             picture["served"] = served(first["pid"]) or None
         return picture
+
+    def _set_since(self, ranks: Iterable[dict[str, Any]]) -> None:
+        """A rank says since when it works or waits, but not since when it is stopped, or its host is silent."""
+        now = time.monotonic()
+        for entry in ranks:
+            phase, since = self._seen.get(entry["rank"], ("", now))
+            if phase != entry["phase"]:
+                phase, since = self._seen[entry["rank"]] = entry["phase"], now
+            if phase in SEEN_ONLY:
+                entry["since"] = round(now - since, 1)

@@ -18,6 +18,10 @@ from mpitrain.watching.view import RankView
 _STILL_SECONDS, _MOVED_SECONDS = 1.0, 0.05
 
 
+# In these, `doing_seconds` of a view is about something else. Only who looks sees when they began.
+SEEN_ONLY = ("starts", "stopped", "disk", "lost", "unknown")
+
+
 def doing(view: RankView) -> str:
     """Return one of the words above. Only a view with the state of the process tells `disk` and `stopped`."""
     record = view.record

@@ -11,6 +11,7 @@ import pytest
 
 from jobs import HANG_SECONDS, until
 from mpitrain.launch import tries
+from mpitrain.launch.live import Live
 from mpitrain.launch.placement import Place, Placement
 from mpitrain.launch.tries import Tries
 from mpitrain.watching.rank_record import RankRecord
@@ -59,7 +60,7 @@ def test_the_next_try_waits_for_facts(lost: set[str], waits: bool, monkeypatch: 
     keepers: Any = SimpleNamespace()
     present: Any = job
     wanted: Any = SimpleNamespace(placement=BOTH.without(lost))
-    with ExitStack() as stack, Tries(make, keepers, None) as made:
+    with ExitStack() as stack, Tries(make, keepers, None, Live("", [], 0.0)) as made:
         made._look(present)
         if waits:
             later = threading.Timer(0.2, job.answer.set)
@@ -78,7 +79,7 @@ def test_guards_and_mpiexec_do_not_log_in_together() -> None:
 
     keepers: Any = SimpleNamespace()
     present: Any = job
-    with Tries(make, keepers, None) as made:
+    with Tries(make, keepers, None, Live("", [], 0.0)) as made:
         for _ in range(3):
             made._look(present)
         assert job.logins == [("guards", False, True)]

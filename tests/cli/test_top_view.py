@@ -1,0 +1,138 @@
+"""The picture of `mpitrain top`, without a job: order, shares, widths, and text that a script has chosen."""
+
+from __future__ import annotations
+
+import io
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from mpitrain.cli.top_history import TopHistory
+from mpitrain.cli.top_view import picture, rows_for
+
+
+def rank(number: int, phase: str, step: int = 10, host: str = "node1", call: str = "") -> dict[str, Any]:
+    numbers = {"rank": number, "pid": 100 + number, "since": 2.5, "still": 0.0, "step": step}
+    return {**numbers, "host": host, "phase": phase, "call": call, "epoch": 3, "samples_per_second": 1.0}
+
+
+def look(at: float, *ranks: dict[str, Any], **fields: Any) -> dict[str, Any]:
+    hosts: dict[str, Any] = {}
+    for entry in ranks:
+        hosts.setdefault(entry["host"], {"silence": 0.0, "ranks": []})["ranks"].append(entry["rank"])
+    return {
+        "at": at,
+        "job": "1a2b3c4d",
+        "script": "train.py",
+        "arguments": ["--epochs", "5"],
+        "since": 0.0,
+        "state": "trains",
+        "tries": 1,
+        "hosts": hosts,
+        "ranks": list(ranks),
+        "metrics": {"loss": 0.25, "samples/s": 1503.4},
+        "stall": None,
+        "events": [],
+        "served": None,
+        **fields,
+    }
+
+
+def drawn(
+    answer: dict[str, Any], width: int = 80, height: int | None = None, first: int = 0, **looks: Any
+) -> list[str]:
+    history = looks.pop("history", None) or TopHistory()
+    history.add(answer)
+    file = io.StringIO()
+    console = Console(file=file, width=width, height=height or 25, color_system=None)
+    console.print(picture(answer, history, looks.pop("order", "slowest"), width, height, first, "keys"))
+    return [line.rstrip() for line in file.getvalue().splitlines()]
+
+
+def test_the_slowest_comes_first() -> None:
+    """What is marked, then who is behind, then who has waited least, which is whom the others wait for."""
+    history = TopHistory()
+    for second in range(4):
+        history.add(look(100.0 + second, rank(0, "waits"), rank(1, "computes"), rank(2, "waits"), rank(3, "computes")))
+    ranks = [rank(0, "waits"), rank(1, "computes"), rank(2, "computes", step=9), rank(3, "stopped", host="a")]
+    history.add(look(104.0, *ranks))
+    assert [entry["rank"] for entry in history.sort(ranks, "slowest")] == [3, 2, 1, 0]
+    assert [entry["rank"] for entry in history.sort(ranks, "rank")] == [0, 1, 2, 3]
+    assert [entry["rank"] for entry in history.sort(ranks, "host")] == [3, 0, 1, 2]
+
+
+def test_shares_are_of_the_last_ten_seconds_of_this_try() -> None:
+    history = TopHistory()
+    for at, phase in ((100.0, "disk"), (102.0, "waits"), (106.0, "computes"), (110.0, "computes"), (112.0, "waits")):
+        history.add(look(at, rank(0, phase)))
+    assert history.shares(0) == {"waits": 0.5, "computes": 0.5}
+    assert history.shares(1) == {}
+    history.add({**look(113.0, rank(0, "starts")), "job": "another"})
+    assert history.shares(0) == {"starts": 1.0}
+    history.add({**look(50.0, rank(0, "computes")), "job": "another"})  # the clock was set back
+    assert history.shares(0) == {"computes": 1.0}
+
+
+def test_what_is_drawn() -> None:
+    ranks = [rank(0, "computes"), rank(1, "waits", call="mean of 4 float32")]
+    lines = drawn(look(3725.0, *ranks, state="restarts", tries=2, events=[{"at": 0.0, "text": "rank 2 was lost"}]))
+    assert lines[0] == "job 1a2b3c4d  restarts  1:02:05  try 2"
+    assert lines[1:3] == ["train.py --epochs 5", "step 10  epoch 3  loss 0.25  1,503 samples/s"]
+    assert lines[3].endswith(" rank 2 was lost")
+    assert lines[5].split() == ["RANK", "HOST", "PHASE", "FOR", "STEP", "LAST", "10", "S", "IN"]
+    assert lines[6].split() == ["0", "node1", "computes", "2.5", "s", "10", "c" * 16]
+    assert lines[7].split() == ["1", "node1", "waits", "2.5", "s", "10", "." * 16, "mean", "of", "4", "float32"]
+    assert lines[9:] == [
+        "hosts: node1 (2)",
+        "last 10 s: c computes  . waits  w wire  b busy  d disk  s stopped",
+        "keys",
+    ]
+
+
+def test_a_stall_and_a_silent_host() -> None:
+    answer = look(
+        9.0, rank(0, "waits"), rank(1, "unknown", host="b"), stall="no progress for 4 s: " + "who waits " * 40
+    )
+    answer["hosts"]["b"]["silence"] = 4.2
+    lines = drawn(answer)
+    assert lines[3].startswith("no progress for 4 s: who waits")
+    assert lines[6].endswith("…")  # at most four lines of it
+    assert "!    1 b     unknown" in "\n".join(lines)
+    assert "hosts: b (1) silent for 4 s, node1 (1)" in lines
+
+
+@pytest.mark.parametrize("width", [20, 30, 43, 44, 60, 75, 76, 80, 200])
+@pytest.mark.parametrize("num_ranks", [1, 5, 100])
+def test_it_fits(width: int, num_ranks: int) -> None:
+    ranks = [
+        rank(number, "computes", host=f"a-host-with-a-long-name-{number}", call="word " * 30)
+        for number in range(num_ranks)
+    ]
+    answer = look(9.0, *ranks, stall="wait " * 50, script="script" * 30)
+    for height in (12, 24):
+        lines = drawn(answer, width, height)
+        assert max(map(len, lines)) <= width
+        assert len(lines) <= max(height, 15)  # one rank at least
+        assert sum("computes" in line or "comput" in line for line in lines[5:-2]) >= 1
+        assert rows_for(answer, width, height) >= 1
+
+
+def test_scrolled() -> None:
+    answer = look(9.0, *(rank(number, "computes") for number in range(30)))
+    lines = drawn(answer, 80, 20, first=7, order="rank")
+    shown = [int(line.split()[0]) for line in lines if " node1 " in f"{line} " and "computes" in line]
+    assert shown == list(range(7, 7 + rows_for(answer, 80, 20)))
+    assert f"ranks 8 to {7 + len(shown)} of 30; {30 - len(shown)} are not shown" in lines
+    assert len(lines) == 20
+
+
+def test_what_a_script_says_is_only_text() -> None:
+    """Markup and control characters of names and errors do not reach the terminal."""
+    evil = "\x1b[2J[red]x[/red]\x07"
+    answer = look(9.0, rank(0, evil, host=evil, call=evil), script=evil, stall=evil)
+    answer["metrics"] = {"loss": "NaN"}
+    text = "\n".join(drawn(answer, 200))
+    assert "[2J[red]x[/red]" in text
+    assert "loss NaN" in text
+    assert all(letter.isprintable() or letter == "\n" for letter in text)

@@ -1,0 +1,315 @@
+"""The launcher's live socket, on jobs that run: what it says, to whom, and that no watcher harms the job."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import socket
+import stat
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from watching_live import answer_of, answers_until, job_of, training, trains
+
+from jobs import HANG_SECONDS, run_command, until
+from mpitrain.errors import LaunchError
+from mpitrain.launch import live_folder, live_jobs
+from mpitrain.launch.live import Live
+from mpitrain.launch.live_jobs import LiveJob, LiveLine, find
+from mpitrain.launch.live_watcher import LiveWatcher
+
+RANKS = 3
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("live")
+
+
+@pytest.fixture(scope="module")
+def job(folder: Path) -> Iterator[LiveJob]:
+    """A job that trains on three ranks."""
+    with training(folder, RANKS):
+        yield job_of(folder, trains)
+
+
+def test_what_a_look_says(job: LiveJob, folder: Path) -> None:
+    answer = answer_of(job, lambda one: "samples/s" in one["metrics"] and one["record"])
+    assert (answer["version"], answer["tries"], answer["ids"]) == (1, 1, [answer["job"]])
+    assert answer["arguments"] == ["0.02", str(folder / "record")]
+    assert answer["since"] < answer["at"] <= time.time()
+    host = socket.gethostname()
+    assert answer["hosts"].keys() == {host}
+    assert answer["hosts"][host]["ranks"] == [0, 1, 2]
+    assert 0 <= answer["hosts"][host]["silence"] < HANG_SECONDS
+    assert answer["metrics"]["loss"] == 0.25
+    assert answer["record"] == str(folder / "record")
+    assert (answer["served"], answer["events"]) == (None, [])
+    for rank, entry in enumerate(answer["ranks"]):
+        assert (entry["rank"], entry["host"]) == (rank, host)
+        assert f"PMI_RANK={rank}".encode() in Path(f"/proc/{entry['pid']}/environ").read_bytes().split(b"\0")
+        # 24 samples are 3 steps of 8. The step that has begun is at most one ahead of that which was made.
+        assert entry["epoch"] in {(entry["step"] - 1 + 2) // 3, (entry["step"] + 2) // 3}
+        assert entry["samples_per_second"] > 0
+        assert entry["phase"] in ("computes", "waits", "wire", "busy")
+
+
+def test_a_watch_goes_on_and_sees_steps(job: LiveJob) -> None:
+    line = job.watch(0.2)
+    try:
+        first = answers_until(line, trains)[-1]
+        seen = answers_until(line, lambda one: one["ranks"][0]["step"] > first["ranks"][0]["step"])
+    finally:
+        line.close()
+    times = [answer["at"] for answer in (first, *seen)]
+    assert times == sorted(set(times))
+
+
+def test_a_stopped_rank_is_named(job: LiveJob) -> None:
+    pid = job.answer["ranks"][1]["pid"]
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        answer = answer_of(job, lambda one: one["ranks"][1]["phase"] == "stopped" and one["stall"])
+        assert f"rank 1 on {socket.gethostname()} is stopped" in answer["stall"]
+        assert f"kill -CONT {pid}" in answer["stall"]
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    answer_of(job, lambda one: trains(one) and one["ranks"][1]["phase"] != "stopped" and not one["stall"])
+
+
+REFUSED = [
+    (b"hello\n", "this is no request"),
+    (b"[1]\n", "this is no request"),
+    (b'{"version": 1}\n', "this is no request"),
+    (b'{"look": 1}\n', "this is no request"),
+    (b'{"look": 1, "version": 2}\n', "the version of the request is 2, and this launcher speaks 1"),
+    (b'{"look": 1, "version": true}\n', "the version of the request is True"),
+    (b'{"watch": 0.1, "version": 1}\n', "the seconds of a watch are 0.1; allowed are 0.2 to 3600"),
+    (b'{"watch": "1", "version": 1}\n', "the seconds of a watch are '1'"),
+    (b'{"watch": NaN, "version": 1}\n', "the seconds of a watch are nan"),
+    (b'{"watch": 1e999, "version": 1}\n', "the seconds of a watch are inf"),
+    (b"\xff\xfe\n", "this is no request"),
+    (b"[" * 4000 + b"\n", "this is no request"),
+    (b"x" * 5000, "a request has at most 4096 bytes"),
+]
+
+
+@pytest.mark.parametrize(("request_line", "text"), REFUSED, ids=range(len(REFUSED)))
+def test_a_wrong_request_is_refused(job: LiveJob, request_line: bytes, text: str) -> None:
+    with connected(job) as line:
+        line.sendall(request_line)
+        answer = json.loads(line.makefile().read())  # up to the end of the connection
+    assert answer.keys() == {"error"}
+    assert text in answer["error"]
+
+
+def test_no_watcher_harms_the_job(job: LiveJob) -> None:
+    """A hundred who watch, some of whom read nothing, send half a line, hang up or send a megabyte of garbage."""
+    step = job.answer["ranks"][0]["step"]
+    with contextlib.ExitStack() as stack:
+        lines = [stack.enter_context(connected(job)) for _ in range(100)]
+        for number, line in enumerate(lines):
+            if number % 4 == 0:
+                line.sendall(b'{"watch": 0.2, "version": 1}\n')  # and reads nothing
+            elif number % 4 == 1:
+                line.sendall(b'{"watch": 0.2, "ver')
+            elif number % 4 == 2:
+                line.sendall(b'{"watch": 0.2, "version": 1}\n')
+                line.close()
+            else:
+                with contextlib.suppress(OSError):  # it is refused before all of it has gone
+                    line.settimeout(1.0)
+                    line.sendall(os.urandom(1 << 20))
+        later = answer_of(job, lambda one: one["ranks"][0]["step"] > step + 20)
+    assert later["state"] == "trains"
+
+
+def test_there_is_a_most_of_watchers(job: LiveJob) -> None:
+    with contextlib.ExitStack() as stack:
+        lines = [stack.enter_context(connected(job)) for _ in range(257)]
+        for line in lines:
+            with contextlib.suppress(BrokenPipeError):
+                line.sendall(b'{"watch": 60, "version": 1}\n')
+        answers = [json.loads(line.makefile().readline()) for line in lines]
+    refused = [answer for answer in answers if "error" in answer]
+    assert [answer["error"] for answer in refused] == ["256 others watch this job, which is the limit"]
+    answer_of(job, trains)  # when they have gone, there is room again
+
+
+def test_who_says_or_reads_nothing_is_sent_away() -> None:
+    """The clock is the test's."""
+    near, far = socket.socketpair()
+    with near, far:
+        watcher = LiveWatcher(near, 100.0)
+        far.sendall(b'{"wat')
+        watcher.receive(105.0)
+        watcher.judge(110.0)
+        assert not watcher.is_closed
+        watcher.judge(110.1)
+        assert watcher.is_closed
+        assert "no request has come within 10 s" in json.loads(far.makefile().readline())["error"]
+    near, far = socket.socketpair()
+    with near, far:
+        watcher = LiveWatcher(near, 100.0)
+        far.sendall(b'{"watch": 0.5, "version": 1}\n')
+        watcher.receive(100.0)
+        look = b"x" * (1 << 20) + b"\n"  # more than a socket holds
+        watcher.look(look, 100.0)
+        watcher.look(b"another\n", 100.5)  # it has not taken the one before, so it misses this one
+        watcher.judge(110.0)
+        assert (watcher.has_unsent, watcher.is_closed) == (True, False)
+        watcher.judge(110.1)
+        assert watcher.is_closed
+        watcher.close()
+        assert look.startswith(far.makefile("rb").read())
+
+
+def test_looks_are_due_at_whole_multiples() -> None:
+    """So many watchers have one look together. A clock of the test's."""
+    near, far = socket.socketpair()
+    with near, far:
+        watcher = LiveWatcher(near, 100.3)
+        far.sendall(b'{"watch": 0.5, "version": 1}\n')
+        watcher.receive(100.3)
+        assert (watcher.due, watcher.asked) == (100.3, 100.3)
+        for now, due in ((100.3, 100.5), (100.5, 101.0), (103.7, 104.0)):
+            watcher.look(b"look\n", now)
+            assert watcher.due == due
+        far.sendall(b'{"look": 1, "version": 1}\n')
+        watcher.receive(104.0)
+        watcher.look(b"last\n", 104.0)
+        assert (watcher.due, watcher.is_closed) == (None, True)
+
+
+@pytest.mark.skipif(os.geteuid() != 0 or not shutil.which("setpriv"), reason="needs root, to become another user")
+def test_another_user_gets_nothing(job: LiveJob) -> None:
+    assert job.path is not None
+    program = (
+        "import socket, sys\n"
+        "line = socket.socket(socket.AF_UNIX)\n"
+        "line.settimeout(60)\n"
+        "line.connect(sys.argv[1])\n"
+        'line.sendall(b\'{"look": 1, "version": 1}\\n\')\n'
+        "print('got', line.makefile().read())\n"
+    )
+    as_other = ["setpriv", "--reuid", "65534", "--regid", "65534", "--clear-groups", "/usr/bin/python3", "-c", program]
+    refused = run_command([*as_other, str(job.path)])
+    assert "PermissionError" in refused.stderr, refused.output
+    assert refused.code == 1
+    before = job.path.parent.stat().st_mode, job.path.stat().st_mode
+    assert [stat.S_IMODE(mode) for mode in before] == [0o700, 0o600]
+    try:  # if the modes did not keep others out, the launcher itself would
+        job.path.parent.chmod(0o711)
+        job.path.chmod(0o666)
+        let_in = run_command([*as_other, str(job.path)])
+    finally:
+        job.path.parent.chmod(0o700)
+        job.path.chmod(0o600)
+    assert let_in.stdout.strip() in ("", "got"), let_in.output  # it hangs up, perhaps before the request has gone
+
+
+def test_a_restart_and_the_end(tmp_path: Path) -> None:
+    """The second try has another id; the last answer says how the job has ended."""
+    with training(tmp_path, 2, "--restarts", "1") as process:
+        job = job_of(tmp_path, trains)
+        line = job.watch(0.2)
+        try:
+            answers_until(line, trains)
+            os.kill(job.answer["ranks"][1]["pid"], signal.SIGKILL)
+            answers = answers_until(line, lambda one: one["tries"] == 2 and trains(one))
+            assert "restarts" in {answer["state"] for answer in answers}
+            second = answers[-1]
+            assert second["ids"] == [job.answer["job"], second["job"]]
+            assert job_of(tmp_path).has_id(job.answer["job"])
+            texts = [event["text"] for event in second["events"]]
+            assert any("try 1 of 2" in text and "starting again" in text for text in texts), texts
+            process.send_signal(signal.SIGINT)
+            last = answers_until(line, lambda one: "ended" in one)[-1]
+        finally:
+            line.close()
+    assert last["state"] == "ends"
+    assert last["ended"] == {"code": 130, "text": "the job has ended with exit code 130"}
+    assert process.returncode == 130
+    assert job.path is not None
+    assert not job.path.exists()
+
+
+def test_a_launcher_that_is_killed(tmp_path: Path) -> None:
+    """Its watchers hear no more, and a look for jobs removes its socket."""
+    with training(tmp_path, 1) as process:
+        job = job_of(tmp_path, trains)
+        assert job.path is not None
+        line = job.watch(0.2)
+        process.kill()
+        until(lambda: line.receive(1.0) is None and line.is_closed)
+        line.close()
+        process.wait()
+        assert job.path.exists()
+        assert job.answer["job"] not in [other.answer["job"] for other in find()[0]]
+        assert not job.path.exists()
+        with pytest.raises(LaunchError, match="does not answer"):
+            LiveLine(job.path, None)
+
+
+def test_a_stopped_launcher_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(live_jobs, "_ANSWER_SECONDS", 1.0)
+    with training(tmp_path, 1) as process:
+        job = job_of(tmp_path, trains)
+        process.send_signal(signal.SIGSTOP)
+        try:
+            jobs, wrong = find()
+        finally:
+            process.send_signal(signal.SIGCONT)
+        assert job.path is not None
+        assert job.answer["job"] not in [other.answer["job"] for other in jobs]
+        assert f"{job.path.name}: no answer within 1 s; is this launcher stopped?" in wrong
+
+
+@pytest.mark.parametrize("fault", ["mode", "link", "file"])
+def test_a_folder_that_others_may_enter(
+    fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It is refused on both sides. The launcher says so, and the job goes on without it."""
+    monkeypatch.setattr(live_folder, "OF_SOCKETS", str(tmp_path))
+    path = tmp_path / f"mpitrain-live-{os.geteuid()}"
+    if fault == "mode":
+        path.mkdir(mode=0o755)
+    elif fault == "link":
+        (tmp_path / "other").mkdir(mode=0o700)
+        path.symlink_to(tmp_path / "other")
+    else:
+        path.touch(0o600)
+    with Live("script.py", [], 0.0) as live:
+        assert live.end(3) == 3
+    said = capsys.readouterr().err
+    assert f"this job cannot be watched (mpitrain top): {socket.gethostname()}: {path} " in said
+    assert list(tmp_path.glob("*/*")) == []
+    with pytest.raises(LaunchError, match=r"must be a folder of user|cannot be made"):
+        find()
+
+
+def test_before_and_between_tries(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """There are no ranks yet. Of an error the last answer has the text."""
+    monkeypatch.setattr(live_folder, "OF_SOCKETS", str(tmp_path))
+    with pytest.raises(RuntimeError), Live("script.py", ["-x"], 12.0):
+        (job,) = [job for job in find()[0] if job.path is not None]
+        line = job.watch(0.2)
+        raise RuntimeError("no ssh")
+    assert (job.answer["state"], job.answer["ids"], job.answer["ranks"]) == ("starts", [], [])
+    assert (job.answer["script"], job.answer["arguments"], job.answer["since"]) == ("script.py", ["-x"], 12.0)
+    last = answers_until(line, lambda one: "ended" in one)[-1]
+    line.close()
+    assert last["ended"] == {"code": None, "text": "the job has ended: no ssh"}
+
+
+@contextlib.contextmanager
+def connected(job: LiveJob) -> Iterator[socket.socket]:
+    with socket.socket(socket.AF_UNIX) as line:
+        line.settimeout(HANG_SECONDS)
+        line.connect(str(job.path))
+        yield line
