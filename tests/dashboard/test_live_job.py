@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from jobs import Job, run_command
+from jobs import Job, run_command, until
 from mpitrain.dashboard.records import run_id
 from mpitrain.training.run_document import read_document
 from serving import Dashboard, dashboard
@@ -126,7 +126,7 @@ def test_a_page_that_is_open_while_a_job_stops_and_ends(tmp_path: Path, browser:
 
         def during(_: str) -> None:
             page.get_by_role("link", name="run", exact=True).click()
-            page.wait_for_function(f"document.querySelectorAll('#ranks tbody tr').length === {RANKS}")
+            until(lambda: page.locator("#ranks tbody tr").count() == RANKS)
             row = page.locator("#ranks tbody tr").filter(has=page.locator("td:first-child", has_text="2"))
             pid = next(
                 rank["pid"]
@@ -142,10 +142,10 @@ def test_a_page_that_is_open_while_a_job_stops_and_ends(tmp_path: Path, browser:
                 assert "stalled" in page.inner_text("#state")
             finally:
                 os.kill(pid, signal.SIGCONT)
-            page.wait_for_function("!document.querySelector('#ranks td.red')")
+            until(lambda: page.locator("#ranks td.red").count() == 0)
 
         job = run_watched(tmp_path, served, during)
         assert job.code == 0, job.output
-        page.wait_for_function("document.querySelector('#state').textContent.includes('done')")
-        page.wait_for_function("document.querySelector('#live').hidden")
+        until(lambda: "done" in page.inner_text("#state"))
+        until(lambda: page.locator("#live").is_hidden())
         context.close()
