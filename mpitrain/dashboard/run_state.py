@@ -11,6 +11,7 @@ from mpitrain.training.run_document import DONE, LEFT, RunDocument
 TRAINS, DONE_STATE, FAILED, LOST, STALLED, UNKNOWN = "trains", "done", "failed", "lost", "stalled", "unknown"
 # A run that may be on another host counts as one that goes on while its record is so young.
 _YOUNG_SECONDS = 60.0
+_STALL_SECONDS = 10.0  # of a wait in which nothing moves, as of the report on stderr
 _TROUBLE = ("stopped", "lost", "failed", "unknown")
 
 
@@ -51,9 +52,11 @@ def _of_job(live: Mapping[str, Any]) -> tuple[str, str]:
         return (FAILED if ended.get("code") != 0 else DONE_STATE), str(ended.get("text", ""))
     ranks = [entry for entry in live.get("ranks", ()) if isinstance(entry, Mapping)]
     trouble = [f"rank {entry.get('rank')} {entry.get('phase')}" for entry in ranks if entry.get("phase") in _TROUBLE]
-    stall = live.get("stall")
-    if state == TRAINS and (trouble or stall):
-        return STALLED, "; ".join([*trouble[:5], *([str(stall)] if stall else [])])
+    still = max((entry.get("still", 0.0) for entry in ranks), default=0.0)
+    if state == TRAINS and trouble:
+        return STALLED, "; ".join(trouble[:5])
+    if state == TRAINS and live.get("stall") and still >= _STALL_SECONDS:
+        return STALLED, str(live["stall"])
     return state, ""
 
 

@@ -14,8 +14,10 @@ from mpitrain.dashboard.run_state import state_of
 OPEN = dataclasses.replace(DOCUMENT, end="", ended=None)
 
 
-def look(state: str = "trains", phases: tuple[str, ...] = ("computes", "waits"), **more: Any) -> dict[str, Any]:
-    ranks = [{"rank": rank, "phase": phase} for rank, phase in enumerate(phases)]
+def look(
+    state: str = "trains", phases: tuple[str, ...] = ("computes", "waits"), still: float = 0.0, **more: Any
+) -> dict[str, Any]:
+    ranks = [{"rank": rank, "phase": phase, "still": still} for rank, phase in enumerate(phases)]
     return {"state": state, "ranks": ranks, "stall": None, **more}
 
 
@@ -33,7 +35,8 @@ def look(state: str = "trains", phases: tuple[str, ...] = ("computes", "waits"),
         (OPEN, look(), False, 1e6, "trains", ""),
         (OPEN, look("restarts"), True, 0.0, "restarts", ""),
         (OPEN, look(phases=("waits", "stopped")), True, 0.0, "stalled", "rank 1 stopped"),
-        (OPEN, look(stall="ranks 0-1 wait"), True, 0.0, "stalled", "ranks 0-1 wait"),
+        (OPEN, look(stall="ranks 0-1 wait", still=10.0), True, 0.0, "stalled", "ranks 0-1 wait"),
+        (OPEN, look(stall="ranks 0-1 wait", still=9.9), True, 0.0, "trains", ""),
         (OPEN, look("ends", ended={"code": 0, "text": "it has ended"}), True, 0.0, "done", "it has ended"),
         (OPEN, look("ends", ended={"code": 1, "text": "exit code 1"}), True, 0.0, "failed", "exit code 1"),
         (OPEN, look("ends", ended={"code": None, "text": "interrupted"}), True, 0.0, "failed", "interrupted"),

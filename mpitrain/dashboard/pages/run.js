@@ -25,14 +25,15 @@ function showRun(run, live) {
     ["ranks", run.ranks ? number(run.ranks) : ""], ["hosts", run.hosts.length ? number(run.hosts.length) : ""], ["began", time(run.started)], ["took", duration(took)]];
   place("figures").replaceChildren(...figures.filter(([, value]) => value !== "").map(([name, value]) => element("li", {}, element("span", {}, name), element("strong", {}, value))));
   place("live").hidden = !live;
-  if (live) showRanks(live);
+  if (live) showRanks(live, run.state);
 }
 
 const TROUBLE = ["stopped", "failed", "ended", "lost", "unknown", "disk"];
-function showRanks(live) {
+function showRanks(live, state) {
   grid.add(live);
   place("stall").textContent = live.stall ?? "";
   place("stall").hidden = !live.stall;
+  place("stall").className = state === "stalled" ? "problem" : "note";
   const weight = (rank) => [TROUBLE.includes(rank.phase) ? 0 : 1, rank.step, ["waits", "wire"].includes(rank.phase) ? 1 : 0, rank.rank];
   const sorted = [...live.ranks].sort((a, b) => { const [x, y] = [weight(a), weight(b)]; const at = x.findIndex((value, number) => value !== y[number]); return at < 0 ? 0 : x[at] - y[at]; });
   place("ranks").tBodies[0].replaceChildren(...sorted.map((rank) => {
