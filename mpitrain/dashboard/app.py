@@ -124,7 +124,8 @@ class Routes:
     async def compare(self, request: Request) -> Response:
         """Answer in what the runs `runs` (ids, separated by commas) differ."""
         ids = [one for one in request.query_params.get("runs", "").split(",") if one][:_MOST_COMPARED]
-        runs, documents, names = [], [], {}
+        runs, documents = [], []
+        names: dict[str, None] = {}
         for id_ in ids:
             run, job = await self._run(id_)
             runs.append(self._catalogue.summary(run, job))
@@ -142,7 +143,7 @@ class Routes:
 
     async def _changes(self, id_: str, role: str) -> AsyncIterator[str]:
         bell, before, count = self._catalogue.bell, "", -1
-        while not self._is_ending:
+        while True:
             count = await bell.wait(count, _SILENCE_SECONDS)
             if self._is_ending:
                 return
