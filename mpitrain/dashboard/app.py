@@ -23,7 +23,7 @@ from mpitrain.dashboard.differences import differences
 from mpitrain.dashboard.index import IndexedRun
 from mpitrain.dashboard.prometheus import exposition
 from mpitrain.dashboard.series import curve
-from mpitrain.dashboard.watched_jobs import WatchedJob
+from mpitrain.dashboard.shown_jobs import ShownJob
 
 PAGES = Path(__file__).parent / "pages"
 _MOST_PIXELS = 8192
@@ -94,7 +94,7 @@ class Routes:
         }
         return _json(answer)
 
-    async def _run(self, id_: str) -> tuple[IndexedRun | None, WatchedJob | None]:
+    async def _run(self, id_: str) -> tuple[IndexedRun | None, ShownJob | None]:
         run, job = await asyncio.to_thread(self._catalogue.find, id_)
         if run is None and job is None:
             raise HTTPException(404, f"there is no run {id_[:40]!r}; its record may have been moved")

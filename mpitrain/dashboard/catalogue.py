@@ -13,8 +13,8 @@ from typing import Any
 from mpitrain.dashboard.bell import Bell
 from mpitrain.dashboard.index import IndexedRun, RunIndex
 from mpitrain.dashboard.records import find_records, run_id
+from mpitrain.dashboard.shown_jobs import ShownJob, ShownJobs
 from mpitrain.dashboard.summary import OF_JOB, id_of, job_of, summary_of_job, summary_of_run
-from mpitrain.dashboard.watched_jobs import WatchedJob, WatchedJobs
 
 _LOOK_SECONDS = 0.5  # at records that grow
 _SEARCH_SECONDS = 5.0  # for new records; a long search is repeated less often
@@ -34,7 +34,7 @@ class Catalogue:
     def __init__(self, index: RunIndex, roots: Sequence[Path]) -> None:
         """`roots` are the folders that are searched for records."""
         self.bell = Bell()
-        self.live = WatchedJobs(self._ring)
+        self.live = ShownJobs(self._ring)
         self._index = index
         self._roots = [root.absolute() for root in roots]
         self._folders: dict[str, Path] = {}  # of all records, by id
@@ -90,7 +90,7 @@ class Catalogue:
         with suppress(RuntimeError):  # the dashboard has ended
             self._loop.call_soon_threadsafe(self.bell.ring)
 
-    def _jobs(self) -> list[WatchedJob]:
+    def _jobs(self) -> list[ShownJob]:
         return list(self.live.jobs.values())
 
     def summaries(self) -> list[dict[str, Any]]:
@@ -112,7 +112,7 @@ class Catalogue:
         self._summaries = count, time.monotonic() + _SUMMARY_SECONDS, runs
         return runs
 
-    def find(self, id_: str) -> tuple[IndexedRun | None, WatchedJob | None]:
+    def find(self, id_: str) -> tuple[IndexedRun | None, ShownJob | None]:
         """Return a run and its job, each as far as it is there."""
         jobs = self._jobs()
         if id_.startswith(OF_JOB):
@@ -120,7 +120,7 @@ class Catalogue:
         run = self._index.run(id_) if id_ in self._folders else None
         return run, None if run is None else job_of(run, jobs)
 
-    def summary(self, run: IndexedRun | None, job: WatchedJob | None) -> dict[str, Any]:
+    def summary(self, run: IndexedRun | None, job: ShownJob | None) -> dict[str, Any]:
         """Return the summary of what `find` has returned; one of both must be there."""
         if run is not None:
             return summary_of_run(run, job)

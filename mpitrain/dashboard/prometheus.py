@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from mpitrain.dashboard.watched_jobs import WatchedJob
+from mpitrain.dashboard.shown_jobs import ShownJob
 
 # Of each family: type, help.
 FAMILIES = {
@@ -21,7 +21,7 @@ FAMILIES = {
 }
 
 
-def exposition(jobs: Iterable[WatchedJob]) -> str:
+def exposition(jobs: Iterable[ShownJob]) -> str:
     """Return the text that Prometheus reads."""
     samples: dict[str, list[str]] = {name: [] for name in FAMILIES}
     for job in jobs:

@@ -10,18 +10,18 @@ from typing import Any
 
 from mpitrain.dashboard.index import IndexedRun
 from mpitrain.dashboard.run_state import state_of
-from mpitrain.dashboard.watched_jobs import WatchedJob
+from mpitrain.dashboard.shown_jobs import ShownJob
 from mpitrain.launch.roster import launcher_pid
 from mpitrain.training.writers.json_lines import plain_number
 
 OF_JOB = "job-"  # ids of jobs without a record begin so
 
 
-def id_of(job: WatchedJob) -> str:
+def id_of(job: ShownJob) -> str:
     return OF_JOB + (job.ids[0] if job.ids else "")
 
 
-def job_of(run: IndexedRun, jobs: Sequence[WatchedJob]) -> WatchedJob | None:
+def job_of(run: IndexedRun, jobs: Sequence[ShownJob]) -> ShownJob | None:
     """Return the job that makes this run now. A later run of the same job may have taken the same folder."""
     for job in jobs:
         if job.look.get("record") == run.folder or (run.document is not None and run.document.job in job.ids):
@@ -37,7 +37,7 @@ def plain_row(row: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def summary_of_run(run: IndexedRun, job: WatchedJob | None) -> dict[str, Any]:
+def summary_of_run(run: IndexedRun, job: ShownJob | None) -> dict[str, Any]:
     document, look = run.document, job.look if job is not None else None
     is_alive = document is not None and launcher_pid(document.process) is not None
     state, why = state_of(document, look, is_alive=is_alive, age_seconds=time.time() - run.changed)
@@ -70,7 +70,7 @@ def summary_of_run(run: IndexedRun, job: WatchedJob | None) -> dict[str, Any]:
     }
 
 
-def summary_of_job(job: WatchedJob) -> dict[str, Any]:
+def summary_of_job(job: ShownJob) -> dict[str, Any]:
     look = job.look
     state, why = state_of(None, look, is_alive=True, age_seconds=0.0)
     script = " ".join([str(look.get("script", "")), *map(str, look.get("arguments", ()))])

@@ -9,7 +9,7 @@ from typing import Any
 
 from jobs import REPOSITORY
 from mpitrain.dashboard.prometheus import FAMILIES, exposition
-from mpitrain.dashboard.watched_jobs import WatchedJob
+from mpitrain.dashboard.shown_jobs import ShownJob
 
 RANK: dict[str, Any] = {"rank": 0, "host": "lab1", "phase": "computes", "since": 0.5, "step": 7}
 LOOK: dict[str, Any] = {
@@ -44,7 +44,7 @@ def samples_of(text: str) -> list[tuple[str, dict[str, str], float]]:
 
 
 def test_what_is_told_of_a_job() -> None:
-    text = exposition([WatchedJob(LOOK, time.monotonic())])
+    text = exposition([ShownJob(LOOK, time.monotonic())])
     found = {(name, *labels.values()): value for name, labels, value in samples_of(text)}
     assert str(found.pop(("mpitrain_job_metric", "1a2b", "odd"))) == "nan"
     assert found == {
@@ -65,7 +65,7 @@ def test_what_is_told_of_a_job() -> None:
 
 
 def test_each_family_is_together_and_described_once() -> None:
-    jobs = [WatchedJob({**LOOK, "ids": [token]}, time.monotonic()) for token in ("a", "b")]
+    jobs = [ShownJob({**LOOK, "ids": [token]}, time.monotonic()) for token in ("a", "b")]
     lines = exposition(jobs).splitlines()
     described = [line.split()[2] for line in lines if line.startswith("# TYPE")]
     assert described == list(FAMILIES) == [line.split()[2] for line in lines if line.startswith("# HELP")]

@@ -20,7 +20,7 @@ _SILENT_SECONDS = 10.0  # after that, a launcher counts as one that hangs
 
 
 @dataclass
-class WatchedJob:
+class ShownJob:
     """What a launcher has told.
 
     Attributes:
@@ -49,7 +49,7 @@ class WatchedJob:
         self.history.append((float(look["at"]), [str(entry["phase"]) for entry in look["ranks"]]))
 
 
-class WatchedJobs:
+class ShownJobs:
     """All live jobs of this user on this machine. Threads listen to them, because each may hang.
 
     Attributes:
@@ -59,7 +59,7 @@ class WatchedJobs:
 
     def __init__(self, on_change: Callable[[], None]) -> None:
         """`on_change` is called after each look, and when a launcher has gone, in any thread."""
-        self.jobs: dict[str, WatchedJob] = {}
+        self.jobs: dict[str, ShownJob] = {}
         self.problem = ""
         self._on_change = on_change
         self._end = threading.Event()
@@ -82,7 +82,7 @@ class WatchedJobs:
             for job in jobs:
                 name = str(job.path or job.answer["job"])
                 if name not in self.jobs:
-                    self.jobs[name] = WatchedJob(dict(job.answer), time.monotonic())
+                    self.jobs[name] = ShownJob(dict(job.answer), time.monotonic())
                     threading.Thread(target=self._listen, args=(name, job), name=name, daemon=True).start()
             self._end.wait(_SEARCH_SECONDS)
 
