@@ -56,9 +56,9 @@ def _none(token: str | None) -> int:
     """Say that there is nothing to watch, and show what ps knows."""
     from mpitrain.cli import ps
 
-    what = "no job of yours" if token is None else f"no job {token} of yours"
+    job = "no job of yours" if token is None else f"no job {token} of yours"
     print(
-        f"mpitrain top: {what} has its launcher on {socket.gethostname()}. A job is watched on the machine where "
+        f"mpitrain top: {job} has its launcher on {socket.gethostname()}. A job is watched on the machine where "
         "`mpitrain run` runs; a job that plain mpiexec has started has no launcher, and its own output is all there "
         "is. What `mpitrain ps` knows:",
         file=sys.stderr,
@@ -76,6 +76,6 @@ def _list(jobs: list[LiveJob]) -> None:
         answer = job.answer
         step = max((entry["step"] for entry in answer["ranks"]), default=0)
         script = " ".join([answer["script"], *answer["arguments"]])
-        rows.append((answer["job"], answer["state"], str(step or "-"), str(len(answer["ranks"])), script))
+        rows.append((answer["job"] or "-", answer["state"], str(step or "-"), str(len(answer["ranks"])), script))
     print("\n".join(table(rows, len(rows[0]))))
     print("mpitrain top: several jobs run here. Choose one: mpitrain top JOB", file=sys.stderr)

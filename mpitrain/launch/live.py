@@ -148,12 +148,9 @@ class Live:
         wait_seconds = self._look(now)
         for watcher in self._watchers:
             watcher.judge(now)
-            events = selectors.EVENT_READ | (selectors.EVENT_WRITE if watcher.has_unsent else 0)
-            if not watcher.is_closed and ways.get_key(watcher).events != events:
-                ways.modify(watcher, events)
+            _attend(ways, watcher)
         for watcher in [one for one in self._watchers if one.is_closed]:
             self._watchers.remove(watcher)
-            ways.unregister(watcher)
             watcher.close()
         for key, events in ways.select(wait_seconds):
             if key.fileobj is self._listener:
@@ -263,6 +260,18 @@ class Live:
         if fault != self._fault:
             self._fault = fault
             say(fault)
+
+
+def _attend(ways: selectors.BaseSelector, watcher: LiveWatcher) -> None:
+    """Wait for what a watcher can still say, and until it takes more."""
+    events = 0
+    if not watcher.is_closed:
+        events = watcher.hears * selectors.EVENT_READ | watcher.has_unsent * selectors.EVENT_WRITE
+    known = ways.get_map().get(watcher)
+    if known is not None and known.events != events:
+        ways.unregister(watcher)
+    if events and (known is None or known.events != events):
+        ways.register(watcher, events)
 
 
 def _listen(path: str) -> socket.socket:

@@ -30,14 +30,14 @@ def live_folder(*, make: bool = False) -> Path | None:
         except OSError as error:
             raise LaunchError(f"{socket.gethostname()}: {folder} cannot be made: {error.strerror}") from None
     try:
-        found = folder.lstat()
+        status = folder.lstat()
     except FileNotFoundError:
         return None
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o077:
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid() or status.st_mode & 0o077:
         raise LaunchError(
-            f"{socket.gethostname()}: {folder} belongs to user {found.st_uid} and has mode "
-            f"{stat.S_IMODE(found.st_mode):04o}; it must be a folder of user {os.geteuid()} with mode 0700. Remove it, "
-            "or have its owner remove it"
+            f"{socket.gethostname()}: {folder} belongs to user {status.st_uid} and has mode "
+            f"{stat.S_IMODE(status.st_mode):04o}; it must be a folder of user {os.geteuid()} with mode 0700. Remove "
+            "it, or have its owner remove it"
         )
     return folder
 

@@ -84,14 +84,14 @@ def find() -> tuple[list[LiveJob], list[str]]:
             lines[path] = LiveLine(path, None)
         except LaunchError:  # it has just ended
             continue
-    found, wrong = _answers(lines)
-    known = {token for job in found for token in job.answer["ids"]}
-    found += [LiveJob(None, answer) for answer in _served() if answer["job"] not in known]
-    return sorted(found, key=lambda job: float(job.answer["since"])), wrong
+    live, wrong = _answers(lines)
+    known = {token for job in live for token in job.answer["ids"]}
+    live += [LiveJob(None, answer) for answer in _served() if answer["job"] not in known]
+    return sorted(live, key=lambda job: float(job.answer["since"])), wrong
 
 
 def _answers(lines: Mapping[Path, LiveLine]) -> tuple[list[LiveJob], list[str]]:
-    found, wrong = [], []
+    live, wrong = [], []
     deadline = time.monotonic() + _ANSWER_SECONDS
     with selectors.DefaultSelector() as ways:
         for path, line in lines.items():
@@ -106,12 +106,12 @@ def _answers(lines: Mapping[Path, LiveLine]) -> tuple[list[LiveJob], list[str]]:
                 if answer is not None and "error" in answer:
                     wrong.append(f"{path.name}: {answer['error']}")
                 elif answer is not None:
-                    found.append(LiveJob(path, answer))
+                    live.append(LiveJob(path, answer))
         silent = [key.data.name for key in ways.get_map().values()]
         wrong += [f"{name}: no answer within {_ANSWER_SECONDS:g} s; is this launcher stopped?" for name in silent]
     for line in lines.values():
         line.close()
-    return found, wrong
+    return live, wrong
 
 
 class LiveLine:

@@ -27,6 +27,7 @@ class LiveWatcher:
         seconds: from look to look; None: nothing was asked for, or one look.
         due: when the next look is due, by the clock of the caller; None: none is.
         asked: when it asked for what it has not got yet; None: it has all.
+        hears: more requests may come. Where not, it still gets what it has asked for, once.
         is_closed: it is of no more use.
     """
 
@@ -36,6 +37,7 @@ class LiveWatcher:
         self.seconds: float | None = None
         self.due: float | None = None
         self.asked: float | None = None
+        self.hears = True
         self.is_closed = False
         self._is_last = False  # nothing follows what is unsent
         self._received = b""
@@ -60,7 +62,8 @@ class LiveWatcher:
         except OSError:
             data = b""
         if not data:
-            self.is_closed = True
+            self.hears, self.seconds = False, None
+            self.is_closed = self.asked is None and not self._unsent
             return
         if self._is_last:  # garbage behind an error
             return

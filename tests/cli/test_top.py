@@ -37,7 +37,9 @@ class Terminal:
         self.resize(columns, lines)
         environment = clean_environment({"TERM": "xterm", **variables})
         self.process = subprocess.Popen(
-            [*TOP, *arguments], stdin=slave, stdout=slave, stderr=slave, env=environment, start_new_session=True
+            [*TOP, *arguments],
+            env=environment,
+            preexec_fn=lambda: os.login_tty(slave),  # noqa: PLW1509 (its own, so that Ctrl-C is a signal)
         )
         self.text = ""
 
@@ -156,7 +158,7 @@ def test_a_job_that_is_not_there(job: LiveJob) -> None:
 
 def test_several_jobs_are_listed(job: LiveJob, tmp_path: Path) -> None:
     with training(tmp_path, 1):
-        other = job_of(tmp_path)
+        other = job_of(tmp_path, lambda one: one["job"])
         shown = top()
     assert shown.code == 1, shown.output
     for one in (job, other):

@@ -42,6 +42,24 @@ def test_it_sees_how_far_ranks_are_and_who_is_gone(wish: dict[str, Any], connect
         assert [view["ended_seconds"] is None for view in views] == [False, True]
 
 
+def test_while_it_is_watched_it_looks_at_the_processes(wish: dict[str, Any], connections: list[Connection]) -> None:
+    """It does so until nobody has asked for some seconds."""
+    connection = begin(wish, connections)
+    with rank_of(wish, 3, "init") as rank:
+
+        def wait_for_state(*states: str) -> None:
+            wait_for(connection, "ranks", lambda ranks: bool(ranks) and ranks[0]["state"] in states)
+
+        wait_for_state("")
+        connection.send({"watch": 0.2})
+        wait_for_state("S", "R")
+        rank.send_signal(signal.SIGSTOP)
+        wait_for_state("T")
+        wait_for_state("")
+        connection.send({"watch": 0.2})
+        wait_for_state("T")
+
+
 def test_another_process_becomes_the_rank(wish: dict[str, Any], connections: list[Connection]) -> None:
     connection = begin(wish, connections)
     with rank_of(wish, 1, "init") as first:

@@ -39,6 +39,9 @@ def load():
         elif words[0] == "step":
             mine.begin_step(int(words[1]))
             mine.report({"loss": 1 / int(words[1]), "samples/s": 100.5})
+            mine.end_step(int(words[1]) // 100 + 1)
+        elif words[0] == "record":
+            mine.keep_record(words[1] * int(words[2]))
         elif words[0] == "many":
             mine.report({f"metric {number} " + "x" * 60: float(number) for number in range(20)})
         elif words[0] == "fork":
@@ -121,8 +124,20 @@ def test_its_steps_and_metrics(rank: Rank) -> None:
     for step in (99, 100, 101):
         rank.do(f"step {step}")
     record = record_of(rank)
-    assert (record.first_step, record.step) == (99, 101)
+    assert (record.first_step, record.step, record.epoch) == (99, 101, 2)
     assert record.metrics == {"loss": 1 / 101, "samples/s": 100.5}
+
+
+def test_the_folder_of_its_record(rank: Rank) -> None:
+    assert (record_of(rank).record_folder, record_of(rank).epoch) == ("", 0)
+    rank.do("record /runs/1 1")
+    assert record_of(rank).record_folder == "/runs/1"
+    rank.do("wait")
+    assert record_of(rank).record_folder == "/runs/1"
+    rank.do("record /abc 100")
+    assert record_of(rank).record_folder == "/abc" * 100
+    rank.do("record /abcd 81")  # a part of a path would be another path
+    assert record_of(rank).record_folder == ""
 
 
 def test_metrics_that_find_no_room_are_left_out(rank: Rank) -> None:
