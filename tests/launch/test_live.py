@@ -311,6 +311,7 @@ def test_before_and_between_tries(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     with pytest.raises(RuntimeError), Live("script.py", ["-x"], 12.0):
         (job,) = [job for job in find()[0] if job.path is not None]
         line = job.watch(0.2)
+        answers_until(line, lambda one: one["state"] == "starts")
         raise RuntimeError("no ssh")
     assert (job.answer["state"], job.answer["ids"], job.answer["ranks"]) == ("starts", [], [])
     assert (job.answer["script"], job.answer["arguments"], job.answer["since"]) == ("script.py", ["-x"], 12.0)
