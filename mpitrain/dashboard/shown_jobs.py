@@ -11,10 +11,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from mpitrain.errors import LaunchError
+from mpitrain.launch.live_folder import sockets
 from mpitrain.launch.live_jobs import LiveJob, find
 
 LOOK_SECONDS = 1.0
-_SEARCH_SECONDS = 3.0
+_SEARCH_SECONDS = 1.0  # for sockets of launchers that are new
+_SEARCH_ALL_SECONDS = 10.0  # also for jobs without a launcher, which takes a look at all processes
 _MOST_LOOKS = 600  # of a job, for the grid of ranks and time
 _SILENT_SECONDS = 10.0  # after that, a launcher counts as one that hangs
 
@@ -73,12 +75,16 @@ class ShownJobs:
         self._end.set()
 
     def _search(self) -> None:
+        next_search = 0.0
         while not self._end.is_set():
+            jobs: list[LiveJob] = []
             try:
-                jobs, wrong = find()
-                self.problem = "; ".join(wrong)
+                if time.monotonic() >= next_search or any(str(path) not in self.jobs for path in sockets()):
+                    jobs, wrong = find()
+                    self.problem = "; ".join(wrong)
+                    next_search = time.monotonic() + _SEARCH_ALL_SECONDS
             except (LaunchError, OSError) as error:
-                jobs, self.problem = [], str(error)
+                self.problem = str(error)
             for job in jobs:
                 name = str(job.path or job.answer["job"])
                 if name not in self.jobs:

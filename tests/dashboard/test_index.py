@@ -89,6 +89,19 @@ def test_a_record_that_a_resumed_run_has_cut(tmp_path: Path, index: RunIndex, ke
     assert_has(index, folder, rows)
 
 
+def test_a_record_whose_beginning_alone_is_new(tmp_path: Path, index: RunIndex) -> None:
+    rows = rows_made(1, 50)
+    folder = make_record(tmp_path / "a", rows)
+    index.update(folder)
+    rows[0] = {**rows[0], "loss": 2.0}  # as long as before
+    with (folder / "metrics.jsonl").open("r+") as file:
+        file.write(lines(rows[:1]))
+        file.seek(0, 2)
+        file.write(lines(rows_made(51, 51)))
+    index.update(folder)
+    assert_has(index, folder, rows + rows_made(51, 51))
+
+
 def test_a_record_that_is_gone_for_a_while(tmp_path: Path, index: RunIndex) -> None:
     folder = make_record(tmp_path / "a", rows_made(1, 5))
     index.update(folder)
