@@ -12,7 +12,7 @@ from typing import Any
 
 from mpitrain.dashboard.bell import Bell
 from mpitrain.dashboard.index import IndexedRun, RunIndex
-from mpitrain.dashboard.records import find_records, run_id
+from mpitrain.dashboard.records import find_records, is_record, run_id
 from mpitrain.dashboard.shown_jobs import ShownJob, ShownJobs
 from mpitrain.dashboard.summary import OF_JOB, id_of, job_of, summary_of_job, summary_of_run
 
@@ -38,6 +38,7 @@ class Catalogue:
         self._index = index
         self._roots = [root.absolute() for root in roots]
         self._folders: dict[str, Path] = {}  # of all records, by id
+        self._of_jobs: set[Path] = set()  # where jobs have said that their records are
         self._growing: dict[Path, float] = {}  # until when
         self._summaries: tuple[int, float, list[dict[str, Any]]] = (-1, 0.0, [])
 
@@ -61,12 +62,13 @@ class Catalogue:
 
     def search(self) -> None:
         """Look for new records, and take in what has changed. Called by one thread at a time."""
-        of_jobs = [Path(folder) for job in self._jobs() if isinstance(folder := job.look.get("record"), str)]
+        self._of_jobs |= {Path(folder) for job in self._jobs() if isinstance(folder := job.look.get("record"), str)}
+        of_jobs = [folder for folder in self._of_jobs if is_record(folder)]
         folders = {run_id(folder): folder for folder in (*find_records(self._roots), *of_jobs)}
         for folder in folders.values():
             self._take_in(folder)
         if folders.keys() != self._folders.keys():
-            self._index.keep(set(folders))
+            self._index.forget_missing()
             self._folders = folders
             self._ring()
 

@@ -19,7 +19,7 @@ import numpy
 from numpy.typing import NDArray
 
 from mpitrain.dashboard.record_reader import NewRows, ReadMark, is_same_file, read_on
-from mpitrain.dashboard.records import run_id, stamp_of
+from mpitrain.dashboard.records import is_record, run_id, stamp_of
 from mpitrain.errors import DataError
 from mpitrain.training.run_document import FILE as DOCUMENT
 from mpitrain.training.run_document import RunDocument, read_document
@@ -124,12 +124,12 @@ class RunIndex:
         steps, values = (b"".join(row[place] for row in rows) for place in (0, 1))
         return numpy.frombuffer(steps), numpy.frombuffer(values)
 
-    def keep(self, ids: set[str]) -> None:
-        """Forget all runs but these."""
+    def forget_missing(self) -> None:
+        """Forget the runs whose records are gone. Those of other dashboards' folders stay."""
 
         def work(connection: sqlite3.Connection) -> None:
-            for (id_,) in connection.execute("SELECT id FROM runs").fetchall():
-                if id_ not in ids:
+            for id_, folder in connection.execute("SELECT id, folder FROM runs").fetchall():
+                if not is_record(Path(folder)):
                     _forget(connection, id_)
 
         self._do(work)

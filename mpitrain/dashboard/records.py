@@ -18,6 +18,11 @@ def run_id(folder: Path) -> str:
     return hashlib.sha256(os.fsencode(folder)).hexdigest()[:16]
 
 
+def is_record(folder: Path) -> bool:
+    """Return whether this folder has a record."""
+    return any((folder / name).is_file() for name in (ROWS, DOCUMENT))
+
+
 def find_records(roots: Sequence[Path]) -> Iterator[Path]:
     """Iterate over the folders with a record, in the given folders and below. Links to folders are not followed.
 

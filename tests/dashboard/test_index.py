@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import shutil
 import sqlite3
 import threading
 from pathlib import Path
@@ -255,11 +256,12 @@ def test_two_dashboards_on_one_index(tmp_path: Path) -> None:
         index.close()
 
 
-def test_which_runs_are_kept(tmp_path: Path, index: RunIndex) -> None:
-    folders = [make_record(tmp_path / name, rows_made(1, 2)) for name in "abc"]
+def test_a_record_that_is_gone_is_forgotten(tmp_path: Path, index: RunIndex) -> None:
+    folders = [make_record(tmp_path / name, rows_made(1, 2)) for name in "ab"]
     for folder in folders:
         index.update(folder)
-    index.keep({run_id(folders[1])})
+    shutil.rmtree(folders[0])
+    index.forget_missing()
     assert [run.folder for run in index.runs()] == [str(folders[1])]
     assert len(index.series(run_id(folders[0]), "loss")[0]) == 0
 

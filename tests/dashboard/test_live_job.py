@@ -83,7 +83,8 @@ def is_ours(run: dict[str, Any], folder: Path) -> bool:
 
 def test_a_job_with_a_stopped_rank(tmp_path: Path) -> None:
     """The record is in no folder that the dashboard searches: the launcher says where it is."""
-    with dashboard(tmp_path / "cache", str(tmp_path)) as served:
+    (tmp_path / "runs").mkdir()
+    with dashboard(tmp_path / "cache", str(tmp_path / "runs")) as served:
 
         def during(id_: str) -> None:
             path = f"/api/runs/{id_}"
@@ -118,7 +119,8 @@ def test_a_job_with_a_stopped_rank(tmp_path: Path) -> None:
 
 
 def test_a_page_that_is_open_while_a_job_stops_and_ends(tmp_path: Path, browser: Any) -> None:
-    with dashboard(tmp_path / "cache", str(tmp_path)) as served:
+    (tmp_path / "runs").mkdir()
+    with dashboard(tmp_path / "cache", str(tmp_path / "runs")) as served:
         context = browser.new_context(viewport={"width": 1200, "height": 900})
         page = context.new_page()
         page.set_default_timeout(240_000)
