@@ -40,6 +40,7 @@ class Catalogue:
         self._folders: dict[str, Path] = {}  # of all records, by id
         self._of_jobs: set[Path] = set()  # where jobs have said that their records are
         self._growing: dict[Path, float] = {}  # until when
+        self._said: set[str] = set()
         self._summaries: tuple[int, float, list[dict[str, Any]]] = (-1, 0.0, [])
 
     async def run(self) -> None:
@@ -50,12 +51,16 @@ class Catalogue:
             next_search = 0.0
             while True:
                 now = time.monotonic()
-                if now >= next_search:
-                    await asyncio.to_thread(self.search)
-                    took = time.monotonic() - now
-                    next_search = time.monotonic() + max(_SEARCH_SECONDS, took / _MOST_SHARE)
-                else:
-                    await asyncio.to_thread(self._follow)
+                try:
+                    if now >= next_search:
+                        await asyncio.to_thread(self.search)
+                        took = time.monotonic() - now
+                        next_search = time.monotonic() + max(_SEARCH_SECONDS, took / _MOST_SHARE)
+                    else:
+                        await asyncio.to_thread(self._follow)
+                except Exception as error:  # such as a full disk: the pages show what is known, and it is tried again
+                    self._say_once(f"the records cannot be looked at: {error!r}")
+                    next_search = time.monotonic() + _SEARCH_SECONDS
                 await asyncio.sleep(_LOOK_SECONDS)
         finally:
             self.live.end()
@@ -65,11 +70,12 @@ class Catalogue:
         self._of_jobs |= {Path(folder) for job in self._jobs() if isinstance(folder := job.look.get("record"), str)}
         of_jobs = [folder for folder in self._of_jobs if is_record(folder)]
         folders = {run_id(folder): folder for folder in (*find_records(self._roots), *of_jobs)}
+        is_new = folders.keys() != self._folders.keys()
+        self._folders = folders  # before all of them are read: a long record takes a while
         for folder in folders.values():
             self._take_in(folder)
-        if folders.keys() != self._folders.keys():
+        if is_new:
             self._index.forget_missing()
-            self._folders = folders
             self._ring()
 
     def _follow(self) -> None:
@@ -86,7 +92,12 @@ class Catalogue:
                 self._growing[folder] = time.monotonic() + _GROWING_SECONDS
                 self._ring()
         except Exception as error:  # another record may be readable
-            print(f"mpitrain dashboard: {folder} cannot be taken in: {error!r}", file=sys.stderr, flush=True)
+            self._say_once(f"{folder} cannot be taken in: {error!r}")
+
+    def _say_once(self, text: str) -> None:
+        if text not in self._said:
+            self._said.add(text)
+            print(f"mpitrain dashboard: {text}", file=sys.stderr, flush=True)
 
     def _ring(self) -> None:
         with suppress(RuntimeError):  # the dashboard has ended

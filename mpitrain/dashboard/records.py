@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from mpitrain.training.run_document import FILE as DOCUMENT
@@ -20,7 +21,9 @@ def run_id(folder: Path) -> str:
 
 def is_record(folder: Path) -> bool:
     """Return whether this folder has a record."""
-    return any((folder / name).is_file() for name in (ROWS, DOCUMENT))
+    with suppress(OSError):  # another user's
+        return any((folder / name).is_file() for name in (ROWS, DOCUMENT))
+    return False
 
 
 def find_records(roots: Sequence[Path]) -> Iterator[Path]:
