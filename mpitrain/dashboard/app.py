@@ -138,26 +138,41 @@ class Routes:
         id_ = request.query_params.get("run", "")
         if id_:
             await self._run(id_)
-        lines = self._changes(id_, request.state.role)
+        texts = self._changes_of(id_) if id_ else self._changes_of_list(request.state.role)
+        lines = self._events(texts)
         return StreamingResponse(lines, media_type="text/event-stream", headers={"X-Accel-Buffering": "no"})
 
-    async def _changes(self, id_: str, role: str) -> AsyncIterator[str]:
+    async def _events(self, texts: AsyncIterator[str]) -> AsyncIterator[str]:
+        """Iterate over a message for each ring of the bell: the next text, if it is another one than before."""
         bell, before, count = self._catalogue.bell, "", -1
         while True:
             count = await bell.wait(count, _SILENCE_SECONDS)
             if self._is_ending:
                 return
-            text = await self._change(id_) if id_ else json.dumps(await self._list(role))
+            text = await anext(texts)
             yield f"data: {text}\n\n" if text != before else ": nothing new\n\n"
             before = text
             await asyncio.sleep(_PAUSE_SECONDS)
 
-    async def _change(self, id_: str) -> str:
-        try:
-            run, job = await self._run(id_)
-        except HTTPException:
-            return json.dumps({"run": None})
-        return json.dumps({"run": self._catalogue.summary(run, job), "live": job.look if job else None})
+    async def _changes_of(self, id_: str) -> AsyncIterator[str]:
+        while True:
+            try:
+                run, job = await self._run(id_)
+                yield json.dumps({"run": self._catalogue.summary(run, job), "live": job.look if job else None})
+            except HTTPException:
+                yield json.dumps({"run": None})
+
+    async def _changes_of_list(self, role: str) -> AsyncIterator[str]:
+        """Iterate over what is new in the list since the text before: 1,000 runs have half a megabyte."""
+        told: dict[str, dict[str, Any]] = {}
+        is_first = True
+        while True:
+            answer = await self._list(role)
+            runs = {run["id"]: run for run in answer["runs"]}
+            changed = [run for id_, run in runs.items() if told.get(id_) != run]
+            gone = [id_ for id_ in told if id_ not in runs]
+            yield json.dumps({**answer, "runs": changed, "gone": gone, "isWhole": is_first})
+            told, is_first = runs, False
 
     async def metrics(self, _: Request) -> Response:
         """Answer the numbers of live jobs for Prometheus."""

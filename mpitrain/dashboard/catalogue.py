@@ -41,6 +41,8 @@ class Catalogue:
         self._of_jobs: set[Path] = set()  # where jobs have said that their records are
         self._growing: dict[Path, float] = {}  # until when
         self._said: set[str] = set()
+        self._num_changes = 0  # of the index
+        self._indexed: tuple[int, list[IndexedRun]] = (-1, [])
         self._summaries: tuple[int, float, list[dict[str, Any]]] = (-1, 0.0, [])
 
     async def run(self) -> None:
@@ -76,6 +78,7 @@ class Catalogue:
             self._take_in(folder)
         if is_new:
             self._index.forget_missing()
+            self._num_changes += 1
             self._ring()
 
     def _follow(self) -> None:
@@ -89,6 +92,7 @@ class Catalogue:
     def _take_in(self, folder: Path) -> None:
         try:
             if self._index.update(folder):
+                self._num_changes += 1
                 self._growing[folder] = time.monotonic() + _GROWING_SECONDS
                 self._ring()
         except Exception as error:  # another record may be readable
@@ -115,7 +119,7 @@ class Catalogue:
         jobs = self._jobs()
         runs = []
         used: set[int] = set()
-        for run in self._index.runs():
+        for run in self._runs():
             if run.id in self._folders:
                 job = job_of(run, jobs)
                 used.add(id(job))
@@ -123,6 +127,15 @@ class Catalogue:
         runs += [summary_of_job(job) for job in jobs if id(job) not in used]
         runs.sort(key=lambda run: (not run["is_live"], -(run["started"] or 0.0)))
         self._summaries = count, time.monotonic() + _SUMMARY_SECONDS, runs
+        return runs
+
+    def _runs(self) -> list[IndexedRun]:
+        """Return what the index has; it is asked only after a change, because jobs change more often."""
+        count, runs = self._indexed
+        if count != self._num_changes:
+            count = self._num_changes
+            runs = self._index.runs()
+            self._indexed = count, runs
         return runs
 
     def find(self, id_: str) -> tuple[IndexedRun | None, ShownJob | None]:

@@ -39,7 +39,7 @@ def plain_row(row: Mapping[str, Any]) -> dict[str, Any]:
 
 def summary_of_run(run: IndexedRun, job: ShownJob | None) -> dict[str, Any]:
     document, look = run.document, job.look if job is not None else None
-    is_alive = document is not None and launcher_pid(document.process) is not None
+    is_alive = document is not None and not document.end and launcher_pid(document.process) is not None
     state, why = state_of(document, look, is_alive=is_alive, age_seconds=time.time() - run.changed)
     if job is not None and job.is_silent:
         why = "its launcher does not answer"

@@ -204,6 +204,37 @@ def test_a_stream_tells_what_is_new(tmp_path: Path) -> None:
         line.close()
 
 
+def test_the_stream_of_the_list_tells_only_what_is_new(tmp_path: Path) -> None:
+    for name in "ab":
+        make_record(tmp_path / "runs" / name, rows_made(1, 2))
+    with dashboard(tmp_path / "cache", str(tmp_path / "runs")) as served:
+        served.wait_for("/api/runs", lambda answer: len(of_records(answer)) == 2)
+        line = http.client.HTTPConnection("127.0.0.1", served.port, timeout=HANG_SECONDS)
+        line.request("GET", "/api/stream", headers={"Authorization": f"Bearer {served.viewer}"})
+        answer = line.getresponse()
+
+        def next_one() -> tuple[bool, list[str], list[str]]:
+            while True:
+                text = answer.readline().decode()
+                assert text, "the stream has ended"
+                message = json.loads(text[6:]) if text.startswith("data: ") else {"runs": [], "gone": []}
+                if of_records(message) or message["gone"]:
+                    return message["isWhole"], sorted(run["name"] for run in of_records(message)), message["gone"]
+
+        assert next_one() == (True, ["a", "b"], [])
+        make_record(tmp_path / "made", rows_made(1, 2)).rename(tmp_path / "runs/c")
+        assert next_one() == (False, ["c"], [])
+        with (tmp_path / "runs/a/metrics.jsonl").open("a") as file:
+            file.write(lines(rows_made(3, 3)))
+        assert next_one() == (False, ["a"], [])
+        shutil.rmtree(tmp_path / "runs/b")
+        whole, names, gone = next_one()
+        while not gone:  # its record may be seen half removed
+            whole, names, gone = next_one()
+        assert (whole, names, gone) == (False, [], [run_id(tmp_path / "runs/b")])
+        line.close()
+
+
 def test_nothing_is_lost_by_a_kill(tmp_path: Path) -> None:
     make_record(tmp_path / "runs/a", rows_made(1, 500))
     with dashboard(tmp_path / "cache", str(tmp_path / "runs"), code=-signal.SIGKILL) as served:

@@ -24,7 +24,7 @@ const kind = (column) => [column.numeric ? "numeric" : "", column.wide ? "wide" 
 const body = document.querySelector("#runs tbody");
 const filter = document.getElementById("filter");
 const compare = document.getElementById("compare");
-const chosen = new Set();
+const chosen = new Set(), known = new Map();
 let runs = [], sorting = null, rising = true;
 
 document.getElementById("heads").append(element("th", {scope: "col"}, element("span", {className: "hidden"}, "Choose")),
@@ -98,7 +98,10 @@ filter.addEventListener("input", show);
 document.getElementById("controls").addEventListener("submit", (event) => event.preventDefault());
 compare.addEventListener("click", () => { location.href = `/compare?runs=${[...chosen].map(encodeURIComponent).join(",")}`; });
 listen("/api/stream", (answer) => {
-  runs = answer.runs;
+  if (answer.isWhole) known.clear();  // also after the connection was lost
+  for (const id of answer.gone) known.delete(id);
+  for (const run of answer.runs) known.set(run.id, run);
+  runs = [...known.values()].sort((a, b) => b.is_live - a.is_live || (b.started ?? 0) - (a.started ?? 0));
   const problem = document.getElementById("problem");
   problem.textContent = answer.problem;
   problem.hidden = !answer.problem;
