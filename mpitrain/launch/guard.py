@@ -48,7 +48,7 @@ from typing import Any
 
 from mpitrain.launch.facts import collect, look_at_paths
 from mpitrain.launch.hearing import Hearing
-from mpitrain.launch.marked import Marked, command_line, read, remove
+from mpitrain.launch.marked import Marked, command_line, read, remove, remove_unheard
 from mpitrain.launch.memory_kills import MemoryKills
 from mpitrain.launch.shared_files import SharedFiles, remove_of_ranks
 from mpitrain.watching.census import Census
@@ -75,6 +75,7 @@ class Guard:
         self._roll_call = wish["roll_call"]
         self._peers = wish["peers"]
         self._is_idle = wish.get("idle", False)
+        self._live = wish.get("live", "")  # the launcher's socket, on its host
         self._hearing = Hearing(wish["silence_seconds"])
         self._received = b""
         self._census = census
@@ -113,6 +114,8 @@ class Guard:
                 beaten = now
                 self._beat()
         self._end(0.0)
+        if self._live:
+            remove_unheard(self._live)
 
     def _look_at_ends(self, *, is_last: bool = False) -> None:
         self._census.look()

@@ -15,6 +15,7 @@ from mpitrain.launch.facts import devices
 from mpitrain.launch.job import Run
 from mpitrain.launch.keepers import Keepers
 from mpitrain.launch.live import Live
+from mpitrain.launch.live_folder import socket_of
 from mpitrain.launch.live_try import LiveTry
 from mpitrain.launch.reserve import Reserve
 from mpitrain.launch.variables import absent
@@ -53,6 +54,7 @@ def run(
     own, context = job.placement.own, identified(job.context, Path(tempfile.gettempdir()))
     # No limit of silence: a launcher that is stopped (Ctrl-Z) sends nothing, but the job must go on.
     wish = {"token": context.job, "roll_call": context.roll_call, "peers": {}, "silence_seconds": 0}
+    wish["live"] = str(socket_of(context.launcher))
     if keepers is not None:
         keepers.begin([own], context.job)
     if reserve is not None:

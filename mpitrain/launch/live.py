@@ -15,16 +15,18 @@ import socket
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol
 
 from mpitrain.errors import LaunchError
 from mpitrain.launch.events import noted, say
 from mpitrain.launch.kept import user_of
-from mpitrain.launch.live_folder import live_folder, own_socket
+from mpitrain.launch.live_folder import live_folder, socket_of
 from mpitrain.launch.live_picture import VERSION, is_over
 from mpitrain.launch.live_watcher import LiveWatcher
+from mpitrain.launch.roster import launcher_name
 
 _MOST_WATCHERS = 256
 _RENEW_SECONDS = 1.0
@@ -34,6 +36,7 @@ _FRESH_SECONDS = 0.7
 _LAST_SECONDS = 0.3
 _PAUSE_SECONDS = 0.2
 _END_SECONDS = 5.0
+_TRIES = 10
 
 
 class Watchable(Protocol):
@@ -71,15 +74,13 @@ class Live:
         self._thread: threading.Thread | None = None
         self._fault = ""
         self._listener: socket.socket | None = None
+        self._path = socket_of(launcher_name(os.getpid()))
 
     def __enter__(self) -> Live:
         """Open the socket. If that cannot be, stderr says so: the job does not need it."""
         self._wake, self._woken = socket.socketpair()
         try:
-            folder = live_folder(make=True)
-            assert folder is not None
-            self._path = own_socket(folder)
-            self._listener = _listen(str(self._path))
+            self._listener = _listen(self._path)
         except (LaunchError, OSError) as error:
             say(f"this job cannot be watched (mpitrain top): {error}")
         else:
@@ -97,8 +98,10 @@ class Live:
         if self._thread is not None:
             self._thread.join(_END_SECONDS)
         if self._listener is not None:
-            self._path.unlink(missing_ok=True)
+            self._path.unlink(missing_ok=True)  # first: the guard here removes one at which nobody listens
             self._listener.close()
+            with suppress(OSError):  # others are in use
+                self._path.parent.rmdir()
         self._wake.close()
         self._woken.close()
 
@@ -274,15 +277,24 @@ def _attend(ways: selectors.BaseSelector, watcher: LiveWatcher) -> None:
         ways.register(watcher, events)
 
 
-def _listen(path: str) -> socket.socket:
-    """Make the socket; nobody else can come into its folder."""
-    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    try:
-        listener.bind(path)
-        os.chmod(path, 0o600)  # noqa: PTH101 (as bind, it takes the text)
-        listener.listen(_MOST_WATCHERS)
-        listener.setblocking(False)
-    except OSError:
-        listener.close()
-        raise
-    return listener
+def _listen(path: Path) -> socket.socket:
+    """Make the socket; nobody else can come into its folder.
+
+    Raises:
+        LaunchError: see live_folder.
+        OSError: it cannot be made.
+    """
+    for tries_left in range(_TRIES, -1, -1):
+        live_folder(make=True)
+        listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            listener.bind(str(path))
+            path.chmod(0o600)
+            listener.listen(_MOST_WATCHERS)
+            listener.setblocking(False)
+            return listener
+        except OSError as error:
+            listener.close()
+            if not (isinstance(error, FileNotFoundError) and tries_left):  # the last job before has removed the folder
+                raise
+    raise AssertionError("the last try returns or raises")

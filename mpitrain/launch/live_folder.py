@@ -12,7 +12,7 @@ from pathlib import Path
 
 from mpitrain.errors import LaunchError
 from mpitrain.launch.folders import OF_SOCKETS
-from mpitrain.launch.roster import launcher_name, launcher_pid
+from mpitrain.launch.roster import launcher_pid
 
 _SUFFIX = ".live"
 
@@ -23,7 +23,7 @@ def live_folder(*, make: bool = False) -> Path | None:
     Raises:
         LaunchError: the folder is not this user's alone, so who can read or replace what is in it is not known.
     """
-    folder = Path(OF_SOCKETS, f"mpitrain-live-{os.geteuid()}")
+    folder = _folder()
     if make:
         try:
             folder.mkdir(mode=0o700, exist_ok=True)
@@ -42,9 +42,9 @@ def live_folder(*, make: bool = False) -> Path | None:
     return folder
 
 
-def own_socket(folder: Path) -> Path:
-    """Return the path of the socket of the launcher that is this process."""
-    return folder / (launcher_name(os.getpid()).replace(" ", "~") + _SUFFIX)
+def socket_of(launcher: str) -> Path:
+    """Return the path of the socket of a launcher of this user, which roster.launcher_name names."""
+    return _folder() / (launcher.replace(" ", "~") + _SUFFIX)
 
 
 def sockets() -> list[Path]:
@@ -62,6 +62,10 @@ def sockets() -> list[Path]:
         else:  # it was killed; the name has the time of its start, so no other launcher has it
             path.unlink(missing_ok=True)
     return sorted(paths, key=_made)
+
+
+def _folder() -> Path:
+    return Path(OF_SOCKETS, f"mpitrain-live-{os.geteuid()}")
 
 
 def _made(path: Path) -> float:

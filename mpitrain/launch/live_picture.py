@@ -8,7 +8,7 @@ from typing import Any
 
 from mpitrain.watching.doing import doing
 from mpitrain.watching.hang_report import is_by_design, report
-from mpitrain.watching.rank_record import WAITS
+from mpitrain.watching.rank_record import CALLED, STARTED, WAITS
 from mpitrain.watching.view import RankView
 
 VERSION = 1
@@ -50,7 +50,7 @@ def of_ranks(
         "ranks": ranks,
         "metrics": {name: plain(value) for name, value in first.metrics.items()} if first else {},
         "record": next((view.record.record_folder for view in known.values() if view.record.record_folder), None),
-        "stall": _stall([view for rank, view in known.items() if rank not in lost]),
+        "stall": _stall({rank: view for rank, view in known.items() if rank not in lost}, host_of, silence),
     }
 
 
@@ -96,9 +96,16 @@ def _rank(view: RankView) -> dict[str, Any]:
     }
 
 
-def _stall(views: list[RankView]) -> str | None:
+def _stall(views: Mapping[int, RankView], host_of: Mapping[int, str], silence: Mapping[str, float]) -> str | None:
     """Say who waits for whom, if a rank has waited for long and nothing has moved."""
-    waits = [view.seconds for view in views if view.record.status == WAITS and view.state not in ("T", "t")]
-    if max(waits, default=0.0) < _STALL_SECONDS or is_by_design(views):
+    silent = {host: seconds for host, seconds in silence.items() if seconds > _SILENT_SECONDS}
+    seen = [view for view in views.values() if view.host not in silent]
+    if is_by_design(seen) or not any(_stands(view) for view in seen):
         return None
-    return report(views, {})[0]
+    return report(seen, {rank: host for rank, host in host_of.items() if host in silent}, silent=silent)[0]
+
+
+def _stands(view: RankView) -> bool:
+    """True if a rank waits for others, for longer than it should. To start takes long."""
+    limit = view.record.stall_seconds if view.record.phase in (STARTED, CALLED) else _STALL_SECONDS
+    return view.record.status == WAITS and view.waits and view.seconds >= limit

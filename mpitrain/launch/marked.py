@@ -8,12 +8,14 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import socket
 import time
 from pathlib import Path
 
 from mpitrain.job.context import JOB
 
 _KILL_SECONDS = 5.0
+_TRIES, _PAUSE_SECONDS = 10, 0.1
 _KERNEL = 0x00200000  # PF_KTHREAD of the kernel: a thread of its own
 
 
@@ -93,3 +95,23 @@ def remove(path: str) -> None:
     """Remove a file if it exists."""
     with contextlib.suppress(OSError):
         Path(path).unlink()
+
+
+def remove_unheard(path: str) -> None:
+    """Remove a socket if nobody listens there any more, and its folder if that is then empty.
+
+    A process that is being killed may still listen for a moment.
+    """
+    for _ in range(_TRIES):
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as line:
+            line.setblocking(False)
+            try:
+                line.connect(path)
+            except ConnectionRefusedError:
+                remove(path)
+                with contextlib.suppress(OSError):
+                    Path(path).parent.rmdir()
+                return
+            except OSError:
+                return
+        time.sleep(_PAUSE_SECONDS)

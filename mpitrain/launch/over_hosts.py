@@ -22,6 +22,7 @@ from mpitrain.launch.folders import OF_SOCKETS
 from mpitrain.launch.interfaces import Pinning, pin
 from mpitrain.launch.job import Run
 from mpitrain.launch.keepers import Keepers
+from mpitrain.launch.live_folder import socket_of
 from mpitrain.launch.marking_ssh import marking_ssh
 from mpitrain.launch.masters import open_masters
 from mpitrain.launch.placement import Placement, refuse_crowds
@@ -200,6 +201,7 @@ def _guards(
         host: {**wish, "peers": {peer: address for peer, address in addresses.items() if peer != host}}
         for host in addresses
     }
+    wishes[placement.own]["live"] = str(socket_of(context.launcher))
     if agent is not None:
         wishes[placement.own]["agent"] = str(agent)
     return Guards(placement.own, addresses, wishes, keepers, reserve)

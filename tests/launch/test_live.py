@@ -140,7 +140,7 @@ def test_no_watcher_harms_the_job(job: LiveJob) -> None:
     assert later["state"] == "trains"
 
 
-def test_there_is_a_most_of_watchers(job: LiveJob) -> None:
+def test_there_is_a_most_of_watchers(job: LiveJob, folder: Path) -> None:
     with contextlib.ExitStack() as stack:
         lines = [stack.enter_context(connected(job)) for _ in range(257)]
         for line in lines:
@@ -150,7 +150,7 @@ def test_there_is_a_most_of_watchers(job: LiveJob) -> None:
     refused = [answer["error"] for answer in answers if "error" in answer]
     assert set(refused) == {"256 others watch this job, which is the limit"}
     assert len(refused) < 10  # the one too many, and for those that have just gone
-    answer_of(job, trains)  # when they have gone, there is room again
+    job_of(folder, trains)  # when they have gone, there is room again
 
 
 def test_who_says_or_reads_nothing_is_sent_away() -> None:
@@ -252,7 +252,7 @@ def test_a_restart_and_the_end(tmp_path: Path) -> None:
 
 
 def test_a_launcher_that_is_killed(tmp_path: Path) -> None:
-    """Its watchers hear no more, and a look for jobs removes its socket."""
+    """Its watchers hear no more, and the guard here removes its socket."""
     with training(tmp_path, 1) as process:
         job = job_of(tmp_path, trains)
         assert job.path is not None
@@ -261,11 +261,38 @@ def test_a_launcher_that_is_killed(tmp_path: Path) -> None:
         until(lambda: line.receive(1.0) is None and line.is_closed)
         line.close()
         process.wait()
-        assert job.path.exists()
-        assert job.answer["job"] not in [other.answer["job"] for other in find()[0]]
-        assert not job.path.exists()
+        until(lambda: not job.path.exists())
         with pytest.raises(LaunchError, match="does not answer"):
             LiveLine(job.path, None)
+
+
+def test_the_socket_of_a_dead_launcher_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One of this machine. Of another one, with which this one shares a folder, it is not known."""
+    monkeypatch.setattr(live_folder, "OF_SOCKETS", str(tmp_path))
+    folder = live_folder.live_folder(make=True)
+    assert folder is not None
+    here, elsewhere = folder / f"{socket.gethostname()}~{os.getpid()}~1.live", folder / "elsewhere~1~1.live"
+    for path in (here, elsewhere):
+        with socket.socket(socket.AF_UNIX) as dead:
+            dead.bind(str(path))
+    jobs, wrong = find()
+    assert [job for job in jobs if job.path is not None] == wrong == []
+    assert list(folder.iterdir()) == [elsewhere]
+
+
+def test_nothing_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last job removes the folder. A job that begins meanwhile makes it anew."""
+    monkeypatch.setattr(live_folder, "OF_SOCKETS", str(tmp_path))
+    folder = tmp_path / f"mpitrain-live-{os.geteuid()}"
+    with Live("script.py", [], 0.0):
+        other = folder / "other.live"
+        other.touch()
+        assert len(list(folder.iterdir())) == 2
+    assert list(folder.iterdir()) == [other]
+    other.unlink()
+    with Live("script.py", [], 0.0):
+        assert len(list(folder.iterdir())) == 1
+    assert not folder.exists()
 
 
 def test_a_stopped_launcher_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

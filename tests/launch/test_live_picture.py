@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from math import inf, nan
 from typing import Any
 
 from mpitrain.launch.live_picture import is_over, of_ranks
-from mpitrain.watching.rank_record import BEGUN, DONE, ENDED, WAITS, WORKS, RankRecord
+from mpitrain.watching.rank_record import BEGUN, CALLED, DONE, ENDED, WAITS, WORKS, RankRecord
 from mpitrain.watching.view import RankView
 
 PLACES = {"a": range(2), "b": range(2, 4)}
@@ -50,6 +51,24 @@ def test_who_waits_for_whom() -> None:
     assert stall.startswith("no progress for 4.0 s: ranks 0-2 on a,b wait in mean; rank 3 on b sleeps")
     short = [view(rank, "ab"[rank // 2], WAITS, 0.9) for rank in (0, 1, 2)]
     assert of_ranks([*short, *others], PLACES, {})["stall"] is None
+
+
+def test_a_stall_where_a_host_is_silent_or_a_rank_has_gone() -> None:
+    waiting = [view(rank, "ab"[rank // 2], WAITS, 4.0) for rank in (0, 1, 2)]
+    stall = of_ranks([*waiting, view(3, "b")], PLACES, {"b": 3.6})["stall"]
+    assert stall.startswith(
+        "no progress for 4.0 s: ranks 0,1 on a wait in mean; ranks 2,3 on b: no message from this host"
+    )
+    gone = [replace(one, ended_seconds=1.0, state="gone") for one in waiting]
+    assert of_ranks([*gone, view(3, "b")], PLACES, {})["stall"] is None  # nobody waits any more
+
+
+def test_a_start_is_no_stall() -> None:
+    starting = [view(rank, "a", WAITS, 20.0) for rank in (0, 1)]
+    calls = [replace(one, record=replace(one.record, phase=CALLED, stall_seconds=30.0)) for one in starting]
+    assert of_ranks(calls, {"a": range(2)}, {})["stall"] is None
+    long = [replace(one, seconds=30.0) for one in calls]
+    assert "ranks 0,1 on a wait in mean" in of_ranks(long, {"a": range(2)}, {})["stall"]
 
 
 def test_a_lost_rank_holds_nobody_up() -> None:
