@@ -29,6 +29,7 @@ class Dashboard:
     base: str
     viewer: str
     operator: str
+    root: Path  # the folder with records
 
     @property
     def port(self) -> int:
@@ -64,6 +65,10 @@ class Dashboard:
         assert status == 200, (status, text)
         return json.loads(text)
 
+    def records(self, answer: Any) -> list[dict[str, Any]]:
+        """The runs of a list that are below `root`, without those of jobs that other tests run at the same time."""
+        return [run for run in answer["runs"] if Path(run["folder"]).is_relative_to(self.root)]
+
     def wait_for(self, path: str, test: Any) -> Any:
         """Ask until the answer passes the test. Returns the answer."""
         deadline = time.monotonic() + HANG_SECONDS
@@ -91,7 +96,7 @@ def dashboard(cache: Path, *words: str, cwd: Path | None = None, code: int = 0) 
         links = re.findall(r"for (viewers|operators): +(https?://[^/]+)/\?token=(\S+)", printed)
         assert len(links) == 2, printed + process.stderr.read()
         (_, base, viewer), (_, _, operator) = links
-        yield Dashboard(process, base, viewer, operator)
+        yield Dashboard(process, base, viewer, operator, Path(cwd or "", words[0]))
     finally:
         process.send_signal(signal.SIGINT)
         try:

@@ -39,7 +39,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def served(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Dashboard]:
     with dashboard(tmp_path_factory.mktemp("cache"), str(folder)) as made:
-        made.wait_for("/api/runs", lambda answer: sum(not run["is_live"] for run in answer["runs"]) == 3)
+        made.wait_for("/api/runs", lambda answer: len(made.records(answer)) == 3)
         yield made
 
 

@@ -41,17 +41,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def served(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Dashboard]:
     with dashboard(tmp_path_factory.mktemp("cache"), str(folder)) as made:
-        made.wait_for("/api/runs", lambda answer: len(of_records(answer)) == 3)
+        made.wait_for("/api/runs", lambda answer: len(made.records(answer)) == 3)
         yield made
 
 
-def of_records(answer: dict) -> list[dict]:
-    """Without the live jobs of this user, which other tests may have."""
-    return [run for run in answer["runs"] if not run["is_live"]]
-
-
 def test_the_list(served: Dashboard) -> None:
-    runs = {run["name"]: run for run in of_records(served.get("/api/runs"))}
+    runs = {run["name"]: run for run in served.records(served.get("/api/runs"))}
     assert {name: (run["state"], run["rows"]) for name, run in runs.items()} == {
         "first": ("done", 3000),
         "second": ("failed", 10),
@@ -64,7 +59,7 @@ def test_the_list(served: Dashboard) -> None:
     assert runs["odd"]["last"] == {"step": 1.0, "loss": "NaN"}
     assert runs["odd"]["problems"] == ["metrics.jsonl: " + runs["odd"]["problems"][0].partition(": ")[2]]
     assert "line 2 is not a row" in runs["odd"]["problems"][0]
-    ids = [run["id"] for run in of_records(served.get("/api/runs"))]
+    ids = [run["id"] for run in served.records(served.get("/api/runs"))]
     assert ids.index(runs["second"]["id"]) < ids.index(first["id"]), "the youngest first"
 
 
@@ -181,7 +176,7 @@ def test_a_stream_tells_what_is_new(tmp_path: Path) -> None:
     """A row that is written appears within a second or two, on a quiet machine."""
     folder = make_record(tmp_path / "runs/a", rows_made(1, 2), end="", ended=None)
     with dashboard(tmp_path / "cache", "runs", cwd=tmp_path) as served:
-        served.wait_for("/api/runs", lambda answer: len(of_records(answer)) == 1)
+        served.wait_for("/api/runs", lambda answer: len(served.records(answer)) == 1)
         line = http.client.HTTPConnection("127.0.0.1", served.port, timeout=HANG_SECONDS)
         line.request("GET", f"/api/stream?run={run_id(folder)}", headers={"Authorization": f"Bearer {served.viewer}"})
         answer = line.getresponse()
@@ -208,18 +203,22 @@ def test_the_stream_of_the_list_tells_only_what_is_new(tmp_path: Path) -> None:
     for name in "ab":
         make_record(tmp_path / "runs" / name, rows_made(1, 2))
     with dashboard(tmp_path / "cache", str(tmp_path / "runs")) as served:
-        served.wait_for("/api/runs", lambda answer: len(of_records(answer)) == 2)
+        served.wait_for("/api/runs", lambda answer: len(served.records(answer)) == 2)
         line = http.client.HTTPConnection("127.0.0.1", served.port, timeout=HANG_SECONDS)
         line.request("GET", "/api/stream", headers={"Authorization": f"Bearer {served.viewer}"})
         answer = line.getresponse()
+
+        ids = [run_id(tmp_path / "runs" / name) for name in "abc"]
 
         def next_one() -> tuple[bool, list[str], list[str]]:
             while True:
                 text = answer.readline().decode()
                 assert text, "the stream has ended"
                 message = json.loads(text[6:]) if text.startswith("data: ") else {"runs": [], "gone": []}
-                if of_records(message) or message["gone"]:
-                    return message["isWhole"], sorted(run["name"] for run in of_records(message)), message["gone"]
+                names = sorted(run["name"] for run in served.records(message))
+                gone = [id_ for id_ in message["gone"] if id_ in ids]
+                if names or gone:
+                    return message["isWhole"], names, gone
 
         assert next_one() == (True, ["a", "b"], [])
         make_record(tmp_path / "made", rows_made(1, 2)).rename(tmp_path / "runs/c")
@@ -238,11 +237,11 @@ def test_the_stream_of_the_list_tells_only_what_is_new(tmp_path: Path) -> None:
 def test_nothing_is_lost_by_a_kill(tmp_path: Path) -> None:
     make_record(tmp_path / "runs/a", rows_made(1, 500))
     with dashboard(tmp_path / "cache", str(tmp_path / "runs"), code=-signal.SIGKILL) as served:
-        served.wait_for("/api/runs", of_records)
+        served.wait_for("/api/runs", served.records)
         served.process.kill()
         served.process.wait(HANG_SECONDS)
     with dashboard(tmp_path / "cache", str(tmp_path / "runs")) as served:
-        (run,) = served.wait_for("/api/runs", of_records)["runs"][-1:]
+        (run,) = served.records(served.wait_for("/api/runs", served.records))
         assert run["rows"] == 500
 
 
@@ -253,7 +252,7 @@ def test_two_dashboards_and_a_port_in_use(served: Dashboard, folder: Path, tmp_p
     with dashboard(tmp_path, str(folder)) as second:
         assert second.viewer != served.viewer
         assert second.ask("/api/runs", token=served.viewer)[0] == 401
-        second.wait_for("/api/runs", lambda answer: len(of_records(answer)) == 3)
+        second.wait_for("/api/runs", lambda answer: len(second.records(answer)) == 3)
 
 
 @pytest.mark.parametrize(
@@ -297,9 +296,9 @@ def test_a_thousand_runs(tmp_path: Path) -> None:
     for number in range(1000):
         make_record(tmp_path / f"runs/r{number}", rows_made(1, 3), first_started=float(number))
     with dashboard(tmp_path / "cache", str(tmp_path / "runs")) as served:
-        served.wait_for("/api/runs", lambda answer: len(of_records(answer)) == 1000)
+        served.wait_for("/api/runs", lambda answer: len(served.records(answer)) == 1000)
         begun = time.monotonic()
-        runs = of_records(served.get("/api/runs"))
+        runs = served.records(served.get("/api/runs"))
         print(f"a list of 1,000 runs: {time.monotonic() - begun:.3f} s")
         assert [run["name"] for run in runs] == [f"r{number}" for number in reversed(range(1000))]
         assert math.isclose(sum(run["last"]["loss"] for run in runs), 1000 / 3)
