@@ -124,6 +124,7 @@ LAYERS: dict[str, list[str]] = {
         "training.optimizers",
         "training.order",
         "training.parts",
+        "training.run_document",
         "training.run_event",
         "training.schedules",
         "training.step",
@@ -149,6 +150,7 @@ LAYERS: dict[str, list[str]] = {
     "testbed": ["testbed.*"],
     "chaos": ["chaos.*"],
     "provision": ["provision.*"],
+    "dashboard": ["dashboard.*"],
     "command line": ["cli.*", "__main__"],
 }
 
@@ -184,7 +186,9 @@ HOMES = {
     "numba": ["compression.kernels"],
     "pynvml": ["training.meters.gpu_utilisation"],
     "rich": ["cli.check_cluster", "cli.top_screen", "cli.top_view", "training.hooks.log"],
+    "starlette": ["dashboard.app", "dashboard.gate"],
     "tensorboardX": ["training.writers.tensorboard"],
+    "uvicorn": ["dashboard.server"],
     "zmq": ["serve.doorkeeper", "serve.keys", "serve.sockets"],
 }
 

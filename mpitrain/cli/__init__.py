@@ -45,6 +45,7 @@ COMMANDS = {
     "verify": "mpitrain.cli.verify",
     "checkpoint": "mpitrain.cli.checkpoint",
     "plot": "mpitrain.cli.plot",
+    "dashboard": "mpitrain.cli.dashboard",
     "chaos": "mpitrain.cli.chaos",
 }
 

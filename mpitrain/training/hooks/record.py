@@ -22,9 +22,10 @@ from mpitrain.training.meters.meter import Meter, combine
 from mpitrain.training.meters.place import gpu_of
 from mpitrain.training.meters.throughput import Throughput
 from mpitrain.training.meters.workers import Workers
+from mpitrain.training.run_document import DONE, LEFT, RunDocument, document_of
 from mpitrain.training.run_event import RunEvent
 from mpitrain.training.writers.json_lines import JsonLines
-from mpitrain.training.writers.writer import OUTER_STEPS, Row, Writer
+from mpitrain.training.writers.writer import OUTER_STEPS, DescribingWriter, Row, Writer
 from mpitrain.watching.activity import own_activity
 
 if TYPE_CHECKING:
@@ -81,6 +82,9 @@ class Record(Hook):
         self._samples = self._seconds = 0.0
         self._restored: Mapping[str, Any] = {}
         self._events: list[RunEvent] = []  # since the last row
+        self._document: RunDocument | None = None  # of this run, on rank 0
+        self._handled: BaseException | None = None  # what the caller of the run handles
+        self._is_done = False  # the last step is made
 
     def reads_model(self, trainer: Trainer, step: int) -> bool:
         """See Hook."""
@@ -94,6 +98,8 @@ class Record(Hook):
         """
         if any(isinstance(hook, Evaluate) for hook in trainer.hooks[trainer.hooks.index(self) :]):
             raise ConfigError("Record must come after Evaluate, whose results it writes; change their order")
+        self._handled = sys.exception()
+        self._is_done = False
 
     def before_step(self, trainer: Trainer) -> None:
         """See Hook.
@@ -111,8 +117,10 @@ class Record(Hook):
         world = trainer.world
         with world.together("open the record"):
             if world.is_root:
+                self._document = document_of(world, type(trainer.strategy).__name__, after_step)
                 for output in self._outputs:
                     output.writer.open(after_step)
+                    output.describe(self._document)
                 self._publish_folder()
         meters = self._meters
         if meters is None:
@@ -156,7 +164,7 @@ class Record(Hook):
         """See Hook. The writers go on where another rank may have stopped, and the meters start again."""
         self._has_rows = self._has_rows or self._is_open
         state = self.state()
-        self.close()
+        self._close_outputs()
         self.restore(state)
 
     def went_on(self, trainer: Trainer, event: RunEvent) -> None:
@@ -167,6 +175,7 @@ class Record(Hook):
 
     def after_run(self, trainer: Trainer) -> None:
         """See Hook. If a hook after this one has ended the run, write the last row here."""
+        self._is_done = True
         if not self._num_measured or not (self._is_open or self._has_rows):
             return  # nothing is new, or the run had ended before its first step
         if not self._is_open:  # the World has changed in this call
@@ -202,9 +211,24 @@ class Record(Hook):
 
     def close(self) -> None:
         """See Hook."""
+        if self._is_open and self._document is not None:
+            error = sys.exception()
+            if self._is_done:
+                end = DONE
+            elif error is None or error is self._handled:
+                end = LEFT
+            else:
+                end = f"{type(error).__name__}: {error}".splitlines()[0]
+            for output in self._outputs:
+                with suppress(OSError):  # the rows matter more, and a missing end is seen
+                    output.describe(self._document.ended_now(end))
+        self._close_outputs()
+
+    def _close_outputs(self) -> None:
         for output in self._outputs:
             output.close()
         self._is_open = False
+        self._document = None
 
     def state(self) -> dict[str, Any]:
         """See Hook."""
@@ -244,6 +268,10 @@ class _Output:
     def __init__(self, writer: Writer) -> None:
         self.writer = writer
         self._lacking: list[tuple[Row, Sequence[RunEvent]]] = []
+
+    def describe(self, document: RunDocument) -> None:
+        if isinstance(self.writer, DescribingWriter):
+            self.writer.describe(document)
 
     def write(self, row: Row, events: Sequence[RunEvent], name: str) -> None:
         self._lacking.append((row, events))

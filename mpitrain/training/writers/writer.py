@@ -6,8 +6,9 @@ import io
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Protocol, TypeAlias
+from typing import Protocol, TypeAlias, runtime_checkable
 
+from mpitrain.training.run_document import RunDocument
 from mpitrain.training.run_event import RunEvent
 
 # Numbers by name; "step" is one of them. Rows come in the order of their steps.
@@ -32,6 +33,27 @@ class Writer(Protocol):
 
     def close(self) -> None:
         """Close the file. Does nothing if `open` was not called."""
+
+
+@runtime_checkable
+class DescribingWriter(Writer, Protocol):
+    """A writer that also stores what the run is."""
+
+    def describe(self, document: RunDocument) -> None:
+        """Store the document, in place of that of an earlier call. Is called after `open`, and again at the end.
+
+        Raises OSError if the file cannot be written.
+        """
+
+
+def replace_file(path: Path, content: bytes) -> None:
+    """Write a file. Whatever happens, it has the old content or the new one."""
+    temporary = path.with_name(f".{path.name}-{os.getpid()}")
+    try:
+        temporary.write_bytes(content)
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
 
 
 class LineFile:
@@ -72,12 +94,7 @@ class LineFile:
 
     def replace(self, lines: list[bytes]) -> None:
         """Replace all lines. Whatever happens, the file has the old lines or the new ones."""
-        temporary = self.path.with_name(f".{self.path.name}-{os.getpid()}")
-        try:
-            temporary.write_bytes(b"".join(line + b"\n" for line in lines))
-            temporary.replace(self.path)
-        finally:
-            temporary.unlink(missing_ok=True)
+        replace_file(self.path, b"".join(line + b"\n" for line in lines))
         self.close()
         self.open()
 

@@ -1,0 +1,9 @@
+"""`mpitrain dashboard`: the runs of this user on one page, those that go on and those that have ended.
+
+    records (metrics.jsonl, run.json) ─> index (SQLite) ─┐
+                                                         ├─> server ─> pages/ in the browser
+    sockets of launchers ─> live jobs ───────────────────┘
+
+The records are the truth. The index is made from them, and can be removed at any time. Starlette and uvicorn are
+imported here and nowhere else, and no rank imports this package.
+"""

@@ -1,0 +1,201 @@
+"""What the server answers: pages, runs, curves, and a stream of what changes."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import json
+import math
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import FileResponse, PlainTextResponse, Response, StreamingResponse
+from starlette.routing import Mount, Route
+from starlette.staticfiles import StaticFiles
+
+from mpitrain.dashboard.catalogue import Catalogue
+from mpitrain.dashboard.differences import differences
+from mpitrain.dashboard.index import IndexedRun
+from mpitrain.dashboard.prometheus import exposition
+from mpitrain.dashboard.series import curve
+from mpitrain.dashboard.shown_jobs import ShownJob
+
+PAGES = Path(__file__).parent / "pages"
+_MOST_PIXELS = 8192
+_MOST_NAMES = 64  # of metrics in one answer
+_MOST_COMPARED = 16
+_PAUSE_SECONDS = 0.4  # between two messages to a viewer
+_SILENCE_SECONDS = 10.0  # after that, a message says that the connection is alive
+
+
+class Routes:
+    """The routes of a dashboard."""
+
+    def __init__(self, catalogue: Catalogue) -> None:
+        self._catalogue = catalogue
+        self._is_ending = False
+
+    def app(self) -> Starlette:
+        """Return the application."""
+        return Starlette(
+            routes=[
+                Route("/", _page("runs.html")),
+                Route("/run/{id}", _page("run.html")),
+                Route("/compare", _page("compare.html")),
+                Route("/metrics", self.metrics),
+                Route("/api/runs", self.runs),
+                Route("/api/runs/{id}", self.run),
+                Route("/api/runs/{id}/series", self.series),
+                Route("/api/compare", self.compare),
+                Route("/api/stream", self.stream),
+                Mount("/pages", StaticFiles(directory=PAGES)),
+            ],
+            lifespan=self._lifespan,
+        )
+
+    def end(self) -> None:
+        """End all streams, so that the server can end."""
+        self._is_ending = True
+        self._catalogue.bell.ring()
+
+    @asynccontextmanager
+    async def _lifespan(self, _: Starlette) -> AsyncIterator[None]:
+        task = asyncio.create_task(self._catalogue.run())
+        try:
+            yield
+        finally:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+
+    async def runs(self, request: Request) -> Response:
+        """Answer the list of runs."""
+        return _json(await self._list(request.state.role))
+
+    async def _list(self, role: str) -> dict[str, Any]:
+        runs = await asyncio.to_thread(self._catalogue.summaries)
+        return {"runs": runs, "problem": self._catalogue.live.problem, "role": role}
+
+    async def run(self, request: Request) -> Response:
+        """Answer all that is known of a run, besides its curves."""
+        run, job = await self._run(request.path_params["id"])
+        answer = {
+            "run": self._catalogue.summary(run, job),
+            "document": dataclasses.asdict(run.document) if run and run.document else None,
+            "names": run.names if run else [],
+            "events": run.events if run else [],
+            "live": job.look if job else None,
+            "history": list(job.history) if job else [],
+            "role": request.state.role,
+        }
+        return _json(answer)
+
+    async def _run(self, id_: str) -> tuple[IndexedRun | None, ShownJob | None]:
+        run, job = await asyncio.to_thread(self._catalogue.find, id_)
+        if run is None and job is None:
+            raise HTTPException(404, f"there is no run {id_[:40]!r}; its record may have been moved")
+        return run, job
+
+    async def series(self, request: Request) -> Response:
+        """Answer curves: `name` (one or more), `from` and `to` (steps), `pixels`."""
+        query = request.query_params
+        names = query.getlist("name")[:_MOST_NAMES]
+        first, last = _number(query.get("from"), -math.inf), _number(query.get("to"), math.inf)
+        pixels = int(min(max(_number(query.get("pixels"), 1000), 1), _MOST_PIXELS))
+        await self._run(request.path_params["id"])
+        curves = {}
+        for name in names:
+            steps, values = await asyncio.to_thread(self._catalogue.series, request.path_params["id"], name)
+            points = curve(steps, values, first, last, pixels)
+            curves[name] = {
+                "steps": points.steps.tolist(),
+                "values": [value if math.isfinite(value) else None for value in points.values.tolist()],
+                "exact": points.is_exact,
+                "points": points.num_points,
+                "notFinite": points.num_not_finite,
+                "firstNotFinite": points.first_not_finite,
+            }
+        return _json({"curves": curves})
+
+    async def compare(self, request: Request) -> Response:
+        """Answer in what the runs `runs` (ids, separated by commas) differ."""
+        ids = [one for one in request.query_params.get("runs", "").split(",") if one][:_MOST_COMPARED]
+        runs, documents = [], []
+        names: dict[str, None] = {}
+        for id_ in ids:
+            run, job = await self._run(id_)
+            runs.append(self._catalogue.summary(run, job))
+            documents.append(run.document if run else None)
+            names |= dict.fromkeys(run.names if run else ())
+        return _json({"runs": runs, "names": list(names), "differences": differences(documents)})
+
+    async def stream(self, request: Request) -> Response:
+        """Answer server-sent events: the list of runs, or with `run` what is new of one, whenever that changes."""
+        id_ = request.query_params.get("run", "")
+        if id_:
+            await self._run(id_)
+        texts = self._changes_of(id_) if id_ else self._changes_of_list(request.state.role)
+        lines = self._events(texts)
+        return StreamingResponse(lines, media_type="text/event-stream", headers={"X-Accel-Buffering": "no"})
+
+    async def _events(self, texts: AsyncIterator[str]) -> AsyncIterator[str]:
+        """Iterate over a message for each ring of the bell: the next text, if it is another one than before."""
+        bell, before, count = self._catalogue.bell, "", -1
+        while True:
+            count = await bell.wait(count, _SILENCE_SECONDS)
+            if self._is_ending:
+                return
+            text = await anext(texts)
+            yield f"data: {text}\n\n" if text != before else ": nothing new\n\n"
+            before = text
+            await asyncio.sleep(_PAUSE_SECONDS)
+
+    async def _changes_of(self, id_: str) -> AsyncIterator[str]:
+        while True:
+            try:
+                run, job = await self._run(id_)
+                yield json.dumps({"run": self._catalogue.summary(run, job), "live": job.look if job else None})
+            except HTTPException:
+                yield json.dumps({"run": None})
+
+    async def _changes_of_list(self, role: str) -> AsyncIterator[str]:
+        """Iterate over what is new in the list since the text before: 1,000 runs have half a megabyte."""
+        told: dict[str, dict[str, Any]] = {}
+        is_first = True
+        while True:
+            answer = await self._list(role)
+            runs = {run["id"]: run for run in answer["runs"]}
+            changed = [run for id_, run in runs.items() if told.get(id_) != run]
+            gone = [id_ for id_ in told if id_ not in runs]
+            yield json.dumps({**answer, "runs": changed, "gone": gone, "isWhole": is_first})
+            told, is_first = runs, False
+
+    async def metrics(self, _: Request) -> Response:
+        """Answer the numbers of live jobs for Prometheus."""
+        return PlainTextResponse(exposition(self._catalogue.live.jobs.values()), media_type=_PROMETHEUS)
+
+
+_PROMETHEUS = "text/plain; version=0.0.4; charset=utf-8"
+
+
+def _page(name: str) -> Any:
+    async def answer(_: Request) -> Response:
+        return FileResponse(PAGES / name)
+
+    return answer
+
+
+def _json(answer: Any) -> Response:
+    return Response(json.dumps(answer, allow_nan=False), media_type="application/json")
+
+
+def _number(text: str | None, default: float) -> float:
+    try:
+        value = float(text) if text else default
+    except ValueError:
+        raise HTTPException(400, f"{text!r:.80} is not a number") from None
+    return default if math.isnan(value) else value

@@ -1,0 +1,269 @@
+"""The index of runs: what their records say, in SQLite. So a list of 1,000 runs and a chart of 10^6 rows open at once.
+
+The index is made from the records. If its file is damaged or of another version, it is made anew.
+"""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+import sys
+import threading
+from array import array
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy
+from numpy.typing import NDArray
+
+from mpitrain.dashboard.record_reader import NewRows, ReadMark, is_same_file, read_on
+from mpitrain.dashboard.records import is_record, run_id, stamp_of
+from mpitrain.errors import DataError
+from mpitrain.training.run_document import FILE as DOCUMENT
+from mpitrain.training.run_document import RunDocument, read_document
+from mpitrain.training.writers.json_lines import FILE as ROWS
+
+Result = TypeVar("Result")
+
+_VERSION = 1
+_PIECE_ROWS = 4096
+_READ_BYTES = 8 << 20  # others may use the index between two reads
+_MOST_EVENTS = 1000
+_MOST_PROBLEMS = 20
+_BUSY_SECONDS = 30.0
+
+_TABLES = f"""
+CREATE TABLE runs (id TEXT PRIMARY KEY, folder TEXT NOT NULL, stamp TEXT NOT NULL, place TEXT NOT NULL,
+    document TEXT NOT NULL, last TEXT NOT NULL, num_rows INTEGER NOT NULL, names TEXT NOT NULL, events TEXT NOT NULL,
+    problems TEXT NOT NULL, changed REAL NOT NULL);
+CREATE TABLE pieces (id TEXT NOT NULL, name TEXT NOT NULL, number INTEGER NOT NULL, steps BLOB NOT NULL,
+    vals BLOB NOT NULL, PRIMARY KEY (id, name, number));
+PRAGMA user_version = {_VERSION};
+"""
+_COLUMNS = "id, folder, document, last, num_rows, names, events, problems, changed"
+
+
+@dataclass(frozen=True)
+class IndexedRun:
+    """What the index has of a run.
+
+    Attributes:
+        id: of the folder, for addresses.
+        folder: that JsonLines was given.
+        document: what `run.json` says; None: there is none, or it cannot be read.
+        last: the last row.
+        num_rows: the number of rows.
+        names: the metrics, in the order of their first rows.
+        events: as in NewRows.
+        problems: what of the record could not be read, each in a sentence.
+        changed: when a file of the record was last written, in seconds since the epoch.
+    """
+
+    id: str
+    folder: str
+    document: RunDocument | None
+    last: dict[str, float]
+    num_rows: int
+    names: list[str]
+    events: list[dict[str, Any]]
+    problems: list[str]
+    changed: float
+
+
+class RunIndex:
+    """The file of the index. Several threads and several dashboards may use it at once."""
+
+    def __init__(self, path: Path, *, anew: bool = False) -> None:
+        """Open or make the file. With `anew`, remove what it has.
+
+        Raises:
+            OSError, sqlite3.Error: the file cannot be made.
+        """
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self.path = path
+        self._lock = threading.RLock()
+        self._connection: sqlite3.Connection | None = None
+        if anew:
+            self._remove()
+        self._do(lambda _: None)
+
+    def close(self) -> None:
+        """Close the file."""
+        with self._lock:
+            if self._connection is not None:
+                self._connection.close()
+                self._connection = None
+
+    def update(self, folder: Path) -> bool:
+        """Take in what is new in the record in `folder`. Return whether there was anything.
+
+        A record of many rows is taken in by several transactions.
+        """
+        has_changed = False
+        while self._do(lambda connection: self._update(connection, folder)):
+            has_changed = True
+        return has_changed
+
+    def runs(self) -> list[IndexedRun]:
+        """Return all runs, the youngest first."""
+        query = f"SELECT {_COLUMNS} FROM runs ORDER BY changed DESC"
+        return [_run(row) for row in self._do(lambda connection: connection.execute(query).fetchall())]
+
+    def run(self, id_: str) -> IndexedRun | None:
+        """Return one run; None: the index has none with this id."""
+        query = f"SELECT {_COLUMNS} FROM runs WHERE id = ?"
+        row = self._do(lambda connection: connection.execute(query, (id_,)).fetchone())
+        return None if row is None else _run(row)
+
+    def series(self, id_: str, name: str) -> tuple[NDArray[numpy.float64], NDArray[numpy.float64]]:
+        """Return steps and values of a metric: all rows that have it."""
+        query = "SELECT steps, vals FROM pieces WHERE id = ? AND name = ? ORDER BY number"
+        rows = self._do(lambda connection: connection.execute(query, (id_, name)).fetchall())
+        steps, values = (b"".join(row[place] for row in rows) for place in (0, 1))
+        return numpy.frombuffer(steps), numpy.frombuffer(values)
+
+    def forget_missing(self) -> None:
+        """Forget the runs whose records are gone. Those of other dashboards' folders stay."""
+
+        def work(connection: sqlite3.Connection) -> None:
+            for id_, folder in connection.execute("SELECT id, folder FROM runs").fetchall():
+                if not is_record(Path(folder)):
+                    _forget(connection, id_)
+
+        self._do(work)
+
+    def _do(self, work: Callable[[sqlite3.Connection], Result]) -> Result:
+        """Do `work` in a transaction; once more with a new file, if this one is damaged."""
+        with self._lock:
+            try:
+                return self._in_transaction(work)
+            except sqlite3.DatabaseError as error:
+                if type(error) not in (sqlite3.DatabaseError, sqlite3.OperationalError) or "locked" in str(error):
+                    raise
+                print(f"mpitrain dashboard: the index {self.path} is made anew: {error}", file=sys.stderr, flush=True)
+            self._remove()
+            return self._in_transaction(work)
+
+    def _in_transaction(self, work: Callable[[sqlite3.Connection], Result]) -> Result:
+        connection = self._connection or self._open()
+        self._connection = connection
+        connection.execute("BEGIN IMMEDIATE")
+        try:
+            result = work(connection)
+            connection.execute("COMMIT")
+        except BaseException:
+            if connection.in_transaction:
+                connection.execute("ROLLBACK")
+            raise
+        return result
+
+    def _open(self) -> sqlite3.Connection:
+        connection = sqlite3.connect(
+            self.path, timeout=_BUSY_SECONDS, check_same_thread=False, isolation_level=None, cached_statements=64
+        )
+        connection.execute("PRAGMA journal_mode = WAL")
+        connection.execute("PRAGMA synchronous = NORMAL")
+        (version,) = connection.execute("PRAGMA user_version").fetchone()
+        if version == 0:
+            connection.executescript(f"BEGIN IMMEDIATE; {_TABLES} COMMIT;")
+        elif version != _VERSION:
+            connection.close()
+            raise sqlite3.DatabaseError(f"it is of version {version}, not {_VERSION}")
+        return connection
+
+    def _remove(self) -> None:
+        self.close()
+        for suffix in ("", "-wal", "-shm"):
+            self.path.with_name(self.path.name + suffix).unlink(missing_ok=True)
+
+    def _update(self, connection: sqlite3.Connection, folder: Path) -> bool:
+        """Take in some of what is new; return whether there was anything."""
+        id_ = run_id(folder)
+        query = "SELECT stamp, place, names, events, problems, num_rows, last, document FROM runs WHERE id = ?"
+        known = connection.execute(query, (id_,)).fetchone()
+        stamp, changed = stamp_of(folder)
+        if known is not None and known[0] == stamp:
+            return False
+        place, names, events, problems, num_rows, last = ReadMark(), [], [], [], 0, {}
+        try:
+            if known is not None and is_same_file(folder / ROWS, old := _place(known[1])):
+                place, num_rows = old, known[5]
+                names, events, problems, last = (json.loads(known[column]) for column in (2, 3, 4, 6))
+                problems = [problem for problem in problems if problem.startswith(ROWS)]
+            elif known is not None:
+                _forget(connection, id_)
+            begin = place.offset
+            place, new = read_on(folder / ROWS, place, _READ_BYTES)
+            is_whole = place.offset in (begin, (folder / ROWS).stat().st_size)
+        except OSError as error:
+            if known is not None:
+                _forget(connection, id_)
+            is_missing = isinstance(error, FileNotFoundError)  # the run has just begun
+            new = NewRows(problems=[] if is_missing else [f"cannot be read: {error.strerror}"])
+            is_whole = True
+        problems += [f"{ROWS}: {problem}" for problem in new.problems]
+        document = ""
+        try:
+            document = read_document(folder / DOCUMENT).text() if (folder / DOCUMENT).exists() else ""
+        except DataError as error:
+            problems.append(str(error))
+        _add(connection, id_, new)
+        values = (
+            id_,
+            str(folder),
+            stamp if is_whole else "",
+            json.dumps({**asdict(place), "head": place.head.hex(), "tail": place.tail.hex()}),
+            document,
+            json.dumps(new.last or last),
+            num_rows + new.num_rows,
+            json.dumps(list(dict.fromkeys([*names, *new.columns]))),
+            json.dumps((events + new.events)[-_MOST_EVENTS:]),
+            json.dumps(problems[:_MOST_PROBLEMS]),
+            changed,
+        )
+        connection.execute(f"INSERT OR REPLACE INTO runs VALUES ({', '.join('?' * len(values))})", values)
+        return True
+
+
+def _place(text: str) -> ReadMark:
+    fields = json.loads(text)
+    return ReadMark(**{**fields, "head": bytes.fromhex(fields["head"]), "tail": bytes.fromhex(fields["tail"])})
+
+
+def _forget(connection: sqlite3.Connection, id_: str) -> None:
+    for table in ("runs", "pieces"):
+        connection.execute(f"DELETE FROM {table} WHERE id = ?", (id_,))
+
+
+def _add(connection: sqlite3.Connection, id_: str, new: NewRows) -> None:
+    """Add the columns to the pieces; only the last piece of a metric has less than its number of rows."""
+    query = "SELECT number, steps, vals FROM pieces WHERE id = ? AND name = ? ORDER BY number DESC LIMIT 1"
+    for name, (new_steps, new_values) in new.columns.items():
+        number, old_steps, old_values = connection.execute(query, (id_, name)).fetchone() or (0, b"", b"")
+        steps, values = (
+            old + array("d", more).tobytes() for old, more in ((old_steps, new_steps), (old_values, new_values))
+        )
+        size = 8 * _PIECE_ROWS
+        pieces = [
+            (id_, name, number + place, steps[place * size :][:size], values[place * size :][:size])
+            for place in range(-(-len(steps) // size))
+        ]
+        connection.executemany("INSERT OR REPLACE INTO pieces VALUES (?, ?, ?, ?, ?)", pieces)
+
+
+def _run(row: Sequence[Any]) -> IndexedRun:
+    id_, folder, document, *texts, changed = row
+    last, num_rows, names, events, problems = texts
+    return IndexedRun(
+        id_,
+        folder,
+        RunDocument(**json.loads(document)) if document else None,
+        json.loads(last),
+        num_rows,
+        json.loads(names),
+        json.loads(events),
+        json.loads(problems),
+        changed,
+    )

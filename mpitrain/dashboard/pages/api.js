@@ -1,0 +1,21 @@
+// Answers of the server, and the stream of what changes.
+
+export async function get(path) {
+  const answer = await fetch(path);
+  if (!answer.ok) throw new Error(`${answer.status}: ${await answer.text()}`);
+  return answer.json();
+}
+
+// Calls `onMessage` with each message. The element with the id "connection" says whether the page is live.
+export function listen(path, onMessage) {
+  const note = document.getElementById("connection");
+  const stream = new EventSource(path);
+  stream.onopen = () => { note.textContent = "live"; note.className = "ok"; };
+  stream.onerror = () => {
+    note.textContent = "not connected: the dashboard has ended or does not answer; trying again";
+    note.className = "problem";
+    if (stream.readyState === EventSource.CLOSED) setTimeout(() => listen(path, onMessage), 3000);
+  };
+  stream.onmessage = (event) => onMessage(JSON.parse(event.data));
+  addEventListener("pagehide", () => stream.close());
+}

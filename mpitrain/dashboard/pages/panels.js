@@ -1,0 +1,18 @@
+// Which metrics share a panel: those that end in the same word, such as "loss" and "test loss". As `mpitrain plot`.
+
+const PLACES = new Set(["epoch", "samples", "seconds", "copy_steps", "outer_steps"]);
+const FIRST = ["loss", "samples_per_second", "learning_rate", "gradient_norm", "communication_share"];
+
+export function metricsOf(names) {
+  const shown = names.filter((name) => !PLACES.has(name));
+  return [...FIRST.filter((name) => shown.includes(name)), ...shown.filter((name) => !FIRST.includes(name))];
+}
+
+export function panelsOf(names) {
+  const panels = new Map();
+  for (const name of metricsOf(names)) {
+    const key = name.split(" ").pop();
+    panels.set(key, [...(panels.get(key) ?? []), name]);
+  }
+  return panels;
+}

@@ -1,0 +1,109 @@
+// The list of runs: filter, sort, choose some to compare.
+
+import {listen} from "./api.js";
+import {duration, element, number, stateMark, time} from "./text.js";
+
+const step = (run) => run.step ?? run.last.step ?? null;
+const loss = (run) => run.metrics.loss ?? run.last.loss ?? null;
+const speed = (run) => run.metrics["samples/s"] ?? run.last.samples_per_second ?? null;
+const length = (run) => run.started ? (run.ended ?? (run.is_live ? Date.now() / 1000 : run.changed)) - run.started : null;
+const COLUMNS = [
+  {name: "Run", value: (run) => run.name, cell: (run) => element("a", {href: `/run/${encodeURIComponent(run.id)}`, title: run.folder || run.script}, run.name)},
+  {name: "State", value: (run) => run.state, cell: (run) => stateMark(run.state, run.why)},
+  {name: "Started", value: (run) => run.started, cell: (run) => time(run.started), minor: true},
+  {name: "Took", value: length, cell: (run) => duration(length(run)), minor: true},
+  {name: "Hosts", value: (run) => run.hosts.join(" "), cell: (run) => run.hosts.length > 3 ? `${run.hosts.length} hosts` : run.hosts.join(", "), minor: true},
+  {name: "Ranks", value: (run) => run.ranks, cell: (run) => run.ranks ? number(run.ranks) : "", numeric: true, minor: true},
+  {name: "Step", value: step, cell: (run) => number(step(run)), numeric: true},
+  {name: "Loss", value: loss, cell: (run) => number(loss(run)), numeric: true},
+  {name: "Samples/s", value: speed, cell: (run) => number(speed(run)), numeric: true},
+  {name: "Last event", value: (run) => run.event, cell: (run) => run.problems.length ? `⚠ ${run.problems[0]}` : run.event, wide: true},
+];
+
+const kind = (column) => [column.numeric ? "numeric" : "", column.wide ? "wide" : "", column.minor ? "minor" : ""].join(" ").trim();
+const body = document.querySelector("#runs tbody");
+const filter = document.getElementById("filter");
+const compare = document.getElementById("compare");
+const chosen = new Set(), known = new Map();
+let runs = [], sorting = null, rising = true;
+
+document.getElementById("heads").append(element("th", {scope: "col"}, element("span", {className: "hidden"}, "Choose")),
+  ...COLUMNS.map((column, place) => {
+    const button = element("button", {type: "button", onclick: () => sort(place)}, column.name);
+    return element("th", {scope: "col", className: kind(column)}, button);
+  }));
+
+function sort(place) {
+  rising = sorting === place ? !rising : !COLUMNS[place].numeric;
+  sorting = place;
+  document.querySelectorAll("#heads th").forEach((head, number) => {
+    if (number === place + 1) head.setAttribute("aria-sort", rising ? "ascending" : "descending");
+    else head.removeAttribute("aria-sort");
+  });
+  show();
+}
+
+function compared(a, b) {
+  const [x, y] = [COLUMNS[sorting].value(a), COLUMNS[sorting].value(b)];
+  if (x === null || x === undefined) return 1;
+  if (y === null || y === undefined) return -1;
+  const order = typeof x === "number" && typeof y === "number" ? x - y : String(x).localeCompare(String(y), "en", {numeric: true});
+  return rising ? order : -order;
+}
+
+function matches(run) {
+  const text = [run.name, run.folder, run.state, run.hosts.join(" "), run.script, run.job, run.event].join(" ").toLowerCase();
+  return filter.value.toLowerCase().split(/\s+/).every((word) => text.includes(word));
+}
+
+function row(run) {
+  const box = element("input", {type: "checkbox", checked: chosen.has(run.id), ariaLabel: `compare ${run.name}`, onchange: () => choose(run.id, box.checked)});
+  const cells = COLUMNS.map((column) => element("td", {className: kind(column)}, column.cell(run)));
+  const made = element("tr", {}, element("td", {}, run.rows ? box : null), ...cells);
+  made.dataset.id = run.id;
+  return made;
+}
+
+function choose(id, isChosen) {
+  if (isChosen) chosen.add(id); else chosen.delete(id);
+  compare.disabled = chosen.size < 2;
+  compare.textContent = chosen.size < 2 ? "Compare" : `Compare ${chosen.size}`;
+}
+
+// Rows whose text has not changed stay, so that the focus and a selection stay too.
+const shown = new Map();
+function show() {
+  const list = runs.filter(matches);
+  if (sorting !== null) list.sort(compared);
+  const rows = list.map((run) => {
+    const key = JSON.stringify(run), old = shown.get(run.id);
+    if (old && old.key === key) return old.row;
+    const made = row(run);
+    const focused = old && old.row.contains(document.activeElement) ? [...old.row.querySelectorAll("a, input")].indexOf(document.activeElement) : -1;
+    if (focused >= 0) { old.row.replaceWith(made); made.querySelectorAll("a, input")[focused]?.focus(); }
+    shown.set(run.id, {key, row: made});
+    return made;
+  });
+  const isSame = rows.length === body.rows.length && rows.every((made, place) => body.rows[place] === made);
+  if (!isSame) {
+    const focused = document.activeElement;
+    body.replaceChildren(...rows);
+    if (focused && body.contains(focused)) focused.focus();
+  }
+  document.getElementById("count").textContent = list.length === runs.length ? `${runs.length} runs` : `${list.length} of ${runs.length} runs`;
+  document.getElementById("empty").hidden = runs.length > 0;
+}
+
+filter.addEventListener("input", show);
+document.getElementById("controls").addEventListener("submit", (event) => event.preventDefault());
+compare.addEventListener("click", () => { location.href = `/compare?runs=${[...chosen].map(encodeURIComponent).join(",")}`; });
+listen("/api/stream", (answer) => {
+  if (answer.isWhole) known.clear();  // also after the connection was lost
+  for (const id of answer.gone) known.delete(id);
+  for (const run of answer.runs) known.set(run.id, run);
+  runs = [...known.values()].sort((a, b) => b.is_live - a.is_live || (b.started ?? 0) - (a.started ?? 0));
+  const problem = document.getElementById("problem");
+  problem.textContent = answer.problem;
+  problem.hidden = !answer.problem;
+  show();
+});

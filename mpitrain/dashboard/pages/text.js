@@ -1,0 +1,47 @@
+// Texts and elements. All texts go through textContent, so what looks like markup is shown and never run.
+
+export function element(name, properties = {}, ...children) {
+  const made = document.createElement(name);
+  for (const [key, value] of Object.entries(properties)) {
+    if (key in made) made[key] = value;
+    else made.setAttribute(key, value);
+  }
+  made.append(...children.filter((child) => child !== null && child !== undefined));
+  return made;
+}
+
+export function number(value, digits = 4) {
+  if (value === null || value === undefined) return "";
+  if (typeof value === "string") return value;
+  if (Number.isInteger(value)) return value.toLocaleString("en");
+  const size = Math.abs(value);
+  if (size >= 1000) return Math.round(value).toLocaleString("en");
+  if (size !== 0 && size < 0.001) return value.toExponential(2);
+  return String(Number(value.toPrecision(digits)));
+}
+
+export function time(seconds) {
+  if (!seconds) return "";
+  const date = new Date(seconds * 1000), now = new Date();
+  const clock = date.toLocaleTimeString("en-GB", {hour: "2-digit", minute: "2-digit"});
+  const day = date.toLocaleDateString("sv");
+  return day === now.toLocaleDateString("sv") ? clock : `${day} ${clock}`;
+}
+
+export function duration(seconds) {
+  if (seconds === null || seconds === undefined || !isFinite(seconds)) return "";
+  if (seconds < 100) return `${Number(seconds.toPrecision(2))} s`;
+  const minutes = Math.floor(seconds / 60);
+  if (minutes < 100) return `${minutes} min`;
+  return `${Math.floor(minutes / 60)} h ${minutes % 60} min`;
+}
+
+export function words(name) { return name.replaceAll("_", " "); }
+
+const SHAPES = {starts: "◔", trains: "●", restarts: "↻", ends: "◑", done: "✓", failed: "✕", lost: "?", stalled: "‖", unknown: "?"};
+
+// A state has a shape and a word besides its colour.
+export function stateMark(state, why) {
+  return element("span", {className: `state ${/^[a-z]+$/.test(state) ? state : ""}`, title: why || state},
+    element("span", {ariaHidden: "true"}, `${SHAPES[state] ?? "·"} `), state);
+}

@@ -1,0 +1,145 @@
+"""Runs the dashboard: one process, one socket, until Ctrl-C."""
+
+from __future__ import annotations
+
+import errno
+import ipaddress
+import os
+import socket
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import uvicorn
+
+from mpitrain.dashboard.app import Routes
+from mpitrain.dashboard.catalogue import Catalogue
+from mpitrain.dashboard.gate import Gate, Tokens
+from mpitrain.dashboard.index import RunIndex
+from mpitrain.errors import ConfigError, MpitrainError
+
+_END_SECONDS = 2
+
+
+def index_path() -> Path:
+    """Return the file of the index: of this user on this host, because SQLite's locks do not hold between hosts."""
+    cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(cache, "mpitrain", f"runs-{socket.gethostname()}.sqlite")
+
+
+def is_loopback(host: str) -> bool:
+    """Return whether only this machine can reach `host`."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def serve(roots: Sequence[Path], host: str, port: int, tls: tuple[Path, Path] | None, *, anew: bool) -> int:
+    """Serve until SIGINT or SIGTERM. Return the exit code.
+
+    Args:
+        roots: the folders with records.
+        host: the address or name to listen on.
+        port: 0 takes a free one.
+        tls: the files of the certificate and of its key.
+        anew: make the index anew.
+
+    Raises:
+        ConfigError: `host` is more than loopback, without `tls`; or it is no address of this machine.
+        MpitrainError: the port is in use, a file of `tls` cannot be used, or the index cannot be made.
+    """
+    if not is_loopback(host) and tls is None:
+        raise ConfigError(
+            f"{host} can be reached from other machines, so tokens and pages would be readable on the way. Give "
+            "--tls-certificate and --tls-key, or leave --host out and open the page through `ssh -L`"
+        )
+    listener = _listener(host, port)
+    with listener:
+        port = listener.getsockname()[1]
+        try:
+            index = RunIndex(index_path(), anew=anew)
+        except OSError as error:
+            raise MpitrainError(f"the index {index_path()} cannot be made: {error}. Set XDG_CACHE_HOME") from None
+        try:
+            return _serve(Catalogue(index, roots), listener, host, port, tls)
+        finally:
+            index.close()
+
+
+def _serve(catalogue: Catalogue, listener: socket.socket, host: str, port: int, tls: tuple[Path, Path] | None) -> int:
+    tokens = Tokens.new()
+    routes = Routes(catalogue)
+    gate = Gate(routes.app(), tokens, _names(host), port, is_secure=tls is not None)
+    certificate, key = (str(path) for path in tls) if tls else (None, None)
+    try:
+        config = uvicorn.Config(
+            gate,
+            log_level="warning",
+            access_log=False,
+            server_header=False,
+            proxy_headers=False,
+            ws="none",
+            timeout_graceful_shutdown=_END_SECONDS,
+            ssl_certfile=certificate,
+            ssl_keyfile=key,
+        )
+        config.load()
+    except OSError as error:
+        raise MpitrainError(f"TLS with {certificate} and {key} is not possible: {error}") from None
+    server = _Server(config, routes)
+    shown = "127.0.0.1" if is_loopback(host) else socket.gethostname() if _is_any(host) else host
+    shown = f"[{shown}]" if ":" in shown else shown
+    base = f"{'https' if tls else 'http'}://{shown}:{port}/?token="
+    print(f"for viewers:   {base}{tokens.viewer}")
+    print(f"for operators: {base}{tokens.operator}")
+    print("Keep the links to yourself. Ctrl-C ends the dashboard; jobs go on.", flush=True)
+    server.run(sockets=[listener])
+    return 0 if server.started else 1
+
+
+class _Server(uvicorn.Server):
+    """Ends the streams when the server is to end: uvicorn waits for them."""
+
+    def __init__(self, config: uvicorn.Config, routes: Routes) -> None:
+        super().__init__(config)
+        self._routes = routes
+
+    def handle_exit(self, sig: int, frame: object) -> None:
+        """See uvicorn.Server, which would raise the signal again after its end."""
+        self._routes.end()
+        self.should_exit = True
+
+
+def _listener(host: str, port: int) -> socket.socket:
+    try:
+        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    except OSError as error:
+        raise ConfigError(f"{host} is neither an address nor a name: {error}") from None
+    try:
+        return socket.create_server(address[:2], family=family)
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            raise MpitrainError(
+                f"port {port} of {host} is in use, perhaps by another dashboard. Open that one, or give another --port "
+                "(0 takes a free one)"
+            ) from None
+        raise ConfigError(f"cannot listen on port {port} of {host}: {error.strerror}") from None
+
+
+def _is_any(host: str) -> bool:
+    return host in ("0.0.0.0", "::")
+
+
+def _names(host: str) -> set[str]:
+    """Return the names and addresses under which a browser may come."""
+    if is_loopback(host):
+        return {"127.0.0.1", "localhost", "::1"}
+    if not _is_any(host):
+        return {host}
+    names = {socket.gethostname(), socket.getfqdn(), "localhost", "127.0.0.1"}
+    try:
+        names |= {str(entry[4][0]) for entry in socket.getaddrinfo(socket.gethostname(), None)}
+    except OSError as error:
+        print(f"mpitrain dashboard: {socket.gethostname()} has no address: {error}", file=sys.stderr)
+    return names

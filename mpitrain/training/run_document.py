@@ -1,0 +1,167 @@
+"""What a record says of its run besides the rows: what was started, where, with which code, and how it ended."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import platform
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mpitrain.config import Config
+from mpitrain.errors import DataError
+from mpitrain.launch.probe import packages
+from mpitrain.launch.roster import launcher_name
+from mpitrain.world import World
+
+FILE = "run.json"
+VERSION = 1
+MOST_BYTES = 1 << 20  # a document has some 10 KiB
+# How a run ended, if no error ended it. LEFT: its job goes on with it in another try.
+DONE, LEFT = "done", "left"
+_GIT_SECONDS = 5.0  # a work tree may be on a slow share, and all ranks wait
+
+
+@dataclass(frozen=True)
+class RunDocument:
+    """The content of `run.json`. Times are in seconds since the epoch, by the clock of rank 0.
+
+    Attributes:
+        job: the id that `mpitrain ps` shows; "": another launcher started the job.
+        script, arguments, folder: the program of rank 0, its arguments, and the folder in which it was started.
+        hosts: the ranks of each host, in the order of ranks.
+        strategy: the name of the strategy's class.
+        settings: the settings that differ from their defaults, by name (mpitrain.config.Config).
+        python, packages: the version of Python and of every installed package.
+        commit: of the git work tree that the script is in; "": there is none, or git cannot tell.
+        is_changed: files that git knows have changed since the commit.
+        process: names the process of rank 0 for good: its host, its number, and when the kernel started it
+            (roster.launcher_pid tells whether it is alive).
+        after_step: the step after which this job went on; 0: it began the training.
+        first_started: when the training began. A training that resumes keeps this value.
+        started: when this job began with its part of the training.
+        ended: when it ended; None: it has not, or it was killed.
+        end: DONE, LEFT, or the error that ended the run, in a line; "": it has not ended.
+        version: of this form.
+    """
+
+    job: str
+    script: str
+    arguments: list[str]
+    folder: str
+    hosts: Mapping[str, list[int]]
+    strategy: str
+    settings: Mapping[str, Any]
+    python: str
+    packages: Mapping[str, str]
+    commit: str
+    is_changed: bool
+    process: str
+    after_step: int
+    first_started: float
+    started: float
+    ended: float | None = None
+    end: str = ""
+    version: int = VERSION
+
+    def text(self) -> str:
+        """Return the content of the file."""
+        return json.dumps(dataclasses.asdict(self), indent=1) + "\n"
+
+    def ended_now(self, end: str) -> RunDocument:
+        """Return the document of the same run after its end."""
+        return dataclasses.replace(self, ended=time.time(), end=end)
+
+
+def document_of(world: World, strategy: str, after_step: int) -> RunDocument:
+    """Describe the run of this process, which is rank 0. Not collective."""
+    hosts: dict[str, list[int]] = {}
+    for rank, host in enumerate(world.hosts):
+        hosts.setdefault(host, []).append(rank)
+    defaults = dataclasses.asdict(Config())
+    script = Path(sys.argv[0])
+    commit, is_changed = _commit(script.resolve().parent)
+    now = time.time()
+    return RunDocument(
+        job=world.context.job,
+        script=str(script),
+        arguments=sys.argv[1:],
+        folder=str(Path.cwd()),
+        hosts=hosts,
+        strategy=strategy,
+        settings={
+            name: value for name, value in dataclasses.asdict(world.config).items() if value != defaults.get(name)
+        },
+        python=platform.python_version(),
+        packages=packages(sys.path),
+        commit=commit,
+        is_changed=is_changed,
+        process=launcher_name(os.getpid()),
+        after_step=after_step,
+        first_started=now,
+        started=now,
+    )
+
+
+def read_document(path: Path) -> RunDocument:
+    """Return what a `run.json` says.
+
+    Raises:
+        DataError: the file cannot be read, is not such a document, or is one of a newer version.
+    """
+    try:
+        with path.open("rb") as file:
+            content = file.read(MOST_BYTES + 1)
+    except OSError as error:
+        raise DataError(f"cannot read {path}: {error.strerror}") from None
+    if len(content) > MOST_BYTES:
+        raise DataError(f"{path} has more than {MOST_BYTES >> 20} MiB, so it is not the document of a run")
+    try:
+        fields = json.loads(content)
+        version = fields["version"]
+        if isinstance(version, int) and version > VERSION:
+            raise DataError(f"{path} is of version {version}; this mpitrain reads up to {VERSION}. Update mpitrain")
+        document = RunDocument(**fields)
+        _check(document)
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        raise DataError(f"{path} is not the document of a run ({type(error).__name__}: {error})") from None
+    return document
+
+
+def _check(document: RunDocument) -> None:
+    """Raise TypeError if a field is not of its type."""
+    kinds: dict[str, Any] = {
+        "str": str,
+        "int": int,
+        "bool": bool,
+        "float": (int, float),
+        "float | None": (int, float, type(None)),
+        "list[str]": list,
+    }
+    for field in dataclasses.fields(document):
+        kind = kinds.get(str(field.type), dict)
+        if not isinstance(value := getattr(document, field.name), kind):
+            raise TypeError(f"{field.name} is {value!r:.80}")
+    if not all(isinstance(ranks, list) for ranks in document.hosts.values()):
+        raise TypeError(f"hosts is {document.hosts!r:.80}")
+
+
+def _commit(folder: Path) -> tuple[str, bool]:
+    """Return the commit that the work tree around `folder` has, and whether files have changed since."""
+    words = ["git", "status", "--porcelain=v2", "--branch", "--untracked-files=no"]
+    environment = {**os.environ, "GIT_OPTIONAL_LOCKS": "0"}  # the index may be another user's
+    try:
+        done = subprocess.run(
+            words, cwd=folder, env=environment, capture_output=True, text=True, timeout=_GIT_SECONDS, check=False
+        )
+    except (OSError, subprocess.SubprocessError):
+        return "", False
+    lines = done.stdout.splitlines()
+    commits = [line.rpartition(" ")[2] for line in lines if line.startswith("# branch.oid ")]
+    return (commits or [""])[0], any(not line.startswith("#") for line in lines)

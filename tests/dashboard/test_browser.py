@@ -1,0 +1,234 @@
+"""The pages in a real browser: what they show, by mouse and by keyboard, and that no text becomes markup."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from records_made import lines, make_record, rows_made
+
+from jobs import until
+from serving import Dashboard, dashboard
+
+pytest.importorskip("starlette", reason="needs Starlette and uvicorn: pip install 'mpitrain[dashboard]'")
+pytest.importorskip("uvicorn", reason="needs Starlette and uvicorn: pip install 'mpitrain[dashboard]'")
+
+MARKUP = '<img src=x onerror="window.hacked=1"><script>window.hacked=1</script>'
+WAIT_MS = 240_000  # a busy machine
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("runs")
+    event = {"after_step": 5, "text": MARKUP, "source": "ranks", "lost_ranks": [1], "num_ranks": 2, "seconds": 0.5}
+    odd = [{"step": 1, "loss": 1.0, MARKUP: 2.0}, {"step": 9, "loss": 2.0, "events": [event]}]
+    make_record(folder / "first", rows_made(1, 3000))
+    make_record(folder / "second", rows_made(1, 100), arguments=["--lr", "0.2"], hosts={"lab7": [0]})
+    make_record(
+        folder / "odd", odd, script=MARKUP, end=f"DataError: {MARKUP}", hosts={MARKUP: [0]}, packages={MARKUP: MARKUP}
+    )
+    with (folder / "odd/metrics.jsonl").open("a") as file:
+        file.write(MARKUP + "\n")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def served(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Dashboard]:
+    with dashboard(tmp_path_factory.mktemp("cache"), str(folder)) as made:
+        made.wait_for("/api/runs", lambda answer: len(made.records(answer)) == 3)
+        yield made
+
+
+class Visit:
+    """A page that has come in by the link, and all that went wrong on it."""
+
+    def __init__(self, browser: Any, served: Dashboard, **options: Any) -> None:
+        self.context = browser.new_context(**options)
+        self.page = self.context.new_page()
+        self.page.set_default_timeout(WAIT_MS)
+        self.served = served
+        self.problems: list[str] = []
+        self.page.on("pageerror", lambda error: self.problems.append(str(error)))
+        self.page.on("console", lambda line: self.problems.append(line.text) if line.type == "error" else None)
+        self.page.on("request", self._look_at)
+        self.page.goto(served.link)
+        self.page.wait_for_selector("#runs tbody tr")
+
+    def _look_at(self, request: Any) -> None:
+        if not request.url.startswith(self.served.base):
+            self.problems.append(f"a request leaves the machine: {request.url}")
+
+    def open_run(self, name: str) -> None:
+        self.page.get_by_role("link", name=name, exact=True).click()
+        self.page.wait_for_selector("#charts[data-drawn]")
+
+    def close(self) -> None:
+        assert self.problems == []
+        self.context.close()
+
+
+@pytest.fixture
+def visit(browser: Any, served: Dashboard) -> Iterator[Visit]:
+    made = Visit(browser, served)
+    yield made
+    made.close()
+
+
+def names(page: Any) -> list[str]:
+    """The names of the runs that the list shows, without jobs of other tests."""
+    shown = page.locator("#runs tbody tr a").all_inner_texts()
+    return [name for name in shown if name in ("first", "second", "odd")]
+
+
+def test_the_list_is_filtered_and_sorted(visit: Visit) -> None:
+    page = visit.page
+    assert sorted(names(page)) == ["first", "odd", "second"]
+    assert "?token" not in page.url
+    assert page.get_by_role("row").filter(has_text="first").locator(".state").inner_text() == "✓ done"
+    page.get_by_label("Filter").fill("LAB7 done")
+    assert names(page) == ["second"]
+    page.get_by_label("Filter").fill("")
+    page.get_by_role("button", name="Step").click()
+    assert names(page) == ["first", "second", "odd"]
+    assert page.locator("th[aria-sort]").inner_text() == "Step"
+    page.get_by_role("button", name="Step").press("Enter")
+    assert names(page) == ["odd", "second", "first"]
+
+
+def test_markup_is_shown_and_never_run(visit: Visit) -> None:
+    page = visit.page
+    row = page.get_by_role("row").filter(has=page.get_by_role("link", name="odd", exact=True))
+    assert MARKUP in row.inner_text()
+    visit.open_run("odd")
+    text = page.inner_text("body")
+    assert text.count(MARKUP) >= 5  # its error, an event, the name of a metric, the script, a host
+    page.get_by_text("Packages").click()
+    assert page.locator("dt", has_text=MARKUP).count() == 1
+    assert page.evaluate("window.hacked") is None
+    assert page.locator("main img, main script").count() == 0
+
+
+def test_a_script_inside_the_page_does_not_run(visit: Visit) -> None:
+    """The policy of the page would stop what had become markup."""
+    page = visit.page
+    page.evaluate("markup => document.body.insertAdjacentHTML('beforeend', markup)", MARKUP)
+    page.evaluate(
+        "() => { const made = document.createElement('script'); made.textContent = 'window.hacked=1'; "
+        "document.body.append(made); }"
+    )
+    page.wait_for_timeout(300)
+    assert page.evaluate("window.hacked") is None
+    assert any("Content Security Policy" in problem for problem in visit.problems)
+    visit.problems.clear()
+
+
+def drawn(page: Any) -> tuple[str, str]:
+    """When the charts were drawn last, and the note of the first one."""
+    return page.get_attribute("#charts", "data-drawn"), page.locator(".chart .note").first.inner_text()
+
+
+def wait_for_drawing(page: Any, before: str) -> None:
+    until(lambda: drawn(page)[0] != before, "the charts are not drawn anew")
+
+
+def test_a_chart_is_zoomed_by_mouse_and_by_keyboard(visit: Visit) -> None:
+    """The whole run has more points than the chart has pixels; a zoom has each."""
+    page = visit.page
+    visit.open_run("first")
+    when, note = drawn(page)
+    assert "loss: extremes of 3,000 points" in note
+    box = page.locator(".u-over").first.bounding_box()
+    page.mouse.move(box["x"] + box["width"] * 0.5, box["y"] + 50)
+    page.mouse.down()
+    page.mouse.move(box["x"] + box["width"] * 0.6, box["y"] + 50, steps=5)
+    page.mouse.up()
+    wait_for_drawing(page, when)
+    when, note = drawn(page)
+    assert note == ""
+    page.locator(".plot").first.focus()
+    pixels = page.evaluate("document.querySelector('.chart').clientWidth") - 20
+    for key, points in (
+        ("0", 3000),
+        ("+", 1500),
+        ("+", 750),
+        ("+", 375),
+        ("ArrowRight", 375),
+        ("-", 750),
+        ("Escape", 3000),
+    ):
+        page.keyboard.press(key)
+        wait_for_drawing(page, when)
+        when, note = drawn(page)
+        assert (f"extremes of {points:,} points" in note) == (points > 2 * pixels), (key, note)
+        assert points > 2 * pixels or "extremes" not in note
+
+
+def test_two_runs_are_compared(visit: Visit, served: Dashboard) -> None:
+    page = visit.page
+    assert page.get_by_role("button", name="Compare").is_disabled()
+    for name in ("first", "second"):
+        page.get_by_label(f"compare {name}", exact=True).focus()
+        page.keyboard.press("Space")
+    page.get_by_role("button", name="Compare 2").press("Enter")
+    page.wait_for_selector(".u-over")
+    rows = [row.split("\t") for row in page.locator("#differences tbody tr").all_inner_texts()]
+    assert rows == [["arguments", "--lr 0.1", "--lr 0.2"], ["ranks", "3", "1"], ["hosts", "a: 2, b: 1", "lab7: 1"]]
+    assert page.locator(".u-legend .u-label").all_inner_texts() == ["step", "first", "second"]
+    page.locator("#metric").select_option("test loss")
+    page.wait_for_timeout(500)
+    assert page.locator("#problem").is_hidden()
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("width", [400, 1280])
+def test_no_page_is_wider_than_the_screen(browser: Any, served: Dashboard, scheme: str, width: int) -> None:
+    """And texts stand out from their ground, by the rule of WCAG 2: 4.5 to 1."""
+    visit = Visit(browser, served, viewport={"width": width, "height": 800}, color_scheme=scheme)
+    page = visit.page
+    for name in ("", "first"):
+        if name:
+            visit.open_run(name)
+        assert page.evaluate("document.documentElement.scrollWidth") <= width
+        colors = page.evaluate(
+            "() => [...document.querySelectorAll('h1, td, th, p, a, dt, dd, li')]"
+            ".map((one) => getComputedStyle(one).color)"
+        )
+        ground = page.evaluate("getComputedStyle(document.body).backgroundColor")
+        assert colors and min(contrast(color, ground) for color in set(colors)) >= 4.5
+    visit.close()
+
+
+def contrast(one: str, other: str) -> float:
+    """Of two colours as the browser gives them: rgb(1, 2, 3)."""
+
+    def luminance(color: str) -> float:
+        parts = [int(part) / 255 for part in color[color.index("(") + 1 : -1].split(",")[:3]]
+        linear = [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts]
+        return math.fsum(weight * part for weight, part in zip((0.2126, 0.7152, 0.0722), linear, strict=True))
+
+    low, high = sorted(luminance(color) for color in (one, other))
+    return (high + 0.05) / (low + 0.05)
+
+
+def test_a_page_follows_a_run(browser: Any, tmp_path: Path) -> None:
+    """Rows appear while the page is open; and the page says so if the dashboard ends."""
+    folder = make_record(tmp_path / "runs/grows", rows_made(1, 5), end="", ended=None)
+    with dashboard(tmp_path / "cache", str(tmp_path / "runs")) as served:
+        visit = Visit(browser, served)
+        visit.open_run("grows")
+        page = visit.page
+        assert page.locator("#figures li").first.inner_text().split() == ["step", "5"]
+        with (folder / "metrics.jsonl").open("a") as file:
+            file.write(lines(rows_made(6, 77)))
+        until(lambda: page.inner_text("#figures li:first-child strong") == "77")
+        when, _ = drawn(page)
+        (folder / "metrics.jsonl").write_text(json.dumps({"step": 3, "loss": 1.0}) + "\n")  # begun anew
+        until(lambda: page.inner_text("#figures li:first-child strong") == "3")
+        wait_for_drawing(page, when)
+        until(lambda: page.inner_text("#connection") == "live")
+    until(lambda: page.inner_text("#connection").startswith("not connected"))
+    visit.context.close()

@@ -1,0 +1,304 @@
+"""What the server answers, and to whom: requests to a dashboard that really runs."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import math
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from records_made import lines, make_record, rows_made
+
+from jobs import HANG_SECONDS
+from mpitrain.dashboard.records import run_id
+from serving import Dashboard, dashboard, refused
+
+pytest.importorskip("starlette", reason="needs Starlette and uvicorn: pip install 'mpitrain[dashboard]'")
+pytest.importorskip("uvicorn", reason="needs Starlette and uvicorn: pip install 'mpitrain[dashboard]'")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Records: two that are whole, and one that is damaged."""
+    folder = tmp_path_factory.mktemp("runs")
+    make_record(folder / "first", rows_made(1, 3000))
+    make_record(
+        folder / "second", rows_made(1, 10), arguments=["--lr", "0.2"], end="DataError: no", first_started=2000.0
+    )
+    (folder / "odd").mkdir()
+    (folder / "odd/metrics.jsonl").write_text('{"step": 1, "loss": "NaN"}\nhello\n')
+    return folder
+
+
+@pytest.fixture(scope="module")
+def served(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Dashboard]:
+    with dashboard(tmp_path_factory.mktemp("cache"), str(folder)) as made:
+        made.wait_for("/api/runs", lambda answer: len(made.records(answer)) == 3)
+        yield made
+
+
+def test_the_list(served: Dashboard) -> None:
+    runs = {run["name"]: run for run in served.records(served.get("/api/runs"))}
+    assert {name: (run["state"], run["rows"]) for name, run in runs.items()} == {
+        "first": ("done", 3000),
+        "second": ("failed", 10),
+        "odd": ("trains", 1),
+    }
+    first = runs["first"]
+    assert (first["hosts"], first["ranks"], first["started"], first["ended"]) == (["a", "b"], 3, 1000.0, 1060.0)
+    assert first["last"] == rows_made(3000, 3000)[0]
+    assert (runs["second"]["why"], runs["second"]["script"]) == ("DataError: no", "train.py --lr 0.2")
+    assert runs["odd"]["last"] == {"step": 1.0, "loss": "NaN"}
+    assert runs["odd"]["problems"] == ["metrics.jsonl: " + runs["odd"]["problems"][0].partition(": ")[2]]
+    assert "line 2 is not a row" in runs["odd"]["problems"][0]
+    ids = [run["id"] for run in served.records(served.get("/api/runs"))]
+    assert ids.index(runs["second"]["id"]) < ids.index(first["id"]), "the youngest first"
+
+
+def test_a_run_and_its_curves(served: Dashboard, folder: Path) -> None:
+    path = f"/api/runs/{run_id(folder / 'first')}"
+    answer = served.get(path)
+    assert answer["names"] == ["loss", "samples_per_second", "test loss"]
+    assert (answer["document"]["strategy"], answer["live"], answer["history"]) == ("Sync", None, [])
+    curves = served.get(f"{path}/series?name=loss&name=test%20loss&pixels=100")["curves"]
+    assert (curves["loss"]["exact"], curves["loss"]["points"], curves["test loss"]["points"]) == (False, 3000, 1000)
+    assert max(curves["loss"]["values"]) == 1.0 and min(curves["loss"]["values"]) == 1 / 3000
+    zoomed = served.get(f"{path}/series?name=loss&from=100.5&to=110&pixels=100")["curves"]["loss"]
+    assert zoomed["exact"] and zoomed["steps"] == list(range(100, 112))
+    assert zoomed["values"] == [1 / step for step in range(100, 112)]
+    odd = served.get(f"/api/runs/{run_id(folder / 'odd')}/series?name=loss")["curves"]["loss"]
+    assert (odd["values"], odd["notFinite"], odd["firstNotFinite"]) == ([None], 1, 1.0)
+    assert served.get(f"{path}/series?name=none")["curves"]["none"]["steps"] == []
+
+
+def test_what_differs(served: Dashboard, folder: Path) -> None:
+    ids = [run_id(folder / name) for name in ("first", "second")]
+    answer = served.get(f"/api/compare?runs={ids[0]},{ids[1]}")
+    assert answer["differences"] == [{"name": "arguments", "values": ["--lr 0.1", "--lr 0.2"]}]
+    assert [run["name"] for run in answer["runs"]] == ["first", "second"]
+
+
+@pytest.mark.parametrize(
+    ("path", "status"),
+    [
+        ("/api/runs/0000", 404),
+        ("/api/runs/job-x", 404),
+        ("/api/runs/..%2f..%2fetc", 404),
+        ("/api/runs/0000/series?name=loss", 404),
+        ("/api/compare?runs=0000", 404),
+        ("/api/stream?run=0000", 404),
+        ("/pages/../../app.py", 404),
+        ("/pages/%2e%2e/app.py", 404),
+        ("/nothing", 404),
+    ],
+)
+def test_what_is_not_there(served: Dashboard, path: str, status: int) -> None:
+    found, _, text = served.ask(path)
+    assert found == status, text
+
+
+def test_numbers_that_are_none(served: Dashboard, folder: Path) -> None:
+    path = f"/api/runs/{run_id(folder / 'first')}/series?name=loss"
+    assert served.ask(f"{path}&from=x")[0] == 400
+    for query in ("from=nan", "to=inf", "pixels=-5", "pixels=1e300", "from=1e300", "from=5&to=1", "name="):
+        assert served.ask(f"{path}&{query}")[0] == 200, query
+
+
+def test_only_with_a_token(served: Dashboard) -> None:
+    for path in ("/", "/api/runs", "/api/stream", "/metrics", "/pages/style.css", "/run/x", "/nothing"):
+        for token in ("", "wrong", served.viewer[:-1], "\u00e9"):
+            status, _, text = served.ask(path, headers={"Authorization": f"Bearer {token}"}, token="")
+            assert (status, "Open the link" in text) == (401, True), path
+        assert served.ask(path, token="", headers={"Cookie": f"mpitrain-{served.port}=wrong"})[0] == 401
+    assert served.ask("/?token=wrong", token="")[0] == 401
+    assert served.ask("/api/runs?token=" + served.viewer, token="")[0] == 401, "only the first page takes it"
+
+
+def test_the_first_visit_gives_a_cookie(served: Dashboard) -> None:
+    status, headers, _ = served.ask(f"/?token={served.viewer}", token="")
+    cookie = headers["set-cookie"]
+    assert status == 200
+    assert cookie.startswith(f"mpitrain-{served.port}={served.viewer};")
+    assert {"httponly", "samesite=strict", "path=/"} <= set(cookie.lower().replace("; ", ";").split(";"))
+    assert served.ask("/api/runs", token="", headers={"Cookie": cookie.partition(";")[0]})[0] == 200
+
+
+def test_viewers_and_operators(served: Dashboard) -> None:
+    assert json.loads(served.ask("/api/runs")[2])["role"] == "viewer"
+    assert json.loads(served.ask("/api/runs", token=served.operator)[2])["role"] == "operator"
+    assert served.viewer != served.operator and len(served.viewer) >= 32
+    status, _, text = served.ask("/api/runs", method="POST")
+    assert (status, "a viewer cannot do this" in text) == (403, True)
+    assert served.ask("/api/runs", token=served.operator, method="POST")[0] == 405
+    cookie = {"Cookie": f"mpitrain-{served.port}={served.operator}"}
+    for origin in ({}, {"Origin": "http://evil.example"}, {"Origin": "null"}, {"Origin": "http://127.0.0.1:1"}):
+        assert served.ask("/api/runs", token="", method="POST", headers={**cookie, **origin})[0] == 403, origin
+    own = {**cookie, "Origin": served.base}
+    assert served.ask("/api/runs", token="", method="POST", headers=own)[0] == 405
+
+
+@pytest.mark.parametrize(
+    "host", ["evil.example", "127.0.0.1", "127.0.0.1:1", "localhost.evil.example:{port}", "", "[::2]:{port}"]
+)
+def test_a_foreign_host_is_refused(served: Dashboard, host: str) -> None:
+    """DNS rebinding: a name of an attacker that points to this machine. The token does not help."""
+    status, _, text = served.ask("/api/runs", headers={"Host": host.format(port=served.port)})
+    assert (status, "allowed are" in text) == (421, True)
+    assert served.ask("/api/runs", headers={"Host": f"LOCALHOST:{served.port}"})[0] == 200
+
+
+def test_the_headers_of_every_answer(served: Dashboard) -> None:
+    for path in ("/", "/pages/chart.js", "/api/runs", "/nothing", "/metrics"):
+        for token in (None, ""):
+            _, headers, _ = served.ask(path, token=token)
+            policy = headers["content-security-policy"]
+            assert "default-src 'none'" in policy and "script-src 'self'" in policy and "unsafe" not in policy
+            assert headers["x-content-type-options"] == "nosniff"
+            assert headers["cache-control"] == "no-store"
+
+
+def test_no_page_has_a_script_or_style_inside(served: Dashboard) -> None:
+    for path in ("/", "/run/x", "/compare"):
+        status, _, text = served.ask(path)
+        assert status == 200
+        assert not re.search(r"<script(?![^>]*src=)|<style|\son\w+=|style=|https?://", text), path
+
+
+def test_a_stream_tells_what_is_new(tmp_path: Path) -> None:
+    """A row that is written appears within a second or two, on a quiet machine."""
+    folder = make_record(tmp_path / "runs/a", rows_made(1, 2), end="", ended=None)
+    with dashboard(tmp_path / "cache", "runs", cwd=tmp_path) as served:
+        served.wait_for("/api/runs", lambda answer: len(served.records(answer)) == 1)
+        line = http.client.HTTPConnection("127.0.0.1", served.port, timeout=HANG_SECONDS)
+        line.request("GET", f"/api/stream?run={run_id(folder)}", headers={"Authorization": f"Bearer {served.viewer}"})
+        answer = line.getresponse()
+        assert answer.getheader("content-type") == "text/event-stream; charset=utf-8"
+        rows = []
+        for count in (2, 3):
+            while not rows or rows[-1] != count:
+                text = answer.readline().decode()
+                if text.startswith("data: "):
+                    rows.append(json.loads(text[6:])["run"]["rows"])
+            if count == 2:
+                with (folder / "metrics.jsonl").open("a") as file:
+                    file.write(lines(rows_made(3, 3)))
+        assert rows[-1] == 3
+        shutil.rmtree(folder)
+        while not (text := answer.readline().decode()).startswith('data: {"run": null'):
+            assert text, "the stream has ended"
+        served.process.send_signal(signal.SIGINT)
+        assert answer.read() is not None  # the stream ends with the dashboard
+        line.close()
+
+
+def test_the_stream_of_the_list_tells_only_what_is_new(tmp_path: Path) -> None:
+    for name in "ab":
+        make_record(tmp_path / "runs" / name, rows_made(1, 2))
+    with dashboard(tmp_path / "cache", str(tmp_path / "runs")) as served:
+        served.wait_for("/api/runs", lambda answer: len(served.records(answer)) == 2)
+        line = http.client.HTTPConnection("127.0.0.1", served.port, timeout=HANG_SECONDS)
+        line.request("GET", "/api/stream", headers={"Authorization": f"Bearer {served.viewer}"})
+        answer = line.getresponse()
+
+        ids = [run_id(tmp_path / "runs" / name) for name in "abc"]
+
+        def next_one() -> tuple[bool, list[str], list[str]]:
+            while True:
+                text = answer.readline().decode()
+                assert text, "the stream has ended"
+                message = json.loads(text[6:]) if text.startswith("data: ") else {"runs": [], "gone": []}
+                names = sorted(run["name"] for run in served.records(message))
+                gone = [id_ for id_ in message["gone"] if id_ in ids]
+                if names or gone:
+                    return message["isWhole"], names, gone
+
+        assert next_one() == (True, ["a", "b"], [])
+        make_record(tmp_path / "made", rows_made(1, 2)).rename(tmp_path / "runs/c")
+        assert next_one() == (False, ["c"], [])
+        with (tmp_path / "runs/a/metrics.jsonl").open("a") as file:
+            file.write(lines(rows_made(3, 3)))
+        assert next_one() == (False, ["a"], [])
+        shutil.rmtree(tmp_path / "runs/b")
+        whole, names, gone = next_one()
+        while not gone:  # its record may be seen half removed
+            whole, names, gone = next_one()
+        assert (whole, names, gone) == (False, [], [run_id(tmp_path / "runs/b")])
+        line.close()
+
+
+def test_nothing_is_lost_by_a_kill(tmp_path: Path) -> None:
+    make_record(tmp_path / "runs/a", rows_made(1, 500))
+    with dashboard(tmp_path / "cache", str(tmp_path / "runs"), code=-signal.SIGKILL) as served:
+        served.wait_for("/api/runs", served.records)
+        served.process.kill()
+        served.process.wait(HANG_SECONDS)
+    with dashboard(tmp_path / "cache", str(tmp_path / "runs")) as served:
+        (run,) = served.records(served.wait_for("/api/runs", served.records))
+        assert run["rows"] == 500
+
+
+def test_two_dashboards_and_a_port_in_use(served: Dashboard, folder: Path, tmp_path: Path) -> None:
+    code, errors = refused(tmp_path, str(folder), "--port", str(served.port))
+    assert code == 1
+    assert f"port {served.port} of 127.0.0.1 is in use, perhaps by another dashboard" in errors
+    with dashboard(tmp_path, str(folder)) as second:
+        assert second.viewer != served.viewer
+        assert second.ask("/api/runs", token=served.viewer)[0] == 401
+        second.wait_for("/api/runs", lambda answer: len(second.records(answer)) == 3)
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "text"),
+    [
+        (["--host", "0.0.0.0"], 2, "0.0.0.0 can be reached from other machines"),
+        (["--host", "192.0.2.1", "--tls-certificate", "x", "--tls-key", "y"], 2, "cannot listen on port"),
+        (["--host", "no.such.name.invalid", "--tls-certificate", "x", "--tls-key", "y"], 2, "neither an address nor a"),
+        (["--tls-certificate", "x"], 2, "--tls-certificate and --tls-key belong together"),
+        (["--tls-certificate", "x", "--tls-key", "y"], 1, "TLS with x and y is not possible"),
+        (["missing"], 2, "there is no folder missing"),
+        (["--port", "70000"], 2, "--port 70000; allowed are 0 to 65535"),
+    ],
+)
+def test_what_is_refused(tmp_path: Path, words: list[str], code: int, text: str) -> None:
+    found, errors = refused(tmp_path, "--port", "0", *words) if "--port" not in words else refused(tmp_path, *words)
+    assert (found, text in errors) == (code, True), errors
+
+
+def test_over_tls(tmp_path: Path) -> None:
+    if shutil.which("openssl") is None:
+        pytest.skip("needs openssl, to make a certificate")
+    make_record(tmp_path / "runs/a", rows_made(1, 2))
+    certificate, key = tmp_path / "certificate.pem", tmp_path / "key.pem"
+    line = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"]
+    line += ["-keyout", str(key), "-out", str(certificate), "-subj", "/CN=localhost", "-days", "2"]
+    subprocess.run(line, check=True, capture_output=True, timeout=HANG_SECONDS)
+    words = ["--host", "0.0.0.0", "--tls-certificate", str(certificate), "--tls-key", str(key)]
+    with dashboard(tmp_path / "cache", str(tmp_path / "runs"), *words) as served:
+        assert served.base == f"https://{socket.gethostname()}:{served.port}"
+        assert "secure" in served.ask(f"/?token={served.viewer}", token="")[1]["set-cookie"].lower()
+        assert served.ask("/api/runs", headers={"Host": f"{socket.gethostname()}:{served.port}"})[0] == 200
+        assert served.ask("/api/runs", headers={"Host": f"evil.example:{served.port}"})[0] == 421
+        with socket.create_connection(("127.0.0.1", served.port), timeout=HANG_SECONDS) as plain:
+            plain.sendall(b"GET /api/runs HTTP/1.1\r\nHost: localhost\r\n\r\n")
+            assert b"HTTP" not in plain.recv(100)
+
+
+def test_a_thousand_runs(tmp_path: Path) -> None:
+    """The list has them all, and is made from the index."""
+    for number in range(1000):
+        make_record(tmp_path / f"runs/r{number}", rows_made(1, 3), first_started=float(number))
+    with dashboard(tmp_path / "cache", str(tmp_path / "runs")) as served:
+        served.wait_for("/api/runs", lambda answer: len(served.records(answer)) == 1000)
+        begun = time.monotonic()
+        runs = served.records(served.get("/api/runs"))
+        print(f"a list of 1,000 runs: {time.monotonic() - begun:.3f} s")
+        assert [run["name"] for run in runs] == [f"r{number}" for number in reversed(range(1000))]
+        assert math.isclose(sum(run["last"]["loss"] for run in runs), 1000 / 3)

@@ -1,0 +1,153 @@
+"""A job that really runs, on the pages: its ranks, a stopped rank, its end."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from jobs import Job, run_command, until
+from mpitrain.dashboard.records import run_id
+from mpitrain.training.run_document import read_document
+from serving import Dashboard, dashboard
+
+pytest.importorskip("starlette", reason="needs Starlette and uvicorn: pip install 'mpitrain[dashboard]'")
+pytest.importorskip("uvicorn", reason="needs Starlette and uvicorn: pip install 'mpitrain[dashboard]'")
+
+RANKS = 3
+SCRIPT = """
+import pathlib, sys, time
+import numpy
+import mpitrain as mt
+
+go_on, folder = map(pathlib.Path, sys.argv[1:])
+
+def build(world):
+    def function(parameters, batch, on_gradient):
+        time.sleep(0.05)
+        on_gradient("w", parameters["w"] - batch[0].mean())
+        return 0.5 + world.rank
+
+    data = mt.ArrayData(world, [numpy.arange(10.0)], global_batch=5)
+    return mt.Parts(mt.ArrayFunction(function, {"w": numpy.zeros(1)}, mt.Sgd(0.1)), mt.Sync(), data)
+
+class Gate(mt.Hook):
+    ends_run = True
+
+    def after_step(self, trainer, step):
+        if trainer.world.broadcast(go_on.exists()):
+            trainer.last_step = step.number
+
+mt.Trainer(build, [Gate(), mt.Record([mt.JsonLines(folder)], steps=2)]).run()
+"""
+
+
+def run_watched(tmp_path: Path, served: Dashboard, during: Callable[[str], None]) -> Job:
+    """Run the script; meanwhile call `during` with the id of its run, and then let the script end."""
+    (tmp_path / "train.py").write_text(SCRIPT)
+    folder, go_on = tmp_path / "elsewhere/run", tmp_path / "go-on"
+
+    def meanwhile(_: subprocess.Popen[str]) -> None:
+        try:
+            served.wait_for(
+                "/api/runs", lambda answer: any(is_ours(run, folder) and run["last"] for run in answer["runs"])
+            )
+            during(run_id(folder))
+        finally:
+            go_on.touch()
+
+    line = [
+        sys.executable,
+        "-m",
+        "mpitrain",
+        "run",
+        "-n",
+        str(RANKS),
+        str(tmp_path / "train.py"),
+        str(go_on),
+        str(folder),
+    ]
+    return run_command(line, timeout=200, during=meanwhile)
+
+
+def is_ours(run: dict[str, Any], folder: Path) -> bool:
+    return run["is_live"] and run["folder"] == str(folder)
+
+
+def test_a_job_with_a_stopped_rank(tmp_path: Path) -> None:
+    """The record is in no folder that the dashboard searches: the launcher says where it is."""
+    (tmp_path / "runs").mkdir()
+    with dashboard(tmp_path / "cache", str(tmp_path / "runs")) as served:
+
+        def during(id_: str) -> None:
+            path = f"/api/runs/{id_}"
+            answer = served.wait_for(path, lambda one: one["run"]["state"] == "trains" and len(one["history"]) > 3)
+            run, live = answer["run"], answer["live"]
+            assert (run["ranks"], [rank["rank"] for rank in live["ranks"]]) == (RANKS, list(range(RANKS)))
+            assert run["job"] == live["job"] == answer["document"]["job"] != ""
+            assert all(len(phases) == RANKS for _, phases in answer["history"][3:])
+            ids = [one["id"] for one in served.get("/api/runs")["runs"] if one["job"] == run["job"]]
+            assert ids == [id_], "a job with a record is one run"
+            text = served.ask("/metrics")[2]
+            assert f'mpitrain_job_ranks{{job_id="{live["ids"][0]}",phase=' in text
+            assert re.search(rf'mpitrain_rank_step{{job_id="{live["ids"][0]}",rank="2",host="[^"]+"}} [1-9]', text)
+            pid = live["ranks"][1]["pid"]
+            os.kill(pid, signal.SIGSTOP)
+            try:
+                answer = served.wait_for(path, lambda one: one["run"]["state"] == "stalled")
+                assert "rank 1 stopped" in answer["run"]["why"]
+                assert answer["history"][-1][1][1] == "stopped"
+            finally:
+                os.kill(pid, signal.SIGCONT)
+            served.wait_for(path, lambda one: one["run"]["state"] == "trains")
+
+        job = run_watched(tmp_path, served, during)
+        assert (job.code, job.left) == (0, []), job.output
+        folder = tmp_path / "elsewhere/run"
+        answer = served.wait_for(f"/api/runs/{run_id(folder)}", lambda one: one["live"] is None)
+        assert answer["run"]["state"] == "done"
+        assert answer["run"]["rows"] == len((folder / "metrics.jsonl").read_text().splitlines())
+        assert answer["run"]["ranks"] == RANKS
+        assert read_document(folder / "run.json").job == answer["run"]["job"]
+
+
+def test_a_page_that_is_open_while_a_job_stops_and_ends(tmp_path: Path, browser: Any) -> None:
+    (tmp_path / "runs").mkdir()
+    with dashboard(tmp_path / "cache", str(tmp_path / "runs")) as served:
+        context = browser.new_context(viewport={"width": 1200, "height": 900})
+        page = context.new_page()
+        page.set_default_timeout(240_000)
+        page.goto(served.link)
+
+        def during(_: str) -> None:
+            page.get_by_role("link", name="run", exact=True).click()
+            until(lambda: page.locator("#ranks tbody tr").count() == RANKS)
+            row = page.locator("#ranks tbody tr").filter(has=page.locator("td:first-child", has_text="2"))
+            pid = next(
+                rank["pid"]
+                for run in served.get("/api/runs")["runs"]
+                if run["name"] == "run"
+                for rank in served.get(f"/api/runs/{run['id']}")["live"]["ranks"]
+                if rank["rank"] == 2
+            )
+            os.kill(pid, signal.SIGSTOP)
+            try:
+                page.wait_for_selector("#ranks tbody tr:first-child td.red")
+                assert row.locator("td.red").inner_text() == "stopped"
+                assert "stalled" in page.inner_text("#state")
+            finally:
+                os.kill(pid, signal.SIGCONT)
+            until(lambda: page.locator("#ranks td.red").count() == 0)
+
+        job = run_watched(tmp_path, served, during)
+        assert job.code == 0, job.output
+        until(lambda: "done" in page.inner_text("#state"))
+        until(lambda: page.locator("#live").is_hidden())
+        context.close()
