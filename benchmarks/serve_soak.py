@@ -1,12 +1,15 @@
 """Many jobs of one server while its workers are killed: is its memory flat, and does each sample count once?
 
-    python benchmarks/serve_soak.py [--jobs 100000] [--workers 4] [--every 3] [--mode async]
+    python benchmarks/serve_soak.py [--jobs 100000] [--workers 4] [--every 3] [--seconds 0] [--mode async]
 
 Real processes on this machine: `mpitrain serve`, and `mpitrain work` several times. At random moments, --every seconds
 apart in the mean, a worker is killed (SIGKILL), and another one started. The model is one number for each of 1,000
 samples: an update adds 1 to the number of each sample of its job, whatever the parameters are, and all values are
 exact. So at the end the parameters are a count that is independent of the server's own. It is compared with the
 position in the data, and with the samples that the steps had. The server's resident memory is read twice a second.
+
+A job takes a millisecond, so 100,000 are done within two minutes, and see few kills. With --seconds, a worker sleeps
+for so long in each job.
 """
 
 from __future__ import annotations
@@ -27,14 +30,15 @@ from pathlib import Path
 from mpitrain.bench.rounds import versions_line
 
 SCRIPT = """
-import json, sys
+import json, sys, time
 import numpy
 import mpitrain as mt
 
-mode, jobs = sys.argv[1], int(sys.argv[2])
+mode, jobs, seconds = sys.argv[1], int(sys.argv[2]), float(sys.argv[3])
 NUM, JOB = 1000, 10
 
 def counting(parameters, batch, on_gradient):
+    time.sleep(seconds)
     gradient = numpy.zeros(NUM)
     numpy.subtract.at(gradient, batch, 1.0)
     on_gradient("count", gradient)
@@ -80,6 +84,7 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, default=100_000)
     parser.add_argument("--workers", type=int, default=4)
     parser.add_argument("--every", type=float, default=3.0, help="mean seconds from one kill to the next")
+    parser.add_argument("--seconds", type=float, default=0.0, help="that each job takes longer")
     parser.add_argument("--mode", choices=("async", "bounded"), default="async")
     parser.add_argument("--minutes", type=float, default=40.0, help="the longest time")
     options = parser.parse_args()
@@ -95,10 +100,12 @@ def soak(folder: Path, options: argparse.Namespace) -> None:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = str(free.getsockname()[1])
 
+    program = [str(folder / "train.py"), options.mode, str(options.jobs), str(options.seconds)]
+
     def start(name: str, *words: str) -> subprocess.Popen[bytes]:
         with (folder / name).open("ab") as output:
             return subprocess.Popen(
-                [sys.executable, "-m", "mpitrain", *words, str(folder / "train.py"), options.mode, str(options.jobs)],
+                [sys.executable, "-m", "mpitrain", *words, *program],
                 env={**os.environ, "XDG_STATE_HOME": str(folder)},
                 stdin=subprocess.DEVNULL,
                 stdout=output,
