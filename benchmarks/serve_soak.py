@@ -9,7 +9,8 @@ exact. So at the end the parameters are a count that is independent of the serve
 position in the data, and with the samples that the steps had. The server's resident memory is read twice a second.
 
 A job takes a millisecond, so 100,000 are done within two minutes, and see few kills. With --seconds, a worker sleeps
-for so long in each job.
+for so long in each job. A worker that was started when the server ended waits for another server, and ends with exit
+code 1 after two minutes.
 """
 
 from __future__ import annotations
@@ -78,6 +79,8 @@ said = {
 print("end", json.dumps(said), flush=True)
 """
 
+_HANG_SECONDS = 120
+
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -106,7 +109,7 @@ def soak(folder: Path, options: argparse.Namespace) -> None:
         with (folder / name).open("ab") as output:
             return subprocess.Popen(
                 [sys.executable, "-m", "mpitrain", *words, *program],
-                env={**os.environ, "XDG_STATE_HOME": str(folder)},
+                env={**os.environ, "XDG_STATE_HOME": str(folder), "MPITRAIN_HANG_SECONDS": str(_HANG_SECONDS)},
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
@@ -135,12 +138,14 @@ def soak(folder: Path, options: argparse.Namespace) -> None:
             if time.monotonic() - begun > len(memory) / 2:
                 memory.append((_step(folder), _resident_mib(server.pid)))
         seconds = time.monotonic() - begun
-        codes = [worker.wait(60) for worker in workers] if server.poll() is not None else []
+        codes = [worker.wait(2 * _HANG_SECONDS) for worker in workers] if server.poll() is not None else []
     finally:
         for process in (server, *workers):
             if process.poll() is None:
                 process.kill()
             process.wait()
+    if any(codes):
+        print("the workers' last lines:", *(folder / "workers").read_text(errors="replace").splitlines()[-4:], sep="\n  ")
     print(f"{_step(folder)} jobs in {seconds:.0f} s, {kills} kills; exit codes {server.returncode} and {sorted(codes)}")
     trained = [(step, mib) for step, mib in memory if step and mib]
     for tenth in range(10):
