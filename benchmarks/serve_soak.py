@@ -145,7 +145,9 @@ def soak(folder: Path, options: argparse.Namespace) -> None:
                 process.kill()
             process.wait()
     if any(codes):
-        print("the workers' last lines:", *(folder / "workers").read_text(errors="replace").splitlines()[-4:], sep="\n  ")
+        print(
+            "the workers' last lines:", *(folder / "workers").read_text(errors="replace").splitlines()[-4:], sep="\n  "
+        )
     print(f"{_step(folder)} jobs in {seconds:.0f} s, {kills} kills; exit codes {server.returncode} and {sorted(codes)}")
     trained = [(step, mib) for step, mib in memory if step and mib]
     for tenth in range(10):

@@ -65,11 +65,11 @@ class JobServer:
         self._loss_scale, self._rules = adapter.loss_scale, rules
         self._attendance = Attendance(link, queue, pace, rules)
         self.ledger = self._attendance.ledger
-        self._status = ServerStatus(self._attendance, queue, rules.expected, rules.now)
         self._events: deque[Message | Gone] = deque()
         self._left: float | None = None  # when the last update had been made
         self.ledger.servers = [ServerTally() for _ in range(num_servers)]
         self._shards = Shards(link, self._events, adapter, rules, self.ledger.servers, host)
+        self._status = ServerStatus(self._attendance, queue, rules.expected, rules.now, self._shards.parts)
         may_skip = self._loss_scale is not None
         self._desk = MessageDesk(link, store, queue, pace, self._attendance, self._shards, rules, may_skip=may_skip)
         self._has_begun = False

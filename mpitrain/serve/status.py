@@ -23,7 +23,16 @@ _MOST_GONE = 100
 class ServerStatus:
     """Publishes the state of a JobServer in the record of its process, if the process has one."""
 
-    def __init__(self, attendance: Attendance, queue: JobQueue, expected: int, now: Callable[[], float]) -> None:
+    def __init__(
+        self,
+        attendance: Attendance,
+        queue: JobQueue,
+        expected: int,
+        now: Callable[[], float],
+        parts: Callable[[], list[dict[str, Any]]],
+    ) -> None:
+        """`parts`: see Shards.parts."""
+        self._parts = parts
         self._attendance, self._queue, self._expected, self._now = attendance, queue, expected, now
         self._written, self._shown = float("-inf"), (0, 0)
         self._looks: deque[tuple[float, int]] = deque([(now(), 0)], _LOOKS)
@@ -54,6 +63,7 @@ class ServerStatus:
             "at": now,
             "stage": self._stage,
             "servers": len(ledger.servers),
+            "parts": self._parts(),
             "expected": self._expected,
             "joined": len(ledger.workers),
             "here": len(here),

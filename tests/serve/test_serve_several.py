@@ -176,6 +176,44 @@ def test_a_first_server_that_does_not_notice_is_ended(
     assert "server 1 ended with exit code 3; the job ends with it" in capfd.readouterr().err
 
 
+# A further server crashes when it ends. The first one goes on after its run until the file "go" is there.
+CRASH_SCRIPT = """
+import atexit, os, sys, time
+from mpitrain.job.start import the_job
+
+SCRIPT
+
+if the_job().role.kind == "shard":
+    atexit.register(os.abort)
+trainer.run()
+print("the run has ended", flush=True)
+while not os.path.exists(folder + "/go"):
+    time.sleep(0.05)
+time.sleep(2.0)
+print("all is done", flush=True)
+"""
+
+
+def test_a_further_server_that_crashes_at_its_end_ends_nothing(commands: Commands, tmp_path: Path) -> None:
+    """The first one no longer needs it. It goes on for longer than a first server that does not notice."""
+    script, saved = tmp_path / "train.py", tmp_path / "saved"
+    built = COUNTING_SCRIPT.replace("MODE", "'async'").partition("trainer.run()")[0]
+    script.write_text(CRASH_SCRIPT.replace("SCRIPT", built))
+    words = ["serve", "--port", str(commands.port), "--servers", "2", str(script), str(saved), "12", "0"]
+    launcher = (
+        "from mpitrain.cli import main; from mpitrain.launch import server_processes; "
+        f"server_processes._NOTICE_SECONDS = 0.5; raise SystemExit(main({words!r}))"
+    )
+    servers = commands.start([sys.executable, "-c", launcher])
+    servers.until("MPITRAIN_KEY=")
+    worker = commands.work(*words[5:])
+    servers.until(r"mpitrain: server 1 was killed by signal 6 after the run; server 0 goes on without it\n")
+    (saved / "go").touch()
+    assert servers.end() == 0, servers.output
+    assert servers.output.endswith("all is done\n"), servers.output
+    assert worker.end() == 0, worker.output
+
+
 def run_servers(program: str, *signals: int) -> tuple[int, int]:
     """Run this code in two servers. Signals come when the first one has said that it is there. Return both codes."""
     contexts = [JobContext(serves="server"), JobContext(serves="shard", serve_number=1)]

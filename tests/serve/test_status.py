@@ -177,7 +177,7 @@ def test_the_speed_is_that_of_the_last_looks() -> None:
     attendance = Attendance(link, JobQueue(10), Unbounded(JobQueue(10), 1), rules)
     tally = WorkerTally("worker 1 on a", "a")
     attendance.ledger.workers.append(tally)
-    shown = status.ServerStatus(attendance, JobQueue(10), 0, lambda: clock)
+    shown = status.ServerStatus(attendance, JobQueue(10), 0, lambda: clock, list)
     speeds = []
     for clock, samples in ((100.0, 0), (101.0, 30), (101.5, 40), (103.0, 60), (103.9, 600), (105.0, 600), (106.0, 600)):
         tally.samples = samples
