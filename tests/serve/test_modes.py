@@ -46,6 +46,20 @@ def test_each_sample_counts_once(name: str, num_servers: int, num_workers: int) 
 
 
 @pytest.mark.parametrize("name", MODES)
+def test_a_clock_that_jumps(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """By a day forth or back, each time that somebody looks. Nobody is missed, and no job goes to another worker."""
+    now, days = time.time, iter(range(10**9))
+    monkeypatch.setattr(time, "time", lambda: now() + 86400.0 * (-1) ** next(days))
+    *builds, shard, server = (parts(strategy(name)) for _ in range(5))
+    trainer, workers = train_served(server, builds, [mt.StopAtStep(8)], shard_builds=[shard])
+    assert workers.errors == {}
+    check_counts(trainer, name)
+    ledger = trainer.strategy.ledger  # type: ignore[attr-defined]
+    assert len(ledger.workers) == 3
+    assert name == "sync, backup" or sum(one.dropped for one in ledger.workers) == 0
+
+
+@pytest.mark.parametrize("name", MODES)
 def test_workers_that_are_faster_than_the_server(name: str) -> None:
     """Each has one job at most, whether it computes it, or has answered and is not heard yet."""
     num_workers, steps = 5, 12  # with one backup worker, 4 answers make a step of 8 samples
