@@ -76,7 +76,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--plain", default="", metavar="INTERFACE", help="do not encrypt; listen at this interface only, lo or a tunnel"
     )
-    parser.add_argument("--show", action="store_true", help="print the commands and the servers' parts, but train nothing")
+    parser.add_argument("--show", action="store_true", help="print the commands and the servers' parts; train nothing")
     add_script_arguments(parser)
 
 
