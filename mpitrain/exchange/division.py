@@ -45,8 +45,8 @@ class PartSize:
     def line(self) -> str:
         """Return all of it in words."""
         tensors = f"whole tensors: {self.num_whole:,}, in part: {self.num_cut:,}"
-        most = f", the largest: {self.largest} with {_mib(self.largest_bytes)}" if self.largest else ""
-        return f"{_mib(self.num_bytes)} of parameters; {tensors}{most}"
+        most = f", the largest: {self.largest} with {_shown(self.largest_bytes)}" if self.largest else ""
+        return f"{_shown(self.num_bytes)} of parameters; {tensors}{most}"
 
 
 @dataclass(frozen=True)
@@ -122,12 +122,15 @@ def sizes_of(division: Division) -> list[PartSize]:
 def line_of(division: Division, names: Sequence[str]) -> str:
     """Return who has how much, in a line. `names` are those of the servers."""
     sizes = [size.num_bytes for size in sizes_of(division)]
-    shares = [f"{name}: {_mib(size)}" for name, size in zip(names, sizes, strict=True)]
-    return f"{', '.join(shares)} of {_mib(sum(sizes))} of parameters"
+    shares = [f"{name}: {_shown(size)}" for name, size in zip(names, sizes, strict=True)]
+    return f"{', '.join(shares)} of {_shown(sum(sizes))} of parameters"
 
 
-def _mib(num_bytes: int) -> str:
-    return f"{num_bytes / 2**20:,.2f} MiB"
+def _shown(num_bytes: int) -> str:
+    for unit, name in ((2**20, "MiB"), (2**10, "KiB")):
+        if num_bytes >= unit:
+            return f"{num_bytes / unit:,.2f} {name}"
+    return f"{num_bytes} B"
 
 
 def _bytes_of(parameter: Parameter) -> int:

@@ -110,7 +110,9 @@ def test_the_size_of_each_part() -> None:
     # More servers than elements of a dtype, and than tensors.
     assert sizes_of(divide(LAYOUT, 11))[10] == PartSize(0, 0, 0, "", 0)
     assert sizes_of(whole(5))[4] == PartSize(0, 0, 0, "", 0)
-    assert PartSize(0, 0, 0, "", 0).line() == "0.00 MiB of parameters; whole tensors: 0, in part: 0"
-    assert PartSize(3 << 20, 1000, 1, "w", 1 << 20).line() == (
-        "3.00 MiB of parameters; whole tensors: 1,000, in part: 1, the largest: w with 1.00 MiB"
+    assert PartSize(0, 0, 0, "", 0).line() == "0 B of parameters; whole tensors: 0, in part: 0"
+    assert PartSize(3 << 20, 1000, 1, "w", (1 << 20) - 1).line() == (
+        "3.00 MiB of parameters; whole tensors: 1,000, in part: 1, the largest: w with 1,024.00 KiB"
     )
+    assert PartSize(1536, 1, 0, "w", 1023).line().startswith("1.50 KiB of parameters; ")
+    assert PartSize(1536, 1, 0, "w", 1023).line().endswith(" w with 1023 B")

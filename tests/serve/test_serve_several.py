@@ -59,7 +59,7 @@ def test_a_lost_server_ends_all_and_workers_wait_for_the_next_ones(
     os.kill(lost, signal.SIGKILL)
     assert servers.end() == code, servers.output
     assert f"mpitrain: {text}" in servers.output
-    assert f"server 0 on {HOST}: 0.00 MiB, server 1 on {HOST}: 0.00 MiB of 0.00 MiB of parameters" in servers.output
+    assert f"server 0 on {HOST}: 96 B, server 1 on {HOST}: 96 B of 192 B of parameters" in servers.output
     if killed == "shard":
         gone = rf"server 1 on {HOST} is gone \(its connection has ended\), and its part of the parameters with it"
         assert re.search(gone, servers.output), servers.output
