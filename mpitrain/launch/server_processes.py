@@ -70,7 +70,8 @@ class ServerProcesses:
 
     def _run_has_ended(self) -> bool:
         """Whether the first server says that its run is over, well or by an error."""
-        return served(self._first.pid).get("stage", "runs") != "runs"
+        stage: str = served(self._first.pid).get("stage", "runs")
+        return stage != "runs"
 
     def signal(self, number: int) -> None:
         """Pass a signal on to the first server, which may be writing a checkpoint. A second one ends it at once."""
