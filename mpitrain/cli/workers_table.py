@@ -23,7 +23,7 @@ def lines_of(served: Mapping[str, Any]) -> list[str]:
     lines = table(rows, _NUM_WORDS)
     if left_out:
         lines.append(f"({left_out} more that are gone are only in the sum)")
-    if parts := served["parts"]:
+    if parts := served.get("parts"):  # a server of an older version has none
         lines += ["", *table([_SERVER_TITLES, *(_part(one) for one in parts)], 1)]
     queue = served["queue"]
     jobs = f"{queue['out']:,} jobs out, {queue['answered']:,} answered and not used yet"
