@@ -193,6 +193,8 @@ def test_no_worker_at_all_and_ctrl_c(commands: Commands) -> None:
     server.until("there is no worker; the server waits for some")
     server.signal(signal.SIGINT)
     assert server.end() in (130, -signal.SIGINT), server.output
+    assert "mpitrain: interrupted\n" in server.output
+    assert "Traceback" not in server.output
 
 
 @pytest.mark.parametrize(
