@@ -52,13 +52,14 @@ class ServerProcesses:
         if first is not None:
             return first
         if time.monotonic() > self._deadline:
-            if not self._run_has_ended():
+            if served(self._first.pid).get("stage", "runs") == "runs":  # otherwise it has noticed
                 self._first.kill()
             self._deadline = float("inf")
         return None
 
     def _take_failure(self, number: int, code: int) -> None:
-        if self._run_has_ended():
+        told = served(self._first.pid)
+        if told.get("stage", "runs") != "runs" and not told["has_failed"]:
             self._unneeded.add(number)
             if not self._signals:
                 say(f"server {number} {how_ended(code)} after the run; server 0 goes on without it")
@@ -67,11 +68,6 @@ class ServerProcesses:
         if not self._signals:
             say(f"server {number} {how_ended(code)}; the job ends with it")
             self._deadline = min(self._deadline, time.monotonic() + _NOTICE_SECONDS)
-
-    def _run_has_ended(self) -> bool:
-        """Whether the first server says that its run is over, well or by an error."""
-        stage: str = served(self._first.pid).get("stage", "runs")
-        return stage != "runs"
 
     def signal(self, number: int) -> None:
         """Pass a signal on to the first server, which may be writing a checkpoint. A second one ends it at once."""

@@ -126,7 +126,7 @@ class JobServer:
         seconds = _FAREWELL_SECONDS if error else self._rules.hang_seconds
         is_config = isinstance(error, ConfigError)  # it is raised in all processes
         text = str(error) if is_config else f"{type(error).__name__}: {error}"
-        self._status.enter("leaves")
+        self._status.enter("leaves", has_failed=error is not None)
         try:
             self._shards.gather_late(seconds)  # the run may have ended before its first step
             if error is None or tells:
@@ -135,7 +135,7 @@ class JobServer:
             self._shards.end(text if tells and is_config else "", seconds)
         finally:
             self._link.close()
-            self._status.enter("over")
+            self._status.enter("over", has_failed=error is not None)
 
     def _hand_out(self) -> None:
         self._desk.drop_late()

@@ -262,6 +262,43 @@ def test_a_server_whose_failure_has_ended_the_first_one_is_named(capfd: pytest.C
     assert "server 1 ended with exit code 3; the job ends with it" in capfd.readouterr().err
 
 
+PUBLISHES = """
+import os, sys, time
+from pathlib import Path
+from mpitrain.watching.served_record import ServedPage
+
+if os.environ["_MPITRAIN_SERVES"] == "server":
+    page = ServedPage()
+    page.write({"at": time.monotonic(), "stage": "STAGE", "has_failed": FAILED})
+    Path("PATH").touch()
+    time.sleep(2.0)
+    sys.exit(FAILED)
+while not Path("PATH").exists():
+    time.sleep(0.01)
+sys.exit(3)
+"""
+
+
+@pytest.mark.parametrize("stage", ["leaves", "over"])
+@pytest.mark.parametrize(
+    ("has_failed", "text"),
+    [(1, "the job ends with it"), (0, "after the run; server 0 goes on without it")],
+)
+def test_a_first_server_that_has_noticed_ends_by_itself(
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    stage: str,
+    has_failed: int,
+    text: str,
+) -> None:
+    """It may have heard of the failure before the launcher has seen it."""
+    monkeypatch.setattr(server_processes, "_NOTICE_SECONDS", 0.2)
+    program = PUBLISHES.replace("STAGE", stage).replace("FAILED", str(has_failed)).replace("PATH", str(tmp_path / "go"))
+    assert run_servers(program) == (has_failed, has_failed)
+    assert f"mpitrain: server 1 ended with exit code 3{';' * has_failed} {text}\n" in capfd.readouterr().err
+
+
 def test_servers_end_if_one_cannot_be_started(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[Any] = []
     real = server_processes.subprocess.Popen
