@@ -94,8 +94,6 @@ CORES_OF_A_FOLDER = 0.5
 QUICK_FOLDERS = ["bench", "diagnostics", "launch", "training", "verify"]
 SLOW_FILES = [f"tests/test_{name}.py" for name in ("docs", "everything", "one_of_each", "trace")]
 QUICK_RANKS = {2: "test_training or test_checkpoint", 3: BY_SIZE}
-# Ranks wait for each other: on two cores such a part keeps 1.2 to 1.7 busy, so a folder runs beside it.
-CORES_OF_RANKS = 1.5
 # More at once than on so many cores has never been tried.
 MOST_CORES = 4
 # The slow tests on beds take longer than all others together.
@@ -103,7 +101,7 @@ SECONDS_OF_FULL = 3 * 3600.0
 
 
 def parts(full: bool) -> Iterator[Part]:
-    """All of them, the longest first, so that none begins last; those that take all cores wait until both are free."""
+    """All of them, the longest first, so that none begins last."""
     slow = [] if full else ["-m", "not slow"]
     pytest = [sys.executable, "-m", "pytest", "-q", *slow, "--durations=15"]
     on_nodes = [path for paths in ON_NODES.values() for path in paths]
@@ -150,9 +148,8 @@ def of_ranks(module: str, size: int, chosen: str, *options: str, vendor: str = "
     """The tests of a module on so many ranks; only those that are chosen, unless that is empty."""
     command = [*mpiexec(size, vendor), str(VENVS[vendor] / "bin/python"), "-m", f"tests.{module}", *options]
     other = "" if vendor == "mpich" else f", {vendor}"
-    return Part(
-        f"{module} on {size}{other}", [*command, *(["-k", chosen] if chosen else [])], cores=min(size, CORES_OF_RANKS)
-    )
+    # Ranks nap while they wait for each other: on two cores such a part keeps 0.5 to 1 busy, so it counts as one core.
+    return Part(f"{module} on {size}{other}", [*command, *(["-k", chosen] if chosen else [])])
 
 
 def quick_parts() -> Iterator[Part]:
