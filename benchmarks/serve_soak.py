@@ -1,12 +1,16 @@
 """Many jobs of one server while its workers are killed: is its memory flat, and does each sample count once?
 
-    python benchmarks/serve_soak.py [--jobs 100000] [--workers 4] [--every 3] [--mode async]
+    python benchmarks/serve_soak.py [--jobs 100000] [--workers 4] [--every 3] [--seconds 0] [--mode async]
 
 Real processes on this machine: `mpitrain serve`, and `mpitrain work` several times. At random moments, --every seconds
 apart in the mean, a worker is killed (SIGKILL), and another one started. The model is one number for each of 1,000
 samples: an update adds 1 to the number of each sample of its job, whatever the parameters are, and all values are
 exact. So at the end the parameters are a count that is independent of the server's own. It is compared with the
 position in the data, and with the samples that the steps had. The server's resident memory is read twice a second.
+
+A job takes a millisecond, so 100,000 are done within two minutes, and see few kills. With --seconds, a worker sleeps
+for so long in each job. A worker that was started when the server ended waits for another server, and ends with exit
+code 1 after two minutes.
 """
 
 from __future__ import annotations
@@ -27,14 +31,15 @@ from pathlib import Path
 from mpitrain.bench.rounds import versions_line
 
 SCRIPT = """
-import json, sys
+import json, sys, time
 import numpy
 import mpitrain as mt
 
-mode, jobs = sys.argv[1], int(sys.argv[2])
+mode, jobs, seconds = sys.argv[1], int(sys.argv[2]), float(sys.argv[3])
 NUM, JOB = 1000, 10
 
 def counting(parameters, batch, on_gradient):
+    time.sleep(seconds)
     gradient = numpy.zeros(NUM)
     numpy.subtract.at(gradient, batch, 1.0)
     on_gradient("count", gradient)
@@ -74,12 +79,15 @@ said = {
 print("end", json.dumps(said), flush=True)
 """
 
+_HANG_SECONDS = 120
+
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--jobs", type=int, default=100_000)
     parser.add_argument("--workers", type=int, default=4)
     parser.add_argument("--every", type=float, default=3.0, help="mean seconds from one kill to the next")
+    parser.add_argument("--seconds", type=float, default=0.0, help="that each job takes longer")
     parser.add_argument("--mode", choices=("async", "bounded"), default="async")
     parser.add_argument("--minutes", type=float, default=40.0, help="the longest time")
     options = parser.parse_args()
@@ -95,11 +103,13 @@ def soak(folder: Path, options: argparse.Namespace) -> None:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = str(free.getsockname()[1])
 
+    program = [str(folder / "train.py"), options.mode, str(options.jobs), str(options.seconds)]
+
     def start(name: str, *words: str) -> subprocess.Popen[bytes]:
         with (folder / name).open("ab") as output:
             return subprocess.Popen(
-                [sys.executable, "-m", "mpitrain", *words, str(folder / "train.py"), options.mode, str(options.jobs)],
-                env={**os.environ, "XDG_STATE_HOME": str(folder)},
+                [sys.executable, "-m", "mpitrain", *words, *program],
+                env={**os.environ, "XDG_STATE_HOME": str(folder), "MPITRAIN_HANG_SECONDS": str(_HANG_SECONDS)},
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
@@ -128,12 +138,16 @@ def soak(folder: Path, options: argparse.Namespace) -> None:
             if time.monotonic() - begun > len(memory) / 2:
                 memory.append((_step(folder), _resident_mib(server.pid)))
         seconds = time.monotonic() - begun
-        codes = [worker.wait(60) for worker in workers] if server.poll() is not None else []
+        codes = [worker.wait(2 * _HANG_SECONDS) for worker in workers] if server.poll() is not None else []
     finally:
         for process in (server, *workers):
             if process.poll() is None:
                 process.kill()
             process.wait()
+    if any(codes):
+        print(
+            "the workers' last lines:", *(folder / "workers").read_text(errors="replace").splitlines()[-4:], sep="\n  "
+        )
     print(f"{_step(folder)} jobs in {seconds:.0f} s, {kills} kills; exit codes {server.returncode} and {sorted(codes)}")
     trained = [(step, mib) for step, mib in memory if step and mib]
     for tenth in range(10):

@@ -77,7 +77,7 @@ def serve(num_parameters: int) -> tuple[JobServer, str, str]:
 
 def report(world: mt.World, server: JobServer, arguments: argparse.Namespace) -> None:
     shown = server._status
-    silent = ServerStatus(server._attendance, server.queue, 0, time.monotonic)
+    silent = ServerStatus(server._attendance, server.queue, 0, time.monotonic, list)
     silent._activity = None
 
     cpu: dict[str, list[float]] = {"with": [], "without": []}

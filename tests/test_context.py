@@ -31,6 +31,7 @@ FULL = JobContext(
     serve_address="node1:5000,node2:5000",
     serve_key="/proc/self/fd/5",
     serve_environment="/proc/self/fd/6",
+    serve_division="/proc/self/fd/8",
     serve_plain="wg0",
 )
 
@@ -59,6 +60,7 @@ def test_what_is_written() -> None:
         "_MPITRAIN_SERVE_ADDRESS": "node1:5000,node2:5000",
         "_MPITRAIN_SERVE_KEY": "/proc/self/fd/5",
         "_MPITRAIN_SERVE_ENVIRONMENT": "/proc/self/fd/6",
+        "_MPITRAIN_SERVE_DIVISION": "/proc/self/fd/8",
         "_MPITRAIN_SERVE_PLAIN": "wg0",
     }
     assert JobContext().variables() == {}

@@ -38,6 +38,10 @@ compared: only the server's learning rate, number of epochs and the like count.
 divide the parameters. Workers need the address of the first one only. If one of
 the servers is lost, all end; workers wait for them to be started again.
 
+--show prints what would be run. With several servers, it also runs the script up
+to its Trainer, in one process, to show which part of the parameters each server
+will have.
+
 With --hosts, this command also starts workers, over ssh, and ends them with the
 server. Others may join them.
 
@@ -72,7 +76,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--plain", default="", metavar="INTERFACE", help="do not encrypt; listen at this interface only, lo or a tunnel"
     )
-    parser.add_argument("--show", action="store_true", help="print the commands, but do not run them")
+    parser.add_argument("--show", action="store_true", help="print the commands and the servers' parts; train nothing")
     add_script_arguments(parser)
 
 

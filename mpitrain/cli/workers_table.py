@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+_SERVER_TITLES = ("SERVER", "PARAMETERS", "WHOLE TENSORS", "IN PART", "LARGEST", "OF", "SENT", "RECEIVED")
 _TITLES = ("WORKER", "HOST", "STATE", "JOBS", "SAMPLES", "SAMPLES/S", "PULLED", "PUSHED", "REFUSED", "LATE")
 _NUM_WORDS = 3  # the first columns, which are flush left
 _MOST_TEXT = 40
@@ -22,6 +23,8 @@ def lines_of(served: Mapping[str, Any]) -> list[str]:
     lines = table(rows, _NUM_WORDS)
     if left_out:
         lines.append(f"({left_out} more that are gone are only in the sum)")
+    if parts := served.get("parts"):  # a server of an older version has none
+        lines += ["", *table([_SERVER_TITLES, *(_part(one) for one in parts)], 1)]
     queue = served["queue"]
     jobs = f"{queue['out']:,} jobs out, {queue['answered']:,} answered and not used yet"
     left = f"{queue['left']:,} samples up to the end of epoch {queue['epoch'] + 1} have not gone out"
@@ -91,6 +94,19 @@ def _row(worker: Mapping[str, Any]) -> tuple[str, ...]:
     if "seconds" in worker:
         state = f"{state}, {worker['seconds']:.1f} s"
     return (_short(worker["name"]), _short(worker["host"]), state, *_numbers(worker))
+
+
+def _part(server: Mapping[str, Any]) -> tuple[str, ...]:
+    return (
+        _short(server["name"]),
+        _size(server["num_bytes"]),
+        f"{server['num_whole']:,}",
+        f"{server['num_cut']:,}",
+        _size(server["largest_bytes"]),
+        _short(server["largest"]),
+        _size(server["bytes_out"]),
+        _size(server["bytes_in"]),
+    )
 
 
 def _numbers(tally: Mapping[str, Any]) -> tuple[str, ...]:

@@ -25,6 +25,31 @@ Part: TypeAlias = Mapping[numpy.dtype, slice]
 
 
 @dataclass(frozen=True)
+class PartSize:
+    """How large the part of a server is.
+
+    Attributes:
+        num_bytes: of all its values.
+        num_whole: tensors that it has alone.
+        num_cut: tensors that have values in another part too.
+        largest: the tensor with the most bytes in it; "": there is none.
+        largest_bytes: of this tensor, in this part.
+    """
+
+    num_bytes: int
+    num_whole: int
+    num_cut: int
+    largest: str
+    largest_bytes: int
+
+    def line(self) -> str:
+        """Return all of it in words."""
+        tensors = f"whole tensors: {self.num_whole:,}, in part: {self.num_cut:,}"
+        most = f", the largest: {self.largest} with {_shown(self.largest_bytes)}" if self.largest else ""
+        return f"{_shown(self.num_bytes)} of parameters; {tensors}{most}"
+
+
+@dataclass(frozen=True)
 class Division:
     """Parameters with a place for each, and the part of each server."""
 
@@ -81,15 +106,31 @@ def counts_of(part: Part) -> dict[numpy.dtype, int]:
     return {dtype: own.stop - own.start for dtype, own in part.items()}
 
 
+def sizes_of(division: Division) -> list[PartSize]:
+    """Return the size of each server's part."""
+    sizes = []
+    for part in division.parts:
+        pieces = [(division.layout.parameters[index], own) for index, own, _ in members(division.layout, part)]
+        cut = sum(own.stop - own.start < parameter.count for parameter, own in pieces)
+        num_bytes = [(own.stop - own.start) * parameter.dtype.itemsize for parameter, own in pieces]
+        most = max(num_bytes, default=0)
+        largest = pieces[num_bytes.index(most)][0].name if pieces else ""
+        sizes.append(PartSize(sum(num_bytes), len(pieces) - cut, cut, largest, most))
+    return sizes
+
+
 def line_of(division: Division, names: Sequence[str]) -> str:
     """Return who has how much, in a line. `names` are those of the servers."""
-    sizes = [_bytes(counts_of(part)) for part in division.parts]
-    shares = [f"{name}: {size / 2**20:,.2f} MiB" for name, size in zip(names, sizes, strict=True)]
-    return f"{', '.join(shares)} of {sum(sizes) / 2**20:,.2f} MiB of parameters"
+    sizes = [size.num_bytes for size in sizes_of(division)]
+    shares = [f"{name}: {_shown(size)}" for name, size in zip(names, sizes, strict=True)]
+    return f"{', '.join(shares)} of {_shown(sum(sizes))} of parameters"
 
 
-def _bytes(counts: Mapping[numpy.dtype, int]) -> int:
-    return sum(count * dtype.itemsize for dtype, count in counts.items())
+def _shown(num_bytes: int) -> str:
+    for unit, name in ((2**20, "MiB"), (2**10, "KiB")):
+        if num_bytes >= unit:
+            return f"{num_bytes / unit:,.2f} {name}"
+    return f"{num_bytes} B"
 
 
 def _bytes_of(parameter: Parameter) -> int:

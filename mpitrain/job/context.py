@@ -61,6 +61,8 @@ class JobContext:
             further server has its own address, and then that of the first one.
         serve_key: the file with the servers' keys, or with the key of a worker.
         serve_environment: the file with the code and packages of this process, which a server compares, as JSON.
+        serve_division: the file to which this process writes how servers divide its parameters, before it ends without
+            a run; "": it trains.
         serve_plain: the network interface of a connection without encryption; "": all bytes are encrypted.
     """
 
@@ -86,6 +88,7 @@ class JobContext:
     serve_address: str = ""
     serve_key: str = ""
     serve_environment: str = ""
+    serve_division: str = ""
     serve_plain: str = ""
 
     @classmethod

@@ -14,6 +14,7 @@ import threading
 import time
 import traceback
 from contextlib import suppress
+from types import TracebackType
 from typing import NoReturn
 
 from mpitrain.errors import MpitrainError
@@ -70,6 +71,19 @@ def end_job(world: World, error: BaseException, ending: threading.Lock) -> NoRet
             abort(MPI.COMM_WORLD, 130 if isinstance(error, KeyboardInterrupt) else 1)
     finally:  # MPI's launcher ends the others when it sees this code
         os._exit(1)
+
+
+def say_interrupts_in_a_line() -> None:
+    """From now on, Ctrl-C ends this process without a traceback, where it is how a user ends it: a server, a worker."""
+    before = sys.excepthook
+
+    def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        if issubclass(kind, KeyboardInterrupt):
+            _write(f"mpitrain: {INTERRUPTED}\n")
+        else:
+            before(kind, error, trace)
+
+    sys.excepthook = hook
 
 
 def end_as_lost(world: World, error: BaseException, lost: str) -> NoReturn:

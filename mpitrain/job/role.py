@@ -24,6 +24,7 @@ class Role:
             address, and then that of the first server. None where servers tell their addresses over MPI.
         key: the file with the servers' keys, or with the key of a worker; "": the key comes over MPI too.
         environment: the file with the code and packages of this process, as JSON; "": they are not compared.
+        division: where this process tells how servers divide its parameters, before it ends; "": it trains.
         plain: the network interface of a connection without encryption; "": all bytes are encrypted.
         num_workers: for a server: how many workers were started with it, and will surely come; 0: not known.
         num_servers: how many servers there are, with the first one; 0: a worker that the first one tells.
@@ -34,6 +35,7 @@ class Role:
     addresses: tuple[str, ...] = ()
     key: str = ""
     environment: str = ""
+    division: str = ""
     plain: str = ""
     num_workers: int = 0
     num_servers: int = 1
@@ -56,6 +58,7 @@ def role_of(context: JobContext, rank: int, node_ranks: Sequence[int]) -> Role:
             tuple(filter(None, context.serve_address.split(","))),
             context.serve_key,
             context.serve_environment,
+            context.serve_division,
             context.serve_plain,
             num_servers=0 if kind == "worker" else max(1, context.servers),
             number=context.serve_number,

@@ -23,6 +23,7 @@ from mpitrain.exchange.exchange import OTHERS
 from mpitrain.exchange.trees import ArrayTrees
 from mpitrain.job.context import JobContext
 from mpitrain.job.early import is_helper
+from mpitrain.job.failure import say_interrupts_in_a_line
 from mpitrain.job.helpers import prepare_for_helpers, unsafe_because
 from mpitrain.job.job import Job
 from mpitrain.job.recovery import Recovery
@@ -132,6 +133,7 @@ def _begin(settings: dict[str, Any]) -> Job:
             atexit.register(job.recovery.finish)
     job.role = role_of(world.context, world.rank, world.node_ranks)
     if world.context.serves:
+        say_interrupts_in_a_line()
         # No launcher cleans up after a process that may be killed at any time. The memory itself stays usable.
         remove_mine()
         if world.context.serves == "server" and world.context.job:

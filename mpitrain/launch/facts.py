@@ -15,6 +15,8 @@ import signal
 import socket
 import subprocess
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +27,7 @@ _PATH_SECONDS = 5.0
 _ROUTE_SECONDS = 5.0
 _PROBE_SECONDS = 25.0
 _MOST_PATIENCE = 2.0
+_TELL_SECONDS = 30.0
 
 # The start of a Python takes 50 ms of a busy machine, and a restart waits for it. So a Python only says what is wrong.
 _LOOK = 'ls -fH -- "$2" > /dev/null 2>&1 && echo there || exec "$0" -S -c "$1" "$2"'
@@ -107,12 +110,23 @@ def devices() -> dict[str, list[str]]:
     return by_name
 
 
-def environment(python: str, script: str, variables: dict[str, str], probe: str) -> dict[str, Any]:
-    """Return what the job's Python finds on this host with these variables, or {"error": reason}."""
+def environment(
+    python: str,
+    script: str,
+    variables: dict[str, str],
+    probe: str,
+    most_seconds: float = 0.0,
+    tell: Callable[[float], None] = lambda waited: None,
+) -> dict[str, Any]:
+    """Return what the job's Python finds on this host with these variables, or {"error": reason}.
+
+    It has `most_seconds`; 0: as long as others wait for the facts of a host. `tell` is called with the seconds so far,
+    every 30 s.
+    """
     # Run in the script's folder: the script itself looks for modules there first.
     settings = {"cwd": str(Path(script).parent), "env": {**os.environ, **variables}, "stderr": subprocess.PIPE}
-    seconds = _PROBE_SECONDS * _patience()
-    output = _outputs(_start([python, "-c", probe, script], **settings), seconds)
+    seconds = most_seconds or _PROBE_SECONDS * _patience()
+    output = _outputs(_start([python, "-c", probe, script], **settings), seconds, tell)
     if output is None:
         return {"error": f"{python} did not answer within {seconds:.3g} s"}
     lines, words = (text.strip().splitlines() for text in output)
@@ -154,16 +168,25 @@ def _start(command: list[str], **settings: Any) -> subprocess.Popen[bytes] | Non
         return None
 
 
-def _outputs(child: subprocess.Popen[bytes] | None, timeout_seconds: float) -> tuple[str, str] | None:
+def _outputs(
+    child: subprocess.Popen[bytes] | None,
+    timeout_seconds: float,
+    tell: Callable[[float], None] = lambda waited: None,
+) -> tuple[str, str] | None:
     """Return both output streams of a child; None if it did not end in time. A child that cannot be killed stays."""
     if child is None:
         return "", ""
-    try:
-        # Not wait(): a child whose output does not fit into a pipe would never end.
-        stdout, stderr = child.communicate(timeout=timeout_seconds)
-    except subprocess.TimeoutExpired:
-        os.killpg(child.pid, signal.SIGKILL)  # it may be a shell that waits for another program
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            child.communicate(timeout=1.0)
-        return None
-    return stdout.decode(errors="replace"), (stderr or b"").decode(errors="replace")
+    begun = time.monotonic()
+    while (waited := time.monotonic() - begun) < timeout_seconds:
+        if waited >= _TELL_SECONDS:
+            tell(waited)
+        try:
+            # Not wait(): a child whose output does not fit into a pipe would never end.
+            stdout, stderr = child.communicate(timeout=min(timeout_seconds - waited, _TELL_SECONDS))
+        except subprocess.TimeoutExpired:
+            continue
+        return stdout.decode(errors="replace"), (stderr or b"").decode(errors="replace")
+    os.killpg(child.pid, signal.SIGKILL)  # it may be a shell that waits for another program
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        child.communicate(timeout=1.0)
+    return None

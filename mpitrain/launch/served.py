@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -15,18 +16,33 @@ from mpitrain.errors import LaunchError
 from mpitrain.job.context import PREFIX, JobContext
 from mpitrain.launch.facts import environment
 
+# Nobody waits for this process, so it need not give up on a busy machine.
+_MOST_SECONDS = 600.0
+
 
 def environment_here(script: str) -> dict[str, Any]:
     """Return what the script would find here, as facts.environment does: it is compared between server and workers.
+
+    A line says every 30 s that it takes long.
 
     Raises:
         LaunchError: it cannot be found out.
     """
     probe = (Path(__file__).parent / "probe.py").read_text()
-    facts = environment(sys.executable, str(Path(script).absolute()), {}, probe)
+    facts = environment(sys.executable, str(Path(script).absolute()), {}, probe, _MOST_SECONDS, _tell)
     if "error" in facts:
         raise LaunchError(f"the packages of {sys.executable} cannot be compared: {facts['error']}")
     return facts
+
+
+def _tell(waited: float) -> None:
+    print(
+        f"mpitrain: {socket.gethostname()} has waited {waited:.0f} s for {sys.executable}, which looks up code and "
+        f"packages and loads MPI; the machine is busy, or a folder of the script or of Python does not answer. It has "
+        f"{_MOST_SECONDS:.0f} s",
+        file=sys.stderr,
+        flush=True,
+    )
 
 
 def handed_over(text: str) -> int:

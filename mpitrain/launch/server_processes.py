@@ -2,6 +2,9 @@
 
 first ends ──────> the others have heard so, and end; what is left of them is ended
 another fails ───> the first one notices, names it, and ends; a first one that does not notice is ended
+
+After its run, the first one needs the others no more: then the failure of another one ends nothing. The first one says
+so in what it publishes for `mpitrain ps`.
 """
 
 from __future__ import annotations
@@ -17,6 +20,7 @@ from contextlib import contextmanager, suppress
 from mpitrain.errors import LaunchError
 from mpitrain.job.context import JobContext
 from mpitrain.launch.processes import end_with_parent
+from mpitrain.launch.roster import served
 from mpitrain.launch.served import variables
 
 # How long the others have to end when the first one has ended well.
@@ -31,7 +35,8 @@ class ServerProcesses:
 
     def __init__(self, processes: Sequence[subprocess.Popen[bytes]]) -> None:
         self._first, *self._others = processes
-        self._failed: dict[int, int] = {}  # codes of further servers, by number
+        self._failed: dict[int, int] = {}  # codes of further servers that the run needed, by number
+        self._unneeded: set[int] = set()  # those that have failed after the run
         self._signals: list[int] = []
         self._deadline = float("inf")
 
@@ -42,16 +47,27 @@ class ServerProcesses:
             return first
         for number, process in enumerate(self._others, 1):
             code = process.poll()
-            if code and number not in self._failed:
-                self._failed[number] = code
-                if not self._signals:
-                    say(f"server {number} {how_ended(code)}; the job ends with it")
-                    self._deadline = min(self._deadline, time.monotonic() + _NOTICE_SECONDS)
+            if code and number not in self._failed and number not in self._unneeded:
+                self._take_failure(number, code)
         if first is not None:
             return first
         if time.monotonic() > self._deadline:
-            self._first.kill()
+            if served(self._first.pid).get("stage", "runs") == "runs":  # otherwise it has noticed
+                self._first.kill()
+            self._deadline = float("inf")
         return None
+
+    def _take_failure(self, number: int, code: int) -> None:
+        told = served(self._first.pid)
+        if told.get("stage", "runs") != "runs" and not told["has_failed"]:
+            self._unneeded.add(number)
+            if not self._signals:
+                say(f"server {number} {how_ended(code)} after the run; server 0 goes on without it")
+            return
+        self._failed[number] = code
+        if not self._signals:
+            say(f"server {number} {how_ended(code)}; the job ends with it")
+            self._deadline = min(self._deadline, time.monotonic() + _NOTICE_SECONDS)
 
     def signal(self, number: int) -> None:
         """Pass a signal on to the first server, which may be writing a checkpoint. A second one ends it at once."""

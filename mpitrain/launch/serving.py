@@ -21,6 +21,7 @@ from mpitrain.launch.connections import Connection, connect
 from mpitrain.launch.placement import Place, Placement
 from mpitrain.launch.served import variables
 from mpitrain.launch.server_processes import how_ended, say, started
+from mpitrain.launch.sizes import show_sizes
 from mpitrain.launch.variables import is_of_login
 
 _MODULES = ("launch.worker_host",)
@@ -61,7 +62,11 @@ class Serving:
 
 
 def show(serving: Serving, line: str) -> None:
-    """Print the commands of the servers and of their known workers, and the `line` for others, without the key."""
+    """Print the commands of the servers and of their known workers, and the `line` for others, without the key.
+
+    Raises:
+        LaunchError: see show_sizes.
+    """
     server = shlex.join([sys.executable, *serving.program])
     several = len(serving.ports) > 1
     for number, port in enumerate(serving.ports):
@@ -70,7 +75,8 @@ def show(serving: Serving, line: str) -> None:
         command = f"cd {shlex.quote(str(Path.cwd()))} && {shlex.join(serving.command())}"
         for device in _devices(place):
             print(f"{place.host}: {command}{f'  # on {device}' if device else ''}")
-    print(line)
+    print(line, flush=True)
+    show_sizes(serving.program, [f"server {number}, port {port}" for number, port in enumerate(serving.ports)])
 
 
 def serve(serving: Serving, contexts: Sequence[JobContext], descriptor: int, key: Mapping[str, str]) -> int:

@@ -39,6 +39,7 @@ from mpitrain.launch.orders import Orders
 from mpitrain.launch.placement import Placement, refuse_crowds
 from mpitrain.launch.reserve import Reserve
 from mpitrain.launch.roster import launcher_name
+from mpitrain.launch.sizes import show_sizes
 from mpitrain.launch.successor import Successor
 from mpitrain.launch.supervisor import Pause, supervise
 from mpitrain.launch.tellers import Tellers
@@ -171,6 +172,8 @@ def start(request: Request, heritage: Heritage | None = None) -> int:
                 here.show(job, from_file)
             else:
                 over_hosts.show(job, request.script, from_file)
+            sys.stdout.flush()
+            show_sizes(request.program, [f"server {number}" for number in range(request.servers)])
             return 0
         except KeyboardInterrupt:  # between jobs, or while hosts are asked; a running job handles it itself
             print("mpitrain: interrupted", file=sys.stderr)

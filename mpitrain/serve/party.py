@@ -6,10 +6,12 @@ import secrets
 from collections.abc import Mapping
 from contextlib import closing
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import Any, NoReturn
 
 from mpitrain.adapters.adapter import Adapter, divided_of
 from mpitrain.compression.codec import Codec
+from mpitrain.exchange.division import sizes_of
 from mpitrain.job.role import Role
 from mpitrain.serve.attendance import ServerRules
 from mpitrain.serve.connect import bound, connected, environment_of
@@ -19,7 +21,7 @@ from mpitrain.serve.passes import server_pass
 from mpitrain.serve.server import JobServer
 from mpitrain.serve.shard import ShardServer
 from mpitrain.serve.source import JobSource, source_of
-from mpitrain.serve.store import ParameterStore, layout_of
+from mpitrain.serve.store import ParameterStore, divisions_of, layout_of
 from mpitrain.serve.worker import JobWorker
 from mpitrain.world import World
 
@@ -125,6 +127,13 @@ def first_server(
         num_servers=role.num_servers,
         carried=store.layout.flats_of(carried),
     )
+
+
+def tell_division(role: Role, adapter: Adapter) -> NoReturn:
+    """Write how the servers divide the parameters, a line for each of them, and end this process: `--show` asks so."""
+    _, parameters = divisions_of(adapter, role.num_servers)
+    Path(role.division).write_text("\n".join(size.line() for size in sizes_of(parameters)))
+    raise SystemExit(0)
 
 
 def work(party: Party, data: Any) -> None:

@@ -65,11 +65,11 @@ class JobServer:
         self._loss_scale, self._rules = adapter.loss_scale, rules
         self._attendance = Attendance(link, queue, pace, rules)
         self.ledger = self._attendance.ledger
-        self._status = ServerStatus(self._attendance, queue, rules.expected, rules.now)
         self._events: deque[Message | Gone] = deque()
         self._left: float | None = None  # when the last update had been made
         self.ledger.servers = [ServerTally() for _ in range(num_servers)]
         self._shards = Shards(link, self._events, adapter, rules, self.ledger.servers, host)
+        self._status = ServerStatus(self._attendance, queue, rules.expected, rules.now, self._shards.parts)
         may_skip = self._loss_scale is not None
         self._desk = MessageDesk(link, store, queue, pace, self._attendance, self._shards, rules, may_skip=may_skip)
         self._has_begun = False
@@ -126,7 +126,7 @@ class JobServer:
         seconds = _FAREWELL_SECONDS if error else self._rules.hang_seconds
         is_config = isinstance(error, ConfigError)  # it is raised in all processes
         text = str(error) if is_config else f"{type(error).__name__}: {error}"
-        self._status.enter("leaves")
+        self._status.enter("leaves", has_failed=error is not None)
         try:
             self._shards.gather_late(seconds)  # the run may have ended before its first step
             if error is None or tells:
@@ -135,7 +135,7 @@ class JobServer:
             self._shards.end(text if tells and is_config else "", seconds)
         finally:
             self._link.close()
-            self._status.enter("over")
+            self._status.enter("over", has_failed=error is not None)
 
     def _hand_out(self) -> None:
         self._desk.drop_late()

@@ -105,6 +105,12 @@ class ShardServer:
             for event in self._link.receive(0.0):
                 if isinstance(event, Gone):
                     self._pulls.pop(event.peer, None)
+                elif event.kind == "hello":  # a worker that was given the port of this server
+                    self._refuse(
+                        event.peer,
+                        "gives out no jobs. Start the worker with the address of the first server, which listens at "
+                        f"port {self._first.address.rpartition(':')[2]}",
+                    )
                 elif event.fields.get("life") == self._life:
                     self._handle(event)
             for peer in list(self._pulls):
@@ -205,12 +211,14 @@ class ShardServer:
     def _handle(self, message: Message) -> None:
         if not is_valid(self._secret, message.fields):
             kind = message.kind[:100]
-            text = f"{self._name}: a message {kind!r} has not the pass of a job that the first server gave out"
-            self._link.send(message.peer, "refused", {"text": text})
+            self._refuse(message.peer, f"got a message {kind!r} without the pass of a job of the first server")
         elif message.kind == "pull":
             self._pulls[message.peer] = message.fields
         elif message.kind == "push":
             self._push(message)
+
+    def _refuse(self, peer: Peer, why: str) -> None:
+        self._link.send(peer, "refused", {"text": f"{self._name} {why}"})
 
     def _answer(self, peer: Peer) -> None:
         """Send parameters, if they are as new as the worker's job."""

@@ -13,12 +13,13 @@ import json
 import math
 from collections import deque
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from typing import Any, TypeAlias
 
 import numpy
 
 from mpitrain.adapters.adapter import Adapter, divided_of
-from mpitrain.exchange.division import line_of
+from mpitrain.exchange.division import line_of, sizes_of
 from mpitrain.serve.attendance import ServerRules
 from mpitrain.serve.ledger import ServerTally
 from mpitrain.serve.link import Event, ServerLink
@@ -56,6 +57,7 @@ class Shards(ShardPeers):
         """
         super().__init__(link, events, rules, tallies, host)
         self._gradients, self._parameters = divisions_of(adapter, len(tallies))
+        self._sizes = sizes_of(self._parameters)
         self._secret = make_secret()
         self._adapter = adapter
         self._version = -1  # that was told last
@@ -68,12 +70,18 @@ class Shards(ShardPeers):
         """Give all servers the parameters, the optimizer's state, and what is carried. `gather` comes before."""
         if not self.num:
             return
-        names = [f"server 0 on {self._host}", *(self._names[number] for number in range(1, self.num + 1))]
-        self._rules.say(line_of(self._parameters, names))
+        self._rules.say(line_of(self._parameters, self._all_names()))
         for peer, number in self._peers.items():
             parts = [flat[self._gradients.parts[number][dtype]] for dtype, flat in carried.items()]
             self._link.send(peer, "carry", {"secret": self._secret}, parts)
         self.settle(version, {number: (self._part(number), []) for number in self._peers.values()})
+
+    def parts(self) -> list[dict[str, Any]]:
+        """Return what each server has, and what has gone in and out there; [] if there is one."""
+        if not self.num:
+            return []
+        rows = zip(self._all_names(), self._sizes, self._tallies, strict=True)
+        return [{"name": name, **asdict(size), **asdict(tally)} for name, size, tally in rows]
 
     def update(self, known: Mapping[str, Any], update: ServedUpdate, numbers: tuple[int, Sequence[int]]) -> None:
         """Tell all servers of an update.
@@ -158,6 +166,9 @@ class Shards(ShardPeers):
         whole = math.hypot(norm, *(float(message.fields["norm"]) for message in norms.values()))
         self._tell("norm", {"norm": whole})
         return whole
+
+    def _all_names(self) -> list[str]:
+        return [f"server 0 on {self._host}", *(self._listed([number]) for number in range(1, self.num + 1))]
 
     def _part(self, number: int) -> dict[str, Any]:
         return divided_of(self._adapter).part_state(number)

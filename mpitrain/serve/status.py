@@ -23,11 +23,20 @@ _MOST_GONE = 100
 class ServerStatus:
     """Publishes the state of a JobServer in the record of its process, if the process has one."""
 
-    def __init__(self, attendance: Attendance, queue: JobQueue, expected: int, now: Callable[[], float]) -> None:
+    def __init__(
+        self,
+        attendance: Attendance,
+        queue: JobQueue,
+        expected: int,
+        now: Callable[[], float],
+        parts: Callable[[], list[dict[str, Any]]],
+    ) -> None:
+        """`parts`: see Shards.parts."""
+        self._parts = parts
         self._attendance, self._queue, self._expected, self._now = attendance, queue, expected, now
         self._written, self._shown = float("-inf"), (0, 0)
         self._looks: deque[tuple[float, int]] = deque([(now(), 0)], _LOOKS)
-        self._activity, self._stage = own_activity(), "runs"
+        self._activity, self._stage, self._has_failed = own_activity(), "runs", False
 
     def show(self) -> None:
         """Publish the state, unless that was done a moment ago and nobody has come or gone since."""
@@ -37,9 +46,9 @@ class ServerStatus:
             self._written, self._shown = now, there
             self._activity.serve(self._facts(now))
 
-    def enter(self, stage: Literal["leaves", "over"]) -> None:
-        """Publish that the run is over: workers hear of it, or all have gone."""
-        self._stage, self._written = stage, float("-inf")
+    def enter(self, stage: Literal["leaves", "over"], *, has_failed: bool) -> None:
+        """Publish that the run is over, or has failed: workers hear of it, or all have gone."""
+        self._stage, self._has_failed, self._written = stage, has_failed, float("-inf")
         self.show()
 
     def _facts(self, now: float) -> dict[str, Any]:
@@ -53,7 +62,9 @@ class ServerStatus:
         return {
             "at": now,
             "stage": self._stage,
+            "has_failed": self._has_failed,
             "servers": len(ledger.servers),
+            "parts": self._parts(),
             "expected": self._expected,
             "joined": len(ledger.workers),
             "here": len(here),

@@ -13,7 +13,7 @@ from mpitrain.job.start import the_job
 from mpitrain.serve.jobs import JobQueue
 from mpitrain.serve.ledger import ServerLedger
 from mpitrain.serve.pace import Bounded, JobPace, Lockstep, Unbounded
-from mpitrain.serve.party import Party, first_server, serve_part, work
+from mpitrain.serve.party import Party, first_server, serve_part, tell_division, work
 from mpitrain.serve.pushes import codec_of
 from mpitrain.serve.server import JobServer
 from mpitrain.serve.shard_peers import LostServerError
@@ -115,6 +115,8 @@ class ParameterServer:
         if self._role.kind:
             self._check_servers()
             optimizer = divided_of(adapter).dividable_optimizer() if job.role.num_servers > 1 else ""
+            if self._role.division:
+                tell_division(self._role, adapter)
             codec = codec_of(world.config.compression)
             self._party = Party(job.role, job.everyone, world, adapter, codec, optimizer)
             return

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import os
+import re
+import socket
 import sys
 from pathlib import Path
 
 import pytest
 
 from jobs import HANG_SECONDS, until
-from mpitrain.launch import facts, probe
+from mpitrain.errors import LaunchError
+from mpitrain.launch import facts, probe, served
 
 PROBE = Path(probe.__file__).read_text()
 
@@ -40,6 +43,29 @@ def test_a_busy_machine_has_more_time(
     monkeypatch.setattr(os, "getloadavg", lambda: (average, 0.0, 0.0))
     found = facts.environment(sys.executable, str(tmp_path / "train.py"), {}, "import time; time.sleep(600)")
     assert found == {"error": f"{sys.executable} did not answer within {seconds} s"}
+
+
+def test_who_holds_up_nobody_waits_longer_and_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """As `mpitrain serve` and `mpitrain work` do. A Python that begins late has its answer, and one that hangs none."""
+    script, python, slow = tmp_path / "train.py", sys.executable, tmp_path / "python"
+    script.touch()
+    slow.write_text(f'#!/bin/sh\nsleep 1\nexec {python} "$@"\n')
+    slow.chmod(0o700)
+    expected = served.environment_here(str(script))
+    monkeypatch.setattr(facts, "_PROBE_SECONDS", 0.1)  # of those for whom others wait
+    monkeypatch.setattr(facts, "_TELL_SECONDS", 0.4)
+    monkeypatch.setattr(sys, "executable", str(slow))
+    assert served.environment_here(str(script)) == expected
+    said = rf"mpitrain: {socket.gethostname()} has waited [01] s for {slow}, .* It has 600 s\n"
+    assert re.match(said, capfd.readouterr().err)
+    slow.write_text("#!/bin/sh\nexec sleep 1000\n")
+    monkeypatch.setattr(served, "_MOST_SECONDS", 0.7)
+    with pytest.raises(
+        LaunchError, match=rf"the packages of {slow} cannot be compared: .* did not answer within 0.7 s"
+    ):
+        served.environment_here(str(script))
 
 
 def test_a_path_that_does_not_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,7 +6,7 @@ import numpy
 import pytest
 
 from mpitrain.exchange.bucket import Parameter, plan_layout
-from mpitrain.exchange.division import Division, divide, divide_whole, line_of, members, owners_of
+from mpitrain.exchange.division import Division, PartSize, divide, divide_whole, line_of, members, owners_of, sizes_of
 from mpitrain.job.context import JobContext
 from mpitrain.job.role import role_of, server_ranks
 
@@ -99,3 +99,20 @@ def test_servers_are_on_different_nodes(node_ranks: list[int], num_servers: int,
     assert {role.kind for role in workers} == {"worker"}
     assert roles[0].num_workers == len(workers)
     assert {role.num_servers for role in roles} == {num_servers}
+
+
+def test_the_size_of_each_part() -> None:
+    """By hand: NARROW has a (6), none (0), c (1); WIDE has b (4), d (6). A tensor without values is in no part."""
+    assert sizes_of(divide(LAYOUT, 1)) == [PartSize(108, 4, 0, "d", 48)]
+    # NARROW is cut after 4 of 7 elements, WIDE after 5 of 10.
+    assert sizes_of(divide(LAYOUT, 2)) == [PartSize(56, 1, 2, "b", 32), PartSize(52, 1, 2, "d", 40)]
+    assert sizes_of(whole(2)) == [PartSize(52, 2, 0, "d", 48), PartSize(56, 2, 0, "b", 32)]
+    # More servers than elements of a dtype, and than tensors.
+    assert sizes_of(divide(LAYOUT, 11))[10] == PartSize(0, 0, 0, "", 0)
+    assert sizes_of(whole(5))[4] == PartSize(0, 0, 0, "", 0)
+    assert PartSize(0, 0, 0, "", 0).line() == "0 B of parameters; whole tensors: 0, in part: 0"
+    assert PartSize(3 << 20, 1000, 1, "w", (1 << 20) - 1).line() == (
+        "3.00 MiB of parameters; whole tensors: 1,000, in part: 1, the largest: w with 1,024.00 KiB"
+    )
+    assert PartSize(1536, 1, 0, "w", 1023).line().startswith("1.50 KiB of parameters; ")
+    assert PartSize(1536, 1, 0, "w", 1023).line().endswith(" w with 1023 B")

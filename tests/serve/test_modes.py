@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
 from pathlib import Path
@@ -12,6 +13,7 @@ import pytest
 from counting import BATCH, JOB, MODES, NUM_SAMPLES, counting, expected_counts, parts, train_served
 
 import mpitrain as mt
+from jobs import REPOSITORY, run_command
 from mpitrain.errors import LaunchError, NonFiniteError
 
 
@@ -43,6 +45,43 @@ def test_each_sample_counts_once(name: str, num_servers: int, num_workers: int) 
     ledger = trainer.strategy.ledger  # type: ignore[attr-defined]
     assert sum(one.samples for one in ledger.workers) >= total
     assert ledger.updates == steps
+
+
+# The clock jumps by a day forth or back, each time that somebody looks; no module has taken time.time before.
+JUMPS = """
+import sys, time
+sys.path[:0] = sys.argv[1].split(":")
+now, looks = time.time, []
+
+def jumping():
+    looks.append(None)
+    return now() + 86400.0 * (-1) ** len(looks)
+
+time.time = jumping
+from test_modes import train_in_all_modes
+
+train_in_all_modes()
+"""
+
+
+def train_in_all_modes() -> None:
+    """Two servers and three workers. No job goes to another worker because of a clock."""
+    for name in MODES:
+        *builds, shard, server = (parts(strategy(name)) for _ in range(5))
+        trainer, workers = train_served(server, builds, [mt.StopAtStep(8)], shard_builds=[shard])
+        assert workers.errors == {}
+        check_counts(trainer, name)
+        ledger = trainer.strategy.ledger  # type: ignore[attr-defined]
+        assert len(ledger.workers) == 3
+        assert name == "sync, backup" or sum(one.dropped for one in ledger.workers) == 0
+
+
+def test_a_clock_that_jumps() -> None:
+    folders = f"{Path(__file__).parent}:{REPOSITORY / 'tests'}"
+    job = run_command([sys.executable, "-c", JUMPS, folders])
+    assert job.code == 0, job.output
+    for words in ("no answer for", "overdue", "has not been heard of", "has waited"):
+        assert words not in job.output, job.output
 
 
 @pytest.mark.parametrize("name", MODES)

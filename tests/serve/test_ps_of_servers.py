@@ -163,7 +163,9 @@ def test_a_server_alone_and_a_worker_that_joins(commands: Commands) -> None:
     assert server.end() == -signal.SIGTERM
     assert line_of(server) == {}
     worker.signal(signal.SIGINT)
-    worker.end()
+    assert worker.end() == -signal.SIGINT
+    assert worker.output.endswith("mpitrain: interrupted\n"), worker.output
+    assert "Traceback" not in worker.output
 
 
 def test_a_server_in_a_hook(commands: Commands, tmp_path: Path) -> None:

@@ -102,8 +102,8 @@ def test_the_ranks_of_one_mpiexec(tmp_path: Path, num_servers: int) -> None:
     assert job.stdout.count("end [") == 1
     assert re.search(r"mpitrain: 2 workers \(0 gone\), 40 jobs, 20 updates", job.stdout), job.output
     divided = (
-        r"server 0 on \S+ \(rank 0\): 0.00 MiB, server 1 on \S+ \(rank 1\): 0.00 MiB, server 2 on \S+ \(rank 2\): "
-        "0.00 MiB of 0.00 MiB of parameters"
+        r"server 0 on \S+ \(rank 0\): 64 B, server 1 on \S+ \(rank 1\): 64 B, server 2 on \S+ \(rank 2\): "
+        "64 B of 192 B of parameters"
     )
     assert bool(re.search(divided, job.stdout)) == (num_servers == 3)
 

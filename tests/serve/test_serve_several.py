@@ -59,7 +59,7 @@ def test_a_lost_server_ends_all_and_workers_wait_for_the_next_ones(
     os.kill(lost, signal.SIGKILL)
     assert servers.end() == code, servers.output
     assert f"mpitrain: {text}" in servers.output
-    assert f"server 0 on {HOST}: 0.00 MiB, server 1 on {HOST}: 0.00 MiB of 0.00 MiB of parameters" in servers.output
+    assert f"server 0 on {HOST}: 96 B, server 1 on {HOST}: 96 B of 192 B of parameters" in servers.output
     if killed == "shard":
         gone = rf"server 1 on {HOST} is gone \(its connection has ended\), and its part of the parameters with it"
         assert re.search(gone, servers.output), servers.output
@@ -176,6 +176,44 @@ def test_a_first_server_that_does_not_notice_is_ended(
     assert "server 1 ended with exit code 3; the job ends with it" in capfd.readouterr().err
 
 
+# A further server crashes when it ends. The first one goes on after its run until the file "go" is there.
+CRASH_SCRIPT = """
+import atexit, os, sys, time
+from mpitrain.job.start import the_job
+
+SCRIPT
+
+if the_job().role.kind == "shard":
+    atexit.register(os.abort)
+trainer.run()
+print("the run has ended", flush=True)
+while not os.path.exists(folder + "/go"):
+    time.sleep(0.05)
+time.sleep(2.0)
+print("all is done", flush=True)
+"""
+
+
+def test_a_further_server_that_crashes_at_its_end_ends_nothing(commands: Commands, tmp_path: Path) -> None:
+    """The first one no longer needs it. It goes on for longer than a first server that does not notice."""
+    script, saved = tmp_path / "train.py", tmp_path / "saved"
+    built = COUNTING_SCRIPT.replace("MODE", "'async'").partition("trainer.run()")[0]
+    script.write_text(CRASH_SCRIPT.replace("SCRIPT", built))
+    words = ["serve", "--port", str(commands.port), "--servers", "2", str(script), str(saved), "12", "0"]
+    launcher = (
+        "from mpitrain.cli import main; from mpitrain.launch import server_processes; "
+        f"server_processes._NOTICE_SECONDS = 0.5; raise SystemExit(main({words!r}))"
+    )
+    servers = commands.start([sys.executable, "-c", launcher])
+    servers.until("MPITRAIN_KEY=")
+    worker = commands.work(*words[5:])
+    servers.until(r"mpitrain: server 1 was killed by signal 6 after the run; server 0 goes on without it\n")
+    (saved / "go").touch()
+    assert servers.end() == 0, servers.output
+    assert servers.output.endswith("all is done\n"), servers.output
+    assert worker.end() == 0, worker.output
+
+
 def run_servers(program: str, *signals: int) -> tuple[int, int]:
     """Run this code in two servers. Signals come when the first one has said that it is there. Return both codes."""
     contexts = [JobContext(serves="server"), JobContext(serves="shard", serve_number=1)]
@@ -222,6 +260,43 @@ def test_a_server_whose_failure_has_ended_the_first_one_is_named(capfd: pytest.C
         assert servers.look() == 1
         assert servers.finish() == 1
     assert "server 1 ended with exit code 3; the job ends with it" in capfd.readouterr().err
+
+
+PUBLISHES = """
+import os, sys, time
+from pathlib import Path
+from mpitrain.watching.served_record import ServedPage
+
+if os.environ["_MPITRAIN_SERVES"] == "server":
+    page = ServedPage()
+    page.write({"at": time.monotonic(), "stage": "STAGE", "has_failed": FAILED})
+    Path("PATH").touch()
+    time.sleep(2.0)
+    sys.exit(FAILED)
+while not Path("PATH").exists():
+    time.sleep(0.01)
+sys.exit(3)
+"""
+
+
+@pytest.mark.parametrize("stage", ["leaves", "over"])
+@pytest.mark.parametrize(
+    ("has_failed", "text"),
+    [(1, "the job ends with it"), (0, "after the run; server 0 goes on without it")],
+)
+def test_a_first_server_that_has_noticed_ends_by_itself(
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    stage: str,
+    has_failed: int,
+    text: str,
+) -> None:
+    """It may have heard of the failure before the launcher has seen it."""
+    monkeypatch.setattr(server_processes, "_NOTICE_SECONDS", 0.2)
+    program = PUBLISHES.replace("STAGE", stage).replace("FAILED", str(has_failed)).replace("PATH", str(tmp_path / "go"))
+    assert run_servers(program) == (has_failed, has_failed)
+    assert f"mpitrain: server 1 ended with exit code 3{';' * has_failed} {text}\n" in capfd.readouterr().err
 
 
 def test_servers_end_if_one_cannot_be_started(monkeypatch: pytest.MonkeyPatch) -> None:

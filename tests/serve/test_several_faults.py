@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import signal
 import subprocess
 import sys
@@ -12,7 +13,7 @@ from typing import Any
 
 import numpy
 import pytest
-from counting import NUM_SAMPLES, free_address, parts, train_served, worker_key
+from counting import NUM_SAMPLES, WorkerThreads, free_address, parts, train_served, worker_key
 from hands import Hand, Served, hands, hear, lines_of, mean, next_message, of, say, two_lines
 
 import mpitrain as mt
@@ -120,7 +121,7 @@ def test_a_server_keeps_nothing_of_jobs_that_a_worker_does_not_have(monkeypatch:
         for fields in wrong:
             for kind in ("push", "pull"):
                 say(line, kind, [gradient] if kind == "push" else [], **{**own, **fields}, at_least=0, version=-1)
-                assert "has not the pass of a job" in hear(line, "refused").fields["text"]
+                assert "without the pass of a job" in hear(line, "refused").fields["text"]
         say(line, "push", [gradient], **of(other, lost))
         until(lambda: served.strategy.ledger.workers[1].pushed_bytes == 12 * 8)
         (shard,) = made
@@ -159,6 +160,25 @@ def test_a_refused_push_ends_its_worker() -> None:
         with pytest.raises(LaunchError, match="a worker: the server: no pass"):
             while True:
                 lines.tend("a worker")
+
+
+def test_a_worker_that_was_given_the_port_of_a_further_server() -> None:
+    """It ends with a word, and nobody else notices."""
+    served, lost = Served(1, mt.ParameterServer("async"), num_servers=2), WorkerThreads()
+    lost.start(served.addresses[1], [parts(mt.ParameterServer("async"))])
+    lost.end()
+    (error,) = lost.errors.values()
+    assert isinstance(error, LaunchError)
+    port = served.address.rpartition(":")[2]
+    remedy = f"Start the worker with the address of the first server, which listens at port {port}"
+    assert re.fullmatch(rf"server 1 on \S+ gives out no jobs\. {remedy}", str(error))
+    with hands(served, 1) as (worker,), lines_of(worker, served) as (line,):
+        job = worker.pull()
+        say(line, "push", [mean(job)[:12]], **of(worker, job))
+        worker.push(job, mean(job)[:12])
+        worker.end()
+    served.end()
+    assert set(served.counts) == {1.0}
 
 
 def test_notes_of_many_workers_are_longer_than_a_message(monkeypatch: pytest.MonkeyPatch) -> None:

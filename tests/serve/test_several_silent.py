@@ -24,7 +24,9 @@ from mpitrain.serve.keys import make_keys
 from mpitrain.serve.link import ServerLink
 from mpitrain.serve.pieces import pieces_of
 from mpitrain.serve.shard_peers import LostServerError
+from mpitrain.serve.store import ParameterStore
 from mpitrain.serve.wire import CHUNK_BYTES, Message, frames
+from mpitrain.serve.worker_link import WorkerLink
 
 
 def test_a_server_that_hangs_is_named_and_no_worker_is(
@@ -144,3 +146,50 @@ def test_a_part_of_a_message_is_no_silence(monkeypatch: pytest.MonkeyPatch) -> N
     stack.close()
     assert errors == []
     assert replica.versions == [-1, 6]
+
+
+def test_a_part_of_the_first_message_is_no_silence(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same for a further server, which hears first what ranks had left out: a buffer as large as the gradients."""
+    passed, looks = [0.0], itertools.count()
+    looked = [0]  # how often it has looked at the clock
+
+    def now() -> float:
+        looked[0] = next(looks)
+        return time.monotonic() + passed[0]
+
+    monkeypatch.setattr("mpitrain.serve.shard.time", SimpleNamespace(monotonic=now))
+    keys, count = make_keys(), 3 * CHUNK_BYTES // 8
+    adapter = mt.ArrayFunction(lambda *_: 0.0, {"count": numpy.zeros(2 * count)}, mt.Sgd(1.0))
+    errors: list[BaseException] = []
+    with (
+        closing(ServerLink("127.0.0.1:*", keys, 10**7)) as link,
+        closing(WorkerLink([link.address], keys.worker, 10**7)) as first,
+        closing(ServerLink("127.0.0.1:*", keys, 10**7)) as own,
+    ):
+        store, said = ParameterStore(adapter, 1, 2), {"server": 1}
+        server = shard.ShardServer(own, first, store, adapter, None, said, num_servers=2, hang_seconds=300.0, name="a")
+
+        def serve() -> None:
+            try:
+                server.serve()
+            except BaseException as error:
+                errors.append(error)
+
+        thread = threading.Thread(target=serve, daemon=True)
+        thread.start()
+        peer = next_message(link).peer
+        *parts, last = frames(1, "carry", {"secret": "a secret"}, [numpy.arange(float(count))])
+        assert len(parts) == 3
+        for number, frame in enumerate(parts, 1):
+            link._socket.send_multipart([peer, frame])
+            until(lambda number=number: errors or first.frames == number)
+            passed[0] += 200.0
+            before = looked[0]
+            until(lambda before=before: errors or looked[0] > before + 1)
+        link._socket.send_multipart([peer, last])
+        link.send(peer, "settle", {"version": 7, "life": "a life", "gone": []})
+        link.send(peer, "over", {"problem": ""})
+        thread.join(HANG_SECONDS)
+        assert not thread.is_alive()
+    assert errors == []
+    assert store.version == 7

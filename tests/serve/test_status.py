@@ -5,14 +5,13 @@ from __future__ import annotations
 import os
 import re
 import threading
-import time
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
 import numpy
 import pytest
-from counting import JOB, NUM_SAMPLES, parts
+from counting import JOB, NUM_SAMPLES
 from hands import Served, hands, mean
 
 import mpitrain as mt
@@ -177,7 +176,7 @@ def test_the_speed_is_that_of_the_last_looks() -> None:
     attendance = Attendance(link, JobQueue(10), Unbounded(JobQueue(10), 1), rules)
     tally = WorkerTally("worker 1 on a", "a")
     attendance.ledger.workers.append(tally)
-    shown = status.ServerStatus(attendance, JobQueue(10), 0, lambda: clock)
+    shown = status.ServerStatus(attendance, JobQueue(10), 0, lambda: clock, list)
     speeds = []
     for clock, samples in ((100.0, 0), (101.0, 30), (101.5, 40), (103.0, 60), (103.9, 600), (105.0, 600), (106.0, 600)):
         tally.samples = samples
@@ -255,82 +254,3 @@ def test_a_text_is_whole_or_damaged() -> None:
 )
 def test_a_histogram(counts: dict[int, int], lines: list[str]) -> None:
     assert histogram(counts) == lines
-
-
-class Kept:
-    """A writer that keeps its rows."""
-
-    def __init__(self) -> None:
-        self.rows: list[dict[str, float]] = []
-
-    def open(self, after_step: int) -> None:
-        pass
-
-    def write(self, row: dict[str, float], events: Any = ()) -> None:
-        self.rows.append(row)
-
-    def close(self) -> None:
-        pass
-
-
-def test_the_record_of_a_run(capfd: pytest.CaptureFixture[str]) -> None:
-    """The second of two workers answers a job after two updates of the first one."""
-    kept, other = Kept(), Kept()
-    hooks = [mt.Record([kept], steps=2), mt.Record([other], meters=[mt.Communication()], steps=4)]
-    served = Served(4, mt.ParameterServer("async", job_samples=JOB), hooks=hooks)
-    with hands(served, 2) as (first, second):
-        slow = second.pull()
-        for _ in range(2):
-            job = first.pull()
-            first.push(job, mean(job))
-        job = first.hear("job")
-        second.push(slow, mean(slow))
-        second.hear("job")
-        first.push(job, mean(job))
-        for worker in (first, second):
-            worker.end()
-    served.end()
-    assert [row["step"] for row in kept.rows] == [2, 4]
-    named = ("workers", "staleness", "largest_staleness", "pulled_bytes", "pushed_bytes")
-    # The jobs of both workers and the second of the first one went out before update 2, then three others.
-    assert [tuple(row[name] for name in named) for row in kept.rows] == [
-        (2, 0, 0, 3 / 2 * BYTES, BYTES),
-        (2, 1.5, 2, 2 / 2 * BYTES, BYTES),
-    ]
-    assert all(0 <= row["waiting_share"] <= 1 for row in kept.rows)
-    assert all("communication_share" not in row for row in [*kept.rows, *other.rows])
-    assert "Communication is not recorded on this rank" in capfd.readouterr().err
-
-
-def test_workers_of_ranks(capfd: pytest.CaptureFixture[str]) -> None:
-    kept = Kept()
-    trainer = mt.Trainer(parts(mt.Sync()), [mt.StopAtStep(2), mt.Record([kept], meters=[mt.Workers(), mt.Loss()])])
-    trainer.run()
-    trainer.close()
-    assert list(kept.rows[0]) == ["step", "epoch", "samples", "seconds", "loss"]
-    assert "Workers is not recorded on this rank. " in capfd.readouterr().err
-
-
-def test_the_time_of_a_hook_counts() -> None:
-    """An answer comes while a hook works, so the next update is made at once. Its time is also that of the hook."""
-    has_come, seconds = threading.Event(), 1.0
-
-    class Works(mt.Hook):
-        def after_step(self, trainer: mt.Trainer, step: Any) -> None:
-            steps.append(step.seconds)
-            if step.number == 1:
-                assert has_come.wait(60)
-                time.sleep(seconds)
-
-    steps: list[float] = []
-    served = Served(2, mt.ParameterServer("async", job_samples=JOB), hooks=[Works()])
-    with hands(served, 2) as (first, second):
-        jobs = [worker.pull() for worker in (first, second)]
-        first.push(jobs[0], mean(jobs[0]))
-        until(lambda: steps)
-        second.push(jobs[1], mean(jobs[1]))
-        has_come.set()
-        for worker in (first, second):
-            worker.end()
-    served.end()
-    assert steps[1] >= seconds

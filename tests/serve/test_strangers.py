@@ -7,17 +7,20 @@ import random
 import re
 import resource
 import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, closing
+from pathlib import Path
 
 import numpy
 import pytest
 import zmq
 
-from jobs import HANG_SECONDS
-from mpitrain.serve.keys import WorkerKey, make_keys
+from jobs import HANG_SECONDS, until
+from mpitrain.serve.keys import WorkerKey, make_keys, read_keys
 from mpitrain.serve.link import ENDED, Gone, ServerLink
 from mpitrain.serve.sockets import SocketEvents
 from mpitrain.serve.strangers import Strangers
@@ -133,6 +136,64 @@ def test_connections_that_say_nothing(served: Served) -> None:
             while "is there" not in joined.trouble():
                 assert time.monotonic() < deadline
                 joined.receive(0.1)
+
+
+OF_FEW_FILES = """
+import resource, sys
+from pathlib import Path
+from mpitrain.serve.keys import keys_of
+from mpitrain.serve.link import ServerLink
+from mpitrain.serve.wire import Message
+
+link = ServerLink("127.0.0.1:*", keys_of(Path(sys.argv[1])), 2**20)
+resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
+print(link.address, flush=True)
+while True:
+    for event in link.receive(0.5):
+        if isinstance(event, Message):
+            link.send(event.peer, "answer", event.fields)
+"""
+
+
+@pytest.mark.parametrize("leaves", [True, pytest.param(False, marks=pytest.mark.slow)])
+def test_more_connections_than_the_server_may_have_files(tmp_path: Path, leaves: bool) -> None:
+    """Its worker is answered. Others get in when the stranger leaves, or is sent away, after 30 s without a proof."""
+    command = [sys.executable, "-c", OF_FEW_FILES, str(tmp_path / "keys")]
+    with ExitStack() as stack:
+        server = stack.enter_context(subprocess.Popen(command, stdout=subprocess.PIPE, text=True))
+        stack.callback(server.kill)
+        assert server.stdout is not None
+        host, port = (address := server.stdout.readline().strip()).split(":")
+        key = read_keys(tmp_path / "keys").worker
+        worker = stack.enter_context(closing(WorkerLink([address], key, MOST)))
+        heard(worker)
+        strangers = [socket.create_connection((host, int(port)), 10.0) for _ in range(100)]
+        for one in strangers:
+            stack.callback(one.close)
+        strangers[0].sendall(GREETINGS["CURVE"])  # and no more of the handshake
+        until(lambda: len(list(Path(f"/proc/{server.pid}/fd").iterdir())) == 64)
+        heard(worker)
+        if leaves:
+            for one in strangers:
+                one.close()
+        else:
+            for one in strangers:
+                one.settimeout(HANG_SECONDS)
+                while one.recv(1000):  # the server's own greeting
+                    pass
+        heard(stack.enter_context(closing(WorkerLink([address], key, MOST))))
+        heard(worker)
+        assert worker.connections == 1
+
+
+def heard(worker: WorkerLink) -> None:
+    """The server answers what this worker asks, as soon as the worker is there."""
+    until(lambda: worker.receive(0.05) or worker.is_connected)
+    number = random.getrandbits(40)
+    worker.send("question", {"number": number})
+    message = worker.receive(HANG_SECONDS)
+    assert message is not None, worker.trouble()
+    assert message.fields == {"number": number}
 
 
 def test_strangers_take_no_memory(served: Served) -> None:
