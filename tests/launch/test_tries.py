@@ -79,15 +79,15 @@ def test_only_one_process_at_a_time_logs_in_on_a_host(is_prepared: bool) -> None
 
     ended = SimpleNamespace(to_end=lambda _: "ended")
     new: Any = SimpleNamespace(
-        job=SimpleNamespace(placement=BOTH, context=SimpleNamespace(job="try")),
+        job=SimpleNamespace(placement=BOTH, context=SimpleNamespace(job="try", servers=0)),
         connect=note("guards log in"),
         ask=note("guards have answered"),
-        guards=SimpleNamespace(beat_for=note("beats"), processes=set),
+        guards=SimpleNamespace(beat_for=note("beats"), processes=set, hosts_now=dict),
         ready=lambda: seen.append("holders have answered, mpiexec logs in") or ended,
     )
     keepers: Any = SimpleNamespace(begin=note("keepers log in"), settle=note("keepers have answered"))
     reserve: Any = SimpleNamespace(begin=note("holders log in"))
-    with Tries(lambda *_: new, keepers, reserve) as made:
+    with Tries(lambda *_: new, keepers, reserve, Live("", [], 0.0)) as made:
         if is_prepared:
             made._take = lambda *_: new  # type: ignore[method-assign]
         assert made.run(new.job, lambda: None) == "ended"
