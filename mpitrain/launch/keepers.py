@@ -192,6 +192,7 @@ class Keepers:
         self._none_of_job.enter_context(left_out({connection.process.pid}))  # also if a try is running
         with self._sending:
             self._connections[host] = connection
+        self._cut_off.discard(host)  # the new keeper ends the one before
         self._said[host] = []
 
     def _estate_with(self, of: str) -> dict[str, Any]:

@@ -71,6 +71,29 @@ def test_it_waits_for_another_launcher(keepers: Keepers) -> None:
     assert process.wait(HANG_SECONDS) == 0
 
 
+def test_a_host_that_comes_back_keeps_what_it_holds() -> None:
+    """It was cut off once, so it has perhaps not heard the goodbye. The keeper that it has now is another one."""
+    name = f"mpitrain-test-{secrets.token_hex(8)}"
+    with Keepers("here", name) as keepers:
+        keepers.begin(["here"], "first")
+        keepers.settle()
+        cut_off = keepers._connections["here"].process
+        os.kill(cut_off.pid, signal.SIGSTOP)
+        keepers.begin([], "without it")
+        cut_off.kill()
+        cut_off.wait()
+        keepers.begin(["here"], "with it")
+        keepers.settle()
+        line = KeeperLine(name, "with it")
+        line.keep("1/state", [memory(b"x")])
+        process = keepers._connections["here"].process
+        assert keepers.stay("too few hosts") == ["here"]
+    assert line.names() == ["1/state"]
+    line.drop()
+    line.close()
+    assert process.wait(HANG_SECONDS) == 0
+
+
 @pytest.mark.parametrize("descriptors", [None, []])
 def test_one_that_holds_nothing_does_not_wait(keepers: Keepers, descriptors: list[int] | None) -> None:
     """A rank that finds no room keeps no descriptors under a name."""
