@@ -192,7 +192,8 @@ class Live:
         if not dues:
             return _RENEW_SECONDS
         self._renew(now)
-        looked = self._try.looked() if self._try is not None else now
+        present = self._try  # the main thread may end it meanwhile
+        looked = present.looked() if present is not None else now
         line = b""
         for watcher in self._watchers:
             if watcher.due is None or watcher.due > now:
@@ -208,9 +209,10 @@ class Live:
     def _renew(self, now: float) -> None:
         """Ask the guards to look as often as somebody wants."""
         is_new = any(watcher.asked is not None and watcher.asked > self._asked_at for watcher in self._watchers)
-        if self._try is not None and (is_new or now - self._asked_at >= _RENEW_SECONDS):
+        present = self._try
+        if present is not None and (is_new or now - self._asked_at >= _RENEW_SECONDS):
             self._asked_at = now
-            self._try.watch(min((one.seconds for one in self._watchers if one.seconds), default=_RENEW_SECONDS))
+            present.watch(min((one.seconds for one in self._watchers if one.seconds), default=_RENEW_SECONDS))
 
     def _line(self) -> bytes:
         return json.dumps(self.answer(), allow_nan=False).encode() + b"\n"

@@ -39,7 +39,7 @@ class Successor:
         make: Callable[[ExitStack], JobOverHosts],
         keepers: Keepers,
         reserve: Reserve | None,
-        after: Callable[[JobOverHosts, Callable[[], None]], Callable[[], None]],
+        after: Callable[[ExitStack, JobOverHosts, Callable[[], None]], Callable[[], None]],
     ) -> None:
         """Begin to ask the hosts.
 
@@ -121,7 +121,7 @@ class Successor:
             if self._reserve is not None:
                 self._reserve.begin(self._where.hosts)
             self._job.guards.beat_for(self._keepers)
-            return self._run.to_end(self._after(self._job, meanwhile))
+            return self._run.to_end(self._after(self._stack, self._job, meanwhile))
         finally:
             self._run = None
             self._stack.close()

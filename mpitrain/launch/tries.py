@@ -81,10 +81,13 @@ class Tries:
             stack.enter_context(self._live.showing(new.job.context.job, LiveTry(new.job, new.guards)))
             return new.ready().to_end(self._looking(new, meanwhile))
 
-    def after(self, job: JobOverHosts, meanwhile: Callable[[], None]) -> Callable[[], None]:
-        """A try that was started elsewhere has taken over. Return what is to be called some times a second with it."""
+    def after(self, stack: ExitStack, job: JobOverHosts, meanwhile: Callable[[], None]) -> Callable[[], None]:
+        """A try that was started elsewhere has taken over; `stack` is closed at its end.
+
+        Return what is to be called some times a second with it.
+        """
         self.forget()
-        self._live.begin(job.job.context.job, LiveTry(job.job, job.guards))
+        stack.enter_context(self._live.showing(job.job.context.job, LiveTry(job.job, job.guards)))
         return self._looking(job, meanwhile)
 
     def _looking(self, job: JobOverHosts, meanwhile: Callable[[], None]) -> Callable[[], None]:

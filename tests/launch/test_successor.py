@@ -59,7 +59,7 @@ def keepers() -> Iterator[Keepers]:
 def ended(keepers: Keepers, end: Ended | LaunchError) -> Successor:
     """A successor that knows that its job has ended in this way."""
     job: Any = NextJob(end)
-    successor = Successor(lambda stack: job, keepers, None, lambda job, meanwhile: meanwhile)
+    successor = Successor(lambda stack: job, keepers, None, lambda stack, job, meanwhile: meanwhile)
     try:
         until(lambda: successor.look() or successor.problem)
     finally:

@@ -102,6 +102,22 @@ def test_only_one_process_at_a_time_logs_in_on_a_host(is_prepared: bool) -> None
     ]
 
 
+def test_a_try_that_has_taken_over_is_seen_until_its_end() -> None:
+    """Its guards are about to go, and cannot say any more what its ranks do."""
+    live = Live("", [], 0.0)
+    new: Any = SimpleNamespace(
+        job=SimpleNamespace(placement=BOTH, context=SimpleNamespace(job="try", servers=0)),
+        guards=SimpleNamespace(hosts_now=dict, records=dict),
+    )
+    make: Any = None
+    with Tries(make, None, None, live) as made:
+        with ExitStack() as stack:
+            made.after(stack, new, lambda: None)()
+            assert live.answer()["state"] == "starts"
+        new.guards.hosts_now = None
+        assert (live.answer()["state"], live.answer()["ids"]) == ("restarts", ["try"])
+
+
 def test_guards_and_mpiexec_do_not_log_in_together() -> None:
     """A host that all logins pass refuses some of many at once. mpiexec comes when the guards have their answers."""
     job = Asking()
