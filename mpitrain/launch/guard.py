@@ -18,6 +18,7 @@ come with it, and must run with old Pythons. Both sides send one JSON object per
     launcher: {"watch": seconds}                  guard: {"ranks": ...} as often, with their states, for some seconds
     launcher: {"look": "all"}, with the stacks of all ranks
     launcher: {"order": as orders.py says}, for the ranks
+    launcher: {"bye": 1}, before it closes the connection: it lives on, and its socket stays
     launcher: {"processes": 1}                    guard: {"processes": [[pid, state, command line]...],
                                                          "unreachable": [host...]}
     launcher: {"end": linger_seconds}             guard: {"ended": [[pid, command line]...], "immortal": [...],
@@ -161,6 +162,8 @@ class Guard:
                     self._beat()
             if "paths" in message:
                 send({"paths": look_at_paths(message["paths"])})
+            if "bye" in message:
+                self._live = ""
             if "end" in message:
                 self._end(message["end"])
                 return True

@@ -84,6 +84,7 @@ class Guards(Said):
             self._orders.look(self)
         connections = [*self._connections.values(), *self._closed]
         for connection in connections:
+            connection.send({"bye": 1})
             connection.hang_up()
         deadline = time.monotonic() + _CLOSE_SECONDS
         for connection in connections:

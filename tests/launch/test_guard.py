@@ -144,6 +144,20 @@ def test_in_place_of_a_killed_guard_another_one_ends_the_job(
     assert not Path(wish["roll_call"]).exists()
 
 
+def test_a_living_launcher_removes_its_socket_itself(wish: dict[str, Any], tmp_path: Path) -> None:
+    """The guard of a try that is dropped does not look whether somebody listens there."""
+    path = tmp_path / "of_launcher.live"
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(path))
+        listener.listen()
+        listener.setblocking(False)
+        with Guards("here", ["here"], {"here": {**wish, "live": str(path)}}) as guards:
+            guards.facts()
+        with pytest.raises(BlockingIOError):
+            listener.accept()
+    assert path.exists()
+
+
 def test_when_the_launcher_is_silent_it_ends_the_job(
     wish: dict[str, Any], connections: list[Connection], job: subprocess.Popen[str]
 ) -> None:
