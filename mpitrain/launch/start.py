@@ -219,7 +219,8 @@ def _supervise(
         assert keepers is not None
         if where.is_here:
             return None
-        context = replace(job.context, keeper=keepers.name, follows=keepers.of, failure=cause)
+        replayed = orders.replay()  # some may be for a later step, if the present try has begun at an earlier one
+        context = replace(job.context, keeper=keepers.name, follows=keepers.of, failure=cause, orders=replayed)
         this_try = replace(job, placement=where, context=context)
         return Successor(partial(make, this_try=this_try), keepers, reserve, tries.after)
 

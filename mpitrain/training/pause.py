@@ -27,7 +27,7 @@ def wait_in_pause(trainer: Trainer, copies: StateCopies, obey: Callable[[int], N
 
     Args:
         trainer: is between two steps.
-        copies: of its run. They are made anew if the ranks are to leave.
+        copies: of its run. They are made anew after an order that lasts, and if the ranks are to leave.
         obey: applies orders, after the number of them that a rank has heard of.
 
     Return what the launcher wishes, as StateCopies.after_step does.
@@ -44,8 +44,9 @@ def wait_in_pause(trainer: Trainer, copies: StateCopies, obey: Callable[[int], N
             heard = int(looks["detail"].max())
             if heard > steering.num_heard:
                 obey(heard)
-            if looks["code"].max() > STAYS:
+            if looks["code"].max() > STAYS or steering.has_news:
                 wish = copies.after_step(trainer, is_due=True)
+                steering.has_news = False
                 if wish != STAYS:
                     return wish
     finally:

@@ -240,6 +240,9 @@ class StateCopies:
                 waited += time.perf_counter() - reserving
                 oldest = min(slots, key=lambda slot: slot.step)
                 oldest.write(trained.step_number, world.size if own else 0, tensors, values)
+                for slot in slots:
+                    if slot is not oldest and slot.step == trained.step_number:  # from before an order in a pause
+                        slot.clear()
         except (NoRoomError, CheckpointError, OSError) as error:
             self._is_refused = True
             self._give_up(self._line)

@@ -6,6 +6,7 @@ import getpass
 import os
 import signal
 import socket
+import subprocess
 import sys
 import threading
 import time
@@ -18,6 +19,7 @@ from faults.conftest import need
 from faults.outcome import succeeded
 from faults.telling import CHECKPOINT, Teller, events_of, reckoned, rows_of, same, script, steps_of, train
 from jobs import VENVS, run_command, run_job, until
+from keeping import kept_id
 
 HERE = socket.gethostname()
 MPITRAIN = [sys.executable, "-m", "mpitrain"]
@@ -249,3 +251,31 @@ while not world.broadcast((folder / "end").exists()):
         teller.end()
 
     succeeded(train(tmp_path, during, source=source))
+
+
+def test_orders_in_a_pause_after_the_launcher_is_lost(tmp_path: Path) -> None:
+    """Another launcher goes on with the job, and knows only what is in the copy of the state."""
+    paused: list[int] = []
+
+    def resumed(process: subprocess.Popen[str]) -> None:
+        teller = Teller(tmp_path, process.pid)
+        listed = teller.tell().stdout
+        assert f", step {paused[0]}, paused by {own_name()}" in listed
+        assert "multiplied by 0.25 now" in listed
+        assert "set decay=0.5\n" in listed
+        assert teller.applied("resume") == paused[0]
+        teller.wait_for_step(paused[0] + 2)
+        teller.end()
+
+    def during(teller: Teller) -> None:
+        paused.append(teller.applied("pause"))
+        for order in (("rate", "0.5"), ("set", "decay=0.5"), ("rate", "0.5")):
+            assert teller.applied(*order) == paused[0]
+        os.kill(teller.launcher, signal.SIGKILL)
+        succeeded(run_command([*MPITRAIN, "run", "--resume", kept_id(tmp_path)], during=resumed))
+
+    job = train(tmp_path, during, "--restarts", "1")
+    assert job.code == -signal.SIGKILL
+    steps = steps_of(tmp_path)
+    assert steps[0][0] == paused[0] + 1
+    assert {tuple(row[2:]) for row in steps} == {(0.0025, 0.5)}
