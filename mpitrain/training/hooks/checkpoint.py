@@ -71,7 +71,8 @@ class Checkpoint(Hook):
         self._score = score
         self._copies = copies
         self._trusted: set[int] = set()  # steps whose checkpoints were written or read here
-        self._begun_step = 0  # the last step whose checkpoint this rank has begun to write
+        # The last checkpoint that this rank has begun to write: its step, and what the training had been told.
+        self._begun: tuple[int, dict[str, Any]] = 0, {}
         self._state, self._part = HostCopies(), HostCopies()
 
     def reads_model(self, trainer: Trainer, step: int) -> bool:
@@ -172,11 +173,11 @@ class Checkpoint(Hook):
                 raise error if isinstance(error, CheckpointError) else CheckpointError(str(error)) from error
 
     def _begin_if_new(self, trainer: Trainer, step: Step) -> None:
-        """The same as `_begin`, unless `after_step` has begun to write this step; it may have skipped it."""
+        """The same as `_begin`, unless the last write, which has ended, has the same on the disk."""
         score = None if self._score is None else float(self._score())
         own = own_state_for(trainer.strategy, reads=self._writes)
         with trainer.world.together("save a checkpoint"):
-            if self._begun_step != step.number:
+            if self._begun != (step.number, trainer.steering.state()) or self._writer.failed is not None:
                 self._begin(trainer, step, score, own)
 
     def _begin(self, trainer: Trainer, step: Step, score: float | None, own: dict[str, Any]) -> None:
@@ -192,7 +193,7 @@ class Checkpoint(Hook):
                 "Save less often, or find out what is wrong with the disk",
             )
             return
-        self._begun_step = step.number
+        self._begun = step.number, trainer.steering.state()
         about = {**self._about, "saved": now()}
         if step.samples:  # an earlier try has made the step: see Hook.before_end
             about |= {"loss": step.loss, "learning_rate": step.learning_rate}
