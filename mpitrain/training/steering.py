@@ -243,11 +243,11 @@ class Steering:
         self.num_heard, self.saves = noted["num_heard"], noted["saves"]
 
     def state(self) -> dict[str, Any]:
-        """Return what belongs to a checkpoint; {} if nobody has told anything."""
+        """Return what belongs to a checkpoint; {} if nobody has told anything, also no Trainer before."""
         of, number = self._last
-        if not of:
-            return {}
         tunables = TUNABLES.told()
+        if not of and not tunables:
+            return {}
         return {"of": of, "number": number, "rate_factor": self.rate_factor, "pause": self.pause, "tunables": tunables}
 
     def check(self, state: Mapping[str, Any]) -> None:

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import json
 import time
+from pathlib import Path
 from typing import Any
 
 import numpy
 import pytest
 
-from mpitrain import Hook, Step, StopAtStep, Trainer, World
+from mpitrain import Checkpoint, Hook, Step, StopAtStep, Trainer, World
 from mpitrain.errors import MismatchError
 from mpitrain.job.start import the_job
+from mpitrain.training.checkpoint.store import load, write
 from mpitrain.training.tunable import Tunables
 from mpitrain.watching.activity import own_activity
 from mpitrain.watching.rank_record import write_order
@@ -79,8 +81,30 @@ def test_one_rank_hears_and_all_obey(world: World, tunables: Tunables) -> None:
     assert [step.learning_rate for step in again.steps] == [RATE * 1.5]
     plain = Trainer(builder(60, 20), [StopAtStep(11)])
     plain.run()
+    tunables.restore({})
     assert "steering" not in plain.state()
     assert bits(plain).keys() < bits(trainer).keys()
+
+
+def test_a_later_trainer_has_the_values(world: World, tunables: Tunables) -> None:
+    """A value that the first one was told holds in the second, and in its state. The factor of the rate does not."""
+    skip_alone(world)
+    one = tunables.declare("decay", 0.1)
+    orders: dict[int, tuple[int, dict[str, Any]]] = {
+        1: (0, {"number": 1, "kind": "set", "name": "decay", "value": "0.5"}),
+        3: (0, {"number": 2, "kind": "rate", "value": "0.5"}),
+    }
+    Trainer(builder(60, 20), [StopAtStep(5), Told(orders)]).run()
+    second = Trainer(builder(60, 20), [StopAtStep(2), record := Record()])
+    second.run()
+    assert one.value == 0.5
+    assert [step.learning_rate for step in record.steps] == [RATE] * 2
+    state = second.state()
+    tunables.restore({})  # as in another process
+    third = Trainer(builder(60, 20), [StopAtStep(3)])
+    third.restore(state)
+    third.run()
+    assert one.value == 0.5
 
 
 def test_what_was_told_before_a_restart(world: World, tunables: Tunables) -> None:
@@ -138,6 +162,39 @@ def test_a_value_that_only_one_rank_has_declared_since(world: World, tunables: T
     text = error_on_all(world, MismatchError, trainer.run)
     assert "tunable('late', 1)" in text
     assert trainer.step_number == 3
+
+
+def test_a_step_that_is_saved_again(
+    world: World, tunables: Tunables, shared: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a pause, a save writes what has changed since the last one, and what could not be written."""
+    names: list[str] = []
+    seen: list[float] = []
+    has_failed: list[bool] = []
+
+    def failing(directory: Path, name: str, *rest: Any) -> Path:
+        names.append(name)
+        if len(names) == 3:
+            raise OSError("no space is left")
+        return write(directory, name, *rest)
+
+    class InPause(Checkpoint):
+        def after_step(self, trainer: Trainer, step: Step) -> None:
+            super().after_step(trainer, step)
+            for factor in (1.0, 0.5, 0.25, 0.25, 0.25):
+                if factor < 1.0:
+                    about = {"of": "1a2b", "number": 1, "rate_factor": factor}
+                    trainer.steering.restore(about)
+                self.save_now(trainer, step)
+                self._wait(trainer.world, float("inf"))
+                has_failed.append(any(world.allgather(self._writer.failed is not None)))
+                seen.append(load(shared / "step-00000001").get("steering", {}).get("rate_factor", 1.0))
+
+    monkeypatch.setattr("mpitrain.training.hooks.checkpoint.write", failing)
+    Trainer(builder(20, 10), [StopAtStep(1), InPause(shared, steps=1)]).run()
+    assert seen == [1.0, 0.5, 0.5, 0.25, 0.25]
+    assert has_failed == [False, False, True, False, False]
+    assert len(names) == (4 if world.is_root else 0)
 
 
 def test_a_pause_ends_on_all_ranks(world: World, tunables: Tunables) -> None:
