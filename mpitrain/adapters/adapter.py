@@ -39,7 +39,10 @@ class LocalModel(Protocol):
         ...
 
     def load_parameters(self, values: Mapping[str, Array]) -> None:
-        """Overwrite the parameters with `values`, host or device arrays of the same names, shapes and dtypes."""
+        """Overwrite the parameters with `values`, host or device arrays of the same names, shapes and dtypes.
+
+        Copies the values: the caller changes them later.
+        """
         ...
 
     def state(self) -> dict[str, Any]:

@@ -96,7 +96,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="JOB",
         help="go on with a job whose `mpitrain run` was lost, by the id that ps shows",
     )
-    parser.add_argument("--show", action="store_true", help="print the mpiexec command, but do not run it")
+    parser.add_argument(
+        "--show",
+        action="store_true",
+        help="print the mpiexec command, but do not run it; with --servers 2 or more, also run the script up to its "
+        "Trainer",
+    )
     add_script_arguments(parser)
 
 

@@ -121,9 +121,9 @@ def run(arguments: argparse.Namespace) -> int:
         _refuse_used(address, port)
     path = key_file(arguments.port)
     key = {KEY: keys_of(path).worker.text}
-    listens = f"the server listens at port {ports[0]}"
+    listens = f"the server will listen at port {ports[0]}"
     if len(ports) > 1:
-        listens = f"{len(ports)} servers listen at ports {ports[0]} to {ports[-1]}"
+        listens = f"{len(ports)} servers will listen at ports {ports[0]} to {ports[-1]}"
     print(
         f"mpitrain: {listens}. This line starts a worker, and holds a secret:\n\n    {KEY}={key[KEY]} {line}\n",
         file=sys.stderr,

@@ -6,10 +6,11 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from mpitrain.shown import shown_bytes, shown_name
+
 _SERVER_TITLES = ("SERVER", "PARAMETERS", "WHOLE TENSORS", "IN PART", "LARGEST", "OF", "SENT", "RECEIVED")
 _TITLES = ("WORKER", "HOST", "STATE", "JOBS", "SAMPLES", "SAMPLES/S", "PULLED", "PUSHED", "REFUSED", "LATE")
 _NUM_WORDS = 3  # the first columns, which are flush left
-_MOST_TEXT = 40
 _MOST_BARS, _BAR_COLUMNS = 12, 50
 
 
@@ -93,19 +94,19 @@ def _row(worker: Mapping[str, Any]) -> tuple[str, ...]:
     state = worker["state"]
     if "seconds" in worker:
         state = f"{state}, {worker['seconds']:.1f} s"
-    return (_short(worker["name"]), _short(worker["host"]), state, *_numbers(worker))
+    return (shown_name(worker["name"]), shown_name(worker["host"]), state, *_numbers(worker))
 
 
 def _part(server: Mapping[str, Any]) -> tuple[str, ...]:
     return (
-        _short(server["name"]),
-        _size(server["num_bytes"]),
+        shown_name(server["name"]),
+        shown_bytes(server["num_bytes"]),
         f"{server['num_whole']:,}",
         f"{server['num_cut']:,}",
-        _size(server["largest_bytes"]),
-        _short(server["largest"]),
-        _size(server["bytes_out"]),
-        _size(server["bytes_in"]),
+        shown_bytes(server["largest_bytes"]),
+        shown_name(server["largest"]),
+        shown_bytes(server["bytes_out"]),
+        shown_bytes(server["bytes_in"]),
     )
 
 
@@ -114,23 +115,8 @@ def _numbers(tally: Mapping[str, Any]) -> tuple[str, ...]:
         f"{tally['jobs']:,}",
         f"{tally['samples']:,}",
         f"{tally['samples_per_second']:,.0f}",
-        _size(tally["pulled_bytes"]),
-        _size(tally["pushed_bytes"]),
+        shown_bytes(tally["pulled_bytes"]),
+        shown_bytes(tally["pushed_bytes"]),
         f"{tally['refused']:,}",
         f"{tally['dropped']:,}",
     )
-
-
-def _size(num_bytes: int) -> str:
-    """Return text such as `12.3 MB`."""
-    unit, name = next(
-        (unit, name)
-        for unit, name in ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB"), (1, "B"))
-        if num_bytes >= unit or unit == 1
-    )
-    return f"{num_bytes:,} B" if unit == 1 else f"{num_bytes / unit:,.1f} {name}"
-
-
-def _short(text: str) -> str:
-    """Return text of a worker as it can stand in a table: a worker says its name and its host itself."""
-    return "".join(letter if letter.isprintable() else "?" for letter in text[:_MOST_TEXT])

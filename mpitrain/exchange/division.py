@@ -19,6 +19,7 @@ import numpy
 
 from mpitrain.exchange.bucket import Layout, Parameter, plan_layout
 from mpitrain.shard import part_of
+from mpitrain.shown import shown_bytes, shown_name
 
 # By the dtype of the flat buffer, in elements.
 Part: TypeAlias = Mapping[numpy.dtype, slice]
@@ -45,8 +46,10 @@ class PartSize:
     def line(self) -> str:
         """Return all of it in words."""
         tensors = f"whole tensors: {self.num_whole:,}, in part: {self.num_cut:,}"
-        most = f", the largest: {self.largest} with {_shown(self.largest_bytes)}" if self.largest else ""
-        return f"{_shown(self.num_bytes)} of parameters; {tensors}{most}"
+        text = f"{shown_bytes(self.num_bytes)} of parameters; {tensors}"
+        if not self.largest:
+            return text
+        return f"{text}, the largest: {shown_name(self.largest)} with {shown_bytes(self.largest_bytes)}"
 
 
 @dataclass(frozen=True)
@@ -122,15 +125,8 @@ def sizes_of(division: Division) -> list[PartSize]:
 def line_of(division: Division, names: Sequence[str]) -> str:
     """Return who has how much, in a line. `names` are those of the servers."""
     sizes = [size.num_bytes for size in sizes_of(division)]
-    shares = [f"{name}: {_shown(size)}" for name, size in zip(names, sizes, strict=True)]
-    return f"{', '.join(shares)} of {_shown(sum(sizes))} of parameters"
-
-
-def _shown(num_bytes: int) -> str:
-    for unit, name in ((2**20, "MiB"), (2**10, "KiB")):
-        if num_bytes >= unit:
-            return f"{num_bytes / unit:,.2f} {name}"
-    return f"{num_bytes} B"
+    shares = [f"{name}: {shown_bytes(size)}" for name, size in zip(names, sizes, strict=True)]
+    return f"{', '.join(shares)} of {shown_bytes(sum(sizes))} of parameters"
 
 
 def _bytes_of(parameter: Parameter) -> int:

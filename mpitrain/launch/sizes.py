@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from mpitrain.errors import LaunchError
@@ -38,35 +41,40 @@ def show_sizes(program: Sequence[str], names: Sequence[str]) -> None:
     try:
         context = JobContext(serves="server", servers=len(names), serve_division=path_of(descriptor))
         problem = _run([sys.executable, *program], context, descriptor)
-        lines = Path(path_of(descriptor)).read_text().splitlines()
+        told = Path(path_of(descriptor)).read_text()
     finally:
         os.close(descriptor)
-    if not lines:
+    if not told:
         raise LaunchError(
             f"how the servers divide the parameters is not known: the script {problem}. Once it runs, `mpitrain ps "
             "JOB` shows it"
         )
-    for name, line in zip(names, lines, strict=True):
+    for name, line in zip(names, json.loads(told), strict=True):
         print(f"{name}: {line}")
 
 
 def _run(command: Sequence[str], context: JobContext, descriptor: int) -> str:
-    """Return how the script has ended, in words. What it prints goes to stderr."""
+    """Return how the script has ended, in words. Its processes end with it. What it prints goes to stderr."""
     try:
-        done = subprocess.run(
+        process = subprocess.Popen(
             command,
             env=variables(context),
             stdin=subprocess.DEVNULL,
             stdout=sys.stderr,
+            start_new_session=True,
             pass_fds=[descriptor],
-            preexec_fn=end_with_parent(),
-            timeout=_MOST_SECONDS,
-            check=False,
+            preexec_fn=end_with_parent(),  # noqa: PLW1509 (in the main thread, and no thread holds a lock)
         )
     except OSError as error:
         raise LaunchError(f"{command[0]} cannot be started: {error.strerror}") from None
+    try:
+        code = process.wait(_MOST_SECONDS)
     except subprocess.TimeoutExpired:
         return f"has made no Trainer within {_MOST_SECONDS:.0f} s"
-    if done.returncode:
-        return f"{how_ended(done.returncode)} before it had one with ParameterServer"
+    finally:
+        with suppress(ProcessLookupError):  # nothing is left
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+    if code:
+        return f"{how_ended(code)} before it had one with ParameterServer"
     return "has ended without a Trainer"

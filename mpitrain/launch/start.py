@@ -71,7 +71,8 @@ class Request:
         recover: go on without a rank that is lost, in place of ending the job; see mpitrain.job.recovery.
         servers: so many ranks, the first ones of each host, are servers, the others workers; 0: all ranks are equal.
         spares: keep processes ready that become the ranks after a failure; see mpitrain.launch.spares.
-        show: print the mpiexec command, do not run it.
+        show: print the mpiexec command, do not run it; with `servers` of 2 or more, also run the script up to its
+            Trainer.
         shows_ranks: print the ranks in front of what they print.
     """
 

@@ -122,7 +122,10 @@ class Attendance:
         if problem := problem or difference(fields.get("facts"), self._rules.facts):
             problem = problem[:MOST_SAID]
             self._rules.say(f"{name} is refused: {problem}")
-            remedy = "a worker needs the script, packages and data with which the server was started"
+            remedy = (
+                "a worker needs the script, packages, data and settings (MPITRAIN_COMPRESSION) with which the server "
+                "was started"
+            )
             self._link.send(peer, "refused", {"text": f"the server refuses {name}: {problem}; {remedy}"})
             return
         if known is not None:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
+import os
 import secrets
+import sys
 from collections.abc import Mapping
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
@@ -130,10 +133,14 @@ def first_server(
 
 
 def tell_division(role: Role, adapter: Adapter) -> NoReturn:
-    """Write how the servers divide the parameters, a line for each of them, and end this process: `--show` asks so."""
+    """Write how the servers divide the parameters, a text for each of them, and end this process: `--show` asks so."""
     _, parameters = divisions_of(adapter, role.num_servers)
-    Path(role.division).write_text("\n".join(size.line() for size in sizes_of(parameters)))
-    raise SystemExit(0)
+    Path(role.division).write_text(json.dumps([size.line() for size in sizes_of(parameters)]))
+    with suppress(OSError):
+        sys.stdout.flush()
+    with suppress(OSError):
+        sys.stderr.flush()
+    os._exit(0)  # any other end waits for threads of the script, such as one that reads data
 
 
 def work(party: Party, data: Any) -> None:

@@ -126,9 +126,10 @@ class JobServer:
         seconds = _FAREWELL_SECONDS if error else self._rules.hang_seconds
         is_config = isinstance(error, ConfigError)  # it is raised in all processes
         text = str(error) if is_config else f"{type(error).__name__}: {error}"
-        self._status.enter("leaves", has_failed=error is not None)
         try:
-            self._shards.gather_late(seconds)  # the run may have ended before its first step
+            # The run may have ended before its first step. A server that fails before it comes fails in the run.
+            self._shards.gather_late(seconds)
+            self._status.enter("leaves", has_failed=error is not None)
             if error is None or tells:
                 kind, fields = ("refused", {"text": text, "is_config": is_config}) if error else ("over", {})
                 send_home(self._link, self._attendance, self._events, self._rules, kind, fields, self._shards.knows)
@@ -154,7 +155,7 @@ class JobServer:
             self.ledger.servers[0].bytes_out += nbytes
             attendee.tally.pulled_bytes += nbytes
             now = self._rules.now()
-            attendee.tally.waited_seconds += now - (attendee.waits_since or now)
+            attendee.tally.waited_seconds += 0.0 if attendee.waits_since is None else now - attendee.waits_since
             attendee.waits_since, attendee.job_since = None, now
             attendee.job_clock = self._attendance.clock()
 

@@ -6,10 +6,10 @@ import time
 from collections.abc import Callable
 
 # Linux adds some 50 us to any sleep. Measured (docs/log.md): at 1 Gbit/s naps cost no time and save nine tenths of a
-# core; at 10 Gbit/s any nap lets the wire run dry. On a slow wire a nap may be longer: several pieces are posted, and
-# the sockets hold more than what comes in a tenth of a piece's time.
-_SHORTEST_NAP, _LONG_NAP, _LONGEST_NAP = 100e-6, 200e-6, 1e-3
-_NAPS_A_PIECE, _LONG_NAPS_A_PIECE = 4, 10
+# core; at 10 Gbit/s any nap lets the wire run dry. Naps do not get longer with the time of a piece: if a rank waits for
+# one that is late, the rate looks as if the wire were slow.
+_SHORTEST_NAP, _LONGEST_NAP = 100e-6, 200e-6
+_NAPS_A_PIECE = 4
 # A shorter exchange ends before a nap would pay.
 _LEAST_BYTES = 256 * 1024
 # The bytes that switches and sockets take in at once say nothing about the rate of the wire.
@@ -45,9 +45,8 @@ class Pace:
         if not self._rate or self._begun % _WITHOUT_NAPS == 0:
             self._nap = 0.0
             return
-        seconds = piece_bytes / self._rate
-        nap = min(seconds / _NAPS_A_PIECE, max(_LONG_NAP, seconds / _LONG_NAPS_A_PIECE), _LONGEST_NAP)
-        self._nap = 0.0 if nap < _SHORTEST_NAP else nap
+        nap = piece_bytes / self._rate / _NAPS_A_PIECE
+        self._nap = 0.0 if nap < _SHORTEST_NAP else min(nap, _LONGEST_NAP)
 
     def nap(self) -> float:
         """The number of seconds to sleep. 0: look again at once."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -55,6 +56,39 @@ def test_an_error_inside_jit_ends_the_job_as_itself() -> None:
         r"float32 \(2,\); they must be equal in: sum",
         last,
     )
+
+
+OTHER_FACTORS = """
+import sys, time
+from dataclasses import replace
+from pathlib import Path
+import jax.numpy as jnp
+import mpitrain as mt, mpitrain.jax
+from mpitrain.errors import MismatchError
+from mpitrain.jax import tree_means
+
+world = mt.init()
+apart = replace(world, node_ranks=tuple(range(world.size)))  # each rank is as if on a node of its own
+tree_means.init = lambda: apart
+mean = mpitrain.jax.compressed_mean("power_sgd:2")
+gradients = {"w": jnp.arange(600, dtype="float32").reshape(20, 30) ** (1 + world.rank)}
+first = mean.init(gradients)
+_, left = mean.update(gradients, first)
+try:
+    mean.update(gradients, left._replace(factors=first.factors) if world.rank else left)
+except MismatchError:
+    Path(sys.argv[1], str(world.rank)).touch()
+    while len(list(Path(sys.argv[1]).iterdir())) < world.size:
+        time.sleep(0.01)
+    raise
+"""
+
+
+def test_factors_of_power_sgd_that_differ_are_an_error_on_every_rank(tmp_path: Path) -> None:
+    """Rank 1 goes on from the factors of before the first step. The job ends when both ranks have the error."""
+    report = report_of(run_job(2, OTHER_FACTORS, str(tmp_path)), "mean.update(gradients, left._replace")
+    assert "MismatchError: the ranks go on from different factors of PowerSGD" in report.text
+    assert len(list(tmp_path.iterdir())) == 2
 
 
 OWN_COLLECTIVES = """

@@ -176,7 +176,7 @@ def test_a_worker_with_another_model_is_refused() -> None:
         stranger = Hand(served.address, [line.replace("(24,)", "(23,)") for line in served.facts], "elsewhere")
         text = stranger.greet().fields["text"]
         assert "refuses worker 2 on elsewhere: it has 'gradient count float64 (23,)', the server 'gradient" in text
-        assert text.endswith("; a worker needs the script, packages and data with which the server was started")
+        assert text.endswith("data and settings (MPITRAIN_COMPRESSION) with which the server was started")
         stranger.close()
         job = worker.pull()
         worker.push(job, mean(job))

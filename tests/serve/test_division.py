@@ -76,7 +76,7 @@ def test_members_are_the_elements_of_a_part(num_servers: int) -> None:
 def test_the_line_has_the_bytes_of_each() -> None:
     layout = plan_layout([Parameter("w", (3, 2**18), NARROW)])
     line = line_of(divide(layout, 2), ["server 0 on a", "server 1 on b"])
-    assert line == "server 0 on a: 1.50 MiB, server 1 on b: 1.50 MiB of 3.00 MiB of parameters"
+    assert line == "server 0 on a: 1.6 MB, server 1 on b: 1.6 MB of 3.1 MB of parameters"
 
 
 @pytest.mark.parametrize(
@@ -111,8 +111,9 @@ def test_the_size_of_each_part() -> None:
     assert sizes_of(divide(LAYOUT, 11))[10] == PartSize(0, 0, 0, "", 0)
     assert sizes_of(whole(5))[4] == PartSize(0, 0, 0, "", 0)
     assert PartSize(0, 0, 0, "", 0).line() == "0 B of parameters; whole tensors: 0, in part: 0"
-    assert PartSize(3 << 20, 1000, 1, "w", (1 << 20) - 1).line() == (
-        "3.00 MiB of parameters; whole tensors: 1,000, in part: 1, the largest: w with 1,024.00 KiB"
+    assert PartSize(3_000_000, 1000, 1, "w", 999_949).line() == (
+        "3.0 MB of parameters; whole tensors: 1,000, in part: 1, the largest: w with 999.9 kB"
     )
-    assert PartSize(1536, 1, 0, "w", 1023).line().startswith("1.50 KiB of parameters; ")
-    assert PartSize(1536, 1, 0, "w", 1023).line().endswith(" w with 1023 B")
+    assert PartSize(1500, 1, 0, "w", 999).line().startswith("1.5 kB of parameters; ")
+    assert PartSize(1500, 1, 0, "w", 999).line().endswith(" w with 999 B")
+    assert PartSize(8, 1, 0, f"{'w' * 50}.b", 8).line().endswith(f"the largest: {'w' * 37}... with 8 B")

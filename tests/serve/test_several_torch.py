@@ -12,6 +12,9 @@ from counting import train_served
 
 import mpitrain as mt
 from mpitrain.errors import ConfigError
+from mpitrain.exchange.division import counts_of, members
+from mpitrain.exchange.remarks import Remarks
+from mpitrain.serve.store import ParameterStore
 
 torch = pytest.importorskip("torch")
 
@@ -84,6 +87,34 @@ def test_sync_has_the_bits_of_one_server(optimizer: str) -> None:
     assert expected["optimizer"]["step"] == 6
     for number in (2, 3):
         assert bits(train(number, build).adapter.state()) == expected
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_a_factor_of_the_rate_is_that_of_all_servers(optimizer: str) -> None:
+    """As `staleness_correction` has it: one update alone has the factor. Without servers, which would take turns."""
+    build = build_with(OPTIMIZERS[optimizer])
+    one, *several = (build(mt.init()).adapter for _ in range(3))
+    for number, adapter in enumerate(several):
+        adapter.update_only(number, 2, lambda norm: norm)  # type: ignore[attr-defined]
+    stores = [ParameterStore(one), *(ParameterStore(adapter, number, 2) for number, adapter in enumerate(several))]
+    random = numpy.random.default_rng(1)
+    for factor in (1.0, 0.5, 1.0):
+        gradients = {one.name: random.standard_normal(one.count) for one in stores[0].layout.parameters}
+        rates = []
+        plans = stores[0].plan(factor), *[stores[1].plan(factor)] * 2
+        for store, plan in zip(stores, plans, strict=True):
+            flats = {dtype: numpy.empty(count, dtype) for dtype, count in counts_of(store.part).items()}
+            for index, own, place in members(store.layout, store.part):
+                parameter = store.layout.parameters[index]
+                flats[parameter.dtype][place] = gradients[parameter.name][own]
+            rates.append(store.apply(flats, Remarks(notes=(None,)), plan, staleness=0))
+        assert rates == [factor * OPTIMIZERS[optimizer]([torch.ones(1)]).param_groups[0]["lr"]] * 3
+    for number, part in enumerate(several[0].divisions(2)[1].parts):  # type: ignore[attr-defined]
+        layout = several[0].divisions(2)[1].layout  # type: ignore[attr-defined]
+        names = [layout.parameters[index].name for index, _, _ in members(layout, part)]
+        assert names
+        for name in names:
+            assert bits(several[number].parameters()[name]) == bits(one.parameters()[name])
 
 
 def test_a_schedule_of_pytorch_and_what_a_hook_sets_are_those_of_all_servers() -> None:

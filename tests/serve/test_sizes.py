@@ -52,7 +52,7 @@ Path(sys.argv[1]).touch()
 trainer.run()
 """
 # Of three servers, the first two have a part of w each. The third one has its end, and v.
-THIRD = "1.00 MiB of parameters; whole tensors: {}, in part: {}, the largest: {} with 1.00 MiB"
+THIRD = "1.0 MB of parameters; whole tensors: {}, in part: {}, the largest: {} with 1.0 MB"
 LINES = [THIRD.format(0, 1, "w"), THIRD.format(0, 1, "w"), THIRD.format(1, 0, "v")]
 
 
@@ -91,6 +91,42 @@ def test_a_script_without_sizes(monkeypatch: pytest.MonkeyPatch, code: str, prob
     text = f"how the servers divide the parameters is not known: {problem}. Once it runs, `mpitrain ps JOB` shows it"
     with pytest.raises(LaunchError, match=re.escape(text)):
         sizes.show_sizes(["-c", code], ["a", "b"])
+
+
+# A child that goes on, then what the script does.
+CHILD = "import os, signal, subprocess, time; subprocess.Popen(['sleep', '1000']); "
+SHOWS = "from mpitrain.launch import sizes; sizes._MOST_SECONDS = {}; sizes.show_sizes(['-c', {!r}], ['a', 'b'])"
+
+
+@pytest.mark.parametrize(
+    ("code", "seconds", "problem"),
+    [
+        ("time.sleep(1000)", 3.0, "LaunchError: .* has made no Trainer within 3 s"),
+        ("os.kill(os.getppid(), signal.SIGINT); time.sleep(1000)", 300.0, "KeyboardInterrupt"),
+        ("raise SystemExit(3)", 300.0, "LaunchError: .* ended with exit code 3"),
+    ],
+    ids=["timeout", "Ctrl-C", "error"],
+)
+def test_no_process_of_the_script_is_left(code: str, seconds: float, problem: str) -> None:
+    job = run_command([sys.executable, "-c", SHOWS.format(seconds, CHILD + code)])
+    assert job.code != 0 and re.search(problem, job.stderr), job.output
+    assert job.left == []
+
+
+def test_a_script_with_a_thread_a_child_and_odd_names(tmp_path: Path) -> None:
+    """It ends at its Trainer all the same, and what it has printed is not lost."""
+    script = tmp_path / "train.py"
+    begins = "import subprocess, threading, time\nthreading.Thread(target=time.sleep, args=(1000,)).start()\n"
+    begins += "subprocess.Popen(['sleep', '1000'])\nprint('a line', end='')\n"
+    script.write_text(begins + SCRIPT.replace('"w"', r'"a\u2028b\x1cc\nd"'))
+    command = [sys.executable, "-m", "mpitrain", "serve", "--servers", "3", "--show", str(script), str(tmp_path / "no")]
+    job = run_command(command)
+    assert job.code == 0, job.output
+    lines = [line.replace("largest: w", "largest: a?b?c?d") for line in LINES]
+    shown = [f"server {number}, port {5000 + number}: {line}" for number, line in enumerate(lines)]
+    assert job.stdout.split("\n")[-4:] == [*shown, ""], job.output
+    assert "a line" in job.stderr
+    assert job.left == []
 
 
 def test_one_server_has_all(capfd: pytest.CaptureFixture[str]) -> None:

@@ -24,6 +24,7 @@ from mpitrain.serve.attendance import Attendance
 from mpitrain.serve.jobs import JobQueue
 from mpitrain.serve.ledger import WorkerTally
 from mpitrain.serve.pace import Unbounded
+from mpitrain.serve.shards import Shards
 from mpitrain.watching import activity
 from mpitrain.watching.served_record import ServedPage, read_served
 
@@ -144,6 +145,19 @@ def test_the_run_is_over() -> None:
         slow.end()
     served.end()
     assert state_of({**read(os.getpid()), "seconds": 1000.0}) == "its run is over"
+
+
+def test_the_run_is_not_over_while_servers_are_still_to_come(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that fails until then is one that the run needed; see launch.server_processes."""
+    stages: list[str] = []
+    monkeypatch.setattr(Shards, "gather_late", lambda *_: stages.append(read(os.getpid())["stage"]))
+    served = Served(1, mt.ParameterServer("async"))
+    with hands(served, 1) as (worker,):
+        worker.push(job := worker.pull(), mean(job))
+        worker.end()
+    served.end()
+    assert stages == ["runs"]
+    assert read(os.getpid())["stage"] == "over"
 
 
 def state_of(facts: dict[str, Any]) -> str:
