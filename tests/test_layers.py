@@ -123,6 +123,7 @@ LAYERS: dict[str, list[str]] = {
         "training.non_finite",
         "training.optimizers",
         "training.order",
+        "training.outcomes",
         "training.parts",
         "training.run_document",
         "training.run_event",

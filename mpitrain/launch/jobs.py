@@ -5,13 +5,13 @@ A job that has lost its launcher is kept for a while: its ranks have ended, and 
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from mpitrain.launch.connections import GUARD, connect
+from mpitrain.launch.orders import read_steering
 from mpitrain.launch.placement import Placement
 from mpitrain.watching.ranges import rank_ranges
 from mpitrain.watching.rank_record import BUSY, ENDED, WAITS
@@ -65,7 +65,7 @@ class RunningJob:
         if views and all(view.record.status == ENDED for view in views):
             return "ends"
         texts = [view.record.steering for view in views if view.record.steering]
-        if paused := texts and json.loads(texts[0]).get("paused"):
+        if texts and (paused := read_steering(texts[0]).get("paused")):
             return str(paused)
         return self._state_of_server() if "here" in self.served else "runs"
 

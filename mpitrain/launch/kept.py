@@ -181,7 +181,7 @@ class Kept:
             elif "names" in message:
                 send(line, {"names": sorted(self._table)})
             elif "estate" in message:
-                self._send_estate(line)
+                send_long(line, {"step": self.step, **self.loss}, self.estate)
             elif "claim" in message:
                 self._claim = self._claim or (line.fileno(), message["claim"])
                 send(line, {"claimed": self._claim[1]})
@@ -193,15 +193,6 @@ class Kept:
         except (OSError, ValueError, KeyError, TypeError, AttributeError):
             return False
         return True
-
-    def _send_estate(self, line: socket.socket) -> None:
-        text = os.memfd_create("mpitrain-estate")  # a message would be too small for it
-        try:
-            with open(text, "wb", closefd=False) as file:
-                file.write(self.estate.encode())
-            send(line, {"step": self.step, **self.loss}, [text])
-        finally:
-            os.close(text)
 
     def _let_follow(self) -> None:
         """Answer the ranks that wait for a try, if it has left, or has had no ranks here. A killed one never leaves."""
@@ -278,12 +269,7 @@ class KeeperLine:
     def estate(self) -> tuple[dict[str, int], str]:
         """What the keeper answers about its job (see above), and the text of the estate; "": it has none."""
         about, descriptors = self._ask({"estate": 1})
-        texts = []
-        for descriptor in descriptors:
-            with os.fdopen(descriptor, "rb") as file:
-                file.seek(0)  # the keeper has written it with the same position
-                texts.append(file.read().decode())
-        return about, "".join(texts)
+        return about, long_text(descriptors)
 
     def claim(self, heir: str) -> str:
         """Claim what the keeper holds, until this line closes. Return who has claimed it, which may be another."""
@@ -307,6 +293,27 @@ def send(line: socket.socket, message: dict[str, Any], descriptors: Sequence[int
     """Send a message, with these descriptors."""
     rights = array.array("i", descriptors)
     line.sendmsg([json.dumps(message).encode()], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, rights)] if rights else [])
+
+
+def send_long(line: socket.socket, message: dict[str, Any], text: str) -> None:
+    """Send a message with a text of any length. The message alone must be short."""
+    memory = os.memfd_create("mpitrain-text")
+    try:
+        with open(memory, "wb", closefd=False) as file:
+            file.write(text.encode())
+        send(line, message, [memory])
+    finally:
+        os.close(memory)
+
+
+def long_text(descriptors: Sequence[int]) -> str:
+    """The text that came with a message; "": it has none."""
+    texts = []
+    for descriptor in descriptors:
+        with os.fdopen(descriptor, "rb") as file:
+            file.seek(0)  # the sender has written it with the same position
+            texts.append(file.read().decode())
+    return "".join(texts)
 
 
 def receive(line: socket.socket) -> tuple[dict[str, Any], list[int]]:

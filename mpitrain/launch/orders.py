@@ -3,7 +3,7 @@
     teller ─> launcher: {"order": ...} ─> guards ─> records of the ranks ─> training/steering.py
     teller <─ launcher <─ guards <─ records: "outcomes"
 
-The ranks have one order at a time: the next one goes to them when it is known what became of the one before. Orders
+The ranks have one order at a time: the next one goes to them when all have said what became of the one before. Orders
 belong to the job, and not to a try. A try that follows gets those that last with the steps after which they were
 applied, so that it applies them after the same steps.
 
@@ -21,13 +21,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
-from mpitrain.watching.rank_record import RankRecord
+from mpitrain.watching.rank_record import MOST_ORDER_BYTES, RankRecord
 
 KINDS = ("rate", "set", "pause", "resume", "save", "stop")
-_LASTING = KINDS[:4]
+_LASTING = ("rate", "set", "pause", "resume", "stop")  # the last one ends a run, so there is always room for it
 # The next try gets those that last in a variable of its environment, and the kernel allows 128 KiB for one.
-_MOST_LASTING, _MOST_LASTING_BYTES = 500, 100_000
-_MOST_VALUE_BYTES = 1000  # an order must fit into the record of a rank
+_MOST_LASTING, _MOST_LASTING_BYTES = 500, 120_000
+_APPLIED_BYTES = 40  # of the step and the run, which come to an order when it is applied
 ANSWER_SECONDS = 30.0
 # So long an order waits for a training that is about to begin.
 _BEGIN_SECONDS = 5.0
@@ -64,11 +64,17 @@ class _Given:
     run: int = 0
     is_applied: bool = False
     outcome: str = ""  # "": it is not known yet
+    num_bytes: int = 0  # that it took when it was given
 
     def plain(self) -> dict[str, Any]:
         """As the ranks read it."""
         fields = asdict(self)
-        return {name: value for name, value in fields.items() if name not in ("is_applied", "outcome")}
+        return {name: value for name, value in fields.items() if name not in ("is_applied", "outcome", "num_bytes")}
+
+    @property
+    def may_last(self) -> bool:
+        """True if the next try gets it, or may yet."""
+        return self.kind in _LASTING and (self.is_applied or not self.outcome)
 
 
 class Orders:
@@ -81,6 +87,7 @@ class Orders:
         self._given: list[_Given] = []
         self._can: dict[str, Any] = {}  # what the ranks of this try have published
         self._text = ""
+        self._passed = 0  # the number of the newest order that the ranks of this try have
         self._guards: Led | None = None
         self._changed = threading.Condition()
         self._is_closed = False
@@ -95,7 +102,7 @@ class Orders:
     def lead(self, guards: Led) -> None:
         """The ranks that train are those of these guards from now on."""
         with self._changed:
-            self._guards, self._can, self._text = guards, {}, ""
+            self._guards, self._can, self._text, self._passed = guards, {}, "", 0
 
     def look(self, guards: Led) -> None:
         """Take in what the ranks have published, and pass the next order on to them. The thread of the guards calls."""
@@ -105,10 +112,14 @@ class Orders:
         with self._changed:
             if guards is not self._guards:
                 return
-            if text and text != self._text:
-                self._text, self._can = text, json.loads(text)
-                self._take(self._can)
+            if text and text != self._text and (can := read_steering(text)):
+                self._text, self._can = text, can
+                self._take(can)
             pending = next((one for one in self._given if not one.outcome), None)
+            if pending is not None and pending.number != self._passed:
+                if not all(_is_done(text, self._passed) for text in set(texts.values())):  # it would overwrite that one
+                    return
+                self._passed = pending.number
         if pending is not None:
             guards.give(pending.plain())
 
@@ -128,7 +139,7 @@ class Orders:
     def replay(self) -> str:
         """Return the orders that last, for the next try, as JSON; "": there are none."""
         with self._changed:
-            lasting = [one.plain() for one in self._given if one.is_applied and one.kind in _LASTING]
+            lasting = [one.plain() for one in self._given if one.is_applied and one.may_last]
         return json.dumps(lasting) if lasting else ""
 
     def answer(self, order: Mapping[str, Any], teller: str) -> dict[str, Any]:
@@ -159,13 +170,20 @@ class Orders:
 
     def _give(self, kind: str, name: str, value: str, teller: str) -> dict[str, Any]:
         with self._changed:
-            if len(f"{name}{value}".encode()) > _MOST_VALUE_BYTES:
-                return {"refused": f"the name and the value have more than {_MOST_VALUE_BYTES} bytes"}
-            lasting = [one for one in self._given if one.kind in _LASTING]
-            size = sum(len(f"{one.name}{one.value}") + 200 for one in lasting)
-            if len(lasting) >= _MOST_LASTING or size > _MOST_LASTING_BYTES:
-                return {"refused": f"it was told {len(lasting)} things that last, and more cannot hold after a restart"}
             given = _Given(self._of, len(self._given) + 1, kind, teller, time.time(), name, value)
+            given.num_bytes = len(json.dumps(given.plain()))
+            if given.num_bytes > MOST_ORDER_BYTES:
+                return {
+                    "refused": f"the order takes {given.num_bytes} bytes, and {MOST_ORDER_BYTES} are allowed; a "
+                    "character that is not ASCII takes up to 12. Give a shorter name or value"
+                }
+            lasting = [one for one in [*self._given, given] if one.may_last]
+            size = sum(one.num_bytes + _APPLIED_BYTES for one in lasting)
+            if kind in _LASTING[:-1] and (len(lasting) > _MOST_LASTING or size > _MOST_LASTING_BYTES):
+                return {
+                    "refused": f"it was told {len(lasting) - 1} things that last; with this one they take {size} "
+                    f"bytes. At most {_MOST_LASTING} of {_MOST_LASTING_BYTES} bytes together hold after a restart"
+                }
             self._given.append(given)
         if not self._await(lambda: bool(given.outcome), ANSWER_SECONDS):
             return {
@@ -197,6 +215,21 @@ class Orders:
         if guards is None or not guards.records():
             return {"refused": "it has no ranks now"}
         return {"accepted": "\n".join(guards.stacks())}
+
+
+def read_steering(text: str) -> dict[str, Any]:
+    """What a rank has published; {} if its text is torn."""
+    try:
+        can: dict[str, Any] = json.loads(text)
+    except ValueError:
+        return {}
+    return can
+
+
+def _is_done(text: str, number: int) -> bool:
+    """True if a rank that has published this waits for no order, or says what became of this one."""
+    can = read_steering(text) if text and number else {}
+    return not can.get("run") or any(outcome[0] == number for outcome in can["outcomes"])
 
 
 def teller_name(uid: int, host: str) -> str:

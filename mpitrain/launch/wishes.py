@@ -1,7 +1,9 @@
-"""The way of a wish from a command to the launcher of a running job: the launcher's socket, and a message each way.
+"""The way of a wish from a command to the launcher of a running job: the launcher's socket, and a text each way.
 
     command: {"leave": [host...]} or {"join": text}      launcher: {"accepted": text} or {"refused": text}
     command: {"tell": an order, "from": host}            launcher: as Orders.answer says (orders.py)
+
+Both come as texts of any length: the stacks of many ranks do not find room in a message of a socket.
 
 The socket has a name and no file, so it is gone with the launcher. Both sides serve the same user only. A thread
 answers each wish, because an answer may take a minute.
@@ -11,6 +13,7 @@ Sent to hosts as text, with the roster. So this module must run with old Pythons
 
 from __future__ import annotations
 
+import json
 import os
 import socket
 import sys
@@ -18,7 +21,7 @@ import threading
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from mpitrain.launch.kept import receive, send, user_of
+from mpitrain.launch.kept import long_text, receive, send_long, user_of
 
 # The launcher may have to ask hosts for their facts.
 _ANSWER_SECONDS = 60.0
@@ -80,7 +83,7 @@ def _serve(line: socket.socket, answer: Callable[[Mapping[str, Any], int], Mappi
             if user != os.geteuid():
                 return
             line.settimeout(_MESSAGE_SECONDS)
-            send(line, dict(answer(receive(line)[0], user)))
+            _send(line, answer(_receive(line), user))
         except Exception as error:  # nobody looks at a thread's error, and the next request may be answered
             _say(f"a request of `mpitrain tell`, `join` or `leave` could not be answered: {error!r}")
 
@@ -93,10 +96,20 @@ def ask(launcher: str, wish: Mapping[str, Any]) -> dict[str, Any]:
             line.connect(_address(launcher))
             if user_of(line) != os.geteuid():
                 return {"refused": f"its socket belongs to user {user_of(line)}"}
-            send(line, dict(wish))
-            return receive(line)[0]
+            _send(line, wish)
+            return _receive(line)
     except (OSError, ValueError) as error:
         return {"refused": f"its launcher does not answer: {error}"}
+
+
+def _send(line: socket.socket, message: Mapping[str, Any]) -> None:
+    send_long(line, {}, json.dumps(message))
+
+
+def _receive(line: socket.socket) -> dict[str, Any]:
+    _, descriptors = receive(line)
+    message: dict[str, Any] = json.loads(long_text(descriptors))
+    return message
 
 
 def _address(launcher: str) -> str:

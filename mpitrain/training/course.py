@@ -133,6 +133,9 @@ class Course:
         if trainer.served:
             trainer.served.begin_serving(trainer.data)
         trainer.steering.begin(trainer, self._job.num_runs)
+        if trainer.steering.saves and trainer.memory_step:  # what came from the disk is there
+            self._save_if_told()
+        trainer.steering.saves = False
         self._leave_or_stay(STAYS)
 
     def _before_step(self) -> None:
@@ -173,10 +176,10 @@ class Course:
     def _save_if_told(self) -> None:
         """Save what somebody has told to save now."""
         steering = self._trainer.steering
-        if steering.saves and self._made is not None:
+        if steering.saves:
             self._end_round()
             for hook in self._keeping_first():
-                hook.save_now(self._trainer, self._made)
+                hook.save_now(self._trainer, self._made or unmade(self._trainer.step_number))
         steering.saves = False
 
     def _obey_in_pause(self, heard: int) -> None:

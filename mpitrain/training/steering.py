@@ -21,6 +21,7 @@ from mpitrain.adapters.adapter import scaled_of
 from mpitrain.errors import ConfigError, everywhere
 from mpitrain.exchange.overlap import Overlap
 from mpitrain.training.order import TrainingOrder
+from mpitrain.training.outcomes import OUTCOMES
 from mpitrain.training.run_event import RunEvent
 from mpitrain.training.step import Step
 from mpitrain.training.tunable import TUNABLES
@@ -29,7 +30,6 @@ from mpitrain.watching.activity import own_activity
 if TYPE_CHECKING:
     from mpitrain.training.trainer import Trainer
 
-_MOST_OUTCOMES = 8
 _MOST_OUTCOME_CHARACTERS = 400
 
 
@@ -54,7 +54,6 @@ class Steering:
         self._replayed: Sequence[TrainingOrder] = ()  # of tries before
         self._replayed_until = 0
         self._known: dict[int, dict[str, Any]] = {}  # the orders of this launcher; another rank may lack the last
-        self._outcomes: list[tuple[int, int, int, bool, str]] = []  # number, run, step, whether it was applied, words
         self._run = 0
         self._paused_since = 0.0
 
@@ -69,7 +68,7 @@ class Steering:
         number = activity.order_number if activity else 0
         there = world.agree("compare the tunable values", TUNABLES.lines(), detail=number)["detail"]
         if run > 1:  # those that are there were given to the runs before
-            self.num_heard = max(self.num_heard, int(there.max()))
+            self._pass_over(int(there.max()))
         if trainer.served and self.rate_factor != 1.0:
             raise everywhere(
                 ConfigError(
@@ -109,8 +108,11 @@ class Steering:
             MismatchError: the ranks have declared other tunable values.
         """
         for order in self._replayed:
-            if (order.after_step or 0) <= trainer.step_number and not self._has(order):
-                self._apply(trainer, order, step)
+            if (order.after_step or 0) <= trainer.step_number:
+                if not self._has(order):
+                    self._apply(trainer, order, step)
+                elif order.kind == "stop":  # that the run has ended is no part of the state
+                    self._end_run(trainer)
         if heard > self.num_heard and trainer.step_number >= self._replayed_until:  # in the order in which they came
             for order in self._gather(trainer):
                 self._apply(trainer, order, step)
@@ -128,7 +130,15 @@ class Steering:
         if any(order["kind"] == "set" for order in new.values()):
             world.agree("compare the tunable values", TUNABLES.lines())
         self.num_heard = max(new, default=self.num_heard)
+        OUTCOMES.num_heard = max(OUTCOMES.num_heard, self.num_heard)
         return [TrainingOrder.of_plain(new[number]) for number in sorted(new)]
+
+    def _pass_over(self, number: int) -> None:
+        """Orders up to this number were for runs before. Those that none of them has obeyed are refused."""
+        for missed in range(OUTCOMES.num_heard + 1, number + 1):
+            OUTCOMES.note(missed, self._run, 0, False, "the run of its Trainer has ended")
+        self.num_heard = max(self.num_heard, number)
+        OUTCOMES.num_heard = max(OUTCOMES.num_heard, number)
 
     def _has(self, order: TrainingOrder) -> bool:
         of, number = self._last
@@ -136,8 +146,8 @@ class Steering:
 
     def _apply(self, trainer: Trainer, order: TrainingOrder, step: Step | None) -> None:
         run, number = self._run, trainer.step_number
-        if self._has(order):  # the launcher has not heard of it, because a rank failed
-            self._note_outcome((order.number, run, number, True, "it was applied before a restart"))
+        if self._has(order) and order.kind != "stop":  # the launcher has not heard of it, because a rank failed
+            OUTCOMES.note(order.number, run, number, True, "it was applied before a restart")
             return
         seconds = time.monotonic() - self._paused_since if order.kind in ("resume", "stop") and self.pause else 0.0
         try:
@@ -150,11 +160,8 @@ class Steering:
             size = trainer.world.size
             trainer.tell(RunEvent(number, text, "told", (), size, seconds, teller=order.teller, at=order.at))
             trainer.world.print(f"mpitrain: {text}, after step {number} ({order.teller})")
-        self._last = order.of, order.number
-        self._note_outcome(outcome)
-
-    def _note_outcome(self, outcome: tuple[int, int, int, bool, str]) -> None:
-        self._outcomes = [*self._outcomes[1 - _MOST_OUTCOMES :], outcome]
+            self._last = order.of, order.number
+        OUTCOMES.note(*outcome)
 
     def _do(self, trainer: Trainer, order: TrainingOrder, step: Step | None) -> str:
         """Do what the order says, and say so. Raises ConfigError, on all ranks alike, if it cannot be."""
@@ -188,14 +195,18 @@ class Steering:
                 "its Trainer has no mt.Checkpoint, so nothing can be saved; add this hook to the script. `mpitrain "
                 "tell JOB kill` ends the job without"
             )
-        if step is None:
+        if step is None and (order.kind == "save" or order.after_step is None):
             raise ConfigError("no step was made since it began here, so nothing new can be saved; resume it first")
-        self.saves = True
         if order.kind == "save":
+            self.saves = True
             return "a checkpoint is saved"
+        self._end_run(trainer)
+        return "the run ends, and is saved"
+
+    def _end_run(self, trainer: Trainer) -> None:
+        self.saves = True  # also where it was told before: the save may have been lost
         trainer.last_step = trainer.step_number
         self.pause = {}
-        return "the run ends, and is saved"
 
     def paused_step(self) -> Step | None:
         """The step after which the training is paused, as far as a checkpoint needs it; None: it is not known."""
@@ -213,25 +224,21 @@ class Steering:
     def publish(self, trainer: Trainer) -> None:
         """Publish what this training can be told, and what became of the newest orders."""
         if activity := own_activity():
-            activity.steer(
-                json.dumps(
-                    {
-                        "run": self._run,
-                        "step": trainer.step_number,
-                        "rate_factor": self.rate_factor,
-                        "paused": self.words if self.pause else "",
-                        "saves": any(hook.keeps_state for hook in trainer.hooks),
-                        "tunables": TUNABLES.values(),
-                        "outcomes": self._outcomes,
-                    }
-                )
-            )
+            facts = {
+                "run": self._run,
+                "step": trainer.step_number,
+                "rate_factor": self.rate_factor,
+                "paused": self.words if self.pause else "",
+                "saves": any(hook.keeps_state for hook in trainer.hooks),
+                "tunables": TUNABLES.values(),
+            }
+            activity.steer(OUTCOMES.beside(facts))
 
     def end(self) -> None:
         """Publish that the run is over, and what became of the newest orders."""
         TUNABLES.changed = lambda: None
         if activity := own_activity():
-            activity.steer(json.dumps({"run": 0, "outcomes": self._outcomes}))
+            activity.steer(OUTCOMES.beside({"run": 0}))
 
     def note(self) -> dict[str, Any]:
         """Return all that `take_back` needs to obey again what was obeyed since, if a rank is lost."""

@@ -41,7 +41,7 @@ NAME = "mpitrain-rank-"
 
 INTERRUPTED = "interrupted"  # the error of a rank that Ctrl-C has ended
 
-_BYTES = 16384
+_BYTES = 65536
 # Words of 8 bytes: each is written in one piece, and separately.
 _EDITION, _CALLS, _MOVED, _FIRST_STEP, _STEP, _LEFT_STEP, _LEFT_SECONDS, _RUN, _TOLD, _READY, _EPOCH, _ORDER = range(12)
 _METRICS = 16
@@ -55,7 +55,7 @@ _MOST_TEXT, _MOST_NAMES = 400, 800
 # training can be told, which the rank writes.
 _LENGTH = struct.Struct("<I")
 _ORDER_AT, MOST_ORDER_BYTES = 4096, 4000
-_STEERING_AT, MOST_STEERING_BYTES = 8192, 8000
+_STEERING_AT, MOST_STEERING_BYTES = 8192, 57000
 
 
 @dataclass(frozen=True)
@@ -192,11 +192,11 @@ class Page:
         return order
 
     def set_steering(self, text: str) -> None:
-        """Set what the training can be told; see RankRecord."""
-        data = text.encode()
+        """Set what the training can be told; see RankRecord. Raises ValueError if it finds no room."""
+        data = _framed(text, MOST_STEERING_BYTES)
         edition = self._numbers[_EDITION] + 1
         self._numbers[_EDITION] = edition
-        self._memory[_STEERING_AT : _STEERING_AT + _LENGTH.size + len(data)] = _LENGTH.pack(len(data)) + data
+        self._memory[_STEERING_AT : _STEERING_AT + len(data)] = data
         self._numbers[_EDITION_AGAIN] = edition
 
     def set_metrics(self, metrics: Mapping[str, float]) -> bool:
@@ -218,10 +218,18 @@ def write_order(page: int, order: Mapping[str, Any]) -> None:
     """Write an order into the page with this descriptor: {"number": from 1, and more}. A guard calls this.
 
     The order before it must have been answered. Its number comes last, so a rank never reads half an order.
+    Raises ValueError if it finds no room.
     """
-    data = json.dumps(order).encode()
-    os.pwrite(page, _LENGTH.pack(len(data)) + data, _ORDER_AT)
+    os.pwrite(page, _framed(json.dumps(order), MOST_ORDER_BYTES), _ORDER_AT)
     os.pwrite(page, struct.pack("=Q", order["number"]), 8 * _ORDER)
+
+
+def _framed(text: str, most: int) -> bytes:
+    """A text behind its length, as `_text_at` reads it."""
+    data = text.encode()
+    if len(data) > most:
+        raise ValueError(f"a text of {len(data)} bytes for the record of a rank; at most {most} find room")
+    return _LENGTH.pack(len(data)) + data
 
 
 def _text_at(data: Any, place: int, most: int) -> str:
@@ -238,13 +246,17 @@ def read_record(path: str, rank: int) -> RankRecord | None:
     try:
         if not os.readlink(path).startswith(f"/memfd:{NAME}{rank} "):  # noqa: PTH115 (Path.readlink is of Python 3.9)
             return None  # another process has the process id now
-        for _ in range(5):
-            data = Path(path).read_bytes()
-            numbers = memoryview(data).cast("Q")
-            if numbers[_EDITION] == numbers[_EDITION_AGAIN]:  # otherwise a write was in progress
-                break
-        else:
-            return None
+        with Path(path).open("rb", buffering=0) as page:
+            for _ in range(5):
+                # The writer sets the first edition, then the text, then the last one; so this reads them in the reverse
+                # order. If both are the same, no write was in progress.
+                last = os.pread(page.fileno(), 8, 8 * _EDITION_AGAIN)
+                data = os.pread(page.fileno(), _BYTES, 0)
+                if os.pread(page.fileno(), 8, 8 * _EDITION) == last:
+                    break
+            else:
+                return None
+        numbers = memoryview(data).cast("Q")
         fields = _TEXTS.unpack_from(data, _TEXTS_AT)
     except (OSError, struct.error, TypeError, IndexError):
         return None

@@ -140,6 +140,25 @@ def test_it_holds_after_a_restart(tmp_path: Path, has_copies: bool) -> None:
     assert told == applied
 
 
+def test_a_stop_holds_after_a_restart(tmp_path: Path) -> None:
+    """A rank fails in what the script does after the run: the next try does not train on."""
+    stopped: list[int] = []
+    fails = (
+        "\nif world.rank == 1 and not (folder / 'failed').exists():\n    (folder / 'failed').touch()\n    sys.exit(3)\n"
+    )
+
+    def during(teller: Teller) -> None:
+        stopped.append(teller.applied("stop"))
+        until((tmp_path / "steps.json").exists, "there was no second try")
+
+    source = script(hooks=CHECKPOINT).replace("if world.is_root:\n", f"{fails}world.barrier()\nif world.is_root:\n")
+    job = train(tmp_path, during, "--restarts", "1", source=source)
+    succeeded(job)
+    assert (tmp_path / "failed").exists()
+    assert steps_of(tmp_path) == []
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == [f"step-{stopped[0]:08d}"]
+
+
 def test_a_rank_is_killed_in_a_pause(tmp_path: Path) -> None:
     """The next try is paused too, after the same step."""
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import threading
 import time
+from collections.abc import Mapping
+from typing import Any
 
 import changing
 import pytest
@@ -19,6 +21,7 @@ from mpitrain.launch.placement import Place
 from mpitrain.launch.roster import launcher_name
 from mpitrain.launch.tellers import Tellers
 from mpitrain.launch.wishes import ask
+from mpitrain.watching.rank_record import RankRecord
 
 # Fixtures: pytest finds them by these names.
 _no_long_wait, changes = changing._no_long_wait, changing.changes
@@ -89,6 +92,38 @@ def test_a_job_without_keepers() -> None:
         answer = ask(launcher_name(os.getpid()), {"leave": ["b"]})
     why = "its hosts cannot change, because no keepers hold its state meanwhile; start the job with --restarts N"
     assert answer == {"refused": why}
+
+
+def test_the_stacks_of_many_ranks() -> None:
+    """They have more bytes than a message of a socket, and than its buffer."""
+    lines = [f"rank {rank} on a runs" + "\u00fc" * 1000 for rank in range(500)]
+
+    class Many:
+        def records(self) -> dict[int, RankRecord]:
+            return {0: RankRecord(0)}
+
+        def lost(self) -> set[int]:
+            return set()
+
+        def give(self, order: Mapping[str, Any]) -> None:
+            pass
+
+        def stacks(self) -> list[str]:
+            return lines
+
+    orders = Orders()
+    orders.lead(Many())
+    with Tellers(orders, None):
+        answer = ask(launcher_name(os.getpid()), {"tell": {"kind": "stacks"}, "from": "lab1"})
+    assert answer == {"accepted": "\n".join(lines)}
+
+
+def test_the_name_of_the_socket_is_taken(capsys: pytest.CaptureFixture[str]) -> None:
+    """The job goes on."""
+    with Tellers(Orders(), None), Tellers(Orders(), None):
+        said = capsys.readouterr().err
+    assert "nobody can tell this job anything (mpitrain tell, join, leave): " in said
+    assert "Address already in use" in said
 
 
 def test_a_message_that_makes_no_sense(changes: Changes, capsys: pytest.CaptureFixture[str]) -> None:

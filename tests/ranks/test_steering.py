@@ -14,9 +14,10 @@ from mpitrain import Checkpoint, Hook, Step, StopAtStep, Trainer, World
 from mpitrain.errors import MismatchError
 from mpitrain.job.start import the_job
 from mpitrain.training.checkpoint.store import load, write
+from mpitrain.training.outcomes import Outcomes
 from mpitrain.training.tunable import Tunables
 from mpitrain.watching.activity import own_activity
-from mpitrain.watching.rank_record import write_order
+from mpitrain.watching.rank_record import read_record, write_order
 
 from .common import error_on_all, skip_alone
 from .trainings import RATE, Record, bits, builder
@@ -45,6 +46,7 @@ def tunables(monkeypatch: pytest.MonkeyPatch, world: World) -> Tunables:
     """Those of this test; and records without the orders of another one."""
     own = Tunables()
     monkeypatch.setattr("mpitrain.training.steering.TUNABLES", own)
+    monkeypatch.setattr("mpitrain.training.steering.OUTCOMES", Outcomes())
     if activity := own_activity():
         write_order(activity.descriptor, {"number": 0})
     world.barrier()
@@ -206,3 +208,56 @@ def test_a_pause_ends_on_all_ranks(world: World, tunables: Tunables) -> None:
     trainer.run()
     numpy.testing.assert_array_equal([step.learning_rate for step in record.steps], [RATE * 0.25] * 3)
     assert trainer.steering.pause == {}
+
+
+def outcomes_of(world: World) -> list[list[Any]]:
+    """What this rank has published of orders: number, step, and whether it was applied."""
+    activity = own_activity()
+    assert activity is not None
+    record = read_record(f"/proc/self/fd/{activity.descriptor}", world.rank)
+    assert record is not None
+    return [[number, step, is_applied] for number, _, step, is_applied, _ in json.loads(record.steering)["outcomes"]]
+
+
+def test_a_later_run_publishes_what_the_run_before_was_told(world: World, tunables: Tunables) -> None:
+    """The launcher may not have read it yet. The last order comes too late for a step of that run."""
+    skip_alone(world)
+    orders: dict[int, tuple[int, dict[str, Any]]] = {
+        2: (world.size - 1, {"number": 1, "kind": "rate", "value": "0.5"}),
+        4: (0, {"number": 2, "kind": "rate", "value": "0.5"}),
+    }
+    Trainer(builder(60, 20), [StopAtStep(4), Told(orders)]).run()
+    assert outcomes_of(world) == [[1, 3, True]]
+    Trainer(builder(60, 20), [StopAtStep(2), record := Record()]).run()
+    assert outcomes_of(world) == [[1, 3, True], [2, 0, False]]
+    assert [step.learning_rate for step in record.steps] == [RATE] * 2
+
+
+def test_a_refused_order_is_refused_again(world: World, tunables: Tunables) -> None:
+    """The state to go on from is taken after it, and the launcher, which has not heard of it, repeats it."""
+    skip_alone(world)
+    order = {1: (0, {"number": 1, "kind": "resume"})}
+    trainer = Trainer(builder(60, 20), [StopAtStep(3), Told(order)])
+    trainer.run()
+    assert outcomes_of(world) == [[1, 2, False]]
+    assert "steering" not in trainer.state()
+    again = Trainer(builder(60, 20), [StopAtStep(6), Told({4: (0, {"number": 1, "kind": "resume"})})])
+    again.restore(trainer.state())
+    again.run()
+    assert [is_applied for _, _, is_applied in outcomes_of(world)] == [False] * len(outcomes_of(world))
+
+
+def test_a_stop_holds_after_a_restart(world: World, tunables: Tunables, shared: Path) -> None:
+    """The try that follows goes on from an earlier step, or from the one of the stop."""
+    stop = {"of": "1a2b", "number": 1, "kind": "stop", "teller": "ada on lab1", "at": 1.5, "after_step": 3}
+    before = world.context.orders
+    try:
+        for made in (3, 0):
+            object.__setattr__(world.context, "orders", json.dumps([{**stop, "run": the_job().num_runs + 1}]))
+            hooks = [StopAtStep(9), Checkpoint(shared, steps=100), record := Record()]
+            trainer = Trainer(builder(60, 20), hooks)
+            trainer.run()
+            assert (trainer.step_number, len(record.steps)) == (3, made)
+    finally:
+        object.__setattr__(world.context, "orders", before)
+    assert [path.name for path in shared.glob("step-*")] == ["step-00000003"]
