@@ -5,7 +5,6 @@ A job that has lost its launcher is kept for a while: its ranks have ended, and 
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -64,9 +63,8 @@ class RunningJob:
             return f"{len(waits)} of {len(views)} ranks wait, since {min(waits):.0f} s"
         if views and all(view.record.status == ENDED for view in views):
             return "ends"
-        texts = [view.record.steering for view in views if view.record.steering]
-        if paused := texts and json.loads(texts[0]).get("paused"):
-            return str(paused)
+        if paused := next((view.record.paused for view in views if view.record.steering), ""):
+            return paused
         return self._state_of_server() if "here" in self.served else "runs"
 
     def _state_of_server(self) -> str:

@@ -232,6 +232,7 @@ class Live:
             "metrics": {},
             "record": None,
             "stall": None,
+            "paused": "",
             "events": noted(),
             "served": None,
             **picture,

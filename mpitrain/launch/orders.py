@@ -200,7 +200,7 @@ class Orders:
 
 
 def teller_name(uid: int, host: str) -> str:
-    """The user and the host of who tells something, such as "ada on lab1"."""
+    """The user and the place of who tells something, such as "ada on lab1", or "ada on the dashboard of lab1"."""
     try:
         name = pwd.getpwuid(uid).pw_name
     except KeyError:

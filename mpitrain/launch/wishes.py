@@ -1,7 +1,7 @@
 """The way of a wish from a command to the launcher of a running job: the launcher's socket, and a message each way.
 
     command: {"leave": [host...]} or {"join": text}      launcher: {"accepted": text} or {"refused": text}
-    command: {"tell": an order, "from": host}            launcher: as Orders.answer says (orders.py)
+    command: {"tell": an order, "from": where}           launcher: as Orders.answer says (orders.py)
 
 The socket has a name and no file, so it is gone with the launcher. Both sides serve the same user only. A thread
 answers each wish, because an answer may take a minute.

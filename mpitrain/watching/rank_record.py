@@ -116,6 +116,11 @@ class RankRecord:
     record_folder: str = ""
     steering: str = ""
 
+    @property
+    def paused(self) -> str:
+        """Who has paused its training, when, and after which step; "": nobody has."""
+        return str(json.loads(self.steering).get("paused", "")) if self.steering else ""
+
 
 class Page:
     """The page of this process. Writing a number costs 0.1 us, `write` about 7 us.
