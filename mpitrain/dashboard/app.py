@@ -132,7 +132,7 @@ class Routes:
             raise HTTPException(403, FOR_OPERATORS)
         _, job = await self._run(request.path_params["id"])
         if job is None:
-            raise HTTPException(409, "no launcher on this machine has it: it has ended, or plain mpiexec has started it")
+            raise HTTPException(409, "no launcher here has it: the job has ended, or plain mpiexec has started it")
         if request.method != "POST":
             return _json(await self._commands.can(job))
         try:

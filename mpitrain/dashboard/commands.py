@@ -98,6 +98,8 @@ def _tell(job: ShownJob, order: Mapping[str, str]) -> dict[str, Any]:
 
 def _kill(job: ShownJob) -> dict[str, Any]:
     """End a job by its launcher, which is on this machine. What is left here after 12 s is killed."""
+    if not job.ids:
+        return {"refused": "it has no ranks yet; wait until it has begun"}
     left, wrong = end_job(place_ranks("localhost", None, None, 1), job.ids[-1])
     lines = [f"process {line} could not be killed" for of_host in left.values() for line in of_host]
     lines += wrong.values()
