@@ -47,8 +47,10 @@ function showRanks(live, state) {
 }
 
 function showEvents(live) {
-  const ofRecord = events.map((event) => `after step ${number(event.after_step)}: ${event.text}${event.seconds ? `; the training stood still for ${duration(event.seconds)}` : ""}`);
-  const ofLauncher = (live?.events ?? []).map((event) => `${new Date(event.at * 1000).toLocaleTimeString("en-GB")} ${event.text}`);
+  const clock = (seconds) => new Date(seconds * 1000).toLocaleTimeString("en-GB");
+  const teller = (event) => event.teller ? `, told by ${event.teller} at ${clock(event.at)}` : "";
+  const ofRecord = events.map((event) => `after step ${number(event.after_step)}: ${event.text}${teller(event)}${event.seconds ? `; the training stood still for ${duration(event.seconds)}` : ""}`);
+  const ofLauncher = (live?.events ?? []).map((event) => `${clock(event.at)} ${event.text}`);
   const all = [...ofRecord, ...ofLauncher];
   place("events").hidden = !all.length;
   if (place("eventList").childElementCount !== all.length) place("eventList").replaceChildren(...all.map((text) => element("li", {}, text)));
