@@ -64,8 +64,9 @@ class Routes:
         )
 
     def end(self) -> None:
-        """End all streams, so that the server can end."""
+        """End all streams and waits, so that the server can end."""
         self._is_ending = True
+        self._commands.end()
         self._catalogue.bell.ring()
 
     @asynccontextmanager

@@ -26,9 +26,12 @@ from mpitrain.launch.wishes import ask
 MOST_BYTES = 4096  # of a command; a launcher takes 1,000 bytes of names and values
 _MOST_A_SECOND = 5
 _MOST_WAITING = 8
-_END_SECONDS = 10.0  # a launcher whose ranks have ended still tells its guards
+_END_SECONDS = 30.0  # a launcher whose ranks have ended still tells its guards
 _FIELDS = ("kind", "name", "value")
 _LIST = {"kind": "list"}
+_ENDS = {
+    "refused": "the dashboard ends, and cannot wait for the answer; the record of the run will show what was applied"
+}
 
 
 class Commands:
@@ -36,14 +39,21 @@ class Commands:
 
     def __init__(self) -> None:
         self._begun: deque[float] = deque(maxlen=_MOST_A_SECOND)  # by time.monotonic()
-        self._num_waiting = 0
+        self._told: set[asyncio.Future[dict[str, Any]]] = set()  # that wait for their answers
         self._lists: dict[str, asyncio.Future[dict[str, Any]]] = {}  # that are asked for now, by launcher
+        self._is_ending = False
+
+    def end(self) -> None:
+        """Wait for no answer any more: the dashboard ends. The jobs have their commands."""
+        self._is_ending = True
+        for one in (*self._told, *self._lists.values()):
+            _settle(one, _ENDS)
 
     def why_not(self) -> str:
         """Return why no command is passed on now; "": the next one is."""
         if len(self._begun) == _MOST_A_SECOND and time.monotonic() - self._begun[0] < 1.0:
             return f"{_MOST_A_SECOND} commands a second are passed on, of all operators together; wait a second"
-        if self._num_waiting >= _MOST_WAITING:
+        if len(self._told) >= _MOST_WAITING:
             return f"{_MOST_WAITING} commands wait for their answers, which is the limit; wait for one"
         return ""
 
@@ -55,22 +65,43 @@ class Commands:
             order: as `order_of` returns it. Its kind may also be "kill".
         """
         self._begun.append(time.monotonic())
-        self._num_waiting += 1
-        told = _in_thread(lambda: _kill(job) if order["kind"] == "kill" else _tell(job, order))
-        told.add_done_callback(self._note_answer)
+        told = self._in_thread(lambda: _kill(job) if order["kind"] == "kill" else _tell(job, order))
+        self._told.add(told)
+        told.add_done_callback(self._told.discard)
         return await asyncio.shield(told)  # the thread waits also when nobody does
-
-    def _note_answer(self, _: object) -> None:
-        self._num_waiting -= 1
 
     async def can(self, job: ShownJob) -> dict[str, Any]:
         """Return what a job can be told now, with its present values. All who ask meanwhile get the same answer."""
         asked = self._lists.get(job.launcher)
         if asked is None:
-            asked = _in_thread(lambda: _tell(job, _LIST))
+            asked = self._in_thread(lambda: _tell(job, _LIST))
             self._lists[job.launcher] = asked
             asked.add_done_callback(lambda _: self._lists.pop(job.launcher))
         return await asyncio.shield(asked)
+
+    def _in_thread(self, call: Callable[[], dict[str, Any]]) -> asyncio.Future[dict[str, Any]]:
+        """Call this in a thread of its own, for which the end of the dashboard does not wait."""
+        loop = asyncio.get_running_loop()
+        result: asyncio.Future[dict[str, Any]] = loop.create_future()
+
+        def run() -> None:
+            try:
+                answer = call()
+            except Exception as error:  # the page is told, and the next command may go well
+                answer = {"refused": f"the dashboard cannot pass it on: {error!r}"}
+            with suppress(RuntimeError):  # the dashboard has ended
+                loop.call_soon_threadsafe(_settle, result, answer)
+
+        if self._is_ending:
+            _settle(result, _ENDS)
+        else:
+            threading.Thread(target=run, name="command", daemon=True).start()
+        return result
+
+
+def _settle(result: asyncio.Future[dict[str, Any]], answer: dict[str, Any]) -> None:
+    if not result.done():
+        result.set_result(answer)
 
 
 def order_of(body: bytes) -> dict[str, str]:
@@ -109,20 +140,3 @@ def _kill(job: ShownJob) -> dict[str, Any]:
     if pid is not None:
         lines.append(f"its launcher, process {pid}, goes on; is it stopped?")
     return {"refused": "; ".join(lines)} if lines else {"accepted": "the job has ended, without a save"}
-
-
-def _in_thread(call: Callable[[], dict[str, Any]]) -> asyncio.Future[dict[str, Any]]:
-    """Call this in a thread of its own, for which the end of the dashboard does not wait."""
-    loop = asyncio.get_running_loop()
-    result: asyncio.Future[dict[str, Any]] = loop.create_future()
-
-    def run() -> None:
-        try:
-            answer = call()
-        except Exception as error:  # the page is told, and the next command may go well
-            answer = {"refused": f"the dashboard cannot pass it on: {error!r}"}
-        with suppress(RuntimeError):  # the dashboard has ended
-            loop.call_soon_threadsafe(result.set_result, answer)
-
-    threading.Thread(target=run, name="command", daemon=True).start()
-    return result

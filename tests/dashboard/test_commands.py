@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import http.client
 import json
 import os
 import signal
 import socket
 import threading
+import time
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -20,7 +22,7 @@ from records_made import make_record, rows_made
 from visiting import MARKUP
 
 from faults.telling import CHECKPOINT, Teller, events_of, script, train
-from jobs import until
+from jobs import HANG_SECONDS, until
 from mpitrain.dashboard.commands import Commands
 from mpitrain.dashboard.records import run_id
 from mpitrain.dashboard.shown_jobs import ShownJob
@@ -210,10 +212,36 @@ def test_a_job_is_killed(tmp_path: Path) -> None:
         def during(_: Teller) -> None:
             served.wait_for("/api/runs", lambda answer: is_live(answer, id_))
             assert operator.tell("save")["refused"].startswith("its Trainer has no mt.Checkpoint")
+            _another_dashboard_ends(tmp_path, operator)
             assert operator.tell("kill") == {"accepted": "the job has ended, without a save"}
 
         job = train(tmp_path / "job", during)
         assert job.code != 0 and job.left == [], job.output
+
+
+def _another_dashboard_ends(tmp_path: Path, operator: Operator) -> None:
+    """A dashboard ends while one of its commands waits. The job has the command."""
+    path = operator.path.removesuffix("/tell")
+    pid = operator.served.get(path)["live"]["ranks"][1]["pid"]
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        with dashboard(tmp_path / "cache", str(tmp_path / "runs")) as other:
+            other.wait_for(
+                "/api/runs", lambda answer: any(run["folder"] == str(tmp_path / "job/record") for run in answer["runs"])
+            )
+            other.wait_for(path, lambda one: one["run"]["state"] == "stalled")
+            line = http.client.HTTPConnection("127.0.0.1", other.port, timeout=HANG_SECONDS)
+            line.request("POST", operator.path, '{"kind": "pause"}', {"Authorization": f"Bearer {other.operator}"})
+            other.get("/api/runs")  # it has the request
+            begun = time.monotonic()
+            other.process.send_signal(signal.SIGINT)
+            answer = line.getresponse()
+            assert (answer.status, "the dashboard ends" in json.loads(answer.read())["refused"]) == (200, True)
+            print(f"the dashboard has answered {time.monotonic() - begun:.1f} s after Ctrl-C")
+            line.close()
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    operator.served.wait_for(path, lambda one: one["run"]["state"] == "paused")
 
 
 def test_a_run_without_a_job(tmp_path: Path) -> None:
