@@ -1,4 +1,4 @@
-"""What the server answers: pages, runs, curves, and a stream of what changes."""
+"""What the server answers: pages, runs, curves, a stream of what changes, and what jobs say to commands."""
 
 from __future__ import annotations
 
@@ -19,11 +19,14 @@ from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
 
 from mpitrain.dashboard.catalogue import Catalogue
+from mpitrain.dashboard.commands import MOST_BYTES, Commands, order_of
 from mpitrain.dashboard.differences import differences
+from mpitrain.dashboard.gate import FOR_OPERATORS
 from mpitrain.dashboard.index import IndexedRun
 from mpitrain.dashboard.prometheus import exposition
 from mpitrain.dashboard.series import curve
 from mpitrain.dashboard.shown_jobs import ShownJob
+from mpitrain.errors import ConfigError
 
 PAGES = Path(__file__).parent / "pages"
 _MOST_PIXELS = 8192
@@ -38,6 +41,7 @@ class Routes:
 
     def __init__(self, catalogue: Catalogue) -> None:
         self._catalogue = catalogue
+        self._commands = Commands()
         self._is_ending = False
 
     def app(self) -> Starlette:
@@ -51,6 +55,7 @@ class Routes:
                 Route("/api/runs", self.runs),
                 Route("/api/runs/{id}", self.run),
                 Route("/api/runs/{id}/series", self.series),
+                Route("/api/runs/{id}/tell", self.tell, methods=["GET", "POST"]),
                 Route("/api/compare", self.compare),
                 Route("/api/stream", self.stream),
                 Mount("/pages", StaticFiles(directory=PAGES)),
@@ -59,8 +64,9 @@ class Routes:
         )
 
     def end(self) -> None:
-        """End all streams, so that the server can end."""
+        """End all streams and waits, so that the server can end."""
         self._is_ending = True
+        self._commands.end()
         self._catalogue.bell.ring()
 
     @asynccontextmanager
@@ -120,6 +126,23 @@ class Routes:
                 "firstNotFinite": points.first_not_finite,
             }
         return _json({"curves": curves})
+
+    async def tell(self, request: Request) -> Response:
+        """Tell a job something (POST), or answer what it can be told (GET). The answer is that of its launcher."""
+        if request.state.role != "operator":
+            raise HTTPException(403, FOR_OPERATORS)
+        _, job = await self._run(request.path_params["id"])
+        if job is None:
+            raise HTTPException(409, "no launcher here has it: the job has ended, or plain mpiexec has started it")
+        if request.method != "POST":
+            return _json(await self._commands.can(job))
+        try:
+            order = order_of(await _body(request))
+        except ConfigError as error:
+            raise HTTPException(400, str(error)) from None
+        if why := self._commands.why_not():
+            raise HTTPException(429, why, {"Retry-After": "1"})
+        return _json(await self._commands.tell(job, order))
 
     async def compare(self, request: Request) -> Response:
         """Answer in what the runs `runs` (ids, separated by commas) differ."""
@@ -191,6 +214,15 @@ def _page(name: str) -> Any:
 
 def _json(answer: Any) -> Response:
     return Response(json.dumps(answer, allow_nan=False), media_type="application/json")
+
+
+async def _body(request: Request) -> bytes:
+    body = b""
+    async for part in request.stream():
+        body += part
+        if len(body) > MOST_BYTES:
+            raise HTTPException(413, f"a command has at most {MOST_BYTES} bytes")
+    return body
 
 
 def _number(text: str | None, default: float) -> float:

@@ -20,6 +20,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 Role = Literal["viewer", "operator"]
 
+FOR_OPERATORS = "a viewer cannot do this; open the link for operators"
 _COOKIE_SECONDS = 30 * 24 * 3600
 _HEADERS = {
     # Nothing from elsewhere, no script or style inside a page: a text that became markup could still do nothing.
@@ -105,7 +106,7 @@ class Gate:
             return _page("Open the link that `mpitrain dashboard` has printed: it has a token.", 401)
         if scope["method"] not in ("GET", "HEAD"):
             if role != "operator":
-                return PlainTextResponse("a viewer cannot do this; open the link for operators\n", 403)
+                return PlainTextResponse(f"{FOR_OPERATORS}\n", 403)
             if "authorization" not in headers and headers.get("origin", "") not in self._origins:
                 return PlainTextResponse("this request comes from another page\n", 403)
         scope.setdefault("state", {})["role"] = role

@@ -9,6 +9,7 @@ from mpitrain.training.run_document import DONE, LEFT, RunDocument
 
 # The states that the page shows, besides those of a live job: starts, trains, restarts, ends.
 TRAINS, DONE_STATE, FAILED, LOST, STALLED, UNKNOWN = "trains", "done", "failed", "lost", "stalled", "unknown"
+PAUSED = "paused"
 # A run that may be on another host counts as one that goes on while its record is so young.
 _YOUNG_SECONDS = 60.0
 _STALL_SECONDS = 10.0  # of a wait in which nothing moves, as of the report on stderr
@@ -57,6 +58,8 @@ def _of_job(live: Mapping[str, Any]) -> tuple[str, str]:
         return STALLED, "; ".join(trouble[:5])
     if state == TRAINS and live.get("stall") and still >= _STALL_SECONDS:
         return STALLED, str(live["stall"])
+    if state != "ends" and live.get("paused"):
+        return PAUSED, str(live["paused"]).removeprefix("paused ")
     return state, ""
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from mpitrain.errors import LaunchError
-from mpitrain.launch.live_folder import sockets
+from mpitrain.launch.live_folder import launcher_of, sockets
 from mpitrain.launch.live_jobs import LiveJob, find
 
 LOOK_SECONDS = 1.0
@@ -28,11 +28,13 @@ class ShownJob:
     Attributes:
         look: its last answer (docs/live.md).
         heard: when that came, by time.monotonic().
+        launcher: which process that is (roster.launcher_name); "": a job of `mpitrain serve` has none.
         history: of each look the time, and the phase of every rank in the order of ranks.
     """
 
     look: dict[str, Any]
     heard: float
+    launcher: str = ""
     history: deque[tuple[float, list[str]]] = field(default_factory=lambda: deque(maxlen=_MOST_LOOKS))
 
     @property
@@ -88,7 +90,8 @@ class ShownJobs:
             for job in jobs:
                 name = str(job.path or job.answer["job"])
                 if name not in self.jobs:
-                    self.jobs[name] = ShownJob(dict(job.answer), time.monotonic())
+                    launcher = launcher_of(job.path) if job.path is not None else ""
+                    self.jobs[name] = ShownJob(dict(job.answer), time.monotonic(), launcher)
                     threading.Thread(target=self._listen, args=(name, job), name=name, daemon=True).start()
             self._end.wait(_SEARCH_SECONDS)
 

@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from mpitrain.launch.connections import GUARD, connect
-from mpitrain.launch.orders import read_steering
 from mpitrain.launch.placement import Placement
 from mpitrain.watching.ranges import rank_ranges
 from mpitrain.watching.rank_record import BUSY, ENDED, WAITS
@@ -64,9 +63,8 @@ class RunningJob:
             return f"{len(waits)} of {len(views)} ranks wait, since {min(waits):.0f} s"
         if views and all(view.record.status == ENDED for view in views):
             return "ends"
-        texts = [view.record.steering for view in views if view.record.steering]
-        if texts and (paused := read_steering(texts[0]).get("paused")):
-            return str(paused)
+        if paused := next((view.record.paused for view in views if view.record.steering), ""):
+            return paused
         return self._state_of_server() if "here" in self.served else "runs"
 
     def _state_of_server(self) -> str:

@@ -234,6 +234,7 @@ class Live:
             "metrics": {},
             "record": None,
             "stall": None,
+            "paused": "",
             "events": noted(),
             "served": None,
             **picture,

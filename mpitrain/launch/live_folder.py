@@ -47,6 +47,11 @@ def socket_of(launcher: str) -> Path:
     return _folder() / (launcher.replace(" ", "~") + _SUFFIX)
 
 
+def launcher_of(path: Path) -> str:
+    """Return the name of the launcher whose socket this is."""
+    return path.name.removesuffix(_SUFFIX).replace("~", " ")
+
+
 def sockets() -> list[Path]:
     """Return the sockets of all launchers of this user that are alive, oldest first. Remove those of others.
 
@@ -56,7 +61,7 @@ def sockets() -> list[Path]:
     folder = live_folder()
     paths = []
     for path in folder.glob(f"*{_SUFFIX}") if folder is not None else ():
-        name = path.name.removesuffix(_SUFFIX).replace("~", " ")
+        name = launcher_of(path)
         if launcher_pid(name) is not None or name.partition(" ")[0] != socket.gethostname():
             paths.append(path)
         else:  # it was killed; the name has the time of its start, so no other launcher has it

@@ -23,7 +23,8 @@ _SPEED = "samples/s"
 def of_ranks(
     views: Iterable[RankView], places: Mapping[str, Iterable[int]], silence: Mapping[str, float]
 ) -> dict[str, Any]:
-    """Return the part of an answer that says what hosts and ranks do: hosts, ranks, metrics, record and stall.
+    """Return the part of an answer that says what hosts and ranks do: hosts, ranks, metrics, record, stall and
+    paused.
 
     Args:
         views: the ranks that have appeared, each with its host.
@@ -51,6 +52,7 @@ def of_ranks(
         "metrics": {name: plain(value) for name, value in first.metrics.items()} if first else {},
         "record": next((view.record.record_folder for view in known.values() if view.record.record_folder), None),
         "stall": _stall({rank: view for rank, view in known.items() if rank not in lost}, host_of, silence),
+        "paused": next((view.record.paused for _, view in sorted(known.items()) if view.record.steering), ""),
     }
 
 

@@ -21,7 +21,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
-from mpitrain.watching.rank_record import MOST_ORDER_BYTES, RankRecord
+from mpitrain.watching.rank_record import MOST_ORDER_BYTES, RankRecord, read_steering
 
 KINDS = ("rate", "set", "pause", "resume", "save", "stop")
 _LASTING = ("rate", "set", "pause", "resume", "stop")  # the last one ends a run, so there is always room for it
@@ -217,15 +217,6 @@ class Orders:
         return {"accepted": "\n".join(guards.stacks())}
 
 
-def read_steering(text: str) -> dict[str, Any]:
-    """What a rank has published; {} if its text is torn."""
-    try:
-        can: dict[str, Any] = json.loads(text)
-    except ValueError:
-        return {}
-    return can
-
-
 def _is_done(text: str, number: int) -> bool:
     """True if a rank that has published this waits for no order, or says what became of this one."""
     can = read_steering(text) if text and number else {}
@@ -233,7 +224,7 @@ def _is_done(text: str, number: int) -> bool:
 
 
 def teller_name(uid: int, host: str) -> str:
-    """The user and the host of who tells something, such as "ada on lab1"."""
+    """The user and the place of who tells something, such as "ada on lab1", or "ada on the dashboard of lab1"."""
     try:
         name = pwd.getpwuid(uid).pw_name
     except KeyError:

@@ -37,6 +37,7 @@ from mpitrain.watching.view import RankView, process_state, to_json, waited
 # A launcher gives its ranks 5 s to end by themselves. This is somewhat longer.
 _GRACE_SECONDS = 12.0
 _KILL_SECONDS = 5.0
+NOT_TOLD = "it is of `mpitrain serve`, whose workers have no steps in common, so nothing can be told"
 
 
 def main(wish: dict[str, Any], _probe: str) -> None:
@@ -142,7 +143,7 @@ def change(token: str, wish: dict[str, Any]) -> dict[str, Any]:
     """Return what the launcher of a job answers to a wish (wishes.py); {} if it is not here."""
     parts = [job for job in jobs() if job["id"] == token and job["is_launched_here"]]
     if any(job["is_served"] for job in parts) and "tell" in wish:
-        return {"refused": "it is of `mpitrain serve`, whose workers have no steps in common, so nothing can be told"}
+        return {"refused": NOT_TOLD}
     if any(job["is_served"] for job in parts):
         how = "`mpitrain work` adds one at any time, and Ctrl-C ends one"
         return {"refused": f"it is of `mpitrain serve`, whose workers come and go: {how}"}

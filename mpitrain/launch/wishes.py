@@ -1,7 +1,7 @@
 """The way of a wish from a command to the launcher of a running job: the launcher's socket, and a text each way.
 
     command: {"leave": [host...]} or {"join": text}      launcher: {"accepted": text} or {"refused": text}
-    command: {"tell": an order, "from": host}            launcher: as Orders.answer says (orders.py)
+    command: {"tell": an order, "from": where}           launcher: as Orders.answer says (orders.py)
 
 Both come as texts of any length: the stacks of many ranks do not find room in a message of a socket.
 

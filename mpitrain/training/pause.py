@@ -34,6 +34,7 @@ def wait_in_pause(trainer: Trainer, copies: StateCopies, obey: Callable[[int], N
     """
     world, steering, activity = trainer.world, trainer.steering, own_activity()
     words = f"a pause {steering.words.removeprefix('paused ')}"
+    steering.paused_since = time.monotonic()  # what the hooks have done since the order is no pause
     entry = activity.begin(BUSY, words, time.monotonic()) if activity else None
     try:
         while steering.pause:

@@ -55,7 +55,7 @@ class Steering:
         self._replayed_until = 0
         self._known: dict[int, dict[str, Any]] = {}  # the orders of this launcher; another rank may lack the last
         self._run = 0
-        self._paused_since = 0.0
+        self.paused_since = 0.0
 
     def begin(self, trainer: Trainer, run: int) -> None:
         """The run with this number begins, and the state is restored. Collective.
@@ -81,7 +81,7 @@ class Steering:
         orders = [TrainingOrder.of_plain(fields) for fields in json.loads(text)] if text else []
         self._replayed = [order for order in orders if order.run == run]
         self._replayed_until = max((order.after_step or 0 for order in self._replayed), default=0)
-        self._paused_since = time.monotonic()
+        self.paused_since = time.monotonic()
         if self.pause and (trainer.served or not world.context.roll_call):
             world.print(f"mpitrain: the training was {self.words}. No launcher could resume it here, so it goes on")
             self.pause = {}
@@ -149,7 +149,7 @@ class Steering:
         if self._has(order) and order.kind != "stop":  # the launcher has not heard of it, because a rank failed
             OUTCOMES.note(order.number, run, number, True, "it was applied before a restart")
             return
-        seconds = time.monotonic() - self._paused_since if order.kind in ("resume", "stop") and self.pause else 0.0
+        seconds = time.monotonic() - self.paused_since if order.kind in ("resume", "stop") and self.pause else 0.0
         try:
             text = self._do(trainer, order, step)
         except ConfigError as error:
@@ -183,7 +183,7 @@ class Steering:
                 raise ConfigError(f"it is {self.words}")
             about = {"loss": step.loss, "learning_rate": step.learning_rate} if step else {}
             self.pause = {"teller": order.teller, "at": order.at, "after_step": trainer.step_number, **about}
-            self._paused_since = time.monotonic()
+            self.paused_since = time.monotonic()
             return "the training is paused"
         if order.kind == "resume":
             if not self.pause:

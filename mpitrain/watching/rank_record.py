@@ -116,6 +116,20 @@ class RankRecord:
     record_folder: str = ""
     steering: str = ""
 
+    @property
+    def paused(self) -> str:
+        """Who has paused its training, when, and after which step; "": nobody has."""
+        return str(read_steering(self.steering).get("paused", ""))
+
+
+def read_steering(text: str) -> dict[str, Any]:
+    """What a rank has published; {} if its text is torn."""
+    try:
+        can: dict[str, Any] = json.loads(text)
+    except ValueError:
+        return {}
+    return can
+
 
 class Page:
     """The page of this process. Writing a number costs 0.1 us, `write` about 7 us.

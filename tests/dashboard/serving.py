@@ -38,11 +38,20 @@ class Dashboard:
         return port
 
     @property
+    def operators_link(self) -> str:
+        return f"{self.base}/?token={self.operator}"
+
+    @property
     def link(self) -> str:
         return f"{self.base}/?token={self.viewer}"
 
     def ask(
-        self, path: str, token: str | None = None, method: str = "GET", headers: Mapping[str, str] | None = None
+        self,
+        path: str,
+        token: str | None = None,
+        method: str = "GET",
+        headers: Mapping[str, str] | None = None,
+        body: str | None = None,
     ) -> tuple[int, dict[str, str], str]:
         """Make a request with the viewer's token, or another one; "": with none. Returns status, headers and text."""
         token = self.viewer if token is None else token
@@ -54,7 +63,7 @@ class Dashboard:
         else:
             line = http.client.HTTPConnection("127.0.0.1", self.port, timeout=HANG_SECONDS)
         with contextlib.closing(line):
-            line.request(method, path, headers={**sent, **(headers or {})})
+            line.request(method, path, body, {**sent, **(headers or {})})
             answer = line.getresponse()
             fields = {name.lower(): value for name, value in answer.getheaders()}
             return answer.status, fields, answer.read().decode()

@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from records_made import lines, make_record, rows_made
+from visiting import MARKUP, Visit, contrast
 
 from jobs import until
 from serving import Dashboard, dashboard
 
 pytest.importorskip("starlette", reason="needs Starlette and uvicorn: pip install 'mpitrain[dashboard]'")
 pytest.importorskip("uvicorn", reason="needs Starlette and uvicorn: pip install 'mpitrain[dashboard]'")
-
-MARKUP = '<img src=x onerror="window.hacked=1"><script>window.hacked=1</script>'
-WAIT_MS = 240_000  # a busy machine
 
 
 @pytest.fixture(scope="module")
@@ -41,34 +38,6 @@ def served(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[D
     with dashboard(tmp_path_factory.mktemp("cache"), str(folder)) as made:
         made.wait_for("/api/runs", lambda answer: len(made.records(answer)) == 3)
         yield made
-
-
-class Visit:
-    """A page that has come in by the link, and all that went wrong on it."""
-
-    def __init__(self, browser: Any, served: Dashboard, **options: Any) -> None:
-        self.context = browser.new_context(**options)
-        self.page = self.context.new_page()
-        self.page.set_default_timeout(WAIT_MS)
-        self.served = served
-        self.problems: list[str] = []
-        self.page.on("pageerror", lambda error: self.problems.append(str(error)))
-        self.page.on("console", lambda line: self.problems.append(line.text) if line.type == "error" else None)
-        self.page.on("request", self._look_at)
-        self.page.goto(served.link)
-        self.page.wait_for_selector("#runs tbody tr")
-
-    def _look_at(self, request: Any) -> None:
-        if not request.url.startswith(self.served.base):
-            self.problems.append(f"a request leaves the machine: {request.url}")
-
-    def open_run(self, name: str) -> None:
-        self.page.get_by_role("link", name=name, exact=True).click()
-        self.page.wait_for_selector("#charts[data-drawn]")
-
-    def close(self) -> None:
-        assert self.problems == []
-        self.context.close()
 
 
 @pytest.fixture
@@ -200,18 +169,6 @@ def test_no_page_is_wider_than_the_screen(browser: Any, served: Dashboard, schem
         ground = page.evaluate("getComputedStyle(document.body).backgroundColor")
         assert colors and min(contrast(color, ground) for color in set(colors)) >= 4.5
     visit.close()
-
-
-def contrast(one: str, other: str) -> float:
-    """Of two colours as the browser gives them: rgb(1, 2, 3)."""
-
-    def luminance(color: str) -> float:
-        parts = [int(part) / 255 for part in color[color.index("(") + 1 : -1].split(",")[:3]]
-        linear = [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts]
-        return math.fsum(weight * part for weight, part in zip((0.2126, 0.7152, 0.0722), linear, strict=True))
-
-    low, high = sorted(luminance(color) for color in (one, other))
-    return (high + 0.05) / (low + 0.05)
 
 
 def test_a_page_follows_a_run(browser: Any, tmp_path: Path) -> None:

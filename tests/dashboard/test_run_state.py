@@ -40,6 +40,11 @@ def look(
         (OPEN, look("ends", ended={"code": 0, "text": "it has ended"}), True, 0.0, "done", "it has ended"),
         (OPEN, look("ends", ended={"code": 1, "text": "exit code 1"}), True, 0.0, "failed", "exit code 1"),
         (OPEN, look("ends", ended={"code": None, "text": "interrupted"}), True, 0.0, "failed", "interrupted"),
+        (OPEN, look(paused="paused by ada on a"), True, 0.0, "paused", "by ada on a"),
+        (OPEN, look("starts", paused="paused by ada on a"), True, 0.0, "paused", "by ada on a"),
+        (OPEN, look("ends", paused="paused by ada on a"), True, 0.0, "ends", ""),
+        (OPEN, look(phases=("busy", "stopped"), paused="paused by ada"), True, 0.0, "stalled", "rank 1 stopped"),
+        (OPEN, look(paused=""), True, 0.0, "trains", ""),
         (OPEN, look("a new state"), True, 0.0, "a new state", ""),
     ],
 )

@@ -47,6 +47,8 @@ OF_THE_REQUEST = {
     "launched.check_vendor",
     "launched.check_size",
     "launched._number",
+    "live_folder.live_folder",  # of who watches a job, or whether it can be watched
+    "live_jobs.__init__",
     "placement.parse_hosts",
     "placement._devices",
     "placement.place",
@@ -60,6 +62,8 @@ OF_THE_REQUEST = {
     "resume._end_rest",
     "served.environment_here",  # of this machine, before a job with servers
     "server_processes.started",
+    "sizes._run",  # before a job, of `--show`
+    "sizes.show_sizes",
     "start._check_recovers",
     "start._check_servers",
     "start._listed_hosts",

@@ -44,6 +44,17 @@ def test_numbers_are_json() -> None:
     json.dumps(picture, allow_nan=False)
 
 
+def test_who_has_paused_the_training() -> None:
+    """All ranks publish the same; one that has not published anything yet says nothing."""
+    words = "paused by ada on a on 2026-11-26 08:00:00, after step 7"
+    paused = view(2, "b", steering=json.dumps({"run": 1, "paused": words}))
+    assert of_ranks([view(1, "a"), paused], PLACES, {})["paused"] == words
+    trains = view(1, "a", steering=json.dumps({"run": 1, "paused": ""}))
+    over = view(3, "b", steering=json.dumps({"run": 0, "outcomes": []}))
+    for views in ([view(1, "a")], [trains], [over], []):
+        assert of_ranks(views, PLACES, {})["paused"] == ""
+
+
 def test_who_waits_for_whom() -> None:
     waiting = [view(rank, "ab"[rank // 2], WAITS, 4.0) for rank in (0, 1, 2)]
     others = [view(3, "b")]

@@ -38,7 +38,7 @@ def test_the_spans_of_a_step(world: World, monkeypatch: pytest.MonkeyPatch) -> N
         assert compute[1].begin <= bucket.begin <= bucket.end <= compute[2].begin
     # The name of a wait may end with the bucket that is on its way, in parentheses.
     waits = [span.name.partition(" (")[0] for span in kept if span.lane == "wait"]
-    assert waits == ["begin a step", "end a step", "exchange gradients"] * 3
+    assert waits == ["compare the tunable values", *["begin a step", "end a step", "exchange gradients"] * 3]
 
 
 def test_outer_steps(world: World, monkeypatch: pytest.MonkeyPatch) -> None:

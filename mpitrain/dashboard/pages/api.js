@@ -6,6 +6,16 @@ export async function get(path) {
   return answer.json();
 }
 
+// Tells a job something. Returns its answer: {"accepted": text} or {"refused": text}, the latter also from the server.
+export async function tell(path, order) {
+  try {
+    const answer = await fetch(path, {method: "POST", body: JSON.stringify(order)});
+    return answer.ok ? await answer.json() : {refused: await answer.text()};
+  } catch {
+    return {refused: "the dashboard does not answer"};
+  }
+}
+
 // Calls `onMessage` with each message. The element with the id "connection" says whether the page is live.
 export function listen(path, onMessage) {
   const note = document.getElementById("connection");

@@ -2,6 +2,7 @@
 
 import {get, listen} from "./api.js";
 import {Chart, Zoom} from "./chart.js";
+import {Commands} from "./commands.js";
 import {Grid, kindOf} from "./grid.js";
 import {panelsOf} from "./panels.js";
 import {duration, element, number, stateMark, time, words} from "./text.js";
@@ -11,7 +12,7 @@ const base = `/api/runs/${encodeURIComponent(id)}`;
 const place = (name) => document.getElementById(name);
 const grid = new Grid(place("grid"));
 const zoom = new Zoom(() => draw());
-let charts = [], names = [], events = [], rows = -1;
+let charts = [], names = [], events = [], rows = -1, commands = null;
 
 function showRun(run, live) {
   document.title = `${run.name} - mpitrain`;
@@ -26,6 +27,7 @@ function showRun(run, live) {
   place("figures").replaceChildren(...figures.filter(([, value]) => value !== "").map(([name, value]) => element("li", {}, element("span", {}, name), element("strong", {}, value))));
   place("live").hidden = !live;
   if (live) showRanks(live, run.state);
+  commands?.show(live);
 }
 
 const TROUBLE = ["stopped", "failed", "ended", "lost", "unknown", "disk"];
@@ -45,8 +47,10 @@ function showRanks(live, state) {
 }
 
 function showEvents(live) {
-  const ofRecord = events.map((event) => `after step ${number(event.after_step)}: ${event.text}${event.seconds ? `; the training stood still for ${duration(event.seconds)}` : ""}`);
-  const ofLauncher = (live?.events ?? []).map((event) => `${new Date(event.at * 1000).toLocaleTimeString("en-GB")} ${event.text}`);
+  const clock = (seconds) => new Date(seconds * 1000).toLocaleTimeString("en-GB");
+  const teller = (event) => event.teller ? `, told by ${event.teller} at ${clock(event.at)}` : "";
+  const ofRecord = events.map((event) => `after step ${number(event.after_step)}: ${event.text}${teller(event)}${event.seconds ? `; the training stood still for ${duration(event.seconds)}` : ""}`);
+  const ofLauncher = (live?.events ?? []).map((event) => `${clock(event.at)} ${event.text}`);
   const all = [...ofRecord, ...ofLauncher];
   place("events").hidden = !all.length;
   if (place("eventList").childElementCount !== all.length) place("eventList").replaceChildren(...all.map((text) => element("li", {}, text)));
@@ -102,6 +106,7 @@ async function draw() {
 async function load() {
   const answer = await get(base);
   events = answer.events;
+  if (answer.role === "operator") commands ??= new Commands(`${base}/tell`);
   if (answer.live) grid.set(answer.history);
   showRun(answer.run, answer.live);
   showEvents(answer.live);

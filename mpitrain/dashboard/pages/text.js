@@ -38,7 +38,7 @@ export function duration(seconds) {
 
 export function words(name) { return name.replaceAll("_", " "); }
 
-const SHAPES = {starts: "◔", trains: "●", restarts: "↻", ends: "◑", done: "✓", failed: "✕", lost: "?", stalled: "‖", unknown: "?"};
+const SHAPES = {starts: "◔", trains: "●", restarts: "↻", ends: "◑", done: "✓", failed: "✕", lost: "?", stalled: "!", unknown: "?", paused: "‖"};
 
 // A state has a shape and a word besides its colour.
 export function stateMark(state, why) {

@@ -1,0 +1,180 @@
+"""Commands on the page of a run: a job that really runs is told something by mouse and by keyboard."""
+
+from __future__ import annotations
+
+import re
+import socket
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from visiting import MARKUP, Visit, contrast
+
+from faults.telling import CHECKPOINT, Teller, events_of, script, train
+from jobs import until
+from serving import Dashboard, dashboard
+
+pytest.importorskip("starlette", reason="needs Starlette and uvicorn: pip install 'mpitrain[dashboard]'")
+pytest.importorskip("uvicorn", reason="needs Starlette and uvicorn: pip install 'mpitrain[dashboard]'")
+
+
+def visited(tmp_path: Path, browser: Any, during: Callable[[Any, Dashboard], None]) -> Any:
+    """Run a job; call `during` with the page of its run, opened by an operator. Returns how the job has ended."""
+    (tmp_path / "runs").mkdir()
+    with dashboard(tmp_path / "cache", str(tmp_path / "runs")) as served:
+
+        def with_page(_: Teller) -> None:
+            served.wait_for("/api/runs", lambda answer: any(is_ours(run, tmp_path) for run in answer["runs"]))
+            options = {"viewport": {"width": 400, "height": 900}, "color_scheme": "dark"}
+            visit = Visit(browser, served, served.operators_link, **options)
+            visit.page.goto(f"{served.base}/run/{id_of(served, tmp_path)}")
+            until(lambda: visit.page.inner_text("#nowFactor") == "multiplied by 1 now")
+            during(visit.page, served)
+            visit.close()
+
+        return train(tmp_path / "job", with_page, source=script(hooks=CHECKPOINT))
+
+
+def is_ours(run: dict[str, Any], tmp_path: Path) -> bool:
+    return run["is_live"] and run["folder"] == str(tmp_path / "job/record")
+
+
+def id_of(served: Dashboard, tmp_path: Path) -> str:
+    return next(str(run["id"]) for run in served.get("/api/runs")["runs"] if is_ours(run, tmp_path))
+
+
+def answered(page: Any, title: str, text: str) -> None:
+    """Wait for this answer to the last command."""
+    shown = re.compile(rf"\d\d:\d\d:\d\d {re.escape(title)}: .*{re.escape(text)}", re.S)
+    until(lambda: shown.fullmatch(page.locator("#answers li").first.inner_text().partition(", applied after step ")[0]))
+
+
+def test_a_job_is_told_on_its_page(tmp_path: Path, browser: Any) -> None:
+    def during(page: Any, served: Dashboard) -> None:
+        _a_viewer_sees_no_command(browser, served, page.url)
+        page.get_by_role("button", name="Pause").focus()
+        page.keyboard.press("Enter")
+        answered(page, "Pause", "the training is paused")
+        until(lambda: page.locator("#state .paused").inner_text().endswith("paused"))
+        assert f"on the dashboard of {socket.gethostname()}" in page.inner_text("#state")
+        page.get_by_role("button", name="Resume").click()
+        answered(page, "Resume", "the training is resumed")
+        until(lambda: page.locator("#state .trains").count())
+        until(lambda: page.inner_text("#pause") == "Pause")
+
+        loud = page.get_by_role("textbox", name="loud")
+        loud.fill("tr")  # and the rest later: what others tell must not overwrite it
+        page.get_by_role("textbox", name="Learning rate times").fill("0.5")
+        page.keyboard.press("Enter")
+        answered(page, "Learning rate times 0.5", "the learning rate is multiplied by 0.5, so by 0.5 in all")
+        until(lambda: page.inner_text("#nowFactor") == "multiplied by 0.5 now")
+        page.get_by_role("textbox", name="decay").fill("0.125")
+        page.get_by_role("button", name="Set decay").click()
+        answered(page, "decay=0.125", "decay is 0.125")
+        row = page.locator("#tunables form").filter(has_text="decay")
+        until(lambda: row.locator(".now").inner_text() == "is 0.125 now")
+        assert (loud.input_value(), page.get_by_role("textbox", name="decay").input_value()) == ("tr", "0.125")
+        page.get_by_role("textbox", name="label").fill(MARKUP)
+        page.keyboard.press("Enter")
+        answered(page, f"label={MARKUP}", f"label is {MARKUP!r}")
+        until(lambda: MARKUP in page.locator("#tunables").inner_text())
+        until(lambda: MARKUP in page.locator("#eventList").inner_text())
+        page.get_by_role("textbox", name="Learning rate times").fill(MARKUP[:20])
+        page.get_by_role("button", name="Multiply the learning rate").click()
+        answered(page, f"Learning rate times {MARKUP[:20]}", "by which the learning rate is multiplied")
+        assert page.locator("#answers li .problem").count() == 1
+
+        page.get_by_role("button", name="Stacks").click()
+        until(lambda: "rank 1 on" in page.locator("#stackText").inner_text())
+        page.get_by_role("button", name="Save now").click()
+        answered(page, "Save now", "a checkpoint is saved")
+        _the_page_fits(page)
+        assert page.evaluate("window.hacked") is None
+        assert page.locator("main img, main script").count() == 0
+        page.get_by_role("button", name="Stop").press("Space")
+        answered(page, "Stop", "the run ends, and is saved")
+        until(lambda: "done" in page.inner_text("#state"))
+        until(lambda: page.locator("#controls").is_hidden())
+        assert page.locator("#answers").is_visible(), "the last answer stays"
+
+    job = visited(tmp_path, browser, during)
+    assert (job.code, job.left) == (0, []), job.output
+    told = events_of(tmp_path / "job")
+    assert [event["text"] for event in told] == [
+        "the training is paused",
+        "the training is resumed",
+        "the learning rate is multiplied by 0.5, so by 0.5 in all",
+        "decay is 0.125",
+        f"label is {MARKUP!r}",
+        "a checkpoint is saved",
+        "the run ends, and is saved",
+    ]
+    assert all(event["teller"].endswith(f" on the dashboard of {socket.gethostname()}") for event in told)
+    assert [event["at"] for event in told] == sorted(event["at"] for event in told)
+
+
+def _a_viewer_sees_no_command(browser: Any, served: Dashboard, url: str) -> None:
+    visit = Visit(browser, served)
+    asked: list[str] = []
+    visit.page.on("request", lambda request: asked.append(request.url))
+    visit.page.goto(url)
+    until(lambda: visit.page.locator("#ranks tbody tr").count() == 2)
+    visit.page.wait_for_selector("#charts[data-drawn]")
+    assert visit.page.locator("#commands").is_hidden()
+    assert visit.page.get_by_role("button").all_inner_texts() == []
+    assert asked and not [one for one in asked if one.endswith("/tell")]
+    visit.close()
+
+
+def _the_page_fits(page: Any) -> None:
+    """At 400 pixels, light and dark; each control is to be reached and seen by keyboard."""
+    for scheme in ("light", "dark"):
+        page.emulate_media(color_scheme=scheme)
+        assert page.evaluate("document.documentElement.scrollWidth") <= 400
+        colors = page.evaluate(
+            "() => [...document.querySelectorAll('#commands *')].map((one) => [one, getComputedStyle(one)])"
+            ".map(([one, style]) => style.color)"
+        )
+        ground = page.evaluate("getComputedStyle(document.querySelector('#pause')).backgroundColor")
+        assert min(contrast(color, ground) for color in set(colors)) >= 4.5
+    page.get_by_role("button", name="Pause").focus()
+    page.keyboard.press("Shift+Tab")  # a focus after a click is not shown, and one by a key is
+    page.keyboard.press("Tab")
+    reached = []
+    for _ in range(13):
+        reached.append(page.evaluate("document.activeElement.ariaLabel || document.activeElement.id"))
+        assert page.evaluate("getComputedStyle(document.activeElement).outlineStyle") == "solid"
+        page.keyboard.press("Tab")
+    values = ["", "Set decay", "", "Set loud", "", "Set label"]
+    assert reached[:7] == ["pause", "save", "stop", "stacks", "kill", "factor", "Multiply the learning rate"]
+    assert reached[7:] == values
+
+
+def test_a_job_is_killed_on_its_page(tmp_path: Path, browser: Any) -> None:
+    def during(page: Any, served: Dashboard) -> None:
+        dialog = page.get_by_role("dialog")
+        page.get_by_role("button", name="Kill…").press("Enter")
+        assert "without a save?" in dialog.inner_text()
+        assert page.evaluate("document.activeElement.textContent") == "Cancel"
+        assert contrast(*page.evaluate(COLORS_OF_DIALOG)) >= 4.5
+        page.keyboard.press("Enter")
+        until(dialog.is_hidden)
+        page.get_by_role("button", name="Kill…").click()
+        page.keyboard.press("Escape")
+        until(dialog.is_hidden)
+        assert page.locator("#answers li").count() == 0, "nothing was told"
+        page.get_by_role("button", name="Kill…").click()
+        page.get_by_role("button", name="Kill the job").click()
+        answered(page, "Kill", "the job has ended, without a save")
+        until(lambda: page.locator("#controls").is_hidden())
+
+    job = visited(tmp_path, browser, during)
+    assert job.code != 0 and job.left == [], job.output
+    assert events_of(tmp_path / "job") == []
+
+
+COLORS_OF_DIALOG = (
+    "() => [getComputedStyle(document.querySelector('dialog button.danger')).color, "
+    "getComputedStyle(document.querySelector('dialog')).backgroundColor]"
+)
