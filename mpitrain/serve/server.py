@@ -150,11 +150,11 @@ class JobServer:
             fields = {"number": job.number, "epoch": job.epoch, "begin": job.begin, "end": job.end, **pulled}
             fields["loss_scale"] = self._loss_scale.state() if self._loss_scale else None
             fields |= self._shards.pass_for(attendee.ticket, job.number)
+            now = self._rules.now()  # before the worker can have the job
             self._link.send(attendee.peer, "job", fields, arrays)
             nbytes = sum(array.nbytes for array in arrays)
             self.ledger.servers[0].bytes_out += nbytes
             attendee.tally.pulled_bytes += nbytes
-            now = self._rules.now()
             attendee.tally.waited_seconds += 0.0 if attendee.waits_since is None else now - attendee.waits_since
             attendee.waits_since, attendee.job_since = None, now
             attendee.job_clock = self._attendance.clock()
