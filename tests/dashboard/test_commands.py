@@ -11,7 +11,7 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Coroutine, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
@@ -34,6 +34,12 @@ pytest.importorskip("starlette", reason="needs Starlette and uvicorn: pip instal
 pytest.importorskip("uvicorn", reason="needs Starlette and uvicorn: pip install 'mpitrain[dashboard]'")
 
 TOO_FAST = "5 commands a second are passed on, of all operators together"
+
+
+def in_a_loop(work: Coroutine[Any, Any, None]) -> None:
+    """Run this in an event loop; not in this thread, which has that of Playwright."""
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(asyncio.run, work).result()
 
 
 class Operator:
@@ -143,7 +149,7 @@ def _what_is_refused(operator: Operator) -> None:
         (("rate", "", "0"), "rate 0: allowed is a finite number above 0"),
         (("set", "decay", "much"), "decay=much: allowed is a finite number"),
         (("set", MARKUP, "1"), f"there is no tunable {MARKUP}; declared are decay (0.25)"),
-        (("set", "label", "x" * 1000), "more than 1000 bytes"),
+        (("set", "label", "x" * 101), f"label={'x' * 101}: allowed is"),
         (("resume",), "it is not paused"),
     ):
         assert why in operator.tell(*order)["refused"]
@@ -291,7 +297,7 @@ def test_how_many_wait(launcher: SimpleNamespace) -> None:
         while commands.why_not():
             await asyncio.sleep(0.01)
 
-    asyncio.run(tell())
+    in_a_loop(tell())
     place = f"the dashboard of {socket.gethostname()}"
     assert sorted(wish["tell"]["kind"] for wish in launcher.asked) == ["list"] + ["save"] * 8
     assert {wish["from"] for wish in launcher.asked} == {place}
@@ -315,4 +321,4 @@ def test_how_many_in_a_second(monkeypatch: pytest.MonkeyPatch) -> None:
             now[0] = at
             assert (TOO_FAST in commands.why_not()) == is_refused, at
 
-    asyncio.run(tell())
+    in_a_loop(tell())
