@@ -23,7 +23,7 @@ from mpitrain.launch.jobs import end_job
 from mpitrain.launch.roster import NOT_TOLD, launcher_pid
 from mpitrain.launch.wishes import ask
 
-MOST_BYTES = 4096  # of a command; a launcher takes 1,000 bytes of names and values
+MOST_BYTES = 4096  # of a command; a launcher takes 4,000 bytes
 _MOST_A_SECOND = 5
 _MOST_WAITING = 8
 _END_SECONDS = 30.0  # a launcher whose ranks have ended still tells its guards
