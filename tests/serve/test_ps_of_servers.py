@@ -154,7 +154,7 @@ def test_a_server_alone_and_a_worker_that_joins(commands: Commands) -> None:
     job = ps(code=1)
     (token,) = tokens_of(server)
     assert f"mpitrain ps: job {token}: its server's list of workers cannot be read: its text does not" in job.stderr
-    assert re.search(rf"^{token} .* server stopped  \d+ .* server on {HOST}  ", job.stdout, re.M), job.stdout
+    assert re.search(rf"^{token} .* server stopped +\d+ .* server on {HOST} ", job.stdout, re.M), job.stdout
     server.signal(signal.SIGCONT)
     until(lambda: "1 worker" in line_of(server).get("RANKS", ""))
 

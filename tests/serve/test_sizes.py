@@ -173,7 +173,8 @@ def test_ps_shows_the_servers_of_a_job(tmp_path: Path) -> None:
         servers.until("step 10\n")
         (token,) = {context.job for context in contexts_of(servers).values()}
         ps = [sys.executable, "-m", "mpitrain", "ps", "--hosts", "localhost", token]
-        until(lambda: "worker 1" in run_command(ps).stdout)
+        # The text that is read was written up to a second ago, when the worker may have had no job.
+        until(lambda: re.search("^worker 1 .* (computes|waits), ", run_command(ps).stdout, re.M))
         lines = run_command(ps).stdout.splitlines()
         begin = next(number for number, line in enumerate(lines) if line.startswith("SERVER "))
         rows = [re.split(r"  +", row) for row in lines[begin + 1 : begin + 4]]
