@@ -100,7 +100,7 @@ FAULTS = {
 }
 LONG_FOLDERS = ["cli", "examples", "serve", "cuda", "training"]
 # Such a part waits most of the time, for jobs that start or stand still (measured: docs/log.md). Ranks nap while they
-# wait for each other, so their part does not keep a core busy either. On two cores, five folders run beside one of them.
+# wait for each other, so theirs does not keep a core busy either. On two cores, five folders run beside one of them.
 CORES_OF_A_FOLDER = 0.25
 CORES_OF_RANKS = 0.7
 # For a first look: what needs neither nodes nor a job of its own, and of the tests on ranks what most others rest on.
