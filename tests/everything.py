@@ -77,31 +77,30 @@ ON_NODES = {
 # The other tests run in a process for each folder that takes long; what is not named here has one process for all. That
 # of faults takes longest, and is five parts of about the same length.
 FAULTS = {
-    "faults, hangs and failures": [
-        f"tests/faults/test_{name}.py"
-        for name in (
-            *("failure", "start_and_end", "leaving", "signals", "exit_code"),
-            *("hangs", "helpers", "start_method", "torch"),
-        )
-    ],
-    "faults, restarts": [f"tests/faults/test_{name}.py" for name in ("spares", "restart", "chaos", "kills")],
     "faults, memory and recovery": [
-        f"tests/faults/test_{name}.py"
-        for name in ("memory", "memory_of_ranks", "recovery", "recovery_of_programs", "examples", "examples_on_gpu")
+        f"tests/faults/test_{name}.py" for name in ("memory", "memory_of_ranks", "recovery", "recovery_of_programs")
     ],
-    "faults, what is saved and kept": [
+    "faults, hangs and what is kept": [
         f"tests/faults/test_{name}.py"
         for name in (
-            *("keep_torch", "keep", "saving", "resume", "checkpoints", "segments"),
+            *("hangs", "keep_torch", "keep", "saving", "resume", "checkpoints", "segments"),
             *("recovery_in_trace", "recovery_of_rounds", "recovery_of_shards", "rounds_in_a_loop"),
         )
     ],
+    "faults, failures": [
+        f"tests/faults/test_{name}.py"
+        for name in (
+            *("failure", "start_and_end", "leaving", "signals", "exit_code"),
+            *("helpers", "start_method", "torch", "examples", "examples_on_gpu"),
+        )
+    ],
+    "faults, restarts": [f"tests/faults/test_{name}.py" for name in ("spares", "restart", "chaos", "kills")],
     "faults, others": ["tests/faults"],
 }
 LONG_FOLDERS = ["cli", "examples", "serve", "cuda", "training"]
 # Such a part waits most of the time, for jobs that start or stand still (measured: docs/log.md). Ranks nap while they
-# wait for each other, so theirs does not keep a core busy either. On two cores, five folders run beside one of them.
-CORES_OF_A_FOLDER = 0.25
+# wait for each other, so theirs does not keep a core busy either. On two cores, six folders run beside one of them.
+CORES_OF_A_FOLDER = 0.2
 CORES_OF_RANKS = 0.7
 # For a first look: what needs neither nodes nor a job of its own, and of the tests on ranks what most others rest on.
 QUICK_FOLDERS = ["bench", "diagnostics", "launch", "training", "verify"]
@@ -126,8 +125,6 @@ def parts(full: bool) -> Iterator[Part]:
     in_parts = [*on_nodes, *(path for paths in FAULTS.values() for path in paths)]
     for name, paths in FAULTS.items():
         yield Part(name, [*pytest, *paths, *below(paths, in_parts)], cores=CORES_OF_A_FOLDER, again=True)
-    yield Part("lint and types", ["scripts/check"], is_pytest=False, cores=CORES_OF_RANKS)
-    yield from on_ranks(slow, full)
     ignored = [f"--ignore={path}" for path in [*ON_RANKS, *in_parts]]
     folders = [
         Part(f"tests/{name}", [*pytest, f"tests/{name}", *ignored], cores=CORES_OF_A_FOLDER, again=True)
@@ -135,6 +132,8 @@ def parts(full: bool) -> Iterator[Part]:
     ]
     others = [*pytest, "tests", *ignored, *(f"--ignore=tests/{name}" for name in LONG_FOLDERS)]
     yield Part("other tests", others, cores=CORES_OF_A_FOLDER, again=True)
+    yield Part("lint and types", ["scripts/check"], is_pytest=False, cores=CORES_OF_RANKS)
+    yield from on_ranks(slow, full)
     yield from folders
 
 

@@ -15,7 +15,7 @@ from hands import Served, hands, lines_of, mean, of, say
 from listing import table_in, table_with, tokens_of
 
 import mpitrain as mt
-from jobs import run_command
+from jobs import HANG_SECONDS, run_command
 from mpitrain.cli import workers_table
 from mpitrain.errors import LaunchError
 from mpitrain.launch import sizes
@@ -88,7 +88,7 @@ def test_show_runs_the_script_up_to_its_trainer(tmp_path: Path) -> None:
     ],
 )
 def test_a_script_without_sizes(monkeypatch: pytest.MonkeyPatch, code: str, problem: str) -> None:
-    monkeypatch.setattr(sizes, "_MOST_SECONDS", 2.0 if "sleep" in code else 60.0)
+    monkeypatch.setattr(sizes, "_MOST_SECONDS", 2.0 if "sleep" in code else HANG_SECONDS)
     text = f"how the servers divide the parameters is not known: {problem}. Once it runs, `mpitrain ps JOB` shows it"
     with pytest.raises(LaunchError, match=re.escape(text)):
         sizes.show_sizes(["-c", code], ["a", "b"])
