@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator
-from functools import lru_cache
 
 import numpy
 import pytest
@@ -17,7 +16,16 @@ from mpitrain.allreduce.hierarchical import hierarchical_steps
 from mpitrain.allreduce.shared_memory import NodeArrays
 from mpitrain.errors import ConfigError, MismatchError
 from mpitrain.shard import part_of
-from tests.ranks.common import assert_equal, assert_same_bits, error_on_all, expected_sum, pattern, skip_alone
+from tests.ranks.common import (
+    assert_equal,
+    assert_same_bits,
+    error_on_all,
+    exact_part,
+    expected_sum,
+    pattern,
+    skip_alone,
+    whole_inexact_values,
+)
 
 from .placements import PLACEMENTS, placed
 
@@ -143,30 +151,10 @@ def test_halves_with_handles_on_allocated_memory(world: World, name: str) -> Non
         assert_equal(flat, expected_sum(length, world.size) * 0.5)
 
 
-def values(rank: int, places: numpy.ndarray, dtype: type) -> numpy.ndarray:
-    """Numbers with all their bits in use, that any rank can compute for any other."""
-    return (3.0 * numpy.sin((places + 1.0) * (rank + 1.37))).astype(dtype)
-
-
-@lru_cache
-def whole_values(rank: int, length: int, dtype: type) -> numpy.ndarray:
-    """The same for every algorithm, and not to be changed."""
-    return values(rank, numpy.arange(length), dtype)
-
-
-@lru_cache
-def exact_part(rank: int, size: int, length: int, dtype: type) -> tuple[numpy.ndarray, numpy.ndarray]:
-    """The sums over all ranks at the places of one rank's part, and the sums of their sizes, in more bits."""
-    places = numpy.arange(length)[part_of(length, rank, size)]
-    parts = [values(other, places, dtype).astype(numpy.longdouble) for other in range(size)]
-    start = numpy.zeros(len(places), numpy.longdouble)
-    return sum(parts, start), sum((abs(part) for part in parts), start)
-
-
 @pytest.mark.parametrize("dtype", [numpy.float16, numpy.float32, numpy.float64])
 def test_inexact_sum_is_close_and_has_the_same_bits_everywhere(world: World, algorithm: Algorithm, dtype: type) -> None:
     for length in LENGTHS:
-        flat = whole_values(world.rank, length, dtype).copy()
+        flat = whole_inexact_values(world.rank, length, dtype).copy()
         algorithm.start(flat).wait()
         # All ranks have the same bits, so each one need look at a part only.
         assert len(set(world.allgather(hashlib.sha256(flat.tobytes()).digest()))) == 1
