@@ -12,10 +12,11 @@ from typing import Any
 
 import numpy
 import pytest
-from counting import NUM_SAMPLES, free_address, parts, train_served, worker_key
+from counting import NUM_SAMPLES, parts, train_served, worker_key
 from hands import Hand, Served, hands, hear, lines_of, mean, next_message, of, say, two_lines
 
 import mpitrain as mt
+from free_ports import free_address
 from jobs import HANG_SECONDS, clean_environment, until
 from mpitrain.serve import shard
 from mpitrain.serve.keys import make_keys

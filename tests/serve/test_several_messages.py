@@ -8,10 +8,11 @@ from typing import Any
 
 import numpy
 import pytest
-from counting import WorkerThreads, free_address, parts, train_served
+from counting import WorkerThreads, parts, train_served
 from hands import Served, hands, lines_of, mean, next_message, of, say, two_lines
 
 import mpitrain as mt
+from free_ports import free_address
 from jobs import until
 from mpitrain.errors import LaunchError
 from mpitrain.serve import pushes, shards, wire
