@@ -21,7 +21,7 @@ from mpitrain.testbed.host import require_inotify
 
 # The fixtures that bring a bed up, and how many nodes the tests may have at once in all.
 BEDS = {"bed", "bare", "image", "provisioned"}
-MOST_NODES = 13
+MOST_NODES = 20
 ENOUGH_INOTIFY = 1024
 # Guards against a hang: other parts wait for it.
 SETUP_SECONDS = 1500.0
