@@ -62,8 +62,7 @@ def read_state(path: Path, version: int, most_bytes: int) -> dict[str, Any] | No
         DataError: the file cannot be read, is damaged, of a newer form, or too large.
     """
     try:
-        # A pipe of that name must not hold up the reader.
-        with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:  # noqa: PTH123 (a descriptor)
+        with open(path, "rb", opener=_open_at_once) as file:  # noqa: PTH123 (it has no opener)
             if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
                 raise DataError(f"{path} is not a file")
             text = file.read(most_bytes + 1)
@@ -84,3 +83,8 @@ def read_state(path: Path, version: int, most_bytes: int) -> dict[str, Any] | No
         raise DataError(f"{path} is of version {number}; this mpitrain reads up to {version}. Update mpitrain")
     assert isinstance(content, dict)
     return content
+
+
+def _open_at_once(path: str, flags: int) -> int:
+    """Open a file. A pipe of that name does not hold up the reader."""
+    return os.open(path, flags | os.O_NONBLOCK)

@@ -86,6 +86,7 @@ LAYERS: dict[str, list[str]] = {
         "verify.comparison_report",
         "verify.fingerprint",
         "verify.given_arrays",
+        "verify.last_result",
         "verify.parameter_changes",
         "verify.record_file",
         "verify.run_record",

@@ -24,7 +24,9 @@ from mpitrain.dashboard.differences import differences
 from mpitrain.dashboard.gate import FOR_OPERATORS
 from mpitrain.dashboard.index import IndexedRun
 from mpitrain.dashboard.prometheus import exposition
+from mpitrain.dashboard.run_files import files_of
 from mpitrain.dashboard.series import curve
+from mpitrain.dashboard.shared_answers import SharedAnswers
 from mpitrain.dashboard.shown_jobs import ShownJob
 from mpitrain.errors import ConfigError
 
@@ -42,6 +44,7 @@ class Routes:
     def __init__(self, catalogue: Catalogue) -> None:
         self._catalogue = catalogue
         self._commands = Commands()
+        self._shared = SharedAnswers()
         self._is_ending = False
 
     def app(self) -> Starlette:
@@ -55,6 +58,7 @@ class Routes:
                 Route("/api/runs", self.runs),
                 Route("/api/runs/{id}", self.run),
                 Route("/api/runs/{id}/series", self.series),
+                Route("/api/runs/{id}/files", self.files),
                 Route("/api/runs/{id}/tell", self.tell, methods=["GET", "POST"]),
                 Route("/api/compare", self.compare),
                 Route("/api/stream", self.stream),
@@ -126,6 +130,13 @@ class Routes:
                 "firstNotFinite": points.first_not_finite,
             }
         return _json({"curves": curves})
+
+    async def files(self, request: Request) -> Response:
+        """Answer which checkpoints a run has, and what verify has said of its script."""
+        id_ = request.path_params["id"]
+        run, _ = await self._run(id_)
+        document = run.document if run else None
+        return _json(await self._shared.get(f"files of {id_}", lambda: files_of(document)))
 
     async def tell(self, request: Request) -> Response:
         """Tell a job something (POST), or answer what it can be told (GET). The answer is that of its launcher."""

@@ -20,13 +20,13 @@ _MOST_GPUS = 64
 class _Utilisation(ctypes.Structure):
     """nvmlUtilization_t: per cent of the last sampling period."""
 
-    _fields_ = [("gpu", ctypes.c_uint), ("memory", ctypes.c_uint)]  # noqa: RUF012 (as ctypes wants it)
+    _fields_ = [("gpu", ctypes.c_uint), ("memory", ctypes.c_uint)]
 
 
 class _Memory(ctypes.Structure):
     """nvmlMemory_t: bytes."""
 
-    _fields_ = [  # noqa: RUF012
+    _fields_ = [
         ("total", ctypes.c_ulonglong),
         ("free", ctypes.c_ulonglong),
         ("used", ctypes.c_ulonglong),

@@ -47,7 +47,7 @@ class Load:
         def rate(name: str, scale: float = 1.0) -> float | None:
             if name not in before or name not in counts:
                 return None
-            return max(0.0, counts[name] - before[name]) / scale
+            return max(0.0, float(counts[name] - before[name])) / scale
 
         ticks = rate("ticks")
         busy = rate("busy_ticks", ticks) if ticks else None

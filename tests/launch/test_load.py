@@ -35,7 +35,8 @@ class Machine:
     def at(self, seconds: float) -> dict[str, Any] | None:
         """The load after the machine has done the same in each of these seconds."""
         steps = int(seconds)
-        # In 100 ticks of 4 cores: user 30, nice 5, system 10, idle 250, waiting for a disk 95, interrupts 4 + 3, steal 3.
+        # In 100 ticks of each of 4 cores: user 30, nice 5, system 10, idle 250, waiting
+        # for a disk 95, interrupts 4 and 3, steal 3. The last two are counted in user and nice already.
         ticks = [steps * number for number in (30, 5, 10, 250, 95, 4, 3, 3, 7, 7)]
         (self.proc / "stat").write_text(f"cpu  {' '.join(map(str, ticks))}\ncpu0 1 1 1 1 1 1 1 1 1 1\nintr 1\n")
         head = "Inter-|   Receive\n face |bytes    packets\n"
