@@ -61,17 +61,9 @@ def read_state(path: Path, version: int, most_bytes: int) -> dict[str, Any] | No
     Raises:
         DataError: the file cannot be read, is damaged, of a newer form, or too large.
     """
-    try:
-        with open(path, "rb", opener=_open_at_once) as file:  # noqa: PTH123 (it has no opener)
-            if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-                raise DataError(f"{path} is not a file")
-            text = file.read(most_bytes + 1)
-    except FileNotFoundError:
+    text = read_bounded(path, most_bytes)
+    if text is None:
         return None
-    except OSError as error:
-        raise DataError(f"{path} cannot be read: {error.strerror}") from None
-    if len(text) > most_bytes:
-        raise DataError(f"{path} has more than {most_bytes >> 20} MiB, so mpitrain has not written it. Remove it")
     try:
         content = json.loads(text)
         number = content["version"]
@@ -83,6 +75,26 @@ def read_state(path: Path, version: int, most_bytes: int) -> dict[str, Any] | No
         raise DataError(f"{path} is of version {number}; this mpitrain reads up to {version}. Update mpitrain")
     assert isinstance(content, dict)
     return content
+
+
+def read_bounded(path: Path, most_bytes: int) -> bytes | None:
+    """Return the content of a file; None: there is none. What is no file, such as a pipe, does not hold up the caller.
+
+    Raises:
+        DataError: it cannot be read, is no file, or has more than `most_bytes`.
+    """
+    try:
+        with open(path, "rb", opener=_open_at_once) as file:
+            if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+                raise DataError(f"{path} is not a file")
+            text = file.read(most_bytes + 1)
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise DataError(f"{path} cannot be read: {error.strerror}") from None
+    if len(text) > most_bytes:
+        raise DataError(f"{path} has more than {most_bytes >> 20} MiB, so mpitrain has not written it. Remove it")
+    return text
 
 
 def _open_at_once(path: str, flags: int) -> int:
