@@ -33,7 +33,7 @@ def keep_check(state: Path, observed: str = "not mounted", **content: Any) -> Pa
     saw.nodes = {name: {"a": found.get(name, "")} for name in saw.target.names}
     saw.nodes["node1"]["system"] = {"cores": 8, "memory_mib": 16000}
     saw.nodes["node4"]["system"] = {"cores": 4, "memory_mib": None}
-    results = judge([check("AAA01", by_node("a"), why="Ranks write there.", remedy="mount {node}")], saw)
+    results = judge([check("AAA01", by_node("a"), why="Ranks write there.", remedy="mount it")], saw)
     report = document.document(results, saw.target, started=STARTED, seconds=2.5, interrupted=False)
     path = state / "mpitrain" / document.REPORT_FILE
     asked = {"level": "full", "only": [], "skip": ["NFS01"]}

@@ -239,7 +239,8 @@ def test_check_cluster_keeps_its_report(state: Path, tmp_path: Path) -> None:
     """Of a node at which no sshd listens. A check that cannot be kept is made all the same."""
     pytest.importorskip("fabric", reason="needs the packages for clusters: pip install 'mpitrain[cluster]'")
     free = socket.create_server(("127.0.0.1", 0))
-    inventory = f"[head]\nnode1 ansible_host=127.0.0.1 ansible_port={free.getsockname()[1]}\n[workers]\n[cluster:children]\nhead\nworkers\n"
+    line_of_node = f"node1 ansible_host=127.0.0.1 ansible_port={free.getsockname()[1]}"
+    inventory = f"[head]\n{line_of_node}\n[workers]\n[cluster:children]\nhead\nworkers\n"
     free.close()
     (tmp_path / "hosts").write_text(inventory)
     line = [sys.executable, "-m", "mpitrain", "check-cluster", "-i", "hosts", "--level", "quick", "--json"]

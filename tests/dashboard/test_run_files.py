@@ -93,7 +93,7 @@ def test_what_is_damaged_is_named_and_the_rest_is_shown(tmp_path: Path, monkeypa
     path[3].unlink()
     os.mkfifo(path[3])
     (tmp_path / name_of(4)).rename(tmp_path / name_of(14))
-    path[5].write_text("[" * 500)
+    path[5].write_text("[" * 50)
     path[6].write_text(path[6].read_text().replace('"step": 6', '"step": 9'))
     monkeypatch.setattr(run_files, "_MOST_MANIFEST_BYTES", path[8].stat().st_size)
     path[7].write_bytes(path[7].read_bytes() + b" ")
