@@ -21,7 +21,7 @@ function row(host) {
   const name = element("td", {title: host.address ?? ""}, host.name, host.silence > 3 ? element("span", {className: "problem"}, ` silent for ${duration(host.silence)}`) : null);
   const jobs = host.jobs.flatMap((job, place_) => [place_ ? ", " : "", element("a", {href: `/run/${encodeURIComponent(job.id)}`}, job.name), " ", stateMark(job.state, "")]);
   const cores = element("td", {className: "numeric"}, number(host.cores));
-  const cells = [name, element("td", {}, ...jobs), cores];
+  const cells = [name, element("td", {className: "wide"}, ...jobs), cores];
   if (!load) {
     const why = host.jobs.length ? "not measured" : "no job runs there, so nobody measures its load";
     const memory = host.memory_bytes ? `${bytes(host.memory_bytes)} of memory; ` : "";
@@ -32,7 +32,7 @@ function row(host) {
   return element("tr", {}, ...cells, element("td", {}, bar(load.busy, percent(load.busy), "cores")),
     element("td", {}, bar(load.memory_used_bytes / load.memory_bytes, used(load), "memory")),
     element("td", {className: "numeric"}, rate(load.received_bytes_per_second)), element("td", {className: "numeric"}, rate(load.sent_bytes_per_second)),
-    element("td", {title: disks}, bar(load.disk_busy, percent(load.disk_busy), "disk"), element("small", {}, disks)), element("td", {}, ...gpus));
+    element("td", {title: disks}, bar(load.disk_busy, percent(load.disk_busy), "disk")), element("td", {}, ...gpus));
 }
 
 const percent = (share) => share === undefined ? "" : `${Math.round(100 * share)} %`;

@@ -15,7 +15,7 @@ export class Matrix {
     this.canvas.setAttribute("aria-label", `${title} of all pairs of hosts. Arrows move from pair to pair; the table below has all values.`);
     this.note = element("p", {className: "now", role: "status"});
     const best = isMoreBetter ? this.high : this.low, worst = isMoreBetter ? this.low : this.high;
-    const range = values.length ? `${shown(best)} at best, ${shown(worst)} at worst` : "nothing was measured";
+    const range = values.length ? `${shown(best)} at best, ${shown(worst)} at worst. Rows send, columns receive.` : "Nothing was measured.";
     this.range = element("p", {className: "note"}, range);
     parent.append(element("section", {}, element("h3", {}, title), this.range, element("div", {}, this.canvas), this.note, this.table()));
     this.canvas.addEventListener("mousemove", (event) => this.point(event));
