@@ -1,4 +1,4 @@
-"""The cluster's page, and the checkpoints of a run, in a real browser: by mouse, by keyboard, and with hostile texts."""
+"""The cluster's page, and the checkpoints of a run, in a real browser: by mouse and keyboard, and with hostile texts."""
 
 from __future__ import annotations
 
@@ -86,7 +86,8 @@ def test_a_matrix_by_keyboard_and_by_mouse(browser: Any, served: Dashboard) -> N
     colors = page.evaluate(
         """() => { const canvas = document.querySelector("canvas.matrix"), width = canvas.width, height = canvas.height;
         const size = height / 4, left = width - height, context = canvas.getContext("2d");
-        const at = (from, to) => [...context.getImageData(left + (to + .5) * size, (from + .5) * size, 1, 1).data].join();
+        const pixel = (x, y) => [...context.getImageData(x, y, 1, 1).data].join();
+        const at = (from, to) => pixel(left + (to + .5) * size, (from + .5) * size);
         return [at(2, 3), at(2, 0), at(1, 0), at(0, 0)]; }"""
     )
     assert len(set(colors)) == 4, "the best, the worst, not measured, and nothing"
