@@ -1,4 +1,4 @@
-"""The cluster's page, and the checkpoints of a run, in a real browser: by mouse and keyboard, and with hostile texts."""
+"""The cluster's page, and the checkpoints of a run, in a real browser: by mouse, by keyboard, with hostile texts."""
 
 from __future__ import annotations
 

@@ -6,14 +6,26 @@ import {ago, bytes, duration, element, number, stateMark} from "./text.js";
 
 const LOOK_MS = 60000;  // files change seldom
 const place = (name) => document.getElementById(name);
+const shownHosts = new Map();  // rows that have not changed stay, so that the focus and a selection stay too
 let shownWays = "";
 
 function showHosts(hosts) {
   place("hostTable").hidden = !hosts.length;
   const body = document.querySelector("#hosts tbody");
-  const focused = body.contains(document.activeElement) ? document.activeElement.getAttribute("href") : null;
-  body.replaceChildren(...hosts.map(row));
-  if (focused) [...body.querySelectorAll("a")].find((link) => link.getAttribute("href") === focused)?.focus();
+  const made = hosts.map((host) => {
+    const key = JSON.stringify(host), old = shownHosts.get(host.name);
+    if (old?.key === key) return old.row;
+    const focused = old ? [...old.row.querySelectorAll("a")].indexOf(document.activeElement) : -1;
+    const made_ = row(host);
+    if (focused >= 0) { old.row.replaceWith(made_); made_.querySelectorAll("a")[focused]?.focus(); }
+    shownHosts.set(host.name, {key, row: made_});
+    return made_;
+  });
+  if (made.length !== body.rows.length || made.some((one, place_) => body.rows[place_] !== one)) {
+    const focused = document.activeElement;
+    body.replaceChildren(...made);
+    if (body.contains(focused)) focused.focus();
+  }
 }
 
 function row(host) {
@@ -32,7 +44,7 @@ function row(host) {
   return element("tr", {}, ...cells, element("td", {}, bar(load.busy, percent(load.busy), "cores")),
     element("td", {}, bar(load.memory_used_bytes / load.memory_bytes, used(load), "memory")),
     element("td", {className: "numeric"}, rate(load.received_bytes_per_second)), element("td", {className: "numeric"}, rate(load.sent_bytes_per_second)),
-    element("td", {title: disks}, bar(load.disk_busy, percent(load.disk_busy), "disk")), element("td", {}, ...gpus));
+    element("td", {}, bar(load.disk_busy, percent(load.disk_busy), "disk"), element("small", {}, disks)), element("td", {}, ...gpus));
 }
 
 const percent = (share) => share === undefined ? "" : `${Math.round(100 * share)} %`;
