@@ -48,8 +48,8 @@ class ClusterView:
         ways = []
         for origin, read in measured_ways():
             try:
-                if (found := read()) is not None:
-                    ways.append({"origin": origin, **found})
+                if (measured := read()) is not None:
+                    ways.append({"origin": origin, **measured})
             except DataError as error:
                 problems.append(str(error))
         self._nodes = nodes

@@ -23,7 +23,7 @@ class _Utilisation(ctypes.Structure):
     _fields_ = [("gpu", ctypes.c_uint), ("memory", ctypes.c_uint)]
 
 
-class _Memory(ctypes.Structure):
+class _GpuMemory(ctypes.Structure):
     """nvmlMemory_t: bytes."""
 
     _fields_ = [
@@ -74,7 +74,7 @@ class GpuLoad:
 
 def _state(nvml: Any, handle: ctypes.c_void_p) -> dict[str, Any]:
     """Return what one GPU does. What it does not tell, as a slice of a GPU does not, is None."""
-    used, memory = _Utilisation(), _Memory()
+    used, memory = _Utilisation(), _GpuMemory()
     has_used = nvml.nvmlDeviceGetUtilizationRates(handle, ctypes.byref(used)) == 0
     has_memory = nvml.nvmlDeviceGetMemoryInfo(handle, ctypes.byref(memory)) == 0
     return {
