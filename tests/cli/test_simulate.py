@@ -1,0 +1,75 @@
+"""`mpitrain simulate`: its table, its files, and what it refuses before it writes anything."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from mpitrain.cli import main
+
+QUICK = ["simulate", "steps", "--parameters", "1e5", "--ranks", "1,2,4"]
+
+
+def test_table_json_and_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows, picture = tmp_path / "rows.json", tmp_path / "picture.png"
+    argv = [*QUICK, "--algorithms", "ring,direct", "--spread", "0.1", "--seeds", "2", "--steps", "2"]
+    pytest.importorskip("matplotlib")
+    assert main([*argv, "--json", str(rows), "--plot", str(picture)]) == 0
+    out = capsys.readouterr().out
+    assert out.splitlines()[0].strip() == "1 a node, 0.936 Gbit/s, 50 us"
+    assert out.splitlines()[1].split()[:3] == ["ranks", "algorithm", "step"]
+    assert [line.split()[:2] for line in out.splitlines()[2:8]] == [
+        [number, name] for number in "124" for name in ("ring", "direct")
+    ]
+    content = json.loads(rows.read_text())
+    assert content["machines"] == "1 a node, 0.936 Gbit/s, 50 us"
+    assert content["settings"]["spread"] == 0.1
+    assert content["answers"] == out.splitlines()[8:]
+    for row in content["rows"]:
+        assert row["lowest_seconds"] < row["step_seconds"] < row["highest_seconds"]
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_file_of_machines(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    lab = tmp_path / "lab.toml"
+    lab.write_text("[nodes]\ncount = 2\ngbit = 1\nranks = 2\n")
+    assert main([*QUICK, "--machines", str(lab)]) == 0
+    assert str(lab) in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "problem"),
+    [
+        (["--ranks", "0"], "0 is not a whole number of at least 1"),
+        (["--ranks", "2,x"], "x is not a whole number of at least 1"),
+        (["--compute", "-1"], "-1 is not a number above 0"),
+        (["--compute", "nan"], "nan is not a number above 0"),
+        (["--spread", "10"], "10 is more than 2; a spread of 0.1 is 10 %"),
+        (["--algorithms", "rign"], "there is no allreduce algorithm 'rign'; known: "),
+        (["--algorithms", "ring,native"], "native is MPI's own allreduce"),
+        (["--codec", "int9"], "the codec 'int9' cannot be simulated; known: none, bf16"),
+        (["--codec", "int8:3"], "int8 takes no setting"),
+        (["--machines", "missing.toml"], "missing.toml cannot be read"),
+        (["--machines", "lab.toml", "--gbit", "1"], "--machines, --gbit: a file has all of it; give one"),
+        (["--machines", "lab.toml", "--ranks", "2,9"], "9 ranks were asked for; lab.toml has room for 1 to 8"),
+        (["--machines", "wrong.toml"], "wrong.toml, line 3: gbit is 0; it must be a number from 1e-06 to 1e6"),
+        (["--plot", "nowhere/picture.png"], "there is no folder nowhere for picture.png; make it first"),
+    ],
+)
+def test_wrong_use(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], words: list[str], problem: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "lab.toml").write_text("[nodes]\ncount = 8\ngbit = 1\n")
+    (tmp_path / "wrong.toml").write_text("[nodes]\ncount = 8\ngbit = 0\n")
+    try:
+        code = main([*QUICK, "--json", "rows.json", *words])
+    except SystemExit as end:
+        code = end.code
+    assert code == 2
+    out, err = capsys.readouterr()
+    assert problem in err
+    assert out == ""
+    assert not (tmp_path / "rows.json").exists()
