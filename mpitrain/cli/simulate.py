@@ -11,7 +11,7 @@ from mpitrain.errors import ConfigError
 
 if TYPE_CHECKING:
     from mpitrain.simulate.machines import Machines
-    from mpitrain.simulate.report import Report
+    from mpitrain.simulate.report import SimulationReport
 
 HELP = "simulate a training on machines that are not here"
 
@@ -67,7 +67,7 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _steps(arguments: argparse.Namespace) -> tuple[Report, str]:
+def _steps(arguments: argparse.Namespace) -> tuple[SimulationReport, str]:
     from mpitrain.simulate.scaling import scaling_report
     from mpitrain.simulate.training import SimulatedTraining
 

@@ -76,6 +76,7 @@ class Events:
     Attributes:
         ranks: by number.
         running: the rank whose work goes on now.
+        now: the time of the last event.
         sent: for each message, in the order of the posts: source, target, tag, bytes. None unless `records`.
     """
 
@@ -86,7 +87,7 @@ class Events:
         self._network = network
         self._due: list[tuple[float, int, SimulatedRank | _Transit]] = []
         self._number = 0  # events of one time come in the order in which they were made
-        self._now = 0.0
+        self.now = 0.0
         self._sends: defaultdict[tuple[int, int, int], deque[_Transit]] = defaultdict(deque)
         self._receives: defaultdict[tuple[int, int, int], deque[Pending]] = defaultdict(deque)
 
@@ -102,7 +103,7 @@ class Events:
             transit.receive = waiting.popleft()
         else:
             self._sends[key].append(transit)
-        if rank.clock > self._now:
+        if rank.clock > self.now:
             self._push(rank.clock, transit)
         else:
             self._move(transit)
@@ -144,15 +145,15 @@ class Events:
 
     def _run(self, work: Iterable[Iterator[object]]) -> None:
         unfinished = set(range(len(self.ranks)))
-        self._now = min(rank.clock for rank in self.ranks)
+        self.now = min(rank.clock for rank in self.ranks)
         for rank, steps in zip(self.ranks, work, strict=True):
             rank.steps = steps
             self._resume_at(rank, rank.clock)
         while self._due:
-            self._now, _, due = heapq.heappop(self._due)
+            self.now, _, due = heapq.heappop(self._due)
             if isinstance(due, SimulatedRank):
                 self.running = due
-                if due.resumes_at == self._now:
+                if due.resumes_at == self.now:
                     due.resumes_at = -1.0
             else:
                 if not due.arrives:
@@ -160,15 +161,15 @@ class Events:
                     continue
                 if due.receive is None:
                     continue
-                due.receive.done_at = self._now
+                due.receive.done_at = self.now
                 self.running = due.target
             rank = self.running
             if rank.number not in unfinished:
                 continue
-            if rank.clock > self._now:  # it works until then
+            if rank.clock > self.now:  # it works until then
                 self._resume_at(rank, rank.clock)
                 continue
-            rank.clock = self._now
+            rank.clock = self.now
             if next(rank.steps, _ENDED) is _ENDED:
                 unfinished.remove(rank.number)
         if unfinished:
@@ -181,11 +182,11 @@ class Events:
         """Let a message into its next link, or take its time inside a node."""
         way, num_bytes = transit.way, transit.num_bytes
         if not way.links:
-            transit.tail_at = transit.send.done_at = self._now + way.latency_seconds + num_bytes * way.seconds_per_byte
+            transit.tail_at = transit.send.done_at = self.now + way.latency_seconds + num_bytes * way.seconds_per_byte
             self._resume_at(transit.send.rank, transit.tail_at)
         else:
             link = way.links[transit.next_link]
-            head = link.serve(num_bytes, self._now)
+            head = link.serve(num_bytes, self.now)
             tail = max(link.free_at, transit.tail_at)
             if transit.next_link == 0:
                 tail = max(tail, head + num_bytes * way.seconds_per_byte)

@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 from mpitrain.errors import ConfigError, MpitrainError
-from mpitrain.simulate.report import Report
+from mpitrain.simulate.report import SimulationReport
 
 
-def draw(path: Path, report: Report, title: str) -> None:
+def draw(path: Path, report: SimulationReport, title: str) -> None:
     """Draw the panels of a report side by side.
 
     Args:

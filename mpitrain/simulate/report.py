@@ -34,7 +34,7 @@ class Panel:
 
 
 @dataclass(frozen=True)
-class Report:
+class SimulationReport:
     """The result of a simulation.
 
     Attributes:

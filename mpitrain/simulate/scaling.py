@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 
 from mpitrain.simulate.machines import Machines
-from mpitrain.simulate.report import Panel, Point, Report, shown_seconds
+from mpitrain.simulate.report import Panel, Point, SimulationReport, shown_seconds
 from mpitrain.simulate.sums import check_sum
 from mpitrain.simulate.training import SimulatedTraining, simulate_steps
 
@@ -43,7 +43,7 @@ def scaling_report(
     *,
     num_steps: int,
     num_seeds: int,
-) -> Report:
+) -> SimulationReport:
     """Simulate every number of ranks with every training.
 
     Args:
@@ -77,7 +77,7 @@ def scaling_report(
         ]
         for row in rows
     ]
-    return Report(
+    return SimulationReport(
         columns, cells, [asdict(row) for row in rows], _answers(rows), "ranks",
         [
             Panel("samples/s", _lines(rows, per_second=True), is_log=True),
