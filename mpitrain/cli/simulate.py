@@ -23,6 +23,7 @@ and nothing is computed. Describe the machines by --gbit, by a file
 
   mpitrain simulate steps --parameters 25e6 --compute 0.3 --ranks 1,2,4,8,16
   mpitrain simulate steps --machines lab.toml --algorithms ring,halving_doubling
+  mpitrain simulate servers --servers 1,2,4 --workers 4,8,16 --mode sync
 """
 # Of the namespace, what is no setting of the simulation.
 _NO_SETTINGS = ("command", "action", "json", "plot")
@@ -35,7 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
     steps = _action(actions, "steps", "show step time, samples/s and efficiency for numbers of ranks")
     _add_training(steps)
-    _add_ranks(steps, "ranks")
+    _add_ranks(steps, "ranks", [1, 2, 4, 8, 16, 32])
     steps.add_argument("--algorithms", default="auto", metavar="A,B", help="allreduce algorithms to compare (auto)")
     steps.add_argument("--codec", default="none", metavar="NAME", help="codec between nodes (none)")
     steps.add_argument("--bucket-mib", type=_positive, metavar="MIB", help="size of buckets; default: that of a job")
@@ -45,13 +46,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     steps.add_argument("--steps", type=_count, default=10, metavar="N", help="steps, or rounds, to simulate (10)")
 
+    servers = _action(actions, "servers", "show samples/s for numbers of parameter servers and workers")
+    _add_training(servers)
+    _add_ranks(servers, "servers", [1, 2, 4])
+    _add_ranks(servers, "workers", [1, 2, 4, 8, 16])
+    servers.add_argument("--mode", default="async", metavar="NAME", help="sync or async (async)")
+    servers.add_argument("--rounds", type=_count, default=10, metavar="N", help="jobs of each worker to simulate (10)")
+
 
 def run(arguments: argparse.Namespace) -> int:
     """Simulate. Return the exit code."""
     for path in (arguments.json, arguments.plot):
         if path is not None and not path.parent.is_dir():
             raise ConfigError(f"there is no folder {path.parent} for {path.name}; make it first")
-    report, title = _steps(arguments)
+    report, title = (_steps if arguments.action == "steps" else _servers)(arguments)
     report.print(title)
     if arguments.json is not None:
         settings = {
@@ -88,6 +96,21 @@ def _steps(arguments: argparse.Namespace) -> tuple[SimulationReport, str]:
     }
     report = scaling_report(
         machines, trainings, arguments.ranks, num_steps=arguments.steps,
+        num_seeds=arguments.seeds if arguments.spread else 1,
+    )  # fmt: skip
+    return report, machines.origin
+
+
+def _servers(arguments: argparse.Namespace) -> tuple[SimulationReport, str]:
+    from mpitrain.simulate.servers_table import servers_report
+    from mpitrain.simulate.serving import SimulatedServing
+
+    machines = _machines(arguments, max(arguments.servers) + max(arguments.workers))
+    serving = SimulatedServing(
+        arguments.parameters, arguments.compute, arguments.samples, arguments.mode, arguments.spread
+    )
+    report = servers_report(
+        machines, serving, arguments.servers, arguments.workers, num_rounds=arguments.rounds,
         num_seeds=arguments.seeds if arguments.spread else 1,
     )  # fmt: skip
     return report, machines.origin
@@ -138,20 +161,20 @@ def _add_training(action: argparse.ArgumentParser) -> None:
     action.add_argument("--ppn", type=_count, metavar="N", help="ranks on each node (1)")
     action.add_argument("--parameters", type=_amount, default=25_000_000, metavar="N", help="float32 (25e6)")
     action.add_argument(
-        "--compute", type=_positive, default=0.3, metavar="S", help="seconds of forward and backward pass (0.3)"
+        "--compute", type=_positive, default=0.3, metavar="S", help="seconds of a forward and backward pass (0.3)"
     )
-    action.add_argument("--samples", type=_count, default=32, metavar="N", help="samples of a rank in a step (32)")
+    action.add_argument(
+        "--samples", type=_count, default=32, metavar="N", help="samples of a rank in a step, or of a job (32)"
+    )
     action.add_argument(
         "--spread", type=_share, default=0.0, metavar="X", help="of compute times, lognormal: 0.1 is 10 %% (0)"
     )
     action.add_argument("--seeds", type=_count, default=5, metavar="N", help="random runs, with --spread (5)")
 
 
-def _add_ranks(action: argparse.ArgumentParser, name: str) -> None:
-    action.add_argument(
-        f"--{name}", type=_counts, default=[1, 2, 4, 8, 16, 32], metavar="N,N",
-        help=f"numbers of {name} (1,2,4,8,16,32)",
-    )  # fmt: skip
+def _add_ranks(action: argparse.ArgumentParser, name: str, numbers: list[int]) -> None:
+    shown = ",".join(str(number) for number in numbers)
+    action.add_argument(f"--{name}", type=_counts, default=numbers, metavar="N,N", help=f"numbers of {name} ({shown})")
 
 
 def _count(text: str) -> int:
