@@ -24,6 +24,7 @@ and nothing is computed. Describe the machines by --gbit, by a file
   mpitrain simulate steps --parameters 25e6 --compute 0.3 --ranks 1,2,4,8,16
   mpitrain simulate steps --machines lab.toml --algorithms ring,halving_doubling
   mpitrain simulate servers --servers 1,2,4 --workers 4,8,16 --mode sync
+  mpitrain simulate saves --nodes 64 --mtbf-hours 2000 --save 30 --restart 120
 """
 # Of the namespace, what is no setting of the simulation.
 _NO_SETTINGS = ("command", "action", "json", "plot")
@@ -53,13 +54,26 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     servers.add_argument("--mode", default="async", metavar="NAME", help="sync or async (async)")
     servers.add_argument("--rounds", type=_count, default=10, metavar="N", help="jobs of each worker to simulate (10)")
 
+    saves = _action(actions, "saves", "show how often a training should save on machines that fail")
+    saves.add_argument("--nodes", type=_count, default=16, metavar="N", help="a failure of one ends the job (16)")
+    saves.add_argument(
+        "--mtbf-hours", type=_positive, default=2000.0, metavar="H", help="time between failures of a node (2000)"
+    )
+    saves.add_argument("--save", type=_positive, default=30.0, metavar="S", help="seconds of a save (30)")
+    saves.add_argument("--restart", type=_positive, default=120.0, metavar="S", help="seconds of a restart (120)")
+    saves.add_argument("--hours", type=_positive, default=100.0, metavar="H", help="work of the training (100)")
+    saves.add_argument(
+        "--every", type=_seconds, metavar="S,S", help="seconds between saves; default: some around Daly's formula"
+    )
+    saves.add_argument("--seeds", type=_count, default=200, metavar="N", help="random trainings (200)")
+
 
 def run(arguments: argparse.Namespace) -> int:
     """Simulate. Return the exit code."""
     for path in (arguments.json, arguments.plot):
         if path is not None and not path.parent.is_dir():
             raise ConfigError(f"there is no folder {path.parent} for {path.name}; make it first")
-    report, title = (_steps if arguments.action == "steps" else _servers)(arguments)
+    report, title = {"steps": _steps, "servers": _servers, "saves": _saves}[arguments.action](arguments)
     report.print(title)
     if arguments.json is not None:
         settings = {
@@ -114,6 +128,16 @@ def _servers(arguments: argparse.Namespace) -> tuple[SimulationReport, str]:
         num_seeds=arguments.seeds if arguments.spread else 1,
     )  # fmt: skip
     return report, machines.origin
+
+
+def _saves(arguments: argparse.Namespace) -> tuple[SimulationReport, str]:
+    from mpitrain.simulate.saves import Failing, saves_report
+
+    failing = Failing(
+        arguments.hours * 3600, arguments.mtbf_hours * 3600, arguments.nodes, arguments.save, arguments.restart
+    )
+    title = f"{arguments.hours:g} h of work on {arguments.nodes} nodes"
+    return saves_report(failing, arguments.every, arguments.seeds), title
 
 
 def _machines(arguments: argparse.Namespace, num_ranks: int) -> Machines:
@@ -189,6 +213,10 @@ def _count(text: str) -> int:
 
 def _counts(text: str) -> list[int]:
     return [_count(part) for part in text.split(",")]
+
+
+def _seconds(text: str) -> list[float]:
+    return [_positive(part) for part in text.split(",")]
 
 
 def _amount(text: str) -> int:

@@ -85,8 +85,8 @@ class SimulationReport:
 
 def shown_seconds(seconds: float) -> str:
     """A time with three digits."""
-    for unit, name in ((86400 * 2, "d"), (7200, "h"), (1, "s"), (1e-3, "ms")):
-        if seconds >= unit:
-            scale = {"d": 86400, "h": 3600}.get(name, unit)
-            return f"{seconds / scale:.3g} {name}" if seconds < 1000 * scale else f"{seconds / scale:.0f} {name}"
+    for least, scale, name in ((2 * 86400, 86400, "d"), (7200, 3600, "h"), (1, 1, "s"), (1e-3, 1e-3, "ms")):
+        if seconds >= least:
+            value = seconds / scale
+            return f"{value:.0f} {name}" if value >= 100 else f"{value:.3g} {name}"
     return f"{seconds * 1e6:.3g} us"

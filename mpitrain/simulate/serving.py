@@ -9,8 +9,8 @@
       push ──────────────────────────────────────────> │
       done, gradient ─────>│
 
-Every server has an equal part of the parameters. The connections of a process share its link: a piece of each message
-goes after the other.
+Every server has an equal part of the parameters. The connections of a process share its link: each has one chunk of a
+message on its way.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ import numpy
 from mpitrain.errors import ConfigError
 from mpitrain.serve.jobs import JobQueue, ServedJob
 from mpitrain.serve.pace import JobPace, Lockstep, Unbounded
+from mpitrain.serve.wire import CHUNK_BYTES
 from mpitrain.shard import part_of
 from mpitrain.simulate.events import Events, Pending, SimulatedRank
 from mpitrain.simulate.machines import Machines
 from mpitrain.simulate.network import Network
 
 MODES = ("sync", "async")
-_PIECE_BYTES = 2**20
 _SMALL_BYTES = 256  # a message without arrays, with its frame and what encryption adds
 _ASK, _JOB, _PULL, _PARAMETERS, _PUSH, _HAVE = range(6)
 
@@ -275,4 +275,4 @@ class _Serving:
 
 
 def _pieces(num_bytes: int) -> list[int]:
-    return [min(_PIECE_BYTES, num_bytes - begin) for begin in range(0, num_bytes, _PIECE_BYTES)]
+    return [min(CHUNK_BYTES, num_bytes - begin) for begin in range(0, num_bytes, CHUNK_BYTES)]

@@ -40,6 +40,51 @@ def test_a_file_of_machines(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
 
 
 @pytest.mark.parametrize(
+    ("words", "numbers", "answer"),
+    [
+        (
+            ["servers", "--servers", "2,1", "--workers", "3", "--parameters", "1e5", "--rounds", "2"],
+            [("num_servers", 1), ("num_servers", 2)],
+            "3 workers: 90% of the most samples/s with ",
+        ),
+        (
+            ["saves", "--every", "60,30", "--mtbf-hours", "16", "--hours", "2", "--seeds", "3"],
+            [("every_seconds", 30), ("every_seconds", 60)],
+            "a failure every 3600 s on average",
+        ),
+    ],
+)
+def test_other_actions(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], words: list[str], numbers: list[tuple[str, int]], answer: str
+) -> None:
+    rows = tmp_path / "rows.json"
+    assert main(["simulate", *words, "--json", str(rows)]) == 0
+    content = json.loads(rows.read_text())
+    assert [(name, row[name]) for row, (name, _) in zip(content["rows"], numbers, strict=True)] == numbers
+    assert content["answers"][0].startswith(answer)
+    assert capsys.readouterr().out.endswith("\n".join(content["answers"]) + "\n")
+
+
+@pytest.mark.parametrize(
+    ("words", "problem"),
+    [
+        (["servers", "--servers", "0"], "0 is not a whole number of at least 1"),
+        (["servers", "--mode", "bounded"], "there is no mode 'bounded' in simulations; known: sync, async"),
+        (
+            ["servers", "--machines", "lab.toml", "--servers", "4,1", "--workers", "5"],
+            "4 servers and 5 workers are 9 ranks; lab.toml has room for 8. Take fewer",
+        ),
+        (["saves", "--every", "0"], "0 is not a number above 0"),
+        (["saves", "--every", "1e7"], "would take more than 100 times its work"),
+    ],
+)
+def test_wrong_use_of_other_actions(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], words: list[str], problem: str
+) -> None:
+    refused(tmp_path, monkeypatch, capsys, ["simulate", *words], problem)
+
+
+@pytest.mark.parametrize(
     ("words", "problem"),
     [
         (["--ranks", "0"], "0 is not a whole number of at least 1"),
@@ -61,15 +106,22 @@ def test_a_file_of_machines(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
 def test_wrong_use(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], words: list[str], problem: str
 ) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "lab.toml").write_text("[nodes]\ncount = 8\ngbit = 1\n")
-    (tmp_path / "wrong.toml").write_text("[nodes]\ncount = 8\ngbit = 0\n")
+    refused(tmp_path, monkeypatch, capsys, [*QUICK, *words], problem)
+
+
+def refused(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], words: list[str], problem: str
+) -> None:
+    """The command ends with 2 and this text, and writes nothing."""
+    monkeypatch.chdir(folder)
+    (folder / "lab.toml").write_text("[nodes]\ncount = 8\ngbit = 1\n")
+    (folder / "wrong.toml").write_text("[nodes]\ncount = 8\ngbit = 0\n")
     try:
-        code = main([*QUICK, "--json", "rows.json", *words])
+        code: object = main([*words[:2], "--json", "rows.json", *words[2:]])
     except SystemExit as end:
         code = end.code
     assert code == 2
     out, err = capsys.readouterr()
     assert problem in err
     assert out == ""
-    assert not (tmp_path / "rows.json").exists()
+    assert not (folder / "rows.json").exists()
