@@ -73,6 +73,9 @@ class Events:
     A message is sent at once, whether its receive is posted or not. A send is complete when the last byte has left
     the node.
 
+    If all ranks do the same (Entry.is_alike), one is enough. What it sends to the rank i places after it, the rank i
+    places before it sends to it, at the same time over links in the same state.
+
     Attributes:
         ranks: by number.
         running: the rank whose work goes on now.
@@ -80,11 +83,13 @@ class Events:
         sent: for each message, in the order of the posts: source, target, tag, bytes. None unless `records`.
     """
 
-    def __init__(self, network: Network, num_ranks: int, *, records: bool = False) -> None:
+    def __init__(self, network: Network, num_ranks: int, *, records: bool = False, num_alike: int = 0) -> None:
+        """`num_alike`: the number of ranks that do what the only one does, itself among them; 0: each has its own."""
         self.ranks = [SimulatedRank(number) for number in range(num_ranks)]
         self.sent: list[tuple[int, int, int, int]] | None = [] if records else None
         self.running = self.ranks[0]  # the rank whose work goes on now
         self._network = network
+        self._num_alike = num_alike
         self._due: list[tuple[float, int, SimulatedRank | _Transit]] = []
         self._number = 0  # events of one time come in the order in which they were made
         self.now = 0.0
@@ -96,8 +101,12 @@ class Events:
         if self.sent is not None:
             self.sent.append((rank.number, target, tag, num_bytes))
         send = Pending(rank, num_bytes)
-        transit = _Transit(send, self.ranks[target], self._network.way(rank.number, target))
-        key = rank.number, target, tag
+        if self._num_alike:
+            transit = _Transit(send, rank, self._network.to_oneself)
+            key = -target % self._num_alike, rank.number, tag
+        else:
+            transit = _Transit(send, self.ranks[target], self._network.way(rank.number, target))
+            key = rank.number, target, tag
         waiting = self._receives.get(key)
         if waiting:
             transit.receive = waiting.popleft()

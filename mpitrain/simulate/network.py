@@ -84,6 +84,11 @@ class Network:
         """All links."""
         return [*self._out, *self._in, *self._up, *self._down]
 
+    @property
+    def to_oneself(self) -> Way:
+        """Out of the first node, and into it again."""
+        return Way([self._out[0], self._in[0]], self._machines.latency_seconds, 0.0)
+
     def way(self, source: int, target: int) -> Way:
         """The way between two ranks."""
         pair = self._node_of[source], self._node_of[target]

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 
 import numpy
 
+from mpitrain.allreduce import ALGORITHMS
 from mpitrain.allreduce.algorithm import Steps
 from mpitrain.allreduce.costs import bucket_bytes
 from mpitrain.simulate.events import Events, SimulatedRank
@@ -127,26 +128,29 @@ class _Simulation:
     ) -> None:
         node_of = machines.nodes_of(num_ranks)
         num_nodes = max(node_of) + 1
-        self._network = Network(machines, node_of)
-        self._events = Events(self._network, num_ranks)
-        self._training, self._random = training, random
-        self._sums: Sequence[Steps] = (
-            make_sums(self._events, machines, node_of, training.algorithm, training.codec) if num_ranks > 1 else ()
-        )
-        slow = numpy.array([1 / machines.speeds[node] for node in node_of])
-        slow[-1] *= training.straggler
-        self._mean_seconds = training.compute_seconds * slow
-        self._overlaps = num_nodes > 1 and training.sync_every == 1
         limit = round(training.bucket_mib * 2**20) if training.bucket_mib else bucket_bytes(
             machines.profile(num_nodes), num_nodes
         )  # fmt: skip
         per_bucket = max(1, limit // 4)
         count = training.num_parameters
-        self._ends = [min(begin + per_bucket, count) for begin in range(0, count, per_bucket)] if self._sums else []
+        ends = [min(begin + per_bucket, count) for begin in range(0, count, per_bucket)]
+        alike = _are_alike(machines, num_ranks, training, ends)
+        self._network = Network(machines, node_of)
+        self._events = Events(self._network, 1 if alike else num_ranks, num_alike=num_ranks if alike else 0)
+        self._num_ranks = num_ranks
+        self._training, self._random = training, random
+        self._sums: Sequence[Steps] = (
+            make_sums(self._events, machines, node_of, training.algorithm, training.codec) if num_ranks > 1 else ()
+        )
+        slow = numpy.array([1 / machines.speeds[node] for node in node_of[: len(self._events.ranks)]])
+        slow[-1] *= training.straggler
+        self._mean_seconds = training.compute_seconds * slow
+        self._overlaps = num_nodes > 1 and training.sync_every == 1
+        self._ends = ends if self._sums else []
         self._flat = flat_buffer(self._events, machines, count)
         self._seconds: list[float] = []
         self._computed: list[tuple[float, float]] = []  # mean and longest of each step
-        self._begins = self._before = numpy.zeros(num_ranks)
+        self._begins = self._before = numpy.zeros(len(self._events.ranks))
 
     def step(self) -> None:
         """Run one step, or one round, on every rank."""
@@ -177,7 +181,7 @@ class _Simulation:
         link = max(self._network.links, key=lambda one: one.busy_seconds)
         steps = self._training.sync_every
         return SimulatedRun(
-            len(self._events.ranks),
+            self._num_ranks,
             tuple(seconds / steps for seconds in self._seconds),
             sum(mean for mean, _ in self._computed) / total,
             sum(longest for _, longest in self._computed) / total,
@@ -204,3 +208,21 @@ class _Simulation:
             first = end
         while not computed.Test():
             yield None
+
+
+def _are_alike(machines: Machines, num_ranks: int, training: SimulatedTraining, ends: Sequence[int]) -> bool:
+    """True if every rank does the same at the same time: on equal nodes, with parts of equal length."""
+    are_equal = all(len(set(values[:num_ranks])) == 1 for values in (machines.link_bytes_per_second, machines.speeds))
+    return (
+        num_ranks > 1
+        and machines.ranks_per_node == 1
+        and are_equal
+        and not machines.pairs
+        and (machines.nodes_per_rack == 0 or num_ranks <= machines.nodes_per_rack)
+        and training.spread == 0
+        and training.straggler == 1
+        and training.codec == "none"
+        and training.algorithm in ALGORITHMS
+        and ALGORITHMS[training.algorithm].is_alike
+        and all(end % num_ranks == 0 for end in ends)
+    )

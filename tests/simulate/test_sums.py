@@ -84,6 +84,23 @@ def test_a_codec_takes_its_bytes_and_its_time(codec: str) -> None:
     assert seconds("auto", 2, count, slow, codec=codec) == pytest.approx(count * 4 * passes / 3e6, rel=0.02)
 
 
+@pytest.mark.parametrize("p", [2, 3, 4, 5, 7])
+@pytest.mark.parametrize("name", sorted(name for name, entry in ALGORITHMS.items() if entry.over and name != "native"))
+def test_algorithms_in_which_all_ranks_are_alike(name: str, p: int) -> None:
+    """Entry.is_alike is true: a rank sends what rank 0 sends, as far on. So it is with no other algorithm on 3 ranks."""
+    node_of = tuple(range(p))
+    events = Events(Network(MACHINES, node_of), p, records=True)
+    flat = flat_buffer(events, MACHINES, 420 * 1000)
+    events.run([steps(flat) for steps in make_sums(events, MACHINES, node_of, name, "none")])
+    assert events.sent is not None
+    ways: list[list[tuple[int, int, int]]] = [[] for _ in range(p)]
+    for source, target, tag, num_bytes in events.sent:
+        ways[source].append(((target - source) % p, tag, num_bytes))
+    are_alike = all(sorted(way) == sorted(ways[0]) for way in ways)
+    if ALGORITHMS[name].is_alike or p == 3:
+        assert are_alike == ALGORITHMS[name].is_alike
+
+
 def test_sums_that_cannot_be_simulated() -> None:
     for name in ALGORITHMS:
         if name == "native":

@@ -7,6 +7,8 @@ from dataclasses import replace
 import numpy
 import pytest
 
+from mpitrain.allreduce import ALGORITHMS, Entry
+from mpitrain.simulate import training as training_module
 from mpitrain.simulate.machines import equal_machines
 from mpitrain.simulate.scaling import scaling_report
 from mpitrain.simulate.training import SimulatedTraining, simulate_steps
@@ -79,6 +81,35 @@ def test_steps_that_are_not_computed_are_as_those_that_are() -> None:
     # A spread of nothing but rounding computes all steps.
     computed = simulate_steps(MACHINES, 4, replace(training, spread=1e-15), 6)
     assert repeated.step_seconds == pytest.approx(computed.step_seconds, rel=1e-6)
+
+
+@pytest.mark.parametrize("name", ["ring", "direct"])
+@pytest.mark.parametrize("p", [2, 3, 4, 5, 7, 8])
+def test_one_rank_for_all(name: str, p: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where all ranks do the same, one of them has the times of all: three buckets of several pieces."""
+    training = replace(SMALL, algorithm=name, num_parameters=840 * 900, bucket_mib=840 * 300 * 4 / 2**20)
+    one = simulate_steps(MACHINES, p, training, 3)
+    monkeypatch.setattr("mpitrain.simulate.training._are_alike", lambda *_: False)
+    every = simulate_steps(MACHINES, p, training, 3)
+    assert one.step_seconds == pytest.approx(every.step_seconds, rel=1e-9)
+    assert (one.num_ranks, one.bound) == (every.num_ranks, every.bound)
+    assert one.link_share == pytest.approx(every.link_share, rel=1e-9)
+
+
+@pytest.mark.parametrize("entry", [entry for entry in ALGORITHMS.values() if entry.over is not None and entry.is_alike])
+def test_ranks_that_are_not_alike_are_all_simulated(entry: Entry) -> None:
+    """Each condition by itself: without it, one rank would be simulated."""
+    name = next(name for name, one in ALGORITHMS.items() if one is entry)
+    training = replace(SMALL, algorithm=name)
+    assert training_module._are_alike(MACHINES, 4, training, [400, 800])
+    for other in ({"spread": 0.1}, {"straggler": 2.0}, {"codec": "int8"}, {"algorithm": "halving_doubling"}):
+        assert not training_module._are_alike(MACHINES, 4, replace(training, **other), [400, 800])
+    assert not training_module._are_alike(MACHINES, 4, training, [400, 801])
+    for change in (
+        {"speeds": (1.0, 0.9) + (1.0,) * 6}, {"link_bytes_per_second": (1e8, 2e8) + (1e8,) * 6},
+        {"nodes_per_rack": 2}, {"ranks_per_node": 2}, {"pairs": ((1e8,) * 8,) * 8},
+    ):  # fmt: skip
+        assert not training_module._are_alike(replace(MACHINES, **change), 4, training, [400, 800])
 
 
 def test_random_times() -> None:
