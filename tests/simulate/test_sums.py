@@ -87,7 +87,7 @@ def test_a_codec_takes_its_bytes_and_its_time(codec: str) -> None:
 @pytest.mark.parametrize("p", [2, 3, 4, 5, 7])
 @pytest.mark.parametrize("name", sorted(name for name, entry in ALGORITHMS.items() if entry.over and name != "native"))
 def test_algorithms_in_which_all_ranks_are_alike(name: str, p: int) -> None:
-    """Entry.is_alike is true: a rank sends what rank 0 sends, as far on. So it is with no other algorithm on 3 ranks."""
+    """With Entry.is_alike, a rank sends what rank 0 sends, as far on. No other algorithm does so on 3 ranks."""
     node_of = tuple(range(p))
     events = Events(Network(MACHINES, node_of), p, records=True)
     flat = flat_buffer(events, MACHINES, 420 * 1000)
