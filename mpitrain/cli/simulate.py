@@ -51,7 +51,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     _add_training(servers)
     _add_ranks(servers, "servers", [1, 2, 4])
     _add_ranks(servers, "workers", [1, 2, 4, 8, 16])
-    servers.add_argument("--mode", default="async", metavar="NAME", help="sync or async (async)")
+    servers.add_argument("--mode", default="async", metavar="NAME", help="sync, bounded or async (async)")
+    servers.add_argument("--staleness", type=_count, default=4, metavar="N", help="of the mode bounded (4)")
     servers.add_argument("--rounds", type=_count, default=10, metavar="N", help="jobs of each worker to simulate (10)")
 
     saves = _action(actions, "saves", "show how often a training should save on machines that fail")
@@ -73,6 +74,8 @@ def run(arguments: argparse.Namespace) -> int:
     for path in (arguments.json, arguments.plot):
         if path is not None and not path.parent.is_dir():
             raise ConfigError(f"there is no folder {path.parent} for {path.name}; make it first")
+    if arguments.plot is not None:
+        from mpitrain.simulate.picture import draw
     report, title = {"steps": _steps, "servers": _servers, "saves": _saves}[arguments.action](arguments)
     report.print(title)
     if arguments.json is not None:
@@ -83,8 +86,6 @@ def run(arguments: argparse.Namespace) -> int:
         }
         report.write_json(arguments.json, title, settings)
     if arguments.plot is not None:
-        from mpitrain.simulate.picture import draw
-
         draw(arguments.plot, report, title)
     return 0
 
@@ -121,7 +122,12 @@ def _servers(arguments: argparse.Namespace) -> tuple[SimulationReport, str]:
 
     machines = _machines(arguments, max(arguments.servers) + max(arguments.workers))
     serving = SimulatedServing(
-        arguments.parameters, arguments.compute, arguments.samples, arguments.mode, arguments.spread
+        arguments.parameters,
+        arguments.compute,
+        arguments.samples,
+        arguments.mode,
+        arguments.spread,
+        arguments.staleness,
     )
     report = servers_report(
         machines, serving, arguments.servers, arguments.workers, num_rounds=arguments.rounds,

@@ -7,6 +7,12 @@ from pathlib import Path
 from mpitrain.errors import ConfigError, MpitrainError
 from mpitrain.simulate.report import SimulationReport
 
+try:  # whoever wants a picture hears of it before the simulation
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+except ImportError as error:
+    raise ConfigError(f"the picture needs matplotlib ({error}); pip install 'mpitrain[plot]'") from None
+
 
 def draw(path: Path, report: SimulationReport, title: str) -> None:
     """Draw the panels of a report side by side.
@@ -16,15 +22,8 @@ def draw(path: Path, report: SimulationReport, title: str) -> None:
         title: above it.
 
     Raises:
-        ConfigError: matplotlib is not installed.
         MpitrainError: the picture cannot be written.
     """
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ConfigError(f"the picture needs matplotlib ({error}); pip install 'mpitrain[plot]'") from None
-
     figure = Figure(figsize=(5.5 * len(report.panels), 4.2), layout="constrained")
     FigureCanvasAgg(figure)
     figure.suptitle(title, fontsize="medium")

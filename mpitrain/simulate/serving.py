@@ -23,14 +23,14 @@ import numpy
 
 from mpitrain.errors import ConfigError
 from mpitrain.serve.jobs import JobQueue, ServedJob
-from mpitrain.serve.pace import JobPace, Lockstep, Unbounded
+from mpitrain.serve.pace import Bounded, JobPace, Lockstep, Unbounded
 from mpitrain.serve.wire import CHUNK_BYTES
 from mpitrain.shard import part_of
 from mpitrain.simulate.events import Events, Pending, SimulatedRank
 from mpitrain.simulate.machines import Machines
 from mpitrain.simulate.network import Network
 
-MODES = ("sync", "async")
+MODES = ("sync", "bounded", "async")
 _SMALL_BYTES = 256  # a message without arrays, with its frame and what encryption adds
 _ASK, _JOB, _PULL, _PARAMETERS, _PUSH, _HAVE = range(6)
 
@@ -45,6 +45,7 @@ class SimulatedServing:
         num_samples: of one job.
         mode: one of MODES.
         spread: standard deviation of the logarithm of the time of a computation, whose mean stays.
+        staleness: in mode bounded, a worker waits while it is more than so many jobs ahead of the slowest one.
     """
 
     num_parameters: int
@@ -52,6 +53,7 @@ class SimulatedServing:
     num_samples: int
     mode: str = "async"
     spread: float = 0.0
+    staleness: int = 4
 
 
 def simulate_serving(
@@ -148,12 +150,7 @@ class _Serving:
         self._part_bytes = [(part.stop - part.start) * 4 for part in parts]
         # An epoch without end, so that no job is cut short.
         self._queue = JobQueue(2**62)
-        step = num_workers * serving.num_samples
-        self._pace: JobPace = (
-            Lockstep(self._queue, step, None, 0)
-            if serving.mode == "sync"
-            else Unbounded(self._queue, serving.num_samples)
-        )
+        self._pace = self._make_pace()
         self._told: set[int] = set()  # the workers that have heard that the run is over
         self._answered: list[float] = []  # when each job was used
 
@@ -167,6 +164,14 @@ class _Serving:
         begin, end = self._answered[first - 1], self._answered[first + num_jobs - 1]
         link = max(self._network.links, key=lambda one: one.busy_seconds)
         return num_jobs * self._serving.num_samples / (end - begin), link.name, link.busy_seconds / self._events.now
+
+    def _make_pace(self) -> JobPace:
+        serving = self._serving
+        if serving.mode == "sync":
+            return Lockstep(self._queue, len(self._workers) * serving.num_samples, None, 0)
+        if serving.mode == "bounded":
+            return Bounded(self._queue, serving.num_samples, serving.staleness)
+        return Unbounded(self._queue, serving.num_samples)
 
     def _first_server(self, num_jobs: int) -> Iterator[object]:
         rank = self._events.ranks[0]

@@ -90,7 +90,7 @@ class SimulatedRun:
         """What takes most of the time: the computation, the slowest rank, a link, or, if none of them, latency."""
         shares = [
             (self.compute_share, "compute"),
-            (self.slowest_share - 1e-9, "the slowest rank"),
+            (self.slowest_share - _SAME, "the slowest rank"),  # without differences both are equal, to rounding
             (self.link_share, self.link),
         ]
         share, name = max(shares)

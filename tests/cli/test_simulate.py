@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -30,6 +31,16 @@ def test_table_json_and_picture(tmp_path: Path, capsys: pytest.CaptureFixture[st
     for row in content["rows"]:
         assert row["lowest_seconds"] < row["step_seconds"] < row["highest_seconds"]
     assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_picture_without_matplotlib(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It is refused before the simulation."""
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    for name in [name for name in sys.modules if name.startswith(("matplotlib.", "mpitrain.simulate.picture"))]:
+        monkeypatch.delitem(sys.modules, name)
+    refused(tmp_path, monkeypatch, capsys, [*QUICK, "--plot", "picture.png"], "the picture needs matplotlib")
 
 
 def test_a_file_of_machines(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -69,7 +80,7 @@ def test_other_actions(
     ("words", "problem"),
     [
         (["servers", "--servers", "0"], "0 is not a whole number of at least 1"),
-        (["servers", "--mode", "bounded"], "there is no mode 'bounded' in simulations; known: sync, async"),
+        (["servers", "--mode", "bound"], "there is no mode 'bound' in simulations; known: sync, bounded, async"),
         (
             ["servers", "--machines", "lab.toml", "--servers", "4,1", "--workers", "5"],
             "4 servers and 5 workers are 9 ranks; lab.toml has room for 8. Take fewer",

@@ -9,7 +9,7 @@ import pytest
 from mpitrain.errors import ConfigError
 from mpitrain.simulate.machines import equal_machines
 from mpitrain.simulate.servers_table import servers_report
-from mpitrain.simulate.serving import SimulatedServing, simulate_serving
+from mpitrain.simulate.serving import MODES, SimulatedServing, simulate_serving
 
 # Links of 100 Mbit/s and parameters of 2 MiB, as in docs/servers.md, and 256 bytes in a message without arrays.
 B, L, NUM_BYTES, SMALL = 12.5e6, 50e-6, 2 * 2**20, 256
@@ -19,7 +19,7 @@ SERVING = SimulatedServing(NUM_BYTES // 4, 1.0, 1)
 TRANSFER = (NUM_BYTES + SMALL) / B
 
 
-@pytest.mark.parametrize("mode", ["sync", "async"])
+@pytest.mark.parametrize("mode", MODES)
 def test_one_worker_waits_for_each_message(mode: str) -> None:
     """The job with all parameters, the computation, the answer, the update."""
     rate, _, _ = simulate_serving(MACHINES, 1, 1, replace(SERVING, mode=mode), 5)
@@ -66,11 +66,14 @@ def test_in_step(workers: int) -> None:
 
 
 def test_a_slow_worker() -> None:
-    """It holds up all in mode sync, and nobody in mode async."""
+    """It holds up all in mode sync, the others at last in mode bounded, and nobody in mode async."""
     slow = replace(MACHINES, speeds=(1.0, 0.1) + (1.0,) * 38)
     in_step, _, _ = simulate_serving(slow, 1, 3, replace(SERVING, mode="sync"), 3)
     assert 3 / in_step > 10
     free, _, _ = simulate_serving(slow, 1, 3, SERVING, 12)
+    # In mode bounded, two answers of each other worker go ahead, and then all are as fast as the slow one.
+    bounded, _, _ = simulate_serving(slow, 1, 3, replace(SERVING, mode="bounded", staleness=1), 12)
+    assert in_step * 0.95 < bounded < in_step * 36 / 30
     two, _, _ = simulate_serving(MACHINES, 1, 2, SERVING, 12)
     assert two < free < two * 1.15
 
@@ -89,5 +92,5 @@ def test_the_table() -> None:
 def test_what_cannot_be() -> None:
     with pytest.raises(ConfigError, match="30 servers and 11 workers are 41 ranks; equal machines has room for 40"):
         servers_report(MACHINES, SERVING, [1, 30], [1, 11], num_rounds=1, num_seeds=1)
-    with pytest.raises(ConfigError, match="there is no mode 'bounded' in simulations; known: sync, async"):
-        servers_report(MACHINES, replace(SERVING, mode="bounded"), [1], [1], num_rounds=1, num_seeds=1)
+    with pytest.raises(ConfigError, match="there is no mode 'bound' in simulations; known: sync, bounded, async"):
+        servers_report(MACHINES, replace(SERVING, mode="bound"), [1], [1], num_rounds=1, num_seeds=1)
