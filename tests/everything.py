@@ -29,12 +29,12 @@ ON_RANKS = ["tests/ranks", "tests/device_ranks", "tests/torch_ranks", "tests/jax
 # built on the sums differs in neither from three and four. Open MPI differs in how it starts and sends, which three
 # ranks show.
 BY_SIZE = (
-    "(test_allreduce.py or test_collectives.py or test_compressed.py or test_reducer or test_transfer.py"
-    " or test_world) and not test_many_may_be"
+    "(test_allreduce.py or test_collectives.py or test_compressed.py or test_reducer or test_simulate.py"
+    " or test_transfer.py or test_world) and not test_many_may_be"
 )
 SUMS = (
-    "(test_allreduce.py or test_collectives.py or test_sums_are_as_close_as_the_codec or test_world)"
-    " and not test_many_may_be"
+    "(test_allreduce.py or test_collectives.py or test_simulate.py or test_sums_are_as_close_as_the_codec"
+    " or test_world) and not test_many_may_be"
 )
 OF_FOUR = f"{BY_SIZE} or test_checkpoint or test_data or test_replicas or test_ring_order or test_training"
 SIZES = {

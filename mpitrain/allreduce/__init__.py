@@ -34,8 +34,8 @@ ALGORITHMS |= {
     "native": Entry(native, native_steps, native_seconds),
     "shared_memory": Entry(shared_memory, seconds=shared_memory_seconds, halves=shared_memory_halves),
     "hierarchical": Entry(hierarchical, seconds=hierarchical_seconds, halves=hierarchical_halves),
-    "ring": Entry(ring, ring_steps, ring_seconds, ring_reduce_scatter, ring_allgather),
-    "direct": Entry(direct, direct_steps, direct_seconds, direct_reduce_scatter, direct_allgather),
+    "ring": Entry(ring, ring_steps, ring_seconds, ring_reduce_scatter, ring_allgather, is_alike=True),
+    "direct": Entry(direct, direct_steps, direct_seconds, direct_reduce_scatter, direct_allgather, is_alike=True),
     "recursive_doubling": Entry(recursive_doubling, recursive_doubling_steps),
     "halving_doubling": Entry(
         halving_doubling,

@@ -9,6 +9,7 @@ Each algorithm's file has its own cost function (Cost); this file has the parts 
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeAlias
@@ -57,7 +58,7 @@ Cost: TypeAlias = Callable[[int, Topology], float]
 
 def topology_of(world: World) -> Topology:
     """The topology of all ranks."""
-    return Topology(world.profile, tuple(world.node_ranks.count(node) for node in sorted(set(world.node_ranks))))
+    return Topology(world.profile, tuple(number for _, number in sorted(Counter(world.node_ranks).items())))
 
 
 def wire_seconds(num_bytes: int, topology: Topology) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -76,7 +77,7 @@ def lane(world: World) -> Group | None:
 
 def num_lanes(world: World) -> int:
     """The number of ranks on the smallest node."""
-    return min(world.node_ranks.count(node) for node in set(world.node_ranks))
+    return min(Counter(world.node_ranks).values())
 
 
 def _mates(world: World) -> tuple[int, ...]:
@@ -85,9 +86,9 @@ def _mates(world: World) -> tuple[int, ...]:
 
 def ranks_by_node(world: World) -> list[tuple[int, ...]]:
     """The ranks of each node; the nodes are in the order in which a ring uses the fastest links."""
-    nodes = [
-        tuple(rank for rank in range(world.size) if world.node_ranks[rank] == node)
-        for node in sorted(set(world.node_ranks))
-    ]
+    ranks_of: defaultdict[int, list[int]] = defaultdict(list)
+    for rank, node in enumerate(world.node_ranks):
+        ranks_of[node].append(rank)
+    nodes = [tuple(ranks) for _, ranks in sorted(ranks_of.items())]
     order = ring_order([world.hosts[ranks[0]] for ranks in nodes], world.profile)
     return [nodes[place] for place in order]

@@ -28,6 +28,8 @@ class Entry(NamedTuple):
         reduce_scatter, allgather: make the two halves of an algorithm that has halves, each for use by itself. Not
             collective, like `over`. On one communicator, the queue keeps the messages of two pieces of work in order.
         halves: makes both halves for a World, if the algorithm has some, but none over a group. Collective.
+        is_alike: if no part of the buffer is longer than another, every rank does the same: what rank r sends to rank
+            r + i, rank 0 sends to rank i. So a simulation of rank 0 is one of all (simulate/training.py).
     """
 
     make: Callable[[World], Sequential]
@@ -36,6 +38,7 @@ class Entry(NamedTuple):
     reduce_scatter: Callable[[Group], Piece] | None = None
     allgather: Callable[[Group], Piece] | None = None
     halves: Callable[[World], Halves] | None = None
+    is_alike: bool = False
 
 
 ALGORITHMS: dict[str, Entry] = {}  # filled in __init__.py, which imports all algorithms

@@ -42,6 +42,7 @@ COMMANDS = {
     "cluster": "mpitrain.cli.cluster",
     "check-cluster": "mpitrain.cli.check_cluster",
     "bench": "mpitrain.cli.bench",
+    "simulate": "mpitrain.cli.simulate",
     "verify": "mpitrain.cli.verify",
     "checkpoint": "mpitrain.cli.checkpoint",
     "plot": "mpitrain.cli.plot",

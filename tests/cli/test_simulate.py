@@ -1,0 +1,138 @@
+"""`mpitrain simulate`: its table, its files, and what it refuses before it writes anything."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from mpitrain.cli import main
+
+QUICK = ["simulate", "steps", "--parameters", "1e5", "--ranks", "1,2,4"]
+
+
+def test_table_json_and_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows, picture = tmp_path / "rows.json", tmp_path / "picture.png"
+    argv = [*QUICK, "--algorithms", "ring,direct", "--spread", "0.1", "--seeds", "2", "--steps", "2"]
+    pytest.importorskip("matplotlib")
+    assert main([*argv, "--json", str(rows), "--plot", str(picture)]) == 0
+    out = capsys.readouterr().out
+    assert out.splitlines()[0].strip() == "1 a node, 0.936 Gbit/s, 50 us"
+    assert out.splitlines()[1].split()[:3] == ["ranks", "algorithm", "step"]
+    assert [line.split()[:2] for line in out.splitlines()[2:8]] == [
+        [number, name] for number in "124" for name in ("ring", "direct")
+    ]
+    content = json.loads(rows.read_text())
+    assert content["machines"] == "1 a node, 0.936 Gbit/s, 50 us"
+    assert content["settings"]["spread"] == 0.1
+    assert content["answers"] == out.splitlines()[8:]
+    for row in content["rows"]:
+        assert row["lowest_seconds"] < row["step_seconds"] < row["highest_seconds"]
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_picture_without_matplotlib(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It is refused before the simulation."""
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    for name in [name for name in sys.modules if name.startswith(("matplotlib.", "mpitrain.simulate.picture"))]:
+        monkeypatch.delitem(sys.modules, name)
+    refused(tmp_path, monkeypatch, capsys, [*QUICK, "--plot", "picture.png"], "the picture needs matplotlib")
+
+
+def test_a_file_of_machines(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    lab = tmp_path / "lab.toml"
+    lab.write_text("[nodes]\ncount = 2\ngbit = 1\nranks = 2\n")
+    assert main([*QUICK, "--machines", str(lab)]) == 0
+    assert str(lab) in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "numbers", "answer"),
+    [
+        (
+            ["servers", "--servers", "2,1", "--workers", "3", "--parameters", "1e5", "--rounds", "2"],
+            [("num_servers", 1), ("num_servers", 2)],
+            "3 workers: 90% of the most samples/s with ",
+        ),
+        (
+            ["saves", "--every", "60,30", "--mtbf-hours", "16", "--hours", "2", "--seeds", "3"],
+            [("every_seconds", 30), ("every_seconds", 60)],
+            "a failure every 3600 s on average",
+        ),
+    ],
+)
+def test_other_actions(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], words: list[str], numbers: list[tuple[str, int]], answer: str
+) -> None:
+    rows = tmp_path / "rows.json"
+    assert main(["simulate", *words, "--json", str(rows)]) == 0
+    content = json.loads(rows.read_text())
+    assert [(name, row[name]) for row, (name, _) in zip(content["rows"], numbers, strict=True)] == numbers
+    assert content["answers"][0].startswith(answer)
+    assert capsys.readouterr().out.endswith("\n".join(content["answers"]) + "\n")
+
+
+@pytest.mark.parametrize(
+    ("words", "problem"),
+    [
+        (["servers", "--servers", "0"], "0 is not a whole number of at least 1"),
+        (["servers", "--mode", "bound"], "there is no mode 'bound' in simulations; known: sync, bounded, async"),
+        (
+            ["servers", "--machines", "lab.toml", "--servers", "4,1", "--workers", "5"],
+            "4 servers and 5 workers are 9 ranks; lab.toml has room for 8. Take fewer",
+        ),
+        (["saves", "--every", "0"], "0 is not a number above 0"),
+        (["saves", "--every", "1e7"], "would take more than 100 times its work"),
+    ],
+)
+def test_wrong_use_of_other_actions(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], words: list[str], problem: str
+) -> None:
+    refused(tmp_path, monkeypatch, capsys, ["simulate", *words], problem)
+
+
+@pytest.mark.parametrize(
+    ("words", "problem"),
+    [
+        (["--ranks", "0"], "0 is not a whole number of at least 1"),
+        (["--ranks", "2,x"], "x is not a whole number of at least 1"),
+        (["--compute", "-1"], "-1 is not a number above 0"),
+        (["--compute", "nan"], "nan is not a number above 0"),
+        (["--spread", "10"], "10 is more than 2; a spread of 0.1 is 10 %"),
+        (["--algorithms", "rign"], "there is no allreduce algorithm 'rign'; known: "),
+        (["--algorithms", "ring,native"], "native is MPI's own allreduce"),
+        (["--codec", "int9"], "the codec 'int9' cannot be simulated; known: none, bf16"),
+        (["--codec", "int8:3"], "int8 takes no setting"),
+        (["--machines", "missing.toml"], "missing.toml cannot be read"),
+        (["--machines", "lab.toml", "--gbit", "1"], "--machines, --gbit: a file has all of it; give one"),
+        (["--machines", "lab.toml", "--ranks", "2,9"], "9 ranks were asked for; lab.toml has room for 1 to 8"),
+        (["--machines", "wrong.toml"], "wrong.toml, line 3: gbit is 0; it must be a number from 1e-06 to 1e6"),
+        (["--plot", "nowhere/picture.png"], "there is no folder nowhere for picture.png; make it first"),
+    ],
+)
+def test_wrong_use(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], words: list[str], problem: str
+) -> None:
+    refused(tmp_path, monkeypatch, capsys, [*QUICK, *words], problem)
+
+
+def refused(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], words: list[str], problem: str
+) -> None:
+    """The command ends with 2 and this text, and writes nothing."""
+    monkeypatch.chdir(folder)
+    (folder / "lab.toml").write_text("[nodes]\ncount = 8\ngbit = 1\n")
+    (folder / "wrong.toml").write_text("[nodes]\ncount = 8\ngbit = 0\n")
+    try:
+        code: object = main([*words[:2], "--json", "rows.json", *words[2:]])
+    except SystemExit as end:
+        code = end.code
+    assert code == 2
+    out, err = capsys.readouterr()
+    assert problem in err
+    assert out == ""
+    assert not (folder / "rows.json").exists()

@@ -1,0 +1,144 @@
+"""Steps against their arithmetic by hand."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy
+import pytest
+
+from mpitrain.allreduce import ALGORITHMS, Entry
+from mpitrain.simulate import training as training_module
+from mpitrain.simulate.machines import equal_machines
+from mpitrain.simulate.scaling import scaling_report
+from mpitrain.simulate.training import SimulatedTraining, simulate_steps
+
+B, L = 1e8, 1e-3
+MACHINES = equal_machines(8, bytes_per_second=B, latency_seconds=L)
+ADD = MACHINES.costs.add_bytes_per_second
+# One bucket, one piece a segment on 2 ranks.
+SMALL = SimulatedTraining(100_000, 0.3, 32, "ring", bucket_mib=1)
+SUM_2 = 2 * (L + 200_000 / B) + 200_000 / ADD
+
+
+def test_one_rank_only_computes() -> None:
+    run = simulate_steps(MACHINES, 1, SMALL, 3)
+    assert run.step_seconds == (0.3,) * 3
+    assert (run.compute_share, run.link, run.bound) == (pytest.approx(1), "", "compute")
+
+
+def test_one_bucket_is_never_hidden() -> None:
+    run = simulate_steps(MACHINES, 2, SMALL, 4)
+    assert run.step_seconds == pytest.approx((0.3 + SUM_2,) * 4, rel=1e-9)
+    assert run.compute_share == pytest.approx(0.3 / (0.3 + SUM_2), rel=1e-9)
+    assert run.link_share == pytest.approx(400_000 / B / (0.3 + SUM_2), rel=1e-9)
+
+
+def test_all_but_the_last_bucket_hide_behind_the_backward_pass() -> None:
+    """Four buckets are ready at 0.15, 0.2, 0.25 and 0.3 s, and each sum is shorter than 0.05 s."""
+    training = replace(SMALL, num_parameters=400_000, bucket_mib=400_000 / 2**20)
+    assert simulate_steps(MACHINES, 2, training, 1).mean_seconds == pytest.approx(0.3 + SUM_2, rel=1e-9)
+
+
+def test_a_link_that_is_too_slow_works_from_the_first_bucket_on() -> None:
+    """The sums of four buckets, each longer than what is between them, begin at 0.15 s."""
+    slow = replace(MACHINES, link_bytes_per_second=(4e6,) * 8)
+    training = replace(SMALL, num_parameters=400_000, bucket_mib=400_000 / 2**20)
+    one = 2 * (L + 200_000 / 4e6) + 200_000 / ADD
+    run = simulate_steps(slow, 2, training, 1)
+    assert run.mean_seconds == pytest.approx(0.15 + 4 * one, rel=1e-9)
+    assert run.bound == "link of node 0"
+
+
+def test_on_one_node_nothing_is_hidden() -> None:
+    node = replace(equal_machines(1, ranks_per_node=2), inside_latency_seconds=0.0)
+    training = replace(SMALL, num_parameters=400_000, algorithm="shared_memory", bucket_mib=400_000 / 2**20)
+    costs = node.costs
+    memory = 4 * (200_000 / costs.add_bytes_per_second + 200_000 / costs.copy_bytes_per_second)
+    assert simulate_steps(node, 2, training, 1).mean_seconds == pytest.approx(0.3 + memory, rel=1e-9)
+
+
+def test_rounds() -> None:
+    """One sum, after all steps of a round."""
+    run = simulate_steps(MACHINES, 2, replace(SMALL, sync_every=5), 2)
+    assert run.step_seconds == pytest.approx(((5 * 0.3 + SUM_2) / 5,) * 2, rel=1e-9)
+
+
+def test_a_straggler_and_a_slow_node_hold_up_all() -> None:
+    run = simulate_steps(MACHINES, 2, replace(SMALL, straggler=3.0), 2)
+    assert run.step_seconds == pytest.approx((0.9 + SUM_2,) * 2, rel=1e-9)
+    assert run.bound == "the slowest rank"
+    slow = replace(MACHINES, speeds=(1.0, 1.0, 0.5) + (1.0,) * 5)
+    assert simulate_steps(slow, 2, SMALL, 2).mean_seconds == pytest.approx(0.3 + SUM_2, rel=1e-9)
+    # On three ranks, of segments with a third of an element more or less.
+    assert simulate_steps(slow, 3, SMALL, 2).mean_seconds == pytest.approx(0.6 + 4 * (L + 133_333 / B), rel=1e-3)
+
+
+def test_steps_that_are_not_computed_are_as_those_that_are() -> None:
+    """33 elements more than 4 ranks divide: ranks end at different times."""
+    training = replace(SMALL, num_parameters=1_000_033, bucket_mib=1)
+    repeated = simulate_steps(MACHINES, 4, training, 6)
+    # A spread of nothing but rounding computes all steps.
+    computed = simulate_steps(MACHINES, 4, replace(training, spread=1e-15), 6)
+    assert repeated.step_seconds == pytest.approx(computed.step_seconds, rel=1e-6)
+
+
+@pytest.mark.parametrize("name", ["ring", "direct"])
+@pytest.mark.parametrize("p", [2, 3, 4, 5, 7, 8])
+def test_one_rank_for_all(name: str, p: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where all ranks do the same, one of them has the times of all: three buckets of several pieces."""
+    training = replace(SMALL, algorithm=name, num_parameters=840 * 900, bucket_mib=840 * 300 * 4 / 2**20)
+    one = simulate_steps(MACHINES, p, training, 3)
+    monkeypatch.setattr("mpitrain.simulate.training._are_alike", lambda *_: False)
+    every = simulate_steps(MACHINES, p, training, 3)
+    assert one.step_seconds == pytest.approx(every.step_seconds, rel=1e-9)
+    assert (one.num_ranks, one.bound) == (every.num_ranks, every.bound)
+    assert one.link_share == pytest.approx(every.link_share, rel=1e-9)
+
+
+@pytest.mark.parametrize("entry", [entry for entry in ALGORITHMS.values() if entry.over is not None and entry.is_alike])
+def test_ranks_that_are_not_alike_are_all_simulated(entry: Entry) -> None:
+    """Each condition by itself: without it, one rank would be simulated."""
+    name = next(name for name, one in ALGORITHMS.items() if one is entry)
+    training = replace(SMALL, algorithm=name)
+    assert training_module._are_alike(MACHINES, 4, training, [400, 800])
+    for other in ({"spread": 0.1}, {"straggler": 2.0}, {"codec": "int8"}, {"algorithm": "halving_doubling"}):
+        assert not training_module._are_alike(MACHINES, 4, replace(training, **other), [400, 800])
+    assert not training_module._are_alike(MACHINES, 4, training, [400, 801])
+    for change in (
+        {"speeds": (1.0, 0.9) + (1.0,) * 6}, {"link_bytes_per_second": (1e8, 2e8) + (1e8,) * 6},
+        {"nodes_per_rack": 2}, {"ranks_per_node": 2}, {"pairs": ((1e8,) * 8,) * 8},
+    ):  # fmt: skip
+        assert not training_module._are_alike(replace(MACHINES, **change), 4, training, [400, 800])
+
+
+def test_random_times() -> None:
+    """The same seed, the same times; the mean of the computations stays, and a step waits for the longest."""
+    training = replace(SMALL, num_parameters=100, spread=0.2)
+    run = simulate_steps(MACHINES, 8, training, 200, seed=1)
+    assert run == simulate_steps(MACHINES, 8, training, 200, seed=1)
+    assert run.step_seconds != simulate_steps(MACHINES, 8, training, 200, seed=2).step_seconds
+    # 1600 draws, of standard deviation 0.2: the mean is within 4 x 0.2 / 40 of itself.
+    assert run.compute_share * sum(run.step_seconds) / 200 == pytest.approx(0.3, rel=0.02)
+    # The largest of 8, by drawing a million of them here.
+    factors = numpy.random.default_rng(7).lognormal(-0.02, 0.2, (125_000, 8)).max(axis=1)
+    sums = simulate_steps(MACHINES, 8, replace(training, spread=0.0), 1).mean_seconds - 0.3
+    assert run.mean_seconds == pytest.approx(0.3 * factors.mean() + sums, rel=4 * factors.std() / 200**0.5)
+
+
+def test_the_table() -> None:
+    """A ring gives way to halving and doubling where its 2 (p - 1) latencies count."""
+    far = replace(equal_machines(32), latency_seconds=5e-3)
+    trainings = {name: replace(SMALL, algorithm=name) for name in ("ring", "halving_doubling")}
+    report = scaling_report(far, trainings, [1, 2, 32, 4], num_steps=2, num_seeds=1)
+    assert [(row["num_ranks"], row["algorithm"]) for row in report.rows] == [
+        (number, name) for number in (1, 2, 4, 32) for name in trainings
+    ]
+    for row in report.rows:
+        assert row["samples_per_second"] == pytest.approx(32 * row["num_ranks"] / row["step_seconds"])
+        assert row["efficiency"] == pytest.approx(0.3 / row["step_seconds"])
+    assert report.answers == [
+        "ring: an efficiency of 80% up to 4 ranks",
+        "halving_doubling: an efficiency of 80% up to 32 ranks",
+        "fastest: ring from 2 ranks, halving_doubling from 4 ranks",
+    ]
