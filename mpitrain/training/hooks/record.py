@@ -25,7 +25,7 @@ from mpitrain.training.meters.workers import Workers
 from mpitrain.training.run_document import DONE, LEFT, RunDocument, document_of
 from mpitrain.training.run_event import RunEvent
 from mpitrain.training.writers.json_lines import JsonLines
-from mpitrain.training.writers.writer import OUTER_STEPS, DescribingWriter, Row, Writer
+from mpitrain.training.writers.writer import OUTER_STEPS, BatchingWriter, DescribingWriter, Row, Writer
 from mpitrain.watching.activity import own_activity
 
 if TYPE_CHECKING:
@@ -61,7 +61,7 @@ class Record(Hook):
     ) -> None:
         """
         Args:
-            writers: for example JsonLines, Csv, TensorBoard.
+            writers: for example JsonLines, Csv, TensorBoard, Mlflow, Wandb.
             steps: the number of steps from row to row.
             meters: default: all in mpitrain.training.meters, with GpuUtilisation only if the model is on GPUs. A server
                 has Workers, all others have Communication.
@@ -277,9 +277,7 @@ class _Output:
         self._lacking.append((row, events))
         was_well = len(self._lacking) == 1
         try:
-            while self._lacking:
-                self.writer.write(*self._lacking[0])
-                del self._lacking[0]
+            self._write_lacking()
         except OSError as error:
             if was_well:
                 print(
@@ -292,7 +290,18 @@ class _Output:
         if not was_well:
             print(f"mpitrain: {name}: {self.writer} is written again; no row is lost", file=sys.stderr, flush=True)
 
+    def _write_lacking(self) -> None:
+        if isinstance(self.writer, BatchingWriter):
+            self.writer.write_all(self._lacking)
+            self._lacking.clear()
+        while self._lacking:
+            self.writer.write(*self._lacking[0])
+            del self._lacking[0]
+
     def close(self) -> None:
+        with suppress(OSError):
+            if self._lacking:
+                self._write_lacking()
         if self._lacking:
             print(f"mpitrain: {self.writer} lacks its last {len(self._lacking)} rows", file=sys.stderr, flush=True)
         with suppress(OSError):  # the message above has reported the missing rows
