@@ -57,7 +57,9 @@ class _WandbRun:
         self._file.keep(kept)
         settings = wandb.Settings(
             console="off",  # the output of the ranks belongs to the launcher
-            finish_timeout=PATIENCE_SECONDS,  # otherwise the process would not end before all is sent
+            # Otherwise the process would end only when all is sent, or after 90 s of init.
+            init_timeout=PATIENCE_SECONDS,
+            finish_timeout=PATIENCE_SECONDS,
         )
         name = None if "WANDB_NAME" in os.environ else self._name
         try:
