@@ -59,7 +59,11 @@ def test_lines_are_broken_between_words() -> None:
 def test_a_path_stays_in_one_piece() -> None:
     path = "/home/ada/" + "a-long-name/" * 9
     with terminal(40) as stream:
-        assert wrapped(f"  1a2b3c4d  {path} --epochs 5", stream).split("\n") == ["  1a2b3c4d", f"    {path}", "    --epochs 5"]
+        assert wrapped(f"  1a2b3c4d  {path} --epochs 5", stream).split("\n") == [
+            "  1a2b3c4d",
+            f"    {path}",
+            "    --epochs 5",
+        ]
 
 
 @pytest.mark.parametrize("columns", [5, 6, 7])

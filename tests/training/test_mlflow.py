@@ -116,7 +116,7 @@ def test_the_experiment_is_that_of_the_environment(tmp_path: Path, monkeypatch: 
     assert sorted(run.info.run_name for run in client.search_runs([experiment])) == ["0", "1"]
     monkeypatch.delenv("MLFLOW_EXPERIMENT_NAME")
     monkeypatch.setenv("MLFLOW_EXPERIMENT_ID", "4711")
-    with pytest.raises(ConfigError, match="MLflow at sqlite.* refuses: .*4711"):
+    with pytest.raises(ConfigError, match=r"MLflow at sqlite.* refuses: .*4711"):
         Mlflow(tmp_path / "other").open(0)
 
 

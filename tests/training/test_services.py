@@ -92,3 +92,54 @@ def test_a_library_that_is_not_installed_is_named_on_every_rank(tmp_path: Path) 
     ]
     assert job.stdout == "".join(f"{said}\n" for said in expected)
     assert not (tmp_path / "new").exists()
+
+
+AWAY = """
+import numpy
+import mpitrain as mt
+
+
+class Away:
+    calls = []
+
+    def __str__(self):
+        return "the service"
+
+    def open(self, after_step): ...
+
+    def close(self): ...
+
+    def write(self, row, events=()):
+        self.write_all([(row, events)])
+
+    def write_all(self, rows):
+        steps = [row["step"] for row, _ in rows]
+        self.calls.append(steps)
+        if 3 <= steps[-1] <= 5 or self.calls.count([8]) == 1 and steps == [8]:
+            raise ConnectionError("no answer")
+
+
+def build(world):
+    def function(parameters, batch, on_gradient):
+        on_gradient("w", numpy.zeros(1))
+        return 1.0
+
+    data = mt.ArrayData(world, [numpy.arange(13.0)], global_batch=5)
+    return mt.Parts(mt.ArrayFunction(function, {"w": numpy.zeros(1)}, mt.Sgd(0.1)), mt.Sync(), data)
+
+
+mt.Trainer(build, [mt.StopAtStep(8), mt.Record([Away()], steps=1)]).run()
+mt.init().print(Away.calls)
+"""
+
+
+def test_the_rows_of_an_outage_come_at_once_and_the_last_ones_at_the_end() -> None:
+    job = run_job(2, AWAY)
+    assert (job.code, job.left) == (0, []), job.output
+    assert job.stdout == "[[1], [2], [3], [3, 4], [3, 4, 5], [3, 4, 5, 6], [7], [8], [8]]\n"
+    said = [line for line in job.stderr.splitlines() if "the service" in line]
+    assert [line.partition("the service ")[2].partition(":")[0] for line in said] == [
+        "cannot be written",
+        "is written again; no row is lost",
+        "cannot be written",
+    ]

@@ -11,10 +11,10 @@ PATIENCE_SECONDS = 10.0
 
 
 class Answers:
-    """Makes calls in a thread, one after the other. Used from one thread. The calls have no locks in common with it.
+    """Makes calls one after the other, each in a thread of its own. Only one thread may use it.
 
     A call that is not answered in time goes on by itself: libraries try again for minutes, and cannot be interrupted.
-    The thread ends with the process.
+    Its thread ends with the process.
     """
 
     def __init__(self, service: str) -> None:

@@ -30,8 +30,8 @@ class Mlflow(ServiceWriter):
     """A Writer of runs of MLflow, with a metric for each name of a row, at the step of the row.
 
     The runs are where MLFLOW_TRACKING_URI or `mlflow.set_tracking_uri` says; otherwise in `mlflow.db`, a database of
-    SQLite in the directory. MLFLOW_EXPERIMENT_NAME, MLFLOW_EXPERIMENT_ID or `mlflow.set_experiment` name the experiment.
-    An active run of the script is neither used nor changed.
+    SQLite in the directory. The experiment is that of MLFLOW_EXPERIMENT_NAME, MLFLOW_EXPERIMENT_ID or
+    `mlflow.set_experiment`. An active run of the script is neither used nor changed.
 
     What the run is becomes parameters and tags, each event a tag. In a name, each character that MLflow refuses becomes
     "_". MLflow's databases store infinity as the largest float, and -0.0 as 0.0.

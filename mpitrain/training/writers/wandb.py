@@ -52,9 +52,11 @@ class _WandbRun:
             return
         import wandb
 
-        new = {"run": uuid.uuid4().hex, "step": 0, "notes": []}
-        kept = new | self._file.read(self._after_step)
-        self._file.keep(kept)
+        if not self._kept:  # at another attempt, the run must be the same
+            new = {"run": uuid.uuid4().hex, "step": 0, "notes": []}
+            kept = new | self._file.read(self._after_step)
+            self._file.keep(kept)
+            self._kept = kept
         settings = wandb.Settings(
             console="off",  # the output of the ranks belongs to the launcher
             # Otherwise the process would end only when all is sent, or after 90 s of init.
@@ -64,7 +66,12 @@ class _WandbRun:
         name = None if "WANDB_NAME" in os.environ else self._name
         try:
             self._run = wandb.init(
-                id=kept["run"], name=name, dir=self._directory, resume="allow", reinit="create_new", settings=settings
+                id=self._kept["run"],
+                name=name,
+                dir=self._directory,
+                resume="allow",
+                reinit="create_new",
+                settings=settings,
             )
         except wandb.errors.AuthenticationError as error:
             raise ConfigError(f"{Wandb.SERVICE} refuses the login: {error}") from None
@@ -72,7 +79,6 @@ class _WandbRun:
             raise ConnectionError(f"{Wandb.SERVICE} does not answer: {error}") from None
         except wandb.Error as error:
             raise ConfigError(f"{Wandb.SERVICE} refuses the run: {error}") from None
-        self._kept = kept
 
     def describe(self, document: RunDocument) -> None:
         self._run.config.update(dataclasses.asdict(document), allow_val_change=True)
