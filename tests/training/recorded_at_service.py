@@ -11,9 +11,9 @@ from pathlib import Path
 import numpy
 
 import mpitrain as mt
-from mpitrain.training.writers import answers
+from mpitrain.training.writers import service_calls
 
-answers.PATIENCE_SECONDS = 300.0  # for a busy machine
+service_calls.PATIENCE_SECONDS = 300.0  # for a busy machine
 
 
 def build(world: mt.World) -> mt.Parts:

@@ -15,7 +15,7 @@ from jobs import mpiexec as mpiexec_of
 from mpitrain import Mlflow, RunEvent
 from mpitrain.errors import ConfigError
 from mpitrain.training.run_document import read_document
-from mpitrain.training.writers import answers
+from mpitrain.training.writers import service_calls
 from mpitrain.training.writers.json_lines import read_rows
 
 mlflow = pytest.importorskip("mlflow", reason="mlflow-skinny is not installed")
@@ -32,7 +32,7 @@ def no_server(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("MLFLOW_TRACKING_URI", "MLFLOW_EXPERIMENT_NAME", "MLFLOW_EXPERIMENT_ID"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("MLFLOW_DISABLE_TELEMETRY", "true")
-    monkeypatch.setattr(answers, "PATIENCE_SECONDS", HANG_SECONDS)  # a busy machine needs a while for a database
+    monkeypatch.setattr(service_calls, "PATIENCE_SECONDS", HANG_SECONDS)  # a busy machine needs a while for a database
 
 
 class Found:
@@ -162,9 +162,9 @@ OWN = """
 import sys
 import mlflow, numpy, torch
 import mpitrain as mt
-from mpitrain.training.writers import answers
+from mpitrain.training.writers import service_calls
 
-answers.PATIENCE_SECONDS = 300.0  # for a busy machine
+service_calls.PATIENCE_SECONDS = 300.0  # for a busy machine
 
 torch.manual_seed(0)
 

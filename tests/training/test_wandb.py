@@ -88,9 +88,9 @@ class Found:
 WRITTEN = """
 import json, sys
 import mpitrain as mt
-from mpitrain.training.writers import answers
+from mpitrain.training.writers import service_calls
 
-answers.PATIENCE_SECONDS = 300.0  # for a busy machine
+service_calls.PATIENCE_SECONDS = 300.0  # for a busy machine
 writer = mt.Wandb(sys.argv[1], name=sys.argv[4])
 writer.open(int(sys.argv[2]))
 events = [mt.RunEvent.from_plain(fields) for fields in json.loads(sys.argv[5])]
@@ -189,9 +189,9 @@ OWN = """
 import sys
 import numpy, torch, wandb
 import mpitrain as mt
-from mpitrain.training.writers import answers
+from mpitrain.training.writers import service_calls
 
-answers.PATIENCE_SECONDS = 300.0  # for a busy machine
+service_calls.PATIENCE_SECONDS = 300.0  # for a busy machine
 torch.manual_seed(0)
 
 def build(world):

@@ -78,8 +78,8 @@ class _MlflowRun:
         except ImportError as error:  # of the database
             raise ConfigError(f"MLflow at {where} needs {error.name}; pip install 'mpitrain[mlflow]'") from None
         except mlflow.MlflowException as error:
-            found = f" to go on with run {kept['run']} of {self._directory / Mlflow.FILE}" if kept else ""
-            raise _error_of(error, f"MLflow at {where} refuses{found}") from None
+            which = f" to go on with run {kept['run']} of {self._directory / Mlflow.FILE}" if kept else ""
+            raise _error_of(error, f"MLflow at {where} refuses{which}") from None
         # data.metrics has no steps.
         self._last_step = max((float(metric.step) for metric in run.data.to_proto().metrics), default=0.0)
         self._params, self._tags = dict(run.data.params), dict(run.data.tags)
@@ -154,12 +154,12 @@ class _MlflowRun:
 
 def _experiment(client: Any) -> str:
     """Return the id of the experiment of which a new run is, as MLflow's own functions choose it."""
-    if experiment := os.environ.get("MLFLOW_EXPERIMENT_ID"):  # mlflow.set_experiment sets it too
-        return experiment
+    if number := os.environ.get("MLFLOW_EXPERIMENT_ID"):  # mlflow.set_experiment sets it too
+        return number
     if not (name := os.environ.get("MLFLOW_EXPERIMENT_NAME")):
         return "0"  # "Default"
-    found = client.get_experiment_by_name(name)
-    return str(found.experiment_id if found else client.create_experiment(name))
+    experiment = client.get_experiment_by_name(name)
+    return str(experiment.experiment_id if experiment else client.create_experiment(name))
 
 
 def _facts(document: RunDocument) -> dict[str, str]:
@@ -184,7 +184,7 @@ def _allowed(name: str) -> str:
     return "/".join(parts)[:_MOST_NAME].rstrip("/") or "_"
 
 
-def _error_of(error: Any, what: str) -> Exception:
+def _error_of(error: Any, refusal: str) -> Exception:
     if error.error_code in _NO_ANSWER:
         return ConnectionError(f"MLflow does not answer: {error}")
-    return ConfigError(f"{what}: {error}")
+    return ConfigError(f"{refusal}: {error}")

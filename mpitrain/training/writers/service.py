@@ -11,7 +11,7 @@ from typing import ClassVar, Protocol
 from mpitrain.errors import ConfigError, MpitrainError
 from mpitrain.training.run_document import RunDocument
 from mpitrain.training.run_event import RunEvent
-from mpitrain.training.writers.answers import Answers
+from mpitrain.training.writers.service_calls import ServiceCalls
 from mpitrain.training.writers.writer import Row
 
 
@@ -58,7 +58,7 @@ class ServiceWriter:
         """
         self._directory = Path(directory)
         self._name = name or self._directory.resolve().name
-        self._answers = Answers(self.SERVICE)
+        self._calls = ServiceCalls(self.SERVICE)
         self._run: ServiceRun | None = None
         self._document: RunDocument | None = None  # the newest
         self._is_described = True  # the service has it
@@ -95,7 +95,7 @@ class ServiceWriter:
         """
         self._document, self._is_described = document, False
         if document.ended is not None:
-            self._answers.renew_patience()
+            self._calls.renew_patience()
             with suppress(OSError, MpitrainError):
                 self._get(lambda: None)
             return
@@ -120,7 +120,7 @@ class ServiceWriter:
         run, self._run = self._run, None
         if run is not None:
             document = self._document
-            self._answers.get(lambda: run.finish(document))
+            self._calls.get(lambda: run.finish(document))
 
     def _get(self, call: Callable[[], None]) -> None:
         """Make a call after what it presupposes."""
@@ -134,4 +134,4 @@ class ServiceWriter:
                 self._is_described = self._is_described or self._document is document
             call()
 
-        self._answers.get(all_of_it)
+        self._calls.get(all_of_it)

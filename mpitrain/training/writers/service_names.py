@@ -16,10 +16,10 @@ class ServiceNames:
     def of(self, name: str) -> str:
         """Return the name at the service. If another name has taken it, it gets a number."""
         if name not in self._names:
-            plain = found = self._translate(name)
+            translated = chosen = self._translate(name)
             number = 1
-            while found in self._names.values():
+            while chosen in self._names.values():
                 number += 1
-                found = f"{plain} {number}"
-            self._names[name] = found
+                chosen = f"{translated} {number}"
+            self._names[name] = chosen
         return self._names[name]

@@ -12,7 +12,7 @@ from typing import Any
 from mpitrain.errors import ConfigError
 from mpitrain.training.run_document import DONE, LEFT, RunDocument
 from mpitrain.training.run_event import RunEvent
-from mpitrain.training.writers import answers
+from mpitrain.training.writers import service_calls
 from mpitrain.training.writers.run_file import RunFile
 from mpitrain.training.writers.service import ServiceRun, ServiceWriter
 from mpitrain.training.writers.service_names import ServiceNames
@@ -60,8 +60,8 @@ class _WandbRun:
         settings = wandb.Settings(
             console="off",  # the output of the ranks belongs to the launcher
             # Otherwise the process would end only when all is sent, or after 90 s of init.
-            init_timeout=answers.PATIENCE_SECONDS,
-            finish_timeout=answers.PATIENCE_SECONDS,
+            init_timeout=service_calls.PATIENCE_SECONDS,
+            finish_timeout=service_calls.PATIENCE_SECONDS,
         )
         name = None if "WANDB_NAME" in os.environ else self._name
         try:

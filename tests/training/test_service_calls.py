@@ -8,12 +8,12 @@ from collections.abc import Callable
 
 import pytest
 
-from mpitrain.training.writers import answers
-from mpitrain.training.writers.answers import Answers
+from mpitrain.training.writers import service_calls
+from mpitrain.training.writers.service_calls import ServiceCalls
 
 
 def test_what_a_call_raises_is_raised() -> None:
-    service = Answers("service")
+    service = ServiceCalls("service")
     made: list[int] = []
 
     def refuse() -> None:
@@ -28,8 +28,8 @@ def test_what_a_call_raises_is_raised() -> None:
 
 def test_an_outage_is_waited_for_once_and_again_at_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
     """The call that hangs goes on by itself; the others are not made before it has ended."""
-    monkeypatch.setattr(answers, "PATIENCE_SECONDS", 0.2)
-    service, made, answered = Answers("service"), [], threading.Event()
+    monkeypatch.setattr(service_calls, "PATIENCE_SECONDS", 0.2)
+    service, made, answered = ServiceCalls("service"), [], threading.Event()
 
     def seconds_of(call: Callable[[], object]) -> float:
         begun = time.monotonic()
@@ -59,8 +59,8 @@ def test_an_outage_is_waited_for_once_and_again_at_the_end(monkeypatch: pytest.M
 
 
 def test_an_error_that_comes_late_is_not_that_of_the_next_call(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(answers, "PATIENCE_SECONDS", 0.05)
-    service, answered = Answers("service"), threading.Event()
+    monkeypatch.setattr(service_calls, "PATIENCE_SECONDS", 0.05)
+    service, answered = ServiceCalls("service"), threading.Event()
 
     def fail_late() -> None:
         answered.wait()
@@ -72,6 +72,6 @@ def test_an_error_that_comes_late_is_not_that_of_the_next_call(monkeypatch: pyte
     assert service._thread is not None
     service._thread.join()
     service.renew_patience()
-    monkeypatch.setattr(answers, "PATIENCE_SECONDS", 60.0)
+    monkeypatch.setattr(service_calls, "PATIENCE_SECONDS", 60.0)
     service.renew_patience()
     service.get(lambda: None)

@@ -10,7 +10,7 @@ from collections.abc import Callable
 PATIENCE_SECONDS = 10.0
 
 
-class Answers:
+class ServiceCalls:
     """Makes calls one after the other, each in a thread of its own. Only one thread may use it.
 
     A call that is not answered in time goes on by itself: libraries try again for minutes, and cannot be interrupted.
