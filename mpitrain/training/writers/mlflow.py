@@ -78,8 +78,8 @@ class _MlflowRun:
         except ImportError as error:  # of the database
             raise ConfigError(f"MLflow at {where} needs {error.name}; pip install 'mpitrain[mlflow]'") from None
         except mlflow.MlflowException as error:
-            which = f" to go on with run {kept['run']} of {self._directory / Mlflow.FILE}" if kept else ""
-            raise _error_of(error, f"MLflow at {where} refuses{which}") from None
+            purpose = f" to go on with run {kept['run']} of {self._directory / Mlflow.FILE}" if kept else ""
+            raise _error_of(error, f"MLflow at {where} refuses{purpose}") from None
         # data.metrics has no steps.
         self._last_step = max((float(metric.step) for metric in run.data.to_proto().metrics), default=0.0)
         self._params, self._tags = dict(run.data.params), dict(run.data.tags)
