@@ -174,7 +174,7 @@ def build(world):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.001)
     loss = lambda model, batch: torch.nn.functional.mse_loss(model(batch[0]), batch[1])
     data = mt.ArrayData(world, (x.numpy(), 2 * x.numpy()), global_batch=4)
-    return mt.Parts(mt.TorchModule(model, optimizer, loss), mt.Sync(), data)
+    return mt.Parts(mt.TorchModule(model, loss, optimizer), mt.Sync(), data)
 
 class Own(mt.Hook):
     def after_step(self, trainer, step):

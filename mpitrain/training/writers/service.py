@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import ClassVar, Protocol
 
-from mpitrain.errors import ConfigError, MpitrainError
+from mpitrain.errors import ConfigError
 from mpitrain.training.run_document import RunDocument
 from mpitrain.training.run_event import RunEvent
 from mpitrain.training.writers.service_calls import ServiceCalls
@@ -96,7 +96,7 @@ class ServiceWriter:
         self._document, self._is_described = document, False
         if document.ended is not None:
             self._calls.renew_patience()
-            with suppress(OSError, MpitrainError):
+            with suppress(Exception):  # the rows matter more, and a missing end is seen
                 self._get(lambda: None)
             return
         with suppress(TimeoutError, ConnectionError):
@@ -110,17 +110,16 @@ class ServiceWriter:
         """See BatchingWriter."""
         assert self._run is not None
         run, rows = self._run, list(rows)
-        try:
+        with _only_os_errors():
             self._get(lambda: run.write(rows))
-        except MpitrainError as error:
-            raise OSError(str(error)) from None
 
     def close(self) -> None:
         """See Writer."""
         run, self._run = self._run, None
         if run is not None:
             document = self._document
-            self._calls.get(lambda: run.finish(document))
+            with _only_os_errors():
+                self._calls.get(lambda: run.finish(document))
 
     def _get(self, call: Callable[[], None]) -> None:
         """Make a call after what it presupposes."""
@@ -135,3 +134,14 @@ class ServiceWriter:
             call()
 
         self._calls.get(all_of_it)
+
+
+@contextmanager
+def _only_os_errors() -> Iterator[None]:
+    """Whatever a library raises in the middle of a training, the training goes on, and Record says why."""
+    try:
+        yield
+    except OSError:
+        raise
+    except Exception as error:
+        raise OSError(f"{type(error).__name__}: {error}") from error

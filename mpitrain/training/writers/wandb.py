@@ -90,12 +90,12 @@ class _WandbRun:
             is_new = step > self._kept["step"]
             kept = self._kept | {"step": max(step, self._kept["step"]), "notes": notes + new}
             self._file.keep(kept)  # before the library has the row: a process that is killed here never writes it twice
-            self._kept = kept
             if is_new:
                 values = {self._names.of(name): value for name, value in row.items() if name != "step"}
                 self._run.log(values, step=int(step))
             if new:
                 self._run.notes = "\n".join(kept["notes"])
+            self._kept = kept
 
     def finish(self, document: RunDocument | None) -> None:
         if self._run is not None:
