@@ -219,9 +219,10 @@ class Record(Hook):
                 end = LEFT
             else:
                 end = f"{type(error).__name__}: {error}".splitlines()[0]
+            document = self._document.ended_now(end)
             for output in self._outputs:
                 with suppress(OSError):  # the rows matter more, and a missing end is seen
-                    output.describe(self._document.ended_now(end))
+                    output.describe(document)
         self._close_outputs()
 
     def _close_outputs(self) -> None:
