@@ -163,7 +163,7 @@ def test_a_training_that_fails_and_goes_on_with_other_ranks(tmp_path: Path) -> N
     """An error after step 8; two ranks go on from step 5 instead of three."""
     failed = trained(tmp_path, 12, 3, "-8")
     assert (failed.code != 0, failed.left) == (True, []), failed.output
-    assert "RuntimeError: on purpose" in failed.stderr
+    assert "on purpose" in failed.stderr
     first = [row for row in read_rows(tmp_path / "metrics.jsonl") if row["step"] <= 8]
     job = trained(tmp_path, 12, 2)
     assert (job.code, job.left) == (0, []), job.output
