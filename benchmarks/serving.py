@@ -34,7 +34,7 @@ class Place:
         job = the_job()
         before = job.role, job.everyone
         address, key = (self.listens, "server") if kind == "server" else (self.address, "worker")
-        job.role, job.everyone = Role(kind, (address,), str(self.folder / key), "", self.plain, num), None
+        job.role, job.everyone = Role(kind, (address,), str(self.folder / key), plain=self.plain, num_workers=num), None
         try:
             return mt.Trainer(build, hooks)
         finally:

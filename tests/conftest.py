@@ -21,7 +21,7 @@ from mpitrain.testbed.host import require_inotify
 
 # The fixtures that bring a bed up, and how many nodes the tests may have at once in all.
 BEDS = {"bed", "bare", "image", "provisioned"}
-MOST_NODES = 13
+MOST_NODES = 20
 ENOUGH_INOTIFY = 1024
 # Guards against a hang: other parts wait for it.
 SETUP_SECONDS = 1500.0
@@ -31,10 +31,16 @@ settings.register_profile("any load", deadline=None, suppress_health_check=[Heal
 settings.load_profile("any load")
 
 
-def pytest_configure() -> None:
-    """Leave by SIGTERM as by Ctrl-C: fixtures are torn down, so that no bed of nodes outlives the tests."""
+def pytest_configure(config: pytest.Config) -> None:
+    """Leave by SIGTERM as by Ctrl-C: fixtures are torn down, so that no bed of nodes outlives the tests.
+
+    What commands keep of their results (mpitrain/state_files.py) goes to a folder of these tests.
+    """
     if not {"PMI_RANK", "PMIX_RANK"} & os.environ.keys():  # a rank may be in the middle of an MPI call: it just ends
         signal.signal(signal.SIGTERM, _leave)
+        folder = tempfile.TemporaryDirectory(prefix="mpitrain-tests-state-")
+        config.add_cleanup(folder.cleanup)
+        os.environ["XDG_STATE_HOME"] = folder.name
 
 
 def _leave(number: int, frame: FrameType | None) -> None:

@@ -64,32 +64,44 @@ EMULATED = {1: "", 2: "", 3: "nccl", 4: OF_FOUR_ON_GPUS}  # NCCL needs a GPU for
 EMULATED_GPUS = {1: 1, 2: 2, 3: 3, 4: 2}  # by number of ranks
 # The tests that need beds of nodes (mpitrain/testbed), in parts of about the same length. They wait much of the time,
 # so they run beside all others. Many start from one snapshot (`provisioned` in tests/conftest.py): the part that needs
-# it first makes it, while the first one sets up a cluster of its own.
+# it first makes it. The others have the tests that do without it first, so that they do not wait for it.
 ON_NODES = {
-    "a cluster": [f"tests/cluster/test_{name}.py" for name in ("cycle", "restart_over_hosts", "chaos_over_hosts")],
-    "faults of a cluster": ["tests/faults/cluster", "tests/cli/test_cluster_bed.py"],
-    "bare nodes": ["tests/testbed", "tests/cluster"],
+    "a cluster": ["tests/cluster/test_cycle.py", "tests/cli/test_cluster_bed.py"],
+    "faults of a cluster": ["tests/faults/cluster"],
+    "beds, and jobs whose hosts change": [
+        "tests/testbed",
+        *(f"tests/cluster/test_{name}.py" for name in ("restart_over_hosts", "chaos_over_hosts", "elastic", "joining")),
+    ],
+    "nodes, and jobs over them": ["tests/cluster"],
 }
 # The other tests run in a process for each folder that takes long; what is not named here has one process for all. That
-# of faults takes longest, and is four parts of about the same length.
+# of faults takes longest, and is five parts of about the same length.
 FAULTS = {
-    "faults, hangs and failures": [
+    "faults, memory and recovery": [
+        f"tests/faults/test_{name}.py" for name in ("memory", "memory_of_ranks", "recovery", "recovery_of_programs")
+    ],
+    "faults, hangs and what is kept": [
+        f"tests/faults/test_{name}.py"
+        for name in (
+            *("hangs", "keep_torch", "keep", "saving", "resume", "checkpoints", "segments"),
+            *("recovery_in_trace", "recovery_of_rounds", "recovery_of_shards", "rounds_in_a_loop"),
+        )
+    ],
+    "faults, failures": [
         f"tests/faults/test_{name}.py"
         for name in (
             *("failure", "start_and_end", "leaving", "signals", "exit_code"),
-            *("hangs", "helpers", "start_method", "torch"),
+            *("helpers", "start_method", "torch", "examples", "examples_on_gpu"),
         )
     ],
     "faults, restarts": [f"tests/faults/test_{name}.py" for name in ("spares", "restart", "chaos", "kills")],
-    "faults, memory and recovery": [
-        f"tests/faults/test_{name}.py"
-        for name in ("memory", "memory_of_ranks", "recovery", "recovery_of_programs", "examples", "examples_on_gpu")
-    ],
     "faults, others": ["tests/faults"],
 }
 LONG_FOLDERS = ["cli", "examples", "serve", "cuda", "training"]
-# Such a part waits in between, for jobs that start or stand still: two share a core, so that it is not idle then.
-CORES_OF_A_FOLDER = 0.5
+# Such a part waits most of the time, for jobs that start or stand still (measured: docs/log.md). Ranks nap while they
+# wait for each other, so theirs does not keep a core busy either. On two cores, six folders run beside one of them.
+CORES_OF_A_FOLDER = 0.2
+CORES_OF_RANKS = 0.7
 # For a first look: what needs neither nodes nor a job of its own, and of the tests on ranks what most others rest on.
 QUICK_FOLDERS = ["bench", "diagnostics", "launch", "training", "verify"]
 SLOW_FILES = [f"tests/test_{name}.py" for name in ("docs", "everything", "one_of_each", "trace")]
@@ -101,7 +113,10 @@ SECONDS_OF_FULL = 3 * 3600.0
 
 
 def parts(full: bool) -> Iterator[Part]:
-    """All of them, the longest first, so that none begins last."""
+    """All of them, the longest first, so that none begins last.
+
+    Those on ranks run beside the folders from the beginning: they use the cores while the folders wait.
+    """
     slow = [] if full else ["-m", "not slow"]
     pytest = [sys.executable, "-m", "pytest", "-q", *slow, "--durations=15"]
     on_nodes = [path for paths in ON_NODES.values() for path in paths]
@@ -117,9 +132,9 @@ def parts(full: bool) -> Iterator[Part]:
     ]
     others = [*pytest, "tests", *ignored, *(f"--ignore=tests/{name}" for name in LONG_FOLDERS)]
     yield Part("other tests", others, cores=CORES_OF_A_FOLDER, again=True)
-    yield Part("lint and types", ["scripts/check"], is_pytest=False)
-    yield from folders
+    yield Part("lint and types", ["scripts/check"], is_pytest=False, cores=CORES_OF_RANKS)
     yield from on_ranks(slow, full)
+    yield from folders
 
 
 def below(paths: list[str], others: list[str]) -> list[str]:
@@ -148,8 +163,7 @@ def of_ranks(module: str, size: int, chosen: str, *options: str, vendor: str = "
     """The tests of a module on so many ranks; only those that are chosen, unless that is empty."""
     command = [*mpiexec(size, vendor), str(VENVS[vendor] / "bin/python"), "-m", f"tests.{module}", *options]
     other = "" if vendor == "mpich" else f", {vendor}"
-    # Ranks nap while they wait for each other: on two cores such a part keeps 0.5 to 1 busy, so it counts as one core.
-    return Part(f"{module} on {size}{other}", [*command, *(["-k", chosen] if chosen else [])])
+    return Part(f"{module} on {size}{other}", [*command, *(["-k", chosen] if chosen else [])], cores=CORES_OF_RANKS)
 
 
 def quick_parts() -> Iterator[Part]:

@@ -57,7 +57,7 @@ def test_the_parts_of_the_faults_begin_before_all_others_but_the_beds() -> None:
     assert names[: len(everything.ON_NODES) + len(everything.FAULTS)] == [*everything.ON_NODES, *everything.FAULTS]
     paths = [path for paths in (everything.ON_NODES | everything.FAULTS).values() for path in paths]
     assert [path for path in paths if not (REPOSITORY / path).exists()] == []
-    assert {part.cores for part in everything.parts(full=False) if part.name in everything.FAULTS} == {0.5}
+    assert {part.cores for part in everything.parts(full=False) if part.name in everything.FAULTS} == {0.2}
 
 
 def files_of(command: list[str]) -> set[Path]:

@@ -35,6 +35,7 @@ def measure_cluster(world: World, tell: Callable[[str], object] = lambda text: N
         latency_between_nodes_us: half the round trip of one byte, median over pairs of nodes; None on one node.
         link_bytes_per_second: measured in one direction, by the sender's node rank, then by the receiver's; None on
             one node.
+        link_latency_us: half the round trip of one byte, likewise.
         copy_bytes_per_second, add_bytes_per_second: the rate at which the slowest rank copies float32, or adds float32
             in place, while all ranks do so.
         codecs: by name: whether the codec is compiled on every rank; and, as above, the rates of float32 at which a
@@ -60,6 +61,7 @@ def measure_cluster(world: World, tell: Callable[[str], object] = lambda text: N
     return {
         "latency_between_nodes_us": _median_off_diagonal(pairs.latency_us) if pairs else None,
         "link_bytes_per_second": pairs.bytes_per_second if pairs else None,
+        "link_latency_us": pairs.latency_us if pairs else None,
         "copy_bytes_per_second": _BLOCK_BYTES / times["copy"],
         "add_bytes_per_second": _BLOCK_BYTES / times["add"],
         "codecs": codecs,

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from mpitrain.errors import ClusterError, ConfigError, MpitrainError
+from mpitrain.state_files import keep_state, state_folder
 
 if TYPE_CHECKING:
     from mpitrain.diagnostics.check import Check, Result, Seen, Target
@@ -137,16 +138,32 @@ def _check(
     with _progress() as progress:
         results, seen, interrupted = check_cluster(target, log_in, checks, progress, baseline=baseline)
     seconds = time.monotonic() - begun
+    when = started.isoformat(timespec="seconds")
+    content = document.document(results, target, started=when, seconds=seconds, interrupted=interrupted)
+    if not interrupted:
+        _keep(arguments, content, seen, started.timestamp())
     if arguments.nagios:
         print(report.nagios(results, target)[0])
     elif arguments.json:
-        when = started.isoformat(timespec="seconds")
-        content = document.document(results, target, started=when, seconds=seconds, interrupted=interrupted)
         print(json.dumps(content, indent=2))
     else:
         width = shutil.get_terminal_size().columns
         report.show(report.text(results, target, width, verbose=arguments.verbose))
     return results, seen, interrupted
+
+
+def _keep(arguments: argparse.Namespace, report: dict[str, object], seen: Seen, started: float) -> None:
+    """Keep the report, and what was measured between nodes, for `mpitrain dashboard`."""
+    from mpitrain.diagnostics import document
+
+    asked = {"level": arguments.level, "only": arguments.only, "skip": arguments.skip}
+    content = {**asked, "machines": document.machines(seen), "report": report}
+    try:
+        keep_state(state_folder() / document.REPORT_FILE, document.KEPT_VERSION, content)
+        if measured := document.ways(seen, measured=started):
+            keep_state(state_folder() / document.WAYS_FILE, document.KEPT_VERSION, measured)
+    except MpitrainError as error:
+        print(f"mpitrain check-cluster: {error}", file=sys.stderr)
 
 
 def _explain(name: str) -> int:

@@ -26,6 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = _EPILOG
     add = parser.add_argument
     add("folders", nargs="*", type=Path, metavar="FOLDER", help="where records are (runs)")
+    add("-i", "--inventory", type=Path, metavar="FILE", help="hosts to show (cluster/hosts, else /etc/mpitrain/hosts)")
     add("--host", default="127.0.0.1", metavar="NAME", help="address to listen on; other than loopback needs TLS")
     add("--port", type=int, default=8600, help="port to listen on (8600); 0 takes a free one")
     add("--tls-certificate", type=Path, metavar="FILE", help="certificate for TLS, with its chain")
@@ -40,6 +41,10 @@ def run(arguments: argparse.Namespace) -> int:
             raise ConfigError(f"there is no folder {folder}; name the folders that mpitrain.JsonLines was given")
     if (arguments.tls_certificate is None) != (arguments.tls_key is None):
         raise ConfigError("--tls-certificate and --tls-key belong together; give both or none")
+    if arguments.inventory is not None:
+        from mpitrain.launch.hostfile import read_inventory
+
+        read_inventory(arguments.inventory)  # a wrong one is refused before anything is served
     if not 0 <= arguments.port <= 65535:
         raise ConfigError(f"--port {arguments.port}; allowed are 0 to 65535")
     try:
@@ -49,4 +54,5 @@ def run(arguments: argparse.Namespace) -> int:
             f"the dashboard needs Starlette and uvicorn ({error}); pip install 'mpitrain[dashboard]'"
         ) from None
     tls = (arguments.tls_certificate, arguments.tls_key) if arguments.tls_certificate else None
-    return serve(arguments.folders or [_FOLDER], arguments.host, arguments.port, tls, anew=arguments.reindex)
+    folders = arguments.folders or [_FOLDER]
+    return serve(folders, arguments.host, arguments.port, tls, arguments.inventory, anew=arguments.reindex)

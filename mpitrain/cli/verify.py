@@ -5,12 +5,13 @@ from __future__ import annotations
 import argparse
 import sys
 import tempfile
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mpitrain.cli.launching import add_launch_arguments, add_script_arguments, request_of_script
-from mpitrain.errors import ConfigError, DataError
+from mpitrain.errors import ConfigError, DataError, MpitrainError
 
 if TYPE_CHECKING:
     from mpitrain.launch.start import Request
@@ -76,7 +77,9 @@ def _verify(request: Request, directory: Path, steps: int, tolerance: float | No
         make_record(record)
         code = start(replace(asked, verify_record=str(record), verify_steps=steps))
         if code:
-            print(f"mpitrain verify: the run on {name} failed ({code}); there is nothing to compare", file=sys.stderr)
+            why = f"the run on {name} failed ({code}); there is nothing to compare"
+            print(f"mpitrain verify: {why}", file=sys.stderr)
+            _keep(request, [why], is_equal=None)
             return code if code > 128 else 1
         records.append(read_record(record))
         if not records[-1].lines:
@@ -88,7 +91,20 @@ def _verify(request: Request, directory: Path, steps: int, tolerance: float | No
             )
     alone, together = records
     compared = compare(alone, together, tolerance)
-    for line in report(alone, together, compared):
+    lines = list(report(alone, together, compared))
+    for line in lines:
         print(f"verify: {line}")
     print(f"verify: {request.script}: {'not equal' if compared.differences else 'equal'}")
+    _keep(request, lines, is_equal=not compared.differences)
     return int(bool(compared.differences))
+
+
+def _keep(request: Request, lines: Sequence[str], *, is_equal: bool | None) -> None:
+    """Keep the result for `mpitrain dashboard`."""
+    from mpitrain.verify.last_result import keep_result
+
+    words = 2 if request.program[0] == "-m" else 1
+    try:
+        keep_result(Path(request.script), request.program[words:], lines, is_equal=is_equal)
+    except MpitrainError as error:
+        print(f"mpitrain verify: {error}", file=sys.stderr)

@@ -2,7 +2,8 @@
 
     records (metrics.jsonl, run.json) ─> index (SQLite) ─┐
                                                          ├─> server ─> pages/ in the browser
-    sockets of launchers ─> live jobs ───────────────────┘
+    sockets of launchers ─> live jobs ───────────────────┤
+    results that commands have kept, checkpoints ────────┘
 
 The records are the truth. The index is made from them, and can be removed at any time. Starlette and uvicorn are
 imported here and nowhere else, and no rank imports this package.

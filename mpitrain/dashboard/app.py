@@ -19,12 +19,15 @@ from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
 
 from mpitrain.dashboard.catalogue import Catalogue
+from mpitrain.dashboard.cluster import ClusterView
 from mpitrain.dashboard.commands import MOST_BYTES, Commands, order_of
 from mpitrain.dashboard.differences import differences
 from mpitrain.dashboard.gate import FOR_OPERATORS
 from mpitrain.dashboard.index import IndexedRun
 from mpitrain.dashboard.prometheus import exposition
+from mpitrain.dashboard.run_files import files_of
 from mpitrain.dashboard.series import curve
+from mpitrain.dashboard.shared_answers import SharedAnswers
 from mpitrain.dashboard.shown_jobs import ShownJob
 from mpitrain.errors import ConfigError
 
@@ -39,9 +42,11 @@ _SILENCE_SECONDS = 10.0  # after that, a message says that the connection is ali
 class Routes:
     """The routes of a dashboard."""
 
-    def __init__(self, catalogue: Catalogue) -> None:
+    def __init__(self, catalogue: Catalogue, cluster: ClusterView) -> None:
         self._catalogue = catalogue
+        self._cluster = cluster
         self._commands = Commands()
+        self._shared = SharedAnswers()
         self._is_ending = False
 
     def app(self) -> Starlette:
@@ -51,10 +56,13 @@ class Routes:
                 Route("/", _page("runs.html")),
                 Route("/run/{id}", _page("run.html")),
                 Route("/compare", _page("compare.html")),
+                Route("/cluster", _page("cluster.html")),
+                Route("/api/cluster", self.cluster),
                 Route("/metrics", self.metrics),
                 Route("/api/runs", self.runs),
                 Route("/api/runs/{id}", self.run),
                 Route("/api/runs/{id}/series", self.series),
+                Route("/api/runs/{id}/files", self.files),
                 Route("/api/runs/{id}/tell", self.tell, methods=["GET", "POST"]),
                 Route("/api/compare", self.compare),
                 Route("/api/stream", self.stream),
@@ -127,6 +135,18 @@ class Routes:
             }
         return _json({"curves": curves})
 
+    async def files(self, request: Request) -> Response:
+        """Answer which checkpoints a run has, and what verify has said of its script."""
+        id_ = request.path_params["id"]
+        run, _ = await self._run(id_)
+        document = run.document if run else None
+        return _json(await self._shared.get(f"files of {id_}", lambda: files_of(document)))
+
+    async def cluster(self, _: Request) -> Response:
+        """Answer the hosts, the last check, and what was measured between them."""
+        known = await self._shared.get("the cluster", self._cluster.known)
+        return _json({**known, "hosts": await asyncio.to_thread(self._cluster.hosts)})
+
     async def tell(self, request: Request) -> Response:
         """Tell a job something (POST), or answer what it can be told (GET). The answer is that of its launcher."""
         if request.state.role != "operator":
@@ -157,11 +177,17 @@ class Routes:
         return _json({"runs": runs, "names": list(names), "differences": differences(documents)})
 
     async def stream(self, request: Request) -> Response:
-        """Answer server-sent events: the list of runs, or with `run` what is new of one, whenever that changes."""
+        """Answer server-sent events, whenever something changes: the list of runs; with `run`, what is new of one; with
+        `cluster`, the hosts.
+        """
         id_ = request.query_params.get("run", "")
         if id_:
             await self._run(id_)
-        texts = self._changes_of(id_) if id_ else self._changes_of_list(request.state.role)
+        if "cluster" in request.query_params:
+            await self._shared.get("the cluster", self._cluster.known)
+            texts = self._changes_of_hosts()
+        else:
+            texts = self._changes_of(id_) if id_ else self._changes_of_list(request.state.role)
         lines = self._events(texts)
         return StreamingResponse(lines, media_type="text/event-stream", headers={"X-Accel-Buffering": "no"})
 
@@ -184,6 +210,10 @@ class Routes:
                 yield json.dumps({"run": self._catalogue.summary(run, job), "live": job.look if job else None})
             except HTTPException:
                 yield json.dumps({"run": None})
+
+    async def _changes_of_hosts(self) -> AsyncIterator[str]:
+        while True:
+            yield json.dumps({"hosts": await asyncio.to_thread(self._cluster.hosts)})
 
     async def _changes_of_list(self, role: str) -> AsyncIterator[str]:
         """Iterate over what is new in the list since the text before: 1,000 runs have half a megabyte."""

@@ -14,6 +14,7 @@ import uvicorn
 
 from mpitrain.dashboard.app import Routes
 from mpitrain.dashboard.catalogue import Catalogue
+from mpitrain.dashboard.cluster import ClusterView
 from mpitrain.dashboard.gate import Gate, Tokens
 from mpitrain.dashboard.index import RunIndex
 from mpitrain.errors import ConfigError, MpitrainError
@@ -35,7 +36,15 @@ def is_loopback(host: str) -> bool:
         return host == "localhost"
 
 
-def serve(roots: Sequence[Path], host: str, port: int, tls: tuple[Path, Path] | None, *, anew: bool) -> int:
+def serve(
+    roots: Sequence[Path],
+    host: str,
+    port: int,
+    tls: tuple[Path, Path] | None,
+    inventory: Path | None,
+    *,
+    anew: bool,
+) -> int:
     """Serve until SIGINT or SIGTERM. Return the exit code.
 
     Args:
@@ -43,6 +52,7 @@ def serve(roots: Sequence[Path], host: str, port: int, tls: tuple[Path, Path] | 
         host: the address or name to listen on.
         port: 0 takes a free one.
         tls: the files of the certificate and of its key.
+        inventory: see ClusterView.
         anew: make the index anew.
 
     Raises:
@@ -62,14 +72,15 @@ def serve(roots: Sequence[Path], host: str, port: int, tls: tuple[Path, Path] | 
         except OSError as error:
             raise MpitrainError(f"the index {index_path()} cannot be made: {error}. Set XDG_CACHE_HOME") from None
         try:
-            return _serve(Catalogue(index, roots), listener, host, port, tls)
+            catalogue = Catalogue(index, roots)
+            routes = Routes(catalogue, ClusterView(catalogue, inventory))
+            return _serve(routes, listener, host, port, tls)
         finally:
             index.close()
 
 
-def _serve(catalogue: Catalogue, listener: socket.socket, host: str, port: int, tls: tuple[Path, Path] | None) -> int:
+def _serve(routes: Routes, listener: socket.socket, host: str, port: int, tls: tuple[Path, Path] | None) -> int:
     tokens = Tokens.new()
-    routes = Routes(catalogue)
     gate = Gate(routes.app(), tokens, _names(host), port, is_secure=tls is not None)
     certificate, key = (str(path) for path in tls) if tls else (None, None)
     try:

@@ -41,6 +41,8 @@ GUARD = (
     "launch.processes",
     "launch.facts",
     "launch.hearing",
+    "launch.gpu_load",
+    "launch.load",
     "launch.guard",
 )
 

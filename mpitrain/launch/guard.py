@@ -16,6 +16,7 @@ come with it, and must run with old Pythons. Both sides send one JSON object per
     launcher: {"paths": [path...]}                guard: {"paths": {path: facts.look_at_paths(...)}}
     launcher: {"look": 1}                         guard: {"seen": [view.RankView..., with stacks]}
     launcher: {"watch": seconds}                  guard: {"ranks": ...} as often, with their states, for some seconds
+                                                  guard: {"load": as load.py says}, every second meanwhile
     launcher: {"look": "all"}, with the stacks of all ranks
     launcher: {"order": as orders.py says}, for the ranks
     launcher: {"bye": 1}, before it closes the connection: it lives on, and its socket stays
@@ -51,6 +52,7 @@ from typing import Any
 
 from mpitrain.launch.facts import collect, look_at_paths
 from mpitrain.launch.hearing import Hearing
+from mpitrain.launch.load import Load
 from mpitrain.launch.marked import Marked, command_line, read, remove, remove_unheard
 from mpitrain.launch.memory_kills import MemoryKills
 from mpitrain.launch.shared_files import SharedFiles, remove_of_ranks
@@ -91,6 +93,7 @@ class Guard:
         self._memory_kills = MemoryKills()
         self._kernel: dict[int, str] = {}  # by process: what the kernel says about its end
         self._watch_seconds, self._watched_until = _BEAT_SECONDS, 0.0
+        self._load: Load | None = None  # while somebody watches
         self._order: dict[str, Any] | None = None
 
     def run(self) -> None:
@@ -119,6 +122,7 @@ class Guard:
             if now - beaten >= (self._watch_seconds if self._is_watched else _BEAT_SECONDS):
                 beaten = now
                 self._beat()
+            self._look_at_load(now)
         self._end(0.0)
         if self._live:
             remove_unheard(self._live)
@@ -144,6 +148,18 @@ class Guard:
         if len(self._shared_files.of_job) != self._num_files:
             self._num_files = len(self._shared_files.of_job)
             send({"files": sorted(self._shared_files.of_job), "since": self._since})
+
+    def _look_at_load(self, now: float) -> None:
+        """Say how busy this host is, while somebody watches."""
+        if not self._is_watched:
+            if self._load is not None:
+                self._load.end()
+                self._load = None
+            return
+        self._load = self._load or Load()
+        load = self._load.read(now)
+        if load is not None:
+            send({"load": load})
 
     def _obey(self, data: bytes) -> bool:
         """Do what the launcher says; return True if that was the end."""

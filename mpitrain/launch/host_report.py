@@ -20,6 +20,8 @@ class HostReport:
 
     ranks: dict[int, RankView] = field(default_factory=dict)  # ranks that have appeared there, as last seen
     ranks_at: float = 0.0  # when the guard has last said what its ranks do, by time.monotonic() here
+    load: Mapping[str, Any] | None = None  # how busy the host is, as load.Load says it
+    load_at: float = 0.0  # when the guard has said so, by time.monotonic() here
     seen: list[RankView] | None = None  # its ranks with their stacks, on request; None: no answer yet
     first_end: FirstEnd | None = None  # the first end there, of a rank or of a process that started ranks
     processes: list[tuple[int, str, str]] | None = None  # id, state, command line

@@ -21,7 +21,10 @@ _SPEED = "samples/s"
 
 
 def of_ranks(
-    views: Iterable[RankView], places: Mapping[str, Iterable[int]], silence: Mapping[str, float]
+    views: Iterable[RankView],
+    places: Mapping[str, Iterable[int]],
+    silence: Mapping[str, float],
+    loads: Mapping[str, Mapping[str, Any]] | None = None,
 ) -> dict[str, Any]:
     """Return the part of an answer that says what hosts and ranks do: hosts, ranks, metrics, record, stall and
     paused.
@@ -30,6 +33,7 @@ def of_ranks(
         views: the ranks that have appeared, each with its host.
         places: the ranks of each host, also those that have not appeared.
         silence: for how long each host has been silent, in seconds.
+        loads: how busy each host is, where it is known.
     """
     known = {view.record.rank: view for view in views}
     lost = {rank for view in known.values() for rank in view.record.lost}
@@ -45,7 +49,7 @@ def of_ranks(
     first = next((view.record for _, view in sorted(known.items()) if view.record.metrics), None)
     return {
         "hosts": {
-            host: {"silence": round(silence.get(host, 0.0), 1), "ranks": list(numbers)}
+            host: {"silence": round(silence.get(host, 0.0), 1), "ranks": list(numbers), "load": (loads or {}).get(host)}
             for host, numbers in places.items()
         },
         "ranks": ranks,

@@ -13,6 +13,9 @@ from mpitrain.launch.silence import SILENCE_SECONDS
 from mpitrain.launch.watch import Guards
 from mpitrain.watching.doing import SEEN_ONLY
 
+# A load is said every second; an older one is of a time when nobody watched, or of a silent host.
+_OLD_SECONDS = 5.0
+
 
 class LiveTry:
     """See live.Watchable."""
@@ -40,7 +43,13 @@ class LiveTry:
         views = [view for report, _ in hosts.values() for view in report.ranks.values()]
         places = {place.host: place.ranks for place in self._placement.places}
         silence = {host: silent for host, (_, silent) in hosts.items()}
-        picture = of_ranks(views, places, silence)
+        now = time.monotonic()
+        loads = {
+            host: report.load
+            for host, (report, _) in hosts.items()
+            if report.load is not None and now - report.load_at < _OLD_SECONDS
+        }
+        picture = of_ranks(views, places, silence, loads)
         self._set_since(picture["ranks"])
         first = next((entry for entry in picture["ranks"] if entry["rank"] == 0), None)
         if self._has_servers and first is not None and first["host"] == self._placement.own and first["pid"]:

@@ -110,6 +110,8 @@ class Said:
         report.ranks = {**report.ranks, **{view.record.rank: view for view in views}}
         if "ranks" in message:
             report.ranks_at = heard
+        if "load" in message:
+            report.load, report.load_at = message["load"], heard
         if "echo" in message:
             self._answered[host] = heard
             self._clocks[host].add(message["echo"], message["time"], heard)

@@ -17,6 +17,7 @@ from pathlib import Path
 
 from mpitrain.errors import ConfigError
 from mpitrain.serve.sockets import the_zmq
+from mpitrain.state_files import state_folder
 
 _KEY_BYTES, _CHECK_BYTES = 32, 2
 
@@ -94,8 +95,7 @@ def parse_key(text: str, source: str) -> WorkerKey:
 
 def key_file(port: int) -> Path:
     """Return where the keys of the user's server at this port are. Machines with a common home folder share them."""
-    base = os.environ.get("XDG_STATE_HOME") or str(Path.home() / ".local" / "state")
-    return Path(base) / "mpitrain" / f"serve-{port}.key"
+    return state_folder() / f"serve-{port}.key"
 
 
 def keys_of(path: Path) -> ServerKeys:

@@ -9,8 +9,8 @@ import platform
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +48,7 @@ class RunDocument:
         started: when this job began with its part of the training.
         ended: when it ended; None: it has not, or it was killed.
         end: DONE, LEFT, or the error that ended the run, in a line; "": it has not ended.
+        checkpoints: the folders in which Checkpoint saves, with their whole paths on the host of rank 0.
         version: of this form.
     """
 
@@ -68,6 +69,7 @@ class RunDocument:
     started: float
     ended: float | None = None
     end: str = ""
+    checkpoints: list[str] = field(default_factory=list)  # a document of an older mpitrain has none
     version: int = VERSION
 
     def text(self) -> str:
@@ -79,7 +81,7 @@ class RunDocument:
         return dataclasses.replace(self, ended=time.time(), end=end)
 
 
-def document_of(world: World, strategy: str, after_step: int) -> RunDocument:
+def document_of(world: World, strategy: str, after_step: int, checkpoints: Iterable[Path]) -> RunDocument:
     """Describe the run of this process, which is rank 0. Not collective."""
     hosts: dict[str, list[int]] = {}
     for rank, host in enumerate(world.hosts):
@@ -106,6 +108,7 @@ def document_of(world: World, strategy: str, after_step: int) -> RunDocument:
         after_step=after_step,
         first_started=now,
         started=now,
+        checkpoints=[str(folder.absolute()) for folder in checkpoints],
     )
 
 
@@ -144,12 +147,14 @@ def _check(document: RunDocument) -> None:
         "float | None": (int, float, type(None)),
         "list[str]": list,
     }
-    for field in dataclasses.fields(document):
-        kind = kinds.get(str(field.type), dict)
-        if not isinstance(value := getattr(document, field.name), kind):
-            raise TypeError(f"{field.name} is {value!r:.80}")
+    for one in dataclasses.fields(document):
+        kind = kinds.get(str(one.type), dict)
+        if not isinstance(value := getattr(document, one.name), kind):
+            raise TypeError(f"{one.name} is {value!r:.80}")
     if not all(isinstance(ranks, list) for ranks in document.hosts.values()):
         raise TypeError(f"hosts is {document.hosts!r:.80}")
+    if not all(isinstance(folder, str) for folder in document.checkpoints):
+        raise TypeError(f"checkpoints is {document.checkpoints!r:.80}")
 
 
 def _commit(folder: Path) -> tuple[str, bool]:

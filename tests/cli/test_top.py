@@ -20,6 +20,7 @@ from pathlib import Path
 
 import pytest
 
+from free_ports import free_port
 from jobs import HANG_SECONDS, Job, clean_environment, run_command, until
 from mpitrain.launch.live_jobs import LiveJob
 from watching_live import job_of, training, trains
@@ -170,10 +171,7 @@ def test_a_job_of_a_server(tmp_path: Path) -> None:
     """It has no launcher, and is shown all the same."""
     script = tmp_path / "serve.py"
     script.write_text(SERVED)
-    with socket.socket() as probe:
-        probe.bind(("", 0))
-        port = probe.getsockname()[1]
-    command = [sys.executable, "-m", "mpitrain", "serve", "--port", str(port), str(script)]
+    command = [sys.executable, "-m", "mpitrain", "serve", "--port", str(free_port()), str(script)]
     environment = clean_environment({"XDG_STATE_HOME": str(tmp_path), "HOME": str(tmp_path)})
     with subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
         try:

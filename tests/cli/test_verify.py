@@ -11,6 +11,7 @@ from verified import BEGIN, differs, verify
 
 from jobs import run_command
 from mpitrain.cli import main
+from mpitrain.verify.last_result import last_result
 
 TRAIN = """
 def build(world):
@@ -56,6 +57,9 @@ def test_a_right_script_leaves_nothing_behind(tmp_path: Path) -> None:
     for name in ("Checkpoint", "Record"):
         assert f"leaving out the hook {name}, which reads or writes files" in job.stdout
     assert not checkpoints.exists()
+    kept = last_result(tmp_path / "script.py")
+    assert kept is not None and (kept.is_equal, kept.arguments) == (True, [str(checkpoints)])
+    assert [f"verify: {line}" for line in kept.lines] == job.stdout.splitlines()[-1 - len(kept.lines) : -1]
     assert "metrics        3 values" in job.stdout  # after steps 2, 4 and 5; step 5 is the last one
     assert sorted(str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*.jsonl")) == [
         "records/one-rank/record.jsonl",
@@ -76,6 +80,9 @@ def test_a_mean_by_ranks(tmp_path: Path) -> None:
         "step 1, weights: ",
         "1 on 1 rank, 3 on 3 (1, 1, 1); every rank has weight 1, so this is a mean over ranks, not over samples",
     )
+    kept = last_result(tmp_path / "script.py")
+    assert kept is not None and (kept.is_equal, kept.arguments) == (False, [])
+    assert any(line.startswith("first difference: step 1, weights: 1 on 1 rank") for line in kept.lines)
 
 
 @pytest.mark.slow

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from launching import SHARE, Job, as_user, training, write
+from regression import REGRESSION
 
 from jobs import HANG_SECONDS, clean_environment
 from mpitrain.testbed import Bed
@@ -30,18 +31,9 @@ class Enough(mt.Hook):
         if step.number == 10:
             world.print("made step 10")
         trainer.report({"enough": float(world.is_root and pathlib.Path("enough").exists())})
-
-def regression(parameters, batch, on_gradient):
-    x, y = batch
-    error = x @ parameters["w"] - y
-    on_gradient("w", 2 * x.T @ error / len(x))
-    return float((error**2).mean())
-
-def build(world):
-    random = numpy.random.default_rng(0)
-    data = mt.ArrayData(world, (random.standard_normal((60, 5)), random.standard_normal(60)), global_batch=12)
-    return mt.Parts(mt.ArrayFunction(regression, {"w": numpy.zeros(5)}, mt.Sgd(0.01)), mt.Sync(), data)
-
+"""
+SCRIPT += REGRESSION
+SCRIPT += """
 hooks = [Enough(), mt.StopWhen("enough", at_least=1.0), mt.Checkpoint("checkpoints", steps=20)]
 mt.Trainer(build, hooks).run()
 """

@@ -8,6 +8,7 @@ import time
 
 import pytest
 from launching import MOSTLY_MPICH, PYTHONS, SHARE, Ended, Job, as_user, drop_kept, write
+from regression import REGRESSION
 
 from jobs import until
 from mpitrain.launch.silence import SILENCE_SECONDS
@@ -37,18 +38,9 @@ class Show(mt.Hook):
             world.print("made step", step.number, "on", world.size, "ranks")
         while step.number >= 75 and world.rank == 0 and not pathlib.Path("go_on").exists():
             time.sleep(0.05)
-
-def regression(parameters, batch, on_gradient):
-    x, y = batch
-    error = x @ parameters["w"] - y
-    on_gradient("w", 2 * x.T @ error / len(x))
-    return float((error**2).mean())
-
-def build(world):
-    random = numpy.random.default_rng(0)
-    data = mt.ArrayData(world, (random.standard_normal((60, 5)), random.standard_normal(60)), global_batch=12)
-    return mt.Parts(mt.ArrayFunction(regression, {"w": numpy.zeros(5)}, mt.Sgd(0.01)), mt.Sync(), data)
-
+"""
+SCRIPT += REGRESSION
+SCRIPT += """
 mt.Trainer(build, [mt.StopAtStep(int(sys.argv[1])), mt.Checkpoint("checkpoints", steps=20), Show()]).run()
 world.print("done")
 """

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 
 import pytest
 from launching import PYTHONS, SHARE, Job, drop_kept, training, write
+from regression import REGRESSION
 
 from jobs import until
 from mpitrain.testbed import Bed
@@ -32,18 +33,9 @@ class Show(mt.Hook):
         if step.number % 10 == 0:
             world.print("made step", step.number, "on", world.size, "ranks")
         trainer.report({"enough": float(world.is_root and pathlib.Path("enough").exists())})
-
-def regression(parameters, batch, on_gradient):
-    x, y = batch
-    error = x @ parameters["w"] - y
-    on_gradient("w", 2 * x.T @ error / len(x))
-    return float((error**2).mean())
-
-def build(world):
-    random = numpy.random.default_rng(0)
-    data = mt.ArrayData(world, (random.standard_normal((60, 5)), random.standard_normal(60)), global_batch=12)
-    return mt.Parts(mt.ArrayFunction(regression, {"w": numpy.zeros(5)}, mt.Sgd(0.01)), mt.Sync(), data)
-
+"""
+SCRIPT += REGRESSION
+SCRIPT += """
 mt.Trainer(build, [Show(), mt.StopWhen("enough", at_least=1.0)]).run()
 """
 RANKS = "pgrep -u cluster -f '[p]arts.py' || true"

@@ -88,9 +88,11 @@ class Dashboard:
 
 
 @contextlib.contextmanager
-def dashboard(cache: Path, *words: str, cwd: Path | None = None, code: int = 0) -> Iterator[Dashboard]:
+def dashboard(
+    cache: Path, *words: str, cwd: Path | None = None, code: int = 0, env: Mapping[str, str] | None = None
+) -> Iterator[Dashboard]:
     """Start one at a free port; at the end, end it by Ctrl-C. It must end with this code."""
-    environment = clean_environment({"XDG_CACHE_HOME": str(cache)})
+    environment = clean_environment({"XDG_CACHE_HOME": str(cache), **(env or {})})
     process = subprocess.Popen(
         [sys.executable, "-m", "mpitrain", "dashboard", "--port", "0", *words],
         env=environment,

@@ -184,7 +184,11 @@ def test_under_a_bare_mpiexec_the_ranks_see_to_it() -> None:
         rf"ranks 0,2 on {HOST} wait in barrier \(call \d+\); rank 1 on {HOST} waits in receive from rank 2 on {HOST} "
         r"\(call \d+\); they wait for each other: do all ranks make the same calls in the same order\?"
     )
-    assert len(re.findall(rf"^mpitrain: no progress for [5-9] s: {waits}$", job.stderr, re.M)) == 1, job.output
+    reported = [
+        int(seconds) for seconds in re.findall(rf"^mpitrain: no progress for (\d+) s: {waits}$", job.stderr, re.M)
+    ]
+    assert reported and min(reported) >= 5, job.output
+    assert len(set(reported)) == len(reported), job.output  # one of the ranks reports it
     report = report_of(job, "MpitrainError: ")
     assert re.search(rf"nothing has moved for 15 s \(hang_seconds\), and the job is ended: {waits}$", report.text, re.M)
 

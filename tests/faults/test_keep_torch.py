@@ -166,7 +166,7 @@ runpy.run_path("ddp.py", run_name="__main__")
 @pytest.mark.parametrize(
     ("vendor", "recover"),
     [
-        ("mpich", []),
+        pytest.param("mpich", [], marks=pytest.mark.slow),  # test_a_killed_loop and test_docs.py have its parts
         pytest.param("openmpi", [], marks=pytest.mark.slow),
         pytest.param("openmpi", ["--recover"], marks=pytest.mark.slow),
     ],

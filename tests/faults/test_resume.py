@@ -109,6 +109,18 @@ def lost_job(folder: Path) -> str:
     return job
 
 
+def tries_of(folder: Path) -> list[str]:
+    """Wait until one keeper alone has the job. Return the ids of its tries."""
+    found: list[list[str]] = []
+
+    def is_there() -> bool:
+        found[:] = [one["estate"]["tries"] for one in kept() if one["estate"]["folder"] == str(folder)]
+        return len(found) == 1
+
+    until(is_there, "no keeper has the job")
+    return found[0]
+
+
 def result(folder: Path) -> tuple[bytes, dict[int, float]]:
     """The bits of the training's final parameters and of the loss of each step of its last try."""
     return numpy.load(folder / "w.npy").tobytes(), dict(json.loads((folder / "steps.json").read_text()))
@@ -238,7 +250,7 @@ def test_the_id_of_an_earlier_try(tmp_path: Path) -> None:
         until((tmp_path / "killed").exists)
         (tmp_path / "go").touch()
         until((tmp_path / "in-9").exists)
-        ((first, second),) = [one["estate"]["tries"] for one in kept() if one["estate"]["folder"] == str(tmp_path)]
+        first, second = tries_of(tmp_path)
         said.append(mpitrain("ps", "--hosts", "localhost", first))
         said.append(mpitrain("leave", first, "--hosts", HERE))
         halt(tmp_path)
@@ -257,7 +269,7 @@ def test_refusals(tmp_path: Path, undisturbed: Undisturbed) -> None:
 
     def during(process: subprocess.Popen[str]) -> None:
         until((tmp_path / "in-4").exists)
-        (job,) = [one["estate"]["tries"][0] for one in kept() if one["estate"]["folder"] == str(tmp_path)]
+        (job,) = tries_of(tmp_path)
         running.append(mpitrain("run", "--resume", job))
         process.kill()
         lost_job(tmp_path)

@@ -21,8 +21,13 @@ def view(rank: int, host: str, status: int = WORKS, seconds: float = 0.0, **fiel
 
 def test_hosts_and_ranks_that_are_not_there() -> None:
     """A rank that has not appeared starts. On a silent host any rank may do anything."""
-    picture = of_ranks([view(1, "a", step=7, epoch=2), view(2, "b", step=8)], PLACES, {"a": 0.04, "b": 3.1})
-    assert picture["hosts"] == {"a": {"silence": 0.0, "ranks": [0, 1]}, "b": {"silence": 3.1, "ranks": [2, 3]}}
+    load = {"cores": 2, "busy": 0.5}
+    views = [view(1, "a", step=7, epoch=2), view(2, "b", step=8)]
+    picture = of_ranks(views, PLACES, {"a": 0.04, "b": 3.1}, {"a": load})
+    assert picture["hosts"] == {
+        "a": {"silence": 0.0, "ranks": [0, 1], "load": load},
+        "b": {"silence": 3.1, "ranks": [2, 3], "load": None},
+    }
     known = [
         (one["rank"], one["host"], one["pid"], one["phase"], one["step"], one["epoch"]) for one in picture["ranks"]
     ]

@@ -12,6 +12,7 @@ from mpi4py import MPI
 
 from mpitrain import MpitrainError, World
 from mpitrain.job.worlds import make_world
+from mpitrain.shard import part_of
 
 
 def error_on_all(world: World, kind: type[MpitrainError], call: Callable[[], Any]) -> str:
@@ -67,6 +68,26 @@ def pattern(length: int, rank: int) -> numpy.ndarray:
 def expected_sum(length: int, size: int) -> numpy.ndarray:
     """Computed without any of our code, in int64."""
     return sum((pattern(length, rank) for rank in range(size)), numpy.zeros(length, numpy.int64))
+
+
+def inexact_values(rank: int, places: numpy.ndarray, dtype: type) -> numpy.ndarray:
+    """Numbers with all their bits in use, that any rank can compute for any other."""
+    return (3.0 * numpy.sin((places + 1.0) * (rank + 1.37))).astype(dtype)
+
+
+@lru_cache
+def whole_inexact_values(rank: int, length: int, dtype: type) -> numpy.ndarray:
+    """The same for every algorithm, and not to be changed."""
+    return inexact_values(rank, numpy.arange(length), dtype)
+
+
+@lru_cache
+def exact_part(rank: int, size: int, length: int, dtype: type) -> tuple[numpy.ndarray, numpy.ndarray]:
+    """The sums over all ranks at the places of one rank's part, and the sums of their sizes, in more bits."""
+    places = numpy.arange(length)[part_of(length, rank, size)]
+    parts = [inexact_values(other, places, dtype).astype(numpy.longdouble) for other in range(size)]
+    start = numpy.zeros(len(places), numpy.longdouble)
+    return sum(parts, start), sum((abs(part) for part in parts), start)
 
 
 def unit_roundoff(dtype: numpy.dtype) -> float:

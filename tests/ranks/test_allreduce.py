@@ -16,7 +16,16 @@ from mpitrain.allreduce.hierarchical import hierarchical_steps
 from mpitrain.allreduce.shared_memory import NodeArrays
 from mpitrain.errors import ConfigError, MismatchError
 from mpitrain.shard import part_of
-from tests.ranks.common import assert_equal, assert_same_bits, error_on_all, expected_sum, pattern, skip_alone
+from tests.ranks.common import (
+    assert_equal,
+    assert_same_bits,
+    error_on_all,
+    exact_part,
+    expected_sum,
+    pattern,
+    skip_alone,
+    whole_inexact_values,
+)
 
 from .placements import PLACEMENTS, placed
 
@@ -142,24 +151,17 @@ def test_halves_with_handles_on_allocated_memory(world: World, name: str) -> Non
         assert_equal(flat, expected_sum(length, world.size) * 0.5)
 
 
-def values(rank: int, places: numpy.ndarray) -> numpy.ndarray:
-    """Numbers with all their bits in use, that any rank can compute for any other."""
-    return 3.0 * numpy.sin((places + 1.0) * (rank + 1.37))
-
-
 @pytest.mark.parametrize("dtype", [numpy.float16, numpy.float32, numpy.float64])
 def test_inexact_sum_is_close_and_has_the_same_bits_everywhere(world: World, algorithm: Algorithm, dtype: type) -> None:
     for length in LENGTHS:
-        flat = values(world.rank, numpy.arange(length)).astype(dtype)
+        flat = whole_inexact_values(world.rank, length, dtype).copy()
         algorithm.start(flat).wait()
         # All ranks have the same bits, so each one need look at a part only.
         assert len(set(world.allgather(hashlib.sha256(flat.tobytes()).digest()))) == 1
-        places = numpy.arange(length)[part_of(length, world.rank, world.size)]
-        parts = [values(rank, places).astype(dtype).astype(numpy.longdouble) for rank in range(world.size)]
-        exact = sum(parts, numpy.zeros(len(places), numpy.longdouble))
+        exact, sizes = exact_part(world.rank, world.size, length, dtype)
         # Each of at most size - 1 additions rounds by half a unit of a partial sum, none larger than the sum of sizes.
-        bound = (world.size - 1) * numpy.finfo(dtype).eps * sum(abs(part) for part in parts)
-        assert (abs(flat[places] - exact) <= bound).all(), length
+        bound = (world.size - 1) * numpy.finfo(dtype).eps * sizes
+        assert (abs(flat[part_of(length, world.rank, world.size)] - exact) <= bound).all(), length
 
 
 def test_started_ones_run_in_order_and_can_be_driven_by_test(world: World, algorithm: Algorithm) -> None:

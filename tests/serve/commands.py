@@ -13,8 +13,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import TracebackType
 
-from counting import free_ports_in_a_row
-
+from free_ports import free_ports_in_a_row
 from jobs import HANG_SECONDS, REPOSITORY, TOKEN, clean_environment, kill_all, processes_of
 from mpitrain.job.context import JobContext
 

@@ -7,19 +7,18 @@ So after a run the parameters say how often each sample was in an update. All va
 from __future__ import annotations
 
 import json
-import random
 import re
-import socket
 import tempfile
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy
 
 import mpitrain as mt
+from free_ports import free_addresses
 from mpitrain.job.role import Role
 from mpitrain.job.start import the_job
 from mpitrain.serve.keys import WorkerKey, keys_of
@@ -110,30 +109,6 @@ def check_counts(output: str) -> int:
     assert position["epoch"] * NUM_SAMPLES + position["cursor"] - left == 4 * steps
     assert counts == expected_counts(position, 1).tolist()
     return int(steps)
-
-
-def free_addresses(number: int) -> list[str]:
-    """Different ones, with ports below those that the kernel gives to the connections of other tests meanwhile."""
-    free: dict[str, None] = {}
-    while len(free) < number:
-        port = random.SystemRandom().randrange(16384, 32768)
-        with suppress(OSError), socket.create_server(("127.0.0.1", port)):
-            free[f"127.0.0.1:{port}"] = None
-    return list(free)
-
-
-def free_ports_in_a_row(number: int) -> int:
-    """The first of so many ports, of which `free_addresses` says where they are."""
-    while True:
-        first = random.SystemRandom().randrange(16384, 32768 - number)
-        with suppress(OSError), ExitStack() as stack:
-            for port in range(first, first + number):
-                stack.enter_context(socket.create_server(("127.0.0.1", port)))
-            return first
-
-
-def free_address() -> str:
-    return free_addresses(1)[0]
 
 
 def worker_key() -> WorkerKey:

@@ -10,9 +10,10 @@ from dataclasses import replace
 from typing import Any
 
 import numpy
-from counting import NUM_SAMPLES, WorkerThreads, counting, free_addresses, parts, playing, worker_key
+from counting import NUM_SAMPLES, WorkerThreads, counting, parts, playing, worker_key
 
 import mpitrain as mt
+from free_ports import free_addresses
 from jobs import HANG_SECONDS, until
 from mpitrain.serve.keys import make_keys
 from mpitrain.serve.lines import ServerLines

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 import subprocess
 import sys
 import time
@@ -73,8 +72,3 @@ def worker_process(server: ServerLink, silence: float) -> Iterator[subprocess.Po
     finally:
         process.kill()
         process.wait()
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        return int(free.getsockname()[1])

@@ -7,10 +7,11 @@ import time
 from contextlib import ExitStack
 
 import pytest
-from counting import free_address, parts, playing, train_served
+from counting import parts, playing, train_served
 from hands import Hand, Served, hands, mean
 
 import mpitrain as mt
+from free_ports import free_address
 from jobs import HANG_SECONDS
 from mpitrain.serve.wire import MOST_HEADER_BYTES
 

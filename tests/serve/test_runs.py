@@ -14,8 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from counting import COUNTING_SCRIPT, check_counts, free_address
+from counting import COUNTING_SCRIPT, check_counts
 
+from free_ports import free_address
 from jobs import REPOSITORY, TOKEN, clean_environment, kill_all, processes_of, run_command, run_job, until
 from mpitrain.serve.keys import keys_of
 

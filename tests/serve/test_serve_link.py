@@ -16,8 +16,9 @@ from typing import Any
 import numpy
 import pytest
 import zmq
-from linking import KEYS, MOST, a_server, a_worker, free_port, one_message, reply, until
+from linking import KEYS, MOST, a_server, a_worker, one_message, reply, until
 
+from free_ports import free_port
 from jobs import HANG_SECONDS
 from mpitrain.errors import ConfigError
 from mpitrain.job.role import Role

@@ -10,8 +10,9 @@ import time
 from contextlib import ExitStack, closing
 
 import numpy
-from linking import KEYS, MOST, a_server, a_worker, free_port, one_message, until, worker_process
+from linking import KEYS, MOST, a_server, a_worker, one_message, until, worker_process
 
+from free_ports import free_port
 from jobs import HANG_SECONDS
 from mpitrain.serve.link import Event, Gone
 from mpitrain.serve.wire import Message

@@ -16,9 +16,10 @@ import pytest
 from commands import TRAIN, Commands, processes
 from counting import COUNTING_SCRIPT, check_counts, worker_key
 from hands import Hand, Served, hands, lines_of, mean, of, say
+from listing import line_with
 
 import mpitrain as mt
-from jobs import HANG_SECONDS, run_command, until
+from jobs import HANG_SECONDS
 from mpitrain.errors import LaunchError
 from mpitrain.job.context import JobContext
 from mpitrain.launch import server_processes
@@ -86,8 +87,7 @@ def test_known_workers_and_ctrl_c(commands: Commands) -> None:
     )
     servers.until("step 24")
     assert len(processes(servers, "shard")) == 1
-    ps = [sys.executable, "-m", "mpitrain", "ps", "--hosts", "localhost"]
-    until(lambda: f"2 servers on {HOST}, 2 workers" in run_command(ps).stdout)
+    line_with(servers, RANKS=f"2 servers on {re.escape(HOST)}, 2 workers")
     servers.signal(signal.SIGINT)
     assert servers.end() == 130, servers.output
 

@@ -13,10 +13,11 @@ from typing import Any
 
 import numpy
 import pytest
-from counting import NUM_SAMPLES, free_address
+from counting import NUM_SAMPLES
 from hands import Served, hands, lines_of, mean, next_message, of, say, two_lines
 
 import mpitrain as mt
+from free_ports import free_address
 from jobs import HANG_SECONDS, until
 from mpitrain.serve import shard, shard_peers
 from mpitrain.serve.attendance import ServerRules

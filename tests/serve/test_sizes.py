@@ -9,12 +9,13 @@ import sys
 from pathlib import Path
 
 import pytest
-from commands import Commands, contexts_of
+from commands import Commands
 from counting import NUM_SAMPLES
 from hands import Served, hands, lines_of, mean, of, say
+from listing import table_in, table_with, tokens_of
 
 import mpitrain as mt
-from jobs import run_command, until
+from jobs import HANG_SECONDS, run_command
 from mpitrain.cli import workers_table
 from mpitrain.errors import LaunchError
 from mpitrain.launch import sizes
@@ -87,7 +88,7 @@ def test_show_runs_the_script_up_to_its_trainer(tmp_path: Path) -> None:
     ],
 )
 def test_a_script_without_sizes(monkeypatch: pytest.MonkeyPatch, code: str, problem: str) -> None:
-    monkeypatch.setattr(sizes, "_MOST_SECONDS", 2.0 if "sleep" in code else 60.0)
+    monkeypatch.setattr(sizes, "_MOST_SECONDS", 2.0 if "sleep" in code else HANG_SECONDS)
     text = f"how the servers divide the parameters is not known: {problem}. Once it runs, `mpitrain ps JOB` shows it"
     with pytest.raises(LaunchError, match=re.escape(text)):
         sizes.show_sizes(["-c", code], ["a", "b"])
@@ -171,13 +172,9 @@ def test_ps_shows_the_servers_of_a_job(tmp_path: Path) -> None:
         options = ["--servers", "3", "--plain", "lo", "--hosts", "localhost/cpu"]
         servers = commands.serve(*options, program=[str(script), str(tmp_path / "trains")])
         servers.until("step 10\n")
-        (token,) = {context.job for context in contexts_of(servers).values()}
-        ps = [sys.executable, "-m", "mpitrain", "ps", "--hosts", "localhost", token]
-        # The text that is read was written up to a second ago, when the worker may have had no job.
-        until(lambda: re.search("^worker 1 .* (computes|waits), ", run_command(ps).stdout, re.M))
-        lines = run_command(ps).stdout.splitlines()
-        begin = next(number for number, line in enumerate(lines) if line.startswith("SERVER "))
-        rows = [re.split(r"  +", row) for row in lines[begin + 1 : begin + 4]]
+        (token,) = tokens_of(servers)
+        job, _ = table_with(token, lambda rows: any(re.match("computes, |waits, ", row[2]) for row in rows[1:2]))
+        rows = table_in(job, "SERVER")[1:4]
         assert [row[:6] for row in rows] == [
             [f"server {number} on {HOST}", "1.0 MB", *counts, "1.0 MB", name]
             for number, (*counts, name) in enumerate([("0", "1", "w"), ("0", "1", "w"), ("1", "0", "v")])

@@ -10,9 +10,10 @@ from typing import Any
 
 import numpy
 import pytest
-from counting import NUM_SAMPLES, counting, free_address
+from counting import NUM_SAMPLES, counting
 
 import mpitrain as mt
+from free_ports import free_address
 from jobs import HANG_SECONDS
 from mpitrain.serve.keys import WorkerKey, keys_of
 from mpitrain.serve.link import ServerLink

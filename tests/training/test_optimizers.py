@@ -2,42 +2,15 @@
 
 import math
 import tracemalloc
-from itertools import pairwise
 
-import ml_dtypes
 import numpy
 import pytest
+from four_parameters import DECAYED, DECAYED_RANGES, SHAPES, STEPS, draws, flat, ranges
 
-from mpitrain.errors import CheckpointError, ConfigError
+from mpitrain.errors import CheckpointError
 from mpitrain.training.flat_optimizer import clip_by_global_norm
 from mpitrain.training.optimizers import Adam, AdamW, Sgd
 from mpitrain.training.schedules import warmup_cosine
-
-SHAPES = {"weight": (7, 5), "bias": (5,), "scale": (3,), "head": (5, 4)}
-DECAYED = {"weight", "head"}
-STEPS = 60
-
-
-def ranges() -> dict[str, slice]:
-    result, start = {}, 0
-    for name, shape in SHAPES.items():
-        result[name] = slice(start, start + math.prod(shape))
-        start = result[name].stop
-    return result
-
-
-SIZE = max(part.stop for part in ranges().values())
-DECAYED_RANGES = [part for name, part in ranges().items() if name in DECAYED]
-
-
-def flat(values: dict, dtype) -> numpy.ndarray:
-    return numpy.concatenate([values[name].ravel() for name in SHAPES]).astype(dtype)
-
-
-def draws(seed: int) -> list[dict]:
-    """The parameters, then the gradients of each step."""
-    rng = numpy.random.default_rng(seed)
-    return [{name: rng.normal(size=shape) for name, shape in SHAPES.items()} for _ in range(STEPS + 1)]
 
 
 def reference_sgd(p, gradients, rates, momentum, nesterov, weight_decay):
@@ -258,135 +231,3 @@ def test_clip_leaves_gradients_that_are_not_finite(value):
     norm = clip_by_global_norm(gradients, 1.0)
     assert math.isnan(norm) if math.isnan(value) else norm == math.inf
     assert gradients[0] == 1e200
-
-
-@pytest.mark.parametrize("max_norm", [0.0, -1.0, math.inf, math.nan])
-def test_clip_refuses(max_norm):
-    with pytest.raises(ConfigError, match=r"max_norm is .*; allowed: a finite number > 0"):
-        clip_by_global_norm(numpy.ones(3), max_norm)
-
-
-@pytest.mark.parametrize(
-    ("make", "text"),
-    [(lambda: Sgd(-0.1), "learning_rate is -0.1; allowed: a finite number >= 0"),
-     (lambda: Sgd(math.nan), "learning_rate is nan"),
-     (lambda: Sgd(0.1, momentum=1.0), "momentum is 1.0; allowed: 0 <= momentum < 1"),
-     (lambda: Sgd(0.1, nesterov=True), "nesterov is True and momentum 0"),
-     (lambda: Sgd(0.1, weight_decay=-1), "weight_decay is -1; allowed"),
-     (lambda: Sgd(0.1, clip_norm=0), "clip_norm is 0; allowed: None or a finite number > 0"),
-     (lambda: Adam(0.1, betas=(0.9, 1.0)), r"betas are \(0.9, 1.0\); allowed"),
-     (lambda: Adam(0.1, betas=(0.9,)), r"betas are \(0.9,\); allowed"),
-     (lambda: Adam(0.1, epsilon=0), "epsilon is 0; allowed: a finite number > 0"),
-     (lambda: AdamW(0.1, weight_decay=math.inf), "weight_decay is inf; allowed")],
-)  # fmt: skip
-def test_hyper_parameters_that_are_not_allowed(make, text):
-    with pytest.raises(ConfigError, match=text):
-        make()
-
-
-@pytest.mark.parametrize("dtype", [numpy.float16, ml_dtypes.bfloat16, numpy.int64])
-def test_start_refuses_other_dtypes(dtype):
-    with pytest.raises(ConfigError, match=rf"parameters are {numpy.dtype(dtype)}; allowed: float32 or float64"):
-        Sgd(0.1).start(numpy.ones(3, dtype), [])
-
-
-@pytest.mark.parametrize("parameters", [numpy.ones((2, 3)), numpy.ones(6)[::2]])
-def test_start_refuses_what_is_not_flat(parameters):
-    with pytest.raises(ConfigError, match="allowed: one dimension, contiguous"):
-        Sgd(0.1).start(parameters, [])
-
-
-@pytest.mark.parametrize(
-    "decayed", [[slice(0, 7)], [slice(-1, 3)], [slice(0, 6, 2)], [slice(4, 2)], [slice(0, 3), slice(2, 4)]]
-)
-def test_start_refuses_bad_decay_ranges(decayed):
-    with pytest.raises(ConfigError, match="decayed range"):
-        Sgd(0.1).start(numpy.ones(6), decayed)
-
-
-def test_update_refuses_gradients_that_do_not_fit_and_bad_rates():
-    optimizer = Sgd(lambda step: 0.1 - step)
-    with pytest.raises(ConfigError, match="Sgd has no parameters yet"):
-        optimizer.update(numpy.ones(3))
-    optimizer.start(numpy.ones(3), [])
-    for gradients in (numpy.ones(4), numpy.ones(3, "f4")):
-        with pytest.raises(ConfigError, match=r"gradients are .*; allowed, as the parameters: float64\(3,\)"):
-            optimizer.update(gradients)
-    optimizer.update(numpy.ones(3))
-    with pytest.raises(ConfigError, match=r"learning_rate at step 1 is -0.9; allowed"):
-        optimizer.update(numpy.ones(3))
-
-
-@pytest.mark.parametrize("bounds", [[0, 31, SIZE], [0, 0, 1, SIZE], [0, SIZE]])
-@pytest.mark.parametrize("dtype", ["float32", "float64"])
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda: Sgd(lambda step: 0.1 / (1 + step), momentum=0.9, weight_decay=0.1),
-        lambda: AdamW(lambda step: 0.1 / (1 + step), weight_decay=0.1),
-    ],
-)
-def test_parts_have_the_bits_of_the_whole(make, dtype, bounds):
-    """Each part has an optimizer of its own, and only the first one's schedule counts. The rest of it stays."""
-    start, *gradients = draws(5)
-    whole, values = make(), flat(start, dtype)
-    whole.start(values, DECAYED_RANGES)
-    parts = [slice(begin, end) for begin, end in pairwise(bounds)]
-    optimizers, copies = [make() for _ in parts], [flat(start, dtype) for _ in parts]
-    for optimizer, part, copy in zip(optimizers, parts, copies, strict=True):
-        optimizer.start(copy, DECAYED_RANGES)
-        optimizer.update_only(part, float)
-    for step in gradients:
-        expected = whole.update(flat(step, dtype))
-        plan = optimizers[0].plan_update()
-        for optimizer, part in zip(optimizers, parts, strict=True):
-            optimizer.follow_plan(plan)
-            assert optimizer.update(flat(step, dtype)[part]) == expected
-    for optimizer, part, copy in zip(optimizers, parts, copies, strict=True):
-        assert copy[part].tobytes() == values[part].tobytes()
-        others = [name for name in whole.state() if name != "step"]
-        for name in others:
-            assert optimizer.state()[name][part].tobytes() == whole.state()[name][part].tobytes()
-        untouched = flat(start, dtype)
-        untouched[part] = copy[part]
-        assert copy.tobytes() == untouched.tobytes()
-        assert optimizer.state()["step"] == STEPS
-
-
-def test_a_part_is_clipped_by_the_norm_of_all():
-    """The norm of the part is 5, that of all 10, and the limit 2: the gradients are divided by 5."""
-    optimizer, values = Sgd(1.0, clip_norm=2.0), numpy.zeros(4)
-    asked = []
-
-    def norm_of_all(norm):
-        asked.append(norm)
-        return 10.0
-
-    optimizer.start(values, [])
-    optimizer.update_only(slice(1, 3), norm_of_all)
-    optimizer.update(numpy.array([3.0, 4.0]))
-    assert asked == [5.0]
-    assert optimizer.gradient_norm() == 10.0
-    numpy.testing.assert_allclose(values, [0, -0.6, -0.8, 0], rtol=1e-15)
-
-
-def test_the_norm_of_all_parts_is_asked_where_it_is_measured():
-    optimizer = Sgd(1.0)
-    optimizer.start(numpy.zeros(4), [])
-    optimizer.update_only(slice(2, 4), lambda norm: norm + 1)
-    optimizer.update(numpy.array([3.0, 4.0]))
-    assert optimizer.gradient_norm() is None
-    optimizer.measure_gradient_norm()
-    plan = optimizer.plan_update()
-    assert plan["measures_norm"]
-    optimizer.follow_plan(plan)
-    optimizer.update(numpy.array([3.0, 4.0]))
-    assert optimizer.gradient_norm() == 6.0
-
-
-def test_a_part_takes_gradients_of_its_own_size():
-    optimizer = Sgd(1.0)
-    optimizer.start(numpy.zeros(4), [])
-    optimizer.update_only(slice(0, 3), float)
-    with pytest.raises(ConfigError, match=r"gradients are float64\(4,\); allowed, as the parameters: float64\(3,\)"):
-        optimizer.update(numpy.zeros(4))

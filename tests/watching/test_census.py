@@ -210,10 +210,10 @@ def test_what_had_started_the_ranks_ended_first(job: Job) -> None:
 def test_a_rank_that_has_lost_its_parent(job: Job) -> None:
     """A rank counts as an orphan after one second. At a job's end all ranks are orphans for a moment."""
     parent, _ = job.start(1), job.start(2)
+    begun = time.monotonic()
     job.kill(parent.pid)
     parent.wait()
     job.until(lambda: job.census.first_end() is not None)
-    begun = time.monotonic()
     job.until(lambda: any(view.is_orphan for view in job.census.views()))
     assert time.monotonic() - begun > 0.9
     assert [view.record.rank for view in job.census.views() if view.is_orphan] == [1]

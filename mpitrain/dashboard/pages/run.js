@@ -3,6 +3,7 @@
 import {get, listen} from "./api.js";
 import {Chart, Zoom} from "./chart.js";
 import {Commands} from "./commands.js";
+import {Files} from "./files.js";
 import {Grid, kindOf} from "./grid.js";
 import {panelsOf} from "./panels.js";
 import {duration, element, number, stateMark, time, words} from "./text.js";
@@ -12,6 +13,7 @@ const base = `/api/runs/${encodeURIComponent(id)}`;
 const place = (name) => document.getElementById(name);
 const grid = new Grid(place("grid"));
 const zoom = new Zoom(() => draw());
+const files = new Files(`${base}/files`);
 let charts = [], names = [], events = [], rows = -1, commands = null;
 
 function showRun(run, live) {
@@ -125,3 +127,4 @@ listen(`/api/stream?run=${encodeURIComponent(id)}`, (message) => {
 });
 function fail(error) { place("problem").textContent = error.message; place("problem").hidden = false; }
 load().catch(fail);
+files.look();

@@ -36,6 +36,24 @@ export function duration(seconds) {
   return `${Math.floor(minutes / 60)} h ${minutes % 60} min`;
 }
 
+// How long ago a time was, in words, for what lasts.
+export function ago(seconds) {
+  if (seconds === null || seconds === undefined) return "";
+  const minutes = Math.max(0, Math.round((Date.now() / 1000 - seconds) / 60));
+  if (minutes < 1) return "just now";
+  if (minutes < 100) return `${minutes} min ago`;
+  const hours = Math.round(minutes / 60);
+  return hours < 48 ? `${hours} h ago` : `${Math.round(hours / 24)} days ago`;
+}
+
+export function bytes(value) {
+  if (value === null || value === undefined) return "";
+  const units = ["B", "kB", "MB", "GB", "TB", "PB"];
+  let place = 0;
+  while (value >= 999.5 && place < units.length - 1) { value /= 1000; place++; }
+  return `${Number(value.toPrecision(3))} ${units[place]}`;
+}
+
 export function words(name) { return name.replaceAll("_", " "); }
 
 const SHAPES = {starts: "◔", trains: "●", restarts: "↻", ends: "◑", done: "✓", failed: "✕", lost: "?", stalled: "!", unknown: "?", paused: "‖"};

@@ -75,6 +75,11 @@ class Checkpoint(Hook):
         self._begun: tuple[int, dict[str, Any]] = 0, {}
         self._state, self._part = HostCopies(), HostCopies()
 
+    @property
+    def directory(self) -> Path:
+        """Where the checkpoints are."""
+        return self._directory
+
     def reads_model(self, trainer: Trainer, step: int) -> bool:
         """See Hook."""
         return step % self._steps == 0 or step == trainer.last_step

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mpitrain.errors import CheckpointError, ConfigError, everywhere
+from mpitrain.training.hooks.checkpoint import Checkpoint
 from mpitrain.training.hooks.evaluate import Evaluate
 from mpitrain.training.hooks.hook import Hook
 from mpitrain.training.meters.communication import Communication
@@ -117,7 +118,8 @@ class Record(Hook):
         world = trainer.world
         with world.together("open the record"):
             if world.is_root:
-                self._document = document_of(world, type(trainer.strategy).__name__, after_step)
+                folders = [hook.directory for hook in trainer.hooks if isinstance(hook, Checkpoint)]
+                self._document = document_of(world, type(trainer.strategy).__name__, after_step, folders)
                 for output in self._outputs:
                     output.writer.open(after_step)
                     output.describe(self._document)

@@ -1,0 +1,116 @@
+"""What there is of a run besides its record: its checkpoints, and what `mpitrain verify` last said of its script.
+
+No checkpoint is loaded. A file that is damaged, huge or no file is named, and the rest is shown.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import stat
+from dataclasses import asdict
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from mpitrain.errors import CheckpointError, DataError
+from mpitrain.training.checkpoint.manifest import FILE, read_manifest
+from mpitrain.training.run_document import RunDocument
+from mpitrain.training.writers.json_lines import plain_number
+from mpitrain.verify.last_result import last_result
+
+_MOST_FOLDERS = 8
+_MOST_CHECKPOINTS = 100  # of a folder; the newest
+_MOST_MANIFEST_BYTES = 8 << 20
+_MOST_MANIFESTS = 1000
+_NAME = re.compile(r"step-(\d{8,18})(\.part-.*)?", re.ASCII | re.DOTALL)
+
+
+def files_of(document: RunDocument | None) -> dict[str, Any]:
+    """Return the checkpoints of each folder that the run names, and the last result of verify."""
+    if document is None:
+        return {"folders": [], "verify": None, "verifyProblem": ""}
+    folders = [_folder(Path(name)) for name in document.checkpoints[:_MOST_FOLDERS]]
+    try:
+        script = Path(document.folder, document.script)
+        result = last_result(script)
+        verified = None if result is None else {**asdict(result), "isOld": _has_changed(script, result.at)}
+        problem = ""
+    except (DataError, OSError, ValueError, RuntimeError) as error:  # such as a circle of links
+        verified, problem = None, f"what mpitrain verify said last cannot be read: {error}"
+    return {"folders": folders, "verify": verified, "verifyProblem": problem}
+
+
+def _has_changed(script: Path, since: float) -> bool:
+    try:
+        return script.stat().st_mtime > since
+    except OSError:
+        return False
+
+
+def _folder(path: Path) -> dict[str, Any]:
+    """Return the checkpoints of a folder, the newest first."""
+    steps: dict[int, list[str]] = {}
+    try:
+        for name in os.listdir(path):  # noqa: PTH208 (names are wanted)
+            if match := _NAME.fullmatch(name):
+                steps.setdefault(int(match[1]), []).append(name)
+    except FileNotFoundError:
+        return _nothing(path, "is not on this machine: it is on another host, or was moved or removed")
+    except (OSError, ValueError) as error:
+        return _nothing(path, f"cannot be read: {error}")
+    newest = sorted(steps, reverse=True)[:_MOST_CHECKPOINTS]
+    shown = [_checkpoint(path, step, steps[step]) for step in newest]
+    return {"folder": str(path), "problem": "", "checkpoints": shown, "more": len(steps) - len(newest)}
+
+
+def _nothing(path: Path, problem: str) -> dict[str, Any]:
+    return {"folder": str(path), "problem": problem, "checkpoints": [], "more": 0}
+
+
+def _checkpoint(folder: Path, step: int, names: list[str]) -> dict[str, Any]:
+    """Describe a checkpoint: `names` are its folder, and those of the parts that ranks have written beside it."""
+    whole = next((name for name in names if ".part-" not in name), "")
+    answer: dict[str, Any] = {"step": step, "bytes": None, "saved": None, "ranks": None, "loss": None, "score": None}
+    try:
+        answer["bytes"] = sum(_bytes_in(folder / name) for name in names)
+        if not whole:
+            raise CheckpointError("only parts of ranks are there; the rest has been removed, or was not written")
+        about = (folder / whole / FILE).lstat()
+        if not stat.S_ISREG(about.st_mode):
+            raise CheckpointError(f"its {FILE} is not a file")
+        answer["saved"] = about.st_mtime
+        if about.st_size > _MOST_MANIFEST_BYTES:
+            raise CheckpointError(f"its {FILE} has {about.st_size >> 20} MiB, and is not read here")
+        facts, problem = _manifest(folder / whole, about.st_mtime_ns, about.st_size)
+        if not problem and facts["step"] != step:
+            problem = f"it holds step {facts['step']}; was it renamed?"
+        return {**answer, **facts, "step": step, "problem": problem}
+    except FileNotFoundError:
+        return {**answer, "problem": f"it has no {FILE}; it is incomplete, or has just been removed"}
+    except CheckpointError as error:
+        return {**answer, "problem": str(error)}
+    except OSError as error:
+        return {**answer, "problem": f"it cannot be read: {error.strerror}"}
+
+
+def _bytes_in(folder: Path) -> int:
+    """Return the size of all files in a folder, not of those in folders below it."""
+    with os.scandir(folder) as entries:
+        return sum(entry.stat().st_size for entry in entries if entry.is_file(follow_symlinks=False))
+
+
+@lru_cache(_MOST_MANIFESTS)
+def _manifest(path: Path, _changed: int, _size: int) -> tuple[dict[str, Any], str]:
+    """Return what a manifest says, and what is wrong with it. Its time and its size tell it from a later one."""
+    try:
+        manifest = read_manifest(path)
+    except CheckpointError as error:
+        return {}, str(error)
+    ranks, loss = manifest.information.get("ranks"), manifest.information.get("loss")
+    return {
+        "step": manifest.step,
+        "ranks": ranks if type(ranks) is int else None,
+        "loss": None if loss is None else plain_number(loss),
+        "score": None if manifest.score is None else plain_number(manifest.score),
+    }, ""

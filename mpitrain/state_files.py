@@ -1,0 +1,102 @@
+"""Small files in which commands keep what they have found, for this user and for `mpitrain dashboard`.
+
+They are in `~/.local/state/mpitrain` (XDG_STATE_HOME moves it), one JSON object each, with the number of its form. Each
+is replaced as a whole, so that none is ever half written.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+import tempfile
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from mpitrain.errors import DataError, MpitrainError
+
+
+def state_folder() -> Path:
+    """Return the folder of this user's state. Machines with a common home folder share it."""
+    base = os.environ.get("XDG_STATE_HOME") or str(Path.home() / ".local" / "state")
+    return Path(base) / "mpitrain"
+
+
+def keep_state(path: Path, version: int, content: Mapping[str, Any]) -> None:
+    """Replace the file at `path` by this content, for this user's eyes alone. Make missing folders.
+
+    Raises:
+        MpitrainError: the file cannot be written. An earlier one is unchanged.
+    """
+    try:
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=f".writing-{path.name}-")  # with mode 600
+        try:
+            with os.fdopen(descriptor, "w") as file:
+                json.dump({"version": version, **content}, file)
+                file.flush()
+                os.fsync(descriptor)
+            Path(name).replace(path)
+        except BaseException:
+            with suppress(OSError):
+                Path(name).unlink()
+            raise
+    except OSError as error:
+        raise MpitrainError(
+            f"{path} cannot be written, so `mpitrain dashboard` does not show this result: {error.strerror}. Set "
+            "XDG_STATE_HOME to a folder of yours"
+        ) from None
+
+
+def read_state(path: Path, version: int, most_bytes: int) -> dict[str, Any] | None:
+    """Return the content of a file that `keep_state` has written; None: there is none.
+
+    Args:
+        path: the file.
+        version: the newest form that the caller can read.
+        most_bytes: a larger file is refused.
+
+    Raises:
+        DataError: the file cannot be read, is damaged, of a newer form, or too large.
+    """
+    text = read_bounded(path, most_bytes)
+    if text is None:
+        return None
+    try:
+        content = json.loads(text)
+        number = content["version"]
+        if type(number) is not int or number < 1:
+            raise ValueError(f"version {number!r:.40}")
+    except (ValueError, TypeError, KeyError, RecursionError) as error:
+        raise DataError(f"{path} is damaged ({type(error).__name__}: {error!s:.200}). Remove it") from None
+    if number > version:
+        raise DataError(f"{path} is of version {number}; this mpitrain reads up to {version}. Update mpitrain")
+    assert isinstance(content, dict)
+    return content
+
+
+def read_bounded(path: Path, most_bytes: int) -> bytes | None:
+    """Return the content of a file; None: there is none. What is no file, such as a pipe, does not hold up the caller.
+
+    Raises:
+        DataError: it cannot be read, is no file, or has more than `most_bytes`.
+    """
+    try:
+        with open(path, "rb", opener=_open_at_once) as file:
+            if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+                raise DataError(f"{path} is not a file")
+            text = file.read(most_bytes + 1)
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise DataError(f"{path} cannot be read: {error.strerror}") from None
+    if len(text) > most_bytes:
+        raise DataError(f"{path} has more than {most_bytes >> 20} MiB, so mpitrain has not written it. Remove it")
+    return text
+
+
+def _open_at_once(path: str, flags: int) -> int:
+    """Open a file. A pipe of that name does not hold up the reader."""
+    return os.open(path, flags | os.O_NONBLOCK)

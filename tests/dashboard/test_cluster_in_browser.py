@@ -1,0 +1,127 @@
+"""The cluster's page, and the checkpoints of a run, in a real browser: by mouse, by keyboard, with hostile texts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from cluster_made import INVENTORY, keep_check, keep_profile, keep_ways
+from records_made import make_record, rows_made
+from visiting import MARKUP, Visit, contrast
+
+from jobs import until
+from mpitrain.training.checkpoint.store import name_of, save
+from mpitrain.verify.last_result import keep_result
+from serving import Dashboard, dashboard
+
+pytest.importorskip("starlette", reason="needs Starlette and uvicorn: pip install 'mpitrain[dashboard]'")
+pytest.importorskip("uvicorn", reason="needs Starlette and uvicorn: pip install 'mpitrain[dashboard]'")
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Dashboard]:
+    folder = tmp_path_factory.mktemp("cluster")
+    state = folder / "state"
+    (folder / "hosts").write_text(INVENTORY)
+    keep_check(state, observed=MARKUP)
+    keep_ways(state)
+    keep_profile(folder / "profile")
+    for step in (10, 20):
+        save(folder / "kept", step, {})
+    (folder / "kept" / name_of(20) / "manifest.json").write_text(MARKUP)
+    (folder / "train.py").touch()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_STATE_HOME", str(state))
+        keep_result(folder / "train.py", [MARKUP], [MARKUP], is_equal=False)
+    checkpoints = [str(folder / "kept"), f"{folder}/{MARKUP}"]
+    make_record(folder / "runs/first", rows_made(1, 30), script=str(folder / "train.py"), checkpoints=checkpoints)
+    variables = {"XDG_STATE_HOME": str(state), "MPITRAIN_PROFILE": str(folder / "profile")}
+    words = (str(folder / "runs"), "-i", str(folder / "hosts"))
+    with dashboard(folder / "cache", *words, env=variables) as made:
+        made.wait_for("/api/runs", lambda answer: len(made.records(answer)) == 1)
+        yield made
+
+
+def open_cluster(visit: Visit) -> Any:
+    visit.page.get_by_role("link", name="Cluster", exact=True).click()
+    visit.page.wait_for_selector("#findings li")
+    return visit.page
+
+
+def test_hosts_and_findings(browser: Any, served: Dashboard) -> None:
+    visit = Visit(browser, served)
+    page = open_cluster(visit)
+    row = page.get_by_role("row").filter(has_text="node1").first
+    assert row.inner_text().split("\t")[-1].endswith("no job runs there, so nobody measures its load")
+    assert "16.8 GB of memory" in row.inner_text()
+    (finding,) = page.locator("#findings li").all()
+    assert MARKUP in finding.inner_text() and "node[2-3]" in finding.inner_text()
+    assert finding.locator("pre").inner_text() == "mount it"
+    assert "level full, without NFS01, 4 hosts: 1 fail" in page.inner_text("#checkWhen")
+    assert page.locator("#problems").is_hidden()
+    assert page.evaluate("window.hacked") is None
+    visit.close()
+
+
+def test_a_matrix_by_keyboard_and_by_mouse(browser: Any, served: Dashboard) -> None:
+    """The note has what the table has."""
+    visit = Visit(browser, served)
+    page = open_cluster(visit)
+    canvas, note = page.locator("canvas.matrix").first, page.locator(".matrices .now").first
+    canvas.focus()
+    assert note.inner_text() == "node1 to node2: 21 MB/s"
+    steps = [("ArrowRight", "node1 to node3: 31 MB/s"), ("ArrowDown", "node2 to node3: 32 MB/s")]
+    steps += [("ArrowLeft", "node2 to node2: the same host"), ("ArrowLeft", "node2 to node1: not measured")]
+    steps += [("ArrowLeft", "node2 to node1: not measured"), ("ArrowUp", "node1 to node1: the same host")]
+    for key, text in steps:
+        page.keyboard.press(key)
+        assert note.inner_text() == text, key
+    box = canvas.bounding_box()
+    page.mouse.move(box["x"] + box["width"] - 5, box["y"] + box["height"] * 5 / 8)
+    assert note.inner_text() == "node3 to node4: 43 MB/s"
+    page.get_by_text("Bandwidth as a table").first.click()
+    rows = [row.split("\t") for row in page.locator("table").nth(1).locator("tbody tr").all_inner_texts()]
+    assert rows[1] == ["node2", "", "", "32 MB/s", "42 MB/s"]
+    colors = page.evaluate(
+        """() => { const canvas = document.querySelector("canvas.matrix"), width = canvas.width, height = canvas.height;
+        const size = height / 4, left = width - height, context = canvas.getContext("2d");
+        const pixel = (x, y) => [...context.getImageData(x, y, 1, 1).data].join();
+        const at = (from, to) => pixel(left + (to + .5) * size, (from + .5) * size);
+        return [at(2, 3), at(2, 0), at(1, 0), at(0, 0)]; }"""
+    )
+    assert len(set(colors)) == 4, "the best, the worst, not measured, and nothing"
+    visit.close()
+
+
+def test_checkpoints_and_verify_of_a_run(browser: Any, served: Dashboard) -> None:
+    visit = Visit(browser, served)
+    visit.open_run("first")
+    page = visit.page
+    page.wait_for_selector("#checkpoints tbody tr")
+    rows = [row.split("\t") for row in page.locator("#checkpoints tbody tr").all_inner_texts()]
+    assert [row[0] for row in rows] == ["20", "10"]
+    assert "is damaged" in rows[0][-1] and rows[1][-1] == "" and rows[1][1] == "just now"
+    assert f"{MARKUP} is not on this machine" in page.inner_text("#filesProblem")
+    assert page.inner_text("#verifyWords") == "not equal on one rank and on several"
+    assert MARKUP in page.inner_text("#verifyWhen")
+    page.get_by_text("What was compared").click()
+    assert page.inner_text("#verifyLines") == MARKUP
+    assert page.evaluate("window.hacked") is None
+    visit.close()
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("width", [400, 1280])
+def test_no_page_is_wider_than_the_screen(browser: Any, served: Dashboard, scheme: str, width: int) -> None:
+    visit = Visit(browser, served, viewport={"width": width, "height": 800}, color_scheme=scheme)
+    page = open_cluster(visit)
+    until(lambda: page.locator("canvas.matrix").count() == 4)
+    assert page.evaluate("document.documentElement.scrollWidth") <= width
+    selector = "h1, h2, h3, td, th, p, a, dt, dd, li, small, summary, pre, strong"
+    colors = page.evaluate(
+        f"() => [...document.querySelectorAll('{selector}')].map((one) => getComputedStyle(one).color)"
+    )
+    ground = page.evaluate("getComputedStyle(document.body).backgroundColor")
+    assert colors and min(contrast(color, ground) for color in set(colors)) >= 4.5
+    visit.close()
