@@ -74,7 +74,9 @@ if TYPE_CHECKING:
     from mpitrain.training.tunable import tunable as tunable
     from mpitrain.training.writers.csv_table import Csv as Csv
     from mpitrain.training.writers.json_lines import JsonLines as JsonLines
+    from mpitrain.training.writers.mlflow import Mlflow as Mlflow
     from mpitrain.training.writers.tensorboard import TensorBoard as TensorBoard
+    from mpitrain.training.writers.wandb import Wandb as Wandb
     from mpitrain.world import World as World
 
 __version__ = "0.1.0"
@@ -111,6 +113,7 @@ _HOME = {
     "MapData": "training.data.map",
     "Memory": "training.meters.memory",
     "Meter": "training.meters.meter",
+    "Mlflow": "training.writers.mlflow",
     "MpitrainError": "errors",
     "Parameter": "exchange.bucket",
     "ParameterServer": "strategies",
@@ -133,6 +136,7 @@ _HOME = {
     "Throughput": "training.meters.throughput",
     "Trainer": "training.trainer",
     "Tunable": "training.tunable",
+    "Wandb": "training.writers.wandb",
     "Workers": "training.meters.workers",
     "World": "world",
     "clip_by_global_norm": "training.flat_optimizer",

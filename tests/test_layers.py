@@ -186,12 +186,14 @@ HOMES = {
     "jax": ["jax.*"],
     "fabric": ["diagnostics.connect"],
     "matplotlib": ["bench.plot", "chaos.picture", "simulate.picture", "training.plot"],
+    "mlflow": ["training.writers.mlflow"],
     "numba": ["compression.kernels"],
     "pynvml": ["training.meters.gpu_utilisation"],
     "rich": ["cli.check_cluster", "cli.top_screen", "cli.top_view", "simulate.report", "training.hooks.log"],
     "starlette": ["dashboard.app", "dashboard.gate"],
     "tensorboardX": ["training.writers.tensorboard"],
     "uvicorn": ["dashboard.server"],
+    "wandb": ["training.writers.wandb"],
     "zmq": ["serve.doorkeeper", "serve.keys", "serve.sockets"],
 }
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from mpitrain.cli.job_id import job_id
 from mpitrain.cli.launching import add_inventory_argument
+from mpitrain.cli.terminal_text import wrapped
 
 
 def add_job_arguments(parser: argparse.ArgumentParser, meaning: str) -> None:
@@ -33,7 +34,7 @@ def show_answer(
 ) -> int:
     """Print what the launcher of a job has answered; returns 0 if it has accepted."""
     if "accepted" in answer:
-        print(f"job {job}: {answer['accepted']}")
+        print(wrapped(f"job {job}: {answer['accepted']}", sys.stdout))
         return 0
     lines = [f"job {job}: {answer['refused']}"] if answer else list(wrong.values())
     if not answer:
@@ -41,5 +42,5 @@ def show_answer(
         listed = "`mpitrain ps` lists the jobs; one under plain mpiexec has no launcher"
         lines.append(f"no launcher of a job {job} of yours is on {where}. {listed}")
     for line in lines:
-        print(f"mpitrain {command}: {line}", file=sys.stderr)
+        print(wrapped(f"mpitrain {command}: {line}", sys.stderr), file=sys.stderr)
     return 1

@@ -51,6 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Tell it; returns 0 if the job does it."""
     from mpitrain.cli import kill
+    from mpitrain.cli.terminal_text import wrapped
     from mpitrain.launch.hosts import place_ranks
     from mpitrain.launch.jobs import tell_launcher
 
@@ -61,13 +62,13 @@ def run(arguments: argparse.Namespace) -> int:
     if not job:
         job, problem = _only_job(placement)
         if problem:
-            print(f"mpitrain tell: {problem}", file=sys.stderr)
+            print(wrapped(f"mpitrain tell: {problem}", sys.stderr), file=sys.stderr)
             return 1
     if order["kind"] == "kill":
         return kill.run(argparse.Namespace(hosts=arguments.hosts, inventory=arguments.inventory, job=job))
     answer, wrong = tell_launcher(placement, job, {"tell": order, "from": socket.gethostname()})
     if "can" in answer:
-        print(_listed(job, int(answer["step"]), answer["can"]))
+        print(wrapped(_listed(job, int(answer["step"]), answer["can"]), sys.stdout))
         return 0
     return show_answer("tell", job, placement.machines, answer, wrong)
 
@@ -106,8 +107,8 @@ def _only_job(placement: Placement) -> tuple[str, str]:
             "launcher that could tell it anything"
         )
     if len(jobs) > 1:
-        listed = ", ".join(f"{job.token} ({job.script})" for job in jobs)
-        return "", f"{len(jobs)} jobs of yours run on {where}: {listed}. Name one: `mpitrain tell JOB ...`"
+        listed = [f"  {job.token}  {job.script}" for job in jobs]
+        return "", "\n".join([f"{len(jobs)} jobs of yours run on {where}. Name one: `mpitrain tell JOB ...`", *listed])
     return jobs[0].token, ""
 
 

@@ -55,20 +55,23 @@ def run(arguments: argparse.Namespace) -> int:
 def _none(token: str | None) -> int:
     """Say that there is nothing to watch, and show what ps knows."""
     from mpitrain.cli import ps
+    from mpitrain.cli.terminal_text import wrapped
 
     job = "no job of yours" if token is None else f"no job {token} of yours"
-    print(
+    text = (
         f"mpitrain top: {job} has its launcher on {socket.gethostname()}. A job is watched on the machine where "
         "`mpitrain run` runs; a job that plain mpiexec has started has no launcher, and its own output is all there "
-        "is. What `mpitrain ps` knows:",
-        file=sys.stderr,
+        "is. What `mpitrain ps` knows:"
     )
+    print(wrapped(text, sys.stderr), file=sys.stderr)
     ps.run(argparse.Namespace(job=token, hosts=None, inventory=None))
     return 1
 
 
 def _list(jobs: list[LiveJob]) -> None:
     """Print the jobs from which the user can choose."""
+    from mpitrain.cli.terminal_text import cut, wrapped
+    from mpitrain.cli.top_view import state_of
     from mpitrain.cli.workers_table import table
 
     rows = [("JOB", "STATE", "STEP", "RANKS", "SCRIPT")]
@@ -76,6 +79,7 @@ def _list(jobs: list[LiveJob]) -> None:
         answer = job.answer
         step = max((entry["step"] for entry in answer["ranks"]), default=0)
         script = " ".join([answer["script"], *answer["arguments"]])
-        rows.append((answer["job"] or "-", answer["state"], str(step or "-"), str(len(answer["ranks"])), script))
-    print("\n".join(table(rows, len(rows[0]))))
-    print("mpitrain top: several jobs run here. Choose one: mpitrain top JOB", file=sys.stderr)
+        rows.append((answer["job"] or "-", state_of(answer), str(step or "-"), str(len(answer["ranks"])), script))
+    print(cut(table(rows, len(rows[0])), sys.stdout))
+    text = "mpitrain top: several jobs run here. Choose one: mpitrain top JOB"
+    print(wrapped(text, sys.stderr), file=sys.stderr)

@@ -11,7 +11,20 @@ Order = Literal["slowest", "rank", "host"]
 _SECONDS = 10.0
 # In these a rank does not go on by itself, or nobody knows whether it does.
 MARKED = ("stopped", "disk", "failed", "ended", "unknown")
-_WAITING = ("waits", "wire", "done", "lost")
+_WAITING = ("waits", "wire", "done", "lost", "paused")
+
+
+def in_pause(answer: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a look in which ranks that wait in a pause are not busy but "paused". The head has who paused them."""
+    if not answer.get("paused"):
+        return answer
+    ranks = [
+        {**entry, "phase": "paused", "call": ""}
+        if entry["phase"] == "busy" and entry["call"].startswith("a pause ")
+        else entry
+        for entry in answer["ranks"]
+    ]
+    return {**answer, "ranks": ranks}
 
 
 class TopHistory:
@@ -22,7 +35,7 @@ class TopHistory:
 
     def add(self, answer: Mapping[str, Any]) -> None:
         """Take in a look. Another try of the job begins anew."""
-        phases = {entry["rank"]: entry["phase"] for entry in answer["ranks"]}
+        phases = {entry["rank"]: entry["phase"] for entry in in_pause(answer)["ranks"]}
         at = answer["at"]
         while self._looks and (
             self._looks[0][1] != answer["job"] or not at - _SECONDS <= self._looks[0][0] <= at  # or the clock was set

@@ -34,7 +34,9 @@ def look_once(job: LiveJob) -> None:
     history = TopHistory()
     history.add(job.answer)
     console = Console(soft_wrap=False)
-    console.print(picture(job.answer, history, "slowest", console.width, None))
+    with console.capture() as drawn:
+        console.print(picture(job.answer, history, "slowest", console.width, None))
+    print("\n".join(line.rstrip() for line in drawn.get().splitlines()))  # Rich fills up the lines of a table
 
 
 def show(job: LiveJob) -> int:

@@ -12,7 +12,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from mpitrain.cli.top_history import MARKED, Order, TopHistory
+from mpitrain.cli.top_history import MARKED, Order, TopHistory, in_pause
 
 _BAR_COLUMNS = 16
 # Below these widths a column is left out.
@@ -20,7 +20,8 @@ _WIDE, _MIDDLE = 76, 44
 _MOST_HOST, _MOST_CALL = 16, 60
 # Two empty ones, the title of the table, the hosts and the keys; one more says how many ranks are not shown.
 _OTHER_LINES = 5
-_MOST_STALL_LINES = 4
+_MOST_TEXT_LINES = 4
+PAUSED = "paused"
 _LONG_SILENCE = 2.5
 # By phase: its letter in a bar, and its style.
 _PHASES = {
@@ -34,10 +35,11 @@ _PHASES = {
     "unknown": ("?", "bold red"),
     "ended": ("e", "red"),
     "lost": ("l", "dim"),
+    "paused": ("p", "yellow"),
     "starts": ("i", "blue"),
     "done": ("-", "dim"),
 }
-_LEGEND = "c computes  . waits  w wire  b busy  d disk  s stopped"
+_LEGEND = "c computes  . waits  w wire  b busy  d disk  s stopped  p paused"
 
 
 def picture(
@@ -60,7 +62,7 @@ def picture(
         first: so many ranks at the top are left out.
         keys: the last line; "": there is none.
     """
-    ranks = history.sort(answer["ranks"], order)
+    ranks = history.sort(in_pause(answer)["ranks"], order)
     shown = ranks[first:] if height is None else ranks[first : first + rows_for(answer, width, height)]
     parts: list[RenderableType] = [*head(answer, width), Text(), _table(shown, history, width), Text()]
     if left_out := len(ranks) - len(shown):
@@ -84,20 +86,31 @@ def head(answer: Mapping[str, Any], width: int) -> list[Text]:
     since = timedelta(seconds=max(0, round(answer["at"] - answer["since"])))
     tries = f"  try {answer['tries']}" if answer["tries"] > 1 else ""
     first = _line(f"job {answer['job'] or '-'}  ", "bold")
-    style = {"trains": "bold green", "ends": "bold"}.get(answer["state"], "bold yellow")
-    first.append(answer["state"], style)
+    state = state_of(answer)
+    first.append(state, {"trains": "bold green", "ends": "bold"}.get(state, "bold yellow"))
     first.append(f"  {since}{tries}")
     lines = [first, _line(_printable(" ".join([answer["script"], *answer["arguments"]]))), _progress(answer)]
+    if state == PAUSED:
+        lines += _wrapped(answer["paused"], width, "bold yellow")
     if answer.get("stall"):
-        stall = textwrap.wrap(_printable(answer["stall"]), width, max_lines=_MOST_STALL_LINES, placeholder=" …")
-        lines += [_line(text, "bold red") for text in stall]
-    elif answer["events"]:
+        lines += _wrapped(answer["stall"], width, "bold red")
+    elif answer["events"] and state != PAUSED:
         last = answer["events"][-1]
         at = time.strftime("%H:%M:%S", time.localtime(last["at"]))
         lines.append(_line(f"{at} {_printable(last['text'])}"))
     for line in lines:
         line.truncate(width, overflow="ellipsis")
     return lines
+
+
+def state_of(answer: Mapping[str, Any]) -> str:
+    """Return the state of a job in a word."""
+    return PAUSED if answer.get("paused") and answer["state"] != "ends" else str(answer["state"])
+
+
+def _wrapped(text: str, width: int, style: str) -> list[Text]:
+    lines = textwrap.wrap(_printable(text), width, max_lines=_MOST_TEXT_LINES, placeholder=" …")
+    return [_line(line, style) for line in lines]
 
 
 def _progress(answer: Mapping[str, Any]) -> Text:
@@ -107,7 +120,7 @@ def _progress(answer: Mapping[str, Any]) -> Text:
         facts.append(f"epoch {max(epochs)}")
     if "loss" in metrics:
         facts.append(f"loss {_number(metrics['loss'], '.4g')}")
-    if "samples/s" in metrics:
+    if "samples/s" in metrics and state_of(answer) != PAUSED:
         facts.append(f"{_number(metrics['samples/s'], ',.0f')} samples/s")
     served = answer["served"] or {}
     if "here" in served:

@@ -41,6 +41,15 @@ class RunEvent:
         left_out = () if self.teller else ("teller", "at")
         return {name: value for name, value in fields.items() if name not in left_out}
 
+    def line(self) -> str:
+        """Return the event as a line of text."""
+        if self.source == "told":
+            return f"after step {self.after_step}: {self.text} ({self.teller})"
+        return (
+            f"after step {self.after_step}: {self.text}; {self.num_ranks} ranks went on from {self.source} after "
+            f"{self.seconds:.2f} s, {self.repeated_steps} steps were repeated"
+        )
+
     @classmethod
     def from_plain(cls, fields: Mapping[str, Any]) -> RunEvent:
         """The reverse of `plain`.

@@ -85,7 +85,7 @@ def test_what_is_drawn() -> None:
     assert lines[7].split() == ["1", "node1", "waits", "2.5", "s", "10", "." * 16, "mean", "of", "4", "float32"]
     assert lines[9:] == [
         "hosts: node1 (2)",
-        "last 10 s: c computes  . waits  w wire  b busy  d disk  s stopped",
+        "last 10 s: c computes  . waits  w wire  b busy  d disk  s stopped  p paused",
         "keys",
     ]
 
@@ -100,6 +100,46 @@ def test_a_stall_and_a_silent_host() -> None:
     assert lines[6].endswith("…")  # at most four lines of it
     assert "!    1 b     unknown" in "\n".join(lines)
     assert "hosts: b (1) silent for 4 s, node1 (1)" in lines
+
+
+WHO = "paused by ada on lab1 on 2026-11-26 11:02:37, after step 10"
+
+
+def in_the_pause(number: int) -> dict[str, Any]:
+    return rank(number, "busy", call=WHO.replace("paused by", "a pause by"))
+
+
+def test_a_pause_is_neither_slow_nor_silent() -> None:
+    """Who saves a checkpoint in it is busy; who is stopped in it is marked, and the stall is shown too."""
+    ranks = [in_the_pause(0), rank(1, "busy", call="write a checkpoint"), in_the_pause(2), rank(3, "stopped")]
+    history = TopHistory()
+    lines = drawn(look(9.0, *ranks, paused=WHO, stall="rank 3 is stopped"), history=history)
+    assert lines[0] == "job 1a2b3c4d  paused  0:00:09"
+    assert lines[2:5] == ["step 10  epoch 3  loss 0.25", WHO, "rank 3 is stopped"]
+    rows = [line.split() for line in lines[7:11]]
+    assert rows[0] == ["!", "3", "node1", "stopped", "2.5", "s", "10", "s" * 16]
+    assert rows[1] == ["1", "node1", "busy", "2.5", "s", "10", "b" * 16, "write", "a", "checkpoint"]
+    assert rows[2] == ["0", "node1", "paused", "2.5", "s", "10", "p" * 16]
+    assert rows[3] == ["2", "node1", "paused", "2.5", "s", "10", "p" * 16]
+    assert [history.shares(number) for number in range(4)] == [
+        {"paused": 1.0},
+        {"busy": 1.0},
+        {"paused": 1.0},
+        {"stopped": 1.0},
+    ]
+
+
+def test_who_has_paused_it_takes_the_lines_that_it_needs() -> None:
+    answer = look(9.0, *map(in_the_pause, range(30)), paused=WHO, events=[{"at": 0.0, "text": "rank 2 was lost"}])
+    for width, height in ((30, 20), (60, 24), (200, 24)):
+        lines = drawn(answer, width, height)
+        assert WHO in " ".join(lines)
+        assert "rank 2 was lost" not in " ".join(lines)
+        assert (len(lines), max(map(len, lines)) <= width) == (height, True)
+
+
+def test_a_pause_ends_with_the_job() -> None:
+    assert drawn(look(9.0, rank(0, "done"), paused=WHO, state="ends"))[0] == "job 1a2b3c4d  ends  0:00:09"
 
 
 @pytest.mark.parametrize("width", [20, 30, 43, 44, 60, 75, 76, 80, 200])

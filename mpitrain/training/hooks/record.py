@@ -26,7 +26,7 @@ from mpitrain.training.meters.workers import Workers
 from mpitrain.training.run_document import DONE, LEFT, RunDocument, document_of
 from mpitrain.training.run_event import RunEvent
 from mpitrain.training.writers.json_lines import JsonLines
-from mpitrain.training.writers.writer import OUTER_STEPS, DescribingWriter, Row, Writer
+from mpitrain.training.writers.writer import OUTER_STEPS, BatchingWriter, DescribingWriter, Row, Writer
 from mpitrain.watching.activity import own_activity
 
 if TYPE_CHECKING:
@@ -62,7 +62,7 @@ class Record(Hook):
     ) -> None:
         """
         Args:
-            writers: for example JsonLines, Csv, TensorBoard.
+            writers: for example JsonLines, Csv, TensorBoard, Mlflow, Wandb.
             steps: the number of steps from row to row.
             meters: default: all in mpitrain.training.meters, with GpuUtilisation only if the model is on GPUs. A server
                 has Workers, all others have Communication.
@@ -221,9 +221,10 @@ class Record(Hook):
                 end = LEFT
             else:
                 end = f"{type(error).__name__}: {error}".splitlines()[0]
+            document = self._document.ended_now(end)
             for output in self._outputs:
                 with suppress(OSError):  # the rows matter more, and a missing end is seen
-                    output.describe(self._document.ended_now(end))
+                    output.describe(document)
         self._close_outputs()
 
     def _close_outputs(self) -> None:
@@ -279,9 +280,7 @@ class _Output:
         self._lacking.append((row, events))
         was_well = len(self._lacking) == 1
         try:
-            while self._lacking:
-                self.writer.write(*self._lacking[0])
-                del self._lacking[0]
+            self._write_lacking()
         except OSError as error:
             if was_well:
                 print(
@@ -294,7 +293,18 @@ class _Output:
         if not was_well:
             print(f"mpitrain: {name}: {self.writer} is written again; no row is lost", file=sys.stderr, flush=True)
 
+    def _write_lacking(self) -> None:
+        if isinstance(self.writer, BatchingWriter):
+            self.writer.write_all(self._lacking)
+            self._lacking.clear()
+        while self._lacking:
+            self.writer.write(*self._lacking[0])
+            del self._lacking[0]
+
     def close(self) -> None:
+        with suppress(OSError):
+            if self._lacking:
+                self._write_lacking()
         if self._lacking:
             print(f"mpitrain: {self.writer} lacks its last {len(self._lacking)} rows", file=sys.stderr, flush=True)
         with suppress(OSError):  # the message above has reported the missing rows

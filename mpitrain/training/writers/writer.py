@@ -46,6 +46,14 @@ class DescribingWriter(Writer, Protocol):
         """
 
 
+@runtime_checkable
+class BatchingWriter(Writer, Protocol):
+    """A writer that is faster if it gets all rows that it lacks at once."""
+
+    def write_all(self, rows: Sequence[tuple[Row, Sequence[RunEvent]]]) -> None:
+        """Write rows, each with its events, as `write` does. After an OSError the same rows may come again."""
+
+
 def replace_file(path: Path, content: bytes) -> None:
     """Write a file. Whatever happens, it has the old content or the new one."""
     temporary = path.with_name(f".{path.name}-{os.getpid()}")

@@ -1,0 +1,40 @@
+"""Text that fits the width of a terminal. In a pipe or a file it stays as it is."""
+
+from __future__ import annotations
+
+import os
+import textwrap
+from typing import TextIO
+
+
+def columns_of(stream: TextIO) -> int | None:
+    """Return the width of the terminal; None: the stream is none, or the terminal does not say."""
+    try:
+        return os.get_terminal_size(stream.fileno()).columns or None
+    except (OSError, ValueError):
+        return None
+
+
+def wrapped(text: str, stream: TextIO) -> str:
+    """Return lines that are broken between words. What follows of a line is indented by two more."""
+    columns = columns_of(stream)
+    if columns is None:
+        return text
+    lines = []
+    for line in text.split("\n"):
+        indent = " " * (len(line) - len(line.lstrip()) + 2)
+        lines += textwrap.wrap(
+            line,
+            columns,
+            subsequent_indent=indent,
+            break_long_words=False,  # paths, which somebody may copy
+            break_on_hyphens=False,
+            replace_whitespace=False,
+        ) or [""]
+    return "\n".join(lines)
+
+
+def cut(lines: list[str], stream: TextIO) -> str:
+    """Return the lines of a table, each no longer than the terminal is wide."""
+    columns = columns_of(stream)
+    return "\n".join(line if columns is None or len(line) <= columns else f"{line[: columns - 1]}…" for line in lines)
