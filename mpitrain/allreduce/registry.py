@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import numpy
 
-from mpitrain.allreduce.algorithm import Piece, Progress, Sequential, Steps
+from mpitrain.allreduce.algorithm import AddAll, Piece, Progress, Sequential, Steps
 from mpitrain.allreduce.costs import Cost, Topology
 from mpitrain.allreduce.group import Group
 from mpitrain.allreduce.halves import Halves
@@ -28,6 +28,8 @@ class Entry(NamedTuple):
         reduce_scatter, allgather: make the two halves of an algorithm that has halves, each for use by itself. Not
             collective, like `over`. On one communicator, the queue keeps the messages of two pieces of work in order.
         halves: makes both halves for a World, if the algorithm has some, but none over a group. Collective.
+        seen: makes it for a World, with another function that adds up all summands of a part at once: for an algorithm
+            that brings all of them to one rank. Collective. None if partial sums travel; so may be its result.
     """
 
     make: Callable[[World], Sequential]
@@ -36,6 +38,7 @@ class Entry(NamedTuple):
     reduce_scatter: Callable[[Group], Piece] | None = None
     allgather: Callable[[Group], Piece] | None = None
     halves: Callable[[World], Halves] | None = None
+    seen: Callable[[World, AddAll], Sequential | None] | None = None
 
 
 ALGORITHMS: dict[str, Entry] = {}  # filled in __init__.py, which imports all algorithms

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from mpitrain.allreduce.algorithm import Sequential
+from mpitrain.allreduce.algorithm import AddAll, Sequential
 from mpitrain.allreduce.costs import bucket_bytes, compression, topology_of
+from mpitrain.allreduce.direct import direct_seen
 from mpitrain.allreduce.group import everyone, num_lanes
 from mpitrain.allreduce.halves import Halves
 from mpitrain.allreduce.hierarchical import hierarchical_halves
 from mpitrain.allreduce.registry import ALGORITHMS, by_cost, candidates, changes, cheapest, priced
-from mpitrain.allreduce.shared_memory import shared_memory_halves
+from mpitrain.allreduce.shared_memory import shared_memory_halves, shared_memory_seen
 from mpitrain.compression import CODECS
 from mpitrain.world import World
 
@@ -25,6 +26,13 @@ def auto(world: World) -> Sequential:
 def auto_halves(world: World) -> Halves:
     """The halves that send the fewest bytes over the network: shared memory inside nodes. Collective."""
     return (shared_memory_halves if world.num_nodes == 1 else hierarchical_halves)(world)
+
+
+def auto_seen(world: World, add_all: AddAll) -> Sequential | None:
+    """Shared memory on one node, direct between nodes of one rank. Otherwise the sums of nodes must travel."""
+    if world.num_nodes == 1:
+        return shared_memory_seen(world, add_all)
+    return direct_seen(world, add_all) if world.num_nodes == world.size else None
 
 
 def choices(world: World) -> list[str]:
