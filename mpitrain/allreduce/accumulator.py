@@ -8,9 +8,9 @@ from typing import NamedTuple
 
 import numpy
 
-from mpitrain.allreduce import fixed_point
+from mpitrain.allreduce import fixed_point, fixed_point_numpy
 from mpitrain.allreduce.fixed_point import BLOCK_VALUES, FORMS, SMALLEST_BOTTOM, Form
-from mpitrain.compression.kernels import compiled
+from mpitrain.compression.kernels import can_compile, compiled
 
 _PIECE_VALUES = 2**14  # summed here at a time: 128 KiB of float64 stay in a core's cache
 _COUNT_BITS = 20  # of each of the three counts in a word: +infinity, -infinity, NaN
@@ -70,13 +70,19 @@ def bits_of(form: Form, values: numpy.ndarray) -> numpy.ndarray:
 
 
 class Accumulator:
-    """The compiled loops, and their scratch memory: an object serves one caller at a time."""
+    """The loops, and their scratch memory: an object serves one caller at a time."""
 
-    def __init__(self) -> None:
-        self._find_ranges, self._write_limb = compiled(fixed_point.find_ranges), compiled(fixed_point.write_limb)
-        self._round_words = compiled(fixed_point.round_words)
-        self._round_limbs = partial(compiled(fixed_point.round_limbs), compiled(fixed_point.highest_bit))
-        self._add_doubles, self._round_doubles = compiled(fixed_point.add_doubles), compiled(fixed_point.round_doubles)
+    def __init__(self, *, compiles: bool | None = None) -> None:
+        """`compiles`: whether Numba compiles the loops. Default: if it is there. NumPy gives the same bits."""
+        self.compiles = can_compile() if compiles is None else compiles
+        names = ("find_ranges", "write_limb", "round_words", "round_limbs", "add_doubles", "round_doubles")
+        module = fixed_point if self.compiles else fixed_point_numpy
+        loops = [getattr(module, name) for name in names]
+        if self.compiles:
+            loops = [compiled(loop) for loop in loops]
+            loops[3] = partial(loops[3], compiled(fixed_point.highest_bit))
+        self._find_ranges, self._write_limb, self._round_words, self._round_limbs, *rest = loops
+        self._add_doubles, self._round_doubles = rest
         self._doubles = numpy.empty(_PIECE_VALUES, numpy.float64)
 
     def compile(self, dtype: numpy.dtype) -> None:

@@ -47,7 +47,6 @@ from mpitrain.allreduce.algorithm import AllreduceHandle, Progress, Sequential, 
 from mpitrain.allreduce.fixed_point import BLOCK_VALUES, FORMS, Form
 from mpitrain.allreduce.halves import Halves
 from mpitrain.arrays import Array
-from mpitrain.compression.kernels import can_compile
 from mpitrain.errors import ConfigError, everywhere
 from mpitrain.waiting.control import until
 from mpitrain.world import World
@@ -205,20 +204,12 @@ def exact_sum(world: World, name: str | None = None) -> ExactSum:
     """Make the exact sum by the algorithm of that name, or of the world's settings. Collective.
 
     Raises:
-        ConfigError: there is no algorithm of that name, it does not suit this world, or a rank lacks Numba. On every
-            rank.
+        ConfigError: there is no algorithm of that name, or it does not suit this world. On every rank.
         MismatchError: the ranks give different names.
     """
     name = world.config.algorithm if name is None else name
     check_name(name)
-    lacking = world.agree("make an exact sum", [name], code=int(not can_compile()))["code"].nonzero()[0].tolist()
-    if lacking:
-        raise everywhere(
-            ConfigError(
-                f"{world.name(lacking[0])} lacks Numba, or NUMBA_DISABLE_JIT switches it off; reduction=exact needs "
-                "its compiled loops. Install it on every rank: pip install 'mpitrain[compression]'"
-            )
-        )
+    world.agree("make an exact sum", [name])
     entry, accumulator = ALGORITHMS[name], Accumulator()
     has_halves = entry.halves is not None or entry.reduce_scatter is not None
     halves = make_halves(world, name) if has_halves else _whole(world, name)

@@ -1,4 +1,4 @@
-"""Floats as whole numbers on a common scale, for sums that no order changes. Compiled by Numba.
+"""Floats as whole numbers on a common scale, for sums that no order changes. Loops for Numba.
 
 Blocks of 256 values have a scale: `bottom`, the exponent of the lowest bit of any of their values, on any rank. Then
 each value is a whole number of units 2^bottom, and sums of whole numbers are exact. A number that is too long for one
