@@ -12,7 +12,7 @@ from mpitrain.allreduce.fixed_point import FORMS
 from mpitrain.compression.kernels import can_compile
 from tests.exact_values import exact_sums, hard_values
 
-COUNT = 9 * 17 * 4 + 5  # more than two blocks
+COUNT = 9 * 17 * 2 + 250  # more than two blocks
 
 
 @pytest.fixture(params=[False, True], ids=["numpy", "compiled"], scope="module")

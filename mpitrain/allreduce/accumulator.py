@@ -1,4 +1,4 @@
-"""Exact sums on one rank, and the steps of one that goes over ranks: ranges, scales, words, rounding (fixed_point.py)."""
+"""Exact sums on one rank, and the steps of a sum over ranks: ranges, scales, words, rounding (see fixed_point.py)."""
 
 from __future__ import annotations
 

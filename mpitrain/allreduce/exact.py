@@ -1,4 +1,4 @@
-"""exact: the correctly rounded sum, by any algorithm of the registry. No order, placement or number of ranks changes it.
+"""exact: the correctly rounded sum, by any algorithm of the registry. No order or placement of ranks changes it.
 
 The sum of all summands is rounded once, to nearest, ties to even. So it is the same whoever adds, in whatever order.
 There are two ways to it:
@@ -12,8 +12,8 @@ The second way, in words of 64 bits, which no algorithm rounds:
                                                    of words           by the owner     of floats
 
 Worked: 1, 2^-30 and -1 on three ranks, in float32. The ranks agree that the lowest bit of all is 2^-53, of 2^-30. They
-send 2^53, 2^23 and -2^53. The owner gets 2^23 in whatever order, and rounds it to 2^-30. A sum in float32 is 2^-30 or 0,
-by the order.
+send 2^53, 2^23 and -2^53. The owner gets 2^23 in whatever order, and rounds it to 2^-30. A sum in float32 is 2^-30 or
+0, by the order.
 
 1. Each rank finds the highest and the lowest exponent of each block of 256 values. MPI's own allreduce makes the maxima
    over ranks: 6 bytes a block.
@@ -193,8 +193,8 @@ class ExactSum:
         if most > _MOST_OF_A_RANK or bound > MOST_SUMMANDS:
             raise everywhere(
                 ConfigError(
-                    f"an exact sum of {most} summands or more on one of {self._world.size} ranks; allowed are "
-                    f"{_MOST_OF_A_RANK} on a rank, and {MOST_SUMMANDS} if all ranks have as many. Add up fewer at a time"
+                    f"an exact sum of at least {most} summands on one of {self._world.size} ranks; allowed are "
+                    f"{_MOST_OF_A_RANK} on a rank, and {MOST_SUMMANDS} if all ranks have as many. Add up fewer at once"
                 )
             )
         return bound

@@ -1,4 +1,4 @@
-"""The loops of fixed_point.py in NumPy, with the same bits, for machines without Numba. Arguments and results are equal.
+"""The loops of fixed_point.py in NumPy, for machines without Numba: the same arguments, and the same bits.
 
 Each operation goes through memory, so these take tens of times as long.
 """

@@ -48,6 +48,8 @@ def choices(world: World) -> list[str]:
     if world.num_nodes > 1 and config.algorithm in ("auto", "hierarchical", "ring"):
         order = [world.hosts[rank] for rank in everyone(world).members]
         lines.append(f"ring: {' '.join(dict.fromkeys(order))}")
+    if config.reduction != "plain":
+        lines.append(f"reduction: {config.reduction}")
     if config.compression != "none":
         lines.append(_compression(world))
     lines.append(f"buckets: {config.bucket_mib or bucket_bytes(profile, world.num_nodes) / 2**20:g} MiB")
