@@ -75,21 +75,22 @@ class Accumulator:
     def __init__(self, *, compiles: bool | None = None) -> None:
         """`compiles`: whether Numba compiles the loops. Default: if it is there. NumPy gives the same bits."""
         self.compiles = can_compile() if compiles is None else compiles
-        names = ("find_ranges", "write_limb", "round_words", "round_limbs", "add_doubles", "round_doubles")
+        names = ("find_ranges", "write_limb", "round_words", "round_limbs", "add_two", "add_doubles", "round_doubles")
         module = fixed_point if self.compiles else fixed_point_numpy
         loops = [getattr(module, name) for name in names]
         if self.compiles:
             loops = [compiled(loop) for loop in loops]
             loops[3] = partial(loops[3], compiled(fixed_point.highest_bit))
         self._find_ranges, self._write_limb, self._round_words, self._round_limbs, *rest = loops
-        self._add_doubles, self._round_doubles = rest
+        self._add_two, self._add_doubles, self._round_doubles = rest
         self._doubles = numpy.empty(_PIECE_VALUES, numpy.float64)
 
     def compile(self, dtype: numpy.dtype) -> None:
         """Compile all loops for a dtype of FORMS. In the middle of a training step, this would delay every rank."""
         for value in (1.0, numpy.finfo(numpy.float64).tiny, numpy.inf):
             values = numpy.array([value]).astype(dtype)
-            self.add_up([values, values], values)
+            for number in (2, 3):
+                self.add_up([values] * number, values)
         self._add_slowly([values, values], values)
 
     def raise_ranges(self, form: Form, bits: numpy.ndarray, ranges: numpy.ndarray) -> None:
@@ -132,6 +133,9 @@ class Accumulator:
 
     def add_up(self, summands: Sequence[numpy.ndarray], into: numpy.ndarray) -> None:
         """Overwrite `into`, which may be one of the summands, with their sum, rounded once."""
+        if len(summands) == 2 and into.dtype == numpy.float32:
+            self._add_two(*summands, into)
+            return
         for begin in range(0, into.size, _PIECE_VALUES):
             piece = slice(begin, begin + _PIECE_VALUES)
             parts = [summand[piece] for summand in summands]

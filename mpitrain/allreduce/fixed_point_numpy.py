@@ -89,6 +89,14 @@ def round_limbs(
     bits[:] = sign | fields << uint64(precision - 1) | value
 
 
+def add_two(left: numpy.ndarray, right: numpy.ndarray, sums: numpy.ndarray) -> None:
+    """See fixed_point.py."""
+    with numpy.errstate(all="ignore"):
+        result = (left.astype(float64) + 0) + right
+        sums[:] = result
+    sums[numpy.isnan(result)] = numpy.nan
+
+
 def add_doubles(values: numpy.ndarray, totals: numpy.ndarray, keep: bool, inexact: numpy.ndarray) -> None:
     """See fixed_point.py."""
     value, total = values.astype(float64), totals.copy() if keep else numpy.zeros(values.size)
