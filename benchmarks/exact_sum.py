@@ -27,6 +27,10 @@ from mpitrain.bench.rounds import Variant, measure, ratio, versions_line
 NAMES = {str(dtype): dtype for dtype in FORMS}
 
 
+def variant(start: Callable[..., AllreduceHandle], flat: numpy.ndarray, values: numpy.ndarray) -> Variant:
+    return Variant(lambda: start(flat, agreed=True).wait(), lambda: numpy.copyto(flat, values))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--mib", type=float, nargs="*", default=[0.25, 4, 16])
@@ -43,16 +47,11 @@ def main() -> None:
         values = numpy.random.default_rng(world.rank).standard_normal(int(mib * 2**20) // dtype.itemsize).astype(dtype)
         for name in arguments.algorithms:
             plain, exact = make_algorithm(world, name), exact_sum(world, name)
-            flats = {True: exact.allocate(values.size, dtype), False: plain.allocate(values.size, dtype)}
-
-            def variant(start: Callable[..., AllreduceHandle], *, is_exact: bool) -> Variant:
-                flat = flats[is_exact]
-                return Variant(lambda: start(flat, agreed=True).wait(), lambda: numpy.copyto(flat, values))
-
+            flat = exact.allocate(values.size, dtype)
             variants = {
-                "plain": variant(plain.start, is_exact=False),
-                "exact": variant(exact.start, is_exact=True),
-                "in words": variant(partial(exact.start, others=()), is_exact=True),
+                "plain": variant(plain.start, plain.allocate(values.size, dtype), values),
+                "exact": variant(exact.start, flat, values),
+                "in words": variant(partial(exact.start, others=()), flat, values),
             }
             measure(world, variants, 2)
             measured = measure(world, variants, arguments.rounds, link.counters)

@@ -11,7 +11,12 @@ import numpy
 
 BFLOAT16 = numpy.dtype(ml_dtypes.bfloat16)
 # The number of bits of a value; the exponents of the smallest value above 0 and of the first one that is too large.
-_LIMITS = {"float16": (11, -24, 16), "bfloat16": (8, -133, 128), "float32": (24, -149, 128), "float64": (53, -1074, 1024)}
+_LIMITS = {
+    "float16": (11, -24, 16),
+    "bfloat16": (8, -133, 128),
+    "float32": (24, -149, 128),
+    "float64": (53, -1074, 1024),
+}
 _NANS = {"float16": 0x7E00, "bfloat16": 0x7FC0, "float32": 0x7FC00000, "float64": 0x7FF8000000000000}
 
 

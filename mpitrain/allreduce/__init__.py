@@ -49,9 +49,7 @@ ALGORITHMS |= {
     ),
     "hierarchical": Entry(hierarchical, seconds=hierarchical_seconds, halves=hierarchical_halves),
     "ring": Entry(ring, ring_steps, ring_seconds, ring_reduce_scatter, ring_allgather),
-    "direct": Entry(
-        direct, direct_steps, direct_seconds, direct_reduce_scatter, direct_allgather, seen=direct_seen
-    ),
+    "direct": Entry(direct, direct_steps, direct_seconds, direct_reduce_scatter, direct_allgather, seen=direct_seen),
     "recursive_doubling": Entry(recursive_doubling, recursive_doubling_steps),
     "halving_doubling": Entry(
         halving_doubling,

@@ -228,9 +228,7 @@ def make_exchange(
     check_compression(compression, OTHERS)
     reduction = world.config.reduction if reduction is None else reduction
     check_reduction(reduction)
-    world.agree(
-        "make an exchange", [f"compression {compression}", f"algorithm {algorithm}", f"reduction {reduction}"]
-    )
+    world.agree("make an exchange", [f"compression {compression}", f"algorithm {algorithm}", f"reduction {reduction}"])
     if compression == "auto" and reduction == "exact":
         world.print("mpitrain: compression auto: none; reduction=exact sends gradients as they are")
         compression = "none"

@@ -81,7 +81,9 @@ class SparseLoCo(Rounds):
         if compression not in ("none", "auto"):
             problem = f"compression={compression}: it has a form of its own. Leave compression out, or use mt.DiLoCo"
         elif world.config.reduction == "exact":
-            problem = "reduction=exact: it adds up what it keeps of each rank in float32. Take reduction=plain, or mt.DiLoCo"
+            problem = (
+                "reduction=exact: it adds up what it keeps of each rank in float32. Take reduction=plain, or mt.DiLoCo"
+            )
         elif buffers:
             problem = (
                 f"it sends only the largest values, and the model has {num_buffers} buffers whose mean all ranks need, "

@@ -41,7 +41,7 @@ def assert_bits(found: numpy.ndarray, expected: numpy.ndarray) -> None:
 @pytest.mark.parametrize(
     ("name", "dtype"),
     [
-        pytest.param(name, dtype, id=f"{name}-{dtype}", marks=() if FLOAT32 == dtype or name == "auto" else SLOW)
+        pytest.param(name, dtype, id=f"{name}-{dtype}", marks=() if dtype == FLOAT32 or name == "auto" else SLOW)
         for name in sorted(ALGORITHMS)
         for dtype in FORMS
     ],
