@@ -11,7 +11,7 @@ import numpy
 
 BFLOAT16 = numpy.dtype(ml_dtypes.bfloat16)
 # The number of bits of a value; the exponents of the smallest value above 0 and of the first one that is too large.
-_LIMITS = {
+LIMITS = {
     "float16": (11, -24, 16),
     "bfloat16": (8, -133, 128),
     "float32": (24, -149, 128),
@@ -23,7 +23,7 @@ _NANS = {"float16": 0x7E00, "bfloat16": 0x7FC0, "float32": 0x7FC00000, "float64"
 def hard_values(dtype: numpy.dtype, count: int, number: int, seed: int = 0) -> numpy.ndarray:
     """Summand `number` of so many values. The kinds of values lie one after the other, 17 of each at a time."""
     rng = numpy.random.default_rng((seed, number, count))
-    _, smallest, largest = _LIMITS[str(dtype)]
+    _, smallest, largest = LIMITS[str(dtype)]
     normal = rng.standard_normal(count)
     kinds = [
         normal,
@@ -60,7 +60,7 @@ def _nearest(values: Sequence[float], dtype: numpy.dtype) -> float:
     if not all(map(math.isfinite, values)):
         infinities = {value for value in values if not math.isfinite(value) and not math.isnan(value)}
         return infinities.pop() if len(infinities) == 1 and not any(map(math.isnan, values)) else math.nan
-    precision, smallest, largest = _LIMITS[str(dtype)]
+    precision, smallest, largest = LIMITS[str(dtype)]
     total = sum(map(Fraction, values))
     if total == 0:
         return 0.0

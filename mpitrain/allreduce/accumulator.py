@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy
 
 from mpitrain.allreduce import fixed_point, fixed_point_numpy
-from mpitrain.allreduce.fixed_point import BLOCK_VALUES, FORMS, SMALLEST_BOTTOM, Form
+from mpitrain.allreduce.fixed_point import BLOCK_VALUES, FORMS, Form
 from mpitrain.compression.kernels import can_compile, compiled
 
 _PIECE_VALUES = 2**14  # summed here at a time: 128 KiB of float64 stay in a core's cache
@@ -59,7 +59,7 @@ def scale_of(form: Form, ranges: numpy.ndarray, num_summands: int) -> Scale:
     """The scale for all summands, at most `num_summands`, from the maxima of their ranges."""
     width = 63 - (num_summands - 1).bit_length()
     tops, bottoms, special = ranges.astype(numpy.int64)
-    bottoms = numpy.where(tops > 0, -bottoms, SMALLEST_BOTTOM)  # of zeros alone: any
+    bottoms = numpy.where(tops > 0, -bottoms, 1)  # of zeros alone: any
     limbs = -(-(tops - bottoms + form.source_precision) // width)
     return Scale(bottoms, width, numpy.maximum(limbs, 1), special > 0)
 
@@ -87,11 +87,11 @@ class Accumulator:
 
     def compile(self, dtype: numpy.dtype) -> None:
         """Compile all loops for a dtype of FORMS. In the middle of a training step, this would delay every rank."""
-        for value in (1.0, numpy.finfo(numpy.float64).tiny, numpy.inf):
-            values = numpy.array([value]).astype(dtype)
-            for number in (2, 3):
-                self.add_up([values] * number, values)
-        self._add_slowly([values, values], values)
+        values = numpy.array([1, 2.0**-100]).astype(dtype)  # of float32, they need two words together
+        for number in (2, 3):
+            self.add_up([values] * number, values)
+        for some in (values, values[:1]):
+            self._add_slowly([some, some], some)
 
     def raise_ranges(self, form: Form, bits: numpy.ndarray, ranges: numpy.ndarray) -> None:
         """Raise `ranges`, of no_ranges, to those of a summand."""
@@ -121,7 +121,7 @@ class Accumulator:
             sums: n values.
         """
         limbs = words[: scale.num_limbs]
-        if len(limbs) == 1 and sums.dtype == numpy.float32 and scale.bottoms.min() >= SMALLEST_BOTTOM:
+        if len(limbs) == 1 and sums.dtype == numpy.float32:
             self._round_words(limbs[0], first, scale.bottoms, sums)
         else:
             bits = sums.view(f"u{sums.itemsize}")

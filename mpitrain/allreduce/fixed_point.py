@@ -30,7 +30,6 @@ from numpy import float32, float64, int64, uint64
 
 BLOCK_VALUES = 256
 _NAN = float32(numpy.nan)
-SMALLEST_BOTTOM = 24  # of float32: a whole number of such units is 0 or a normal number
 
 
 class Form(NamedTuple):
@@ -93,8 +92,8 @@ def find_ranges(bits: numpy.ndarray, precision: int, ranges: numpy.ndarray) -> N
             highest = max(highest, size if size < infinity else uint64(0))
             smallest = min(smallest, uint64(size - uint64(1)))  # 0 becomes the largest of all
         if highest > uint64(0):
-            top = max(int64(highest >> uint64(fraction)), 1)
-            bottom = max(int64((smallest + uint64(1)) >> uint64(fraction)), 1)
+            top = max(int64(highest >> uint64(fraction)), int64(1))
+            bottom = max(int64((smallest + uint64(1)) >> uint64(fraction)), int64(1))
             ranges[0, block] = max(int64(ranges[0, block]), top)
             ranges[1, block] = max(int64(ranges[1, block]), -bottom)
         if largest >= infinity:
@@ -140,22 +139,23 @@ def write_limb(
 def round_words(words: numpy.ndarray, first: int, bottoms: numpy.ndarray, sums: numpy.ndarray) -> None:
     """Do the same as round_limbs for one limb and float32, several times as fast.
 
-    The processor rounds a whole number to 24 bits. The scale then changes the exponent only, if no sum is subnormal.
+    The processor rounds a whole number to 24 bits. The scale then changes the exponent only: a sum below the normal
+    numbers is a multiple of the smallest number, as all summands are, so it has at most 23 bits.
 
     Args:
         words: int64[n].
         first: number of the first value in the blocks.
-        bottoms: int64[blocks], all at least SMALLEST_BOTTOM.
+        bottoms: int64[blocks].
         sums: float32[n]; overwritten.
     """
-    begin = int64(0)
+    begin = 0
     for block in range(int64(first) // BLOCK_VALUES, bottoms.size):
         end = min((block + 1) * BLOCK_VALUES - first, sums.size)
         scale = int64((bottoms[block] - int64(150) + int64(1023)) << int64(52)).view(float64)
         part, into = words[begin:end], sums[begin:end]
         for i in range(into.size):
             into[i] = float32(float64(float32(part[i])) * scale)
-        begin = max(end, begin)
+        begin = end
 
 
 def round_limbs(
@@ -209,12 +209,12 @@ def round_limbs(
             k = number
             while k > 0 and digits[k] == uint64(0):
                 k -= 1
-            value, place = digits[k], k * width
+            value, place = uint64(digits[k]), int64(k * width)
             highest = highest_bit(value)
             # 63 bits, the last of which says whether anything follows.
             while k > 0:
                 k -= 1
-                taken = min(62 - highest, width) if value else 0
+                taken = min(int64(62) - highest, int64(width))
                 value = (value << uint64(taken)) | (digits[k] >> uint64(width - taken))
                 highest += taken
                 place -= taken

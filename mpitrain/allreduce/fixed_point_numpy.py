@@ -136,4 +136,5 @@ def _digits(limbs: numpy.ndarray, width: int) -> tuple[list[numpy.ndarray], nump
 
 def _highest_bits(values: numpy.ndarray) -> numpy.ndarray:
     places = numpy.maximum(numpy.frexp(values.astype(float64))[1].astype(int64) - 1, 0)
-    return places - ((values >> places.astype(uint64) == 0) & (values > 0))  # the conversion may have rounded up
+    highest: numpy.ndarray = places - ((values >> places.astype(uint64) == 0) & (values > 0))  # it may have rounded up
+    return highest

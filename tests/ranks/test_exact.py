@@ -8,7 +8,7 @@ from functools import lru_cache
 import numpy
 import pytest
 
-from mpitrain import World
+from mpitrain import SparseLoCo, World
 from mpitrain.allreduce import ALGORITHMS
 from mpitrain.allreduce import accumulator as accumulators
 from mpitrain.allreduce.exact import exact_sum
@@ -22,6 +22,7 @@ from tests.exact_values import exact_sums, hard_values
 
 from .common import error_on_all, named_ranks, skip_alone
 from .placements import PLACEMENTS, placed
+from .walks import Walk
 
 FLOAT32 = numpy.dtype(numpy.float32)
 LENGTHS = (0, 1, 2, 5, 523)
@@ -179,3 +180,10 @@ def test_ranks_that_differ(world: World) -> None:
     assert f"{odd}: reduction exact; {even}: reduction plain" in text
     made, flat = exact_sum(world), numpy.ones(3, numpy.float32)
     error_on_all(world, MismatchError, made.start(flat, others=() if world.rank == 1 else None).wait)
+
+
+def test_sparse_loco_refuses(world: World) -> None:
+    skip_alone(world)
+    there = replace(world, config=replace(world.config, reduction="exact"))
+    text = error_on_all(world, ConfigError, lambda: SparseLoCo(2).begin(there, Walk(w=2).model))
+    assert text.startswith("SparseLoCo: reduction=exact: it adds up what it keeps")
