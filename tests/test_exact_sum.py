@@ -54,8 +54,8 @@ def test_sums_that_need_one_bit_more_than_the_words(accumulator: Accumulator, dt
         row[:3] = -(2.0**gap), 2.0**gap, 1.0
         summands = [row, row.copy(), numpy.zeros_like(row)]
         # In another block: an inexact addition, so that all are added up as whole numbers.
-        summands[0][256], summands[1][256] = 1.0, 2.0**-100
-        summands[2][256] = 2.0**-100
+        summands[0][256], summands[1][256] = 1.0, 2.0**-60
+        summands[2][256] = 2.0**-60
         total = numpy.empty_like(row)
         accumulator.add_up(summands, total)
         assert total[:3].tolist() == (2.0 * row[:3]).tolist()
