@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy
 
 from mpitrain.allreduce import fixed_point, fixed_point_numpy
-from mpitrain.allreduce.fixed_point import BLOCK_VALUES, FORMS, Form
+from mpitrain.allreduce.fixed_point import BLOCK_VALUES, FORMS, FloatForm
 from mpitrain.compression.kernels import can_compile, compiled
 
 _PIECE_VALUES = 2**14  # summed here at a time: 128 KiB of float64 stay in a core's cache
@@ -55,7 +55,7 @@ def no_ranges(count: int) -> numpy.ndarray:
     return ranges
 
 
-def scale_of(form: Form, ranges: numpy.ndarray, num_summands: int) -> Scale:
+def scale_of(form: FloatForm, ranges: numpy.ndarray, num_summands: int) -> Scale:
     """The scale for all summands, at most `num_summands`, from the maxima of their ranges."""
     width = 63 - (num_summands - 1).bit_length()
     tops, bottoms, special = ranges.astype(numpy.int64)
@@ -64,7 +64,7 @@ def scale_of(form: Form, ranges: numpy.ndarray, num_summands: int) -> Scale:
     return Scale(bottoms, width, numpy.maximum(limbs, 1), special > 0)
 
 
-def bits_of(form: Form, values: numpy.ndarray) -> numpy.ndarray:
+def bits_of(form: FloatForm, values: numpy.ndarray) -> numpy.ndarray:
     """The bits of values in the source's dtype."""
     return values.astype(form.source, copy=False).view(f"u{form.source.itemsize}")
 
@@ -93,12 +93,12 @@ class Accumulator:
         for some in (values, values[:1]):
             self._add_slowly([some, some], some)
 
-    def raise_ranges(self, form: Form, bits: numpy.ndarray, ranges: numpy.ndarray) -> None:
+    def raise_ranges(self, form: FloatForm, bits: numpy.ndarray, ranges: numpy.ndarray) -> None:
         """Raise `ranges`, of no_ranges, to those of a summand."""
         self._find_ranges(bits, form.source_precision, ranges)
 
     def write_word(
-        self, form: Form, summands: Sequence[numpy.ndarray], scale: Scale, word: int, into: numpy.ndarray
+        self, form: FloatForm, summands: Sequence[numpy.ndarray], scale: Scale, word: int, into: numpy.ndarray
     ) -> None:
         """Overwrite `into`, int64[n], with the sum of one word of all summands, given as bits; of none: with zeros."""
         if not summands:
@@ -112,7 +112,7 @@ class Accumulator:
             else:
                 into[:] = _counted(form, bits)
 
-    def round(self, form: Form, words: numpy.ndarray, first: int, scale: Scale, sums: numpy.ndarray) -> None:
+    def round(self, form: FloatForm, words: numpy.ndarray, first: int, scale: Scale, sums: numpy.ndarray) -> None:
         """Overwrite `sums` with the nearest values.
 
         Args:
@@ -164,7 +164,7 @@ class Accumulator:
         self.round(form, words, 0, scale, into)
 
 
-def _counted(form: Form, bits: numpy.ndarray) -> numpy.ndarray:
+def _counted(form: FloatForm, bits: numpy.ndarray) -> numpy.ndarray:
     """A word for each value, in which infinities and NaNs are counted when such words are added up."""
     values = bits.view(form.source)
     nan = numpy.isnan(values)

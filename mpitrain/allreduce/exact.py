@@ -44,7 +44,7 @@ import numpy
 from mpitrain.allreduce import ALGORITHMS, check_name, make_algorithm, make_halves
 from mpitrain.allreduce.accumulator import MOST_SUMMANDS, Accumulator, Scale, bits_of, no_ranges, scale_of
 from mpitrain.allreduce.algorithm import AllreduceHandle, Progress, Sequential, check_flat, compared, in_phases
-from mpitrain.allreduce.fixed_point import BLOCK_VALUES, FORMS, Form
+from mpitrain.allreduce.fixed_point import BLOCK_VALUES, FORMS, FloatForm
 from mpitrain.allreduce.halves import Halves
 from mpitrain.arrays import Array
 from mpitrain.errors import ConfigError, everywhere
@@ -168,7 +168,7 @@ class ExactSum:
 
     @in_phases
     def _sum(
-        self, form: Form, summands: Sequence[numpy.ndarray], scale: Scale, sums: numpy.ndarray, gathers_there: bool
+        self, form: FloatForm, summands: Sequence[numpy.ndarray], scale: Scale, sums: numpy.ndarray, gathers_there: bool
     ) -> Iterator[Progress]:
         """Overwrite `sums`; the halves can gather there, or not."""
         own = self._halves.own(sums.size, self._world.rank)

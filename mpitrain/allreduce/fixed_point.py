@@ -32,7 +32,7 @@ BLOCK_VALUES = 256
 _NAN = float32(numpy.nan)
 
 
-class Form(NamedTuple):
+class FloatForm(NamedTuple):
     """How the values of a dtype are read and written.
 
     Attributes:
@@ -55,10 +55,10 @@ class Form(NamedTuple):
 
 _SINGLE, _DOUBLE = numpy.dtype(numpy.float32), numpy.dtype(numpy.float64)
 FORMS = {
-    numpy.dtype(numpy.float16): Form(_SINGLE, 11, 126, 31),
-    numpy.dtype(ml_dtypes.bfloat16): Form(_SINGLE, 8, 17, 255),
-    _SINGLE: Form(_SINGLE, 24, 1, 255),
-    _DOUBLE: Form(_DOUBLE, 53, 1, 2047),
+    numpy.dtype(numpy.float16): FloatForm(_SINGLE, 11, 126, 31),
+    numpy.dtype(ml_dtypes.bfloat16): FloatForm(_SINGLE, 8, 17, 255),
+    _SINGLE: FloatForm(_SINGLE, 24, 1, 255),
+    _DOUBLE: FloatForm(_DOUBLE, 53, 1, 2047),
 }
 
 
@@ -169,7 +169,7 @@ def round_limbs(
     infinity: int,
     bits: numpy.ndarray,
 ) -> None:
-    """Overwrite `bits` by the nearest floats; see Form. Zero is +0.
+    """Overwrite `bits` by the nearest floats; see FloatForm. Zero is +0.
 
     Args:
         highest_bit: the function of that name, compiled.
