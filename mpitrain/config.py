@@ -44,6 +44,7 @@ class Config:
     algorithm: str = "auto"  # how arrays are summed: a name in mpitrain.allreduce.ALGORITHMS
     transport: str = "auto"  # how arrays on GPUs are summed: a name in mpitrain.allreduce.device.TRANSPORTS
     compression: str = "none"  # between nodes: "none", "auto", a name in mpitrain.compression.CODECS, "power_sgd"
+    reduction: str = "plain"  # how floats are summed: "plain", or "exact": rounded once, in whatever order they come
     profile: str = ""  # file on rank 0 that `mpitrain bench --save-profile` wrote on this cluster; "": none
     bucket_mib: float = 0.0  # gradients are exchanged in buckets of about this many MiB; 0: by the profile, else 4
     stall_seconds: float = 10.0  # if nothing moves in a wait for so long, a report says who waits for whom

@@ -8,7 +8,14 @@ also runs between nodes, and `auto` takes an entry with a cost where it is the f
 from __future__ import annotations
 
 from mpitrain.allreduce.algorithm import Sequential
-from mpitrain.allreduce.direct import direct, direct_allgather, direct_reduce_scatter, direct_seconds, direct_steps
+from mpitrain.allreduce.direct import (
+    direct,
+    direct_allgather,
+    direct_reduce_scatter,
+    direct_seconds,
+    direct_seen,
+    direct_steps,
+)
 from mpitrain.allreduce.group import everyone
 from mpitrain.allreduce.halves import Halves, of_group
 from mpitrain.allreduce.halving_doubling import (
@@ -22,20 +29,29 @@ from mpitrain.allreduce.native import native, native_seconds, native_steps
 from mpitrain.allreduce.recursive_doubling import recursive_doubling, recursive_doubling_steps
 from mpitrain.allreduce.registry import ALGORITHMS, Entry
 from mpitrain.allreduce.ring import ring, ring_allgather, ring_reduce_scatter, ring_seconds, ring_steps
-from mpitrain.allreduce.select import auto, auto_halves
-from mpitrain.allreduce.shared_memory import shared_memory, shared_memory_halves, shared_memory_seconds
+from mpitrain.allreduce.select import auto, auto_halves, auto_seen
+from mpitrain.allreduce.shared_memory import (
+    shared_memory,
+    shared_memory_halves,
+    shared_memory_seconds,
+    shared_memory_seen,
+)
 from mpitrain.errors import ConfigError, everywhere
 from mpitrain.world import World
 
 __all__ = ["ALGORITHMS", "Entry", "check_name", "make_algorithm", "make_halves"]
 
 ALGORITHMS |= {
-    "auto": Entry(auto, halves=auto_halves),
+    "auto": Entry(auto, halves=auto_halves, seen=auto_seen),
     "native": Entry(native, native_steps, native_seconds),
-    "shared_memory": Entry(shared_memory, seconds=shared_memory_seconds, halves=shared_memory_halves),
+    "shared_memory": Entry(
+        shared_memory, seconds=shared_memory_seconds, halves=shared_memory_halves, seen=shared_memory_seen
+    ),
     "hierarchical": Entry(hierarchical, seconds=hierarchical_seconds, halves=hierarchical_halves),
     "ring": Entry(ring, ring_steps, ring_seconds, ring_reduce_scatter, ring_allgather, is_alike=True),
-    "direct": Entry(direct, direct_steps, direct_seconds, direct_reduce_scatter, direct_allgather, is_alike=True),
+    "direct": Entry(
+        direct, direct_steps, direct_seconds, direct_reduce_scatter, direct_allgather, is_alike=True, seen=direct_seen
+    ),
     "recursive_doubling": Entry(recursive_doubling, recursive_doubling_steps),
     "halving_doubling": Entry(
         halving_doubling,

@@ -29,6 +29,9 @@ _SUMMABLE = frozenset(DTYPES)
 # at once; a number: the seconds that the caller may sleep), and ends when the buffer holds the sum.
 Progress: TypeAlias = Iterator[float | None]
 
+# Adds up host arrays into the last argument, which is one of them.
+AddAll: TypeAlias = Callable[[Sequence[numpy.ndarray], numpy.ndarray], None]
+
 Arguments = ParamSpec("Arguments")
 Item = TypeVar("Item")
 

@@ -42,7 +42,7 @@ from typing import TYPE_CHECKING
 
 import numpy
 
-from mpitrain.allreduce.algorithm import Piece, Sequential, Steps, in_phases
+from mpitrain.allreduce.algorithm import AddAll, Piece, Sequential, Steps, in_phases
 from mpitrain.allreduce.costs import Topology, wire_seconds
 from mpitrain.allreduce.group import Group, everyone
 from mpitrain.allreduce.window import WINDOW, PieceSteps, in_pieces, piece_bytes, windowed
@@ -63,6 +63,11 @@ def direct(world: World) -> Sequential:
     return Sequential(world, "direct", direct_steps(everyone(world)))
 
 
+def direct_seen(world: World, add_all: AddAll) -> Sequential:
+    """The same, with another addition."""
+    return Sequential(world, "direct", direct_steps(everyone(world), add_all=add_all))
+
+
 def direct_seconds(num_bytes: int, topology: Topology) -> float:
     """Two latencies and 2 (m-1)/m of the bytes over a link, for m nodes. For one rank per node only."""
     if topology.most_ranks > 1:
@@ -71,11 +76,14 @@ def direct_seconds(num_bytes: int, topology: Topology) -> float:
     return 2 * topology.profile.latency_seconds + wire_seconds(num_bytes, topology) * uneven
 
 
-def direct_steps(group: Group, codec: Codec | None = None) -> Steps:
-    """Run both phases, one after the other for each piece. With a codec: float32 only, rounded; see the module."""
+def direct_steps(group: Group, codec: Codec | None = None, add_all: AddAll | None = None) -> Steps:
+    """Run both phases, one after the other for each piece. With a codec: float32 only, rounded; see the module.
+
+    `add_all` adds up all summands of a part once they are there; default: they are added one by one as they come.
+    """
     if codec is not None:
         return in_pieces(group, _coded(group, codec), codec.wire_bytes)
-    reduce, gather = _reduce(group), _gather(group)
+    reduce, gather = _reduce(group, add_all), _gather(group)
 
     @in_phases
     def exchange(
@@ -105,7 +113,7 @@ def direct_allgather(group: Group) -> Piece:
     return lambda flat, lengths=None: run(flat, lengths)
 
 
-def _reduce(group: Group) -> PieceSteps:
+def _reduce(group: Group, add_all: AddAll | None = None) -> PieceSteps:
     """Phase 1 of one piece of every segment."""
     comm, rank, others = group.comm, group.rank, range(1, group.size)
     wires = [Wires(piece_bytes(group), group.size, None) for _ in range(WINDOW if group.size > 1 else 0)]
@@ -124,7 +132,10 @@ def _reduce(group: Group) -> PieceSteps:
         ]
         for receive, octets in zip(receives, arrived, strict=True):
             yield done(receive)
-            add(total, octets.view(flat.dtype))
+            if add_all is None:
+                add(total, octets.view(flat.dtype))
+        if add_all is not None:
+            add_all([total, *(octets.view(flat.dtype) for octets in arrived)], total)
         # From here on, the sent values may be overwritten.
         for send in sends:
             yield done(send)

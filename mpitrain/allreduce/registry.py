@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import numpy
 
-from mpitrain.allreduce.algorithm import Piece, Progress, Sequential, Steps
+from mpitrain.allreduce.algorithm import AddAll, Piece, Progress, Sequential, Steps
 from mpitrain.allreduce.costs import Cost, Topology
 from mpitrain.allreduce.group import Group
 from mpitrain.allreduce.halves import Halves
@@ -30,6 +30,8 @@ class Entry(NamedTuple):
         halves: makes both halves for a World, if the algorithm has some, but none over a group. Collective.
         is_alike: if no part of the buffer is longer than another, every rank does the same: what rank r sends to rank
             r + i, rank 0 sends to rank i. So a simulation of rank 0 is one of all (simulate/training.py).
+        seen: makes it for a World, with another function that adds up all summands of a part at once: for an algorithm
+            that brings all of them to one rank. Collective. None if partial sums travel; so may be its result.
     """
 
     make: Callable[[World], Sequential]
@@ -39,6 +41,7 @@ class Entry(NamedTuple):
     allgather: Callable[[Group], Piece] | None = None
     halves: Callable[[World], Halves] | None = None
     is_alike: bool = False
+    seen: Callable[[World, AddAll], Sequential | None] | None = None
 
 
 ALGORITHMS: dict[str, Entry] = {}  # filled in __init__.py, which imports all algorithms

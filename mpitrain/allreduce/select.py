@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from mpitrain.allreduce.algorithm import Sequential
+from mpitrain.allreduce.algorithm import AddAll, Sequential
 from mpitrain.allreduce.costs import bucket_bytes, compression, topology_of
+from mpitrain.allreduce.direct import direct_seen
 from mpitrain.allreduce.group import everyone, num_lanes
 from mpitrain.allreduce.halves import Halves
 from mpitrain.allreduce.hierarchical import hierarchical_halves
 from mpitrain.allreduce.registry import ALGORITHMS, by_cost, candidates, changes, cheapest, priced
-from mpitrain.allreduce.shared_memory import shared_memory_halves
+from mpitrain.allreduce.shared_memory import shared_memory_halves, shared_memory_seen
 from mpitrain.compression import CODECS
 from mpitrain.world import World
 
@@ -27,6 +28,13 @@ def auto_halves(world: World) -> Halves:
     return (shared_memory_halves if world.num_nodes == 1 else hierarchical_halves)(world)
 
 
+def auto_seen(world: World, add_all: AddAll) -> Sequential | None:
+    """Shared memory on one node, direct between nodes of one rank. Otherwise the sums of nodes must travel."""
+    if world.num_nodes == 1:
+        return shared_memory_seen(world, add_all)
+    return direct_seen(world, add_all) if world.num_nodes == world.size else None
+
+
 def choices(world: World) -> list[str]:
     """Describe, in lines for the user, the choices in this world by its settings and its profile."""
     profile, config = world.profile, world.config
@@ -40,6 +48,8 @@ def choices(world: World) -> list[str]:
     if world.num_nodes > 1 and config.algorithm in ("auto", "hierarchical", "ring"):
         order = [world.hosts[rank] for rank in everyone(world).members]
         lines.append(f"ring: {' '.join(dict.fromkeys(order))}")
+    if config.reduction != "plain":
+        lines.append(f"reduction: {config.reduction}")
     if config.compression != "none":
         lines.append(_compression(world))
     lines.append(f"buckets: {config.bucket_mib or bucket_bytes(profile, world.num_nodes) / 2**20:g} MiB")

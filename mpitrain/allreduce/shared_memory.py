@@ -33,10 +33,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from typing import TypeAlias
 
 import numpy
 
-from mpitrain.allreduce.algorithm import Progress, Sequential, Steps, in_phases
+from mpitrain.allreduce.algorithm import AddAll, Progress, Sequential, Steps, in_phases
 from mpitrain.allreduce.costs import Topology, inside_seconds
 from mpitrain.allreduce.group import Group, of_this_node
 from mpitrain.allreduce.halves import Halves
@@ -50,6 +51,25 @@ from mpitrain.world import World
 _BLOCK_BYTES = 128 * 1024
 _SLAB_BYTES = 4 * 2**20
 
+# Sums the block of all arrays into that of the last argument, which is one of them.
+AddBlock: TypeAlias = Callable[[list[numpy.ndarray], slice, numpy.ndarray], None]
+
+
+def add_block(arrays: list[numpy.ndarray], block: slice, into: numpy.ndarray) -> None:
+    """Sum all arrays' `block`, in their order, into `into`, which is one of them."""
+    with numpy.errstate(all="ignore"):
+        if len(arrays) == 1:
+            return
+        if into is arrays[0] or len(arrays) == 2:
+            numpy.add(arrays[0][block], arrays[1][block], out=into[block])
+            for other in arrays[2:]:
+                numpy.add(into[block], other[block], out=into[block])
+            return
+        total = arrays[0][block] + arrays[1][block]
+        for other in arrays[2:]:
+            numpy.add(total, other[block], out=total)
+        into[block] = total
+
 
 def shared_memory(world: World) -> Sequential:
     """For worlds on one node. See Algorithm for the contract.
@@ -62,12 +82,23 @@ def shared_memory(world: World) -> Sequential:
     return Sequential(world, "shared_memory", shared_memory_steps(memory), memory)
 
 
+def shared_memory_seen(world: World, add_all: AddAll) -> Sequential:
+    """The same, with another addition. Raises as shared_memory does."""
+    _refuse_nodes(world)
+    memory = NodeArrays(world)
+
+    def add(arrays: list[numpy.ndarray], block: slice, into: numpy.ndarray) -> None:
+        add_all([array[block] for array in arrays], into[block])
+
+    return Sequential(world, "shared_memory", shared_memory_steps(memory, add), memory)
+
+
 def shared_memory_seconds(num_bytes: int, topology: Topology) -> float:
     """The cost on one node: each rank adds its segment, and hands the sum to all others."""
     return inside_seconds(num_bytes, topology) if topology.num_nodes == 1 else math.inf
 
 
-def shared_memory_steps(memory: NodeArrays) -> Steps:
+def shared_memory_steps(memory: NodeArrays, add_block: AddBlock = add_block) -> Steps:
     """The algorithm for arrays in `memory`; other arrays go through a slab, piece by piece."""
     mates = memory.mates
 
@@ -252,19 +283,3 @@ def _pieces(start: int, stop: int, count: int) -> Iterator[slice]:
         yield slice(begin, min(begin + count, stop))
         if begin + count < stop:
             count_moved()
-
-
-def add_block(arrays: list[numpy.ndarray], block: slice, into: numpy.ndarray) -> None:
-    """Sum all arrays' `block`, in their order, into `into`, which is one of them."""
-    with numpy.errstate(all="ignore"):
-        if len(arrays) == 1:
-            return
-        if into is arrays[0] or len(arrays) == 2:
-            numpy.add(arrays[0][block], arrays[1][block], out=into[block])
-            for other in arrays[2:]:
-                numpy.add(into[block], other[block], out=into[block])
-            return
-        total = arrays[0][block] + arrays[1][block]
-        for other in arrays[2:]:
-            numpy.add(total, other[block], out=total)
-        into[block] = total

@@ -49,11 +49,11 @@ def can_compile() -> bool:
 
 
 @cache
-def compiled(kernel: Callable[..., None]) -> Callable[..., None]:
+def compiled(kernel: Callable[..., Any]) -> Callable[..., Any]:
     """Let Numba compile `kernel` at its first call. The kernel releases Python's lock while it runs."""
     import numba
 
-    result: Callable[..., None] = numba.njit(nogil=True, error_model="numpy")(kernel)
+    result: Callable[..., Any] = numba.njit(nogil=True, error_model="numpy")(kernel)
     return result
 
 

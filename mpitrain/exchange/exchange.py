@@ -15,6 +15,7 @@ from mpitrain.allreduce.costs import compression as compression_by
 from mpitrain.allreduce.device import make_transport
 from mpitrain.allreduce.device.coded import Coded, coded
 from mpitrain.allreduce.device.sequential import DeviceSequential
+from mpitrain.allreduce.exact import check_reduction, exact_sum
 from mpitrain.allreduce.group import num_lanes
 from mpitrain.arrays import is_device_array, namespace
 from mpitrain.compression import check_compression, make_codec, power_sgd
@@ -26,6 +27,9 @@ from mpitrain.exchange.shares import scale
 from mpitrain.exchange.slot import Slot, Tensors, check_slot
 from mpitrain.world import World
 
+NOT_ON_DEVICE = (
+    "reduction=exact adds up on the host, and the arrays are on GPUs. Move them to the host, or take reduction=plain"
+)
 OTHERS = ("auto", "none")  # settings of `compression` beside names of compression
 
 
@@ -79,15 +83,24 @@ class PlainExchange:
     may_overflow = False
     division = ""
 
-    def __init__(self, world: World, algorithm: str | None = None, transport: str | None = None) -> None:
+    def __init__(
+        self,
+        world: World,
+        algorithm: str | None = None,
+        transport: str | None = None,
+        *,
+        reduction: str = "plain",
+    ) -> None:
         """
         Args:
             world: the World whose ranks take part.
             algorithm: for host arrays, a name in ALGORITHMS; default: the world's setting.
             transport: for device arrays, a name in TRANSPORTS; default: the world's setting.
+            reduction: a name in REDUCTIONS.
         """
         self._world = world
-        self._algorithm = make_algorithm(world, algorithm)
+        self._reduction = reduction
+        self._algorithm = (exact_sum if reduction == "exact" else make_algorithm)(world, algorithm)
         self._transport_name = transport
         self._slots: WeakSet[Slot] = WeakSet()
 
@@ -100,8 +113,11 @@ class PlainExchange:
         """See Exchange.
 
         Raises:
+            ConfigError: `on_device`, and the reduction is exact; raised on every rank.
             DeviceError: a rank has no GPU, or too little memory on it; raised on every rank.
         """
+        if on_device and self._reduction == "exact":
+            raise everywhere(ConfigError(NOT_ON_DEVICE))
         slot = Slot((self._transport if on_device else self._algorithm).allocate(count, dtype))
         self._slots.add(slot)
         return slot
@@ -199,20 +215,34 @@ class CompressedExchange:
         return coded(self._world, self._codec, self._algorithm)
 
 
-def make_exchange(world: World, algorithm: str | None = None, compression: str | None = None) -> Exchange:
+def make_exchange(
+    world: World, algorithm: str | None = None, compression: str | None = None, reduction: str | None = None
+) -> Exchange:
     """Make the exchange that the world's settings, or the arguments, ask for. Collective.
 
     Raises:
-        ConfigError: the algorithm or compression does not exist, or the two exclude each other.
+        ConfigError: the algorithm, compression or reduction does not exist, or two of them exclude each other.
         MismatchError: the ranks ask for different exchanges.
     """
     compression = world.config.compression if compression is None else compression
     check_compression(compression, OTHERS)
-    world.agree("make an exchange", [f"compression {compression}", f"algorithm {algorithm}"])
+    reduction = world.config.reduction if reduction is None else reduction
+    check_reduction(reduction)
+    world.agree("make an exchange", [f"compression {compression}", f"algorithm {algorithm}", f"reduction {reduction}"])
+    if compression == "auto" and reduction == "exact":
+        world.print("mpitrain: compression auto: none; reduction=exact sends gradients as they are")
+        compression = "none"
     if compression == "auto":
         compression = _by_profile(world)
     if compression == "none":
-        return PlainExchange(world, algorithm)
+        return PlainExchange(world, algorithm, reduction=reduction)
+    if reduction == "exact":
+        raise everywhere(
+            ConfigError(
+                f"reduction=exact and compression={compression}: a codec rounds what each rank sends, so the sum would "
+                "depend on the ranks again. Leave out one of the two"
+            )
+        )
     if compression.partition(":")[0] == power_sgd.NAME:
         return LowRankExchange(world, compression, algorithm)
     if algorithm is not None:

@@ -29,7 +29,8 @@ class ScatteredExchange:
             algorithm: a name in ALGORITHMS, of one that has halves; default: the world's setting.
 
         Raises:
-            ConfigError: the algorithm has no halves, or the world's settings ask for a codec. On every rank.
+            ConfigError: the algorithm has no halves, or the world's settings ask for a codec or exact sums. On every
+                rank.
             MismatchError: the ranks ask for different algorithms.
         """
         if world.config.compression not in ("none", "auto"):
@@ -37,6 +38,13 @@ class ScatteredExchange:
                 ConfigError(
                     f"compression={world.config.compression}: a divided optimizer sends gradients and parameters as "
                     "they are; leave compression out, or train with mt.Sync, which compresses gradients"
+                )
+            )
+        if world.config.reduction == "exact":
+            raise everywhere(
+                ConfigError(
+                    "reduction=exact: a divided optimizer adds up gradients in the order of ranks; take "
+                    "reduction=plain, or train with mt.Sync, which makes exact means"
                 )
             )
         if world.config.compression == "auto":

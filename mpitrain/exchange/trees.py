@@ -10,14 +10,16 @@ from itertools import accumulate
 import numpy
 
 from mpitrain.allreduce import ALGORITHMS
-from mpitrain.allreduce.algorithm import DTYPES, FLOATS
+from mpitrain.allreduce.algorithm import DTYPES, FLOATS, Algorithm
 from mpitrain.allreduce.device import make_transport
 from mpitrain.allreduce.device.sequential import DeviceSequential
+from mpitrain.allreduce.exact import ExactSum, exact_sum
 from mpitrain.arrays import Array, is_array, is_device_array, namespace
 from mpitrain.cuda import kernels
 from mpitrain.cuda.device import own_gpu
 from mpitrain.cuda.staging import copy_to_host, like
-from mpitrain.errors import DeviceError, TreeError, everywhere
+from mpitrain.errors import ConfigError, DeviceError, TreeError, everywhere
+from mpitrain.exchange.exchange import NOT_ON_DEVICE
 from mpitrain.exchange.shares import scale, share_of
 from mpitrain.tree import Leaf, Tree, describe, leaves, rebuild
 from mpitrain.waiting.transfer import broadcast_bytes
@@ -62,16 +64,28 @@ class ArrayTrees:
         return packed.unpack()
 
     def _add(self, packed: _Packed) -> None:
-        if self._world.size == 1:
+        is_exact = self._world.config.reduction == "exact"
+        if self._world.size == 1 and not is_exact:
             return
+        if is_exact and any(is_device_array(flat) for flat in packed.flats.values()):  # on every rank, too
+            raise everywhere(ConfigError(NOT_ON_DEVICE))
         if packed.misplaced:  # on every rank, since their lines are equal
             raise everywhere(DeviceError(f"{packed.misplaced}; move the array to this rank's GPU, or to the host"))
         handles = [
-            (self._transport if is_device_array(flat) else self._algorithm).start(flat, agreed=True)
-            for flat in packed.flats.values()
+            self._algorithm_for(flat, is_exact=is_exact).start(flat, agreed=True) for flat in packed.flats.values()
         ]
         for handle in handles:
             handle.wait()
+
+    def _algorithm_for(self, flat: Array, *, is_exact: bool) -> Algorithm:
+        if is_device_array(flat):
+            return self._transport
+        return self._exact if is_exact and flat.dtype in FLOATS else self._algorithm
+
+    @cached_property
+    def _exact(self) -> ExactSum:
+        """Made for the first sum of floats, by all ranks: they have agreed that there is one."""
+        return exact_sum(self._world)
 
     @cached_property
     def _transport(self) -> DeviceSequential:

@@ -15,6 +15,7 @@ from typing import Any
 
 from mpitrain.allreduce import check_name
 from mpitrain.allreduce.device import check_transport
+from mpitrain.allreduce.exact import check_reduction
 from mpitrain.compression import check_compression
 from mpitrain.config import Config, read_config
 from mpitrain.cuda.device import choose_early
@@ -261,6 +262,7 @@ def _common_config(world: World, settings: dict[str, Any]) -> Config:
         config = read_config(os.environ, settings)
         check_name(config.algorithm)
         check_compression(config.compression, OTHERS)
+        check_reduction(config.reduction)
         check_transport(config.transport)
     except MpitrainError as error:
         problem = error

@@ -118,6 +118,13 @@ class ParameterServer:
             if self._role.division:
                 tell_division(self._role, adapter)
             codec = codec_of(world.config.compression)
+            if world.config.reduction == "exact":
+                raise everywhere(
+                    ConfigError(
+                        "reduction=exact: a server adds up the gradients of jobs in the order in which they come; take "
+                        "reduction=plain, or train with mt.Sync"
+                    )
+                )
             self._party = Party(job.role, job.everyone, world, adapter, codec, optimizer)
             return
         if world.size > 1:

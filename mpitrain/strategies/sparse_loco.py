@@ -68,8 +68,8 @@ class SparseLoCo(Rounds):
 
         Raises:
             MismatchError: the ranks differ in the arguments or in the model. Raised on every rank.
-            ConfigError: on several ranks: a parameter is not float32; the model has buffers that change by a mean; or
-                the World's compression is a codec. Raised on every rank.
+            ConfigError: on several ranks: a parameter is not float32; the model has buffers that change by a mean; the
+                World's compression is a codec; or its reduction is exact. Raised on every rank.
         """
         values, num_buffers = model.parameters(), getattr(model, "num_buffers", 0)
         names = [parameter.name for parameter in model.layout]
@@ -80,6 +80,10 @@ class SparseLoCo(Rounds):
         problem = ""
         if compression not in ("none", "auto"):
             problem = f"compression={compression}: it has a form of its own. Leave compression out, or use mt.DiLoCo"
+        elif world.config.reduction == "exact":
+            problem = (
+                "reduction=exact: it adds up what it keeps of each rank in float32. Take reduction=plain, or mt.DiLoCo"
+            )
         elif buffers:
             problem = (
                 f"it sends only the largest values, and the model has {num_buffers} buffers whose mean all ranks need, "

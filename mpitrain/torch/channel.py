@@ -13,7 +13,7 @@ import numpy
 
 from mpitrain.allreduce import ALGORITHMS
 from mpitrain.allreduce.algorithm import Progress
-from mpitrain.errors import MpitrainError, ProcessGroupError
+from mpitrain.errors import ConfigError, MpitrainError, ProcessGroupError, everywhere
 from mpitrain.torch.last_small_calls import LastSmallCalls
 from mpitrain.torch.peers import Peers
 from mpitrain.torch.work import Call
@@ -37,7 +37,18 @@ class Channel:
     beside them."""
 
     def __init__(self, engine: Engine, world: World, name: str, timeout_seconds: float) -> None:
-        """`world` is the group's own. Collective over its ranks."""
+        """`world` is the group's own. Collective over its ranks.
+
+        Raises:
+            ConfigError: the reduction of the World is exact. On every rank.
+        """
+        if world.config.reduction == "exact":
+            raise everywhere(
+                ConfigError(
+                    "reduction=exact: the calls of torch.distributed add up as the algorithm does; take "
+                    "reduction=plain, or train with mpitrain.torch.prepare or mt.Trainer, which make exact means"
+                )
+            )
         self.engine = engine
         self.world = world
         self.name = name
