@@ -106,6 +106,23 @@ def test_longer_than_a_chunk(world: World, monkeypatch: pytest.MonkeyPatch) -> N
         assert_bits(flat, hard_sum(FLOAT32, 1203, world.size))
 
 
+def test_a_few_blocks_need_more_words(world: World) -> None:
+    """They are summed apart: the second block has a large range, the fifth and short one an infinity."""
+    normal = [numpy.random.default_rng(rank).standard_normal(1100) for rank in range(world.size)]
+    summands = [(values * (1 + 2.0**-20)).astype(numpy.float32) for values in normal]
+    for rank, values in enumerate(summands):
+        values[300 + rank] = 2.0**-100
+        values[301 + rank] = -(2.0**100)
+    summands[-1][1090] = numpy.inf
+    expected = exact_sums(summands)
+    for name in ("ring", "shared_memory"):
+        made = exact_sum(world, name)
+        flat = made.allocate(1100, FLOAT32)
+        flat[:] = summands[world.rank]
+        made.start(flat, others=()).wait()
+        assert_bits(flat, expected)
+
+
 def test_several_in_flight(world: World) -> None:
     made = exact_sum(world)
     lengths = (523, 1, 0, 153, 523)
