@@ -18,8 +18,8 @@ from faults.telling import Teller, script, steps_of, train
 from jobs import run_command, until
 from keeping import keeper, kept_id
 
-# Ranks 1 and 2 believe that they are on another host. Rank 1 copies for it: once there is a file `holds`, it waits where
-# it has begun to do so, and rank 0 has copied.
+# Ranks 1 and 2 believe that they are on another host, for which rank 1 copies. Once there is a file `holds`, rank 1
+# waits where it has begun to do so, and rank 0 says when it has copied.
 TWO_HOSTS = """
 import os, pathlib, socket, sys, time
 import mpitrain.training.state_copies as copies

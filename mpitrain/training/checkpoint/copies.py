@@ -3,8 +3,8 @@
 Hosts with that copy read their own. The others get it from one of them. What a rank had kept for itself (parts.py) is
 kept beside the copy, by the keeper of the host on which the rank was.
 
-A host may have been killed before it copied what an order in a pause has changed. Its copy is of the same step and of an
-earlier edition, so it counts as a host without the copy.
+A rank may have been killed before it copied what an order in a pause has changed. The copy of its host is of the same
+step and of an earlier edition, so this counts as a host without the copy.
 
 In a round of LocalSGD, each host's copy has the model of its own first rank. The parts of all ranks replace that. If a
 rank cannot have its part again, all hosts get the first copy.
