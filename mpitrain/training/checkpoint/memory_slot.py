@@ -1,6 +1,6 @@
 """A copy of a state in memory that outlives its process, as long as somebody has its descriptor open.
 
-    0        step, edition, parts, length of the description, place of the arrays, length of all; step 0: it is not whole
+    0        step, edition, parts, length of the description, place of the arrays, length of all; step 0: none
     64       the description, JSON: name, dtype, shape and place of each array; all other values
     ...      the arrays
 
