@@ -9,6 +9,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -49,17 +50,20 @@ COMPARES = """
 """.strip()
 
 
-def hold(teller: Teller, *order: str) -> subprocess.Popen[str]:
+def hold(teller: Teller, *order: str) -> threading.Thread:
     """Give an order; return while one host has copied what it changes, and the other one has not."""
     (teller.folder / "holds").touch()
-    command = [sys.executable, "-m", "mpitrain", "tell", "--hosts", "localhost", teller.job(), *order]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    telling = threading.Thread(target=teller.tell, args=order)
+    telling.start()
     until(lambda: all((teller.folder / name).exists() for name in ("held", "copied")), "nobody has copied")
     (teller.folder / "holds").unlink()
-    return process
+    return telling
 
 
-@pytest.mark.parametrize("order", ["rate 0.5", "resume", "set decay=0.5"])
+SLOW = [pytest.param(order, marks=pytest.mark.slow) for order in ("resume", "set decay=0.5")]
+
+
+@pytest.mark.parametrize("order", ["rate 0.5", *SLOW])
 def test_a_rank_is_killed(tmp_path: Path, order: str) -> None:
     """The launcher knows of the order."""
     paused: list[int] = []
@@ -67,9 +71,9 @@ def test_a_rank_is_killed(tmp_path: Path, order: str) -> None:
     def during(teller: Teller) -> None:
         paused.append(teller.applied("pause"))
         before = teller.job()
-        process = hold(teller, *order.split())
+        telling = hold(teller, *order.split())
         teller.kill_rank(1)
-        process.communicate(timeout=120)
+        telling.join()
         until(lambda: teller.job() != before, "there was no second try")
         if order != "resume":
             assert teller.applied("resume") == paused[0]
@@ -87,7 +91,7 @@ def test_a_rank_is_killed(tmp_path: Path, order: str) -> None:
     assert steps[0][0] == paused[0] + 1
 
 
-@pytest.mark.parametrize("order", ["rate 0.5", "resume"])
+@pytest.mark.parametrize("order", ["rate 0.5", *SLOW[:1]])
 def test_the_launcher_is_killed(tmp_path: Path, order: str) -> None:
     """The next launcher knows only of what is in memory: the newest of it holds on all ranks."""
     paused: list[int] = []
@@ -102,9 +106,9 @@ def test_the_launcher_is_killed(tmp_path: Path, order: str) -> None:
 
     def during(teller: Teller) -> None:
         paused.append(teller.applied("pause"))
-        process = hold(teller, *order.split())
+        telling = hold(teller, *order.split())
         os.kill(teller.launcher, signal.SIGKILL)
-        process.communicate(timeout=120)
+        telling.join()
         succeeded(run_command([sys.executable, "-m", "mpitrain", "run", "--resume", kept_id(tmp_path)], during=resumed))
 
     with keeper() as name:
