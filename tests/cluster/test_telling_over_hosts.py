@@ -1,4 +1,4 @@
-"""`mpitrain tell` over the nodes of a cluster: all ranks obey after the same step, also where a rank dies in between."""
+"""`mpitrain tell` over the nodes of a cluster: all ranks obey after the same step, also if a rank dies in between."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ class ToldJob:
     def go_on(self, node: str, paused: int) -> None:
         """Resume it; no step was made meanwhile. Return when some are made."""
         assert self.applied(node, "resume") == paused
-        self.job.wait_for(f"] step {paused + 3} of ", self.job.output().count(f"] step {paused + 3} of ") + 1)
+        self.job.wait_for(f"] step {paused + 3} of ")
 
     def hold(self, node: str) -> None:
         """From now on, the rank of this node waits where it copies its state."""
