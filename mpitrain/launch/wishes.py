@@ -18,6 +18,7 @@ import os
 import socket
 import sys
 import threading
+import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -25,7 +26,8 @@ from mpitrain.launch.kept import long_text, receive, send_long, user_of
 
 # The launcher may have to ask hosts for their facts.
 _ANSWER_SECONDS = 60.0
-_MOST_WAITING = 8
+_MOST_WAITING = 128
+_CONNECT_SECONDS = 10.0
 _MESSAGE_SECONDS = 5.0
 _MOST_ANSWERING = 32
 _LAST_SECONDS = 1.0  # a teller who still waits at the end of the job hears of it
@@ -93,13 +95,26 @@ def ask(launcher: str, wish: Mapping[str, Any]) -> dict[str, Any]:
     try:
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as line:
             line.settimeout(_ANSWER_SECONDS)
-            line.connect(_address(launcher))
+            _connect(line, _address(launcher))
             if user_of(line) != os.geteuid():
                 return {"refused": f"its socket belongs to user {user_of(line)}"}
             _send(line, wish)
             return _receive(line)
     except (OSError, ValueError) as error:
         return {"refused": f"its launcher does not answer: {error}"}
+
+
+def _connect(line: socket.socket, address: str) -> None:
+    """Connect; wait for a place among those whom the launcher has not heard yet. Another user may fill these places."""
+    deadline = time.monotonic() + _CONNECT_SECONDS
+    while True:
+        try:
+            line.connect(address)
+            return
+        except BlockingIOError:
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(0.01)
 
 
 def _send(line: socket.socket, message: Mapping[str, Any]) -> None:

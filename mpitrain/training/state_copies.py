@@ -88,6 +88,7 @@ class StateCopies:
         self._slots: dict[str, list[MemorySlot]] = {}  # by name; those that this rank writes
         self._is_refused = False
         self._has_copied = False
+        self._version = 0, 0  # of the last copy that was begun; see MemorySlot
         self._last_step, self._last_seconds = 0, 0.0  # of the last copy, and when it ended
 
     def resume(self, trained: Copied) -> None:
@@ -107,6 +108,7 @@ class StateCopies:
         if not self.steps:
             return
         kept = KeptCopies(world, self._line, self._run)
+        kept.drop_newer()
         if rehearsed and kept.step <= self._first_step:
             raise everywhere(
                 LaunchError(
@@ -126,6 +128,7 @@ class StateCopies:
         name = f"the copy of step {copy.step} in memory"
         trained.restore_own(name, copy.parts, kept.part, reads=is_first_of_node(world))
         trained.memory_step = self._last_step = copy.step
+        self._version = kept.version
 
     def _rehearse(self, trained: Copied) -> int:
         """Go on from the present copy, although a newer one will follow. Collective. Return its step; 0: there is none.
@@ -208,7 +211,9 @@ class StateCopies:
         except OSError as error:
             if is_first_of_node(world):
                 say(world, f"no copy of the state is kept in memory here: this host's keeper does not answer ({error})")
-        if any(world.allgather(self._line is not None)):
+        has_keeper, versions = zip(*world.allgather((self._line is not None, self._version)), strict=True)
+        self._version = max(versions)  # a rank may have been lost while others had begun the next copy
+        if any(has_keeper):
             self.steps = world.config.memory_steps or 1
         else:
             self.why_not = "no host has a keeper"
@@ -221,6 +226,8 @@ class StateCopies:
         world = trained.world
         began, waited = time.perf_counter(), 0.0
         own = trained.own_state(reads=is_first_of_node(world))  # on all ranks
+        step = trained.step_number
+        self._version = step, self._version[1] + 1 if self._version[0] == step else 0
         if self._line is None or self._is_refused:
             self._is_refused = True
             return 0.0, ""
@@ -234,15 +241,13 @@ class StateCopies:
             for name, state in states.items():
                 tensors, values = split(state)
                 reserving = time.perf_counter()
-                slots = self._slots_for(self._line, name, trained.step_number)
+                slots = self._slots_for(self._line, name)
+                oldest = min(slots, key=lambda slot: slot.version)
                 for slot in slots:
-                    slot.reserve(tensors, values)
+                    if slot is oldest or not slot.step:  # a slot that grows loses its copy
+                        slot.reserve(tensors, values)
                 waited += time.perf_counter() - reserving
-                oldest = min(slots, key=lambda slot: slot.step)
-                oldest.write(trained.step_number, world.size if own else 0, tensors, values)
-                for slot in slots:
-                    if slot is not oldest and slot.step == trained.step_number:  # from before an order in a pause
-                        slot.clear()
+                oldest.write(*self._version, world.size if own else 0, tensors, values)
         except (NoRoomError, CheckpointError, OSError) as error:
             self._is_refused = True
             self._give_up(self._line)
@@ -258,7 +263,7 @@ class StateCopies:
         except OSError:  # the keeper is gone; the next try says so
             return STAYS
 
-    def _slots_for(self, line: KeeperLine, name: str, step: int) -> list[MemorySlot]:
+    def _slots_for(self, line: KeeperLine, name: str) -> list[MemorySlot]:
         """The two slots of that name. Those of an earlier try are used again."""
         if name not in self._slots:
             slots = slots_of(line, name)
@@ -266,7 +271,7 @@ class StateCopies:
                 slots = [MemorySlot(), MemorySlot()]
                 line.keep(name, [slot.descriptor for slot in slots])
             for slot in slots:
-                if slot.step >= step:  # the ranks have gone on from an earlier one
+                if slot.version >= self._version:  # the ranks have gone on from an earlier one
                     slot.clear()
             self._slots[name] = slots
         return self._slots[name]

@@ -101,7 +101,7 @@ def test_a_resumed_run_has_the_same_bits(world: World, kind: str, shared: Path, 
     state = {**first.state(), "residuals": mpitrain.torch.residuals(first.model)}
     mpitrain.torch.save(state, shared / "state.pt")
     memory = MemorySlot()
-    memory.write(stop, world.size, *split(TorchRankState([first.model]).state()))
+    memory.write(stop, 0, world.size, *split(TorchRankState([first.model]).state()))
     if stop > 1:
         first.steps(stop, STEPS)  # undisturbed by the look at them
         assert first.bits() == whole.bits()

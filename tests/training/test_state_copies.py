@@ -9,34 +9,77 @@ from typing import Any
 import numpy
 import pytest
 
+import mpitrain as mt
 from keeping import keeper
 from mpitrain.launch.kept import KeeperLine
-from mpitrain.training.checkpoint.copies import slots_of, state_name
-from mpitrain.training.checkpoint.memory_slot import read_copy
+from mpitrain.training.checkpoint.copies import KeptCopies, part_name, slots_of, state_name
+from mpitrain.training.checkpoint.memory_slot import MemorySlot, read_copy
+from mpitrain.training.checkpoint.names import split
 from mpitrain.training.state_copies import StateCopies
 
 
 @pytest.mark.parametrize("copies_before", [0, 1, 2])
-def test_a_step_that_is_copied_again(copies_before: int) -> None:
-    """An order in a pause changes the state after a step. Only its newest copy stays, whichever slot has it."""
-    factor = 1.0
+@pytest.mark.parametrize("growth", [0, 10_000])
+def test_a_step_that_is_copied_again(copies_before: int, growth: int) -> None:
+    """An order in a pause changes the state after a step. The newest copy counts, whichever slot has it.
+
+    The copy before stays until the new one is whole, also where the state grows and a slot needs more memory.
+    """
+    factor, text = 1.0, ""
     trained: Any = SimpleNamespace(
         world=SimpleNamespace(rank=0, size=1, node_rank=0, node_ranks=(0,)),
         step_number=0,
         own_state=lambda *, reads: {},
-        state=lambda: {"w": numpy.zeros(5), "factor": factor},
+        state=lambda: {"w": numpy.zeros(5), "factor": factor, "text": text},
     )
+
+    def kept(line: KeeperLine) -> dict[tuple[int, int], float]:
+        slots = slots_of(line, state_name(1))
+        found = {slot.version: read_copy(slot.content()).state["factor"] for slot in slots if slot.step}
+        for slot in slots:
+            slot.close()
+        return found
+
     with keeper() as name, closing(KeeperLine(name, "try")) as line:
         copies = StateCopies(1, 0)
         copies._line = line
         for trained.step_number in range(1, copies_before + 1):
             copies._copy(trained)
         trained.step_number = 3
-        for factor in (0.5, 0.25, 0.125):
+        before: dict[tuple[int, int], float] = {}
+        for edition, factor in enumerate((0.5, 0.25, 0.125)):
+            text += "x" * growth
             assert copies._copy(trained)[1] == ""
-            slots = slots_of(line, state_name(1))
-            found = [read_copy(slot.content()).state["factor"] for slot in slots if slot.step == 3]
+            found = kept(line)
+            assert found[max(found)] == factor
+            assert max(found) == (3, edition)
+            assert before.items() <= found.items()
+            before = {max(found): factor}
+        copies._let_go()
+
+
+def test_an_edition_that_is_not_complete() -> None:
+    """A rank was killed before it copied its part of a later edition. A restart goes on from the one before.
+
+    What is left of the later one is dropped: the ranks that go on may copy another state as this edition.
+    """
+    world = mt.init()
+    with keeper() as name, closing(KeeperLine(name, "try")) as line:
+        for kept, editions in ((state_name(1), (0, 1)), (part_name(1, 0), (0,))):
+            slots = [MemorySlot(), MemorySlot()]
+            line.keep(kept, [slot.descriptor for slot in slots])
+            for edition in editions:
+                slots[edition].write(3, edition, 1, *split({"edition": edition}))
             for slot in slots:
                 slot.close()
-            assert found == [factor]
-        copies._let_go()
+        for _ in range(2):  # the second time after the first has dropped it
+            copies = KeptCopies(world, line, 1)
+            assert (copies.version, copies.step) == ((3, 0), 3)
+            copy = copies.read()
+            assert (copy.step, copy.edition, copy.state) == (3, 0, {"edition": 0})
+            assert copies.part(0) == {"edition": 0}
+            copies.drop_newer()
+            slots = slots_of(line, state_name(1))
+            assert sorted(slot.version for slot in slots) == [(0, 0), (3, 0)]
+            for slot in slots:
+                slot.close()

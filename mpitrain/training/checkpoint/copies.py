@@ -3,6 +3,9 @@
 Hosts with that copy read their own. The others get it from one of them. What a rank had kept for itself (parts.py) is
 kept beside the copy, by the keeper of the host on which the rank was.
 
+A rank may have been killed before it copied what an order in a pause has changed. The copy of its host is of the same
+step and of an earlier edition, so this counts as a host without the copy.
+
 In a round of LocalSGD, each host's copy has the model of its own first rank. The parts of all ranks replace that. If a
 rank cannot have its part again, all hosts get the first copy.
 """
@@ -10,6 +13,7 @@ rank cannot have its part again, all hosts get the first copy.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from hashlib import sha256
 from typing import Any
 
@@ -46,38 +50,61 @@ def slots_of(line: KeeperLine, name: str) -> list[MemorySlot]:
 
 
 class KeptCopies:
-    """The copies of one run that the keepers of all hosts have. Nothing is read before all ranks ask for it."""
+    """The copies of one run that the keepers of all hosts have. Nothing is read before all ranks ask for it.
+
+    Attributes:
+        version: the step and the edition of the copy to go on from; (0, 0): there is none.
+    """
 
     def __init__(self, world: World, line: KeeperLine | None, run: int) -> None:
         """Look what there is. Collective. `line` leads to the keeper of this rank's host; None: there is none."""
         self._world, self._line, self._run = world, line, run
-        here: dict[str, dict[int, int]] = {}
+        here: dict[str, dict[tuple[int, int], int]] = {}
         with world.together("look for copies in memory"):
             if line is not None and is_first_of_node(world):
                 here = _whole(line, run)
         everyone = world.allgather(here)
-        self._holders: dict[int, list[int]] = {}  # by step: the first ranks of the nodes that have it
-        parts: dict[int, int] = {}
+        self._holders: dict[tuple[int, int], list[int]] = {}  # by version: the first ranks of the nodes that have it
+        parts: dict[tuple[int, int], int] = {}
         for rank, names in enumerate(everyone):
-            for step, num_parts in names.get(_STATE, {}).items():
-                self._holders.setdefault(step, []).append(rank)
-                parts[step] = num_parts
+            for version, num_parts in names.get(_STATE, {}).items():
+                self._holders.setdefault(version, []).append(rank)
+                parts[version] = num_parts
 
-        def is_complete(step: int) -> bool:
-            kept = {name for names in everyone for name, steps in names.items() if step in steps}
-            return kept >= {_part(rank) for rank in range(parts[step])}
+        def is_complete(version: tuple[int, int]) -> bool:
+            kept = {name for names in everyone for name, versions in names.items() if version in versions}
+            return kept >= {_part(rank) for rank in range(parts[version])}
 
-        newest = sorted(self._holders, reverse=True)
-        # A rank may have been killed before it had copied its part of the newest step.
-        self.step = step = next((step for step in newest if is_complete(step)), newest[0] if newest else 0)
+        newest = [*sorted(self._holders, reverse=True), (0, 0)]
+        # A rank may have been killed before it had copied its part of the newest version.
+        self.version = chosen = next(filter(is_complete, newest[:-1]), newest[0])
         first_ranks = [world.node_ranks.index(node) for node in world.node_ranks]
-        has_part = [step in everyone[first].get(_part(rank), {}) for rank, first in enumerate(first_ranks)]
-        num_parts = parts.get(step, 0)
+        has_part = [chosen in everyone[first].get(_part(rank), {}) for rank, first in enumerate(first_ranks)]
+        num_parts = parts.get(chosen, 0)
         self._may_differ = num_parts > 0 and not (num_parts == world.size and all(has_part))
 
+    @property
+    def step(self) -> int:
+        """The step of the copy to go on from; 0: there is none."""
+        return self.version[0]
+
+    def drop_newer(self) -> None:
+        """Drop what is newer and incomplete. A rank that goes on writes other states of the same versions.
+
+        Every rank calls this before a collective call, after which no host has such a copy.
+        """
+        if self._line is None or not is_first_of_node(self._world):
+            return
+        with suppress(OSError):  # a keeper that does not answer holds nothing
+            for name in _names(self._line, self._run):
+                for slot in slots_of(self._line, name):
+                    if slot.version > self.version:
+                        slot.clear()
+                    slot.close()
+
     def read(self) -> Copy:
-        """The copy of `step`, which is not 0. Collective."""
-        world, holders = self._world, self._holders[self.step]
+        """The copy of `version`, which is not (0, 0). Collective."""
+        world, holders = self._world, self._holders[self.version]
         nodes = {world.node_ranks[rank] for rank in holders}
         content = numpy.zeros(0, numpy.uint8)
         with world.together("read the copy in memory"):
@@ -95,7 +122,7 @@ class KeptCopies:
         """What `rank` had kept for itself, from the keeper of this host.
 
         Raises:
-            CheckpointError: this keeper has no such part of this step.
+            CheckpointError: this keeper has no such part of this version.
         """
         return read_copy(self._content(_part(rank))).state
 
@@ -105,7 +132,7 @@ class KeptCopies:
             slots: Sequence[MemorySlot] = slots_of(self._line, name) if self._line else ()
         except OSError as error:
             raise CheckpointError(f"{self._world.name()}: the keeper of this host does not answer: {error}") from None
-        contents = [slot.content() for slot in slots if slot.step == self.step]
+        contents = [slot.content() for slot in slots if slot.version == self.version]
         for slot in slots:
             slot.close()
         if not contents:
@@ -135,17 +162,20 @@ def _part(rank: int) -> str:
     return f"rank-{rank}"
 
 
-def _whole(line: KeeperLine, run: int) -> dict[str, dict[int, int]]:
-    """The steps of the whole copies that this host keeps of a run, by kind, with the number of their parts."""
-    copies: dict[str, dict[int, int]] = {}
+def _names(line: KeeperLine, run: int) -> list[str]:
+    """The names of all that this host keeps of a run."""
+    return [name for name in line.names() if int(name.partition("/")[0]) == run]
+
+
+def _whole(line: KeeperLine, run: int) -> dict[str, dict[tuple[int, int], int]]:
+    """The versions of the whole copies that this host keeps of a run, by kind, with the number of their parts."""
+    copies: dict[str, dict[tuple[int, int], int]] = {}
     try:
-        for name in line.names():
-            number, _, kind = name.partition("/")
-            if int(number) == run:
-                slots = slots_of(line, name)
-                copies[kind] = {slot.step: slot.parts for slot in slots if slot.step}
-                for slot in slots:
-                    slot.close()
+        for name in _names(line, run):
+            slots = slots_of(line, name)
+            copies[name.partition("/")[2]] = {slot.version: slot.parts for slot in slots if slot.step}
+            for slot in slots:
+                slot.close()
     except OSError:  # a keeper that does not answer holds nothing
         return {}
     return copies

@@ -1,10 +1,13 @@
 """A copy of a state in memory that outlives its process, as long as somebody has its descriptor open.
 
-    0        step, parts, length of the description, place of the arrays, length of all; step 0: the copy is not whole
+    0        step, edition, parts, length of the description, place of the arrays, length of all; step 0: none
     64       the description, JSON: name, dtype, shape and place of each array; all other values
     ...      the arrays
 
 Whoever keeps copies has two slots and writes them in turn. So if the writer is killed, one of them is whole.
+
+An order in a pause changes the state after a step that was copied already. So the copies of a step have editions: hosts
+whose copies are of one version, which is the step with the edition, have the same state.
 """
 
 from __future__ import annotations
@@ -26,7 +29,7 @@ from mpitrain.training.checkpoint.tensors import NAMES
 
 _ALIGNMENT = 64  # bytes: a line of the processor's cache
 _BEGIN = 64  # of the description
-_STEP, _PARTS, _DESCRIPTION_BYTES, _ARRAYS, _ALL_BYTES = _WORDS = range(5)
+_STEP, _EDITION, _PARTS, _DESCRIPTION_BYTES, _ARRAYS, _ALL_BYTES = _WORDS = range(6)
 _GROWTH_BYTES = 1 << 12  # by which the description may grow without new memory
 _DTYPES = {name: dtype for dtype, name in NAMES.items()}
 
@@ -37,11 +40,13 @@ class Copy:
 
     Attributes:
         step: the number of steps made when it was taken.
+        edition: from 0, among the copies of this step.
         parts: the number of ranks that keep a part of their own beside it; 0: none does.
         state: its arrays are on the host, and nobody else's.
     """
 
     step: int
+    edition: int
     parts: int
     state: dict[str, Any]
 
@@ -66,6 +71,11 @@ class MemorySlot:
         return 0 if self._memory is None else int(self._header()[_STEP])
 
     @property
+    def version(self) -> tuple[int, int]:
+        """The step and the edition of the copy; see Copy. (0, 0): there is no whole copy."""
+        return (self.step, int(self._header()[_EDITION])) if self.step else (0, 0)
+
+    @property
     def parts(self) -> int:
         """The parts of the copy, if it is whole; see Copy."""
         return int(self._header()[_PARTS])
@@ -88,7 +98,9 @@ class MemorySlot:
         os.posix_fallocate(self.descriptor, 0, size)
         self._memory = mmap.mmap(self.descriptor, size, mmap.MAP_SHARED | mmap.MAP_POPULATE)
 
-    def write(self, step: int, parts: int, tensors: Mapping[str, Array], values: Mapping[str, Any]) -> None:
+    def write(
+        self, step: int, edition: int, parts: int, tensors: Mapping[str, Array], values: Mapping[str, Any]
+    ) -> None:
         """Copy host or device arrays and other values, as `names.split` gives them. Until the end there is no copy.
 
         Raises:
@@ -98,7 +110,7 @@ class MemorySlot:
         assert self._memory is not None
         layout, header = _Layout(tensors, values), self._header()
         header[_STEP] = 0
-        header[_PARTS:] = parts, len(layout.description), layout.begin, layout.num_bytes
+        header[_EDITION:] = edition, parts, len(layout.description), layout.begin, layout.num_bytes
         self._memory[_BEGIN : _BEGIN + len(layout.description)] = layout.description
         for name, value in tensors.items():
             count = int(numpy.prod(value.shape, dtype=numpy.int64))
@@ -127,14 +139,14 @@ class MemorySlot:
 
 def read_copy(content: numpy.ndarray) -> Copy:
     """What the bytes of a whole copy hold. Its arrays are copies: the memory is written again."""
-    step, parts, length, begin, _ = content[: 8 * len(_WORDS)].view(numpy.uint64).tolist()
+    step, edition, parts, length, begin, _ = content[: 8 * len(_WORDS)].view(numpy.uint64).tolist()
     description = json.loads(content[_BEGIN : _BEGIN + length].tobytes())
     flat = dict(description["values"])
     for name, kind, shape, place in description["arrays"]:
         dtype = _DTYPES[kind]
         num_bytes = dtype.itemsize * int(numpy.prod(shape, dtype=numpy.int64))
         flat[name] = content[begin + place : begin + place + num_bytes].copy().view(dtype).reshape(shape)
-    return Copy(step, parts, join(flat))
+    return Copy(step, edition, parts, join(flat))
 
 
 class _Layout:
