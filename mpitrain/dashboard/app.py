@@ -23,6 +23,7 @@ from mpitrain.dashboard.commands import MOST_BYTES, Commands, order_of
 from mpitrain.dashboard.differences import differences
 from mpitrain.dashboard.gate import FOR_OPERATORS
 from mpitrain.dashboard.index import IndexedRun
+from mpitrain.dashboard.outputs import Outputs
 from mpitrain.dashboard.prometheus import exposition
 from mpitrain.dashboard.series import curve
 from mpitrain.dashboard.shown_jobs import ShownJob
@@ -32,6 +33,7 @@ PAGES = Path(__file__).parent / "pages"
 _MOST_PIXELS = 8192
 _MOST_NAMES = 64  # of metrics in one answer
 _MOST_COMPARED = 16
+_NO_LAUNCHER = "no launcher here has it: the job has ended, or plain mpiexec has started it"
 _PAUSE_SECONDS = 0.4  # between two messages to a viewer
 _SILENCE_SECONDS = 10.0  # after that, a message says that the connection is alive
 
@@ -42,6 +44,7 @@ class Routes:
     def __init__(self, catalogue: Catalogue) -> None:
         self._catalogue = catalogue
         self._commands = Commands()
+        self._outputs = Outputs()
         self._is_ending = False
 
     def app(self) -> Starlette:
@@ -56,6 +59,7 @@ class Routes:
                 Route("/api/runs/{id}", self.run),
                 Route("/api/runs/{id}/series", self.series),
                 Route("/api/runs/{id}/tell", self.tell, methods=["GET", "POST"]),
+                Route("/api/runs/{id}/output", self.output),
                 Route("/api/compare", self.compare),
                 Route("/api/stream", self.stream),
                 Mount("/pages", StaticFiles(directory=PAGES)),
@@ -129,13 +133,12 @@ class Routes:
 
     async def tell(self, request: Request) -> Response:
         """Tell a job something (POST), or answer what it can be told (GET). The answer is that of its launcher."""
-        if request.state.role != "operator":
-            raise HTTPException(403, FOR_OPERATORS)
+        _refuse_viewers(request)
         _, job = await self._run(request.path_params["id"])
+        if request.method != "POST":  # not an error: a page asks again and again, and a job may end at any time
+            return _json({"refused": _NO_LAUNCHER} if job is None else await self._commands.can(job))
         if job is None:
-            raise HTTPException(409, "no launcher here has it: the job has ended, or plain mpiexec has started it")
-        if request.method != "POST":
-            return _json(await self._commands.can(job))
+            raise HTTPException(409, _NO_LAUNCHER)
         try:
             order = order_of(await _body(request))
         except ConfigError as error:
@@ -143,6 +146,13 @@ class Routes:
         if why := self._commands.why_not():
             raise HTTPException(429, why, {"Retry-After": "1"})
         return _json(await self._commands.tell(job, order))
+
+    async def output(self, request: Request) -> Response:
+        """Answer the newest lines of the ranks: `ranks`, such as 0-2,5, and `text`, which the lines have."""
+        _refuse_viewers(request)
+        _, job = await self._run(request.path_params["id"])
+        query = request.query_params
+        return _json(await self._outputs.lines(job, query.get("ranks", ""), query.get("text", "")))
 
     async def compare(self, request: Request) -> Response:
         """Answer in what the runs `runs` (ids, separated by commas) differ."""
@@ -203,6 +213,11 @@ class Routes:
 
 
 _PROMETHEUS = "text/plain; version=0.0.4; charset=utf-8"
+
+
+def _refuse_viewers(request: Request) -> None:
+    if request.state.role != "operator":
+        raise HTTPException(403, FOR_OPERATORS)
 
 
 def _page(name: str) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
@@ -22,7 +23,7 @@ pytest.importorskip("starlette", reason="needs Starlette and uvicorn: pip instal
 pytest.importorskip("uvicorn", reason="needs Starlette and uvicorn: pip install 'mpitrain[dashboard]'")
 
 RANKS = 3
-SCRIPT = """
+SCRIPT = r"""
 import pathlib, sys, time
 import numpy
 import mpitrain as mt
@@ -44,6 +45,13 @@ class Gate(mt.Hook):
     def after_step(self, trainer, step):
         if trainer.world.broadcast(go_on.exists()):
             trainer.last_step = step.number
+
+world = mt.init()
+print("begins")
+print(f"loss of rank {world.rank}: \x1b[31m0.{world.rank}\x1b[0m", file=sys.stderr)
+if world.rank == 1:
+    sys.stdout.buffer.write(b"<b>caf\xc3\xa9</b> \xff\x07" + b"x" * 10_000 + b"\n")
+sys.stdout.flush()
 
 mt.Trainer(build, [Gate(), mt.Record([mt.JsonLines(folder)], steps=2)]).run()
 """
@@ -98,6 +106,7 @@ def test_a_job_with_a_stopped_rank(tmp_path: Path) -> None:
             text = served.ask("/metrics")[2]
             assert f'mpitrain_job_ranks{{job_id="{live["ids"][0]}",phase=' in text
             assert re.search(rf'mpitrain_rank_step{{job_id="{live["ids"][0]}",rank="2",host="[^"]+"}} [1-9]', text)
+            _its_output(served, path)
             pid = live["ranks"][1]["pid"]
             os.kill(pid, signal.SIGSTOP)
             try:
@@ -115,7 +124,32 @@ def test_a_job_with_a_stopped_rank(tmp_path: Path) -> None:
         assert answer["run"]["state"] == "done"
         assert answer["run"]["rows"] == len((folder / "metrics.jsonl").read_text().splitlines())
         assert answer["run"]["ranks"] == RANKS
+        assert "The launcher of the job had the output" in output_of(served, f"/api/runs/{run_id(folder)}")["refused"]
         assert read_document(folder / "run.json").job == answer["run"]["job"]
+
+
+def output_of(served: Dashboard, path: str, query: str = "") -> Any:
+    status, _, text = served.ask(f"{path}/output{query}", token=served.operator)
+    assert status == 200, text
+    return json.loads(text)
+
+
+def _its_output(served: Dashboard, path: str) -> None:
+    """All ranks have printed it when the first step has ended."""
+    answer = output_of(served, path)
+    lines = [(line["ranks"], line["stream"], line["text"]) for line in answer["lines"]]
+    begin = ",".join(ranks for ranks, stream, text in lines if (stream, text) == ("stdout", "begins"))
+    assert begin == "0-2" or set(begin.split(",")) == {"0", "1", "2"}, "joined, where they came together"
+    for rank in range(RANKS):
+        assert (str(rank), "stderr", f"loss of rank {rank}: 0.{rank}") in lines
+    (odd,) = (line for line in answer["lines"] if "café" in line["text"])
+    assert (odd["ranks"], odd["stream"]) == ("1", "stdout")
+    assert (odd["text"], odd["cut"]) == ("<b>café</b> \\xff\\x07" + "x" * (4096 - 15), 15 + 10_000 - 4096)
+    assert (answer["more"], answer["dropped"]) == (False, 0)
+    found = output_of(served, path, "?ranks=1-2&text=LOSS")["lines"]
+    assert {line["text"] for line in found} == {"loss of rank 1: 0.1", "loss of rank 2: 0.2"}
+    assert "'one' names no ranks" in output_of(served, path, "?ranks=one")["refused"]
+    assert served.ask(f"{path}/output")[0] == 403, "viewers have no output: it may have secrets"
 
 
 def test_a_page_that_is_open_while_a_job_stops_and_ends(tmp_path: Path, browser: Any) -> None:

@@ -4,6 +4,7 @@ import {get, listen} from "./api.js";
 import {Chart, Zoom} from "./chart.js";
 import {Commands} from "./commands.js";
 import {Grid, kindOf} from "./grid.js";
+import {Output} from "./output.js";
 import {panelsOf} from "./panels.js";
 import {duration, element, number, stateMark, time, words} from "./text.js";
 
@@ -12,7 +13,7 @@ const base = `/api/runs/${encodeURIComponent(id)}`;
 const place = (name) => document.getElementById(name);
 const grid = new Grid(place("grid"));
 const zoom = new Zoom(() => draw());
-let charts = [], names = [], events = [], rows = -1, commands = null;
+let charts = [], names = [], events = [], rows = -1, commands = null, output = null;
 
 function showRun(run, live) {
   document.title = `${run.name} - mpitrain`;
@@ -28,6 +29,7 @@ function showRun(run, live) {
   place("live").hidden = !live;
   if (live) showRanks(live, run.state);
   commands?.show(live);
+  output?.show(live);
 }
 
 const TROUBLE = ["stopped", "failed", "ended", "lost", "unknown", "disk"];
@@ -106,7 +108,10 @@ async function draw() {
 async function load() {
   const answer = await get(base);
   events = answer.events;
-  if (answer.role === "operator") commands ??= new Commands(`${base}/tell`);
+  if (answer.role === "operator") {
+    commands ??= new Commands(`${base}/tell`);
+    output ??= new Output(`${base}/output`);
+  }
   if (answer.live) grid.set(answer.history);
   showRun(answer.run, answer.live);
   showEvents(answer.live);
