@@ -27,6 +27,7 @@ from mpitrain.dashboard.outputs import Outputs
 from mpitrain.dashboard.prometheus import exposition
 from mpitrain.dashboard.series import curve
 from mpitrain.dashboard.shown_jobs import ShownJob
+from mpitrain.dashboard.waits import who_waits
 from mpitrain.errors import ConfigError
 
 PAGES = Path(__file__).parent / "pages"
@@ -88,7 +89,7 @@ class Routes:
 
     async def _list(self, role: str) -> dict[str, Any]:
         runs = await asyncio.to_thread(self._catalogue.summaries)
-        return {"runs": runs, "problem": self._catalogue.live.problem, "role": role}
+        return {"runs": runs, "problem": self._catalogue.problem, "role": role}
 
     async def run(self, request: Request) -> Response:
         """Answer all that is known of a run, besides its curves."""
@@ -99,6 +100,7 @@ class Routes:
             "names": run.names if run else [],
             "events": run.events if run else [],
             "live": job.look if job else None,
+            "waits": who_waits(job.look) if job else None,
             "history": list(job.history) if job else [],
             "role": request.state.role,
         }
@@ -191,7 +193,8 @@ class Routes:
         while True:
             try:
                 run, job = await self._run(id_)
-                yield json.dumps({"run": self._catalogue.summary(run, job), "live": job.look if job else None})
+                summary, look = self._catalogue.summary(run, job), job.look if job else None
+                yield json.dumps({"run": summary, "live": look, "waits": who_waits(look) if look else None})
             except HTTPException:
                 yield json.dumps({"run": None})
 

@@ -22,8 +22,8 @@ from typing import Any, Protocol
 
 from mpitrain.errors import LaunchError
 from mpitrain.launch.events import noted, say
-from mpitrain.launch.kept_output import KEPT, Wanted
 from mpitrain.launch.kept import user_of
+from mpitrain.launch.kept_output import KEPT, Wanted
 from mpitrain.launch.live_folder import live_folder, socket_of
 from mpitrain.launch.live_picture import VERSION, is_over
 from mpitrain.launch.live_watcher import LiveWatcher

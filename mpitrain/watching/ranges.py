@@ -25,6 +25,8 @@ def ranks_in(text: str) -> frozenset[int]:
     for part in text.split(","):
         bounds = re.fullmatch(r"\s*(\d{1,5})\s*(?:-\s*(\d{1,5})\s*)?", part, re.ASCII)
         if bounds is None:
-            raise ValueError(f"{text[:80]!r} names no ranks; allowed are numbers and ranges of up to 5 digits, as in 0-2,5")
+            raise ValueError(
+                f"{text[:80]!r} names no ranks; allowed are numbers below 100,000 and their ranges, as in 0-2,5"
+            )
         ranks |= set(range(int(bounds[1]), int(bounds[2] or bounds[1]) + 1))
     return frozenset(ranks)

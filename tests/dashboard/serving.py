@@ -12,7 +12,7 @@ import ssl
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -88,11 +88,16 @@ class Dashboard:
 
 
 @contextlib.contextmanager
-def dashboard(cache: Path, *words: str, cwd: Path | None = None, code: int = 0) -> Iterator[Dashboard]:
-    """Start one at a free port; at the end, end it by Ctrl-C. It must end with this code."""
+def dashboard(
+    cache: Path, *words: str, cwd: Path | None = None, code: int = 0, before: Sequence[str] = ()
+) -> Iterator[Dashboard]:
+    """Start one at a free port; at the end, end it by Ctrl-C. It must end with this code.
+
+    `before` is a command that becomes the one behind it.
+    """
     environment = clean_environment({"XDG_CACHE_HOME": str(cache)})
     process = subprocess.Popen(
-        [sys.executable, "-m", "mpitrain", "dashboard", "--port", "0", *words],
+        [*before, sys.executable, "-m", "mpitrain", "dashboard", "--port", "0", *words],
         env=environment,
         cwd=cwd,
         stdout=subprocess.PIPE,

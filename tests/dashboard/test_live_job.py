@@ -113,6 +113,9 @@ def test_a_job_with_a_stopped_rank(tmp_path: Path) -> None:
                 answer = served.wait_for(path, lambda one: one["run"]["state"] == "stalled")
                 assert "rank 1 stopped" in answer["run"]["why"]
                 assert answer["history"][-1][1][1] == "stopped"
+                waits = served.wait_for(path, lambda one: one["waits"] and len(one["waits"]["rows"]) == 2)["waits"]
+                assert [(row["ranks"], row["is_awaited"]) for row in waits["rows"]] == [("1", True), ("0,2", False)]
+                assert waits["text"].startswith("Ranks 0,2 wait in ") and "Rank 1 has " in waits["text"]
             finally:
                 os.kill(pid, signal.SIGCONT)
             served.wait_for(path, lambda one: one["run"]["state"] == "trains")
