@@ -46,7 +46,7 @@ class Routes:
         self._catalogue = catalogue
         self._commands = Commands()
         self._outputs = Outputs()
-        self._is_ending = False
+        self._ending = asyncio.Event()
 
     def app(self) -> Starlette:
         """Return the application."""
@@ -70,8 +70,9 @@ class Routes:
 
     def end(self) -> None:
         """End all streams and waits, so that the server can end."""
-        self._is_ending = True
+        self._ending.set()
         self._commands.end()
+        self._outputs.end()
         self._catalogue.bell.ring()
 
     @asynccontextmanager
@@ -139,15 +140,27 @@ class Routes:
         _, job = await self._run(request.path_params["id"])
         if request.method != "POST":  # not an error: a page asks again and again, and a job may end at any time
             return _json({"refused": _NO_LAUNCHER} if job is None else await self._commands.can(job))
-        if job is None:
-            raise HTTPException(409, _NO_LAUNCHER)
         try:
-            order = order_of(await _body(request))
+            order = order_of(await self._body(request))
         except ConfigError as error:
             raise HTTPException(400, str(error)) from None
+        if job is None:
+            raise HTTPException(409, _NO_LAUNCHER)
         if why := self._commands.why_not():
             raise HTTPException(429, why, {"Retry-After": "1"})
         return _json(await self._commands.tell(job, order))
+
+    async def _body(self, request: Request) -> bytes:
+        """Return the body of a request. At the end of the dashboard, nobody waits for the rest of one."""
+        body, end = asyncio.create_task(_read(request)), asyncio.create_task(self._ending.wait())
+        try:
+            await asyncio.wait({body, end}, return_when=asyncio.FIRST_COMPLETED)
+            if not body.done():
+                raise HTTPException(503, "the dashboard ends, and the command was not passed on")
+            return await body
+        finally:
+            body.cancel()
+            end.cancel()
 
     async def output(self, request: Request) -> Response:
         """Answer the newest lines of the ranks: `ranks`, such as 0-2,5, and `text`, which the lines have."""
@@ -182,7 +195,7 @@ class Routes:
         bell, before, count = self._catalogue.bell, "", -1
         while True:
             count = await bell.wait(count, _SILENCE_SECONDS)
-            if self._is_ending:
+            if self._ending.is_set():
                 return
             text = await anext(texts)
             yield f"data: {text}\n\n" if text != before else ": nothing new\n\n"
@@ -234,7 +247,7 @@ def _json(answer: Any) -> Response:
     return Response(json.dumps(answer, allow_nan=False), media_type="application/json")
 
 
-async def _body(request: Request) -> bytes:
+async def _read(request: Request) -> bytes:
     body = b""
     async for part in request.stream():
         body += part

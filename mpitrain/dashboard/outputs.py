@@ -25,6 +25,12 @@ class Outputs:
     def __init__(self) -> None:
         self._asked: dict[tuple[str, str, str], asyncio.Future[dict[str, Any]]] = {}
 
+    def end(self) -> None:
+        """Wait for no launcher any more: the dashboard ends."""
+        for asked in list(self._asked.values()):
+            if not asked.done():
+                asked.set_result({"refused": "the dashboard ends"})
+
     async def lines(self, job: ShownJob | None, ranks: str, text: str) -> dict[str, Any]:
         """Return the `output` of docs/live.md, or {"refused": why there is none}.
 

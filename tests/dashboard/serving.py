@@ -118,6 +118,7 @@ def dashboard(
         finally:
             process.kill()
             _, errors = process.communicate()
+            print(errors, file=sys.stderr)  # where a test has failed, this may say why
     assert process.returncode == code, errors
     assert "Traceback" not in errors, errors
 

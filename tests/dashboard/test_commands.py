@@ -266,6 +266,22 @@ def test_a_run_without_a_job(tmp_path: Path) -> None:
             assert (status, list(json.loads(text))) == (200, ["refused"]), question
 
 
+def test_a_dashboard_that_ends_within_a_command(tmp_path: Path) -> None:
+    """Half of the command has come. The page gets a sentence, and stderr no traceback."""
+    folder = make_record(tmp_path / "runs/a", rows_made(1, 2))
+    with dashboard(tmp_path / "cache", str(tmp_path / "runs")) as served:
+        served.wait_for("/api/runs", lambda answer: len(served.records(answer)) == 1)
+        line = http.client.HTTPConnection("127.0.0.1", served.port, timeout=HANG_SECONDS)
+        headers = {"Authorization": f"Bearer {served.operator}", "Content-Length": "17"}
+        line.request("POST", f"/api/runs/{run_id(folder)}/tell", '{"kind": ', headers)
+        served.get("/api/runs")  # so that the other request has begun
+        served.process.send_signal(signal.SIGINT)
+        answer = line.getresponse()
+        text = answer.read().decode()
+        assert (answer.status, text) == (503, "the dashboard ends, and the command was not passed on")
+        line.close()
+
+
 @pytest.fixture
 def launcher() -> Iterator[SimpleNamespace]:
     """This process answers as a launcher, when `may_answer` is set. `asked` has what it was asked."""
