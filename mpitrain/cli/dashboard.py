@@ -55,7 +55,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _is_missing(folder: Path) -> bool:
-    """Return whether there is no such folder. Of one that does not answer, because its share is lost, the pages tell."""
+    """Return whether there is no such folder. The pages name one that does not answer, because its share is lost."""
     answers: list[bool] = []
     thread = threading.Thread(target=lambda: answers.append(folder.is_dir()), daemon=True)
     thread.start()

@@ -193,7 +193,7 @@ def _joined(kept: list[list[_Line]], text: str) -> Iterator[tuple[tuple[int, ...
 
 
 def printable(text: bytes) -> str:
-    """Return a text without the codes of terminals. What is no text in UTF-8, or controls something, is shown as \\x.."""
+    """Return a text without codes of terminals. What is no UTF-8, or controls something, is shown as \\x.."""
     letters = _ESCAPES.sub("", text.decode(errors="backslashreplace"))
     return _CONTROLS.sub(lambda found: found[0].encode("unicode_escape").decode(), letters)
 
