@@ -160,18 +160,18 @@ class KeptOutput:
             num_dropped = sum(self._dropped.get(rank, 0) for rank in chosen)
         lines: list[dict[str, Any]] = []
         size, has_more = 0, False
-        for ranks, found in _joined(kept, wanted.text.casefold()):
-            size += len(found.text)
+        for ranks, joined in _joined(kept, wanted.text.casefold()):
+            size += len(joined.text)
             has_more = len(lines) == MOST_LINES or size > MOST_ANSWER_LETTERS
             if has_more:
                 break
             lines.append(
                 {
-                    "at": found.at,
+                    "at": joined.at,
                     "ranks": "" if MPIEXEC in ranks else rank_ranges(ranks),
-                    "stream": found.stream,
-                    "text": found.text,
-                    "cut": found.num_cut,
+                    "stream": joined.stream,
+                    "text": joined.text,
+                    "cut": joined.num_cut,
                 }
             )
         return {"lines": lines[::-1], "more": has_more, "dropped": num_dropped}
@@ -195,7 +195,7 @@ def _joined(kept: list[list[_Line]], text: str) -> Iterator[tuple[tuple[int, ...
 def printable(text: bytes) -> str:
     """Return a text without codes of terminals. What is no UTF-8, or controls something, is shown as \\x.."""
     letters = _ESCAPES.sub("", text.decode(errors="backslashreplace"))
-    return _CONTROLS.sub(lambda found: found[0].encode("unicode_escape").decode(), letters)
+    return _CONTROLS.sub(lambda letter: letter[0].encode("unicode_escape").decode(), letters)
 
 
 # Of the job of this process.
