@@ -108,7 +108,7 @@ REFUSED = [
     (b'{"output": 1, "version": 1}\n', "the output of ranks is asked for by"),
     (b'{"output": {"rank": "1"}, "version": 1}\n', "the output of ranks is asked for by"),
     (b'{"output": {"ranks": 1}, "version": 1}\n', "the output of ranks is asked for by"),
-    (b'{"output": {"ranks": "1-"}, "version": 1}\n', "'1-' names no ranks; allowed are numbers and ranges"),
+    (b'{"output": {"ranks": "1-"}, "version": 1}\n', "'1-' names no ranks; allowed are numbers below 100,000"),
     (b'{"output": {"ranks": "0-999999"}, "version": 1}\n', "'0-999999' names no ranks"),
     (b"[" * 4000 + b"\n", "this is no request"),
     (b"x" * 5000, "a request has at most 4096 bytes"),
