@@ -163,22 +163,20 @@ def test_a_page_that_is_open_while_a_job_stops_and_ends(tmp_path: Path, browser:
         page.set_default_timeout(240_000)
         page.goto(served.link)
 
-        def during(_: str) -> None:
+        def during(id_: str) -> None:
+            page.get_by_label("Filter").fill(str(tmp_path))  # other tests may have jobs of this name
             page.get_by_role("link", name="run", exact=True).click()
             until(lambda: page.locator("#ranks tbody tr").count() == RANKS)
             row = page.locator("#ranks tbody tr").filter(has=page.locator("td:first-child", has_text="2"))
-            pid = next(
-                rank["pid"]
-                for run in served.get("/api/runs")["runs"]
-                if run["name"] == "run"
-                for rank in served.get(f"/api/runs/{run['id']}")["live"]["ranks"]
-                if rank["rank"] == 2
-            )
+            pid = served.get(f"/api/runs/{id_}")["live"]["ranks"][2]["pid"]
             os.kill(pid, signal.SIGSTOP)
             try:
                 page.wait_for_selector("#ranks tbody tr:first-child td.red")
                 assert row.locator("td.red").inner_text() == "stopped"
                 assert "stalled" in page.inner_text("#state")
+                until(lambda: page.locator("#waitTable tbody tr").count() == 2)
+                assert page.locator("#waitTable tbody tr").first.inner_text().endswith("is waited for")
+                assert page.inner_text("#waitText").startswith("Ranks 0,1 wait in ")
             finally:
                 os.kill(pid, signal.SIGCONT)
             until(lambda: page.locator("#ranks td.red").count() == 0)
