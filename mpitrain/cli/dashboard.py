@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import threading
 from pathlib import Path
 
 from mpitrain.errors import ConfigError
@@ -19,6 +20,7 @@ for viewers and one for operators. It needs Starlette and uvicorn: pip install
   mpitrain dashboard runs /share/me/runs
 """
 _FOLDER = Path("runs")
+_ANSWER_SECONDS = 3.0
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -37,7 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Serve until Ctrl-C. Return the exit code."""
     for folder in arguments.folders:
-        if not folder.is_dir():
+        if _is_missing(folder):
             raise ConfigError(f"there is no folder {folder}; name the folders that mpitrain.JsonLines was given")
     if (arguments.tls_certificate is None) != (arguments.tls_key is None):
         raise ConfigError("--tls-certificate and --tls-key belong together; give both or none")
@@ -56,3 +58,12 @@ def run(arguments: argparse.Namespace) -> int:
     tls = (arguments.tls_certificate, arguments.tls_key) if arguments.tls_certificate else None
     folders = arguments.folders or [_FOLDER]
     return serve(folders, arguments.host, arguments.port, tls, arguments.inventory, anew=arguments.reindex)
+
+
+def _is_missing(folder: Path) -> bool:
+    """Return whether there is no such folder. The pages name one that does not answer, because its share is lost."""
+    answers: list[bool] = []
+    thread = threading.Thread(target=lambda: answers.append(folder.is_dir()), daemon=True)
+    thread.start()
+    thread.join(_ANSWER_SECONDS)
+    return answers == [False]

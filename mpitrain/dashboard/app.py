@@ -24,17 +24,20 @@ from mpitrain.dashboard.commands import MOST_BYTES, Commands, order_of
 from mpitrain.dashboard.differences import differences
 from mpitrain.dashboard.gate import FOR_OPERATORS
 from mpitrain.dashboard.index import IndexedRun
+from mpitrain.dashboard.outputs import Outputs
 from mpitrain.dashboard.prometheus import exposition
 from mpitrain.dashboard.run_files import files_of
 from mpitrain.dashboard.series import curve
 from mpitrain.dashboard.shared_answers import SharedAnswers
 from mpitrain.dashboard.shown_jobs import ShownJob
+from mpitrain.dashboard.waits import who_waits
 from mpitrain.errors import ConfigError
 
 PAGES = Path(__file__).parent / "pages"
 _MOST_PIXELS = 8192
 _MOST_NAMES = 64  # of metrics in one answer
 _MOST_COMPARED = 16
+_NO_LAUNCHER = "no launcher here has it: the job has ended, or plain mpiexec has started it"
 _PAUSE_SECONDS = 0.4  # between two messages to a viewer
 _SILENCE_SECONDS = 10.0  # after that, a message says that the connection is alive
 
@@ -47,7 +50,8 @@ class Routes:
         self._cluster = cluster
         self._commands = Commands()
         self._shared = SharedAnswers()
-        self._is_ending = False
+        self._outputs = Outputs()
+        self._ending = asyncio.Event()
 
     def app(self) -> Starlette:
         """Return the application."""
@@ -64,6 +68,7 @@ class Routes:
                 Route("/api/runs/{id}/series", self.series),
                 Route("/api/runs/{id}/files", self.files),
                 Route("/api/runs/{id}/tell", self.tell, methods=["GET", "POST"]),
+                Route("/api/runs/{id}/output", self.output),
                 Route("/api/compare", self.compare),
                 Route("/api/stream", self.stream),
                 Mount("/pages", StaticFiles(directory=PAGES)),
@@ -73,8 +78,9 @@ class Routes:
 
     def end(self) -> None:
         """End all streams and waits, so that the server can end."""
-        self._is_ending = True
+        self._ending.set()
         self._commands.end()
+        self._outputs.end()
         self._catalogue.bell.ring()
 
     @asynccontextmanager
@@ -92,7 +98,7 @@ class Routes:
 
     async def _list(self, role: str) -> dict[str, Any]:
         runs = await asyncio.to_thread(self._catalogue.summaries)
-        return {"runs": runs, "problem": self._catalogue.live.problem, "role": role}
+        return {"runs": runs, "problem": self._catalogue.problem, "role": role}
 
     async def run(self, request: Request) -> Response:
         """Answer all that is known of a run, besides its curves."""
@@ -103,6 +109,7 @@ class Routes:
             "names": run.names if run else [],
             "events": run.events if run else [],
             "live": job.look if job else None,
+            "waits": who_waits(job.look) if job else None,
             "history": list(job.history) if job else [],
             "role": request.state.role,
         }
@@ -149,20 +156,38 @@ class Routes:
 
     async def tell(self, request: Request) -> Response:
         """Tell a job something (POST), or answer what it can be told (GET). The answer is that of its launcher."""
-        if request.state.role != "operator":
-            raise HTTPException(403, FOR_OPERATORS)
+        _refuse_viewers(request)
         _, job = await self._run(request.path_params["id"])
-        if job is None:
-            raise HTTPException(409, "no launcher here has it: the job has ended, or plain mpiexec has started it")
-        if request.method != "POST":
-            return _json(await self._commands.can(job))
+        if request.method != "POST":  # not an error: a page asks again and again, and a job may end at any time
+            return _json({"refused": _NO_LAUNCHER} if job is None else await self._commands.can(job))
         try:
-            order = order_of(await _body(request))
+            order = order_of(await self._body(request))
         except ConfigError as error:
             raise HTTPException(400, str(error)) from None
+        if job is None:
+            raise HTTPException(409, _NO_LAUNCHER)
         if why := self._commands.why_not():
             raise HTTPException(429, why, {"Retry-After": "1"})
         return _json(await self._commands.tell(job, order))
+
+    async def _body(self, request: Request) -> bytes:
+        """Return the body of a request. At the end of the dashboard, nobody waits for the rest of one."""
+        body, end = asyncio.create_task(_read(request)), asyncio.create_task(self._ending.wait())
+        try:
+            await asyncio.wait({body, end}, return_when=asyncio.FIRST_COMPLETED)
+            if not body.done():
+                raise HTTPException(503, "the dashboard ends, and the command was not passed on")
+            return await body
+        finally:
+            body.cancel()
+            end.cancel()
+
+    async def output(self, request: Request) -> Response:
+        """Answer the newest lines of the ranks: `ranks`, such as 0-2,5, and `text`, which the lines have."""
+        _refuse_viewers(request)
+        _, job = await self._run(request.path_params["id"])
+        query = request.query_params
+        return _json(await self._outputs.lines(job, query.get("ranks", ""), query.get("text", "")))
 
     async def compare(self, request: Request) -> Response:
         """Answer in what the runs `runs` (ids, separated by commas) differ."""
@@ -196,7 +221,7 @@ class Routes:
         bell, before, count = self._catalogue.bell, "", -1
         while True:
             count = await bell.wait(count, _SILENCE_SECONDS)
-            if self._is_ending:
+            if self._ending.is_set():
                 return
             text = await anext(texts)
             yield f"data: {text}\n\n" if text != before else ": nothing new\n\n"
@@ -207,7 +232,8 @@ class Routes:
         while True:
             try:
                 run, job = await self._run(id_)
-                yield json.dumps({"run": self._catalogue.summary(run, job), "live": job.look if job else None})
+                summary, look = self._catalogue.summary(run, job), job.look if job else None
+                yield json.dumps({"run": summary, "live": look, "waits": who_waits(look) if look else None})
             except HTTPException:
                 yield json.dumps({"run": None})
 
@@ -235,6 +261,11 @@ class Routes:
 _PROMETHEUS = "text/plain; version=0.0.4; charset=utf-8"
 
 
+def _refuse_viewers(request: Request) -> None:
+    if request.state.role != "operator":
+        raise HTTPException(403, FOR_OPERATORS)
+
+
 def _page(name: str) -> Any:
     async def answer(_: Request) -> Response:
         return FileResponse(PAGES / name)
@@ -246,7 +277,7 @@ def _json(answer: Any) -> Response:
     return Response(json.dumps(answer, allow_nan=False), media_type="application/json")
 
 
-async def _body(request: Request) -> bytes:
+async def _read(request: Request) -> bytes:
     body = b""
     async for part in request.stream():
         body += part

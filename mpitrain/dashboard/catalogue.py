@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import sys
+import itertools
 import time
 from collections.abc import Sequence
 from contextlib import suppress
@@ -11,16 +11,13 @@ from pathlib import Path
 from typing import Any
 
 from mpitrain.dashboard.bell import Bell
+from mpitrain.dashboard.folder_watch import FolderWatch
 from mpitrain.dashboard.index import IndexedRun, RunIndex
-from mpitrain.dashboard.records import find_records, is_record, run_id
 from mpitrain.dashboard.shown_jobs import ShownJob, ShownJobs
 from mpitrain.dashboard.summary import OF_JOB, id_of, job_of, summary_of_job, summary_of_run
 
-_LOOK_SECONDS = 0.5  # at records that grow
-_SEARCH_SECONDS = 5.0  # for new records; a long search is repeated less often
-_MOST_SHARE = 0.05  # of the time that searches may take
+_LOOK_SECONDS = 0.5  # at the jobs, for folders with records
 _SUMMARY_SECONDS = 2.0  # states change with time too
-_GROWING_SECONDS = 120.0  # a record counts as one that grows until it has not grown for so long
 
 
 class Catalogue:
@@ -36,72 +33,63 @@ class Catalogue:
         self.bell = Bell()
         self.live = ShownJobs(self._ring)
         self._index = index
-        self._roots = [root.absolute() for root in roots]
-        self._folders: dict[str, Path] = {}  # of all records, by id
-        self._of_jobs: set[Path] = set()  # where jobs have said that their records are
-        self._growing: dict[Path, float] = {}  # until when
-        self._said: set[str] = set()
-        self._num_changes = 0  # of the index
+        self._watches = [self._watch(root.absolute()) for root in roots]
+        self._of_jobs: dict[Path, FolderWatch] = {}  # of the folders in which jobs write now
+        self._former = self._watch()  # of those in which jobs have written, and that are in no other folder
+        self._changes = itertools.count()
+        self._num_changes = next(self._changes)  # of the index
         self._indexed: tuple[int, list[IndexedRun]] = (-1, [])
         self._summaries: tuple[int, float, list[dict[str, Any]]] = (-1, 0.0, [])
+
+    def _watch(self, *roots: Path) -> FolderWatch:
+        return FolderWatch(self._index, roots, self._note_change)
 
     async def run(self) -> None:
         """Keep the index as new as the records, and listen to the jobs, until this is cancelled."""
         self._loop = asyncio.get_running_loop()
         self.live.begin()
+        for watch in (*self._watches, self._former):
+            watch.begin()
         try:
-            next_search = 0.0
             while True:
-                now = time.monotonic()
-                try:
-                    if now >= next_search:
-                        await asyncio.to_thread(self.search)
-                        took = time.monotonic() - now
-                        next_search = time.monotonic() + max(_SEARCH_SECONDS, took / _MOST_SHARE)
-                    else:
-                        await asyncio.to_thread(self._follow)
-                except Exception as error:  # such as a full disk: the pages show what is known, and it is tried again
-                    self._say_once(f"the records cannot be looked at: {error!r}")
-                    next_search = time.monotonic() + _SEARCH_SECONDS
+                self._look_for_folders()
                 await asyncio.sleep(_LOOK_SECONDS)
         finally:
             self.live.end()
+            for watch in self._all_watches():
+                watch.end()
 
-    def search(self) -> None:
-        """Look for new records, and take in what has changed. Called by one thread at a time."""
-        self._of_jobs |= {Path(folder) for job in self._jobs() if isinstance(folder := job.look.get("record"), str)}
-        of_jobs = [folder for folder in self._of_jobs if is_record(folder)]
-        folders = {run_id(folder): folder for folder in (*find_records(self._roots), *of_jobs)}
-        is_new = folders.keys() != self._folders.keys()
-        self._folders = folders  # before all of them are read: a long record takes a while
-        for folder in folders.values():
-            self._take_in(folder)
-        if is_new:
-            self._index.forget_missing()
-            self._num_changes += 1
-            self._ring()
+    def _look_for_folders(self) -> None:
+        """Watch the folders in which jobs write, and leave those to one thread whose jobs have ended."""
+        written = {Path(folder) for job in self._jobs() if isinstance(folder := job.look.get("record"), str)}
+        for folder in written - self._of_jobs.keys() - set(self._former.roots):
+            self._of_jobs[folder] = self._watch(folder)
+            self._of_jobs[folder].begin()
+        for folder, watch in list(self._of_jobs.items()):
+            if folder in written or not watch.is_quiet:
+                continue
+            if any(watch.folders.keys() <= other.folders.keys() for other in (*self._watches, self._former)):
+                watch.end()
+                del self._of_jobs[folder]
+            elif folder not in self._former.roots:
+                self._former.roots.append(folder)
 
-    def _follow(self) -> None:
-        """Take in what is new in records that grow."""
-        now = time.monotonic()
-        for folder, until in list(self._growing.items()):
-            self._take_in(folder)
-            if until < now:
-                self._growing.pop(folder, None)
+    def _all_watches(self) -> list[FolderWatch]:
+        return [*self._watches, *self._of_jobs.values(), self._former]
 
-    def _take_in(self, folder: Path) -> None:
-        try:
-            if self._index.update(folder):
-                self._num_changes += 1
-                self._growing[folder] = time.monotonic() + _GROWING_SECONDS
-                self._ring()
-        except Exception as error:  # another record may be readable
-            self._say_once(f"{folder} cannot be taken in: {error!r}")
+    def _folders(self) -> dict[str, Path]:
+        """Return the folders of all records, by id."""
+        return {id_: folder for watch in self._all_watches() for id_, folder in watch.folders.items()}
 
-    def _say_once(self, text: str) -> None:
-        if text not in self._said:
-            self._said.add(text)
-            print(f"mpitrain dashboard: {text}", file=sys.stderr, flush=True)
+    @property
+    def problem(self) -> str:
+        """Why something is not shown, or not as it is now; "": all is well."""
+        problems = [self.live.problem, *(watch.problem for watch in self._all_watches())]
+        return "; ".join(problem for problem in problems if problem)
+
+    def _note_change(self) -> None:
+        self._num_changes = next(self._changes)
+        self._ring()
 
     def _ring(self) -> None:
         with suppress(RuntimeError):  # the dashboard has ended
@@ -119,8 +107,9 @@ class Catalogue:
         jobs = self._jobs()
         runs = []
         used: set[int] = set()
+        folders = self._folders()
         for run in self._runs():
-            if run.id in self._folders:
+            if run.id in folders:
                 job = job_of(run, jobs)
                 used.add(id(job))
                 runs.append(summary_of_run(run, job))
@@ -143,7 +132,7 @@ class Catalogue:
         jobs = self._jobs()
         if id_.startswith(OF_JOB):
             return None, next((job for job in jobs if id_of(job) == id_), None)
-        run = self._index.run(id_) if id_ in self._folders else None
+        run = self._index.run(id_) if id_ in self._folders() else None
         return run, None if run is None else job_of(run, jobs)
 
     def summary(self, run: IndexedRun | None, job: ShownJob | None) -> dict[str, Any]:

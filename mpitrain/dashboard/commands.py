@@ -9,14 +9,13 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
-import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from typing import Any
 
 from mpitrain.dashboard.shown_jobs import ShownJob
+from mpitrain.dashboard.threads import in_thread
 from mpitrain.errors import ConfigError
 from mpitrain.launch.hosts import place_ranks
 from mpitrain.launch.jobs import end_job
@@ -47,7 +46,8 @@ class Commands:
         """Wait for no answer any more: the dashboard ends. The jobs have their commands."""
         self._is_ending = True
         for one in (*self._told, *self._lists.values()):
-            _settle(one, _ENDS)
+            if not one.done():
+                one.set_result(_ENDS)
 
     def why_not(self) -> str:
         """Return why no command is passed on now; "": the next one is."""
@@ -81,27 +81,18 @@ class Commands:
 
     def _in_thread(self, call: Callable[[], dict[str, Any]]) -> asyncio.Future[dict[str, Any]]:
         """Call this in a thread of its own, for which the end of the dashboard does not wait."""
-        loop = asyncio.get_running_loop()
-        result: asyncio.Future[dict[str, Any]] = loop.create_future()
 
-        def run() -> None:
+        def passed_on() -> dict[str, Any]:
             try:
-                answer = call()
+                return call()
             except Exception as error:  # the page is told, and the next command may go well
-                answer = {"refused": f"the dashboard cannot pass it on: {error!r}"}
-            with suppress(RuntimeError):  # the dashboard has ended
-                loop.call_soon_threadsafe(_settle, result, answer)
+                return {"refused": f"the dashboard cannot pass it on: {error!r}"}
 
-        if self._is_ending:
-            _settle(result, _ENDS)
-        else:
-            threading.Thread(target=run, name="command", daemon=True).start()
+        if not self._is_ending:
+            return in_thread(passed_on, "command")
+        result: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
+        result.set_result(_ENDS)
         return result
-
-
-def _settle(result: asyncio.Future[dict[str, Any]], answer: dict[str, Any]) -> None:
-    if not result.done():
-        result.set_result(answer)
 
 
 def order_of(body: bytes) -> dict[str, str]:

@@ -102,9 +102,22 @@ class RunIndex:
         A record of many rows is taken in by several transactions.
         """
         has_changed = False
-        while self._do(lambda connection: self._update(connection, folder)):
+        while self.take_in(folder):
             has_changed = True
         return has_changed
+
+    def take_in(self, folder: Path) -> bool:
+        """Take in some of what is new in the record in `folder`; return whether there was anything.
+
+        The files are read without the lock: their share may hang, and others use the index meanwhile.
+        """
+        id_ = run_id(folder)
+        known = self._do(lambda connection: _known(connection, id_))
+        new = _new_of(folder, known)
+        if new is None:
+            return False
+        self._do(lambda connection: _write(connection, id_, folder, known, new))
+        return True
 
     def runs(self) -> list[IndexedRun]:
         """Return all runs, the youngest first."""
@@ -124,15 +137,18 @@ class RunIndex:
         steps, values = (b"".join(row[place] for row in rows) for place in (0, 1))
         return numpy.frombuffer(steps), numpy.frombuffer(values)
 
-    def forget_missing(self) -> None:
-        """Forget the runs whose records are gone. Those of other dashboards' folders stay."""
+    def forget_missing(self, roots: Sequence[Path]) -> None:
+        """Forget the runs in these folders, and below them, whose records are gone."""
+        runs = self._do(lambda connection: connection.execute("SELECT id, folder FROM runs").fetchall())
+        below = [(id_, Path(folder)) for id_, folder in runs if any(Path(folder).is_relative_to(one) for one in roots)]
+        missing = [id_ for id_, folder in below if not is_record(folder)]
 
         def work(connection: sqlite3.Connection) -> None:
-            for id_, folder in connection.execute("SELECT id, folder FROM runs").fetchall():
-                if not is_record(Path(folder)):
-                    _forget(connection, id_)
+            for id_ in missing:
+                _forget(connection, id_)
 
-        self._do(work)
+        if missing:
+            self._do(work)
 
     def _do(self, work: Callable[[sqlite3.Connection], Result]) -> Result:
         """Do `work` in a transaction; once more with a new file, if this one is damaged."""
@@ -178,53 +194,77 @@ class RunIndex:
         for suffix in ("", "-wal", "-shm"):
             self.path.with_name(self.path.name + suffix).unlink(missing_ok=True)
 
-    def _update(self, connection: sqlite3.Connection, folder: Path) -> bool:
-        """Take in some of what is new; return whether there was anything."""
-        id_ = run_id(folder)
-        query = "SELECT stamp, place, names, events, problems, num_rows, last, document FROM runs WHERE id = ?"
-        known = connection.execute(query, (id_,)).fetchone()
-        stamp, changed = stamp_of(folder)
-        if known is not None and known[0] == stamp:
-            return False
-        place, names, events, problems, num_rows, last = ReadMark(), [], [], [], 0, {}
-        try:
-            if known is not None and is_same_file(folder / ROWS, old := _place(known[1])):
-                place, num_rows = old, known[5]
-                names, events, problems, last = (json.loads(known[column]) for column in (2, 3, 4, 6))
-                problems = [problem for problem in problems if problem.startswith(ROWS)]
-            elif known is not None:
-                _forget(connection, id_)
-            begin = place.offset
-            place, new = read_on(folder / ROWS, place, _READ_BYTES)
-            is_whole = place.offset in (begin, (folder / ROWS).stat().st_size)
-        except OSError as error:
-            if known is not None:
-                _forget(connection, id_)
-            is_missing = isinstance(error, FileNotFoundError)  # the run has just begun
-            new = NewRows(problems=[] if is_missing else [f"cannot be read: {error.strerror}"])
-            is_whole = True
-        problems += [f"{ROWS}: {problem}" for problem in new.problems]
-        document = ""
-        try:
-            document = read_document(folder / DOCUMENT).text() if (folder / DOCUMENT).exists() else ""
-        except DataError as error:
-            problems.append(str(error))
-        _add(connection, id_, new)
-        values = (
-            id_,
-            str(folder),
-            stamp if is_whole else "",
-            json.dumps({**asdict(place), "head": place.head.hex(), "tail": place.tail.hex()}),
-            document,
-            json.dumps(new.last or last),
-            num_rows + new.num_rows,
-            json.dumps(list(dict.fromkeys([*names, *new.columns]))),
-            json.dumps((events + new.events)[-_MOST_EVENTS:]),
-            json.dumps(problems[:_MOST_PROBLEMS]),
-            changed,
-        )
-        connection.execute(f"INSERT OR REPLACE INTO runs VALUES ({', '.join('?' * len(values))})", values)
-        return True
+
+Known = tuple[str, str, str, str, str, int, str, str]
+
+
+@dataclass(frozen=True)
+class _New:
+    """What is new in a record, and the row of the index with it, from `stamp` on."""
+
+    rows: NewRows
+    is_anew: bool  # what the index has is of another file
+    values: tuple[Any, ...]
+
+
+def _known(connection: sqlite3.Connection, id_: str) -> Known | None:
+    """Return what the index has of a run, without its rows."""
+    query = "SELECT stamp, place, names, events, problems, num_rows, last, document FROM runs WHERE id = ?"
+    known: Known | None = connection.execute(query, (id_,)).fetchone()
+    return known
+
+
+def _new_of(folder: Path, known: Known | None) -> _New | None:
+    """Read some of what is new in a record; None: nothing is."""
+    stamp, changed = stamp_of(folder)
+    if known is not None and known[0] == stamp:
+        return None
+    place, names, events, problems, num_rows, last = ReadMark(), [], [], [], 0, {}
+    is_anew = False
+    try:
+        if known is not None and is_same_file(folder / ROWS, old := _place(known[1])):
+            place, num_rows = old, known[5]
+            names, events, problems, last = (json.loads(text) for text in (known[2], known[3], known[4], known[6]))
+            problems = [problem for problem in problems if problem.startswith(ROWS)]
+        else:
+            is_anew = known is not None
+        begin = place.offset
+        place, new = read_on(folder / ROWS, place, _READ_BYTES)
+        is_whole = place.offset in (begin, (folder / ROWS).stat().st_size)
+    except OSError as error:
+        is_anew = known is not None
+        is_missing = isinstance(error, FileNotFoundError)  # the run has just begun
+        new = NewRows(problems=[] if is_missing else [f"cannot be read: {error.strerror}"])
+        is_whole = True
+    problems += [f"{ROWS}: {problem}" for problem in new.problems]
+    document = ""
+    try:
+        document = read_document(folder / DOCUMENT).text() if (folder / DOCUMENT).exists() else ""
+    except DataError as error:
+        problems.append(str(error))
+    values = (
+        stamp if is_whole else "",
+        json.dumps({**asdict(place), "head": place.head.hex(), "tail": place.tail.hex()}),
+        document,
+        json.dumps(new.last or last),
+        num_rows + new.num_rows,
+        json.dumps(list(dict.fromkeys([*names, *new.columns]))),
+        json.dumps((events + new.events)[-_MOST_EVENTS:]),
+        json.dumps(problems[:_MOST_PROBLEMS]),
+        changed,
+    )
+    return _New(new, is_anew, values)
+
+
+def _write(connection: sqlite3.Connection, id_: str, folder: Path, known: Known | None, new: _New) -> None:
+    """Write what is new, unless somebody else has done it since `known` was read: then it is read again."""
+    if _known(connection, id_) != known:
+        return
+    if new.is_anew:
+        _forget(connection, id_)
+    _add(connection, id_, new.rows)
+    values = (id_, str(folder), *new.values)
+    connection.execute(f"INSERT OR REPLACE INTO runs VALUES ({', '.join('?' * len(values))})", values)
 
 
 def _place(text: str) -> ReadMark:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -26,14 +26,15 @@ def is_record(folder: Path) -> bool:
     return False
 
 
-def find_records(roots: Sequence[Path]) -> Iterator[Path]:
+def find_records(roots: Sequence[Path], on_folder: Callable[[Path], None] = lambda _: None) -> Iterator[Path]:
     """Iterate over the folders with a record, in the given folders and below. Links to folders are not followed.
 
-    What is below a record, such as its checkpoints, is not searched.
+    What is below a record, such as its checkpoints, is not searched. `on_folder` is called before a folder is read.
     """
     waiting = [(root, 0) for root in reversed(roots)]
     while waiting:
         folder, depth = waiting.pop()
+        on_folder(folder)
         try:
             with os.scandir(folder) as scanned:
                 entries = list(scanned)

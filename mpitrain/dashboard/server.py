@@ -19,7 +19,7 @@ from mpitrain.dashboard.gate import Gate, Tokens
 from mpitrain.dashboard.index import RunIndex
 from mpitrain.errors import ConfigError, MpitrainError
 
-_END_SECONDS = 2
+_END_SECONDS = 5  # who waits for an answer gets one before; on a busy machine this takes a while
 
 
 def index_path() -> Path:

@@ -1,4 +1,4 @@
-"""Calls that may hang, each in a thread of its own: the event loop goes on, and the dashboard's end waits for none."""
+"""Calls that may hang, each in a thread of its own: nobody but who wants the answer waits for it, also at the end."""
 
 from __future__ import annotations
 

@@ -16,7 +16,8 @@ from mpitrain.errors import LaunchError
 from mpitrain.launch import processes
 from mpitrain.launch.dialects import JobSpec, command_for, ends_by_sigterm, names_signals
 from mpitrain.launch.ending import Ended, exit_code, kills_first, last_words
-from mpitrain.launch.printer import Printer, Stream
+from mpitrain.launch.output import Stream
+from mpitrain.launch.printer import Printer
 from mpitrain.launch.seen import SeenJob
 
 # After a signal the ranks have this long to end by themselves (for example, to close files) before they are killed.

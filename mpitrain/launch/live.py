@@ -23,6 +23,7 @@ from typing import Any, Protocol
 from mpitrain.errors import LaunchError
 from mpitrain.launch.events import noted, say
 from mpitrain.launch.kept import user_of
+from mpitrain.launch.kept_output import KEPT, Wanted
 from mpitrain.launch.live_folder import live_folder, socket_of
 from mpitrain.launch.live_picture import VERSION, is_over
 from mpitrain.launch.live_watcher import LiveWatcher
@@ -78,6 +79,7 @@ class Live:
 
     def __enter__(self) -> Live:
         """Open the socket. If that cannot be, stderr says so: the job does not need it."""
+        KEPT.clear()
         self._wake, self._woken = socket.socketpair()
         try:
             self._listener = _listen(self._path)
@@ -198,6 +200,9 @@ class Live:
         for watcher in self._watchers:
             if watcher.due is None or watcher.due > now:
                 continue
+            if watcher.output is not None:
+                watcher.look(self._output(watcher.output), now)
+                continue
             if watcher.asked is not None and looked < watcher.asked and now - watcher.asked < _FRESH_SECONDS:
                 continue
             line = line or self._line()
@@ -216,6 +221,10 @@ class Live:
 
     def _line(self) -> bytes:
         return json.dumps(self.answer(), allow_nan=False).encode() + b"\n"
+
+    def _output(self, wanted: Wanted) -> bytes:
+        answer = {"version": VERSION, "at": time.time(), "output": KEPT.find(wanted)}
+        return json.dumps(answer).encode() + b"\n"
 
     def answer(self) -> dict[str, Any]:
         """Return what a look says now, as docs/live.md describes it."""

@@ -67,7 +67,7 @@ class LiveJob:
         Raises:
             LaunchError: its launcher has ended, or belongs to somebody else.
         """
-        return ServedLine(self.answer["job"], seconds) if self.path is None else LiveLine(self.path, seconds)
+        return ServedLine(self.answer["job"], seconds) if self.path is None else LiveLine(self.path, {"watch": seconds})
 
 
 def find() -> tuple[list[LiveJob], list[str]]:
@@ -81,7 +81,7 @@ def find() -> tuple[list[LiveJob], list[str]]:
     lines: dict[Path, LiveLine] = {}
     for path in sockets():
         try:
-            lines[path] = LiveLine(path, None)
+            lines[path] = LiveLine(path, {"look": 1})
         except LaunchError:  # it has just ended
             continue
     live, wrong = _answers(lines)
@@ -114,11 +114,35 @@ def _answers(lines: Mapping[Path, LiveLine]) -> tuple[list[LiveJob], list[str]]:
     return live, wrong
 
 
+def output_of(path: Path, ranks: str, text: str) -> dict[str, Any]:
+    """Return the newest lines that the ranks of a job have printed, as docs/live.md describes `output`.
+
+    Args:
+        path: the socket of its launcher.
+        ranks: of which ranks, such as "0-2,5"; "": of all.
+        text: which the lines have; "": any.
+
+    Raises:
+        LaunchError: the launcher has ended, does not answer in time, or refuses the request.
+    """
+    line = LiveLine(path, {"output": {"ranks": ranks, "text": text}})
+    try:
+        answer = line.receive(_ANSWER_SECONDS)
+    finally:
+        line.close()
+    if answer is None:
+        how = "has ended" if line.is_closed else f"has not answered within {_ANSWER_SECONDS:g} s; is it stopped?"
+        raise LaunchError(f"the launcher {how}")
+    if "output" not in answer:
+        raise LaunchError(str(answer.get("error")))
+    return dict(answer["output"])
+
+
 class LiveLine:
     """A connection to the socket of a launcher. See LiveSource."""
 
-    def __init__(self, path: Path, seconds: float | None) -> None:
-        """Ask for a look every `seconds`; None: for one look.
+    def __init__(self, path: Path, request: Mapping[str, Any]) -> None:
+        """Make a request, as docs/live.md has them; `version` is added.
 
         Raises:
             LaunchError: the launcher has ended, or belongs to somebody else.
@@ -126,7 +150,6 @@ class LiveLine:
         self.is_closed = False
         self._received = b""
         self._line = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        request = {"look": 1} if seconds is None else {"watch": seconds}
         try:
             self._line.settimeout(_ANSWER_SECONDS)
             self._line.connect(str(path))

@@ -11,7 +11,9 @@ import socket
 from collections.abc import Mapping
 from typing import Any
 
+from mpitrain.launch.kept_output import Wanted
 from mpitrain.launch.live_picture import VERSION
+from mpitrain.watching.ranges import ranks_in
 
 LEAST_SECONDS, MOST_SECONDS = 0.2, 3600.0
 _MOST_BYTES = 1 << 12  # of a request
@@ -27,6 +29,7 @@ class LiveWatcher:
         seconds: from look to look; None: nothing was asked for, or one look.
         due: when the next look is due, by the clock of the caller; None: none is.
         asked: when it asked for what it has not got yet; None: it has all.
+        output: the lines of ranks that it has asked for, instead of looks; None: it has not.
         hears: more requests may come. Where not, it still gets what it has asked for, once.
         is_closed: it is of no more use.
     """
@@ -37,6 +40,7 @@ class LiveWatcher:
         self.seconds: float | None = None
         self.due: float | None = None
         self.asked: float | None = None
+        self.output: Wanted | None = None
         self.hears = True
         self.is_closed = False
         self._is_last = False  # nothing follows what is unsent
@@ -76,11 +80,12 @@ class LiveWatcher:
                 self._take(line, now)
 
     def _take(self, line: bytes, now: float) -> None:
-        seconds, fault = _request(line)
-        if fault:
-            self.refuse(fault, now)
+        try:
+            self.seconds, self.output = _request(line)
+        except ValueError as fault:
+            self.refuse(str(fault), now)
             return
-        self.seconds, self.asked, self.due = seconds, now, now
+        self.asked = self.due = now
 
     def refuse(self, sentence: str, now: float) -> None:
         """Say why it gets nothing; then the connection ends."""
@@ -131,19 +136,39 @@ class LiveWatcher:
         self.line.close()
 
 
-def _request(line: bytes) -> tuple[float | None, str]:
-    """Return the seconds of a watch, None for one look; and what is wrong with the request, if anything is."""
-    forms = f'{{"watch": seconds, "version": {VERSION}}} and {{"look": 1, "version": {VERSION}}}'
+def _request(line: bytes) -> tuple[float | None, Wanted | None]:
+    """Return the seconds of a watch, None for one answer; and which lines of output are wanted instead of a look.
+
+    Raises:
+        ValueError: what is wrong with the request, in a sentence.
+    """
+    forms = ", ".join(f'{{{form}, "version": {VERSION}}}' for form in ('"watch": seconds', '"look": 1', '"output": {}'))
+    unknown = ValueError(f"this is no request; allowed are {forms}")
     try:
         request: Mapping[str, Any] = json.loads(line)
         version = request["version"]
     except (ValueError, TypeError, KeyError, RecursionError):
-        return None, f"this is no request; allowed are {forms}"
+        raise unknown from None
     if type(version) is not int or version != VERSION:
-        return None, f"the version of the request is {version!r}, and this launcher speaks {VERSION}"
-    if "watch" not in request:
-        return None, "" if "look" in request else f"this is no request; allowed are {forms}"
-    seconds = request["watch"]
+        raise ValueError(f"the version of the request is {version!r}, and this launcher speaks {VERSION}")
+    if "watch" in request:
+        return _seconds(request["watch"]), None
+    if "output" in request:
+        return None, _wanted(request["output"])
+    if "look" not in request:
+        raise unknown
+    return None, None
+
+
+def _seconds(seconds: Any) -> float:
     if type(seconds) not in (int, float) or not LEAST_SECONDS <= seconds <= MOST_SECONDS:
-        return None, f"the seconds of a watch are {seconds!r}; allowed are {LEAST_SECONDS:g} to {MOST_SECONDS:g}"
-    return float(seconds), ""
+        raise ValueError(f"the seconds of a watch are {seconds!r}; allowed are {LEAST_SECONDS:g} to {MOST_SECONDS:g}")
+    return float(seconds)
+
+
+def _wanted(fields: Any) -> Wanted:
+    is_known = isinstance(fields, dict) and fields.keys() <= {"ranks", "text"}
+    if not (is_known and all(isinstance(value, str) for value in fields.values())):
+        raise ValueError('the output of ranks is asked for by {"ranks": text, "text": text}; both may be left out')
+    ranks = fields.get("ranks", "").strip()
+    return Wanted(ranks_in(ranks) if ranks else None, fields.get("text", ""))

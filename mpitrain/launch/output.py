@@ -11,9 +11,12 @@ import re
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Generic, Literal, NamedTuple, TypeVar
 
 from mpitrain.launch.tags import MPIEXEC
+
+Stream = Literal["stdout", "stderr"]
+Piece = TypeVar("Piece")
 
 PARTIAL_SECONDS = 0.1  # an unfinished line is shown after this time, so that prompts appear
 MERGE_SECONDS = 0.1  # a line waits this long for the same line from other ranks
@@ -62,14 +65,14 @@ class LineCutter:
 
 
 @dataclass
-class _Waiting:
+class _Waiting(Generic[Piece]):
     since: float
     number: int
-    piece: OutputPiece
+    piece: Piece
     ranks: set[int] = field(default_factory=set)
 
 
-class Merger:
+class Merger(Generic[Piece]):
     """Joins equal pieces that several ranks write at about the same time. Keeps the order of every rank.
 
     Pieces leave in the order in which their first rank wrote them. A piece joins an equal one that still waits only if
@@ -78,11 +81,11 @@ class Merger:
 
     def __init__(self, num_ranks: int) -> None:
         self._num_ranks = num_ranks
-        self._queue: deque[_Waiting] = deque()
+        self._queue: deque[_Waiting[Piece]] = deque()
         self._last_number: dict[int, int] = {}  # by rank: the number of its newest piece
         self._next_number = 0
 
-    def feed(self, now: float, rank: int, piece: OutputPiece) -> None:
+    def feed(self, now: float, rank: int, piece: Piece) -> None:
         """Take in what `rank` wrote."""
         newest = self._last_number.get(rank, -1)
         waiting = next((w for w in self._queue if w.number > newest and w.piece == piece), None)
@@ -93,7 +96,7 @@ class Merger:
         waiting.ranks.add(rank)
         self._last_number[rank] = waiting.number
 
-    def ready(self, now: float) -> Iterator[tuple[tuple[int, ...], OutputPiece]]:
+    def ready(self, now: float) -> Iterator[tuple[tuple[int, ...], Piece]]:
         """Yield the pieces to print now, each with the ranks that wrote it, in increasing order."""
         while self._queue:
             first = self._queue[0]

@@ -5,15 +5,14 @@ from __future__ import annotations
 import re
 import shutil
 import sys
-from typing import BinaryIO, Literal
+from typing import BinaryIO
 
 from mpitrain.job.context import BAR_START
 from mpitrain.launch.events import note
-from mpitrain.launch.output import LineCutter, Merger, OutputPiece
+from mpitrain.launch.kept_output import KEPT
+from mpitrain.launch.output import LineCutter, Merger, OutputPiece, Stream
 from mpitrain.launch.tags import MPIEXEC, Tag, TagDecoder
 from mpitrain.watching.ranges import rank_ranges
-
-Stream = Literal["stdout", "stderr"]
 
 _INFINITY = float("inf")
 _TO_MARGIN = b"\r\x1b[K"  # also clears the line
@@ -118,12 +117,13 @@ class Printer:
         self.first_failure = FirstFailure()
         self.mpiexec_said = b""  # only the end of it
         self._shows_ranks = shows_ranks and num_ranks > 1
+        self._num_ranks = num_ranks
         self._recovers = recovers
         streams: tuple[Stream, Stream] = ("stdout", "stderr")
         self._files: dict[Stream, BinaryIO] = {"stdout": sys.stdout.buffer, "stderr": sys.stderr.buffer}
         self._decoders = {stream: TagDecoder(tag) for stream in streams}
         self._cutters = {stream: LineCutter() for stream in streams}
-        self._mergers = {stream: Merger(num_ranks) for stream in streams}
+        self._mergers: dict[Stream, Merger[OutputPiece]] = {stream: Merger(num_ranks) for stream in streams}
         # A terminal shows both streams, so only one unfinished line at a time is possible.
         self._unfinished: tuple[Stream, tuple[int, ...]] | None = None
         self._is_at_margin = True
@@ -139,7 +139,7 @@ class Printer:
         for stream, cutter in self._cutters.items():
             merger = self._mergers[stream]
             for rank, piece in cutter.overdue(now):
-                merger.feed(now, rank, piece)
+                self._merge(now, stream, rank, piece)
             for ranks, piece in merger.ready(now):
                 self._print(stream, ranks, piece)
             self._files[stream].flush()
@@ -161,6 +161,7 @@ class Printer:
             for rank, text in decoder.close():
                 self._cut(0.0, stream, rank, text)
         self.print_due(_INFINITY)
+        KEPT.end_lines()
         self._hide_bar()
         self._bar = None
         self._finish_line()
@@ -177,7 +178,11 @@ class Printer:
             self.mpiexec_said = (self.mpiexec_said + text)[-4096:]
         for piece in self._cutters[stream].feed(now, rank, text):
             if not (self._recovers and _NOISE_OF_LOSS.match(piece.text)):
-                self._mergers[stream].feed(now, rank, piece)
+                self._merge(now, stream, rank, piece)
+
+    def _merge(self, now: float, stream: Stream, rank: int, piece: OutputPiece) -> None:
+        KEPT.take(rank, stream, piece, self._num_ranks)
+        self._mergers[stream].feed(now, rank, piece)
 
     def _print(self, stream: Stream, ranks: tuple[int, ...], piece: OutputPiece) -> None:
         if self._bar is not None and piece.end == b"\r" and BAR_START in piece.text:

@@ -12,7 +12,7 @@ import ssl
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -89,12 +89,20 @@ class Dashboard:
 
 @contextlib.contextmanager
 def dashboard(
-    cache: Path, *words: str, cwd: Path | None = None, code: int = 0, env: Mapping[str, str] | None = None
+    cache: Path,
+    *words: str,
+    cwd: Path | None = None,
+    code: int = 0,
+    env: Mapping[str, str] | None = None,
+    before: Sequence[str] = (),
 ) -> Iterator[Dashboard]:
-    """Start one at a free port; at the end, end it by Ctrl-C. It must end with this code."""
+    """Start one at a free port; at the end, end it by Ctrl-C. It must end with this code.
+
+    `before` is a command that becomes the one behind it.
+    """
     environment = clean_environment({"XDG_CACHE_HOME": str(cache), **(env or {})})
     process = subprocess.Popen(
-        [sys.executable, "-m", "mpitrain", "dashboard", "--port", "0", *words],
+        [*before, sys.executable, "-m", "mpitrain", "dashboard", "--port", "0", *words],
         env=environment,
         cwd=cwd,
         stdout=subprocess.PIPE,
@@ -115,6 +123,7 @@ def dashboard(
         finally:
             process.kill()
             _, errors = process.communicate()
+            print(errors, file=sys.stderr)  # where a test has failed, this may say why
     assert process.returncode == code, errors
     assert "Traceback" not in errors, errors
 

@@ -104,7 +104,8 @@ def test_a_job_is_told_and_ends(tmp_path: Path) -> None:
         served.wait_for(f"/api/runs/{id_}", lambda one: one["live"] is None)
         status, text = operator.post('{"kind": "pause"}')
         assert (status, "no launcher here has it: the job has ended" in text) == (409, True)
-        assert served.ask(operator.path, token=served.operator)[0] == 409
+        status, _, text = served.ask(operator.path, token=served.operator)
+        assert (status, "the job has ended" in json.loads(text)["refused"]) == (200, True), "a page asks all the time"
     told = events_of(tmp_path / "job")
     assert {event["source"] for event in told} == {"told"}
     place = f"on the dashboard of {socket.gethostname()}"
@@ -258,7 +259,27 @@ def test_a_run_without_a_job(tmp_path: Path) -> None:
     folder = make_record(tmp_path / "runs/a", rows_made(1, 2))
     with dashboard(tmp_path / "cache", str(tmp_path / "runs")) as served:
         served.wait_for("/api/runs", lambda answer: len(served.records(answer)) == 1)
-        assert Operator(served, run_id(folder)).post('{"kind": "stop"}')[0] == 409
+        operator = Operator(served, run_id(folder))
+        assert operator.post('{"kind": "stop"}')[0] == 409
+        for question in ("tell", "output"):
+            status, _, text = served.ask(f"/api/runs/{run_id(folder)}/{question}", token=served.operator)
+            assert (status, list(json.loads(text))) == (200, ["refused"]), question
+
+
+def test_a_dashboard_that_ends_within_a_command(tmp_path: Path) -> None:
+    """Half of the command has come. The page gets a sentence, and stderr no traceback."""
+    folder = make_record(tmp_path / "runs/a", rows_made(1, 2))
+    with dashboard(tmp_path / "cache", str(tmp_path / "runs")) as served:
+        served.wait_for("/api/runs", lambda answer: len(served.records(answer)) == 1)
+        line = http.client.HTTPConnection("127.0.0.1", served.port, timeout=HANG_SECONDS)
+        headers = {"Authorization": f"Bearer {served.operator}", "Content-Length": "17"}
+        line.request("POST", f"/api/runs/{run_id(folder)}/tell", '{"kind": ', headers)
+        served.get("/api/runs")  # so that the other request has begun
+        served.process.send_signal(signal.SIGINT)
+        answer = line.getresponse()
+        text = answer.read().decode()
+        assert (answer.status, text) == (503, "the dashboard ends, and the command was not passed on")
+        line.close()
 
 
 @pytest.fixture

@@ -261,7 +261,7 @@ def test_a_record_that_is_gone_is_forgotten(tmp_path: Path, index: RunIndex) -> 
     for folder in folders:
         index.update(folder)
     shutil.rmtree(folders[0])
-    index.forget_missing()
+    index.forget_missing([tmp_path])
     assert [run.folder for run in index.runs()] == [str(folders[1])]
     assert len(index.series(run_id(folders[0]), "loss")[0]) == 0
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
@@ -22,7 +23,7 @@ pytest.importorskip("starlette", reason="needs Starlette and uvicorn: pip instal
 pytest.importorskip("uvicorn", reason="needs Starlette and uvicorn: pip install 'mpitrain[dashboard]'")
 
 RANKS = 3
-SCRIPT = """
+SCRIPT = r"""
 import pathlib, sys, time
 import numpy
 import mpitrain as mt
@@ -44,6 +45,13 @@ class Gate(mt.Hook):
     def after_step(self, trainer, step):
         if trainer.world.broadcast(go_on.exists()):
             trainer.last_step = step.number
+
+world = mt.init()
+print("begins")
+print(f"loss of rank {world.rank}: \x1b[31m0.{world.rank}\x1b[0m", file=sys.stderr)
+if world.rank == 1:
+    sys.stdout.buffer.write(b"<b>caf\xc3\xa9</b> \xff\x07" + b"x" * 10_000 + b"\n")
+sys.stdout.flush()
 
 mt.Trainer(build, [Gate(), mt.Record([mt.JsonLines(folder)], steps=2)]).run()
 """
@@ -98,12 +106,16 @@ def test_a_job_with_a_stopped_rank(tmp_path: Path) -> None:
             text = served.ask("/metrics")[2]
             assert f'mpitrain_job_ranks{{job_id="{live["ids"][0]}",phase=' in text
             assert re.search(rf'mpitrain_rank_step{{job_id="{live["ids"][0]}",rank="2",host="[^"]+"}} [1-9]', text)
+            _its_output(served, path)
             pid = live["ranks"][1]["pid"]
             os.kill(pid, signal.SIGSTOP)
             try:
                 answer = served.wait_for(path, lambda one: one["run"]["state"] == "stalled")
                 assert "rank 1 stopped" in answer["run"]["why"]
                 assert answer["history"][-1][1][1] == "stopped"
+                waits = served.wait_for(path, lambda one: one["waits"] and len(one["waits"]["rows"]) == 2)["waits"]
+                assert [(row["ranks"], row["is_awaited"]) for row in waits["rows"]] == [("1", True), ("0,2", False)]
+                assert waits["text"].startswith("Ranks 0,2 wait in ") and "Rank 1 has " in waits["text"]
             finally:
                 os.kill(pid, signal.SIGCONT)
             served.wait_for(path, lambda one: one["run"]["state"] == "trains")
@@ -115,7 +127,32 @@ def test_a_job_with_a_stopped_rank(tmp_path: Path) -> None:
         assert answer["run"]["state"] == "done"
         assert answer["run"]["rows"] == len((folder / "metrics.jsonl").read_text().splitlines())
         assert answer["run"]["ranks"] == RANKS
+        assert "The launcher of the job had the output" in output_of(served, f"/api/runs/{run_id(folder)}")["refused"]
         assert read_document(folder / "run.json").job == answer["run"]["job"]
+
+
+def output_of(served: Dashboard, path: str, query: str = "") -> Any:
+    status, _, text = served.ask(f"{path}/output{query}", token=served.operator)
+    assert status == 200, text
+    return json.loads(text)
+
+
+def _its_output(served: Dashboard, path: str) -> None:
+    """All ranks have printed it when the first step has ended."""
+    answer = output_of(served, path)
+    lines = [(line["ranks"], line["stream"], line["text"]) for line in answer["lines"]]
+    begin = ",".join(ranks for ranks, stream, text in lines if (stream, text) == ("stdout", "begins"))
+    assert begin == "0-2" or set(begin.split(",")) == {"0", "1", "2"}, "joined, where they came together"
+    for rank in range(RANKS):
+        assert (str(rank), "stderr", f"loss of rank {rank}: 0.{rank}") in lines
+    (odd,) = (line for line in answer["lines"] if "café" in line["text"])
+    assert (odd["ranks"], odd["stream"]) == ("1", "stdout")
+    assert (odd["text"], odd["cut"]) == ("<b>café</b> \\xff\\x07" + "x" * (4096 - 15), 15 + 10_000 - 4096)
+    assert (answer["more"], answer["dropped"]) == (False, 0)
+    found = output_of(served, path, "?ranks=1-2&text=LOSS")["lines"]
+    assert {line["text"] for line in found} == {"loss of rank 1: 0.1", "loss of rank 2: 0.2"}
+    assert "'one' names no ranks" in output_of(served, path, "?ranks=one")["refused"]
+    assert served.ask(f"{path}/output")[0] == 403, "viewers have no output: it may have secrets"
 
 
 def test_a_page_that_is_open_while_a_job_stops_and_ends(tmp_path: Path, browser: Any) -> None:
@@ -126,22 +163,20 @@ def test_a_page_that_is_open_while_a_job_stops_and_ends(tmp_path: Path, browser:
         page.set_default_timeout(240_000)
         page.goto(served.link)
 
-        def during(_: str) -> None:
+        def during(id_: str) -> None:
+            page.get_by_label("Filter").fill(str(tmp_path))  # other tests may have jobs of this name
             page.get_by_role("link", name="run", exact=True).click()
             until(lambda: page.locator("#ranks tbody tr").count() == RANKS)
             row = page.locator("#ranks tbody tr").filter(has=page.locator("td:first-child", has_text="2"))
-            pid = next(
-                rank["pid"]
-                for run in served.get("/api/runs")["runs"]
-                if run["name"] == "run"
-                for rank in served.get(f"/api/runs/{run['id']}")["live"]["ranks"]
-                if rank["rank"] == 2
-            )
+            pid = served.get(f"/api/runs/{id_}")["live"]["ranks"][2]["pid"]
             os.kill(pid, signal.SIGSTOP)
             try:
                 page.wait_for_selector("#ranks tbody tr:first-child td.red")
                 assert row.locator("td.red").inner_text() == "stopped"
                 assert "stalled" in page.inner_text("#state")
+                until(lambda: page.locator("#waitTable tbody tr").count() == 2)
+                assert page.locator("#waitTable tbody tr").first.inner_text().endswith("is waited for")
+                assert page.inner_text("#waitText").startswith("Ranks 0,1 wait in ")
             finally:
                 os.kill(pid, signal.SIGCONT)
             until(lambda: page.locator("#ranks td.red").count() == 0)

@@ -109,6 +109,11 @@ REFUSED = [
     (b'{"watch": NaN, "version": 1}\n', "the seconds of a watch are nan"),
     (b'{"watch": 1e999, "version": 1}\n', "the seconds of a watch are inf"),
     (b"\xff\xfe\n", "this is no request"),
+    (b'{"output": 1, "version": 1}\n', "the output of ranks is asked for by"),
+    (b'{"output": {"rank": "1"}, "version": 1}\n', "the output of ranks is asked for by"),
+    (b'{"output": {"ranks": 1}, "version": 1}\n', "the output of ranks is asked for by"),
+    (b'{"output": {"ranks": "1-"}, "version": 1}\n', "'1-' names no ranks; allowed are numbers below 100,000"),
+    (b'{"output": {"ranks": "0-999999"}, "version": 1}\n', "'0-999999' names no ranks"),
     (b"[" * 4000 + b"\n", "this is no request"),
     (b"x" * 5000, "a request has at most 4096 bytes"),
 ]
@@ -222,7 +227,7 @@ def test_a_launcher_that_is_killed(tmp_path: Path) -> None:
         process.wait()
         until(lambda: not job.path.exists())
         with pytest.raises(LaunchError, match="does not answer"):
-            LiveLine(job.path, None)
+            LiveLine(job.path, {"look": 1})
 
 
 def test_a_stopped_launcher_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from mpitrain.launch.printer import Printer, Stream
+from mpitrain.launch.output import Stream
+from mpitrain.launch.printer import Printer
 from mpitrain.launch.tags import Tag
 
 TAG = Tag(*"<", r"(\d+)", ">")

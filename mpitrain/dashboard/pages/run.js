@@ -5,8 +5,10 @@ import {Chart, Zoom} from "./chart.js";
 import {Commands} from "./commands.js";
 import {Files} from "./files.js";
 import {Grid, kindOf} from "./grid.js";
+import {Output} from "./output.js";
 import {panelsOf} from "./panels.js";
 import {duration, element, number, stateMark, time, words} from "./text.js";
+import {showWaits} from "./waits.js";
 
 const id = decodeURIComponent(location.pathname.split("/").pop());
 const base = `/api/runs/${encodeURIComponent(id)}`;
@@ -14,9 +16,9 @@ const place = (name) => document.getElementById(name);
 const grid = new Grid(place("grid"));
 const zoom = new Zoom(() => draw());
 const files = new Files(`${base}/files`);
-let charts = [], names = [], events = [], rows = -1, commands = null;
+let charts = [], names = [], events = [], rows = -1, commands = null, output = null;
 
-function showRun(run, live) {
+function showRun(run, live, waits) {
   document.title = `${run.name} - mpitrain`;
   place("name").textContent = run.name;
   place("state").replaceChildren(stateMark(run.state, run.why), run.why ? ` ${run.why}` : "");
@@ -28,16 +30,15 @@ function showRun(run, live) {
     ["ranks", run.ranks ? number(run.ranks) : ""], ["hosts", run.hosts.length ? number(run.hosts.length) : ""], ["began", time(run.started)], ["took", duration(took)]];
   place("figures").replaceChildren(...figures.filter(([, value]) => value !== "").map(([name, value]) => element("li", {}, element("span", {}, name), element("strong", {}, value))));
   place("live").hidden = !live;
-  if (live) showRanks(live, run.state);
+  if (live) showRanks(live);
+  showWaits(waits, live?.stall, run.state === "stalled", Boolean(commands));
   commands?.show(live);
+  output?.show(live);
 }
 
 const TROUBLE = ["stopped", "failed", "ended", "lost", "unknown", "disk"];
-function showRanks(live, state) {
+function showRanks(live) {
   grid.add(live);
-  place("stall").textContent = live.stall ?? "";
-  place("stall").hidden = !live.stall;
-  place("stall").className = state === "stalled" ? "problem" : "note";
   const weight = (rank) => [TROUBLE.includes(rank.phase) ? 0 : 1, rank.step, ["waits", "wire"].includes(rank.phase) ? 1 : 0, rank.rank];
   const sorted = [...live.ranks].sort((a, b) => { const [x, y] = [weight(a), weight(b)]; const at = x.findIndex((value, number) => value !== y[number]); return at < 0 ? 0 : x[at] - y[at]; });
   place("ranks").tBodies[0].replaceChildren(...sorted.map((rank) => {
@@ -108,9 +109,12 @@ async function draw() {
 async function load() {
   const answer = await get(base);
   events = answer.events;
-  if (answer.role === "operator") commands ??= new Commands(`${base}/tell`);
+  if (answer.role === "operator") {
+    commands ??= new Commands(`${base}/tell`);
+    output ??= new Output(`${base}/output`);
+  }
   if (answer.live) grid.set(answer.history);
-  showRun(answer.run, answer.live);
+  showRun(answer.run, answer.live, answer.waits);
   showEvents(answer.live);
   showDocument(answer.document);
   rows = answer.run.rows;
@@ -121,7 +125,7 @@ async function load() {
 
 listen(`/api/stream?run=${encodeURIComponent(id)}`, (message) => {
   if (!message.run) { place("state").textContent = "its record and its job have gone"; return; }
-  showRun(message.run, message.live);
+  showRun(message.run, message.live, message.waits);
   showEvents(message.live);
   if (message.run.rows !== rows || message.run.state === "done") { rows = message.run.rows; load().catch(fail); }
 });

@@ -20,6 +20,7 @@ const COLUMNS = [
   {name: "Last event", value: (run) => run.event, cell: (run) => run.problems.length ? `⚠ ${run.problems[0]}` : run.event, wide: true},
 ];
 
+const WORDS = new Intl.Collator("en", {numeric: true});
 const kind = (column) => [column.numeric ? "numeric" : "", column.wide ? "wide" : "", column.minor ? "minor" : ""].join(" ").trim();
 const body = document.querySelector("#runs tbody");
 const filter = document.getElementById("filter");
@@ -47,7 +48,7 @@ function compared(a, b) {
   const [x, y] = [COLUMNS[sorting].value(a), COLUMNS[sorting].value(b)];
   if (x === null || x === undefined) return 1;
   if (y === null || y === undefined) return -1;
-  const order = typeof x === "number" && typeof y === "number" ? x - y : String(x).localeCompare(String(y), "en", {numeric: true});
+  const order = typeof x === "number" && typeof y === "number" ? x - y : WORDS.compare(String(x), String(y));
   return rising ? order : -order;
 }
 
@@ -70,11 +71,17 @@ function choose(id, isChosen) {
   compare.textContent = chosen.size < 2 ? "Compare" : `Compare ${chosen.size}`;
 }
 
-// Rows whose text has not changed stay, so that the focus and a selection stay too.
+// Rows whose text has not changed stay, so that the focus and a selection stay too. A long list begins with what finds
+// room on a screen: the rest follows when that is to be seen.
+const FIRST_ROWS = 100;
 const shown = new Map();
+let isFirst = true;
 function show() {
-  const list = runs.filter(matches);
-  if (sorting !== null) list.sort(compared);
+  const all = runs.filter(matches);
+  if (sorting !== null) all.sort(compared);
+  const list = isFirst ? all.slice(0, FIRST_ROWS) : all;
+  isFirst = false;
+  if (list.length < all.length) requestAnimationFrame(() => setTimeout(show));
   const rows = list.map((run) => {
     const key = JSON.stringify(run), old = shown.get(run.id);
     if (old && old.key === key) return old.row;
@@ -90,7 +97,7 @@ function show() {
     body.replaceChildren(...rows);
     if (focused && body.contains(focused)) focused.focus();
   }
-  document.getElementById("count").textContent = list.length === runs.length ? `${runs.length} runs` : `${list.length} of ${runs.length} runs`;
+  document.getElementById("count").textContent = all.length === runs.length ? `${runs.length} runs` : `${all.length} of ${runs.length} runs`;
   document.getElementById("empty").hidden = runs.length > 0;
 }
 
