@@ -19,8 +19,18 @@ from mpitrain.errors import DataError, MpitrainError
 
 
 def state_folder() -> Path:
-    """Return the folder of this user's state. Machines with a common home folder share it."""
-    base = os.environ.get("XDG_STATE_HOME") or str(Path.home() / ".local" / "state")
+    """Return the folder of this user's state. Machines with a common home folder share it.
+
+    Raises:
+        DataError: this user has no home folder, and XDG_STATE_HOME is not set.
+    """
+    try:
+        base = os.environ.get("XDG_STATE_HOME") or str(Path.home() / ".local" / "state")
+    except RuntimeError:
+        raise DataError(
+            f"results are kept in ~/.local/state/mpitrain, but HOME is not set, and the user {os.getuid()} has no "
+            "entry with a home folder. Set XDG_STATE_HOME to a folder of yours"
+        ) from None
     return Path(base) / "mpitrain"
 
 
@@ -93,7 +103,8 @@ def read_bounded(path: Path, most_bytes: int) -> bytes | None:
     except OSError as error:
         raise DataError(f"{path} cannot be read: {error.strerror}") from None
     if len(text) > most_bytes:
-        raise DataError(f"{path} has more than {most_bytes >> 20} MiB, so mpitrain has not written it. Remove it")
+        most = f"{most_bytes >> 20} MiB" if most_bytes >= 1 << 20 else f"{most_bytes} bytes"
+        raise DataError(f"{path} is too large: at most {most} are read. Make it anew, or remove it")
     return text
 
 

@@ -6,6 +6,7 @@ import json
 import os
 import stat
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 
@@ -19,6 +20,19 @@ def test_where_they_are(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None
     monkeypatch.setenv("XDG_STATE_HOME", "")
     monkeypatch.setenv("HOME", "/home/ada")
     assert state_folder() == Path("/home/ada/.local/state/mpitrain")
+
+
+def test_a_user_without_a_home_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such as in a container: there is no HOME, and the user has no entry."""
+
+    def no_entry(uid: int) -> NoReturn:
+        raise KeyError(f"getpwuid(): uid not found: {uid}")
+
+    monkeypatch.delenv("XDG_STATE_HOME", raising=False)
+    monkeypatch.delenv("HOME")
+    monkeypatch.setattr("pwd.getpwuid", no_entry)
+    with pytest.raises(DataError, match=rf"the user {os.getuid()} has no entry .* Set XDG_STATE_HOME"):
+        state_folder()
 
 
 def test_a_file_comes_back_and_is_replaced(tmp_path: Path) -> None:
@@ -56,7 +70,7 @@ def test_a_file_that_cannot_be_written(tmp_path: Path) -> None:
         (b"\xff\xfe", "is damaged"),
         (b"[" * 900, "is damaged"),
         (b'{"version": 3}', "is of version 3; this mpitrain reads up to 2. Update mpitrain"),
-        (b" " * 1001, "so mpitrain has not written it"),
+        (b" " * 1001, "is too large: at most 1000 bytes are read"),
     ],
 )
 def test_what_is_refused(tmp_path: Path, content: bytes, says: str) -> None:

@@ -140,8 +140,6 @@ def _check(
     seconds = time.monotonic() - begun
     when = started.isoformat(timespec="seconds")
     content = document.document(results, target, started=when, seconds=seconds, interrupted=interrupted)
-    if not interrupted:
-        _keep(arguments, content, seen, started.timestamp())
     if arguments.nagios:
         print(report.nagios(results, target)[0])
     elif arguments.json:
@@ -149,6 +147,8 @@ def _check(
     else:
         width = shutil.get_terminal_size().columns
         report.show(report.text(results, target, width, verbose=arguments.verbose))
+    if not interrupted:
+        _keep(arguments, content, seen, started.timestamp())
     return results, seen, interrupted
 
 

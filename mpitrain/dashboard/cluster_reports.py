@@ -20,8 +20,8 @@ from mpitrain.state_files import read_bounded, read_state, state_folder
 
 Result = TypeVar("Result")
 
-_MOST_BYTES = 32 << 20  # of a report; one of 256 nodes with all pairs has 10
-_MOST_NODES = 512
+_MOST_BYTES = 96 << 20  # of a report; one of 512 nodes with all pairs has 40, one of 256 has 10
+_MOST_NODES = 512  # with measured pairs
 _FINDING = ("id", "title", "verdict", "places", "found", "allowed", "why", "remedy")
 
 
@@ -71,14 +71,14 @@ def measured_ways() -> list[tuple[str, Callable[[], dict[str, Any] | None]]]:
 
     The function returns None if nothing is there, and raises DataError if it cannot be read.
     """
-    path = state_folder() / WAYS_FILE
-    places = [("mpitrain check-cluster --level bench", lambda: _of_check(path))]
+    places = [("mpitrain check-cluster --level bench", _of_check)]
     if name := os.environ.get("MPITRAIN_PROFILE"):
         places.append((name, lambda: _of_profile(Path(name))))
     return places
 
 
-def _of_check(path: Path) -> dict[str, Any] | None:
+def _of_check() -> dict[str, Any] | None:
+    path = state_folder() / WAYS_FILE
     content = read_state(path, KEPT_VERSION, _MOST_BYTES)
     if content is None:
         return None
@@ -134,8 +134,10 @@ def _taken(path: Path, take: Callable[[], Result]) -> Result:
 
 
 def _nodes(names: object) -> list[str]:
-    if not isinstance(names, list) or len(names) > _MOST_NODES:
-        raise ValueError(f"its nodes are no list of at most {_MOST_NODES} names")
+    if not isinstance(names, list):
+        raise TypeError(f"its nodes are {names!r:.40}; they must be a list of names")
+    if len(names) > _MOST_NODES:
+        raise DataError(f"what was measured between {len(names)} nodes is not shown; allowed are at most {_MOST_NODES}")
     return [_text(name) for name in names]
 
 

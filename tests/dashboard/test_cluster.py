@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import os
 import socket
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,12 +13,11 @@ import pytest
 from cluster_made import AT, INVENTORY, change, keep_check, keep_profile, keep_ways
 
 from diagnostics.made_up import seen
-from jobs import HANG_SECONDS, clean_environment
+from jobs import HANG_SECONDS
 from mpitrain.dashboard.cluster import _load
 from mpitrain.dashboard.cluster_reports import last_check, measured_ways
 from mpitrain.diagnostics import document
 from mpitrain.errors import DataError
-from mpitrain.state_files import read_state
 from serving import Dashboard, dashboard, refused
 from watching_live import training
 
@@ -117,7 +114,6 @@ def test_a_report_that_is_damaged(state: Path, fields: dict[str, Any], says: str
         {"nodes": ["node1"]},
         {"nodes": "node"},
         {"nodes": [1, 2, 3, 4]},
-        {"nodes": [f"n{number}" for number in range(513)]},
         {"latency_us": [[1.0]]},
         {"latency_us": None},
         {"bytes_per_second": [[0.0, "x", 0.0, 0.0]] * 4},
@@ -129,6 +125,22 @@ def test_a_report_that_is_damaged(state: Path, fields: dict[str, Any], says: str
 def test_measurements_that_are_damaged(state: Path, fields: dict[str, Any]) -> None:
     change(keep_ways(state), **fields)
     with pytest.raises(DataError, match="is damaged"):
+        ways()
+
+
+def test_a_large_cluster(state: Path) -> None:
+    """What a check of all pairs of 512 nodes has found is read. Of more, the page says why it is not shown."""
+    names = [f"a-node-of-a-large-cluster-{number:04}.example.org" for number in range(513)]
+    table = [[12345678901.25] * 512 for _ in range(512)]
+    path = keep_ways(state)
+    change(path, nodes=names[:512], latency_us=table, bytes_per_second=table)
+    found = ways()[0]
+    assert found is not None and len(found["bytes_per_second"]) == 512
+    with path.open("ab") as file:
+        file.write(b" " * (33 << 20))
+    assert ways()[0] == found
+    change(path, nodes=names)
+    with pytest.raises(DataError, match="between 513 nodes is not shown; allowed are at most 512"):
         ways()
 
 
@@ -233,36 +245,3 @@ def test_an_inventory_that_is_refused(tmp_path: Path) -> None:
     for name, says in (("hosts", "stands before the first section"), ("missing", "there is no such file")):
         code, errors = refused(tmp_path, "-i", str(tmp_path / name))
         assert (code, says in errors) == (2, True), errors
-
-
-def test_check_cluster_keeps_its_report(state: Path, tmp_path: Path) -> None:
-    """Of a node at which no sshd listens. A check that cannot be kept is made all the same."""
-    pytest.importorskip("fabric", reason="needs the packages for clusters: pip install 'mpitrain[cluster]'")
-    free = socket.create_server(("127.0.0.1", 0))
-    line_of_node = f"node1 ansible_host=127.0.0.1 ansible_port={free.getsockname()[1]}"
-    inventory = f"[head]\n{line_of_node}\n[workers]\n[cluster:children]\nhead\nworkers\n"
-    free.close()
-    (tmp_path / "hosts").write_text(inventory)
-    line = [sys.executable, "-m", "mpitrain", "check-cluster", "-i", "hosts", "--level", "quick", "--json"]
-    environment = clean_environment({"XDG_STATE_HOME": str(state)})
-
-    def check() -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
-            line, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=HANG_SECONDS, check=False
-        )
-
-    done = check()
-    assert (done.returncode, done.stderr) == (1, ""), done.stderr
-    kept = read_state(state / "mpitrain" / document.REPORT_FILE, 1, 1 << 20)
-    assert kept is not None
-    assert kept["report"] == json.loads(done.stdout)
-    assert (kept["level"], kept["only"], kept["machines"]) == ("quick", [], {})
-    found = last_check()
-    assert found is not None and found["nodes"]["node1"]["address"] == "127.0.0.1"
-    assert any(one["verdict"] == "fail" and one["remedy"] for one in found["findings"])
-    (state / "mpitrain" / document.REPORT_FILE).unlink()
-    (state / "mpitrain").rmdir()
-    (state / "mpitrain").touch()
-    done = check()
-    assert done.returncode == 1 and json.loads(done.stdout)["schema"] == 1
-    assert "cannot be written, so `mpitrain dashboard` does not show this result" in done.stderr
