@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import signal
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -17,6 +18,9 @@ if TYPE_CHECKING:
     from mpitrain.launch.start import Request
 
 HELP = "run a script on one rank and on several, and report where the runs first differ"
+
+# The exit codes of a run that somebody has ended, as by Ctrl-C: they say nothing of the script.
+_TOLD_TO_END = tuple(128 + number for number in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM))
 
 _EPILOG = """\
 The script runs twice: on one rank of this machine, and on the ranks that the options
@@ -79,7 +83,8 @@ def _verify(request: Request, directory: Path, steps: int, tolerance: float | No
         if code:
             why = f"the run on {name} failed ({code}); there is nothing to compare"
             print(f"mpitrain verify: {why}", file=sys.stderr)
-            _keep(request, [why], is_equal=None)
+            if code not in _TOLD_TO_END:
+                _keep(request, [why], is_equal=None)
             return code if code > 128 else 1
         records.append(read_record(record))
         if not records[-1].lines:

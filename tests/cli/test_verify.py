@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import signal
 import sys
 from pathlib import Path
 
@@ -11,7 +12,7 @@ from verified import BEGIN, differs, verify
 
 from jobs import run_command
 from mpitrain.cli import main
-from mpitrain.verify.last_result import last_result
+from mpitrain.verify.last_result import keep_result, last_result
 
 TRAIN = """
 def build(world):
@@ -65,6 +66,20 @@ def test_a_right_script_leaves_nothing_behind(tmp_path: Path) -> None:
         "records/one-rank/record.jsonl",
         "records/several-ranks/record.jsonl",
     ]
+
+
+@pytest.mark.parametrize(
+    ("code", "keeps"), [(1, True), (128 + signal.SIGSEGV, True), (128 + signal.SIGINT, False), (143, False)]
+)
+def test_a_run_that_somebody_has_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int, keeps: bool) -> None:
+    """Ctrl-C says nothing of the script, so the last result stays. A run that fails has a result."""
+    script = tmp_path / "script.py"
+    script.write_text("1\n")
+    keep_result(script, [], ["equal"], is_equal=True)
+    monkeypatch.setattr("mpitrain.launch.start.start", lambda request: code)
+    assert main(["verify", "-n", "2", "--hosts", "localhost", str(script)]) == code
+    kept = last_result(script)
+    assert kept is not None and kept.is_equal is (None if keeps else True)
 
 
 @pytest.mark.slow
