@@ -23,6 +23,7 @@ _MOST_FOLDERS = 8
 _MOST_CHECKPOINTS = 100  # of a folder; the newest
 _MOST_MANIFEST_BYTES = 8 << 20
 _MOST_MANIFESTS = 1000
+_MOST_LETTERS = 300  # of what is wrong with a checkpoint
 _NAME = re.compile(r"step-(\d{8,18})(\.part-.*)?", re.ASCII | re.DOTALL)
 
 
@@ -84,12 +85,12 @@ def _checkpoint(folder: Path, step: int, names: list[str]) -> dict[str, Any]:
             raise CheckpointError(f"its {FILE} has {about.st_size >> 20} MiB, and is not read here")
         facts, problem = _manifest(folder / whole, about.st_mtime_ns, about.st_size)
         if not problem and facts["step"] != step:
-            problem = f"it holds step {facts['step']}; was it renamed?"
+            problem = f"it holds step {facts['step']!r:.40}; was it renamed?"
         return {**answer, **facts, "step": step, "problem": problem}
     except FileNotFoundError:
         return {**answer, "problem": f"it has no {FILE}; it is incomplete, or has just been removed"}
     except CheckpointError as error:
-        return {**answer, "problem": str(error)}
+        return {**answer, "problem": _short(error)}
     except OSError as error:
         return {**answer, "problem": f"it cannot be read: {error.strerror}"}
 
@@ -100,13 +101,17 @@ def _bytes_in(folder: Path) -> int:
         return sum(entry.stat().st_size for entry in entries if entry.is_file(follow_symlinks=False))
 
 
+def _short(error: CheckpointError) -> str:
+    return f"{error!s:.{_MOST_LETTERS}}"
+
+
 @lru_cache(_MOST_MANIFESTS)
 def _manifest(path: Path, _changed: int, _size: int) -> tuple[dict[str, Any], str]:
     """Return what a manifest says, and what is wrong with it. Its time and its size tell it from a later one."""
     try:
         manifest = read_manifest(path)
     except CheckpointError as error:
-        return {}, str(error)
+        return {}, _short(error)
     ranks, loss = manifest.information.get("ranks"), manifest.information.get("loss")
     return {
         "step": manifest.step,

@@ -17,7 +17,9 @@ from jobs import run_job
 from mpitrain.dashboard import run_files
 from mpitrain.dashboard.records import run_id
 from mpitrain.dashboard.run_files import files_of
+from mpitrain.errors import CheckpointError
 from mpitrain.state_files import state_folder
+from mpitrain.training.checkpoint import manifest
 from mpitrain.training.checkpoint.store import name_of, save
 from mpitrain.training.run_document import RunDocument, read_document
 from mpitrain.verify.last_result import keep_result, last_result
@@ -117,6 +119,19 @@ def test_what_is_damaged_is_named_and_the_rest_is_shown(tmp_path: Path, monkeypa
         assert says[step] in problem, (step, problem)
     save(tmp_path, 2, {"w": numpy.zeros(3)})
     assert {row["step"]: row["problem"] for row in checkpoints(tmp_path)}[2] == "", "it is read anew"
+
+
+def test_what_is_wrong_is_said_in_few_words(tmp_path: Path) -> None:
+    """A damaged manifest may have any number of letters where a number should be."""
+    for step, key in ((1, "format"), (2, "x" * 10**6), (3, "score")):
+        save(tmp_path, step, {})
+        path = tmp_path / name_of(step) / "manifest.json"
+        content = json.loads(path.read_text())["manifest"] | {key: "1" * 10**6}
+        path.write_text(json.dumps({"manifest": content, "sha256": manifest._checksum(content)}))
+        with pytest.raises(CheckpointError) as caught:
+            manifest.read_manifest(path.parent)
+        assert len(str(caught.value)) < 500 + len(str(path))
+    assert all(0 < len(row["problem"]) <= 300 for row in checkpoints(tmp_path))
 
 
 def test_only_the_newest_of_many(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -76,7 +76,7 @@ def read_manifest(path: Path) -> Manifest:
             raise CheckpointError(f"{path}: {FILE} is damaged: its content does not have the checksum that it names")
         fields = dict(content["manifest"])
         if (number := fields.pop("format")) != _FORMAT:
-            raise CheckpointError(f"{path} has format {number}; this version of mpitrain reads {_FORMAT}")
+            raise CheckpointError(f"{path} has format {number!r:.80}; this version of mpitrain reads {_FORMAT}")
         fields["files"] = {name: File(**fields_of_file) for name, fields_of_file in fields["files"].items()}
         manifest = Manifest(**fields)
         if problem := _problem(manifest):
@@ -89,7 +89,7 @@ def read_manifest(path: Path) -> Manifest:
             raise
         raise CheckpointError(f"{path}: {FILE} cannot be read: {error.strerror or error}") from None
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-        raise CheckpointError(f"{path}: {FILE} is damaged ({type(error).__name__}: {error})") from None
+        raise CheckpointError(f"{path}: {FILE} is damaged ({type(error).__name__}: {error!s:.200})") from None
 
 
 def _problem(manifest: Manifest) -> str:
@@ -98,15 +98,16 @@ def _problem(manifest: Manifest) -> str:
         if type(getattr(manifest, name)) is not kind:
             return f"{name} is a {type(getattr(manifest, name)).__name__}; it must be a {kind.__name__}"
     if manifest.step < 0 or not 0 <= manifest.parts <= _MOST_PARTS:
-        return f"step is {manifest.step}, parts is {manifest.parts}; allowed are 0 or more, and 0 to {_MOST_PARTS}"
+        found = f"step is {manifest.step!r:.80}, parts is {manifest.parts!r:.80}"
+        return f"{found}; allowed are 0 or more, and 0 to {_MOST_PARTS}"
     for label, number in (("score", manifest.score), ("loss", manifest.information.get("loss"))):
         if number is not None and (type(number) not in (int, float) or (type(number) is int and abs(number) >= 2**63)):
-            return f"{label} is {number!r}; it must be a number"
+            return f"{label} is {number!r:.80}; it must be a number"
     for name, file in manifest.files.items():
         if Path(name).name != name or "\0" in name:
-            return f"{name!r} is a file; allowed is a name without folders"
+            return f"{name!r:.80} is a file; allowed is a name without folders"
         if type(file.bytes) is not int or not 0 <= file.bytes < 2**63 or type(file.sha256) is not str:
-            return f"{name} has {file.bytes!r} bytes and the checksum {file.sha256!r}"
+            return f"{name:.80} has {file.bytes!r:.80} bytes and the checksum {file.sha256!r:.80}"
     return ""
 
 
