@@ -10,10 +10,13 @@ from __future__ import annotations
 
 import ctypes
 import threading
+import time
 from typing import Any
 
 _LIBRARY = "libnvidia-ml.so.1"
 _SECONDS = 1.0
+# A driver that has not answered for longer hangs. What it said before tells of the past.
+_OLD_SECONDS = 5.0
 _MOST_GPUS = 64
 
 
@@ -34,19 +37,28 @@ class _GpuMemory(ctypes.Structure):
 
 
 class GpuLoad:
-    """The load of all GPUs that the driver shows. The thread runs from the first `read` to `end`."""
+    """The load of all GPUs that the driver shows. A thread asks from `read` to `end`.
+
+    While a driver hangs, no other thread asks it: also the next reader waits for this answer.
+    """
+
+    _asking: threading.Thread | None = None  # of all objects
 
     def __init__(self) -> None:
         self._answers: list[dict[str, Any]] = []
+        self._answered = 0.0
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
 
     def read(self) -> list[dict[str, Any]]:
-        """Return for each GPU the share of time in which a kernel ran, and its memory, as docs/live.md describes."""
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._ask, name="GPUs", daemon=True)
+        """Return for each GPU the share of time in which a kernel ran, and its memory, as docs/live.md describes.
+
+        [] if the driver has not answered for 5 s.
+        """
+        if self._thread is None and (GpuLoad._asking is None or not GpuLoad._asking.is_alive()):
+            self._thread = GpuLoad._asking = threading.Thread(target=self._ask, name="GPUs", daemon=True)
             self._thread.start()
-        return self._answers
+        return self._answers if time.monotonic() - self._answered < _OLD_SECONDS else []
 
     def end(self) -> None:
         """Let the thread end. Does not wait for it."""
@@ -69,6 +81,7 @@ class GpuLoad:
                 handles.append(handle)
         while not self._stop.wait(_SECONDS if self._answers else 0.0) and handles:
             self._answers = [_state(nvml, handle) for handle in handles]
+            self._answered = time.monotonic()
         nvml.nvmlShutdown()
 
 

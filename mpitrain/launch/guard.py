@@ -16,7 +16,8 @@ come with it, and must run with old Pythons. Both sides send one JSON object per
     launcher: {"paths": [path...]}                guard: {"paths": {path: facts.look_at_paths(...)}}
     launcher: {"look": 1}                         guard: {"seen": [view.RankView..., with stacks]}
     launcher: {"watch": seconds}                  guard: {"ranks": ...} as often, with their states, for some seconds
-                                                  guard: {"load": as load.py says}, every second meanwhile
+                                                  guard: {"load": as load.py says}, every second meanwhile;
+                                                         null, with "no_load": why it cannot be read, once
     launcher: {"look": "all"}, with the stacks of all ranks
     launcher: {"order": as orders.py says}, for the ranks
     launcher: {"bye": 1}, before it closes the connection: it lives on, and its socket stays
@@ -94,6 +95,7 @@ class Guard:
         self._kernel: dict[int, str] = {}  # by process: what the kernel says about its end
         self._watch_seconds, self._watched_until = _BEAT_SECONDS, 0.0
         self._load: Load | None = None  # while somebody watches
+        self._has_no_load = False  # it could not be read
         self._order: dict[str, Any] | None = None
 
     def run(self) -> None:
@@ -156,8 +158,14 @@ class Guard:
                 self._load.end()
                 self._load = None
             return
+        if self._has_no_load:
+            return
         self._load = self._load or Load()
-        load = self._load.read(now)
+        try:
+            load = self._load.read(now)
+        except Exception as error:  # a kernel may count in another way; the job goes on
+            self._has_no_load, load = True, None
+            send({"load": None, "no_load": f"{type(error).__name__}: {error!s:.200}"})
         if load is not None:
             send({"load": load})
 

@@ -110,7 +110,7 @@ class Load:
 
 def _text(path: Path) -> str:
     try:
-        return path.read_text()
+        return path.read_text(errors="replace")  # an interface may have any bytes in its name
     except OSError:
         return ""
 

@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 from mpitrain.launch.ending import in_order
+from mpitrain.launch.events import say
 from mpitrain.launch.host_clock import HostClock
 from mpitrain.launch.host_report import HostReport
 from mpitrain.watching.census import FirstEnd
@@ -112,6 +113,9 @@ class Said:
             report.ranks_at = heard
         if "load" in message:
             report.load, report.load_at = message["load"], heard
+        if "no_load" in message:
+            why = message["no_load"]
+            say(f"{host}: how busy this host is cannot be read ({why}), so it is not shown; the job goes on")
         if "echo" in message:
             self._answered[host] = heard
             self._clocks[host].add(message["echo"], message["time"], heard)

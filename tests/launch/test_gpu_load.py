@@ -46,6 +46,50 @@ FIRST = '{"busy": 0.37, "memory_bytes": 80000000000, "memory_used_bytes": 100000
 SECOND = '{"busy": null, "memory_bytes": 80000000001, "memory_used_bytes": 1000000001}'
 
 
+# The driver answers once, and then never again. Each of the last ten readers is of another time of watching.
+HANGS = """
+import threading, time
+from mpitrain.launch import gpu_load
+answers = [{"busy": 0.37}]
+class Driver:
+    def __getattr__(self, name):
+        return lambda *_: 0
+def count(number):
+    number._obj.value = 1
+    return 0
+Driver.nvmlDeviceGetCount_v2 = staticmethod(count)
+gpu_load.ctypes.CDLL = lambda name: Driver()
+hanging = threading.Event()
+def state(nvml, handle):
+    if answers:
+        return answers.pop()
+    hanging.set()
+    time.sleep(600)
+gpu_load._state = state
+gpu_load._OLD_SECONDS = 600.0
+load = gpu_load.GpuLoad()
+while not load.read():
+    time.sleep(0.01)
+assert hanging.wait(60)
+assert load.read() == [{"busy": 0.37}]
+gpu_load._OLD_SECONDS = 0.0
+assert load.read() == []
+load.end()
+for _ in range(10):
+    load = gpu_load.GpuLoad()
+    assert load.read() == []
+    load.end()
+assert [one.name for one in threading.enumerate()].count("GPUs") == 1
+"""
+
+
+def test_a_driver_that_hangs() -> None:
+    """Its last answer is not shown for ever, and one thread waits for it, not one for each time of watching."""
+    line = [sys.executable, "-c", HANGS]
+    done = subprocess.run(line, capture_output=True, text=True, timeout=HANG_SECONDS, check=False)
+    assert done.returncode == 0, done.stderr
+
+
 @pytest.mark.parametrize(("init", "answers"), [(0, f"[{FIRST}, {SECOND}]"), (9, "[]")])
 def test_each_gpu(tmp_path: Path, init: int, answers: str) -> None:
     compiler = shutil.which("cc")

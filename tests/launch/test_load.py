@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +11,10 @@ import guarding
 import pytest
 from guarding import begin, wait_for
 
+from mpitrain.launch import guard
 from mpitrain.launch.connections import Connection
 from mpitrain.launch.load import Load
+from mpitrain.launch.said import Said
 
 # Fixtures: pytest finds them by these names.
 wish, connections = guarding.wish, guarding.connections
@@ -92,13 +95,42 @@ def test_what_the_kernel_does_not_tell(tmp_path: Path, content: str | None) -> N
     assert {name: value for name, value in known.items() if value is not None} == {"cores": os.cpu_count(), "gpus": []}
 
 
+def test_an_interface_with_any_name(tmp_path: Path) -> None:
+    machine = Machine(tmp_path)
+    machine.at(0)
+    machine.at(1)
+    path = machine.proc / "net/dev"
+    path.write_bytes(path.read_bytes().replace(b"eth0", b"\xff\xfe"))
+    load = machine.load.read(102.0)
+    assert load is not None and load["received_bytes_per_second"] == 0
+
+
+def test_a_load_that_cannot_be_read(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """The guard gives it up, and goes on. The launcher says so once."""
+    sent: list[dict[str, Any]] = []
+    monkeypatch.setattr(guard, "send", sent.append)
+    monkeypatch.setattr(Load, "_cores", lambda self: {"ticks": int("a word")})
+    census: Any = None
+    watched = guard.Guard({"token": "t", "roll_call": "r", "peers": {}, "silence_seconds": 0.0}, census)
+    watched._watched_until = time.monotonic() + 600
+    for second in range(3):
+        watched._look_at_load(100.0 + second)
+    (message,) = sent
+    assert message["load"] is None and message["no_load"].startswith("ValueError: invalid literal for int()")
+    said = Said(["node1"])
+    said.take("node1", message, 1.0, 1.0)
+    assert said.reports["node1"].load is None
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("mpitrain: node1: how busy this host is cannot be read (ValueError: ")
+
+
 def test_a_guard_says_it_while_somebody_watches(wish: dict[str, Any], connections: list[Connection]) -> None:
-    guard = begin(wish, connections)
-    guard.send({"watch": 0.2})
-    load = wait_for(guard, "load")["load"]
+    there = begin(wish, connections)
+    there.send({"watch": 0.2})
+    load = wait_for(there, "load")["load"]
     assert load["busy"] is None
-    guard.send({"watch": 0.2})
-    load = wait_for(guard, "load", lambda one: one["busy"] is not None)["load"]
+    there.send({"watch": 0.2})
+    load = wait_for(there, "load", lambda one: one["busy"] is not None)["load"]
     sizes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     assert 0 <= load["busy"] <= 1
     assert load["memory_bytes"] == pytest.approx(sizes, rel=0.01)
