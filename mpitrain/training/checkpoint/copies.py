@@ -7,7 +7,7 @@ A rank may have been killed before it copied what an order in a pause has change
 step and of an earlier edition, so this counts as a host without the copy.
 
 In a round of LocalSGD, each host's copy has the model of its own first rank. The parts of all ranks replace that. If a
-rank cannot have its part again, all hosts get the first copy.
+rank cannot have its part again, all hosts get the first copy. The same holds for copies of a later edition that differ.
 """
 
 from __future__ import annotations
@@ -82,6 +82,7 @@ class KeptCopies:
         has_part = [chosen in everyone[first].get(_part(rank), {}) for rank, first in enumerate(first_ranks)]
         num_parts = parts.get(chosen, 0)
         self._may_differ = num_parts > 0 and not (num_parts == world.size and all(has_part))
+        self._may_differ |= chosen[1] > 0  # each host counts its editions by itself
 
     @property
     def step(self) -> int:
