@@ -15,6 +15,7 @@ import pytest
 from cluster_made import AT, INVENTORY, change, keep_check, keep_profile, keep_ways
 
 from diagnostics.made_up import seen
+from free_ports import free_port
 from jobs import HANG_SECONDS, clean_environment
 from mpitrain.dashboard.cluster import _load
 from mpitrain.dashboard.cluster_reports import last_check, measured_ways
@@ -238,10 +239,8 @@ def test_an_inventory_that_is_refused(tmp_path: Path) -> None:
 def test_check_cluster_keeps_its_report(state: Path, tmp_path: Path) -> None:
     """Of a node at which no sshd listens. A check that cannot be kept is made all the same."""
     pytest.importorskip("fabric", reason="needs the packages for clusters: pip install 'mpitrain[cluster]'")
-    free = socket.create_server(("127.0.0.1", 0))
-    line_of_node = f"node1 ansible_host=127.0.0.1 ansible_port={free.getsockname()[1]}"
+    line_of_node = f"node1 ansible_host=127.0.0.1 ansible_port={free_port()}"
     inventory = f"[head]\n{line_of_node}\n[workers]\n[cluster:children]\nhead\nworkers\n"
-    free.close()
     (tmp_path / "hosts").write_text(inventory)
     line = [sys.executable, "-m", "mpitrain", "check-cluster", "-i", "hosts", "--level", "quick", "--json"]
     environment = clean_environment({"XDG_STATE_HOME": str(state)})
