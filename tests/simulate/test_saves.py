@@ -116,7 +116,7 @@ def test_a_training_that_would_hardly_end() -> None:
 
 def test_intervals_around_dalys_of_a_training_that_fails_often() -> None:
     """Those with which it would not end are left out. If Daly's is one of them, no interval helps."""
-    often = replace(FAILING, save_seconds=800.0, restart_seconds=600.0)
+    often = replace(FAILING, save_seconds=800.0, restart_seconds=2000.0)
     ends = [
         every for every in (factor * daly_seconds(often) for factor in (0.25, 0.5, 1, 2, 4))
         if expected_seconds(often, every) <= 100 * often.work_seconds

@@ -188,8 +188,10 @@ def test_a_long_simulation_is_announced(monkeypatch: pytest.MonkeyPatch) -> None
     for training in (SMALL, replace(SMALL, straggler=2.0), replace(SMALL, num_parameters=175_000_000_000)):
         with pytest.raises(NotImplementedError):
             scaling_report(many, {"ring": training}, [16, 1024], num_steps=10, num_seeds=1, tell=said.append)
-    # 100,000 parameters are not divided by 1,024 ranks, so one of them does not stand for all.
-    assert [text.partition(", which")[0] for text in said[:2]] == ["this simulates at least 2,095,584 messages"] * 2
+    # 1,024 ranks do not divide 100,000 parameters, so all are simulated. One of 16 stands for all, but for a straggler.
+    assert [text.partition(" messages")[0] for text in said[:2]] == [
+        f"this simulates at least {2 * 1024 * 1023 + more:,}" for more in (2 * 15, 2 * 16 * 15)
+    ]
     assert "about 41.9 s of processor time or more; ring with 1024 ranks needs about 1.9 GB of memory" in said[0]
     with pytest.raises(NotImplementedError):
         scaling_report(many, {"ring": SMALL}, [16], num_steps=10, num_seeds=1, tell=said.append)
