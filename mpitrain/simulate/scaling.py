@@ -99,20 +99,20 @@ def _warning(
     machines: Machines, trainings: Mapping[str, SimulatedTraining], ranks: Sequence[int], num_steps: int
 ) -> str:
     """What to say before a simulation that takes long; "" if it does not."""
-    total, most, which = 0, 0, ""
+    total, most, largest = 0, 0, ""
     for num_ranks in set(ranks):
         for name, training in trainings.items():
             messages, of_bucket = least_messages(machines, num_ranks, training)
             total += messages * (num_steps if training.spread else 1)  # without a spread, steps repeat
             if of_bucket > most:
-                most, which = of_bucket, f"{name} with {num_ranks} ranks"
+                most, largest = of_bucket, f"{name} with {num_ranks} ranks"
     seconds = total * _MESSAGE_SECONDS
     if seconds < _LONG_SECONDS:
         return ""
     return (
         f"this simulates at least {total:,} messages, which take about {shown_seconds(seconds)} of processor time or "
-        f"more; {which} needs about {shown_bytes(most * _MESSAGE_BYTES)} of memory or more. Fewer ranks or parameters, "
-        "larger buckets, and with --spread fewer --steps and --seeds take less"
+        f"more; {largest} needs about {shown_bytes(most * _MESSAGE_BYTES)} of memory or more. Fewer ranks or "
+        "parameters, larger buckets, and with --spread fewer --steps and --seeds take less"
     )
 
 
