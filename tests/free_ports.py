@@ -9,12 +9,17 @@ from __future__ import annotations
 import random
 import socket
 from contextlib import ExitStack, suppress
+from pathlib import Path
+
+_LOWEST = 16384
 
 
 def free_ports_in_a_row(number: int) -> int:
     """The first of so many ports."""
+    kernels = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    assert kernels - number > _LOWEST, f"the kernel gives ports from {kernels} on; tests need some from {_LOWEST} on"
     while True:
-        first = random.SystemRandom().randrange(16384, 32768 - number)
+        first = random.SystemRandom().randrange(_LOWEST, kernels - number)
         with suppress(OSError), ExitStack() as stack:
             for port in range(first, first + number):
                 stack.enter_context(socket.create_server(("127.0.0.1", port)))

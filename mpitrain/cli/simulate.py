@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -74,6 +75,8 @@ def run(arguments: argparse.Namespace) -> int:
     for path in (arguments.json, arguments.plot):
         if path is not None and not path.parent.is_dir():
             raise ConfigError(f"there is no folder {path.parent} for {path.name}; make it first")
+        if path is not None and path.is_dir():
+            raise ConfigError(f"{path} is a folder; give the name of a file")
     if arguments.plot is not None:
         from mpitrain.simulate.picture import draw
     report, title = {"steps": _steps, "servers": _servers, "saves": _saves}[arguments.action](arguments)
@@ -112,6 +115,7 @@ def _steps(arguments: argparse.Namespace) -> tuple[SimulationReport, str]:
     report = scaling_report(
         machines, trainings, arguments.ranks, num_steps=arguments.steps,
         num_seeds=arguments.seeds if arguments.spread else 1,
+        tell=lambda text: print(f"mpitrain simulate: {text}", file=sys.stderr),
     )  # fmt: skip
     return report, machines.origin
 
@@ -187,7 +191,7 @@ def _add_training(action: argparse.ArgumentParser) -> None:
     action.add_argument("--machines", type=Path, metavar="FILE", help="file that describes the machines (TOML)")
     action.add_argument("--profile", type=Path, metavar="FILE", help="profile of `mpitrain bench --save-profile`")
     action.add_argument("--gbit", type=_positive, metavar="X", help="rate of each node's link in Gbit/s (0.936)")
-    action.add_argument("--latency-us", type=_positive, metavar="US", help="time of an empty message (50)")
+    action.add_argument("--latency-us", type=_latency, metavar="US", help="time of an empty message (50)")
     action.add_argument("--ppn", type=_count, metavar="N", help="ranks on each node (1)")
     action.add_argument("--parameters", type=_amount, default=25_000_000, metavar="N", help="float32 (25e6)")
     action.add_argument(
@@ -197,7 +201,7 @@ def _add_training(action: argparse.ArgumentParser) -> None:
         "--samples", type=_count, default=32, metavar="N", help="samples of a rank in a step, or of a job (32)"
     )
     action.add_argument(
-        "--spread", type=_share, default=0.0, metavar="X", help="of compute times, lognormal: 0.1 is 10 %% (0)"
+        "--spread", type=_spread, default=0.0, metavar="X", help="of compute times, lognormal: 0.1 is about 10 %% (0)"
     )
     action.add_argument("--seeds", type=_count, default=5, metavar="N", help="random runs, with --spread (5)")
 
@@ -230,19 +234,28 @@ def _amount(text: str) -> int:
 
 
 def _positive(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
+    value = _number(text)
     if not 0 < value < math.inf:
         raise argparse.ArgumentTypeError(f"{text} is not a number above 0")
     return value
 
 
-def _share(text: str) -> float:
-    if text == "0":
-        return 0.0
-    value = _positive(text)
-    if value > 2:
-        raise argparse.ArgumentTypeError(f"{text} is more than 2; a spread of 0.1 is 10 %")
+def _latency(text: str) -> float:
+    value = _number(text)
+    if not 0 <= value < math.inf:
+        raise argparse.ArgumentTypeError(f"{text} is not a number of at least 0")
     return value
+
+
+def _spread(text: str) -> float:
+    value = _number(text)
+    if not 0 <= value <= 2:
+        raise argparse.ArgumentTypeError(f"{text} is not a number from 0 to 2; a spread of 0.1 is about 10 %")
+    return value
+
+
+def _number(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        return math.nan

@@ -90,3 +90,8 @@ def shown_seconds(seconds: float) -> str:
             value = seconds / scale
             return f"{value:.0f} {name}" if value >= 100 else f"{value:.3g} {name}"
     return f"{seconds * 1e6:.3g} us"
+
+
+def counted(number: int, thing: str) -> str:
+    """A number of things: `1 rank`, `2 ranks`."""
+    return f"{number} {thing}" if number == 1 else f"{number} {thing}s"

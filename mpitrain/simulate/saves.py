@@ -117,20 +117,26 @@ def saves_report(failing: Failing, intervals: Sequence[float] | None, num_seeds:
     """Simulate every interval.
 
     Args:
-        intervals: seconds of work between saves; None: some around Daly's.
+        intervals: seconds of work between saves; None: Daly's and some around it with which the training would end.
 
     Raises:
         ConfigError: with one of the intervals, the training would hardly end. Nothing was simulated.
     """
-    given = [factor * daly_seconds(failing) for factor in _AROUND] if intervals is None else sorted(set(intervals))
+    daly, most = daly_seconds(failing), _MOST_TIMES * failing.work_seconds
+    may_end = expected_seconds(failing, daly) <= most
+    given = [daly] if intervals is None else sorted(set(intervals))
     for every in given:
-        if expected_seconds(failing, every) > _MOST_TIMES * failing.work_seconds:
+        if expected_seconds(failing, every) > most:
+            advice = f"Save {'less' if every < daly else 'more'} often, or take" if may_end else "Take"
             raise ConfigError(
                 f"with a failure every {shown_seconds(failing.mtbf_seconds)}, saves of "
                 f"{shown_seconds(failing.save_seconds)} and restarts of {shown_seconds(failing.restart_seconds)}, a "
                 f"training that saves every {shown_seconds(every)} would take more than {_MOST_TIMES:.0f} times its "
-                "work. Save more often, or take shorter saves and restarts, or fewer nodes"
+                f"work. {advice} shorter saves and restarts, or fewer nodes"
             )
+    if intervals is None:
+        around = [factor * daly for factor in _AROUND]
+        given = [every for every in around if expected_seconds(failing, every) <= most]
     rows = [_row(failing, every, num_seeds) for every in given]
     columns = ("save every", "training", "fastest and slowest seed", "useful", "by Daly's model")
     cells = [

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 
+from mpitrain.shown import shown_bytes
 from mpitrain.simulate.machines import Machines
-from mpitrain.simulate.report import Panel, Point, SimulationReport, shown_seconds
+from mpitrain.simulate.report import Panel, Point, SimulationReport, counted, shown_seconds
 from mpitrain.simulate.sums import check_sum
-from mpitrain.simulate.training import SimulatedTraining, simulate_steps
+from mpitrain.simulate.training import SimulatedTraining, least_messages, simulate_steps
 
 _GOOD = 0.8  # an efficiency that is worth the machines
+# Measured with a ring of 1,024 ranks: see docs/log.md.
+_MESSAGE_SECONDS, _MESSAGE_BYTES = 20e-6, 900
+_LONG_SECONDS = 20.0  # of processor time; a longer simulation is announced
 
 
 @dataclass(frozen=True)
@@ -43,6 +47,7 @@ def scaling_report(
     *,
     num_steps: int,
     num_seeds: int,
+    tell: Callable[[str], object] = lambda _: None,
 ) -> SimulationReport:
     """Simulate every number of ranks with every training.
 
@@ -51,6 +56,7 @@ def scaling_report(
         ranks: numbers of ranks; each at least 1.
         num_steps: steps, or rounds.
         num_seeds: without a spread, one is enough.
+        tell: called with a sentence before a simulation that takes long.
 
     Raises:
         ConfigError: there is no room for so many ranks, or something cannot be simulated. Nothing was simulated.
@@ -58,7 +64,10 @@ def scaling_report(
     for num_ranks in ranks:
         num_nodes = machines.nodes_of(num_ranks)[-1] + 1
         for training in trainings.values():
-            check_sum(training.algorithm, training.codec, num_nodes)
+            check_sum(training.algorithm, training.codec, num_nodes, machines.costs)
+    warning = _warning(machines, trainings, ranks, num_steps * num_seeds)
+    if warning:
+        tell(warning)
     rows = [
         _row(machines, name, training, num_ranks, num_steps, num_seeds)
         for num_ranks in sorted(set(ranks))
@@ -86,12 +95,35 @@ def scaling_report(
     )  # fmt: skip
 
 
+def _warning(
+    machines: Machines, trainings: Mapping[str, SimulatedTraining], ranks: Sequence[int], num_steps: int
+) -> str:
+    """What to say before a simulation that takes long; "" if it does not."""
+    total, most, largest = 0, 0, ""
+    for num_ranks in set(ranks):
+        for name, training in trainings.items():
+            messages, of_bucket = least_messages(machines, num_ranks, training)
+            total += messages * (num_steps if training.spread else 1)  # without a spread, steps repeat
+            if of_bucket > most:
+                most, largest = of_bucket, f"{name} with {num_ranks} ranks"
+    seconds = total * _MESSAGE_SECONDS
+    if seconds < _LONG_SECONDS:
+        return ""
+    return (
+        f"this simulates at least {total:,} messages, which take about {shown_seconds(seconds)} of processor time or "
+        f"more; {largest} needs about {shown_bytes(most * _MESSAGE_BYTES)} of memory or more. Fewer ranks or "
+        "parameters, larger buckets, and with --spread fewer --steps and --seeds take less"
+    )
+
+
 def _row(
     machines: Machines, name: str, training: SimulatedTraining, num_ranks: int, num_steps: int, num_seeds: int
 ) -> ScalingRow:
     runs = [simulate_steps(machines, num_ranks, training, num_steps, seed) for seed in range(num_seeds)]
     seconds = sum(run.mean_seconds for run in runs) / num_seeds
-    alone = sum(machines.speeds[node] for node in machines.nodes_of(num_ranks)) / training.compute_seconds
+    speeds = [machines.speeds[node] for node in machines.nodes_of(num_ranks)]
+    speeds[-1] /= training.straggler
+    alone = sum(speeds) / training.compute_seconds
     return ScalingRow(
         num_ranks,
         name,
@@ -110,7 +142,7 @@ def _answers(rows: Sequence[ScalingRow]) -> list[str]:
     names = list(dict.fromkeys(row.algorithm for row in rows))
     for name in names:
         good = [row.num_ranks for row in rows if row.algorithm == name and row.efficiency >= _GOOD]
-        how_far = f"up to {max(good)} ranks" if good else "for none of these numbers of ranks"
+        how_far = f"up to {counted(max(good), 'rank')}" if good else "for none of these numbers of ranks"
         answers.append(f"{name}: an efficiency of {_GOOD:.0%} {how_far}")
     if len(names) > 1:
         changes, last = [], ""

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
 from mpitrain.simulate.machines import Machines
-from mpitrain.simulate.report import Panel, Point, SimulationReport
+from mpitrain.simulate.report import Panel, Point, SimulationReport, counted
 from mpitrain.simulate.serving import SimulatedServing, check_serving, simulate_serving
 
 _ENOUGH = 0.9  # of what the largest number of servers reaches
@@ -104,7 +104,9 @@ def _answers(rows: Sequence[ServersRow]) -> list[str]:
         own = [row for row in rows if row.num_workers == num_workers]
         best = max(row.samples_per_second for row in own)
         enough = next(row.num_servers for row in own if row.samples_per_second >= _ENOUGH * best)
-        answers.append(f"{num_workers} workers: {_ENOUGH:.0%} of the most samples/s with {enough} of these servers")
+        answers.append(
+            f"{counted(num_workers, 'worker')}: {_ENOUGH:.0%} of the most samples/s with {enough} of these servers"
+        )
     return answers
 
 
@@ -113,7 +115,7 @@ def _lines(rows: Sequence[ServersRow], *, per_second: bool) -> dict[str, list[Po
     for row in rows:
         scale = 1.0 if per_second else row.efficiency / row.samples_per_second
         low, middle, high = (scale * rate for rate in (row.lowest, row.samples_per_second, row.highest))
-        lines.setdefault(f"{row.num_servers} servers", []).append((row.num_workers, low, middle, high))
+        lines.setdefault(counted(row.num_servers, "server"), []).append((row.num_workers, low, middle, high))
         if per_second and row.num_servers == rows[0].num_servers:
             ideal = row.samples_per_second / row.efficiency
             lines.setdefault("ideal", []).append((row.num_workers, ideal, ideal, ideal))

@@ -25,7 +25,7 @@ from mpitrain.allreduce.shared_memory import NodeArrays, shared_memory_steps
 from mpitrain.compression import CODECS, factory_of
 from mpitrain.compression.codec import Codec
 from mpitrain.errors import ConfigError
-from mpitrain.profile import Profile
+from mpitrain.profile import DEFAULT, Profile
 from mpitrain.simulate.events import Events
 from mpitrain.simulate.machines import Machines
 from mpitrain.simulate.transport import SimulatedComm, without_contents
@@ -61,7 +61,8 @@ class SimulatedNodeArrays(NodeArrays):
 class SimulatedCodec:
     """A codec that takes as many bytes and as much time as the real one.
 
-    A profile has the time of encoding, adding and decoding together; each takes a third of it.
+    A profile has the time of encoding, adding and decoding together; each takes a third of it. It has one rate for all
+    settings of a codec.
     """
 
     def __init__(self, name: str, codecs: Sequence[tuple[str, float]], events: Events) -> None:
@@ -69,7 +70,7 @@ class SimulatedCodec:
         self.name = name
         self.gathered = codec.gathered
         self.wire_bytes = lru_cache(codec.wire_bytes)
-        rate = dict(codecs).get(name)
+        rate = dict(codecs).get(name.partition(":")[0])
         self._seconds_per_byte = 0.0 if rate is None else 1 / rate / 3
         self._events = events
 
@@ -89,8 +90,11 @@ class SimulatedCodec:
         self._events.running.clock += values.nbytes * self._seconds_per_byte
 
 
-def check_sum(name: str, codec: str, num_nodes: int) -> None:
-    """Raise ConfigError if sums by this algorithm, with this codec between nodes, cannot be simulated there."""
+def check_sum(name: str, codec: str, num_nodes: int, costs: Profile = DEFAULT) -> None:
+    """Raise ConfigError if sums by this algorithm, with this codec between nodes, cannot be simulated there.
+
+    `costs`: see Machines. Without a measured profile, a codec takes no time.
+    """
     check_name(name)
     if name == "native":
         raise ConfigError(
@@ -104,6 +108,13 @@ def check_sum(name: str, codec: str, num_nodes: int) -> None:
     if codec.partition(":")[0] not in CODECS:
         raise ConfigError(f"the codec {codec!r} cannot be simulated; known: none, {', '.join(sorted(CODECS))}")
     factory_of(codec)  # raises if its setting is not allowed
+    plain = codec.partition(":")[0]
+    if num_nodes > 1 and costs.is_measured and plain not in dict(costs.codecs):
+        known = ", ".join(name for name, _ in costs.codecs) or "no codec"
+        raise ConfigError(
+            f"the profile {costs.origin} has no time of the codec {plain}, only of: {known}. Measure it again with "
+            "`mpitrain bench --save-profile`, or take another codec"
+        )
     if name != "auto":
         raise ConfigError(
             f"with the codec {codec}, the codec decides how gradients travel between nodes; leave out "
@@ -125,7 +136,7 @@ def make_sums(events: Events, machines: Machines, node_of: Sequence[int], name: 
         ConfigError: see check_sum.
     """
     num_nodes = max(node_of) + 1
-    check_sum(name, codec, num_nodes)
+    check_sum(name, codec, num_nodes, machines.costs)
     profile = machines.profile(num_nodes)
     hosts = tuple(machines.hosts[node] for node in node_of)
     worlds = [

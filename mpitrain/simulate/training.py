@@ -22,6 +22,7 @@ import numpy
 from mpitrain.allreduce import ALGORITHMS
 from mpitrain.allreduce.algorithm import Steps
 from mpitrain.allreduce.costs import bucket_bytes
+from mpitrain.allreduce.ring import PIECE_BYTES
 from mpitrain.simulate.events import Events, SimulatedRank
 from mpitrain.simulate.machines import Machines
 from mpitrain.simulate.network import Network
@@ -120,6 +121,25 @@ def simulate_steps(
     return simulation.result()
 
 
+def least_messages(machines: Machines, num_ranks: int, training: SimulatedTraining) -> tuple[int, int]:
+    """How many messages are simulated at least between nodes, in one step and in the sum of one bucket.
+
+    Each node sends nearly all bytes in both halves of a sum, in pieces. And each of p alike ranks sends p - 1 messages
+    in each half, round the ring or to all others; other ranks send at least log2 of the nodes.
+    """
+    num_nodes = machines.nodes_of(num_ranks)[-1] + 1
+    if num_nodes == 1:
+        return 0, 0
+    ends = _bucket_ends(machines, num_nodes, training)
+    entry = ALGORITHMS.get(training.algorithm)
+    each = 2 * (num_ranks - 1) if entry is not None and entry.is_alike else num_nodes.bit_length() - 1
+    num_bytes = training.num_parameters * 4 if training.codec == "none" else 0
+    senders = 1 if _are_alike(machines, num_ranks, training, ends) else num_ranks
+    pieces = 2 * (num_nodes - 1) * num_bytes // PIECE_BYTES * senders // num_ranks
+    messages = max(len(ends) * each * senders, pieces)
+    return messages, messages // len(ends)
+
+
 class _Simulation:
     """A training in simulated time."""
 
@@ -128,12 +148,7 @@ class _Simulation:
     ) -> None:
         node_of = machines.nodes_of(num_ranks)
         num_nodes = max(node_of) + 1
-        limit = round(training.bucket_mib * 2**20) if training.bucket_mib else bucket_bytes(
-            machines.profile(num_nodes), num_nodes
-        )  # fmt: skip
-        per_bucket = max(1, limit // 4)
-        count = training.num_parameters
-        ends = [min(begin + per_bucket, count) for begin in range(0, count, per_bucket)]
+        ends = _bucket_ends(machines, num_nodes, training)
         alike = _are_alike(machines, num_ranks, training, ends)
         self._network = Network(machines, node_of)
         self._events = Events(self._network, 1 if alike else num_ranks, num_alike=num_ranks if alike else 0)
@@ -147,7 +162,7 @@ class _Simulation:
         self._mean_seconds = training.compute_seconds * slow
         self._overlaps = num_nodes > 1 and training.sync_every == 1
         self._ends = ends if self._sums else []
-        self._flat = flat_buffer(self._events, machines, count)
+        self._flat = flat_buffer(self._events, machines, training.num_parameters)
         self._seconds: list[float] = []
         self._computed: list[tuple[float, float]] = []  # mean and longest of each step
         self._begins = self._before = numpy.zeros(len(self._events.ranks))
@@ -208,6 +223,15 @@ class _Simulation:
             first = end
         while not computed.Test():
             yield None
+
+
+def _bucket_ends(machines: Machines, num_nodes: int, training: SimulatedTraining) -> list[int]:
+    """The place in the gradients at which each bucket ends."""
+    limit = round(training.bucket_mib * 2**20) if training.bucket_mib else bucket_bytes(
+        machines.profile(num_nodes), num_nodes
+    )  # fmt: skip
+    per_bucket, count = max(1, limit // 4), training.num_parameters
+    return [min(begin + per_bucket, count) for begin in range(0, count, per_bucket)]
 
 
 def _are_alike(machines: Machines, num_ranks: int, training: SimulatedTraining, ends: Sequence[int]) -> bool:

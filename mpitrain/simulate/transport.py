@@ -37,7 +37,7 @@ def without_contents(
 ) -> numpy.ndarray:
     """Make a flat array for which additions and copies are only counted.
 
-    Its memory is never read or written. So it takes address space, but no memory, and all ranks may share it.
+    It is one element, which stands for all. So it takes no memory, however long it is, and all ranks may share it.
 
     Args:
         count: elements.
@@ -46,7 +46,12 @@ def without_contents(
     """
 
     class WithoutContents(numpy.ndarray):
-        """A view of the memory. Slices and views of it are of this class too."""
+        """One element, again and again. Slices and views of it are of this class too."""
+
+        def view(self, dtype: Any) -> WithoutContents:  # type: ignore[override]
+            """As of an array whose elements lie side by side."""
+            other = numpy.dtype(dtype)
+            return of_one(self.nbytes // other.itemsize, other)
 
         def __array_ufunc__(self, ufunc: numpy.ufunc, method: str, *inputs: Any, **kwargs: Any) -> Any:
             (result,) = kwargs.get("out") or [one for one in inputs if isinstance(one, WithoutContents)][:1]
@@ -56,4 +61,7 @@ def without_contents(
         def __setitem__(self, key: Any, _value: Any) -> None:
             copied(self[key].nbytes)
 
-    return numpy.empty(count, dtype).view(WithoutContents)
+    def of_one(count: int, dtype: numpy.dtype) -> WithoutContents:
+        return WithoutContents((count,), dtype, bytearray(dtype.itemsize), 0, (0,))
+
+    return of_one(count, dtype)

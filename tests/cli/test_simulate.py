@@ -43,6 +43,11 @@ def test_a_picture_without_matplotlib(
     refused(tmp_path, monkeypatch, capsys, [*QUICK, "--plot", "picture.png"], "the picture needs matplotlib")
 
 
+def test_nothing_may_be_0(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*QUICK, "--spread", "0.0", "--latency-us", "0"]) == 0
+    assert capsys.readouterr().out.splitlines()[0].strip() == "1 a node, 0.936 Gbit/s, 0 us"
+
+
 def test_a_file_of_machines(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     lab = tmp_path / "lab.toml"
     lab.write_text("[nodes]\ncount = 2\ngbit = 1\nranks = 2\n")
@@ -102,7 +107,7 @@ def test_wrong_use_of_other_actions(
         (["--ranks", "2,x"], "x is not a whole number of at least 1"),
         (["--compute", "-1"], "-1 is not a number above 0"),
         (["--compute", "nan"], "nan is not a number above 0"),
-        (["--spread", "10"], "10 is more than 2; a spread of 0.1 is 10 %"),
+        (["--spread", "10"], "10 is not a number from 0 to 2; a spread of 0.1 is about 10 %"),
         (["--algorithms", "rign"], "there is no allreduce algorithm 'rign'; known: "),
         (["--algorithms", "ring,native"], "native is MPI's own allreduce"),
         (["--codec", "int9"], "the codec 'int9' cannot be simulated; known: none, bf16"),
@@ -111,6 +116,9 @@ def test_wrong_use_of_other_actions(
         (["--machines", "lab.toml", "--gbit", "1"], "--machines, --gbit: a file has all of it; give one"),
         (["--machines", "lab.toml", "--ranks", "2,9"], "9 ranks were asked for; lab.toml has room for 1 to 8"),
         (["--machines", "wrong.toml"], "wrong.toml, line 3: gbit is 0; it must be a number from 1e-06 to 1e6"),
+        (["--spread", "-0.1"], "-0.1 is not a number from 0 to 2"),
+        (["--latency-us", "-1"], "-1 is not a number of at least 0"),
+        (["--plot", "folder"], "folder is a folder; give the name of a file"),
         (["--plot", "nowhere/picture.png"], "there is no folder nowhere for picture.png; make it first"),
     ],
 )
@@ -126,6 +134,7 @@ def refused(
     """The command ends with 2 and this text, and writes nothing."""
     monkeypatch.chdir(folder)
     (folder / "lab.toml").write_text("[nodes]\ncount = 8\ngbit = 1\n")
+    (folder / "folder").mkdir()
     (folder / "wrong.toml").write_text("[nodes]\ncount = 8\ngbit = 0\n")
     try:
         code: object = main([*words[:2], "--json", "rows.json", *words[2:]])

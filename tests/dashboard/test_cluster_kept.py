@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from free_ports import free_port
 from jobs import HANG_SECONDS, clean_environment
 from mpitrain.dashboard.cluster_reports import last_check
 from mpitrain.diagnostics import document
@@ -18,8 +18,7 @@ from mpitrain.state_files import read_state
 
 def nobody_listens() -> str:
     """An inventory of a node at which no sshd listens."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        line_of_node = f"node1 ansible_host=127.0.0.1 ansible_port={free.getsockname()[1]}"
+    line_of_node = f"node1 ansible_host=127.0.0.1 ansible_port={free_port()}"
     return f"[head]\n{line_of_node}\n[workers]\n[cluster:children]\nhead\nworkers\n"
 
 

@@ -110,3 +110,21 @@ def test_a_training_that_would_hardly_end() -> None:
         saves_report(FAILING, [100, 10_000], 10)
     with pytest.raises(ConfigError, match="more than 100 times"):
         saves_report(FAILING, [1e300], 1)
+    with pytest.raises(ConfigError, match=r"saves every 100 ms would take more than 100 times its work\. Save less"):
+        saves_report(FAILING, [0.1, 100], 1)
+
+
+def test_intervals_around_dalys_of_a_training_that_fails_often() -> None:
+    """Those with which it would not end are left out. If Daly's is one of them, no interval helps."""
+    often = replace(FAILING, save_seconds=800.0, restart_seconds=2000.0)
+    ends = [
+        every for every in (factor * daly_seconds(often) for factor in (0.25, 0.5, 1, 2, 4))
+        if expected_seconds(often, every) <= 100 * often.work_seconds
+    ]  # fmt: skip
+    assert daly_seconds(often) in ends
+    assert len(ends) < 5
+    assert [row["every_seconds"] for row in saves_report(often, None, 1).rows] == ends
+    never = replace(FAILING, save_seconds=10_000.0)
+    for intervals in (None, [100.0]):
+        with pytest.raises(ConfigError, match=r"times its work\. Take shorter saves and restarts, or fewer nodes$"):
+            saves_report(never, intervals, 1)

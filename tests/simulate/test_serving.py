@@ -85,7 +85,7 @@ def test_the_table() -> None:
     for row in report.rows:
         assert row["lowest"] < row["samples_per_second"] < row["highest"]
         assert row["efficiency"] == pytest.approx(row["samples_per_second"] / row["num_workers"])
-    assert report.answers[0] == "1 workers: 90% of the most samples/s with 1 of these servers"
+    assert report.answers[0] == "1 worker: 90% of the most samples/s with 1 of these servers"
     assert report.rows == servers_report(MACHINES, serving, [1, 2], [1, 8], num_rounds=4, num_seeds=2).rows
 
 

@@ -8,10 +8,12 @@ import numpy
 import pytest
 
 from mpitrain.allreduce import ALGORITHMS, Entry
+from mpitrain.simulate import scaling
 from mpitrain.simulate import training as training_module
+from mpitrain.simulate.events import Events, Pending
 from mpitrain.simulate.machines import equal_machines
 from mpitrain.simulate.scaling import scaling_report
-from mpitrain.simulate.training import SimulatedTraining, simulate_steps
+from mpitrain.simulate.training import SimulatedTraining, least_messages, simulate_steps
 
 B, L = 1e8, 1e-3
 MACHINES = equal_machines(8, bytes_per_second=B, latency_seconds=L)
@@ -142,3 +144,55 @@ def test_the_table() -> None:
         "halving_doubling: an efficiency of 80% up to 32 ranks",
         "fastest: ring from 2 ranks, halving_doubling from 4 ranks",
     ]
+
+
+def test_the_efficiency_with_a_straggler() -> None:
+    """Alone, one straggler is as fast as it is; beside it, the other of two ranks would make twice as much."""
+    report = scaling_report(MACHINES, {"ring": replace(SMALL, straggler=2.0)}, [1, 2], num_steps=1, num_seeds=1)
+    assert [row["efficiency"] for row in report.rows] == pytest.approx([1, 2 / (0.6 + SUM_2) / (1.5 / 0.3)])
+    alone = scaling_report(MACHINES, {"ring": SMALL}, [1], num_steps=1, num_seeds=1)
+    assert alone.answers == ["ring: an efficiency of 80% up to 1 rank"]
+
+
+@pytest.mark.parametrize("name", ["ring", "direct", "halving_doubling", "auto"])
+@pytest.mark.parametrize("spread", [0.0, 0.1])
+def test_at_least_so_many_messages(name: str, spread: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two buckets, the longer one of several pieces; and a bucket of one piece a segment."""
+    sent = 0
+    send = Events.send
+
+    def counting(self: Events, *message: object) -> Pending:
+        nonlocal sent
+        sent += 1
+        return send(self, *message)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(Events, "send", counting)
+    for num_ranks in (1, 2, 5, 8):
+        for count in (840, 840_000):
+            training = replace(SMALL, algorithm=name, num_parameters=count, bucket_mib=2, spread=spread)
+            sent = 0
+            simulate_steps(MACHINES, num_ranks, training, 1)
+            least, of_bucket = least_messages(MACHINES, num_ranks, training)
+            assert of_bucket <= least <= sent <= 9 * least
+
+
+def test_a_long_simulation_is_announced(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before the first step, by the ring's 2 p (p - 1) messages of 20 us and 900 bytes; nothing else is."""
+    said: list[str] = []
+
+    def begin(*_: object) -> None:
+        raise NotImplementedError
+
+    monkeypatch.setattr(scaling, "simulate_steps", begin)
+    many = equal_machines(1024)
+    for training in (SMALL, replace(SMALL, straggler=2.0), replace(SMALL, num_parameters=175_000_000_000)):
+        with pytest.raises(NotImplementedError):
+            scaling_report(many, {"ring": training}, [16, 1024], num_steps=10, num_seeds=1, tell=said.append)
+    # 1,024 ranks do not divide 100,000 parameters, so all are simulated. One of 16 stands for all, but for a straggler.
+    assert [text.partition(" messages")[0] for text in said[:2]] == [
+        f"this simulates at least {2 * 1024 * 1023 + more:,}" for more in (2 * 15, 2 * 16 * 15)
+    ]
+    assert "about 41.9 s of processor time or more; ring with 1024 ranks needs about 1.9 GB of memory" in said[0]
+    with pytest.raises(NotImplementedError):
+        scaling_report(many, {"ring": SMALL}, [16], num_steps=10, num_seeds=1, tell=said.append)
+    assert len(said) == 3

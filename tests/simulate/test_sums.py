@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy
 import pytest
 
 from mpitrain.allreduce import ALGORITHMS
@@ -77,7 +78,8 @@ def test_a_codec_takes_its_bytes_and_its_time(codec: str) -> None:
     real = make_codec(codec)
     way = real.wire_bytes(count) if real.gathered else 2 * real.wire_bytes(count // 2)
     assert seconds("auto", 2, count, near, codec=codec) == pytest.approx(way / B, rel=0.01)
-    slow = replace(MACHINES, costs=replace(MACHINES.costs, codecs=((codec, 1e6),)))
+    # A profile has codecs by their names without a setting.
+    slow = replace(MACHINES, costs=replace(MACHINES.costs, codecs=((codec.partition(":")[0], 1e6),)))
     # direct: halves are encoded and added, the sum is encoded, and both halves are decoded; gathered: the whole is
     # encoded, decoded and added.
     passes = 3 * 1.0 if real.gathered else 5 * 0.5
@@ -117,6 +119,25 @@ def test_sums_that_cannot_be_simulated() -> None:
         check_sum("auto", "power_sgd", 2)
     with pytest.raises(ConfigError, match="leave out --algorithms ring"):
         check_sum("ring", "int8", 2)
+    measured = replace(MACHINES.costs, origin="lab.json", nodes=("a", "b"), codecs=(("bf16", 1e9), ("int8", 1e9)))
+    with pytest.raises(ConfigError, match=r"lab\.json has no time of the codec top_k, only of: bf16, int8\. Measure"):
+        check_sum("auto", "top_k:0.1", 2, measured)
+    check_sum("auto", "top_k:0.1", 1, measured)  # nothing is coded on one node
+    check_sum("auto", "int8", 2, measured)
+
+
+def test_a_buffer_longer_than_the_memory() -> None:
+    """700 GB: slices and views of it have their lengths, and adding and copying take their time."""
+    events = Events(Network(MACHINES, (0,)), 1)
+    flat = flat_buffer(events, MACHINES, 175_000_000_000)
+    part = flat[1_000_000_000:3_000_000_000]
+    octets = part.view(numpy.uint8)
+    assert (flat.nbytes, part.size, octets.size) == (700_000_000_000, 2_000_000_000, 8_000_000_000)
+    assert octets[4:].view(numpy.float32).size == 1_999_999_999
+    part += part
+    assert events.running.clock == pytest.approx(8e9 / ADD)
+    octets[:1000] = octets[1000:2000]
+    assert events.running.clock == pytest.approx(8e9 / ADD + 1000 / COPY)
 
 
 def seconds(name: str, num_ranks: int, count: int, machines: Machines = MACHINES, codec: str = "none") -> float:

@@ -6,7 +6,6 @@ import fcntl
 import os
 import pty
 import re
-import socket
 import struct
 import subprocess
 import sys
@@ -16,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from free_ports import free_port
 from jobs import HANG_SECONDS, clean_environment
 
 PROGRAM = """
@@ -184,9 +184,8 @@ def test_a_bar_of_a_server(tmp_path: Path) -> None:
     """Its terminal is that of `mpitrain serve`."""
     script = tmp_path / "train.py"
     script.write_text(PROGRAM.replace("mt.Sync()", "mt.ParameterServer()"))
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    command = [sys.executable, "-m", "mpitrain", "serve", "--port", str(port), "--hosts", "localhost/cpu", str(script)]
+    command = [sys.executable, "-m", "mpitrain", "serve", "--port", str(free_port())]
+    command += ["--hosts", "localhost/cpu", str(script)]
     code, output = on_a_terminal(120, under=command, XDG_STATE_HOME=str(tmp_path))
     assert code == 0, output
     assert output.count("\x1b[2K") > 2  # drawn anew
