@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from records_made import lines, make_record, rows_made
 
-from serving import Dashboard, dashboard
+from serving import Dashboard, dashboard, refused
 
 pytest.importorskip("starlette", reason="needs Starlette and uvicorn: pip install 'mpitrain[dashboard]'")
 pytest.importorskip("uvicorn", reason="needs Starlette and uvicorn: pip install 'mpitrain[dashboard]'")
@@ -75,3 +75,16 @@ def test_a_share_without_a_server(tmp_path: Path) -> None:
         served.wait_for("/api/runs", lambda answer: steps(served, answer, "first") == [2])
         problem = served.wait_for("/api/runs", lambda answer: answer["problem"])["problem"]
         assert f"{share} has not answered for" in problem
+
+
+def test_a_folder_that_cannot_be_looked_at(tmp_path: Path) -> None:
+    code, errors = refused(tmp_path, "x" * 300)
+    assert (code, "cannot be looked at: File name too long" in errors, "Traceback" in errors) == (2, True, False), (
+        errors
+    )
+
+
+def test_an_inventory_that_does_not_answer(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "hosts")
+    code, errors = refused(tmp_path, str(tmp_path), "-i", str(tmp_path / "hosts"))
+    assert (code, "has not answered for 3 s: is it a pipe" in errors) == (2, True), errors
