@@ -6,6 +6,7 @@ import argparse
 import stat
 import threading
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Serve until Ctrl-C. Return the exit code."""
     for folder in arguments.folders:
-        if _answer(lambda folder=folder: _is_folder(folder)) is False:  # type: ignore[misc]
+        if _answer(partial(_is_folder, folder)) is False:
             raise ConfigError(f"there is no folder {folder}; name the folders that mpitrain.JsonLines was given")
     if (arguments.tls_certificate is None) != (arguments.tls_key is None):
         raise ConfigError("--tls-certificate and --tls-key belong together; give both or none")
