@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import stat
 import threading
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 from mpitrain.errors import ConfigError
 
@@ -39,14 +43,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Serve until Ctrl-C. Return the exit code."""
     for folder in arguments.folders:
-        if _is_missing(folder):
+        if _answer(partial(_is_folder, folder)) is False:
             raise ConfigError(f"there is no folder {folder}; name the folders that mpitrain.JsonLines was given")
     if (arguments.tls_certificate is None) != (arguments.tls_key is None):
         raise ConfigError("--tls-certificate and --tls-key belong together; give both or none")
     if arguments.inventory is not None:
         from mpitrain.launch.hostfile import read_inventory
 
-        read_inventory(arguments.inventory)  # a wrong one is refused before anything is served
+        if _answer(lambda: read_inventory(arguments.inventory)) is None:  # a wrong one is refused before all else
+            raise ConfigError(
+                f"the inventory {arguments.inventory} has not answered for {_ANSWER_SECONDS:g} s: is it a pipe, or is "
+                "its network share lost? Give -i a file that can be read"
+            )
     if not 0 <= arguments.port <= 65535:
         raise ConfigError(f"--port {arguments.port}; allowed are 0 to 65535")
     try:
@@ -60,10 +68,31 @@ def run(arguments: argparse.Namespace) -> int:
     return serve(folders, arguments.host, arguments.port, tls, arguments.inventory, anew=arguments.reindex)
 
 
-def _is_missing(folder: Path) -> bool:
-    """Return whether there is no such folder. The pages name one that does not answer, because its share is lost."""
-    answers: list[bool] = []
-    thread = threading.Thread(target=lambda: answers.append(folder.is_dir()), daemon=True)
+def _is_folder(folder: Path) -> bool:
+    try:
+        return stat.S_ISDIR(folder.stat().st_mode)
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    except OSError as error:
+        raise ConfigError(
+            f"the folder {folder} cannot be looked at: {error.strerror}; name folders that you can read"
+        ) from None
+
+
+def _answer(call: Callable[[], Any]) -> Any:
+    """Return what `call` returns, or raise what it raises; None: it has not answered, as where a share is lost."""
+    answers: list[Any] = []
+    errors: list[Exception] = []
+
+    def ask() -> None:
+        try:
+            answers.append(call())
+        except Exception as error:  # whoever waits gets it
+            errors.append(error)
+
+    thread = threading.Thread(target=ask, daemon=True)
     thread.start()
     thread.join(_ANSWER_SECONDS)
-    return answers == [False]
+    if errors:
+        raise errors[0]
+    return answers[0] if answers else None

@@ -6,8 +6,8 @@ import asyncio
 import dataclasses
 import json
 import math
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -31,12 +31,14 @@ from mpitrain.dashboard.series import curve
 from mpitrain.dashboard.shared_answers import SharedAnswers
 from mpitrain.dashboard.shown_jobs import ShownJob
 from mpitrain.dashboard.waits import who_waits
-from mpitrain.errors import ConfigError
+from mpitrain.errors import ConfigError, DataError
 
 PAGES = Path(__file__).parent / "pages"
 _MOST_PIXELS = 8192
 _MOST_NAMES = 64  # of metrics in one answer
 _MOST_COMPARED = 16
+_MOST_LETTERS = 300  # of names of folders in a message
+_KNOWN = "the inventory, the last check of the cluster, or the measured ways"
 _NO_LAUNCHER = "no launcher here has it: the job has ended, or plain mpiexec has started it"
 _PAUSE_SECONDS = 0.4  # between two messages to a viewer
 _SILENCE_SECONDS = 10.0  # after that, a message says that the connection is alive
@@ -49,7 +51,7 @@ class Routes:
         self._catalogue = catalogue
         self._cluster = cluster
         self._commands = Commands()
-        self._shared = SharedAnswers()
+        self._files, self._known = SharedAnswers(), SharedAnswers()
         self._outputs = Outputs()
         self._ending = asyncio.Event()
 
@@ -80,6 +82,8 @@ class Routes:
         """End all streams and waits, so that the server can end."""
         self._ending.set()
         self._commands.end()
+        self._files.end()
+        self._known.end()
         self._outputs.end()
         self._catalogue.bell.ring()
 
@@ -147,11 +151,13 @@ class Routes:
         id_ = request.path_params["id"]
         run, _ = await self._run(id_)
         document = run.document if run else None
-        return _json(await self._shared.get(f"files of {id_}", lambda: files_of(document)))
+        places = ", ".join([*document.checkpoints, document.folder])[:_MOST_LETTERS] if document else ""
+        name = f"the files of {id_} ({places})"
+        return _json(await _in_time(self._files.get(name, lambda: files_of(document))))
 
     async def cluster(self, _: Request) -> Response:
         """Answer the hosts, the last check, and what was measured between them."""
-        known = await self._shared.get("the cluster", self._cluster.known)
+        known = await _in_time(self._known.get(_KNOWN, self._cluster.known))
         return _json({**known, "hosts": await asyncio.to_thread(self._cluster.hosts)})
 
     async def tell(self, request: Request) -> Response:
@@ -209,7 +215,8 @@ class Routes:
         if id_:
             await self._run(id_)
         if "cluster" in request.query_params:
-            await self._shared.get("the cluster", self._cluster.known)
+            with suppress(DataError):  # the page names it, and the hosts of jobs are shown
+                await self._known.get(_KNOWN, self._cluster.known)
             texts = self._changes_of_hosts()
         else:
             texts = self._changes_of(id_) if id_ else self._changes_of_list(request.state.role)
@@ -264,6 +271,13 @@ _PROMETHEUS = "text/plain; version=0.0.4; charset=utf-8"
 def _refuse_viewers(request: Request) -> None:
     if request.state.role != "operator":
         raise HTTPException(403, FOR_OPERATORS)
+
+
+async def _in_time(answer: Awaitable[Any]) -> Any:
+    try:
+        return await answer
+    except DataError as error:
+        raise HTTPException(503, str(error)) from None
 
 
 def _page(name: str) -> Any:

@@ -62,13 +62,17 @@ class Catalogue:
     def _look_for_folders(self) -> None:
         """Watch the folders in which jobs write, and leave those to one thread whose jobs have ended."""
         written = {Path(folder) for job in self._jobs() if isinstance(folder := job.look.get("record"), str)}
-        for folder in written - self._of_jobs.keys() - set(self._former.roots):
-            self._of_jobs[folder] = self._watch(folder)
-            self._of_jobs[folder].begin()
+        for folder in written:
+            if folder not in self._of_jobs:
+                self._of_jobs[folder] = self._watch(folder)
+                self._of_jobs[folder].begin()
+            if folder in self._former.roots:  # a job writes there again
+                self._former.roots.remove(folder)
         for folder, watch in list(self._of_jobs.items()):
             if folder in written or not watch.is_quiet:
                 continue
-            if any(watch.folders.keys() <= other.folders.keys() for other in (*self._watches, self._former)):
+            others = [*self._watches, self._former] if folder in self._former.roots else self._watches
+            if any(watch.folders.keys() <= other.folders.keys() for other in others):
                 watch.end()
                 del self._of_jobs[folder]
             elif folder not in self._former.roots:
@@ -78,8 +82,14 @@ class Catalogue:
         return [*self._watches, *self._of_jobs.values(), self._former]
 
     def _folders(self) -> dict[str, Path]:
-        """Return the folders of all records, by id."""
-        return {id_: folder for watch in self._all_watches() for id_, folder in watch.folders.items()}
+        """Return the folders of all records, by id; those of the index, where the first search has not ended."""
+        watches = self._all_watches()
+        folders = {id_: folder for watch in watches for id_, folder in watch.folders.items()}
+        if roots := [root for watch in watches if not watch.has_searched for root in watch.roots]:
+            for run in self._runs():
+                if any(Path(run.folder).is_relative_to(root) for root in roots):
+                    folders[run.id] = Path(run.folder)
+        return folders
 
     @property
     def problem(self) -> str:

@@ -28,12 +28,14 @@ class FolderWatch:
     Attributes:
         roots: the folders. More may be appended.
         folders: those with a record, by the id of the run, as the last search has found them.
+        has_searched: True if a search has ended.
     """
 
     def __init__(self, index: RunIndex, roots: Sequence[Path], on_change: Callable[[], None]) -> None:
         """`on_change` is called in the thread when the index has changed."""
         self.roots = list(roots)
         self.folders: dict[str, Path] = {}
+        self.has_searched = False
         self._index, self._on_change = index, on_change
         self._growing: dict[Path, float] = {}  # until when
         self._asked: tuple[Path, float] | None = None  # which folder is waited for, and since when
@@ -86,6 +88,7 @@ class FolderWatch:
         folders = {run_id(folder): folder for folder in find_records(roots, self._ask)}
         is_new = folders.keys() != self.folders.keys()
         self.folders = folders  # before all of them are read: a long record takes a while
+        self.has_searched = True
         for folder in folders.values():
             self._take_in(folder)
         if is_new:

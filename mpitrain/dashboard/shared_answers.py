@@ -7,6 +7,10 @@ from collections.abc import Callable
 from typing import Any
 
 from mpitrain.dashboard.threads import in_thread
+from mpitrain.errors import DataError
+
+_MOST_ASKED = 8
+_ANSWER_SECONDS = 10.0
 
 
 class SharedAnswers:
@@ -15,10 +19,37 @@ class SharedAnswers:
     def __init__(self) -> None:
         self._asked: dict[str, asyncio.Future[Any]] = {}
 
+    def end(self) -> None:
+        """Wait for no answer any more: the dashboard ends."""
+        for asked in list(self._asked.values()):
+            if not asked.done():
+                asked.set_exception(DataError("the dashboard ends"))
+
     async def get(self, name: str, call: Callable[[], Any]) -> Any:
-        """Return what `call` returns in a thread, or what an earlier call of this name that still runs will return."""
+        """Return what `call` returns in a thread, or what an earlier call of this name that still runs will return.
+
+        Args:
+            name: what is asked for, in words for the user.
+            call: what is called; if it raises an error, so does this.
+
+        Raises:
+            DataError: there is no answer in time, or too many calls run.
+        """
         future = self._asked.get(name)
         if future is None:
-            future = self._asked[name] = in_thread(call, name)
-            future.add_done_callback(lambda _: self._asked.pop(name))
-        return await asyncio.shield(future)
+            if len(self._asked) >= _MOST_ASKED:
+                waiting = next(iter(self._asked))
+                raise DataError(f"{_MOST_ASKED} answers are waited for, which is the limit; the oldest is {waiting}")
+            future = self._asked[name] = in_thread(call, "answer")
+            future.add_done_callback(lambda done: self._remove(name, done))
+        await asyncio.wait([future], timeout=_ANSWER_SECONDS)  # the thread waits also when nobody does
+        if not future.done():
+            raise DataError(
+                f"there is no answer for {_ANSWER_SECONDS:g} s from {name}: is a disk or network share lost? The next "
+                "look waits again"
+            )
+        return future.result()
+
+    def _remove(self, name: str, done: asyncio.Future[Any]) -> None:
+        del self._asked[name]
+        done.exception()  # nobody may have waited for it

@@ -26,7 +26,7 @@ def who_waits(look: Mapping[str, Any]) -> dict[str, Any] | None:
     there = [entry for entry in waiting if entry["calls"] == newest]
     absent = [entry for entry in ranks if entry["phase"] != "waits" and entry["calls"] < newest]
     held = [entry for entry in ranks if entry["phase"] in _HELD and entry["calls"] >= newest]
-    behind = [entry for entry in waiting if entry["calls"] < newest]
+    behind = [entry for entry in ranks if entry["phase"] == "waits" and entry["calls"] < newest]
     text = f"{_named(there)} {_verb(there, 'wait')} in {_call(there[0])}, for {_longest(there):.0f} s."
     if absent:
         text += f" {_named(absent)} {_verb(absent, 'have')} not entered it."

@@ -6,6 +6,8 @@ import re
 from collections.abc import Iterable
 from itertools import pairwise
 
+_MOST = 100_000  # numbers that a text may name, one that it names twice counted twice
+
 
 def rank_ranges(ranks: Iterable[int]) -> str:
     """Return the short form of increasing ranks: (0, 1, 2, 5) -> "0-2,5", and (0, 1) -> "0,1"."""
@@ -22,11 +24,20 @@ def ranks_in(text: str) -> frozenset[int]:
         ValueError: it names none, or is something else.
     """
     ranks: set[int] = set()
+    num_named = 0
     for part in text.split(","):
         bounds = re.fullmatch(r"\s*(\d{1,5})\s*(?:-\s*(\d{1,5})\s*)?", part, re.ASCII)
         if bounds is None:
             raise ValueError(
                 f"{text[:80]!r} names no ranks; allowed are numbers below 100,000 and their ranges, as in 0-2,5"
             )
-        ranks |= set(range(int(bounds[1]), int(bounds[2] or bounds[1]) + 1))
+        first, last = int(bounds[1]), int(bounds[2] or bounds[1])
+        if last < first:
+            raise ValueError(
+                f"{text[:80]!r} has the range {first}-{last}; write the lower number first: {last}-{first}"
+            )
+        num_named += last - first + 1
+        if num_named > _MOST:
+            raise ValueError(f"{text[:80]!r} names more than {_MOST:,} numbers; name each rank once")
+        ranks.update(range(first, last + 1))
     return frozenset(ranks)

@@ -94,6 +94,23 @@ def test_a_matrix_by_keyboard_and_by_mouse(browser: Any, served: Dashboard) -> N
     visit.close()
 
 
+def test_a_matrix_of_400_hosts_and_a_zero(browser: Any, served: Dashboard) -> None:
+    """Without its table, which takes a browser long."""
+    visit = Visit(browser, served)
+    qualities = visit.page.evaluate(
+        """async () => { const {Matrix} = await import("/pages/matrix.js");
+        class Bare extends Matrix { table() { return document.createElement("p"); } }
+        const nodes = Array.from({length: 400}, (_, place) => `n${place}`);
+        const rows = nodes.map((_, from) => nodes.map((_, to) => from === to ? null : from));
+        return [true, false].map((isMoreBetter) => {
+          const made = new Bare(document.body, "M", nodes, rows, String, {isMoreBetter});
+          return [made.quality(0), made.quality(399)];
+        }); }"""
+    )
+    assert qualities == [[0, 1], [1, 0]]
+    visit.close()
+
+
 def test_checkpoints_and_verify_of_a_run(browser: Any, served: Dashboard) -> None:
     visit = Visit(browser, served)
     visit.open_run("first")

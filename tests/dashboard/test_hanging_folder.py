@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 from records_made import lines, make_record, rows_made
 
-from serving import Dashboard, dashboard
+from mpitrain.dashboard.records import run_id
+from serving import Dashboard, dashboard, refused
 
 pytest.importorskip("starlette", reason="needs Starlette and uvicorn: pip install 'mpitrain[dashboard]'")
 pytest.importorskip("uvicorn", reason="needs Starlette and uvicorn: pip install 'mpitrain[dashboard]'")
@@ -63,15 +64,36 @@ os.execv(command[0], command)
 
 
 def test_a_share_without_a_server(tmp_path: Path) -> None:
-    """It is lost before the dashboard starts. Every access hangs, as on NFS."""
+    """It is lost before the dashboard starts again. Every access hangs, as on NFS."""
     share, good = tmp_path / "share", tmp_path / "good"
     share.mkdir()
-    make_record(good / "first", rows_made(1, 2))
+    make_record(good / "first", rows_made(1, 2), checkpoints=[str(share / "kept")])
+    make_record(share / "old", rows_made(1, 9))
     mounts = [sys.executable, "-c", MOUNTS, str(share)]
     tried = subprocess.run([*mounts, "/bin/true"], capture_output=True, text=True, check=False)
     if tried.returncode:
         pytest.skip(f"needs the right to mount FUSE, such as root has: {tried.stderr.strip()[-200:]}")
+    with dashboard(tmp_path / "cache", str(share)) as served:
+        served.wait_for("/api/runs", lambda answer: [run["last"].get("step") for run in served.records(answer)] == [9])
     with dashboard(tmp_path / "cache", str(share), str(good), before=mounts) as served:
         served.wait_for("/api/runs", lambda answer: steps(served, answer, "first") == [2])
         problem = served.wait_for("/api/runs", lambda answer: answer["problem"])["problem"]
         assert f"{share} has not answered for" in problem
+        (old,) = served.records(served.get("/api/runs"))
+        assert (old["folder"], old["last"]["step"]) == (str(share / "old"), 9), "as it was before"
+        assert served.get(f"/api/runs/{old['id']}")["run"]["id"] == old["id"]
+        status, _, text = served.ask(f"/api/runs/{run_id(good / 'first')}/files")
+        assert (status, str(share / "kept") in text, "is a disk or network share lost?" in text) == (503, True, True)
+
+
+def test_a_folder_that_cannot_be_looked_at(tmp_path: Path) -> None:
+    code, errors = refused(tmp_path, "x" * 300)
+    assert (code, "cannot be looked at: File name too long" in errors, "Traceback" in errors) == (2, True, False), (
+        errors
+    )
+
+
+def test_an_inventory_that_does_not_answer(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "hosts")
+    code, errors = refused(tmp_path, str(tmp_path), "-i", str(tmp_path / "hosts"))
+    assert (code, "has not answered for 3 s: is it a pipe" in errors) == (2, True), errors

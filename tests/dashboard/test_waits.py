@@ -56,8 +56,13 @@ def test_a_rank_that_has_not_entered_the_call() -> None:
         ),
         (
             [rank(1, "waits", 6, "broadcast"), rank(2, "waits", 6, "broadcast", still=0.5)],
-            "Rank 1 waits in an earlier call.",
+            "Ranks 1,2 wait in an earlier call.",
             ["waits in broadcast (call 6)", "waits in sum (call 7)"],
+        ),
+        (
+            [rank(1, "waits", 6, "sum", since=0.5, still=0.5)],  # it has just begun to wait
+            "Rank 1 waits in an earlier call.",
+            ["waits in sum (call 6)", "waits in sum (call 7)"],
         ),
         (
             [rank(1, "lost", 3), rank(2, "busy", 7, "a checkpoint")],

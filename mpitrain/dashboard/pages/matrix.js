@@ -10,7 +10,8 @@ export class Matrix {
   constructor(parent, title, nodes, rows, shown, {isMoreBetter}) {
     Object.assign(this, {title, nodes, rows, shown, isMoreBetter, at: nodes.length > 1 ? [0, 1] : [0, 0]});
     const values = rows.flat().filter((value) => value !== null);
-    this.low = Math.min(...values); this.high = Math.max(...values);
+    this.low = Infinity; this.high = -Infinity;
+    for (const value of values) { this.low = Math.min(this.low, value); this.high = Math.max(this.high, value); }
     this.canvas = element("canvas", {className: "matrix", tabIndex: 0, role: "application"});
     this.canvas.setAttribute("aria-label", `${title} of all pairs of hosts. Arrows move from pair to pair; the table below has all values.`);
     this.note = element("p", {className: "now", role: "status"});
@@ -36,7 +37,11 @@ export class Matrix {
 
   // 0 is the worst colour, 1 the best. Ratios count: half of the bandwidth looks as bad at any rate.
   quality(value) {
-    if (this.low === this.high || this.low <= 0) return this.low === this.high ? 1 : (value - this.low) / (this.high - this.low);
+    if (this.low === this.high) return 1;
+    if (this.low <= 0) {
+      const part = (value - this.low) / (this.high - this.low);
+      return this.isMoreBetter ? part : 1 - part;
+    }
     const share = Math.log(value / this.low) / Math.log(Math.max(this.high / this.low, 2));
     return this.isMoreBetter ? share + Math.max(0, 1 - Math.log2(this.high / this.low)) : 1 - share;
   }
