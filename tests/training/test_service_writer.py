@@ -92,11 +92,11 @@ def test_an_outage_when_it_begins(writer: FakeWriter) -> None:
         writer.open(0)
 
 
-def test_what_the_run_is_comes_late(writer: FakeWriter) -> None:
+def test_what_the_run_is_comes_late(writer: FakeWriter, monkeypatch: pytest.MonkeyPatch) -> None:
     """A call that ends late has sent the old document; the newest one is sent all the same."""
     writer.open(0)
     writer.made.answers.clear()
-    writer._calls._patience = 0.0
+    monkeypatch.setattr(service_calls, "PATIENCE_SECONDS", 0.0)
     writer.describe(DOCUMENT)
     old = writer._calls._thread
     writer.describe(dataclasses.replace(DOCUMENT, end="left"))
@@ -104,6 +104,7 @@ def test_what_the_run_is_comes_late(writer: FakeWriter) -> None:
     writer.made.answers.set()
     assert old is not None
     old.join()
+    monkeypatch.setattr(service_calls, "PATIENCE_SECONDS", HANG_SECONDS)
     writer.write({"step": 1})
     assert writer.taken() == ["describe", "left", [1]]
 
