@@ -72,6 +72,21 @@ def test_values_come_back(tmp_path: Path) -> None:
     assert (first, second[0], math.isnan(second[1])) == ((2, 1.0), 6, True)
 
 
+def test_a_step_that_comes_twice_in_a_batch(tmp_path: Path) -> None:
+    writer = Mlflow(tmp_path)
+    writer.open(0)
+    writer.write_all([({"step": step, "loss": loss}, ()) for step, loss in ((1, 1.0), (2, 2.0), (2, 3.0), (1, 4.0))])
+    writer.close()
+    assert Found(tmp_path).points("loss") == [(1, 1.0), (2, 2.0)]
+
+
+def test_no_password_in_messages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "psycopg2", None)  # as if it were not installed
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "postgresql+psycopg2://ada:SECRET@lab1/x")
+    with pytest.raises(ConfigError, match=r"^MLflow at postgresql\+psycopg2://lab1/x needs the module psycopg2, "):
+        Mlflow(tmp_path).open(0)
+
+
 def test_more_values_than_a_request_takes(tmp_path: Path) -> None:
     row = {"step": 1, **{f"m{number}": number / 7 for number in range(2345)}}
     written(Mlflow(tmp_path), [row])

@@ -62,6 +62,42 @@ def test_an_outage_is_waited_for_once_and_again_at_the_end(monkeypatch: pytest.M
     answered.set()
 
 
+def test_calls_that_fail_late_share_one_patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As behind a gateway that answers with an error after some seconds. A success gives the patience back."""
+    monkeypatch.setattr(service_calls, "PATIENCE_SECONDS", HANG_SECONDS)
+    service, left = ServiceCalls("service"), [HANG_SECONDS]
+
+    def fail() -> None:
+        time.sleep(0.05)
+        raise ConnectionError("no answer")
+
+    for _ in range(3):
+        with pytest.raises(ConnectionError, match="no answer"):
+            service.get(fail)
+        assert service._patience < left[-1]
+        left.append(service._patience)
+    service.get(lambda: None)
+    assert service._patience == HANG_SECONDS
+
+
+def test_an_old_call_that_fails_while_the_next_one_waits_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next one has what this wait has left."""
+    monkeypatch.setattr(service_calls, "PATIENCE_SECONDS", HANG_SECONDS)
+    service, answered, left = ServiceCalls("service"), threading.Event(), list[float]()
+
+    def fail() -> None:
+        answered.wait()
+        raise ConnectionError("no answer")
+
+    service._patience = 0.0
+    with pytest.raises(TimeoutError):
+        service.get(fail)
+    service.renew_patience()
+    threading.Timer(0.05, answered.set).start()
+    service.get(lambda: left.append(service._patience))
+    assert left[0] < HANG_SECONDS
+
+
 def test_an_error_that_comes_late_is_not_that_of_the_next_call(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(service_calls, "PATIENCE_SECONDS", 0.05)
     service, answered = ServiceCalls("service"), threading.Event()

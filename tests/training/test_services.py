@@ -12,8 +12,9 @@ import pytest
 from jobs import run_job
 from mpitrain import RunEvent
 from mpitrain.errors import DataError
-from mpitrain.training.writers.mlflow import _allowed
+from mpitrain.training.writers.mlflow import _allowed, _error_of, _missing
 from mpitrain.training.writers.run_file import RunFile
+from mpitrain.training.writers.service import without_secrets
 from mpitrain.training.writers.service_names import ServiceNames
 
 
@@ -64,6 +65,35 @@ def test_events_in_a_line() -> None:
         "after step 11: rank 2 on lab1 was lost; 3 ranks went on from ranks after 0.05 s, 2 steps were repeated"
     )
     assert told.line() == "after step 4: the run ends, and is saved (ada on lab1)"
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("postgresql://ada:SECRET@lab1/x", "postgresql://lab1/x"),
+        ("postgresql://ada:SE/CR@ET@lab1:5432/x is away", "postgresql://lab1:5432/x is away"),
+        ("'http://SECRET@lab1/a' and http://ada:SECRET@lab2", "'http://lab1/a' and http://lab2"),
+        ("sqlite:////home/ada/mlflow.db", "sqlite:////home/ada/mlflow.db"),
+        ("ask ada@lab1 for http://lab1/x", "ask ada@lab1 for http://lab1/x"),
+    ],
+)
+def test_no_user_and_password_in_a_message(text: str, shown: str) -> None:
+    assert without_secrets(text) == shown
+
+
+@pytest.mark.parametrize(("code", "begin"), [("INTERNAL_ERROR", "MLflow does not answer"), ("NONE", "It refuses")])
+def test_no_user_and_password_of_mlflow(code: str, begin: str) -> None:
+    class LibraryError(Exception):
+        error_code = code
+
+    error = _error_of(LibraryError("API request to http://ada:SECRET@lab1/api failed"), "It refuses")
+    assert str(error) == f"{begin}: API request to http://lab1/api failed"
+
+
+def test_what_brings_a_missing_module() -> None:
+    assert _missing(ImportError(name="alembic")) == "alembic, which is not installed; pip install 'mpitrain[mlflow]'"
+    missing = _missing(ImportError(name="psycopg2"))
+    assert missing == "the module psycopg2, which is not installed; install the package that has it"
 
 
 MISSING = """

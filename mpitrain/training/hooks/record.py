@@ -121,7 +121,7 @@ class Record(Hook):
                 folders = [hook.directory for hook in trainer.hooks if isinstance(hook, Checkpoint)]
                 self._document = document_of(world, type(trainer.strategy).__name__, after_step, folders)
                 for output in self._outputs:
-                    output.writer.open(after_step)
+                    output.open(after_step)
                     output.describe(self._document)
                 self._publish_folder()
         meters = self._meters
@@ -271,6 +271,11 @@ class _Output:
     def __init__(self, writer: Writer) -> None:
         self.writer = writer
         self._lacking: list[tuple[Row, Sequence[RunEvent]]] = []
+
+    def open(self, after_step: int) -> None:
+        # The steps after it are made again, and have new rows.
+        self._lacking = [(row, events) for row, events in self._lacking if row["step"] <= after_step]
+        self.writer.open(after_step)
 
     def describe(self, document: RunDocument) -> None:
         if isinstance(self.writer, DescribingWriter):

@@ -14,7 +14,7 @@ from mpitrain.errors import ConfigError
 from mpitrain.training.run_document import DONE, LEFT, RunDocument
 from mpitrain.training.run_event import RunEvent
 from mpitrain.training.writers.run_file import RunFile
-from mpitrain.training.writers.service import ServiceRun, ServiceWriter
+from mpitrain.training.writers.service import ServiceRun, ServiceWriter, without_secrets
 from mpitrain.training.writers.service_names import ServiceNames
 from mpitrain.training.writers.writer import Row
 
@@ -66,6 +66,7 @@ class _MlflowRun:
 
         is_set = mlflow.is_tracking_uri_set()
         where = mlflow.get_tracking_uri() if is_set else f"sqlite:///{self._directory.resolve()}/mlflow.db"
+        shown = f"MLflow at {without_secrets(where)}"
         kept = self._file.read(self._after_step)
         try:
             self._client = mlflow.MlflowClient(where)
@@ -76,10 +77,10 @@ class _MlflowRun:
                 run = self._client.get_run(kept["run"])
                 self._client.update_run(kept["run"], status="RUNNING")
         except ImportError as error:  # of the database
-            raise ConfigError(f"MLflow at {where} needs {error.name}; pip install 'mpitrain[mlflow]'") from None
+            raise ConfigError(f"{shown} needs {_missing(error)}") from None
         except mlflow.MlflowException as error:
             purpose = f" to go on with run {kept['run']} of {self._directory / Mlflow.FILE}" if kept else ""
-            raise _error_of(error, f"MLflow at {where} refuses{purpose}") from None
+            raise _error_of(error, f"{shown} refuses{purpose}") from None
         # data.metrics has no steps.
         self._last_step = max((float(metric.step) for metric in run.data.to_proto().metrics), default=0.0)
         self._params, self._tags = dict(run.data.params), dict(run.data.tags)
@@ -112,8 +113,10 @@ class _MlflowRun:
         from mlflow.entities import Metric, RunTag
 
         metrics: list[Any] = []
+        last_step = self._last_step
         for row, _ in rows:
-            if row["step"] > self._last_step:
+            if row["step"] > last_step:
+                last_step = row["step"]
                 at = self._times.setdefault(row["step"], round(time.time() * 1000))
                 metrics += [
                     Metric(self._names.of(name), float(value), at, int(row["step"]))
@@ -122,7 +125,7 @@ class _MlflowRun:
                 ]
         for begin in range(0, len(metrics), _MOST_METRICS):
             self._log(metrics=metrics[begin : begin + _MOST_METRICS])
-        self._last_step = max(self._last_step, *(row["step"] for row, _ in rows))
+        self._last_step = last_step
         self._times = {}
         lines = dict.fromkeys(event.line() for _, events in rows for event in events)
         new = [line for line in lines if line not in self._tags.values()]
@@ -141,7 +144,7 @@ class _MlflowRun:
             status = "FINISHED" if document.end == DONE else "FAILED"
             self._client.set_terminated(self._id, status, round(document.ended * 1000))
         except mlflow.MlflowException as error:
-            raise OSError(str(error)) from None
+            raise OSError(without_secrets(str(error))) from None
 
     def _log(self, **batch: Any) -> None:
         import mlflow
@@ -184,7 +187,15 @@ def _allowed(name: str) -> str:
     return "/".join(parts)[:_MOST_NAME].rstrip("/") or "_"
 
 
+def _missing(error: ImportError) -> str:
+    """Say which module is missing, and what brings it."""
+    if error.name in ("alembic", "sqlalchemy"):
+        return f"{error.name}, which is not installed; pip install 'mpitrain[mlflow]'"
+    return f"the module {error.name}, which is not installed; install the package that has it"
+
+
 def _error_of(error: Any, refusal: str) -> Exception:
+    said = without_secrets(str(error))
     if error.error_code in _NO_ANSWER:
-        return ConnectionError(f"MLflow does not answer: {error}")
-    return ConfigError(f"{refusal}: {error}")
+        return ConnectionError(f"MLflow does not answer: {said}")
+    return ConfigError(f"{refusal}: {said}")

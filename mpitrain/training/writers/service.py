@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -13,6 +14,9 @@ from mpitrain.training.run_document import RunDocument
 from mpitrain.training.run_event import RunEvent
 from mpitrain.training.writers.service_calls import ServiceCalls
 from mpitrain.training.writers.writer import Row
+
+# To the last @, because a password may have one. Where a library's text has no blank behind it, more is cut off.
+_USER = re.compile(r"://[^\s'\"<>]*@")
 
 
 class ServiceRun(Protocol):
@@ -61,7 +65,7 @@ class ServiceWriter:
         self._calls = ServiceCalls(self.SERVICE)
         self._run: ServiceRun | None = None
         self._document: RunDocument | None = None  # the newest
-        self._is_described = True  # the service has it
+        self._described: RunDocument | None = None  # what the service has
         if importlib.util.find_spec(self.LIBRARY) is None:
             raise ConfigError(
                 f"{type(self).__name__} needs {self.LIBRARY}, which is not installed; "
@@ -83,7 +87,7 @@ class ServiceWriter:
         """
         self._directory.mkdir(parents=True, exist_ok=True)
         self._run = self._make_run(after_step)
-        self._document, self._is_described = None, True
+        self._document = self._described = None
         with suppress(TimeoutError, ConnectionError):
             self._get(lambda: None)
 
@@ -93,7 +97,7 @@ class ServiceWriter:
         Raises:
             ConfigError: the service refuses it, and the run has not ended.
         """
-        self._document, self._is_described = document, False
+        self._document = document
         if document.ended is not None:
             self._calls.renew_patience()
             with suppress(Exception):  # the rows matter more, and a missing end is seen
@@ -123,14 +127,14 @@ class ServiceWriter:
 
     def _get(self, call: Callable[[], None]) -> None:
         """Make a call after what it presupposes."""
-        run, document = self._run, None if self._is_described else self._document
+        run, document = self._run, None if self._described is self._document else self._document
         assert run is not None
 
         def all_of_it() -> None:
             run.begin()
             if document is not None:
                 run.describe(document)
-                self._is_described = self._is_described or self._document is document
+                self._described = document  # the newest may be another one by now
             call()
 
         self._calls.get(all_of_it)
@@ -144,4 +148,9 @@ def _only_os_errors() -> Iterator[None]:
     except OSError:
         raise
     except Exception as error:
-        raise OSError(f"{type(error).__name__}: {error}") from error
+        raise OSError(without_secrets(f"{type(error).__name__}: {error}")) from error
+
+
+def without_secrets(text: str) -> str:
+    """Return a text without the user and the password that a URI in it may have."""
+    return _USER.sub("://", text)

@@ -6,7 +6,8 @@ import threading
 import time
 from collections.abc import Callable
 
-# For so long the caller waits in each outage of the service, and once more at the end of a run.
+# For so long the caller waits in each outage of the service, and once more at the end of a run. A call that succeeds
+# ends an outage.
 PATIENCE_SECONDS = 10.0
 
 
@@ -20,7 +21,7 @@ class ServiceCalls:
     def __init__(self, service: str) -> None:
         """`service` is a name for messages."""
         self._service = service
-        self._patience = PATIENCE_SECONDS
+        self._patience = PATIENCE_SECONDS  # what is left of it in this outage
         self._thread: threading.Thread | None = None
         self._begun = 0.0
         self._error: BaseException | None = None  # of the last call that has ended
@@ -50,7 +51,9 @@ class ServiceCalls:
     def _wait(self) -> None:
         if self._thread is None:
             return
+        waits = time.monotonic()
         self._thread.join(self._patience)
+        self._patience = max(0.0, self._patience - (time.monotonic() - waits))
         if self._thread.is_alive():
             self._patience = 0.0
             waited = time.monotonic() - self._begun

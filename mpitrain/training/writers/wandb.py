@@ -14,7 +14,7 @@ from mpitrain.training.run_document import DONE, LEFT, RunDocument
 from mpitrain.training.run_event import RunEvent
 from mpitrain.training.writers import service_calls
 from mpitrain.training.writers.run_file import RunFile
-from mpitrain.training.writers.service import ServiceRun, ServiceWriter
+from mpitrain.training.writers.service import ServiceRun, ServiceWriter, without_secrets
 from mpitrain.training.writers.service_names import ServiceNames
 from mpitrain.training.writers.writer import Row
 
@@ -65,6 +65,7 @@ class _WandbRun:
         )
         name = None if "WANDB_NAME" in os.environ else self._name
         try:
+            _check_login()
             self._run = wandb.init(
                 id=self._kept["run"],
                 name=name,
@@ -74,11 +75,11 @@ class _WandbRun:
                 settings=settings,
             )
         except wandb.errors.AuthenticationError as error:
-            raise ConfigError(f"{Wandb.SERVICE} refuses the login: {error}") from None
+            raise ConfigError(f"{Wandb.SERVICE} refuses the login: {without_secrets(str(error))}") from None
         except wandb.errors.CommError as error:
-            raise ConnectionError(f"{Wandb.SERVICE} does not answer: {error}") from None
+            raise ConnectionError(f"{Wandb.SERVICE} does not answer: {without_secrets(str(error))}") from None
         except wandb.Error as error:
-            raise ConfigError(f"{Wandb.SERVICE} refuses the run: {error}") from None
+            raise ConfigError(f"{Wandb.SERVICE} refuses the run: {without_secrets(str(error))}") from None
 
     def describe(self, document: RunDocument) -> None:
         self._run.config.update(dataclasses.asdict(document), allow_val_change=True)
@@ -101,3 +102,15 @@ class _WandbRun:
         if self._run is not None:
             is_well = document is None or document.end in ("", DONE, LEFT)
             self._run.finish(exit_code=0 if is_well else 1)
+
+
+def _check_login() -> None:
+    """Raise ConfigError if there is no login. On a terminal, `init` would ask for one, and nobody would see why."""
+    import wandb
+
+    is_online = wandb.setup().settings.mode not in ("offline", "dryrun", "disabled")
+    # With a run of the script itself, the library does not look.
+    if is_online and wandb.run is None and not wandb.login(prompt=False, verify=False):
+        raise ConfigError(
+            f"{Wandb.SERVICE} finds no login; run `wandb login`, or set WANDB_API_KEY, or set WANDB_MODE=offline"
+        )
