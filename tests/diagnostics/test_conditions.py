@@ -49,6 +49,7 @@ OF_THE_REQUEST = {
     "launched._number",
     "live_folder.live_folder",  # of who watches a job, or whether it can be watched
     "live_jobs.__init__",
+    "live_jobs.output_of",
     "placement.parse_hosts",
     "placement._devices",
     "placement.place",

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import socket
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -15,9 +17,16 @@ from mpitrain.launch.live_jobs import find
 from watching_live import answers_until
 
 
-def test_the_socket_of_a_dead_launcher_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def top(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """In place of /tmp. Not tmp_path, which may be too long for a path of a socket."""
+    with tempfile.TemporaryDirectory() as folder:
+        monkeypatch.setattr(live_folder, "OF_SOCKETS", folder)
+        yield Path(folder)
+
+
+def test_the_socket_of_a_dead_launcher_is_removed(top: Path) -> None:
     """One of this machine. Of another one, with which this one shares a folder, it is not known."""
-    monkeypatch.setattr(live_folder, "OF_SOCKETS", str(tmp_path))
     folder = live_folder.live_folder(make=True)
     assert folder is not None
     here, elsewhere = folder / f"{socket.gethostname()}~{os.getpid()}~1.live", folder / "elsewhere~1~1.live"
@@ -29,10 +38,9 @@ def test_the_socket_of_a_dead_launcher_is_removed(tmp_path: Path, monkeypatch: p
     assert list(folder.iterdir()) == [elsewhere]
 
 
-def test_nothing_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_stays(top: Path) -> None:
     """The last job removes the folder. A job that begins meanwhile makes it anew."""
-    monkeypatch.setattr(live_folder, "OF_SOCKETS", str(tmp_path))
-    folder = tmp_path / f"mpitrain-live-{os.geteuid()}"
+    folder = top / f"mpitrain-live-{os.geteuid()}"
     with Live("script.py", [], 0.0):
         other = folder / "other.live"
         other.touch()
@@ -45,31 +53,28 @@ def test_nothing_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("fault", ["mode", "link", "file"])
-def test_a_folder_that_others_may_enter(
-    fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_folder_that_others_may_enter(fault: str, top: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """It is refused on both sides. The launcher says so, and the job goes on without it."""
-    monkeypatch.setattr(live_folder, "OF_SOCKETS", str(tmp_path))
-    path = tmp_path / f"mpitrain-live-{os.geteuid()}"
+    path = top / f"mpitrain-live-{os.geteuid()}"
     if fault == "mode":
         path.mkdir(mode=0o755)
     elif fault == "link":
-        (tmp_path / "other").mkdir(mode=0o700)
-        path.symlink_to(tmp_path / "other")
+        (top / "other").mkdir(mode=0o700)
+        path.symlink_to(top / "other")
     else:
         path.touch(0o600)
     with Live("script.py", [], 0.0) as live:
         assert live.end(3) == 3
     said = capsys.readouterr().err
     assert f"this job cannot be watched (mpitrain top): {socket.gethostname()}: {path} " in said
-    assert list(tmp_path.glob("*/*")) == []
+    assert list(top.glob("*/*")) == []
     with pytest.raises(LaunchError, match=r"must be a folder of user|cannot be made"):
         find()
 
 
-def test_before_and_between_tries(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("top")
+def test_before_and_between_tries() -> None:
     """There are no ranks yet. Of an error the last answer has the text."""
-    monkeypatch.setattr(live_folder, "OF_SOCKETS", str(tmp_path))
     with pytest.raises(RuntimeError), Live("script.py", ["-x"], 12.0):
         (job,) = [job for job in find()[0] if job.path is not None]
         line = job.watch(0.2)
