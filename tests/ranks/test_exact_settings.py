@@ -1,0 +1,162 @@
+"""What a job with exact sums takes, refuses and says; and a training whose bits depend on nothing else."""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Callable
+from dataclasses import replace
+
+import numpy
+import pytest
+
+import mpitrain as mt
+from mpitrain import Sync, Trainer, World
+from mpitrain.allreduce import make_algorithm
+from mpitrain.allreduce.exact import exact_sum
+from mpitrain.allreduce.select import choices
+from mpitrain.bench.operations import OPERATIONS
+from mpitrain.config import read_config
+from mpitrain.errors import ConfigError, MismatchError
+from mpitrain.exchange.exchange import CompressedExchange, Exchange, PlainExchange, make_exchange
+from mpitrain.exchange.low_rank import LowRankExchange
+
+from .common import assert_equal, error_on_all, expected_sum, pattern, skip_alone
+from .placements import placed
+from .test_bench import options_of
+from .trainings import builder
+
+FLOAT32 = numpy.dtype(numpy.float32)
+
+
+def exact(world: World, **settings: str) -> World:
+    return replace(world, config=replace(world.config, reduction="exact", **settings))
+
+
+# -- sums in flight --------------------------------------------------------------------------------------------------
+
+
+def test_made_while_another_sum_is_under_way(world: World) -> None:
+    """Its memory is made after that sum: on the same communicator, their messages would mix."""
+    plain = make_algorithm(world, "shared_memory")
+    flat = pattern(523, world.rank).astype(FLOAT32)
+    if world.rank == world.size - 1:
+        time.sleep(0.3)  # the others have begun
+    handle = plain.start(flat)
+    made = exact_sum(world, "shared_memory")
+    handle.wait()
+    assert_equal(flat, expected_sum(523, world.size))
+    flat = pattern(523, world.rank).astype(FLOAT32)
+    made.start(flat).wait()
+    assert_equal(flat, expected_sum(523, world.size))
+
+
+def test_the_first_sum_while_another_one_is_under_way(world: World) -> None:
+    there = exact(world)
+    flat = pattern(523, world.rank).astype(FLOAT32)
+    if world.rank == world.size - 1:
+        time.sleep(0.3)
+    handle = make_algorithm(there, "shared_memory").start(flat)
+    assert there.sum(1.5) == 1.5 * world.size
+    handle.wait()
+    assert_equal(flat, expected_sum(523, world.size))
+
+
+# -- a training ------------------------------------------------------------------------------------------------------
+
+
+def trained(world: World, exchange: Callable[[World], Exchange]) -> str:
+    """The hash of the parameters after six steps, whose gradients have all bits in use."""
+    parts = builder(60, 4 * world.size, strategy=lambda: Sync(exchange=exchange))(world)
+    trainer = Trainer(parts, [mt.StopAtStep(6)])
+    trainer.run()
+    values = trainer.adapter.parameters()
+    return hashlib.sha256(b"".join(values[name].tobytes() for name in sorted(values))).hexdigest()
+
+
+def test_a_training_has_the_same_bits_by_every_way(world: World) -> None:
+    found = {
+        trained(exact(placed(world, placement), algorithm=name), make_exchange)
+        for name in ("auto", "ring")
+        for placement in ("dealt out over 2 nodes", "alone on each node")
+    }
+    assert len(found) == 1, found
+    assert set(world.allgather(found.pop())) == {trained(exact(world), lambda own: PlainExchange(own, "native"))}
+
+
+# -- settings --------------------------------------------------------------------------------------------------------
+
+
+def test_the_setting_of_the_environment() -> None:
+    assert read_config({"MPITRAIN_REDUCTION": "exact"}, {}).reduction == "exact"
+
+
+def test_an_exchange_takes_the_setting(world: World) -> None:
+    there = exact(world)
+    exchange = PlainExchange(there, "ring")
+    slot = exchange.allocate(3, FLOAT32)
+    slot.flat[:] = (2.0**30, 1.0, -(2.0**30)) if world.rank == 0 else 0
+    handle = exchange.mean(slot, slice(0, 3), 1.0)
+    assert str(handle) == "allreduce exact ring of 3 float32"
+    handle.wait()
+    with pytest.raises(AssertionError):
+        assert str(PlainExchange(there, "ring", reduction="plain").mean(slot, slice(0, 0), 1.0)) == str(handle)
+
+
+def test_an_exchange_that_rounds_refuses(world: World) -> None:
+    there = exact(world)
+    for make in (lambda: CompressedExchange(there, "int8"), lambda: LowRankExchange(there, "power_sgd")):
+        assert error_on_all(world, ConfigError, make).startswith("reduction=exact and compression=")
+
+
+def test_arrays_on_gpus_are_refused(world: World) -> None:
+    exchange = PlainExchange(exact(world))
+    text = error_on_all(world, ConfigError, lambda: exchange.allocate(3, FLOAT32, on_device=True))
+    assert text.startswith("reduction=exact adds up on the host")
+
+
+def test_compression_auto_is_none(world: World, capsys: pytest.CaptureFixture[str]) -> None:
+    there = exact(placed(world, "alone on each node"), compression="auto")
+    capsys.readouterr()
+    assert isinstance(make_exchange(there), PlainExchange)
+    said = "compression auto: none; reduction=exact sends gradients as they are"
+    if world.is_root:
+        assert said in capsys.readouterr().out
+    assert said in choices(there)
+
+
+def test_a_wrong_name_on_one_rank(world: World) -> None:
+    skip_alone(world)
+    error_on_all(world, MismatchError, lambda: exact_sum(world, "rong" if world.rank == 1 else "ring"))
+    with pytest.raises(ConfigError, match="no allreduce algorithm 'rong'"):
+        exact_sum(world, "rong")
+
+
+# -- what is said ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("placement", "algorithm", "way", "ran"),
+    [
+        ("", "auto", "shared_memory", "shared_memory"),
+        ("alone on each node", "auto", "direct", "direct"),
+        ("dealt out over 2 nodes", "auto", "hierarchical, in words of 64 bits", "hierarchical"),
+        ("", "ring", "ring, in words of 64 bits", "ring"),
+    ],
+)
+def test_what_is_said_is_what_runs(world: World, placement: str, algorithm: str, way: str, ran: str) -> None:
+    if world.size < 3:
+        pytest.skip("needs three ranks, so that all placements differ")
+    there = exact(placed(world, placement) if placement else world, algorithm=algorithm)
+    assert f"floats of all sizes, as reduction is exact: {way}; integers:" in choices(there)
+    handle = exact_sum(there).start(numpy.ones(3, FLOAT32))
+    handle.wait()
+    assert str(handle) == f"allreduce exact {ran} of 3 float32"
+
+
+def test_the_bench_says_that_its_sums_are_plain(world: World, capsys: pytest.CaptureFixture[str]) -> None:
+    capsys.readouterr()
+    for there in (world, exact(world)):
+        OPERATIONS["allreduce"].set_up(there, options_of("--algorithms", "native"))
+        said = "# plain sums" in capsys.readouterr().out
+        assert said == (world.is_root and there is not world)
