@@ -168,9 +168,7 @@ class Sequential:
             steps = self.steps(flat, residual)
         if not agreed:
             shared = self.memory is not None and self.memory.holds(flat)
-            steps = compared(
-                self._world, self.name, flat, "memory that the node shares" if shared else "memory", steps
-            )
+            steps = compared(self._world, self.name, flat, "memory that the node shares" if shared else "memory", steps)
         return AllreduceHandle(self._world, self.name, flat, steps)
 
 

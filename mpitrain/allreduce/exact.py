@@ -17,8 +17,8 @@ send 2^53, 2^23 and -2^53. The owner gets 2^23 in whatever order, and rounds it 
 
 1. Each rank finds the highest and the lowest exponent of each block of 256 values. MPI's own allreduce makes the maxima
    over ranks: 6 bytes a block.
-2. Blocks that fit into one word are summed as int64. Blocks of float32 fit into one word if their exponents differ by at
-   most 39 - s, with 2^s summands.
+2. Blocks that fit into one word are summed as int64. Blocks of float32 fit into one word if their exponents differ by
+   at most 39 - s, with 2^s summands.
 3. Other blocks, and most of float64, are summed in several words, one after the other.
 4. Infinity and NaN are counted, in one more word for their blocks. The sum is what IEEE 754 says, in any order: NaN, if
    there is a NaN or both infinities; else infinity. All NaNs have the same bits.

@@ -57,10 +57,12 @@ def choices(world: World) -> list[str]:
 
 
 def _exact(world: World) -> str:
-    """Describe how floats are summed exactly: the choices of auto_seen and auto_halves, or the algorithm that is set."""
+    """Describe how floats are summed exactly. `auto` is what auto_seen and auto_halves choose."""
     name = world.config.algorithm
     if name == "auto":
-        name = "shared_memory" if world.num_nodes == 1 else "direct" if world.num_nodes == world.size else "hierarchical"
+        name = (
+            "shared_memory" if world.num_nodes == 1 else "direct" if world.num_nodes == world.size else "hierarchical"
+        )
     return name if ALGORITHMS[name].seen is not None else f"{name}, in words of 64 bits"
 
 

@@ -146,7 +146,7 @@ def test_the_setting_makes_sums_and_means_exact(world: World) -> None:
 
 
 def test_gradients(world: World) -> None:
-    """A training with exact means: the reducer's buckets, each the nearest value to the sum of the parts."""
+    """A training with means whose sum is exact: each bucket is the nearest value to the sum of the parts."""
     there = replace(world, config=replace(world.config, reduction="exact"))
     parameters = [Parameter("a", (221,), FLOAT32), Parameter("b", (2,), FLOAT32), Parameter("c", (300,), FLOAT32)]
     reducer = GradientReducer(there, parameters, bucket_bytes=1024)

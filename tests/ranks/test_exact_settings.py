@@ -6,22 +6,25 @@ import hashlib
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy
 import pytest
 
 import mpitrain as mt
-from mpitrain import Sync, Trainer, World
+from mpitrain import LocalSGD, Sync, Trainer, World
 from mpitrain.allreduce import make_algorithm
 from mpitrain.allreduce.exact import exact_sum
 from mpitrain.allreduce.select import choices
 from mpitrain.bench.operations import OPERATIONS
 from mpitrain.config import read_config
 from mpitrain.errors import ConfigError, MismatchError
-from mpitrain.exchange.exchange import CompressedExchange, Exchange, PlainExchange, make_exchange
+from mpitrain.exchange.exchange import CompressedExchange, PlainExchange, make_exchange
 from mpitrain.exchange.low_rank import LowRankExchange
+from mpitrain.job.start import _common_config
+from mpitrain.strategies import Strategy
 
-from .common import assert_equal, error_on_all, expected_sum, pattern, skip_alone
+from .common import assert_equal, error_on_all, expected_sum, named_ranks, pattern, skip_alone
 from .placements import placed
 from .test_bench import options_of
 from .trainings import builder
@@ -65,23 +68,24 @@ def test_the_first_sum_while_another_one_is_under_way(world: World) -> None:
 # -- a training ------------------------------------------------------------------------------------------------------
 
 
-def trained(world: World, exchange: Callable[[World], Exchange]) -> str:
+def trained(world: World, strategy: Callable[[], Strategy]) -> str:
     """The hash of the parameters after six steps, whose gradients have all bits in use."""
-    parts = builder(60, 4 * world.size, strategy=lambda: Sync(exchange=exchange))(world)
+    parts = builder(60, 4 * world.size, strategy=strategy)(world)
     trainer = Trainer(parts, [mt.StopAtStep(6)])
     trainer.run()
     values = trainer.adapter.parameters()
     return hashlib.sha256(b"".join(values[name].tobytes() for name in sorted(values))).hexdigest()
 
 
-def test_a_training_has_the_same_bits_by_every_way(world: World) -> None:
+@pytest.mark.parametrize("strategy", [Sync, lambda: LocalSGD(2)], ids=["sync", "rounds"])
+def test_a_training_has_the_same_bits_by_every_way(world: World, strategy: Callable[[], Strategy]) -> None:
     found = {
-        trained(exact(placed(world, placement), algorithm=name), make_exchange)
+        trained(exact(placed(world, placement), algorithm=name), strategy)
         for name in ("auto", "ring")
         for placement in ("dealt out over 2 nodes", "alone on each node")
     }
     assert len(found) == 1, found
-    assert set(world.allgather(found.pop())) == {trained(exact(world), lambda own: PlainExchange(own, "native"))}
+    assert len(set(world.allgather(found.pop()))) == 1
 
 
 # -- settings --------------------------------------------------------------------------------------------------------
@@ -89,6 +93,16 @@ def test_a_training_has_the_same_bits_by_every_way(world: World) -> None:
 
 def test_the_setting_of_the_environment() -> None:
     assert read_config({"MPITRAIN_REDUCTION": "exact"}, {}).reduction == "exact"
+
+
+def test_ranks_whose_settings_differ(world: World) -> None:
+    skip_alone(world)
+    odd, even = named_ranks(world, 1)
+    settings = {"reduction": "exact" if world.rank == 1 else "plain"}
+    text = error_on_all(world, MismatchError, lambda: _common_config(world, settings))
+    assert f"{odd}: reduction='exact'; {even}: reduction='plain'" in text
+    text = error_on_all(world, ConfigError, lambda: _common_config(world, {"reduction": f"exakt{world.rank}"}))
+    assert "there is no reduction 'exakt0'; known: plain, exact" in text
 
 
 def test_an_exchange_takes_the_setting(world: World) -> None:
@@ -99,8 +113,11 @@ def test_an_exchange_takes_the_setting(world: World) -> None:
     handle = exchange.mean(slot, slice(0, 3), 1.0)
     assert str(handle) == "allreduce exact ring of 3 float32"
     handle.wait()
-    with pytest.raises(AssertionError):
-        assert str(PlainExchange(there, "ring", reduction="plain").mean(slot, slice(0, 0), 1.0)) == str(handle)
+    assert slot.flat.tolist() == [2.0**30, 1.0, -(2.0**30)]
+    plain = PlainExchange(there, "ring", reduction="plain")
+    handle = plain.mean(plain.allocate(3, FLOAT32), slice(0, 3), 0.0)
+    assert str(handle) == "allreduce ring of 3 float32"
+    handle.wait()
 
 
 def test_an_exchange_that_rounds_refuses(world: World) -> None:
@@ -113,6 +130,16 @@ def test_arrays_on_gpus_are_refused(world: World) -> None:
     exchange = PlainExchange(exact(world))
     text = error_on_all(world, ConfigError, lambda: exchange.allocate(3, FLOAT32, on_device=True))
     assert text.startswith("reduction=exact adds up on the host")
+
+
+def test_servers_refuse(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    role = SimpleNamespace(kind="worker", num_servers=1, division="")
+    job = SimpleNamespace(role=role)
+    monkeypatch.setattr("mpitrain.strategies.parameter_server.the_job", lambda: job)
+    there = exact(world)
+    adapter = builder(60, 4 * world.size)(there).adapter
+    text = error_on_all(world, ConfigError, lambda: mt.ParameterServer().begin(there, adapter))
+    assert text.startswith("reduction=exact: a server adds up the gradients of jobs")
 
 
 def test_compression_auto_is_none(world: World, capsys: pytest.CaptureFixture[str]) -> None:
