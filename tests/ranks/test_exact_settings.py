@@ -70,8 +70,7 @@ def test_the_first_sum_while_another_one_is_under_way(world: World) -> None:
 
 def trained(world: World, strategy: Callable[[], Strategy]) -> str:
     """The hash of the parameters after six steps, whose gradients have all bits in use."""
-    parts = builder(60, 4 * world.size, strategy=strategy)(world)
-    trainer = Trainer(parts, [mt.StopAtStep(6)])
+    trainer = Trainer(builder(60, 4 * world.size, strategy=strategy), [mt.StopAtStep(6)], world=world)
     trainer.run()
     values = trainer.adapter.parameters()
     return hashlib.sha256(b"".join(values[name].tobytes() for name in sorted(values))).hexdigest()
