@@ -30,6 +30,7 @@ from .test_bench import options_of
 from .trainings import builder
 
 FLOAT32 = numpy.dtype(numpy.float32)
+LENGTH = 200_003  # several pieces
 
 
 def exact(world: World, **settings: str) -> World:
@@ -42,27 +43,29 @@ def exact(world: World, **settings: str) -> World:
 def test_made_while_another_sum_is_under_way(world: World) -> None:
     """Its memory is made after that sum: on the same communicator, their messages would mix."""
     plain = make_algorithm(world, "shared_memory")
-    flat = pattern(523, world.rank).astype(FLOAT32)
+    flat = pattern(LENGTH, world.rank).astype(FLOAT32)
     if world.rank == world.size - 1:
         time.sleep(0.3)  # the others have begun
     handle = plain.start(flat)
+    handle.test()
     made = exact_sum(world, "shared_memory")
     handle.wait()
-    assert_equal(flat, expected_sum(523, world.size))
-    flat = pattern(523, world.rank).astype(FLOAT32)
+    assert_equal(flat, expected_sum(LENGTH, world.size))
+    flat = pattern(LENGTH, world.rank).astype(FLOAT32)
     made.start(flat).wait()
-    assert_equal(flat, expected_sum(523, world.size))
+    assert_equal(flat, expected_sum(LENGTH, world.size))
 
 
 def test_the_first_sum_while_another_one_is_under_way(world: World) -> None:
     there = exact(world)
-    flat = pattern(523, world.rank).astype(FLOAT32)
+    flat = pattern(LENGTH, world.rank).astype(FLOAT32)
     if world.rank == world.size - 1:
         time.sleep(0.3)
     handle = make_algorithm(there, "shared_memory").start(flat)
+    handle.test()
     assert there.sum(1.5) == 1.5 * world.size
     handle.wait()
-    assert_equal(flat, expected_sum(523, world.size))
+    assert_equal(flat, expected_sum(LENGTH, world.size))
 
 
 # -- a training ------------------------------------------------------------------------------------------------------
