@@ -44,6 +44,11 @@ def hard_values(dtype: numpy.dtype, count: int, number: int, seed: int = 0) -> n
     # What the conversion has made infinite is no infinity that was meant.
     overflown = ~numpy.isfinite(values) & numpy.isfinite(chosen)
     values[overflown] = 1
+    bits = values.view(f"u{values.itemsize}")
+    # Some NaNs become signalling ones: the highest bit of the fraction is 0, and the lowest is 1.
+    quiet = LIMITS[str(dtype)][0] - 2
+    signalling = numpy.isnan(values) & (numpy.arange(count) % 2 == 0)
+    bits[signalling] = bits[signalling] & ~(bits.dtype.type(1) << bits.dtype.type(quiet)) | bits.dtype.type(1)
     return values
 
 

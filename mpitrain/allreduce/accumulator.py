@@ -66,7 +66,8 @@ def scale_of(form: FloatForm, ranges: numpy.ndarray, num_summands: int) -> Scale
 
 def bits_of(form: FloatForm, values: numpy.ndarray) -> numpy.ndarray:
     """The bits of values in the source's dtype."""
-    return values.astype(form.source, copy=False).view(f"u{form.source.itemsize}")
+    with numpy.errstate(invalid="ignore"):  # of a signalling NaN
+        return values.astype(form.source, copy=False).view(f"u{form.source.itemsize}")
 
 
 class Accumulator:
@@ -133,6 +134,11 @@ class Accumulator:
 
     def add_up(self, summands: Sequence[numpy.ndarray], into: numpy.ndarray) -> None:
         """Overwrite `into`, which may be one of the summands, with their sum, rounded once."""
+        if len(summands) == 1:
+            with numpy.errstate(invalid="ignore"):
+                numpy.add(summands[0], into.dtype.type(0), out=into)  # -0 + 0 is +0
+                into[into != into] = numpy.nan
+            return
         if len(summands) == 2 and into.dtype == numpy.float32:
             self._add_two(*summands, into)
             return

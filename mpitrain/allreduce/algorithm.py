@@ -143,6 +143,7 @@ class Sequential:
     mix, and one scratch buffer serves all buffers of an algorithm.
 
     Attributes:
+        name: of the algorithm.
         steps: the work on one buffer, for algorithms that contain this one.
         memory: the memory that suits the algorithm best; None: any.
     """
@@ -150,8 +151,8 @@ class Sequential:
     def __init__(self, world: World, name: str, steps: Steps, memory: Allocator | None = None) -> None:
         self.steps = steps
         self.memory = memory
+        self.name = name
         self._world = world
-        self._name = name
 
     def allocate(self, count: int, dtype: numpy.dtype) -> Array:
         """See Algorithm."""
@@ -167,10 +168,8 @@ class Sequential:
             steps = self.steps(flat, residual)
         if not agreed:
             shared = self.memory is not None and self.memory.holds(flat)
-            steps = compared(
-                self._world, self._name, flat, "memory that the node shares" if shared else "memory", steps
-            )
-        return AllreduceHandle(self._world, self._name, flat, steps)
+            steps = compared(self._world, self.name, flat, "memory that the node shares" if shared else "memory", steps)
+        return AllreduceHandle(self._world, self.name, flat, steps)
 
 
 def compared(world: World, name: str, flat: Array, memory: str, steps: Progress) -> Progress:

@@ -17,8 +17,8 @@ send 2^53, 2^23 and -2^53. The owner gets 2^23 in whatever order, and rounds it 
 
 1. Each rank finds the highest and the lowest exponent of each block of 256 values. MPI's own allreduce makes the maxima
    over ranks: 6 bytes a block.
-2. Blocks that fit into one word are summed as int64. So do float32 values whose exponents differ by up to 39 - s, with
-   2^s summands.
+2. Blocks that fit into one word are summed as int64. Blocks of float32 fit into one word if their exponents differ by
+   at most 39 - s, with 2^s summands.
 3. Other blocks, and most of float64, are summed in several words, one after the other.
 4. Infinity and NaN are counted, in one more word for their blocks. The sum is what IEEE 754 says, in any order: NaN, if
    there is a NaN or both infinities; else infinity. All NaNs have the same bits.
@@ -77,7 +77,8 @@ class ExactSum:
         self._accumulator = accumulator
         self._seen = seen
         self._memory = halves.memory if seen is None else seen.memory
-        # For the halves; a rank alone needs none.
+        # For the halves; a rank alone needs none. Ranks may differ in how far they have come with earlier work.
+        world.queue.finish()
         count = _CHUNK_VALUES if world.size > 1 else 0
         dtypes = (numpy.dtype(numpy.int64), numpy.dtype(numpy.float64))
         self._words, self._values = (
@@ -121,13 +122,14 @@ class ExactSum:
                     f"{', '.join(str(dtype) for dtype in FORMS)}"
                 )
         shared = self._memory is not None and self._memory.holds(flat)
-        name = f"exact {self._halves.name}"
+        seen = self._seen if others is None else None
+        name = f"exact {self._halves.name if seen is None else seen.name}"
         if flat.size == 0:
             steps: Progress = iter(())
         elif self._world.size == 1:
             steps = self._alone(summands)
-        elif others is None and self._seen is not None:
-            steps = self._seen.steps(flat)
+        elif seen is not None:
+            steps = seen.steps(flat)
         else:
             steps = self._in_words(flat, summands)
         if not agreed:
@@ -136,27 +138,29 @@ class ExactSum:
         return AllreduceHandle(self._world, name, flat, steps)
 
     def _alone(self, summands: Sequence[numpy.ndarray]) -> Progress:
+        self._bound(len(summands))
         self._accumulator.add_up(summands, summands[0])
         yield from ()
 
     @in_phases
     def _in_words(self, flat: numpy.ndarray, summands: Sequence[numpy.ndarray]) -> Iterator[Progress]:
-        form = FORMS[flat.dtype]
-        all_bits = [bits_of(form, one) for one in summands]
-        ranges = no_ranges(flat.size)
-        for bits in all_bits:
-            self._accumulator.raise_ranges(form, bits, ranges)
+        form, ranges, chunk_blocks = FORMS[flat.dtype], no_ranges(flat.size), _CHUNK_VALUES // BLOCK_VALUES
+        for begin in range(0, ranges.shape[1], chunk_blocks):
+            part = slice(begin * BLOCK_VALUES, (begin + chunk_blocks) * BLOCK_VALUES)
+            for one in summands:
+                found = ranges[:, begin : begin + chunk_blocks]
+                self._accumulator.raise_ranges(form, bits_of(form, one[part]), found)
+            yield iter((None,))  # the caller may do something else in between
         most = numpy.array([min(len(summands), _MOST_OF_A_RANK + 1)], numpy.int16)
         sent = numpy.concatenate([ranges.ravel(), most])
         yield _maximum(self._world, sent)
         scale = scale_of(form, sent[:-1].reshape(ranges.shape), self._bound(int(sent[-1])))
         memory = self._halves.memory
         gathers_there = memory is None or memory.holds(flat)
-        chunk_blocks = _CHUNK_VALUES // BLOCK_VALUES
         for begin in range(0, ranges.shape[1], chunk_blocks):
             chunk = scale.of(slice(begin, begin + chunk_blocks))
             part = slice(begin * BLOCK_VALUES, min((begin + chunk_blocks) * BLOCK_VALUES, flat.size))
-            here = [bits[part] for bits in all_bits]
+            here = [bits_of(form, one[part]) for one in summands]
             for chosen in _passes(chunk):
                 if chosen is None:
                     yield self._sum(form, here, chunk, flat[part], gathers_there)
@@ -205,11 +209,11 @@ def exact_sum(world: World, name: str | None = None) -> ExactSum:
 
     Raises:
         ConfigError: there is no algorithm of that name, or it does not suit this world. On every rank.
-        MismatchError: the ranks give different names.
+        MismatchError: the ranks give different names. On every rank.
     """
     name = world.config.algorithm if name is None else name
-    check_name(name)
     world.agree("make an exact sum", [name])
+    check_name(name)
     entry, accumulator = ALGORITHMS[name], Accumulator()
     has_halves = entry.halves is not None or entry.reduce_scatter is not None
     halves = make_halves(world, name) if has_halves else _whole(world, name)

@@ -99,8 +99,9 @@ def add_two(left: numpy.ndarray, right: numpy.ndarray, sums: numpy.ndarray) -> N
 
 def add_doubles(values: numpy.ndarray, totals: numpy.ndarray, keep: bool, inexact: numpy.ndarray) -> None:
     """See fixed_point.py."""
-    value, total = values.astype(float64), totals.copy() if keep else numpy.zeros(values.size)
+    total = totals.copy() if keep else numpy.zeros(values.size)
     with numpy.errstate(all="ignore"):
+        value = values.astype(float64)
         numpy.add(total, value, out=totals)
         added = totals - total
         inexact[0] |= ((total - (totals - added)) + (value - added) != 0).any()

@@ -41,6 +41,8 @@ def choices(world: World) -> list[str]:
     lines = [
         f"profile: {profile.origin}; {profile.latency_seconds * 1e6:.0f} us, {profile.bytes_per_second / 1e6:.0f} MB/s"
     ]
+    if config.reduction == "exact":
+        lines.append(f"floats of all sizes, as reduction is exact: {_exact(world)}; integers:")
     if config.algorithm == "auto":
         lines += _by_size(world)
     else:
@@ -48,12 +50,20 @@ def choices(world: World) -> list[str]:
     if world.num_nodes > 1 and config.algorithm in ("auto", "hierarchical", "ring"):
         order = [world.hosts[rank] for rank in everyone(world).members]
         lines.append(f"ring: {' '.join(dict.fromkeys(order))}")
-    if config.reduction != "plain":
-        lines.append(f"reduction: {config.reduction}")
     if config.compression != "none":
         lines.append(_compression(world))
     lines.append(f"buckets: {config.bucket_mib or bucket_bytes(profile, world.num_nodes) / 2**20:g} MiB")
     return lines
+
+
+def _exact(world: World) -> str:
+    """Describe how floats are summed exactly. `auto` is what auto_seen and auto_halves choose."""
+    name = world.config.algorithm
+    if name == "auto":
+        name = (
+            "shared_memory" if world.num_nodes == 1 else "direct" if world.num_nodes == world.size else "hierarchical"
+        )
+    return name if ALGORITHMS[name].seen is not None else f"{name}, in words of 64 bits"
 
 
 def _by_size(world: World) -> list[str]:
@@ -79,6 +89,8 @@ def _by_size(world: World) -> list[str]:
 def _compression(world: World) -> str:
     """Describe the compression of gradients; the algorithm is for all other sums."""
     name = world.config.compression
+    if name == "auto" and world.config.reduction == "exact":
+        return "compression auto: none; reduction=exact sends gradients as they are"
     if world.num_nodes == 1:
         return f"compression {name}: none, as all ranks are on one node"
     chosen = compression(world.profile, world.num_nodes, num_lanes(world)) if name == "auto" else name

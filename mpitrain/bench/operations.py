@@ -73,6 +73,8 @@ class Operation:
 def _allreduce(world: World, options: Options) -> MakeVariants:
     from mpi4py import MPI
 
+    if world.config.reduction == "exact":
+        world.print("# plain sums, though reduction is exact; benchmarks/exact_sum.py measures exact ones")
     if options.device == "cuda":
         return device_sums(world, options.algorithms, options.has_all_algorithms)
     made: dict[tuple[str, str], Algorithm] = {}

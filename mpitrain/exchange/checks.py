@@ -14,6 +14,17 @@ from mpitrain.exchange.bucket import Parameter
 from mpitrain.world import World
 
 
+def check_plain(reduction: str, compression: str) -> None:
+    """Raise ConfigError, for all ranks, if sums are to be exact: a compression rounds."""
+    if reduction == "exact":
+        raise everywhere(
+            ConfigError(
+                f"reduction=exact and compression={compression}: a codec rounds what each rank sends, so the sum would "
+                "depend on the ranks again. Leave out one of the two"
+            )
+        )
+
+
 def agree_on_layout(world: World, parameters: Sequence[Parameter], bucket_bytes: int, *, on_device: bool) -> list[str]:
     """Return, in lines, what all ranks must have in common in the gradients that they exchange. Collective.
 

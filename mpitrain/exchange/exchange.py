@@ -22,6 +22,7 @@ from mpitrain.compression import check_compression, make_codec, power_sgd
 from mpitrain.cuda.memory import allocating
 from mpitrain.cuda.streams import working_on
 from mpitrain.errors import ConfigError, everywhere
+from mpitrain.exchange.checks import check_plain
 from mpitrain.exchange.low_rank import LowRankExchange
 from mpitrain.exchange.shares import scale
 from mpitrain.exchange.slot import Slot, Tensors, check_slot
@@ -89,18 +90,18 @@ class PlainExchange:
         algorithm: str | None = None,
         transport: str | None = None,
         *,
-        reduction: str = "plain",
+        reduction: str | None = None,
     ) -> None:
         """
         Args:
             world: the World whose ranks take part.
             algorithm: for host arrays, a name in ALGORITHMS; default: the world's setting.
             transport: for device arrays, a name in TRANSPORTS; default: the world's setting.
-            reduction: a name in REDUCTIONS.
+            reduction: a name in REDUCTIONS; default: the world's setting.
         """
         self._world = world
-        self._reduction = reduction
-        self._algorithm = (exact_sum if reduction == "exact" else make_algorithm)(world, algorithm)
+        self._reduction = world.config.reduction if reduction is None else reduction
+        self._algorithm = (exact_sum if self._reduction == "exact" else make_algorithm)(world, algorithm)
         self._transport_name = transport
         self._slots: WeakSet[Slot] = WeakSet()
 
@@ -150,7 +151,11 @@ class CompressedExchange:
         Args:
             codec: a name for make_codec.
             decay: the factor of what was left out before, at each sum; 1: nothing of it is lost.
+
+        Raises:
+            ConfigError: the world's settings ask for exact sums. On every rank.
         """
+        check_plain(world.config.reduction, codec)
         self._codec, self._decay = make_codec(codec), decay
         self.may_overflow = self._codec.may_overflow and world.num_nodes > 1
         self._world = world
@@ -236,13 +241,7 @@ def make_exchange(
         compression = _by_profile(world)
     if compression == "none":
         return PlainExchange(world, algorithm, reduction=reduction)
-    if reduction == "exact":
-        raise everywhere(
-            ConfigError(
-                f"reduction=exact and compression={compression}: a codec rounds what each rank sends, so the sum would "
-                "depend on the ranks again. Leave out one of the two"
-            )
-        )
+    check_plain(reduction, compression)
     if compression.partition(":")[0] == power_sgd.NAME:
         return LowRankExchange(world, compression, algorithm)
     if algorithm is not None:

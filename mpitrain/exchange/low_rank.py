@@ -21,6 +21,7 @@ from mpitrain.cuda.device import cupy_module
 from mpitrain.cuda.memory import allocating
 from mpitrain.cuda.streams import working_on
 from mpitrain.errors import ConfigError, everywhere
+from mpitrain.exchange.checks import check_plain
 from mpitrain.exchange.shares import scale
 from mpitrain.exchange.slot import Slot, Tensors, check_slot
 from mpitrain.world import World
@@ -43,7 +44,11 @@ class LowRankExchange:
         Args:
             compression: `power_sgd`, or with a rank as in `power_sgd:2`.
             algorithm: of the two sums, a name in ALGORITHMS; default: the world's setting.
+
+        Raises:
+            ConfigError: the world's settings ask for exact sums. On every rank.
         """
+        check_plain(world.config.reduction, compression)
         self._rank, self._name = rank_of(compression), compression
         self._world = world
         self._algorithm = make_algorithm(world, algorithm)

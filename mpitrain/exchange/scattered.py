@@ -44,7 +44,7 @@ class ScatteredExchange:
             raise everywhere(
                 ConfigError(
                     "reduction=exact: a divided optimizer adds up gradients in the order of ranks; take "
-                    "reduction=plain, or train with mt.Sync, which makes exact means"
+                    "reduction=plain, or train with mt.Sync, which makes means whose sum is exact"
                 )
             )
         if world.config.compression == "auto":

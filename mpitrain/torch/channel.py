@@ -46,7 +46,7 @@ class Channel:
             raise everywhere(
                 ConfigError(
                     "reduction=exact: the calls of torch.distributed add up as the algorithm does; take "
-                    "reduction=plain, or train with mpitrain.torch.prepare or mt.Trainer, which make exact means"
+                    "reduction=plain, or train with mpitrain.torch.prepare or mt.Trainer: means whose sum is exact"
                 )
             )
         self.engine = engine

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy
 import pytest
 
 from mpitrain import World, clip_by_global_norm
 from mpitrain.cuda.device import bind
-from mpitrain.errors import MismatchError, MpitrainError
+from mpitrain.errors import ConfigError, MismatchError, MpitrainError
 from tests.ranks.common import error_on_all, skip_alone
 
 cupy = pytest.importorskip("cupy", reason="CuPy is not installed")
@@ -99,6 +101,13 @@ def test_sums_leave_what_they_are_given(world: World) -> None:
         mine.fill(0)
         assert (total.get() == world.size * (world.size + 1) // 2).all()
         numpy.testing.assert_allclose(mean.get(), world.size + 1, rtol=2.0**-20)
+
+
+def test_exact_sums_are_refused(world: World) -> None:
+    there = replace(world, config=replace(world.config, reduction="exact"))
+    for call in (there.sum, there.mean):
+        text = error_on_all(world, ConfigError, lambda call=call: call(cupy.zeros(3)))
+        assert text.startswith("reduction=exact adds up on the host")
 
 
 # -- clipping ---------------------------------------------------------------------

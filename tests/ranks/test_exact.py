@@ -146,7 +146,7 @@ def test_the_setting_makes_sums_and_means_exact(world: World) -> None:
 
 
 def test_gradients(world: World) -> None:
-    """A training with exact means: the reducer's buckets, each the nearest value to the sum of the parts."""
+    """A training with means whose sum is exact: each bucket is the nearest value to the sum of the parts."""
     there = replace(world, config=replace(world.config, reduction="exact"))
     parameters = [Parameter("a", (221,), FLOAT32), Parameter("b", (2,), FLOAT32), Parameter("c", (300,), FLOAT32)]
     reducer = GradientReducer(there, parameters, bucket_bytes=1024)
@@ -164,13 +164,19 @@ def test_gradients(world: World) -> None:
 
 
 def test_too_many_summands(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    skip_alone(world)
     monkeypatch.setattr("mpitrain.allreduce.exact.MOST_SUMMANDS", 3 * world.size - 1)
     made, flat = exact_sum(world), numpy.ones(3, numpy.float32)
-    others = [flat.copy()] * (2 if world.rank == 1 else 0)
+    others = [flat.copy()] * (2 if world.rank == world.size - 1 else 0)
     text = error_on_all(world, ConfigError, made.start(flat, others=others).wait)
     assert "at least 3 summands on one of" in text
     assert accumulators.MOST_SUMMANDS == 2**20 - 1
+
+
+def test_too_many_summands_of_a_rank(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mpitrain.allreduce.exact._MOST_OF_A_RANK", 2)
+    made, flat = exact_sum(world), numpy.ones(3, numpy.float32)
+    others = [flat.copy()] * (2 if world.rank == world.size - 1 else 0)
+    assert "allowed are 2 on a rank" in error_on_all(world, ConfigError, made.start(flat, others=others).wait)
 
 
 def test_refusals(world: World) -> None:

@@ -7,6 +7,7 @@ import os
 import time
 import weakref
 from collections.abc import Iterator
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -16,8 +17,9 @@ import torch
 import torch.distributed as dist
 
 from mpitrain import World
-from mpitrain.errors import ProcessGroupError
-from tests.ranks.common import skip_alone
+from mpitrain.errors import ConfigError, ProcessGroupError
+from mpitrain.torch.channel import Channel
+from tests.ranks.common import error_on_all, skip_alone
 
 pytestmark = pytest.mark.usefixtures("group", "ours")
 
@@ -195,3 +197,10 @@ def test_an_exception_among_calls_that_end_together(world: World, device: torch.
     assert value.tolist() == [world.size**3] * 3
     del other
     assert kept() is None
+
+
+def test_exact_sums_are_refused(world: World) -> None:
+    there = replace(world, config=replace(world.config, reduction="exact"))
+    engine: Any = None  # it is not reached
+    text = error_on_all(world, ConfigError, lambda: Channel(engine, there, "default", 1.0))
+    assert text.startswith("reduction=exact: the calls of torch.distributed add up as the algorithm does")
