@@ -76,7 +76,7 @@ QUOTES: list[tuple[str, str, Callable[[], float]]] = [
     ("live", r"(\d+) KiB for a rank", constant("launch.kept_output.MOST_RANK_BYTES", KIB)),
     ("live", r"(\d+) MiB for all ranks together", constant("launch.kept_output.MOST_BYTES", MIB)),
     ("live", r"A line is kept up to (\d+) bytes", constant("launch.kept_output.MOST_LINE_BYTES")),
-    ("live", r"At most ([\d,]+) lines of 1 MiB", constant("launch.kept_output.MOST_LINES")),
+    ("live", r"At most ([\d,]+) lines, and 1 MiB", constant("launch.kept_output.MOST_LINES")),
     ("dashboard", r"keeps (\d+) KiB for each rank", constant("launch.kept_output.MOST_RANK_BYTES", KIB)),
     ("dashboard", r"at most (\d+) MiB in all", constant("launch.kept_output.MOST_BYTES", MIB)),
     ("dashboard", r"a folder does not answer for (\d+) s", constant("dashboard.folder_watch._SILENT_SECONDS")),

@@ -92,6 +92,6 @@ def shown_seconds(seconds: float) -> str:
     return f"{seconds * 1e6:.3g} us"
 
 
-def counted(number: int, thing: str) -> str:
-    """A number of things: `1 rank`, `2 ranks`."""
-    return f"{number} {thing}" if number == 1 else f"{number} {thing}s"
+def counted(number: int, noun: str) -> str:
+    """Return a number with its noun: `1 rank`, `2 ranks`."""
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"

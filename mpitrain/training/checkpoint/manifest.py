@@ -98,8 +98,8 @@ def _problem(manifest: Manifest) -> str:
         if type(getattr(manifest, name)) is not kind:
             return f"{name} is a {type(getattr(manifest, name)).__name__}; it must be a {kind.__name__}"
     if manifest.step < 0 or not 0 <= manifest.parts <= _MOST_PARTS:
-        found = f"step is {manifest.step!r:.80}, parts is {manifest.parts!r:.80}"
-        return f"{found}; allowed are 0 or more, and 0 to {_MOST_PARTS}"
+        numbers = f"step is {manifest.step!r:.80}, parts is {manifest.parts!r:.80}"
+        return f"{numbers}; allowed are 0 or more, and 0 to {_MOST_PARTS}"
     for label, number in (("score", manifest.score), ("loss", manifest.information.get("loss"))):
         if number is not None and (type(number) not in (int, float) or (type(number) is int and abs(number) >= 2**63)):
             return f"{label} is {number!r:.80}; it must be a number"
