@@ -148,8 +148,8 @@ class ExactSum:
         for begin in range(0, ranges.shape[1], chunk_blocks):
             part = slice(begin * BLOCK_VALUES, (begin + chunk_blocks) * BLOCK_VALUES)
             for one in summands:
-                found = ranges[:, begin : begin + chunk_blocks]
-                self._accumulator.raise_ranges(form, bits_of(form, one[part]), found)
+                own_ranges = ranges[:, begin : begin + chunk_blocks]
+                self._accumulator.raise_ranges(form, bits_of(form, one[part]), own_ranges)
             yield iter((None,))  # the caller may do something else in between
         most = numpy.array([min(len(summands), _MOST_OF_A_RANK + 1)], numpy.int16)
         sent = numpy.concatenate([ranges.ravel(), most])
