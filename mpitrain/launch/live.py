@@ -97,10 +97,13 @@ class Live:
             self._ended = {"code": None, "text": f"the job has ended: {str(error) or repr(error)}"}
         self._stop.set()
         self._wake.send(b".")
-        if self._thread is not None:
-            self._thread.join(_END_SECONDS)
+        try:
+            if self._thread is not None:
+                self._thread.join(_END_SECONDS)
+        finally:  # also after another Ctrl-C
+            if self._listener is not None:
+                self._path.unlink(missing_ok=True)  # first: the guard here removes one at which nobody listens
         if self._listener is not None:
-            self._path.unlink(missing_ok=True)  # first: the guard here removes one at which nobody listens
             self._listener.close()
             with suppress(OSError):  # others are in use
                 self._path.parent.rmdir()

@@ -206,6 +206,7 @@ def test_a_restart_and_the_end(tmp_path: Path) -> None:
             assert any("try 1 of 2" in text and "starting again" in text for text in texts), texts
             process.send_signal(signal.SIGINT)
             last = answers_until(line, lambda one: "ended" in one)[-1]
+            process.wait(HANG_SECONDS)  # it has one Ctrl-C, and ends by itself
         finally:
             line.close()
     assert last["state"] == "ends"
