@@ -1,4 +1,4 @@
-"""The simulator against what others have published: benchmarks/published_scaling.py, whose fitted numbers are stated."""
+"""The simulator against what others have published. benchmarks/published_scaling.py says what was fitted."""
 
 from __future__ import annotations
 
