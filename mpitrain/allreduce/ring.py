@@ -147,10 +147,8 @@ def plan(
     Every segment has as many pieces as the largest one, empty ones if need be: a rank whose segment is empty must
     still pass on the others' pieces.
     """
-    parts = segments(count, size, lengths)
-    longest = max(part.stop - part.start for part in parts)
-    per_segment = max(1, -(-longest // max(1, piece_bytes // itemsize)))
-    pieces = [pieces_of(part, per_segment) for part in parts]
+    pieces = _pieces(count, lengths, size, max(1, piece_bytes // itemsize))
+    per_segment = len(pieces[0])
     half = (size - 1) * per_segment
     result: list[PieceStep] = []
     for first, adds in [(index - 1, True)] * reduces + [(index, False)] * gathers:
@@ -165,6 +163,15 @@ def plan(
                 place = receive if adds else _in_bytes(receive, itemsize)
                 result.append(PieceStep(_in_bytes(send, itemsize), after, place, adds, overwrites_after))
     return result
+
+
+@lru_cache(maxsize=4)  # for simulations, which make the plans of all members
+def _pieces(count: int, lengths: Sequence[int] | None, size: int, most: int) -> list[list[slice]]:
+    """The pieces of each segment, of `most` elements at most."""
+    parts = segments(count, size, lengths)
+    longest = max(part.stop - part.start for part in parts)
+    per_segment = max(1, -(-longest // most))
+    return [pieces_of(part, per_segment) for part in parts]
 
 
 def _in_bytes(part: slice, itemsize: int) -> slice:

@@ -27,13 +27,14 @@ class SimulatedRank:
         clock: its time in seconds. While the rank works, it is ahead of the events.
     """
 
-    __slots__ = ("clock", "number", "resumes_at", "steps")
+    __slots__ = ("clock", "number", "posts_at", "resumes_at", "steps")
 
     def __init__(self, number: int) -> None:
         self.number = number
         self.clock = 0.0
         self.steps: Iterator[object] = iter(())
         self.resumes_at = -1.0  # the latest time for which an event is due that resumes it
+        self.posts_at = -1.0  # the latest time for which an event was made that sends a message of it
 
 
 class Pending:
@@ -112,7 +113,8 @@ class Events:
             transit.receive = waiting.popleft()
         else:
             self._sends[key].append(transit)
-        if rank.clock > self.now:
+        if rank.clock > self.now or rank.clock == rank.posts_at:  # no message overtakes one that was posted before it
+            rank.posts_at = rank.clock
             self._push(rank.clock, transit)
         else:
             self._move(transit)

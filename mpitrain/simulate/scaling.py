@@ -9,11 +9,13 @@ from mpitrain.shown import shown_bytes
 from mpitrain.simulate.machines import Machines
 from mpitrain.simulate.report import Panel, Point, SimulationReport, counted, shown_seconds
 from mpitrain.simulate.sums import check_sum
-from mpitrain.simulate.training import SimulatedTraining, least_messages, simulate_steps
+from mpitrain.simulate.training import SimulatedTraining, is_plain_ring, least_messages, simulate_steps
 
 _GOOD = 0.8  # an efficiency that is worth the machines
-# Measured with a ring of 1,024 ranks: see docs/log.md.
+# Measured with a ring of 1,024 ranks: see docs/log.md. Without events, the messages of at most two lengths of buckets
+# are recorded first.
 _MESSAGE_SECONDS, _MESSAGE_BYTES = 20e-6, 900
+_RECORD_SECONDS, _REPLAY_SECONDS, _REPLAY_BYTES = 4e-6, 1e-8, 50
 _LONG_SECONDS = 20.0  # of processor time; a longer simulation is announced
 
 
@@ -99,19 +101,25 @@ def _warning(
     machines: Machines, trainings: Mapping[str, SimulatedTraining], ranks: Sequence[int], num_steps: int
 ) -> str:
     """What to say before a simulation that takes long; "" if it does not."""
-    total, most, largest = 0, 0, ""
+    total, seconds, most, largest = 0, 0.0, 0, ""
     for num_ranks in set(ranks):
         for name, training in trainings.items():
             messages, of_bucket = least_messages(machines, num_ranks, training)
-            total += messages * (num_steps if training.spread else 1)  # without a spread, steps repeat
-            if of_bucket > most:
-                most, largest = of_bucket, f"{name} with {num_ranks} ranks"
-    seconds = total * _MESSAGE_SECONDS
+            times = num_steps if training.spread else 1  # without a spread, steps repeat
+            total += messages * times
+            if is_plain_ring(training) and machines.ranks_per_node == 1:
+                seconds += 2 * of_bucket * _RECORD_SECONDS + messages * times * _REPLAY_SECONDS
+                num_bytes = of_bucket * _REPLAY_BYTES
+            else:
+                seconds += messages * times * _MESSAGE_SECONDS
+                num_bytes = of_bucket * _MESSAGE_BYTES
+            if num_bytes > most:
+                most, largest = num_bytes, f"{name} with {num_ranks} ranks"
     if seconds < _LONG_SECONDS:
         return ""
     return (
         f"this simulates at least {total:,} messages, which take about {shown_seconds(seconds)} of processor time or "
-        f"more; {largest} needs about {shown_bytes(most * _MESSAGE_BYTES)} of memory or more. Fewer ranks or "
+        f"more; {largest} needs about {shown_bytes(most)} of memory or more. Fewer ranks or "
         "parameters, larger buckets, and with --spread fewer --steps and --seeds take less"
     )
 

@@ -138,16 +138,8 @@ def make_sums(events: Events, machines: Machines, node_of: Sequence[int], name: 
     num_nodes = max(node_of) + 1
     check_sum(name, codec, num_nodes, machines.costs)
     profile = machines.profile(num_nodes)
-    hosts = tuple(machines.hosts[node] for node in node_of)
-    worlds = [
-        SimulatedWorld(
-            SimulatedComm(events, rank, len(node_of)), rank.number, len(node_of), hosts, tuple(node_of), num_nodes,
-            profile,
-        )
-        for rank in events.ranks
-    ]  # fmt: skip
-    members = everyone(cast(World, worlds[0])).members
-    places = {rank: place for place, rank in enumerate(members)}
+    worlds = _worlds(events, machines, node_of)
+    groups = _groups(worlds)
     topology = topology_of(cast(World, worlds[0]))
     names = [one for one in candidates(topology) if one != "native"] if name == "auto" else [name]
     coded = None if codec == "none" or num_nodes == 1 else SimulatedCodec(codec, profile.codecs, events)
@@ -155,7 +147,7 @@ def make_sums(events: Events, machines: Machines, node_of: Sequence[int], name: 
     def steps_of(world: SimulatedWorld, one: str) -> Steps:
         over = ALGORITHMS[one].over
         if over is not None:
-            return over(_group(world, members, places))
+            return over(groups[world.rank])
         own = cast(World, world)
         memory = SimulatedNodeArrays(own)
         if one == "shared_memory":
@@ -188,5 +180,29 @@ def flat_buffer(events: Events, machines: Machines, count: int) -> numpy.ndarray
     return without_contents(count, numpy.dtype(numpy.float32), added, copied)
 
 
-def _group(world: SimulatedWorld, members: tuple[int, ...], places: dict[int, int]) -> Group:
-    return Group(world.comm, members, places[world.rank])  # type: ignore[arg-type]
+def simulated_groups(events: Events, machines: Machines, node_of: Sequence[int]) -> list[Group]:
+    """All ranks in the order in which an algorithm over a group takes them, as the member of each place has them."""
+    groups = _groups(_worlds(events, machines, node_of))
+    return [groups[rank] for rank in groups[0].members]
+
+
+def _worlds(events: Events, machines: Machines, node_of: Sequence[int]) -> list[SimulatedWorld]:
+    num_nodes = max(node_of) + 1
+    hosts, profile = tuple(machines.hosts[node] for node in node_of), machines.profile(num_nodes)
+    return [
+        SimulatedWorld(
+            SimulatedComm(events, rank, len(node_of)), rank.number, len(node_of), hosts, tuple(node_of), num_nodes,
+            profile,
+        )
+        for rank in events.ranks
+    ]  # fmt: skip
+
+
+def _groups(worlds: Sequence[SimulatedWorld]) -> dict[int, Group]:
+    """See everyone(). The order is the same for all, and found once."""
+    members = everyone(cast(World, worlds[0])).members
+    places = {rank: place for place, rank in enumerate(members)}
+    return {
+        world.rank: Group(world.comm, members, places[world.rank])  # type: ignore[arg-type]
+        for world in worlds
+    }

@@ -15,6 +15,7 @@ part of the computation.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 import numpy
@@ -23,16 +24,20 @@ from mpitrain.allreduce import ALGORITHMS
 from mpitrain.allreduce.algorithm import Steps
 from mpitrain.allreduce.costs import bucket_bytes
 from mpitrain.allreduce.ring import PIECE_BYTES
+from mpitrain.compression.kernels import can_compile
 from mpitrain.simulate.events import Events, SimulatedRank
 from mpitrain.simulate.machines import Machines
 from mpitrain.simulate.network import Network
-from mpitrain.simulate.sums import flat_buffer, make_sums
+from mpitrain.simulate.ring_times import OrderUnknownError, RingTimes, knows_order
+from mpitrain.simulate.sums import flat_buffer, make_sums, simulated_groups
 
 # Of the computation: the backward pass computes two products of matrices for each one of the forward pass.
 _FORWARD = 1 / 3
 # Two steps are the same if no rank begins them earlier or later by more than this share of the step. Ranks whose part
 # of a sum has one element more end a little later.
 _SAME = 1e-6
+# For fewer messages, in all steps, the loops of ring_times.py are not worth their compilation.
+_MANY_MESSAGES = 200_000
 
 
 @dataclass(frozen=True)
@@ -103,7 +108,8 @@ def simulate_steps(
 ) -> SimulatedRun:
     """Simulate the first steps of a training. The same seed gives the same times.
 
-    Without a spread, steps after two equal ones are not computed: they are the same, to 1e-6 of a step.
+    Without a spread, steps after two equal ones are not computed: they are the same, to 1e-6 of a step. Many messages
+    of a ring need no events (ring_times.py), and have the same times.
 
     Args:
         num_steps: or rounds.
@@ -112,13 +118,24 @@ def simulate_steps(
     Raises:
         ConfigError: there is no room for the ranks, or the sums cannot be simulated.
     """
-    simulation = _Simulation(machines, num_ranks, training, numpy.random.default_rng([seed, num_ranks]))
+    if is_plain_ring(training) and least_messages(machines, num_ranks, training)[0] * num_steps >= _MANY_MESSAGES:
+        with suppress(OrderUnknownError):
+            return _simulated(_Simulation(machines, num_ranks, training, seed, without_events=True), num_steps)
+    return _simulated(_Simulation(machines, num_ranks, training, seed), num_steps)
+
+
+def _simulated(simulation: _Simulation, num_steps: int) -> SimulatedRun:
     for number in range(num_steps):
         simulation.step()
-        if not training.spread and simulation.is_steady():
+        if simulation.is_steady():
             simulation.repeat(num_steps - number - 1)
             break
     return simulation.result()
+
+
+def is_plain_ring(training: SimulatedTraining) -> bool:
+    """True if a simulation of many messages can mostly do without events (ring_times.py)."""
+    return training.algorithm == "ring" and training.codec == "none" and can_compile()
 
 
 def least_messages(machines: Machines, num_ranks: int, training: SimulatedTraining) -> tuple[int, int]:
@@ -144,8 +161,15 @@ class _Simulation:
     """A training in simulated time."""
 
     def __init__(
-        self, machines: Machines, num_ranks: int, training: SimulatedTraining, random: numpy.random.Generator
+        self,
+        machines: Machines,
+        num_ranks: int,
+        training: SimulatedTraining,
+        seed: int,
+        *,
+        without_events: bool = False,
     ) -> None:
+        """`without_events`: of a ring, if that is possible."""
         node_of = machines.nodes_of(num_ranks)
         num_nodes = max(node_of) + 1
         ends = _bucket_ends(machines, num_nodes, training)
@@ -153,7 +177,7 @@ class _Simulation:
         self._network = Network(machines, node_of)
         self._events = Events(self._network, 1 if alike else num_ranks, num_alike=num_ranks if alike else 0)
         self._num_ranks = num_ranks
-        self._training, self._random = training, random
+        self._training, self._random = training, numpy.random.default_rng([seed, num_ranks])
         self._sums: Sequence[Steps] = (
             make_sums(self._events, machines, node_of, training.algorithm, training.codec) if num_ranks > 1 else ()
         )
@@ -163,6 +187,11 @@ class _Simulation:
         self._overlaps = num_nodes > 1 and training.sync_every == 1
         self._ends = ends if self._sums else []
         self._flat = flat_buffer(self._events, machines, training.num_parameters)
+        self._ring: RingTimes | None = None
+        if without_events and not alike and is_plain_ring(training) and num_ranks > 1:
+            groups = simulated_groups(self._events, machines, node_of)
+            if knows_order(self._network, groups[0].members):
+                self._ring = RingTimes(self._network, machines, groups, ends)
         self._seconds: list[float] = []
         self._computed: list[tuple[float, float]] = []  # mean and longest of each step
         self._begins = self._before = numpy.zeros(len(self._events.ranks))
@@ -174,13 +203,20 @@ class _Simulation:
         computing = numpy.zeros(len(ranks))
         for _ in range(training.sync_every):
             computing += self._mean_seconds * self._factors()
-        self._events.run([self._work(rank, float(computing[rank.number])) for rank in ranks])
-        self._begins = numpy.array([rank.clock for rank in ranks])
+        if self._ring is None:
+            self._events.run([self._work(rank, float(computing[rank.number])) for rank in ranks])
+            self._begins = numpy.array([rank.clock for rank in ranks])
+        else:
+            ready_at = numpy.array([self._before + computing * self._share(end) for end in self._ends])
+            summed = self._ring.sum_buckets(self._before, ready_at)
+            self._begins = numpy.maximum(summed, self._before + computing)
         self._seconds.append(float(self._begins.max() - self._before.max()))
         self._computed.append((float(computing.mean()), float(computing.max())))
 
     def is_steady(self) -> bool:
-        """True if the next step would be as the last one: every rank begins it as much after rank 0."""
+        """True if the next step would be as the last one: no spread, and every rank begins as much after rank 0."""
+        if self._training.spread:
+            return False
         before, now = self._before - self._before[0], self._begins - self._begins[0]
         return bool(numpy.abs(now - before).max() <= _SAME * self._seconds[-1])
 
@@ -210,13 +246,16 @@ class _Simulation:
         # The mean of a lognormal distribution is exp(mu + sigma^2 / 2).
         return self._random.lognormal(-(spread**2) / 2, spread, number) if spread else numpy.ones(number)
 
+    def _share(self, end: int) -> float:
+        """The share of a computation after which the gradients before `end` are ready."""
+        return _FORWARD + (1 - _FORWARD) * end / self._flat.size if self._overlaps else 1.0
+
     def _work(self, rank: SimulatedRank, seconds: float) -> Iterator[object]:
-        begin, count = rank.clock, self._flat.size
+        begin = rank.clock
         computed = self._events.until(rank, begin + seconds)
         first = 0
         for end in self._ends:
-            share = _FORWARD + (1 - _FORWARD) * end / count if self._overlaps else 1.0
-            ready = self._events.until(rank, begin + seconds * share)
+            ready = self._events.until(rank, begin + seconds * self._share(end))
             while not ready.Test():
                 yield None
             yield from self._sums[rank.number](self._flat[first:end])

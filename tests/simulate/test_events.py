@@ -124,6 +124,31 @@ def test_work_delays_what_is_posted_after_it() -> None:
     assert [rank.clock for rank in events.ranks] == [1.5, 1.75]
 
 
+def test_messages_of_one_time_leave_in_the_order_of_their_posts() -> None:
+    """One is posted at the end of an addition, before its time has come; the other at that time, for another reason."""
+    events = Events(Network(machines(3), (0, 1, 2)), 3)
+    flat = without_contents(SECOND // 4, numpy.dtype(numpy.float32), lambda _: None, lambda _: None)
+
+    def posts_ahead() -> Iterator[object]:
+        rank = events.ranks[0]
+        comm, due = SimulatedComm(events, rank, 3), events.until(rank, 1.0)
+        rank.clock = 1.0
+        sends = [comm.Isend(flat, 1, 1)]
+        yield None
+        assert due.Test()
+        sends.append(comm.Isend(flat, 2, 1))
+        while not all(send.Test() for send in sends):
+            yield None
+
+    def receives(rank: int) -> Iterator[object]:
+        receive = SimulatedComm(events, events.ranks[rank], 3).Irecv(flat, 0, 1)
+        while not receive.Test():
+            yield None
+
+    events.run([posts_ahead(), receives(1), receives(2)])
+    assert [rank.clock for rank in events.ranks] == [3.0, 2.25, 3.25]
+
+
 def test_ranks_that_wait_for_nothing_are_named() -> None:
     events = Events(Network(machines(3), (0, 1, 2)), 3)
 

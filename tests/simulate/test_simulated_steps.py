@@ -8,6 +8,7 @@ import numpy
 import pytest
 
 from mpitrain.allreduce import ALGORITHMS, Entry
+from mpitrain.compression.kernels import can_compile
 from mpitrain.simulate import scaling
 from mpitrain.simulate import training as training_module
 from mpitrain.simulate.events import Events, Pending
@@ -177,7 +178,7 @@ def test_at_least_so_many_messages(name: str, spread: float, monkeypatch: pytest
 
 
 def test_a_long_simulation_is_announced(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Before the first step, by the ring's 2 p (p - 1) messages of 20 us and 900 bytes; nothing else is."""
+    """Before the first step, by 2 p (p - 1) messages of direct, of 20 us and 900 bytes; nothing else is."""
     said: list[str] = []
 
     def begin(*_: object) -> None:
@@ -185,14 +186,35 @@ def test_a_long_simulation_is_announced(monkeypatch: pytest.MonkeyPatch) -> None
 
     monkeypatch.setattr(scaling, "simulate_steps", begin)
     many = equal_machines(1024)
-    for training in (SMALL, replace(SMALL, straggler=2.0), replace(SMALL, num_parameters=175_000_000_000)):
+    small = replace(SMALL, algorithm="direct")
+    for training in (small, replace(small, straggler=2.0), replace(small, num_parameters=175_000_000_000)):
         with pytest.raises(NotImplementedError):
-            scaling_report(many, {"ring": training}, [16, 1024], num_steps=10, num_seeds=1, tell=said.append)
+            scaling_report(many, {"direct": training}, [16, 1024], num_steps=10, num_seeds=1, tell=said.append)
     # 1,024 ranks do not divide 100,000 parameters, so all are simulated. One of 16 stands for all, but for a straggler.
     assert [text.partition(" messages")[0] for text in said[:2]] == [
         f"this simulates at least {2 * 1024 * 1023 + more:,}" for more in (2 * 15, 2 * 16 * 15)
     ]
-    assert "about 41.9 s of processor time or more; ring with 1024 ranks needs about 1.9 GB of memory" in said[0]
+    assert "about 41.9 s of processor time or more; direct with 1024 ranks needs about 1.9 GB of memory" in said[0]
     with pytest.raises(NotImplementedError):
-        scaling_report(many, {"ring": SMALL}, [16], num_steps=10, num_seeds=1, tell=said.append)
+        scaling_report(many, {"direct": small}, [16], num_steps=10, num_seeds=1, tell=said.append)
     assert len(said) == 3
+
+
+@pytest.mark.skipif(not can_compile(), reason="without Numba, all messages are events")
+def test_a_long_ring_is_announced(monkeypatch: pytest.MonkeyPatch) -> None:
+    """2.1 million messages of one bucket are recorded at 4 us, for two lengths, and then cost 10 ns a step."""
+    said: list[str] = []
+
+    def begin(*_: object) -> None:
+        raise NotImplementedError
+
+    monkeypatch.setattr(scaling, "simulate_steps", begin)
+    many = equal_machines(1024)
+    for spread, num_steps in ((0.1, 100), (0.1, 1000), (0.0, 1000)):
+        with pytest.raises(NotImplementedError):
+            trainings = {"ring": replace(SMALL, spread=spread)}
+            scaling_report(many, trainings, [1024], num_steps=num_steps, num_seeds=1, tell=said.append)
+    assert len(said) == 1
+    messages = 2 * 1024 * 1023 * 1000
+    assert f"at least {messages:,} messages, which take about 37.7 s of processor time or more; " in said[0]
+    assert "ring with 1024 ranks needs about 104.8 MB of memory" in said[0]
