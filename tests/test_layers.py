@@ -66,6 +66,7 @@ LAYERS: dict[str, list[str]] = {
         "exchange.scattered",
         "exchange.vote",
     ],
+    "remote": ["remote.*"],
     "job": [
         "job.elastic",
         "job.failure",
