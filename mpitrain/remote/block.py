@@ -108,7 +108,8 @@ def run_on(where: Where, function: Callable[..., Any], *arguments: Any) -> Remot
         function: is sent by its name. It must be at the top level of a module, or of the script above the block. A
             lambda and a function inside of a function are refused.
         arguments: anything that can be pickled. NumPy arrays of any shape, dtype and order are sent from where they
-            are, without a pickle. The function gets copies that it may change, also on the leader.
+            are, without a pickle; one that is read-only or not contiguous is copied first. The function gets copies that
+            it may change, also on the leader.
 
     Returns:
         A RemoteFuture: `result(timeout_seconds=None)` returns what the function returned, sent in the same way, or
@@ -138,8 +139,8 @@ def map_on(where: Where, function: Callable[..., Any], *iterables: Iterable[Any]
     Each call goes to the next rank of `where` that is free. The leader computes too, if `where` has it, and sends new
     work only between two calls of its own. Where calls take long, leave the leader out.
 
-    The arguments and errors are those of `run_on`. If a call fails, no further call begins, and its RemoteError is
-    raised when the calls before it have ended.
+    The arguments and errors are those of `run_on`. The RemoteError of the first call that
+    fails is raised when the calls before it have ended. Calls that have not begun by then are dropped.
 
     Raises:
         ValueError: the iterables differ in length; or as in `run_on`.

@@ -3,7 +3,7 @@
     frames[0]    the pickle (protocol 5): the nesting, and shape, dtype and order of each array
     frames[1:]   the bytes of the arrays; an array that occurs twice is there once
 
-A contiguous array, in C or Fortran order, is not copied. Source: PEP 574, Pickle protocol 5 with out-of-band data.
+A contiguous array that can be written to, in C or Fortran order, is not copied. Source: PEP 574, Pickle protocol 5 with out-of-band data.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def pack(value: Any) -> Frames:
 
 
 def unpack(frames: Frames) -> Any:
-    """Return the value. Its arrays are the frames' memory, and can be written to if that memory can."""
+    """Return the value. Its arrays are the frames' memory."""
     return pickle.loads(frames[0], buffers=frames[1:])
 
 
@@ -46,7 +46,8 @@ class _ArrayPickler(pickle.Pickler):
         # NumPy itself leaves out-of-band only what is contiguous and has a dtype that the buffer protocol knows.
         if type(value) is numpy.ndarray and not value.dtype.hasobject and value.dtype.itemsize:
             order: Literal["C", "F"] = "F" if value.flags.f_contiguous and not value.flags.c_contiguous else "C"
-            whole = value if value.flags.forc else value.copy(order="C")
+            # pickle would make the copy of a read-only array read-only too.
+            whole = value if value.flags.forc and value.flags.writeable else value.copy(order)
             flat = whole.reshape(-1, order=order).view(numpy.uint8)
             return _array_from, (pickle.PickleBuffer(flat), value.dtype, value.shape, order)
         return NotImplemented

@@ -14,7 +14,7 @@ from mpitrain.errors import MpitrainError
 from mpitrain.remote.execute import execute
 from mpitrain.remote.frames import Frames, copied
 from mpitrain.remote.future import RemoteFuture
-from mpitrain.remote.link import CALL, END, END_AS_IT_IS, FAILURE, Link, Message
+from mpitrain.remote.link import CALL, END, END_AS_IT_IS, FAILURE, LONGEST_NAP_SECONDS, Link, Message
 from mpitrain.waiting.pace import patient_naps
 from mpitrain.watching.activity import num_moved
 from mpitrain.watching.ranges import rank_ranges
@@ -154,13 +154,13 @@ class Leader:
 
     def _until(self, test: Callable[[], bool]) -> Iterator[float]:
         """Steps until `test()` is true. They nap only while nothing moves."""
-        nap, moved = patient_naps(), num_moved()
+        nap, moved = patient_naps(LONGEST_NAP_SECONDS), num_moved()
         while True:
             self.look()
             if test():
                 return
             if num_moved() != moved:
-                nap, moved = patient_naps(), num_moved()
+                nap, moved = patient_naps(LONGEST_NAP_SECONDS), num_moved()
             yield nap()
 
 

@@ -17,6 +17,7 @@ from mpitrain.remote.frames import Frames
 from mpitrain.waiting.control import Control, until
 from mpitrain.waiting.pace import patient_naps
 from mpitrain.waiting.pieces import Mover
+from mpitrain.watching.activity import count_moved
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
 CALL, END, END_AS_IT_IS, RESULT, FAILURE = range(5)
 
 _HEADER_TAG, _FRAMES_TAG = 1, 2
+# A call waits for two naps, one on each side. With the usual naps that is more than 1 ms.
+LONGEST_NAP_SECONDS = 150e-6
 
 Message: TypeAlias = tuple[int, Frames]
 Result = TypeVar("Result")
@@ -50,11 +53,12 @@ class Link:
         """Steps that receive the next message, into new memory."""
         from mpi4py import MPI
 
-        nap = patient_naps()
+        nap = patient_naps(LONGEST_NAP_SECONDS)
         while (message := self._comm.Improbe(self._peer, _HEADER_TAG, status := MPI.Status())) is None:
             yield nap()
         header = numpy.empty(status.Get_count(MPI.INT64_T), numpy.int64)
         message.Recv(header)
+        count_moved()  # the frames follow at once: whoever naps between two looks stops that
         kind, *lengths = header.tolist()
         frames = [numpy.empty(length, numpy.uint8) for length in lengths]
         yield from self._mover.move([], [(self._peer, frame) for frame in frames])
