@@ -28,7 +28,7 @@ CALL, END, END_AS_IT_IS, RESULT, FAILURE = range(5)
 
 _HEADER_TAG, _FRAMES_TAG = 1, 2
 # A call waits for two naps, one on each side. With the usual naps that is more than 1 ms.
-LONGEST_NAP_SECONDS = 150e-6
+LONGEST_NAP_SECONDS = 100e-6
 
 Message: TypeAlias = tuple[int, Frames]
 Result = TypeVar("Result")
