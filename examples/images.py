@@ -6,8 +6,8 @@
     mpitrain run -n 5 --servers 1 examples/images.py --backup 1     # four workers: a step is made of the first three
 
 Without servers, each step has the mean gradient of all ranks. With --backup B a server makes a step of the answers that
-come first, so B slow workers hold nobody up. Images are shifted by up to a pixel; the shift belongs to the image and the
-epoch, not to the rank. So the ranks without a server compute what one process does, to rounding.
+come first, so B slow workers hold nobody up. Images are shifted by up to a pixel; the shift belongs to the image and
+the epoch, not to the rank. So the ranks without a server compute what one process does, to rounding.
 
 The data is Fashion-MNIST (get it with scripts/get-data fashion), or with --data digits the 1,797 small images that come
 with scikit-learn. CIFAR-10 is in no package that we know of.

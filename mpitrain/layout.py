@@ -108,9 +108,7 @@ def _difference(world: World, layout: Layout, expected: Expected) -> str:
             "world.sync gives every rank rank 0's values"
         )
     first = 1 if expected == "parts" else 0  # of the dimensions that must be equal
-    must_be = [
-        (dtype, len(shape), shape[first:]) for dtype, shape in zip(layout.dtypes, layout.shapes, strict=True)
-    ]
+    must_be = [(dtype, len(shape), shape[first:]) for dtype, shape in zip(layout.dtypes, layout.shapes, strict=True)]
     rank = next(rank for rank in range(world.size) if must_be[rank] != must_be[0])
     equal = "dtype, and all dimensions but the first," if expected == "parts" else "dtype and shape"
     name = "parts of a batch" if expected == "parts" else "summands of a sum"

@@ -102,14 +102,14 @@ def run_on(where: Where, function: Callable[..., Any], *arguments: Any) -> Remot
     Args:
         where: a rank's number; "rank 3"; "node 1", by the numbers of `world.node_rank`; a host name; a GPU, such as
             "lab1/cuda:0", or "cuda:0" if one host alone has it; or a list of these. A GPU is known if `--hosts` gave it
-            to a rank, or if the rank has asked for it, as by `array_module`. The GPU is current while the function runs.
-            Of several ranks, a free one gets the function. The leader gets it only if no other rank is free. A function
-            on the leader runs in its main thread, the next time that it waits for a future.
+            to a rank, or if the rank has asked for it, as by `array_module`. It is current while the function runs. Of
+            several ranks, a free one gets the function. The leader gets it only if no other rank is free. A function on
+            the leader runs in its main thread, the next time that it waits for a future.
         function: is sent by its name. It must be at the top level of a module, or of the script above the block. A
             lambda and a function inside of a function are refused.
         arguments: anything that can be pickled. NumPy arrays of any shape, dtype and order are sent from where they
-            are, without a pickle; one that is read-only or not contiguous is copied first. The function gets copies that
-            it may change, also on the leader.
+            are, without a pickle; one that is read-only or not contiguous is copied first. The function gets copies
+            that it may change, also on the leader.
 
     Returns:
         A RemoteFuture: `result(timeout_seconds=None)` returns what the function returned, sent in the same way, or
@@ -160,8 +160,8 @@ def _leading(call: str) -> tuple[_Block, Leader]:
         raise MpitrainError(f"mt.{call} outside of a block: put it under `with mt.workers(world) as leads: if leads:`")
     if _block.leader is None:
         raise MpitrainError(
-            f"{_block.world.name()}: mt.{call} on a worker; only {_block.world.name(_LEADER)} leads. In the body of the "
-            "block put it under `if leads:`. A function that runs on a worker cannot use it"
+            f"{_block.world.name()}: mt.{call} on a worker; only {_block.world.name(_LEADER)} leads. In the body of "
+            "the block put it under `if leads:`. A function that runs on a worker cannot use it"
         )
     _block.leader.check_thread()
     return _block, _block.leader

@@ -3,7 +3,8 @@
     frames[0]    the pickle (protocol 5): the nesting, and shape, dtype and order of each array
     frames[1:]   the bytes of the arrays; an array that occurs twice is there once
 
-A contiguous array that can be written to, in C or Fortran order, is not copied. Source: PEP 574, Pickle protocol 5 with out-of-band data.
+A contiguous array that can be written to, in C or Fortran order, is not copied. Source: PEP 574, Pickle protocol 5 with
+out-of-band data.
 """
 
 from __future__ import annotations

@@ -17,18 +17,17 @@ class Places:
     def __init__(self, hosts: Sequence[str], node_ranks: Sequence[int], devices: Sequence[str]) -> None:
         """All by rank: the host, the number of the node, and the device such as "cuda:0"; "" without one."""
         self._size = len(hosts)
-        self._ranks: dict[str, list[int]] = {}
-        for rank, host in enumerate(hosts):
-            self._ranks[f"rank {rank}"] = [rank]
+        self._ranks: dict[str, list[int]] = {f"rank {rank}": [rank] for rank in range(self._size)}
         self._nodes = [f"node {number}" for number in dict.fromkeys(node_ranks)]
         self._hosts = list(dict.fromkeys(hosts))
-        self._devices = [f"{host}/{device}" for host, device in dict.fromkeys(zip(hosts, devices, strict=True)) if device]
+        pairs = dict.fromkeys(zip(hosts, devices, strict=True))
+        self._devices = [f"{host}/{device}" for host, device in pairs if device]
         for rank, (host, number, device) in enumerate(zip(hosts, node_ranks, devices, strict=True)):
             names = [f"node {number}", host]
             if device:
                 # Without its host, a device is a place only if one host alone has such a device.
-                others = {other for other, its in zip(hosts, devices, strict=True) if its == device}
-                names += [f"{host}/{device}", *([device] if len(others) == 1 else [])]
+                is_one = sum(other == device for _, other in pairs) == 1
+                names += [f"{host}/{device}", *([device] if is_one else [])]
             for name in names:
                 self._ranks.setdefault(name, []).append(rank)
 

@@ -94,7 +94,8 @@ def test_images_with_a_backup_worker() -> None:
     job = run_command([PYTHON, "-m", "mpitrain", "run", "-n", "4", "--servers", "1", "examples/images.py", *options])
     succeeded(job)
     assert "3 workers" in job.stdout, job.output
-    assert abs(float(re.findall(r"step 30: test accuracy ([\d.]+)", job.stdout)[0]) - metric(EXAMPLES["images"], alone("images"))) < 0.2
+    (accuracy,) = re.findall(r"step 30: test accuracy ([\d.]+)", job.stdout)
+    assert abs(float(accuracy) - metric(EXAMPLES["images"], alone("images"))) < 0.2
 
 
 def test_the_setting_for_compression() -> None:

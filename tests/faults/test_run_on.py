@@ -75,7 +75,9 @@ def test_a_function_that_does_not_come_back_is_reported_and_can_be_left(tmp_path
     assert "it came back" in ended.stdout
     report = next(line for line in ended.stderr.splitlines() if "no progress" in line and "rank 1 on" in line)
     assert re.search(rf"rank 0 on {HOST} waits in run_on, for stays on rank 1 on {HOST}", report), ended.output
-    assert re.search(r"rank 1 on \S+ is in stays, for run_on, for which the others wait by design", report), ended.output
+    assert re.search(r"rank 1 on \S+ is in stays, for run_on, for which the others wait by design", report), (
+        ended.output
+    )
     assert re.search(r'File ".*script.py", line \d+ in stays', ended.stderr), ended.output
 
 
@@ -83,7 +85,9 @@ def test_functions_of_the_script_that_not_every_rank_defines() -> None:
     body = "def late(): pass\n        mt.run_on(1, late).result()"
     ended = run_job(2, START.replace("BODY", body))
     failed(ended)
-    assert re.search(rf"rank 1 on {HOST}: the function or an argument cannot be made there: AttributeError", ended.stderr)
+    assert re.search(
+        rf"rank 1 on {HOST}: the function or an argument cannot be made there: AttributeError", ended.stderr
+    )
 
 
 def test_matrix_powers() -> None:
@@ -95,4 +99,6 @@ def test_matrix_powers() -> None:
         assert first == f"17 x 17, n = 3, {ranks} ranks, 1 nodes: the sum is equal on one place and on two"
         assert re.fullmatch(rf"one place \(rank 0\): .* ms; two \(rank 0, rank {ranks - 1}\): .* times as fast", second)
         assert len(last) == (ranks > 1)
-        assert all(re.fullmatch(r"It pays from n = \d+ on: a multiplication takes .* there and back\.", line) for line in last)
+        assert all(
+            re.fullmatch(r"It pays from n = \d+ on: a multiplication takes .* there and back\.", line) for line in last
+        )

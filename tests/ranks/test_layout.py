@@ -46,7 +46,9 @@ def test_parts_of_a_batch(world: World, samples: int) -> None:
             world.where(batch[ends[world.rank] : ends[world.rank + 1]], "sum")
     if world.size > 1:
         other = batch.astype(numpy.float32) if world.rank == 1 else batch
-        with pytest.raises(MismatchError, match=r"rank 1 on .*: float32 .*; rank 0 on .*: float64 .*all dimensions but"):
+        with pytest.raises(
+            MismatchError, match=r"rank 1 on .*: float32 .*; rank 0 on .*: float64 .*all dimensions but"
+        ):
             world.where(other, "parts")
         assert world.where(other).kind == "unlike"
         assert "rank 1 has float32" in str(world.where(other))
@@ -56,9 +58,7 @@ def test_parts_of_a_batch(world: World, samples: int) -> None:
 
 def test_summands(world: World) -> None:
     layout = world.where(numpy.full(3, world.rank // 2), "sum")
-    assert layout.groups == tuple(
-        tuple(range(first, min(first + 2, world.size))) for first in range(0, world.size, 2)
-    )
+    assert layout.groups == tuple(tuple(range(first, min(first + 2, world.size))) for first in range(0, world.size, 2))
 
 
 @pytest.mark.parametrize("value", ["text", None, [1, 2], numpy.array([None])])
