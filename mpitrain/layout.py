@@ -20,7 +20,7 @@ Expected: TypeAlias = Literal["equal", "parts", "sum"]
 
 
 @dataclass(frozen=True)
-class Layout:
+class RankLayout:
     """How the arrays of all ranks differ, as far as their shapes, dtypes and bits tell. The same on every rank.
 
     Attributes:
@@ -63,7 +63,7 @@ _ALLOWED: dict[Expected, tuple[str, ...]] = {
 }
 
 
-def find_layout(world: World, array: Array, expected: Expected | None) -> Layout:
+def find_layout(world: World, array: Array, expected: Expected | None) -> RankLayout:
     """See World.where."""
     if expected is not None and expected not in _ALLOWED:
         raise ValueError(f"{world.name()}: expected={expected!r}; allowed: {', '.join(map(repr, _ALLOWED))}")
@@ -82,7 +82,7 @@ def find_layout(world: World, array: Array, expected: Expected | None) -> Layout
     return layout
 
 
-def _layout(gathered: Sequence[tuple[str, tuple[int, ...], bytes]]) -> Layout:
+def _layout(gathered: Sequence[tuple[str, tuple[int, ...], bytes]]) -> RankLayout:
     """Pure: from dtype, shape and digest of every rank."""
     dtypes, shapes, _ = zip(*gathered, strict=True)
     groups = [tuple(rank for rank, other in enumerate(gathered) if other == one) for one in dict.fromkeys(gathered)]
@@ -94,10 +94,10 @@ def _layout(gathered: Sequence[tuple[str, tuple[int, ...], bytes]]) -> Layout:
         kind = "parts"
     else:
         kind = "unlike"
-    return Layout(kind, dtypes, shapes, tuple(groups))
+    return RankLayout(kind, dtypes, shapes, tuple(groups))
 
 
-def _difference(world: World, layout: Layout, expected: Expected) -> str:
+def _difference(world: World, layout: RankLayout, expected: Expected) -> str:
     """Name the first rank that does not have what was expected."""
     items = [f"{dtype} {shape}" for dtype, shape in zip(layout.dtypes, layout.shapes, strict=True)]
     if expected == "equal":

@@ -15,7 +15,7 @@ from mpitrain.arrays import Array
 from mpitrain.config import Config
 from mpitrain.errors import MpitrainError, everywhere
 from mpitrain.job.context import JobContext
-from mpitrain.layout import Expected, Layout, find_layout
+from mpitrain.layout import Expected, RankLayout, find_layout
 from mpitrain.profile import DEFAULT, Profile
 from mpitrain.shard import shards
 from mpitrain.tree import Tree
@@ -206,7 +206,7 @@ class World:
         """
         return shards(self, batches, start)
 
-    def where(self, array: Array, expected: Expected | None = None) -> Layout:
+    def where(self, array: Array, expected: Expected | None = None) -> RankLayout:
         """Say how the ranks' arrays differ, and check it. Collective. Not for every step: it reads the whole array.
 
         Args:
@@ -216,8 +216,9 @@ class World:
                 Default: nothing is checked.
 
         Returns:
-            The Layout, the same on every rank. Ranks compare dtypes, shapes and digests of 128 bits. So NaN is equal to
-            the same NaN, and 0.0 is not equal to -0.0. Whether different values are parts or summands cannot be seen.
+            The RankLayout, the same on every rank. Ranks compare dtypes, shapes and digests of 128 bits. So NaN is
+            equal to the same NaN, and 0.0 is not equal to -0.0. Whether different values are parts or summands cannot
+            be seen.
 
         Raises:
             MismatchError: the arrays are not as `expected`; the text names the first rank that differs from rank 0. Or

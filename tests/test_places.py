@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
-from mpitrain.remote.places import Places
+from mpitrain.remote.places import WorldPlaces
 
 # Two ranks on a, two on b, one on c.
 HOSTS, NODES = ("a", "a", "b", "b", "c"), (0, 0, 1, 1, 2)
-PLACES = Places(HOSTS, NODES, ("cuda:0", "cuda:1", "cuda:0", "cuda:0", ""))
+PLACES = WorldPlaces(HOSTS, NODES, ("cuda:0", "cuda:1", "cuda:0", "cuda:0", ""))
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from mpitrain.remote.execute import own_device
 from mpitrain.remote.frames import name_of, pack, why_not
 from mpitrain.remote.future import RemoteFuture
 from mpitrain.remote.leader import Leader
-from mpitrain.remote.places import Places, Where
+from mpitrain.remote.places import Where, WorldPlaces
 from mpitrain.remote.serve import serve
 from mpitrain.world import World
 
@@ -20,15 +20,15 @@ _LEADER = 0
 
 
 @dataclass(frozen=True)
-class _Block:
+class _OpenBlock:
     """The block that this process is in."""
 
     world: World
-    places: Places
+    places: WorldPlaces
     leader: Leader | None  # None on a worker
 
 
-_block: _Block | None = None
+_block: _OpenBlock | None = None
 
 
 @contextmanager
@@ -60,7 +60,7 @@ def workers(world: World) -> Iterator[bool]:
     if _block is not None:
         raise MpitrainError(f"{world.name()}: mt.workers inside of mt.workers; leave the first block before")
     device = own_device(world)
-    places = Places(world.hosts, world.node_ranks, world._gather(device, "mt.workers"))
+    places = WorldPlaces(world.hosts, world.node_ranks, world._gather(device, "mt.workers"))
     apart = world.apart()
     leader = Leader(apart, device) if world.rank == _LEADER else None
     is_to_free = True
@@ -71,7 +71,7 @@ def workers(world: World) -> Iterator[bool]:
             "call before or after the block"
         )
 
-    _block = _Block(world, places, leader)
+    _block = _OpenBlock(world, places, leader)
     world.control.elsewhere.append(refuse)
     try:
         if leader is None:
@@ -155,7 +155,7 @@ def map_on(where: Where, function: Callable[..., Any], *iterables: Iterable[Any]
         raise
 
 
-def _leading(call: str) -> tuple[_Block, Leader]:
+def _leading(call: str) -> tuple[_OpenBlock, Leader]:
     if _block is None:
         raise MpitrainError(f"mt.{call} outside of a block: put it under `with mt.workers(world) as leads: if leads:`")
     if _block.leader is None:

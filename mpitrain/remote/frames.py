@@ -34,7 +34,7 @@ def pack(value: Any) -> Frames:
 
 def unpack(frames: Frames) -> Any:
     """Return the value. Its arrays are the frames' memory."""
-    return pickle.loads(frames[0], buffers=frames[1:])
+    return pickle.loads(frames[0].data, buffers=frames[1:])
 
 
 def copied(frames: Frames) -> Frames:
@@ -50,7 +50,7 @@ class _ArrayPickler(pickle.Pickler):
             # pickle would make the copy of a read-only array read-only too.
             whole = value if value.flags.forc and value.flags.writeable else value.copy(order)
             flat = whole.reshape(-1, order=order).view(numpy.uint8)
-            return _array_from, (pickle.PickleBuffer(flat), value.dtype, value.shape, order)
+            return _array_from, (pickle.PickleBuffer(flat.data), value.dtype, value.shape, order)
         return NotImplemented
 
 

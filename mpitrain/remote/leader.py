@@ -14,7 +14,7 @@ from mpitrain.errors import MpitrainError
 from mpitrain.remote.execute import execute
 from mpitrain.remote.frames import Frames, copied
 from mpitrain.remote.future import RemoteFuture
-from mpitrain.remote.link import CALL, END, END_AS_IT_IS, FAILURE, LONGEST_NAP_SECONDS, Link, Message
+from mpitrain.remote.link import CALL, END, END_AS_IT_IS, FAILURE, LONGEST_NAP_SECONDS, Message, RankLink
 from mpitrain.waiting.pace import patient_naps
 from mpitrain.watching.activity import num_moved
 from mpitrain.watching.ranges import rank_ranges
@@ -126,7 +126,7 @@ class Leader:
 
     def _drive(self, rank: int) -> Iterator[float | None]:
         """Steps that give functions to a rank, until the block ends."""
-        link = Link(self._world.comm, rank)
+        link = RankLink(self._world.comm, rank)
         while True:
             while (future := self._take(rank)) is None:
                 if self._ending is not None:

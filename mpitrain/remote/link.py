@@ -34,7 +34,7 @@ Message: TypeAlias = tuple[int, Frames]
 Result = TypeVar("Result")
 
 
-class Link:
+class RankLink:
     """This rank's end of the line to another rank."""
 
     def __init__(self, comm: MPI.Comm, peer: int) -> None:

@@ -11,7 +11,7 @@ from mpitrain.watching.ranges import rank_ranges
 Where: TypeAlias = "int | str | Iterable[int | str]"
 
 
-class Places:
+class WorldPlaces:
     """The places of a World, each with its ranks."""
 
     def __init__(self, hosts: Sequence[str], node_ranks: Sequence[int], devices: Sequence[str]) -> None:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from mpitrain.remote.execute import execute
-from mpitrain.remote.link import CALL, END, Link, driven
+from mpitrain.remote.link import CALL, END, RankLink, driven
 from mpitrain.world import World
 
 
 def serve(world: World, leader: int, device: str) -> bool:
     """Run the leader's functions on this rank. Return whether the communicator of `world` is to be freed."""
-    link = Link(world.comm, leader)
+    link = RankLink(world.comm, leader)
     name = world.name(leader)
     while True:
         kind, frames = driven(world.control, link.receive(), f"mt.workers, for a function from {name}", (leader,))
