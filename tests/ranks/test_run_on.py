@@ -29,8 +29,7 @@ def rank_and(value: Any) -> tuple[int, int, Any]:
 
 
 def changed(array: numpy.ndarray) -> numpy.ndarray:
-    """Add the rank in place: the function may change what it gets."""
-    array += mt.init().rank
+    array += mt.init().rank + 1
     return array
 
 
@@ -134,13 +133,15 @@ def test_bfloat16_there_and_back(world: World) -> None:
 
 
 def test_the_arguments_of_the_program_stay(world: World) -> None:
-    array = numpy.zeros(5)
-    array.flags.writeable = False
+    """The function may change its copy, also on the leader, and also where the program's array is read-only."""
+    arrays = numpy.zeros(5), numpy.zeros(5)
+    arrays[1].flags.writeable = False
 
     def body() -> None:
-        for rank in range(world.size):
-            assert mt.run_on(rank, changed, array).result().tolist() == [rank] * 5
-        assert not array.any()
+        for array in arrays:
+            for rank in range(world.size):
+                assert mt.run_on(rank, changed, array).result().tolist() == [rank + 1] * 5
+            assert not array.any()
 
     led(world, body)
 
