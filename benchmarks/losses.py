@@ -30,10 +30,9 @@ from mpitrain.errors import NonFiniteError
 from mpitrain.strategies import Strategy
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
-from datasets import load_images, load_text
+from datasets import load_images, load_text, standardised
 from models import cnn, gpt, mlp
 from models.layers import softmax_cross_entropy
-from train import standardised
 from train_gpt import windows
 
 # Student's t for a two-sided interval of 95 %, by the number of seeds.

@@ -37,9 +37,8 @@ from mpitrain.job.start import the_job
 from serving import Place, make_place, start_workers
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
-from datasets import load_images
+from datasets import load_images, standardised
 from models import cnn, mlp
-from train import standardised
 
 MODELS: dict[str, tuple[Any, dict[str, Any]]] = {"mlp": (mlp, {"hidden": (64,)}), "cnn": (cnn, {"channels": (8, 16)})}
 NUM_WORKERS, BATCH = 8, 128

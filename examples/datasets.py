@@ -61,6 +61,12 @@ def load_images(name: str, directory: Path | None = None) -> Images:
     )
 
 
+def standardised(train: numpy.ndarray, test: numpy.ndarray) -> tuple[numpy.ndarray, numpy.ndarray]:
+    """Mean 0 and standard deviation 1 over all pixels of the training images."""
+    mean, deviation = train.mean(), train.std()
+    return (train - mean) / deviation, (test - mean) / deviation
+
+
 def load_text(name: str, directory: Path | None = None) -> tuple[numpy.ndarray, numpy.ndarray, str]:
     """A text as characters: train_tokens, validation_tokens, vocabulary; vocabulary[token] is the character.
 

@@ -18,7 +18,7 @@ import numpy
 
 import mpitrain as mt
 from arguments import add_run, positive, recorded
-from datasets import load_images
+from datasets import load_images, standardised
 from mpitrain.cuda.device import array_module
 from mpitrain.strategies import STRATEGIES
 
@@ -67,12 +67,6 @@ def main() -> None:
     place = "torch" if arguments.framework == "torch" else xp.__name__
     world.print(f"ranks: {world.size}, nodes: {world.num_nodes}, {arguments.model} on {place}, {arguments.data}")
     mt.Trainer(build, hooks).run()
-
-
-def standardised(train: numpy.ndarray, test: numpy.ndarray) -> tuple[numpy.ndarray, numpy.ndarray]:
-    """Mean 0 and standard deviation 1 over all pixels of the training images."""
-    mean, deviation = train.mean(), train.std()
-    return (train - mean) / deviation, (test - mean) / deviation
 
 
 def parse() -> argparse.Namespace:

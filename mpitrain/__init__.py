@@ -23,6 +23,9 @@ if TYPE_CHECKING:
     from mpitrain.exchange.reducer import GradientReducer as GradientReducer
     from mpitrain.job.elastic import elastic as elastic
     from mpitrain.job.start import init as init
+    from mpitrain.remote.block import map_on as map_on
+    from mpitrain.remote.block import run_on as run_on
+    from mpitrain.remote.block import workers as workers
     from mpitrain.strategies import DiLoCo as DiLoCo
     from mpitrain.strategies import LocalSGD as LocalSGD
     from mpitrain.strategies import ParameterServer as ParameterServer
@@ -146,8 +149,11 @@ _HOME = {
     "init": "job.start",
     "keep": "training.keep",
     "make_strategy": "strategies",
+    "map_on": "remote.block",
+    "run_on": "remote.block",
     "tunable": "training.tunable",
     "warmup_cosine": "training.schedules",
+    "workers": "remote.block",
 }
 # Like the names above, but not in __all__: `from mpitrain import *` would load a framework, which may not be installed.
 _OF_FRAMEWORKS = {"TorchModule": "adapters.torch_module"}

@@ -7,6 +7,7 @@
     ├── KernelError            CUDA kernels do not compile; the text has the compiler's log
     ├── MismatchError          ranks disagree: operation, tree, shape, dtype, bucket layout, number of calls
     ├── LostRankError          a rank is gone, and the others can go on without it
+    ├── RemoteError            a function that mt.run_on ran on another rank has raised an error
     ├── ProcessGroupError      a torch process group cannot go on: a timeout, a rank that has left, use after destroy
     ├── DeviceError            a GPU that cannot be used, lacks memory, or cannot do what was asked for
     ├── TreeError              a tree holds something that is neither an array nor a number
@@ -79,6 +80,15 @@ class MismatchError(MpitrainError, ValueError):
 
 class LostRankError(MpitrainError, RuntimeError):
     """A rank of the World is gone. With `mpitrain run --recover` the others can go on in a new World."""
+
+
+class RemoteError(MpitrainError, RuntimeError):
+    """A function of `mt.run_on` has raised an error on its rank; the text has the traceback there.
+
+    `kind` is the name of the class of that error, such as "ValueError".
+    """
+
+    kind = ""
 
 
 class ProcessGroupError(MpitrainError, RuntimeError):

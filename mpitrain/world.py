@@ -15,6 +15,7 @@ from mpitrain.arrays import Array
 from mpitrain.config import Config
 from mpitrain.errors import MpitrainError, everywhere
 from mpitrain.job.context import JobContext
+from mpitrain.layout import Expected, RankLayout, find_layout
 from mpitrain.profile import DEFAULT, Profile
 from mpitrain.shard import shards
 from mpitrain.tree import Tree
@@ -204,6 +205,28 @@ class World:
             ValueError: `start` is negative.
         """
         return shards(self, batches, start)
+
+    def where(self, array: Array, expected: Expected | None = None) -> RankLayout:
+        """Say how the ranks' arrays differ, and check it. Collective. Not for every step: it reads the whole array.
+
+        Args:
+            array: a NumPy or CuPy array of any dtype and shape, or a number. Each rank gives its own.
+            expected: "equal": shape, dtype and bits are the same on all ranks, as of parameters. "parts": parts of a
+                batch, which differ in the first dimension only, if at all. "sum": summands of a sum, of one shape.
+                Default: nothing is checked.
+
+        Returns:
+            The RankLayout, the same on every rank. Ranks compare dtypes, shapes and digests of 128 bits. So NaN is
+            equal to the same NaN, and 0.0 is not equal to -0.0. Whether different values are parts or summands cannot
+            be seen.
+
+        Raises:
+            MismatchError: the arrays are not as `expected`; the text names the first rank that differs from rank 0. Or
+                the ranks expect different layouts. Raised on every rank.
+            TreeError: `array` is not an array or a number, or has Python objects.
+            ValueError: `expected` is something else.
+        """
+        return find_layout(self, array, expected)
 
     # -- Python objects ---------------------------------------------------------------------------------------
 

@@ -20,7 +20,7 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 OTHERS = {"README.md": "index.md", "CONTRIBUTING.md": "CONTRIBUTING.md", "CHANGELOG.md": "CHANGELOG.md"}
 # Each page of api/ with its title, and the modules of mpitrain whose public names it has.
 API = {
-    "world": ("World", ("world", "job", "errors")),
+    "world": ("World", ("world", "job", "errors", "remote")),
     "trainer": ("Trainer", ("training",)),
     "strategies": ("Strategies", ("strategies", "exchange")),
     "adapters": ("Adapters", ("adapters",)),

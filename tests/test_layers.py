@@ -36,7 +36,7 @@ LAYERS: dict[str, list[str]] = {
     "watching": ["watching.*"],
     "launch": ["launch.*"],
     "waiting": ["waiting.*"],
-    "world": ["shard", "world", "cuda.*"],
+    "world": ["layout", "shard", "world", "cuda.*"],
     "allreduce": ["allreduce.*"],
     "exchange": [
         "collectives",
@@ -66,6 +66,7 @@ LAYERS: dict[str, list[str]] = {
         "exchange.scattered",
         "exchange.vote",
     ],
+    "remote": ["remote.*"],
     "job": [
         "job.elastic",
         "job.failure",

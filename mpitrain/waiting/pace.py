@@ -59,12 +59,12 @@ class Pace:
             self._rate = max(rate, self._rate * _FORGET)
 
 
-def patient_naps() -> Callable[[], float]:
+def patient_naps(longest_seconds: float = _LONGEST_PATIENT_NAP) -> Callable[[], float]:
     """Return a function for a wait that moves no data and begins now: the seconds to sleep before the next look."""
     begun = time.perf_counter()
 
     def nap() -> float:
         lasted = time.perf_counter() - begun
-        return 0.0 if lasted < _PATIENT_AFTER_SECONDS else min(lasted * _PATIENT_SHARE, _LONGEST_PATIENT_NAP)
+        return 0.0 if lasted < _PATIENT_AFTER_SECONDS else min(lasted * _PATIENT_SHARE, longest_seconds)
 
     return nap
