@@ -48,6 +48,8 @@ class SimulatedTraining:
         sync_every: steps of a round. 1: gradients are summed in each step. More: parameters, after so many steps.
         spread: standard deviation of the logarithm of the time of a computation, whose mean stays. 0: none.
         straggler: the last rank takes so many times as long to compute.
+        buckets: the place in the gradients at which each bucket ends, and the share of the computation after which its
+            gradients are ready, in place of `bucket_mib` and of times in proportion to bytes.
     """
 
     num_parameters: int
@@ -59,6 +61,7 @@ class SimulatedTraining:
     sync_every: int = 1
     spread: float = 0.0
     straggler: float = 1.0
+    buckets: tuple[tuple[int, float], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -162,6 +165,10 @@ class _Simulation:
         self._mean_seconds = training.compute_seconds * slow
         self._overlaps = num_nodes > 1 and training.sync_every == 1
         self._ends = ends if self._sums else []
+        shares = [share for _, share in training.buckets] or [
+            _FORWARD + (1 - _FORWARD) * end / training.num_parameters for end in ends
+        ]
+        self._ready_shares = shares if self._overlaps else [1.0] * len(ends)
         self._flat = flat_buffer(self._events, machines, training.num_parameters)
         self._seconds: list[float] = []
         self._computed: list[tuple[float, float]] = []  # mean and longest of each step
@@ -211,11 +218,10 @@ class _Simulation:
         return self._random.lognormal(-(spread**2) / 2, spread, number) if spread else numpy.ones(number)
 
     def _work(self, rank: SimulatedRank, seconds: float) -> Iterator[object]:
-        begin, count = rank.clock, self._flat.size
+        begin = rank.clock
         computed = self._events.until(rank, begin + seconds)
         first = 0
-        for end in self._ends:
-            share = _FORWARD + (1 - _FORWARD) * end / count if self._overlaps else 1.0
+        for end, share in zip(self._ends, self._ready_shares, strict=False):  # one rank has no sums
             ready = self._events.until(rank, begin + seconds * share)
             while not ready.Test():
                 yield None
@@ -227,6 +233,8 @@ class _Simulation:
 
 def _bucket_ends(machines: Machines, num_nodes: int, training: SimulatedTraining) -> list[int]:
     """The place in the gradients at which each bucket ends."""
+    if training.buckets:
+        return [end for end, _ in training.buckets]
     limit = round(training.bucket_mib * 2**20) if training.bucket_mib else bucket_bytes(
         machines.profile(num_nodes), num_nodes
     )  # fmt: skip

@@ -1,0 +1,112 @@
+"""The ways to exchange that a plan compares, and how a user takes each of them."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from mpitrain.compression import CODECS, factory_of
+
+# Of docs/choosing.md: with these, the loss of every training there was that of plain training, inside its spread.
+_LOSSLESS = ("none", "bf16", "fp16")
+# Rounds and servers train in another way, which only the user can choose.
+_ROUNDS = (10, 50)
+_ALGORITHMS = ("ring", "direct", "halving_doubling")
+_INSIDE = "hierarchical"  # with several ranks on a node
+_BUCKETS_MIB = (1, 16)
+
+
+@dataclass(frozen=True)
+class Way:
+    """One way to exchange.
+
+    Attributes:
+        algorithm: of the sums; "auto" with a codec, which decides by itself.
+        codec: between nodes; "none": no codec.
+        bucket_mib: of gradients; None: that of a job without the setting.
+        sync_every: steps of a round of mt.LocalSGD; 1: each step is exchanged.
+        servers: of mt.ParameterServer("sync"); 0: all ranks are equal.
+    """
+
+    algorithm: str = "ring"
+    codec: str = "none"
+    bucket_mib: float | None = None
+    sync_every: int = 1
+    servers: int = 0
+
+    @property
+    def costs_loss(self) -> bool:
+        """Whether the training is another one than without it, so that its loss may be higher."""
+        return self.codec not in _LOSSLESS or self.sync_every > 1
+
+    @property
+    def is_setting(self) -> bool:
+        """Whether a variable chooses it. Otherwise the script does."""
+        return self.sync_every == 1 and not self.servers
+
+    def __str__(self) -> str:
+        if self.servers:
+            return f"{self.servers} server{'s' * (self.servers > 1)}"
+        if self.sync_every > 1:
+            return f"LocalSGD({self.sync_every})"
+        name = self.algorithm if self.codec == "none" else self.codec
+        return name if self.bucket_mib is None else f"{name}, {self.bucket_mib:g} MiB"
+
+    def bytes_sent(self, num_bytes: int, num_ranks: int) -> float:
+        """The bytes that a rank sends in a step, with one rank on each node."""
+        if num_ranks == 1:
+            return 0.0
+        if self.servers:
+            return float(num_bytes)
+        if self.codec == "none":
+            return 2 * (num_ranks - 1) / num_ranks * num_bytes / self.sync_every
+        coder = factory_of(self.codec)(False)
+        times = num_ranks - 1 if coder.gathered else 2 * (num_ranks - 1) / num_ranks
+        return times * coder.wire_bytes(num_bytes // 4)
+
+    def command(self, launch: Sequence[str], profile: str, script: Sequence[str]) -> str:
+        """The line that runs the script in this way.
+
+        Args:
+            launch: options of `mpitrain run`.
+            profile: the file with the costs of the cluster; "": there is none.
+            script: with its arguments.
+        """
+        settings = {"MPITRAIN_PROFILE": profile} if profile else {}
+        if self.is_setting:
+            if self.codec != "none":
+                settings["MPITRAIN_COMPRESSION"] = self.codec
+            else:
+                settings["MPITRAIN_ALGORITHM"] = self.algorithm
+            if self.bucket_mib is not None:
+                settings["MPITRAIN_BUCKET_MIB"] = f"{self.bucket_mib:g}"
+        words = ["mpitrain", "run", *launch, *([f"--servers={self.servers}"] if self.servers else []), *script]
+        return " ".join([*(f"{name}={shlex.quote(value)}" for name, value in settings.items()), shlex.join(words)])
+
+    def advice(self) -> str:
+        """What the script needs for it; "": nothing."""
+        if self.servers:
+            return 'strategy mt.ParameterServer("sync") in the script'
+        return f"strategy mt.LocalSGD({self.sync_every}) in the script" if self.sync_every > 1 else ""
+
+
+def plain_ways(ranks_per_node: int) -> list[Way]:
+    """Every step exchanged in full, by each algorithm."""
+    return [Way(name) for name in (_ALGORITHMS if ranks_per_node == 1 else (_INSIDE,))]
+
+
+def coded_ways(measured: Sequence[str]) -> list[Way]:
+    """Every step with a codec. `measured`: the codecs whose time is known; other ones are left out."""
+    return [Way("auto", codec) for codec in CODECS if codec in measured]
+
+
+def resized_ways(way: Way) -> list[Way]:
+    """The same way with other buckets."""
+    return [Way(way.algorithm, way.codec, bucket_mib) for bucket_mib in _BUCKETS_MIB]
+
+
+def other_ways(plain: Way, num_ranks: int, ranks_per_node: int) -> list[Way]:
+    """Rounds by the algorithm of a plain way, and servers where at least two workers are left."""
+    rounds = [Way(plain.algorithm, sync_every=steps) for steps in _ROUNDS]
+    return [*rounds, *([Way(servers=1)] if num_ranks > 2 and ranks_per_node == 1 else [])]
