@@ -94,13 +94,14 @@ def run(arguments: argparse.Namespace) -> int:
             hosts = _in_order(hosts, machines, arguments.profile)
         hosts = hosts[::per_host]
         report = _reported(arguments, request, hosts, machines, ranks)
-    title = f"{described(hosts)}\n{machines.origin}"
-    report.print(title)
+    measured = described(hosts)
+    print(measured)
+    report.print(machines.origin)
     if arguments.json is not None:
         report.write_json(arguments.json, machines.origin, {"script": request.script, "ranks": ranks})
     if arguments.plot is not None:
         draw(arguments.plot, report, report.answers[-1])
-    _keep(request, report, title)
+    _keep(request, report, measured, machines.origin)
     return 0
 
 
@@ -198,7 +199,7 @@ def _reported(
     script = request.program
 
     def command(row: Forecast) -> str:
-        return row.way.command(_launch_of(row.num_ranks, machines, hosts), profile, script)
+        return row.way.command(row.num_ranks, _launch_of(row.num_ranks, machines, hosts), profile, script)
 
     planner = Planner(hosts, machines, is_profiled=bool(profile))
     is_progress = sys.stderr.isatty()
@@ -240,14 +241,15 @@ def _gbit(text: str) -> float:
     return value
 
 
-def _keep(request: Request, report: SimulationReport, title: str) -> None:
+def _keep(request: Request, report: SimulationReport, measured: str, origin: str) -> None:
     """Keep the plan for `mpitrain dashboard`."""
     from mpitrain.plan.last_plan import keep_plan
 
     with contextlib.redirect_stdout(io.StringIO()) as text:
-        report.print(title)
+        print(measured)
+        report.print(origin)
     words = 2 if request.program[0] == "-m" else 1
     try:
-        keep_plan(Path(request.script), request.program[words:], text.getvalue().splitlines())
+        keep_plan(Path(request.script), request.program[words:], [line.rstrip() for line in text.getvalue().splitlines()])
     except MpitrainError as error:
         print(f"mpitrain plan: {error}", file=sys.stderr)

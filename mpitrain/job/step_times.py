@@ -128,7 +128,7 @@ class StepTimes:
         if not self._whole:
             self._whole = self._weight * self.divisor
         part = part_of(int(self._whole), 0, self.divisor)
-        is_expected = self._weight == part.stop - part.start
+        is_expected = bool(self._weight == part.stop - part.start)
         self._others = 0 if is_expected else self._others + 1
         return is_expected
 

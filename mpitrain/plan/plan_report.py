@@ -10,7 +10,7 @@ from mpitrain.plan.measured_steps import HostTimes
 from mpitrain.shown import shown_bytes
 from mpitrain.simulate.report import Panel, Point, SimulationReport, counted, shown_seconds
 
-_SHOWN = 3  # ways for each number of ranks, besides the plain one
+_SHOWN = 2  # ways for each number of ranks, besides the plain one
 _FASTER = 10  # times the rate of the links, for the question whether another switch would help
 _LOSS = "may cost loss"
 

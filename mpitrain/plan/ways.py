@@ -65,16 +65,17 @@ class Way:
         times = num_ranks - 1 if coder.gathered else 2 * (num_ranks - 1) / num_ranks
         return times * coder.wire_bytes(num_bytes // 4)
 
-    def command(self, launch: Sequence[str], profile: str, script: Sequence[str]) -> str:
+    def command(self, num_ranks: int, launch: Sequence[str], profile: str, script: Sequence[str]) -> str:
         """The line that runs the script in this way.
 
         Args:
+            num_ranks: how many ranks run; one needs no settings.
             launch: options of `mpitrain run`.
             profile: the file with the costs of the cluster; "": there is none.
             script: with its arguments.
         """
-        settings = {"MPITRAIN_PROFILE": profile} if profile else {}
-        if self.is_setting:
+        settings = {"MPITRAIN_PROFILE": profile} if profile and num_ranks > 1 else {}
+        if self.is_setting and num_ranks > 1:
             if self.codec != "none":
                 settings["MPITRAIN_COMPRESSION"] = self.codec
             else:
