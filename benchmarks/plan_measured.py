@@ -1,8 +1,8 @@
 """The steps that `mpitrain plan` predicts, beside the same steps measured, in one job on shaped links.
 
-    benchmarks/shaped_hosts 4 1gbit '$MPIEXEC .venv/bin/python benchmarks/plan_measured.py --millions 5'
+    benchmarks/shaped_hosts 4 1gbit '$MPIEXEC .venv/bin/python benchmarks/plan_measured.py --millions 5 --costs /tmp/costs4'
     LAST_RATE=500mbit benchmarks/shaped_hosts 4 1gbit '$MPIEXEC .venv/bin/python benchmarks/plan_measured.py \\
-        --millions 5 --slow-last 1.5'
+        --millions 5 --costs /tmp/costs4 --slow-last 1.5'
 
 The job does what the command does: it measures the profile of the hosts, then on each host alone the steps of a
 Trainer, and predicts each way to exchange. Then it trains in each way, in turns. The hosts share the cores of one
@@ -15,6 +15,7 @@ machine, so a step computes by sleeping, 2/3 of the time in the backward pass. T
 from __future__ import annotations
 
 import argparse
+import json
 import statistics
 import tempfile
 import time
@@ -28,6 +29,7 @@ from mpi4py import MPI
 
 import mpitrain as mt
 from mpitrain.bench.measure import measure_cluster, save_profile
+from mpitrain.bench.point_to_point import measure_pairs
 from mpitrain.bench.rounds import versions_line
 from mpitrain.exchange.exchange import make_exchange
 from mpitrain.job.step_times import StepTimes
@@ -66,25 +68,50 @@ def parts(options: argparse.Namespace, world: mt.World, strategy: Strategy, slow
 
 def strategy_of(way: Way) -> Strategy:
     """What trains in a way."""
-    exchange = partial(make_exchange, algorithm=way.algorithm, compression=way.codec)
+    algorithm = None if way.algorithm == "auto" else way.algorithm
+    exchange = partial(make_exchange, algorithm=algorithm, compression=way.codec)
     return mt.LocalSGD(way.sync_every, exchange=exchange) if way.sync_every > 1 else mt.Sync(exchange)
+
+
+class InStep(mt.Hook):
+    """Lets equal hosts begin their steps together, as in a job: here they share cores. Elsewhere they do not."""
+
+    def __init__(self, everyone: mt.World) -> None:
+        self._everyone = everyone
+
+    def before_step(self, _: mt.Trainer) -> None:
+        """See Hook."""
+        self._everyone.barrier()
 
 
 def main() -> None:
     """Print a table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--millions", type=float, default=5.0, help="of parameters")
-    parser.add_argument("--milliseconds", type=float, default=400.0, help="of a step of one rank with the whole batch")
+    parser.add_argument("--milliseconds", type=float, default=300.0, help="of a step of one rank with the whole batch")
+    parser.add_argument(
+        "--costs", type=Path, required=True,
+        help="memory and codecs of so many hosts; measured into this file if it is not there",
+    )  # fmt: skip
     parser.add_argument("--batch", type=int, default=64)
     parser.add_argument("--slow-last", type=float, default=1.0, help="the last rank computes so many times as long")
-    parser.add_argument("--steps", type=int, default=5, help="of each way in a turn")
+    parser.add_argument("--steps", type=int, default=4, help="of each way in a turn")
     parser.add_argument("--turns", type=int, default=2)
     options = parser.parse_args()
     world = mt.init()
     slow = options.slow_last if world.rank == world.size - 1 else 1.0
     folder = Path(world.broadcast(tempfile.mkdtemp(prefix="plan-") if world.is_root else None))
     began = time.perf_counter()
-    measured = measure_cluster(world)
+    if options.costs.exists():
+        measured = json.loads(options.costs.read_text())
+        pairs = measure_pairs(world.comm)
+        off = [value for i, row in enumerate(pairs.latency_us) for j, value in enumerate(row) if i != j]
+        measured["latency_between_nodes_us"] = statistics.median(off)
+        measured["link_bytes_per_second"], measured["link_latency_us"] = pairs.bytes_per_second, pairs.latency_us
+    else:
+        measured = measure_cluster(world)
+        if world.is_root:
+            options.costs.write_text(json.dumps(measured))
     profiled = time.perf_counter()
     if world.is_root:
         save_profile(folder / "profile.json", world, measured)
@@ -93,9 +120,8 @@ def main() -> None:
     )
     alone = make_world(MPI.COMM_SELF, world.config, parent=world)
     times = StepTimes(replace(world, context=told))
-    trainer = mt.Trainer(
-        lambda own: parts(options, own, mt.Sync(), slow), [mt.StopAtStep(10**6)], replace(alone, watch=times)
-    )
+    hooks = [mt.StopAtStep(10**6)] if options.slow_last != 1 else [mt.StopAtStep(10**6), InStep(world)]
+    trainer = mt.Trainer(lambda own: parts(options, own, mt.Sync(), slow), hooks, replace(alone, watch=times))
     try:
         trainer.run()
     except SystemExit:
@@ -107,10 +133,13 @@ def main() -> None:
         planner = Planner(hosts, from_profile(folder / "profile.json"), is_profiled=False)
         predicted = {way: planner.forecast(world.size, way).step_seconds for way in WAYS}
         rates = [rate * 8e-9 for rate in planner.machines.link_bytes_per_second]
-        sums = ", ".join(f"{name} {value * 1e3:.0f} ms" for name, value in hosts[0].sums.items())
+        sums = ", ".join(
+            f"{name} {taken * 1e3:.0f} ms, {worked * 1e3:.0f} ms of a core"
+            for name, (taken, worked) in hosts[0].sums.items()
+        )
         print(
-            f"{world.size} hosts, links with all at once {', '.join(f'{rate:.3g}' for rate in rates)} Gbit/s; 4 MiB by "
-            f"{sums}; {options.millions:g} M parameters, steps of "
+            f"{world.size} hosts, links {', '.join(f'{rate:.3g}' for rate in rates)} Gbit/s; 4 MiB at once by "
+            f"{sums}; {hosts[0].busy_cores:.2f} of {hosts[0].cores:.2f} cores busy; {options.millions:g} M parameters, steps of "
             f"{', '.join(f'{host.parts[-1].seconds * 1e3:.0f}' for host in hosts)} ms; profile {profiled - began:.0f} "
             f"s, steps {timed - profiled:.0f} s, forecast {time.perf_counter() - timed:.1f} s"
         )

@@ -82,7 +82,8 @@ def run(arguments: argparse.Namespace) -> int:
     request = replace(request_of_script(arguments), variables={"MPITRAIN_PROFILE": ""})
     with tempfile.TemporaryDirectory(prefix="mpitrain-plan-") as folder:
         machines = None if arguments.profile is None else _of_profile(arguments.profile, per_host, has_hosts=has_hosts)
-        most = machines.num_ranks if machines else _MOST_RANKS
+        here = arguments.hosts.count(",") + 1
+        most = machines.num_ranks if machines else here * per_host if here > 1 else _MOST_RANKS
         ranks = arguments.ranks or _powers(most, per_host)
         if machines and ranks[-1] > most:
             raise ConfigError(f"--ranks has {ranks[-1]}; the profile {arguments.profile} has room for {most}")
@@ -94,14 +95,16 @@ def run(arguments: argparse.Namespace) -> int:
             hosts = _in_order(hosts, machines, arguments.profile)
         hosts = hosts[::per_host]
         report = _reported(arguments, request, hosts, machines, ranks)
-    measured = described(hosts)
+    measured, origin = described(hosts), machines.origin
+    if len(hosts) == 1 and arguments.profile is not None:
+        origin += f"; each host is taken to be as fast as {hosts[0].host}"
     print(measured)
-    report.print(machines.origin)
+    report.print(origin)
     if arguments.json is not None:
         report.write_json(arguments.json, machines.origin, {"script": request.script, "ranks": ranks})
     if arguments.plot is not None:
         draw(arguments.plot, report, report.answers[-1])
-    _keep(request, report, measured, machines.origin)
+    _keep(request, report, measured, origin)
     return 0
 
 

@@ -33,7 +33,8 @@ _LEAST_STEPS, _LONG_SECONDS = 4, 15.0
 # So many steps without the expected number of samples: the script does not divide its batch by the World.
 _MOST_OTHERS = 40
 # Where all links are busy at once, a switch or the processors may carry less than one pair of nodes was measured with.
-SUMS, SUM_BYTES = ("ring", "direct"), 2**22
+SUMS, SUM_WITH_SEVERAL_RANKS_ON_A_NODE = ("ring", "direct", "halving_doubling"), "hierarchical"
+SUM_BYTES = 2**22
 _SUM_ROUNDS = 5
 
 
@@ -115,10 +116,10 @@ class StepTimes:
             "num_steps": self._num_steps,
             "is_fixed": self._is_fixed,
             "memory_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
-            "cores": len(os.sched_getaffinity(0)) / self._everyone.local_size,
+            "cores": len(os.sched_getaffinity(0)) / self._num_neighbours(),
             "busy_cores": (time.process_time() - self._processor) / elapsed if self._began else 0.0,
         }
-        of_all = self._everyone.allgather({**own, "sums": self._sums()})
+        of_all = self._everyone.allgather({**own, "sums": self._sums()})  # last, where nothing else is measured
         with self._everyone.together("write the times of the steps"):
             if self._everyone.is_root:
                 self._path.write_text(json.dumps(of_all))
@@ -144,23 +145,36 @@ class StepTimes:
                 self._leave()
             self.divisor, self._skip = self._sizes[0], _NEXT_STEPS
 
-    def _sums(self) -> dict[str, float]:
-        """Seconds of a sum of SUM_BYTES over all hosts at once, by algorithm; {} on one host. Collective."""
-        everyone, seconds = self._everyone, {}
+    def _num_neighbours(self) -> int:
+        """The number of ranks on this machine, also on other hosts of it, such as containers. Collective."""
+        everyone = self._everyone
+        machines: list[str] = everyone.allgather(Path("/proc/sys/kernel/random/boot_id").read_text())
+        return machines.count(machines[everyone.rank])
+
+    def _sums(self) -> dict[str, tuple[float, float]]:
+        """Time of a sum of SUM_BYTES over all hosts at once, by algorithm; {} on one host. Collective.
+
+        Returns:
+            By algorithm: seconds, and processor seconds of a rank; medians, each of the slowest rank.
+        """
+        everyone, times = self._everyone, {}
         if everyone.num_nodes == 1:
             return {}
-        for name in SUMS:
+        for name in SUMS if everyone.num_nodes == everyone.size else (SUM_WITH_SEVERAL_RANKS_ON_A_NODE,):
             algorithm = ALGORITHMS[name].make(everyone)
             flat = algorithm.allocate(SUM_BYTES // 4, numpy.dtype(numpy.float32))
-            flat.fill(1.0)
-            taken = []
+            flat.fill(0.0)
+            taken, worked = [], []
             for _ in range(_SUM_ROUNDS):
                 everyone.barrier()
-                began = time.perf_counter()
+                began, processor = time.perf_counter(), time.process_time()
                 algorithm.start(flat, agreed=True).wait()
-                taken.append(max(everyone.allgather(time.perf_counter() - began)))
-            seconds[name] = statistics.median(taken)
-        return seconds
+                own = time.perf_counter() - began, time.process_time() - processor
+                slowest = [max(values) for values in zip(*everyone.allgather(own), strict=True)]
+                taken.append(slowest[0])
+                worked.append(slowest[1])
+            times[name] = statistics.median(taken), statistics.median(worked)
+        return times
 
     def _leave(self) -> None:
         """Leave the script: its end, such as saving a model, must not run."""

@@ -3,13 +3,13 @@
 What the simulation of a training (simulate/training.py) does not have is added here, each with its meaning:
 
     vote     a step ends with an agreement of all ranks: ceil(log2 p) messages one after the other
-    at once  where the sums of all hosts were measured, links carry what they carried then, all at once
-    cores    what codecs and additions compute takes time from the step, as far as no core is free for their thread
+    at once  where sums of all hosts were measured, links carry for each algorithm what they carried then, all at once
+    cores    the processor time of messages (where sums were measured), of codecs and of additions is taken from the
+             step, as far as no core is free for their thread
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
@@ -27,6 +27,7 @@ from mpitrain.simulate.training import SimulatedTraining, simulate_steps
 
 _STEPS = 3  # that are simulated; without a spread, equal steps are computed once
 _SERVER_ROUNDS = 4
+_OF_CODECS = "direct"  # a codec's messages go by it, also inside `hierarchical`
 _NOISE = 0.02  # a way that is not faster by so much is not another one
 
 
@@ -40,7 +41,7 @@ class Forecast:
         samples: of all ranks in a step.
         speedup: samples/s, as many times those of one machine.
         efficiency: speedup / num_ranks.
-        wire_bytes: that a rank sends in a step.
+        wire_bytes: that a node sends in a step; see Way.bytes_sent.
         bound: what takes at least half of the time; see SimulatedRun.
     """
 
@@ -74,7 +75,9 @@ class Planner:
             is_profiled: a job will have the profile, from which the size of buckets follows.
         """
         self._hosts, self._is_profiled = hosts, is_profiled
-        self.machines = _at_once(machines, hosts[0].sums)
+        self.machines = machines
+        sums = hosts[0].sums if machines.num_nodes > 1 else {}
+        self._shares = {name: _at_once(machines, name, seconds) for name, (seconds, _) in sums.items()}
         itemsize = numpy.dtype(numpy.float32).itemsize
         self._layout = plan_layout(
             [
@@ -111,19 +114,15 @@ class Planner:
 
     def with_links(self, factor: float) -> Planner:
         """The same with links that are so many times as fast, and with no other limit."""
-        machines = self.machines
-        faster = replace(
-            machines,
-            link_bytes_per_second=tuple(rate * factor for rate in machines.link_bytes_per_second),
-            pairs=tuple(tuple(rate * factor for rate in row) for row in machines.pairs),
-        )
         return Planner(
-            [replace(host, sums={}) for host in self._hosts], faster, is_profiled=self._is_profiled
+            [replace(host, sums={}) for host in self._hosts],
+            _with_rates(self.machines, factor * max(self._shares.values(), default=1.0)),
+            is_profiled=self._is_profiled,
         )
 
     def plain(self, num_ranks: int) -> Forecast:
         """Forecast the fastest way that exchanges every step in full."""
-        return self._fastest(num_ranks, plain_ways(self.machines.ranks_per_node))
+        return self._fastest(num_ranks, plain_ways(num_ranks, self.machines.ranks_per_node))
 
     def forecast(self, num_ranks: int, way: Way) -> Forecast:
         """Forecast one way. Raises ConfigError if it cannot be simulated."""
@@ -136,7 +135,7 @@ class Planner:
 
     def _row(self, num_ranks: int, way: Way, seconds: float, samples: float, bound: str) -> Forecast:
         speedup = samples / seconds * self._alone.seconds / self._alone.samples
-        sent = way.bytes_sent(self._hosts[0].num_bytes, num_ranks)
+        sent = way.bytes_sent(self._hosts[0].num_bytes, self.machines.nodes_of(num_ranks)[-1] + 1)
         return Forecast(num_ranks, way, seconds, samples, speedup, sent, bound)
 
     def _fastest(self, num_ranks: int, ways: Sequence[Way]) -> Forecast:
@@ -152,7 +151,7 @@ class Planner:
         num_nodes = nodes[-1] + 1
         seconds = [_seconds(self._part(node, num_ranks)) for node in range(num_nodes)]
         speeds = tuple(seconds[0] / one for one in seconds) + self.machines.speeds[num_nodes:]
-        vote = math.ceil(math.log2(num_nodes)) * self.machines.latency_seconds
+        vote = (num_nodes - 1).bit_length() * self.machines.latency_seconds  # ceil(log2)
         compute = seconds[0] + vote + self._taken_from_step(num_ranks, way)
         limit = way.bucket_mib * 2**20 if way.bucket_mib else bucket_bytes(
             self.machines.profile(num_nodes) if self._is_profiled else DEFAULT, num_nodes
@@ -165,16 +164,22 @@ class Planner:
             self._count, compute, max(1, round(part.samples)), way.algorithm, way.codec,
             sync_every=way.sync_every, buckets=tuple(buckets),
         )  # fmt: skip
-        return part, training, replace(self.machines, speeds=speeds)
+        share = self._shares.get(way.algorithm, self._shares.get(_OF_CODECS, 1.0))
+        return part, training, _with_rates(replace(self.machines, speeds=speeds), share)
 
     def _taken_from_step(self, num_ranks: int, way: Way) -> float:
         """Seconds of a step in which the thread of the exchange has the core that computes."""
         host, costs, num_bytes = self._hosts[0], self.machines.costs, self._hosts[0].num_bytes
         if way.sync_every > 1:  # the sum comes after the computation
             return 0.0
-        work = num_bytes / costs.add_bytes_per_second
+        sent = way.bytes_sent(num_bytes, self.machines.nodes_of(num_ranks)[-1] + 1)
+        _, processor = host.sums.get(way.algorithm, host.sums.get(_OF_CODECS, (0.0, 0.0)))
+        nodes = self.machines.num_nodes
+        work = processor * sent / (2 * (nodes - 1) / nodes * SUM_BYTES) if processor else 0.0
         if way.codec != "none":
-            work = num_bytes / dict(costs.codecs)[way.codec]
+            work += num_bytes / dict(costs.codecs)[way.codec]
+        elif not processor:
+            work = num_bytes / costs.add_bytes_per_second
         return work * min(1.0, max(0.0, 1 - (host.cores - host.busy_cores)))
 
     def _served(self, num_ranks: int, way: Way) -> Forecast:
@@ -193,17 +198,16 @@ def _seconds(part: PartTimes | None) -> float:
     return part.seconds
 
 
-def _at_once(machines: Machines, sums: dict[str, float]) -> Machines:
-    """The machines with the rate of links that gives the measured time of the sums of all of them at once."""
-    if not sums or machines.num_nodes < 2:
-        return machines
-    factors = []
-    for name, seconds in sums.items():
-        only = SimulatedTraining(SUM_BYTES // 4, 1e-9, 1, name, buckets=((SUM_BYTES // 4, 1.0),))
-        factors.append(simulate_steps(machines, machines.num_ranks, only, 1).mean_seconds / seconds)
-    factor = min(1.0, max(factors))
+def _with_rates(machines: Machines, factor: float) -> Machines:
+    """The machines with links that are so many times as fast."""
     return replace(
         machines,
         link_bytes_per_second=tuple(rate * factor for rate in machines.link_bytes_per_second),
         pairs=tuple(tuple(rate * factor for rate in row) for row in machines.pairs),
     )
+
+
+def _at_once(machines: Machines, name: str, seconds: float) -> float:
+    """What links carry if a sum of all ranks takes so long, as a share of what one of them carried; at most 1."""
+    only = SimulatedTraining(SUM_BYTES // 4, 1e-9, 1, name, buckets=((SUM_BYTES // 4, 1.0),))
+    return min(1.0, simulate_steps(machines, machines.num_ranks, only, 1).mean_seconds / seconds)

@@ -49,9 +49,10 @@ class HostTimes:
         parts: by number of ranks, from 1 on.
         is_fixed: each rank takes as many samples, however many there are: the script does not divide its batch.
         memory_bytes: the most that the process had.
-        cores: of the host, for each of its ranks.
+        cores: of the machine, for each of its ranks.
         busy_cores: that the steps kept busy, on average.
-        sums: seconds of a sum of step_times.SUM_BYTES over all hosts, by algorithm; {}: not measured.
+        sums: seconds of a sum of step_times.SUM_BYTES over all hosts, and processor seconds of a rank in it, by
+            algorithm; {}: not measured.
     """
 
     host: str
@@ -61,7 +62,7 @@ class HostTimes:
     memory_bytes: int
     cores: float
     busy_cores: float
-    sums: dict[str, float]
+    sums: dict[str, tuple[float, float]]
 
     @property
     def num_bytes(self) -> int:
@@ -123,15 +124,22 @@ def read_times(path: Path, script: str) -> list[HostTimes]:
             )
         hosts.append(_host(entry))
     for host in hosts:
-        for part in host.parts:
-            if part.third_quarter > _WILD * part.first_quarter:
-                raise DataError(
-                    f"the steps of {script} differ too much on {host.host} to plan with them: of {part.num_steps} with "
-                    f"{part.samples:g} samples, a quarter took less than {shown_seconds(part.first_quarter)}, and a "
-                    f"quarter more than {shown_seconds(part.third_quarter)}. Plan when the machine does nothing else; "
-                    "if the script itself is so, measure more steps with --steps"
-                )
+        if _is_wild(host.parts[0]):
+            raise DataError(
+                f"the steps of {script} differ too much on {host.host} to plan with them: {_spread(host.parts[0])}. "
+                "Plan when the machine does nothing else; if the script itself is so, measure more steps with --steps"
+            )
     return hosts
+
+
+def doubts(hosts: Sequence[HostTimes]) -> list[str]:
+    """Lines about parts of batches whose steps differ wildly."""
+    return [
+        f"doubtful from {part.num_ranks} ranks on: on {host.host}, {_spread(part)}"
+        for host in hosts
+        for part in host.parts
+        if _is_wild(part)
+    ]
 
 
 def described(hosts: Sequence[HostTimes]) -> str:
@@ -150,6 +158,17 @@ def described(hosts: Sequence[HostTimes]) -> str:
     )
 
 
+def _is_wild(part: PartTimes) -> bool:
+    return part.third_quarter > _WILD * part.first_quarter
+
+
+def _spread(part: PartTimes) -> str:
+    return (
+        f"of {part.num_steps} steps with {part.samples:g} samples, a quarter took less than "
+        f"{shown_seconds(part.first_quarter)}, and a quarter more than {shown_seconds(part.third_quarter)}"
+    )
+
+
 def _host(entry: dict[str, Any]) -> HostTimes:
     return HostTimes(
         entry["host"],
@@ -159,7 +178,7 @@ def _host(entry: dict[str, Any]) -> HostTimes:
         entry["memory_bytes"],
         entry["cores"],
         entry["busy_cores"],
-        entry["sums"],
+        {name: (seconds, processor) for name, (seconds, processor) in entry["sums"].items()},
     )
 
 

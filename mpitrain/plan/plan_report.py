@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 
 from mpitrain.plan.forecast import Forecast, Planner
-from mpitrain.plan.measured_steps import HostTimes
+from mpitrain.plan.measured_steps import HostTimes, doubts
 from mpitrain.shown import shown_bytes
 from mpitrain.simulate.report import Panel, Point, SimulationReport, counted, shown_seconds
 
@@ -36,7 +36,7 @@ def plan_report(
     rows = {number: ways for number, ways in rows.items() if ways}
     shown = {number: ways if shows_all else _best_few(ways) for number, ways in rows.items()}
     columns = (
-        "ranks", "<way", "step", "samples/s", "times one", "efficiency", "a rank sends", "<bound by", "<remark",
+        "ranks", "<way", "step", "samples/s", "times one", "efficiency", "a node sends", "<bound by", "<remark",
     )  # fmt: skip
     cells = [_cells(row) for ways in shown.values() for row in ways]
     every = [row for ways in rows.values() for row in ways]
@@ -44,7 +44,7 @@ def plan_report(
         columns,
         cells,
         [_digits(row, command(row)) for row in every],
-        [*_lines_to_run(rows, command), *_left_out(ranks, rows, hosts[0]), sentence(planner, hosts[0], rows)],
+        [*_lines_to_run(rows, command), *_left_out(ranks, rows, hosts[0]), *doubts(hosts), sentence(planner, hosts[0], rows)],
         "ranks",
         [
             Panel("samples/s", _lines(rows, lambda row: row.samples_per_second), is_log=True),

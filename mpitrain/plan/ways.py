@@ -13,7 +13,7 @@ _LOSSLESS = ("none", "bf16", "fp16")
 # Rounds and servers train in another way, which only the user can choose.
 _ROUNDS = (10, 50)
 _ALGORITHMS = ("ring", "direct", "halving_doubling")
-_INSIDE = "hierarchical"  # with several ranks on a node
+_ON_ONE_NODE, _WITH_SEVERAL_RANKS_ON_A_NODE = "shared_memory", "hierarchical"
 _BUCKETS_MIB = (1, 16)
 
 
@@ -53,16 +53,16 @@ class Way:
         name = self.algorithm if self.codec == "none" else self.codec
         return name if self.bucket_mib is None else f"{name}, {self.bucket_mib:g} MiB"
 
-    def bytes_sent(self, num_bytes: int, num_ranks: int) -> float:
-        """The bytes that a rank sends in a step, with one rank on each node."""
-        if num_ranks == 1:
+    def bytes_sent(self, num_bytes: int, num_nodes: int) -> float:
+        """The bytes that a node sends in a step; with servers, a worker."""
+        if num_nodes == 1:
             return 0.0
         if self.servers:
             return float(num_bytes)
         if self.codec == "none":
-            return 2 * (num_ranks - 1) / num_ranks * num_bytes / self.sync_every
+            return 2 * (num_nodes - 1) / num_nodes * num_bytes / self.sync_every
         coder = factory_of(self.codec)(False)
-        times = num_ranks - 1 if coder.gathered else 2 * (num_ranks - 1) / num_ranks
+        times = num_nodes - 1 if coder.gathered else 2 * (num_nodes - 1) / num_nodes
         return times * coder.wire_bytes(num_bytes // 4)
 
     def command(self, num_ranks: int, launch: Sequence[str], profile: str, script: Sequence[str]) -> str:
@@ -92,9 +92,11 @@ class Way:
         return f"strategy mt.LocalSGD({self.sync_every}) in the script" if self.sync_every > 1 else ""
 
 
-def plain_ways(ranks_per_node: int) -> list[Way]:
+def plain_ways(num_ranks: int, ranks_per_node: int) -> list[Way]:
     """Every step exchanged in full, by each algorithm."""
-    return [Way(name) for name in (_ALGORITHMS if ranks_per_node == 1 else (_INSIDE,))]
+    if num_ranks <= ranks_per_node:
+        return [Way(_ON_ONE_NODE)]
+    return [Way(name) for name in (_ALGORITHMS if ranks_per_node == 1 else (_WITH_SEVERAL_RANKS_ON_A_NODE,))]
 
 
 def coded_ways(measured: Sequence[str]) -> list[Way]:

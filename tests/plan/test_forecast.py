@@ -89,15 +89,23 @@ def test_work_of_the_thread_takes_time_where_no_core_is_free() -> None:
     for busy, expected in ((1.0, 0.5), (1.5, 0.55), (2.0, 0.6)):
         row = planner(host(*times, busy_cores=busy), on=machines(costs=costs)).forecast(2, Way("auto", "int8"))
         assert row.step_seconds == pytest.approx(expected, rel=1e-3), busy
+    # The messages of 4 MiB took 30 ms of a core on 2 nodes, those of 8 MiB take twice as long.
+    sums = {"direct": (0.04, 0.03)}
+    row = planner(host(*times, busy_cores=1.5, sums=sums), on=machines(2)).forecast(2, Way("direct"))
+    assert row.step_seconds == pytest.approx(0.5 + 0.03, rel=1e-3)
 
 
 def test_links_that_carry_less_at_once() -> None:
     """4 MiB on 2 nodes takes 40 ms alone. Where all at once need 80 ms, a step needs twice as long for its sums."""
     assert SUM_BYTES == 4 * MB
     times = (part(1, 8, 0.4, 0.4, 0.4), part(2, 4, 0.2, 0.2, 0.2))
-    slower = planner(host(*times, sums={"ring": 0.081, "direct": 0.08}), on=machines(2))
+    slower = planner(host(*times, sums={"ring": (0.12, 0.0), "direct": (0.08, 0.0)}), on=machines(2))
     assert slower.forecast(2, Way("direct")).step_seconds == pytest.approx(0.2 + 0.16, rel=1e-3)
-    faster = planner(host(*times, sums={"direct": 0.01}), on=machines(2))  # a link is not faster than alone
+    assert slower.forecast(2, Way("ring")).step_seconds == pytest.approx(0.2 + 0.24, rel=1e-3)
+    assert slower.forecast(2, Way("auto", "int8")).step_seconds == pytest.approx(
+        0.2 + 0.16 * Way("auto", "int8").bytes_sent(8 * MB, 2) / (8 * MB), rel=0.01
+    )
+    faster = planner(host(*times, sums={"direct": (0.01, 0.0)}), on=machines(2))  # a link is not faster than alone
     assert faster.forecast(2, Way("direct")).step_seconds == pytest.approx(0.2 + 0.08, rel=1e-3)
     assert slower.with_links(2).plain(2).step_seconds == pytest.approx(0.2 + 0.08, rel=1e-3)
 
@@ -107,7 +115,7 @@ def test_rounds_and_servers() -> None:
     plan = planner(measured)
     rounds = plan.forecast(2, Way("direct", sync_every=10))
     assert rounds.step_seconds == pytest.approx(0.2 + 0.08 / 10, rel=1e-3)
-    assert rounds.wire_bytes == 0.8 * MB
+    assert rounds.wire_bytes == pytest.approx(0.8 * MB)
     served = plan.forecast(3, Way(servers=1))  # two workers, whose 8 MiB come and go over the server's link
     assert served.samples == 8
     # At least until the second worker has its parameters, has computed and has sent; at most one after the other.
