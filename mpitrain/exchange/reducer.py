@@ -269,8 +269,6 @@ class GradientReducer:
             self._driver.stop()
         if self._begun is None:
             raise GradientError(f"{self._world.name()}: finish() without begin()")
-        if watch := self._watch:
-            watch.finish()
         control = self._world.control
         if control.spans and self.sends_gradients:
             control.spans.add("compute", "forward and backward", *self._stopwatch.computed, step=self._sums.step)

@@ -1,7 +1,7 @@
 """The times of a script's steps on one rank, for `mpitrain plan`: what a step computes, and when each gradient is ready.
 
-    end of a step   update, next batch, forward ...  backward                     finish   end of the step
-         0          ──────────────────────────────>  ready ready     ready ready  computed  seconds
+    end of a step   update, next batch, forward ...  backward                     end of the step
+         0          ──────────────────────────────>  ready ready     ready ready  seconds
 
 Each rank trains alone, with the part of a batch that it would have among 1, 2, 4, ... ranks, one after the other. So
 the time of a smaller part is measured. Ranks of several hosts do so side by side, and meet only at the end.
@@ -59,7 +59,6 @@ class StepTimes:
         self._processor = 0.0  # seconds of this process at the first measured step
         self._began = 0.0  # of the first measured step
         self._ready: list[float] = []
-        self._computed = 0.0
         self._skip, self._others = _FIRST_STEPS, 0
         self._num_steps = 0
         self._is_fixed = False  # each rank takes as many samples, however many ranks there are
@@ -83,10 +82,6 @@ class StepTimes:
     def ready(self, index: int) -> None:
         """Note that a gradient is in its bucket."""
         self._ready[index] = time.perf_counter() - self._since
-
-    def finish(self) -> None:
-        """Note that the last gradient is in."""
-        self._computed = time.perf_counter() - self._since
 
     def end(self) -> None:
         """Note that the step has its means. End the script if that was the last step."""
@@ -137,7 +132,7 @@ class StepTimes:
         if not self._parts or self._parts[-1]["ranks"] != self.divisor:
             self._parts.append({"ranks": self.divisor, "samples": self._weight, "steps": []})
         steps = self._parts[-1]["steps"]
-        steps.append({"seconds": seconds, "computed": self._computed, "ready": self._ready})
+        steps.append({"seconds": seconds, "ready": self._ready})
         total = sum(step["seconds"] for step in steps)
         if len(steps) >= self._wanted or (len(steps) >= _LEAST_STEPS and total > _LONG_SECONDS):
             self._sizes.pop(0)
@@ -155,7 +150,8 @@ class StepTimes:
         """Time of a sum of SUM_BYTES over all hosts at once, by algorithm; {} on one host. Collective.
 
         Returns:
-            By algorithm: seconds, and processor seconds of a rank; medians, each of the slowest rank.
+            By algorithm: seconds, the least of all rounds, because what links can carry is asked for, and not what
+            disturbs them now; and processor seconds of a rank, the median. Both are of the slowest rank.
         """
         everyone, times = self._everyone, {}
         if everyone.num_nodes == 1:
@@ -173,7 +169,7 @@ class StepTimes:
                 slowest = [max(values) for values in zip(*everyone.allgather(own), strict=True)]
                 taken.append(slowest[0])
                 worked.append(slowest[1])
-            times[name] = statistics.median(taken), statistics.median(worked)
+            times[name] = min(taken), statistics.median(worked)
         return times
 
     def _leave(self) -> None:
