@@ -12,7 +12,6 @@ from mpitrain.simulate.report import Panel, Point, SimulationReport, counted, sh
 
 _SHOWN = 2  # ways for each number of ranks, besides the plain one
 _FASTER = 10  # times the rate of the links, for the question whether another switch would help
-_LOSS = "may cost loss"
 
 
 def plan_report(
@@ -67,7 +66,7 @@ def sentence(planner: Planner, host: HostTimes, rows: Mapping[int, Sequence[Fore
     text = (
         f"{start}{gbit:.3g} Gbit/s and {batch}, {counted(number, 'rank')} are {plain.speedup:.1f} times as fast as one"
     )
-    coded = [row for row in rows[number] if row.way.codec != "none" and not row.way.costs_loss]
+    coded = [row for row in rows[number] if row.way.codec != "none" and row.way.is_safe]
     if coded and coded[0].step_seconds < plain.step_seconds:
         text += f"; {coded[0].way.codec} makes it {coded[0].speedup:.1f}"
     faster = planner.with_links(_FASTER).plain(number)
@@ -81,13 +80,13 @@ def _is_plain(row: Forecast) -> bool:
 def _best_few(ways: Sequence[Forecast]) -> list[Forecast]:
     """The fastest ways, the fastest one without other loss, and the plain one."""
     plain = next(row for row in ways if _is_plain(row))
-    safe = next(row for row in ways if not row.way.costs_loss)
+    safe = next(row for row in ways if row.way.is_safe)
     chosen = [*ways[:_SHOWN], safe, plain]
     return [row for row in ways if row in chosen]
 
 
 def _remark(row: Forecast) -> str:
-    return "; ".join(part for part in (_LOSS if row.way.costs_loss else "", row.way.advice()) if part)
+    return "; ".join(part for part in (row.way.warning, row.way.advice()) if part)
 
 
 def _cells(row: Forecast) -> list[str]:
@@ -119,7 +118,7 @@ def _digits(row: Forecast, command: str) -> dict[str, object]:
         "efficiency": row.efficiency,
         "wire_bytes": row.wire_bytes,
         "bound": row.bound,
-        "costs_loss": row.way.costs_loss,
+        "is_safe": row.way.is_safe,
         "advice": row.way.advice(),
         "command": command,
     }
@@ -129,7 +128,7 @@ def _lines_to_run(rows: Mapping[int, Sequence[Forecast]], command: Callable[[For
     """For each number of ranks, the line that runs the fastest way which trains as one rank does."""
     lines = []
     for number, ways in rows.items():
-        best = next(row for row in ways if not row.way.costs_loss and row.way.is_setting)
+        best = next(row for row in ways if row.way.is_safe and row.way.is_setting)
         lines.append(f"{counted(number, 'rank')}: {command(best)}")
     return lines
 

@@ -8,8 +8,9 @@ from dataclasses import dataclass
 
 from mpitrain.compression import CODECS, factory_of
 
-# Of docs/choosing.md: with these, the loss of every training there was that of plain training, inside its spread.
-_LOSSLESS = ("none", "bf16", "fp16")
+# By docs/choosing.md: halves of a float32 change no loss that was measured, whole numbers only that of a seed now and
+# then. All others have cost loss.
+_HALVES, _WHOLE_NUMBERS = ("none", "bf16", "fp16"), ("int8", "int4")
 # Rounds and servers train in another way, which only the user can choose.
 _ROUNDS = (10, 50)
 _ALGORITHMS = ("ring", "direct", "halving_doubling")
@@ -36,9 +37,16 @@ class Way:
     servers: int = 0
 
     @property
-    def costs_loss(self) -> bool:
-        """Whether the training is another one than without it, so that its loss may be higher."""
-        return self.codec not in _LOSSLESS or self.sync_every > 1
+    def is_safe(self) -> bool:
+        """Whether the loss is that of a training of one rank, as far as was measured."""
+        return self.codec in _HALVES and self.sync_every == 1
+
+    @property
+    def warning(self) -> str:
+        """What a table says of the loss; "": nothing."""
+        if self.is_safe:
+            return ""
+        return "compare the loss" if self.codec in _WHOLE_NUMBERS else "costs loss"
 
     @property
     def is_setting(self) -> bool:

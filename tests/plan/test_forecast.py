@@ -128,7 +128,9 @@ def test_the_best_first_and_each_with_its_line() -> None:
     speeds = [row.samples_per_second for row in rows]
     assert speeds == sorted(speeds, reverse=True)
     assert {row.way.codec for row in rows} == {"none", "int8"}  # of the others no time is known
-    assert [row.way.costs_loss for row in rows if row.way.codec == "int8"][0]
+    warnings = {str(row.way): row.way.warning for row in rows}
+    assert (warnings["int8"], warnings["LocalSGD(10)"], warnings["1 server"]) == ("compare the loss", "costs loss", "")
+    assert (Way("auto", "bf16").warning, Way("auto", "top_k").warning) == ("", "costs loss")
     int8 = next(row.way for row in rows if row.way.codec == "int8")
     assert int8.command(2, ["--hosts", "a,b", "--ppn", "1"], "c d.json", ["train.py", "--epochs", "5"]).startswith(
         "MPITRAIN_PROFILE='c d.json' MPITRAIN_COMPRESSION=int8 "
