@@ -1,6 +1,7 @@
 """The steps that `mpitrain plan` predicts, beside the same steps measured, in one job on shaped links.
 
-    benchmarks/shaped_hosts 4 1gbit '$MPIEXEC .venv/bin/python benchmarks/plan_measured.py --millions 5 --costs /tmp/costs4'
+    benchmarks/shaped_hosts 4 1gbit '$MPIEXEC .venv/bin/python benchmarks/plan_measured.py \\
+        --millions 5 --costs /tmp/costs4'
     LAST_RATE=500mbit benchmarks/shaped_hosts 4 1gbit '$MPIEXEC .venv/bin/python benchmarks/plan_measured.py \\
         --millions 5 --costs /tmp/costs4 --slow-last 1.5'
 
@@ -16,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import shutil
 import statistics
 import tempfile
 import time
@@ -42,7 +44,7 @@ from mpitrain.strategies import Strategy
 
 LAYERS = 12
 WAYS = (
-    Way("ring"), Way("direct"), Way("halving_doubling"), Way("auto", "bf16"), Way("auto", "int8"), Way("auto", "int4"),
+    Way("ring"), Way("direct"), Way("auto", "bf16"), Way("auto", "int8"), Way("auto", "int4"),
     Way("direct", sync_every=10),
 )  # fmt: skip
 
@@ -132,24 +134,27 @@ def main() -> None:
         hosts = read_times(folder / "times.json", "the model")
         planner = Planner(hosts, from_profile(folder / "profile.json"), is_profiled=False)
         predicted = {way: planner.forecast(world.size, way).step_seconds for way in WAYS}
-        rates = [rate * 8e-9 for rate in planner.machines.link_bytes_per_second]
+        rates = ", ".join(f"{rate * 8e-9:.3g}" for rate in planner.machines.link_bytes_per_second)
         sums = ", ".join(
             f"{name} {taken * 1e3:.0f} ms, {worked * 1e3:.0f} ms of a core"
             for name, (taken, worked) in hosts[0].sums.items()
         )
+        steps = ", ".join(f"{host.parts[-1].seconds * 1e3:.0f}" for host in hosts)
+        print(f"{world.size} hosts, links {rates} Gbit/s; 4 MiB at once by {sums}")
         print(
-            f"{world.size} hosts, links {', '.join(f'{rate:.3g}' for rate in rates)} Gbit/s; 4 MiB at once by "
-            f"{sums}; {hosts[0].busy_cores:.2f} of {hosts[0].cores:.2f} cores busy; {options.millions:g} M parameters, steps of "
-            f"{', '.join(f'{host.parts[-1].seconds * 1e3:.0f}' for host in hosts)} ms; profile {profiled - began:.0f} "
-            f"s, steps {timed - profiled:.0f} s, forecast {time.perf_counter() - timed:.1f} s"
+            f"{hosts[0].busy_cores:.2f} of {hosts[0].cores:.2f} cores busy; {options.millions:g} M parameters, steps of "
+            f"{steps} ms; profile {profiled - began:.0f} s, steps {timed - profiled:.0f} s, forecast "
+            f"{time.perf_counter() - timed:.1f} s"
         )
+        shutil.rmtree(folder)
     made = {}
     for way in WAYS:
         made[way] = parts(options, world, strategy_of(way), slow)
         made[way].strategy.begin(world, made[way].adapter)
     seconds: dict[Way, list[float]] = {way: [] for way in WAYS}
     for turn in range(options.turns + 1):
-        for way, (adapter, strategy, data) in ((way, (one.adapter, one.strategy, one.data)) for way, one in made.items()):
+        for way, one in made.items():
+            adapter, strategy, data = one.adapter, one.strategy, one.data
             steps = way.sync_every if way.sync_every > 1 else options.steps if turn else 2
             world.barrier()
             for _ in range(1 if way.sync_every > 1 else steps):

@@ -71,7 +71,9 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.profile is None and os.environ.get("MPITRAIN_PROFILE"):
         arguments.profile = Path(os.environ["MPITRAIN_PROFILE"])
     if arguments.gbit is not None and arguments.profile is not None:
-        raise ConfigError("--gbit and a profile (--profile, MPITRAIN_PROFILE) both say how fast the links are; give one")
+        raise ConfigError(
+            "--gbit and a profile (--profile, MPITRAIN_PROFILE) both have the rate of the links; give one"
+        )
     if arguments.plot is not None:
         from mpitrain.simulate.picture import draw
     per_host, has_hosts = arguments.ppn or 1, arguments.hosts is not None
@@ -168,9 +170,7 @@ def _measured_machines(
     rate = DEFAULT.bytes_per_second if arguments.gbit is None else arguments.gbit * 1e9 / 8
     said = "assumed, because there is no --profile, --gbit or second host: " if arguments.gbit is None else ""
     origin = f"{said}links of {rate * 8 / 1e9:.3g} Gbit/s and {DEFAULT.latency_seconds * 1e6:g} us, equal machines"
-    machines = equal_machines(
-        -(-num_ranks // per_host), bytes_per_second=rate, ranks_per_node=per_host, origin=origin
-    )
+    machines = equal_machines(-(-num_ranks // per_host), bytes_per_second=rate, ranks_per_node=per_host, origin=origin)
     return replace(machines, costs=replace(costs, nodes=(), links=()))
 
 
@@ -188,12 +188,16 @@ def _bench(arguments: argparse.Namespace, path: Path) -> None:
     code = subprocess.run(command, stdout=subprocess.DEVNULL, check=False).returncode
     if code:
         raise LaunchError(
-            f"mpitrain bench failed with exit code {code}, so there is no profile of these hosts; its messages are above"
+            f"mpitrain bench failed with exit code {code}, so there is no profile; its messages are above"
         )
 
 
 def _reported(
-    arguments: argparse.Namespace, request: Request, hosts: Sequence[HostTimes], machines: Machines, ranks: Sequence[int]
+    arguments: argparse.Namespace,
+    request: Request,
+    hosts: Sequence[HostTimes],
+    machines: Machines,
+    ranks: Sequence[int],
 ) -> SimulationReport:
     from mpitrain.plan.forecast import Planner
     from mpitrain.plan.plan_report import plan_report
@@ -252,7 +256,8 @@ def _keep(request: Request, report: SimulationReport, measured: str, origin: str
         print(measured)
         report.print(origin)
     words = 2 if request.program[0] == "-m" else 1
+    lines = [line.rstrip() for line in text.getvalue().splitlines()]
     try:
-        keep_plan(Path(request.script), request.program[words:], [line.rstrip() for line in text.getvalue().splitlines()])
+        keep_plan(Path(request.script), request.program[words:], lines)
     except MpitrainError as error:
         print(f"mpitrain plan: {error}", file=sys.stderr)

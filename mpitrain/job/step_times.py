@@ -1,4 +1,4 @@
-"""The times of a script's steps on one rank, for `mpitrain plan`: what a step computes, and when each gradient is ready.
+"""The times of a script's steps on one rank, for `mpitrain plan`: how long they take, when each gradient is ready.
 
     end of a step   update, next batch, forward ...  backward                     end of the step
          0          ──────────────────────────────>  ready ready     ready ready  seconds
@@ -33,7 +33,7 @@ _LEAST_STEPS, _LONG_SECONDS = 4, 15.0
 # So many steps without the expected number of samples: the script does not divide its batch by the World.
 _MOST_OTHERS = 40
 # Where all links are busy at once, a switch or the processors may carry less than one pair of nodes was measured with.
-SUMS, SUM_WITH_SEVERAL_RANKS_ON_A_NODE = ("ring", "direct", "halving_doubling"), "hierarchical"
+SUMS, SUM_WITH_SEVERAL_RANKS_ON_A_NODE = ("ring", "direct"), "hierarchical"
 SUM_BYTES = 2**22
 _SUM_ROUNDS = 5
 
@@ -72,8 +72,8 @@ class StepTimes:
         """
         if self._layout and self._layout != list(layout):
             raise ConfigError(
-                f"{self._everyone.name()}: mpitrain plan has seen steps of a model with {len(self._layout)} parameters, "
-                f"and now of one with {len(layout)}; allowed is one model. Plan a script that trains one of them"
+                f"{self._everyone.name()}: mpitrain plan has seen steps of a model with {len(self._layout)} "
+                f"parameters, and now of one with {len(layout)}; allowed is one model. Plan a script that trains one"
             )
         self._layout = list(layout)
         self._weight = float(weight)

@@ -5,7 +5,8 @@ What the simulation of a training (simulate/training.py) does not have is added 
     vote     a step ends with an agreement of all ranks: ceil(log2 p) messages one after the other
     at once  where sums of all hosts were measured, links carry for each algorithm what they carried then, all at once
     cores    the processor time of messages (where sums were measured), of codecs and of additions is taken from the
-             step, as far as no core is free for their thread
+             step, as far as no core is free for their thread; and a step takes no less than all its processor time
+             on the cores that there are
 """
 
 from __future__ import annotations
@@ -130,8 +131,12 @@ class Planner:
             return self._served(num_ranks, way)
         part, training, machines = self._training(num_ranks, way)
         run = simulate_steps(machines, num_ranks, training, _STEPS)
-        samples = part.samples * num_ranks
-        return self._row(num_ranks, way, run.step_seconds[-1], samples, run.bound)
+        seconds, bound = run.step_seconds[-1], run.bound
+        host = self._hosts[0]
+        least = (host.busy_cores * part.seconds + self._work(num_ranks, way)) / host.cores
+        if least > seconds:
+            seconds, bound = least, "processors"
+        return self._row(num_ranks, way, seconds, part.samples * num_ranks, bound)
 
     def _row(self, num_ranks: int, way: Way, seconds: float, samples: float, bound: str) -> Forecast:
         speedup = samples / seconds * self._alone.seconds / self._alone.samples
@@ -169,18 +174,21 @@ class Planner:
 
     def _taken_from_step(self, num_ranks: int, way: Way) -> float:
         """Seconds of a step in which the thread of the exchange has the core that computes."""
-        host, costs, num_bytes = self._hosts[0], self.machines.costs, self._hosts[0].num_bytes
         if way.sync_every > 1:  # the sum comes after the computation
             return 0.0
+        host = self._hosts[0]
+        return self._work(num_ranks, way) * min(1.0, max(0.0, 1 - (host.cores - host.busy_cores)))
+
+    def _work(self, num_ranks: int, way: Way) -> float:
+        """Processor seconds of a rank for the exchange of a step."""
+        host, costs, num_bytes = self._hosts[0], self.machines.costs, self._hosts[0].num_bytes
         sent = way.bytes_sent(num_bytes, self.machines.nodes_of(num_ranks)[-1] + 1)
         _, processor = host.sums.get(way.algorithm, host.sums.get(_OF_CODECS, (0.0, 0.0)))
         nodes = self.machines.num_nodes
         work = processor * sent / (2 * (nodes - 1) / nodes * SUM_BYTES) if processor else 0.0
         if way.codec != "none":
-            work += num_bytes / dict(costs.codecs)[way.codec]
-        elif not processor:
-            work = num_bytes / costs.add_bytes_per_second
-        return work * min(1.0, max(0.0, 1 - (host.cores - host.busy_cores)))
+            return work + num_bytes / dict(costs.codecs)[way.codec]
+        return work or num_bytes / costs.add_bytes_per_second / way.sync_every
 
     def _served(self, num_ranks: int, way: Way) -> Forecast:
         workers = num_ranks - way.servers

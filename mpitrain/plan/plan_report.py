@@ -43,7 +43,12 @@ def plan_report(
         columns,
         cells,
         [_digits(row, command(row)) for row in every],
-        [*_lines_to_run(rows, command), *_left_out(ranks, rows, hosts[0]), *doubts(hosts), sentence(planner, hosts[0], rows)],
+        [
+            *_lines_to_run(rows, command),
+            *_left_out(ranks, rows, hosts[0]),
+            *doubts(hosts),
+            sentence(planner, hosts[0], rows),
+        ],
         "ranks",
         [
             Panel("samples/s", _lines(rows, lambda row: row.samples_per_second), is_log=True),

@@ -162,8 +162,8 @@ def test_wrong_use(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pyte
     foreign = str(profile(tmp_path, "node1", "node2"))
     for words, expected in [
         ([str(script)], "there is no script"),
-        (["--profile", foreign, str(script)], f"is of another cluster: it has node1, node2, and this machine is {socket.gethostname()}"),
-        (["--profile", foreign, "--gbit", "1", str(script)], "both say how fast the links are"),
+        (["--profile", foreign, str(script)], f"it has node1, node2, and this machine is {socket.gethostname()}"),
+        (["--profile", foreign, "--gbit", "1", str(script)], "both have the rate of the links"),
         (["--ppn", "2", "--profile", foreign, str(script)], "has 1 ranks on each node, and the plan 2"),
         (["-n", "4", str(script)], "give the numbers of ranks to plan with --ranks"),
         (["--json", str(tmp_path), str(script)], "cannot be written"),
