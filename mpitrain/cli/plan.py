@@ -81,7 +81,7 @@ def run(arguments: argparse.Namespace) -> int:
         arguments.ppn = per_host
     else:
         arguments.hosts, arguments.num_ranks, arguments.ppn = "localhost", per_host, None
-    request = replace(request_of_script(arguments), variables={"MPITRAIN_PROFILE": ""})
+    request = replace(request_of_script(arguments), variables={"MPITRAIN_PROFILE": "", "MPITRAIN_TRACE": ""})
     with tempfile.TemporaryDirectory(prefix="mpitrain-plan-") as folder:
         machines = None if arguments.profile is None else _of_profile(arguments.profile, per_host, has_hosts=has_hosts)
         here = arguments.hosts.count(",") + 1
