@@ -38,15 +38,19 @@ from mpitrain.job.step_times import StepTimes
 from mpitrain.job.worlds import make_world
 from mpitrain.plan.forecast import Planner
 from mpitrain.plan.measured_steps import read_times
-from mpitrain.plan.ways import Way
+from mpitrain.plan.ways import ExchangeWay
 from mpitrain.simulate.machines import from_profile
 from mpitrain.strategies import Strategy
 
 LAYERS = 12
 WAYS = (
-    Way("ring"), Way("direct"), Way("auto", "bf16"), Way("auto", "int8"), Way("auto", "int4"),
-    Way("direct", sync_every=10),
-)  # fmt: skip
+    ExchangeWay("ring"),
+    ExchangeWay("direct"),
+    ExchangeWay("auto", "bf16"),
+    ExchangeWay("auto", "int8"),
+    ExchangeWay("auto", "int4"),
+    ExchangeWay("direct", sync_every=10),
+)
 
 
 def parts(options: argparse.Namespace, world: mt.World, strategy: Strategy, slow: float) -> mt.Parts:
@@ -68,7 +72,7 @@ def parts(options: argparse.Namespace, world: mt.World, strategy: Strategy, slow
     return mt.Parts(mt.ArrayFunction(function, values, mt.Sgd(1e-3)), strategy, data)
 
 
-def strategy_of(way: Way) -> Strategy:
+def strategy_of(way: ExchangeWay) -> Strategy:
     """What trains in a way."""
     algorithm = None if way.algorithm == "auto" else way.algorithm
     exchange = partial(make_exchange, algorithm=algorithm, compression=way.codec)
@@ -129,7 +133,7 @@ def main() -> None:
     except SystemExit:
         timed = time.perf_counter()
     world.print(versions_line())
-    predicted: dict[Way, float] = {}
+    predicted: dict[ExchangeWay, float] = {}
     if world.is_root:
         hosts = read_times(folder / "times.json", "the model")
         planner = Planner(hosts, from_profile(folder / "profile.json"), is_profiled=False)
@@ -142,8 +146,8 @@ def main() -> None:
         steps = ", ".join(f"{host.parts[-1].seconds * 1e3:.0f}" for host in hosts)
         print(f"{world.size} hosts, links {rates} Gbit/s; 4 MiB at once by {sums}")
         print(
-            f"{hosts[0].busy_cores:.2f} of {hosts[0].cores:.2f} cores busy; {options.millions:g} M parameters, steps of "
-            f"{steps} ms; profile {profiled - began:.0f} s, steps {timed - profiled:.0f} s, forecast "
+            f"{hosts[0].busy_cores:.2f} of {hosts[0].cores:.2f} cores busy; {options.millions:g} M parameters, steps "
+            f"of {steps} ms; profile {profiled - began:.0f} s, steps {timed - profiled:.0f} s, forecast "
             f"{time.perf_counter() - timed:.1f} s"
         )
         shutil.rmtree(folder)
@@ -151,7 +155,7 @@ def main() -> None:
     for way in WAYS:
         made[way] = parts(options, world, strategy_of(way), slow)
         made[way].strategy.begin(world, made[way].adapter)
-    seconds: dict[Way, list[float]] = {way: [] for way in WAYS}
+    seconds: dict[ExchangeWay, list[float]] = {way: [] for way in WAYS}
     for turn in range(options.turns + 1):
         for way, one in made.items():
             adapter, strategy, data = one.adapter, one.strategy, one.data

@@ -20,7 +20,7 @@ from mpitrain.allreduce.costs import bucket_bytes
 from mpitrain.exchange.bucket import Parameter, plan_buckets, plan_layout
 from mpitrain.job.step_times import SUM_BYTES
 from mpitrain.plan.measured_steps import HostTimes, PartTimes
-from mpitrain.plan.ways import Way, coded_ways, other_ways, plain_ways, resized_ways
+from mpitrain.plan.ways import ExchangeWay, coded_ways, other_ways, plain_ways, resized_ways
 from mpitrain.profile import DEFAULT
 from mpitrain.simulate.machines import Machines
 from mpitrain.simulate.serving import SimulatedServing, simulate_serving
@@ -42,12 +42,12 @@ class Forecast:
         samples: of all ranks in a step.
         speedup: samples/s, as many times those of one machine.
         efficiency: speedup / num_ranks.
-        wire_bytes: that a node sends in a step; see Way.bytes_sent.
+        wire_bytes: that a node sends in a step; see ExchangeWay.bytes_sent.
         bound: what takes at least half of the time; see SimulatedRun.
     """
 
     num_ranks: int
-    way: Way
+    way: ExchangeWay
     step_seconds: float
     samples: float
     speedup: float
@@ -92,7 +92,7 @@ class Planner:
     def alone(self) -> Forecast:
         """One rank on the fastest host."""
         part = self._alone
-        return Forecast(1, Way(), part.seconds, part.samples, 1.0, 0.0, "compute")
+        return Forecast(1, ExchangeWay(), part.seconds, part.samples, 1.0, 0.0, "compute")
 
     def best(self, num_ranks: int, tell: Callable[[str], object] = lambda _: None) -> list[Forecast]:
         """Forecast every way that makes sense with so many ranks, the fastest first; [] if a rank had no samples."""
@@ -125,7 +125,7 @@ class Planner:
         """Forecast the fastest way that exchanges every step in full."""
         return self._fastest(num_ranks, plain_ways(num_ranks, self.machines.ranks_per_node))
 
-    def forecast(self, num_ranks: int, way: Way) -> Forecast:
+    def forecast(self, num_ranks: int, way: ExchangeWay) -> Forecast:
         """Forecast one way. Raises ConfigError if it cannot be simulated."""
         if way.servers:
             return self._served(num_ranks, way)
@@ -138,18 +138,18 @@ class Planner:
             seconds, bound = least, "processors"
         return self._row(num_ranks, way, seconds, part.samples * num_ranks, bound)
 
-    def _row(self, num_ranks: int, way: Way, seconds: float, samples: float, bound: str) -> Forecast:
+    def _row(self, num_ranks: int, way: ExchangeWay, seconds: float, samples: float, bound: str) -> Forecast:
         speedup = samples / seconds * self._alone.seconds / self._alone.samples
         sent = way.bytes_sent(self._hosts[0].num_bytes, self.machines.nodes_of(num_ranks)[-1] + 1)
         return Forecast(num_ranks, way, seconds, samples, speedup, sent, bound)
 
-    def _fastest(self, num_ranks: int, ways: Sequence[Way]) -> Forecast:
+    def _fastest(self, num_ranks: int, ways: Sequence[ExchangeWay]) -> Forecast:
         return min((self.forecast(num_ranks, way) for way in ways), key=lambda row: row.step_seconds)
 
     def _part(self, node: int, num_ranks: int) -> PartTimes | None:
         return self._hosts[node if len(self._hosts) > 1 else 0].part(num_ranks)
 
-    def _training(self, num_ranks: int, way: Way) -> tuple[PartTimes, SimulatedTraining, Machines]:
+    def _training(self, num_ranks: int, way: ExchangeWay) -> tuple[PartTimes, SimulatedTraining, Machines]:
         part = self._part(0, num_ranks)
         assert part is not None
         nodes = self.machines.nodes_of(num_ranks)
@@ -172,14 +172,14 @@ class Planner:
         share = self._shares.get(way.algorithm, self._shares.get(_OF_CODECS, 1.0))
         return part, training, _with_rates(replace(self.machines, speeds=speeds), share)
 
-    def _taken_from_step(self, num_ranks: int, way: Way) -> float:
+    def _taken_from_step(self, num_ranks: int, way: ExchangeWay) -> float:
         """Seconds of a step in which the thread of the exchange has the core that computes."""
         if way.sync_every > 1:  # the sum comes after the computation
             return 0.0
         host = self._hosts[0]
         return self._work(num_ranks, way) * min(1.0, max(0.0, 1 - (host.cores - host.busy_cores)))
 
-    def _work(self, num_ranks: int, way: Way) -> float:
+    def _work(self, num_ranks: int, way: ExchangeWay) -> float:
         """Processor seconds of a rank for the exchange of a step."""
         host, costs, num_bytes = self._hosts[0], self.machines.costs, self._hosts[0].num_bytes
         sent = way.bytes_sent(num_bytes, self.machines.nodes_of(num_ranks)[-1] + 1)
@@ -190,7 +190,7 @@ class Planner:
             return work + num_bytes / dict(costs.codecs)[way.codec]
         return work or num_bytes / costs.add_bytes_per_second / way.sync_every
 
-    def _served(self, num_ranks: int, way: Way) -> Forecast:
+    def _served(self, num_ranks: int, way: ExchangeWay) -> Forecast:
         workers = num_ranks - way.servers
         part = self._part(0, workers)
         assert part is not None

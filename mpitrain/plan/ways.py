@@ -21,7 +21,7 @@ _BUCKETS_MIB = (1, 16)
 
 
 @dataclass(frozen=True)
-class Way:
+class ExchangeWay:
     """One way to exchange.
 
     Attributes:
@@ -102,24 +102,24 @@ class Way:
         return f"strategy mt.LocalSGD({self.sync_every}) in the script" if self.sync_every > 1 else ""
 
 
-def plain_ways(num_ranks: int, ranks_per_node: int) -> list[Way]:
+def plain_ways(num_ranks: int, ranks_per_node: int) -> list[ExchangeWay]:
     """Every step exchanged in full, by each algorithm."""
     if num_ranks <= ranks_per_node:
-        return [Way(_ON_ONE_NODE)]
-    return [Way(name) for name in (_ALGORITHMS if ranks_per_node == 1 else (_WITH_SEVERAL_RANKS_ON_A_NODE,))]
+        return [ExchangeWay(_ON_ONE_NODE)]
+    return [ExchangeWay(name) for name in (_ALGORITHMS if ranks_per_node == 1 else (_WITH_SEVERAL_RANKS_ON_A_NODE,))]
 
 
-def coded_ways(measured: Sequence[str]) -> list[Way]:
+def coded_ways(measured: Sequence[str]) -> list[ExchangeWay]:
     """Every step with a codec. `measured`: the codecs whose time is known; other ones are left out."""
-    return [Way("auto", codec) for codec in CODECS if codec in measured]
+    return [ExchangeWay("auto", codec) for codec in CODECS if codec in measured]
 
 
-def resized_ways(way: Way) -> list[Way]:
+def resized_ways(way: ExchangeWay) -> list[ExchangeWay]:
     """The same way with other buckets."""
-    return [Way(way.algorithm, way.codec, bucket_mib) for bucket_mib in _BUCKETS_MIB]
+    return [ExchangeWay(way.algorithm, way.codec, bucket_mib) for bucket_mib in _BUCKETS_MIB]
 
 
-def other_ways(plain: Way, num_ranks: int, ranks_per_node: int) -> list[Way]:
+def other_ways(plain: ExchangeWay, num_ranks: int, ranks_per_node: int) -> list[ExchangeWay]:
     """Rounds by the algorithm of a plain way, and servers where at least two workers are left."""
-    rounds = [Way(plain.algorithm, sync_every=steps) for steps in _ROUNDS]
-    return [*rounds, *([Way(servers=1)] if num_ranks > 2 and ranks_per_node == 1 else [])]
+    rounds = [ExchangeWay(plain.algorithm, sync_every=steps) for steps in _ROUNDS]
+    return [*rounds, *([ExchangeWay(servers=1)] if num_ranks > 2 and ranks_per_node == 1 else [])]
