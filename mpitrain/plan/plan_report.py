@@ -51,7 +51,7 @@ def plan_report(
         ],
         "ranks",
         [
-            Panel("samples/s", _lines(rows, lambda row: row.samples_per_second), is_log=True),
+            Panel("samples/s", _lines(rows, lambda row: row.samples_per_second)),
             Panel("efficiency", _lines(rows, lambda row: row.efficiency)),
         ],
     )
