@@ -19,6 +19,11 @@ def part_of(length: int, rank: int, size: int) -> slice:
     return slice(begin, begin + share + (rank < rest))
 
 
+def part_in(world: World, length: int) -> slice:
+    """This rank's part of a batch; with `mpitrain plan`, the part that it would have among more ranks."""
+    return part_of(length, world.rank, world.size * (world.watch.divisor if world.watch else 1))
+
+
 def shards(world: World, batches: Iterable[Tree], start: int) -> Iterator[Tree]:
     """See World.shard."""
     if start < 0:
@@ -41,7 +46,7 @@ def shards(world: World, batches: Iterable[Tree], start: int) -> Iterator[Tree]:
             )
         if index < start:
             continue
-        own = part_of(length, world.rank, world.size)
+        own = part_in(world, length)
         values = (leaf[own] for _, leaf in leaves(batch))
         part = rebuild(batch, values.__next__)
         if world.observer:

@@ -53,6 +53,22 @@ class Observer(Protocol):
     def saw_parameters(self, parameters: Mapping[str, Array]) -> None: ...
 
 
+class StepWatch(Protocol):
+    """Measures the steps of a rank that trains alone. job/step_times.py is one.
+
+    Attributes:
+        divisor: this rank takes of each batch what it would take among so many times the ranks of its World.
+    """
+
+    divisor: int
+
+    def begin(self, layout: Sequence[tuple[str, int]], weight: float) -> None: ...
+
+    def ready(self, index: int) -> None: ...
+
+    def end(self) -> None: ...
+
+
 @dataclass(frozen=True, eq=False)
 class World:
     """The ranks of one job, or some of them. A World never changes: after a rank is lost, the job gets a new World.
@@ -78,6 +94,7 @@ class World:
     profile: Profile = DEFAULT
     parent: World | None = None  # that this one's ranks are a part of; None for the first of a job
     observer: Observer | None = None  # with `mpitrain verify`
+    watch: StepWatch | None = None  # with `mpitrain plan`
     committer: Callable[[], None] | None = None  # with `mpitrain run --recover`
     # The same; ends this process if an error says that the others are to go on without it.
     leaver: Callable[[BaseException], None] | None = None
@@ -116,6 +133,11 @@ class World:
     def host(self) -> str:
         """The name of this machine."""
         return self.hosts[self.rank]
+
+    @property
+    def rehearsal(self) -> str:
+        """The command that runs the script only to look at it, so that nothing is to be written; "" in a real run."""
+        return "mpitrain verify" if self.observer else "mpitrain plan" if self.watch else ""
 
     @property
     def is_root(self) -> bool:

@@ -43,6 +43,7 @@ COMMANDS = {
     "check-cluster": "mpitrain.cli.check_cluster",
     "bench": "mpitrain.cli.bench",
     "simulate": "mpitrain.cli.simulate",
+    "plan": "mpitrain.cli.plan",
     "verify": "mpitrain.cli.verify",
     "checkpoint": "mpitrain.cli.checkpoint",
     "plot": "mpitrain.cli.plot",

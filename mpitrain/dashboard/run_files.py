@@ -1,4 +1,4 @@
-"""What there is of a run besides its record: its checkpoints, and what `mpitrain verify` last said of its script.
+"""What there is of a run besides its record: its checkpoints, and what `verify` and `plan` last said of its script.
 
 No checkpoint is loaded. A file that is damaged, huge or no file is named, and the rest is shown.
 """
@@ -8,16 +8,18 @@ from __future__ import annotations
 import os
 import re
 import stat
+from collections.abc import Callable
 from dataclasses import asdict
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 from mpitrain.errors import CheckpointError, DataError
+from mpitrain.plan.last_plan import LastPlan, last_plan
 from mpitrain.training.checkpoint.manifest import FILE, read_manifest
 from mpitrain.training.run_document import RunDocument
 from mpitrain.training.writers.json_lines import plain_number
-from mpitrain.verify.last_result import last_result
+from mpitrain.verify.last_result import VerifyResult, last_result
 
 _MOST_FOLDERS = 8
 _MOST_CHECKPOINTS = 100  # of a folder; the newest
@@ -28,18 +30,27 @@ _NAME = re.compile(r"step-(\d{8,18})(\.part-.*)?", re.ASCII | re.DOTALL)
 
 
 def files_of(document: RunDocument | None) -> dict[str, Any]:
-    """Return the checkpoints of each folder that the run names, and the last result of verify."""
+    """Return the checkpoints of each folder that the run names, and the last results of verify and plan."""
     if document is None:
-        return {"folders": [], "verify": None, "verifyProblem": ""}
+        return {"folders": [], "verify": None, "verifyProblem": "", "plan": None, "planProblem": ""}
     folders = [_folder(Path(name)) for name in document.checkpoints[:_MOST_FOLDERS]]
+    script = Path(document.folder, document.script)
+    verified, problem = _last_word(script, last_result, "verify")
+    planned, plan_problem = _last_word(script, last_plan, "plan")
+    return {
+        "folders": folders, "verify": verified, "verifyProblem": problem, "plan": planned, "planProblem": plan_problem,
+    }  # fmt: skip
+
+
+def _last_word(
+    script: Path, read: Callable[[Path], VerifyResult | LastPlan | None], command: str
+) -> tuple[dict[str, Any] | None, str]:
+    """Return what a command has said last of a script, or what is wrong with that."""
     try:
-        script = Path(document.folder, document.script)
-        result = last_result(script)
-        verified = None if result is None else {**asdict(result), "isOld": _has_changed(script, result.at)}
-        problem = ""
+        word = read(script)
+        return None if word is None else {**asdict(word), "isOld": _has_changed(script, word.at)}, ""
     except (DataError, OSError, ValueError, RuntimeError) as error:  # such as a circle of links
-        verified, problem = None, f"what mpitrain verify said last cannot be read: {error}"
-    return {"folders": folders, "verify": verified, "verifyProblem": problem}
+        return None, f"what mpitrain {command} said last cannot be read: {error}"
 
 
 def _has_changed(script: Path, since: float) -> bool:

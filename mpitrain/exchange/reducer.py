@@ -30,7 +30,7 @@ from mpitrain.exchange.shares import share_of
 from mpitrain.exchange.sums import Doing, Sums
 from mpitrain.exchange.vote import MISSING, begin_vote, beyond_range, objection
 from mpitrain.waiting.agreement import Agreement, signature
-from mpitrain.world import World
+from mpitrain.world import StepWatch, World
 
 # What the ranks compare, and an error names.
 _STEP, _OUTER_STEP = "step", "outer step after a step of the optimizer"
@@ -141,6 +141,8 @@ class GradientReducer:
             raise GradientError(f"{self._world.name()}: begin() after close(); make another GradientReducer")
         self._weight = weight
         self._loss_scale = loss_scale
+        if watch := self._watch:
+            watch.begin([(one.name, one.count * one.dtype.itemsize) for one in self.layout.parameters], weight)
         self._missing = set(self._bucket_of)
         self._unused: list[int] = []
         self._share: float | None = None
@@ -186,6 +188,8 @@ class GradientReducer:
             check_gradient(self._world.name(), self.layout.parameters[index], gradient)
             self._place.take_in(index, gradient)
         self._missing.remove(index)
+        if watch := self._watch:
+            watch.ready(index)
         self._sums.count(self._bucket_of[index])
         if not self._driver and self._start():
             self._queue.look()
@@ -305,6 +309,8 @@ class GradientReducer:
         marks = None if codes.any() else vote.records["detail"].tolist()
         remarks = gather_remarks(self._world, told, marks, self._weights)
         heard = int(max(vote.records["weight"].tolist()))
+        if watch := self._watch:
+            watch.end()
         return Means(loss, self._total, self._stopwatch.end(), cause, remarks, heard)
 
     def state(self) -> dict[str, Any]:
@@ -368,6 +374,11 @@ class GradientReducer:
             self._apart.free()
             self.flats, self.gradients = {}, []
             del self._sums, self._place, self._exchange, self._left_out
+
+    @property
+    def _watch(self) -> StepWatch | None:
+        """What measures the steps, if a step exchanges gradients."""
+        return self._world.watch if self.sends_gradients else None
 
     def _unexpected(self, index: int) -> str:
         if self._begun is None:

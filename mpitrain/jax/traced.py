@@ -64,7 +64,7 @@ def in_callback(operation: str, names: Sequence[str], arrays: list[jax.Array], w
             allowed = ", ".join(str(dtype) for dtype in (FLOATS if is_mean else DTYPES))
             raise TreeError(f"{operation} of {name}: its dtype is {array.dtype}; allowed are {allowed}")
     is_known = not isinstance(weight, jax.Array)
-    if world.size == 1 and is_known and world.observer is None:
+    if world.size == 1 and is_known and world.observer is None and world.watch is None:
         exchange("mean", [], [], weight)  # this checks the weight
         return arrays
     return as_callback(partial(exchange, operation, tuple(names)), arrays, weight)

@@ -52,6 +52,10 @@ class JobContext:
         recover: 1: the ranks that are left go on where one is lost; 0: the loss of a rank ends the job.
         verify_record: folder on rank 0 for a record of what the script computes; "": none is wanted.
         verify_steps: how many steps are recorded; then the script ends.
+        plan_record: file on rank 0 for the times of steps, for `mpitrain plan`; each rank trains alone. "": none are
+            measured.
+        plan_steps: how many steps are measured of each part of a batch; then the script ends.
+        plan_ranks: among how many ranks each part is one, such as ("1", "2", "4").
         servers: how many ranks of the job, or processes of `mpitrain serve`, are servers. 0: there is none, or one that
             `mpitrain serve` started.
         serves: "server", "shard" (a further server) or "worker" for a process that `mpitrain serve` or `mpitrain work`
@@ -82,6 +86,9 @@ class JobContext:
     recover: int = 0
     verify_record: str = ""
     verify_steps: int = 0
+    plan_record: str = ""
+    plan_steps: int = 0
+    plan_ranks: tuple[str, ...] = ()
     servers: int = 0
     serves: str = ""
     serve_number: int = 0

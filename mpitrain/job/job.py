@@ -30,7 +30,8 @@ class Job:
         recovery: takes the job to its next World where a rank is lost. None: the loss of a rank ends the job.
         role: what this process does in a job with servers.
         has_served: the servers and workers of `everyone` have met, which they do once.
-        everyone: with `mpitrain run --servers`, the World of all ranks; `world` then has only this rank. Else None.
+        everyone: with `mpitrain run --servers` or `mpitrain plan`, the World of all ranks; `world` then has only this
+            rank. Else None.
     """
 
     def __init__(self, world: World) -> None:

@@ -31,6 +31,7 @@ from mpitrain.job.recovery import Recovery
 from mpitrain.job.role import role_of
 from mpitrain.job.segments import own_folder
 from mpitrain.job.spare import TakenPlace, wait_if_spare
+from mpitrain.job.step_times import StepTimes
 from mpitrain.job.told import heed
 from mpitrain.job.trace import Trace
 from mpitrain.job.worlds import check_containers, make_world
@@ -127,6 +128,11 @@ def _begin(settings: dict[str, Any]) -> Job:
         job.world = replace(
             world, observer=recorder, make_arrays=lambda tree: RecordedTrees(ArrayTrees(tree), recorder)
         )
+    if world.context.plan_record:
+        job.everyone = job.world
+        times = StepTimes(job.world)
+        atexit.register(times.write)  # of a script that ends before; the farewell comes later
+        job.world = replace(make_world(MPI.COMM_SELF, world.config, parent=job.world), watch=times)
     if recovers:
         job.recovery = Recovery(job.world, MPI.COMM_WORLD)
         job.world = job.recovery.world

@@ -68,6 +68,9 @@ class Request:
         limits: how often the job may be started again after a failure, and on how few and how many hosts.
         verify_record: folder on rank 0 for a record of what the script computes; "": none is wanted.
         verify_steps: how many steps are recorded; then the script ends.
+        plan_record: file on rank 0 for the times of steps; each rank trains alone. "": they are not measured.
+        plan_steps: how many steps are measured of each part of a batch; then the script ends.
+        plan_ranks: among how many ranks each part is one.
         recover: go on without a rank that is lost, in place of ending the job; see mpitrain.job.recovery.
         servers: so many ranks, the first ones of each host, are servers, the others workers; 0: all ranks are equal.
         spares: keep processes ready that become the ranks after a failure; see mpitrain.launch.spares.
@@ -90,6 +93,9 @@ class Request:
     limits: Limits = field(default_factory=Limits)
     verify_record: str = ""
     verify_steps: int = 0
+    plan_record: str = ""
+    plan_steps: int = 0
+    plan_ranks: Sequence[int] = ()
     recover: bool = False
     servers: int = 0
     spares: bool = False
@@ -157,6 +163,9 @@ def start(request: Request, heritage: Heritage | None = None) -> int:
                 columns=_columns(),
                 verify_record=request.verify_record,
                 verify_steps=request.verify_steps,
+                plan_record=request.plan_record,
+                plan_steps=request.plan_steps,
+                plan_ranks=tuple(str(number) for number in request.plan_ranks),
                 recover=int(request.recover),
                 servers=request.servers,
             ),

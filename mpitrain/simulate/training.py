@@ -53,6 +53,8 @@ class SimulatedTraining:
         sync_every: steps of a round. 1: gradients are summed in each step. More: parameters, after so many steps.
         spread: standard deviation of the logarithm of the time of a computation, whose mean stays. 0: none.
         straggler: the last rank takes so many times as long to compute.
+        buckets: the place in the gradients at which each bucket ends, and the share of the computation after which its
+            gradients are ready, in place of `bucket_mib` and of times in proportion to bytes.
     """
 
     num_parameters: int
@@ -64,6 +66,7 @@ class SimulatedTraining:
     sync_every: int = 1
     spread: float = 0.0
     straggler: float = 1.0
+    buckets: tuple[tuple[int, float], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -186,6 +189,10 @@ class _Simulation:
         self._mean_seconds = training.compute_seconds * slow
         self._overlaps = num_nodes > 1 and training.sync_every == 1
         self._ends = ends if self._sums else []
+        shares = [share for _, share in training.buckets] or [
+            _FORWARD + (1 - _FORWARD) * end / training.num_parameters for end in ends
+        ]
+        self._ready_shares = shares if self._overlaps else [1.0] * len(ends)
         self._flat = flat_buffer(self._events, machines, training.num_parameters)
         self._ring: RingTimes | None = None
         if without_events and not alike and is_plain_ring(training) and num_ranks > 1:
@@ -207,7 +214,8 @@ class _Simulation:
             self._events.run([self._work(rank, float(computing[rank.number])) for rank in ranks])
             self._begins = numpy.array([rank.clock for rank in ranks])
         else:
-            ready_at = numpy.array([self._before + computing * self._share(end) for end in self._ends])
+            shares = self._ready_shares[: len(self._ends)]
+            ready_at = numpy.array([self._before + computing * share for share in shares])
             summed = self._ring.sum_buckets(self._before, ready_at)
             self._begins = numpy.maximum(summed, self._before + computing)
         self._seconds.append(float(self._begins.max() - self._before.max()))
@@ -246,16 +254,12 @@ class _Simulation:
         # The mean of a lognormal distribution is exp(mu + sigma^2 / 2).
         return self._random.lognormal(-(spread**2) / 2, spread, number) if spread else numpy.ones(number)
 
-    def _share(self, end: int) -> float:
-        """The share of a computation after which the gradients before `end` are ready."""
-        return _FORWARD + (1 - _FORWARD) * end / self._flat.size if self._overlaps else 1.0
-
     def _work(self, rank: SimulatedRank, seconds: float) -> Iterator[object]:
         begin = rank.clock
         computed = self._events.until(rank, begin + seconds)
         first = 0
-        for end in self._ends:
-            ready = self._events.until(rank, begin + seconds * self._share(end))
+        for end, share in zip(self._ends, self._ready_shares, strict=False):  # one rank has no sums
+            ready = self._events.until(rank, begin + seconds * share)
             while not ready.Test():
                 yield None
             yield from self._sums[rank.number](self._flat[first:end])
@@ -266,6 +270,8 @@ class _Simulation:
 
 def _bucket_ends(machines: Machines, num_nodes: int, training: SimulatedTraining) -> list[int]:
     """The place in the gradients at which each bucket ends."""
+    if training.buckets:
+        return [end for end, _ in training.buckets]
     limit = round(training.bucket_mib * 2**20) if training.bucket_mib else bucket_bytes(
         machines.profile(num_nodes), num_nodes
     )  # fmt: skip

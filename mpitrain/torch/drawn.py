@@ -11,7 +11,7 @@ from typing import Any
 import numpy
 
 from mpitrain.errors import CheckpointError, everywhere
-from mpitrain.shard import part_of
+from mpitrain.shard import part_in
 from mpitrain.world import World
 
 # Rank 0 draws so many samples at a time and sends their numbers to the others: for most data sets, once per epoch.
@@ -73,7 +73,7 @@ class Drawing:
         batch = self._take()
         if batch is None:
             raise StopIteration
-        own = part_of(len(batch), self._world.rank, self._world.size)
+        own = part_in(self._world, len(batch))
         count = own.stop - own.start
         self.shares.append((Share(count, len(batch)), self._checksum))
         return batch[own if count else slice(0, 1)]

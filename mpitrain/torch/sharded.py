@@ -12,7 +12,7 @@ import torch
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
 from mpitrain.errors import ConfigError, DataError, everywhere
-from mpitrain.shard import part_of
+from mpitrain.shard import part_in
 from mpitrain.torch.batches import described, divided
 from mpitrain.torch.dataset_lines import has_length, lines_of
 from mpitrain.torch.drawn import PartSampler, Share, other_samples
@@ -269,7 +269,7 @@ class ShardedData:
             if number <= first:
                 continue
             world.agree("take the next batch", [f"batch {number - 1}: {text}"])
-            own = part_of(total, world.rank, world.size)
+            own = part_in(world, total)
             count = own.stop - own.start
             yield divided(batch, own if count else slice(0, 1), total), Share(count, total), checked
         if number < first:

@@ -47,8 +47,8 @@ def save(state: Any, path: Path | str) -> None:
         MpitrainError: the file cannot be written. Raised on every rank; an old file is unchanged.
     """
     path, world = Path(path), init()
-    if world.observer:
-        world.print(f"mpitrain verify: {path} is not saved")
+    if world.rehearsal:
+        world.print(f"{world.rehearsal}: {path} is not saved")
         return
     with world.together(f"save {path}"):
         if world.is_root:
@@ -77,8 +77,8 @@ def load(path: Path | str) -> Any:
         MpitrainError: the file cannot be read. Raised on every rank.
     """
     path, world = Path(path), init()
-    if world.observer:
-        world.print(f"mpitrain verify: {path} is not loaded, as if the file did not exist")
+    if world.rehearsal:
+        world.print(f"{world.rehearsal}: {path} is not loaded, as if the file did not exist")
         return None
     content = None
     with world.together(f"load {path}"):

@@ -16,16 +16,21 @@ if TYPE_CHECKING:
 
 
 def observed(world: World, hooks: Sequence[Hook]) -> tuple[Hook, ...]:
-    """Under verify, leave out the hooks that write files and add one that records. Otherwise return the same hooks."""
-    recorder = world.observer
-    if recorder is None:
+    """Under verify and plan, leave out the hooks that write files; under verify, add one that records.
+
+    Otherwise return the same hooks.
+    """
+    if not world.rehearsal:
         return tuple(hooks)
-    assert isinstance(recorder, Recorder)
-    recorder.attach(TRAINER)
     silent = [hook for hook in hooks if not hook.writes_files]
     for hook in hooks:
         if hook.writes_files:
-            world.print(f"mpitrain verify: leaving out the hook {type(hook).__name__}, which reads or writes files")
+            world.print(f"{world.rehearsal}: leaving out the hook {type(hook).__name__}, which reads or writes files")
+    recorder = world.observer
+    if recorder is None:
+        return tuple(silent)
+    assert isinstance(recorder, Recorder)
+    recorder.attach(TRAINER)
     return (*silent, _Watch(recorder, [hook for hook in silent if isinstance(hook, Evaluate)]))
 
 

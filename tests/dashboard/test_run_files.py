@@ -18,6 +18,7 @@ from mpitrain.dashboard import run_files
 from mpitrain.dashboard.records import run_id
 from mpitrain.dashboard.run_files import files_of
 from mpitrain.errors import CheckpointError
+from mpitrain.plan.last_plan import keep_plan
 from mpitrain.state_files import state_folder
 from mpitrain.training.checkpoint import manifest
 from mpitrain.training.checkpoint.store import name_of, save
@@ -174,6 +175,28 @@ def test_what_verify_said(tmp_path: Path) -> None:
     assert files_of(document(folder=str(tmp_path), script="other.py"))["verify"] is None
 
 
+def test_what_plan_said(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text("1\n")
+    run = document(folder=str(tmp_path))
+    assert files_of(run)["plan"] is None
+    keep_plan(script, ["--lr", "0.1"], ["a <b>table</b>", "a sentence"])
+    answer = files_of(run)
+    assert (answer["verify"], answer["planProblem"]) == (None, "")
+    assert (answer["plan"]["arguments"], answer["plan"]["lines"]) == (["--lr", "0.1"], ["a <b>table</b>", "a sentence"])
+    assert not answer["plan"]["isOld"]
+    os.utime(script, (answer["plan"]["at"] + 5, answer["plan"]["at"] + 5))
+    assert files_of(run)["plan"]["isOld"]
+    (path,) = state_folder().iterdir()
+    for change in ({"at": "x"}, {"lines": [1]}, {"arguments": 5}, {"more": 1}):
+        kept = path.read_text()
+        path.write_text(json.dumps(json.loads(kept) | change))
+        damaged = files_of(run)
+        assert damaged["plan"] is None
+        assert damaged["planProblem"].startswith("what mpitrain plan said last cannot be read: ")
+        path.write_text(kept)
+
+
 @pytest.mark.parametrize("change", [{"at": "x"}, {"lines": [1]}, {"lines": 5}, {"is_equal": "yes"}, {"more": 1}, None])
 def test_what_verify_said_is_damaged(tmp_path: Path, change: dict[str, Any] | None) -> None:
     script = tmp_path / "train.py"
@@ -198,6 +221,6 @@ def test_they_come_over_http(tmp_path: Path) -> None:
         answer = served.get(f"/api/runs/{run_id(tmp_path / 'runs/a')}/files")
         assert [one["step"] for one in answer["folders"][0]["checkpoints"]] == [3]
         assert "is not on this machine" in answer["folders"][1]["problem"]
-        empty = {"folders": [], "verify": None, "verifyProblem": ""}
+        empty = {"folders": [], "verify": None, "verifyProblem": "", "plan": None, "planProblem": ""}
         assert served.get(f"/api/runs/{run_id(tmp_path / 'runs/b')}/files") == empty
         assert served.ask("/api/runs/0000/files")[0] == 404

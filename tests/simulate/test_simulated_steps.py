@@ -53,6 +53,18 @@ def test_a_link_that_is_too_slow_works_from_the_first_bucket_on() -> None:
     assert run.bound == "link of node 0"
 
 
+def test_buckets_that_were_measured() -> None:
+    """Of unequal size, ready at 0.06 and 0.27 s: the first one is hidden; the second one goes on behind the pass."""
+    training = replace(SMALL, num_parameters=300_000, buckets=((200_000, 0.2), (300_000, 0.9)))
+    assert simulate_steps(MACHINES, 2, training, 1).mean_seconds == pytest.approx(max(0.3, 0.27 + SUM_2), rel=1e-9)
+    together = replace(training, buckets=((200_000, 1.0), (300_000, 1.0)))
+    assert simulate_steps(MACHINES, 2, together, 1).mean_seconds > 0.3 + SUM_2 + 400_000 * 2 / B
+    even = replace(SMALL, num_parameters=400_000, bucket_mib=400_000 / 2**20)
+    shares = [(end, 1 / 3 + 2 / 3 * end / 400_000) for end in range(100_000, 400_001, 100_000)]
+    measured = simulate_steps(MACHINES, 2, replace(even, buckets=tuple(shares)), 2)
+    assert measured.step_seconds == pytest.approx(simulate_steps(MACHINES, 2, even, 2).step_seconds, rel=1e-9)
+
+
 def test_on_one_node_nothing_is_hidden() -> None:
     node = replace(equal_machines(1, ranks_per_node=2), inside_latency_seconds=0.0)
     training = replace(SMALL, num_parameters=400_000, algorithm="shared_memory", bucket_mib=400_000 / 2**20)

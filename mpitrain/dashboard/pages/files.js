@@ -1,4 +1,4 @@
-// What is on the disk of a run: its checkpoints, and what `mpitrain verify` has said of its script.
+// What is on the disk of a run: its checkpoints, and what `mpitrain verify` and `mpitrain plan` have said of its script.
 
 import {get} from "./api.js";
 import {ago, bytes, element, number} from "./text.js";
@@ -22,6 +22,7 @@ export class Files {
       const answer = await get(this.path);
       this.showCheckpoints(answer.folders);
       this.showVerify(answer.verify, answer.verifyProblem);
+      this.showPlan(answer.plan, answer.planProblem);
     } catch (error) {
       place("filesProblem").textContent = error.message;
     } finally {
@@ -52,11 +53,25 @@ export class Files {
     const words = {true: "equal on one rank and on several", false: "not equal on one rank and on several", null: "not compared"};
     place("verifyWords").textContent = words[String(result.is_equal)];
     place("verifyWords").className = `state ${result.is_equal ? "done" : "failed"}`;
-    const changed = result.isOld ? "; the script has changed since" : "";
-    const arguments_ = result.arguments.length ? `, with ${result.arguments.join(" ")}` : "";
-    place("verifyWhen").textContent = ` ${ago(result.at)}${arguments_}${changed}`;
+    place("verifyWhen").textContent = ` ${circumstances(result)}`;
     place("verifyLines").textContent = result.lines.join("\n");
   }
+
+  showPlan(plan, problem) {
+    place("plan").hidden = !plan && !problem;
+    place("planProblem").textContent = problem;
+    if (!plan) return;
+    place("planWords").textContent = plan.lines.at(-1) ?? "";
+    place("planWhen").textContent = ` ${circumstances(plan)}`;
+    place("planLines").textContent = plan.lines.join("\n");
+  }
+}
+
+// When a command has looked at a script, and how.
+function circumstances(word) {
+  const changed = word.isOld ? "; the script has changed since" : "";
+  const arguments_ = word.arguments.length ? `, with ${word.arguments.join(" ")}` : "";
+  return `${ago(word.at)}${arguments_}${changed}`;
 }
 
 function row(folder, saved) {

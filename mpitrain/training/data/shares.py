@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 
 from mpitrain.errors import ConfigError, everywhere
+from mpitrain.shard import part_in
 from mpitrain.world import World
 
 
@@ -33,6 +34,8 @@ class Shares:
 
     def part(self, length: int) -> slice:
         """Return this rank's part of a global batch of `length` samples."""
+        if self._world.watch:
+            return part_in(self._world, length)
         if length not in self._parts:
             counts = split(length, self._speeds)
             begin = sum(counts[: self._world.rank])

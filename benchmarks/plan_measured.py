@@ -1,0 +1,188 @@
+"""The steps that `mpitrain plan` predicts, beside the same steps measured, in one job on shaped links.
+
+    benchmarks/shaped_hosts 4 1gbit '$MPIEXEC .venv/bin/python benchmarks/plan_measured.py \\
+        --millions 5 --costs /tmp/costs4'
+    LAST_RATE=500mbit benchmarks/shaped_hosts 4 1gbit '$MPIEXEC .venv/bin/python benchmarks/plan_measured.py \\
+        --millions 5 --costs /tmp/costs4 --slow-last 1.5'
+
+The job does what the command does: it measures the profile of the hosts, then on each host alone the steps of a
+Trainer, and predicts each way to exchange. Then it trains in each way, in turns. The hosts share the cores of one
+machine, so a step computes by sleeping, 2/3 of the time in the backward pass. The optimizer's update is real.
+
+    error       predicted / measured - 1
+    best        the row that the plan puts first, and how much longer it takes than the row that was fastest
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import numpy
+from mpi4py import MPI
+
+import mpitrain as mt
+from mpitrain.bench.measure import measure_cluster, save_profile
+from mpitrain.bench.point_to_point import measure_pairs
+from mpitrain.bench.rounds import versions_line
+from mpitrain.exchange.exchange import make_exchange
+from mpitrain.job.step_times import StepTimes
+from mpitrain.job.worlds import make_world
+from mpitrain.plan.forecast import Planner
+from mpitrain.plan.measured_steps import read_times
+from mpitrain.plan.ways import ExchangeWay
+from mpitrain.simulate.machines import from_profile
+from mpitrain.strategies import Strategy
+
+LAYERS = 12
+WAYS = (
+    ExchangeWay("ring"),
+    ExchangeWay("direct"),
+    ExchangeWay("auto", "bf16"),
+    ExchangeWay("auto", "int8"),
+    ExchangeWay("auto", "int4"),
+    ExchangeWay("direct", sync_every=10),
+)
+
+
+def parts(options: argparse.Namespace, world: mt.World, strategy: Strategy, slow: float) -> mt.Parts:
+    """A model that sleeps for the samples of its batch; its layers get wider towards the end."""
+    widths = numpy.arange(1, LAYERS + 1)
+    counts = (options.millions * 1e6 * widths / widths.sum()).astype(int)
+    gradients = {f"layer{i:02}": numpy.full(count, 1e-3, numpy.float32) for i, count in enumerate(counts)}
+
+    def function(_: object, batch: numpy.ndarray, on_gradient: Callable[[str, numpy.ndarray], None]) -> float:
+        seconds = slow * options.milliseconds / 1000 * len(batch) / options.batch
+        time.sleep(seconds / 3)
+        for name in reversed(gradients):
+            time.sleep(seconds * 2 / 3 / LAYERS)
+            on_gradient(name, gradients[name])
+        return 0.0
+
+    values = {name: numpy.zeros_like(one) for name, one in gradients.items()}
+    data = mt.ArrayData(world, numpy.zeros((options.batch * 64, 1), numpy.float32), global_batch=options.batch)
+    return mt.Parts(mt.ArrayFunction(function, values, mt.Sgd(1e-3)), strategy, data)
+
+
+def strategy_of(way: ExchangeWay) -> Strategy:
+    """What trains in a way."""
+    algorithm = None if way.algorithm == "auto" else way.algorithm
+    exchange = partial(make_exchange, algorithm=algorithm, compression=way.codec)
+    return mt.LocalSGD(way.sync_every, exchange=exchange) if way.sync_every > 1 else mt.Sync(exchange)
+
+
+class InStep(mt.Hook):
+    """Lets equal hosts begin their steps together, as in a job: here they share cores. Elsewhere they do not."""
+
+    def __init__(self, everyone: mt.World) -> None:
+        self._everyone = everyone
+
+    def before_step(self, _: mt.Trainer) -> None:
+        """See Hook."""
+        self._everyone.barrier()
+
+
+def main() -> None:
+    """Print a table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--millions", type=float, default=5.0, help="of parameters")
+    parser.add_argument("--milliseconds", type=float, default=300.0, help="of a step of one rank with the whole batch")
+    parser.add_argument(
+        "--costs", type=Path, required=True,
+        help="memory and codecs of so many hosts; measured into this file if it is not there",
+    )  # fmt: skip
+    parser.add_argument("--batch", type=int, default=64)
+    parser.add_argument("--slow-last", type=float, default=1.0, help="the last rank computes so many times as long")
+    parser.add_argument("--steps", type=int, default=4, help="of each way in a turn")
+    parser.add_argument("--turns", type=int, default=2)
+    options = parser.parse_args()
+    world = mt.init()
+    slow = options.slow_last if world.rank == world.size - 1 else 1.0
+    folder = Path(world.broadcast(tempfile.mkdtemp(prefix="plan-") if world.is_root else None))
+    began = time.perf_counter()
+    if options.costs.exists():
+        measured = json.loads(options.costs.read_text())
+        pairs = measure_pairs(world.comm)
+        off = [value for i, row in enumerate(pairs.latency_us) for j, value in enumerate(row) if i != j]
+        measured["latency_between_nodes_us"] = statistics.median(off)
+        measured["link_bytes_per_second"], measured["link_latency_us"] = pairs.bytes_per_second, pairs.latency_us
+    else:
+        measured = measure_cluster(world)
+        if world.is_root:
+            options.costs.write_text(json.dumps(measured))
+    profiled = time.perf_counter()
+    if world.is_root:
+        save_profile(folder / "profile.json", world, measured)
+    told = replace(
+        world.context, plan_record=str(folder / "times.json"), plan_steps=6, plan_ranks=("1", str(world.size))
+    )
+    alone = make_world(MPI.COMM_SELF, world.config, parent=world)
+    times = StepTimes(replace(world, context=told))
+    hooks = [mt.StopAtStep(10**6)] if options.slow_last != 1 else [mt.StopAtStep(10**6), InStep(world)]
+    trainer = mt.Trainer(lambda own: parts(options, own, mt.Sync(), slow), hooks, replace(alone, watch=times))
+    try:
+        trainer.run()
+    except SystemExit:
+        timed = time.perf_counter()
+    world.print(versions_line())
+    predicted: dict[ExchangeWay, float] = {}
+    if world.is_root:
+        hosts = read_times(folder / "times.json", "the model")
+        planner = Planner(hosts, from_profile(folder / "profile.json"), is_profiled=False)
+        predicted = {way: planner.forecast(world.size, way).step_seconds for way in WAYS}
+        rates = ", ".join(f"{rate * 8e-9:.3g}" for rate in planner.machines.link_bytes_per_second)
+        sums = ", ".join(
+            f"{name} {taken * 1e3:.0f} ms, {worked * 1e3:.0f} ms of a core"
+            for name, (taken, worked) in hosts[0].sums.items()
+        )
+        steps = ", ".join(f"{host.parts[-1].seconds * 1e3:.0f}" for host in hosts)
+        print(f"{world.size} hosts, links {rates} Gbit/s; 4 MiB at once by {sums}")
+        print(
+            f"{hosts[0].busy_cores:.2f} of {hosts[0].cores:.2f} cores busy; {options.millions:g} M parameters, steps "
+            f"of {steps} ms; profile {profiled - began:.0f} s, steps {timed - profiled:.0f} s, forecast "
+            f"{time.perf_counter() - timed:.1f} s"
+        )
+        shutil.rmtree(folder)
+    made = {}
+    for way in WAYS:
+        made[way] = parts(options, world, strategy_of(way), slow)
+        made[way].strategy.begin(world, made[way].adapter)
+    seconds: dict[ExchangeWay, list[float]] = {way: [] for way in WAYS}
+    for turn in range(options.turns + 1):
+        for way, one in made.items():
+            adapter, strategy, data = one.adapter, one.strategy, one.data
+            steps = way.sync_every if way.sync_every > 1 else options.steps if turn else 2
+            world.barrier()
+            for _ in range(1 if way.sync_every > 1 else steps):
+                start = time.perf_counter()
+                for _ in range(way.sync_every):
+                    batch, weight = next(data)
+                    strategy.begin_step(weight)
+                    strategy.finish_step(adapter, adapter.loss_and_gradients(batch, strategy.on_gradient))
+                taken = max(world.allgather(time.perf_counter() - start)) / way.sync_every
+                if turn:
+                    seconds[way].append(taken)
+    if world.is_root:
+        medians = {way: statistics.median(taken) for way, taken in seconds.items()}
+        print("| way | predicted | measured (lowest to highest) | error |")
+        print("| --- | --- | --- | --- |")
+        for way, median in medians.items():
+            low, high = min(seconds[way]) * 1e3, max(seconds[way]) * 1e3
+            print(
+                f"| {way} | {predicted[way] * 1e3:.0f} ms | {median * 1e3:.0f} ms ({low:.0f} to {high:.0f}) | "
+                f"{predicted[way] / median - 1:+.1%} |"
+            )
+        best, fastest = min(predicted, key=predicted.__getitem__), min(medians, key=medians.__getitem__)
+        print(f"best: {best}, {medians[best] / medians[fastest] - 1:.1%} longer than {fastest}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,263 @@
+"""`mpitrain plan`: measure steps of a script on single machines, and say what a cluster would make of it."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import io
+import json
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from mpitrain.cli.launching import add_launch_arguments, add_script_arguments, positive, request_of_script
+from mpitrain.errors import ConfigError, LaunchError, MpitrainError
+
+if TYPE_CHECKING:
+    from mpitrain.launch.start import Request
+    from mpitrain.plan.forecast import Forecast
+    from mpitrain.plan.measured_steps import HostTimes
+    from mpitrain.simulate.machines import Machines
+    from mpitrain.simulate.report import SimulationReport
+
+HELP = "measure steps of a script here, and predict its speed on a cluster"
+
+_EPILOG = """\
+The script makes some steps on one rank of this machine, or with --hosts on one rank
+of each host, side by side and without an exchange. Then it ends: nothing is saved.
+The steps of Trainer, of mpitrain.torch.prepare and of GradientReducer are measured.
+The sums of more ranks are simulated, with the code that a job runs.
+
+The links are those of --profile FILE, from `mpitrain bench --save-profile FILE`
+(MPITRAIN_PROFILE). Without one, several hosts are measured; one host is taken to
+have equal neighbours on links of --gbit.
+
+  mpitrain plan train.py
+  mpitrain plan --gbit 10 --ranks 1,2,4,8,16 train.py --epochs 5
+  mpitrain plan --hosts node1,node2,node3,node4 --plot plan.png train.py
+"""
+_MOST_RANKS = 8  # where nothing says how many machines there are
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options."""
+    parser.epilog = _EPILOG
+    add_launch_arguments(parser)
+    parser.add_argument("--profile", type=Path, metavar="FILE", help="profile of `mpitrain bench --save-profile`")
+    parser.add_argument("--gbit", type=_gbit, metavar="X", help="rate of each node's link in Gbit/s (0.936)")
+    parser.add_argument("--ranks", type=_counts, metavar="N,N", help="numbers of ranks to plan (1,2,4,8)")
+    parser.add_argument("--steps", type=positive, default=10, metavar="N", help="steps to measure of each part (10)")
+    parser.add_argument("--all", action="store_true", help="show every way, and not only the best few")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows with all digits to this file")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw a picture (needs matplotlib)")
+    add_script_arguments(parser)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Measure, simulate and tell. Return the exit code."""
+    from mpitrain.plan.measured_steps import described
+
+    for path in (arguments.json, arguments.plot):
+        if path is not None and (path.is_dir() or not path.parent.is_dir()):
+            raise ConfigError(f"{path} cannot be written: give the name of a file in a folder that exists")
+    if arguments.num_ranks is not None:
+        raise ConfigError("-n is of a run; give the numbers of ranks to plan with --ranks 1,2,4")
+    if arguments.profile is None and os.environ.get("MPITRAIN_PROFILE"):
+        arguments.profile = Path(os.environ["MPITRAIN_PROFILE"])
+    if arguments.gbit is not None and arguments.profile is not None:
+        raise ConfigError(
+            "--gbit and a profile (--profile, MPITRAIN_PROFILE) both have the rate of the links; give one"
+        )
+    if arguments.plot is not None:
+        from mpitrain.simulate.picture import draw
+    per_host, has_hosts = arguments.ppn or 1, arguments.hosts is not None
+    if has_hosts:
+        arguments.ppn = per_host
+    else:
+        arguments.hosts, arguments.num_ranks, arguments.ppn = "localhost", per_host, None
+    request = replace(request_of_script(arguments), variables={"MPITRAIN_PROFILE": "", "MPITRAIN_TRACE": ""})
+    with tempfile.TemporaryDirectory(prefix="mpitrain-plan-") as folder:
+        machines = None if arguments.profile is None else _of_profile(arguments.profile, per_host, has_hosts=has_hosts)
+        here = arguments.hosts.count(",") + 1
+        most = machines.num_ranks if machines else here * per_host if here > 1 else _MOST_RANKS
+        ranks = arguments.ranks or _powers(most, per_host)
+        if machines and ranks[-1] > most:
+            raise ConfigError(f"--ranks has {ranks[-1]}; the profile {arguments.profile} has room for {most}")
+        hosts = _measured(request, Path(folder) / "times.json", arguments.steps, sorted({1, *ranks}))
+        if machines is None:
+            machines = _measured_machines(arguments, Path(folder) / "profile.json", hosts, ranks[-1], per_host)
+            ranks = [number for number in ranks if number <= machines.num_ranks]
+        elif has_hosts:
+            hosts = _in_order(hosts, machines, arguments.profile)
+        hosts = hosts[::per_host]
+        report = _reported(arguments, request, hosts, machines, ranks)
+    measured, origin = described(hosts), machines.origin
+    if len(hosts) == 1 and arguments.profile is not None:
+        origin += f"; each host is taken to be as fast as {hosts[0].host}"
+    print(measured)
+    report.print(origin)
+    if arguments.json is not None:
+        report.write_json(arguments.json, machines.origin, {"script": request.script, "ranks": ranks})
+    if arguments.plot is not None:
+        draw(arguments.plot, report, report.answers[-1])
+    _keep(request, report, measured, origin)
+    return 0
+
+
+def _measured(request: Request, path: Path, num_steps: int, ranks: Sequence[int]) -> list[HostTimes]:
+    """Run the script on each host alone. Return the times, by rank."""
+    from mpitrain.launch.start import start
+    from mpitrain.plan.measured_steps import read_times
+
+    print(f"mpitrain plan: measuring steps of {request.script}", file=sys.stderr, flush=True)
+    code = start(replace(request, plan_record=str(path), plan_steps=num_steps, plan_ranks=ranks))
+    if code:
+        raise LaunchError(
+            f"{request.script} failed with exit code {code} before its steps were measured, so there is no plan. Its "
+            "own messages are above; run it once with `mpitrain run -n 1`"
+        )
+    return read_times(path, request.script)
+
+
+def _of_profile(path: Path, per_host: int, *, has_hosts: bool) -> Machines:
+    """The machines of a profile, of which this one is one."""
+    from mpitrain.simulate.machines import from_profile
+
+    machines = from_profile(path)
+    if machines.ranks_per_node != per_host:
+        raise ConfigError(
+            f"the profile {path} has {machines.ranks_per_node} ranks on each node, and the plan {per_host}; give --ppn "
+            f"{machines.ranks_per_node}, or measure a profile with --ppn {per_host}"
+        )
+    if not has_hosts and socket.gethostname() not in machines.hosts:
+        raise ConfigError(
+            f"the profile {path} is of another cluster: it has {', '.join(machines.hosts)}, and this machine is "
+            f"{socket.gethostname()}. Plan on one of them, give --hosts, or leave the profile out and give --gbit"
+        )
+    return machines
+
+
+def _in_order(hosts: Sequence[HostTimes], machines: Machines, path: Path) -> list[HostTimes]:
+    """The hosts in the order of the profile."""
+    names = {host.host for host in hosts}
+    if names != set(machines.hosts):
+        raise ConfigError(
+            f"the profile {path} is of another cluster: it has {', '.join(machines.hosts)}, and --hosts has "
+            f"{', '.join(sorted(names))}. Measure one: mpitrain bench --hosts {','.join(sorted(names))} --ppn "
+            f"{machines.ranks_per_node} --save-profile {path}"
+        )
+    return sorted(hosts, key=lambda host: machines.hosts.index(host.host))
+
+
+def _measured_machines(
+    arguments: argparse.Namespace, path: Path, hosts: Sequence[HostTimes], num_ranks: int, per_host: int
+) -> Machines:
+    """Measure a profile. Of one host it has no links, so those are assumed."""
+    from mpitrain.profile import DEFAULT, from_json
+    from mpitrain.simulate.machines import equal_machines, from_profile
+
+    _bench(arguments, path)
+    if len(hosts) > per_host:
+        return replace(from_profile(path), origin="links measured now")
+    text = path.read_text()
+    costs = from_json(text, str(path), json.loads(text)["fingerprint"])
+    rate = DEFAULT.bytes_per_second if arguments.gbit is None else arguments.gbit * 1e9 / 8
+    said = "assumed, because there is no --profile, --gbit or second host: " if arguments.gbit is None else ""
+    origin = f"{said}links of {rate * 8 / 1e9:.3g} Gbit/s and {DEFAULT.latency_seconds * 1e6:g} us, equal machines"
+    machines = equal_machines(-(-num_ranks // per_host), bytes_per_second=rate, ranks_per_node=per_host, origin=origin)
+    return replace(machines, costs=replace(costs, nodes=(), links=()))
+
+
+def _bench(arguments: argparse.Namespace, path: Path) -> None:
+    """Run `mpitrain bench --save-profile` on the same hosts. Its table is not shown."""
+    print("mpitrain plan: measuring memory, codecs and links", file=sys.stderr, flush=True)
+    words = ["--hosts", arguments.hosts, "--start-seconds", str(arguments.start_seconds)]
+    given = {
+        "-n": arguments.num_ranks, "--ppn": arguments.ppn, "-i": arguments.inventory, "--env-file": arguments.env_file,
+        "--mpiexec": arguments.mpiexec,
+    }  # fmt: skip
+    for option, value in given.items():
+        words += [] if value is None else [option, str(value)]
+    command = [sys.executable, "-P", "-m", "mpitrain", "bench", *words, "--save-profile", str(path)]
+    code = subprocess.run(command, stdout=subprocess.DEVNULL, check=False).returncode
+    if code:
+        raise LaunchError(
+            f"mpitrain bench failed with exit code {code}, so there is no profile; its messages are above"
+        )
+
+
+def _reported(
+    arguments: argparse.Namespace,
+    request: Request,
+    hosts: Sequence[HostTimes],
+    machines: Machines,
+    ranks: Sequence[int],
+) -> SimulationReport:
+    from mpitrain.plan.forecast import Planner
+    from mpitrain.plan.plan_report import plan_report
+
+    profile = "" if arguments.profile is None else str(arguments.profile)
+    script = request.program
+
+    def command(row: Forecast) -> str:
+        return row.way.command(row.num_ranks, _launch_of(row.num_ranks, machines, hosts), profile, script)
+
+    planner = Planner(hosts, machines, is_profiled=bool(profile))
+    is_progress = sys.stderr.isatty()
+    return plan_report(
+        planner, hosts, ranks, command, shows_all=arguments.all,
+        tell=lambda text: print(f"mpitrain plan: {text}", file=sys.stderr, flush=True) if is_progress else None,
+    )  # fmt: skip
+
+
+def _launch_of(num_ranks: int, machines: Machines, hosts: Sequence[HostTimes]) -> list[str]:
+    """The options of `mpitrain run` for so many ranks."""
+    num_nodes = machines.nodes_of(num_ranks)[-1] + 1
+    if num_nodes == 1:
+        return ["-n", str(num_ranks), "--hosts", "localhost"]
+    known = machines.costs.nodes or tuple(host.host for host in hosts if len(hosts) > 1)
+    names = known or tuple(f"HOST{number}" for number in range(1, num_nodes + 1))
+    return ["--hosts", ",".join(names[:num_nodes]), "--ppn", str(-(-num_ranks // num_nodes))]
+
+
+def _powers(most: int, per_host: int) -> list[int]:
+    """1, 2, 4, ... up to `most`, and `most` itself. Ranks fill nodes."""
+    numbers = [1]
+    while numbers[-1] * 2 < most:
+        numbers.append(numbers[-1] * 2)
+    return sorted({number for number in (*numbers, most) if number <= per_host or number % per_host == 0})
+
+
+def _counts(text: str) -> list[int]:
+    return sorted({positive(part) for part in text.split(",")})
+
+
+def _gbit(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 1e-6 <= value <= 1e6:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number from 1e-6 to 1e6")
+    return value
+
+
+def _keep(request: Request, report: SimulationReport, measured: str, origin: str) -> None:
+    """Keep the plan for `mpitrain dashboard`."""
+    from mpitrain.plan.last_plan import keep_plan
+
+    with contextlib.redirect_stdout(io.StringIO()) as text:
+        print(measured)
+        report.print(origin)
+    words = 2 if request.program[0] == "-m" else 1
+    lines = [line.rstrip() for line in text.getvalue().splitlines()]
+    try:
+        keep_plan(Path(request.script), request.program[words:], lines)
+    except MpitrainError as error:
+        print(f"mpitrain plan: {error}", file=sys.stderr)

@@ -1,0 +1,178 @@
+"""The times of a script's steps on one rank, for `mpitrain plan`: how long they take, when each gradient is ready.
+
+    end of a step   update, next batch, forward ...  backward                     end of the step
+         0          ──────────────────────────────>  ready ready     ready ready  seconds
+
+Each rank trains alone, with the part of a batch that it would have among 1, 2, 4, ... ranks, one after the other. So
+the time of a smaller part is measured. Ranks of several hosts do so side by side, and meet only at the end.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import resource
+import statistics
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy
+
+from mpitrain.allreduce import ALGORITHMS
+from mpitrain.errors import ConfigError
+from mpitrain.shard import part_of
+from mpitrain.world import World
+
+# The first steps load libraries and take memory. After a change of the part, batches may have been read ahead.
+_FIRST_STEPS, _NEXT_STEPS = 3, 2
+# If steps are long, fewer of them will do.
+_LEAST_STEPS, _LONG_SECONDS = 4, 15.0
+# So many steps without the expected number of samples: the script does not divide its batch by the World.
+_MOST_OTHERS = 40
+# Where all links are busy at once, a switch or the processors may carry less than one pair of nodes was measured with.
+SUMS, SUM_WITH_SEVERAL_RANKS_ON_A_NODE = ("ring", "direct"), "hierarchical"
+SUM_BYTES = 2**22
+_SUM_ROUNDS = 5
+
+
+class StepTimes:
+    """Measures the steps of this rank, and ends the script after the last one. See world.StepWatch.
+
+    Attributes:
+        divisor: the number of ranks among which the present part is one.
+    """
+
+    def __init__(self, everyone: World) -> None:
+        """`everyone`: the World of all ranks, of which each trains alone."""
+        context = everyone.context
+        self._everyone, self._wanted = everyone, context.plan_steps
+        self._path = Path(context.plan_record)
+        self._sizes = [int(number) for number in context.plan_ranks]
+        self.divisor = self._sizes[0]
+        self._layout: list[tuple[str, int]] = []
+        self._parts: list[dict[str, Any]] = []
+        self._weight = self._whole = 0.0
+        self._since = -math.inf  # when the step before has ended
+        self._processor = 0.0  # seconds of this process at the first measured step
+        self._began = 0.0  # of the first measured step
+        self._ready: list[float] = []
+        self._skip, self._others = _FIRST_STEPS, 0
+        self._num_steps = 0
+        self._is_fixed = False  # each rank takes as many samples, however many ranks there are
+        self._is_written = False
+
+    def begin(self, layout: Sequence[tuple[str, int]], weight: float) -> None:
+        """Note that gradients will come: names and bytes by index, and the samples that they are of.
+
+        Raises:
+            ConfigError: the script trains several models.
+        """
+        if self._layout and self._layout != list(layout):
+            raise ConfigError(
+                f"{self._everyone.name()}: mpitrain plan has seen steps of a model with {len(self._layout)} "
+                f"parameters, and now of one with {len(layout)}; allowed is one model. Plan a script that trains one"
+            )
+        self._layout = list(layout)
+        self._weight = float(weight)
+        self._ready = [0.0] * len(layout)
+
+    def ready(self, index: int) -> None:
+        """Note that a gradient is in its bucket."""
+        self._ready[index] = time.perf_counter() - self._since
+
+    def end(self) -> None:
+        """Note that the step has its means. End the script if that was the last step."""
+        now = time.perf_counter()
+        self._num_steps += 1
+        if self._skip > 0:
+            self._skip -= 1
+        elif self._is_expected():
+            self._add(now - self._since)
+        elif self._others > _MOST_OTHERS:
+            self._is_fixed = self._weight == self._whole
+            self._leave()
+        if not self._skip and not self._began:
+            self._began, self._processor = time.perf_counter(), time.process_time()
+        self._since = time.perf_counter()
+
+    def write(self) -> None:
+        """Bring the times of all ranks together, and write them on rank 0. Collective; a second call does nothing."""
+        if self._is_written:
+            return
+        self._is_written = True
+        elapsed = time.perf_counter() - self._began
+        own = {
+            "host": self._everyone.host,
+            "parameters": self._layout,
+            "parts": [part for part in self._parts if part["steps"]],
+            "num_steps": self._num_steps,
+            "is_fixed": self._is_fixed,
+            "memory_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+            "cores": len(os.sched_getaffinity(0)) / self._num_neighbours(),
+            "busy_cores": (time.process_time() - self._processor) / elapsed if self._began else 0.0,
+        }
+        of_all = self._everyone.allgather({**own, "sums": self._sums()})  # last, where nothing else is measured
+        with self._everyone.together("write the times of the steps"):
+            if self._everyone.is_root:
+                self._path.write_text(json.dumps(of_all))
+
+    def _is_expected(self) -> bool:
+        """Whether the step had the samples of the present part. The last batch of an epoch may have fewer."""
+        if not self._whole:
+            self._whole = self._weight * self.divisor
+        part = part_of(int(self._whole), 0, self.divisor)
+        is_expected = bool(self._weight == part.stop - part.start)
+        self._others = 0 if is_expected else self._others + 1
+        return is_expected
+
+    def _add(self, seconds: float) -> None:
+        if not self._parts or self._parts[-1]["ranks"] != self.divisor:
+            self._parts.append({"ranks": self.divisor, "samples": self._weight, "steps": []})
+        steps = self._parts[-1]["steps"]
+        steps.append({"seconds": seconds, "ready": self._ready})
+        total = sum(step["seconds"] for step in steps)
+        if len(steps) >= self._wanted or (len(steps) >= _LEAST_STEPS and total > _LONG_SECONDS):
+            self._sizes.pop(0)
+            if not self._sizes or self._sizes[0] > self._whole:
+                self._leave()
+            self.divisor, self._skip = self._sizes[0], _NEXT_STEPS
+
+    def _num_neighbours(self) -> int:
+        """The number of ranks on this machine, also on other hosts of it, such as containers. Collective."""
+        everyone = self._everyone
+        machines: list[str] = everyone.allgather(Path("/proc/sys/kernel/random/boot_id").read_text())
+        return machines.count(machines[everyone.rank])
+
+    def _sums(self) -> dict[str, tuple[float, float]]:
+        """Time of a sum of SUM_BYTES over all hosts at once, by algorithm; {} on one host. Collective.
+
+        Returns:
+            By algorithm: seconds, the least of all rounds, because what links can carry is asked for, and not what
+            disturbs them now; and processor seconds of a rank, the median. Both are of the slowest rank.
+        """
+        everyone, times = self._everyone, {}
+        if everyone.num_nodes == 1:
+            return {}
+        for name in SUMS if everyone.num_nodes == everyone.size else (SUM_WITH_SEVERAL_RANKS_ON_A_NODE,):
+            algorithm = ALGORITHMS[name].make(everyone)
+            flat = algorithm.allocate(SUM_BYTES // 4, numpy.dtype(numpy.float32))
+            flat.fill(0.0)
+            taken, worked = [], []
+            for _ in range(_SUM_ROUNDS):
+                everyone.barrier()
+                began, processor = time.perf_counter(), time.process_time()
+                algorithm.start(flat, agreed=True).wait()
+                own = time.perf_counter() - began, time.process_time() - processor
+                slowest = [max(values) for values in zip(*everyone.allgather(own), strict=True)]
+                taken.append(slowest[0])
+                worked.append(slowest[1])
+            times[name] = min(taken), statistics.median(worked)
+        return times
+
+    def _leave(self) -> None:
+        """Leave the script: its end, such as saving a model, must not run."""
+        self.write()
+        raise SystemExit(0)

@@ -1,0 +1,221 @@
+"""Step times of a script for numbers of ranks and ways to exchange: measured computation, simulated sums.
+
+What the simulation of a training (simulate/training.py) does not have is added here, each with its meaning:
+
+    vote     a step ends with an agreement of all ranks: ceil(log2 p) messages one after the other
+    at once  where sums of all hosts were measured, links carry for each algorithm what they carried then, all at once
+    cores    the processor time of messages (where sums were measured), of codecs and of additions is taken from the
+             step, as far as no core is free for their thread; and a step takes no less than all its processor time
+             on the cores that there are
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import numpy
+
+from mpitrain.allreduce.costs import bucket_bytes
+from mpitrain.exchange.bucket import Parameter, plan_buckets, plan_layout
+from mpitrain.job.step_times import SUM_BYTES
+from mpitrain.plan.measured_steps import HostTimes, PartTimes
+from mpitrain.plan.ways import ExchangeWay, coded_ways, other_ways, plain_ways, resized_ways
+from mpitrain.profile import DEFAULT
+from mpitrain.simulate.machines import Machines
+from mpitrain.simulate.serving import SimulatedServing, simulate_serving
+from mpitrain.simulate.training import SimulatedTraining, simulate_steps
+
+_STEPS = 3  # that are simulated; without a spread, equal steps are computed once
+_SERVER_ROUNDS = 4
+_OF_CODECS = "direct"  # a codec's messages go by it, also inside `hierarchical`
+_NOISE = 0.02  # a way that is not faster by so much is not another one
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """One way with some ranks.
+
+    Attributes:
+        num_ranks, way: which.
+        step_seconds: of a step of all ranks.
+        samples: of all ranks in a step.
+        speedup: samples/s, as many times those of one machine.
+        efficiency: speedup / num_ranks.
+        wire_bytes: that a node sends in a step; see ExchangeWay.bytes_sent.
+        bound: what takes at least half of the time; see SimulatedRun.
+    """
+
+    num_ranks: int
+    way: ExchangeWay
+    step_seconds: float
+    samples: float
+    speedup: float
+    wire_bytes: float
+    bound: str
+
+    @property
+    def samples_per_second(self) -> float:
+        """Of all ranks."""
+        return self.samples / self.step_seconds
+
+    @property
+    def efficiency(self) -> float:
+        """The share of what so many machines would make without each other."""
+        return self.speedup / self.num_ranks
+
+
+class Planner:
+    """Forecasts for one script on some machines."""
+
+    def __init__(self, hosts: Sequence[HostTimes], machines: Machines, *, is_profiled: bool) -> None:
+        """
+        Args:
+            hosts: what was measured, by node; of one host only if all machines are taken to be like it.
+            machines: their links.
+            is_profiled: a job will have the profile, from which the size of buckets follows.
+        """
+        self._hosts, self._is_profiled = hosts, is_profiled
+        self.machines = machines
+        sums = hosts[0].sums if machines.num_nodes > 1 else {}
+        self._shares = {name: _at_once(machines, name, seconds) for name, (seconds, _) in sums.items()}
+        itemsize = numpy.dtype(numpy.float32).itemsize
+        self._layout = plan_layout(
+            [
+                Parameter(name, (-(-number // itemsize),), numpy.dtype(numpy.float32))
+                for name, number in hosts[0].parameters
+            ]
+        )
+        self._count = sum(self._layout.counts.values())
+        self._alone = min((host.parts[0] for host in hosts), key=lambda part: part.seconds / part.samples)
+
+    def alone(self) -> Forecast:
+        """One rank on the fastest host."""
+        part = self._alone
+        return Forecast(1, ExchangeWay(), part.seconds, part.samples, 1.0, 0.0, "compute")
+
+    def best(self, num_ranks: int, tell: Callable[[str], object] = lambda _: None) -> list[Forecast]:
+        """Forecast every way that makes sense with so many ranks, the fastest first; [] if a rank had no samples."""
+        if self._part(0, num_ranks) is None:
+            return []
+        if num_ranks == 1:
+            return [self.alone()]
+        tell(f"simulating {num_ranks} ranks")
+        ppn = self.machines.ranks_per_node
+        plain = self.plain(num_ranks)
+        codecs = [name for name, _ in self.machines.costs.codecs]
+        coded = [self.forecast(num_ranks, way) for way in coded_ways(codecs)] if num_ranks > ppn else []
+        whole = [plain, *coded]
+        fastest = min(whole, key=lambda row: row.step_seconds)
+        resized = self._fastest(num_ranks, resized_ways(fastest.way))
+        if resized.step_seconds < fastest.step_seconds * (1 - _NOISE):
+            whole.append(resized)
+        others = [self.forecast(num_ranks, way) for way in other_ways(plain.way, num_ranks, ppn)]
+        return sorted([*whole, *others], key=lambda row: -row.samples_per_second)
+
+    def with_links(self, factor: float) -> Planner:
+        """The same with links that are so many times as fast, and with no other limit."""
+        return Planner(
+            [replace(host, sums={}) for host in self._hosts],
+            _with_rates(self.machines, factor * max(self._shares.values(), default=1.0)),
+            is_profiled=self._is_profiled,
+        )
+
+    def plain(self, num_ranks: int) -> Forecast:
+        """Forecast the fastest way that exchanges every step in full."""
+        return self._fastest(num_ranks, plain_ways(num_ranks, self.machines.ranks_per_node))
+
+    def forecast(self, num_ranks: int, way: ExchangeWay) -> Forecast:
+        """Forecast one way. Raises ConfigError if it cannot be simulated."""
+        if way.servers:
+            return self._served(num_ranks, way)
+        part, training, machines = self._training(num_ranks, way)
+        run = simulate_steps(machines, num_ranks, training, _STEPS)
+        seconds, bound = run.step_seconds[-1], run.bound
+        host = self._hosts[0]
+        least = (host.busy_cores * part.seconds + self._work(num_ranks, way)) / host.cores
+        if least > seconds:
+            seconds, bound = least, "processors"
+        return self._row(num_ranks, way, seconds, part.samples * num_ranks, bound)
+
+    def _row(self, num_ranks: int, way: ExchangeWay, seconds: float, samples: float, bound: str) -> Forecast:
+        speedup = samples / seconds * self._alone.seconds / self._alone.samples
+        sent = way.bytes_sent(self._hosts[0].num_bytes, self.machines.nodes_of(num_ranks)[-1] + 1)
+        return Forecast(num_ranks, way, seconds, samples, speedup, sent, bound)
+
+    def _fastest(self, num_ranks: int, ways: Sequence[ExchangeWay]) -> Forecast:
+        return min((self.forecast(num_ranks, way) for way in ways), key=lambda row: row.step_seconds)
+
+    def _part(self, node: int, num_ranks: int) -> PartTimes | None:
+        return self._hosts[node if len(self._hosts) > 1 else 0].part(num_ranks)
+
+    def _training(self, num_ranks: int, way: ExchangeWay) -> tuple[PartTimes, SimulatedTraining, Machines]:
+        part = self._part(0, num_ranks)
+        assert part is not None
+        nodes = self.machines.nodes_of(num_ranks)
+        num_nodes = nodes[-1] + 1
+        seconds = [_seconds(self._part(node, num_ranks)) for node in range(num_nodes)]
+        speeds = tuple(seconds[0] / one for one in seconds) + self.machines.speeds[num_nodes:]
+        vote = (num_nodes - 1).bit_length() * self.machines.latency_seconds  # ceil(log2)
+        compute = seconds[0] + vote + self._taken_from_step(num_ranks, way)
+        limit = way.bucket_mib * 2**20 if way.bucket_mib else bucket_bytes(
+            self.machines.profile(num_nodes) if self._is_profiled else DEFAULT, num_nodes
+        )  # fmt: skip
+        buckets, end = [], 0
+        for bucket in plan_buckets(self._layout, round(limit)):
+            end += bucket.end - bucket.begin
+            buckets.append((end, min(1.0, max(part.ready[index] for index in bucket.members) / compute)))
+        training = SimulatedTraining(
+            self._count, compute, max(1, round(part.samples)), way.algorithm, way.codec,
+            sync_every=way.sync_every, buckets=tuple(buckets),
+        )  # fmt: skip
+        share = self._shares.get(way.algorithm, self._shares.get(_OF_CODECS, 1.0))
+        return part, training, _with_rates(replace(self.machines, speeds=speeds), share)
+
+    def _taken_from_step(self, num_ranks: int, way: ExchangeWay) -> float:
+        """Seconds of a step in which the thread of the exchange has the core that computes."""
+        if way.sync_every > 1:  # the sum comes after the computation
+            return 0.0
+        host = self._hosts[0]
+        return self._work(num_ranks, way) * min(1.0, max(0.0, 1 - (host.cores - host.busy_cores)))
+
+    def _work(self, num_ranks: int, way: ExchangeWay) -> float:
+        """Processor seconds of a rank for the exchange of a step."""
+        host, costs, num_bytes = self._hosts[0], self.machines.costs, self._hosts[0].num_bytes
+        sent = way.bytes_sent(num_bytes, self.machines.nodes_of(num_ranks)[-1] + 1)
+        _, processor = host.sums.get(way.algorithm, host.sums.get(_OF_CODECS, (0.0, 0.0)))
+        nodes = self.machines.num_nodes
+        work = processor * sent / (2 * (nodes - 1) / nodes * SUM_BYTES) if processor else 0.0
+        if way.codec != "none":
+            return work + num_bytes / dict(costs.codecs)[way.codec]
+        return work or num_bytes / costs.add_bytes_per_second / way.sync_every
+
+    def _served(self, num_ranks: int, way: ExchangeWay) -> Forecast:
+        workers = num_ranks - way.servers
+        part = self._part(0, workers)
+        assert part is not None
+        samples = max(1, round(part.samples))
+        serving = SimulatedServing(self._count, part.seconds, samples, "sync")
+        rate, link, share = simulate_serving(self.machines, way.servers, workers, serving, _SERVER_ROUNDS)
+        total = samples * workers
+        return self._row(num_ranks, way, total / rate, total, link if share >= 0.5 else "compute")
+
+
+def _seconds(part: PartTimes | None) -> float:
+    assert part is not None
+    return part.seconds
+
+
+def _with_rates(machines: Machines, factor: float) -> Machines:
+    """The machines with links that are so many times as fast."""
+    return replace(
+        machines,
+        link_bytes_per_second=tuple(rate * factor for rate in machines.link_bytes_per_second),
+        pairs=tuple(tuple(rate * factor for rate in row) for row in machines.pairs),
+    )
+
+
+def _at_once(machines: Machines, name: str, seconds: float) -> float:
+    """What links carry if a sum of all ranks takes so long, as a share of what one of them carried; at most 1."""
+    only = SimulatedTraining(SUM_BYTES // 4, 1e-9, 1, name, buckets=((SUM_BYTES // 4, 1.0),))
+    return min(1.0, simulate_steps(machines, machines.num_ranks, only, 1).mean_seconds / seconds)

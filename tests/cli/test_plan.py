@@ -1,0 +1,185 @@
+"""`mpitrain plan` from outside: scripts that train, and scripts and files that it refuses."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import shlex
+import socket
+import sys
+from pathlib import Path
+
+import pytest
+
+from jobs import Job, run_command
+from mpitrain.cli import main
+from mpitrain.plan.last_plan import keep_plan, last_plan
+from mpitrain.profile import fingerprint, to_json
+
+TRAINER = """
+import argparse, sys, time
+import numpy
+import mpitrain as mt
+
+parser = argparse.ArgumentParser()
+parser.add_argument("--milliseconds", type=float, required=True)
+parser.add_argument("--fault", default="")
+parser.add_argument("--steps", type=int, default=10**6)
+options = parser.parse_args()
+gradients = {name: numpy.ones(250_000, numpy.float32) for name in ("first", "last")}
+made = []
+
+def function(_, batch, on_gradient):
+    made.append(len(batch))
+    if options.fault == "crash" and len(made) == 3:
+        raise RuntimeError("the third step")
+    seconds = len(batch) * options.milliseconds / 1000
+    time.sleep(seconds * (20 * (len(made) % 2) + 1 if options.fault == "wild" else 1))
+    on_gradient("last", gradients["last"])
+    time.sleep(seconds)
+    on_gradient("first", gradients["first"])
+    return 0.0
+
+def build(world):
+    assert world.size == 1
+    data = mt.ArrayData(world, numpy.zeros((4096, 1), numpy.float32), global_batch=8)
+    adapter = mt.ArrayFunction(function, {name: one.copy() for name, one in gradients.items()}, mt.Sgd(0.1))
+    return mt.Parts(adapter, mt.Sync(), data)
+
+mt.Trainer(build, [mt.StopAtStep(options.steps), mt.Record([mt.JsonLines("record")]), mt.Checkpoint("saved", 1)]).run()
+if options.steps == 10**6:
+    raise AssertionError("plan must end the script before")
+"""
+
+LOOP = """
+import torch
+import mpitrain.torch as mtt
+
+model = torch.nn.Linear(1000, 500)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+data = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(torch.randn(4096, 1000)), batch_size=64)
+model, optimizer, data = mtt.prepare(model, optimizer, data)
+for epoch in range(1000):
+    for (x,) in data:
+        optimizer.zero_grad()
+        model(x).square().mean().backward()
+        optimizer.step()
+        mtt.save(model.state_dict(), "model.pt")
+raise AssertionError("plan must end the script before")
+"""
+
+
+def profile(folder: Path, *hosts: str) -> Path:
+    """A profile of these hosts, with links of 100 MB/s."""
+    rates = {f"{operation}_bytes_per_second": 9e9 for operation in ("encode", "add", "decode")}
+    measured = {
+        "latency_between_nodes_us": 50.0,
+        "link_bytes_per_second": [[0.0 if a == b else 1e8 for b in hosts] for a in hosts],
+        "copy_bytes_per_second": 5e9,
+        "add_bytes_per_second": 4e9,
+        "codecs": {"bf16": rates},
+        "native_below_bytes": 0,
+    }
+    path = folder / "cluster.json"
+    path.write_text(to_json(measured, hosts, fingerprint(hosts, range(len(hosts)), "any"), {}))
+    return path
+
+
+def plan(folder: Path, *words: str, source: str = TRAINER, options: tuple[str, ...] = ()) -> Job:
+    """Plan a script in a folder, with a profile of this machine and another one."""
+    folder.joinpath("train.py").write_text(source)
+    given = profile(folder, socket.gethostname(), "other")
+    command = [sys.executable, "-m", "mpitrain", "plan", "--profile", given.name, *options, "train.py", *words]
+    return run_command(command, cwd=folder, env={"XDG_STATE_HOME": str(folder / "state")})
+
+
+def nothing_written(folder: Path) -> bool:
+    return {path.name for path in folder.iterdir()} <= {"train.py", "cluster.json"}
+
+
+def test_a_trainer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    job = plan(tmp_path, "--milliseconds", "4", options=("--json", "plan.json", "--steps", "6"))
+    assert job.code == 0, job.output
+    assert job.left == []
+    assert not (tmp_path / "record").exists()
+    assert not (tmp_path / "saved").exists()
+    content = json.loads((tmp_path / "plan.json").read_text())
+    one, *two = content["rows"]
+    assert (one["num_ranks"], one["speedup"], one["wire_bytes"]) == (1, 1.0, 0.0)
+    assert one["step_seconds"] >= 0.064  # 8 samples sleep for 4 ms each, twice
+    assert {row["num_ranks"] for row in two} == {2}
+    plain = next(row for row in two if row["codec"] == "none" and row["sync_every"] == 1)
+    # 2 MB at 100 MB/s: 20 ms, of which the last bucket, here the only one, is not hidden.
+    assert plain["step_seconds"] >= 0.032 + 0.020
+    assert plain["wire_bytes"] == 2_000_000
+    said = job.stdout.splitlines()
+    assert said[-1].startswith("With these 0.5 M parameters, 0.8 Gbit/s and 8 samples a step, 2 ranks are ")
+    assert plain["command"] in [line.removeprefix("2 ranks: ") for line in said] or "MPITRAIN_COMPRESSION" in said[-2]
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    kept = last_plan(tmp_path / "train.py")
+    assert kept is not None
+    assert kept.arguments == ["--milliseconds", "4"]
+    assert kept.lines == [line.rstrip() for line in kept.lines]
+    assert kept.lines[-1] == said[-1]
+    line = next(line for line in said if line.startswith("1 rank: "))
+    words = shlex.split(line.removeprefix("1 rank: "))
+    assert words[0] == "mpitrain"
+    again = run_command([sys.executable, "-m", *words, "--steps", "2"], cwd=tmp_path)
+    assert again.code == 0, again.output
+
+
+@pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="needs PyTorch")
+def test_a_prepared_loop(tmp_path: Path) -> None:
+    job = plan(tmp_path, source=LOOP, options=("--json", "plan.json", "--steps", "4", "--ranks", "2"))
+    assert job.code == 0, job.output
+    assert not (tmp_path / "model.pt").exists()
+    rows = json.loads((tmp_path / "plan.json").read_text())["rows"]
+    assert {row["wire_bytes"] for row in rows if row["codec"] == "none" and row["sync_every"] == 1} == {500_500 * 4}
+
+
+@pytest.mark.parametrize(
+    ("words", "source", "expected"),
+    [
+        (["--milliseconds", "1", "--fault", "crash"], TRAINER, "train.py failed with exit code 1 before its steps"),
+        (["--milliseconds", "1", "--steps", "2"], TRAINER, "train.py ended after 2 steps, too few to measure on "),
+        (["--milliseconds", "1", "--fault", "wild"], TRAINER, "the steps of train.py differ too much on "),
+        ([], "print('hello')", "train.py never called mpitrain"),
+        ([], "import mpitrain\nmpitrain.init().mean([1.0])", "train.py made no step on "),
+    ],
+)
+def test_a_script_that_cannot_be_planned(tmp_path: Path, words: list[str], source: str, expected: str) -> None:
+    job = plan(tmp_path, *words, source=source)
+    assert job.code == 1, job.output
+    assert expected in job.stderr.splitlines()[-1], job.output
+    assert "Traceback" not in job.stderr or "the third step" in job.stderr
+    assert nothing_written(tmp_path)
+
+
+def test_wrong_use(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """It is refused before the script runs."""
+    monkeypatch.chdir(tmp_path)
+    script = tmp_path / "train.py"
+    foreign = str(profile(tmp_path, "node1", "node2"))
+    for words, expected in [
+        ([str(script)], "there is no script"),
+        (["--profile", foreign, str(script)], f"it has node1, node2, and this machine is {socket.gethostname()}"),
+        (["--profile", foreign, "--gbit", "1", str(script)], "both have the rate of the links"),
+        (["--ppn", "2", "--profile", foreign, str(script)], "has 1 ranks on each node, and the plan 2"),
+        (["-n", "4", str(script)], "give the numbers of ranks to plan with --ranks"),
+        (["--json", str(tmp_path), str(script)], "cannot be written"),
+        (["--profile", str(tmp_path / "none"), str(script)], "is not a profile"),
+    ]:  # fmt: skip
+        assert main(["plan", *words]) == 2, words
+        assert expected in capsys.readouterr().err
+        script.write_text("raise AssertionError('it must not run')")
+    assert nothing_written(tmp_path)
+
+
+def test_the_plan_is_kept_for_each_script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    assert last_plan(tmp_path / "a.py") is None
+    keep_plan(tmp_path / "a.py", ["--epochs", "5"], ["a table"])
+    keep_plan(tmp_path / "b.py", [], ["another"])
+    kept = last_plan(tmp_path / "a.py")
+    assert kept is not None
+    assert (kept.script, kept.arguments, kept.lines) == (str(tmp_path / "a.py"), ["--epochs", "5"], ["a table"])
