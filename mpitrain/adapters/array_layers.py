@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, TypeAlias
 
 from mpitrain.adapters.array_function import ArrayFunction
-from mpitrain.adapters.staged import LayeredModel, Piece
+from mpitrain.adapters.staged import LayeredModel, Piece, check_parameters
 from mpitrain.arrays import Array
 from mpitrain.cuda.staging import like
 from mpitrain.errors import ConfigError
@@ -77,6 +77,7 @@ class ArrayLayers(LayeredModel):
                         "its own, or use ArrayFunction, which is not cut"
                     )
                 values[full] = value
+        check_parameters(values, numbers)
         made = [_ArrayPiece({n: self._layers[n] for n in piece}, self._loss, recompute=recompute) for piece in pieces]
         own = {number: [name for name in values if name.startswith(f"{number}.")] for number in numbers}
 

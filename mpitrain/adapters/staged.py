@@ -267,6 +267,16 @@ class LayeredModel:
         self._lent = None
 
 
+def check_parameters(names: Collection[str], layers: Sequence[int]) -> None:
+    """Raise ConfigError if these layers have no parameters."""
+    if not names:
+        text = f"layer {layers[0]} has" if len(layers) == 1 else f"layers {layers[0]} to {layers[-1]} have"
+        raise ConfigError(
+            f"{text} no parameters to train; every stage needs one. Give such layers to the stage of another "
+            "layer: stages=[...] has the number of layers of every stage"
+        )
+
+
 def layer_of(name: str) -> int | None:
     """Return the number of the layer that a parameter belongs to; None if this is no name of one."""
     match = _NAME.match(name)

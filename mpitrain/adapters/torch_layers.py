@@ -8,7 +8,7 @@ from typing import Any, TypeAlias
 import numpy
 
 from mpitrain.adapters.adapter import OnGradient
-from mpitrain.adapters.staged import LayeredModel, Piece
+from mpitrain.adapters.staged import LayeredModel, Piece, check_parameters
 from mpitrain.adapters.torch_module import TorchModule
 from mpitrain.arrays import Array
 from mpitrain.errors import ConfigError, GradientError
@@ -92,8 +92,9 @@ class TorchLayers(LayeredModel):
         self._layers = []  # those of other ranks take no memory from now on
         module = torch.nn.ModuleDict({str(number): layer for number, layer in layers.items()})
         made = [_TorchPiece([layers[n] for n in piece], self._loss, piece.start, recompute) for piece in pieces]
-        trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
-        own = _OwnLayers(module, self._optimizer(trained), self._run, made, self._schedule, self._clip_norm)
+        trained = {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
+        check_parameters(trained, list(layers))
+        own = _OwnLayers(module, self._optimizer(list(trained.values())), self._run, made, self._schedule, self._clip_norm)
         return own, made
 
     def _module_of(self, number: int) -> torch.nn.Module:

@@ -126,15 +126,18 @@ class Pipeline:
         """
         self._world, self._adapter, replicas = world, adapter, self.replicas(world)
         self._place = Place(world.rank, world.size // replicas.size, self._num_pieces)
-        settings = [self._schedule, str(self._num_micro), str(self._num_pieces), str(self._recompute), str(self._narrow)]
-        world.agree("begin a pipeline", settings)
         self._passes: Passes | None = None
         self._activations: Activations | None = None
-        with world.together("cut the model into stages"):
-            self._check(adapter)
-            needs_layers = self._place.num_stages > 1 or self._num_micro > 1
+        needs_layers = self._place.num_stages > 1 or self._num_micro > 1
+        kind = f"{type(adapter).__name__} of {staged_of(adapter).num_layers} layers" if is_staged(adapter) else "no layers"
+        settings = [self._schedule, f"{self._num_micro} micro-batches", f"{self._num_pieces} pieces", kind]
+        world.agree("begin a pipeline", [*settings, f"recompute={self._recompute}", f"bf16={self._narrow}"])
+        try:  # what is refused here is the same on every rank
+            self._check_codec()
             staged = staged_of(adapter) if needs_layers or is_staged(adapter) else None
             layers = cut_layers(self._stages, self._num_pieces, staged.num_layers) if staged else []
+        except ConfigError as error:
+            raise everywhere(error) from None
         if staged is not None:
             self._begin_stages(staged, layers)
         on_device = any(is_device_array(value) for value in adapter.parameters().values())
@@ -143,11 +146,9 @@ class Pipeline:
         if replicas.size > 1:
             adapter.load_parameters(replicas.sync(adapter.parameters()))
 
-    def _check(self, adapter: Adapter) -> None:
-        """Raise ConfigError for what does not work with several stages."""
-        if self._place.num_stages == 1:
-            return
-        if self._world.config.compression != "none":
+    def _check_codec(self) -> None:
+        """Raise ConfigError for a codec with several stages."""
+        if self._place.num_stages > 1 and self._world.config.compression != "none":
             raise ConfigError(
                 f"compression {self._world.config.compression} does not work with several stages: what it leaves out "
                 "belongs to one stage. Leave MPITRAIN_COMPRESSION out; Pipeline(activations='bf16') shortens activations"

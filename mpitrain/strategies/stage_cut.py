@@ -19,7 +19,7 @@ def num_stages_of(world: World, stages: int | Sequence[int]) -> int:
     if count < 1 or world.size % count:
         raise everywhere(
             ConfigError(
-                f"{world.name()}: {world.size} ranks cannot form pipelines of {count} stages; the number of stages must "
+                f"{world.size} ranks cannot form pipelines of {count} stages; the number of stages must "
                 f"divide that of the ranks. Start a multiple of {max(count, 1)} ranks, or set stages to a divisor of "
                 f"{world.size}"
             )
