@@ -73,8 +73,8 @@ class ArrayLayers(LayeredModel):
                 full = f"{number}.{name}"
                 if (other := seen.setdefault(id(value), full)) != full:
                     raise ConfigError(
-                        f"{full} and {other} are one array; layers of ArrayLayers cannot share parameters. Give each layer "
-                        "its own, or use ArrayFunction, which is not cut"
+                        f"{full} and {other} are one array; layers of ArrayLayers cannot share parameters. Give each "
+                        "layer its own, or use ArrayFunction, which is not cut"
                     )
                 values[full] = value
         check_parameters(values, numbers)

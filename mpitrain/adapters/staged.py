@@ -27,7 +27,7 @@ _NAME = re.compile(r"(\d+)\.")
 
 
 class Piece(Protocol):
-    """Consecutive layers. Forward passes may be under way for several micro-batches; backward passes add gradients up."""
+    """Consecutive layers. Several micro-batches may be between their passes. Backward passes add gradients up."""
 
     def forward(self, micro: int, inputs: Array) -> Array:
         """Return the output of the last layer for a micro-batch, and keep what the backward pass needs."""
@@ -38,7 +38,7 @@ class Piece(Protocol):
         ...
 
     def backward(self, micro: int, gradient: Array | None) -> Array | None:
-        """Take the gradient of the loss by the output, None after `loss`. Return that by the inputs of a later piece."""
+        """Take the gradient by the output, None after `loss`. Return that by the inputs, unless they are data."""
         ...
 
 
@@ -102,8 +102,8 @@ def staged_of(adapter: Adapter) -> StagedAdapter:
     """
     if not is_staged(adapter):
         raise ConfigError(
-            f"{type(adapter).__name__} has no list of layers, so its model cannot be cut into stages; mt.ArrayLayers and "
-            "mt.TorchLayers have one"
+            f"{type(adapter).__name__} has no list of layers, so its model cannot be cut into stages; mt.ArrayLayers "
+            "and mt.TorchLayers have one"
         )
     return cast(StagedAdapter, adapter)
 
@@ -247,8 +247,8 @@ class LayeredModel:
             return self.own_state()
         if self._lent is None:
             raise ConfigError(
-                "the layers are on several ranks, and each has the state of its own. Call own_state() of the strategy on "
-                "all ranks first, after the last step, and only ranks for which it was given the state may ask for it"
+                "the layers are on several ranks, and each has the state of its own. Call own_state() of the strategy "
+                "on all ranks first, after the last step; only ranks that read the state get it"
             )
         return dict(self._lent)
 

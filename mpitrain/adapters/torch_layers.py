@@ -1,4 +1,4 @@
-"""TorchLayers: a model that is a list of PyTorch modules, of which each rank makes only its own, if a strategy cuts it."""
+"""TorchLayers: a model that is a list of PyTorch modules. If a strategy cuts it, each rank makes only its own."""
 
 from __future__ import annotations
 
@@ -83,8 +83,8 @@ class TorchLayers(LayeredModel):
                     other, owner = first.setdefault(parameter, (full, owners[number]))
                     if owner != owners[number]:
                         raise ConfigError(
-                            f"{full} (stage {owners[number]}) and {other} (stage {owner}) are one parameter; parameters "
-                            "cannot be tied across stages. Cut elsewhere, so that both are on one stage, or untie them"
+                            f"{full} (stage {owners[number]}) and {other} (stage {owner}) are one parameter; "
+                            "parameters cannot be tied across stages. Cut so that both are on one stage, or untie them"
                         )
 
     def _make(self, pieces: Sequence[range], *, recompute: bool) -> tuple[_OwnLayers, Sequence[Piece]]:
@@ -94,7 +94,9 @@ class TorchLayers(LayeredModel):
         made = [_TorchPiece([layers[n] for n in piece], self._loss, piece.start, recompute) for piece in pieces]
         trained = {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
         check_parameters(trained, list(layers))
-        own = _OwnLayers(module, self._optimizer(list(trained.values())), self._run, made, self._schedule, self._clip_norm)
+        own = _OwnLayers(
+            module, self._optimizer(list(trained.values())), self._run, made, self._schedule, self._clip_norm
+        )
         return own, made
 
     def _module_of(self, number: int) -> torch.nn.Module:
@@ -122,8 +124,8 @@ class _OwnLayers(TorchModule):
         if self.num_buffers:
             name = self.layout[-1].name
             raise ConfigError(
-                f"the layers have the buffer {name}, which changes with the samples of each micro-batch. Use layers without "
-                "running statistics, such as LayerNorm or GroupNorm, or TorchModule, which is not cut"
+                f"the layers have the buffer {name}, which changes with the samples of each micro-batch. Use layers "
+                "without running statistics, such as LayerNorm or GroupNorm, or TorchModule, which is not cut"
             )
 
     def loss_and_gradients(self, batch: Tree, on_gradient: OnGradient) -> float:

@@ -53,8 +53,8 @@ class Activations:
         kind = FLOATS.index(host.dtype) if host.dtype in FLOATS else -1
         if kind < 0 or host.ndim > _MOST_DIMENSIONS:
             raise ConfigError(
-                f"{self._world.name()}: a layer gives {host.dtype} {host.shape} to the next stage; allowed are floating "
-                f"arrays of at most {_MOST_DIMENSIONS} dimensions. Cut the model where one such array passes"
+                f"{self._world.name()}: a layer gives {host.dtype} {host.shape} to the next stage; allowed are "
+                f"floating arrays of at most {_MOST_DIMENSIONS} dimensions. Cut the model where one such array passes"
             )
         travels = BFLOAT16 if self._narrow and host.dtype.itemsize > 2 else host.dtype
         message = numpy.empty(8 * _HEADER + host.size * travels.itemsize, numpy.uint8)
@@ -68,7 +68,7 @@ class Activations:
         self._resume()
 
     def receive(self, source: int, tag: int) -> numpy.ndarray:
-        """Wait for the next array of a rank with this tag. It is a new array on the host, in the dtype that was sent."""
+        """Wait for the next array of a rank with this tag: a new one on the host, in the dtype that was sent."""
         control, message = self._world.control, None
         self._pause()
 

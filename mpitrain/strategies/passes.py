@@ -1,4 +1,4 @@
-"""What one rank of a pipeline does in a step: its passes, in the order of the schedule, and the messages between them."""
+"""What one rank of a pipeline does in a step: its passes, in the schedule's order, and the messages between them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from mpitrain.world import World
 class Place:
     """Where a rank is: rank r is stage r % num_stages of pipeline r // num_stages.
 
-    So a pipeline's ranks are neighbours: on one node, if it fits there. Activations are waited for many times in a step,
+    So a pipeline's ranks are neighbours: on one node, if it fits there. Activations are waited for many times a step,
     and stay in the memory of the node. Gradients go between nodes once in a step, each rank's those of its own stage.
     """
 
@@ -57,7 +57,9 @@ class Passes:
         not_finite: where NaN or infinity was first seen in this step: an order of these places, and words for it.
     """
 
-    def __init__(self, world: World, place: Place, schedule: str, num_micro: int, activations: Activations | None) -> None:
+    def __init__(
+        self, world: World, place: Place, schedule: str, num_micro: int, activations: Activations | None
+    ) -> None:
         self._world, self._place, self._num_micro = world, place, num_micro
         self._order = order(schedule, place.stage, place.num_stages, place.num_pieces, num_micro)
         self._activations = activations
@@ -140,8 +142,8 @@ class Passes:
             if one != digests[first]:
                 raise everywhere(
                     MismatchError(
-                        f"{self._world.name(rank)} has another part of the batch than {self._world.name(first)}, which is "
-                        "in the same pipeline. All stages of a pipeline need the same part: make the data for "
+                        f"{self._world.name(rank)} has another part of the batch than {self._world.name(first)}, which "
+                        "is in the same pipeline. All stages of a pipeline need the same part: make the data for "
                         "pipeline.replicas(world) in place of world"
                     )
                 )

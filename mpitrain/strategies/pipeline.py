@@ -7,8 +7,8 @@
                                                           │ means of the          │ means of the
                                                           └ stage: ranks 0, 2     └ stage: ranks 1, 3
 
-Each rank has the parameters, gradients and optimizer state of its own layers only. Means, and the norm for clipping, are
-those of Sync, up to the order of additions. pipeline_order.py has the schedules and their sources.
+Each rank has the parameters, gradients and optimizer state of its own layers only. Means, and the norm for clipping,
+are those of Sync, up to the order of additions. pipeline_order.py has the schedules and their sources.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ from mpitrain.world import World
 class Pipeline:
     """Pipelines of stages, with data parallelism across them; see Strategy for the calls, and docs/pipeline.md.
 
-    Checkpoints have the whole model and no stage: they are those of Sync with the same adapter, and load with any number
-    of stages. While one is taken, the ranks that write it need the memory of the whole model's state.
+    Checkpoints have the whole model and no stage: they are those of Sync with the same adapter, and load with any
+    number of stages. While one is taken, the ranks that write it need the memory of the whole model's state.
 
     The layers of a lost rank are lost. So with `mpitrain run --recover` the loss of a rank ends the job, as without it.
     """
@@ -63,8 +63,8 @@ class Pipeline:
             stages: the number of stages, which have equal numbers of layers up to one; or the number of layers of each
                 stage. The number of ranks is a multiple. With 1, any adapter will do, and this is Sync.
             schedule: "1f1b", "gpipe" or "interleaved".
-            micro_batches: the number of parts in which each pipeline's part of a batch goes through the stages. If it has
-                fewer samples, each sample is a part.
+            micro_batches: the number of parts in which each pipeline's part of a batch goes through the stages. If it
+                has fewer samples, each sample is a part.
             pieces: with "interleaved": the number of pieces of the model on each rank. Without, a rank has one.
             recompute: keep only the inputs of a piece, and compute its forward pass twice.
             activations: "bf16": activations and their gradients travel as bfloat16, and so are rounded to 8 bits.
@@ -129,7 +129,9 @@ class Pipeline:
         self._passes: Passes | None = None
         self._activations: Activations | None = None
         needs_layers = self._place.num_stages > 1 or self._num_micro > 1
-        kind = f"{type(adapter).__name__} of {staged_of(adapter).num_layers} layers" if is_staged(adapter) else "no layers"
+        kind = (
+            f"{type(adapter).__name__} of {staged_of(adapter).num_layers} layers" if is_staged(adapter) else "no layers"
+        )
         settings = [self._schedule, f"{self._num_micro} micro-batches", f"{self._num_pieces} pieces", kind]
         world.agree("begin a pipeline", [*settings, f"recompute={self._recompute}", f"bf16={self._narrow}"])
         try:  # what is refused here is the same on every rank
@@ -151,7 +153,7 @@ class Pipeline:
         if self._place.num_stages > 1 and self._world.config.compression != "none":
             raise ConfigError(
                 f"compression {self._world.config.compression} does not work with several stages: what it leaves out "
-                "belongs to one stage. Leave MPITRAIN_COMPRESSION out; Pipeline(activations='bf16') shortens activations"
+                "belongs to one stage. Leave MPITRAIN_COMPRESSION out; activations='bf16' shortens activations"
             )
 
     def _begin_stages(self, staged: StagedAdapter, layers: Sequence[range]) -> None:
@@ -193,8 +195,9 @@ class Pipeline:
                 raise
             problem = error
         if self._place.num_stages > 1:
-            told = {"value": 0.0, "weight": 0.0} if problem else {"value": means.loss, "weight": float(means.order_number)}
-            records = self._world.agree("end of a step of all stages", code=problem is not None, **told)
+            loss_here, heard = (0.0, 0) if problem else (means.loss, means.order_number)
+            operation, code = "end of a step of all stages", int(problem is not None)
+            records = self._world.agree(operation, value=loss_here, weight=float(heard), code=code)
             if records["code"].any():
                 raise self._objection(problem)
             loss_of_all = float(records["value"][self._place.num_stages - 1])  # the first rank with the last stage
@@ -291,9 +294,9 @@ class Pipeline:
                 _, rank, words = min(places)
                 return everywhere(
                     NonFiniteError(
-                        f"{self._world.name(rank)}, stage {rank % stages} of pipeline {rank // stages}: {words} was the "
-                        "first to hold NaN or infinity; nothing was changed by this step. Try a smaller learning rate or "
-                        "gradient clipping, or examine the data of that micro-batch"
+                        f"{self._world.name(rank)}, stage {rank % stages} of pipeline {rank // stages}: {words} was "
+                        "the first to hold NaN or infinity; nothing was changed by this step. Try a smaller learning "
+                        "rate or gradient clipping, or examine the data of that micro-batch"
                     )
                 )
         error: GradientError = getattr(errors, kind)(text)

@@ -3,8 +3,8 @@
     gpipe, 4 micro-batches, stage 1 of 2      F0 F1 F2 F3 B0 B1 B2 B3
     1f1b, 4 micro-batches, stage 0 of 2       F0 F1 B0 F2 B1 F3 B2 B3
 
-Both take (m + s - 1) times the time of a micro-batch, for m micro-batches and s stages. GPipe keeps the activations of m
-micro-batches, 1F1B those of at most s. With `interleaved`, each rank has several pieces of the model, and waits less.
+Both take (m + s - 1) times the time of a micro-batch, for m micro-batches and s stages. GPipe keeps the activations of
+m micro-batches, 1F1B those of at most s. With `interleaved`, each rank has several pieces of the model, and waits less.
 
 Sources: Huang et al., GPipe, arXiv:1811.06965; Harlap et al., PipeDream, SOSP 2019 (1F1B); Narayanan et al., Efficient
 Large-Scale Language Model Training on GPU Clusters Using Megatron-LM, arXiv:2104.04473, section 2.2 (1F1B with a flush,
@@ -29,7 +29,7 @@ class Pass(NamedTuple):
 def order(schedule: str, stage: int, num_stages: int, num_pieces: int, num_micro: int) -> list[Pass]:
     """Return the passes of a rank, in order.
 
-    Any order that leaves out some micro-batches, on all ranks of a pipeline, is one in which no rank waits for ever, too.
+    No rank waits for ever, also if all ranks of a pipeline leave out the same micro-batches.
 
     Args:
         schedule: one of SCHEDULES.
@@ -52,7 +52,7 @@ def order(schedule: str, stage: int, num_stages: int, num_pieces: int, num_micro
 
 
 def _nth(is_forward: bool, number: int, num_stages: int, num_pieces: int) -> Pass:
-    """The pieces take turns, each with as many micro-batches as there are stages; backwards, the last piece is first."""
+    """The pieces take turns, each with as many micro-batches as there are stages. Backwards, the last is first."""
     if num_pieces == 1:
         return Pass(is_forward, 0, number)
     group, place = divmod(number, num_stages * num_pieces)

@@ -36,16 +36,16 @@ def cut_layers(stages: int | Sequence[int], num_pieces: int, num_layers: int) ->
     if not isinstance(stages, int):
         if min(stages) < 1 or sum(stages) != num_layers:
             raise ConfigError(
-                f"stages={list(stages)} places {sum(stages)} layers; the model has {num_layers}, and each stage needs one or "
-                "more. Give the number of layers of every stage"
+                f"stages={list(stages)} places {sum(stages)} layers; the model has {num_layers}, and each stage needs "
+                "one or more. Give the number of layers of every stage"
             )
         ends = [sum(stages[: number + 1]) for number in range(len(stages))]
         return [range(end - count, end) for end, count in zip(ends, stages, strict=True)]
     count = stages * num_pieces
     if num_layers < count:
         raise ConfigError(
-            f"{num_layers} layers cannot be cut into {stages} stages{f' of {num_pieces} pieces' * (num_pieces > 1)}: each "
-            f"needs a layer. Use at most {num_layers // num_pieces} stages, or give the model as more layers"
+            f"{num_layers} layers cannot be cut into {stages} stages{f' of {num_pieces} pieces' * (num_pieces > 1)}: "
+            f"each needs a layer. Use at most {num_layers // num_pieces} stages, or give the model as more layers"
         )
     parts = [part_of(num_layers, number, count) for number in range(count)]
     return [range(part.start, part.stop) for part in parts]

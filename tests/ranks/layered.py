@@ -54,7 +54,9 @@ def samples(count: int) -> tuple[numpy.ndarray, numpy.ndarray]:
 
 
 def layered(layers: Any = None) -> ArrayLayers:
-    return ArrayLayers(layers or [Dense(n) for n in range(LAYERS)], square, Sgd(RATE, momentum=MOMENTUM, clip_norm=CLIP))
+    return ArrayLayers(
+        layers or [Dense(n) for n in range(LAYERS)], square, Sgd(RATE, momentum=MOMENTUM, clip_norm=CLIP)
+    )
 
 
 def builder(

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import numpy
 import pytest
 
-from mpitrain import Pipeline, StopAtStep, Sync, Trainer, World
+from mpitrain import Pipeline, StopAtStep, Trainer, World
 
 from .layered import builder, plain
 from .trainings import Record
@@ -22,7 +21,9 @@ def ways(world: World) -> list[dict[str, Any]]:
     divisors = [stages for stages in range(1, world.size + 1) if world.size % stages == 0 and stages <= 6]
     found: list[dict[str, Any]] = []
     for stages in divisors:
-        found += [{"stages": stages, "schedule": name, "micro_batches": m} for name in ("1f1b", "gpipe") for m in (1, 5)]
+        found += [
+            {"stages": stages, "schedule": name, "micro_batches": m} for name in ("1f1b", "gpipe") for m in (1, 5)
+        ]
         if 2 <= stages <= 3:
             found.append({"stages": stages, "schedule": "interleaved", "micro_batches": 2 * stages})
     return found

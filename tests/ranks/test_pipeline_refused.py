@@ -63,7 +63,9 @@ def test_models_that_are_not_cut(world: World) -> None:
     bare = [Dense(0), *(Tanh() for _ in range(count - 1))]
     with pytest.raises(ConfigError, match="no parameters to train"):
         Pipeline(count).begin(world, layered(bare))
-    text = error_on_all(world, ConfigError, lambda: Pipeline([1] * count).begin(world, layered(few + few + few + [Dense(0)])))
+    text = error_on_all(
+        world, ConfigError, lambda: Pipeline([1] * count).begin(world, layered(few + few + few + [Dense(0)]))
+    )
     assert "Give the number of layers of every stage" in text
     function = ArrayFunction(lambda *_: 0.0, {"w": numpy.zeros(2)}, Sgd(0.1))
     text = error_on_all(world, ConfigError, lambda: Pipeline(count).begin(world, function))

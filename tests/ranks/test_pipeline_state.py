@@ -100,8 +100,9 @@ def test_activations_are_recomputed_exactly_and_rounded_to_bf16(world: World) ->
     options: list[dict[str, Any]] = [{}, {"recompute": True}, {"activations": "bf16"}]
     for option in options:
         record = Record()
-        trainer = Trainer(builder(COUNT, BATCH, partial(Pipeline, world.size, micro_batches=3, **option)), [
-            StopAtStep(6), record])
+        trainer = Trainer(
+            builder(COUNT, BATCH, partial(Pipeline, world.size, micro_batches=3, **option)), [StopAtStep(6), record]
+        )
         trainer.run()
         losses.append([step.loss for step in record.steps])
         trainer.close()

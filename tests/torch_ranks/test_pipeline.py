@@ -69,7 +69,7 @@ def plain(steps: int) -> tuple[dict[str, numpy.ndarray], list[float]]:
         gradients = [one.grad for one in module.parameters() if one.grad is not None]
         norm = torch.sqrt(sum((one**2).sum() for one in gradients))  # clip_grad_norm_ adds 1e-6 to it
         for gradient in gradients:
-            gradient *= min(1.0, CLIP / float(norm))
+            gradient.mul_(min(1.0, CLIP / float(norm)))
         optimizer.step()
         losses.append(float(loss.detach()))
     return {name: value.numpy() for name, value in module.state_dict().items()}, losses
@@ -124,14 +124,15 @@ def test_what_is_refused(world: World) -> None:
         pytest.skip("there are 6 layers")
     layers = [torch.nn.Linear(5, 5) for _ in range(world.size)]
     layers[-1].weight = layers[0].weight
-    with pytest.raises(ConfigError, match=rf"{world.size - 1}\.weight \(stage {world.size - 1}\) and 0\.weight \(stage 0\)"):
+    last = world.size - 1
+    with pytest.raises(ConfigError, match=rf"{last}\.weight \(stage {last}\) and 0\.weight \(stage 0\)"):
         Pipeline(world.size).begin(world, TorchLayers(layers, cross_entropy, adam))
     normed = [torch.nn.BatchNorm1d(5) for _ in range(world.size)]
-    with pytest.raises(ConfigError, match="has the buffer|have the buffer"):
+    with pytest.raises(ConfigError, match=r"have the buffer \d\.running_var"):
         Pipeline(world.size).begin(world, TorchLayers(normed, cross_entropy, adam))
     bare = [torch.nn.Linear(5, 5), *(torch.nn.Tanh() for _ in range(world.size))]
     with pytest.raises(ConfigError, match="no parameters to train"):
         Pipeline(world.size).begin(world, TorchLayers(bare, cross_entropy, adam))
     none = [lambda: 5] * world.size
-    with pytest.raises(ConfigError, match="is a int; give a torch.nn.Module"):
+    with pytest.raises(ConfigError, match=r"is a int; give a torch\.nn\.Module"):
         Pipeline(world.size).begin(world, TorchLayers(none, cross_entropy, adam))  # type: ignore[list-item]
