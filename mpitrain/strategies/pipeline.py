@@ -42,6 +42,9 @@ class Pipeline:
     number of stages. While one is taken, the ranks that write it need the memory of the whole model's state.
 
     The layers of a lost rank are lost. So with `mpitrain run --recover` the loss of a rank ends the job, as without it.
+
+    Attributes:
+        layers: since `begin`: the layers of each piece, in the order of the model; piece i is on stage i % num_stages.
     """
 
     keeps_own_state = True
@@ -96,6 +99,11 @@ class Pipeline:
         self._made_for: World | None = None
         self._replicas: World | None = None
 
+    @property
+    def divides_model(self) -> bool:
+        """Since `begin`: whether there are several stages."""
+        return self._place.num_stages > 1
+
     def replicas(self, world: World) -> World:
         """Return the World of the ranks that have the same stage as this one: a rank for each pipeline. Collective.
 
@@ -128,7 +136,7 @@ class Pipeline:
         self._place = Place(world.rank, world.size // replicas.size, self._num_pieces)
         self._passes: Passes | None = None
         self._activations: Activations | None = None
-        needs_layers = self._place.num_stages > 1 or self._num_micro > 1
+        needs_layers = self.divides_model or self._num_micro > 1
         kind = (
             f"{type(adapter).__name__} of {staged_of(adapter).num_layers} layers" if is_staged(adapter) else "no layers"
         )
@@ -140,6 +148,7 @@ class Pipeline:
             layers = cut_layers(self._stages, self._num_pieces, staged.num_layers) if staged else []
         except ConfigError as error:
             raise everywhere(error) from None
+        self.layers = layers
         if staged is not None:
             self._begin_stages(staged, layers)
         on_device = any(is_device_array(value) for value in adapter.parameters().values())
@@ -150,7 +159,7 @@ class Pipeline:
 
     def _check_codec(self) -> None:
         """Raise ConfigError for a codec with several stages."""
-        if self._place.num_stages > 1 and self._world.config.compression != "none":
+        if self.divides_model and self._world.config.compression != "none":
             raise ConfigError(
                 f"compression {self._world.config.compression} does not work with several stages: what it leaves out "
                 "belongs to one stage. Leave MPITRAIN_COMPRESSION out; activations='bf16' shortens activations"
@@ -164,7 +173,6 @@ class Pipeline:
             self._activations = Activations(world, narrow=self._narrow)
         self._passes = Passes(world, place, self._schedule, self._num_micro, self._activations)
         owners = [number % count for number, part in enumerate(layers) for _ in part]
-        self.layers = layers
         own = [part for number, part in enumerate(layers) if number % count == place.stage]
         with world.together(f"make the layers of stage {place.stage}"):
             self._passes.pieces = staged.cut(Cut(own, owners, self._recompute, self._passes.run, self._norm_of_all))
@@ -191,10 +199,10 @@ class Pipeline:
         try:
             means = self._reducer.finish(loss, may_skip=may_skip, note=adapter.note())
         except GradientError as error:
-            if self._place.num_stages == 1:
+            if not self.divides_model:
                 raise
             problem = error
-        if self._place.num_stages > 1:
+        if self.divides_model:
             loss_here, heard = (0.0, 0) if problem else (means.loss, means.order_number)
             operation, code = "end of a step of all stages", int(problem is not None)
             records = self._world.agree(operation, value=loss_here, weight=float(heard), code=code)
@@ -235,7 +243,7 @@ class Pipeline:
 
     def own_state_for(self, reads: bool) -> dict[str, Any]:
         """See the function of that name. Only ranks with `reads` get the state. Raises as `own_state` does."""
-        if self._place.num_stages > 1:
+        if self.divides_model:
             self._lend_state(reads)
         return self._reducer.state()
 

@@ -48,3 +48,15 @@ def test_it_is_training_in_one_process(world: World) -> None:
         for name, value in expected.items():
             numpy.testing.assert_allclose(found[name], value, rtol=1e-12, atol=1e-14)
         trainer.close()
+
+
+@pytest.mark.slow
+def test_200_steps(world: World) -> None:
+    """The losses stay those of one process, to rounding."""
+    _, losses = plain(COUNT, BATCH, 200)
+    stages = world.size if world.size <= 6 else 1
+    record = Record()
+    trainer = Trainer(builder(COUNT, BATCH, partial(Pipeline, stages, micro_batches=5)), [StopAtStep(200), record])
+    trainer.run()
+    assert [step.loss for step in record.steps] == pytest.approx(losses, rel=1e-12)
+    trainer.close()

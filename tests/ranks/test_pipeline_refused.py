@@ -9,7 +9,7 @@ from typing import Any
 import numpy
 import pytest
 
-from mpitrain import ArrayFunction, Pipeline, Sgd, StopAtStep, Trainer, World
+from mpitrain import ArrayFunction, CompareReplicas, Pipeline, Sgd, StopAtStep, Trainer, World
 from mpitrain.arrays import Array
 from mpitrain.errors import CheckpointError, ConfigError, MismatchError, NonFiniteError
 
@@ -152,6 +152,15 @@ def _stage_of(layer: int, stages: int) -> int:
     """The stage of a layer: the first stages have one more."""
     sizes = [LAYERS // stages + (stage < LAYERS % stages) for stage in range(stages)]
     return next(stage for stage in range(stages) if layer < sum(sizes[: stage + 1]))
+
+
+def test_replicas_are_not_compared(world: World) -> None:
+    skip_alone(world)
+    if world.size > LAYERS:
+        pytest.skip("there are 6 layers")
+    trainer = Trainer(builder(32, 16, partial(Pipeline, world.size)), [StopAtStep(2), CompareReplicas()])
+    assert "each rank has layers of its own" in error_on_all(world, ConfigError, trainer.run)
+    trainer.close()
 
 
 def test_a_checkpoint_of_another_model(world: World) -> None:
