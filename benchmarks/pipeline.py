@@ -144,7 +144,7 @@ def against_torch(world: mt.World, rounds: int) -> None:
             else:
                 schedule.step(target=y, losses=of_step)
             optimizer.step()
-            losses["torch"].append(float(sum(of_step)) / MICRO)
+            losses["torch"].append(sum(one.item() for one in of_step) / MICRO)
 
     layers = [lambda number=number: block(number) for number in range(BLOCKS)]
     adapter = mt.TorchLayers(layers, torch.nn.functional.mse_loss, sgd)

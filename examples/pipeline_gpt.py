@@ -21,7 +21,7 @@ from torch.nn.functional import cross_entropy, gelu, scaled_dot_product_attentio
 
 import mpitrain as mt
 
-CONTEXT, WIDTH, HEADS, BLOCKS, BYTES = 32, 256, 4, 10, 256
+CONTEXT, WIDTH, HEADS, BLOCKS, BYTES = 32, 256, 4, 22, 256
 
 
 class Embedding(torch.nn.Module):
@@ -87,7 +87,7 @@ def limit(room_mib: int) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description="Train a GPT as a pipeline, under a limit of memory.")
     parser.add_argument("--steps", type=int, default=20)
-    parser.add_argument("--room-mib", type=int, default=150, help="0: no limit")
+    parser.add_argument("--room-mib", type=int, default=300, help="0: no limit")
     arguments = parser.parse_args()
     world = mt.init()
     torch.set_num_threads(1)

@@ -75,7 +75,7 @@ def test_a_model_that_fits_only_as_a_pipeline() -> None:
 
     def run(ranks: int, *options: str) -> Job:
         run = [str(VENVS["mpich"] / "bin/mpitrain"), "run", "-n", str(ranks), "examples/pipeline_gpt.py"]
-        return run_command([*run, "--steps", "10", *options], timeout=300)
+        return run_command([*run, "--steps", "4", *options], timeout=300)
 
     failed(run(1), "memory")
     of_runs = []
