@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import os
 import selectors
-import signal
 import statistics
 import subprocess
 import sys
@@ -91,7 +90,7 @@ def main() -> None:
                 job = job_of(process, times)
                 turns = [turn(job, process.pid, count, arguments.seconds) for count in counts(arguments)]
             finally:
-                process.send_signal(signal.SIGINT)
+                process.terminate()
         ended, took = numpy.loadtxt(times).T
     print(versions_line())
     cores = len(os.sched_getaffinity(0))

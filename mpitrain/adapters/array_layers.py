@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, TypeAlias
 
 from mpitrain.adapters.array_function import ArrayFunction
-from mpitrain.adapters.staged import LayeredModel, Piece, check_parameters
+from mpitrain.adapters.staged import LayeredModel, LayerPiece, check_parameters
 from mpitrain.arrays import Array
 from mpitrain.cuda.staging import like
 from mpitrain.errors import ConfigError
@@ -64,7 +64,7 @@ class ArrayLayers(LayeredModel):
     def _check_cut(self, owners: Sequence[int]) -> None:
         """See LayeredModel. Each layer has parameters of its own, wherever it is: _make sees to it."""
 
-    def _make(self, pieces: Sequence[range], *, recompute: bool) -> tuple[ArrayFunction, Sequence[Piece]]:
+    def _make(self, pieces: Sequence[range], *, recompute: bool) -> tuple[ArrayFunction, Sequence[LayerPiece]]:
         numbers = [number for piece in pieces for number in piece]
         values: dict[str, Array] = {}
         seen: dict[int, str] = {}
@@ -95,7 +95,7 @@ class ArrayLayers(LayeredModel):
 
 
 class _ArrayPiece:
-    """See Piece."""
+    """See LayerPiece."""
 
     def __init__(self, layers: Mapping[int, ArrayLayer], loss: ArrayLoss, *, recompute: bool) -> None:
         self._layers, self._loss, self._recompute = layers, loss, recompute
@@ -108,21 +108,21 @@ class _ArrayPiece:
         self._kept.clear()  # an error may have ended the step before
 
     def forward(self, micro: int, inputs: Array) -> Array:
-        """See Piece."""
+        """See LayerPiece."""
         inputs = like(inputs, self._somewhere)
         kept, output = self._through(inputs)
         self._kept[micro] = (inputs if self._recompute else kept), None
         return output
 
     def loss(self, micro: int, inputs: Array, targets: Tree, share: float) -> float:
-        """See Piece."""
+        """See LayerPiece."""
         output = self.forward(micro, inputs)
         loss, gradient = self._loss(output, targets)
         self._kept[micro] = self._kept[micro][0], (gradient if share == 1.0 else gradient * share)
         return float(loss)
 
     def backward(self, micro: int, gradient: Array | None) -> Array | None:
-        """See Piece."""
+        """See LayerPiece."""
         kept, of_loss = self._kept.pop(micro)
         if self._recompute:
             kept, _ = self._through(kept)

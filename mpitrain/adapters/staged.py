@@ -26,7 +26,7 @@ from mpitrain.tree import Tree, num_samples
 _NAME = re.compile(r"(\d+)\.")
 
 
-class Piece(Protocol):
+class LayerPiece(Protocol):
     """Consecutive layers. Several micro-batches may be between their passes. Backward passes add gradients up."""
 
     def forward(self, micro: int, inputs: Array) -> Array:
@@ -72,7 +72,7 @@ class StagedAdapter(Adapter, Protocol):
     @property
     def num_layers(self) -> int: ...
 
-    def cut(self, cut: Cut) -> Sequence[Piece]:
+    def cut(self, cut: Cut) -> Sequence[LayerPiece]:
         """Keep only these layers, from now on. Return the pieces.
 
         Raises:
@@ -115,11 +115,11 @@ class LayeredModel:
         if not num_layers:
             raise ConfigError("there are no layers; give at least one")
         self._num_layers = num_layers
-        self._made: tuple[Any, Sequence[Piece]] | None = None
+        self._made: tuple[Any, Sequence[LayerPiece]] | None = None
         self._cut: Cut | None = None
         self._lent: Mapping[str, Any] | None = None
 
-    def _make(self, pieces: Sequence[range], *, recompute: bool) -> tuple[Any, Sequence[Piece]]:
+    def _make(self, pieces: Sequence[range], *, recompute: bool) -> tuple[Any, Sequence[LayerPiece]]:
         """Make an adapter of these layers alone, and their pieces."""
         raise NotImplementedError
 
@@ -132,7 +132,7 @@ class LayeredModel:
         """See StagedAdapter."""
         return self._num_layers
 
-    def cut(self, cut: Cut) -> Sequence[Piece]:
+    def cut(self, cut: Cut) -> Sequence[LayerPiece]:
         """See StagedAdapter."""
         if self._made is not None:
             raise ConfigError(
@@ -154,7 +154,7 @@ class LayeredModel:
         return self._made[0]
 
     @property
-    def _pieces(self) -> Sequence[Piece]:
+    def _pieces(self) -> Sequence[LayerPiece]:
         assert self._inner is not None and self._made is not None
         return self._made[1]
 

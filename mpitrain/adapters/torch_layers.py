@@ -8,7 +8,7 @@ from typing import Any, TypeAlias
 import numpy
 
 from mpitrain.adapters.adapter import OnGradient
-from mpitrain.adapters.staged import LayeredModel, Piece, check_parameters
+from mpitrain.adapters.staged import LayeredModel, LayerPiece, check_parameters
 from mpitrain.adapters.torch_module import TorchModule
 from mpitrain.arrays import Array
 from mpitrain.errors import ConfigError, GradientError
@@ -87,7 +87,7 @@ class TorchLayers(LayeredModel):
                             "parameters cannot be tied across stages. Cut so that both are on one stage, or untie them"
                         )
 
-    def _make(self, pieces: Sequence[range], *, recompute: bool) -> tuple[_OwnLayers, Sequence[Piece]]:
+    def _make(self, pieces: Sequence[range], *, recompute: bool) -> tuple[_OwnLayers, Sequence[LayerPiece]]:
         layers = {n: self._module_of(n) for piece in pieces for n in piece}
         self._layers = []  # those of other ranks take no memory from now on
         module = torch.nn.ModuleDict({str(number): layer for number, layer in layers.items()})
@@ -149,7 +149,7 @@ class _OwnLayers(TorchModule):
 
 
 class _TorchPiece:
-    """See Piece."""
+    """See LayerPiece."""
 
     def __init__(self, layers: Sequence[torch.nn.Module], loss: TorchLoss, first: int, recompute: bool) -> None:
         self._module = torch.nn.Sequential(*layers)
@@ -161,20 +161,20 @@ class _TorchPiece:
         self._kept.clear()
 
     def forward(self, micro: int, inputs: Array) -> Array:
-        """See Piece."""
+        """See LayerPiece."""
         given, output = self._through(inputs)
         self._kept[micro] = given, output
         return array_of(output)
 
     def loss(self, micro: int, inputs: Array, targets: Tree, share: float) -> float:
-        """See Piece."""
+        """See LayerPiece."""
         given, output = self._through(inputs)
         loss = checked_loss(self._loss(output, as_tensors(targets)))
         self._kept[micro] = given, loss if share == 1.0 else loss * share
         return float(loss.detach())
 
     def backward(self, micro: int, gradient: numpy.ndarray | None) -> Array | None:
-        """See Piece."""
+        """See LayerPiece."""
         given, output = self._kept.pop(micro)
         output.backward(None if gradient is None else tensor_of(gradient))  # type: ignore[no-untyped-call]
         return None if given.grad is None else array_of(given.grad)

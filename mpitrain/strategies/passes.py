@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy
 
-from mpitrain.adapters.staged import Piece
+from mpitrain.adapters.staged import LayerPiece
 from mpitrain.arrays import Array, is_array, is_device_array, namespace
 from mpitrain.errors import MismatchError, everywhere
 from mpitrain.shard import part_of
@@ -19,7 +19,7 @@ from mpitrain.world import World
 
 
 @dataclass(frozen=True)
-class Place:
+class StagePlace:
     """Where a rank is: rank r is stage r % num_stages of pipeline r // num_stages.
 
     So a pipeline's ranks are neighbours: on one node, if it fits there. Activations are waited for many times a step,
@@ -50,7 +50,7 @@ class Place:
         return self.pipeline * self.num_stages + (self.stage + step) % self.num_stages
 
 
-class Passes:
+class StagePasses:
     """Runs the passes of this rank. Every rank of a pipeline calls `run` with the same part of the batch.
 
     Attributes:
@@ -58,13 +58,13 @@ class Passes:
     """
 
     def __init__(
-        self, world: World, place: Place, schedule: str, num_micro: int, activations: Activations | None
+        self, world: World, place: StagePlace, schedule: str, num_micro: int, activations: Activations | None
     ) -> None:
         self._world, self._place, self._num_micro = world, place, num_micro
         self._order = order(schedule, place.stage, place.num_stages, place.num_pieces, num_micro)
         self._activations = activations
         self._is_compared = False
-        self.pieces: Sequence[Piece] = ()
+        self.pieces: Sequence[LayerPiece] = ()
         self.not_finite: tuple[tuple[int, int], str] | None = None
 
     def run(self, inputs: Array, targets: Tree, count: int) -> float:

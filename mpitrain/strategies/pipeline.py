@@ -29,7 +29,7 @@ from mpitrain.exchange.reducer import GradientReducer
 from mpitrain.job.worlds import make_world
 from mpitrain.strategies.activations import Activations
 from mpitrain.strategies.of_rounds import refuse_round, without_rounds
-from mpitrain.strategies.passes import Passes, Place
+from mpitrain.strategies.passes import StagePasses, StagePlace
 from mpitrain.strategies.pipeline_order import SCHEDULES
 from mpitrain.strategies.stage_cut import cut_layers, num_stages_of
 from mpitrain.world import World
@@ -133,8 +133,8 @@ class Pipeline:
             MismatchError: the ranks differ in settings or model. Raised on every rank.
         """
         self._world, self._adapter, replicas = world, adapter, self.replicas(world)
-        self._place = Place(world.rank, world.size // replicas.size, self._num_pieces)
-        self._passes: Passes | None = None
+        self._place = StagePlace(world.rank, world.size // replicas.size, self._num_pieces)
+        self._passes: StagePasses | None = None
         self._activations: Activations | None = None
         needs_layers = self.divides_model or self._num_micro > 1
         kind = (
@@ -171,7 +171,7 @@ class Pipeline:
         count = place.num_stages
         if count > 1:
             self._activations = Activations(world, narrow=self._narrow)
-        self._passes = Passes(world, place, self._schedule, self._num_micro, self._activations)
+        self._passes = StagePasses(world, place, self._schedule, self._num_micro, self._activations)
         owners = [number % count for number, part in enumerate(layers) for _ in part]
         own = [part for number, part in enumerate(layers) if number % count == place.stage]
         with world.together(f"make the layers of stage {place.stage}"):
@@ -291,9 +291,9 @@ class Pipeline:
 
     def _objection(self, problem: GradientError | None) -> GradientError:
         """Return the error of the stage that objects, for every rank to raise. Collective."""
-        mine = None if problem is None else (type(problem).__name__, str(problem))
-        found = self._passes.not_finite if self._passes else None
-        of_all = self._world.allgather((mine, found))
+        objected = None if problem is None else (type(problem).__name__, str(problem))
+        not_finite = self._passes.not_finite if self._passes else None
+        of_all = self._world.allgather((objected, not_finite))
         stages = self._place.num_stages
         kind, text = next(told for told, _ in of_all if told is not None)
         if kind == NonFiniteError.__name__:
