@@ -64,7 +64,8 @@ class TorchLayers(LayeredModel):
             ConfigError: there are no layers.
         """
         super().__init__(len(layers))
-        self._layers, self._loss, self._optimizer = list(layers), loss, optimizer
+        self._layers: list[TorchLayer] = [*layers]
+        self._loss, self._optimizer = loss, optimizer
         self._schedule, self._clip_norm = schedule, clip_norm
 
     @property
@@ -101,7 +102,7 @@ class TorchLayers(LayeredModel):
 
     def _module_of(self, number: int) -> torch.nn.Module:
         layer = self._layers[number]
-        made = layer if isinstance(layer, torch.nn.Module) else layer()
+        made: Any = layer if isinstance(layer, torch.nn.Module) else layer()
         if not isinstance(made, torch.nn.Module):
             raise ConfigError(f"layer {number} is a {type(made).__name__}; give a torch.nn.Module or a function of one")
         return made
@@ -119,7 +120,7 @@ class _OwnLayers(TorchModule):
         schedule: Schedule | None,
         clip_norm: float | None,
     ) -> None:
-        super().__init__(module, run, optimizer, schedule=schedule, clip_norm=clip_norm)
+        super().__init__(module, lambda _, batch: run(batch), optimizer, schedule=schedule, clip_norm=clip_norm)
         self.module, self._run, self._of_step = module, run, pieces
         if self.num_buffers:
             name = self.layout[-1].name
@@ -154,7 +155,7 @@ class _TorchPiece:
     def __init__(self, layers: Sequence[torch.nn.Module], loss: TorchLoss, first: int, recompute: bool) -> None:
         self._module = torch.nn.Sequential(*layers)
         self._loss, self._is_first, self._recompute = loss, first == 0, recompute
-        self._kept: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # by micro-batch: the inputs, the output or loss
+        self._kept: dict[int, tuple[Any, Any]] = {}  # by micro-batch: the inputs, the output or loss
 
     def begin(self) -> None:
         """Begin a step: an error may have ended the one before."""
@@ -176,15 +177,16 @@ class _TorchPiece:
     def backward(self, micro: int, gradient: numpy.ndarray | None) -> Array | None:
         """See LayerPiece."""
         given, output = self._kept.pop(micro)
-        output.backward(None if gradient is None else tensor_of(gradient))  # type: ignore[no-untyped-call]
+        output.backward(None if gradient is None else tensor_of(gradient))
         return None if given.grad is None else array_of(given.grad)
 
-    def _through(self, inputs: Array) -> tuple[torch.Tensor, torch.Tensor]:
+    def _through(self, inputs: Array) -> tuple[Any, Any]:
         given = as_tensors(inputs)
         if not self._is_first:
             given.requires_grad_()
         if self._recompute:
-            output = torch.utils.checkpoint.checkpoint(self._module, given, use_reentrant=False)
+            checkpoint: Any = torch.utils.checkpoint.checkpoint
+            output = checkpoint(self._module, given, use_reentrant=False)
         else:
             output = self._module(given)
         if not isinstance(output, torch.Tensor):

@@ -69,7 +69,10 @@ class Activations:
 
     def receive(self, source: int, tag: int) -> numpy.ndarray:
         """Wait for the next array of a rank with this tag: a new one on the host, in the dtype that was sent."""
-        control, message = self._world.control, None
+        from mpi4py import MPI
+
+        control, status = self._world.control, MPI.Status()
+        message: MPI.Message | None = None
         self._pause()
 
         def arrived() -> bool:
@@ -77,9 +80,6 @@ class Activations:
             message = self.apart.comm.Improbe(source, tag, status)
             return message is not None
 
-        from mpi4py import MPI
-
-        status = MPI.Status()
         doing = f"activations from {self._world.name(source)}"
         control.wait(until(arrived, patient_naps()), doing, (source,))
         assert message is not None
