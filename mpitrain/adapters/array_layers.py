@@ -127,7 +127,7 @@ class _ArrayPiece:
         if self._recompute:
             kept, _ = self._through(kept)
         gradient = of_loss if gradient is None else like(gradient, self._somewhere)
-        for number in reversed(self._layers):
+        for number in reversed([*self._layers]):
             values = self._parameters[number]
             gradient, of_parameters = self._layers[number].backward(values, kept.pop(number), gradient)
             if of_parameters.keys() != values.keys():

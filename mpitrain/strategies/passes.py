@@ -94,7 +94,7 @@ class StagePasses:
         number = one.piece * place.num_stages + place.stage  # of the piece, in the order of the model
         here = inputs[part] if number == 0 else self._messages.receive(place.neighbour(-1), 2 * number)
         if number == place.num_pieces * place.num_stages - 1:
-            share = (part.stop - part.start) / count
+            share: float = (part.stop - part.start) / count
             loss = piece.loss(one.micro, here, _cut(targets, part), share)
             self._look(numpy.float64(loss), (number, one.micro), f"the loss of micro-batch {one.micro}")
             return loss * share
@@ -135,7 +135,7 @@ class StagePasses:
         digest = hashlib.blake2b(digest_size=7)
         for _, leaf in leaves(batch):
             host = leaf.get() if is_device_array(leaf) else leaf
-            digest.update(numpy.ascontiguousarray(host) if is_array(leaf) else repr(leaf).encode())
+            digest.update(numpy.ascontiguousarray(host).data if is_array(leaf) else repr(leaf).encode())
         digests = self._world.agree("batch of a pipeline", detail=int.from_bytes(digest.digest()))["detail"].tolist()
         for rank, one in enumerate(digests):
             first = rank - rank % self._place.num_stages
