@@ -123,7 +123,7 @@ class StagePasses:
 
     def _look(self, values: Array, where: tuple[int, int], words: str) -> None:
         """Note the first place that holds NaN or infinity: one sum is cheap beside the pass that made the values."""
-        if self.not_finite is not None and self.not_finite[0] < where:
+        if self.not_finite is not None:
             return
         with numpy.errstate(all="ignore"):
             if not bool(namespace(values).isfinite(values.sum())):
