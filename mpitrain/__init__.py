@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from mpitrain import collectives as collectives
     from mpitrain.adapters.accumulate import Accumulate as Accumulate
     from mpitrain.adapters.array_function import ArrayFunction as ArrayFunction
+    from mpitrain.adapters.array_layers import ArrayLayers as ArrayLayers
+    from mpitrain.adapters.torch_layers import TorchLayers as TorchLayers
     from mpitrain.adapters.torch_module import TorchModule as TorchModule
     from mpitrain.errors import MpitrainError as MpitrainError
     from mpitrain.exchange.bucket import Parameter as Parameter
@@ -29,6 +31,7 @@ if TYPE_CHECKING:
     from mpitrain.strategies import DiLoCo as DiLoCo
     from mpitrain.strategies import LocalSGD as LocalSGD
     from mpitrain.strategies import ParameterServer as ParameterServer
+    from mpitrain.strategies import Pipeline as Pipeline
     from mpitrain.strategies import ShardedSync as ShardedSync
     from mpitrain.strategies import SparseLoCo as SparseLoCo
     from mpitrain.strategies import StreamingDiLoCo as StreamingDiLoCo
@@ -94,6 +97,7 @@ _HOME = {
     "AdamW": "training.optimizers",
     "ArrayData": "training.data.arrays",
     "ArrayFunction": "adapters.array_function",
+    "ArrayLayers": "adapters.array_layers",
     "Balance": "training.hooks.balance",
     "Checkpoint": "training.hooks.checkpoint",
     "Communication": "training.meters.communication",
@@ -121,6 +125,7 @@ _HOME = {
     "Parameter": "exchange.bucket",
     "ParameterServer": "strategies",
     "Parts": "training.parts",
+    "Pipeline": "strategies",
     "Prefetch": "training.data.prefetch",
     "Reading": "training.meters.meter",
     "Record": "training.hooks.record",
@@ -156,7 +161,7 @@ _HOME = {
     "workers": "remote.block",
 }
 # Like the names above, but not in __all__: `from mpitrain import *` would load a framework, which may not be installed.
-_OF_FRAMEWORKS = {"TorchModule": "adapters.torch_module"}
+_OF_FRAMEWORKS = {"TorchLayers": "adapters.torch_layers", "TorchModule": "adapters.torch_module"}
 
 if not TYPE_CHECKING:  # type checkers take the names imported above
     __all__ = list(_HOME)

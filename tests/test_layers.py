@@ -178,6 +178,7 @@ HOMES = {
         "adapters.torch_arrays",
         "adapters.torch_buffers",
         "adapters.torch_checks",
+        "adapters.torch_layers",
         "adapters.torch_module",
         "adapters.torch_optimizer",
         "adapters.torch_parts",

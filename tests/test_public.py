@@ -136,7 +136,7 @@ def test_the_codecs_load_no_compiler_before_one_is_made(tmp_path: Path) -> None:
 def test_dir_shows_public_names_only() -> None:
     """dir() hides modules of the package that have been loaded, which Python makes attributes."""
     import_module("mpitrain.launch.start")
-    assert dir(mpitrain) == sorted({*mpitrain.__all__, "TorchModule", "collectives", "__version__"})
+    assert dir(mpitrain) == sorted({*mpitrain.__all__, "TorchLayers", "TorchModule", "collectives", "__version__"})
 
 
 def test_a_writer_among_the_hooks(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from mpitrain.errors import ConfigError
 from mpitrain.strategies.diloco import DiLoCo
 from mpitrain.strategies.local_sgd import LocalSGD
 from mpitrain.strategies.parameter_server import ParameterServer
+from mpitrain.strategies.pipeline import Pipeline
 from mpitrain.strategies.sharded_sync import ShardedSync
 from mpitrain.strategies.sparse_loco import SparseLoCo
 from mpitrain.strategies.strategy import ServedStrategy, Strategy
@@ -23,6 +24,7 @@ __all__ = [
     "DiLoCo",
     "LocalSGD",
     "ParameterServer",
+    "Pipeline",
     "ServedStrategy",
     "ShardedSync",
     "SparseLoCo",
@@ -41,6 +43,7 @@ STRATEGIES: dict[str, Callable[[], Strategy]] = {
     "streaming_diloco": StreamingDiLoCo,
     "sparse_loco": SparseLoCo,
     "parameter_server": ParameterServer,
+    "pipeline": Pipeline,
 }
 
 

@@ -21,6 +21,7 @@ class Strategy(Protocol):
     CheckpointError that `restore` would raise, and changes nothing. One whose ranks use their own gradients in the next
     step, and not the mean, has the property `trains_alone`, which is then True. One with outer steps has their number
     since `begin`: `num_outer_steps`.
+    One whose ranks have different layers has the property `divides_model`, which is then True.
     One that divides the optimizer has the method `own_state_for`; see the function of that name.
     """
 

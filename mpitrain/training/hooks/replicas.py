@@ -51,6 +51,20 @@ class CompareReplicas(Hook):
         self._repair = repair
         self._is_due = False
 
+    def before_run(self, trainer: Trainer) -> None:
+        """See Hook.
+
+        Raises:
+            ConfigError: the ranks have different layers. Raised on every rank.
+        """
+        if getattr(trainer.strategy, "divides_model", False):
+            raise everywhere(
+                ConfigError(
+                    "CompareReplicas compares the parameters of all ranks, and with Pipeline each rank has layers of "
+                    "its own. Leave the hook out, or use one stage"
+                )
+            )
+
     def reads_model(self, trainer: Trainer, step: int) -> bool:
         """See Hook."""
         return step % self._steps == 0 or step == trainer.last_step

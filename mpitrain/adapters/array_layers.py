@@ -1,0 +1,148 @@
+"""ArrayLayers: a model that is a list of layers of NumPy or CuPy arrays, each with its forward and backward pass."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol, TypeAlias
+
+from mpitrain.adapters.array_function import ArrayFunction
+from mpitrain.adapters.staged import LayeredModel, LayerPiece, check_parameters
+from mpitrain.arrays import Array
+from mpitrain.cuda.staging import like
+from mpitrain.errors import ConfigError
+from mpitrain.training.optimizers import Optimizer
+from mpitrain.tree import Tree
+
+
+class ArrayLayer(Protocol):
+    """One layer. It keeps nothing from pass to pass."""
+
+    def parameters(self) -> Mapping[str, Array]:
+        """Return the initial values by name, the same on every rank. Only ranks that have the layer call it."""
+        ...
+
+    def forward(self, parameters: Mapping[str, Array], inputs: Array) -> tuple[Array, Any]:
+        """Return the output, a new array, and what `backward` needs. The first dimension is that of the samples."""
+        ...
+
+    def backward(
+        self, parameters: Mapping[str, Array], kept: Any, gradient: Array
+    ) -> tuple[Array | None, Mapping[str, Array]]:
+        """Return the gradients of the loss by the inputs, and by every parameter, given that by the output.
+
+        None for the inputs is allowed in the first layer of the model.
+        """
+        ...
+
+
+# loss(output, targets) -> the mean loss over the samples, and its gradient by the output.
+ArrayLoss: TypeAlias = Callable[[Array, Tree], tuple[float, Array]]
+
+
+class ArrayLayers(LayeredModel):
+    """An Adapter around a list of layers and a loss. mt.Pipeline can cut it; see docs/pipeline.md.
+
+    Parameters are named by the number of their layer, such as `3.weight`. A batch is a pair: the inputs of the first
+    layer, and what the loss gets beside the output.
+    """
+
+    def __init__(self, layers: Sequence[ArrayLayer], loss: ArrayLoss, optimizer: Optimizer) -> None:
+        """Not collective; every rank gives the same layers. No parameter is made yet.
+
+        Args:
+            layers: in the order of the model.
+            loss: returns the mean loss over the samples, and its gradient by the output of the last layer.
+            optimizer: as for ArrayFunction.
+
+        Raises:
+            ConfigError: there are no layers.
+        """
+        super().__init__(len(layers))
+        self._layers: Sequence[ArrayLayer] = layers
+        self._loss, self._optimizer = loss, optimizer
+
+    def _check_cut(self, owners: Sequence[int]) -> None:
+        """See LayeredModel. Each layer has parameters of its own, wherever it is: _make sees to it."""
+
+    def _make(self, pieces: Sequence[range], *, recompute: bool) -> tuple[ArrayFunction, Sequence[LayerPiece]]:
+        numbers = [number for piece in pieces for number in piece]
+        values: dict[str, Array] = {}
+        seen: dict[int, str] = {}
+        for number in numbers:
+            for name, value in self._layers[number].parameters().items():
+                full = f"{number}.{name}"
+                if (other := seen.setdefault(id(value), full)) != full:
+                    raise ConfigError(
+                        f"{full} and {other} are one array; layers of ArrayLayers cannot share parameters. Give each "
+                        "layer its own, or use ArrayFunction, which is not cut"
+                    )
+                values[full] = value
+        check_parameters(values, numbers)
+        made = [_ArrayPiece({n: self._layers[n] for n in piece}, self._loss, recompute=recompute) for piece in pieces]
+        own = {number: [name for name in values if name.startswith(f"{number}.")] for number in numbers}
+
+        def function(parameters: Mapping[str, Array], batch: Tree, on_gradient: Callable[[str, Array], None]) -> float:
+            views = {n: {name.split(".", 1)[1]: parameters[name] for name in own[n]} for n in numbers}
+            totals: dict[str, Array] = {}
+            for piece in made:
+                piece.begin(views, totals)
+            loss = self._run(batch)
+            for name in reversed(values):
+                on_gradient(name, totals[name] if name in totals else parameters[name] * 0)
+            return loss
+
+        return ArrayFunction(function, values, self._optimizer), made
+
+
+class _ArrayPiece:
+    """See LayerPiece."""
+
+    def __init__(self, layers: Mapping[int, ArrayLayer], loss: ArrayLoss, *, recompute: bool) -> None:
+        self._layers, self._loss, self._recompute = layers, loss, recompute
+        self._kept: dict[int, tuple[Any, Array]] = {}  # by micro-batch: of the layers; the gradient of the loss
+
+    def begin(self, parameters: Mapping[int, Mapping[str, Array]], totals: dict[str, Array]) -> None:
+        """Begin a step. Gradients are added up in `totals`, by name."""
+        self._parameters, self._totals = parameters, totals
+        self._somewhere = next(value for values in parameters.values() for value in values.values())
+        self._kept.clear()  # an error may have ended the step before
+
+    def forward(self, micro: int, inputs: Array) -> Array:
+        """See LayerPiece."""
+        inputs = like(inputs, self._somewhere)
+        kept, output = self._through(inputs)
+        self._kept[micro] = (inputs if self._recompute else kept), None
+        return output
+
+    def loss(self, micro: int, inputs: Array, targets: Tree, share: float) -> float:
+        """See LayerPiece."""
+        output = self.forward(micro, inputs)
+        loss, gradient = self._loss(output, targets)
+        self._kept[micro] = self._kept[micro][0], (gradient if share == 1.0 else gradient * share)
+        return float(loss)
+
+    def backward(self, micro: int, gradient: Array | None) -> Array | None:
+        """See LayerPiece."""
+        kept, of_loss = self._kept.pop(micro)
+        if self._recompute:
+            kept, _ = self._through(kept)
+        gradient = of_loss if gradient is None else like(gradient, self._somewhere)
+        for number in reversed([*self._layers]):
+            values = self._parameters[number]
+            gradient, of_parameters = self._layers[number].backward(values, kept.pop(number), gradient)
+            if of_parameters.keys() != values.keys():
+                raise ConfigError(
+                    f"layer {number} gives gradients of {', '.join(of_parameters) or 'nothing'}; its parameters are "
+                    f"{', '.join(values) or 'none'}. Return a gradient for each"
+                )
+            for name, one in of_parameters.items():
+                full = f"{number}.{name}"
+                # Not in place: a layer may return a view of the gradient that it was given.
+                self._totals[full] = self._totals[full] + one if full in self._totals else one
+        return gradient
+
+    def _through(self, inputs: Array) -> tuple[dict[int, Any], Array]:
+        kept: dict[int, Any] = {}
+        for number, layer in self._layers.items():
+            inputs, kept[number] = layer.forward(self._parameters[number], inputs)
+        return kept, inputs

@@ -1,0 +1,194 @@
+"""TorchLayers: a model that is a list of PyTorch modules. If a strategy cuts it, each rank makes only its own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias
+
+import numpy
+
+from mpitrain.adapters.adapter import OnGradient
+from mpitrain.adapters.staged import LayeredModel, LayerPiece, check_parameters
+from mpitrain.adapters.torch_module import TorchModule
+from mpitrain.arrays import Array
+from mpitrain.errors import ConfigError, GradientError
+from mpitrain.training.schedules import Schedule
+from mpitrain.tree import Tree
+
+try:
+    import torch
+    import torch.utils.checkpoint
+except ModuleNotFoundError as error:
+    if error.name != "torch":
+        raise
+    raise ConfigError(f"mpitrain.TorchLayers needs PyTorch ({error}); pip install 'mpitrain[torch]'") from None
+
+from mpitrain.adapters.torch_arrays import array_of, tensor_of
+from mpitrain.adapters.torch_batch import as_tensors
+from mpitrain.adapters.torch_checks import checked_loss
+
+# A module, or a function without arguments that makes it. Only ranks that have the layer call it.
+TorchLayer: TypeAlias = "torch.nn.Module | Callable[[], torch.nn.Module]"
+# loss(output, targets) -> the mean loss over the samples, a tensor of one number.
+TorchLoss: TypeAlias = Callable[[Any, Any], Any]
+
+
+class TorchLayers(LayeredModel):
+    """An Adapter around a list of modules, a loss and an optimizer of torch.optim. mt.Pipeline can cut it.
+
+    Parameters are named as in `torch.nn.Sequential`, such as `3.weight`, so a checkpoint of TorchModule with the same
+    layers in a Sequential is one of TorchLayers, and the reverse. A batch is a pair: the input of the first layer, and
+    what the loss gets beside the output. Each layer takes one tensor, and returns one. See docs/pipeline.md.
+    """
+
+    def __init__(
+        self,
+        layers: Sequence[TorchLayer] | torch.nn.Sequential,
+        loss: TorchLoss,
+        optimizer: Callable[[Sequence[torch.nn.Parameter]], torch.optim.Optimizer],
+        *,
+        schedule: Schedule | None = None,
+        clip_norm: float | None = None,
+    ) -> None:
+        """Not collective; every rank gives the same layers.
+
+        Args:
+            layers: modules, or functions that make one each. A rank calls only the functions of its own layers. Such a
+                function seeds PyTorch's generator itself, because other ranks have not made the layers before.
+            loss: `loss(output, targets)` returns the mean loss over the samples, a tensor of one number.
+            optimizer: makes the optimizer of these parameters, such as
+                `lambda parameters: torch.optim.AdamW(parameters, lr=1e-3)`.
+            schedule, clip_norm: as for TorchModule. The norm is that over all layers.
+
+        Raises:
+            ConfigError: there are no layers.
+        """
+        super().__init__(len(layers))
+        self._layers: list[TorchLayer] = [*layers]
+        self._loss, self._optimizer = loss, optimizer
+        self._schedule, self._clip_norm = schedule, clip_norm
+
+    @property
+    def module(self) -> torch.nn.Module:
+        """The layers that this rank has, as one module, for `train()` and `eval()`."""
+        module: torch.nn.Module = self._inner.module
+        return module
+
+    def _check_cut(self, owners: Sequence[int]) -> None:
+        """See LayeredModel. Layers that functions make cannot be compared."""
+        first: dict[torch.nn.Parameter, tuple[str, int]] = {}
+        for number, layer in enumerate(self._layers):
+            if isinstance(layer, torch.nn.Module):
+                for name, parameter in layer.named_parameters():
+                    full = f"{number}.{name}"
+                    other, owner = first.setdefault(parameter, (full, owners[number]))
+                    if owner != owners[number]:
+                        raise ConfigError(
+                            f"{full} (stage {owners[number]}) and {other} (stage {owner}) are one parameter; "
+                            "parameters cannot be tied across stages. Cut so that both are on one stage, or untie them"
+                        )
+
+    def _make(self, pieces: Sequence[range], *, recompute: bool) -> tuple[_OwnLayers, Sequence[LayerPiece]]:
+        layers = {n: self._module_of(n) for piece in pieces for n in piece}
+        self._layers = []  # those of other ranks take no memory from now on
+        module = torch.nn.ModuleDict({str(number): layer for number, layer in layers.items()})
+        made = [_TorchPiece([layers[n] for n in piece], self._loss, piece.start, recompute) for piece in pieces]
+        trained = {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
+        check_parameters(trained, list(layers))
+        own = _OwnLayers(
+            module, self._optimizer(list(trained.values())), self._run, made, self._schedule, self._clip_norm
+        )
+        return own, made
+
+    def _module_of(self, number: int) -> torch.nn.Module:
+        layer = self._layers[number]
+        made: Any = layer if isinstance(layer, torch.nn.Module) else layer()
+        if not isinstance(made, torch.nn.Module):
+            raise ConfigError(f"layer {number} is a {type(made).__name__}; give a torch.nn.Module or a function of one")
+        return made
+
+
+class _OwnLayers(TorchModule):
+    """A TorchModule whose gradients come from several backward passes."""
+
+    def __init__(
+        self,
+        module: torch.nn.Module,
+        optimizer: torch.optim.Optimizer,
+        run: Callable[[Tree], float],
+        pieces: Sequence[_TorchPiece],
+        schedule: Schedule | None,
+        clip_norm: float | None,
+    ) -> None:
+        super().__init__(module, lambda _, batch: run(batch), optimizer, schedule=schedule, clip_norm=clip_norm)
+        self.module, self._run, self._of_step = module, run, pieces
+        if self.num_buffers:
+            name = self.layout[-1].name
+            raise ConfigError(
+                f"the layers have the buffer {name}, which changes with the samples of each micro-batch. Use layers "
+                "without running statistics, such as LayerNorm or GroupNorm, or TorchModule, which is not cut"
+            )
+
+    def loss_and_gradients(self, batch: Tree, on_gradient: OnGradient) -> float:
+        """See Adapter."""
+        trained = self._trained.tensors.values()
+        for parameter in trained:
+            parameter.grad = None
+        for piece in self._of_step:
+            piece.begin()
+        loss = self._run(batch)
+        for index, parameter in enumerate(trained):
+            gradient, parameter.grad = parameter.grad, None
+            if gradient is not None and (problem := self._trained.problem(index, gradient)):
+                raise GradientError(problem)
+            on_gradient(index, None if gradient is None else array_of(gradient))
+        return loss
+
+    def update_only(self, number: int, num_servers: int, norm_of_all: Callable[[float], float]) -> None:
+        """See DividedAdapter: the optimizer has no other parameters, so only the norm is that of all."""
+        self._optimizer.take_norm_of_all(norm_of_all)
+
+
+class _TorchPiece:
+    """See LayerPiece."""
+
+    def __init__(self, layers: Sequence[torch.nn.Module], loss: TorchLoss, first: int, recompute: bool) -> None:
+        self._module = torch.nn.Sequential(*layers)
+        self._loss, self._is_first, self._recompute = loss, first == 0, recompute
+        self._kept: dict[int, tuple[Any, Any]] = {}  # by micro-batch: the inputs, the output or loss
+
+    def begin(self) -> None:
+        """Begin a step: an error may have ended the one before."""
+        self._kept.clear()
+
+    def forward(self, micro: int, inputs: Array) -> Array:
+        """See LayerPiece."""
+        given, output = self._through(inputs)
+        self._kept[micro] = given, output
+        return array_of(output)
+
+    def loss(self, micro: int, inputs: Array, targets: Tree, share: float) -> float:
+        """See LayerPiece."""
+        given, output = self._through(inputs)
+        loss = checked_loss(self._loss(output, as_tensors(targets)))
+        self._kept[micro] = given, loss if share == 1.0 else loss * share
+        return float(loss.detach())
+
+    def backward(self, micro: int, gradient: numpy.ndarray | None) -> Array | None:
+        """See LayerPiece."""
+        given, output = self._kept.pop(micro)
+        output.backward(None if gradient is None else tensor_of(gradient))
+        return None if given.grad is None else array_of(given.grad)
+
+    def _through(self, inputs: Array) -> tuple[Any, Any]:
+        given = as_tensors(inputs)
+        if not self._is_first:
+            given.requires_grad_()
+        if self._recompute:
+            checkpoint: Any = torch.utils.checkpoint.checkpoint
+            output = checkpoint(self._module, given, use_reentrant=False)
+        else:
+            output = self._module(given)
+        if not isinstance(output, torch.Tensor):
+            raise ConfigError(f"the layers give a {type(output).__name__}; each must return one tensor")
+        return given, output

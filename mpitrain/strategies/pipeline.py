@@ -1,0 +1,311 @@
+"""pipeline: consecutive layers on consecutive ranks, and micro-batches on their way through them.
+
+    2 pipelines of 2 stages, 4 ranks                    stage 0, layers 0 1      stage 1, layers 2 3
+                                        pipeline 0      rank 0  ─activations─>   rank 1
+                                                        <─gradients of these─
+                                        pipeline 1      rank 2                   rank 3
+                                                          │ means of the          │ means of the
+                                                          └ stage: ranks 0, 2     └ stage: ranks 1, 3
+
+Each rank has the parameters, gradients and optimizer state of its own layers only. Means, and the norm for clipping,
+are those of Sync, up to the order of additions. pipeline_order.py has the schedules and their sources.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+from mpitrain import errors
+from mpitrain.adapters.adapter import Adapter
+from mpitrain.adapters.staged import Cut, StagedAdapter, is_staged, joined, staged_of
+from mpitrain.arrays import Array, is_device_array
+from mpitrain.errors import ConfigError, GradientError, LostRankError, NonFiniteError, everywhere
+from mpitrain.exchange.exchange import Exchange, make_exchange
+from mpitrain.exchange.means import Means
+from mpitrain.exchange.reducer import GradientReducer
+from mpitrain.job.worlds import make_world
+from mpitrain.strategies.activations import Activations
+from mpitrain.strategies.of_rounds import refuse_round, without_rounds
+from mpitrain.strategies.passes import StagePasses, StagePlace
+from mpitrain.strategies.pipeline_order import SCHEDULES
+from mpitrain.strategies.stage_cut import cut_layers, num_stages_of
+from mpitrain.world import World
+
+
+class Pipeline:
+    """Pipelines of stages, with data parallelism across them; see Strategy for the calls, and docs/pipeline.md.
+
+    Checkpoints have the whole model and no stage: they are those of Sync with the same adapter, and load with any
+    number of stages. While one is taken, the ranks that write it need the memory of the whole model's state.
+
+    The layers of a lost rank are lost. So with `mpitrain run --recover` the loss of a rank ends the job, as without it.
+
+    Attributes:
+        layers: since `begin`: the layers of each piece, in the order of the model; piece i is on stage i % num_stages.
+    """
+
+    keeps_own_state = True
+
+    def __init__(
+        self,
+        stages: int | Sequence[int] = 1,
+        schedule: str = "1f1b",
+        micro_batches: int = 1,
+        *,
+        pieces: int = 2,
+        recompute: bool = False,
+        activations: str | None = None,
+        exchange: Callable[[World], Exchange] = make_exchange,
+    ) -> None:
+        """Give the same values on every rank.
+
+        Args:
+            stages: the number of stages, which have equal numbers of layers up to one; or the number of layers of each
+                stage. The number of ranks is a multiple. With 1, any adapter will do, and this is Sync.
+            schedule: "1f1b", "gpipe" or "interleaved".
+            micro_batches: the number of parts in which each pipeline's part of a batch goes through the stages. If it
+                has fewer samples, each sample is a part.
+            pieces: with "interleaved": the number of pieces of the model on each rank. Without, a rank has one.
+            recompute: keep only the inputs of a piece, and compute its forward pass twice.
+            activations: "bf16": activations and their gradients travel as bfloat16, and so are rounded to 8 bits.
+                Default: in the dtype in which layers give them.
+            exchange: makes the object that computes the means of a stage, for the World of its ranks.
+
+        Raises:
+            ConfigError: a value is not allowed.
+        """
+        problem = ""
+        if schedule not in SCHEDULES:
+            problem = f"schedule={schedule!r}; allowed: {', '.join(SCHEDULES)}"
+        elif activations not in (None, "bf16"):
+            problem = f"activations={activations!r}; allowed: None, 'bf16'"
+        elif micro_batches < 1:
+            problem = f"micro_batches={micro_batches}; allowed: 1 or more"
+        elif schedule == "interleaved":
+            if not isinstance(stages, int):
+                problem = f"stages={list(stages)} with interleaved; allowed: the number of stages"
+            elif stages < 2 or pieces < 2:
+                problem = f"interleaved with stages={stages} and pieces={pieces}; allowed: 2 or more of both"
+            elif micro_batches % stages:
+                problem = f"interleaved with micro_batches={micro_batches}; allowed: a multiple of the {stages} stages"
+        if problem:
+            raise ConfigError(f"Pipeline: {problem}")
+        self._stages, self._schedule, self._num_micro = stages, schedule, micro_batches
+        self._num_pieces = pieces if schedule == "interleaved" else 1
+        self._recompute, self._narrow, self._make_exchange = recompute, activations == "bf16", exchange
+        self._made_for: World | None = None
+        self._replicas: World | None = None
+
+    @property
+    def divides_model(self) -> bool:
+        """Since `begin`: whether there are several stages."""
+        return self._place.num_stages > 1
+
+    def replicas(self, world: World) -> World:
+        """Return the World of the ranks that have the same stage as this one: a rank for each pipeline. Collective.
+
+        Make the data for it: then all stages of a pipeline get the same part of each batch. `close` frees it.
+
+        Raises:
+            ConfigError: the number of stages does not divide that of the ranks. Raised on every rank.
+            MismatchError: the ranks have different stages.
+        """
+        if self._replicas is None or self._made_for is not world:
+            count = num_stages_of(world, self._stages)
+            world.agree("pipelines", [f"stages={self._stages}"])
+            self._made_for, self._replicas = world, world
+            if count > 1:
+                comm = world.comm.Split(world.rank % count, world.rank)
+                own = make_world(comm, world.config, world.generation, parent=world)
+                comm.Free()
+                self._replicas = replace(own, profile=world.profile)
+        return self._replicas
+
+    def begin(self, world: World, adapter: Adapter) -> None:
+        """See Strategy. All ranks of a stage get the parameters of the first one.
+
+        Raises:
+            ConfigError: the model cannot be cut so, or what belongs to it does not work with stages. Raised on every
+                rank.
+            MismatchError: the ranks differ in settings or model. Raised on every rank.
+        """
+        self._world, self._adapter, replicas = world, adapter, self.replicas(world)
+        self._place = StagePlace(world.rank, world.size // replicas.size, self._num_pieces)
+        self._passes: StagePasses | None = None
+        self._activations: Activations | None = None
+        needs_layers = self.divides_model or self._num_micro > 1
+        kind = (
+            f"{type(adapter).__name__} of {staged_of(adapter).num_layers} layers" if is_staged(adapter) else "no layers"
+        )
+        settings = [self._schedule, f"{self._num_micro} micro-batches", f"{self._num_pieces} pieces", kind]
+        world.agree("begin a pipeline", [*settings, f"recompute={self._recompute}", f"bf16={self._narrow}"])
+        try:  # what is refused here is the same on every rank
+            self._check_codec()
+            staged = staged_of(adapter) if needs_layers or is_staged(adapter) else None
+            layers = cut_layers(self._stages, self._num_pieces, staged.num_layers) if staged else []
+        except ConfigError as error:
+            raise everywhere(error) from None
+        self.layers = layers
+        if staged is not None:
+            self._begin_stages(staged, layers)
+        on_device = any(is_device_array(value) for value in adapter.parameters().values())
+        self._reducer = GradientReducer(replicas, adapter.layout, exchange=self._make_exchange, on_device=on_device)
+        self._scale = adapter.loss_scale
+        if replicas.size > 1:
+            adapter.load_parameters(replicas.sync(adapter.parameters()))
+
+    def _check_codec(self) -> None:
+        """Raise ConfigError for a codec with several stages."""
+        if self.divides_model and self._world.config.compression != "none":
+            raise ConfigError(
+                f"compression {self._world.config.compression} does not work with several stages: what it leaves out "
+                "belongs to one stage. Leave MPITRAIN_COMPRESSION out; activations='bf16' shortens activations"
+            )
+
+    def _begin_stages(self, staged: StagedAdapter, layers: Sequence[range]) -> None:
+        """Let every rank make its layers, and connect the stages."""
+        world, place = self._world, self._place
+        count = place.num_stages
+        if count > 1:
+            self._activations = Activations(world, narrow=self._narrow)
+        self._passes = StagePasses(world, place, self._schedule, self._num_micro, self._activations)
+        owners = [number % count for number, part in enumerate(layers) for _ in part]
+        own = [part for number, part in enumerate(layers) if number % count == place.stage]
+        with world.together(f"make the layers of stage {place.stage}"):
+            self._passes.pieces = staged.cut(Cut(own, owners, self._recompute, self._passes.run, self._norm_of_all))
+            if any(is_device_array(value) for value in staged.parameters().values()) and count > 1:
+                raise ConfigError("parameters are on a GPU; stages work on the host only. Use mt.Sync on GPUs")
+
+    def begin_step(self, weight: float) -> None:
+        """See Strategy."""
+        self._reducer.begin(weight, self._scale.value if self._scale else 1.0)
+
+    def on_gradient(self, index: int, gradient: Array | None) -> None:
+        """See Strategy."""
+        self._reducer.ready(index, gradient)
+
+    def finish_step(self, adapter: Adapter, loss: float) -> tuple[Means, float]:
+        """See Strategy.
+
+        Raises:
+            NonFiniteError: the error names the rank, stage and micro-batch where NaN or infinity came first. Raised on
+                every rank.
+        """
+        may_skip = self._scale is not None and self._scale.may_skip
+        problem: GradientError | None = None
+        try:
+            means = self._reducer.finish(loss, may_skip=may_skip, note=adapter.note())
+        except GradientError as error:
+            if not self.divides_model:
+                raise
+            problem = error
+        if self.divides_model:
+            loss_here, heard = (0.0, 0) if problem else (means.loss, means.order_number)
+            operation, code = "end of a step of all stages", int(problem is not None)
+            records = self._world.agree(operation, value=loss_here, weight=float(heard), code=code)
+            if records["code"].any():
+                raise self._objection(problem)
+            loss_of_all = float(records["value"][self._place.num_stages - 1])  # the first rank with the last stage
+            means = replace(means, loss=loss_of_all, order_number=int(records["weight"].max()))
+        self._world.commit()
+        rate = adapter.apply_gradients(self._reducer.flats, means.remarks) if means.is_finite else 0.0
+        if self._scale:
+            self._scale.update(skipped=not means.is_finite)
+        return means, rate
+
+    def end_run(self) -> None:
+        """See Strategy. The replicas are equal."""
+
+    def state(self) -> dict[str, Any]:
+        """See Strategy: as of Sync."""
+        factors = self._reducer.factors()
+        return {"factors": factors} if factors else {}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """See Strategy. What an outer optimizer has kept is left out.
+
+        Raises:
+            CheckpointError: the state is from the middle of a round of LocalSGD or DiLoCo.
+        """
+        refuse_round(state)
+        self._reducer.restore_factors(state.get("factors", {}))
+
+    def own_state(self) -> dict[str, Any]:
+        """See Strategy. From now until the next step, `state` of the adapter is that of the whole model.
+
+        Raises:
+            LostRankError: a rank has been lost, and its layers with it.
+        """
+        return self.own_state_for(reads=True)
+
+    def own_state_for(self, reads: bool) -> dict[str, Any]:
+        """See the function of that name. Only ranks with `reads` get the state. Raises as `own_state` does."""
+        if self.divides_model:
+            self._lend_state(reads)
+        return self._reducer.state()
+
+    def restore_own(self, state: dict[str, Any]) -> None:
+        """See Strategy."""
+        self._reducer.restore(without_rounds(state))
+
+    def close(self) -> None:
+        """See Strategy."""
+        self._reducer.close()
+        if self._activations:
+            self._activations.close()
+        if self._replicas is not None and self._replicas is not self._world:
+            self._replicas.free()
+        self._replicas = None
+
+    def _norm_of_all(self, norm: float) -> float:
+        """The norm of the gradients of all stages, with the same bits on every rank."""
+        norms = self._world.agree("norm of the mean gradient", value=norm)["value"].tolist()
+        return math.hypot(*norms[: self._place.num_stages])
+
+    def _lend_state(self, reads: bool) -> None:
+        """Bring the state of all stages to the ranks that read it, each from its own pipeline. Collective."""
+        world, place = self._world, self._place
+        if world.control.is_broken and world.committer is not None:
+            raise LostRankError(
+                f"{world.name()}: a rank has been lost, and with it the layers of its stage. The job cannot go on in "
+                "place. With --restarts it starts again from the copy in memory"
+            )
+        readers, staged = world.allgather(reads), staged_of(self._adapter)
+        begin = place.pipeline * place.num_stages
+        pipeline, states = range(begin, begin + place.num_stages), []
+        assert self._activations is not None
+        for source in pipeline:  # one after the other, so that a rank that reads has room for one more at a time
+            if source == world.rank:
+                own = staged.own_state()
+                states.append(own)
+                for rank in pipeline:
+                    if rank != source and readers[rank]:
+                        self._activations.apart.send(own, rank)
+            elif reads:
+                states.append(self._activations.apart.receive(source))
+        if reads:
+            staged.lend(joined(states))
+
+    def _objection(self, problem: GradientError | None) -> GradientError:
+        """Return the error of the stage that objects, for every rank to raise. Collective."""
+        objected = None if problem is None else (type(problem).__name__, str(problem))
+        not_finite = self._passes.not_finite if self._passes else None
+        of_all = self._world.allgather((objected, not_finite))
+        stages = self._place.num_stages
+        kind, text = next(told for told, _ in of_all if told is not None)
+        if kind == NonFiniteError.__name__:
+            places = [(place[0], rank, place[1]) for rank, (_, place) in enumerate(of_all) if place is not None]
+            if places:
+                _, rank, words = min(places)
+                return everywhere(
+                    NonFiniteError(
+                        f"{self._world.name(rank)}, stage {rank % stages} of pipeline {rank // stages}: {words} was "
+                        "the first to hold NaN or infinity; nothing was changed by this step. Try a smaller learning "
+                        "rate or gradient clipping, or examine the data of that micro-batch"
+                    )
+                )
+        error: GradientError = getattr(errors, kind)(text)
+        return everywhere(error)

@@ -1,0 +1,87 @@
+"""A rank of a pipeline is killed in the middle of the schedule; and a model that fits only as a pipeline."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from faults.outcome import failed, succeeded
+from jobs import REPOSITORY, VENVS, Job, run_command
+
+SCRIPT = """
+import os, pathlib, signal, sys
+sys.path.insert(0, {repository!r})
+import mpitrain as mt
+from tests.ranks import layered
+
+folder = pathlib.Path(sys.argv[1])
+world = mt.init()
+calls = 0
+
+class Killed(layered.Dense):
+    def backward(self, parameters, kept, gradient):
+        global calls
+        calls += 1
+        # in the third of four micro-batches of step 5
+        if sys.argv[2] == "kill" and calls == 4 * 4 + 3 and not (folder / "killed").exists():
+            (folder / "killed").touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().backward(parameters, kept, gradient)
+
+layers = [layered.Dense(n) for n in range(layered.LAYERS)]
+layers[2] = Killed(2)  # on rank 1 of 3
+build = layered.builder(45, 14, lambda: mt.Pipeline(3, micro_batches=4), layers)
+
+class Say(mt.Hook):
+    def after_step(self, trainer, step):
+        world.print(f"step {{step.number}} loss {{step.loss!r}}")
+
+mt.Trainer(build, [mt.StopAtStep(8), Say()]).run()
+"""
+
+
+def train(folder: Path, *options: str, kill: bool = True) -> Job:
+    script = folder / "train.py"
+    script.write_text(SCRIPT.format(repository=str(REPOSITORY)))
+    run = [str(VENVS["mpich"] / "bin/mpitrain"), "run", "-n", "3", *options]
+    return run_command([*run, str(script), str(folder), "kill" if kill else "go on"], timeout=120)
+
+
+def losses(job: Job) -> dict[int, float]:
+    return {int(step): float(loss) for step, loss in re.findall(r"step (\d+) loss (\S+)", job.stdout)}
+
+
+def test_a_rank_that_is_killed_mid_schedule(tmp_path: Path) -> None:
+    """The job ends and names it; with --restarts it goes on from memory, with the losses of a run without a fault."""
+    job = train(tmp_path)
+    failed(job, "rank 1")
+    assert max(losses(job)) == 4
+    (tmp_path / "killed").unlink()
+    job = train(tmp_path, "--restarts", "1")
+    succeeded(job)
+    assert re.search(r"resumed from memory at step [1-4]$", job.stdout, re.M), job.output
+    whole = train(tmp_path, kill=False)
+    succeeded(whole)
+    assert losses(job) == losses(whole)
+    assert len(losses(whole)) == 8
+
+
+@pytest.mark.slow
+def test_a_model_that_fits_only_as_a_pipeline() -> None:
+    """One rank has no room for it; two and four train it, with the losses of one rank without a limit."""
+    pytest.importorskip("torch")
+
+    def run(ranks: int, *options: str) -> Job:
+        run = [str(VENVS["mpich"] / "bin/mpitrain"), "run", "-n", str(ranks), "examples/pipeline_gpt.py"]
+        return run_command([*run, "--steps", "4", *options], timeout=300)
+
+    failed(run(1), "memory")
+    of_runs = []
+    for job in (run(1, "--room-mib", "0"), run(2), run(4)):
+        succeeded(job)
+        of_runs.append([float(loss) for loss in re.findall(r"loss (\d+\.\d+)", job.stdout)])
+    assert of_runs[0]
+    for found in of_runs[1:]:
+        assert found == pytest.approx(of_runs[0], abs=2e-4)

@@ -1,0 +1,112 @@
+"""Checkpoints of pipelines know no stage; what a rank keeps of activations."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pytest
+
+from mpitrain import Checkpoint, Pipeline, StopAtStep, Sync, Trainer, World
+from mpitrain.adapters import array_layers
+from mpitrain.errors import ConfigError
+
+from .layered import builder, layered, plain
+from .trainings import Record
+
+COUNT, BATCH = 45, 14
+
+
+def strategies(world: World) -> list[Any]:
+    """All that go on from each other's checkpoints, with as many stages as there are ranks, and with fewer."""
+    stages = {count for count in (1, 2, world.size) if world.size % count == 0 and count <= 6}
+    return [Sync, *(partial(Pipeline, count, micro_batches=3) for count in sorted(stages))]
+
+
+def test_checkpoints_load_with_any_stages(world: World, shared: Path) -> None:
+    """Parameters and optimizer state go from each number of stages to each other one, and to Sync and back."""
+    expected, losses = plain(COUNT, BATCH, 12)
+    made = strategies(world)
+    path = [*made, *reversed(made), made[-1], made[0]][:6]
+    record = Record()
+    for number, strategy in enumerate(path, 1):
+        trainer = Trainer(builder(COUNT, BATCH, strategy), [StopAtStep(2 * number), Checkpoint(shared, 2), record])
+        trainer.run()
+        trainer.own_state()
+        found = trainer.state()["adapter"]
+        trainer.close()
+    steps = 2 * len(path)
+    assert [step.number for step in record.steps] == list(range(1, steps + 1))
+    assert [step.loss for step in record.steps] == pytest.approx(losses[:steps], rel=1e-13)
+    if steps == 12:
+        for name, value in expected.items():
+            numpy.testing.assert_allclose(found["parameters"][name], value, rtol=1e-12, atol=1e-14)
+    assert found["optimizer"]["step"] == steps
+
+
+def test_only_the_own_layers_are_there(world: World) -> None:
+    """Of parameters and optimizer state; the whole is there only after own_state, and until the next step."""
+    stages = world.size if world.size <= 6 else 1
+    strategy, model = Pipeline(stages, micro_batches=2), layered()
+    strategy.begin(world, model)
+    names = {name.split(".")[0] for name in model.parameters()}
+    of_all = world.allgather(names)
+    if stages > 1:
+        assert sorted(number for one in of_all for number in one) == [str(number) for number in range(6)]
+        (momentum,) = (one for one in model.own_state()["optimizer"].values() if isinstance(one, dict))
+        assert momentum.keys() == model.parameters().keys()
+        with pytest.raises(ConfigError, match="each has the state of its own"):
+            model.state()
+    strategy.own_state()
+    assert {name.split(".")[0] for name in model.state()["parameters"]} == {str(number) for number in range(6)}
+    strategy.close()
+
+
+@pytest.mark.parametrize(("schedule", "recompute"), [("1f1b", False), ("gpipe", False), ("1f1b", True)])
+def test_how_many_activations_are_kept(
+    world: World, monkeypatch: pytest.MonkeyPatch, schedule: str, *, recompute: bool
+) -> None:
+    """1F1B keeps those of num_stages - stage micro-batches, GPipe those of all; recomputed ones are inputs only."""
+    if world.size > 6:
+        pytest.skip("there are 6 layers")
+    most, kept_bytes = 0, 0
+    forward = array_layers._ArrayPiece.forward
+
+    def counted(self: Any, micro: int, inputs: Any) -> Any:
+        nonlocal most, kept_bytes
+        output = forward(self, micro, inputs)
+        most = max(most, len(self._kept))
+        kept = self._kept[micro][0]
+        kept_bytes = kept.nbytes if recompute else sum(a.nbytes for pair in kept.values() for a in pair)
+        assert kept is inputs if recompute else True
+        return output
+
+    monkeypatch.setattr(array_layers._ArrayPiece, "forward", counted)
+    strategy = partial(Pipeline, world.size, schedule, 8, recompute=recompute)
+    trainer = Trainer(builder(32, 16, strategy), [StopAtStep(2)])
+    trainer.run()
+    assert most == (8 if schedule == "gpipe" else world.size - world.rank)
+    assert kept_bytes > 0
+    trainer.close()
+
+
+def test_activations_are_recomputed_exactly_and_rounded_to_bf16(world: World) -> None:
+    """With recompute the same bits; with bf16 a loss that differs by about 2^-8, but not nothing."""
+    if world.size > 6:
+        pytest.skip("there are 6 layers")
+    losses: list[list[float]] = []
+    options: list[dict[str, Any]] = [{}, {"recompute": True}, {"activations": "bf16"}]
+    for option in options:
+        record = Record()
+        trainer = Trainer(
+            builder(COUNT, BATCH, partial(Pipeline, world.size, micro_batches=3, **option)), [StopAtStep(6), record]
+        )
+        trainer.run()
+        losses.append([step.loss for step in record.steps])
+        trainer.close()
+    assert losses[1] == losses[0]
+    if world.size > 1:
+        assert losses[2][0] != losses[0][0]
+        assert losses[2] == pytest.approx(losses[0], rel=2**-6)

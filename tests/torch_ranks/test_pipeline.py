@@ -1,0 +1,138 @@
+"""Pipeline with layers of PyTorch: against a loop of PyTorch alone, for every schedule and cut."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from torch.nn.functional import cross_entropy
+
+from mpitrain import ArrayData, Checkpoint, Parts, Pipeline, StopAtStep, Sync, TorchLayers, TorchModule, Trainer, World
+from mpitrain.errors import ConfigError
+from mpitrain.strategies import Strategy
+from tests.ranks.common import skip_alone
+from tests.ranks.trainings import Record
+
+INPUTS, CLASSES, COUNT, BATCH, STEPS = 6, 3, 45, 14, 9
+CLIP = 0.3
+LAYERS = 6
+
+
+def layer(number: int) -> torch.nn.Module:
+    with torch.random.fork_rng():
+        torch.manual_seed(number)
+        if number == LAYERS - 1:
+            return torch.nn.Linear(5, CLASSES).double()
+        linear = torch.nn.Linear(INPUTS if number == 0 else 5, 5)
+        return torch.nn.Sequential(linear, torch.nn.LayerNorm(5), torch.nn.Tanh()).double()
+
+
+def samples() -> tuple[numpy.ndarray, numpy.ndarray]:
+    rng = numpy.random.default_rng(7)
+    return rng.standard_normal((COUNT, INPUTS)), rng.integers(0, CLASSES, COUNT)
+
+
+def adam(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=0.01)
+
+
+def builder(strategy: Callable[[], Strategy], *, ready: bool = False) -> Callable[[World], Parts]:
+    """`ready`: the layers are modules of a Sequential, not functions that make modules."""
+
+    def build(world: World) -> Parts:
+        made = strategy()
+        replicas = made.replicas(world) if isinstance(made, Pipeline) else world
+        data = ArrayData(replicas, samples(), global_batch=BATCH, shuffle=False)
+        layers: Any = [partial(layer, number) for number in range(LAYERS)]
+        layers = torch.nn.Sequential(*(one() for one in layers)) if ready else layers
+        return Parts(TorchLayers(layers, cross_entropy, adam, clip_norm=CLIP), made, data)
+
+    return build
+
+
+def plain(steps: int) -> tuple[dict[str, numpy.ndarray], list[float]]:
+    """Train in one process, with PyTorch alone."""
+    module = torch.nn.Sequential(*(layer(number) for number in range(LAYERS)))
+    optimizer, (x, y) = adam(module.parameters()), map(torch.from_numpy, samples())
+    losses, begin = [], 0
+    for _ in range(steps):
+        part = slice(begin, min(begin + BATCH, COUNT))
+        begin = 0 if part.stop == COUNT else part.stop
+        optimizer.zero_grad()
+        loss = cross_entropy(module(x[part]), y[part])
+        loss.backward()
+        gradients = [one.grad for one in module.parameters() if one.grad is not None]
+        norm = torch.sqrt(sum((one**2).sum() for one in gradients))  # clip_grad_norm_ adds 1e-6 to it
+        for gradient in gradients:
+            gradient.mul_(min(1.0, CLIP / float(norm)))
+        optimizer.step()
+        losses.append(float(loss.detach()))
+    return {name: value.numpy() for name, value in module.state_dict().items()}, losses
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "interleaved"])
+def test_it_is_training_in_one_process(world: World, schedule: str) -> None:
+    """With clipping, AdamW, batches that nothing divides, and fewer samples than micro-batches."""
+    expected, losses = plain(STEPS)
+    divisors = [stages for stages in range(1, 7) if world.size % stages == 0]
+    for stages in [one for one in divisors if schedule != "interleaved" or 2 <= one <= 3]:
+        record = Record()
+        strategy = partial(Pipeline, stages, schedule, 6, recompute=schedule == "gpipe")
+        trainer = Trainer(builder(strategy, ready=schedule == "gpipe"), [StopAtStep(STEPS), record])
+        trainer.run()
+        assert [step.loss for step in record.steps] == pytest.approx(losses, rel=1e-12)
+        trainer.own_state()
+        found = trainer.state()["adapter"]["parameters"]
+        assert found.keys() == expected.keys()
+        for name, value in expected.items():
+            numpy.testing.assert_allclose(found[name], value, rtol=1e-10, atol=1e-12)
+        trainer.close()
+
+
+def test_checkpoints_are_those_of_a_sequential(world: World, shared: Path) -> None:
+    """From TorchModule with Sync to stages, to other stages, and back, with AdamW's state."""
+
+    def of_module(world: World) -> Parts:
+        module = torch.nn.Sequential(*(layer(number) for number in range(LAYERS)))
+        data = ArrayData(world, samples(), global_batch=BATCH, shuffle=False)
+        loss = lambda module, batch: cross_entropy(module(batch[0]), batch[1])  # noqa: E731
+        return Parts(TorchModule(module, loss, adam(module.parameters()), clip_norm=CLIP), Sync(), data)
+
+    most = world.size if world.size <= LAYERS else 1
+    builds = [of_module, builder(partial(Pipeline, most, micro_batches=3)), builder(Sync), of_module]
+    record = Record()
+    for number, build in enumerate(builds, 1):
+        trainer = Trainer(build, [StopAtStep(2 * number), Checkpoint(shared, 2), record])
+        trainer.run()
+        trainer.close()
+    whole = Record()
+    trainer = Trainer(of_module, [StopAtStep(8), whole])
+    trainer.run()
+    trainer.close()
+    assert [step.loss for step in record.steps] == pytest.approx([step.loss for step in whole.steps], rel=1e-12)
+
+
+def test_what_is_refused(world: World) -> None:
+    """Tied parameters by name, buffers that change with samples, and layers that are none."""
+    skip_alone(world)
+    if world.size > LAYERS:
+        pytest.skip("there are 6 layers")
+    layers = [torch.nn.Linear(5, 5) for _ in range(world.size)]
+    layers[-1].weight = layers[0].weight
+    last = world.size - 1
+    with pytest.raises(ConfigError, match=rf"{last}\.weight \(stage {last}\) and 0\.weight \(stage 0\)"):
+        Pipeline(world.size).begin(world, TorchLayers(layers, cross_entropy, adam))
+    normed = [torch.nn.BatchNorm1d(5) for _ in range(world.size)]
+    with pytest.raises(ConfigError, match=r"have the buffer \d\.running_var"):
+        Pipeline(world.size).begin(world, TorchLayers(normed, cross_entropy, adam))
+    bare = [torch.nn.Linear(5, 5), *(torch.nn.Tanh() for _ in range(world.size))]
+    with pytest.raises(ConfigError, match="no parameters to train"):
+        Pipeline(world.size).begin(world, TorchLayers(bare, cross_entropy, adam))
+    none = [lambda: 5] * world.size
+    with pytest.raises(ConfigError, match=r"is a int; give a torch\.nn\.Module"):
+        Pipeline(world.size).begin(world, TorchLayers(none, cross_entropy, adam))  # type: ignore[list-item]
