@@ -31,6 +31,8 @@ class DataSource(Protocol):
 
     def share_out(self, samples_per_second: float) -> None: ...
 
+    def cut(self, virtual_ranks: int) -> int: ...
+
     def state(self) -> dict[str, Any]: ...
 
     def restore(self, state: dict[str, Any]) -> None: ...
@@ -125,6 +127,11 @@ class Prefetch:
         """See ArrayData. The batches that were read ahead are read again, in other parts. Collective."""
         self.close()
         self._data.share_out(samples_per_second)
+
+    def cut(self, virtual_ranks: int) -> int:
+        """See ArrayData."""
+        self.close()
+        return self._data.cut(virtual_ranks)
 
     def state(self) -> dict[str, Any]:
         """Return where the data stood after the batch that was handed out last had been read."""
