@@ -119,7 +119,8 @@ class Sync:
         if self.virtual and any(key in state for key in ("residual", "carried")):
             raise CheckpointError(
                 f"{self._world.name()}: the checkpoint holds values that a codec has left out of gradients, and "
-                "virtual ranks send all of a gradient; go on without virtual_ranks, or from a checkpoint without a codec"
+                "virtual ranks send all of a gradient; go on without virtual_ranks, or from a checkpoint without a "
+                "codec"
             )
         self._reducer.restore(state)
 

@@ -52,7 +52,7 @@ class Shares:
         if self._own is not None:
             raise everywhere(
                 ConfigError(
-                    f"{self._world.name()}: samples are to be shared out by speed, and each rank has whole virtual "
+                    "samples are to be shared out by speed, and each rank has whole virtual "
                     "ranks; leave mt.Balance out, or virtual_ranks"
                 )
             )
