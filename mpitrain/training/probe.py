@@ -27,7 +27,7 @@ _LOSS = "the loss"
 
 
 @dataclass(frozen=True)
-class Finding:
+class ProbeFinding:
     """What one rank has found.
 
     Attributes:
@@ -66,7 +66,7 @@ def probe(world: World, adapter: SeededAdapter, batch: Tree, key: tuple[int, ...
     """
     with world.together("compute the gradients of a virtual rank twice"):
         finding = _find(adapter, batch, key)
-    findings: list[Finding] = world.allgather(finding)
+    findings: list[ProbeFinding] = world.allgather(finding)
     if problem := judge(findings, [world.name(rank) for rank in range(world.size)]):
         raise everywhere(GradientError(problem))
     digest = hashlib.sha256(repr(sorted(finding.digests.items())).encode()).hexdigest()[:16]
@@ -78,7 +78,7 @@ def probe(world: World, adapter: SeededAdapter, batch: Tree, key: tuple[int, ...
         )
 
 
-def judge(findings: Sequence[Finding], names: Sequence[str]) -> str:
+def judge(findings: Sequence[ProbeFinding], names: Sequence[str]) -> str:
     """Return what is wrong and what to do; "" for nothing. `findings` and `names` are by rank."""
     for name, one in zip(names, findings, strict=True):
         if one.again:
@@ -98,7 +98,7 @@ def judge(findings: Sequence[Finding], names: Sequence[str]) -> str:
     return ""
 
 
-def _remedy(one: Finding, other: Finding) -> str:
+def _remedy(one: ProbeFinding, other: ProbeFinding) -> str:
     if one.threads != other.threads:
         return (
             "Set OMP_NUM_THREADS to the same number on all hosts, such as by export OMP_NUM_THREADS=1 before the start"
@@ -115,7 +115,7 @@ def _remedy(one: Finding, other: Finding) -> str:
     )
 
 
-def _find(adapter: SeededAdapter, batch: Tree, key: tuple[int, ...]) -> Finding:
+def _find(adapter: SeededAdapter, batch: Tree, key: tuple[int, ...]) -> ProbeFinding:
     from threadpoolctl import threadpool_info, threadpool_limits
 
     digests = _digests(adapter, batch, key)
@@ -129,7 +129,7 @@ def _find(adapter: SeededAdapter, batch: Tree, key: tuple[int, ...]) -> Finding:
     kernels = sorted(
         {f"{pool['internal_api']} {pool['version'] or ''} {pool.get('architecture', '')}".strip() for pool in pools}
     )
-    return Finding(digests, again, alone, ", ".join(threads), ", ".join(kernels), _processor())
+    return ProbeFinding(digests, again, alone, ", ".join(threads), ", ".join(kernels), _processor())
 
 
 def _digests(adapter: SeededAdapter, batch: Tree, key: tuple[int, ...]) -> dict[str, str]:

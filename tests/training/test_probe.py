@@ -6,10 +6,10 @@ from dataclasses import replace
 
 import pytest
 
-from mpitrain.training.probe import Finding, judge
+from mpitrain.training.probe import ProbeFinding, judge
 
 NAMES = ["rank 0 on lab1", "rank 1 on lab1", "rank 2 on lab2"]
-GOOD = Finding(
+GOOD = ProbeFinding(
     {"the gradient of w": "a", "the gradient of b": "b", "the loss": "c"},
     "",
     "",
