@@ -14,6 +14,8 @@ SC 2023.
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy
 
 from mpitrain.adapters.adapter import seeded_of
@@ -22,6 +24,7 @@ from mpitrain.exchange.trees import aligned
 from mpitrain.shard import part_of
 from mpitrain.strategies.sync import Sync
 from mpitrain.strategies.virtual_ranks import VirtualRanks
+from mpitrain.training.data.prefetch import Prefetch
 from mpitrain.training.parts import Parts
 from mpitrain.training.probe import probe
 from mpitrain.tree import Tree, leaves, num_samples, rebuild
@@ -41,12 +44,13 @@ class VirtualPasses:
         self._strategy, self._virtual = strategy, virtual
         with world.together("prepare virtual ranks"):
             self._adapter = seeded_of(parts.adapter)
-        data = parts.data
-        if not hasattr(data, "cut"):
+        data: Any = parts.data
+        source = data.source if isinstance(data, Prefetch) else data
+        if not hasattr(source, "cut"):
             raise everywhere(
                 ConfigError(
-                    f"{type(data).__name__} has no method cut(virtual_ranks), so it cannot give whole virtual ranks to "
-                    "each rank; ArrayData, MapData, StreamData and Prefetch have it"
+                    f"{type(source).__name__} has no method cut(virtual_ranks), so it cannot give whole virtual ranks "
+                    "to each rank; ArrayData, MapData, StreamData and Prefetch have it"
                 )
             )
         self._samples = data.cut(virtual.number)

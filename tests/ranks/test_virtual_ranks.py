@@ -356,11 +356,15 @@ def test_an_exchange_of_ones_own(world: World) -> None:
     assert "virtual_ranks=7 and an exchange= of its own" in refused(world, build)
 
 
-def test_data_that_cannot_be_cut(world: World) -> None:
+@pytest.mark.parametrize("wrapped", [lambda data: data, Prefetch], ids=["by itself", "prefetched"])
+def test_data_that_cannot_be_cut(world: World, wrapped: Callable[[Any], Any]) -> None:
     class Batches:
         epoch = steps_per_epoch = 0
 
-    text = refused(world, builder(data=lambda world, global_batch: Batches()))
+        def state(self) -> dict[str, Any]:
+            return {}
+
+    text = refused(world, builder(data=lambda world, global_batch: wrapped(Batches())))
     assert "Batches has no method cut(virtual_ranks)" in text
 
 

@@ -31,8 +31,6 @@ class DataSource(Protocol):
 
     def share_out(self, samples_per_second: float) -> None: ...
 
-    def cut(self, virtual_ranks: int) -> int: ...
-
     def state(self) -> dict[str, Any]: ...
 
     def restore(self, state: dict[str, Any]) -> None: ...
@@ -129,9 +127,11 @@ class Prefetch:
         self._data.share_out(samples_per_second)
 
     def cut(self, virtual_ranks: int) -> int:
-        """See ArrayData."""
+        """See ArrayData. The source must have the same method."""
         self.close()
-        return self._data.cut(virtual_ranks)
+        source: Any = self._data
+        num_samples: int = source.cut(virtual_ranks)
+        return num_samples
 
     def state(self) -> dict[str, Any]:
         """Return where the data stood after the batch that was handed out last had been read."""
