@@ -77,7 +77,7 @@ class ArrayFunction:
                 exist, or does not fit the parameters.
         """
         self._function = function
-        self._draws = "random" in inspect.signature(function).parameters
+        self._parameter = inspect.signature(function).parameters.get("random")
         self._random: numpy.random.Generator | None = None  # that of the virtual rank under way
         self._optimizer: Optimizer = optimizer
         narrow = _narrow_dtype(precision, parameters)
@@ -151,13 +151,13 @@ class ArrayFunction:
             on_gradient(self._index[name], gradient)
 
         more: dict[str, Any] = {} if self._loss_scale is None else {"loss_scale": self._loss_scale.value}
-        if self._draws:
-            if self._random is None:
-                raise GradientError(
-                    "the function has a parameter `random`, the generator of a virtual rank, and there are no virtual "
-                    "ranks; train with mt.Sync(virtual_ranks=...), or leave the parameter out"
-                )
+        if self._parameter is not None and self._random is not None:
             more["random"] = self._random
+        elif self._parameter is not None and self._parameter.default is inspect.Parameter.empty:
+            raise GradientError(
+                "the function has a parameter `random`, the generator of a virtual rank, and there are no virtual "
+                "ranks; train with mt.Sync(virtual_ranks=...), or give the parameter a default"
+            )
         if self._narrow is None:
             return float(self._function(self._seen, batch, hand_in, **more))
         with numpy.errstate(over="ignore", invalid="ignore"):  # the exchange finds these; the loss scale handles them

@@ -381,6 +381,20 @@ def test_a_function_with_random_needs_virtual_ranks(world: World) -> None:
         Trainer(build, [StopAtStep(1)], world=alone(world)).step()
 
 
+def test_a_function_with_random_and_a_default_needs_none(world: World) -> None:
+    given: list[Any] = []
+
+    def function(parameters: Any, batch: Any, on_gradient: Any, random: Any = None) -> float:
+        given.append(random)
+        return noisy(parameters, batch, on_gradient, numpy.random.default_rng(0))
+
+    def build(world: World) -> Parts:
+        return Parts(model(function), Sync(), ArrayData(world, samples(), global_batch=V))
+
+    Trainer(build, [StopAtStep(1)], world=alone(world)).step()
+    assert given == [None]
+
+
 @pytest.mark.parametrize(("number", "seed", "words"), [(21, 5, "virtual_ranks=21"), (7, 6, "seed=6")])
 def test_a_checkpoint_of_others(world: World, number: int, seed: int, words: str) -> None:
     _, _, written = trained(world, builder(), 1)
