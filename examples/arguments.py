@@ -1,6 +1,7 @@
 """Options that the examples share."""
 
 import argparse
+import hashlib
 from pathlib import Path
 
 import mpitrain as mt
@@ -15,6 +16,23 @@ def positive(text: str) -> int:
     if value < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number above 0")
     return value
+
+
+def add_virtual_ranks(parser: argparse.ArgumentParser) -> None:
+    """Declare the option for the same bits on any number of ranks."""
+    parser.add_argument(
+        "--virtual-ranks",
+        type=positive,
+        metavar="V",
+        help="compute each batch in V equal parts, with the same bits on 1 to V ranks (docs/same-bits.md)",
+    )
+
+
+def print_digest(trainer: mt.Trainer) -> None:
+    """Print the SHA-256 of all parameters: equal digests, equal bits."""
+    parameters = trainer.adapter.parameters()
+    digest = hashlib.sha256(b"".join(parameters[name].tobytes() for name in sorted(parameters)))
+    trainer.world.print(f"SHA-256 of all parameters: {digest.hexdigest()}")
 
 
 def add_run(parser: argparse.ArgumentParser) -> None:

@@ -4,6 +4,7 @@
     mpiexec -n 2 python examples/train.py                       # two ranks, the same result to rounding
     mpiexec -n 4 -ppn 1 -hosts a,b python examples/train.py --model cnn
     mpiexec -n 2 python examples/train.py --framework torch     # the same model in PyTorch, the same result to rounding
+    mpiexec -n 3 python examples/train.py --virtual-ranks 8     # the same bits on 1 to 8 ranks
 
 The data is Fashion-MNIST (get it with scripts/get-data fashion), or with --data digits the 1,797 small images that
 come with scikit-learn.
@@ -17,7 +18,7 @@ from pathlib import Path
 import numpy
 
 import mpitrain as mt
-from arguments import add_run, positive, recorded
+from arguments import add_run, add_virtual_ranks, positive, print_digest, recorded
 from datasets import load_images, standardised
 from mpitrain.cuda.device import array_module
 from mpitrain.strategies import STRATEGIES
@@ -44,6 +45,8 @@ def main() -> None:
         )
         rng = numpy.random.default_rng(arguments.seed)
         adapter = model.adapter(rng, xp, inputs=train_x.shape[1], schedule=schedule, precision=arguments.precision)
+        if arguments.virtual_ranks:
+            return mt.Parts(adapter, mt.Sync(virtual_ranks=arguments.virtual_ranks, seed=arguments.seed), data)
         return mt.Parts(adapter, mt.make_strategy(arguments.strategy), data)
 
     def test_metrics(trainer: mt.Trainer) -> dict[str, float]:
@@ -66,7 +69,10 @@ def main() -> None:
         hooks.append(mt.Checkpoint(arguments.checkpoints, steps=steps_per_epoch))
     place = "torch" if arguments.framework == "torch" else xp.__name__
     world.print(f"ranks: {world.size}, nodes: {world.num_nodes}, {arguments.model} on {place}, {arguments.data}")
-    mt.Trainer(build, hooks).run()
+    trainer = mt.Trainer(build, hooks)
+    trainer.run()
+    if arguments.virtual_ranks:
+        print_digest(trainer)
 
 
 def parse() -> argparse.Namespace:
@@ -86,8 +92,11 @@ def parse() -> argparse.Namespace:
         "--precision", choices=("float32", "bf16", "fp16"), default="float32", help="precision of the computation"
     )
     parser.add_argument("--checkpoints", type=Path, help="save here after every epoch, and resume from here")
+    add_virtual_ranks(parser)
     add_run(parser)
     arguments = parser.parse_args()
+    if arguments.virtual_ranks and arguments.strategy != "sync":
+        parser.error(f"--virtual-ranks is for --strategy sync, not {arguments.strategy}: leave one of the two out")
     if arguments.framework == "torch":
         if find_spec("torch") is None:
             parser.error("--framework torch needs PyTorch: pip install 'mpitrain[torch]'")

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy
 
 import mpitrain as mt
-from arguments import add_run, positive, recorded
+from arguments import add_run, add_virtual_ranks, positive, print_digest, recorded
 from datasets import load_text
 from models import gpt
 from mpitrain.cuda.device import array_module
@@ -41,7 +41,7 @@ def main() -> None:
         schedule = mt.warmup_cosine(4e-3, warmup_steps=min(50, arguments.steps - 1), total_steps=arguments.steps)
         optimizer = mt.AdamW(schedule, betas=(0.9, 0.99), weight_decay=0.1, clip_norm=1.0)
         adapter = mt.ArrayFunction(gpt.loss_and_gradients, parameters, optimizer, precision=arguments.precision)
-        return mt.Parts(adapter, mt.Sync(), data)
+        return mt.Parts(adapter, mt.Sync(virtual_ranks=arguments.virtual_ranks, seed=arguments.seed), data)
 
     some = [part[:1000] for part in windows(validation, arguments.context)]
 
@@ -57,8 +57,12 @@ def main() -> None:
     world.print(f"ranks: {world.size}, nodes: {world.num_nodes}, GPT on {xp.__name__}, {len(train):,} characters")
     hooks = [mt.StopAtStep(arguments.steps), mt.Log(), mt.Evaluate(arguments.evaluate_steps, validation_loss)]
     hooks += recorded(arguments, tokens_per_sample=arguments.context)
+    if arguments.checkpoints:
+        hooks.append(mt.Checkpoint(arguments.checkpoints, steps=arguments.evaluate_steps))
     trainer = mt.Trainer(build, hooks)
     trainer.run()
+    if arguments.virtual_ranks:
+        print_digest(trainer)
     if world.is_root:
         prompt = numpy.array([vocabulary.index(letter) for letter in "It was "])
         tokens = gpt.generate(
@@ -86,6 +90,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument(
         "--precision", choices=("float32", "bf16", "fp16"), default="float32", help="precision of the computation"
     )
+    parser.add_argument("--checkpoints", type=Path, help="save here at every evaluation, and resume from here")
+    add_virtual_ranks(parser)
     add_run(parser)
     return parser.parse_args()
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import numpy
 
-from mpitrain.adapters.adapter import Adapter, OnGradient, OptimizerShard, divided_of, scaled_of, sharded_of
+from mpitrain.adapters.adapter import Adapter, OnGradient, OptimizerShard, divided_of, scaled_of, seeded_of, sharded_of
 from mpitrain.arrays import Array
 from mpitrain.errors import ConfigError, GradientError
 from mpitrain.exchange.bucket import Parameter
@@ -132,6 +133,14 @@ class Accumulate:
             ConfigError: the adapter cannot scale the learning rate of one step.
         """
         scaled_of(self._adapter).scale_next_rate(factor)
+
+    def seeded(self, key: tuple[int, ...]) -> AbstractContextManager[None]:
+        """See SeededAdapter.
+
+        Raises:
+            ConfigError: the adapter has no random numbers for virtual ranks.
+        """
+        return seeded_of(self._adapter).seeded(key)
 
     def divisions(self, num_servers: int) -> tuple[Division, Division]:
         """See DividedAdapter.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 import numpy
@@ -240,6 +241,32 @@ class ScaledAdapter(Adapter, Protocol):
             ConfigError: the optimizer cannot do this.
         """
         ...
+
+
+@runtime_checkable
+class SeededAdapter(Adapter, Protocol):
+    """An Adapter whose model can draw the random numbers of a virtual rank."""
+
+    def seeded(self, key: tuple[int, ...]) -> AbstractContextManager[None]:
+        """Return a block in which `loss_and_gradients` draws random numbers that depend on the key alone.
+
+        After it, random numbers go on as if the block had not been.
+        """
+        ...
+
+
+def seeded_of(adapter: Adapter) -> SeededAdapter:
+    """Return an adapter that can compute virtual ranks.
+
+    Raises:
+        ConfigError: this one cannot.
+    """
+    if not isinstance(adapter, SeededAdapter):
+        raise ConfigError(
+            f"{type(adapter).__name__} has no method seeded(key), so virtual ranks cannot have random numbers of their "
+            "own; ArrayFunction and TorchModule have it"
+        )
+    return adapter
 
 
 def scaled_of(adapter: Adapter) -> ScaledAdapter:

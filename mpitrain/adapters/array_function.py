@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import ml_dtypes
@@ -23,7 +25,7 @@ from mpitrain.training.optimizers import Optimizer, described
 from mpitrain.tree import Leaf, Tree, leaves, rebuild
 
 # function(parameters, batch, on_gradient) -> loss. It calls on_gradient(name, gradient) for every parameter. With a
-# loss scale, it gets one more argument, loss_scale=.
+# loss scale, it gets one more argument, loss_scale=. If it has a parameter `random`, it gets a NumPy generator.
 LossAndGradients = Callable[..., float]
 
 # The dtypes in which a model may compute if its parameters are kept in float32; None: in the parameters' own dtype.
@@ -60,6 +62,8 @@ class ArrayFunction:
                 for every parameter, as soon as that gradient is final. With a loss scale, the function also gets the
                 keyword `loss_scale`: a number by which it must multiply all gradients, but not the loss. Multiply at
                 the beginning of the backward pass: there it costs nothing, and avoids gradients that round to 0.
+                If the function has a parameter `random`, it gets the generator of its virtual rank there, a
+                `numpy.random.Generator`, for dropout and the like: see `mt.Sync(virtual_ranks=)`.
             parameters: initial values by name, in the order in which the model uses them. All are on the host or all
                 on one device, and all have one floating dtype. They are copied.
             optimizer: its weight decay, if any, applies to parameters of two and more dimensions.
@@ -73,6 +77,8 @@ class ArrayFunction:
                 exist, or does not fit the parameters.
         """
         self._function = function
+        self._parameter = inspect.signature(function).parameters.get("random")
+        self._random: numpy.random.Generator | None = None  # that of the virtual rank under way
         self._optimizer: Optimizer = optimizer
         narrow = _narrow_dtype(precision, parameters)
         self._loss_scale = LossScale() if loss_scale is None and narrow == numpy.float16 else loss_scale
@@ -144,11 +150,18 @@ class ArrayFunction:
                 gradient = gradient.astype(self._flat.dtype)  # exact
             on_gradient(self._index[name], gradient)
 
-        scaled = {} if self._loss_scale is None else {"loss_scale": self._loss_scale.value}
+        more: dict[str, Any] = {} if self._loss_scale is None else {"loss_scale": self._loss_scale.value}
+        if self._parameter is not None and self._random is not None:
+            more["random"] = self._random
+        elif self._parameter is not None and self._parameter.default is inspect.Parameter.empty:
+            raise GradientError(
+                "the function has a parameter `random`, the generator of a virtual rank, and there are no virtual "
+                "ranks; train with mt.Sync(virtual_ranks=...), or give the parameter a default"
+            )
         if self._narrow is None:
-            return float(self._function(self._seen, batch, hand_in, **scaled))
+            return float(self._function(self._seen, batch, hand_in, **more))
         with numpy.errstate(over="ignore", invalid="ignore"):  # the exchange finds these; the loss scale handles them
-            return float(self._function(self._seen, batch, hand_in, **scaled))
+            return float(self._function(self._seen, batch, hand_in, **more))
 
     def _as_seen(self, leaf: Leaf) -> Leaf:
         """Return a leaf of a batch as the function gets it. Rounding before the copy to the device halves the copy."""
@@ -156,6 +169,15 @@ class ArrayFunction:
             with numpy.errstate(over="ignore"):
                 leaf = leaf.astype(self._narrow.dtype)
         return leaf if is_device_array(leaf) else like(leaf, self._flat)
+
+    @contextmanager
+    def seeded(self, key: tuple[int, ...]) -> Iterator[None]:
+        """See SeededAdapter: the generator that the function gets. NumPy's global one is left alone."""
+        self._random = numpy.random.Generator(numpy.random.PCG64(numpy.random.SeedSequence(key)))
+        try:
+            yield
+        finally:
+            self._random = None
 
     def note(self) -> None:
         """See Adapter. There is no note."""

@@ -34,6 +34,7 @@ from mpitrain.adapters.torch_buffers import ModuleBuffers, Values
 from mpitrain.adapters.torch_checks import check_optimizer, check_places, check_plain, checked_loss, narrow_dtype
 from mpitrain.adapters.torch_divided import DividedModule
 from mpitrain.adapters.torch_optimizer import ScheduledOptimizer
+from mpitrain.adapters.torch_random import seeded
 from mpitrain.adapters.torch_shard import TorchShard
 from mpitrain.adapters.torch_state import Scheduler
 from mpitrain.adapters.torch_trained import Trained
@@ -61,7 +62,9 @@ class TorchModule(DividedModule):
     with batch norm does not train on several ranks as it does on one.
 
     Random layers, such as dropout, draw from each rank's own generator. Seed it by rank, with
-    `torch.manual_seed(seed + world.rank)`, after the module is made. The generators are not in checkpoints.
+    `torch.manual_seed(seed + world.rank)`, after the module is made. The generators are not in checkpoints. With
+    `mt.Sync(virtual_ranks=)`, each virtual rank draws from the seed of Sync, the step and its number instead, also in
+    NumPy's and Python's own generators.
 
     The script switches the module between training and evaluation (`module.train()`, `module.eval()`).
     """
@@ -168,6 +171,10 @@ class TorchModule(DividedModule):
             if index not in self._handed_in:
                 on_gradient(index, None)
         return float(loss.detach())
+
+    def seeded(self, key: tuple[int, ...]) -> AbstractContextManager[None]:
+        """See SeededAdapter: PyTorch's, NumPy's and Python's own generators on the host."""
+        return seeded(key)
 
     def _autocast(self) -> AbstractContextManager[None]:
         if self._narrow is None:

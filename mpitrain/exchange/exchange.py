@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cached_property
 from typing import Protocol
 from weakref import WeakSet
@@ -15,7 +16,7 @@ from mpitrain.allreduce.costs import compression as compression_by
 from mpitrain.allreduce.device import make_transport
 from mpitrain.allreduce.device.coded import Coded, coded
 from mpitrain.allreduce.device.sequential import DeviceSequential
-from mpitrain.allreduce.exact import check_reduction, exact_sum
+from mpitrain.allreduce.exact import ExactSum, check_reduction, exact_sum
 from mpitrain.allreduce.group import num_lanes
 from mpitrain.arrays import is_device_array, namespace
 from mpitrain.compression import check_compression, make_codec, power_sgd
@@ -123,11 +124,18 @@ class PlainExchange:
         self._slots.add(slot)
         return slot
 
-    def mean(self, slot: Slot, part: slice, share: float) -> AllreduceHandle:
-        """See Exchange. The shares add up to 1, so no sum can overflow."""
+    def mean(
+        self, slot: Slot, part: slice, share: float, others: Sequence[numpy.ndarray] | None = None
+    ) -> AllreduceHandle:
+        """See Exchange. The shares add up to 1, so no sum can overflow.
+
+        `others` are further summands of this rank, for an exact sum: see ExactSum.start.
+        """
         check_slot(self._world, self._slots, slot)
         flat = slot.flat[part]
         scale(flat, share)
+        if isinstance(self._algorithm, ExactSum):
+            return self._algorithm.start(flat, agreed=True, others=others)
         return (self._transport if is_device_array(flat) else self._algorithm).start(flat, agreed=True)
 
     def reset(self) -> None:

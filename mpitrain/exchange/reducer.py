@@ -19,7 +19,7 @@ from mpitrain.errors import DataError, GradientError, MpitrainError, NonFiniteEr
 from mpitrain.exchange.bucket import Bucket, Parameter, plan_buckets, plan_layout
 from mpitrain.exchange.checks import agree_on_layout, check_gradient, check_scales, check_steps, check_turns
 from mpitrain.exchange.driver import make_driver
-from mpitrain.exchange.exchange import Exchange, make_exchange
+from mpitrain.exchange.exchange import Exchange, PlainExchange, make_exchange
 from mpitrain.exchange.left_out import LeftOut
 from mpitrain.exchange.means import Means
 from mpitrain.exchange.on_device import DeviceBuckets
@@ -27,6 +27,7 @@ from mpitrain.exchange.on_host import HostBuckets
 from mpitrain.exchange.overlap import Stopwatch
 from mpitrain.exchange.remarks import gather_remarks
 from mpitrain.exchange.shares import share_of
+from mpitrain.exchange.summands import Summands
 from mpitrain.exchange.sums import Doing, Sums
 from mpitrain.exchange.vote import MISSING, begin_vote, beyond_range, objection
 from mpitrain.waiting.agreement import Agreement, signature
@@ -57,6 +58,7 @@ class GradientReducer:
         bucket_bytes: int | None = None,
         threaded: bool | None = None,
         on_device: bool = False,
+        virtual_ranks: int | None = None,
     ) -> None:
         """Collective: all ranks compare the parameters and the bucket layout.
 
@@ -68,6 +70,9 @@ class GradientReducer:
             threaded: drive the exchange from a thread, which requires MPI_THREAD_MULTIPLE. Default: true if the ranks
                 are on several nodes and MPI offers MPI_THREAD_MULTIPLE.
             on_device: gradients are CuPy arrays on this rank's GPU, and so are the buckets.
+            virtual_ranks: so many virtual ranks are divided between the ranks, at least one for each; see summands.py.
+                Every rank hands in the gradients of its virtual ranks one after the other, with `next_pass` between
+                them. `exchange` makes a PlainExchange with exact sums.
 
         Raises:
             MismatchError: the parameters of the ranks differ. Raised on every rank, names the first difference.
@@ -100,8 +105,19 @@ class GradientReducer:
         self._bucket_of = {index: number for number, bucket in enumerate(self._buckets) for index in bucket.members}
         self._begun: Agreement | None = None
         self._stopwatch = Stopwatch()
+        self._summands: Summands | None = None
+        if virtual_ranks is not None:
+            assert isinstance(self._exchange, PlainExchange)
+            self._summands = Summands(world, self.layout, self._exchange, virtual_ranks)
         self._sums = Sums(
-            self._exchange, self._slots, self._place, self.layout, self._buckets, self._stopwatch, world.control
+            self._exchange,
+            self._slots,
+            self._place,
+            self.layout,
+            self._buckets,
+            self._stopwatch,
+            world.control,
+            self._summands,
         )
         self._is_owed = False  # what was restored has not been sent yet, by this rank or another one
         self._left_out = LeftOut(world, self.layout, self._buckets, self._exchange, self._slots)
@@ -119,13 +135,13 @@ class GradientReducer:
         """The number of buckets that a step exchanges."""
         return len(self._buckets)
 
-    def begin(self, weight: float, loss_scale: float = 1.0, *, turn: int = 0, steps: int = 0) -> None:
+    def begin(self, weight: float | Sequence[float], loss_scale: float = 1.0, *, turn: int = 0, steps: int = 0) -> None:
         """Begin a step in which the gradients of this rank have the weight of `weight` samples. Does not wait.
 
         Hand in the gradients also with weight 0. Their values are then ignored.
 
         Args:
-            weight: the weight of this rank, in samples.
+            weight: the weight of this rank, in samples; with virtual ranks, a sequence with that of each of its own.
             loss_scale: the factor by which the gradients of all ranks are multiplied. The means are divided by it. It
                 is a power of two, so the division is exact.
             turn: the number of the batch, or another number that must be equal on all ranks. If it differs, `ready` or
@@ -139,7 +155,15 @@ class GradientReducer:
             raise GradientError(f"{self._world.name()}: begin() was called again without finish()")
         if self._is_closed:
             raise GradientError(f"{self._world.name()}: begin() after close(); make another GradientReducer")
-        self._weight = weight
+        if isinstance(weight, Sequence) and self._summands:
+            self._weight = self._summands.begin(weight)
+        elif not isinstance(weight, Sequence) and not self._summands:
+            self._weight = weight
+        else:
+            raise GradientError(
+                f"{self._world.name()}: begin({weight!r}); with virtual ranks, a step begins with the weight of each "
+                "of this rank's, without them with one number"
+            )
         self._loss_scale = loss_scale
         if watch := self._watch:
             watch.begin([(one.name, one.count * one.dtype.itemsize) for one in self.layout.parameters], weight)
@@ -155,7 +179,7 @@ class GradientReducer:
             doing,
             self._lines,
             signed=self._signatures[doing],
-            weight=weight,
+            weight=self._weight,
             value=loss_scale,
             code=steps,
             detail=turn,
@@ -186,14 +210,31 @@ class GradientReducer:
             gradient = namespace(self.gradients[index]).zeros_like(self.gradients[index])
         if gradient is not self.gradients[index]:
             check_gradient(self._world.name(), self.layout.parameters[index], gradient)
-            self._place.take_in(index, gradient)
         self._missing.remove(index)
+        if self._summands and not self._summands.is_last:
+            self._summands.take_in(index, gradient)
+            return
+        if gradient is not self.gradients[index]:
+            self._place.take_in(index, gradient)
         if watch := self._watch:
             watch.ready(index)
         self._sums.count(self._bucket_of[index])
         if not self._driver and self._start():
             self._queue.look()
             self._sums.collect()
+
+    def next_pass(self, loss: float, note: Any = None) -> None:
+        """End the gradients of one of this rank's virtual ranks. Those of the next one follow; `finish` ends the last.
+
+        `loss` and `note` are as for `finish`, over the samples of the virtual rank.
+
+        Raises:
+            GradientError: no step has begun, or there is no further virtual rank.
+        """
+        if self._begun is None or self._summands is None or self._summands.is_last:
+            raise GradientError(f"{self._world.name()}: next_pass() after the last virtual rank of this rank")
+        self._summands.end(loss, note, self._unused, self._missing)
+        self._missing, self._unused = set(self._bucket_of), []
 
     def progress(self) -> bool:
         """Start the buckets that are complete, and advance those that are under way. True when all have arrived.
@@ -224,7 +265,10 @@ class GradientReducer:
                 check_scales(self._world, self._begun.records["value"].tolist())
                 self._weights = self._begun.records["weight"].tolist()
                 share, self._total = share_of(self._world, self._weights)
-                self._share = share / self._loss_scale
+                if self._summands:
+                    self._share = self._summands.settle(self._total, self._loss_scale)
+                else:
+                    self._share = share / self._loss_scale
             except DataError as error:
                 self._refused = error
                 return False
@@ -278,6 +322,11 @@ class GradientReducer:
             self._begun = None
             raise self._refused
         non_finite = self._look()
+        if self._summands:
+            self._summands.end(loss, note, self._unused, self._missing)
+            loss, note = self._summands.mean_loss, self._summands.note
+            self._unused, self._missing = self._summands.unused or [], self._summands.missing
+            non_finite = max(non_finite, self._summands.non_finite)
         told = tuple(sorted(self._unused)), note
         vote = begin_vote(self._world, self._missing, non_finite, loss, self._weight, told, may_skip=may_skip)
         control.wait(self._drive(vote.test), Doing("end a step", self._sums))
@@ -304,7 +353,7 @@ class GradientReducer:
             self._sums.carried, self._is_owed = {}, False
             if self._world.observer:
                 self._world.observer.saw_means(self.layout.named(self.flats), self._weight)
-        loss = sum(vote.records["value"].tolist()) / self._total
+        loss = sum(vote.records["value"].tolist()) / self._total if not self._summands else self._summands.loss()
         # A rank with a problem has voted with the problem's detail instead of its mark.
         marks = None if codes.any() else vote.records["detail"].tolist()
         remarks = gather_remarks(self._world, told, marks, self._weights)
@@ -373,7 +422,7 @@ class GradientReducer:
             self._apart.queue.finish()
             self._apart.free()
             self.flats, self.gradients = {}, []
-            del self._sums, self._place, self._exchange, self._left_out
+            del self._sums, self._summands, self._place, self._exchange, self._left_out
 
     @property
     def _watch(self) -> StepWatch | None:

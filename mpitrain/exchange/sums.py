@@ -20,6 +20,7 @@ from mpitrain.exchange.on_host import HostBuckets
 from mpitrain.exchange.overlap import Stopwatch
 from mpitrain.exchange.shares import scale
 from mpitrain.exchange.slot import Slot
+from mpitrain.exchange.summands import Summands
 from mpitrain.waiting.control import Control
 
 
@@ -40,8 +41,13 @@ class Sums:
         buckets: Sequence[Bucket],
         stopwatch: Stopwatch,
         control: Control,
+        summands: Summands | None,
     ) -> None:
-        """`slots` hold the buckets, by dtype; `control` keeps the trace, if there is one."""
+        """`slots` hold the buckets, by dtype; `control` keeps the trace, if there is one.
+
+        `summands` begins the sums, if this rank has virtual ranks.
+        """
+        self._summands = summands
         self._exchange = exchange
         self._slots = slots
         self._place = place
@@ -125,7 +131,10 @@ class Sums:
                 self._place.check(number)
             share = self._with_carried(number, share)
             slot, part = self._slots[bucket.dtype], slice(bucket.begin, bucket.end)
-            self._handles.append(self._exchange.mean(slot, part, share))
+            if self._summands:
+                self._handles.append(self._summands.mean(slot, bucket, share))
+            else:
+                self._handles.append(self._exchange.mean(slot, part, share))
 
     def _with_carried(self, number: int, share: float) -> float:
         """Add what is carried to this rank's share of a bucket. Return the share that is left to apply."""

@@ -64,12 +64,17 @@ class StepTimes:
         self._is_fixed = False  # each rank takes as many samples, however many ranks there are
         self._is_written = False
 
-    def begin(self, layout: Sequence[tuple[str, int]], weight: float) -> None:
+    def begin(self, layout: Sequence[tuple[str, int]], weight: float | Sequence[float]) -> None:
         """Note that gradients will come: names and bytes by index, and the samples that they are of.
 
         Raises:
-            ConfigError: the script trains several models.
+            ConfigError: the script trains several models, or has virtual ranks.
         """
+        if isinstance(weight, Sequence):
+            raise ConfigError(
+                f"{self._everyone.name()}: mpitrain plan cannot plan a training with virtual ranks; allowed is one "
+                "without. Plan the script with mt.Sync()"
+            )
         if self._layout and self._layout != list(layout):
             raise ConfigError(
                 f"{self._everyone.name()}: mpitrain plan has seen steps of a model with {len(self._layout)} "

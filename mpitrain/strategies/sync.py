@@ -2,41 +2,77 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from mpitrain.adapters.adapter import Adapter
 from mpitrain.arrays import Array, is_device_array
+from mpitrain.errors import CheckpointError
 from mpitrain.exchange.exchange import Exchange, make_exchange
 from mpitrain.exchange.means import Means
 from mpitrain.exchange.reducer import GradientReducer
 from mpitrain.strategies.of_rounds import refuse_round, without_rounds
+from mpitrain.strategies.virtual_ranks import VirtualRanks, check_virtual_ranks
 from mpitrain.world import World
 
 
 class Sync:
-    """Synchronous data parallelism; see Strategy for the calls."""
+    """Synchronous data parallelism; see Strategy for the calls.
 
-    def __init__(self, exchange: Callable[[World], Exchange] = make_exchange) -> None:
-        """`exchange` makes the object that computes the means, for a World."""
+    Attributes:
+        exchange: makes the object that computes the means, for a World.
+        virtual: the virtual ranks; None: there are none, and each rank computes its part of a batch at once.
+    """
+
+    def __init__(
+        self,
+        exchange: Callable[[World], Exchange] = make_exchange,
+        *,
+        virtual_ranks: int | None = None,
+        seed: int = 0,
+    ) -> None:
+        """
+        Args:
+            exchange: makes the object that computes the means, for a World.
+            virtual_ranks: cut every global batch into so many equal parts, and compute the gradients of each part by
+                itself. Their exact sum has the same bits on 1 to `virtual_ranks` ranks. See docs/same-bits.md.
+            seed: of the random numbers of virtual ranks, at least 0.
+        """
         self.exchange = exchange
+        self.virtual = None if virtual_ranks is None else VirtualRanks(virtual_ranks, seed)
 
     def begin(self, world: World, adapter: Adapter) -> None:
-        """See Strategy. Every rank gets rank 0's parameters."""
+        """See Strategy. Every rank gets rank 0's parameters.
+
+        Raises:
+            ConfigError: the virtual ranks cannot be divided between the ranks, or gradients cannot be added up exactly.
+                Raised on every rank.
+        """
         self._world = world
         on_device = any(is_device_array(value) for value in adapter.parameters().values())
-        self._reducer = GradientReducer(world, adapter.layout, exchange=self.exchange, on_device=on_device)
+        exchange, number = self.exchange, None
+        if self.virtual:
+            check_virtual_ranks(world, self.virtual, has_own_exchange=exchange is not make_exchange)
+            exchange, number = partial(make_exchange, reduction="exact"), self.virtual.number
+        self._reducer = GradientReducer(
+            world, adapter.layout, exchange=exchange, on_device=on_device, virtual_ranks=number
+        )
         self._scale = adapter.loss_scale
         if world.size > 1:
             adapter.load_parameters(world.sync(adapter.parameters()))
 
-    def begin_step(self, weight: float) -> None:
-        """See Strategy."""
+    def begin_step(self, weight: float | Sequence[float]) -> None:
+        """See Strategy. With virtual ranks, `weight` has the samples of each of this rank's."""
         self._reducer.begin(weight, self._scale.value if self._scale else 1.0)
 
     def on_gradient(self, index: int, gradient: Array | None) -> None:
         """See Strategy."""
         self._reducer.ready(index, gradient)
+
+    def next_pass(self, adapter: Adapter, loss: float) -> None:
+        """End the pass of a virtual rank with its mean loss. The pass of this rank's next one follows."""
+        self._reducer.next_pass(loss, adapter.note())
 
     def finish_step(self, adapter: Adapter, loss: float) -> tuple[Means, float]:
         """See Strategy."""
@@ -52,17 +88,21 @@ class Sync:
         """See Strategy. The replicas are equal."""
 
     def state(self) -> dict[str, Any]:
-        """See Strategy: `factors`, if compression goes on from those of the last step."""
+        """See Strategy: `factors`, if compression goes on from them; `virtual`, if there are virtual ranks."""
         factors = self._reducer.factors()
-        return {"factors": factors} if factors else {}
+        state: dict[str, Any] = {"factors": factors} if factors else {}
+        return {**state, "virtual": self.virtual.state()} if self.virtual else state
 
     def restore(self, state: dict[str, Any]) -> None:
         """See Strategy. What an outer optimizer has kept is left out.
 
         Raises:
-            CheckpointError: the state is from the middle of a round of LocalSGD or DiLoCo.
+            CheckpointError: the state is from the middle of a round of LocalSGD or DiLoCo, or of other virtual
+                ranks.
         """
         refuse_round(state)
+        if self.virtual and "virtual" in state:
+            self.virtual.check(state["virtual"])
         self._reducer.restore_factors(state.get("factors", {}))
 
     def own_state(self) -> dict[str, Any]:
@@ -70,8 +110,19 @@ class Sync:
         return self._reducer.state()
 
     def restore_own(self, state: dict[str, Any]) -> None:
-        """See Strategy."""
-        self._reducer.restore(without_rounds(state))
+        """See Strategy.
+
+        Raises:
+            CheckpointError: a codec has left out values, and virtual ranks would not send them the same on any ranks.
+        """
+        state = without_rounds(state)
+        if self.virtual and any(key in state for key in ("residual", "carried")):
+            raise CheckpointError(
+                f"{self._world.name()}: the checkpoint holds values that a codec has left out of gradients, and "
+                "virtual ranks send all of a gradient; go on without virtual_ranks, or from a checkpoint without a "
+                "codec"
+            )
+        self._reducer.restore(state)
 
     def close(self) -> None:
         """See Strategy."""

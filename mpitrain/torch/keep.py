@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader
 
+from mpitrain.adapters.torch_random import random_state, set_random_state
 from mpitrain.errors import ConfigError
 from mpitrain.job.start import init
 from mpitrain.torch.gradients import Gradients
-from mpitrain.torch.random_state import random_state, set_random_state
 from mpitrain.torch.residuals import OfHook, residuals_of
 from mpitrain.torch.round_gradients import RoundGradients
 from mpitrain.torch.sharded import ShardedData

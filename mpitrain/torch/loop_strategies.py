@@ -36,6 +36,11 @@ def check_strategy(world: World, strategy: object, options: Sequence[str]) -> No
             "mt.DiLoCo(). All other strategies make the steps of the optimizer themselves, as your loop does: use them "
             "with mt.Trainer and mt.TorchModule"
         )
+    elif isinstance(strategy, Sync) and strategy.virtual:
+        problem = (
+            f"mt.Sync(virtual_ranks={strategy.virtual.number}): a loop of one's own makes one pass for each batch, and "
+            "virtual ranks need several. Use mt.Trainer with mt.TorchModule, or leave virtual_ranks out"
+        )
     elif isinstance(strategy, Rounds) and options:
         problem = (
             f"{', '.join(options)} together with {kind}: these are for gradients of every step, and in rounds none is "

@@ -11,13 +11,13 @@ import numpy
 import torch
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
+from mpitrain.adapters.torch_random import generators_of, random_state, set_random_state
 from mpitrain.errors import ConfigError, DataError, everywhere
 from mpitrain.shard import part_in
 from mpitrain.torch.batches import described, divided
 from mpitrain.torch.dataset_lines import has_length, lines_of
 from mpitrain.torch.drawn import PartSampler, Share, other_samples
 from mpitrain.torch.observed import samples_come_divided, saw
-from mpitrain.torch.random_state import generators_of, random_state, set_random_state
 from mpitrain.torch.uncompiled import uncompiled
 from mpitrain.world import World
 

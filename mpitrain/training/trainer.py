@@ -25,6 +25,7 @@ from mpitrain.training.parts import Parts
 from mpitrain.training.run_event import RunEvent
 from mpitrain.training.steering import Steering
 from mpitrain.training.step import Step
+from mpitrain.training.virtual_passes import passes_of
 from mpitrain.verify.observe import observed
 from mpitrain.watching.activity import own_activity
 from mpitrain.world import World
@@ -88,6 +89,7 @@ class Trainer:
         self.served: ServedStrategy | None = None
         if isinstance(self.strategy, ServedStrategy) and self.strategy.role:
             self.served = self.strategy
+        self._virtual_passes = passes_of(world, parts)
 
     def rebuild(self, world: World) -> None:
         """Go on in another World, after the same number of steps, with the same parameters, optimizer and data cursor.
@@ -207,8 +209,11 @@ class Trainer:
         if spans:
             spans.add("compute", "data", started, time.perf_counter(), step=self.step_number + 1)
         with memory_explained():
-            self.strategy.begin_step(weight)
-            loss = self.adapter.loss_and_gradients(batch, self.strategy.on_gradient)
+            if self._virtual_passes:
+                loss = self._virtual_passes.compute(batch, self.step_number + 1)
+            else:
+                self.strategy.begin_step(weight)
+                loss = self.adapter.loss_and_gradients(batch, self.strategy.on_gradient)
             if self.times_own_work:
                 wait_for_work(next(iter(self.adapter.parameters().values())))
             finishing = time.perf_counter()

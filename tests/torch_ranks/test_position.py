@@ -17,6 +17,7 @@ from tests.ranks.common import error_on_all, named_ranks, skip_alone
 from .prepared import mlp, sgd, torch
 
 import mpitrain.torch  # isort: skip (the line above skips this file where there is no PyTorch)
+from mpitrain.adapters.torch_random import random_state  # isort: skip
 from mpitrain.torch.keep import TorchRankState  # isort: skip
 from mpitrain.torch.sharded import ShardedData  # isort: skip
 
@@ -103,7 +104,7 @@ def test_a_loop_that_goes_on(world: World, source: str, num_used: int) -> None:
     assert world.allgather(position) == [position] * world.size
     if source != "an iterable":  # where each rank reads with its own
         assert len(set(world.allgather(data.state_dict()["random"]["torch"].numpy().tobytes()))) == 1  # rank 0's
-    random = mpitrain.torch.random_state.random_state()
+    random = random_state()
     torch.manual_seed(99)
     numpy.random.seed(99)
     again = mpitrain.torch.shard(SOURCES[source]())
@@ -166,7 +167,7 @@ def test_what_was_said_of_an_earlier_position(world: World, how: str) -> None:
     if "as drawn" in how:
         twice.go_on_as_drawn()
     else:
-        twice.set_random_after(mpitrain.torch.random_state.random_state())
+        twice.set_random_after(random_state())
     torch.manual_seed(99 + world.rank)
     twice.load_state_dict(position)
     assert numbers_after(twice) == expected

@@ -100,6 +100,16 @@ class IndexedData:
         """
         self._shares.measured(samples_per_second)
 
+    def cut(self, virtual_ranks: int) -> int:
+        """Give each rank whole virtual ranks of the batches from now on. Return the number of samples of each.
+
+        All ranks call this with the same number, before the first batch. See mpitrain/training/virtual_passes.py.
+
+        Raises:
+            ConfigError: the global batch is not a multiple of it. Raised on every rank.
+        """
+        return self._shares.cut(self.global_batch, virtual_ranks)
+
     def state(self) -> dict[str, Any]:
         """Return the position in the data. The state is the same on every rank and for any world size.
 

@@ -126,6 +126,13 @@ class Prefetch:
         self.close()
         self._data.share_out(samples_per_second)
 
+    def cut(self, virtual_ranks: int) -> int:
+        """See ArrayData. The source must have the same method."""
+        self.close()
+        source: Any = self._data
+        num_samples: int = source.cut(virtual_ranks)
+        return num_samples
+
     def state(self) -> dict[str, Any]:
         """Return where the data stood after the batch that was handed out last had been read."""
         return self._state

@@ -1,4 +1,4 @@
-"""Each rank's part of a global batch: equal parts, or parts in proportion to measured speeds."""
+"""Each rank's part of a global batch: equal parts, parts in proportion to measured speeds, or whole virtual ranks."""
 
 from __future__ import annotations
 
@@ -6,24 +6,56 @@ import math
 from collections.abc import Sequence
 
 from mpitrain.errors import ConfigError, everywhere
-from mpitrain.shard import part_in
+from mpitrain.shard import part_in, part_of
 from mpitrain.world import World
 
 
 class Shares:
-    """The parts of all ranks: contiguous, in rank order, equal (within one sample) until `measured` is called."""
+    """The parts of all ranks: contiguous, in rank order, equal (within one sample) until `measured` or `cut`."""
 
     def __init__(self, world: World) -> None:
         self._world = world
         self._speeds = [1.0] * world.size
         self._parts: dict[int, slice] = {}
+        self._own: slice | None = None  # samples of this rank's virtual ranks in a whole batch
+
+    def cut(self, global_batch: int, virtual_ranks: int) -> int:
+        """Give each rank whole virtual ranks from now on. Return the number of samples of each.
+
+        A virtual rank has the same places in every batch. So in a smaller one, those at the end have fewer samples, or
+        none.
+
+        Raises:
+            ConfigError: the batch has no such equal parts. Raised on every rank.
+        """
+        size, rest = divmod(global_batch, virtual_ranks)
+        if rest:
+            raise everywhere(
+                ConfigError(
+                    f"virtual_ranks={virtual_ranks} and a global batch of {global_batch} samples; "
+                    "all virtual ranks have the same number of samples, so the batch must be a multiple of "
+                    f"virtual_ranks. Take global_batch={global_batch - rest or virtual_ranks} or "
+                    f"{global_batch - rest + virtual_ranks}"
+                )
+            )
+        own = part_of(virtual_ranks, self._world.rank, self._world.size)
+        self._own, self._parts = slice(own.start * size, own.stop * size), {}
+        return size
 
     def measured(self, samples_per_second: float) -> None:
         """Make the parts proportional to the speeds from now on. Each rank passes its own speed. Collective.
 
         Raises:
-            ConfigError: a speed is not a finite number above 0. Raised on every rank.
+            ConfigError: a speed is not a finite number above 0, or ranks have whole virtual ranks. Raised on every
+                rank.
         """
+        if self._own is not None:
+            raise everywhere(
+                ConfigError(
+                    "samples are to be shared out by speed, and each rank has whole virtual "
+                    "ranks; leave mt.Balance out, or virtual_ranks"
+                )
+            )
         speeds = self._world.allgather(float(samples_per_second))
         for rank, speed in enumerate(speeds):
             if not (math.isfinite(speed) and speed > 0):
@@ -37,9 +69,12 @@ class Shares:
         if self._world.watch:
             return part_in(self._world, length)
         if length not in self._parts:
-            counts = split(length, self._speeds)
-            begin = sum(counts[: self._world.rank])
-            self._parts[length] = slice(begin, begin + counts[self._world.rank])
+            if self._own is not None:
+                self._parts[length] = slice(min(self._own.start, length), min(self._own.stop, length))
+            else:
+                counts = split(length, self._speeds)
+                begin = sum(counts[: self._world.rank])
+                self._parts[length] = slice(begin, begin + counts[self._world.rank])
         return self._parts[length]
 
 

@@ -1,9 +1,10 @@
-"""The states of the random numbers that a loop in PyTorch draws on the host."""
+"""The random numbers that a loop or a model in PyTorch draws on the host: their states, and those of a virtual rank."""
 
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy
@@ -32,6 +33,23 @@ def set_random_state(state: Mapping[str, Any], generators: Sequence[torch.Genera
     random.setstate(state["python"])
     for generator, kept in zip(generators, state["generators"], strict=False):
         generator.set_state(kept)
+
+
+@contextmanager
+def seeded(key: tuple[int, ...]) -> Iterator[None]:
+    """A block in which PyTorch's, NumPy's and Python's own generators on the host begin anew, from the key alone.
+
+    After it, they go on as if the block had not been.
+    """
+    before = random_state()
+    words = numpy.random.SeedSequence(key).generate_state(4)
+    torch.default_generator.manual_seed(int(words[0]) << 32 | int(words[1]))
+    numpy.random.seed(words[2])
+    random.seed(int(words[3]))
+    try:
+        yield
+    finally:
+        set_random_state(before)
 
 
 def generators_of(loader: Any) -> list[torch.Generator]:

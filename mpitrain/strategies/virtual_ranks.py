@@ -1,0 +1,71 @@
+"""Virtual ranks: the parts of a fixed size into which a global batch is cut, whatever the number of ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy
+
+from mpitrain.errors import CheckpointError, ConfigError, everywhere
+from mpitrain.exchange.exchange import OTHERS
+from mpitrain.world import World
+
+
+@dataclass(frozen=True)
+class VirtualRanks:
+    """How many virtual ranks there are, and the seed of their random numbers."""
+
+    number: int
+    seed: int
+
+    def key(self, step: int, virtual_rank: int) -> tuple[int, int, int]:
+        """Return what the random numbers of a virtual rank in a step are drawn from, and nothing else."""
+        return self.seed, step, virtual_rank
+
+    def state(self) -> dict[str, int]:
+        """Return what a checkpoint must know to go on with the same bits."""
+        return asdict(self)
+
+    def check(self, state: Mapping[str, Any]) -> None:
+        """Raise CheckpointError if a checkpoint was written with other virtual ranks."""
+        for name, own in self.state().items():
+            if int(state[name]) != own:
+                given = {"number": "virtual_ranks", "seed": "seed"}[name]
+                raise CheckpointError(
+                    f"the checkpoint was written with {given}={int(state[name])} of mt.Sync, this run has "
+                    f"{given}={own}, so it would not have the same bits; take {given}={int(state[name])}, or go on "
+                    "without virtual_ranks"
+                )
+
+
+def check_virtual_ranks(world: World, virtual: VirtualRanks, *, has_own_exchange: bool) -> None:
+    """Check that these virtual ranks can be computed by the ranks of a World. Collective.
+
+    Raises:
+        ConfigError: there are too few of them, or gradients cannot be added up exactly. Raised on every rank.
+        MismatchError: the ranks have different ones. Raised on every rank.
+    """
+    world.agree("make virtual ranks", [f"virtual_ranks={virtual.number!r} seed={virtual.seed!r}"])
+    problem = ""
+    for name, value, least in (("virtual_ranks", virtual.number, 1), ("seed", virtual.seed, 0)):
+        if not isinstance(value, int | numpy.integer) or isinstance(value, bool) or value < least:
+            problem = problem or f"{name}={value!r}; it must be an int of at least {least}"
+    if not problem and virtual.number < world.size:
+        problem = (
+            f"virtual_ranks={virtual.number} for {world.size} ranks; each rank computes at least one of them. Start at "
+            f"most {virtual.number} ranks, or take more virtual ranks from the beginning of the training"
+        )
+    elif not problem and world.config.compression not in OTHERS:
+        problem = (
+            f"virtual_ranks={virtual.number} and compression={world.config.compression}: a codec rounds what each rank "
+            "sends, so the sum would depend on the ranks. Leave out one of the two"
+        )
+    elif not problem and has_own_exchange:
+        problem = (
+            f"virtual_ranks={virtual.number} and an exchange= of its own; gradients of virtual ranks are added up "
+            "exactly. Leave out one of the two"
+        )
+    if problem:
+        raise everywhere(ConfigError(f"mt.Sync: {problem}"))
