@@ -1,0 +1,1 @@
+../../playbooks/roles/mpitrain_facts/filter_plugins/mpitrain_addresses.py

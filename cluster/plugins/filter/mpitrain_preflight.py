@@ -1,0 +1,1 @@
+../../playbooks/roles/mpitrain_preflight/filter_plugins/mpitrain_preflight.py

@@ -1,0 +1,1 @@
+../../playbooks/roles/mpitrain_facts/library/mpitrain_facts.py

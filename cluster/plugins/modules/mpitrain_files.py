@@ -1,0 +1,1 @@
+../../playbooks/library/mpitrain_files.py
