@@ -1,1 +1,0 @@
-../../playbooks/roles/mpitrain_facts/filter_plugins/mpitrain_addresses.py

@@ -1,1 +1,0 @@
-../../playbooks/roles/mpitrain_preflight/filter_plugins/mpitrain_preflight.py

@@ -1,1 +1,0 @@
-../../playbooks/roles/mpitrain_facts/library/mpitrain_facts.py

@@ -1,1 +1,0 @@
-../../playbooks/library/mpitrain_files.py
