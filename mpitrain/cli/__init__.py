@@ -28,6 +28,7 @@ class Command(Protocol):
 
 
 COMMANDS = {
+    "new": "mpitrain.cli.new",
     "run": "mpitrain.cli.run",
     "ps": "mpitrain.cli.ps",
     "top": "mpitrain.cli.top",
@@ -48,6 +49,7 @@ COMMANDS = {
     "plot": "mpitrain.cli.plot",
     "dashboard": "mpitrain.cli.dashboard",
     "chaos": "mpitrain.cli.chaos",
+    "completion": "mpitrain.cli.completion",
 }
 
 
@@ -76,6 +78,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             allow_abbrev=False,
         )
         commands[name].add_arguments(parsers[name])
+    if "_ARGCOMPLETE" in os.environ:  # set by what `mpitrain completion` prints
+        from mpitrain.cli.completion import complete
+
+        complete(parser)
     words = sys.argv[1:] if argv is None else argv
     typed = next((word for word in words if not word.startswith("-")), "run")
     if typed not in COMMANDS:
