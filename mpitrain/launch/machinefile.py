@@ -1,8 +1,8 @@
 """Read the file of hosts of another launcher, as `mpiexec` and batch systems write it.
 
-    node1 slots=4     # Open MPI's
-    node2:2           # MPICH's and Intel MPI's
-    node3             # one rank; a host in several lines, as in PBS's file, has as many
+node1 slots=4     # Open MPI's
+node2:2           # MPICH's and Intel MPI's
+node3             # one rank; a host in several lines, as in PBS's file, has as many
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from pathlib import Path
 
 from mpitrain.errors import ConfigError
 
-_LINE = re.compile(r"(?P<host>[^\s:=/,]+)(:(?P<number>\d+)|\s+slots\s*=\s*(?P<slots>\d+))?")
+_LINE = re.compile(r"(?P<host>[A-Za-z0-9][A-Za-z0-9._-]*)(:(?P<number>\d+)|\s+slots\s*=\s*(?P<slots>\d+))?")
 
 
 def hosts_of(path: Path) -> str:

@@ -65,8 +65,8 @@ def find_project(inventory: Path | None = None, *, is_new: bool = False) -> Proj
     """Find the playbooks: in the current folder, or else in the checkout or package from which this mpitrain runs.
 
     The inventory is `inventory`, or else ANSIBLE_INVENTORY, which Ansible itself prefers, or else cluster/hosts: of the
-    checkout with the playbooks, or of the current folder if the playbooks are in the package. With `is_new`, `inventory`
-    need not exist.
+    checkout with the playbooks, or of the current folder if the playbooks are in the package. With `is_new`, the file
+    `inventory` need not exist.
 
     Raises:
         ClusterError: there are no playbooks in these places.
@@ -110,7 +110,7 @@ def _inventory(folder: Path, inventory: Path | None) -> tuple[Path, tuple[str, .
 def _installed(folder: Path, inventory: Path) -> Project:
     """Return the project of a folder that has no playbooks, with those of the package.
 
-    The package's own variables come first, so that those beside the inventory win. An ansible.cfg of the user's is used.
+    The package's own variables come first, so that those beside the inventory win. The folder's ansible.cfg is used.
     """
     environment = {"ANSIBLE_MPITRAIN_LOG": str(inventory.parent / "log")}
     if "ANSIBLE_CONFIG" not in os.environ and not (folder / _CONFIGURATION).is_file():

@@ -35,7 +35,9 @@ def make(site: Path, folder: Path) -> Path:
         )
     missing = [name for name in names if not (site / name).is_file()]
     if missing:
-        raise SystemExit(f"{site / missing[0]} is missing; install mpitrain again: pip install --force-reinstall mpitrain")
+        raise SystemExit(
+            f"{site / missing[0]} is missing; install mpitrain again: pip install --force-reinstall mpitrain"
+        )
     information = f"mpitrain-{found.version}.dist-info"
     path = folder / f"mpitrain-{found.version}-py3-none-any.whl"
     lines = []

@@ -1,4 +1,7 @@
-"""Train a small network on made-up data. Put your own data into `make`, and your own model into the next two functions."""
+"""Train a small network on made-up data.
+
+Put your own data into `make`, and your own model into the next two functions.
+"""
 
 from __future__ import annotations
 
