@@ -26,9 +26,9 @@ def make(site: Path, folder: Path) -> Path:
     Raises:
         SystemExit: mpitrain is not installed in `site`, or files of it are missing.
     """
-    found = next(iter(distributions(name="mpitrain", path=[str(site)])), None)
-    names = _names(found) if found is not None else []
-    if found is None or "mpitrain/__init__.py" not in names:
+    installed = next(iter(distributions(name="mpitrain", path=[str(site)])), None)
+    names = _names(installed) if installed is not None else []
+    if installed is None or "mpitrain/__init__.py" not in names:
         raise SystemExit(
             f"there are no records of an installed mpitrain in {site}, which a wheel could be made of; install it with "
             "pip, or set mpitrain_package to a requirement for pip, such as mpitrain==0.2.0"
@@ -38,8 +38,8 @@ def make(site: Path, folder: Path) -> Path:
         raise SystemExit(
             f"{site / missing[0]} is missing; install mpitrain again: pip install --force-reinstall mpitrain"
         )
-    information = f"mpitrain-{found.version}.dist-info"
-    path = folder / f"mpitrain-{found.version}-py3-none-any.whl"
+    information = f"mpitrain-{installed.version}.dist-info"
+    path = folder / f"mpitrain-{installed.version}-py3-none-any.whl"
     lines = []
     with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as wheel:
         for name in names:
@@ -51,9 +51,9 @@ def make(site: Path, folder: Path) -> Path:
     return path
 
 
-def _names(found: Distribution) -> list[str]:
+def _names(installed: Distribution) -> list[str]:
     """The files of the wheel: without commands, which pip makes, and what Python has compiled."""
-    names = [str(file) for file in found.files or []]
+    names = [str(file) for file in installed.files or []]
     return [
         name
         for name in names
