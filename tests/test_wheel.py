@@ -96,14 +96,15 @@ def test_what_the_wheel_has(installed: Installed) -> None:
     assert wanted - there == set()
     more = {name.removeprefix(f"{INSTALLED}/") for name in there - wanted if ".dist-info/" not in name}
     assert more == {
-        "ansible.cfg",
         "cluster/README.md",
+        "cluster/ansible.cfg",
         "cluster/callback_plugins/mpitrain_short.py",
+        "cluster/group_vars/all.yml",
         "cluster/hosts.example",
+        "cluster/hosts.none",
         "cluster/requirements.yml",
         "cluster/setup.yml",
         "cluster/teardown.yml",
-        "defaults/group_vars/all.yml",
         "scripts/get-data",
     }
 

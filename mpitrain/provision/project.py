@@ -16,11 +16,11 @@ from mpitrain.launch.foreign_files import refuse_foreign
 from mpitrain.launch.hostfile import PROJECT_INVENTORY, Inventory, read_inventory
 
 _SETUP = Path("cluster/setup.yml")
+_DEFAULTS = Path("cluster/hosts.none")  # an inventory without nodes, beside the variables with their defaults
 # Ansible reads these files by itself. They may name programs to run.
 _CONFIGURATION, _GROUP_VARS = Path("ansible.cfg"), Path("cluster/group_vars/all.yml")
-# A wheel has the playbooks here, and the variables apart from them.
+# A wheel has the playbooks here.
 _INSTALLED = Path(__file__).parent / "installed"
-_DEFAULTS = _INSTALLED / "defaults"
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class Project:
         if not self.playbooks.is_absolute() or path.exists():
             return None
         path.parent.mkdir(exist_ok=True)
-        path.write_text((_DEFAULTS / "group_vars/all.yml").read_text())
+        path.write_text((_INSTALLED / _GROUP_VARS).read_text())
         return path
 
 
@@ -114,8 +114,8 @@ def _installed(folder: Path, inventory: Path) -> Project:
     """
     environment = {"ANSIBLE_MPITRAIN_LOG": str(inventory.parent / "log")}
     if "ANSIBLE_CONFIG" not in os.environ and not (folder / _CONFIGURATION).is_file():
-        environment["ANSIBLE_CONFIG"] = str(_INSTALLED / _CONFIGURATION)
-    options = ("-i", str(_DEFAULTS / "hosts"), "-i", str(inventory))
+        environment["ANSIBLE_CONFIG"] = str(_INSTALLED / "cluster" / _CONFIGURATION)
+    options = ("-i", str(_INSTALLED / _DEFAULTS), "-i", str(inventory))
     return Project(folder, inventory, options, _INSTALLED / _SETUP.parent, environment)
 
 
