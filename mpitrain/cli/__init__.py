@@ -28,7 +28,6 @@ class Command(Protocol):
 
 
 COMMANDS = {
-    "new": "mpitrain.cli.new",
     "run": "mpitrain.cli.run",
     "ps": "mpitrain.cli.ps",
     "top": "mpitrain.cli.top",
@@ -49,6 +48,7 @@ COMMANDS = {
     "plot": "mpitrain.cli.plot",
     "dashboard": "mpitrain.cli.dashboard",
     "chaos": "mpitrain.cli.chaos",
+    "new": "mpitrain.cli.new",
     "completion": "mpitrain.cli.completion",
 }
 

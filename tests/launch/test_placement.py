@@ -36,7 +36,7 @@ def test_what_is_wanted(text: str, expected: dict[str, str]) -> None:
         ("a,b,a", "a is named twice in --hosts a,b,a; for two ranks on each host, use --ppn 2"),
         ("a,a/cpu", "a is named twice"),
         ("a/cpu,a", "a is named twice"),
-        ("a/gpu", "'a/gpu' in --hosts a/gpu is not a known form; known are a, a/cpu"),
+        ("a/gpu", "'a/gpu' in --hosts a/gpu is not a known form; known are a, a:4, a/cpu"),
         ("a/", "is not a known form"),
         ("a/cuda", "is not a known form"),
         ("a/cuda:", "is not a known form"),
