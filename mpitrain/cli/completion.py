@@ -28,7 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Print the lines of the shell. Return 0."""
     try:
-        from argcomplete import shellcode
+        from argcomplete.shell_integration import shellcode
     except ImportError as error:
         raise ConfigError(
             f"completion needs argcomplete ({error}); {sys.executable} -m pip install 'mpitrain[completion]'"
