@@ -43,7 +43,7 @@ def run_playbook(project: Project, playbook: str, options: Sequence[str]) -> Rep
         process = subprocess.Popen(
             command,
             cwd=project.folder,
-            env=_environment(report.path) | project.environment,
+            env={**_environment(report.path), **project.environment},
             preexec_fn=end_with_parent(),  # noqa: PLW1509 (no threads here)
         )
         try:
