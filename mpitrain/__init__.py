@@ -85,7 +85,7 @@ if TYPE_CHECKING:
     from mpitrain.training.writers.wandb import Wandb as Wandb
     from mpitrain.world import World as World
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 watch()
 

@@ -175,6 +175,7 @@ ONLY = {
 
 # Imported nowhere else in the package, not even inside a function.
 HOMES = {
+    "argcomplete": ["cli.completion"],
     "ansible": ["provision.callback_plugins.mpitrain_report"],
     "cupy": ["cuda.device"],  # others of the package get it from there
     "torch": [

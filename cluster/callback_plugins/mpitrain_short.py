@@ -24,7 +24,7 @@ name: mpitrain_short
 type: stdout
 short_description: a line for each part of a set-up, and a log file with everything
 description:
-  - Writes what Ansible usually prints to a file in the folder log beside the playbook.
+  - Writes what Ansible usually prints to a file in the folder log beside the playbook, or in ANSIBLE_MPITRAIN_LOG.
   - Prints a line for each play that changed something, failures in full, the messages of debug tasks, and the time.
   - With -v, --diff or --check the usual output is printed too.
 extends_documentation_fragment: [default_callback, result_format_callback]
@@ -200,9 +200,12 @@ class _ProgressLine:
 
 
 def _open_log(playbook: Path) -> tuple[TextIO, str]:
-    """A new file in the folder `log` beside the playbook; if that cannot be written, a temporary file, and why."""
+    """A new file in the folder `log` beside the playbook; if that cannot be written, a temporary file, and why.
+
+    The playbooks of an installed mpitrain lie in its package: then ANSIBLE_MPITRAIN_LOG names the folder.
+    """
     prefix = f"{playbook.stem}-{time.strftime('%Y%m%d-%H%M%S')}-"
-    folder, problem = playbook.parent / "log", ""
+    folder, problem = Path(os.environ.get("ANSIBLE_MPITRAIN_LOG") or playbook.parent / "log"), ""
     try:
         folder.mkdir(exist_ok=True)
         file, path = tempfile.mkstemp(".log", prefix, folder)

@@ -49,6 +49,8 @@ COMMANDS = {
     "plot": "mpitrain.cli.plot",
     "dashboard": "mpitrain.cli.dashboard",
     "chaos": "mpitrain.cli.chaos",
+    "new": "mpitrain.cli.new",
+    "completion": "mpitrain.cli.completion",
 }
 
 
@@ -77,6 +79,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             allow_abbrev=False,
         )
         commands[name].add_arguments(parsers[name])
+    if "_ARGCOMPLETE" in os.environ:  # set by what `mpitrain completion` prints
+        from mpitrain.cli.completion import complete
+
+        complete(parser)
     words = sys.argv[1:] if argv is None else argv
     typed = next((word for word in words if not word.startswith("-")), "run")
     if typed not in COMMANDS:

@@ -7,14 +7,14 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from mpitrain.cli.job_id import job_id
+from mpitrain.cli.job_id import add_job_argument
 from mpitrain.cli.launching import add_inventory_argument
 from mpitrain.cli.terminal_text import wrapped
 
 
 def add_job_arguments(parser: argparse.ArgumentParser, meaning: str) -> None:
     """Declare the job and its hosts; `meaning` is that of --hosts."""
-    parser.add_argument("job", type=job_id, help="the id of the job, which `mpitrain ps` shows")
+    add_job_argument(parser, "the id of the job, which `mpitrain ps` shows")
     parser.add_argument("--hosts", metavar="A,B", required=True, help=meaning)
     add_inventory_argument(parser)
 

@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mpitrain.cli.job_id import job_id
+from mpitrain.cli.job_id import add_job_argument
 from mpitrain.cli.ps import add_host_arguments
 from mpitrain.config import SECONDS
 from mpitrain.errors import ConfigError
@@ -40,7 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
     parser.epilog = _EPILOG
     add_host_arguments(parser)
-    parser.add_argument("job", type=job_id, help="the id of the job, as `mpitrain ps` shows it")
+    add_job_argument(parser, "the id of the job, as `mpitrain ps` shows it")
     parser.add_argument(
         "--every", type=_duration, default=30.0, metavar="TIME", help="length of a period, with one fault (30s)"
     )

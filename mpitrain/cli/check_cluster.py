@@ -95,7 +95,7 @@ def _run(arguments: argparse.Namespace) -> int:
     from mpitrain.diagnostics.target import find_target
 
     if arguments.explain:
-        return _explain(arguments.explain)
+        return _explain(arguments.explain, as_json=arguments.json)
     if arguments.yes and not arguments.fix:
         raise ConfigError("--yes answers the question that --fix asks; give both, or neither")
     if arguments.fix and not arguments.yes and not sys.stdin.isatty():
@@ -166,15 +166,17 @@ def _keep(arguments: argparse.Namespace, report: dict[str, object], seen: Seen, 
         print(f"mpitrain check-cluster: {error}", file=sys.stderr)
 
 
-def _explain(name: str) -> int:
+def _explain(name: str, *, as_json: bool) -> int:
     from mpitrain.diagnostics.checks import CHECKS
-    from mpitrain.diagnostics.explain import explain, listing
+    from mpitrain.diagnostics.explain import described, explain, listing
     from mpitrain.diagnostics.run import select
 
-    if name == "all":
-        print(listing(CHECKS.values()))
+    chosen = [*CHECKS.values()] if name == "all" else [CHECKS[one] for one in [name] if select("quick", only=[one])]
+    if as_json:
+        print(json.dumps({"checks": [described(check) for check in chosen]}, indent=2))
+    elif name == "all":
+        print(listing(chosen))
     else:
-        select("quick", only=[name])  # refuses an unknown one
         print(explain(CHECKS[name], shutil.get_terminal_size().columns))
     return 0
 

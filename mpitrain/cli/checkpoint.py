@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import zipfile
 from collections.abc import Mapping
@@ -43,17 +44,34 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action.add_argument("path", metavar="PATH", type=Path)
         if name == "export":
             action.add_argument("file", metavar="FILE", type=Path)
+        else:
+            action.add_argument("--json", action="store_true", help="print one JSON object instead of text")
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Do the action. Return the exit code."""
     if arguments.action == "export":
         return _export(arguments.path, arguments.file)
-    return {"ls": _list, "show": _show, "verify": _verify}[arguments.action](arguments.path)
+    return {"ls": _list, "show": _show, "verify": _verify}[arguments.action](arguments.path, as_json=arguments.json)
 
 
-def _list(path: Path) -> int:
+def _list(path: Path, *, as_json: bool) -> int:
     checkpoints = _checkpoints(path)
+    if as_json:
+        whole = [
+            {
+                "path": str(entry.path),
+                "step": entry.step,
+                "bytes": sum(file.bytes for file in entry.manifest.files.values()),
+                "score": entry.manifest.score,
+                **entry.manifest.information,
+            }
+            for entry in checkpoints
+            if entry.manifest
+        ]
+        damaged = [str(entry.problem) for entry in checkpoints if entry.problem]
+        print(json.dumps({"checkpoints": whole, "damaged": damaged}, indent=2))
+        return int(bool(damaged))
     rows = [("step", "saved (UTC)", "MB", "ranks", "loss", "score")]
     for entry in checkpoints:
         if entry.manifest:
@@ -77,20 +95,24 @@ def _list(path: Path) -> int:
     return int(any(entry.problem for entry in checkpoints))
 
 
-def _show(path: Path) -> int:
+def _show(path: Path, *, as_json: bool) -> int:
     from safetensors import safe_open
 
     from mpitrain.training.checkpoint.store import TENSORS, verify
 
     path = _newest(path)
     manifest = verify(path)
-    print(path)
     about = {"step": manifest.step, "training": manifest.run, "score": manifest.score, **manifest.information}
-    lines = [(name, _text(value)) for name, value in about.items() if value is not None]
     with safe_open(path / TENSORS, framework="np") as file:
-        for name in sorted(file.keys()):
-            tensor = file.get_slice(name)
-            lines.append((name, f"{tensor.get_dtype()} {tuple(tensor.get_shape())}"))
+        slices = {name: file.get_slice(name) for name in sorted(file.keys())}
+        tensors = {name: (one.get_dtype(), list(one.get_shape())) for name, one in slices.items()}
+    if as_json:
+        content = {name: {"dtype": dtype, "shape": shape} for name, (dtype, shape) in tensors.items()}
+        print(json.dumps({"path": str(path), **about, "tensors": content, "values": dict(manifest.values)}, indent=2))
+        return 0
+    print(path)
+    lines = [(name, _text(value)) for name, value in about.items() if value is not None]
+    lines += [(name, f"{dtype} {tuple(shape)}") for name, (dtype, shape) in tensors.items()]
     lines += [(name, repr(value)) for name, value in manifest.values.items()]
     width = max(len(name) for name, _ in lines)
     for name, text in lines:
@@ -104,21 +126,26 @@ def _text(value: object) -> str:
     return " ".join(map(str, value)) if isinstance(value, list) else str(value)
 
 
-def _verify(path: Path) -> int:
+def _verify(path: Path, *, as_json: bool) -> int:
     from mpitrain.training.checkpoint.parts import part_name
     from mpitrain.training.checkpoint.store import verify
 
-    damaged = 0
+    whole, damaged = [], []
     for entry in _checkpoints(path):
         size = entry.manifest.parts if entry.manifest else 0
-        for whole in [entry.path, *(entry.path.parent / part_name(entry.step, rank, size) for rank in range(size))]:
+        for part in [entry.path, *(entry.path.parent / part_name(entry.step, rank, size) for rank in range(size))]:
             try:
-                verify(whole)
-                print(f"{whole}: whole")
+                verify(part)
+                whole.append(str(part))
+                line = f"{part}: whole"
             except CheckpointError as error:
-                damaged += 1
-                print(f"damaged: {error}")
-    return int(damaged > 0)
+                damaged.append(str(error))
+                line = f"damaged: {error}"
+            if not as_json:
+                print(line)
+    if as_json:
+        print(json.dumps({"whole": whole, "damaged": damaged}, indent=2))
+    return int(bool(damaged))
 
 
 def _export(path: Path, file: Path) -> int:

@@ -10,8 +10,9 @@ from mpitrain.errors import ConfigError
 HELP = "turn bare machines into a cluster, and change the cluster"
 
 _EPILOG = """\
-These commands run the playbooks of the folder cluster/, and print each
-ansible-playbook line before they run it; the line alone does the same.
+These commands run the playbooks of the folder cluster/, or else those of the
+installed mpitrain. They print each ansible-playbook line before they run it;
+the line alone does the same.
 Arguments after -- go to ansible-playbook unchanged.
 
   mpitrain cluster init --nodes node1=10.0.0.1,node2=10.0.0.2 --user admin
@@ -109,7 +110,8 @@ def _init(arguments: argparse.Namespace) -> int:
     )
     from mpitrain.provision.project import find_project
 
-    path = arguments.inventory or find_project().inventory
+    project = find_project(arguments.inventory, is_new=True)
+    path = arguments.inventory or project.inventory
     refuse_existing(path)
     user, key = arguments.user, arguments.key
     if arguments.nodes is None and not terminal.is_there():
@@ -122,7 +124,10 @@ def _init(arguments: argparse.Namespace) -> int:
     print(f"{path}:")
     for host in inventory.hosts:
         print(f"    {'head  ' if host is inventory.head else 'worker'}  {host_line(host)}")
-    print("Next: mpitrain cluster trust, then mpitrain cluster setup")
+    if variables_file := project.write_variables():
+        print(f"{variables_file}: every variable of the set-up with its default, for editing")
+    named = f" --inventory {path}" if arguments.inventory else ""
+    print(f"Next: mpitrain cluster trust{named}, then mpitrain cluster setup{named}")
     return 0
 
 

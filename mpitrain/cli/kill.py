@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 
-from mpitrain.cli.job_id import job_id
+from mpitrain.cli.job_id import add_job_argument
 from mpitrain.cli.ps import add_host_arguments
 
 HELP = "end a job, by the id that `mpitrain ps` shows"
@@ -24,7 +24,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
     parser.epilog = _EPILOG
     add_host_arguments(parser)
-    parser.add_argument("job", type=job_id, help="the id of the job")
+    add_job_argument(parser, "the id of the job")
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -18,18 +18,18 @@ if TYPE_CHECKING:
     from mpitrain.launch.start import Request
 
 # Options of other launchers, and what they are called here.
-_A_HOSTS = "--hosts A,B, with --ppn N for the ranks on each host, or --hosts A/cpux2,B/cpux1"
-_A_FILE = "--hosts A,B, or an Ansible inventory with -i PATH"
+_A_HOSTS = "--hosts A,B or -H A,B, with --ppn N for the ranks on each host, or -H A:2,B:1"
+_A_FILE = "--hostfile FILE, or an Ansible inventory with -i PATH"
 _ELSEWHERE = {
-    **dict.fromkeys(("-H", "-host", "--host", "-hosts"), _A_HOSTS),
-    **dict.fromkeys(("-hostfile", "--hostfile", "-machinefile", "--machinefile", "-f"), _A_FILE),
+    **dict.fromkeys(("-host", "--host", "-hosts"), _A_HOSTS),
+    **dict.fromkeys(("-hostfile", "-machinefile", "--machinefile", "-f"), _A_FILE),
     **dict.fromkeys(("-ppn", "--nproc-per-node", "--nproc_per_node", "--npernode", "-N"), "--ppn N"),
     **dict.fromkeys(("--nnodes", "--num-nodes"), "--hosts A,B, or --ppn N for all hosts of the inventory"),
 }
 
 
 # Options that set the number of ranks; and those that hardly a script has.
-_RANKS = ("-n", "--ppn", "--hosts")
+_RANKS = ("-n", "-np", "--ppn", "--hosts", "-H", "--hostfile")
 _OURS_ALONE = ("--restarts", "--min-nodes", "--elastic", "--spares", "--recover")
 
 
@@ -46,9 +46,20 @@ _MOST_DIGITS = 100  # Python itself converts at most 4300 digits
 def add_launch_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options that say where and how ranks are started."""
     # There is no default: the number of ranks changes the global batch, so the command of a result should state it.
-    parser.add_argument("-n", type=_num_ranks, dest="num_ranks", metavar="N", help="number of ranks")
-    parser.add_argument(
-        "--hosts", metavar="A,B", help="hosts, with or without devices: a,b or a/cuda:0-3x2,b/cpux4 or localhost"
+    parser.add_argument("-n", "-np", type=positive, dest="num_ranks", metavar="N", help="number of ranks")
+    where = parser.add_mutually_exclusive_group()
+    where.add_argument(
+        "--hosts",
+        "-H",
+        metavar="A,B",
+        help="hosts: a,b or localhost; with numbers of ranks, a:4,b:2; or with devices, a/cuda:0-3x2,b/cpux4",
+    )
+    where.add_argument(
+        "--hostfile",
+        type=_hosts_of_file,
+        dest="hosts",
+        metavar="FILE",
+        help="the same from a file of mpiexec's, with lines HOST, HOST:N or HOST slots=N",
     )
     parser.add_argument("--ppn", type=positive, metavar="N", help="ranks on each host")
     add_inventory_argument(parser)
@@ -110,7 +121,7 @@ def _look_behind(arguments: argparse.Namespace, words: Sequence[str]) -> None:
     behind = dict.fromkeys(word.partition("=")[0] for word in words)
     where = f"behind {words[1] if words[0] == '-m' else words[0]} and belongs to the script"
     before = f"as in `mpitrain {arguments.command} -n 4 train.py`"
-    if arguments.num_ranks is None and arguments.ppn is None and "/" not in (arguments.hosts or ""):
+    if arguments.num_ranks is None and arguments.ppn is None and not {"/", ":"} & set(arguments.hosts or ""):
         for option in [option for option in _RANKS if option in behind]:
             raise ConfigError(f"{option} stands {where}; options of mpitrain come before the script, {before}")
     for option in [option for option in _OURS_ALONE if option in behind]:
@@ -184,10 +195,13 @@ def positive(text: str) -> int:
     return int(text)
 
 
-def _num_ranks(text: str) -> int:
-    if text.startswith("p"):  # argparse reads -np 4, an option of many an mpiexec, as -n with the text p
-        raise argparse.ArgumentTypeError("-np is mpiexec's; here it is -n N, or --ppn N for the ranks on each host")
-    return positive(text)
+def _hosts_of_file(text: str) -> str:
+    from mpitrain.launch.machinefile import hosts_of
+
+    try:
+        return hosts_of(Path(text))
+    except ConfigError as error:
+        raise argparse.ArgumentTypeError(str(error).removeprefix("--hostfile ")) from None
 
 
 def _seconds(text: str) -> float:

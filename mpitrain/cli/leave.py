@@ -31,5 +31,8 @@ def run(arguments: argparse.Namespace) -> int:
 
     by_host = parse_hosts(arguments.hosts)
     if any(by_host.values()):
-        raise ConfigError(f"--hosts {arguments.hosts} names devices, but only a whole host can leave; name hosts alone")
+        raise ConfigError(
+            f"--hosts {arguments.hosts} names devices or numbers of ranks, but only a whole host can leave; name "
+            "hosts alone"
+        )
     return change(arguments, {"leave": list(by_host)})

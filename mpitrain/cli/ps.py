@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 import time
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
 
-from mpitrain.cli.job_id import job_id
+from mpitrain.cli.job_id import add_job_argument
 from mpitrain.cli.launching import add_inventory_argument
+
+if TYPE_CHECKING:
+    from mpitrain.launch.jobs import KeptJob, RunningJob
 
 _COLUMNS = 40  # of metrics in the list
 
@@ -32,9 +38,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
     parser.epilog = _EPILOG
     add_host_arguments(parser)
-    parser.add_argument(
-        "job", nargs="?", type=job_id, help="the id of a job: only this one, with the workers of its server"
-    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of text (docs/run.md)")
+    add_job_argument(parser, "the id of a job: only this one, with the workers of its server", nargs="?")
 
 
 def add_host_arguments(parser: argparse.ArgumentParser) -> None:
@@ -45,7 +50,6 @@ def add_host_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Print one line per job. Return 1 if a host could not be asked, or what a server publishes cannot be read."""
-    from mpitrain.cli.workers_table import lines_of, table
     from mpitrain.launch.hosts import place_ranks
     from mpitrain.launch.jobs import find_all
 
@@ -60,35 +64,87 @@ def run(arguments: argparse.Namespace) -> int:
         for job in shown
         if "damaged" in job.served
     ]
+    running = {job.token for job in jobs}
+    lost = [
+        one
+        for one in kept
+        if one.is_lost and arguments.job in (None, *one.estate["tries"]) and running.isdisjoint(one.estate["tries"])
+    ]
+    if arguments.job is not None and not shown and not lost:
+        known = ", ".join(job.token for job in jobs) or "none"
+        problems.append(f"there is no job {arguments.job} of yours on {', '.join(hosts)}; running: {known}")
+    problems += wrong.values()
+    if arguments.json:
+        print(json.dumps({**_document(shown, lost, hosts), "problems": problems}, indent=2))
+    else:
+        _print(shown, lost, hosts, arguments.job, is_complete=not problems)
+    for line in problems:
+        print(f"mpitrain ps: {line}", file=sys.stderr)
+    return int(bool(problems))
+
+
+def _print(
+    shown: Sequence[RunningJob], lost: Sequence[KeptJob], hosts: Sequence[str], job_id: str | None, *, is_complete: bool
+) -> None:
+    """Print the table; of one job also all metrics, and the workers of its server."""
+    from mpitrain.cli.workers_table import lines_of, table
+
     rows = [("JOB", "SINCE", "STATE", "STEP", "METRICS", "RANKS", "SCRIPT")]
     rows += [
         (job.token, _time(job.since), job.state(hosts), job.step(), _cut(job.metrics()), job.where(), job.script)
         for job in shown
     ]
-    running = {job.token for job in jobs}
-    for one in kept:
-        if one.is_lost and arguments.job in (None, *one.estate["tries"]) and running.isdisjoint(one.estate["tries"]):
-            until = time.strftime("%H:%M:%S", time.localtime(one.until_ms / 1000))
-            state = f"kept until {until}: mpitrain run --resume {one.token}"
-            where = f"none, its state on {', '.join(one.keepers)}"
-            since, script = _time(one.estate["since"]), " ".join(one.estate["request"]["program"])
-            rows.append((one.token, since, state, str(one.step or "-"), "-", where, script))
+    for one in lost:
+        until = time.strftime("%H:%M:%S", time.localtime(one.until_ms / 1000))
+        state = f"kept until {until}: mpitrain run --resume {one.token}"
+        where = f"none, its state on {', '.join(one.keepers)}"
+        since, script = _time(one.estate["since"]), " ".join(one.estate["request"]["program"])
+        rows.append((one.token, since, state, str(one.step or "-"), "-", where, script))
     if len(rows) > 1:
         print("\n".join(table(rows, len(rows[0]))))
-    elif arguments.job is not None:
-        known = ", ".join(job.token for job in jobs) or "none"
-        problems.append(f"there is no job {arguments.job} of yours on {', '.join(hosts)}; running: {known}")
-    elif not wrong:
+    elif is_complete:
         print(f"no job of yours is running on {', '.join(hosts)}")
-    if arguments.job is not None:
-        for job in shown:
-            if job.metrics() != _cut(job.metrics()):
-                print(f"\nmetrics: {job.metrics()}")
-            if "here" in job.served:
-                print("\n".join(["", *lines_of(job.served)]))
-    for line in [*problems, *wrong.values()]:
-        print(f"mpitrain ps: {line}", file=sys.stderr)
-    return int(bool(problems or wrong))
+    for job in shown if job_id is not None else ():
+        if job.metrics() != _cut(job.metrics()):
+            print(f"\nmetrics: {job.metrics()}")
+        if "here" in job.served:
+            print("\n".join(["", *lines_of(job.served)]))
+
+
+def _document(shown: Iterable[RunningJob], lost: Iterable[KeptJob], hosts: Sequence[str]) -> dict[str, Any]:
+    """Return what --json prints: times are in seconds since the epoch, ranks are by host."""
+    running = []
+    for job in shown:
+        ranks: dict[str, list[int]] = {}
+        for rank, view in sorted(job.ranks.items()):
+            ranks.setdefault(view.host, []).append(rank)
+        reported = next((view.record.metrics for _, view in sorted(job.ranks.items()) if view.record.metrics), {})
+        running.append(
+            {
+                "job": job.token,
+                "since": job.since,
+                "state": job.state(hosts),
+                "step": max((view.record.step for view in job.ranks.values()), default=0),
+                "metrics": dict(reported),
+                "ranks": ranks,
+                "processes": dict(job.num_processes),
+                "launcher": job.launcher.partition(" ")[0],
+                "script": job.script,
+                "server": dict(job.served),
+            }
+        )
+    kept = [
+        {
+            "job": one.token,
+            "since": one.estate["since"],
+            "until": one.until_ms / 1000,
+            "step": one.step,
+            "hosts": list(one.keepers),
+            "script": " ".join(one.estate["request"]["program"]),
+        }
+        for one in lost
+    ]
+    return {"hosts": list(hosts), "jobs": running, "kept": kept}
 
 
 def _cut(metrics: str) -> str:

@@ -6,7 +6,7 @@ import argparse
 from dataclasses import replace
 from pathlib import Path
 
-from mpitrain.cli.job_id import job_id
+from mpitrain.cli.job_id import complete_by, job_id, kept_here
 from mpitrain.cli.launching import add_launch_arguments, add_script_arguments, positive, request_of_script
 from mpitrain.errors import ConfigError
 
@@ -90,12 +90,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="K ranks, the first of each host, hold the parameters, and the others work for them (for "
         "mt.ParameterServer)",
     )
-    parser.add_argument(
+    resume = parser.add_argument(
         "--resume",
         type=job_id,
         metavar="JOB",
         help="go on with a job whose `mpitrain run` was lost, by the id that ps shows",
     )
+    complete_by(resume, kept_here)
     parser.add_argument(
         "--show",
         action="store_true",

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import json
 import socket
 import sys
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from mpitrain.cli.changing import show_answer
+from mpitrain.cli.job_id import complete_by, ids_here
 from mpitrain.cli.ps import add_host_arguments
 
 if TYPE_CHECKING:
@@ -45,7 +47,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
     parser.epilog = _EPILOG
     add_host_arguments(parser)
-    parser.add_argument("words", nargs="*", metavar="[JOB] [WORD]", help="the id of the job, and what to tell it")
+    parser.add_argument(
+        "--json", action="store_true", help="without a word: print what the job can be told as one JSON object"
+    )
+    words = parser.add_argument(
+        "words", nargs="*", metavar="[JOB] [WORD]", help="the id of the job, and what to tell it"
+    )
+    complete_by(words, _completions)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -58,6 +66,10 @@ def run(arguments: argparse.Namespace) -> int:
     words = list(arguments.words)
     job = words.pop(0) if words and words[0] not in _WORDS else ""
     order = _order(words)
+    if arguments.json and words:
+        from mpitrain.errors import ConfigError
+
+        raise ConfigError(f"--json prints what the job can be told; leave out {words[0]}")
     placement = place_ranks(arguments.hosts, arguments.inventory, None, 1)
     if not job:
         job, problem = _only_job(placement)
@@ -67,10 +79,22 @@ def run(arguments: argparse.Namespace) -> int:
     if order["kind"] == "kill":
         return kill.run(argparse.Namespace(hosts=arguments.hosts, inventory=arguments.inventory, job=job))
     answer, wrong = tell_launcher(placement, job, {"tell": order, "from": socket.gethostname()})
+    if "can" in answer and arguments.json:
+        print(json.dumps({"job": job, "step": int(answer["step"]), **answer["can"]}, indent=2))
+        return 0
     if "can" in answer:
         print(wrapped(_listed(job, int(answer["step"]), answer["can"]), sys.stdout))
         return 0
     return show_answer("tell", job, placement.machines, answer, wrong)
+
+
+def _completions(parsed_args: argparse.Namespace, **_: object) -> dict[str, str]:
+    """What may come next, for a shell: the id of a job, then a word."""
+    words = parsed_args.words or []
+    known = dict.fromkeys(_WORDS, "")
+    if not words:
+        return {**ids_here(), **known}
+    return known if words[-1] not in _WORDS else {}
 
 
 def _order(words: list[str]) -> dict[str, str]:

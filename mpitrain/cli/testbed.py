@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from mpitrain.errors import ConfigError
 
 if TYPE_CHECKING:
     from mpitrain.testbed import Bed
+    from mpitrain.testbed.bed_record import BedRecord
 
 HELP = "make several real nodes on this machine, to try mpitrain and to break things"
 
@@ -57,7 +59,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     build.add_argument("--full", action="store_true", help="also make what `up --full` needs")
     old = action("down", "take a test bed down")
     old.add_argument("--all", action="store_true", help="take all test beds down")
-    action("status", "show the test beds, their nodes and what is broken")
+    status = action("status", "show the test beds, their nodes and what is broken")
+    status.add_argument("--json", action="store_true", help="print one JSON object instead of text")
     login = action("ssh", "log in on a node, or run a line of shell there")
     login.add_argument("node", metavar="NODE")
     login.add_argument("words", nargs=argparse.REMAINDER, metavar="COMMAND")
@@ -143,6 +146,10 @@ def _status(arguments: argparse.Namespace) -> int:
 
     require_root()
     records = [read_record(arguments.state, arguments.name)] if arguments.name else read_records(arguments.state)
+    if arguments.json:
+        beds = [document for record in records if (document := _document(record)) is not None]
+        print(json.dumps({"beds": beds, "snapshots": snapshot_names(arguments.state)}, indent=2))
+        return 0
     if not records:
         print("there is no test bed; make one: sudo mpitrain testbed up 4")
     for record in records:
@@ -231,6 +238,30 @@ def _find(arguments: argparse.Namespace) -> Bed:
     return find(arguments.name, state=arguments.state)
 
 
+def _document(record: BedRecord) -> dict[str, Any] | None:
+    """Return what --json prints of a bed; None: it is going down."""
+    from mpitrain.testbed import Bed
+
+    content = {"name": record.name, "full": record.full, "ready": record.ready, "snapshot": record.snapshot}
+    content |= {"delay_microseconds": record.delay_microseconds, "inventory": str(record.inventory)}
+    if not record.ready:
+        return {**content, "nodes": []}
+    try:
+        bed = Bed(record)
+        nodes = [
+            {"name": node, "address": bed.address(node), "state": _state(bed, node), "broken": dict(bed.faults(node))}
+            for node in bed.names
+        ]
+    except ConfigError:
+        return None
+    return {**content, "nodes": nodes}
+
+
+def _state(bed: Bed, node: str) -> str:
+    faults = bed.faults(node)
+    return "off" if "kill" in faults else "frozen" if "freeze" in faults else "up" if bed.is_up(node) else "not up"
+
+
 def _show(bed: Bed) -> None:
     record = bed.record
     kind = "User-mode Linux" if record.full else "containers"
@@ -240,8 +271,7 @@ def _show(bed: Bed) -> None:
     for node in bed.names:
         faults = bed.faults(node)
         broken = ", ".join(f"{fault} {value}".strip() for fault, value in faults.items())
-        state = "off" if "kill" in faults else "frozen" if "freeze" in faults else "up" if bed.is_up(node) else "not up"
-        print(f"  {node}  {bed.address(node):<15}  {state}{f'; broken: {broken}' if broken else ''}")
+        print(f"  {node}  {bed.address(node):<15}  {_state(bed, node)}{f'; broken: {broken}' if broken else ''}")
 
 
 def _say(text: str) -> None:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import json
 import socket
 import sys
 from typing import TYPE_CHECKING
+
+from mpitrain.cli.job_id import complete_by, ids_here
 
 if TYPE_CHECKING:
     from mpitrain.launch.live_jobs import LiveJob
@@ -29,7 +32,9 @@ scroll.
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
     parser.epilog = _EPILOG
-    parser.add_argument("job", nargs="?", help="the id of a job; may be left out if only one runs here")
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of text (docs/live.md)")
+    job = parser.add_argument("job", nargs="?", help="the id of a job; may be left out if only one runs here")
+    complete_by(job, ids_here)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -41,6 +46,9 @@ def run(arguments: argparse.Namespace) -> int:
     for line in wrong:
         print(f"mpitrain top: {line}", file=sys.stderr)
     chosen = [job for job in jobs if arguments.job is None or job.has_id(arguments.job)]
+    if arguments.json:
+        print(json.dumps({"jobs": [dict(job.answer) for job in chosen], "problems": wrong}, indent=2))
+        return int(not chosen)
     if not chosen:
         return _none(arguments.job)
     if len(chosen) > 1:
@@ -64,7 +72,7 @@ def _none(token: str | None) -> int:
         "is. What `mpitrain ps` knows:"
     )
     print(wrapped(text, sys.stderr), file=sys.stderr)
-    ps.run(argparse.Namespace(job=token, hosts=None, inventory=None))
+    ps.run(argparse.Namespace(job=token, hosts=None, inventory=None, json=False))
     return 1
 
 

@@ -46,6 +46,11 @@ def table(checks: Iterable[Check]) -> str:
     return "\n".join(lines) + "\n"
 
 
+def described(check: Check) -> dict[str, str]:
+    """Return what is known of a check, by name."""
+    return {"id": check.id, "title": check.title, **dict(_facts(check))}
+
+
 def _facts(check: Check) -> list[tuple[str, str]]:
     facts = [
         ("level", check.level),

@@ -253,8 +253,12 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _set_up(inventory: Path | None) -> str:
-    """The beginning of a repair line. It names the inventory, unless ansible.cfg does."""
+    """The beginning of a repair line. It names the inventory, unless ansible.cfg does.
+
+    Where an inventory is without playbooks, `mpitrain cluster` has those of the installed mpitrain.
+    """
     is_default = inventory is None or inventory in (PROJECT_INVENTORY, NODE_INVENTORY)
-    if is_default or str(inventory) == os.environ.get("ANSIBLE_INVENTORY"):
-        return "ansible-playbook cluster/setup.yml"
-    return f"ansible-playbook -i {inventory} cluster/setup.yml"
+    is_named = not is_default and str(inventory) != os.environ.get("ANSIBLE_INVENTORY")
+    if inventory not in (None, NODE_INVENTORY) and not Path("cluster/setup.yml").is_file():
+        return f"mpitrain cluster setup{f' --inventory {inventory}' if is_named else ''} --"
+    return f"ansible-playbook{f' -i {inventory}' if is_named else ''} cluster/setup.yml"

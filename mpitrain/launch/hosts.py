@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
+import re
 import socket
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -12,7 +13,7 @@ from types import MappingProxyType
 from mpitrain.errors import ConfigError
 from mpitrain.launch.foreign_files import refuse_foreign
 from mpitrain.launch.hostfile import Inventory, find_inventory, read_inventory
-from mpitrain.launch.placement import Place, Placement, parse_hosts, place
+from mpitrain.launch.placement import Place, Placement, names_devices, parse_hosts, place
 
 # Returns the hosts that the inventory of a job has now; None: the job has none. Raises ConfigError.
 Listed = Callable[[], Sequence[str] | None]
@@ -115,10 +116,10 @@ def widened(placement: Placement, hosts: str, inventory: Path | None) -> Placeme
     present = [host for host in new if host in placement.hosts]
     if present:
         raise ConfigError(f"{present[0]} is a host of it already; its hosts are {', '.join(placement.hosts)}")
-    if any(new.values()) != bool(placement.devices):
+    if names_devices(new) != bool(placement.devices):
         example = f"{next(iter(new))}/cuda:0" if placement.devices else next(iter(new))
         raise ConfigError(
-            f"--hosts {hosts} names {'devices' if any(new.values()) else 'no devices'}, and the hosts of the job have "
+            f"--hosts {hosts} names {'devices' if names_devices(new) else 'no devices'}, and the hosts of the job have "
             f"{'some' if placement.devices else 'none'}; write --hosts {example}"
         )
     path = inventory or find_inventory(_LOCALLY)
@@ -199,7 +200,7 @@ def _listed(cluster: Inventory | None) -> dict[str, str]:
 
 
 def _is_local(hosts: str) -> bool:
-    return hosts.split("/")[0] in _LOCAL_NAMES
+    return re.split("[/:]", hosts)[0] in _LOCAL_NAMES
 
 
 def _own_name(cluster: Inventory) -> str | None:

@@ -4,6 +4,7 @@
     a/cuda:0-3x2             devices 0 to 3 of a, two ranks on each: eight ranks
     a/cuda:0,a/cuda:2,b/cpu  one rank on each of two devices of a, and one of b on no device
     a/cpux4                  four ranks on no device
+    a:4,b:2                  four ranks on a and two on b, at most, as for mpiexec; nothing is said about devices
 
 Ranks go to hosts in blocks, whatever the mpiexec: the first host has ranks 0, 1 and so on. So a rank's host and device
 are known before the rank starts. Pure functions; mpitrain.launch.hosts looks up names and addresses.
@@ -22,7 +23,7 @@ _DEVICES = re.compile(r"(?P<kind>cpu|cuda):?(?P<first>(?<=:)\d{1,9})?(-(?P<last>
 # The most ranks on one host: so many per core, and as many small ranks as a small machine can hold. More than the last
 # number are refused even before the number of cores is known.
 _MOST_A_CORE, _ALWAYS_ALLOWED, _MOST_OF_ALL = 16, 64, 16384
-_FORMS = "a, a/cpu, a/cpux4, a/cuda:0, a/cuda:0-3, a/cuda:0-3x2"
+_FORMS = "a, a:4, a/cpu, a/cpux4, a/cuda:0, a/cuda:0-3, a/cuda:0-3x2"
 
 
 @dataclass(frozen=True)
@@ -114,14 +115,16 @@ def _numbered(places: Iterable[Place]) -> tuple[Place, ...]:
 def parse_hosts(text: str) -> dict[str, tuple[str, ...]]:
     """Return by host the devices that `text`, the value of --hosts, names: one per rank; empty if it names none.
 
-    Hosts come in the order in which they are first named.
+    A host with a number of ranks, as in a:4, has as many empty names. Hosts come in the order in which they are first
+    named.
 
     Raises:
         ConfigError: `text` breaks the syntax, or names a host twice without devices.
     """
     by_host: dict[str, list[str]] = {}
     for item in text.split(","):
-        host, slash, devices = item.strip().partition("/")
+        named, slash, devices = item.strip().partition("/")
+        host, colon, number = named.partition(":")
         if not _HOST.fullmatch(host):
             raise ConfigError(f"{item!r} in --hosts {text} does not begin with the name of a host; known are {_FORMS}")
         if host in by_host and not (slash and by_host[host]):
@@ -129,14 +132,31 @@ def parse_hosts(text: str) -> dict[str, tuple[str, ...]]:
                 f"{host} is named twice in --hosts {text}; for two ranks on each host, use --ppn 2; "
                 f"for two ranks on {host} alone, use {host}/cpux2"
             )
-        by_host.setdefault(host, []).extend(_devices(devices, item, text) if slash else [])
-    bare = [host for host, devices in by_host.items() if not devices]
+        ranks = _devices(devices, item, text) if slash else []
+        by_host.setdefault(host, []).extend(_slots(number, item, text) if colon else ranks)
+        if colon and slash:
+            raise ConfigError(f"{item!r} in --hosts {text} is not a known form; known are {_FORMS}")
+    bare = [host for host, devices in by_host.items() if not any(devices)]
+    if len(bare) == len(by_host) and any(by_host.values()):  # without a number: one rank, as for mpiexec
+        return {host: tuple(devices or [""]) for host, devices in by_host.items()}
     if bare and len(bare) < len(by_host):
         raise ConfigError(
             f"in --hosts {text} some hosts have devices and {', '.join(bare)} has none; "
             f"for one rank on no device, write {bare[0]}/cpu"
         )
     return {host: tuple(devices) for host, devices in by_host.items()}
+
+
+def names_devices(hosts: Mapping[str, Sequence[str]]) -> bool:
+    """True if hosts, as returned by parse_hosts, have devices and not only numbers of ranks."""
+    return any(any(devices) for devices in hosts.values())
+
+
+def _slots(number: str, item: str, text: str) -> list[str]:
+    if not number.isdecimal() or len(number) > 9 or int(number) < 1:
+        raise ConfigError(f"{item!r} in --hosts {text} does not end in a number of ranks above 0; known are {_FORMS}")
+    _refuse_count(int(number), item)
+    return [""] * int(number)
 
 
 def _devices(devices: str, item: str, text: str) -> list[str]:
@@ -174,8 +194,10 @@ def place(hosts: Mapping[str, Sequence[str]], num_ranks: int | None, ranks_per_h
     if any(hosts.values()):
         counts = [len(devices) for devices in hosts.values()]
         if ranks_per_host is not None:
-            raise ConfigError("the devices in --hosts set the number of ranks on each host; leave out --ppn")
-        if num_ranks not in (None, sum(counts)):
+            raise ConfigError("--hosts says the number of ranks on each host already; leave out --ppn")
+        if not names_devices(hosts):
+            counts = _filled(counts, num_ranks)
+        elif num_ranks not in (None, sum(counts)):
             raise ConfigError(
                 f"-n is {num_ranks}, but the devices in --hosts are for {sum(counts)} ranks; leave out -n"
             )
@@ -190,7 +212,7 @@ def place(hosts: Mapping[str, Sequence[str]], num_ranks: int | None, ranks_per_h
         _refuse_count(count, host)
     firsts = [sum(counts[:number]) for number in range(len(counts))]
     return tuple(
-        Place(host, first, count, tuple(devices))
+        Place(host, first, count, tuple(filter(None, devices)))
         for (host, devices), first, count in zip(hosts.items(), firsts, counts, strict=True)
     )
 
@@ -217,6 +239,15 @@ def _refuse_count(num_ranks: int, where: str) -> None:
             f"{num_ranks} ranks on {where} are too many: allowed are at most {_MOST_OF_ALL} on the largest machine. "
             "Ask for fewer with -n or --ppn, or name more hosts with --hosts"
         )
+
+
+def _filled(slots: Sequence[int], num_ranks: int | None) -> list[int]:
+    """Return the numbers of ranks on hosts that are filled in order, each with at most so many."""
+    if num_ranks is None:
+        return list(slots)
+    if num_ranks > sum(slots):
+        raise ConfigError(f"-n is {num_ranks}, and --hosts has room for {sum(slots)} ranks; leave out -n, or say more")
+    return [max(0, min(most, num_ranks - sum(slots[:number]))) for number, most in enumerate(slots)]
 
 
 def _counts(num_hosts: int, num_ranks: int | None, ranks_per_host: int | None) -> list[int]:

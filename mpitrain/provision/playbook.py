@@ -31,7 +31,8 @@ def run_playbook(project: Project, playbook: str, options: Sequence[str]) -> Rep
     Raises:
         ClusterError: Ansible is missing; nothing has happened for half an hour.
     """
-    command = [ansible_program("ansible-playbook"), f"cluster/{playbook}", *project.inventory_options, *options]
+    path = str(project.playbooks / playbook)
+    command = [ansible_program("ansible-playbook"), path, *project.inventory_options, *options]
     print(f"$ {project.shown(['ansible-playbook', *command[1:]])}", flush=True)
     with tempfile.TemporaryDirectory(prefix="mpitrain-ansible-") as folder:
         report = Report(Path(folder, "report.jsonl"))
@@ -42,7 +43,7 @@ def run_playbook(project: Project, playbook: str, options: Sequence[str]) -> Rep
         process = subprocess.Popen(
             command,
             cwd=project.folder,
-            env=_environment(report.path),
+            env={**_environment(report.path), **project.environment},
             preexec_fn=end_with_parent(),  # noqa: PLW1509 (no threads here)
         )
         try:

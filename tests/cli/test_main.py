@@ -98,10 +98,17 @@ def test_the_command_loads_no_array_and_no_mpi_library() -> None:
 @pytest.mark.parametrize(
     ("argv", "said"),
     [
-        (["run", "-np", "4", "train.py"], "argument -n: -np is mpiexec's; here it is -n N, or --ppn N for the "),
-        (["run", "-H", "a:2,b:2", "train.py"], "-H is another launcher's; here it is --hosts A,B, with --ppn N for"),
-        (["bench", "-hosts", "a,b"], "-hosts is another launcher's; here it is --hosts A,B, with --ppn N for the "),
-        (["run", "--hostfile", "f", "x.py"], "--hostfile is another launcher's; here it is --hosts A,B, or an Ansible"),
+        (["run", "-np", "0", "train.py"], "argument -n/-np: '0' is not a whole number above 0"),
+        (
+            ["bench", "-hosts", "a,b"],
+            "-hosts is another launcher's; here it is --hosts A,B or -H A,B, with --ppn N for",
+        ),
+        (
+            ["run", "--machinefile", "f", "x.py"],
+            "--machinefile is another launcher's; here it is --hostfile FILE, or an",
+        ),
+        (["run", "--hostfile", "/nowhere", "x.py"], "--hostfile: /nowhere cannot be read: No such file or directory"),
+        (["run", "-H", "a", "--hostfile", "/dev/null", "x.py"], "argument --hostfile: /dev/null names no host"),
         (["run", "--nproc-per-node=4", "x.py"], "--nproc-per-node is another launcher's; here it is --ppn N\n"),
         (["verify", "-ppn", "1", "x.py"], "-ppn is another launcher's; here it is --ppn N\n"),
         (["run", "--nnodes", "2", "x.py"], "--nnodes is another launcher's; here it is --hosts A,B, or --ppn N for"),

@@ -108,7 +108,10 @@ def test_target(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert (found.user, found.share, found.venv) == ("ada", "/data", "/data/v")
     assert found.addresses == {"a": "10.0.0.1", "b": "10.0.0.2"}
     assert found.environ == {"UCX_TLS": "tcp"}
-    assert found.set_up == "ansible-playbook -i hosts cluster/setup.yml"
+    assert found.set_up == "mpitrain cluster setup --inventory hosts --"
+    (folder / "cluster").mkdir()
+    (folder / "cluster/setup.yml").touch()
+    assert find_target(Path("hosts"), None, None, {}).set_up == "ansible-playbook -i hosts cluster/setup.yml"
     assert found.hosts[0].variables == {"ansible_user": "root", "ansible_port": "2222"}
     assert find_target(Path("hosts"), "b,a", None, {}).names == ("a", "b")
     only_b = find_target(Path("hosts"), "b", None, {})

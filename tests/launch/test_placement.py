@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from mpitrain.errors import ConfigError
-from mpitrain.launch.placement import Place, Placement, parse_hosts, place, refuse_crowds
+from mpitrain.launch.placement import Place, Placement, names_devices, parse_hosts, place, refuse_crowds
 
 
 @pytest.mark.parametrize(
@@ -36,7 +36,7 @@ def test_what_is_wanted(text: str, expected: dict[str, str]) -> None:
         ("a,b,a", "a is named twice in --hosts a,b,a; for two ranks on each host, use --ppn 2"),
         ("a,a/cpu", "a is named twice"),
         ("a/cpu,a", "a is named twice"),
-        ("a/gpu", "'a/gpu' in --hosts a/gpu is not a known form; known are a, a/cpu"),
+        ("a/gpu", "'a/gpu' in --hosts a/gpu is not a known form; known are a, a:4, a/cpu"),
         ("a/", "is not a known form"),
         ("a/cuda", "is not a known form"),
         ("a/cuda:", "is not a known form"),
@@ -58,6 +58,46 @@ def test_what_is_refused(text: str, message: str) -> None:
 
 def laid_out(hosts: str, num_ranks: int | None, ranks_per_host: int | None) -> dict[str, list[int]]:
     return {one.host: list(one.ranks) for one in place(parse_hosts(hosts), num_ranks, ranks_per_host)}
+
+
+@pytest.mark.parametrize(
+    ("text", "num_ranks", "counts"),
+    [
+        ("a:4,b:2", None, {"a": 4, "b": 2}),
+        ("a:4,b", None, {"a": 4, "b": 1}),
+        ("a:4,b:2", 6, {"a": 4, "b": 2}),
+        ("a:4,b:2", 5, {"a": 4, "b": 1}),
+        ("a:1", None, {"a": 1}),
+    ],
+)
+def test_numbers_of_ranks_as_for_mpiexec(text: str, num_ranks: int | None, counts: dict[str, int]) -> None:
+    places = place(parse_hosts(text), num_ranks, None)
+    assert {one.host: one.num_ranks for one in places} == counts
+    assert [one.first_rank for one in places] == [sum([*counts.values()][:number]) for number in range(len(counts))]
+    assert not any(one.devices for one in places)
+    assert not names_devices(parse_hosts(text))
+
+
+@pytest.mark.parametrize(
+    ("text", "num_ranks", "ranks_per_host", "message"),
+    [
+        ("a:0", None, None, "'a:0' in --hosts a:0 does not end in a number of ranks above 0"),
+        ("a:,b", None, None, "'a:' in --hosts a:,b does not end in a number of ranks above 0"),
+        ("a:2/cpu", None, None, "'a:2/cpu' in --hosts a:2/cpu is not a known form"),
+        ("a:2,b/cpu", None, None, "some hosts have devices and a has none"),
+        ("a:2,a:1", None, None, "a is named twice"),
+        ("a:2,b:2", 5, None, "-n is 5, and --hosts has room for 4 ranks"),
+        ("a:2,b:2", 2, None, "with 2 ranks, b would have none; name fewer hosts"),
+        ("a:2,b:2", None, 1, "--hosts says the number of ranks on each host already; leave out --ppn"),
+        ("a:99999", None, None, "99999 ranks on a:99999 are too many"),
+    ],
+)
+def test_numbers_of_ranks_that_are_refused(
+    text: str, num_ranks: int | None, ranks_per_host: int | None, message: str
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        place(parse_hosts(text), num_ranks, ranks_per_host)
+    assert message in str(caught.value)
 
 
 def test_ranks_go_to_hosts_in_blocks() -> None:

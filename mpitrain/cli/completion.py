@@ -1,0 +1,44 @@
+"""`mpitrain completion SHELL`: print what makes a shell complete the command line of mpitrain."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+from mpitrain.errors import ConfigError
+
+HELP = "print what makes a shell complete this command: subcommands, options, jobs, files"
+
+_EPILOG = """\
+Put the line of your shell into its start-up file. It needs argcomplete:
+pip install 'mpitrain[completion]'.
+
+  eval "$(mpitrain completion bash)"        # ~/.bashrc
+  eval "$(mpitrain completion zsh)"         # ~/.zshrc, after compinit
+  mpitrain completion fish | source         # ~/.config/fish/config.fish
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options."""
+    parser.epilog = _EPILOG
+    parser.add_argument("shell", choices=("bash", "zsh", "fish"), help="the shell")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Print the lines of the shell. Return 0."""
+    try:
+        from argcomplete.shell_integration import shellcode
+    except ImportError as error:
+        raise ConfigError(
+            f"completion needs argcomplete ({error}); {sys.executable} -m pip install 'mpitrain[completion]'"
+        ) from None
+    print(shellcode(["mpitrain"], shell=arguments.shell))
+    return 0
+
+
+def complete(parser: argparse.ArgumentParser) -> None:
+    """Answer a shell that asks what may come next, and end this process."""
+    from argcomplete import autocomplete
+
+    autocomplete(parser)
