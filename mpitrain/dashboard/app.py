@@ -8,21 +8,20 @@ import json
 import math
 from collections.abc import AsyncIterator, Awaitable
 from contextlib import asynccontextmanager, suppress
-from pathlib import Path
 from typing import Any
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
-from starlette.responses import FileResponse, PlainTextResponse, Response, StreamingResponse
-from starlette.routing import Mount, Route
-from starlette.staticfiles import StaticFiles
+from starlette.responses import PlainTextResponse, Response, StreamingResponse
+from starlette.routing import Route
 
 from mpitrain.dashboard.catalogue import Catalogue
 from mpitrain.dashboard.cluster import ClusterView
 from mpitrain.dashboard.commands import MOST_BYTES, Commands, order_of
 from mpitrain.dashboard.differences import differences
 from mpitrain.dashboard.gate import FOR_OPERATORS
+from mpitrain.dashboard.html import file_routes, page_route
 from mpitrain.dashboard.index import IndexedRun
 from mpitrain.dashboard.outputs import Outputs
 from mpitrain.dashboard.prometheus import exposition
@@ -33,7 +32,7 @@ from mpitrain.dashboard.shown_jobs import ShownJob
 from mpitrain.dashboard.waits import who_waits
 from mpitrain.errors import ConfigError, DataError
 
-PAGES = Path(__file__).parent / "pages"
+_FIRST_RUNS = 40  # find room on a screen
 _MOST_PIXELS = 8192
 _MOST_NAMES = 64  # of metrics in one answer
 _MOST_COMPARED = 16
@@ -59,10 +58,10 @@ class Routes:
         """Return the application."""
         return Starlette(
             routes=[
-                Route("/", _page("runs.html")),
-                Route("/run/{id}", _page("run.html")),
-                Route("/compare", _page("compare.html")),
-                Route("/cluster", _page("cluster.html")),
+                page_route("/", "runs", asks=f"/api/runs?most={_FIRST_RUNS}"),
+                page_route("/run/{id}", "run"),
+                page_route("/compare", "compare"),
+                page_route("/cluster", "cluster"),
                 Route("/api/cluster", self.cluster),
                 Route("/metrics", self.metrics),
                 Route("/api/runs", self.runs),
@@ -73,7 +72,7 @@ class Routes:
                 Route("/api/runs/{id}/output", self.output),
                 Route("/api/compare", self.compare),
                 Route("/api/stream", self.stream),
-                Mount("/pages", StaticFiles(directory=PAGES)),
+                *file_routes(),
             ],
             lifespan=self._lifespan,
         )
@@ -97,12 +96,14 @@ class Routes:
             await asyncio.gather(task, return_exceptions=True)
 
     async def runs(self, request: Request) -> Response:
-        """Answer the list of runs."""
-        return _json(await self._list(request.state.role))
+        """Answer the list of runs: all, or the first `most`."""
+        answer = await self._list(request.state.role)
+        most = min(max(_number(request.query_params.get("most"), math.inf), 0), answer["num_runs"])
+        return _json({**answer, "runs": answer["runs"][: int(most)]})
 
     async def _list(self, role: str) -> dict[str, Any]:
         runs = await asyncio.to_thread(self._catalogue.summaries)
-        return {"runs": runs, "problem": self._catalogue.problem, "role": role}
+        return {"runs": runs, "num_runs": len(runs), "problem": self._catalogue.problem, "role": role}
 
     async def run(self, request: Request) -> Response:
         """Answer all that is known of a run, besides its curves."""
@@ -278,13 +279,6 @@ async def _in_time(answer: Awaitable[Any]) -> Any:
         return await answer
     except DataError as error:
         raise HTTPException(503, str(error)) from None
-
-
-def _page(name: str) -> Any:
-    async def answer(_: Request) -> Response:
-        return FileResponse(PAGES / name)
-
-    return answer
 
 
 def _json(answer: Any) -> Response:
