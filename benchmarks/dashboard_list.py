@@ -29,7 +29,7 @@ from mpitrain.training.run_document import RunDocument
 
 HERE = Path(__file__).resolve().parents[1]
 DEADLINE_SECONDS = 120
-SETTLE_SECONDS = 1.5  # the stream brings the whole list behind the first rows
+SETTLE_SECONDS = 1.5  # behind the first rows, the stream brings the whole list
 # Notes when the first rows are painted: the frame after the one that has them has begun.
 WATCH = """
 (() => {
@@ -110,6 +110,7 @@ def visit(browser: Any, base: str, token: str, num_runs: int) -> dict[str, float
         page = context.new_page()
         session = context.new_cdp_session(page)
         session.send("Performance.enable", {"timeDomain": "threadTicks"})
+        time.sleep(SETTLE_SECONDS)  # a new window loads much of the browser's own
         page.goto(base + "/", wait_until="commit")
         deadline = time.monotonic() + DEADLINE_SECONDS
         while (first := page.evaluate("window.firstRows")) is None:  # the page's policy forbids wait_for_function
@@ -158,7 +159,6 @@ def main() -> None:
                 seconds["the dashboard, processor"] = processor_seconds(pid) - before
                 if number:  # the first visit waits for the index
                     visits.append(seconds)
-            time.sleep(0.5)
         version = browser.version
     print(versions_line(), f"; Chromium {version}; {options.runs} runs, {options.visits} visits", sep="")
     print(f"load {os.getloadavg()[0]:.1f}; seconds: median (10th to 90th percentile)")

@@ -95,7 +95,8 @@ function show() {
     if (old && old.key === key) return old.row;
     const made = row(run);
     const focused = old && old.row.contains(document.activeElement) ? [...old.row.querySelectorAll("a, input")].indexOf(document.activeElement) : -1;
-    if (focused >= 0) { old.row.replaceWith(made); made.querySelectorAll("a, input")[focused]?.focus(); }
+    old?.row.replaceWith(made);
+    if (focused >= 0) made.querySelectorAll("a, input")[focused]?.focus();
     shown.set(run.id, {key, row: made});
     return made;
   });
