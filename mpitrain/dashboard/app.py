@@ -21,7 +21,7 @@ from mpitrain.dashboard.cluster import ClusterView
 from mpitrain.dashboard.commands import MOST_BYTES, Commands, order_of
 from mpitrain.dashboard.differences import differences
 from mpitrain.dashboard.gate import FOR_OPERATORS
-from mpitrain.dashboard.html import file_routes, page_route
+from mpitrain.dashboard.html import files, page
 from mpitrain.dashboard.index import IndexedRun
 from mpitrain.dashboard.outputs import Outputs
 from mpitrain.dashboard.prometheus import exposition
@@ -38,7 +38,10 @@ _MOST_NAMES = 64  # of metrics in one answer
 _MOST_COMPARED = 16
 _MOST_LETTERS = 300  # of names of folders in a message
 _KNOWN = "the inventory, the last check of the cluster, or the measured ways"
-_NO_LAUNCHER = "no launcher here has it: the job has ended, or plain mpiexec has started it"
+_NO_LAUNCHER = (
+    "no launcher here has it: the job has ended, its launcher is on another machine (start a dashboard there, or use "
+    "`mpitrain tell` on a node), or plain mpiexec has started it"
+)
 _PAUSE_SECONDS = 0.4  # between two messages to a viewer
 _SILENCE_SECONDS = 10.0  # after that, a message says that the connection is alive
 
@@ -58,10 +61,10 @@ class Routes:
         """Return the application."""
         return Starlette(
             routes=[
-                page_route("/", "runs", asks=f"/api/runs?most={_FIRST_RUNS}"),
-                page_route("/run/{id}", "run"),
-                page_route("/compare", "compare"),
-                page_route("/cluster", "cluster"),
+                _kept("/", page("runs", asks=f"/api/runs?most={_FIRST_RUNS}"), "text/html"),
+                _kept("/run/{id}", page("run"), "text/html"),
+                _kept("/compare", page("compare"), "text/html"),
+                _kept("/cluster", page("cluster"), "text/html"),
                 Route("/api/cluster", self.cluster),
                 Route("/metrics", self.metrics),
                 Route("/api/runs", self.runs),
@@ -72,7 +75,7 @@ class Routes:
                 Route("/api/runs/{id}/output", self.output),
                 Route("/api/compare", self.compare),
                 Route("/api/stream", self.stream),
-                *file_routes(),
+                *(_kept(*file) for file in files()),
             ],
             lifespan=self._lifespan,
         )
@@ -279,6 +282,13 @@ async def _in_time(answer: Awaitable[Any]) -> Any:
         return await answer
     except DataError as error:
         raise HTTPException(503, str(error)) from None
+
+
+def _kept(path: str, content: bytes, kind: str) -> Route:
+    async def answer(_: Request) -> Response:
+        return Response(content, media_type=kind)
+
+    return Route(path, answer)
 
 
 def _json(answer: Any) -> Response:

@@ -11,10 +11,6 @@ import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from starlette.requests import Request
-from starlette.responses import Response
-from starlette.routing import Route
-
 _FOLDER = Path(__file__).parent / "pages"
 _IMPORT = re.compile(r'^import .* from "\./(.+)";', re.MULTILINE)
 _CHARTS = "uplot/uPlot.esm.js"
@@ -22,52 +18,40 @@ _STYLES_OF_CHARTS = "uplot/uPlot.min.css"
 ICON = '<link rel="icon" href="/pages/icon.svg" type="image/svg+xml">'
 
 
-def page_route(path: str, name: str, asks: str = "") -> Route:
-    """Return the route of a page: the file `name`.html with what is between its head and its end, and `name`.js.
-
-    `asks` is an answer of this server that the page asks for first.
-    """
-    return _route(path, _page(name, asks).encode(), "text/html")
-
-
-def file_routes() -> Iterator[Route]:
-    """Iterate over the routes of what pages load. It is kept in memory: it is small, and a disk may be busy."""
+def files() -> Iterator[tuple[str, bytes, str]]:
+    """Iterate over what pages load, to be kept in memory, because a disk may be busy: path, content and media type."""
     for file in sorted(_FOLDER.rglob("*.*")):
         if file.suffix != ".html":
             kind, _ = mimetypes.guess_type(file.name)
-            yield _route(f"/pages/{file.relative_to(_FOLDER)}", file.read_bytes(), kind or "text/plain")
+            yield f"/pages/{file.relative_to(_FOLDER)}", file.read_bytes(), kind or "text/plain"
 
 
-def _route(path: str, content: bytes, kind: str) -> Route:
-    async def answer(_: Request) -> Response:
-        return Response(content, media_type=kind)
+def page(name: str, asks: str = "") -> bytes:
+    """Return a page: the file `name`.html with what is between its head and its end, and `name`.js.
 
-    return Route(path, answer)
-
-
-def _page(name: str, asks: str) -> str:
+    `asks` is an answer of this server that the page asks for first.
+    """
     modules = _modules(f"{name}.js", {})
     styles = [_STYLES_OF_CHARTS] * (_CHARTS in modules) + ["style.css"]
-    return "\n".join(
-        [
-            "<!doctype html>",
-            '<html lang="en">',
-            "<head>",
-            '<meta charset="utf-8">',
-            '<meta name="viewport" content="width=device-width, initial-scale=1">',
-            '<meta name="color-scheme" content="light dark">',
-            f"<title>{name.capitalize()} - mpitrain</title>",
-            *([f'<link rel="preload" href="{asks}" as="fetch" crossorigin>'] if asks else []),
-            *(f'<link rel="stylesheet" href="/pages/{style}">' for style in styles),
-            *(f'<link rel="modulepreload" href="/pages/{module}">' for module in modules),
-            f'<script type="module" src="/pages/{name}.js"></script>',
-            ICON,
-            "</head>",
-            "<body>",
-            (_FOLDER / f"{name}.html").read_text("utf-8") + "</body>",
-            "</html>\n",
-        ]
-    )
+    lines = [
+        "<!doctype html>",
+        '<html lang="en">',
+        "<head>",
+        '<meta charset="utf-8">',
+        '<meta name="viewport" content="width=device-width, initial-scale=1">',
+        '<meta name="color-scheme" content="light dark">',
+        f"<title>{name.capitalize()} - mpitrain</title>",
+        *([f'<link rel="preload" href="{asks}" as="fetch" crossorigin>'] if asks else []),
+        *(f'<link rel="stylesheet" href="/pages/{style}">' for style in styles),
+        *(f'<link rel="modulepreload" href="/pages/{module}">' for module in modules),
+        f'<script type="module" src="/pages/{name}.js"></script>',
+        ICON,
+        "</head>",
+        "<body>",
+        (_FOLDER / f"{name}.html").read_text("utf-8") + "</body>",
+        "</html>\n",
+    ]
+    return "\n".join(lines).encode()
 
 
 def _modules(name: str, known: Mapping[str, None]) -> dict[str, None]:

@@ -205,12 +205,15 @@ def test_a_long_list_grows_as_it_is_read(browser: Any, tmp_path: Path) -> None:
 def test_numbers_and_times_are_written_as_intl_writes_them(visit: Visit) -> None:
     numbers = [0, -0.5, 999, 1000, -1234, 1234567, 12345.6, 1e15, 123456789012345680000]
     written, expected = visit.page.evaluate(
-        """async (numbers) => { const {number, time} = await import("/pages/text.js");
-        const format = new Intl.NumberFormat("en"), rounded = (value) => Math.abs(value) > 1000 ? Math.round(value) : value;
-        const clock = new Intl.DateTimeFormat("en-GB", {hour: "2-digit", minute: "2-digit"}), day = new Intl.DateTimeFormat("sv");
+        """async (numbers) => {
+        const {number, time} = await import("/pages/text.js");
+        const format = new Intl.NumberFormat("en"), day = new Intl.DateTimeFormat("sv");
+        const clock = new Intl.DateTimeFormat("en-GB", {hour: "2-digit", minute: "2-digit"});
+        const rounded = (value) => Math.abs(value) > 1000 ? Math.round(value) : value;
         const old = new Date(2024, 1, 3, 4, 5), now = new Date();
+        const times = [`${day.format(old)} ${clock.format(old)}`, clock.format(now)];
         return [[...numbers.map((one) => number(one)), time(old / 1000), time(now / 1000)],
-          [...numbers.map((one) => format.format(rounded(one))), `${day.format(old)} ${clock.format(old)}`, clock.format(now)]]; }""",
+          [...numbers.map((one) => format.format(rounded(one))), ...times]]; }""",
         numbers,
     )
     assert written == expected
