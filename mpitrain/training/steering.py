@@ -20,12 +20,12 @@ from typing import TYPE_CHECKING, Any
 from mpitrain.adapters.adapter import scaled_of
 from mpitrain.errors import ConfigError, everywhere
 from mpitrain.exchange.overlap import Overlap
-from mpitrain.training.order import TrainingOrder
 from mpitrain.training.outcomes import OUTCOMES
 from mpitrain.training.run_event import RunEvent
 from mpitrain.training.step import Step
 from mpitrain.training.tunable import TUNABLES
 from mpitrain.watching.activity import own_activity
+from mpitrain.watching.order import TrainingOrder
 
 if TYPE_CHECKING:
     from mpitrain.training.trainer import Trainer

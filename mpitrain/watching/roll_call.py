@@ -23,6 +23,7 @@ import struct
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 from mpitrain.watching.watched_process import open_process
 from mpitrain.watching.witness import close_first, connect_to_self
@@ -137,15 +138,13 @@ def listen(path: str) -> socket.socket:
 def remove_left(path: str) -> None:
     """Remove the sockets beside this one that no process has any more: job and guard were killed together."""
     with contextlib.suppress(OSError):  # others may write in this folder, and not look into it
-        for entry in os.scandir(os.path.dirname(path)):
-            if not entry.name.startswith(PREFIX):
-                continue
+        for left in Path(path).parent.glob(f"{PREFIX}*"):
             with contextlib.suppress(OSError):  # somebody else has removed it
-                status = entry.stat(follow_symlinks=False)
+                status = left.lstat()
                 is_own = stat.S_ISSOCK(status.st_mode) and status.st_uid == os.geteuid()
                 # A socket that is being made has its name a moment before it has a process.
-                if is_own and time.time() - status.st_mtime > _YOUNG_SECONDS and _is_left(entry.path):
-                    os.unlink(entry.path)
+                if is_own and time.time() - status.st_mtime > _YOUNG_SECONDS and _is_left(str(left)):
+                    left.unlink()
 
 
 def _is_left(path: str) -> bool:
