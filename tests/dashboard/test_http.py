@@ -47,11 +47,10 @@ def served(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[D
 
 def test_the_list(served: Dashboard) -> None:
     runs = {run["name"]: run for run in served.records(served.get("/api/runs"))}
-    assert {name: (run["state"], run["rows"]) for name, run in runs.items()} == {
-        "first": ("done", 3000),
-        "second": ("failed", 10),
-        "odd": ("trains", 1),
-    }
+    states = {name: (run["state"], run["rows"]) for name, run in runs.items()}
+    # On a busy machine, the record without a document may be more than a minute old by now.
+    assert states.pop("odd") in [("trains", 1), ("unknown", 1)]
+    assert states == {"first": ("done", 3000), "second": ("failed", 10)}
     first = runs["first"]
     assert (first["hosts"], first["ranks"], first["started"], first["ended"]) == (["a", "b"], 3, 1000.0, 1060.0)
     assert first["last"] == rows_made(3000, 3000)[0]

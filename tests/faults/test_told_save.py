@@ -16,7 +16,7 @@ import pytest
 from faults.conftest import need
 from faults.outcome import succeeded
 from faults.telling import CHECKPOINT, Teller, events_of, rows_of, script, steps_of, train
-from jobs import VENVS, run_command, until
+from jobs import HANG_SECONDS, VENVS, run_command, until
 from keeping import kept_id
 from mpitrain.training.checkpoint.store import entries, half_written, name_of, verify
 
@@ -41,20 +41,21 @@ def source() -> str:
 def stopped_in_a_save(teller: Teller) -> int:
     """Tell the job to save, and stop rank 0 while it writes. Return the step that it writes."""
     checkpoints, pid = teller.folder / "checkpoints", int((teller.folder / "pid.0").read_text())
+    deadline = time.monotonic() + HANG_SECONDS
     while True:
         steps: list[int] = []
         telling = threading.Thread(target=lambda into=steps: into.append(teller.applied("save")))
         telling.start()
-        while telling.is_alive() and not half_written(checkpoints):
+        while not half_written(checkpoints) and not (steps and (checkpoints / name_of(steps[0])).exists()):
+            assert time.monotonic() < deadline, "nothing is written"
             time.sleep(0.001)
         os.kill(pid, signal.SIGSTOP)
         is_half = bool(half_written(checkpoints))
         if not is_half:  # on a busy machine it may be written before this process has seen it
             os.kill(pid, signal.SIGCONT)
-        telling.join()
-        (step,) = steps
+        telling.join()  # the answer comes as soon as the save has begun
         if is_half:
-            return step
+            return steps[0]
 
 
 def has_no_half(folder: Path, step: int) -> None:
