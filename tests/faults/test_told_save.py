@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -40,6 +41,7 @@ def source() -> str:
 
 def stopped_in_a_save(teller: Teller) -> int:
     """Tell the job to save, and stop rank 0 while it writes. Return the step that it writes."""
+    teller.job()  # trains now
     checkpoints, pid = teller.folder / "checkpoints", int((teller.folder / "pid.0").read_text())
     deadline = time.monotonic() + HANG_SECONDS
     while True:
@@ -102,6 +104,7 @@ def test_the_rank_that_writes_is_killed(tmp_path: Path, vendor: str) -> None:
     assert verify(tmp_path / "checkpoints" / name_of(steps[2])).step == steps[2] == steps_of(tmp_path)[-1][0]
 
 
+@pytest.mark.slow
 def test_the_launcher_is_killed(tmp_path: Path) -> None:
     """Another launcher goes on from the memory of the hosts, and not from half of a checkpoint."""
     steps: list[int] = []
@@ -129,9 +132,13 @@ def test_a_stop_is_saved_by_the_next_try(tmp_path: Path) -> None:
     steps: list[int] = []
 
     def during(teller: Teller) -> None:
-        before = int((tmp_path / "pid.0").read_text())
-        steps.append(teller.applied("stop"))
-        os.kill(before, signal.SIGKILL)
+        teller.job()  # trains now
+        telling = threading.Thread(target=lambda: steps.append(teller.applied("stop")))
+        telling.start()
+        until(lambda: half_written(tmp_path / "checkpoints") or entries(tmp_path / "checkpoints"), "nothing is written")
+        with suppress(ProcessLookupError):  # on a busy machine the run may have ended by now
+            teller.kill_rank(0)
+        telling.join()
 
     job = train(tmp_path, during, "--restarts", "1", source=source())
     succeeded(job)
