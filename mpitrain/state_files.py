@@ -24,12 +24,26 @@ def state_folder() -> Path:
     Raises:
         DataError: this user has no home folder, and XDG_STATE_HOME is not set.
     """
+    return _users_folder("XDG_STATE_HOME", ".local/state")
+
+
+def cache_folder() -> Path:
+    """Return the folder of what this user has made and can make again. Machines with a common home folder share it.
+
+    Raises:
+        DataError: this user has no home folder, and XDG_CACHE_HOME is not set.
+    """
+    return _users_folder("XDG_CACHE_HOME", ".cache")
+
+
+def _users_folder(variable: str, below_home: str) -> Path:
+    """Return the folder of mpitrain in the one that the variable names, or in one below the home folder."""
     try:
-        base = os.environ.get("XDG_STATE_HOME") or str(Path.home() / ".local" / "state")
+        base = os.environ.get(variable) or str(Path.home() / below_home)
     except RuntimeError:
         raise DataError(
-            f"results are kept in ~/.local/state/mpitrain, but HOME is not set, and the user {os.getuid()} has no "
-            "entry with a home folder. Set XDG_STATE_HOME to a folder of yours"
+            f"results are kept in ~/{below_home}/mpitrain, but HOME is not set, and the user {os.getuid()} has no "
+            f"entry with a home folder. Set {variable} to a folder of yours"
         ) from None
     return Path(base) / "mpitrain"
 

@@ -126,7 +126,6 @@ LAYERS: dict[str, list[str]] = {
         "training.metrics",
         "training.non_finite",
         "training.optimizers",
-        "training.order",
         "training.outcomes",
         "training.parts",
         "training.run_document",

@@ -11,7 +11,7 @@ from typing import NoReturn
 import pytest
 
 from mpitrain.errors import DataError, MpitrainError
-from mpitrain.state_files import keep_state, read_state, state_folder
+from mpitrain.state_files import cache_folder, keep_state, read_state, state_folder
 
 
 def test_where_they_are(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -20,6 +20,10 @@ def test_where_they_are(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None
     monkeypatch.setenv("XDG_STATE_HOME", "")
     monkeypatch.setenv("HOME", "/home/ada")
     assert state_folder() == Path("/home/ada/.local/state/mpitrain")
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    assert cache_folder() == Path("/home/ada/.cache/mpitrain")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert cache_folder() == tmp_path / "mpitrain"
 
 
 def test_a_user_without_a_home_folder(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -28,11 +32,13 @@ def test_a_user_without_a_home_folder(monkeypatch: pytest.MonkeyPatch) -> None:
     def no_entry(uid: int) -> NoReturn:
         raise KeyError(f"getpwuid(): uid not found: {uid}")
 
-    monkeypatch.delenv("XDG_STATE_HOME", raising=False)
-    monkeypatch.delenv("HOME")
+    for name in ("XDG_STATE_HOME", "XDG_CACHE_HOME", "HOME"):
+        monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr("pwd.getpwuid", no_entry)
     with pytest.raises(DataError, match=rf"the user {os.getuid()} has no entry .* Set XDG_STATE_HOME"):
         state_folder()
+    with pytest.raises(DataError, match=r"in ~/\.cache/mpitrain, but HOME is not set, .* Set XDG_CACHE_HOME"):
+        cache_folder()
 
 
 def test_a_file_comes_back_and_is_replaced(tmp_path: Path) -> None:

@@ -17,6 +17,8 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from mpitrain.cuda.device import cupy_module
+from mpitrain.errors import DataError
+from mpitrain.state_files import cache_folder
 
 _SECONDS = 60.0
 # Settings that may change the result for the same library.
@@ -52,7 +54,10 @@ print("right" if int(received.sum()) == 7 * count else "wrong")
 
 def why_not_aware(gpu_number: int) -> str:
     """Return why MPI does not accept GPU memory here, or "". Not collective."""
-    cache = _cache_file()
+    try:
+        cache = cache_folder() / "cuda_aware.json"
+    except DataError:  # this user has no home folder, so each job tries it again
+        return _ask(gpu_number)[0]
     known = _read(cache)
     key = fingerprint(os.environ)
     if key not in known:
@@ -105,11 +110,6 @@ def _ask(gpu_number: int) -> tuple[str, bool]:
 def _is_launchers(name: str) -> bool:
     # PMIX_PREFIX and similar variables say where a library was moved to. The child needs them too.
     return name.startswith(_LAUNCHERS) and not name.endswith("_PREFIX")
-
-
-def _cache_file() -> Path:
-    base = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
-    return Path(base) / "mpitrain" / "cuda_aware.json"
 
 
 def _read(path: Path) -> dict[str, str]:

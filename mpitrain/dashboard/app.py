@@ -8,21 +8,20 @@ import json
 import math
 from collections.abc import AsyncIterator, Awaitable
 from contextlib import asynccontextmanager, suppress
-from pathlib import Path
 from typing import Any
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
-from starlette.responses import FileResponse, PlainTextResponse, Response, StreamingResponse
-from starlette.routing import Mount, Route
-from starlette.staticfiles import StaticFiles
+from starlette.responses import PlainTextResponse, Response, StreamingResponse
+from starlette.routing import Route
 
 from mpitrain.dashboard.catalogue import Catalogue
 from mpitrain.dashboard.cluster import ClusterView
 from mpitrain.dashboard.commands import MOST_BYTES, Commands, order_of
 from mpitrain.dashboard.differences import differences
 from mpitrain.dashboard.gate import FOR_OPERATORS
+from mpitrain.dashboard.html import files, page
 from mpitrain.dashboard.index import IndexedRun
 from mpitrain.dashboard.outputs import Outputs
 from mpitrain.dashboard.prometheus import exposition
@@ -33,13 +32,16 @@ from mpitrain.dashboard.shown_jobs import ShownJob
 from mpitrain.dashboard.waits import who_waits
 from mpitrain.errors import ConfigError, DataError
 
-PAGES = Path(__file__).parent / "pages"
+_FIRST_RUNS = 40  # find room on a screen
 _MOST_PIXELS = 8192
 _MOST_NAMES = 64  # of metrics in one answer
 _MOST_COMPARED = 16
 _MOST_LETTERS = 300  # of names of folders in a message
 _KNOWN = "the inventory, the last check of the cluster, or the measured ways"
-_NO_LAUNCHER = "no launcher here has it: the job has ended, or plain mpiexec has started it"
+_NO_LAUNCHER = (
+    "no launcher here has it: the job has ended, its launcher is on another machine (start a dashboard there, or use "
+    "`mpitrain tell` on a node), or plain mpiexec has started it"
+)
 _PAUSE_SECONDS = 0.4  # between two messages to a viewer
 _SILENCE_SECONDS = 10.0  # after that, a message says that the connection is alive
 
@@ -59,10 +61,10 @@ class Routes:
         """Return the application."""
         return Starlette(
             routes=[
-                Route("/", _page("runs.html")),
-                Route("/run/{id}", _page("run.html")),
-                Route("/compare", _page("compare.html")),
-                Route("/cluster", _page("cluster.html")),
+                _kept("/", page("runs", asks=f"/api/runs?most={_FIRST_RUNS}"), "text/html"),
+                _kept("/run/{id}", page("run"), "text/html"),
+                _kept("/compare", page("compare"), "text/html"),
+                _kept("/cluster", page("cluster"), "text/html"),
                 Route("/api/cluster", self.cluster),
                 Route("/metrics", self.metrics),
                 Route("/api/runs", self.runs),
@@ -73,7 +75,7 @@ class Routes:
                 Route("/api/runs/{id}/output", self.output),
                 Route("/api/compare", self.compare),
                 Route("/api/stream", self.stream),
-                Mount("/pages", StaticFiles(directory=PAGES)),
+                *(_kept(*file) for file in files()),
             ],
             lifespan=self._lifespan,
         )
@@ -97,12 +99,14 @@ class Routes:
             await asyncio.gather(task, return_exceptions=True)
 
     async def runs(self, request: Request) -> Response:
-        """Answer the list of runs."""
-        return _json(await self._list(request.state.role))
+        """Answer the list of runs: all, or the first `most`."""
+        answer = await self._list(request.state.role)
+        most = min(max(_number(request.query_params.get("most"), math.inf), 0), answer["num_runs"])
+        return _json({**answer, "runs": answer["runs"][: int(most)]})
 
     async def _list(self, role: str) -> dict[str, Any]:
         runs = await asyncio.to_thread(self._catalogue.summaries)
-        return {"runs": runs, "problem": self._catalogue.problem, "role": role}
+        return {"runs": runs, "num_runs": len(runs), "problem": self._catalogue.problem, "role": role}
 
     async def run(self, request: Request) -> Response:
         """Answer all that is known of a run, besides its curves."""
@@ -280,11 +284,11 @@ async def _in_time(answer: Awaitable[Any]) -> Any:
         raise HTTPException(503, str(error)) from None
 
 
-def _page(name: str) -> Any:
+def _kept(path: str, content: bytes, kind: str) -> Route:
     async def answer(_: Request) -> Response:
-        return FileResponse(PAGES / name)
+        return Response(content, media_type=kind)
 
-    return answer
+    return Route(path, answer)
 
 
 def _json(answer: Any) -> Response:

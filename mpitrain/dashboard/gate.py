@@ -18,6 +18,8 @@ from starlette.requests import HTTPConnection
 from starlette.responses import HTMLResponse, PlainTextResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from mpitrain.dashboard.html import ICON
+
 Role = Literal["viewer", "operator"]
 
 FOR_OPERATORS = "a viewer cannot do this; open the link for operators"
@@ -36,8 +38,8 @@ _HEADERS = {
 }
 
 
-_ICON = '<!doctype html><title>mpitrain</title><link rel="icon" href="/pages/icon.svg">'
-_WELCOME = f'{_ICON}<meta http-equiv="refresh" content="0;url=/">'
+_HEAD = f"<!doctype html><title>mpitrain</title>{ICON}"
+_WELCOME = f'{_HEAD}<meta http-equiv="refresh" content="0;url=/">'
 
 
 @dataclass(frozen=True)
@@ -130,7 +132,7 @@ class Gate:
 
 
 def _page(text: str, code: int) -> Response:
-    return HTMLResponse(f"{_ICON}<p>{html.escape(text)}</p>\n", code)
+    return HTMLResponse(f"{_HEAD}<p>{html.escape(text)}</p>\n", code)
 
 
 def _with_headers(send: Send) -> Send:

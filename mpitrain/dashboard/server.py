@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import ipaddress
-import os
 import socket
 import sys
 from collections.abc import Sequence
@@ -18,14 +17,18 @@ from mpitrain.dashboard.cluster import ClusterView
 from mpitrain.dashboard.gate import Gate, Tokens
 from mpitrain.dashboard.index import RunIndex
 from mpitrain.errors import ConfigError, MpitrainError
+from mpitrain.state_files import cache_folder
 
 _END_SECONDS = 5  # who waits for an answer gets one before; on a busy machine this takes a while
 
 
 def index_path() -> Path:
-    """Return the file of the index: of this user on this host, because SQLite's locks do not hold between hosts."""
-    cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(cache, "mpitrain", f"runs-{socket.gethostname()}.sqlite")
+    """Return the file of the index: of this user on this host, because SQLite's locks do not hold between hosts.
+
+    Raises:
+        DataError: this user has no home folder, and XDG_CACHE_HOME is not set.
+    """
+    return cache_folder() / f"runs-{socket.gethostname()}.sqlite"
 
 
 def is_loopback(host: str) -> bool:
@@ -57,7 +60,8 @@ def serve(
 
     Raises:
         ConfigError: `host` is more than loopback, without `tls`; or it is no address of this machine.
-        MpitrainError: the port is in use, a file of `tls` cannot be used, or the index cannot be made.
+        MpitrainError: the port is in use, a file of `tls` cannot be used, or the index cannot be made, also because
+            this user has no home folder.
     """
     if not is_loopback(host) and tls is None:
         raise ConfigError(

@@ -49,8 +49,9 @@ class ShownJob:
 
     def take(self, look: dict[str, Any]) -> None:
         """Note a look."""
-        self.look, self.heard = look, time.monotonic()
+        # First the history: other threads read both, and a look without its column would be shown.
         self.history.append((float(look["at"]), [str(entry["phase"]) for entry in look["ranks"]]))
+        self.look, self.heard = look, time.monotonic()
 
 
 class ShownJobs:

@@ -18,9 +18,10 @@ import secrets
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
+from mpitrain.watching.order import TrainingOrder
 from mpitrain.watching.rank_record import MOST_ORDER_BYTES, RankRecord, read_steering
 
 KINDS = ("rate", "set", "pause", "resume", "save", "stop")
@@ -51,30 +52,17 @@ class Led(Protocol):
 
 @dataclass
 class _Given:
-    """An order, as the ranks get it, and what became of it. The first fields are those of training/order.py."""
+    """An order, and what became of it."""
 
-    of: str
-    number: int
-    kind: str
-    teller: str
-    at: float
-    name: str = ""
-    value: str = ""
-    after_step: int | None = None
-    run: int = 0
+    order: TrainingOrder
+    num_bytes: int
     is_applied: bool = False
     outcome: str = ""  # "": it is not known yet
-    num_bytes: int = 0  # that it took when it was given
-
-    def plain(self) -> dict[str, Any]:
-        """As the ranks read it."""
-        fields = asdict(self)
-        return {name: value for name, value in fields.items() if name not in ("is_applied", "outcome", "num_bytes")}
 
     @property
     def may_last(self) -> bool:
         """True if the next try gets it, or may yet."""
-        return self.kind in _LASTING and (self.is_applied or not self.outcome)
+        return self.order.kind in _LASTING and (self.is_applied or not self.outcome)
 
 
 class Orders:
@@ -116,18 +104,19 @@ class Orders:
                 self._text, self._can = text, can
                 self._take(can)
             pending = next((one for one in self._given if not one.outcome), None)
-            if pending is not None and pending.number != self._passed:
+            if pending is not None and pending.order.number != self._passed:
                 if not all(_is_done(text, self._passed) for text in set(texts.values())):  # it would overwrite that one
                     return
-                self._passed = pending.number
+                self._passed = pending.order.number
         if pending is not None:
-            guards.give(pending.plain())
+            guards.give(pending.order.plain())
 
     def _take(self, can: Mapping[str, Any]) -> None:
         for number, run, step, is_applied, outcome in can["outcomes"]:
             given = self._given[number - 1]
             if not given.outcome:
-                given.run, given.after_step, given.is_applied, given.outcome = run, step, is_applied, outcome
+                given.order = replace(given.order, run=run, after_step=step)
+                given.is_applied, given.outcome = is_applied, outcome
         if not can["run"]:
             self._settle("the run of its Trainer has ended")
         self._changed.notify_all()
@@ -139,14 +128,14 @@ class Orders:
     def replay(self) -> str:
         """Return the orders that last, for the next try, as JSON; "": there are none."""
         with self._changed:
-            lasting = [one.plain() for one in self._given if one.is_applied and one.may_last]
+            lasting = [one.order.plain() for one in self._given if one.is_applied and one.may_last]
         return json.dumps(lasting) if lasting else ""
 
     def answer(self, order: Mapping[str, Any], teller: str) -> dict[str, Any]:
         """Answer what somebody tells the job: one of KINDS, "stacks", or "list". Waits for what becomes of it.
 
         Args:
-            order: {"kind", "name", "value"}; see training/order.py.
+            order: {"kind", "name", "value"}; see watching/order.py.
             teller: the user and the host.
 
         Return {"accepted": text}, {"refused": text} or {"can": what the ranks have published, "step": number}.
@@ -170,8 +159,8 @@ class Orders:
 
     def _give(self, kind: str, name: str, value: str, teller: str) -> dict[str, Any]:
         with self._changed:
-            given = _Given(self._of, len(self._given) + 1, kind, teller, time.time(), name, value)
-            given.num_bytes = len(json.dumps(given.plain()))
+            order = TrainingOrder(self._of, len(self._given) + 1, kind, teller, time.time(), name, value)
+            given = _Given(order, num_bytes=len(json.dumps(order.plain())))
             if given.num_bytes > MOST_ORDER_BYTES:
                 return {
                     "refused": f"the order takes {given.num_bytes} bytes, and {MOST_ORDER_BYTES} are allowed; a "
@@ -191,7 +180,8 @@ class Orders:
                 f"stays: it is applied after the step. {self._doing()}".rstrip()
             }
         if given.is_applied:
-            return {"accepted": f"{given.outcome}, applied after step {given.after_step}", "step": given.after_step}
+            step = given.order.after_step
+            return {"accepted": f"{given.outcome}, applied after step {step}", "step": step}
         return {"refused": given.outcome}
 
     def _await(self, test: Callable[[], bool], seconds: float) -> bool:

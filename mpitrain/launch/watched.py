@@ -20,6 +20,7 @@ from mpitrain.launch.watch import Guards
 from mpitrain.watching.census import FirstEnd
 from mpitrain.watching.ranges import rank_ranges
 from mpitrain.watching.rank_record import RankRecord
+from mpitrain.watching.roll_call import PREFIX
 
 
 class WatchedJob:
@@ -148,5 +149,5 @@ class WatchedJob:
 def identified(context: JobContext, folder: Path) -> JobContext:
     """Return `context` with what the guards need to know the job: an id, its launcher, its roll call in `folder`."""
     token = secrets.token_hex(4)
-    roll_call = str(folder / f"mpitrain-roll-call-{token}")
+    roll_call = str(folder / f"{PREFIX}{token}")
     return replace(context, job=token, launcher=launcher_name(os.getpid()), roll_call=roll_call)

@@ -20,12 +20,12 @@ from typing import TYPE_CHECKING, Any
 from mpitrain.adapters.adapter import scaled_of
 from mpitrain.errors import ConfigError, everywhere
 from mpitrain.exchange.overlap import Overlap
-from mpitrain.training.order import TrainingOrder
 from mpitrain.training.outcomes import OUTCOMES
 from mpitrain.training.run_event import RunEvent
 from mpitrain.training.step import Step
 from mpitrain.training.tunable import TUNABLES
 from mpitrain.watching.activity import own_activity
+from mpitrain.watching.order import TrainingOrder
 
 if TYPE_CHECKING:
     from mpitrain.training.trainer import Trainer
@@ -41,7 +41,7 @@ class Steering:
         pause: who has paused the training, when, and after which step, with the loss and learning rate of that step; {}
             while it trains.
         saves: somebody wants this step saved. Whoever saves it sets this to False.
-        has_news: something that lasts has changed. Whoever has copied the state sets this to False.
+        has_news: something that the state or the record has is new. Whoever has copied the state sets this to False.
         num_heard: the number of the newest order that all ranks have obeyed.
     """
 
@@ -156,7 +156,7 @@ class Steering:
             outcome = order.number, run, number, False, str(error)[:_MOST_OUTCOME_CHARACTERS]
         else:
             outcome = order.number, run, number, True, text
-            self.has_news = self.has_news or order.kind not in ("save", "stop")
+            self.has_news = self.has_news or order.kind != "stop"
             size = trainer.world.size
             trainer.tell(RunEvent(number, text, "told", (), size, seconds, teller=order.teller, at=order.at))
             trainer.world.print(f"mpitrain: {text}, after step {number} ({order.teller})")
@@ -199,7 +199,7 @@ class Steering:
             raise ConfigError("no step was made since it began here, so nothing new can be saved; resume it first")
         if order.kind == "save":
             self.saves = True
-            return "a checkpoint is saved"
+            return "the save of a checkpoint has begun"
         self._end_run(trainer)
         return "the run ends, and is saved"
 

@@ -29,7 +29,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from mpitrain.watching.rank_record import PARTED, RankRecord, read_record, write_order
-from mpitrain.watching.roll_call import listen, receive
+from mpitrain.watching.roll_call import listen, receive, remove_left
 from mpitrain.watching.view import RankView, waited
 from mpitrain.watching.watched_process import WatchedProcess, is_readable, open_process, parent_of
 from mpitrain.watching.witness import when_closed
@@ -79,12 +79,13 @@ class Census:
     """One table of all ranks of a job that are on this host."""
 
     def __init__(self, roll_call: str) -> None:
-        """Make the socket at which the ranks register.
+        """Make the socket at which the ranks register, and remove those that killed jobs have left beside it.
 
         Raises:
             OSError: see roll_call.listen.
         """
         self._listener = listen(roll_call)
+        remove_left(roll_call)
         self._events = select.epoll()
         self._events.register(self._listener.fileno(), select.EPOLLIN)
         self._lines: dict[int, socket.socket] = {}  # by descriptor; lines of ranks that have not said their number yet

@@ -18,16 +18,21 @@ import contextlib
 import json
 import os
 import socket
+import stat
 import struct
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 from mpitrain.watching.watched_process import open_process
 from mpitrain.watching.witness import close_first, connect_to_self
 
+PREFIX = "mpitrain-roll-call-"  # of the names of these sockets
 _MOST_BYTES = 108 - 1  # of a socket's path: unix(7)
 _MOST_WAITING = 4096
 _MESSAGE_BYTES = 1024
+_YOUNG_SECONDS = 60.0
 
 
 @dataclass(frozen=True)
@@ -128,6 +133,30 @@ def listen(path: str) -> socket.socket:
     listener.listen(_MOST_WAITING)
     listener.setblocking(False)
     return listener
+
+
+def remove_left(path: str) -> None:
+    """Remove the sockets beside this one that no process has any more: job and guard were killed together."""
+    with contextlib.suppress(OSError):  # others may write in this folder, and not look into it
+        for left in Path(path).parent.glob(f"{PREFIX}*"):
+            with contextlib.suppress(OSError):  # somebody else has removed it
+                status = left.lstat()
+                is_own = stat.S_ISSOCK(status.st_mode) and status.st_uid == os.geteuid()
+                # A socket that is being made has its name a moment before it has a process.
+                if is_own and time.time() - status.st_mtime > _YOUNG_SECONDS and _is_left(str(left)):
+                    left.unlink()
+
+
+def _is_left(path: str) -> bool:
+    """True if no process has this socket. A guard does not notice: its own socket is of another type."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as line, _address(path) as address:
+        try:
+            line.connect(address)
+        except ConnectionRefusedError:
+            return True
+        except OSError:
+            pass
+    return False
 
 
 def receive(line: socket.socket) -> Appearance | None:

@@ -171,6 +171,55 @@ def test_no_page_is_wider_than_the_screen(browser: Any, served: Dashboard, schem
     visit.close()
 
 
+def test_a_long_list_grows_as_it_is_read(browser: Any, tmp_path: Path) -> None:
+    """It begins with what finds room on a screen, and has every run at its end; the filter looks through all."""
+    for place in range(205):
+        make_record(tmp_path / f"runs/r{place:03}", rows_made(1, 1), first_started=2e9 + place, ended=2e9 + place + 1)
+    with dashboard(tmp_path / "cache", str(tmp_path / "runs")) as served:
+        served.wait_for("/api/runs", lambda answer: len(served.records(answer)) == 205)
+        visit = Visit(browser, served)
+        page = visit.page
+
+        def ours() -> list[str]:  # other tests may have jobs, which come first
+            texts = page.locator("#runs tbody tr td:nth-child(2)").all_inner_texts()
+            return [text for text in texts if len(text) == 4 and text[0] == "r"]
+
+        until(lambda: int(page.inner_text("#count").partition(" ")[0]) >= 205)
+        all_names = [f"r{place:03}" for place in reversed(range(205))]
+        before = ours()
+        assert before == all_names[: len(before)] and 20 <= len(before) < 205
+        page.get_by_label("Filter").fill("r007")
+        until(lambda: ours() == ["r007"])
+        page.get_by_label("Filter").fill("")
+
+        def scroll() -> bool:
+            page.mouse.wheel(0, 3000)
+            return ours() == all_names
+
+        until(scroll)
+        page.get_by_role("button", name="Run", exact=True).click()
+        until(lambda: ours() == all_names[::-1])
+        visit.close()
+
+
+def test_numbers_and_times_are_written_as_intl_writes_them(visit: Visit) -> None:
+    numbers = [0, -0.5, 999, 1000, -1234, 1234567, 12345.6, 1e15, 123456789012345680000]
+    written, expected = visit.page.evaluate(
+        """async (numbers) => {
+        const {number, time} = await import("/pages/text.js");
+        const format = new Intl.NumberFormat("en"), day = new Intl.DateTimeFormat("sv");
+        const clock = new Intl.DateTimeFormat("en-GB", {hour: "2-digit", minute: "2-digit"});
+        const rounded = (value) => Math.abs(value) > 1000 ? Math.round(value) : value;
+        const old = new Date(2024, 1, 3, 4, 5), now = new Date();
+        const times = [`${day.format(old)} ${clock.format(old)}`, clock.format(now)];
+        return [[...numbers.map((one) => number(one)), time(old / 1000), time(now / 1000)],
+          [...numbers.map((one) => format.format(rounded(one))), ...times]]; }""",
+        numbers,
+    )
+    assert written == expected
+    assert visit.page.evaluate('async () => (await import("/pages/text.js")).number(3e25)') == "3.00e+25"
+
+
 def test_a_page_follows_a_run(browser: Any, tmp_path: Path) -> None:
     """Rows appear while the page is open; and the page says so if the dashboard ends."""
     folder = make_record(tmp_path / "runs/grows", rows_made(1, 5), end="", ended=None)

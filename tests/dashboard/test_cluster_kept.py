@@ -33,7 +33,7 @@ pwd.getpwuid = no_entry
 
 def homeless(code: str) -> subprocess.CompletedProcess[str]:
     environment = clean_environment({"USER": "nobody"})
-    for name in ("HOME", "XDG_STATE_HOME"):
+    for name in ("HOME", "XDG_STATE_HOME", "XDG_CACHE_HOME"):
         environment.pop(name, None)
     line = [sys.executable, "-c", HOMELESS + code]
     return subprocess.run(line, env=environment, capture_output=True, text=True, timeout=HANG_SECONDS, check=False)
@@ -49,6 +49,15 @@ def test_a_dashboard_without_a_home_folder(tmp_path: Path) -> None:
     answer = json.loads(done.stdout)
     assert answer["inventory"] == str(inventory)
     assert answer["problems"] and all("Set XDG_STATE_HOME" in problem for problem in answer["problems"])
+
+
+def test_no_dashboard_without_a_folder_for_its_index(tmp_path: Path) -> None:
+    pytest.importorskip("uvicorn", reason="needs Starlette and uvicorn: pip install 'mpitrain[dashboard]'")
+    words = ["dashboard", "--port", "0", str(tmp_path)]
+    done = homeless(f"from mpitrain.cli import main\nsys.exit(main({words!r}))")
+    assert (done.returncode, done.stdout) == (1, ""), done.stderr
+    assert "has no entry with a home folder. Set XDG_CACHE_HOME to a folder of yours" in done.stderr
+    assert "Traceback" not in done.stderr
 
 
 def test_check_cluster_without_a_home_folder(tmp_path: Path) -> None:

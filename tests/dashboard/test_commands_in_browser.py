@@ -88,7 +88,7 @@ def test_a_job_is_told_on_its_page(tmp_path: Path, browser: Any) -> None:
         page.get_by_role("button", name="Stacks").click()
         until(lambda: "rank 1 on" in page.locator("#stackText").inner_text())
         page.get_by_role("button", name="Save now").click()
-        answered(page, "Save now", "a checkpoint is saved")
+        answered(page, "Save now", "the save of a checkpoint has begun")
         _the_page_fits(page)
         assert page.evaluate("window.hacked") is None
         assert page.locator("main img, main script").count() == 0
@@ -107,7 +107,7 @@ def test_a_job_is_told_on_its_page(tmp_path: Path, browser: Any) -> None:
         "the learning rate is multiplied by 0.5, so by 0.5 in all",
         "decay is 0.125",
         f"label is {MARKUP!r}",
-        "a checkpoint is saved",
+        "the save of a checkpoint has begun",
         "the run ends, and is saved",
     ]
     assert all(event["teller"].endswith(f" on the dashboard of {socket.gethostname()}") for event in told)

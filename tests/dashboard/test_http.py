@@ -47,11 +47,10 @@ def served(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[D
 
 def test_the_list(served: Dashboard) -> None:
     runs = {run["name"]: run for run in served.records(served.get("/api/runs"))}
-    assert {name: (run["state"], run["rows"]) for name, run in runs.items()} == {
-        "first": ("done", 3000),
-        "second": ("failed", 10),
-        "odd": ("trains", 1),
-    }
+    states = {name: (run["state"], run["rows"]) for name, run in runs.items()}
+    # On a busy machine, the record without a document may be more than a minute old by now.
+    assert states.pop("odd") in [("trains", 1), ("unknown", 1)]
+    assert states == {"first": ("done", 3000), "second": ("failed", 10)}
     first = runs["first"]
     assert (first["hosts"], first["ranks"], first["started"], first["ended"]) == (["a", "b"], 3, 1000.0, 1060.0)
     assert first["last"] == rows_made(3000, 3000)[0]
@@ -77,6 +76,33 @@ def test_a_run_and_its_curves(served: Dashboard, folder: Path) -> None:
     odd = served.get(f"/api/runs/{run_id(folder / 'odd')}/series?name=loss")["curves"]["loss"]
     assert (odd["values"], odd["notFinite"], odd["firstNotFinite"]) == ([None], 1, 1.0)
     assert served.get(f"{path}/series?name=none")["curves"]["none"]["steps"] == []
+
+
+def test_the_begin_of_the_list(served: Dashboard) -> None:
+    """Which is what a page asks for first."""
+    whole = served.get("/api/runs")
+    begin = served.get("/api/runs?most=1")
+    assert (len(begin["runs"]), begin["num_runs"] >= 3, whole["num_runs"]) == (1, True, len(whole["runs"]))
+    for most, number in (("0", 0), ("-1", 0), ("nan", 3), ("inf", 3), ("1e300", 3)):
+        runs = served.records(served.get(f"/api/runs?most={most}"))
+        assert len(runs) == number, most
+
+
+def test_a_page_names_all_that_it_loads(served: Dashboard) -> None:
+    """So a browser asks for it at once; and what it names is there."""
+    for path, name, num_modules in (("/", "runs", 3), ("/run/x", "run", 11), ("/compare", "compare", 6)):
+        _, headers, text = served.ask(path)
+        assert headers["content-type"] == "text/html; charset=utf-8"
+        modules = re.findall(r'<link rel="modulepreload" href="(/pages/[^"]+)">', text)
+        assert (modules[0], len(modules)) == (f"/pages/{name}.js", num_modules)
+        styles = re.findall(r'<link rel="stylesheet" href="([^"]+)">', text)
+        assert ("/pages/uplot/uPlot.min.css" in styles) == ("/pages/uplot/uPlot.esm.js" in modules)
+        for file, kind in [(file, "javascript") for file in modules] + [(file, "text/css") for file in styles]:
+            status, headers, code = served.ask(file)
+            assert (status, kind in headers["content-type"]) == (200, True), file
+            for other in re.findall(r'from "\./([^"]+)"', code) if kind == "javascript" else ():
+                assert f"/pages/{other}" in modules, file
+        assert text.count("<title>") == text.count("<body>") == text.count("</html>") == 1
 
 
 def test_what_differs(served: Dashboard, folder: Path) -> None:
@@ -166,7 +192,7 @@ def test_the_headers_of_every_answer(served: Dashboard) -> None:
 
 
 def test_no_page_has_a_script_or_style_inside(served: Dashboard) -> None:
-    for path in ("/", "/run/x", "/compare"):
+    for path in ("/", "/run/x", "/compare", "/cluster"):
         status, _, text = served.ask(path)
         assert status == 200
         assert not re.search(r"<script(?![^>]*src=)|<style|\son\w+=|style=|https?://", text), path

@@ -111,8 +111,9 @@ def test_a_job_with_a_stopped_rank(tmp_path: Path) -> None:
             pid = live["ranks"][1]["pid"]
             os.kill(pid, signal.SIGSTOP)
             try:
-                answer = served.wait_for(path, lambda one: one["run"]["state"] == "stalled")
-                assert "rank 1 stopped" in answer["run"]["why"]
+                # On a busy machine the host may be silent before.
+                answer = served.wait_for(path, lambda one: "rank 1 stopped" in one["run"]["why"])
+                assert answer["run"]["state"] == "stalled"
                 assert answer["history"][-1][1][1] == "stopped"
                 # At first the others may be on their way to their call.
                 waits = served.wait_for(path, lambda one: one["waits"] and is_stopped_one_awaited(one["waits"]))[
@@ -185,11 +186,12 @@ def test_a_page_that_is_open_while_a_job_stops_and_ends(tmp_path: Path, browser:
             os.kill(pid, signal.SIGSTOP)
             try:
                 page.wait_for_selector("#ranks tbody tr:first-child td.red")
-                assert row.locator("td.red").inner_text() == "stopped"
-                assert "stalled" in page.inner_text("#state")
-                until(lambda: page.locator("#waitTable tbody tr").count() == 2)
-                assert page.locator("#waitTable tbody tr").first.inner_text().endswith("is waited for")
-                assert page.inner_text("#waitText").startswith("Ranks 0,1 wait in ")
+                until(lambda: row.locator("td.red").inner_text() == "stopped")
+                until(lambda: "stalled" in page.inner_text("#state"))
+                first = page.locator("#waitTable tbody tr").first
+                until(lambda: first.count() and first.inner_text().endswith("is waited for"))
+                # One of the others may have got as far as the next call.
+                until(lambda: re.match(r"Ranks? (0,1|0|1) waits? in ", page.inner_text("#waitText")))
             finally:
                 os.kill(pid, signal.SIGCONT)
             until(lambda: page.locator("#ranks td.red").count() == 0)

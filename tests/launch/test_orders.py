@@ -12,7 +12,7 @@ import pytest
 
 from jobs import until
 from mpitrain.launch.orders import Orders
-from mpitrain.training.order import TrainingOrder
+from mpitrain.watching.order import TrainingOrder
 from mpitrain.watching.rank_record import RankRecord
 
 

@@ -54,32 +54,46 @@ export class Matrix {
     const longest = Math.min(110, Math.max(...this.nodes.map((name) => context.measureText(name).width)));
     this.label = size <= 48 ? Math.ceil(longest) + 8 : 0;
     this.cell = Math.max(Math.min((Math.min(width, MOST + this.label) - this.label) / size, MOST_CELL), width < MOST ? 1 : LEAST_CELL);
-    const side = this.label + this.cell * size;
-    this.canvas.width = side * ratio; this.canvas.height = (this.cell * size) * ratio;
-    this.canvas.style.width = `${side}px`; this.canvas.style.height = `${this.cell * size}px`;
+    const side = this.label + this.cell * size;  // the names of rows are on the left, those of columns above
+    this.canvas.width = this.canvas.height = side * ratio;
+    this.canvas.style.width = this.canvas.style.height = `${side}px`;
     context.scale(ratio, ratio);
-    context.font = "11px system-ui, sans-serif"; context.textBaseline = "middle"; context.textAlign = "right";
+    context.font = "11px system-ui, sans-serif"; context.textBaseline = "middle";
+    const every = Math.ceil(12 / this.cell);
+    this.nodes.forEach((name, place) => { if (this.label && place % every === 0) this.write(context, style.getPropertyValue("--soft"), name, place); });
     const colors = Array.from({length: STEPS}, (_, step) => style.getPropertyValue(`--heat-${step + 1}`).trim());
-    const gap = this.cell > 4 ? 1 : 0, every = Math.ceil(12 / this.cell);
+    const gap = this.cell > 4 ? 1 : 0;
     this.rows.forEach((row, from) => {
-      context.fillStyle = style.getPropertyValue("--soft");
-      if (this.label && from % every === 0) context.fillText(this.nodes[from], this.label - 6, (from + 0.5) * this.cell, this.label - 8);
       row.forEach((value, to) => {
         if (value === null && from === to) return;
         const step = value === null ? -1 : Math.min(STEPS - 1, Math.max(0, Math.floor(this.quality(value) * STEPS)));
         context.fillStyle = step < 0 ? style.getPropertyValue("--grid") : colors[step];
-        context.fillRect(this.label + to * this.cell, from * this.cell, this.cell - gap, this.cell - gap);
+        context.fillRect(this.label + to * this.cell, this.label + from * this.cell, this.cell - gap, this.cell - gap);
       });
     });
     if (document.activeElement === this.canvas) {
       context.strokeStyle = style.getPropertyValue("--text"); context.lineWidth = 2;
-      context.strokeRect(this.label + this.at[1] * this.cell + 1, this.at[0] * this.cell + 1, Math.max(2, this.cell - 2), Math.max(2, this.cell - 2));
+      context.strokeRect(this.label + this.at[1] * this.cell + 1, this.label + this.at[0] * this.cell + 1, Math.max(2, this.cell - 2), Math.max(2, this.cell - 2));
     }
+  }
+
+  // The name of a host beside its row and, upright, above its column.
+  write(context, color, name, place) {
+    const middle = this.label + (place + 0.5) * this.cell, room = this.label - 8;
+    context.fillStyle = color;
+    context.textAlign = "right";
+    context.fillText(name, this.label - 6, middle, room);
+    context.save();
+    context.translate(middle, this.label - 6);
+    context.rotate(-Math.PI / 2);
+    context.textAlign = "left";
+    context.fillText(name, 0, 0, room);
+    context.restore();
   }
 
   point(event) {
     const bounds = this.canvas.getBoundingClientRect();
-    const to = Math.floor((event.clientX - bounds.left - this.label) / this.cell), from = Math.floor((event.clientY - bounds.top) / this.cell);
+    const to = Math.floor((event.clientX - bounds.left - this.label) / this.cell), from = Math.floor((event.clientY - bounds.top - this.label) / this.cell);
     if (from in this.rows && to in this.rows) this.say([from, to]);
   }
 

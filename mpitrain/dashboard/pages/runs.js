@@ -1,6 +1,6 @@
 // The list of runs: filter, sort, choose some to compare.
 
-import {listen} from "./api.js";
+import {get, listen} from "./api.js";
 import {duration, element, number, stateMark, time} from "./text.js";
 
 const step = (run) => run.step ?? run.last.step ?? null;
@@ -20,13 +20,12 @@ const COLUMNS = [
   {name: "Last event", value: (run) => run.event, cell: (run) => run.problems.length ? `⚠ ${run.problems[0]}` : run.event, wide: true},
 ];
 
-const WORDS = new Intl.Collator("en", {numeric: true});
 const kind = (column) => [column.numeric ? "numeric" : "", column.wide ? "wide" : "", column.minor ? "minor" : ""].join(" ").trim();
 const body = document.querySelector("#runs tbody");
 const filter = document.getElementById("filter");
 const compare = document.getElementById("compare");
 const chosen = new Set(), known = new Map();
-let runs = [], sorting = null, rising = true;
+let runs = [], numRuns = 0, sorting = null, rising = true, words = null;
 
 document.getElementById("heads").append(element("th", {scope: "col"}, element("span", {className: "hidden"}, "Choose")),
   ...COLUMNS.map((column, place) => {
@@ -37,6 +36,7 @@ document.getElementById("heads").append(element("th", {scope: "col"}, element("s
 function sort(place) {
   rising = sorting === place ? !rising : !COLUMNS[place].numeric;
   sorting = place;
+  words ??= new Intl.Collator("en", {numeric: true});
   document.querySelectorAll("#heads th").forEach((head, number) => {
     if (number === place + 1) head.setAttribute("aria-sort", rising ? "ascending" : "descending");
     else head.removeAttribute("aria-sort");
@@ -48,7 +48,7 @@ function compared(a, b) {
   const [x, y] = [COLUMNS[sorting].value(a), COLUMNS[sorting].value(b)];
   if (x === null || x === undefined) return 1;
   if (y === null || y === undefined) return -1;
-  const order = typeof x === "number" && typeof y === "number" ? x - y : WORDS.compare(String(x), String(y));
+  const order = typeof x === "number" && typeof y === "number" ? x - y : words.compare(String(x), String(y));
   return rising ? order : -order;
 }
 
@@ -71,23 +71,32 @@ function choose(id, isChosen) {
   compare.textContent = chosen.size < 2 ? "Compare" : `Compare ${chosen.size}`;
 }
 
-// Rows whose text has not changed stay, so that the focus and a selection stay too. A long list begins with what finds
-// room on a screen: the rest follows when that is to be seen.
-const FIRST_ROWS = 100;
+// Rows whose text has not changed stay, so that the focus and a selection stay too. A table of a thousand rows takes a
+// browser half a second, so a row is made when the end of those that are there comes near the screen.
+const MORE_ROWS = 40;
 const shown = new Map();
-let isFirst = true;
+let mostRows = MORE_ROWS;
+const end = document.getElementById("end");
+const nearEnd = new IntersectionObserver((entries) => {
+  if (!entries.at(-1).isIntersecting) return;
+  mostRows += MORE_ROWS;
+  show();
+  nearEnd.unobserve(end);  // so that it is told again, if the end is still near
+  nearEnd.observe(end);
+}, {rootMargin: "1000px"});
+nearEnd.observe(end);
+
 function show() {
   const all = runs.filter(matches);
   if (sorting !== null) all.sort(compared);
-  const list = isFirst ? all.slice(0, FIRST_ROWS) : all;
-  isFirst = false;
-  if (list.length < all.length) requestAnimationFrame(() => setTimeout(show));
+  const list = all.slice(0, mostRows);
   const rows = list.map((run) => {
     const key = JSON.stringify(run), old = shown.get(run.id);
     if (old && old.key === key) return old.row;
     const made = row(run);
     const focused = old && old.row.contains(document.activeElement) ? [...old.row.querySelectorAll("a, input")].indexOf(document.activeElement) : -1;
-    if (focused >= 0) { old.row.replaceWith(made); made.querySelectorAll("a, input")[focused]?.focus(); }
+    old?.row.replaceWith(made);
+    if (focused >= 0) made.querySelectorAll("a, input")[focused]?.focus();
     shown.set(run.id, {key, row: made});
     return made;
   });
@@ -97,20 +106,35 @@ function show() {
     body.replaceChildren(...rows);
     if (focused && body.contains(focused)) focused.focus();
   }
-  document.getElementById("count").textContent = all.length === runs.length ? `${runs.length} runs` : `${all.length} of ${runs.length} runs`;
+  end.hidden = list.length === all.length;
+  document.getElementById("count").textContent = all.length === runs.length ? `${numRuns} runs` : `${all.length} of ${numRuns} runs`;
   document.getElementById("empty").hidden = runs.length > 0;
 }
 
 filter.addEventListener("input", show);
 document.getElementById("controls").addEventListener("submit", (event) => event.preventDefault());
 compare.addEventListener("click", () => { location.href = `/compare?runs=${[...chosen].map(encodeURIComponent).join(",")}`; });
-listen("/api/stream", (answer) => {
-  if (answer.isWhole) known.clear();  // also after the connection was lost
-  for (const id of answer.gone) known.delete(id);
-  for (const run of answer.runs) known.set(run.id, run);
+
+function take(answer) {
   runs = [...known.values()].sort((a, b) => b.is_live - a.is_live || (b.started ?? 0) - (a.started ?? 0));
+  numRuns = answer.num_runs;
   const problem = document.getElementById("problem");
   problem.textContent = answer.problem;
   problem.hidden = !answer.problem;
   show();
-});
+}
+
+function follow() {
+  listen("/api/stream", (answer) => {
+    if (answer.isWhole) known.clear();  // also after the connection was lost
+    for (const id of answer.gone) known.delete(id);
+    for (const run of answer.runs) known.set(run.id, run);
+    take(answer);
+  });
+}
+
+// What finds room on a screen comes first, and the rest when that is to be seen. The stream has all runs.
+get(document.querySelector("link[as=fetch]").href).then((answer) => {
+  for (const run of answer.runs) known.set(run.id, run);
+  take(answer);
+}).catch(() => null).finally(() => requestAnimationFrame(() => setTimeout(follow)));

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 
@@ -37,3 +37,7 @@ class TrainingOrder:
     def of_plain(cls, fields: Mapping[str, Any]) -> TrainingOrder:
         """Return the order in what a launcher has sent."""
         return cls(**fields)
+
+    def plain(self) -> dict[str, Any]:
+        """Return the order as the ranks get it."""
+        return asdict(self)
