@@ -21,14 +21,16 @@ from free_ports import free_port
 from jobs import HANG_SECONDS, TOKEN, Job, clean_environment, kill_all, processes_of, run_command, until
 
 _PROGRAMS = ("munged", "slurmctld", "slurmd", "srun", "sbatch", "scontrol", "setpriv")
-NODES = ("n1", "n2", "n3")
+# The first one has a name that this machine knows, so that `mpitrain run` can be tried on it.
+NODES = (socket.gethostname(), "n2", "n3")
 # `task/none` binds nothing, and `linuxproc` needs no control groups: the tests are about neither.
 _CONFIGURATION = """\
 ClusterName=tests
 SlurmctldHost={host}({address})
 SlurmctldPort={port}
 AuthType=auth/munge
-AuthInfo=socket={folder}/munge/socket
+# A job that is started again waits until its old credentials have expired, for 120 s by default.
+AuthInfo=socket={folder}/munge/socket,cred_expire=5
 CredType=cred/munge
 SlurmUser={user}
 SlurmdUser={user}
@@ -58,7 +60,7 @@ PartitionName=all Nodes=ALL Default=YES State=UP MaxTime=INFINITE PriorityTier=1
 PartitionName=urgent Nodes=ALL State=UP MaxTime=INFINITE PriorityTier=2
 """
 # A GPU is a file to Slurm; any device will do.
-_GPUS = "NodeName=n[1-3] Name=gpu File=/dev/null,/dev/zero\n"
+_GPUS = f"NodeName={','.join(NODES)} Name=gpu File=/dev/null,/dev/zero\n"
 
 
 def why_not() -> str:

@@ -14,6 +14,8 @@ from jobs import until
 from mpitrain.testbed import Bed
 
 _PACKAGES = ("munge", "slurm-client", "slurm-wlm-basic-plugins", "slurmctld", "slurmd")
+# Debian's alternatives, which are in no package.
+_LINKS = ("/usr/sbin/slurmctld", "/usr/sbin/slurmd", "/usr/sbin/slurmstepd")
 _CONFIGURATION = """\
 ClusterName=bed
 SlurmctldHost=node1
@@ -66,6 +68,7 @@ def set_up(bed: Bed) -> None:
             chmod 755 /run/munge
             echo {made} | base64 -d > /etc/munge/key && chmod 400 /etc/munge/key
             printf %s {shlex.quote(configuration)} > /etc/slurm/slurm.conf
+            echo CgroupPlugin=cgroup/v1 > /etc/slurm/cgroup.conf  # nothing of it is used, and a node's are mixed
             echo 'Name=gpu File={files}' > /etc/slurm/gres.conf
             munged --force --key-file=/etc/munge/key --socket=/run/munge/socket --pid-file=/run/munge/pid \\
                 --log-file=/run/munge/log --seed-file=/run/munge/seed
@@ -89,11 +92,11 @@ def _files() -> list[str]:
     """The paths of the packages' files, and of the libraries that they load, without the leading /."""
     listed = subprocess.run(["dpkg", "-L", *_PACKAGES], capture_output=True, text=True, check=True).stdout.split("\n")
     unwanted = ("/usr/share/", "/etc/", "/lib/systemd/", "/usr/lib/systemd/", "/var/")
-    paths = {path for path in listed if Path(path).is_file() and not path.startswith(unwanted)}
+    paths = {path for path in [*listed, *_LINKS] if Path(path).is_file() and not path.startswith(unwanted)}
     programs = [path for path in paths if "/bin/" in path or "/sbin/" in path or ".so" in path]
     linked = subprocess.run(["ldd", *programs], capture_output=True, text=True, check=False).stdout
     # What is there already is of the same package, and is left alone: the C library among it.
-    ours = ("libmunge", "libhwloc", "libjson-c", "libjwt", "liblz4", "libfreeipmi", "libnuma", "libpmix", "liblua", "librdkafka")
+    ours = ("libmunge", "libhwloc", "libjson-c", "libjwt", "liblz4", "libfreeipmi", "libnuma", "liblua")
     for line in linked.splitlines():
         words = line.split()
         if len(words) > 2 and words[1] == "=>" and words[0].startswith(ours):
