@@ -99,5 +99,7 @@ def _time(text: str) -> str:
 
 def _array(text: str) -> str:
     if not _ARRAY.fullmatch(text):
-        raise argparse.ArgumentTypeError(f"{text!r} is no array of sbatch; write 0-9, 1,3,5, or 0-9%2 for two at a time")
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is no array of sbatch; write 0-9, 1,3,5, or 0-9%2 for two at a time"
+        )
     return text

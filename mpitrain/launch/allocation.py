@@ -126,7 +126,8 @@ def _expanded(nodes: str) -> tuple[str, ...]:
         )
     except (OSError, subprocess.TimeoutExpired) as error:
         raise ConfigError(
-            f"{' '.join(command)!r} cannot be run: {error}. Put Slurm's commands on PATH, or name the hosts: --hosts A,B"
+            f"{' '.join(command)!r} cannot be run: {error}. Put Slurm's commands on PATH, or name the hosts: "
+            "--hosts A,B"
         ) from None
     if done.returncode != 0 or not done.stdout.split():
         raise ConfigError(f"{' '.join(command)!r} failed: {done.stderr.strip()}; or name the hosts: --hosts A,B")

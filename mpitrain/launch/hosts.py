@@ -78,7 +78,7 @@ def _given(allocation: Allocation, num_ranks: int | None, ranks_per_host: int | 
         places = fill(slots, asked or sum(slots.values()))
     else:
         most = None if num_ranks is None else -(-num_ranks // (ranks_per_host or 1))
-        places = place({host: () for host in list(slots)[:most]}, num_ranks, ranks_per_host)
+        places = place(dict.fromkeys(list(slots)[:most], ()), num_ranks, ranks_per_host)
     addresses, own = _addresses([one.host for one in places], None)
     return Placement(places, {} if list(addresses) == [own] else addresses, own)
 

@@ -29,7 +29,9 @@ def scontrol(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A program in place of Slurm's own, which may not be installed: it says what Slurm said of this list."""
     monkeypatch.chdir(tmp_path)
     program = tmp_path / "scontrol"
-    program.write_text('#!/bin/sh\n[ "$3" = "n[1-3]" ] && printf "n1\\nn2\\nn3\\n" && exit\necho "bad list" >&2; exit 1\n')
+    program.write_text(
+        '#!/bin/sh\n[ "$3" = "n[1-3]" ] && printf "n1\\nn2\\nn3\\n" && exit\necho "bad list" >&2; exit 1\n'
+    )
     program.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     allocation._expanded.cache_clear()
@@ -58,7 +60,9 @@ def test_the_tasks_of_slurm(tasks: str, slots: list[int]) -> None:
     )
 
 
-@pytest.mark.parametrize("tasks", ["", "2", "2(x2)", "2(x4)", "2(x3),1", "0(x3)", "a,b,c", "2(x3", "1,,1", "9999999999(x3)"])
+@pytest.mark.parametrize(
+    "tasks", ["", "2", "2(x2)", "2(x4)", "2(x3),1", "0(x3)", "a,b,c", "2(x3", "1,,1", "9999999999(x3)"]
+)
 def test_other_forms_are_refused(tasks: str) -> None:
     said = f"Slurm job 7: SLURM_TASKS_PER_NODE is {tasks!r}; for its 3 hosts it must be of the form 2(x3),1"
     with pytest.raises(ConfigError, match=re.escape(said)):
@@ -85,7 +89,9 @@ def test_a_step_has_its_own_tasks_and_a_batch_script_those_of_the_job() -> None:
 
 
 def test_a_list_that_slurm_cannot_expand_is_an_error() -> None:
-    with pytest.raises(ConfigError, match=re.escape("'scontrol show hostnames n[' failed: bad list; or name the hosts")):
+    with pytest.raises(
+        ConfigError, match=re.escape("'scontrol show hostnames n[' failed: bad list; or name the hosts")
+    ):
         slurm_hosts(SLURM | {"SLURM_JOB_NODELIST": "n["})
 
 
@@ -108,10 +114,12 @@ def test_the_file_of_pbs_and_of_lsf(tmp_path: Path) -> None:
 
 
 def test_a_file_that_cannot_be_read_is_an_error(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="PBS job 3: the file of its hosts, PBS_NODEFILE=/none, cannot be read: No such"):
+    with pytest.raises(
+        ConfigError, match="PBS job 3: the file of its hosts, PBS_NODEFILE=/none, cannot be read: No such"
+    ):
         find_allocation({"PBS_JOBID": "3", "PBS_NODEFILE": "/none"})
     (tmp_path / "nodes").write_text("\n")
-    with pytest.raises(ConfigError, match="LSF job: the file of its hosts, LSB_DJOB_HOSTFILE=.*nodes, is empty"):
+    with pytest.raises(ConfigError, match=r"LSF job: the file of its hosts, LSB_DJOB_HOSTFILE=.*nodes, is empty"):
         find_allocation({"LSB_DJOB_HOSTFILE": str(tmp_path / "nodes")})
 
 

@@ -68,10 +68,17 @@ def test_only_a_saved_training_is_started_again(code: int, is_requeued: bool, tm
 
 
 def test_signals_reach_the_launcher_and_its_exit_code_counts(tmp_path: Path) -> None:
-    child = f"trap 'echo told >> {tmp_path}/told' USR1; touch {tmp_path}/ready; until [ -s {tmp_path}/told ]; do sleep 0.05; done; exit 3"
+    told = tmp_path / "told"
+    until_told = f"until [ -s {told} ]; do sleep 0.05; done; exit 3"
+    child = f"trap 'echo told >> {told}' USR1; touch {tmp_path}/ready; {until_told}"
     script = batch_script(replace(JOB, command=["bash", "-c", child]))
     send = f"( until [ -e {tmp_path}/ready ]; do sleep 0.05; done; kill -USR1 $$ ) &\n"
     done = subprocess.run(
-        ["bash", "-c", send + script], capture_output=True, text=True, timeout=100, env={"PATH": "/usr/bin:/bin"}, check=False
+        ["bash", "-c", send + script],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        env={"PATH": "/usr/bin:/bin"},
+        check=False,
     )
-    assert (done.returncode, (tmp_path / "told").read_text()) == (3, "told\n"), done.stderr
+    assert (done.returncode, told.read_text()) == (3, "told\n"), done.stderr

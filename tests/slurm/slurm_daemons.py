@@ -29,8 +29,7 @@ ClusterName=tests
 SlurmctldHost={host}({address})
 SlurmctldPort={port}
 AuthType=auth/munge
-# A job that is started again waits until its old credentials have expired, for 120 s by default.
-AuthInfo=socket={folder}/munge/socket,cred_expire=5
+AuthInfo=socket={folder}/munge/socket
 CredType=cred/munge
 SlurmUser={user}
 SlurmdUser={user}
@@ -59,6 +58,7 @@ GresTypes=gpu
 PartitionName=all Nodes=ALL Default=YES State=UP MaxTime=INFINITE PriorityTier=1 GraceTime=60
 PartitionName=urgent Nodes=ALL State=UP MaxTime=INFINITE PriorityTier=2
 """
+_SIZE = "CPUs=4 RealMemory=100 Gres=gpu:2"
 # A GPU is a file to Slurm; any device will do.
 _GPUS = f"NodeName={','.join(NODES)} Name=gpu File=/dev/null,/dev/zero\n"
 
@@ -97,7 +97,7 @@ class Slurm:
             options = [f"--{name}={path}" for name, path in files.items()]
             # --force: as root, munged wants no folder above that others may write, and /tmp is one.
             self._start("munged", "--foreground", "--force", f"--key-file={munge}/key", *options)
-            self._await(lambda: (munge / "socket").exists(), "munged")
+            self._await((munge / "socket").exists, "munged")
             self._configure()
             self._start("slurmctld", "-D", "-f", str(self._conf))
             for node in NODES:
@@ -126,10 +126,7 @@ class Slurm:
 
     def _configure(self) -> None:
         host = socket.gethostname()
-        lines = [
-            f"NodeName={name} NodeHostname={host} NodeAddr=127.0.0.1 Port={free_port()} CPUs=4 RealMemory=100 Gres=gpu:2"
-            for name in NODES
-        ]
+        lines = [f"NodeName={name} NodeHostname={host} NodeAddr=127.0.0.1 Port={free_port()} {_SIZE}" for name in NODES]
         text = _CONFIGURATION.format(
             host=host, address="127.0.0.1", port=free_port(), folder=self.folder, user="root", nodes="\n".join(lines)
         )

@@ -32,7 +32,8 @@ def test_more_ranks_than_slurm_has_given_are_refused(slurm: Slurm, tmp_path: Pat
     job = slurm.run("salloc", "-Q", "-N1", "-n2", f"--nodelist={HERE}", *RUN, "-n", "3", str(tmp_path / "train.py"))
     assert job.code == 2, job.output
     assert "mpitrain run: -n 3 is more than Slurm job " in job.stderr
-    assert f"has been given: 2 ranks on {HERE}. Ask for more with `sbatch --ntasks=RANKS`, or leave out -n" in job.stderr
+    said = f"has been given: 2 ranks on {HERE}. Ask for more with `sbatch --ntasks=RANKS`, or leave out -n"
+    assert said in job.stderr
 
 
 def test_slurms_own_variables_and_list(slurm: Slurm, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -46,10 +47,9 @@ def test_slurms_own_variables_and_list(slurm: Slurm, monkeypatch: pytest.MonkeyP
 
 
 def test_gpus_of_the_binding(slurm: Slurm, tmp_path: Path) -> None:
-    """srun gives each task one of the node's two GPUs, which are files to Slurm; `mpitrain run` gives all ranks both."""
-    (tmp_path / "gpus.py").write_text(
-        "import os\nimport mpitrain as mt\nworld = mt.init()\nprint('rank', world.rank, os.environ['CUDA_VISIBLE_DEVICES'])"
-    )
+    """srun gives each task one of the node's two GPUs (files, to Slurm), `mpitrain run` both to all ranks."""
+    program = "import os\nimport mpitrain as mt\nworld = mt.init()\n"
+    (tmp_path / "gpus.py").write_text(f"{program}print('rank', world.rank, os.environ['CUDA_VISIBLE_DEVICES'])")
     asked = ["-N1", "-n2", f"--nodelist={HERE}", "--gpus-per-node=2"]
     job = slurm.run("srun", "--mpi=pmi2", *asked, "--gpus-per-task=1", PYTHON, str(tmp_path / "gpus.py"))
     assert job.code == 0, job.output

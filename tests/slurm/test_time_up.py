@@ -83,10 +83,16 @@ def told(slurm: Slurm, folder: Path, job: str, *, urgent: bool) -> None:
         slurm.submit(script, "--partition=urgent", "--exclusive", f"--nodelist={NODES[0]}", "--output=/dev/null")
     else:
         slurm.command("scancel", "--batch", "--signal=USR1", job)
+
+    def is_over() -> bool:
+        state = slurm.state(job)
+        return int(state.get("Restarts", 0)) > before or state.get("JobState") == "COMPLETED"
+
     until(
-        lambda: int(slurm.state(job)["Restarts"]) > before or slurm.state(job)["JobState"] == "COMPLETED",
+        is_over,
         f"the job was not started again: {(folder / f'train-{job}.out').read_text()}",
     )
+    # Slurm would wait until the credentials of the first start have expired, two minutes.
     slurm.command("scontrol", "update", f"JobId={job}", "StartTime=now")
 
 
