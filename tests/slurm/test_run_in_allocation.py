@@ -54,6 +54,7 @@ def test_gpus_of_the_binding(slurm: Slurm, tmp_path: Path) -> None:
     job = slurm.run("srun", "--mpi=pmi2", *asked, "--gpus-per-task=1", PYTHON, str(tmp_path / "gpus.py"))
     assert job.code == 0, job.output
     assert sorted(job.stdout.splitlines()) == ["rank 0 0", "rank 1 1"]
-    job = slurm.run("salloc", "-Q", *asked, *RUN, str(tmp_path / "gpus.py"))
-    assert job.code == 0, job.output
-    assert sorted(job.stdout.splitlines()) == ["[0] rank 0 0,1", "[1] rank 1 0,1"]
+    script = tmp_path / "job.sh"
+    script.write_text(f"#!/bin/sh\n#SBATCH {' '.join(asked)} --output=out.txt\n{' '.join(RUN)} gpus.py\n")
+    assert slurm.wait(slurm.submit(script))["JobState"] == "COMPLETED"
+    assert sorted((tmp_path / "out.txt").read_text().splitlines()) == ["[0] rank 0 0,1", "[1] rank 1 0,1"]

@@ -24,7 +24,8 @@ agent = marking_ssh("n1", Path("agent").absolute(), ["ssh"], JobContext(job="0a1
 for host in ("n2", "n3"):
     done = subprocess.run([agent, "-x", host, "echo", "$_MPITRAIN_JOB", "$SLURMD_NODENAME"], capture_output=True, text=True)
     print(done.returncode, done.stdout.strip(), flush=True)
-print(gpus_of_step("n2", {"gpus": "1"}), gpus_of_step("n2", {"gpus": os.environ["CUDA_VISIBLE_DEVICES"]}))
+os.environ["CUDA_VISIBLE_DEVICES"] = "0"
+print(gpus_of_step("n2", {"gpus": "1"}), gpus_of_step("n2", {"gpus": "0"}))
 print(gpus_of_step("elsewhere", {"gpus": "1"}), gpus_of_step("n2", {"gpus": None}))
 """
 

@@ -92,8 +92,14 @@ def told(slurm: Slurm, folder: Path, job: str, *, urgent: bool) -> None:
         is_over,
         f"the job was not started again: {(folder / f'train-{job}.out').read_text()}",
     )
-    # Slurm would wait until the credentials of the first start have expired, two minutes.
-    slurm.command("scontrol", "update", f"JobId={job}", "StartTime=now")
+
+    def has_started() -> bool:
+        state = slurm.state(job)
+        if state.get("Reason") == "BeginTime":  # until the credentials of the first start have expired, two minutes
+            slurm.command("scontrol", "update", f"JobId={job}", "StartTime=now")
+        return state.get("JobState") in ("RUNNING", "COMPLETED")
+
+    until(has_started, "the job does not start again")
 
 
 def check(slurm: Slurm, folder: Path, job: str, reference: dict[int, str]) -> int:
