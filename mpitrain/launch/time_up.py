@@ -32,12 +32,11 @@ class TimeUp:
         self._orders = orders
         self._told, self._stop = threading.Event(), threading.Event()
         self._is_told = False
-        self._before: signal._HANDLER = None
         self._thread = threading.Thread(target=self._run, name="time up", daemon=True)
 
     def __enter__(self) -> TimeUp:
         if signal.getsignal(signal.SIGUSR1) is not signal.SIG_IGN:
-            self._before = signal.signal(signal.SIGUSR1, self._on_signal)
+            signal.signal(signal.SIGUSR1, self._on_signal)
             self._thread.start()
         return self
 
