@@ -22,7 +22,8 @@ print(done.returncode, done.stdout.strip(), flush=True)
 print(command_on("elsewhere", "true")[0], flush=True)
 agent = marking_ssh("n1", Path("agent").absolute(), ["ssh"], JobContext(job="0a1b2c3d"), ["n2", "n3"])
 for host in ("n2", "n3"):
-    done = subprocess.run([agent, "-x", host, "echo", "$_MPITRAIN_JOB", "$SLURMD_NODENAME"], capture_output=True, text=True)
+    command = [agent, "-x", host, "echo", "$_MPITRAIN_JOB", "$SLURMD_NODENAME"]
+    done = subprocess.run(command, capture_output=True, text=True)
     print(done.returncode, done.stdout.strip(), flush=True)
 os.environ["CUDA_VISIBLE_DEVICES"] = "0"
 print(gpus_of_step("n2", {"gpus": "1"}), gpus_of_step("n2", {"gpus": "0"}))
