@@ -29,6 +29,7 @@ class Command(Protocol):
 
 COMMANDS = {
     "run": "mpitrain.cli.run",
+    "slurm": "mpitrain.cli.slurm",
     "ps": "mpitrain.cli.ps",
     "top": "mpitrain.cli.top",
     "kill": "mpitrain.cli.kill",

@@ -17,6 +17,7 @@ from typing import Any
 from mpitrain.diagnostics.check import Target
 from mpitrain.diagnostics.ssh_settings import SSH_ARGUMENTS, LoginError, ssh_settings
 from mpitrain.errors import ConfigError
+from mpitrain.launch.allocation import find_allocation
 from mpitrain.launch.foreign_files import refuse_foreign
 from mpitrain.launch.hostfile import (
     NODE_INVENTORY,
@@ -54,7 +55,8 @@ def find_target(inventory: Path | None, hosts: str | None, script: str | None, e
 
     Args:
         inventory: value of `-i`; None for that of ANSIBLE_INVENTORY, else ./cluster/hosts, else /etc/mpitrain/hosts.
-        hosts: value of `--hosts a,b`: names or addresses; the user of this command is then the shared user there.
+        hosts: value of `--hosts a,b`: names or addresses; the user of this command is then the shared user there. None:
+            those of this job of a batch system, else all of the inventory.
         script: of `--script`.
         environ: the user's environment.
 
@@ -63,6 +65,8 @@ def find_target(inventory: Path | None, hosts: str | None, script: str | None, e
             rather than named may be written by somebody else, or has arguments of ssh.
     """
     named = environ.get("ANSIBLE_INVENTORY", "")
+    if hosts is None and inventory is None and not named and (allocation := find_allocation(environ)):
+        hosts = ",".join(allocation.slots)
     if inventory is None and "," in named:
         raise ConfigError(f"ANSIBLE_INVENTORY is {named!r}; it must be one file; or give the inventory with -i")
     is_named = inventory is not None or bool(named)

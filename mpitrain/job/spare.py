@@ -35,8 +35,8 @@ from mpitrain.job.early import is_helper
 _MESSAGE_BYTES = 1024
 # A spare has it, so that a script's own `from mpi4py import MPI` does not start MPI.
 _MPI4PY = "MPI4PY_RC_INITIALIZE"
-# What differs from one login to the next: over several hosts, mpiexec starts each try by ssh.
-_OF_LOGIN = ("SSH_", "XDG_SESSION_")
+# What differs from one login to the next: over several hosts, mpiexec starts each try by ssh, or by a step of Slurm.
+_OF_LOGIN = ("SSH_", "XDG_SESSION_", "SLURM_")
 # A try on one host has other settings of the network than one on several hosts. MPICH, UCX, libfabric, NCCL and Gloo
 # read them when they first communicate, not when they are imported.
 _OF_NETWORK = ("MPIR_CVAR_", "UCX_", "FI_", "NCCL_", "GLOO_")

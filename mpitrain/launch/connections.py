@@ -1,4 +1,4 @@
-"""One ssh connection to each host of a job: how it is opened, and what its failure means."""
+"""One connection to each host of a job, by ssh or by a step of Slurm: how it is opened, and what its failure means."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from typing import IO, Any
 
 from mpitrain.errors import LaunchError
 from mpitrain.launch.processes import end_with_parent
+from mpitrain.launch.slurm_step import step_on
 
 # ssh asks no questions and shares no other connection. The user's own settings say which host keys are valid. No
 # connection stays open for others (ControlPersist), because it would look like a process that the job has left.
@@ -69,8 +70,19 @@ if line:
 
 
 def command_on(host: str, line: str) -> list[str]:
-    """Return the words that run a line of shell on `host` by ssh, as for a guard."""
+    """Return the words that run a line of shell on `host`: by a step of this Slurm job if it has the host, else by ssh.
+
+    Raises:
+        ConfigError: Slurm cannot expand its own list of hosts.
+    """
+    if words := step_on(host):
+        return [*words, "sh", "-c", line]
     return ["ssh", *SSH_OPTIONS, *GUARD_OPTIONS, host, line]
+
+
+def knock(host: str) -> str:
+    """Return the line that a user types to see whether `host` lets commands in."""
+    return f"srun --overlap -N1 -n1 -w {host} true" if step_on(host) else f"ssh {host} true"
 
 
 @dataclass
@@ -199,7 +211,9 @@ def connect(
     else:
         command = command_on(host, f"exec {shlex.join([_PYTHON, *boot])}")
     is_main = threading.current_thread() is threading.main_thread()
-    dies_with_us = is_main and not is_this_machine and modules is not SWEEP
+    # At SIGTERM srun kills what it has started, and the guard could not clean up. It ends with its stdin.
+    is_step = not is_this_machine and not way and bool(step_on(host))
+    dies_with_us = is_main and not is_this_machine and modules is not SWEEP and not is_step
     errors = tempfile.TemporaryFile()  # noqa: SIM115 - lives as long as the connection
     try:
         process = subprocess.Popen(

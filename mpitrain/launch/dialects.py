@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 
 from mpitrain.errors import LaunchError
 from mpitrain.job.context import JobContext
+from mpitrain.launch.allocation import MARKS
 from mpitrain.launch.connections import SSH_OPTIONS
 from mpitrain.launch.libraries import VENDOR_NAMES, Mpiexec, Vendor
 from mpitrain.launch.placement import Placement
@@ -34,6 +35,10 @@ _OPEN_MPI_RECOVERS = (
     *("--mca", "mpi_ft_propagator_with_rbcast", "true"),
     *("--mca", "coll", "^han"),
 )
+
+# Open MPI uses no batch system.
+_OPEN_MPI_ALONE = {"PRTE_MCA_ras": "^slurm,pbs,lsf,gridengine", "PRTE_MCA_plm": "ssh"}
+_OLD_OPEN_MPI_ALONE = {"OMPI_MCA_ras": "^slurm,tm,lsf,gridengine", "OMPI_MCA_plm": "rsh"}
 
 # Open MPI passes these on by itself.
 _ITS_OWN = re.compile(r"(OMPI_MCA|PRTE|PMIX)_.*")
@@ -109,14 +114,15 @@ def _hydra(job: JobSpec, environment: Mapping[str, str], arguments: Sequence[str
     return LaunchCommand((str(job.mpiexec.path), *arguments), environment, _HYDRA_TAG)
 
 
-def _hydra_flags(job: JobSpec) -> list[str]:
-    # Always ssh, even inside an allocation of a scheduler.
-    return ["-prepend-pattern", _HYDRA_PATTERN, *(() if job.placement.is_here else ("-launcher", "ssh"))]
+def _hydra_flags(job: JobSpec, names: Set[str]) -> list[str]:
+    # Always ours, even inside an allocation of a batch system, which Hydra would use by itself.
+    launcher = "ssh" if not job.placement.is_here else "fork" if names & set(MARKS) else ""
+    return ["-prepend-pattern", _HYDRA_PATTERN, *(("-launcher", launcher) if launcher else ())]
 
 
-def mpich(job: JobSpec, _: Set[str]) -> LaunchCommand:
+def mpich(job: JobSpec, names: Set[str]) -> LaunchCommand:
     """MPICH's Hydra. It does not bind, and needs no flag to run as root or with more ranks than cores."""
-    flags = ["-n", str(job.placement.num_ranks), *_hydra_flags(job)]
+    flags = ["-n", str(job.placement.num_ranks), *_hydra_flags(job, names)]
     ssh = {}
     if not job.placement.is_here:
         flags += ["-hosts", _slots(job)]
@@ -124,12 +130,12 @@ def mpich(job: JobSpec, _: Set[str]) -> LaunchCommand:
     return _hydra(job, ssh, [*flags, *job.program])
 
 
-def intel(job: JobSpec, _: Set[str]) -> LaunchCommand:
+def intel(job: JobSpec, names: Set[str]) -> LaunchCommand:
     """Intel MPI's Hydra. It is like MPICH's, but binds ranks to cores, to the same cores in every job.
 
     It reads `-hosts a:1,b:1` as "fill a, then b" (seen). Only one part of the line per host sets exact numbers.
     """
-    flags, pin = _hydra_flags(job), {"I_MPI_PIN": "off"}
+    flags, pin = _hydra_flags(job, names), {"I_MPI_PIN": "off"}
     if job.placement.is_here:
         return _hydra(job, pin, ["-n", str(job.placement.num_ranks), *flags, *job.program])
     parts = [("-n", str(place.num_ranks), "-host", place.host, *job.program) for place in job.placement.places]
@@ -149,6 +155,8 @@ def open_mpi(job: JobSpec, names: Set[str]) -> LaunchCommand:
     as_root = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"} if job.as_root else {}
     ssh = {} if job.placement.is_here else {"OMPI_MCA_plm_rsh_args" if old else "PRTE_MCA_plm_ssh_args": _SSH_ARGUMENTS}
     environment = {**ssh, **as_root}
+    if names & set(MARKS):  # otherwise it takes its hosts from the batch system, and starts its daemons by that
+        environment |= _OLD_OPEN_MPI_ALONE if old else _OPEN_MPI_ALONE
     if not job.placement.is_here:
         # By slot: fill the first host, then the second. Open MPI does not pass on variables by itself.
         carried = sorted(name for name in names | environment.keys() if _is_carried(name))

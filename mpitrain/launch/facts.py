@@ -61,6 +61,7 @@ def collect(wish: dict[str, Any], probe: str) -> dict[str, Any]:
     facts["rdma"] = any(Path("/sys/class").glob("infiniband/*"))
     facts["routes"] = routes(wish["peers"])
     facts["devices"] = devices()
+    facts["gpus"] = os.environ.get("CUDA_VISIBLE_DEVICES")  # a batch system may have set it for this host
     if all(state == ["there"] for state in facts["paths"].values()):
         facts["environment"] = environment(wish["python"], wish["script"], wish["variables"], probe)
     return facts

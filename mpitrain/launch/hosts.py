@@ -1,8 +1,10 @@
-"""On which hosts a job runs: those of --hosts; else those of this machine's cluster; else this machine."""
+"""On which hosts a job runs: those of --hosts or -i; else those that a batch system has given; else those of this
+machine's cluster; else this machine."""
 
 from __future__ import annotations
 
 import ipaddress
+import os
 import re
 import socket
 from collections.abc import Callable, Mapping, Sequence
@@ -11,9 +13,10 @@ from pathlib import Path
 from types import MappingProxyType
 
 from mpitrain.errors import ConfigError
+from mpitrain.launch.allocation import Allocation, find_allocation
 from mpitrain.launch.foreign_files import refuse_foreign
 from mpitrain.launch.hostfile import Inventory, find_inventory, read_inventory
-from mpitrain.launch.placement import Place, Placement, names_devices, parse_hosts, place
+from mpitrain.launch.placement import Place, Placement, fill, names_devices, parse_hosts, place
 
 # Returns the hosts that the inventory of a job has now; None: the job has none. Raises ConfigError.
 Listed = Callable[[], Sequence[str] | None]
@@ -29,13 +32,15 @@ def place_ranks(
 
     Args:
         hosts: `--hosts`, with or without devices.
-        inventory: `-i`; None: ./cluster/hosts, else /etc/mpitrain/hosts.
+        inventory: `-i`; None: the hosts of this batch job, else ./cluster/hosts, else /etc/mpitrain/hosts.
         num_ranks: `-n`.
         ranks_per_host: `--ppn`.
 
     Raises:
         ConfigError: options contradict each other, a name is unknown, or an inventory cannot be read.
     """
+    if hosts is None and inventory is None and (allocation := find_allocation(os.environ)):
+        return _given(allocation, num_ranks, ranks_per_host)
     path = inventory or (find_inventory(_LOCALLY) if hosts is None or not _is_local(hosts) else None)
     cluster = read_inventory(path) if path else None
     note = ""
@@ -58,6 +63,24 @@ def place_ranks(
         return Placement(place({own: local_devices}, num_ranks, ranks_per_host), own=own, note=note)
     places = place(devices, num_ranks, ranks_per_host)
     addresses, own = _addresses(list(devices), cluster)
+    return Placement(places, {} if list(addresses) == [own] else addresses, own)
+
+
+def _given(allocation: Allocation, num_ranks: int | None, ranks_per_host: int | None) -> Placement:
+    """Place the ranks on the hosts that a batch system has given."""
+    asked = num_ranks or 0
+    if asked > allocation.most_ranks:
+        raise ConfigError(
+            f"-n {asked} is more than {allocation.name} has been given: {allocation.most_ranks} ranks on "
+            f"{', '.join(allocation.slots)}. Ask for more with `{allocation.how_more}`, or leave out -n"
+        )
+    slots = allocation.slots
+    if ranks_per_host is None and asked <= sum(slots.values()):
+        places = fill(slots, asked or sum(slots.values()))
+    else:
+        most = None if num_ranks is None else -(-num_ranks // (ranks_per_host or 1))
+        places = place(dict.fromkeys(list(slots)[:most], ()), num_ranks, ranks_per_host)
+    addresses, own = _addresses([one.host for one in places], None)
     return Placement(places, {} if list(addresses) == [own] else addresses, own)
 
 
@@ -141,7 +164,8 @@ def listed_hosts(hosts: str | None, inventory: Path | None) -> Listed:
     Raises:
         ConfigError: the job runs on this machine alone, or an inventory cannot be read.
     """
-    if hosts is not None and not _is_local(hosts):
+    is_given = hosts is None and inventory is None and find_allocation(os.environ) is not None
+    if is_given or (hosts is not None and not _is_local(hosts)):
         return lambda: None
     path = inventory or (find_inventory() if hosts is None else None)
     cluster = read_inventory(path) if path else None

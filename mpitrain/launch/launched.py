@@ -16,6 +16,7 @@ from typing import Literal
 
 from mpitrain.errors import LaunchError
 from mpitrain.job.context import EXPECTED_SIZE, JobContext
+from mpitrain.launch.allocation import FIRST_SPECIAL_SLURM_STEP
 from mpitrain.launch.libraries import (
     VENDOR_NAMES,
     Library,
@@ -25,9 +26,6 @@ from mpitrain.launch.libraries import (
     matching_mpiexec,
     vendor_of_library,
 )
-
-# Slurm also numbers batch scripts, interactive shells and the like as steps, from 2^32 - 6 upwards.
-_FIRST_SPECIAL_SLURM_STEP = 2**32 - 6
 
 # `mpitrain run` finds the mpiexec that belongs to the library.
 _RIGHT_COMMAND = "mpitrain run -n {size} SCRIPT"
@@ -60,7 +58,7 @@ def launched_by(environ: Mapping[str, str]) -> Launched | None:
         name = "Intel MPI" if "I_MPI_HYDRA_UUID" in environ else "MPICH"
         return _mark(environ, f"mpiexec of {name}", "mpich-like", _number(environ, "PMI_RANK"), "PMI_SIZE")
     step = _number(environ, "SLURM_STEP_ID")
-    if step is not None and step < _FIRST_SPECIAL_SLURM_STEP:
+    if step is not None and step < FIRST_SPECIAL_SLURM_STEP:
         # SLURM_NTASKS may still be the allocation's; the step's own count is newer and exact.
         sizes = [name for name in ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS") if name in environ]
         if sizes:

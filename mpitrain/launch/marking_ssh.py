@@ -9,6 +9,7 @@ from pathlib import Path
 from mpitrain.job.context import JobContext
 from mpitrain.launch.conditions import Condition, Refusal, refuse
 from mpitrain.launch.folders import why_no_programs
+from mpitrain.launch.slurm_step import step
 
 # It is ssh, but puts the job's mark into the environment of what ssh starts, so
 # that the guard there knows these processes. ssh itself joins the words of a command with spaces, as "$*" does.
@@ -22,11 +23,16 @@ while :; do
     esac
 done
 host=$1; shift
-exec {ssh} $options "$host" "export {marks}; $*"
+{step}exec {ssh} $options "$host" "export {marks}; $*"
+"""
+# A host of this Slurm job needs no ssh.
+_STEP = """case $host in
+{hosts}) exec {words} "--nodelist=$host" sh -c "export {marks}; $*" ;;
+esac
 """
 
 
-def marking_ssh(own: str, path: Path, ssh: Sequence[str], context: JobContext) -> str:
+def marking_ssh(own: str, path: Path, ssh: Sequence[str], context: JobContext, in_steps: Sequence[str] = ()) -> str:
     """Write the program to `path`, in a folder that `own`, this host, runs programs from. Return the path.
 
     Args:
@@ -34,12 +40,14 @@ def marking_ssh(own: str, path: Path, ssh: Sequence[str], context: JobContext) -
         path: of the program. It is overwritten.
         ssh: the words of the ssh that it becomes.
         context: the mark.
+        in_steps: the hosts on which it starts a step of this Slurm job in place of ssh.
 
     Raises:
         LaunchError: no program in that folder can be run.
     """
     exports = " ".join(f"{name}='{value}'" for name, value in context.variables().items())
-    path.write_text(_MARKING_SSH.format(ssh=shlex.join(ssh), marks=exports))
+    by_step = _STEP.format(hosts="|".join(in_steps), words=shlex.join(step()), marks=exports) if in_steps else ""
+    path.write_text(_MARKING_SSH.format(ssh=shlex.join(ssh), marks=exports, step=by_step))
     path.chmod(0o700)
     if why := why_no_programs(folder := str(path.parent)):
         fault = f"no program in {folder} can be run: {why}"

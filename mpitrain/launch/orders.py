@@ -125,6 +125,12 @@ class Orders:
         for given in self._given:
             given.outcome = given.outcome or outcome
 
+    @property
+    def has_stopped(self) -> bool:
+        """True if the ranks have ended a training and saved it, because they were told to."""
+        with self._changed:
+            return any(one.kind == "stop" and one.is_applied for one in self._given)
+
     def replay(self) -> str:
         """Return the orders that last, for the next try, as JSON; "": there are none."""
         with self._changed:

@@ -30,6 +30,7 @@ from mpitrain.launch.placement import Placement, refuse_crowds
 from mpitrain.launch.processes import STARTING, left_out
 from mpitrain.launch.reserve import Reserve
 from mpitrain.launch.silence import GUARD_SILENCE_SECONDS
+from mpitrain.launch.slurm_step import gpus_of_step, step_on
 from mpitrain.launch.variables import absent
 from mpitrain.launch.watch import Guards
 from mpitrain.launch.watched import WatchedJob, identified
@@ -112,7 +113,7 @@ class JobOverHosts:
         placement, mpiexec = self.job.placement, self.job.mpiexec
         _, ssh = ssh_agent(mpiexec, os.environ)  # another program may know no master connections
         if mpiexec.vendor == "mpich" and list(ssh) == ["ssh"]:  # not tried with the others
-            others = [host for host in placement.addresses if host != placement.own]
+            others = [host for host in placement.addresses if host != placement.own and not step_on(host)]
             self._masters = self._stack.enter_context(open_masters(others, self._agent.parent))
 
     def ask(self) -> None:
@@ -149,8 +150,9 @@ class JobOverHosts:
         _say([pinning.note] if pinning.note else [])
         variable, ssh = ssh_agent(job.mpiexec, os.environ)
         marks = JobContext(job=job.context.job, launcher=job.context.launcher)
+        in_steps = [host for host in job.placement.addresses if step_on(host)]
         added = {
-            variable: marking_ssh(job.placement.own, self._agent, [*ssh, *self._masters], marks),
+            variable: marking_ssh(job.placement.own, self._agent, [*ssh, *self._masters], marks, in_steps),
             # The ssh script above exists on this machine only, so all connections must start here.
             **({"PRTE_MCA_plm_ssh_no_tree_spawn": "1"} if job.mpiexec.vendor == "openmpi" else {}),
         }
@@ -273,10 +275,11 @@ def _fitted(
     cores = {host: int(facts[host]["cores"]) for host in placement.hosts}
     refuse_crowds(placement.places, cores)
     common, by_host = _threads(placement, cores)
+    gpus = {host: gpus_of_step(host, facts[host]) for host in placement.hosts}
     settings = {
         f"{place.first_rank}-{place.ranks[-1]}": variables
         for place in placement.places
-        if (variables := {**pinning.by_host.get(place.host, {}), **by_host.get(place.host, {})})
+        if (variables := {**pinning.by_host.get(place.host, {}), **by_host.get(place.host, {}), **gpus[place.host]})
     }
     program = job.program
     if job.context.roll_call or settings:

@@ -43,6 +43,7 @@ from mpitrain.launch.sizes import show_sizes
 from mpitrain.launch.successor import Successor
 from mpitrain.launch.supervisor import Pause, supervise
 from mpitrain.launch.tellers import Tellers
+from mpitrain.launch.time_up import TimeUp
 from mpitrain.launch.tries import Tries
 from mpitrain.launch.tuning import glibc_version
 from mpitrain.launch.variables import is_of_login, read_env_file
@@ -260,10 +261,11 @@ def _supervise(
             changes = stack.enter_context(Changes(keepers, request.limits, widen, check, prepare))
             if listed is not None:
                 intake = stack.enter_context(Intake(changes, request.limits, listed))
+        time_up = stack.enter_context(TimeUp(orders))
         stack.enter_context(Tellers(orders, changes))
         tries = stack.enter_context(Tries(make, keepers, reserve, live))
         pause, away = (heritage.pause, heritage.away) if heritage else (None, ())
-        return live.end(supervise(run, job.placement, request.limits, changes, intake, pause, away))
+        return live.end(time_up.code(supervise(run, job.placement, request.limits, changes, intake, pause, away)))
 
 
 def _arguments(request: Request) -> Sequence[str]:

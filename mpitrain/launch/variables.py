@@ -27,7 +27,9 @@ _RANGE_ENDS = (("FI_TCP_PORT_LOW_RANGE", "FI_TCP_PORT_HIGH_RANGE"),)
 # Variables of an environment from which jobs and tools choose a network.
 _CHOOSERS = re.compile(r"(UCX|FI|OMPI_MCA|PRTE_MCA|I_MPI|HYDRA|NCCL|GLOO|MPIEXEC)_\w+")
 _NAME = re.compile(r"[A-Za-z_]\w*")
-_OF_LOGIN = re.compile(r"(SSH|XDG|DBUS)_.*|HOME|USER|LOGNAME|SHELL|HOSTNAME|HOST|DISPLAY|PWD|OLDPWD|SHLVL|MAIL|TERM|_")
+_OF_LOGIN = re.compile(
+    r"(SSH|XDG|DBUS|SLURM|SRUN)_.*|HOME|USER|LOGNAME|SHELL|HOSTNAME|HOST|DISPLAY|PWD|OLDPWD|SHLVL|MAIL|TERM|_"
+)
 
 
 def read_env_file(path: Path) -> dict[str, str]:

@@ -30,6 +30,10 @@ OF_A_HOST = {
 }
 # Functions whose errors are about the request, or about a rank that already runs.
 OF_THE_REQUEST = {
+    "allocation._counts",  # of the batch system, whose variables contradict each other
+    "allocation._expanded",
+    "allocation._of_file",
+    "allocation._of_pairs",
     "change.joining",
     "change.refuse_few",
     "connections.connect",  # this machine has no ssh, so nothing could be checked either
@@ -38,6 +42,7 @@ OF_THE_REQUEST = {
     "hostfile.read_text",
     "hostfile._inventory",
     "hostfile._error",
+    "hosts._given",
     "hosts.place_ranks",
     "hosts.placed_again",
     "hosts.widened",

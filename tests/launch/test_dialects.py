@@ -63,6 +63,16 @@ def test_open_mpi_5() -> None:
     assert shown(OPEN_MPI_5, as_root=True) == f"{root} {WITHOUT_OFI} {line}"
 
 
+@pytest.mark.parametrize("mark", ["SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID"])
+def test_no_mpiexec_takes_its_hosts_from_a_batch_system(mark: str) -> None:
+    """A job on this machine alone: Hydra would start its ranks on all nodes of the batch job."""
+    assert f"-prepend-pattern '<mpitrain-rank-%r>' -launcher fork {PROGRAM}" in shown(MPICH, environ={mark: "7"})
+    assert f"-prepend-pattern '<mpitrain-rank-%r>' -launcher fork {PROGRAM}" in shown(INTEL, environ={mark: "7"})
+    new, old = shown(OPEN_MPI_5, environ={mark: "7"}), shown(OPEN_MPI_4, environ={mark: "7"})
+    assert "PRTE_MCA_ras='^slurm,pbs,lsf,gridengine' PRTE_MCA_plm=ssh " in new
+    assert "OMPI_MCA_ras='^slurm,tm,lsf,gridengine' OMPI_MCA_plm=rsh " in old
+
+
 def test_open_mpi_5_goes_on_without_a_lost_rank() -> None:
     """ULFM is on. Its detector of failures is off, because the detector takes a rank that computes for dead."""
     job = replace(HERE, mpiexec=OPEN_MPI_5, context=JobContext(recover=1))

@@ -1,0 +1,178 @@
+"""The hosts that a batch system has given, from its variables. tests/slurm has a real Slurm."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+
+import pytest
+
+from mpitrain.errors import ConfigError
+from mpitrain.launch import allocation
+from mpitrain.launch.allocation import Allocation, find_allocation, slurm_hosts
+from mpitrain.launch.hosts import listed_hosts, place_ranks
+from mpitrain.launch.placement import Placement
+
+# As salloc -N3 -n5 of Slurm 22.05 sets them.
+SLURM = {
+    "SLURM_JOB_ID": "7",
+    "SLURM_JOB_NODELIST": "n[1-3]",
+    "SLURM_TASKS_PER_NODE": "3,1(x2)",
+    "SLURM_NTASKS": "5",
+    "SLURM_JOB_CPUS_PER_NODE": "3,1(x2)",
+}
+
+
+@pytest.fixture(autouse=True)
+def scontrol(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A program in place of Slurm's own, which may not be installed: it says what Slurm said of this list."""
+    monkeypatch.chdir(tmp_path)
+    program = tmp_path / "scontrol"
+    program.write_text(
+        '#!/bin/sh\n[ "$3" = "n[1-3]" ] && printf "n1\\nn2\\nn3\\n" && exit\necho "bad list" >&2; exit 1\n'
+    )
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    allocation._expanded.cache_clear()
+    return program
+
+
+def test_outside_of_a_job_nothing_is_given() -> None:
+    assert find_allocation({"PATH": "/bin"}) is None
+    assert slurm_hosts({}) == ()
+
+
+@pytest.mark.parametrize(
+    ("tasks", "slots"),
+    [
+        ("3,1(x2)", [3, 1, 1]),
+        ("2(x3)", [2, 2, 2]),
+        ("1,2,3", [1, 2, 3]),
+        ("2(x2),1", [2, 2, 1]),
+        ("16(x1),8(x2)", [16, 8, 8]),
+    ],
+)
+def test_the_tasks_of_slurm(tasks: str, slots: list[int]) -> None:
+    given = find_allocation(SLURM | {"SLURM_TASKS_PER_NODE": tasks})
+    assert given == Allocation(
+        "Slurm job 7", dict(zip(("n1", "n2", "n3"), slots, strict=True)), sum(slots), "sbatch --ntasks=RANKS"
+    )
+
+
+@pytest.mark.parametrize(
+    "tasks", ["", "2", "2(x2)", "2(x4)", "2(x3),1", "0(x3)", "a,b,c", "2(x3", "1,,1", "9999999999(x3)"]
+)
+def test_other_forms_are_refused(tasks: str) -> None:
+    said = f"Slurm job 7: SLURM_TASKS_PER_NODE is {tasks!r}; for its 3 hosts it must be of the form 2(x3),1"
+    with pytest.raises(ConfigError, match=re.escape(said)):
+        find_allocation(SLURM | {"SLURM_TASKS_PER_NODE": tasks})
+
+
+def test_nodes_alone_have_a_rank_each_and_may_have_one_for_each_cpu() -> None:
+    environ = SLURM | {"SLURM_TASKS_PER_NODE": "4(x3)", "SLURM_JOB_CPUS_PER_NODE": "4(x3)"}
+    del environ["SLURM_NTASKS"]
+    given = find_allocation(environ)
+    assert given is not None
+    assert (given.slots, given.most_ranks) == ({"n1": 1, "n2": 1, "n3": 1}, 12)
+    given = find_allocation(environ | {"SLURM_NTASKS_PER_NODE": "4"})
+    assert given is not None
+    assert (given.slots, given.most_ranks) == ({"n1": 4, "n2": 4, "n3": 4}, 12)
+
+
+def test_a_step_has_its_own_tasks_and_a_batch_script_those_of_the_job() -> None:
+    step = {"SLURM_STEP_ID": "0", "SLURM_STEP_NODELIST": "n[1-3]", "SLURM_STEP_TASKS_PER_NODE": "2(x3)"}
+    given = find_allocation(SLURM | step)
+    assert given is not None and given.slots == {"n1": 2, "n2": 2, "n3": 2}
+    given = find_allocation(SLURM | step | {"SLURM_STEP_ID": str(2**32 - 5)})
+    assert given is not None and given.slots == {"n1": 3, "n2": 1, "n3": 1}
+
+
+def test_a_list_that_slurm_cannot_expand_is_an_error() -> None:
+    with pytest.raises(
+        ConfigError, match=re.escape("'scontrol show hostnames n[' failed: bad list; or name the hosts")
+    ):
+        slurm_hosts(SLURM | {"SLURM_JOB_NODELIST": "n["})
+
+
+def test_without_scontrol_the_error_says_so(scontrol: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    scontrol.unlink()
+    monkeypatch.setenv("PATH", str(scontrol.parent))
+    with pytest.raises(ConfigError, match=re.escape("Put Slurm's commands on PATH, or name the hosts: --hosts A,B")):
+        slurm_hosts(SLURM)
+
+
+def test_the_file_of_pbs_and_of_lsf(tmp_path: Path) -> None:
+    file = tmp_path / "nodes"
+    file.write_text("b\nb\na\nb\n")
+    given = find_allocation({"PBS_JOBID": "3.server", "PBS_NODEFILE": str(file)})
+    assert given == Allocation("PBS job 3.server", {"b": 3, "a": 1}, 4, "qsub -l select=NODES:mpiprocs=RANKS")
+    given = find_allocation({"LSB_JOBID": "4", "LSB_DJOB_HOSTFILE": str(file), "LSB_MCPU_HOSTS": "c 1"})
+    assert given == Allocation("LSF job 4", {"b": 3, "a": 1}, 4, "bsub -n RANKS")
+    given = find_allocation({"LSB_JOBID": "4", "LSB_MCPU_HOSTS": "a 4 b 2 a 1"})
+    assert given == Allocation("LSF job 4", {"a": 5, "b": 2}, 7, "bsub -n RANKS")
+
+
+def test_a_file_that_cannot_be_read_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(
+        ConfigError, match="PBS job 3: the file of its hosts, PBS_NODEFILE=/none, cannot be read: No such"
+    ):
+        find_allocation({"PBS_JOBID": "3", "PBS_NODEFILE": "/none"})
+    (tmp_path / "nodes").write_text("\n")
+    with pytest.raises(ConfigError, match=r"LSF job: the file of its hosts, LSB_DJOB_HOSTFILE=.*nodes, is empty"):
+        find_allocation({"LSB_DJOB_HOSTFILE": str(tmp_path / "nodes")})
+
+
+@pytest.mark.parametrize("pairs", ["", "a", "a 1 b", "a x", "a 0"])
+def test_pairs_of_another_form_are_refused(pairs: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(f"LSB_MCPU_HOSTS is {pairs!r}; it must be of the form 'a 4 b 4'")):
+        find_allocation({"LSB_MCPU_HOSTS": pairs})
+
+
+# Addresses of this machine and of a network for documentation, so that no name need be resolved.
+HOSTS = ["127.0.0.2", "198.51.100.2", "198.51.100.3"]
+
+
+@pytest.fixture
+def in_pbs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A job with two ranks on the first two hosts, and one on the third."""
+    (tmp_path / "nodes").write_text("\n".join([HOSTS[0], HOSTS[0], HOSTS[1], HOSTS[1], HOSTS[2]]))
+    monkeypatch.setenv("PBS_JOBID", "3")
+    monkeypatch.setenv("PBS_NODEFILE", str(tmp_path / "nodes"))
+
+
+def ranks(placement: Placement) -> list[int]:
+    assert list(placement.hosts) == HOSTS[: len(placement.places)]
+    return [place.num_ranks for place in placement.places]
+
+
+@pytest.mark.usefixtures("in_pbs")
+def test_ranks_go_where_the_batch_system_puts_them() -> None:
+    assert ranks(place_ranks(None, None, None, None)) == [2, 2, 1]
+    assert ranks(place_ranks(None, None, 5, None)) == [2, 2, 1]
+    assert ranks(place_ranks(None, None, 3, None)) == [2, 1]
+    assert ranks(place_ranks(None, None, 1, None)) == [1]
+    assert place_ranks(None, None, 2, None).is_here
+    assert ranks(place_ranks(None, None, None, 4)) == [4, 4, 4]
+    assert ranks(place_ranks(None, None, 3, 1)) == [1, 1, 1]
+    placement = place_ranks(None, None, None, None)
+    assert [place.first_rank for place in placement.places] == [0, 2, 4]
+    assert (placement.own, placement.addresses[HOSTS[2]]) == (HOSTS[0], HOSTS[2])
+
+
+@pytest.mark.usefixtures("in_pbs")
+def test_more_ranks_than_were_given_are_refused() -> None:
+    said = f"-n 6 is more than PBS job 3 has been given: 5 ranks on {', '.join(HOSTS)}. Ask for more with `qsub"
+    with pytest.raises(ConfigError, match=re.escape(said)):
+        place_ranks(None, None, 6, None)
+
+
+@pytest.mark.usefixtures("in_pbs")
+def test_hosts_that_are_named_win() -> None:
+    assert place_ranks("localhost", None, 7, None).num_ranks == 7
+    assert place_ranks("127.0.0.3", None, 7, None).hosts == ("127.0.0.3",)
+
+
+@pytest.mark.usefixtures("in_pbs")
+def test_an_elastic_job_may_use_what_was_given() -> None:
+    assert listed_hosts(None, None)() is None

@@ -1,0 +1,84 @@
+"""The script that `mpitrain slurm` writes. tests/slurm submits it to a real Slurm."""
+
+from __future__ import annotations
+
+import subprocess
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from mpitrain.launch.batch_script import BatchJob, batch_script
+
+JOB = BatchJob(
+    name="train",
+    folder="/home/ada/my runs",
+    command=["python", "-m", "mpitrain", "run", "train.py", "--note", "it's new"],
+    written_by="mpitrain slurm --nodes 4 train.py",
+    nodes=4,
+    ranks_per_node=1,
+)
+
+
+def options(job: BatchJob) -> list[str]:
+    return [line for line in batch_script(job).splitlines() if line.startswith("#SBATCH")]
+
+
+def test_what_is_asked_of_slurm() -> None:
+    assert options(JOB) == [
+        "#SBATCH --job-name=train",
+        "#SBATCH --nodes=4",
+        "#SBATCH --ntasks-per-node=1",
+        "#SBATCH --chdir='/home/ada/my runs'",
+        "#SBATCH --output=train-%j.out",
+        "#SBATCH --open-mode=append",
+        "#SBATCH --signal=B:USR1@120",
+        "#SBATCH --requeue",
+    ]
+
+
+def test_all_options() -> None:
+    more = replace(JOB, ranks_per_node=8, gpus_per_node=8, cpus_per_task=6, time="1-00:00:00", partition="long")
+    more = replace(more, array="0-9%2", warn_seconds=300)
+    assert options(more)[2:8] == [
+        "#SBATCH --ntasks-per-node=8",
+        "#SBATCH --cpus-per-task=6",
+        "#SBATCH --gpus-per-node=8",
+        "#SBATCH --time=1-00:00:00",
+        "#SBATCH --partition=long",
+        "#SBATCH --array=0-9%2",
+    ]
+    assert "#SBATCH --output=train-%A_%a.out" in options(more)
+    assert "#SBATCH --signal=B:USR1@300" in options(more)
+    assert 'mkdir -p "run-$SLURM_ARRAY_TASK_ID" && cd "run-$SLURM_ARRAY_TASK_ID" || exit 1' in batch_script(more)
+
+
+@pytest.mark.parametrize(("code", "is_requeued"), [(0, False), (1, False), (138, True), (143, False)])
+def test_only_a_saved_training_is_started_again(code: int, is_requeued: bool, tmp_path: Path) -> None:
+    """The script itself runs, with a program in place of scontrol that notes how it was called."""
+    scontrol = tmp_path / "scontrol"
+    scontrol.write_text(f'#!/bin/sh\necho "$@" > {tmp_path}/called\n')
+    scontrol.chmod(0o755)
+    script = batch_script(replace(JOB, command=["sh", "-c", f"exit {code}"]))
+    environ = {"PATH": f"{tmp_path}:/usr/bin:/bin", "SLURM_JOB_ID": "7"}
+    done = subprocess.run(["bash", "-c", script], env=environ, capture_output=True, text=True, timeout=100, check=False)
+    assert (done.returncode, done.stderr) == (code, "")
+    called = tmp_path / "called"
+    assert (called.read_text() if called.exists() else "") == ("requeue 7\n" if is_requeued else "")
+
+
+def test_signals_reach_the_launcher_and_its_exit_code_counts(tmp_path: Path) -> None:
+    told = tmp_path / "told"
+    until_told = f"until [ -s {told} ]; do sleep 0.05; done; exit 3"
+    child = f"trap 'echo told >> {told}' USR1; touch {tmp_path}/ready; {until_told}"
+    script = batch_script(replace(JOB, command=["bash", "-c", child]))
+    send = f"( until [ -e {tmp_path}/ready ]; do sleep 0.05; done; kill -USR1 $$ ) &\n"
+    done = subprocess.run(
+        ["bash", "-c", send + script],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        env={"PATH": "/usr/bin:/bin"},
+        check=False,
+    )
+    assert (done.returncode, told.read_text()) == (3, "told\n"), done.stderr
