@@ -129,7 +129,7 @@ class Orders:
     def has_stopped(self) -> bool:
         """True if the ranks have ended a training and saved it, because they were told to."""
         with self._changed:
-            return any(one.kind == "stop" and one.is_applied for one in self._given)
+            return any(one.order.kind == "stop" and one.is_applied for one in self._given)
 
     def replay(self) -> str:
         """Return the orders that last, for the next try, as JSON; "": there are none."""

@@ -219,12 +219,8 @@ def place(hosts: Mapping[str, Sequence[str]], num_ranks: int | None, ranks_per_h
 
 def fill(slots: Mapping[str, int], num_ranks: int) -> tuple[Place, ...]:
     """Lay so many ranks out over the first hosts, each full before the next one; `slots` is what each may have."""
-    places: list[Place] = []
-    for host, most in slots.items():
-        first = sum(before.num_ranks for before in places)
-        if first < num_ranks:
-            places.append(Place(host, first, min(most, num_ranks - first)))
-    return tuple(places)
+    counts = _filled(list(slots.values()), num_ranks)
+    return _numbered(Place(host, 0, count) for host, count in zip(slots, counts, strict=True) if count)
 
 
 def refuse_crowds(places: Sequence[Place], cores: Mapping[str, int]) -> None:
