@@ -13,7 +13,7 @@ from types import FrameType
 import pytest
 from hypothesis import HealthCheck, settings
 
-from jobs import REPOSITORY, SNAPSHOT
+from jobs import BATCH_SYSTEMS, REPOSITORY, SNAPSHOT
 from mpitrain.errors import LaunchError
 from mpitrain.testbed import STATE, Bed, find, forget_snapshot, snapshot_names, up
 from mpitrain.testbed.bed_record import locked
@@ -26,6 +26,11 @@ ENOUGH_INOTIFY = 1024
 # Guards against a hang: other parts wait for it.
 SETUP_SECONDS = 1500.0
 
+IS_RANK = bool({"PMI_RANK", "PMIX_RANK"} & os.environ.keys())
+if not IS_RANK:  # the job of a batch system that the tests run in is none of theirs
+    for _name in [name for name in os.environ if name.startswith(BATCH_SYSTEMS)]:
+        del os.environ[_name]
+
 # On a busy machine an example may take any time. The tests are not about time.
 settings.register_profile("any load", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("any load")
@@ -36,7 +41,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
     What commands keep of their results (mpitrain/state_files.py) goes to a folder of these tests.
     """
-    if not {"PMI_RANK", "PMIX_RANK"} & os.environ.keys():  # a rank may be in the middle of an MPI call: it just ends
+    if not IS_RANK:  # a rank may be in the middle of an MPI call: it just ends
         signal.signal(signal.SIGTERM, _leave)
         folder = tempfile.TemporaryDirectory(prefix="mpitrain-tests-state-")
         config.add_cleanup(folder.cleanup)

@@ -33,6 +33,9 @@ RUN_TOKEN = "TEST_RUN_TOKEN"
 # The name of the snapshot that the parts of a run of tests/everything.py share (`provisioned` in tests/conftest.py).
 SNAPSHOT = "TEST_SNAPSHOT"
 
+# The variables of batch systems: the tests may run in a job of one.
+BATCH_SYSTEMS = ("SLURM_", "SRUN_", "PBS_", "LSB_")
+
 # Deadlines guard against a hang, also on a machine that is ten times slower than a quiet one.
 HANG_SECONDS = 300.0
 # Tests give run_job and run_command the deadline of a quiet machine; it is multiplied by this.
@@ -59,7 +62,7 @@ class Job:
 
 def clean_environment(extra: Mapping[str, str] | None = None) -> dict[str, str]:
     """This environment without variables that would change a job: mpitrain's settings, marks of another launcher."""
-    foreign = ("MPITRAIN_", "_MPITRAIN_", "PMI_", "PMIX_", "OMPI_", "SLURM_", "HYDRA_", "MPIR_CVAR")
+    foreign = ("MPITRAIN_", "_MPITRAIN_", "PMI_", "PMIX_", "OMPI_", "HYDRA_", "MPIR_CVAR", *BATCH_SYSTEMS)
     environment = {name: value for name, value in os.environ.items() if not name.startswith(foreign)}
     environment |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY)}
     environment |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}

@@ -108,6 +108,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Start the job. Return its exit code."""
+    from mpitrain.launch.time_up import note_early
+
+    note_early()  # the other imports take a while
     from mpitrain.launch.start import start
     from mpitrain.launch.verdict import Limits
 

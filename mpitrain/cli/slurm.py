@@ -28,6 +28,8 @@ Each task of an --array runs in a folder of its own, run-TASK.
   mpitrain slurm --nodes 2 --gpus-per-node 4 train.py | sbatch
 """
 _TIME = re.compile(r"\d+|\d+(:\d\d){1,2}|\d+-\d\d?(:\d\d){0,2}")
+# Slurm may send the signal so much earlier (sbatch(1), --signal).
+_EARLIER_SECONDS = 60
 _ARRAY = re.compile(r"\d+(-\d+(:\d+)?)?(,\d+(-\d+(:\d+)?)?)*(%\d+)?")
 
 
@@ -47,7 +49,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=positive,
         default=120,
         metavar="S",
-        help="so long before its end the job is told (120): enough for a step and a checkpoint",
+        help="how long before its end the job is told (120): enough for a step and a checkpoint",
     )
     add("-o", type=Path, dest="output", metavar="FILE", help="write the script to a new file, not to stdout")
     add_script_arguments(parser)
@@ -57,6 +59,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Write the script. Return the exit code."""
     from mpitrain.launch.batch_script import BatchJob, batch_script
 
+    _refuse_early_warning(arguments.time, arguments.warn_seconds)
     words, script = script_of(arguments)
     if arguments.array and words[0] != "-m":  # each task has another folder
         words = [str(Path(words[0]).absolute()), *words[1:]]
@@ -95,6 +98,27 @@ def _time(text: str) -> str:
             f"{text!r} is no time of sbatch; write minutes, or hours:minutes:seconds as in 12:00:00"
         )
     return text
+
+
+def _seconds(time: str) -> int:
+    """Return a time of sbatch in seconds: M, M:S, H:M:S, D-H, D-H:M or D-H:M:S."""
+    days, dash, rest = time.rpartition("-")
+    numbers = [int(number) for number in rest.split(":")]
+    if not dash and len(numbers) < 3:
+        numbers.insert(0, 0)
+    hours, minutes, seconds = [*numbers, 0, 0][:3]
+    return ((24 * int(days or 0) + hours) * 60 + minutes) * 60 + seconds
+
+
+def _refuse_early_warning(time: str | None, warn_seconds: int) -> None:
+    """Refuse a warning that may come at the start of each try: the job would be started again without end."""
+    seconds = _seconds(time) if time else 0  # for Slurm, 0 is no limit
+    if seconds and seconds < (least := warn_seconds + 2 * _EARLIER_SECONDS):
+        raise ConfigError(
+            f"--time {time} is {seconds} seconds, and with --warn-seconds {warn_seconds} it must be at least {least}: "
+            f"Slurm may warn up to {_EARLIER_SECONDS} seconds earlier, and the job needs time to train before. Raise "
+            "--time or lower --warn-seconds"
+        )
 
 
 def _array(text: str) -> str:

@@ -26,6 +26,7 @@ FIRST_SPECIAL_SLURM_STEP = 2**32 - 6
 # If none of these is set, the job has asked for nodes alone, and srun starts one task on each.
 _SLURM_ASKED_TASKS = ("SLURM_NTASKS", "SLURM_NTASKS_PER_NODE")
 _SCONTROL_SECONDS = 30.0
+_NAME_HOSTS = "name the hosts: --hosts A,B"
 # The variables that make an mpiexec use a batch system by itself.
 MARKS = ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID")
 
@@ -37,7 +38,7 @@ class Allocation:
     Attributes:
         name: for messages, such as "Slurm job 7".
         slots: how many ranks it starts on each host, in the order of the ranks.
-        most_ranks: the most that may be asked for: the tasks, or without a number of tasks the CPUs.
+        most_ranks: the most that may be asked for: the tasks, or the CPUs if Slurm has given more of them.
         how_more: what asks for more.
     """
 
@@ -66,15 +67,17 @@ def find_allocation(environ: Mapping[str, str]) -> Allocation | None:
     return None
 
 
-def slurm_hosts(environ: Mapping[str, str]) -> tuple[str, ...]:
+def slurm_hosts(environ: Mapping[str, str], remedy: str = _NAME_HOSTS) -> tuple[str, ...]:
     """Return the hosts of the Slurm job that this process is in; none: it is in no such job.
+
+    `remedy` is what the user can do if Slurm's commands do not work here.
 
     Raises:
         ConfigError: Slurm cannot expand its own list.
     """
     if "SLURM_JOB_ID" not in environ or not environ.get("SLURM_JOB_NODELIST"):
         return ()
-    return _expanded(environ["SLURM_JOB_NODELIST"])
+    return _expanded(environ["SLURM_JOB_NODELIST"], remedy)
 
 
 def _of_slurm(environ: Mapping[str, str]) -> Allocation:
@@ -84,12 +87,10 @@ def _of_slurm(environ: Mapping[str, str]) -> Allocation:
     hosts = _expanded(environ.get(f"SLURM_{part}_NODELIST", environ["SLURM_JOB_NODELIST"]))
     variable = "SLURM_STEP_TASKS_PER_NODE" if part == "STEP" else "SLURM_TASKS_PER_NODE"
     tasks = _counts(job, variable, environ.get(variable, ""), len(hosts))
-    if part == "STEP" or any(name in environ for name in _SLURM_ASKED_TASKS):
-        slots, most = tasks, sum(tasks)
-    else:
-        cpus = environ.get("SLURM_JOB_CPUS_PER_NODE")
-        slots = [1] * len(hosts)
-        most = sum(_counts(job, "SLURM_JOB_CPUS_PER_NODE", cpus, len(hosts)) if cpus else tasks)
+    has_asked = part == "STEP" or any(name in environ for name in _SLURM_ASKED_TASKS)
+    slots, most = tasks if has_asked else [1] * len(hosts), sum(tasks)
+    if part == "JOB" and (cpus := environ.get("SLURM_JOB_CPUS_PER_NODE")):
+        most = max(most, sum(_counts(job, "SLURM_JOB_CPUS_PER_NODE", cpus, len(hosts))))
     return Allocation(job, dict(zip(hosts, slots, strict=True)), most, "sbatch --ntasks=RANKS")
 
 
@@ -112,7 +113,7 @@ def _counts(job: str, variable: str, text: str, num_hosts: int) -> list[int]:
 
 
 @functools.cache
-def _expanded(nodes: str) -> tuple[str, ...]:
+def _expanded(nodes: str, remedy: str = _NAME_HOSTS) -> tuple[str, ...]:
     """Return the hosts of a list such as `n[1-3,7]`. Slurm itself knows all its forms."""
     command = ["scontrol", "show", "hostnames", nodes]
     try:
@@ -126,11 +127,11 @@ def _expanded(nodes: str) -> tuple[str, ...]:
         )
     except (OSError, subprocess.TimeoutExpired) as error:
         raise ConfigError(
-            f"{' '.join(command)!r} cannot be run: {error}. Put Slurm's commands on PATH, or name the hosts: "
-            "--hosts A,B"
+            f"{' '.join(command)!r} cannot be run: {error}. Put Slurm's commands on PATH, or {remedy}"
         ) from None
     if done.returncode != 0 or not done.stdout.split():
-        raise ConfigError(f"{' '.join(command)!r} failed: {done.stderr.strip()}; or name the hosts: --hosts A,B")
+        said = done.stderr.strip().partition("\n")[0] or f"exit code {done.returncode}"
+        raise ConfigError(f"{' '.join(command)!r} failed: {said}. Make it work here, or {remedy}")
     return tuple(done.stdout.split())
 
 

@@ -22,6 +22,7 @@ job=$!
 # Slurm tells only this shell that the time is nearly over. `wait` ends at each signal.
 trap 'told=1; kill -USR1 $job' USR1
 trap 'told=1; kill -TERM $job' TERM
+code=127
 told=1
 while [ $told = 1 ]; do
     told=0

@@ -62,19 +62,23 @@ def place_ranks(
         own, (local_devices,) = socket.gethostname(), devices.values()
         return Placement(place({own: local_devices}, num_ranks, ranks_per_host), own=own, note=note)
     places = place(devices, num_ranks, ranks_per_host)
-    addresses, own = _addresses(list(devices), cluster)
+    addresses, own = _addresses([one.host for one in places], cluster)
     return Placement(places, {} if list(addresses) == [own] else addresses, own)
 
 
 def _given(allocation: Allocation, num_ranks: int | None, ranks_per_host: int | None) -> Placement:
     """Place the ranks on the hosts that a batch system has given."""
-    asked = num_ranks or 0
-    if asked > allocation.most_ranks:
-        raise ConfigError(
-            f"-n {asked} is more than {allocation.name} has been given: {allocation.most_ranks} ranks on "
-            f"{', '.join(allocation.slots)}. Ask for more with `{allocation.how_more}`, or leave out -n"
-        )
     slots = allocation.slots
+    asked, option, hosts = num_ranks or 0, "-n", ",".join(slots)
+    if num_ranks is None and ranks_per_host is not None:
+        asked, option = ranks_per_host * len(slots), "--ppn"
+    if asked > allocation.most_ranks:
+        value = f"{ranks_per_host} on each of {hosts}" if option == "--ppn" else str(asked)
+        raise ConfigError(
+            f"{option} {value} is more than {allocation.name} has been given: {allocation.most_ranks} ranks on "
+            f"{', '.join(slots)}. Ask for more with `{allocation.how_more}`, or leave out {option}. Hosts that are "
+            f"named have no such limit: --hosts {hosts}, or --hosts localhost for this machine alone"
+        )
     if ranks_per_host is None and asked <= sum(slots.values()):
         places = fill(slots, asked or sum(slots.values()))
     else:

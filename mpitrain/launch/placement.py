@@ -189,15 +189,15 @@ def place(hosts: Mapping[str, Sequence[str]], num_ranks: int | None, ranks_per_h
         ranks_per_host: `--ppn`; the last hosts may get fewer ranks if `num_ranks` is smaller than the product.
 
     Raises:
-        ConfigError: the numbers contradict each other, or a host would get no rank.
+        ConfigError: the numbers contradict each other, or a host without a number would get no rank.
     """
     if any(hosts.values()):
         counts = [len(devices) for devices in hosts.values()]
         if ranks_per_host is not None:
             raise ConfigError("--hosts says the number of ranks on each host already; leave out --ppn")
         if not names_devices(hosts):
-            counts = _filled(counts, num_ranks)
-        elif num_ranks not in (None, sum(counts)):
+            return fill({host: len(slots) for host, slots in hosts.items()}, num_ranks)
+        if num_ranks not in (None, sum(counts)):
             raise ConfigError(
                 f"-n is {num_ranks}, but the devices in --hosts are for {sum(counts)} ranks; leave out -n"
             )
@@ -217,8 +217,11 @@ def place(hosts: Mapping[str, Sequence[str]], num_ranks: int | None, ranks_per_h
     )
 
 
-def fill(slots: Mapping[str, int], num_ranks: int) -> tuple[Place, ...]:
-    """Lay so many ranks out over the first hosts, each full before the next one; `slots` is what each may have."""
+def fill(slots: Mapping[str, int], num_ranks: int | None) -> tuple[Place, ...]:
+    """Lay so many ranks out over the first hosts, each full before the next one; `slots` is what each may have.
+
+    Hosts that get no rank are left out. None: all hosts are full.
+    """
     counts = _filled(list(slots.values()), num_ranks)
     return _numbered(Place(host, 0, count) for host, count in zip(slots, counts, strict=True) if count)
 

@@ -31,7 +31,8 @@ def step_on(host: str) -> list[str]:
     Raises:
         ConfigError: Slurm cannot expand its own list of hosts.
     """
-    return [*step(), f"--nodelist={host}"] if host in slurm_hosts(os.environ) else []
+    hosts = slurm_hosts(os.environ, "unset SLURM_JOB_ID to use ssh")
+    return [*step(), f"--nodelist={host}"] if host in hosts else []
 
 
 def step() -> list[str]:

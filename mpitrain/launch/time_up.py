@@ -19,6 +19,16 @@ from mpitrain.launch.orders import Orders, teller_name
 
 EXIT_CODE = 128 + signal.SIGUSR1
 _AGAIN_SECONDS = 1.0
+_early = threading.Event()
+
+
+def note_early() -> None:
+    """Keep a SIGUSR1 that comes before there is a TimeUp: it would kill this process, with the code of a saved job.
+
+    Call this in the main thread.
+    """
+    if signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL:
+        signal.signal(signal.SIGUSR1, lambda *_: _early.set())
 
 
 class TimeUp:
@@ -38,6 +48,9 @@ class TimeUp:
         if signal.getsignal(signal.SIGUSR1) is not signal.SIG_IGN:
             signal.signal(signal.SIGUSR1, self._on_signal)
             self._thread.start()
+            if _early.is_set():
+                self._is_told = True
+                self._told.set()
         return self
 
     def __exit__(self, *_: object) -> None:

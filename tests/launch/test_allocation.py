@@ -11,6 +11,7 @@ import pytest
 from mpitrain.errors import ConfigError
 from mpitrain.launch import allocation
 from mpitrain.launch.allocation import Allocation, find_allocation, slurm_hosts
+from mpitrain.launch.connections import command_on
 from mpitrain.launch.hosts import listed_hosts, place_ranks
 from mpitrain.launch.placement import Placement
 
@@ -30,7 +31,8 @@ def scontrol(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     program = tmp_path / "scontrol"
     program.write_text(
-        '#!/bin/sh\n[ "$3" = "n[1-3]" ] && printf "n1\\nn2\\nn3\\n" && exit\necho "bad list" >&2; exit 1\n'
+        '#!/bin/sh\n[ "$3" = n1 ] && echo n1 && exit\n'
+        '[ "$3" = "n[1-3]" ] && printf "n1\\nn2\\nn3\\n" && exit\nprintf "bad list\\nmore\\n" >&2; exit 1\n'
     )
     program.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
@@ -80,6 +82,14 @@ def test_nodes_alone_have_a_rank_each_and_may_have_one_for_each_cpu() -> None:
     assert (given.slots, given.most_ranks) == ({"n1": 4, "n2": 4, "n3": 4}, 12)
 
 
+def test_a_task_with_several_cpus_may_have_a_rank_for_each() -> None:
+    """As salloc -n1 -c8 sets them."""
+    one = {"SLURM_JOB_NODELIST": "n1", "SLURM_NTASKS": "1", "SLURM_TASKS_PER_NODE": "1"}
+    given = find_allocation(SLURM | one | {"SLURM_JOB_CPUS_PER_NODE": "8"})
+    assert given is not None
+    assert (given.slots, given.most_ranks) == ({"n1": 1}, 8)
+
+
 def test_a_step_has_its_own_tasks_and_a_batch_script_those_of_the_job() -> None:
     step = {"SLURM_STEP_ID": "0", "SLURM_STEP_NODELIST": "n[1-3]", "SLURM_STEP_TASKS_PER_NODE": "2(x3)"}
     given = find_allocation(SLURM | step)
@@ -89,9 +99,8 @@ def test_a_step_has_its_own_tasks_and_a_batch_script_those_of_the_job() -> None:
 
 
 def test_a_list_that_slurm_cannot_expand_is_an_error() -> None:
-    with pytest.raises(
-        ConfigError, match=re.escape("'scontrol show hostnames n[' failed: bad list; or name the hosts")
-    ):
+    said = "'scontrol show hostnames n[' failed: bad list. Make it work here, or name the hosts: --hosts A,B"
+    with pytest.raises(ConfigError, match=re.escape(said)):
         slurm_hosts(SLURM | {"SLURM_JOB_NODELIST": "n["})
 
 
@@ -100,6 +109,20 @@ def test_without_scontrol_the_error_says_so(scontrol: Path, monkeypatch: pytest.
     monkeypatch.setenv("PATH", str(scontrol.parent))
     with pytest.raises(ConfigError, match=re.escape("Put Slurm's commands on PATH, or name the hosts: --hosts A,B")):
         slurm_hosts(SLURM)
+
+
+def test_without_scontrol_hosts_that_are_named_have_another_remedy(
+    scontrol: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where no host was named, naming them helps; these were named, and each might be a node of the job."""
+    scontrol.unlink()
+    monkeypatch.setenv("PATH", str(scontrol.parent))
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    monkeypatch.setenv("SLURM_JOB_NODELIST", "n[1-3]")
+    assert place_ranks("198.51.100.1,198.51.100.2", None, None, 1).num_ranks == 2
+    with pytest.raises(ConfigError, match="Put Slurm's commands on PATH, or unset SLURM_JOB_ID to use ssh") as caught:
+        command_on("198.51.100.1", "true")
+    assert "name the hosts" not in str(caught.value)
 
 
 def test_the_file_of_pbs_and_of_lsf(tmp_path: Path) -> None:
@@ -153,7 +176,7 @@ def test_ranks_go_where_the_batch_system_puts_them() -> None:
     assert ranks(place_ranks(None, None, 3, None)) == [2, 1]
     assert ranks(place_ranks(None, None, 1, None)) == [1]
     assert place_ranks(None, None, 2, None).is_here
-    assert ranks(place_ranks(None, None, None, 4)) == [4, 4, 4]
+    assert ranks(place_ranks(None, None, None, 1)) == [1, 1, 1]
     assert ranks(place_ranks(None, None, 3, 1)) == [1, 1, 1]
     placement = place_ranks(None, None, None, None)
     assert [place.first_rank for place in placement.places] == [0, 2, 4]
@@ -165,6 +188,13 @@ def test_more_ranks_than_were_given_are_refused() -> None:
     said = f"-n 6 is more than PBS job 3 has been given: 5 ranks on {', '.join(HOSTS)}. Ask for more with `qsub"
     with pytest.raises(ConfigError, match=re.escape(said)):
         place_ranks(None, None, 6, None)
+    said = f"--ppn 2 on each of {','.join(HOSTS)} is more than PBS job 3 has been given: 5 ranks on {', '.join(HOSTS)}. Ask"
+    with pytest.raises(ConfigError, match=re.escape(said)) as caught:
+        place_ranks(None, None, None, 2)
+    named = f"or leave out --ppn. Hosts that are named have no such limit: --hosts {','.join(HOSTS)}, or --hosts local"
+    assert named in str(caught.value)
+    assert ranks(place_ranks(",".join(HOSTS), None, None, 4)) == [4, 4, 4]
+    assert ranks(place_ranks(None, None, 5, 2)) == [2, 2, 1]
 
 
 @pytest.mark.usefixtures("in_pbs")

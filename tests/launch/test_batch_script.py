@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from mpitrain.cli import main
+from mpitrain.cli.slurm import _seconds
 from mpitrain.launch.batch_script import BatchJob, batch_script
 
 JOB = BatchJob(
@@ -53,14 +55,14 @@ def test_all_options() -> None:
     assert 'mkdir -p "run-$SLURM_ARRAY_TASK_ID" && cd "run-$SLURM_ARRAY_TASK_ID" || exit 1' in batch_script(more)
 
 
-@pytest.mark.parametrize(("code", "is_requeued"), [(0, False), (1, False), (138, True), (143, False)])
+@pytest.mark.parametrize(("code", "is_requeued"), [(0, False), (1, False), (127, False), (138, True), (143, False)])
 def test_only_a_saved_training_is_started_again(code: int, is_requeued: bool, tmp_path: Path) -> None:
     """The script itself runs, with a program in place of scontrol that notes how it was called."""
     scontrol = tmp_path / "scontrol"
     scontrol.write_text(f'#!/bin/sh\necho "$@" > {tmp_path}/called\n')
     scontrol.chmod(0o755)
     script = batch_script(replace(JOB, command=["sh", "-c", f"exit {code}"]))
-    environ = {"PATH": f"{tmp_path}:/usr/bin:/bin", "SLURM_JOB_ID": "7"}
+    environ = {"PATH": f"{tmp_path}:/usr/bin:/bin", "SLURM_JOB_ID": "7", "code": "0"}
     done = subprocess.run(["bash", "-c", script], env=environ, capture_output=True, text=True, timeout=100, check=False)
     assert (done.returncode, done.stderr) == (code, "")
     called = tmp_path / "called"
@@ -82,3 +84,23 @@ def test_signals_reach_the_launcher_and_its_exit_code_counts(tmp_path: Path) -> 
         check=False,
     )
     assert (done.returncode, told.read_text()) == (3, "told\n"), done.stderr
+
+
+@pytest.mark.parametrize(
+    ("time", "seconds"),
+    [("0", 0), ("4", 240), ("4:30", 270), ("1:02:03", 3723), ("1-2", 93600), ("1-02:03", 93780), ("1-02:03:04", 93784)],
+)
+def test_the_times_of_sbatch(time: str, seconds: int) -> None:
+    assert _seconds(time) == seconds
+
+
+def test_a_warning_at_the_start_of_each_try_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Slurm sends the signal up to a minute early: with --time 3 a job could be started again without end."""
+    (tmp_path / "train.py").touch()
+    command = ["slurm", "--nodes", "1", "--time"]
+    for time in ("2", "3", "3:59"):
+        assert main([*command, time, str(tmp_path / "train.py")]) == 2
+        said = capsys.readouterr().err
+        assert f"--time {time} is " in said and "with --warn-seconds 120 it must be at least 240" in said
+    for allowed in (["4"], ["0"], ["1-0"], ["3", "--warn-seconds", "60"]):
+        assert main([*command, *allowed, str(tmp_path / "train.py")]) == 0

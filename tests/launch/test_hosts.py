@@ -68,6 +68,13 @@ def test_a_job_may_be_started_from_beside_its_hosts(folder: Path) -> None:
     assert set(placement.addresses) == {"a", "b", "c"}
 
 
+def test_hosts_that_need_not_be_filled_are_left_out(folder: Path) -> None:
+    inventory(folder, "127.0.0.2")
+    placement = place_ranks("a:2,b:2,c:2", None, 3, None)
+    assert (ranks(placement), set(placement.addresses)) == ({"a": 2, "b": 1}, {"a", "b"})
+    assert place_ranks("a:2,no-such-host.invalid:2", None, 2, None).is_here
+
+
 def test_another_machine_with_this_one_s_name(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = inventory(folder, "198.51.100.1")
     monkeypatch.setattr("socket.gethostname", lambda: "b")
