@@ -188,7 +188,7 @@ def test_more_ranks_than_were_given_are_refused() -> None:
     said = f"-n 6 is more than PBS job 3 has been given: 5 ranks on {', '.join(HOSTS)}. Ask for more with `qsub"
     with pytest.raises(ConfigError, match=re.escape(said)):
         place_ranks(None, None, 6, None)
-    said = f"--ppn 2 on each of {','.join(HOSTS)} is more than PBS job 3 has been given: 5 ranks on {', '.join(HOSTS)}. Ask"
+    said = f"--ppn 2 on each of {','.join(HOSTS)} is more than PBS job 3 has been given: 5 ranks on "
     with pytest.raises(ConfigError, match=re.escape(said)) as caught:
         place_ranks(None, None, None, 2)
     named = f"or leave out --ppn. Hosts that are named have no such limit: --hosts {','.join(HOSTS)}, or --hosts local"
