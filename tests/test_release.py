@@ -32,7 +32,9 @@ def checkout(tmp_path: Path) -> Path:
     for name in ("scripts/release", "mpitrain/__init__.py", "README.md", "cluster/galaxy.yml"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(REPOSITORY / name, tmp_path / name)
-    (tmp_path / "CHANGELOG.md").write_text(f"# Changelog\n\n## [Unreleased]\n\n## [{VERSION}] - 2026-01-02\n\n- News\n\n" + OLD)
+    (tmp_path / "CHANGELOG.md").write_text(
+        f"# Changelog\n\n## [Unreleased]\n\n## [{VERSION}] - 2026-01-02\n\n- News\n\n" + OLD
+    )
     (tmp_path / "scripts/environment").write_text(f"#!/bin/sh\nexit {UNREADY}\n")
     (tmp_path / "scripts/environment").chmod(0o755)
     git(tmp_path, "init", "--quiet")

@@ -113,7 +113,9 @@ def test_the_table_has_every_command_with_json() -> None:
         (["check-cluster", "--explain", "SSH01"], {"checks"}, (0,)),
     ],
 )
-def test_one_object_and_nothing_else(arguments: list[str], keys: set[str], codes: tuple[int, ...], tmp_path: Path) -> None:
+def test_one_object_and_nothing_else(
+    arguments: list[str], keys: set[str], codes: tuple[int, ...], tmp_path: Path
+) -> None:
     job = run(tmp_path, arguments[0], "--json", *arguments[1:])
     assert job.code in codes, job.output
     content = json.loads(job.stdout)
