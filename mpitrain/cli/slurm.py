@@ -47,7 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=positive,
         default=120,
         metavar="S",
-        help="so long before its end the job is told (120): enough for a step and a checkpoint",
+        help="how long before its end the job is told (120): enough for a step and a checkpoint",
     )
     add("-o", type=Path, dest="output", metavar="FILE", help="write the script to a new file, not to stdout")
     add_script_arguments(parser)
