@@ -273,9 +273,10 @@ class LayeredModel:
                 )
         for name, shape in self._shapes.items():
             if name not in given or numpy.shape(given[name]) != shape:
-                found = f"{name} of shape {numpy.shape(given[name])}" if name in given else f"nothing for {name}"
+                content = f"{name} of shape {numpy.shape(given[name])}" if name in given else f"nothing for {name}"
                 raise CheckpointError(
-                    f"the checkpoint has {found}, the model {name} of shape {shape}; is it a checkpoint of this model?"
+                    f"the checkpoint has {content}, the model {name} of shape {shape}; is it a "
+                    "checkpoint of this model?"
                 )
         own = range(self._num_layers)
         numbers = set(own) if self._cut is None else {number for piece in self._cut.pieces for number in piece}
