@@ -166,7 +166,7 @@ class GradientReducer:
             )
         self._loss_scale = loss_scale
         if watch := self._watch:
-            watch.begin([(one.name, one.count * one.dtype.itemsize) for one in self.layout.parameters], weight)
+            watch.begin([(one.name, one.count * one.dtype.itemsize) for one in self.layout.parameters], self._weight)
         self._missing = set(self._bucket_of)
         self._unused: list[int] = []
         self._share: float | None = None
