@@ -56,3 +56,8 @@ def shards(world: World, batches: Iterable[Tree], start: int) -> Iterator[Tree]:
         raise everywhere(
             DataError(f"{world.name()}: there are {index + 1} batches, and the shard starts at batch {start}")
         )
+
+
+def largest_part(whole: float, num_ranks: int) -> float:
+    """Return rank 0's part of a batch, the largest of all; of a weight that is no number of samples, an equal share."""
+    return -(-whole // num_ranks) if float(whole).is_integer() else whole / num_ranks

@@ -62,7 +62,7 @@ class StepWatch(Protocol):
 
     divisor: int
 
-    def begin(self, layout: Sequence[tuple[str, int]], weight: float | Sequence[float]) -> None: ...
+    def begin(self, layout: Sequence[tuple[str, int]], weight: float) -> None: ...
 
     def ready(self, index: int) -> None: ...
 
@@ -379,10 +379,12 @@ class World:
         Collective, as is the new World's `free`.
 
         Raises:
-            MpitrainError: MPI has no more communicators.
+            MpitrainError: MPI has no more communicators; or this World is broken, or in a block of `mt.workers`.
         """
         from mpi4py import MPI
 
+        self.control.check()
+        self.control.settle()
         try:
             with waiting("apart"):
                 comm = self.comm.Dup()

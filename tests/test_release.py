@@ -18,6 +18,7 @@ from jobs import REPOSITORY, Job, run_command
 
 VERSION = mpitrain.__version__
 UNREADY = 7
+OLD = "## [0.0.1] - 2025-01-02\n\n- The first\n"
 
 
 def git(folder: Path, *arguments: str) -> None:
@@ -31,7 +32,9 @@ def checkout(tmp_path: Path) -> Path:
     for name in ("scripts/release", "mpitrain/__init__.py", "README.md", "cluster/galaxy.yml"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(REPOSITORY / name, tmp_path / name)
-    (tmp_path / "CHANGELOG.md").write_text(f"# Changelog\n\n## [Unreleased]\n\n## [{VERSION}] - 2026-01-02\n\n- News\n")
+    (tmp_path / "CHANGELOG.md").write_text(
+        f"# Changelog\n\n## [Unreleased]\n\n## [{VERSION}] - 2026-01-02\n\n- News\n\n" + OLD
+    )
     (tmp_path / "scripts/environment").write_text(f"#!/bin/sh\nexit {UNREADY}\n")
     (tmp_path / "scripts/environment").chmod(0o755)
     git(tmp_path, "init", "--quiet")
@@ -46,6 +49,14 @@ def commit(folder: Path) -> None:
 
 def release(checkout: Path, *arguments: str) -> Job:
     return run_command([str(checkout / "scripts/release"), *arguments], cwd=checkout)
+
+
+def add(text: str) -> Callable[[Path], None]:
+    def change(checkout: Path) -> None:
+        (checkout / "page.md").write_text(text)
+        commit(checkout)
+
+    return change
 
 
 def edit(name: str, before: str, after: str) -> Callable[[Path], None]:
@@ -70,9 +81,11 @@ def edit(name: str, before: str, after: str) -> Callable[[Path], None]:
         ),
         (edit("README.md", f"This is version {VERSION}.", ""), "README.md does not say: This is version"),
         (edit("cluster/galaxy.yml", f"version: {VERSION}", "version: 9"), "cluster/galaxy.yml has no line version: "),
+        (add("pip install 'mpitrain==0.0.1'"), "page.md:1:pip install 'mpitrain==0.0.1'"),
+        (add("\ndist/mpitrain-cluster-0.0.1.tar.gz"), "page.md:2:dist/mpitrain-cluster-0.0.1.tar.gz"),
         (lambda checkout: git(checkout, "tag", f"v{VERSION}"), f"the tag v{VERSION} exists"),
     ],
-    ids=["dirty", "heading", "date", "unreleased", "readme", "galaxy", "tag"],
+    ids=["dirty", "heading", "date", "unreleased", "readme", "galaxy", "requirement", "file", "tag"],
 )
 def test_what_is_not_ready(spoil: Callable[[Path], None], said: str, checkout: Path) -> None:
     assert release(checkout).code == UNREADY
@@ -80,6 +93,11 @@ def test_what_is_not_ready(spoil: Callable[[Path], None], said: str, checkout: P
     job = release(checkout)
     assert job.code == 1, job.output
     assert said in job.stderr
+
+
+def test_other_numbers_are_not_the_version_before(checkout: Path) -> None:
+    add("pip install 'mpitrain==0.0.10' 'other==0.0.1'")(checkout)
+    assert release(checkout).code == UNREADY
 
 
 def test_an_option_that_there_is_not(checkout: Path) -> None:

@@ -56,6 +56,7 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[Path, Page]:
     """Each page of a new site. It is built without a network where this user may make one without."""
     site = tmp_path_factory.mktemp("site")
     alone = ["unshare", "--net"]
+    # Root in a container mostly may not.
     if shutil.which("unshare") is None or subprocess.run([*alone, "true"], capture_output=True, check=False).returncode:
         alone = []
     command = [*alone, sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(site)]

@@ -80,6 +80,10 @@ class StagedAdapter(Adapter, Protocol):
         """
         ...
 
+    def expect(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
+        """Let `restore` refuse a state whose parameters, of all layers, have other names or shapes. {}: any will do."""
+        ...
+
     def lend(self, state: Mapping[str, Any]) -> None:
         """Let `state` return this, the state of the whole model, until the next `apply_gradients`."""
         ...
@@ -118,6 +122,7 @@ class LayeredModel:
         self._made: tuple[Any, Sequence[LayerPiece]] | None = None
         self._cut: Cut | None = None
         self._lent: Mapping[str, Any] | None = None
+        self._shapes: Mapping[str, tuple[int, ...]] = {}
 
     def _make(self, pieces: Sequence[range], *, recompute: bool) -> tuple[Any, Sequence[LayerPiece]]:
         """Make an adapter of these layers alone, and their pieces."""
@@ -228,6 +233,10 @@ class LayeredModel:
         norm: float | None = self._inner.gradient_norm()
         return norm
 
+    def expect(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
+        """See StagedAdapter."""
+        self._shapes = shapes
+
     def lend(self, state: Mapping[str, Any]) -> None:
         """See StagedAdapter."""
         self._lent = state
@@ -253,12 +262,20 @@ class LayeredModel:
         return dict(self._lent)
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """See Adapter: takes the state of the whole model."""
-        for name in state["parameters"]:
+        """See Adapter: takes the state of the whole model. Ranks with different layers refuse the same states."""
+        given = state["parameters"]
+        for name in given:
             number = layer_of(name)
             if number is None or number >= self._num_layers:
                 raise CheckpointError(
                     f"the checkpoint has a parameter {name}, the model layers 0 to {self._num_layers - 1}; is it a "
+                    "checkpoint of this model?"
+                )
+        for name, shape in self._shapes.items():
+            if name not in given or numpy.shape(given[name]) != shape:
+                content = f"{name} of shape {numpy.shape(given[name])}" if name in given else f"nothing for {name}"
+                raise CheckpointError(
+                    f"the checkpoint has {content}, the model {name} of shape {shape}; is it a "
                     "checkpoint of this model?"
                 )
         own = range(self._num_layers)

@@ -177,6 +177,8 @@ class _TorchPiece:
     def backward(self, micro: int, gradient: numpy.ndarray | None) -> Array | None:
         """See LayerPiece."""
         given, output = self._kept.pop(micro)
+        if self._is_first and not output.requires_grad:
+            return None  # nothing is trained here: with interleaved, the stage has its parameters in another piece
         output.backward(None if gradient is None else tensor_of(gradient))
         return None if given.grad is None else array_of(given.grad)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import shutil
 import sys
@@ -15,6 +14,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
+from mpitrain.cli.json_object import print_object
 from mpitrain.errors import ClusterError, ConfigError, MpitrainError
 from mpitrain.state_files import keep_state, state_folder
 
@@ -143,7 +143,7 @@ def _check(
     if arguments.nagios:
         print(report.nagios(results, target)[0])
     elif arguments.json:
-        print(json.dumps(content, indent=2))
+        print_object(content)
     else:
         width = shutil.get_terminal_size().columns
         report.show(report.text(results, target, width, verbose=arguments.verbose))
@@ -173,7 +173,7 @@ def _explain(name: str, *, as_json: bool) -> int:
 
     chosen = [*CHECKS.values()] if name == "all" else [CHECKS[one] for one in [name] if select("quick", only=[one])]
     if as_json:
-        print(json.dumps({"checks": [described(check) for check in chosen]}, indent=2))
+        print_object({"checks": [described(check) for check in chosen]})
     elif name == "all":
         print(listing(chosen))
     else:

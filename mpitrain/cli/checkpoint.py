@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import zipfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from mpitrain.cli.json_object import print_object
 from mpitrain.errors import CheckpointError, ConfigError
 
 if TYPE_CHECKING:
@@ -70,7 +70,7 @@ def _list(path: Path, *, as_json: bool) -> int:
             if entry.manifest
         ]
         damaged = [str(entry.problem) for entry in checkpoints if entry.problem]
-        print(json.dumps({"checkpoints": whole, "damaged": damaged}, indent=2))
+        print_object({"checkpoints": whole, "damaged": damaged})
         return int(bool(damaged))
     rows = [("step", "saved (UTC)", "MB", "ranks", "loss", "score")]
     for entry in checkpoints:
@@ -108,7 +108,7 @@ def _show(path: Path, *, as_json: bool) -> int:
         tensors = {name: (one.get_dtype(), list(one.get_shape())) for name, one in slices.items()}
     if as_json:
         content = {name: {"dtype": dtype, "shape": shape} for name, (dtype, shape) in tensors.items()}
-        print(json.dumps({"path": str(path), **about, "tensors": content, "values": dict(manifest.values)}, indent=2))
+        print_object({"path": str(path), **about, "tensors": content, "values": dict(manifest.values)})
         return 0
     print(path)
     lines = [(name, _text(value)) for name, value in about.items() if value is not None]
@@ -144,7 +144,7 @@ def _verify(path: Path, *, as_json: bool) -> int:
             if not as_json:
                 print(line)
     if as_json:
-        print(json.dumps({"whole": whole, "damaged": damaged}, indent=2))
+        print_object({"whole": whole, "damaged": damaged})
     return int(bool(damaged))
 
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import json
 import shutil
 import sys
 import time
 from datetime import UTC, datetime
+
+from mpitrain.cli.json_object import print_object
 
 HELP = "report what is wrong with this machine, and the command that repairs each fault"
 
@@ -39,7 +40,7 @@ def run(arguments: argparse.Namespace) -> int:
         answer = document(results, target, started=when, seconds=seconds, interrupted=interrupted)
         sections = {**seen.nodes.get(target.head, {}), "two ranks": None, "gpu ways": None}
         sections |= {name: nodes.get(target.head) for name, nodes in seen.cluster.items()}
-        print(json.dumps({**answer, "facts": sections}, indent=2))
+        print_object({**answer, "facts": sections})
     else:
         width = shutil.get_terminal_size().columns
         show(text(results, target, width))

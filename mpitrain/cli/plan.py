@@ -52,7 +52,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--profile", type=Path, metavar="FILE", help="profile of `mpitrain bench --save-profile`")
     parser.add_argument("--gbit", type=_gbit, metavar="X", help="rate of each node's link in Gbit/s (0.936)")
     parser.add_argument("--ranks", type=_counts, metavar="N,N", help="numbers of ranks to plan (1,2,4,8)")
-    parser.add_argument("--steps", type=positive, default=10, metavar="N", help="steps to measure of each part (10)")
+    parser.add_argument("--steps", type=_steps, default=10, metavar="N", help="steps to measure of each part (10)")
     parser.add_argument("--all", action="store_true", help="show every way, and not only the best few")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows with all digits to this file")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw a picture (needs matplotlib)")
@@ -81,18 +81,19 @@ def run(arguments: argparse.Namespace) -> int:
         arguments.ppn = per_host
     else:
         arguments.hosts, arguments.num_ranks, arguments.ppn = "localhost", per_host, None
+    _check_first_host(arguments)
     request = replace(request_of_script(arguments), variables={"MPITRAIN_PROFILE": "", "MPITRAIN_TRACE": ""})
     with tempfile.TemporaryDirectory(prefix="mpitrain-plan-") as folder:
         machines = None if arguments.profile is None else _of_profile(arguments.profile, per_host, has_hosts=has_hosts)
         here = arguments.hosts.count(",") + 1
         most = machines.num_ranks if machines else here * per_host if here > 1 else _MOST_RANKS
         ranks = arguments.ranks or _powers(most, per_host)
-        if machines and ranks[-1] > most:
-            raise ConfigError(f"--ranks has {ranks[-1]}; the profile {arguments.profile} has room for {most}")
+        if (machines or here > 1) and ranks[-1] > most:
+            where = f"the profile {arguments.profile} has" if machines else f"{here} hosts with --ppn {per_host} have"
+            raise ConfigError(f"--ranks has {ranks[-1]}; {where} room for {most}. Plan at most {most}")
         hosts = _measured(request, Path(folder) / "times.json", arguments.steps, sorted({1, *ranks}))
         if machines is None:
             machines = _measured_machines(arguments, Path(folder) / "profile.json", hosts, ranks[-1], per_host)
-            ranks = [number for number in ranks if number <= machines.num_ranks]
         elif has_hosts:
             hosts = _in_order(hosts, machines, arguments.profile)
         hosts = hosts[::per_host]
@@ -108,6 +109,19 @@ def run(arguments: argparse.Namespace) -> int:
         draw(arguments.plot, report, report.answers[-1])
     _keep(request, report, measured, origin)
     return 0
+
+
+def _check_first_host(arguments: argparse.Namespace) -> None:
+    """Check that rank 0 runs on this machine: it writes the times into a file, which is read here."""
+    from mpitrain.launch.hosts import place_ranks
+
+    placement = place_ranks(arguments.hosts, arguments.inventory, arguments.num_ranks, arguments.ppn)
+    if placement.hosts[0] != placement.own:
+        raise ConfigError(
+            f"--hosts {arguments.hosts} begins with {placement.hosts[0]}, and this machine is {placement.own}; the "
+            "first host must be this machine, where the plan is made. Name it first, or start mpitrain plan on "
+            f"{placement.hosts[0]}"
+        )
 
 
 def _measured(request: Request, path: Path, num_steps: int, ranks: Sequence[int]) -> list[HostTimes]:
@@ -202,13 +216,15 @@ def _reported(
     from mpitrain.plan.forecast import Planner
     from mpitrain.plan.plan_report import plan_report
 
-    profile = "" if arguments.profile is None else str(arguments.profile)
-    script = request.program
+    planner = Planner(hosts, machines, is_profiled=arguments.profile is not None)
 
     def command(row: Forecast) -> str:
-        return row.way.command(row.num_ranks, _launch_of(row.num_ranks, machines, hosts), profile, script)
+        profile = str(arguments.profile) if planner.has_profile(row.num_ranks) else ""
+        launch = _launch_of(arguments, row.num_ranks, machines, hosts)
+        line = row.way.command(row.num_ranks, launch, profile, request.program)
+        # A job on fewer machines would refuse the profile of this process's variable.
+        return f"MPITRAIN_PROFILE= {line}" if os.environ.get("MPITRAIN_PROFILE") and not profile else line
 
-    planner = Planner(hosts, machines, is_profiled=bool(profile))
     is_progress = sys.stderr.isatty()
     return plan_report(
         planner, hosts, ranks, command, shows_all=arguments.all,
@@ -216,14 +232,22 @@ def _reported(
     )  # fmt: skip
 
 
-def _launch_of(num_ranks: int, machines: Machines, hosts: Sequence[HostTimes]) -> list[str]:
-    """The options of `mpitrain run` for so many ranks."""
+def _launch_of(
+    arguments: argparse.Namespace, num_ranks: int, machines: Machines, hosts: Sequence[HostTimes]
+) -> list[str]:
+    """The options of `mpitrain run` for so many ranks, placed as they were simulated."""
     num_nodes = machines.nodes_of(num_ranks)[-1] + 1
+    given = {"--env-file": arguments.env_file, "--mpiexec": arguments.mpiexec}
+    if num_nodes > 1:
+        given["-i"] = arguments.inventory
+    options = [word for option, value in given.items() if value is not None for word in (option, str(value))]
     if num_nodes == 1:
-        return ["-n", str(num_ranks), "--hosts", "localhost"]
+        return ["-n", str(num_ranks), "--hosts", "localhost", *options]
     known = machines.costs.nodes or tuple(host.host for host in hosts if len(hosts) > 1)
     names = known or tuple(f"HOST{number}" for number in range(1, num_nodes + 1))
-    return ["--hosts", ",".join(names[:num_nodes]), "--ppn", str(-(-num_ranks // num_nodes))]
+    per_node = machines.ranks_per_node
+    rest = ["-n", str(num_ranks)] if num_ranks % per_node else []  # the last node has fewer
+    return ["--hosts", ",".join(names[:num_nodes]), "--ppn", str(per_node), *rest, *options]
 
 
 def _powers(most: int, per_host: int) -> list[int]:
@@ -236,6 +260,14 @@ def _powers(most: int, per_host: int) -> list[int]:
 
 def _counts(text: str) -> list[int]:
     return sorted({positive(part) for part in text.split(",")})
+
+
+def _steps(text: str) -> int:
+    from mpitrain.job.context import LEAST_PLAN_STEPS
+
+    if (number := positive(text)) < LEAST_PLAN_STEPS:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least {LEAST_PLAN_STEPS}")
+    return number
 
 
 def _gbit(text: str) -> float:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import time
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from mpitrain.cli.job_id import add_job_argument
+from mpitrain.cli.json_object import print_object
 from mpitrain.cli.launching import add_inventory_argument
 
 if TYPE_CHECKING:
@@ -75,7 +75,7 @@ def run(arguments: argparse.Namespace) -> int:
         problems.append(f"there is no job {arguments.job} of yours on {', '.join(hosts)}; running: {known}")
     problems += wrong.values()
     if arguments.json:
-        print(json.dumps({**_document(shown, lost, hosts), "problems": problems}, indent=2))
+        print_object({**_document(shown, lost, hosts), "problems": problems})
     else:
         _print(shown, lost, hosts, arguments.job, is_complete=not problems)
     for line in problems:

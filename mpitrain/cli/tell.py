@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import socket
 import sys
 from collections.abc import Mapping
@@ -11,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from mpitrain.cli.changing import show_answer
 from mpitrain.cli.job_id import complete_by, ids_here
+from mpitrain.cli.json_object import print_object
 from mpitrain.cli.ps import add_host_arguments
 
 if TYPE_CHECKING:
@@ -80,7 +80,7 @@ def run(arguments: argparse.Namespace) -> int:
         return kill.run(argparse.Namespace(hosts=arguments.hosts, inventory=arguments.inventory, job=job))
     answer, wrong = tell_launcher(placement, job, {"tell": order, "from": socket.gethostname()})
     if "can" in answer and arguments.json:
-        print(json.dumps({"job": job, "step": int(answer["step"]), **answer["can"]}, indent=2))
+        print_object({"job": job, "step": int(answer["step"]), **answer["can"]})
         return 0
     if "can" in answer:
         print(wrapped(_listed(job, int(answer["step"]), answer["can"]), sys.stdout))

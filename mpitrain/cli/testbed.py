@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import signal
 import sys
@@ -11,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from mpitrain.cli.json_object import print_object
 from mpitrain.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -148,7 +148,7 @@ def _status(arguments: argparse.Namespace) -> int:
     records = [read_record(arguments.state, arguments.name)] if arguments.name else read_records(arguments.state)
     if arguments.json:
         beds = [document for record in records if (document := _document(record)) is not None]
-        print(json.dumps({"beds": beds, "snapshots": snapshot_names(arguments.state)}, indent=2))
+        print_object({"beds": beds, "snapshots": snapshot_names(arguments.state)})
         return 0
     if not records:
         print("there is no test bed; make one: sudo mpitrain testbed up 4")

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import json
 import socket
 import sys
 from typing import TYPE_CHECKING
 
 from mpitrain.cli.job_id import complete_by, ids_here
+from mpitrain.cli.json_object import print_object
 
 if TYPE_CHECKING:
     from mpitrain.launch.live_jobs import LiveJob
@@ -47,7 +47,7 @@ def run(arguments: argparse.Namespace) -> int:
         print(f"mpitrain top: {line}", file=sys.stderr)
     chosen = [job for job in jobs if arguments.job is None or job.has_id(arguments.job)]
     if arguments.json:
-        print(json.dumps({"jobs": [dict(job.answer) for job in chosen], "problems": wrong}, indent=2))
+        print_object({"jobs": [dict(job.answer) for job in chosen], "problems": wrong})
         return int(not chosen)
     if not chosen:
         return _none(arguments.job)

@@ -166,7 +166,7 @@ class GradientReducer:
             )
         self._loss_scale = loss_scale
         if watch := self._watch:
-            watch.begin([(one.name, one.count * one.dtype.itemsize) for one in self.layout.parameters], weight)
+            watch.begin([(one.name, one.count * one.dtype.itemsize) for one in self.layout.parameters], self._weight)
         self._missing = set(self._bucket_of)
         self._unused: list[int] = []
         self._share: float | None = None
@@ -210,12 +210,14 @@ class GradientReducer:
             gradient = namespace(self.gradients[index]).zeros_like(self.gradients[index])
         if gradient is not self.gradients[index]:
             check_gradient(self._world.name(), self.layout.parameters[index], gradient)
-        self._missing.remove(index)
-        if self._summands and not self._summands.is_last:
+        is_summand = self._summands and not self._summands.is_last
+        if self._summands and is_summand:
             self._summands.take_in(index, gradient)
-            return
-        if gradient is not self.gradients[index]:
+        elif gradient is not self.gradients[index]:
             self._place.take_in(index, gradient)
+        self._missing.remove(index)  # after a copy that may fail: the caller may hand in another array
+        if is_summand:
+            return
         if watch := self._watch:
             watch.ready(index)
         self._sums.count(self._bucket_of[index])

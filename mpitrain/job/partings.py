@@ -29,6 +29,8 @@ def farewell(world: World, recovery: Recovery | None = None) -> None:
     if MPI.Is_finalized():
         return
     world.control.settle()
+    for wait in tuple(world.control.last_waits):
+        wait()
     part: World | None = world
     while part is not None:
         for queue in (part.background, part.queue):

@@ -17,19 +17,19 @@ import statistics
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy
 
 from mpitrain.allreduce import ALGORITHMS
 from mpitrain.errors import ConfigError
-from mpitrain.shard import part_of
+from mpitrain.job.context import LEAST_PLAN_STEPS
+from mpitrain.shard import largest_part
 from mpitrain.world import World
 
 # The first steps load libraries and take memory. After a change of the part, batches may have been read ahead.
 _FIRST_STEPS, _NEXT_STEPS = 3, 2
-# If steps are long, fewer of them will do.
-_LEAST_STEPS, _LONG_SECONDS = 4, 15.0
+_LONG_SECONDS = 15.0  # If steps are long, fewer of them will do.
 # So many steps without the expected number of samples: the script does not divide its batch by the World.
 _MOST_OTHERS = 40
 # Where all links are busy at once, a switch or the processors may carry less than one pair of nodes was measured with.
@@ -58,23 +58,21 @@ class StepTimes:
         self._since = -math.inf  # when the step before has ended
         self._processor = 0.0  # seconds of this process at the first measured step
         self._began = 0.0  # of the first measured step
+        self._busy_cores = 0.0  # from there to the end of the last measured step
         self._ready: list[float] = []
-        self._skip, self._others = _FIRST_STEPS, 0
+        self._skip = _FIRST_STEPS
+        self._first_weights: list[float] = []  # until the whole batch is known
+        self._others: list[float] = []  # weights of the last steps, if none of them had the expected one
         self._num_steps = 0
         self._is_fixed = False  # each rank takes as many samples, however many ranks there are
         self._is_written = False
 
-    def begin(self, layout: Sequence[tuple[str, int]], weight: float | Sequence[float]) -> None:
+    def begin(self, layout: Sequence[tuple[str, int]], weight: float) -> None:
         """Note that gradients will come: names and bytes by index, and the samples that they are of.
 
         Raises:
-            ConfigError: the script trains several models, or has virtual ranks.
+            ConfigError: the script trains several models.
         """
-        if isinstance(weight, Sequence):
-            raise ConfigError(
-                f"{self._everyone.name()}: mpitrain plan cannot plan a training with virtual ranks; allowed is one "
-                "without. Plan the script with mt.Sync()"
-            )
         if self._layout and self._layout != list(layout):
             raise ConfigError(
                 f"{self._everyone.name()}: mpitrain plan has seen steps of a model with {len(self._layout)} "
@@ -89,15 +87,24 @@ class StepTimes:
         self._ready[index] = time.perf_counter() - self._since
 
     def end(self) -> None:
-        """Note that the step has its means. End the script if that was the last step."""
-        now = time.perf_counter()
+        """Note that the step has its means. End the script if that was the last step.
+
+        Raises:
+            ConfigError: the numbers of samples differ too much for one of them to be the whole batch.
+        """
+        now, processor = time.perf_counter(), time.process_time()
         self._num_steps += 1
+        if not self._whole:
+            self._first_weights.append(self._weight)
         if self._skip > 0:
             self._skip -= 1
         elif self._is_expected():
+            self._busy_cores = (processor - self._processor) / (now - self._began)
             self._add(now - self._since)
-        elif self._others > _MOST_OTHERS:
-            self._is_fixed = self._weight == self._whole
+        elif len(self._others) > _MOST_OTHERS:
+            if not self._parts:
+                self._refuse_weights()
+            self._is_fixed = statistics.mode(self._others) == self._whole
             self._leave()
         if not self._skip and not self._began:
             self._began, self._processor = time.perf_counter(), time.process_time()
@@ -108,7 +115,6 @@ class StepTimes:
         if self._is_written:
             return
         self._is_written = True
-        elapsed = time.perf_counter() - self._began
         own = {
             "host": self._everyone.host,
             "parameters": self._layout,
@@ -117,7 +123,7 @@ class StepTimes:
             "is_fixed": self._is_fixed,
             "memory_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
             "cores": len(os.sched_getaffinity(0)) / self._num_neighbours(),
-            "busy_cores": (time.process_time() - self._processor) / elapsed if self._began else 0.0,
+            "busy_cores": self._busy_cores,
         }
         of_all = self._everyone.allgather({**own, "sums": self._sums()})  # last, where nothing else is measured
         with self._everyone.together("write the times of the steps"):
@@ -127,11 +133,19 @@ class StepTimes:
     def _is_expected(self) -> bool:
         """Whether the step had the samples of the present part. The last batch of an epoch may have fewer."""
         if not self._whole:
-            self._whole = self._weight * self.divisor
-        part = part_of(int(self._whole), 0, self.divisor)
-        is_expected = bool(self._weight == part.stop - part.start)
-        self._others = 0 if is_expected else self._others + 1
+            self._whole = statistics.mode(self._first_weights) * self.divisor
+            if not self._whole > 0:
+                self._refuse_weights()
+        is_expected = math.isclose(self._weight, largest_part(self._whole, self.divisor))
+        self._others = [] if is_expected else [*self._others, self._weight]
         return is_expected
+
+    def _refuse_weights(self) -> NoReturn:
+        raise ConfigError(
+            f"{self._everyone.name()}: mpitrain plan found no typical number of samples in the steps; the first "
+            f"ones had {', '.join(f'{one:g}' for one in self._first_weights)}. Allowed are steps of which most have "
+            "the same number, above 0. Plan the script with batches of one size"
+        )
 
     def _add(self, seconds: float) -> None:
         if not self._parts or self._parts[-1]["ranks"] != self.divisor:
@@ -139,7 +153,7 @@ class StepTimes:
         steps = self._parts[-1]["steps"]
         steps.append({"seconds": seconds, "ready": self._ready})
         total = sum(step["seconds"] for step in steps)
-        if len(steps) >= self._wanted or (len(steps) >= _LEAST_STEPS and total > _LONG_SECONDS):
+        if len(steps) >= self._wanted or (len(steps) >= LEAST_PLAN_STEPS and total > _LONG_SECONDS):
             self._sizes.pop(0)
             if not self._sizes or self._sizes[0] > self._whole:
                 self._leave()

@@ -57,7 +57,7 @@ class BatchJob:
         time: the most time that the job may take, in a form of sbatch; "": the limit of the partition.
         partition: "": Slurm's default.
         array: the tasks of an array, such as 0-9; "": the job is none.
-        warn_seconds: so long before its end the job is told.
+        warn_seconds: how long before its end the job is told.
     """
 
     name: str

@@ -73,7 +73,7 @@ class Planner:
         Args:
             hosts: what was measured, by node; of one host only if all machines are taken to be like it.
             machines: their links.
-            is_profiled: a job will have the profile, from which the size of buckets follows.
+            is_profiled: a job on all machines will have the profile, from which the size of buckets follows.
         """
         self._hosts, self._is_profiled = hosts, is_profiled
         self.machines = machines
@@ -89,6 +89,10 @@ class Planner:
         self._count = sum(self._layout.counts.values())
         self._alone = min((host.parts[0] for host in hosts), key=lambda part: part.seconds / part.samples)
 
+    def has_profile(self, num_ranks: int) -> bool:
+        """Whether a job of so many ranks has the profile. It is of all machines, so a smaller job would refuse it."""
+        return self._is_profiled and num_ranks == self.machines.num_ranks
+
     def alone(self) -> Forecast:
         """One rank on the fastest host."""
         part = self._alone
@@ -96,7 +100,8 @@ class Planner:
 
     def best(self, num_ranks: int, tell: Callable[[str], object] = lambda _: None) -> list[Forecast]:
         """Forecast every way that makes sense with so many ranks, the fastest first; [] if a rank had no samples."""
-        if self._part(0, num_ranks) is None:
+        num_nodes = min(-(-num_ranks // self.machines.ranks_per_node), self.machines.num_nodes)
+        if any(self._part(node, num_ranks) is None for node in range(num_nodes)):
             return []
         if num_ranks == 1:
             return [self.alone()]
@@ -129,18 +134,21 @@ class Planner:
         """Forecast one way. Raises ConfigError if it cannot be simulated."""
         if way.servers:
             return self._served(num_ranks, way)
-        part, training, machines = self._training(num_ranks, way)
+        part, training = self._training(num_ranks, way)
+        machines = self._machines_of(num_ranks, num_ranks, way.algorithm)
         run = simulate_steps(machines, num_ranks, training, _STEPS)
         seconds, bound = run.step_seconds[-1], run.bound
         host = self._hosts[0]
         least = (host.busy_cores * part.seconds + self._work(num_ranks, way)) / host.cores
         if least > seconds:
             seconds, bound = least, "processors"
-        return self._row(num_ranks, way, seconds, part.samples * num_ranks, bound)
+        return self._row(num_ranks, way, seconds, num_ranks, bound)
 
-    def _row(self, num_ranks: int, way: ExchangeWay, seconds: float, samples: float, bound: str) -> Forecast:
+    def _row(self, num_ranks: int, way: ExchangeWay, seconds: float, num_parts: int, bound: str) -> Forecast:
+        host = self._hosts[0]
+        samples = host.whole * num_parts if host.is_fixed else host.whole
         speedup = samples / seconds * self._alone.seconds / self._alone.samples
-        sent = way.bytes_sent(self._hosts[0].num_bytes, self.machines.nodes_of(num_ranks)[-1] + 1)
+        sent = way.bytes_sent(host.num_bytes, self.machines.nodes_of(num_ranks)[-1] + 1)
         return Forecast(num_ranks, way, seconds, samples, speedup, sent, bound)
 
     def _fastest(self, num_ranks: int, ways: Sequence[ExchangeWay]) -> Forecast:
@@ -149,17 +157,14 @@ class Planner:
     def _part(self, node: int, num_ranks: int) -> PartTimes | None:
         return self._hosts[node if len(self._hosts) > 1 else 0].part(num_ranks)
 
-    def _training(self, num_ranks: int, way: ExchangeWay) -> tuple[PartTimes, SimulatedTraining, Machines]:
+    def _training(self, num_ranks: int, way: ExchangeWay) -> tuple[PartTimes, SimulatedTraining]:
         part = self._part(0, num_ranks)
         assert part is not None
-        nodes = self.machines.nodes_of(num_ranks)
-        num_nodes = nodes[-1] + 1
-        seconds = [_seconds(self._part(node, num_ranks)) for node in range(num_nodes)]
-        speeds = tuple(seconds[0] / one for one in seconds) + self.machines.speeds[num_nodes:]
+        num_nodes = self.machines.nodes_of(num_ranks)[-1] + 1
         vote = (num_nodes - 1).bit_length() * self.machines.latency_seconds  # ceil(log2)
-        compute = seconds[0] + vote + self._taken_from_step(num_ranks, way)
+        compute = part.seconds + vote + self._taken_from_step(num_ranks, way)
         limit = way.bucket_mib * 2**20 if way.bucket_mib else bucket_bytes(
-            self.machines.profile(num_nodes) if self._is_profiled else DEFAULT, num_nodes
+            self.machines.profile(num_nodes) if self.has_profile(num_ranks) else DEFAULT, num_nodes
         )  # fmt: skip
         buckets, end = [], 0
         for bucket in plan_buckets(self._layout, round(limit)):
@@ -169,8 +174,15 @@ class Planner:
             self._count, compute, max(1, round(part.samples)), way.algorithm, way.codec,
             sync_every=way.sync_every, buckets=tuple(buckets),
         )  # fmt: skip
-        share = self._shares.get(way.algorithm, self._shares.get(_OF_CODECS, 1.0))
-        return part, training, _with_rates(replace(self.machines, speeds=speeds), share)
+        return part, training
+
+    def _machines_of(self, num_ranks: int, num_parts: int, algorithm: str) -> Machines:
+        """The machines as fast as they were, with so many parts of a batch, and links that carry what they carried."""
+        num_nodes = self.machines.nodes_of(num_ranks)[-1] + 1
+        seconds = [_seconds(self._part(node, num_parts)) for node in range(num_nodes)]
+        speeds = tuple(seconds[0] / one for one in seconds) + self.machines.speeds[num_nodes:]
+        share = self._shares.get(algorithm, self._shares.get(_OF_CODECS, 1.0))
+        return _with_rates(replace(self.machines, speeds=speeds), share)
 
     def _taken_from_step(self, num_ranks: int, way: ExchangeWay) -> float:
         """Seconds of a step in which the thread of the exchange has the core that computes."""
@@ -195,10 +207,10 @@ class Planner:
         part = self._part(0, workers)
         assert part is not None
         samples = max(1, round(part.samples))
+        machines = self._machines_of(num_ranks, workers, _OF_CODECS)  # no vote: a worker agrees with nobody
         serving = SimulatedServing(self._count, part.seconds, samples, "sync")
-        rate, link, share = simulate_serving(self.machines, way.servers, workers, serving, _SERVER_ROUNDS)
-        total = samples * workers
-        return self._row(num_ranks, way, total / rate, total, link if share >= 0.5 else "compute")
+        rate, link, share = simulate_serving(machines, way.servers, workers, serving, _SERVER_ROUNDS)
+        return self._row(num_ranks, way, samples * workers / rate, workers, link if share >= 0.5 else "compute")
 
 
 def _seconds(part: PartTimes | None) -> float:

@@ -10,11 +10,14 @@ from pathlib import Path
 from typing import Any
 
 from mpitrain.errors import DataError
+from mpitrain.job.context import LEAST_PLAN_STEPS
+from mpitrain.shard import largest_part
 from mpitrain.shown import shown_bytes
 from mpitrain.simulate.report import shown_seconds
 
 # Steps of which the third quarter takes so many times as long as the first have no typical time.
 _WILD = 2.0
+_FEW_STEPS = 8  # of fewer, a person is told the number
 
 
 @dataclass(frozen=True)
@@ -65,6 +68,11 @@ class HostTimes:
     sums: dict[str, tuple[float, float]]
 
     @property
+    def whole(self) -> float:
+        """Samples of a step of one rank."""
+        return self.parts[0].samples
+
+    @property
     def num_bytes(self) -> int:
         """Of all gradients."""
         return sum(number for _, number in self.parameters)
@@ -78,7 +86,7 @@ class HostTimes:
         if not below or not above:
             return None
         few, many = below[-1], above[0]
-        samples = few.samples * few.num_ranks / num_ranks
+        samples = largest_part(self.whole, num_ranks)
         if few.samples == many.samples:
             return few
         share = (samples - few.samples) / (many.samples - few.samples)
@@ -101,7 +109,8 @@ def read_times(path: Path, script: str) -> list[HostTimes]:
     """Read what the ranks have written, by rank.
 
     Raises:
-        DataError: the script has made no steps that can be measured, too few of them, or steps that differ wildly.
+        DataError: the script has made no steps that can be measured, too few of them, or steps that differ wildly; or
+            it trains otherwise on another host.
     """
     try:
         text = path.read_text()
@@ -114,16 +123,21 @@ def read_times(path: Path, script: str) -> list[HostTimes]:
         )
     hosts = []
     for entry in json.loads(text):
-        if not entry["parts"]:
+        if not entry["parts"] or len(entry["parts"][0]["steps"]) < LEAST_PLAN_STEPS:
             made = entry["num_steps"]
             why = "made no step" if not made else f"ended after {made} step{'s' * (made > 1)}, too few to measure"
             raise DataError(
                 f"{script} {why} on {entry['host']}. mpitrain plan measures the steps of Trainer, of "
-                "mpitrain.torch.prepare and of GradientReducer, from the fourth one on. Give the script more steps, or "
-                "use one of these"
+                "mpitrain.torch.prepare and of GradientReducer, from the fourth one on, and at least "
+                f"{LEAST_PLAN_STEPS} of them. Give the script more steps, or use one of these"
             )
         hosts.append(_host(entry))
     for host in hosts:
+        if _trained(host) != _trained(hosts[0]):
+            raise DataError(
+                f"{script} does not train alike on all hosts: {_trained(host)} on {host.host}, and "
+                f"{_trained(hosts[0])} on {hosts[0].host}. Plan a script that makes the same steps on each of them"
+            )
         if _is_wild(host.parts[0]):
             raise DataError(
                 f"the steps of {script} differ too much on {host.host} to plan with them: {_spread(host.parts[0])}. "
@@ -150,12 +164,20 @@ def described(hosts: Sequence[HostTimes]) -> str:
     if len(hosts) > 1:
         times = ", ".join(f"{host.host} {shown_seconds(host.parts[0].seconds)}" for host in hosts)
         speeds = f" ({times})"
+    steps = "the steps" if part.num_steps >= _FEW_STEPS else f"only {part.num_steps} steps"
     spread = (part.third_quarter - part.first_quarter) / part.seconds
     return (
         f"measured on {one.host}: a step of {part.samples:g} samples takes {shown_seconds(part.seconds)}{speeds}, half "
-        f"of the steps within {spread:.0%}; {one.num_bytes / 4e6:.3g} M parameters, "
+        f"of {steps} within {spread:.0%}; {one.num_bytes / 4e6:.3g} M parameters, "
         f"{one.busy_cores:.1f} of {one.cores:g} cores busy, {shown_bytes(one.memory_bytes)} of memory"
     )
+
+
+def _trained(host: HostTimes) -> str:
+    batch = "a rank, however many ranks there are" if host.is_fixed else "a step"
+    names = [name for name, _ in host.parameters]
+    shown = f"{names[0]} to {names[-1]}"
+    return f"{len(names)} gradients ({shown}) of {host.num_bytes} bytes, {host.whole:g} samples {batch}"
 
 
 def _is_wild(part: PartTimes) -> bool:
@@ -173,7 +195,7 @@ def _host(entry: dict[str, Any]) -> HostTimes:
     return HostTimes(
         entry["host"],
         tuple((name, number) for name, number in entry["parameters"]),
-        tuple(_part(part) for part in entry["parts"]),
+        tuple(_part(part) for part in entry["parts"] if len(part["steps"]) >= LEAST_PLAN_STEPS),
         entry["is_fixed"],
         entry["memory_bytes"],
         entry["cores"],

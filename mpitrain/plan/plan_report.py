@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 
+from mpitrain.errors import ConfigError
 from mpitrain.plan.forecast import Forecast, Planner
 from mpitrain.plan.measured_steps import HostTimes, doubts
 from mpitrain.shown import shown_bytes
@@ -30,9 +31,15 @@ def plan_report(
         command: the line that runs a row.
         shows_all: every way is shown, and not only the best few.
         tell: called with what is being simulated.
+
+    Raises:
+        ConfigError: none of them can be planned.
     """
     rows = {number: planner.best(number, tell) for number in sorted(set(ranks))}
     rows = {number: ways for number, ways in rows.items() if ways}
+    left_out = _left_out(ranks, rows, hosts)
+    if not rows:
+        raise ConfigError(f"{left_out[0]}. Plan fewer ranks with --ranks")
     shown = {number: ways if shows_all else _best_few(ways) for number, ways in rows.items()}
     columns = (
         "ranks", "<way", "step", "samples/s", "times one", "efficiency", "a node sends", "<bound by", "<remark",
@@ -45,7 +52,7 @@ def plan_report(
         [_digits(row, command(row)) for row in every],
         [
             *_lines_to_run(rows, command),
-            *_left_out(ranks, rows, hosts[0]),
+            *left_out,
             *doubts(hosts),
             sentence(planner, hosts[0], rows),
         ],
@@ -138,15 +145,17 @@ def _lines_to_run(rows: Mapping[int, Sequence[Forecast]], command: Callable[[For
     return lines
 
 
-def _left_out(ranks: Sequence[int], rows: Mapping[int, Sequence[Forecast]], host: HostTimes) -> list[str]:
+def _left_out(ranks: Sequence[int], rows: Mapping[int, Sequence[Forecast]], hosts: Sequence[HostTimes]) -> list[str]:
     missing = sorted(set(ranks) - set(rows))
     if not missing:
         return []
+    host = min(hosts, key=lambda one: one.parts[-1].num_ranks)
     part = host.parts[-1]
     why = (
         f"a step has only {host.parts[0].samples:g} samples"
         if missing[0] > host.parts[0].samples
-        else f"the script ended before more than {counted(part.num_ranks, 'part')} of a batch could be measured"
+        else f"the script ended on {host.host} before a part among more than {counted(part.num_ranks, 'rank')} "
+        "was measured"
     )
     return [f"not planned: {', '.join(str(number) for number in missing)} ranks, because {why}"]
 

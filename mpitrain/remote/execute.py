@@ -7,8 +7,8 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
-from mpitrain.cuda.device import bound, own_gpu
-from mpitrain.errors import RemoteError
+from mpitrain.cuda.device import bound, open_gpu
+from mpitrain.errors import DeviceError, RemoteError
 from mpitrain.remote.frames import Frames, name_of, pack, unpack
 from mpitrain.remote.link import FAILURE, RESULT, Message
 from mpitrain.world import World
@@ -58,13 +58,16 @@ def execute(world: World, frames: Frames, device: str) -> Message:
             error,
         )
     name = name_of(function)
-    gpu = own_gpu(world) if device else None
+    try:
+        gpu = (bound() or open_gpu(world.context.device(world.rank), world.local_rank)) if device else None
+    except DeviceError as error:
+        return _failure(f"{name} has not begun: {device} cannot be used: {error}", error)
     try:
         with world.control.busy(f"{name}, for run_on"), gpu.current() if gpu else nullcontext():
             value = function(*arguments)
     except (Exception, SystemExit) as error:
         trace = "".join(traceback.format_exception(error.with_traceback(_below(error))))
-        return _failure(f"{name} raised {traceback.format_exception_only(error)[-1].strip()}", error, trace)
+        return _failure(f"{name} raised {_words(error)}", error, trace)
     try:
         return RESULT, pack(value)
     except Exception as error:
@@ -73,6 +76,11 @@ def execute(world: World, frames: Frames, device: str) -> Message:
             "Return arrays, numbers, text and nestings of them",
             error,
         )
+
+
+def _words(error: BaseException) -> str:
+    """The name of the class, and the text without notes."""
+    return f"{type(error).__name__}: {error}".removesuffix(": ")
 
 
 def _below(error: BaseException) -> Any:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING, Any
 
-from mpitrain.errors import MpitrainError
+from mpitrain.errors import MpitrainError, RemoteError
 from mpitrain.remote.frames import Frames, unpack
 from mpitrain.remote.link import FAILURE, Message
 
@@ -54,7 +54,8 @@ class RemoteFuture:
                 `result` can be called again. A function that runs on the leader itself is not cut short.
 
         Raises:
-            RemoteError: the function has raised an error. The text has the rank, its host and the traceback there.
+            RemoteError: the function has raised an error. The text has the rank, its host and the traceback there. Or
+                its result cannot be made here.
             TimeoutError: the function has not ended in time.
             MpitrainError: the block of `mt.workers` has ended before the function did.
         """
@@ -70,12 +71,24 @@ class RemoteFuture:
         kind, frames = self.answer
         self._leader.tell(self)
         if not self._is_unpacked:
-            self._value, self._is_unpacked = unpack(frames), True
+            self._value, self._is_unpacked = self._unpacked(frames), True
             self.answer = kind, []  # the arrays of the value keep their memory
         if kind == FAILURE:
             assert self.rank is not None
             raise self._value.error(self._leader.name(self.rank))
         return self._value
+
+    def _unpacked(self, frames: Frames) -> Any:
+        try:
+            return unpack(frames)
+        except Exception as error:
+            assert self.rank is not None
+            problem = RemoteError(
+                f"{self._leader.name(self.rank)}: the result of {self.name} cannot be made on {self._leader.name()}: "
+                f"{type(error).__name__}: {error}. Return arrays, numbers, text and nestings of them"
+            )
+            problem.kind = type(error).__name__
+            raise problem from error
 
     def _state(self) -> str:
         if self.rank is None:

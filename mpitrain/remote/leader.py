@@ -111,13 +111,21 @@ class Leader:
         while self._open:
             self.wait_for(self._open[0])
         self._ending = END
-        self._world.control.wait(self._until(lambda: not self._steps), "the end of mt.workers")
+        self._wait_for_the_end()
 
     def abandon(self) -> None:
-        """End the block because of an error, without waiting. Later waits of the World drive the rest."""
+        """End the block because of an error, without waiting. Later waits drive the rest, at last the farewell's."""
         self.drop(tuple(self._open), "the block of mt.workers has ended by an error before it")
         self._ending = END_AS_IT_IS
+        self._world.control.last_waits.append(self._end_all)
         self.look()
+
+    def _wait_for_the_end(self) -> None:
+        self._world.control.wait(self._until(lambda: not self._steps), "the end of mt.workers")
+
+    def _end_all(self) -> None:
+        if not self._world.control.is_broken:  # otherwise nothing more can be sent
+            self._wait_for_the_end()
 
     def raise_untold(self) -> None:
         """Raise the first error that nobody has asked for."""

@@ -54,6 +54,7 @@ class StagePasses:
     """Runs the passes of this rank. Every rank of a pipeline calls `run` with the same part of the batch.
 
     Attributes:
+        num_samples: this rank's samples in this step.
         not_finite: where NaN or infinity was first seen in this step: an order of these places, and words for it.
     """
 
@@ -65,6 +66,7 @@ class StagePasses:
         self._activations = activations
         self._is_compared = False
         self.pieces: Sequence[LayerPiece] = ()
+        self.num_samples = 0
         self.not_finite: tuple[tuple[int, int], str] | None = None
 
     def run(self, inputs: Array, targets: Tree, count: int) -> float:
@@ -75,7 +77,7 @@ class StagePasses:
         """
         if not self._is_compared:
             self._compare([inputs, targets])
-        self.not_finite, loss = None, 0.0
+        self.num_samples, self.not_finite, loss = count, None, 0.0
         parts = [part_of(count, micro, self._num_micro) for micro in range(self._num_micro)]
         for one in self._order:
             part = parts[one.micro]
@@ -125,8 +127,9 @@ class StagePasses:
         """Note the first place that holds NaN or infinity: one sum is cheap beside the pass that made the values."""
         if self.not_finite is not None:
             return
-        with numpy.errstate(all="ignore"):
-            if not bool(namespace(values).isfinite(values.sum())):
+        is_finite = namespace(values).isfinite
+        with numpy.errstate(all="ignore"):  # the sum of finite values may overflow, most likely in float16
+            if not bool(is_finite(values.sum())) and not bool(is_finite(values).all()):
                 self.not_finite = where, words
 
     def _compare(self, batch: Tree) -> None:
@@ -140,13 +143,24 @@ class StagePasses:
         for rank, one in enumerate(digests):
             first = rank - rank % self._place.num_stages
             if one != digests[first]:
-                raise everywhere(
-                    MismatchError(
-                        f"{self._world.name(rank)} has another part of the batch than {self._world.name(first)}, which "
-                        "is in the same pipeline. All stages of a pipeline need the same part: make the data for "
-                        "pipeline.replicas(world) in place of world"
-                    )
-                )
+                raise self._other_part(rank, first)
+
+    def compare_counts(self, counts: list[int]) -> None:
+        """Raise MismatchError if ranks of a pipeline had different numbers of samples, given in rank order."""
+        for rank, count in enumerate(counts):
+            first = rank - rank % self._place.num_stages
+            if count != counts[first]:
+                raise self._other_part(rank, first, f" ({count} samples, not {counts[first]})")
+
+    def _other_part(self, rank: int, first: int, words: str = "") -> MismatchError:
+        """The error of two ranks of a pipeline, for every rank to raise."""
+        return everywhere(
+            MismatchError(
+                f"{self._world.name(rank)} has another part of the batch than {self._world.name(first)}{words}, which "
+                "is in the same pipeline. All stages of a pipeline need the same part: make the data for "
+                "pipeline.replicas(world) in place of world"
+            )
+        )
 
 
 def _cut(tree: Tree, part: slice) -> Tree:

@@ -55,7 +55,7 @@ class Pipeline:
         schedule: str = "1f1b",
         micro_batches: int = 1,
         *,
-        pieces: int = 2,
+        pieces: int | None = None,
         recompute: bool = False,
         activations: str | None = None,
         exchange: Callable[[World], Exchange] = make_exchange,
@@ -68,7 +68,7 @@ class Pipeline:
             schedule: "1f1b", "gpipe" or "interleaved".
             micro_batches: the number of parts in which each pipeline's part of a batch goes through the stages. If it
                 has fewer samples, each sample is a part.
-            pieces: with "interleaved": the number of pieces of the model on each rank. Without, a rank has one.
+            pieces: with "interleaved" alone: the number of pieces of the model on each rank. Default: 2.
             recompute: keep only the inputs of a piece, and compute its forward pass twice.
             activations: "bf16": activations and their gradients travel as bfloat16, and so are rounded to 8 bits.
                 Default: in the dtype in which layers give them.
@@ -77,7 +77,7 @@ class Pipeline:
         Raises:
             ConfigError: a value is not allowed.
         """
-        problem = ""
+        problem, num_pieces = "", 2 if pieces is None else pieces
         if schedule not in SCHEDULES:
             problem = f"schedule={schedule!r}; allowed: {', '.join(SCHEDULES)}"
         elif activations not in (None, "bf16"):
@@ -87,14 +87,16 @@ class Pipeline:
         elif schedule == "interleaved":
             if not isinstance(stages, int):
                 problem = f"stages={list(stages)} with interleaved; allowed: the number of stages"
-            elif stages < 2 or pieces < 2:
-                problem = f"interleaved with stages={stages} and pieces={pieces}; allowed: 2 or more of both"
+            elif stages < 2 or num_pieces < 2:
+                problem = f"interleaved with stages={stages} and pieces={num_pieces}; allowed: 2 or more of both"
             elif micro_batches % stages:
                 problem = f"interleaved with micro_batches={micro_batches}; allowed: a multiple of the {stages} stages"
+        elif pieces is not None:
+            problem = f"pieces={pieces} with {schedule}, where a rank has one piece; leave it out, or use interleaved"
         if problem:
             raise ConfigError(f"Pipeline: {problem}")
         self._stages, self._schedule, self._num_micro = stages, schedule, micro_batches
-        self._num_pieces = pieces if schedule == "interleaved" else 1
+        self._num_pieces = num_pieces if schedule == "interleaved" else 1
         self._recompute, self._narrow, self._make_exchange = recompute, activations == "bf16", exchange
         self._made_for: World | None = None
         self._replicas: World | None = None
@@ -111,11 +113,11 @@ class Pipeline:
 
         Raises:
             ConfigError: the number of stages does not divide that of the ranks. Raised on every rank.
-            MismatchError: the ranks have different stages.
+            MismatchError: the ranks have different stages. Raised on every rank.
         """
         if self._replicas is None or self._made_for is not world:
-            count = num_stages_of(world, self._stages)
             world.agree("pipelines", [f"stages={self._stages}"])
+            count = num_stages_of(world, self._stages)
             self._made_for, self._replicas = world, world
             if count > 1:
                 comm = world.comm.Split(world.rank % count, world.rank)
@@ -178,6 +180,10 @@ class Pipeline:
             self._passes.pieces = staged.cut(Cut(own, owners, self._recompute, self._passes.run, self._norm_of_all))
             if any(is_device_array(value) for value in staged.parameters().values()) and count > 1:
                 raise ConfigError("parameters are on a GPU; stages work on the host only. Use mt.Sync on GPUs")
+        shapes = (
+            world.allgather({name: value.shape for name, value in staged.parameters().items()}) if count > 1 else []
+        )
+        staged.expect({name: shape for own_shapes in shapes for name, shape in own_shapes.items()})
 
     def begin_step(self, weight: float) -> None:
         """See Strategy."""
@@ -205,7 +211,10 @@ class Pipeline:
         if self.divides_model:
             loss_here, heard = (0.0, 0) if problem else (means.loss, means.order_number)
             operation, code = "end of a step of all stages", int(problem is not None)
-            records = self._world.agree(operation, value=loss_here, weight=float(heard), code=code)
+            own = self._passes.num_samples if self._passes else 0
+            records = self._world.agree(operation, value=loss_here, weight=float(heard), code=code, detail=own)
+            if self._passes:
+                self._passes.compare_counts(records["detail"].tolist())
             if records["code"].any():
                 raise self._objection(problem)
             loss_of_all = float(records["value"][self._place.num_stages - 1])  # the first rank with the last stage

@@ -9,6 +9,7 @@ import torch
 from mpitrain.errors import ConfigError, everywhere
 from mpitrain.exchange.exchange import make_exchange
 from mpitrain.strategies import Sync
+from mpitrain.strategies.planned import check_planned
 from mpitrain.strategies.rounds import Rounds
 from mpitrain.world import World
 
@@ -53,6 +54,8 @@ def check_strategy(world: World, strategy: object, options: Sequence[str]) -> No
         problem = f"{', '.join(options)} together with an exchange of Sync: give one of the two"
     if problem:
         raise everywhere(ConfigError(problem))
+    if strategy is not None:
+        check_planned(world, strategy)
 
 
 def check_optimizer(world: World, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:

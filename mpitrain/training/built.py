@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from mpitrain.cuda.shortage import memory_explained
+from mpitrain.strategies.planned import check_planned
 from mpitrain.strategies.strategy import own_state_for
 from mpitrain.training.checkpoint.parts import add_up
 from mpitrain.training.parts import Parts
@@ -29,6 +30,7 @@ class Built:
         self._is_whole = False
         with memory_explained():
             self.parts = parts = self._build(world)
+            check_planned(world, parts.strategy)
             parts.strategy.begin(world, parts.adapter)
         self._is_whole = True
         return parts

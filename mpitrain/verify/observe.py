@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from mpitrain.errors import ConfigError, everywhere
 from mpitrain.training.hooks.evaluate import Evaluate
 from mpitrain.training.hooks.hook import Hook
 from mpitrain.verify.run_record import TRAINER, Recorder
@@ -42,7 +43,18 @@ class _Watch(Hook):
         self._alone = False
 
     def before_run(self, trainer: Trainer) -> None:
-        """See Hook. What ends the run may be of before it."""
+        """See Hook. What ends the run may be of before it.
+
+        Raises:
+            ConfigError: the ranks have different layers. Raised on every rank.
+        """
+        if getattr(trainer.strategy, "divides_model", False):
+            raise everywhere(
+                ConfigError(
+                    "mpitrain verify compares the samples and parameters of all ranks with those of one, and with "
+                    "Pipeline each rank has layers of its own. Use one stage for the comparison"
+                )
+            )
         last = trainer.step_number + self._recorder.steps_left
         if trainer.last_step is not None or any(hook.ends_run for hook in trainer.hooks):
             trainer.last_step = min(trainer.last_step or last, last)

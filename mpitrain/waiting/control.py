@@ -82,6 +82,8 @@ class Control:
         self.comms: list[MPI.Comm] = parent.comms if parent else []
         # Each waits for the calls that a library makes in its threads.
         self.elsewhere: list[Callable[[], object]] = parent.elsewhere if parent else []
+        # Each waits for what this rank has begun for the others, before it may say that it makes no more calls.
+        self.last_waits: list[Callable[[], object]] = parent.last_waits if parent else []
         self.posted: BaseException | None = None  # an error of a thread, for the main one to raise
         self.spans: Spans | None = parent.spans if parent else None  # where a trace is kept
         self._wreck: BaseException | None = None

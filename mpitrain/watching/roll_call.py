@@ -33,6 +33,9 @@ _MOST_BYTES = 108 - 1  # of a socket's path: unix(7)
 _MOST_WAITING = 4096
 _MESSAGE_BYTES = 1024
 _YOUNG_SECONDS = 60.0
+_MOUNTS = "/proc/self/mountinfo"
+# Of these file systems a folder is on one machine only. On a share, a socket of another machine looks like one left.
+_LOCAL = ("btrfs", "ext2", "ext3", "ext4", "f2fs", "overlay", "tmpfs", "xfs", "zfs")
 
 
 @dataclass(frozen=True)
@@ -136,8 +139,13 @@ def listen(path: str) -> socket.socket:
 
 
 def remove_left(path: str) -> None:
-    """Remove the sockets beside this one that no process has any more: job and guard were killed together."""
+    """Remove the sockets beside this one that no process has any more: job and guard were killed together.
+
+    Nothing is removed if it is not sure that the folder is this machine's own.
+    """
     with contextlib.suppress(OSError):  # others may write in this folder, and not look into it
+        if not _is_local(Path(path).parent):
+            return
         for left in Path(path).parent.glob(f"{PREFIX}*"):
             with contextlib.suppress(OSError):  # somebody else has removed it
                 status = left.lstat()
@@ -145,6 +153,17 @@ def remove_left(path: str) -> None:
                 # A socket that is being made has its name a moment before it has a process.
                 if is_own and time.time() - status.st_mtime > _YOUNG_SECONDS and _is_left(str(left)):
                     left.unlink()
+
+
+def _is_local(folder: Path) -> bool:
+    """True if the folder is on a file system that no other machine sees: proc_pid_mountinfo(5)."""
+    device = folder.stat().st_dev
+    number = f"{os.major(device)}:{os.minor(device)}"
+    for line in Path(_MOUNTS).read_text(errors="replace").splitlines():
+        mount, _, system = line.partition(" - ")
+        if mount.split()[2] == number:
+            return system.split()[0] in _LOCAL
+    return False
 
 
 def _is_left(path: str) -> bool:

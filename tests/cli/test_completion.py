@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import secrets
 import shutil
 import signal
 import subprocess
@@ -49,19 +51,22 @@ def test_words(line: str, words: set[str], tmp_path: Path) -> None:
 
 
 def test_the_id_of_a_job(tmp_path: Path) -> None:
-    (tmp_path / "wait.py").write_text("import pathlib, time\npathlib.Path('begun').touch()\ntime.sleep(3600)\n")
+    script = f"wait-{secrets.token_hex(4)}.py"
+    (tmp_path / script).write_text("import pathlib, time\npathlib.Path('begun').touch()\ntime.sleep(3600)\n")
     answers: dict[str, set[str]] = {}
+    listed: list[str] = []
 
     def look(process: subprocess.Popen[str]) -> None:
         until((tmp_path / "begun").exists)
+        listed.append(run_command([*MPITRAIN, "ps", "--hosts", "localhost", "--json"], cwd=tmp_path).stdout)
         for command in ("kill", "tell", "top"):
             answers[command] = completed(f"mpitrain {command} ", tmp_path)
         os.kill(process.pid, signal.SIGINT)
 
-    job = run_command([*MPITRAIN, "run", "-n", "1", "--hosts", "localhost", "wait.py"], cwd=tmp_path, during=look)
+    job = run_command([*MPITRAIN, "run", "-n", "1", "--hosts", "localhost", script], cwd=tmp_path, during=look)
     assert job.left == []
-    ids = {word for word in answers["kill"] if len(word) == 8 and not word.startswith("-")}
-    assert ids and ids <= answers["tell"] and ids <= answers["top"]
+    (own,) = [one["job"] for one in json.loads(listed[0])["jobs"] if script in one["script"]]
+    assert all(own in words for words in answers.values()), answers
     assert {"pause", "resume", "save", "stop", "rate", "set", "stacks", "kill"} <= answers["tell"]
 
 

@@ -82,10 +82,10 @@ def test_a_command_that_is_added(
 def test_an_unknown_command_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
         main(["rnu", "-n", "2"])
-    assert "there is no command 'rnu'; did you mean run?; known: run, ps, " in capsys.readouterr().err
+    assert "there is no command 'rnu'; did you mean run?; known: run, " in capsys.readouterr().err
     with pytest.raises(SystemExit, match="2"):
         main(["xyzzy"])
-    assert "there is no command 'xyzzy'; known: run, ps, " in capsys.readouterr().err
+    assert "there is no command 'xyzzy'; known: run, " in capsys.readouterr().err
 
 
 def test_the_command_loads_no_array_and_no_mpi_library() -> None:

@@ -52,6 +52,7 @@ if options.steps == 10**6:
 """
 
 LOOP = """
+import time
 import torch
 import mpitrain.torch as mtt
 
@@ -62,6 +63,7 @@ model, optimizer, data = mtt.prepare(model, optimizer, data)
 for epoch in range(1000):
     for (x,) in data:
         optimizer.zero_grad()
+        time.sleep(0.05)
         model(x).square().mean().backward()
         optimizer.step()
         mtt.save(model.state_dict(), "model.pt")
@@ -69,7 +71,7 @@ raise AssertionError("plan must end the script before")
 """
 
 
-def profile(folder: Path, *hosts: str) -> Path:
+def profile(folder: Path, *hosts: str, ppn: int = 1) -> Path:
     """A profile of these hosts, with links of 100 MB/s."""
     rates = {f"{operation}_bytes_per_second": 9e9 for operation in ("encode", "add", "decode")}
     measured = {
@@ -81,7 +83,9 @@ def profile(folder: Path, *hosts: str) -> Path:
         "native_below_bytes": 0,
     }
     path = folder / "cluster.json"
-    path.write_text(to_json(measured, hosts, fingerprint(hosts, range(len(hosts)), "any"), {}))
+    names = [host for host in hosts for _ in range(ppn)]
+    here = fingerprint(names, [node for node in range(len(hosts)) for _ in range(ppn)], "any")
+    path.write_text(to_json(measured, hosts, here, {}))
     return path
 
 
@@ -128,6 +132,48 @@ def test_a_trainer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert again.code == 0, again.output
 
 
+def test_the_lines_of_several_ranks_on_a_node(tmp_path: Path) -> None:
+    """The profile is of 4 ranks on 2 nodes, so only a line with as many names it."""
+    own = socket.gethostname()
+    tmp_path.joinpath("train.py").write_text(TRAINER)
+    given = profile(tmp_path, own, "other", ppn=2)
+    command = [sys.executable, "-m", "mpitrain", "plan", "--ppn", "2", "--ranks", "1,2,3,4", "train.py"]
+    words = ["--milliseconds", "4"]
+    env = {"XDG_STATE_HOME": str(tmp_path / "state"), "MPITRAIN_PROFILE": given.name}
+    job = run_command([*command, *words], cwd=tmp_path, env=env)
+    assert job.code == 0, job.output
+    lines = {
+        line.partition(" ")[0]: line.partition(": ")[2] for line in job.stdout.splitlines() if ": MPITRAIN" in line
+    }
+    assert {number: "MPITRAIN_PROFILE=cluster.json" in line for number, line in lines.items()} == {
+        "1": False, "2": False, "3": False, "4": True,
+    }  # fmt: skip
+    assert f"--hosts {own},other --ppn 2 -n 3 train.py" in lines["3"]
+    assert f"--hosts {own},other --ppn 2 train.py" in lines["4"]
+    two = shlex.split(lines["2"])
+    settings = dict(word.split("=", 1) for word in two[: two.index("mpitrain")])
+    again = [sys.executable, "-m", *two[two.index("mpitrain") :], "--steps", "2"]
+    ran = run_command(again, cwd=tmp_path, env={**env, **settings})
+    assert "assert world.size == 1" in ran.output  # both ranks have begun
+
+
+def test_without_a_profile(tmp_path: Path) -> None:
+    tmp_path.joinpath("train.py").write_text(TRAINER)
+    command = [sys.executable, "-m", "mpitrain", "plan", "--ranks", "1,2", "train.py", "--milliseconds", "4"]
+    job = run_command(command, cwd=tmp_path, env={"XDG_STATE_HOME": str(tmp_path / "state"), "MPITRAIN_PROFILE": ""})
+    assert job.code == 0, job.output
+    assert "assumed, because there is no --profile, --gbit or second host: links of 0.936 Gbit/s" in job.stdout
+    assert "--hosts HOST1,HOST2 --ppn 1 train.py --milliseconds 4" in job.stdout
+
+
+def test_a_strategy_that_is_not_planned(tmp_path: Path) -> None:
+    job = plan(tmp_path, "--milliseconds", "1", source=TRAINER.replace("mt.Sync()", "mt.Sync(virtual_ranks=2)"))
+    assert job.code == 1, job.output
+    assert "mpitrain plan found the strategy mt.Sync(virtual_ranks=2); allowed is mt.Sync without" in job.stderr
+    assert "all ranks compute the same bits" not in job.output  # it is refused before the probe
+    assert nothing_written(tmp_path)
+
+
 @pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="needs PyTorch")
 def test_a_prepared_loop(tmp_path: Path) -> None:
     job = plan(tmp_path, source=LOOP, options=("--json", "plan.json", "--steps", "4", "--ranks", "2"))
@@ -167,6 +213,8 @@ def test_wrong_use(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pyte
         (["--ppn", "2", "--profile", foreign, str(script)], "has 1 ranks on each node, and the plan 2"),
         (["-n", "4", str(script)], "give the numbers of ranks to plan with --ranks"),
         (["--json", str(tmp_path), str(script)], "cannot be written"),
+        (["--hosts", f"192.0.2.1,{socket.gethostname()}", str(script)], "the first host must be this machine"),
+        (["--hosts", f"{socket.gethostname()},192.0.2.1", "--ranks", "2,4", str(script)], "2 hosts with --ppn 1 have"),
         (["--profile", str(tmp_path / "none"), str(script)], "is not a profile"),
     ]:  # fmt: skip
         assert main(["plan", *words]) == 2, words

@@ -23,8 +23,9 @@ def fails(number):
 def dies():
     os.kill(os.getpid(), signal.SIGKILL)
 
-def stays(seconds):
-    time.sleep(seconds)
+def stays(file):
+    while not os.path.exists(file):
+        time.sleep(0.01)
     return "it came back"
 
 world = mt.init()
@@ -61,17 +62,19 @@ def test_a_rank_that_is_killed_while_it_computes(tmp_path: Path) -> None:
 
 def test_a_function_that_does_not_come_back_is_reported_and_can_be_left(tmp_path: Path) -> None:
     """The limits of hangs do not end the job: the function may take long."""
-    body = """
-        future = mt.run_on(1, stays, 5)
+    file = str(tmp_path / "come back")
+    body = f"""
+        future = mt.run_on(1, stays, {file!r})
         try:
-            future.result(timeout_seconds=3)
+            future.result(timeout_seconds=6)
         except TimeoutError as error:
             print("late:", error)
+        open({file!r}, "w").close()
         print(future.result())
 """
-    ended = job(body.strip(), tmp_path, MPITRAIN_STALL_SECONDS="1", MPITRAIN_HANG_SECONDS="2")
+    ended = job(body.strip(), tmp_path, MPITRAIN_STALL_SECONDS="1", MPITRAIN_HANG_SECONDS="4")
     succeeded(ended)
-    assert re.search(rf"late: rank 0 on {HOST}: stays on rank 1 on {HOST} has not come back after 3 s", ended.stdout)
+    assert re.search(rf"late: rank 0 on {HOST}: stays on rank 1 on {HOST} has not come back after 6 s", ended.stdout)
     assert "it came back" in ended.stdout
     report = next(line for line in ended.stderr.splitlines() if "no progress" in line and "rank 1 on" in line)
     assert re.search(rf"rank 0 on {HOST} waits in run_on, for stays on rank 1 on {HOST}", report), ended.output
@@ -79,6 +82,35 @@ def test_a_function_that_does_not_come_back_is_reported_and_can_be_left(tmp_path
         ended.output
     )
     assert re.search(r'File ".*script.py", line \d+ in stays', ended.stderr), ended.output
+
+
+ENDS = """
+import os, sys, time
+import mpitrain as mt
+
+def stays(file):
+    open(file, "w").close()
+    time.sleep(2)
+
+world = mt.init()
+try:
+    with mt.workers(world) as leads:
+        if leads:
+            mt.run_on(1, stays, sys.argv[1])
+            while not os.path.exists(sys.argv[1]):
+                time.sleep(0.01)
+            raise KeyError
+except KeyError:
+    print("caught")
+print(f"rank {world.rank} goes on")
+"""
+
+
+def test_a_program_that_ends_after_the_error_of_its_body(tmp_path: Path) -> None:
+    """A worker that is still busy hears of the end of the block when its function has ended."""
+    ended = run_job(3, ENDS, str(tmp_path / "began"))
+    succeeded(ended)
+    assert sorted(ended.stdout.splitlines()) == ["caught", *(f"rank {rank} goes on" for rank in range(3))]
 
 
 def test_functions_of_the_script_that_not_every_rank_defines() -> None:

@@ -6,9 +6,11 @@ from dataclasses import replace
 
 import pytest
 
+from mpitrain.errors import ConfigError
 from mpitrain.job.step_times import SUM_BYTES
 from mpitrain.plan.forecast import Planner
 from mpitrain.plan.measured_steps import HostTimes, PartTimes
+from mpitrain.plan.plan_report import plan_report
 from mpitrain.plan.ways import ExchangeWay
 from mpitrain.profile import DEFAULT
 from mpitrain.simulate.machines import Machines, equal_machines
@@ -64,6 +66,46 @@ def test_parts_between_two_measured_ones() -> None:
     fixed = replace(measured, parts=measured.parts[:1], is_fixed=True)
     assert fixed.part(8) == measured.parts[0]
     assert planner(fixed).forecast(4, ExchangeWay("direct")).samples == 48
+
+
+def test_ranks_that_do_not_divide_the_batch() -> None:
+    """Of 8 samples on 7 ranks, rank 0 has 2; all together have 8."""
+    measured = host(part(1, 8, 0.8, 0.0, 0.0), part(4, 2, 0.2, 0.0, 0.0), part(8, 1, 0.1, 0.0, 0.0))
+    plan = planner(measured, on=machines(7))
+    row = plan.forecast(7, ExchangeWay("direct"))
+    assert row.samples == 8
+    assert row.speedup == pytest.approx(0.8 / row.step_seconds, rel=1e-9)
+    seven, five = measured.part(7), measured.part(5)
+    assert seven is not None
+    assert five is not None
+    assert (seven.samples, seven.seconds) == (2, pytest.approx(0.2))
+    assert (five.samples, five.seconds) == (2, pytest.approx(0.2))
+    assert plan.forecast(6, ExchangeWay(servers=1)).samples == 8
+    weighted = host(part(1, 7.5, 0.8, 0.0, 0.0), part(4, 1.875, 0.2, 0.0, 0.0)).part(3)
+    assert weighted is not None
+    assert weighted.samples == 2.5
+
+
+def test_a_profile_is_of_all_machines() -> None:
+    times = (part(1, 8, 0.4, 0.0, 0.0), part(4, 2, 0.1, 0.0, 0.0))
+    plan = Planner([host(*times)], machines(4), is_profiled=True)
+    assert [plan.has_profile(number) for number in (1, 2, 3, 4)] == [False, False, False, True]
+    assert not planner(host(*times)).has_profile(4)
+
+
+def test_what_cannot_be_planned() -> None:
+    many = host(part(1, 8, 0.4, 0.0, 0.0), part(4, 2, 0.1, 0.0, 0.0))
+    few = host(part(1, 8, 0.4, 0.0, 0.0), part(2, 4, 0.2, 0.0, 0.0), host="two")
+    for hosts in ([many, few], [few, many]):
+        plan = planner(*hosts, on=machines(4, ranks_per_node=2, link_bytes_per_second=(RATE, RATE)))
+        assert plan.best(4) == []
+        assert plan.best(2) != []
+        with pytest.raises(
+            ConfigError, match="not planned: 4 ranks, because the script ended on two before a part among"
+        ):
+            plan_report(plan, hosts, [4], str, shows_all=False, tell=lambda _: None)
+    with pytest.raises(ConfigError, match="not planned: 16 ranks, because a step has only 8 samples"):
+        plan_report(planner(many), [many], [16], str, shows_all=False, tell=lambda _: None)
 
 
 def test_the_vote_and_the_latency() -> None:
@@ -126,6 +168,16 @@ def test_rounds_and_servers() -> None:
     assert served.samples == 8
     # At least until the second worker has its parameters, has computed and has sent; at most one after the other.
     assert 0.16 + 0.2 + 0.08 <= served.step_seconds <= 0.16 + 0.2 + 0.16
+
+
+def test_servers_on_unequal_hosts() -> None:
+    fast = host(part(1, 8, 0.4, 0.4, 0.4), part(2, 4, 0.2, 0.2, 0.2))
+    slow = host(part(1, 8, 2.0, 2.0, 2.0), part(2, 4, 1.0, 1.0, 1.0))
+    served = planner(fast, fast, slow, on=machines(3)).forecast(3, ExchangeWay(servers=1))
+    assert served.step_seconds >= 1.0 + 0.08  # the slow worker computes, and its gradients go to the server
+    lowered = replace(fast, sums={"direct": (10.0, 0.0)})  # far less than the links carried one by one
+    half = planner(lowered, fast, fast, on=machines(3)).forecast(3, ExchangeWay(servers=1))
+    assert half.step_seconds > 2 * planner(fast, on=machines(3)).forecast(3, ExchangeWay(servers=1)).step_seconds
 
 
 def test_the_best_first_and_each_with_its_line() -> None:

@@ -9,9 +9,11 @@ from typing import Any
 import numpy
 import pytest
 
-from mpitrain import ArrayFunction, CompareReplicas, Pipeline, Sgd, StopAtStep, Trainer, World
+from mpitrain import ArrayFunction, Balance, CompareReplicas, Pipeline, Sgd, StopAtStep, Trainer, World
 from mpitrain.arrays import Array
 from mpitrain.errors import CheckpointError, ConfigError, MismatchError, NonFiniteError
+from mpitrain.strategies.passes import StagePasses, StagePlace
+from mpitrain.verify.observe import _Watch
 
 from .common import error_on_all, skip_alone
 from .layered import LAYERS, Dense, builder, layered
@@ -40,6 +42,7 @@ class Tanh:
         ({"stages": 2, "schedule": "interleaved", "micro_batches": 3}, "micro_batches=3; allowed: a multiple of the 2"),
         ({"stages": [1, 2], "schedule": "interleaved"}, r"stages=\[1, 2\] with interleaved"),
         ({"stages": 1, "schedule": "interleaved"}, "allowed: 2 or more of both"),
+        ({"stages": 2, "pieces": 4}, "pieces=4 with 1f1b, where a rank has one piece"),
     ],
 )
 def test_values_that_are_not_allowed(values: dict[str, Any], text: str) -> None:
@@ -51,6 +54,14 @@ def test_ranks_that_form_no_pipelines(world: World) -> None:
     stages = world.size + 1
     text = error_on_all(world, ConfigError, lambda: Pipeline(stages).replicas(world))
     assert f"{world.size} ranks cannot form pipelines of {stages} stages" in text
+
+
+def test_ranks_with_different_stages(world: World) -> None:
+    """All get the same error, also those whose own number of stages is not allowed."""
+    skip_alone(world)
+    stages = world.size + (world.rank == world.size - 1)
+    text = error_on_all(world, MismatchError, lambda: Pipeline(stages).replicas(world))
+    assert f"stages={world.size + 1}" in text
 
 
 def test_models_that_are_not_cut(world: World) -> None:
@@ -92,11 +103,54 @@ def test_ranks_of_a_pipeline_with_different_batches(world: World) -> None:
     assert "pipeline.replicas(world)" in text
 
 
+def test_numbers_of_samples_are_compared_in_every_step(world: World) -> None:
+    skip_alone(world)
+    if world.size > LAYERS:
+        pytest.skip("there are 6 layers")
+    strategy, model = Pipeline(world.size), layered([Sums(number) for number in range(world.size)])
+    strategy.begin(world, model)
+    for odd in (False, True):
+        count = 2 + (odd and world.rank == world.size - 1)
+        strategy.begin_step(count)
+        loss = model.loss_and_gradients((numpy.ones((count, 1)), numpy.ones((count, 1))), strategy.on_gradient)
+        if not odd:
+            strategy.finish_step(model, loss)
+    text = error_on_all(world, MismatchError, lambda: strategy.finish_step(model, loss))
+    assert f"{world.name(world.size - 1)} has another part of the batch than {world.name(0)} (3 samples, not 2)" in text
+    strategy.close()
+
+
+def test_finite_values_whose_sum_is_not(world: World) -> None:
+    """They are not the place of NaN."""
+    passes = StagePasses(world, StagePlace(0, 1, 1), "1f1b", 1, None)
+    passes._look(numpy.full(8, 60000, numpy.float16), (0, 0), "the output")
+    assert passes.not_finite is None
+    passes._look(numpy.array([1, numpy.inf], numpy.float16), (1, 0), "the gradient")
+    assert passes.not_finite == ((1, 0), "the gradient")
+
+
 def test_ranks_with_different_settings(world: World) -> None:
     skip_alone(world)
     odd = world.rank == world.size - 1
     text = error_on_all(world, MismatchError, lambda: Pipeline(micro_batches=2 + odd).begin(world, layered()))
     assert world.name(world.size - 1) in text
+
+
+class Sums:
+    """Gives one sample whatever it gets, so that stages can have different numbers and not fail."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+    def parameters(self) -> dict[str, Array]:
+        return {"weight": numpy.full((1, 1), 0.5)}
+
+    def forward(self, parameters: Mapping[str, Array], inputs: Array) -> tuple[Array, Any]:
+        return inputs.sum(axis=0, keepdims=True) * parameters["weight"], inputs
+
+    def backward(self, parameters: Mapping[str, Array], kept: Any, gradient: Array) -> tuple[Array, dict[str, Array]]:
+        value = gradient.sum(axis=0, keepdims=True)
+        return numpy.repeat(value * parameters["weight"], len(kept), axis=0), {"weight": value * kept.sum()}
 
 
 class Spoiled(Dense):
@@ -163,6 +217,26 @@ def test_replicas_are_not_compared(world: World) -> None:
     trainer.close()
 
 
+def test_parts_of_stages_are_not_balanced(world: World) -> None:
+    skip_alone(world)
+    if world.size > LAYERS:
+        pytest.skip("there are 6 layers")
+    trainer = Trainer(builder(32, 16, partial(Pipeline, world.size)), [StopAtStep(2), Balance(1)])
+    assert "all stages of a pipeline need the same part" in error_on_all(world, ConfigError, trainer.run)
+    trainer.close()
+
+
+def test_stages_are_not_verified(world: World) -> None:
+    skip_alone(world)
+    if world.size > LAYERS:
+        pytest.skip("there are 6 layers")
+    trainer = Trainer(builder(32, 16, partial(Pipeline, world.size)), [StopAtStep(2)])
+    none: Any = None
+    text = error_on_all(world, ConfigError, lambda: _Watch(none, []).before_run(trainer))
+    assert "mpitrain verify compares the samples and parameters of all ranks" in text
+    trainer.close()
+
+
 def test_a_checkpoint_of_another_model(world: World) -> None:
     strategy, model = Pipeline(world.size if world.size <= LAYERS else 1), layered()
     strategy.begin(world, model)
@@ -171,4 +245,30 @@ def test_a_checkpoint_of_another_model(world: World) -> None:
     state["parameters"] = {**state["parameters"], "6.weight": numpy.zeros(3)}
     with pytest.raises(CheckpointError, match=r"a parameter 6\.weight, the model layers 0 to 5"):
         model.restore(state)
+    strategy.close()
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "text"),
+    [
+        ("5.weight", numpy.zeros((2, 2)), r"5\.weight of shape \(2, 2\), the model 5\.weight of shape \(6, 3\)"),
+        ("0.bias", None, r"nothing for 0\.bias, the model 0\.bias of shape \(6,\)"),
+    ],
+)
+def test_a_checkpoint_with_other_parameters(world: World, name: str, value: Any, text: str) -> None:
+    """The stages that do not have the parameter refuse it too, and nothing changes."""
+    skip_alone(world)
+    if world.size > LAYERS:
+        pytest.skip("there are 6 layers")
+    strategy, model = Pipeline(world.size), layered()
+    strategy.begin(world, model)
+    strategy.own_state()
+    state, before = model.state(), {key: one.copy() for key, one in model.parameters().items()}
+    state["parameters"] = {key: one + 1 for key, one in state["parameters"].items() if key != name}
+    if value is not None:
+        state["parameters"][name] = value
+    with pytest.raises(CheckpointError, match=text):
+        model.restore(state)
+    for key, one in model.parameters().items():
+        assert one.tobytes() == before[key].tobytes()
     strategy.close()

@@ -13,7 +13,7 @@ import pytest
 
 import mpitrain as mt
 from mpitrain import World
-from mpitrain.errors import MpitrainError, RemoteError
+from mpitrain.errors import DeviceError, MpitrainError, RemoteError
 from mpitrain.remote.future import RemoteFuture
 
 
@@ -276,7 +276,8 @@ def test_what_cannot_be_pickled_is_named_and_nothing_is_sent(world: World) -> No
 
 def test_collective_calls_in_the_body_are_refused(world: World) -> None:
     def body() -> None:
-        for call in (world.barrier, lambda: world.mean(1.0), lambda: mt.collectives.allreduce(world, numpy.ones(2))):
+        allreduce = lambda: mt.collectives.allreduce(world, numpy.ones(2))  # noqa: E731
+        for call in (world.barrier, lambda: world.mean(1.0), allreduce, world.apart):
             with pytest.raises(MpitrainError, match=r"a collective call inside of mt.workers"):
                 call()
         with pytest.raises(MpitrainError, match=r"mt.workers inside of mt.workers"), mt.workers(world):
@@ -284,6 +285,54 @@ def test_collective_calls_in_the_body_are_refused(world: World) -> None:
 
     led(world, body)
     assert world.sum(numpy.ones(1)) == world.size
+
+
+def with_a_note() -> None:
+    error = ValueError("the reason")
+    error.add_note("a note")
+    raise error
+
+
+class OnlySent:
+    """Cannot be made from its pickle."""
+
+    def __reduce__(self) -> Any:
+        return half, (3,)
+
+
+def test_words_of_errors(world: World) -> None:
+    """A note is not the error, and a result that the leader cannot make is a RemoteError each time."""
+
+    def body() -> None:
+        last = world.size - 1
+        with pytest.raises(RemoteError, match="with_a_note raised ValueError: the reason"):
+            mt.run_on(last, with_a_note).result()
+        future = mt.run_on(last, OnlySent)
+        for _ in range(2):
+            with pytest.raises(
+                RemoteError, match=rf"rank {last} on .*: the result of OnlySent cannot be made"
+            ) as caught:
+                future.result()
+            assert caught.value.kind == "ValueError"
+
+    led(world, body)
+
+
+def test_a_gpu_that_cannot_be_used(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The function does not run on the host in its place."""
+
+    def refuse(*_: object) -> None:
+        raise DeviceError("it is broken")
+
+    monkeypatch.setattr("mpitrain.remote.block.own_device", lambda world: "cuda:0" if world.rank == 0 else "")
+    monkeypatch.setattr("mpitrain.remote.execute.bound", lambda: None)
+    monkeypatch.setattr("mpitrain.remote.execute.open_gpu", refuse)
+
+    def body() -> None:
+        with pytest.raises(RemoteError, match="half has not begun: cuda:0 cannot be used: it is broken"):
+            mt.run_on("cuda:0", half, 4).result()
+
+    led(world, body)
 
 
 def test_an_error_that_nobody_has_asked_for(world: World) -> None:

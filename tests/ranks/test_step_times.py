@@ -6,7 +6,12 @@ import json
 import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
+import pytest
+
+from mpitrain.errors import ConfigError
+from mpitrain.job import step_times
 from mpitrain.job.step_times import SUMS, StepTimes
 from mpitrain.world import World
 
@@ -65,3 +70,68 @@ def test_a_sum_over_all_hosts(world: World, shared: Path) -> None:
             assert (entry["num_steps"], entry["parts"]) == (2, [])
             assert set(entry["sums"]) == (set(SUMS) if world.size > 1 else set())
             assert all(min(taken, worked) > 0 for taken, worked in entry["sums"].values())
+
+
+def steps_of(times: StepTimes, *weights: float) -> None:
+    for weight in weights:
+        times.begin(LAYOUT, weight)
+        times.ready(1)
+        times.ready(0)
+        times.end()
+
+
+def measuring(world: World, path: Path, *ranks: str) -> StepTimes:
+    return StepTimes(
+        replace(world, context=replace(world.context, plan_record=str(path), plan_steps=2, plan_ranks=ranks))
+    )
+
+
+def test_a_short_batch_is_not_the_whole_one(world: World, shared: Path) -> None:
+    times = measuring(world, shared / "times.json", "1", "2")
+    steps_of(times, 8, 8, 8, 4, 8, 8)
+    assert times.divisor == 2
+    steps_of(times, 4, 4, 4)  # the first two are skipped
+    with pytest.raises(SystemExit):
+        steps_of(times, 4)
+    weighted = measuring(world, shared / "other.json", "1", "2")
+    steps_of(weighted, *[2.5] * 5)
+    assert weighted.divisor == 2
+    world.barrier()
+    if world.is_root:
+        for entry in json.loads((shared / "times.json").read_text()):
+            assert [(part["samples"], len(part["steps"])) for part in entry["parts"]] == [(8.0, 2), (4.0, 2)]
+
+
+def test_a_script_that_does_not_divide_its_batch(world: World, shared: Path) -> None:
+    """Its last step of an epoch has fewer samples, and may be the last one that is seen."""
+    times = measuring(world, shared / "times.json", "1", "2")
+    steps_of(times, *[8] * 5)
+    with pytest.raises(SystemExit):
+        steps_of(times, *[8, 8, 3] * 15)
+    world.barrier()
+    if world.is_root:
+        assert [entry["is_fixed"] for entry in json.loads((shared / "times.json").read_text())] == [True] * world.size
+
+
+def test_no_typical_number_of_samples(world: World, shared: Path) -> None:
+    for weights in ([float(number) for number in range(1, 100)], [0.0] * 4):
+        times = measuring(world, shared / "times.json", "1", "2")
+        with pytest.raises(ConfigError, match=f"{world.name()}: mpitrain plan found no typical number of samples"):
+            steps_of(times, *weights)
+
+
+def test_busy_cores_are_those_of_the_measured_steps(
+    world: World, shared: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = SimpleNamespace(now=0.0, worked=0.0)
+    fake = SimpleNamespace(perf_counter=lambda: clock.now, process_time=lambda: clock.worked)
+    monkeypatch.setattr(step_times, "time", fake)
+    times = measuring(world, shared / "times.json", "1", "2")
+    for _ in range(5):
+        clock.now, clock.worked = clock.now + 1, clock.worked + 0.5
+        steps_of(times, 8)
+    clock.now += 100  # it waits for slower hosts
+    times.write()
+    world.barrier()
+    if world.is_root:
+        assert [entry["busy_cores"] for entry in json.loads((shared / "times.json").read_text())] == [0.5] * world.size

@@ -133,6 +133,29 @@ def test_what_is_refused(world: World) -> None:
     bare = [torch.nn.Linear(5, 5), *(torch.nn.Tanh() for _ in range(world.size))]
     with pytest.raises(ConfigError, match="no parameters to train"):
         Pipeline(world.size).begin(world, TorchLayers(bare, cross_entropy, adam))
-    none = [lambda: 5] * world.size
+    none: Any = [lambda: 5] * world.size
     with pytest.raises(ConfigError, match=r"is a int; give a torch\.nn\.Module"):
-        Pipeline(world.size).begin(world, TorchLayers(none, cross_entropy, adam))  # type: ignore[list-item]
+        Pipeline(world.size).begin(world, TorchLayers(none, cross_entropy, adam))
+
+
+def test_a_first_piece_without_parameters(world: World) -> None:
+    """The stage has its parameters in its second piece; the result is that of one rank."""
+    skip_alone(world)
+    if world.size % 2:
+        pytest.skip("there are 2 stages")
+
+    def train(world: World, strategy: Strategy) -> dict[str, numpy.ndarray]:
+        layers = [torch.nn.Flatten(), *(partial(layer, number) for number in (0, 2, 5))]
+        model = TorchLayers(layers, cross_entropy, adam)
+        strategy.begin(world, model)
+        strategy.begin_step(8)
+        batch = samples()[0][:8].reshape(8, 2, 3), samples()[1][:8]
+        strategy.finish_step(model, model.loss_and_gradients(batch, strategy.on_gradient))
+        values = {name: value.copy() for name, value in model.parameters().items()}
+        strategy.close()
+        return values
+
+    expected = train(world, Sync())
+    for recompute in (False, True):
+        for name, value in train(world, Pipeline(2, "interleaved", 2, recompute=recompute)).items():
+            numpy.testing.assert_allclose(value, expected[name], rtol=1e-6)

@@ -10,6 +10,9 @@ import sys
 from contextlib import closing
 from pathlib import Path
 
+import pytest
+
+from mpitrain.watching import roll_call
 from mpitrain.watching.census import Census
 from mpitrain.watching.roll_call import PREFIX, appear
 
@@ -35,7 +38,16 @@ def age(path: Path) -> None:
     os.utime(path, (made, made), follow_symlinks=False)
 
 
-def test_what_killed_jobs_have_left_is_removed(tmp_path: Path) -> None:
+def mounted_as(system: str, folder: Path, patch: pytest.MonkeyPatch) -> None:
+    """As if the folder were on such a file system."""
+    device, mounts = folder.stat().st_dev, folder.parent / f"{folder.name}-mounts"
+    number = f"{os.major(device)}:{os.minor(device)}"
+    mounts.write_text(f"1 27 0:0 / /proc rw - proc proc rw\n2 1 {number} / / rw shared:1 - {system} source rw\n")
+    patch.setattr(roll_call, "_MOUNTS", str(mounts))
+
+
+def test_what_killed_jobs_have_left_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    mounted_as("ext4", tmp_path, monkeypatch)
     left, young, lives, silent, file = (tmp_path / f"{PREFIX}{name}" for name in ("a", "b", "c", "d", "e"))
     for path in (left, young):
         process = guard(path)
@@ -60,6 +72,18 @@ def test_what_killed_jobs_have_left_is_removed(tmp_path: Path) -> None:
     finally:
         living.kill()
         living.communicate()
+
+
+@pytest.mark.parametrize(("system", "num_left"), [("nfs4", 1), ("fuse.sshfs", 1), ("xfs", 0)])
+def test_a_share_is_not_swept(system: str, num_left: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """There a socket of another machine, whose job may live, looks like one that is left."""
+    mounted_as(system, tmp_path, monkeypatch)
+    other = tmp_path / f"{PREFIX}other"
+    with closing(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)) as made:
+        made.bind(str(other))
+    age(other)
+    Census(str(tmp_path / f"{PREFIX}own")).close()
+    assert len([*tmp_path.glob(other.name)]) == num_left
 
 
 def test_a_folder_that_cannot_be_listed(tmp_path: Path) -> None:

@@ -53,8 +53,16 @@ class Balance(Hook):
         """See Hook.
 
         Raises:
-            ConfigError: the data cannot be shared out in unequal parts. Raised on every rank.
+            ConfigError: the data cannot be shared out in unequal parts, or the ranks of a pipeline need the same part.
+                Raised on every rank.
         """
+        if getattr(trainer.strategy, "divides_model", False):
+            raise everywhere(
+                ConfigError(
+                    "Balance gives each rank a part of its own, and all stages of a pipeline need the same part. Leave "
+                    "the hook out, or use one stage"
+                )
+            )
         if not hasattr(trainer.data, "share_out"):
             raise everywhere(
                 ConfigError(
