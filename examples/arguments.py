@@ -24,7 +24,8 @@ def add_virtual_ranks(parser: argparse.ArgumentParser) -> None:
         "--virtual-ranks",
         type=positive,
         metavar="V",
-        help="compute each batch in V equal parts, with the same bits on 1 to V ranks (docs/same-bits.md)",
+        help="compute each batch in V equal parts, with the same bits on 1 to V ranks if OMP_NUM_THREADS is the same "
+        "(docs/same-bits.md)",
     )
 
 

@@ -4,6 +4,7 @@
     mpiexec -n 2 python examples/train.py                       # two ranks, the same result to rounding
     mpiexec -n 4 -ppn 1 -hosts a,b python examples/train.py --model cnn
     mpiexec -n 2 python examples/train.py --framework torch     # the same model in PyTorch, the same result to rounding
+    export OMP_NUM_THREADS=1                                    # the bits depend on the number of threads
     mpiexec -n 3 python examples/train.py --virtual-ranks 8     # the same bits on 1 to 8 ranks
 
 The data is Fashion-MNIST (get it with scripts/get-data fashion), or with --data digits the 1,797 small images that

@@ -77,7 +77,10 @@ class ArrayFunction:
                 exist, or does not fit the parameters.
         """
         self._function = function
-        self._parameter = inspect.signature(function).parameters.get("random")
+        try:
+            self._parameter = inspect.signature(function).parameters.get("random")
+        except (TypeError, ValueError):  # a function of a C extension may have no signature
+            self._parameter = None
         self._random: numpy.random.Generator | None = None  # that of the virtual rank under way
         self._optimizer: Optimizer = optimizer
         narrow = _narrow_dtype(precision, parameters)

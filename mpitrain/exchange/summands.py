@@ -105,7 +105,11 @@ class Summands:
     def loss(self) -> float:
         """Return the mean loss over the samples of all ranks. No order of ranks changes it. Collective."""
         losses = [loss for of_rank in self._world.allgather(self._losses) for loss in of_rank]
-        return math.fsum(losses) / self._total
+        try:
+            total = math.fsum(losses)
+        except (ValueError, OverflowError):  # infinities of both signs, or too large: the order is that of `losses`
+            total = float(sum(losses))
+        return total / self._total
 
     def mean(self, slot: Slot, bucket: Bucket, share: float) -> AllreduceHandle:
         """See Exchange.mean; the part is that of a bucket."""

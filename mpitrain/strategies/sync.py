@@ -36,7 +36,8 @@ class Sync:
         Args:
             exchange: makes the object that computes the means, for a World.
             virtual_ranks: cut every global batch into so many equal parts, and compute the gradients of each part by
-                itself. Their exact sum has the same bits on 1 to `virtual_ranks` ranks. See docs/same-bits.md.
+                itself. Their exact sum has the same bits on 1 to `virtual_ranks` ranks, if each rank has the same
+                number of threads. See docs/same-bits.md.
             seed: of the random numbers of virtual ranks, at least 0.
         """
         self.exchange = exchange

@@ -12,6 +12,9 @@ from mpitrain.errors import CheckpointError, ConfigError, everywhere
 from mpitrain.exchange.exchange import OTHERS
 from mpitrain.world import World
 
+# The random numbers of `augment` are drawn from three numbers: see training/data/samples.py.
+_NOT_A_SAMPLE = 1
+
 
 @dataclass(frozen=True)
 class VirtualRanks:
@@ -20,9 +23,9 @@ class VirtualRanks:
     number: int
     seed: int
 
-    def key(self, step: int, virtual_rank: int) -> tuple[int, int, int]:
+    def key(self, step: int, virtual_rank: int) -> tuple[int, int, int, int]:
         """Return what the random numbers of a virtual rank in a step are drawn from, and nothing else."""
-        return self.seed, step, virtual_rank
+        return self.seed, step, virtual_rank, _NOT_A_SAMPLE
 
     def state(self) -> dict[str, int]:
         """Return what a checkpoint must know to go on with the same bits."""

@@ -211,9 +211,11 @@ class Trainer:
         with memory_explained():
             if self._virtual_passes:
                 loss = self._virtual_passes.compute(batch, self.step_number + 1)
+                told = self._virtual_passes.non_finite_loss
             else:
                 self.strategy.begin_step(weight)
                 loss = self.adapter.loss_and_gradients(batch, self.strategy.on_gradient)
+                told = loss if weight else 0.0
             if self.times_own_work:
                 wait_for_work(next(iter(self.adapter.parameters().values())))
             finishing = time.perf_counter()
@@ -228,7 +230,7 @@ class Trainer:
                     error,
                     step=self.step_number + 1,
                     batch=batch,
-                    loss=loss if weight else 0.0,
+                    loss=told,
                     parameters=self.adapter.parameters(),
                 ) from None
         self.order_number = means.order_number

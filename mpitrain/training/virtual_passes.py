@@ -14,17 +14,16 @@ SC 2023.
 
 from __future__ import annotations
 
-from typing import Any
+import math
 
 import numpy
 
 from mpitrain.adapters.adapter import seeded_of
-from mpitrain.errors import ConfigError, everywhere
 from mpitrain.exchange.trees import aligned
 from mpitrain.shard import part_of
 from mpitrain.strategies.sync import Sync
 from mpitrain.strategies.virtual_ranks import VirtualRanks
-from mpitrain.training.data.prefetch import Prefetch
+from mpitrain.training.data.prefetch import cut_into
 from mpitrain.training.parts import Parts
 from mpitrain.training.probe import probe
 from mpitrain.tree import Tree, leaves, num_samples, rebuild
@@ -32,7 +31,11 @@ from mpitrain.world import World
 
 
 class VirtualPasses:
-    """The passes of this rank's virtual ranks in each step of a Trainer, in one World."""
+    """The passes of this rank's virtual ranks in each step of a Trainer, in one World.
+
+    Attributes:
+        non_finite_loss: the first loss of this step that is NaN or infinity, of a virtual rank with samples; 0: none.
+    """
 
     def __init__(self, world: World, parts: Parts, strategy: Sync, virtual: VirtualRanks) -> None:
         """Collective: the data is cut into virtual ranks from now on.
@@ -44,16 +47,8 @@ class VirtualPasses:
         self._strategy, self._virtual = strategy, virtual
         with world.together("prepare virtual ranks"):
             self._adapter = seeded_of(parts.adapter)
-        data: Any = parts.data
-        source = data.source if isinstance(data, Prefetch) else data
-        if not hasattr(source, "cut"):
-            raise everywhere(
-                ConfigError(
-                    f"{type(source).__name__} has no method cut(virtual_ranks), so it cannot give whole virtual ranks "
-                    "to each rank; ArrayData, MapData, StreamData and Prefetch have it"
-                )
-            )
-        self._samples = data.cut(virtual.number)
+            self._adapter.seeded(virtual.key(0, 0))  # one around another asks that one
+        self._samples = cut_into(parts.data, virtual.number)
         own = part_of(virtual.number, world.rank, world.size)
         self._own = range(own.start, own.stop)
         self._is_probed = False
@@ -74,10 +69,12 @@ class VirtualPasses:
             probe(self._world, self._adapter, first, key)
             self._is_probed = True
         self._strategy.begin_step([num_samples(part) for part in parts])
-        loss = 0.0
+        loss = self.non_finite_loss = 0.0
         for number, part in zip(self._own, parts, strict=True):
             with self._adapter.seeded(self._virtual.key(step, number)):
                 loss = self._adapter.loss_and_gradients(part, self._strategy.on_gradient)
+            if not self.non_finite_loss and num_samples(part) and not math.isfinite(loss):
+                self.non_finite_loss = loss
             if number != self._own[-1]:
                 self._strategy.next_pass(self._adapter, loss)
         return loss

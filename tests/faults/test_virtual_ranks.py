@@ -108,7 +108,7 @@ mt.Trainer(build, [mt.StopAtStep(2), mt.Checkpoint(sys.argv[1], steps=1)]).run()
 def digest(job: Job) -> str:
     """The SHA-256 that an example prints."""
     succeeded(job)
-    return re.findall(r"^SHA-256 of all parameters: ([0-9a-f]{64})$", job.stdout, re.M)[0]
+    return re.findall(r"SHA-256 of all parameters: ([0-9a-f]{64})$", job.stdout, re.M)[0]
 
 
 def example(name: str, ranks: int, vendor: str = "mpich") -> str:

@@ -172,7 +172,7 @@ def test_means_are_correctly_rounded_sums_of_products(world: World) -> None:
     weighted = []
     for virtual_rank in range(V):
         chosen = order[2 * virtual_rank : 2 * virtual_rank + 2]
-        random = numpy.random.Generator(numpy.random.PCG64(numpy.random.SeedSequence((5, 1, virtual_rank))))
+        random = numpy.random.Generator(numpy.random.PCG64(numpy.random.SeedSequence((5, 1, virtual_rank, 1))))
         loss = noisy(
             start,
             (x[chosen], y[chosen]),
@@ -271,6 +271,8 @@ def test_a_fault_in_a_pass_is_an_error_on_all(
     before = {name: value.copy() for name, value in trainer.adapter.parameters().items()}
     text = error_on_all(world, kind, trainer.step)
     assert words in text and world.name(world.size - 1) in text
+    assert ("the losses, the batches" in text) == (fault is with_nan)
+    assert ("the loss is inf" in text) == (fault is with_infinite_loss)
     for name, value in trainer.adapter.parameters().items():
         assert value.tobytes() == before[name].tobytes()
     trainer.step()  # the next step is whole again
@@ -356,7 +358,11 @@ def test_an_exchange_of_ones_own(world: World) -> None:
     assert "virtual_ranks=7 and an exchange= of its own" in refused(world, build)
 
 
-@pytest.mark.parametrize("wrapped", [lambda data: data, Prefetch], ids=["by itself", "prefetched"])
+@pytest.mark.parametrize(
+    "wrapped",
+    [lambda data: data, Prefetch, lambda data: Prefetch(Prefetch(data))],
+    ids=["by itself", "prefetched", "prefetched twice"],
+)
 def test_data_that_cannot_be_cut(world: World, wrapped: Callable[[Any], Any]) -> None:
     class Batches:
         epoch = steps_per_epoch = 0
@@ -366,6 +372,15 @@ def test_data_that_cannot_be_cut(world: World, wrapped: Callable[[Any], Any]) ->
 
     text = refused(world, builder(data=lambda world, global_batch: wrapped(Batches())))
     assert "Batches has no method cut(virtual_ranks)" in text
+
+
+def test_an_adapter_in_pieces_without_random_numbers(world: World) -> None:
+    class Unseeded(ArrayFunction):
+        seeded: Any = None
+
+    pieces = Accumulate(Unseeded(noisy, model().parameters(), Sgd(0.01)), per_rank_batch=2)
+    with pytest.raises(ConfigError, match=r"Unseeded has no method seeded\(key\)"):
+        Trainer(builder(adapter=lambda: pieces), [StopAtStep(1)], world=world)
 
 
 def test_balance(world: World) -> None:
@@ -393,6 +408,23 @@ def test_a_function_with_random_and_a_default_needs_none(world: World) -> None:
 
     Trainer(build, [StopAtStep(1)], world=alone(world)).step()
     assert given == [None]
+
+
+def test_a_function_without_a_signature(world: World) -> None:
+    class Native:
+        """As a function of a C extension is."""
+
+        @property
+        def __signature__(self) -> Any:
+            raise ValueError("no signature found")
+
+        def __call__(self, parameters: Any, batch: Any, on_gradient: Any) -> float:
+            return noisy(parameters, batch, on_gradient, numpy.random.default_rng(0))
+
+    def build(world: World) -> Parts:
+        return Parts(model(Native()), Sync(), ArrayData(world, samples(), global_batch=V))
+
+    assert Trainer(build, [StopAtStep(1)], world=alone(world)).step().number == 1
 
 
 @pytest.mark.parametrize(("number", "seed", "words"), [(21, 5, "virtual_ranks=21"), (7, 6, "seed=6")])

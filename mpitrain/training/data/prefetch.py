@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from queue import SimpleQueue
 from typing import Any, Protocol
 
-from mpitrain.errors import ConfigError
+from mpitrain.errors import ConfigError, everywhere
 from mpitrain.tree import Tree
 
 # A read that takes longer than this does not hold up the end of the program. The thread is a daemon.
@@ -127,11 +127,13 @@ class Prefetch:
         self._data.share_out(samples_per_second)
 
     def cut(self, virtual_ranks: int) -> int:
-        """See ArrayData. The source must have the same method."""
+        """See ArrayData.
+
+        Raises:
+            ConfigError: the source has no such method. Raised on every rank.
+        """
         self.close()
-        source: Any = self._data
-        num_samples: int = source.cut(virtual_ranks)
-        return num_samples
+        return cut_into(self._data, virtual_ranks)
 
     def state(self) -> dict[str, Any]:
         """Return where the data stood after the batch that was handed out last had been read."""
@@ -142,6 +144,23 @@ class Prefetch:
         self.close()
         self._data.restore(state)
         self._epoch, self._state = self._data.epoch, self._data.state()
+
+
+def cut_into(data: Any, virtual_ranks: int) -> int:
+    """Let a data source give whole virtual ranks to each rank. Return the number of samples of each. Collective.
+
+    Raises:
+        ConfigError: it cannot. Raised on every rank.
+    """
+    if not hasattr(data, "cut"):
+        raise everywhere(
+            ConfigError(
+                f"{type(data).__name__} has no method cut(virtual_ranks), so it cannot give whole virtual ranks to "
+                "each rank; ArrayData, MapData, StreamData and Prefetch have it"
+            )
+        )
+    num_samples: int = data.cut(virtual_ranks)
+    return num_samples
 
 
 class _Reader:
