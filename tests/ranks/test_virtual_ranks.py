@@ -6,7 +6,7 @@ Each rank compares the training on all ranks with one that it makes alone, in a 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -40,6 +40,13 @@ from .common import error_on_all, skip_alone
 from .trainings import bits
 
 V, COUNT, WIDTH = 7, 80, 300  # 300 values are more than a block of an exact sum
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """With several threads, the probe makes one pass more."""
+    with threadpool_limits(1):
+        yield
 
 
 def alone(world: World) -> World:
@@ -268,8 +275,7 @@ def test_a_fault_in_a_pass_is_an_error_on_all(
 ) -> None:
     turns = Turns(world, fault, is_first=is_first)
     trainer = Trainer(builder(adapter=lambda: model(turns)), [StopAtStep(5)], world=world)
-    with threadpool_limits(1):  # with several threads, the probe makes one pass more
-        trainer.step()
+    trainer.step()
     before = {name: value.copy() for name, value in trainer.adapter.parameters().items()}
     text = error_on_all(world, kind, trainer.step)
     assert words in text and world.name(world.size - 1) in text
