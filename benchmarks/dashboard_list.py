@@ -51,9 +51,9 @@ def make_records(folder: Path, number: int) -> None:
         begun = 1.76e9 + 3600 * place
         document = RunDocument(
             job=f"{place:08x}",
-            script="/home/ada/work/train.py",
+            script="/srv/work/train.py",
             arguments=["--lr", str(0.001 * (place + 1)), "--epochs", "30"],
-            folder="/home/ada/work",
+            folder="/srv/work",
             hosts={f"node{host}": list(range(4 * host, 4 * host + 4)) for host in range(1 + place % 6)},
             strategy="Sync",
             settings={"algorithm": "auto"},

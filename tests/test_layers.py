@@ -15,7 +15,7 @@ PACKAGE = Path(__file__).parents[1] / "mpitrain"
 # A name ending in .* stands for a package with all its modules.
 LAYERS: dict[str, list[str]] = {
     "bottom": ["errors", "job", "job.context", "job.early", "job.own_addresses"],
-    "values": ["arrays", "config", "profile", "shown", "state_files", "tree"],
+    "values": ["arrays", "config", "last_word", "profile", "shown", "state_files", "tree"],
     "compression": ["compression.*"],
     "serve": [
         "serve",
@@ -89,7 +89,6 @@ LAYERS: dict[str, list[str]] = {
         "verify.comparison_report",
         "verify.fingerprint",
         "verify.given_arrays",
-        "verify.last_result",
         "verify.parameter_changes",
         "verify.record_file",
         "verify.run_record",

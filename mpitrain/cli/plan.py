@@ -282,7 +282,7 @@ def _gbit(text: str) -> float:
 
 def _keep(request: Request, report: SimulationReport, measured: str, origin: str) -> None:
     """Keep the plan for `mpitrain dashboard`."""
-    from mpitrain.plan.last_plan import keep_plan
+    from mpitrain.last_word import keep_word
 
     with contextlib.redirect_stdout(io.StringIO()) as text:
         print(measured)
@@ -290,6 +290,6 @@ def _keep(request: Request, report: SimulationReport, measured: str, origin: str
     words = 2 if request.program[0] == "-m" else 1
     lines = [line.rstrip() for line in text.getvalue().splitlines()]
     try:
-        keep_plan(Path(request.script), request.program[words:], lines)
+        keep_word("plan", Path(request.script), request.program[words:], lines)
     except MpitrainError as error:
         print(f"mpitrain plan: {error}", file=sys.stderr)

@@ -106,10 +106,10 @@ def _verify(request: Request, directory: Path, steps: int, tolerance: float | No
 
 def _keep(request: Request, lines: Sequence[str], *, is_equal: bool | None) -> None:
     """Keep the result for `mpitrain dashboard`."""
-    from mpitrain.verify.last_result import keep_result
+    from mpitrain.last_word import keep_word
 
     words = 2 if request.program[0] == "-m" else 1
     try:
-        keep_result(Path(request.script), request.program[words:], lines, is_equal=is_equal)
+        keep_word("verify", Path(request.script), request.program[words:], lines, is_equal=is_equal)
     except MpitrainError as error:
         print(f"mpitrain verify: {error}", file=sys.stderr)

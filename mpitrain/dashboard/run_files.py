@@ -8,18 +8,16 @@ from __future__ import annotations
 import os
 import re
 import stat
-from collections.abc import Callable
 from dataclasses import asdict
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 from mpitrain.errors import CheckpointError, DataError
-from mpitrain.plan.last_plan import LastPlan, last_plan
+from mpitrain.last_word import last_word
 from mpitrain.training.checkpoint.manifest import FILE, read_manifest
 from mpitrain.training.run_document import RunDocument
 from mpitrain.training.writers.json_lines import plain_number
-from mpitrain.verify.last_result import VerifyResult, last_result
 
 _MOST_FOLDERS = 8
 _MOST_CHECKPOINTS = 100  # of a folder; the newest
@@ -35,19 +33,17 @@ def files_of(document: RunDocument | None) -> dict[str, Any]:
         return {"folders": [], "verify": None, "verifyProblem": "", "plan": None, "planProblem": ""}
     folders = [_folder(Path(name)) for name in document.checkpoints[:_MOST_FOLDERS]]
     script = Path(document.folder, document.script)
-    verified, problem = _last_word(script, last_result, "verify")
-    planned, plan_problem = _last_word(script, last_plan, "plan")
+    verified, problem = _last_word(script, "verify")
+    planned, plan_problem = _last_word(script, "plan")
     return {
         "folders": folders, "verify": verified, "verifyProblem": problem, "plan": planned, "planProblem": plan_problem,
     }  # fmt: skip
 
 
-def _last_word(
-    script: Path, read: Callable[[Path], VerifyResult | LastPlan | None], command: str
-) -> tuple[dict[str, Any] | None, str]:
+def _last_word(script: Path, command: str) -> tuple[dict[str, Any] | None, str]:
     """Return what a command has said last of a script, or what is wrong with that."""
     try:
-        word = read(script)
+        word = last_word(command, script)
         return None if word is None else {**asdict(word), "isOld": _has_changed(script, word.at)}, ""
     except (DataError, OSError, ValueError, RuntimeError) as error:  # such as a circle of links
         return None, f"what mpitrain {command} said last cannot be read: {error}"

@@ -6,6 +6,7 @@ from typing import Any, Protocol, runtime_checkable
 
 from mpitrain.adapters.adapter import Adapter
 from mpitrain.arrays import Array
+from mpitrain.errors import ConfigError, everywhere
 from mpitrain.exchange.means import Means
 from mpitrain.serve.ledger import ServerLedger
 from mpitrain.world import World
@@ -134,3 +135,13 @@ class ServedStrategy(Strategy, Protocol):
         Workers and shards call this in place of a run.
         """
         ...
+
+
+def refuse_stages(strategy: Strategy, reason: str) -> None:
+    """Refuse a strategy whose ranks have different layers. Call this on every rank.
+
+    Raises:
+        ConfigError: `divides_model` is True. The text is `reason`. Raised on every rank.
+    """
+    if getattr(strategy, "divides_model", False):
+        raise everywhere(ConfigError(reason))

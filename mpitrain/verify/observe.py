@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from mpitrain.errors import ConfigError, everywhere
+from mpitrain.strategies.strategy import refuse_stages
 from mpitrain.training.hooks.evaluate import Evaluate
 from mpitrain.training.hooks.hook import Hook
 from mpitrain.verify.run_record import TRAINER, Recorder
@@ -48,13 +48,11 @@ class _Watch(Hook):
         Raises:
             ConfigError: the ranks have different layers. Raised on every rank.
         """
-        if getattr(trainer.strategy, "divides_model", False):
-            raise everywhere(
-                ConfigError(
-                    "mpitrain verify compares the samples and parameters of all ranks with those of one, and with "
-                    "Pipeline each rank has layers of its own. Use one stage for the comparison"
-                )
-            )
+        refuse_stages(
+            trainer.strategy,
+            "mpitrain verify compares the samples and parameters of all ranks with those of one, and with Pipeline "
+            "each rank has layers of its own. Use one stage for the comparison",
+        )
         last = trainer.step_number + self._recorder.steps_left
         if trainer.last_step is not None or any(hook.ends_run for hook in trainer.hooks):
             trainer.last_step = min(trainer.last_step or last, last)

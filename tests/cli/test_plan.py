@@ -13,7 +13,7 @@ import pytest
 
 from jobs import Job, run_command
 from mpitrain.cli import main
-from mpitrain.plan.last_plan import keep_plan, last_plan
+from mpitrain.last_word import keep_word, last_word
 from mpitrain.profile import fingerprint, to_json
 
 TRAINER = """
@@ -120,7 +120,7 @@ def test_a_trainer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert said[-1].startswith("With these 0.5 M parameters, 0.8 Gbit/s and 8 samples a step, 2 ranks are ")
     assert plain["command"] in [line.removeprefix("2 ranks: ") for line in said] or "MPITRAIN_COMPRESSION" in said[-2]
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
-    kept = last_plan(tmp_path / "train.py")
+    kept = last_word("plan", tmp_path / "train.py")
     assert kept is not None
     assert kept.arguments == ["--milliseconds", "4"]
     assert kept.lines == [line.rstrip() for line in kept.lines]
@@ -225,9 +225,9 @@ def test_wrong_use(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pyte
 
 def test_the_plan_is_kept_for_each_script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
-    assert last_plan(tmp_path / "a.py") is None
-    keep_plan(tmp_path / "a.py", ["--epochs", "5"], ["a table"])
-    keep_plan(tmp_path / "b.py", [], ["another"])
-    kept = last_plan(tmp_path / "a.py")
+    assert last_word("plan", tmp_path / "a.py") is None
+    keep_word("plan", tmp_path / "a.py", ["--epochs", "5"], ["a table"])
+    keep_word("plan", tmp_path / "b.py", [], ["another"])
+    kept = last_word("plan", tmp_path / "a.py")
     assert kept is not None
     assert (kept.script, kept.arguments, kept.lines) == (str(tmp_path / "a.py"), ["--epochs", "5"], ["a table"])

@@ -12,7 +12,7 @@ from verified import BEGIN, differs, verify
 
 from jobs import run_command
 from mpitrain.cli import main
-from mpitrain.verify.last_result import keep_result, last_result
+from mpitrain.last_word import keep_word, last_word
 
 TRAIN = """
 def build(world):
@@ -58,7 +58,7 @@ def test_a_right_script_leaves_nothing_behind(tmp_path: Path) -> None:
     for name in ("Checkpoint", "Record"):
         assert f"leaving out the hook {name}, which reads or writes files" in job.stdout
     assert not checkpoints.exists()
-    kept = last_result(tmp_path / "script.py")
+    kept = last_word("verify", tmp_path / "script.py")
     assert kept is not None and (kept.is_equal, kept.arguments) == (True, [str(checkpoints)])
     assert [f"verify: {line}" for line in kept.lines] == job.stdout.splitlines()[-1 - len(kept.lines) : -1]
     assert "metrics        3 values" in job.stdout  # after steps 2, 4 and 5; step 5 is the last one
@@ -75,10 +75,10 @@ def test_a_run_that_somebody_has_ended(tmp_path: Path, monkeypatch: pytest.Monke
     """Ctrl-C says nothing of the script, so the last result stays. A run that fails has a result."""
     script = tmp_path / "script.py"
     script.write_text("1\n")
-    keep_result(script, [], ["equal"], is_equal=True)
+    keep_word("verify", script, [], ["equal"], is_equal=True)
     monkeypatch.setattr("mpitrain.launch.start.start", lambda request: code)
     assert main(["verify", "-n", "2", "--hosts", "localhost", str(script)]) == code
-    kept = last_result(script)
+    kept = last_word("verify", script)
     assert kept is not None and kept.is_equal is (None if keeps else True)
 
 
@@ -95,7 +95,7 @@ def test_a_mean_by_ranks(tmp_path: Path) -> None:
         "step 1, weights: ",
         "1 on 1 rank, 3 on 3 (1, 1, 1); every rank has weight 1, so this is a mean over ranks, not over samples",
     )
-    kept = last_result(tmp_path / "script.py")
+    kept = last_word("verify", tmp_path / "script.py")
     assert kept is not None and (kept.is_equal, kept.arguments) == (False, [])
     assert any(line.startswith("first difference: step 1, weights: 1 on 1 rank") for line in kept.lines)
 

@@ -11,8 +11,8 @@ from records_made import make_record, rows_made
 from visiting import MARKUP, Visit, contrast
 
 from jobs import until
+from mpitrain.last_word import keep_word
 from mpitrain.training.checkpoint.store import name_of, save
-from mpitrain.verify.last_result import keep_result
 from serving import Dashboard, dashboard
 
 pytest.importorskip("starlette", reason="needs Starlette and uvicorn: pip install 'mpitrain[dashboard]'")
@@ -35,7 +35,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Dashboard]:
     (folder / "train.py").touch()
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_STATE_HOME", str(state))
-        keep_result(folder / "train.py", [MARKUP], [MARKUP], is_equal=False)
+        keep_word("verify", folder / "train.py", [MARKUP], [MARKUP], is_equal=False)
     checkpoints = [str(folder / "kept"), f"{folder}/{MARKUP}"]
     make_record(folder / "runs/first", rows_made(1, 30), script=str(folder / "train.py"), checkpoints=checkpoints)
     variables = {"XDG_STATE_HOME": str(state), "MPITRAIN_PROFILE": str(folder / "profile")}

@@ -18,12 +18,11 @@ from mpitrain.dashboard import run_files
 from mpitrain.dashboard.records import run_id
 from mpitrain.dashboard.run_files import files_of
 from mpitrain.errors import CheckpointError
-from mpitrain.plan.last_plan import keep_plan
+from mpitrain.last_word import keep_word, last_word
 from mpitrain.state_files import state_folder
 from mpitrain.training.checkpoint import manifest
 from mpitrain.training.checkpoint.store import name_of, save
 from mpitrain.training.run_document import RunDocument, read_document
-from mpitrain.verify.last_result import keep_result, last_result
 from serving import dashboard
 
 SCRIPT = """
@@ -159,7 +158,7 @@ def test_what_verify_said(tmp_path: Path) -> None:
     (tmp_path / "link.py").symlink_to(script)
     run = document(folder=str(tmp_path), script="link.py")
     assert files_of(run)["verify"] is None
-    keep_result(script, ["--lr", "0.1"], ["<b>first difference</b>"], is_equal=False)
+    keep_word("verify", script, ["--lr", "0.1"], ["<b>first difference</b>"], is_equal=False)
     found = files_of(run)["verify"]
     assert (found["is_equal"], found["arguments"], found["lines"]) == (
         False,
@@ -169,7 +168,7 @@ def test_what_verify_said(tmp_path: Path) -> None:
     assert found["script"] == str(script) and not found["isOld"]
     os.utime(script, (found["at"] + 5, found["at"] + 5))
     assert files_of(run)["verify"]["isOld"]
-    keep_result(script, [], ["equal"], is_equal=True)
+    keep_word("verify", script, [], ["equal"], is_equal=True)
     assert files_of(run)["verify"]["is_equal"] is True
     assert len(list(state_folder().iterdir())) == 1
     assert files_of(document(folder=str(tmp_path), script="other.py"))["verify"] is None
@@ -180,7 +179,7 @@ def test_what_plan_said(tmp_path: Path) -> None:
     script.write_text("1\n")
     run = document(folder=str(tmp_path))
     assert files_of(run)["plan"] is None
-    keep_plan(script, ["--lr", "0.1"], ["a <b>table</b>", "a sentence"])
+    keep_word("plan", script, ["--lr", "0.1"], ["a <b>table</b>", "a sentence"])
     answer = files_of(run)
     assert (answer["verify"], answer["planProblem"]) == (None, "")
     assert (answer["plan"]["arguments"], answer["plan"]["lines"]) == (["--lr", "0.1"], ["a <b>table</b>", "a sentence"])
@@ -200,8 +199,8 @@ def test_what_plan_said(tmp_path: Path) -> None:
 @pytest.mark.parametrize("change", [{"at": "x"}, {"lines": [1]}, {"lines": 5}, {"is_equal": "yes"}, {"more": 1}, None])
 def test_what_verify_said_is_damaged(tmp_path: Path, change: dict[str, Any] | None) -> None:
     script = tmp_path / "train.py"
-    keep_result(script, [], [], is_equal=None)
-    assert last_result(script) is not None
+    keep_word("verify", script, [], [], is_equal=None)
+    assert last_word("verify", script) is not None
     (path,) = state_folder().iterdir()
     path.write_text("{" if change is None else json.dumps(json.loads(path.read_text()) | change))
     found = files_of(document(folder=str(tmp_path)))

@@ -6,6 +6,7 @@ import statistics
 from typing import TYPE_CHECKING, Any
 
 from mpitrain.errors import ConfigError, everywhere
+from mpitrain.strategies.strategy import refuse_stages
 from mpitrain.training.hooks.hook import Hook
 
 if TYPE_CHECKING:
@@ -56,13 +57,11 @@ class Balance(Hook):
             ConfigError: the data cannot be shared out in unequal parts, or the ranks of a pipeline need the same part.
                 Raised on every rank.
         """
-        if getattr(trainer.strategy, "divides_model", False):
-            raise everywhere(
-                ConfigError(
-                    "Balance gives each rank a part of its own, and all stages of a pipeline need the same part. Leave "
-                    "the hook out, or use one stage"
-                )
-            )
+        refuse_stages(
+            trainer.strategy,
+            "Balance gives each rank a part of its own, and all stages of a pipeline need the same part. Leave the "
+            "hook out, or use one stage",
+        )
         if not hasattr(trainer.data, "share_out"):
             raise everywhere(
                 ConfigError(

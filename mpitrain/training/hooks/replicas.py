@@ -12,6 +12,7 @@ import numpy
 
 from mpitrain.arrays import Array, is_device_array
 from mpitrain.errors import ConfigError, ReplicaError, everywhere
+from mpitrain.strategies.strategy import refuse_stages
 from mpitrain.training.hooks.hook import Hook
 
 if TYPE_CHECKING:
@@ -57,13 +58,11 @@ class CompareReplicas(Hook):
         Raises:
             ConfigError: the ranks have different layers. Raised on every rank.
         """
-        if getattr(trainer.strategy, "divides_model", False):
-            raise everywhere(
-                ConfigError(
-                    "CompareReplicas compares the parameters of all ranks, and with Pipeline each rank has layers of "
-                    "its own. Leave the hook out, or use one stage"
-                )
-            )
+        refuse_stages(
+            trainer.strategy,
+            "CompareReplicas compares the parameters of all ranks, and with Pipeline each rank has layers of its own. "
+            "Leave the hook out, or use one stage",
+        )
 
     def reads_model(self, trainer: Trainer, step: int) -> bool:
         """See Hook."""

@@ -1,0 +1,77 @@
+"""What a command, `verify` or `plan`, last said of a script: kept for this user, shown with the runs of the script."""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from mpitrain.errors import DataError
+from mpitrain.state_files import keep_state, read_state, state_folder
+
+_VERSION = 1
+_MOST_BYTES = 1 << 20
+
+
+@dataclass(frozen=True)
+class LastWord:
+    """The end of a command.
+
+    Attributes:
+        script: the file, with its whole path.
+        arguments: of the script.
+        at: when the command ended, in seconds since the epoch.
+        lines: what the command printed at its end.
+        is_equal: of verify: the runs were equal; None: one of them failed, so nothing was compared.
+    """
+
+    script: str
+    arguments: list[str]
+    at: float
+    lines: list[str]
+    is_equal: bool | None = None
+
+
+def keep_word(
+    command: str, script: Path, arguments: Sequence[str], lines: Sequence[str], *, is_equal: bool | None = None
+) -> None:
+    """Keep the end of a command in place of an earlier one of this script.
+
+    Raises:
+        MpitrainError: see keep_state.
+    """
+    word = LastWord(str(script.resolve()), list(arguments), time.time(), list(lines), is_equal)
+    keep_state(_file_of(command, script), _VERSION, asdict(word))
+
+
+def last_word(command: str, script: Path) -> LastWord | None:
+    """Return what a command said last of a script; None: there is nothing.
+
+    Raises:
+        DataError: see read_state; or the file has another form.
+    """
+    path = _file_of(command, script)
+    content = read_state(path, _VERSION, _MOST_BYTES)
+    if content is None:
+        return None
+    del content["version"]
+    try:
+        word = LastWord(**content)
+    except TypeError as error:
+        raise DataError(f"{path} is damaged ({error!s:.200}). Remove it") from None
+    texts = [word.script, *word.arguments, *word.lines] if _are_lists(word) else [None]
+    is_time = type(word.at) in (int, float)
+    if not (is_time and word.is_equal in (True, False, None) and all(isinstance(text, str) for text in texts)):
+        raise DataError(f"{path} is damaged: a field is not of its type. Remove it")
+    return word
+
+
+def _are_lists(word: LastWord) -> bool:
+    return isinstance(word.arguments, list) and isinstance(word.lines, list)
+
+
+def _file_of(command: str, script: Path) -> Path:
+    name = hashlib.sha256(str(script.resolve()).encode(errors="surrogateescape")).hexdigest()
+    return state_folder() / f"{command}-{name[:32]}.json"
