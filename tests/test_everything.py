@@ -51,6 +51,12 @@ def test_every_folder_of_tests_is_run_once(monkeypatch: pytest.MonkeyPatch) -> N
     assert files == dict.fromkeys(every, 1)
 
 
+def test_one_process_can_collect_all_tests() -> None:
+    """pytest takes two files of one name for one module, unless the folder of either is a package."""
+    bare = [path for path in (REPOSITORY / "tests").rglob("test_*.py") if not (path.parent / "__init__.py").exists()]
+    assert {name: count for name, count in Counter(path.name for path in bare).items() if count > 1} == {}
+
+
 def test_the_parts_of_the_faults_begin_before_all_others_but_the_beds() -> None:
     """They take longest. What they name is there: a file of another name would be in the last of them."""
     names = [part.name for part in everything.parts(full=False)]
