@@ -88,18 +88,20 @@ def told(slurm: Slurm, folder: Path, job: str, *, urgent: bool) -> None:
         state = slurm.state(job)
         return int(state.get("Restarts", 0)) > before or state.get("JobState") == "COMPLETED"
 
-    until(
-        is_over,
-        f"the job was not started again: {(folder / f'train-{job}.out').read_text()}",
-    )
+    until(is_over, f"job {job} in {folder} was not started again")
 
     def has_started() -> bool:
         state = slurm.state(job)
-        if state.get("Reason") == "BeginTime":  # until the credentials of the first start have expired, two minutes
+        ended = (folder / f"train-{job}.out").read_text() if state.get("JobState") in ("FAILED", "CANCELLED") else ""
+        assert not ended, f"{state}\n{ended}"
+        # Slurm waits two minutes, because its nodes refuse a credential as old as the end of the first start. It counts
+        # in whole seconds.
+        if state.get("Reason") == "BeginTime":
+            time.sleep(2.0)
             slurm.command("scontrol", "update", f"JobId={job}", "StartTime=now")
         return state.get("JobState") in ("RUNNING", "COMPLETED")
 
-    until(has_started, "the job does not start again")
+    until(has_started, f"job {job} in {folder} does not start again")
 
 
 def check(slurm: Slurm, folder: Path, job: str, reference: dict[int, str]) -> int:
@@ -143,4 +145,7 @@ def test_preempted_at_random_moments_no_step_is_lost(slurm: Slurm, tmp_path: Pat
         told(slurm, folder, job, urgent=number % 2 == 0)
         assert check(slurm, folder, job, reference) == 1
         first = max((step for start, step in steps_of(folder) if start == 0), default=0)
-        print(f"{number}: told at step {first}", flush=True)
+        print(
+            f"{number + 1} of 20: told at step {first}, {'preempted' if number % 2 == 0 else 'by the signal'}",
+            flush=True,
+        )
