@@ -20,6 +20,7 @@ from mpitrain.launch.orders import Orders
 from mpitrain.launch.reserve import Reserve
 from mpitrain.launch.said import Said
 from mpitrain.launch.silence import PATIENCE_SECONDS, SILENCE_SECONDS, trouble
+from mpitrain.launch.slurm_step import advice_on_lost
 from mpitrain.watching.hang_report import stacks_of
 
 BEAT_SECONDS = 1.0
@@ -120,7 +121,9 @@ class Guards(Said):
         if wrong:
             refusals = [wrong[host] for host in self._connections if host in wrong]
             is_here = len(self._connections) == 1
-            error = refuse_here(refusals[0]) if is_here else refuse("these hosts cannot take part", refusals, script="")
+            error = refuse_here(refusals[0])
+            if not is_here:
+                error = refuse("these hosts cannot take part", refusals, script="", advice=advice_on_lost(wrong))
             error.hosts = tuple(wrong)
             raise error
         return {host: self._facts[host] for host in self._connections}
