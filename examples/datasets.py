@@ -113,7 +113,7 @@ def _scaled(values: numpy.ndarray, largest: int) -> numpy.ndarray:
 def _digits() -> Images:
     package = importlib.util.find_spec("sklearn")
     if package is None or package.origin is None:
-        raise DataError("digits come with scikit-learn, which is missing; get it with: pip install scikit-learn")
+        raise DataError("digits come with scikit-learn, which is missing; get it with: pip install 'mpitrain[digits]'")
     # Read only scikit-learn's file: its import would take each rank a second.
     table = numpy.loadtxt(Path(package.origin).parent / "datasets/data/digits.csv.gz", delimiter=",")
     x, y = table[:, :-1], table[:, -1]

@@ -14,7 +14,7 @@ PACKAGE = Path(__file__).parents[1] / "mpitrain"
 # From the bottom up. A module may import those of lower layers and of its own, but never in a circle.
 # A name ending in .* stands for a package with all its modules.
 LAYERS: dict[str, list[str]] = {
-    "bottom": ["errors", "job", "job.context", "job.early", "job.own_addresses"],
+    "bottom": ["errors", "extras", "job", "job.context", "job.early", "job.own_addresses"],
     "values": ["arrays", "config", "last_word", "profile", "shown", "state_files", "tree"],
     "compression": ["compression.*"],
     "serve": [
@@ -168,7 +168,7 @@ ONLY = {
     "diagnostics.*": ["errors", "config", "launch.*", "diagnostics.*"],
     "testbed.*": ["errors", "config", "launch.*", "testbed.*"],
     "provision.*": ["errors", "config", "launch.*", "provision.*"],
-    "chaos.*": ["errors", "config", "job.context", "watching.*", "launch.*", "testbed.*", "chaos.*"],
+    "chaos.*": ["errors", "extras", "config", "job.context", "watching.*", "launch.*", "testbed.*", "chaos.*"],
 }
 
 # Imported nowhere else in the package, not even inside a function.

@@ -68,7 +68,7 @@ def test_a_framework_that_is_not_there() -> None:
     assert done.returncode == 1
     last = done.stderr.splitlines()[-1]
     assert last.startswith("mpitrain.errors.ConfigError: mpitrain.TorchModule needs PyTorch (")
-    assert last.endswith("); pip install 'mpitrain[torch]'")
+    assert last.endswith("-m pip install 'mpitrain[torch]'")
 
 
 def test_a_name_that_is_not_there() -> None:

@@ -133,7 +133,11 @@ def test_the_collection(tmp_path: Path) -> None:
     (tmp_path / "hosts").write_text(
         "[head]\nhere ansible_host=10.0.0.1 ansible_connection=local\n[workers]\n[cluster:children]\nhead\nworkers\n"
     )
-    line = [str(programs / "ansible-playbook"), "-i", "hosts", "mpitrain.cluster.setup", "--tags", "preflight"]
-    job = run_command(line, cwd=tmp_path, env=env)
+    play = [str(programs / "ansible-playbook"), "-i", "hosts"]
+    names = [f"mpitrain.cluster.{path.stem}" for path in (folder / "playbooks").glob("*.yml")]
+    job = run_command([*play, "--syntax-check", *names], cwd=tmp_path, env=env)
+    assert job.code == 0, job.output
+    assert len(names) > 2 and job.stdout.count("playbook: ") == len(names), job.output
+    job = run_command([*play, "mpitrain.cluster.setup", "--tags", "preflight"], cwd=tmp_path, env=env)
     assert job.code == 2, job.output
     assert "Nothing was changed. What is wrong:" in job.output

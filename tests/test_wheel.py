@@ -127,6 +127,37 @@ def test_a_project_trains(installed: Installed, tmp_path: Path) -> None:
     assert "step 630: mean squared error 0.844" in job.stdout
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(("kind", "extras"), [("wheel", "mpich,cluster"), ("sdist", "mpich")])
+def test_with_what_the_package_index_has(kind: str, extras: str, installed: Installed, tmp_path: Path) -> None:
+    """Two commands in an empty folder: pip install, into a new environment, and a training on 2 ranks."""
+    built = installed.wheel if kind == "wheel" else build(installed.folder.parent / "checkout", tmp_path, kind)
+    venv.create(tmp_path / "venv", symlinks=True, with_pip=True)
+    programs, empty = tmp_path / "venv/bin", tmp_path / "empty"
+    empty.mkdir()
+    environment = {"PYTHONPATH": "", "PATH": f"{programs}:/usr/bin:/bin"}
+
+    def run(line: str, *more: str) -> Job:
+        return run_command([str(programs / line.split()[0]), *line.split()[1:], *more], cwd=empty, env=environment)
+
+    if run("pip download --quiet --no-deps --dest ../index threadpoolctl").code != 0:
+        pytest.skip("pip reaches no package index")
+    job = run("pip install --quiet --disable-pip-version-check", f"{built}[{extras}]")
+    assert job.code == 0, job.output
+    job = run("mpitrain run -n 2 -m mpitrain.cli.new_project.train")
+    assert job.code == 0, job.output
+    assert "step 630: mean squared error 0.844" in job.stdout
+    assert [path.name for path in empty.iterdir()] == ["checkpoints"]
+    job = run("mpitrain completion bash")
+    assert job.code == 2 and "-m pip install 'mpitrain[completion]'" in job.stderr
+    assert run("mpitrain cluster init --nodes a=10.0.0.1").code == 0
+    job = run("mpitrain cluster setup -- --syntax-check")
+    if "cluster" in extras:
+        assert job.code == 0, job.output
+    else:
+        assert job.code == 1 and "-m pip install 'mpitrain[cluster]'" in job.stderr
+
+
 def test_a_cluster_in_an_empty_folder(installed: Installed, tmp_path: Path) -> None:
     """The inventory and the variables are the user's, and the playbooks those of the package."""
     job = installed.mpitrain(tmp_path, "cluster", "init", "--nodes", "a=10.0.0.1,b=10.0.0.2")

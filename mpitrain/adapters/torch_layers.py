@@ -9,9 +9,9 @@ import numpy
 
 from mpitrain.adapters.adapter import OnGradient
 from mpitrain.adapters.staged import LayeredModel, LayerPiece, check_parameters
-from mpitrain.adapters.torch_module import TorchModule
 from mpitrain.arrays import Array
 from mpitrain.errors import ConfigError, GradientError
+from mpitrain.extras import missing
 from mpitrain.training.schedules import Schedule
 from mpitrain.tree import Tree
 
@@ -21,11 +21,12 @@ try:
 except ModuleNotFoundError as error:
     if error.name != "torch":
         raise
-    raise ConfigError(f"mpitrain.TorchLayers needs PyTorch ({error}); pip install 'mpitrain[torch]'") from None
+    raise missing("mpitrain.TorchLayers", "PyTorch", "torch", error) from None
 
 from mpitrain.adapters.torch_arrays import array_of, tensor_of
 from mpitrain.adapters.torch_batch import as_tensors
 from mpitrain.adapters.torch_checks import checked_loss
+from mpitrain.adapters.torch_module import TorchModule
 
 # A module, or a function without arguments that makes it. Only ranks that have the layer call it.
 TorchLayer: TypeAlias = "torch.nn.Module | Callable[[], torch.nn.Module]"

@@ -17,6 +17,7 @@ from mpitrain.errors import ConfigError, GradientError
 from mpitrain.exchange.bucket import Parameter, plan_layout
 from mpitrain.exchange.owned import Owned
 from mpitrain.exchange.remarks import Remarks
+from mpitrain.extras import missing
 from mpitrain.training.loss_scale import LossScale
 from mpitrain.training.schedules import Schedule
 from mpitrain.tree import Tree
@@ -26,7 +27,7 @@ try:
 except ModuleNotFoundError as error:
     if error.name != "torch":
         raise
-    raise ConfigError(f"mpitrain.TorchModule needs PyTorch ({error}); pip install 'mpitrain[torch]'") from None
+    raise missing("mpitrain.TorchModule", "PyTorch", "torch", error) from None
 
 from mpitrain.adapters.torch_arrays import array_of, tensor_of
 from mpitrain.adapters.torch_batch import as_tensors, is_empty

@@ -9,7 +9,7 @@ from pathlib import Path
 from mpitrain.chaos.episode import Episode
 from mpitrain.chaos.plan import KINDS
 from mpitrain.chaos.timeline import rate
-from mpitrain.errors import ConfigError
+from mpitrain.extras import missing
 
 _MOST_BARS = 240
 _MARKERS = dict(zip(KINDS, "oshDv", strict=True))
@@ -31,7 +31,7 @@ def draw(path: Path, episode: Episode, title: str) -> None:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise ConfigError(f"the picture needs matplotlib ({error}); pip install matplotlib") from None
+        raise missing("the picture", "matplotlib", "plot", error) from None
 
     end = episode.points[-1].seconds
     width = max(1.0, end / _MOST_BARS)

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import argparse
-import sys
 
-from mpitrain.errors import ConfigError
+from mpitrain.extras import missing
 
 HELP = "print what makes a shell complete this command: subcommands, options, jobs, files"
 
@@ -30,9 +29,7 @@ def run(arguments: argparse.Namespace) -> int:
     try:
         from argcomplete.shell_integration import shellcode
     except ImportError as error:
-        raise ConfigError(
-            f"completion needs argcomplete ({error}); {sys.executable} -m pip install 'mpitrain[completion]'"
-        ) from None
+        raise missing("completion", "argcomplete", "completion", error) from None
     print(shellcode(["mpitrain"], shell=arguments.shell))
     return 0
 

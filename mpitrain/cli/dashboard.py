@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from mpitrain.errors import ConfigError
+from mpitrain.extras import missing
 
 HELP = "show the runs that go on, and those that have ended, in a browser"
 
@@ -60,9 +61,7 @@ def run(arguments: argparse.Namespace) -> int:
     try:
         from mpitrain.dashboard.server import serve
     except ImportError as error:
-        raise ConfigError(
-            f"the dashboard needs Starlette and uvicorn ({error}); pip install 'mpitrain[dashboard]'"
-        ) from None
+        raise missing("the dashboard", "Starlette and uvicorn", "dashboard", error) from None
     tls = (arguments.tls_certificate, arguments.tls_key) if arguments.tls_certificate else None
     folders = arguments.folders or [_FOLDER]
     return serve(folders, arguments.host, arguments.port, tls, arguments.inventory, anew=arguments.reindex)

@@ -25,7 +25,7 @@ _COUNT = re.compile(r"(\d{1,9})(?:\(x(\d{1,9})\))?")
 FIRST_SPECIAL_SLURM_STEP = 2**32 - 6
 # If none of these is set, the job has asked for nodes alone, and srun starts one task on each.
 _SLURM_ASKED_TASKS = ("SLURM_NTASKS", "SLURM_NTASKS_PER_NODE")
-_SCONTROL_SECONDS = 30.0
+_ANSWER_SECONDS = 30.0
 _NAME_HOSTS = "name the hosts: --hosts A,B"
 # The variables that make an mpiexec use a batch system by itself.
 MARKS = ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID")
@@ -80,13 +80,27 @@ def slurm_hosts(environ: Mapping[str, str], remedy: str = _NAME_HOSTS) -> tuple[
     return _expanded(environ["SLURM_JOB_NODELIST"], remedy)
 
 
+def slurm_hosts_now(environ: Mapping[str, str]) -> tuple[str, ...]:
+    """Return the hosts that this Slurm job still has of SLURM_JOB_NODELIST; none: Slurm does not say."""
+    try:
+        done = _asked(["squeue", "--noheader", f"--jobs={environ['SLURM_JOB_ID']}", "--format=%N"])
+    except (OSError, subprocess.TimeoutExpired):
+        return ()
+    return _expanded(nodes) if done.returncode == 0 and (nodes := done.stdout.strip()) else ()
+
+
 def _of_slurm(environ: Mapping[str, str]) -> Allocation:
     job = f"Slurm job {environ['SLURM_JOB_ID']}"
     step = environ.get("SLURM_STEP_ID", "")
     part = "STEP" if step.isdecimal() and int(step) < FIRST_SPECIAL_SLURM_STEP else "JOB"
     hosts = _expanded(environ.get(f"SLURM_{part}_NODELIST", environ["SLURM_JOB_NODELIST"]))
     variable = "SLURM_STEP_TASKS_PER_NODE" if part == "STEP" else "SLURM_TASKS_PER_NODE"
-    tasks = _counts(job, variable, environ.get(variable, ""), len(hosts))
+    if not environ.get(variable):
+        raise ConfigError(
+            f"{job}: {variable} is not set, as after a change of the job's nodes, so the number of ranks is not known. "
+            f"Name the hosts and the ranks: --hosts {','.join(hosts)} --ppn N"
+        )
+    tasks = _counts(job, variable, environ[variable], len(hosts))
     has_asked = part == "STEP" or any(name in environ for name in _SLURM_ASKED_TASKS)
     slots, most = tasks if has_asked else [1] * len(hosts), sum(tasks)
     if part == "JOB" and (cpus := environ.get("SLURM_JOB_CPUS_PER_NODE")):
@@ -117,14 +131,7 @@ def _expanded(nodes: str, remedy: str = _NAME_HOSTS) -> tuple[str, ...]:
     """Return the hosts of a list such as `n[1-3,7]`. Slurm itself knows all its forms."""
     command = ["scontrol", "show", "hostnames", nodes]
     try:
-        done = subprocess.run(
-            command,
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            timeout=_SCONTROL_SECONDS,
-            check=False,
-        )
+        done = _asked(command)
     except (OSError, subprocess.TimeoutExpired) as error:
         raise ConfigError(
             f"{' '.join(command)!r} cannot be run: {error}. Put Slurm's commands on PATH, or {remedy}"
@@ -133,6 +140,13 @@ def _expanded(nodes: str, remedy: str = _NAME_HOSTS) -> tuple[str, ...]:
         said = done.stderr.strip().partition("\n")[0] or f"exit code {done.returncode}"
         raise ConfigError(f"{' '.join(command)!r} failed: {said}. Make it work here, or {remedy}")
     return tuple(done.stdout.split())
+
+
+def _asked(command: list[str]) -> subprocess.CompletedProcess[str]:
+    """Run a command of Slurm."""
+    return subprocess.run(
+        command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=_ANSWER_SECONDS, check=False
+    )
 
 
 def _of_file(name: str, variable: str, environ: Mapping[str, str], how_more: str) -> Allocation:

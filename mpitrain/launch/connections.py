@@ -80,9 +80,9 @@ def command_on(host: str, line: str) -> list[str]:
     return ["ssh", *SSH_OPTIONS, *GUARD_OPTIONS, host, line]
 
 
-def knock(host: str) -> str:
-    """Return the line that a user types to see whether `host` lets commands in."""
-    return f"srun --overlap -N1 -n1 -w {host} true" if step_on(host) else f"ssh {host} true"
+def typed_on(host: str, line: str) -> str:
+    """Return what a user types to run a line on `host`."""
+    return f"srun --overlap -N1 -n1 -w {host} {line}" if step_on(host) else f"ssh {host} {line}"
 
 
 @dataclass

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from mpitrain.launch.connections import GUARD, connect, knock
+from mpitrain.launch.connections import GUARD, connect, typed_on
 from mpitrain.launch.placement import Placement
 from mpitrain.watching.ranges import rank_ranges
 from mpitrain.watching.rank_record import BUSY, ENDED, WAITS
@@ -222,5 +222,5 @@ def _ask(placement: Placement, wish: Mapping[str, Any], seconds: float) -> tuple
         connection.hang_up()
         connection.close(0.5)
         if host not in answers and host not in wrong:
-            wrong[host] = f"{host}: no answer within {seconds:g} s; does `{knock(host)}` come back at once?"
+            wrong[host] = f"{host}: no answer within {seconds:g} s; does `{typed_on(host, 'true')}` come back at once?"
     return {host: answers[host] for host in hosts if host in answers}, wrong

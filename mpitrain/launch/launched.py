@@ -29,6 +29,8 @@ from mpitrain.launch.libraries import (
 
 # `mpitrain run` finds the mpiexec that belongs to the library.
 _RIGHT_COMMAND = "mpitrain run -n {size} SCRIPT"
+# The way in which srun joins the processes of each library.
+_SRUN_MPI: dict[Vendor, str] = {"mpich": "pmi2", "impi": "pmi2", "openmpi": "pmix"}
 
 
 @dataclass(frozen=True)
@@ -159,9 +161,11 @@ def _message(launched: Launched | None, variable: str, expected: int, library: V
     rank = f"process {launched.rank}" if launched and launched.rank is not None else "a process"
     launcher = "mpitrain run" if variable == EXPECTED_SIZE else launched.launcher if launched else "the launcher"
     jobs = f": this would run as {expected // size} jobs of {size}" if expected % size == 0 else ""
+    is_srun = launched is not None and launched.launcher == "srun" and library in _SRUN_MPI
+    by_srun = f"\nor let srun join them, where Slurm has the plugin: --mpi={_SRUN_MPI[library]}" if is_srun else ""
     return (
         f"{rank} on {socket.gethostname()}: {launcher} started {expected} processes ({variable}={expected}), but "
         f"mpi4py loads {VENDOR_NAMES[library]}, which sees {size}{jobs}. "
         f"Start the program with the mpiexec of {VENDOR_NAMES[library]}, or let mpitrain find that mpiexec:\n"
-        f"    {_RIGHT_COMMAND.format(size=expected)}"
+        f"    {_RIGHT_COMMAND.format(size=expected)}{by_srun}"
     )

@@ -6,10 +6,10 @@ So a job needs neither ssh on the nodes nor a key. Slurm knows the step, and end
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
-from mpitrain.launch.allocation import slurm_hosts
+from mpitrain.launch.allocation import slurm_hosts, slurm_hosts_now
 
 _GPUS = "CUDA_VISIBLE_DEVICES"
 # srun would take these of the batch script for the step, which is one task that may use all that the job has there.
@@ -39,6 +39,23 @@ def step() -> list[str]:
     """Return the words that are the same for all hosts of the job."""
     unset = [word for name in _OF_JOB if name in os.environ for word in ("-u", name)]
     return ["env", *unset, *_SRUN, f"--jobid={os.environ['SLURM_JOB_ID']}"]
+
+
+def advice_on_lost(hosts: Collection[str]) -> str:
+    """Return what to do about `hosts`, which do not answer, if Slurm has taken one from this job; "": it has not.
+
+    It does so where a node fails, and where the user makes the job smaller. The variables of the job stay as they were.
+    """
+    if not any(step_on(host) for host in hosts):
+        return ""
+    rest = slurm_hosts_now(os.environ)
+    if not rest or set(hosts) <= set(rest):
+        return ""
+    job, names = os.environ["SLURM_JOB_ID"], ",".join(rest)
+    return (
+        f"Slurm job {job} has only {names} now, and this shell still has the list of before. "
+        f"Name the hosts and the ranks: --hosts {names} --ppn N. "
+    )
 
 
 def gpus_of_step(host: str, facts: Mapping[str, Any]) -> dict[str, str]:

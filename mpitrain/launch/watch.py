@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from mpitrain.launch.conditions import Condition, Refusal, refuse, refuse_here
-from mpitrain.launch.connections import SWEEP, Connection, connect, knock
+from mpitrain.launch.connections import SWEEP, Connection, connect, typed_on
 from mpitrain.launch.host_report import HostReport
 from mpitrain.launch.keepers import Keepers
 from mpitrain.launch.marked import remove
@@ -20,6 +20,7 @@ from mpitrain.launch.orders import Orders
 from mpitrain.launch.reserve import Reserve
 from mpitrain.launch.said import Said
 from mpitrain.launch.silence import PATIENCE_SECONDS, SILENCE_SECONDS, trouble
+from mpitrain.launch.slurm_step import advice_on_lost
 from mpitrain.watching.hang_report import stacks_of
 
 BEAT_SECONDS = 1.0
@@ -112,7 +113,7 @@ class Guards(Said):
                 if connection.is_closed and host not in self._facts and host not in wrong:
                     wrong[host] = Refusal(Condition.LOGIN, host, connection.why_closed().removeprefix(f"{host}: "))
         for host in self._connections.keys() - self._facts.keys() - wrong.keys():
-            fault = f"no answer within {FACTS_SECONDS:g} s; does `{knock(host)}` come back at once?"
+            fault = f"no answer within {FACTS_SECONDS:g} s; does `{typed_on(host, 'true')}` come back at once?"
             wrong[host] = Refusal(Condition.LOGIN, host, fault)
         for host, facts in self._facts.items():
             if "error" in facts:
@@ -120,7 +121,9 @@ class Guards(Said):
         if wrong:
             refusals = [wrong[host] for host in self._connections if host in wrong]
             is_here = len(self._connections) == 1
-            error = refuse_here(refusals[0]) if is_here else refuse("these hosts cannot take part", refusals, script="")
+            error = refuse_here(refusals[0])
+            if not is_here:
+                error = refuse("these hosts cannot take part", refusals, script="", advice=advice_on_lost(wrong))
             error.hosts = tuple(wrong)
             raise error
         return {host: self._facts[host] for host in self._connections}

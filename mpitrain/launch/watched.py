@@ -11,6 +11,7 @@ from pathlib import Path
 
 from mpitrain.job.context import JobContext
 from mpitrain.launch.arrival import diagnosis, misplaced, problem
+from mpitrain.launch.connections import typed_on
 from mpitrain.launch.orders import Orders
 from mpitrain.launch.placement import Place
 from mpitrain.launch.reserve import Reserve
@@ -140,7 +141,8 @@ class WatchedJob:
         beyond: list[str] = []
         for host, report in self._guards.reports.items():
             if report.left is None:
-                beyond.append(f"{host} has not confirmed that nothing of the job is left; `ssh {host} ps -fu $USER`")
+                look = typed_on(host, "ps -fu $USER")
+                beyond.append(f"{host} has not confirmed that nothing of the job is left; `{look}`")
             left += [f"{host}: {pid} {line}" for pid, line in report.left or []]
             beyond += [f"{host}: process {pid} could not be killed: {line}" for pid, line in report.immortal]
         return left, beyond

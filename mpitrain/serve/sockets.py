@@ -11,6 +11,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, TypeAlias
 
 from mpitrain.errors import ConfigError
+from mpitrain.extras import missing
 from mpitrain.serve.wire import CHUNK_BYTES, MOST_FRAME_BYTES
 
 if TYPE_CHECKING:
@@ -38,10 +39,7 @@ def the_zmq() -> ModuleType:
     try:
         import zmq
     except ImportError as error:
-        raise ConfigError(
-            f"a job with servers needs the package pyzmq, which cannot be imported ({error}); "
-            "pip install 'mpitrain[serve]'"
-        ) from None
+        raise missing("a job with servers", "pyzmq", "serve", error) from None
     if not zmq.has("curve"):
         raise ConfigError(
             f"this build of ZeroMQ {zmq.zmq_version()} cannot encrypt (CURVE); install the one of the package index: "

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from mpitrain.errors import ConfigError, MpitrainError
+from mpitrain.errors import MpitrainError
+from mpitrain.extras import missing
 from mpitrain.simulate.report import SimulationReport
 
 try:  # whoever wants a picture hears of it before the simulation
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 except ImportError as error:
-    raise ConfigError(f"the picture needs matplotlib ({error}); pip install 'mpitrain[plot]'") from None
+    raise missing("the picture", "matplotlib", "plot", error) from None
 
 
 def draw(path: Path, report: SimulationReport, title: str) -> None:

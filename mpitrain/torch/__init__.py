@@ -9,6 +9,13 @@ no process group.
 
 from __future__ import annotations
 
+try:
+    import torch as _torch  # noqa: F401
+except ModuleNotFoundError as error:
+    if error.name != "torch":
+        raise
+    raise ImportError(f"mpitrain.torch needs PyTorch ({error}); pip install 'mpitrain[torch]'") from error
+
 from mpitrain.torch.coalescing import mend_coalescing
 from mpitrain.torch.compress import compress
 from mpitrain.torch.groups import register

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from mpitrain.errors import ConfigError
+from mpitrain.extras import missing
 from mpitrain.training.run_event import RunEvent
 from mpitrain.training.writers.json_lines import RESUMED_AFTER
 from mpitrain.training.writers.writer import OUTER_STEPS
@@ -40,7 +40,7 @@ def plot(path: Path, rows: Sequence[Mapping[str, float]], title: str, events: Se
         from matplotlib.figure import Figure
         from matplotlib.ticker import PercentFormatter
     except ImportError as error:
-        raise ConfigError(f"the picture needs matplotlib ({error}); pip install matplotlib") from None
+        raise missing("the picture", "matplotlib", "plot", error) from None
 
     panels = _panels(rows)
     columns = 1 if len(panels) <= 4 else 2

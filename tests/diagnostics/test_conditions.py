@@ -34,6 +34,7 @@ OF_THE_REQUEST = {
     "allocation._expanded",
     "allocation._of_file",
     "allocation._of_pairs",
+    "allocation._of_slurm",
     "change.joining",
     "change.refuse_few",
     "connections.connect",  # this machine has no ssh, so nothing could be checked either

@@ -97,7 +97,7 @@ def test_digits():
 
 def test_digits_without_scikit_learn(monkeypatch):
     monkeypatch.setitem(sys.modules, "sklearn", None)
-    with pytest.raises(DataError, match="get it with: pip install scikit-learn"):
+    with pytest.raises(DataError, match=r"get it with: pip install 'mpitrain\[digits\]'"):
         datasets.load_images("digits")
 
 

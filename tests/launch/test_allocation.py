@@ -14,6 +14,7 @@ from mpitrain.launch.allocation import Allocation, find_allocation, slurm_hosts
 from mpitrain.launch.connections import command_on
 from mpitrain.launch.hosts import listed_hosts, place_ranks
 from mpitrain.launch.placement import Placement
+from mpitrain.launch.slurm_step import advice_on_lost
 
 # As salloc -N3 -n5 of Slurm 22.05 sets them.
 SLURM = {
@@ -63,12 +64,42 @@ def test_the_tasks_of_slurm(tasks: str, slots: list[int]) -> None:
 
 
 @pytest.mark.parametrize(
-    "tasks", ["", "2", "2(x2)", "2(x4)", "2(x3),1", "0(x3)", "a,b,c", "2(x3", "1,,1", "9999999999(x3)"]
+    "tasks", ["2", "2(x2)", "2(x4)", "2(x3),1", "0(x3)", "a,b,c", "2(x3", "1,,1", "9999999999(x3)"]
 )
 def test_other_forms_are_refused(tasks: str) -> None:
     said = f"Slurm job 7: SLURM_TASKS_PER_NODE is {tasks!r}; for its 3 hosts it must be of the form 2(x3),1"
     with pytest.raises(ConfigError, match=re.escape(said)):
         find_allocation(SLURM | {"SLURM_TASKS_PER_NODE": tasks})
+
+
+@pytest.mark.parametrize("variables", [{}, {"SLURM_TASKS_PER_NODE": ""}])
+def test_a_job_whose_nodes_have_changed(variables: dict[str, str]) -> None:
+    """Slurm's script to renew the variables takes these two away."""
+    rest = {name: text for name, text in SLURM.items() if name not in ("SLURM_TASKS_PER_NODE", "SLURM_NTASKS")}
+    said = "Slurm job 7: SLURM_TASKS_PER_NODE is not set, as after a change of the job's nodes, so the number of ranks"
+    with pytest.raises(ConfigError, match=re.escape(said)) as caught:
+        find_allocation(rest | variables)
+    assert str(caught.value).endswith("Name the hosts and the ranks: --hosts n1,n2,n3 --ppn N")
+
+
+@pytest.mark.parametrize(
+    ("answer", "asked", "said"),
+    [
+        ("echo n1", ["n2", "n3"], "Slurm job 7 has only n1 now, and this shell still has the list of before. "),
+        ("echo n1", ["n1"], ""),  # it does not answer, for another reason
+        ("echo n1", ["elsewhere"], ""),
+        ("echo", ["n2"], ""),
+        ("exit 1", ["n2"], ""),
+    ],
+)
+def test_hosts_that_slurm_has_taken(
+    answer: str, asked: list[str], said: str, scontrol: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (scontrol.parent / "squeue").write_text(f"#!/bin/sh\n{answer}\n")
+    (scontrol.parent / "squeue").chmod(0o755)
+    for name, text in SLURM.items():
+        monkeypatch.setenv(name, text)
+    assert advice_on_lost(asked) == (said and f"{said}Name the hosts and the ranks: --hosts n1 --ppn N. ")
 
 
 def test_nodes_alone_have_a_rank_each_and_may_have_one_for_each_cpu() -> None:

@@ -1,7 +1,8 @@
 """A real Slurm on this machine: munged, slurmctld, and a slurmd for each of three nodes, all in one folder.
 
-The three nodes are one machine: each slurmd has a name (-N) and a port of its own. The daemons use no file outside of
-the folder, and no service of the machine. The kernel ends them with the process that has started them.
+The three nodes are one machine: each slurmd has a name (-N) and a port of its own. Or they are hosts (slurm_hosts.py).
+The daemons use no file outside of the folder, and no service of the machine. The kernel ends them with the process that
+has started them.
 """
 
 from __future__ import annotations
@@ -17,8 +18,10 @@ import uuid
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+from slurm_hosts import NAMES, Hosts, address
+
 from free_ports import free_port
-from jobs import HANG_SECONDS, TOKEN, Job, clean_environment, kill_all, processes_of, run_command, until
+from jobs import HANG_SECONDS, REPOSITORY, TOKEN, Job, clean_environment, kill_all, processes_of, run_command, until
 
 _PROGRAMS = ("munged", "slurmctld", "slurmd", "srun", "sbatch", "scontrol", "setpriv")
 # The first one has a name that this machine knows, so that `mpitrain run` can be tried on it.
@@ -60,7 +63,7 @@ PartitionName=urgent Nodes=ALL State=UP MaxTime=INFINITE PriorityTier=2
 """
 _SIZE = "CPUs=4 RealMemory=100 Gres=gpu:2"
 # A GPU is a file to Slurm; any device will do.
-_GPUS = f"NodeName={','.join(NODES)} Name=gpu File=/dev/null,/dev/zero\n"
+_GPUS = "NodeName={nodes} Name=gpu File=/dev/null,/dev/zero\n"
 
 
 def why_not() -> str:
@@ -75,8 +78,9 @@ def why_not() -> str:
 class Slurm:
     """Use this in `with`: inside, jobs can be submitted; at the end nothing of it is left."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
+    def __init__(self, folder: Path, hosts: Hosts | None = None) -> None:
+        self.folder, self._hosts = folder, hosts
+        self.nodes = NAMES if hosts else NODES
         self._token = uuid.uuid4().hex
         self._daemons: list[subprocess.Popen[bytes]] = []
         self._conf = folder / "slurm.conf"
@@ -100,9 +104,9 @@ class Slurm:
             self._await((munge / "socket").exists, "munged")
             self._configure()
             self._start("slurmctld", "-D", "-f", str(self._conf))
-            for node in NODES:
-                self._start("slurmd", "-D", "-N", node, "-f", str(self._conf))
-            self._await(lambda: self.states() == ["idle"] * len(NODES), "nodes")
+            for node in self.nodes:
+                self._start("slurmd", "-D", "-N", node, "-f", str(self._conf), node=node)
+            self._await(lambda: self.states() == ["idle"] * len(self.nodes), "nodes")
         except BaseException:
             self.__exit__()
             raise
@@ -125,21 +129,37 @@ class Slurm:
         assert processes_of(self._token, patience=30.0) == []
 
     def _configure(self) -> None:
-        host = socket.gethostname()
-        lines = [f"NodeName={name} NodeHostname={host} NodeAddr=127.0.0.1 Port={free_port()} {_SIZE}" for name in NODES]
+        host = self.nodes[0]
+        names = [(name, name if self._hosts else host, self._address(name)) for name in self.nodes]
+        lines = [
+            f"NodeName={name} NodeHostname={own} NodeAddr={where} Port={free_port()} {_SIZE}"
+            for name, own, where in names
+        ]
         text = _CONFIGURATION.format(
-            host=host, address="127.0.0.1", port=free_port(), folder=self.folder, user="root", nodes="\n".join(lines)
+            host=host,
+            address=self._address(host),
+            port=free_port(),
+            folder=self.folder,
+            user="root",
+            nodes="\n".join(lines),
         )
         self._conf.write_text(text)
-        (self.folder / "gres.conf").write_text(_GPUS)
+        (self.folder / "gres.conf").write_text(_GPUS.format(nodes=",".join(self.nodes)))
 
-    def _start(self, *command: str) -> None:
+    def _address(self, node: str) -> str:
+        return address(node) if self._hosts else "127.0.0.1"
+
+    def on(self, node: str, cwd: Path | None = None) -> list[str]:
+        """The words that run a command on a node; none: all nodes are this machine."""
+        return self._hosts.enter(node, cwd or Path.cwd()) if self._hosts else []
+
+    def _start(self, *command: str, node: str = "") -> None:
         environment = clean_environment(self.environment) | {TOKEN: self._token}
         environment["PATH"] += ":/usr/sbin:/sbin"
         with (self.folder / "daemons.log").open("ab") as log:
             self._daemons.append(
                 subprocess.Popen(
-                    ["setpriv", "--pdeathsig", "KILL", *command],
+                    ["setpriv", "--pdeathsig", "KILL", *self.on(node or self.nodes[0]), *command],
                     env=environment,
                     stdin=subprocess.DEVNULL,
                     stdout=log,
@@ -163,7 +183,7 @@ class Slurm:
     def command(self, *words: str) -> str:
         """Run a command of Slurm, and return what it printed; "" if it failed."""
         done = subprocess.run(
-            words,
+            [*self.on(self.nodes[0]), *words],
             env=clean_environment(self.environment),
             stdin=subprocess.DEVNULL,
             capture_output=True,
@@ -175,12 +195,13 @@ class Slurm:
 
     def run(self, *words: str, env: Mapping[str, str] | None = None, cwd: Path | None = None) -> Job:
         """Run a command that may start a job, to its end."""
-        return run_command(list(words), env={**self.environment, **(env or {})}, **({"cwd": cwd} if cwd else {}))
+        line = [*self.on(self.nodes[0], cwd), *words]
+        return run_command(line, env={**self.environment, **(env or {})}, cwd=cwd or REPOSITORY)
 
     def submit(self, script: Path, *options: str, env: Mapping[str, str] | None = None) -> str:
         """Submit a batch script, and return the id of its job. The script runs in its own folder."""
         done = subprocess.run(
-            ["sbatch", "--parsable", *options, str(script)],
+            [*self.on(self.nodes[0], script.parent), "sbatch", "--parsable", *options, str(script)],
             env=clean_environment({**self.environment, **(env or {})}),
             stdin=subprocess.DEVNULL,
             capture_output=True,

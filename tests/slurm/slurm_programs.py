@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import re
 import sys
+from pathlib import Path
+
+from slurm_daemons import Slurm
 
 PYTHON = sys.executable
+MPITRAIN = [PYTHON, "-m", "mpitrain"]
 
 # Each rank has other data; the sizes of the last batches differ between ranks.
 TRAINING = """
@@ -42,3 +46,10 @@ def bits(output: str) -> dict[int, str]:
 def nodes(output: str) -> dict[int, str]:
     """The node of each rank."""
     return {int(rank): node for rank, node in re.findall(r"rank (\d+) of \d+ on (\S+)", output)}
+
+
+def submitted(slurm: Slurm, folder: Path, *words: str, options: tuple[str, ...] = ()) -> str:
+    """Submit `train.py` of the folder by a script of `mpitrain slurm WORDS`, and return the id of the job."""
+    written = slurm.run(*MPITRAIN, "slurm", *words, "-o", "job.sh", "train.py", cwd=folder)
+    assert written.code == 0, written.output
+    return slurm.submit(folder / "job.sh", *options)

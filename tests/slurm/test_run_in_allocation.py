@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 from slurm_daemons import NODES, Slurm
-from slurm_programs import PYTHON, TRAINING, bits, nodes
+from slurm_programs import MPITRAIN, PYTHON, TRAINING, bits, nodes
 
 from jobs import mpiexec
 from mpitrain.launch.allocation import find_allocation
 
-RUN = [PYTHON, "-m", "mpitrain", "run"]
+RUN = [*MPITRAIN, "run"]
 HERE = NODES[0]
 
 

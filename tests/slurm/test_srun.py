@@ -39,4 +39,5 @@ def test_srun_without_mpi_is_refused(slurm: Slurm, tmp_path: Path) -> None:
         assert f"process {rank} on " in job.stderr
     said = "srun started 3 processes (SLURM_STEP_NUM_TASKS=3), but mpi4py loads MPICH, which sees 1"
     assert job.stderr.count(said) == 3, job.output
+    assert job.stderr.count("\nor let srun join them, where Slurm has the plugin: --mpi=pmi2\n") == 3
     assert bits(job.stdout) == {}

@@ -38,7 +38,7 @@ class GpuUtilisation(Meter):
         try:
             import pynvml
         except ImportError as error:
-            return f"{error}; pip install nvidia-ml-py"
+            return f"{error}; pip install 'mpitrain[cuda]'"
         try:
             pynvml.nvmlInit()
             # Find the GPU by its address, because NVML counts all GPUs of the machine, but CUDA only the visible ones.

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from mpitrain.errors import ConfigError
+from mpitrain.extras import missing
 from mpitrain.training.run_event import RunEvent
 from mpitrain.training.writers.writer import Row
 
@@ -30,7 +30,7 @@ class TensorBoard:
             import tensorboardX.proto.event_pb2
             import tensorboardX.proto.summary_pb2
         except ImportError as error:
-            raise ConfigError(f"TensorBoard needs tensorboardX ({error}); pip install tensorboardX") from None
+            raise missing("TensorBoard", "tensorboardX", "tensorboard", error) from None
         # Do not use SummaryWriter: it writes from a thread, which does not report a full disk, and it starts a process.
         self._make_file = tensorboardX.event_file_writer.EventsWriter
         self._events, self._summaries = tensorboardX.proto.event_pb2, tensorboardX.proto.summary_pb2

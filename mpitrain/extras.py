@@ -1,0 +1,12 @@
+"""The error where a library of an extra of mpitrain (`pip install 'mpitrain[EXTRA]'`) is missing."""
+
+from __future__ import annotations
+
+import sys
+
+from mpitrain.errors import ConfigError
+
+
+def missing(user: str, library: str, extra: str, error: ImportError) -> ConfigError:
+    """Return the error to raise: `user` needs `library`, and `extra` brings it, into the environment of this Python."""
+    return ConfigError(f"{user} needs {library} ({error}); {sys.executable} -m pip install 'mpitrain[{extra}]'")
