@@ -199,6 +199,14 @@ def aligned(sizes: Sequence[int], dtype: numpy.dtype) -> tuple[numpy.ndarray, li
     return flat, parts
 
 
+def aligned_copy(array: numpy.ndarray) -> numpy.ndarray:
+    """Return a copy of a host array that begins at a multiple of 64 bytes in memory."""
+    _, (memory,) = aligned([array.size], array.dtype)
+    copied = memory.reshape(array.shape)
+    copied[...] = array
+    return copied
+
+
 def _array_of(number: Leaf, path: str) -> numpy.ndarray:
     """Make an array from a number. Its dtype follows from the number's type alone, not from its value as in NumPy."""
     if isinstance(number, int) and not isinstance(number, bool):

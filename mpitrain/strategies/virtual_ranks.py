@@ -10,10 +10,12 @@ import numpy
 
 from mpitrain.errors import CheckpointError, ConfigError, everywhere
 from mpitrain.exchange.exchange import OTHERS
+from mpitrain.shard import part_of
 from mpitrain.world import World
 
 # The random numbers of `augment` are drawn from three numbers: see training/data/samples.py.
 _NOT_A_SAMPLE = 1
+_NOT_A_VIRTUAL_RANK = 2
 
 
 @dataclass(frozen=True)
@@ -26,6 +28,24 @@ class VirtualRanks:
     def key(self, step: int, virtual_rank: int) -> tuple[int, int, int, int]:
         """Return what the random numbers of a virtual rank in a step are drawn from, and nothing else."""
         return self.seed, step, virtual_rank, _NOT_A_SAMPLE
+
+    def sample_key(self, epoch: int, batch: int, place: int) -> tuple[int, ...]:
+        """The same for reading the sample at this place of a batch, in a loop of one's own."""
+        return self.seed, epoch, batch, place, _NOT_A_VIRTUAL_RANK
+
+    def of_rank(self, world: World) -> range:
+        """Return the numbers of this rank's virtual ranks."""
+        own = part_of(self.number, world.rank, world.size)
+        return range(own.start, own.stop)
+
+    def part(self, length: int, of_first: int, virtual_rank: int) -> slice:
+        """Return the part of a batch of `length` samples that belongs to a virtual rank.
+
+        `of_first` is the length of the first batch of the epoch. In a smaller batch, the last virtual ranks have fewer
+        samples, or none.
+        """
+        each = -(-max(length, of_first) // self.number)
+        return slice(min(virtual_rank * each, length), min((virtual_rank + 1) * each, length))
 
     def state(self) -> dict[str, int]:
         """Return what a checkpoint must know to go on with the same bits."""

@@ -4,13 +4,15 @@ Which kernels have the same bits everywhere is in no table: it depends on the li
 number of threads and the shapes. So every rank computes the gradients of one virtual rank, twice, before the first
 step, and the ranks compare digests. Where there are several threads, a third pass has one thread, because another run
 may have another number of them.
+
+The passes are asked for one by one, because a loop of one's own makes them itself (mpitrain/torch/virtual_batches.py).
 """
 
 from __future__ import annotations
 
 import hashlib
 import platform
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -65,7 +67,18 @@ def probe(world: World, adapter: SeededAdapter, batch: Tree, key: tuple[int, ...
         GradientError: a rank has computed other bits in a second pass, or than rank 0. Raised on every rank.
     """
     with world.together("compute the gradients of a virtual rank twice"):
-        finding = _find(adapter, batch, key)
+        passes = probe_passes()
+        next(passes)
+        try:
+            while True:
+                passes.send(_digests(adapter, batch, key))
+        except StopIteration as end:
+            finding = end.value
+    compare(world, finding)
+
+
+def compare(world: World, finding: ProbeFinding) -> None:
+    """Compare what the ranks have found, and print the lines of `probe`. Collective. Raises what `probe` raises."""
     findings: list[ProbeFinding] = world.allgather(finding)
     if problem := judge(findings, [world.name(rank) for rank in range(world.size)]):
         raise everywhere(GradientError(problem))
@@ -115,16 +128,17 @@ def _remedy(one: ProbeFinding, other: ProbeFinding) -> str:
     )
 
 
-def _find(adapter: SeededAdapter, batch: Tree, key: tuple[int, ...]) -> ProbeFinding:
+def probe_passes() -> Generator[None, dict[str, str], ProbeFinding]:
+    """Ask for passes of one virtual rank, and return what this rank has found. Send the digests of each pass."""
     from threadpoolctl import threadpool_info, threadpool_limits
 
-    digests = _digests(adapter, batch, key)
-    again = _first_difference(_digests(adapter, batch, key), digests)
+    digests = yield
+    again = _first_difference((yield), digests)
     pools = threadpool_info()
     alone = ""
     if any(pool["num_threads"] > 1 for pool in pools):
         with threadpool_limits(1):
-            alone = _first_difference(_digests(adapter, batch, key), digests)
+            alone = _first_difference((yield), digests)
     threads = sorted({f"{pool['internal_api']} {pool['num_threads']}" for pool in pools})
     kernels = sorted(
         {f"{pool['internal_api']} {pool['version'] or ''} {pool.get('architecture', '')}".strip() for pool in pools}
@@ -136,13 +150,18 @@ def _digests(adapter: SeededAdapter, batch: Tree, key: tuple[int, ...]) -> dict[
     digests: dict[str, str] = {}
 
     def on_gradient(index: int, gradient: Array | None) -> None:
-        content = b"" if gradient is None else numpy.ascontiguousarray(gradient).tobytes()
-        digests[f"the gradient of {adapter.layout[index].name}"] = hashlib.sha256(content).hexdigest()
+        digests.update(digest_of(adapter.layout[index].name, gradient))
 
     with adapter.seeded(key):
         loss = adapter.loss_and_gradients(batch, on_gradient)
     content = repr((loss, adapter.note())).encode()
     return {**digests, _LOSS: hashlib.sha256(content).hexdigest()}
+
+
+def digest_of(name: str, gradient: Array | None) -> dict[str, str]:
+    """Return the digest of a gradient, by the words for it. None: the loss does not depend on the parameter."""
+    content = b"" if gradient is None else numpy.ascontiguousarray(gradient).tobytes()
+    return {f"the gradient of {name}": hashlib.sha256(content).hexdigest()}
 
 
 def _first_difference(digests: dict[str, str], expected: dict[str, str]) -> str:
