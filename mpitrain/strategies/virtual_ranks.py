@@ -63,8 +63,10 @@ class VirtualRanks:
                 )
 
 
-def check_virtual_ranks(world: World, virtual: VirtualRanks, *, has_own_exchange: bool) -> None:
-    """Check that these virtual ranks can be computed by the ranks of a World. Collective.
+def check_virtual_ranks(
+    world: World, virtual: VirtualRanks, *, has_own_exchange: bool = False, call: str = "mt.Sync"
+) -> None:
+    """Check that these virtual ranks can be computed by the ranks of a World. Collective. `call` is named in errors.
 
     Raises:
         ConfigError: there are too few of them, or gradients cannot be added up exactly. Raised on every rank.
@@ -91,4 +93,4 @@ def check_virtual_ranks(world: World, virtual: VirtualRanks, *, has_own_exchange
             "exactly. Leave out one of the two"
         )
     if problem:
-        raise everywhere(ConfigError(f"mt.Sync: {problem}"))
+        raise everywhere(ConfigError(f"{call}: {problem}"))

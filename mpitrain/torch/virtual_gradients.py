@@ -134,7 +134,7 @@ class VirtualGradients(Gradients):
                 digests = {"a buffer": repr(self._changed.changed())}
                 names = [entry.name for entry in (*self._trained.layout, *self._changed.layout)]
                 for name, gradient in zip(names, self._gradients(has_samples=True), strict=True):
-                    digests |= digest_of(name, gradient)
+                    digests |= digest_of(f"the gradient of {name}", gradient)
                 self._changed.put_back()
                 passes.send(digests)
         except StopIteration as end:

@@ -128,8 +128,11 @@ def _remedy(one: ProbeFinding, other: ProbeFinding) -> str:
     )
 
 
-def probe_passes() -> Generator[None, dict[str, str], ProbeFinding]:
-    """Ask for passes of one virtual rank, and return what this rank has found. Send the digests of each pass."""
+def probe_passes(other_threads: str = "") -> Generator[None, dict[str, str], ProbeFinding]:
+    """Ask for passes of one virtual rank, and return what this rank has found. Send the digests of each pass.
+
+    `other_threads` names threads that threadpoolctl does not know, with their number.
+    """
     from threadpoolctl import threadpool_info, threadpool_limits
 
     digests = yield
@@ -139,7 +142,7 @@ def probe_passes() -> Generator[None, dict[str, str], ProbeFinding]:
     if any(pool["num_threads"] > 1 for pool in pools):
         with threadpool_limits(1):
             alone = _first_difference((yield), digests)
-    threads = sorted({f"{pool['internal_api']} {pool['num_threads']}" for pool in pools})
+    threads = sorted({f"{pool['internal_api']} {pool['num_threads']}" for pool in pools} | {other_threads} - {""})
     kernels = sorted(
         {f"{pool['internal_api']} {pool['version'] or ''} {pool.get('architecture', '')}".strip() for pool in pools}
     )
@@ -150,7 +153,7 @@ def _digests(adapter: SeededAdapter, batch: Tree, key: tuple[int, ...]) -> dict[
     digests: dict[str, str] = {}
 
     def on_gradient(index: int, gradient: Array | None) -> None:
-        digests.update(digest_of(adapter.layout[index].name, gradient))
+        digests.update(digest_of(f"the gradient of {adapter.layout[index].name}", gradient))
 
     with adapter.seeded(key):
         loss = adapter.loss_and_gradients(batch, on_gradient)
@@ -158,10 +161,10 @@ def _digests(adapter: SeededAdapter, batch: Tree, key: tuple[int, ...]) -> dict[
     return {**digests, _LOSS: hashlib.sha256(content).hexdigest()}
 
 
-def digest_of(name: str, gradient: Array | None) -> dict[str, str]:
-    """Return the digest of a gradient, by the words for it. None: the loss does not depend on the parameter."""
+def digest_of(words: str, gradient: Array | None) -> dict[str, str]:
+    """Return the digest of a gradient, by these words for it. None: the loss does not depend on the parameter."""
     content = b"" if gradient is None else numpy.ascontiguousarray(gradient).tobytes()
-    return {f"the gradient of {name}": hashlib.sha256(content).hexdigest()}
+    return {words: hashlib.sha256(content).hexdigest()}
 
 
 def _first_difference(digests: dict[str, str], expected: dict[str, str]) -> str:
