@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -61,6 +61,32 @@ class VirtualRanks:
                     f"{given}={own}, so it would not have the same bits; take {given}={int(state[name])}, or go on "
                     "without virtual_ranks"
                 )
+
+
+class Places:
+    """Where the virtual ranks of a training were computed: processors, libraries and threads, in words."""
+
+    def __init__(self) -> None:
+        self._known: list[str] = []
+
+    def state(self) -> list[str]:
+        """Return the places so far, for a checkpoint."""
+        return list(self._known)
+
+    def restore(self, state: Sequence[str]) -> None:
+        """Go on from `state`."""
+        self._known = list(state)
+
+    def add(self, world: World, places: Sequence[str]) -> None:
+        """Add the places of all ranks of this run. If there are others than before, a line says so."""
+        others = [place for place in places if place not in self._known]
+        if self._known and others:
+            world.print(
+                "mpitrain: virtual ranks: this training goes on where kernels may round otherwise, so it may end with "
+                f"other bits than without the interruption. It was computed on: {'; '.join(self._known)}. Now it is "
+                f"computed on: {'; '.join(others)}. Set OMP_NUM_THREADS as before, and start on hosts of the same kind"
+            )
+        self._known = sorted({*self._known, *places})
 
 
 def check_virtual_ranks(

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 from mpitrain.adapters.torch_random import generators_of, random_state, set_random_state
 from mpitrain.errors import ConfigError, DataError, everywhere
 from mpitrain.exchange.totals import exact_total
-from mpitrain.strategies.virtual_ranks import VirtualRanks
+from mpitrain.strategies.virtual_ranks import Places, VirtualRanks
 from mpitrain.torch.batches import described, divided
 from mpitrain.torch.dataset_lines import has_length, lines_of
 from mpitrain.torch.drawn import PartSampler, Share, other_samples, own_part
@@ -39,6 +39,7 @@ class ShardedData:
         epoch: the number of times that a loop has gone through all batches. Set it to go on from a checkpoint.
         batch: the number of batches of this epoch that were handed out.
         virtual: the virtual ranks into which batches are cut; None: there are none.
+        places: where they were computed.
         given: the data that `prepare` was given.
         dataset: the data set, with the samples of all ranks.
         batch_size: the number of samples of all ranks together.
@@ -67,7 +68,7 @@ class ShardedData:
         self._goes_on_as_drawn = False
         self._generators = generators_of(data)
         self._world = world
-        self.virtual = virtual
+        self.virtual, self.places = virtual, Places()
         self.given = data
         self.dataset: Any = getattr(data, "dataset", None)
         self.batch_size: int | None = getattr(data, "batch_size", None)
@@ -150,8 +151,15 @@ class ShardedData:
 
         It holds tensors, numbers and texts, as `save` needs, and does not depend on the number of ranks.
         """
-        state = {"epoch": self.epoch, "batch": self.batch, "checksum": self._checksum, "random": self._random}
-        return {**state, "virtual": self.virtual.state()} if self.virtual else state
+        state: dict[str, Any] = {
+            "epoch": self.epoch,
+            "batch": self.batch,
+            "checksum": self._checksum,
+            "random": self._random,
+        }
+        if self.virtual:
+            state |= {"virtual": self.virtual.state(), "places": self.places.state()}
+        return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from a `state_dict`: the next loop begins after the batches that were used, in the same order.
@@ -168,6 +176,7 @@ class ShardedData:
         """
         if self.virtual and "virtual" in state:
             self.virtual.check(state["virtual"])
+            self.places.restore(state["places"])
         self.epoch, self.batch = int(state["epoch"]), int(state["batch"])
         self._checksum, self._random = int(state["checksum"]), state["random"]
         self._is_restored = True

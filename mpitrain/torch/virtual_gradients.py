@@ -138,7 +138,7 @@ class VirtualGradients(Gradients):
                 self._changed.put_back()
                 passes.send(digests)
         except StopIteration as end:
-            compare(self._world, end.value)
+            self.data.places.add(self._world, compare(self._world, end.value))
 
     def _pass(self, number: int, part: Any) -> Iterator[Any]:
         """Yield the samples of one virtual rank to the loop. Afterwards p.grad holds its gradients."""

@@ -52,8 +52,8 @@ class ProbeFinding:
         return f"{self.processor}, {self.kernels or 'no library of kernels'}, threads: {self.threads or 'not known'}"
 
 
-def probe(world: World, adapter: SeededAdapter, batch: Tree, key: tuple[int, ...]) -> None:
-    """Compare the gradients of one virtual rank over all ranks. Collective.
+def probe(world: World, adapter: SeededAdapter, batch: Tree, key: tuple[int, ...]) -> list[str]:
+    """Compare the gradients of one virtual rank over all ranks. Return where they were computed, in words. Collective.
 
     Changes neither parameters nor buffers. Prints a line with a digest: runs that begin with the same parameters, and
     print the same digest, compute alike.
@@ -74,11 +74,15 @@ def probe(world: World, adapter: SeededAdapter, batch: Tree, key: tuple[int, ...
                 passes.send(_digests(adapter, batch, key))
         except StopIteration as end:
             finding = end.value
-    compare(world, finding)
+    return compare(world, finding)
 
 
-def compare(world: World, finding: ProbeFinding) -> None:
-    """Compare what the ranks have found, and print the lines of `probe`. Collective. Raises what `probe` raises."""
+def compare(world: World, finding: ProbeFinding) -> list[str]:
+    """Compare what the ranks have found, print the lines of `probe`, and return what it returns. Collective.
+
+    Raises:
+        GradientError: see `probe`.
+    """
     findings: list[ProbeFinding] = world.allgather(finding)
     if problem := judge(findings, [world.name(rank) for rank in range(world.size)]):
         raise everywhere(GradientError(problem))
@@ -89,6 +93,7 @@ def compare(world: World, finding: ProbeFinding) -> None:
             f"mpitrain: virtual ranks: {on_threads.alone} has other bits with one thread; this run has threads: "
             f"{on_threads.threads}. Set OMP_NUM_THREADS to one value in every run of this training"
         )
+    return sorted({one.place for one in findings})
 
 
 def judge(findings: Sequence[ProbeFinding], names: Sequence[str]) -> str:

@@ -62,7 +62,7 @@ class VirtualPasses:
         if not self._is_probed:
             key = self._virtual.key(step, 0)
             first = _copied(self._world.broadcast(parts[0]), slice(None))
-            probe(self._world, self._adapter, first, key)
+            self._strategy.places.add(self._world, probe(self._world, self._adapter, first, key))
             self._is_probed = True
         self._strategy.begin_step([num_samples(part) for part in parts])
         loss = self.non_finite_loss = 0.0
