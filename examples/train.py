@@ -58,7 +58,7 @@ def main() -> None:
             right = model.scores(parameters, xp.asarray(x)).argmax(axis=1) == xp.asarray(y)
             return {"test accuracy": float(right.mean())}
 
-        return mt.evaluate(trainer.world, metrics, (test_x, test_y))
+        return mt.evaluate(trainer.world, metrics, (test_x, test_y), virtual_ranks=arguments.virtual_ranks)
 
     hooks = [
         mt.StopAtStep(total_steps if arguments.steps is None else arguments.steps),

@@ -52,7 +52,7 @@ def main() -> None:
             x, y = (xp.asarray(part) for part in batch)
             return {"validation loss": gpt.loss_and_gradients(parameters, (x, y), lambda name, gradient: None)}
 
-        return mt.evaluate(trainer.world, loss, some, samples_at_once=100)
+        return mt.evaluate(trainer.world, loss, some, 100, arguments.virtual_ranks)
 
     world.print(f"ranks: {world.size}, nodes: {world.num_nodes}, GPT on {xp.__name__}, {len(train):,} characters")
     hooks = [mt.StopAtStep(arguments.steps), mt.Log(), mt.Evaluate(arguments.evaluate_steps, validation_loss)]

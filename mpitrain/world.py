@@ -40,6 +40,8 @@ class TreeExchange(Protocol):
 
     def mean(self, tree: Tree, weight: float) -> Tree: ...
 
+    def weighted_sum(self, trees: Sequence[Tree], weights: Sequence[float]) -> Tree: ...
+
 
 class Observer(Protocol):
     """Is told which samples and synced arrays this rank gets, and the mean gradients. verify/run_record.py is one."""

@@ -54,6 +54,7 @@ LAYERS: dict[str, list[str]] = {
         "exchange.slot",
         "exchange.summands",
         "exchange.sums",
+        "exchange.totals",
         "exchange.trees",
     ],
     "reducer": [

@@ -41,15 +41,27 @@ def seeded(key: tuple[int, ...]) -> Iterator[None]:
 
     After it, they go on as if the block had not been.
     """
+    with restored():
+        seed(key)
+        yield
+
+
+@contextmanager
+def restored() -> Iterator[None]:
+    """A block after which these generators go on as if it had not been."""
     before = random_state()
-    words = numpy.random.SeedSequence(key).generate_state(4)
-    torch.default_generator.manual_seed(int(words[0]) << 32 | int(words[1]))
-    numpy.random.seed(words[2])
-    random.seed(int(words[3]))
     try:
         yield
     finally:
         set_random_state(before)
+
+
+def seed(key: tuple[int, ...]) -> None:
+    """Let these generators begin anew, from the key alone."""
+    words = numpy.random.SeedSequence(key).generate_state(4)
+    torch.default_generator.manual_seed(int(words[0]) << 32 | int(words[1]))
+    numpy.random.seed(int(words[2]))
+    random.seed(int(words[3]))
 
 
 def generators_of(loader: Any) -> list[torch.Generator]:

@@ -51,14 +51,25 @@ class LeftOut:
     def restore(self, state: Mapping[str, Any]) -> dict[numpy.dtype, numpy.ndarray]:
         """Overwrite the residuals. Return what is carried.
 
+        Without a codec here, the residuals are carried too, and a line says so.
+
         Raises:
             CheckpointError: the state belongs to other parameters. Nothing has changed.
         """
         residual, carried = (self._layout.flats_of(state.get(key, {})) for key in ("residual", "carried"))
+        is_sent_whole = False
         for dtype, slot in self._slots.items():
             slot.clear()
             if slot.residual is not None and residual:
                 slot.restore(residual[dtype])
+            elif residual:
+                carried[dtype] = carried[dtype] + residual[dtype] if carried else residual[dtype]
+                is_sent_whole = True
+        if is_sent_whole:
+            self._world.print(
+                "mpitrain: the checkpoint holds what a codec has left out of gradients, and this run has no codec: the "
+                "next step sends it whole"
+            )
         return carried
 
     def factors(self) -> dict[str, numpy.ndarray]:

@@ -14,7 +14,6 @@ SC 2023. There the order of a sum is that of the virtual ranks; here the sum has
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection, Sequence
 from typing import Any
 
@@ -26,6 +25,7 @@ from mpitrain.exchange.checks import all_finite
 from mpitrain.exchange.exchange import PlainExchange
 from mpitrain.exchange.shares import scale
 from mpitrain.exchange.slot import Slot
+from mpitrain.exchange.totals import exact_total
 from mpitrain.shard import part_of
 from mpitrain.world import World
 
@@ -103,13 +103,8 @@ class Summands:
         return self._shares[-1]
 
     def loss(self) -> float:
-        """Return the mean loss over the samples of all ranks. No order of ranks changes it. Collective."""
-        losses = [loss for of_rank in self._world.allgather(self._losses) for loss in of_rank]
-        try:
-            total = math.fsum(losses)
-        except (ValueError, OverflowError):  # infinities of both signs, or too large: the order is that of `losses`
-            total = float(sum(losses))
-        return total / self._total
+        """Return the mean loss over the samples of all ranks. No number of ranks changes it. Collective."""
+        return exact_total(self._world, self._losses) / self._total
 
     def mean(self, slot: Slot, bucket: Bucket, share: float) -> AllreduceHandle:
         """See Exchange.mean; the part is that of a bucket."""

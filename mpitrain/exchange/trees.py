@@ -63,6 +63,26 @@ class ArrayTrees:
         self._add(packed)
         return packed.unpack()
 
+    def weighted_sum(self, trees: Sequence[Tree], weights: Sequence[float]) -> Tree:
+        """Return the exact sum of all trees of all ranks, each times its weight. Collective.
+
+        Each product is rounded by itself, and their sum once. Every rank has at least one tree. All are alike, with
+        numbers and host arrays of floating dtypes.
+        """
+        packed = [_Packed(tree, operation="weighted sum", allowed=FLOATS, as_float=True) for tree in trees]
+        self._world.agree("weighted sum", packed[0].lines)
+        for one, weight in zip(packed, weights, strict=True):
+            for flat in one.flats.values():
+                scale(flat, weight)
+        first, *others = packed
+        handles = [
+            self._exact.start(flat, agreed=True, others=[one.flats[group] for one in others])
+            for group, flat in first.flats.items()
+        ]
+        for handle in handles:
+            handle.wait()
+        return first.unpack()
+
     def _add(self, packed: _Packed) -> None:
         is_exact = self._world.config.reduction == "exact"
         if self._world.size == 1 and not is_exact:
@@ -197,6 +217,14 @@ def aligned(sizes: Sequence[int], dtype: numpy.dtype) -> tuple[numpy.ndarray, li
     for begin, size, after in zip(begins, sizes, begins[1 : len(sizes)], strict=False):
         flat[begin + size : after] = 0
     return flat, parts
+
+
+def aligned_copy(array: numpy.ndarray) -> numpy.ndarray:
+    """Return a copy of a host array that begins at a multiple of 64 bytes in memory."""
+    _, (memory,) = aligned([array.size], array.dtype)
+    copied = memory.reshape(array.shape)
+    copied[...] = array
+    return copied
 
 
 def _array_of(number: Leaf, path: str) -> numpy.ndarray:

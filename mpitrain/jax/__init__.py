@@ -15,5 +15,6 @@ from mpitrain.jax.compressed import compressed_mean
 from mpitrain.jax.distributed import initialize
 from mpitrain.jax.exchange import mean, shard, sum, sync, weighted_mean
 from mpitrain.jax.rounds import rounds
+from mpitrain.jax.virtual import virtual_mean
 
-__all__ = ["compressed_mean", "initialize", "mean", "rounds", "shard", "sum", "sync", "weighted_mean"]
+__all__ = ["compressed_mean", "initialize", "mean", "rounds", "shard", "sum", "sync", "virtual_mean", "weighted_mean"]

@@ -13,7 +13,7 @@ from mpitrain.exchange.exchange import Exchange, make_exchange
 from mpitrain.exchange.means import Means
 from mpitrain.exchange.reducer import GradientReducer
 from mpitrain.strategies.of_rounds import refuse_round, without_rounds
-from mpitrain.strategies.virtual_ranks import VirtualRanks, check_virtual_ranks
+from mpitrain.strategies.virtual_ranks import Places, VirtualRanks, check_virtual_ranks
 from mpitrain.world import World
 
 
@@ -23,6 +23,7 @@ class Sync:
     Attributes:
         exchange: makes the object that computes the means, for a World.
         virtual: the virtual ranks; None: there are none, and each rank computes its part of a batch at once.
+        places: where the virtual ranks were computed.
     """
 
     def __init__(
@@ -42,6 +43,7 @@ class Sync:
         """
         self.exchange = exchange
         self.virtual = None if virtual_ranks is None else VirtualRanks(virtual_ranks, seed)
+        self.places = Places()
 
     def begin(self, world: World, adapter: Adapter) -> None:
         """See Strategy. Every rank gets rank 0's parameters.
@@ -89,10 +91,12 @@ class Sync:
         """See Strategy. The replicas are equal."""
 
     def state(self) -> dict[str, Any]:
-        """See Strategy: `factors`, if compression goes on from them; `virtual`, if there are virtual ranks."""
+        """See Strategy: `factors`, if compression goes on from them; `virtual` and `places`, if there are any."""
         factors = self._reducer.factors()
         state: dict[str, Any] = {"factors": factors} if factors else {}
-        return {**state, "virtual": self.virtual.state()} if self.virtual else state
+        if self.virtual:
+            state |= {"virtual": self.virtual.state(), "places": self.places.state()}
+        return state
 
     def restore(self, state: dict[str, Any]) -> None:
         """See Strategy. What an outer optimizer has kept is left out.
@@ -104,6 +108,7 @@ class Sync:
         refuse_round(state)
         if self.virtual and "virtual" in state:
             self.virtual.check(state["virtual"])
+            self.places.restore(state.get("places", []))
         self._reducer.restore_factors(state.get("factors", {}))
 
     def own_state(self) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -10,10 +10,12 @@ import numpy
 
 from mpitrain.errors import CheckpointError, ConfigError, everywhere
 from mpitrain.exchange.exchange import OTHERS
+from mpitrain.shard import part_of
 from mpitrain.world import World
 
 # The random numbers of `augment` are drawn from three numbers: see training/data/samples.py.
 _NOT_A_SAMPLE = 1
+_NOT_A_VIRTUAL_RANK = 2
 
 
 @dataclass(frozen=True)
@@ -26,6 +28,24 @@ class VirtualRanks:
     def key(self, step: int, virtual_rank: int) -> tuple[int, int, int, int]:
         """Return what the random numbers of a virtual rank in a step are drawn from, and nothing else."""
         return self.seed, step, virtual_rank, _NOT_A_SAMPLE
+
+    def sample_key(self, epoch: int, batch: int, place: int) -> tuple[int, ...]:
+        """The same for reading the sample at this place of a batch, in a loop of one's own."""
+        return self.seed, epoch, batch, place, _NOT_A_VIRTUAL_RANK
+
+    def of_rank(self, world: World) -> range:
+        """Return the numbers of this rank's virtual ranks."""
+        own = part_of(self.number, world.rank, world.size)
+        return range(own.start, own.stop)
+
+    def part(self, length: int, of_first: int, virtual_rank: int) -> slice:
+        """Return the part of a batch of `length` samples that belongs to a virtual rank.
+
+        `of_first` is the length of the first batch of the epoch. In a smaller batch, the last virtual ranks have fewer
+        samples, or none.
+        """
+        each = -(-max(length, of_first) // self.number)
+        return slice(min(virtual_rank * each, length), min((virtual_rank + 1) * each, length))
 
     def state(self) -> dict[str, int]:
         """Return what a checkpoint must know to go on with the same bits."""
@@ -43,8 +63,36 @@ class VirtualRanks:
                 )
 
 
-def check_virtual_ranks(world: World, virtual: VirtualRanks, *, has_own_exchange: bool) -> None:
-    """Check that these virtual ranks can be computed by the ranks of a World. Collective.
+class Places:
+    """Where the virtual ranks of a training were computed: processors, libraries and threads, in words."""
+
+    def __init__(self) -> None:
+        self._known: list[str] = []
+
+    def state(self) -> list[str]:
+        """Return the places so far, for a checkpoint."""
+        return list(self._known)
+
+    def restore(self, state: Sequence[str]) -> None:
+        """Go on from `state`."""
+        self._known = list(state)
+
+    def add(self, world: World, places: Sequence[str]) -> None:
+        """Add the places of all ranks of this run. If there are others than before, a line says so."""
+        others = [place for place in places if place not in self._known]
+        if self._known and others:
+            world.print(
+                "mpitrain: virtual ranks: this training goes on where kernels may round otherwise, so it may end with "
+                f"other bits than without the interruption. It was computed on: {'; '.join(self._known)}. Now it is "
+                f"computed on: {'; '.join(others)}. Set OMP_NUM_THREADS as before, and start on hosts of the same kind"
+            )
+        self._known = sorted({*self._known, *places})
+
+
+def check_virtual_ranks(
+    world: World, virtual: VirtualRanks, *, has_own_exchange: bool = False, call: str = "mt.Sync"
+) -> None:
+    """Check that these virtual ranks can be computed by the ranks of a World. Collective. `call` is named in errors.
 
     Raises:
         ConfigError: there are too few of them, or gradients cannot be added up exactly. Raised on every rank.
@@ -71,4 +119,4 @@ def check_virtual_ranks(world: World, virtual: VirtualRanks, *, has_own_exchange
             "exactly. Leave out one of the two"
         )
     if problem:
-        raise everywhere(ConfigError(f"mt.Sync: {problem}"))
+        raise everywhere(ConfigError(f"{call}: {problem}"))

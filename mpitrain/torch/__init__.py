@@ -22,7 +22,7 @@ from mpitrain.torch.groups import register
 from mpitrain.torch.keep import keep
 from mpitrain.torch.monitored import monitored_barrier
 from mpitrain.torch.observed import watch
-from mpitrain.torch.prepare import accumulate, end_round, prepare
+from mpitrain.torch.prepare import accumulate, end_round, prepare, virtual_batches
 from mpitrain.torch.rendezvous import offer
 from mpitrain.torch.residuals import residuals, restore_residuals
 from mpitrain.torch.uncompiled import uncompiled
@@ -41,6 +41,7 @@ __all__ = [
     "restore_residuals",
     "save",
     "shard",
+    "virtual_batches",
 ]
 
 uncompiled(World)  # a compiled function may call its methods

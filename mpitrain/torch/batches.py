@@ -11,6 +11,7 @@ import torch
 
 from mpitrain.adapters.torch_arrays import array_of
 from mpitrain.errors import DataError
+from mpitrain.exchange.trees import aligned_copy
 
 
 def described(batch: Any) -> tuple[int, str]:
@@ -53,6 +54,17 @@ def divided(batch: Any, part: slice, total: int) -> Any:
             f"a batch holds a {type(leaf).__name__}, which cannot be divided among ranks; allowed are tensors, arrays "
             "and lists in dicts, lists and tuples"
         )
+
+    return _mapped(batch, one)
+
+
+def copied(batch: Any) -> Any:
+    """Return a batch with tensors and arrays in new memory, which begins at a multiple of 64 bytes."""
+
+    def one(leaf: Any) -> Any:
+        if isinstance(leaf, torch.Tensor):
+            return leaf.clone(memory_format=torch.contiguous_format)
+        return aligned_copy(leaf) if isinstance(leaf, numpy.ndarray) else leaf
 
     return _mapped(batch, one)
 

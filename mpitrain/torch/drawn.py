@@ -12,6 +12,7 @@ import numpy
 
 from mpitrain.errors import CheckpointError, everywhere
 from mpitrain.shard import part_in
+from mpitrain.strategies.virtual_ranks import VirtualRanks
 from mpitrain.world import World
 
 # Rank 0 draws so many samples at a time and sends their numbers to the others: for most data sets, once per epoch.
@@ -20,10 +21,29 @@ _DRAWN_AT_ONCE = 2**16
 
 @dataclass(frozen=True)
 class Share:
-    """This rank's share of a batch: `count` of `total` samples. If it is 0, one sample is there that does not count."""
+    """This rank's share of a batch: `count` of `total` samples. If it is 0, one sample is there that does not count.
+
+    Attributes:
+        virtual: the number of samples of each of this rank's virtual ranks.
+    """
 
     count: int
     total: int
+    virtual: tuple[int, ...] = ()
+
+
+def own_part(world: World, virtual: VirtualRanks | None, total: int, of_first: int) -> tuple[slice, Share]:
+    """Return this rank's part of a batch of `total` samples: that of its virtual ranks, if there are any.
+
+    `of_first` is the number of samples of the first batch of the epoch.
+    """
+    if virtual is None:
+        part, counts = part_in(world, total), []
+    else:
+        parts = [virtual.part(total, of_first, number) for number in virtual.of_rank(world)]
+        part, counts = slice(parts[0].start, parts[-1].stop), [one.stop - one.start for one in parts]
+    count = part.stop - part.start
+    return part if count else slice(0, 1), Share(count, total, tuple(counts))
 
 
 class PartSampler:
@@ -32,19 +52,21 @@ class PartSampler:
     Attributes:
         drawing: the newest iteration.
         used: the number of batches that the next iteration leaves out, and the checksum of their numbers.
+        epoch: the number of the next iteration, for the random numbers of samples.
     """
 
-    def __init__(self, world: World, batches: Any) -> None:
-        """`batches` is the batch sampler of all ranks together."""
-        self._world, self._batches = world, batches
+    def __init__(self, world: World, batches: Any, virtual: VirtualRanks | None) -> None:
+        """`batches` is the batch sampler of all ranks together. With virtual ranks, see SeededSamples."""
+        self._world, self._batches, self._virtual = world, batches, virtual
         self.drawing: Drawing | None = None
         self.used = 0, 0
+        self.epoch = 0
 
     def __len__(self) -> int:
         return len(self._batches)
 
     def __iter__(self) -> Drawing:
-        self.drawing = Drawing(self._world, self._batches, self.used)
+        self.drawing = Drawing(self._world, self._batches, self._virtual, self.used, self.epoch)
         return self.drawing
 
 
@@ -56,10 +78,13 @@ class Drawing:
             the numbers of all samples up to this batch.
     """
 
-    def __init__(self, world: World, batches: Any, used: tuple[int, int]) -> None:
+    def __init__(
+        self, world: World, batches: Any, virtual: VirtualRanks | None, used: tuple[int, int], epoch: int
+    ) -> None:
         """See PartSampler."""
         self.shares: deque[tuple[Share, int]] = deque()
-        self._world, self._batches = world, batches
+        self._world, self._batches, self._virtual = world, batches, virtual
+        self._epoch, self._taken, self._of_first = epoch, 0, 0
         self._numbers: Iterator[Any] | None = None
         self._is_over = False  # no more will be drawn
         self._drawn: deque[list[Any]] = deque()
@@ -73,10 +98,12 @@ class Drawing:
         batch = self._take()
         if batch is None:
             raise StopIteration
-        own = part_in(self._world, len(batch))
-        count = own.stop - own.start
-        self.shares.append((Share(count, len(batch)), self._checksum))
-        return batch[own if count else slice(0, 1)]
+        own, share = own_part(self._world, self._virtual, len(batch), self._of_first)
+        self.shares.append((share, self._checksum))
+        if self._virtual is None:
+            return batch[own]
+        keys = (self._virtual.sample_key(self._epoch, self._taken, place) for place in range(own.start, own.stop))
+        return list(zip(keys, batch[own], strict=True))
 
     def leave_out(self) -> None:
         """Draw the batches that were used before a restart. Collective. A second call does nothing.
@@ -101,6 +128,8 @@ class Drawing:
         if not self._drawn:
             return None
         batch = self._drawn.popleft()
+        self._taken += 1
+        self._of_first = self._of_first or len(batch)
         self._checksum = checksum_of_numbers(batch, self._checksum)
         return batch
 

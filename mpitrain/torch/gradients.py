@@ -27,10 +27,13 @@ from mpitrain.adapters.torch_arrays import array_of, tensor_of
 from mpitrain.adapters.torch_buffers import Values
 from mpitrain.adapters.torch_trained import Trained, call_weakly
 from mpitrain.errors import GradientError, NonFiniteError, everywhere
+from mpitrain.exchange.bucket import Parameter
 from mpitrain.exchange.exchange import Exchange
+from mpitrain.exchange.means import Means
 from mpitrain.exchange.reducer import GradientReducer
 from mpitrain.exchange.remarks import Remarks
 from mpitrain.torch.buffer_means import BufferMeans
+from mpitrain.torch.changed_buffers import ChangedBuffers
 from mpitrain.torch.drawn import Share
 from mpitrain.torch.own_buffers import OwnBuffers
 from mpitrain.torch.sharded import ShardedData
@@ -74,18 +77,28 @@ class Gradients:
         exchange: Callable[[World], Exchange],
         bucket_bytes: int | None,
         threaded: bool | None,
-        buffers: BufferMeans | OwnBuffers,
+        buffers: BufferMeans | OwnBuffers | ChangedBuffers,
+        changes: Sequence[Parameter] = (),
+        virtual_ranks: int | None = None,
     ) -> None:
-        """Collective: the ranks compare the parameters that have gradients. Raises the errors of GradientReducer."""
+        """Collective: the ranks compare the parameters that have gradients. Raises the errors of GradientReducer.
+
+        `changes` are exchanged with the gradients, after them in the layout.
+        """
         self._world = world
         self.data = data
         self._trained = Trained(model, "prepare()")
         self._names = list(self._trained.tensors)
         self._parameters: list[Any] = list(self._trained.tensors.values())
         self._reducer = GradientReducer(
-            world, self._trained.layout, exchange=exchange, bucket_bytes=bucket_bytes, threaded=threaded
+            world,
+            [*self._trained.layout, *changes],
+            exchange=exchange,
+            bucket_bytes=bucket_bytes,
+            threaded=threaded,
+            virtual_ranks=virtual_ranks,
         )
-        self._views = [tensor_of(gradient) for gradient in self._reducer.gradients]
+        self._views = [tensor_of(gradient) for gradient in self._reducer.gradients[: len(self._parameters)]]
         self._buffers = buffers
         self._share = Share(1, 1)
         self._missing: set[int] | None = None  # gradients that have not come in yet; None between backward passes
@@ -204,14 +217,22 @@ class Gradients:
             parameter.grad = view
             self._reducer.ready(index, self._reducer.gradients[index] if is_used else None)
         self._missing = None
+        means = self._reducer.finish(may_skip=True, note=self._note())
+        self._holds_own = False
+        self._take(means)
+
+    def _note(self) -> _Note | None:
+        """This rank's remarks about the backward pass that ends."""
         thawed = tuple(
             name
             for name, parameter in self._trained.named.items()
             if parameter.requires_grad and name not in self._trained.tensors
         )
         note = _Note(thawed, *self._buffers.changed())
-        means = self._reducer.finish(may_skip=True, note=note if any(note) else None)
-        self._holds_own = False
+        return note if any(note) else None
+
+    def _take(self, means: Means) -> None:
+        """Take what an exchange has told. The gradients lie in their views."""
         self._cause, self._total = means.cause, means.weight
         self._heed(means.remarks)
         if self._cause is not None:

@@ -11,6 +11,7 @@ from mpitrain.exchange.exchange import make_exchange
 from mpitrain.strategies import Sync
 from mpitrain.strategies.planned import check_planned
 from mpitrain.strategies.rounds import Rounds
+from mpitrain.strategies.virtual_ranks import VirtualRanks, check_virtual_ranks
 from mpitrain.world import World
 
 
@@ -29,6 +30,8 @@ def check_strategy(world: World, strategy: object, options: Sequence[str]) -> No
         kind = repr(strategy)
     else:
         kind = "Sync" if strategy is None else type(strategy).__name__
+    virtual = virtual_ranks_of(strategy)
+    coded = [name for name in options if name in ("compression", "algorithm")]
     world.agree("prepare a model", [f"strategy={kind}", f"options {', '.join(options) or 'none'}"])
     problem = ""
     if strategy is not None and not isinstance(strategy, Sync | Rounds):
@@ -37,10 +40,10 @@ def check_strategy(world: World, strategy: object, options: Sequence[str]) -> No
             "mt.DiLoCo(). All other strategies make the steps of the optimizer themselves, as your loop does: use them "
             "with mt.Trainer and mt.TorchModule"
         )
-    elif isinstance(strategy, Sync) and strategy.virtual:
+    elif virtual and coded:
         problem = (
-            f"mt.Sync(virtual_ranks={strategy.virtual.number}): a loop of one's own makes one pass for each batch, and "
-            "virtual ranks need several. Use mt.Trainer with mt.TorchModule, or leave virtual_ranks out"
+            f"{', '.join(coded)} together with virtual_ranks={virtual.number}: gradients of virtual ranks are added up "
+            "exactly. Leave out one of the two"
         )
     elif isinstance(strategy, Rounds) and options:
         problem = (
@@ -56,6 +59,13 @@ def check_strategy(world: World, strategy: object, options: Sequence[str]) -> No
         raise everywhere(ConfigError(problem))
     if strategy is not None:
         check_planned(world, strategy)
+    if virtual and isinstance(strategy, Sync):
+        check_virtual_ranks(world, virtual, has_own_exchange=strategy.exchange is not make_exchange)
+
+
+def virtual_ranks_of(strategy: object) -> VirtualRanks | None:
+    """Return the virtual ranks that a strategy asks for; None: there are none."""
+    return strategy.virtual if isinstance(strategy, Sync) else None
 
 
 def check_optimizer(world: World, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:

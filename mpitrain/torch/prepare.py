@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, TypeVar
@@ -13,17 +13,18 @@ import torch
 
 from mpitrain.adapters.torch_arrays import array_of, tensor_of
 from mpitrain.adapters.torch_checks import check_plain
-from mpitrain.errors import ConfigError, DeviceError
+from mpitrain.errors import ConfigError, DeviceError, everywhere
 from mpitrain.exchange.exchange import Exchange, make_exchange
 from mpitrain.job.start import init
 from mpitrain.strategies import Strategy, Sync
 from mpitrain.strategies.rounds import Rounds
 from mpitrain.torch.buffer_means import BufferMeans
 from mpitrain.torch.gradients import Gradients
-from mpitrain.torch.loop_strategies import check_optimizer, check_strategy
+from mpitrain.torch.loop_strategies import check_optimizer, check_strategy, virtual_ranks_of
 from mpitrain.torch.observed import expect_steps, steps_alone
 from mpitrain.torch.round_gradients import RoundGradients
 from mpitrain.torch.sharded import ShardedData
+from mpitrain.torch.virtual_gradients import VirtualGradients
 from mpitrain.world import World
 
 Model = TypeVar("Model", bound=torch.nn.Module)
@@ -70,6 +71,7 @@ def prepare(
             returned.
         strategy: LocalSGD, DiLoCo, StreamingDiLoCo or SparseLoCo: each rank steps with gradients of its own, and an
             outer step follows optimizer.step() where it is due; see `end_round`. All ranks make the same steps.
+            Sync(virtual_ranks=): the same bits on any number of ranks; the loop goes through `virtual_batches`.
             Default: Sync.
         compression: how gradients are compressed between nodes: a name in mpitrain.compression.CODECS, "power_sgd",
             "auto" or "none". Default: the World's setting.
@@ -103,13 +105,23 @@ def prepare(
         check_optimizer(world, model, optimizer)
     expect_steps()
     _sync(world, model)
-    sharded = data if isinstance(data, ShardedData) else ShardedData(world, data)
+    virtual = virtual_ranks_of(strategy)
+    sharded = data if isinstance(data, ShardedData) else ShardedData(world, data, virtual)
+    if sharded.virtual != virtual:
+        raise everywhere(
+            ConfigError(
+                f"prepare() was given data of another prepare() or of shard(), which is cut for {sharded.virtual}, and "
+                f"the strategy asks for {virtual}; give the loader itself, or the same strategy"
+            )
+        )
     gradients: Gradients
     if isinstance(strategy, Rounds):
         gradients = rounds = RoundGradients(world, model, optimizer, sharded, strategy)
         optimizer.register_step_post_hook(rounds.after_step)
         steps_alone(optimizer)
         model.register_state_dict_pre_hook(_tell_of_round)  # type: ignore[no-untyped-call]
+    elif virtual:
+        gradients = VirtualGradients(world, model, sharded, bucket_bytes=bucket_bytes, threaded=threaded)
     else:
         exchange: Callable[[World], Exchange] = partial(make_exchange, algorithm=algorithm, compression=compression)
         if isinstance(strategy, Sync) and strategy.exchange is not make_exchange:
@@ -147,6 +159,41 @@ def accumulate(model: torch.nn.Module) -> AbstractContextManager[None]:
         ConfigError: the model was not prepared.
     """
     return gradients_of(model, "accumulate").accumulating()
+
+
+def virtual_batches(model: torch.nn.Module, batch: Any) -> Iterator[Any]:
+    """Yield the samples of each virtual rank of this rank, for a model that `prepare` had with virtual ranks.
+
+        model, optimizer, data = mpitrain.torch.prepare(model, optimizer, data, strategy=mt.Sync(virtual_ranks=8))
+        for batch in data:
+            optimizer.zero_grad()
+            for x, y in mpitrain.torch.virtual_batches(model, batch):
+                loss_fn(model(x), y).backward()
+            optimizer.step()
+
+    Collective: every rank loops over it once for each batch, to the end, with at least one backward pass for each
+    virtual rank. In the loop, PyTorch's, NumPy's and Python's own random numbers on the host depend on the seed, the
+    batch and the virtual rank. After the loop they go on as if it had not been; p.grad holds the means over all samples
+    of the batch, added to what was there before, and the buffers are equal on all ranks. See docs/same-bits.md.
+
+    Before the first step, rank 0's first virtual batch comes two or three times more on every rank, for the probe.
+
+    Args:
+        batch: the newest batch of the prepared data, as it comes. Its tensors and arrays are copied.
+
+    Raises:
+        ConfigError: the model was not prepared with virtual ranks.
+        DataError: the batch is not the newest one.
+        GradientError: a loop made no backward pass, or the one before has not ended. Or ranks do not compute the same
+            bits of the same samples: raised on every rank.
+    """
+    gradients = gradients_of(model, "virtual_batches")
+    if not isinstance(gradients, VirtualGradients):
+        raise ConfigError(
+            "virtual_batches(model, batch): the model was prepared without virtual ranks; give "
+            "strategy=mt.Sync(virtual_ranks=...) to prepare(), or loop over the data alone"
+        )
+    return gradients.passes(batch)
 
 
 def end_round(model: torch.nn.Module) -> None:

@@ -7,17 +7,18 @@ import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-import numpy
-import torch
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
 from mpitrain.adapters.torch_random import generators_of, random_state, set_random_state
 from mpitrain.errors import ConfigError, DataError, everywhere
-from mpitrain.shard import part_in
+from mpitrain.exchange.totals import exact_total
+from mpitrain.strategies.virtual_ranks import Places, VirtualRanks
 from mpitrain.torch.batches import described, divided
 from mpitrain.torch.dataset_lines import has_length, lines_of
-from mpitrain.torch.drawn import PartSampler, Share, other_samples
+from mpitrain.torch.drawn import PartSampler, Share, other_samples, own_part
 from mpitrain.torch.observed import samples_come_divided, saw
+from mpitrain.torch.sample_values import mean_of_virtual_ranks, number_of, numbers_of
+from mpitrain.torch.seeded_samples import SeededSamples
 from mpitrain.torch.uncompiled import uncompiled
 from mpitrain.world import World
 
@@ -37,6 +38,8 @@ class ShardedData:
         turn: the number of batches handed out so far.
         epoch: the number of times that a loop has gone through all batches. Set it to go on from a checkpoint.
         batch: the number of batches of this epoch that were handed out.
+        virtual: the virtual ranks into which batches are cut; None: there are none.
+        places: where they were computed.
         given: the data that `prepare` was given.
         dataset: the data set, with the samples of all ranks.
         batch_size: the number of samples of all ranks together.
@@ -45,7 +48,7 @@ class ShardedData:
         drop_last, num_workers, collate_fn, generator: as in DataLoader.
     """
 
-    def __init__(self, world: World, data: Iterable[Any]) -> None:
+    def __init__(self, world: World, data: Iterable[Any], virtual: VirtualRanks | None = None) -> None:
         """Collective; see `prepare` for the data.
 
         Raises:
@@ -65,6 +68,7 @@ class ShardedData:
         self._goes_on_as_drawn = False
         self._generators = generators_of(data)
         self._world = world
+        self.virtual, self.places = virtual, Places()
         self.given = data
         self.dataset: Any = getattr(data, "dataset", None)
         self.batch_size: int | None = getattr(data, "batch_size", None)
@@ -83,9 +87,11 @@ class ShardedData:
             lines = list(lines_of(data.dataset))
             _refuse_distributed(data)
             if not isinstance(data.dataset, IterableDataset) and data.batch_sampler is not None:
-                self._parts = PartSampler(world, data.batch_sampler)
+                self._parts = PartSampler(world, data.batch_sampler, virtual)
                 loader = copy.copy(data)  # keep everything, also workers and pinned memory, except the batches
                 vars(loader).update(batch_sampler=self._parts, in_order=True, _iterator=None)
+                if virtual:
+                    vars(loader).update(dataset=SeededSamples(data.dataset))
                 self._source = loader
         length = len(data) if has_length(data) else "an unknown number of"  # type: ignore[arg-type]
         world.agree("compare the data", [*lines, f"{kind}, {length} batches"])
@@ -106,13 +112,8 @@ class ShardedData:
         first = self._begin_epoch()
         batches = self._drawn(self._parts, first) if self._parts else self._read(first)
         for number, (batch, share, checked) in enumerate(batches, first):
-            if number == 0 and share.total < self._world.size:
-                raise everywhere(
-                    DataError(
-                        f"{self._world.name()}: the first batch has {share.total} samples for {self._world.size} "
-                        "ranks; a batch is divided among all ranks, so use fewer ranks or larger batches"
-                    )
-                )
+            if number == 0:
+                self._check_first(share.total)
             self.share = self._newest = share
             self.turn += 1
             self.batch, self._checksum = number + 1, checked
@@ -122,12 +123,43 @@ class ShardedData:
         self.epoch, self.batch, self._checksum = self.epoch + 1, 0, 0
         self._random = self._random_of_order()
 
+    def _check_first(self, total: int) -> None:
+        """Check the first batch, of `total` samples of all ranks together."""
+        problem = ""
+        if self.virtual and (total == 0 or total % self.virtual.number):
+            problem = (
+                f"the first batch has {total} samples for virtual_ranks={self.virtual.number}; take batches of a "
+                "multiple of the virtual ranks. Later batches may be smaller"
+            )
+        elif total < self._world.size:
+            problem = (
+                f"{self._world.name()}: the first batch has {total} samples for {self._world.size} ranks; a batch is "
+                "divided among all ranks, so use fewer ranks or larger batches"
+            )
+        if problem:
+            raise everywhere(DataError(problem))
+
+    @property
+    def step(self) -> int:
+        """The number of the newest batch, counted from the first epoch on: for the random numbers of virtual ranks."""
+        if has_length(self.given):
+            return self.epoch * len(self) + self.batch
+        return self.epoch << 32 | self.batch
+
     def state_dict(self) -> dict[str, Any]:
         """Return the position in the data, for `load_state_dict` after a restart. Not collective.
 
         It holds tensors, numbers and texts, as `save` needs, and does not depend on the number of ranks.
         """
-        return {"epoch": self.epoch, "batch": self.batch, "checksum": self._checksum, "random": self._random}
+        state: dict[str, Any] = {
+            "epoch": self.epoch,
+            "batch": self.batch,
+            "checksum": self._checksum,
+            "random": self._random,
+        }
+        if self.virtual:
+            state |= {"virtual": self.virtual.state(), "places": self.places.state()}
+        return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from a `state_dict`: the next loop begins after the batches that were used, in the same order.
@@ -138,7 +170,13 @@ class ShardedData:
 
         Between two epochs, the order is drawn with rank 0's random numbers at the end of the epoch, which rank 0 gets
         back. It is the order of an undisturbed run, if nothing draws from them between the loops.
+
+        Raises:
+            CheckpointError: the state was saved with other virtual ranks. Nothing has changed.
         """
+        if self.virtual and "virtual" in state:
+            self.virtual.check(state["virtual"])
+            self.places.restore(state["places"])
         self.epoch, self.batch = int(state["epoch"]), int(state["batch"])
         self._checksum, self._random = int(state["checksum"]), state["random"]
         self._is_restored = True
@@ -198,44 +236,37 @@ class ShardedData:
 
         Args:
             value: this rank's mean: a number, or a tensor of one element. On a rank without samples it does not count.
+                With virtual ranks: a list of such means, the newest of which are those of the virtual batches of the
+                newest batch. Their mean has the same bits on any number of ranks.
 
         Raises:
-            DataError: there was no batch yet (raised on every rank), or `value` has several elements.
+            DataError: there was no batch yet (raised on every rank), or `value` has several elements; or it is no list,
+                or a short one, with virtual ranks.
         """
-        value = float(self._numbers(value, "mean").reshape(()))
+        if self.virtual:
+            return mean_of_virtual_ranks(self._world, self._share(), value)
+        value = number_of(self._world, value)
         return float(self._world.mean(value, weight=self._share().count))
 
     def sum(self, values: Any) -> float:
         """Return the sum over all samples of the newest batch of one value per sample, such as 1 for a right guess.
 
         Collective, like `mean`. Each sample counts once, also if a rank without samples computes with one of another
-        rank.
+        rank. The sum is rounded once, so it does not depend on the number of ranks, if the values do not.
 
         Args:
-            values: a tensor or array of shape (n,), where n is the length of this rank's part. They are added in
-                float64.
+            values: a tensor or array of shape (n,), where n is the length of this rank's part. They become float64.
 
         Raises:
             DataError: there was no batch yet (raised on every rank), or `values` has another shape.
         """
-        share, numbers = self._share(), self._numbers(values, "sum")
+        share, numbers = self._share(), numbers_of(values)
         if numbers.shape != (max(share.count, 1),):
             raise DataError(
                 f"{self._world.name()}: sum(values) takes one value for each of the {max(share.count, 1)} samples of "
                 f"this rank's part; it was given the shape {numbers.shape}"
             )
-        return float(self._world.sum(float(numbers[: share.count].sum())))
-
-    def _numbers(self, values: Any, call: str) -> numpy.ndarray:
-        if isinstance(values, torch.Tensor):
-            values = values.detach().to("cpu", torch.float64).numpy()
-        numbers = numpy.asarray(values, numpy.float64)
-        if call == "mean" and numbers.size != 1:
-            raise DataError(
-                f"{self._world.name()}: mean(value) takes one number, the mean over this rank's samples; it was given "
-                f"the shape {numbers.shape}"
-            )
-        return numbers
+        return exact_total(self._world, numbers[: share.count].tolist())
 
     def _share(self) -> Share:
         if self._newest is None:
@@ -244,7 +275,7 @@ class ShardedData:
 
     def _drawn(self, parts: PartSampler, first: int) -> Iterator[tuple[Any, Share, int]]:
         """Yield batches of a data set with numbered samples, of which this rank reads only its own."""
-        parts.used = first, self._checksum
+        parts.used, parts.epoch = (first, self._checksum), self.epoch
         batches = iter(self._source)  # draws a seed for workers, before the sampler draws
         drawing = parts.drawing  # of this iteration; another iteration makes its own
         assert drawing is not None
@@ -256,12 +287,13 @@ class ShardedData:
 
     def _read(self, first: int) -> Iterator[tuple[Any, Share, int]]:
         """Yield batches of data that can only be read from the beginning: every rank reads all, and keeps its part."""
-        world, checked, number = self._world, 0, 0
+        world, checked, number, of_first = self._world, 0, 0, 0
         for number, batch in enumerate(self._source, 1):
             try:
                 total, text = described(batch)
             except DataError as error:
                 raise DataError(f"{world.name()}: batch {number - 1}: {error}") from None
+            of_first = of_first or total
             checked = zlib.crc32(text.encode(), checked)
             if number == first:
                 self._compare(first, number, checked)
@@ -269,9 +301,8 @@ class ShardedData:
             if number <= first:
                 continue
             world.agree("take the next batch", [f"batch {number - 1}: {text}"])
-            own = part_in(world, total)
-            count = own.stop - own.start
-            yield divided(batch, own if count else slice(0, 1), total), Share(count, total), checked
+            own, share = own_part(world, self.virtual, total, of_first)
+            yield divided(batch, own, total), share, checked
         if number < first:
             self._compare(first, number, checked)
         world.agree("take the next batch", ["no more batches"])

@@ -4,13 +4,15 @@ Which kernels have the same bits everywhere is in no table: it depends on the li
 number of threads and the shapes. So every rank computes the gradients of one virtual rank, twice, before the first
 step, and the ranks compare digests. Where there are several threads, a third pass has one thread, because another run
 may have another number of them.
+
+The passes are asked for one by one, because a loop of one's own makes them itself (mpitrain/torch/virtual_batches.py).
 """
 
 from __future__ import annotations
 
 import hashlib
 import platform
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -50,8 +52,8 @@ class ProbeFinding:
         return f"{self.processor}, {self.kernels or 'no library of kernels'}, threads: {self.threads or 'not known'}"
 
 
-def probe(world: World, adapter: SeededAdapter, batch: Tree, key: tuple[int, ...]) -> None:
-    """Compare the gradients of one virtual rank over all ranks. Collective.
+def probe(world: World, adapter: SeededAdapter, batch: Tree, key: tuple[int, ...]) -> list[str]:
+    """Compare the gradients of one virtual rank over all ranks. Return where they were computed, in words. Collective.
 
     Changes neither parameters nor buffers. Prints a line with a digest: runs that begin with the same parameters, and
     print the same digest, compute alike.
@@ -65,7 +67,22 @@ def probe(world: World, adapter: SeededAdapter, batch: Tree, key: tuple[int, ...
         GradientError: a rank has computed other bits in a second pass, or than rank 0. Raised on every rank.
     """
     with world.together("compute the gradients of a virtual rank twice"):
-        finding = _find(adapter, batch, key)
+        passes = probe_passes()
+        next(passes)
+        try:
+            while True:
+                passes.send(_digests(adapter, batch, key))
+        except StopIteration as end:
+            finding = end.value
+    return compare(world, finding)
+
+
+def compare(world: World, finding: ProbeFinding) -> list[str]:
+    """Compare what the ranks have found, print the lines of `probe`, and return what it returns. Collective.
+
+    Raises:
+        GradientError: see `probe`.
+    """
     findings: list[ProbeFinding] = world.allgather(finding)
     if problem := judge(findings, [world.name(rank) for rank in range(world.size)]):
         raise everywhere(GradientError(problem))
@@ -76,6 +93,7 @@ def probe(world: World, adapter: SeededAdapter, batch: Tree, key: tuple[int, ...
             f"mpitrain: virtual ranks: {on_threads.alone} has other bits with one thread; this run has threads: "
             f"{on_threads.threads}. Set OMP_NUM_THREADS to one value in every run of this training"
         )
+    return sorted({one.place for one in findings})
 
 
 def judge(findings: Sequence[ProbeFinding], names: Sequence[str]) -> str:
@@ -115,17 +133,21 @@ def _remedy(one: ProbeFinding, other: ProbeFinding) -> str:
     )
 
 
-def _find(adapter: SeededAdapter, batch: Tree, key: tuple[int, ...]) -> ProbeFinding:
+def probe_passes(other_threads: str = "") -> Generator[None, dict[str, str], ProbeFinding]:
+    """Ask for passes of one virtual rank, and return what this rank has found. Send the digests of each pass.
+
+    `other_threads` names threads that threadpoolctl does not know, with their number.
+    """
     from threadpoolctl import threadpool_info, threadpool_limits
 
-    digests = _digests(adapter, batch, key)
-    again = _first_difference(_digests(adapter, batch, key), digests)
+    digests = yield
+    again = _first_difference((yield), digests)
     pools = threadpool_info()
     alone = ""
     if any(pool["num_threads"] > 1 for pool in pools):
         with threadpool_limits(1):
-            alone = _first_difference(_digests(adapter, batch, key), digests)
-    threads = sorted({f"{pool['internal_api']} {pool['num_threads']}" for pool in pools})
+            alone = _first_difference((yield), digests)
+    threads = sorted({f"{pool['internal_api']} {pool['num_threads']}" for pool in pools} | {other_threads} - {""})
     kernels = sorted(
         {f"{pool['internal_api']} {pool['version'] or ''} {pool.get('architecture', '')}".strip() for pool in pools}
     )
@@ -136,13 +158,18 @@ def _digests(adapter: SeededAdapter, batch: Tree, key: tuple[int, ...]) -> dict[
     digests: dict[str, str] = {}
 
     def on_gradient(index: int, gradient: Array | None) -> None:
-        content = b"" if gradient is None else numpy.ascontiguousarray(gradient).tobytes()
-        digests[f"the gradient of {adapter.layout[index].name}"] = hashlib.sha256(content).hexdigest()
+        digests.update(digest_of(f"the gradient of {adapter.layout[index].name}", gradient))
 
     with adapter.seeded(key):
         loss = adapter.loss_and_gradients(batch, on_gradient)
     content = repr((loss, adapter.note())).encode()
     return {**digests, _LOSS: hashlib.sha256(content).hexdigest()}
+
+
+def digest_of(words: str, gradient: Array | None) -> dict[str, str]:
+    """Return the digest of a gradient, by these words for it. None: the loss does not depend on the parameter."""
+    content = b"" if gradient is None else numpy.ascontiguousarray(gradient).tobytes()
+    return {words: hashlib.sha256(content).hexdigest()}
 
 
 def _first_difference(digests: dict[str, str], expected: dict[str, str]) -> str:

@@ -16,11 +16,8 @@ from __future__ import annotations
 
 import math
 
-import numpy
-
 from mpitrain.adapters.adapter import seeded_of
-from mpitrain.exchange.trees import aligned
-from mpitrain.shard import part_of
+from mpitrain.exchange.trees import aligned_copy
 from mpitrain.strategies.sync import Sync
 from mpitrain.strategies.virtual_ranks import VirtualRanks
 from mpitrain.training.data.prefetch import cut_into
@@ -49,8 +46,7 @@ class VirtualPasses:
             self._adapter = seeded_of(parts.adapter)
             self._adapter.seeded(virtual.key(0, 0))  # one around another asks that one
         self._samples = cut_into(parts.data, virtual.number)
-        own = part_of(virtual.number, world.rank, world.size)
-        self._own = range(own.start, own.stop)
+        self._own = virtual.of_rank(world)
         self._is_probed = False
 
     def compute(self, batch: Tree, step: int) -> float:
@@ -66,7 +62,7 @@ class VirtualPasses:
         if not self._is_probed:
             key = self._virtual.key(step, 0)
             first = _copied(self._world.broadcast(parts[0]), slice(None))
-            probe(self._world, self._adapter, first, key)
+            self._strategy.places.add(self._world, probe(self._world, self._adapter, first, key))
             self._is_probed = True
         self._strategy.begin_step([num_samples(part) for part in parts])
         loss = self.non_finite_loss = 0.0
@@ -95,12 +91,4 @@ def _copied(batch: Tree, part: slice) -> Tree:
     in the batch of its rank depends on the number of ranks.
     """
     values = (leaf[part] for _, leaf in leaves(batch))
-
-    def copy() -> numpy.ndarray:
-        value = next(values)
-        _, (memory,) = aligned([value.size], value.dtype)
-        copied = memory.reshape(value.shape)
-        copied[...] = value
-        return copied
-
-    return rebuild(batch, copy)
+    return rebuild(batch, lambda: aligned_copy(next(values)))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -221,6 +221,12 @@ class RecordedTrees:
         """See World.mean."""
         result = self._inner.mean(tree, weight)
         self._recorder.called(MEAN, result, float(weight))
+        return result
+
+    def weighted_sum(self, trees: Sequence[Tree], weights: Sequence[float]) -> Tree:
+        """See TreeExchange: recorded as a sum, of which each rank has some summands."""
+        result = self._inner.weighted_sum(trees, weights)
+        self._recorder.called(SUM, result, None)
         return result
 
 

@@ -51,6 +51,31 @@ def test_compressed_training_goes_on_bit_for_bit(
     assert len(parts) == 3 * world.size
 
 
+def test_a_resume_without_the_codec_sends_what_it_has_left_out(
+    world: World, shared: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    skip_alone(world)
+    there = "alone on each node"
+    first = trainer_there(world, monkeypatch, there, [StopAtStep(3), Checkpoint(shared, steps=3)], "top_k:0.1")
+    first.run()
+    left = first.strategy.own_state()["residual"]
+    world.barrier()
+    capfd.readouterr()
+    again = trainer_there(world, monkeypatch, there, [StopAtStep(4), Checkpoint(shared, steps=9)], "none")
+    again.restore(first.state())
+    again.strategy.restore_own(first.strategy.own_state())
+    assert ("this run has no codec: the next step sends it whole" in capfd.readouterr().out) == world.is_root
+    carried = again.strategy.own_state()["carried"]
+    for name, value in left.items():
+        assert carried[name].tobytes() == value.tobytes()
+    again.step()
+    assert "carried" not in again.strategy.own_state()
+    plain = trainer_there(world, monkeypatch, there, [StopAtStep(4), Checkpoint(shared, steps=9)], "none")
+    plain.restore(first.state())
+    plain.step()
+    assert bits(plain) != bits(again)  # which has sent it
+
+
 def test_a_part_that_is_damaged_or_missing(
     world: World, shared: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

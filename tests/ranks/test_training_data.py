@@ -25,6 +25,7 @@ from mpitrain.errors import (
     MismatchError,
     MpitrainError,
 )
+from mpitrain.job.worlds import make_world
 
 from .common import error_on_all, named_ranks, skip_alone
 from .trainings import (
@@ -53,6 +54,26 @@ def test_evaluate_counts_every_sample_once(world: World, count: int, samples_at_
     assert len(set(world.allgather(result["mean"]))) == 1
 
 
+@pytest.mark.parametrize("count", [1, 6, 40, 61])
+def test_evaluate_by_virtual_ranks_has_the_same_bits_on_any_ranks(world: World, count: int) -> None:
+    """The calls are the same on one rank: samples, their place in memory, and the rounded sum of all."""
+    x = numpy.random.default_rng(4).standard_normal((count + 1, 3))[1:]  # begins in the middle of a cache line
+    calls: list[tuple[float, int, int]] = []
+
+    def metrics(batch: Any) -> dict[str, float]:
+        calls.append((float(batch[0, 0]), len(batch), batch.ctypes.data % 64))
+        return {"mean": float(batch.mean()) / 3 * 10.0 ** (len(batch) * 3)}
+
+    with_all = evaluate(world, metrics, x, samples_at_once=4, virtual_ranks=7)
+    of_all = [call for of_rank in world.allgather(calls) for call in of_rank]
+    calls.clear()
+    own = make_world(world.comm.Split(world.rank, 0))
+    assert evaluate(own, metrics, x, samples_at_once=4, virtual_ranks=7) == with_all
+    assert of_all == calls
+    assert sum(size for _, size, _ in calls) == count
+    assert {place for *_, place in calls} == {0}
+
+
 def test_evaluate_refuses_what_it_cannot_count(world: World) -> None:
     def never(_: Any) -> dict[str, float]:
         raise AssertionError
@@ -63,6 +84,8 @@ def test_evaluate_refuses_what_it_cannot_count(world: World) -> None:
         evaluate(world, never, (numpy.zeros(5), numpy.zeros(4)))
     with pytest.raises(ConfigError, match="samples_at_once=0; it must be at least 1"):
         evaluate(world, never, numpy.zeros(5), samples_at_once=0)
+    with pytest.raises(ConfigError, match="virtual_ranks=0; it must be at least 1"):
+        evaluate(world, never, numpy.zeros(5), virtual_ranks=0)
 
 
 def test_evaluate_of_different_data(world: World) -> None:

@@ -9,14 +9,11 @@ import numpy
 import pytest
 
 from mpitrain import ArrayData, Parts, StopAtStep, Sync, Trainer, World
-from mpitrain.errors import ConfigError
 from mpitrain.job.worlds import make_world
-from tests.ranks.common import error_on_all
 
-from .prepared import mlp, sgd, torch
+from .prepared import torch
 
 from mpitrain import TorchModule  # isort: skip (the line above skips this file where there is no PyTorch)
-import mpitrain.torch  # isort: skip
 from mpitrain.training.checkpoint.names import split  # isort: skip
 
 V, COUNT, WIDTH = 7, 36, 5  # batches of 21 and 15: in the second one, two virtual ranks have no samples
@@ -80,11 +77,3 @@ def test_bits_are_those_of_one_rank(world: World) -> None:
     assert with_all == by_itself
     running = next(value for name, value in with_all.items() if name.endswith("running_mean"))
     assert numpy.frombuffer(running, "f4").all()
-
-
-def test_prepare_does_not_take_them(world: World) -> None:
-    model = mlp()
-    data = [torch.zeros(4, 3)]
-    optimizer, strategy = sgd(model.parameters()), Sync(virtual_ranks=V)
-    text = error_on_all(world, ConfigError, lambda: mpitrain.torch.prepare(model, optimizer, data, strategy=strategy))
-    assert "virtual_ranks" in text and "mt.TorchModule" in text

@@ -1,0 +1,367 @@
+"""Virtual ranks in a loop of one's own: prepare() and virtual_batches() give the same bits on any number of ranks."""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pytest
+from threadpoolctl import threadpool_limits
+
+from mpitrain import ArrayData, Hook, LocalSGD, Parts, Step, StopAtStep, Sync, Trainer, World
+from mpitrain.errors import CheckpointError, ConfigError, DataError, GradientError, MpitrainError
+from mpitrain.job.worlds import make_world
+from mpitrain.training.data.order import permuted
+from tests.ranks.common import error_on_all, skip_alone
+
+from .prepared import assert_equal_everywhere, mlp, sgd, torch
+
+import mpitrain.torch  # isort: skip (the line above skips this file where there is no PyTorch)
+from mpitrain import TorchModule  # isort: skip
+from .test_virtual_ranks import Net  # isort: skip
+
+V, BATCH, WIDTH = 7, 21, 5
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*loss:UserWarning")  # of the layer that is not always used
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """With several threads, the probe makes one pass more."""
+    with threadpool_limits(1):
+        yield
+
+
+@contextmanager
+def alone(world: World, is_alone: bool) -> Iterator[None]:
+    """A block in which this rank prepares by itself."""
+    with pytest.MonkeyPatch.context() as patch:
+        if is_alone:
+            own = make_world(world.comm.Split(world.rank, 0))
+            patch.setattr(sys.modules["mpitrain.torch.prepare"], "init", lambda: own)
+        yield
+
+
+def arrays(count: int) -> tuple[numpy.ndarray, numpy.ndarray]:
+    rng = numpy.random.default_rng(2)
+    return rng.standard_normal((count, WIDTH)).astype("f4"), rng.standard_normal((count, 1)).astype("f4")
+
+
+class Augmented(torch.utils.data.Dataset[Any]):
+    """Each sample is changed by numbers of all generators, as a transform changes it."""
+
+    def __init__(self, count: int = 38) -> None:
+        self.x, self.y = (torch.from_numpy(one) for one in arrays(count))
+
+    def __len__(self) -> int:
+        return len(self.x)
+
+    def __getitem__(self, number: int) -> Any:
+        return self.x[number] + torch.rand(()) + numpy.random.random() + random.random(), self.y[number]
+
+
+def augmented(**options: Any) -> Any:
+    """Batches of 21 and of 17 samples, in an order that a generator of the loader draws."""
+    generator = torch.Generator().manual_seed(3)
+    return torch.utils.data.DataLoader(Augmented(), batch_size=BATCH, shuffle=True, generator=generator, **options)
+
+
+def listed() -> Any:
+    """Batches of 21 and of 2 samples, so that all but one virtual rank have none."""
+    return list(zip(*(torch.from_numpy(one).split(BATCH) for one in arrays(23)), strict=True))
+
+
+def net() -> Any:
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return Net()
+
+
+def adam(parameters: Any) -> Any:
+    return torch.optim.Adam(parameters, lr=0.01)
+
+
+def square(module: Any, batch: Any) -> Any:
+    return (module(batch[0]) - batch[1]).square().mean()
+
+
+class Loop:
+    """A loop of a user's own."""
+
+    def __init__(self, data: Any, *, seed: int = 1, number: int = V, clip: bool = True, state: Any = None) -> None:
+        model, self.clip = net(), clip
+        self.steps: list[float] = []
+        if state:
+            model.load_state_dict(state["model"])
+        strategy = Sync(virtual_ranks=number, seed=seed)
+        self.model, self.optimizer, self.data = mpitrain.torch.prepare(
+            model, adam(model.parameters()), data, strategy=strategy
+        )
+        if state:
+            self.optimizer.load_state_dict(state["optimizer"])
+            self.data.load_state_dict(state["data"])
+
+    def run(self, steps: int = 5) -> Loop:
+        while True:
+            for batch in self.data:
+                losses = []
+                self.optimizer.zero_grad()
+                for part in mpitrain.torch.virtual_batches(self.model, batch):
+                    loss = square(self.model, part)
+                    loss.backward()
+                    losses.append(loss)
+                if self.clip:
+                    torch.nn.utils.clip_grad_norm_(self.model.parameters(), 0.5)
+                self.optimizer.step()
+                self.steps.append(self.data.mean(losses))
+                if len(self.steps) == steps:
+                    return self
+
+    def state(self) -> dict[str, Any]:
+        return {
+            "model": {name: one.clone() for name, one in self.model.state_dict().items()},
+            "optimizer": self.optimizer.state_dict(),
+            "data": self.data.state_dict(),
+        }
+
+    def bits(self) -> list[bytes]:
+        moments = [one for of in self.optimizer.state_dict()["state"].values() for one in of.values()]
+        return [one.numpy().tobytes() for one in (*self.model.state_dict().values(), *moments)]
+
+
+def error_of(kind: type[MpitrainError], call: Callable[[], Any]) -> str:
+    """The text of an error that this rank finds by itself."""
+    with pytest.raises(kind) as caught:
+        call()
+    return str(caught.value)
+
+
+class Losses(Hook):
+    def __init__(self) -> None:
+        self.losses: list[float] = []
+
+    def after_step(self, trainer: Trainer, step: Step) -> None:
+        self.losses.append(step.loss)
+
+
+# -- the same bits ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        pytest.param(augmented, id="augmented"),
+        pytest.param(listed, id="a list"),
+    ],
+)
+def test_bits_are_those_of_one_rank(world: World, make: Callable[[], Any]) -> None:
+    """Batch norm, dropout, augmentation, buffers, a layer that is not always used, and a smaller last batch."""
+    random.seed(world.rank), numpy.random.seed(world.rank), torch.manual_seed(world.rank)
+    with_all = Loop(make()).run()
+    states = torch.get_rng_state(), random.getstate(), numpy.random.get_state()[1].tobytes()
+    with alone(world, True):
+        by_itself = Loop(make()).run()
+    assert with_all.steps == by_itself.steps
+    assert with_all.bits() == by_itself.bits()
+    assert len(set(with_all.steps)) == 5
+    assert_equal_everywhere(world, with_all.model)
+    # The script's own random numbers go on as if there had been no training (but for the seed of a loader's workers).
+    assert states[1:] == (random.getstate(), numpy.random.get_state()[1].tobytes())
+
+
+def test_bits_are_those_of_the_trainer(world: World) -> None:
+    """A Trainer with mt.TorchModule on one rank, with the same batches: parameters, buffers, moments, losses."""
+    count = BATCH + 14  # in the second batch, two virtual ranks have no samples
+    x, y = arrays(count)
+
+    def build(world: World) -> Parts:
+        module, data = net(), ArrayData(world, (x, y), global_batch=BATCH, seed=4)
+        adapter = TorchModule(module, square, adam(module.parameters()))
+        return Parts(adapter, Sync(virtual_ranks=V, seed=1), data)
+
+    losses = Losses()
+    trainer = Trainer(build, [StopAtStep(4), losses], world=make_world(world.comm.Split(world.rank, 0)))
+    trainer.run()
+
+    class Batches:
+        """The same batches, in the order of the Trainer's data."""
+
+        epoch = 0
+
+        def __len__(self) -> int:
+            return 2
+
+        def __iter__(self) -> Iterator[Any]:
+            order = permuted(numpy.arange(count), count, (4, self.epoch))
+            self.epoch += 1
+            for chosen in (order[:BATCH], order[BATCH:]):
+                yield torch.from_numpy(x[chosen]), torch.from_numpy(y[chosen])
+
+    loop = Loop(Batches(), clip=False).run(4)
+    assert loop.steps == losses.losses
+    for name, value in trainer.adapter.parameters().items():
+        assert loop.model.state_dict()[name].numpy().tobytes() == value.tobytes(), name
+
+
+def test_a_run_goes_on_with_other_ranks(world: World, tmp_path: Path) -> None:
+    """From all ranks to one, and from one to all; in the middle of an epoch, and into another one."""
+    with alone(world, True):
+        expected = Loop(augmented()).run(5)
+    for first in (True, False):
+        with alone(world, first):
+            state = Loop(augmented()).run(3).state()
+        with alone(world, not first):
+            rest = Loop(augmented(), state=state).run(2)
+        assert rest.bits() == expected.bits()
+        assert rest.steps == expected.steps[3:]
+
+
+def test_workers_read_the_same(world: World) -> None:
+    with alone(world, True):
+        expected = Loop(augmented()).run(3)
+    got = Loop(augmented(num_workers=1)).run(3)
+    assert got.bits() == expected.bits()
+
+
+def test_gradients_add_up_from_batch_to_batch(world: World) -> None:
+    """Two batches for a step, with gradients that are kept and zeroed, too."""
+
+    def trained(is_alone: bool) -> tuple[list[bytes], list[Any]]:
+        with alone(world, is_alone):
+            loop = Loop(augmented())
+        gradients = []
+        for batch in loop.data:
+            for part in mpitrain.torch.virtual_batches(loop.model, batch):
+                (square(loop.model, part) / 2).backward()
+            gradients.append(loop.model.outer.weight.grad.clone())
+        loop.optimizer.step()
+        loop.optimizer.zero_grad(set_to_none=False)
+        for batch in loop.data:
+            for part in mpitrain.torch.virtual_batches(loop.model, batch):
+                square(loop.model, part).backward()
+            loop.optimizer.step()
+            loop.optimizer.zero_grad(set_to_none=False)
+        return loop.bits(), [one.numpy().tobytes() for one in gradients]
+
+    assert trained(False) == trained(True)
+    first, both = (numpy.frombuffer(one, "f4") for one in trained(False)[1])
+    assert not numpy.array_equal(first, both)
+
+
+# -- what is refused -------------------------------------------------------------------------------------------------
+
+
+def test_a_backward_outside_of_the_virtual_batches(world: World) -> None:
+    loop = Loop(augmented())
+    batch = next(iter(loop.data))
+    text = error_of(GradientError, square(loop.model, batch).backward)
+    assert "backward() came outside of a loop over virtual_batches(model, batch)" in text
+
+
+def test_a_virtual_batch_without_a_backward(world: World) -> None:
+    loop = Loop(augmented())
+    batch = next(iter(loop.data))
+    text = error_of(GradientError, lambda: list(mpitrain.torch.virtual_batches(loop.model, batch)))
+    assert "made no backward() for virtual rank 0" in text
+    assert "came in the middle of virtual_batches" in error_of(GradientError, loop.optimizer.step)
+
+
+def test_a_loop_that_is_left(world: World) -> None:
+    loop = Loop(augmented())
+    batch = next(iter(loop.data))
+    for part in mpitrain.torch.virtual_batches(loop.model, batch):
+        square(loop.model, part).backward()
+        break
+    assert "came in the middle of virtual_batches" in error_of(GradientError, loop.optimizer.step)
+    again = mpitrain.torch.virtual_batches(loop.model, batch)
+    assert "loop over it once for each batch, to the end" in error_of(GradientError, lambda: next(again))
+
+
+def test_another_batch(world: World) -> None:
+    loop = Loop(augmented())
+    batches = iter(loop.data)
+    x, y = next(batches)
+    passes = mpitrain.torch.virtual_batches(loop.model, (torch.cat([x, x]), torch.cat([y, y])))
+    assert "give it the batch as it comes" in error_of(DataError, lambda: next(passes))
+
+
+def test_a_first_batch_that_is_not_a_multiple(world: World) -> None:
+    loop = Loop([torch.zeros(V + 1, WIDTH)])
+    text = error_on_all(world, DataError, lambda: next(iter(loop.data)))
+    assert f"the first batch has {V + 1} samples for virtual_ranks={V}" in text
+
+
+def test_a_mean_of_one_loss(world: World) -> None:
+    loop = Loop(augmented()).run(1)
+    assert "Append each loss" in error_of(DataError, lambda: loop.data.mean(1.0))
+    assert "a list of 0" in error_of(DataError, lambda: loop.data.mean([]))
+
+
+def test_a_state_of_other_virtual_ranks(world: World) -> None:
+    state = Loop(augmented()).run(1).state()
+    for options, words in (({"number": 21}, "virtual_ranks=21"), ({"seed": 2}, "seed=2")):
+        assert words in error_of(CheckpointError, lambda o=options: Loop(augmented(), state=state, **o))
+
+
+def test_a_model_without_virtual_ranks(world: World) -> None:
+    model = mlp()
+    mpitrain.torch.prepare(model, sgd(model.parameters()), [torch.zeros(9, 5)])
+    text = error_of(ConfigError, lambda: mpitrain.torch.virtual_batches(model, torch.zeros(9, 5)))
+    assert "the model was prepared without virtual ranks" in text
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"compression": "int8"}, "compression together with virtual_ranks=7"),
+        ({"strategy": Sync(virtual_ranks=0)}, "virtual_ranks=0; it must be an int of at least 1"),
+        ({"strategy": Sync(lambda world: None, virtual_ranks=V)}, "an exchange= of its own"),  # type: ignore[arg-type, return-value]
+    ],
+)
+def test_what_prepare_refuses(world: World, options: dict[str, Any], words: str) -> None:
+    model = mlp()
+    given = {"strategy": Sync(virtual_ranks=V), **options}
+    prepare: Callable[[], Any] = lambda: mpitrain.torch.prepare(  # noqa: E731
+        model, sgd(model.parameters()), [torch.zeros(9, 5)], **given
+    )
+    assert words in error_on_all(world, ConfigError, prepare)
+
+
+def test_accumulate_and_rounds_have_no_virtual_ranks(world: World) -> None:
+    loop = Loop(augmented())
+
+    def accumulated() -> None:
+        with mpitrain.torch.accumulate(loop.model):
+            pass
+
+    assert "Leave accumulate out" in error_of(ConfigError, accumulated)
+    other = mlp()
+    prepare: Callable[[], Any] = lambda: mpitrain.torch.prepare(  # noqa: E731
+        other, sgd(other.parameters()), loop.data, strategy=LocalSGD(2)
+    )
+    assert "or the same strategy" in error_on_all(world, ConfigError, prepare)
+
+
+# -- the probe -------------------------------------------------------------------------------------------------------
+
+
+def test_a_rank_that_computes_otherwise_is_named(world: World) -> None:
+    skip_alone(world)
+    loop = Loop(augmented())
+    if world.rank == world.size - 1:
+        loop.model.outer.weight.register_hook(lambda gradient: torch.nextafter(gradient, torch.tensor(9.0)))
+    text = error_on_all(world, GradientError, lambda: loop.run(1))
+    assert f"{world.name(world.size - 1)}: the gradient of outer.weight has other bits than on {world.name(0)}" in text
+
+
+def test_a_model_that_is_not_reproducible_is_named(world: World) -> None:
+    loop = Loop(augmented())
+    count = iter(range(100))
+    loop.model.register_forward_pre_hook(lambda module, given: (given[0] + next(count),))
+    text = error_on_all(world, GradientError, lambda: loop.run(1))
+    assert "has other bits when the same virtual rank is computed again" in text
