@@ -22,7 +22,7 @@ from mpitrain.errors import ConfigError, LaunchError, MpitrainError
 if TYPE_CHECKING:
     from mpitrain.launch.start import Request
     from mpitrain.plan.forecast import Forecast
-    from mpitrain.plan.measured_steps import HostTimes
+    from mpitrain.plan.host_times import HostTimes
     from mpitrain.simulate.machines import Machines
     from mpitrain.simulate.report import SimulationReport
 
