@@ -1,27 +1,33 @@
-"""The steps that `mpitrain plan` predicts, beside the same steps measured, in one job on shaped links.
+"""The steps that `mpitrain plan` predicts, or the same steps measured, in one job on shaped links.
 
-    benchmarks/shaped_hosts 4 1gbit '$MPIEXEC .venv/bin/python benchmarks/plan_measured.py \\
-        --millions 5 --costs /tmp/costs4'
-    LAST_RATE=500mbit benchmarks/shaped_hosts 4 1gbit '$MPIEXEC .venv/bin/python benchmarks/plan_measured.py \\
-        --millions 5 --costs /tmp/costs4 --slow-last 1.5'
+plan_study.py runs both, for several clusters. By hand, for one:
 
-The job does what the command does: it measures the profile of the hosts, then on each host alone the steps of a
-Trainer, and predicts each way to exchange. Then it trains in each way, in turns. The hosts share the cores of one
-machine, so a step computes by sleeping, 2/3 of the time in the backward pass. The optimizer's update is real.
+    benchmarks/shaped_hosts 4 1gbit '$MPIEXEC .venv/bin/python benchmarks/plan_measured.py predict \\
+        --millions 5 --costs /tmp/costs4 --file /tmp/predicted'
+    benchmarks/shaped_hosts 4 1gbit '$MPIEXEC .venv/bin/python benchmarks/plan_measured.py measure \\
+        --millions 5 --file /tmp/measured'
 
-    error       predicted / measured - 1
-    best        the row that the plan puts first, and how much longer it takes than the row that was fastest
+`predict` does what the command does: it measures the profile of the hosts, then on each host alone the steps of a
+Trainer, and predicts each way to exchange. `measure` trains in each way, in turns. Each adds a line of JSON to its
+file, with the time. The hosts share the cores of one machine, so a step computes by sleeping, 2/3 of the time in the
+backward pass. The optimizer's update is real.
+
+While a way is measured, the machine's cores are watched: `full` is the share of the time of its steps in which they
+were at least 90 % busy, in pieces of 50 ms. Real hosts have cores of their own. So where it is more than a tenth, these
+cores are a bound that real hosts would not have.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import shutil
 import statistics
 import tempfile
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -90,22 +96,39 @@ class InStep(mt.Hook):
         self._everyone.barrier()
 
 
-def main() -> None:
-    """Print a table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--millions", type=float, default=5.0, help="of parameters")
-    parser.add_argument("--milliseconds", type=float, default=300.0, help="of a step of one rank with the whole batch")
-    parser.add_argument(
-        "--costs", type=Path, required=True,
-        help="memory and codecs of so many hosts; measured into this file if it is not there",
-    )  # fmt: skip
-    parser.add_argument("--batch", type=int, default=64)
-    parser.add_argument("--slow-last", type=float, default=1.0, help="the last rank computes so many times as long")
-    parser.add_argument("--steps", type=int, default=4, help="of each way in a turn")
-    parser.add_argument("--turns", type=int, default=2)
-    options = parser.parse_args()
-    world = mt.init()
-    slow = options.slow_last if world.rank == world.size - 1 else 1.0
+class Cores:
+    """Watches the machine's cores, in pieces of 50 ms, while steps are made."""
+
+    def __init__(self) -> None:
+        self._pieces: list[tuple[float, float]] = []  # when each ended, and how busy it was
+        self._is_over = threading.Event()
+        self._thread = threading.Thread(target=self._watch, daemon=True)
+        self._thread.start()
+
+    def _watch(self) -> None:
+        before = _jiffies()
+        while not self._is_over.wait(0.05):
+            now = _jiffies()
+            if now[1] > before[1]:
+                self._pieces.append((time.perf_counter(), 1 - (now[0] - before[0]) / (now[1] - before[1])))
+            before = now
+
+    def full(self, spans: Sequence[tuple[float, float]]) -> float:
+        """Return the share of the pieces within the spans in which the cores were at least 90 % busy."""
+        self._is_over.set()
+        self._thread.join()
+        busy = [busy for end, busy in self._pieces if any(begin <= end <= until for begin, until in spans)]
+        return sum(one >= 0.9 for one in busy) / len(busy) if busy else 0.0
+
+
+def _jiffies() -> tuple[int, int]:
+    """Idle and all time of all cores."""
+    values = [int(word) for word in Path("/proc/stat").read_text().splitlines()[0].split()[1:9]]
+    return values[3] + values[4], sum(values)
+
+
+def predict(options: argparse.Namespace, world: mt.World, slow: float) -> dict[str, object]:
+    """Measure what a plan measures, and predict. Return the line of the file, on rank 0."""
     folder = Path(world.broadcast(tempfile.mkdtemp(prefix="plan-") if world.is_root else None))
     began = time.perf_counter()
     if options.costs.exists():
@@ -118,7 +141,7 @@ def main() -> None:
         measured = measure_cluster(world)
         if world.is_root:
             options.costs.write_text(json.dumps(measured))
-    profiled = time.perf_counter()
+    profiled = timed = time.perf_counter()
     if world.is_root:
         save_profile(folder / "profile.json", world, measured)
     told = replace(
@@ -132,35 +155,39 @@ def main() -> None:
         trainer.run()
     except SystemExit:
         timed = time.perf_counter()
-    world.print(versions_line())
-    predicted: dict[ExchangeWay, float] = {}
-    if world.is_root:
-        hosts = read_times(folder / "times.json", "the model")
-        planner = Planner(hosts, from_profile(folder / "profile.json"), is_profiled=False)
-        predicted = {way: planner.forecast(world.size, way).step_seconds for way in WAYS}
-        rates = ", ".join(f"{rate * 8e-9:.3g}" for rate in planner.machines.link_bytes_per_second)
-        sums = ", ".join(
-            f"{name} {taken * 1e3:.0f} ms, {worked * 1e3:.0f} ms of a core"
-            for name, (taken, worked) in hosts[0].sums.items()
-        )
-        steps = ", ".join(f"{host.parts[-1].seconds * 1e3:.0f}" for host in hosts)
-        print(f"{world.size} hosts, links {rates} Gbit/s; 4 MiB at once by {sums}")
-        print(
-            f"{hosts[0].busy_cores:.2f} of {hosts[0].cores:.2f} cores busy; {options.millions:g} M parameters, steps "
-            f"of {steps} ms; profile {profiled - began:.0f} s, steps {timed - profiled:.0f} s, forecast "
-            f"{time.perf_counter() - timed:.1f} s"
-        )
-        shutil.rmtree(folder)
+    if not world.is_root:
+        return {}
+    hosts = read_times(folder / "times.json", "the model")
+    planner = Planner(hosts, from_profile(folder / "profile.json"), is_profiled=False)
+    predicted = {str(way): planner.forecast(world.size, way).step_seconds for way in WAYS}
+    shutil.rmtree(folder)
+    return {
+        "predicted": predicted,
+        "gbit": [rate * 8e-9 for rate in planner.machines.link_bytes_per_second],
+        "sums": hosts[0].sums,
+        "busy_cores": hosts[0].busy_cores,
+        "cores": hosts[0].cores,
+        "seconds_of": {
+            "profile": profiled - began, "steps": timed - profiled, "forecast": time.perf_counter() - timed,
+        },
+    }  # fmt: skip
+
+
+def measure(options: argparse.Namespace, world: mt.World, slow: float) -> dict[str, object]:
+    """Train in each way. Return the line of the file."""
     made = {}
     for way in WAYS:
         made[way] = parts(options, world, strategy_of(way), slow)
         made[way].strategy.begin(world, made[way].adapter)
+    cores = Cores() if world.is_root else None
     seconds: dict[ExchangeWay, list[float]] = {way: [] for way in WAYS}
+    spans: dict[ExchangeWay, list[tuple[float, float]]] = {way: [] for way in WAYS}
     for turn in range(options.turns + 1):
         for way, one in made.items():
             adapter, strategy, data = one.adapter, one.strategy, one.data
             steps = way.sync_every if way.sync_every > 1 else options.steps if turn else 2
             world.barrier()
+            began = time.perf_counter()
             for _ in range(1 if way.sync_every > 1 else steps):
                 start = time.perf_counter()
                 for _ in range(way.sync_every):
@@ -170,18 +197,41 @@ def main() -> None:
                 taken = max(world.allgather(time.perf_counter() - start)) / way.sync_every
                 if turn:
                     seconds[way].append(taken)
+            if turn:
+                spans[way].append((began, time.perf_counter()))
+    if cores is None:
+        return {}
+    return {
+        "measured": {str(way): taken for way, taken in seconds.items()},
+        "full": {str(way): cores.full(of_way) for way, of_way in spans.items()},
+    }
+
+
+def main() -> None:
+    """Add a line to the file."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=["predict", "measure"])
+    parser.add_argument("--file", type=Path, required=True, help="gets a line of JSON")
+    parser.add_argument("--row", default="", help="name of the line")
+    parser.add_argument("--millions", type=float, default=5.0, help="of parameters")
+    parser.add_argument("--milliseconds", type=float, default=300.0, help="of a step of one rank with the whole batch")
+    parser.add_argument(
+        "--costs", type=Path, default=Path("/tmp/costs"),
+        help="memory and codecs of so many hosts; measured into this file if it is not there",
+    )  # fmt: skip
+    parser.add_argument("--batch", type=int, default=64)
+    parser.add_argument("--slow-last", type=float, default=1.0, help="the last rank computes so many times as long")
+    parser.add_argument("--steps", type=int, default=4, help="of each way in a turn")
+    parser.add_argument("--turns", type=int, default=2)
+    options = parser.parse_args()
+    world = mt.init()
+    slow = options.slow_last if world.rank == world.size - 1 else 1.0
+    line = {"predict": predict, "measure": measure}[options.what](options, world, slow)
     if world.is_root:
-        medians = {way: statistics.median(taken) for way, taken in seconds.items()}
-        print("| way | predicted | measured (lowest to highest) | error |")
-        print("| --- | --- | --- | --- |")
-        for way, median in medians.items():
-            low, high = min(seconds[way]) * 1e3, max(seconds[way]) * 1e3
-            print(
-                f"| {way} | {predicted[way] * 1e3:.0f} ms | {median * 1e3:.0f} ms ({low:.0f} to {high:.0f}) | "
-                f"{predicted[way] / median - 1:+.1%} |"
-            )
-        best, fastest = min(predicted, key=predicted.__getitem__), min(medians, key=medians.__getitem__)
-        print(f"best: {best}, {medians[best] / medians[fastest] - 1:.1%} longer than {fastest}")
+        now = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+        about = {"row": options.row, "time": now, "load": os.getloadavg()[0], "versions": versions_line()}
+        with options.file.open("a") as file:
+            file.write(json.dumps(about | line) + "\n")
 
 
 if __name__ == "__main__":

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from mpitrain.remote.block import map_on as map_on
     from mpitrain.remote.block import run_on as run_on
     from mpitrain.remote.block import workers as workers
+    from mpitrain.strategies import AutoSync as AutoSync
     from mpitrain.strategies import DiLoCo as DiLoCo
     from mpitrain.strategies import LocalSGD as LocalSGD
     from mpitrain.strategies import ParameterServer as ParameterServer
@@ -103,6 +104,7 @@ _HOME = {
     "Communication": "training.meters.communication",
     "CompareReplicas": "training.hooks.replicas",
     "Csv": "training.writers.csv_table",
+    "AutoSync": "strategies",
     "DiLoCo": "strategies",
     "EarlyStopping": "training.hooks.early_stopping",
     "Evaluate": "training.hooks.evaluate",

@@ -11,6 +11,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -22,7 +23,7 @@ from mpitrain.errors import ConfigError, LaunchError, MpitrainError
 if TYPE_CHECKING:
     from mpitrain.launch.start import Request
     from mpitrain.plan.forecast import Forecast
-    from mpitrain.plan.measured_steps import HostTimes
+    from mpitrain.plan.host_times import HostTimes
     from mpitrain.simulate.machines import Machines
     from mpitrain.simulate.report import SimulationReport
 
@@ -91,13 +92,21 @@ def run(arguments: argparse.Namespace) -> int:
         if (machines or here > 1) and ranks[-1] > most:
             where = f"the profile {arguments.profile} has" if machines else f"{here} hosts with --ppn {per_host} have"
             raise ConfigError(f"--ranks has {ranks[-1]}; {where} room for {most}. Plan at most {most}")
+        began = time.monotonic()
         hosts = _measured(request, Path(folder) / "times.json", arguments.steps, sorted({1, *ranks}))
+        timed = time.monotonic()
         if machines is None:
             machines = _measured_machines(arguments, Path(folder) / "profile.json", hosts, ranks[-1], per_host)
         elif has_hosts:
             hosts = _in_order(hosts, machines, arguments.profile)
         hosts = hosts[::per_host]
+        profiled = time.monotonic()
         report = _reported(arguments, request, hosts, machines, ranks)
+    print(
+        f"mpitrain plan: {timed - began:.0f} s for steps, {profiled - timed:.0f} s for links and codecs, "
+        f"{time.monotonic() - profiled:.0f} s to simulate",
+        file=sys.stderr, flush=True,
+    )  # fmt: skip
     measured, origin = described(hosts), machines.origin
     if len(hosts) == 1 and arguments.profile is not None:
         origin += f"; each host is taken to be as fast as {hosts[0].host}"

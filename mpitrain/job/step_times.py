@@ -169,8 +169,9 @@ class StepTimes:
         """Time of a sum of SUM_BYTES over all hosts at once, by algorithm; {} on one host. Collective.
 
         Returns:
-            By algorithm: seconds, the least of all rounds, because what links can carry is asked for, and not what
-            disturbs them now; and processor seconds of a rank, the median. Both are of the slowest rank.
+            By algorithm: seconds of the slowest rank, and processor seconds of the rank with the most. Both are the
+            median of all rounds, as a step is: where several senders share a link, most sums lose some time to
+            packets that are sent again, and the least loses none.
         """
         everyone, times = self._everyone, {}
         if everyone.num_nodes == 1:
@@ -188,7 +189,7 @@ class StepTimes:
                 slowest = [max(values) for values in zip(*everyone.allgather(own), strict=True)]
                 taken.append(slowest[0])
                 worked.append(slowest[1])
-            times[name] = min(taken), statistics.median(worked)
+            times[name] = statistics.median(taken), statistics.median(worked)
         return times
 
     def _leave(self) -> None:

@@ -19,7 +19,7 @@ import numpy
 from mpitrain.allreduce.costs import bucket_bytes
 from mpitrain.exchange.bucket import Parameter, plan_buckets, plan_layout
 from mpitrain.job.step_times import SUM_BYTES
-from mpitrain.plan.measured_steps import HostTimes, PartTimes
+from mpitrain.plan.host_times import HostTimes, PartTimes
 from mpitrain.plan.ways import ExchangeWay, coded_ways, other_ways, plain_ways, resized_ways
 from mpitrain.profile import DEFAULT
 from mpitrain.simulate.machines import Machines

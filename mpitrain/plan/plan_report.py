@@ -7,7 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 
 from mpitrain.errors import ConfigError
 from mpitrain.plan.forecast import Forecast, Planner
-from mpitrain.plan.measured_steps import HostTimes, doubts
+from mpitrain.plan.host_times import HostTimes
+from mpitrain.plan.measured_steps import doubts
 from mpitrain.shown import shown_bytes
 from mpitrain.simulate.report import Panel, Point, SimulationReport, counted, shown_seconds
 

@@ -118,7 +118,7 @@ def host_names(num_nodes: int) -> tuple[str, ...]:
 
 
 def from_profile(path: Path) -> Machines:
-    """The machines on which `mpitrain bench --save-profile` has measured. A node's link is its fastest pair's.
+    """The machines on which `mpitrain bench --save-profile` has measured; see machines_of.
 
     Raises:
         ConfigError: there is no such file, it is damaged, or it says nothing of a network.
@@ -136,6 +136,11 @@ def from_profile(path: Path) -> Machines:
         raise ConfigError(f"the profile {path} is of one node, and says nothing of a network. Measure several nodes")
     if len(ranks) > 1:
         raise ConfigError(f"the profile {path} has {ranks} ranks on its nodes; a simulation takes equally many on each")
+    return machines_of(profile, int(ranks[0]))
+
+
+def machines_of(profile: Profile, ranks_per_node: int) -> Machines:
+    """The machines of a profile that has links. A node's link is its fastest pair's."""
     rates = tuple(
         max(*profile.links[node], *(row[node] for row in profile.links)) for node in range(len(profile.nodes))
     )
@@ -144,8 +149,8 @@ def from_profile(path: Path) -> Machines:
         for source, row in enumerate(profile.links)
     )
     return Machines(
-        str(path),
-        int(ranks[0]),
+        profile.origin,
+        ranks_per_node,
         rates,
         profile.latency_seconds,
         (1.0,) * len(rates),

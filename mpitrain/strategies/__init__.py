@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from mpitrain.errors import ConfigError
+from mpitrain.strategies.auto_sync import AutoSync
 from mpitrain.strategies.diloco import DiLoCo
 from mpitrain.strategies.local_sgd import LocalSGD
 from mpitrain.strategies.parameter_server import ParameterServer
@@ -21,6 +22,7 @@ from mpitrain.strategies.sync import Sync
 
 __all__ = [
     "STRATEGIES",
+    "AutoSync",
     "DiLoCo",
     "LocalSGD",
     "ParameterServer",
@@ -37,6 +39,7 @@ __all__ = [
 # Each makes a new strategy with its defaults.
 STRATEGIES: dict[str, Callable[[], Strategy]] = {
     "sync": Sync,
+    "auto": AutoSync,
     "sharded_sync": ShardedSync,
     "local_sgd": LocalSGD,
     "diloco": DiLoCo,

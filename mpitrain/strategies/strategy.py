@@ -24,6 +24,8 @@ class Strategy(Protocol):
     since `begin`: `num_outer_steps`.
     One whose ranks have different layers has the property `divides_model`, which is then True.
     One that divides the optimizer has the method `own_state_for`; see the function of that name.
+    One that changes the exchange while it trains has the method `changes()`: it returns what has changed since the last
+    call, as pairs of the number of the last step before and a text, the same on every rank.
     """
 
     def begin(self, world: World, adapter: Adapter) -> None:

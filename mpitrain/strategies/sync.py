@@ -12,6 +12,7 @@ from mpitrain.errors import CheckpointError
 from mpitrain.exchange.exchange import Exchange, make_exchange
 from mpitrain.exchange.means import Means
 from mpitrain.exchange.reducer import GradientReducer
+from mpitrain.strategies.choosing_reducer import ChoosingReducer, no_choice
 from mpitrain.strategies.of_rounds import refuse_round, without_rounds
 from mpitrain.strategies.virtual_ranks import Places, VirtualRanks, check_virtual_ranks
 from mpitrain.world import World
@@ -24,7 +25,10 @@ class Sync:
         exchange: makes the object that computes the means, for a World.
         virtual: the virtual ranks; None: there are none, and each rank computes its part of a batch at once.
         places: where the virtual ranks were computed.
+        varies: algorithm and buckets are chosen while it trains; see AutoSync.
     """
+
+    varies = False
 
     def __init__(
         self,
@@ -48,6 +52,8 @@ class Sync:
     def begin(self, world: World, adapter: Adapter) -> None:
         """See Strategy. Every rank gets rank 0's parameters.
 
+        With compression=auto, whether bf16 is used is chosen while it trains; see choosing_reducer.py.
+
         Raises:
             ConfigError: the virtual ranks cannot be divided between the ranks, or gradients cannot be added up exactly.
                 Raised on every rank.
@@ -58,12 +64,27 @@ class Sync:
         if self.virtual:
             check_virtual_ranks(world, self.virtual, has_own_exchange=exchange is not make_exchange)
             exchange, number = partial(make_exchange, reduction="exact"), self.virtual.number
-        self._reducer = GradientReducer(
-            world, adapter.layout, exchange=exchange, on_device=on_device, virtual_ranks=number
-        )
+        codecs = self.codecs_for(world)
+        reason = no_choice(world, adapter.layout, codecs, varies=self.varies) if codecs else "no choice"
+        self._reducer: GradientReducer | ChoosingReducer
+        if not reason:
+            self._reducer = ChoosingReducer(
+                world, adapter.layout, on_device=on_device, codecs=codecs, varies=self.varies
+            )
+        else:
+            if self.varies:
+                world.print(f"mpitrain: strategy auto trains as sync: {reason}")
+            self._reducer = GradientReducer(
+                world, adapter.layout, exchange=exchange, on_device=on_device, virtual_ranks=number
+            )
         self._scale = adapter.loss_scale
         if world.size > 1:
             adapter.load_parameters(world.sync(adapter.parameters()))
+
+    def codecs_for(self, world: World) -> Sequence[str]:
+        """The codecs of which one is chosen while it trains; the first one to begin with. Empty: nothing is chosen."""
+        chooses = world.config.compression == "auto" and self.exchange is make_exchange and self.virtual is None
+        return ["none", "bf16"] if chooses else []
 
     def begin_step(self, weight: float | Sequence[float]) -> None:
         """See Strategy. With virtual ranks, `weight` has the samples of each of this rank's."""
@@ -75,6 +96,7 @@ class Sync:
 
     def next_pass(self, adapter: Adapter, loss: float) -> None:
         """End the pass of a virtual rank with its mean loss. The pass of this rank's next one follows."""
+        assert isinstance(self._reducer, GradientReducer)  # virtual ranks leave no choice
         self._reducer.next_pass(loss, adapter.note())
 
     def finish_step(self, adapter: Adapter, loss: float) -> tuple[Means, float]:
@@ -91,7 +113,9 @@ class Sync:
         """See Strategy. The replicas are equal."""
 
     def state(self) -> dict[str, Any]:
-        """See Strategy: `factors`, if compression goes on from them; `virtual` and `places`, if there are any."""
+        """See Strategy: `factors`, if compression goes on from them; `virtual` and `places`, or `choice`, if there are any."""
+        if isinstance(self._reducer, ChoosingReducer):
+            return {"choice": self._reducer.choice()}
         factors = self._reducer.factors()
         state: dict[str, Any] = {"factors": factors} if factors else {}
         if self.virtual:
@@ -109,6 +133,8 @@ class Sync:
         if self.virtual and "virtual" in state:
             self.virtual.check(state["virtual"])
             self.places.restore(state.get("places", []))
+        if isinstance(self._reducer, ChoosingReducer):
+            self._reducer.restore_choice(state.get("choice", {}))
         self._reducer.restore_factors(state.get("factors", {}))
 
     def own_state(self) -> dict[str, Any]:
@@ -129,6 +155,13 @@ class Sync:
                 "codec"
             )
         self._reducer.restore(state)
+
+    def changes(self) -> list[tuple[int, str]]:
+        """See Strategy."""
+        if not isinstance(self._reducer, ChoosingReducer):
+            return []
+        changes, self._reducer.changes = self._reducer.changes, []
+        return changes
 
     def close(self) -> None:
         """See Strategy."""

@@ -8,7 +8,7 @@ import torch
 
 from mpitrain.errors import ConfigError, everywhere
 from mpitrain.exchange.exchange import make_exchange
-from mpitrain.strategies import Sync
+from mpitrain.strategies import AutoSync, Sync
 from mpitrain.strategies.planned import check_planned
 from mpitrain.strategies.rounds import Rounds
 from mpitrain.strategies.virtual_ranks import VirtualRanks, check_virtual_ranks
@@ -39,6 +39,11 @@ def check_strategy(world: World, strategy: object, options: Sequence[str]) -> No
             f"strategy={kind}: prepare() takes mt.Sync() and strategies of rounds, such as mt.LocalSGD() and "
             "mt.DiLoCo(). All other strategies make the steps of the optimizer themselves, as your loop does: use them "
             "with mt.Trainer and mt.TorchModule"
+        )
+    elif isinstance(strategy, AutoSync):
+        problem = (
+            "mt.AutoSync(): prepare() makes one exchange, and cannot change it while the loop trains. Use mt.Trainer "
+            "with mt.TorchModule, or name the codec in the argument compression"
         )
     elif virtual and coded:
         problem = (

@@ -15,7 +15,7 @@ from mpitrain.training.writers.writer import OUTER_STEPS
 _PLACES = {"step", "epoch", "samples", "seconds", "copy_steps", OUTER_STEPS, RESUMED_AFTER}
 _SHARE, _SHARE_OF_WORKERS = "communication_share", "waiting_share"
 # The colours of the lines where the training went on after a fault, by the source of its state.
-_COLORS = {"ranks": "tab:red", "memory": "tab:purple", "disk": "tab:brown"}
+_COLORS = {"ranks": "tab:red", "memory": "tab:purple", "disk": "tab:brown", "auto": "tab:green"}
 _MOST_TEXTS = 8
 _MOST_OUTER_STEPS = 40  # more lines would hide the curves
 
@@ -113,10 +113,11 @@ def _mark(axes: Any, events: Sequence[RunEvent], *, has_texts: bool) -> None:
     for source, color in _COLORS.items():
         steps = [event.after_step for event in events if event.source == source]
         for step in steps:
-            label = f"went on, from {source}: {len(steps)}" if step == steps[0] else None
+            said = "changed by itself" if source == "auto" else f"went on, from {source}"
+            label = f"{said}: {len(steps)}" if step == steps[0] else None
             axes.axvline(step, color=color, linestyle="--", linewidth=1, label=label)
     for event in events if has_texts else ():
-        text = f" {event.text}, {event.seconds:.2g} s"
+        text = f" {event.text}" if event.source == "auto" else f" {event.text}, {event.seconds:.2g} s"
         place = {"xycoords": axes.get_xaxis_transform(), "rotation": 90, "ha": "right", "va": "bottom"}
         axes.annotate(text, (event.after_step, 0), fontsize="xx-small", color=_COLORS[event.source], **place)
 

@@ -1,4 +1,4 @@
-"""RunEvent: a fault or a change of hosts did not end the training, or somebody has told it something."""
+"""RunEvent: a fault or a change of hosts did not end the training, or it was told something, or chose another way."""
 
 from __future__ import annotations
 
@@ -9,17 +9,21 @@ from typing import Any, Literal
 
 @dataclass(frozen=True)
 class RunEvent:
-    """The training has gone on after a fault, a change of hosts, or an order. The ranks agree on all but `seconds`.
+    """The training has gone on after a fault, a change of hosts, an order, or a choice of its own.
+
+    The ranks agree on all but `seconds`.
 
     Attributes:
         after_step: the number of the last step that counts. The training went on with the next one.
         text: what had happened, as in "rank 2 on lab1 was lost", "lab2 leaves" or "the training is paused".
         source: where parameters, optimizer and position in the data came from: the ranks that were left, a copy in
             memory, or a checkpoint on a disk. "told": they are the same, and `mpitrain tell` had told it something.
+            "auto": they are the same, and the strategy has changed how gradients travel.
         lost_ranks: the ranks that were lost, by their numbers in the job.
         num_ranks: the number of ranks that went on.
         seconds: from the moment in which the fault was noticed, or the ranks stopped for the change, until the training
-            was ready for the next step. For the end of a pause, how long the pause was. 0 for other orders.
+            was ready for the next step. For the end of a pause, how long the pause was. 0 for other orders and
+            choices.
         repeated_steps: the number of steps that had counted and were made again.
         teller: for an order, who gave it, such as "ada on lab1".
         at: for an order, when that was, in seconds since the epoch.
@@ -27,7 +31,7 @@ class RunEvent:
 
     after_step: int
     text: str
-    source: Literal["ranks", "memory", "disk", "told"]
+    source: Literal["ranks", "memory", "disk", "told", "auto"]
     lost_ranks: tuple[int, ...]
     num_ranks: int
     seconds: float
@@ -45,6 +49,8 @@ class RunEvent:
         """Return the event as a line of text."""
         if self.source == "told":
             return f"after step {self.after_step}: {self.text} ({self.teller})"
+        if self.source == "auto":
+            return f"after step {self.after_step}: {self.text}"
         return (
             f"after step {self.after_step}: {self.text}; {self.num_ranks} ranks went on from {self.source} after "
             f"{self.seconds:.2f} s, {self.repeated_steps} steps were repeated"

@@ -237,7 +237,11 @@ class Trainer:
         if spans:
             updating = finishing + means.overlap.exposed_seconds
             spans.add("compute", "update", updating, time.perf_counter(), step=self.step_number + 1)
-        return self._made(started, means, learning_rate, scale, weight, own_seconds)
+        made = self._made(started, means, learning_rate, scale, weight, own_seconds)
+        if changes := getattr(self.strategy, "changes", None):
+            for after_step, text in changes():
+                self.tell(RunEvent(after_step, text, "auto", (), self.world.size, 0.0))
+        return made
 
     def _made(
         self,

@@ -9,7 +9,7 @@ import pytest
 from mpitrain.errors import ConfigError
 from mpitrain.job.step_times import SUM_BYTES
 from mpitrain.plan.forecast import Planner
-from mpitrain.plan.measured_steps import HostTimes, PartTimes
+from mpitrain.plan.host_times import HostTimes, PartTimes
 from mpitrain.plan.plan_report import plan_report
 from mpitrain.plan.ways import ExchangeWay
 from mpitrain.profile import DEFAULT

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from mpitrain.errors import DataError
-from mpitrain.plan.measured_steps import HostTimes, described, read_times
+from mpitrain.plan.host_times import HostTimes
+from mpitrain.plan.measured_steps import described, read_times
 
 
 def part(ranks: int, samples: float, num_steps: int) -> dict[str, Any]:

@@ -257,7 +257,9 @@ class Record(Hook):
             raise CheckpointError(f"the state of Record is {dict(state)}; was it written by mpitrain?") from error
         self._samples, self._seconds, self._num_measured, self._restored = samples, seconds, num_measured, restored
         # What happened has happened. But where a rank is lost, the others obey anew what the state does not have yet.
-        self._events = events + [one for one in self._events if one not in events and one.source != "told"]
+        self._events = events + [
+            one for one in self._events if one not in events and one.source not in ("told", "auto")
+        ]
 
     def _restore_meters(self, meters: Sequence[Meter]) -> None:
         for meter in meters:

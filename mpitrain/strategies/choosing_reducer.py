@@ -1,0 +1,225 @@
+"""ChoosingReducer: a GradientReducer that looks how long steps take, and changes how gradients travel.
+
+All ranks look after the same steps, rank 0 decides (chooser.py), and all change between the same two steps. What a
+codec has left out goes into the means of the next step, so a change loses nothing.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy
+
+from mpitrain.arrays import Array
+from mpitrain.compression import power_sgd
+from mpitrain.exchange.bucket import Parameter
+from mpitrain.exchange.exchange import make_exchange
+from mpitrain.exchange.means import Means
+from mpitrain.exchange.reducer import GradientReducer
+from mpitrain.plan.ways import ExchangeWay
+from mpitrain.strategies.chooser import Chooser, Decision, StepSeconds
+from mpitrain.strategies.step_parts import StepMedians, StepParts, own_cores
+from mpitrain.world import World
+
+if TYPE_CHECKING:
+    from mpitrain.strategies.live_forecast import LiveForecast
+
+
+def no_choice(world: World, parameters: Sequence[Parameter], codecs: Collection[str], *, varies: bool) -> str:
+    """Return why nothing can be chosen; "": something can. The same on every rank. Arguments: see ChoosingReducer."""
+    config = world.config
+    if world.num_nodes == 1:
+        return "all ranks are on one node"
+    if config.reduction == "exact":
+        return "exact sums cannot be forecast"
+    if config.algorithm == "native":
+        return "MPI's own sums (MPITRAIN_ALGORITHM=native) cannot be forecast"
+    if len(set(Counter(world.node_ranks).values())) > 1:
+        return "the nodes have different numbers of ranks, which cannot be forecast"
+    if any(codec.partition(":")[0] == power_sgd.NAME for codec in codecs):
+        return "power_sgd cannot be forecast"
+    if not varies and any(one.dtype != numpy.float32 for one in parameters):
+        return "codecs take float32, and the gradients are not all float32"
+    return ""
+
+
+class ChoosingReducer:
+    """Has the calls of GradientReducer that mt.Sync makes.
+
+    Attributes:
+        changes: what has changed since the caller looked last, as the number of a step and a text; the same on every
+            rank.
+    """
+
+    def __init__(
+        self,
+        world: World,
+        parameters: Sequence[Parameter],
+        *,
+        on_device: bool,
+        codecs: Sequence[str],
+        varies: bool,
+    ) -> None:
+        """Collective. `no_choice` of the same arguments must be "".
+
+        Args:
+            codecs: that may be taken, the one to begin with first; "none" for no codec.
+            varies: other algorithms and other buckets may be taken too, where no setting names one.
+        """
+        self._world, self._parameters, self._on_device = world, parameters, on_device
+        if any(one.dtype != numpy.float32 for one in parameters):
+            codecs = ["none"]
+        self._codecs, self._varies = codecs, varies
+        config = world.config
+        self._plain = ExchangeWay(
+            "auto" if codecs[0] != "none" else config.algorithm, codecs[0], config.bucket_mib or None
+        )
+        self.changes: list[tuple[int, str]] = []
+        self._steps = 0
+        self._pending: ExchangeWay | None = None  # to go on in, after a restore
+        self._restored: Mapping[str, Any] | None = None
+        self._parts = StepParts(len(parameters))
+        machines = world.allgather(Path("/proc/sys/kernel/random/boot_id").read_text())
+        self._cores = own_cores(machines.count(machines[world.rank]))
+        self._forecast: LiveForecast | None = None
+        self._present = self._kept = self._plain
+        self._inner = self._made(self._plain)
+        self._begin()
+
+    def begin(self, weight: float | Sequence[float], loss_scale: float = 1.0) -> None:
+        """See GradientReducer. Before that, look, if it is time. Collective."""
+        self._catch_up()
+        if self._left == 0:
+            self._look()
+        assert isinstance(weight, int | float)
+        self._parts.begin(weight)
+        self._inner.begin(weight, loss_scale)
+
+    def ready(self, index: int, gradient: Array | None) -> None:
+        """See GradientReducer."""
+        self._inner.ready(index, gradient)
+        self._parts.ready(index)
+
+    def finish(self, loss: float, *, may_skip: bool = False, note: Any = None) -> Means:
+        """See GradientReducer."""
+        means = self._inner.finish(loss, may_skip=may_skip, note=note)
+        self._parts.end(means.overlap)
+        self._steps += 1
+        self._left -= 1
+        return means
+
+    @property
+    def flats(self) -> dict[numpy.dtype, Array]:
+        """See GradientReducer."""
+        return self._inner.flats
+
+    def choice(self) -> dict[str, Any]:
+        """Return, for a checkpoint, the way that is kept, the nodes, and the number of steps. Equal on all ranks."""
+        return {
+            "algorithm": self._kept.algorithm,
+            "codec": self._kept.codec,
+            "bucket_mib": self._kept.bucket_mib or 0.0,
+            "nodes": list(self._world.node_ranks),
+            "steps": self._steps,
+        }
+
+    def restore_choice(self, choice: Mapping[str, Any]) -> None:
+        """Go on from a `choice`. Among other nodes the choice begins anew. Not collective, equal on all ranks."""
+        self._steps = int(choice.get("steps", 0))
+        self._pending = self._plain
+        if list(choice.get("nodes", ())) == list(self._world.node_ranks) and choice["codec"] in self._codecs:
+            way = ExchangeWay(choice["algorithm"], choice["codec"], choice["bucket_mib"] or None)
+            self._pending = way if self._varies or way.bucket_mib == self._plain.bucket_mib else self._plain
+
+    def state(self) -> dict[str, Any]:
+        """See GradientReducer. Collective."""
+        self._catch_up()
+        return self._inner.state()
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """See GradientReducer."""
+        self._inner.restore(state)
+        self._restored = state
+
+    def factors(self) -> dict[str, numpy.ndarray]:
+        """See GradientReducer. No way that can be chosen has any."""
+        return {}
+
+    def restore_factors(self, factors: Mapping[str, numpy.ndarray]) -> None:
+        """See GradientReducer."""
+
+    def close(self) -> None:
+        """See GradientReducer."""
+        self._inner.close()
+
+    def _made(self, way: ExchangeWay) -> GradientReducer:
+        algorithm = way.algorithm if way.codec == "none" else None
+        return GradientReducer(
+            self._world,
+            self._parameters,
+            exchange=partial(make_exchange, algorithm=algorithm, compression=way.codec),
+            bucket_bytes=None if way.bucket_mib is None else round(way.bucket_mib * 2**20),
+            on_device=self._on_device,
+        )
+
+    def _begin(self) -> None:
+        """Begin to choose, from the present way."""
+        self._chooser = Chooser(self._plain, self._present, self._steps)
+        self._follow(self._chooser.begin())
+
+    def _catch_up(self) -> None:
+        """Take the way of a checkpoint that was restored. Collective."""
+        way, state = self._pending, self._restored
+        self._pending = self._restored = None
+        if way is None:
+            return
+        self._kept = way
+        if way != self._present:
+            self._change(way)
+            if state is not None:
+                self._inner.restore(state)
+        self._begin()
+
+    def _change(self, way: ExchangeWay) -> None:
+        """Go on in another way. Collective."""
+        step, carried = self._inner.leave()
+        self._inner = self._made(way)
+        self._inner.follow(step, carried)
+        self._present = way
+
+    def _look(self) -> None:
+        """Decide together how to go on."""
+        world = self._world
+        medians = self._parts.medians(with_ready=world.is_root)
+        of_ranks: list[StepMedians] = world.allgather(medians)
+        decision: Decision | None = None
+        with world.together("choose how gradients travel"):
+            if world.is_root:
+                decision = self._decide(of_ranks)
+        self._follow(world.broadcast(decision))
+
+    def _decide(self, of_ranks: Sequence[StepMedians]) -> Decision:
+        from mpitrain.strategies.live_forecast import LiveForecast  # loads the simulator, which one rank needs
+
+        if self._forecast is None:
+            self._forecast = LiveForecast(
+                self._world, self._inner.layout, self._codecs, cores=self._cores, varies=self._varies
+            )
+        slowest = max(of_ranks, key=lambda one: one.seconds)
+        all_ranks = StepSeconds(slowest.seconds, slowest.error, max(one.own_seconds for one in of_ranks))
+        return self._chooser.look(self._steps, all_ranks, partial(self._forecast, of_ranks))
+
+    def _follow(self, decision: Decision) -> None:
+        """Go on as was decided."""
+        if decision.way != self._present:
+            self._change(decision.way)
+        self._kept, self._left = decision.kept, decision.num_steps
+        if decision.skipped is not None:
+            self._parts.clear(decision.skipped)
+        if decision.line:
+            self._world.print(f"mpitrain: step {self._steps}: {decision.line}")
+            self.changes.append((self._steps, decision.line))

@@ -1,0 +1,132 @@
+"""Forecasts for a training that runs: its measured steps, and the model of `mpitrain plan`, on rank 0.
+
+The links are those of the profile, or else a guess. Either may be wrong for this job at this hour. So before a
+forecast, their rate is changed until the forecast of the present way is the time that was measured.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+
+import numpy
+
+from mpitrain.compression import make_codec
+from mpitrain.exchange.bucket import Layout
+from mpitrain.plan.forecast import Planner
+from mpitrain.plan.host_times import HostTimes, PartTimes
+from mpitrain.plan.ways import ExchangeWay, plain_ways, resized_ways
+from mpitrain.simulate.machines import Machines, equal_machines, machines_of
+from mpitrain.strategies.step_parts import StepMedians
+from mpitrain.world import World
+
+_CODEC_VALUES, _CODEC_ROUNDS = 2**18, 3
+_CLOSE, _TRIES, _MOST = 0.02, 4, 256.0  # of the rate of the links
+
+
+class LiveForecast:
+    """Forecasts of one job. Only rank 0 has one."""
+
+    def __init__(self, world: World, layout: Layout, codecs: Iterable[str], *, cores: float, varies: bool) -> None:
+        """
+        Args:
+            layout: of the gradients.
+            codecs: that may be taken, also "none".
+            cores: of each rank.
+            varies: other algorithms and buckets may be taken too, where no setting names one.
+        """
+        self._world, self._cores, self._varies = world, cores, varies
+        self._codecs = tuple(codecs)
+        self._parameters = tuple((one.name, one.count * one.dtype.itemsize) for one in layout.parameters)
+        self._machines: Machines | None = None  # its codecs take a moment to measure
+
+    def __call__(self, of_ranks: Sequence[StepMedians], present: ExchangeWay) -> dict[ExchangeWay, float]:
+        """Return seconds of a step for each way that is allowed, and for the present one."""
+        world = self._world
+        if self._machines is None:
+            self._machines = _machines_of(world, self._codecs)
+        planner = Planner(self._hosts(of_ranks, self._machines), self._machines, is_profiled=world.profile.is_measured)
+        planner = _as_measured(planner, present, max(one.seconds for one in of_ranks), world.size)
+        ways = self._ways()
+        seconds = {way: planner.forecast(world.size, way).step_seconds for way in dict.fromkeys([present, *ways])}
+        if self._varies and not world.config.bucket_mib:
+            fastest = min(ways, key=seconds.__getitem__)
+            seconds |= {way: planner.forecast(world.size, way).step_seconds for way in resized_ways(fastest)}
+        return seconds
+
+    def _ways(self) -> list[ExchangeWay]:
+        config = self._world.config
+        ways = [plain_way(config.algorithm, config.bucket_mib, codec) for codec in self._codecs]
+        if self._varies and config.algorithm == "auto" and "none" in self._codecs:
+            others = plain_ways(self._world.size, self._world.local_size)
+            ways += [replace(way, bucket_mib=config.bucket_mib or None) for way in others]
+        return ways
+
+    def _hosts(self, of_ranks: Sequence[StepMedians], machines: Machines) -> list[HostTimes]:
+        """The nodes in the order of the machines. Each is as fast as its slowest rank."""
+        world, first = self._world, of_ranks[0]
+        nodes = []
+        for node in range(world.num_nodes):
+            ranks = [rank for rank in range(world.size) if world.node_ranks[rank] == node]
+            own = max(of_ranks[rank].own_seconds for rank in ranks)
+            ready = tuple(min(own, at / first.own_seconds * own) for at in first.ready)
+            part = PartTimes(1, first.samples, own, ready, own, own, 1)
+            busy = min(self._cores, of_ranks[ranks[0]].busy_cores)
+            nodes.append(HostTimes(world.hosts[ranks[0]], self._parameters, (part,), True, 0, self._cores, busy, {}))
+        if machines.pairs:  # of a profile, which has an order of its own
+            nodes.sort(key=lambda host: machines.hosts.index(host.host))
+        return nodes
+
+
+def plain_way(algorithm: str, bucket_mib: float, codec: str) -> ExchangeWay:
+    """The way that a job with these settings takes."""
+    return ExchangeWay("auto" if codec != "none" else algorithm, codec, bucket_mib or None)
+
+
+def _machines_of(world: World, codecs: Sequence[str]) -> Machines:
+    """The machines of this job: those of the profile if it is of these hosts, else equal ones."""
+    profile = world.profile
+    known = dict(profile.codecs)
+    rates = tuple((name, known.get(name.partition(":")[0]) or _codec_rate(name)) for name in codecs if name != "none")
+    names = sorted(world.hosts[world.node_ranks.index(node)] for node in range(world.num_nodes))
+    if profile.links and sorted(profile.nodes) == names:
+        machines = machines_of(profile, world.local_size)
+        return replace(machines, costs=replace(machines.costs, codecs=rates))
+    machines = equal_machines(
+        world.num_nodes, bytes_per_second=profile.bytes_per_second, latency_seconds=profile.latency_seconds,
+        ranks_per_node=world.local_size,
+    )  # fmt: skip
+    return replace(machines, costs=replace(profile, codecs=rates, nodes=(), links=()))
+
+
+def _codec_rate(name: str) -> float:
+    """Bytes of float32 that a core encodes, adds and decodes a second, one after the other."""
+    codec = make_codec(name)
+    values = numpy.linspace(-1, 1, _CODEC_VALUES, dtype=numpy.float32)
+    wire, total = numpy.empty(codec.wire_bytes(values.size), numpy.uint8), numpy.zeros_like(values)
+    taken = []
+    for _ in range(_CODEC_ROUNDS):
+        began = time.perf_counter()
+        codec.encode(values, wire)
+        codec.add(wire, total)
+        codec.decode(wire, total)
+        taken.append(time.perf_counter() - began)
+    return values.nbytes / min(taken)
+
+
+def _as_measured(planner: Planner, way: ExchangeWay, seconds: float, num_ranks: int) -> Planner:
+    """The planner with links whose forecast of this way is what was measured, as far as the links can explain it."""
+    factor = 1.0
+    scaled = planner
+    for _ in range(_TRIES):
+        row = scaled.forecast(num_ranks, way)
+        gap = seconds - row.step_seconds
+        if abs(gap) <= _CLOSE * seconds:
+            break
+        wire = row.wire_bytes / statistics.median(scaled.machines.link_bytes_per_second)
+        factor *= wire / (wire + gap) if wire + gap > wire / 4 else 4.0
+        factor = min(max(factor, 1 / _MOST), _MOST)
+        scaled = planner.with_links(factor)
+    return scaled

@@ -1,0 +1,232 @@
+"""AutoSync, and compression=auto, on ranks that are each a node of its own. Sleeps make an exchange slow."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import numpy
+import pytest
+
+from mpitrain import ArrayData, ArrayFunction, AutoSync, Hook, Parts, Sgd, StopAtStep, Sync, Trainer, World
+from mpitrain.errors import ConfigError
+from mpitrain.exchange.exchange import CompressedExchange, PlainExchange
+from mpitrain.plan.ways import ExchangeWay
+from mpitrain.profile import Profile
+from mpitrain.strategies.choosing_reducer import ChoosingReducer
+from mpitrain.training.checkpoint.names import host_copy
+from mpitrain.training.checkpoint.parts import add_up
+from mpitrain.training.run_event import RunEvent
+
+from .common import assert_equal, assert_same_bits, error_on_all, first_ranks, skip_alone
+from .placements import placed
+
+COUNT = 2**16 + 3  # 256 KiB, and no multiple of the ranks
+# bf16 makes 1 of it. What is left out must come into a later mean.
+GRADIENT = 1 + 2.0**-9
+BASE = ExchangeWay("auto")
+BF16 = ExchangeWay("auto", "bf16")
+
+
+def of_nodes(world: World, **settings: Any) -> World:
+    return replace(placed(world, "alone on each node"), config=replace(world.config, **settings))
+
+
+def slowed(monkeypatch: pytest.MonkeyPatch, plain: float, coded: float) -> None:
+    """Let each sum of a bucket begin so many seconds later."""
+    for kind, seconds in ((PlainExchange, plain), (CompressedExchange, coded)):
+        mean = kind.mean
+
+        def later(*arguments: Any, mean: Any = mean, seconds: float = seconds, **named: Any) -> Any:
+            time.sleep(seconds)
+            return mean(*arguments, **named)
+
+        monkeypatch.setattr(kind, "mean", later)
+
+
+def constant(world: World) -> ArrayFunction:
+    """The mean over ranks of the gradients is GRADIENT, those of the ranks are not."""
+
+    def function(parameters: Any, batch: Any, on_gradient: Any) -> float:
+        own = GRADIENT * 2 * (world.rank + 1) / (world.size + 1)
+        on_gradient("w", numpy.full_like(parameters["w"], own))
+        return float(world.rank)
+
+    return ArrayFunction(function, {"w": numpy.zeros(COUNT, numpy.float32)}, Sgd(1.0))
+
+
+def make_steps(strategy: Sync, model: ArrayFunction, number: int) -> None:
+    for _ in range(number):
+        strategy.begin_step(1)
+        strategy.finish_step(model, model.loss_and_gradients(numpy.zeros(1), strategy.on_gradient))
+
+
+def way_of(strategy: Sync) -> ExchangeWay:
+    reducer = strategy._reducer
+    assert isinstance(reducer, ChoosingReducer)
+    return reducer._present
+
+
+def assert_all_went(world: World, model: ArrayFunction, steps: int, *, bound: float) -> None:
+    """Every mean of every step was applied, as far as nothing is left out."""
+    (w,) = model.parameters().values()
+    assert_same_bits(world, w)
+    numpy.testing.assert_allclose(w, -steps * GRADIENT, rtol=bound)
+
+
+@pytest.mark.parametrize("make", [lambda: AutoSync(codecs=["bf16"]), Sync], ids=["strategy", "compression"])
+def test_a_faster_codec_is_taken_and_said(
+    world: World, make: Callable[[], Sync], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    skip_alone(world)
+    slowed(monkeypatch, 0.04, 0.0)
+    strategy, model = make(), constant(world)
+    strategy.begin(of_nodes(world, compression="none" if isinstance(strategy, AutoSync) else "auto"), model)
+    capsys.readouterr()
+    make_steps(strategy, model, 27)
+    assert way_of(strategy) == BF16
+    ((step, text),) = strategy.changes()
+    assert step == 25
+    assert text.startswith("bf16 instead of none: ")
+    assert strategy.changes() == []
+    assert set(world.allgather(text)) == {text}
+    assert capsys.readouterr().out == (f"mpitrain: step 25: {text}\n" if world.is_root else "")
+    assert_all_went(world, model, 27, bound=2.0**-8 / 27)
+    strategy.close()
+
+
+def test_a_profile_that_lies(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By it bf16 costs nothing, and it is the slower way. Nothing is lost on the way there and back."""
+    skip_alone(world)
+    slowed(monkeypatch, 0.03, 0.15)
+    names = tuple(f"n{rank}" for rank in range(world.size))
+    rates = tuple(tuple(0.0 if i == j else 2e6 for j in range(world.size)) for i in range(world.size))
+    lie = Profile("a lie", 1e-6, 2e6, rates, names, (("bf16", 1e12),))
+    there = replace(of_nodes(world), profile=lie, hosts=names)
+    strategy, model = AutoSync(codecs=["bf16"]), constant(world)
+    strategy.begin(there, model)
+    make_steps(strategy, model, 14)
+    assert way_of(strategy) == BF16
+    make_steps(strategy, model, 6)
+    assert way_of(strategy) == BASE
+    ((step, text),) = strategy.changes()
+    assert step == 18
+    assert text.startswith("none again: bf16 was tried since step 13, ")
+    assert_all_went(world, model, 20, bound=2e-6)
+    strategy.close()
+
+
+def test_algorithms_and_buckets(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With one bucket or one algorithm, all ways are equally fast: all ranks try the same ones, and go back."""
+    skip_alone(world)
+    slowed(monkeypatch, 0.02, 0.0)
+    strategy, model = AutoSync(), constant(world)
+    strategy.begin(of_nodes(world), model)
+    for _ in range(8):
+        make_steps(strategy, model, 5)
+        assert len(set(world.allgather(way_of(strategy)))) == 1
+        assert way_of(strategy).codec == "none"
+    assert_all_went(world, model, 40, bound=2e-6)
+    strategy.close()
+
+
+def test_a_resume(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the same nodes the way goes on, with what it has left out. Fewer ranks begin to choose anew."""
+    skip_alone(world)
+    slowed(monkeypatch, 0.04, 0.0)
+    strategy, model = AutoSync(codecs=["bf16"]), constant(world)
+    there = of_nodes(world)
+    strategy.begin(there, model)
+    make_steps(strategy, model, 26)
+    own, state, saved = strategy.own_state(), strategy.state(), host_copy(model.state())
+    assert own["residual"]["w"].any()
+    assert set(map(repr, world.allgather(state))) == {repr(state)}
+    make_steps(strategy, model, 2)
+    expected = model.parameters()["w"].copy()
+    strategy.close()
+
+    again, other = AutoSync(codecs=["bf16"]), constant(world)
+    again.begin(there, other)
+    again.restore(state)
+    other.restore(saved)
+    again.restore_own(own)
+    make_steps(again, other, 2)
+    assert way_of(again) == BF16
+    assert_equal(other.parameters()["w"], expected)
+    assert again.state()["choice"]["steps"] == 28
+    again.close()
+
+    total: dict[str, Any] = {}
+    for part in world.allgather(own):
+        add_up(total, part)
+    fewer = first_ranks(world, world.size - 1)
+    if fewer is not None:
+        alone = fewer.size == 1
+        last, model = AutoSync(codecs=["bf16"]), constant(fewer)
+        last.begin(of_nodes(fewer), model)
+        last.restore(state)
+        model.restore(saved)
+        last.restore_own(total if fewer.is_root else {"carried": {}})
+        make_steps(last, model, 2)
+        assert alone or way_of(last) == BASE
+        assert alone or last.state()["choice"]["steps"] == 28
+        assert_all_went(fewer, model, 28, bound=2e-6)
+        last.close()
+        fewer.free()
+    world.barrier()
+
+
+class Heard(Hook):
+    def __init__(self) -> None:
+        self.events: list[RunEvent] = []
+
+    def went_on(self, trainer: Trainer, event: RunEvent) -> None:
+        self.events.append(event)
+
+
+def test_hooks_hear_of_a_change(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    skip_alone(world)
+    slowed(monkeypatch, 0.04, 0.0)
+    heard = Heard()
+
+    def build(own: World) -> Parts:
+        return Parts(constant(own), Sync(), ArrayData(own, numpy.zeros((own.size, 1)), global_batch=own.size))
+
+    Trainer(build, [StopAtStep(27), heard], of_nodes(world, compression="auto")).run()
+    (event,) = heard.events
+    assert (event.after_step, event.source, event.num_ranks, event.seconds) == (25, "auto", world.size, 0.0)
+    assert event.line().startswith("after step 25: bf16 instead of none: ")
+
+
+def test_where_nothing_can_be_chosen(world: World, capsys: pytest.CaptureFixture[str]) -> None:
+    """A line says why, and the training is that of Sync."""
+    cases = [(world, "all ranks are on one node")]
+    if world.size > 1:
+        cases.append((of_nodes(world, reduction="exact"), "exact sums cannot be forecast"))
+        cases.append((of_nodes(world, algorithm="native"), "MPI's own sums (MPITRAIN_ALGORITHM=native) cannot be"))
+        cases.append((of_nodes(world, compression="power_sgd"), "power_sgd cannot be forecast"))
+    if world.size in (3, 5):
+        cases.append((placed(world, "dealt out over 2 nodes"), "the nodes have different numbers of ranks"))
+    for there, reason in cases:
+        capsys.readouterr()
+        strategy, model = AutoSync(), constant(world)
+        strategy.begin(there, model)
+        if world.is_root:
+            assert f"mpitrain: strategy auto trains as sync: {reason}" in capsys.readouterr().out
+        make_steps(strategy, model, 1)
+        assert strategy.changes() == []
+        assert "choice" not in strategy.state()
+        strategy.close()
+
+
+def test_a_setting_and_an_argument(world: World) -> None:
+    text = error_on_all(
+        world,
+        ConfigError,
+        lambda: AutoSync(codecs=["int8"]).begin(of_nodes(world, compression="bf16"), constant(world)),
+    )
+    assert "compression=bf16 together with AutoSync(codecs=int8)" in text
+    with pytest.raises(ConfigError, match="there is no codec 'int3'"):
+        AutoSync(codecs=["int3"])

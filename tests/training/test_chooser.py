@@ -1,0 +1,110 @@
+"""What is chosen, from numbers alone: a trial after a forecast, and the way back where the forecast was wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import pytest
+
+from mpitrain.plan.ways import ExchangeWay
+from mpitrain.strategies.chooser import Chooser, Decision, StepSeconds
+
+NONE, BF16, INT8 = ExchangeWay("auto"), ExchangeWay("auto", "bf16"), ExchangeWay("auto", "int8")
+RING_1 = ExchangeWay("ring", bucket_mib=1)
+
+
+class Run:
+    """Steps that take as long as `true` says, with forecasts that say `told`."""
+
+    def __init__(self, true: Mapping[ExchangeWay, float], told: Mapping[ExchangeWay, float], error: float = 0) -> None:
+        self.true, self.told, self.error = dict(true), dict(told), error
+        self.step = self.num_forecasts = 0
+        self.least = 0.0
+        self.chooser = Chooser(NONE, NONE, 0)
+        self.lines: list[str] = []
+        self.taken: list[ExchangeWay] = []
+        self.decision = self.chooser.begin()
+
+    def go(self, num_steps: int) -> Decision:
+        end = self.step + num_steps
+        while self.step < end:
+            self.step += self.decision.num_steps
+            way = self.decision.way
+            self.taken += [way] * self.decision.num_steps
+            steps = StepSeconds(self.true[way], self.error, self.least)
+            self.decision = self.chooser.look(self.step, steps, self.forecasts)
+            if self.decision.line:
+                self.lines.append(f"{self.step}: {self.decision.line}")
+        return self.decision
+
+    def forecasts(self, present: ExchangeWay) -> Mapping[ExchangeWay, float]:
+        self.num_forecasts += 1
+        assert present in self.told
+        return self.told
+
+
+def test_a_way_that_is_faster_is_kept() -> None:
+    run = Run({NONE: 0.390, BF16: 0.212}, {NONE: 0.4, BF16: 0.205})
+    assert run.go(500).way == BF16
+    assert run.lines == ["25: bf16 instead of none: 212 ms instead of 390 ms a step (predicted 205 ms)"]
+    assert run.taken.count(NONE) == 13
+
+
+def test_a_wrong_forecast_costs_a_trial() -> None:
+    """A few steps of the first thousands, and fewer later. What is far slower ends sooner."""
+    run = Run({NONE: 0.1, BF16: 0.3}, {NONE: 0.1, BF16: 0.01})
+    assert run.go(1500).way == NONE
+    assert run.lines == [
+        "18: none again: bf16 was tried since step 13, 300 ms instead of 100 ms a step (predicted 10 ms)"
+    ]
+    assert run.taken.count(BF16) == 5
+    run.go(20_000)
+    assert run.taken.count(BF16) <= 5 * 4
+    same = Run({NONE: 0.1, BF16: 0.099}, {NONE: 0.1, BF16: 0.01})
+    assert same.go(1500).way == NONE
+    assert same.taken.count(BF16) == 12
+
+
+def test_another_way_is_tried_after_a_failure() -> None:
+    run = Run({NONE: 0.1, BF16: 0.11, INT8: 0.05}, {NONE: 0.1, BF16: 0.01, INT8: 0.02})
+    assert run.go(300).way == INT8
+    assert [line.split(":")[0] for line in run.lines] == ["25", "87"]
+
+
+def test_a_gain_within_the_noise_is_none() -> None:
+    run = Run({NONE: 0.1, BF16: 0.09}, {NONE: 0.1, BF16: 0.08}, error=0.004)
+    assert run.go(300).way == NONE
+    assert Run({NONE: 0.1, BF16: 0.09}, {NONE: 0.1, BF16: 0.08}, error=0.001).go(300).way == BF16
+
+
+def test_no_forecast_where_nothing_can_be_won() -> None:
+    run = Run({NONE: 0.1, BF16: 0.05}, {NONE: 0.1, BF16: 0.05})
+    run.least = 0.097
+    assert run.go(5000).way == NONE
+    assert run.num_forecasts == 0
+    run.least = 0.09
+    assert run.go(60).way == BF16
+
+
+def test_a_change_of_the_step_time_is_looked_at() -> None:
+    """The plain way has become the faster one again."""
+    run = Run({NONE: 0.4, BF16: 0.2}, {NONE: 0.4, BF16: 0.2})
+    assert run.go(200).way == BF16
+    run.true, run.told = {NONE: 0.1, BF16: 0.13}, {NONE: 0.1, BF16: 0.13}
+    assert run.go(150).way == NONE
+    assert run.lines[1].endswith("none instead of bf16: 100 ms instead of 130 ms a step (predicted 100 ms)")
+
+
+def test_what_a_checkpoint_has_is_no_trial() -> None:
+    run = Run({NONE: 0.4, RING_1: 0.2}, {NONE: 0.4, RING_1: 0.2})
+    trial = run.go(13)
+    assert (trial.way, trial.kept) == (RING_1, NONE)
+    assert run.go(12).kept == RING_1
+    assert "none by ring in buckets of 1 MiB instead of none" in run.lines[0]
+
+
+@pytest.mark.parametrize("predicted", [0.0951, 0.2])
+def test_a_small_gain_is_not_tried(predicted: float) -> None:
+    run = Run({NONE: 0.1, BF16: 0.01}, {NONE: 0.1, BF16: predicted})
+    assert run.go(3000).way == NONE
+    assert set(run.taken) == {NONE}
