@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol, TypeAlias
 
 from mpitrain.adapters.array_function import ArrayFunction
 from mpitrain.adapters.staged import LayeredModel, LayerPiece, check_parameters
-from mpitrain.arrays import Array
+from mpitrain.arrays import Array, is_array
 from mpitrain.cuda.staging import like
 from mpitrain.errors import ConfigError
 from mpitrain.training.optimizers import Optimizer
@@ -93,6 +93,13 @@ class ArrayLayers(LayeredModel):
 
         return ArrayFunction(function, values, self._optimizer), made
 
+    def _alone(self, number: int, *, recompute: bool) -> tuple[_ArrayPiece, int]:
+        layer = self._layers[number]
+        values = layer.parameters()
+        piece = _ArrayPiece({number: layer}, self._loss, recompute=recompute)
+        piece.begin({number: values}, {})
+        return piece, sum(value.nbytes for value in values.values())
+
 
 class _ArrayPiece:
     """See LayerPiece."""
@@ -104,7 +111,7 @@ class _ArrayPiece:
     def begin(self, parameters: Mapping[int, Mapping[str, Array]], totals: dict[str, Array]) -> None:
         """Begin a step. Gradients are added up in `totals`, by name."""
         self._parameters, self._totals = parameters, totals
-        self._somewhere = next(value for values in parameters.values() for value in values.values())
+        self._somewhere = next((value for values in parameters.values() for value in values.values()), None)
         self._kept.clear()  # an error may have ended the step before
 
     def forward(self, micro: int, inputs: Array) -> Array:
@@ -113,6 +120,15 @@ class _ArrayPiece:
         kept, output = self._through(inputs)
         self._kept[micro] = (inputs if self._recompute else kept), None
         return output
+
+    def measure(self, inputs: Array) -> tuple[Array, int]:
+        """See LayerPiece. Arrays in dicts, lists and tuples are counted; a parameter takes no more memory."""
+        output = self.forward(0, inputs)
+        kept, _ = self._kept.pop(0)
+        counted = {id(value): 0 for values in self._parameters.values() for value in values.values()}
+        for one in _arrays_in(kept):
+            counted.setdefault(id(one), one.nbytes)
+        return output, sum(counted.values())
 
     def loss(self, micro: int, inputs: Array, targets: Tree, share: float) -> float:
         """See LayerPiece."""
@@ -146,3 +162,12 @@ class _ArrayPiece:
         for number, layer in self._layers.items():
             inputs, kept[number] = layer.forward(self._parameters[number], inputs)
         return kept, inputs
+
+
+def _arrays_in(kept: Any) -> Iterator[Array]:
+    """Every array of what a layer keeps, which may be any object."""
+    if is_array(kept):
+        yield kept
+    elif isinstance(kept, dict | list | tuple):
+        for one in kept.values() if isinstance(kept, dict) else kept:
+            yield from _arrays_in(one)

@@ -8,6 +8,7 @@ from typing import Any, TypeAlias
 import numpy
 
 from mpitrain.adapters.adapter import OnGradient
+from mpitrain.adapters.layer_costs import LayerCost
 from mpitrain.adapters.staged import LayeredModel, LayerPiece, check_parameters
 from mpitrain.adapters.torch_module import TorchModule
 from mpitrain.arrays import Array
@@ -26,6 +27,7 @@ except ModuleNotFoundError as error:
 from mpitrain.adapters.torch_arrays import array_of, tensor_of
 from mpitrain.adapters.torch_batch import as_tensors
 from mpitrain.adapters.torch_checks import checked_loss
+from mpitrain.adapters.torch_random import seeded
 
 # A module, or a function without arguments that makes it. Only ranks that have the layer call it.
 TorchLayer: TypeAlias = "torch.nn.Module | Callable[[], torch.nn.Module]"
@@ -100,6 +102,16 @@ class TorchLayers(LayeredModel):
         )
         return own, made
 
+    def layer_costs(self, batch: Tree, *, recompute: bool) -> list[LayerCost]:
+        """See StagedAdapter. Random numbers that are drawn later do not depend on it."""
+        with seeded((0,)):
+            return super().layer_costs(batch, recompute=recompute)
+
+    def _alone(self, number: int, *, recompute: bool) -> tuple[_TorchPiece, int]:
+        module = self._module_of(number)
+        piece = _TorchPiece([module], self._loss, number, recompute)
+        return piece, sum(one.nbytes for one in module.parameters() if one.requires_grad)
+
     def _module_of(self, number: int) -> torch.nn.Module:
         layer = self._layers[number]
         made: Any = layer if isinstance(layer, torch.nn.Module) else layer()
@@ -166,6 +178,20 @@ class _TorchPiece:
         given, output = self._through(inputs)
         self._kept[micro] = given, output
         return array_of(output)
+
+    def measure(self, inputs: Array) -> tuple[Array, int]:
+        """See LayerPiece. The memory of parameters is not counted, and that of several views only once."""
+        counted = {one.untyped_storage().data_ptr(): 0 for one in self._module.parameters()}
+
+        def count(kept: torch.Tensor) -> torch.Tensor:
+            storage = kept.untyped_storage()
+            counted.setdefault(storage.data_ptr(), storage.nbytes())
+            return kept.detach()  # the tensor itself would keep its graph, and so never end
+
+        with torch.autograd.graph.saved_tensors_hooks(count, lambda kept: kept):
+            given, output = self._through(inputs)
+        count(given)
+        return array_of(output), sum(counted.values())
 
     def loss(self, micro: int, inputs: Array, targets: Tree, share: float) -> float:
         """See LayerPiece."""

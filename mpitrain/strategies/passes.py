@@ -8,9 +8,10 @@ from dataclasses import dataclass
 
 import numpy
 
+from mpitrain import errors
 from mpitrain.adapters.staged import LayerPiece
 from mpitrain.arrays import Array, is_array, is_device_array, namespace
-from mpitrain.errors import MismatchError, everywhere
+from mpitrain.errors import GradientError, MismatchError, NonFiniteError, everywhere
 from mpitrain.shard import part_of
 from mpitrain.strategies.activations import Activations
 from mpitrain.strategies.pipeline_order import Pass, order
@@ -151,6 +152,26 @@ class StagePasses:
             first = rank - rank % self._place.num_stages
             if count != counts[first]:
                 raise self._other_part(rank, first, f" ({count} samples, not {counts[first]})")
+
+    def objection(self, problem: GradientError | None) -> GradientError:
+        """Return the error of the stage that objects, for every rank to raise. `problem`: this one's. Collective."""
+        objected = None if problem is None else (type(problem).__name__, str(problem))
+        of_all = self._world.allgather((objected, self.not_finite))
+        stages = self._place.num_stages
+        kind, text = next(told for told, _ in of_all if told is not None)
+        if kind == NonFiniteError.__name__:
+            places = [(place[0], rank, place[1]) for rank, (_, place) in enumerate(of_all) if place is not None]
+            if places:
+                _, rank, words = min(places)
+                return everywhere(
+                    NonFiniteError(
+                        f"{self._world.name(rank)}, stage {rank % stages} of pipeline {rank // stages}: {words} was "
+                        "the first to hold NaN or infinity; nothing was changed by this step. Try a smaller learning "
+                        "rate or gradient clipping, or examine the data of that micro-batch"
+                    )
+                )
+        error: GradientError = getattr(errors, kind)(text)
+        return everywhere(error)
 
     def _other_part(self, rank: int, first: int, words: str = "") -> MismatchError:
         """The error of two ranks of a pipeline, for every rank to raise."""

@@ -159,3 +159,23 @@ def test_a_first_piece_without_parameters(world: World) -> None:
     for recompute in (False, True):
         for name, value in train(world, Pipeline(2, "interleaved", 2, recompute=recompute)).items():
             numpy.testing.assert_allclose(value, expected[name], rtol=1e-6)
+
+
+@pytest.mark.parametrize("ready", [False, True])
+def test_stages_by_what_layers_cost(world: World, *, ready: bool) -> None:
+    """The bytes are those of the model, the generator goes on as without, and the training is that of one process."""
+    _, losses = plain(4)
+    x, y = samples()
+    strategy = Pipeline("auto", micro_batches=3, sample=(x[:4], y[:4]), num_stages=min(world.size, 2 - world.size % 2))
+    record, before = Record(), torch.get_rng_state()
+    trainer = Trainer(builder(lambda: strategy, ready=ready), [StopAtStep(4), record])
+    assert torch.equal(torch.get_rng_state(), before)
+    trainer.run()
+    assert [step.loss for step in record.steps] == pytest.approx(losses, rel=1e-12)
+    for costs in strategy.costs:
+        assert [cost.parameter_bytes for cost in costs] == [8 * (7 * 5 + 10), *[8 * (6 * 5 + 10)] * 4, 8 * 6 * 3]
+        # Linear keeps its input; LayerNorm its input, the mean and the deviation of each sample; Tanh its output.
+        first, last = costs[0].activation_bytes, costs[-1].activation_bytes
+        assert (first, last) == (8 * 4 * (6 + 5 + 2 + 5), 8 * 4 * 5)
+        assert all(cost.seconds > 0 for cost in costs)
+    trainer.close()
