@@ -83,12 +83,17 @@ class ArrayLayers(LayeredModel):
 
         def function(parameters: Mapping[str, Array], batch: Tree, on_gradient: Callable[[str, Array], None]) -> float:
             views = {n: {name.split(".", 1)[1]: parameters[name] for name in own[n]} for n in numbers}
-            totals: dict[str, Array] = {}
+            left = dict.fromkeys(reversed(values))
+
+            def hand_in(name: str, gradient: Array) -> None:
+                del left[name]
+                on_gradient(name, gradient)
+
             for piece in made:
-                piece.begin(views, totals)
+                piece.begin(views, hand_in)
             loss = self._run(batch)
-            for name in reversed(values):
-                on_gradient(name, totals[name] if name in totals else parameters[name] * 0)
+            for name in left:  # there were no samples
+                on_gradient(name, parameters[name] * 0)
             return loss
 
         return ArrayFunction(function, values, self._optimizer), made
@@ -97,7 +102,7 @@ class ArrayLayers(LayeredModel):
         layer = self._layers[number]
         values = layer.parameters()
         piece = _ArrayPiece({number: layer}, self._loss, recompute=recompute)
-        piece.begin({number: values}, {})
+        piece.begin({number: values}, lambda name, gradient: None)
         return piece, sum(value.nbytes for value in values.values())
 
 
@@ -108,9 +113,10 @@ class _ArrayPiece:
         self._layers, self._loss, self._recompute = layers, loss, recompute
         self._kept: dict[int, tuple[Any, Array]] = {}  # by micro-batch: of the layers; the gradient of the loss
 
-    def begin(self, parameters: Mapping[int, Mapping[str, Array]], totals: dict[str, Array]) -> None:
-        """Begin a step. Gradients are added up in `totals`, by name."""
-        self._parameters, self._totals = parameters, totals
+    def begin(self, parameters: Mapping[int, Mapping[str, Array]], hand_in: Callable[[str, Array], None]) -> None:
+        """Begin a step. `hand_in` gets the gradient of every parameter, added up over the micro-batches."""
+        self._parameters, self._hand_in = parameters, hand_in
+        self._totals: dict[str, Array] = {}
         self._somewhere = next((value for values in parameters.values() for value in values.values()), None)
         self._kept.clear()  # an error may have ended the step before
 
@@ -137,7 +143,7 @@ class _ArrayPiece:
         self._kept[micro] = self._kept[micro][0], (gradient if share == 1.0 else gradient * share)
         return float(loss)
 
-    def backward(self, micro: int, gradient: Array | None) -> Array | None:
+    def backward(self, micro: int, gradient: Array | None, *, is_last: bool) -> Array | None:
         """See LayerPiece."""
         kept, of_loss = self._kept.pop(micro)
         if self._recompute:
@@ -154,7 +160,11 @@ class _ArrayPiece:
             for name, one in of_parameters.items():
                 full = f"{number}.{name}"
                 # Not in place: a layer may return a view of the gradient that it was given.
-                self._totals[full] = self._totals[full] + one if full in self._totals else one
+                total = self._totals.pop(full) + one if full in self._totals else one
+                if is_last:
+                    self._hand_in(full, total)
+                else:
+                    self._totals[full] = total
         return gradient
 
     def _through(self, inputs: Array) -> tuple[dict[int, Any], Array]:

@@ -52,7 +52,7 @@ def measure(
                 piece.loss(0, inputs, targets, 1.0)
             else:
                 piece.forward(0, inputs)
-            piece.backward(0, gradient)
+            piece.backward(0, gradient, is_last=False)
             wait_for_work(output)
             seconds.append(time.perf_counter() - begun)
         costs.append(LayerCost(min(seconds[1:]), parameter_bytes, activation_bytes))

@@ -39,8 +39,11 @@ class LayerPiece(Protocol):
         """The same for the piece with the model's last layer: return the mean loss. Its gradients count `share`."""
         ...
 
-    def backward(self, micro: int, gradient: Array | None) -> Array | None:
-        """Take the gradient by the output, None after `loss`. Return that by the inputs, unless they are data."""
+    def backward(self, micro: int, gradient: Array | None, *, is_last: bool) -> Array | None:
+        """Take the gradient by the output, None after `loss`. Return that by the inputs, unless they are data.
+
+        With `is_last`, it is the last one of a step: gradients of parameters are handed on as soon as they are final.
+        """
         ...
 
     def measure(self, inputs: Array) -> tuple[Array, int]:
@@ -204,7 +207,7 @@ class LayeredModel:
             return 0.0
         (piece,) = self._pieces
         loss = piece.loss(0, inputs, targets, 1.0)
-        piece.backward(0, None)
+        piece.backward(0, None, is_last=True)
         return loss
 
     @property

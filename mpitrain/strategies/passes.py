@@ -80,14 +80,13 @@ class StagePasses:
             self._compare([inputs, targets])
         self.num_samples, self.not_finite, loss = count, None, 0.0
         parts = [part_of(count, micro, self._num_micro) for micro in range(self._num_micro)]
-        for one in self._order:
-            part = parts[one.micro]
-            if part.start == part.stop:
-                continue
+        passes = [one for one in self._order if parts[one.micro].start != parts[one.micro].stop]
+        last = {one.piece: one for one in passes if not one.is_forward}
+        for one in passes:
             if one.is_forward:
-                loss += self._forward(one, inputs, targets, part, count)
+                loss += self._forward(one, inputs, targets, parts[one.micro], count)
             else:
-                self._backward(one)
+                self._backward(one, is_last=one == last[one.piece])
         if self._activations:
             self._activations.finish()
         return loss
@@ -106,12 +105,12 @@ class StagePasses:
         self._messages.send(output, place.neighbour(1), 2 * (number + 1))
         return 0.0
 
-    def _backward(self, one: Pass) -> None:
+    def _backward(self, one: Pass, *, is_last: bool) -> None:
         place, piece = self._place, self.pieces[one.piece]
         last = place.num_pieces * place.num_stages - 1
         number = one.piece * place.num_stages + place.stage
         given = None if number == last else self._messages.receive(place.neighbour(1), 2 * number + 1)
-        gradient = piece.backward(one.micro, given)
+        gradient = piece.backward(one.micro, given, is_last=is_last)
         if number:
             assert gradient is not None, f"piece {number} gives no gradient of its inputs"
             # What comes forwards comes first, so a backward pass is behind all of those.
