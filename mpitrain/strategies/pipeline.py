@@ -50,7 +50,8 @@ class Pipeline:
     Checkpoints have the whole model and no stage: they are those of Sync with the same adapter, and load with any
     number of stages. While one is taken, the ranks that write it need the memory of the whole model's state.
 
-    The layers of a lost rank are lost. So with `mpitrain run --recover` the loss of a rank ends the job, as without it.
+    The layers of a lost rank are lost. So `mpitrain run --recover` is refused with several stages, unless --restarts is
+    given too: the job then starts again from the copy in memory, as without --recover.
 
     Attributes:
         layers: since `begin`: the layers of each piece, in the order of the model; piece i is on stage i % num_stages.
@@ -149,7 +150,7 @@ class Pipeline:
         settings = [self._schedule, f"{self._num_micro} micro-batches", f"{self._num_pieces} pieces", kind]
         world.agree("begin a pipeline", [*settings, f"recompute={self._recompute}", f"bf16={self._narrow}"])
         try:  # what is refused here is the same on every rank
-            self._check_codec()
+            self._check_job()
             staged = staged_of(adapter) if needs_layers or is_staged(adapter) else None
             self.layers, self.costs = self._cut(staged) if staged else ([], [])
         except ConfigError as error:
@@ -187,9 +188,16 @@ class Pipeline:
             raise ConfigError("the layers of this Pipeline were not measured; stages='auto' measures them in begin()")
         return table_of(self.layers, self.costs)
 
-    def _check_codec(self) -> None:
-        """Raise ConfigError for a codec with several stages."""
-        if self.divides_model and self._world.config.compression != "none":
+    def _check_job(self) -> None:
+        """Raise ConfigError for what does not go with several stages."""
+        if not self.divides_model:
+            return
+        if self._world.committer is not None and not self._world.context.keeper:
+            raise ConfigError(
+                "--recover alone does not work with several stages: the others cannot go on without the layers of a "
+                "lost rank. Give --restarts N: then the job starts again from the copy in memory"
+            )
+        if self._world.config.compression != "none":
             raise ConfigError(
                 f"compression {self._world.config.compression} does not work with several stages: what it leaves out "
                 "belongs to one stage. Leave MPITRAIN_COMPRESSION out; activations='bf16' shortens activations"
