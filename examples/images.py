@@ -4,10 +4,12 @@
     mpiexec -n 4 -ppn 2 -hosts a,b python examples/images.py        # all ranks in step, on GPUs where there are some
     mpitrain run --hosts a/cuda:0-1,b/cuda:0-1 examples/images.py   # the same, on these GPUs
     mpitrain run -n 5 --servers 1 examples/images.py --backup 1     # four workers: a step is made of the first three
+    mpitrain run -n 4 examples/images.py --stages 2                 # two pipelines: each rank has some of the layers
 
 Without servers, each step has the mean gradient of all ranks. With --backup B a server makes a step of the answers that
 come first, so B slow workers hold nobody up. Images are shifted by up to a pixel; the shift belongs to the image and
-the epoch, not to the rank. So the ranks without a server compute what one process does, to rounding.
+the epoch, not to the rank. So the ranks without a server compute what one process does, to rounding. With --stages S
+the layers are on S ranks, on the host.
 
 The data is Fashion-MNIST (get it with scripts/get-data fashion), or with --data digits the 1,797 small images that come
 with scikit-learn. CIFAR-10 is in no package that we know of.
@@ -21,7 +23,7 @@ import numpy
 import mpitrain as mt
 from arguments import add_run, positive, recorded
 from datasets import load_images, standardised
-from models import cnn
+from models import cnn, cnn_layers
 from mpitrain.cuda.device import array_module
 
 
@@ -47,14 +49,22 @@ def main() -> None:
     steps = arguments.steps or arguments.epochs * steps_per_epoch
 
     def build(world: mt.World) -> mt.Parts:
-        data = mt.ArrayData(world, (train_x, train_y), global_batch=arguments.global_batch, seed=0, augment=shifted)
+        pipeline = mt.Pipeline(arguments.stages, micro_batches=4) if arguments.stages else None
+        replicas = pipeline.replicas(world) if pipeline else world
+        data = mt.ArrayData(replicas, (train_x, train_y), global_batch=arguments.global_batch, seed=0, augment=shifted)
         schedule = mt.warmup_cosine(0.05, warmup_steps=min(200, steps // 10), total_steps=steps)
-        adapter = cnn.adapter(numpy.random.default_rng(0), xp, inputs=train_x.shape[1], schedule=schedule)
+        model = cnn_layers if pipeline else cnn
+        adapter = model.adapter(numpy.random.default_rng(0), xp, inputs=train_x.shape[1], schedule=schedule)
+        if pipeline:
+            return mt.Parts(adapter, pipeline, data)
         backup = arguments.backup
         return mt.Parts(adapter, mt.Sync() if backup is None else mt.ParameterServer("sync", backup=backup), data)
 
     def test_metrics(trainer: mt.Trainer) -> dict[str, float]:
         parameters = trainer.adapter.parameters()
+        if arguments.stages:  # a rank has its own layers only: bring all of them together
+            trainer.own_state()
+            parameters = cnn_layers.named(trainer.adapter.state()["parameters"])
 
         def metrics(batch: tuple[numpy.ndarray, numpy.ndarray]) -> dict[str, float]:
             right = cnn.scores(parameters, xp.asarray(batch[0])).argmax(axis=1) == xp.asarray(batch[1])
@@ -78,10 +88,16 @@ def parse() -> argparse.Namespace:
     parser.add_argument(
         "--backup", type=int, metavar="B", help="with servers: the answers of a step that are not waited for"
     )
+    parser.add_argument(
+        "--stages", type=positive, metavar="S", help="cut the model over S ranks, at most 3; --backup goes without"
+    )
     parser.add_argument("--device", choices=("auto", "host", "cuda"), default="auto")
     parser.add_argument("--checkpoints", type=Path, help="save here after every epoch, and resume from here")
     add_run(parser)
-    return parser.parse_args()
+    arguments = parser.parse_args()
+    if arguments.stages and arguments.backup is not None:
+        parser.error("--stages is for ranks in step, --backup for a server; give one of them")
+    return arguments
 
 
 if __name__ == "__main__":

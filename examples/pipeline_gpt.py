@@ -4,9 +4,11 @@
     mpitrain run -n 4 examples/pipeline_gpt.py
     mpitrain run -n 1 examples/pipeline_gpt.py               # fails: there is no room for parameters and AdamW
     mpitrain run -n 1 examples/pipeline_gpt.py --room-mib 0  # without a limit: the same losses
+    mpitrain run -n 2 examples/pipeline_gpt.py --show        # prints what each layer takes, and the stage it is on
 
-Each rank may take `--room-mib` MiB for the model, beyond what Python and its libraries take (RLIMIT_DATA). The text is
-Python's own standard library, byte by byte.
+The layers are measured at the start, and cut so that the slowest stage takes the least time. Each rank may take
+`--room-mib` MiB for the model, beyond what Python and its libraries take (RLIMIT_DATA). The text is Python's own
+standard library, byte by byte.
 """
 
 import argparse
@@ -87,21 +89,25 @@ def limit(room_mib: int) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description="Train a GPT as a pipeline, under a limit of memory.")
     parser.add_argument("--steps", type=int, default=20)
-    parser.add_argument("--room-mib", type=int, default=300, help="0: no limit")
+    parser.add_argument("--show", action="store_true", help="print the time and memory of each layer, and its stage")
+    parser.add_argument("--room-mib", type=int, default=350, help="0: no limit")
     arguments = parser.parse_args()
     world = mt.init()
     torch.set_num_threads(1)
 
     def build(world: mt.World) -> mt.Parts:
-        pipeline = mt.Pipeline(world.size, "1f1b", micro_batches=4)
+        inputs, targets = text()
+        pipeline = mt.Pipeline("auto", "1f1b", micro_batches=4, sample=(inputs[:2], targets[:2]))
         layers = [partial(layer, number) for number in range(BLOCKS + 2)]
         adapter = mt.TorchLayers(layers, loss, partial(torch.optim.AdamW, lr=1e-3), clip_norm=1.0)
-        return mt.Parts(adapter, pipeline, mt.ArrayData(pipeline.replicas(world), text(), global_batch=8))
+        return mt.Parts(adapter, pipeline, mt.ArrayData(pipeline.replicas(world), (inputs, targets), global_batch=8))
 
     torch.nn.Linear(8, 8)(torch.ones(1, 8)).sum().backward()  # the threads of autograd take memory too
     if arguments.room_mib:
         limit(arguments.room_mib)
     trainer = mt.Trainer(build, [mt.StopAtStep(arguments.steps), mt.Log(10)])
+    if arguments.show:
+        world.print(trainer.strategy.table())
     num_parameters = sum(value.size for value in trainer.adapter.parameters().values())
     world.print(f"{num_parameters:,} parameters", all_ranks=True)
     trainer.run()

@@ -4,7 +4,7 @@ Pooling comes before the ReLU: the result is the same and the ReLU has a quarter
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from types import ModuleType
 
 import numpy
@@ -66,8 +66,14 @@ def adapter(
     precision: str = "float32",
 ) -> mt.ArrayFunction:
     """The model with its optimizer, for the Trainer. See `models`."""
-    optimizer = mt.Sgd(schedule, momentum=0.9, nesterov=True, weight_decay=5e-4)
-    return mt.ArrayFunction(loss_and_gradients, initial(rng, xp, inputs=inputs), optimizer, precision=precision)
+    return mt.ArrayFunction(
+        loss_and_gradients, initial(rng, xp, inputs=inputs), optimizer(schedule), precision=precision
+    )
+
+
+def optimizer(schedule: Callable[[int], float]) -> mt.Sgd:
+    """The optimizer that the model is trained with."""
+    return mt.Sgd(schedule, momentum=0.9, nesterov=True, weight_decay=5e-4)
 
 
 def scores(parameters: dict[str, Array], x: Array) -> Array:
@@ -88,31 +94,36 @@ def loss_and_gradients(
     d, d_weight, d_bias = dense_backward(d, flat, parameters["dense.weight"])
     on_gradient("dense.bias", d_bias)
     on_gradient("dense.weight", d_weight)
-    d = _stage_backward(parameters, "conv2", stage2, d.reshape(stage2[-1].shape), on_gradient)
+    d = stage_backward(parameters, "conv2.", stage2, d.reshape(stage2[-1].shape), on_gradient)
     d = convolution_backward_input(d, parameters["conv2.weight"])
-    _stage_backward(parameters, "conv1", stage1, d, on_gradient)
+    stage_backward(parameters, "conv1.", stage1, d, on_gradient)
     return float(loss)
 
 
 def _forward(parameters: dict[str, Array], x: Array) -> tuple[Array, tuple[list[Array], list[Array]], Array]:
-    side = math.isqrt(x.shape[1])
-    stage1 = _stage(parameters, "conv1", x.reshape(len(x), side, side, 1))
-    stage2 = _stage(parameters, "conv2", stage1[-1])
+    stage1 = stage(parameters, "conv1.", as_images(x))
+    stage2 = stage(parameters, "conv2.", stage1[-1])
     flat = stage2[-1].reshape(len(x), len(parameters["dense.weight"]))
     return dense(flat, parameters["dense.weight"], parameters["dense.bias"]), (stage1, stage2), flat
 
 
-def _stage(parameters: dict[str, Array], name: str, x: Array) -> list[Array]:
+def as_images(x: Array) -> Array:
+    """The images of x (n, inputs), as (n, side, side, 1)."""
+    side = math.isqrt(x.shape[1])
+    return x.reshape(len(x), side, side, 1)
+
+
+def stage(parameters: Mapping[str, Array], prefix: str, x: Array) -> list[Array]:
     """Convolution, pool, ReLU. Returns the values for the backward pass; the output is last."""
-    convolved, rows = convolution(x, parameters[f"{name}.weight"])
-    convolved += parameters[f"{name}.bias"]
+    convolved, rows = convolution(x, parameters[f"{prefix}weight"])
+    convolved += parameters[f"{prefix}bias"]
     pooled = max_pool(convolved)
     return [rows, convolved, pooled, relu(pooled)]
 
 
-def _stage_backward(
-    parameters: dict[str, Array],
-    name: str,
+def stage_backward(
+    parameters: Mapping[str, Array],
+    prefix: str,
     kept: list[Array],
     d: Array,
     on_gradient: Callable[[str, Array], None],
@@ -120,6 +131,6 @@ def _stage_backward(
     """Hand in the stage's gradients. Return the gradient with respect to the convolution's output."""
     rows, convolved, pooled, out = kept
     d = max_pool_backward(relu_backward(d, out), convolved, pooled)
-    on_gradient(f"{name}.bias", wide(d).reshape(len(rows), d.shape[3]).sum(axis=0))
-    on_gradient(f"{name}.weight", convolution_backward_weight(d, rows, parameters[f"{name}.weight"]))
+    on_gradient(f"{prefix}bias", wide(d).reshape(len(rows), d.shape[3]).sum(axis=0))
+    on_gradient(f"{prefix}weight", convolution_backward_weight(d, rows, parameters[f"{prefix}weight"]))
     return d

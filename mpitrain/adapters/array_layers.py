@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol, TypeAlias
 
 from mpitrain.adapters.array_function import ArrayFunction
 from mpitrain.adapters.staged import LayeredModel, LayerPiece, check_parameters
-from mpitrain.arrays import Array
+from mpitrain.arrays import Array, is_array
 from mpitrain.cuda.staging import like
 from mpitrain.errors import ConfigError
 from mpitrain.training.optimizers import Optimizer
@@ -83,15 +83,27 @@ class ArrayLayers(LayeredModel):
 
         def function(parameters: Mapping[str, Array], batch: Tree, on_gradient: Callable[[str, Array], None]) -> float:
             views = {n: {name.split(".", 1)[1]: parameters[name] for name in own[n]} for n in numbers}
-            totals: dict[str, Array] = {}
+            left = dict.fromkeys(reversed(values))
+
+            def hand_in(name: str, gradient: Array) -> None:
+                del left[name]
+                on_gradient(name, gradient)
+
             for piece in made:
-                piece.begin(views, totals)
+                piece.begin(views, hand_in)
             loss = self._run(batch)
-            for name in reversed(values):
-                on_gradient(name, totals[name] if name in totals else parameters[name] * 0)
+            for name in left:  # there were no samples
+                on_gradient(name, parameters[name] * 0)
             return loss
 
         return ArrayFunction(function, values, self._optimizer), made
+
+    def _alone(self, number: int, *, recompute: bool) -> tuple[_ArrayPiece, int]:
+        layer = self._layers[number]
+        values = layer.parameters()
+        piece = _ArrayPiece({number: layer}, self._loss, recompute=recompute)
+        piece.begin({number: values}, lambda name, gradient: None)
+        return piece, sum(value.nbytes for value in values.values())
 
 
 class _ArrayPiece:
@@ -101,10 +113,11 @@ class _ArrayPiece:
         self._layers, self._loss, self._recompute = layers, loss, recompute
         self._kept: dict[int, tuple[Any, Array]] = {}  # by micro-batch: of the layers; the gradient of the loss
 
-    def begin(self, parameters: Mapping[int, Mapping[str, Array]], totals: dict[str, Array]) -> None:
-        """Begin a step. Gradients are added up in `totals`, by name."""
-        self._parameters, self._totals = parameters, totals
-        self._somewhere = next(value for values in parameters.values() for value in values.values())
+    def begin(self, parameters: Mapping[int, Mapping[str, Array]], hand_in: Callable[[str, Array], None]) -> None:
+        """Begin a step. `hand_in` gets the gradient of every parameter, added up over the micro-batches."""
+        self._parameters, self._hand_in = parameters, hand_in
+        self._totals: dict[str, Array] = {}
+        self._somewhere = next((value for values in parameters.values() for value in values.values()), None)
         self._kept.clear()  # an error may have ended the step before
 
     def forward(self, micro: int, inputs: Array) -> Array:
@@ -114,6 +127,15 @@ class _ArrayPiece:
         self._kept[micro] = (inputs if self._recompute else kept), None
         return output
 
+    def measure(self, inputs: Array) -> tuple[Array, int]:
+        """See LayerPiece. Arrays in dicts, lists and tuples are counted; a parameter takes no more memory."""
+        output = self.forward(0, inputs)
+        kept, _ = self._kept.pop(0)
+        counted = {id(value): 0 for values in self._parameters.values() for value in values.values()}
+        for one in _arrays_in(kept):
+            counted.setdefault(id(one), one.nbytes)
+        return output, sum(counted.values())
+
     def loss(self, micro: int, inputs: Array, targets: Tree, share: float) -> float:
         """See LayerPiece."""
         output = self.forward(micro, inputs)
@@ -121,7 +143,7 @@ class _ArrayPiece:
         self._kept[micro] = self._kept[micro][0], (gradient if share == 1.0 else gradient * share)
         return float(loss)
 
-    def backward(self, micro: int, gradient: Array | None) -> Array | None:
+    def backward(self, micro: int, gradient: Array | None, *, is_last: bool) -> Array | None:
         """See LayerPiece."""
         kept, of_loss = self._kept.pop(micro)
         if self._recompute:
@@ -138,7 +160,11 @@ class _ArrayPiece:
             for name, one in of_parameters.items():
                 full = f"{number}.{name}"
                 # Not in place: a layer may return a view of the gradient that it was given.
-                self._totals[full] = self._totals[full] + one if full in self._totals else one
+                total = self._totals.pop(full) + one if full in self._totals else one
+                if is_last:
+                    self._hand_in(full, total)
+                else:
+                    self._totals[full] = total
         return gradient
 
     def _through(self, inputs: Array) -> tuple[dict[int, Any], Array]:
@@ -146,3 +172,12 @@ class _ArrayPiece:
         for number, layer in self._layers.items():
             inputs, kept[number] = layer.forward(self._parameters[number], inputs)
         return kept, inputs
+
+
+def _arrays_in(kept: Any) -> Iterator[Array]:
+    """Every array of what a layer keeps, which may be any object."""
+    if is_array(kept):
+        yield kept
+    elif isinstance(kept, dict | list | tuple):
+        for one in kept.values() if isinstance(kept, dict) else kept:
+            yield from _arrays_in(one)

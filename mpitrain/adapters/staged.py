@@ -11,11 +11,13 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol, cast
 
 import numpy
 
 from mpitrain.adapters.adapter import Adapter, OnGradient, scaled_of
+from mpitrain.adapters.layer_costs import LayerCost, measure
 from mpitrain.arrays import Array
 from mpitrain.errors import CheckpointError, ConfigError, DataError
 from mpitrain.exchange.bucket import Parameter
@@ -37,8 +39,15 @@ class LayerPiece(Protocol):
         """The same for the piece with the model's last layer: return the mean loss. Its gradients count `share`."""
         ...
 
-    def backward(self, micro: int, gradient: Array | None) -> Array | None:
-        """Take the gradient by the output, None after `loss`. Return that by the inputs, unless they are data."""
+    def backward(self, micro: int, gradient: Array | None, *, is_last: bool) -> Array | None:
+        """Take the gradient by the output, None after `loss`. Return that by the inputs, unless they are data.
+
+        With `is_last`, it is the last one of a step: gradients of parameters are handed on as soon as they are final.
+        """
+        ...
+
+    def measure(self, inputs: Array) -> tuple[Array, int]:
+        """Make a forward pass that nothing follows. Return its output, and the bytes of what it would keep."""
         ...
 
 
@@ -77,6 +86,15 @@ class StagedAdapter(Adapter, Protocol):
 
         Raises:
             ConfigError: the layers cannot be cut there, or they are made already.
+        """
+        ...
+
+    def layer_costs(self, batch: Tree, *, recompute: bool) -> list[LayerCost]:
+        """Measure every layer on this rank, before `cut`. Each is made for that, and then dropped.
+
+        Raises:
+            ConfigError: the layers are made already.
+            DataError: the batch is no pair, or has no samples.
         """
         ...
 
@@ -128,6 +146,10 @@ class LayeredModel:
         """Make an adapter of these layers alone, and their pieces."""
         raise NotImplementedError
 
+    def _alone(self, number: int, *, recompute: bool) -> tuple[LayerPiece, int]:
+        """Make one layer as a piece. Return also the bytes of its parameters."""
+        raise NotImplementedError
+
     def _check_cut(self, owners: Sequence[int]) -> None:
         """Raise ConfigError if something belongs to layers of several owners."""
         raise NotImplementedError
@@ -139,17 +161,29 @@ class LayeredModel:
 
     def cut(self, cut: Cut) -> Sequence[LayerPiece]:
         """See StagedAdapter."""
-        if self._made is not None:
-            raise ConfigError(
-                f"{type(self).__name__}: the layers are made already, for a Trainer or by a call such as parameters(); "
-                "make a new one in each build(world)"
-            )
+        self._refuse_made()
         self._check_cut(cut.owners)
         self._cut, self._made = cut, self._make(cut.pieces, recompute=cut.recompute)
         inner = self._inner
         if set(cut.owners) != {0}:
             inner.update_only(0, 1, cut.norm_of_all)
         return self._pieces
+
+    def layer_costs(self, batch: Tree, *, recompute: bool) -> list[LayerCost]:
+        """See StagedAdapter."""
+        self._refuse_made()
+        inputs, targets = _pair(batch)
+        if not num_samples(batch):
+            raise DataError("layers were to be measured with a batch without samples; give at least one")
+        return measure(partial(self._alone, recompute=recompute), self._num_layers, inputs, targets)
+
+    def _refuse_made(self) -> None:
+        """Raise ConfigError if the layers are made."""
+        if self._made is not None:
+            raise ConfigError(
+                f"{type(self).__name__}: the layers are made already, for a Trainer or by a call such as parameters(); "
+                "make a new one in each build(world)"
+            )
 
     @property
     def _inner(self) -> Any:
@@ -165,10 +199,7 @@ class LayeredModel:
 
     def _run(self, batch: Tree) -> float:
         """Take a batch through the model: by the strategy's schedule, or at once. A batch without samples gives 0."""
-        if not isinstance(batch, tuple | list) or len(batch) != 2:
-            kind = f"{len(batch)} entries" if isinstance(batch, tuple | list) else type(batch).__name__
-            raise DataError(f"a batch of layers is a pair: the inputs of the first layer, and targets; this has {kind}")
-        inputs, targets = batch
+        inputs, targets = _pair(batch)
         count = num_samples(batch)
         if self._cut is not None:
             return self._cut.run(inputs, targets, count)
@@ -176,7 +207,7 @@ class LayeredModel:
             return 0.0
         (piece,) = self._pieces
         loss = piece.loss(0, inputs, targets, 1.0)
-        piece.backward(0, None)
+        piece.backward(0, None, is_last=True)
         return loss
 
     @property
@@ -282,6 +313,14 @@ class LayeredModel:
         numbers = set(own) if self._cut is None else {number for piece in self._cut.pieces for number in piece}
         self._inner.restore(selected(state, numbers))
         self._lent = None
+
+
+def _pair(batch: Tree) -> tuple[Array, Tree]:
+    """Return the inputs of the first layer, and what the loss gets beside the output."""
+    if not isinstance(batch, tuple | list) or len(batch) != 2:
+        kind = f"{len(batch)} entries" if isinstance(batch, tuple | list) else type(batch).__name__
+        raise DataError(f"a batch of layers is a pair: the inputs of the first layer, and targets; this has {kind}")
+    return batch[0], batch[1]
 
 
 def check_parameters(names: Collection[str], layers: Sequence[int]) -> None:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any, TypeAlias
 
 import numpy
 
 from mpitrain.adapters.adapter import OnGradient
+from mpitrain.adapters.layer_costs import LayerCost
 from mpitrain.adapters.staged import LayeredModel, LayerPiece, check_parameters
 from mpitrain.arrays import Array
 from mpitrain.errors import ConfigError, GradientError
@@ -27,6 +31,7 @@ from mpitrain.adapters.torch_arrays import array_of, tensor_of
 from mpitrain.adapters.torch_batch import as_tensors
 from mpitrain.adapters.torch_checks import checked_loss
 from mpitrain.adapters.torch_module import TorchModule
+from mpitrain.adapters.torch_random import seeded
 
 # A module, or a function without arguments that makes it. Only ranks that have the layer call it.
 TorchLayer: TypeAlias = "torch.nn.Module | Callable[[], torch.nn.Module]"
@@ -101,6 +106,16 @@ class TorchLayers(LayeredModel):
         )
         return own, made
 
+    def layer_costs(self, batch: Tree, *, recompute: bool) -> list[LayerCost]:
+        """See StagedAdapter. Random numbers that are drawn later do not depend on it."""
+        with seeded((0,)):
+            return super().layer_costs(batch, recompute=recompute)
+
+    def _alone(self, number: int, *, recompute: bool) -> tuple[_TorchPiece, int]:
+        module = self._module_of(number)
+        piece = _TorchPiece([module], self._loss, number, recompute)
+        return piece, sum(one.nbytes for one in module.parameters() if one.requires_grad)
+
     def _module_of(self, number: int) -> torch.nn.Module:
         layer = self._layers[number]
         made: Any = layer if isinstance(layer, torch.nn.Module) else layer()
@@ -123,6 +138,9 @@ class _OwnLayers(TorchModule):
     ) -> None:
         super().__init__(module, lambda _, batch: run(batch), optimizer, schedule=schedule, clip_norm=clip_norm)
         self.module, self._run, self._of_step = module, run, pieces
+        num_pieces = Counter(id(one) for piece in pieces for one in piece.parameters())
+        trained = enumerate(self._trained.tensors.values())
+        self._in_several = {index for index, one in trained if num_pieces[id(one)] > 1}
         if self.num_buffers:
             name = self.layout[-1].name
             raise ConfigError(
@@ -131,19 +149,37 @@ class _OwnLayers(TorchModule):
             )
 
     def loss_and_gradients(self, batch: Tree, on_gradient: OnGradient) -> float:
-        """See Adapter."""
+        """See Adapter. A gradient is handed on in the last backward pass of its piece, and at the end if it has several
+        pieces, or if that pass does not come to it."""
         trained = self._trained.tensors.values()
         for parameter in trained:
             parameter.grad = None
         for piece in self._of_step:
-            piece.begin()
+            piece.begin(partial(self._hands_in, on_gradient))
+        self._handed_in = set()
         loss = self._run(batch)
         for index, parameter in enumerate(trained):
+            if index in self._handed_in:
+                continue
             gradient, parameter.grad = parameter.grad, None
             if gradient is not None and (problem := self._trained.problem(index, gradient)):
                 raise GradientError(problem)
             on_gradient(index, None if gradient is None else array_of(gradient))
         return loss
+
+    @contextmanager
+    def _hands_in(self, on_gradient: OnGradient) -> Iterator[None]:
+        """A backward pass after which no further one adds to the gradients that it comes to."""
+        self._on_gradient = on_gradient
+        try:
+            yield
+        finally:
+            self._on_gradient = None
+
+    def _hand_in(self, index: int, parameter: Any) -> None:
+        """See TorchModule."""
+        if index not in self._in_several:
+            super()._hand_in(index, parameter)
 
     def update_only(self, number: int, num_servers: int, norm_of_all: Callable[[float], float]) -> None:
         """See DividedAdapter: the optimizer has no other parameters, so only the norm is that of all."""
@@ -158,15 +194,34 @@ class _TorchPiece:
         self._loss, self._is_first, self._recompute = loss, first == 0, recompute
         self._kept: dict[int, tuple[Any, Any]] = {}  # by micro-batch: the inputs, the output or loss
 
-    def begin(self) -> None:
-        """Begin a step: an error may have ended the one before."""
-        self._kept.clear()
+    def parameters(self) -> Iterator[torch.nn.Parameter]:
+        """Those of the layers, tied ones once."""
+        return self._module.parameters()
+
+    def begin(self, hands_in: Callable[[], AbstractContextManager[None]]) -> None:
+        """Begin a step. The last backward pass is made in a block of `hands_in()`."""
+        self._hands_in = hands_in
+        self._kept.clear()  # an error may have ended the step before
 
     def forward(self, micro: int, inputs: Array) -> Array:
         """See LayerPiece."""
         given, output = self._through(inputs)
         self._kept[micro] = given, output
         return array_of(output)
+
+    def measure(self, inputs: Array) -> tuple[Array, int]:
+        """See LayerPiece. The memory of parameters is not counted, and that of several views only once."""
+        counted = {one.untyped_storage().data_ptr(): 0 for one in self._module.parameters()}
+
+        def count(kept: torch.Tensor) -> torch.Tensor:
+            storage = kept.untyped_storage()
+            counted.setdefault(storage.data_ptr(), storage.nbytes())
+            return kept.detach()  # the tensor itself would keep its graph, and so never end
+
+        with torch.autograd.graph.saved_tensors_hooks(count, lambda kept: kept):
+            given, output = self._through(inputs)
+        count(given)
+        return array_of(output), sum(counted.values())
 
     def loss(self, micro: int, inputs: Array, targets: Tree, share: float) -> float:
         """See LayerPiece."""
@@ -175,12 +230,13 @@ class _TorchPiece:
         self._kept[micro] = given, loss if share == 1.0 else loss * share
         return float(loss.detach())
 
-    def backward(self, micro: int, gradient: numpy.ndarray | None) -> Array | None:
+    def backward(self, micro: int, gradient: numpy.ndarray | None, *, is_last: bool) -> Array | None:
         """See LayerPiece."""
         given, output = self._kept.pop(micro)
         if self._is_first and not output.requires_grad:
             return None  # nothing is trained here: with interleaved, the stage has its parameters in another piece
-        output.backward(None if gradient is None else tensor_of(gradient))
+        with self._hands_in() if is_last else nullcontext():
+            output.backward(None if gradient is None else tensor_of(gradient))
         return None if given.grad is None else array_of(given.grad)
 
     def _through(self, inputs: Array) -> tuple[Any, Any]:

@@ -8,9 +8,10 @@ from dataclasses import dataclass
 
 import numpy
 
+from mpitrain import errors
 from mpitrain.adapters.staged import LayerPiece
 from mpitrain.arrays import Array, is_array, is_device_array, namespace
-from mpitrain.errors import MismatchError, everywhere
+from mpitrain.errors import GradientError, MismatchError, NonFiniteError, everywhere
 from mpitrain.shard import part_of
 from mpitrain.strategies.activations import Activations
 from mpitrain.strategies.pipeline_order import Pass, order
@@ -79,14 +80,13 @@ class StagePasses:
             self._compare([inputs, targets])
         self.num_samples, self.not_finite, loss = count, None, 0.0
         parts = [part_of(count, micro, self._num_micro) for micro in range(self._num_micro)]
-        for one in self._order:
-            part = parts[one.micro]
-            if part.start == part.stop:
-                continue
+        passes = [one for one in self._order if parts[one.micro].start != parts[one.micro].stop]
+        last = {one.piece: one for one in passes if not one.is_forward}
+        for one in passes:
             if one.is_forward:
-                loss += self._forward(one, inputs, targets, part, count)
+                loss += self._forward(one, inputs, targets, parts[one.micro], count)
             else:
-                self._backward(one)
+                self._backward(one, is_last=one == last[one.piece])
         if self._activations:
             self._activations.finish()
         return loss
@@ -105,12 +105,12 @@ class StagePasses:
         self._messages.send(output, place.neighbour(1), 2 * (number + 1))
         return 0.0
 
-    def _backward(self, one: Pass) -> None:
+    def _backward(self, one: Pass, *, is_last: bool) -> None:
         place, piece = self._place, self.pieces[one.piece]
         last = place.num_pieces * place.num_stages - 1
         number = one.piece * place.num_stages + place.stage
         given = None if number == last else self._messages.receive(place.neighbour(1), 2 * number + 1)
-        gradient = piece.backward(one.micro, given)
+        gradient = piece.backward(one.micro, given, is_last=is_last)
         if number:
             assert gradient is not None, f"piece {number} gives no gradient of its inputs"
             # What comes forwards comes first, so a backward pass is behind all of those.
@@ -151,6 +151,26 @@ class StagePasses:
             first = rank - rank % self._place.num_stages
             if count != counts[first]:
                 raise self._other_part(rank, first, f" ({count} samples, not {counts[first]})")
+
+    def objection(self, problem: GradientError | None) -> GradientError:
+        """Return the error of the stage that objects, for every rank to raise. `problem`: this one's. Collective."""
+        objected = None if problem is None else (type(problem).__name__, str(problem))
+        of_all = self._world.allgather((objected, self.not_finite))
+        stages = self._place.num_stages
+        kind, text = next(told for told, _ in of_all if told is not None)
+        if kind == NonFiniteError.__name__:
+            places = [(place[0], rank, place[1]) for rank, (_, place) in enumerate(of_all) if place is not None]
+            if places:
+                _, rank, words = min(places)
+                return everywhere(
+                    NonFiniteError(
+                        f"{self._world.name(rank)}, stage {rank % stages} of pipeline {rank // stages}: {words} was "
+                        "the first to hold NaN or infinity; nothing was changed by this step. Try a smaller learning "
+                        "rate or gradient clipping, or examine the data of that micro-batch"
+                    )
+                )
+        error: GradientError = getattr(errors, kind)(text)
+        return everywhere(error)
 
     def _other_part(self, rank: int, first: int, words: str = "") -> MismatchError:
         """The error of two ranks of a pipeline, for every rank to raise."""

@@ -18,11 +18,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from mpitrain import errors
 from mpitrain.adapters.adapter import Adapter
-from mpitrain.adapters.staged import Cut, StagedAdapter, is_staged, joined, staged_of
+from mpitrain.adapters.layer_costs import LayerCost
+from mpitrain.adapters.staged import Cut, StagedAdapter, is_staged, staged_of
 from mpitrain.arrays import Array, is_device_array
-from mpitrain.errors import ConfigError, GradientError, LostRankError, NonFiniteError, everywhere
+from mpitrain.errors import ConfigError, GradientError, everywhere
 from mpitrain.exchange.exchange import Exchange, make_exchange
 from mpitrain.exchange.means import Means
 from mpitrain.exchange.reducer import GradientReducer
@@ -30,8 +30,17 @@ from mpitrain.job.worlds import make_world
 from mpitrain.strategies.activations import Activations
 from mpitrain.strategies.of_rounds import refuse_round, without_rounds
 from mpitrain.strategies.passes import StagePasses, StagePlace
-from mpitrain.strategies.pipeline_order import SCHEDULES
-from mpitrain.strategies.stage_cut import cut_layers, num_stages_of
+from mpitrain.strategies.pipeline_arguments import Stages, check_arguments
+from mpitrain.strategies.stage_cut import (
+    balanced_cut,
+    check_num_layers,
+    costs_of_stages,
+    cut_layers,
+    num_stages_of,
+    table_of,
+)
+from mpitrain.strategies.stage_state import lend_state
+from mpitrain.tree import Tree
 from mpitrain.world import World
 
 
@@ -41,20 +50,24 @@ class Pipeline:
     Checkpoints have the whole model and no stage: they are those of Sync with the same adapter, and load with any
     number of stages. While one is taken, the ranks that write it need the memory of the whole model's state.
 
-    The layers of a lost rank are lost. So with `mpitrain run --recover` the loss of a rank ends the job, as without it.
+    The layers of a lost rank are lost. So `mpitrain run --recover` is refused with several stages, unless --restarts is
+    given too: the job then starts again from the copy in memory, as without --recover.
 
     Attributes:
         layers: since `begin`: the layers of each piece, in the order of the model; piece i is on stage i % num_stages.
+        costs: since `begin`, with stages="auto": what each layer costs, on each stage. Else empty.
     """
 
     keeps_own_state = True
 
     def __init__(
         self,
-        stages: int | Sequence[int] = 1,
+        stages: Stages = 1,
         schedule: str = "1f1b",
         micro_batches: int = 1,
         *,
+        num_stages: int | None = None,
+        sample: Tree = None,
         pieces: int | None = None,
         recompute: bool = False,
         activations: str | None = None,
@@ -64,10 +77,16 @@ class Pipeline:
 
         Args:
             stages: the number of stages, which have equal numbers of layers up to one; or the number of layers of each
-                stage. The number of ranks is a multiple. With 1, any adapter will do, and this is Sync.
+                stage. The number of ranks is a multiple. With 1, any adapter will do, and this is Sync. "auto": `begin`
+                measures each layer on every rank, and cuts so that the slowest stage takes the least time. That takes
+                about as long as 5 passes of `sample` through the whole model. A resumed run measures again, and may
+                cut elsewhere.
             schedule: "1f1b", "gpipe" or "interleaved".
             micro_batches: the number of parts in which each pipeline's part of a batch goes through the stages. If it
                 has fewer samples, each sample is a part.
+            num_stages: with stages="auto" alone: their number. Default: as many as there are ranks.
+            sample: with stages="auto" alone: the batch to measure with, as large as a micro-batch. Only times depend on
+                its values.
             pieces: with "interleaved" alone: the number of pieces of the model on each rank. Default: 2.
             recompute: keep only the inputs of a piece, and compute its forward pass twice.
             activations: "bf16": activations and their gradients travel as bfloat16, and so are rounded to 8 bits.
@@ -77,27 +96,13 @@ class Pipeline:
         Raises:
             ConfigError: a value is not allowed.
         """
-        problem, num_pieces = "", 2 if pieces is None else pieces
-        if schedule not in SCHEDULES:
-            problem = f"schedule={schedule!r}; allowed: {', '.join(SCHEDULES)}"
-        elif activations not in (None, "bf16"):
-            problem = f"activations={activations!r}; allowed: None, 'bf16'"
-        elif micro_batches < 1:
-            problem = f"micro_batches={micro_batches}; allowed: 1 or more"
-        elif schedule == "interleaved":
-            if not isinstance(stages, int):
-                problem = f"stages={list(stages)} with interleaved; allowed: the number of stages"
-            elif stages < 2 or num_pieces < 2:
-                problem = f"interleaved with stages={stages} and pieces={num_pieces}; allowed: 2 or more of both"
-            elif micro_batches % stages:
-                problem = f"interleaved with micro_batches={micro_batches}; allowed: a multiple of the {stages} stages"
-        elif pieces is not None:
-            problem = f"pieces={pieces} with {schedule}, where a rank has one piece; leave it out, or use interleaved"
-        if problem:
-            raise ConfigError(f"Pipeline: {problem}")
-        self._stages, self._schedule, self._num_micro = stages, schedule, micro_batches
-        self._num_pieces = num_pieces if schedule == "interleaved" else 1
+        check_arguments(stages, schedule, micro_batches, num_stages, sample, pieces, activations)
+        self._stages, self._num_stages, self._sample = stages, num_stages, sample
+        self._schedule, self._num_micro = schedule, micro_batches
+        self._num_pieces = (2 if pieces is None else pieces) if schedule == "interleaved" else 1
         self._recompute, self._narrow, self._make_exchange = recompute, activations == "bf16", exchange
+        self.layers: list[range] = []
+        self.costs: list[list[LayerCost]] = []
         self._made_for: World | None = None
         self._replicas: World | None = None
 
@@ -116,8 +121,8 @@ class Pipeline:
             MismatchError: the ranks have different stages. Raised on every rank.
         """
         if self._replicas is None or self._made_for is not world:
-            world.agree("pipelines", [f"stages={self._stages}"])
-            count = num_stages_of(world, self._stages)
+            world.agree("pipelines", [f"stages={self._stages}", f"num_stages={self._num_stages}"])
+            count = num_stages_of(world, self._stages, self._num_stages)
             self._made_for, self._replicas = world, world
             if count > 1:
                 comm = world.comm.Split(world.rank % count, world.rank)
@@ -138,30 +143,61 @@ class Pipeline:
         self._place = StagePlace(world.rank, world.size // replicas.size, self._num_pieces)
         self._passes: StagePasses | None = None
         self._activations: Activations | None = None
-        needs_layers = self.divides_model or self._num_micro > 1
+        needs_layers = self.divides_model or self._num_micro > 1 or self._stages == "auto"
         kind = (
             f"{type(adapter).__name__} of {staged_of(adapter).num_layers} layers" if is_staged(adapter) else "no layers"
         )
         settings = [self._schedule, f"{self._num_micro} micro-batches", f"{self._num_pieces} pieces", kind]
         world.agree("begin a pipeline", [*settings, f"recompute={self._recompute}", f"bf16={self._narrow}"])
         try:  # what is refused here is the same on every rank
-            self._check_codec()
+            self._check_job()
             staged = staged_of(adapter) if needs_layers or is_staged(adapter) else None
-            layers = cut_layers(self._stages, self._num_pieces, staged.num_layers) if staged else []
+            self.layers, self.costs = self._cut(staged) if staged else ([], [])
         except ConfigError as error:
             raise everywhere(error) from None
-        self.layers = layers
         if staged is not None:
-            self._begin_stages(staged, layers)
+            self._begin_stages(staged, self.layers)
         on_device = any(is_device_array(value) for value in adapter.parameters().values())
         self._reducer = GradientReducer(replicas, adapter.layout, exchange=self._make_exchange, on_device=on_device)
         self._scale = adapter.loss_scale
         if replicas.size > 1:
             adapter.load_parameters(replicas.sync(adapter.parameters()))
 
-    def _check_codec(self) -> None:
-        """Raise ConfigError for a codec with several stages."""
-        if self.divides_model and self._world.config.compression != "none":
+    def _cut(self, staged: StagedAdapter) -> tuple[list[range], list[list[LayerCost]]]:
+        """Return the layers of each piece, and what was measured to find them. Collective."""
+        world, count = self._world, self._place.num_stages
+        if not isinstance(self._stages, str):
+            return cut_layers(self._stages, self._num_pieces, staged.num_layers), []
+        check_num_layers(count, self._num_pieces, staged.num_layers)
+        with world.together("measure the layers"):
+            own = staged.layer_costs(self._sample, recompute=self._recompute)
+        costs = costs_of_stages(world.allgather(own), count)  # the same on every rank, and so is the cut
+        return balanced_cut(costs, self._num_pieces), costs
+
+    def table(self) -> str:
+        """Return lines with the stage, milliseconds and MiB of each layer, since `begin`, with stages="auto".
+
+        They are those of a micro-batch, on the slowest rank of the stage. Parameters are counted without gradients and
+        the optimizer's state, activations as a layer keeps them for its backward pass. A rank keeps those of several
+        micro-batches, which depends on the schedule. Not collective; the lines are the same on every rank.
+
+        Raises:
+            ConfigError: nothing was measured.
+        """
+        if not self.costs:
+            raise ConfigError("the layers of this Pipeline were not measured; stages='auto' measures them in begin()")
+        return table_of(self.layers, self.costs)
+
+    def _check_job(self) -> None:
+        """Raise ConfigError for what does not go with several stages."""
+        if not self.divides_model:
+            return
+        if self._world.committer is not None and not self._world.context.keeper:
+            raise ConfigError(
+                "--recover alone does not work with several stages: the others cannot go on without the layers of a "
+                "lost rank. Give --restarts N: then the job starts again from the copy in memory"
+            )
+        if self._world.config.compression != "none":
             raise ConfigError(
                 f"compression {self._world.config.compression} does not work with several stages: what it leaves out "
                 "belongs to one stage. Leave MPITRAIN_COMPRESSION out; activations='bf16' shortens activations"
@@ -211,12 +247,12 @@ class Pipeline:
         if self.divides_model:
             loss_here, heard = (0.0, 0) if problem else (means.loss, means.order_number)
             operation, code = "end of a step of all stages", int(problem is not None)
-            own = self._passes.num_samples if self._passes else 0
+            assert self._passes is not None
+            own = self._passes.num_samples
             records = self._world.agree(operation, value=loss_here, weight=float(heard), code=code, detail=own)
-            if self._passes:
-                self._passes.compare_counts(records["detail"].tolist())
+            self._passes.compare_counts(records["detail"].tolist())
             if records["code"].any():
-                raise self._objection(problem)
+                raise self._passes.objection(problem)
             loss_of_all = float(records["value"][self._place.num_stages - 1])  # the first rank with the last stage
             means = replace(means, loss=loss_of_all, order_number=int(records["weight"].max()))
         self._world.commit()
@@ -253,7 +289,8 @@ class Pipeline:
     def own_state_for(self, reads: bool) -> dict[str, Any]:
         """See the function of that name. Only ranks with `reads` get the state. Raises as `own_state` does."""
         if self.divides_model:
-            self._lend_state(reads)
+            assert self._activations is not None
+            lend_state(self._world, self._place, self._activations.apart, staged_of(self._adapter), reads=reads)
         return self._reducer.state()
 
     def restore_own(self, state: dict[str, Any]) -> None:
@@ -273,48 +310,3 @@ class Pipeline:
         """The norm of the gradients of all stages, with the same bits on every rank."""
         norms = self._world.agree("norm of the mean gradient", value=norm)["value"].tolist()
         return math.hypot(*norms[: self._place.num_stages])
-
-    def _lend_state(self, reads: bool) -> None:
-        """Bring the state of all stages to the ranks that read it, each from its own pipeline. Collective."""
-        world, place = self._world, self._place
-        if world.control.is_broken and world.committer is not None:
-            raise LostRankError(
-                f"{world.name()}: a rank has been lost, and with it the layers of its stage. The job cannot go on in "
-                "place. With --restarts it starts again from the copy in memory"
-            )
-        readers, staged = world.allgather(reads), staged_of(self._adapter)
-        begin = place.pipeline * place.num_stages
-        pipeline, states = range(begin, begin + place.num_stages), []
-        assert self._activations is not None
-        for source in pipeline:  # one after the other, so that a rank that reads has room for one more at a time
-            if source == world.rank:
-                own = staged.own_state()
-                states.append(own)
-                for rank in pipeline:
-                    if rank != source and readers[rank]:
-                        self._activations.apart.send(own, rank)
-            elif reads:
-                states.append(self._activations.apart.receive(source))
-        if reads:
-            staged.lend(joined(states))
-
-    def _objection(self, problem: GradientError | None) -> GradientError:
-        """Return the error of the stage that objects, for every rank to raise. Collective."""
-        objected = None if problem is None else (type(problem).__name__, str(problem))
-        not_finite = self._passes.not_finite if self._passes else None
-        of_all = self._world.allgather((objected, not_finite))
-        stages = self._place.num_stages
-        kind, text = next(told for told, _ in of_all if told is not None)
-        if kind == NonFiniteError.__name__:
-            places = [(place[0], rank, place[1]) for rank, (_, place) in enumerate(of_all) if place is not None]
-            if places:
-                _, rank, words = min(places)
-                return everywhere(
-                    NonFiniteError(
-                        f"{self._world.name(rank)}, stage {rank % stages} of pipeline {rank // stages}: {words} was "
-                        "the first to hold NaN or infinity; nothing was changed by this step. Try a smaller learning "
-                        "rate or gradient clipping, or examine the data of that micro-batch"
-                    )
-                )
-        error: GradientError = getattr(errors, kind)(text)
-        return everywhere(error)

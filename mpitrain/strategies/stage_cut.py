@@ -3,19 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
 
+from mpitrain.adapters.layer_costs import LayerCost
 from mpitrain.errors import ConfigError, everywhere
 from mpitrain.shard import part_of
+from mpitrain.strategies.pipeline_arguments import Stages
 from mpitrain.world import World
 
+_MIB = 2**20
 
-def num_stages_of(world: World, stages: int | Sequence[int]) -> int:
+
+def num_stages_of(world: World, stages: Stages, num_stages: int | None) -> int:
     """Return the number of stages, in a World of which each pipeline has as many ranks.
 
     Raises:
         ConfigError: it does not divide the number of ranks. Raised on every rank.
     """
-    count = stages if isinstance(stages, int) else len(stages)
+    if isinstance(stages, str):
+        count = world.size if num_stages is None else num_stages
+    else:
+        count = stages if isinstance(stages, int) else len(stages)
     if count < 1 or world.size % count:
         raise everywhere(
             ConfigError(
@@ -39,13 +47,79 @@ def cut_layers(stages: int | Sequence[int], num_pieces: int, num_layers: int) ->
                 f"stages={list(stages)} places {sum(stages)} layers; the model has {num_layers}, and each stage needs "
                 "one or more. Give the number of layers of every stage"
             )
-        ends = [sum(stages[: number + 1]) for number in range(len(stages))]
+        ends = list(accumulate(stages))
         return [range(end - count, end) for end, count in zip(ends, stages, strict=True)]
+    check_num_layers(stages, num_pieces, num_layers)
     count = stages * num_pieces
-    if num_layers < count:
+    parts = [part_of(num_layers, number, count) for number in range(count)]
+    return [range(part.start, part.stop) for part in parts]
+
+
+def check_num_layers(stages: int, num_pieces: int, num_layers: int) -> None:
+    """Raise ConfigError if there are fewer layers than pieces."""
+    if num_layers < stages * num_pieces:
         raise ConfigError(
             f"{num_layers} layers cannot be cut into {stages} stages{f' of {num_pieces} pieces' * (num_pieces > 1)}: "
             f"each needs a layer. Use at most {num_layers // num_pieces} stages, or give the model as more layers"
         )
-    parts = [part_of(num_layers, number, count) for number in range(count)]
-    return [range(part.start, part.stop) for part in parts]
+
+
+def costs_of_stages(costs: Sequence[Sequence[LayerCost]], num_stages: int) -> list[list[LayerCost]]:
+    """Return the cost of each layer on each stage, given those on each rank: that of the slowest pipeline counts."""
+    return [[max(of_ranks) for of_ranks in zip(*costs[stage::num_stages], strict=True)] for stage in range(num_stages)]
+
+
+def balanced_cut(costs: Sequence[Sequence[LayerCost]], num_pieces: int) -> list[range]:
+    """Return the layers of each piece, in the order of the model, so that the slowest piece takes the least time.
+
+    Of the cuts that are equally good, one whose other pieces differ little is taken. It is found by dynamic
+    programming, from the best cuts of the first layers into fewer pieces.
+
+    Args:
+        costs: of each layer, on each stage.
+        num_pieces: on each stage. Piece i is on stage i % len(costs).
+
+    Raises:
+        ConfigError: there are fewer pieces with parameters than are needed.
+    """
+    num_stages, num_layers = len(costs), len(costs[0])
+    before = [[0.0, *accumulate(layer.seconds for layer in of_stage)] for of_stage in costs]
+    trained = [0, *accumulate(layer.parameter_bytes for layer in costs[0])]
+    # By the number of layers: the time of the slowest piece so far, the squares of all, and where the pieces end.
+    best: dict[int, tuple[float, float, list[int]]] = {0: (0.0, 0.0, [])}
+    for number in range(num_stages * num_pieces):
+        times, longer = before[number % num_stages], {}
+        for end in range(1, num_layers + 1):
+            ways = []
+            for begin, (slowest, squares, ends) in best.items():
+                if begin < end and trained[begin] < trained[end]:
+                    seconds = times[end] - times[begin]
+                    ways.append((max(slowest, seconds), squares + seconds**2, [*ends, end]))
+            if ways:
+                longer[end] = min(ways)
+        best = longer
+    if num_layers not in best:
+        raise ConfigError(
+            f"{num_layers} layers cannot be cut into {num_stages * num_pieces} pieces that have parameters to train. "
+            "Use fewer stages, or give the model as more layers"
+        )
+    ends = best[num_layers][2]
+    return [range(begin, end) for begin, end in zip([0, *ends], ends, strict=False)]
+
+
+def table_of(layers: Sequence[range], costs: Sequence[Sequence[LayerCost]]) -> str:
+    """Return lines with the stage and the cost of each layer, and the sums of each stage."""
+    rows = ["layer  stage        ms  parameters MiB  activations MiB"]
+    sums = [[0.0, 0, 0] for _ in costs]
+    for number, piece in enumerate(layers):
+        stage = number % len(costs)
+        for layer in piece:
+            cost = costs[stage][layer]
+            rows.append(f"{layer:5}  {stage:5}  {_columns(*cost)}")
+            sums[stage] = [one + more for one, more in zip(sums[stage], cost, strict=True)]
+    rows += [f"  all  {stage:5}  {_columns(*of_stage)}" for stage, of_stage in enumerate(sums)]
+    return "\n".join(rows)
+
+
+def _columns(seconds: float, parameter_bytes: float, activation_bytes: float) -> str:
+    return f"{seconds * 1e3:8.3f}  {parameter_bytes / _MIB:14.2f}  {activation_bytes / _MIB:15.2f}"

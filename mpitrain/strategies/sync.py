@@ -113,7 +113,7 @@ class Sync:
         """See Strategy. The replicas are equal."""
 
     def state(self) -> dict[str, Any]:
-        """See Strategy: `factors`, if compression goes on from them; `virtual` and `places`, or `choice`, if there are any."""
+        """See Strategy: `factors`, if compression goes on from them; and `virtual`, `places` or `choice`."""
         if isinstance(self._reducer, ChoosingReducer):
             return {"choice": self._reducer.choice()}
         factors = self._reducer.factors()

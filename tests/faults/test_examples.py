@@ -98,6 +98,15 @@ def test_images_with_a_backup_worker() -> None:
     assert abs(float(accuracy) - metric(EXAMPLES["images"], alone("images"))) < 0.2
 
 
+def test_images_as_a_pipeline() -> None:
+    """Each of three ranks has a layer, and the losses are those of one rank that has them all."""
+    example = EXAMPLES["images"]
+    job = start(3, example, "--stages", "3")
+    succeeded(job)
+    assert losses(job) == pytest.approx(losses(alone("images")), abs=2e-3)
+    assert metric(example, job) == pytest.approx(metric(example, alone("images")), abs=6e-3)
+
+
 def test_the_setting_for_compression() -> None:
     """On one node nothing is sent: the result is the same, and a line says so."""
     example = EXAMPLES["mlp"]

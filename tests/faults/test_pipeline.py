@@ -7,8 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from faults.conftest import need
 from faults.outcome import failed, succeeded
 from jobs import REPOSITORY, VENVS, Job, run_command
+from ranks import layered
 
 SCRIPT = """
 import os, pathlib, signal, sys
@@ -42,10 +44,10 @@ mt.Trainer(build, [mt.StopAtStep(8), Say()]).run()
 """
 
 
-def train(folder: Path, *options: str, kill: bool = True) -> Job:
+def train(folder: Path, *options: str, kill: bool = True, vendor: str = "mpich") -> Job:
     script = folder / "train.py"
     script.write_text(SCRIPT.format(repository=str(REPOSITORY)))
-    run = [str(VENVS["mpich"] / "bin/mpitrain"), "run", "-n", "3", *options]
+    run = [str(VENVS[vendor] / "bin/mpitrain"), "run", "-n", "3", *options]
     return run_command([*run, str(script), str(folder), "kill" if kill else "go on"], timeout=120)
 
 
@@ -68,6 +70,23 @@ def test_a_rank_that_is_killed_mid_schedule(tmp_path: Path) -> None:
     assert len(losses(whole)) == 8
 
 
+def test_stages_do_not_go_on_without_a_rank(tmp_path: Path) -> None:
+    """--recover alone is refused before the first step; with --restarts the job goes on from the copy in memory."""
+    vendor = need("openmpi")
+    job = train(tmp_path, "--recover", vendor=vendor)
+    failed(job, "--recover alone does not work with several stages", "Give --restarts N")
+    assert not losses(job)
+    assert not (tmp_path / "killed").exists()
+    job = train(tmp_path, "--recover", "--restarts", "1", vendor=vendor)
+    succeeded(job)
+    assert re.search(r"resumed from memory at step [1-4]$", job.stdout, re.M), job.output
+    assert (tmp_path / "killed").exists()
+    found = losses(job)
+    assert list(found) == list(range(1, 9))
+    _, expected = layered.plain(45, 14, 8)
+    assert list(found.values()) == pytest.approx(expected, rel=1e-13)
+
+
 @pytest.mark.slow
 def test_a_model_that_fits_only_as_a_pipeline() -> None:
     """One rank has no room for it; two and four train it, with the losses of one rank without a limit."""
@@ -81,7 +100,8 @@ def test_a_model_that_fits_only_as_a_pipeline() -> None:
     of_runs = []
     for job in (run(1, "--room-mib", "0"), run(2), run(4)):
         succeeded(job)
-        of_runs.append([float(loss) for loss in re.findall(r"loss (\d+\.\d+)", job.stdout)])
-    assert of_runs[0]
+        lines = re.findall(r"step (\d)/4 \| loss (\d+\.\d+)", job.stdout)  # a slow run has more lines
+        of_runs.append([float(loss) for step, loss in lines if step in "14"])
+    assert len(of_runs[0]) == 2
     for found in of_runs[1:]:
         assert found == pytest.approx(of_runs[0], abs=2e-4)

@@ -12,6 +12,7 @@ import pytest
 from mpitrain import Checkpoint, Pipeline, StopAtStep, Sync, Trainer, World
 from mpitrain.adapters import array_layers
 from mpitrain.errors import ConfigError
+from mpitrain.job.worlds import make_world
 
 from .layered import builder, layered, plain
 from .trainings import Record
@@ -44,6 +45,32 @@ def test_checkpoints_load_with_any_stages(world: World, shared: Path) -> None:
         for name, value in expected.items():
             numpy.testing.assert_allclose(found["parameters"][name], value, rtol=1e-12, atol=1e-14)
     assert found["optimizer"]["step"] == steps
+
+
+def test_a_training_goes_on_in_another_world(world: World) -> None:
+    """Where the ranks have other stages than before, and where there are other stages."""
+    _, losses = plain(COUNT, BATCH, 6)
+    record, made = Record(), strategies(world)
+    then = iter([made[-1], made[-1], made[0], made[-1]])
+
+    def following() -> Any:
+        return next(then)()
+
+    trainer = Trainer(builder(COUNT, BATCH, following), [StopAtStep(6), record])
+    for steps in (2, 3, 4, 6):
+        while trainer.step_number < steps:
+            record.steps.append(trainer.step())
+        if steps < 6:
+            turned = trainer.world.comm.Split(0, -trainer.world.rank)
+            before, after = trainer.world, make_world(turned, world.config, parent=world)
+            turned.Free()
+            trainer.rebuild(after)
+            if before is not world:
+                before.free()
+    assert [step.loss for step in record.steps] == pytest.approx(losses, rel=1e-13)
+    last = trainer.world
+    trainer.close()
+    last.free()
 
 
 def test_only_the_own_layers_are_there(world: World) -> None:

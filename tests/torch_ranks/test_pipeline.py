@@ -15,6 +15,7 @@ from torch.nn.functional import cross_entropy
 from mpitrain import ArrayData, Checkpoint, Parts, Pipeline, StopAtStep, Sync, TorchLayers, TorchModule, Trainer, World
 from mpitrain.errors import ConfigError
 from mpitrain.strategies import Strategy
+from mpitrain.strategies.passes import StagePasses
 from tests.ranks.common import skip_alone
 from tests.ranks.trainings import Record
 
@@ -159,3 +160,72 @@ def test_a_first_piece_without_parameters(world: World) -> None:
     for recompute in (False, True):
         for name, value in train(world, Pipeline(2, "interleaved", 2, recompute=recompute)).items():
             numpy.testing.assert_allclose(value, expected[name], rtol=1e-6)
+
+
+@pytest.mark.parametrize("ready", [False, True])
+def test_stages_by_what_layers_cost(world: World, *, ready: bool) -> None:
+    """The bytes are those of the model, the generator goes on as without, and the training is that of one process."""
+    _, losses = plain(4)
+    x, y = samples()
+    strategy = Pipeline("auto", micro_batches=3, sample=(x[:4], y[:4]), num_stages=min(world.size, 2 - world.size % 2))
+    record, before = Record(), torch.get_rng_state()
+    trainer = Trainer(builder(lambda: strategy, ready=ready), [StopAtStep(4), record])
+    assert torch.equal(torch.get_rng_state(), before)
+    trainer.run()
+    assert [step.loss for step in record.steps] == pytest.approx(losses, rel=1e-12)
+    for costs in strategy.costs:
+        assert [cost.parameter_bytes for cost in costs] == [8 * (7 * 5 + 10), *[8 * (6 * 5 + 10)] * 4, 8 * 6 * 3]
+        # Linear keeps its input; LayerNorm its input, the mean and the deviation of each sample; Tanh its output.
+        first, last = costs[0].activation_bytes, costs[-1].activation_bytes
+        assert (first, last) == (8 * 4 * (6 + 5 + 2 + 5), 8 * 4 * 5)
+        assert all(cost.seconds > 0 for cost in costs)
+    trainer.close()
+
+
+class Sometimes(torch.nn.Module):
+    """Uses its weight only for samples that begin with a positive number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.full((5,), 2.0, dtype=torch.float64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.weight if x[0, 0] > 0 else x
+
+
+def test_when_gradients_of_parameters_are_handed_on(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the last backward pass, unless that does not come to them, or if another piece has the same parameter."""
+    stages = 2 if world.size % 2 == 0 else 1
+    torch.manual_seed(5)
+    tied, first = torch.nn.Linear(5, 5).double(), Sometimes()
+    layers = [torch.nn.Sequential(first, tied), torch.nn.Linear(5, 5).double(), tied, torch.nn.Linear(5, 5).double()]
+    x = numpy.array([[1.0, 2, 3, 4, 5], [-1, 1, 2, -3, 1]])
+    whole = torch.nn.Sequential(*layers)
+    for row in torch.from_numpy(x):
+        (whole(row[None]).square().mean() / 2).backward()
+    expected = {name: one.grad for name, one in whole.named_parameters()}
+    strategy = Pipeline(stages, "interleaved" if stages > 1 else "1f1b", 2)
+    model = TorchLayers(layers, lambda output, _: output.square().mean(), partial(torch.optim.SGD, lr=0.5))
+    strategy.begin(world, model)
+    names, during, found = [entry.name for entry in model.layout], [], {}
+    backward = StagePasses._backward
+
+    def noted(self: Any, one: Any, *, is_last: bool) -> None:
+        before = set(found)
+        backward(self, one, is_last=is_last)
+        assert is_last or set(found) == before
+        during.extend(found.keys() - before)
+
+    def seen(index: int, gradient: Any) -> None:
+        found[names[index]] = gradient.copy()
+        strategy.on_gradient(index, gradient)
+
+    monkeypatch.setattr(StagePasses, "_backward", noted)
+    strategy.begin_step(2)
+    loss = model.loss_and_gradients((x, numpy.zeros(2)), seen)
+    late = {"0.0.weight"} if stages == 1 else {"0.0.weight", "0.1.weight", "0.1.bias"}
+    assert set(during) == set(names) - late
+    for name, gradient in found.items():
+        numpy.testing.assert_allclose(gradient, expected[name], rtol=1e-12, atol=1e-12)
+    strategy.finish_step(model, loss)
+    strategy.close()
