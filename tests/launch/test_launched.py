@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from mpitrain.errors import LaunchError
-from mpitrain.launch.launched import Launched, expected_sizes, launched_by
+from mpitrain.launch.launched import Launched, check_size, expected_sizes, launched_by
 
 OPEN_MPI = {"OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_RANK": "3"}
 HYDRA = {"PMI_SIZE": "2", "PMI_RANK": "1"}
@@ -45,3 +45,15 @@ def test_every_announced_size_is_compared() -> None:
 def test_a_size_that_is_no_number() -> None:
     with pytest.raises(LaunchError, match="PMI_SIZE is 'two'"):
         launched_by({"PMI_SIZE": "two"})
+
+
+@pytest.mark.parametrize(
+    ("library", "kind"), [("Open MPI v5.0.11", "pmix"), ("MPICH Version: 5.0.2", "pmi2"), ("Intel(R) MPI", "pmi2")]
+)
+def test_srun_has_a_way_for_each_library(library: str, kind: str) -> None:
+    step = {"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "4", "SLURM_PROCID": "1"}
+    with pytest.raises(LaunchError, match=f"or let srun join them, where Slurm has the plugin: --mpi={kind}$"):
+        check_size(library, step, 1)
+    with pytest.raises(LaunchError) as caught:
+        check_size(library, {"PMI_SIZE": "4"}, 1)
+    assert "srun" not in str(caught.value)
