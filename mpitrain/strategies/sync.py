@@ -13,7 +13,7 @@ from mpitrain.exchange.exchange import Exchange, make_exchange
 from mpitrain.exchange.means import Means
 from mpitrain.exchange.reducer import GradientReducer
 from mpitrain.strategies.of_rounds import refuse_round, without_rounds
-from mpitrain.strategies.virtual_ranks import Places, VirtualRanks, check_virtual_ranks
+from mpitrain.strategies.virtual_ranks import ComputedPlaces, VirtualRanks, check_virtual_ranks
 from mpitrain.world import World
 
 
@@ -43,7 +43,7 @@ class Sync:
         """
         self.exchange = exchange
         self.virtual = None if virtual_ranks is None else VirtualRanks(virtual_ranks, seed)
-        self.places = Places()
+        self.places = ComputedPlaces()
 
     def begin(self, world: World, adapter: Adapter) -> None:
         """See Strategy. Every rank gets rank 0's parameters.
