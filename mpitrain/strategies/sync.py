@@ -14,7 +14,7 @@ from mpitrain.exchange.means import Means
 from mpitrain.exchange.reducer import GradientReducer
 from mpitrain.strategies.choosing_reducer import ChoosingReducer, no_choice
 from mpitrain.strategies.of_rounds import refuse_round, without_rounds
-from mpitrain.strategies.virtual_ranks import ComputingPlaces, VirtualRanks, check_virtual_ranks
+from mpitrain.strategies.virtual_ranks import ComputedPlaces, VirtualRanks, check_virtual_ranks
 from mpitrain.world import World
 
 
@@ -47,7 +47,7 @@ class Sync:
         """
         self.exchange = exchange
         self.virtual = None if virtual_ranks is None else VirtualRanks(virtual_ranks, seed)
-        self.places = ComputingPlaces()
+        self.places = ComputedPlaces()
 
     def begin(self, world: World, adapter: Adapter) -> None:
         """See Strategy. Every rank gets rank 0's parameters.

@@ -63,7 +63,7 @@ class VirtualRanks:
                 )
 
 
-class ComputingPlaces:
+class ComputedPlaces:
     """Where the virtual ranks of a training were computed: processors, libraries and threads, in words."""
 
     def __init__(self) -> None:

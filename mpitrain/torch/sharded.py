@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 from mpitrain.adapters.torch_random import generators_of, random_state, set_random_state
 from mpitrain.errors import ConfigError, DataError, everywhere
 from mpitrain.exchange.totals import exact_total
-from mpitrain.strategies.virtual_ranks import ComputingPlaces, VirtualRanks
+from mpitrain.strategies.virtual_ranks import ComputedPlaces, VirtualRanks
 from mpitrain.torch.batches import described, divided
 from mpitrain.torch.dataset_lines import has_length, lines_of
 from mpitrain.torch.drawn import PartSampler, Share, other_samples, own_part
@@ -68,7 +68,7 @@ class ShardedData:
         self._goes_on_as_drawn = False
         self._generators = generators_of(data)
         self._world = world
-        self.virtual, self.places = virtual, ComputingPlaces()
+        self.virtual, self.places = virtual, ComputedPlaces()
         self.given = data
         self.dataset: Any = getattr(data, "dataset", None)
         self.batch_size: int | None = getattr(data, "batch_size", None)
