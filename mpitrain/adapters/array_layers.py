@@ -11,7 +11,7 @@ from mpitrain.arrays import Array, is_array
 from mpitrain.cuda.staging import like
 from mpitrain.errors import ConfigError
 from mpitrain.training.optimizers import Optimizer
-from mpitrain.tree import Tree
+from mpitrain.tree import Tree, leaves, rebuild
 
 
 class ArrayLayer(Protocol):
@@ -139,7 +139,8 @@ class _ArrayPiece:
     def loss(self, micro: int, inputs: Array, targets: Tree, share: float) -> float:
         """See LayerPiece."""
         output = self.forward(micro, inputs)
-        loss, gradient = self._loss(output, targets)
+        there = (like(leaf, output) if is_array(leaf) else leaf for _, leaf in leaves(targets))
+        loss, gradient = self._loss(output, rebuild(targets, there.__next__))
         self._kept[micro] = self._kept[micro][0], (gradient if share == 1.0 else gradient * share)
         return float(loss)
 

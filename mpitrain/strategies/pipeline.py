@@ -28,6 +28,7 @@ from mpitrain.exchange.means import Means
 from mpitrain.exchange.reducer import GradientReducer
 from mpitrain.job.worlds import make_world
 from mpitrain.strategies.activations import Activations
+from mpitrain.strategies.applied import applied
 from mpitrain.strategies.of_rounds import refuse_round, without_rounds
 from mpitrain.strategies.passes import StagePasses, StagePlace
 from mpitrain.strategies.pipeline_arguments import Stages, check_arguments
@@ -256,10 +257,7 @@ class Pipeline:
             loss_of_all = float(records["value"][self._place.num_stages - 1])  # the first rank with the last stage
             means = replace(means, loss=loss_of_all, order_number=int(records["weight"].max()))
         self._world.commit()
-        rate = adapter.apply_gradients(self._reducer.flats, means.remarks) if means.is_finite else 0.0
-        if self._scale:
-            self._scale.update(skipped=not means.is_finite)
-        return means, rate
+        return means, applied(adapter, self._reducer.flats, means, self._scale)
 
     def end_run(self) -> None:
         """See Strategy. The replicas are equal."""

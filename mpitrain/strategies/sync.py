@@ -12,6 +12,7 @@ from mpitrain.errors import CheckpointError
 from mpitrain.exchange.exchange import Exchange, make_exchange
 from mpitrain.exchange.means import Means
 from mpitrain.exchange.reducer import GradientReducer
+from mpitrain.strategies.applied import applied
 from mpitrain.strategies.choosing_reducer import ChoosingReducer, no_choice
 from mpitrain.strategies.of_rounds import refuse_round, without_rounds
 from mpitrain.strategies.virtual_ranks import ComputedPlaces, VirtualRanks, check_virtual_ranks
@@ -104,10 +105,7 @@ class Sync:
         may_skip = self._scale is not None and self._scale.may_skip
         means = self._reducer.finish(loss, may_skip=may_skip, note=adapter.note())
         self._world.commit()
-        rate = adapter.apply_gradients(self._reducer.flats, means.remarks) if means.is_finite else 0.0
-        if self._scale:
-            self._scale.update(skipped=not means.is_finite)
-        return means, rate
+        return means, applied(adapter, self._reducer.flats, means, self._scale)
 
     def end_run(self) -> None:
         """See Strategy. The replicas are equal."""
