@@ -149,7 +149,7 @@ LAYERS: dict[str, list[str]] = {
         "training.writers.*",
         "verify.observe",
     ],
-    "frameworks": ["jax.*", "torch.*"],
+    "frameworks": ["horovod.*", "jax.*", "torch.*"],
     "bench": ["bench.*"],
     "simulate": ["simulate.*"],
     "plan": ["plan.*"],
