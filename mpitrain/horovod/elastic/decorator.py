@@ -15,6 +15,9 @@ from mpitrain.world import World
 
 Result = TypeVar("Result")
 
+# Make anew, in a new World, what belonged to the World before. Are called before the state is restored.
+renewals: list[Callable[[], None]] = []
+
 
 def run(func: Callable[..., Result]) -> Callable[..., Result]:
     """Decorate `func(state, ...)`: it is called again from the last commit when a rank is lost. Collective.
@@ -53,6 +56,8 @@ def run(func: Callable[..., Result]) -> Callable[..., Result]:
         def train(_: World) -> Result:
             nonlocal has_begun, is_reset
             if has_begun:  # and a rank was lost
+                for renew in renewals:
+                    renew()
                 state.restore()
                 is_reset = True
             has_begun, syncs = True, True
