@@ -352,4 +352,4 @@ def test_types_without_pytorch() -> None:
         uses = any(name.partition(".")[0] == "torch" for _, name, _ in imports(path.read_text()))
         left_out = bool(re.search(pattern, path.relative_to(PACKAGE.parent).as_posix()))
         assert left_out or not uses, f"{path}: mypy finds what PyTorch lacks"
-        assert not left_out or module.startswith(("torch", "adapters.torch_")), path
+        assert not left_out or module.startswith(("torch", "horovod", "adapters.torch_")), path
