@@ -43,10 +43,10 @@ def train(state, word):
         world = mt.init()
         part = slice(world.rank, None, world.size)
         gradient = 2 * x[part].T @ (x[part] @ weights() - y[part]) / len(x[part])
+        state.used.append(state.step + 1)  # before the others can hear of a loss
         IN_BACKWARD
         update(world.mean(gradient, weight=len(x[part])))
         state.step += 1
-        state.used.append(state.step)
         IN_STEP
         if state.step % 3 == 0:
             state.commit()
