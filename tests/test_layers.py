@@ -165,7 +165,7 @@ LAYERS: dict[str, list[str]] = {
         "training.writers.*",
         "verify.observe",
     ],
-    "frameworks": ["jax.*", "torch.*"],
+    "frameworks": ["horovod.*", "jax.*", "torch.*"],
     "bench": ["bench.*"],
     "simulate": [
         "simulate.machines_file",
@@ -211,6 +211,9 @@ HOMES = {
         "adapters.torch_shard",
         "adapters.torch_state",
         "adapters.torch_trained",
+        "horovod.elastic.sampler",
+        "horovod.elastic.torch_state",
+        "horovod.sync_batch_norm",
         "torch.*",
     ],
     "jax": ["jax.*"],
@@ -372,4 +375,4 @@ def test_types_without_pytorch() -> None:
         uses = any(name.partition(".")[0] == "torch" for _, name, _ in imports(path.read_text()))
         left_out = bool(re.search(pattern, path.relative_to(PACKAGE.parent).as_posix()))
         assert left_out or not uses, f"{path}: mypy finds what PyTorch lacks"
-        assert not left_out or module.startswith(("torch", "adapters.torch_")), path
+        assert not left_out or module.startswith(("torch", "horovod", "adapters.torch_")), path

@@ -162,7 +162,12 @@ class Engine:
         now = time.monotonic()
         if now - self._judged > _SECONDS_BETWEEN_JUDGEMENTS:
             self._judged = now
-            self.world.control.notes.look()
+            try:
+                self.world.control.notes.look()
+            except Exception as error:  # MPI's own: a rank is lost, and this World ends with it
+                for channel in tuple(self._busy):
+                    channel.break_off("a call", error)
+                return nap
             for channel in tuple(self._busy):
                 channel.judge(now)
         return nap

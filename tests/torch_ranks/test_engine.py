@@ -204,3 +204,25 @@ def test_exact_sums_are_refused(world: World) -> None:
     engine: Any = None  # it is not reached
     text = error_on_all(world, ConfigError, lambda: Channel(engine, there, "default", 1.0))
     assert text.startswith("reduction=exact: the calls of torch.distributed add up as the algorithm does")
+
+
+def test_mpi_loses_a_rank_while_a_call_is_in_flight(world: World, some: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The thread ends the calls with MPI's error, which their caller gets, and goes on with other groups."""
+    skip_alone(world)
+
+    def revoked() -> None:
+        raise RuntimeError("MPI_ERR_REVOKED")
+
+    tensor = torch.zeros(1)
+    work = dist.irecv(tensor, (world.rank + 1) % world.size, group=some)
+    with monkeypatch.context() as patch:
+        patch.setattr(world.control.notes, "look", revoked)
+        while not work.is_completed():
+            time.sleep(0.01)
+        with pytest.raises(RuntimeError, match="MPI_ERR_REVOKED"):
+            work.wait()
+    world.barrier()
+    other = dist.new_group()
+    dist.all_reduce(tensor.fill_(world.rank), group=other, async_op=True).get_future().wait()
+    assert tensor.item() == everyone(world, 0)
+    dist.destroy_process_group(other)

@@ -1,0 +1,165 @@
+"""What a training has reached: what all ranks go on from when one is lost, and what the next try of a job gets."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from mpitrain.errors import ConfigError
+from mpitrain.job.start import init
+from mpitrain.training.checkpoint.packed import pack, unpack
+from mpitrain.training.keep import KeptState, RankState
+
+
+class ElasticState:
+    """hvd.elastic.State: subclass it for a state of your own. A subclass has save, restore and sync.
+
+    With `mpitrain run --restarts`, it also has state_dict and load_state_dict: ObjectState and TorchState do.
+    """
+
+    def __init__(
+        self, bcast_object: Callable[..., Any] | None = None, get_rank: Callable[[], int] | None = None
+    ) -> None:
+        """
+        Args:
+            bcast_object: sends rank 0's object to all ranks; default: World.broadcast.
+            get_rank: returns this rank; default: that of mpitrain.init().
+        """
+        self._bcast_object = bcast_object or (lambda value: init().broadcast(value))
+        self._rank = get_rank or (lambda: init().rank)
+        self._reset_callbacks: list[Callable[[], Any]] = []
+        self._copies: KeptState | None = None
+
+    def register_reset_callbacks(self, callbacks: Iterable[Callable[[], Any]]) -> None:
+        """Have these called on all ranks whenever the ranks of the job have changed, before they go on."""
+        self._reset_callbacks.extend(callbacks)
+
+    def on_reset(self) -> None:
+        """Call `reset` and the callbacks: the ranks have changed."""
+        self.reset()
+        for callback in self._reset_callbacks:
+            callback()
+
+    def commit(self) -> None:
+        """Make the present state the one to go on from. Collective.
+
+        With `mpitrain run --recover`, either all ranks save, or none does. If the hosts of the job change, the call
+        does not return: the ranks end as by sys.exit(0), and others go on from here.
+
+        Raises:
+            LostRankError: a rank is lost; elastic.run goes on from the commit before. On every rank that is left.
+        """
+        init().commit()
+        self.save()
+        self.check_host_updates()
+
+    def check_host_updates(self) -> None:
+        """Let the hosts of the job change here, with the present state, if one has joined or is to leave. Collective.
+
+        This is where a job with `mpitrain run --restarts` copies the state to memory, when a copy is due.
+        """
+        if self._copies is not None:
+            self._copies.update()
+
+    def begin_copies(self) -> bool:
+        """Copy the state to memory from now on, if the job has keepers. True: it goes on from a copy. Collective."""
+        if not init().context.keeper:
+            return False
+        if not (hasattr(self, "state_dict") and hasattr(self, "load_state_dict")):
+            raise ConfigError(
+                f"{init().name()}: a {type(self).__name__} has no state_dict() and load_state_dict(), which a restart "
+                "from memory needs; write them, use hvd.elastic.ObjectState or TorchState, or leave out --restarts"
+            )
+        self._copies = KeptState({}, {"the state": self}, self.of_rank())
+        if not self._copies.memory_step:
+            return False
+        self.save()
+        return True
+
+    def end_copies(self) -> None:
+        """The training has ended; later commits only save."""
+        self._copies = None
+
+    def of_rank(self) -> RankState:
+        """Return what each rank keeps for itself."""
+        return RankState()
+
+    def save(self) -> None:
+        """Note the present state, for `restore`."""
+        raise NotImplementedError(f"{type(self).__name__} needs a method save()")
+
+    def restore(self) -> None:
+        """Go back to what was saved last."""
+        raise NotImplementedError(f"{type(self).__name__} needs a method restore()")
+
+    def sync(self) -> None:
+        """Take over rank 0's state. Collective."""
+        raise NotImplementedError(f"{type(self).__name__} needs a method sync()")
+
+    def reset(self) -> None:
+        """Make anew what depends on the ranks. Is called before the callbacks."""
+
+
+class ObjectState(ElasticState):
+    """Python objects by name, each an attribute of the state: `ObjectState(batch=0).batch`."""
+
+    def __init__(
+        self,
+        bcast_object: Callable[..., Any] | None = None,
+        get_rank: Callable[[], int] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """
+        Args:
+            bcast_object, get_rank: see ElasticState.
+            kwargs: what is saved, by name, the same names on every rank. All that pickle can write.
+        """
+        super().__init__(bcast_object, get_rank)
+        self._names = list(kwargs)
+        self._saved: dict[str, Any] = {}
+        self._set(kwargs)
+        self.save()
+
+    def save(self) -> None:
+        """Copy the objects."""
+        self._saved = copy.deepcopy(self.state_dict())
+
+    def restore(self) -> None:
+        """Set the attributes to copies of what was saved."""
+        self.load_state_dict(copy.deepcopy(self._saved))
+
+    def sync(self) -> None:
+        """Take over rank 0's objects, and save them. Collective.
+
+        Raises:
+            CheckpointError: an object cannot be pickled. On every rank.
+            ValueError: a rank has other names than rank 0. On every rank.
+        """
+        world, packed = init(), None
+        with world.together("pack the state"):
+            if self._rank() == 0:
+                packed = pack("the state", self.state_dict())
+        packed = self._bcast_object(packed)
+        with world.together("take over the state of rank 0"):
+            if self._rank() != 0:
+                self.load_state_dict(unpack(packed))
+        self.save()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the objects by name."""
+        return {name: getattr(self, name) for name in self._names}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Set the objects.
+
+        Raises:
+            ValueError: `state` has other names.
+        """
+        if list(state) != self._names:
+            raise ValueError(f"a state of {', '.join(state)}; this one has {', '.join(self._names)}")
+        self._set(state)
+
+    def _set(self, values: dict[str, Any]) -> None:
+        for name, value in values.items():
+            setattr(self, name, value)

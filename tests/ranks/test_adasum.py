@@ -1,0 +1,138 @@
+"""Adasum on every number of ranks, against a float64 reference of its own; bits; what it refuses."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy
+import pytest
+
+from mpitrain import World
+from mpitrain.allreduce.algorithm import FLOATS
+from mpitrain.errors import MismatchError
+from mpitrain.horovod import adasum as module
+from mpitrain.horovod.adasum import adasum, begin_adasum
+from tests.ranks.common import assert_same_bits, error_on_all, skip_alone
+
+LENGTHS = [(), (0,), (1,), (0, 1, 0), (2, 3), (1000,), (7, 0, 500, 1, 33, 400), (5003,)]
+
+
+def two(a: Sequence[float], b: Sequence[float]) -> list[float]:
+    """The formula of the paper, element by element."""
+    dot = math.fsum(x * y for x, y in zip(a, b, strict=True))
+    squares = math.fsum(x * x for x in a), math.fsum(y * y for y in b)
+    of_a, of_b = (1 - dot / (2 * square) if square else 1.0 for square in squares)
+    return [of_a * x + of_b * y for x, y in zip(a, b, strict=True)]
+
+
+def tree(vectors: list[list[float]]) -> list[float]:
+    """The reference: neighbours first. What is beyond a power of two has met in pairs before."""
+    beyond = len(vectors) - 2 ** int(math.log2(len(vectors)))
+    pairs = [two(vectors[2 * i], vectors[2 * i + 1]) for i in range(beyond)]
+    vectors = pairs + vectors[2 * beyond :]
+    while len(vectors) > 1:
+        vectors = [two(a, b) for a, b in zip(vectors[::2], vectors[1::2], strict=True)]
+    return vectors[0]
+
+
+def gradient(length: int, rank: int, number: int) -> numpy.ndarray:
+    """Ranks agree in part, and the fourth one has zeros in one tensor."""
+    shared = numpy.random.default_rng(number).standard_normal(length)
+    own = numpy.random.default_rng([number, rank]).standard_normal(length)
+    return (shared + 2 * own) * (1 + rank) * (rank != 3 or number != 0)
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("lengths", LENGTHS, ids=str)
+def test_it_is_that_of_one_process(world: World, lengths: tuple[int, ...], dtype: numpy.dtype) -> None:
+    of_ranks = [
+        [gradient(length, rank, number).astype(dtype) for number, length in enumerate(lengths)]
+        for rank in range(world.size)
+    ]
+    flat = numpy.concatenate([*of_ranks[world.rank], numpy.empty(0, dtype)])
+    adasum(world, flat, lengths)
+    assert flat.dtype == dtype
+    assert_same_bits(world, flat)
+    begin = 0
+    # Half a unit for each of at most three combinations, each of which may double what the ones before have lost.
+    unit = float(numpy.finfo(dtype).eps) if dtype.kind == "f" else 2.0**-7
+    for number, length in enumerate(lengths):
+        vectors = [one[number].astype(float).tolist() for one in of_ranks]
+        most = float(numpy.sum(numpy.abs(vectors), axis=0).max(initial=0))
+        numpy.testing.assert_allclose(
+            flat[begin : begin + length].astype(float), tree(vectors), rtol=0, atol=(world.size > 1) * 4 * unit * most
+        )
+        begin += length
+
+
+def test_each_tensor_has_its_own_products(world: World) -> None:
+    """Of a group, the first tensor is equal on all ranks and stays; the second is orthogonal and is summed. Exactly."""
+    skip_alone(world)
+    flat = numpy.concatenate([[3.0, -1.0, 0.5], 2.0 ** numpy.arange(7) * (numpy.arange(7) == world.rank)])
+    adasum(world, flat, [3, 7])
+    expected = [3.0, -1.0, 0.5, *(2.0 ** numpy.arange(7) * (numpy.arange(7) < world.size))]
+    numpy.testing.assert_array_equal(flat, expected)
+
+
+def test_two_ranks_have_the_bits_of_the_formula(world: World) -> None:
+    """Products of small integers are exact, so nothing is left to the order of the sums."""
+    if world.size != 2:
+        pytest.skip("with more ranks, the products of the next combination are rounded")
+    vectors = [(numpy.arange(1001) * (3 + rank) % 11 - 5.0).tolist() for rank in range(2)]
+    flat = numpy.array(vectors[world.rank])
+    adasum(world, flat)
+    assert flat.tolist() == two(*vectors)
+
+
+def test_blocks_of_a_long_tensor(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_AT_ONCE", 10)
+    test_it_is_that_of_one_process(world, (7, 0, 500, 1, 33, 400), numpy.dtype("float32"))
+
+
+def test_gradients_that_are_not_finite(world: World) -> None:
+    """All ranks get NaN in that tensor, and the other one is as ever."""
+    skip_alone(world)
+    flat = numpy.array([numpy.inf if world.rank == world.size - 1 else 1.0, 1.0, 4.0])
+    adasum(world, flat, [2, 1])
+    assert_same_bits(world, flat)
+    assert numpy.isnan(flat[:2]).any()
+    assert flat[2] == 4
+
+
+def test_several_at_once(world: World) -> None:
+    """They run one after the other, and may be waited for in any order."""
+    flats = [gradient(100, world.rank, number) for number in range(3)]
+    handles = [begin_adasum(world, flat) for flat in flats]
+    for handle in reversed(handles):
+        handle.wait()
+    for number, flat in enumerate(flats):
+        expected = tree([gradient(100, rank, number).tolist() for rank in range(world.size)])
+        numpy.testing.assert_allclose(flat, expected, rtol=1e-12)
+
+
+def test_ranks_that_differ(world: World) -> None:
+    skip_alone(world)
+    lengths = [2, 3] if world.rank else [3, 2]
+    text = error_on_all(world, MismatchError, lambda: adasum(world, numpy.ones(5), lengths))
+    assert "tensors of 3, 2 elements" in text
+    text = error_on_all(world, MismatchError, lambda: adasum(world, numpy.ones(5, "f8" if world.rank else "f4")))
+    assert "float32" in text
+    text = error_on_all(world, MismatchError, lambda: adasum(world, numpy.ones(5)) if world.rank else world.barrier())
+    assert "adasum" in text
+
+
+@pytest.mark.parametrize(
+    ("flat", "lengths", "text"),
+    [
+        (numpy.ones(3, int), None, "int64"),
+        (numpy.ones((2, 2)), None, "one-dimensional"),
+        (numpy.ones(6)[::2], None, "contiguous"),
+        (numpy.ones(3), [1, 1], "add up"),
+        (numpy.ones(3), [4, -1], "0 or more"),
+        ([1.0], None, "list"),
+    ],
+)
+def test_what_it_does_not_take(world: World, flat: numpy.ndarray, lengths: list[int] | None, text: str) -> None:
+    with pytest.raises(ValueError, match=text):
+        adasum(world, flat, lengths)
