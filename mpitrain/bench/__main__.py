@@ -39,7 +39,7 @@ def main() -> int:
         arguments = parser.parse_args()
     try:
         with world.together("read the options"):
-            options = read_options(arguments)
+            options = read_options(arguments, writes=world.is_root)
         if options.show:
             for text in choices(world) if options.device == "host" else transport_choices(world):
                 world.print(text)

@@ -96,8 +96,11 @@ def _given(arguments: argparse.Namespace) -> set[str]:
     return {name for name, default in vars(parser.parse_args([])).items() if getattr(arguments, name) != default}
 
 
-def read_options(arguments: argparse.Namespace) -> Options:
+def read_options(arguments: argparse.Namespace, *, writes: bool = True) -> Options:
     """Check and return the options.
+
+    Args:
+        writes: the files are written here, as on rank 0. The folders of other hosts are no matter.
 
     Raises:
         ConfigError: a name is unknown, a size or number is malformed, a file cannot be written, or an option would be
@@ -135,7 +138,8 @@ def read_options(arguments: argparse.Namespace) -> Options:
     if small := [size for size in sizes if any(size < dtype.itemsize for dtype in DTYPES if str(dtype) in dtypes)]:
         raise ConfigError(f"--sizes: {small[0]} bytes is less than one element of {arguments.dtypes}")
     files = {name: Path(text) if (text := getattr(arguments, name)) else None for name in _FILES}
-    _check_files(files)
+    if writes:
+        _check_files(files)
     return Options(
         operations=tuple(operations),
         sizes_bytes=sizes,

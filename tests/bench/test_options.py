@@ -86,6 +86,12 @@ def test_what_is_refused(words: list[str], text: str) -> None:
         read(*words)
 
 
+def test_a_folder_of_another_host() -> None:
+    """Rank 0 alone writes the files: `mpitrain plan --hosts` makes a folder on its own host only."""
+    options = read_options(parsed("--save-profile", "/nowhere/at/all.json"), writes=False)
+    assert options.save_profile == Path("/nowhere/at/all.json")
+
+
 @pytest.mark.parametrize(
     ("words", "text"),
     [

@@ -23,6 +23,7 @@ from mpitrain.training.run_event import RunEvent
 from .common import assert_equal, assert_same_bits, error_on_all, first_ranks, skip_alone
 from .placements import placed
 
+SLOW = 0.15  # far more than a step takes on a machine that is busy with other work
 COUNT = 2**16 + 3  # 256 KiB, and no multiple of the ranks
 # bf16 makes 1 of it. What is left out must come into a later mean.
 GRADIENT = 1 + 2.0**-9
@@ -81,7 +82,7 @@ def test_a_faster_codec_is_taken_and_said(
     world: World, make: Callable[[], Sync], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     skip_alone(world)
-    slowed(monkeypatch, 0.04, 0.0)
+    slowed(monkeypatch, SLOW, 0.0)
     strategy, model = make(), constant(world)
     strategy.begin(of_nodes(world, compression="none" if isinstance(strategy, AutoSync) else "auto"), model)
     capsys.readouterr()
@@ -135,7 +136,7 @@ def test_algorithms_and_buckets(world: World, monkeypatch: pytest.MonkeyPatch) -
 def test_a_resume(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     """On the same nodes the way goes on, with what it has left out. Fewer ranks begin to choose anew."""
     skip_alone(world)
-    slowed(monkeypatch, 0.04, 0.0)
+    slowed(monkeypatch, SLOW, 0.0)
     strategy, model = AutoSync(codecs=["bf16"]), constant(world)
     there = of_nodes(world)
     strategy.begin(there, model)
@@ -188,7 +189,7 @@ class Heard(Hook):
 
 def test_hooks_hear_of_a_change(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     skip_alone(world)
-    slowed(monkeypatch, 0.04, 0.0)
+    slowed(monkeypatch, SLOW, 0.0)
     heard = Heard()
 
     def build(own: World) -> Parts:
