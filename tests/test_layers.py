@@ -149,7 +149,7 @@ LAYERS: dict[str, list[str]] = {
         "training.writers.*",
         "verify.observe",
     ],
-    "frameworks": ["jax.*", "torch.*"],
+    "frameworks": ["horovod.*", "jax.*", "torch.*"],
     "bench": ["bench.*"],
     "simulate": ["simulate.*"],
     "plan": ["plan.*"],
@@ -188,6 +188,7 @@ HOMES = {
         "adapters.torch_shard",
         "adapters.torch_state",
         "adapters.torch_trained",
+        "horovod.torch.*",
         "torch.*",
     ],
     "jax": ["jax.*"],
@@ -349,4 +350,4 @@ def test_types_without_pytorch() -> None:
         uses = any(name.partition(".")[0] == "torch" for _, name, _ in imports(path.read_text()))
         left_out = bool(re.search(pattern, path.relative_to(PACKAGE.parent).as_posix()))
         assert left_out or not uses, f"{path}: mypy finds what PyTorch lacks"
-        assert not left_out or module.startswith(("torch", "adapters.torch_")), path
+        assert not left_out or module.startswith(("torch", "horovod", "adapters.torch_")), path
