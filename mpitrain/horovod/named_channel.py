@@ -47,8 +47,10 @@ class NamedChannel(Channel):
             name = f"noname.{self.numbers[kind]}"
         return f"{kind}.{name}"
 
-    def submit(self, call: NamedCall) -> NamedCall:
+    def submit(self, call: NamedCall, *, hurries: bool = True) -> NamedCall:
         """Submit a call. It runs once all ranks have submitted it.
+
+        Unless it `hurries`, the other ranks may be told as late as when this rank waits for the call, or for another.
 
         Raises:
             ValueError: a call of the same kind and name is under way on this rank.
@@ -70,7 +72,8 @@ class NamedChannel(Channel):
         self._open[key] = call
         self._add(call)
         self._outbox.append(call.submission)
-        self.engine.wake()
+        if hurries:
+            self.engine.wake()
         return call
 
     def refuse(self, call: str, error: Exception) -> None:

@@ -75,6 +75,19 @@ def shutdown() -> None:
         _close(state)
 
 
+def renew() -> None:
+    """Begin anew in the World that is left after a loss of ranks, if init() was called before. All its ranks call this.
+
+    Process sets are dropped, because their ranks have other numbers now.
+    """
+    global _state
+    state, _state = _state, None
+    if state is not None:
+        for process_set in state.sets.values():
+            process_set.bind(None, 0 if process_set is global_process_set else None)
+        init()
+
+
 def is_initialized() -> bool:
     """Return whether init() has been called, and shutdown() not since."""
     return _state is not None

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy
 import torch
@@ -22,7 +23,9 @@ from mpitrain.torch.flat_tensors import FlatTensors, raw, values
 Average = Operator.Average
 Handle = NamedCall
 Tensors = Sequence[torch.Tensor]
-Made = TypeVar("Made")
+# Whether this thread will wait at once for the call that it begins. Then it drives the call itself, and the engine's
+# thread would only be in its way.
+_thread = threading.local()
 
 
 def allreduce_async(
@@ -100,6 +103,17 @@ def grouped_allreduce_async_(
     )
 
 
+def gradients_async_(
+    tensors: Tensors, name: str, op: Operator, prescale: float, postscale: float, process_set: ProcessSet
+) -> Handle:
+    """Begin to replace gradients by those of all ranks, as one call. The result is a list."""
+    # Within a node, ranks share the cores that compute, and nothing is gained by exchanging beside the backward pass.
+    hurries = current().world.num_nodes > 1
+    return _allreduce(
+        "gradients", tensors, name, op, prescale, postscale, process_set, True, is_list=True, hurries=hurries
+    )
+
+
 def _allreduce(
     kind: str,
     tensors: Tensors,
@@ -110,6 +124,7 @@ def _allreduce(
     process_set: ProcessSet,
     in_place: bool,
     is_list: bool = False,
+    hurries: bool = True,
 ) -> Handle:
     def make(channel: NamedChannel, key: str) -> NamedCall:
         buffers = FlatTensors()
@@ -125,7 +140,7 @@ def _allreduce(
         call.output = outputs if is_list else outputs[0]
         return call
 
-    return _submit(kind, tensors, name, process_set, make)
+    return _submit(kind, tensors, name, process_set, make, hurries=hurries)
 
 
 def allgather_async(
@@ -275,13 +290,13 @@ def join(device: int = -1) -> int:  # noqa: ARG001 - Horovod's scripts give it
         The rank that joined last.
     """
     channel = channel_of(global_process_set)
-    return int(waits.ended(channel.submit(operations.join(channel))))
+    return int(waits.ended(channel.submit(operations.join(channel), hurries=False)))
 
 
 def barrier(process_set: ProcessSet = global_process_set) -> None:
     """Wait until all ranks of a set have made this call."""
     channel = channel_of(process_set)
-    waits.ended(channel.submit(operations.barrier(channel, channel.key("barrier", None))))
+    waits.ended(channel.submit(operations.barrier(channel, channel.key("barrier", None)), hurries=False))
 
 
 def poll(handle: Handle) -> bool:
@@ -297,6 +312,16 @@ def synchronize(handle: Handle) -> Any:
     """
     output = waits.ended(handle)
     return output if handle.finish is None else handle.finish()
+
+
+def now(begin: Callable[..., Handle], *arguments: Any) -> Any:
+    """Make a call that returns a handle, wait for it, and return its result. Errors are those of both."""
+    _thread.waits = True
+    try:
+        handle = begin(*arguments)
+    finally:
+        _thread.waits = False
+    return synchronize(handle)
 
 
 class _Outputs:
@@ -330,6 +355,8 @@ def _submit(
     name: str | None,
     process_set: ProcessSet,
     make: Callable[[NamedChannel, str], NamedCall],
+    *,
+    hurries: bool = True,
 ) -> Handle:
     channel = channel_of(process_set)
     key = channel.key(kind, name)
@@ -339,7 +366,7 @@ def _submit(
     except (TypeError, ValueError, HorovodInternalError) as error:
         channel.refuse(key, type(error)(f"{channel.world.name()}: {key}: {error}"))
         raise AssertionError from None
-    return channel.submit(call)
+    return channel.submit(call, hurries=hurries and not getattr(_thread, "waits", False))
 
 
 def operator_of(op: int | None, average: bool | None) -> Operator:

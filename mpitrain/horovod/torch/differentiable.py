@@ -14,7 +14,7 @@ import torch
 from mpitrain.horovod.operators import Operator
 from mpitrain.horovod.process_sets import ProcessSet, global_process_set
 from mpitrain.horovod.torch import calls
-from mpitrain.horovod.torch.calls import Average, Tensors, synchronize
+from mpitrain.horovod.torch.calls import Average, Tensors, now
 from mpitrain.horovod.torch.compression import Compression, Compressor
 
 # mypy: disable-error-code="no-untyped-call,no-untyped-def,override,misc"
@@ -27,10 +27,8 @@ class _Allreduce(torch.autograd.Function):
         ctx.how = op, factors, process_set
         pre, post = factors
         if len(tensors) == 1 and not isinstance(name, _OfGroup):
-            handle = calls.allreduce_async(tensors[0], None, name, op, pre, post, process_set)
-            return synchronize(handle)
-        handle = calls.grouped_allreduce_async(list(tensors), None, name.name, op, pre, post, process_set)
-        return tuple(synchronize(handle))
+            return now(calls.allreduce_async, tensors[0], None, name, op, pre, post, process_set)
+        return tuple(now(calls.grouped_allreduce_async, list(tensors), None, name.name, op, pre, post, process_set))
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
@@ -47,7 +45,7 @@ class _OfGroup:
 
 def _reduced(gradients: Sequence[torch.Tensor], op: Any, factors: tuple[float, float], process_set: Any) -> Any:
     pre, post = factors
-    return synchronize(calls.grouped_allreduce_async(list(gradients), None, None, op, pre, post, process_set))
+    return now(calls.grouped_allreduce_async, list(gradients), None, None, op, pre, post, process_set)
 
 
 def allreduce(
@@ -81,8 +79,9 @@ def allreduce_(
     process_set: ProcessSet = global_process_set,
 ) -> torch.Tensor:
     """Replace the tensor by the result of all ranks, and return it. See calls.allreduce_async."""
-    handle = calls.allreduce_async_(tensor, average, name, op, prescale_factor, postscale_factor, process_set)
-    result: torch.Tensor = synchronize(handle)
+    result: torch.Tensor = now(
+        calls.allreduce_async_, tensor, average, name, op, prescale_factor, postscale_factor, process_set
+    )
     return result
 
 
@@ -113,8 +112,9 @@ def grouped_allreduce_(
     process_set: ProcessSet = global_process_set,
 ) -> list[torch.Tensor]:
     """Replace the tensors by the results of all ranks, and return them. See calls.allreduce_async."""
-    handle = calls.grouped_allreduce_async_(tensors, average, name, op, prescale_factor, postscale_factor, process_set)
-    results: list[torch.Tensor] = synchronize(handle)
+    results: list[torch.Tensor] = now(
+        calls.grouped_allreduce_async_, tensors, average, name, op, prescale_factor, postscale_factor, process_set
+    )
     return results
 
 
@@ -123,14 +123,14 @@ class _Allgather(torch.autograd.Function):
     def forward(ctx: Any, name: Any, process_set: Any, *tensors: Any) -> Any:
         ctx.process_set, ctx.lengths = process_set, [tensor.shape[0] if tensor.dim() else 0 for tensor in tensors]
         if len(tensors) == 1 and not isinstance(name, _OfGroup):
-            return synchronize(calls.allgather_async(tensors[0], name, process_set))
-        return tuple(synchronize(calls.grouped_allgather_async(list(tensors), name.name, process_set)))
+            return now(calls.allgather_async, tensors[0], name, process_set)
+        return tuple(now(calls.grouped_allgather_async, list(tensors), name.name, process_set))
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
         means = _reduced(gradients, Average, (1.0, 1.0), ctx.process_set)
         lengths = torch.tensor([ctx.lengths])
-        of_all = synchronize(calls.allgather_async(lengths, None, ctx.process_set))
+        of_all = now(calls.allgather_async, lengths, None, ctx.process_set)
         begins = of_all[: ctx.process_set.rank()].sum(0).tolist()
         parts = zip(means, begins, ctx.lengths, strict=True)
         return (None, None, *(mean.narrow(0, begin, length) for mean, begin, length in parts))
@@ -156,7 +156,7 @@ class _Broadcast(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: Any, root: Any, name: Any, process_set: Any) -> Any:
         ctx.how = root, process_set
-        return synchronize(calls.broadcast_async(tensor, root, name, process_set))
+        return now(calls.broadcast_async, tensor, root, name, process_set)
 
     @staticmethod
     def backward(ctx: Any, gradient: Any) -> Any:
@@ -178,14 +178,14 @@ def broadcast_(
     tensor: torch.Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> torch.Tensor:
     """Replace the tensor by that of `root_rank`, a rank of the job, and return it."""
-    result: torch.Tensor = synchronize(calls.broadcast_async_(tensor, root_rank, name, process_set))
+    result: torch.Tensor = now(calls.broadcast_async_, tensor, root_rank, name, process_set)
     return result
 
 
 class _Alltoall(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: Any, splits: Any, name: Any, process_set: Any) -> Any:
-        output, received = synchronize(calls.alltoall_async(tensor, splits, name, process_set))
+        output, received = now(calls.alltoall_async, tensor, splits, name, process_set)
         ctx.how = received, process_set
         ctx.mark_non_differentiable(received)
         return output, received
@@ -193,7 +193,7 @@ class _Alltoall(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Any, _: Any) -> Any:
         received, process_set = ctx.how
-        return synchronize(calls.alltoall_async(gradient, received, None, process_set))[0], None, None, None
+        return now(calls.alltoall_async, gradient, received, None, process_set)[0], None, None, None
 
 
 def alltoall(
@@ -212,17 +212,15 @@ class _Reducescatter(torch.autograd.Function):
     def forward(ctx: Any, name: Any, op: Any, factors: tuple[float, float], process_set: Any, *tensors: Any) -> Any:
         ctx.how = op, factors, process_set
         if len(tensors) == 1 and not isinstance(name, _OfGroup):
-            return synchronize(calls.reducescatter_async(tensors[0], name, op, process_set, *factors))
-        return tuple(
-            synchronize(calls.grouped_reducescatter_async(list(tensors), name.name, op, process_set, *factors))
-        )
+            return now(calls.reducescatter_async, tensors[0], name, op, process_set, *factors)
+        return tuple(now(calls.grouped_reducescatter_async, list(tensors), name.name, op, process_set, *factors))
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
         op, (pre, post), process_set = ctx.how
         factor = pre * post * (process_set.size() if op == Operator.Sum else 1)
         scaled = [gradient * factor for gradient in gradients]
-        return (None, None, None, None, *synchronize(calls.grouped_allgather_async(scaled, None, process_set)))
+        return (None, None, None, None, *now(calls.grouped_allgather_async, scaled, None, process_set))
 
 
 def reducescatter(

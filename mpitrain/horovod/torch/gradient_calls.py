@@ -108,12 +108,8 @@ class GradientCalls:
         before, after = 1.0, 1.0
         if self._op is Operator.Average:
             before, after = 1 / self._predivide, self._predivide
-        names = (None, f"gradient.{self._names[group[0]]}", self._op, before, after, self._process_set)
         contiguous = [tensor.contiguous() for tensor in short]
-        if len(group) == 1:
-            handle = calls.allreduce_async_(contiguous[0], *names)
-        else:
-            handle = calls.grouped_allreduce_async_(contiguous, *names)
+        handle = calls.gradients_async_(contiguous, self._names[group[0]], self._op, before, after, self._process_set)
 
         def end() -> None:
             calls.synchronize(handle)
