@@ -89,10 +89,16 @@ def test_any_order_of_names(world: World) -> None:
         assert hvd.poll(handles[name])
 
 
-def test_a_handle_is_not_complete_at_once() -> None:
-    handle = hvd.allreduce_async(torch.ones(3))
-    assert not hvd.poll(handle)
+def test_a_handle_is_not_complete_before_all_ranks_have_begun(world: World) -> None:
+    skip_alone(world)
+    if world.is_root:
+        handle = hvd.allreduce_async(torch.ones(3), name="polled")
+        assert not hvd.poll(handle)
+    hvd.barrier()
+    if not world.is_root:
+        handle = hvd.allreduce_async(torch.ones(3), name="polled")
     hvd.synchronize(handle)
+    assert hvd.poll(handle)
 
 
 def test_groups_of_several_dtypes(world: World) -> None:
