@@ -42,7 +42,12 @@ TEXTS = {path.relative_to(REPOSITORY).as_posix(): path.read_text() for path in D
 HOST, DIRECTORY = "lab1", "/home/ada/mpitrain"
 COMMAND_SECONDS = 300.0
 # What the marked blocks of a document import, where an environment may lack it.
-FRAMEWORKS = {"docs/jax.md": "jax", "docs/pytorch.md": "torch", "docs/same-bits.md": "torch"}
+FRAMEWORKS = {
+    "docs/horovod.md": "torch",
+    "docs/jax.md": "jax",
+    "docs/pytorch.md": "torch",
+    "docs/same-bits.md": "torch",
+}
 
 
 @dataclass(frozen=True)

@@ -214,6 +214,7 @@ HOMES = {
         "horovod.elastic.sampler",
         "horovod.elastic.torch_state",
         "horovod.sync_batch_norm",
+        "horovod.torch.*",
         "torch.*",
     ],
     "jax": ["jax.*"],

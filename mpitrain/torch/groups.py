@@ -19,10 +19,11 @@ from mpitrain.exchange.driver import allows_threads
 from mpitrain.job.worlds import make_world
 from mpitrain.torch.backend import MpiProcessGroup
 from mpitrain.torch.channel import Channel
-from mpitrain.torch.engine import engine_of
+from mpitrain.torch.engine import Engine, engine_of
 from mpitrain.torch.rendezvous import check_place
 from mpitrain.torch.versions import record_nothing
 from mpitrain.watching.activity import waiting
+from mpitrain.world import World
 
 _MEET_TAG = 900
 _TAGS = 2**15  # the number that MPI guarantees
@@ -48,19 +49,44 @@ def _create(options: Any, _: Any) -> MpiProcessGroup:
 
 def _make(members: Sequence[int], name: str, timeout: timedelta, store: Any) -> MpiProcessGroup:
     """Make a group of these global ranks, which all call this."""
+    seconds = timeout.total_seconds()
+    engine, world = world_of(members, f"process group {name}", seconds)
+    channel = Channel(engine, world, name, seconds)
+
+    def split(
+        parent: MpiProcessGroup, chosen: Sequence[int], timeout: timedelta | None, name: str | None
+    ) -> MpiProcessGroup:
+        inside = [members[rank] for rank in chosen]
+        duration = timedelta(seconds=channel.timeout_seconds) if timeout is None else timeout
+        return _make(inside, name or f"{parent.group_name}:split:{chosen}", duration, store)
+
+    return MpiProcessGroup(channel, world.rank, len(members), store, split)
+
+
+def world_of(members: Sequence[int], name: str, seconds: float) -> tuple[Engine, World]:
+    """Make a World of these global ranks, which all call this; also return the engine that drives its calls.
+
+    Args:
+        members: the ranks, in the order that they get in the World.
+        name: what the World is for. Worlds that are made at the same time have different names.
+        seconds: how long the ranks may wait for each other.
+
+    Raises:
+        ProcessGroupError: a rank has not arrived in time.
+        MpitrainError: MPI cannot be called from threads, or has no further communicator.
+    """
     from mpi4py import MPI
 
     world = mpitrain.init()
     if not allows_threads():  # the result is the same on every rank
         raise MpitrainError(
-            f"{world.name()}: this MPI cannot be called from several threads, which the backend mpitrain needs. "
+            f"{world.name()}: this MPI cannot be called from several threads, which {name} needs. "
             "If the program initialises MPI itself, let it use MPI_THREAD_MULTIPLE, mpi4py's default; otherwise use an "
             "MPI that supports it"
         )
     engine = engine_of(world)
     engine.free_closed()
-    seconds = timeout.total_seconds()
-    doing = f"process group {name} of ranks {', '.join(map(str, members))} begins"
+    doing = f"{name} of ranks {', '.join(map(str, members))} begins"
     # In MPI's own call, a rank could wait for the others without any report.
     ranks = Group(world.comm, tuple(members), list(members).index(world.rank))
     world.control.wait(_meet(ranks, doing, seconds), doing)
@@ -75,16 +101,7 @@ def _make(members: Sequence[int], name: str, timeout: timedelta, store: Any) -> 
             f"{world.name()}: MPI has no further communicator ({error}); call destroy_process_group for groups that "
             "are no longer used, which frees theirs"
         ) from None
-    channel = Channel(engine, replace(members_world, profile=world.profile), name, seconds)
-
-    def split(
-        parent: MpiProcessGroup, chosen: Sequence[int], timeout: timedelta | None, name: str | None
-    ) -> MpiProcessGroup:
-        inside = [members[rank] for rank in chosen]
-        duration = timedelta(seconds=channel.timeout_seconds) if timeout is None else timeout
-        return _make(inside, name or f"{parent.group_name}:split:{chosen}", duration, store)
-
-    return MpiProcessGroup(channel, list(members).index(world.rank), len(members), store, split)
+    return engine, replace(members_world, profile=world.profile)
 
 
 def hash_of(name: str) -> int:

@@ -1,0 +1,92 @@
+"""Who this rank is, process sets, and what Horovod's scripts ask about its build."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from mpitrain.exchange.driver import allows_threads
+from mpitrain.horovod import process_sets
+from mpitrain.horovod.operators import Operator
+from mpitrain.horovod.process_sets import ProcessSet
+from mpitrain.horovod.state import current
+
+Average, Sum, Adasum, Min, Max, Product = Operator
+
+
+def rank() -> int:
+    """Return the number of this process in the job."""
+    return current().world.rank
+
+
+def size() -> int:
+    """Return the number of ranks in the job."""
+    return current().world.size
+
+
+def local_rank() -> int:
+    """Return the number of this process among those on its node."""
+    return current().world.local_rank
+
+
+def local_size() -> int:
+    """Return the number of ranks on this node."""
+    return current().world.local_size
+
+
+def cross_rank() -> int:
+    """Return the number of this node among those that have a rank with this local rank."""
+    return _nodes().index(current().world.node_rank)
+
+
+def cross_size() -> int:
+    """Return the number of nodes that have a rank with this local rank."""
+    return len(_nodes())
+
+
+def is_homogeneous() -> bool:
+    """Return whether all nodes have the same number of ranks."""
+    nodes = current().world.node_ranks
+    return len({nodes.count(node) for node in nodes}) == 1
+
+
+def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
+    """Add a process set. See process_sets.add."""
+    return process_sets.add(current(), process_set)
+
+
+def remove_process_set(process_set: ProcessSet) -> bool:
+    """Remove a process set. See process_sets.remove."""
+    return process_sets.remove(current(), process_set)
+
+
+def mpi_threads_supported() -> bool:
+    """Return whether MPI can be called from several threads."""
+    current()
+    return bool(allows_threads())
+
+
+def mpi_built() -> bool:
+    """Return True: messages go over MPI."""
+    return True
+
+
+mpi_enabled = mpi_built
+
+
+def gloo_built() -> bool:
+    """Return False: this library of Horovod's is not used here."""
+    return False
+
+
+gloo_enabled = ccl_built = ddl_built = cuda_built = rocm_built = gloo_built
+
+
+def nccl_built() -> int:
+    """Return 0: NCCL is not used here."""
+    return 0
+
+
+def _nodes() -> list[int]:
+    """The nodes that have a rank with the local rank of this one."""
+    world = current().world
+    return [node for node in range(world.num_nodes) if world.node_ranks.count(node) > world.local_rank]

@@ -1,0 +1,232 @@
+"""DistributedOptimizer: an optimizer whose step() takes the ranks' gradients.
+
+Each gradient becomes a named call when the backward pass has it. Ranks may have them in different orders.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from mpitrain.horovod.operators import Operator
+from mpitrain.horovod.process_sets import ProcessSet, global_process_set
+from mpitrain.horovod.state import current
+from mpitrain.horovod.torch.adasum_step import AdasumStep
+from mpitrain.horovod.torch.calls import Average
+from mpitrain.horovod.torch.compression import Compression, Compressor
+from mpitrain.horovod.torch.gradient_calls import GradientCalls
+
+
+def DistributedOptimizer(  # noqa: N802 - Horovod's name
+    optimizer: torch.optim.Optimizer,
+    named_parameters: Iterable[tuple[str, torch.Tensor]] | None = None,
+    compression: Compressor = Compression.none,
+    backward_passes_per_step: int = 1,
+    op: int = Average,
+    gradient_predivide_factor: float = 1.0,
+    num_groups: int = 0,
+    groups: int | Sequence[Sequence[torch.Tensor]] | None = None,
+    sparse_as_dense: bool = False,
+    process_set: ProcessSet = global_process_set,
+) -> Any:
+    """Return an optimizer of the same class, with the same state and options, whose step() takes the ranks' gradients.
+
+    All ranks of the set call this, and later step(), as often.
+
+    Args:
+        optimizer: any optimizer of torch. Its parameters and its state now belong to the result.
+        named_parameters: names for all parameters of the optimizer, such as `model.named_parameters()`. Default:
+            numbers.
+        compression: Compression.none, Compression.fp16, or an object with the same methods.
+        backward_passes_per_step: the number of backward passes before each step(). Their gradients add up.
+        op: Average, Sum, Min, Max, Product, or Adasum. Average is the mean over ranks, not over samples. With
+            Adasum, step() combines what each rank's optimizer would change.
+        gradient_predivide_factor: with Average, gradients are divided by it before the sum, and multiplied after it.
+        num_groups: deprecated; `groups` as a number.
+        groups: gradients that make one call: their number, or lists of parameters. Default: each by itself.
+        sparse_as_dense: send sparse gradients as dense ones.
+        process_set: the ranks whose gradients are combined. Other ranks train alone.
+
+    Raises:
+        ValueError: a parameter has no name, or two have the same; or another argument is not allowed.
+    """
+    where = current().world.name()
+    if gradient_predivide_factor != 1.0 and op != Average:
+        raise ValueError(f"{where}: gradient_predivide_factor={gradient_predivide_factor} is for op=Average only")
+    if backward_passes_per_step < 1:
+        raise ValueError(f"{where}: backward_passes_per_step={backward_passes_per_step}; give at least 1")
+    if num_groups and groups is None:
+        warnings.warn("num_groups is deprecated; use groups", DeprecationWarning, stacklevel=2)
+        groups = num_groups
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    names = _names(where, parameters, named_parameters)
+    if op == Operator.Adasum:
+        kind: Any = type(type(optimizer).__name__, (_AdasumOptimizer, type(optimizer)), {})
+        result = _taken_over(kind, optimizer)
+        result._adasum_step = AdasumStep(names, compression, process_set)
+        return result
+    kind = type(type(optimizer).__name__, (_DistributedOptimizer, type(optimizer)), {})
+    result = _taken_over(kind, optimizer)
+    result._calls = GradientCalls(
+        names,
+        _groups(where, parameters, groups),
+        compression,
+        Operator(op),
+        gradient_predivide_factor,
+        sparse_as_dense,
+        process_set,
+        backward_passes_per_step,
+    )
+    result._is_synchronized, result._synchronizes = False, True
+    result._parameter_names = names  # as of Horovod's, which scripts look into
+    return result
+
+
+class _DistributedOptimizer:
+    """The methods that the result of DistributedOptimizer has instead of the optimizer's own."""
+
+    _calls: GradientCalls
+    _parameter_names: dict[torch.Tensor, str]
+    _is_synchronized: bool
+    _synchronizes: bool
+
+    def synchronize(self) -> None:
+        """Wait until all gradients are those of all ranks, as before a gradient is clipped."""
+        self._calls.finish()
+        self._is_synchronized = True
+
+    @contextmanager
+    def skip_synchronize(self) -> Iterator[None]:
+        """In this block, step() takes the gradients as they are. Use it after synchronize()."""
+        self._synchronizes = False
+        try:
+            yield
+        finally:
+            self._synchronizes = True
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Wait for the gradients of all ranks, and change the parameters. See torch.
+
+        A closure runs its backward pass first; then its gradients are those of all ranks too.
+        """
+        if not self._synchronizes:
+            self._is_synchronized = False
+            return super().step(closure)  # type: ignore[misc]
+        if self._is_synchronized:
+            warnings.warn(
+                "optimizer.step() called without optimizer.skip_synchronize() after optimizer.synchronize(): the "
+                "gradients of all ranks are reduced again. Write: with optimizer.skip_synchronize(): optimizer.step()",
+                stacklevel=2,
+            )
+        self._is_synchronized = False
+        if closure is None:
+            self._calls.finish()
+            return super().step()  # type: ignore[misc]
+
+        def reduced() -> Any:
+            loss = closure()
+            self._calls.finish()
+            return loss
+
+        return super().step(reduced)  # type: ignore[misc]
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """See torch.
+
+        Raises:
+            AssertionError: gradients are on their way; call step() or synchronize() first.
+        """
+        self._calls.check_idle("optimizer.zero_grad()")
+        super().zero_grad(set_to_none)  # type: ignore[misc]
+
+    def set_backward_passes_per_step(self, passes: int) -> None:
+        """Set the number of backward passes before each step()."""
+        self._calls.set_passes(passes)
+
+    def load_state_dict(self, state: Any) -> None:
+        """See torch. Gradients that are on their way are dropped."""
+        self._calls.forget()
+        super().load_state_dict(state)  # type: ignore[misc]
+
+
+class _AdasumOptimizer:
+    """The same for op=Adasum."""
+
+    _adasum_step: AdasumStep
+
+    def synchronize(self) -> None:
+        """Do nothing: the ranks combine what step() changes."""
+
+    def skip_synchronize(self) -> Any:
+        """Refuse.
+
+        Raises:
+            AssertionError: always.
+        """
+        raise AssertionError("optimizer.skip_synchronize() with op=Adasum: gradients are not exchanged; call step()")
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Change the parameters by the adaptive sum of what the ranks would change. See torch."""
+        return self._adasum_step.make(lambda: super(_AdasumOptimizer, self).step(closure))  # type: ignore[misc]
+
+    def set_backward_passes_per_step(self, passes: int) -> None:
+        """Do nothing: gradients add up until step() is called."""
+
+
+def _taken_over(kind: Any, optimizer: torch.optim.Optimizer) -> Any:
+    """An optimizer of another class with the same parameters, state and options."""
+    result = kind.__new__(kind)
+    # Learning rate schedulers and tools put a `step` of the old optimizer there, which would not exchange anything.
+    result.__dict__.update({key: value for key, value in vars(optimizer).items() if key != "step"})
+    return result
+
+
+def _names(
+    where: str, parameters: Sequence[torch.Tensor], named: Iterable[tuple[str, torch.Tensor]] | None
+) -> dict[torch.Tensor, str]:
+    """The name of each parameter."""
+    if named is None:
+        return {parameter: f"noname.{number}" for number, parameter in enumerate(parameters)}
+    pairs = list(named)
+    wrong = next((pair for pair in pairs if not isinstance(pair, tuple)), None)
+    if wrong is not None:
+        raise ValueError(
+            f"{where}: named_parameters has a {type(wrong).__name__}; give pairs of name and parameter, such as "
+            "model.named_parameters()"
+        )
+    twice = [name for name, count in Counter(name for name, _ in pairs).items() if count > 1]
+    if twice:
+        raise ValueError(f"{where}: named_parameters has a name more than once: {', '.join(twice)}")
+    names = {parameter: name for name, parameter in pairs}
+    missing = sum(parameter not in names for parameter in parameters)
+    if missing:
+        raise ValueError(
+            f"{where}: named_parameters has no name for {missing} of {len(parameters)} parameters of the optimizer"
+        )
+    return {parameter: names[parameter] for parameter in parameters}
+
+
+def _groups(
+    where: str, parameters: Sequence[torch.Tensor], groups: int | Sequence[Sequence[torch.Tensor]] | None
+) -> list[list[torch.Tensor]]:
+    """The parameters whose gradients make one call."""
+    trained = [parameter for parameter in parameters if parameter.requires_grad]
+    if groups is None:
+        return [[parameter] for parameter in trained]
+    if isinstance(groups, int):
+        if groups < 1:
+            raise ValueError(f"{where}: groups={groups}; give at least 1, or lists of parameters")
+        length = max(1, -(-len(trained) // groups))
+        return [trained[begin : begin + length] for begin in range(0, len(trained), length)]
+    given = [parameter for group in groups for parameter in group]
+    if not all(isinstance(parameter, torch.Tensor) for parameter in given):
+        raise ValueError(f"{where}: groups has something that is no parameter; give a number, or lists of parameters")
+    if len(set(given)) != len(given):
+        raise ValueError(f"{where}: groups has a parameter more than once")
+    chosen = [[parameter for parameter in group if parameter.requires_grad] for group in groups]
+    return [*filter(None, chosen), *([parameter] for parameter in trained if parameter not in set(given))]

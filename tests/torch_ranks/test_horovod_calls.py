@@ -1,0 +1,294 @@
+"""The named calls of mpitrain.horovod.torch. Expected values come from NumPy in int64 or float64."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from functools import reduce
+from typing import Any
+
+import numpy
+import pytest
+import torch
+
+import mpitrain.horovod.torch as hvd
+from mpitrain import World
+from mpitrain.shard import part_of
+from tests.ranks.common import named_ranks, skip_alone
+from tests.torch_ranks.common import FLOATS, INTEGERS, LONG, assert_equal, counts, factors, pattern, tensor
+
+pytestmark = pytest.mark.usefixtures("begun")
+
+
+@pytest.fixture(scope="module")
+def begun(world: World) -> Iterator[None]:
+    del world
+    hvd.init()
+    yield
+    hvd.shutdown()
+
+
+@pytest.fixture(autouse=True)
+def works_on(begun: None) -> Iterator[None]:
+    """After each test."""
+    yield
+    assert hvd.allreduce(torch.ones(2), op=hvd.Sum).tolist() == [hvd.size()] * 2
+
+
+OPERATORS = {
+    "sum": (hvd.Sum, pattern, numpy.add),
+    "min": (hvd.Min, pattern, numpy.minimum),
+    "max": (hvd.Max, pattern, numpy.maximum),
+    "product": (hvd.Product, factors, numpy.multiply),
+}
+
+
+@pytest.mark.parametrize("name", OPERATORS)
+def test_allreduce(world: World, name: str) -> None:
+    op, values, ufunc = OPERATORS[name]
+    for dtype in [*INTEGERS, *FLOATS]:
+        for count in [*counts(world), *([LONG] if dtype is torch.float32 else [])]:
+            given = torch.from_numpy(values(count, world.rank)).to(dtype)
+            kept = given.clone()
+            wanted = torch.from_numpy(reduce(ufunc, (values(count, rank) for rank in range(world.size))))
+            assert_equal(hvd.allreduce(given, op=op), wanted, (dtype, count))
+            assert_equal(given, kept)
+            assert hvd.allreduce_(given, op=op) is given
+            assert_equal(given, wanted, (dtype, count))
+
+
+def test_the_mean_is_over_ranks_and_of_integers_toward_zero(world: World) -> None:
+    total = sum(range(world.size))
+    assert hvd.allreduce(torch.tensor([float(world.rank)], dtype=torch.float64)).item() == total / world.size
+    assert hvd.allreduce(torch.tensor([-world.rank, world.rank])).tolist() == [
+        -(total // world.size),
+        total // world.size,
+    ]
+    assert hvd.allreduce(torch.tensor([world.rank]), average=False).tolist() == [total]
+
+
+def test_factors_before_and_after(world: World) -> None:
+    given = torch.tensor([3, -3, 4]) + world.rank
+    each = [[int((value + rank) * 0.5) for value in (3, -3, 4)] for rank in range(world.size)]
+    wanted = [int(sum(column) * 1.5) for column in zip(*each, strict=True)]
+    assert hvd.allreduce(given, op=hvd.Sum, prescale_factor=0.5, postscale_factor=1.5).tolist() == wanted
+    halves = hvd.allreduce(torch.ones(3, dtype=torch.float16) * 60000, prescale_factor=1 / 64, postscale_factor=64)
+    assert torch.isfinite(halves).all()  # the sum alone would be too large
+
+
+def test_any_order_of_names(world: World) -> None:
+    names = [f"tensor {number}" for number in range(20)]
+    random.Random(world.rank).shuffle(names)
+    handles = {
+        name: hvd.allreduce_async(tensor(5, torch.float32, world.rank, int(name[7:])), None, name) for name in names
+    }
+    random.Random(world.rank + 99).shuffle(names)
+    for name in names:
+        wanted = sum(pattern(5, rank, int(name[7:])) for rank in range(world.size)) / numpy.float32(world.size)
+        assert_equal(hvd.synchronize(handles[name]), torch.from_numpy(wanted).float(), name)
+        assert hvd.poll(handles[name])
+
+
+def test_a_handle_is_not_complete_before_all_ranks_have_begun(world: World) -> None:
+    skip_alone(world)
+    if world.is_root:
+        handle = hvd.allreduce_async(torch.ones(3), name="polled")
+        assert not hvd.poll(handle)
+    hvd.barrier()
+    if not world.is_root:
+        handle = hvd.allreduce_async(torch.ones(3), name="polled")
+    hvd.synchronize(handle)
+    assert hvd.poll(handle)
+
+
+def test_groups_of_several_dtypes(world: World) -> None:
+    given = [tensor(count, dtype, world.rank) for count in (0, 1, 10) for dtype in (torch.float32, torch.int64)]
+    for result, one in zip(hvd.grouped_allreduce(given, op=hvd.Sum), given, strict=True):
+        assert_equal(result, torch.from_numpy(sum(pattern(one.numel(), rank) for rank in range(world.size))))
+    for result, one in zip(hvd.grouped_allgather(given), given, strict=True):
+        assert_equal(
+            result, torch.from_numpy(numpy.concatenate([pattern(one.numel(), rank) for rank in range(world.size)]))
+        )
+
+
+def test_allgather_of_any_first_dimension(world: World) -> None:
+    for rows in (lambda rank: rank, lambda rank: 3, lambda rank: int(rank == 0), lambda rank: 0):
+        given = torch.full((rows(world.rank), 2, 3), world.rank, dtype=torch.int16)
+        wanted = [rank for rank in range(world.size) for _ in range(rows(rank))]
+        found = hvd.allgather(given)
+        assert found.shape == (len(wanted), 2, 3)
+        assert found[:, 1, 2].tolist() == wanted
+
+
+def test_broadcast(world: World) -> None:
+    for root in range(world.size):
+        for count in (0, 1, LONG):
+            given = tensor(count, torch.float64, world.rank)
+            assert_equal(hvd.broadcast(given, root), torch.from_numpy(pattern(count, root)))
+            assert_equal(given, torch.from_numpy(pattern(count, world.rank)))
+            hvd.broadcast_(given, root)
+            assert_equal(given, torch.from_numpy(pattern(count, root)))
+
+
+def test_alltoall_with_splits(world: World) -> None:
+    splits = [(world.rank + rank) % 3 for rank in range(world.size)]
+    given = torch.tensor([[world.rank, rank] for rank, number in enumerate(splits) for _ in range(number)]).reshape(
+        -1, 2
+    )
+    found, received = hvd.alltoall(given, torch.tensor(splits))
+    wanted = [(rank + world.rank) % 3 for rank in range(world.size)]
+    assert received.tolist() == wanted
+    assert found.tolist() == [[rank, world.rank] for rank in range(world.size) for _ in range(wanted[rank])]
+    assert hvd.alltoall(torch.arange(world.size) + world.rank).tolist() == [
+        world.rank + rank for rank in range(world.size)
+    ]
+
+
+def test_reducescatter(world: World) -> None:
+    for rows in (0, 1, 2 * world.size + 1):
+        given = tensor(rows * 3, torch.float32, world.rank).reshape(rows, 3)
+        total = sum(pattern(rows * 3, rank) for rank in range(world.size)).reshape(rows, 3)
+        own = torch.from_numpy(total[part_of(rows, world.rank, world.size)])
+        assert_equal(hvd.reducescatter(given, op=hvd.Sum), own, rows)
+        assert_equal(hvd.reducescatter(given), (own.double() / world.size).float(), rows)
+
+
+def test_gradients(world: World) -> None:
+    given = torch.arange(4.0, dtype=torch.float64).requires_grad_()
+    weight = world.rank + 1.0
+    mean = (world.size + 1) / 2
+    (hvd.allreduce(given) * weight).sum().backward()
+    assert given.grad is not None
+    assert given.grad.tolist() == [mean] * 4
+    given.grad = None
+    (hvd.allgather(given)[world.rank * 4] * weight).backward()
+    assert given.grad is not None
+    assert given.grad[0].item() == pytest.approx(weight / world.size)
+    given.grad = None
+    (hvd.broadcast(given, 0) * weight).sum().backward()
+    assert given.grad is not None
+    assert given.grad.tolist() == [mean if world.is_root else 0] * 4
+
+
+def test_join(world: World) -> None:
+    """Twice in a row, and calls without a name after it, of which the ranks have made different numbers."""
+    for last in (world.size - 1, 0):
+        steps = 0 if world.rank != last else 3
+        for step in range(steps):
+            assert hvd.allreduce(torch.tensor([6.0 + step]), op=hvd.Sum).item() == 6.0 + step
+        assert hvd.join() in range(world.size)
+        assert hvd.allreduce(torch.ones(1)).item() == 1
+
+
+def test_the_last_to_join(world: World) -> None:
+    skip_alone(world)
+    last = world.size - 1
+    if world.rank == last:
+        for _ in range(3):
+            hvd.allreduce(torch.ones(1))
+    assert hvd.join() == last
+
+
+def test_only_allreduce_goes_on_after_a_join(world: World) -> None:
+    skip_alone(world)
+    if world.rank:
+        with pytest.raises(hvd.HorovodInternalError, match=r"rank 0 on .* has joined"):
+            hvd.allgather(torch.ones(1))
+    hvd.join()
+
+
+# What the last rank submits, and what the others do.
+DIFFERENCES: dict[str, tuple[Any, Any, str]] = {
+    "shape": (lambda: hvd.allreduce(torch.ones(2, 3)), lambda: hvd.allreduce(torch.ones(6)), r"\(2, 3\)"),
+    "dtype": (lambda: hvd.allreduce(torch.ones(2).int()), lambda: hvd.allreduce(torch.ones(2)), "int32"),
+    "operator": (lambda: hvd.allreduce(torch.ones(2), op=hvd.Max), lambda: hvd.allreduce(torch.ones(2)), "Max"),
+    "factor": (
+        lambda: hvd.allreduce(torch.ones(2), prescale_factor=2.0),
+        lambda: hvd.allreduce(torch.ones(2)),
+        "factors 2.0 and 1.0",
+    ),
+    "root": (lambda: hvd.broadcast(torch.ones(2), 1), lambda: hvd.broadcast(torch.ones(2), 0), "from rank 1"),
+    "row": (lambda: hvd.allgather(torch.ones(2, 3)), lambda: hvd.allgather(torch.ones(2, 4)), r"\(any length, 3\)"),
+    "process set": (lambda: hvd.add_process_set([0]), lambda: hvd.add_process_set([0, 1]), r"ranks \[0\]"),
+}
+
+
+@pytest.mark.parametrize("what", DIFFERENCES)
+def test_ranks_that_differ_all_get_the_error(world: World, what: str) -> None:
+    skip_alone(world)
+    of_last, of_others, word = DIFFERENCES[what]
+    last = world.size - 1
+    with pytest.raises(hvd.HorovodInternalError, match=word) as caught:
+        (of_last if world.rank == last else of_others)()
+    assert caught.value.known_everywhere
+    assert all(name in str(caught.value) for name in named_ranks(world, last))
+
+
+def test_a_call_that_one_rank_cannot_make_fails_on_all(world: World) -> None:
+    skip_alone(world)
+    wrong = [1] * (world.size + 1)
+    if world.is_root:
+        with pytest.raises(ValueError, match="splits"):
+            hvd.alltoall(torch.ones(world.size), wrong)
+    else:
+        with pytest.raises(hvd.HorovodInternalError, match=r"rank 0.*refused.*splits"):
+            hvd.alltoall(torch.ones(world.size), [1] * world.size)
+
+
+def test_a_name_that_is_under_way(world: World) -> None:
+    skip_alone(world)
+    if world.is_root:
+        first = hvd.allreduce_async(torch.ones(1), name="twice")
+        with pytest.raises(ValueError, match=r"rank 0 .* allreduce.twice is under way"):
+            hvd.allreduce_async(torch.ones(1), name="twice")
+    hvd.barrier()
+    if not world.is_root:
+        first = hvd.allreduce_async(torch.ones(1), name="twice")
+    assert hvd.synchronize(first).item() == 1
+
+
+def test_process_sets_that_overlap(world: World) -> None:
+    """The calls of two sets are begun in different orders by a rank that is in both."""
+    last = world.size - 1
+    if last < 2:
+        pytest.skip("needs three ranks")
+    left, right = hvd.add_process_set([0, last]), hvd.add_process_set([last, 1])
+    assert right.ranks == [1, last]
+    handles: dict[str, Any] = {}
+    for key, process_set in sorted({"left": left, "right": right}.items(), reverse=world.rank == last):
+        if process_set.included():
+            handles[key] = hvd.allreduce_async(torch.tensor([world.rank]), op=hvd.Sum, process_set=process_set)
+        else:
+            with pytest.raises(ValueError, match="not in"):
+                hvd.allreduce_async(torch.tensor([1]), process_set=process_set)
+    sums = {"left": last, "right": last + 1}
+    assert {key: hvd.synchronize(handle).item() for key, handle in handles.items()} == {
+        key: sums[key] for key in handles
+    }
+    if left.included():
+        assert hvd.broadcast(torch.tensor([world.rank]), last, process_set=left).item() == last
+        assert left.rank() == (0 if world.is_root else 1)
+    with pytest.raises(ValueError, match="exists already"):
+        hvd.add_process_set([last, 0])
+    with pytest.raises(ValueError, match=f"0 to {last}"):
+        hvd.add_process_set([0, last + 1])
+    assert hvd.remove_process_set(left)
+    assert hvd.remove_process_set(right)
+    assert not hvd.remove_process_set(left)
+    assert not hvd.remove_process_set(hvd.global_process_set)
+    with pytest.raises(ValueError, match="not in use"):
+        hvd.allreduce(torch.ones(1), process_set=left)
+
+
+def test_a_name_that_does_not_exist() -> None:
+    with pytest.raises(AttributeError, match=r"nearest .* is broadcast_parameters"):
+        _ = hvd.broadcast_parameter
+
+
+def test_init_again(world: World) -> None:
+    hvd.shutdown()
+    assert not hvd.is_initialized()
+    with pytest.raises(ValueError, match=r"hvd\.init"):
+        hvd.rank()
+    hvd.init()
+    assert (hvd.rank(), hvd.size(), hvd.local_rank()) == (world.rank, world.size, world.local_rank)
