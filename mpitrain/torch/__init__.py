@@ -9,11 +9,12 @@ no process group.
 
 from __future__ import annotations
 
+from mpitrain.torch.builtin_hooks import mend_builtin_hooks
 from mpitrain.torch.coalescing import mend_coalescing
 from mpitrain.torch.compress import compress
 from mpitrain.torch.groups import register
 from mpitrain.torch.keep import keep
-from mpitrain.torch.monitored import monitored_barrier
+from mpitrain.torch.monitored import mend_monitored_barrier, monitored_barrier
 from mpitrain.torch.observed import watch
 from mpitrain.torch.prepare import accumulate, end_round, prepare
 from mpitrain.torch.rendezvous import offer
@@ -40,4 +41,6 @@ uncompiled(World)  # a compiled function may call its methods
 offer()
 register()
 mend_coalescing()
+mend_monitored_barrier()
+mend_builtin_hooks()
 watch()
