@@ -1,8 +1,8 @@
 """The pages of the site that docs/ does not have, and links that lead to them: a hook of MkDocs, named in mkdocs.yml.
 
-README.md is the first page. CONTRIBUTING.md and CHANGELOG.md are pages too. The public names are in the pages of api/,
-made from the same tables that `import mpitrain` uses. A file of the repository to which a page links is a page of
-source/.
+README.md is the first page. CONTRIBUTING.md and CHANGELOG.md are pages too, and so is each notebook. The public names
+are in the pages of api/, made from the same tables that `import mpitrain` uses. A file of the repository to which a
+page links is a page of source/.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from mkdocs.structure.files import File, Files, InclusionLevel
+from nbconvert import MarkdownExporter
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 OTHERS = {"README.md": "index.md", "CONTRIBUTING.md": "CONTRIBUTING.md", "CHANGELOG.md": "CHANGELOG.md"}
@@ -33,6 +34,7 @@ PACKAGES = {
     "torch": ("PyTorch", "mpitrain.torch"),
     "jax": ("JAX", "mpitrain.jax"),
 }
+NOTEBOOK = ".ipynb"
 # iframe-worker 1.0.4 of npm, MIT license: it lets search work in pages from the disk.
 ASSETS = ("iframe-worker/index.js", "iframe-worker/LICENSE")
 LANGUAGES = {".py": "python", ".yml": "yaml", ".json": "json", ".toml": "toml", ".md": "markdown", ".h": "cpp"}
@@ -45,6 +47,10 @@ def on_files(files: Files, config: Any) -> Files:
         files.append(File.generated(config, page, abs_src_path=str(REPOSITORY / source)))
     for name in ASSETS:
         files.append(File.generated(config, f"assets/{name}", abs_src_path=str(REPOSITORY / "scripts" / name)))
+    for notebook in [file for file in files if file.src_uri.endswith(NOTEBOOK)]:
+        text, _ = MarkdownExporter().from_filename(notebook.abs_src_path)
+        files.remove(notebook)
+        files.append(File.generated(config, notebook.src_uri.replace(NOTEBOOK, ".md"), content=text))
     for page, text in api_pages():
         files.append(File.generated(config, page, content=text))
     linked = {target for file in files.documentation_pages() for target in targets(file)}
@@ -73,6 +79,8 @@ def on_page_markdown(markdown: str, page: Any, files: Files, **_: Any) -> str:
 
 def source_of(file: File) -> str:
     """Return the path of a page's text in the repository; of a page of api/ or source/, where it would be in docs/."""
+    if file.src_uri.startswith("notebooks/"):
+        return f"docs/{file.src_uri.replace('.md', NOTEBOOK)}"
     others = {page: source for source, page in OTHERS.items()}
     return others.get(file.src_uri, f"docs/{file.src_uri}")
 

@@ -81,6 +81,8 @@ def page_of(pages: dict[Path, Page], name: str) -> Page:
 def test_every_document_is_a_page(pages: dict[Path, Page]) -> None:
     for path in (REPOSITORY / "docs").glob("*.md"):
         assert page_of(pages, f"{path.stem}.html").anchors
+    for path in (REPOSITORY / "docs/notebooks").glob("*.ipynb"):
+        assert page_of(pages, f"notebooks/{path.stem}.html").counts["pre"] > 2  # also what the cells print
     assert "two-commands" in page_of(pages, "index.html").anchors
 
 

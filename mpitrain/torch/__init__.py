@@ -16,11 +16,12 @@ except ModuleNotFoundError as error:
         raise
     raise ImportError(f"mpitrain.torch needs PyTorch ({error}); pip install 'mpitrain[torch]'") from error
 
+from mpitrain.torch.builtin_hooks import mend_builtin_hooks
 from mpitrain.torch.coalescing import mend_coalescing
 from mpitrain.torch.compress import compress
 from mpitrain.torch.groups import register
 from mpitrain.torch.keep import keep
-from mpitrain.torch.monitored import monitored_barrier
+from mpitrain.torch.monitored import mend_monitored_barrier, monitored_barrier
 from mpitrain.torch.observed import watch
 from mpitrain.torch.prepare import accumulate, end_round, prepare, virtual_batches
 from mpitrain.torch.rendezvous import offer
@@ -48,4 +49,6 @@ uncompiled(World)  # a compiled function may call its methods
 offer()
 register()
 mend_coalescing()
+mend_monitored_barrier()
+mend_builtin_hooks()
 watch()

@@ -19,6 +19,7 @@ from mpitrain.torch.all_to_all_calls import AllToAllCalls
 from mpitrain.torch.bare_group import Tensors
 from mpitrain.torch.flat_tensors import raw, values
 from mpitrain.torch.pair_calls import PairCalls
+from mpitrain.torch.short_forms import with_short_forms
 from mpitrain.torch.sparse_calls import SparseCalls
 from mpitrain.torch.uncompiled import uncompiled
 from mpitrain.torch.versions import with_old_names
@@ -27,6 +28,7 @@ from mpitrain.waiting.control import until
 
 
 @with_old_names
+@with_short_forms
 @uncompiled
 class MpiProcessGroup(AllToAllCalls, PairCalls, SparseCalls):
     """The group that `init_process_group("mpitrain")` and `new_group` make. torch calls its methods."""

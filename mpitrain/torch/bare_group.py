@@ -12,16 +12,20 @@ from typing import Any, TypeAlias
 import numpy
 import torch
 import torch.distributed as dist
+from torch._C import _distributed_c10d as _c10d
 
 from mpitrain.allreduce.algorithm import Progress
 from mpitrain.errors import ProcessGroupError
 from mpitrain.torch import checks, reductions
+from mpitrain.torch.arrivals import wait_for_all
 from mpitrain.torch.channel import Channel
 from mpitrain.torch.uncompiled import uncompiled
 from mpitrain.torch.versions import is_awaited
 from mpitrain.torch.work import Call
 
 Tensors: TypeAlias = Sequence[torch.Tensor]
+# Where tensors can be. For a backend on GPUs, PyTorch's ShardedTensor makes its tensors there.
+DEVICES = ("cpu", "cuda") if torch.backends.cuda.is_built() else ("cpu",)  # type: ignore[no-untyped-call]
 
 
 @uncompiled
@@ -69,7 +73,12 @@ class BareGroup(dist.ProcessGroup):
 
     @property
     def _device_types(self) -> list[torch.device]:
-        return [torch.device("cpu"), torch.device("cuda")]
+        return [torch.device(kind) for kind in DEVICES]
+
+    @property
+    def options(self) -> Any:
+        """The group's settings in PyTorch's form: the name of the backend and the timeout."""
+        return _c10d.Backend.Options("mpitrain", timedelta(seconds=self._channel.timeout_seconds))
 
     def _get_backend(self, device: torch.device) -> BareGroup:
         return self
@@ -89,7 +98,15 @@ class BareGroup(dist.ProcessGroup):
     _set_default_timeout = set_timeout
 
     def _set_sequence_number_for_group(self) -> None:
-        """Do nothing: the group has no sequence number."""
+        """Do nothing: the number begins with the group."""
+
+    def _get_sequence_number_for_group(self) -> int:
+        """Return the number of calls of all ranks that this rank has begun in the group."""
+        return self._channel.num_calls
+
+    def monitored_barrier(self, timeout: timedelta | float | None = None, wait_all_ranks: bool = False) -> None:
+        """See mpitrain.torch.monitored_barrier."""
+        wait_for_all(self._channel, timeout.total_seconds() if isinstance(timeout, timedelta) else timeout)
 
     def split_group(
         self,

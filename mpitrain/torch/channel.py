@@ -55,6 +55,7 @@ class Channel:
         self.timeout_seconds = timeout_seconds
         self.sums = ALGORITHMS[world.config.algorithm].make(world)
         self.calls: dict[Call, None] = {}  # in flight, in the order begun
+        self.num_calls = 0  # calls of all ranks that were begun
         self.num_monitored = 0  # monitored barriers so far; each sends a message to every other rank
         self.words_read: Counter[int] = Counter()  # the number of these messages that were received, by rank
         self._last_small = LastSmallCalls()
@@ -103,6 +104,7 @@ class Channel:
         """
         name = call.name if root is None else f"{call.name} with root {root}"
         agreement = None if lines is None else self._agreement(name, lines)
+        self.num_calls += lines is not None
         self._enqueue(call, self._run(call, agreement, work), is_for_all=lines is not None)
         if not is_awaited:
             self._last_small.keep(call)

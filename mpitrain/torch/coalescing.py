@@ -1,7 +1,8 @@
-"""A repair of PyTorch's coalescing manager for the groups of this backend: an exception in it ends the collecting.
+"""Two repairs of PyTorch's coalescing manager for the groups of this backend.
 
-PyTorch's own manager then leaves a mark on the group, at least up to version 2.15: all later calls of the group that
-can be coalesced are collected, return at once and do nothing.
+- An exception in it ends the collecting. PyTorch's own manager then leaves a mark on the group, at least up to version
+  2.15: all later calls of the group that can be coalesced are collected, return at once and do nothing.
+- Its end waits for sends and receives, with and without `device=`. PyTorch's own manager waits only with it.
 """
 
 from __future__ import annotations
@@ -29,6 +30,8 @@ def mend_coalescing() -> None:
         group = group or distributed_c10d._get_default_group()
         collecting = distributed_c10d._world.pg_coalesce_state
         is_ours = isinstance(group, BareGroup) and group not in collecting  # otherwise an outer manager collects
+        if is_ours and device is None:
+            device = torch.device("cpu")  # without a device, PyTorch's manager does not wait for sends and receives
         try:
             with original(group, device, async_ops) as calls:
                 yield calls

@@ -16,6 +16,7 @@ from functools import cache
 from typing import TYPE_CHECKING
 
 import numpy
+import torch
 
 from mpitrain.errors import MpitrainError
 from mpitrain.job.start import the_job
@@ -78,7 +79,14 @@ class Engine:
             self._wake.notify()
 
     def wait(self, call: Call, seconds: float | None = None) -> None:
-        """Drive until the call has ended, or until the seconds are over."""
+        """Drive until the call has ended, or until the seconds are over. torch.profiler sees this wait."""
+        if torch._C._autograd._profiler_enabled():
+            with torch.profiler.record_function(f"mpitrain:{call.name}"):
+                self._wait(call, seconds)
+        else:
+            self._wait(call, seconds)
+
+    def _wait(self, call: Call, seconds: float | None) -> None:
         with self._wake:
             self._waiters += 1
         deadline = None if seconds is None else time.monotonic() + seconds

@@ -18,6 +18,7 @@ from mpitrain.errors import MpitrainError, ProcessGroupError
 from mpitrain.exchange.driver import allows_threads
 from mpitrain.job.worlds import make_world
 from mpitrain.torch.backend import MpiProcessGroup
+from mpitrain.torch.bare_group import DEVICES
 from mpitrain.torch.channel import Channel
 from mpitrain.torch.engine import Engine, engine_of
 from mpitrain.torch.rendezvous import check_place
@@ -32,7 +33,7 @@ _TAGS = 2**15  # the number that MPI guarantees
 def register() -> None:
     """Register the backend with torch.distributed."""
     if "MPITRAIN" not in dist.Backend._plugins:
-        dist.Backend.register_backend("mpitrain", _create, extended_api=True, devices=["cpu", "cuda"])
+        dist.Backend.register_backend("mpitrain", _create, extended_api=True, devices=list(DEVICES))
         record_nothing("mpitrain")
 
 

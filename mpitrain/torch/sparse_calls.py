@@ -30,8 +30,8 @@ class SparseCalls(BareGroup):
         if tensor.device.type != "cpu":
             text = f"a sparse tensor on {tensor.device}; it can be on cpu: use tensor.cpu(), or tensor.to_dense()"
             self._refuse(name, TypeError(text))
-        if tensor._base is not None and tensor._base.is_complex():  # torch hands over a view, which cannot be filled
-            self._refuse(name, TypeError("a sparse tensor of complex numbers; use tensor.to_dense()"))
+        if tensor._base is not None and tensor._base.is_complex():
+            tensor = tensor._base  # torch hands over its view of real numbers, which cannot be filled
         if opts.reduceOp.op != dist.ReduceOp.SUM:
             text = f"ReduceOp.{opts.reduceOp.op.name} of a sparse tensor; it can be SUM: use that, or tensor.to_dense()"
             self._refuse(name, ProcessGroupError(text))

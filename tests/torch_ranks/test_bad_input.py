@@ -264,24 +264,30 @@ def test_a_receive_that_nothing_comes_for(world: World) -> None:
     dist.destroy_process_group(quick)
 
 
-def test_monitored_barrier(world: World) -> None:
-    monitored_barrier()
+def of_the_group(group: Any = None, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
+    (group or dist.group.WORLD).monitored_barrier(timeout, wait_all_ranks)
+
+
+@pytest.mark.parametrize("name", ["ours", "torch's", "the group's"])
+def test_monitored_barrier(world: World, name: str) -> None:
+    made = {"ours": monitored_barrier, "torch's": dist.monitored_barrier, "the group's": of_the_group}[name]
+    made()
     skip_alone(world)
     late = [0] if world.size == 2 else [0, world.size - 1]
     if world.rank not in late:
-        with pytest.raises(ProcessGroupError, match=r"not arrived within 3 s") as caught:
-            monitored_barrier(timeout=timedelta(seconds=3), wait_all_ranks=True)
+        with pytest.raises(ProcessGroupError, match=r"not arrived within 1 s") as caught:
+            made(timeout=timedelta(seconds=1), wait_all_ranks=True)
         for rank in late:
             assert world.name(rank) in str(caught.value)
         for rank in set(range(world.size)) - set(late):
             assert f"{world.name(rank)}," not in str(caught.value).split(" within")[0].split("monitored_barrier")[1]
     world.barrier()
     if world.rank in late:
-        monitored_barrier(timeout=timedelta(seconds=60))
-    monitored_barrier()
+        made(timeout=timedelta(seconds=60))
+    made()
     some = dist.new_group([0])
     if world.rank == 0:
-        monitored_barrier(some)
+        made(some)
         dist.destroy_process_group(some)
     world.barrier()
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -133,3 +135,33 @@ def test_within_a_smaller_group(world: World) -> None:
     dist.barrier()
     if world.rank in (0, world.size - 1):
         dist.destroy_process_group(last)
+
+
+@pytest.mark.parametrize("device", [None, torch.device("cpu")])
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_the_end_of_a_coalescing_manager_waits(
+    world: World, ours: None, device: torch.device | None, asynchronous: bool
+) -> None:
+    sent, received = tensor(4000, torch.float64, world.rank), torch.zeros(4000, dtype=torch.float64)
+    before, after = (world.rank - 1) % world.size, (world.rank + 1) % world.size
+    with dist._coalescing_manager(device=device, async_ops=asynchronous) as works:
+        dist.irecv(received, before)
+        world.barrier()  # so no message is there yet
+        dist.isend(sent, after)
+    if asynchronous:
+        works.wait()
+    assert_equal(received, tensor(4000, torch.float64, before))
+
+
+def test_the_profiler_sees_waits(world: World, ours: None) -> None:
+    """Rank 0 receives what rank 1 sends later."""
+    skip_alone(world)
+    value = torch.ones(1)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        if world.rank == 0:
+            dist.recv(value, 1)
+        if world.rank == 1:
+            time.sleep(0.2)
+            dist.send(value, 0)
+    waited = [event for event in profile.key_averages() if event.key == f"mpitrain:recv from {world.name(1)}"]
+    assert len(waited) == (world.rank == 0)
