@@ -19,9 +19,10 @@ from pathlib import Path
 
 import numpy
 import torch
-from torch.nn.functional import cross_entropy, gelu, scaled_dot_product_attention
+from torch.nn.functional import cross_entropy
 
 import mpitrain as mt
+from models.torch_block import Block
 
 CONTEXT, WIDTH, HEADS, BLOCKS, BYTES = 32, 256, 4, 22, 256
 
@@ -39,30 +40,13 @@ class Embedding(torch.nn.Module):
         return self.token(tokens) + self.place.weight
 
 
-class Block(torch.nn.Module):
-    """Causal attention and an MLP, each after a norm and beside the residual stream."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm1, self.norm2 = torch.nn.LayerNorm(WIDTH), torch.nn.LayerNorm(WIDTH)
-        self.qkv, self.out = torch.nn.Linear(WIDTH, 3 * WIDTH), torch.nn.Linear(WIDTH, WIDTH)
-        self.up, self.down = torch.nn.Linear(WIDTH, 4 * WIDTH), torch.nn.Linear(4 * WIDTH, WIDTH)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        rows, length, width = x.shape
-        qkv = self.qkv(self.norm1(x)).view(rows, length, 3, HEADS, width // HEADS).permute(2, 0, 3, 1, 4)
-        attended = scaled_dot_product_attention(*qkv, is_causal=True)
-        x = x + self.out(attended.transpose(1, 2).reshape(rows, length, width))
-        return x + self.down(gelu(self.up(self.norm2(x))))
-
-
 def layer(number: int) -> torch.nn.Module:
     """Make a layer. It has a seed of its own, because no rank makes all layers."""
     torch.manual_seed(number)
     if number == 0:
         return Embedding()
     if number <= BLOCKS:
-        return Block()
+        return Block(WIDTH, HEADS)
     return torch.nn.Sequential(torch.nn.LayerNorm(WIDTH), torch.nn.Linear(WIDTH, BYTES))
 
 

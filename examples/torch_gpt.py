@@ -12,30 +12,14 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch.nn.functional import cross_entropy, scaled_dot_product_attention
+from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
 import mpitrain.torch  # noqa: F401 - makes the backend known
 from datasets import load_text
+from models.torch_block import Block
 
 CONTEXT, WIDTH, HEADS, LAYERS = 64, 96, 4, 2
-
-
-class Block(torch.nn.Module):
-    """Causal attention and an MLP, each after a norm and beside the residual stream."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm1, self.norm2 = torch.nn.LayerNorm(WIDTH), torch.nn.LayerNorm(WIDTH)
-        self.qkv, self.out = torch.nn.Linear(WIDTH, 3 * WIDTH), torch.nn.Linear(WIDTH, WIDTH)
-        self.up, self.down = torch.nn.Linear(WIDTH, 4 * WIDTH), torch.nn.Linear(4 * WIDTH, WIDTH)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        rows, length, width = x.shape
-        qkv = self.qkv(self.norm1(x)).view(rows, length, 3, HEADS, width // HEADS).permute(2, 0, 3, 1, 4)
-        attended = scaled_dot_product_attention(*qkv, is_causal=True)
-        x = x + self.out(attended.transpose(1, 2).reshape(rows, length, width))
-        return x + self.down(torch.nn.functional.gelu(self.up(self.norm2(x))))
 
 
 class Gpt(torch.nn.Module):
@@ -44,7 +28,7 @@ class Gpt(torch.nn.Module):
     def __init__(self, vocabulary: int) -> None:
         super().__init__()
         self.token, self.place = torch.nn.Embedding(vocabulary, WIDTH), torch.nn.Embedding(CONTEXT, WIDTH)
-        self.blocks = torch.nn.Sequential(*(Block() for _ in range(LAYERS)))
+        self.blocks = torch.nn.Sequential(*(Block(WIDTH, HEADS) for _ in range(LAYERS)))
         self.norm = torch.nn.LayerNorm(WIDTH)
         for embedding in (self.token, self.place):
             torch.nn.init.normal_(embedding.weight, std=0.02)

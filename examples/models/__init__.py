@@ -12,10 +12,13 @@ Each module has the same three functions:
 The array is never written again, so its exchange with other ranks can start at once. An empty batch has loss 0 and
 zero gradients, so a rank without samples still takes part.
 
-`torch_mlp` and `torch_cnn` are `mlp` and `cnn` in PyTorch, with gradients by autograd. All four have the functions that
-examples/train.py needs:
+`torch_mlp` and `torch_cnn` are `mlp` and `cnn` in PyTorch, with gradients by autograd. These four modules have the
+functions that examples/train.py needs:
 
     adapter(rng, xp, inputs=..., schedule=..., precision=...)
                                                           the model with its optimizer: ArrayFunction or TorchModule
     scores(parameters, x)                                 the logits, of what the adapter's parameters() gives
+
+`cnn_layers` is `cnn` as a list of layers, for examples/images.py. `torch_block` is the part that both GPTs in PyTorch
+have.
 """

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, Protocol, TypeAlias
 
 from mpitrain.adapters.array_function import ArrayFunction
-from mpitrain.adapters.staged import LayeredModel, LayerPiece, check_parameters
+from mpitrain.adapters.layered_model import LayeredModel, check_parameters
+from mpitrain.adapters.staged import LayerPiece
 from mpitrain.arrays import Array, is_array
 from mpitrain.cuda.staging import like
 from mpitrain.errors import ConfigError
@@ -98,12 +100,13 @@ class ArrayLayers(LayeredModel):
 
         return ArrayFunction(function, values, self._optimizer), made
 
-    def _alone(self, number: int, *, recompute: bool) -> tuple[_ArrayPiece, int]:
+    @contextmanager
+    def _alone(self, number: int, *, recompute: bool) -> Iterator[tuple[LayerPiece, int]]:
         layer = self._layers[number]
         values = layer.parameters()
         piece = _ArrayPiece({number: layer}, self._loss, recompute=recompute)
         piece.begin({number: values}, lambda name, gradient: None)
-        return piece, sum(value.nbytes for value in values.values())
+        yield piece, sum(value.nbytes for value in values.values())
 
 
 class _ArrayPiece:

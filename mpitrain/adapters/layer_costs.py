@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, NamedTuple
 
 from mpitrain.arrays import Array, namespace
@@ -31,30 +32,33 @@ class LayerCost(NamedTuple):
 
 
 def measure(
-    alone: Callable[[int], tuple[LayerPiece, int]], num_layers: int, inputs: Array, targets: Tree
+    alone: Callable[[int], AbstractContextManager[tuple[LayerPiece, int]]],
+    num_layers: int,
+    inputs: Array,
+    targets: Tree,
 ) -> list[LayerCost]:
     """Return the cost of every layer.
 
     Args:
-        alone: makes one layer as a piece, and gives the bytes of its parameters.
+        alone: a context with one layer as a piece, and the bytes of its parameters.
         inputs, targets: a micro-batch.
     """
     costs = []
     for number in range(num_layers):
-        piece, parameter_bytes = alone(number)
         is_last = number == num_layers - 1
-        output, activation_bytes = piece.measure(inputs)
-        gradient = None if is_last else namespace(output).ones_like(output)
-        seconds = []
-        for _ in range(1 + _ROUNDS):  # the first round has to find memory, and is not counted
-            begun = time.perf_counter()
-            if is_last:
-                piece.loss(0, inputs, targets, 1.0)
-            else:
-                piece.forward(0, inputs)
-            piece.backward(0, gradient, is_last=False)
-            wait_for_work(output)
-            seconds.append(time.perf_counter() - begun)
+        with alone(number) as (piece, parameter_bytes):
+            output, activation_bytes = piece.measure(inputs)
+            gradient = None if is_last else namespace(output).ones_like(output)
+            seconds = []
+            for _ in range(1 + _ROUNDS):  # the first round has to find memory, and is not counted
+                begun = time.perf_counter()
+                if is_last:
+                    piece.loss(0, inputs, targets, 1.0)
+                else:
+                    piece.forward(0, inputs)
+                piece.backward(0, gradient, is_last=False)
+                wait_for_work(output)
+                seconds.append(time.perf_counter() - begun)
         costs.append(LayerCost(min(seconds[1:]), parameter_bytes, activation_bytes))
         inputs = output
         del piece  # before the next layer is made

@@ -12,7 +12,8 @@ import numpy
 
 from mpitrain.adapters.adapter import OnGradient
 from mpitrain.adapters.layer_costs import LayerCost
-from mpitrain.adapters.staged import LayeredModel, LayerPiece, check_parameters
+from mpitrain.adapters.layered_model import LayeredModel, check_parameters
+from mpitrain.adapters.staged import LayerPiece
 from mpitrain.arrays import Array
 from mpitrain.errors import ConfigError, GradientError
 from mpitrain.extras import missing
@@ -111,10 +112,12 @@ class TorchLayers(LayeredModel):
         with seeded((0,)):
             return super().layer_costs(batch, recompute=recompute)
 
-    def _alone(self, number: int, *, recompute: bool) -> tuple[_TorchPiece, int]:
+    @contextmanager
+    def _alone(self, number: int, *, recompute: bool) -> Iterator[tuple[LayerPiece, int]]:
         module = self._module_of(number)
         piece = _TorchPiece([module], self._loss, number, recompute)
-        return piece, sum(one.nbytes for one in module.parameters() if one.requires_grad)
+        yield piece, sum(one.nbytes for one in module.parameters() if one.requires_grad)
+        module.zero_grad()  # a module that was given lives on
 
     def _module_of(self, number: int) -> torch.nn.Module:
         layer = self._layers[number]

@@ -82,11 +82,15 @@ def slurm_hosts(environ: Mapping[str, str], remedy: str = _NAME_HOSTS) -> tuple[
 
 def slurm_hosts_now(environ: Mapping[str, str]) -> tuple[str, ...]:
     """Return the hosts that this Slurm job still has of SLURM_JOB_NODELIST; none: Slurm does not say."""
+    job = environ["SLURM_JOB_ID"]
     try:
-        done = _asked(["squeue", "--noheader", f"--jobs={environ['SLURM_JOB_ID']}", "--format=%N"])
-    except (OSError, subprocess.TimeoutExpired):
+        done = _asked(["squeue", "--noheader", f"--jobs={job}", "--format=%A %N"])
+        # Slurm also lists the other tasks of an array, and the other parts of a job of several kinds of nodes.
+        lines = [line.split() for line in done.stdout.splitlines()]
+        nodes = [words[1] for words in lines if len(words) == 2 and words[0] == job]
+        return _expanded(nodes[0]) if nodes else ()
+    except (OSError, subprocess.TimeoutExpired, ConfigError):
         return ()
-    return _expanded(nodes) if done.returncode == 0 and (nodes := done.stdout.strip()) else ()
 
 
 def _of_slurm(environ: Mapping[str, str]) -> Allocation:

@@ -48,19 +48,21 @@ def launched_by(environ: Mapping[str, str]) -> Launched | None:
     """Return what started this process, from the variables that it left; None for a plain `python train.py`.
 
     Open MPI's and Hydra's variables come before Slurm's: their own daemons run as Slurm steps whose task count is the
-    number of nodes. A Slurm allocation without a step (a batch script) started nothing. `mpitrain run` alone is named
-    only if no MPI launcher left a mark; see `expected_sizes` for both. Raises `LaunchError` if a variable is not a
-    number.
+    number of nodes. With --mpi=pmi2, srun sets PMI_SIZE as Hydra does, but not Hydra's MPI_LOCALNRANKS. A Slurm
+    allocation without a step (a batch script) started nothing. `mpitrain run` alone is named only if no MPI launcher
+    left a mark; see `expected_sizes` for both. Raises `LaunchError` if a variable is not a number.
     """
     if "OMPI_COMM_WORLD_SIZE" in environ:
         rank = _number(environ, "OMPI_COMM_WORLD_RANK")
         return _mark(environ, "mpiexec of Open MPI", "openmpi", rank, "OMPI_COMM_WORLD_SIZE")
+    step = _number(environ, "SLURM_STEP_ID")
+    is_step = step is not None and step < FIRST_SPECIAL_SLURM_STEP
     if "PMI_SIZE" in environ:
         # Intel's Hydra alone exports HYDRA_BSTRAP_* and I_MPI_HYDRA_UUID; a user may set other I_MPI_*.
-        name = "Intel MPI" if "I_MPI_HYDRA_UUID" in environ else "MPICH"
-        return _mark(environ, f"mpiexec of {name}", "mpich-like", _number(environ, "PMI_RANK"), "PMI_SIZE")
-    step = _number(environ, "SLURM_STEP_ID")
-    if step is not None and step < FIRST_SPECIAL_SLURM_STEP:
+        mpiexec = f"mpiexec of {'Intel MPI' if 'I_MPI_HYDRA_UUID' in environ else 'MPICH'}"
+        launcher = "srun" if is_step and "MPI_LOCALNRANKS" not in environ else mpiexec
+        return _mark(environ, launcher, "mpich-like", _number(environ, "PMI_RANK"), "PMI_SIZE")
+    if is_step:
         # SLURM_NTASKS may still be the allocation's; the step's own count is newer and exact.
         sizes = [name for name in ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS") if name in environ]
         if sizes:
@@ -161,8 +163,9 @@ def _message(launched: Launched | None, variable: str, expected: int, library: V
     rank = f"process {launched.rank}" if launched and launched.rank is not None else "a process"
     launcher = "mpitrain run" if variable == EXPECTED_SIZE else launched.launcher if launched else "the launcher"
     jobs = f": this would run as {expected // size} jobs of {size}" if expected % size == 0 else ""
-    is_srun = launched is not None and launched.launcher == "srun" and library in _SRUN_MPI
-    by_srun = f"\nor let srun join them, where Slurm has the plugin: --mpi={_SRUN_MPI[library]}" if is_srun else ""
+    kind = _SRUN_MPI.get(library) if launched is not None and launched.launcher == "srun" else None
+    tried = "pmi2" if variable == "PMI_SIZE" else None
+    by_srun = f"\nor let srun join them, where Slurm has the plugin: --mpi={kind}" if kind not in (None, tried) else ""
     return (
         f"{rank} on {socket.gethostname()}: {launcher} started {expected} processes ({variable}={expected}), but "
         f"mpi4py loads {VENDOR_NAMES[library]}, which sees {size}{jobs}. "

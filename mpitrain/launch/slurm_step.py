@@ -46,10 +46,9 @@ def advice_on_lost(hosts: Collection[str]) -> str:
 
     It does so where a node fails, and where the user makes the job smaller. The variables of the job stay as they were.
     """
-    if not any(step_on(host) for host in hosts):
-        return ""
-    rest = slurm_hosts_now(os.environ)
-    if not rest or set(hosts) <= set(rest):
+    of_job = [host for host in hosts if step_on(host)]
+    rest = slurm_hosts_now(os.environ) if of_job else ()
+    if not rest or set(of_job) <= set(rest):
         return ""
     job, names = os.environ["SLURM_JOB_ID"], ",".join(rest)
     return (

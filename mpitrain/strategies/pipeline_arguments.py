@@ -21,19 +21,10 @@ def check_arguments(
     activations: str | None,
 ) -> None:
     """Raise ConfigError for arguments of Pipeline that are not allowed, whatever the World."""
-    problem = _problem_of_stages(stages, num_stages, sample)
-    if problem:
-        pass
-    elif schedule not in SCHEDULES:
-        problem = f"schedule={schedule!r}; allowed: {', '.join(SCHEDULES)}"
-    elif activations not in (None, "bf16"):
-        problem = f"activations={activations!r}; allowed: None, 'bf16'"
-    elif micro_batches < 1:
-        problem = f"micro_batches={micro_batches}; allowed: 1 or more"
-    elif schedule == "interleaved":
-        problem = _problem_of_interleaved(num_stages if stages == "auto" else stages, micro_batches, pieces)
-    elif pieces is not None:
-        problem = f"pieces={pieces} with {schedule}, where a rank has one piece; leave it out, or use interleaved"
+    count = num_stages if stages == "auto" else stages
+    problem = _problem_of_stages(stages, num_stages, sample) or _problem_of_schedule(
+        count, schedule, micro_batches, pieces, activations
+    )
     if problem:
         raise ConfigError(f"Pipeline: {problem}")
 
@@ -46,6 +37,22 @@ def _problem_of_stages(stages: Stages, num_stages: int | None, sample: Tree) -> 
         return f"stages={stages!r}; allowed: a number, a list of numbers, or 'auto'"
     elif num_stages is not None or sample is not None:
         return f"num_stages or sample with stages={stages}; allowed with stages='auto' only"
+    return ""
+
+
+def _problem_of_schedule(
+    stages: Stages | None, schedule: str, micro_batches: int, pieces: int | None, activations: str | None
+) -> str:
+    if schedule not in SCHEDULES:
+        return f"schedule={schedule!r}; allowed: {', '.join(SCHEDULES)}"
+    if activations not in (None, "bf16"):
+        return f"activations={activations!r}; allowed: None, 'bf16'"
+    if micro_batches < 1:
+        return f"micro_batches={micro_batches}; allowed: 1 or more"
+    if schedule == "interleaved":
+        return _problem_of_interleaved(stages, micro_batches, pieces)
+    if pieces is not None:
+        return f"pieces={pieces} with {schedule}, where a rank has one piece; leave it out, or use interleaved"
     return ""
 
 

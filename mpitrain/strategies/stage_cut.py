@@ -80,7 +80,7 @@ def balanced_cut(costs: Sequence[Sequence[LayerCost]], num_pieces: int) -> list[
         num_pieces: on each stage. Piece i is on stage i % len(costs).
 
     Raises:
-        ConfigError: there are fewer pieces with parameters than are needed.
+        ConfigError: too few layers have parameters: each piece needs one that has some.
     """
     num_stages, num_layers = len(costs), len(costs[0])
     before = [[0.0, *accumulate(layer.seconds for layer in of_stage)] for of_stage in costs]

@@ -82,13 +82,21 @@ def test_a_job_whose_nodes_have_changed(variables: dict[str, str]) -> None:
     assert str(caught.value).endswith("Name the hosts and the ranks: --hosts n1,n2,n3 --ppn N")
 
 
+ONLY = "Slurm job 7 has only n1 now, and this shell still has the list of before. "
+
+
 @pytest.mark.parametrize(
     ("answer", "asked", "said"),
     [
-        ("echo n1", ["n2", "n3"], "Slurm job 7 has only n1 now, and this shell still has the list of before. "),
-        ("echo n1", ["n1"], ""),  # it does not answer, for another reason
-        ("echo n1", ["elsewhere"], ""),
-        ("echo", ["n2"], ""),
+        ("echo 7 n1", ["n2", "n3"], ONLY),
+        # With the other tasks of an array, which has the number of its last task.
+        ("echo 6 n2; echo 7 n1; echo 8 n3", ["n2"], ONLY),
+        ("echo 6 n1; echo 8 n1", ["n2"], ""),
+        ("echo 7 n1", ["n1"], ""),  # it does not answer, for another reason
+        ("echo 7 n1", ["elsewhere"], ""),
+        ("echo 7 n1", ["n1", "elsewhere"], ""),
+        ("echo 7", ["n2"], ""),  # the job has no nodes
+        ("echo 7 unknown", ["n2"], ""),
         ("exit 1", ["n2"], ""),
     ],
 )

@@ -8,7 +8,7 @@ from mpitrain.errors import LaunchError
 from mpitrain.launch.launched import Launched, check_size, expected_sizes, launched_by
 
 OPEN_MPI = {"OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_RANK": "3"}
-HYDRA = {"PMI_SIZE": "2", "PMI_RANK": "1"}
+HYDRA = {"PMI_SIZE": "2", "PMI_RANK": "1", "MPI_LOCALNRANKS": "2"}
 STEP = {"SLURM_STEP_ID": "0", "SLURM_NTASKS": "8", "SLURM_PROCID": "5"}
 
 
@@ -24,6 +24,8 @@ STEP = {"SLURM_STEP_ID": "0", "SLURM_NTASKS": "8", "SLURM_PROCID": "5"}
         (STEP | {"SLURM_STEP_NUM_TASKS": "3"}, Launched("srun", None, 3, 5, "SLURM_STEP_NUM_TASKS")),
         # In an allocation mpiexec starts its daemons as a step with one task per node.
         (STEP | HYDRA, Launched("mpiexec of MPICH", "mpich-like", 2, 1, "PMI_SIZE")),
+        # What srun --mpi=pmi2 of Slurm 22.05 sets.
+        (STEP | {"PMI_SIZE": "8", "PMI_RANK": "5"}, Launched("srun", "mpich-like", 8, 5, "PMI_SIZE")),
         # The batch script and an interactive shell are not steps of the user.
         ({"SLURM_JOB_ID": "7", "SLURM_NTASKS": "8", "SLURM_PROCID": "0"}, None),
         (STEP | {"SLURM_STEP_ID": "4294967291"}, None),
@@ -57,3 +59,6 @@ def test_srun_has_a_way_for_each_library(library: str, kind: str) -> None:
     with pytest.raises(LaunchError) as caught:
         check_size(library, {"PMI_SIZE": "4"}, 1)
     assert "srun" not in str(caught.value)
+    with pytest.raises(LaunchError, match=r"srun started 4 processes \(PMI_SIZE=4\)") as caught:
+        check_size(library, step | {"PMI_SIZE": "4"}, 1)
+    assert str(caught.value).endswith("--mpi=pmix" if kind == "pmix" else "SCRIPT")  # pmi2 was tried

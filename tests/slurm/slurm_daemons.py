@@ -26,7 +26,8 @@ from jobs import HANG_SECONDS, REPOSITORY, TOKEN, Job, clean_environment, kill_a
 _PROGRAMS = ("munged", "slurmctld", "slurmd", "srun", "sbatch", "scontrol", "setpriv")
 # The first one has a name that this machine knows, so that `mpitrain run` can be tried on it.
 NODES = (socket.gethostname(), "n2", "n3")
-# `task/none` binds nothing, and `linuxproc` needs no control groups: the tests are about neither.
+# `task/none` binds nothing, and `linuxproc` needs no control groups: the tests are about neither. The three timeouts
+# are longer than Slurm's own (10, 2 and 10 seconds), because other tests keep the machine busy.
 _CONFIGURATION = """\
 ClusterName=tests
 SlurmctldHost={host}({address})
@@ -47,6 +48,9 @@ TaskPlugin=task/none
 SelectType=select/cons_tres
 SelectTypeParameters=CR_CPU
 SchedulerParameters=sched_min_interval=1
+MessageTimeout=60
+TCPTimeout=30
+BatchStartTimeout=60
 AccountingStorageType=accounting_storage/none
 JobAcctGatherType=jobacct_gather/none
 MpiDefault=none
@@ -114,9 +118,9 @@ class Slurm:
 
     def __exit__(self, *_: object) -> None:
         if len(self._daemons) > 1:
-            self.command("scancel", "--user", "root")
+            self._ask("scancel", "--user", "root")
             deadline = time.monotonic() + 30.0
-            while self.command("squeue", "--noheader").strip() and time.monotonic() < deadline:
+            while self._ask("squeue", "--noheader").stdout.strip() and time.monotonic() < deadline:
                 time.sleep(0.1)
         for daemon in reversed(self._daemons):
             daemon.send_signal(signal.SIGTERM)
@@ -177,12 +181,17 @@ class Slurm:
         until(holds, f"no {what}")
 
     def states(self) -> list[str]:
-        """The state of each node."""
-        return self.command("sinfo", "--noheader", "--Node", "--partition=all", "--format=%t").split()
+        """The state of each node; none: slurmctld does not answer yet."""
+        return self._ask("sinfo", "--noheader", "--Node", "--partition=all", "--format=%t").stdout.split()
 
     def command(self, *words: str) -> str:
-        """Run a command of Slurm, and return what it printed; "" if it failed."""
-        done = subprocess.run(
+        """Run a command of Slurm, and return what it printed."""
+        done = self._ask(*words)
+        assert done.returncode == 0, f"{' '.join(words)}: {done.stderr}"
+        return done.stdout
+
+    def _ask(self, *words: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
             [*self.on(self.nodes[0]), *words],
             env=clean_environment(self.environment),
             stdin=subprocess.DEVNULL,
@@ -191,7 +200,6 @@ class Slurm:
             timeout=HANG_SECONDS,
             check=False,
         )
-        return done.stdout if done.returncode == 0 else ""
 
     def run(self, *words: str, env: Mapping[str, str] | None = None, cwd: Path | None = None) -> Job:
         """Run a command that may start a job, to its end."""
@@ -220,5 +228,20 @@ class Slurm:
 
     def wait(self, job: str) -> dict[str, str]:
         """Wait for the end of a job, and return its state then."""
-        until(lambda: self.state(job).get("JobState") not in ("PENDING", "RUNNING", "COMPLETING"), f"job {job} runs")
+        until(lambda: self.state(job)["JobState"] not in ("PENDING", "RUNNING", "COMPLETING"), f"job {job} runs")
         return self.state(job)
+
+    def start_again(self, job: str, output: Path) -> None:
+        """Wait until a job that was requeued, and writes to `output`, has been started again."""
+
+        def has_started() -> bool:
+            state = self.state(job)
+            assert state["JobState"] not in ("FAILED", "CANCELLED"), f"{state}\n{output.read_text()}"
+            # Slurm waits two minutes, because its nodes refuse a credential as old as the end of the first start. It
+            # counts in whole seconds.
+            if state["JobState"] == "PENDING" and state["Reason"] == "BeginTime":
+                time.sleep(2.0)
+                self._ask("scontrol", "update", f"JobId={job}", "StartTime=now")  # fails if the job has begun meanwhile
+            return state["JobState"] in ("RUNNING", "COMPLETED")
+
+        until(has_started, f"job {job} does not start again")

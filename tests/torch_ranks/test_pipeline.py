@@ -182,6 +182,14 @@ def test_stages_by_what_layers_cost(world: World, *, ready: bool) -> None:
     trainer.close()
 
 
+def test_modules_that_were_measured_have_no_gradients(world: World) -> None:
+    """A rank has room for the gradients of its own layers only."""
+    modules = [layer(number) for number in range(LAYERS)]
+    x, y = samples()
+    TorchLayers(modules, cross_entropy, adam).layer_costs((x[:4], y[:4]), recompute=False)
+    assert [one.grad for module in modules for one in module.parameters()] == [None] * (4 * 5 + 2)
+
+
 class Sometimes(torch.nn.Module):
     """Uses its weight only for samples that begin with a positive number."""
 
