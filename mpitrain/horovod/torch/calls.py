@@ -365,7 +365,6 @@ def _submit(
         call = make(channel, key)
     except (TypeError, ValueError, HorovodInternalError) as error:
         channel.refuse(key, type(error)(f"{channel.world.name()}: {key}: {error}"))
-        raise AssertionError from None
     return channel.submit(call, hurries=hurries and not getattr(_thread, "waits", False))
 
 
