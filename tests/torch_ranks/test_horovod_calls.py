@@ -13,6 +13,8 @@ import torch
 
 import mpitrain.horovod.torch as hvd
 from mpitrain import World
+from mpitrain.errors import LostRankError
+from mpitrain.horovod import state
 from mpitrain.shard import part_of
 from tests.ranks.common import named_ranks, skip_alone
 from tests.ranks.test_adasum import gradient, tree
@@ -332,6 +334,16 @@ def test_process_sets_that_overlap(world: World) -> None:
 def test_a_name_that_does_not_exist() -> None:
     with pytest.raises(AttributeError, match=r"nearest .* is broadcast_parameters"):
         _ = hvd.broadcast_parameter
+
+
+def test_a_second_loss_while_the_first_one_is_mended(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As elastic.run does: the next renewal begins again."""
+    before = state.current()
+    with monkeypatch.context() as patch, pytest.raises(LostRankError):
+        patch.setattr(state, "_make_channel", lambda ranks, name: (_ for _ in ()).throw(LostRankError("the second")))
+        state.renew()
+    state.renew()
+    assert state.current() is not before
 
 
 def test_init_again(world: World) -> None:
