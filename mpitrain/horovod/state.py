@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import mpitrain
-from mpitrain.horovod.elastic.decorator import renewals
 from mpitrain.horovod.exceptions import HorovodInternalError
 from mpitrain.horovod.named_channel import NamedChannel
 from mpitrain.horovod.process_sets import ProcessSet, add, global_process_set
+from mpitrain.horovod.renewals import renewals
 from mpitrain.torch.groups import world_of
 from mpitrain.world import World
 

@@ -10,7 +10,7 @@ from mpitrain.horovod import operations
 from mpitrain.horovod.named_call import NamedCall
 from mpitrain.horovod.named_channel import NamedChannel
 from mpitrain.horovod.process_sets import ProcessSet, global_process_set
-from mpitrain.horovod.torch.submission import Handle, Outputs, Tensors, empty, part_of_call, submit
+from mpitrain.horovod.torch.submission import Handle, CallOutputs, Tensors, empty, part_of_call, submit
 from mpitrain.torch.flat_tensors import FlatTensors, raw
 
 
@@ -32,7 +32,7 @@ def gather(kind: str, tensors: Tensors, name: str | None, process_set: ProcessSe
     """Begin an allgather of this kind; the result is a list or the only tensor. See allgather_async."""
 
     def make(channel: NamedChannel, key: str) -> NamedCall:
-        outputs = Outputs(tensors, is_list)
+        outputs = CallOutputs(tensors, is_list)
         parts = [outputs.read(tensor) for tensor in tensors]
         return outputs.of(operations.allgather(channel, key, parts, outputs.make))
 
@@ -92,7 +92,7 @@ def alltoall_async(
     """
 
     def make(channel: NamedChannel, key: str) -> NamedCall:
-        outputs = Outputs([tensor], False)
+        outputs = CallOutputs([tensor], False)
         numbers = torch.as_tensor(splits if splits is not None else [])
         if splits is not None and len(numbers) and (numbers.is_floating_point() or numbers.is_complex()):
             raise ValueError(f"splits of {numbers.dtype}; give whole numbers, such as torch.int32")

@@ -10,7 +10,7 @@ from mpitrain.horovod.named_channel import NamedChannel
 from mpitrain.horovod.operators import Operator
 from mpitrain.horovod.process_sets import ProcessSet, global_process_set
 from mpitrain.horovod.state import current
-from mpitrain.horovod.torch.submission import Handle, Outputs, Tensors, empty, part_of_call, submit
+from mpitrain.horovod.torch.submission import Handle, CallOutputs, Tensors, empty, part_of_call, submit
 from mpitrain.torch.flat_tensors import FlatTensors, values
 
 Average = Operator.Average
@@ -171,7 +171,7 @@ def _reducescatter(
     is_list: bool = False,
 ) -> Handle:
     def make(channel: NamedChannel, key: str) -> NamedCall:
-        outputs = Outputs(tensors, is_list)
+        outputs = CallOutputs(tensors, is_list)
         parts = [outputs.read(tensor) for tensor in tensors]
         how = Operator(op)
         return outputs.of(operations.reducescatter(channel, key, parts, how, prescale, postscale, outputs.make))

@@ -75,7 +75,7 @@ def now(begin: Callable[..., Handle], *arguments: Any) -> Any:
     return synchronize(handle)
 
 
-class Outputs:
+class CallOutputs:
     """The results of a call, which are made when their lengths are known, and what the call reads."""
 
     def __init__(self, inputs: Tensors, is_list: bool) -> None:
