@@ -10,7 +10,7 @@ from mpitrain.horovod.named_channel import NamedChannel
 from mpitrain.horovod.operators import Operator
 from mpitrain.horovod.process_sets import ProcessSet, global_process_set
 from mpitrain.horovod.state import current
-from mpitrain.horovod.torch.submission import Handle, CallOutputs, Tensors, empty, part_of_call, submit
+from mpitrain.horovod.torch.submission import CallOutputs, Handle, Tensors, empty, part_of_call, submit
 from mpitrain.torch.flat_tensors import FlatTensors, values
 
 Average = Operator.Average
