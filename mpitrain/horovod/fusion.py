@@ -44,6 +44,7 @@ def batches(calls: Iterable[tuple[NamedCall | None, Agreed]]) -> Iterator[Batch]
     """Divide calls into batches. All ranks come to the same ones, because they know the same of each array."""
     current: Batch | None = None
     flats: list[numpy.ndarray] = []
+    num_bytes = 0
     for call, agreed in calls:
         reduced = call.reduced if call is not None else _zeros(agreed)
         if reduced is None:
@@ -54,15 +55,15 @@ def batches(calls: Iterable[tuple[NamedCall | None, Agreed]]) -> Iterator[Batch]
             yield Batch(None, [call], agreed.details)
             continue
         for flat in reduced.flats:
-            if current is not None and _fits(current, flats, reduced, flat):
+            if current is not None and num_bytes + flat.nbytes <= FUSED_BYTES and _fits(current, reduced, flat):
                 flats.append(flat)
+                num_bytes += flat.nbytes
                 continue
             if current is not None:
                 yield current
-            flats = [flat]
+            flats, num_bytes = [flat], flat.nbytes
             current = Batch(reduced._replace(flats=flats))
-        if current is None:
-            current = Batch(reduced)
+        assert current is not None  # a call has at least one array
         if call is not None:
             current.ends.append(call)
     if current is not None:
@@ -78,18 +79,17 @@ def run_batch(world: World, sums: Sequential, batch: Batch) -> Progress:
         yield from call.work(batch.details)
     elif len(reduced.flats) == 1:
         yield from allreduce(world, sums, reduced.flats[0], reduced)
-    elif reduced.flats:
+    else:
         flat = numpy.concatenate(reduced.flats)
         yield from allreduce(world, sums, flat, reduced)
         _divide(flat, reduced.flats)
 
 
-def _fits(batch: Batch, flats: Sequence[numpy.ndarray], reduced: Reduced, flat: numpy.ndarray) -> bool:
+def _fits(batch: Batch, reduced: Reduced, flat: numpy.ndarray) -> bool:
     if batch.reduced is None or batch.reduced[:3] != reduced[:3] or reduced.op == "Adasum":
         return False
-    if flats[0].dtype != flat.dtype or max(flats[0].nbytes, flat.nbytes) > ALONE_BYTES:
-        return False
-    return sum(one.nbytes for one in flats) + flat.nbytes <= FUSED_BYTES
+    first = batch.reduced.flats[0]
+    return first.dtype == flat.dtype and max(first.nbytes, flat.nbytes) <= ALONE_BYTES
 
 
 def _zeros(agreed: Agreed) -> Reduced:

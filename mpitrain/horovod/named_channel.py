@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
+import threading
 from collections import Counter, deque
 from collections.abc import Collection, Iterable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 from mpitrain.allreduce.algorithm import Progress
 from mpitrain.errors import MpitrainError, everywhere
@@ -33,6 +34,7 @@ class NamedChannel(Channel):
         self.numbers: Counter[str] = Counter()  # how many calls had no name, by kind
         self._open: dict[str, NamedCall] = {}  # submitted, and not agreed on, by key
         self._keys: set[str] = set()  # of the calls that have not ended
+        self._naming = threading.Lock()  # two threads may take a name at the same time
         self._outbox: deque[Submission] = deque()
         self._mail = Mail(world.objects)
         self._negotiation = Negotiation(world.size, world.name) if world.rank == 0 else None
@@ -43,8 +45,9 @@ class NamedChannel(Channel):
     def key(self, kind: str, name: str | None) -> str:
         """Return the key of a call. A call without a name gets the next number; ranks number alike."""
         if name is None:
-            self.numbers[kind] += 1
-            name = f"noname.{self.numbers[kind]}"
+            with self._naming:
+                self.numbers[kind] += 1
+                name = f"noname.{self.numbers[kind]}"
         return f"{kind}.{name}"
 
     def submit(self, call: NamedCall, *, hurries: bool = True) -> NamedCall:
@@ -61,14 +64,15 @@ class NamedChannel(Channel):
             self.check(key)
         except MpitrainError as error:
             raise HorovodInternalError(str(error)) from error
-        if key in self._keys:
-            raise ValueError(
-                f"{self.world.name()}: {key} is under way already; a name can be used again when synchronize() has "
-                "returned for its handle"
-            )
+        with self._naming:
+            if key in self._keys:
+                raise ValueError(
+                    f"{self.world.name()}: {key} is under way already; a name can be used again when synchronize() has "
+                    "returned for its handle"
+                )
+            self._keys.add(key)
         self.world.control.count_call()
         call.number = self.world.control.calls
-        self._keys.add(key)
         self._open[key] = call
         self._add(call)
         self._outbox.append(call.submission)
@@ -76,13 +80,14 @@ class NamedChannel(Channel):
             self.engine.wake()
         return call
 
-    def refuse(self, call: str, error: Exception) -> None:
+    def refuse(self, call: str, error: Exception) -> NoReturn:
         """Refuse a call that this rank cannot make, so that it fails on the other ranks too; then raise `error`.
 
         `call` is the key of the call.
         """
         if call not in self._keys:
-            self.submit(NamedCall(self, Submission(call, (f"refused: {error}",))))
+            submission = Submission(call, (f"refused: {error}",))
+            self.submit(NamedCall(self, submission, work=lambda _: iter(())))  # runs if this rank is alone
         raise error
 
     def absent(self, key: str) -> str:
@@ -137,21 +142,22 @@ class NamedChannel(Channel):
                 self._begin_batches(calls)
                 calls = []
                 self.numbers.clear()  # ranks that had joined have numbered fewer calls than the others
-                Begun(self._queue, self._run_join(call, item.details[0][0]), call)
+                call.output = item.details[0][0]
+                Begun(self._queue, self._run_end(call, None), call)
             elif not item.error:
                 calls.append((call, item))
             elif call is not None:
-                self._end(call, everywhere(HorovodInternalError(item.error)))
+                Begun(self._queue, self._run_end(call, everywhere(HorovodInternalError(item.error))), call)
         self._begin_batches(calls)
 
     def _begin_batches(self, calls: Iterable[tuple[NamedCall | None, Agreed]]) -> None:
         for batch in batches(calls):
             Begun(self._queue, self._run_batch(batch), batch)
 
-    def _run_join(self, call: NamedCall, last: int) -> Progress:
+    def _run_end(self, call: NamedCall, error: HorovodInternalError | None) -> Progress:
+        """End a call that moves nothing, once the other ranks can hear of its end."""
         yield from until(self._mail.is_sent)
-        call.output = last
-        self._end(call, None)
+        self._end(call, error)
 
     def _run_batch(self, batch: Batch) -> Progress:
         """Run calls that were agreed on. Their errors are those of `Channel._run`."""

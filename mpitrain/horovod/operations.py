@@ -14,7 +14,7 @@ from mpitrain.horovod.exceptions import HorovodInternalError
 from mpitrain.horovod.named_call import Details, NamedCall, Reduced
 from mpitrain.horovod.named_channel import NamedChannel
 from mpitrain.horovod.negotiation import JOIN, Submission
-from mpitrain.horovod.operators import Operator, reduction, scale
+from mpitrain.horovod.operators import Operator, check, reduction, scale
 from mpitrain.shard import part_of
 from mpitrain.torch import reductions
 
@@ -47,16 +47,24 @@ class Part(NamedTuple):
 # returns the bytes to fill.
 Make = Callable[[int, tuple[int, ...]], numpy.ndarray]
 
+_TAKES_ZEROS = (Operator.Average, Operator.Sum, Operator.Adasum)
+
 
 def allreduce(
     channel: NamedChannel, key: str, parts: Sequence[Part], op: Operator, prescale: float, postscale: float
 ) -> NamedCall:
-    """Make a call that replaces the parts by the result of all ranks."""
+    """Make a call that replaces the parts by the result of all ranks.
+
+    Raises:
+        ValueError: the operator does not fit the dtype of a part.
+    """
+    _check_operator(parts, op, prescale, postscale)
     arrays = ((part.flat.dtype.name, part.flat.size) for part in parts)
     submission = Submission(
         key,
         (_factors(op, prescale, postscale), *(f"{part.kind} {part.shape}" for part in parts)),
-        zeros=(op.name, prescale, postscale, *arrays),
+        # Zeros of a rank that has joined would change a product, and could be the least or the largest value.
+        zeros=(op.name, prescale, postscale, *arrays) if op in _TAKES_ZEROS else None,
     )
     return NamedCall(channel, submission, reduced=Reduced(op.name, prescale, postscale, [part.flat for part in parts]))
 
@@ -140,12 +148,13 @@ def reducescatter(
     """Make a call whose result is this rank's rows of the reduced parts. The first ranks get the rows that are over.
 
     Raises:
-        ValueError: a part has no dimension.
+        ValueError: a part has no dimension, or the operator does not fit its dtype.
         HorovodInternalError: the operator is Adasum.
     """
     _check_dimensions(parts)
     if op is Operator.Adasum:
         raise HorovodInternalError("reducescatter with Adasum does not exist; use Average or Sum, or allreduce")
+    _check_operator(parts, op, prescale, postscale)
     world = channel.world
 
     def work(_: Details) -> Progress:
@@ -172,6 +181,11 @@ def barrier(channel: NamedChannel, key: str, lines: Iterable[str] = ()) -> Named
 def join(channel: NamedChannel) -> NamedCall:
     """Make a call that ends when all ranks have joined. The output is the last of them."""
     return NamedCall(channel, Submission(JOIN, ()))
+
+
+def _check_operator(parts: Sequence[Part], op: Operator, *factors: float) -> None:
+    for part in parts:
+        check(op, part.flat.dtype, *factors)
 
 
 def _factors(op: Operator, prescale: float, postscale: float) -> str:

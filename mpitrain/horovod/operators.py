@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy
 
-from mpitrain.allreduce.algorithm import BFLOAT16, Progress, Sequential
+from mpitrain.allreduce.algorithm import BFLOAT16, FLOATS, Progress, Sequential
 from mpitrain.allreduce.group import Group
 from mpitrain.torch import reductions
 from mpitrain.world import World
@@ -26,6 +26,10 @@ class Operator(enum.IntEnum):
     Max = 4
     Product = 5
 
+    @classmethod
+    def _missing_(cls, value: object) -> None:
+        raise ValueError(f"op={value!r} is no operator; give one of {', '.join(op.name for op in cls)}")
+
 
 _UFUNCS = {
     "Average": numpy.add,
@@ -39,6 +43,23 @@ _UFUNCS = {
 def reduction(op: str) -> reductions.Reduction:
     """Return the reduction of an operator other than Adasum. Average divides by the number of ranks."""
     return reductions.Reduction(op, _UFUNCS[op], op == "Average")
+
+
+def check(op: Operator, dtype: numpy.dtype, *factors: float) -> None:
+    """Check that an operator with these factors can be applied to values of a dtype.
+
+    Raises:
+        ValueError: it cannot.
+    """
+    if op is Operator.Adasum and dtype not in FLOATS:
+        allowed = ", ".join(str(one) for one in FLOATS)
+        raise ValueError(f"Adasum of {dtype}; it takes {allowed}: convert the tensor, or use Sum")
+    if dtype.kind == "b" and (op is Operator.Average or any(factor != 1.0 for factor in factors)):
+        raise ValueError(
+            f"{op.name} of bool: booleans have no mean and take no factor; use Max or Min, or convert them"
+        )
+    if dtype.kind == "c" and op in (Operator.Min, Operator.Max):
+        raise ValueError(f"{op.name} of {dtype}: complex numbers have no order")
 
 
 def allreduce(world: World, sums: Sequential, flat: numpy.ndarray, reduced: Reduced) -> Progress:

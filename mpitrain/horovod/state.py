@@ -8,9 +8,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import mpitrain
-from mpitrain.horovod.elastic.decorator import renewals
+from mpitrain.horovod.exceptions import HorovodInternalError
 from mpitrain.horovod.named_channel import NamedChannel
 from mpitrain.horovod.process_sets import ProcessSet, add, global_process_set
+from mpitrain.horovod.renewals import renewals
 from mpitrain.torch.groups import world_of
 from mpitrain.world import World
 
@@ -46,6 +47,7 @@ def init(comm: Any = None, process_sets: Iterable[ProcessSet] | str | None = Non
 
     Raises:
         ValueError: `comm` has other ranks; or two process sets have the same ranks, or one has ranks that do not exist.
+        HorovodInternalError: the ranks give different process sets.
         MpitrainError: the processes do not form one job; see mpitrain.init.
     """
     global _state  # noqa: PLW0603 - Horovod's interface has one state
@@ -62,7 +64,7 @@ def init(comm: Any = None, process_sets: Iterable[ProcessSet] | str | None = Non
     try:
         for process_set in () if process_sets is None or isinstance(process_sets, str) else process_sets:
             add(state, process_set)
-    except ValueError:
+    except (ValueError, HorovodInternalError):
         _close(state)
         raise
     _state = state
@@ -81,12 +83,16 @@ def renew() -> None:
 
     Process sets are dropped, because their ranks have other numbers now.
     """
-    global _state
+    global _state  # noqa: PLW0603 - Horovod's interface has one state
     state, _state = _state, None
-    if state is not None:
-        for process_set in state.sets.values():
-            process_set.bind(None, 0 if process_set is global_process_set else None)
+    if state is None:
+        return
+    _unbind(state)
+    try:
         init()
+    except BaseException:
+        _state = state  # another rank is lost, and the next renewal begins again
+        raise
 
 
 renewals.append(renew)
@@ -114,13 +120,21 @@ def channel_of(process_set: ProcessSet) -> NamedChannel:
     Raises:
         ValueError: the set has not been added, or this rank is not in it.
     """
+    if not takes_part(process_set):
+        raise ValueError(f"{current().world.name()}: a call in {process_set}, which this rank is not in")
+    return current().channels[process_set.process_set_id]  # type: ignore[index]
+
+
+def takes_part(process_set: ProcessSet) -> bool:
+    """Return whether this rank is in a process set.
+
+    Raises:
+        ValueError: the set has not been added.
+    """
     state = current()
-    number = process_set.process_set_id
-    if number is None or number not in state.sets:
+    if process_set.process_set_id not in state.sets:
         raise ValueError(f"{state.world.name()}: {process_set} is not in use; call hvd.add_process_set first")
-    if number not in state.channels:
-        raise ValueError(f"{state.world.name()}: a call in {process_set}, which this rank is not in")
-    return state.channels[number]
+    return process_set.process_set_id in state.channels
 
 
 def _make_channel(ranks: Sequence[int], name: str) -> NamedChannel:
@@ -131,6 +145,10 @@ def _make_channel(ranks: Sequence[int], name: str) -> NamedChannel:
 def _close(state: State) -> None:
     for channel in reversed(list(state.channels.values())):
         channel.close()
+    _unbind(state)
+
+
+def _unbind(state: State) -> None:
     for process_set in state.sets.values():
         process_set.bind(None, 0 if process_set is global_process_set else None)
 

@@ -21,6 +21,8 @@ def ended(call: NamedCall) -> Any:
         raise
     except MpitrainError as error:
         raise everywhere(HorovodInternalError(str(error)), error.known_everywhere) from error
+    except Exception as error:  # MPI's own: a rank is lost
+        raise HorovodInternalError(f"{call.channel.world.name()}: {call} ended by {error!r}") from error
     return call.output
 
 

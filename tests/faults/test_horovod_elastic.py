@@ -96,12 +96,16 @@ KINDS = ["objects", pytest.param("torch", marks=pytest.mark.slow)]
 def train(
     folder: Path, ranks: int, *options: str, vendor: str, kind: str = "objects", step: str = "pass", backward: str = ""
 ) -> Job:
+    source = SCRIPT.replace("MODEL", MODELS[kind]).replace("IN_STEP", step).replace("IN_BACKWARD", backward)
+    return start(folder, source, ranks, *options, vendor=vendor, needs_torch=kind == "torch")
+
+
+def start(folder: Path, source: str, ranks: int, *options: str, vendor: str, needs_torch: bool) -> Job:
     (folder / "packages").mkdir()
-    if kind == "torch":
+    if needs_torch:
         torch = pytest.importorskip("torch", reason="PyTorch is not installed")
         for name in OF_TORCH if vendor == "openmpi" else []:  # .venv-openmpi has no PyTorch
             (folder / "packages" / name).symlink_to(Path(torch.__file__).parents[1] / name)
-    source = SCRIPT.replace("MODEL", MODELS[kind]).replace("IN_STEP", step).replace("IN_BACKWARD", backward)
     (folder / "train.py").write_text(source)
     command = [str(VENVS[need(vendor)] / "bin/python"), "-m", "mpitrain", "run", "-n", str(ranks), *options]
     env = {"PYTHONPATH": f"{REPOSITORY}:{folder / 'packages'}", "MPITRAIN_MEMORY_STEPS": "1"}
@@ -148,3 +152,63 @@ def test_an_error_of_the_script(tmp_path: Path) -> None:
     """It is no loss, also if it is Horovod's, so it ends the job."""
     wrong = "if state.step == 5: raise elastic.HorovodInternalError('of the script')"
     report_of(train(tmp_path, 2, "--recover", vendor="openmpi", step=wrong), "HorovodInternalError: of the script")
+
+
+# A script in Horovod's form. Each number of ranks that is left divides the samples, so the mean over ranks is that of
+# all samples. A rank dies while the gradients of all ranks are on their way.
+WITH_CALLS = """
+import json, os, pathlib, signal, sys
+import torch
+import mpitrain.horovod.torch as hvd
+
+folder, (STEPS, SAMPLES) = pathlib.Path(sys.argv[1]), json.loads(sys.argv[2])
+torch.set_num_threads(1)
+hvd.init()
+me, calls, resets = hvd.rank(), 0, []
+"""
+WITH_CALLS += DYING
+WITH_CALLS += """
+x = torch.arange(SAMPLES * 2, dtype=torch.float64).reshape(SAMPLES, 2).sin()
+model = torch.nn.Linear(2, 1, bias=False, dtype=torch.float64)
+torch.nn.init.constant_(model.weight, 0.1 + me)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+optimizer = hvd.DistributedOptimizer(optimizer, model.named_parameters())
+
+@hvd.elastic.run
+def train(state):
+    global calls
+    calls += 1
+    while state.step < STEPS:
+        part = x[hvd.rank() :: hvd.size()]
+        optimizer.zero_grad()
+        (model(part) - part.sum(1, keepdim=True)).square().mean().backward()
+        if me == 1 and state.step == 5:
+            die()
+        optimizer.step()
+        state.total += hvd.allreduce(part.sum(), op=hvd.Sum, name="total").item()
+        state.step += 1
+        if state.step % 2 == 0:
+            state.commit()
+
+state = hvd.elastic.TorchState(model, optimizer, step=0, total=0.0)
+state.register_reset_callbacks([lambda: resets.append(hvd.size())])
+train(state)
+said = {"weights": model.weight[0].tolist(), "total": state.total, "calls": calls, "resets": resets}
+(folder / f"rank{me}.json").write_text(json.dumps(said))
+"""
+
+
+def test_the_named_calls_go_on(tmp_path: Path) -> None:
+    """Step 6 is left half done, and step 5 is made again, because it was not committed."""
+    succeeded(start(tmp_path, WITH_CALLS, 3, "--recover", vendor="openmpi", needs_torch=True))
+    assert sorted(path.name for path in tmp_path.glob("rank*.json")) == ["rank0.json", "rank2.json"]
+    said = [json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in (0, 2)]
+    assert said[0] == said[1]
+    x = numpy.sin(numpy.arange(SAMPLES * 2.0).reshape(SAMPLES, 2))
+    w, velocity = numpy.full(2, 0.1), numpy.zeros(2)
+    for _ in range(STEPS):
+        velocity = 0.9 * velocity + 2 * x.T @ (x @ w - x.sum(axis=1)) / SAMPLES
+        w = w - 0.05 * velocity
+    numpy.testing.assert_allclose(said[0]["weights"], w, rtol=1e-9)
+    assert said[0]["total"] == pytest.approx(STEPS * x.sum(), rel=1e-9)
+    assert (said[0]["calls"], said[0]["resets"]) == (2, [2])

@@ -13,8 +13,11 @@ import torch
 
 import mpitrain.horovod.torch as hvd
 from mpitrain import World
+from mpitrain.errors import LostRankError
+from mpitrain.horovod import state
 from mpitrain.shard import part_of
 from tests.ranks.common import named_ranks, skip_alone
+from tests.ranks.test_adasum import gradient, tree
 from tests.torch_ranks.common import FLOATS, INTEGERS, LONG, assert_equal, counts, factors, pattern, tensor
 
 pytestmark = pytest.mark.usefixtures("begun")
@@ -74,6 +77,49 @@ def test_factors_before_and_after(world: World) -> None:
     assert hvd.allreduce(given, op=hvd.Sum, prescale_factor=0.5, postscale_factor=1.5).tolist() == wanted
     halves = hvd.allreduce(torch.ones(3, dtype=torch.float16) * 60000, prescale_factor=1 / 64, postscale_factor=64)
     assert torch.isfinite(halves).all()  # the sum alone would be too large
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_adasum(world: World, dtype: torch.dtype) -> None:
+    """Within half a unit for each of at most three combinations, each of which may double what those before lost."""
+    for count in (0, 1, 1001):
+        of_ranks = [torch.from_numpy(gradient(count, rank, 1)).to(dtype) for rank in range(world.size)]
+        vectors = [one.double().tolist() for one in of_ranks]
+        most = float(numpy.abs(vectors).sum(axis=0).max(initial=0))
+        found = hvd.allreduce(of_ranks[world.rank], op=hvd.Adasum)
+        bound = (world.size > 1) * 4 * torch.finfo(dtype).eps * most
+        numpy.testing.assert_allclose(found.double(), tree(vectors), rtol=0, atol=bound)
+        assert len({bytes(one) for one in hvd.allgather_object(found.double().numpy().tobytes())}) == 1
+
+
+def test_adasum_of_a_group_with_factors(world: World) -> None:
+    """Equal tensors stay and orthogonal ones are summed, each by itself; exactly."""
+    equal = torch.tensor([3.0, -1.0, 0.5])
+    own = torch.zeros(7)
+    own[world.rank] = 2.0**world.rank
+    given = [equal.clone(), own]
+    hvd.grouped_allreduce_(given, op=hvd.Adasum, prescale_factor=2.0, postscale_factor=4.0)
+    assert given[0].tolist() == (8 * equal).tolist()
+    assert own.tolist() == [8 * 2.0**rank * (rank < world.size) for rank in range(7)]
+
+
+REFUSED = {
+    "a mean of booleans": (torch.tensor([True]), {}, "bool"),
+    "a factor of booleans": (torch.tensor([True]), {"op": hvd.Sum, "prescale_factor": 0.5}, "no factor"),
+    "Adasum of integers": (torch.tensor([1]), {"op": hvd.Adasum}, "Adasum of int64; it takes float16, float32"),
+    "the largest complex number": (torch.tensor([1j]), {"op": hvd.Max}, "no order"),
+    "an operator that does not exist": (torch.tensor([1]), {"op": 7}, "op=7 is no operator; give one of Average, Sum"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_reduced(name: str) -> None:
+    """The calls after it work, also if this rank is alone."""
+    given, options, text = REFUSED[name]
+    for call in (hvd.allreduce, hvd.reducescatter):
+        if "Adasum" not in name or call is hvd.allreduce:
+            with pytest.raises(ValueError, match=text):
+                call(given, **options)
 
 
 def test_any_order_of_names(world: World) -> None:
@@ -189,11 +235,16 @@ def test_the_last_to_join(world: World) -> None:
     assert hvd.join() == last
 
 
-def test_only_allreduce_goes_on_after_a_join(world: World) -> None:
+def test_only_sums_go_on_after_a_join(world: World) -> None:
+    """A zero would change a product, and be the least of these numbers."""
     skip_alone(world)
     if world.rank:
         with pytest.raises(hvd.HorovodInternalError, match=r"rank 0 on .* has joined"):
             hvd.allgather(torch.ones(1))
+        for op in (hvd.Min, hvd.Max, hvd.Product):
+            with pytest.raises(hvd.HorovodInternalError, match="only allreduce by Average, Sum or Adasum goes on"):
+                hvd.allreduce(torch.ones(1), op=op)
+        assert hvd.allreduce(torch.ones(1), op=hvd.Adasum).item() == 1
     hvd.join()
 
 
@@ -283,6 +334,16 @@ def test_process_sets_that_overlap(world: World) -> None:
 def test_a_name_that_does_not_exist() -> None:
     with pytest.raises(AttributeError, match=r"nearest .* is broadcast_parameters"):
         _ = hvd.broadcast_parameter
+
+
+def test_a_second_loss_while_the_first_one_is_mended(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As elastic.run does: the next renewal begins again."""
+    before = state.current()
+    with monkeypatch.context() as patch, pytest.raises(LostRankError):
+        patch.setattr(state, "_make_channel", lambda ranks, name: (_ for _ in ()).throw(LostRankError("the second")))
+        state.renew()
+    state.renew()
+    assert state.current() is not before
 
 
 def test_init_again(world: World) -> None:

@@ -166,6 +166,43 @@ def test_sparse_gradients(world: World) -> None:
         assert torch.allclose(net.weight[:, 0], wanted, rtol=0, atol=1e-12)
 
 
+def test_a_rank_without_a_sparse_gradient(world: World) -> None:
+    """It sends zeros. Ranks with a sparse gradient can take them if they send theirs as a dense one."""
+    skip_alone(world)
+    net = torch.nn.Embedding(6, 2, sparse=True, dtype=torch.float64)
+    torch.nn.init.ones_(net.weight)
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(net.parameters(), lr=1.0), sparse_as_dense=True)
+    if not world.is_root:
+        net(torch.tensor([5])).sum().backward()
+    optimizer.step()
+    assert net.weight[:, 0].tolist() == pytest.approx([1.0] * 5 + [1 / world.size], abs=1e-12)
+    net = torch.nn.Embedding(6, 2, sparse=True, dtype=torch.float64)
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(net.parameters(), lr=1.0))
+    if not world.is_root:
+        net(torch.tensor([5])).sum().backward()
+    with pytest.raises(hvd.HorovodInternalError, match="must be equal in: gradients") as caught:
+        optimizer.step()
+    assert caught.value.known_everywhere
+    torch.nn.init.ones_(net.weight)
+    optimizer.zero_grad()
+    net(torch.tensor([5])).sum().backward()
+    optimizer.step()  # the failed step has left nothing behind
+    assert net.weight[:, 0].tolist() == [1.0] * 5 + [0.0]
+
+
+def test_adasum_of_what_the_ranks_would_change(world: World) -> None:
+    """One parameter changes alike on all ranks; the ranks' changes of the other one are summed. Exactly."""
+    alike, own = torch.nn.Parameter(torch.zeros(2)), torch.nn.Parameter(torch.ones(7))
+    frozen = torch.nn.Parameter(torch.ones(1), requires_grad=False)
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD([alike, own, frozen], lr=0.5), op=hvd.Adasum)
+    for _ in range(2):
+        optimizer.zero_grad()
+        (alike.sum() + own[world.rank] * 2.0 ** (world.rank + 1)).backward()
+        optimizer.step()
+    assert alike.tolist() == [-1.0, -1.0]
+    assert own.tolist() == [1 - 2 * 2.0**rank * (rank < world.size) for rank in range(7)]
+
+
 def test_only_the_ranks_of_a_set_exchange(world: World) -> None:
     skip_alone(world)
     process_set = hvd.add_process_set(range(1, world.size))
@@ -189,6 +226,7 @@ def test_what_an_optimizer_refuses(world: World) -> None:
         ({"backward_passes_per_step": 0}, "at least 1"),
         ({"gradient_predivide_factor": 2.0, "op": hvd.Sum}, "op=Average only"),
         ({"groups": [[named[0][1]], [named[0][1]]]}, "more than once"),
+        ({"process_set": hvd.ProcessSet([0])}, "add_process_set first"),
     ):
         with pytest.raises(ValueError, match=word) as caught:
             hvd.DistributedOptimizer(inner, **wrong)  # type: ignore[arg-type]
@@ -226,3 +264,10 @@ def test_objects(world: World) -> None:
     assert hvd.allgather_object(given) == [{"rank": rank, "list": [None] * rank} for rank in range(world.size)]
     for root in range(world.size):
         assert hvd.broadcast_object(given, root) == {"rank": root, "list": [None] * root}
+
+
+def test_objects_of_different_types(world: World) -> None:
+    """As where only one rank has read a checkpoint."""
+    kinds = [{"epoch": 3}, None, "text", 1.5]
+    assert hvd.broadcast_object(kinds[world.rank % 4]) == kinds[0]
+    assert hvd.allgather_object(kinds[world.rank % 4]) == [kinds[rank % 4] for rank in range(world.size)]

@@ -14,28 +14,24 @@ from typing import Any
 from mpitrain.horovod.elastic.decorator import run
 from mpitrain.horovod.elastic.state import ElasticState, ObjectState
 from mpitrain.horovod.exceptions import HorovodInternalError, HostsUpdatedInterrupt
+from mpitrain.horovod.names import part_or_refusal
 
 State = ElasticState
 
 __all__ = [
-    "ElasticSampler",
     "HorovodInternalError",
     "HostsUpdatedInterrupt",
     "ObjectState",
     "State",
-    "TorchState",
     "run",
 ]
 
+# What needs PyTorch is loaded when it is first used: module and name.
+_PARTS = {
+    "ElasticSampler": ("mpitrain.horovod.elastic.sampler", "ElasticSampler"),
+    "TorchState": ("mpitrain.horovod.elastic.torch_state", "TorchState"),
+}
+
 
 def __getattr__(name: str) -> Any:
-    """Load what needs PyTorch when it is first used."""
-    if name == "TorchState":
-        from mpitrain.horovod.elastic.torch_state import TorchState
-
-        return TorchState
-    if name == "ElasticSampler":
-        from mpitrain.horovod.elastic.sampler import ElasticSampler
-
-        return ElasticSampler
-    raise AttributeError(f"hvd.elastic has no {name}; it has {', '.join(__all__)} (docs/horovod_elastic.md)")
+    return part_or_refusal(__name__, name, _PARTS, __all__)

@@ -9,14 +9,12 @@ from typing import Any, TypeVar
 from mpitrain.errors import ConfigError
 from mpitrain.horovod.elastic.state import ElasticState
 from mpitrain.horovod.exceptions import HostsUpdatedInterrupt
+from mpitrain.horovod.renewals import renewals
 from mpitrain.job.elastic import elastic
 from mpitrain.job.start import init
 from mpitrain.world import World
 
 Result = TypeVar("Result")
-
-# Make anew, in a new World, what belonged to the World before. Are called before the state is restored.
-renewals: list[Callable[[], None]] = []
 
 
 def run(func: Callable[..., Result]) -> Callable[..., Result]:

@@ -32,26 +32,10 @@ from mpitrain.horovod.basics import (
     size,
 )
 from mpitrain.horovod.exceptions import HorovodInternalError
+from mpitrain.horovod.meetings import barrier, join
 from mpitrain.horovod.names import part_or_refusal
 from mpitrain.horovod.process_sets import ProcessSet, global_process_set
 from mpitrain.horovod.state import init, is_initialized, shutdown
-from mpitrain.horovod.torch.calls import (
-    allgather_async,
-    allreduce_async,
-    allreduce_async_,
-    alltoall_async,
-    barrier,
-    broadcast_async,
-    broadcast_async_,
-    grouped_allgather_async,
-    grouped_allreduce_async,
-    grouped_allreduce_async_,
-    grouped_reducescatter_async,
-    join,
-    poll,
-    reducescatter_async,
-    synchronize,
-)
 from mpitrain.horovod.torch.compression import Compression
 from mpitrain.horovod.torch.differentiable import (
     allgather,
@@ -66,6 +50,13 @@ from mpitrain.horovod.torch.differentiable import (
     grouped_reducescatter,
     reducescatter,
 )
+from mpitrain.horovod.torch.moving import (
+    allgather_async,
+    alltoall_async,
+    broadcast_async,
+    broadcast_async_,
+    grouped_allgather_async,
+)
 from mpitrain.horovod.torch.objects import (
     allgather_object,
     broadcast_object,
@@ -73,7 +64,16 @@ from mpitrain.horovod.torch.objects import (
     broadcast_parameters,
 )
 from mpitrain.horovod.torch.optimizer import DistributedOptimizer
+from mpitrain.horovod.torch.reducing import (
+    allreduce_async,
+    allreduce_async_,
+    grouped_allreduce_async,
+    grouped_allreduce_async_,
+    grouped_reducescatter_async,
+    reducescatter_async,
+)
 from mpitrain.horovod.torch.sparse import sparse_allreduce_async
+from mpitrain.horovod.torch.submission import poll, synchronize
 
 __all__ = [
     "Adasum",

@@ -13,9 +13,10 @@ import torch
 
 from mpitrain.horovod.operators import Operator
 from mpitrain.horovod.process_sets import ProcessSet, global_process_set
-from mpitrain.horovod.torch import calls
-from mpitrain.horovod.torch.calls import Average, Tensors, now
+from mpitrain.horovod.torch import moving, reducing
 from mpitrain.horovod.torch.compression import Compression, Compressor
+from mpitrain.horovod.torch.reducing import Average
+from mpitrain.horovod.torch.submission import Tensors, now
 
 # mypy: disable-error-code="no-untyped-call,no-untyped-def,override,misc"
 # torch.autograd.Function has no types for what is defined here.
@@ -27,8 +28,8 @@ class _Allreduce(torch.autograd.Function):
         ctx.how = op, factors, process_set
         pre, post = factors
         if len(tensors) == 1 and not isinstance(name, _OfGroup):
-            return now(calls.allreduce_async, tensors[0], None, name, op, pre, post, process_set)
-        return tuple(now(calls.grouped_allreduce_async, list(tensors), None, name.name, op, pre, post, process_set))
+            return now(reducing.allreduce_async, tensors[0], None, name, op, pre, post, process_set)
+        return tuple(now(reducing.grouped_allreduce_async, list(tensors), None, name.name, op, pre, post, process_set))
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
@@ -45,7 +46,7 @@ class _OfGroup:
 
 def _reduced(gradients: Sequence[torch.Tensor], op: Any, factors: tuple[float, float], process_set: Any) -> Any:
     pre, post = factors
-    return now(calls.grouped_allreduce_async, list(gradients), None, None, op, pre, post, process_set)
+    return now(reducing.grouped_allreduce_async, list(gradients), None, None, op, pre, post, process_set)
 
 
 def allreduce(
@@ -58,12 +59,12 @@ def allreduce(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> torch.Tensor:
-    """Return the tensor reduced over the ranks of a set. See calls.allreduce_async; gradients pass through.
+    """Return the tensor reduced over the ranks of a set. See reducing.allreduce_async; gradients pass through.
 
     Args:
         compression: Compression.none, Compression.fp16, or an object with the same methods.
     """
-    how = calls.operator_of(op, average)
+    how = reducing.operator_of(op, average)
     short, context = compression.compress(tensor)
     result = _Allreduce.apply(name, how, (prescale_factor, postscale_factor), process_set, short)
     return compression.decompress(result, context)
@@ -78,9 +79,9 @@ def allreduce_(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> torch.Tensor:
-    """Replace the tensor by the result of all ranks, and return it. See calls.allreduce_async."""
+    """Replace the tensor by the result of all ranks, and return it. See reducing.allreduce_async."""
     result: torch.Tensor = now(
-        calls.allreduce_async_, tensor, average, name, op, prescale_factor, postscale_factor, process_set
+        reducing.allreduce_async_, tensor, average, name, op, prescale_factor, postscale_factor, process_set
     )
     return result
 
@@ -96,7 +97,7 @@ def grouped_allreduce(
     process_set: ProcessSet = global_process_set,
 ) -> list[torch.Tensor]:
     """Return the tensors reduced over the ranks of a set, as one call. See allreduce."""
-    how = calls.operator_of(op, average)
+    how = reducing.operator_of(op, average)
     short, contexts = zip(*map(compression.compress, tensors), strict=True)
     results = _Allreduce.apply(_OfGroup(name), how, (prescale_factor, postscale_factor), process_set, *short)
     return [compression.decompress(result, context) for result, context in zip(results, contexts, strict=True)]
@@ -111,9 +112,9 @@ def grouped_allreduce_(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> list[torch.Tensor]:
-    """Replace the tensors by the results of all ranks, and return them. See calls.allreduce_async."""
+    """Replace the tensors by the results of all ranks, and return them. See reducing.allreduce_async."""
     results: list[torch.Tensor] = now(
-        calls.grouped_allreduce_async_, tensors, average, name, op, prescale_factor, postscale_factor, process_set
+        reducing.grouped_allreduce_async_, tensors, average, name, op, prescale_factor, postscale_factor, process_set
     )
     return results
 
@@ -123,14 +124,14 @@ class _Allgather(torch.autograd.Function):
     def forward(ctx: Any, name: Any, process_set: Any, *tensors: Any) -> Any:
         ctx.process_set, ctx.lengths = process_set, [tensor.shape[0] if tensor.dim() else 0 for tensor in tensors]
         if len(tensors) == 1 and not isinstance(name, _OfGroup):
-            return now(calls.allgather_async, tensors[0], name, process_set)
-        return tuple(now(calls.grouped_allgather_async, list(tensors), name.name, process_set))
+            return now(moving.allgather_async, tensors[0], name, process_set)
+        return tuple(now(moving.grouped_allgather_async, list(tensors), name.name, process_set))
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
         means = _reduced(gradients, Average, (1.0, 1.0), ctx.process_set)
         lengths = torch.tensor([ctx.lengths])
-        of_all = now(calls.allgather_async, lengths, None, ctx.process_set)
+        of_all = now(moving.allgather_async, lengths, None, ctx.process_set)
         begins = of_all[: ctx.process_set.rank()].sum(0).tolist()
         parts = zip(means, begins, ctx.lengths, strict=True)
         return (None, None, *(mean.narrow(0, begin, length) for mean, begin, length in parts))
@@ -156,7 +157,7 @@ class _Broadcast(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: Any, root: Any, name: Any, process_set: Any) -> Any:
         ctx.how = root, process_set
-        return now(calls.broadcast_async, tensor, root, name, process_set)
+        return now(moving.broadcast_async, tensor, root, name, process_set)
 
     @staticmethod
     def backward(ctx: Any, gradient: Any) -> Any:
@@ -178,14 +179,14 @@ def broadcast_(
     tensor: torch.Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> torch.Tensor:
     """Replace the tensor by that of `root_rank`, a rank of the job, and return it."""
-    result: torch.Tensor = now(calls.broadcast_async_, tensor, root_rank, name, process_set)
+    result: torch.Tensor = now(moving.broadcast_async_, tensor, root_rank, name, process_set)
     return result
 
 
 class _Alltoall(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: Any, splits: Any, name: Any, process_set: Any) -> Any:
-        output, received = now(calls.alltoall_async, tensor, splits, name, process_set)
+        output, received = now(moving.alltoall_async, tensor, splits, name, process_set)
         ctx.how = received, process_set
         ctx.mark_non_differentiable(received)
         return output, received
@@ -193,7 +194,7 @@ class _Alltoall(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Any, _: Any) -> Any:
         received, process_set = ctx.how
-        return now(calls.alltoall_async, gradient, received, None, process_set)[0], None, None, None
+        return now(moving.alltoall_async, gradient, received, None, process_set)[0], None, None, None
 
 
 def alltoall(
@@ -202,7 +203,7 @@ def alltoall(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """Return the rows for this rank; with `splits` also their number from each rank. See calls.alltoall_async."""
+    """Return the rows for this rank; with `splits` also their number from each rank. See moving.alltoall_async."""
     output, received = _Alltoall.apply(tensor, splits, name, process_set)
     return output if splits is None else (output, received)
 
@@ -212,15 +213,15 @@ class _Reducescatter(torch.autograd.Function):
     def forward(ctx: Any, name: Any, op: Any, factors: tuple[float, float], process_set: Any, *tensors: Any) -> Any:
         ctx.how = op, factors, process_set
         if len(tensors) == 1 and not isinstance(name, _OfGroup):
-            return now(calls.reducescatter_async, tensors[0], name, op, process_set, *factors)
-        return tuple(now(calls.grouped_reducescatter_async, list(tensors), name.name, op, process_set, *factors))
+            return now(reducing.reducescatter_async, tensors[0], name, op, process_set, *factors)
+        return tuple(now(reducing.grouped_reducescatter_async, list(tensors), name.name, op, process_set, *factors))
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
         op, (pre, post), process_set = ctx.how
         factor = pre * post * (process_set.size() if op == Operator.Sum else 1)
         scaled = [gradient * factor for gradient in gradients]
-        return (None, None, None, None, *now(calls.grouped_allgather_async, scaled, None, process_set))
+        return (None, None, None, None, *now(moving.grouped_allgather_async, scaled, None, process_set))
 
 
 def reducescatter(
@@ -232,7 +233,7 @@ def reducescatter(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> torch.Tensor:
-    """Return this rank's rows of the reduced tensor. See calls.reducescatter_async; gradients pass through."""
+    """Return this rank's rows of the reduced tensor. See reducing.reducescatter_async; gradients pass through."""
     short, context = compression.compress(tensor)
     result = _Reducescatter.apply(name, op, (prescale_factor, postscale_factor), process_set, short)
     return compression.decompress(result, context)

@@ -8,11 +8,14 @@ from typing import Any
 
 import torch
 
+from mpitrain.horovod.exceptions import HorovodInternalError
 from mpitrain.horovod.operators import Operator
 from mpitrain.horovod.process_sets import ProcessSet
-from mpitrain.horovod.torch import calls
+from mpitrain.horovod.state import takes_part
 from mpitrain.horovod.torch.compression import Compressor
-from mpitrain.horovod.torch.sparse import sparse_allreduce_async
+from mpitrain.horovod.torch.reducing import gradients_async_
+from mpitrain.horovod.torch.sparse import begin_sparse
+from mpitrain.horovod.torch.submission import synchronize
 
 Group = tuple[torch.Tensor, ...]
 
@@ -44,7 +47,7 @@ class GradientCalls:
         self._started: dict[Group, Callable[[], None]] = {}  # each waits for the result, and puts it in its place
         self._waits_for: dict[Group, int] = {}  # gradients of the group that are not complete
         self.forget()
-        if process_set.included():
+        if takes_part(process_set):
             for group in self._groups:
                 for parameter in group:
                     parameter.register_post_accumulate_grad_hook(partial(self._ready, group))  # type: ignore[no-untyped-call]
@@ -73,15 +76,24 @@ class GradientCalls:
         """Submit the gradients that the backward passes have not completed, wait for all, and begin anew.
 
         A parameter without a gradient gets one of zeros, because other ranks may have one.
+
+        Raises:
+            HorovodInternalError: a call has failed. The others have ended too, so the next step can be made.
         """
-        if not self._process_set.included():
+        if not takes_part(self._process_set):
             return
         for group in self._groups:
             if group not in self._started:
                 self._submit(group)
+        errors: list[HorovodInternalError] = []
         for end in self._started.values():
-            end()
+            try:
+                end()
+            except HorovodInternalError as error:
+                errors.append(error)
         self.forget()
+        if errors:
+            raise errors[0]
 
     def _ready(self, group: Group, parameter: torch.Tensor) -> None:
         """Count a backward pass of a parameter; the last one completes the gradient."""
@@ -100,38 +112,34 @@ class GradientCalls:
         for parameter in group:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
-        if len(group) == 1 and group[0].grad is not None and group[0].grad.is_sparse:
-            self._started[group] = self._sparse(group[0], group[0].grad)
-            return
         gradients: list[Any] = [parameter.grad for parameter in group]
-        short, contexts = zip(*map(self._compression.compress, gradients), strict=True)
+        if len(group) == 1 and gradients[0].is_sparse and not self._sparse_as_dense:
+            self._started[group] = self._sparse(group[0], gradients[0])
+            return
+        dense = [gradient.to_dense() if gradient.is_sparse else gradient for gradient in gradients]
+        short, contexts = zip(*map(self._compression.compress, dense), strict=True)
         before, after = 1.0, 1.0
         if self._op is Operator.Average:
             before, after = 1 / self._predivide, self._predivide
         contiguous = [tensor.contiguous() for tensor in short]
-        handle = calls.gradients_async_(contiguous, self._names[group[0]], self._op, before, after, self._process_set)
+        handle = gradients_async_(contiguous, self._names[group[0]], self._op, before, after, self._process_set)
 
         def end() -> None:
-            calls.synchronize(handle)
-            for gradient, result, context in zip(gradients, contiguous, contexts, strict=True):
+            synchronize(handle)
+            for parameter, gradient, result, context in zip(group, gradients, contiguous, contexts, strict=True):
                 whole = self._compression.decompress(result, context)
-                if whole is not gradient:
+                if gradient.is_sparse:
+                    parameter.grad = whole.to_sparse(gradient.sparse_dim())
+                elif whole is not gradient:
                     gradient.copy_(whole)
 
         self._started[group] = end
 
     def _sparse(self, parameter: torch.Tensor, gradient: torch.Tensor) -> Callable[[], None]:
-        name = f"gradient.{self._names[parameter]}"
-        if not self._sparse_as_dense:
-            result = sparse_allreduce_async(gradient, name, self._op, self._process_set)
+        # Under the key of a dense gradient: a rank that has none sends zeros, and is told that the ranks differ.
+        result = begin_sparse("gradients", gradient, self._names[parameter], self._op, self._process_set)
 
-            def end() -> None:
-                parameter.grad = result()
+        def end() -> None:
+            parameter.grad = result()
 
-            return end
-        handle = calls.allreduce_async_(gradient.to_dense(), None, name, self._op, process_set=self._process_set)
-
-        def end_dense() -> None:
-            parameter.grad = calls.synchronize(handle).to_sparse(gradient.sparse_dim())
-
-        return end_dense
+        return end

@@ -10,8 +10,8 @@ import torch
 
 from mpitrain.horovod.process_sets import ProcessSet, global_process_set
 from mpitrain.horovod.state import current
-from mpitrain.horovod.torch import calls
-from mpitrain.horovod.torch.calls import synchronize
+from mpitrain.horovod.torch import moving
+from mpitrain.horovod.torch.submission import synchronize
 
 
 def broadcast_parameters(params: Any, root_rank: int) -> None:
@@ -35,7 +35,7 @@ def broadcast_parameters(params: Any, root_rank: int) -> None:
             f"{type(params).__name__}"
         )
     handles = [
-        calls.broadcast_async_(tensor.data, root_rank, None if name is None else f"parameter.{name}")
+        moving.broadcast_async_(tensor.data, root_rank, None if name is None else f"parameter.{name}")
         for name, tensor in pairs
         if isinstance(tensor, torch.Tensor)
     ]
@@ -123,21 +123,26 @@ def broadcast_object(
 
     The object of the other ranks is ignored. `root_rank` gets its own object back.
     """
-    name = name or type(obj).__name__
+    of_length, of_content = _names(name)
     is_root = current().world.rank == root_rank
     content = torch.frombuffer(bytearray(pickle.dumps(obj)), dtype=torch.uint8) if is_root else torch.empty(0)
     length = torch.tensor([content.numel()])
-    synchronize(calls.broadcast_async_(length, root_rank, f"object.{name}.length", process_set))
+    synchronize(moving.broadcast_async_(length, root_rank, of_length, process_set))
     if not is_root:
         content = torch.empty(int(length), dtype=torch.uint8)
-    synchronize(calls.broadcast_async_(content, root_rank, f"object.{name}", process_set))
+    synchronize(moving.broadcast_async_(content, root_rank, of_content, process_set))
     return obj if is_root else pickle.loads(content.numpy().tobytes())
 
 
 def allgather_object(obj: Any, name: str | None = None, process_set: ProcessSet = global_process_set) -> list[Any]:
     """Return the objects of all ranks of a set, in rank order and by pickle."""
-    name = name or type(obj).__name__
+    of_length, of_content = _names(name)
     content = torch.frombuffer(bytearray(pickle.dumps(obj)), dtype=torch.uint8)
-    lengths = synchronize(calls.allgather_async(torch.tensor([content.numel()]), f"object.{name}.length", process_set))
-    whole = synchronize(calls.allgather_async(content, f"object.{name}", process_set))
+    lengths = synchronize(moving.allgather_async(torch.tensor([content.numel()]), of_length, process_set))
+    whole = synchronize(moving.allgather_async(content, of_content, process_set))
     return [pickle.loads(part.numpy().tobytes()) for part in whole.split(lengths.tolist())]
+
+
+def _names(name: str | None) -> tuple[str | None, str | None]:
+    """The names of the two calls for an object. By default they have none: the ranks' objects may differ in type."""
+    return (None, None) if name is None else (f"object.{name}.length", f"object.{name}")

@@ -15,11 +15,11 @@ import torch
 
 from mpitrain.horovod.operators import Operator
 from mpitrain.horovod.process_sets import ProcessSet, global_process_set
-from mpitrain.horovod.state import current
+from mpitrain.horovod.state import current, takes_part
 from mpitrain.horovod.torch.adasum_step import AdasumStep
-from mpitrain.horovod.torch.calls import Average
 from mpitrain.horovod.torch.compression import Compression, Compressor
 from mpitrain.horovod.torch.gradient_calls import GradientCalls
+from mpitrain.horovod.torch.reducing import Average
 
 
 def DistributedOptimizer(  # noqa: N802 - Horovod's name
@@ -53,7 +53,8 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
         process_set: the ranks whose gradients are combined. Other ranks train alone.
 
     Raises:
-        ValueError: a parameter has no name, or two have the same; or another argument is not allowed.
+        ValueError: a parameter has no name, or two have the same; the process set has not been added; or another
+            argument is not allowed.
     """
     where = current().world.name()
     if gradient_predivide_factor != 1.0 and op != Average:
@@ -63,6 +64,7 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
     if num_groups and groups is None:
         warnings.warn("num_groups is deprecated; use groups", DeprecationWarning, stacklevel=2)
         groups = num_groups
+    takes_part(process_set)
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     names = _names(where, parameters, named_parameters)
     if op == Operator.Adasum:

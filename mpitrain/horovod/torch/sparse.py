@@ -9,7 +9,9 @@ import torch
 from mpitrain.horovod.operators import Operator
 from mpitrain.horovod.process_sets import ProcessSet, global_process_set
 from mpitrain.horovod.state import current
-from mpitrain.horovod.torch.calls import Average, allgather_async, synchronize
+from mpitrain.horovod.torch.moving import gather
+from mpitrain.horovod.torch.reducing import Average
+from mpitrain.horovod.torch.submission import synchronize
 
 
 def sparse_allreduce_async(
@@ -29,16 +31,21 @@ def sparse_allreduce_async(
     Raises:
         ValueError: the operator is neither Average nor Sum; or see allreduce_async.
     """
+    return begin_sparse("sparse_allreduce", tensor, name, op, process_set)
+
+
+def begin_sparse(
+    kind: str, tensor: torch.Tensor, name: str, op: int, process_set: ProcessSet
+) -> Callable[[], torch.Tensor]:
+    """Begin to add up a sparse tensor in a call of this kind. See sparse_allreduce_async."""
     if op not in (Operator.Average, Operator.Sum):
         raise ValueError(f"{current().world.name()}: {Operator(op).name} of a sparse tensor; use Average or Sum")
     whole = tensor.coalesce()
-    indices = allgather_async(whole.indices().t().contiguous(), f"{name}.indices", process_set)
-    values = allgather_async(whole.values(), f"{name}.values", process_set)
+    handle = gather(kind, [whole.indices().t().contiguous(), whole.values()], name, process_set, is_list=True)
 
     def result() -> torch.Tensor:
-        total = torch.sparse_coo_tensor(
-            synchronize(indices).t(), synchronize(values), tensor.shape, check_invariants=False
-        ).coalesce()
+        indices, values = synchronize(handle)
+        total = torch.sparse_coo_tensor(indices.t(), values, tensor.shape, check_invariants=True).coalesce()
         return total / len(process_set.ranks) if op == Operator.Average else total
 
     return result
