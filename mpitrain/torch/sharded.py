@@ -273,6 +273,7 @@ class ShardedData:
     def _drawn(self, parts: PartSampler, first: int) -> Iterator[tuple[Any, Share, int]]:
         """Yield batches of a data set with numbered samples, of which this rank reads only its own."""
         parts.used, parts.epoch = (first, self._checksum), self.epoch
+        parts.before = self._undo_seed if self._begins_workers_that_stay else None
         batches = iter(self._source)  # draws a seed for workers, before the sampler draws
         drawing = parts.drawing  # of this iteration; another iteration makes its own
         assert drawing is not None
@@ -281,3 +282,14 @@ class ShardedData:
             self._skipped()
         for batch in batches:
             yield batch, *drawing.shares.popleft()
+
+    @property
+    def _begins_workers_that_stay(self) -> bool:
+        """True in the first epoch after a restart, if the undisturbed run has had its workers since an earlier one."""
+        loader: Any = self._source
+        return self.epoch > 0 and bool(loader.persistent_workers) and loader._iterator is None
+
+    def _undo_seed(self) -> None:
+        """Draw the order as if no seed for workers had been drawn before: workers that stay get none."""
+        assert self._random is not None
+        set_random_state(self._random, self._generators)

@@ -243,13 +243,14 @@ def test_workers_read_the_same(world: World) -> None:
 
 
 def test_workers_that_stay_read_the_same(world: World) -> None:
-    """Into another epoch, whose order PyTorch draws otherwise if they stay."""
-    runs = []
-    for is_alone in (True, False):
-        with alone(world, is_alone):
-            runs.append(Loop(augmented(num_workers=1, persistent_workers=True)).run(3))
-    assert runs[0].bits() == runs[1].bits()
-    assert runs[0].steps == runs[1].steps
+    """Into another epoch, whose order PyTorch draws otherwise if they stay; and after a restart in that epoch."""
+    workers = {"num_workers": 1, "persistent_workers": True}
+    with alone(world, True):
+        expected = Loop(augmented(**workers)).run(4)
+    begun = Loop(augmented(**workers)).run(3)
+    rest = Loop(augmented(**workers), state=begun.state()).run(1)
+    assert rest.bits() == expected.bits()
+    assert begun.steps + rest.steps == expected.steps
 
 
 def test_gradients_add_up_from_batch_to_batch(world: World) -> None:
