@@ -124,18 +124,24 @@ class ExactSum:
         shared = self._memory is not None and self._memory.holds(flat)
         seen = self._seen if others is None else None
         name = f"exact {self._halves.name if seen is None else seen.name}"
-        if flat.size == 0:
-            steps: Progress = iter(())
-        elif self._world.size == 1:
-            steps = self._alone(summands)
-        elif seen is not None:
-            steps = seen.steps(flat)
-        else:
-            steps = self._in_words(flat, summands)
+        steps = self.steps(flat, others=others)
         if not agreed:
             place = "memory that the node shares" if shared else "memory"
             steps = compared(self._world, name if others is None else f"{name} of several summands", flat, place, steps)
         return AllreduceHandle(self._world, name, flat, steps)
+
+    def steps(
+        self, flat: Array, residual: Array | None = None, others: Sequence[numpy.ndarray] | None = None
+    ) -> Progress:
+        """The work on one buffer, for algorithms that contain this one. The arguments are those of `start`."""
+        summands = [flat, *(others or ())]
+        if flat.size == 0:
+            return iter(())
+        if self._world.size == 1:
+            return self._alone(summands)
+        if self._seen is not None and others is None:
+            return self._seen.steps(flat)
+        return self._in_words(flat, summands)
 
     def _alone(self, summands: Sequence[numpy.ndarray]) -> Progress:
         self._bound(len(summands))

@@ -15,6 +15,7 @@ from mpitrain.allreduce.compressed import compressed
 from mpitrain.allreduce.costs import compression as compression_by
 from mpitrain.allreduce.device import make_transport
 from mpitrain.allreduce.device.coded import Coded, coded
+from mpitrain.allreduce.device.exact import exact_staged
 from mpitrain.allreduce.device.sequential import DeviceSequential
 from mpitrain.allreduce.exact import ExactSum, check_reduction, exact_sum
 from mpitrain.allreduce.group import num_lanes
@@ -29,9 +30,6 @@ from mpitrain.exchange.shares import scale
 from mpitrain.exchange.slot import Slot, Tensors, check_slot
 from mpitrain.world import World
 
-NOT_ON_DEVICE = (
-    "reduction=exact adds up on the host, and the arrays are on GPUs. Move them to the host, or take reduction=plain"
-)
 OTHERS = ("auto", "none")  # settings of `compression` beside names of compression
 
 
@@ -101,25 +99,24 @@ class PlainExchange:
             reduction: a name in REDUCTIONS; default: the world's setting.
         """
         self._world = world
-        self._reduction = world.config.reduction if reduction is None else reduction
-        self._algorithm = (exact_sum if self._reduction == "exact" else make_algorithm)(world, algorithm)
+        reduction = world.config.reduction if reduction is None else reduction
+        self._algorithm = (exact_sum if reduction == "exact" else make_algorithm)(world, algorithm)
         self._transport_name = transport
         self._slots: WeakSet[Slot] = WeakSet()
 
     @cached_property
     def _transport(self) -> DeviceSequential:
         """The algorithm for device arrays, made with the first device slot: this is collective, and needs a GPU."""
+        if isinstance(self._algorithm, ExactSum):
+            return exact_staged(self._world, self._algorithm, self._transport_name)
         return make_transport(self._world, self._transport_name)
 
     def allocate(self, count: int, dtype: numpy.dtype, *, on_device: bool = False, tensors: Tensors = ()) -> Slot:
         """See Exchange.
 
         Raises:
-            ConfigError: `on_device`, and the reduction is exact; raised on every rank.
             DeviceError: a rank has no GPU, or too little memory on it; raised on every rank.
         """
-        if on_device and self._reduction == "exact":
-            raise everywhere(ConfigError(NOT_ON_DEVICE))
         slot = Slot((self._transport if on_device else self._algorithm).allocate(count, dtype))
         self._slots.add(slot)
         return slot
@@ -129,12 +126,12 @@ class PlainExchange:
     ) -> AllreduceHandle:
         """See Exchange. The shares add up to 1, so no sum can overflow.
 
-        `others` are further summands of this rank, for an exact sum: see ExactSum.start.
+        `others` are further summands of this rank, for an exact sum of host arrays: see ExactSum.start.
         """
         check_slot(self._world, self._slots, slot)
         flat = slot.flat[part]
         scale(flat, share)
-        if isinstance(self._algorithm, ExactSum):
+        if isinstance(self._algorithm, ExactSum) and not is_device_array(flat):
             return self._algorithm.start(flat, agreed=True, others=others)
         return (self._transport if is_device_array(flat) else self._algorithm).start(flat, agreed=True)
 

@@ -15,7 +15,7 @@ import numpy
 
 from mpitrain.allreduce import costs
 from mpitrain.arrays import Array, namespace
-from mpitrain.errors import DataError, GradientError, MpitrainError, NonFiniteError
+from mpitrain.errors import ConfigError, DataError, GradientError, MpitrainError, NonFiniteError, everywhere
 from mpitrain.exchange.bucket import Bucket, Parameter, plan_buckets, plan_layout
 from mpitrain.exchange.checks import agree_on_layout, check_gradient, check_scales, check_steps, check_turns
 from mpitrain.exchange.driver import make_driver
@@ -76,7 +76,8 @@ class GradientReducer:
 
         Raises:
             MismatchError: the parameters of the ranks differ. Raised on every rank, names the first difference.
-            ConfigError: there are no parameters, two have the same name, or one has a dtype without a mean.
+            ConfigError: there are no parameters, two have the same name, or one has a dtype without a mean. Or there
+                are virtual ranks, and `on_device`; raised on every rank.
             DeviceError: with `on_device`, some rank has no GPU or too little memory. Raised on every rank.
         """
         self._world = world
@@ -86,6 +87,13 @@ class GradientReducer:
         self.layout = plan_layout(parameters)
         self._buckets = plan_buckets(self.layout, bucket_bytes)
         self._lines = agree_on_layout(world, self.layout.parameters, bucket_bytes, on_device=on_device)
+        if on_device and virtual_ranks is not None:
+            raise everywhere(
+                ConfigError(
+                    f"virtual_ranks={virtual_ranks}: the gradients of virtual ranks are added up on the host, and "
+                    "these are on GPUs. Train on the host, or leave virtual_ranks out"
+                )
+            )
         self._signatures = {name: signature(name, self._lines) for name in (_STEP, _OUTER_STEP)}
         # When a bucket starts depends on the moment. With its own communicator, a bucket cannot meet messages that the
         # ranks send in the meantime: a mean() in the backward pass, or another reducer's buckets.

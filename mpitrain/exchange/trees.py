@@ -12,14 +12,14 @@ import numpy
 from mpitrain.allreduce import ALGORITHMS
 from mpitrain.allreduce.algorithm import DTYPES, FLOATS, Algorithm
 from mpitrain.allreduce.device import make_transport
+from mpitrain.allreduce.device.exact import exact_staged
 from mpitrain.allreduce.device.sequential import DeviceSequential
 from mpitrain.allreduce.exact import ExactSum, exact_sum
 from mpitrain.arrays import Array, is_array, is_device_array, namespace
 from mpitrain.cuda import kernels
 from mpitrain.cuda.device import own_gpu
 from mpitrain.cuda.staging import copy_to_host, like
-from mpitrain.errors import ConfigError, DeviceError, TreeError, everywhere
-from mpitrain.exchange.exchange import NOT_ON_DEVICE
+from mpitrain.errors import DeviceError, TreeError, everywhere
 from mpitrain.exchange.shares import scale, share_of
 from mpitrain.tree import Leaf, Tree, describe, leaves, rebuild
 from mpitrain.waiting.transfer import broadcast_bytes
@@ -87,8 +87,6 @@ class ArrayTrees:
         is_exact = self._world.config.reduction == "exact"
         if self._world.size == 1 and not is_exact:
             return
-        if is_exact and any(is_device_array(flat) for flat in packed.flats.values()):  # on every rank, too
-            raise everywhere(ConfigError(NOT_ON_DEVICE))
         if packed.misplaced:  # on every rank, since their lines are equal
             raise everywhere(DeviceError(f"{packed.misplaced}; move the array to this rank's GPU, or to the host"))
         handles = [
@@ -98,14 +96,19 @@ class ArrayTrees:
             handle.wait()
 
     def _algorithm_for(self, flat: Array, *, is_exact: bool) -> Algorithm:
-        if is_device_array(flat):
-            return self._transport
-        return self._exact if is_exact and flat.dtype in FLOATS else self._algorithm
+        if is_exact and flat.dtype in FLOATS:
+            return self._exact_on_device if is_device_array(flat) else self._exact
+        return self._transport if is_device_array(flat) else self._algorithm
 
     @cached_property
     def _exact(self) -> ExactSum:
         """Made for the first sum of floats, by all ranks: they have agreed that there is one."""
         return exact_sum(self._world)
+
+    @cached_property
+    def _exact_on_device(self) -> DeviceSequential:
+        """Made for the first sum of device arrays of floats, by all ranks: they have agreed that there is one."""
+        return exact_staged(self._world, self._exact)
 
     @cached_property
     def _transport(self) -> DeviceSequential:
@@ -152,7 +155,8 @@ class _Packed:
         if allowed is not None:
             self._check(operation, allowed)
         stay = [allowed is not None and is_device_array(value) for value in values]
-        gpu = own_gpu(world) if world is not None and world.size > 1 and any(stay) else None
+        are_summed = world is not None and (world.size > 1 or world.config.reduction == "exact")
+        gpu = own_gpu(world) if world is not None and are_summed and any(stay) else None
         self.misplaced = ""  # the first line of an array on another GPU than the rank's; then nothing is packed
         for place, (value, stays) in enumerate(zip(values, stay, strict=True)):
             if stays and gpu is not None and value.device.id != gpu.number:

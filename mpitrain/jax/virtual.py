@@ -37,7 +37,7 @@ def virtual_mean(
 
     - params: any pytree, with the same bits on every rank.
     - batch: the batch of all ranks together, the same on every rank: a pytree of arrays with the samples along the
-      first dimension. Only this rank's samples are read.
+      first dimension. A rank reads its own samples; if it has none, the first part.
     - step: its number, an int of at least 0, the same on every rank. It changes the key.
 
     At the first call, rank 0's first part is computed two or three times more on every rank, and the ranks compare the
@@ -84,9 +84,8 @@ def virtual_mean(
             counts.append(part.stop - part.start)
             if counts[-1]:
                 results.append(function(*arguments(number)))
-        if not results:  # zeros of the same form
-            shapes = jax.eval_shape(function, *arguments(0))
-            results = [jax.tree.map(lambda one: numpy.zeros(one.shape, one.dtype), shapes)]
+        if not results:  # this rank has no samples: a result of the same form, which counts for nothing
+            results = [function(*arguments(0))]
         names, models, result_form = named_leaves(results[0])
         trees = [dict(zip(names, on_host(names, jax.tree.leaves(one)), strict=True)) for one in results]
         weights = [count / length for count in counts if count] or [0.0]

@@ -25,6 +25,9 @@ class VirtualRanks:
     number: int
     seed: int
 
+    def __str__(self) -> str:
+        return f"virtual_ranks={self.number} and seed={self.seed}"
+
     def key(self, step: int, virtual_rank: int) -> tuple[int, int, int, int]:
         """Return what the random numbers of a virtual rank in a step are drawn from, and nothing else."""
         return self.seed, step, virtual_rank, _NOT_A_SAMPLE

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import zlib
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -53,6 +53,7 @@ class PartSampler:
         drawing: the newest iteration.
         used: the number of batches that the next iteration leaves out, and the checksum of their numbers.
         epoch: the number of the next iteration, for the random numbers of samples.
+        before: is called on rank 0 before the next iteration draws; None: nothing is.
     """
 
     def __init__(self, world: World, batches: Any, virtual: VirtualRanks | None) -> None:
@@ -61,12 +62,13 @@ class PartSampler:
         self.drawing: Drawing | None = None
         self.used = 0, 0
         self.epoch = 0
+        self.before: Callable[[], None] | None = None
 
     def __len__(self) -> int:
         return len(self._batches)
 
     def __iter__(self) -> Drawing:
-        self.drawing = Drawing(self._world, self._batches, self._virtual, self.used, self.epoch)
+        self.drawing = Drawing(self._world, self._batches, self._virtual, self.used, self.epoch, self.before)
         return self.drawing
 
 
@@ -79,7 +81,13 @@ class Drawing:
     """
 
     def __init__(
-        self, world: World, batches: Any, virtual: VirtualRanks | None, used: tuple[int, int], epoch: int
+        self,
+        world: World,
+        batches: Any,
+        virtual: VirtualRanks | None,
+        used: tuple[int, int],
+        epoch: int,
+        before: Callable[[], None] | None,
     ) -> None:
         """See PartSampler."""
         self.shares: deque[tuple[Share, int]] = deque()
@@ -88,7 +96,7 @@ class Drawing:
         self._numbers: Iterator[Any] | None = None
         self._is_over = False  # no more will be drawn
         self._drawn: deque[list[Any]] = deque()
-        self._used, self._checksum = used, 0
+        self._used, self._checksum, self._before = used, 0, before
 
     def __iter__(self) -> Drawing:
         return self
@@ -139,6 +147,8 @@ class Drawing:
         with self._world.together("draw the samples of the next batches"):
             if self._world.is_root:
                 if self._numbers is None:
+                    if self._before is not None:
+                        self._before()
                     self._numbers = iter(self._batches)
                 drawn = _some(self._numbers)
         drawn = self._world.broadcast(drawn)

@@ -110,8 +110,9 @@ def prepare(
     if sharded.virtual != virtual:
         raise everywhere(
             ConfigError(
-                f"prepare() was given data of another prepare() or of shard(), which is cut for {sharded.virtual}, and "
-                f"the strategy asks for {virtual}; give the loader itself, or the same strategy"
+                "prepare() was given data of another prepare() or of shard(), which is divided for "
+                f"{sharded.virtual or 'no virtual ranks'}, and the strategy asks for {virtual or 'none'}; give the "
+                "loader itself, or the same strategy"
             )
         )
     gradients: Gradients

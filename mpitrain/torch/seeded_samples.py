@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
+
+from torch.utils.data import get_worker_info
 
 from mpitrain.adapters.torch_random import restored, seed
 
@@ -28,3 +30,13 @@ class SeededSamples:
 
     def __len__(self) -> int:
         return len(self._samples)
+
+
+def begin_worker(samples: Any, own: Callable[[int], None] | None, number: int) -> None:
+    """Begin a loader's worker of this number: a worker_init_fn that calls the loader's own one, if it has one.
+
+    `get_worker_info().dataset` is then the data set itself, as it is without virtual ranks.
+    """
+    object.__setattr__(get_worker_info(), "dataset", samples)  # PyTorch's object is frozen
+    if own is not None:
+        own(number)

@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
-import copy
-import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
+from torch.utils.data import DataLoader, IterableDataset
 
 from mpitrain.adapters.torch_random import generators_of, random_state, set_random_state
-from mpitrain.errors import ConfigError, DataError, everywhere
+from mpitrain.errors import DataError, everywhere
 from mpitrain.exchange.totals import exact_total
 from mpitrain.strategies.virtual_ranks import ComputedPlaces, VirtualRanks
-from mpitrain.torch.batches import described, divided
 from mpitrain.torch.dataset_lines import has_length, lines_of
-from mpitrain.torch.drawn import PartSampler, Share, other_samples, own_part
+from mpitrain.torch.drawn import PartSampler, Share
 from mpitrain.torch.observed import samples_come_divided, saw
+from mpitrain.torch.part_loader import part_loader, refuse_distributed
 from mpitrain.torch.sample_values import mean_of_virtual_ranks, number_of, numbers_of
-from mpitrain.torch.seeded_samples import SeededSamples
 from mpitrain.torch.uncompiled import uncompiled
+from mpitrain.torch.whole_batches import parts_of_whole_batches
 from mpitrain.world import World
 
 
@@ -85,14 +83,9 @@ class ShardedData:
         if isinstance(data, DataLoader):
             kind += f", batches of {data.batch_size} samples, drawn by {type(data.sampler).__name__}"
             lines = list(lines_of(data.dataset))
-            _refuse_distributed(data)
+            refuse_distributed(data)
             if not isinstance(data.dataset, IterableDataset) and data.batch_sampler is not None:
-                self._parts = PartSampler(world, data.batch_sampler, virtual)
-                loader = copy.copy(data)  # keep everything, also workers and pinned memory, except the batches
-                vars(loader).update(batch_sampler=self._parts, in_order=True, _iterator=None)
-                if virtual:
-                    vars(loader).update(dataset=SeededSamples(data.dataset))
-                self._source = loader
+                self._source, self._parts = part_loader(world, data, virtual)
         length = len(data) if has_length(data) else "an unknown number of"  # type: ignore[arg-type]
         world.agree("compare the data", [*lines, f"{kind}, {length} batches"])
 
@@ -110,7 +103,11 @@ class ShardedData:
             CheckpointError: after `load_state_dict`, the batches that were used have other samples than then.
         """
         first = self._begin_epoch()
-        batches = self._drawn(self._parts, first) if self._parts else self._read(first)
+        if self._parts:
+            batches = self._drawn(self._parts, first)
+        else:
+            used = first, self._checksum
+            batches = parts_of_whole_batches(self._world, self._source, self.virtual, used, self._skipped)
         for number, (batch, share, checked) in enumerate(batches, first):
             if number == 0:
                 self._check_first(share.total)
@@ -276,6 +273,7 @@ class ShardedData:
     def _drawn(self, parts: PartSampler, first: int) -> Iterator[tuple[Any, Share, int]]:
         """Yield batches of a data set with numbered samples, of which this rank reads only its own."""
         parts.used, parts.epoch = (first, self._checksum), self.epoch
+        parts.before = self._undo_seed if self._begins_workers_that_stay else None
         batches = iter(self._source)  # draws a seed for workers, before the sampler draws
         drawing = parts.drawing  # of this iteration; another iteration makes its own
         assert drawing is not None
@@ -285,44 +283,13 @@ class ShardedData:
         for batch in batches:
             yield batch, *drawing.shares.popleft()
 
-    def _read(self, first: int) -> Iterator[tuple[Any, Share, int]]:
-        """Yield batches of data that can only be read from the beginning: every rank reads all, and keeps its part."""
-        world, checked, number, of_first = self._world, 0, 0, 0
-        for number, batch in enumerate(self._source, 1):
-            try:
-                total, text = described(batch)
-            except DataError as error:
-                raise DataError(f"{world.name()}: batch {number - 1}: {error}") from None
-            of_first = of_first or total
-            checked = zlib.crc32(text.encode(), checked)
-            if number == first:
-                self._compare(first, number, checked)
-                self._skipped()
-            if number <= first:
-                continue
-            world.agree("take the next batch", [f"batch {number - 1}: {text}"])
-            own, share = own_part(world, self.virtual, total, of_first)
-            yield divided(batch, own, total), share, checked
-        if number < first:
-            self._compare(first, number, checked)
-        world.agree("take the next batch", ["no more batches"])
+    @property
+    def _begins_workers_that_stay(self) -> bool:
+        """True in the first epoch after a restart, if the undisturbed run has had its workers since an earlier one."""
+        loader: Any = self._source
+        return self.epoch > 0 and bool(loader.persistent_workers) and loader._iterator is None
 
-    def _compare(self, first: int, number: int, checked: int) -> None:
-        """Compare the `number` batches that were read with the `first` batches that were used. Collective."""
-        position = f"after {first} batches, checksum {self._checksum:08x}"
-        self._world.agree("go on within an epoch", [position, f"{number} batches are there, checksum {checked:08x}"])
-        if number < first:
-            raise other_samples(first, f"there are only {number}")
-        if checked != self._checksum:
-            raise other_samples(first, "their samples differ")
-
-
-def _refuse_distributed(loader: DataLoader[Any]) -> None:
-    samplers = (loader.sampler, loader.batch_sampler, getattr(loader.batch_sampler, "sampler", None))
-    if any(isinstance(sampler, DistributedSampler) for sampler in samplers):
-        raise everywhere(
-            ConfigError(
-                "the DataLoader has a DistributedSampler, which divides samples among ranks; prepare() does that. "
-                "Leave the sampler out: pass shuffle=True, and a batch_size for all ranks together"
-            )
-        )
+    def _undo_seed(self) -> None:
+        """Draw the order as if no seed for workers had been drawn before: workers that stay get none."""
+        assert self._random is not None
+        set_random_state(self._random, self._generators)

@@ -124,7 +124,7 @@ class VirtualGradients(Gradients):
 
     def _probe(self, part: Any) -> Iterator[Any]:
         """Yield rank 0's first virtual rank as often as the probe asks for it, and compare what the ranks compute."""
-        part = self._world.broadcast(part)
+        part = self._world.broadcast(copied(part))  # a part that is no copy would be sent with the whole batch
         passes = probe_passes()
         next(passes)
         try:

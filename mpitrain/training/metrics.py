@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 
 import numpy
 
 from mpitrain.arrays import Array
 from mpitrain.errors import ConfigError, DataError
+from mpitrain.exchange.totals import rounded_sum
 from mpitrain.exchange.trees import aligned_copy
 from mpitrain.shard import part_of
 from mpitrain.tree import Tree, describe, leaves, num_samples, rebuild
@@ -64,9 +64,9 @@ def evaluate(
             batch = _samples(arrays, samples, is_copied=virtual_ranks is not None)
             parts.append((samples.stop - samples.start, dict(metrics(batch))))
     values_of_all = [item for of_rank in world.allgather(parts) for item in of_rank]
-    # fsum rounds once, so the sum does not depend on how the samples were shared out.
+    # It is rounded once, so it does not depend on how the samples were shared out.
     return {
-        name: math.fsum(count * float(values[name]) for count, values in values_of_all) / length
+        name: rounded_sum([count * float(values[name]) for count, values in values_of_all]) / length
         for name in values_of_all[0][1]
     }
 

@@ -5,7 +5,7 @@ number of threads and the shapes. So every rank computes the gradients of one vi
 step, and the ranks compare digests. Where there are several threads, a third pass has one thread, because another run
 may have another number of them.
 
-The passes are asked for one by one, because a loop of one's own makes them itself (mpitrain/torch/virtual_batches.py).
+The passes are asked for one by one, because a loop of one's own makes them itself: mpitrain/torch/virtual_gradients.py.
 """
 
 from __future__ import annotations

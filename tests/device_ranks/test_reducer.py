@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import gc
+from functools import partial
 
 import numpy
 import pytest
 
 from mpitrain import AdamW, GradientReducer, World
-from mpitrain.errors import DeviceError, GradientError, MismatchError, MissingGradientError, NonFiniteError
-from mpitrain.exchange.exchange import PlainExchange
+from mpitrain.errors import ConfigError, DeviceError, GradientError, MismatchError, MissingGradientError, NonFiniteError
+from mpitrain.exchange.exchange import PlainExchange, make_exchange
 from tests.ranks.common import assert_same_bits, error_on_all, mean_bound, named_ranks, skip_alone
 from tests.ranks.reducers import BUCKETS, HUGE, PARAMETERS, SMALL, TINY, gradients_of
 
@@ -62,6 +63,30 @@ def test_with_the_transport_that_the_settings_choose(world: World, bucket_bytes:
     for step in range(3):
         step_of(world, reducer, [1.0] * world.size, step)
         check(world, reducer, [1.0] * world.size, step)
+
+
+def test_exact_means_have_the_bits_of_the_host(world: World) -> None:
+    exchange = partial(make_exchange, reduction="exact")
+    on_device, on_host = (
+        GradientReducer(world, PARAMETERS, exchange=exchange, bucket_bytes=SMALL, on_device=on_device)
+        for on_device in (True, False)
+    )
+    weights = [float(1 + rank) for rank in range(world.size)]
+    for step in range(2):
+        step_of(world, on_device, weights, step)
+        check(world, on_device, weights, step)
+        on_host.begin(weights[world.rank])
+        for index, gradient in enumerate(gradients_of(world.rank, step)):
+            on_host.ready(index, gradient)
+        on_host.finish()
+        for dtype, flat in on_host.flats.items():
+            assert on_device.flats[dtype].get().tobytes() == flat.tobytes()
+
+
+def test_virtual_ranks_are_refused(world: World) -> None:
+    make = partial(GradientReducer, world, PARAMETERS, exchange=partial(make_exchange, reduction="exact"))
+    text = error_on_all(world, ConfigError, lambda: make(on_device=True, virtual_ranks=world.size))
+    assert text.startswith(f"virtual_ranks={world.size}: the gradients of virtual ranks are added up on the host")
 
 
 @pytest.mark.parametrize("bucket_bytes", BUCKETS)

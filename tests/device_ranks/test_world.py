@@ -9,7 +9,7 @@ import pytest
 
 from mpitrain import World, clip_by_global_norm
 from mpitrain.cuda.device import bind
-from mpitrain.errors import ConfigError, MismatchError, MpitrainError
+from mpitrain.errors import DeviceError, MismatchError, MpitrainError
 from tests.ranks.common import error_on_all, skip_alone
 
 cupy = pytest.importorskip("cupy", reason="CuPy is not installed")
@@ -103,11 +103,35 @@ def test_sums_leave_what_they_are_given(world: World) -> None:
         numpy.testing.assert_allclose(mean.get(), world.size + 1, rtol=2.0**-20)
 
 
-def test_exact_sums_are_refused(world: World) -> None:
-    there = replace(world, config=replace(world.config, reduction="exact"))
-    for call in (there.sum, there.mean):
-        text = error_on_all(world, ConfigError, lambda call=call: call(cupy.zeros(3)))
-        assert text.startswith("reduction=exact adds up on the host")
+def exact(world: World, **settings: str) -> World:
+    return replace(world, config=replace(world.config, reduction="exact", **settings))
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
+def test_exact_sums_have_the_bits_of_the_host(world: World, dtype: str) -> None:
+    """In one piece and in several, with -0, NaN and infinity, and on one rank."""
+    there = exact(world)
+    for count in (0, 1, 3, 150_001):
+        rng = numpy.random.default_rng((world.rank, count))
+        values = numpy.ldexp(rng.standard_normal(count), rng.integers(-12, 9, count)).astype(dtype)
+        values[:1] = -0.0
+        values[1:2] = numpy.nan if world.is_root else numpy.inf
+        tree = {"f": values, "n": numpy.full(count, world.rank)}
+        on_device = {name: cupy.asarray(one) for name, one in tree.items()}
+        summed, expected = there.sum(on_device), there.sum(tree)
+        assert all(isinstance(one, cupy.ndarray) for one in summed.values())
+        assert {name: one.get().tobytes() for name, one in summed.items()} == {
+            name: one.tobytes() for name, one in expected.items()
+        }
+        mean = there.mean(on_device["f"], weight=world.rank + 1)
+        assert mean.get().tobytes() == there.mean(values, weight=world.rank + 1).tobytes()
+        assert on_device["f"].get().tobytes() == values.tobytes()
+
+
+def test_exact_sums_by_a_transport_that_does_not_go_through_the_host(world: World) -> None:
+    there = exact(world, transport="nccl")
+    text = error_on_all(world, DeviceError, lambda: there.sum(cupy.zeros(3)))
+    assert "nccl is not possible here" in text and "use auto or staged with reduction=exact" in text
 
 
 # -- clipping ---------------------------------------------------------------------

@@ -119,6 +119,12 @@ def test_keys_differ_by_seed_step_and_virtual_rank(world: World) -> None:
     assert len(set(of_all)) == 2 * 2 * V
 
 
+def test_a_function_that_cannot_be_traced_on_ranks_without_samples(world: World) -> None:
+    """The batch has one sample, so only rank 0 has any."""
+    means = mpitrain.jax.virtual_mean(lambda params, part, key: {"mean": float(part.mean())}, V)
+    assert means(0.0, numpy.array([0.1]), 0) == {"mean": 0.1}
+
+
 # -- what is refused -------------------------------------------------------------------------------------------------
 
 

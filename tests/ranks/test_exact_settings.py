@@ -128,12 +128,6 @@ def test_an_exchange_that_rounds_refuses(world: World) -> None:
         assert error_on_all(world, ConfigError, make).startswith("reduction=exact and compression=")
 
 
-def test_arrays_on_gpus_are_refused(world: World) -> None:
-    exchange = PlainExchange(exact(world))
-    text = error_on_all(world, ConfigError, lambda: exchange.allocate(3, FLOAT32, on_device=True))
-    assert text.startswith("reduction=exact adds up on the host")
-
-
 def test_servers_refuse(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     role = SimpleNamespace(kind="worker", num_servers=1, division="")
     job = SimpleNamespace(role=role)

@@ -6,140 +6,35 @@ Each rank compares the training on all ranks with one that it makes alone, in a 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
-from dataclasses import replace
+from collections.abc import Callable
 from typing import Any
 
 import numpy
 import pytest
-from threadpoolctl import threadpool_limits
 
-from mpitrain import (
-    Accumulate,
-    ArrayData,
-    ArrayFunction,
-    Balance,
-    Hook,
-    LossScale,
-    Parts,
-    Prefetch,
-    Sgd,
-    Step,
-    StopAtStep,
-    StreamData,
-    Sync,
-    Trainer,
-    World,
-)
-from mpitrain.errors import CheckpointError, ConfigError, GradientError, MissingGradientError, NonFiniteError
-from mpitrain.exchange.exchange import make_exchange
-from mpitrain.job.worlds import make_world
+from mpitrain import Accumulate, ArrayData, ArrayFunction, Parts, Sgd, StopAtStep, Sync, Trainer, World
+from mpitrain.errors import GradientError, MissingGradientError, NonFiniteError
 from mpitrain.training.data.order import permuted
 
 from .common import error_on_all, skip_alone
 from .trainings import bits
+from .virtual_trainings import (
+    COUNT,
+    WIDTH,
+    V,
+    ahead,
+    alone,
+    builder,
+    in_a_stream,
+    model,
+    noisy,
+    one_thread,
+    samples,
+    too_large,
+    trained,
+)
 
-V, COUNT, WIDTH = 7, 80, 300  # 300 values are more than a block of an exact sum
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """With several threads, the probe makes one pass more."""
-    with threadpool_limits(1):
-        yield
-
-
-def alone(world: World) -> World:
-    """A World of this rank."""
-    return make_world(world.comm.Split(world.rank, 0))
-
-
-def noisy(parameters: Any, batch: Any, on_gradient: Any, random: numpy.random.Generator, loss_scale: Any = 1) -> float:
-    """A model of one layer with dropout. Its gradients have all bits in use."""
-    x, y = batch
-    if not len(x):
-        for name, value in parameters.items():
-            on_gradient(name, numpy.zeros_like(value))
-        return 0.0
-    x = x * (random.random(x.shape) < 0.7)
-    error = x @ parameters["w"] + parameters["b"] - y
-    scaled = (error * (loss_scale / len(x))).astype(error.dtype)
-    on_gradient("b", scaled.sum(axis=0, keepdims=True))
-    on_gradient("w", x.T @ scaled)
-    return float((error.astype("f8") ** 2).mean() / 2)
-
-
-def samples() -> tuple[numpy.ndarray, numpy.ndarray]:
-    rng = numpy.random.default_rng(3)
-    return rng.standard_normal((COUNT, WIDTH)).astype("f4"), rng.standard_normal(COUNT).astype("f4")
-
-
-def shifted(sample: Any, random: numpy.random.Generator) -> Any:
-    x, y = sample
-    return x + numpy.float32(random.normal()), y
-
-
-def model(function: Any = noisy, **options: Any) -> ArrayFunction:
-    rng = numpy.random.default_rng(1)
-    parameters = {"w": (rng.standard_normal(WIDTH) / 10).astype("f4"), "b": numpy.zeros(1, "f4")}
-    return ArrayFunction(function, parameters, Sgd(0.01, momentum=0.9, clip_norm=1.0), **options)
-
-
-def builder(
-    global_batch: int = 21,
-    number: Any = V,
-    *,
-    seed: Any = 5,
-    adapter: Callable[[], Any] = model,
-    data: Callable[[World, int], Any] | None = None,
-) -> Callable[[World], Parts]:
-    def arrays(world: World, global_batch: int) -> Any:
-        return ArrayData(world, samples(), global_batch=global_batch, seed=2, augment=shifted)
-
-    def build(world: World) -> Parts:
-        return Parts(adapter(), Sync(virtual_ranks=number, seed=seed), (data or arrays)(world, global_batch))
-
-    return build
-
-
-def too_large() -> LossScale:
-    """A scale with which the first steps are skipped, and another one later."""
-    return LossScale(2.0**18, growth_interval=2)
-
-
-class Losses(Hook):
-    """Keeps what a step reports."""
-
-    def __init__(self) -> None:
-        self.steps: list[tuple[float, float, float | None]] = []
-
-    def before_run(self, trainer: Trainer) -> None:
-        trainer.adapter.measure_gradient_norm()
-
-    def after_step(self, trainer: Trainer, step: Step) -> None:
-        self.steps.append((step.loss, step.samples, trainer.adapter.gradient_norm()))
-        trainer.adapter.measure_gradient_norm()
-
-
-def trained(
-    world: World, build: Callable[[World], Parts], steps: int = 9, state: Any = None
-) -> tuple[dict[str, bytes], list[Any], Trainer]:
-    """All that a checkpoint keeps, and all that the steps have reported."""
-    losses = Losses()
-    trainer = Trainer(build, [StopAtStep(steps), losses], world=world)
-    if state is not None:
-        trainer.restore(state)
-    trainer.run()
-    return bits(trainer), losses.steps, trainer
-
-
-def in_a_stream(world: World, global_batch: int) -> StreamData:
-    return StreamData(world, lambda epoch: zip(*samples(), strict=True), global_batch=global_batch, augment=shifted)
-
-
-def ahead(world: World, global_batch: int) -> Prefetch:
-    return Prefetch(ArrayData(world, samples(), global_batch=global_batch, seed=2))
-
+__all__ = ["one_thread"]
 
 # -- the same bits ---------------------------------------------------------------------------------------------------
 
@@ -320,133 +215,3 @@ def test_a_model_that_is_not_reproducible_is_named(world: World, where: str) -> 
     trainer = Trainer(builder(adapter=lambda: model(other)), [StopAtStep(5)], world=world)
     text = error_on_all(world, GradientError, trainer.step)
     assert f"{world.name(0)}: the gradient of b has other bits when the same virtual rank is computed again" in text
-
-
-# -- what is refused -------------------------------------------------------------------------------------------------
-
-
-def refused(world: World, build: Callable[[World], Parts], kind: Any = ConfigError) -> str:
-    return error_on_all(world, kind, lambda: Trainer(build, [StopAtStep(1)], world=world))
-
-
-def test_fewer_virtual_ranks_than_ranks(world: World) -> None:
-    skip_alone(world)
-    text = refused(world, builder(20 * (world.size - 1), world.size - 1))
-    assert f"virtual_ranks={world.size - 1} for {world.size} ranks" in text
-    assert f"Start at most {world.size - 1} ranks" in text
-
-
-@pytest.mark.parametrize("number", [0, -1, True, 7.0, "7"], ids=repr)
-def test_a_number_that_is_none(world: World, number: Any) -> None:
-    assert f"virtual_ranks={number!r}; it must be an int of at least 1" in refused(world, builder(number=number))
-
-
-@pytest.mark.parametrize("seed", [-1, 0.5, None], ids=repr)
-def test_a_seed_that_is_none(world: World, seed: Any) -> None:
-    assert f"seed={seed!r}; it must be an int of at least 0" in refused(world, builder(seed=seed))
-
-
-def test_a_batch_that_is_not_a_multiple(world: World) -> None:
-    text = refused(world, builder(22))
-    assert "virtual_ranks=7 and a global batch of 22 samples" in text
-    assert "Take global_batch=21 or 28" in text
-
-
-def test_a_codec(world: World) -> None:
-    coded = replace(world, config=replace(world.config, compression="int8"))
-    text = error_on_all(world, ConfigError, lambda: Trainer(builder(), [StopAtStep(1)], world=coded))
-    assert "virtual_ranks=7 and compression=int8" in text
-
-
-def test_an_exchange_of_ones_own(world: World) -> None:
-    def build(world: World) -> Parts:
-        strategy = Sync(lambda world: make_exchange(world, "ring"), virtual_ranks=V)
-        return Parts(model(), strategy, ArrayData(world, samples(), global_batch=V))
-
-    assert "virtual_ranks=7 and an exchange= of its own" in refused(world, build)
-
-
-@pytest.mark.parametrize(
-    "wrapped",
-    [lambda data: data, Prefetch, lambda data: Prefetch(Prefetch(data))],
-    ids=["by itself", "prefetched", "prefetched twice"],
-)
-def test_data_that_cannot_be_cut(world: World, wrapped: Callable[[Any], Any]) -> None:
-    class Batches:
-        epoch = steps_per_epoch = 0
-
-        def state(self) -> dict[str, Any]:
-            return {}
-
-    text = refused(world, builder(data=lambda world, global_batch: wrapped(Batches())))
-    assert "Batches has no method cut(virtual_ranks)" in text
-
-
-def test_an_adapter_in_pieces_without_random_numbers(world: World) -> None:
-    class Unseeded(ArrayFunction):
-        seeded: Any = None
-
-    pieces = Accumulate(Unseeded(noisy, model().parameters(), Sgd(0.01)), per_rank_batch=2)
-    with pytest.raises(ConfigError, match=r"Unseeded has no method seeded\(key\)"):
-        Trainer(builder(adapter=lambda: pieces), [StopAtStep(1)], world=world)
-
-
-def test_balance(world: World) -> None:
-    trainer = Trainer(builder(), [StopAtStep(9), Balance(steps=1)], world=world)
-    assert "each rank has whole virtual ranks" in error_on_all(world, ConfigError, trainer.run)
-
-
-def test_a_function_with_random_needs_virtual_ranks(world: World) -> None:
-    def build(world: World) -> Parts:
-        return Parts(model(), Sync(), ArrayData(world, samples(), global_batch=V))
-
-    with pytest.raises(GradientError, match="there are no virtual ranks"):
-        Trainer(build, [StopAtStep(1)], world=alone(world)).step()
-
-
-def test_a_function_with_random_and_a_default_needs_none(world: World) -> None:
-    given: list[Any] = []
-
-    def function(parameters: Any, batch: Any, on_gradient: Any, random: Any = None) -> float:
-        given.append(random)
-        return noisy(parameters, batch, on_gradient, numpy.random.default_rng(0))
-
-    def build(world: World) -> Parts:
-        return Parts(model(function), Sync(), ArrayData(world, samples(), global_batch=V))
-
-    Trainer(build, [StopAtStep(1)], world=alone(world)).step()
-    assert given == [None]
-
-
-def test_a_function_without_a_signature(world: World) -> None:
-    class Native:
-        """As a function of a C extension is."""
-
-        @property
-        def __signature__(self) -> Any:
-            raise ValueError("no signature found")
-
-        def __call__(self, parameters: Any, batch: Any, on_gradient: Any) -> float:
-            return noisy(parameters, batch, on_gradient, numpy.random.default_rng(0))
-
-    def build(world: World) -> Parts:
-        return Parts(model(Native()), Sync(), ArrayData(world, samples(), global_batch=V))
-
-    assert Trainer(build, [StopAtStep(1)], world=alone(world)).step().number == 1
-
-
-@pytest.mark.parametrize(("number", "seed", "words"), [(21, 5, "virtual_ranks=21"), (7, 6, "seed=6")])
-def test_a_checkpoint_of_others(world: World, number: int, seed: int, words: str) -> None:
-    _, _, written = trained(world, builder(), 1)
-    trainer = Trainer(builder(number=number, seed=seed), [StopAtStep(2)], world=world)
-    before = bits(trainer)
-    with pytest.raises(CheckpointError, match=words):
-        trainer.restore(written.state())
-    assert bits(trainer) == before
-
-
-def test_values_that_a_codec_has_left_out(world: World) -> None:
-    trainer = Trainer(builder(), [StopAtStep(2)], world=world)
-    left_out = {"place": "elsewhere", "residual": dict(trainer.adapter.parameters())}
-    with pytest.raises(CheckpointError, match="virtual ranks send all of a gradient"):
-        trainer.strategy.restore_own(left_out)

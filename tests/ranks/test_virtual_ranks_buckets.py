@@ -12,7 +12,7 @@ from mpitrain.exchange.exchange import make_exchange
 from mpitrain.shard import part_of
 
 from .reducers import PARAMETERS, SMALL, gradients_of
-from .test_virtual_ranks import alone
+from .virtual_trainings import alone
 
 WEIGHTS = [3, 3, 3, 2, 2, 1, 0]  # in samples, by virtual rank
 EMPTY = WEIGHTS.index(0)

@@ -6,7 +6,7 @@ import pytest
 
 from mpitrain import World
 
-from .test_virtual_ranks import alone, builder, one_thread, trained
+from .virtual_trainings import alone, builder, one_thread, trained
 
 __all__ = ["one_thread"]
 

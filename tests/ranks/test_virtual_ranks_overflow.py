@@ -11,8 +11,8 @@ from mpitrain import Hook, LossScale, Step, StopAtStep, Trainer, World
 from mpitrain.strategies.virtual_ranks import VirtualRanks
 from mpitrain.training.data.samples import random_of
 
-from .test_virtual_ranks import alone, builder, model, noisy, samples
 from .trainings import bits
+from .virtual_trainings import alone, builder, model, noisy, samples
 
 LIMIT = 4.0  # at this loss scale and above, something overflows
 MARKED, OTHER = samples()[1][[11, 40]]  # the labels of two samples

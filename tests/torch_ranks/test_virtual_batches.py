@@ -65,10 +65,24 @@ class Augmented(torch.utils.data.Dataset[Any]):
         return self.x[number] + torch.rand(()) + numpy.random.random() + random.random(), self.y[number]
 
 
-def augmented(**options: Any) -> Any:
+class Opened(Augmented):
+    """Each worker opens it, as it would open a file."""
+
+    is_open = False
+
+    def __getitem__(self, number: int) -> Any:
+        assert self.is_open
+        return super().__getitem__(number)
+
+
+def open_in_worker(number: int) -> None:
+    torch.utils.data.get_worker_info().dataset.is_open = True
+
+
+def augmented(kind: type[Augmented] = Augmented, **options: Any) -> Any:
     """Batches of 21 and of 17 samples, in an order that a generator of the loader draws."""
     generator = torch.Generator().manual_seed(3)
-    return torch.utils.data.DataLoader(Augmented(), batch_size=BATCH, shuffle=True, generator=generator, **options)
+    return torch.utils.data.DataLoader(kind(), batch_size=BATCH, shuffle=True, generator=generator, **options)
 
 
 def listed() -> Any:
@@ -224,8 +238,19 @@ def test_a_run_goes_on_with_other_ranks(world: World, tmp_path: Path) -> None:
 def test_workers_read_the_same(world: World) -> None:
     with alone(world, True):
         expected = Loop(augmented()).run(3)
-    got = Loop(augmented(num_workers=1)).run(3)
+    got = Loop(augmented(Opened, num_workers=1, worker_init_fn=open_in_worker)).run(3)
     assert got.bits() == expected.bits()
+
+
+def test_workers_that_stay_read_the_same(world: World) -> None:
+    """Into another epoch, whose order PyTorch draws otherwise if they stay; and after a restart in that epoch."""
+    workers = {"num_workers": 1, "persistent_workers": True}
+    with alone(world, True):
+        expected = Loop(augmented(**workers)).run(4)
+    begun = Loop(augmented(**workers)).run(3)
+    rest = Loop(augmented(**workers), state=begun.state()).run(1)
+    assert rest.bits() == expected.bits()
+    assert begun.steps + rest.steps == expected.steps
 
 
 def test_gradients_add_up_from_batch_to_batch(world: World) -> None:
@@ -253,6 +278,21 @@ def test_gradients_add_up_from_batch_to_batch(world: World) -> None:
     assert not numpy.array_equal(first, both)
 
 
+def test_several_backward_passes_for_a_virtual_batch(world: World) -> None:
+    def trained(is_alone: bool, factors: tuple[float, ...]) -> list[bytes]:
+        with alone(world, is_alone):
+            loop = Loop(augmented())
+        for batch in loop.data:
+            loop.optimizer.zero_grad()
+            for part in mpitrain.torch.virtual_batches(loop.model, batch):
+                for factor in factors:
+                    (square(loop.model, part) * factor).backward()
+            loop.optimizer.step()
+        return loop.bits()
+
+    assert trained(False, (1, 0.3)) == trained(True, (1, 0.3)) != trained(True, (1,))
+
+
 # -- what is refused -------------------------------------------------------------------------------------------------
 
 
@@ -274,9 +314,11 @@ def test_a_virtual_batch_without_a_backward(world: World) -> None:
 def test_a_loop_that_is_left(world: World) -> None:
     loop = Loop(augmented())
     batch = next(iter(loop.data))
+    before = torch.get_rng_state()
     for part in mpitrain.torch.virtual_batches(loop.model, batch):
         square(loop.model, part).backward()
         break
+    assert torch.equal(torch.get_rng_state(), before)
     assert "came in the middle of virtual_batches" in error_of(GradientError, loop.optimizer.step)
     again = mpitrain.torch.virtual_batches(loop.model, batch)
     assert "loop over it once for each batch, to the end" in error_of(GradientError, lambda: next(again))
@@ -344,7 +386,8 @@ def test_accumulate_and_rounds_have_no_virtual_ranks(world: World) -> None:
     prepare: Callable[[], Any] = lambda: mpitrain.torch.prepare(  # noqa: E731
         other, sgd(other.parameters()), loop.data, strategy=LocalSGD(2)
     )
-    assert "or the same strategy" in error_on_all(world, ConfigError, prepare)
+    text = error_on_all(world, ConfigError, prepare)
+    assert "which is divided for virtual_ranks=7 and seed=1, and the strategy asks for none" in text
 
 
 # -- the probe -------------------------------------------------------------------------------------------------------

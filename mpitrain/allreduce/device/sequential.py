@@ -127,8 +127,12 @@ class DeviceSequential:
         steps: Steps,
         allocate: Callable[[int, numpy.dtype], Array] | None = None,
         dtypes: Sequence[numpy.dtype] = DTYPES,
+        *,
+        alone: bool = False,
     ) -> None:
+        """`alone`: there is work with one rank, too."""
         self.steps = steps
+        self._has_work = world.size > 1 or alone
         self.dtypes = dtypes
         self.place = place
         self.has_own_memory = allocate is not None
@@ -152,7 +156,7 @@ class DeviceSequential:
         Earlier work of the current stream ends before the sum reads the array.
         """
         check_device_flat(flat, self.place.gpu, self.dtypes)
-        steps = self.steps(flat, residual) if self._world.size > 1 and flat.size > 0 else iter(())
+        steps = self.steps(flat, residual) if self._has_work and flat.size > 0 else iter(())
         return self._on_stream.start(flat, steps, (flat, residual), agreed=agreed)
 
     def _from_pool(self, count: int, dtype: numpy.dtype) -> Array:
