@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from jobs import REPOSITORY
+from jobs import HANG_SECONDS, REPOSITORY, clean_environment
 
 nbclient = pytest.importorskip("nbclient", reason="the extra notebooks is not installed")
 import nbformat  # noqa: E402 - a part of nbclient
@@ -28,12 +28,19 @@ SLOW = ("plan",)  # it measures the machine for some seconds
     ids=lambda path: path.stem,
 )
 def test_a_notebook_prints_what_it_shows(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
+    monkeypatch.setenv("JUPYTER_RUNTIME_DIR", str(tmp_path / "runtime"))
     shown = nbformat.read(path, as_version=4)
     nbformat.validate(shown)
     book = nbformat.read(path, as_version=4)
     resources = {"metadata": {"path": str(tmp_path)}}
-    nbclient.NotebookClient(book, timeout=300, kernel_name="python3", resources=resources).execute()
+    limits = dict.fromkeys(("timeout", "startup_timeout", "iopub_timeout"), int(HANG_SECONDS))
+    environment = {
+        "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
+        "IPYTHONDIR": str(tmp_path / "ipython"),
+        "MPITRAIN_STALL_SECONDS": str(HANG_SECONDS),  # on a busy machine a cell would show a report too
+    }
+    client = nbclient.NotebookClient(book, kernel_name="python3", resources=resources, **limits)
+    client.execute(env=clean_environment(environment))
     assert len(book.cells) == len(shown.cells) > 0
     for cell, wanted in zip(book.cells, shown.cells, strict=True):
         if "varies" not in cell.metadata.get("tags", []):

@@ -13,7 +13,7 @@ import numpy
 
 from mpitrain.allreduce import ALGORITHMS
 from mpitrain.allreduce.algorithm import Progress
-from mpitrain.errors import ConfigError, MpitrainError, ProcessGroupError, everywhere
+from mpitrain.errors import ConfigError, MismatchError, MpitrainError, ProcessGroupError, everywhere
 from mpitrain.torch.last_small_calls import LastSmallCalls
 from mpitrain.torch.peers import Peers
 from mpitrain.torch.work import Call
@@ -116,7 +116,7 @@ class Channel:
         agreement = self._agreement(call, lambda: [f"refused: {error}"])
         if agreement is not None:
             told = Call(self, call, (), self.timeout_seconds)
-            self._enqueue(told, self._run(told, agreement, lambda: iter(())))
+            self._enqueue(told, self._run(told, None, lambda: _tell(agreement)))
             self.engine.wake()
         raise error
 
@@ -297,6 +297,12 @@ class Channel:
         if future is not None:
             self.engine.ended.append(future)
             self.engine.wake()
+
+
+def _tell(agreement: Agreement) -> Generator[float | None]:
+    """Let the others see that this rank has refused a call. A mismatch is no error here: the caller has the reason."""
+    with suppress(MismatchError):
+        yield from until(agreement.test)
 
 
 def _read_words(peers: Peers, words_read: Counter[int], own_rank: int, sent: Sequence[int]) -> None:

@@ -17,6 +17,8 @@ import torch
 import torch.distributed as dist
 from torch._C import _distributed_c10d as _c10d
 
+from mpitrain.torch.uncompiled import uncompiled
+
 Arguments: TypeAlias = tuple[Any, ...]
 _SUM = dist.ReduceOp.SUM
 
@@ -103,6 +105,7 @@ def with_short_forms(kind: Any) -> Any:
 
 def _both(method: Callable[..., Any], long_form: Callable[..., Arguments], num_lists: int) -> Callable[..., Any]:
     @functools.wraps(method)
+    @uncompiled  # while it has no __wrapped__: torch's C++ calls it too
     def call(self: Any, *args: Any, **named: Any) -> Any:
         is_short = (
             any(isinstance(one, torch.Tensor) for one in args[:num_lists])

@@ -274,9 +274,10 @@ def test_monitored_barrier(world: World, name: str) -> None:
     made()
     skip_alone(world)
     late = [0] if world.size == 2 else [0, world.size - 1]
+    seconds = 1 if world.size <= 3 else 30  # from 4 ranks on, those that are not late must meet within this time
     if world.rank not in late:
-        with pytest.raises(ProcessGroupError, match=r"not arrived within 1 s") as caught:
-            made(timeout=timedelta(seconds=1), wait_all_ranks=True)
+        with pytest.raises(ProcessGroupError, match=f"not arrived within {seconds} s") as caught:
+            made(timeout=timedelta(seconds=seconds), wait_all_ranks=True)
         for rank in late:
             assert world.name(rank) in str(caught.value)
         for rank in set(range(world.size)) - set(late):

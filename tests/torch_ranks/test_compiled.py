@@ -9,9 +9,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch._C._dynamo.eval_frame import _debug_get_cache_entry_list
 from torch.nn.parallel import DistributedDataParallel
 
 from mpitrain import World
+from mpitrain.torch.backend import MpiProcessGroup
 from tests.torch_ranks.prepared import compare, mlp
 
 pytestmark = [
@@ -45,6 +47,8 @@ def test_data_parallel(world: World) -> None:
         wanted = torch.full((3, 5), step + (world.size - 1) / 2, dtype=torch.float64)
         torch.testing.assert_close(inner.weight.grad, wanted, rtol=1e-12, atol=0)
     assert torch.equal(inner.weight, torch.arange(15, dtype=torch.float64).view(3, 5))
+    for name in ("allreduce", "broadcast"):  # which torch's C++ has called meanwhile
+        assert not _debug_get_cache_entry_list(getattr(MpiProcessGroup, name).__code__)
 
 
 def summed_later(x: torch.Tensor) -> torch.Tensor:

@@ -199,6 +199,15 @@ def test_an_exception_among_calls_that_end_together(world: World, device: torch.
     assert kept() is None
 
 
+def test_a_refusal_that_was_caught_does_not_come_again(world: World) -> None:
+    """The last rank comes later, so the others end the group while they still tell of their refusals."""
+    made = dist.new_group()
+    time.sleep(0.2 * (world.rank == world.size - 1))
+    with pytest.raises(ValueError, match="give one for each rank"):
+        dist.all_gather([torch.ones(3)] * (world.size + 1), torch.ones(3), group=made)
+    dist.destroy_process_group(made)
+
+
 def test_exact_sums_are_refused(world: World) -> None:
     there = replace(world, config=replace(world.config, reduction="exact"))
     engine: Any = None  # it is not reached

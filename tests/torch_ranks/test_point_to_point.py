@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import time
+from datetime import timedelta
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from mpitrain import World
+from mpitrain.errors import ProcessGroupError
 from tests.ranks.common import skip_alone
 from tests.torch_ranks.common import FLOATS, INTEGERS, assert_equal, tensor
 
@@ -154,14 +155,20 @@ def test_the_end_of_a_coalescing_manager_waits(
 
 
 def test_the_profiler_sees_waits(world: World, ours: None) -> None:
-    """Rank 0 receives what rank 1 sends later."""
+    """Rank 1 sends when a short wait of rank 0 is over."""
     skip_alone(world)
-    value = torch.ones(1)
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
-        if world.rank == 0:
-            dist.recv(value, 1)
-        if world.rank == 1:
-            time.sleep(0.2)
-            dist.send(value, 0)
-    waited = [event for event in profile.key_averages() if event.key == f"mpitrain:recv from {world.name(1)}"]
-    assert len(waited) == (world.rank == 0)
+    value = torch.zeros(1)
+    if world.rank == 0:
+        work = dist.irecv(value, 1)
+        assert work is not None
+        too_short = pytest.raises(ProcessGroupError, match="has not ended within")
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile, too_short:
+            work.wait(timedelta(seconds=0.01))
+        waits = [event.count for event in profile.key_averages() if event.key == f"mpitrain:recv from {world.name(1)}"]
+        assert waits == [1]
+    world.barrier()
+    if world.rank == 1:
+        dist.send(torch.ones(1), 0)
+    if world.rank == 0:
+        assert work.wait()
+        assert value.item() == 1
