@@ -70,6 +70,7 @@ LAYERS: dict[str, list[str]] = {
     ],
     "remote": ["remote.*"],
     "job": [
+        "job.cores",
         "job.elastic",
         "job.failure",
         "job.helpers",

@@ -413,25 +413,16 @@ class GradientReducer:
         """
         self._left_out.restore_factors(factors)
 
-    def leave(self) -> tuple[int, dict[str, numpy.ndarray]]:
-        """Close it, and return what another reducer of the same parameters needs to go on: see `follow`. Collective."""
-        step = self._sums.step
-        carried: dict[str, numpy.ndarray] = {}
-        state = self.state()
-        for part in ("residual", "carried"):
-            for name, value in state.get(part, {}).items():
-                carried[name] = carried[name] + value if name in carried else value
+    def leave(self) -> tuple[int, dict[str, Any]]:
+        """Close it, and return the number of its steps and its `state`. Collective."""
+        step, state = self._sums.step, self.state()
         self.close()
-        return step, carried
+        return step, state
 
-    def follow(self, step: int, carried: Mapping[str, numpy.ndarray]) -> None:
-        """Go on where another reducer has left: its steps count, and what it had not sent goes into the next means.
-
-        Every rank calls it, before the first step.
-        """
+    def follow(self, step: int, state: Mapping[str, Any]) -> None:
+        """Go on where another reducer of the same parameters has left. Every rank calls it, before the first step."""
         self._sums.step = step
-        if carried:
-            self.restore({"carried": carried})
+        self.restore(state)
 
     def close(self) -> None:
         """Give back the thread and the communicator. The memory goes with its last view. Collective, between steps.

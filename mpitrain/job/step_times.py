@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import resource
 import statistics
 import time
@@ -24,6 +23,7 @@ import numpy
 from mpitrain.allreduce import ALGORITHMS
 from mpitrain.errors import ConfigError
 from mpitrain.job.context import LEAST_PLAN_STEPS
+from mpitrain.job.cores import own_cores
 from mpitrain.shard import largest_part
 from mpitrain.world import World
 
@@ -122,7 +122,7 @@ class StepTimes:
             "num_steps": self._num_steps,
             "is_fixed": self._is_fixed,
             "memory_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
-            "cores": len(os.sched_getaffinity(0)) / self._num_neighbours(),
+            "cores": own_cores(self._everyone),
             "busy_cores": self._busy_cores,
         }
         of_all = self._everyone.allgather({**own, "sums": self._sums()})  # last, where nothing else is measured
@@ -158,12 +158,6 @@ class StepTimes:
             if not self._sizes or self._sizes[0] > self._whole:
                 self._leave()
             self.divisor, self._skip = self._sizes[0], _NEXT_STEPS
-
-    def _num_neighbours(self) -> int:
-        """The number of ranks on this machine, also on other hosts of it, such as containers. Collective."""
-        everyone = self._everyone
-        machines: list[str] = everyone.allgather(Path("/proc/sys/kernel/random/boot_id").read_text())
-        return machines.count(machines[everyone.rank])
 
     def _sums(self) -> dict[str, tuple[float, float]]:
         """Time of a sum of SUM_BYTES over all hosts at once, by algorithm; {} on one host. Collective.

@@ -199,7 +199,7 @@ class Planner:
         nodes = self.machines.num_nodes
         work = processor * sent / (2 * (nodes - 1) / nodes * SUM_BYTES) if processor else 0.0
         if way.codec != "none":
-            return work + num_bytes / dict(costs.codecs)[way.codec]
+            return work + num_bytes / dict(costs.codecs)[way.codec.partition(":")[0]]
         return work or num_bytes / costs.add_bytes_per_second / way.sync_every
 
     def _served(self, num_ranks: int, way: ExchangeWay) -> Forecast:

@@ -102,6 +102,11 @@ class ExchangeWay:
         return f"strategy mt.LocalSGD({self.sync_every}) in the script" if self.sync_every > 1 else ""
 
 
+def way_of_settings(algorithm: str, bucket_mib: float, codec: str) -> ExchangeWay:
+    """The way of a job with these settings; 0 MiB: none is set."""
+    return ExchangeWay("auto" if codec != "none" else algorithm, codec, bucket_mib or None)
+
+
 def plain_ways(num_ranks: int, ranks_per_node: int) -> list[ExchangeWay]:
     """Every step exchanged in full, by each algorithm."""
     if num_ranks <= ranks_per_node:

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy
@@ -20,9 +19,11 @@ from mpitrain.exchange.bucket import Parameter
 from mpitrain.exchange.exchange import make_exchange
 from mpitrain.exchange.means import Means
 from mpitrain.exchange.reducer import GradientReducer
-from mpitrain.plan.ways import ExchangeWay
+from mpitrain.job.cores import own_cores
+from mpitrain.plan.ways import ExchangeWay, way_of_settings
 from mpitrain.strategies.chooser import Chooser, Decision, StepSeconds
-from mpitrain.strategies.step_parts import StepMedians, StepParts, own_cores
+from mpitrain.strategies.step_parts import StepMedians, StepParts
+from mpitrain.training.checkpoint.parts import add_up
 from mpitrain.world import World
 
 if TYPE_CHECKING:
@@ -64,27 +65,31 @@ class ChoosingReducer:
         codecs: Sequence[str],
         varies: bool,
     ) -> None:
-        """Collective. `no_choice` of the same arguments must be "".
+        """Collective: all ranks compare `codecs` and `varies`. `no_choice` of the same arguments must be "".
 
         Args:
             codecs: that may be taken, the one to begin with first; "none" for no codec.
             varies: other algorithms and other buckets may be taken too, where no setting names one.
+
+        Raises:
+            MismatchError: the ranks may take different ways. Raised on every rank.
+            GradientError, DataError, ConfigError: what GradientReducer raises, also for a codec that is set and cannot
+                be used.
         """
+        world.agree("choose how gradients travel", [f"codecs {', '.join(codecs)}", f"varies {varies}"])
         self._world, self._parameters, self._on_device = world, parameters, on_device
-        if any(one.dtype != numpy.float32 for one in parameters):
+        if codecs[0] == "none" != codecs[-1] and any(one.dtype != numpy.float32 for one in parameters):
+            world.print("mpitrain: no codec is chosen: codecs take float32, and the gradients are not all float32")
             codecs = ["none"]
         self._codecs, self._varies = codecs, varies
-        config = world.config
-        self._plain = ExchangeWay(
-            "auto" if codecs[0] != "none" else config.algorithm, codecs[0], config.bucket_mib or None
-        )
+        self._plain = self._set_way(codecs[0])
         self.changes: list[tuple[int, str]] = []
         self._steps = 0
         self._pending: ExchangeWay | None = None  # to go on in, after a restore
         self._restored: Mapping[str, Any] | None = None
+        self._moving: dict[str, Any] | None = None  # the state, while one way is left and the next one is not made
         self._parts = StepParts(len(parameters))
-        machines = world.allgather(Path("/proc/sys/kernel/random/boot_id").read_text())
-        self._cores = own_cores(machines.count(machines[world.rank]))
+        self._cores = own_cores(world)
         self._forecast: LiveForecast | None = None
         self._present = self._kept = self._plain
         self._inner = self._made(self._plain)
@@ -95,8 +100,7 @@ class ChoosingReducer:
         self._catch_up()
         if self._left == 0:
             self._look()
-        assert isinstance(weight, int | float)
-        self._parts.begin(weight)
+        self._parts.begin()
         self._inner.begin(weight, loss_scale)
 
     def ready(self, index: int, gradient: Array | None) -> None:
@@ -128,16 +132,33 @@ class ChoosingReducer:
         }
 
     def restore_choice(self, choice: Mapping[str, Any]) -> None:
-        """Go on from a `choice`. Among other nodes the choice begins anew. Not collective, equal on all ranks."""
+        """Go on from a `choice`. Not collective, equal on all ranks.
+
+        Among other nodes, and if it is not one that is allowed now, the choice begins anew.
+        """
         self._steps = int(choice.get("steps", 0))
         self._pending = self._plain
-        if list(choice.get("nodes", ())) == list(self._world.node_ranks) and choice["codec"] in self._codecs:
+        if list(choice.get("nodes", ())) == list(self._world.node_ranks):
             way = ExchangeWay(choice["algorithm"], choice["codec"], choice["bucket_mib"] or None)
-            self._pending = way if self._varies or way.bucket_mib == self._plain.bucket_mib else self._plain
+            self._pending = way if self._is_allowed(way) else self._plain
+
+    def _set_way(self, codec: str) -> ExchangeWay:
+        config = self._world.config
+        return way_of_settings(config.algorithm, config.bucket_mib, codec)
+
+    def _is_allowed(self, way: ExchangeWay) -> bool:
+        """Whether this run could choose the way. The run before may have had other settings."""
+        plain = self._set_way(way.codec)
+        if way.codec not in self._codecs or not self._varies:
+            return way.codec in self._codecs and way == plain
+        return plain.algorithm in ("auto", way.algorithm) and plain.bucket_mib in (None, way.bucket_mib)
 
     def state(self) -> dict[str, Any]:
-        """See GradientReducer. Collective."""
-        self._catch_up()
+        """See GradientReducer. Collective, but for a broken World."""
+        if self._moving is not None:  # a rank was lost in between
+            return {"place": "", **self._moving} if self._moving else {}
+        if not self._world.control.is_broken:
+            self._catch_up()
         return self._inner.state()
 
     def restore(self, state: Mapping[str, Any]) -> None:
@@ -185,11 +206,14 @@ class ChoosingReducer:
         self._begin()
 
     def _change(self, way: ExchangeWay) -> None:
-        """Go on in another way. Collective."""
-        step, carried = self._inner.leave()
+        """Go on in another way. What a codec has left out goes into the next means. Collective."""
+        step, state = self._inner.leave()
+        self._moving = {}
+        if state:
+            add_up(self._moving, state)
         self._inner = self._made(way)
-        self._inner.follow(step, carried)
-        self._present = way
+        self._inner.follow(step, self._moving)
+        self._present, self._moving = way, None
 
     def _look(self) -> None:
         """Decide together how to go on."""

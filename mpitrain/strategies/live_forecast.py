@@ -17,7 +17,7 @@ from mpitrain.compression import make_codec
 from mpitrain.exchange.bucket import Layout
 from mpitrain.plan.forecast import Planner
 from mpitrain.plan.host_times import HostTimes, PartTimes
-from mpitrain.plan.ways import ExchangeWay, plain_ways, resized_ways
+from mpitrain.plan.ways import ExchangeWay, plain_ways, resized_ways, way_of_settings
 from mpitrain.simulate.machines import Machines, equal_machines, machines_of
 from mpitrain.strategies.step_parts import StepMedians
 from mpitrain.world import World
@@ -58,7 +58,7 @@ class LiveForecast:
 
     def _ways(self) -> list[ExchangeWay]:
         config = self._world.config
-        ways = [plain_way(config.algorithm, config.bucket_mib, codec) for codec in self._codecs]
+        ways = [way_of_settings(config.algorithm, config.bucket_mib, codec) for codec in self._codecs]
         if self._varies and config.algorithm == "auto" and "none" in self._codecs:
             others = plain_ways(self._world.size, self._world.local_size)
             ways += [replace(way, bucket_mib=config.bucket_mib or None) for way in others]
@@ -72,7 +72,7 @@ class LiveForecast:
             ranks = [rank for rank in range(world.size) if world.node_ranks[rank] == node]
             own = max(of_ranks[rank].own_seconds for rank in ranks)
             ready = tuple(min(own, at / first.own_seconds * own) for at in first.ready)
-            part = PartTimes(1, first.samples, own, ready, own, own, 1)
+            part = PartTimes(1, 1.0, own, ready, own, own, 1)  # no time depends on the number of samples
             busy = min(self._cores, of_ranks[ranks[0]].busy_cores)
             nodes.append(HostTimes(world.hosts[ranks[0]], self._parameters, (part,), True, 0, self._cores, busy, {}))
         if machines.pairs:  # of a profile, which has an order of its own
@@ -80,16 +80,13 @@ class LiveForecast:
         return nodes
 
 
-def plain_way(algorithm: str, bucket_mib: float, codec: str) -> ExchangeWay:
-    """The way that a job with these settings takes."""
-    return ExchangeWay("auto" if codec != "none" else algorithm, codec, bucket_mib or None)
-
-
 def _machines_of(world: World, codecs: Sequence[str]) -> Machines:
     """The machines of this job: those of the profile if it is of these hosts, else equal ones."""
     profile = world.profile
     known = dict(profile.codecs)
-    rates = tuple((name, known.get(name.partition(":")[0]) or _codec_rate(name)) for name in codecs if name != "none")
+    # One rate for all settings of a codec, as in a profile.
+    kinds = {name.partition(":")[0]: name for name in codecs if name != "none"}
+    rates = tuple((kind, known.get(kind) or _codec_rate(name)) for kind, name in kinds.items())
     names = sorted(world.hosts[world.node_ranks.index(node)] for node in range(world.num_nodes))
     if profile.links and sorted(profile.nodes) == names:
         machines = machines_of(profile, world.local_size)

@@ -6,6 +6,7 @@ In between, ranks send each other only 80 bytes a step: samples, losses, and whe
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from mpitrain.adapters.adapter import Adapter, LocalModel
@@ -74,7 +75,8 @@ class Rounds:
         """See Strategy. Every rank gets rank 0's parameters. Raises what Meetings raises."""
         self._world, self._adapter, self._scale = world, adapter, adapter.loss_scale
         self._meetings = self.meetings(world, adapter)
-        self._sync = Sync(self._exchange) if self.plan.warm_up else None
+        # Not make_exchange itself: with compression=auto, the profile chooses for outer steps, so also for the warm-up.
+        self._sync = Sync(partial(self._exchange)) if self.plan.warm_up else None
         if self._sync:
             self._sync.begin(world, adapter)
         elif world.size > 1:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 import statistics
 import time
 from dataclasses import dataclass
@@ -24,7 +23,6 @@ class StepMedians:
         error: the standard error of that median, from the spread of the steps.
         own_seconds: of a step without the time in which it only waits for the exchange; the median.
         ready: seconds after the end of the exchange before at which each gradient was in, by index; medians.
-        samples: of this rank; the median.
         busy_cores: that the process kept busy.
     """
 
@@ -32,7 +30,6 @@ class StepMedians:
     error: float
     own_seconds: float
     ready: tuple[float, ...]
-    samples: float
     busy_cores: float
 
 
@@ -49,13 +46,11 @@ class StepParts:
         self._skip = skipped
         self._seconds: list[float] = []
         self._own: list[float] = []
-        self._samples: list[float] = []
         self._ready: list[list[float]] = []
         self._began: tuple[float, float] | None = None
 
-    def begin(self, samples: float) -> None:
-        """Note that a step of this rank with so many samples begins."""
-        self._weight = samples
+    def begin(self) -> None:
+        """Note that a step of this rank begins."""
         self._now = [0.0] * self._num_parameters
 
     def ready(self, index: int) -> None:
@@ -72,7 +67,6 @@ class StepParts:
             seconds = now - self._since
             self._seconds.append(seconds)
             self._own.append(max(0.0, seconds - overlap.exposed_seconds))
-            self._samples.append(self._weight)
             self._ready.append(self._now)
         if self._skip <= 0 and self._began is None:
             self._began = now, time.process_time()
@@ -91,11 +85,5 @@ class StepParts:
             error,
             statistics.median(self._own),
             tuple(statistics.median(times) for times in zip(*self._ready, strict=True)) if with_ready else (),
-            statistics.median(self._samples),
             (time.process_time() - self._began[1]) / passed if passed > 0 else 1.0,
         )
-
-
-def own_cores(num_neighbours: int) -> float:
-    """The cores of this machine for each of so many ranks on it."""
-    return len(os.sched_getaffinity(0)) / num_neighbours

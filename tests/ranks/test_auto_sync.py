@@ -1,8 +1,7 @@
-"""AutoSync, and compression=auto, on ranks that are each a node of its own. Sleeps make an exchange slow."""
+"""AutoSync, and compression=auto, on ranks that are each a node of its own. Ranks are told how long steps took."""
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -11,11 +10,11 @@ import numpy
 import pytest
 
 from mpitrain import ArrayData, ArrayFunction, AutoSync, Hook, Parts, Sgd, StopAtStep, Sync, Trainer, World
-from mpitrain.errors import ConfigError
-from mpitrain.exchange.exchange import CompressedExchange, PlainExchange
+from mpitrain.errors import ConfigError, LostRankError, MismatchError
 from mpitrain.plan.ways import ExchangeWay
 from mpitrain.profile import Profile
 from mpitrain.strategies.choosing_reducer import ChoosingReducer
+from mpitrain.strategies.step_parts import StepMedians
 from mpitrain.training.checkpoint.names import host_copy
 from mpitrain.training.checkpoint.parts import add_up
 from mpitrain.training.run_event import RunEvent
@@ -23,7 +22,6 @@ from mpitrain.training.run_event import RunEvent
 from .common import assert_equal, assert_same_bits, error_on_all, first_ranks, skip_alone
 from .placements import placed
 
-SLOW = 0.15  # far more than a step takes on a machine that is busy with other work
 COUNT = 2**16 + 3  # 256 KiB, and no multiple of the ranks
 # bf16 makes 1 of it. What is left out must come into a later mean.
 GRADIENT = 1 + 2.0**-9
@@ -35,16 +33,21 @@ def of_nodes(world: World, **settings: Any) -> World:
     return replace(placed(world, "alone on each node"), config=replace(world.config, **settings))
 
 
-def slowed(monkeypatch: pytest.MonkeyPatch, plain: float, coded: float) -> None:
-    """Let each sum of a bucket begin so many seconds later."""
-    for kind, seconds in ((PlainExchange, plain), (CompressedExchange, coded)):
-        mean = kind.mean
+def told(monkeypatch: pytest.MonkeyPatch, plain: float, coded: float) -> None:
+    """Let the ranks decide by these seconds of a step, whatever the steps took. The last rank is the slowest one."""
+    look = ChoosingReducer._look
 
-        def later(*arguments: Any, mean: Any = mean, seconds: float = seconds, **named: Any) -> Any:
-            time.sleep(seconds)
-            return mean(*arguments, **named)
+    def with_times(reducer: ChoosingReducer) -> None:
+        seconds = plain if reducer._present.codec == "none" else coded
+        share = 1.0 if reducer._world.rank == reducer._world.size - 1 else 0.75
 
-        monkeypatch.setattr(kind, "mean", later)
+        def medians(*, with_ready: bool) -> StepMedians:
+            return StepMedians(seconds * share, 0.0, 0.001, (0.001,) if with_ready else (), 0.01)
+
+        monkeypatch.setattr(reducer._parts, "medians", medians)
+        look(reducer)
+
+    monkeypatch.setattr(ChoosingReducer, "_look", with_times)
 
 
 def constant(world: World) -> ArrayFunction:
@@ -82,7 +85,7 @@ def test_a_faster_codec_is_taken_and_said(
     world: World, make: Callable[[], Sync], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     skip_alone(world)
-    slowed(monkeypatch, SLOW, 0.0)
+    told(monkeypatch, 0.15, 0.05)
     strategy, model = make(), constant(world)
     strategy.begin(of_nodes(world, compression="none" if isinstance(strategy, AutoSync) else "auto"), model)
     capsys.readouterr()
@@ -90,7 +93,7 @@ def test_a_faster_codec_is_taken_and_said(
     assert way_of(strategy) == BF16
     ((step, text),) = strategy.changes()
     assert step == 25
-    assert text.startswith("bf16 instead of none: ")
+    assert text.startswith("bf16 instead of none: 50 ms instead of 150 ms a step (predicted ")
     assert strategy.changes() == []
     assert set(world.allgather(text)) == {text}
     assert capsys.readouterr().out == (f"mpitrain: step 25: {text}\n" if world.is_root else "")
@@ -98,31 +101,31 @@ def test_a_faster_codec_is_taken_and_said(
     strategy.close()
 
 
-def test_a_profile_that_lies(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By it bf16 costs nothing, and it is the slower way. Nothing is lost on the way there and back."""
+@pytest.mark.parametrize("codec", ["bf16", "top_k:0.1"])
+def test_a_profile_that_lies(world: World, monkeypatch: pytest.MonkeyPatch, codec: str) -> None:
+    """By it a codec costs nothing, and it is the slower way. Nothing is lost on the way there and back."""
     skip_alone(world)
-    slowed(monkeypatch, 0.03, 0.15)
+    told(monkeypatch, 0.03, 0.15)
     names = tuple(f"n{rank}" for rank in range(world.size))
     rates = tuple(tuple(0.0 if i == j else 2e6 for j in range(world.size)) for i in range(world.size))
-    lie = Profile("a lie", 1e-6, 2e6, rates, names, (("bf16", 1e12),))
+    lie = Profile("a lie", 1e-6, 2e6, rates, names, (("bf16", 1e12), ("top_k", 1e12)))
     there = replace(of_nodes(world), profile=lie, hosts=names)
-    strategy, model = AutoSync(codecs=["bf16"]), constant(world)
+    strategy, model = AutoSync(codecs=[codec]), constant(world)
     strategy.begin(there, model)
     make_steps(strategy, model, 14)
-    assert way_of(strategy) == BF16
+    assert way_of(strategy) == ExchangeWay("auto", codec)
     make_steps(strategy, model, 6)
     assert way_of(strategy) == BASE
     ((step, text),) = strategy.changes()
     assert step == 18
-    assert text.startswith("none again: bf16 was tried since step 13, ")
+    assert text.startswith(f"none again: {codec} was tried since step 13, 150 ms instead of 30 ms a step")
     assert_all_went(world, model, 20, bound=2e-6)
     strategy.close()
 
 
-def test_algorithms_and_buckets(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With one bucket or one algorithm, all ways are equally fast: all ranks try the same ones, and go back."""
+def test_algorithms_and_buckets(world: World) -> None:
+    """By the clock: whatever it says, all ranks take the same ways, and every mean is applied."""
     skip_alone(world)
-    slowed(monkeypatch, 0.02, 0.0)
     strategy, model = AutoSync(), constant(world)
     strategy.begin(of_nodes(world), model)
     for _ in range(8):
@@ -136,7 +139,7 @@ def test_algorithms_and_buckets(world: World, monkeypatch: pytest.MonkeyPatch) -
 def test_a_resume(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     """On the same nodes the way goes on, with what it has left out. Fewer ranks begin to choose anew."""
     skip_alone(world)
-    slowed(monkeypatch, SLOW, 0.0)
+    told(monkeypatch, 0.15, 0.05)
     strategy, model = AutoSync(codecs=["bf16"]), constant(world)
     there = of_nodes(world)
     strategy.begin(there, model)
@@ -179,6 +182,69 @@ def test_a_resume(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     world.barrier()
 
 
+@pytest.mark.parametrize(
+    ("setting", "expected"),
+    [
+        ({}, ExchangeWay("ring", bucket_mib=1)),
+        ({"algorithm": "direct"}, ExchangeWay("direct")),
+        ({"bucket_mib": 2.0}, ExchangeWay("auto", bucket_mib=2)),
+        ({"compression": "bf16"}, BF16),
+    ],
+)
+def test_a_resume_with_other_settings(world: World, setting: dict[str, Any], expected: ExchangeWay) -> None:
+    """What is set now counts, and not what was chosen without it."""
+    skip_alone(world)
+    strategy, model = AutoSync(), constant(world)
+    there = of_nodes(world, **setting)
+    strategy.begin(there, model)
+    kept = {"algorithm": "ring", "codec": "none", "bucket_mib": 1.0, "nodes": list(there.node_ranks), "steps": 20}
+    strategy.restore({"choice": kept})
+    make_steps(strategy, model, 1)
+    assert way_of(strategy) == expected
+    strategy.close()
+
+
+def test_a_resume_without_the_codec_of_the_checkpoint(world: World) -> None:
+    skip_alone(world)
+    first, model = Sync(), constant(world)
+    first.begin(of_nodes(world, compression="bf16"), model)
+    make_steps(first, model, 3)
+    own, saved = first.own_state(), host_copy(model.state())
+    assert own["residual"]["w"].any()
+    first.close()
+    again, other = AutoSync(), constant(world)
+    again.begin(of_nodes(world), other)
+    again.restore({})
+    other.restore(saved)
+    again.restore_own(own)
+    make_steps(again, other, 1)
+    assert_all_went(world, other, 4, bound=2e-6)
+    again.close()
+
+
+def test_a_change_that_ends_in_the_middle(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As by a lost rank. The old way is left, the new one is not made: a recovery finds what is left to send."""
+    skip_alone(world)
+    strategy, model = AutoSync(codecs=["bf16"]), constant(world)
+    strategy.begin(of_nodes(world), model)
+    reducer = strategy._reducer
+    assert isinstance(reducer, ChoosingReducer)
+    reducer._change(BF16)
+    make_steps(strategy, model, 3)
+    left = strategy.own_state()["residual"]["w"]
+    assert left.any()
+
+    def lost(_: ChoosingReducer, way: ExchangeWay) -> Any:
+        raise LostRankError(f"a rank was lost before {way}")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ChoosingReducer, "_made", lost)
+        with pytest.raises(LostRankError):
+            reducer._change(BASE)
+    assert_equal(strategy.own_state()["carried"]["w"], left)
+    strategy.close()
+
+
 class Heard(Hook):
     def __init__(self) -> None:
         self.events: list[RunEvent] = []
@@ -189,7 +255,7 @@ class Heard(Hook):
 
 def test_hooks_hear_of_a_change(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     skip_alone(world)
-    slowed(monkeypatch, SLOW, 0.0)
+    told(monkeypatch, 0.15, 0.05)
     heard = Heard()
 
     def build(own: World) -> Parts:
@@ -229,5 +295,11 @@ def test_a_setting_and_an_argument(world: World) -> None:
         lambda: AutoSync(codecs=["int8"]).begin(of_nodes(world, compression="bf16"), constant(world)),
     )
     assert "compression=bf16 together with AutoSync(codecs=int8)" in text
+    if world.size > 1:
+        odd = world.rank == world.size - 1
+        strategy = AutoSync(codecs=["int8"] if odd else ["bf16"])
+        text = error_on_all(world, MismatchError, lambda: strategy.begin(of_nodes(world), constant(world)))
+        assert "codecs none, int8" in text
+        assert "codecs none, bf16" in text
     with pytest.raises(ConfigError, match="there is no codec 'int3'"):
         AutoSync(codecs=["int3"])
