@@ -95,10 +95,12 @@ def _compression(world: World) -> str:
         return f"compression {name}: none, as all ranks are on one node"
     chosen = compression(world.profile, world.num_nodes, num_lanes(world)) if name == "auto" else name
     said = f"compression {name}: {chosen}" if name == "auto" else f"compression {name}"
+    # Not by all strategies: those of rounds, and loops of PyTorch, take what is said before.
+    later = "; mt.Sync and mt.AutoSync choose while they train, see docs/choosing.md" if name == "auto" else ""
     kind = chosen.partition(":")[0]
     if kind in CODECS:
         way = "gathered" if CODECS[kind](False).gathered else "direct"
-        return f"{said}; gradients of all sizes go by {way} between nodes"
+        return f"{said}; gradients of all sizes go by {way} between nodes{later}"
     if kind != "none":
         return f"{said}; its sums, of thin matrices, go as other sums do"
-    return f"{said}, as the profile says" if world.profile.is_measured else f"{said}, as the network is not known"
+    return f"{said}, as {'the profile says' if world.profile.is_measured else 'the network is not known'}{later}"

@@ -25,6 +25,8 @@ _GAIN = 0.05
 # Differences below this share, or below so many standard errors, are noise.
 _NOISE, _ERRORS = 0.02, 2.0
 _FAR_SLOWER, _DRIFT = 1.2, 0.25
+# Rank 0 forecasts for at most this share of the time. With 32 nodes, it takes half a minute (docs/log.md).
+_FORECAST_SHARE = 0.01
 
 
 @dataclass(frozen=True)
@@ -78,7 +80,8 @@ class Chooser:
         self._reference = math.nan  # seconds of a step of the present way
         self._failed: dict[ExchangeWay, int] = {}  # until which step a way is not tried again
         self._num_failures = 0
-        self._next_forecast = step
+        self._next_forecast = self._next_drift = step
+        self._earliest_forecast = 0.0
 
     def begin(self) -> Decision:
         """Return how long the first look is away."""
@@ -94,11 +97,13 @@ class Chooser:
         self._step = step
         if self._before:
             return self._judge(made)
-        if abs(made.seconds / self._reference - 1) > _DRIFT:
-            self._failed, self._num_failures, self._next_forecast = {}, 0, step
-        self._reference = made.seconds
+        if step >= self._next_drift:
+            if abs(made.seconds / self._reference - 1) > _DRIFT:
+                self._failed, self._next_forecast = {}, step
+            self._reference = made.seconds
         # If the plain way has nothing to win, there is nothing to forecast. Another way may have become the slower one.
-        if step < self._next_forecast or (self._present == self._plain and made.least > made.seconds * (1 - _GAIN)):
+        is_best = self._present == self._plain and made.least > made.seconds * (1 - _GAIN)
+        if is_best or step < max(self._next_forecast, self._earliest_forecast):
             return self._hold()
         self._next_forecast = step + _STEPS_TO_ANOTHER_LOOK
         predicted = {
@@ -112,6 +117,11 @@ class Chooser:
         self._before, self._present, self._predicted = (self._present, made), best, predicted[best]
         self._tried_since, self._trial_goes_on = step, False
         return Decision(best, self._before[0], TRIAL_SKIPPED + _TRIAL_STEPS, TRIAL_SKIPPED)
+
+    def look_took(self, seconds: float) -> None:
+        """Note how long the last look took. The next forecasts wait until that is a small share of the time."""
+        earliest = self._step + seconds / (_FORECAST_SHARE * self._reference)
+        self._earliest_forecast = max(self._earliest_forecast, earliest)
 
     def _hold(self, line: str = "") -> Decision:
         return Decision(self._present, self._present, _HOLD_STEPS, TRIAL_SKIPPED, line)
@@ -134,6 +144,8 @@ class Chooser:
             return self._hold(f"{shown_way(tried)} instead of {shown_way(before)}: {times} {predicted}")
         self._num_failures += 1
         self._failed[tried] = self._step + _STEPS_TO_ANOTHER_LOOK * 2**self._num_failures
+        # Where the times of steps go up and down all the time, that too is no reason for one trial after the other.
+        self._next_drift = self._step + _HOLD_STEPS * 2**self._num_failures
         self._present, self._reference, self._next_forecast = before, base.seconds, self._step
         return self._hold(
             f"{shown_way(before)} again: {shown_way(tried)} was tried since step {self._tried_since:.0f}, "

@@ -6,6 +6,7 @@ codec has left out goes into the means of the next step, so a change loses nothi
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from functools import partial
@@ -235,7 +236,10 @@ class ChoosingReducer:
             )
         slowest = max(of_ranks, key=lambda one: one.seconds)
         all_ranks = StepSeconds(slowest.seconds, slowest.error, max(one.own_seconds for one in of_ranks))
-        return self._chooser.look(self._steps, all_ranks, partial(self._forecast, of_ranks))
+        began = time.perf_counter()
+        decision = self._chooser.look(self._steps, all_ranks, partial(self._forecast, of_ranks))
+        self._chooser.look_took(time.perf_counter() - began)
+        return decision
 
     def _follow(self, decision: Decision) -> None:
         """Go on as was decided."""

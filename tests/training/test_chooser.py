@@ -95,6 +95,26 @@ def test_a_change_of_the_step_time_is_looked_at() -> None:
     assert run.lines[1].endswith("none instead of bf16: 100 ms instead of 130 ms a step (predicted 100 ms)")
 
 
+def test_step_times_that_go_up_and_down() -> None:
+    """Each look differs from the one before by more than a quarter. What has failed is not tried each time."""
+    run = Run({}, {NONE: 0.1, BF16: 0.01})
+    for turn in range(200):
+        run.true = {NONE: 0.1 if turn % 2 else 0.14, BF16: 0.3}
+        run.go(50)
+    assert 10 <= run.taken.count(BF16) <= 5 * 8
+
+
+def test_forecasts_that_take_long() -> None:
+    """2 s are a hundredth of 2000 steps."""
+    run = Run({NONE: 0.1, BF16: 0.1}, {NONE: 0.1, BF16: 0.1})
+    run.go(13)
+    run.chooser.look_took(2.0)
+    run.go(1950)
+    assert run.num_forecasts == 1
+    run.go(100)
+    assert run.num_forecasts == 2
+
+
 def test_what_a_checkpoint_has_is_no_trial() -> None:
     run = Run({NONE: 0.4, RING_1: 0.2}, {NONE: 0.4, RING_1: 0.2})
     trial = run.go(13)
