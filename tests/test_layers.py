@@ -214,6 +214,7 @@ HOMES = {
         "adapters.torch_trained",
         "horovod.elastic.sampler",
         "horovod.elastic.torch_state",
+        "horovod.numpy",
         "horovod.sync_batch_norm",
         "horovod.torch.*",
         "torch.*",
