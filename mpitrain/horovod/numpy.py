@@ -1,8 +1,8 @@
 """Horovod's calls on NumPy arrays: `import mpitrain.horovod.numpy as hvd`. See docs/horovod.md.
 
 The calls are those of mpitrain.horovod.torch, with the same arguments. They need PyTorch, whose tensors share the
-memory of the arrays. A call takes an array, a number, or a list of arrays if it is grouped, and gives new arrays. A call
-whose name ends with `_` replaces the values of its arrays. `synchronize` gives the result of a handle.
+memory of the arrays. A call takes an array, a number, or a list of arrays if it is grouped, and gives new arrays. A
+call whose name ends with `_` replaces the values of its arrays. `synchronize` gives the result of a handle.
 """
 
 from __future__ import annotations
