@@ -17,8 +17,8 @@ import time
 from functools import partial
 
 import mpitrain as mt
-from mpitrain.bench.rounds import versions_line
-from mpitrain.exchange.exchange import make_exchange
+from mpitrain.forecast.rounds import versions_line
+from mpitrain.reducer.exchange import make_exchange
 from plan_measured import parts
 
 _FIRST = 13

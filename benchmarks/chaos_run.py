@@ -1,6 +1,6 @@
-"""A long training under `mpitrain chaos`: what is kept of its throughput, and whether its loss curve stays the same.
+"""A long training under `scripts/testbed chaos`: what is kept of its throughput, and whether its losses stay the same.
 
-    mpitrain testbed up 4 && mpitrain testbed run ansible-playbook cluster/setup.yml
+    scripts/testbed up 4 && scripts/testbed run ansible-playbook cluster/setup.yml
     python benchmarks/chaos_run.py BED [--minutes 60] [--every 30] [--options="--restarts 500 --elastic 2:4 --spares"]
 
 As root. The job has two ranks on each node of the bed, and steps of 50 ms. A rank is killed, a cable cut, a node
@@ -15,12 +15,12 @@ import argparse
 import json
 import re
 import subprocess
-import sys
 import time
 from pathlib import Path
 
-from mpitrain.testbed import Bed, find
+from testbed import Bed, find
 
+REPOSITORY = Path(__file__).parents[1]
 SHARE = "/home/cluster/nfs"
 SMALL = "/srv/small"  # a small disk on the first node, for the checkpoints
 ENVIRONMENT = ("PATH=/usr/local/lib/mpitrain/bin:/usr/bin:/bin", "HOME=/home/cluster", "UCX_TLS=tcp,self")
@@ -42,15 +42,16 @@ def regression(parameters, batch, on_gradient):
 
 def build(world):
     random = numpy.random.default_rng(0)
-    data = mt.ArrayData(world, (random.standard_normal((6000, 50)), random.standard_normal(6000)), global_batch=48)
-    return mt.Parts(mt.ArrayFunction(regression, {"w": numpy.zeros(50)}, mt.Sgd(1e-4, momentum=0.9)), mt.Sync(), data)
+    data = mt.data.ArrayData(world, (random.standard_normal((6000, 50)), random.standard_normal(6000)), global_batch=48)
+    adapter = mt.ArrayFunction(regression, {"w": numpy.zeros(50)}, mt.optim.SGD(1e-4, momentum=0.9))
+    return mt.Parts(adapter, mt.Sync(), data)
 
 class Enough(mt.Hook):
     def after_step(self, trainer, step):
         trainer.report({"enough": float(world.is_root and pathlib.Path(folder, "enough").exists())})
 
 hooks = [Enough(), mt.StopWhen("enough", at_least=1.0), mt.StopAtStep(steps)]
-hooks += [mt.Record([mt.JsonLines(folder)], steps=1, meters=[mt.Loss()])]
+hooks += [mt.Record([mt.writers.JsonLines(folder)], steps=1, meters=[mt.meters.Loss()])]
 if seconds:
     hooks.append(mt.Checkpoint("SMALL/checkpoints", steps=200))
 mt.Trainer(build, hooks).run()
@@ -95,7 +96,7 @@ def main() -> None:
         listed = as_user(bed, "mpitrain ps --hosts node1").stdout
         token = "".join(re.findall(r"^([0-9a-f]{8}) .*runs.*chaos_train\.py", listed, re.M)[:1])
     time.sleep(20)  # for the rate of an undisturbed job
-    command = [sys.executable, "-m", "mpitrain", "chaos", token, "--bed", bed.name, "--every", f"{arguments.every:g}s"]
+    command = [f"{REPOSITORY}/scripts/testbed", "chaos", token, "--bed", bed.name, "--every", f"{arguments.every:g}s"]
     command += ["--faults", arguments.faults, "--seed", "1", "--count", str(count), "--report", str(arguments.report)]
     if "disk" in arguments.faults:
         command += ["--disk", SMALL]

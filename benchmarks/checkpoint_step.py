@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy
 
 import mpitrain as mt
-from mpitrain.bench.rounds import versions_line
+from mpitrain.forecast.rounds import versions_line
 
 
 def main() -> None:
@@ -41,7 +41,7 @@ def main() -> None:
     started = time.perf_counter()
     compute(20)
     one = (time.perf_counter() - started) / 20
-    products = world.broadcast(round(arguments.step_ms / 1e3 / one))
+    products = world.broadcast_object(round(arguments.step_ms / 1e3 / one))
 
     def function(_parameters, _batch, on_gradient):
         on_gradient("w", gradient)
@@ -49,8 +49,8 @@ def main() -> None:
         return 0.0
 
     def build(world: mt.World) -> mt.Parts:
-        adapter = mt.ArrayFunction(function, {"w": numpy.zeros(count, "float32")}, mt.Sgd(1e-6, momentum=0.9))
-        return mt.Parts(adapter, mt.Sync(), mt.ArrayData(world, numpy.zeros((64, 1)), global_batch=64))
+        adapter = mt.ArrayFunction(function, {"w": numpy.zeros(count, "float32")}, mt.optim.SGD(1e-6, momentum=0.9))
+        return mt.Parts(adapter, mt.Sync(), mt.data.ArrayData(world, numpy.zeros((64, 1)), global_batch=64))
 
     class Blocks(mt.Hook):
         """Turns the checkpoints on for one block, off for the other, and keeps the times of the blocks."""

@@ -19,11 +19,11 @@ from collections.abc import Callable
 
 import numpy
 
-from mpitrain.bench.rounds import versions_line
 from mpitrain.compression import CODECS, make_codec, power_sgd
 from mpitrain.compression.codec import PIECE_VALUES
 from mpitrain.compression.kernels import can_compile
 from mpitrain.compression.power_sgd import Matrix, Products, first_factor
+from mpitrain.forecast.rounds import versions_line
 
 OPERATIONS = ("encode", "encode+error", "decode", "add")
 

@@ -14,8 +14,8 @@ from collections.abc import Callable
 import numpy
 
 import mpitrain as mt
-from mpitrain.bench.rounds import Variant, measure, versions_line
 from mpitrain.cuda.device import array_module
+from mpitrain.forecast.rounds import Variant, measure, versions_line
 
 STEP_SECONDS, EVERY = 0.05, 100
 
@@ -33,8 +33,8 @@ def main() -> None:
         values = {f"layer{i}": xp.ones(megabytes * 10**6 // 40, numpy.float32) for i in range(10)}
 
         def build(world: mt.World, values: dict[str, numpy.ndarray] = values) -> mt.Parts:
-            adapter = mt.ArrayFunction(lambda *_: 0.0, values, mt.Sgd(0.1))
-            return mt.Parts(adapter, mt.Sync(), mt.ArrayData(world, numpy.ones(99), global_batch=99))
+            adapter = mt.ArrayFunction(lambda *_: 0.0, values, mt.optim.SGD(0.1))
+            return mt.Parts(adapter, mt.Sync(), mt.data.ArrayData(world, numpy.ones(99), global_batch=99))
 
         trainer = mt.Trainer(build)
         step = mt.Step(1, 0.0, 1.0, 0.0, 0.0, overlap=None)  # type: ignore[arg-type]

@@ -10,14 +10,13 @@ a node of its own, so that everything is shortened as between hosts.
 
 import argparse
 from collections.abc import Callable
-from dataclasses import replace
 
 import losses
 import mpitrain as mt
 from mpitrain.allreduce.algorithm import AllreduceHandle
-from mpitrain.bench.rounds import versions_line
-from mpitrain.exchange.exchange import CompressedExchange, Exchange, make_exchange
-from mpitrain.exchange.slot import Slot
+from mpitrain.forecast.rounds import versions_line
+from mpitrain.reducer.exchange import CompressedExchange, Exchange, make_exchange
+from mpitrain.reducer.slot import Slot
 
 
 class Forgetful(CompressedExchange):
@@ -29,7 +28,7 @@ class Forgetful(CompressedExchange):
 
 
 def as_nodes(world: mt.World) -> mt.World:
-    return replace(world, node_ranks=tuple(range(world.size)))
+    return world.replaced(node_ranks=tuple(range(world.size)))
 
 
 _WITHOUT = " without feedback"

@@ -21,8 +21,8 @@ from mpitrain.allreduce import ALGORITHMS, make_algorithm
 from mpitrain.allreduce.algorithm import AllreduceHandle
 from mpitrain.allreduce.exact import exact_sum
 from mpitrain.allreduce.fixed_point import FORMS
-from mpitrain.bench.link import find_link
-from mpitrain.bench.rounds import Variant, measure, ratio, versions_line
+from mpitrain.forecast.cluster_profile import find_link
+from mpitrain.forecast.rounds import Variant, measure, ratio, versions_line
 
 NAMES = {str(dtype): dtype for dtype in FORMS}
 

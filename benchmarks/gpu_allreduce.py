@@ -15,10 +15,10 @@ from collections.abc import Callable
 import numpy
 
 import mpitrain as mt
-from mpitrain.allreduce.device import TRANSPORTS, make_transport
-from mpitrain.bench.rounds import ratio, spread, versions_line
 from mpitrain.cuda.device import bind
+from mpitrain.cuda.transports import TRANSPORTS, make_transport
 from mpitrain.errors import DeviceError
+from mpitrain.forecast.rounds import ratio, spread, versions_line
 
 COPIES = 10
 

@@ -3,23 +3,18 @@
     python benchmarks/gpu_kernels.py
 
 Each kernel in turns with a copy within the GPU, by CUDA events; `of the copy` is bytes read and written a second over
-the copy's. Bytes an element are those of docs/cuda.md.
+the copy's. Bytes an element are those of docs/dev/cuda-kernels.md.
 """
 
 import argparse
 from collections.abc import Callable
 from typing import Any
 
-import ml_dtypes
 import numpy
 
-from mpitrain.bench.rounds import ratio, spread
-from mpitrain.compression import CODECS, power_sgd
-from mpitrain.compression.products import ROWS
+from mpitrain.compression import CODECS
 from mpitrain.cuda import kernels
-
-COLUMNS = 1024  # of power_sgd's matrix
-BFLOAT16 = numpy.dtype(ml_dtypes.bfloat16)
+from mpitrain.forecast.rounds import ratio, spread
 
 
 def cases(cupy: Any, count: int) -> dict[str, tuple[float, Callable[[], object]]]:
@@ -29,14 +24,12 @@ def cases(cupy: Any, count: int) -> dict[str, tuple[float, Callable[[], object]]
         return cupy.full(count, 0.5, numpy.float32)
 
     one, two, three, four = (floats() for _ in range(4))
-    short = cupy.zeros(count, BFLOAT16)
     flag, norm = cupy.zeros(1, numpy.int32), cupy.zeros(1, numpy.float64)
     codecs = [name for name, make in CODECS.items() if make(False).device_code]
     wires = {codec: cupy.zeros(kernels.wire_bytes(codec, count), numpy.uint8) for codec in codecs}
     pieces = [two[begin : begin + count // 100] for begin in range(0, count // 100 * 100, count // 100)]
     result: dict[str, tuple[float, Callable[[], object]]] = {
         "add float32": (12, lambda: kernels.add(one, two)),
-        "add bfloat16, cast to bfloat16": (12, lambda: kernels.add(one, short, copy=short)),
         "sum_of 4": (20, lambda: kernels.sum_of([one, two, three, four], one)),
         "sum_of 2, written twice": (16, lambda: kernels.sum_of([one, two], one, copies=[two])),
         "pack 100 arrays": (8, lambda: kernels.pack(pieces, one[: len(pieces) * (count // 100)])),
@@ -44,14 +37,6 @@ def cases(cupy: Any, count: int) -> dict[str, tuple[float, Callable[[], object]]
         "squared_norm": (4, lambda: kernels.squared_norm(one, norm)),
         "sgd, momentum": (20, lambda: kernels.sgd(one, two, three, rate=1e-3, momentum=0.9)),
         "adamw": (28, lambda: kernels.adamw(one, two, three, four, step=1, rate=1e-3)),
-    }
-    m, n = (array[: count - count % COLUMNS].reshape(-1, COLUMNS) for array in (one, two))
-    rank = min(power_sgd.RANK, len(m))
-    pt, qt = (cupy.full((rank, length), 0.5, numpy.float32) for length in m.shape)
-    result |= {
-        "low_rank_times": (12, lambda: kernels.low_rank_times(m, n, qt, pt)),
-        "low_rank_project": (12 + 2 * 4 * rank / ROWS, lambda: kernels.low_rank_project(m, pt, qt, n)),
-        "low_rank_product": (4, lambda: kernels.low_rank_product(pt, qt, m)),
     }
     for codec, wire in wires.items():
         each = wire.nbytes / count

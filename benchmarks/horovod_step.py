@@ -26,7 +26,7 @@ from torch import distributed
 import mpitrain as mt
 import mpitrain.horovod.torch as hvd
 import mpitrain.torch
-from mpitrain.bench.rounds import Variant, measure, ratio, spread, versions_line
+from mpitrain.forecast.rounds import Variant, measure, ratio, spread, versions_line
 
 LATENCY_CALLS = 100
 

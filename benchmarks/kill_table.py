@@ -1,6 +1,6 @@
 """The kill table: of each process of a job over several hosts, whether its kill is blamed on it, and what it leaves.
 
-    mpitrain testbed up 4 && mpitrain testbed run ansible-playbook cluster/setup.yml
+    scripts/testbed up 4 && scripts/testbed run ansible-playbook cluster/setup.yml
     python benchmarks/kill_table.py [--times 10] [--kinds rank,power] [--mpi openmpi]
 
 As root. Each time a job trains on all nodes of the bed, two ranks on each, with the mpitrain of this checkout. Open MPI
@@ -24,7 +24,7 @@ import uuid
 from collections import Counter
 from pathlib import Path
 
-from mpitrain.testbed import Bed, find
+from testbed import Bed, find
 
 REPOSITORY = Path(__file__).parents[1]
 sys.path[:0] = [str(REPOSITORY / "tests"), str(REPOSITORY / "tests/cluster")]

@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy
 
 import mpitrain as mt
-from mpitrain.bench.rounds import versions_line
+from mpitrain.forecast.rounds import versions_line
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 from datasets import load_images
@@ -59,10 +59,10 @@ def train(dtype: str, steps: int) -> tuple[numpy.ndarray, dict[str, numpy.ndarra
 
     def build(world: mt.World) -> mt.Parts:
         initial = mlp.initial(numpy.random.default_rng(0), numpy, dtype=dtype)
-        schedule = mt.warmup_cosine(0.05, warmup_steps=200, total_steps=2345)
-        optimizer = mt.Sgd(schedule, momentum=0.9, nesterov=True, weight_decay=5e-4)
+        schedule = mt.optim.warmup_cosine(0.05, warmup_steps=200, total_steps=2345)
+        optimizer = mt.optim.SGD(schedule, momentum=0.9, nesterov=True, weight_decay=5e-4)
         adapter = mt.ArrayFunction(mlp.loss_and_gradients, initial, optimizer)
-        return mt.Parts(adapter, mt.Sync(), mt.ArrayData(world, (x, y), global_batch=128))
+        return mt.Parts(adapter, mt.Sync(), mt.data.ArrayData(world, (x, y), global_batch=128))
 
     trainer = mt.Trainer(build, [mt.StopAtStep(steps), Losses()])
     trainer.run()

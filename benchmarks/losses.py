@@ -75,9 +75,9 @@ def images(model: Any, steps: int) -> Task:
 
     def build(world: mt.World, seed: int, strategy: Make) -> mt.Parts:
         parameters = model.initial(numpy.random.default_rng(seed), numpy, inputs=784)
-        schedule = mt.warmup_cosine(0.05, warmup_steps=steps // 10, total_steps=steps)
-        optimizer = mt.Sgd(schedule, momentum=0.9, nesterov=True, weight_decay=5e-4)
-        data = mt.ArrayData(world, (train_x, train_y), global_batch=128, seed=seed)
+        schedule = mt.optim.warmup_cosine(0.05, warmup_steps=steps // 10, total_steps=steps)
+        optimizer = mt.optim.SGD(schedule, momentum=0.9, nesterov=True, weight_decay=5e-4)
+        data = mt.data.ArrayData(world, (train_x, train_y), global_batch=128, seed=seed)
         return mt.Parts(mt.ArrayFunction(model.loss_and_gradients, parameters, optimizer), strategy(), data)
 
     def test(trainer: mt.Trainer) -> dict[str, float]:
@@ -101,9 +101,9 @@ def text(steps: int, context: int) -> Task:
     def build(world: mt.World, seed: int, strategy: Make) -> mt.Parts:
         sizes = {"vocabulary": len(vocabulary), "context": context, "width": 96, "heads": 4, "layers": 2}
         parameters = gpt.initial(numpy.random.default_rng(seed), numpy, **sizes)
-        schedule = mt.warmup_cosine(4e-3, warmup_steps=steps // 10, total_steps=steps)
-        optimizer = mt.AdamW(schedule, betas=(0.9, 0.99), weight_decay=0.1, clip_norm=1.0)
-        data = mt.ArrayData(world, windows(train, context), global_batch=16, seed=seed)
+        schedule = mt.optim.warmup_cosine(4e-3, warmup_steps=steps // 10, total_steps=steps)
+        optimizer = mt.optim.AdamW(schedule, betas=(0.9, 0.99), weight_decay=0.1, clip_norm=1.0)
+        data = mt.data.ArrayData(world, windows(train, context), global_batch=16, seed=seed)
         return mt.Parts(mt.ArrayFunction(gpt.loss_and_gradients, parameters, optimizer), strategy(), data)
 
     def test(trainer: mt.Trainer) -> dict[str, float]:
@@ -147,7 +147,7 @@ def add_arguments(parser: argparse.ArgumentParser, models: Sequence[str], steps:
 def study(world: mt.World, arguments: argparse.Namespace, variants: Mapping[str, Make]) -> Iterator[list[Run]]:
     """Make the runs that are not in the file of results yet; yield those of a model. Collective."""
     path: Path | None = arguments.results
-    lines = world.broadcast(path.read_text().splitlines() if world.is_root and path and path.exists() else [])
+    lines = world.broadcast_object(path.read_text().splitlines() if world.is_root and path and path.exists() else [])
     made = {run.key: run for run in (Run(**json.loads(line)) for line in lines)}
     for model, steps in zip(arguments.models, arguments.steps, strict=True):
         task, runs = TASKS[model](steps), []

@@ -16,7 +16,7 @@ from collections.abc import Callable
 import numpy
 
 import mpitrain as mt
-from mpitrain.bench.rounds import alternate, ratio, versions_line
+from mpitrain.forecast.rounds import alternate, ratio, versions_line
 
 
 class Late(mt.GradientReducer):

@@ -22,7 +22,7 @@ from typing import Any
 import numpy
 
 import mpitrain as mt
-from mpitrain.bench.rounds import alternate, ratio, versions_line
+from mpitrain.forecast.rounds import alternate, ratio, versions_line
 
 FORWARD_SECONDS, BACKWARD_SECONDS = 0.010, 0.020
 WIDTH, LENGTH, BLOCKS, SAMPLES, MICRO = 512, 64, 8, 16, 8
@@ -66,7 +66,7 @@ def bubble(world: mt.World) -> None:
         for num_micro in (stages, 4 * stages):
             batch = numpy.ones((num_micro, 16384), numpy.float32), numpy.zeros((num_micro, 1))
             loss: Callable[[Any, Any], Any] = lambda output, _: (0.0, output)  # noqa: E731
-            adapter = mt.ArrayLayers([Sleeping() for _ in range(stages)], loss, mt.Sgd(0.1))
+            adapter = mt.ArrayLayers([Sleeping() for _ in range(stages)], loss, mt.optim.SGD(0.1))
             strategy = mt.Pipeline(stages, schedule, num_micro)
             strategy.begin(world, adapter)
             seconds = trained(strategy, adapter, world, batch, 7)
@@ -101,7 +101,9 @@ def memory(world: mt.World) -> None:
     for schedule in ("1f1b", "gpipe"):
         for num_micro in (4, 16):
             Kept.now = Kept.most = 0
-            adapter = mt.ArrayLayers([Kept() for _ in range(world.size)], lambda output, _: (0.0, output), mt.Sgd(0.1))
+            adapter = mt.ArrayLayers(
+                [Kept() for _ in range(world.size)], lambda output, _: (0.0, output), mt.optim.SGD(0.1)
+            )
             strategy = mt.Pipeline(world.size, schedule, num_micro)
             strategy.begin(world, adapter)
             trained(strategy, adapter, world, (numpy.ones((num_micro, 16), numpy.float32), numpy.zeros(num_micro)), 2)
@@ -182,7 +184,7 @@ def _store(world: mt.World) -> Any:
     if world.is_root:
         store = dist.TCPStore("127.0.0.1", 0, world.size, is_master=True, wait_for_workers=False)
         port = store.port
-    port = world.broadcast(port)
+    port = world.broadcast_object(port)
     return store if world.is_root else dist.TCPStore("127.0.0.1", port, world.size, is_master=False)
 
 

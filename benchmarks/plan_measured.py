@@ -36,16 +36,15 @@ import numpy
 from mpi4py import MPI
 
 import mpitrain as mt
-from mpitrain.bench.measure import measure_cluster, save_profile
-from mpitrain.bench.point_to_point import measure_pairs
-from mpitrain.bench.rounds import versions_line
-from mpitrain.exchange.exchange import make_exchange
+from mpitrain.forecast.cluster_profile import measure_cluster, measure_pairs, save_profile
+from mpitrain.forecast.machines import from_profile
+from mpitrain.forecast.measured_steps import read_times
+from mpitrain.forecast.planner import Planner
+from mpitrain.forecast.rounds import versions_line
+from mpitrain.forecast.ways import ExchangeWay
 from mpitrain.job.step_times import StepTimes
 from mpitrain.job.worlds import make_world
-from mpitrain.plan.forecast import Planner
-from mpitrain.plan.measured_steps import read_times
-from mpitrain.plan.ways import ExchangeWay
-from mpitrain.simulate.machines import from_profile
+from mpitrain.reducer.exchange import make_exchange
 from mpitrain.strategies import Strategy
 
 LAYERS = 12
@@ -74,8 +73,8 @@ def parts(options: argparse.Namespace, world: mt.World, strategy: Strategy, slow
         return 0.0
 
     values = {name: numpy.zeros_like(one) for name, one in gradients.items()}
-    data = mt.ArrayData(world, numpy.zeros((options.batch * 64, 1), numpy.float32), global_batch=options.batch)
-    return mt.Parts(mt.ArrayFunction(function, values, mt.Sgd(1e-3)), strategy, data)
+    data = mt.data.ArrayData(world, numpy.zeros((options.batch * 64, 1), numpy.float32), global_batch=options.batch)
+    return mt.Parts(mt.ArrayFunction(function, values, mt.optim.SGD(1e-3)), strategy, data)
 
 
 def strategy_of(way: ExchangeWay) -> Strategy:
@@ -129,7 +128,7 @@ def _jiffies() -> tuple[int, int]:
 
 def predict(options: argparse.Namespace, world: mt.World, slow: float) -> dict[str, object]:
     """Measure what a plan measures, and predict. Return the line of the file, on rank 0."""
-    folder = Path(world.broadcast(tempfile.mkdtemp(prefix="plan-") if world.is_root else None))
+    folder = Path(world.broadcast_object(tempfile.mkdtemp(prefix="plan-") if world.is_root else None))
     began = time.perf_counter()
     if options.costs.exists():
         measured = json.loads(options.costs.read_text())
@@ -148,9 +147,9 @@ def predict(options: argparse.Namespace, world: mt.World, slow: float) -> dict[s
         world.context, plan_record=str(folder / "times.json"), plan_steps=6, plan_ranks=("1", str(world.size))
     )
     alone = make_world(MPI.COMM_SELF, world.config, parent=world)
-    times = StepTimes(replace(world, context=told))
+    times = StepTimes(world.replaced(context=told))
     hooks = [mt.StopAtStep(10**6)] if options.slow_last != 1 else [mt.StopAtStep(10**6), InStep(world)]
-    trainer = mt.Trainer(lambda own: parts(options, own, mt.Sync(), slow), hooks, replace(alone, watch=times))
+    trainer = mt.Trainer(lambda own: parts(options, own, mt.Sync(), slow), hooks, alone.replaced(watch=times))
     try:
         trainer.run()
     except SystemExit:

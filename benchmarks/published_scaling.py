@@ -24,9 +24,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from mpitrain.forecast.machines import equal_machines
+from mpitrain.forecast.training import SimulatedTraining, simulate_steps
 from mpitrain.profile import DEFAULT
-from mpitrain.simulate.machines import equal_machines
-from mpitrain.simulate.training import SimulatedTraining, simulate_steps
 
 PUBLISHED: dict[str, Any] = json.loads((Path(__file__).parent / "results" / "published-scaling.json").read_text())
 PARAMETERS: dict[str, int] = PUBLISHED["models"]["parameters"]

@@ -1,4 +1,4 @@
-"""What rounds save on slow links: strategies of docs/rounds.md beside Sync and beside no exchange at all.
+"""What rounds save on slow links: strategies of low-communication.md beside Sync and beside no exchange at all.
 
     benchmarks/shaped_hosts 4 100mbit '$MPIEXEC python benchmarks/rounds.py --mbit 100'
     benchmarks/shaped_hosts 4 100mbit '$MPIEXEC python benchmarks/rounds.py --mbit 100 --gpt --sync-every 100 \\
@@ -28,9 +28,9 @@ from pathlib import Path
 import numpy
 
 import mpitrain as mt
-from mpitrain.bench.rounds import versions_line
 from mpitrain.compression import factory_of
-from mpitrain.exchange.exchange import make_exchange
+from mpitrain.forecast.rounds import versions_line
+from mpitrain.reducer.exchange import make_exchange
 from mpitrain.strategies import Strategy
 
 LAYERS, BATCH, GPT_BATCH = 8, 32, 4
@@ -48,7 +48,9 @@ def model(millions: float, seconds: float) -> mt.ArrayFunction:
             on_gradient(name, gradients[name])
         return 0.0
 
-    return mt.ArrayFunction(function, {name: numpy.zeros_like(one) for name, one in gradients.items()}, mt.Sgd(1e-3))
+    return mt.ArrayFunction(
+        function, {name: numpy.zeros_like(one) for name, one in gradients.items()}, mt.optim.SGD(1e-3)
+    )
 
 
 def gpt_model(rank: int) -> tuple[mt.ArrayFunction, tuple[numpy.ndarray, numpy.ndarray]]:
@@ -62,7 +64,7 @@ def gpt_model(rank: int) -> tuple[mt.ArrayFunction, tuple[numpy.ndarray, numpy.n
     parameters = gpt.initial(rng, numpy, vocabulary=len(vocabulary), width=384, heads=6, layers=6)
     begin = 64 * GPT_BATCH * rank
     x, y = (text[begin + shift :][: 64 * GPT_BATCH].reshape(GPT_BATCH, 64) for shift in (0, 1))
-    return mt.ArrayFunction(gpt.loss_and_gradients, parameters, mt.AdamW(1e-4)), (x, y)
+    return mt.ArrayFunction(gpt.loss_and_gradients, parameters, mt.optim.AdamW(1e-4)), (x, y)
 
 
 def variants(every: int, fragments: int, delay: int) -> dict[str, tuple[Callable[[], Strategy], float, str]]:

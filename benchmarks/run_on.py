@@ -17,7 +17,7 @@ from mpi4py import MPI
 from mpi4py.futures import MPICommExecutor
 
 import mpitrain as mt
-from mpitrain.bench.rounds import spread, versions_line
+from mpitrain.forecast.rounds import spread, versions_line
 
 # The seconds that the function sleeps, what is sent, and the number of calls of a round.
 Case: TypeAlias = tuple[float, Any, int]

@@ -32,7 +32,7 @@ import numpy
 
 import mpitrain as mt
 from losses import Losses, plot
-from mpitrain.bench.rounds import versions_line
+from mpitrain.forecast.rounds import versions_line
 from mpitrain.job.start import the_job
 from serving import Place, make_place, start_workers
 
@@ -85,7 +85,7 @@ def main() -> None:
                     continue
                 tested[mode].append(100 * test(trainer))
                 if trainer.served:
-                    counter = trainer.strategy.ledger.staleness  # type: ignore[attr-defined]
+                    counter = trainer.strategy.stats.staleness  # type: ignore[attr-defined]
                     stale[mode] += (
                         sum(key * count for key, count in counter.items()) / counter.total() / arguments.seeds
                     )
@@ -118,11 +118,11 @@ def images(
         rate, momentum = (RATE, MOMENTUM) if updates == 1 else (RATE / (1 - MOMENTUM) / updates, 0.0)
         parameters = model.initial(numpy.random.default_rng(seed), numpy, inputs=784, dtype=dtype, **sizes)
         total = steps * updates
-        schedule = mt.warmup_cosine(rate, warmup_steps=total // 10, total_steps=total)
-        optimizer = mt.Sgd(schedule, momentum=momentum, nesterov=momentum > 0, weight_decay=5e-4)
-        data = mt.ArrayData(world, (train_x, train_y), global_batch=BATCH, seed=seed)
+        schedule = mt.optim.warmup_cosine(rate, warmup_steps=total // 10, total_steps=total)
+        optimizer = mt.optim.SGD(schedule, momentum=momentum, nesterov=momentum > 0, weight_decay=5e-4)
+        data = mt.data.ArrayData(world, (train_x, train_y), global_batch=BATCH, seed=seed)
         samples = job if updates > 1 else None
-        strategy = mt.Sync() if options is None else mt.ParameterServer(**options, job_samples=samples)
+        strategy = mt.Sync() if options is None else mt.ParameterServer(**options, unit_samples=samples)
         return mt.Parts(mt.ArrayFunction(model.loss_and_gradients, parameters, optimizer), strategy, data)
 
     def test(trainer: mt.Trainer) -> float:
@@ -147,7 +147,7 @@ def train(everyone: mt.World, build: Any, hooks: list[mt.Hook], *, served: bool)
         job.role = before
         return trainer
     with tempfile.TemporaryDirectory() as name:
-        place: Place = everyone.broadcast(make_place(Path(name), plain="lo") if everyone.is_root else None)
+        place: Place = everyone.broadcast_object(make_place(Path(name), plain="lo") if everyone.is_root else None)
         if everyone.is_root:
             trainer = place.trainer("server", build, hooks, NUM_WORKERS)
             trainer.run()

@@ -17,10 +17,10 @@ from collections.abc import Callable
 import numpy
 
 import mpitrain as mt
-from mpitrain.bench.rounds import Variant, measure, ratio, spread, versions_line
-from mpitrain.serve.keys import make_keys, parse_key
-from mpitrain.serve.link import ServerLink
-from mpitrain.serve.worker_link import WorkerLink
+from mpitrain.forecast.rounds import Variant, measure, ratio, spread, versions_line
+from mpitrain.server.security import make_keys, parse_key
+from mpitrain.server.server_link import ServerLink
+from mpitrain.server.worker_link import WorkerLink
 
 MODES = ("encrypted", "plain")
 
@@ -45,11 +45,11 @@ def main() -> None:
         host = "127.0.0.1" if here else "*"
         servers = {mode: ServerLink(f"{host}:*", keys, most, plain=interface * (mode == "plain")) for mode in MODES}
         ports = {mode: link.address.rpartition(":")[2] for mode, link in servers.items()}
-        world.broadcast([world.host, ports, keys.worker.text])
+        world.broadcast_object([world.host, ports, keys.worker.text])
         runs = {mode: serving(link, values, cpu[mode]) for mode, link in servers.items()}
         links: list[ServerLink | WorkerLink] = list(servers.values())
     else:
-        host, ports, text = world.broadcast()
+        host, ports, text = world.broadcast_object()
         key = parse_key(text, "the key")
         host = "127.0.0.1" if here else host
         workers = {mode: WorkerLink([f"{host}:{ports[mode]}"], key, most, plain=mode == "plain") for mode in MODES}
@@ -85,7 +85,7 @@ def serving(link: ServerLink, values: numpy.ndarray, cpu: list[float]) -> Callab
             events = link.receive(1.0)
         (message,) = events
         assert message.arrays[0].nbytes == values.nbytes
-        link.send(message.peer, "job", {}, [values])
+        link.send(message.peer, "unit", {}, [values])
         while not link.receive(1.0):  # the worker has all of it
             continue
         cpu.append(time.process_time() - begun)

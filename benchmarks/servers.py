@@ -18,8 +18,8 @@ from typing import Any
 import numpy
 
 import mpitrain as mt
-from mpitrain.bench.rounds import spread, versions_line
-from mpitrain.job.context import JobContext
+from mpitrain.context import JobContext
+from mpitrain.forecast.rounds import spread, versions_line
 from mpitrain.job.start import the_job
 
 WARM_UP = 3
@@ -48,9 +48,9 @@ def main() -> None:
         return 1.0
 
     def build(world: mt.World) -> mt.Parts:
-        data = mt.ArrayData(world, numpy.arange(1000 * num_workers), global_batch=num_workers)
-        model = mt.ArrayFunction(function, {"w": numpy.zeros(count, "float32")}, mt.Sgd(0.1))
-        return mt.Parts(model, mt.ParameterServer(arguments.mode, job_samples=1), data)
+        data = mt.data.ArrayData(world, numpy.arange(1000 * num_workers), global_batch=num_workers)
+        model = mt.ArrayFunction(function, {"w": numpy.zeros(count, "float32")}, mt.optim.SGD(0.1))
+        return mt.Parts(model, mt.ParameterServer(arguments.mode, unit_samples=1), data)
 
     class Times(mt.Hook):
         def __init__(self) -> None:
@@ -78,8 +78,8 @@ def main() -> None:
         one_by_one = 2 * busiest * count * 4 * 8 / (arguments.mbit * 1e6)
         line += f"; pulls, then pushes on the busiest link: {one_by_one * 1e3:,.0f} ms"
     print(line)
-    ledger = trainer.strategy.ledger  # type: ignore[attr-defined]
-    print("MB in, out:", *(f"{one.bytes_in / 1e6:.1f}, {one.bytes_out / 1e6:.1f};" for one in ledger.servers))
+    stats = trainer.strategy.stats  # type: ignore[attr-defined]
+    print("MB in, out:", *(f"{one.bytes_in / 1e6:.1f}, {one.bytes_out / 1e6:.1f};" for one in stats.servers))
 
 
 if __name__ == "__main__":

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Literal
 
 import mpitrain as mt
-from mpitrain.job.role import Role
 from mpitrain.job.start import the_job
-from mpitrain.serve.keys import keys_of
+from mpitrain.role import Role
+from mpitrain.server.security import keys_of
 
 Build = Callable[[mt.World], mt.Parts]
 

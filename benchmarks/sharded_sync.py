@@ -6,9 +6,9 @@
 Both strategies train a model of the same float32 parameters, whose gradients cost nothing but their copy into the
 buckets. So a step is exchange and update alone, the worst case for a ratio. Each round has `--steps` steps of one
 strategy, then as many of the other. Printed are the ratio of the rounds (median, 10th and 90th percentile), and the
-memory of the optimizer on each rank: resident private memory (RssAnon) with AdamW less that with an Sgd without state,
+memory of the optimizer on each rank: resident private memory (RssAnon) with AdamW less that with an SGD without state,
 after two steps of a new model. Of ShardedSync, this leaves out the copies of the own parameters and gradients, which
-Sgd has too; they are in the second number. With the variable, memory that was freed is not resident any more.
+SGD has too; they are in the second number. With the variable, memory that was freed is not resident any more.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from typing import Any
 import numpy
 
 import mpitrain as mt
-from mpitrain.bench.rounds import alternate, ratio, versions_line
+from mpitrain.forecast.rounds import alternate, ratio, versions_line
 from mpitrain.strategies import Strategy
 
 STRATEGIES: dict[str, Callable[[], Strategy]] = {"Sync": mt.Sync, "ShardedSync": mt.ShardedSync}
@@ -87,11 +87,11 @@ def main() -> None:
     world.print(versions_line())
     world.print(f"{world.size} ranks on {world.num_nodes} nodes, {options.parameters} parameters")
     for name in STRATEGIES:
-        bare = memory(world, name, mt.Sgd(0.1), options)
-        whole = memory(world, name, mt.AdamW(0.001), options)
+        bare = memory(world, name, mt.optim.SGD(0.1), options)
+        whole = memory(world, name, mt.optim.AdamW(0.001), options)
         world.print(f"{name}: optimizer {whole - bare:.1f} MiB, training {whole:.1f} MiB a rank")
     trainings = {
-        name: Training(world, make(), mt.AdamW(0.001), options.parameters, options.layers)
+        name: Training(world, make(), mt.optim.AdamW(0.001), options.parameters, options.layers)
         for name, make in STRATEGIES.items()
     }
     calls = {name: (lambda one=one: one.steps(options.steps)) for name, one in trainings.items()}

@@ -42,8 +42,8 @@ def regression(parameters, batch, on_gradient):
 
 def build(world):
     random = numpy.random.default_rng(0)
-    data = mt.ArrayData(world, (random.standard_normal((600, 100)), random.standard_normal(600)), global_batch=48)
-    return mt.Parts(mt.ArrayFunction(regression, {"w": numpy.zeros(100)}, mt.Sgd(1e-5)), mt.Sync(), data)
+    data = mt.data.ArrayData(world, (random.standard_normal((600, 100)), random.standard_normal(600)), global_batch=48)
+    return mt.Parts(mt.ArrayFunction(regression, {"w": numpy.zeros(100)}, mt.optim.SGD(1e-5)), mt.Sync(), data)
 
 class Stamps(mt.Hook):
     def after_step(self, trainer, step):

@@ -20,8 +20,8 @@ from types import ModuleType
 import numpy
 
 import mpitrain as mt
-from mpitrain.bench.rounds import ratio, versions_line
 from mpitrain.cuda.device import array_module
+from mpitrain.forecast.rounds import ratio, versions_line
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 from datasets import load_images
@@ -98,9 +98,9 @@ def with_mpitrain(model: ModuleType, x: numpy.ndarray, y: numpy.ndarray, xp: Mod
 
     def build(world: mt.World) -> mt.Parts:
         parameters = model.initial(numpy.random.default_rng(0), xp, inputs=x.shape[1])
-        optimizer = mt.Sgd(RATE, momentum=MOMENTUM, weight_decay=DECAY)
+        optimizer = mt.optim.SGD(RATE, momentum=MOMENTUM, weight_decay=DECAY)
         adapter = mt.ArrayFunction(model.loss_and_gradients, parameters, optimizer)
-        return mt.Parts(adapter, mt.Sync(), mt.ArrayData(world, (x, y), global_batch=BATCH))
+        return mt.Parts(adapter, mt.Sync(), mt.data.ArrayData(world, (x, y), global_batch=BATCH))
 
     return mt.Trainer(build).step
 

@@ -1,8 +1,9 @@
-"""Step time against the rate of the links, for strategies and codecs: the picture of docs/choosing.md.
+"""Step time against the rate of the links, for strategies and codecs: the picture of docs/how-to/low-communication.md.
 
     python benchmarks/step_time_picture.py docs/step-time.png
 
-The lines are the least times for the bytes of docs/choosing.md: 25 million parameters in 24 equal layers and buckets,
+The lines are the least times for the bytes of docs/how-to/low-communication.md: 25 million parameters in 24 equal
+layers and buckets,
 4 nodes with one rank each, steps that compute for 0.306 s, a third of it in the forward pass, and TCP at its best. The
 lines leave out what codecs compute, latency and the optimizer.
 
@@ -48,7 +49,7 @@ class Point(NamedTuple):
     aside: float = 1.0
 
 
-# docs/log.md, "A training step with 25 million parameters between hosts": nothing else on the machine.
+# benchmarks/log/2026-11.md, "A training step with 25 million parameters between hosts": nothing else on the machine.
 QUIET = [
     Point(line, MILLIONS, 1000, compute, seconds)
     for compute, by_line in (

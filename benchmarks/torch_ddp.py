@@ -31,7 +31,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import mpitrain as mt
 import mpitrain.torch
-from mpitrain.bench.rounds import Variant, measure, ratio, spread, versions_line
+from mpitrain.forecast.rounds import Variant, measure, ratio, spread, versions_line
 
 LATENCY_CALLS = 200
 
@@ -49,7 +49,7 @@ def main() -> None:
     torch.set_num_threads(1)
     if world.num_nodes > 1:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "eth0")
-    address = world.broadcast(Path("/proc/sys/kernel/hostname").read_text().strip())
+    address = world.broadcast_object(Path("/proc/sys/kernel/hostname").read_text().strip())
     where = f"tcp://{address}:29500"
     distributed.init_process_group("gloo", init_method=where, rank=world.rank, world_size=world.size)
     groups = {"gloo": distributed.group.WORLD, "mpitrain": distributed.new_group(backend="mpitrain")}

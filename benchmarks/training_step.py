@@ -36,10 +36,10 @@ from pathlib import Path
 import numpy
 
 import mpitrain as mt
-from mpitrain.bench.rounds import Variant, measure, ratio, spread, versions_line
 from mpitrain.compression import factory_of, power_sgd
-from mpitrain.exchange.exchange import make_exchange
-from mpitrain.exchange.overlap import Overlap
+from mpitrain.forecast.rounds import Variant, measure, ratio, spread, versions_line
+from mpitrain.reducer.exchange import make_exchange
+from mpitrain.reducer.means import Overlap
 
 FORWARD = 1 / 3  # of the computation
 STEPS_IN_TURN = 3
@@ -137,7 +137,7 @@ def ddp(world: mt.World, hook: str, layers: int, width: int) -> Step:
     if not distributed.is_initialized():
         torch.set_num_threads(1)
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "eth0")
-        address = world.broadcast(Path("/proc/sys/kernel/hostname").read_text().strip())
+        address = world.broadcast_object(Path("/proc/sys/kernel/hostname").read_text().strip())
         where = f"tcp://{address}:29500"
         distributed.init_process_group("gloo", init_method=where, rank=world.rank, world_size=world.size)
     passes: list[Callable[[], object]] = [int, int]

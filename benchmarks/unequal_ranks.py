@@ -16,7 +16,7 @@ from collections.abc import Callable
 import numpy
 
 import mpitrain as mt
-from mpitrain.bench.rounds import spread, versions_line
+from mpitrain.forecast.rounds import spread, versions_line
 
 WARM_UP = 10
 
@@ -37,9 +37,9 @@ def main() -> None:
 
     def build(world: mt.World) -> mt.Parts:
         arrays = numpy.zeros((100 * arguments.global_batch, 16), "float32")
-        data = mt.ArrayData(world, arrays, global_batch=arguments.global_batch)
-        adapter = mt.ArrayFunction(sleeping(seconds), {"w": numpy.zeros(10_000, "float32")}, mt.Sgd(0.1))
-        return mt.Parts(adapter, mt.Sync(), mt.Prefetch(data) if arguments.prefetch else data)
+        data = mt.data.ArrayData(world, arrays, global_batch=arguments.global_batch)
+        adapter = mt.ArrayFunction(sleeping(seconds), {"w": numpy.zeros(10_000, "float32")}, mt.optim.SGD(0.1))
+        return mt.Parts(adapter, mt.Sync(), mt.data.Prefetch(data) if arguments.prefetch else data)
 
     world.print(versions_line())
     world.print(f"{world.size} ranks, one sample takes rank r {arguments.milliseconds} ms x {arguments.slower}")

@@ -22,7 +22,7 @@ from typing import Any
 import numpy
 
 import mpitrain as mt
-from mpitrain.bench.rounds import versions_line
+from mpitrain.forecast.rounds import versions_line
 
 
 class Rates(mt.Hook):
@@ -52,8 +52,8 @@ def train(world: mt.World, options: argparse.Namespace, *hooks: mt.Hook) -> Rate
         return 0.0
 
     def build(its: mt.World) -> mt.Parts:
-        adapter = mt.ArrayFunction(function, {"w": numpy.zeros(1000, numpy.float32)}, mt.Sgd(0.1))
-        data = mt.ArrayData(its, (numpy.zeros(10 * options.batch, numpy.float32),), global_batch=options.batch)
+        adapter = mt.ArrayFunction(function, {"w": numpy.zeros(1000, numpy.float32)}, mt.optim.SGD(0.1))
+        data = mt.data.ArrayData(its, (numpy.zeros(10 * options.batch, numpy.float32),), global_batch=options.batch)
         return mt.Parts(adapter, mt.DiLoCo(options.sync_every), data)
 
     rates = Rates(options.steps // 3)

@@ -17,7 +17,7 @@ from typing import Any
 import numpy
 
 import mpitrain as mt
-from mpitrain.bench.rounds import Variant, measure, ratio, versions_line
+from mpitrain.forecast.rounds import Variant, measure, ratio, versions_line
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 from models import gpt, mlp
@@ -36,8 +36,8 @@ def parts(world: mt.World, model: str, global_batch: int, virtual_ranks: int | N
             mlp.loss_and_gradients,
         )
         parameters = mlp.initial(rng, numpy)
-    data = mt.ArrayData(world, arrays, global_batch=global_batch)
-    adapter = mt.ArrayFunction(function, parameters, mt.Sgd(0.01, momentum=0.9))
+    data = mt.data.ArrayData(world, arrays, global_batch=global_batch)
+    adapter = mt.ArrayFunction(function, parameters, mt.optim.SGD(0.01, momentum=0.9))
     return mt.Parts(adapter, mt.Sync(virtual_ranks=virtual_ranks), data)
 
 
@@ -46,7 +46,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=20)
     arguments = parser.parse_args()
     world = mt.init()
-    exact = replace(world, config=replace(world.config, reduction="exact"))
+    exact = world.replaced(config=replace(world.config, reduction="exact"))
     world.print(f"{world.size} ranks on {world.num_nodes} hosts, {versions_line('numba')}")
     world.print("| model | global batch | plain | exact / plain | V = p | V = 8 | V = 32 |")
     world.print("| --- " * 7 + "|")

@@ -25,7 +25,7 @@ def add_virtual_ranks(parser: argparse.ArgumentParser) -> None:
         type=positive,
         metavar="V",
         help="compute each batch in V equal parts, with the same bits on 1 to V ranks if OMP_NUM_THREADS is the same "
-        "(docs/same-bits.md)",
+        "(docs/explanation/numerics.md#bitwise-identical-results-on-any-number-of-ranks)",
     )
 
 
@@ -43,10 +43,10 @@ def add_run(parser: argparse.ArgumentParser) -> None:
 
 
 def recorded(arguments: argparse.Namespace, *, tokens_per_sample: int | None = None) -> list[mt.Hook]:
-    """The hooks that keep the record: after Evaluate, before Checkpoint."""
+    """The hooks that keep the record: after Evaluation, before Checkpoint."""
     if arguments.run is None:
         return []
-    writers = [mt.JsonLines(arguments.run), mt.Csv(arguments.run)]
+    writers = [mt.writers.JsonLines(arguments.run), mt.writers.Csv(arguments.run)]
     if arguments.tensorboard:
-        writers.append(mt.TensorBoard(arguments.run))
+        writers.append(mt.writers.TensorBoard(arguments.run))
     return [mt.Record(writers, tokens_per_sample=tokens_per_sample)]

@@ -2,10 +2,10 @@
 
     mpiexec -n 2 python examples/gpu_loop.py --data digits
 
-The model computes in fp16, and parameters are kept in float32. A step packs the gradients of all layers into one
-buffer, sums it over the ranks, and updates in one pass: gradients divided by the loss scale, AdamW, and
+The model computes in fp16, and parameters are kept in float32. A step copies the gradients of all layers into one
+buffer, sums it over the ranks, and updates in one pass: gradients divided by the loss scale, and AdamW. Then it makes
 the fp16 copy for the next step. If a sum is not finite, it is not finite on every rank. So all ranks skip the same
-steps without asking their GPUs. The Trainer adds overlap, checks, checkpoints, and a loss scale that adapts itself.
+steps without asking each other. The Trainer adds overlap, checks, checkpoints, and a loss scale that adapts itself.
 """
 
 import argparse
@@ -17,10 +17,10 @@ import mpitrain as mt
 from arguments import positive
 from datasets import load_images
 from models import mlp
-from mpitrain.allreduce.device import make_transport
 from mpitrain.cuda import kernels
 from mpitrain.cuda.device import array_module
-from mpitrain.exchange.bucket import Parameter, plan_layout
+from mpitrain.cuda.transports import make_transport
+from mpitrain.reducer.bucket import Parameter, plan_layout
 
 FLOAT32, FLOAT16 = numpy.dtype(numpy.float32), numpy.dtype(numpy.float16)
 
@@ -39,7 +39,9 @@ def main() -> None:
     gradients = transport.allocate(count, FLOAT32)
     parameters, copy = cupy.empty(count, FLOAT32), cupy.empty(count, FLOAT16)
     first, second = cupy.zeros(count, FLOAT32), cupy.zeros(count, FLOAT32)
-    not_finite, num_skipped = cupy.zeros(1, numpy.int32), cupy.zeros(1, numpy.int32)
+    not_finite, num_skipped = cupy.zeros(1, numpy.int32), 0
+    fused = kernels.Fused(factor=cupy.full(1, 1 / arguments.loss_scale, numpy.float64))
+    views = layout.views({FLOAT32: gradients})
     kernels.pack(list(initial.values()), parameters)
     copy[...] = parameters
     seen = dict(zip(initial, layout.views({FLOAT32: copy}), strict=True))
@@ -57,15 +59,18 @@ def main() -> None:
         computed: dict[str, object] = {}
         batch = (cupy.asarray(x.astype(FLOAT16)), cupy.asarray(y))
         loss = mlp.loss_and_gradients(seen, batch, computed.__setitem__, loss_scale=scale)
-        kernels.pack([computed[name] for name in initial], gradients)  # fp16 ones are widened
+        for view, name in zip(views, initial, strict=True):
+            view[...] = computed[name]  # fp16 ones are widened
         transport.start(gradients).wait()
         not_finite.fill(0)
         kernels.all_finite(gradients, not_finite)
-        fused = kernels.Fused(unscale=1 / arguments.loss_scale, skip=not_finite, copy=copy)
-        kernels.adamw(parameters, gradients, first, second, step=step, rate=1e-3, fused=fused)
-        kernels.add(num_skipped, not_finite)
+        if int(not_finite[0]):
+            num_skipped += 1
+        else:
+            kernels.adamw(parameters, gradients, first, second, step=step, rate=1e-3, fused=fused)
+            copy[...] = parameters
         world.print(f"step {step}/{arguments.steps} | loss {world.mean(loss, weight=len(x)):.4f}")
-    world.print(f"skipped {int(num_skipped[0])} of {arguments.steps} steps")
+    world.print(f"skipped {num_skipped} of {arguments.steps} steps")
 
 
 def parse() -> argparse.Namespace:

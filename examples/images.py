@@ -51,8 +51,10 @@ def main() -> None:
     def build(world: mt.World) -> mt.Parts:
         pipeline = mt.Pipeline(arguments.stages, micro_batches=4) if arguments.stages else None
         replicas = pipeline.replicas(world) if pipeline else world
-        data = mt.ArrayData(replicas, (train_x, train_y), global_batch=arguments.global_batch, seed=0, augment=shifted)
-        schedule = mt.warmup_cosine(0.05, warmup_steps=min(200, steps // 10), total_steps=steps)
+        data = mt.data.ArrayData(
+            replicas, (train_x, train_y), global_batch=arguments.global_batch, seed=0, augment=shifted
+        )
+        schedule = mt.optim.warmup_cosine(0.05, warmup_steps=min(200, steps // 10), total_steps=steps)
         model = cnn_layers if pipeline else cnn
         adapter = model.adapter(numpy.random.default_rng(0), xp, inputs=train_x.shape[1], schedule=schedule)
         if pipeline:
@@ -72,7 +74,7 @@ def main() -> None:
 
         return mt.evaluate(trainer.world, metrics, (test_x, test_y))
 
-    hooks = [mt.StopAtStep(steps), mt.Log(), mt.Evaluate(steps_per_epoch, test_metrics), *recorded(arguments)]
+    hooks = [mt.StopAtStep(steps), mt.Log(), mt.Evaluation(steps_per_epoch, test_metrics), *recorded(arguments)]
     if arguments.checkpoints:
         hooks.append(mt.Checkpoint(arguments.checkpoints, steps=steps_per_epoch))
     mt.Trainer(build, hooks).run()

@@ -71,7 +71,7 @@ def main() -> None:
     with world.together("load the data"):
         train_x, train_y, test_x, test_y = load_images(arguments.data, arguments.data_directory)
     parameters = initial(jax.random.key(0), (train_x.shape[1], 256, 10))
-    parameters = mpitrain.jax.sync(parameters)  # MPI: all ranks begin with equal values
+    parameters = mpitrain.jax.broadcast(parameters)  # MPI: all ranks begin with equal values
     data = batches(train_x, train_y, arguments.global_batch, arguments.steps)
     for number, (x, y) in enumerate(mpitrain.jax.shard(data), start=1):  # MPI: this rank's part of each batch
         parameters, value = step(parameters, x, y)

@@ -84,7 +84,9 @@ def main() -> None:
         pipeline = mt.Pipeline("auto", "1f1b", micro_batches=4, sample=(inputs[:2], targets[:2]))
         layers = [partial(layer, number) for number in range(BLOCKS + 2)]
         adapter = mt.TorchLayers(layers, loss, partial(torch.optim.AdamW, lr=1e-3), clip_norm=1.0)
-        return mt.Parts(adapter, pipeline, mt.ArrayData(pipeline.replicas(world), (inputs, targets), global_batch=8))
+        return mt.Parts(
+            adapter, pipeline, mt.data.ArrayData(pipeline.replicas(world), (inputs, targets), global_batch=8)
+        )
 
     torch.nn.Linear(8, 8)(torch.ones(1, 8)).sum().backward()  # the threads of autograd take memory too
     if arguments.room_mib:

@@ -40,15 +40,15 @@ def main() -> None:
     total_steps = arguments.epochs * steps_per_epoch
 
     def build(world: mt.World) -> mt.Parts:
-        data = mt.ArrayData(world, (train_x, train_y), global_batch=arguments.global_batch, seed=arguments.seed)
-        schedule = mt.warmup_cosine(
+        data = mt.data.ArrayData(world, (train_x, train_y), global_batch=arguments.global_batch, seed=arguments.seed)
+        schedule = mt.optim.warmup_cosine(
             arguments.learning_rate, warmup_steps=min(200, total_steps // 10), total_steps=total_steps
         )
         rng = numpy.random.default_rng(arguments.seed)
         adapter = model.adapter(rng, xp, inputs=train_x.shape[1], schedule=schedule, precision=arguments.precision)
         if arguments.virtual_ranks:
             return mt.Parts(adapter, mt.Sync(virtual_ranks=arguments.virtual_ranks, seed=arguments.seed), data)
-        return mt.Parts(adapter, mt.make_strategy(arguments.strategy), data)
+        return mt.Parts(adapter, mt.strategies.make_strategy(arguments.strategy), data)
 
     def test_metrics(trainer: mt.Trainer) -> dict[str, float]:
         parameters = trainer.adapter.parameters()
@@ -63,7 +63,7 @@ def main() -> None:
     hooks = [
         mt.StopAtStep(total_steps if arguments.steps is None else arguments.steps),
         mt.Log(),
-        mt.Evaluate(steps_per_epoch, test_metrics),
+        mt.Evaluation(steps_per_epoch, test_metrics),
     ]
     hooks += recorded(arguments)
     if arguments.checkpoints:

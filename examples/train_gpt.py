@@ -26,7 +26,7 @@ def main() -> None:
         train, validation, vocabulary = load_text("austen", arguments.data_directory)
 
     def build(world: mt.World) -> mt.Parts:
-        data = mt.ArrayData(
+        data = mt.data.ArrayData(
             world, windows(train, arguments.context), global_batch=arguments.global_batch, seed=arguments.seed
         )
         parameters = gpt.initial(
@@ -38,8 +38,8 @@ def main() -> None:
             heads=4,
             layers=2,
         )
-        schedule = mt.warmup_cosine(4e-3, warmup_steps=min(50, arguments.steps - 1), total_steps=arguments.steps)
-        optimizer = mt.AdamW(schedule, betas=(0.9, 0.99), weight_decay=0.1, clip_norm=1.0)
+        schedule = mt.optim.warmup_cosine(4e-3, warmup_steps=min(50, arguments.steps - 1), total_steps=arguments.steps)
+        optimizer = mt.optim.AdamW(schedule, betas=(0.9, 0.99), weight_decay=0.1, clip_norm=1.0)
         adapter = mt.ArrayFunction(gpt.loss_and_gradients, parameters, optimizer, precision=arguments.precision)
         return mt.Parts(adapter, mt.Sync(virtual_ranks=arguments.virtual_ranks, seed=arguments.seed), data)
 
@@ -55,7 +55,7 @@ def main() -> None:
         return mt.evaluate(trainer.world, loss, some, 100, arguments.virtual_ranks)
 
     world.print(f"ranks: {world.size}, nodes: {world.num_nodes}, GPT on {xp.__name__}, {len(train):,} characters")
-    hooks = [mt.StopAtStep(arguments.steps), mt.Log(), mt.Evaluate(arguments.evaluate_steps, validation_loss)]
+    hooks = [mt.StopAtStep(arguments.steps), mt.Log(), mt.Evaluation(arguments.evaluate_steps, validation_loss)]
     hooks += recorded(arguments, tokens_per_sample=arguments.context)
     if arguments.checkpoints:
         hooks.append(mt.Checkpoint(arguments.checkpoints, steps=arguments.evaluate_steps))

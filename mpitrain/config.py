@@ -1,6 +1,6 @@
 """Settings that all ranks share and users may set. Precedence: argument > MPITRAIN_* variable > default.
 
-What the launcher tells a rank is no setting: mpitrain.job.context has that.
+What the launcher tells a rank is no setting: mpitrain.context has that.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from mpitrain.context import JobContext
 from mpitrain.errors import ConfigError
-from mpitrain.job.context import JobContext
 
 PREFIX = "MPITRAIN_"
 # The launcher's alone: a file of NAME=value lines, which `mpitrain run` adds to the environment of the ranks.
@@ -42,7 +42,7 @@ class Config:
     """What can be set for the ranks of a job. Each field is a variable too: `bucket_mib` is MPITRAIN_BUCKET_MIB."""
 
     algorithm: str = "auto"  # how arrays are summed: a name in mpitrain.allreduce.ALGORITHMS
-    transport: str = "auto"  # how arrays on GPUs are summed: a name in mpitrain.allreduce.device.TRANSPORTS
+    transport: str = "auto"  # how arrays on GPUs are summed: a name in mpitrain.cuda.transports.TRANSPORTS
     compression: str = "none"  # between nodes: "none", "auto", a name in mpitrain.compression.CODECS, "power_sgd"
     reduction: str = "plain"  # how floats are summed: "plain", or "exact": rounded once, in whatever order they come
     profile: str = ""  # file on rank 0 that `mpitrain bench --save-profile` wrote on this cluster; "": none

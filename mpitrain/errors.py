@@ -2,7 +2,10 @@
 
     MpitrainError
     ├── ConfigError            an option or MPITRAIN_* variable that does not exist or has a wrong value
+    │   ├── MissingLibraryError    a library of an extra is not installed
+    │   └── NotNowError            the hosts of a job can change at another time only
     ├── LaunchError            the job did not start as one job: no MPI, the wrong mpiexec, too few ranks
+    │   └── LostServerError        a further parameter server is gone
     ├── ClusterError           a machine could not be reached, trusted, set up or taken out of the cluster
     ├── KernelError            CUDA kernels do not compile; the text has the compiler's log
     ├── MismatchError          ranks disagree: operation, tree, shape, dtype, bucket layout, number of calls
@@ -16,7 +19,10 @@
     │   └── NonFiniteError         it, or the loss, holds NaN or infinity
     ├── ReplicaError           the ranks' parameters are no longer equal
     ├── DataError              a data file or data set that cannot be used; a rank without samples
-    └── CheckpointError        a checkpoint that cannot be written or read
+    ├── CheckpointError        a checkpoint that cannot be written or read
+    ├── NoRoomError            not enough memory for a copy of the state
+    ├── WireError              bytes from a worker or server that are no message
+    └── HorovodInternalError   a call of mpitrain.horovod has failed after it was submitted
 
 A message names rank and host, and says what was found, what is allowed and what to do.
 
@@ -31,7 +37,35 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import TypeVar
 
+__all__ = [
+    "CheckpointError",
+    "ClusterError",
+    "ConfigError",
+    "DataError",
+    "DeviceError",
+    "GradientError",
+    "HorovodInternalError",
+    "KernelError",
+    "LaunchError",
+    "LostRankError",
+    "LostServerError",
+    "MismatchError",
+    "MissingGradientError",
+    "MissingLibraryError",
+    "MpitrainError",
+    "NoRoomError",
+    "NonFiniteError",
+    "NotNowError",
+    "ProcessGroupError",
+    "RemoteError",
+    "ReplicaError",
+    "TreeError",
+    "WireError",
+]
+
 AnError = TypeVar("AnError", bound="MpitrainError")
+
+_MOST_TEXT = 16_000  # characters of a message
 
 
 class MpitrainError(Exception):
@@ -39,6 +73,25 @@ class MpitrainError(Exception):
 
     known_everywhere = False
     is_repeated = False
+
+    def __init__(self, *arguments: object) -> None:
+        """Of a text that is too long for a terminal, the middle is left out: a tree may have 100,000 leaves."""
+        super().__init__(*(_bounded(one) if isinstance(one, str) else one for one in arguments))
+
+
+def _bounded(text: str) -> str:
+    left_out = len(text) - _MOST_TEXT
+    if left_out <= 0:
+        return text
+    return f"{text[: _MOST_TEXT * 3 // 4]} ... ({left_out:,} characters) ... {text[-(_MOST_TEXT // 4) :]}"
+
+
+def text_of(error: BaseException) -> str:
+    """Return str(error); where the class's own __str__ fails, what a traceback has in its place."""
+    try:
+        return str(error)
+    except BaseException:  # even SystemExit: the report of an error must not fail too
+        return "<exception str() failed>"
 
 
 def everywhere(error: AnError, is_known_everywhere: bool = True) -> AnError:
@@ -55,6 +108,14 @@ class ConfigError(MpitrainError, ValueError):
     """An option or MPITRAIN_* variable does not exist or has a value that is not allowed."""
 
 
+class MissingLibraryError(ConfigError, AttributeError):
+    """A library of an extra is not installed. To hasattr() and help(), the name that needs it is not there."""
+
+
+class NotNowError(ConfigError):
+    """The job can change its hosts at another time only."""
+
+
 class LaunchError(MpitrainError, RuntimeError):
     """The processes that were launched do not form one MPI job.
 
@@ -64,6 +125,10 @@ class LaunchError(MpitrainError, RuntimeError):
 
     hosts: tuple[str, ...] = ()
     different: Mapping[str, str] = MappingProxyType({})
+
+
+class LostServerError(LaunchError):
+    """A further parameter server is gone, and its part of the parameters with it."""
 
 
 class ClusterError(MpitrainError, RuntimeError):
@@ -130,3 +195,23 @@ class DataError(MpitrainError, ValueError):
 
 class CheckpointError(MpitrainError, OSError):
     """A checkpoint could not be written or read."""
+
+
+class NoRoomError(MpitrainError):
+    """There is not enough memory for a copy."""
+
+
+class WireError(MpitrainError, ValueError):
+    """The bytes that came are no message, or a larger one than is allowed."""
+
+
+class HorovodInternalError(MpitrainError, RuntimeError):
+    """A call has failed after it was submitted: the ranks differ, or a rank is gone. The cause is the error of ours."""
+
+
+def error_of_kind(kind: str, where: str, text: str) -> MpitrainError:
+    """Return an error of our class of that name; a MpitrainError with the name in its text for one that is not ours."""
+    error_class = globals().get(kind)
+    if isinstance(error_class, type) and issubclass(error_class, MpitrainError):
+        return error_class(f"{where}: {text}")
+    return MpitrainError(f"{where}: {kind}: {text}")

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import sys
 
-from mpitrain.errors import ConfigError
+from mpitrain.errors import ConfigError, MissingLibraryError
 
 
 def missing(user: str, library: str, extra: str, error: ImportError) -> ConfigError:
     """Return the error to raise: `user` needs `library`, and `extra` brings it, into the environment of this Python."""
-    return ConfigError(f"{user} needs {library} ({error}); {sys.executable} -m pip install 'mpitrain[{extra}]'")
+    return MissingLibraryError(f"{user} needs {library} ({error}); {sys.executable} -m pip install 'mpitrain[{extra}]'")

@@ -9,7 +9,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from mpitrain.errors import DataError
+from mpitrain.reading import parsed
 from mpitrain.state_files import keep_state, read_state, state_folder
+from mpitrain.typed import made
 
 _VERSION = 1
 _MOST_BYTES = 1 << 20
@@ -57,19 +59,8 @@ def last_word(command: str, script: Path) -> LastWord | None:
     if content is None:
         return None
     del content["version"]
-    try:
-        word = LastWord(**content)
-    except TypeError as error:
-        raise DataError(f"{path} is damaged ({error!s:.200}). Remove it") from None
-    texts = [word.script, *word.arguments, *word.lines] if _are_lists(word) else [None]
-    is_time = type(word.at) in (int, float)
-    if not (is_time and word.is_equal in (True, False, None) and all(isinstance(text, str) for text in texts)):
-        raise DataError(f"{path} is damaged: a field is not of its type. Remove it")
+    word: LastWord = parsed(lambda: made(LastWord, content), DataError, str(path), "is damaged")
     return word
-
-
-def _are_lists(word: LastWord) -> bool:
-    return isinstance(word.arguments, list) and isinstance(word.lines, list)
 
 
 def _file_of(command: str, script: Path) -> Path:

@@ -6,11 +6,15 @@ import json
 import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from mpitrain.errors import ConfigError
+from mpitrain.reading import json_of, parsed, read_text, shown, shown_text
+from mpitrain.typed import made
 
 SCHEMA = 2
+_MOST_BYTES = 96 << 20  # one of 512 nodes has 20 MB
 
 
 @dataclass(frozen=True)
@@ -85,46 +89,74 @@ def measure_anew(path: str, here: dict[str, Any]) -> str:
     return "Measure again: " + shlex.join(["mpitrain", "bench", *words, "--save-profile", path])
 
 
-def from_json(text: str, path: str, here: dict[str, Any]) -> Profile:
-    """The profile in a file's text.
+def read_profile(path: Path, advice: str = "`mpitrain bench --save-profile FILE` writes one", begin: str = "") -> str:
+    """The text of a profile that a user has named.
+
+    Raises:
+        ConfigError: it cannot be read; the text begins with `begin`, and ends with the advice.
+    """
+    return read_text(
+        path, lambda said: ConfigError(f"{begin}{said}. {advice}"), called=f"the profile {path}", most_bytes=_MOST_BYTES
+    )
+
+
+@dataclass(frozen=True)
+class _Fingerprint:
+    hosts: list[str]
+    ranks_per_node: list[int]
+    mpi: str
+
+
+@dataclass(frozen=True)
+class _ProfileFile:
+    fingerprint: _Fingerprint
+    nodes: list[str]
+    measured: dict[str, Any]
+    versions: dict[str, Any]
+    schema: int
+
+
+def from_json(text: str, path: str, here: dict[str, Any] | None = None) -> Profile:
+    """The profile in a file's text. `here` is the fingerprint that it must have; None: any.
 
     Raises:
         ConfigError: it is torn, of another format, or of another cluster than `here`.
     """
-    advice = measure_anew(path, here)
-    try:
-        content = json.loads(text)
-        schema, measured_on, measured = content["schema"], content["fingerprint"], content["measured"]
-        nodes = tuple(str(name) for name in content["nodes"])
-        measured_on = {name: measured_on.get(name) for name in here}
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise ConfigError(f"the profile {path} is damaged ({error!r}). {advice}") from None
-    if schema != SCHEMA:
-        raise ConfigError(f"the profile {path} has format {schema}; this version reads {SCHEMA}. {advice}")
-    for name, value in here.items():
-        if measured_on[name] != value:
-            raise ConfigError(
-                f"the profile {path} is of another cluster: {name} {measured_on[name]}, here {value}. {advice}"
-            )
-    try:
-        here_too: dict[str, Any] = {  # also on one node
-            "codecs": tuple((str(name), _slowest(rates)) for name, rates in measured["codecs"].items()),
-            "add_bytes_per_second": _rate(measured["add_bytes_per_second"]),
-            "copy_bytes_per_second": _rate(measured["copy_bytes_per_second"]),
-            "native_below_bytes": _limit(measured["native_below_bytes"]),
-        }
-        if sorted(nodes) != here["hosts"]:
-            raise ValueError("its nodes are not those of its fingerprint")
-        latency_us, links = measured["latency_between_nodes_us"], measured["link_bytes_per_second"]
-        if len(nodes) == 1 and latency_us is None and links is None:  # there is nothing between nodes
-            return replace(DEFAULT, origin=path, nodes=nodes, **here_too)
-        if {len(row) for row in links} != {len(nodes)} or len(links) != len(nodes):
-            raise ValueError("its links do not fit its nodes")
-        rows = tuple(tuple(0.0 if i == j else _rate(rate) for j, rate in enumerate(row)) for i, row in enumerate(links))
-        rates = sorted(rate for i, row in enumerate(rows) for j, rate in enumerate(row) if i != j)
-        return Profile(path, _measured(latency_us, 1e-3, 1e9) * 1e-6, rates[len(rates) // 2], rows, nodes, **here_too)
-    except (ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
-        raise ConfigError(f"the profile {path} is damaged ({error!r}). {advice}") from None
+    called = f"the profile {path}"
+    advice = measure_anew(path, here) if here else "`mpitrain bench --save-profile FILE` writes one"
+
+    def refusal(said: str) -> ConfigError:
+        return ConfigError(f"{said}. {advice}")
+
+    content = json_of(text, refusal, called)
+    if (schema := content.get("schema")) != SCHEMA and type(schema) is int:
+        raise refusal(f"{called} has format {schema}; this version reads {SCHEMA}")
+    file: _ProfileFile = parsed(lambda: made(_ProfileFile, content), refusal, called, "is damaged")
+    for name, value in (here or {}).items():
+        if (of_file := getattr(file.fingerprint, name)) != value:
+            raise refusal(f"{called} is of another cluster: {name} {shown_text(str(of_file))}, here {value}")
+    profile: Profile = parsed(lambda: _profile(file, path), refusal, called, "is damaged")
+    return profile
+
+
+def _profile(file: _ProfileFile, path: str) -> Profile:
+    nodes, measured = tuple(file.nodes), file.measured
+    here_too: dict[str, Any] = {  # also on one node
+        "codecs": tuple((str(name), _slowest(rates)) for name, rates in measured["codecs"].items()),
+        "add_bytes_per_second": _rate(measured["add_bytes_per_second"]),
+        "copy_bytes_per_second": _rate(measured["copy_bytes_per_second"]),
+        "native_below_bytes": _limit(measured["native_below_bytes"]),
+    }
+    if not nodes or sorted(nodes) != file.fingerprint.hosts:
+        raise ValueError("its nodes are not those of its fingerprint")
+    latency_us, links = measured["latency_between_nodes_us"], measured["link_bytes_per_second"]
+    if len(nodes) == 1 and latency_us is None and links is None:  # there is nothing between nodes
+        return replace(DEFAULT, origin=path, nodes=nodes, **here_too)
+    if {len(row) for row in links} != {len(nodes)} or len(links) != len(nodes):
+        raise ValueError("its links do not fit its nodes")
+    rows = tuple(tuple(0.0 if i == j else _rate(rate) for j, rate in enumerate(row)) for i, row in enumerate(links))
+    rates = sorted(rate for i, row in enumerate(rows) for j, rate in enumerate(row) if i != j)
+    return Profile(path, _measured(latency_us, 1e-3, 1e9) * 1e-6, rates[len(rates) // 2], rows, nodes, **here_too)
 
 
 def _slowest(rates: dict[str, Any]) -> float:
@@ -139,13 +171,13 @@ def _rate(value: object) -> float:
 
 def _measured(value: object, lowest: float, highest: float) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float) or not lowest <= value <= highest:
-        raise ValueError(f"{value!r} is not a number from {lowest:g} to {highest:g}")
+        raise ValueError(f"{shown(value)} is not a number from {lowest:g} to {highest:g}")
     return float(value)
 
 
 def _limit(value: object) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < 2**63:
-        raise ValueError(f"{value!r} is not a number of bytes")
+        raise ValueError(f"{shown(value)} is not a number of bytes")
     return value
 
 

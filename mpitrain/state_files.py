@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import stat
 import tempfile
 from collections.abc import Mapping
 from contextlib import suppress
@@ -16,6 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from mpitrain.errors import DataError, MpitrainError
+from mpitrain.reading import find_file, json_of, shown
+
+_ROOM_BYTES = 1 << 20  # more than a report of a large cluster
 
 
 def state_folder() -> Path:
@@ -74,6 +76,22 @@ def keep_state(path: Path, version: int, content: Mapping[str, Any]) -> None:
         ) from None
 
 
+def why_nothing_is_kept() -> str:
+    """Return why `keep_state` would fail in this user's folder now; empty if it would not."""
+    try:
+        folder = state_folder()
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder) as file:
+            file.write(bytes(_ROOM_BYTES))
+            file.flush()
+            os.fsync(file.fileno())
+    except DataError as error:
+        return str(error)
+    except OSError as error:
+        return f"{folder} cannot be written: {error.strerror}"
+    return ""
+
+
 def read_state(path: Path, version: int, most_bytes: int) -> dict[str, Any] | None:
     """Return the content of a file that `keep_state` has written; None: there is none.
 
@@ -85,43 +103,17 @@ def read_state(path: Path, version: int, most_bytes: int) -> dict[str, Any] | No
     Raises:
         DataError: the file cannot be read, is damaged, of a newer form, or too large.
     """
-    text = read_bounded(path, most_bytes)
+    text = find_file(path, DataError, most_bytes=most_bytes)
     if text is None:
         return None
-    try:
-        content = json.loads(text)
-        number = content["version"]
-        if type(number) is not int or number < 1:
-            raise ValueError(f"version {number!r:.40}")
-    except (ValueError, TypeError, KeyError, RecursionError) as error:
-        raise DataError(f"{path} is damaged ({type(error).__name__}: {error!s:.200}). Remove it") from None
+
+    def refusal(said: str) -> DataError:
+        return DataError(f"{said}. Remove it")
+
+    content = json_of(text, refusal, str(path), any_text=True)
+    number = content.get("version")
+    if type(number) is not int or number < 1:
+        raise refusal(f"{path} is damaged: its version is {shown(number)}")
     if number > version:
         raise DataError(f"{path} is of version {number}; this mpitrain reads up to {version}. Update mpitrain")
-    assert isinstance(content, dict)
     return content
-
-
-def read_bounded(path: Path, most_bytes: int) -> bytes | None:
-    """Return the content of a file; None: there is none. What is no file, such as a pipe, does not hold up the caller.
-
-    Raises:
-        DataError: it cannot be read, is no file, or has more than `most_bytes`.
-    """
-    try:
-        with open(path, "rb", opener=_open_at_once) as file:
-            if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-                raise DataError(f"{path} is not a file")
-            text = file.read(most_bytes + 1)
-    except FileNotFoundError:
-        return None
-    except OSError as error:
-        raise DataError(f"{path} cannot be read: {error.strerror}") from None
-    if len(text) > most_bytes:
-        most = f"{most_bytes >> 20} MiB" if most_bytes >= 1 << 20 else f"{most_bytes} bytes"
-        raise DataError(f"{path} is too large: at most {most} are read. Make it anew, or remove it")
-    return text
-
-
-def _open_at_once(path: str, flags: int) -> int:
-    """Open a file. A pipe of that name does not hold up the reader."""
-    return os.open(path, flags | os.O_NONBLOCK)

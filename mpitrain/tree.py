@@ -11,7 +11,8 @@ from typing import Any
 
 import numpy
 
-from mpitrain.arrays import is_array
+from mpitrain.arguments import bounded_list
+from mpitrain.arrays import check_class, is_array
 from mpitrain.errors import DataError, TreeError
 
 Tree = Any
@@ -37,11 +38,19 @@ def leaves(tree: Tree, path: str = "") -> Iterator[tuple[str, Leaf]]:
         if not isinstance(tree, _NUMBERS) and not is_array(tree):
             raise TreeError(
                 f"leaf {path or 'at the top'} is a {type(tree).__name__}; a tree holds NumPy or CuPy arrays, "
-                "numbers and None in dicts, lists and tuples"
+                "numbers and None in dicts, lists and tuples. World.broadcast_object and World.allgather send any "
+                "object"
             )
         if not isinstance(tree, bool | int | float | complex) and tree.dtype.hasobject:
             raise TreeError(f"leaf {path or 'at the top'} is an array of Python objects; convert it to numbers")
         yield path, tree
+
+
+def plain_leaves(tree: Tree) -> Iterator[tuple[str, Leaf]]:
+    """As `leaves`, for what takes the values alone: an array that has more, such as a mask, is a TreeError."""
+    for path, leaf in leaves(tree):
+        check_class(leaf, f"leaf {path or 'at the top'}")
+        yield path, leaf
 
 
 def rebuild(tree: Tree, replacement: Callable[[], Leaf]) -> Tree:
@@ -68,10 +77,12 @@ def num_samples(tree: Tree) -> int:
     lengths_of_leaves = [(path or "the array", len(leaf) if numpy.ndim(leaf) else None) for path, leaf in leaves(tree)]
     lengths = {length for _, length in lengths_of_leaves if length is not None}
     if len(lengths) != 1 or None in dict(lengths_of_leaves).values():
-        text = (
-            ", ".join(f"{path} {'a number' if length is None else length}" for path, length in lengths_of_leaves)
-            or "no arrays"
-        )
+        # One leaf of each length: there may be a hundred thousand leaves.
+        firsts: dict[int | None, str] = {}
+        for path, length in lengths_of_leaves:
+            firsts.setdefault(length, path)
+        texts = [f"{path} {'a number' if length is None else length}" for length, path in firsts.items()]
+        text = bounded_list(texts) or "no arrays"
         raise DataError(f"arrays must have the same number of samples along their first dimension; found {text}")
     return lengths.pop()
 

@@ -22,10 +22,10 @@ OTHERS = {"README.md": "index.md", "CONTRIBUTING.md": "CONTRIBUTING.md", "CHANGE
 # Each page of api/ with its title, and the modules of mpitrain whose public names it has.
 API = {
     "world": ("World", ("world", "job", "errors", "remote")),
-    "trainer": ("Trainer", ("training",)),
-    "strategies": ("Strategies", ("strategies", "exchange")),
+    "trainer": ("Trainer", ("training", "optim", "state")),
+    "strategies": ("Strategies", ("strategies", "reducer")),
     "adapters": ("Adapters", ("adapters",)),
-    "data": ("Data", ("training.data",)),
+    "data": ("Data", ("data",)),
     "hooks": ("Hooks", ("training.hooks",)),
     "meters": ("Meters and writers", ("training.meters", "training.writers")),
 }

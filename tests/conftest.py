@@ -15,9 +15,9 @@ from hypothesis import HealthCheck, settings
 
 from jobs import BATCH_SYSTEMS, REPOSITORY, SNAPSHOT
 from mpitrain.errors import LaunchError
-from mpitrain.testbed import STATE, Bed, find, forget_snapshot, snapshot_names, up
-from mpitrain.testbed.bed_record import locked
-from mpitrain.testbed.host import require_inotify
+from testbed import STATE, Bed, find, forget_snapshot, snapshot_names, up
+from testbed.bed_record import locked
+from testbed.host import require_inotify
 
 # The fixtures that bring a bed up, and how many nodes the tests may have at once in all.
 BEDS = {"bed", "bare", "image", "provisioned"}

@@ -5,9 +5,11 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
+import datetime
 import importlib.util
 import os
 import signal
+import subprocess
 import sys
 import tempfile
 from collections import Counter
@@ -15,61 +17,52 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from jobs import REPOSITORY, SNAPSHOT, VENVS, mpiexec
-from mpitrain.diagnostics.checks.leftovers import SHM_PATTERNS
+from mpitrain.check.checks.limits import SHM_PATTERNS
 from mpitrain.errors import ConfigError
-from mpitrain.testbed import STATE, forget_snapshot, snapshot_names
 from side_by_side import Part, run
+from testbed import STATE, forget_snapshot, snapshot_names
 
 # The tests that run on all ranks of a job at once.
 ON_RANKS = ["tests/ranks", "tests/device_ranks", "tests/torch_ranks", "tests/jax_ranks"]
-# What is chosen of tests/ranks, by MPI library and world size ("": all of them). One rank is alone; of two, the one
-# before is also the one after; of three, it is not. With four come what needs a fourth rank, nodes of different size,
-# and what depends on the number of ranks in its arithmetic or in the order of its messages, which a queue of many
-# allreduces does not. Five and seven are one and three beyond a power of two, and nodes have one, two and four: what is
-# built on the sums differs in neither from three and four. Open MPI differs in how it starts and sends, which three
-# ranks show.
+# What is chosen of tests/ranks, by MPI library and world size ("": all of them). One rank is alone. Of three, the one
+# before is not the one after. With four come what needs a fourth rank, nodes of different size, and what depends on the
+# number of ranks in its arithmetic or in the order of its messages, which a queue of many allreduces does not. Five is
+# one beyond a power of two: what is built on the sums does not differ from three and four. Open
+# MPI differs in how it starts and sends.
 BY_SIZE = (
     "(test_allreduce.py or test_collectives.py or test_compressed.py or test_reducer or test_simulate.py"
-    " or test_transfer.py or test_world) and not test_many_may_be"
+    " or test_nano.py or test_transfer.py or test_world) and not test_many_may_be"
 )
 SUMS = (
-    "(test_allreduce.py or test_collectives.py or test_simulate.py or test_sums_are_as_close_as_the_codec"
-    " or test_world) and not test_many_may_be"
+    "(test_allreduce.py or test_collectives.py or test_nano.py or test_simulate.py or test_world"
+    " or test_sums_are_as_close_as_the_codec) and not test_many_may_be"
 )
 OF_FOUR = f"{BY_SIZE} or test_checkpoint or test_data or test_replicas or test_ring_order or test_training"
-SIZES = {
-    "mpich": {1: "", 2: "", 3: "", 4: OF_FOUR, 5: SUMS, 7: SUMS},
-    "openmpi": {2: BY_SIZE, 3: ""},
-}
-MOST_RANKS = 7  # too many for the batches of some of the others
-# The same for mpitrain.torch and mpitrain.jax, which are skipped where there is no PyTorch, or no JAX. Its groups and
-# meshes take 4 ranks. JAX hands its arrays to the collectives that tests/ranks tries, so five ranks show what three do.
-# What torch.compile makes of a program does not depend on the number of ranks, and takes each rank some seconds; with
-# three, each has two others.
-TORCH_BY_SIZE = (
-    "(test_collectives or test_groups or test_point_to_point or test_sharded or test_prepare.py) and not compression"
+STARTS_AND_SENDS = (
+    f"{BY_SIZE} or test_broken or test_exact.py or test_gathered or test_keep or test_large or test_node_memory"
+    " or test_pipeline.py or test_rebuild or test_run_on or test_sharded_sync.py or test_totals or test_training.py"
 )
-NOT_COMPILED = "not test_compiled.py"
-FRAMEWORKS = {
-    "torch": {1: NOT_COMPILED, 2: NOT_COMPILED, 3: "", 4: TORCH_BY_SIZE},
-    "jax": {1: "", 2: "", 5: ""},
-}
-FRAMEWORKS_TOO = {"torch": {5: ""}, "jax": {3: "", 4: ""}}  # with --full
+SIZES = {"mpich": {1: "", 3: "", 4: OF_FOUR, 5: SUMS}, "openmpi": {3: STARTS_AND_SENDS}}
+# Two ranks: the one before is also the one after. Seven are three beyond a power of two, and too many for the batches
+# of some tests.
+NIGHTLY_SIZES = {"mpich": {1: "", 2: "", 3: "", 4: "", 5: "", 7: SUMS}, "openmpi": {2: "", 3: ""}}
+# The same for mpitrain.torch and mpitrain.jax, which are skipped where there is no PyTorch, or no JAX. The collectives
+# below them are those that tests/ranks tries. Groups of PyTorch and meshes take 4 ranks.
+FRAMEWORKS = {"torch": {3: "", 4: "test_groups or test_sharded.py"}, "jax": {2: ""}}
+NIGHTLY_FRAMEWORKS = {"torch": {1: "", 2: "", 3: "", 4: "", 5: ""}, "jax": {1: "", 2: "", 3: "", 4: "", 5: ""}}
 # The same with arrays on GPUs, which are emulated here; scripts/gpu-check runs them on real ones. With 4 ranks on 2 of
-# them come several on each; errors and streams are a matter of one rank or of two.
-OF_FOUR_ON_GPUS = (
-    "test_transports or test_the_bits_of_the_host or test_weighted_means_of_all_dtypes or test_a_reducers_gradients"
-)
-EMULATED = {1: "", 2: "", 3: "nccl", 4: OF_FOUR_ON_GPUS}  # NCCL needs a GPU for each rank
+# them come several on each.
+EMULATED = {2: ""}
+NIGHTLY_EMULATED = {1: "", 2: "", 3: "", 4: ""}
 EMULATED_GPUS = {1: 1, 2: 2, 3: 3, 4: 2}  # by number of ranks
-# The tests that need beds of nodes (mpitrain/testbed), in parts of about the same length. They wait much of the time,
+# The tests that need beds of nodes (testbed/), in parts of about the same length. They wait much of the time,
 # so they run beside all others. Many start from one snapshot (`provisioned` in tests/conftest.py): the part that needs
 # it first makes it. The others have the tests that do without it first, so that they do not wait for it.
 ON_NODES = {
     "a cluster": ["tests/cluster/test_cycle.py", "tests/cli/test_cluster_bed.py"],
     "faults of a cluster": ["tests/faults/cluster"],
     "beds, and jobs whose hosts change": [
-        "tests/testbed",
+        "tests/nodes",
         *(f"tests/cluster/test_{name}.py" for name in ("restart_over_hosts", "chaos_over_hosts", "elastic", "joining")),
     ],
     "nodes, and jobs over them": ["tests/cluster"],
@@ -97,27 +90,29 @@ FAULTS = {
     "faults, restarts": [f"tests/faults/test_{name}.py" for name in ("spares", "restart", "chaos", "kills")],
     "faults, others": ["tests/faults"],
 }
-LONG_FOLDERS = ["cli", "examples", "serve", "cuda", "training"]
-# Such a part waits most of the time, for jobs that start or stand still (measured: docs/log.md). Ranks nap while they
+LONG_FOLDERS = ["cli", "examples", "server", "cuda", "training"]
+# Such a part waits most of the time, for jobs that start or stand still (measured: benchmarks/log/). Ranks nap while
+# they
 # wait for each other, so theirs does not keep a core busy either. On two cores, six folders run beside one of them.
 CORES_OF_A_FOLDER = 0.2
 CORES_OF_RANKS = 0.7
 # For a first look: what needs neither nodes nor a job of its own, and of the tests on ranks what most others rest on.
-QUICK_FOLDERS = ["bench", "diagnostics", "launch", "training", "verify"]
+QUICK_FOLDERS = ["check", "launch", "training", "verify"]
 SLOW_FILES = [f"tests/test_{name}.py" for name in ("docs", "everything", "one_of_each", "trace")]
 QUICK_RANKS = {2: "test_training or test_checkpoint", 3: BY_SIZE}
 # More at once than on so many cores has never been tried.
 MOST_CORES = 4
 # The slow tests on beds take longer than all others together.
-SECONDS_OF_FULL = 3 * 3600.0
+SECONDS_OF_NIGHTLY = 3 * 3600.0
+NIGHTLY_RESULT = REPOSITORY / "tests/nightly.txt"
 
 
-def parts(full: bool) -> Iterator[Part]:
+def parts(nightly: bool) -> Iterator[Part]:
     """All of them, the longest first, so that none begins last.
 
     Those on ranks run beside the folders from the beginning: they use the cores while the folders wait.
     """
-    slow = [] if full else ["-m", "not slow"]
+    slow = [] if nightly else ["-m", "not slow"]
     pytest = [sys.executable, "-m", "pytest", "-q", *slow, "--durations=15"]
     on_nodes = [path for paths in ON_NODES.values() for path in paths]
     for name, paths in ON_NODES.items():
@@ -133,7 +128,7 @@ def parts(full: bool) -> Iterator[Part]:
     others = [*pytest, "tests", *ignored, *(f"--ignore=tests/{name}" for name in LONG_FOLDERS)]
     yield Part("other tests", others, cores=CORES_OF_A_FOLDER, again=True)
     yield Part("lint and types", ["scripts/check"], is_pytest=False, cores=CORES_OF_RANKS)
-    yield from on_ranks(slow, full)
+    yield from on_ranks(slow, nightly)
     yield from folders
 
 
@@ -142,28 +137,49 @@ def below(paths: list[str], others: list[str]) -> list[str]:
     return [f"--ignore={path}" for path in others if path.startswith(tuple(f"{folder}/" for folder in paths))]
 
 
-def on_ranks(slow: list[str], full: bool) -> Iterator[Part]:
+def on_ranks(slow: list[str], nightly: bool) -> Iterator[Part]:
     """The tests that run on all ranks of a job."""
-    for vendor, sizes in SIZES.items():
+    for vendor, sizes in (NIGHTLY_SIZES if nightly else SIZES).items():
         for size, chosen in sizes.items():
-            all_of_it = full and size != MOST_RANKS
-            yield of_ranks("ranks", size, "" if all_of_it else chosen, *slow, vendor=vendor)
-    for framework, sizes in FRAMEWORKS.items():
+            yield of_ranks("ranks", size, chosen, *slow, vendor=vendor)
+    for framework, sizes in (NIGHTLY_FRAMEWORKS if nightly else FRAMEWORKS).items():
         if importlib.util.find_spec(framework) is None:
             print(f"\n=== tests.{framework}_ranks: skipped, {sys.prefix} has no {framework}", flush=True)
             continue
-        for size, chosen in (sizes | (FRAMEWORKS_TOO[framework] if full else {})).items():
-            yield of_ranks(f"{framework}_ranks", size, "" if full else chosen, *slow)
-    for size, chosen in EMULATED.items():
-        gpus = f"--emulated={EMULATED_GPUS[size]}"
-        yield of_ranks("device_ranks", size, "" if full else chosen, gpus, *slow)
+        for size, chosen in sizes.items():
+            yield of_ranks(f"{framework}_ranks", size, chosen, *slow)
+    for size, chosen in (NIGHTLY_EMULATED if nightly else EMULATED).items():
+        yield of_ranks("device_ranks", size, chosen, f"--emulated={EMULATED_GPUS[size]}", *slow)
 
 
 def of_ranks(module: str, size: int, chosen: str, *options: str, vendor: str = "mpich") -> Part:
     """The tests of a module on so many ranks; only those that are chosen, unless that is empty."""
     command = [*mpiexec(size, vendor), str(VENVS[vendor] / "bin/python"), "-m", f"tests.{module}", *options]
     other = "" if vendor == "mpich" else f", {vendor}"
-    return Part(f"{module} on {size}{other}", [*command, *(["-k", chosen] if chosen else [])], cores=CORES_OF_RANKS)
+    return Part(
+        f"{module} on {size}{other}",
+        [*command, *(["-k", chosen] if chosen else [])],
+        cores=CORES_OF_RANKS,
+        alone=f"scripts/test --ranks {size}" + (f" --mpi {vendor}" if other else ""),
+    )
+
+
+def parts_of(words: list[str], size: int, vendor: str) -> Iterator[Part]:
+    """What the words of a command line name: paths of tests, such as tests/test_tree.py::test_a, and pytest's options.
+
+    Tests that run on all ranks of a job get one of so many ranks.
+    """
+    paths = [word for word in words if os.path.exists(REPOSITORY / word.partition("::")[0])]  # noqa: PTH110
+    options = [word for word in words if word not in paths]
+    for folder in ON_RANKS:
+        below_it = [path for path in paths if path.startswith(folder)]
+        if below_it:
+            emulated = [f"--emulated={size}"] if folder == "tests/device_ranks" else []
+            name = folder.removeprefix("tests/")
+            yield of_ranks(name, size, "", *emulated, *options, *below_it, vendor=vendor)
+        paths = [path for path in paths if path not in below_it]
+    if paths:
+        yield Part(" ".join(paths), [sys.executable, "-m", "pytest", "-q", *options, *paths])
 
 
 def quick_parts() -> Iterator[Part]:
@@ -179,14 +195,23 @@ def quick_parts() -> Iterator[Part]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
     amount = parser.add_mutually_exclusive_group()
-    amount.add_argument("--full", action="store_true", help="the slow tests too")
+    amount.add_argument("--nightly", action="store_true", help="the slow tests too, and all numbers of ranks")
     amount.add_argument("--quick", action="store_true", help="a first look: lint, types and the fast tests")
-    arguments = parser.parse_args()
-    chosen = list(quick_parts() if arguments.quick else parts(arguments.full))
-    if arguments.full:
-        chosen = [dataclasses.replace(part, deadline_seconds=SECONDS_OF_FULL) for part in chosen]
+    parser.add_argument("--ranks", type=int, default=3, help="for PATHs whose tests run on all ranks of a job (3)")
+    parser.add_argument("--mpi", choices=list(VENVS), default="mpich", help="for the same (mpich)")
+    parser.usage = "scripts/test [--quick | --nightly | [--ranks N] [--mpi LIBRARY] PATH... [option of pytest]...]"
+    arguments, words = parser.parse_known_args()
+    if words:
+        chosen = list(parts_of(words, arguments.ranks, arguments.mpi))
+        if not chosen:
+            parser.error(f"{' '.join(words)}: no such file or folder; give a path of tests, such as tests/test_tree.py")
+    else:
+        chosen = list(quick_parts() if arguments.quick else parts(arguments.nightly))
+    if arguments.nightly:
+        os.environ.setdefault("SOAK_SECONDS", "3600")  # tests/faults/test_soak.py
+        chosen = [dataclasses.replace(part, deadline_seconds=SECONDS_OF_NIGHTLY) for part in chosen]
     # A shell script's background process ignores Ctrl-C, and so would all tests.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     # Do the same as for Ctrl-C: the parts and all their jobs end too.
@@ -203,8 +228,21 @@ def main() -> int:
         print(f"\nfailed: {', '.join(failed_parts)}")
     total = sum(counts.values(), Counter[str]())
     print(f"\nskipped, with the reasons above: {total['skipped']}")
+    if arguments.nightly:
+        note(total, failed_parts)
     print(f"{total['passed']} passed, {total['failed']} failed", flush=True)
     return 1 if total["failed"] else 0
+
+
+def note(total: Counter[str], failed_parts: list[str]) -> None:
+    """Keep the result of a nightly run in a file, which is to be committed."""
+    commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=REPOSITORY, capture_output=True, text=True, check=False)
+    when = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC")
+    counts = ", ".join(f"{total[name]} {name}" for name in ("passed", "failed", "skipped"))
+    failed = f"failed: {', '.join(failed_parts)}\n" if failed_parts else ""
+    NIGHTLY_RESULT.write_text(
+        f"scripts/test --nightly, ended {when}, on {commit.stdout.strip()[:8]}\n{counts}\n{failed}"
+    )
 
 
 @contextlib.contextmanager

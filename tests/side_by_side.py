@@ -6,13 +6,14 @@ import contextlib
 import functools
 import json
 import os
+import shlex
 import signal
 import subprocess
 import tempfile
 import time
 import uuid
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from xml.etree import ElementTree
@@ -37,6 +38,7 @@ class Part:
         is_pytest: it is given --junit-xml, and counts its tests.
         cores: that it keeps busy, on average; 0 if it mostly waits.
         again: a test of it that failed is tried once more at the end, when nothing else runs. The command is pytest's.
+        alone: what runs one of its tests alone, with the name of the test behind it.
     """
 
     name: str
@@ -45,6 +47,7 @@ class Part:
     is_pytest: bool = True
     cores: float = 1
     again: bool = False
+    alone: str = "scripts/test"
 
 
 @dataclass
@@ -148,6 +151,23 @@ class Running:
         """All of it in one piece, so that those of different parts are not mixed."""
         print(f"\n=== {self.part.name}\n{self.output.read_text(errors='replace')}", end="", flush=True)
 
+    def print_repeats(self) -> None:
+        """For each failed test, the command that runs it alone."""
+        if self.part.is_pytest and self.report.exists():
+            for case in ElementTree.parse(self.report).iter("testcase"):
+                if case.find("failure") is not None or case.find("error") is not None:
+                    print(f"this test alone: {self.part.alone} {shlex.quote(_node_id(case.attrib))}")
+
+
+def _node_id(case: Mapping[str, str]) -> str:
+    """pytest's name of the test that a report calls so: tests.training.test_a.TestB and test_c."""
+    words = case["classname"].split(".")
+    for count in range(len(words), 0, -1):
+        path = Path(*words[:count]).with_suffix(".py")
+        if (REPOSITORY / path).exists():
+            return "::".join([str(path), *words[count:], case["name"]])
+    return case["name"]  # a file that could not be read
+
 
 def run(parts: Sequence[Part], cores: int) -> dict[str, Counter[str]]:
     """Run the parts, as many at once as the cores are for, the first ones first. Prints each one's output at its end.
@@ -204,6 +224,7 @@ def _side_by_side(parts: Sequence[Part], cores: int, folder: str) -> Iterator[Ru
                 if is_late:
                     print(f"ended: it ran longer than {one.part.deadline_seconds:.0f} s")
                 took = f"{one.seconds:.0f} s, {one.cpu_seconds:.0f} s of CPU time"
+                one.print_repeats()
                 print(f"--- {one.part.name}: {dict(one.counts)}, {took}", flush=True)
                 yield one
     except BaseException:  # Ctrl-C comes to this process alone

@@ -10,7 +10,7 @@ import numpy
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mpitrain.exchange.bucket import Bucket, Parameter, plan_buckets, plan_layout
+from mpitrain.reducer.bucket import Bucket, Parameter, plan_buckets, plan_layout
 
 DTYPES = [numpy.dtype(name) for name in ("float16", "float32", "float64")] + [numpy.dtype(ml_dtypes.bfloat16)]
 

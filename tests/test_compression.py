@@ -26,7 +26,7 @@ from mpitrain.compression import CODECS, factory_of, make_codec
 from mpitrain.compression.codec import Codec
 from mpitrain.compression.kernels import can_compile
 from mpitrain.errors import ConfigError, GradientError
-from mpitrain.serve.pushes import read_gradients
+from mpitrain.server.gradients import read_gradients
 
 
 @pytest.fixture(params=COMPILED)

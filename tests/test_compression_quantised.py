@@ -10,7 +10,7 @@ import pytest
 from codec_values import COMPILED, INPUTS, QUANTISED, any_bits, decode, encode, in_float64, random
 from mpitrain.compression import factory_of, make_codec
 from mpitrain.errors import ConfigError, GradientError
-from mpitrain.serve.pushes import read_gradients
+from mpitrain.server.gradients import read_gradients
 
 
 @pytest.fixture(params=COMPILED)

@@ -10,8 +10,8 @@ import numpy
 import pytest
 
 from mpitrain.config import Config, read_config
+from mpitrain.context import JobContext
 from mpitrain.errors import ConfigError
-from mpitrain.job.context import JobContext
 
 
 def test_defaults() -> None:

@@ -6,7 +6,7 @@ import dataclasses
 
 import pytest
 
-from mpitrain.job.context import JobContext
+from mpitrain.context import JobContext
 
 FULL = JobContext(
     job="1a2b3c4d",

@@ -24,6 +24,7 @@ import sys
 import tomllib
 from collections.abc import Iterator
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from urllib.parse import urlsplit
 from xml.etree import ElementTree
@@ -34,19 +35,19 @@ import mpitrain
 from jobs import REPOSITORY, run_command
 from mpitrain.cli import COMMANDS
 from mpitrain.config import ENV_FILE, KEY, PREFIX, Config
-from test_layers import LAYERS
+from test_layers import FLOORS
 
-DOCUMENTS = [*REPOSITORY.glob("*.md"), *sorted((REPOSITORY / "docs").glob("*.md"))]
+DOCUMENTS = [*REPOSITORY.glob("*.md"), *sorted((REPOSITORY / "docs").rglob("*.md"))]
 TEXTS = {path.relative_to(REPOSITORY).as_posix(): path.read_text() for path in DOCUMENTS}
 # What the documents write for this machine's own.
 HOST, DIRECTORY = "lab1", "/home/ada/mpitrain"
 COMMAND_SECONDS = 300.0
 # What the marked blocks of a document import, where an environment may lack it.
 FRAMEWORKS = {
-    "docs/horovod.md": "torch",
-    "docs/jax.md": "jax",
-    "docs/pytorch.md": "torch",
-    "docs/same-bits.md": "torch",
+    "docs/how-to/horovod.md": "torch",
+    "docs/how-to/jax.md": "jax",
+    "docs/how-to/pytorch.md": "torch",
+    "docs/explanation/numerics.md#bitwise-identical-results-on-any-number-of-ranks": "torch",
 }
 
 
@@ -164,7 +165,13 @@ def test_what_is_shown_is_compared() -> None:
 @pytest.mark.parametrize("block", [block for block in ALL_BLOCKS if block.language == "python"], ids=str)
 def test_python_blocks_compile_and_use_public_names(block: Block) -> None:
     compile(block.text, str(block), "exec")
-    assert set(re.findall(r"\bmt\.(\w+)", block.text)) <= {*mpitrain.__all__, *mpitrain._OF_FRAMEWORKS, "collectives"}
+    assert set(re.findall(r"\bmt\.(\w+)", block.text)) <= {
+        *mpitrain.__all__,
+        *mpitrain._OF_FRAMEWORKS,
+        *mpitrain._MODULES,
+    }
+    for module, name in re.findall(rf"\b(?:mt|mpitrain)\.({'|'.join(mpitrain._MODULES)})\.(\w+)", block.text):
+        assert name in import_module(f"mpitrain.{module}").__all__
 
 
 @pytest.mark.parametrize("document", TEXTS)
@@ -202,7 +209,7 @@ def test_settings() -> None:
     """Each variable that is named exists, and each that exists is named."""
     named = {name for text in TEXTS.values() for name in re.findall(rf"(?<!_){PREFIX}[A-Z]+(?:_[A-Z]+)*", text)}
     assert named == {PREFIX + field.name.upper() for field in dataclasses.fields(Config)} | {ENV_FILE, KEY}
-    text = TEXTS["docs/first_run.md"].partition("\n## Settings\n")[2].partition("\n## ")[0]
+    text = TEXTS["docs/reference/configuration.md"].partition("\n## Settings\n")[2].partition("\n## ")[0]
     ours, _, of_launcher = text.partition("The commands alone read")
     assert re.findall(rf"^\| `{PREFIX}(\w+)` \|", ours, re.M) == [f.name.upper() for f in dataclasses.fields(Config)]
     assert re.findall(r"^\| `(\w+)` \|", of_launcher, re.M) == [ENV_FILE, KEY]
@@ -210,7 +217,7 @@ def test_settings() -> None:
 
 def test_extras() -> None:
     extras = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-    assert set(re.findall(r"'\.\[(\w+)\]'", TEXTS["docs/first_run.md"])) == set(extras)
+    assert set(re.findall(r"'\.\[(\w+)\]'", TEXTS["docs/reference/configuration.md"])) == set(extras)
 
 
 def test_subcommands() -> None:
@@ -221,15 +228,16 @@ def test_subcommands() -> None:
 
 def test_layers() -> None:
     """The table of the architecture is the one that is enforced."""
-    text = TEXTS["docs/architecture.md"].partition("## Layers")[2].partition("\n## ")[0]
-    rows = re.findall(r"^\| ([a-z][a-z ]*) \| (`[^|]*`) \|", text, re.M)
-    shown = {name: sorted(re.findall(r"`([^`]+)`", modules)) for name, modules in rows}
-    assert list(shown.items())[::-1] == [(name, sorted(modules)) for name, modules in LAYERS.items()]
+    text = TEXTS["docs/dev/architecture.md"].partition("## Layers")[2].partition("\n## ")[0]
+    rows = re.findall(r"^\| \d+ \| (.*) \|$", text, re.M)
+    assert [sorted(re.findall(r"`(\w+)`:", row)) for row in rows][::-1] == [sorted(floor) for floor in FLOORS]
 
 
 def test_files_on_the_nodes() -> None:
-    """docs/cluster.md lists every path that a role writes, and none that no role writes."""
-    table = TEXTS["docs/cluster.md"].partition("## What is changed on each machine")[2].partition("\n## ")[0]
+    """docs/how-to/cluster-admin.md lists every path that a role writes, and none that no role writes."""
+    table = (
+        TEXTS["docs/how-to/cluster-admin.md"].partition("## What is changed on each machine")[2].partition("\n## ")[0]
+    )
     rows = re.findall(r"^\| `(/[^`]+)` \|(.*)$", table, re.M)
     alike = {
         f"{Path(path).parent}/{name}"
@@ -263,7 +271,7 @@ def test_changelog_has_this_version() -> None:
 
 
 def test_pictures_are_well_formed() -> None:
-    pictures = list((REPOSITORY / "docs").glob("*.svg"))
+    pictures = list((REPOSITORY / "docs").rglob("*.svg"))
     assert pictures
     for picture in pictures:
         assert ElementTree.parse(picture).getroot().tag == "{http://www.w3.org/2000/svg}svg"

@@ -41,58 +41,109 @@ def setting(name: str) -> Callable[[], float]:
 
 # Document, a pattern of the sentence with its number as a group, and where the number comes from.
 QUOTES: list[tuple[str, str, Callable[[], float]]] = [
-    ("algorithms", r"A segment travels in pieces of at most (\d+) KiB", constant("allreduce.ring.PIECE_BYTES", KIB)),
-    ("algorithms", r"k = pieces of a segment = N / p / (\d+) KiB", constant("allreduce.ring.PIECE_BYTES", KIB)),
-    ("algorithms", r"It goes in blocks of (\d+) KiB", constant("allreduce.shared_memory._BLOCK_BYTES", KIB)),
     (
-        "algorithms",
+        "explanation/allreduce",
+        r"A segment travels in pieces of at most (\d+) KiB",
+        constant("allreduce.ring.PIECE_BYTES", KIB),
+    ),
+    (
+        "explanation/allreduce",
+        r"k = pieces of a segment = N / p / (\d+) KiB",
+        constant("allreduce.ring.PIECE_BYTES", KIB),
+    ),
+    ("explanation/allreduce", r"It goes in blocks of (\d+) KiB", constant("allreduce.shared_memory._BLOCK_BYTES", KIB)),
+    (
+        "explanation/allreduce",
         r"it is copied in and out, (\d+) MiB at a time",
         constant("allreduce.shared_memory._SLAB_BYTES", MIB),
     ),
-    ("algorithms", r"one exchange in (\d+) is made without naps", constant("waiting.pace._WITHOUT_NAPS")),
-    ("algorithms", r"Exchanges of less than (\d+) KiB are over", constant("waiting.pace._LEAST_BYTES", KIB)),
-    ("algorithms", r"beside the backward pass sleeps ([\d.]+) ms", constant("exchange.driver._NAP_SECONDS", MILLI)),
-    ("architecture", r"Between two looks it sleeps for ([\d.]+) ms", constant("exchange.driver._NAP_SECONDS", MILLI)),
-    ("architecture", r"drives it for up to ([\d.]+) s too", constant("torch.channel._HERE_SECONDS")),
-    ("architecture", r"The first (\d+) calls of a group are compared", constant("torch.channel.COMPARED_CALLS")),
-    ("pytorch", r"The first (\d+) calls of a group are compared", constant("torch.channel.COMPARED_CALLS")),
-    ("architecture", r"waits up to ([\d.]+) s to hear whether", constant("job.failure._ARBITRATION_SECONDS")),
-    ("architecture", r"hears nothing from its guard there for (\d+) s", constant("launch.silence.SILENCE_SECONDS")),
-    ("run", r"after (\d+) s without a word from it, the job is ended", constant("launch.silence.SILENCE_SECONDS")),
-    ("run", r"ends by itself, (\d+) s after", constant("launch.silence.GUARD_SILENCE_SECONDS")),
-    ("architecture", r"what has not ended after (\d+) s, or at a second signal", constant("launch.job.GRACE_SECONDS")),
-    ("traps", r"gives the ranks (\d+) s after a Ctrl-C", constant("launch.job.GRACE_SECONDS")),
-    ("joining", r"its time aside is over: (\d+) s at first", constant("launch.verdict.ASIDE_SECONDS")),
-    ("joining", r"a host was found bad (\d+) times", constant("launch.verdict.MOST_TIMES_BAD")),
-    ("joining", r"it is asked again after (\d+) s, then after", constant("launch.intake.FIRST_SECONDS")),
-    ("joining", r"and so on, up to every (\d+) minutes", constant("launch.intake.MOST_SECONDS", 60)),
-    ("joining", r"The host is asked again after (\d+) minutes", constant("launch.intake.DIFFERENT_SECONDS", 60)),
-    ("serve", r"lasts for more than (\d+) s, the STATE", constant("launch.jobs._SILENT_SECONDS")),
-    ("serve", r"the table has those (\d+) that joined last", constant("serve.status._MOST_GONE")),
-    ("serve", r"in one process, for (\d+) s at most", constant("launch.sizes._MOST_SECONDS")),
-    ("serve", r"They have (\d+) s for that", constant("launch.served._MOST_SECONDS")),
-    ("serve", r"say every (\d+) s that it takes long", constant("launch.facts._TELL_SECONDS")),
-    ("serve", r"over the last (\d+) s, or over the last", lambda: constant("serve.status._LOOKS")() - 1),
-    ("live", r"(\d+) KiB for a rank", constant("launch.kept_output.MOST_RANK_BYTES", KIB)),
-    ("live", r"(\d+) MiB for all ranks together", constant("launch.kept_output.MOST_BYTES", MIB)),
-    ("live", r"A line is kept up to (\d+) bytes", constant("launch.kept_output.MOST_LINE_BYTES")),
-    ("live", r"At most ([\d,]+) lines, and 1 MiB", constant("launch.kept_output.MOST_LINES")),
-    ("dashboard", r"keeps (\d+) KiB for each rank", constant("launch.kept_output.MOST_RANK_BYTES", KIB)),
-    ("dashboard", r"at most (\d+) MiB in all", constant("launch.kept_output.MOST_BYTES", MIB)),
-    ("dashboard", r"a folder does not answer for (\d+) s", constant("dashboard.folder_watch._SILENT_SECONDS")),
-    ("run", r"When nothing has moved for (\d+) s", setting("stall_seconds")),
-    ("cuda", r"arrays go through (\d+) MiB of its own", constant("allreduce.device.peer.SLAB_BYTES", MIB)),
-    ("cuda", r"for buffers below (\d+) KiB", constant("allreduce.device.select.LIMIT_BYTES", KIB)),
-    ("checkpoints", r"disk in pieces of (\d+) MiB", constant("training.checkpoint.tensors._PIECE_BYTES", MIB)),
-    ("bench", r"the nodes send (\d+) MiB around", constant("bench.link._BURST_BYTES", MIB)),
-    ("traps", r"pieces of (\d+) KiB, which with MPICH stay", constant("allreduce.ring.PIECE_BYTES", KIB)),
+    ("explanation/allreduce", r"one exchange in (\d+) is made without naps", constant("waiting.pieces._WITHOUT_NAPS")),
     (
-        "traps",
-        r"the ring works in (\d+) MiB of its own",
-        lambda: constant("allreduce.ring.PIECE_BYTES", MIB)() * constant("allreduce.ring.AHEAD")(),
+        "explanation/allreduce",
+        r"Exchanges of less than (\d+) KiB are over",
+        constant("waiting.pieces._LEAST_BYTES", KIB),
     ),
     (
-        "algorithms",
+        "explanation/allreduce",
+        r"beside the backward pass sleeps ([\d.]+) ms",
+        constant("reducer.driver._NAP_SECONDS", MILLI),
+    ),
+    (
+        "dev/architecture",
+        r"Between two looks it sleeps for ([\d.]+) ms",
+        constant("reducer.driver._NAP_SECONDS", MILLI),
+    ),
+    ("dev/architecture", r"drives it for up to ([\d.]+) s too", constant("torch.channel._HERE_SECONDS")),
+    ("dev/architecture", r"The first (\d+) calls of a group are compared", constant("torch.channel.COMPARED_CALLS")),
+    ("how-to/pytorch", r"The first (\d+) calls of a group are compared", constant("torch.channel.COMPARED_CALLS")),
+    ("dev/architecture", r"waits up to ([\d.]+) s to hear whether", constant("job.failure._ARBITRATION_SECONDS")),
+    ("dev/architecture", r"hears nothing from its guard there for (\d+) s", constant("launch.trouble.SILENCE_SECONDS")),
+    ("how-to/run-jobs", r"after (\d+) s without a heartbeat", constant("launch.trouble.SILENCE_SECONDS")),
+    ("how-to/run-jobs", r"exit (\d+) s after the last heartbeat", constant("launch.trouble.GUARD_SILENCE_SECONDS")),
+    (
+        "dev/architecture",
+        r"what has not ended after (\d+) s, or at a second signal",
+        constant("launch.run.GRACE_SECONDS"),
+    ),
+    ("how-to/troubleshooting", r"gives the ranks (\d+) s after a Ctrl-C", constant("launch.run.GRACE_SECONDS")),
+    (
+        "how-to/fault-tolerance",
+        r"at the earliest (\d+) s after it was set aside",
+        constant("launch.policy.ASIDE_SECONDS"),
+    ),
+    ("how-to/fault-tolerance", r"a host was found bad (\d+) times", constant("launch.policy.MOST_TIMES_BAD")),
+    ("how-to/fault-tolerance", r"it is asked again after (\d+) s, 20 s", constant("launch.intake.FIRST_SECONDS")),
+    (
+        "how-to/fault-tolerance",
+        r"and so on, up to every (\d+) minutes, silently",
+        constant("launch.intake.MOST_SECONDS", 60),
+    ),
+    (
+        "how-to/fault-tolerance",
+        r"The host is asked again after (\d+) minutes",
+        constant("launch.intake.DIFFERENT_SECONDS", 60),
+    ),
+    ("how-to/parameter-server", r"lasts for more than (\d+) s, the STATE", constant("launch.jobs._SILENT_SECONDS")),
+    ("how-to/parameter-server", r"the table has those (\d+) that joined last", constant("server.status._MOST_GONE")),
+    ("how-to/parameter-server", r"in one process, for (\d+) s at most", constant("launch.served._MOST_SIZES_SECONDS")),
+    (
+        "how-to/parameter-server",
+        r"look up code, packages and MPI for at most (\d+) s",
+        constant("launch.served._MOST_SECONDS"),
+    ),
+    (
+        "how-to/parameter-server",
+        r"over the last (\d+) s, or over the last",
+        lambda: constant("server.status._LOOKS")() - 1,
+    ),
+    ("reference/formats-and-protocols", r"(\d+) KiB for a rank", constant("launch.log.MOST_RANK_BYTES", KIB)),
+    (
+        "reference/formats-and-protocols",
+        r"(\d+) MiB for all ranks together",
+        constant("launch.log.MOST_BYTES", MIB),
+    ),
+    (
+        "reference/formats-and-protocols",
+        r"A line is kept up to (\d+) bytes",
+        constant("launch.log.MOST_LINE_BYTES"),
+    ),
+    (
+        "reference/formats-and-protocols",
+        r"At most ([\d,]+) lines, and 1 MiB",
+        constant("launch.log.MOST_LINES"),
+    ),
+    (
+        "how-to/monitor",
+        r"the last lines of each rank \((\d+) KiB for each",
+        constant("launch.log.MOST_RANK_BYTES", KIB),
+    ),
+    ("how-to/monitor", r"at most (\d+) MiB in all", constant("launch.log.MOST_BYTES", MIB)),
+    ("how-to/monitor", r"a folder does not answer for (\d+) s", constant("dashboard.folder_watch._SILENT_SECONDS")),
+    ("how-to/troubleshooting", r"When nothing has moved for (\d+) s", setting("stall_seconds")),
+    ("dev/cuda-kernels", r"arrays go through (\d+) MiB of its own", constant("cuda.peer.SLAB_BYTES", MIB)),
+    ("dev/cuda-kernels", r"for buffers below (\d+) KiB", constant("cuda.transports.LIMIT_BYTES", KIB)),
+    (
+        "explanation/allreduce",
         r"The scratch memory is (\d+) MiB, made once",
         lambda: constant("allreduce.ring.PIECE_BYTES", MIB)() * constant("allreduce.ring.AHEAD")(),
     ),
@@ -174,31 +225,33 @@ def test_every_option_says_what_it_is(command: str) -> None:
 
 
 def status() -> dict[str, str]:
-    """The rows of README's table of what is there: part and state."""
-    table = TEXTS["README.md"].partition("## Status")[2].partition("\n## ")[0]
+    """The rows of the table of what is there: part and state."""
+    table = TEXTS["docs/reference/status.md"]
     return dict(re.findall(r"^\| (.+?) \| (.+?) \|$", table, re.M)[1:])
 
 
 def test_status_has_every_algorithm_codec_and_strategy() -> None:
     there = " ".join(part for part, state in status().items() if "not there" not in state)
     for name in [*ALGORITHMS.keys() - {"auto"}, *names(), *STRATEGIES]:
-        assert re.search(rf"\b{name}\b", there), f"README's table of what is there lacks {name}"
+        assert re.search(rf"\b{name}\b", there), f"docs/reference/status.md lacks {name}"
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_each_algorithm_has_a_section(name: str) -> None:
-    text = TEXTS["docs/algorithms.md"]
+    text = TEXTS["docs/explanation/allreduce.md"]
     assert f"\n## {name}\n" in text
     assert f"\n- [{name}](#{name})\n" in text
 
 
 def test_the_table_of_codecs_has_each_of_them() -> None:
-    section = TEXTS["docs/algorithms.md"].partition("\n## Codecs\n")[2].partition("\n## ")[0]
+    section = TEXTS["docs/explanation/allreduce.md"].partition("\n## Codecs\n")[2].partition("\n## ")[0]
     assert sorted(re.findall(r"^\| `(\w+)` \|", section, re.M)) == sorted(CODECS)
 
 
 def test_the_setting_for_compression_names_each_codec() -> None:
-    (meaning,) = re.findall(r"^\| `MPITRAIN_COMPRESSION` \| `none` \| (.*) \|$", TEXTS["docs/first_run.md"], re.M)
+    (meaning,) = re.findall(
+        r"^\| `MPITRAIN_COMPRESSION` \| `none` \| (.*) \|$", TEXTS["docs/reference/configuration.md"], re.M
+    )
     assert set(re.findall(r"`(\w+)`", meaning)) == {*names(), "none", "auto"}
 
 
@@ -211,12 +264,12 @@ def test_status_has_every_command_and_no_other() -> None:
             planned = set(re.findall(r"`mpitrain ([a-z-]+)`", part))
             assert not planned & set(COMMANDS)
     named = {name for part in status() for name in re.findall(r"`mpitrain ([a-z-]+)`", part)}
-    assert named >= COMMANDS.keys(), f"README's table of what is there lacks {COMMANDS.keys() - named}"
+    assert named >= COMMANDS.keys(), f"docs/reference/status.md lacks {COMMANDS.keys() - named}"
 
 
 def test_nothing_that_exists_is_called_planned() -> None:
     for document, text in TEXTS.items():
-        if document in ("CHANGELOG.md", "docs/log.md"):
+        if document in ("CHANGELOG.md", "benchmarks/log/2026-11.md"):
             continue
         for sentence in re.findall(r"[^.|]*\bplanned\b[^.|]*", text):
             for name in [*COMMANDS, *ALGORITHMS, *names(), *STRATEGIES]:

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from jobs import until
-from mpitrain.exchange import driver
-from mpitrain.exchange.driver import Driver
+from mpitrain.reducer import driver
+from mpitrain.reducer.driver import Driver
 
 
 class Wire:

@@ -19,8 +19,8 @@ import pytest
 import everything
 import side_by_side
 from jobs import HANG_SECONDS, REPOSITORY, SNAPSHOT, run_command, until
-from mpitrain.testbed.snapshots import Snapshot
 from side_by_side import Part, run
+from testbed.snapshots import Snapshot
 
 # A part that will not end by SIGTERM, with a job in a session of its own, as the tests start them.
 PART = f"""
@@ -37,7 +37,7 @@ def test_every_folder_of_tests_is_run_once(monkeypatch: pytest.MonkeyPatch) -> N
     """Those that run on all ranks of a job are modules to run, one for each world size; no other part collects them."""
     monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
     modules = {f"tests.{path.parent.name}" for path in (REPOSITORY / "tests").glob("*/__main__.py")}
-    commands = {part.name: list(part.command) for part in everything.parts(full=False)}
+    commands = {part.name: list(part.command) for part in everything.parts(nightly=False)}
     assert {command[command.index("-m") + 1] for name, command in commands.items() if "ranks on " in name} == modules
     assert "torch_ranks on 3" in commands
     files = Counter(
@@ -59,11 +59,11 @@ def test_one_process_can_collect_all_tests() -> None:
 
 def test_the_parts_of_the_faults_begin_before_all_others_but_the_beds() -> None:
     """They take longest. What they name is there: a file of another name would be in the last of them."""
-    names = [part.name for part in everything.parts(full=False)]
+    names = [part.name for part in everything.parts(nightly=False)]
     assert names[: len(everything.ON_NODES) + len(everything.FAULTS)] == [*everything.ON_NODES, *everything.FAULTS]
     paths = [path for paths in (everything.ON_NODES | everything.FAULTS).values() for path in paths]
     assert [path for path in paths if not (REPOSITORY / path).exists()] == []
-    assert {part.cores for part in everything.parts(full=False) if part.name in everything.FAULTS} == {0.2}
+    assert {part.cores for part in everything.parts(nightly=False) if part.name in everything.FAULTS} == {0.2}
 
 
 def files_of(command: list[str]) -> set[Path]:
@@ -133,6 +133,37 @@ def test_failed_tests_are_counted(tmp_path: Path) -> None:
         "bad": {"failed": 1},
         "worse": {"failed": 1},
     }
+
+
+def test_paths_and_options_are_given_to_pytest() -> None:
+    """Tests that run on all ranks get a job; what fails is named with the command that runs it alone."""
+    words = ["tests/test_tree.py::test_a", "tests/ranks/test_world.py", "-k", "mean", "tests/device_ranks", "-x"]
+    parts = {part.name: part for part in everything.parts_of(words, 2, "openmpi")}
+    (one,) = [part for name, part in parts.items() if "test_tree" in name]
+    assert one.command[1:] == ["-m", "pytest", "-q", "-k", "mean", "-x", "tests/test_tree.py::test_a"]
+    on_ranks = parts["ranks on 2, openmpi"]
+    assert on_ranks.command[-5:] == ["tests.ranks", "-k", "mean", "-x", "tests/ranks/test_world.py"]
+    assert on_ranks.alone == "scripts/test --ranks 2 --mpi openmpi"
+    emulated = parts["device_ranks on 2, openmpi"].command
+    assert emulated[-6:] == ["tests.device_ranks", "--emulated=2", "-k", "mean", "-x", "tests/device_ranks"]
+
+
+def test_a_path_that_is_not_there() -> None:
+    command = [sys.executable, "tests/everything.py", "tests/test_treee.py"]
+    job = run_command(command)
+    assert job.code == 2
+    assert "tests/test_treee.py: no such file or folder" in job.stderr
+
+
+def test_the_command_that_repeats_a_failed_test() -> None:
+    """It is the name that pytest takes, also of a test with parameters on all ranks."""
+    names = ["tests/ranks/test_world.py::test_a[1-b c]", "tests/test_tree.py"]
+    for classname, name, wanted in (
+        ("tests.ranks.test_world", "test_a[1-b c]", names[0]),
+        ("tests.test_tree", "test_x", f"{names[1]}::test_x"),
+        ("tests.test_tree.TestIt", "test_x", f"{names[1]}::TestIt::test_x"),
+    ):
+        assert side_by_side._node_id({"classname": classname, "name": name}) == wanted
 
 
 # Each of them fails beside the others and leaves a note; where there is a note, the first two pass.
@@ -275,7 +306,7 @@ signal.signal(signal.SIGINT, signal.SIG_IGN)
 import everything, side_by_side
 side_by_side.GRACE_SECONDS = 0.3
 command = [sys.executable, "-c", {PART!r}, {str(tmp_path)!r}]
-everything.parts = lambda full: [side_by_side.Part("a part", command, is_pytest=False)]
+everything.parts = lambda nightly: [side_by_side.Part("a part", command, is_pytest=False)]
 sys.argv = ["everything"]
 everything.main()
 """

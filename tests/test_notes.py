@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from mpi4py import MPI
 
-from mpitrain.waiting.notes import FINISHED, Notes
+from mpitrain.waiting.notes import FINISHED, Notes, as_numbers, as_text
 
 
 def test_nobody_waits_for_ranks_that_are_gone() -> None:
@@ -36,3 +36,12 @@ def test_nobody_waits_for_ranks_that_are_gone() -> None:
     received.add(3)
     assert notes.is_unread({5})
     assert not notes.is_unread({9})
+
+
+@pytest.mark.parametrize(
+    "text", ["", "a", "process group 0\ncall 7 is all_reduce (SUM, 3 float32)" * 40, "\0\uffff" * 9]
+)
+def test_a_text_goes_as_numbers(text: str) -> None:
+    numbers = as_numbers(text)
+    assert as_text(numbers) == text
+    assert all(number == int(number) < 2**53 for number in numbers)

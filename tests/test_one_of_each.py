@@ -51,16 +51,15 @@ ADDITIONS = {
     "strategies": Addition(
         "together.py",
         "strategies/__init__.py",
-        "STRATEGIES: dict[str, Callable[[], Strategy]] = {\n",
-        '    "together": Together,\n',
-        "from mpitrain.strategies.together import Together\n",
+        "STRATEGIES: dict[str, str] = {\n",
+        '    "together": "together.Together",\n',
     ),
-    "diagnostics/checks": Addition(
+    "check/checks": Addition(
         "tea.py",
-        "diagnostics/checks/__init__.py",
-        "SUBJECTS = _subjects(\n",
+        "check/checks/__init__.py",
+        "SUBJECTS: tuple[ModuleType, ...] = (\n",
         "    tea,\n",
-        "from mpitrain.diagnostics.checks import tea\n",
+        "from mpitrain.check.checks import tea\n",
     ),
     "training/hooks": Addition(
         "marked_steps.py",
@@ -76,16 +75,21 @@ ADDITIONS = {
 # What the documents need: file, behind which text, and what.
 DOCUMENTED = [
     (
-        "README.md",
-        "\n## Status",
+        "docs/reference/status.md",
+        "",
         "\n| --- | --- |\n",
         "| `gather_and_add`, `halves`, `together`, `MarkedSteps`, `mpitrain greet` | done |\n",
     ),
-    ("docs/algorithms.md", "", "\n- [ring](#ring)\n", "- [gather_and_add](#gather_and_add)\n"),
-    ("docs/algorithms.md", "", "\n## ring\n", "\n## gather_and_add\n"),
-    ("docs/algorithms.md", "\n## Codecs", "| --- | --- | --- | --- | --- | --- |\n", "| `halves` | 2 | | | | |\n"),
+    ("docs/explanation/allreduce.md", "", "\n- [ring](#ring)\n", "- [gather_and_add](#gather_and_add)\n"),
+    ("docs/explanation/allreduce.md", "", "\n## ring\n", "\n## gather_and_add\n"),
+    (
+        "docs/explanation/allreduce.md",
+        "\n## Codecs",
+        "| --- | --- | --- | --- | --- | --- |\n",
+        "| `halves` | 2 | | | | |\n",
+    ),
     ("tests/faults/cluster/matrix.py", "", "UNPROVED = {\n", '    "TEA01": "there is no tea anywhere",\n'),
-    ("docs/first_run.md", "", "are compressed on a network: ", "`halves`, "),
+    ("docs/reference/configuration.md", "", "are compressed on a network: ", "`halves`, "),
 ]
 
 
@@ -133,7 +137,7 @@ def run(copy: Path, *words: str, ranks: int | None = None, code: int = 0, **env:
 
 
 PYTEST = ("-m", "pytest", "-v", "-p", "no:cacheprovider")
-REGISTRY = "tests/diagnostics/test_registry.py"
+REGISTRY = "tests/check/test_registry.py"
 DOCUMENTS = ("tests/test_docs_quotes.py", REGISTRY)
 MATRIX = "tests/faults/cluster/test_matrix.py::test_every_check_is_proved_or_named"
 
@@ -189,8 +193,8 @@ def test_the_command_is_there(copy: Path) -> None:
 CHECK_CLUSTER = """
 import sys
 from mpitrain.cli import main
-from mpitrain.diagnostics import connect, here
-connect.log_in = here.log_in  # this machine is the node, and needs no ssh
+from mpitrain.check import connect, doctor
+connect.log_in = doctor.log_in  # this machine is the node, and needs no ssh
 sys.exit(main(["check-cluster", "--hosts", "localhost", *sys.argv[1:]]))
 """
 
@@ -247,7 +251,6 @@ def test_the_bench_has_it(copy: Path) -> None:
 
 
 JOB = """
-from dataclasses import replace
 
 import numpy
 
@@ -260,7 +263,7 @@ world = mt.init()
 # Its cost is the lowest: of all ranks, and between nodes.
 for line in choices(world):
     world.print(line)
-apart = replace(world, node_ranks=tuple(range(world.size)))
+apart = world.replaced(node_ranks=tuple(range(world.size)))
 for name in ("auto", "hierarchical"):
     flat = numpy.arange(3.0) * (world.rank + 1)
     make_algorithm(apart, name).start(flat).wait()
@@ -273,9 +276,9 @@ def build(world):
         on_gradient("w", parameters["w"] - x.mean(axis=0))
         return float(((parameters["w"] - x) ** 2).sum() / 2 / len(x))
 
-    data = mt.ArrayData(world, (numpy.arange(24.0).reshape(12, 2),), global_batch=12)
-    adapter = mt.ArrayFunction(function, {"w": numpy.zeros(2)}, mt.Sgd(1.0))
-    return mt.Parts(adapter, mt.make_strategy("together"), data)
+    data = mt.data.ArrayData(world, (numpy.arange(24.0).reshape(12, 2),), global_batch=12)
+    adapter = mt.ArrayFunction(function, {"w": numpy.zeros(2)}, mt.optim.SGD(1.0))
+    return mt.Parts(adapter, mt.strategies.make_strategy("together"), data)
 
 
 hook = mt.MarkedSteps()

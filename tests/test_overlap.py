@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mpitrain.exchange.overlap import Overlap, Stopwatch, hidden_share
+from mpitrain.reducer.means import Overlap, Stopwatch, hidden_share
 
 
 class Clock:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy
 
-from mpitrain.exchange.owned import cut, put, rest_of, size_of, within
+from mpitrain.optim.owned import cut, put, rest_of, size_of, within
 
 
 def test_ranges() -> None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from mpitrain.waiting.pace import Pace, patient_naps
+from mpitrain.waiting.control import patient_naps
+from mpitrain.waiting.pieces import Pace
 
 PIECE_BYTES = 256 * 1024
 # So much that what is taken in at once, 256 KiB, can be left out of the arithmetic below.
@@ -23,7 +24,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     moved = Clock()
-    monkeypatch.setattr("mpitrain.waiting.pace.time.perf_counter", moved)
+    monkeypatch.setattr("mpitrain.waiting.pieces.time.perf_counter", moved)
     return moved
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from mpitrain.remote.places import WorldPlaces
+from mpitrain.remote.block import WorldPlaces
 
 # Two ranks on a, two on b, one on c.
 HOSTS, NODES = ("a", "a", "b", "b", "c"), (0, 0, 1, 1, 2)

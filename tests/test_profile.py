@@ -94,7 +94,7 @@ def test_torn(place: int) -> None:
 
 @pytest.mark.parametrize(
     "text",
-    ["", " ", "null", "[]", "3", '"profile"', "{}", '{"schema": 1}', "\0" * 100, '{"schema": 1, "fingerprint": []}'],
+    ["", " ", "null", "[]", "3", '"profile"', "{}", '{"schema": 2}', "\0" * 100, '{"schema": 2, "fingerprint": []}'],
 )
 def test_of_something_else(text: str) -> None:
     assert "is damaged" in refusal(text)
@@ -130,7 +130,7 @@ def test_the_remedy_measures_these_hosts(hosts: str, node_ranks: list[int], opti
 
 def test_what_is_missing_is_named() -> None:
     less = {name: value for name, value in MEASURED.items() if name != "codecs"}
-    assert "(KeyError('codecs'))" in refusal(to_json(less, NODES, HERE, VERSIONS))
+    assert "is damaged: it has no 'codecs'." in refusal(to_json(less, NODES, HERE, VERSIONS))
 
 
 @pytest.mark.parametrize(
@@ -229,8 +229,8 @@ def test_library_name(text: str, name: str) -> None:
     ],
 )
 def test_a_number_out_of_its_range(changes: dict[str, Any], why: str) -> None:
-    assert f"is damaged (ValueError('{why}'))" in refusal(changed(**changes))
+    assert f"is damaged: {why}" in refusal(changed(**changes))
 
 
 def test_brackets() -> None:
-    assert "is damaged (RecursionError(" in refusal("[" * 200_000)
+    assert "is damaged: it is nested too deeply" in refusal("[" * 200_000)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import os
+import re
 import subprocess
 import sys
 from importlib import import_module
@@ -14,11 +15,24 @@ import pytest
 
 import mpitrain
 from jobs import HANG_SECONDS
+from mpitrain import errors
 from mpitrain.errors import ConfigError
 
 INIT = Path(mpitrain.__file__)
 # Present in the fresh interpreters below, so that whoever imports one of them is seen.
 DEVICES_AND_FRAMEWORKS = ("cupy", "torch", "jax", "fabric", "numba")
+
+
+def fresh(program: str) -> subprocess.CompletedProcess[str]:
+    environment = os.environ | {"PYTHONPATH": str(INIT.parents[1])}
+    return subprocess.run(
+        [sys.executable, "-c", program],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=HANG_SECONDS,
+        check=False,
+    )
 
 
 def typed_names() -> dict[str, str]:
@@ -36,14 +50,74 @@ def typed_names() -> dict[str, str]:
 
 def test_type_checkers_see_the_names_that_there_are() -> None:
     assert sorted(mpitrain._HOME) == sorted(mpitrain.__all__)
-    modules = {"collectives": "mpitrain"}
+    modules = dict.fromkeys(mpitrain._MODULES, "mpitrain")
     homes = mpitrain._HOME | mpitrain._OF_FRAMEWORKS
     assert typed_names() == {name: f"mpitrain.{home}" for name, home in homes.items()} | modules
 
 
 def test_a_module_that_is_loaded_when_used() -> None:
-    assert mpitrain.collectives is import_module("mpitrain.collectives")
-    assert "collectives" in dir(mpitrain)
+    for name in mpitrain._MODULES:
+        assert getattr(mpitrain, name) is import_module(f"mpitrain.{name}")
+        assert name in dir(mpitrain)
+
+
+def test_few_names_that_differ_by_more_than_case() -> None:
+    names = [*mpitrain.__all__, *mpitrain._OF_FRAMEWORKS]
+    assert len(names) <= 45
+    for own in (names, *(getattr(mpitrain, module).__all__ for module in mpitrain._MODULES)):
+        assert len({name.lower() for name in own}) == len(own)
+
+
+@pytest.mark.parametrize("module", mpitrain._MODULES)
+def test_every_name_of_a_public_module(module: str) -> None:
+    """It is there and says what it is; and nothing has two places that a user may import it from."""
+    public = import_module(f"mpitrain.{module}")
+    assert public.__doc__
+    for name in public.__all__:
+        assert name not in mpitrain.__all__
+        if callable(getattr(public, name)):
+            assert getattr(public, name).__doc__, name
+
+
+@pytest.mark.parametrize("name", mpitrain._MOVED)
+def test_who_types_an_old_name_is_told_the_new_one(name: str) -> None:
+    new = mpitrain._MOVED[name]
+    with pytest.raises(AttributeError, match=rf"has no attribute '{name}'; it is mpitrain\.{re.escape(new)} now$"):
+        getattr(mpitrain, name)
+    module, _, own = f"mpitrain.{new}".rpartition(".")
+    assert hasattr(import_module(module), own)
+    changelog = (INIT.parents[1] / "CHANGELOG.md").read_text()
+    assert f"`{name}` is `{new}`" in " ".join(changelog.split())
+
+
+@pytest.mark.parametrize(("name", "words"), [("", "PACKAGE CONTENTS"), (".World", "broadcast(self, tree: 'Tree'")])
+def test_help_without_pytorch(name: str, words: str) -> None:
+    done = fresh(f"import sys; sys.modules['torch'] = None; import mpitrain; help(mpitrain{name})")
+    assert done.returncode == 0, done.stderr
+    assert words in done.stdout
+    assert "TorchModule(" not in done.stdout
+    constructor = re.search(r"(World|__init__)\([^)]*\bcomm\b", done.stdout)
+    assert not constructor, "a constructor of 19 arguments is not for users"
+
+
+def test_the_first_words_of_help_name_everything() -> None:
+    for name in (*mpitrain.__all__, *mpitrain._OF_FRAMEWORKS, *mpitrain._MODULES):
+        assert re.search(rf"\b{name}\b", mpitrain.__doc__), name
+
+
+def test_all_errors_are_in_one_module() -> None:
+    defined = {
+        node.name: path
+        for path in sorted(INIT.parent.rglob("*.py"))
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.ClassDef)
+        and any(hasattr(errors, ast.unparse(base)) or ast.unparse(base) == "MpitrainError" for base in node.bases)
+    }
+    assert set(defined) == set(errors.__all__) - {"MpitrainError"}
+    assert set(defined.values()) == {INIT.parent / "errors.py"}
+    for name in errors.__all__:
+        assert name in errors.__doc__
+        assert issubclass(getattr(errors, name), errors.MpitrainError)
 
 
 @pytest.mark.parametrize("name", mpitrain.__all__)
@@ -62,12 +136,10 @@ def test_a_name_that_needs_a_framework() -> None:
 
 
 def test_a_framework_that_is_not_there() -> None:
-    code = "import sys; sys.modules['torch'] = None; import mpitrain; mpitrain.TorchModule"
-    environment = os.environ | {"PYTHONPATH": str(INIT.parents[1])}
-    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
+    done = fresh("import sys; sys.modules['torch'] = None; import mpitrain; mpitrain.TorchModule")
     assert done.returncode == 1
     last = done.stderr.splitlines()[-1]
-    assert last.startswith("mpitrain.errors.ConfigError: mpitrain.TorchModule needs PyTorch (")
+    assert last.startswith("mpitrain.errors.MissingLibraryError: mpitrain.TorchModule needs PyTorch (")
     assert last.endswith("-m pip install 'mpitrain[torch]'")
 
 
@@ -124,7 +196,7 @@ def test_all_names_together_load_no_framework(tmp_path: Path) -> None:
 
 
 def test_a_job_of_one_loads_no_framework(tmp_path: Path) -> None:
-    code = "import mpitrain, numpy; world = mpitrain.init(); world.mean(numpy.ones(3)); world.sync({'a': 1.0})"
+    code = "import mpitrain, numpy; world = mpitrain.init(); world.mean(numpy.ones(3)); world.broadcast({'a': 1.0})"
     assert not loaded_after(code, tmp_path) & {*DEVICES_AND_FRAMEWORKS}
 
 
@@ -136,12 +208,12 @@ def test_the_codecs_load_no_compiler_before_one_is_made(tmp_path: Path) -> None:
 def test_dir_shows_public_names_only() -> None:
     """dir() hides modules of the package that have been loaded, which Python makes attributes."""
     import_module("mpitrain.launch.start")
-    assert dir(mpitrain) == sorted({*mpitrain.__all__, "TorchLayers", "TorchModule", "collectives", "__version__"})
+    assert dir(mpitrain) == sorted({*mpitrain.__all__, *mpitrain._OF_FRAMEWORKS, *mpitrain._MODULES, "__version__"})
 
 
 def test_a_writer_among_the_hooks(tmp_path: Path) -> None:
     for hook, kind in (
-        (mpitrain.JsonLines(tmp_path), "a JsonLines"),
+        (mpitrain.writers.JsonLines(tmp_path), "a JsonLines"),
         (mpitrain.Checkpoint, "the class Checkpoint"),
         (None, "a NoneType"),
     ):
@@ -150,5 +222,5 @@ def test_a_writer_among_the_hooks(tmp_path: Path) -> None:
             mpitrain.Trainer(lambda _: pytest.fail("nothing is made"), hooks)
         assert str(caught.value) == (
             f"hooks[1] of Trainer is {kind}; it must be a Hook. Put a writer or meter into mt.Record, as in "
-            "hooks=[mt.Record([mt.JsonLines(directory)])]"
+            "hooks=[mt.Record([mt.writers.JsonLines(directory)])]"
         )

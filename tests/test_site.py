@@ -78,12 +78,17 @@ def page_of(pages: dict[Path, Page], name: str) -> Page:
     return page
 
 
+def html_of(path: Path) -> str:
+    """The page of a document, below the site's folder."""
+    return path.relative_to(REPOSITORY / "docs").with_suffix(".html").as_posix()
+
+
 def test_every_document_is_a_page(pages: dict[Path, Page]) -> None:
-    for path in (REPOSITORY / "docs").glob("*.md"):
-        assert page_of(pages, f"{path.stem}.html").anchors
+    for path in (REPOSITORY / "docs").rglob("*.md"):
+        assert page_of(pages, html_of(path)).anchors
     for path in (REPOSITORY / "docs/notebooks").glob("*.ipynb"):
         assert page_of(pages, f"notebooks/{path.stem}.html").counts["pre"] > 2  # also what the cells print
-    assert "two-commands" in page_of(pages, "index.html").anchors
+    assert "is-it-for-you" in page_of(pages, "index.html").anchors
 
 
 def test_every_link_leads_somewhere(pages: dict[Path, Page]) -> None:
@@ -107,13 +112,13 @@ def test_a_page_loads_nothing_from_elsewhere(pages: dict[Path, Page]) -> None:
     assert not far
 
 
-@pytest.mark.parametrize("path", sorted((REPOSITORY / "docs").glob("*.md")), ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", sorted((REPOSITORY / "docs").rglob("*.md")), ids=lambda path: path.stem)
 def test_a_page_has_the_lists_and_tables_that_its_text_has(path: Path, pages: dict[Path, Page]) -> None:
     """MkDocs reads another Markdown than GitHub and editors: a list that it does not see becomes a paragraph."""
     tokens = MarkdownIt("commonmark").enable("table").parse(path.read_text())
     kinds = {"li": ("list_item_open",), "pre": ("fence", "code_block"), "tr": ("tr_open",)}
     expected = {tag: sum(token.type in kind for token in tokens) for tag, kind in kinds.items()}
-    assert page_of(pages, f"{path.stem}.html").counts == expected
+    assert page_of(pages, html_of(path)).counts == expected
 
 
 def test_every_public_name_is_in_the_reference(pages: dict[Path, Page]) -> None:

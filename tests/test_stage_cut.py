@@ -7,7 +7,7 @@ from itertools import combinations
 import numpy
 import pytest
 
-from mpitrain.adapters.layer_costs import LayerCost
+from mpitrain.adapters.staged import LayerCost
 from mpitrain.errors import ConfigError
 from mpitrain.strategies.stage_cut import balanced_cut, costs_of_stages, table_of
 

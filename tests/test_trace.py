@@ -11,7 +11,7 @@ import pytest
 
 from jobs import REPOSITORY, mpiexec, run_command, run_job
 from mpitrain.job.trace import Clock, document, moved
-from mpitrain.watching.spans import Span, Spans
+from mpitrain.watching.activity import Span, Spans
 
 # Three buckets a step.
 TRAINING = """
@@ -126,7 +126,7 @@ def test_what_overlaps_gets_rows_of_its_own() -> None:
 
 
 def test_spans_do_not_fill_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mpitrain.watching.spans.MOST_SPANS", 2)
+    monkeypatch.setattr("mpitrain.watching.activity.MOST_SPANS", 2)
     spans = Spans()
     for number in range(5):
         spans.add("wait", str(number), 0.0, 1.0)

@@ -167,3 +167,13 @@ def test_num_samples() -> None:
         num_samples(numpy.array(3.0))
     with pytest.raises(DataError, match=r"found no arrays$"):
         num_samples([])
+
+
+def test_an_error_about_many_leaves_is_short() -> None:
+    with pytest.raises(DataError, match=r"\['k0'\] 1, .*and 9990 more") as caught:
+        num_samples({f"k{i}": numpy.ones(i + 1) for i in range(10_000)})
+    assert len(str(caught.value)) < 1000
+    with pytest.raises(TreeError) as refused:
+        list(leaves({"x" * 5_000_000: "text"}))
+    assert len(str(refused.value)) < 17_000
+    assert str(refused.value).endswith("World.broadcast_object and World.allgather send any object")

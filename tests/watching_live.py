@@ -26,10 +26,10 @@ def loss(parameters, batch, on_gradient):
     return 0.25
 
 def build(world):
-    data = mt.ArrayData(world, (numpy.zeros((24, 1)),), global_batch=8)
-    return mt.Parts(mt.ArrayFunction(loss, {"w": numpy.zeros(5)}, mt.Sgd(0.1)), mt.Sync(), data)
+    data = mt.data.ArrayData(world, (numpy.zeros((24, 1)),), global_batch=8)
+    return mt.Parts(mt.ArrayFunction(loss, {"w": numpy.zeros(5)}, mt.optim.SGD(0.1)), mt.Sync(), data)
 
-mt.Trainer(build, [mt.StopAtStep(1_000_000), mt.Record([mt.JsonLines(sys.argv[2])], steps=2)]).run()
+mt.Trainer(build, [mt.StopAtStep(1_000_000), mt.Record([mt.writers.JsonLines(sys.argv[2])], steps=2)]).run()
 """
 
 

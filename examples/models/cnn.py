@@ -71,9 +71,9 @@ def adapter(
     )
 
 
-def optimizer(schedule: Callable[[int], float]) -> mt.Sgd:
+def optimizer(schedule: Callable[[int], float]) -> mt.optim.SGD:
     """The optimizer that the model is trained with."""
-    return mt.Sgd(schedule, momentum=0.9, nesterov=True, weight_decay=5e-4)
+    return mt.optim.SGD(schedule, momentum=0.9, nesterov=True, weight_decay=5e-4)
 
 
 def scores(parameters: dict[str, Array], x: Array) -> Array:

@@ -40,7 +40,7 @@ def adapter(
     precision: str = "float32",
 ) -> mt.ArrayFunction:
     """The model with its optimizer, for the Trainer. See `models`."""
-    optimizer = mt.Sgd(schedule, momentum=0.9, nesterov=True, weight_decay=5e-4)
+    optimizer = mt.optim.SGD(schedule, momentum=0.9, nesterov=True, weight_decay=5e-4)
     return mt.ArrayFunction(loss_and_gradients, initial(rng, xp, inputs=inputs), optimizer, precision=precision)
 
 

@@ -9,12 +9,12 @@ from typing import Any, Protocol, TypeAlias, runtime_checkable
 import numpy
 
 from mpitrain.arrays import Array
-from mpitrain.errors import ConfigError
-from mpitrain.exchange.bucket import Parameter
-from mpitrain.exchange.division import Division
-from mpitrain.exchange.owned import Owned
-from mpitrain.exchange.remarks import Remarks
-from mpitrain.training.loss_scale import LossScale
+from mpitrain.errors import CheckpointError, ConfigError
+from mpitrain.optim.loss_scale import LossScale
+from mpitrain.optim.owned import Owned
+from mpitrain.reducer.bucket import Parameter
+from mpitrain.reducer.division import Division
+from mpitrain.reducer.means import Remarks
 from mpitrain.tree import Tree
 
 # Is called with a parameter's index and its gradient, as soon as the backward pass has it. The gradient is None if the
@@ -175,6 +175,11 @@ class OptimizerShard(Protocol):
         """The optimizer in a text, as it is now. Equal texts and equal rates, equal updates."""
         ...
 
+    @property
+    def was_skipped(self) -> bool:
+        """Whether the last update had gradients, and none was left when the optimizer made its step."""
+        ...
+
     def take_updated(self, flats: Mapping[numpy.dtype, Array]) -> None:
         """Take in the flat buffers of the last `apply_gradients`, with what all owners have written."""
         ...
@@ -255,6 +260,85 @@ class SeededAdapter(Adapter, Protocol):
         ...
 
 
+class AdapterAround:
+    """An Adapter that gives the calls of Adapter on to another one, `_inner`. Its subclasses change some of them.
+
+    Attributes:
+        divides_as_inner: `divided_of` and `sharded_of` return the inner one, which has the whole model and optimizer.
+    """
+
+    divides_as_inner = False
+
+    @property
+    def _inner(self) -> Any:
+        raise NotImplementedError
+
+    @property
+    def layout(self) -> Sequence[Parameter]:
+        """See LocalModel."""
+        layout: Sequence[Parameter] = self._inner.layout
+        return layout
+
+    @property
+    def loss_scale(self) -> LossScale | None:
+        """See Adapter."""
+        scale: LossScale | None = self._inner.loss_scale
+        return scale
+
+    @property
+    def precision(self) -> numpy.dtype:
+        """See Adapter."""
+        precision: numpy.dtype = self._inner.precision
+        return precision
+
+    def parameters(self) -> dict[str, Array]:
+        """See LocalModel."""
+        parameters: dict[str, Array] = self._inner.parameters()
+        return parameters
+
+    def load_parameters(self, values: Mapping[str, Array]) -> None:
+        """See LocalModel."""
+        self._inner.load_parameters(values)
+
+    def loss_and_gradients(self, batch: Tree, on_gradient: OnGradient) -> float:
+        """See Adapter."""
+        return float(self._inner.loss_and_gradients(batch, on_gradient))
+
+    def note(self) -> Any:
+        """See Adapter."""
+        return self._inner.note()
+
+    def apply_gradients(self, flats: Mapping[numpy.dtype, Array], remarks: Remarks) -> float:
+        """See Adapter."""
+        return float(self._inner.apply_gradients(flats, remarks))
+
+    def scale_next_rate(self, factor: float) -> None:
+        """See ScaledAdapter.
+
+        Raises:
+            ConfigError: the inner adapter cannot do this.
+        """
+        scaled_of(self._inner).scale_next_rate(factor)
+
+    def measure_gradient_norm(self) -> None:
+        """See Adapter."""
+        self._inner.measure_gradient_norm()
+
+    def gradient_norm(self) -> float | None:
+        """See Adapter."""
+        norm: float | None = self._inner.gradient_norm()
+        return norm
+
+    def state(self) -> dict[str, Any]:
+        """See LocalModel."""
+        state: dict[str, Any] = self._inner.state()
+        return state
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """See LocalModel."""
+        self._inner.restore(state)
+
+
 def seeded_of(adapter: Adapter) -> SeededAdapter:
     """Return an adapter that can compute virtual ranks.
 
@@ -284,11 +368,12 @@ def scaled_of(adapter: Adapter) -> ScaledAdapter:
 
 
 def sharded_of(adapter: Adapter) -> ShardedAdapter:
-    """Return an adapter whose optimizer can be divided between ranks.
+    """Return an adapter whose optimizer can be divided between ranks: this one, or the one that it is around.
 
     Raises:
         ConfigError: this one's cannot.
     """
+    adapter = _that_divides(adapter)
     if not isinstance(adapter, ShardedAdapter):
         raise ConfigError(
             f"{type(adapter).__name__} has no method shard, so its optimizer cannot be divided between ranks; "
@@ -298,14 +383,36 @@ def sharded_of(adapter: Adapter) -> ShardedAdapter:
 
 
 def divided_of(adapter: Adapter) -> DividedAdapter:
-    """Return an adapter that can be divided between servers.
+    """Return an adapter that can be divided between servers: this one, or the one that it is around.
 
     Raises:
         ConfigError: this one cannot.
     """
+    adapter = _that_divides(adapter)
     if not isinstance(adapter, DividedAdapter):
         raise ConfigError(
             f"several servers divide the parameters, and {type(adapter).__name__} has not all methods of "
             "DividedAdapter; ArrayFunction and TorchModule have them. Start one server"
         )
     return adapter
+
+
+def _that_divides(adapter: Adapter) -> Adapter:
+    while isinstance(adapter, AdapterAround) and adapter.divides_as_inner:
+        adapter = adapter._inner
+    return adapter
+
+
+def check_fits(subject: str, saved: Mapping[str, Array], expected: Mapping[str, Array]) -> None:
+    """Raise CheckpointError, which begins with `subject`, unless both have the same names, shapes and dtypes."""
+    kinds = [{name: (value.shape, value.dtype) for name, value in values.items()} for values in (saved, expected)]
+    for name in [*expected, *saved]:
+        if kinds[0].get(name) != kinds[1].get(name):
+            raise CheckpointError(
+                f"{subject}: the checkpoint has {_kind_text(kinds[0].get(name))} for {name}, the model "
+                f"{_kind_text(kinds[1].get(name))}; is it a checkpoint of this model?"
+            )
+
+
+def _kind_text(kind: tuple[tuple[int, ...], numpy.dtype] | None) -> str:
+    return "nothing" if kind is None else f"{kind[1]} {kind[0]}"

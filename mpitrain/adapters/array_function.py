@@ -10,18 +10,16 @@ from typing import Any
 import ml_dtypes
 import numpy
 
-from mpitrain.adapters.adapter import OnGradient, OptimizerShard
+from mpitrain.adapters.adapter import OnGradient, OptimizerShard, check_fits
 from mpitrain.adapters.array_shard import ArrayShard
-from mpitrain.adapters.fits import check_fits
-from mpitrain.arrays import Array, is_array, is_device_array, namespace
-from mpitrain.cuda.staging import like
+from mpitrain.arrays import Array, check_class, is_array, is_device_array, like, namespace
 from mpitrain.errors import ConfigError, GradientError
-from mpitrain.exchange.bucket import Parameter, plan_layout
-from mpitrain.exchange.division import Division, divide
-from mpitrain.exchange.owned import Owned
-from mpitrain.exchange.remarks import Remarks
-from mpitrain.training.loss_scale import LossScale
-from mpitrain.training.optimizers import Optimizer, described
+from mpitrain.optim.loss_scale import LossScale
+from mpitrain.optim.optimizers import Optimizer, described
+from mpitrain.optim.owned import Owned
+from mpitrain.reducer.bucket import Parameter, plan_layout
+from mpitrain.reducer.division import Division, divide
+from mpitrain.reducer.means import Remarks
 from mpitrain.tree import Leaf, Tree, leaves, rebuild
 
 # function(parameters, batch, on_gradient) -> loss. It calls on_gradient(name, gradient) for every parameter. With a
@@ -83,8 +81,10 @@ class ArrayFunction:
             self._parameter = None
         self._random: numpy.random.Generator | None = None  # that of the virtual rank under way
         self._optimizer: Optimizer = optimizer
-        narrow = _narrow_dtype(precision, parameters)
+        narrow = narrow_dtype(precision, {name: value.dtype for name, value in parameters.items()})
         self._loss_scale = LossScale() if loss_scale is None and narrow == numpy.float16 else loss_scale
+        for name, value in parameters.items():
+            check_class(value, f"parameter {name}")
         values = list(parameters.values())
         if len({(value.dtype, is_device_array(value)) for value in values}) != 1:
             given = ", ".join(f"{name} {value.dtype}" for name, value in parameters.items()) or "none"
@@ -200,7 +200,7 @@ class ArrayFunction:
         if not hasattr(optimizer, "scale_next_rate"):
             raise ConfigError(
                 f"{type(optimizer).__name__} has no method scale_next_rate(factor), so the learning rate of one step "
-                "cannot be scaled; mt.Sgd, mt.Adam and mt.AdamW have it"
+                "cannot be scaled; mt.optim.SGD, mt.optim.Adam and mt.optim.AdamW have it"
             )
         optimizer.scale_next_rate(factor)
 
@@ -218,7 +218,7 @@ class ArrayFunction:
         if not hasattr(self._optimizer, "update_only"):
             raise ConfigError(
                 f"{type(self._optimizer).__name__} has no method update_only(part, norm_of_all), so it cannot be "
-                "divided between servers; mt.Sgd, mt.Adam and mt.AdamW can. Start one server"
+                "divided between servers; mt.optim.SGD, mt.optim.Adam and mt.optim.AdamW can. Start one server"
             )
         return described(self._optimizer)
 
@@ -307,13 +307,17 @@ class ArrayFunction:
         }
 
 
-def _narrow_dtype(precision: str | None, parameters: Mapping[str, Array]) -> numpy.dtype | None:
-    """Return the 16-bit dtype in which the function computes, if any."""
+def narrow_dtype(precision: str | None, dtypes: Mapping[str, numpy.dtype]) -> numpy.dtype | None:
+    """Return the 16-bit dtype in which a model computes, if any. `dtypes` are those of the parameters by name.
+
+    Raises:
+        ConfigError: there is no such precision, or it does not fit the parameters.
+    """
     if precision is None:
         return None
     if precision not in PRECISIONS:
         raise ConfigError(f"there is no precision {precision!r}; known: {', '.join(PRECISIONS)}")
-    for name, value in parameters.items():
-        if value.dtype != numpy.float32:
-            raise ConfigError(f"precision={precision}: {name} is {value.dtype}; parameters are kept in float32")
+    for name, dtype in dtypes.items():
+        if dtype != numpy.float32:
+            raise ConfigError(f"precision={precision}: {name} is {dtype}; parameters are kept in float32")
     return PRECISIONS[precision]

@@ -9,10 +9,9 @@ from typing import Any, Protocol, TypeAlias
 from mpitrain.adapters.array_function import ArrayFunction
 from mpitrain.adapters.layered_model import LayeredModel, check_parameters
 from mpitrain.adapters.staged import LayerPiece
-from mpitrain.arrays import Array, is_array
-from mpitrain.cuda.staging import like
+from mpitrain.arrays import Array, is_array, like
 from mpitrain.errors import ConfigError
-from mpitrain.training.optimizers import Optimizer
+from mpitrain.optim.optimizers import Optimizer
 from mpitrain.tree import Tree, leaves, rebuild
 
 
@@ -42,7 +41,7 @@ ArrayLoss: TypeAlias = Callable[[Array, Tree], tuple[float, Array]]
 
 
 class ArrayLayers(LayeredModel):
-    """An Adapter around a list of layers and a loss. mt.Pipeline can cut it; see docs/pipeline.md.
+    """An Adapter around a list of layers and a loss. mt.Pipeline can cut it; see docs/how-to/large-models.md.
 
     Parameters are named by the number of their layer, such as `3.weight`. A batch is a pair: the inputs of the first
     layer, and what the loss gets beside the output.

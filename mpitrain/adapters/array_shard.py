@@ -9,8 +9,8 @@ import numpy
 
 from mpitrain.arrays import Array
 from mpitrain.errors import ConfigError
-from mpitrain.exchange.owned import cut, rest_of
-from mpitrain.training.optimizers import Optimizer, described
+from mpitrain.optim.optimizers import Optimizer, described
+from mpitrain.optim.owned import cut, rest_of
 
 UNDIVIDED = (
     "the optimizer's state is divided between the ranks, and each has a part. Call own_state() of the strategy on all "
@@ -39,9 +39,9 @@ class ArrayShard:
         if not hasattr(divided, "keep_only"):
             raise ConfigError(
                 f"{type(optimizer).__name__} has no method keep_only(ranges, norm_of_all), so it cannot be divided "
-                "between ranks; mt.Sgd, mt.Adam and mt.AdamW can. Use mt.Sync"
+                "between ranks; mt.optim.SGD, mt.optim.Adam and mt.optim.AdamW can. Use mt.Sync"
             )
-        self.settings = described(optimizer)
+        self.settings, self.was_skipped = described(optimizer), False
         self._optimizer, self._flat, self._ranges = optimizer, flat, ranges
         divided.keep_only(ranges, norm_of_all)
         self._others = rest_of(ranges, flat.size)
@@ -62,7 +62,7 @@ class ArrayShard:
         return rate
 
     def scale_next_rate(self, factor: float) -> None:
-        """See ArrayFunction: mt.Sgd, mt.Adam and mt.AdamW, which alone can be divided, have it."""
+        """See ArrayFunction: mt.optim.SGD, mt.optim.Adam and mt.optim.AdamW, which alone can be divided, have it."""
         optimizer: Any = self._optimizer
         optimizer.scale_next_rate(factor)
 

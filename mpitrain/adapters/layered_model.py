@@ -9,19 +9,21 @@ from typing import Any
 
 import numpy
 
-from mpitrain.adapters.adapter import OnGradient, scaled_of
-from mpitrain.adapters.layer_costs import LayerCost, measure
-from mpitrain.adapters.staged import Cut, LayerPiece, layer_of, selected
+from mpitrain.adapters.adapter import AdapterAround
+from mpitrain.adapters.staged import Cut, LayerCost, LayerPiece, layer_of, measure, selected
 from mpitrain.arrays import Array
 from mpitrain.errors import CheckpointError, ConfigError, DataError
-from mpitrain.exchange.bucket import Parameter
-from mpitrain.exchange.remarks import Remarks
-from mpitrain.training.loss_scale import LossScale
+from mpitrain.optim.loss_scale import LossScale
+from mpitrain.reducer.means import Remarks
 from mpitrain.tree import Tree, num_samples
 
 
-class LayeredModel:
-    """Has an adapter of the own layers, which is made when it is first used."""
+class LayeredModel(AdapterAround):
+    """Has an adapter of the own layers, which is made when it is first used.
+
+    Layout and parameters are those of the own layers, and the norm of the gradients is that of all layers. A batch is a
+    pair: what the first layer gets, and what the loss gets beside the output.
+    """
 
     def __init__(self, num_layers: int) -> None:
         if not num_layers:
@@ -101,58 +103,14 @@ class LayeredModel:
         return loss
 
     @property
-    def layout(self) -> Sequence[Parameter]:
-        """See Adapter: of the own layers."""
-        layout: Sequence[Parameter] = self._inner.layout
-        return layout
-
-    @property
     def loss_scale(self) -> LossScale | None:
         """See Adapter. There is none."""
         return None
 
-    @property
-    def precision(self) -> numpy.dtype:
-        """See Adapter."""
-        precision: numpy.dtype = self._inner.precision
-        return precision
-
-    def parameters(self) -> dict[str, Array]:
-        """See Adapter: of the own layers."""
-        parameters: dict[str, Array] = self._inner.parameters()
-        return parameters
-
-    def load_parameters(self, values: Mapping[str, Array]) -> None:
-        """See Adapter."""
-        self._inner.load_parameters(values)
-
-    def loss_and_gradients(self, batch: Tree, on_gradient: OnGradient) -> float:
-        """See Adapter. The batch is a pair: what the first layer gets, and what the loss gets beside the output."""
-        loss: float = self._inner.loss_and_gradients(batch, on_gradient)
-        return loss
-
-    def note(self) -> Any:
-        """See Adapter."""
-        return self._inner.note()
-
     def apply_gradients(self, flats: Mapping[numpy.dtype, Array], remarks: Remarks) -> float:
         """See Adapter."""
         self._lent = None
-        rate: float = self._inner.apply_gradients(flats, remarks)
-        return rate
-
-    def scale_next_rate(self, factor: float) -> None:
-        """See ArrayFunction."""
-        scaled_of(self._inner).scale_next_rate(factor)
-
-    def measure_gradient_norm(self) -> None:
-        """See Adapter."""
-        self._inner.measure_gradient_norm()
-
-    def gradient_norm(self) -> float | None:
-        """See Adapter. The norm is that of all layers."""
-        norm: float | None = self._inner.gradient_norm()
-        return norm
+        return super().apply_gradients(flats, remarks)
 
     def expect(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
         """See StagedAdapter."""

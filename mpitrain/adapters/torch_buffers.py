@@ -9,7 +9,7 @@
 - A rank without samples does not count. A buffer that no rank changes keeps its bits.
 
 TorchModule exchanges the changes of floating buffers in the buckets of the gradients. prepare exchanges their values in
-float64 (mpitrain/torch/buffer_means.py).
+float64 (mpitrain/torch/loop_buffers.py).
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ import torch
 from torch.nn.modules.batchnorm import _NormBase
 
 from mpitrain.adapters.torch_arrays import array_of, tensor_of
+from mpitrain.reducer.bucket import Parameter
 
 # The bytes of the changed buffers that are not floating, by name.
 Values: TypeAlias = tuple[tuple[str, bytes], ...]
@@ -59,6 +60,12 @@ class ModuleBuffers:
         buffer: torch.Tensor = getattr(module(), own)
         return buffer.data
 
+    def layout(self, dtype: torch.dtype | None = None) -> list[Parameter]:
+        """Return what a reducer has to know of the floating buffers, or of their changes in `dtype`."""
+        tensors = {name: self.tensor(name) for name in self.floats}
+        kinds = {name: array_of(torch.empty(0, dtype=dtype or one.dtype)).dtype for name, one in tensors.items()}
+        return [Parameter(name, tuple(one.shape), kinds[name]) for name, one in tensors.items()]
+
     def arrays(self) -> dict[str, numpy.ndarray]:
         """Return arrays over the buffers' memory, by name."""
         return {name: array_of(self.tensor(name)) for name in self._owners}
@@ -74,6 +81,10 @@ class ModuleBuffers:
             else:
                 before.copy_(tensor)
             self._versions[name] = self._version(name)
+
+    def keep_all(self) -> None:
+        """Remember the present values of all buffers: a pass begins, or they were loaded."""
+        self.keep(self._owners)
 
     def moved(self, names: Iterable[str]) -> list[str]:
         """Return those of `names` that may have changed since `keep`."""

@@ -6,13 +6,11 @@ import inspect
 from collections.abc import Mapping
 from typing import Any
 
-import numpy
 import torch
 
-from mpitrain.adapters.array_function import PRECISIONS
 from mpitrain.adapters.torch_state import Scheduler
 from mpitrain.errors import ConfigError, DeviceError, GradientError
-from mpitrain.training.schedules import Schedule
+from mpitrain.optim.schedules import Schedule
 
 
 def check_plain(module: torch.nn.Module, call: str) -> None:
@@ -85,17 +83,6 @@ def check_schedule(schedule: Schedule | Scheduler | None, optimizer: torch.optim
                 "of the step sets one rate for all groups. Use a scheduler of torch.optim.lr_scheduler, which sets one "
                 "for each"
             )
-
-
-def narrow_dtype(precision: str | None, trained: Mapping[str, torch.Tensor]) -> numpy.dtype | None:
-    if precision is None:
-        return None
-    if precision not in PRECISIONS:
-        raise ConfigError(f"there is no precision {precision!r}; known: {', '.join(PRECISIONS)}")
-    for name, tensor in trained.items():
-        if tensor.dtype != torch.float32:
-            raise ConfigError(f"precision={precision}: {name} is {tensor.dtype}; parameters are kept in float32")
-    return PRECISIONS[precision]
 
 
 def checked_loss(loss: Any) -> Any:

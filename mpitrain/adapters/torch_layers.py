@@ -11,13 +11,12 @@ from typing import Any, TypeAlias
 import numpy
 
 from mpitrain.adapters.adapter import OnGradient
-from mpitrain.adapters.layer_costs import LayerCost
 from mpitrain.adapters.layered_model import LayeredModel, check_parameters
-from mpitrain.adapters.staged import LayerPiece
+from mpitrain.adapters.staged import LayerCost, LayerPiece
 from mpitrain.arrays import Array
-from mpitrain.errors import ConfigError, GradientError
+from mpitrain.errors import ConfigError
 from mpitrain.extras import missing
-from mpitrain.training.schedules import Schedule
+from mpitrain.optim.schedules import Schedule
 from mpitrain.tree import Tree
 
 try:
@@ -28,8 +27,7 @@ except ModuleNotFoundError as error:
         raise
     raise missing("mpitrain.TorchLayers", "PyTorch", "torch", error) from None
 
-from mpitrain.adapters.torch_arrays import array_of, tensor_of
-from mpitrain.adapters.torch_batch import as_tensors
+from mpitrain.adapters.torch_arrays import array_of, as_tensors, tensor_of
 from mpitrain.adapters.torch_checks import checked_loss
 from mpitrain.adapters.torch_module import TorchModule
 from mpitrain.adapters.torch_random import seeded
@@ -45,7 +43,7 @@ class TorchLayers(LayeredModel):
 
     Parameters are named as in `torch.nn.Sequential`, such as `3.weight`, so a checkpoint of TorchModule with the same
     layers in a Sequential is one of TorchLayers, and the reverse. A batch is a pair: the input of the first layer, and
-    what the loss gets beside the output. Each layer takes one tensor, and returns one. See docs/pipeline.md.
+    what the loss gets beside the output. Each layer takes one tensor, and returns one. See docs/how-to/large-models.md.
     """
 
     def __init__(
@@ -140,7 +138,7 @@ class _OwnLayers(TorchModule):
         clip_norm: float | None,
     ) -> None:
         super().__init__(module, lambda _, batch: run(batch), optimizer, schedule=schedule, clip_norm=clip_norm)
-        self.module, self._run, self._of_step = module, run, pieces
+        self._run, self._of_step = run, pieces
         num_pieces = Counter(id(one) for piece in pieces for one in piece.parameters())
         trained = enumerate(self._trained.tensors.values())
         self._in_several = {index for index, one in trained if num_pieces[id(one)] > 1}
@@ -154,20 +152,12 @@ class _OwnLayers(TorchModule):
     def loss_and_gradients(self, batch: Tree, on_gradient: OnGradient) -> float:
         """See Adapter. A gradient is handed on in the last backward pass of its piece, and at the end if it has several
         pieces, or if that pass does not come to it."""
-        trained = self._trained.tensors.values()
-        for parameter in trained:
-            parameter.grad = None
+        self._trained.forget_gradients()
         for piece in self._of_step:
             piece.begin(partial(self._hands_in, on_gradient))
-        self._handed_in = set()
+        self._trained.begin()
         loss = self._run(batch)
-        for index, parameter in enumerate(trained):
-            if index in self._handed_in:
-                continue
-            gradient, parameter.grad = parameter.grad, None
-            if gradient is not None and (problem := self._trained.problem(index, gradient)):
-                raise GradientError(problem)
-            on_gradient(index, None if gradient is None else array_of(gradient))
+        self._hand_in_rest(on_gradient)
         return loss
 
     @contextmanager

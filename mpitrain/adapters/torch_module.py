@@ -9,18 +9,18 @@ from typing import Any
 
 import numpy
 
-from mpitrain.adapters.adapter import OnGradient, OptimizerShard
-from mpitrain.adapters.array_function import PRECISIONS
-from mpitrain.adapters.fits import check_fits
+from mpitrain.adapters.adapter import OnGradient, OptimizerShard, check_fits
+from mpitrain.adapters.array_function import PRECISIONS, narrow_dtype
 from mpitrain.arrays import Array
 from mpitrain.errors import ConfigError, GradientError
-from mpitrain.exchange.bucket import Parameter, plan_layout
-from mpitrain.exchange.owned import Owned
-from mpitrain.exchange.remarks import Remarks
 from mpitrain.extras import missing
-from mpitrain.training.loss_scale import LossScale
-from mpitrain.training.schedules import Schedule
+from mpitrain.optim.loss_scale import LossScale
+from mpitrain.optim.owned import Owned
+from mpitrain.optim.schedules import Schedule
+from mpitrain.reducer.bucket import plan_layout
+from mpitrain.reducer.means import Remarks
 from mpitrain.tree import Tree
+from mpitrain.world.world import World
 
 try:
     import torch
@@ -29,15 +29,15 @@ except ModuleNotFoundError as error:
         raise
     raise missing("mpitrain.TorchModule", "PyTorch", "torch", error) from None
 
-from mpitrain.adapters.torch_arrays import array_of, tensor_of
-from mpitrain.adapters.torch_batch import as_tensors, is_empty
+from mpitrain.adapters.torch_arrays import array_of, as_tensors, is_empty, tensor_of
 from mpitrain.adapters.torch_buffers import ModuleBuffers, Values
-from mpitrain.adapters.torch_checks import check_optimizer, check_places, check_plain, checked_loss, narrow_dtype
-from mpitrain.adapters.torch_divided import DividedModule
+from mpitrain.adapters.torch_checks import check_optimizer, check_places, check_plain, checked_loss
 from mpitrain.adapters.torch_optimizer import ScheduledOptimizer
+from mpitrain.adapters.torch_parts import DividedModule
 from mpitrain.adapters.torch_random import seeded
 from mpitrain.adapters.torch_shard import TorchShard
 from mpitrain.adapters.torch_state import Scheduler
+from mpitrain.adapters.torch_steps import StepsMade
 from mpitrain.adapters.torch_trained import Trained
 
 # loss(module, batch) -> the mean loss over the batch's samples, a tensor of one number.
@@ -68,6 +68,9 @@ class TorchModule(DividedModule):
     NumPy's and Python's own generators.
 
     The script switches the module between training and evaluation (`module.train()`, `module.eval()`).
+
+    Attributes:
+        module: as it was given; of a Trainer, `trainer.adapter.module`.
     """
 
     def __init__(
@@ -104,24 +107,21 @@ class TorchModule(DividedModule):
                 here.
             DeviceError: a parameter or buffer is not on the CPU.
         """
-        self._module, self._loss = module, loss
+        self.module, self._loss = module, loss
         check_plain(module, "TorchModule()")
         check_places(module)
         trained, buffers = Trained(module, "TorchModule()"), ModuleBuffers(module)
         check_optimizer(optimizer, trained.named, trained.tensors)
         scheduled = ScheduledOptimizer(optimizer, trained.named, schedule, clip_norm)
-        self._narrow = narrow_dtype(precision, trained.tensors)
+        self._narrow = narrow_dtype(precision, {entry.name: entry.dtype for entry in trained.layout})
         self._loss_scale = LossScale() if loss_scale is None and precision == "fp16" else loss_scale
-        double = any(one.dtype == torch.float64 for one in trained.tensors.values())
-        self._wide = torch.float64 if double else torch.float32
         # They come after the parameters: the last entries are exchanged first, and these are known early.
-        wide = numpy.dtype("float64" if double else "float32")
-        changes = [Parameter(name, tuple(buffers.tensor(name).shape), wide) for name in buffers.floats]
+        changes = buffers.layout(trained.changes_dtype)
         self._counts = plan_layout(trained.layout).counts
         super().__init__(trained, buffers, optimizer, scheduled, plan_layout([*trained.layout, *changes]))
         self._shard: TorchShard | None = None
+        self._steps: StepsMade | None = None
         self._on_gradient: OnGradient | None = None
-        self._handed_in: set[int] = set()
         self._changed: Values | None = None
         self._trained.watch(self._hand_in)
 
@@ -137,7 +137,7 @@ class TorchModule(DividedModule):
 
     def loss_and_gradients(self, batch: Tree, on_gradient: OnGradient) -> float:
         """See Adapter. The buffers are left as they were; `apply_gradients` changes them."""
-        now, named, trained = dict(self._module.named_parameters()), self._trained.named, self._trained.tensors
+        now, named, trained = dict(self.module.named_parameters()), self._trained.named, self._trained.tensors
         for name in {**named, **now}:
             parameter = now.get(name)
             same = parameter is not None and parameter is named.get(name)
@@ -146,8 +146,7 @@ class TorchModule(DividedModule):
                     f"{name} was added, replaced, frozen or thawed after TorchModule was made; do that before, or "
                     "make a new TorchModule and a new Trainer from a checkpoint"
                 )
-        for parameter in trained.values():
-            parameter.grad = None  # it may come from a backward pass that was not for this step
+        self._trained.forget_gradients()  # they may come from a backward pass that was not for this step
         self._changed = None
         if is_empty(batch):
             for index, entry in enumerate(self.layout):
@@ -155,22 +154,22 @@ class TorchModule(DividedModule):
                 on_gradient(index, None if unused else numpy.zeros(entry.shape, entry.dtype))
             return 0.0
         scale = self._loss_scale.value if self._loss_scale else 1.0
-        self._buffers.keep([*self._buffers.floats, *self._buffers.others])
-        self._on_gradient, self._handed_in = on_gradient, set()
+        self._buffers.keep_all()
+        self._trained.begin()
+        self._on_gradient = on_gradient
         tensors = as_tensors(batch)
         try:
             with self._autocast():
-                loss = checked_loss(self._loss(self._module, tensors))
-            for index, change in enumerate(self._buffers.changes(self._wide, scale), start=len(trained)):
+                loss = checked_loss(self._loss(self.module, tensors))
+            changes = self._buffers.changes(self._trained.changes_dtype, scale)
+            for index, change in enumerate(changes, start=len(trained)):
                 on_gradient(index, change)
             (loss * scale).backward()
             self._changed = self._buffers.changed_others() or None
         finally:
             self._on_gradient = None
             self._buffers.put_back()
-        for index in range(len(trained)):
-            if index not in self._handed_in:
-                on_gradient(index, None)
+        self._hand_in_rest(on_gradient)
         return float(loss.detach())
 
     def seeded(self, key: tuple[int, ...]) -> AbstractContextManager[None]:
@@ -188,17 +187,16 @@ class TorchModule(DividedModule):
         """Is called in the backward pass, when a parameter's gradient is complete."""
         if self._on_gradient is None:
             return  # a backward pass that is not for a step of this adapter
-        gradient = parameter.grad
-        if problem := self._trained.problem(index, gradient):
-            raise GradientError(problem)
-        if index in self._handed_in:
-            raise GradientError(
-                f"the gradient of {self.layout[index].name} was handed in twice in one backward pass; with "
-                "torch.utils.checkpoint, pass use_reentrant=False"
-            )
-        self._handed_in.add(index)
-        parameter.grad = None  # the exchange has its own memory
+        gradient, parameter.grad = parameter.grad, None  # the exchange has its own memory
+        self._trained.check(index, gradient)
+        self._trained.come(index)
         self._on_gradient(index, array_of(gradient))
+
+    def _hand_in_rest(self, on_gradient: OnGradient) -> None:
+        """Hand in what no backward pass has handed in; None: the loss does not depend on it."""
+        for index, parameter, gradient in self._trained.left():
+            parameter.grad = None
+            on_gradient(index, None if gradient is None else array_of(gradient))
 
     def note(self) -> Values | None:
         """See Adapter: the buffers that are not floating and that this rank has changed."""
@@ -234,6 +232,8 @@ class TorchModule(DividedModule):
         for index, parameter in enumerate(trained):
             parameter.grad = None if index in remarks.unused or index not in views else tensor_of(views[index])
         rate = self._optimizer.step(gradients)
+        if self._steps is not None:
+            self._steps.add(self._torch_optimizer)  # after the step, because the optimizer's hooks may change gradients
         for parameter in trained:
             parameter.grad = None
         self._buffers.add({self.layout[index].name: view for index, view in views.items() if index >= len(trained)})
@@ -243,6 +243,11 @@ class TorchModule(DividedModule):
     def scale_next_rate(self, factor: float) -> None:
         """See ArrayFunction. The rates of all groups of the optimizer are multiplied."""
         self._optimizer.scale_next_rate(factor)
+
+    def count_steps(self, world: World) -> StepsMade:
+        """Return what notes the steps from now on, for a strategy with equal steps on all ranks."""
+        self._steps = StepsMade(world, self._trained.tensors, is_for_all=False, parameters=False)
+        return self._steps
 
     def shard(self, owned: Owned, norm_of_all: Callable[[float], float]) -> OptimizerShard:
         """See ShardedAdapter. From now on, the optimizer has pieces of the parameters in their place.

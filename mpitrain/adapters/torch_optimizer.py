@@ -22,8 +22,8 @@ from mpitrain.adapters.torch_state import (
     scheduler_state,
 )
 from mpitrain.errors import CheckpointError
-from mpitrain.training.flat_optimizer import check, global_norm
-from mpitrain.training.schedules import Schedule
+from mpitrain.optim.flat_optimizer import check, global_norm
+from mpitrain.optim.schedules import Schedule
 
 
 class ScheduledOptimizer:

@@ -1,22 +1,29 @@
-"""The division of a TorchModule between servers: whole tensors, as optimizers of PyTorch step whole tensors."""
+"""The division of a TorchModule between servers: whole tensors, as optimizers of PyTorch step whole tensors.
+
+See DividedAdapter.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy
 import torch
 
 from mpitrain.adapters.torch_arrays import tensor_of
+from mpitrain.adapters.torch_buffers import ModuleBuffers
+from mpitrain.adapters.torch_optimizer import ScheduledOptimizer
 from mpitrain.adapters.torch_state import plain
+from mpitrain.adapters.torch_trained import ModuleTensors, Trained
 from mpitrain.arrays import Array, is_array
 from mpitrain.errors import ConfigError
-from mpitrain.exchange.bucket import Parameter
-from mpitrain.exchange.division import Division, divide_whole, owners_of
+from mpitrain.reducer.bucket import Layout, Parameter
+from mpitrain.reducer.division import Division, divide_whole, owners_of
 
 
-class TorchParts:
+class _Parts:
     """The parts of one module for a number of servers.
 
     Attributes:
@@ -59,30 +66,70 @@ class TorchParts:
             if self.owns(parameter.name)
         }
 
-    def state(
+
+class DividedModule(ModuleTensors):
+    """The part of TorchModule for servers. Each has the whole module, and updates a part."""
+
+    def __init__(
         self,
-        number: int,
-        arrays: Mapping[str, Array],
-        optimizer: torch.optim.Optimizer,
-        named: Mapping[str, torch.Tensor],
-    ) -> dict[str, Any]:
-        """Return parameters, buffers and optimizer state of a server's part, by name."""
-        state: dict[str, Any] = {f"model {name}": array for name, array in arrays.items() if self.owns(name, number)}
-        for name, parameter in named.items():
-            if self.owns(name, number):
-                for key, value in optimizer.state.get(parameter, {}).items():
+        trained: Trained,
+        buffers: ModuleBuffers,
+        torch_optimizer: Any,
+        optimizer: ScheduledOptimizer,
+        plan: Layout,
+    ) -> None:
+        """`torch_optimizer` is of torch.optim. `plan` has the trained parameters, and then the changes of buffers."""
+        super().__init__(trained, buffers)
+        self._torch_optimizer, self._optimizer, self._plan = torch_optimizer, optimizer, plan
+        self._parts: _Parts | None = None  # None: there is one server, or none
+
+    @property
+    def layout(self) -> Sequence[Parameter]:
+        """See Adapter: the trained parameters, then the changes of buffers."""
+        return self._plan.parameters
+
+    def divisions(self, num_servers: int) -> tuple[Division, Division]:
+        """See DividedAdapter: whole tensors, the largest one first, to the server with the fewest bytes."""
+        parts = _Parts(self.layout, self.parameters(), num_servers)
+        return parts.gradients, parts.parameters
+
+    def dividable_optimizer(self) -> str:
+        """See DividedAdapter.
+
+        Raises:
+            ConfigError: the optimizer is none of torch.optim, or has hooks around its step.
+        """
+        _check_dividable(self._torch_optimizer)
+        return self._optimizer.described()
+
+    def update_only(self, number: int, num_servers: int, norm_of_all: Callable[[float], float]) -> None:
+        """See DividedAdapter."""
+        _check_dividable(self._torch_optimizer)
+        self._parts = _Parts(self.layout, self.parameters(), num_servers, number)
+        self._optimizer.take_norm_of_all(norm_of_all)
+
+    def plan_update(self) -> dict[str, Any]:
+        """See DividedAdapter."""
+        return self._optimizer.plan_update()
+
+    def follow_plan(self, plan: Mapping[str, Any]) -> None:
+        """See DividedAdapter."""
+        self._optimizer.follow_plan(plan)
+
+    def part_state(self, number: int) -> dict[str, Any]:
+        """See DividedAdapter: parameters, buffers and the optimizer's state."""
+        assert self._parts is not None
+        owns = partial(self._parts.owns, number=number)
+        state: dict[str, Any] = {f"model {name}": array for name, array in self.parameters().items() if owns(name)}
+        for name, parameter in self._trained.named.items():
+            if owns(name):
+                for key, value in self._torch_optimizer.state.get(parameter, {}).items():
                     state[f"optimizer {key} {name}"] = plain(value)
         return state
 
-    def take(
-        self,
-        state: Mapping[str, Any],
-        gone: Sequence[str],
-        arrays: Mapping[str, Array],
-        optimizer: torch.optim.Optimizer,
-        named: Mapping[str, torch.Tensor],
-    ) -> None:
-        """The reverse of `state`. What it does not name stays, but for what is `gone`."""
+    def take_part_state(self, number: int, state: Mapping[str, Any], gone: Sequence[str]) -> None:
+        """See DividedAdapter. What the state does not name stays, but for what is `gone`."""
+        arrays, of_optimizer = self.parameters(), self._torch_optimizer.state
         for entry in [*state, *gone]:
             kind, _, rest = entry.partition(" ")
             if kind == "model":
@@ -90,17 +137,17 @@ class TorchParts:
                 array_of_model[...] = state[entry]
                 continue
             key, _, name = rest.partition(" ")
-            of_parameter = optimizer.state[named[name]]
+            parameter = self._trained.named[name]
             if entry in state:
                 value = state[entry]
-                of_parameter[key] = tensor_of(numpy.array(value)) if is_array(value) else value
+                of_optimizer[parameter][key] = tensor_of(numpy.array(value)) if is_array(value) else value
             else:
-                del of_parameter[key]
-                if not of_parameter:
-                    del optimizer.state[named[name]]
+                del of_optimizer[parameter][key]
+                if not of_optimizer[parameter]:
+                    del of_optimizer[parameter]
 
 
-def check_dividable(optimizer: torch.optim.Optimizer) -> None:
+def _check_dividable(optimizer: torch.optim.Optimizer) -> None:
     """Raise ConfigError unless each tensor's step depends on nothing of other tensors."""
     kind = f"{type(optimizer).__module__}.{type(optimizer).__name__}"
     problem = ""

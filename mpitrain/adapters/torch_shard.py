@@ -21,8 +21,8 @@ from mpitrain.adapters.torch_buffers import ModuleBuffers
 from mpitrain.adapters.torch_optimizer import ScheduledOptimizer
 from mpitrain.arrays import Array, is_array
 from mpitrain.errors import CheckpointError, ConfigError
-from mpitrain.exchange.bucket import Layout
-from mpitrain.exchange.owned import Owned, size_of, within
+from mpitrain.optim.owned import Owned, size_of, within
+from mpitrain.reducer.bucket import Layout
 
 ELEMENTWISE = ("Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD")
 # What these keep for a parameter as one number; all else has an entry for each element.
@@ -81,6 +81,7 @@ class TorchShard:
         self._before: dict[torch.Tensor, Any] = {}
         self._undo: tuple[Callable[[], None], ...] = ()
         self._whole: dict[str, dict[str, Any]] | None = None
+        self.was_skipped = False
         self._pieces: dict[str, OwnedPiece] = {}
         for index, (name, parameter) in enumerate(named.items()):
             dtype = plan.parameters[index].dtype
@@ -130,7 +131,9 @@ class TorchShard:
             own = flats[self._plan.parameters[piece.number].dtype][piece.there]
             piece.tensor.grad = None if piece.number in unused else tensor_of(own)
             gradients.append(own)
+        had = any(piece.tensor.grad is not None for piece in self._pieces.values())
         rate = self._scheduled.step(gradients)
+        self.was_skipped = had and all(piece.tensor.grad is None for piece in self._pieces.values())
         for piece, own in zip(self._pieces.values(), gradients, strict=True):
             piece.tensor.grad = None
             own[...] = array_of(piece.tensor)

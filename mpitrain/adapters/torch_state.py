@@ -103,11 +103,28 @@ def restore_groups(optimizer: torch.optim.Optimizer, groups: Mapping[str, Any]) 
                 group[option] = tuple(value) if isinstance(group[option], tuple) else value
 
 
-def scheduler_state(scheduler: Scheduler) -> numpy.ndarray:
-    """Return all that a scheduler of PyTorch keeps, as the bytes of `torch.save`."""
+def state_bytes(state: Any) -> numpy.ndarray:
+    """Return a state_dict() of PyTorch as the bytes of `torch.save`, uint8, as a checkpoint can hold them."""
     file = io.BytesIO()
-    torch.save(scheduler.state_dict(), file)
+    torch.save(state, file)
     return numpy.frombuffer(file.getvalue(), numpy.uint8)
+
+
+def read_state_bytes(content: Any, part: str, reader: str) -> Any:
+    """Reverse `state_bytes`, without running code of the content. `part` and `reader` are for the error.
+
+    Raises:
+        CheckpointError: the content is no such state.
+    """
+    try:
+        return torch.load(io.BytesIO(numpy.asarray(content, numpy.uint8).tobytes()), weights_only=True)
+    except Exception as error:  # unpickling may raise anything
+        raise CheckpointError(f"the checkpoint's {part} cannot be read for {reader}: {error}") from None
+
+
+def scheduler_state(scheduler: Scheduler) -> numpy.ndarray:
+    """Return all that a scheduler of PyTorch keeps, as `state_bytes`."""
+    return state_bytes(scheduler.state_dict())
 
 
 def read_scheduler_state(scheduler: Scheduler, state: Any) -> dict[str, Any]:
@@ -117,15 +134,11 @@ def read_scheduler_state(scheduler: Scheduler, state: Any) -> dict[str, Any]:
         CheckpointError: the state does not belong to such a scheduler.
     """
     kind = type(scheduler).__name__
-    try:
-        read = torch.load(io.BytesIO(numpy.asarray(state, numpy.uint8).tobytes()), weights_only=True)
-        keys = set(read)
-    except Exception as error:  # unpickling may raise anything
-        raise CheckpointError(f"the checkpoint's schedule cannot be read for {kind}: {error}") from None
+    read = read_state_bytes(state, "schedule", kind)
+    keys = set(read) if isinstance(read, dict) else set()
     if keys != scheduler.state_dict().keys():
         raise CheckpointError(f"the checkpoint's schedule holds {', '.join(sorted(keys))}; is it a {kind}?")
-    assert isinstance(read, dict)
-    return read
+    return dict(read)
 
 
 def _options(group: Mapping[str, Any]) -> dict[str, Any]:

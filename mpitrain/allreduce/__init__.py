@@ -7,7 +7,7 @@ also runs between nodes, and `auto` takes an entry with a cost where it is the f
 
 from __future__ import annotations
 
-from mpitrain.allreduce.algorithm import Sequential
+from mpitrain.allreduce.algorithm import Halves, Sequential, of_group
 from mpitrain.allreduce.direct import (
     direct,
     direct_allgather,
@@ -17,7 +17,6 @@ from mpitrain.allreduce.direct import (
     direct_steps,
 )
 from mpitrain.allreduce.group import everyone
-from mpitrain.allreduce.halves import Halves, of_group
 from mpitrain.allreduce.halving_doubling import (
     doubling_allgather,
     halving_doubling,
@@ -37,7 +36,7 @@ from mpitrain.allreduce.shared_memory import (
     shared_memory_seen,
 )
 from mpitrain.errors import ConfigError, everywhere
-from mpitrain.world import World
+from mpitrain.world.world import World
 
 __all__ = ["ALGORITHMS", "Entry", "check_name", "make_algorithm", "make_halves"]
 

@@ -9,15 +9,17 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from functools import wraps
 from itertools import chain
-from typing import ParamSpec, Protocol, TypeAlias, TypeVar
+from typing import NamedTuple, ParamSpec, Protocol, TypeAlias, TypeVar
 
 import ml_dtypes
 import numpy
 
+from mpitrain.allreduce.group import Group
 from mpitrain.arrays import Array, is_device_array
 from mpitrain.waiting.background import Begun
 from mpitrain.waiting.control import until
-from mpitrain.world import World
+from mpitrain.world.shard import part_of
+from mpitrain.world.world import World
 
 BFLOAT16 = numpy.dtype(ml_dtypes.bfloat16)
 FLOATS = tuple(numpy.dtype(name) for name in ("float16", "float32", "float64")) + (BFLOAT16,)
@@ -85,6 +87,47 @@ class Piece(Protocol):
             lengths: lengths of the parts in elements, the same on every rank, may be 0; default: those of part_of.
         """
         ...
+
+
+class Halves(NamedTuple):
+    """Both halves of one algorithm, made for a World, for a caller that works on its own part in between.
+
+        rank                0               1               2               3
+        start           a0 b0 c0 d0     a1 b1 c1 d1     a2 b2 c2 d2     a3 b3 c3 d3
+        reduce_scatter  A  .  .  .      .  B  .  .      .  .  C  .      .  .  .  D
+        the caller      A'              B'              C'              D'
+        allgather       A' B' C' D'     A' B' C' D'     A' B' C' D'     A' B' C' D'
+
+    Each half sends half of what the allreduce sends. The sums have the bits of the allreduce of the same name, because
+    the first half of that allreduce makes them, over the same parts. All ranks make the same calls in the same order.
+
+    An algorithm that has halves over a group (Entry.reduce_scatter, Entry.allgather) gets them from `of_group`. One for
+    a whole World has a function of its own (Entry.halves).
+
+    Attributes:
+        name: of the algorithm.
+        reduce_scatter: work on a flat host array that ends with the sum over ranks in this rank's part of it. The other
+            parts then hold partial sums or their old values. No rank reads this rank's array any more.
+        allgather: work on a flat host array, in which each rank has filled its part. It ends with all parts.
+        own: `own(count, rank)` is a rank's part of an array of `count` elements, the same answer on every rank. The
+            parts of all ranks are disjoint and complete, and some may be empty.
+        memory: where the arrays must be allocated; None: anywhere.
+    """
+
+    name: str
+    reduce_scatter: Callable[[numpy.ndarray], Progress]
+    allgather: Callable[[numpy.ndarray], Progress]
+    own: Callable[[int, int], slice]
+    memory: Allocator | None = None
+
+
+def of_group(name: str, group: Group, reduce_scatter: Piece, allgather: Piece) -> Halves:
+    """The halves of an algorithm over a group that has all ranks of its World."""
+
+    def own(count: int, rank: int) -> slice:
+        return part_of(count, group.members.index(rank), group.size)
+
+    return Halves(name, reduce_scatter, allgather, own)
 
 
 class AllreduceHandle(Begun[None]):
@@ -183,7 +226,7 @@ def check_flat(flat: Array) -> None:
     """Raise ValueError unless `flat` is what Algorithm.start takes."""
     if not isinstance(flat, numpy.ndarray):
         kind = f"{type(flat).__module__}.{type(flat).__name__}".removeprefix("builtins.")
-        hint = ". Arrays on GPUs are for mpitrain.allreduce.device.make_transport" if is_device_array(flat) else ""
+        hint = ". Arrays on GPUs are for mpitrain.cuda.transports.make_transport" if is_device_array(flat) else ""
         raise ValueError(f"allreduce takes a NumPy array on the host, not {kind}{hint}")
     if flat.ndim != 1 or not flat.flags.c_contiguous or not flat.flags.writeable:
         raise ValueError(

@@ -15,11 +15,11 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from mpitrain.profile import Profile
-from mpitrain.world import World
+from mpitrain.world.world import World
 
 _DEFAULT_BUCKET_BYTES = 4 * 2**20
-# If a profile does not say. Measured (docs/log.md): below this size, MPI's own call is faster than any algorithm made
-# of messages from Python.
+# If a profile does not say. Measured (benchmarks/log/): below this size, MPI's own call is faster than any algorithm
+# made of messages from Python.
 _NATIVE_INSIDE_BYTES, _NATIVE_BETWEEN_BYTES = 16 * 1024, 256 * 1024
 _PYTHON_SECONDS = 200e-6  # the extra time of direct over MPI's own call without latency
 

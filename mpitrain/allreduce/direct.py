@@ -48,7 +48,7 @@ from mpitrain.allreduce.group import Group, everyone
 from mpitrain.allreduce.window import WINDOW, PieceSteps, in_pieces, piece_bytes, windowed
 from mpitrain.arrays import Array
 from mpitrain.waiting.pieces import add
-from mpitrain.world import World
+from mpitrain.world.world import World
 
 if TYPE_CHECKING:
     from mpi4py import MPI

@@ -43,13 +43,12 @@ import numpy
 
 from mpitrain.allreduce import ALGORITHMS, check_name, make_algorithm, make_halves
 from mpitrain.allreduce.accumulator import MOST_SUMMANDS, Accumulator, Scale, bits_of, no_ranges, scale_of
-from mpitrain.allreduce.algorithm import AllreduceHandle, Progress, Sequential, check_flat, compared, in_phases
+from mpitrain.allreduce.algorithm import AllreduceHandle, Halves, Progress, Sequential, check_flat, compared, in_phases
 from mpitrain.allreduce.fixed_point import BLOCK_VALUES, FORMS, FloatForm
-from mpitrain.allreduce.halves import Halves
 from mpitrain.arrays import Array
 from mpitrain.errors import ConfigError, everywhere
 from mpitrain.waiting.control import until
-from mpitrain.world import World
+from mpitrain.world.world import World
 
 REDUCTIONS = ("plain", "exact")
 _CHUNK_VALUES = 2**19

@@ -9,8 +9,8 @@ from itertools import accumulate
 from typing import TYPE_CHECKING
 
 from mpitrain.profile import ring_order
-from mpitrain.shard import part_of
-from mpitrain.world import World
+from mpitrain.world.shard import part_of
+from mpitrain.world.world import World
 
 if TYPE_CHECKING:
     from mpi4py import MPI

@@ -38,7 +38,7 @@ from mpitrain.allreduce.algorithm import Piece, Progress, Sequential, Steps
 from mpitrain.allreduce.group import Group, everyone, segments
 from mpitrain.allreduce.pairs import Phase, Seats, for_any_size, runner, seating, steps_of
 from mpitrain.arrays import Array
-from mpitrain.world import World
+from mpitrain.world.world import World
 
 _TAG = 41
 

@@ -37,15 +37,14 @@ from collections.abc import Callable, Iterator
 
 import numpy
 
-from mpitrain.allreduce.algorithm import Progress, Sequential, Steps, in_phases
+from mpitrain.allreduce.algorithm import Halves, Progress, Sequential, Steps, in_phases
 from mpitrain.allreduce.costs import Topology, inside_seconds, topology_of
 from mpitrain.allreduce.group import Group, lane, num_lanes, ranks_by_node
-from mpitrain.allreduce.halves import Halves
 from mpitrain.allreduce.node_memory import meet
 from mpitrain.allreduce.registry import ALGORITHMS, by_cost, candidates, cheapest, priced
 from mpitrain.allreduce.shared_memory import NodeArrays, add_block, blocks
-from mpitrain.shard import part_of
-from mpitrain.world import World
+from mpitrain.world.shard import part_of
+from mpitrain.world.world import World
 
 
 def hierarchical(world: World) -> Sequential:

@@ -4,8 +4,8 @@
                     --> [ M^T P of each matrix ]           second sum   --> Q of each matrix, P Q^T
 
 Cost: the cost of two sums of those lengths, one after the other. M is read three times and written twice, what is left
-out is read and written once. On a GPU (device/low_rank.py), only what is summed goes through the host. Every rank takes
-part with its own gradients, also ranks on one node: M Q is linear, so the sum of products is the product of the sum.
+out is read and written once. Every rank takes part with its own gradients, also ranks on one node: M Q is linear, so
+the sum of products is the product of the sum.
 
 Source: as in power_sgd.py.
 """
@@ -14,15 +14,14 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import numpy
 
 from mpitrain.allreduce.algorithm import Progress, Steps, in_phases
-from mpitrain.arrays import Array
-from mpitrain.compression.power_sgd import Matrix, Plan, Products, ThinProducts, first_factor
+from mpitrain.compression.power_sgd import Matrix, Plan, Products, first_factor
 from mpitrain.errors import MismatchError, everywhere
-from mpitrain.world import World
+from mpitrain.world.world import World
 
 # Of 4 bits, of a checksum of 32. Float32 adds whole numbers exactly up to 2^24, so the squares of 74565 ranks.
 _DIGITS = 8
@@ -30,80 +29,13 @@ NUM_MARKS = 2 * _DIGITS  # values behind those of the first sum
 Factors = dict[Any, numpy.ndarray]
 
 
-class Thin(NamedTuple):
-    """The values of a sum, flat float32: in the memory of the gradients, and on the host. On the host both are one."""
-
-    here: Array
-    on_host: numpy.ndarray
-
-
-class LowRankSite(Protocol):
-    """Where gradients are multiplied. The sums are made on the host.
-
-    Attributes:
-        products: work in the memory of the gradients.
-    """
-
-    @property
-    def products(self) -> ThinProducts: ...
-
-    def free(self) -> Progress:
-        """Wait until the memory of the sums before may be overwritten."""
-        ...
-
-    def memory(self, plan: Plan) -> tuple[Thin, Thin]:
-        """Return the memory of the two sums, uninitialised; that of the first one with its marks."""
-        ...
-
-    def down(self, thin: Thin) -> Progress:
-        """Copy `here` to the host."""
-        ...
-
-    def up(self, thin: Thin) -> None:
-        """Begin to copy what is on the host to where the gradients are."""
-        ...
-
-    def add(self, total: Array, other: Array) -> None:
-        """Add `other` to `total`."""
-        ...
-
-
-class OnHost:
-    """A LowRankSite for gradients on the host: nothing is copied."""
-
-    def __init__(self, products: ThinProducts) -> None:
-        self.products = products
-
-    def free(self) -> Progress:
-        """See LowRankSite."""
-        return iter(())
-
-    def memory(self, plan: Plan) -> tuple[Thin, Thin]:
-        """See LowRankSite."""
-        first, second = (numpy.empty(count, numpy.float32) for count in (plan.num_first + NUM_MARKS, plan.num_second))
-        return Thin(first, first), Thin(second, second)
-
-    def down(self, thin: Thin) -> Progress:
-        """See LowRankSite."""
-        return iter(())
-
-    def up(self, thin: Thin) -> None:
-        """See LowRankSite."""
-
-    def add(self, total: numpy.ndarray, other: numpy.ndarray) -> None:
-        """See LowRankSite."""
-        numpy.add(total, other, out=total)
-
-
 class LowRank(Protocol):
     """Makes the work on a flat float32 buffer."""
 
-    def __call__(
-        self, flat: Array, residual: Array, plan: Plan, factors: Factors, site: LowRankSite | None = None
-    ) -> Progress:
+    def __call__(self, flat: numpy.ndarray, residual: numpy.ndarray, plan: Plan, factors: Factors) -> Progress:
         """All are overwritten but the plan: the sum, what is left out, the Q of the next step.
 
-        All ranks have equal plans. `site` is that of `flat` and `residual`; None: the host.
+        All ranks have equal plans.
         """
         ...
 
@@ -115,56 +47,43 @@ def low_rank_steps(world: World, total: Steps, products: Products) -> LowRank:
 
     A sum that is not finite makes its matrix NaN on every rank; then nothing of it is left out, and it begins anew.
     """
-    host = OnHost(products)
 
     @in_phases
-    def steps(
-        flat: Array, residual: Array, plan: Plan, factors: Factors, site: LowRankSite | None = None
-    ) -> Iterator[Progress]:
-        site = site or host
-        yield site.free()
-        first, second = site.memory(plan)
-        pts, summed_pts = (_views(memory, plan, lambda matrix: matrix.rows) for memory in first)
-        qts, summed_qts = (_views(memory, plan, lambda matrix: matrix.columns) for memory in second)
-        for matrix, factor in zip(plan.matrices, summed_qts, strict=True):
-            factor[:] = _factor(world, matrix, factors)
-        site.up(second)
+    def steps(flat: numpy.ndarray, residual: numpy.ndarray, plan: Plan, factors: Factors) -> Iterator[Progress]:
+        first, second = (numpy.empty(count, numpy.float32) for count in (plan.num_first + NUM_MARKS, plan.num_second))
+        pts, qts = _views(first, plan, lambda matrix: matrix.rows), _views(second, plan, lambda matrix: matrix.columns)
+        for matrix, qt in zip(plan.matrices, qts, strict=True):
+            qt[:] = _factor(world, matrix, factors)
         with numpy.errstate(all="ignore"):  # infinity and NaN are ordinary values here
             for matrix, pt, qt in zip(plan.matrices, pts, qts, strict=True):
-                site.products.times(matrix.of(flat), matrix.of(residual), qt, pt)
+                products.times(matrix.of(flat), matrix.of(residual), qt, pt)
             for part, place in _whole(plan):
-                site.add(flat[part], residual[part])
-                first.here[place] = flat[part]
+                numpy.add(flat[part], residual[part], out=first[place])
                 residual[part].fill(0)
-        yield site.down(first)
-        first.on_host[plan.num_first :] = _marks(plan, factors)
-        yield total(first.on_host)
-        _check_marks(world.size, first.on_host[plan.num_first :])
-        site.up(first)
+        first[plan.num_first :] = _marks(plan, factors)
+        yield total(first)
+        _check_marks(world.size, first[plan.num_first :])
         for part, place in _whole(plan):
-            flat[part] = first.here[place]
-        for matrix, pt, qt, summed in zip(plan.matrices, pts, qts, summed_pts, strict=True):
-            if not numpy.isfinite(summed).all():
+            flat[part] = first[place]
+        for matrix, pt, qt in zip(plan.matrices, pts, qts, strict=True):
+            if not numpy.isfinite(pt).all():
                 qt.fill(numpy.nan)
                 continue
-            site.products.orthogonalise(pt)
+            products.orthogonalise(pt)
             with numpy.errstate(all="ignore"):
-                site.products.project(matrix.of(flat), pt, qt, matrix.of(residual))
+                products.project(matrix.of(flat), pt, qt, matrix.of(residual))
         if plan.matrices:
-            yield site.down(second)
-            yield total(second.on_host)
-            site.up(second)
-        for matrix, pt, qt, summed in zip(plan.matrices, pts, qts, summed_qts, strict=True):
-            if not numpy.isfinite(summed).all():
+            yield total(second)
+        for matrix, pt, qt in zip(plan.matrices, pts, qts, strict=True):
+            if not numpy.isfinite(qt).all():
                 matrix.of(flat).fill(numpy.nan)
                 matrix.of(residual).fill(0)
                 factors.pop(matrix.key, None)
                 continue
             with numpy.errstate(all="ignore"):
-                site.products.product(pt, qt, matrix.of(flat))
-            factor = summed.copy()  # the copy up may still read the sum
-            products.orthogonalise(factor)
-            factors[matrix.key] = _with_new_columns(matrix, factor)
+                products.product(pt, qt, matrix.of(flat))
+            products.orthogonalise(qt)
+            factors[matrix.key] = _with_new_columns(matrix, qt).copy()
 
     return steps
 
@@ -204,7 +123,7 @@ def _factor(world: World, matrix: Matrix, factors: Factors) -> numpy.ndarray:
     return first_factor(matrix)
 
 
-def _views(memory: Array, plan: Plan, length: Callable[[Matrix], int]) -> list[Array]:
+def _views(memory: numpy.ndarray, plan: Plan, length: Callable[[Matrix], int]) -> list[numpy.ndarray]:
     """Return each matrix's factor in the memory of a sum, one after the other from the beginning on."""
     views, begin = [], 0
     for matrix in plan.matrices:

@@ -23,7 +23,7 @@ from mpitrain.allreduce.hierarchical import hierarchical_seconds
 from mpitrain.allreduce.recursive_doubling import recursive_doubling_steps
 from mpitrain.allreduce.shared_memory import shared_memory_seconds
 from mpitrain.waiting import transfer
-from mpitrain.world import World
+from mpitrain.world.world import World
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -69,7 +69,10 @@ def native_steps(group: Group) -> Steps:
             else:
                 request = comm.Iallreduce(MPI.IN_PLACE, part, MPI.SUM)
             # A short call ends before a wait with all its looks has begun.
-            if not any(request.Test() for _ in range(_SPINS)):
+            for _ in range(_SPINS):
+                if request.Test():
+                    break
+            else:
                 while not request.Test():
                     yield None
 

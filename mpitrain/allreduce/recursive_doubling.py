@@ -30,7 +30,7 @@ from __future__ import annotations
 from mpitrain.allreduce.algorithm import Sequential, Steps
 from mpitrain.allreduce.group import Group, everyone
 from mpitrain.allreduce.pairs import Phase, for_any_size, steps_of
-from mpitrain.world import World
+from mpitrain.world.world import World
 
 _TAG = 40
 

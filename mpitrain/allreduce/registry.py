@@ -9,11 +9,10 @@ from typing import NamedTuple
 
 import numpy
 
-from mpitrain.allreduce.algorithm import AddAll, Piece, Progress, Sequential, Steps
+from mpitrain.allreduce.algorithm import AddAll, Halves, Piece, Progress, Sequential, Steps
 from mpitrain.allreduce.costs import Cost, Topology
 from mpitrain.allreduce.group import Group
-from mpitrain.allreduce.halves import Halves
-from mpitrain.world import World
+from mpitrain.world.world import World
 
 
 class Entry(NamedTuple):
@@ -29,7 +28,7 @@ class Entry(NamedTuple):
             collective, like `over`. On one communicator, the queue keeps the messages of two pieces of work in order.
         halves: makes both halves for a World, if the algorithm has some, but none over a group. Collective.
         is_alike: if no part of the buffer is longer than another, every rank does the same: what rank r sends to rank
-            r + i, rank 0 sends to rank i. So a simulation of rank 0 is one of all (simulate/training.py).
+            r + i, rank 0 sends to rank i. So a simulation of rank 0 is one of all (forecast/training.py).
         seen: makes it for a World, with another function that adds up all summands of a part at once: for an algorithm
             that brings all of them to one rank. Collective. None if partial sums travel; so may be its result.
     """

@@ -44,9 +44,9 @@ from mpitrain.allreduce.costs import Topology, wire_seconds
 from mpitrain.allreduce.group import Group, everyone, pieces_of, segments
 from mpitrain.arrays import Array
 from mpitrain.waiting.pieces import Combine, Mover, Receive, Send, add
-from mpitrain.world import World
+from mpitrain.world.world import World
 
-# Measured: see docs/log.md. A larger message would go over TCP in a way that does not send and receive at once.
+# Measured: see benchmarks/log/. A larger message would go over TCP in a way that does not send and receive at once.
 PIECE_BYTES = 256 * 1024
 AHEAD = 8  # pieces posted for receiving, and at most in sending, at one time
 _TAG = 1

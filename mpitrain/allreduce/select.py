@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from mpitrain.allreduce.algorithm import AddAll, Sequential
+from mpitrain.allreduce.algorithm import AddAll, Halves, Sequential
 from mpitrain.allreduce.costs import bucket_bytes, compression, topology_of
 from mpitrain.allreduce.direct import direct_seen
 from mpitrain.allreduce.group import everyone, num_lanes
-from mpitrain.allreduce.halves import Halves
 from mpitrain.allreduce.hierarchical import hierarchical_halves
 from mpitrain.allreduce.registry import ALGORITHMS, by_cost, candidates, changes, cheapest, priced
 from mpitrain.allreduce.shared_memory import shared_memory_halves, shared_memory_seen
 from mpitrain.compression import CODECS
-from mpitrain.world import World
+from mpitrain.world.world import World
 
 
 def auto(world: World) -> Sequential:
@@ -96,7 +95,11 @@ def _compression(world: World) -> str:
     chosen = compression(world.profile, world.num_nodes, num_lanes(world)) if name == "auto" else name
     said = f"compression {name}: {chosen}" if name == "auto" else f"compression {name}"
     # Not by all strategies: those of rounds, and loops of PyTorch, take what is said before.
-    later = "; mt.Sync and mt.AutoSync choose while they train, see docs/choosing.md" if name == "auto" else ""
+    later = (
+        "; mt.Sync and mt.AutoSync choose while they train, see docs/how-to/low-communication.md"
+        if name == "auto"
+        else ""
+    )
     kind = chosen.partition(":")[0]
     if kind in CODECS:
         way = "gathered" if CODECS[kind](False).gathered else "direct"

@@ -37,16 +37,15 @@ from typing import TypeAlias
 
 import numpy
 
-from mpitrain.allreduce.algorithm import AddAll, Progress, Sequential, Steps, in_phases
+from mpitrain.allreduce.algorithm import AddAll, Halves, Progress, Sequential, Steps, in_phases
 from mpitrain.allreduce.costs import Topology, inside_seconds
 from mpitrain.allreduce.group import Group, of_this_node
-from mpitrain.allreduce.halves import Halves
 from mpitrain.allreduce.node_memory import NodeMemory, meet
 from mpitrain.arrays import Array
 from mpitrain.errors import ConfigError, everywhere
-from mpitrain.shard import part_of
 from mpitrain.watching.activity import count_moved
-from mpitrain.world import World
+from mpitrain.world.shard import part_of
+from mpitrain.world.world import World
 
 _BLOCK_BYTES = 128 * 1024
 _SLAB_BYTES = 4 * 2**20

@@ -13,7 +13,7 @@ from typing import Protocol
 from mpitrain.allreduce.algorithm import Progress, Steps
 from mpitrain.allreduce.group import Group, pieces_of, segments
 from mpitrain.arrays import Array
-from mpitrain.waiting.pace import Pace
+from mpitrain.waiting.pieces import Pace
 from mpitrain.watching.activity import count_moved
 
 WINDOW = 4  # pieces on their way at one time

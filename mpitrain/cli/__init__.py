@@ -9,10 +9,13 @@ import os
 import signal
 import sys
 from collections.abc import Iterable, Sequence
-from typing import Protocol, cast
+from typing import NoReturn, Protocol, cast
 
 from mpitrain import __version__
 from mpitrain.errors import ConfigError, MpitrainError
+from mpitrain.reading import shown_text
+
+_MOST_LETTERS = 1000  # of an error
 
 
 class Command(Protocol):
@@ -27,6 +30,12 @@ class Command(Protocol):
         """Run the subcommand. Return the exit code."""
 
 
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        """Say it in a line, however long the argument is."""
+        super().error(shown_text(message, _MOST_LETTERS))
+
+
 COMMANDS = {
     "run": "mpitrain.cli.run",
     "slurm": "mpitrain.cli.slurm",
@@ -39,19 +48,23 @@ COMMANDS = {
     "serve": "mpitrain.cli.serve",
     "work": "mpitrain.cli.work",
     "doctor": "mpitrain.cli.doctor",
-    "testbed": "mpitrain.cli.testbed",
     "cluster": "mpitrain.cli.cluster",
     "check-cluster": "mpitrain.cli.check_cluster",
     "bench": "mpitrain.cli.bench",
-    "simulate": "mpitrain.cli.simulate",
     "plan": "mpitrain.cli.plan",
     "verify": "mpitrain.cli.verify",
     "checkpoint": "mpitrain.cli.checkpoint",
     "plot": "mpitrain.cli.plot",
     "dashboard": "mpitrain.cli.dashboard",
-    "chaos": "mpitrain.cli.chaos",
     "new": "mpitrain.cli.new",
     "completion": "mpitrain.cli.completion",
+}
+# Commands that have another name now, and what a user types.
+_RENAMED = {
+    "simulate": "mpitrain plan --machines FILE, without a script; --servers N,N asks for the table of servers, and "
+    "--mtbf-hours H for that of saves",
+    "testbed": "scripts/testbed of a checkout, because test beds are not in the wheel",
+    "chaos": "scripts/testbed chaos of a checkout, because faults on purpose are not in the wheel",
 }
 
 
@@ -60,17 +73,29 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     2 is wrong use (an unknown option, a missing script); 1 is any other error of mpitrain.
     """
-    parser = argparse.ArgumentParser(
+    try:
+        return _run(argv)
+    except KeyboardInterrupt:  # also while the modules of the commands are imported
+        print("mpitrain: interrupted", file=sys.stderr)
+        return 128 + signal.SIGINT
+
+
+def _run(argv: Sequence[str] | None) -> int:
+    parser = _Parser(
         prog="mpitrain",
         description="Data-parallel training over MPI on a few ordinary Linux machines.",
         allow_abbrev=False,
     )
     parser.add_argument("--version", action="version", version=f"mpitrain {__version__}")
     choices = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    words = sys.argv[1:] if argv is None else list(argv)
+    typed = next((word for word in words if not word.startswith("-")), None)
+    if typed in _RENAMED:
+        parser.error(f"{typed} is now {_RENAMED[typed]}")
     commands: dict[str, Command] = {}
     parsers: dict[str, argparse.ArgumentParser] = {}
-    for name, module in COMMANDS.items():
-        commands[name] = cast(Command, importlib.import_module(module))
+    for name in _needed(words, typed):
+        commands[name] = cast(Command, importlib.import_module(COMMANDS[name]))
         help_text = commands[name].HELP
         parsers[name] = choices.add_parser(
             name,
@@ -84,9 +109,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         from mpitrain.cli.completion import complete
 
         complete(parser)
-    words = sys.argv[1:] if argv is None else argv
-    typed = next((word for word in words if not word.startswith("-")), "run")
-    if typed not in COMMANDS:
+    if typed is not None and typed not in COMMANDS:
         parser.error(f"there is no command {typed!r}{_near(typed, COMMANDS)}; known: {', '.join(COMMANDS)}")
     arguments, unknown = parser.parse_known_args(words)
     if unknown[:1] == ["--"] and "ansible" in arguments:  # argparse does not fill nargs="*" behind `remove node2 --yes`
@@ -104,6 +127,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     except MpitrainError as error:
         print(f"mpitrain {arguments.command}: {error}", file=sys.stderr)
         return 2 if isinstance(error, ConfigError) else 1
+
+
+def _needed(words: Sequence[str], typed: str | None) -> Iterable[str]:
+    """The commands that have to be loaded: the one that was typed, or all of them for a list or a completion."""
+    if "_ARGCOMPLETE" in os.environ:
+        return COMMANDS
+    if typed in COMMANDS and words[0] == typed:
+        return [typed]
+    return [] if words[:1] == ["--version"] else COMMANDS
 
 
 def _refuse(parser: argparse.ArgumentParser, argument: str, advice: str) -> None:

@@ -7,10 +7,10 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-from mpitrain.bench.options import add_arguments as add_bench_arguments
-from mpitrain.bench.options import read_options, words_of
 from mpitrain.cli.launching import add_launch_arguments, request_of
 from mpitrain.errors import ConfigError
+from mpitrain.forecast.bench_options import add_arguments as add_bench_arguments
+from mpitrain.forecast.bench_options import read_options, words_of
 
 HELP = "measure collectives, between hosts or on one, beside MPI's own"
 
@@ -22,7 +22,7 @@ crossed the network interface. Every result is checked. The exit code is 1 if an
 element is #wrong.
 
 The ranks start as with `mpitrain run`. To start the ranks yourself:
-mpiexec -n 4 python -m mpitrain.bench OPTIONS
+mpiexec -n 4 python -m mpitrain.forecast.bench OPTIONS
 
   mpitrain bench -n 2 --sizes 4K,1M --algorithms all
   mpitrain bench --hosts node1,node2 --ppn 1 --link-gbit 1 --json r.json --plot r.png
@@ -49,7 +49,7 @@ def run(arguments: argparse.Namespace) -> int:
     arguments.progress |= sys.stdout.isatty()  # the ranks write into pipes
     words = words_of(arguments)
     # -P: the working folder may have a json.py that is not Python's.
-    module = ["-P", "-m", "mpitrain.bench"]
-    file = Path(__file__).parents[1] / "bench" / "__main__.py"
+    module = ["-P", "-m", "mpitrain.forecast.bench"]
+    file = Path(__file__).parents[1] / "forecast/bench.py"  # every host must have it
     request = request_of(arguments, [*module, *words], str(file), [arguments.command, *words])
     return start(replace(request, shows_ranks=False))

@@ -1,15 +1,52 @@
-"""Common code of `mpitrain join`, `leave` and `tell`: they send a wish to a job's launcher and print its answer."""
+"""How commands name a job, send a request to its launcher, and print the answer (`mpitrain join`, `leave`, `tell`)."""
 
 from __future__ import annotations
 
 import argparse
+import re
 import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from mpitrain.cli.job_id import add_job_argument
 from mpitrain.cli.launching import add_inventory_argument
 from mpitrain.cli.terminal_text import wrapped
+
+_ID = re.compile(r"[0-9a-f]{8}")
+
+
+def job_id(text: str) -> str:
+    """Return the id that `text` is; an option's or argument's `type`."""
+    if not _ID.fullmatch(text):
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not the id of a job; an id has 8 characters, as 1a2b3c4d, and `mpitrain ps` shows it"
+        )
+    return text
+
+
+def add_job_argument(parser: argparse.ArgumentParser, meaning: str, nargs: str | None = None) -> None:
+    """Declare the argument `job`, which a shell can complete."""
+    complete_by(parser.add_argument("job", nargs=nargs, type=job_id, help=meaning), ids_here)
+
+
+def complete_by(action: argparse.Action, completer: object) -> None:
+    """Let a shell complete an option's value by what `completer` returns, a function of argcomplete's form."""
+    action.completer = completer  # type: ignore[attr-defined]  # argcomplete reads it there
+
+
+def ids_here(**_: object) -> dict[str, str]:
+    """Return the ids of this user's jobs with processes on this machine, each with its script."""
+    from mpitrain.launch.roster import jobs
+
+    return {job["id"]: " ".join(job["script"]) for job in jobs()}
+
+
+def kept_here(**_: object) -> dict[str, str]:
+    """Return the ids of the jobs that are kept on this machine and have lost their launcher."""
+    from mpitrain.launch.jobs import kept_jobs
+    from mpitrain.launch.roster import kept
+
+    lost = [one for one in kept_jobs({"": kept()}) if one.is_lost]
+    return {one.token: " ".join(one.estate["request"]["program"]) for one in lost}
 
 
 def add_job_arguments(parser: argparse.ArgumentParser, meaning: str) -> None:
@@ -20,7 +57,7 @@ def add_job_arguments(parser: argparse.ArgumentParser, meaning: str) -> None:
 
 
 def change(arguments: argparse.Namespace, wish: Mapping[str, Any]) -> int:
-    """Tell the job the wish (launch/wishes.py), and print its answer; returns 0 if the job accepts."""
+    """Tell the job the wish (launch/control.py), and print its answer; returns 0 if the job accepts."""
     from mpitrain.launch.hosts import place_ranks
     from mpitrain.launch.jobs import tell_launcher
 

@@ -14,13 +14,14 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
-from mpitrain.cli.json_object import print_object
+from mpitrain.cli.terminal_text import print_object
 from mpitrain.errors import ClusterError, ConfigError, MpitrainError
 from mpitrain.state_files import keep_state, state_folder
 
 if TYPE_CHECKING:
-    from mpitrain.diagnostics.check import Check, Result, Seen, Target
-    from mpitrain.diagnostics.report import ResultGroup
+    from mpitrain.check.check import Check, Result, Seen
+    from mpitrain.check.report import ResultGroup
+    from mpitrain.check.target import Target
 
 HELP = "report what is wrong with the machines of a cluster, and the command that repairs each fault"
 _INTERRUPTED = 130
@@ -89,10 +90,10 @@ def _run(arguments: argparse.Namespace) -> int:
     if missing:
         how = f"{sys.executable} -m pip install 'mpitrain[cluster]'"
         raise ClusterError(f"not installed: {', '.join(missing)}. Install the packages for clusters:\n    {how}")
-    from mpitrain.diagnostics.baseline import read_baseline
-    from mpitrain.diagnostics.report import exit_code
-    from mpitrain.diagnostics.run import select
-    from mpitrain.diagnostics.target import find_target
+    from mpitrain.check.checks.baseline import read_baseline
+    from mpitrain.check.report import exit_code
+    from mpitrain.check.run import select
+    from mpitrain.check.target import find_target
 
     if arguments.explain:
         return _explain(arguments.explain, as_json=arguments.json)
@@ -121,7 +122,7 @@ def _run(arguments: argparse.Namespace) -> int:
         sys.stdout.flush()
         os._exit(_INTERRUPTED)  # without waiting for logins that have not failed yet
     if arguments.nagios:
-        from mpitrain.diagnostics.report import nagios
+        from mpitrain.check.report import nagios
 
         return nagios(results, target)[1]
     return exit_code(results, strict=arguments.strict)
@@ -130,16 +131,16 @@ def _run(arguments: argparse.Namespace) -> int:
 def _check(
     arguments: argparse.Namespace, target: Target, checks: Sequence[Check], baseline: dict[str, object] | None
 ) -> tuple[list[Result], Seen, bool]:
-    from mpitrain.diagnostics import document, report
-    from mpitrain.diagnostics.connect import log_in
-    from mpitrain.diagnostics.run import check_cluster
+    from mpitrain.check import report
+    from mpitrain.check.connect import log_in
+    from mpitrain.check.run import check_cluster
 
     started, begun = datetime.now(UTC), time.monotonic()
     with _progress() as progress:
         results, seen, interrupted = check_cluster(target, log_in, checks, progress, baseline=baseline)
     seconds = time.monotonic() - begun
     when = started.isoformat(timespec="seconds")
-    content = document.document(results, target, started=when, seconds=seconds, interrupted=interrupted)
+    content = report.document(results, target, started=when, seconds=seconds, interrupted=interrupted)
     if arguments.nagios:
         print(report.nagios(results, target)[0])
     elif arguments.json:
@@ -154,22 +155,22 @@ def _check(
 
 def _keep(arguments: argparse.Namespace, report: dict[str, object], seen: Seen, started: float) -> None:
     """Keep the report, and what was measured between nodes, for `mpitrain dashboard`."""
-    from mpitrain.diagnostics import document
+    from mpitrain.check.report import KEPT_VERSION, REPORT_FILE, WAYS_FILE, machines, ways
 
     asked = {"level": arguments.level, "only": arguments.only, "skip": arguments.skip}
-    content = {**asked, "machines": document.machines(seen), "report": report}
+    content = {**asked, "machines": machines(seen), "report": report}
     try:
-        keep_state(state_folder() / document.REPORT_FILE, document.KEPT_VERSION, content)
-        if measured := document.ways(seen, measured=started):
-            keep_state(state_folder() / document.WAYS_FILE, document.KEPT_VERSION, measured)
+        keep_state(state_folder() / REPORT_FILE, KEPT_VERSION, content)
+        if measured := ways(seen, measured=started):
+            keep_state(state_folder() / WAYS_FILE, KEPT_VERSION, measured)
     except MpitrainError as error:
         print(f"mpitrain check-cluster: {error}", file=sys.stderr)
 
 
 def _explain(name: str, *, as_json: bool) -> int:
-    from mpitrain.diagnostics.checks import CHECKS
-    from mpitrain.diagnostics.explain import described, explain, listing
-    from mpitrain.diagnostics.run import select
+    from mpitrain.check.checks import CHECKS
+    from mpitrain.check.report import described, explain, listing
+    from mpitrain.check.run import select
 
     chosen = [*CHECKS.values()] if name == "all" else [CHECKS[one] for one in [name] if select("quick", only=[one])]
     if as_json:
@@ -182,8 +183,8 @@ def _explain(name: str, *, as_json: bool) -> int:
 
 
 def _write(arguments: argparse.Namespace, seen: Seen) -> None:
-    from mpitrain.diagnostics.baseline import write_baseline
-    from mpitrain.diagnostics.variables import write_variables
+    from mpitrain.check.checks.baseline import write_baseline
+    from mpitrain.check.run import write_variables
 
     if arguments.save_baseline:
         write_baseline(arguments.save_baseline, seen)
@@ -195,7 +196,7 @@ def _write(arguments: argparse.Namespace, seen: Seen) -> None:
 
 def _mend(arguments: argparse.Namespace, results: Sequence[Result], target: Target) -> bool:
     """Ask, then run the parts of the set-up that repair what failed. Return whether anything was run."""
-    from mpitrain.diagnostics.report import group
+    from mpitrain.check.report import group
     from mpitrain.provision.playbook import run_playbook
     from mpitrain.provision.project import find_project
 

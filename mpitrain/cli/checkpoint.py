@@ -9,13 +9,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mpitrain.cli.json_object import print_object
+from mpitrain.cli.terminal_text import print_object
 from mpitrain.errors import CheckpointError, ConfigError
 
 if TYPE_CHECKING:
     import numpy
 
-    from mpitrain.training.checkpoint.store import StoredCheckpoint
+    from mpitrain.state.store import StoredCheckpoint
 
 HELP = "list, show, verify and export checkpoints"
 
@@ -98,7 +98,7 @@ def _list(path: Path, *, as_json: bool) -> int:
 def _show(path: Path, *, as_json: bool) -> int:
     from safetensors import safe_open
 
-    from mpitrain.training.checkpoint.store import TENSORS, verify
+    from mpitrain.state.store import TENSORS, verify
 
     path = _newest(path)
     manifest = verify(path)
@@ -127,8 +127,8 @@ def _text(value: object) -> str:
 
 
 def _verify(path: Path, *, as_json: bool) -> int:
-    from mpitrain.training.checkpoint.parts import part_name
-    from mpitrain.training.checkpoint.store import verify
+    from mpitrain.state.resume import part_name
+    from mpitrain.state.store import verify
 
     whole, damaged = [], []
     for entry in _checkpoints(path):
@@ -150,7 +150,7 @@ def _verify(path: Path, *, as_json: bool) -> int:
 
 def _export(path: Path, file: Path) -> int:
     from mpitrain.arrays import is_array
-    from mpitrain.training.checkpoint.store import read
+    from mpitrain.state.store import read
 
     if file.suffix not in (".safetensors", ".npz"):
         raise ConfigError(f"{file} ends in {file.suffix or 'nothing'}; it must be .safetensors or .npz")
@@ -205,7 +205,7 @@ def _write(file: Path, parameters: Mapping[str, numpy.ndarray]) -> None:
 
 def _newest(path: Path) -> Path:
     """Return the checkpoint itself, or the newest one in a directory whose files are complete."""
-    from mpitrain.training.checkpoint.store import verify
+    from mpitrain.state.store import verify
 
     problems = []
     for entry in _checkpoints(path):
@@ -218,8 +218,8 @@ def _newest(path: Path) -> Path:
 
 
 def _checkpoints(path: Path) -> list[StoredCheckpoint]:
-    from mpitrain.training.checkpoint.manifest import FILE
-    from mpitrain.training.checkpoint.store import entries
+    from mpitrain.state.manifest import FILE
+    from mpitrain.state.store import entries
 
     if not path.is_dir():
         raise CheckpointError(f"{path} does not exist, or is not a directory")

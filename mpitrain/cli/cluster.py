@@ -19,6 +19,7 @@ Arguments after -- go to ansible-playbook unchanged.
   mpitrain cluster trust
   mpitrain cluster setup --check
   mpitrain cluster setup
+  mpitrain cluster install torch tqdm
   mpitrain cluster add node3=10.0.0.3
   mpitrain cluster remove node2
   mpitrain cluster setup -- --tags ssh,nfs --limit node1
@@ -47,6 +48,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
     setup = action("setup", "set up the nodes of cluster/hosts; changes only what is wrong or missing")
     _add_playbook_options(setup)
+
+    install = action("install", "install Python packages for the programs of all nodes")
+    install.add_argument("packages", nargs="+", metavar="PACKAGE", help="as for pip: torch, 'torch==2.13.0'")
+    _add_playbook_options(install)
 
     add = action("add", "add workers to cluster/hosts and set them up")
     add.add_argument("nodes", metavar="NAME=ADDRESS,...", help="the new workers")
@@ -81,6 +86,8 @@ def run(arguments: argparse.Namespace) -> int:
     options = _ansible_options(arguments)
     if arguments.action == "setup":
         return nodes.set_up(project, options, check=arguments.check)
+    if arguments.action == "install":
+        return nodes.install(project, arguments.packages, options, check=arguments.check)
     if arguments.action == "add":
         variables = login_variables(arguments.user, arguments.key)
         hosts = parse_nodes(arguments.nodes, variables)
@@ -99,11 +106,11 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _init(arguments: argparse.Namespace) -> int:
     from mpitrain.provision import terminal
-    from mpitrain.provision.edit_hostfile import host_line
     from mpitrain.provision.inventory import (
         ask_for_login,
         ask_for_nodes,
         create_inventory,
+        host_line,
         login_variables,
         parse_nodes,
         refuse_existing,

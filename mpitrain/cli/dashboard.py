@@ -16,7 +16,7 @@ from mpitrain.extras import missing
 HELP = "show the runs that go on, and those that have ended, in a browser"
 
 _EPILOG = """\
-dashboard looks for records of runs (mpitrain.JsonLines) in the folders and
+dashboard looks for records of runs (mpitrain.writers.JsonLines) in the folders and
 below them, and for jobs of this user on this machine. It prints two links, one
 for viewers and one for operators. It needs Starlette and uvicorn: pip install
 'mpitrain[dashboard]'.
@@ -39,13 +39,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--tls-certificate", type=Path, metavar="FILE", help="certificate for TLS, with its chain")
     add("--tls-key", type=Path, metavar="FILE", help="key of the certificate")
     add("--reindex", action="store_true", help="make the index anew from the records")
+    add("--new-links", action="store_true", help="make new links; those that were printed before hold no more")
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Serve until Ctrl-C. Return the exit code."""
     for folder in arguments.folders:
         if _answer(partial(_is_folder, folder)) is False:
-            raise ConfigError(f"there is no folder {folder}; name the folders that mpitrain.JsonLines was given")
+            raise ConfigError(
+                f"there is no folder {folder}; name the folders that mpitrain.writers.JsonLines was given"
+            )
     if (arguments.tls_certificate is None) != (arguments.tls_key is None):
         raise ConfigError("--tls-certificate and --tls-key belong together; give both or none")
     if arguments.inventory is not None:
@@ -64,7 +67,15 @@ def run(arguments: argparse.Namespace) -> int:
         raise missing("the dashboard", "Starlette and uvicorn", "dashboard", error) from None
     tls = (arguments.tls_certificate, arguments.tls_key) if arguments.tls_certificate else None
     folders = arguments.folders or [_FOLDER]
-    return serve(folders, arguments.host, arguments.port, tls, arguments.inventory, anew=arguments.reindex)
+    return serve(
+        folders,
+        arguments.host,
+        arguments.port,
+        tls,
+        arguments.inventory,
+        anew=arguments.reindex,
+        new_links=arguments.new_links,
+    )
 
 
 def _is_folder(folder: Path) -> bool:

@@ -8,7 +8,7 @@ import sys
 import time
 from datetime import UTC, datetime
 
-from mpitrain.cli.json_object import print_object
+from mpitrain.cli.terminal_text import print_object
 
 HELP = "report what is wrong with this machine, and the command that repairs each fault"
 
@@ -27,14 +27,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Examine this machine, judge and print. Return the exit code."""
-    from mpitrain.diagnostics import here
-    from mpitrain.diagnostics.document import document
-    from mpitrain.diagnostics.facts import aligned, facts
-    from mpitrain.diagnostics.report import show, text
-    from mpitrain.diagnostics.run import check_cluster, of_one_machine
 
-    target, started, begun = here.target_here(), datetime.now(UTC), time.monotonic()
-    results, seen, interrupted = check_cluster(target, here.log_in, of_one_machine(), lambda _text: None)
+    from mpitrain.check.doctor import aligned, facts, log_in, target_here
+    from mpitrain.check.report import document, show, text
+    from mpitrain.check.run import check_cluster, of_one_machine
+
+    target, started, begun = target_here(), datetime.now(UTC), time.monotonic()
+    results, seen, interrupted = check_cluster(target, log_in, of_one_machine(), lambda _text: None)
     if arguments.json:
         when, seconds = started.isoformat(timespec="seconds"), time.monotonic() - begun
         answer = document(results, target, started=when, seconds=seconds, interrupted=interrupted)

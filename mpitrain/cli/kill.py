@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 
-from mpitrain.cli.job_id import add_job_argument
+from mpitrain.cli.changing import add_job_argument
 from mpitrain.cli.ps import add_host_arguments
 
 HELP = "end a job, by the id that `mpitrain ps` shows"

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from mpitrain.config import SECONDS
 from mpitrain.errors import ConfigError
+from mpitrain.reading import shown, whole
 
 if TYPE_CHECKING:
     from mpitrain.launch.start import Request
@@ -40,9 +41,6 @@ class _Elsewhere(argparse.Action):
         parser.error(f"{self.option_strings[0]} is another launcher's; here it is {_ELSEWHERE[self.option_strings[0]]}")
 
 
-_MOST_DIGITS = 100  # Python itself converts at most 4300 digits
-
-
 def add_launch_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options that say where and how ranks are started."""
     # There is no default: the number of ranks changes the global batch, so the command of a result should state it.
@@ -65,7 +63,7 @@ def add_launch_arguments(parser: argparse.ArgumentParser) -> None:
     add_inventory_argument(parser)
     parser.add_argument(
         "--start-seconds",
-        type=_seconds,
+        type=nonnegative_seconds,
         default=60.0,
         metavar="S",
         help="on several hosts: the time in which all ranks must have started (60); 0 for no limit",
@@ -135,7 +133,9 @@ def script_of(arguments: argparse.Namespace) -> tuple[list[str], str]:
         ConfigError: no script is named, or there is no such file.
     """
     module = ["-m", *arguments.module] if arguments.module is not None else []
-    script = arguments.script[1:] if arguments.script[:1] == ["--"] else arguments.script  # the end of our options
+    script = arguments.script
+    if script[:1] == ["--"] and not module[1:]:  # the end of our options; behind a module it is the module's
+        script = script[1:]
     words = _without_python([*module, *script])
     if not words or words == ["-m"]:
         example = {"serve": "serve", "work": "work HOST:5000"}.get(arguments.command, "run -n 4")
@@ -190,21 +190,23 @@ def add_script_arguments(parser: argparse.ArgumentParser) -> None:
 
 def positive(text: str) -> int:
     """Convert an option's text to a whole number above 0."""
-    if not text.isdecimal() or len(text) > _MOST_DIGITS or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number above 0")
-    return int(text)
+    number = whole(text, 1, 10**20)
+    if number is None:
+        raise argparse.ArgumentTypeError(f"{shown(text)} is not a whole number above 0")
+    return number
 
 
 def _hosts_of_file(text: str) -> str:
-    from mpitrain.launch.machinefile import hosts_of
+    from mpitrain.launch.hosts import read_hostfile
 
     try:
-        return hosts_of(Path(text))
+        return read_hostfile(Path(text))
     except ConfigError as error:
         raise argparse.ArgumentTypeError(str(error).removeprefix("--hostfile ")) from None
 
 
-def _seconds(text: str) -> float:
+def nonnegative_seconds(text: str) -> float:
+    """Convert an option's text to seconds within the limits of settings, or 0 for none."""
     try:
         seconds = float(text)
     except ValueError:

@@ -1,11 +1,10 @@
-"""`mpitrain plan`: measure steps of a script on single machines, and say what a cluster would make of it."""
+"""`mpitrain plan`: say what a cluster would make of a script, measured here, or of a training that is described."""
 
 from __future__ import annotations
 
 import argparse
 import contextlib
 import io
-import json
 import os
 import socket
 import subprocess
@@ -15,69 +14,133 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from mpitrain.cli.launching import add_launch_arguments, add_script_arguments, positive, request_of_script
+from mpitrain.cli.described import add_described_arguments, counts, number, plan_described, refuse_description
+from mpitrain.cli.launching import (
+    add_launch_arguments,
+    add_script_arguments,
+    nonnegative_seconds,
+    positive,
+    request_of_script,
+)
 from mpitrain.errors import ConfigError, LaunchError, MpitrainError
 
 if TYPE_CHECKING:
+    from mpitrain.forecast.machines import Machines
+    from mpitrain.forecast.measured_steps import HostTimes
+    from mpitrain.forecast.planner import Forecast
+    from mpitrain.forecast.report import SimulationReport
     from mpitrain.launch.start import Request
-    from mpitrain.plan.forecast import Forecast
-    from mpitrain.plan.host_times import HostTimes
-    from mpitrain.simulate.machines import Machines
-    from mpitrain.simulate.report import SimulationReport
 
-HELP = "measure steps of a script here, and predict its speed on a cluster"
+HELP = "predict the speed of a script, or of a training that is described, on a cluster"
 
 _EPILOG = """\
 The script makes some steps on one rank of this machine, or with --hosts on one rank
-of each host, side by side and without an exchange. Then it ends: nothing is saved.
+of each host, side by side and without an exchange. Then it ends, or before it would
+overwrite or remove a file, and files that it has made by itself are named.
 The steps of Trainer, of mpitrain.torch.prepare and of GradientReducer are measured.
 The sums of more ranks are simulated, with the code that a job runs.
 
 The links are those of --profile FILE, from `mpitrain bench --save-profile FILE`
-(MPITRAIN_PROFILE). Without one, several hosts are measured; one host is taken to
-have equal neighbours on links of --gbit.
+(MPITRAIN_PROFILE), or of machines that --machines FILE describes (docs/how-to/performance.md).
+Without these, several hosts are measured; one host is taken to have equal neighbours
+on links of --gbit.
+
+Without a script, nothing is started: options describe the training too. --servers
+asks for samples/s of parameter servers, and --mtbf-hours how often to save.
 
   mpitrain plan train.py
   mpitrain plan --gbit 10 --ranks 1,2,4,8,16 train.py --epochs 5
   mpitrain plan --hosts node1,node2,node3,node4 --plot plan.png train.py
+  mpitrain plan --machines lab.toml --parameters 25e6 --compute 0.3 --ranks 1,4,16
+  mpitrain plan --machines lab.toml --algorithms ring,halving_doubling
+  mpitrain plan --machines lab.toml --servers 1,2,4 --workers 4,8,16 --mode sync
+  mpitrain plan --mtbf-hours 2000 --nodes 64 --save 30 --restart 120
 """
 _MOST_RANKS = 8  # where nothing says how many machines there are
+_STEPS = 10
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
     parser.epilog = _EPILOG
     add_launch_arguments(parser)
+    parser.add_argument("--machines", type=Path, metavar="FILE", help="file that describes the machines (TOML)")
     parser.add_argument("--profile", type=Path, metavar="FILE", help="profile of `mpitrain bench --save-profile`")
-    parser.add_argument("--gbit", type=_gbit, metavar="X", help="rate of each node's link in Gbit/s (0.936)")
-    parser.add_argument("--ranks", type=_counts, metavar="N,N", help="numbers of ranks to plan (1,2,4,8)")
-    parser.add_argument("--steps", type=_steps, default=10, metavar="N", help="steps to measure of each part (10)")
+    gbit = number(1e-6, 1e6, "from 1e-6 to 1e6")
+    parser.add_argument("--gbit", type=gbit, metavar="X", help="rate of each node's link in Gbit/s (0.936)")
+    parser.add_argument("--ranks", type=counts, metavar="N,N", help="numbers of ranks to plan (1,2,4,8, and more)")
+    steps = "steps to measure of each part of a script, or to simulate (10)"
+    parser.add_argument("--steps", type=positive, metavar="N", help=steps)
+    parser.add_argument(
+        "--step-seconds",
+        type=nonnegative_seconds,
+        default=600.0,
+        metavar="S",
+        help="end the script if it makes no step that can be measured for so long (600); 0 for no limit",
+    )
+    parser.add_argument("--writes", action="store_true", help="let the script overwrite and remove files, as in a run")
     parser.add_argument("--all", action="store_true", help="show every way, and not only the best few")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows with all digits to this file")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw a picture (needs matplotlib)")
+    add_described_arguments(parser)
     add_script_arguments(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Measure, simulate and tell. Return the exit code."""
-    from mpitrain.plan.measured_steps import described
-
+    """Plan a script, or what is described in its place. Return the exit code."""
     for path in (arguments.json, arguments.plot):
-        if path is not None and (path.is_dir() or not path.parent.is_dir()):
-            raise ConfigError(f"{path} cannot be written: give the name of a file in a folder that exists")
+        if path is not None and not path.parent.is_dir():
+            raise ConfigError(f"{path} cannot be written: there is no folder {path.parent}; make it first")
+        if path is not None and path.is_dir():
+            raise ConfigError(f"{path} cannot be written: it is a folder; give the name of a file")
+    if arguments.plot is not None:
+        from mpitrain.forecast.report import need_matplotlib
+
+        need_matplotlib()
+    if arguments.script or arguments.module is not None:
+        refuse_description(arguments)
+        return _plan_script(arguments)
+    report, title, settings = plan_described(arguments)
+    report.print(title)
+    _write(arguments, report, title, settings, title)
+    return 0
+
+
+def _write(
+    arguments: argparse.Namespace, report: SimulationReport, machines: str, settings: dict[str, Any], title: str
+) -> None:
+    """Write the files that were asked for."""
+    if arguments.json is not None:
+        report.write_json(arguments.json, machines, settings)
+    if arguments.plot is not None:
+        from mpitrain.forecast.report import draw
+
+        draw(arguments.plot, title, report.x_label, [report.panels])
+
+
+def _plan_script(arguments: argparse.Namespace) -> int:
+    """Measure, simulate and tell. Return the exit code."""
+    from mpitrain.context import LEAST_PLAN_STEPS
+    from mpitrain.forecast.machines import read_machines
+    from mpitrain.forecast.measured_steps import described
+
+    if arguments.steps is not None and arguments.steps < LEAST_PLAN_STEPS:
+        raise ConfigError(f"--steps is {arguments.steps}; of a script, at least {LEAST_PLAN_STEPS} are measured")
     if arguments.num_ranks is not None:
         raise ConfigError("-n is of a run; give the numbers of ranks to plan with --ranks 1,2,4")
-    if arguments.profile is None and os.environ.get("MPITRAIN_PROFILE"):
+    if arguments.machines is not None:
+        if others := [name for name in ("profile", "gbit", "hosts", "ppn") if getattr(arguments, name) is not None]:
+            raise ConfigError(f"--machines, --{others[0]}: the file has all of the machines; give one of the two")
+    elif arguments.profile is None and os.environ.get("MPITRAIN_PROFILE"):
         arguments.profile = Path(os.environ["MPITRAIN_PROFILE"])
     if arguments.gbit is not None and arguments.profile is not None:
         raise ConfigError(
             "--gbit and a profile (--profile, MPITRAIN_PROFILE) both have the rate of the links; give one"
         )
-    if arguments.plot is not None:
-        from mpitrain.simulate.picture import draw
-    per_host, has_hosts = arguments.ppn or 1, arguments.hosts is not None
+    there = None if arguments.machines is None else read_machines(arguments.machines)
+    per_host, has_hosts = there.ranks_per_node if there else arguments.ppn or 1, arguments.hosts is not None
     if has_hosts:
         arguments.ppn = per_host
     else:
@@ -87,16 +150,20 @@ def run(arguments: argparse.Namespace) -> int:
     with tempfile.TemporaryDirectory(prefix="mpitrain-plan-") as folder:
         machines = None if arguments.profile is None else _of_profile(arguments.profile, per_host, has_hosts=has_hosts)
         here = arguments.hosts.count(",") + 1
-        most = machines.num_ranks if machines else here * per_host if here > 1 else _MOST_RANKS
+        known = machines or there
+        most = known.num_ranks if known else here * per_host if here > 1 else _MOST_RANKS
         ranks = arguments.ranks or _powers(most, per_host)
-        if (machines or here > 1) and ranks[-1] > most:
-            where = f"the profile {arguments.profile} has" if machines else f"{here} hosts with --ppn {per_host} have"
+        if (known or here > 1) and ranks[-1] > most:
+            where = f"{known.origin} has" if known else f"{here} hosts with --ppn {per_host} have"
             raise ConfigError(f"--ranks has {ranks[-1]}; {where} room for {most}. Plan at most {most}")
         began = time.monotonic()
-        hosts = _measured(request, Path(folder) / "times.json", arguments.steps, sorted({1, *ranks}))
+        rehearsal = [f"{arguments.step_seconds:g}", str(int(arguments.writes))]
+        steps = arguments.steps or _STEPS
+        hosts = _measured(request, Path(folder) / "times.json", steps, sorted({1, *ranks}), rehearsal)
         timed = time.monotonic()
         if machines is None:
-            machines = _measured_machines(arguments, Path(folder) / "profile.json", hosts, ranks[-1], per_host)
+            path = Path(folder) / "profile.json"
+            machines = _measured_machines(arguments, path, hosts, ranks[-1], per_host, there)
         elif has_hosts:
             hosts = _in_order(hosts, machines, arguments.profile)
         hosts = hosts[::per_host]
@@ -108,14 +175,13 @@ def run(arguments: argparse.Namespace) -> int:
         file=sys.stderr, flush=True,
     )  # fmt: skip
     measured, origin = described(hosts), machines.origin
-    if len(hosts) == 1 and arguments.profile is not None:
+    if there is not None:
+        origin += f"; {hosts[0].host} has speed 1"
+    elif len(hosts) == 1 and arguments.profile is not None:
         origin += f"; each host is taken to be as fast as {hosts[0].host}"
     print(measured)
     report.print(origin)
-    if arguments.json is not None:
-        report.write_json(arguments.json, machines.origin, {"script": request.script, "ranks": ranks})
-    if arguments.plot is not None:
-        draw(arguments.plot, report, report.answers[-1])
+    _write(arguments, report, machines.origin, {"script": request.script, "ranks": ranks}, report.answers[-1])
     _keep(request, report, measured, origin)
     return 0
 
@@ -133,24 +199,27 @@ def _check_first_host(arguments: argparse.Namespace) -> None:
         )
 
 
-def _measured(request: Request, path: Path, num_steps: int, ranks: Sequence[int]) -> list[HostTimes]:
-    """Run the script on each host alone. Return the times, by rank."""
+def _measured(
+    request: Request, path: Path, num_steps: int, ranks: Sequence[int], rehearsal: Sequence[str]
+) -> list[HostTimes]:
+    """Run the script on each host alone. Return the times, by rank. `rehearsal`: see mpitrain/forecast/rehearse.py."""
+    from mpitrain.forecast.measured_steps import read_times
     from mpitrain.launch.start import start
-    from mpitrain.plan.measured_steps import read_times
 
     print(f"mpitrain plan: measuring steps of {request.script}", file=sys.stderr, flush=True)
-    code = start(replace(request, plan_record=str(path), plan_steps=num_steps, plan_ranks=ranks))
+    program = ["-P", "-m", "mpitrain.forecast.rehearse", *rehearsal, request.script, *request.program]
+    code = start(replace(request, program=program, plan_record=str(path), plan_steps=num_steps, plan_ranks=ranks))
     if code:
         raise LaunchError(
-            f"{request.script} failed with exit code {code} before its steps were measured, so there is no plan. Its "
-            "own messages are above; run it once with `mpitrain run -n 1`"
+            f"{request.script} failed with exit code {code} before its steps were measured, so there is no plan; the "
+            "messages above say why"
         )
     return read_times(path, request.script)
 
 
 def _of_profile(path: Path, per_host: int, *, has_hosts: bool) -> Machines:
     """The machines of a profile, of which this one is one."""
-    from mpitrain.simulate.machines import from_profile
+    from mpitrain.forecast.machines import from_profile
 
     machines = from_profile(path)
     if machines.ranks_per_node != per_host:
@@ -179,22 +248,31 @@ def _in_order(hosts: Sequence[HostTimes], machines: Machines, path: Path) -> lis
 
 
 def _measured_machines(
-    arguments: argparse.Namespace, path: Path, hosts: Sequence[HostTimes], num_ranks: int, per_host: int
+    arguments: argparse.Namespace,
+    path: Path,
+    hosts: Sequence[HostTimes],
+    num_ranks: int,
+    per_host: int,
+    there: Machines | None,
 ) -> Machines:
-    """Measure a profile. Of one host it has no links, so those are assumed."""
-    from mpitrain.profile import DEFAULT, from_json
-    from mpitrain.simulate.machines import equal_machines, from_profile
+    """Measure a profile. Of one host it has no links: they are assumed, or those of `there`, which a file describes."""
+    from mpitrain.forecast.machines import equal_machines, from_profile
+    from mpitrain.profile import DEFAULT, from_json, read_profile
 
     _bench(arguments, path)
     if len(hosts) > per_host:
         return replace(from_profile(path), origin="links measured now")
-    text = path.read_text()
-    costs = from_json(text, str(path), json.loads(text)["fingerprint"])
+    costs = from_json(read_profile(path), str(path))
+    if there is not None:
+        own = costs if there.costs == DEFAULT else there.costs  # of memory, what the file says
+        rates = own.add_bytes_per_second, own.copy_bytes_per_second
+        costs = replace(costs, nodes=(), links=(), add_bytes_per_second=rates[0], copy_bytes_per_second=rates[1])
+        return replace(there, costs=costs)
     rate = DEFAULT.bytes_per_second if arguments.gbit is None else arguments.gbit * 1e9 / 8
     said = "assumed, because there is no --profile, --gbit or second host: " if arguments.gbit is None else ""
     origin = f"{said}links of {rate * 8 / 1e9:.3g} Gbit/s and {DEFAULT.latency_seconds * 1e6:g} us, equal machines"
-    machines = equal_machines(-(-num_ranks // per_host), bytes_per_second=rate, ranks_per_node=per_host, origin=origin)
-    return replace(machines, costs=replace(costs, nodes=(), links=()))
+    num_nodes = -(-num_ranks // per_host)
+    return equal_machines(num_nodes, bytes_per_second=rate, ranks_per_node=per_host, origin=origin, costs=costs)
 
 
 def _bench(arguments: argparse.Namespace, path: Path) -> None:
@@ -222,8 +300,7 @@ def _reported(
     machines: Machines,
     ranks: Sequence[int],
 ) -> SimulationReport:
-    from mpitrain.plan.forecast import Planner
-    from mpitrain.plan.plan_report import plan_report
+    from mpitrain.forecast.planner import Planner, plan_report
 
     planner = Planner(hosts, machines, is_profiled=arguments.profile is not None)
 
@@ -265,28 +342,6 @@ def _powers(most: int, per_host: int) -> list[int]:
     while numbers[-1] * 2 < most:
         numbers.append(numbers[-1] * 2)
     return sorted({number for number in (*numbers, most) if number <= per_host or number % per_host == 0})
-
-
-def _counts(text: str) -> list[int]:
-    return sorted({positive(part) for part in text.split(",")})
-
-
-def _steps(text: str) -> int:
-    from mpitrain.job.context import LEAST_PLAN_STEPS
-
-    if (number := positive(text)) < LEAST_PLAN_STEPS:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least {LEAST_PLAN_STEPS}")
-    return number
-
-
-def _gbit(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
-    if not 1e-6 <= value <= 1e6:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number from 1e-6 to 1e6")
-    return value
 
 
 def _keep(request: Request, report: SimulationReport, measured: str, origin: str) -> None:

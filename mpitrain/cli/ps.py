@@ -8,9 +8,10 @@ import time
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from mpitrain.cli.job_id import add_job_argument
-from mpitrain.cli.json_object import print_object
+from mpitrain.cli.changing import add_job_argument
 from mpitrain.cli.launching import add_inventory_argument
+from mpitrain.cli.terminal_text import columns_of, cut, print_object
+from mpitrain.cli.workers_table import table
 
 if TYPE_CHECKING:
     from mpitrain.launch.jobs import KeptJob, RunningJob
@@ -38,7 +39,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
     parser.epilog = _EPILOG
     add_host_arguments(parser)
-    parser.add_argument("--json", action="store_true", help="print one JSON object instead of text (docs/run.md)")
+    parser.add_argument(
+        "--json", action="store_true", help="print one JSON object instead of text (docs/how-to/run-jobs.md)"
+    )
     add_job_argument(parser, "the id of a job: only this one, with the workers of its server", nargs="?")
 
 
@@ -87,7 +90,7 @@ def _print(
     shown: Sequence[RunningJob], lost: Sequence[KeptJob], hosts: Sequence[str], job_id: str | None, *, is_complete: bool
 ) -> None:
     """Print the table; of one job also all metrics, and the workers of its server."""
-    from mpitrain.cli.workers_table import lines_of, table
+    from mpitrain.cli.workers_table import lines_of
 
     rows = [("JOB", "SINCE", "STATE", "STEP", "METRICS", "RANKS", "SCRIPT")]
     rows += [
@@ -101,7 +104,7 @@ def _print(
         since, script = _time(one.estate["since"]), " ".join(one.estate["request"]["program"])
         rows.append((one.token, since, state, str(one.step or "-"), "-", where, script))
     if len(rows) > 1:
-        print("\n".join(table(rows, len(rows[0]))))
+        print(_fitting(rows, columns_of(sys.stdout)))
     elif is_complete:
         print(f"no job of yours is running on {', '.join(hosts)}")
     for job in shown if job_id is not None else ():
@@ -109,6 +112,16 @@ def _print(
             print(f"\nmetrics: {job.metrics()}")
         if "here" in job.served:
             print("\n".join(["", *lines_of(job.served)]))
+
+
+def _fitting(rows: Sequence[tuple[str, ...]], columns: int | None) -> str:
+    """Return the table, on a narrow terminal without metrics, and then also without times: a broken line is no row."""
+    for left_out in ((), (4,), (1, 4)):
+        fewer = [tuple(text for place, text in enumerate(row) if place not in left_out) for row in rows]
+        lines = table(fewer, len(fewer[0]))
+        if columns is None or max(map(len, lines)) <= columns:
+            break
+    return cut(lines, sys.stdout)
 
 
 def _document(shown: Iterable[RunningJob], lost: Iterable[KeptJob], hosts: Sequence[str]) -> dict[str, Any]:

@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import argparse
+import ast
+import sys
+from collections.abc import Iterator
 from dataclasses import replace
+from importlib.machinery import PathFinder
+from importlib.metadata import PackageNotFoundError, requires
 from pathlib import Path
 
-from mpitrain.cli.job_id import complete_by, job_id, kept_here
+from mpitrain.cli.changing import complete_by, job_id, kept_here
 from mpitrain.cli.launching import add_launch_arguments, add_script_arguments, positive, request_of_script
 from mpitrain.errors import ConfigError
+from mpitrain.reading import shown, whole
 
 HELP = "start a script on several ranks, here or on several hosts"
 
@@ -108,11 +114,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Start the job. Return its exit code."""
-    from mpitrain.launch.time_up import note_early
+    from mpitrain.launch.time_limit import note_early
 
     note_early()  # the other imports take a while
+    from mpitrain.launch.policy import Limits
     from mpitrain.launch.start import start
-    from mpitrain.launch.verdict import Limits
 
     if arguments.resume is not None:
         from mpitrain.launch.resume import resume
@@ -131,6 +137,13 @@ def run(arguments: argparse.Namespace) -> int:
     limits = Limits(arguments.restarts, least, most)
     request = replace(request, variables=variables, limits=limits, show=arguments.show)
     request = replace(request, servers=arguments.servers)
+    if request.num_ranks != 1 and not arguments.show and is_unaware(Path(request.script)):
+        print(
+            f"mpitrain: {request.script} does not import mpitrain: each rank runs all of it alone, and all write the "
+            "same files. See README.md#documentation for the lines that divide the work; or start one: -n 1",
+            file=sys.stderr,
+            flush=True,
+        )
     return start(replace(request, recover=arguments.recover, spares=arguments.spares))
 
 
@@ -160,6 +173,72 @@ def _refuse_with_resume(arguments: argparse.Namespace) -> None:
 
 
 def _count(text: str) -> int:
-    if not text.isdecimal():
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number, 0 or above")
-    return int(text)
+    number = whole(text, 0, 10**20)
+    if number is None:
+        raise argparse.ArgumentTypeError(f"{shown(text)} is not a whole number, 0 or above")
+    return number
+
+
+# A script knows of ranks if it, or a module of its own, imports one of these, or has one of the words in it.
+_LIBRARIES = ("mpitrain", "mpi4py")
+_WORDS = (*_LIBRARIES, "PMI_RANK", "PMIX_RANK", "OMPI_COMM_WORLD", "_MPITRAIN_")
+_MOST_FILES = 300
+_INSTALLED = ("site-packages", "dist-packages")
+
+
+def is_unaware(script: Path) -> bool:
+    """Return True if neither this script nor what it imports, as far as can be seen, has to do with ranks."""
+    path = [str(script.resolve().parent), str(Path.cwd()), *sys.path]
+    seen: set[Path] = set()
+    waiting = [script.resolve()]
+    while waiting:
+        file = waiting.pop()
+        if file in seen:
+            continue
+        seen.add(file)
+        try:
+            text = file.read_text(errors="replace")
+            if any(word in text for word in _WORDS) or len(seen) > _MOST_FILES:
+                return False
+            names = set(_imported(ast.parse(text)))
+        except (OSError, SyntaxError, ValueError, RecursionError, MemoryError):
+            return False
+        for name in names - sys.stdlib_module_names:
+            place = _origin(name, path)
+            if place is None:
+                if _needs_ranks(name):
+                    return False
+            else:
+                waiting += place.rglob("*.py") if place.is_dir() else [place]
+    return True
+
+
+def _imported(tree: ast.AST) -> Iterator[str]:
+    """The first parts of the names of what a module imports; of relative imports all files are read anyway."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name.partition(".")[0] for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            yield node.module.partition(".")[0]
+
+
+def _origin(name: str, path: list[str]) -> Path | None:
+    """The file or folder of a module that is the user's own; None: it is installed, built in, or not to be place."""
+    try:
+        spec = PathFinder.find_spec(name, path)
+    except (ImportError, ValueError):
+        return None
+    places = [*(spec.submodule_search_locations or ()), spec.origin] if spec else []
+    place = next((Path(one) for one in places if one), None)
+    if place is None or not place.exists() or place.suffix not in ("", ".py"):
+        return None
+    return None if any(part in place.parts for part in _INSTALLED) else place
+
+
+def _needs_ranks(name: str) -> bool:
+    """True if an installed package of this name declares that it needs MPI or mpitrain."""
+    try:
+        needed = requires(name) or []
+    except (PackageNotFoundError, ValueError):
+        return False
+    return any(need.startswith(_LIBRARIES) and "extra ==" not in need for need in needed)

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from mpitrain.cli.launching import add_inventory_argument, add_script_arguments, positive, script_of
 from mpitrain.config import KEY
 from mpitrain.errors import ConfigError
+from mpitrain.reading import shown, whole
 
 if TYPE_CHECKING:
     from mpitrain.launch.placement import Placement
@@ -82,13 +83,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Start the server. Return its exit code."""
-    from mpitrain.job.context import JobContext
+    from mpitrain.context import JobContext
     from mpitrain.launch.roster import launcher_name
     from mpitrain.launch.served import become, environment_here, told
     from mpitrain.launch.serving import Serving, serve, show
-    from mpitrain.serve.keys import key_file, keys_of
-    from mpitrain.serve.plain import address_of
-    from mpitrain.serve.sockets import the_zmq
+    from mpitrain.server.security import address_of, key_file, keys_of
+    from mpitrain.server.wire import the_zmq
 
     program, script = script_of(arguments)
     the_zmq()
@@ -164,7 +164,7 @@ def _placement(arguments: argparse.Namespace) -> Placement | None:
 
 def _refuse_used(host: str, port: int) -> None:
     """Refuse a port at which another program listens: the script comes to its own server only later."""
-    from mpitrain.serve.sockets import cannot_listen
+    from mpitrain.server.wire import cannot_listen
 
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -175,6 +175,7 @@ def _refuse_used(host: str, port: int) -> None:
 
 
 def _port(text: str) -> int:
-    if not text.isdecimal() or not 1 <= int(text[:9]) <= _LAST_PORT:
-        raise argparse.ArgumentTypeError(f"{text!r} is no port; allowed are 1 to {_LAST_PORT}")
-    return int(text)
+    number = whole(text, 1, _LAST_PORT)
+    if number is None:
+        raise argparse.ArgumentTypeError(f"{shown(text)} is no port; allowed are 1 to {_LAST_PORT}")
+    return number

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from mpitrain.cli.launching import add_script_arguments, positive, script_of
 from mpitrain.errors import ConfigError
+from mpitrain.reading import shown
 
 HELP = "write the script with which Slurm's sbatch runs a training"
 
@@ -27,10 +28,10 @@ Each task of an --array runs in a folder of its own, run-TASK.
   sbatch job.sh
   mpitrain slurm --nodes 2 --gpus-per-node 4 train.py | sbatch
 """
-_TIME = re.compile(r"\d+|\d+(:\d\d){1,2}|\d+-\d\d?(:\d\d){0,2}")
+_TIME = re.compile(r"\d{1,7}|\d{1,7}(:\d\d){1,2}|\d{1,7}-\d\d?(:\d\d){0,2}", re.ASCII)
 # Slurm may send the signal so much earlier (sbatch(1), --signal).
 _EARLIER_SECONDS = 60
-_ARRAY = re.compile(r"\d+(-\d+(:\d+)?)?(,\d+(-\d+(:\d+)?)?)*(%\d+)?")
+_ARRAY = re.compile(r"N(-N(:N)?)?(,N(-N(:N)?)?)*(%N)?".replace("N", "[0-9]{1,9}"))
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -57,7 +58,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Write the script. Return the exit code."""
-    from mpitrain.launch.batch_script import BatchJob, batch_script
+    from mpitrain.launch.time_limit import BatchJob, batch_script
 
     _refuse_early_warning(arguments.time, arguments.warn_seconds)
     words, script = script_of(arguments)
@@ -95,7 +96,7 @@ def run(arguments: argparse.Namespace) -> int:
 def _time(text: str) -> str:
     if not _TIME.fullmatch(text):
         raise argparse.ArgumentTypeError(
-            f"{text!r} is no time of sbatch; write minutes, or hours:minutes:seconds as in 12:00:00"
+            f"{shown(text)} is no time of sbatch; write minutes, or hours:minutes:seconds as in 12:00:00"
         )
     return text
 
@@ -124,6 +125,6 @@ def _refuse_early_warning(time: str | None, warn_seconds: int) -> None:
 def _array(text: str) -> str:
     if not _ARRAY.fullmatch(text):
         raise argparse.ArgumentTypeError(
-            f"{text!r} is no array of sbatch; write 0-9, 1,3,5, or 0-9%2 for two at a time"
+            f"{shown(text)} is no array of sbatch; write 0-9, 1,3,5, or 0-9%2 for two at a time"
         )
     return text

@@ -8,10 +8,9 @@ import sys
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from mpitrain.cli.changing import show_answer
-from mpitrain.cli.job_id import complete_by, ids_here
-from mpitrain.cli.json_object import print_object
+from mpitrain.cli.changing import complete_by, ids_here, show_answer
 from mpitrain.cli.ps import add_host_arguments
+from mpitrain.cli.terminal_text import print_object
 
 if TYPE_CHECKING:
     from mpitrain.launch.placement import Placement
@@ -39,6 +38,8 @@ Run this on a node of the cluster, or where `mpitrain run` runs.
   mpitrain tell 1a2b3c4d set dropout=0.2
 """
 
+_FACTORS = 0.01, 100.0  # of the learning rate; others are asked about
+
 # The words, each with the number of words that follow.
 _WORDS = {"pause": 0, "resume": 0, "save": 0, "stop": 0, "rate": 1, "set": 1, "stacks": 0, "kill": 0}
 
@@ -50,6 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--json", action="store_true", help="without a word: print what the job can be told as one JSON object"
     )
+    parser.add_argument("--yes", action="store_true", help="multiply the learning rate by any factor, unasked")
     words = parser.add_argument(
         "words", nargs="*", metavar="[JOB] [WORD]", help="the id of the job, and what to tell it"
     )
@@ -70,6 +72,8 @@ def run(arguments: argparse.Namespace) -> int:
         from mpitrain.errors import ConfigError
 
         raise ConfigError(f"--json prints what the job can be told; leave out {words[0]}")
+    if order["kind"] == "rate" and not arguments.yes and not _is_meant(order["value"]):
+        return 1
     placement = place_ranks(arguments.hosts, arguments.inventory, None, 1)
     if not job:
         job, problem = _only_job(placement)
@@ -115,6 +119,24 @@ def _order(words: list[str]) -> dict[str, str]:
             raise ConfigError(f"set {rest[0]}: allowed is set NAME=VALUE, as in `set dropout=0.2`")
         return {"kind": kind, "name": name, "value": value}
     return {"kind": kind, "value": rest[0] if rest else ""}
+
+
+def _is_meant(text: str) -> bool:
+    """Ask whether a factor of the learning rate that is mostly a slip is meant; refuse it where nobody can be asked."""
+    from mpitrain.errors import ConfigError
+
+    try:
+        factor = float(text.removesuffix("x"))
+    except ValueError:  # the job refuses it
+        return True
+    least, most = _FACTORS
+    if not factor > 0 or least <= factor <= most:
+        return True
+    about = f"rate {text}: factors are mostly from {least:g} to {most:g}"
+    if not (sys.stdin.isatty() and sys.stderr.isatty()):
+        raise ConfigError(f"{about}; if it is meant, give --yes too")
+    print(f"mpitrain tell: {about}. Multiply the learning rate by {text}? [y/N] ", end="", file=sys.stderr, flush=True)
+    return sys.stdin.readline().strip().lower() in ("y", "yes")
 
 
 def _only_job(placement: Placement) -> tuple[str, str]:

@@ -1,10 +1,15 @@
-"""Text that fits the width of a terminal. In a pipe or a file it stays as it is."""
+"""What commands print: text that fits the width of a terminal, and, for --json, one JSON object.
+
+In a pipe or a file, text stays as it is.
+"""
 
 from __future__ import annotations
 
+import json
 import os
 import textwrap
-from typing import TextIO
+from collections.abc import Mapping
+from typing import Any, TextIO
 
 
 def columns_of(stream: TextIO) -> int | None:
@@ -38,3 +43,20 @@ def cut(lines: list[str], stream: TextIO) -> str:
     """Return the lines of a table, each no longer than the terminal is wide."""
     columns = columns_of(stream)
     return "\n".join(line if columns is None or len(line) <= columns else f"{line[: columns - 1]}…" for line in lines)
+
+
+def print_object(content: Mapping[str, Any]) -> None:
+    """Print the object on stdout. JSON has no NaN and no infinity: they are strings, as in metrics.jsonl."""
+    print(json.dumps(_plain(content), indent=2, allow_nan=False))
+
+
+def _plain(value: Any) -> Any:
+    from mpitrain.launch.live_picture import plain
+
+    if isinstance(value, float):
+        return plain(value)
+    if isinstance(value, Mapping):
+        return {name: _plain(one) for name, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(one) for one in value]
+    return value

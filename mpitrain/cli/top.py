@@ -7,8 +7,8 @@ import socket
 import sys
 from typing import TYPE_CHECKING
 
-from mpitrain.cli.job_id import complete_by, ids_here
-from mpitrain.cli.json_object import print_object
+from mpitrain.cli.changing import complete_by, ids_here
+from mpitrain.cli.terminal_text import print_object
 
 if TYPE_CHECKING:
     from mpitrain.launch.live_jobs import LiveJob
@@ -32,7 +32,11 @@ scroll.
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
     parser.epilog = _EPILOG
-    parser.add_argument("--json", action="store_true", help="print one JSON object instead of text (docs/live.md)")
+    parser.add_argument(
+        "--json",
+        action="store_true",
+        help="print one JSON object instead of text (docs/reference/formats-and-protocols.md)",
+    )
     job = parser.add_argument("job", nargs="?", help="the id of a job; may be left out if only one runs here")
     complete_by(job, ids_here)
 
@@ -79,7 +83,7 @@ def _none(token: str | None) -> int:
 def _list(jobs: list[LiveJob]) -> None:
     """Print the jobs from which the user can choose."""
     from mpitrain.cli.terminal_text import cut, wrapped
-    from mpitrain.cli.top_view import state_of
+    from mpitrain.cli.top_screen import state_of
     from mpitrain.cli.workers_table import table
 
     rows = [("JOB", "STATE", "STEP", "RANKS", "SCRIPT")]

@@ -28,11 +28,11 @@ ask for. Each run makes --steps steps. Then verify compares both runs step by st
 samples, weights and learning rates exactly; the changes of parameters to a quarter of
 the digits of the dtype; losses, mean gradients and metrics to half of the digits.
 
-With a Trainer, verify records the steps of Trainer.run and the metrics of Evaluate.
+With a Trainer, verify records the steps of Trainer.run and the metrics of Evaluation.
 Without one, it records the steps of PyTorch's optimizers (with prepare(),
 DistributedDataParallel and others) and of a GradientReducer. If there are no steps,
 it records the calls of world.mean and world.sum, and of mpitrain.jax. In such loops,
-it sees parameters in the arrays that world.sync gave, if the script changes them in
+it sees parameters in the arrays that world.broadcast gave, if the script changes them in
 place, and in arguments of a function in mpitrain.jax.mean. The script ends after the
 last recorded step or call. Hooks that write files, such as Checkpoint, do not run.
 
@@ -71,7 +71,7 @@ def run(arguments: argparse.Namespace) -> int:
 def _verify(request: Request, directory: Path, steps: int, tolerance: float | None) -> int:
     from mpitrain.launch.start import start
     from mpitrain.verify.compare import compare
-    from mpitrain.verify.comparison_report import report
+    from mpitrain.verify.comparison import report
     from mpitrain.verify.record_file import make_record, read_record
 
     one, records = replace(request, num_ranks=1, hosts="localhost", ranks_per_host=None), []

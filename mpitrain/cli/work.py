@@ -46,11 +46,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Become the script. Return an exit code only if that fails."""
-    from mpitrain.job.context import JobContext
+    from mpitrain.context import JobContext
     from mpitrain.launch.served import become, environment_here, handed_over, path_of, told
-    from mpitrain.serve.plain import LOOPBACK, check_way
-    from mpitrain.serve.sockets import the_zmq
-    from mpitrain.serve.worker_link import parse_address
+    from mpitrain.server.security import LOOPBACK, check_way
+    from mpitrain.server.wire import the_zmq
+    from mpitrain.server.worker_link import parse_address
 
     places = [parse_address(address.strip()) for address in arguments.addresses.split(",")]
     program, script = script_of(arguments)
@@ -76,7 +76,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _key(ports: list[int]) -> str:
     """Return the text of the key, from the environment or from the file of a server with one of these ports."""
-    from mpitrain.serve.keys import key_file, parse_key, read_keys
+    from mpitrain.server.security import key_file, parse_key, read_keys
 
     if text := os.environ.get(KEY, ""):
         return parse_key(text, KEY).text

@@ -9,7 +9,7 @@ from typing import Any
 from mpitrain.shown import shown_bytes, shown_name
 
 _SERVER_TITLES = ("SERVER", "PARAMETERS", "WHOLE TENSORS", "IN PART", "LARGEST", "OF", "SENT", "RECEIVED")
-_TITLES = ("WORKER", "HOST", "STATE", "JOBS", "SAMPLES", "SAMPLES/S", "PULLED", "PUSHED", "REFUSED", "LATE")
+_TITLES = ("WORKER", "HOST", "STATE", "UNITS", "SAMPLES", "SAMPLES/S", "PULLED", "PUSHED", "REFUSED", "LATE")
 _NUM_WORDS = 3  # the first columns, which are flush left
 _MOST_BARS, _BAR_COLUMNS = 12, 50
 
@@ -27,12 +27,12 @@ def lines_of(served: Mapping[str, Any]) -> list[str]:
     if parts := served.get("parts"):  # a server of an older version has none
         lines += ["", *table([_SERVER_TITLES, *(_part(one) for one in parts)], 1)]
     queue = served["queue"]
-    jobs = f"{queue['out']:,} jobs out, {queue['answered']:,} answered and not used yet"
+    units = f"{queue['out']:,} work units out, {queue['answered']:,} answered and not used yet"
     left = f"{queue['left']:,} samples up to the end of epoch {queue['epoch'] + 1} have not gone out"
     return [
         *lines,
         "",
-        f"queue: {jobs}; {left}",
+        f"queue: {units}; {left}",
         "",
         *histogram({int(value): count for value, count in served["staleness"].items()}),
     ]
@@ -112,7 +112,7 @@ def _part(server: Mapping[str, Any]) -> tuple[str, ...]:
 
 def _numbers(tally: Mapping[str, Any]) -> tuple[str, ...]:
     return (
-        f"{tally['jobs']:,}",
+        f"{tally['units']:,}",
         f"{tally['samples']:,}",
         f"{tally['samples_per_second']:,.0f}",
         shown_bytes(tally["pulled_bytes"]),

@@ -1,8 +1,9 @@
-"""The common part of int8 and int4: the reference in NumPy passes, over rows of one block each."""
+"""The common part of codecs with blocks (int8, int4, sign): the reference in NumPy passes, rows of a block each."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 
 import numpy
 
@@ -11,6 +12,11 @@ from mpitrain.compression.codec import PIECE_VALUES, Passes
 # Write puts rounded float32 numbers into the codes, for the values in the slice. Read returns them as int8.
 Write = Callable[[numpy.ndarray, slice, numpy.ndarray], None]
 Read = Callable[[numpy.ndarray, slice], numpy.ndarray]
+# Returns the values and the blocks to process at a time; see `pieces`.
+Cut = Callable[[int], Iterable[tuple[slice, slice]]]
+# Returns the values in the slice, which are those of some blocks, of the arrays in a wire.
+Decoded = Callable[[tuple[numpy.ndarray, ...], slice, slice], numpy.ndarray]
+DecodeOrAdd = Callable[[tuple[numpy.ndarray, ...], numpy.ndarray], None]
 
 
 def twin(
@@ -53,16 +59,22 @@ def twin(
                     numpy.subtract(rows, decoded(wire, part, blocks), out=difference)
                     difference[~is_finite] = 0
 
+    return Passes(encode, *decoding(partial(pieces, block_values=block_values), lambda *which: decoded(*which).ravel()))
+
+
+def decoding(cut: Cut, decoded: Decoded) -> tuple[DecodeOrAdd, DecodeOrAdd]:
+    """Return decode and add of Passes."""
+
     def decode(wire: tuple[numpy.ndarray, ...], values: numpy.ndarray) -> None:
-        for part, blocks in pieces(values.size, block_values):
-            values[part] = decoded(wire, part, blocks).ravel()
+        for part, blocks in cut(values.size):
+            values[part] = decoded(wire, part, blocks)
 
     def add(wire: tuple[numpy.ndarray, ...], total: numpy.ndarray) -> None:
-        for part, blocks in pieces(total.size, block_values):
+        for part, blocks in cut(total.size):
             with numpy.errstate(all="ignore"):
-                numpy.add(total[part], decoded(wire, part, blocks).ravel(), out=total[part])
+                numpy.add(total[part], decoded(wire, part, blocks), out=total[part])
 
-    return Passes(encode, decode, add)
+    return decode, add
 
 
 def pieces(count: int, block_values: int) -> Iterator[tuple[slice, slice]]:

@@ -24,8 +24,6 @@ Gradient Descent, Interspeech 2014; Karimireddy et al., Error Feedback Fixes Sig
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import ml_dtypes
 import numpy
 
@@ -38,7 +36,7 @@ WORD = numpy.dtype(numpy.uint16)
 def bfloat16(compiled: bool) -> Codec:
     """The upper half of a float32, rounded."""
     passes = (
-        fast(kernels.encode_bf16, kernels.decode_bf16, kernels.add_bf16)
+        kernels.compiled_passes(kernels.encode_bf16, kernels.decode_bf16, kernels.add_bf16, _scratch())
         if compiled
         else twin(numpy.dtype(ml_dtypes.bfloat16), 0x7FC0)
     )
@@ -50,7 +48,7 @@ def bfloat16(compiled: bool) -> Codec:
 def float16(compiled: bool) -> Codec:
     """IEEE's half precision: more digits than bf16, but a much smaller range."""
     passes = (
-        fast(kernels.encode_fp16, kernels.decode_fp16, kernels.add_fp16)
+        kernels.compiled_passes(kernels.encode_fp16, kernels.decode_fp16, kernels.add_fp16, _scratch())
         if compiled
         else twin(numpy.dtype(numpy.float16), 0x7E00)
     )
@@ -64,15 +62,8 @@ def parts(count: int) -> list[tuple[numpy.dtype, int]]:
     return [(WORD, count)]
 
 
-def fast(encode: Callable[..., None], decode: Callable[..., None], add: Callable[..., None]) -> Passes:
-    """Return the compiled kernels."""
-    encode, decode, add = kernels.compiled(encode), kernels.compiled(decode), kernels.compiled(add)
-    scratch = numpy.empty(kernels.BLOCK_VALUES, numpy.float32)
-    return Passes(
-        lambda values, wire, error: encode(values, *wire, error, scratch),
-        lambda wire, values: decode(*wire, values),
-        lambda wire, total: add(*wire, total),
-    )
+def _scratch() -> numpy.ndarray:
+    return numpy.empty(kernels.BLOCK_VALUES, numpy.float32)
 
 
 def twin(dtype: numpy.dtype, nan: int) -> Passes:

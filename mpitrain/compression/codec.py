@@ -18,16 +18,13 @@ class DeviceCode(NamedTuple):
     """The kernels that code on a GPU, with the bits of the host's codec.
 
     Attributes:
-        file: the file in mpitrain/cuda/kernels.
-        name: its kernels are `encode_NAME`, `decode_NAME` and `add_decoded_NAME`; codec.cu documents their arguments.
+        file: the file in mpitrain/cuda/kernels; its kernels are `encode_NAME`, `decode_NAME` and `add_decoded_NAME`, by
+            the codec's name, with the arguments of those in codec.cu.
         parts: returns the dtype and length of the arrays in a wire of so many values.
-        settings: returns the last arguments of the kernels, for so many values.
     """
 
     file: str
-    name: str
     parts: Callable[[int], list[tuple[numpy.dtype, int]]]
-    settings: Callable[[int], tuple[int, ...]]
 
 
 class Codec(Protocol):
@@ -96,8 +93,6 @@ class ArrayCodec:
         gathered: bool = False,
         places_exist: Callable[[tuple[numpy.ndarray, ...], int], bool] = lambda *_: True,
         device_file: str | None = None,
-        device_name: str | None = None,
-        device_settings: Callable[[int], tuple[int, ...]] = lambda _: (),
     ) -> None:
         """
         Args:
@@ -110,15 +105,12 @@ class ArrayCodec:
             gathered: see Codec.
             places_exist: looks, in the arrays of a wire of so many values, for places that decoding would write to.
             device_file: the file in mpitrain/cuda/kernels with the codec's kernels, if there are any.
-            device_name, device_settings: see DeviceCode; default: the name of the codec, and none.
         """
         self.name = name
         self.relative_error = relative_error
         self.may_overflow = may_overflow
         self.gathered = gathered
-        self.device_code: DeviceCode | None = None
-        if device_file is not None:
-            self.device_code = DeviceCode(device_file, device_name or name, parts, device_settings)
+        self.device_code = None if device_file is None else DeviceCode(device_file, parts)
         self.compiled = compiled
         self._parts = parts
         self._passes = passes

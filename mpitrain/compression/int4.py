@@ -58,16 +58,8 @@ def parts(count: int) -> list[tuple[numpy.dtype, int]]:
 
 def fast() -> Passes:
     """Return the compiled kernels."""
-    encode, decode, add = (
-        kernels.compiled(kernel) for kernel in (kernels.encode_int4, kernels.decode_int4, kernels.add_int4)
-    )
-    scratch = numpy.empty(INT4_BLOCK_VALUES, numpy.float32)
-    nibbles = numpy.zeros(INT4_BLOCK_VALUES, numpy.int8)
-    return Passes(
-        lambda values, wire, error: encode(values, *wire, error, scratch, nibbles),
-        lambda wire, values: decode(*wire, values),
-        lambda wire, total: add(*wire, total),
-    )
+    scratch, nibbles = numpy.empty(INT4_BLOCK_VALUES, numpy.float32), numpy.zeros(INT4_BLOCK_VALUES, numpy.int8)
+    return kernels.compiled_passes(kernels.encode_int4, kernels.decode_int4, kernels.add_int4, scratch, nibbles)
 
 
 def twin() -> Passes:

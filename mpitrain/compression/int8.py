@@ -58,15 +58,8 @@ def parts(count: int) -> list[tuple[numpy.dtype, int]]:
 
 def fast() -> Passes:
     """Return the compiled kernels."""
-    encode, decode, add = (
-        kernels.compiled(kernel) for kernel in (kernels.encode_int8, kernels.decode_int8, kernels.add_int8)
-    )
     scratch = numpy.empty(BLOCK_VALUES, numpy.float32)
-    return Passes(
-        lambda values, wire, error: encode(values, *wire, error, scratch),
-        lambda wire, values: decode(*wire, values),
-        lambda wire, total: add(*wire, total),
-    )
+    return kernels.compiled_passes(kernels.encode_int8, kernels.decode_int8, kernels.add_int8, scratch)
 
 
 def twin() -> Passes:

@@ -27,6 +27,8 @@ from typing import Any
 import numpy
 from numpy import float32, int8, int32, uint8, uint32
 
+from mpitrain.compression.codec import Passes
+
 BLOCK_VALUES = 256
 # int8: below the first the scale would not be a normal number; above the second 127 x scale would not be finite.
 SMALLEST_ABSMAX = float32(127 * 2.0**-126)
@@ -55,6 +57,18 @@ def compiled(kernel: Callable[..., Any]) -> Callable[..., Any]:
 
     result: Callable[..., Any] = numba.njit(nogil=True, error_model="numpy")(kernel)
     return result
+
+
+def compiled_passes(
+    encode: Callable[..., None], decode: Callable[..., None], add: Callable[..., None], *scratch: numpy.ndarray
+) -> Passes:
+    """Return the passes of three loops, compiled; `scratch` are the last arguments of `encode`."""
+    encode, decode, add = compiled(encode), compiled(decode), compiled(add)
+    return Passes(
+        lambda values, wire, error: encode(values, *wire, error, *scratch),
+        lambda wire, values: decode(*wire, values),
+        lambda wire, total: add(*wire, total),
+    )
 
 
 def encode_int8(

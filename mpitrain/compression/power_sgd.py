@@ -19,7 +19,7 @@ Here P and Q are stored by columns: pt[c] is column c of P. A column of P that d
 adds nothing. A column of Q that became 0 begins anew. So a gradient of 0 does not end the training of its matrix.
 
 All sums have a fixed order, which products.py states, and the columns of P are made orthogonal in float64. So every
-rank, with Numba or without, on the host or on a GPU, makes the same P Q^T of the same numbers.
+rank, with Numba or without, makes the same P Q^T of the same numbers.
 
 Source: Vogels, Karimireddy and Jaggi, PowerSGD: Practical Low-Rank Gradient Compression for Distributed Optimization,
 NeurIPS 2019, arXiv:1905.13727, algorithms 1 and 2. Theirs is the mean of ranks with equal weights, and orthogonalises
@@ -31,11 +31,10 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy
 
-from mpitrain.arrays import Array
 from mpitrain.compression import kernels, products
 from mpitrain.errors import ConfigError
 
@@ -59,8 +58,8 @@ class Matrix(NamedTuple):
     columns: int
     rank: int
 
-    def of(self, flat: Array) -> Array:
-        """Return the matrix in a flat buffer, on the host or on a GPU."""
+    def of(self, flat: numpy.ndarray) -> numpy.ndarray:
+        """Return the matrix in a flat buffer."""
         return flat[self.begin : self.begin + self.rows * self.columns].reshape(self.rows, self.columns)
 
 
@@ -125,31 +124,11 @@ def first_factor(matrix: Matrix) -> numpy.ndarray:
     return (steps / 2.0**20).astype(numpy.float32).reshape(matrix.rank, matrix.columns)
 
 
-class ThinProducts(Protocol):
-    """The arithmetic of a step, on the host or on a GPU: with the same bits, in the order that products.py states.
-
-    All arrays are float32, contiguous, and on one device; pt and qt hold P and Q by columns. No two of them overlap.
-    """
-
-    def times(self, matrix: Array, left_out: Array, qt: Array, pt: Array) -> None:
-        """Add left_out[m, n] to matrix[m, n]; then overwrite pt[r, m] with matrix Q, of qt[r, n]."""
-        ...
-
-    def orthogonalise(self, rows: Array) -> None:
-        """Make the rows orthogonal and of length 1, the first one first; a row that depends on others becomes 0."""
-        ...
-
-    def project(self, matrix: Array, pt: Array, qt: Array, left_out: Array) -> None:
-        """Overwrite qt with matrix^T P, and then left_out[m, n] with matrix - P Q^T."""
-        ...
-
-    def product(self, pt: Array, qt: Array, out: Array) -> None:
-        """Overwrite out[m, n] with P Q^T."""
-        ...
-
-
 class Products:
-    """ThinProducts on the host, by Numba or in NumPy. It has scratch memory: one caller at a time."""
+    """The arithmetic of a step, by Numba or in NumPy. It has scratch memory: one caller at a time.
+
+    All arrays are float32 and contiguous; pt and qt hold P and Q by columns. No two of them overlap.
+    """
 
     def __init__(self, compiled: bool) -> None:
         self.compiled = compiled
@@ -173,18 +152,18 @@ class Products:
         self.orthogonalise(one)
 
     def times(self, matrix: numpy.ndarray, left_out: numpy.ndarray, qt: numpy.ndarray, pt: numpy.ndarray) -> None:
-        """See ThinProducts."""
+        """Add left_out[m, n] to matrix[m, n]; then overwrite pt[r, m] with matrix Q, of qt[r, n]."""
         self._times(matrix, left_out, qt, pt, self._lanes)
 
     def orthogonalise(self, rows: numpy.ndarray) -> None:
-        """See ThinProducts."""
+        """Make the rows orthogonal and of length 1, the first one first; a row that depends on others becomes 0."""
         self._orthogonalise(rows, numpy.empty(rows.shape), self._wide_lanes)
 
     def project(self, matrix: numpy.ndarray, pt: numpy.ndarray, qt: numpy.ndarray, left_out: numpy.ndarray) -> None:
-        """See ThinProducts."""
+        """Overwrite qt with matrix^T P, and then left_out[m, n] with matrix - P Q^T."""
         self._transposed_times(matrix, pt, qt, left_out[0])
         self._product(pt, qt, matrix, left_out)
 
     def product(self, pt: numpy.ndarray, qt: numpy.ndarray, out: numpy.ndarray) -> None:
-        """See ThinProducts."""
+        """Overwrite out[m, n] with P Q^T."""
         self._product(pt, qt, out[:0], out)

@@ -1,7 +1,6 @@
 """Products with thin matrices for power_sgd.py, for Numba, and their twins in NumPy, which give the same bits.
 
-The order of each sum is fixed, as no library's product promises. mpitrain/cuda/kernels/low_rank.cu adds in the same
-order, where it lets a warp read a row by 16 bytes a thread, and many threads work on one column:
+The order of each sum is fixed, as no library's product promises. It lets vector instructions work on many elements:
 
 - times and orthogonalise add in 128 lanes, which begin at 0: element i in lane i modulo 128. Then lane i and i + 64 are
   added, i and i + 32, until one is left.

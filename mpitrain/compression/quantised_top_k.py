@@ -86,9 +86,6 @@ def quantised_top_k(compiled: bool, density: float, bits: int, name: str) -> Cod
         relative_error=1.0,
         gathered=True,
         places_exist=partial(places_exist, density, bits),
-        device_file="quantised_top_k.cu",
-        device_name="quantised_top_k",
-        device_settings=partial(device_settings, density, bits),
     )
 
 
@@ -97,12 +94,6 @@ def form_of(density: float, bits: int, count: int) -> Form:
     kept = kept_of(density, count)
     low = (count // kept).bit_length() - 1
     return Form(kept, low, -(-(kept * (bits + low + 1) + (count - 1 >> low)) // 8))
-
-
-def device_settings(density: float, bits: int, count: int) -> tuple[int, ...]:
-    """Return the last arguments of the kernels for GPUs: the form of a whole block, that of the short one, the bits."""
-    rest = count % BLOCK_VALUES or BLOCK_VALUES
-    return (*form_of(density, bits, BLOCK_VALUES), *form_of(density, bits, rest), bits)
 
 
 def parts(density: float, bits: int, count: int) -> list[tuple[numpy.dtype, int]]:

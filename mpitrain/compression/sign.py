@@ -25,7 +25,7 @@ One block of four values:
 - Infinity or NaN in a block: its scale is NaN, its signs are 0, all of it decodes to NaN on every rank.
 
 Without error feedback, training with signs may not converge. So a sum in this form is gathered, and not coded again;
-see mpitrain/allreduce/gathered.py.
+see mpitrain/allreduce/compressed.py.
 
 Cost: 1/8 + 4 / 256 = 0.141 bytes per value. Source: Karimireddy, Rebjock, Stich and Jaggi, Error Feedback Fixes SignSGD
 and other Gradient Compression Schemes, ICML 2019, arXiv:1901.09847, algorithm 1 (the scale, the feedback); in blocks:
@@ -39,7 +39,7 @@ import numpy
 from numpy import float32, float64, uint8, uint32
 
 from mpitrain.compression import kernels
-from mpitrain.compression.blocks import pieces
+from mpitrain.compression.blocks import decoding, pieces
 from mpitrain.compression.codec import PIECE_VALUES, ArrayCodec, Codec, Passes
 from mpitrain.compression.kernels import BLOCK_VALUES
 
@@ -51,15 +51,8 @@ _NAN = float32(numpy.nan)
 
 def sign(compiled: bool) -> Codec:
     """A bit for each value, in blocks of 256 with one scale each."""
-    return ArrayCodec(
-        "sign",
-        parts,
-        fast() if compiled else twin(),
-        compiled,
-        relative_error=1.0,
-        gathered=True,
-        device_file="gathered_codec.cu",
-    )
+    passes = fast() if compiled else twin()
+    return ArrayCodec("sign", parts, passes, compiled, relative_error=1.0, gathered=True)
 
 
 def parts(count: int) -> list[tuple[numpy.dtype, int]]:
@@ -69,14 +62,8 @@ def parts(count: int) -> list[tuple[numpy.dtype, int]]:
 
 def fast() -> Passes:
     """Return the compiled kernels."""
-    encode, decode, add = (kernels.compiled(kernel) for kernel in (encode_sign, decode_sign, add_sign))
-    scratch = numpy.empty(BLOCK_VALUES, numpy.float32)
-    halves = numpy.empty(BLOCK_VALUES, numpy.float64)
-    return Passes(
-        lambda values, wire, error: encode(values, *wire, error, scratch, halves),
-        lambda wire, values: decode(*wire, values),
-        lambda wire, total: add(*wire, total),
-    )
+    scratch, halves = numpy.empty(BLOCK_VALUES, numpy.float32), numpy.empty(BLOCK_VALUES, numpy.float64)
+    return kernels.compiled_passes(encode_sign, decode_sign, add_sign, scratch, halves)
 
 
 def encode_sign(
@@ -197,13 +184,4 @@ def twin() -> Passes:
                     numpy.subtract(rows, decoded(wire, part, blocks).reshape(rows.shape), out=difference)
                     difference[~is_finite] = 0
 
-    def decode(wire: tuple[numpy.ndarray, ...], values: numpy.ndarray) -> None:
-        for part, blocks in small_pieces(values.size):
-            values[part] = decoded(wire, part, blocks)
-
-    def add(wire: tuple[numpy.ndarray, ...], total: numpy.ndarray) -> None:
-        for part, blocks in small_pieces(total.size):
-            with numpy.errstate(all="ignore"):
-                numpy.add(total[part], decoded(wire, part, blocks), out=total[part])
-
-    return Passes(encode, decode, add)
+    return Passes(encode, *decoding(small_pieces, decoded))

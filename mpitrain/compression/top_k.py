@@ -61,9 +61,6 @@ def top_k(compiled: bool, density: float = DENSITY, name: str = "top_k") -> Code
         relative_error=1.0,
         gathered=True,
         places_exist=partial(places_exist, density),
-        device_file="gathered_codec.cu",
-        device_name="top_k",
-        device_settings=partial(numbers_kept, density),
     )
 
 

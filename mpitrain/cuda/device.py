@@ -18,7 +18,7 @@ from typing import Any
 import numpy
 
 from mpitrain.errors import ConfigError, DeviceError, MpitrainError, everywhere
-from mpitrain.world import World
+from mpitrain.world.world import World
 
 # The variables in which launchers give the local rank: Open MPI; MPICH and Intel MPI; Slurm; Cray; MVAPICH.
 _LOCAL_RANKS = (

@@ -15,10 +15,9 @@ import numpy
 
 from mpitrain.arrays import Array
 from mpitrain.cuda.device import Gpu, cupy_module, raise_first
-from mpitrain.cuda.loss import is_lost
-from mpitrain.cuda.shortage import REMEDY, is_shortage
+from mpitrain.cuda.failures import REMEDY, is_lost, is_shortage
 from mpitrain.errors import DeviceError
-from mpitrain.world import World
+from mpitrain.world.world import World
 
 PAGE_BYTES = 4096
 

@@ -18,17 +18,15 @@ from starlette.routing import Route
 
 from mpitrain.dashboard.catalogue import Catalogue
 from mpitrain.dashboard.cluster import ClusterView
-from mpitrain.dashboard.commands import MOST_BYTES, Commands, order_of
-from mpitrain.dashboard.differences import differences
+from mpitrain.dashboard.commands import MOST_BYTES, Commands, Outputs, order_of
 from mpitrain.dashboard.gate import FOR_OPERATORS
 from mpitrain.dashboard.html import files, page
 from mpitrain.dashboard.index import IndexedRun
-from mpitrain.dashboard.outputs import Outputs
 from mpitrain.dashboard.prometheus import exposition
 from mpitrain.dashboard.run_files import files_of
-from mpitrain.dashboard.series import curve
 from mpitrain.dashboard.shared_answers import SharedAnswers
 from mpitrain.dashboard.shown_jobs import ShownJob
+from mpitrain.dashboard.summary import differences
 from mpitrain.dashboard.waits import who_waits
 from mpitrain.errors import ConfigError, DataError
 
@@ -118,6 +116,7 @@ class Routes:
             "events": run.events if run else [],
             "live": job.look if job else None,
             "waits": who_waits(job.look) if job else None,
+            "slow": job.slow if job else "",
             "history": list(job.history) if job else [],
             "role": request.state.role,
         }
@@ -135,11 +134,12 @@ class Routes:
         names = query.getlist("name")[:_MOST_NAMES]
         first, last = _number(query.get("from"), -math.inf), _number(query.get("to"), math.inf)
         pixels = int(min(max(_number(query.get("pixels"), 1000), 1), _MOST_PIXELS))
-        await self._run(request.path_params["id"])
+        run, _ = await self._run(request.path_params["id"])
         curves = {}
         for name in names:
-            steps, values = await asyncio.to_thread(self._catalogue.series, request.path_params["id"], name)
-            points = curve(steps, values, first, last, pixels)
+            if run is None:
+                break
+            points = await asyncio.to_thread(self._catalogue.curve, run.id, name, first, last, pixels)
             curves[name] = {
                 "steps": points.steps.tolist(),
                 "values": [value if math.isfinite(value) else None for value in points.values.tolist()],
@@ -195,21 +195,22 @@ class Routes:
     async def output(self, request: Request) -> Response:
         """Answer the newest lines of the ranks: `ranks`, such as 0-2,5, and `text`, which the lines have."""
         _refuse_viewers(request)
-        _, job = await self._run(request.path_params["id"])
-        query = request.query_params
-        return _json(await self._outputs.lines(job, query.get("ranks", ""), query.get("text", "")))
+        run, job = await self._run(request.path_params["id"])
+        query, folder = request.query_params, run.folder if run else ""
+        of_job = run.document.job if run and run.document else ""
+        return _json(await self._outputs.lines(job, query.get("ranks", ""), query.get("text", ""), folder, of_job))
 
     async def compare(self, request: Request) -> Response:
         """Answer in what the runs `runs` (ids, separated by commas) differ."""
-        ids = [one for one in request.query_params.get("runs", "").split(",") if one][:_MOST_COMPARED]
+        ids = [one for one in request.query_params.get("runs", "").split(",") if one]
         runs, documents = [], []
         names: dict[str, None] = {}
-        for id_ in ids:
+        for id_ in ids[:_MOST_COMPARED]:
             run, job = await self._run(id_)
             runs.append(self._catalogue.summary(run, job))
             documents.append(run.document if run else None)
             names |= dict.fromkeys(run.names if run else ())
-        return _json({"runs": runs, "names": list(names), "differences": differences(documents)})
+        return _json({"runs": runs, "names": list(names), "differences": differences(documents), "asked": len(ids)})
 
     async def stream(self, request: Request) -> Response:
         """Answer server-sent events, whenever something changes: the list of runs; with `run`, what is new of one; with
@@ -244,7 +245,8 @@ class Routes:
             try:
                 run, job = await self._run(id_)
                 summary, look = self._catalogue.summary(run, job), job.look if job else None
-                yield json.dumps({"run": summary, "live": look, "waits": who_waits(look) if look else None})
+                waits, slow = who_waits(look) if look else None, job.slow if job else ""
+                yield json.dumps({"run": summary, "live": look, "waits": waits, "slow": slow})
             except HTTPException:
                 yield json.dumps({"run": None})
 

@@ -10,11 +10,37 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from mpitrain.dashboard.bell import Bell
 from mpitrain.dashboard.folder_watch import FolderWatch
 from mpitrain.dashboard.index import IndexedRun, RunIndex
+from mpitrain.dashboard.series import Curve
 from mpitrain.dashboard.shown_jobs import ShownJob, ShownJobs
-from mpitrain.dashboard.summary import OF_JOB, id_of, job_of, summary_of_job, summary_of_run
+from mpitrain.dashboard.summary import OF_JOB, ids_of, job_of, summary_of_job, summary_of_run
+
+
+class Bell:
+    """Rings in one event loop.
+
+    Attributes:
+        count: how often it has rung.
+    """
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._event = asyncio.Event()
+
+    def ring(self) -> None:
+        """Wake all who wait."""
+        self.count += 1
+        event, self._event = self._event, asyncio.Event()
+        event.set()
+
+    async def wait(self, count: int, timeout_seconds: float) -> int:
+        """Return the new count as soon as it is not `count` any more; or the old one, after this time."""
+        if self.count == count:
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._event.wait(), timeout_seconds)
+        return self.count
+
 
 _LOOK_SECONDS = 0.5  # at the jobs, for folders with records
 _SUMMARY_SECONDS = 2.0  # states change with time too
@@ -140,10 +166,16 @@ class Catalogue:
     def find(self, id_: str) -> tuple[IndexedRun | None, ShownJob | None]:
         """Return a run and its job, each as far as it is there."""
         jobs = self._jobs()
-        if id_.startswith(OF_JOB):
-            return None, next((job for job in jobs if id_of(job) == id_), None)
-        run = self._index.run(id_) if id_ in self._folders() else None
-        return run, None if run is None else job_of(run, jobs)
+        folders = self._folders()
+        if not id_.startswith(OF_JOB):
+            run = self._index.run(id_) if id_ in folders else None
+            return run, None if run is None else job_of(run, jobs)
+        # A page that was opened before the record was made: the job has a run by now, also after its end.
+        job = next((job for job in jobs if id_ in ids_of(job)), None)
+        runs = (run for run in self._runs() if run.id in folders)
+        if job is not None:
+            return next((run for run in runs if job_of(run, [job])), None), job
+        return next((run for run in runs if run.document and OF_JOB + run.document.job == id_), None), None
 
     def summary(self, run: IndexedRun | None, job: ShownJob | None) -> dict[str, Any]:
         """Return the summary of what `find` has returned; one of both must be there."""
@@ -152,6 +184,6 @@ class Catalogue:
         assert job is not None
         return summary_of_job(job)
 
-    def series(self, id_: str, name: str) -> tuple[Any, Any]:
-        """See RunIndex.series."""
-        return self._index.series(id_, name)
+    def curve(self, id_: str, name: str, first: float, last: float, pixels: int) -> Curve:
+        """See RunIndex.curve."""
+        return self._index.curve(id_, name, first, last, pixels)

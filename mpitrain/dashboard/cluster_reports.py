@@ -5,7 +5,6 @@ The files are those of this user. A file that is damaged, huge or of a newer ver
 
 from __future__ import annotations
 
-import json
 import math
 import os
 from collections.abc import Callable, Mapping
@@ -13,10 +12,11 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, TypeVar
 
-from mpitrain.diagnostics.document import KEPT_VERSION, REPORT_FILE, VERSION, WAYS_FILE
+from mpitrain.check.report import KEPT_VERSION, REPORT_FILE, VERSION, WAYS_FILE
 from mpitrain.errors import DataError
 from mpitrain.profile import SCHEMA
-from mpitrain.state_files import read_bounded, read_state, state_folder
+from mpitrain.reading import find_file, json_of, parsed
+from mpitrain.state_files import read_state, state_folder
 
 Result = TypeVar("Result")
 
@@ -97,12 +97,12 @@ def _of_check() -> dict[str, Any] | None:
 
 def _of_profile(path: Path) -> dict[str, Any] | None:
     """Take the links of a profile of `mpitrain bench --save-profile`; the time is that of the file."""
-    text = read_bounded(path, _MOST_BYTES)
+    text = find_file(path, DataError, most_bytes=_MOST_BYTES)
     if text is None:
         raise DataError(f"MPITRAIN_PROFILE names {path}, and there is no such file")
 
     def take() -> dict[str, Any] | None:
-        content = json.loads(text)
+        content = json_of(text, DataError, f"the profile {path}")
         if content["schema"] != SCHEMA:
             raise DataError(f"the profile {path} has format {content['schema']!r:.40}; this mpitrain reads {SCHEMA}")
         nodes, measured = _nodes(content["nodes"]), content["measured"]
@@ -125,12 +125,12 @@ def _taken(path: Path, take: Callable[[], Result]) -> Result:
     Raises:
         DataError: the content is not what it should be.
     """
-    try:
-        return take()
-    except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError, OSError) as error:
-        if isinstance(error, DataError):
-            raise
-        raise DataError(f"{path} is damaged ({type(error).__name__}: {error!s:.200}). Measure or check again") from None
+
+    def refusal(said: str) -> DataError:
+        return DataError(f"{said}. Measure or check again")
+
+    result: Result = parsed(take, refusal, str(path), "is damaged")
+    return result
 
 
 def _nodes(names: object) -> list[str]:

@@ -1,4 +1,4 @@
-"""What operators tell jobs from a page: the way to the launcher of a job, as `mpitrain tell` and `kill` go it.
+"""What operators tell jobs from a page, as `mpitrain tell` and `kill` do, and what ranks have printed.
 
 An answer may take a minute, because an order is applied after a step. So a thread waits for each, and the server goes
 on. The launcher decides what can be done; nothing here knows better.
@@ -7,20 +7,24 @@ on. The launcher decides what can be done; nothing here knows better.
 from __future__ import annotations
 
 import asyncio
-import json
 import socket
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
+from mpitrain.dashboard.shared_answers import in_thread
 from mpitrain.dashboard.shown_jobs import ShownJob
-from mpitrain.dashboard.threads import in_thread
-from mpitrain.errors import ConfigError
+from mpitrain.errors import ConfigError, DataError, LaunchError
+from mpitrain.launch.control import ask
 from mpitrain.launch.hosts import place_ranks
 from mpitrain.launch.jobs import end_job
+from mpitrain.launch.live_jobs import output_of, socket_of
+from mpitrain.launch.record_end import OUTPUT
 from mpitrain.launch.roster import NOT_TOLD, launcher_pid
-from mpitrain.launch.wishes import ask
+from mpitrain.reading import json_of, parsed, read_file
+from mpitrain.watching.ranges import ranks_in
 
 MOST_BYTES = 4096  # of a command; a launcher takes 4,000 bytes
 _MOST_A_SECOND = 5
@@ -101,15 +105,11 @@ def order_of(body: bytes) -> dict[str, str]:
     Raises:
         ConfigError: it is something else.
     """
-    try:
-        order = json.loads(body)
-        is_order = isinstance(order, dict) and "kind" in order and order.keys() <= set(_FIELDS)
-        if is_order and all(isinstance(text, str) for text in order.values()):
-            "".join(order.values()).encode()  # half of a surrogate pair is no text
-            return dict(order)
-    except (ValueError, RecursionError):
-        pass
-    raise ConfigError('a command is a JSON object of texts: {"kind": ..., "name": ..., "value": ...}')
+    refusal = ConfigError('a command is a JSON object of texts: {"kind": ..., "name": ..., "value": ...}')
+    order = json_of(body, lambda _: refusal, "")
+    if "kind" in order and order.keys() <= set(_FIELDS) and all(isinstance(text, str) for text in order.values()):
+        return order
+    raise refusal
 
 
 def _tell(job: ShownJob, order: Mapping[str, str]) -> dict[str, Any]:
@@ -131,3 +131,80 @@ def _kill(job: ShownJob) -> dict[str, Any]:
     if pid is not None:
         lines.append(f"its launcher, process {pid}, goes on; is it stopped?")
     return {"refused": "; ".join(lines)} if lines else {"accepted": "the job has ended, without a save"}
+
+
+GONE = (
+    "The launcher of the job had the output, and it has gone with the launcher. To keep the output of a job, redirect "
+    "it: mpitrain run ... > FILE 2>&1"
+)
+_SERVED = "This job has no launcher, so nobody keeps its output; its processes have printed it where they were started"
+_MOST_ASKED = 8
+_MOST_BYTES = 8 << 20
+
+
+class Outputs:
+    """The questions that launchers have not answered yet, of all operators together. One event loop calls."""
+
+    def __init__(self) -> None:
+        self._asked: dict[tuple[str, str, str], asyncio.Future[dict[str, Any]]] = {}
+
+    def end(self) -> None:
+        """Wait for no launcher any more: the dashboard ends."""
+        for asked in list(self._asked.values()):
+            if not asked.done():
+                asked.set_result({"refused": "the dashboard ends"})
+
+    async def lines(
+        self, job: ShownJob | None, ranks: str, text: str, folder: str = "", of_job: str = ""
+    ) -> dict[str, Any]:
+        """Return the `output` of docs/reference/formats-and-protocols.md, or {"refused": why there is none}.
+
+        Args:
+            job: whose; None: the job of the run has no launcher here any more.
+            ranks: of which ranks, such as "0-2,5"; "": of all.
+            text: which the lines have; "": any.
+            folder: of the record of the run, where the launcher has left the last lines of a job that failed.
+            of_job: the id of the job of the run; a later job may have taken the folder.
+        """
+        if job is None:
+            return await in_thread(lambda: _left(Path(folder), of_job, ranks, text) or {"refused": GONE}, "output")
+        if not job.launcher:
+            return {"refused": _SERVED}
+        path, key = socket_of(job.launcher), (job.launcher, ranks, text)
+        asked = self._asked.get(key)
+        if asked is None:
+            if len(self._asked) >= _MOST_ASKED:
+                return {"refused": f"{_MOST_ASKED} others wait for the output of jobs, which is the limit"}
+            asked = in_thread(lambda: output_of(path, ranks, text), "output")
+            self._asked[key] = asked
+            asked.add_done_callback(lambda _: self._asked.pop(key))
+        try:
+            return await asyncio.shield(asked)
+        except LaunchError as error:
+            return {"refused": str(error)}
+
+
+def _left(folder: Path, of_job: str, ranks: str, text: str) -> dict[str, Any] | None:
+    """Return the last lines of a job that has failed, as far as they are wanted; None: there are none."""
+    path = folder / OUTPUT
+
+    def chosen() -> dict[str, Any]:
+        content = json_of(read_file(path, DataError, most_bytes=_MOST_BYTES), DataError, str(path), any_text=True)
+        if content["job"] != of_job:
+            return {"refused": GONE}
+        lines = [
+            line
+            for line in content["lines"]
+            if text.casefold() in line["text"].casefold()
+            and (wanted is None or (line["ranks"] and wanted & ranks_in(line["ranks"])))
+        ]
+        return {"lines": lines, "more": bool(content["more"]), "dropped": int(content["dropped"])}
+
+    try:
+        wanted = ranks_in(ranks) if ranks else None
+        if not path.is_file():
+            return None
+        found: dict[str, Any] = parsed(chosen, DataError, str(path), "is damaged")
+    except (DataError, OSError, ValueError) as error:
+        return {"refused": str(error)}
+    return found

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from mpitrain.dashboard.index import RunIndex
-from mpitrain.dashboard.records import find_records, run_id
+from mpitrain.dashboard.record_reader import find_records, run_id
 
 _LOOK_SECONDS = 0.5  # at records that grow
 _SEARCH_SECONDS = 5.0  # for new records; a long search is repeated less often

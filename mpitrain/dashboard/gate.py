@@ -1,6 +1,7 @@
 """Who may ask for what: the addresses, the tokens and the headers of every answer.
 
-A link with a token gives the browser a cookie at its first visit. Programs send the token as `Authorization: Bearer`.
+A link to a page with a token gives the browser a cookie at its first visit, and goes on to the page without the token.
+Programs send the token as `Authorization: Bearer`.
 """
 
 from __future__ import annotations
@@ -8,10 +9,11 @@ from __future__ import annotations
 import hmac
 import html
 import secrets
+import sys
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Literal
-from urllib.parse import parse_qs
+from urllib.parse import parse_qsl, quote, urlencode
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.requests import HTTPConnection
@@ -19,11 +21,14 @@ from starlette.responses import HTMLResponse, PlainTextResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from mpitrain.dashboard.html import ICON
+from mpitrain.errors import DataError, MpitrainError
+from mpitrain.state_files import keep_state, read_state, state_folder
 
 Role = Literal["viewer", "operator"]
 
 FOR_OPERATORS = "a viewer cannot do this; open the link for operators"
 _COOKIE_SECONDS = 30 * 24 * 3600
+_KEPT_VERSION, _MOST_KEPT_BYTES, _LEAST_LETTERS = 1, 4096, 32  # of the file with the tokens
 _HEADERS = {
     # Nothing from elsewhere, no script or style inside a page: a text that became markup could still do nothing.
     "Content-Security-Policy": (
@@ -39,7 +44,8 @@ _HEADERS = {
 
 
 _HEAD = f"<!doctype html><title>mpitrain</title>{ICON}"
-_WELCOME = f'{_HEAD}<meta http-equiv="refresh" content="0;url=/">'
+# Which of these is asked for by a link: not the answers for programs, which take a token in a header alone.
+_NO_PAGES = ("/api/", "/pages/", "/metrics")
 
 
 @dataclass(frozen=True)
@@ -53,6 +59,28 @@ class Tokens:
     def new(cls) -> Tokens:
         """Make new ones."""
         return cls(secrets.token_urlsafe(24), secrets.token_urlsafe(24))
+
+    @classmethod
+    def kept(cls, name: str, *, anew: bool = False) -> Tokens:
+        """Return those of the dashboard with this name, which a later one of this user has too; `anew`: make new ones.
+
+        So links, bookmarks and open pages hold after a restart. If they cannot be kept, stderr says so.
+        """
+        try:
+            path = state_folder() / f"dashboard-{name}.json"
+            kept = None if anew else read_state(path, _KEPT_VERSION, _MOST_KEPT_BYTES)
+        except DataError as error:
+            print(f"mpitrain dashboard: the links are new, and hold until it ends: {error}", file=sys.stderr)
+            return cls.new()
+        found = [] if kept is None else [kept.get(role) for role in ("viewer", "operator")]
+        if found and all(isinstance(one, str) and len(one) >= _LEAST_LETTERS for one in found):
+            return cls(*map(str, found))
+        made = cls.new()
+        try:
+            keep_state(path, _KEPT_VERSION, asdict(made))
+        except MpitrainError as error:
+            print(f"mpitrain dashboard: the links hold until it ends: {error}", file=sys.stderr)
+        return made
 
     def role(self, token: str) -> Role | None:
         """Return whose token this is; None: nobody's."""
@@ -100,9 +128,12 @@ class Gate:
         if host not in self._hosts:
             allowed = ", ".join(sorted(self._hosts))
             return PlainTextResponse(f"this dashboard is not {host[:200]!r}; allowed are {allowed}\n", 421)
-        query = parse_qs(scope["query_string"].decode("latin-1"))
-        if scope["path"] == "/" and scope["method"] == "GET" and "token" in query:
-            return self._welcome(query["token"][0])
+        query = parse_qsl(scope["query_string"].decode("latin-1"))
+        tokens = [value for name, value in query if name == "token"]
+        if tokens and scope["method"] == "GET" and not scope["path"].startswith(_NO_PAGES):
+            rest = urlencode([(name, value) for name, value in query if name != "token"])
+            path = "/" + quote(scope["path"].lstrip("/"))  # never //host, which would be a page elsewhere
+            return self._welcome(tokens[0], path + (f"?{rest}" if rest else ""))
         role = self._tokens.role(self._given(scope, headers))
         if role is None:
             return _page("Open the link that `mpitrain dashboard` has printed: it has a token.", 401)
@@ -120,11 +151,11 @@ class Gate:
             return token.strip()
         return HTTPConnection(scope).cookies.get(self._cookie, "")
 
-    def _welcome(self, token: str) -> Response:
+    def _welcome(self, token: str, target: str) -> Response:
         if self._tokens.role(token) is None:
             return _page("This token is not of this dashboard. Open the link that it has printed at its start.", 401)
         # Not a redirect: after a click on another site, a browser would not send a strict cookie along.
-        answer = HTMLResponse(_WELCOME)
+        answer = HTMLResponse(f'{_HEAD}<meta http-equiv="refresh" content="0;url={html.escape(target)}">')
         answer.set_cookie(
             self._cookie, token, _COOKIE_SECONDS, httponly=True, samesite="strict", secure=self._is_secure
         )

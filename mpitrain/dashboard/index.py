@@ -10,7 +10,7 @@ import sqlite3
 import sys
 import threading
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -18,9 +18,10 @@ from typing import Any, TypeVar
 import numpy
 from numpy.typing import NDArray
 
-from mpitrain.dashboard.record_reader import NewRows, ReadMark, is_same_file, read_on
-from mpitrain.dashboard.records import is_record, run_id, stamp_of
+from mpitrain.dashboard.record_reader import NewRows, ReadMark, is_record, is_same_file, read_on, run_id, stamp_of
+from mpitrain.dashboard.series import Curve, curve
 from mpitrain.errors import DataError
+from mpitrain.reading import parsed
 from mpitrain.training.run_document import FILE as DOCUMENT
 from mpitrain.training.run_document import RunDocument, read_document
 from mpitrain.training.writers.json_lines import FILE as ROWS
@@ -122,20 +123,26 @@ class RunIndex:
     def runs(self) -> list[IndexedRun]:
         """Return all runs, the youngest first."""
         query = f"SELECT {_COLUMNS} FROM runs ORDER BY changed DESC"
-        return [_run(row) for row in self._do(lambda connection: connection.execute(query).fetchall())]
+        return self._do(lambda connection: [_run(row) for row in connection.execute(query)])
 
     def run(self, id_: str) -> IndexedRun | None:
         """Return one run; None: the index has none with this id."""
         query = f"SELECT {_COLUMNS} FROM runs WHERE id = ?"
-        row = self._do(lambda connection: connection.execute(query, (id_,)).fetchone())
-        return None if row is None else _run(row)
+        runs = self._do(lambda connection: [_run(row) for row in connection.execute(query, (id_,))])
+        return runs[0] if runs else None
 
-    def series(self, id_: str, name: str) -> tuple[NDArray[numpy.float64], NDArray[numpy.float64]]:
-        """Return steps and values of a metric: all rows that have it."""
+    def curve(self, id_: str, name: str, first: float, last: float, pixels: int) -> Curve:
+        """Return the curve of a metric; see series.curve."""
         query = "SELECT steps, vals FROM pieces WHERE id = ? AND name = ? ORDER BY number"
-        rows = self._do(lambda connection: connection.execute(query, (id_, name)).fetchall())
-        steps, values = (b"".join(row[place] for row in rows) for place in (0, 1))
-        return numpy.frombuffer(steps), numpy.frombuffer(values)
+
+        def work(connection: sqlite3.Connection) -> Curve:
+            def pieces() -> Iterator[tuple[NDArray[numpy.float64], NDArray[numpy.float64]]]:
+                for steps, values in connection.execute(query, (id_, name)):
+                    yield numpy.frombuffer(steps), numpy.frombuffer(values)
+
+            return curve(pieces, first, last, pixels)
+
+        return self._do(work)
 
     def forget_missing(self, roots: Sequence[Path]) -> None:
         """Forget the runs in these folders, and below them, whose records are gone."""
@@ -211,7 +218,14 @@ def _known(connection: sqlite3.Connection, id_: str) -> Known | None:
     """Return what the index has of a run, without its rows."""
     query = "SELECT stamp, place, names, events, problems, num_rows, last, document FROM runs WHERE id = ?"
     known: Known | None = connection.execute(query, (id_,)).fetchone()
+    if known is not None:
+        _sound(lambda: (_place(known[1]), *_texts(known)))
     return known
+
+
+def _texts(known: Known) -> list[Any]:
+    """Return names, events, problems and the last row."""
+    return [json.loads(text) for text in (known[2], known[3], known[4], known[6])]
 
 
 def _new_of(folder: Path, known: Known | None) -> _New | None:
@@ -224,7 +238,7 @@ def _new_of(folder: Path, known: Known | None) -> _New | None:
     try:
         if known is not None and is_same_file(folder / ROWS, old := _place(known[1])):
             place, num_rows = old, known[5]
-            names, events, problems, last = (json.loads(text) for text in (known[2], known[3], known[4], known[6]))
+            names, events, problems, last = _texts(known)
             problems = [problem for problem in problems if problem.startswith(ROWS)]
         else:
             is_anew = known is not None
@@ -267,6 +281,12 @@ def _write(connection: sqlite3.Connection, id_: str, folder: Path, known: Known 
     connection.execute(f"INSERT OR REPLACE INTO runs VALUES ({', '.join('?' * len(values))})", values)
 
 
+def _sound(parse: Callable[[], Result]) -> Result:
+    """Return what a text of the index holds. If it is damaged, so is the index: `_do` makes it anew."""
+    result: Result = parsed(parse, sqlite3.DatabaseError, "a run in it", "is damaged")
+    return result
+
+
 def _place(text: str) -> ReadMark:
     fields = json.loads(text)
     return ReadMark(**{**fields, "head": bytes.fromhex(fields["head"]), "tail": bytes.fromhex(fields["tail"])})
@@ -294,16 +314,23 @@ def _add(connection: sqlite3.Connection, id_: str, new: NewRows) -> None:
 
 
 def _run(row: Sequence[Any]) -> IndexedRun:
+    return _sound(lambda: _run_in(row))
+
+
+def _run_in(row: Sequence[Any]) -> IndexedRun:
     id_, folder, document, *texts, changed = row
     last, num_rows, names, events, problems = texts
+    read, listed = RunDocument(**json.loads(document)) if document else None, json.loads(events)
+    if read is not None and read.orders:  # that came after the last row
+        listed += [order.plain() for order in read.orders_without(()) if order.plain() not in listed]
     return IndexedRun(
         id_,
         folder,
-        RunDocument(**json.loads(document)) if document else None,
+        read,
         json.loads(last),
         num_rows,
         json.loads(names),
-        json.loads(events),
+        listed,
         json.loads(problems),
         changed,
     )

@@ -62,6 +62,7 @@ def _samples(look: Mapping[str, Any]) -> Iterable[tuple[str, dict[str, str], Any
 
 
 def _escaped(text: str) -> str:
+    text = text.encode(errors="replace").decode()  # names of files need not be UTF-8
     return text.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
 
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from mpitrain.errors import CheckpointError, DataError
 from mpitrain.last_word import last_word
-from mpitrain.training.checkpoint.manifest import FILE, read_manifest
+from mpitrain.state.manifest import FILE, read_manifest
 from mpitrain.training.run_document import RunDocument
 from mpitrain.training.writers.json_lines import plain_number
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import numpy
@@ -30,32 +31,60 @@ class Curve:
     first_not_finite: float | None
 
 
-def curve(steps: Floats, values: Floats, first: float, last: float, pixels: int) -> Curve:
+def curve(pieces: Callable[[], Iterable[tuple[Floats, Floats]]], first: float, last: float, pixels: int) -> Curve:
     """Return the points with steps from `first` to `last`, and one before and one behind, where the line goes on.
 
     All points are returned if there are at most two for each pixel. Otherwise each column of pixels has its lowest and
-    its highest point at their steps, and its first point that is not finite.
+    its highest point at their steps, and its first point that is not finite. Memory is taken for one piece at a time.
 
     Args:
-        steps: ascending.
-        values: one for each step.
+        pieces: called twice; iterates over the points as ascending steps and a value for each.
         first, last: the range.
         pixels: the width of the range, at least 1.
     """
-    begin, end = int(numpy.searchsorted(steps, first, "left")), int(numpy.searchsorted(steps, last, "right"))
-    inner = values[begin:end]
-    odd = numpy.flatnonzero(~numpy.isfinite(inner))
-    first_odd = float(steps[begin + odd[0]]) if len(odd) else None
-    is_exact = len(inner) <= 2 * pixels
-    chosen = numpy.arange(len(inner)) if is_exact else _extremes(steps[begin:end], inner, pixels)
-    edges = [place for place in (begin - 1, end) if 0 <= place < len(steps)]
-    places = numpy.unique(numpy.concatenate([chosen + begin, numpy.array(edges, int)]))
-    return Curve(steps[places], values[places], is_exact, len(inner), len(odd), first_odd)
+    before: Floats = numpy.empty((2, 0))
+    behind = before
+    ends: list[float] = []  # of the points in the range
+    count = num_odd = 0
+    first_odd = None
+    for steps, values in pieces():
+        begin, end = _range(steps, first, last)
+        before = numpy.stack([steps[:begin], values[:begin]])[:, -1:] if begin else before
+        behind = numpy.stack([steps[end:], values[end:]])[:, :1] if end < len(steps) and not behind.size else behind
+        odd = numpy.flatnonzero(~numpy.isfinite(values[begin:end]))
+        if len(odd) and first_odd is None:
+            first_odd = float(steps[begin + odd[0]])
+        num_odd += len(odd)
+        count += end - begin
+        if end > begin:
+            ends = [*ends[:1], float(steps[begin]), float(steps[end - 1])]
+    is_exact = count <= 2 * pixels
+    chosen = [before]
+    for steps, values in pieces() if count else ():
+        begin, end = _range(steps, first, last)
+        points = numpy.stack([steps[begin:end], values[begin:end]])
+        chosen.append(points if is_exact else _extremes(points, ends[0], ends[-1], pixels))
+    if not is_exact:
+        chosen = [before, _extremes(numpy.concatenate(chosen[1:], axis=1), ends[0], ends[-1], pixels)]
+    steps, values = numpy.concatenate([*chosen, behind], axis=1)
+    return Curve(steps, values, is_exact, count, num_odd, first_odd)
 
 
-def _extremes(steps: Floats, values: Floats, pixels: int) -> NDArray[numpy.int64]:
-    """Return the places of the lowest, the highest and the first odd point of each column, and of both ends."""
-    columns = ((steps - steps[0]) * (pixels / (steps[-1] - steps[0]))).astype(numpy.int64)
+def _range(steps: Floats, first: float, last: float) -> tuple[int, int]:
+    return int(numpy.searchsorted(steps, first, "left")), int(numpy.searchsorted(steps, last, "right"))
+
+
+def _extremes(points: Floats, low: float, high: float, pixels: int) -> Floats:
+    """Return of each column the lowest, the highest and the first odd point, and both ends.
+
+    Args:
+        points: steps and values.
+        low, high: the steps at both ends of all columns.
+    """
+    steps, values = points
+    if not len(steps):
+        return points
+    columns = ((steps - low) * (pixels / (high - low))).astype(numpy.int64)
     starts = numpy.flatnonzero(numpy.diff(columns, prepend=-1))
     counts = numpy.diff(starts, append=len(values))
     is_odd = ~numpy.isfinite(values)
@@ -68,7 +97,7 @@ def _extremes(steps: Floats, values: Floats, pixels: int) -> NDArray[numpy.int64
     if len(odd):
         columns_of_odd = numpy.searchsorted(starts, odd, "right")
         chosen.append(odd[numpy.flatnonzero(numpy.diff(columns_of_odd, prepend=-1))])
-    return numpy.concatenate(chosen)
+    return points[:, numpy.unique(numpy.concatenate(chosen))]
 
 
 def _first_of_each(places: NDArray[numpy.int64], starts: NDArray[numpy.int64]) -> NDArray[numpy.int64]:

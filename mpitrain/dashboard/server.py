@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import ipaddress
 import socket
@@ -19,6 +20,7 @@ from mpitrain.dashboard.index import RunIndex
 from mpitrain.errors import ConfigError, MpitrainError
 from mpitrain.state_files import cache_folder
 
+_MMAP_THRESHOLD = -3  # M_MMAP_THRESHOLD of malloc.h
 _END_SECONDS = 5  # who waits for an answer gets one before; on a busy machine this takes a while
 
 
@@ -47,6 +49,7 @@ def serve(
     inventory: Path | None,
     *,
     anew: bool,
+    new_links: bool = False,
 ) -> int:
     """Serve until SIGINT or SIGTERM. Return the exit code.
 
@@ -57,6 +60,7 @@ def serve(
         tls: the files of the certificate and of its key.
         inventory: see ClusterView.
         anew: make the index anew.
+        new_links: those of dashboards before hold no more.
 
     Raises:
         ConfigError: `host` is more than loopback, without `tls`; or it is no address of this machine.
@@ -68,6 +72,8 @@ def serve(
             f"{host} can be reached from other machines, so tokens and pages would be readable on the way. Give "
             "--tls-certificate and --tls-key, or leave --host out and open the page through `ssh -L`"
         )
+    _give_memory_back()
+    is_named = port != 0
     listener = _listener(host, port)
     with listener:
         port = listener.getsockname()[1]
@@ -78,13 +84,17 @@ def serve(
         try:
             catalogue = Catalogue(index, roots)
             routes = Routes(catalogue, ClusterView(catalogue, inventory))
-            return _serve(routes, listener, host, port, tls)
+            # Dashboards at different ports have links of their own. A port that was free by chance has no next time.
+            name = f"{socket.gethostname()}-{port}"
+            tokens = Tokens.kept(name, anew=new_links) if is_named else Tokens.new()
+            return _serve(routes, listener, host, port, tls, tokens)
         finally:
             index.close()
 
 
-def _serve(routes: Routes, listener: socket.socket, host: str, port: int, tls: tuple[Path, Path] | None) -> int:
-    tokens = Tokens.new()
+def _serve(
+    routes: Routes, listener: socket.socket, host: str, port: int, tls: tuple[Path, Path] | None, tokens: Tokens
+) -> int:
     gate = Gate(routes.app(), tokens, _names(host), port, is_secure=tls is not None)
     certificate, key = (str(path) for path in tls) if tls else (None, None)
     try:
@@ -124,6 +134,12 @@ class _Server(uvicorn.Server):
         """See uvicorn.Server, which would raise the signal again after its end."""
         self._routes.end()
         self.should_exit = True
+
+
+def _give_memory_back() -> None:
+    """Let large blocks go back to the system when they are freed: glibc would keep ever larger ones, by thread."""
+    if set_option := getattr(ctypes.CDLL(None), "mallopt", None):
+        set_option(_MMAP_THRESHOLD, 128 << 10)
 
 
 def _listener(host: str, port: int) -> socket.socket:

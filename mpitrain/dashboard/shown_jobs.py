@@ -11,13 +11,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from mpitrain.errors import LaunchError
-from mpitrain.launch.live_folder import launcher_of, sockets
-from mpitrain.launch.live_jobs import LiveJob, find
+from mpitrain.launch.live_jobs import LiveJob, find, launcher_of, sockets
+from mpitrain.launch.live_picture import slow_rank
 
 LOOK_SECONDS = 1.0
 _SEARCH_SECONDS = 1.0  # for sockets of launchers that are new
 _SEARCH_ALL_SECONDS = 10.0  # also for jobs without a launcher, which takes a look at all processes
 _MOST_LOOKS = 600  # of a job, for the grid of ranks and time
+_SLOW_LOOKS = 11  # in which a slow rank is looked for
 _SILENT_SECONDS = 10.0  # after that, a launcher counts as one that hangs
 
 
@@ -26,7 +27,7 @@ class ShownJob:
     """What a launcher has told.
 
     Attributes:
-        look: its last answer (docs/live.md).
+        look: its last answer (docs/reference/formats-and-protocols.md).
         heard: when that came, by time.monotonic().
         launcher: which process that is (roster.launcher_name); "": a job of `mpitrain serve` has none.
         history: of each look the time, and the phase of every rank in the order of ranks.
@@ -36,6 +37,12 @@ class ShownJob:
     heard: float
     launcher: str = ""
     history: deque[tuple[float, list[str]]] = field(default_factory=lambda: deque(maxlen=_MOST_LOOKS))
+    _looks: deque[dict[str, Any]] = field(default_factory=lambda: deque(maxlen=_SLOW_LOOKS))
+
+    @property
+    def slow(self) -> str:
+        """Which rank has made the others wait in the last seconds, in a sentence; "": none has."""
+        return slow_rank(list(self._looks))
 
     @property
     def ids(self) -> list[str]:
@@ -51,6 +58,7 @@ class ShownJob:
         """Note a look."""
         # First the history: other threads read both, and a look without its column would be shown.
         self.history.append((float(look["at"]), [str(entry["phase"]) for entry in look["ranks"]]))
+        self._looks.append(look)
         self.look, self.heard = look, time.monotonic()
 
 

@@ -1,7 +1,11 @@
-"""What the list of runs shows of one: from its record, and from its job if it goes on."""
+"""What pages show of a run, from its record and from its job: its state, its figures, and how it differs from others.
+
+Functions of what was read; nothing here reads a file.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import math
 import time
 from collections.abc import Mapping, Sequence
@@ -9,16 +13,97 @@ from pathlib import Path
 from typing import Any
 
 from mpitrain.dashboard.index import IndexedRun
-from mpitrain.dashboard.run_state import state_of
 from mpitrain.dashboard.shown_jobs import ShownJob
 from mpitrain.launch.roster import launcher_pid
+from mpitrain.training.run_document import DONE, LEFT, RunDocument
 from mpitrain.training.writers.json_lines import plain_number
+
+# The states that the page shows, besides those of a live job: starts, trains, restarts, ends.
+TRAINS, DONE_STATE, FAILED, LOST, STALLED, UNKNOWN = "trains", "done", "failed", "lost", "stalled", "unknown"
+PAUSED = "paused"
+# A run that may be on another host counts as one that goes on while its record is so young.
+_YOUNG_SECONDS = 60.0
+_STALL_SECONDS = 10.0  # of a wait in which nothing moves, as of the report on stderr
+_TROUBLE = ("stopped", "lost", "failed", "unknown")
+
+
+def state_of(
+    document: RunDocument | None,
+    live: Mapping[str, Any] | None,
+    *,
+    is_alive: bool,
+    age_seconds: float,
+    step: float = 0,
+    event: Mapping[str, Any] | None = None,
+) -> tuple[str, str]:
+    """Return the state of a run, and why.
+
+    Args:
+        document: what the record says of the run.
+        live: the last look at its job; None: no launcher here has it.
+        is_alive: the process of rank 0 is alive on this host.
+        age_seconds: since the record was last written.
+        step: of the last row.
+        event: the last one of the record.
+    """
+    if live is not None:
+        return _of_job(live)
+    age = f"the last row is {_ago(age_seconds)} old"
+    if document is None:
+        return (TRAINS, age) if age_seconds < _YOUNG_SECONDS else (UNKNOWN, f"the record has no run.json; {age}")
+    if document.end == DONE:
+        if not 0 < step < document.steps:
+            return DONE_STATE, "all steps were made"
+        is_told = event is not None and event.get("source") == "told" and event.get("after_step") == step
+        how = f"was stopped by {event['teller']}" if is_told and event is not None else "ended"
+        return DONE_STATE, f"it {how} after step {step:,.0f} of {document.steps:,}"
+    if document.end == LEFT:
+        return LOST, "another try was to go on with it, and has not"
+    if document.end:
+        return FAILED, document.end
+    host = document.process.partition(" ")[0]
+    if is_alive:
+        return TRAINS, f"rank 0 is alive on {host}; no launcher shows more"
+    if age_seconds < _YOUNG_SECONDS:
+        return TRAINS, age
+    return LOST, f"rank 0 on {host} has ended without a word, or is not to be seen from here; {age}"
+
+
+def _of_job(live: Mapping[str, Any]) -> tuple[str, str]:
+    state = str(live.get("state", UNKNOWN))
+    ended = live.get("ended")
+    if isinstance(ended, Mapping):
+        return (FAILED if ended.get("code") != 0 else DONE_STATE), str(ended.get("text", ""))
+    ranks = [entry for entry in live.get("ranks", ()) if isinstance(entry, Mapping)]
+    trouble = [f"rank {entry.get('rank')} {entry.get('phase')}" for entry in ranks if entry.get("phase") in _TROUBLE]
+    still = max((entry.get("still", 0.0) for entry in ranks), default=0.0)
+    if state == TRAINS and trouble:
+        return STALLED, "; ".join(trouble[:5])
+    if state == TRAINS and live.get("stall") and still >= _STALL_SECONDS:
+        return STALLED, str(live["stall"])
+    if state != "ends" and live.get("paused"):
+        return PAUSED, str(live["paused"]).removeprefix("paused ")
+    return state, ""
+
+
+def _ago(seconds: float) -> str:
+    if seconds < 120:
+        return f"{seconds:.0f} s"
+    if seconds < 7200:
+        return f"{seconds / 60:.0f} min"
+    return f"{seconds / 3600:.0f} h" if seconds < 172800 else f"{seconds / 86400:.0f} days"
+
 
 OF_JOB = "job-"  # ids of jobs without a record begin so
 
 
-def id_of(job: ShownJob) -> str:
-    return OF_JOB + (job.ids[0] if job.ids else "")
+def ids_of(job: ShownJob) -> list[str]:
+    """Return the ids under which a job without a record is found; the first one is that which the list shows.
+
+    A launcher that has not begun a try is known by its process, also after it has begun one.
+    """
+    launchers = [hashlib.sha256(job.launcher.encode()).hexdigest()[:16]] if job.launcher else []
+    return [OF_JOB + one for one in [*job.ids, *launchers]]
 
 
 def job_of(run: IndexedRun, jobs: Sequence[ShownJob]) -> ShownJob | None:
@@ -40,10 +125,11 @@ def plain_row(row: Mapping[str, Any]) -> dict[str, Any]:
 def summary_of_run(run: IndexedRun, job: ShownJob | None) -> dict[str, Any]:
     document, look = run.document, job.look if job is not None else None
     is_alive = document is not None and not document.end and launcher_pid(document.process) is not None
-    state, why = state_of(document, look, is_alive=is_alive, age_seconds=time.time() - run.changed)
+    last = run.events[-1] if run.events else None
+    step, age = run.last.get("step", 0.0), time.time() - run.changed
+    state, why = state_of(document, look, is_alive=is_alive, age_seconds=age, step=step, event=last)
     if job is not None and job.is_silent:
         why = "its launcher does not answer"
-    last = run.events[-1] if run.events else None
     hosts = list(document.hosts) if document else []
     num_ranks = sum(map(len, document.hosts.values())) if document else 0
     if look is not None:
@@ -63,7 +149,9 @@ def summary_of_run(run: IndexedRun, job: ShownJob | None) -> dict[str, Any]:
         "hosts": hosts,
         "ranks": num_ranks,
         "rows": run.num_rows,
+        "steps": document.steps if document else 0,
         "last": plain_row(run.last),
+        "speed": _mean_speed(run.last),
         "event": last["text"] if last else "",
         "problems": run.problems,
         **_now(look),
@@ -76,8 +164,8 @@ def summary_of_job(job: ShownJob) -> dict[str, Any]:
     script = " ".join([str(look.get("script", "")), *map(str, look.get("arguments", ()))])
     events = look.get("events") or [{"text": ""}]
     return {
-        "id": id_of(job),
-        "name": f"job {job.ids[-1] if job.ids else ''}",
+        "id": ids_of(job)[0],
+        "name": f"job {job.ids[-1]}" if job.ids else "a job that begins",
         "folder": "",
         "job": job.ids[-1] if job.ids else "",
         "is_live": True,
@@ -90,11 +178,22 @@ def summary_of_job(job: ShownJob) -> dict[str, Any]:
         "hosts": list(look.get("hosts", {})),
         "ranks": len(look.get("ranks", ())),
         "rows": 0,
+        "steps": 0,
         "last": {},
+        "speed": None,
         "event": str(events[-1].get("text", "")),
         "problems": [],
         **_now(look),
     }
+
+
+def _mean_speed(last: Mapping[str, float]) -> float | None:
+    """Return the samples per second over the whole run: the last row alone may be of a slow or a fast moment."""
+    samples, seconds = last.get("samples", 0.0), last.get("seconds", 0.0)
+    if samples > 0 and seconds > 0 and math.isfinite(samples / seconds):
+        return samples / seconds
+    speed = last.get("samples_per_second")  # a record of another program may have only this
+    return speed if speed is not None and math.isfinite(speed) else None
 
 
 def _now(look: Mapping[str, Any] | None) -> dict[str, Any]:
@@ -103,3 +202,30 @@ def _now(look: Mapping[str, Any] | None) -> dict[str, Any]:
         return {"step": None, "metrics": {}}
     steps = [entry["step"] for entry in look.get("ranks", ()) if isinstance(entry.get("step"), int)]
     return {"step": max(steps, default=None), "metrics": look.get("metrics", {})}
+
+
+_PACKAGE = "package "  # there are many, so they come last
+
+
+def differences(documents: Sequence[RunDocument | None]) -> list[dict[str, Any]]:
+    """Return the facts that are not equal in all documents: {"name": text, "values": [text or None...]}."""
+    tables = [{} if document is None else _facts(document) for document in documents]
+    names = dict.fromkeys(name for table in tables for name in table)
+    ordered = sorted(names, key=lambda name: name.startswith(_PACKAGE))
+    rows = [{"name": name, "values": [table.get(name) for table in tables]} for name in ordered]
+    return [row for row in rows if len(set(row["values"])) > 1]
+
+
+def _facts(document: RunDocument) -> dict[str, str]:
+    facts = {
+        "script": document.script,
+        "arguments": " ".join(document.arguments),
+        "folder": document.folder,
+        "commit": document.commit[:12] + (" and changes" if document.is_changed else ""),
+        "strategy": document.strategy,
+        "ranks": str(sum(map(len, document.hosts.values()))),
+        "hosts": ", ".join(f"{host}: {len(ranks)}" for host, ranks in document.hosts.items()),
+        "Python": document.python,
+    }
+    facts |= {f"setting {name}": str(value) for name, value in document.settings.items()}
+    return facts | {_PACKAGE + name: str(version) for name, version in sorted(document.packages.items())}

@@ -9,11 +9,11 @@ from mpitrain.watching.ranges import rank_ranges
 
 _LEAST_SECONDS = 1.0  # shorter waits are part of any step
 # What keeps a rank from answering the others, also in a call that it has entered.
-_HELD = ("starts", "stopped", "disk", "failed", "ended", "unknown", "busy")
+_HELD = ("starts", "stopped", "disk", "failed", "ended", "unknown", "busy", "paused")
 
 
 def who_waits(look: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Return who waits for whom, from an answer of docs/live.md; None: no rank has waited for 1 s without progress.
+    """Return who waits for whom, from an answer of the live status protocol; None: no wait of 1 s without progress.
 
     Return {"text": a sentence or two, "rows": one for all ranks that do the same}. A row has `ranks` as text, `hosts`,
     `does`, `seconds` (of the rank that does so longest) and `is_awaited`. Those that are waited for come first.

@@ -1,4 +1,4 @@
-"""Horovod's scripts by one import: `import mpitrain.horovod.torch as hvd`. See docs/horovod.md.
+"""Horovod's scripts by one import: `import mpitrain.horovod.torch as hvd`. See docs/how-to/horovod.md.
 
 Ranks may submit tensors under names in any order. Rank 0 of each process set notes which rank has submitted what
 (negotiation.py), and tells all ranks to execute, in one order, what all of them have submitted (named_channel.py).

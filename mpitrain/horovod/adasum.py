@@ -35,56 +35,19 @@ Source: Maleki et al., Scaling distributed training with adaptive summation, MLS
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from itertools import accumulate
 
 import numpy
 
-from mpitrain.allreduce.algorithm import FLOATS, Progress, in_phases
+from mpitrain.allreduce.algorithm import Progress, in_phases
 from mpitrain.allreduce.group import Group
 from mpitrain.allreduce.pairs import seating
 from mpitrain.allreduce.recursive_doubling import recursive_doubling_steps
-from mpitrain.collectives import Handle
 from mpitrain.waiting.pieces import Mover
-from mpitrain.world import World
 
 _TAG = 41
 _AT_ONCE = 2**16  # elements that are computed with in float64 at one time
 # A gradient with a smaller squared norm is taken for zero, as in Horovod: a quotient of such numbers means nothing.
 _LEAST_SQUARE = float(numpy.sqrt(numpy.finfo(numpy.float64).tiny))
-
-
-def adasum(world: World, flat: numpy.ndarray, lengths: Sequence[int] | None = None) -> None:
-    """Replace `flat` by the adaptive sum over ranks, with the same bits on every rank. Collective.
-
-    Args:
-        world: any number of ranks.
-        flat: one-dimensional, contiguous and writable array on the host of float16, bfloat16, float32 or float64, as
-            long as on every other rank. It is overwritten.
-        lengths: the elements of each tensor in `flat`, one after the other. Each tensor has products of its own. The
-            same on every rank; may be 0. Default: one tensor.
-
-    Raises:
-        ValueError: `flat` is not such an array, or `lengths` do not add up to its length. On this rank.
-        MismatchError: the ranks give other dtypes or lengths. On every rank, before anything is sent.
-    """
-    begin_adasum(world, flat, lengths).wait()
-
-
-def begin_adasum(world: World, flat: numpy.ndarray, lengths: Sequence[int] | None = None) -> Handle[None]:
-    """Begin what `adasum` does. `flat` must not be touched until the handle is done. See mpitrain.collectives."""
-    tensors = _tensors(world, flat, lengths)
-
-    def work(_: numpy.ndarray) -> Iterator[float | None]:
-        if world.size > 1 and flat.size:
-            group = Group(world.background.comm, tuple(range(world.size)), world.rank)
-            yield from adasum_steps(group, tensors)(flat)
-
-    return Handle(
-        world,
-        "horovod.adasum",
-        f"{flat.dtype} tensors of {', '.join(str(one.stop - one.start) for one in tensors)} elements",
-        work,  # type: ignore[arg-type]  # a generator that returns None
-    )
 
 
 def adasum_steps(group: Group, tensors: Sequence[slice]) -> Callable[[numpy.ndarray], Progress]:
@@ -133,26 +96,6 @@ def adasum_steps(group: Group, tensors: Sequence[slice]) -> Callable[[numpy.ndar
             yield mover.move([(mate, flat)], [])
 
     return steps
-
-
-def _tensors(world: World, flat: numpy.ndarray, lengths: Sequence[int] | None) -> list[slice]:
-    """Where each tensor is. Raises ValueError, as `adasum` says."""
-    if not isinstance(flat, numpy.ndarray) or flat.dtype not in FLOATS:
-        kind = flat.dtype if isinstance(flat, numpy.ndarray) else type(flat).__name__
-        allowed = ", ".join(str(dtype) for dtype in FLOATS)
-        raise ValueError(f"{world.name()}: adasum of {kind}; it takes NumPy arrays on the host of {allowed}")
-    if flat.ndim != 1 or not flat.flags.c_contiguous or not flat.flags.writeable:
-        raise ValueError(
-            f"{world.name()}: adasum works in place on a one-dimensional, contiguous, writable array; this one has "
-            f"shape {flat.shape}, strides {flat.strides}, writable={flat.flags.writeable}"
-        )
-    lengths = [flat.size] if lengths is None else lengths
-    if any(length < 0 for length in lengths) or sum(lengths) != flat.size:
-        raise ValueError(
-            f"{world.name()}: adasum of {flat.size} elements was given tensors of {list(lengths)}; these must be 0 or "
-            "more, and add up to the elements"
-        )
-    return [slice(end - length, end) for end, length in zip(accumulate(lengths), lengths, strict=True)]
 
 
 def _within(tensor: slice, part: slice) -> slice:

@@ -1,16 +1,29 @@
-"""Who this rank is, process sets, and what Horovod's scripts ask about its build."""
+"""Who this rank is, and what Horovod's scripts ask about its build."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from mpitrain.horovod.process_sets import current
+from mpitrain.reducer.driver import allows_threads
 
-from mpitrain.exchange.driver import allows_threads
-from mpitrain.horovod import process_sets
-from mpitrain.horovod.operators import Operator
-from mpitrain.horovod.process_sets import ProcessSet
-from mpitrain.horovod.state import current
-
-Average, Sum, Adasum, Min, Max, Product = Operator
+__all__ = [
+    "ccl_built",
+    "cross_rank",
+    "cross_size",
+    "cuda_built",
+    "ddl_built",
+    "gloo_built",
+    "gloo_enabled",
+    "is_homogeneous",
+    "local_rank",
+    "local_size",
+    "mpi_built",
+    "mpi_enabled",
+    "mpi_threads_supported",
+    "nccl_built",
+    "rank",
+    "rocm_built",
+    "size",
+]
 
 
 def rank() -> int:
@@ -47,16 +60,6 @@ def is_homogeneous() -> bool:
     """Return whether all nodes have the same number of ranks."""
     nodes = current().world.node_ranks
     return len({nodes.count(node) for node in nodes}) == 1
-
-
-def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
-    """Add a process set. See process_sets.add."""
-    return process_sets.add(current(), process_set)
-
-
-def remove_process_set(process_set: ProcessSet) -> bool:
-    """Remove a process set. See process_sets.remove."""
-    return process_sets.remove(current(), process_set)
 
 
 def mpi_threads_supported() -> bool:

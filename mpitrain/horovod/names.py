@@ -29,7 +29,5 @@ def part_or_refusal(module: str, name: str, parts: Mapping[str, tuple[str, str]]
     if not name.startswith("__"):
         known = [*names, *parts]
         nearest = difflib.get_close_matches(name, known, n=1, cutoff=0.0)
-        text += (
-            f"; the nearest name of Horovod's interface that it has is {nearest[0]}. docs/horovod.md has all of them"
-        )
+        text += f"; the nearest name of Horovod's interface that it has is {nearest[0]}. horovod.md has all of them"
     raise AttributeError(text)

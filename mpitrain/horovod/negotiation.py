@@ -16,7 +16,7 @@ class Submission(NamedTuple):
     Attributes:
         key: the kind of call and the name, such as allreduce.weight. Ranks meet by it.
         lines: what must be equal on all ranks, in words.
-        detail: what may differ, and all ranks need: lengths along the first dimension, or splits.
+        detail: what may differ, and all ranks need: lengths along the first dimension, splits, or StepsMade.code.
         zeros: what a rank that has joined needs to contribute zeros; None: the call cannot have such ranks.
     """
 

@@ -1,4 +1,4 @@
-"""Horovod's calls on NumPy arrays: `import mpitrain.horovod.numpy as hvd`. See docs/horovod.md.
+"""Horovod's calls on NumPy arrays: `import mpitrain.horovod.numpy as hvd`. See docs/how-to/horovod.md.
 
 The calls are those of mpitrain.horovod.torch, with the same arguments. They need PyTorch, whose tensors share the
 memory of the arrays. A call takes an array, a number, or a list of arrays if it is grouped, and gives new arrays. A
@@ -8,46 +8,23 @@ call whose name ends with `_` replaces the values of its arrays. `synchronize` g
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy
 import torch
 
+from mpitrain.errors import HorovodInternalError
+from mpitrain.horovod import basics, process_sets
+from mpitrain.horovod.basics import *  # noqa: F403
 from mpitrain.horovod.names import part_or_refusal
-from mpitrain.horovod.state import current
-from mpitrain.horovod.torch import (
-    Adasum,
-    Average,
-    HorovodInternalError,
-    Max,
-    Min,
-    ProcessSet,
-    Product,
-    Sum,
-    add_process_set,
-    allgather_object,
-    barrier,
-    broadcast_object,
-    cross_rank,
-    cross_size,
-    global_process_set,
-    init,
-    is_homogeneous,
-    is_initialized,
-    join,
-    local_rank,
-    local_size,
-    moving,
-    poll,
-    rank,
-    reducing,
-    remove_process_set,
-    shutdown,
-    size,
-    submission,
-)
-from mpitrain.horovod.torch.submission import Handle
+from mpitrain.horovod.process_sets import *  # noqa: F403
+from mpitrain.horovod.process_sets import global_process_set, refused_by_all
+from mpitrain.horovod.torch import asynchronous
+from mpitrain.horovod.torch.asynchronous import Adasum, Average, Max, Min, Product, Sum, poll
+from mpitrain.horovod.torch.calls import Handle
+from mpitrain.horovod.torch.objects import allgather_object, broadcast_object
 
 __all__ = [
     "Adasum",
@@ -55,10 +32,8 @@ __all__ = [
     "HorovodInternalError",
     "Max",
     "Min",
-    "ProcessSet",
     "Product",
     "Sum",
-    "add_process_set",
     "allgather",
     "allgather_async",
     "allgather_object",
@@ -68,16 +43,12 @@ __all__ = [
     "allreduce_async_",
     "alltoall",
     "alltoall_async",
-    "barrier",
     "broadcast",
     "broadcast_",
     "broadcast_async",
     "broadcast_async_",
     "broadcast_object",
     "broadcast_parameters",
-    "cross_rank",
-    "cross_size",
-    "global_process_set",
     "grouped_allgather",
     "grouped_allgather_async",
     "grouped_allreduce",
@@ -86,21 +57,13 @@ __all__ = [
     "grouped_allreduce_async_",
     "grouped_reducescatter",
     "grouped_reducescatter_async",
-    "init",
-    "is_homogeneous",
-    "is_initialized",
-    "join",
-    "local_rank",
-    "local_size",
     "poll",
-    "rank",
     "reducescatter",
     "reducescatter_async",
-    "remove_process_set",
-    "shutdown",
-    "size",
     "synchronize",
 ]
+__all__ += basics.__all__
+__all__ += process_sets.__all__
 
 
 def synchronize(handle: Handle) -> Any:
@@ -109,7 +72,7 @@ def synchronize(handle: Handle) -> Any:
     Raises:
         HorovodInternalError: the call has failed: the ranks differ, or one of them is gone.
     """
-    return _arrays(submission.synchronize(handle))
+    return _arrays(handle.ended())
 
 
 def broadcast_parameters(params: Mapping[str, numpy.ndarray], root_rank: int) -> None:
@@ -133,7 +96,9 @@ def _tensors(given: Any, in_place: bool) -> Any:
         return [_tensors(one, in_place) for one in given]
     array = given if in_place else numpy.asarray(given)
     problem = ""
-    if not isinstance(array, numpy.ndarray):
+    if isinstance(given, numpy.ndarray) and type(given) not in (numpy.ndarray, numpy.memmap):
+        problem = f"a {type(given).__name__}, of which the values alone would be sent; give numpy.asarray(x)"
+    elif not isinstance(array, numpy.ndarray):
         problem = f"a {type(array).__name__}, whose values cannot be replaced; give a NumPy array"
     elif in_place and not array.flags.writeable:
         problem = "an array that cannot be written to; give a copy of it, or use the call without _"
@@ -143,7 +108,7 @@ def _tensors(given: Any, in_place: bool) -> Any:
             return torch.from_numpy(array if in_place else numpy.array(array, order="C"))
         except (TypeError, ValueError) as error:
             problem = f"an array of {array.dtype} with strides {array.strides}: {error}"
-    raise TypeError(f"{current().world.name()}: a call of Horovod's interface got {problem}")
+    raise TypeError(problem)
 
 
 def _arrays(result: Any) -> Any:
@@ -156,10 +121,15 @@ def _arrays(result: Any) -> Any:
 def _begins(call: Callable[..., Handle]) -> Callable[..., Handle]:
     """The call on arrays that begins as this one on tensors."""
     in_place = call.__name__.endswith("_")
+    kind = call.__name__.removesuffix("_").removesuffix("_async")
+    parameters = list(inspect.signature(call).parameters)[1:]
 
     @functools.wraps(call)
     def begin(arrays: Any, *arguments: Any, **options: Any) -> Handle:
-        return call(_tensors(arrays, in_place), *arguments, **options)
+        given = dict(zip(parameters, arguments, strict=False)) | options
+        with refused_by_all(kind, given.get("name"), given.get("process_set", global_process_set)):
+            tensors = _tensors(arrays, in_place)
+        return call(tensors, *arguments, **options)
 
     return begin
 
@@ -176,17 +146,17 @@ def _waits(begin: Callable[..., Handle]) -> Callable[..., Any]:
     return call
 
 
-allreduce_async = _begins(reducing.allreduce_async)
-allreduce_async_ = _begins(reducing.allreduce_async_)
-grouped_allreduce_async = _begins(reducing.grouped_allreduce_async)
-grouped_allreduce_async_ = _begins(reducing.grouped_allreduce_async_)
-reducescatter_async = _begins(reducing.reducescatter_async)
-grouped_reducescatter_async = _begins(reducing.grouped_reducescatter_async)
-allgather_async = _begins(moving.allgather_async)
-grouped_allgather_async = _begins(moving.grouped_allgather_async)
-broadcast_async = _begins(moving.broadcast_async)
-broadcast_async_ = _begins(moving.broadcast_async_)
-alltoall_async = _begins(moving.alltoall_async)
+allreduce_async = _begins(asynchronous.allreduce_async)
+allreduce_async_ = _begins(asynchronous.allreduce_async_)
+grouped_allreduce_async = _begins(asynchronous.grouped_allreduce_async)
+grouped_allreduce_async_ = _begins(asynchronous.grouped_allreduce_async_)
+reducescatter_async = _begins(asynchronous.reducescatter_async)
+grouped_reducescatter_async = _begins(asynchronous.grouped_reducescatter_async)
+allgather_async = _begins(asynchronous.allgather_async)
+grouped_allgather_async = _begins(asynchronous.grouped_allgather_async)
+broadcast_async = _begins(asynchronous.broadcast_async)
+broadcast_async_ = _begins(asynchronous.broadcast_async_)
+alltoall_async = _begins(asynchronous.alltoall_async)
 
 allreduce, allreduce_ = _waits(allreduce_async), _waits(allreduce_async_)
 grouped_allreduce, grouped_allreduce_ = _waits(grouped_allreduce_async), _waits(grouped_allreduce_async_)

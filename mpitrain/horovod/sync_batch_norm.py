@@ -17,7 +17,7 @@ from torch.autograd.function import once_differentiable
 from mpitrain import collectives
 from mpitrain.errors import DataError, everywhere
 from mpitrain.job.start import init
-from mpitrain.world import World
+from mpitrain.world.world import World
 
 
 class Moments(NamedTuple):

@@ -1,9 +1,9 @@
 """JAX over MPI: `import mpitrain.jax`.
 
-    params = mpitrain.jax.sync(params)
+    params = mpitrain.jax.broadcast(params)
     step = mpitrain.jax.mean(jax.value_and_grad(loss), weight=lambda params, x, y: len(x))
 
-docs/jax.md explains how to move from one process or another library to this one, derivatives, and limits.
+docs/how-to/jax.md explains how to move from one process or another library to this one, derivatives, and limits.
 """
 
 try:
@@ -13,8 +13,18 @@ except ImportError as error:
 
 from mpitrain.jax.compressed import compressed_mean
 from mpitrain.jax.distributed import initialize
-from mpitrain.jax.exchange import mean, shard, sum, sync, weighted_mean
+from mpitrain.jax.exchange import broadcast, mean, shard, sum, weighted_mean
 from mpitrain.jax.rounds import rounds
 from mpitrain.jax.virtual import virtual_mean
 
-__all__ = ["compressed_mean", "initialize", "mean", "rounds", "shard", "sum", "sync", "virtual_mean", "weighted_mean"]
+__all__ = [
+    "broadcast",
+    "compressed_mean",
+    "initialize",
+    "mean",
+    "rounds",
+    "shard",
+    "sum",
+    "virtual_mean",
+    "weighted_mean",
+]

@@ -14,8 +14,8 @@ import jax
 
 from mpitrain.errors import DeviceError, LaunchError, everywhere
 from mpitrain.job.start import init
-from mpitrain.shard import part_of
-from mpitrain.world import World
+from mpitrain.world.shard import part_of
+from mpitrain.world.world import World
 
 _CONNECT_SECONDS = 3.0
 
@@ -56,7 +56,7 @@ def _meeting_point(world: World) -> str:
             listener.bind(("0.0.0.0", 0))
             listener.listen(len(world.hosts) * 8)
             meeting = _own_addresses(world.hosts) if world.num_nodes > 1 else ["127.0.0.1"], listener.getsockname()[1]
-        addresses, port = world.broadcast(meeting)
+        addresses, port = world.broadcast_object(meeting)
         reached = world.allgather([address for address in addresses if world.is_root or _answers(address, port)])
     common = [address for address in addresses if all(address in reached_by_rank for reached_by_rank in reached)]
     if not common:

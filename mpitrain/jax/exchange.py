@@ -1,10 +1,10 @@
-"""The calls for JAX programs: sync, mean, weighted_mean, sum, shard. Outside jit they work on the arrays' own
+"""The calls for JAX programs: broadcast, mean, weighted_mean, sum, shard. Outside jit they work on the arrays' own
 memory."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import partial, wraps
+from functools import wraps
 from typing import Any, TypeVar
 
 import jax
@@ -12,15 +12,14 @@ import jax.numpy as jnp
 import numpy
 
 from mpitrain.errors import TreeError
+from mpitrain.jax.inside_jit import StagedCall, is_traced, staged, tell_in_callback
 from mpitrain.jax.leaves import Leaf, PyTree, back, named_leaves, on_host
-from mpitrain.jax.traced import exchange, in_callback, is_traced
-from mpitrain.jax.watched import tell_parameters
 from mpitrain.job.start import init
 
 Result = TypeVar("Result")
 
 
-def sync(tree: PyTree, root: int = 0) -> PyTree:
+def broadcast(tree: PyTree, root: int = 0) -> PyTree:
     """Return `root`'s values in a new pytree on every rank, on the devices where each rank had its own values.
 
     Every rank calls this outside jit. Call it once, before training, with the parameters and the optimizer's state.
@@ -36,9 +35,9 @@ def sync(tree: PyTree, root: int = 0) -> PyTree:
     """
     names, leaves, form = named_leaves(tree)
     if is_traced(leaves):
-        raise TreeError("sync inside jit: call it outside, once, before the first step")
-    # Do not use World.sync: JAX may use this memory for something else.
-    results = init().arrays.sync(dict(zip(names, on_host(names, leaves), strict=True)), root)
+        raise TreeError("broadcast inside jit: call it outside, once, before the first step")
+    # Do not use World.broadcast: JAX may use this memory for something else.
+    results = init().arrays.broadcast(dict(zip(names, on_host(names, leaves), strict=True)), root)
     return jax.tree.unflatten(form, back([results[name] for name in names], leaves))
 
 
@@ -67,8 +66,10 @@ def mean(function: Callable[..., Result], weight: Any = 1.0) -> Callable[..., Re
     def averaged(*arguments: Any, **named: Any) -> Result:
         share = weight(*arguments, **named) if callable(weight) else weight
         own = function(*arguments, **named)
-        tell_parameters([*arguments, *named.values()], own)
-        result: Result = weighted_mean(own, share)
+        _tell_parameters([*arguments, *named.values()], own)
+        # A step may be called at another line on rank 0, such as in a profiler's block.
+        with init().same_call("mpitrain.jax.mean"):
+            result: Result = weighted_mean(own, share)
         return result
 
     return averaged
@@ -99,8 +100,9 @@ def weighted_mean(tree: PyTree, weight: Any = 1.0) -> PyTree:
 def sum(tree: PyTree) -> PyTree:
     """Return the sum over ranks of every leaf, in a new pytree, with the same bits on every rank.
 
-    Its derivative (reverse mode) is the sum over ranks of the cotangents, so each rank gets the gradient of the sum of
-    all ranks' losses. Leaves may also be integers, which wrap on overflow. The rest is as for `weighted_mean`.
+    Its derivative in reverse mode is the sum over ranks of the cotangents, so each rank gets the gradient of the sum of
+    all ranks' losses. In forward mode it is the sum of the tangents. Leaves may also be integers: arrays wrap on
+    overflow, and a number that does not fit is an error. The rest is as for `weighted_mean`.
     """
     return _exchanged("sum", tree, 1.0)
 
@@ -134,12 +136,11 @@ def shard(batches: Iterable[PyTree], start: int = 0) -> Iterator[PyTree]:
 def _exchanged(operation: str, tree: PyTree, weight: Any) -> PyTree:
     names, leaves, form = named_leaves(tree)
     if is_traced([weight, *leaves]):
-        # A value that is differentiated must be an argument of its own; a weight that is not traced must stay a number.
         weights = [weight] if isinstance(weight, jax.Array) else []
-        arrays = [_array(leaf, operation) for leaf in leaves]
-        results = _differentiable((operation, names, None if weights else weight), arrays, weights)
+        call = StagedCall(_exchange, operation, tuple(names), None if weights else weight)
+        results = staged(call, [_array(leaf, operation) for leaf in leaves], weights)
     else:
-        results = _direct(operation, names, leaves, weight)
+        results = back(_exchange(operation, names, on_host(names, leaves), weight), leaves)
     return jax.tree.unflatten(form, results)
 
 
@@ -150,40 +151,44 @@ def _array(leaf: Leaf, operation: str) -> Leaf:
     return leaf if isinstance(leaf, jax.Array) else jnp.asarray(leaf)
 
 
-def _direct(operation: str, names: Sequence[str], leaves: Sequence[Leaf], weight: Any) -> list[Leaf]:
-    return back(exchange(operation, names, on_host(names, leaves), weight), leaves)
+def _exchange(operation: str, names: Sequence[str], values: Sequence[Leaf], weight: Any) -> list[Leaf]:
+    """Call World.sum or World.mean, as `operation` says, with NumPy arrays and numbers by name."""
+    world, tree = init(), dict(zip(names, values, strict=True))
+    results = world.sum(tree) if operation == "sum" else world.mean(tree, weight)
+    return [results[name] for name in names]
 
 
-_Call = tuple[str, tuple[str, ...], Any]  # operation, names, and the weight unless it is an array
+def _tell_parameters(arguments: Sequence[PyTree], result: PyTree) -> None:
+    """Tell `mpitrain verify` of the arguments whose gradients `result` has, under the gradients' names."""
+    observer = init().observer
+    if observer is None:
+        return
+    names, _, _ = named_leaves(result)
+    named = dict(_parameters_of(arguments, result, iter(names)))
+    if is_traced(list(named.values())):
+        tell_in_callback(tuple(named), list(named.values()))
+    else:
+        observer.saw_parameters(jax.device_get(named))
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _differentiable(call: _Call, leaves: list[Leaf], weights: list[Leaf]) -> list[Leaf]:
-    operation, names, weight = call
-    weight = weights[0] if weights else weight
-    # jax.grad outside jit calls this with plain values.
-    make = in_callback if is_traced([weight, *leaves]) else _direct
-    return make(operation, names, leaves, weight)
+def _parameters_of(arguments: Sequence[PyTree], result: PyTree, names: Iterator[str]) -> Iterator[tuple[str, Leaf]]:
+    """The leaves of each argument with the form of a part of `result`; the parts are those of tuples in tuples."""
+    alike = [argument for argument in arguments if _is_alike(argument, result)]
+    leaves = jax.tree.leaves(result)
+    if alike and (len(alike) == 1 or alike[0] is arguments[0]):  # more of them: it is the first, as for jax.grad
+        yield from zip([next(names) for _ in leaves], jax.tree.leaves(alike[0]), strict=True)
+    elif isinstance(result, tuple):
+        for part in result:
+            yield from _parameters_of(arguments, part, names)
+    else:
+        for _ in leaves:
+            next(names)
 
 
-def _forward(call: _Call, leaves: list[Leaf], weights: list[Leaf]) -> tuple[list[Leaf], None]:
-    return _differentiable(call, leaves, weights), None
-
-
-def _backward(call: _Call, _: None, cotangents: list[Leaf]) -> tuple[list[Leaf], list[Leaf]]:
-    operation, names, _ = call
-    if operation == "mean":
-        raise TypeError(
-            "a mean over ranks has no derivative here: put mean() around jax.value_and_grad(loss), or build the loss "
-            "with mpitrain.jax.sum"
-        )
-    # Integers have no gradient; JAX passes a marker of dtype float0 for them.
-    places = [place for place, one in enumerate(cotangents) if one.dtype != jax.dtypes.float0]
-    call = "sum", tuple(f"cotangent of {names[place]}" for place in places), 1.0
-    results = list(cotangents)
-    for place, gradient in zip(places, _differentiable(call, [cotangents[place] for place in places], []), strict=True):
-        results[place] = gradient
-    return results, []
-
-
-_differentiable.defvjp(_forward, _backward)
+def _is_alike(argument: PyTree, result: PyTree) -> bool:
+    """True if `result` can be the gradient. A number is not enough, because a loss is a number too."""
+    kinds = [
+        (form, [(leaf.shape, leaf.dtype) for leaf in leaves if hasattr(leaf, "dtype")])
+        for leaves, form in (jax.tree.flatten(argument), jax.tree.flatten(result))
+    ]
+    return kinds[0] == kinds[1] and any(shape for shape, _ in kinds[0][1])

@@ -12,13 +12,12 @@ import jax.numpy as jnp
 from mpitrain.allreduce.algorithm import FLOATS
 from mpitrain.compression import check_compression, power_sgd
 from mpitrain.errors import ConfigError, NonFiniteError, TreeError
-from mpitrain.exchange.exchange import OTHERS
-from mpitrain.jax.compressed import check_float32
+from mpitrain.jax.compressed import TreeMeans, check_float32
+from mpitrain.jax.inside_jit import is_traced
 from mpitrain.jax.leaves import Leaf, PyTree, back, leaves_like, named_leaves, on_host
-from mpitrain.jax.traced import is_traced
-from mpitrain.jax.tree_means import TreeMeans
 from mpitrain.job.start import init
-from mpitrain.strategies.not_finite import cannot_meet
+from mpitrain.reducer.exchange import OTHERS
+from mpitrain.strategies.fragments import cannot_meet
 
 
 class OuterState(NamedTuple):
@@ -96,7 +95,7 @@ def rounds(sync_every: int, outer: Any = None, *, compression: str = "none") -> 
         checksum = 0
         for value in on_host(names, leaves):
             checksum = zlib.crc32(value.tobytes(), checksum)
-        text = f"parameters with checksum {checksum:08x} (mpitrain.jax.sync gives all ranks those of rank 0)"
+        text = f"parameters with checksum {checksum:08x} (mpitrain.jax.broadcast gives all ranks those of rank 0)"
         init().agree("begin rounds", [text])
         left = () if compression == "none" else jax.tree.unflatten(form, [jnp.zeros_like(leaf) for leaf in leaves])
         common = _copied(form, leaves)

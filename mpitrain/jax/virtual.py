@@ -9,14 +9,13 @@ from typing import Any, TypeVar
 import jax
 import numpy
 
+from mpitrain.collectives.trees import aligned_copy
 from mpitrain.errors import DataError, TreeError
-from mpitrain.exchange.trees import aligned_copy
+from mpitrain.jax.inside_jit import is_traced
 from mpitrain.jax.leaves import PyTree, back, named_leaves, on_host
-from mpitrain.jax.traced import is_traced
 from mpitrain.job.start import init
-from mpitrain.strategies.virtual_ranks import VirtualRanks, check_virtual_ranks
-from mpitrain.training.probe import compare, digest_of, probe_passes
-from mpitrain.world import World
+from mpitrain.strategies.virtual_ranks import VirtualRanks, check_virtual_ranks, digest_of, probe
+from mpitrain.world.world import World
 
 Result = TypeVar("Result")
 _CALL = "virtual_mean"
@@ -41,7 +40,7 @@ def virtual_mean(
     - step: its number, an int of at least 0, the same on every rank. It changes the key.
 
     At the first call, rank 0's first part is computed two or three times more on every rank, and the ranks compare the
-    bits. XLA's threads are set by PJRT_NPROC: give it the same value in every run. See docs/same-bits.md.
+    bits. XLA's threads are set by PJRT_NPROC: give it the same value in every run. See docs/explanation/numerics.md.
 
     Args:
         function: `function(params, part, key)` returns a pytree of floating leaves, each a mean over the samples of a
@@ -76,7 +75,8 @@ def virtual_mean(
             return params, jax.tree.unflatten(form, samples), _key(virtual, step, number)
 
         if world not in begun:
-            _probe(world, lambda: function(*arguments(0)))
+            threads = f"XLA {os.environ.get('PJRT_NPROC', 'as many as cores')}"
+            probe(world, lambda: _digests(function(*arguments(0))), threads)
             begun[:] = [world]
         counts, results = [], []
         for number in virtual.of_rank(world):
@@ -96,21 +96,12 @@ def virtual_mean(
     return averaged
 
 
-def _probe(world: World, compute: Callable[[], PyTree]) -> None:
-    """Compare the bits of one virtual rank over all ranks. Collective."""
-    passes = probe_passes(f"XLA {os.environ.get('PJRT_NPROC', 'as many as cores')}")
-    with world.together("compute a virtual rank twice"):
-        next(passes)
-        try:
-            while True:
-                names, leaves, _ = named_leaves(compute())
-                digests: dict[str, str] = {}
-                for name, leaf in zip(names, on_host(names, leaves), strict=True):
-                    digests |= digest_of(f"the result {name}", numpy.asarray(leaf))
-                passes.send(digests)
-        except StopIteration as end:
-            finding = end.value
-    compare(world, finding)
+def _digests(result: PyTree) -> dict[str, str]:
+    names, leaves, _ = named_leaves(result)
+    digests: dict[str, str] = {}
+    for name, leaf in zip(names, on_host(names, leaves), strict=True):
+        digests |= digest_of(f"the result {name}", numpy.asarray(leaf))
+    return digests
 
 
 def _key(virtual: VirtualRanks, step: int, number: int) -> Any:

@@ -14,16 +14,18 @@ import threading
 import time
 import traceback
 from contextlib import suppress
+from pathlib import Path
 from types import TracebackType
 from typing import NoReturn
 
-from mpitrain.errors import MpitrainError
-from mpitrain.job.early import abort
+from mpitrain.early import abort, exit_code_of, words_of_exit
+from mpitrain.errors import MpitrainError, text_of
 from mpitrain.launch.shared_files import remove_mine
+from mpitrain.user_code import is_of_user
 from mpitrain.waiting.notes import FAILED
 from mpitrain.watching.activity import own_activity
 from mpitrain.watching.rank_record import INTERRUPTED
-from mpitrain.world import World
+from mpitrain.world.world import World
 
 # Ranks that fail for the same reason fail at about the same time. The first one waits this long, so that it hears of
 # the others' failures and prints last.
@@ -32,6 +34,7 @@ _ARBITRATION_SECONDS = 0.5
 _READING_SECONDS = 0.1
 # A rank that was not the first waits this long to be ended, then ends by itself.
 _LAST_RESORT_SECONDS = 10.0
+
 
 # `mpitrain run` looks for these two lines to repeat the first failure as a job's last words.
 BEGIN, END = "mpitrain: {name} failed:", "mpitrain: end of the failure of {name}"
@@ -57,8 +60,9 @@ def end_job(world: World, error: BaseException, ending: threading.Lock) -> NoRet
         with suppress(Exception):
             if not finalized:
                 is_first, is_news, failed_seconds = _compare(world, error)
-        if activity := own_activity():
-            activity.fail(_line(error), time.monotonic() - (time.time() - failed_seconds))
+        with suppress(Exception):
+            if activity := own_activity():
+                activity.fail(_line(error), time.monotonic() - (time.time() - failed_seconds))
         if is_first:
             _write(_report(world, error))
         else:
@@ -68,7 +72,8 @@ def end_job(world: World, error: BaseException, ending: threading.Lock) -> NoRet
         time.sleep(_READING_SECONDS)
         if not finalized:
             remove_mine()
-            abort(MPI.COMM_WORLD, 130 if isinstance(error, KeyboardInterrupt) else 1)
+            code = exit_code_of(error) if isinstance(error, SystemExit) else 1
+            abort(MPI.COMM_WORLD, 130 if isinstance(error, KeyboardInterrupt) else code)
     finally:  # MPI's launcher ends the others when it sees this code
         os._exit(1)
 
@@ -90,8 +95,9 @@ def end_as_lost(world: World, error: BaseException, lost: str) -> NoReturn:
     """Report `error`, and end this process as a lost rank: the others go on without it. Never returns."""
     with suppress(Exception):
         sys.stdout.flush()
-    text = "".join(traceback.format_exception(error))
-    _write(f"{text}mpitrain: {world.control.name()}: {lost}. This rank ends; the others go on without it\n")
+    _write(
+        f"{_traceback(error)}mpitrain: {world.control.name()}: {lost}. This rank ends; the others go on without it\n"
+    )
     time.sleep(_READING_SECONDS)
     os.kill(os.getpid(), signal.SIGKILL)  # an exit code would be a failure of the job
     os._exit(1)
@@ -116,7 +122,8 @@ def _compare(world: World, error: BaseException) -> tuple[bool, bool, float]:
             time.sleep(_READING_SECONDS)  # all have failed, and may still be printing
             break
         time.sleep(0.005)
-    return first is own, not (_is_known_everywhere(error) or first.cause == own.cause), own.sent_seconds
+    is_known = is_repeated or _is_known_everywhere(error) or first.cause == own.cause
+    return first is own, not is_known, own.sent_seconds
 
 
 def _cause(world: World, error: BaseException) -> int:
@@ -130,23 +137,45 @@ def _is_known_everywhere(error: BaseException) -> bool:
 
 
 def _report(world: World, error: BaseException) -> str:
-    text = "".join(traceback.format_exception(error))
     if isinstance(error, KeyboardInterrupt):
-        text = f"{INTERRUPTED}\n"
+        text = f"{INTERRUPTED}{_place_of(error)}\n"
+    elif isinstance(error, SystemExit):
+        text = f"{words_of_exit(error)}, and another rank waits for this one\n"
+    else:
+        text = _traceback(error)
     name = world.control.name()
     return f"{BEGIN.format(name=name)}\n{text}{END.format(name=name)}\n"
 
 
-def _text(error: BaseException) -> str:
+def _place_of(error: BaseException) -> str:
+    """The line of the program, as in ` in train.py:9`: an interrupt may be one that the program itself has raised."""
+    frames = [one for one in traceback.extract_tb(error.__traceback__) if is_of_user(one.filename)]
+    return f" in {Path(frames[-1].filename).name}:{frames[-1].lineno}" if frames else ""
+
+
+def _traceback(error: BaseException) -> str:
+    """The traceback as Python prints it. Where mpitrain has refused something, it ends at the line of the program: the
+    frames between that line and the refusal say nothing about the cause."""
     try:
-        words = str(error)
-    except Exception:  # a class may have a failing __str__; the report must not fail too
-        words = "<exception str() failed>"  # as in tracebacks
-    return f"{type(error).__name__}: {words}"
+        whole = traceback.TracebackException.from_exception(error)
+        if isinstance(error, MpitrainError):
+            of_user = [number for number, frame in enumerate(whole.stack) if is_of_user(frame.filename)]
+            if of_user:
+                del whole.stack[of_user[-1] + 1 :]
+        text = "".join(whole.format())
+    except BaseException:  # the class may have failing attributes; the report must not fail too
+        text = "".join(traceback.format_tb(error.__traceback__)) + _text(error)
+    return text if text.endswith("\n") else f"{text}\n"
+
+
+def _text(error: BaseException) -> str:
+    return f"{type(error).__name__}: {text_of(error)}"
 
 
 def _line(error: BaseException) -> str:
-    return INTERRUPTED if isinstance(error, KeyboardInterrupt) else _text(error).splitlines()[0]
+    if isinstance(error, KeyboardInterrupt):
+        return INTERRUPTED
+    return (words_of_exit(error) if isinstance(error, SystemExit) else _text(error)).splitlines()[0]
 
 
 def _write(text: str) -> None:

@@ -19,13 +19,13 @@ import os
 import stat
 import sys
 from contextlib import suppress
-from functools import cached_property
+from functools import cached_property, partial
 from multiprocessing import context
 from multiprocessing.context import BaseContext
 from pathlib import Path
 from typing import Any
 
-from mpitrain.job.early import helpers_end_with_this
+from mpitrain.early import helpers_end_with_this
 
 # Major numbers from the kernel's Documentation/admin-guide/devices.txt: memory, such as /dev/null, and most terminals.
 # isatty() recognises all consoles, of which there are many kinds.
@@ -87,7 +87,7 @@ def prepare_for_helpers(name: str) -> None:
         print(text, file=sys.stderr, flush=True)
     if not isinstance(defaults._default_context, StartMethod):
         defaults._default_context = StartMethod(defaults._default_context, name)
-        os.register_at_fork(after_in_child=_hang_up)
+        os.register_at_fork(after_in_child=partial(_hang_up, os.environ.get("PMI_FD", "")))
         helpers_end_with_this()
 
 
@@ -111,9 +111,9 @@ def open_device() -> str:
     return ""
 
 
-def _hang_up() -> None:
+def _hang_up(connection: str) -> None:
     """Close the rank's connection to MPICH's mpiexec, which takes a rank for alive while any process holds it."""
-    with suppress(KeyError, ValueError, OSError):
-        descriptor = int(os.environ["PMI_FD"])
+    with suppress(ValueError, OSError):
+        descriptor = int(connection)
         if stat.S_ISSOCK(os.fstat(descriptor).st_mode):
             os.close(descriptor)

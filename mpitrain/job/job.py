@@ -1,23 +1,175 @@
-"""The Job of this process, from init() to the end of the process, whichever World is current."""
+"""The Job of this process, from init() to the end of the process, whichever World is current; and how the process ends.
+
+A rank that has not failed says so, and waits for the others. SIGTERM to a rank of a job with keepers: its host is about
+to be shut down, so the rank asks for the host to leave.
+
+    SIGTERM ─> the rank's record ─> agent ─> launcher: is the job healthy? ─┬─> the host leaves: wait for that
+                                                                            └─> end, as without `heed`
+
+mpiexec sends SIGTERM too, when it ends the other ranks after a failure. So the rank waits for what its keeper says, and
+ends by the signal if that is no, or nothing.
+"""
 
 from __future__ import annotations
 
+import _thread
 import atexit
+import ctypes
 import os
+import signal
 import sys
 import threading
+import time
 from collections.abc import Callable
+from contextlib import suppress
 from types import TracebackType
 from typing import NoReturn
 
-from mpitrain.cuda.loss import lost_gpu
+from mpitrain.context import JobContext
+from mpitrain.cuda.failures import lost_gpu
+from mpitrain.early import before_threads_end, exit_code_of, last_exit, uncaught
+from mpitrain.errors import LostRankError
 from mpitrain.job.failure import end_job
-from mpitrain.job.partings import farewell
 from mpitrain.job.recovery import LostRanks, Recovery
-from mpitrain.job.role import Role
-from mpitrain.watching.activity import own_activity
-from mpitrain.watching.rank_record import PARTED
-from mpitrain.world import World
+from mpitrain.launch.kept import DIES, STAYS, KeeperLine
+from mpitrain.reducer.checks import check_final
+from mpitrain.reducer.unexchanged import tell_of_unexchanged
+from mpitrain.role import Role
+from mpitrain.waiting.notes import FAILED, FINISHED
+from mpitrain.watching.activity import Activity, own_activity
+from mpitrain.watching.rank_record import ENDED, PARTED
+from mpitrain.world.world import World
+
+# Notes may arrive after MPI's word that a rank is gone.
+_LAST_NOTE_SECONDS = 2.0
+
+
+def farewell(world: World, recovery: Recovery | None = None, left: SystemExit | None = None) -> None:
+    """Tell the others that this rank makes no more calls, and wait until they say the same.
+
+    Otherwise a rank that leaves early sits in MPI_Finalize while the others wait for it for ever.
+
+    Args:
+        left: the exit by which this rank leaves, with another code than 0.
+
+    Raises:
+        SystemExit: `left`, because another rank cannot go on without this one.
+        LostRankError: a rank is gone before all have said so. This comes up with a `recovery` alone; any other MPI
+            ends the job.
+        MismatchError: the optimizers of the ranks have not made the same steps. Raised on every rank.
+    """
+    from mpi4py import MPI
+
+    if MPI.Is_finalized():
+        return
+    world.control.settle()
+    for wait in tuple(world.control.last_waits):
+        wait()
+    part: World | None = world
+    while part is not None:
+        for queue in (part.background, part.queue):
+            queue.finish()
+        part = part.parent
+    notes = world.control.notes
+    own = notes.tell_all(FINISHED, exit_code_of(left) if left else 0)
+    if activity := own_activity():
+        activity.begin(ENDED, "", time.monotonic())
+    request = notes.begin_barrier()
+    try:
+        # Read all notes: otherwise MPI_Finalize complains of messages that nobody has received. And see that the own
+        # ones are read: without MPI_Finalize, what has not left this process when it ends is lost.
+        while not request.Test() or len(notes.read) < notes.size - 1 or notes.is_unread():
+            notes.look()
+            if left and any(note.kind == FAILED and note.is_last for note in notes.read.values()):
+                raise left
+            time.sleep(0.001)  # another rank may work on alone for long: wait without using a core
+    except MPI.Exception as error:
+        if recovery is None or not recovery.is_loss(error):
+            raise
+        _outlast(world)
+    final = {rank: note.final for rank, note in sorted({**notes.read, own.rank: own}.items())}
+    if own.cause == 0 and not any(note.cause for note in notes.read.values()):
+        check_final(world, final)  # a rank that has left with a code has told that it made fewer steps
+    tell_of_unexchanged(world, final)
+
+
+def _outlast(world: World) -> None:
+    """Wait until all ranks have said that they make no more calls, though some of them may be gone by now.
+
+    After a loss ranks end without MPI_Finalize (Recovery.finish). To MPI, such a rank is lost as soon as it has ended,
+    which may be before the others have heard of the barrier's end.
+    """
+    from mpi4py import MPI
+
+    notes, control = world.control.notes, world.control
+    gone: dict[int, float] = {}  # and since when
+    while (is_waiting := len(notes.read) < notes.size - 1) or notes.is_unread(gone):
+        lost = notes.lost()
+        try:
+            notes.look()
+        except MPI.Exception as error:
+            if error.Get_error_class() == MPI.ERR_REVOKED:  # another rank recovers, in which this one can take no part
+                raise
+        now = time.monotonic()
+        gone = {rank: gone.get(rank, now) for rank in lost}
+        # A rank ends by itself when all have sent their notes. So if one is missing, those that are gone were killed.
+        if is_waiting and (late := [rank for rank, since in gone.items() if now - since > _LAST_NOTE_SECONDS]):
+            names = " and ".join(control.name(control.members.index(rank)) for rank in sorted(late))
+            how = "was lost behind its training" if len(late) == 1 else "were lost behind their training"
+            raise LostRankError(f"{names} {how}, before the end of the script")
+        time.sleep(0.001)
+
+
+_LOOK_SECONDS = 0.05
+# The record takes a second to the launcher, and the answer another one. Both may wait for a busy machine.
+_ANSWER_SECONDS = 10.0
+
+
+def heed(activity: Activity, context: JobContext) -> None:
+    """From now on, take SIGTERM to this process as the wish that its host leaves. `context` is that of this rank.
+
+    A program that handles SIGTERM itself, before or after this call, keeps its handler.
+    """
+    if threading.current_thread() is not threading.main_thread() or signal.getsignal(signal.SIGTERM) != signal.SIG_DFL:
+        return
+    process, is_told = os.getpid(), False
+
+    def told(*_: object) -> None:
+        nonlocal is_told
+        if os.getpid() != process:  # a helper that was forked
+            _end()
+        elif not is_told:
+            is_told = True
+            activity.tell_end()
+            _thread.start_new_thread(_wait, (context,))  # of threading, this thread may hold a lock
+
+    def forget() -> None:
+        if signal.getsignal(signal.SIGTERM) is told:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+    signal.signal(signal.SIGTERM, told)
+    os.register_at_fork(after_in_child=forget)
+
+
+def _wait(context: JobContext) -> None:
+    """Wait until the job has left this host, or until it is clear that it will not."""
+    deadline = time.monotonic() + _ANSWER_SECONDS
+    with suppress(OSError, ValueError, KeyError):
+        line = KeeperLine(context.keeper, context.job)
+        while True:
+            wish = line.wish()
+            if wish == DIES or (wish == STAYS and time.monotonic() > deadline):
+                break
+            if wish != STAYS:  # perhaps because of another change, which may be dropped; this one then follows
+                deadline = time.monotonic() + _ANSWER_SECONDS
+            time.sleep(_LOOK_SECONDS)
+    _end()
+
+
+def _end() -> None:
+    """End by SIGTERM. Python sets no handler outside the main thread, which may compute."""
+    ctypes.CDLL(None).signal(int(signal.SIGTERM), None)
+    os.kill(os.getpid(), signal.SIGTERM)
 
 
 class Job:
@@ -49,6 +201,7 @@ class Job:
             return  # Python's own behaviour is right for one process
         sys.excepthook = self._uncaught
         threading.excepthook = self._uncaught_in_thread
+        before_threads_end(self._look_for_uncaught)
         atexit.register(self._at_exit)
 
     def end(self, error: BaseException) -> NoReturn:
@@ -56,13 +209,14 @@ class Job:
 
         A rank whose GPU is lost ends alone, if the others go on without a lost rank.
         """
-        if self.recovery is not None:
-            self.recovery.end_if_lost(error)
-        if lost := lost_gpu(error, self.world):
-            error.add_note(
-                f"mpitrain: {self.world.control.name()}: {lost}. A restart would use the same GPU: run `mpitrain "
-                f"doctor` on {self.world.host}, and leave the GPU out of --hosts until it is repaired"
-            )
+        with suppress(Exception):  # a class of the program's may have failing attributes
+            if self.recovery is not None:
+                self.recovery.end_if_lost(error)
+            if lost := lost_gpu(error, self.world):
+                error.add_note(
+                    f"mpitrain: {self.world.control.name()}: {lost}. A restart would use the same GPU: run `mpitrain "
+                    f"doctor` on {self.world.host}, and leave the GPU out of --hosts until it is repaired"
+                )
         end_job(self.world, error, self._ending)
 
     def _uncaught(self, kind: type[BaseException], error: BaseException | None, trace: TracebackType | None) -> None:
@@ -75,6 +229,11 @@ class Job:
     def _uncaught_in_thread(self, arguments: threading.ExceptHookArgs) -> None:
         if arguments.exc_type is not SystemExit:
             self._uncaught(arguments.exc_type, arguments.exc_value, arguments.exc_traceback)
+
+    def _look_for_uncaught(self) -> None:
+        """End the job where another sys.excepthook than ours has seen the exception that has ended the program."""
+        if os.getpid() == self._process and (error := uncaught()):
+            self.end(error)
 
     def recover(self, go_on: Callable[[World], None], keep: object = None) -> LostRanks:
         """Go on in a World without the lost ranks. See Recovery.recover."""
@@ -90,10 +249,10 @@ class Job:
         if os.getpid() != self._process:
             return
         try:
-            farewell(self.world, self.recovery)
+            farewell(self.world, self.recovery, last_exit())
             if self.recovery is not None:
                 self.recovery.finish()
             if activity := own_activity():
                 activity.enter(PARTED)
-        except (KeyboardInterrupt, Exception) as error:
+        except (KeyboardInterrupt, SystemExit, Exception) as error:
             self.end(error)

@@ -26,14 +26,14 @@ from typing import TYPE_CHECKING, Any
 
 import numpy
 
-from mpitrain.cuda.loss import lost_gpu
+from mpitrain.cuda.failures import lost_gpu
 from mpitrain.errors import LaunchError, LostRankError
 from mpitrain.job.failure import end_as_lost
 from mpitrain.job.worlds import make_world
-from mpitrain.waiting.pace import patient_naps
+from mpitrain.waiting.control import patient_naps
 from mpitrain.watching.activity import own_activity, waiting
 from mpitrain.watching.ranges import rank_ranges
-from mpitrain.world import World
+from mpitrain.world.world import World
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -75,7 +75,7 @@ class Recovery:
         Raises:
             LaunchError: this MPI cannot go on after the loss of a rank.
         """
-        self.world = replace(world, committer=self.commit, leaver=self.end_if_lost)
+        self.world = world.replaced(committer=self.commit, leaver=self.end_if_lost)
         self.lost: tuple[int, ...] = ()
         self._base = base
         self._has_agreed = False  # on the step in which the loss came up
@@ -217,8 +217,7 @@ class Recovery:
         made.control.spans = old.control.spans
         devices = made.context.devices  # of the ranks that the job began with
         context = replace(made.context, devices=tuple(devices[rank] for rank in self._members()) if devices else ())
-        return replace(
-            made,
+        return made.replaced(
             context=context,
             profile=old.profile,
             make_arrays=old.make_arrays,

@@ -19,8 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
-from mpitrain.errors import LaunchError
-from mpitrain.job.context import (
+from mpitrain.context import (
     JOB,
     LAUNCHER,
     OF_MPIEXEC,
@@ -30,7 +29,8 @@ from mpitrain.job.context import (
     SPARE_OUTPUT,
     SPARE_ROOM,
 )
-from mpitrain.job.early import is_helper
+from mpitrain.early import is_helper
+from mpitrain.errors import LaunchError
 
 _MESSAGE_BYTES = 1024
 # A spare has it, so that a script's own `from mpi4py import MPI` does not start MPI.

@@ -1,4 +1,4 @@
-"""init(): from a launched process to a World, or a clear refusal."""
+"""init(): from a launched process to a World, or a clear refusal. elastic(): a loop that survives a lost rank."""
 
 from __future__ import annotations
 
@@ -9,42 +9,46 @@ import os
 import socket
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from mpitrain.allreduce import check_name
-from mpitrain.allreduce.device import check_transport
 from mpitrain.allreduce.exact import check_reduction
+from mpitrain.collectives.trees import ArrayTrees
 from mpitrain.compression import check_compression
 from mpitrain.config import Config, read_config
+from mpitrain.context import JobContext
 from mpitrain.cuda.device import choose_early
+from mpitrain.cuda.transports import check_transport
+from mpitrain.early import is_helper, keep_place
 from mpitrain.errors import ConfigError, LaunchError, MpitrainError, everywhere
-from mpitrain.exchange.exchange import OTHERS
-from mpitrain.exchange.trees import ArrayTrees
-from mpitrain.job.context import JobContext
-from mpitrain.job.early import is_helper
 from mpitrain.job.failure import say_interrupts_in_a_line
 from mpitrain.job.helpers import prepare_for_helpers, unsafe_because
-from mpitrain.job.job import Job
+from mpitrain.job.job import Job, heed
 from mpitrain.job.recovery import Recovery
-from mpitrain.job.role import role_of
 from mpitrain.job.segments import own_folder
 from mpitrain.job.spare import TakenPlace, wait_if_spare
 from mpitrain.job.step_times import StepTimes
-from mpitrain.job.told import heed
 from mpitrain.job.trace import Trace
 from mpitrain.job.worlds import check_containers, make_world
 from mpitrain.launch.launched import check_size, check_vendor, launched_by
 from mpitrain.launch.shared_files import remove_mine
-from mpitrain.profile import DEFAULT, Profile, fingerprint, from_json, library_name, measure_anew
+from mpitrain.profile import DEFAULT, Profile, fingerprint, from_json, library_name, measure_anew, read_profile
+from mpitrain.reducer.exchange import OTHERS
+from mpitrain.role import role_of
 from mpitrain.verify.run_record import RecordedTrees, Recorder
 from mpitrain.waiting.long_wait import Neighbours, watch_over
 from mpitrain.watching.activity import publish
 from mpitrain.watching.rank_record import BEGUN, CALLED, DONE, WAITS
-from mpitrain.world import World
+from mpitrain.world.world import World
 
 _job: Job | None = None
+
+NO_RANK = "a process that multiprocessing started, which is not a rank"
+ONE_START = (
+    "If the script starts its ranks itself, remove mp.spawn (or Process) and start it with `mpitrain run -n N`. "
+    "Otherwise let the function return its data to the rank, and communicate there"
+)
 
 # A cold start takes long: a rank may be that long in init(), whatever hang_seconds is.
 START_SECONDS = 60.0
@@ -103,19 +107,20 @@ def _begin(settings: dict[str, Any]) -> Job:
     world = make_world(MPI.COMM_WORLD)  # has heard from all ranks, so they have left MPI_Init
     remove_segments()
     job = Job(world)
-    job.world = world = replace(world, config=_common_config(world, settings))
+    job.world = world = world.replaced(config=_common_config(world, settings))
     check_containers(world)
     stop_waiting()  # before the user's limits count: MPI_Init may have taken longer
     if world.size > 1:
         _publish(world)
     if world.context.keeper and world.context.roll_call:
         heed(publish(world.rank), world.context)
-    job.world = world = replace(world, profile=_common_profile(world))
+    job.world = world = world.replaced(profile=_common_profile(world))
     # Every rank makes this call, whatever its environment.
     facts = world.allgather((world.node_rank, os.sched_getaffinity(0), unsafe_because()))
     _share_cores(world, [(node_rank, cores) for node_rank, cores, _ in facts])
     # If rank 0 has a reason not to fork by now, its line is enough. Otherwise each rank with a reason prints a line.
     prepare_for_helpers(world.name() if world.is_root or not facts[0][2] else "")
+    keep_place()
     if world.config.trace:
         # Runs before the job's farewell: functions registered last are called first.
         atexit.register(Trace(job, Path(world.config.trace)).finish)
@@ -125,14 +130,14 @@ def _begin(settings: dict[str, Any]) -> Job:
         atexit.register(activity.enter, DONE)
     if world.context.verify_record:
         recorder = Recorder(world)
-        job.world = replace(
-            world, observer=recorder, make_arrays=lambda tree: RecordedTrees(ArrayTrees(tree), recorder)
+        job.world = world.replaced(
+            observer=recorder, make_arrays=lambda tree: RecordedTrees(ArrayTrees(tree), recorder)
         )
     if world.context.plan_record:
         job.everyone = job.world
         times = StepTimes(job.world)
         atexit.register(times.write)  # of a script that ends before; the farewell comes later
-        job.world = replace(make_world(MPI.COMM_SELF, world.config, parent=job.world), watch=times)
+        job.world = make_world(MPI.COMM_SELF, world.config, parent=job.world).replaced(watch=times)
     if recovers:
         job.recovery = Recovery(job.world, MPI.COMM_WORLD)
         job.world = job.recovery.world
@@ -148,7 +153,7 @@ def _begin(settings: dict[str, Any]) -> Job:
     elif world.context.servers:
         job.everyone = job.world
         alone = make_world(MPI.COMM_SELF, world.config, parent=job.everyone)
-        job.world = replace(alone, profile=world.profile)
+        job.world = alone.replaced(profile=world.profile)
     _job = job
     return job
 
@@ -164,12 +169,8 @@ def _common_profile(world: World) -> Profile:
     with world.together(f"read the profile {path}"):
         if world.is_root:
             here = fingerprint(world.hosts, world.node_ranks, library_name(MPI.Get_library_version()))
-            try:
-                profile = from_json(Path(path).read_text(), path, here)
-            except (OSError, UnicodeDecodeError) as error:
-                problem = f"{world.name()}: the profile {path} cannot be read: {error}"
-                raise ConfigError(f"{problem}. {measure_anew(path, here)}") from None
-    common: Profile = world.broadcast(profile)
+            profile = from_json(read_profile(Path(path), measure_anew(path, here), f"{world.name()}: "), path, here)
+    common: Profile = world.broadcast_object(profile)
     return common
 
 
@@ -227,8 +228,12 @@ def _start_mpi() -> Callable[[], None]:
     if (starting or multiprocessing.parent_process() is not None) and launched_by(os.environ) is not None:
         # It would wait in MPI_Init for ever: the launcher has started no such rank.
         raise LaunchError(
-            f"on {socket.gethostname()}: init() was called in a process that multiprocessing started, which is not a "
-            "rank. Such a process runs the script again: put the code of the ranks under if __name__ == '__main__':"
+            f"on {socket.gethostname()}: init() was called in {NO_RANK}. "
+            + (
+                "Such a process runs the script again: put the code of the ranks under if __name__ == '__main__':"
+                if starting
+                else ONE_START
+            )
         )
     try:
         _load_mpi()
@@ -291,12 +296,51 @@ def _share_cores(world: World, of_all: Sequence[tuple[int, set[int]]]) -> None:
     """Give each rank its share of the machine's cores: by default, NumPy's BLAS would use all of them in every rank."""
     # A launcher may have bound each rank to its own cores: count the cores of all ranks of the machine.
     cores: set[int] = set().union(*(rank_cores for node_rank, rank_cores in of_all if node_rank == world.node_rank))
-    if world.local_size == 1:
-        return
     share = max(1, len(cores) // world.local_size)
-    os.environ.setdefault("PJRT_NPROC", str(share))  # for JAX: XLA reads only this variable, at its first array
-    if any(variable in os.environ for variable in _THREAD_VARIABLES):
+    if world.local_size > 1 or share == 1:
+        # For JAX: XLA reads only this variable, at its first array. While one of its threads is in an exchange inside
+        # jit, another one must be there to copy the arrays (mpitrain/jax/inside_jit.py).
+        os.environ.setdefault("PJRT_NPROC", str(max(2, share)))
+    if world.local_size == 1 or any(variable in os.environ for variable in _THREAD_VARIABLES):
         return
     from threadpoolctl import threadpool_limits
 
     threadpool_limits(share)
+
+
+Result = TypeVar("Result")
+
+
+def elastic(train: Callable[[World], Result]) -> Result:
+    """Call `train(world)`, and again in a new World after each loss of a rank. Return what the last call returns.
+
+    A rank can be lost only with `mpitrain run --recover`. Without it, `elastic` is a single call. A Trainer goes on by
+    itself: do not make one in `train`.
+
+    Collective. `train` keeps what it has reached outside of itself, and calls `world.commit()` in every step, after
+    what the step exchanges and before the step changes anything that was kept. Then the ranks that are left have all
+    made the same steps, when `train` is called again.
+
+    Args:
+        train: makes all that needs a World, such as a GradientReducer, from the one that it is given.
+
+    Raises:
+        ConfigError: `train` makes a Trainer.
+        Exception: what `train` raises, unless a lost rank is the cause.
+    """
+    job = the_job()
+    job.is_elastic = True
+    try:
+        while True:
+            try:
+                result = train(job.world)
+                job.world.commit()  # no rank leaves while others have to make the last step again
+            except Exception as error:
+                if job.recovery is None or not job.recovery.is_loss(error):
+                    raise
+                job.recovery.abandon()
+                job.recover(lambda world: world.barrier(), error)
+            else:
+                return result
+    finally:
+        job.is_elastic = False

@@ -21,11 +21,13 @@ from typing import Any, NoReturn
 import numpy
 
 from mpitrain.allreduce import ALGORITHMS
+from mpitrain.context import LEAST_PLAN_STEPS
 from mpitrain.errors import ConfigError
-from mpitrain.job.context import LEAST_PLAN_STEPS
-from mpitrain.job.cores import own_cores
-from mpitrain.shard import largest_part
-from mpitrain.world import World
+from mpitrain.job import rehearsal
+from mpitrain.job.worlds import own_cores
+from mpitrain.tree import Tree, leaves
+from mpitrain.world.shard import largest_part
+from mpitrain.world.world import World
 
 # The first steps load libraries and take memory. After a change of the part, batches may have been read ahead.
 _FIRST_STEPS, _NEXT_STEPS = 3, 2
@@ -78,6 +80,8 @@ class StepTimes:
                 f"{self._everyone.name()}: mpitrain plan has seen steps of a model with {len(self._layout)} "
                 f"parameters, and now of one with {len(layout)}; allowed is one model. Plan a script that trains one"
             )
+        if rehearsal.current is not None:
+            rehearsal.current.stepped()
         self._layout = list(layout)
         self._weight = float(weight)
         self._ready = [0.0] * len(layout)
@@ -115,6 +119,8 @@ class StepTimes:
         if self._is_written:
             return
         self._is_written = True
+        if rehearsal.current is not None:
+            rehearsal.current.is_over = True
         own = {
             "host": self._everyone.host,
             "parameters": self._layout,
@@ -152,6 +158,8 @@ class StepTimes:
             self._parts.append({"ranks": self.divisor, "samples": self._weight, "steps": []})
         steps = self._parts[-1]["steps"]
         steps.append({"seconds": seconds, "ready": self._ready})
+        if rehearsal.current is not None:
+            rehearsal.current.is_measured = len(self._parts) > 1 or len(steps) >= LEAST_PLAN_STEPS
         total = sum(step["seconds"] for step in steps)
         if len(steps) >= self._wanted or (len(steps) >= LEAST_PLAN_STEPS and total > _LONG_SECONDS):
             self._sizes.pop(0)
@@ -186,7 +194,14 @@ class StepTimes:
             times[name] = statistics.median(taken), statistics.median(worked)
         return times
 
+    def called(self, operation: str, tree: Tree) -> None:
+        """Note a call of world.mean or world.sum. Without other steps, the script trains by those of arrays."""
+        if rehearsal.current is not None and any(getattr(leaf, "shape", ()) for _, leaf in leaves(tree)):
+            rehearsal.current.unseen(f"by world.{operation}", 0.5)
+
     def _leave(self) -> None:
         """Leave the script: its end, such as saving a model, must not run."""
         self.write()
+        if rehearsal.current is not None:
+            rehearsal.current.leave(0)
         raise SystemExit(0)

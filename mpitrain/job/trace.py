@@ -26,12 +26,12 @@ from typing import TYPE_CHECKING, Any
 import numpy
 
 from mpitrain.waiting.control import until
+from mpitrain.watching.activity import Span, Spans
 from mpitrain.watching.rank_record import ENDED
-from mpitrain.watching.spans import Span, Spans
 
 if TYPE_CHECKING:
     from mpitrain.job.job import Job
-    from mpitrain.world import World
+    from mpitrain.world.world import World
 
 _ROUND_TRIPS = 30
 _LANES = ("compute", "wait", "wire")

@@ -1,4 +1,4 @@
-"""make_world: the ranks of a communicator become a World."""
+"""make_world: the ranks of a communicator become a World; and the cores that each of its ranks has for itself."""
 
 from __future__ import annotations
 
@@ -9,15 +9,27 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from mpitrain.collectives.trees import ArrayTrees
 from mpitrain.config import Config
+from mpitrain.context import JobContext
 from mpitrain.errors import LaunchError, everywhere
-from mpitrain.exchange.trees import ArrayTrees
-from mpitrain.job.context import JobContext
 from mpitrain.waiting.background import Background, Queue
 from mpitrain.waiting.control import Control
 from mpitrain.waiting.notes import Notes
 from mpitrain.watching.view import process_numbering
-from mpitrain.world import World
+from mpitrain.world.world import World
+
+
+def own_cores(world: World) -> float:
+    """The cores of this machine for each of its ranks, also of those on other hosts of it, such as containers.
+
+    Collective. Ranks may be bound to different cores: all that one of them may use count.
+    """
+    machine = Path("/proc/sys/kernel/random/boot_id").read_text()
+    of_all = world.allgather((machine, os.sched_getaffinity(0)))
+    here = [cores for one, cores in of_all if one == machine]
+    return len(set().union(*here)) / len(here)
+
 
 if TYPE_CHECKING:
     from mpi4py import MPI

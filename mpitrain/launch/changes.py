@@ -9,24 +9,30 @@ a Trainer, or a loop with mt.keep.
 
 A thread answers, because a host that is to join is asked for its facts first. Only the main thread starts processes.
 If the next try cannot start beside the present one, it starts when the present one has ended.
+
+`Tellers` opens the socket to which the wishes of `mpitrain tell`, `join` and `leave` come (control.py).
 """
 
 from __future__ import annotations
 
+import os
+import socket
 import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from mpitrain.errors import ConfigError, LaunchError
-from mpitrain.launch.change import READY_SECONDS, Change, joining, leaving, refuse_few
-from mpitrain.launch.events import say
+from mpitrain.errors import ConfigError, LaunchError, NotNowError
+from mpitrain.launch.control import listen, serve
 from mpitrain.launch.keepers import KEEP_SECONDS, Keepers
 from mpitrain.launch.kept import LEAVES, PREPARES, SAVES, STAYS
+from mpitrain.launch.log import say
+from mpitrain.launch.orders import Orders, teller_name
 from mpitrain.launch.placement import Placement
+from mpitrain.launch.policy import READY_SECONDS, Change, Limits, joining, leaving, refuse_few
+from mpitrain.launch.roster import launcher_name
 from mpitrain.launch.successor import Successor
-from mpitrain.launch.verdict import Limits
 from mpitrain.watching.ranges import rank_ranges
 
 _LOOK_SECONDS = 0.2
@@ -38,10 +44,6 @@ _READY_SECONDS_OF_TOLD = 10.0
 # So long a wish waits for a try or a run that is about to begin.
 _BEGIN_SECONDS = 5.0
 _STARTS = "the job is being started again; try again in a moment"
-
-
-class NotNowError(ConfigError):
-    """The job can change its hosts at another time only."""
 
 
 class Changes:
@@ -336,3 +338,45 @@ class Changes:
                 if fault != repr(error):
                     fault = repr(error)
                     say(f"the hosts of the job may not change as they should: {fault}")
+
+
+_LAST_SECONDS = 1.5
+
+
+class Tellers:
+    """Use this in `with`: inside, wishes are answered."""
+
+    def __init__(self, orders: Orders, changes: Changes | None) -> None:
+        """Without `changes`, the hosts of the job cannot change."""
+        self._orders, self._changes = orders, changes
+        self._listener: socket.socket | None = None
+        self._stop = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def __enter__(self) -> Tellers:
+        """Open the socket. If that cannot be, stderr says so: the job does not need it."""
+        try:
+            self._listener = listen(launcher_name(os.getpid()))
+        except OSError as error:
+            say(f"nobody can tell this job anything (mpitrain tell, join, leave): {error}")
+            return self
+        serves = self._listener, self._answer, self._stop
+        self._thread = threading.Thread(target=serve, args=serves, name="wishes", daemon=True)
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._orders.close()
+        self._stop.set()
+        if self._thread is not None:
+            self._thread.join(_LAST_SECONDS)  # a host may be asked, which takes longer
+        if self._listener is not None:
+            self._listener.close()
+
+    def _answer(self, wish: Mapping[str, Any], user: int) -> Mapping[str, Any]:
+        if "tell" in wish:
+            return self._orders.answer(wish["tell"], teller_name(user, str(wish.get("from", ""))))
+        if self._changes is None:
+            text = "its hosts cannot change, because no keepers hold its state meanwhile"
+            return {"refused": f"{text}; start the job with --restarts N"}
+        return self._changes.answer(wish)

@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
+import base64
 import functools
+import hashlib
 import json
 import os
+import re
 import shlex
 import subprocess
 import sys
 import tempfile
 import threading
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
 from mpitrain.errors import LaunchError
+from mpitrain.launch.batch import step_on
 from mpitrain.launch.processes import end_with_parent
-from mpitrain.launch.slurm_step import step_on
+from mpitrain.reading import MessageLines
 
 # ssh asks no questions and shares no other connection. The user's own settings say which host keys are valid. No
 # connection stays open for others (ControlPersist), because it would look like a process that the job has left.
@@ -25,41 +30,44 @@ SSH_OPTIONS = ("-o", "BatchMode=yes", "-o", "ConnectTimeout=10", "-o", "ControlM
 GUARD_OPTIONS = ("-T", "-x", "-a", "-o", "ControlPath=none", "-o", "ClearAllForwardings=yes", "-o", "LogLevel=ERROR")
 
 # Not the Python of a virtual environment: the guard must work even if the share with that environment is missing.
-_PYTHON = "/usr/bin/python3"
+PYTHON = "/usr/bin/python3"
+
+# The packages with modules that can be sent.
+_SENT = (".", "watching", "launch")
 
 # The modules of the guard, each after those that it imports.
 GUARD = (
-    "job.context",
+    "facts",
+    "reading",
+    "context",
+    "watching.sockets",
     "watching.rank_record",
     "watching.view",
-    "watching.witness",
-    "watching.watched_process",
     "watching.roll_call",
     "watching.census",
-    "launch.marked",
+    "launch.processes",
     "launch.memory_kills",
     "launch.shared_files",
-    "launch.processes",
     "launch.facts",
     "launch.hearing",
-    "launch.gpu_load",
     "launch.load",
-    "launch.guard",
+    "launch.agent",
 )
-
-# The modules of the sweep, which takes over after a guard was killed.
-SWEEP = (*GUARD, "launch.sweep")
 
 # Sent first: a `read` in a startup file of the login's shell takes this line, instead of the guard's first one.
 _BAIT = b"# mpitrain\n"
 _SWALLOWED = "takes a line of what is sent to a command"
+# A network that breaks meanwhile may leave the far side without the rest: it then ends after this time.
+_BOOT_SECONDS = 60
 # The next line has the modules and the wish. It is read byte by byte, so that the rest stays for the guard.
 _BOOT = f"""
-import json, sys, types
+import json, signal, sys, types
+signal.alarm({_BOOT_SECONDS})
 stream = open(0, "rb", buffering=0, closefd=False)
 if stream.readline().startswith(b"{{"):
     sys.exit("the shell {_SWALLOWED}")
 line = stream.readline()
+signal.alarm(0)
 if line:
     bundle = json.loads(line)
     for name, text in bundle["modules"]:
@@ -67,6 +75,8 @@ if line:
         exec(compile(text, name, "exec"), module.__dict__)
     module.main(bundle["wish"], bundle["probe"])
 """
+# Behind the name of a Python: it waits for modules, and runs the main() of the last.
+BOOT = ("-I", "-u", "-c", _BOOT)
 
 
 def command_on(host: str, line: str) -> list[str]:
@@ -99,7 +109,7 @@ class Connection:
     errors: IO[bytes]  # a file with what ssh and the far side wrote to stderr
     heard_seconds: float
     is_closed: bool = False
-    _received: bytes = b""
+    _received: MessageLines = field(default_factory=MessageLines, repr=False)
     _unsent: bytes = field(default=b"", repr=False)
 
     def send(self, message: Mapping[str, Any]) -> None:
@@ -141,8 +151,7 @@ class Connection:
             self.is_closed = True
             return []
         self.heard_seconds = now
-        *lines, self._received = (self._received + data).split(b"\n")
-        return [json.loads(line) for line in lines if line.startswith(b'{"')]
+        return list(self._received.take(data))
 
     def why_closed(self) -> str:
         """Say in one line what went wrong, and what to do."""
@@ -192,29 +201,52 @@ def connect(
     wish: Mapping[str, Any],
     now: float,
     modules: Sequence[str] = GUARD,
-    way: Sequence[str] = (),
     descriptors: Sequence[int] = (),
+    *,
+    outlives_us: bool = False,
 ) -> Connection:
     """Start a guard on `host`, or the main() of the last of `modules`. Return at once; its messages come later.
 
-    `way` are the words that run a command there, in place of ssh. `descriptors` of this process stay open in one that
-    runs on this machine.
+    `descriptors` of this process stay open in one that runs on this machine. One that `outlives_us` goes on after a
+    kill of this process.
 
     Raises:
         LaunchError: there is no ssh on this machine.
     """
-    boot = ["-I", "-u", "-c", _BOOT]
-    if is_this_machine:
-        command = [sys.executable, *boot]
-    elif way:
-        command = [*way, _PYTHON, *boot]
-    else:
-        command = command_on(host, f"exec {shlex.join([_PYTHON, *boot])}")
-    is_main = threading.current_thread() is threading.main_thread()
+    command = boot_on(host, is_this_machine)
     # At SIGTERM srun kills what it has started, and the guard could not clean up. It ends with its stdin.
-    is_step = not is_this_machine and not way and bool(step_on(host))
-    dies_with_us = is_main and not is_this_machine and modules is not SWEEP and not is_step
+    is_step = not is_this_machine and bool(step_on(host))
+    # Clean-up must outlive the launcher: this machine's guard, and a sweep in place of a guard. Other ssh processes
+    # need not.
+    may_end = not is_this_machine and not outlives_us and not is_step
+    return boot(host, command, sources(modules), wish, now, ends_with_us=may_end, descriptors=descriptors)
+
+
+def boot_on(host: str, is_this_machine: bool) -> list[str]:
+    """Return the words that start a Python on `host` which waits for modules (`boot`)."""
+    if is_this_machine:
+        return [sys.executable, *BOOT]
+    return command_on(host, f"exec {shlex.join([PYTHON, *BOOT])}")
+
+
+def boot(
+    host: str,
+    command: Sequence[str],
+    modules: Sequence[tuple[str, str]],
+    wish: Mapping[str, Any],
+    now: float,
+    *,
+    ends_with_us: bool,
+    descriptors: Sequence[int] = (),
+) -> Connection:
+    """Start `command`, a Python with BOOT, and send it modules (name and text); it runs the main() of the last.
+
+    Raises:
+        LaunchError: there is no such program on this machine.
+    """
     errors = tempfile.TemporaryFile()  # noqa: SIM115 - lives as long as the connection
+    # The kernel would watch over the thread that forks, so it must be the main one.
+    is_main = threading.current_thread() is threading.main_thread()
     try:
         process = subprocess.Popen(
             command,
@@ -222,9 +254,7 @@ def connect(
             stdout=subprocess.PIPE,
             stderr=errors,
             start_new_session=True,  # Ctrl-C in the terminal reaches the launcher only
-            # Clean-up must outlive the launcher: this machine's guard, and a sweep in place of a guard. Other ssh
-            # processes need not. The kernel would watch over the thread that forks, so it must be the main one.
-            preexec_fn=end_with_parent() if dies_with_us else None,  # noqa: PLW1509
+            preexec_fn=end_with_parent() if ends_with_us and is_main else None,  # noqa: PLW1509
             pass_fds=descriptors,
         )
     except FileNotFoundError:
@@ -236,10 +266,14 @@ def connect(
     os.set_blocking(process.stdin.fileno(), False)
     os.set_blocking(process.stdout.fileno(), False)
     connection = Connection(host, process, errors, now, _unsent=_BAIT)
-    texts = _texts()
-    bundle = [(f"mpitrain.{name}", texts[name]) for name in modules]
-    connection.send({"modules": bundle, "wish": wish, "probe": texts["launch.probe"]})
+    connection.send({"modules": modules, "wish": wish, "probe": _texts()["facts"]})
     return connection
+
+
+def sources(modules: Sequence[str]) -> list[tuple[str, str]]:
+    """Return the full name and the text of these modules of mpitrain, such as "launch.agent"."""
+    texts = _texts()
+    return [(f"mpitrain.{name}", texts[name]) for name in modules]
 
 
 @functools.cache
@@ -250,18 +284,35 @@ def _texts() -> dict[str, str]:
     nor the messages of this process.
     """
     package = Path(__file__).parents[1]
-    folders = ("job", "watching", "launch", "chaos")
-    return {f"{folder}.{path.stem}": path.read_text() for folder in folders for path in (package / folder).glob("*.py")}
+    paths = [path for folder in _SENT for path in (package / folder).glob("*.py")]
+    return {".".join(path.relative_to(package).with_suffix("").parts): path.read_text() for path in paths}
 
 
 def explain(host: str, words: str, code: int | None) -> str:
     """Say why the connection to `host` ended, from what ssh wrote, and what to do."""
     last = words.splitlines()[-1] if words else f"ended with code {code} and wrote nothing"
     shown = f"{host}: {last}"
+    if "REMOTE HOST IDENTIFICATION HAS CHANGED" in words and (other := _owner_of_key(words, host)):
+        return (
+            f"{shown}: {other} answers at its address, so two machines have one address, or have changed theirs. See "
+            f"`getent hosts {host}` here, and `ip -brief address` on the consoles of {host} and {other}"
+        )
     for sign, remedy in _REMEDIES:
         if sign in words:
             return f"{shown}: {remedy.format(host=host)}"
     return shown
+
+
+def _owner_of_key(words: str, host: str) -> str:
+    """Return the other host whose key ssh was shown, by the file that has the key of `host`; "": none is known."""
+    shown, file = re.search(r"SHA256:([\w+/]+)", words), re.search(r"^Offending \w+ key in (.+):\d+\s*$", words, re.M)
+    with suppress(OSError, ValueError):
+        for line in Path(file[1]).read_text().splitlines() if shown and file else ():
+            names, _, key, *_ = [*line.split(), "", "", ""]
+            fingerprint = base64.b64encode(hashlib.sha256(base64.b64decode(key)).digest()).decode().rstrip("=")
+            if shown and fingerprint == shown[1] and host not in names.split(",") and names[0] not in "|@":  # hashed
+                return names.split(",")[0]
+    return ""
 
 
 # Messages of ssh, the most telling first.
@@ -300,5 +351,5 @@ _REMEDIES = (
             "names it, with the line that repairs it"
         ),
     ),
-    (_PYTHON, f"there is no Python at {_PYTHON}. Install python3 there"),
+    (PYTHON, f"there is no Python at {PYTHON}. Install python3 there"),
 )

@@ -11,13 +11,13 @@ import shlex
 from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 
+from mpitrain.context import JobContext
 from mpitrain.errors import LaunchError
-from mpitrain.job.context import JobContext
-from mpitrain.launch.allocation import MARKS
+from mpitrain.launch.batch import MARKS
 from mpitrain.launch.connections import SSH_OPTIONS
 from mpitrain.launch.libraries import VENDOR_NAMES, Mpiexec, Vendor
+from mpitrain.launch.output import Tag
 from mpitrain.launch.placement import Placement
-from mpitrain.launch.tags import Tag
 from mpitrain.launch.tuning import Conditions, settings
 from mpitrain.launch.variables import is_of_login
 
@@ -149,7 +149,8 @@ def open_mpi(job: JobSpec, names: Set[str]) -> LaunchCommand:
     old = is_old_open_mpi(job.mpiexec)
     # Always allow oversubscription: Open MPI counts cores, this package hardware threads.
     forms = ("--oversubscribe", "--tag-output") if old else ("--map-by", ":OVERSUBSCRIBE", "--output", "tag")
-    flags = ["-n", str(job.placement.num_ranks), *forms, "--bind-to", "none"]
+    # Rank 0 would get a pipe that does not end with the launcher's own input.
+    flags = ["-n", str(job.placement.num_ranks), *forms, "--bind-to", "none", "--stdin", "none"]
     if job.context.recover:
         flags += _OPEN_MPI_RECOVERS
     as_root = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"} if job.as_root else {}

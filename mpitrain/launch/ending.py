@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from mpitrain.launch.memory_kills import KERNEL_KILLED
 from mpitrain.watching.census import FirstEnd
 from mpitrain.watching.ranges import rank_ranges
-from mpitrain.watching.rank_record import FAILED, INTERRUPTED, RankRecord
+from mpitrain.watching.rank_record import CALLED, FAILED, INTERRUPTED, STARTED, RankRecord
 
 _LINE_BYTES = 400  # of a cause: the kernel's line about a process that it killed has about 250
 # Measured on 4 hosts on two busy cores: after a rank was killed, the ends of MPICH's processes on the other hosts
@@ -28,8 +28,11 @@ _NOTICED_SECONDS = 1.0
 _HYDRA = re.compile(r"=   (?:RANK (\d+) )?PID (\d+) RUNNING AT (\S+)\n=   (EXIT CODE|KILLED BY SIGNAL): (\d+)")
 # MPICH's exit code may be the number of a signal: the line that says so is missing if MPICH's proxies fail too.
 _FATAL = ("4", "6", "7", "8", "9", "11", "15")
+_OF_HYDRA = re.compile(r"BAD TERMINATION|^\[(proxy|mpiexec)", re.MULTILINE)
 _SIGNAL = re.compile(r"EXIT STRING: .*\(signal (\d+)\)")
 _KILLED = re.compile(r"was killed by signal (\d+)")  # as we say it
+_LEFT = re.compile(r"left with exit code (\d+)")  # as a rank says it that sys.exit has ended
+_SILENT = "ended without a word (os._exit, or killed?)"
 # Open MPI 4 and 5.
 _OPEN_MPI_KILLED = re.compile(r"process rank (\d+) with PID \d+ on node \S+ exited\s+on\s+signal (\d+)")
 _OPEN_MPI_DAEMON = re.compile(r"Remote daemon: .* on node (\S+)")
@@ -86,9 +89,17 @@ def why(ended: Ended, host_of: Callable[[int], str]) -> tuple[str, int | None]:
     return text[:_LINE_BYTES], rank
 
 
-def last_words(ended: Ended, host_of: Callable[[int], str]) -> str:
-    """Return the last message of a job that ended by itself; "" if there is nothing to add."""
-    if ended.is_interrupted or ended.trouble or not (ended.missing or ended.mpiexec_signal):
+def last_words(ended: Ended, host_of: Callable[[int], str], *, has_said: bool = False) -> str:
+    """Return the last message of a job that ended by itself; "" if there is nothing to add.
+
+    `has_said`: a rank has said why it ended.
+    """
+    first = ended.first_end
+    is_early = first is not None and first.code not in (None, 0) and _is_early(ended.records, first.rank)
+    # A rank that fails before init() says why, and then leaves with a code, or ends itself by SIGTERM.
+    if first is not None and (first.code == -signal.SIGTERM or ((first.code or 0) > 0 and has_said)):
+        is_early = False
+    if ended.is_interrupted or ended.trouble or not (ended.missing or ended.mpiexec_signal or is_early):
         return ""
     if first_failure(ended) is not None:  # the rank itself has reported it
         return ""
@@ -101,6 +112,16 @@ def last_words(ended: Ended, host_of: Callable[[int], str]) -> str:
     return cause + others
 
 
+def _phase(ended: Ended, rank: int | None) -> str:
+    record = None if rank is None else ended.records.get(rank)
+    return "" if record is None else record.phase
+
+
+def _is_early(records: Mapping[int, RankRecord], rank: int | None) -> bool:
+    record = None if rank is None else records.get(rank)
+    return record is not None and record.phase in (STARTED, CALLED)
+
+
 def first_failure(ended: Ended) -> RankRecord | None:
     """Return the rank whose failure ended the job; None if the ranks failed because something else ended before."""
     failed, first = ended.failed, ended.first_end
@@ -110,8 +131,7 @@ def first_failure(ended: Ended) -> RankRecord | None:
         return None
     if first is None or first.seconds > failed.failed_seconds + _ABORT_SECONDS:
         return failed
-    record = None if first.rank is None else ended.records.get(first.rank)
-    return failed if record is not None and record.phase == FAILED else None
+    return failed if _phase(ended, first.rank) == FAILED else None
 
 
 def exit_code(ended: Ended, returncode: int, host_of: Callable[[int], str], *, told: int, has_left: bool) -> int:
@@ -129,7 +149,8 @@ def exit_code(ended: Ended, returncode: int, host_of: Callable[[int], str], *, t
     if ended.trouble:
         return 1
     if failed := first_failure(ended):  # mpiexec may report another rank, which it ended because of this one
-        return 128 + signal.SIGINT if failed.error == INTERRUPTED else 1
+        left = _LEFT.match(failed.error)
+        return 128 + signal.SIGINT if failed.error == INTERRUPTED else int(left[1]) if left else 1
     if returncode < 0:
         return 128 - returncode
     if returncode and (number := signal_told(ended, host_of)):
@@ -141,13 +162,14 @@ def exit_code(ended: Ended, returncode: int, host_of: Callable[[int], str], *, t
 
 
 def signal_told(ended: Ended, host_of: Callable[[int], str]) -> int:
-    """The signal that ended the rank which ended first, where mpiexec's words mean that and nothing else; 0: none.
+    """The signal that ended the rank which ended first, as the kernel says or mpiexec's words alone mean; 0: none.
 
     Over several hosts MPICH's own exit code is 255 then: it hangs up on its proxies once a rank is dead, those of other
     hosts take that for an error, and it fails because of them.
     """
-    if ended.first_end is not None and ended.first_end.rank is None:
-        return 0
+    first = ended.first_end
+    if first is not None and (first.rank is None or first.code):
+        return max(0, -(first.code or 0))
     told = _told(ended, host_of)
     rank = _first(ended, set(told))
     killed = None if rank is None else _KILLED.fullmatch(told.get(rank, ""))
@@ -190,17 +212,25 @@ def _why(ended: Ended, host_of: Callable[[int], str]) -> tuple[str, int | None]:
         return f"rank {named} on {host_of(named)} or another one {told[named]}", None
     if rank is None:
         return _unknown(ended), None
-    how = "ended without a word (os._exit, or killed?)"
-    if first is not None and first.code is not None and first.code < 0:
-        how = f"was killed by signal {-first.code}"
-    elif first is not None and first.code:  # a rank that is alone, such as an exception ends
-        how = f"left with exit code {first.code}"
-    how = told.get(rank, how)
-    if kernel.startswith(KERNEL_KILLED) and "killed" in how:
-        how = f"was killed by signal 9: {kernel}"
-    elif kernel and (rank not in told or "by signal 9" in how):
-        how = f"{how}: {kernel}"
+    how = told.get(rank, "")
+    if first is not None and first.rank == rank:
+        how = words_of_end(first, how)
+    how = how or _SILENT
     return f"rank {rank} on {host_of(rank)} {how}", rank
+
+
+def words_of_end(end: FirstEnd, told: str = "") -> str:
+    """Say how a rank ended, as in `was killed by signal 9`; `told` is what mpiexec says, less than the kernel knows."""
+    how = told or _SILENT
+    if end.code:  # a rank that is alone, such as an exception ends, leaves with a code
+        how = f"was killed by signal {-end.code}" if end.code < 0 else f"left with exit code {end.code}"
+    if end.kernel.startswith(KERNEL_KILLED) and "killed" in how:
+        return f"was killed by signal 9: {end.kernel}"
+    return (
+        f"{how}: {end.kernel}"
+        if end.kernel and (how == _SILENT or "by signal 9" in how or end.code == -signal.SIGBUS)
+        else how
+    )
 
 
 def _unknown(ended: Ended) -> str:
@@ -254,6 +284,19 @@ def in_order(ends: Iterable[FirstEnd]) -> list[FirstEnd]:
     ends = sorted(ends, key=lambda end: end.seconds)
     close = [end for end in ends if end.seconds - ends[0].seconds < _UNSURE_SECONDS]
     return sorted(close, key=lambda end: end.rank is None) + ends[len(close) :]
+
+
+def without_ends_by_hydra(
+    ends: Sequence[FirstEnd], records: Mapping[int, RankRecord], mpiexec_said: str, returncode: int
+) -> list[FirstEnd]:
+    """Leave out ranks that Hydra killed because another one had told it a code before init() (mpitrain/early.py).
+
+    Such a rank may seem to end later than those. Of a rank that another signal has ended, Hydra says so; for one that
+    has told it a code, it says nothing.
+    """
+    if returncode <= 0 or returncode in (signal.SIGKILL, 128 + signal.SIGKILL) or _OF_HYDRA.search(mpiexec_said):
+        return list(ends)
+    return [end for end in ends if end.code != -signal.SIGKILL or not _is_early(records, end.rank)]
 
 
 def kills_first(ends: Sequence[FirstEnd], mpiexec_said: str) -> list[FirstEnd]:

@@ -1,6 +1,6 @@
 """The facts of a host before the job starts: its routes to the others, its folders, what its Python finds.
 
-Runs on every host, sent there as text (see guard.py). So it imports only modules that come with it, and must run with
+Runs on every host, sent there as text (see agent.py). So it imports only modules that come with it, and must run with
 old Pythons. Actions that may block for ever, such as a look at a folder of a dead NFS server, run in a child with a
 deadline.
 """
@@ -20,7 +20,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from mpitrain.facts import addresses, patience, rdma_devices
+from mpitrain.facts import routes as routes_of
 from mpitrain.launch.processes import end_with_parent
+from mpitrain.reading import MessageLines
 
 # Deadlines on a machine that is not busy. A busy one gets up to twice as long, which watch.FACTS_SECONDS allows for.
 _PATH_SECONDS = 5.0
@@ -58,7 +61,7 @@ def collect(wish: dict[str, Any], probe: str) -> dict[str, Any]:
     """
     facts: dict[str, Any] = {"hostname": socket.gethostname(), "paths": look_at_paths(wish["paths"])}
     facts["cores"] = len(os.sched_getaffinity(0))
-    facts["rdma"] = any(Path("/sys/class").glob("infiniband/*"))
+    facts["rdma"] = bool(rdma_devices())
     facts["routes"] = routes(wish["peers"])
     facts["devices"] = devices()
     facts["gpus"] = os.environ.get("CUDA_VISIBLE_DEVICES")  # a batch system may have set it for this host
@@ -72,43 +75,32 @@ def look_at_paths(paths: list[str]) -> dict[str, list[str]]:
     looking = {path: _start(["sh", "-c", _LOOK, sys.executable, _LOOK_AT_PATH, path]) for path in paths}
     states = {}
     for path, child in looking.items():
-        output = _outputs(child, _PATH_SECONDS * _patience())
+        output = _outputs(child, _PATH_SECONDS * patience(_MOST_PATIENCE))
         states[path] = ["hangs"] if output is None else output[0].splitlines() or ["error", path, "cannot be looked at"]
     return states
 
 
 def routes(peers: dict[str, str]) -> dict[str, dict[str, str]]:
-    """Return this host's interface towards each peer, and its network; leave out what the system does not report."""
-    addresses = _ip_json(["address"])
-    networks = {
-        (link["ifname"], address["local"]): f"{address['local']}/{address['prefixlen']}"
-        for link in addresses
-        for address in link.get("addr_info", [])
-        if "local" in address
-    }
-    by_peer = {}
+    """Return how this host reaches each peer, in the form of mpitrain.facts; leave out what the system does not report.
+
+    If the peer's address is one of this host's own, `taken` says where, in the words of `ip address`.
+    """
+    links = _ip_json(["address"])
+    taken = {own.partition("/")[0]: f"{own} dev {link['ifname']}" for link in links for own in addresses(link)}
+    by_peer = routes_of({name: _ip_json(["route", "get", peer]) for name, peer in peers.items()}, links)
     for name, peer in peers.items():
-        for route in _ip_json(["route", "get", peer])[:1]:
-            key = (route.get("dev", ""), route.get("prefsrc", ""))
-            by_peer[name] = {"interface": key[0]}
-            if key in networks:
-                by_peer[name]["network"] = str(ipaddress.ip_interface(networks[key]).network)
-    return by_peer
+        if by_peer[name] and peer in taken and not ipaddress.ip_address(peer).is_loopback:
+            by_peer[name]["taken"] = taken[peer]
+    return {name: route for name, route in by_peer.items() if route}
 
 
 def devices() -> dict[str, list[str]]:
     """Return the network interfaces, with their networks, and the RDMA devices; empty if the system reports none."""
     by_name = {
-        link["ifname"]: [
-            str(ipaddress.ip_interface("{local}/{prefixlen}".format(**address)).network)
-            for address in link.get("addr_info", [])
-            if "local" in address
-        ]
+        link["ifname"]: [str(ipaddress.ip_interface(own).network) for own in addresses(link)]
         for link in _ip_json(["address"])
     }
-    if by_name:
-        by_name.update((path.name, []) for path in Path("/sys/class").glob("infiniband/*"))
-    return by_name
+    return {**by_name, **{name: [] for name in rdma_devices()}} if by_name else {}
 
 
 def environment(
@@ -126,32 +118,26 @@ def environment(
     """
     # Run in the script's folder: the script itself looks for modules there first.
     settings = {"cwd": str(Path(script).parent), "env": {**os.environ, **variables}, "stderr": subprocess.PIPE}
-    seconds = most_seconds or _PROBE_SECONDS * _patience()
+    seconds = most_seconds or _PROBE_SECONDS * patience(_MOST_PATIENCE)
     output = _outputs(_start([python, "-c", probe, script], **settings), seconds, tell)
     if output is None:
         return {"error": f"{python} did not answer within {seconds:.3g} s"}
-    lines, words = (text.strip().splitlines() for text in output)
-    if not lines:
+    said, words = list(MessageLines().take(output[0].encode() + b"\n")), output[1].strip().splitlines()
+    if not said:  # other lines are of a start file of this Python
         return {"error": "{} failed: {}".format(python, words[-1] if words else "it said nothing")}
-    facts: dict[str, Any] = json.loads(lines[0])
-    facts.update(json.loads(lines[1]) if len(lines) > 1 else {"mpi_error": "the process that loaded it ended"})
-    return facts
+    return {**said[0], **(said[1] if len(said) > 1 else {"mpi_error": "the process that loaded it ended"})}
 
 
 def _ip_json(arguments: list[str]) -> list[dict[str, Any]]:
     """Return the output of `ip`; nothing if it fails or is not installed."""
     path = os.environ.get("PATH", "") + ":/usr/sbin:/sbin"  # `ip` may be there, outside an ordinary user's PATH
     ip = _start(["ip", "-j", *arguments], env={**os.environ, "PATH": path})
-    output = _outputs(ip, _ROUTE_SECONDS * _patience())
+    output = _outputs(ip, _ROUTE_SECONDS * patience(_MOST_PATIENCE))
     try:
         entries = json.loads(output[0] or "[]") if output else []
     except ValueError:
         return []
     return [entry for entry in entries if entry]
-
-
-def _patience() -> float:
-    return min(_MOST_PATIENCE, max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1)))
 
 
 def _start(command: list[str], **settings: Any) -> subprocess.Popen[bytes] | None:

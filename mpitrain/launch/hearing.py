@@ -1,59 +1,85 @@
-"""What the processes have in common that the launcher sends to the hosts: how they notice its silence, how they listen.
+"""The line between the launcher and a program that it has sent to a host: what this sends, and how it notices silence.
 
 Sent to the hosts as text. So this module imports no other module of mpitrain, and must run with old Pythons.
 """
 
 from __future__ import annotations
 
-import errno
-import socket
-import time
+import contextlib
+import fcntl
+import json
+import os
+import select
+import struct
+import termios
+import threading
 from collections.abc import Callable
+from typing import Any
 
-_MOST_WAITING = 4096
-# A process of the same job that was cut off from the launcher may be about to end.
-_NAME_SECONDS = 5.0
-# After such a gap this host was silent, not the launcher: it was suspended or frozen.
-_GAP_SECONDS = 5.0
+_TICK_SECONDS = 1.0
+# So much longer the main thread may take to end the process: it looks at disks, and writes to the launcher.
+STUCK_SECONDS = 30.0
+
+_sending = threading.Lock()
 
 
 class Hearing:
-    """Ask `is_lost` at least once a second."""
+    """Whether the launcher, which sends something to stdin every second, is still heard. Make it first of all.
 
-    def __init__(self, silence_seconds: float) -> None:
-        """The launcher may be silent for that long; 0: for ever."""
-        self._silence_seconds = silence_seconds
-        self._heard = self._looked = time.monotonic()
+    A thread counts the seconds of silence, also while the main thread is busy. A host that was frozen has counted none,
+    so it does not take its own silence for the launcher's. If the main thread hangs, in a look at a dead share or in a
+    write that nobody reads, the thread ends the process.
+    """
+
+    def __init__(self, silence_seconds: float, last: Callable[[], object] = lambda: None) -> None:
+        """The launcher may be silent for that long; 0: for ever, but it may not hang up.
+
+        `last` is called, in the thread, before it ends the process.
+        """
+        self._silence_seconds, self._last = silence_seconds, last
+        self._silent = 0.0
+        self._is_over = threading.Event()
+        threading.Thread(target=self._count, name="hearing", daemon=True).start()
 
     def is_lost(self, *, has_come: bool) -> bool:
         """True if the launcher has been silent for too long; `has_come`: it has just been heard."""
-        now = time.monotonic()
-        if has_come or now - self._looked > _GAP_SECONDS:
-            self._heard = now
-        self._looked = now
-        return bool(self._silence_seconds) and now - self._heard > self._silence_seconds
+        if has_come:
+            self._silent = 0.0
+        return 0 < self._silence_seconds < self._silent
 
+    def close(self) -> None:
+        """Listen no more."""
+        self._is_over.set()
 
-def listen(name: str, is_taken: Callable[[], None] = lambda: None) -> socket.socket:
-    """Make the abstract socket of this name, at which processes of this host can call.
-
-    While another process has the name, `is_taken` is called before each further attempt.
-
-    Raises:
-        OSError: the name stays taken.
-    """
-    listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    deadline = time.monotonic() + _NAME_SECONDS
-    while True:
+    def _count(self) -> None:
+        unread, stuck = 0, 0.0
+        line = select.poll()
+        line.register(0, select.POLLHUP)
+        while stuck <= STUCK_SECONDS:
+            if self._is_over.wait(_TICK_SECONDS):
+                return
+            now = _unread()
+            self._silent = 0.0 if now > unread else self._silent + _TICK_SECONDS
+            unread = now
+            is_lost = 0 < self._silence_seconds < self._silent or bool(line.poll(0))
+            stuck = stuck + _TICK_SECONDS if is_lost else 0.0
         try:
-            listener.bind("\0" + name)
-            break
-        except OSError as error:
-            if error.errno != errno.EADDRINUSE or time.monotonic() > deadline:
-                listener.close()
-                raise
-            is_taken()
-            time.sleep(0.1)
-    listener.listen(_MOST_WAITING)
-    listener.setblocking(False)
-    return listener
+            self._last()
+        finally:
+            os._exit(1)
+
+
+def _unread() -> int:
+    """How many bytes wait in stdin."""
+    try:
+        return int(struct.unpack("i", fcntl.ioctl(0, termios.FIONREAD, b"\0" * 4))[0])
+    except OSError:  # closed
+        return 0
+
+
+def send(message: dict[str, Any]) -> None:
+    """Send a line to the launcher, which may be gone. Any thread may call."""
+    data = (json.dumps(message) + "\n").encode()
+    with _sending, contextlib.suppress(OSError):
+        while data:
+            data = data[os.write(1, data) :]

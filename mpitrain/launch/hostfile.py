@@ -16,6 +16,7 @@ YAML) are refused, so that Ansible and mpitrain always mean the same nodes.
 
 from __future__ import annotations
 
+import codecs
 import dataclasses
 import ipaddress
 import re
@@ -26,6 +27,7 @@ from pathlib import Path
 
 from mpitrain.errors import ConfigError
 from mpitrain.launch.foreign_files import refuse_foreign
+from mpitrain.reading import find_file, shown, shown_text, text_of
 
 PROJECT_INVENTORY = Path("cluster/hosts")  # in a project's folder
 NODE_INVENTORY = Path("/etc/mpitrain/hosts")  # on every node, written by the set-up
@@ -110,12 +112,13 @@ def read_text(path: Path) -> str:
     Raises:
         ConfigError: there is no such file, or it cannot be read.
     """
-    try:
-        return path.read_text(encoding="utf-8")
-    except FileNotFoundError:
-        raise ConfigError(f"{path}: there is no such file; `mpitrain cluster init` writes one") from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path}: cannot be read as an inventory: {error}") from None
+    content = find_file(path, ConfigError, is_given=True)
+    if content is None:
+        raise ConfigError(f"{path}: there is no such file; `mpitrain cluster init` writes one")
+    if content.startswith(codecs.BOM_UTF8):
+        remedy = f"remove it: sed -i '1s/^\\xef\\xbb\\xbf//' {shlex.quote(str(path))}"
+        raise _error(path, 1, "the file begins with a byte order mark, which Ansible takes for a name", remedy)
+    return text_of(content, ConfigError, f"{path} cannot be read")
 
 
 def sections(path: Path, text: str) -> list[tuple[int, str, str, str]]:
@@ -133,12 +136,14 @@ def sections(path: Path, text: str) -> list[tuple[int, str, str, str]]:
         if line.startswith("["):
             header = _HEADER.fullmatch(line)
             if header is None:
-                raise _error(path, number, f"{line!r} is no section", "write [head], [workers] or [cluster:children]")
+                raise _error(
+                    path, number, f"{shown(line)} is no section", "write [head], [workers] or [cluster:children]"
+                )
             group, kind = header[1], header[2] or ""
             _check_section(path, number, group, kind)
         elif not group:
             yaml = line == "---" or line.endswith(":")
-            problem = "this looks like YAML" if yaml else f"{line!r} stands before the first section"
+            problem = "this looks like YAML" if yaml else f"{shown(line)} stands before the first section"
             raise _error(path, number, problem, "an inventory begins with [head], in the form of cluster/hosts.example")
         lines.append((number, group, kind, line))
     return lines
@@ -151,7 +156,7 @@ def _check_section(path: Path, number: int, group: str, kind: str) -> None:
         "vars": group in _VARIABLE_GROUPS,
     }
     if not fits.get(kind, False):
-        section = f"[{group}:{kind}]" if kind else f"[{group}]"
+        section = shown_text(f"[{group}:{kind}]" if kind else f"[{group}]")
         allowed = "[head], [workers], [cluster:children] and [GROUP:vars] of these groups or of all"
         raise _error(path, number, f"the section {section} is not known", f"allowed are {allowed}")
 
@@ -208,17 +213,17 @@ def _inventory(path: Path, groups: Mapping[str, Sequence[Host]], children: Seque
 def _host(path: Path, number: int, line: str) -> Host:
     name, *settings = _words(path, number, line, comments=True) or [""]
     if "[" in name:
-        raise _error(path, number, f"{name!r} is a range of names", "write a line for each node, with its address")
+        raise _error(path, number, f"{shown(name)} is a range of names", "write a line for each node, with its address")
     if not _NAME.fullmatch(name):
         allowed = "a host name has letters, digits, - and ., at most 63; a port goes into ansible_port=, IPv6 into "
-        raise _error(path, number, f"{name!r} cannot be a node's name", f"{allowed}ansible_host=")
+        raise _error(path, number, f"{shown(name)} cannot be a node's name", f"{allowed}ansible_host=")
     if name.lower() in _TAKEN_NAMES:
-        raise _error(path, number, f"the name {name!r} is reserved", "give the node another name")
+        raise _error(path, number, f"the name {shown(name)} is reserved", "give the node another name")
     variables: dict[str, str] = {}
     for setting in settings:
         key, equals, value = setting.partition("=")
         if not equals or not _VARIABLE.fullmatch(key):
-            problem = f"{setting!r} of {name} is not of the form variable=value"
+            problem = f"{shown(setting)} of {name} is not of the form variable=value"
             raise _error(path, number, problem, "write no space around =, and quote a value with spaces")
         if key in variables:
             raise _error(path, number, f"{name} sets {key} twice", "keep one of them")
@@ -230,7 +235,7 @@ def _words(path: Path, number: int, text: str, *, comments: bool = False) -> lis
     try:
         return shlex.split(text, comments=comments)
     except ValueError as error:
-        problem = f"{text!r} cannot be split: {error}"
+        problem = f"{shown(text)} cannot be split: {error}"
         raise _error(path, number, problem, """close the quotation, or quote the quote: note="it's mine\"""") from None
 
 
@@ -239,7 +244,9 @@ def _address(path: Path, number: int, name: str, given: str | None) -> str:
     text = name if given is None else given
     address = _ip(text)
     if address is None:
-        problem = f"{name} has no address" if given is None else f"the address {given!r} of {name} is not an IP address"
+        problem = (
+            f"{name} has no address" if given is None else f"the address {shown(given)} of {name} is not an IP address"
+        )
         remedy = f"write its IP address: {name} ansible_host=10.0.0.1 (`ip -brief address` on {name} shows it)"
         raise _error(path, number, problem, remedy)
     if named is not None and named != address:
@@ -259,7 +266,7 @@ def _ip(text: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
 def _child(path: Path, number: int, line: str) -> str:
     child = _CHILD.fullmatch(line)
     if child is None or child[1] not in _HOST_GROUPS:
-        problem = f"{line!r} is not one of its groups"
+        problem = f"{shown(line)} is not one of its groups"
         raise _error(path, number, problem, "[cluster:children] has the lines head and workers")
     return child[1]
 
@@ -268,7 +275,7 @@ def _check_variable(path: Path, number: int, line: str) -> None:
     name, equals, value = line.partition("=")
     _words(path, number, value)
     if not equals or not _VARIABLE.fullmatch(name.strip()):
-        raise _error(path, number, f"{line!r} is not of the form variable=value", "one variable a line")
+        raise _error(path, number, f"{shown(line)} is not of the form variable=value", "one variable a line")
     if name.strip() == "ansible_host":
         raise _error(path, number, "ansible_host is set for a whole group", "put it into the line of the node")
 

@@ -1,5 +1,12 @@
-"""On which hosts a job runs: those of --hosts or -i; else those that a batch system has given; else those of this
-machine's cluster; else this machine."""
+"""On which hosts a job runs: those of --hosts, --hostfile or -i, else of the batch job, else of this machine's cluster,
+else this machine.
+
+A file of hosts (--hostfile) is that of another launcher, as `mpiexec` and batch systems write it:
+
+    node1 slots=4     # Open MPI's
+    node2:2           # MPICH's and Intel MPI's
+    node3             # one rank; a host in several lines, as in PBS's file, has as many
+"""
 
 from __future__ import annotations
 
@@ -13,10 +20,44 @@ from pathlib import Path
 from types import MappingProxyType
 
 from mpitrain.errors import ConfigError
-from mpitrain.launch.allocation import Allocation, find_allocation
+from mpitrain.launch.batch import Allocation, find_allocation
 from mpitrain.launch.foreign_files import refuse_foreign
 from mpitrain.launch.hostfile import Inventory, find_inventory, read_inventory
-from mpitrain.launch.placement import Place, Placement, fill, names_devices, parse_hosts, place
+from mpitrain.launch.placement import HOST_NAME, Place, Placement, fill, names_devices, parse_hosts, place
+from mpitrain.reading import read_text, shown
+
+_LINE = re.compile(
+    rf"(?P<host>{HOST_NAME})(:(?P<number>0*[1-9][0-9]{{0,5}})|\s+slots\s*=\s*(?P<slots>0*[1-9][0-9]{{0,5}}))?"
+)
+
+
+def read_hostfile(path: Path) -> str:
+    """Return the hosts of the file at `path` in the form of --hosts: `node1:4,node2:2,node3:1`.
+
+    If every host has one line and no number, they come without numbers: `node1,node2`.
+
+    Raises:
+        ConfigError: the file cannot be read, names no host, or has a line of another form.
+    """
+    slots: dict[str, int] = {}
+    has_numbers = False
+    for number, line in enumerate(read_text(path, ConfigError, called=f"--hostfile {path}").split("\n"), 1):
+        text = line.partition("#")[0].strip()
+        if not text:
+            continue
+        parts = _LINE.fullmatch(text)
+        if parts is None:
+            hint = "; an Ansible inventory is given by -i" if text.startswith("[") else ", with N above 0"
+            raise ConfigError(
+                f"--hostfile {path}, line {number}: {shown(text)} is none of HOST, HOST:N and HOST slots=N{hint}"
+            )
+        given = parts["number"] or parts["slots"]
+        has_numbers |= given is not None or parts["host"] in slots
+        slots[parts["host"]] = slots.get(parts["host"], 0) + int(given or 1)
+    if not slots:
+        raise ConfigError(f"--hostfile {path} names no host; allowed are lines HOST, HOST:N and HOST slots=N")
+    return ",".join(f"{host}:{count}" if has_numbers else host for host, count in slots.items())
+
 
 # Returns the hosts that the inventory of a job has now; None: the job has none. Raises ConfigError.
 Listed = Callable[[], Sequence[str] | None]
@@ -31,7 +72,7 @@ def place_ranks(
     """Decide where the ranks run, from the options of `mpitrain run`.
 
     Args:
-        hosts: `--hosts`, with or without devices.
+        hosts: `--hosts`, with or without devices. Without any number, each has one rank.
         inventory: `-i`; None: the hosts of this batch job, else ./cluster/hosts, else /etc/mpitrain/hosts.
         num_ranks: `-n`.
         ranks_per_host: `--ppn`.
@@ -58,12 +99,15 @@ def place_ranks(
         )
     if not devices.keys().isdisjoint(_LOCAL_NAMES):
         if len(devices) > 1:
-            raise ConfigError(f"--hosts {hosts}: localhost is another machine on every host; write its name")
+            raise ConfigError(f"{hosts}: localhost is another machine on every host; write its name")
         own, (local_devices,) = socket.gethostname(), devices.values()
         return Placement(place({own: local_devices}, num_ranks, ranks_per_host), own=own, note=note)
+    if hosts is not None and num_ranks is None and ranks_per_host is None and not any(devices.values()):
+        ranks_per_host = 1
+        note = f"one rank on each of the hosts {hosts}; --ppn N makes N"
     places = place(devices, num_ranks, ranks_per_host)
     addresses, own = _addresses([one.host for one in places], cluster)
-    return Placement(places, {} if list(addresses) == [own] else addresses, own)
+    return Placement(places, {} if list(addresses) == [own] else addresses, own, note)
 
 
 def _given(allocation: Allocation, num_ranks: int | None, ranks_per_host: int | None) -> Placement:

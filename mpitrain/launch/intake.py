@@ -4,23 +4,64 @@
          ^                                                                      └─> it differs: say so once, wait long
          └──────── a longer time, if it does not answer ────────────────────────────────┘
 
-A host that was found bad is first set aside for the time that a restart would wait for it (verdict.py). A host that was
+A host that was found bad is first set aside for the time that a restart would wait for it (policy.py). A host that was
 found bad too often is not asked again. A thread asks, one round after the other, and only while a change can be made.
 A host that has left by a wish is no longer one of the job, so it is not asked.
 """
 
 from __future__ import annotations
 
+import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
 
-from mpitrain.errors import ConfigError, LaunchError
-from mpitrain.launch.changes import Changes, NotNowError
-from mpitrain.launch.events import say
-from mpitrain.launch.logins import that_let_in
+from mpitrain.errors import ConfigError, LaunchError, NotNowError
+from mpitrain.launch.changes import Changes
+from mpitrain.launch.connections import command_on
+from mpitrain.launch.log import say
 from mpitrain.launch.placement import Place, Placement
-from mpitrain.launch.verdict import MOST_TIMES_BAD, FailedTry, Limits, aside_until, times_bad
+from mpitrain.launch.policy import MOST_TIMES_BAD, FailedTry, Limits, aside_until, times_bad
+from mpitrain.launch.processes import STARTING, end_with_parent, left_out
+
+# ssh gives up by itself after 10 s without an answer. A frozen host accepts the connection and says no more.
+_LOGIN_SECONDS = 20.0
+_LOGIN_LOOK_SECONDS = 0.2
+
+
+def that_let_in(hosts: Iterable[str], stop: threading.Event) -> set[str]:
+    """Return those of the hosts on which `true` runs by ssh. Nothing is printed, and `stop` ends the wait.
+
+    Raises:
+        OSError: ssh cannot be started here.
+    """
+    deadline = time.monotonic() + _LOGIN_SECONDS
+    asked: dict[str, subprocess.Popen[bytes]] = {}
+    with ExitStack() as stack:
+        for host in hosts:
+            with STARTING:
+                asked[host] = subprocess.Popen(
+                    command_on(host, "true"),
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.DEVNULL,
+                    stderr=subprocess.DEVNULL,
+                    start_new_session=True,  # Ctrl-C in the terminal reaches the launcher only
+                    # The kernel watches over the thread that forks: this one, which lives as long as the launcher.
+                    preexec_fn=end_with_parent(),  # noqa: PLW1509 (no thread holds a lock that it takes)
+                )
+                stack.enter_context(left_out({asked[host].pid}))
+            stack.callback(_end, asked[host])
+        while any(process.poll() is None for process in asked.values()) and time.monotonic() < deadline:
+            if stop.wait(_LOGIN_LOOK_SECONDS):
+                break
+        return {host for host, process in asked.items() if process.poll() == 0}
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    process.kill()
+    process.wait()
+
 
 _LOOK_SECONDS = 1.0
 # A host that does not answer is asked again after this time, which doubles each time.

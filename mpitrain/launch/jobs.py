@@ -17,7 +17,7 @@ from mpitrain.watching.rank_record import BUSY, ENDED, WAITS
 from mpitrain.watching.view import RankView, from_json
 
 # The modules of the roster, each after those that it imports.
-ROSTER = (*GUARD, "watching.served_record", "launch.kept", "launch.wishes", "launch.roster")
+ROSTER = (*GUARD, "watching.served_record", "launch.kept", "launch.control", "launch.roster")
 _ANSWER_SECONDS = 45.0  # hosts with jobs are busy: a login and the start of Python take seconds there
 _END_SECONDS = 70.0  # after the answer, a job has 17 s to end
 # A server publishes its state every second, but not in a hook or in an update.
@@ -65,7 +65,9 @@ class RunningJob:
             return "ends"
         if paused := next((view.record.paused for view in views if view.record.steering), ""):
             return paused
-        return self._state_of_server() if "here" in self.served else "runs"
+        if "here" in self.served:
+            return self._state_of_server()
+        return "trains" if any(view.record.step for view in views) else "starts"
 
     def _state_of_server(self) -> str:
         joined, expected, seconds, stage = (self.served[name] for name in ("joined", "expected", "seconds", "stage"))
@@ -77,7 +79,7 @@ class RunningJob:
             return f"server in a hook or an update, since {seconds:.0f} s"
         if joined < expected:
             return f"waits for {expected - joined} of {expected} workers"
-        return "runs" if self.served["here"] else "waits for workers"
+        return "trains" if self.served["here"] else "waits for workers"
 
     def step(self) -> str:
         """Return the last step that a rank has begun; "-": no rank has begun one."""
@@ -99,7 +101,7 @@ class KeptJob:
     """A job that was started with --restarts, as its keepers know it. It need not have lost its launcher.
 
     Attributes:
-        estate: as estate.py says.
+        estate: as keepers.py says.
         keepers: the names of the sockets of the keepers, by host, in the order of the hosts of the job.
         step: the last step that a rank has begun, as far as its launcher had heard.
         lost_ms: when the launcher was lost, by time.time(), in milliseconds; 0: a keeper hears it.
@@ -195,7 +197,7 @@ def end_job(placement: Placement, token: str, *, keeps: bool = False) -> tuple[d
 
 
 def tell_launcher(placement: Placement, token: str, wish: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
-    """Tell a job's launcher a wish (wishes.py). Return its answer, {} if none came; and why hosts were not asked."""
+    """Tell a job's launcher a wish (control.py). Return its answer, {} if none came; and why hosts were not asked."""
     answers, wrong = _ask(placement, {"change": token, "how": wish}, _CHANGE_SECONDS)
     return next((told["answer"] for told in answers.values() if told["answer"]), {}), wrong
 

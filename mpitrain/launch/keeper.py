@@ -8,15 +8,16 @@ an ssh connection. Both sides send one JSON object per line:
                "step": number}, every second
     launcher: {"ping": number}                  keeper: {"pong": number}
     launcher: {"room": number}                  keeper: {"room": number, and the fields of keepers.Room}
-    launcher: {"estate": as estate.py says}
+    launcher: {"estate": as keepers.py says}
     launcher: {"inherit": 1}                    keeper: {"inherited": 1}, or {"error": text}
     launcher: {"stay": 1}                       keeper: {"stays": whether it holds something}
     launcher: {"bye": 1}
 
 After "bye" it ends, with all that it holds. The launcher is lost if the connection closes without a "bye", or if the
 launcher has been silent for `silence_seconds` (0: never). The keeper then waits for `keep_seconds` for the keeper of
-another launcher, which inherits what it holds. If it holds nothing, or knows no estate, it ends at once. After "stay"
-the launcher ends too, and tells its user so itself.
+another launcher, which inherits what it holds. If it holds nothing, or knows no estate, it ends at once; and on another
+host than the launcher's when that host says that the job goes on without this one, or is over (keeper.py). After
+"stay" the launcher ends too, and tells its user so itself.
 """
 
 from __future__ import annotations
@@ -24,16 +25,67 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import random
 import resource
 import select
+import shlex
 import signal
+import subprocess
 import time
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from mpitrain.launch.hearing import Hearing
+from mpitrain.launch.hearing import Hearing, send
 from mpitrain.launch.kept import KeeperLine, Kept
+from mpitrain.reading import MessageLines
+
+_SSH = ("ssh", "-T", "-x", "-a", "-o", "BatchMode=yes", "-o", "ConnectTimeout=10", "-o", "ControlPath=none")
+_FIRST_SECONDS, _EVERY_SECONDS, _SSH_SECONDS = 10.0, 60.0, 30.0
+_DOUBT_SECONDS = 10.0  # the launcher may have gone with its host just before the silence began
+
+
+class SetAside:
+    """Ask `is_sure` once a second. It does not wait: ssh runs beside it, once a minute."""
+
+    def __init__(self, keeper: str, estate: str, silence_seconds: float) -> None:
+        """`keeper` is the name of the sockets of its keepers. The launcher was heard `silence_seconds` ago or later."""
+        told = json.loads(estate)
+        self._keeper, self._own = keeper, str(told.get("own", ""))
+        _, self._pid, self._ticks = [*str(told.get("launcher", "")).split(), "", "", ""][:3]
+        self._has_keeper = self._own in [place[0] for place in told.get("places", [])]
+        self._heard = time.monotonic() - silence_seconds
+        self._next = time.monotonic() + random.uniform(0.0, _FIRST_SECONDS)  # all keepers may ask at once
+        self._ssh: subprocess.Popen[str] | None = None
+
+    def is_sure(self) -> bool:
+        """True when the launcher's host has said that what this keeper holds is of no use."""
+        if self._ssh is None and time.monotonic() > self._next and self._pid.isdigit():
+            line = f"cat /proc/uptime /proc/{self._pid}/stat; grep -c @{shlex.quote(self._keeper)} /proc/net/unix"
+            command = ["timeout", str(_SSH_SECONDS), *_SSH, "--", self._own, f"sh -c {shlex.quote(line)}"]
+            with contextlib.suppress(OSError):
+                self._ssh = subprocess.Popen(
+                    command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+                )
+            self._next = time.monotonic() + random.uniform(0.5, 1.0) * _EVERY_SECONDS
+        if self._ssh is None or self._ssh.poll() is None:
+            return False
+        answer, _ = self._ssh.communicate()
+        self._ssh = None
+        try:
+            return self._judge(answer.splitlines())
+        except (ValueError, IndexError):  # the host cannot be reached
+            return False
+
+    def _judge(self, lines: list[str]) -> bool:
+        """`lines`: for how long the host is up, the state of the launcher's process if it is there, and how many
+        keepers of the job are there."""
+        up_seconds, num_keepers = float(lines[0].split()[0]), int(lines[-1])
+        if len(lines) == 3 and lines[1].rpartition(")")[2].split()[19] == self._ticks:
+            return True
+        is_same_boot = up_seconds > time.monotonic() - self._heard + _DOUBT_SECONDS
+        return num_keepers == 0 and self._has_keeper and is_same_boot
+
 
 _LOOK_SECONDS = 1.0
 
@@ -52,17 +104,24 @@ def main(wish: dict[str, Any], _probe: str) -> None:
         kept = Kept(wish["keeper"], partial(_end_other, wish["keeper"]))
         before = _claimed(wish) if "inherits" in wish else None
     except OSError as error:
-        _send({"error": str(error)})
+        send({"error": str(error)})
         return
-    _send({"ready": 1})
+    send({"ready": 1})
     if _serve(kept, before, wish) and _holds(kept):
         _keep(kept, wish)
 
 
 def _serve(kept: Kept, before: KeeperLine | None, wish: dict[str, Any]) -> bool:
     """Serve a launcher and its ranks to the end. True: it is lost. False: nobody needs this keeper any more."""
-    received = b""
     hearing = Hearing(wish["silence_seconds"])
+    try:
+        return _listen(kept, before, wish, hearing)
+    finally:
+        hearing.close()
+
+
+def _listen(kept: Kept, before: KeeperLine | None, wish: dict[str, Any], hearing: Hearing) -> bool:
+    received = MessageLines()
     while True:
         ready, _, _ = select.select([0, kept.fileno()], [], [], _LOOK_SECONDS)
         kept.look()
@@ -72,15 +131,14 @@ def _serve(kept: Kept, before: KeeperLine | None, wish: dict[str, Any]) -> bool:
             data = os.read(0, 1 << 16)
             if not data:
                 return True
-            *lines, received = (received + data).split(b"\n")
-            for message in map(json.loads, lines):
+            for message in received.take(data):
                 if "bye" in message:
                     return False
                 _obey(kept, before, message)
                 if "stay" in message:
                     if "stderr" in wish:
                         os.close(wish.pop("stderr"))
-                    _send({"stays": _holds(kept)})
+                    send({"stays": _holds(kept)})
                     return True
         if hearing.is_lost(has_come=0 in ready):
             return True
@@ -92,15 +150,15 @@ def _obey(kept: Kept, before: KeeperLine | None, message: dict[str, Any]) -> Non
     if "estate" in message:
         kept.estate = json.dumps(message["estate"])
     if "ping" in message:
-        _send({"pong": message["ping"]})
+        send({"pong": message["ping"]})
     if "room" in message:
-        _send({"room": message["room"], **_room(kept.pids())})
+        send({"room": message["room"], **_room(kept.pids())})
     if "inherit" in message and before is not None:
         try:
             kept.inherit(before)
-            _send({"inherited": 1})
+            send({"inherited": 1})
         except OSError as error:
-            _send({"error": f"what its keeper holds cannot be taken over: {error}"})
+            send({"error": f"what its keeper holds cannot be taken over: {error}"})
 
 
 def _holds(kept: Kept) -> bool:
@@ -114,12 +172,16 @@ def _keep(kept: Kept, wish: dict[str, Any]) -> None:
     until = time.monotonic() + wish["keep_seconds"]
     if "stderr" in wish:
         _say(wish["stderr"], kept)
+    silence_seconds = wish["silence_seconds"]  # 0: this is the launcher's host
+    aside = SetAside(wish["keeper"], kept.estate, silence_seconds) if silence_seconds else None
     nothing = os.open(os.devnull, os.O_RDWR)
     for descriptor in (0, 1, 2):  # nobody is to wait for the end of this process
         os.dup2(nothing, descriptor)
     while not kept.is_dropped and (time.monotonic() < until or kept.is_claimed):
         select.select([kept.fileno()], [], [], _LOOK_SECONDS)
         kept.look()
+        if aside is not None and not kept.is_claimed and aside.is_sure():
+            return
 
 
 def _say(descriptor: int, kept: Kept) -> None:
@@ -184,8 +246,3 @@ def _target(link: Path) -> str:
     with contextlib.suppress(OSError):  # closed meanwhile
         return os.readlink(link)  # noqa: PTH115 (Path.readlink is of Python 3.9)
     return ""
-
-
-def _send(message: dict[str, Any]) -> None:
-    with contextlib.suppress(OSError):  # the launcher may be gone
-        os.write(1, (json.dumps(message) + "\n").encode())

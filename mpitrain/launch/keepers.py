@@ -1,11 +1,25 @@
-"""The keepers of all hosts of a job (keeper.py), as the launcher sees them, from the first try to the end of the last.
+"""The keepers of all hosts of a job (keeper.py), as the launcher sees them, from the first attempt to the last.
 
-No thread belongs to them: the guards of the try that trains send their beats, from their thread. Ranks find out by
+No thread belongs to them: the agents of the attempt that trains send their beats, from their thread. Ranks find out by
 themselves if a keeper is gone.
+
+Keepers hold the estate too, as JSON: what a launcher leaves to another one that takes over its job.
+
+    request      the fields of start.Request                python       of the launcher and the ranks
+    folder       in which the launcher was started          since        when, by time.time()
+    environment  of the ranks, without what is of a login   code         hashes of the script and the code beside it
+    from_file    the variables that --env-file gave         launcher     as roster.launcher_name names it
+    tries        the ids of the job's attempts so far
+    places       hosts, each with its number of ranks and its devices, also those that are set aside
+    own          the host of the launcher                   is_here      the job runs on that host alone
+    ended        why the launcher has ended the job, and left its state to another one; "": it has not
+
+A secret in the environment is as safe with a keeper as in a rank: only processes of the same user can read it.
 """
 
 from __future__ import annotations
 
+import hashlib
 import os
 import selectors
 import sys
@@ -14,18 +28,53 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from mpitrain.errors import LaunchError, MpitrainError
+from mpitrain.facts import python_files
 from mpitrain.launch.connections import Connection, connect
-from mpitrain.launch.estate import hosts_of
 from mpitrain.launch.kept import DIES, PREPARES, STAYS
 from mpitrain.launch.placement import Placement
 from mpitrain.launch.processes import left_out
+from mpitrain.launch.roster import launcher_name
+from mpitrain.launch.variables import is_of_login
 from mpitrain.watching.rank_record import RankRecord
 
+
+def new_estate(request: Mapping[str, Any], script: str, from_file: Mapping[str, str]) -> dict[str, Any]:
+    """Return the estate of a job that begins, without its hosts, from the environment of its ranks."""
+    fields = {name: str(value) if isinstance(value, Path) else value for name, value in request.items()}
+    return {
+        "request": fields,
+        "folder": str(Path.cwd()),
+        "python": sys.executable,
+        "since": time.time(),
+        "environment": {name: value for name, value in os.environ.items() if not is_of_login(name)},
+        "from_file": dict(from_file),
+        "code": code_of(script),
+        "launcher": launcher_name(os.getpid()),
+        "tries": [],
+        "ended": "",
+    }
+
+
+def hosts_of(placement: Placement) -> dict[str, Any]:
+    """Return the part of an estate that says where a job runs."""
+    places = [[place.host, place.num_ranks, list(place.devices)] for place in placement.places]
+    return {"places": places, "own": placement.own, "is_here": placement.is_here}
+
+
+def code_of(script: str) -> dict[str, str]:
+    """Return a hash of the script, and of each file of Python beside and below it, by name."""
+    path = Path(script).absolute()
+    files = python_files(path.parent)
+    files[path.name] = hashlib.sha256(path.read_bytes()).hexdigest()
+    return {name: digest[:16] for name, digest in files.items()}
+
+
 # The modules of the keeper, each after those that it imports.
-KEEPER = ("launch.hearing", "launch.kept", "launch.keeper")
+KEEPER = ("reading", "watching.sockets", "launch.hearing", "launch.kept", "launch.keeper")
 
 # Longer than that of a guard: between two tries, nobody sends beats.
 KEEPER_SILENCE_SECONDS = 60.0
@@ -62,7 +111,7 @@ class Keepers:
 
     Attributes:
         name: of the socket of each keeper, for the ranks.
-        estate: what another launcher needs to go on with the job (estate.py); empty: there can be no other one.
+        estate: what another launcher needs to go on with the job (keepers.py); empty: there can be no other one.
         is_heir: what the keepers hold is of another launcher, and no try of this one has run.
         of: the id of the job of the try that trains.
         wish: what the ranks of this try are to do (kept.py).

@@ -23,22 +23,19 @@ A try is named by the id of its job. A name is that of a run and of what is kept
 name and no file (an abstract socket of unix(7)), and the memory has no name at all. So both are gone with the keeper,
 however it ends.
 
-Sent to the keepers as text. So this module imports only a module that comes with it, and must run with old Pythons.
+Sent to the keepers as text. So this module imports only modules that come with it, and must run with old Pythons.
 """
 
 from __future__ import annotations
 
-import array
 import contextlib
-import json
 import os
 import select
 import socket
-import struct
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from mpitrain.launch.hearing import listen
+from mpitrain.watching.sockets import accepted, listen, long_text, of_this_user, peer, receive, send, send_long, user_of
 
 # The names of the keepers' sockets begin so.
 KEEPER_PREFIX = "mpitrain-keeper-"
@@ -48,8 +45,11 @@ KEEPER_PREFIX = "mpitrain-keeper-"
 # PREPARES: the ranks of the next try are starting beside them; until these are ready, the training goes on.
 STAYS, LEAVES, SAVES, DIES, PREPARES = 0, 1, 2, -1, -2
 
-_MESSAGE_BYTES = 1 << 16
-_MOST_DESCRIPTORS = 2
+_FIELDS = {
+    **dict.fromkeys(("keep", "give", "wish", "enter", "leave", "follow", "claim"), str),
+    **dict.fromkeys(("run", "step", "ms"), int),
+    "only": list,
+}
 _ANSWER_SECONDS = 10.0
 
 
@@ -59,14 +59,14 @@ class Kept:
     Attributes:
         wish: what the launcher wishes of the ranks of a try.
         of: that try.
-        estate: what a launcher needs to go on with the job, as JSON (estate.py); "": it is not known.
+        estate: what a launcher needs to go on with the job, as JSON (keepers.py); "": it is not known.
         step: the last step that a rank has begun, as far as the launcher has heard.
         loss: when the launcher was lost, and until when this is kept: see "estate" above; empty while it is there.
         is_dropped: somebody does not want it any more.
     """
 
     def __init__(self, name: str, is_taken: Callable[[], None] = lambda: None) -> None:
-        """Make the socket. See hearing.listen.
+        """Make the socket. See sockets.listen.
 
         Raises:
             OSError: the name stays taken.
@@ -139,23 +139,21 @@ class Kept:
         self._events.close()
 
     def _accept(self) -> None:
-        with contextlib.suppress(BlockingIOError):
-            while True:
-                line, _ = self._listener.accept()
-                if user_of(line) != os.geteuid():
-                    line.close()
-                    continue
-                line.setblocking(False)
-                self._lines[line.fileno()] = line
-                self._events.register(line.fileno(), select.EPOLLIN)
+        for line in of_this_user(accepted(self._listener)):
+            self._lines[line.fileno()] = line
+            self._events.register(line.fileno(), select.EPOLLIN)
 
     def _answer(self, line: socket.socket) -> bool:
         """Answer one message; False: the rank has hung up, or what it says makes no sense."""
+        descriptors: list[int] = []
         try:
             message, descriptors = receive(line)
+            if not all(isinstance(value, _FIELDS.get(name, object)) for name, value in message.items()):
+                return False
             if "keep" in message:
+                int(message["keep"].partition("/")[0])  # the number of its run; ValueError: it is none
                 self._drop(message["keep"])
-                self._table[message["keep"]] = descriptors
+                self._table[message["keep"]], descriptors = descriptors, []
                 send(line, {"kept": message["keep"]})
             elif "give" in message:
                 send(line, {"given": message["give"]}, self._table.get(message["give"], []))
@@ -168,7 +166,7 @@ class Kept:
             elif "wish" in message:
                 send(line, {"wish": self.wish if message["wish"] == self.of else STAYS})
             elif "enter" in message:
-                self._ranks[line.fileno()] = message["enter"], peer_of(line)[0]
+                self._ranks[line.fileno()] = message["enter"], peer(line)[0]
                 self._tries.add(message["enter"])
                 send(line, {"entered": message["enter"]})
             elif "leave" in message:
@@ -192,6 +190,9 @@ class Kept:
                 return False
         except (OSError, ValueError, KeyError, TypeError, AttributeError):
             return False
+        finally:
+            for descriptor in descriptors:
+                os.close(descriptor)
         return True
 
     def _let_follow(self) -> None:
@@ -287,54 +288,3 @@ class KeeperLine:
     def _ask(self, message: dict[str, Any], descriptors: Sequence[int] = ()) -> tuple[dict[str, Any], list[int]]:
         send(self._line, message, descriptors)
         return receive(self._line)
-
-
-def send(line: socket.socket, message: dict[str, Any], descriptors: Sequence[int] = ()) -> None:
-    """Send a message, with these descriptors."""
-    rights = array.array("i", descriptors)
-    line.sendmsg([json.dumps(message).encode()], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, rights)] if rights else [])
-
-
-def send_long(line: socket.socket, message: dict[str, Any], text: str) -> None:
-    """Send a message with a text of any length. The message alone must be short."""
-    memory = os.memfd_create("mpitrain-text")
-    try:
-        with open(memory, "wb", closefd=False) as file:
-            file.write(text.encode())
-        send(line, message, [memory])
-    finally:
-        os.close(memory)
-
-
-def long_text(descriptors: Sequence[int]) -> str:
-    """The text that came with a message; "": it has none."""
-    texts = []
-    for descriptor in descriptors:
-        with os.fdopen(descriptor, "rb") as file:
-            file.seek(0)  # the sender has written it with the same position
-            texts.append(file.read().decode())
-    return "".join(texts)
-
-
-def receive(line: socket.socket) -> tuple[dict[str, Any], list[int]]:
-    """Wait for a message. Return it with its descriptors, which are new ones."""
-    room = socket.CMSG_SPACE(_MOST_DESCRIPTORS * struct.calcsize("i"))
-    data, extra, _, _ = line.recvmsg(_MESSAGE_BYTES, room, socket.MSG_CMSG_CLOEXEC)
-    numbers = array.array("i")
-    for _, _, rights in extra:
-        numbers.frombytes(rights[: len(rights) - len(rights) % numbers.itemsize])
-    if not data:
-        raise ConnectionResetError("the other side has hung up")
-    return json.loads(data), list(numbers)
-
-
-def user_of(line: socket.socket) -> int:
-    """The user at the other end."""
-    return peer_of(line)[1]
-
-
-def peer_of(line: socket.socket) -> tuple[int, int]:
-    """The process and the user at the other end."""
-    data = line.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("iII"))
-    process, user, _ = struct.unpack("iII", data)
-    return int(process), int(user)

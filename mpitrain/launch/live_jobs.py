@@ -1,4 +1,7 @@
-"""The jobs of this user whose launcher is on this machine, as they can be watched (docs/live.md): found, looked at.
+"""The jobs of this user whose launcher is on this machine, as they can be watched: found, looked at.
+
+Each launcher has a socket in a folder of this user. The folder is below /tmp and not in XDG_RUNTIME_DIR, which is
+removed when the user logs out, while the job goes on.
 
 Only the standard library and this package are needed; nothing here writes into a job.
 """
@@ -9,6 +12,7 @@ import json
 import os
 import selectors
 import socket
+import stat
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -16,11 +20,78 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from mpitrain.errors import LaunchError
-from mpitrain.launch.kept import user_of
-from mpitrain.launch.live_folder import sockets
+from mpitrain.facts import OF_SOCKETS
 from mpitrain.launch.live_picture import VERSION, of_ranks
-from mpitrain.launch.roster import jobs
+from mpitrain.launch.roster import jobs, launcher_pid
+from mpitrain.reading import MessageLines, shown, shown_text
+from mpitrain.watching.sockets import user_of
 from mpitrain.watching.view import from_json
+
+_SUFFIX = ".live"
+
+
+def live_folder(*, make: bool = False) -> Path | None:
+    """Return the folder; None: it is not there. With `make`, it is made.
+
+    Raises:
+        LaunchError: the folder is not this user's alone, so who can read or replace what is in it is not known.
+    """
+    folder = _folder()
+    if make:
+        try:
+            folder.mkdir(mode=0o700, exist_ok=True)
+        except OSError as error:
+            raise LaunchError(f"{socket.gethostname()}: {folder} cannot be made: {error.strerror}") from None
+    try:
+        status = folder.lstat()
+    except FileNotFoundError:
+        return None
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid() or status.st_mode & 0o077:
+        raise LaunchError(
+            f"{socket.gethostname()}: {folder} belongs to user {status.st_uid} and has mode "
+            f"{stat.S_IMODE(status.st_mode):04o}; it must be a folder of user {os.geteuid()} with mode 0700. Remove "
+            "it, or have its owner remove it"
+        )
+    return folder
+
+
+def socket_of(launcher: str) -> Path:
+    """Return the path of the socket of a launcher of this user, which roster.launcher_name names."""
+    return _folder() / (launcher.replace(" ", "~") + _SUFFIX)
+
+
+def launcher_of(path: Path) -> str:
+    """Return the name of the launcher whose socket this is."""
+    return path.name.removesuffix(_SUFFIX).replace("~", " ")
+
+
+def sockets() -> list[Path]:
+    """Return the sockets of all launchers of this user that are alive, oldest first. Remove those of others.
+
+    Raises:
+        LaunchError: see live_folder.
+    """
+    folder = live_folder()
+    paths = []
+    for path in folder.glob(f"*{_SUFFIX}") if folder is not None else ():
+        name = launcher_of(path)
+        if launcher_pid(name) is not None or name.partition(" ")[0] != socket.gethostname():
+            paths.append(path)
+        else:  # it was killed; the name has the time of its start, so no other launcher has it
+            path.unlink(missing_ok=True)
+    return sorted(paths, key=_made)
+
+
+def _folder() -> Path:
+    return Path(OF_SOCKETS, f"mpitrain-live-{os.geteuid()}")
+
+
+def _made(path: Path) -> float:
+    try:
+        return path.lstat().st_mtime
+    except OSError:
+        return 0.0
+
 
 _READ_BYTES = 1 << 20
 _ANSWER_SECONDS = 5.0
@@ -51,7 +122,7 @@ class LiveJob:
 
     Attributes:
         path: the socket of its launcher; None: a job of `mpitrain serve`, which has none.
-        answer: what it has said when it was found, as docs/live.md describes it.
+        answer: what it has said when it was found, as docs/reference/formats-and-protocols.md describes it.
     """
 
     path: Path | None
@@ -104,7 +175,9 @@ def _answers(lines: Mapping[Path, LiveLine]) -> tuple[list[LiveJob], list[str]]:
                     continue
                 ways.unregister(key.fileobj)
                 if answer is not None and "error" in answer:
-                    wrong.append(f"{path.name}: {answer['error']}")
+                    wrong.append(f"{path.name}: {shown_text(str(answer['error']))}")
+                elif answer is not None and not _is_look(answer):
+                    wrong.append(f"{path.name}: its answer is no look, but {shown(answer)}")
                 elif answer is not None:
                     live.append(LiveJob(path, answer))
         silent = [key.data.name for key in ways.get_map().values()]
@@ -114,8 +187,14 @@ def _answers(lines: Mapping[Path, LiveLine]) -> tuple[list[LiveJob], list[str]]:
     return live, wrong
 
 
+def _is_look(answer: Mapping[str, Any]) -> bool:
+    """True if it has what every look has, so that the others can be shown beside it."""
+    kinds = {"job": str, "ids": list, "since": (int, float), "at": (int, float), "ranks": list, "hosts": dict}
+    return all(isinstance(answer.get(name), kind) for name, kind in kinds.items())  # type: ignore[arg-type]
+
+
 def output_of(path: Path, ranks: str, text: str) -> dict[str, Any]:
-    """Return the newest lines that the ranks of a job have printed, as docs/live.md describes `output`.
+    """Return the newest lines that the ranks of a job have printed, as formats-and-protocols.md describes `output`.
 
     Args:
         path: the socket of its launcher.
@@ -142,13 +221,13 @@ class LiveLine:
     """A connection to the socket of a launcher. See LiveSource."""
 
     def __init__(self, path: Path, request: Mapping[str, Any]) -> None:
-        """Make a request, as docs/live.md has them; `version` is added.
+        """Make a request, as docs/reference/formats-and-protocols.md has them; `version` is added.
 
         Raises:
             LaunchError: the launcher has ended, or belongs to somebody else.
         """
         self.is_closed = False
-        self._received = b""
+        self._received = MessageLines()
         self._line = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
             self._line.settimeout(_ANSWER_SECONDS)
@@ -171,12 +250,8 @@ class LiveLine:
         """See LiveSource. An answer may have only `error`."""
         deadline = time.monotonic() + seconds
         while not self.is_closed:
-            self._read()
-            *lines, rest = self._received.split(b"\n")
-            if lines:
-                self._received = rest
-                answer: dict[str, Any] = json.loads(lines[-1])
-                return answer
+            if answers := self._read():
+                return answers[-1]
             if self.is_closed or (left := deadline - time.monotonic()) <= 0:
                 return None
             with selectors.DefaultSelector() as ways:
@@ -184,15 +259,17 @@ class LiveLine:
                 ways.select(left)
         return None
 
-    def _read(self) -> None:
+    def _read(self) -> list[dict[str, Any]]:
+        answers: list[dict[str, Any]] = []
         try:
             while data := self._line.recv(_READ_BYTES):
-                self._received += data
+                answers += self._received.take(data)
+            self.is_closed = True
         except BlockingIOError:
-            return
-        except OSError:  # the launcher was killed
             pass
-        self.is_closed = True
+        except OSError:  # the launcher was killed
+            self.is_closed = True
+        return answers
 
     def close(self) -> None:
         """See LiveSource."""

@@ -1,13 +1,12 @@
-"""What the live view of a job says at one moment, as docs/live.md describes it. Pure functions."""
+"""What the live view of a job says at one moment, as formats-and-protocols.md describes it. Pure functions."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from mpitrain.watching.doing import doing
-from mpitrain.watching.hang_report import is_by_design, report
+from mpitrain.watching.hang_report import doing, is_by_design, report
 from mpitrain.watching.rank_record import CALLED, STARTED, WAITS
 from mpitrain.watching.view import RankView
 
@@ -18,6 +17,9 @@ _SILENT_SECONDS = 3.0
 # Shorter waits are part of any step.
 _STALL_SECONDS = 1.0
 _SPEED = "samples/s"
+# A rank counts as slow if the others wait for so much of the time, and it computes so many times as long.
+_LEAST_SHARE, _LEAST_TIMES = 0.2, 1.5
+PAUSE = "a pause "  # begins what a rank in a pause is busy with (training/steering.py)
 
 
 def of_ranks(
@@ -45,6 +47,8 @@ def of_ranks(
             entry["phase"] = "lost"
         elif silence.get(host, 0.0) > _SILENT_SECONDS:
             entry["phase"] = "unknown"
+        elif entry["phase"] == "busy" and entry["call"].startswith(PAUSE):  # `paused` has who paused it
+            entry |= {"phase": "paused", "call": ""}
         ranks.append(entry)
     first = next((view.record for _, view in sorted(known.items()) if view.record.metrics), None)
     return {
@@ -61,7 +65,7 @@ def of_ranks(
 
 
 def plain(value: float) -> float | str:
-    """Return a number as JSON can hold it: NaN and infinity as the strings of docs/metrics.md."""
+    """Return a number as JSON can hold it: NaN and infinity as the strings of docs/how-to/monitor.md#record-metrics."""
     if math.isnan(value):
         return "NaN"
     return value if math.isfinite(value) else "Infinity" if value > 0 else "-Infinity"
@@ -80,6 +84,7 @@ _ABSENT: Mapping[str, Any] = {
     "calls": 0,
     "since": 0.0,
     "still": 0.0,
+    "waited": 0.0,
     "step": 0,
     "epoch": None,
     "samples_per_second": None,
@@ -98,10 +103,35 @@ def _rank(view: RankView) -> dict[str, Any]:
         "calls": record.calls,
         "since": round(view.doing_seconds if view.ended_seconds is None else view.ended_seconds, 1),
         "still": round(view.seconds, 1),
+        "waited": round(record.waited, 3),
         "step": record.step,
         "epoch": record.epoch or None,
         "samples_per_second": None if speed is None else plain(speed),
     }
+
+
+def slow_rank(looks: Sequence[Mapping[str, Any]]) -> str:
+    """Return which rank makes the others wait in these looks, oldest first, in a sentence; "": none does.
+
+    Every rank publishes how long it has waited in all. Who computes longest in a step waits least.
+    """
+    job = looks[-1]["job"] if looks else ""
+    trained = [look for look in looks if look["job"] == job and all(one["step"] for one in look["ranks"])]
+    if not trained or (seconds := trained[-1]["at"] - trained[0]["at"]) < _STALL_SECONDS:
+        return ""
+    waited = {entry["rank"]: entry.get("waited", 0.0) for entry in trained[0]["ranks"]}
+    moved = [one for one in trained[-1]["ranks"] if one["phase"] != "lost" and one["rank"] in waited]
+    if len(moved) < 2:
+        return ""
+    # A wait that goes on is not counted yet, so a share is a little too small, and never above 1.
+    shares = [(min(1.0, max(0.0, one.get("waited", 0.0) - waited[one["rank"]]) / seconds), one) for one in moved]
+    (least, slow), *others = sorted(shares, key=lambda item: (item[0], item[1]["rank"]))
+    share = others[len(others) // 2][0]
+    times = (1 - least) / max(1e-3, 1 - share)
+    if share < _LEAST_SHARE or times < _LEAST_TIMES:
+        return ""
+    whom = f"{len(others)} ranks wait" if len(others) > 1 else f"rank {others[0][1]['rank']} waits"
+    return f"rank {slow['rank']} on {slow['host']} is {times:.1f}x slower: {whom} for it, {share:.0%} of the time"
 
 
 def _stall(views: Mapping[int, RankView], host_of: Mapping[int, str], silence: Mapping[str, float]) -> str | None:

@@ -8,11 +8,11 @@ from __future__ import annotations
 import json
 import math
 import socket
-from collections.abc import Mapping
 from typing import Any
 
-from mpitrain.launch.kept_output import Wanted
 from mpitrain.launch.live_picture import VERSION
+from mpitrain.launch.log import Wanted
+from mpitrain.reading import json_of, shown
 from mpitrain.watching.ranges import ranks_in
 
 LEAST_SECONDS, MOST_SECONDS = 0.2, 3600.0
@@ -145,12 +145,14 @@ def _request(line: bytes) -> tuple[float | None, Wanted | None]:
     forms = ", ".join(f'{{{form}, "version": {VERSION}}}' for form in ('"watch": seconds', '"look": 1', '"output": {}'))
     unknown = ValueError(f"this is no request; allowed are {forms}")
     try:
-        request: Mapping[str, Any] = json.loads(line)
-        version = request["version"]
-    except (ValueError, TypeError, KeyError, RecursionError):
+        request = json_of(line, ValueError, "the request", any_number=True)
+    except ValueError:
         raise unknown from None
+    if "version" not in request:
+        raise unknown
+    version = request["version"]
     if type(version) is not int or version != VERSION:
-        raise ValueError(f"the version of the request is {version!r}, and this launcher speaks {VERSION}")
+        raise ValueError(f"the version of the request is {shown(version)}, and this launcher speaks {VERSION}")
     if "watch" in request:
         return _seconds(request["watch"]), None
     if "output" in request:
@@ -162,7 +164,9 @@ def _request(line: bytes) -> tuple[float | None, Wanted | None]:
 
 def _seconds(seconds: Any) -> float:
     if type(seconds) not in (int, float) or not LEAST_SECONDS <= seconds <= MOST_SECONDS:
-        raise ValueError(f"the seconds of a watch are {seconds!r}; allowed are {LEAST_SECONDS:g} to {MOST_SECONDS:g}")
+        raise ValueError(
+            f"the seconds of a watch are {shown(seconds)}; allowed are {LEAST_SECONDS:g} to {MOST_SECONDS:g}"
+        )
     return float(seconds)
 
 

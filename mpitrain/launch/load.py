@@ -1,15 +1,103 @@
-"""How busy a host is: its cores, memory, network and disks from /proc, and its GPUs.
+"""How busy a host is: its cores, memory, network and disks from /proc, and its GPUs by the driver's own library (NVML).
 
-Sent to the guards as text. So this module imports only what is sent with it, and must run with old Pythons.
+A driver may take long to answer, or hang. So a thread asks it, and the others read the last answers.
+
+Sent to the agents as text. So this module imports no other module of mpitrain, and must run with old Pythons. The
+bindings of training/meters.py are not installed for the Python of an agent.
 """
 
 from __future__ import annotations
 
+import ctypes
 import os
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
-from mpitrain.launch.gpu_load import GpuLoad
+_LIBRARY = "libnvidia-ml.so.1"
+_GPU_SECONDS = 1.0
+# A driver that has not answered for longer hangs. What it said before tells of the past.
+_OLD_GPU_SECONDS = 5.0
+_MOST_GPUS = 64
+
+
+class _Utilisation(ctypes.Structure):
+    """nvmlUtilization_t: per cent of the last sampling period."""
+
+    _fields_ = [("gpu", ctypes.c_uint), ("memory", ctypes.c_uint)]
+
+
+class _GpuMemory(ctypes.Structure):
+    """nvmlMemory_t: bytes."""
+
+    _fields_ = [
+        ("total", ctypes.c_ulonglong),
+        ("free", ctypes.c_ulonglong),
+        ("used", ctypes.c_ulonglong),
+    ]
+
+
+class GpuLoad:
+    """The load of all GPUs that the driver shows. A thread asks from `read` to `end`.
+
+    While a driver hangs, no other thread asks it: also the next reader waits for this answer.
+    """
+
+    _asking: threading.Thread | None = None  # of all objects
+
+    def __init__(self) -> None:
+        self._answers: list[dict[str, Any]] = []
+        self._answered = 0.0
+        self._stop = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def read(self) -> list[dict[str, Any]]:
+        """Return for each GPU the share of time in which a kernel ran, and its memory.
+
+        [] if the driver has not answered for 5 s.
+        """
+        if self._thread is None and (GpuLoad._asking is None or not GpuLoad._asking.is_alive()):
+            self._thread = GpuLoad._asking = threading.Thread(target=self._ask, name="GPUs", daemon=True)
+            self._thread.start()
+        return self._answers if time.monotonic() - self._answered < _OLD_GPU_SECONDS else []
+
+    def end(self) -> None:
+        """Let the thread end. Does not wait for it."""
+        self._stop.set()
+
+    def _ask(self) -> None:
+        try:
+            nvml = ctypes.CDLL(_LIBRARY)
+        except OSError:  # no driver
+            return
+        if nvml.nvmlInit_v2() != 0:
+            return
+        number = ctypes.c_uint()
+        if nvml.nvmlDeviceGetCount_v2(ctypes.byref(number)) != 0:
+            return
+        handles = []
+        for place in range(min(number.value, _MOST_GPUS)):
+            handle = ctypes.c_void_p()
+            if nvml.nvmlDeviceGetHandleByIndex_v2(place, ctypes.byref(handle)) == 0:
+                handles.append(handle)
+        while not self._stop.wait(_GPU_SECONDS if self._answers else 0.0) and handles:
+            self._answers = [_state(nvml, handle) for handle in handles]
+            self._answered = time.monotonic()
+        nvml.nvmlShutdown()
+
+
+def _state(nvml: Any, handle: ctypes.c_void_p) -> dict[str, Any]:
+    """Return what one GPU does. What it does not tell, as a slice of a GPU does not, is None."""
+    used, memory = _Utilisation(), _GpuMemory()
+    has_used = nvml.nvmlDeviceGetUtilizationRates(handle, ctypes.byref(used)) == 0
+    has_memory = nvml.nvmlDeviceGetMemoryInfo(handle, ctypes.byref(memory)) == 0
+    return {
+        "busy": used.gpu / 100 if has_used else None,
+        "memory_bytes": memory.total if has_memory else None,
+        "memory_used_bytes": memory.used if has_memory else None,
+    }
+
 
 _PROC, _SYS = Path("/proc"), Path("/sys")
 # Between two readings. Rates of a shorter time would jump; the kernel counts the time of cores in steps of 10 ms.
@@ -32,7 +120,7 @@ class Load:
         self._gpus = GpuLoad()
 
     def read(self, now: float) -> dict[str, Any] | None:
-        """Return the load, with the fields that docs/live.md describes; None: the last reading is too young.
+        """Return the load, with the fields of the live status protocol; None: the last reading is too young.
 
         Rates are means since the last reading. The first reading has none; they are None. So is what the kernel of
         this host does not tell.

@@ -26,6 +26,8 @@ _GROUPS = "/sys/fs/cgroup"
 # The inode of the first process namespace (include/linux/proc_ns.h): in other namespaces the log has other numbers.
 _FIRST_NAMESPACE = 0xEFFFFFFC
 _JOURNAL_SECONDS = 5.0
+# Docker's default, which is too small for many ranks; and what a write to a full one may still find.
+_SMALL_SHM_BYTES, _FULL_SHM_BYTES = 64 * 2**20, 2**20
 _RECORD_BYTES = 8192
 
 
@@ -42,11 +44,11 @@ class MemoryKills:
         self._count(_VMSTAT)
 
     def watch(self, pid: int) -> None:
-        """Note the counter of the control group of this process, which is alive."""
-        if pid in self._groups:
-            return
-        self._groups[pid] = next((path for path in _counters(pid) if Path(path).exists()), "")
-        self._count(self._groups[pid])
+        """Note the counter of the control group in which this process is now, alive. It may have come there later."""
+        group = next((path for path in _counters(pid) if Path(path).exists()), "")
+        if pid not in self._groups or (group and "//" not in group):  # "//": one that has just ended is in the root
+            self._groups[pid] = group
+            self._count(group)
 
     def words(self, pid: int) -> str:
         """Return what the kernel says about the end of this process; empty if the kernel did not kill it."""
@@ -65,7 +67,9 @@ class MemoryKills:
         if self._log is not None and has_numbers:
             return ""
         if not counters:
-            return "the kernel may have killed it for want of memory: `sudo dmesg | grep -i 'killed process'` there"
+            return (
+                "by somebody's kill -9, or by the kernel for want of memory (`sudo dmesg | grep -i 'killed process'`)"
+            )
         # The kernel may have killed another process of the group, such as a worker of a DataLoader.
         rose = f"oom_kill in {counters[0]} rose from {self._counted[counters[0]]} to {self._risen[counters[0]]}"
         return f"the kernel may have killed it for want of memory: {rose}"
@@ -74,6 +78,22 @@ class MemoryKills:
         count = _read_counter(path)
         if count >= 0:
             self._counted.setdefault(path, count)
+
+
+def why_bus_error() -> str:
+    """Return what may have ended a process by SIGBUS: a small or full /dev/shm, where MPI keeps memory; empty: it is
+    neither."""
+    try:
+        place = os.statvfs("/dev/shm")
+    except OSError:
+        return ""
+    size, free = place.f_blocks * place.f_frsize, place.f_bavail * place.f_frsize
+    if size > _SMALL_SHM_BYTES and free >= _FULL_SHM_BYTES:
+        return ""
+    return (
+        f"/dev/shm, in which MPI keeps memory, may be too small: it has {size / 2**20:.0f} MiB, {free / 2**20:.0f} MiB "
+        "of them free; `sudo mount -o remount,size=50% /dev/shm`, or for a container `docker run --shm-size=8g`"
+    )
 
 
 def _open_log() -> int | None:

@@ -21,10 +21,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
-from mpitrain.watching.order import TrainingOrder
+from mpitrain.watching.order import KINDS, TrainingOrder
 from mpitrain.watching.rank_record import MOST_ORDER_BYTES, RankRecord, read_steering
 
-KINDS = ("rate", "set", "pause", "resume", "save", "stop")
 _LASTING = ("rate", "set", "pause", "resume", "stop")  # the last one ends a run, so there is always room for it
 # The next try gets those that last in a variable of its environment, and the kernel allows 128 KiB for one.
 _MOST_LASTING, _MOST_LASTING_BYTES = 500, 120_000

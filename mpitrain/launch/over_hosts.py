@@ -14,24 +14,31 @@ from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 
-from mpitrain.job.context import JobContext
-from mpitrain.launch.compare import HostFacts, differences, without_files
-from mpitrain.launch.conditions import Condition, Refusal, faults_by_host, listing, refuse
+from mpitrain.context import JobContext
+from mpitrain.facts import OF_SOCKETS
+from mpitrain.launch.batch import gpus_of_step, step_on
+from mpitrain.launch.conditions import (
+    Condition,
+    HostFacts,
+    Refusal,
+    differences,
+    faults_by_host,
+    listing,
+    refuse,
+    shared_addresses,
+    without_files,
+)
 from mpitrain.launch.dialects import JobSpec, command_for, ssh_agent
-from mpitrain.launch.folders import OF_SOCKETS
-from mpitrain.launch.interfaces import Pinning, pin
-from mpitrain.launch.job import Run
 from mpitrain.launch.keepers import Keepers
-from mpitrain.launch.live_folder import socket_of
-from mpitrain.launch.marking_ssh import marking_ssh
-from mpitrain.launch.masters import open_masters
+from mpitrain.launch.live_jobs import socket_of
 from mpitrain.launch.orders import Orders
 from mpitrain.launch.placement import Placement, refuse_crowds
 from mpitrain.launch.processes import STARTING, left_out
 from mpitrain.launch.reserve import Reserve
-from mpitrain.launch.silence import GUARD_SILENCE_SECONDS
-from mpitrain.launch.slurm_step import gpus_of_step, step_on
-from mpitrain.launch.variables import absent
+from mpitrain.launch.run import Run
+from mpitrain.launch.ssh import marking_ssh, open_masters
+from mpitrain.launch.trouble import GUARD_SILENCE_SECONDS
+from mpitrain.launch.variables import Pinning, absent, pin
 from mpitrain.launch.watch import Guards
 from mpitrain.launch.watched import WatchedJob, identified
 
@@ -225,6 +232,10 @@ def _paths(script: str) -> list[str]:
 def _facts(guards: Guards, from_file: Mapping[str, str]) -> Mapping[str, HostFacts]:
     """Return each host's facts. LaunchError names each host that is unreachable or lacks a device of `from_file`."""
     facts = guards.facts()
+    if refusals := shared_addresses(facts):
+        refusal = refuse("the job was not started: two machines have one address", refusals, script="")
+        refusal.different = faults_by_host(refusals)
+        raise refusal
     refusals = [
         Refusal(Condition.DEVICES, host, f"{text}, which does not exist there")
         for host in facts

@@ -17,8 +17,9 @@ from collections.abc import Collection, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 
 from mpitrain.errors import ConfigError
+from mpitrain.reading import shown, shown_text
 
-_HOST = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?")
+HOST_NAME = "[A-Za-z0-9](?:[A-Za-z0-9._-]{0,251}[A-Za-z0-9])?"
 _DEVICES = re.compile(r"(?P<kind>cpu|cuda):?(?P<first>(?<=:)\d{1,9})?(-(?P<last>\d{1,9}))?(x(?P<each>\d{1,9}))?")
 # The most ranks on one host: so many per core, and as many small ranks as a small machine can hold. More than the last
 # number are refused even before the number of cores is known.
@@ -125,23 +126,26 @@ def parse_hosts(text: str) -> dict[str, tuple[str, ...]]:
     for item in text.split(","):
         named, slash, devices = item.strip().partition("/")
         host, colon, number = named.partition(":")
-        if not _HOST.fullmatch(host):
-            raise ConfigError(f"{item!r} in --hosts {text} does not begin with the name of a host; known are {_FORMS}")
+        if not re.fullmatch(HOST_NAME, host):
+            known = f"known are {_FORMS}"
+            raise ConfigError(
+                f"{shown(item)} in --hosts {shown_text(text)} does not begin with the name of a host; {known}"
+            )
         if host in by_host and not (slash and by_host[host]):
             raise ConfigError(
-                f"{host} is named twice in --hosts {text}; for two ranks on each host, use --ppn 2; "
+                f"{host} is named twice in --hosts {shown_text(text)}; for two ranks on each host, use --ppn 2; "
                 f"for two ranks on {host} alone, use {host}/cpux2"
             )
         ranks = _devices(devices, item, text) if slash else []
         by_host.setdefault(host, []).extend(_slots(number, item, text) if colon else ranks)
         if colon and slash:
-            raise ConfigError(f"{item!r} in --hosts {text} is not a known form; known are {_FORMS}")
+            raise ConfigError(f"{shown(item)} in --hosts {shown_text(text)} is not a known form; known are {_FORMS}")
     bare = [host for host, devices in by_host.items() if not any(devices)]
     if len(bare) == len(by_host) and any(by_host.values()):  # without a number: one rank, as for mpiexec
         return {host: tuple(devices or [""]) for host, devices in by_host.items()}
     if bare and len(bare) < len(by_host):
         raise ConfigError(
-            f"in --hosts {text} some hosts have devices and {', '.join(bare)} has none; "
+            f"in --hosts {shown_text(text)} some hosts have devices and {', '.join(bare)} has none; "
             f"for one rank on no device, write {bare[0]}/cpu"
         )
     return {host: tuple(devices) for host, devices in by_host.items()}
@@ -154,7 +158,9 @@ def names_devices(hosts: Mapping[str, Sequence[str]]) -> bool:
 
 def _slots(number: str, item: str, text: str) -> list[str]:
     if not number.isdecimal() or len(number) > 9 or int(number) < 1:
-        raise ConfigError(f"{item!r} in --hosts {text} does not end in a number of ranks above 0; known are {_FORMS}")
+        raise ConfigError(
+            f"{shown(item)} in --hosts {shown_text(text)} does not end in a number of ranks above 0; known are {_FORMS}"
+        )
     _refuse_count(int(number), item)
     return [""] * int(number)
 
@@ -163,19 +169,23 @@ def _devices(devices: str, item: str, text: str) -> list[str]:
     """Return the devices of one item, one per rank: neighbouring ranks share a device."""
     parts = _DEVICES.fullmatch(devices)
     if parts is None or (parts["kind"] == "cuda") != (parts["first"] is not None) or devices.startswith("cpu:"):
-        raise ConfigError(f"{item!r} in --hosts {text} is not a known form; known are {_FORMS}")
+        raise ConfigError(f"{shown(item)} in --hosts {shown_text(text)} is not a known form; known are {_FORMS}")
     each = int(parts["each"] or 1)
     if each < 1:
-        raise ConfigError(f"{item!r} in --hosts {text} asks for no rank; the number after x must be above 0")
+        raise ConfigError(
+            f"{shown(item)} in --hosts {shown_text(text)} asks for no rank; the number after x must be above 0"
+        )
     _refuse_count(each, item)
     if parts["kind"] == "cpu":
         if parts["last"]:
-            raise ConfigError(f"{item!r} in --hosts {text}: cpu takes no numbers; for four ranks, write cpux4")
+            raise ConfigError(
+                f"{shown(item)} in --hosts {shown_text(text)}: cpu takes no numbers; for four ranks, write cpux4"
+            )
         return ["cpu"] * each
     first = int(parts["first"])
     last = int(parts["last"] or first)
     if last < first:
-        raise ConfigError(f"{item!r} in --hosts {text}: the devices {first}-{last} run backwards")
+        raise ConfigError(f"{shown(item)} in --hosts {shown_text(text)}: the devices {first}-{last} run backwards")
     _refuse_count((last - first + 1) * each, item)
     return [f"cuda:{number}" for number in range(first, last + 1) for _ in range(each)]
 
@@ -194,7 +204,7 @@ def place(hosts: Mapping[str, Sequence[str]], num_ranks: int | None, ranks_per_h
     if any(hosts.values()):
         counts = [len(devices) for devices in hosts.values()]
         if ranks_per_host is not None:
-            raise ConfigError("--hosts says the number of ranks on each host already; leave out --ppn")
+            raise ConfigError("the hosts are given with their numbers of ranks; leave out --ppn")
         if not names_devices(hosts):
             return fill({host: len(slots) for host, slots in hosts.items()}, num_ranks)
         if num_ranks not in (None, sum(counts)):
@@ -255,7 +265,9 @@ def _filled(slots: Sequence[int], num_ranks: int | None) -> list[int]:
     if num_ranks is None:
         return list(slots)
     if num_ranks > sum(slots):
-        raise ConfigError(f"-n is {num_ranks}, and --hosts has room for {sum(slots)} ranks; leave out -n, or say more")
+        raise ConfigError(
+            f"-n is {num_ranks}, and the hosts have room for {sum(slots)} ranks; leave out -n, or say more"
+        )
     return [max(0, min(most, num_ranks - sum(slots[:number]))) for number, most in enumerate(slots)]
 
 

@@ -5,19 +5,61 @@ from __future__ import annotations
 import re
 import shutil
 import sys
+from collections import defaultdict
 from typing import BinaryIO
 
-from mpitrain.job.context import BAR_START
-from mpitrain.launch.events import note
-from mpitrain.launch.kept_output import KEPT
-from mpitrain.launch.output import LineCutter, Merger, OutputPiece, Stream
-from mpitrain.launch.tags import MPIEXEC, Tag, TagDecoder
+from mpitrain.context import BAR_START
+from mpitrain.launch.log import KEPT, note
+from mpitrain.launch.output import MPIEXEC, LineCutter, Merger, OutputPiece, Stream, Tag, TagDecoder
 from mpitrain.watching.ranges import rank_ranges
+
+_TRACEBACK = b"Traceback (most recent call last):"
+_NEXT_TRACEBACK = re.compile(rb"(During handling of|The above exception was)|$")
+_FRAME_OF_TRACEBACK = re.compile(rb'  File "(?:[^<].*/)?([^/<][^/]*)", (line \d+)')
+
+
+class Interrupts:
+    """Shortens what one rank writes to stderr after Ctrl-C."""
+
+    def __init__(self) -> None:
+        self._held: list[OutputPiece] = []
+        self._has_ended = False  # what may follow is about the same interrupt
+
+    def shorten(self, piece: OutputPiece) -> list[OutputPiece]:
+        """Take in a line; return what is to be printed now."""
+        if not self._held:
+            if piece.text == _TRACEBACK:
+                self._held = [piece]
+                return []
+            return [] if self._has_ended and _NEXT_TRACEBACK.match(piece.text) else [piece]
+        self._held.append(piece)
+        if piece.text.startswith(b" ") or not piece.end:
+            return []
+        held, self._held = self._held, []
+        if self._has_ended:
+            return []
+        if piece.text.split(b":")[0] != b"KeyboardInterrupt":
+            return held
+        self._has_ended = True
+        places = [frame[1] + b", " + frame[2] for line in held if (frame := _FRAME_OF_TRACEBACK.match(line.text))]
+        return [OutputPiece(b"interrupted before init(), in " + places[-1] if places else piece.text, piece.end)]
+
+    def rest(self) -> list[OutputPiece]:
+        """Return what is still held at the end of the output."""
+        held, self._held = self._held, []
+        return held
+
 
 _INFINITY = float("inf")
 _TO_MARGIN = b"\r\x1b[K"  # also clears the line
 # Open MPI writes this of a collective that the loss of a rank has ended. `--recover` says itself what happened.
 _NOISE_OF_LOSS = re.compile(rb"NBC_Progress: an error -?\d+ was found during schedule .* - aborting the schedule.*")
+# MPICH and Intel MPI write this where a rank has ended early, often with the number of a healthy one. So it is printed
+# only if nothing better is known.
+_BANNER = re.compile(
+    rb"$|=+$|=   |YOUR APPLICATION TERMINATED WITH THE EXIT|This typically refers to a problem with your app"
+    rb"|Please see the FAQ page for debugging"
+)
 _STYLE = re.compile(rb"\x1b\[[0-9;]*m")
 
 
@@ -126,6 +168,10 @@ class Printer:
         self._mergers: dict[Stream, Merger[OutputPiece]] = {stream: Merger(num_ranks) for stream in streams}
         # A terminal shows both streams, so only one unfinished line at a time is possible.
         self._unfinished: tuple[Stream, tuple[int, ...]] | None = None
+        self._finished_here: set[tuple[Stream, int]] = set()  # who has begun a line that was ended here, for another's
+        self.has_reason = False
+        self._interrupts: dict[int, Interrupts] | None = None
+        self._banner: list[tuple[Stream, OutputPiece]] = []
         self._is_at_margin = True
         self._bar = _BottomLine(self._files["stdout"]) if shows_bar else None
 
@@ -155,11 +201,26 @@ class Printer:
         self.first_failure.see((), OutputPiece(b"", b"\n"))
         self._show_bar()
 
+    def shorten_interrupts(self) -> None:
+        """From now on, print a line in place of a traceback that ends with KeyboardInterrupt."""
+        self._interrupts = self._interrupts or defaultdict(Interrupts)
+
+    def print_banner(self) -> None:
+        """Print what mpiexec has said of the end of a rank, if no rank has said why. Call this after `close`."""
+        if self.has_reason:
+            return
+        for stream, piece in self._banner:
+            self._files[stream].write(piece.text + (piece.end or b"\n"))
+            self._files[stream].flush()
+
     def close(self) -> None:
         """Print all the rest. Repeat the first failure unless it is the last text on the screen."""
         for stream, decoder in self._decoders.items():
             for rank, text in decoder.close():
                 self._cut(0.0, stream, rank, text)
+        for rank, interrupts in (self._interrupts or {}).items():
+            for piece in interrupts.rest():
+                self._take(0.0, "stderr", rank, piece)
         self.print_due(_INFINITY)
         KEPT.end_lines()
         self._hide_bar()
@@ -181,6 +242,17 @@ class Printer:
                 self._merge(now, stream, rank, piece)
 
     def _merge(self, now: float, stream: Stream, rank: int, piece: OutputPiece) -> None:
+        self.has_reason |= stream == "stderr" and piece.text.startswith((b"Traceback (", b"mpitrain: rank "))
+        if rank == MPIEXEC and _BANNER.match(piece.text):
+            self._banner.append((stream, piece))
+            return
+        if stream == "stderr" and self._interrupts is not None:
+            for one in self._interrupts[rank].shorten(piece):
+                self._take(now, stream, rank, one)
+            return
+        self._take(now, stream, rank, piece)
+
+    def _take(self, now: float, stream: Stream, rank: int, piece: OutputPiece) -> None:
         KEPT.take(rank, stream, piece, self._num_ranks)
         self._mergers[stream].feed(now, rank, piece)
 
@@ -194,6 +266,11 @@ class Printer:
         self._hide_bar()
         owner = (stream, ranks)
         if self._unfinished != owner:
+            owners = {(stream, rank) for rank in ranks}
+            is_ended = piece == OutputPiece(b"", b"\n") and owners <= self._finished_here
+            self._finished_here -= owners
+            if is_ended:
+                return
             self._finish_line()
         if not self._unfinished:
             self._is_at_margin = True
@@ -216,7 +293,9 @@ class Printer:
 
     def _finish_line(self) -> None:
         if self._unfinished:
-            file = self._files[self._unfinished[0]]
+            stream, ranks = self._unfinished
+            self._finished_here |= {(stream, rank) for rank in ranks}
+            file = self._files[stream]
             file.write(b"\n")
             file.flush()  # the next line may go to the other stream
             self._unfinished = None

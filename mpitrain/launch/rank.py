@@ -8,11 +8,11 @@ mpiexec gives all ranks the same environment.
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 
-from mpitrain.job.context import JobContext
+from mpitrain.context import JobContext
+from mpitrain.reading import json_of
 from mpitrain.watching.roll_call import appear
 
 
@@ -30,7 +30,8 @@ def main(arguments: list[str]) -> None:
     text, *program = arguments
     number = next((os.environ[name] for name in ("PMI_RANK", "OMPI_COMM_WORLD_RANK") if name in os.environ), None)
     if number is not None:
-        os.environ.update(settings_of(int(number), json.loads(text)))
+        told = json_of(text, SystemExit, "mpitrain: what the launcher tells its ranks", any_text=True)
+        os.environ.update(settings_of(int(number), told))
         if roll_call := JobContext.read(os.environ).roll_call:
             try:
                 appear(roll_call, int(number))

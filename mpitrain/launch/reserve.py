@@ -23,7 +23,7 @@ from mpitrain.launch.processes import left_out
 from mpitrain.watching.rank_record import RankRecord
 
 # The modules of the holder of spares, each after those that it imports.
-SPARES = (*GUARD, "launch.spare", "launch.spares")
+SPARES = (*GUARD, "launch.spares")
 # Longer than that of a guard: between two tries, nobody sends beats.
 _SILENCE_SECONDS = 60.0
 _BEGIN_SECONDS = 30.0

@@ -6,30 +6,32 @@ Pythons. It looks at processes, not at files, so no list has a dead job. One mes
     {"jobs": [{"id", "ranks": [view.RankView...], "pids": [...], "since": seconds since the epoch,
                "script": [word...], "launcher": "HOST PID START", "is_launched_here": bool,
                "is_served": bool: its processes are of `mpitrain serve`,
-               "served": what its server here has published (serve.status), `seconds` ago; {}: it has published
+               "served": what its server here has published (server.status), `seconds` ago; {}: it has published
                          nothing; {"damaged": why}: it cannot be read}...]}
     {"jobs": ..., "kept": [...], as kept() says}, if the wish is `kept`; with the environments if it is 2
     {"ended": [[pid, command line]...], "left": [[pid, command line]...]}, if the wish is to `end` a job; what keepers
                without a launcher hold of it is dropped too, unless the wish has `keeps`
-    {"answer": the launcher's (wishes.py), {} if it is not here}, if the wish is to `change` its hosts
+    {"answer": the launcher's (control.py), {} if it is not here}, if the wish is to `change` its hosts
 """
 
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import signal
 import socket
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from mpitrain.job.context import JobContext
-from mpitrain.launch.guard import RANK_VARIABLES, send
+from mpitrain.context import JobContext
+from mpitrain.launch.agent import RANK_VARIABLES
+from mpitrain.launch.control import ask
+from mpitrain.launch.hearing import send
 from mpitrain.launch.kept import KEEPER_PREFIX, KeeperLine
-from mpitrain.launch.marked import command_line, read
-from mpitrain.launch.wishes import ask
+from mpitrain.launch.processes import command_line, read
+from mpitrain.reading import message_of, whole
 from mpitrain.watching.rank_record import RankRecord, read_record
 from mpitrain.watching.served_record import read_served
 from mpitrain.watching.view import RankView, process_state, to_json, waited
@@ -37,11 +39,13 @@ from mpitrain.watching.view import RankView, process_state, to_json, waited
 # A launcher gives its ranks 5 s to end by themselves. This is somewhat longer.
 _GRACE_SECONDS = 12.0
 _KILL_SECONDS = 5.0
+_LIFE_SECONDS = 120
 NOT_TOLD = "it is of `mpitrain serve`, whose workers have no steps in common, so nothing can be told"
 
 
 def main(wish: dict[str, Any], _probe: str) -> None:
     """Fulfil the wish, and send the answer."""
+    signal.alarm(_LIFE_SECONDS)  # whoever asked does not wait any longer
     if "change" in wish:
         send({"answer": change(wish["change"], wish["how"])})
     elif "end" in wish:
@@ -58,7 +62,7 @@ def jobs() -> list[dict[str, Any]]:
     """Return the jobs here, each with the processes that carry its mark."""
     by_token: dict[str, dict[str, Any]] = {}
     for entry in os.listdir("/proc"):  # noqa: PTH208 (names are wanted, many)
-        if not entry.isdigit() or process_state(int(entry)) in ("Z", "X", "gone") or not _is_mine(entry):
+        if not entry.isdecimal() or process_state(int(entry)) in ("Z", "X", "gone") or not _is_mine(entry):
             continue
         variables = _environment(int(entry))
         context = JobContext.read(variables)
@@ -75,7 +79,8 @@ def jobs() -> list[dict[str, Any]]:
         if context.serves:
             rank = "0" if context.serves == "server" else None
         if rank is not None:
-            job["ranks"].append((int(rank), since, int(entry)))
+            number = whole(rank, 0, 1 << 31)
+            job["ranks"] += [] if number is None else [(number, since, int(entry))]
     for job in by_token.values():
         ranks: dict[int, int] = {}
         for rank, _, pid in sorted(job["ranks"]):  # a rank is older than its children
@@ -102,7 +107,7 @@ def kept() -> list[dict[str, Any]]:
             finally:
                 line.close()
             if text:
-                estate = json.loads(text)
+                estate = message_of(text)
                 is_launched = launcher_pid(estate["launcher"]) is not None
                 kept_here.append({"keeper": name, "estate": estate, "is_launched_here": is_launched, **about})
     return kept_here
@@ -140,7 +145,7 @@ def end(token: str, *, keeps: bool = False) -> dict[str, Any]:
 
 
 def change(token: str, wish: dict[str, Any]) -> dict[str, Any]:
-    """Return what the launcher of a job answers to a wish (wishes.py); {} if it is not here."""
+    """Return what the launcher of a job answers to a wish (control.py); {} if it is not here."""
     parts = [job for job in jobs() if job["id"] == token and job["is_launched_here"]]
     if any(job["is_served"] for job in parts) and "tell" in wish:
         return {"refused": NOT_TOLD}
@@ -163,8 +168,9 @@ def launcher_pid(name: str) -> int | None:
     """Return the launcher's process if it is on this host and alive."""
     host, _, rest = name.partition(" ")
     pid, _, ticks = rest.partition(" ")
-    alive = pid.isdigit() and host == socket.gethostname() and _ticks(int(pid)) == ticks != ""
-    return int(pid) if alive and process_state(int(pid)) not in ("Z", "X") else None
+    number = whole(pid, 1, 1 << 31)
+    alive = number is not None and host == socket.gethostname() and _ticks(number) == ticks != ""
+    return number if number is not None and alive and process_state(number) not in ("Z", "X") else None
 
 
 def _drop(token: str) -> None:
@@ -224,7 +230,12 @@ def _files(pid: int) -> list[str]:
 def _script(pid: int) -> list[str]:
     """Return the command line of a rank without its Python."""
     words = read(f"/proc/{pid}/cmdline").decode(errors="replace").split("\0")[:-1]
-    return words[1:] if len(words) > 1 else words
+    return own_program(words[1:]) if len(words) > 1 else words
+
+
+def own_program(words: Sequence[str]) -> list[str]:
+    """Return the user's part of what a rank's Python runs: `mpitrain plan` adds words (forecast/rehearse.py)."""
+    return list(words[6:] if list(words[:3]) == ["-P", "-m", "mpitrain.forecast.rehearse"] else words)
 
 
 def _environment(pid: int) -> dict[str, str]:

@@ -1,13 +1,21 @@
-"""Servers here, with workers on known hosts: on each host a connection starts its workers.
+"""Servers, as processes of this machine, with workers on known hosts: a connection to each host starts its workers.
 
 hosts are compared ─> servers ─> connections ─> workers ─> the first server ends ─> what is left is ended
+
+first ends ──────> the others have heard so, and end; what is left of them is ended
+another fails ───> the first one notices, names it, and ends; a first one that does not notice is ended
+
+After its run, the first one needs the others no more: then the failure of another one ends nothing. The first one says
+so in what it publishes for `mpitrain ps`.
 """
 
 from __future__ import annotations
 
+import os
 import select
 import shlex
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -15,17 +23,132 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from mpitrain.job.context import JobContext
+from mpitrain.config import Config
+from mpitrain.context import JobContext
+from mpitrain.errors import LaunchError
 from mpitrain.launch import over_hosts
 from mpitrain.launch.connections import Connection, connect
 from mpitrain.launch.placement import Place, Placement
-from mpitrain.launch.served import variables
-from mpitrain.launch.server_processes import how_ended, say, started
-from mpitrain.launch.sizes import show_sizes
+from mpitrain.launch.processes import end_with_parent
+from mpitrain.launch.roster import served
+from mpitrain.launch.served import how_ended, say, show_sizes, variables
 from mpitrain.launch.variables import is_of_login
 
-_MODULES = ("launch.worker_host",)
-_LOOK_SECONDS = 0.2
+# How long the others have to end when the first one has ended well.
+_OTHERS_END_SECONDS = 10.0
+# How long the first server has to notice that another one has failed. It may be in a hook meanwhile.
+_NOTICE_SECONDS = 60.0
+_OTHERS_LOOK_SECONDS = 0.05
+
+
+class ServerProcesses:
+    """The first server, and the others. Make it with `started`."""
+
+    def __init__(self, processes: Sequence[subprocess.Popen[bytes]]) -> None:
+        self._first, *self._others = processes
+        self._failed: dict[int, int] = {}  # codes of further servers that the run needed, by number
+        self._unneeded: set[int] = set()  # those that have failed after the run
+        self._signals: list[int] = []
+        self._deadline = float("inf")
+
+    def look(self) -> int | None:
+        """See to servers that have failed. Return the exit code of the first server if it has ended."""
+        first = self._first.poll()  # before the others, so that one whose failure has ended it is seen
+        if first == 0:
+            return first
+        for number, process in enumerate(self._others, 1):
+            code = process.poll()
+            if code and number not in self._failed and number not in self._unneeded:
+                self._take_failure(number, code)
+        if first is not None:
+            return first
+        if time.monotonic() > self._deadline:
+            if served(self._first.pid).get("stage", "runs") == "runs":  # otherwise it has noticed
+                self._first.kill()
+            self._deadline = float("inf")
+        return None
+
+    def _take_failure(self, number: int, code: int) -> None:
+        told = served(self._first.pid)
+        if told.get("stage", "runs") != "runs" and not told["has_failed"]:
+            self._unneeded.add(number)
+            if not self._signals:
+                say(f"server {number} {how_ended(code)} after the run; server 0 goes on without it")
+            return
+        self._failed[number] = code
+        if not self._signals:
+            say(f"server {number} {how_ended(code)}; the job ends with it")
+            self._deadline = min(self._deadline, time.monotonic() + _NOTICE_SECONDS)
+
+    def signal(self, number: int) -> None:
+        """Pass a signal on to the first server, which may be writing a checkpoint. A second one ends it at once."""
+        self._first.send_signal(signal.SIGKILL if self._signals else number)
+        self._signals.append(number)
+
+    def finish(self) -> int:
+        """Let the others end, as the first one has. Return the exit code of the job."""
+        code = self._first.wait()
+        if code < 0 and self._others and not self._signals and not self._failed:
+            say(f"server 0 {how_ended(code)}; the other servers end too")
+        deadline = time.monotonic() + (_OTHERS_END_SECONDS if code == 0 else 0.0)
+        while time.monotonic() < deadline and any(process.poll() is None for process in self._others):
+            time.sleep(_OTHERS_LOOK_SECONDS)
+        self.kill()
+        if self._signals and code:
+            return 128 + self._signals[0]
+        if code == -signal.SIGKILL and self._failed:  # it did not notice
+            code = next(iter(self._failed.values()))
+        return code if code >= 0 else 128 - code
+
+    def kill(self) -> None:
+        """End all that are left."""
+        _kill([self._first, *self._others])
+
+
+@contextmanager
+def started(command: Sequence[str], contexts: Sequence[JobContext], descriptor: int) -> Iterator[ServerProcesses]:
+    """Start a server for each of these contexts. At the end of the `with`, nothing of them is left.
+
+    Args:
+        command: of each.
+        contexts: what each is told; the first one is of the first server.
+        descriptor: that all inherit.
+
+    Raises:
+        LaunchError: the program cannot be started.
+    """
+    processes: list[subprocess.Popen[bytes]] = []
+    try:
+        try:
+            for context in contexts:
+                process = subprocess.Popen(
+                    command,
+                    env=variables(context),
+                    stdin=subprocess.DEVNULL,
+                    start_new_session=True,  # Ctrl-C in the terminal reaches the launcher only
+                    pass_fds=[descriptor],
+                    preexec_fn=end_with_parent(),  # noqa: PLW1509 (in the main thread, and no thread holds a lock)
+                )
+                processes.append(process)
+        except OSError as error:
+            raise LaunchError(f"{command[0]} cannot be started: {error.strerror}") from None
+        finally:
+            os.close(descriptor)
+        yield ServerProcesses(processes)
+    finally:
+        _kill(processes)
+
+
+def _kill(processes: Sequence[subprocess.Popen[bytes]]) -> None:
+    for process in processes:
+        process.kill()
+        process.wait()
+
+
+_MODULES = ("launch.hearing", "launch.worker_host")
+_LOOK_SECONDS, _BEAT_SECONDS = 0.2, 1.0
+# Workers that hear nothing from their server give up after this time too, if MPITRAIN_HANG_SECONDS is not set.
+_SILENCE_SECONDS = Config.hang_seconds
 # How long workers have to end after a signal, and after the end of their server, which has told them before.
 _END_SECONDS, _FAREWELL_SECONDS = 10.0, 2.0
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -116,6 +239,7 @@ class KnownWorkers:
         self._serving, self._key = serving, key
         self._worker = JobContext(job=server.job, launcher=server.launcher, serves="worker")
         self._open: list[Connection] = []
+        self._beaten = 0.0
 
     def connect(self) -> None:
         """Start the workers on all hosts, over connections that come about meanwhile."""
@@ -127,7 +251,11 @@ class KnownWorkers:
     def look(self, seconds: float) -> None:
         """Print what has come within so many seconds."""
         outputs = {connection.output: connection for connection in self._open}
+        is_due = time.monotonic() - self._beaten >= _BEAT_SECONDS
+        self._beaten = time.monotonic() if is_due else self._beaten
         for connection in self._open:
+            if is_due:
+                connection.send({"beat": 1})
             connection.flush()
         ready, _, _ = select.select(outputs, [], [], seconds)
         for output in ready:
@@ -160,6 +288,7 @@ class KnownWorkers:
         common |= self._key
         contexts = [replace(self._worker, devices=(device,) if device else ()) for device in _devices(place)]
         return {
+            "silence_seconds": _SILENCE_SECONDS,
             "folder": str(Path.cwd()),
             "command": self._serving.command(),
             "variables": [common | context.variables() for context in contexts],

@@ -208,7 +208,7 @@ def _sessions(pid: int, bases: Iterable[str]) -> Iterator[tuple[str, int]]:
 def _is_alive(pid: int) -> bool:
     """Return False if a process is gone, or has begun to exit; it keeps its number until it is reaped.
 
-    A killed process loses its environment before its memory is freed, so marked.py no longer finds it. On a busy
+    A killed process loses its environment before its memory is freed, so processes.py no longer finds it. On a busy
     machine the rest of its exit may take a tenth of a second. It may also be reaped after /proc was listed.
     """
     try:

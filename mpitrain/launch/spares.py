@@ -20,26 +20,132 @@ All spares end with the holder, which ends when its connection closes, and when 
 
 from __future__ import annotations
 
-import array
 import contextlib
-import json
+import ctypes
 import os
 import select
 import signal
 import socket
 import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from mpitrain.job.context import SPARE
-from mpitrain.launch.guard import send
-from mpitrain.launch.hearing import Hearing, listen
-from mpitrain.launch.marked import Marked, read
-from mpitrain.launch.spare import ASKED, RANK, READY, REFUSED, STARTING, Spare
-from mpitrain.watching.roll_call import peer
+from mpitrain.context import (
+    JOB,
+    LAUNCHER,
+    OF_MPIEXEC,
+    SPARE,
+    SPARE_FOLDER,
+    SPARE_LINE,
+    SPARE_OUTPUT,
+    SPARE_ROOM,
+)
+from mpitrain.launch.hearing import Hearing, send
+from mpitrain.launch.processes import Marked, read
+from mpitrain.reading import MessageLines
+from mpitrain.watching.sockets import accepted, listen, of_this_user, peer, receive_bytes
+from mpitrain.watching.sockets import send as send_to
+
+# STARTING: it has not come to init() yet. READY: it waits there. ASKED: it has been given the place of a rank. RANK: it
+# has taken that place. REFUSED: it cannot become a rank.
+STARTING, READY, ASKED, RANK, REFUSED = range(5)
+
+_ROOM_BYTES = 512
+_TAIL_BYTES = 4096
+_PR_SET_PDEATHSIG = 1
+
+
+class Spare:
+    """A spare.
+
+    Attributes:
+        process: its process.
+        line: a socket: it sends "ready", "taken", or why it cannot become a rank.
+        state: see above.
+        stub: the line to the stub whose place it has; None: it has none.
+        asked_at: when it was asked, by time.monotonic().
+        is_late: it did not answer in time.
+    """
+
+    def __init__(self, program: Sequence[str], place: Sequence[bytes], token: str) -> None:
+        """Start it.
+
+        Args:
+            program: the command of a rank.
+            place: folder, cores and variables of a rank.
+            token: marks the spares of this holder.
+
+        Raises:
+            OSError, subprocess.SubprocessError: it cannot be started.
+        """
+        folder, _, *variables = place
+        environment = dict(variable.split(b"=", 1) for variable in variables)
+        # It must not take itself for a rank before it is one.
+        told = tuple(prefix.encode() for prefix in (*OF_MPIEXEC, JOB, LAUNCHER))
+        environment = {name: value for name, value in environment.items() if not name.startswith(told)}
+        self.line, far_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self.line.setblocking(False)
+        own = {
+            SPARE: token,
+            SPARE_FOLDER: os.fsdecode(folder),
+            SPARE_LINE: f"{far_end.fileno()} {os.getpid()}",
+            SPARE_ROOM: "." * _ROOM_BYTES,
+            "MPI4PY_RC_INITIALIZE": "0",  # a script's own `from mpi4py import MPI` must not start MPI in a spare
+        }
+        environment.update((name.encode(), os.fsencode(value)) for name, value in own.items())
+        output, self._errors = os.memfd_create(SPARE_OUTPUT), os.memfd_create(SPARE_OUTPUT)
+        self.state = STARTING
+        self.stub: socket.socket | None = None
+        self.asked_at = 0.0
+        self.is_late = False
+        try:
+            self.process = subprocess.Popen(
+                program,
+                env=environment,
+                cwd=folder,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=self._errors,
+                pass_fds=[far_end.fileno()],
+                preexec_fn=_as_spare(),  # noqa: PLW1509 (there are no threads)
+            )
+        except BaseException:
+            self.close()
+            raise
+        finally:
+            far_end.close()
+            os.close(output)
+
+    def last_words(self) -> str:
+        """Return the last line that it has written to stderr."""
+        size = os.fstat(self._errors).st_size
+        text = os.pread(self._errors, _TAIL_BYTES, max(0, size - _TAIL_BYTES)).decode(errors="replace")
+        return "".join(text.strip().splitlines()[-1:])
+
+    def close(self) -> None:
+        """Close all that belongs to it."""
+        self.line.close()
+        os.close(self._errors)
+        if self.stub is not None:
+            self.stub.close()
+
+
+def _as_spare() -> Callable[[], None]:
+    """Return what a spare runs before its program: it ends with the holder, and has a session of its own."""
+    holder = os.getpid()
+    prctl = ctypes.CDLL(None).prctl
+
+    def in_child() -> None:
+        prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        if os.getppid() != holder:
+            os._exit(1)
+        os.setsid()
+
+    return in_child
+
 
 _ANSWER_SECONDS = 5.0
 _END_SECONDS = 5.0
@@ -137,44 +243,36 @@ class Spares:
         os.read(self._ended, _MOST_BYTES)
 
     def _accept(self) -> None:
-        with contextlib.suppress(BlockingIOError):
-            while True:
-                stub, _ = self._listener.accept()
-                if peer(stub)[1] != os.geteuid():
-                    stub.close()
-                    continue
-                stub.setblocking(False)
-                self._hear(stub.fileno(), partial(self._lend, stub))
+        for stub in of_this_user(accepted(self._listener)):
+            self._hear(stub.fileno(), partial(self._lend, stub))
 
     def _lend(self, stub: socket.socket) -> None:
         """Give a spare the place of this stub, or let the stub become the program."""
         self._ignore(stub.fileno())
         self._count = 0  # a try starts, which needs the cores; the launcher says when it has
-        rights = array.array("i")
+        given: list[int] = []
         with contextlib.suppress(OSError):
-            _, extra, _, _ = stub.recvmsg(_MOST_BYTES, socket.CMSG_SPACE(4 * rights.itemsize))
-            for _, _, numbers in extra:
-                rights.frombytes(numbers[: len(numbers) - len(numbers) % rights.itemsize])
+            _, given = receive_bytes(stub)
         try:
-            if not rights:
+            if not given:
                 stub.close()
                 return
-            self._place = Path(f"/proc/self/fd/{rights[0]}").read_bytes().split(b"\0")
+            self._place = Path(f"/proc/self/fd/{given[0]}").read_bytes().split(b"\0")
             pid, _, _ = peer(stub)
             state = read(f"/proc/{pid}/stat").rpartition(b")")[2].split()
-            message = json.dumps({"stub": pid, "starter": int(state[1]) if state else 0}).encode()
+            starter = int(state[1]) if state else 0
             for spare in self._spares:
                 if spare.state != READY:
                     continue
                 with contextlib.suppress(OSError):  # it has just ended
-                    spare.line.sendmsg([message], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, rights)])
+                    send_to(spare.line, {"stub": pid, "starter": starter}, given)
                     spare.state, spare.stub, spare.asked_at = ASKED, stub, time.monotonic()
                     self._hear(stub.fileno(), partial(self._obey, spare, stub))
                     return
             self._answer(stub, b"program")
             stub.close()
         finally:
-            for number in rights:
+            for number in given:
                 os.close(number)
 
     def _listen_to(self, spare: Spare) -> None:
@@ -252,7 +350,7 @@ def main(wish: dict[str, Any], _probe: str) -> None:
     os.set_blocking(1, True)
     spares = Spares(wish["socket"], wish["token"], send)
     send({"ready": 0})
-    received = b""
+    received = MessageLines()
     hearing = Hearing(wish["silence_seconds"])
     try:
         while True:
@@ -262,8 +360,7 @@ def main(wish: dict[str, Any], _probe: str) -> None:
                 data = os.read(0, 1 << 16)
                 if not data:
                     break
-                *lines, received = (received + data).split(b"\n")
-                for message in map(json.loads, lines):
+                for message in received.take(data):
                     if "start" in message:
                         spares.start(**message["start"])
             if hearing.is_lost(has_come=0 in ready):

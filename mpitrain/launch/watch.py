@@ -11,16 +11,15 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from mpitrain.launch.batch import advice_on_lost
 from mpitrain.launch.conditions import Condition, Refusal, refuse, refuse_here
-from mpitrain.launch.connections import SWEEP, Connection, connect, typed_on
-from mpitrain.launch.host_report import HostReport
+from mpitrain.launch.connections import Connection, connect, typed_on
 from mpitrain.launch.keepers import Keepers
-from mpitrain.launch.marked import remove
 from mpitrain.launch.orders import Orders
+from mpitrain.launch.processes import remove
+from mpitrain.launch.reports import HostReport, Said
 from mpitrain.launch.reserve import Reserve
-from mpitrain.launch.said import Said
-from mpitrain.launch.silence import PATIENCE_SECONDS, SILENCE_SECONDS, trouble
-from mpitrain.launch.slurm_step import advice_on_lost
+from mpitrain.launch.trouble import PATIENCE_SECONDS, SILENCE_SECONDS, host_trouble
 from mpitrain.watching.hang_report import stacks_of
 
 BEAT_SECONDS = 1.0
@@ -266,7 +265,7 @@ class Guards(Said):
             now = time.monotonic() + patience - SILENCE_SECONDS
             with self._lock:
                 self._closed.append(connection)
-                self._connections[host] = connect(host, host == self._own, sweep, now, SWEEP)
+                self._connections[host] = connect(host, host == self._own, sweep, now, outlives_us=True)
 
     def _may_answer(self, connection: Connection) -> bool:
         limit = PATIENCE_SECONDS if connection.host == self._own else SILENCE_SECONDS
@@ -298,7 +297,7 @@ class Guards(Said):
             judged = time.monotonic()
             # A wait in which this process was suspended may end without what has come meanwhile.
             if self.trouble is None and judged - now < _SUSPENDED_SECONDS:
-                self.trouble = trouble(self._connections, self.reports, self._answered, self._own, judged)
+                self.trouble = host_trouble(self._connections, self.reports, self._answered, self._own, judged)
 
     def _beat(self, now: float) -> None:
         if now - self._beaten >= BEAT_SECONDS:

@@ -1,4 +1,4 @@
-"""A job as its guards see it, on one host or several: what is wrong with it, who waits for whom, how it ends."""
+"""A job as its agents see it, on one host or several: what is wrong with it, who waits for whom, how it ends."""
 
 from __future__ import annotations
 
@@ -9,19 +9,115 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from mpitrain.job.context import JobContext
-from mpitrain.launch.arrival import diagnosis, misplaced, problem
+from mpitrain.context import JobContext
 from mpitrain.launch.connections import typed_on
+from mpitrain.launch.ending import words_of_end
 from mpitrain.launch.orders import Orders
 from mpitrain.launch.placement import Place
 from mpitrain.launch.reserve import Reserve
 from mpitrain.launch.roster import launcher_name
-from mpitrain.launch.stalls import Stalls
+from mpitrain.launch.trouble import diagnosis, misplaced, start_problem
 from mpitrain.launch.watch import Guards
 from mpitrain.watching.census import FirstEnd
+from mpitrain.watching.hang_report import all_wait_in_one, importing, is_by_design
+from mpitrain.watching.hang_report import report as report_of_waits
 from mpitrain.watching.ranges import rank_ranges
-from mpitrain.watching.rank_record import RankRecord
+from mpitrain.watching.rank_record import CALLED, ENDED, WAITS, RankRecord
 from mpitrain.watching.roll_call import PREFIX
+from mpitrain.watching.view import RankView
+
+# A wait is reported after stall_seconds, then after twice, four times ... that time.
+_NEXT = 2.0
+# Where all programs have finished, a process may take long to end (on a busy machine, with PyTorch). Report it later.
+_ENDING = 6.0
+_SILENT_SECONDS = 2.5
+
+
+class Stalls:
+    """Judges the waits that the guards report."""
+
+    def __init__(self, places: Sequence[Place], guards: Guards) -> None:
+        self._places, self._guards = places, guards
+        self._factor = 1.0  # the next report is due at this multiple of stall_seconds
+        self._importing: dict[
+            int, tuple[str, int]
+        ] = {}  # the stacks and reads of ranks that imported when hang_seconds were over
+        self._look_again = 0.0  # after a wait by design: do not look before this duration
+
+    def news(self) -> list[str]:
+        """Return a report if one is due, one line per entry."""
+        longest, is_due = 0.0, False
+        views = self._views()
+        for view in views:
+            longest = max(longest, view.seconds / view.record.stall_seconds)
+        if all(view.record.status == ENDED for view in views) and len(views) == self._num_ranks():
+            longest /= _ENDING
+        if longest < 1:
+            self._factor, self._look_again = 1.0, 0.0
+        elif longest >= self._factor:
+            is_due = True
+        if not is_due:
+            return []
+        while self._factor <= longest:
+            self._factor *= _NEXT
+        return self._report()[1]
+
+    def fatal(self) -> list[str]:
+        """Return why the job must be ended if a wait has lasted for hang_seconds; one line per entry.
+
+        In init(), a wait counts from the last rank's call: what a program does before may take any time.
+        """
+        since_all_called = self._seconds_since_all_called()
+        for view in self._views():
+            hang_seconds = view.record.hang_seconds
+            seconds = min(view.seconds, since_all_called) if view.record.phase == CALLED else view.seconds
+            if view.record.status == WAITS and hang_seconds and seconds >= max(hang_seconds, self._look_again):
+                seen, lines = self._report(hang_seconds)
+                if not (is_by_design(seen) or self._imports_on(seen)):
+                    return lines
+                self._look_again = seconds + view.record.stall_seconds
+        return []
+
+    def _imports_on(self, seen: Sequence[RankView]) -> bool:
+        """True if a rank imports, and has come further since this was last asked: a share may be slow."""
+        before = self._importing
+        self._importing = {view.record.rank: (view.stack, view.reads) for view in seen if importing(view.stack)}
+        return any(before.get(rank) != now for rank, now in self._importing.items())
+
+    def _seconds_since_all_called(self) -> float:
+        """Return how long ago the last rank has called init(); 0.0: not all have."""
+        called = self._guards.seen()[0][CALLED]
+        if len(called) < self._num_ranks():
+            return 0.0
+        return time.monotonic() - max(called.values())
+
+    def _num_ranks(self) -> int:
+        return sum(place.num_ranks for place in self._places)
+
+    def _views(self) -> list[RankView]:
+        lost = self._guards.lost()  # their records stay as they were when they ended
+        views = [view for report in self._guards.reports.values() for view in report.ranks.values()]
+        return [view for view in views if view.record.rank not in lost]
+
+    def _report(self, hang_seconds: float = 0.0) -> tuple[list[RankView], list[str]]:
+        with self._guards.looking:
+            silent = self._guards.look_at_ranks()
+            seen = [view for host in self._guards.reports.values() for view in host.seen or []]
+        lost = self._guards.lost()  # nobody waits for these any more
+        views = [view for view in seen if view.record.rank not in lost]
+        there = lost | {view.record.rank for view in views}
+        absent = {rank: place.host for place in self._places for rank in place.ranks if rank not in there}
+        answered = {host for host, report in self._guards.reports.items() if report.seen is not None}
+        # A host with a short silence has merely not answered yet.
+        silent = {host: seconds for host, seconds in silent.items() if seconds > _SILENT_SECONDS}
+        unreachable = {}
+        if len(self._guards.reports) > 1 and all_wait_in_one(views, absent):
+            self._guards.look()
+            reports = self._guards.reports.items()
+            unreachable = {host: report.unreachable for host, report in reports if report.processes is not None}
+        return views, report_of_waits(
+            views, absent, answered=answered, silent=silent, unreachable=unreachable, hang_seconds=hang_seconds
+        )
 
 
 class WatchedJob:
@@ -49,6 +145,7 @@ class WatchedJob:
         self._places, self._guards, self._start_seconds = places, guards, start_seconds
         self._stalls = Stalls(places, guards)
         self._since = 0.0
+        self._said: set[int] = set()  # the lost ranks that were told of
 
     def begin(self) -> None:
         """Take note that mpiexec has been started."""
@@ -63,7 +160,17 @@ class WatchedJob:
     def news(self) -> list[str]:
         """Return who waits for whom, if nothing has moved for long, and news of the spares; one line per entry."""
         of_spares = [] if self._reserve is None else self._reserve.news(self._places, self._guards.records())
-        return [*self._stalls.news(), *of_spares]
+        return [*self._stalls.news(), *of_spares, *self._news_of_lost()]
+
+    def _news_of_lost(self) -> list[str]:
+        """Say how ranks ended without which the others go on."""
+        news, reports = [], self._guards.reports
+        for rank in sorted(self._guards.lost() - self._said):
+            self._said.add(rank)
+            for host, report in reports.items():
+                if (end := report.ends.get(rank)) is not None:
+                    news.append(f"rank {rank} on {host} {words_of_end(end)}; the others go on without it")
+        return news
 
     def trouble(self) -> list[str]:
         """Return why the job must be ended now, one line per entry; empty while all is well."""
@@ -80,7 +187,10 @@ class WatchedJob:
             return [f"{vanished}, and mpiexec goes on: the job is ended"]
         when, gone = self._guards.seen()
         now = time.monotonic()
-        reason = problem(self._places, when, gone, since=self._since, now=now, start_seconds=self._start_seconds)
+        read_at = dict(self._guards.read_at)
+        reason = start_problem(
+            self._places, when, gone, since=self._since, now=now, start_seconds=self._start_seconds, read_at=read_at
+        )
         if reason is None:
             return self._stalls.fatal()
         self._guards.look()
@@ -93,10 +203,10 @@ class WatchedJob:
         failed = self._guards.failed()
         if failed is not None and failed.rank in lost:
             return f"rank {failed.rank} on {lost[failed.rank]} failed"
-        silent = "ended without a word (os._exit, or killed?)"
         for end in self._guards.first_ends():
             if end.rank in lost:
-                return f"rank {end.rank} on {lost[end.rank]} {f'ended: {end.kernel}' if end.kernel else silent}"
+                return f"rank {end.rank} on {lost[end.rank]} {words_of_end(end)}"
+        silent = "ended without a word (os._exit, or killed?)"
         ranks = sorted(lost)
         hosts = " and ".join(dict.fromkeys(lost[rank] for rank in ranks))
         return f"rank{'s' * (len(ranks) > 1)} {rank_ranges(ranks)} on {hosts} {silent}" if lost else ""

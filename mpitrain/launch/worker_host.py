@@ -1,7 +1,7 @@
 """Workers of a server on one host: starts them, sends on what they print, and ends them with its connection.
 
-Sent as text over one ssh connection, as the guard is (connections.py). So it imports no other module of mpitrain, and
-must run with old Pythons. It sends one JSON object per line:
+Sent as text over one ssh connection, as the guard is (connections.py). So it imports only a module that comes with it,
+and must run with old Pythons. The launcher sends {"beat": 1} every second, and this one JSON object per line:
 
     {"line": [number of the worker, 1 or 2 for stdout or stderr, text]}
     {"ended": [number, exit code, as subprocess has it]}
@@ -11,14 +11,14 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import json
 import os
 import selectors
 import signal
 import subprocess
-import sys
 import time
 from typing import Any
+
+from mpitrain.launch.hearing import Hearing, send
 
 _END_SECONDS = 5.0
 _LOOK_SECONDS = 0.2
@@ -41,7 +41,7 @@ class LocalWorker:
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             start_new_session=True,
-            preexec_fn=lambda: prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0),  # noqa: PLW1509 (no threads here)
+            preexec_fn=lambda: prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0),  # noqa: PLW1509 (no thread takes locks)
         )
         assert self.process.stdout is not None
         assert self.process.stderr is not None
@@ -56,7 +56,7 @@ class LocalWorker:
             lines, rest = [rest], b""
         self._begun[stream] = rest
         for line in lines:
-            _send({"line": [self.number, stream, line.decode(errors="replace")]})
+            send({"line": [self.number, stream, line.decode(errors="replace")]})
         return bool(data)
 
     def end(self, number: int) -> None:
@@ -74,15 +74,16 @@ class LocalWorker:
             self.end(signal.SIGKILL)  # what the worker has left, which may hold its stdout open
         if not self.streams or time.monotonic() - self._ended > _END_SECONDS:
             self.is_reported = True
-            _send({"ended": [self.number, code]})
+            send({"ended": [self.number, code]})
         return self.is_reported
 
 
 def main(wish: dict[str, Any], _: str) -> None:
-    """Run until all workers have ended, or the connection has.
+    """Run until all workers have ended, or the connection has, or the launcher is silent for `silence_seconds`.
 
-    `wish` has `folder`, `command`, and by worker `variables`: its whole environment but what is of this login.
+    `wish` has these, `folder`, `command`, and by worker `variables`: its whole environment but what is of this login.
     """
+    hearing = Hearing(wish["silence_seconds"])
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)
     kept = {name: os.environ[name] for name in ("HOME", "USER", "LOGNAME", "SHELL") if name in os.environ}
     cores = str(max(1, len(os.sched_getaffinity(0)) // len(wish["variables"])))
@@ -91,21 +92,24 @@ def main(wish: dict[str, Any], _: str) -> None:
         for number, given in enumerate(wish["variables"], 1):
             variables = {"OMP_NUM_THREADS": cores, **given, **kept}
             workers.append(LocalWorker(number, wish["command"], wish["folder"], variables))
-        _look(workers)
+        _look(workers, hearing)
     except OSError as error:
-        _send({"line": [len(workers) + 1, 2, "{}: {}".format(wish["command"][0], error)]})
+        send({"line": [len(workers) + 1, 2, "{}: {}".format(wish["command"][0], error)]})
     finally:
         _end(workers)
 
 
-def _look(workers: list[LocalWorker]) -> None:
+def _look(workers: list[LocalWorker], hearing: Hearing) -> None:
     with selectors.DefaultSelector() as selector:
         selector.register(0, selectors.EVENT_READ)
         for worker in workers:
             for stream, source in worker.streams.items():
                 selector.register(source, selectors.EVENT_READ, (worker, stream))
         while sum(worker.report() for worker in workers) < len(workers):
-            for key, _ in selector.select(_LOOK_SECONDS):
+            events = selector.select(_LOOK_SECONDS)
+            if hearing.is_lost(has_come=any(key.data is None for key, _ in events)):
+                return
+            for key, _ in events:
                 if key.data is None:
                     if not os.read(0, 1 << 16):
                         return
@@ -125,8 +129,3 @@ def _end(workers: list[LocalWorker]) -> None:
     for worker in workers:
         worker.end(signal.SIGKILL)
         worker.process.wait()
-
-
-def _send(message: dict[str, Any]) -> None:
-    sys.stdout.write(json.dumps(message) + "\n")
-    sys.stdout.flush()

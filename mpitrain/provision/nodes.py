@@ -1,17 +1,22 @@
-"""Set up the cluster, add and remove nodes, and tear the cluster down: the order of edits and playbook runs."""
+"""Set up the cluster, add and remove nodes, and tear the cluster down: the order of edits and playbook runs.
+
+More Python packages for all nodes are the variable `mpitrain_python_packages`, and how it grows.
+"""
 
 from __future__ import annotations
 
+import json
+import re
 import shlex
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 from mpitrain.errors import ClusterError, ConfigError
 from mpitrain.launch.hostfile import Host
 from mpitrain.provision import terminal
-from mpitrain.provision.edit_hostfile import add_worker, remove_worker
-from mpitrain.provision.playbook import run_playbook
-from mpitrain.provision.playbook_report import Report
+from mpitrain.provision.inventory import add_worker, remove_worker
+from mpitrain.provision.playbook import Report, run_playbook
 from mpitrain.provision.project import Project, ansible_program
 from mpitrain.provision.trust import Fingerprints, trust
 
@@ -25,6 +30,21 @@ def set_up(project: Project, options: Sequence[str], *, check: bool) -> int:
     """Turn the machines of the inventory into a cluster. Return the exit code."""
     project.read()
     return _said(run_playbook(project, "setup.yml", [*_checked(check), *options]), check)
+
+
+def install(project: Project, packages: Sequence[str], options: Sequence[str], *, check: bool) -> int:
+    """Install Python packages into the environment that all nodes share. Return the exit code.
+
+    The variables get them too, so that a later set-up brings them to a new environment.
+    """
+    check_requirements(packages)
+    project.read()
+    wanted = wanted_packages(project, packages)
+    given = ("--tags", "runtime", "-e", json.dumps({VARIABLE: wanted}))
+    code = _said(run_playbook(project, "setup.yml", [*given, *_checked(check), *options]), check)
+    if code == 0 and not check:
+        print(f"{keep_packages(project, wanted)}: {VARIABLE} names them", flush=True)
+    return code
 
 
 def add(
@@ -94,7 +114,10 @@ def tear_down(project: Project, options: Sequence[str], *, check: bool, assume_y
     inventory = project.read()
     if not check:
         _confirm(f"Undo the set-up on {_names(inventory.hosts)}? The data on the share stays.", assume_yes)
-    return _said(run_playbook(project, "teardown.yml", [*_CONFIRM, *_checked(check), *options]), check)
+    code = _said(run_playbook(project, "teardown.yml", [*_CONFIRM, *_checked(check), *options]), check)
+    if code == 0 and not check:
+        print(f"{project.inventory} stays, and ssh still knows the nodes: `mpitrain cluster setup` makes it all again.")
+    return code
 
 
 def _said(report: Report, check: bool = False) -> int:
@@ -123,3 +146,75 @@ def _names(hosts: Sequence[Host]) -> str:
 
 def _warn(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
+
+
+# -- more Python packages ----------------------------------------------------------------------------------------------
+
+VARIABLE = "mpitrain_python_packages"
+# A name with extras and versions, as for pip: torch, mpitrain[dashboard,plot], 'numpy>=2,<3'.
+_REQUIREMENT = re.compile(r"[A-Za-z0-9]([\w.-]*[A-Za-z0-9])?(\[[\w., -]+\])?\s*([<>=!~]=?=?\s*[\w.*+!-]+\s*,?\s*)*")
+_LINE = re.compile(rf"^{VARIABLE}:(.*)$", re.M)
+
+
+def check_requirements(packages: Sequence[str]) -> None:
+    """Refuse what is not the name of a package for pip.
+
+    Raises:
+        ConfigError: names the first such word.
+    """
+    for package in packages:
+        if not _REQUIREMENT.fullmatch(package):
+            raise ConfigError(
+                f"install: {package!r} is not the name of a Python package; known forms are torch, 'torch==2.13.0', "
+                "'mpitrain[dashboard,plot]'. Anything else goes into "
+                f"{VARIABLE} of group_vars/all.yml, as for pip"
+            )
+
+
+def wanted_packages(project: Project, packages: Sequence[str]) -> list[str]:
+    """Return what the nodes shall have: the packages of the variable, and new ones in place of those with their names.
+
+    Raises:
+        ConfigError: the variable's value is not on one line.
+    """
+    file = _file(project)
+    text = file.read_text() if file.exists() else ""
+    named = {_name(package) for package in packages}
+    return [*(one for one in _listed(file, text) if _name(one) not in named), *packages]
+
+
+def keep_packages(project: Project, packages: Sequence[str]) -> Path:
+    """Write the variable, so that the next set-up has the packages too. Return its file."""
+    file = _file(project)
+    text = file.read_text() if file.exists() else ""
+    line = f"{VARIABLE}: {json.dumps(packages)}"
+    text = _LINE.sub(lambda _: line, text) if _LINE.search(text) else f"{text.rstrip() or '---'}\n\n{line}\n"
+    file.parent.mkdir(exist_ok=True)
+    file.write_text(text)
+    return file
+
+
+def _file(project: Project) -> Path:
+    """The variables beside the playbooks win over those beside the inventory."""
+    folder = project.inventory.parent if project.playbooks.is_absolute() else project.folder / project.playbooks
+    return folder / "group_vars/all.yml"
+
+
+def _listed(file: Path, text: str) -> list[str]:
+    line = _LINE.search(text)
+    if line is None:
+        return []
+    try:
+        listed = json.loads(line[1].partition(" #")[0])
+    except (ValueError, RecursionError):
+        listed = None
+    if not isinstance(listed, list) or not all(isinstance(one, str) for one in listed):
+        raise ConfigError(
+            f'{file}: {VARIABLE} is not on one line as ["torch", "tqdm"]. Write the packages there yourself, then run '
+            "`mpitrain cluster setup -- --tags runtime`"
+        )
+    return listed
+
+
+def _name(requirement: str) -> str:
+    return re.sub(r"[-_.]+", "-", re.split(r"[\[<>=!~ ]", requirement)[0]).lower()

@@ -8,10 +8,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from mpitrain.cuda.device import bound, open_gpu
-from mpitrain.errors import DeviceError, RemoteError
-from mpitrain.remote.frames import Frames, name_of, pack, unpack
-from mpitrain.remote.link import FAILURE, RESULT, Message
-from mpitrain.world import World
+from mpitrain.errors import DeviceError, RemoteError, text_of
+from mpitrain.remote.frames import FAILURE, RESULT, Frames, Message, name_of, pack, unpack
+from mpitrain.world.world import World
 
 
 @dataclass(frozen=True)
@@ -80,7 +79,7 @@ def execute(world: World, frames: Frames, device: str) -> Message:
 
 def _words(error: BaseException) -> str:
     """The name of the class, and the text without notes."""
-    return f"{type(error).__name__}: {error}".removesuffix(": ")
+    return f"{type(error).__name__}: {text_of(error)}".removesuffix(": ")
 
 
 def _below(error: BaseException) -> Any:

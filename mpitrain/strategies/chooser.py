@@ -4,28 +4,104 @@
                        ^                                └──────otherwise──> the way before, again
                        └── the steps take longer or shorter than before, or a thousand steps have passed
 
-So a forecast that is wrong costs the few steps of a trial. This file decides from numbers alone, on rank 0.
+So a forecast that is wrong costs the few steps of a trial. Chooser decides from numbers alone, on rank 0. StepParts
+measures on each rank where the time of its steps goes, while it trains with the others.
 """
 
 from __future__ import annotations
 
 import math
+import statistics
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from mpitrain.plan.ways import ExchangeWay
+from mpitrain.forecast.ways import ExchangeWay
+from mpitrain.noise import median_and_error, noise
+from mpitrain.reducer.means import Overlap
+
+
+@dataclass(frozen=True)
+class StepMedians:
+    """Some steps of one rank.
+
+    Attributes:
+        seconds: of a step, from the end of the exchange before to the end of its own; the median.
+        error: the standard error of that median, from the spread of the steps.
+        own_seconds: of a step without the time in which it only waits for the exchange; the median.
+        ready: seconds after the end of the exchange before at which each gradient was in, by index; medians.
+        busy_cores: that the process kept busy.
+    """
+
+    seconds: float
+    error: float
+    own_seconds: float
+    ready: tuple[float, ...]
+    busy_cores: float
+
+
+class StepParts:
+    """Measures steps. One thread calls it."""
+
+    def __init__(self, num_parameters: int) -> None:
+        self._num_parameters = num_parameters
+        self._since: float | None = None  # the end of the step before
+        self.clear(0)
+
+    def clear(self, skipped: int) -> None:
+        """Forget all steps, and leave out so many of the next ones."""
+        self._skip = skipped
+        self._seconds: list[float] = []
+        self._own: list[float] = []
+        self._ready: list[list[float]] = []
+        self._began: tuple[float, float] | None = None
+
+    def begin(self) -> None:
+        """Note that a step of this rank begins."""
+        self._now = [0.0] * self._num_parameters
+
+    def ready(self, index: int) -> None:
+        """Note that a gradient is in."""
+        if self._since is not None:
+            self._now[index] = time.perf_counter() - self._since
+
+    def end(self, overlap: Overlap) -> None:
+        """Note that a step has its means."""
+        now = time.perf_counter()
+        if self._skip > 0 or self._since is None:
+            self._skip -= 1
+        else:
+            seconds = now - self._since
+            self._seconds.append(seconds)
+            self._own.append(max(0.0, seconds - overlap.exposed_seconds))
+            self._ready.append(self._now)
+        if self._skip <= 0 and self._began is None:
+            self._began = now, time.process_time()
+        self._since = now
+
+    def medians(self, *, with_ready: bool) -> StepMedians | None:
+        """Return the medians of all steps since `clear`; None: there are none. Without `with_ready`, `ready` is ()."""
+        if not self._seconds:
+            return None
+        assert self._began is not None
+        passed = time.perf_counter() - self._began[0]
+        return StepMedians(
+            *median_and_error(self._seconds),
+            statistics.median(self._own),
+            tuple(statistics.median(times) for times in zip(*self._ready, strict=True)) if with_ready else (),
+            (time.process_time() - self._began[1]) / passed if passed > 0 else 1.0,
+        )
+
 
 # The first steps load libraries and take memory; the first steps of another way allocate.
 _FIRST_SKIPPED, _FIRST_STEPS, TRIAL_SKIPPED = 3, 10, 2
 # A trial is looked at twice, so that a way that is far slower ends soon.
 _TRIAL_STEPS, _REST_OF_TRIAL = 3, 7
 _HOLD_STEPS, _STEPS_TO_ANOTHER_LOOK = 50, 1000
-# A trial is worth its steps from this gain on. Forecasts are wrong by about as much (docs/log.md).
+# A trial is worth its steps from this gain on. Forecasts are wrong by about as much (benchmarks/log/).
 _GAIN = 0.05
-# Differences below this share, or below so many standard errors, are noise.
-_NOISE, _ERRORS = 0.02, 2.0
 _FAR_SLOWER, _DRIFT = 1.2, 0.25
-# Rank 0 forecasts for at most this share of the time. With 32 nodes, it takes half a minute (docs/log.md).
+# Rank 0 forecasts for at most this share of the time. With 32 nodes, it takes half a minute (benchmarks/log/).
 _FORECAST_SHARE = 0.01
 
 
@@ -135,11 +211,10 @@ class Chooser:
             self._trial_goes_on = True
             return Decision(self._present, before, _REST_OF_TRIAL, None)
         self._before = None
-        noise = max(_NOISE * base.seconds, _ERRORS * math.hypot(base.error, made.error))
         times = f"{shown_ms(made.seconds)} instead of {shown_ms(base.seconds)} a step"
         predicted = f"(predicted {shown_ms(self._predicted)})"
         tried = self._present
-        if base.seconds - made.seconds > noise:
+        if base.seconds - made.seconds > noise(base.seconds, base.error, made.error):
             self._reference, self._next_forecast = made.seconds, self._step  # another one may be faster still
             return self._hold(f"{shown_way(tried)} instead of {shown_way(before)}: {times} {predicted}")
         self._num_failures += 1

@@ -16,16 +16,15 @@ import numpy
 
 from mpitrain.arrays import Array
 from mpitrain.compression import power_sgd
-from mpitrain.exchange.bucket import Parameter
-from mpitrain.exchange.exchange import make_exchange
-from mpitrain.exchange.means import Means
-from mpitrain.exchange.reducer import GradientReducer
-from mpitrain.job.cores import own_cores
-from mpitrain.plan.ways import ExchangeWay, way_of_settings
-from mpitrain.strategies.chooser import Chooser, Decision, StepSeconds
-from mpitrain.strategies.step_parts import StepMedians, StepParts
-from mpitrain.training.checkpoint.parts import add_up
-from mpitrain.world import World
+from mpitrain.forecast.ways import ExchangeWay, way_of_settings
+from mpitrain.job.worlds import own_cores
+from mpitrain.reducer.bucket import Parameter
+from mpitrain.reducer.exchange import make_exchange
+from mpitrain.reducer.means import Means
+from mpitrain.reducer.reducer import GradientReducer
+from mpitrain.state.resume import add_up
+from mpitrain.strategies.chooser import Chooser, Decision, StepMedians, StepParts, StepSeconds
+from mpitrain.world.world import World
 
 if TYPE_CHECKING:
     from mpitrain.strategies.live_forecast import LiveForecast
@@ -96,13 +95,13 @@ class ChoosingReducer:
         self._inner = self._made(self._plain)
         self._begin()
 
-    def begin(self, weight: float | Sequence[float], loss_scale: float = 1.0) -> None:
+    def begin(self, weight: float | Sequence[float], loss_scale: float = 1.0, *, steps: int = 0) -> None:
         """See GradientReducer. Before that, look, if it is time. Collective."""
         self._catch_up()
         if self._left == 0:
             self._look()
         self._parts.begin()
-        self._inner.begin(weight, loss_scale)
+        self._inner.begin(weight, loss_scale, steps=steps)
 
     def ready(self, index: int, gradient: Array | None) -> None:
         """See GradientReducer."""
@@ -225,7 +224,7 @@ class ChoosingReducer:
         with world.together("choose how gradients travel"):
             if world.is_root:
                 decision = self._decide(of_ranks)
-        self._follow(world.broadcast(decision))
+        self._follow(world.broadcast_object(decision))
 
     def _decide(self, of_ranks: Sequence[StepMedians]) -> Decision:
         from mpitrain.strategies.live_forecast import LiveForecast  # loads the simulator, which one rank needs

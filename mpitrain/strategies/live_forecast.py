@@ -6,7 +6,6 @@ forecast, their rate is changed until the forecast of the present way is the tim
 
 from __future__ import annotations
 
-import statistics
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
@@ -14,16 +13,15 @@ from dataclasses import replace
 import numpy
 
 from mpitrain.compression import make_codec
-from mpitrain.exchange.bucket import Layout
-from mpitrain.plan.forecast import Planner
-from mpitrain.plan.host_times import HostTimes, PartTimes
-from mpitrain.plan.ways import ExchangeWay, plain_ways, resized_ways, way_of_settings
-from mpitrain.simulate.machines import Machines, equal_machines, machines_of
-from mpitrain.strategies.step_parts import StepMedians
-from mpitrain.world import World
+from mpitrain.forecast.machines import Machines, equal_machines, machines_of
+from mpitrain.forecast.measured_steps import HostTimes, PartTimes
+from mpitrain.forecast.planner import Planner
+from mpitrain.forecast.ways import ExchangeWay, plain_ways, resized_ways, way_of_settings
+from mpitrain.reducer.bucket import Layout
+from mpitrain.strategies.chooser import StepMedians
+from mpitrain.world.world import World
 
 _CODEC_VALUES, _CODEC_ROUNDS = 2**18, 3
-_CLOSE, _TRIES, _MOST = 0.02, 4, 256.0  # of the rate of the links
 
 
 class LiveForecast:
@@ -48,7 +46,7 @@ class LiveForecast:
         if self._machines is None:
             self._machines = _machines_of(world, self._codecs)
         planner = Planner(self._hosts(of_ranks, self._machines), self._machines, is_profiled=world.profile.is_measured)
-        planner = _as_measured(planner, present, max(one.seconds for one in of_ranks), world.size)
+        planner = planner.as_measured(present, max(one.seconds for one in of_ranks), world.size)
         ways = self._ways()
         seconds = {way: planner.forecast(world.size, way).step_seconds for way in dict.fromkeys([present, *ways])}
         if self._varies and not world.config.bucket_mib:
@@ -91,11 +89,10 @@ def _machines_of(world: World, codecs: Sequence[str]) -> Machines:
     if profile.links and sorted(profile.nodes) == names:
         machines = machines_of(profile, world.local_size)
         return replace(machines, costs=replace(machines.costs, codecs=rates))
-    machines = equal_machines(
+    return equal_machines(
         world.num_nodes, bytes_per_second=profile.bytes_per_second, latency_seconds=profile.latency_seconds,
-        ranks_per_node=world.local_size,
+        ranks_per_node=world.local_size, costs=replace(profile, codecs=rates),
     )  # fmt: skip
-    return replace(machines, costs=replace(profile, codecs=rates, nodes=(), links=()))
 
 
 def _codec_rate(name: str) -> float:
@@ -111,19 +108,3 @@ def _codec_rate(name: str) -> float:
         codec.decode(wire, total)
         taken.append(time.perf_counter() - began)
     return values.nbytes / min(taken)
-
-
-def _as_measured(planner: Planner, way: ExchangeWay, seconds: float, num_ranks: int) -> Planner:
-    """The planner with links whose forecast of this way is what was measured, as far as the links can explain it."""
-    factor = 1.0
-    scaled = planner
-    for _ in range(_TRIES):
-        row = scaled.forecast(num_ranks, way)
-        gap = seconds - row.step_seconds
-        if abs(gap) <= _CLOSE * seconds:
-            break
-        wire = row.wire_bytes / statistics.median(scaled.machines.link_bytes_per_second)
-        factor *= wire / (wire + gap) if wire + gap > wire / 4 else 4.0
-        factor = min(max(factor, 1 / _MOST), _MOST)
-        scaled = planner.with_links(factor)
-    return scaled

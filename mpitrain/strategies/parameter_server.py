@@ -1,4 +1,4 @@
-"""parameter_server: a server holds the parameters, and workers that come and go compute gradients of its jobs."""
+"""parameter_server: a server holds the parameters, and workers that come and go compute gradients of its units."""
 
 from __future__ import annotations
 
@@ -6,31 +6,30 @@ from typing import Any, Literal
 
 from mpitrain.adapters.adapter import Adapter, divided_of
 from mpitrain.arrays import Array
-from mpitrain.errors import ConfigError, GradientError, LaunchError, everywhere
-from mpitrain.exchange.means import Means
-from mpitrain.job.role import Role
+from mpitrain.errors import ConfigError, GradientError, LaunchError, LostServerError, everywhere
 from mpitrain.job.start import the_job
-from mpitrain.serve.jobs import JobQueue
-from mpitrain.serve.ledger import ServerLedger
-from mpitrain.serve.pace import Bounded, JobPace, Lockstep, Unbounded
-from mpitrain.serve.party import Party, first_server, serve_part, tell_division, work
-from mpitrain.serve.pushes import codec_of
-from mpitrain.serve.server import JobServer
-from mpitrain.serve.shard_peers import LostServerError
-from mpitrain.serve.source import JobSource, source_of
-from mpitrain.serve.store import check_rate_factor
-from mpitrain.strategies.of_rounds import refuse_round, without_rounds
+from mpitrain.reducer.means import Means
+from mpitrain.role import Role
+from mpitrain.server.coordinator import Coordinator
+from mpitrain.server.gradients import codec_of
+from mpitrain.server.parameters import check_rate_factor
+from mpitrain.server.participant import Participant, first_server, serve_part, tell_division, work
+from mpitrain.server.status import ServerStats
+from mpitrain.server.work_units import Asynchronous, BoundedStaleness, ConsistencyMode, Synchronous, WorkQueue
+from mpitrain.server.worker import IndexedSource, source_of
+from mpitrain.strategies.strategy import ServedStrategy, refuse_round, without_rounds
 from mpitrain.strategies.sync import Sync
-from mpitrain.world import World
+from mpitrain.world.world import World
 
 MODES = ("sync", "async", "bounded")
 
 
-class ParameterServer:
+class ParameterServer(ServedStrategy):
     """Training with a server and workers, as `mpitrain serve`, `mpitrain work` and `mpitrain run --servers` start them.
 
-    A worker pulls a job (some samples of the epoch) with the parameters, and pushes the gradient. The server makes an
-    update of one or of several gradients, by the mode; docs/serve.md compares the modes. Workers may join and leave at
+    A worker pulls a unit (some samples of the epoch) with the parameters, and pushes the gradient. The server makes an
+    update of one or of several gradients, by the mode; docs/how-to/parameter-server.md compares the modes. Workers may
+    join and leave at
     any time. Each sample of an epoch is in exactly one update, whatever happens to workers. Several servers divide the
     parameters.
 
@@ -43,7 +42,7 @@ class ParameterServer:
         *,
         staleness: int = 4,
         backup: int = 0,
-        job_samples: int | None = None,
+        unit_samples: int | None = None,
         staleness_correction: bool = False,
         servers: int | None = None,
     ) -> None:
@@ -52,11 +51,11 @@ class ParameterServer:
         Args:
             mode: "sync": all gradients of a step are computed with the same parameters, and the step is that of one
                 process, to rounding. "async": each gradient makes an update when it comes. "bounded": as async, but a
-                worker waits while it is more than `staleness` jobs ahead of the slowest one.
+                worker waits while it is more than `staleness` units ahead of the slowest one.
             staleness: for "bounded", at least 0.
             backup: for "sync": so many answers of a step are not waited for. Their samples go out again.
-            job_samples: samples of a job. Default for "sync": the global batch is cut into one job for each worker. It
-                cannot be set with `backup`. Default for the others: the global batch.
+            unit_samples: samples of a work unit. Default for "sync": the global batch is cut into one unit for each
+                worker. It cannot be set with `backup`. Default for the others: the global batch.
             staleness_correction: not for "sync": the learning rate of an update is divided by its staleness, the number
                 of updates between its pull and its push, if that is above 1. Source: Zhang et al., Staleness-aware
                 Async-SGD for Distributed Deep Learning, arXiv 1511.05950 (2015).
@@ -70,24 +69,24 @@ class ParameterServer:
             problem = f"mode={mode!r}; allowed: {', '.join(MODES)}"
         elif not _is_count(staleness, 0) or not _is_count(backup, 0):
             problem = f"staleness={staleness!r} backup={backup!r}; both must be ints of at least 0"
-        elif job_samples is not None and not _is_count(job_samples, 1):
-            problem = f"job_samples={job_samples!r}; it must be an int of at least 1"
+        elif unit_samples is not None and not _is_count(unit_samples, 1):
+            problem = f"unit_samples={unit_samples!r}; it must be an int of at least 1"
         elif servers is not None and not _is_count(servers, 1):
             problem = f"servers={servers!r}; it must be an int of at least 1"
-        elif backup and (mode != "sync" or job_samples is not None):
-            problem = f"backup={backup} goes with mode='sync', without job_samples"
+        elif backup and (mode != "sync" or unit_samples is not None):
+            problem = f"backup={backup} goes with mode='sync', without unit_samples"
         elif staleness_correction and mode == "sync":
             problem = "staleness_correction=True: in mode='sync' no gradient is stale; leave it out"
         if problem:
             raise ConfigError(f"ParameterServer: {problem}")
         self._mode, self._staleness, self._backup = mode, staleness, backup
-        self._job_samples, self._corrects = job_samples, staleness_correction
+        self._unit_samples, self._corrects = unit_samples, staleness_correction
         self._servers = servers
         self._role = Role()
         self._alone = Sync()
         self._carried: dict[str, Any] = {}
-        self._server: JobServer | None = None
-        self._ledger = ServerLedger()
+        self._server: Coordinator | None = None
+        self._stats = ServerStats()
 
     @property
     def role(self) -> str:
@@ -95,9 +94,9 @@ class ParameterServer:
         return self._role.kind
 
     @property
-    def ledger(self) -> ServerLedger:
+    def stats(self) -> ServerStats:
         """See ServedStrategy."""
-        return self._ledger
+        return self._stats
 
     def begin(self, world: World, adapter: Adapter) -> None:
         """See Strategy.
@@ -121,11 +120,11 @@ class ParameterServer:
             if world.config.reduction == "exact":
                 raise everywhere(
                     ConfigError(
-                        "reduction=exact: a server adds up the gradients of jobs in the order in which they come; take "
+                        "reduction=exact: a server adds up gradients in the order in which they come; take "
                         "reduction=plain, or train with mt.Sync"
                     )
                 )
-            self._party = Party(job.role, job.everyone, world, adapter, codec, optimizer)
+            self._participant = Participant(job.role, job.everyone, world, adapter, codec, optimizer)
             return
         if world.size > 1:
             raise everywhere(
@@ -148,21 +147,23 @@ class ParameterServer:
         if self._server is not None:
             return
         source, job = source_of(data), the_job()
-        if self._party.ends_with_run:
+        if self._participant.ends_with_run:
             if job.has_served:
                 raise ConfigError(
-                    f"{self._party.name} begins a second run with --servers; the other processes have ended with "
+                    f"{self._participant.name} begins a second run with --servers; the other processes have ended with "
                     "the first one. Start a job for each run"
                 )
             job.has_served = True
         self._placed = data.state()
-        queue = JobQueue(
+        queue = WorkQueue(
             source.num_samples, self._placed["epoch"], self._placed["cursor"], self._placed.get("left", ())
         )
-        pace = self._pace(queue, source)
-        self._server = first_server(self._party, source, queue, pace, self._carried, corrects_staleness=self._corrects)
+        mode = self._consistency(queue, source)
+        self._server = first_server(
+            self._participant, source, queue, mode, self._carried, corrects_staleness=self._corrects
+        )
         self._carried = {}
-        self._ledger = self._server.ledger
+        self._stats = self._server.stats
 
     def next_update(self, data: Any) -> tuple[Means, float]:
         """See ServedStrategy.
@@ -178,10 +179,10 @@ class ParameterServer:
                 f"{self._world.name()} is a {self.role}, which makes no step by itself; call Trainer.run()"
             )
         if self._server is not None and data.state() != self._placed:  # a hook has restored another state
-            if self._party.ends_with_run:
+            if self._participant.ends_with_run:
                 raise everywhere(
                     ConfigError(
-                        f"{self._party.name} was restored to another state within a run with --servers, whose "
+                        f"{self._participant.name} was restored to another state within a run with --servers, whose "
                         "processes start only once. Restore before Trainer.run(), or start the job again"
                     )
                 )
@@ -208,11 +209,11 @@ class ParameterServer:
                 error = failed
                 raise
             if not isinstance(error, LostServerError):  # that has said all
-                self._party.say(f"after {type(error).__name__}, the model here is not whole: {failed}")
+                self._participant.say(f"after {type(error).__name__}, the model here is not whole: {failed}")
         finally:
             if error is None:
-                self._party.say(self._ledger.line())
-            is_final = isinstance(error, ConfigError) and self._party.everyone is not None
+                self._participant.say(self._stats.line())
+            is_final = isinstance(error, ConfigError) and self._participant.everyone is not None
             server.close(error, tells=is_final or isinstance(error, GradientError))
 
     def fetch(self) -> None:
@@ -234,9 +235,9 @@ class ParameterServer:
             LaunchError: the server refuses this worker, or is gone.
         """
         if self.role == "shard":
-            serve_part(self._party, data)
+            serve_part(self._participant, data)
         else:
-            work(self._party, data)
+            work(self._participant, data)
 
     # -- in one process: see Sync ---------------------------------------------------------------------------------
 
@@ -252,19 +253,19 @@ class ParameterServer:
         """See Strategy."""
         return self._alone.finish_step(adapter, loss)
 
-    def end_run(self) -> None:
-        """See Strategy. There is one replica that counts."""
-
-    def state(self) -> dict[str, Any]:
-        """See Strategy. The state is empty, so a checkpoint goes on with any strategy that has none."""
-        return {}
-
     def restore(self, state: dict[str, Any]) -> None:
         """See Strategy and Sync.restore. A server needs nothing of it."""
         if self.role:
             refuse_round(state)
         else:
             self._alone.restore(state)
+
+    def check(self, state: dict[str, Any]) -> None:
+        """See Strategy. `state` has nothing of Sync's."""
+        if self.role:
+            refuse_round(state)
+        else:
+            self._alone.check(state)
 
     def own_state(self) -> dict[str, Any]:
         """See Strategy."""
@@ -285,13 +286,13 @@ class ParameterServer:
 
     # -- what both sides need -------------------------------------------------------------------------------------
 
-    def _pace(self, queue: JobQueue, source: JobSource) -> JobPace:
+    def _consistency(self, queue: WorkQueue, source: IndexedSource) -> ConsistencyMode:
         if self._mode == "sync":
-            return Lockstep(queue, source.global_batch, self._job_samples, self._backup)
-        job_samples = source.global_batch if self._job_samples is None else self._job_samples
+            return Synchronous(queue, source.global_batch, self._unit_samples, self._backup)
+        unit_samples = source.global_batch if self._unit_samples is None else self._unit_samples
         if self._mode == "async":
-            return Unbounded(queue, job_samples)
-        return Bounded(queue, job_samples, self._staleness)
+            return Asynchronous(queue, unit_samples)
+        return BoundedStaleness(queue, unit_samples, self._staleness)
 
     def _check_servers(self) -> None:
         number = self._role.num_servers

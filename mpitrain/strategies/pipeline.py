@@ -8,7 +8,7 @@
                                                           └ stage: ranks 0, 2     └ stage: ranks 1, 3
 
 Each rank has the parameters, gradients and optimizer state of its own layers only. Means, and the norm for clipping,
-are those of Sync, up to the order of additions. pipeline_order.py has the schedules and their sources.
+are those of Sync, up to the order of additions. passes.py has the schedules and their sources.
 """
 
 from __future__ import annotations
@@ -19,34 +19,62 @@ from dataclasses import replace
 from typing import Any
 
 from mpitrain.adapters.adapter import Adapter
-from mpitrain.adapters.layer_costs import LayerCost
-from mpitrain.adapters.staged import Cut, StagedAdapter, is_staged, staged_of
-from mpitrain.arrays import Array, is_device_array
-from mpitrain.errors import ConfigError, GradientError, everywhere
-from mpitrain.exchange.exchange import Exchange, make_exchange
-from mpitrain.exchange.means import Means
-from mpitrain.exchange.reducer import GradientReducer
+from mpitrain.adapters.staged import Cut, LayerCost, StagedAdapter, is_staged, joined, staged_of
+from mpitrain.arrays import is_device_array
+from mpitrain.errors import ConfigError, GradientError, LostRankError, everywhere
 from mpitrain.job.worlds import make_world
-from mpitrain.strategies.activations import Activations
-from mpitrain.strategies.applied import applied
-from mpitrain.strategies.of_rounds import refuse_round, without_rounds
-from mpitrain.strategies.passes import StagePasses, StagePlace
-from mpitrain.strategies.pipeline_arguments import Stages, check_arguments
+from mpitrain.reducer.exchange import Exchange, make_exchange
+from mpitrain.reducer.means import Means
+from mpitrain.reducer.reducer import GradientReducer
+from mpitrain.strategies.passes import Activations, StagePasses, StagePlace
 from mpitrain.strategies.stage_cut import (
+    Stages,
     balanced_cut,
+    check_arguments,
     check_num_layers,
     costs_of_stages,
     cut_layers,
     num_stages_of,
     table_of,
 )
-from mpitrain.strategies.stage_state import lend_state
+from mpitrain.strategies.strategy import MeanStrategy, applied, share_parameters
 from mpitrain.tree import Tree
-from mpitrain.world import World
+from mpitrain.world.world import World
 
 
-class Pipeline:
-    """Pipelines of stages, with data parallelism across them; see Strategy for the calls, and docs/pipeline.md.
+def lend_state(world: World, place: StagePlace, apart: World, staged: StagedAdapter, *, reads: bool) -> None:
+    """Bring the state of all stages to the ranks that read it, each from its own pipeline. Collective.
+
+    Args:
+        apart: the same ranks, with a communicator for these messages.
+        reads: whether this rank reads the state.
+
+    Raises:
+        LostRankError: a rank has been lost, and its layers with it.
+    """
+    if world.control.is_broken and world.committer is not None:
+        raise LostRankError(
+            f"{world.name()}: a rank has been lost, and with it the layers of its stage. The job cannot go on in "
+            "place. With --restarts it starts again from the copy in memory"
+        )
+    readers = world.allgather(reads)
+    begin = place.pipeline * place.num_stages
+    pipeline, states = range(begin, begin + place.num_stages), []
+    for source in pipeline:  # one after the other, so that a rank that reads has room for one more at a time
+        if source == world.rank:
+            own = staged.own_state()
+            states.append(own)
+            for rank in pipeline:
+                if rank != source and readers[rank]:
+                    apart.send(own, rank)
+        elif reads:
+            states.append(apart.recv(source))
+    if reads:
+        staged.lend(joined(states))
+
+
+class Pipeline(MeanStrategy):
+    """Pipelines of stages, with data parallelism across them; see Strategy for the calls, and large-models.md.
 
     Checkpoints have the whole model and no stage: they are those of Sync with the same adapter, and load with any
     number of stages. While one is taken, the ranks that write it need the memory of the whole model's state.
@@ -129,7 +157,7 @@ class Pipeline:
                 comm = world.comm.Split(world.rank % count, world.rank)
                 own = make_world(comm, world.config, world.generation, parent=world)
                 comm.Free()
-                self._replicas = replace(own, profile=world.profile)
+                self._replicas = own.replaced(profile=world.profile)
         return self._replicas
 
     def begin(self, world: World, adapter: Adapter) -> None:
@@ -161,8 +189,7 @@ class Pipeline:
         on_device = any(is_device_array(value) for value in adapter.parameters().values())
         self._reducer = GradientReducer(replicas, adapter.layout, exchange=self._make_exchange, on_device=on_device)
         self._scale = adapter.loss_scale
-        if replicas.size > 1:
-            adapter.load_parameters(replicas.sync(adapter.parameters()))
+        share_parameters(replicas, adapter)
 
     def _cut(self, staged: StagedAdapter) -> tuple[list[range], list[list[LayerCost]]]:
         """Return the layers of each piece, and what was measured to find them. Collective."""
@@ -222,14 +249,6 @@ class Pipeline:
         )
         staged.expect({name: shape for own_shapes in shapes for name, shape in own_shapes.items()})
 
-    def begin_step(self, weight: float) -> None:
-        """See Strategy."""
-        self._reducer.begin(weight, self._scale.value if self._scale else 1.0)
-
-    def on_gradient(self, index: int, gradient: Array | None) -> None:
-        """See Strategy."""
-        self._reducer.ready(index, gradient)
-
     def finish_step(self, adapter: Adapter, loss: float) -> tuple[Means, float]:
         """See Strategy.
 
@@ -237,10 +256,9 @@ class Pipeline:
             NonFiniteError: the error names the rank, stage and micro-batch where NaN or infinity came first. Raised on
                 every rank.
         """
-        may_skip = self._scale is not None and self._scale.may_skip
         problem: GradientError | None = None
         try:
-            means = self._reducer.finish(loss, may_skip=may_skip, note=adapter.note())
+            means = self._reducer.finish(loss, may_skip=self._may_skip, note=adapter.note())
         except GradientError as error:
             if not self.divides_model:
                 raise
@@ -259,23 +277,6 @@ class Pipeline:
         self._world.commit()
         return means, applied(adapter, self._reducer.flats, means, self._scale)
 
-    def end_run(self) -> None:
-        """See Strategy. The replicas are equal."""
-
-    def state(self) -> dict[str, Any]:
-        """See Strategy: as of Sync."""
-        factors = self._reducer.factors()
-        return {"factors": factors} if factors else {}
-
-    def restore(self, state: dict[str, Any]) -> None:
-        """See Strategy. What an outer optimizer has kept is left out.
-
-        Raises:
-            CheckpointError: the state is from the middle of a round of LocalSGD or DiLoCo.
-        """
-        refuse_round(state)
-        self._reducer.restore_factors(state.get("factors", {}))
-
     def own_state(self) -> dict[str, Any]:
         """See Strategy. From now until the next step, `state` of the adapter is that of the whole model.
 
@@ -291,13 +292,9 @@ class Pipeline:
             lend_state(self._world, self._place, self._activations.apart, staged_of(self._adapter), reads=reads)
         return self._reducer.state()
 
-    def restore_own(self, state: dict[str, Any]) -> None:
-        """See Strategy."""
-        self._reducer.restore(without_rounds(state))
-
     def close(self) -> None:
         """See Strategy."""
-        self._reducer.close()
+        super().close()
         if self._activations:
             self._activations.close()
         if self._replicas is not None and self._replicas is not self._world:

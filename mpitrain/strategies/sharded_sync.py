@@ -21,16 +21,16 @@ from mpitrain import collectives
 from mpitrain.adapters.adapter import Adapter, OptimizerShard, sharded_of
 from mpitrain.arrays import Array, is_device_array
 from mpitrain.errors import LostRankError, MismatchError, everywhere
-from mpitrain.exchange.means import Means
-from mpitrain.exchange.owned import owned_by, put, size_of
-from mpitrain.exchange.reducer import GradientReducer
-from mpitrain.exchange.scattered import ScatteredExchange
-from mpitrain.strategies.of_rounds import refuse_round, without_rounds
+from mpitrain.optim.owned import owned_by, put, size_of
+from mpitrain.reducer.means import Means
+from mpitrain.reducer.reducer import GradientReducer
+from mpitrain.reducer.scattered import ScatteredExchange
+from mpitrain.strategies.strategy import MeanStrategy, share_parameters
 from mpitrain.waiting.agreement import signature
-from mpitrain.world import World
+from mpitrain.world.world import World
 
 
-class ShardedSync:
+class ShardedSync(MeanStrategy):
     """Synchronous data parallelism with a divided optimizer; see Strategy for the calls.
 
     Checkpoints are those of Sync: they load on any number of ranks, with either strategy. While one is taken, the ranks
@@ -57,62 +57,44 @@ class ShardedSync:
         """
         self._world, self._scale = world, adapter.loss_scale
         on_device = any(is_device_array(value) for value in adapter.parameters().values())
-        self._reducer = GradientReducer(world, adapter.layout, exchange=self._made_exchange, on_device=on_device)
-        halves, layout, buckets = self._exchange.halves, self._reducer.layout, self._reducer.buckets
-        self._owned = [owned_by(layout, buckets, halves.own, rank) for rank in range(world.size)]
+        reducer = GradientReducer(world, adapter.layout, exchange=self._made_exchange, on_device=on_device)
+        self._reducer, self._layout, self._buckets = reducer, reducer.layout, reducer.buckets
+        own = self._exchange.halves.own
+        self._owned = [owned_by(self._layout, self._buckets, own, rank) for rank in range(world.size)]
         shard: OptimizerShard | None = None
         try:
             with world.together("divide the optimizer"):
                 self._shard = shard = sharded_of(adapter).shard(self._owned[world.rank], self._norm_of_all)
             world.agree("divide the optimizer", [shard.settings])
-            if world.size > 1:
-                adapter.load_parameters(world.sync(adapter.parameters()))
+            share_parameters(world, adapter)
         except BaseException:
             if shard is not None:
                 shard.close()
             raise
 
-    def begin_step(self, weight: float) -> None:
+    def begin_step(self, weight: float | Sequence[float]) -> None:
         """See Strategy."""
         self._shard.begin_step()
-        self._reducer.begin(weight, self._scale.value if self._scale else 1.0)
-
-    def on_gradient(self, index: int, gradient: Array | None) -> None:
-        """See Strategy."""
-        self._reducer.ready(index, gradient)
+        super().begin_step(weight)
 
     def finish_step(self, adapter: Adapter, loss: float) -> tuple[Means, float]:
         """See Strategy.
 
         Raises:
-            MismatchError: the ranks have used different learning rates or settings. Raised on every rank.
+            MismatchError: the ranks have used different learning rates or settings, or the optimizer of some has made
+                no step. Raised on every rank.
         """
-        may_skip = self._scale is not None and self._scale.may_skip
-        means = self._reducer.finish(loss, may_skip=may_skip, note=adapter.note())
+        means = self._reducer.finish(loss, may_skip=self._may_skip, note=adapter.note())
         self._world.commit()
         rate = 0.0
         if means.is_finite:
             settings = self._shard.settings  # before the update: a schedule of PyTorch then sets the next rates
             rate = adapter.apply_gradients(self._reducer.flats, means.remarks)
-            self._gather_parameters(f"{rate} and {settings}")
+            made = "no step, because a hook has removed all gradients, at " if self._shard.was_skipped else ""
+            self._gather_parameters(f"{made}the learning rate {rate} and {settings}")
         if self._scale:
             self._scale.update(skipped=not means.is_finite)
         return means, rate
-
-    def end_run(self) -> None:
-        """See Strategy. The replicas are equal."""
-
-    def state(self) -> dict[str, Any]:
-        """See Strategy. The state is empty."""
-        return {}
-
-    def restore(self, state: dict[str, Any]) -> None:
-        """See Strategy. What an outer optimizer has kept is left out.
-
-        Raises:
-            CheckpointError: the state is from the middle of a round of LocalSGD or DiLoCo.
-        """
-        refuse_round(state)
 
     def own_state(self) -> dict[str, Any]:
         """See Strategy. The state is what was restored and has not been sent yet.
@@ -136,13 +118,9 @@ class ShardedSync:
         self._lend_optimizer(reads)
         return self._reducer.state()
 
-    def restore_own(self, state: dict[str, Any]) -> None:
-        """See Strategy: what a codec had left out under another strategy goes into the means of the next step."""
-        self._reducer.restore(without_rounds(state))
-
     def close(self) -> None:
         """See Strategy. The optimizer has whole parameters again. Take its state before: see OptimizerShard.close."""
-        self._reducer.close()
+        super().close()
         self._shard.close()
 
     def _made_exchange(self, world: World) -> ScatteredExchange:
@@ -159,9 +137,7 @@ class ShardedSync:
         # As a detail, because a difference of the lines would end the gathering half-way.
         comparison = self._world.begin_agreement("update of the own part", detail=signature(used, ()) >> 1)
         flats = self._reducer.flats
-        handles = [
-            self._exchange.gather(flats[bucket.dtype][bucket.begin : bucket.end]) for bucket in self._reducer.buckets
-        ]
+        handles = [self._exchange.gather(flats[bucket.dtype][bucket.begin : bucket.end]) for bucket in self._buckets]
         for handle in handles:
             handle.wait()
         self._shard.take_updated(flats)
@@ -170,9 +146,9 @@ class ShardedSync:
             rank = next(rank for rank, text in enumerate(of_ranks) if text != of_ranks[0])
             raise everywhere(
                 MismatchError(
-                    f"{self._world.name(rank)} has updated its part of the parameters with the learning rate "
-                    f"{of_ranks[rank]}; {self._world.name(0)}: {of_ranks[0]}. Set the optimizer and its schedule "
-                    "alike on every rank"
+                    f"{self._world.name(rank)} has updated its part of the parameters with "
+                    f"{of_ranks[rank]}; {self._world.name(0)}: {of_ranks[0]}. Set the optimizer, its schedule and its "
+                    "hooks alike on every rank"
                 )
             )
 
@@ -181,7 +157,7 @@ class ShardedSync:
         values = self._world.allgather((self._shard.values(), self._shard.array_names()))
         names = sorted({name for _, of_rank in values for name in of_rank})
         arrays: dict[str, Mapping[numpy.dtype, Array]] = {}
-        counts = self._reducer.layout.counts
+        counts = self._layout.counts
         for name in names:
             # A rank without room says so before the others wait for its part: what the gathering takes is tried here.
             with self._world.together("bring the optimizer's state together"):

@@ -1,4 +1,9 @@
-"""sync: every step uses the mean gradient of all ranks, so n ranks compute what one rank would."""
+"""sync: every step has the mean gradient of all ranks, so n ranks compute what one rank would.
+
+auto: the same, but how gradients travel is chosen while the training runs. Chosen are the algorithm of the sums, the
+size of buckets, and a codec if codecs are allowed. Rounds and a divided optimizer train in another way or need other
+memory, so only the user can choose them.
+"""
 
 from __future__ import annotations
 
@@ -7,19 +12,19 @@ from functools import partial
 from typing import Any
 
 from mpitrain.adapters.adapter import Adapter
-from mpitrain.arrays import Array, is_device_array
-from mpitrain.errors import CheckpointError
-from mpitrain.exchange.exchange import Exchange, make_exchange
-from mpitrain.exchange.means import Means
-from mpitrain.exchange.reducer import GradientReducer
-from mpitrain.strategies.applied import applied
+from mpitrain.arrays import is_device_array
+from mpitrain.compression import factory_of
+from mpitrain.errors import CheckpointError, ConfigError, everywhere
+from mpitrain.reducer.exchange import Exchange, make_exchange
+from mpitrain.reducer.means import Means
+from mpitrain.reducer.reducer import GradientReducer
 from mpitrain.strategies.choosing_reducer import ChoosingReducer, no_choice
-from mpitrain.strategies.of_rounds import refuse_round, without_rounds
-from mpitrain.strategies.virtual_ranks import ComputedPlaces, VirtualRanks, check_virtual_ranks
-from mpitrain.world import World
+from mpitrain.strategies.strategy import MeanStrategy, applied, refuse_round, share_parameters
+from mpitrain.strategies.virtual_ranks import ComputedPlaces, VirtualPasses, VirtualRanks, check_virtual_ranks
+from mpitrain.world.world import World
 
 
-class Sync:
+class Sync(MeanStrategy):
     """Synchronous data parallelism; see Strategy for the calls.
 
     Attributes:
@@ -43,7 +48,7 @@ class Sync:
             exchange: makes the object that computes the means, for a World.
             virtual_ranks: cut every global batch into so many equal parts, and compute the gradients of each part by
                 itself. Their exact sum has the same bits on 1 to `virtual_ranks` ranks, if each rank has the same
-                number of threads. See docs/same-bits.md.
+                number of threads. See docs/explanation/numerics.md#bitwise-identical-results-on-any-number-of-ranks.
             seed: of the random numbers of virtual ranks, at least 0.
         """
         self.exchange = exchange
@@ -67,7 +72,6 @@ class Sync:
             exchange, number = partial(make_exchange, reduction="exact"), self.virtual.number
         codecs = self.codecs_for(world)
         reason = no_choice(world, adapter.layout, codecs, varies=self.varies) if codecs else "no choice"
-        self._reducer: GradientReducer | ChoosingReducer
         if not reason:
             self._reducer = ChoosingReducer(
                 world, adapter.layout, on_device=on_device, codecs=codecs, varies=self.varies
@@ -79,8 +83,22 @@ class Sync:
                 world, adapter.layout, exchange=exchange, on_device=on_device, virtual_ranks=number
             )
         self._scale = adapter.loss_scale
-        if world.size > 1:
-            adapter.load_parameters(world.sync(adapter.parameters()))
+        count_steps = getattr(adapter, "count_steps", None)
+        self._steps = count_steps(world) if count_steps and world.size > 1 else None
+        share_parameters(world, adapter)
+
+    @property
+    def unplanned(self) -> str:
+        """See Strategy."""
+        return f"mt.Sync(virtual_ranks={self.virtual.number})" if self.virtual else ""
+
+    def passes(self, adapter: Adapter, data: Any) -> VirtualPasses | None:
+        """See Strategy: a pass for each virtual rank.
+
+        Raises:
+            ConfigError: the data, or the adapter, cannot be used with the virtual ranks. Raised on every rank.
+        """
+        return VirtualPasses(self._world, adapter, data, self, self.virtual) if self.virtual else None
 
     def codecs_for(self, world: World) -> Sequence[str]:
         """The codecs of which one is chosen while it trains; the first one to begin with. Empty: nothing is chosen."""
@@ -89,11 +107,8 @@ class Sync:
 
     def begin_step(self, weight: float | Sequence[float]) -> None:
         """See Strategy. With virtual ranks, `weight` has the samples of each of this rank's."""
-        self._reducer.begin(weight, self._scale.value if self._scale else 1.0)
-
-    def on_gradient(self, index: int, gradient: Array | None) -> None:
-        """See Strategy."""
-        self._reducer.ready(index, gradient)
+        steps = self._steps.code if self._steps else 0
+        self._reducer.begin(weight, self._scale.value if self._scale else 1.0, steps=steps)
 
     def next_pass(self, adapter: Adapter, loss: float) -> None:
         """End the pass of a virtual rank with its mean loss. The pass of this rank's next one follows."""
@@ -101,21 +116,32 @@ class Sync:
         self._reducer.next_pass(loss, adapter.note())
 
     def finish_step(self, adapter: Adapter, loss: float) -> tuple[Means, float]:
-        """See Strategy."""
-        may_skip = self._scale is not None and self._scale.may_skip
-        means = self._reducer.finish(loss, may_skip=may_skip, note=adapter.note())
+        """See Strategy.
+
+        Raises:
+            MismatchError: the step before has used other gradients or rates on a rank. Raised on every rank.
+        """
+        means = self._reducer.finish(loss, may_skip=self._may_skip, note=adapter.note())
+        if self._steps:
+            self._steps.exchanged(means.steps, ())
         self._world.commit()
         return means, applied(adapter, self._reducer.flats, means, self._scale)
 
     def end_run(self) -> None:
-        """See Strategy. The replicas are equal."""
+        """See Strategy. The replicas are equal.
+
+        Raises:
+            MismatchError: the last step of the ranks' optimizers was not the same. Raised on every rank.
+        """
+        if self._steps:
+            codes = self._world.agree("end the run", detail=self._steps.code)["detail"].tolist()
+            self._steps.exchanged(codes, ())
 
     def state(self) -> dict[str, Any]:
         """See Strategy: `factors`, if compression goes on from them; and `virtual`, `places` or `choice`."""
         if isinstance(self._reducer, ChoosingReducer):
             return {"choice": self._reducer.choice()}
-        factors = self._reducer.factors()
-        state: dict[str, Any] = {"factors": factors} if factors else {}
+        state = super().state()
         if self.virtual:
             state |= {"virtual": self.virtual.state(), "places": self.places.state()}
         return state
@@ -133,11 +159,7 @@ class Sync:
             self.places.restore(state.get("places", []))
         if isinstance(self._reducer, ChoosingReducer):
             self._reducer.restore_choice(state.get("choice", {}))
-        self._reducer.restore_factors(state.get("factors", {}))
-
-    def own_state(self) -> dict[str, Any]:
-        """See Strategy. The state is what a codec has left out."""
-        return self._reducer.state()
+        super().restore(state)
 
     def restore_own(self, state: dict[str, Any]) -> None:
         """See Strategy.
@@ -145,14 +167,13 @@ class Sync:
         Raises:
             CheckpointError: a codec has left out values, and virtual ranks would not send them the same on any ranks.
         """
-        state = without_rounds(state)
         if self.virtual and any(key in state for key in ("residual", "carried")):
             raise CheckpointError(
                 f"{self._world.name()}: the checkpoint holds values that a codec has left out of gradients, and "
                 "virtual ranks send all of a gradient; go on without virtual_ranks, or from a checkpoint without a "
                 "codec"
             )
-        self._reducer.restore(state)
+        super().restore_own(state)
 
     def changes(self) -> list[tuple[int, str]]:
         """See Strategy."""
@@ -161,6 +182,40 @@ class Sync:
         changes, self._reducer.changes = self._reducer.changes, []
         return changes
 
-    def close(self) -> None:
-        """See Strategy."""
-        self._reducer.close()
+
+class AutoSync(Sync):
+    """Synchronous data parallelism that looks for the fastest exchange; see Sync, and low-communication.md."""
+
+    varies = True
+
+    def __init__(self, codecs: Sequence[str] = ()) -> None:
+        """
+        Args:
+            codecs: names in mpitrain.compression.CODECS that may be chosen too, besides no codec. Default: by the
+                setting `compression`: with "none" no codec, with "auto" bf16, with a codec that codec always.
+
+        Raises:
+            ConfigError: there is no codec of one of the names.
+        """
+        super().__init__()
+        for name in codecs:
+            factory_of(name)  # raises
+        self._given = tuple(codecs)
+
+    def codecs_for(self, world: World) -> Sequence[str]:
+        """See Sync.
+
+        Raises:
+            ConfigError: codecs were given, and the setting names one. Raised on every rank.
+        """
+        if not self._given:
+            setting = world.config.compression
+            return super().codecs_for(world) or [setting]
+        if world.config.compression not in ("none", "auto"):
+            raise everywhere(
+                ConfigError(
+                    f"the setting compression={world.config.compression} together with AutoSync(codecs="
+                    f"{', '.join(self._given)}): allowed is one of the two. Leave out the setting, or codecs="
+                )
+            )
+        return ["none", *dict.fromkeys(self._given)]

@@ -3,8 +3,8 @@
     import mpitrain.torch
     torch.distributed.init_process_group("mpitrain")
 
-The import registers the backend `mpitrain` with torch.distributed, for tensors on the host and on GPUs. `prepare` needs
-no process group.
+The import registers the backend `mpitrain` with torch.distributed, for tensors on the host and on GPUs. `Trainer` and
+`prepare` need no process group.
 """
 
 from __future__ import annotations
@@ -22,15 +22,19 @@ from mpitrain.torch.compress import compress
 from mpitrain.torch.groups import register
 from mpitrain.torch.keep import keep
 from mpitrain.torch.monitored import mend_monitored_barrier, monitored_barrier
+from mpitrain.torch.norm_layers import watch_norm_layers
 from mpitrain.torch.observed import watch
-from mpitrain.torch.prepare import accumulate, end_round, prepare, virtual_batches
+from mpitrain.torch.own_steps import watch_own_steps
+from mpitrain.torch.prepare import accumulate, end_round, prepare, virtual_batches, weight
 from mpitrain.torch.rendezvous import offer
 from mpitrain.torch.residuals import residuals, restore_residuals
+from mpitrain.torch.trainer import TorchTrainer as Trainer
 from mpitrain.torch.uncompiled import uncompiled
 from mpitrain.torch.whole_loop import load, save, shard
-from mpitrain.world import World
+from mpitrain.world.world import World
 
 __all__ = [
+    "Trainer",
     "accumulate",
     "compress",
     "end_round",
@@ -43,6 +47,7 @@ __all__ = [
     "save",
     "shard",
     "virtual_batches",
+    "weight",
 ]
 
 uncompiled(World)  # a compiled function may call its methods
@@ -52,3 +57,5 @@ mend_coalescing()
 mend_monitored_barrier()
 mend_builtin_hooks()
 watch()
+watch_norm_layers()
+watch_own_steps()

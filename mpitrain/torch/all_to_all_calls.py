@@ -9,7 +9,7 @@ import numpy
 import torch
 
 from mpitrain.allreduce.algorithm import Progress
-from mpitrain.exchange import moves
+from mpitrain.collectives import moves
 from mpitrain.torch import checks
 from mpitrain.torch.bare_group import BareGroup, Tensors
 from mpitrain.torch.flat_tensors import raw

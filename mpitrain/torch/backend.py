@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import chain
 from typing import Any
 
 import numpy
@@ -13,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from mpitrain.allreduce.algorithm import Progress
-from mpitrain.exchange import moves
+from mpitrain.collectives import moves
 from mpitrain.torch import checks, reductions
 from mpitrain.torch.all_to_all_calls import AllToAllCalls
 from mpitrain.torch.bare_group import Tensors
@@ -65,8 +66,7 @@ class MpiProcessGroup(AllToAllCalls, PairCalls, SparseCalls):
         world, sums = self._world, self._channel.sums
 
         def work() -> Progress:
-            for flat in flats:
-                yield from reductions.allreduce(world, sums, flat, how)
+            return chain.from_iterable(reductions.allreduce(world, sums, flat, how) for flat in flats)
 
         return self._begin(call, work, lambda: [how.name, *map(checks.count, tensors)], opts)
 

@@ -1,61 +1,90 @@
-"""Batches of any structure: the number of samples, and a part of them."""
+"""Batches of any structure: their tensors and arrays, and the same structure with other ones.
+
+And what the ranks compare of batches, and of their data sets before the first batch.
+"""
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 import zlib
-from collections.abc import Callable, Sequence
+from collections import UserDict
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy
 import torch
+from torch.nn.utils.rnn import PackedSequence
+from torch.utils.data import ConcatDataset, Subset, TensorDataset
 
 from mpitrain.adapters.torch_arrays import array_of
-from mpitrain.errors import DataError
-from mpitrain.exchange.trees import aligned_copy
+from mpitrain.collectives.trees import aligned_copy
+
+_EXACT = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
 
-def described(batch: Any) -> tuple[int, str]:
-    """Return the number of samples of a batch, and a text with it and a checksum of the first and the last sample.
+def children_of(value: Any) -> dict[Any, Any] | None:
+    """Return the entries of a dict or another mapping, a dataclass, a list or a tuple by key; None: it is none."""
+    if isinstance(value, Mapping):
+        return dict(value)
+    if isinstance(value, tuple) and hasattr(value, "_fields") and not isinstance(value, PackedSequence):
+        return dict(zip(value._fields, value, strict=True))
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+    if isinstance(value, list | tuple) and not isinstance(value, torch.Size | PackedSequence):
+        return dict(enumerate(value))
+    return None
 
-    Raises:
-        DataError: no tensor or array has samples along its first dimension, or their numbers differ.
-    """
-    leaves = [leaf for leaf in _leaves(batch) if _has_samples(leaf)]
-    lengths = sorted({len(leaf) for leaf in leaves})
-    if len(lengths) != 1:
-        raise DataError(
-            "tensors and arrays of a batch must have the same number of samples along their first dimension; found "
-            + (", ".join(str(length) for length in lengths) if leaves else f"none in a {type(batch).__name__}")
-        )
-    return lengths[0], f"{lengths[0]} samples, checksum {checksum(leaves[:1]):08x}"
+
+def rebuilt(value: Any, children: Mapping[Any, Any]) -> Any:
+    """Return a new container of the kind of `value` with these entries, of the same keys. `value` is not changed."""
+    kind: Any = type(value)
+    if isinstance(value, dict | UserDict):
+        result: Any = copy.copy(value)  # keeps what else a dict of a library has
+        for key, child in children.items():  # not update(): a Counter would add
+            result[key] = child
+        return result
+    if isinstance(value, Mapping):
+        return kind(dict(children))
+    if hasattr(value, "_fields"):
+        return kind._make(children.values())
+    if dataclasses.is_dataclass(value):
+        result = copy.copy(value)
+        for key, child in children.items():
+            object.__setattr__(result, key, child)  # also of a frozen one
+        return result
+    return kind(children.values())
+
+
+def mapped(value: Any, function: Callable[[Any], Any]) -> Any:
+    """Return the same structure, in which `function` has replaced what is no container."""
+    children = children_of(value)
+    if children is None:
+        return function(value)
+    return rebuilt(value, {key: mapped(child, function) for key, child in children.items()})
+
+
+def leaves(value: Any) -> Iterator[Any]:
+    """Yield what is no container in a structure."""
+    children = children_of(value)
+    if children is None:
+        yield value
+    else:
+        for child in children.values():
+            yield from leaves(child)
+
+
+def has_rows(leaf: Any) -> bool:
+    """Whether a leaf is a tensor or array with rows that can be cut out."""
+    if isinstance(leaf, torch.Tensor):
+        return leaf.ndim > 0 and leaf.layout == torch.strided and not leaf.is_nested
+    return isinstance(leaf, numpy.ndarray) and leaf.ndim > 0
 
 
 def arrays_of(batch: Any) -> list[numpy.ndarray]:
-    """Return the tensors and arrays of a batch that have samples along the first dimension, on the host."""
-    leaves = [leaf for leaf in _leaves(batch) if _has_samples(leaf)]
-    return [array_of(leaf.cpu()) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
-
-
-def divided(batch: Any, part: slice, total: int) -> Any:
-    """Return these samples of a batch of `total`, out of each tensor, array, and list of texts or numbers.
-
-    Raises:
-        DataError: the batch holds something else.
-    """
-
-    def one(leaf: Any) -> Any:
-        if _has_samples(leaf):
-            return leaf[part]
-        if isinstance(leaf, list | tuple) and len(leaf) == total:
-            return leaf[part]
-        if leaf is None or isinstance(leaf, str | bytes | bool | int | float | list | tuple | torch.Tensor):
-            return leaf
-        raise DataError(
-            f"a batch holds a {type(leaf).__name__}, which cannot be divided among ranks; allowed are tensors, arrays "
-            "and lists in dicts, lists and tuples"
-        )
-
-    return _mapped(batch, one)
+    """Return the tensors and arrays of a batch that have rows, on the host."""
+    rows = filter(has_rows, leaves(batch))
+    return [array_of(leaf.cpu()) if isinstance(leaf, torch.Tensor) else leaf for leaf in rows]
 
 
 def copied(batch: Any) -> Any:
@@ -63,42 +92,73 @@ def copied(batch: Any) -> Any:
 
     def one(leaf: Any) -> Any:
         if isinstance(leaf, torch.Tensor):
-            return leaf.clone(memory_format=torch.contiguous_format)
+            return leaf.clone(memory_format=torch.contiguous_format) if leaf.layout == torch.strided else leaf.clone()
         return aligned_copy(leaf) if isinstance(leaf, numpy.ndarray) else leaf
 
-    return _mapped(batch, one)
+    return mapped(batch, one)
 
 
-def _mapped(batch: Any, function: Callable[[Any], Any]) -> Any:
-    if isinstance(batch, dict):
-        return {key: _mapped(value, function) for key, value in batch.items()}
-    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
-        return type(batch)(*(_mapped(value, function) for value in batch))
-    if isinstance(batch, list | tuple) and not _is_column(batch):
-        return type(batch)(_mapped(value, function) for value in batch)
-    return function(batch)
-
-
-def _leaves(batch: Any) -> list[Any]:
-    leaves: list[Any] = []
-    _mapped(batch, leaves.append)
-    return leaves
-
-
-def _is_column(batch: list[Any] | tuple[Any, ...]) -> bool:
-    """True if a list has one text or number per sample; a DataLoader leaves texts in this form."""
-    return bool(batch) and all(isinstance(value, str | bytes | bool | int | float) for value in batch)
-
-
-def _has_samples(leaf: Any) -> bool:
-    return isinstance(leaf, torch.Tensor | numpy.ndarray) and leaf.ndim > 0
-
-
-def checksum(leaves: Sequence[Any]) -> int:
-    """Return a checksum of the first and the last sample of each tensor or array."""
+def checksum(columns: Sequence[Any]) -> int:
+    """Return a checksum of the first and the last entry of each column."""
     result = 0
-    for leaf in leaves:
-        for sample in (leaf[0], leaf[-1]) if len(leaf) else ():
-            value = array_of(sample.cpu()) if isinstance(sample, torch.Tensor) else numpy.asarray(sample)
-            result = zlib.crc32(numpy.ascontiguousarray(value).tobytes(), result)
+    for column in columns:
+        for entry in (column[0], column[-1]) if len(column) else ():
+            result = checksum_of_sample(entry, result)
     return result
+
+
+def checksum_of_sample(sample: Any, before: int = 0) -> int:
+    """Return a checksum of the first tensor, array, number or text of a sample. Other objects change nothing."""
+    for leaf in leaves(sample):
+        if isinstance(leaf, str | bytes | bool | int | float | complex):
+            return zlib.crc32(leaf if isinstance(leaf, bytes) else str(leaf).encode("utf-8", "surrogatepass"), before)
+        if isinstance(leaf, torch.Tensor) and leaf.layout == torch.strided and not leaf.is_nested:
+            return zlib.crc32(numpy.ascontiguousarray(array_of(leaf.detach().cpu())).tobytes(), before)
+        if isinstance(leaf, numpy.ndarray | numpy.generic) and not leaf.dtype.hasobject:
+            return zlib.crc32(numpy.ascontiguousarray(leaf).tobytes(), before)
+    return before
+
+
+def checksum_of_numbers(numbers: Any, before: int = 0) -> int:
+    """Return a checksum of sample numbers; `before` if they are other objects, whose text may differ by rank."""
+    try:
+        array = numpy.asarray(numbers)
+    except (TypeError, ValueError):
+        return before
+    return zlib.crc32(array.tobytes(), before) if array.dtype.kind in "iuUS" else before
+
+
+def lines_of(dataset: Any) -> Iterator[str]:
+    """Yield what is compared of a data set, one item per line."""
+    text = f"{type(dataset).__name__} of {len(dataset) if has_length(dataset) else 'an unknown number of'} samples"
+    if isinstance(dataset, Subset):
+        text += f", checksum of their numbers {_checksum_of_subset(dataset.indices):08x}"
+        yield f"{text} (choose them with the same seed on every rank)"
+        yield from lines_of(dataset.dataset)
+    elif isinstance(dataset, ConcatDataset):
+        yield text
+        for part in dataset.datasets:
+            yield from lines_of(part)
+    elif isinstance(dataset, TensorDataset):
+        shapes = [f"{tuple(tensor.shape)} {tensor.dtype}" for tensor in dataset.tensors]
+        # Floats are left out, because another CPU may have rounded computed values to other bits.
+        exact = [tensor for tensor in dataset.tensors if tensor.device.type == "cpu" and tensor.dtype in _EXACT]
+        text += f": {', '.join(shapes)}, checksum {checksum(exact):08x}"
+        yield f"{text} of the integers of the first and the last one"
+    else:
+        yield text
+
+
+def _checksum_of_subset(indices: Any) -> int:
+    if isinstance(indices, range):
+        return zlib.crc32(repr(indices).encode())
+    return checksum_of_numbers(indices.cpu() if isinstance(indices, torch.Tensor) else indices)
+
+
+def has_length(data: Any) -> bool:
+    """Whether len() knows the length of the data."""
+    try:
+        len(data)
+    except (TypeError, NotImplementedError):  # from data without a length, and from a DataLoader of a stream
+        return False
+    return True

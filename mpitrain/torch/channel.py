@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
+import zlib
 from collections import Counter
 from collections.abc import Callable, Collection, Generator, Sequence
 from contextlib import suppress
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 import numpy
 
@@ -16,6 +17,7 @@ from mpitrain.allreduce.algorithm import Progress
 from mpitrain.errors import ConfigError, MismatchError, MpitrainError, ProcessGroupError, everywhere
 from mpitrain.torch.last_small_calls import LastSmallCalls
 from mpitrain.torch.peers import Peers
+from mpitrain.torch.waited_calls import WaitedCalls
 from mpitrain.torch.work import Call
 from mpitrain.waiting.agreement import Agreement
 from mpitrain.waiting.background import Begun
@@ -23,10 +25,14 @@ from mpitrain.waiting.control import until
 
 if TYPE_CHECKING:
     from mpitrain.torch.engine import Engine
-    from mpitrain.world import World
+    from mpitrain.world.world import World
 
 # In each group, this many calls begin with a comparison of what the ranks are about to do.
 COMPARED_CALLS = 100
+# Later calls are compared so many at once. A call that waits for long is compared by itself.
+COMPARED_AT_ONCE = 50
+_MOST_TEXT = 300
+_FEW_NUMBERS = 64  # the numbers of a metric; a call with more may exchange what a model trains with
 WORD_TAG = -1  # the tag of the messages of monitored barriers; send and recv use tags of 0 and above
 # The time for which get_future drives a call. With 0.02, four ranks on two cores took a fifth longer.
 _HERE_SECONDS = 0.3
@@ -34,7 +40,13 @@ _HERE_SECONDS = 0.3
 
 class Channel:
     """The channel of one group. Collective calls run one after the other, in the order begun; sends and receives run
-    beside them."""
+    beside them.
+
+    Attributes:
+        num_large_calls: how many calls with more than a few numbers this rank has begun, in all groups.
+    """
+
+    num_large_calls: ClassVar[int] = 0
 
     def __init__(self, engine: Engine, world: World, name: str, timeout_seconds: float) -> None:
         """`world` is the group's own. Collective over its ranks.
@@ -63,6 +75,8 @@ class Channel:
         self._queue = world.background
         self._process = os.getpid()
         self._left_to_compare = COMPARED_CALLS
+        self._waited = WaitedCalls(world, str(self))
+        self._has_refused = False  # a call since then: it may be the one that the others make now
         self._compares_all = os.environ.get("TORCH_DISTRIBUTED_DEBUG", "").upper() == "DETAIL"
         self._is_closed = False
 
@@ -105,18 +119,24 @@ class Channel:
         name = call.name if root is None else f"{call.name} with root {root}"
         agreement = None if lines is None else self._agreement(name, lines)
         self.num_calls += lines is not None
-        self._enqueue(call, self._run(call, agreement, work), is_for_all=lines is not None)
+        self._enqueue(call, agreement, work, is_for_all=lines is not None)
         if not is_awaited:
             self._last_small.keep(call)
             self.engine.wake()
         return call
 
     def refuse(self, call: str, error: Exception) -> None:
-        """Refuse a call that this rank cannot make. Tell the other ranks if calls are compared; then raise `error`."""
-        agreement = self._agreement(call, lambda: [f"refused: {error}"])
-        if agreement is not None:
+        """Refuse a call that this rank cannot make: tell the other ranks, and raise `error`."""
+        # Without this rank's name: a call that all refuse is the same call.
+        reason = str(error).removeprefix(f"{self.world.name()}: {call}: ")
+        agreement = self._agreement(call, lambda: [f"refused: {reason}"])
+        if agreement is None and self.world.size > 1:
+            self.world.control.count_call()  # the others make it
+            self._waited.tell(self.world.control.calls)
+            self._has_refused = True
+        elif agreement is not None:
             told = Call(self, call, (), self.timeout_seconds)
-            self._enqueue(told, self._run(told, None, lambda: _tell(agreement)))
+            self._enqueue(told, None, lambda: _tell(agreement))
             self.engine.wake()
         raise error
 
@@ -146,10 +166,13 @@ class Channel:
     @property
     def compares(self) -> bool:
         """True if the next call begins with a comparison."""
-        return self.world.size > 1 and (self._left_to_compare > 0 or self._compares_all)
+        is_due = self._left_to_compare > 0 or self._compares_all or self._waited.num_uncompared == COMPARED_AT_ONCE - 1
+        return self.world.size > 1 and (is_due or self._has_refused)
 
     def look(self) -> float | None:
         """Do what can be done without waiting. Return the seconds that the caller may sleep before the next look."""
+        if not self._prepare():
+            return None
         nap = self._queue.look()
         if self._peers.is_busy:
             try:
@@ -176,6 +199,12 @@ class Channel:
             else:
                 self.break_off(str(call), error)
                 return
+        first = next((call for call in self.calls if self.is_for_all(call) and not call.is_done), None)
+        try:
+            self._waited.look(self.engine.heard(self.world.control.number), first, now)
+        except MpitrainError as error:
+            self.break_off(str(first or self), error)
+            return
         for call in tuple(self.calls):
             try:
                 self.world.control.judge(call, self.others(call), call.number)
@@ -193,6 +222,7 @@ class Channel:
         The queue stays as it is, because MPI may still write into its memory.
         """
         self.engine.wrecks.add(self)
+        self._waited.close(is_broken=True)
         control = self.world.control
         if not control.is_broken:
             try:
@@ -246,6 +276,7 @@ class Channel:
             self.finish()
         finally:
             self._is_closed = True
+            self._waited.close(is_broken=self.world.control.is_broken)
         del self.sums  # this also frees the memory that it shares with other ranks
         if not self.world.control.is_broken:  # MPI may still use the communicators of a broken World
             # Keep no reference to this channel, which need not exist until all ranks have closed the group.
@@ -253,37 +284,64 @@ class Channel:
             self.engine.free(self.world, self.num_monitored, read_words)
 
     def _agreement(self, call: str, lines: Callable[[], list[str]]) -> Agreement | None:
-        if not self.compares:
+        if self.world.size == 1:
             return None
-        self._left_to_compare = max(0, self._left_to_compare - 1)
-        return self.world.begin_agreement(f"{call} in {self}", lines())
+        # A barrier costs a round trip anyway, and often stands at the end of an epoch.
+        is_due, described = self.compares or call == "barrier", lines()
+        if self._left_to_compare > 0 or self._compares_all:
+            self._left_to_compare = max(0, self._left_to_compare - 1)
+            return self.world.begin_agreement(f"{call} in {self}", described)
+        text = f"{call} ({', '.join(described)})"
+        if len(text) > _MOST_TEXT:
+            text = f"{text[:_MOST_TEXT]}..., checksum {zlib.crc32(text.encode()):08x})"
+        self._waited.begun(self.world.control.calls + 1 + is_due, text)
+        if not is_due:
+            return None
+        calls, self._has_refused = self._waited.take(), False
+        return self.world.begin_agreement(f"the last {len(calls)} calls in {self}", calls)
 
-    def _enqueue(self, call: Call, steps: Generator[float | None], *, is_for_all: bool = True) -> None:
+    def _prepare(self) -> bool:
+        """Put calls into the queue that can run now, in a subclass. False if the group was given up."""
+        return True
+
+    def _enqueue(
+        self, call: Call, agreement: Agreement | None, work: Callable[[], Progress], *, is_for_all: bool = True
+    ) -> None:
+        self._add(call, is_for_all=is_for_all)
+        is_ready = None if agreement is None else agreement.test
+        Begun(self._queue, self._run(call, [call], is_ready, work), call)
+
+    def _add(self, call: Call, *, is_for_all: bool = False) -> None:
+        """Note a call that begins. Calls of all ranks are counted."""
         if is_for_all:
             self.world.control.count_call()
         call.number = self.world.control.calls
-        self._add(call)
-        Begun(self._queue, steps, call)
-
-    def _add(self, call: Call) -> None:
         self.calls[call] = None
+        Channel.num_large_calls += sum(tensor.numel() for tensor in call.results) > _FEW_NUMBERS
         self.engine.add(self)
 
-    def _run(self, call: Call, agreement: Agreement | None, work: Callable[[], Progress]) -> Generator[float | None]:
+    def _run(
+        self, doing: object, calls: Sequence[Call], is_ready: Callable[[], bool] | None, work: Callable[[], Progress]
+    ) -> Generator[float | None]:
+        """Run the work of calls of this rank that end together, once `is_ready()`."""
         try:
-            if agreement is not None and not call.is_done:
-                yield from until(agreement.test)
-            if not call.is_done:  # the failure of another call may have ended this one
+            if is_ready is not None and not _have_ended(calls):
+                yield from until(is_ready)
+            if not _have_ended(calls):  # the failure of another call may have ended these
                 yield from work()
         except MpitrainError as error:
-            if error.known_everywhere:
+            if not error.known_everywhere:
+                self.break_off(str(doing), error)
+            for call in calls:
                 self._end(call, error)
-            else:
-                self.break_off(str(call), error)
         except Exception as error:
-            self.break_off(str(call), error)
+            for call in calls:
+                yield from self._waited.ask(call, error)
+            if not _have_ended(calls):
+                self.break_off(str(doing), error)
         else:
-            self._end(call, None)
+            for call in calls:
+                self._end(call, None)
 
     def _end(self, call: Call, error: BaseException | None) -> None:
         if self.calls.pop(call, call) is call:  # the call has ended already
@@ -297,6 +355,10 @@ class Channel:
         if future is not None:
             self.engine.ended.append(future)
             self.engine.wake()
+
+
+def _have_ended(calls: Sequence[Call]) -> bool:
+    return any(call.is_done for call in calls)
 
 
 def _tell(agreement: Agreement) -> Generator[float | None]:

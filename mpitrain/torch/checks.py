@@ -14,7 +14,7 @@ from mpitrain.waiting.control import until
 
 if TYPE_CHECKING:
     from mpitrain.torch.work import Call
-    from mpitrain.world import World
+    from mpitrain.world.world import World
 
 
 def kind(tensor: torch.Tensor) -> str:
@@ -37,6 +37,11 @@ def tensors(given: Sequence[torch.Tensor], *, dtypes: bool = True) -> None:
     if not given:
         raise ValueError("there is no tensor; give at least one")
     for tensor in given:
+        if not isinstance(tensor, torch.Tensor):
+            raise TypeError(
+                f"{type(tensor).__name__} in place of a tensor; give a torch.Tensor, such as torch.tensor(x). Arrays "
+                "and numbers are for mpitrain.horovod.numpy"
+            )
         if tensor.layout != torch.strided:
             raise TypeError(f"a tensor of layout {tensor.layout}; use tensor.to_dense() first")
         if tensor.device.type not in ("cpu", "cuda"):
@@ -47,6 +52,15 @@ def tensors(given: Sequence[torch.Tensor], *, dtypes: bool = True) -> None:
             raise TypeError(f"tensors on {given[0].device} and on {tensor.device}; all must be on one device")
         if dtypes and tensor.dtype != given[0].dtype:
             raise TypeError(f"tensors of {given[0].dtype} and of {tensor.dtype}; all must be of one dtype")
+
+
+def whole(tensor: torch.Tensor) -> None:
+    """Raise TypeError for a tensor of a class of its own, for a call whose result is a new tensor."""
+    if type(tensor) not in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer):
+        raise TypeError(
+            f"a {type(tensor).__name__}; the result would be a plain torch.Tensor, without what the class adds. Give "
+            "x.as_subclass(torch.Tensor), or for a class with several tensors each of them"
+        )
 
 
 def peer(given: Sequence[torch.Tensor], rank: int, size: int, tag: int, largest_tag: int, where: str) -> torch.Tensor:

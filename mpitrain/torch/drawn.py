@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import zlib
+import threading
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
-import numpy
-
-from mpitrain.errors import CheckpointError, everywhere
-from mpitrain.shard import part_in
+from mpitrain.errors import CheckpointError, DataError, everywhere
 from mpitrain.strategies.virtual_ranks import VirtualRanks
-from mpitrain.world import World
+from mpitrain.torch.batches import checksum_of_numbers
+from mpitrain.world.shard import part_in
+from mpitrain.world.world import World
 
 # Rank 0 draws so many samples at a time and sends their numbers to the others: for most data sets, once per epoch.
 _DRAWN_AT_ONCE = 2**16
@@ -50,26 +50,36 @@ class PartSampler:
     """A batch sampler that yields this rank's part of each batch of sample numbers that rank 0's sampler draws.
 
     Attributes:
-        drawing: the newest iteration.
         used: the number of batches that the next iteration leaves out, and the checksum of their numbers.
         epoch: the number of the next iteration, for the random numbers of samples.
         before: is called on rank 0 before the next iteration draws; None: nothing is.
+        skipped: is called when the batches that are left out have been drawn.
+        room: so many samples are drawn at a time.
+        thread: only in the thread of this number are samples drawn.
+        sampler, batch_size, drop_last: those of the batch sampler, for loaders that ask it.
     """
 
-    def __init__(self, world: World, batches: Any, virtual: VirtualRanks | None) -> None:
-        """`batches` is the batch sampler of all ranks together. With virtual ranks, see SeededSamples."""
-        self._world, self._batches, self._virtual = world, batches, virtual
-        self.drawing: Drawing | None = None
+    def __init__(self, world: World, batches: Any, virtual: VirtualRanks | None, most: int | None = None) -> None:
+        """`batches` is the batch sampler of all ranks together. With virtual ranks, see SeededSamples.
+
+        An iteration ends after `most` batches, if the sampler goes on for ever.
+        """
+        self._world, self._batches, self._virtual, self._most = world, batches, virtual, most
         self.used = 0, 0
         self.epoch = 0
         self.before: Callable[[], None] | None = None
+        self.skipped: Callable[[], None] | None = None
+        self.room, self.thread = _DRAWN_AT_ONCE, threading.get_ident()
+        self.sampler: Any = getattr(batches, "sampler", None)
+        self.batch_size: Any = getattr(batches, "batch_size", None)
+        self.drop_last: Any = getattr(batches, "drop_last", None)
 
     def __len__(self) -> int:
         return len(self._batches)
 
     def __iter__(self) -> Drawing:
-        self.drawing = Drawing(self._world, self._batches, self._virtual, self.used, self.epoch, self.before)
-        return self.drawing
+        batches = self._batches if self._most is None else islice(self._batches, self._most)
+        return Drawing(self._world, batches, self._virtual, self)
 
 
 class Drawing:
@@ -85,18 +95,17 @@ class Drawing:
         world: World,
         batches: Any,
         virtual: VirtualRanks | None,
-        used: tuple[int, int],
-        epoch: int,
-        before: Callable[[], None] | None,
+        sampler: PartSampler,
     ) -> None:
-        """See PartSampler."""
+        """`sampler` has what is said of this iteration."""
         self.shares: deque[tuple[Share, int]] = deque()
         self._world, self._batches, self._virtual = world, batches, virtual
-        self._epoch, self._taken, self._of_first = epoch, 0, 0
+        self._epoch, self._taken, self._of_first = sampler.epoch, 0, 0
         self._numbers: Iterator[Any] | None = None
         self._is_over = False  # no more will be drawn
         self._drawn: deque[list[Any]] = deque()
-        self._used, self._checksum, self._before = used, 0, before
+        self._used, self._checksum, self._before, self._skipped = sampler.used, 0, sampler.before, sampler.skipped
+        self._room, self._thread = sampler.room, sampler.thread
 
     def __iter__(self) -> Drawing:
         return self
@@ -129,6 +138,14 @@ class Drawing:
             raise other_samples(count, f"there are only {count - batches.count(None)}")
         if self._checksum != checksum:
             raise other_samples(count, "others are drawn")
+        if self._skipped is not None:
+            self._skipped()
+
+    def draw(self) -> None:
+        """Draw the first samples now, so that they can be taken in another thread. Collective."""
+        self.leave_out()
+        if not self._drawn and not self._is_over:
+            self._draw()
 
     def _take(self) -> list[Any] | None:
         if not self._drawn and not self._is_over:
@@ -143,17 +160,33 @@ class Drawing:
 
     def _draw(self) -> None:
         """Have rank 0 draw, so that the random numbers, and the order of an epoch, are those of one process."""
+        check_thread(self._world, self._thread)
         drawn: list[list[Any]] = []
+        is_over = False
         with self._world.together("draw the samples of the next batches"):
             if self._world.is_root:
                 if self._numbers is None:
                     if self._before is not None:
                         self._before()
                     self._numbers = iter(self._batches)
-                drawn = _some(self._numbers)
-        drawn = self._world.broadcast(drawn)
-        self._is_over = not drawn
+                drawn, is_over = _some(self._numbers, self._room)
+        drawn, self._is_over = self._world.broadcast_object((drawn, is_over))
         self._drawn.extend(drawn)
+
+
+def check_thread(world: World, thread: int) -> None:
+    """Check that this is the thread of this number, in which the ranks take batches together.
+
+    Raises:
+        DataError: it is another one.
+    """
+    if threading.get_ident() != thread:
+        raise DataError(
+            f"{world.name()}: prepared data is read in one thread and used in another one, "
+            f"{threading.current_thread().name}. The ranks take each batch together, and the newest one weights "
+            "gradients and means: loop over the data in the thread that uses the batches, without a "
+            "BackgroundGenerator or prefetcher around it. To read ahead, give num_workers to the DataLoader"
+        )
 
 
 def other_samples(count: int, problem: str) -> CheckpointError:
@@ -166,19 +199,13 @@ def other_samples(count: int, problem: str) -> CheckpointError:
     )
 
 
-def checksum_of_numbers(numbers: Any, before: int = 0) -> int:
-    """Return a checksum of sample numbers; `before` if they are other objects, whose text may differ by rank."""
-    try:
-        array = numpy.asarray(numbers)
-    except (TypeError, ValueError):
-        return before
-    return zlib.crc32(array.tobytes(), before) if array.dtype.kind in "iuUS" else before
-
-
-def _some(drawing: Iterator[Any]) -> list[list[Any]]:
+def _some(drawing: Iterator[Any], room: float) -> tuple[list[list[Any]], bool]:
+    """Return the next batches of up to `room` samples, and whether they are the last."""
     drawn: list[list[Any]] = []
-    room = _DRAWN_AT_ONCE
-    while room > 0 and (batch := next(drawing, None)) is not None:
+    while room > 0:
+        batch = next(drawing, None)
+        if batch is None:
+            return drawn, True
         drawn.append(list(batch))
         room -= max(len(drawn[-1]), 1)
-    return drawn
+    return drawn, False

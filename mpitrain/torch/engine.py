@@ -12,6 +12,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from functools import cache
 from typing import TYPE_CHECKING
 
@@ -27,8 +28,9 @@ if TYPE_CHECKING:
     from mpi4py import MPI
 
     from mpitrain.torch.channel import Channel
+    from mpitrain.torch.waited_calls import Word
     from mpitrain.torch.work import Call, CallFuture
-    from mpitrain.world import World
+    from mpitrain.world.world import World
 
     # Receives the messages that are still on their way; its argument is the number that each rank has sent.
     ReadWords = Callable[[Sequence[int]], None]
@@ -53,6 +55,7 @@ class Engine:
         self.ended: deque[CallFuture] = deque()
         self.wrecks: set[Channel] = set()
         self._busy: dict[Channel, None] = {}  # those with calls in flight
+        self._heard: dict[int, list[Word]] = {}
         self._closed: list[tuple[MPI.Request, World, numpy.ndarray, numpy.ndarray, ReadWords]] = []  # see free
         self._wake = threading.Condition()
         self._driving = threading.Lock()  # held by the thread that drives
@@ -68,6 +71,10 @@ class Engine:
         self._thread = threading.Thread(target=self._run, name="mpitrain torch", daemon=True)
         self._thread.start()
 
+    def heard(self, number: int) -> list[Word]:
+        """Return what ranks have said of their calls in the group of this number, and forget it."""
+        return self._heard.pop(number, [])
+
     def add(self, channel: Channel) -> None:
         """Note that the channel has a call in flight."""
         with self._wake:
@@ -80,26 +87,22 @@ class Engine:
 
     def wait(self, call: Call, seconds: float | None = None) -> None:
         """Drive until the call has ended, or until the seconds are over. torch.profiler sees this wait."""
-        if torch._C._autograd._profiler_enabled():
-            with torch.profiler.record_function(f"mpitrain:{call.name}"):
-                self._wait(call, seconds)
-        else:
-            self._wait(call, seconds)
-
-    def _wait(self, call: Call, seconds: float | None) -> None:
+        is_profiled = torch._C._autograd._profiler_enabled()
+        span = torch.profiler.record_function(f"mpitrain:{call.name}") if is_profiled else nullcontext()
         with self._wake:
             self._waiters += 1
         deadline = None if seconds is None else time.monotonic() + seconds
         try:
-            while not (call.is_done or (deadline is not None and time.monotonic() > deadline)):
-                try:
-                    call.channel.world.control.wait(
-                        self._until(call, deadline), call, call.channel.others(call), call=call.number
-                    )
-                except MpitrainError as error:
-                    # An error that all ranks know belongs to another call, which raises it. This call goes on.
-                    if not error.known_everywhere:
-                        raise
+            with span:
+                while not (call.is_done or (deadline is not None and time.monotonic() > deadline)):
+                    try:
+                        call.channel.world.control.wait(
+                            self._until(call, deadline), call, call.channel.others(call), call=call.number
+                        )
+                    except MpitrainError as error:
+                        # An error that all ranks know belongs to another call, which raises it. This call goes on.
+                        if not error.known_everywhere:
+                            raise
         except BaseException as error:
             call.channel.break_off(str(call), error)
             raise
@@ -172,6 +175,8 @@ class Engine:
             self._judged = now
             try:
                 self.world.control.notes.look()
+                for rank, (number, *word) in self.world.control.notes.heard():
+                    self._heard.setdefault(number, []).append((rank, *word))
             except Exception as error:  # MPI's own: a rank is lost, and this World ends with it
                 for channel in tuple(self._busy):
                     channel.break_off("a call", error)

@@ -18,40 +18,49 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple
-from weakref import WeakMethod
+from weakref import WeakMethod, WeakSet
 
 import numpy
 import torch
 
 from mpitrain.adapters.torch_arrays import array_of, tensor_of
 from mpitrain.adapters.torch_buffers import Values
+from mpitrain.adapters.torch_steps import StepsMade
 from mpitrain.adapters.torch_trained import Trained, call_weakly
-from mpitrain.errors import GradientError, NonFiniteError, everywhere
-from mpitrain.exchange.bucket import Parameter
-from mpitrain.exchange.exchange import Exchange
-from mpitrain.exchange.means import Means
-from mpitrain.exchange.reducer import GradientReducer
-from mpitrain.exchange.remarks import Remarks
-from mpitrain.torch.buffer_means import BufferMeans
-from mpitrain.torch.changed_buffers import ChangedBuffers
+from mpitrain.errors import GradientError, MpitrainError, NonFiniteError, everywhere
+from mpitrain.reducer.bucket import Parameter
+from mpitrain.reducer.exchange import Exchange
+from mpitrain.reducer.means import Means, Remarks
+from mpitrain.reducer.reducer import GradientReducer
 from mpitrain.torch.drawn import Share
-from mpitrain.torch.own_buffers import OwnBuffers
+from mpitrain.torch.loop_buffers import LoopBuffers
+from mpitrain.torch.norm_layers import are_prepared
 from mpitrain.torch.sharded import ShardedData
 from mpitrain.torch.uncompiled import uncompiled
-from mpitrain.world import World
+from mpitrain.world.world import World
 
 _GONE = (
     "a backward pass uses parameters of a model that prepare() was given, but that model and its optimizer no longer "
     "exist, so their gradients are not exchanged; keep a reference to the model"
 )
+_AFTER_AN_ERROR = (
+    "If an error has ended an earlier backward(), gradients differ between ranks: start again from a checkpoint. "
+)
 
 
-class _Note(NamedTuple):
-    """A rank's remarks: parameters that were frozen at prepare() but are not now; see BufferMeans.changed."""
+class PassNote(NamedTuple):
+    """A rank's remarks: parameters that were frozen at prepare() but are not now, or the reverse; see
+    LoopBuffers.changed."""
 
     thawed: tuple[str, ...] = ()
+    frozen: tuple[str, ...] = ()
     floats: tuple[str, ...] = ()
     others: Values = ()
+
+
+def trained_of(world: World, model: torch.nn.Module) -> Trained:
+    """Return the trained parameters of a model that prepare() is given."""
+    return Trained(model, "prepare()", world.name())
 
 
 @uncompiled
@@ -61,6 +70,7 @@ class Gradients:
     Attributes:
         data: its present batch weights them.
         kept, instead: what `state` has, and what comes where it cannot be restored, in words.
+        optimizer: returns the optimizer that prepare() was given, while it exists.
         rounds: the numbers of the rounds in which the model trains, in words; "" without rounds.
     """
 
@@ -77,9 +87,10 @@ class Gradients:
         exchange: Callable[[World], Exchange],
         bucket_bytes: int | None,
         threaded: bool | None,
-        buffers: BufferMeans | OwnBuffers | ChangedBuffers,
+        buffers: LoopBuffers,
         changes: Sequence[Parameter] = (),
         virtual_ranks: int | None = None,
+        trained: Trained | None = None,
     ) -> None:
         """Collective: the ranks compare the parameters that have gradients. Raises the errors of GradientReducer.
 
@@ -87,12 +98,11 @@ class Gradients:
         """
         self._world = world
         self.data = data
-        self._trained = Trained(model, "prepare()")
-        self._names = list(self._trained.tensors)
-        self._parameters: list[Any] = list(self._trained.tensors.values())
+        self._trained = trained = trained or trained_of(world, model)
+        self._parameters: list[Any] = list(trained.tensors.values())
         self._reducer = GradientReducer(
             world,
-            [*self._trained.layout, *changes],
+            [*trained.layout, *changes],
             exchange=exchange,
             bucket_bytes=bucket_bytes,
             threaded=threaded,
@@ -101,13 +111,21 @@ class Gradients:
         self._views = [tensor_of(gradient) for gradient in self._reducer.gradients[: len(self._parameters)]]
         self._buffers = buffers
         self._share = Share(1, 1)
-        self._missing: set[int] | None = None  # gradients that have not come in yet; None between backward passes
+        self._in_pass = False  # an exchange has begun and has not ended
         self._accumulating = False
         self._holds_own = False  # True: p.grad may hold gradients that this rank alone has accumulated
         self._cause: NonFiniteError | None = None
         self._total = 0.0  # the weight of all ranks in the last exchange
-        self._steps = 0  # of the optimizer; counted only in rounds
-        self._trained.watch(self._came, gone=_GONE)
+        self._steps = StepsMade(world, trained.tensors)
+        self._known = {id(parameter) for parameter in trained.named.values()}
+        self._has_stepped: WeakSet[torch.optim.Optimizer] = WeakSet()  # since the last exchange
+        self._has_exchanged = False
+        self._seen = data.seen  # at the last exchange
+        if world.size > 1:
+            are_prepared(model)
+            data.at_end.append(WeakMethod(self._end_of_data))
+        self.optimizer: Callable[[], torch.optim.Optimizer | None] = lambda: None
+        trained.watch(self._came, gone=_GONE)
         for parameter in self._parameters:
             # Now, because a parameter that is frozen later accepts no hook.
             parameter.register_hook(partial(call_weakly, WeakMethod(self._scaled), _GONE))
@@ -144,11 +162,43 @@ class Gradients:
         """Give all ranks the same parameters: they have them, except in rounds. Collective."""
 
     def tell_of_round(self) -> None:
-        """Tell once of a state_dict() while the ranks have parameters of their own; see RoundGradients."""
+        """Tell once of a state_dict() while the ranks have parameters of their own; see LocalGradients."""
 
-    def before_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        """Check that the optimizer is about to use means, and finite ones. This is the optimizer's pre-hook."""
-        if self._missing is not None:
+    def before_step(
+        self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        """Check that the optimizer is about to use means, and finite ones. This is the optimizer's pre-hook.
+
+        With a closure, which makes the backward pass, this is checked when it has returned.
+        """
+        named = dict(kwargs or {})
+        closure = named.pop("closure", args[1] if len(args) > 1 else None)
+        if closure is None:
+            self.check_step(optimizer)
+            return None
+        is_counted = False
+
+        def checked() -> Any:
+            nonlocal is_counted
+            loss = closure()
+            self.check_step(optimizer, again=is_counted)
+            is_counted = True
+            return loss
+
+        return (args[0], checked, *args[2:]), named
+
+    def trains(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Whether an optimizer has parameters of this model."""
+        return any(id(parameter) in self._known for group in optimizer.param_groups for parameter in group["params"])
+
+    def check_step(self, optimizer: torch.optim.Optimizer, *, again: bool = False) -> None:
+        """Check what a step of an optimizer will use, and count it. `again`: it was counted.
+
+        Raises:
+            GradientError: gradients or parameters are not those of all ranks.
+            MismatchError: no backward pass came since the last step, and the ranks have different gradients.
+        """
+        if self._in_pass:
             raise GradientError(
                 f"{self._world.name()}: optimizer.step() came after a backward() that an error ended in the middle of "
                 "its exchange, so gradients differ between ranks; start again from a checkpoint"
@@ -158,10 +208,9 @@ class Gradients:
                 f"{self._world.name()}: optimizer.step() came while gradients are accumulated on this rank alone; put "
                 "the last backward() before a step outside of `with accumulate(model)`"
             )
-        known = set(self._trained.named.values())
-        for group in optimizer.param_groups:
+        for group in optimizer.param_groups if optimizer is self.optimizer() else ():
             for parameter in group["params"]:
-                if parameter not in known:
+                if id(parameter) not in self._known:
                     raise GradientError(
                         f"{self._world.name()}: the optimizer has a parameter of shape {tuple(parameter.shape)} that "
                         "the model did not have at prepare(); its gradient would differ between ranks. Call prepare() "
@@ -170,84 +219,139 @@ class Gradients:
         # An optimizer that a GradScaler has given its flag checks this itself.
         if self._cause is not None and getattr(optimizer, "found_inf", None) is None:
             raise self._cause
+        if not again:
+            self._count_step(optimizer)
+
+    def _count_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Count a step, and note what it uses. Without an exchange since the step before, the ranks compare it now."""
+        if self._world.size == 1 or not self._steps.add(optimizer, self._views):
+            return
+        if optimizer in self._has_stepped or not self._has_exchanged:
+            self._world.agree("make a step of the optimizer without a backward() since the step before")
+            self._steps.compare()
+        self._has_stepped.add(optimizer)
+
+    def _end_of_data(self) -> None:
+        """Compare the parameters, and make those buffers equal that no backward pass has. Collective."""
+        self._steps.compare_parameters()
+        count, total = (now - before for now, before in zip(self.data.seen, self._seen, strict=True))
+        if total:  # a run that resumes behind the last batch of an epoch has used none
+            self._buffers.settle(Share(count, total))
+        self._seen = self.data.seen
 
     def _came(self, index: int, parameter: torch.Tensor) -> None:
         """Take a gradient that is final for this backward pass. This is the parameter's hook."""
         view = self._views[index]
         gradient = parameter.grad
-        assert gradient is not None
-        if self._missing is None and not self._accumulating:
+        if gradient is None:  # it was frozen between the forward and the backward pass
+            return
+        if not self._in_pass and not self._accumulating:
             self._begin()
         if gradient is not view:
-            self._check(index, gradient)
+            self._trained.check(index, gradient)
             view.copy_(gradient.detach())  # with create_graph=True, the view would otherwise keep every graph alive
             parameter.grad = view
-        if self._missing is not None:
-            if index not in self._missing:
-                raise GradientError(
-                    f"{self._world.name()}: the gradient of {self._names[index]} came twice in one step. If an "
-                    "error has ended an earlier backward(), gradients differ between ranks: start again from a "
-                    "checkpoint. With torch.utils.checkpoint, pass use_reentrant=False"
-                )
-            self._reducer.ready(index, self._reducer.gradients[index])
-            self._missing.discard(index)
+        if self._in_pass:
+            self._trained.come(index, _AFTER_AN_ERROR)
+            try:
+                self._reducer.ready(index, self._reducer.gradients[index])
+            except MpitrainError:
+                self._drop_refused()
+                raise
 
     def _begin(self) -> None:
         """Begin an exchange at the first gradient of a backward pass, and let the end of the pass wait for it."""
         self._share = self._share_now()
-        self._reducer.begin(self._weight(), turn=self.data.turn, steps=self._steps)
-        self._missing = set(range(len(self._parameters)))
+        self.data.weight.check_not_said_elsewhere()
+        weight = self._weight()
+        self._reducer.begin(weight, turn=self.data.position, steps=self._steps.code, is_said=self.data.weight.is_said)
+        self._trained.begin()
+        self._in_pass = True
         self._buffers.begin(self._share)
         torch.autograd.Variable._execution_engine.queue_callback(self._finish)
 
     def _weight(self) -> float:
         """The weight of this rank in the exchange that begins."""
         # Accumulated gradients have been multiplied by the shares.
-        return 1 if self._holds_own else self._share.count
+        return 1 if self._holds_own else self.data.weight.now()
 
     def _finish(self) -> None:
         """End a backward pass. Afterwards every p.grad, and the buffers, are the same on all ranks."""
-        assert self._missing is not None
-        for index in self._missing:
-            view, parameter = self._views[index], self._parameters[index]
-            is_used = parameter.grad is not None
-            if is_used and parameter.grad is not view:
-                self._check(index, parameter.grad)
-                view.copy_(parameter.grad.detach())
-            parameter.grad = view
-            self._reducer.ready(index, self._reducer.gradients[index] if is_used else None)
-        self._missing = None
-        means = self._reducer.finish(may_skip=True, note=self._note())
-        self._holds_own = False
+        try:
+            for index, parameter, gradient in self._trained.left():
+                view = self._views[index]
+                if gradient is not None and gradient is not view:
+                    view.copy_(gradient.detach())
+                parameter.grad = view
+                self._reducer.ready(index, self._reducer.gradients[index] if gradient is not None else None)
+            means = self._reducer.finish(may_skip=True, note=self._note(), when_agreed=self._buffers.send)
+        except MpitrainError:
+            self._drop_refused()
+            raise
+        self._in_pass = self._holds_own = False
         self._take(means)
 
-    def _note(self) -> _Note | None:
+    def _drop_refused(self) -> None:
+        """Forget an exchange that all ranks have refused before it began, so that all can continue with another batch.
+
+        In the middle of an exchange that is impossible, so this leaves it open.
+        """
+        if not self._reducer.is_begun:
+            self._in_pass = self._holds_own = False
+            self._cause = None
+            self._steps.forget()
+            self._drop_gradients()
+
+    def _drop_gradients(self) -> None:
+        """Remove the gradients, as all ranks do after an error that all have, so that no step uses this rank's own."""
+        for parameter in self._trained.named.values():
+            parameter.grad = None
+
+    def _note(self) -> PassNote | None:
         """This rank's remarks about the backward pass that ends."""
-        thawed = tuple(
+        changed = [
             name
             for name, parameter in self._trained.named.items()
-            if parameter.requires_grad and name not in self._trained.tensors
-        )
-        note = _Note(thawed, *self._buffers.changed())
+            if parameter.requires_grad != (name in self._trained.tensors)
+        ]
+        thawed = tuple(name for name in changed if name not in self._trained.tensors)
+        frozen = tuple(name for name in changed if name in self._trained.tensors)
+        note = PassNote(thawed, frozen, *self._buffers.changed())
         return note if any(note) else None
 
     def _take(self, means: Means) -> None:
         """Take what an exchange has told. The gradients lie in their views."""
         self._cause, self._total = means.cause, means.weight
-        self._heed(means.remarks)
+        self._has_exchanged, self._seen = True, self.data.seen
+        self._has_stepped.clear()
+        notes = [note or PassNote() for note in means.remarks.notes]
+        self._buffers.end(sorted({name for note in notes for name in note.floats}), [note.others for note in notes])
+        try:
+            self._steps.exchanged(means.steps, self._views)
+            self._heed(means.remarks, notes)
+        except MpitrainError:
+            self._drop_gradients()
+            raise
         if self._cause is not None:
             self._spoil()
 
-    def _heed(self, remarks: Remarks) -> None:
+    def _heed(self, remarks: Remarks, notes: Sequence[PassNote]) -> None:
         """Act on the ranks' remarks about this backward pass."""
-        notes = [note or _Note() for note in remarks.notes]
-        self._buffers.end(sorted({name for note in notes for name in note.floats}), [note.others for note in notes])
         thawed = sorted({name for note in notes for name in note.thawed})
         if thawed:
             raise everywhere(
                 GradientError(
                     f"{', '.join(thawed)} had requires_grad=False at prepare() and has a gradient now, which would "
                     "differ between ranks. Call prepare() with requires_grad=True, and freeze the parameter afterwards"
+                )
+            )
+        frozen = [set(note.frozen) for note in notes]
+        partly = frozen[0].union(*frozen) - frozen[0].intersection(*frozen)
+        if partly:
+            raise everywhere(
+                GradientError(
+                    f"{', '.join(sorted(partly))} has requires_grad=False on some ranks and not on others, so the mean "
+                    "of its gradient has not all samples. Freeze a parameter on all ranks, before the same batch"
                 )
             )
         for index in remarks.unused:  # an unused parameter has no gradient, as in one process
@@ -259,25 +363,21 @@ class Gradients:
         """Scale a gradient on its way into p.grad, if p.grad adds up several batches. This is the tensor's hook."""
         if not (self._accumulating or self._holds_own):
             return None
-        share = self._share_now()
-        if share.count == 0:
+        self._share_now()
+        factor = self.data.weight.part() * self._world.size
+        if factor == 0:
             return torch.zeros_like(gradient)
-        return None if share.count * self._world.size == share.total else gradient * self._factor(share)
-
-    def _factor(self, share: Share) -> float:
-        return share.count * self._world.size / share.total
+        return None if factor == 1 else gradient * factor
 
     def _share_now(self) -> Share:
+        self.data.check_thread()
         if self.data.share is None:
             raise GradientError(
                 f"{self._world.name()}: backward() came while no batch of the prepared data is in use, so the weight "
-                "of this rank's gradients is unknown; loop over the data that prepare() returned"
+                "of this rank's gradients is unknown; loop over the data that prepare() returned, and take no batch "
+                "ahead, as a prefetcher around it does"
             )
         return self.data.share
-
-    def _check(self, index: int, gradient: torch.Tensor) -> None:
-        if problem := self._trained.problem(index, gradient):
-            raise GradientError(f"{self._world.name()}: {problem}")
 
     def _spoil(self) -> None:
         """Write NaN into a gradient, so that a GradScaler finds it on every rank. A codec may not pass NaN on."""

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Sequence
-from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 import mpitrain
@@ -15,8 +16,9 @@ from mpitrain.allreduce.algorithm import Progress
 from mpitrain.allreduce.group import Group
 from mpitrain.allreduce.node_memory import meet
 from mpitrain.errors import MpitrainError, ProcessGroupError
-from mpitrain.exchange.driver import allows_threads
 from mpitrain.job.worlds import make_world
+from mpitrain.launch.launched import launched_by
+from mpitrain.reducer.driver import allows_threads
 from mpitrain.torch.backend import MpiProcessGroup
 from mpitrain.torch.bare_group import DEVICES
 from mpitrain.torch.channel import Channel
@@ -24,7 +26,7 @@ from mpitrain.torch.engine import Engine, engine_of
 from mpitrain.torch.rendezvous import check_place
 from mpitrain.torch.versions import record_nothing
 from mpitrain.watching.activity import waiting
-from mpitrain.world import World
+from mpitrain.world.world import World
 
 _MEET_TAG = 900
 _TAGS = 2**15  # the number that MPI guarantees
@@ -35,6 +37,10 @@ def register() -> None:
     if "MPITRAIN" not in dist.Backend._plugins:
         dist.Backend.register_backend("mpitrain", _create, extended_api=True, devices=list(DEVICES))
         record_nothing("mpitrain")
+    launched = launched_by(os.environ)
+    if launched is not None and launched.rank is not None and torch.accelerator.current_accelerator() is None:
+        # For init_process_group() without a name. Where PyTorch knows GPUs, it also makes a group for them.
+        dist.Backend.default_device_backend_map["cpu"] = "mpitrain"
 
 
 def _create(options: Any, _: Any) -> MpiProcessGroup:
@@ -102,7 +108,7 @@ def world_of(members: Sequence[int], name: str, seconds: float) -> tuple[Engine,
             f"{world.name()}: MPI has no further communicator ({error}); call destroy_process_group for groups that "
             "are no longer used, which frees theirs"
         ) from None
-    return engine, replace(members_world, profile=world.profile)
+    return engine, members_world.replaced(profile=world.profile)
 
 
 def hash_of(name: str) -> int:

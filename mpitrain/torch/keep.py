@@ -13,13 +13,13 @@ from torch.utils.data import DataLoader
 from mpitrain.adapters.torch_random import random_state, set_random_state
 from mpitrain.errors import ConfigError
 from mpitrain.job.start import init
+from mpitrain.state.keep import KeptPart, KeptState, RankState
+from mpitrain.state.packed import pack, unpack
 from mpitrain.torch.gradients import Gradients
+from mpitrain.torch.local_gradients import LocalGradients
 from mpitrain.torch.residuals import OfHook, residuals_of
-from mpitrain.torch.round_gradients import RoundGradients
 from mpitrain.torch.sharded import ShardedData
 from mpitrain.torch.uncompiled import uncompiled
-from mpitrain.training.checkpoint.packed import pack, unpack
-from mpitrain.training.keep import KeptPart, KeptState, RankState
 
 
 @uncompiled
@@ -56,7 +56,7 @@ def keep(*parts: KeptPart, **values: Any) -> KeptState:
     with init().together("keep the state of a loop"):
         for part in parts:
             _check(part)
-        if any(isinstance(one, RoundGradients) for one in _residuals_in(parts)):
+        if any(isinstance(one, LocalGradients) for one in _residuals_in(parts)):
             raise ConfigError(
                 f"{init().name()}: keep() was given a model that prepare() trains in rounds, and each rank has another "
                 "state in a round. Train it with mt.Trainer and mt.TorchModule, whose copies in memory go on within a "

@@ -7,16 +7,16 @@ from collections.abc import Sequence
 import torch
 
 from mpitrain.errors import ConfigError, everywhere
-from mpitrain.exchange.exchange import make_exchange
-from mpitrain.strategies import AutoSync, Sync
-from mpitrain.strategies.planned import check_planned
-from mpitrain.strategies.rounds import Rounds
+from mpitrain.reducer.exchange import make_exchange
+from mpitrain.strategies.local_updates import LocalUpdates
+from mpitrain.strategies.strategy import Strategy, check_planned
+from mpitrain.strategies.sync import AutoSync, Sync
 from mpitrain.strategies.virtual_ranks import VirtualRanks, check_virtual_ranks
-from mpitrain.world import World
+from mpitrain.world.world import World
 
 
-def check_strategy(world: World, strategy: object, options: Sequence[str]) -> None:
-    """Check the argument `strategy` of prepare(). `options` are the names of its other arguments that were given.
+def check_strategy(world: World, strategy: object, options: Sequence[str], *, has_weight: bool) -> None:
+    """Check the argument `strategy` of prepare(). `options` are the names of those for Sync that were given.
 
     Collective.
 
@@ -24,17 +24,18 @@ def check_strategy(world: World, strategy: object, options: Sequence[str]) -> No
         MismatchError: the ranks gave other strategies or options. Raised on every rank.
         ConfigError: prepare() does not take the strategy, or not together with these options. Raised on every rank.
     """
-    if isinstance(strategy, Rounds):
-        kind = str(strategy.plan)
+    if isinstance(strategy, LocalUpdates):
+        kind = str(strategy.schedule)
     elif isinstance(strategy, str | type):
         kind = repr(strategy)
     else:
         kind = "Sync" if strategy is None else type(strategy).__name__
     virtual = virtual_ranks_of(strategy)
     coded = [name for name in options if name in ("compression", "algorithm")]
-    world.agree("prepare a model", [f"strategy={kind}", f"options {', '.join(options) or 'none'}"])
+    given = [*options, *["weight"] * has_weight]
+    world.agree("prepare a model", [f"strategy={kind}", f"options {', '.join(given) or 'none'}"])
     problem = ""
-    if strategy is not None and not isinstance(strategy, Sync | Rounds):
+    if strategy is not None and not isinstance(strategy, Sync | LocalUpdates):
         problem = (
             f"strategy={kind}: prepare() takes mt.Sync() and strategies of rounds, such as mt.LocalSGD() and "
             "mt.DiLoCo(). All other strategies make the steps of the optimizer themselves, as your loop does: use them "
@@ -50,19 +51,24 @@ def check_strategy(world: World, strategy: object, options: Sequence[str]) -> No
             f"{', '.join(coded)} together with virtual_ranks={virtual.number}: gradients of virtual ranks are added up "
             "exactly. Leave out one of the two"
         )
-    elif isinstance(strategy, Rounds) and options:
+    elif virtual and has_weight:
+        problem = (
+            f"weight= together with virtual_ranks={virtual.number}: virtual ranks are weighted by samples. Leave out "
+            "one of the two"
+        )
+    elif isinstance(strategy, LocalUpdates) and options:
         problem = (
             f"{', '.join(options)} together with {kind}: these are for gradients of every step, and in rounds none is "
             "sent. Leave them out. For the outer step, set MPITRAIN_COMPRESSION and MPITRAIN_ALGORITHM, or give "
             "exchange= to the strategy"
         )
-    elif isinstance(strategy, Rounds) and strategy.plan.warm_up:
+    elif isinstance(strategy, LocalUpdates) and strategy.schedule.warm_up:
         problem = f"{kind}: prepare() has no warm-up. Leave warm_up out, or train with mt.Trainer and mt.TorchModule"
     elif isinstance(strategy, Sync) and strategy.exchange is not make_exchange and options:
         problem = f"{', '.join(options)} together with an exchange of Sync: give one of the two"
     if problem:
         raise everywhere(ConfigError(problem))
-    if strategy is not None:
+    if isinstance(strategy, Strategy):
         check_planned(world, strategy)
     if virtual and isinstance(strategy, Sync):
         check_virtual_ranks(world, virtual, has_own_exchange=strategy.exchange is not make_exchange)

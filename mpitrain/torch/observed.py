@@ -19,7 +19,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torch.utils.data import dataloader
 
 from mpitrain.adapters.torch_arrays import array_of
-from mpitrain.job.context import JobContext
+from mpitrain.context import JobContext
 from mpitrain.job.start import has_begun, init
 from mpitrain.torch.batches import arrays_of
 from mpitrain.verify.comparison import ROUNDOFFS

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from mpi4py import MPI
 
     from mpitrain.torch.work import Call
-    from mpitrain.world import World
+    from mpitrain.world.world import World
 
 _PROMISED_TAG = 32767  # the largest tag that MPI guarantees (MPI-4.1, section 9.1.2)
 FIRST_TAG = 1000  # lower tags belong to the algorithms, which share the communicator

@@ -4,32 +4,39 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
-from functools import partial
+from functools import cache, partial
 from typing import Any, TypeVar
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, ref
 
 import numpy
 import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from mpitrain.adapters.torch_arrays import array_of, tensor_of
+from mpitrain.adapters.torch_buffers import ModuleBuffers
 from mpitrain.adapters.torch_checks import check_plain
 from mpitrain.errors import ConfigError, DeviceError, everywhere
-from mpitrain.exchange.exchange import Exchange, make_exchange
 from mpitrain.job.start import init
-from mpitrain.strategies import Strategy, Sync
-from mpitrain.strategies.rounds import Rounds
-from mpitrain.torch.buffer_means import BufferMeans
+from mpitrain.reducer.exchange import Exchange, make_exchange
+from mpitrain.strategies import Strategy
+from mpitrain.strategies.local_updates import LocalUpdates
+from mpitrain.strategies.sync import Sync
+from mpitrain.torch.batch_weight import Weight, newest_weight, tell, weight_of
 from mpitrain.torch.gradients import Gradients
+from mpitrain.torch.local_gradients import LocalGradients
+from mpitrain.torch.loop_buffers import BufferMeans
 from mpitrain.torch.loop_strategies import check_optimizer, check_strategy, virtual_ranks_of
 from mpitrain.torch.observed import expect_steps, steps_alone
-from mpitrain.torch.round_gradients import RoundGradients
 from mpitrain.torch.sharded import ShardedData
+from mpitrain.torch.uncompiled import uncompiled
 from mpitrain.torch.virtual_gradients import VirtualGradients
-from mpitrain.world import World
+from mpitrain.world.world import World
 
 Model = TypeVar("Model", bound=torch.nn.Module)
 Optimizer = TypeVar("Optimizer", bound=torch.optim.Optimizer)
 
+_REFUSED = torch.optim.LBFGS, torch.optim.SparseAdam
+_WEIGHTS: WeakKeyDictionary[torch.nn.Module, Callable[[Any, Any], Any]] = WeakKeyDictionary()
 _PREPARED: WeakKeyDictionary[torch.nn.Module, Gradients] = WeakKeyDictionary()
 
 
@@ -39,6 +46,8 @@ def prepare(
     data: Iterable[Any],
     *,
     strategy: Strategy | None = None,
+    weight: Weight | None = None,
+    form: Any = None,
     compression: str | None = None,
     algorithm: str | None = None,
     bucket_bytes: int | None = None,
@@ -54,10 +63,10 @@ def prepare(
             optimizer.step()
 
     Every rank calls this with the same model, optimizer and data. It needs no process group. A batch of `data` is the
-    batch of all ranks together, and its loss must be a mean over samples. Then the optimizer gets the gradients of one
-    process, up to rounding, at any number of ranks and for any size of a batch. They are exchanged while `backward`
-    runs; when it returns, p.grad holds the means. Parameters and buffers get rank 0's values now. Buffers stay equal
-    (see mpitrain/adapters/torch_buffers.py).
+    batch of all ranks together, and its loss must be a mean over samples, or over what `weight` says. Then the
+    optimizer gets the gradients of one process, up to rounding, at any number of ranks and for any size of a batch.
+    They are exchanged while `backward` runs; when it returns, p.grad holds the means. Parameters and buffers get rank
+    0's values now. Buffers stay equal (see mpitrain/adapters/torch_buffers.py).
 
     Args:
         model: is on the CPU; its parameters are float16, bfloat16, float32 or float64. Its parameters get hooks, and
@@ -65,14 +74,21 @@ def prepare(
             frozen.
         optimizer: has parameters of this model. It gets a hook, and the same object is returned. Its state is not
             synchronised: if it has one, load the same state on all ranks.
-        data: a DataLoader, or any iterable that yields the same batches on every rank, of tensors and arrays with the
-            samples along the first dimension. Rank 0 draws the samples of a DataLoader, so the order is that of one
-            process; its workers read only this rank's samples. For a second model, pass the data that the first call
-            returned.
+        data: a DataLoader, or any iterable that yields the same batches on every rank. Rank 0 draws the samples of a
+            DataLoader, so the order is that of one process; its workers read only this rank's samples, and `collate_fn`
+            gets these, so a batch may have any form. All other batches are divided: tensors and arrays along the first
+            dimension; see `form`. For a second model, pass the data that the first call returned.
         strategy: LocalSGD, DiLoCo, StreamingDiLoCo or SparseLoCo: each rank steps with gradients of its own, and an
             outer step follows optimizer.step() where it is due; see `end_round`. All ranks make the same steps.
             Sync(virtual_ranks=): the same bits on any number of ranks; the loop goes through `virtual_batches`.
             Default: Sync.
+        weight: what the loss is a mean over on this rank, if not its samples: a function of this rank's part of the
+            batch and the model's newest output, called at most once for each pass of the model, that returns a number
+            of 0 or more, such as the tokens that count; or that number. See also `weight`. Ranks without samples weigh
+            0. Default: the number of samples.
+        form: which parts of a whole batch have one entry for each sample: "samples" or "whole", or a dict, list or
+            tuple of these like the batch; None where the kind of a part says it. It is for iterables of batches only.
+            Default: the attribute `batch_form` of the data or its data set, if any.
         compression: how gradients are compressed between nodes: a name in mpitrain.compression.CODECS, "power_sgd",
             "auto" or "none". Default: the World's setting.
         algorithm: the allreduce algorithm, a name in mpitrain.allreduce.ALGORITHMS. Default: the World's setting.
@@ -82,8 +98,8 @@ def prepare(
     Raises:
         ConfigError: the model is a DistributedDataParallel, the optimizer takes several passes per step (LBFGS) or has
             other parameters than the model, gradients are sparse, the data has a DistributedSampler, the model was
-            prepared before, or an option is not allowed. Or a loop of one's own cannot train with the strategy: it
-            warms up, or makes steps itself.
+            prepared before, a form has other words, or an option is not allowed. Or a loop of one's own cannot train
+            with the strategy: it warms up, or makes steps itself.
         DeviceError: a parameter is not on the CPU.
         MismatchError: the ranks differ in parameters, buffers or data. Raised on every rank; it names the first
             difference.
@@ -92,21 +108,26 @@ def prepare(
     Each ends with an exchange of all gradients, and parameters that come later are reported as unused. The means are
     right.
 
-    `backward` weights gradients by the samples of the batch taken last from `data`, so do not take a batch ahead.
+    `backward` weights gradients by the samples of the batch taken last from `data`, so do not take a batch ahead, or in
+    another thread.
 
-    In the loop, `backward` and `step` raise GradientError and its subclasses, on every rank if all can know of the
-    error.
+    In the loop, `backward` and `step` raise MismatchError, GradientError and its subclasses, on every rank if all can
+    know of the error. After an error of `backward` on every rank, each p.grad is None, and all can continue with the
+    next batch; in rounds, the step is refused.
     """
     world = init()
     _check(world, model, optimizer)
     of_sync = {"compression": compression, "algorithm": algorithm, "bucket_bytes": bucket_bytes, "threaded": threaded}
-    check_strategy(world, strategy, [name for name, value in of_sync.items() if value is not None])
-    if isinstance(strategy, Rounds):
+    of_sync = {name: value for name, value in of_sync.items() if value is not None}
+    check_strategy(world, strategy, list(of_sync), has_weight=weight is not None)
+    if weight is not None and not callable(weight):
+        weight = weight_of(world, weight)
+    if isinstance(strategy, LocalUpdates):
         check_optimizer(world, model, optimizer)
     expect_steps()
     _sync(world, model)
     virtual = virtual_ranks_of(strategy)
-    sharded = data if isinstance(data, ShardedData) else ShardedData(world, data, virtual)
+    sharded = data if isinstance(data, ShardedData) else ShardedData(world, data, virtual, form)
     if sharded.virtual != virtual:
         raise everywhere(
             ConfigError(
@@ -116,8 +137,8 @@ def prepare(
             )
         )
     gradients: Gradients
-    if isinstance(strategy, Rounds):
-        gradients = rounds = RoundGradients(world, model, optimizer, sharded, strategy)
+    if isinstance(strategy, LocalUpdates):
+        gradients = rounds = LocalGradients(world, model, optimizer, sharded, strategy)
         optimizer.register_step_post_hook(rounds.after_step)
         steps_alone(optimizer)
         model.register_state_dict_pre_hook(_tell_of_round)  # type: ignore[no-untyped-call]
@@ -134,9 +155,16 @@ def prepare(
             exchange=exchange,
             bucket_bytes=bucket_bytes,
             threaded=threaded,
-            buffers=BufferMeans(world, model),
+            buffers=BufferMeans(world, ModuleBuffers(model)),
         )
+    if weight is not None:
+        sharded.weight.default = weight
+    if callable(weight):
+        _WEIGHTS[model] = weight
+        model.register_forward_hook(_weigh)
     optimizer.register_step_pre_hook(gradients.before_step)
+    _watch_other_steps()
+    gradients.optimizer = ref(optimizer)
     _PREPARED[model] = gradients
     return model, optimizer, sharded
 
@@ -175,7 +203,8 @@ def virtual_batches(model: torch.nn.Module, batch: Any) -> Iterator[Any]:
     Collective: every rank loops over it once for each batch, to the end, with at least one backward pass for each
     virtual rank. In the loop, PyTorch's, NumPy's and Python's own random numbers on the host depend on the seed, the
     batch and the virtual rank. After the loop they go on as if it had not been; p.grad holds the means over all samples
-    of the batch, added to what was there before, and the buffers are equal on all ranks. See docs/same-bits.md.
+    of the batch, added to what was there before, and the buffers are equal on all ranks. See
+    docs/explanation/numerics.md.
 
     Before the first step, rank 0's first virtual batch comes two or three times more on every rank, for the probe.
 
@@ -214,6 +243,36 @@ def end_round(model: torch.nn.Module) -> None:
     gradients_of(model, "end_round").end_round()
 
 
+def weight(number: Any, data: ShardedData | None = None) -> None:
+    """Say what this rank's mean over its part of the newest batch weighs, in the backward passes and means that follow.
+
+        for x, y in data:
+            mpitrain.torch.weight((y != -100).sum())  # the tokens over which cross_entropy takes the mean
+            cross_entropy(model(x).flatten(0, 1), y.flatten()).backward()
+
+    Every rank calls this for the same batch, before backward(); `data.mean(loss)` uses it too. It holds until the next
+    batch is taken, or until it is called again, as between two losses. A rank without samples weighs 0. With it, a loss
+    that is a mean over tokens, boxes or class weights gives the gradients of one process.
+
+    Args:
+        number: 0 or more; a tensor of one element will do.
+        data: what prepare() or shard() has returned. Default: that of the batch that was taken last.
+
+    Raises:
+        DataError: no batch is in use, or it is not one number.
+        ConfigError: the data has virtual ranks.
+    """
+    tell(init(), None if data is None else data.weight, number)
+
+
+@uncompiled
+def _weigh(model: torch.nn.Module, _: Any, output: Any) -> None:
+    """The model's hook after a forward pass. A function of the module, so that the model can be copied and pickled."""
+    newest = newest_weight()
+    if newest is not None and model in _WEIGHTS:
+        newest.say_later(_WEIGHTS[model], output)
+
+
 def _tell_of_round(model: torch.nn.Module, *_: Any) -> None:
     """The model's hook before state_dict(). A function of the module, so that the model can be copied and pickled."""
     if model in _PREPARED:
@@ -243,11 +302,8 @@ def _check(world: World, model: torch.nn.Module, optimizer: torch.optim.Optimize
     problem = ""
     if model in _PREPARED:
         problem = "this model was prepared before; call prepare() once, and keep what it returned"
-    elif isinstance(optimizer, torch.optim.LBFGS | torch.optim.SparseAdam):
-        problem = (
-            f"prepare() cannot work with {type(optimizer).__name__}: a step of it takes several backward passes, or "
-            "needs sparse gradients. Use another optimizer of torch.optim"
-        )
+    elif isinstance(optimizer, _REFUSED):
+        problem = _refusal(optimizer)
     elif foreign:
         problem = (
             f"the optimizer has {len(foreign)} parameters that are not the model's, the first of shape "
@@ -264,10 +320,34 @@ def _check(world: World, model: torch.nn.Module, optimizer: torch.optim.Optimize
         )
 
 
+def _refusal(optimizer: torch.optim.Optimizer) -> str:
+    return (
+        f"prepare() cannot work with {type(optimizer).__name__}: a step of it takes several backward passes, or needs "
+        "sparse gradients. Use another optimizer of torch.optim"
+    )
+
+
+@cache
+def _watch_other_steps() -> None:
+    register_optimizer_step_pre_hook(_before_other_steps)
+
+
+@uncompiled
+def _before_other_steps(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
+    """Check the steps of optimizers that prepare() was not given, but that have parameters of its models."""
+    changed = None
+    for gradients in tuple(_PREPARED.values()):
+        if gradients.optimizer() is not optimizer and gradients.trains(optimizer):
+            if isinstance(optimizer, _REFUSED):
+                raise ConfigError(f"{init().name()}: {_refusal(optimizer)}")
+            changed = gradients.before_step(optimizer, *(changed or (args, kwargs))) or changed
+    return changed
+
+
 def _sync(world: World, model: torch.nn.Module) -> None:
     """Copy rank 0's parameters and buffers to all ranks."""
     tensors = dict([*model.named_parameters(), *model.named_buffers()])
-    values: dict[str, numpy.ndarray] = world.sync({name: array_of(tensor) for name, tensor in tensors.items()})
+    values: dict[str, numpy.ndarray] = world.broadcast({name: array_of(tensor) for name, tensor in tensors.items()})
     if world.size > 1:
         for name, tensor in tensors.items():
             tensor.data.copy_(tensor_of(values[name]))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -9,12 +10,12 @@ from typing import Any
 import numpy
 import torch
 
-from mpitrain.allreduce.algorithm import DTYPES, Progress, Sequential
+from mpitrain.allreduce.algorithm import DTYPES, Progress, Sequential, in_phases
+from mpitrain.collectives import moves
 from mpitrain.errors import ProcessGroupError
-from mpitrain.exchange import moves
-from mpitrain.shard import part_of
 from mpitrain.waiting.control import until
-from mpitrain.world import World
+from mpitrain.world.shard import part_of
+from mpitrain.world.world import World
 
 # The key is the name of torch's operation.
 _UFUNCS = {
@@ -89,19 +90,20 @@ def reduction(kind: Any, dtype: torch.dtype) -> Reduction:
     return Reduction(name, ufunc, name == "AVG")
 
 
-def allreduce(world: World, sums: Sequential, flat: numpy.ndarray, how: Reduction) -> Progress:
+@in_phases
+def allreduce(world: World, sums: Sequential, flat: numpy.ndarray, how: Reduction) -> Iterator[Progress]:
     """Replace `flat` with the result over all ranks. `sums` adds up what it can."""
     if world.size > 1 and flat.size:
         if how.ufunc is numpy.add and flat.dtype in DTYPES:
-            yield from sums.steps(flat, None)
+            yield sums.steps(flat, None)
         elif flat.nbytes * world.size <= moves.SHORT_BYTES:
             rows = numpy.empty((world.size, flat.size), flat.dtype)
-            yield from until(world.background.comm.Iallgather(flat.view(numpy.uint8), rows.view(numpy.uint8)).Test)
+            yield until(world.background.comm.Iallgather(flat.view(numpy.uint8), rows.view(numpy.uint8)).Test)
             fold(rows, flat, how)
         else:
             parts = [flat[part_of(flat.size, rank, world.size)] for rank in range(world.size)]
-            yield from moves.reduce_scatter(world, parts, parts[world.rank], how.combine)
-            yield from moves.allgather(world, parts)
+            yield moves.reduce_scatter(world, parts, parts[world.rank], how.combine)
+            yield moves.allgather(world, parts)
     how.end(flat, world.size)
 
 

@@ -17,23 +17,28 @@ docker0). If MASTER_ADDR is set, it is tried first. If not, both variables are s
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import socket
+import sys
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
+from types import FrameType
 from typing import Any
 from urllib.parse import parse_qsl, urlparse
 
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
+from torch.distributed import Backend
 from torch.distributed.constants import default_pg_timeout
 from torch.distributed.rendezvous import _rendezvous_handlers as handlers
 
+from mpitrain.early import ADDED
 from mpitrain.errors import LaunchError, MpitrainError
-from mpitrain.job.own_addresses import addresses
-from mpitrain.job.start import init
+from mpitrain.job.start import NO_RANK, ONE_START, init
 from mpitrain.launch.launched import launched_by
+from mpitrain.own_addresses import addresses
 from mpitrain.torch.engine import engine_of
-from mpitrain.world import World
+from mpitrain.world.world import World
 
 _CONNECT_SECONDS = 5.0
 # The variables for the place on this machine, of mpiexec (MPICH and Intel MPI, Open MPI) and srun.
@@ -45,6 +50,7 @@ _FOUR = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 _env_handler = handlers["env"]
 _set_here: dict[str, str] = {}  # the variables that this module has added to the environment
+_inherited: dict[str, str] = {}  # those of the four that were there before
 _store: LateStore | None = None  # one per process: a second init_process_group finds the same server
 _num_groups = 0  # how often the store was handed out
 
@@ -53,6 +59,7 @@ def offer() -> None:
     """Register this module's handler for `env://`, and set the variables that follow from the launcher's. No MPI
     yet."""
     handlers["env"] = _from_mpi
+    _inherited.update({name: os.environ[name] for name in _FOUR if name in os.environ})
     launched = launched_by(os.environ)
     if launched is None or launched.rank is None:
         return
@@ -81,11 +88,17 @@ def _from_mpi(url: str, timeout: timedelta = default_pg_timeout, **rest: Any) ->
     """The handler of `env://`: yields store, rank and world size. Collective."""
     global _num_groups  # noqa: PLW0603 - as the store
     named = [os.environ.get(name) not in (None, _set_here.get(name)) for name in _FOUR]
-    if launched_by(os.environ) is None and all(named):
+    given = dict(parse_qsl(urlparse(url).query))
+    if is_helper := multiprocessing.parent_process() is not None:
+        # Such as the process of dcp.async_save, which gets another port. A rank's variables are inherited.
+        named = [all(named) and any(os.environ[name] != _inherited.get(name) for name in _FOUR) and not given]
+    if all(named) and (is_helper or launched_by(os.environ) is None):
         yield from _env_handler(url, timeout=timeout, **rest)
         return
+    if is_helper:
+        raise LaunchError(f"on {socket.gethostname()}: init_process_group was called in {NO_RANK}. {ONE_START}")
     world = init()
-    given = dict(parse_qsl(urlparse(url).query))
+    _tell_of_gloo(world)
     with world.together("init_process_group"):
         for origin, names in (
             ("the environment", ("RANK", "WORLD_SIZE")),
@@ -107,6 +120,27 @@ def _from_mpi(url: str, timeout: timedelta = default_pg_timeout, **rest: Any) ->
     # torchrun does the same for its attempts. This group then finds nothing of an earlier one.
     yield PrefixStore(f"mpitrain {_num_groups}", store), world.rank, world.size
     raise RuntimeError("a rank of MPI cannot leave its job and join it again")
+
+
+def _has_gloo(backend: str) -> bool:
+    chosen = Backend.default_device_backend_map["cpu"] if backend == "undefined" else backend
+    return chosen == "gloo"
+
+
+def _tell_of_gloo(world: World) -> None:
+    """Print a line if a library, and not the program itself, has chosen gloo for the group that begins."""
+    frame: FrameType | None = sys._getframe()
+    while frame is not None and frame.f_code.co_name != "init_process_group":
+        frame = frame.f_back
+    backend = str(frame.f_locals.get("backend")) if frame is not None else ""
+    while frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] == "torch":
+        frame = frame.f_back
+    if frame is not None and _has_gloo(backend) and "site-packages" in frame.f_code.co_filename:
+        library = frame.f_globals.get("__name__", "").partition(".")[0]
+        world.print(
+            f"mpitrain: {library} begins a process group of gloo, so its exchanges do not go through mpitrain. To "
+            'change that, call torch.distributed.init_process_group("mpitrain") before'
+        )
 
 
 class LateStore(Store):
@@ -206,6 +240,7 @@ def _add(name: str, value: object) -> None:
     """Set an environment variable if it is missing."""
     if name not in os.environ:
         os.environ[name] = _set_here[name] = str(value)
+        os.environ[ADDED] = ",".join(_set_here)
 
 
 def _number(text: str | None, default: int) -> int:

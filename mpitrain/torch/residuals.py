@@ -20,7 +20,7 @@ from mpitrain.torch.uncompiled import uncompiled
 def residuals(model: torch.nn.Module) -> dict[str, Any]:
     """What the codec has left out of the gradients of all ranks so far, for `save`: one number per parameter and rank.
 
-    In rounds it is all that each rank keeps for itself: see docs/pytorch.md.
+    In rounds it is all that each rank keeps for itself: see docs/how-to/pytorch.md.
 
         mpitrain.torch.save({"model": net.state_dict(), "residuals": mpitrain.torch.residuals(model)}, path)
 

@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
+from weakref import WeakMethod
 
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader, IterableDataset, default_collate
 
 from mpitrain.adapters.torch_random import generators_of, random_state, set_random_state
+from mpitrain.adapters.torch_trained import call_weakly
+from mpitrain.collectives.shares import exact_total
 from mpitrain.errors import DataError, everywhere
-from mpitrain.exchange.totals import exact_total
+from mpitrain.reducer.checks import EPOCH_FROM_BIT
 from mpitrain.strategies.virtual_ranks import ComputedPlaces, VirtualRanks
-from mpitrain.torch.dataset_lines import has_length, lines_of
-from mpitrain.torch.drawn import PartSampler, Share
+from mpitrain.torch.batch_form import BatchForm
+from mpitrain.torch.batch_weight import BatchWeight, MeanNumber, mean_of_virtual_ranks, number_of, numbers_of
+from mpitrain.torch.batches import has_length, lines_of
+from mpitrain.torch.delivered import after_used, compared, followed, parts_of_whole_batches
+from mpitrain.torch.drawn import Share, check_thread
+from mpitrain.torch.norm_layers import SingleSamples, counts_of_others, tell_of_statistics
 from mpitrain.torch.observed import samples_come_divided, saw
-from mpitrain.torch.part_loader import part_loader, refuse_distributed
-from mpitrain.torch.sample_values import mean_of_virtual_ranks, number_of, numbers_of
+from mpitrain.torch.part_loader import Delivery, PartLoader, refuse_distributed
 from mpitrain.torch.uncompiled import uncompiled
-from mpitrain.torch.whole_batches import parts_of_whole_batches
-from mpitrain.world import World
+from mpitrain.world.world import World
 
 
 @uncompiled
@@ -36,8 +42,12 @@ class ShardedData:
         turn: the number of batches handed out so far.
         epoch: the number of times that a loop has gone through all batches. Set it to go on from a checkpoint.
         batch: the number of batches of this epoch that were handed out.
+        form: which parts of a batch have one entry for each sample, where whole batches are divided.
+        weight: that of this rank's part of the newest batch.
         virtual: the virtual ranks into which batches are cut; None: there are none.
         places: where they were computed.
+        seen: the numbers of samples of all batches handed out so far, of this rank and of all.
+        at_end: methods that are called on all ranks when a loop has come to the end of the data, while they exist.
         given: the data that `prepare` was given.
         dataset: the data set, with the samples of all ranks.
         batch_size: the number of samples of all ranks together.
@@ -46,11 +56,13 @@ class ShardedData:
         drop_last, num_workers, collate_fn, generator: as in DataLoader.
     """
 
-    def __init__(self, world: World, data: Iterable[Any], virtual: VirtualRanks | None = None) -> None:
-        """Collective; see `prepare` for the data.
+    def __init__(
+        self, world: World, data: Iterable[Any], virtual: VirtualRanks | None = None, form: Any = None
+    ) -> None:
+        """Collective; see `prepare` for the data and the form.
 
         Raises:
-            ConfigError: the data already divides samples among ranks. Raised on every rank.
+            ConfigError: the data already divides samples among ranks. Raised on every rank. Or `form` is none.
             MismatchError: the ranks' data differ in kind or length, in the samples of a Subset, or in the integers,
                 such as labels, of the first and the last sample of a TensorDataset. Other data sets are not compared by
                 reading, because a sample may change with each reading.
@@ -58,6 +70,8 @@ class ShardedData:
         self.share: Share | None = None
         self._newest: Share | None = None  # stays after the last batch
         self.turn = self.epoch = self.batch = 0
+        self.seen = 0, 0
+        self.at_end: list[WeakMethod[Callable[[], None]]] = []
         self._checksum = 0  # of the numbers of the samples of these batches
         # With which the order of this epoch was drawn; at batch 0, those at the end of the epoch before.
         self._random: dict[str, Any] | None = None
@@ -76,16 +90,22 @@ class ShardedData:
         self.num_workers: int | None = getattr(data, "num_workers", None)
         self.collate_fn: Any = getattr(data, "collate_fn", None)
         self.generator: Any = getattr(data, "generator", None)
-        self._source = data
+        self._thread = threading.get_ident()
+        self._singles = SingleSamples(world.size)
+        self.weight = BatchWeight(world, is_virtual=virtual is not None)
+        for declaring in (data, self.dataset):
+            form = getattr(declaring, "batch_form", None) if form is None else form
+        self.form = BatchForm(form, is_default=form is None and self.collate_fn is default_collate)
         samples_come_divided()
-        self._parts: PartSampler | None = None
+        self._loader: PartLoader | None = None
         kind, lines = type(data).__name__, list[str]()
         if isinstance(data, DataLoader):
             kind += f", batches of {data.batch_size} samples, drawn by {type(data.sampler).__name__}"
             lines = list(lines_of(data.dataset))
             refuse_distributed(data)
-            if not isinstance(data.dataset, IterableDataset) and data.batch_sampler is not None:
-                self._source, self._parts = part_loader(world, data, virtual)
+            is_stream = isinstance(data.dataset, IterableDataset)
+            if data.batch_sampler is not None and not (is_stream and (virtual or world.watch)):
+                self._loader = PartLoader(world, data, virtual)
         length = len(data) if has_length(data) else "an unknown number of"  # type: ignore[arg-type]
         world.agree("compare the data", [*lines, f"{kind}, {length} batches"])
 
@@ -97,28 +117,62 @@ class ShardedData:
         """Yield this rank's part of each batch. Collective, as is each step: all ranks take the same batches together.
 
         Raises:
-            DataError: the first batch has fewer samples than there are ranks, or a batch cannot be divided.
+            DataError: the first batch has fewer samples than there are ranks, or a batch cannot be divided. Later: a
+                batch is used in another thread than this one.
             MismatchError: a source that every rank reads itself gives the ranks different batches, or the ranks go on
                 from different positions.
             CheckpointError: after `load_state_dict`, the batches that were used have other samples than then.
         """
         first = self._begin_epoch()
-        if self._parts:
-            batches = self._drawn(self._parts, first)
-        else:
-            used = first, self._checksum
-            batches = parts_of_whole_batches(self._world, self._source, self.virtual, used, self._skipped)
-        for number, (batch, share, checked) in enumerate(batches, first):
-            if number == 0:
-                self._check_first(share.total)
-            self.share = self._newest = share
-            self.turn += 1
-            self.batch, self._checksum = number + 1, checked
-            saw(batch, share.count)
-            yield batch
+        begin, is_first = self.turn - first, not first
+        counts = counts_of_others() if self.at_end else {}
+        for batch, delivery, number in self._batches(first):
+            self._thread = threading.get_ident()
+            if is_first:
+                self._check_first(delivery.share.total)
+            is_first = False
+            self.share = self._newest = delivery.share
+            self.turn = begin + number
+            self.batch, self._checksum = number, delivery.checked
+            self.seen = self.seen[0] + delivery.share.count, self.seen[1] + delivery.share.total
+            self.weight.take(batch, delivery.share)
+            self._singles.take(number, delivery.share)
+            saw(batch, delivery.share.count)
+            try:
+                yield batch
+            finally:  # also where an error ends the loop
+                self._singles.end()
+        for told in list(self.at_end):
+            call_weakly(told, "")
+        if self.at_end:
+            tell_of_statistics(self._world, counts)
         self.share = None
+        self.weight.end()
         self.epoch, self.batch, self._checksum = self.epoch + 1, 0, 0
         self._random = self._random_of_order()
+
+    def _batches(self, first: int) -> Iterator[tuple[Any, Delivery, int]]:
+        """Yield this rank's part of each batch after the `first` ones, and its number from 1 on."""
+        loader, used = self._loader, (first, self._checksum)
+        if loader is not None and loader.parts is not None:
+            loader.parts.thread = threading.get_ident()
+            loader.parts.epoch = self.epoch
+            if not loader.has_own_iter:
+                loader.parts.used, loader.parts.skipped = used, self._skipped
+            loader.parts.before = self._undo_seed if loader.has_seed(self.epoch) else None
+        if loader is None:
+            parts = parts_of_whole_batches(self._world, self.given, self.form, self.virtual)
+        elif not loader.has_own_iter:
+            parts = loader.batches()
+        elif loader.parts is not None:
+            yield from after_used(followed(self._world, loader), used, self._skipped)
+            return
+        else:
+            parts = ((batch, delivery) for batch, delivery, _ in followed(self._world, loader))
+        if not self._is_drawn:
+            parts = compared(self._world, parts, used, self._skipped)
+        for number, (batch, delivery) in enumerate(parts, first + 1):
+            yield batch, delivery, number
 
     def _check_first(self, total: int) -> None:
         """Check the first batch, of `total` samples of all ranks together."""
@@ -141,7 +195,12 @@ class ShardedData:
         """The number of the newest batch, counted from the first epoch on: for the random numbers of virtual ranks."""
         if has_length(self.given):
             return self.epoch * len(self) + self.batch
-        return self.epoch << 32 | self.batch
+        return self.position
+
+    @property
+    def position(self) -> int:
+        """The epoch, and in the lower bits (EPOCH_FROM_BIT) the number of the newest batch. Equal on all ranks."""
+        return self.epoch << EPOCH_FROM_BIT | self.batch
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position in the data, for `load_state_dict` after a restart. Not collective.
@@ -196,7 +255,12 @@ class ShardedData:
     @property
     def _draws(self) -> bool:
         """Whether the order of the samples depends on this rank's random numbers."""
-        return self._parts is None or self._world.is_root
+        return not self._is_drawn or self._world.is_root
+
+    @property
+    def _is_drawn(self) -> bool:
+        """Whether rank 0 draws the numbers of the samples."""
+        return self._loader is not None and self._loader.parts is not None
 
     def _begin_epoch(self) -> int:
         """Return the number of batches to leave out, and have the random numbers of the order drawn again."""
@@ -208,7 +272,7 @@ class ShardedData:
         if not self.batch:
             self._random, self._random_after, self._goes_on_as_drawn = self._random_of_order(), None, False
             return 0
-        if self._parts and self._random_after is None and not self._goes_on_as_drawn:
+        if self._is_drawn and self._random_after is None and not self._goes_on_as_drawn:
             self._random_after = random_state()
         if self._draws:
             assert self._random is not None
@@ -218,7 +282,7 @@ class ShardedData:
     def _random_of_order(self) -> dict[str, Any]:
         """The random numbers with which the order is drawn. Collective."""
         random = random_state(self._generators)
-        return self._world.broadcast(random) if self._parts else random
+        return self._world.broadcast_object(random) if self._is_drawn else random
 
     def _skipped(self) -> None:
         """The order is drawn up to where the loop goes on."""
@@ -226,24 +290,31 @@ class ShardedData:
             set_random_state(self._random_after)
         self._random_after, self._goes_on_as_drawn = None, False
 
-    def mean(self, value: Any) -> float:
+    def mean(self, value: Any, weight: Any = None) -> MeanNumber:
         """Return the mean over all samples of the newest batch, from each rank's mean over its part, such as a loss.
 
-        Collective: every rank calls this for the same batch, in the loop or after it.
+        Collective: every rank calls this for the same batch, in the loop or after it. The result is a float that also
+        has `item()`, as a loss has.
 
         Args:
             value: this rank's mean: a number, or a tensor of one element. On a rank without samples it does not count.
                 With virtual ranks: a list of such means, the newest of which are those of the virtual batches of the
                 newest batch. Their mean has the same bits on any number of ranks.
+            weight: what this rank's mean is over, if not its samples: a number of tokens, masked positions or boxes, or
+                a sum of class weights. Default: what `weight` of `prepare` or `mpitrain.torch.weight` has said of this
+                batch, or else the samples. On a rank without samples it is 0.
 
         Raises:
-            DataError: there was no batch yet (raised on every rank), or `value` has several elements; or it is no list,
-                or a short one, with virtual ranks.
+            DataError: there was no batch yet, or a weight is negative or not finite, or all are 0 (raised on every
+                rank); or `value` or `weight` has several elements; or `value` is no list, or a short one, with virtual
+                ranks.
         """
+        share = self._share()
         if self.virtual:
-            return mean_of_virtual_ranks(self._world, self._share(), value)
+            return MeanNumber(mean_of_virtual_ranks(self._world, share, value))
         value = number_of(self._world, value)
-        return float(self._world.mean(value, weight=self._share().count))
+        weight = self.weight.now() if weight is None else self.weight.of(weight)
+        return MeanNumber(self._world.mean(value, weight=weight))
 
     def sum(self, values: Any) -> float:
         """Return the sum over all samples of the newest batch of one value per sample, such as 1 for a right guess.
@@ -265,29 +336,15 @@ class ShardedData:
             )
         return exact_total(self._world, numbers[: share.count].tolist())
 
+    def check_thread(self) -> None:
+        """Raise DataError if the newest batch was read in another thread than this one."""
+        check_thread(self._world, self._thread)
+
     def _share(self) -> Share:
         if self._newest is None:
             raise everywhere(DataError("there was no batch yet: call mean() and sum() in the loop or after it"))
+        self.check_thread()
         return self._newest
-
-    def _drawn(self, parts: PartSampler, first: int) -> Iterator[tuple[Any, Share, int]]:
-        """Yield batches of a data set with numbered samples, of which this rank reads only its own."""
-        parts.used, parts.epoch = (first, self._checksum), self.epoch
-        parts.before = self._undo_seed if self._begins_workers_that_stay else None
-        batches = iter(self._source)  # draws a seed for workers, before the sampler draws
-        drawing = parts.drawing  # of this iteration; another iteration makes its own
-        assert drawing is not None
-        drawing.leave_out()
-        if first:
-            self._skipped()
-        for batch in batches:
-            yield batch, *drawing.shares.popleft()
-
-    @property
-    def _begins_workers_that_stay(self) -> bool:
-        """True in the first epoch after a restart, if the undisturbed run has had its workers since an earlier one."""
-        loader: Any = self._source
-        return self.epoch > 0 and bool(loader.persistent_workers) and loader._iterator is None
 
     def _undo_seed(self) -> None:
         """Draw the order as if no seed for workers had been drawn before: workers that stay get none."""

@@ -10,15 +10,15 @@ import torch
 import torch.distributed as dist
 
 from mpitrain.allreduce.algorithm import Progress
+from mpitrain.collectives import moves
 from mpitrain.errors import ProcessGroupError
-from mpitrain.exchange import moves
 from mpitrain.torch import checks
 from mpitrain.torch.bare_group import BareGroup
 from mpitrain.torch.flat_tensors import raw
 from mpitrain.torch.uncompiled import uncompiled
 from mpitrain.torch.work import Call
 from mpitrain.waiting.control import until
-from mpitrain.world import World
+from mpitrain.world.world import World
 
 
 @uncompiled

@@ -5,12 +5,12 @@
                                                     the loop asks for the next one: they go to the reducer
     optimizer.step()                                p.grad holds the means over all samples of the batch
 
-See mpitrain/training/virtual_passes.py, which does the same for a Trainer.
+See mpitrain/strategies/virtual_ranks.py, which does the same for a Trainer.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 from itertools import accumulate
 from typing import Any, NoReturn
@@ -21,16 +21,16 @@ import torch
 from mpitrain.adapters.torch_arrays import array_of
 from mpitrain.adapters.torch_buffers import ModuleBuffers
 from mpitrain.adapters.torch_random import seeded
-from mpitrain.errors import ConfigError, DataError, GradientError
-from mpitrain.exchange.exchange import make_exchange
-from mpitrain.exchange.remarks import Remarks
-from mpitrain.torch.batches import copied, described, divided
-from mpitrain.torch.changed_buffers import ChangedBuffers
-from mpitrain.torch.gradients import Gradients
+from mpitrain.errors import ConfigError, DataError, GradientError, MpitrainError
+from mpitrain.reducer.exchange import make_exchange
+from mpitrain.reducer.means import Remarks
+from mpitrain.strategies.virtual_ranks import compare, digest_of, probe_passes
+from mpitrain.torch.batches import copied
+from mpitrain.torch.gradients import Gradients, PassNote, trained_of
+from mpitrain.torch.loop_buffers import ChangedBuffers
 from mpitrain.torch.sharded import ShardedData
 from mpitrain.torch.uncompiled import uncompiled
-from mpitrain.training.probe import compare, digest_of, probe_passes
-from mpitrain.world import World
+from mpitrain.world.world import World
 
 
 @uncompiled
@@ -49,8 +49,8 @@ class VirtualGradients(Gradients):
         """Collective. Raises the errors of GradientReducer."""
         assert data.virtual is not None
         self._virtual = data.virtual
-        double = any(one.dtype == torch.float64 for one in model.parameters() if one.requires_grad)
-        self._changed = ChangedBuffers(ModuleBuffers(model), torch.float64 if double else torch.float32)
+        trained = trained_of(world, model)
+        self._changed = ChangedBuffers(ModuleBuffers(model), trained.changes_dtype)
         super().__init__(
             world,
             model,
@@ -61,9 +61,10 @@ class VirtualGradients(Gradients):
             buffers=self._changed,
             changes=self._changed.layout,
             virtual_ranks=self._virtual.number,
+            trained=trained,
         )
-        self._in_pass = False
-        self._num_came = 0  # gradients of the present pass
+        self._is_computing = False  # a pass is under way
+        self._num_came = 0  # gradients of this pass
         self._is_open = False  # a step has begun and has not ended
         self._is_probed = False
 
@@ -78,7 +79,7 @@ class VirtualGradients(Gradients):
             "and add up in p.grad from batch to batch. Leave accumulate out"
         )
 
-    def before_step(self, optimizer: torch.optim.Optimizer, *arguments: Any) -> None:
+    def check_step(self, optimizer: torch.optim.Optimizer, *, again: bool = False) -> None:
         """See Gradients."""
         if self._is_open:
             raise GradientError(
@@ -86,7 +87,7 @@ class VirtualGradients(Gradients):
                 "gradients differ between ranks. Let the loop over the virtual batches end without break or return, "
                 "and put step() after it. If an error has ended it, start again from a checkpoint"
             )
-        super().before_step(optimizer, *arguments)
+        super().check_step(optimizer, again=again)
 
     def passes(self, batch: Any) -> Iterator[Any]:
         """Yield the samples of each virtual rank of this rank. See mpitrain.torch.virtual_batches."""
@@ -102,18 +103,22 @@ class VirtualGradients(Gradients):
             yield from self._probe(parts[0][1])
             self._is_probed = True
         own = self._virtual.of_rank(self._world)
-        self._reducer.begin([count for count, _ in parts], turn=self.data.turn)
-        for number, (count, part) in zip(own, parts, strict=True):
-            self._changed.begin()
-            if count:
-                yield from self._pass(number, part)
-            for index, gradient in enumerate(self._gradients(has_samples=bool(count))):
-                self._reducer.ready(index, gradient)
-            note = self._note()
-            self._changed.put_back()
-            if number != own[-1]:
-                self._reducer.next_pass(0.0, note)
-        means = self._reducer.finish(may_skip=True, note=note)
+        self._reducer.begin([count for count, _ in parts], turn=self.data.position, steps=self._steps.code)
+        try:
+            for number, (count, part) in zip(own, parts, strict=True):
+                self._changed.begin_pass()
+                if count:
+                    yield from self._pass(number, part)
+                for index, gradient in enumerate(self._gradients(has_samples=bool(count))):
+                    self._reducer.ready(index, gradient)
+                note = self._note()
+                self._changed.put_back()
+                if number != own[-1]:
+                    self._reducer.next_pass(0.0, note)
+            means = self._reducer.finish(may_skip=True, note=note)
+        except MpitrainError:
+            self._drop_refused()
+            raise
         for view, parameter in zip(self._views, self._parameters, strict=True):
             parameter.grad = view
         self._is_open = False
@@ -124,12 +129,12 @@ class VirtualGradients(Gradients):
 
     def _probe(self, part: Any) -> Iterator[Any]:
         """Yield rank 0's first virtual rank as often as the probe asks for it, and compare what the ranks compute."""
-        part = self._world.broadcast(copied(part))  # a part that is no copy would be sent with the whole batch
+        part = self._world.broadcast_object(copied(part))  # a part that is no copy would be sent with the whole batch
         passes = probe_passes()
         next(passes)
         try:
             while True:
-                self._changed.begin()
+                self._changed.begin_pass()
                 yield from self._pass(0, part)
                 digests = {"a buffer": repr(self._changed.changed())}
                 names = [entry.name for entry in (*self._trained.layout, *self._changed.layout)]
@@ -142,14 +147,13 @@ class VirtualGradients(Gradients):
 
     def _pass(self, number: int, part: Any) -> Iterator[Any]:
         """Yield the samples of one virtual rank to the loop. Afterwards p.grad holds its gradients."""
-        for parameter in self._parameters:
-            parameter.grad = None
-        self._in_pass, self._num_came = True, 0
+        self._trained.forget_gradients()
+        self._is_computing, self._num_came = True, 0
         try:
             with seeded(self._virtual.key(self.data.step, number)):
                 yield copied(part)
         finally:
-            self._in_pass = False
+            self._is_computing = False
         if not self._num_came:
             raise GradientError(
                 f"{self._world.name()}: the loop over virtual_batches(model, batch) made no backward() for virtual "
@@ -158,17 +162,16 @@ class VirtualGradients(Gradients):
 
     def _gradients(self, *, has_samples: bool) -> Iterator[numpy.ndarray | None]:
         """Yield what the pass has left, in the order of the reducer's layout; None: a loss does not depend on it."""
-        for index, parameter in enumerate(self._parameters):
-            if parameter.grad is not None and has_samples:
-                self._check(index, parameter.grad)
-                yield array_of(parameter.grad)
-            else:
-                yield None
+        if not has_samples:
+            self._trained.forget_gradients()
+        self._trained.begin()
+        for _, _, gradient in self._trained.left():
+            yield None if gradient is None else array_of(gradient)
         yield from self._changed.floats()
 
     def _parts(self, batch: Any) -> list[tuple[int, Any]]:
         """Return the number of samples of each virtual rank of this rank, and the samples."""
-        share, (length, _) = self._share_now(), described(batch)
+        share, (length, _) = self._share_now(), self.data.form.described(batch)
         if length != max(share.count, 1):
             raise DataError(
                 f"{self._world.name()}: virtual_batches(model, batch) got {length} samples, and the newest batch of "
@@ -176,13 +179,13 @@ class VirtualGradients(Gradients):
             )
         ends = list(accumulate(share.virtual))
         return [
-            (count, divided(batch, slice(end - count, end), length))
+            (count, self.data.form.divided(batch, slice(end - count, end)))
             for count, end in zip(share.virtual, ends, strict=True)
         ]
 
     def _came(self, index: int, parameter: torch.Tensor) -> None:
         """Count a gradient of the present pass. This is the parameter's hook."""
-        if not self._in_pass:
+        if not self._is_computing:
             raise GradientError(
                 f"{self._world.name()}: backward() came outside of a loop over virtual_batches(model, batch), so "
                 f"gradients would depend on the number of ranks (virtual_ranks={self._virtual.number}). Loop over it "
@@ -193,8 +196,15 @@ class VirtualGradients(Gradients):
     def _scaled(self, gradient: torch.Tensor) -> torch.Tensor | None:
         """Leave a gradient as it is: its weight comes with the sum. This is the tensor's hook."""
 
-    def _heed(self, remarks: Remarks) -> None:
+    def _drop_refused(self) -> None:
+        """See Gradients. The buffers are as before the batch."""
+        super()._drop_refused()
+        if not self._reducer.is_begun:
+            self._is_open = False
+            self._changed.put_back()
+
+    def _heed(self, remarks: Remarks, notes: Sequence[PassNote]) -> None:
         """See Gradients. The floating buffers change, too."""
-        super()._heed(remarks)
+        super()._heed(remarks, notes)
         if self._cause is None:
             self._changed.add(self._reducer.gradients[len(self._parameters) :])

@@ -11,12 +11,13 @@ from typing import Any
 import torch
 
 from mpitrain.job.start import init
+from mpitrain.torch.batch_weight import MeanNumber
 from mpitrain.torch.sharded import ShardedData
 from mpitrain.torch.uncompiled import uncompiled
 
 
 @uncompiled
-def shard(data: Iterable[Any]) -> ShardedData:
+def shard(data: Iterable[Any], *, form: Any = None) -> ShardedData:
     """Return this rank's part of every batch, to evaluate a model. This is `prepare` for data alone.
 
         test = mpitrain.torch.shard(test_loader)
@@ -25,12 +26,12 @@ def shard(data: Iterable[Any]) -> ShardedData:
     Every rank calls this with the same data, and the ranks take the batches together.
 
     Args:
-        data: see `prepare`.
+        data, form: see `prepare`.
 
     Raises:
         ConfigError, MismatchError: see `prepare`.
     """
-    return data if isinstance(data, ShardedData) else ShardedData(init(), data)
+    return data if isinstance(data, ShardedData) else ShardedData(init(), data, form=form)
 
 
 @uncompiled
@@ -55,12 +56,21 @@ def save(state: Any, path: Path | str) -> None:
             part = path.with_name(f".{path.name}.{os.getpid()}")
             try:
                 with part.open("wb") as file:
-                    torch.save(state, file)
+                    torch.save(_plain(state), file)
                     file.flush()
                     os.fsync(file.fileno())
                 part.replace(path)
             finally:
                 part.unlink(missing_ok=True)
+
+
+def _plain(state: Any) -> Any:
+    """Return a state with plain numbers for what `mean` has returned: programs without mpitrain can load it."""
+    if isinstance(state, MeanNumber):
+        return state.item()
+    if type(state) is dict:
+        return {key: _plain(value) for key, value in state.items()}
+    return type(state)(map(_plain, state)) if type(state) in (list, tuple) else state
 
 
 @uncompiled
@@ -84,7 +94,7 @@ def load(path: Path | str) -> Any:
     with world.together(f"load {path}"):
         if world.is_root and path.exists():
             content = path.read_bytes()
-    content = world.broadcast(content)
+    content = world.broadcast_object(content)
     state = None
     with world.together(f"load {path}"):
         if content is not None:

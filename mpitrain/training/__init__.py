@@ -1,1 +1,1 @@
-"""The training loop and what it needs: optimizers, learning-rate schedules, data, checkpoints, metrics."""
+"""The training loop, its hooks, and the record of a run: meters, and the writers of their numbers."""

@@ -16,23 +16,21 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
 from mpitrain.errors import CheckpointError, ConfigError, everywhere
-from mpitrain.job.job import Job
-from mpitrain.job.recovery import Recovery
 from mpitrain.launch.kept import SAVES, STAYS
+from mpitrain.state.names import host_copy
+from mpitrain.state.state_copies import StateCopies, end_try
 from mpitrain.strategies import ServedStrategy
-from mpitrain.training.built import Built
-from mpitrain.training.checkpoint.names import host_copy
-from mpitrain.training.hooks.hook import Hook
-from mpitrain.training.hooks.named import restore_all, states_of
-from mpitrain.training.pause import wait_in_pause
+from mpitrain.training.hooks.hook import Hook, restore_all, states_of
 from mpitrain.training.run_event import RunEvent
-from mpitrain.training.state_copies import StateCopies
+from mpitrain.training.steering import wait_in_pause
 from mpitrain.training.step import Step, unmade
-from mpitrain.training.turn import end_try
 from mpitrain.watching.activity import own_activity
-from mpitrain.world import World
+from mpitrain.world.world import World
 
 if TYPE_CHECKING:
+    from mpitrain.job.job import Job
+    from mpitrain.job.recovery import Recovery
+    from mpitrain.training.parts import Built
     from mpitrain.training.trainer import Trainer
 
 # The stages are in the order in which ranks come to them between two commits.
@@ -53,7 +51,7 @@ class Course:
         self._begin = begin
         self._job = job
         self._stage = _BUILD
-        self._copies = StateCopies(0, 0)
+        self._copies = StateCopies(job, 0, 0)
         self._noted: dict[int, tuple[dict[str, Any], int | None, dict[str, float], dict[str, Any]]] = {}
         self._made: Step | None = None
         self.is_running = False
@@ -92,7 +90,7 @@ class Course:
         }
         self._stage = _BEGIN
         self._job.num_runs += 1
-        self._copies = StateCopies(self._job.num_runs, self._trainer.step_number)
+        self._copies = StateCopies(self._job, self._job.num_runs, self._trainer.step_number)
         error: BaseException | None = None
         try:
             try:
@@ -148,7 +146,7 @@ class Course:
     def _make_step(self) -> None:
         trainer = self._trainer
         if self._recovery:  # the exchange changes all of these
-            keeps = getattr(trainer.strategy, "keeps_own_state", False)
+            keeps = trainer.strategy.keeps_own_state
             own = {} if keeps else trainer.strategy.own_state()
             # `state` has PowerSGD's factors: a sum replaces them, perhaps only on some ranks before a loss.
             self._before = trainer.data.state(), (own, trainer.strategy.state()) if own else None

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy
 
 from mpitrain.arrays import Array
-from mpitrain.errors import ConfigError, DataError
-from mpitrain.exchange.totals import rounded_sum
-from mpitrain.exchange.trees import aligned_copy
-from mpitrain.shard import part_of
-from mpitrain.tree import Tree, describe, leaves, num_samples, rebuild
-from mpitrain.world import World
+from mpitrain.collectives.shares import rounded_sum
+from mpitrain.collectives.trees import aligned_copy
+from mpitrain.errors import ConfigError, DataError, everywhere
+from mpitrain.tree import Tree, describe, leaves, num_samples, plain_leaves, rebuild
+from mpitrain.world.shard import part_of
+from mpitrain.world.world import World
 
 # Means over a batch's samples, by name.
 Metrics = Mapping[str, float]
@@ -42,7 +42,7 @@ def evaluate(
 
     Raises:
         MismatchError: the arrays of the ranks differ in form, shape or dtype.
-        DataError: there are no samples, or the arrays differ in length.
+        DataError: there are no samples, the arrays differ in length, or a metric is no number.
         ConfigError: `samples_at_once` or `virtual_ranks` is below 1.
     """
     for name, value in (("samples_at_once", samples_at_once), ("virtual_ranks", virtual_ranks)):
@@ -62,18 +62,51 @@ def evaluate(
         for begin in range(part.start, part.stop, samples_at_once):
             samples = slice(begin, min(begin + samples_at_once, part.stop))
             batch = _samples(arrays, samples, is_copied=virtual_ranks is not None)
-            parts.append((samples.stop - samples.start, dict(metrics(batch))))
-    values_of_all = [item for of_rank in world.allgather(parts) for item in of_rank]
+            values = dict(metrics(batch))
+            if wrong := [name for name, value in values.items() if not is_number(value)]:
+                raise DataError(
+                    f"{world.name()}: the metric {wrong[0]!r} of a batch is {values[wrong[0]]!r:.80}; allowed is a "
+                    "number, such as the mean over its samples"
+                )
+            parts.append((samples.stop - samples.start, values))
+    return mean_of_all(world, parts)
+
+
+def mean_of_all(world: World, parts: Sequence[tuple[int, Metrics]]) -> dict[str, float]:
+    """Return the mean of each metric over the samples of all ranks, in float64, the same on every rank. Collective.
+
+    Args:
+        parts: the number of samples of each batch of this rank, at least 1, and the means over them. It may be empty
+            on some ranks.
+
+    Raises:
+        DataError: no rank has samples. Raised on every rank.
+    """
+    values_of_all = [item for of_rank in world.allgather(list(parts)) for item in of_rank]
+    if not values_of_all:
+        raise everywhere(DataError("there are no samples to evaluate; give data that has at least one batch"))
+    total = sum(count for count, _ in values_of_all)
     # It is rounded once, so it does not depend on how the samples were shared out.
     return {
-        name: rounded_sum([count * float(values[name]) for count, values in values_of_all]) / length
+        name: rounded_sum([count * float(values[name]) for count, values in values_of_all]) / total
         for name in values_of_all[0][1]
     }
 
 
+def is_number(value: object) -> bool:
+    """Whether a metric may have this value: a number, or an array or tensor of one."""
+    if isinstance(value, str | bytes):
+        return False
+    try:
+        float(value)  # type: ignore[arg-type] # that is the question
+    except (TypeError, ValueError, RuntimeError, OverflowError):
+        return False
+    return True
+
+
 def _samples(arrays: Tree, samples: slice, *, is_copied: bool) -> Tree:
     """Return these samples. A copy on the host begins at the same place of a cache line on any rank."""
-    values = (leaf[samples] for _, leaf in leaves(arrays))
+    values = (leaf[samples] for _, leaf in (plain_leaves if is_copied else leaves)(arrays))
 
     def one() -> Array:
         value = next(values)

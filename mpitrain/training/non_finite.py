@@ -9,7 +9,7 @@ from mpitrain.allreduce.algorithm import FLOATS
 from mpitrain.arrays import Array, is_array, namespace
 from mpitrain.errors import NonFiniteError, TreeError, everywhere
 from mpitrain.tree import Tree, leaves
-from mpitrain.world import World
+from mpitrain.world.world import World
 
 
 def located(

@@ -14,17 +14,19 @@ from mpitrain.training.writers.writer import OUTER_STEPS
 # The position of a row in the run; these names are not drawn as curves. The last two are drawn as vertical lines.
 _PLACES = {"step", "epoch", "samples", "seconds", "copy_steps", OUTER_STEPS, RESUMED_AFTER}
 _SHARE, _SHARE_OF_WORKERS = "communication_share", "waiting_share"
-# The colours of the lines where the training went on after a fault, by the source of its state.
-_COLORS = {"ranks": "tab:red", "memory": "tab:purple", "disk": "tab:brown", "auto": "tab:green"}
-_MOST_TEXTS = 8
+# The colours of the lines of events, by RunEvent.source, and what the legend says.
+_COLORS = {"ranks": "tab:red", "memory": "tab:purple", "disk": "tab:brown", "auto": "tab:green", "told": "tab:blue"}
+_OTHER_COLOR = "tab:gray"  # of an event of a newer mpitrain
+_SAID = {"auto": "changed by itself", "told": "told"}
+MOST_TEXTS = 8  # of events, in the picture
 _MOST_OUTER_STEPS = 40  # more lines would hide the curves
 
 
 def plot(path: Path, rows: Sequence[Mapping[str, float]], title: str, events: Sequence[RunEvent] = ()) -> None:
     """Plot loss, throughput, the share of waiting and every other metric over the steps.
 
-    A dashed line marks each step after which a run resumed, and after which the training went on after a fault. A
-    dotted line marks each row with outer steps, unless there are too many.
+    A dashed line marks each step after which a run resumed, and after which the training went on after a fault. The
+    last `MOST_TEXTS` events have their texts. A dotted line marks each row with outer steps, unless there are too many.
 
     Args:
         path: the file of the picture; it is overwritten.
@@ -47,7 +49,7 @@ def plot(path: Path, rows: Sequence[Mapping[str, float]], title: str, events: Se
     lines = -(-len(panels) // columns)
     figure = Figure(figsize=(9 if columns == 1 else 14, 3 * lines), layout="constrained")
     FigureCanvasAgg(figure)
-    figure.suptitle(title, fontsize="medium")
+    figure.suptitle(_literal(title), fontsize="medium")
     places = figure.subplots(lines, columns, sharex=True, squeeze=False).T.ravel()
     resumed = [row[RESUMED_AFTER] for row in rows if RESUMED_AFTER in row]
     outer = _outer_steps(rows)
@@ -61,9 +63,9 @@ def plot(path: Path, rows: Sequence[Mapping[str, float]], title: str, events: Se
         for step in outer if len(outer) <= _MOST_OUTER_STEPS else ():
             label_once = f"outer steps: {len(outer)}" if step == outer[0] else None
             axes.axvline(step, color="silver", linestyle=":", linewidth=1, zorder=0, label=label_once)
-        _mark(axes, events, has_texts=axes is places[0] and len(events) <= _MOST_TEXTS)
+        _mark(axes, events, has_texts=axes is places[0])
         alone = len(names) == 1 and label == names[0].rpartition(" ")[2]
-        axes.set(ylabel=(names[0] if alone else label).replace("_", " "))
+        axes.set(ylabel=_literal((names[0] if alone else label).replace("_", " ")))
         if names in ([_SHARE], [_SHARE_OF_WORKERS]):
             axes.set(ylim=(0, 1))
             axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
@@ -110,20 +112,29 @@ def _outer_steps(rows: Sequence[Mapping[str, float]]) -> list[float]:
 
 def _mark(axes: Any, events: Sequence[RunEvent], *, has_texts: bool) -> None:
     """A line for each event. The legend counts the events of each source."""
-    for source, color in _COLORS.items():
+    known = [source for source in _COLORS if any(event.source == source for event in events)]
+    for source in dict.fromkeys([*known, *(event.source for event in events)]):
         steps = [event.after_step for event in events if event.source == source]
         for step in steps:
-            said = "changed by itself" if source == "auto" else f"went on, from {source}"
-            label = f"{said}: {len(steps)}" if step == steps[0] else None
-            axes.axvline(step, color=color, linestyle="--", linewidth=1, label=label)
-    for event in events if has_texts else ():
-        text = f" {event.text}" if event.source == "auto" else f" {event.text}, {event.seconds:.2g} s"
+            said = _SAID.get(source, f"went on, from {source}" if source in _COLORS else f"event {source!r}")
+            label = _literal(f"{said}: {len(steps)}") if step == steps[0] else None
+            axes.axvline(step, color=_COLORS.get(source, _OTHER_COLOR), linestyle="--", linewidth=1, label=label)
+    for event in events[-MOST_TEXTS:] if has_texts else ():
+        text = _literal(f" {event.text}" if event.source in _SAID else f" {event.text}, {event.seconds:.2g} s")
         place = {"xycoords": axes.get_xaxis_transform(), "rotation": 90, "ha": "right", "va": "bottom"}
-        axes.annotate(text, (event.after_step, 0), fontsize="xx-small", color=_COLORS[event.source], **place)
+        axes.annotate(
+            text, (event.after_step, 0), fontsize="xx-small", color=_COLORS.get(event.source, _OTHER_COLOR), **place
+        )
 
 
 def _draw(axes: object, rows: Sequence[Mapping[str, float]], name: str) -> None:
     points = [(row["step"], row[name]) for row in rows if name in row]
     if points:
         marker = "o" if len(points) <= 30 else ""
-        axes.plot(*zip(*points, strict=True), marker=marker, label=name.replace("_", " "))  # type: ignore[attr-defined]
+        label = _literal(name.replace("_", " "))
+        axes.plot(*zip(*points, strict=True), marker=marker, label=label)  # type: ignore[attr-defined]
+
+
+def _literal(text: str) -> str:
+    """The text as it is: Matplotlib takes what is between dollars for mathematics, and refuses lone surrogates."""
+    return text.encode(errors="replace").decode().replace("$", r"\$")

@@ -10,15 +10,19 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from mpitrain.config import Config
 from mpitrain.errors import DataError
-from mpitrain.launch.probe import packages
+from mpitrain.facts import packages
 from mpitrain.launch.roster import launcher_name
-from mpitrain.world import World
+from mpitrain.reading import json_of, parsed, read_file
+from mpitrain.training.run_event import RunEvent
+from mpitrain.typed import made
+from mpitrain.world.world import World
 
 FILE = "run.json"
 VERSION = 1
@@ -49,6 +53,8 @@ class RunDocument:
         ended: when it ended; None: it has not, or it was killed.
         end: DONE, LEFT, or the error that ended the run, in a line; "": it has not ended.
         checkpoints: the folders in which Checkpoint saves, with their whole paths on the host of rank 0.
+        steps: the number of the last step that the run was to make; 0: it was not known.
+        orders: what the training was told and no row has yet, as RunEvent.plain. A row may have some of them since.
         version: of this form.
     """
 
@@ -70,6 +76,8 @@ class RunDocument:
     ended: float | None = None
     end: str = ""
     checkpoints: list[str] = field(default_factory=list)  # a document of an older mpitrain has none
+    steps: int = 0
+    orders: list[dict[str, Any]] = field(default_factory=list)
     version: int = VERSION
 
     def text(self) -> str:
@@ -79,6 +87,15 @@ class RunDocument:
     def ended_now(self, end: str) -> RunDocument:
         """Return the document of the same run after its end."""
         return dataclasses.replace(self, ended=time.time(), end=end)
+
+    def orders_without(self, events: Iterable[RunEvent]) -> list[RunEvent]:
+        """Return the orders that are not among the events of the rows. Those that cannot be read are left out."""
+        known, orders = list(events), []
+        for fields in self.orders:
+            with suppress(ValueError, TypeError, KeyError):
+                if (event := RunEvent.from_plain(fields)) not in known:
+                    orders.append(event)
+        return orders
 
 
 def document_of(world: World, strategy: str, after_step: int, checkpoints: Iterable[Path]) -> RunDocument:
@@ -118,43 +135,14 @@ def read_document(path: Path) -> RunDocument:
     Raises:
         DataError: the file cannot be read, is not such a document, or is one of a newer version.
     """
-    try:
-        with path.open("rb") as file:
-            content = file.read(MOST_BYTES + 1)
-    except OSError as error:
-        raise DataError(f"cannot read {path}: {error.strerror}") from None
-    if len(content) > MOST_BYTES:
-        raise DataError(f"{path} has more than {MOST_BYTES >> 20} MiB, so it is not the document of a run")
-    try:
-        fields = json.loads(content)
-        version = fields["version"]
-        if isinstance(version, int) and version > VERSION:
-            raise DataError(f"{path} is of version {version}; this mpitrain reads up to {VERSION}. Update mpitrain")
-        document = RunDocument(**fields)
-        _check(document)
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-        raise DataError(f"{path} is not the document of a run ({type(error).__name__}: {error})") from None
+    form = "is not the document of a run"
+    text = read_file(path, DataError, most_bytes=MOST_BYTES)
+    content = json_of(text, DataError, str(path), form=form, any_text=True)
+    version = content.get("version")
+    if isinstance(version, int) and version > VERSION:
+        raise DataError(f"{path} is of version {version}; this mpitrain reads up to {VERSION}. Update mpitrain")
+    document: RunDocument = parsed(lambda: made(RunDocument, content), DataError, str(path), form)
     return document
-
-
-def _check(document: RunDocument) -> None:
-    """Raise TypeError if a field is not of its type."""
-    kinds: dict[str, Any] = {
-        "str": str,
-        "int": int,
-        "bool": bool,
-        "float": (int, float),
-        "float | None": (int, float, type(None)),
-        "list[str]": list,
-    }
-    for one in dataclasses.fields(document):
-        kind = kinds.get(str(one.type), dict)
-        if not isinstance(value := getattr(document, one.name), kind):
-            raise TypeError(f"{one.name} is {value!r:.80}")
-    if not all(isinstance(ranks, list) for ranks in document.hosts.values()):
-        raise TypeError(f"hosts is {document.hosts!r:.80}")
-    if not all(isinstance(folder, str) for folder in document.checkpoints):
-        raise TypeError(f"checkpoints is {document.checkpoints!r:.80}")
 
 
 def _commit(folder: Path) -> tuple[str, bool]:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from dataclasses import dataclass
+from typing import Any
+
+from mpitrain.typed import made
 
 
 @dataclass(frozen=True)
@@ -18,7 +21,8 @@ class RunEvent:
         text: what had happened, as in "rank 2 on lab1 was lost", "lab2 leaves" or "the training is paused".
         source: where parameters, optimizer and position in the data came from: the ranks that were left, a copy in
             memory, or a checkpoint on a disk. "told": they are the same, and `mpitrain tell` had told it something.
-            "auto": they are the same, and the strategy has changed how gradients travel.
+            "auto": they are the same, and the strategy has changed how gradients travel. A newer mpitrain may have
+            another word.
         lost_ranks: the ranks that were lost, by their numbers in the job.
         num_ranks: the number of ranks that went on.
         seconds: from the moment in which the fault was noticed, or the ranks stopped for the change, until the training
@@ -31,7 +35,7 @@ class RunEvent:
 
     after_step: int
     text: str
-    source: Literal["ranks", "memory", "disk", "told", "auto"]
+    source: str
     lost_ranks: tuple[int, ...]
     num_ranks: int
     seconds: float
@@ -41,7 +45,7 @@ class RunEvent:
 
     def plain(self) -> dict[str, Any]:
         """Return the fields, as JSON can hold them; `teller` and `at` only for an order."""
-        fields = {**asdict(self), "lost_ranks": list(self.lost_ranks)}
+        fields = {**dataclasses.asdict(self), "lost_ranks": list(self.lost_ranks)}
         left_out = () if self.teller else ("teller", "at")
         return {name: value for name, value in fields.items() if name not in left_out}
 
@@ -58,9 +62,18 @@ class RunEvent:
 
     @classmethod
     def from_plain(cls, fields: Mapping[str, Any]) -> RunEvent:
-        """The reverse of `plain`.
+        """The reverse of `plain`. Fields of a newer mpitrain are left out.
 
         Raises:
-            KeyError, TypeError, ValueError: the fields are not those of an event.
+            ValueError: the fields are not those of an event.
         """
-        return cls(**{**fields, "lost_ranks": tuple(fields["lost_ranks"])})
+        known = {field.name: fields[field.name] for field in dataclasses.fields(cls) if field.name in fields}
+        if not isinstance(known.get("source", ""), str):  # of a newer version
+            known["source"] = ""
+        event = made(cls, known)
+        return dataclasses.replace(event, text=_shown(event.text), teller=_shown(event.teller))
+
+
+def _shown(text: str) -> str:
+    """Text that can be written in UTF-8."""
+    return text.encode(errors="replace").decode()

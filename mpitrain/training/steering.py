@@ -4,7 +4,7 @@
     (launch/orders.py)                                                                               │
     launcher <─ guards <─ record of each rank <── what became of it ─────────────────────────────────┘
 
-The vote (exchange/vote.py) carries the number of the newest order anyway, so a step without an order costs no message.
+The vote (reducer/vote.py) carries the number of the newest order anyway, so a step without an order costs no message.
 What lasts is part of the state of the training. After a restart, orders that the state does not have yet are applied
 after the same steps as before.
 """
@@ -14,21 +14,101 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from mpitrain.adapters.adapter import scaled_of
 from mpitrain.errors import ConfigError, everywhere
-from mpitrain.exchange.overlap import Overlap
-from mpitrain.training.outcomes import OUTCOMES
+from mpitrain.launch.kept import STAYS
+from mpitrain.reading import json_of
+from mpitrain.reducer.means import Overlap
 from mpitrain.training.run_event import RunEvent
 from mpitrain.training.step import Step
 from mpitrain.training.tunable import TUNABLES
+from mpitrain.typed import fitting
+from mpitrain.waiting.control import until
 from mpitrain.watching.activity import own_activity
 from mpitrain.watching.order import TrainingOrder
+from mpitrain.watching.rank_record import BUSY, MOST_STEERING_BYTES
 
 if TYPE_CHECKING:
+    from mpitrain.state.state_copies import StateCopies
     from mpitrain.training.trainer import Trainer
+    from mpitrain.world.world import World
+
+
+_MOST = 8
+
+
+class Outcomes:
+    """The newest outcomes, whichever run of the script had the orders.
+
+    Attributes:
+        newest: number, run, step, whether the order was applied, and words. The oldest comes first.
+        num_heard: the number of the newest order that a run has obeyed, or that none will obey.
+    """
+
+    def __init__(self) -> None:
+        self.newest: list[tuple[int, int, int, bool, str]] = []
+        self.num_heard = 0
+
+    def note(self, number: int, run: int, step: int, is_applied: bool, words: str) -> None:
+        """Note what became of an order."""
+        self.newest = [*self.newest[1 - _MOST :], (number, run, step, is_applied, words)]
+
+    def beside(self, facts: Mapping[str, Any]) -> str:
+        """Return the facts and as many of the newest outcomes as find room in the record of a rank, as JSON."""
+        text = ""
+        for first in range(max(1, len(self.newest))):
+            text = json.dumps({**facts, "outcomes": self.newest[first:]})
+            if len(text) <= MOST_STEERING_BYTES:
+                break
+        return text
+
+
+OUTCOMES = Outcomes()
+
+
+# All ranks look together, which is a message of 40 bytes each.
+_LOOK_SECONDS = 0.25
+_NAP_SECONDS = 0.02
+
+
+def wait_in_pause(trainer: Trainer, copies: StateCopies, obey: Callable[[int], None]) -> int:
+    """Wait while the training is paused. Collective.
+
+    Nobody waits for another rank here, so the wait is not reported. A rank that does not come to a look is.
+
+    Args:
+        trainer: is between two steps.
+        copies: of its run. They are made anew after an order that lasts, and if the ranks are to leave.
+        obey: applies orders, after the number of them that a rank has heard of.
+
+    Return what the launcher wishes, as StateCopies.after_step does.
+    """
+    world, steering, activity = trainer.world, trainer.steering, own_activity()
+    words = f"a pause {steering.words.removeprefix('paused ')}"
+    steering.paused_since = time.monotonic()  # what the hooks have done since the order is no pause
+    entry = activity.begin(BUSY, words, time.monotonic()) if activity else None
+    try:
+        while steering.pause:
+            due = time.monotonic() + _LOOK_SECONDS
+            world.control.wait(until(lambda due=due: time.monotonic() >= due, lambda: _NAP_SECONDS), words, status=BUSY)  # type: ignore[misc]
+            number = activity.order_number if activity else 0
+            looks = world.agree("look for orders in a pause", code=copies.wish(), detail=number)
+            heard = int(looks["detail"].max())
+            if heard > steering.num_heard:
+                obey(heard)
+            if looks["code"].max() > STAYS or steering.has_news:
+                wish = copies.after_step(trainer, is_due=True)
+                steering.has_news = False
+                if wish != STAYS:
+                    return wish
+    finally:
+        if activity and entry:
+            activity.end(entry)
+    return STAYS
+
 
 _MOST_OUTCOME_CHARACTERS = 400
 
@@ -53,7 +133,8 @@ class Steering:
         self._last = ("", 0)  # the launcher and the number of the last order that the state has
         self._replayed: Sequence[TrainingOrder] = ()  # of tries before
         self._replayed_until = 0
-        self._known: dict[int, dict[str, Any]] = {}  # the orders of this launcher; another rank may lack the last
+        # The orders of this launcher, or why one cannot be read. Another rank may lack the last.
+        self._known: dict[int, TrainingOrder | str] = {}
         self._run = 0
         self.paused_since = 0.0
 
@@ -78,7 +159,7 @@ class Steering:
                 )
             )
         text = world.context.orders
-        orders = [TrainingOrder.of_plain(fields) for fields in json.loads(text)] if text else []
+        orders = _replayed(world, text) if text else []
         self._replayed = [order for order in orders if order.run == run]
         self._replayed_until = max((order.after_step or 0 for order in self._replayed), default=0)
         self.paused_since = time.monotonic()
@@ -119,19 +200,32 @@ class Steering:
         self.publish(trainer)
 
     def _gather(self, trainer: Trainer) -> list[TrainingOrder]:
-        """The orders that are new, in order. A rank may not have heard of one yet, or be lost after it has."""
+        """The orders that are new, in order. A rank may not have heard of one yet, or be lost after it has.
+
+        One that no rank can read is refused.
+        """
         world, activity = trainer.world, own_activity()
-        if activity is not None and activity.order_number > self.num_heard:
-            order = activity.order()
-            self._known[order["number"]] = order
+        if activity is not None and (number := activity.order_number) > self.num_heard:
+            try:
+                order = activity.order()
+                self._known[order.number] = order
+            except ValueError as error:
+                self._known[number] = f"{world.name()} cannot read it: {error}"
         of_ranks = world.allgather({n: order for n, order in self._known.items() if n > self.num_heard})
-        new = {number: order for of_rank in of_ranks for number, order in of_rank.items()}
+        new: dict[int, TrainingOrder | str] = {}
+        for number, known in (item for of_rank in of_ranks for item in of_rank.items()):
+            if isinstance(new.get(number, ""), str):
+                new[number] = known
         self._known |= new
-        if any(order["kind"] == "set" for order in new.values()):
+        orders = [new[number] for number in sorted(new)]
+        if any(isinstance(order, TrainingOrder) and order.kind == "set" for order in orders):
             world.agree("compare the tunable values", TUNABLES.lines())
+        for number, known in new.items():
+            if isinstance(known, str):
+                OUTCOMES.note(number, self._run, trainer.step_number, False, known[:_MOST_OUTCOME_CHARACTERS])
         self.num_heard = max(new, default=self.num_heard)
         OUTCOMES.num_heard = max(OUTCOMES.num_heard, self.num_heard)
-        return [TrainingOrder.of_plain(new[number]) for number in sorted(new)]
+        return [order for order in orders if isinstance(order, TrainingOrder)]
 
     def _pass_over(self, number: int) -> None:
         """Orders up to this number were for runs before. Those that none of them has obeyed are refused."""
@@ -270,6 +364,19 @@ class Steering:
         TUNABLES.restore(state.get("tunables", {}))
         self.rate_factor, self.pause = float(state.get("rate_factor", 1.0)), dict(state.get("pause", {}))
         self._last = str(state.get("of", "")), int(state.get("number", 0))
+
+
+def _replayed(world: World, text: str) -> list[TrainingOrder]:
+    """Return what earlier attempts were told, from JSON.
+
+    Raises:
+        ConfigError: it is something else.
+    """
+    try:
+        content = json_of(f'{{"orders": {text}}}', ValueError, "the text")
+        return [TrainingOrder.of_plain(fields) for fields in fitting(content["orders"], list[dict[str, Any]], "orders")]
+    except ValueError as error:
+        raise ConfigError(f"{world.name()}: what earlier attempts were told cannot be read: {error}") from None
 
 
 def checked_factor(text: str) -> float:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from mpitrain.exchange.overlap import Overlap
+from mpitrain.reducer.means import Overlap
 
 
 @dataclass(frozen=True)

@@ -7,28 +7,25 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from mpitrain.adapters.adapter import scaled_of
-from mpitrain.cuda.shortage import memory_explained
+from mpitrain.cuda.failures import SHORTAGES, explain_shortage
 from mpitrain.cuda.streams import wait_for_work
 from mpitrain.errors import CheckpointError, ConfigError, NonFiniteError, everywhere
-from mpitrain.exchange.means import Means
 from mpitrain.job.start import init, the_job
+from mpitrain.reducer.means import Means
+from mpitrain.state.names import host_copy
+from mpitrain.state.resume import own_part
 from mpitrain.strategies import ServedStrategy
-from mpitrain.strategies.strategy import own_state_for
-from mpitrain.training.built import Built
-from mpitrain.training.checkpoint.names import host_copy
-from mpitrain.training.checkpoint.resume import own_part
 from mpitrain.training.course import Course
-from mpitrain.training.hooks.hook import Hook
-from mpitrain.training.hooks.named import refuse_others, restore_all, states_of
+from mpitrain.training.hooks.hook import Hook, refuse_others, restore_all, states_of
+from mpitrain.training.metrics import is_number
 from mpitrain.training.non_finite import located
-from mpitrain.training.parts import Parts
+from mpitrain.training.observe import observed
+from mpitrain.training.parts import Built, Parts
 from mpitrain.training.run_event import RunEvent
 from mpitrain.training.steering import Steering
 from mpitrain.training.step import Step
-from mpitrain.training.virtual_passes import passes_of
-from mpitrain.verify.observe import observed
 from mpitrain.watching.activity import own_activity
-from mpitrain.world import World
+from mpitrain.world.world import World
 
 
 class Trainer:
@@ -89,7 +86,7 @@ class Trainer:
         self.served: ServedStrategy | None = None
         if isinstance(self.strategy, ServedStrategy) and self.strategy.role:
             self.served = self.strategy
-        self._virtual_passes = passes_of(world, parts)
+        self._virtual_passes = parts.strategy.passes(parts.adapter, parts.data)
 
     def rebuild(self, world: World) -> None:
         """Go on in another World, after the same number of steps, with the same parameters, optimizer and data cursor.
@@ -155,17 +152,25 @@ class Trainer:
         """Give metrics of the last step to the hooks that follow. Every rank must make the same call.
 
         Args:
-            metrics: values by name, the same on every rank.
+            metrics: numbers by name, the same on every rank; also arrays and tensors of one number.
 
         Raises:
-            ConfigError: another hook has reported the name, or the name does not fit in one line. Raised on every rank.
+            ConfigError: another hook has reported the name, the name is empty or does not fit in one line, or a value
+                is no number. Raised on every rank.
         """
-        for name in metrics:
-            if name in self.metrics or not name.isprintable():
+        for name, value in metrics.items():
+            if name in self.metrics or not (isinstance(name, str) and name.strip() and name.isprintable()):
                 raise everywhere(
                     ConfigError(
                         f"step {self.step_number}: the metric {name!r} was reported; allowed is a printable name that "
                         f"no other hook reports. Reported are {', '.join(self.metrics) or 'none'}; give it another name"
+                    )
+                )
+            if not is_number(value):
+                raise everywhere(
+                    ConfigError(
+                        f"step {self.step_number}: the metric {name!r} is {value!r:.80} ({type(value).__name__}); "
+                        "allowed is a number. Report float(...) of it, or leave it out"
                     )
                 )
         self.metrics.update(metrics)
@@ -208,7 +213,7 @@ class Trainer:
             self.world.observer.saw(batch)
         if spans:
             spans.add("compute", "data", started, time.perf_counter(), step=self.step_number + 1)
-        with memory_explained():
+        try:
             if self._virtual_passes:
                 loss = self._virtual_passes.compute(batch, self.step_number + 1)
                 told = self._virtual_passes.non_finite_loss
@@ -233,14 +238,16 @@ class Trainer:
                     loss=told,
                     parameters=self.adapter.parameters(),
                 ) from None
+        except SHORTAGES as error:
+            explain_shortage(error)
+            raise
         self.order_number = means.order_number
         if spans:
             updating = finishing + means.overlap.exposed_seconds
             spans.add("compute", "update", updating, time.perf_counter(), step=self.step_number + 1)
         made = self._made(started, means, learning_rate, scale, weight, own_seconds)
-        if changes := getattr(self.strategy, "changes", None):
-            for after_step, text in changes():
-                self.tell(RunEvent(after_step, text, "auto", (), self.world.size, 0.0))
+        for after_step, text in self.strategy.changes():
+            self.tell(RunEvent(after_step, text, "auto", (), self.world.size, 0.0))
         return made
 
     def _made(
@@ -297,27 +304,23 @@ class Trainer:
         """
         if self.served:
             self.served.fetch()  # what differs from that reaches the other servers
-        data, strategy, of_strategy = self.data.state(), self.strategy.state(), state.get("strategy", {})
+        data, of_strategy = self.data.state(), state.get("strategy", {})
         hooks = [(hook, hook.state()) for hook in self.hooks]
-        check = getattr(self.strategy, "check", None)  # then it cannot be put back: see Strategy
         self.steering.check(state.get("steering", {}))
         try:
             step = int(state["step"])
             try:
                 self.data.restore(state["data"])
-                (check or self.strategy.restore)(of_strategy)
+                self.strategy.check(of_strategy)
                 restore_all(self.hooks, state.get("hooks", {}))
                 # Last, because it is large. It refuses before it overwrites anything, so it is never put back.
                 self.adapter.restore(state["adapter"])
             except BaseException:
                 self.data.restore(data)
-                if not check:
-                    self.strategy.restore(strategy)
                 for hook, before in hooks:
                     hook.restore(before)
                 raise
-            if check:
-                self.strategy.restore(of_strategy)
+            self.strategy.restore(of_strategy)
             self.steering.restore(state.get("steering", {}))
         except KeyError as error:
             raise CheckpointError(f"the checkpoint has no entry {error}; was it written by this Trainer?") from error
@@ -325,7 +328,7 @@ class Trainer:
 
     def own_state(self, *, reads: bool = True) -> dict[str, Any]:
         """Return what this rank keeps for itself: see Strategy.own_state. Only ranks with `reads` may call `state`."""
-        return own_state_for(self.strategy, reads=reads)
+        return self.strategy.own_state_for(reads=reads)
 
     def restore_own(self, name: str, parts: int, read_part: Callable[[int], dict[str, Any]], *, reads: bool) -> None:
         """Go on from what the ranks kept for themselves. Collective; see checkpoint.resume.own_part.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import json
 import math
 import os
 import stat
@@ -12,10 +11,12 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from mpitrain.errors import DataError
+from mpitrain.reading import json_of, parsed, read_text, shown
 from mpitrain.verify.fingerprint import NUM_PROJECTIONS, Sketch
 
 FILE = "record.jsonl"
 _MODE = 0o600
+_MOST_BYTES = 1 << 30
 STEP, MEAN, SUM = "step", "mean", "sum"
 
 
@@ -112,17 +113,26 @@ def read_record(directory: Path) -> RunRecord:
             "the script made no World, so there is nothing to compare: it did not reach mpitrain.init(), which "
             'prepare(), Trainer and init_process_group("mpitrain") call. Does the script import mpitrain at all?'
         )
-    try:
-        head, *lines = (json.loads(line) for line in path.read_text().splitlines())
+
+    def refusal(said: str) -> DataError:
+        return DataError(
+            f"there is no complete record in {directory}: {said}. Rank 0 writes the record on its host. If that is "
+            "another host, use mpitrain verify --directory with a folder that both hosts share"
+        )
+
+    lines = read_text(path, refusal, most_bytes=_MOST_BYTES).rstrip("\n").split("\n")
+    head, *others = (
+        json_of(line, refusal, f"line {number}", any_text=True, any_number=True) for number, line in enumerate(lines, 1)
+    )
+
+    def parse() -> RunRecord:
         num_ranks = head["num_ranks"]
         if type(num_ranks) is not int or num_ranks < 1:
-            raise ValueError(f"num_ranks is {num_ranks!r}; it must be a number of ranks")
-        return RunRecord(num_ranks, tuple(_line(number, fields) for number, fields in enumerate(lines, 1)))
-    except (OSError, ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError) as error:
-        raise DataError(
-            f"there is no complete record in {directory} ({type(error).__name__}: {error}). Rank 0 writes the record "
-            "on its host. If that is another host, use mpitrain verify --directory with a folder that both hosts share"
-        ) from None
+            raise ValueError(f"num_ranks is {shown(num_ranks)}; it must be a number of ranks")
+        return RunRecord(num_ranks, tuple(_line(number, fields) for number, fields in enumerate(others, 1)))
+
+    record: RunRecord = parsed(parse, refusal, str(path), "is damaged")
+    return record
 
 
 def _line(number: int, fields: dict[str, Any]) -> Line:
@@ -169,5 +179,5 @@ def _sketch(name: str, entry: Sketch) -> Sketch:
 
 def _number(value: object) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float):
-        raise TypeError(f"{value!r} is not a number")
+        raise TypeError(f"{shown(value)} is not a number")
     return float(value)

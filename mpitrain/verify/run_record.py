@@ -7,14 +7,46 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
+from weakref import ref
 
-from mpitrain.arrays import Array
+from mpitrain.arrays import Array, is_array
 from mpitrain.errors import DataError, TreeError
 from mpitrain.tree import Tree, leaves
+from mpitrain.verify.comparison import ROUNDOFFS
 from mpitrain.verify.fingerprint import Sketch, sample_hashes, sketch
-from mpitrain.verify.given_arrays import GivenArrays
 from mpitrain.verify.record_file import MEAN, STEP, SUM, Line, opened
-from mpitrain.world import TreeExchange, World
+from mpitrain.world.world import TreeExchange, World
+
+
+class GivenArrays:
+    """The visible parameters of the script's own loop: the arrays from world.broadcast that the script still has.
+
+    A script that changes these arrays in place (`w -= ...`) has its parameters in them. A script that makes new arrays
+    (`w = w - ...`) drops them, and the new ones cannot be seen.
+    """
+
+    def __init__(self) -> None:
+        self._arrays: dict[str, ref[Array]] = {}
+
+    def add(self, tree: Tree) -> None:
+        """Note a result of world.broadcast."""
+        for path, leaf in leaves(tree):
+            if is_array(leaf) and str(leaf.dtype) in ROUNDOFFS:
+                name = path or "the array"
+                alike = sum(known == name or known.startswith(f"{name} (") for known in self._arrays)
+                self._arrays[f"{name} ({alike + 1})" if alike else name] = ref(leaf)
+
+    def now(self) -> dict[str, Array]:
+        """Return the present arrays by name."""
+        return {name: array for name, weak in self._arrays.items() if (array := weak()) is not None}
+
+    def dropped(self) -> list[str]:
+        """Return the names of arrays that the script no longer has. Each name is returned once."""
+        names = [name for name, weak in self._arrays.items() if weak() is None]
+        for name in names:
+            del self._arrays[name]
+        return names
+
 
 # The lines of a record are steps or calls of one of these. If a script has several, the last one in this order counts.
 CALLS, REDUCER, TORCH, TRAINER = range(4)
@@ -27,8 +59,8 @@ _OF_LOOPS = {
     REDUCER: "the steps of a GradientReducer: mean gradients",
 }
 _HOW_TO_SEE = (
-    "Parameters are seen if world.sync gave their arrays and the script changes these in place (w -= ...), or if they "
-    "are an argument of a function in mpitrain.jax.mean"
+    "Parameters are seen if world.broadcast gave their arrays and the script changes these in place (w -= ...), or if "
+    "they are an argument of a function in mpitrain.jax.mean"
 )
 
 
@@ -89,7 +121,7 @@ class Recorder:
             self._seen = None
 
     def gave(self, tree: Tree) -> None:
-        """Note the result of World.sync, which may have the parameters of the script's own loop."""
+        """Note the result of World.broadcast, which may have the parameters of the script's own loop."""
         if self._source in _OF_LOOPS:
             self._given.add(tree)
 
@@ -166,7 +198,7 @@ class Recorder:
         if lost:
             self._tell(
                 f"{', '.join(lost)}: not seen from {unit} {self._number} on. The script has replaced the array "
-                f"that world.sync gave. {_HOW_TO_SEE}"
+                f"that world.broadcast gave. {_HOW_TO_SEE}"
             )
         if self._parameters and not self._has_changed and self.steps_left <= 0:
             self._tell(
@@ -207,9 +239,9 @@ class RecordedTrees:
         self._inner = inner
         self._recorder = recorder
 
-    def sync(self, tree: Tree, root: int = 0) -> Tree:
-        """See World.sync."""
-        return self._inner.sync(tree, root)
+    def broadcast(self, tree: Tree, root: int = 0) -> Tree:
+        """See World.broadcast."""
+        return self._inner.broadcast(tree, root)
 
     def sum(self, tree: Tree) -> Tree:
         """See World.sum."""

@@ -1,22 +1,26 @@
 """An agreement: every rank says what it is about to do, and all compare before any data moves.
 
-An agreement is one MPI_Iallgather of 40 bytes a rank. If the ranks disagree, every rank gets an error, not a hang or a
-wrong sum. The agreement also carries the few numbers that a step needs from every rank (sample weights, votes).
+An agreement is one MPI_Iallgather of 48 bytes a rank. If the ranks disagree, every rank gets an error, not a hang or a
+wrong sum. Ranks disagree if they make different calls, if the program makes them at different lines (place_of_call), or
+if a rank cannot make its call. The agreement also carries the few numbers that a step needs from every rank (sample
+weights, votes).
 """
 
 from __future__ import annotations
 
 import hashlib
+import sys
 import threading
 from collections.abc import Callable, Sequence
-from itertools import zip_longest
+from itertools import islice, zip_longest
+from pathlib import PurePath
+from types import CodeType, FrameType
 from typing import TYPE_CHECKING
 
 import numpy
 
-from mpitrain.errors import MismatchError, everywhere
-from mpitrain.waiting.control import until
-from mpitrain.waiting.pace import patient_naps
+from mpitrain.errors import MismatchError, MpitrainError, error_of_kind, everywhere
+from mpitrain.waiting.control import patient_naps, until
 from mpitrain.waiting.transfer import gather_bytes
 
 if TYPE_CHECKING:
@@ -25,8 +29,12 @@ if TYPE_CHECKING:
     from mpitrain.waiting.control import Control
 
 RECORD = numpy.dtype(
-    [("signature", "u8"), ("value", "f8"), ("weight", "f8"), ("code", "i8"), ("detail", "i8")], align=True
+    [("signature", "u8"), ("place", "u8"), ("value", "f8"), ("weight", "f8"), ("code", "i8"), ("detail", "i8")],
+    align=True,
 )
+
+
+_LONGEST = 4000  # characters of an error that one rank tells the others
 
 
 def signature(operation: str, lines: Sequence[str]) -> int:
@@ -48,28 +56,40 @@ class Agreement:
         lines: Sequence[str] = (),
         *,
         signed: int | None = None,
+        refusal: Exception | None = None,
+        anywhere: bool = False,
         value: float = 0.0,
         weight: float = 0.0,
         code: int = 0,
         detail: int = 0,
     ) -> None:
-        """`lines` describe the data, one item a line. `signed` is their signature, if the caller has it already."""
+        """Begin it.
+
+        Args:
+            lines: describe the data, one item a line.
+            signed: their signature, if the caller has it already.
+            refusal: why this rank cannot make the call, in place of lines. Then all ranks raise an error.
+            anywhere: this rank alone may make the call at another line, as the root of a broadcast.
+        """
         control.check()
         control.settle()
         control.count_call()
         self.operation = operation
-        self._problem: MismatchError | None = None
-        self._lines = lines
+        self._problem: MpitrainError | None = None
+        self._refusal = refusal
+        self._lines = lines if refusal is None else [" ".join(str(refusal).split())[:_LONGEST]]
         self._comm = comm
         self._control = control
         self._request: MPI.Request | None = None
         if control.size == 1:
-            self.records = numpy.array([(0, value, weight, code, detail)], RECORD)
+            self.records = numpy.array([(0, 0, value, weight, code, detail)], RECORD)
             return
         from mpi4py import MPI
 
-        signed = signature(operation, lines) if signed is None else signed
-        self._own = numpy.array([(signed, value, weight, code, detail)], RECORD)
+        if signed is None or refusal is not None:
+            signed = signature(operation, lines if refusal is None else ["refused", *self._lines])
+        number, self._called_at = (0, "") if anywhere else control.same_call or place_of_call()
+        self._own = numpy.array([(signed, number, value, weight, code, detail)], RECORD)
         self.records = numpy.empty(control.size, RECORD)
         self._request = comm.Iallgather([self._own, MPI.BYTE], [self.records, MPI.BYTE])
         self._testing = threading.Lock()
@@ -81,6 +101,7 @@ class Agreement:
 
         Raises:
             MismatchError: the ranks differ. Raised on every rank, names the first difference.
+            MpitrainError: a rank cannot make the call. Raised on every rank, of the class of that rank's error.
         """
         if self._problem is not None:
             raise self._problem
@@ -104,7 +125,9 @@ class Agreement:
             return True
         if not self._request.Test():
             return False
-        differs = bool((self.records["signature"] != self.records["signature"][0]).any())
+        # Python is faster than NumPy with a few numbers.
+        places = set(self.records["place"].tolist())
+        differs = len(set(self.records["signature"].tolist())) > 1 or len(places - {0}) > 1
         if differs and self._control.agreements[0] is not self:
             return False  # ranks that disagree twice explain one thing after the other, all in the same order
         self._control.open_tests.remove(self._look)
@@ -126,25 +149,61 @@ class Agreement:
 
         The messages have a communicator of their own, because ranks may come here at different points between calls.
         """
-        text = "\n".join([self.operation, *self._lines]).encode()
-        texts = gather_bytes(self._control.disputes, text, self._control.wait)
-        self._problem = mismatch([text.decode().split("\n") for text in texts], self._control.name)
+        refused = "" if self._refusal is None else type(self._refusal).__name__
+        text = "\n".join([refused, self._called_at, self.operation, *self._lines]).encode(errors="replace")
+        gathered = gather_bytes(self._control.disputes, text, self._control.wait)
+        texts = [text.decode().split("\n") for text in gathered]
+        for rank, (kind, _, operation, *lines) in enumerate(texts):
+            if kind:
+                name = self._control.name(rank)
+                reason = lines[0].removeprefix(f"{name}: ")
+                self._problem = everywhere(error_of_kind(kind, f"{name}: {operation}", reason))
+                self._problem.is_repeated = rank != self._control.rank
+                break
+        else:
+            self._problem = mismatch([text[2:] for text in texts], self._control.name, [text[1] for text in texts])
         raise self._problem
 
 
-def mismatch(texts: Sequence[Sequence[str]], name: Callable[[int], str]) -> MismatchError:
-    """The error for the first rank that differs from rank 0, with the first line that differs."""
+def mismatch(
+    texts: Sequence[Sequence[str]], name: Callable[[int], str], places: Sequence[str] | None = None
+) -> MismatchError:
+    """The error for the first rank that differs from rank 0, with the first line that differs.
+
+    `places` are those of the calls in the program, "" where a call may be anywhere.
+    """
+    places = places or [""] * len(texts)
+    known = next((rank for rank, place in enumerate(places) if place), 0)
     for rank, lines in enumerate(texts):
-        if lines == texts[0]:
-            continue
+        where, expected_where = _shown(places[rank], places[0])
+        both = f" ({where}; {expected_where})" if where and expected_where and where != expected_where else ""
         if lines[0] != texts[0][0]:
             line, expected = lines[0], texts[0][0]
-            hint = "do all ranks make the same calls in the same order?"
-        else:
+            hint = f"do all ranks make the same calls in the same order?{both}"
+        elif lines != texts[0]:
             line, expected = _first_difference(lines[1:], texts[0][1:])
-            hint = f"they must be equal in: {lines[0]}"
+            hint = f"they must be equal in: {lines[0]}{both}"
+        else:
+            continue
         return everywhere(MismatchError(f"{name(rank)}: {line}; {name(0)}: {expected}; {hint}"))
+    for rank, place in enumerate(places):
+        if place and place != places[known]:
+            where, expected_where = _shown(place, places[known])
+            call = texts[0][0]
+            return everywhere(
+                MismatchError(
+                    f"{name(rank)}: {call} at {where}; {name(known)}: {call} at {expected_where}; do all ranks make "
+                    "the same calls in the same order? A call that depends on the rank meets another call of the other "
+                    'ranks. If these two are to meet, put each into: with world.same_call("name"):'
+                )
+            )
     raise AssertionError("equal texts with different signatures")
+
+
+def _shown(place: str, other: str) -> tuple[str, str]:
+    """Two places of calls, `train.py:14:9`, with columns only if the lines are equal."""
+    lines = tuple(one.rpartition(":")[0] if one.count(":") > 1 else one for one in (place, other))
+    return (place, other) if lines[0] == lines[1] else (lines[0], lines[1])
 
 
 def _first_difference(lines: Sequence[str], expected: Sequence[str]) -> tuple[str, str]:
@@ -152,3 +211,73 @@ def _first_difference(lines: Sequence[str], expected: Sequence[str]) -> tuple[st
         if line != other:
             return line, other
     raise AssertionError("equal lines in different texts")
+
+
+# Where in the program a call stands. Two ranks that make a call at two places do not mean the same call. The place is
+# the file and line of the program's own frame that called the library. It has no path, because hosts may have the
+# program in different folders.
+
+# Modules that only pass a program's call on. A call that begins in any other module of mpitrain is the library's own:
+# a step of a Trainer may stand at another line on rank 0, such as in a profiler's block.
+_DOORS = frozenset(
+    f"mpitrain.{name}"
+    for name in (
+        "collectives",
+        "collectives.trees",
+        "jax.exchange",
+        "world.layout",
+        "waiting.agreement",
+        "world.world",
+    )
+)
+_PASS_ON = frozenset({"concurrent", "contextlib", "functools", "jax", "numpy", "optree", "threading", "torch"})
+_OWN, _PASSES, _PROGRAM = range(3)
+_MOST_PLACES = 4096  # a program that makes functions as it runs has new ones for ever
+
+_kinds: dict[object, int] = {}  # by the name of the module
+# By the code's id and the instruction in it: the code (so that no other has its id); the number and the text.
+_places: dict[tuple[int, int], tuple[CodeType, tuple[int, str]]] = {}
+
+
+def number_of(text: str) -> int:
+    """Return a number of 64 bits, not 0, that is equal on two ranks if the text is."""
+    return int.from_bytes(hashlib.blake2b(text.encode(errors="replace"), digest_size=8).digest(), "little") or 1
+
+
+def place_of_call() -> tuple[int, str]:
+    """Return where the program has made the call that is being made: its `number_of`, and `train.py:14:9` (file, line,
+    column); (0, "") if the library makes it by itself."""
+    frame: FrameType | None = sys._getframe(3)  # past Agreement and World.begin_agreement
+    while frame is not None:
+        kind = _kinds.get(module := frame.f_globals.get("__name__"))
+        if kind is None:
+            kind = _kinds[module] = _kind_of(str(module))
+        if kind is _PASSES:
+            frame = frame.f_back
+            continue
+        if kind is _OWN:
+            break
+        code = frame.f_code
+        known = _places.get((id(code), frame.f_lasti))
+        return known[1] if known else _add(code, frame.f_lasti)
+    return 0, ""
+
+
+def _kind_of(module: str) -> int:
+    package = module.partition(".")[0]
+    if module in _DOORS or package in _PASS_ON:
+        return _PASSES
+    return _OWN if package == "mpitrain" else _PROGRAM
+
+
+def _add(code: CodeType, instruction: int) -> tuple[int, str]:
+    if len(_places) >= _MOST_PLACES:
+        _places.clear()
+    line, _, column, _ = next(islice(code.co_positions(), instruction // 2, None), (None, None, None, None))
+    # <ipython-input-7-1f2e> and the like have numbers of the process.
+    is_file = not code.co_filename.startswith("<")
+    name = PurePath(code.co_filename).name if is_file else "<code>"
+    text = f"{name}:{line or code.co_firstlineno}" + ("" if column is None else f":{column + 1}")
+    place = number_of(text), text
+    _places[id(code), instruction] = code, place
+    return place

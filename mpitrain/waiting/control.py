@@ -12,9 +12,8 @@ from typing import TYPE_CHECKING
 from mpitrain.errors import MismatchError, MpitrainError
 from mpitrain.waiting.long_wait import PUBLISH_SECONDS, LongWait
 from mpitrain.waiting.notes import FAILED, FINISHED, Notes
-from mpitrain.watching.activity import num_moved, own_activity
+from mpitrain.watching.activity import Spans, num_moved, own_activity
 from mpitrain.watching.rank_record import BUSY, WAITS
-from mpitrain.watching.spans import Spans
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -34,12 +33,26 @@ def _note_fork() -> None:
 
 
 os.register_at_fork(after_in_child=_note_fork)
+# A wait that moves no data looks again at once for so long: other ranks that are as far as this one need some 20 us.
+# Then it sleeps for a share of the time that it has lasted, so that it ends at most that share later.
+_PATIENT_AFTER_SECONDS, _PATIENT_SHARE, _LONGEST_PATIENT_NAP = 10e-3, 1 / 64, 500e-6
 
 
 def until(test: Callable[[], bool], nap: Callable[[], float] = float) -> Iterator[float]:
     """Steps for `Control.wait` that end when `test()` is true. Between two tests the wait may sleep `nap()` seconds."""
     while not test():
         yield nap()
+
+
+def patient_naps(longest_seconds: float = _LONGEST_PATIENT_NAP) -> Callable[[], float]:
+    """Return a function for a wait that moves no data and begins now: the seconds to sleep before the next look."""
+    begun = time.perf_counter()
+
+    def nap() -> float:
+        lasted = time.perf_counter() - begun
+        return 0.0 if lasted < _PATIENT_AFTER_SECONDS else min(lasted * _PATIENT_SHARE, longest_seconds)
+
+    return nap
 
 
 class Control:
@@ -84,6 +97,7 @@ class Control:
         self.elsewhere: list[Callable[[], object]] = parent.elsewhere if parent else []
         # Each waits for what this rank has begun for the others, before it may say that it makes no more calls.
         self.last_waits: list[Callable[[], object]] = parent.last_waits if parent else []
+        self.same_call: tuple[int, str] | None = None  # stands for the place of each call; see World.same_call
         self.posted: BaseException | None = None  # an error of a thread, for the main one to raise
         self.spans: Spans | None = parent.spans if parent else None  # where a trace is kept
         self._wreck: BaseException | None = None
@@ -94,6 +108,11 @@ class Control:
         """The name of a rank in messages, such as `rank 3 on node7`. Default: this rank."""
         rank = self.rank if rank is None else rank
         return f"rank {self.members[rank]} on {self._hosts[rank]}"
+
+    @property
+    def number(self) -> int:
+        """The number of the World, the same on all its ranks."""
+        return self._number
 
     @property
     def calls(self) -> int:
@@ -159,6 +178,8 @@ class Control:
         finally:
             if long_wait is not None:
                 long_wait.end()
+            if started and status == WAITS and (activity := own_activity()):
+                activity.add_waited(time.perf_counter() - begun)
         if self.spans:
             self.spans.add("wait", str(doing), begun, time.perf_counter())
 
@@ -256,8 +277,11 @@ class Control:
             # A message that a peer sent before it finished may still be on its way: give it a second.
             left_out = made < needed if peers is None else rank in peers and age > 1.0
             if note.kind == FINISHED and left_out:
-                raise MismatchError(
+                how = f"left with exit code {note.cause}" if note.cause else "has finished"
+                error = MismatchError(
                     f"{self.name()}: waits in {doing} (its call {needed}), but "
-                    f"{self.name(rank)} has finished (after {made} calls); "
+                    f"{self.name(rank)} {how} (after {made} calls); "
                     "do all ranks run the same number of steps?"
                 )
+                error.is_repeated = bool(note.cause)  # the other rank tells why it left
+                raise error

@@ -1,6 +1,7 @@
 """Arrays from rank to rank in pieces: several at a time, in both directions at once, without large messages.
 
-Over TCP, MPI libraries send large messages one way at a time (docs/traps.md), and none takes more than 2^31 bytes
+Over TCP, MPI libraries send large messages one way at a time (docs/how-to/troubleshooting.md), and none takes more
+than 2^31 bytes
 everywhere. Pieces avoid both limits, and let additions overlap with transfers.
 
 Mover.run is the one loop that sends and receives pieces, for arrays on the host and on a GPU:
@@ -12,13 +13,13 @@ Mover.run is the one loop that sends and receives pieces, for arrays on the host
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy
 
-from mpitrain.waiting.pace import Pace
 from mpitrain.watching.activity import count_moved
 
 if TYPE_CHECKING:
@@ -26,6 +27,20 @@ if TYPE_CHECKING:
 
 PIECE_BYTES = 2**18
 AHEAD = 4  # pieces posted for receiving at one time, and the most pieces in sending
+
+# How long a rank sleeps between two looks at the wire.
+# Linux adds some 50 us to any sleep. Measured (benchmarks/log/): at 1 Gbit/s naps cost no time and save nine tenths of
+# a
+# core; at 10 Gbit/s any nap lets the wire run dry. Naps do not get longer with the time of a piece: if a rank waits for
+# one that is late, the rate looks as if the wire were slow.
+_SHORTEST_NAP, _LONGEST_NAP = 100e-6, 200e-6
+_NAPS_A_PIECE = 4
+# A shorter exchange ends before a nap would pay.
+_LEAST_BYTES = 256 * 1024
+# The bytes that switches and sockets take in at once say nothing about the rate of the wire.
+_BUFFERED_BYTES = 256 * 1024
+_FORGET = 0.99  # of the best rate, for each exchange; and one in so many is made without naps, to measure it again
+_WITHOUT_NAPS = 32
 
 # The other rank, and the array for it or from it: flat and contiguous.
 Part: TypeAlias = tuple[int, numpy.ndarray]
@@ -49,6 +64,44 @@ def add(total: numpy.ndarray, arrived: numpy.ndarray) -> None:
     # Infinity is a value like any other here; the caller checks the sum if it must be finite.
     with numpy.errstate(all="ignore"):
         numpy.add(total, arrived, out=total)
+
+
+class Pace:
+    """Computes naps from the time that a piece takes at the best rate so far.
+
+    The time between arrivals is no measure: it grows with the naps, and while other processes use the cores.
+    """
+
+    def __init__(self) -> None:
+        self._rate = 0.0
+        self._begun = 0
+        self._started = 0.0
+        self._num_bytes = 0
+        self._nap = 0.0
+
+    def begin(self, num_bytes: int, piece_bytes: int) -> None:
+        """Begin an exchange in which this rank receives `num_bytes` bytes, in pieces of `piece_bytes`."""
+        self._num_bytes = num_bytes
+        if num_bytes < _LEAST_BYTES:
+            self._nap = 0.0
+            return
+        self._begun += 1
+        self._started = time.perf_counter()
+        if not self._rate or self._begun % _WITHOUT_NAPS == 0:
+            self._nap = 0.0
+            return
+        nap = piece_bytes / self._rate / _NAPS_A_PIECE
+        self._nap = 0.0 if nap < _SHORTEST_NAP else min(nap, _LONGEST_NAP)
+
+    def nap(self) -> float:
+        """The number of seconds to sleep. 0: look again at once."""
+        return self._nap
+
+    def end(self) -> None:
+        """End the exchange."""
+        if self._num_bytes >= _LEAST_BYTES:
+            rate = (self._num_bytes - _BUFFERED_BYTES) / (time.perf_counter() - self._started)
+            self._rate = max(rate, self._rate * _FORGET)
 
 
 class Mover:

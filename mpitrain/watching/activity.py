@@ -16,11 +16,40 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
+from mpitrain.watching.order import TrainingOrder
 from mpitrain.watching.rank_record import FAILED, NAME, STACK_SIGNAL, WAITS, WORKS, Page, RankRecord
 from mpitrain.watching.roll_call import OpenLine, appear
 from mpitrain.watching.served_record import ServedPage
+
+# About 100 bytes each here, and 150 in the file. A trace is of some minutes; a run of days would fill the memory.
+MOST_SPANS = 200_000
+
+
+class Span(NamedTuple):
+    """One thing that this rank did. `begin` and `end` are values of time.perf_counter() in this process."""
+
+    lane: str  # "compute", "wait" or "wire"
+    name: str
+    begin: float
+    end: float
+    about: dict[str, Any]
+
+
+class Spans:
+    """A list of Span that stops growing at MOST_SPANS. All threads may add to it."""
+
+    def __init__(self) -> None:
+        self.kept: list[Span] = []
+        self.num_left_out = 0
+
+    def add(self, lane: str, name: str, begin: float, end: float, **about: Any) -> None:
+        """Keep a span. A trace shows `about` with it."""
+        if len(self.kept) < MOST_SPANS:
+            self.kept.append(Span(lane, name, begin, end, about))
+        else:
+            self.num_left_out += 1
 
 
 class Activity:
@@ -94,6 +123,10 @@ class Activity:
         self._moved += 1
         self._page.set_moved(self._moved)
 
+    def add_waited(self, seconds: float) -> None:
+        """Count the time of a wait for other ranks that has ended."""
+        self._page.add_waited(seconds)
+
     def begin_step(self, step: int) -> None:
         """Publish that the rank begins this step."""
         self._first_step = self._first_step or step
@@ -124,9 +157,9 @@ class Activity:
         """The number of the newest order for the training that has come here; 0: none has."""
         return self._page.order_number
 
-    def order(self) -> dict[str, Any]:
-        """The newest order; see launch/orders.py."""
-        return self._page.order()
+    def order(self) -> TrainingOrder:
+        """The newest order; see launch/orders.py. Raises ValueError if it is none, or damaged."""
+        return TrainingOrder.of_plain(self._page.order())
 
     def steer(self, text: str) -> None:
         """Publish what the training can be told; see RankRecord.steering."""
@@ -143,7 +176,7 @@ class Activity:
         self._change(record_folder=folder)
 
     def serve(self, facts: Mapping[str, Any]) -> None:
-        """Publish what this rank knows of its workers, as a server; see serve.status."""
+        """Publish what this rank knows of its workers, as a server; see server.status."""
         if self._served is None:
             self._served = ServedPage()
         self._served.write(facts)
@@ -209,12 +242,14 @@ def waiting(doing: str) -> Iterator[None]:
 
     So the guard reports the wait, and ends the job where the wait lasts too long.
     """
-    entry = _activity.begin(WAITS, doing, time.monotonic()) if _activity is not None else None
+    begun = time.monotonic()
+    entry = _activity.begin(WAITS, doing, begun) if _activity is not None else None
     try:
         yield
     finally:
         if _activity is not None and entry is not None:
             _activity.end(entry)
+            _activity.add_waited(time.monotonic() - begun)
 
 
 def publish(rank: int, pid: int = 0) -> Activity:

@@ -2,6 +2,16 @@
 
 no progress for 10 s: ranks 0-2 on node1,node2 wait in allreduce ring of 4096 float32 (call 381); rank 3 on node2 runs
 in dataloader.py:88 (load)
+
+What a rank does, in one word (`doing`), for those who watch a job:
+
+starts     it has not come out of init() yet           busy      it does what the others wait for, such as a checkpoint
+computes   the script works, or waits for < 0.1 s      done      its program has finished
+waits      it waits for other ranks; nothing moves     failed    an error ends it, and the job with it
+wire       it waits, and data arrives or leaves        ended     its process has ended
+disk       its process is stuck in the kernel          stopped   its process is stopped, by SIGSTOP or a debugger
+
+A rank publishes a wait after 0.1 s (activity.py). So what is shorter counts as `computes`.
 """
 
 from __future__ import annotations
@@ -10,16 +20,16 @@ import re
 from collections.abc import Iterable, Mapping, Sequence, Set
 from pathlib import Path
 
+from mpitrain.user_code import is_of_user
 from mpitrain.watching.ranges import rank_ranges
-from mpitrain.watching.rank_record import BUSY, ENDED, WAITS
+from mpitrain.watching.rank_record import BUSY, CALLED, ENDED, FAILED, PARTED, STARTED, WAITS
 from mpitrain.watching.view import RankView
 
 _MOST_STACKS = 3
 _MOST_FRAMES = 30
 _FRAME = re.compile(r'  File "(.*)", line (\d+|\?\?\?) in (.*)')
-# Paths of lines that are not the user's own: of Python, and of installed packages.
-_FOREIGN = re.compile(r"/(site-packages|dist-packages|lib/python3[^/]*|lib64/python3[^/]*)/|^<")
-_OWN = f"{Path(__file__).parents[1]}/"
+_INSTALLED = re.compile(r".*/(site-packages|dist-packages|lib(64)?/python3[^/]*)/")
+_IMPORTLIB = "<frozen importlib"
 
 _PLURALS = {"is": "are", "has": "have"}
 _STATES = {"R": "runs", "S": "sleeps", "I": "sleeps"}
@@ -46,6 +56,7 @@ def report(
         unreachable: by host that was asked, the hosts from which it gets no answer. Used only if `all_wait_in_one`.
         hang_seconds: the job is ended because nothing has moved for that long; 0: the job goes on.
     """
+    views = [view for view in views if view.record.phase != PARTED or view.state != "gone"]  # these are done
     waiting = [view for view in views if view.waits]
     culprits = [view for view in views if not view.waits]
     groups: dict[tuple[str, int], list[RankView]] = {}
@@ -74,14 +85,16 @@ def report(
     shown += [view for view in waiting if view.stack][:1]
     longest = max((view.seconds for view in waiting), default=0.0)
     head = f"no progress for {longest:.{0 if longest >= 5 else 1}f} s"
-    if not any(view.record.status == WAITS for view in waiting):
+    if all_have_finished(views, absent):
+        head = f"all ranks have finished, but not all of their processes have ended for {longest:.0f} s"
+    elif not any(view.record.status == WAITS for view in waiting):
         head = "not all ranks have finished yet"
     if hang_seconds:
         head = f"nothing has moved for {hang_seconds:g} s (hang_seconds), and the job is ended"
     lines = [f"{head}: {'; '.join(parts)}"]
     for view in shown:
         lines.append(f"    rank {view.record.rank} on {view.host}, most recent call first:")
-        lines += [f"      {line.strip()}" for line in main_thread(view.stack)[:_MOST_FRAMES]]
+        lines += [f"      {line}" for line in _shown(view.stack)]
     return lines
 
 
@@ -91,7 +104,7 @@ def stacks_of(views: Sequence[RankView], silent: Mapping[str, float]) -> list[st
     for view in sorted(views, key=lambda view: view.record.rank):
         does = _verb([view], _doing(view)) if view.waits else _culprit(view)
         lines.append(f"rank {view.record.rank} on {view.host} {does}")
-        lines += [f"    {line.strip()}" for line in main_thread(view.stack)[:_MOST_FRAMES]]
+        lines += [f"    {line}" for line in _shown(view.stack)]
     lines += [f"{host} has not answered; it was heard {seconds:.0f} s ago" for host, seconds in silent.items()]
     return lines
 
@@ -109,6 +122,16 @@ def all_wait_in_one(views: Sequence[RankView], absent: Mapping[int, str]) -> boo
     return len(calls) == 1 and not absent and all(view.waits and view.record.status == WAITS for view in views)
 
 
+def all_have_finished(views: Iterable[RankView], absent: Mapping[int, str]) -> bool:
+    """True if the programs of all ranks have finished: nobody waits for a rank, only for the ends of processes."""
+    return not absent and all(view.record.status == ENDED for view in views)
+
+
+def _shown(stack: str) -> list[str]:
+    """Return the lines of the main thread's frames that tell something: an import has many others."""
+    return [line.strip() for line in main_thread(stack) if f'"{_IMPORTLIB}' not in line][:_MOST_FRAMES]
+
+
 def main_thread(stack: str) -> list[str]:
     """Return the lines of the main thread's frames, innermost first. faulthandler writes that thread last."""
     lines: list[str] = []
@@ -120,10 +143,31 @@ def main_thread(stack: str) -> list[str]:
     return lines
 
 
+def importing(stack: str) -> str:
+    """Return which module a rank imports, as in `torch._dynamo.config`; "": it imports none."""
+    frames = [match.groups() for line in main_thread(stack) if (match := _FRAME.match(line))]
+    while frames:
+        path, _, function = frames.pop(0)
+        if path.startswith(_IMPORTLIB):
+            place = place_of(stack)
+            return f"a module of {place}" if place else "a module"
+        if function == "<module>":
+            is_imported = any(outer[0].startswith(_IMPORTLIB) for outer in frames)
+            return _module_of(path) if is_imported else ""
+    return ""
+
+
+def _module_of(path: str) -> str:
+    inside = _INSTALLED.sub("", path)
+    if inside == path:
+        return "/".join(Path(path).parts[-2:])
+    return inside.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+
+
 def place_of(stack: str) -> str:
     """Return the innermost line of the user's own code, such as `dataloader.py:88 (load)`; "" if there is none."""
     frames = [match for line in main_thread(stack) if (match := _FRAME.match(line))]
-    own = [match for match in frames if not _FOREIGN.search(match[1]) and not match[1].startswith(_OWN)]
+    own = [match for match in frames if is_of_user(match[1])]
     if not (own or frames):
         return ""
     path, line, function = (own or frames)[0].groups()
@@ -175,6 +219,8 @@ def _culprit(view: RankView) -> str:
         return f"is stuck in the kernel{kernel}{where or words}: does a disk or a network share not answer?"
     if view.record.status == BUSY:
         return f"is in {view.record.words}, for which the others wait by design{', now' if where else ''}{where}"
+    if module := importing(view.stack):
+        return f"imports {module}{'' if view.record.calls else ', before init()'}"
     after = f", after call {view.record.calls}" if view.record.calls else ""
     return (
         f"{_STATES.get(view.state, f'is in state {view.state}')}{where}{after or ('' if where else ', before init()')}"
@@ -193,3 +239,30 @@ def _ranks(group: Sequence[RankView]) -> str:
 
 def _numbers(ranks: Sequence[int]) -> str:
     return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {rank_ranges(ranks)}"
+
+
+# Data has moved in a wait of which nothing has moved for less than the first, and which began by the second before.
+_STILL_SECONDS, _MOVED_SECONDS = 1.0, 0.05
+
+
+# In these, `doing_seconds` of a view is about something else. Only who looks sees when they began.
+SEEN_ONLY = ("starts", "stopped", "disk", "lost", "unknown")
+
+
+def doing(view: RankView) -> str:
+    """Return one of the words above. Only a view with the state of the process tells `disk` and `stopped`."""
+    record = view.record
+    if view.ended_seconds is not None or view.state in ("gone", "Z", "X"):
+        return "ended"
+    if record.phase == FAILED:
+        return "failed"
+    if view.state in ("T", "t"):
+        return "stopped"
+    if view.state == "D":
+        return "disk"
+    if record.phase in (STARTED, CALLED):
+        return "starts"
+    if record.status == WAITS:
+        has_moved = view.seconds < _STILL_SECONDS and view.doing_seconds - view.seconds > _MOVED_SECONDS
+        return "wire" if has_moved else "waits"
+    return {BUSY: "busy", ENDED: "done"}.get(record.status, "computes")

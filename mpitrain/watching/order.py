@@ -6,6 +6,12 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from mpitrain.reading import shown
+from mpitrain.typed import made
+
+KINDS = ("rate", "set", "pause", "resume", "save", "stop")
+_MOST_SECONDS = 1e11  # the year 5138: Python can write it as a date
+
 
 @dataclass(frozen=True)
 class TrainingOrder:
@@ -14,7 +20,7 @@ class TrainingOrder:
     Attributes:
         of: the launcher that has numbered it.
         number: from 1, in the order in which the launcher has accepted them.
-        kind: "rate", "set", "pause", "resume", "save" or "stop".
+        kind: one of KINDS.
         name: for "set": of the value.
         value: for "rate" the factor, for "set" the value, as typed.
         teller: the user and the host, such as "ada on lab1".
@@ -35,8 +41,17 @@ class TrainingOrder:
 
     @classmethod
     def of_plain(cls, fields: Mapping[str, Any]) -> TrainingOrder:
-        """Return the order in what a launcher has sent."""
-        return cls(**fields)
+        """Return the order in what a launcher has sent.
+
+        Raises:
+            ValueError: it is none.
+        """
+        order = made(cls, fields)
+        if order.kind not in KINDS:
+            raise ValueError(f"kind is {shown(order.kind)}; allowed are {', '.join(KINDS)}")
+        if order.number < 1 or not 0 <= order.at < _MOST_SECONDS:
+            raise ValueError(f"it has the number {order.number} and the time {order.at:g}")
+        return order
 
     def plain(self) -> dict[str, Any]:
         """Return the order as the ranks get it."""

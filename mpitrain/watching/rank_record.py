@@ -21,9 +21,12 @@ import os
 import signal
 import struct
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+from mpitrain.reading import message_of, whole
 
 # How far a rank has come. STARTED: its process runs. CALLED: it is in init(). BEGUN: init() has returned.
 # DONE: its program has finished, and it waits until those of all others have. PARTED: they have.
@@ -44,6 +47,7 @@ INTERRUPTED = "interrupted"  # the error of a rank that Ctrl-C has ended
 _BYTES = 65536
 # Words of 8 bytes: each is written in one piece, and separately.
 _EDITION, _CALLS, _MOVED, _FIRST_STEP, _STEP, _LEFT_STEP, _LEFT_SECONDS, _RUN, _TOLD, _READY, _EPOCH, _ORDER = range(12)
+_WAITED = 12
 _METRICS = 16
 _EDITION_AGAIN = _BYTES // 8 - 1
 _MOST_METRICS = 32
@@ -88,6 +92,7 @@ class RankRecord:
         record_folder: where it writes the record of the run, as an absolute path; "": it writes none.
         steering: what its training can be told, and what became of the newest orders, as JSON (training/steering.py);
             "": it trains with no Trainer.
+        waited: for how many seconds it has waited for other ranks in all waits that have ended, also in short ones.
     """
 
     rank: int
@@ -115,6 +120,7 @@ class RankRecord:
     epoch: int = 0
     record_folder: str = ""
     steering: str = ""
+    waited: float = 0.0
 
     @property
     def paused(self) -> str:
@@ -125,10 +131,9 @@ class RankRecord:
 def read_steering(text: str) -> dict[str, Any]:
     """What a rank has published; {} if its text is torn."""
     try:
-        can: dict[str, Any] = json.loads(text)
+        return message_of(text)
     except ValueError:
         return {}
-    return can
 
 
 class Page:
@@ -169,6 +174,10 @@ class Page:
         """Set how often data has arrived or left."""
         self._numbers[_MOVED] = moved
 
+    def add_waited(self, seconds: float) -> None:
+        """Note that a wait for other ranks has ended, which took so long."""
+        self._reals[_WAITED] += seconds
+
     def set_step(self, first: int, step: int) -> None:
         """Note that a step has begun."""
         self._numbers[_FIRST_STEP] = first
@@ -201,9 +210,8 @@ class Page:
         return self._numbers[_ORDER]
 
     def order(self) -> dict[str, Any]:
-        """The newest order. It stays until the guard knows what became of it."""
-        order: dict[str, Any] = json.loads(_text_at(self._memory, _ORDER_AT, MOST_ORDER_BYTES))
-        return order
+        """The newest order. It stays until the guard knows what became of it. Raises ValueError if it is damaged."""
+        return message_of(_text_at(self._memory, _ORDER_AT, MOST_ORDER_BYTES))
 
     def set_steering(self, text: str) -> None:
         """Set what the training can be told; see RankRecord. Raises ValueError if it finds no room."""
@@ -270,10 +278,16 @@ def read_record(path: str, rank: int) -> RankRecord | None:
                     break
             else:
                 return None
-        numbers = memoryview(data).cast("Q")
         fields = _TEXTS.unpack_from(data, _TEXTS_AT)
     except (OSError, struct.error, TypeError, IndexError):
         return None
+    with suppress(IndexError, TypeError):  # it is no record of ours
+        return _record(rank, data, fields)
+    return None
+
+
+def _record(rank: int, data: bytes, fields: Sequence[Any]) -> RankRecord:
+    numbers = memoryview(data).cast("Q")
     since, stall_seconds, hang_seconds, failed_seconds, pid, stacks, phase, status, *lengths = fields[:13]
     texts = zip(fields[13:], lengths)  # noqa: B905 (strict is of Python 3.10)
     words, error, names, lost, folder = (text[:length].decode(errors="replace") for text, length in texts)
@@ -287,7 +301,7 @@ def read_record(path: str, rank: int) -> RankRecord | None:
         metrics={name: reals[_METRICS + place] for place, name in enumerate(names.split("\n") if names else ())},
         calls=numbers[_CALLS],
         moved=numbers[_MOVED],
-        status=status,
+        status=range(ENDED + 1)[status],
         words=words,
         since=since,
         stall_seconds=stall_seconds,
@@ -295,7 +309,7 @@ def read_record(path: str, rank: int) -> RankRecord | None:
         stacks=stacks,
         failed_seconds=failed_seconds,
         error=error,
-        lost=tuple(int(number) for number in lost.split(",") if number.isdigit()),
+        lost=tuple(rank for rank in (whole(number, 0, 1 << 31) for number in lost.split(",")) if rank is not None),
         left_step=numbers[_LEFT_STEP],
         left_seconds=reals[_LEFT_SECONDS],
         run=numbers[_RUN],
@@ -304,4 +318,5 @@ def read_record(path: str, rank: int) -> RankRecord | None:
         epoch=numbers[_EPOCH],
         record_folder=folder,
         steering=_text_at(data, _STEERING_AT, MOST_STEERING_BYTES),
+        waited=reals[_WAITED],
     )

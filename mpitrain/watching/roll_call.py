@@ -6,17 +6,22 @@ different one, or there is none.
 The line stays open as long as the process lives. It breaks when the kernel closes the files of the process. At the same
 time the process's line to mpiexec breaks, and mpiexec ends the other ranks.
 
-The guard may see this late. So a rank that has a record also hands over a witness of the time (witness.py).
+The guard may see this late. So a rank that has a record also hands over a witness of the time: the far end of a TCP
+connection of the rank to itself. As the rank ends, the kernel closes the near end and sends a FIN to the far end, in
+this host. It notes there when the last packet came. The guard asks for that time (TCP_INFO, tcp(7)). On a busy host it
+may see an end half a second late. By then mpiexec has ended the ranks of other hosts, whose guards may look sooner. By
+the kernel's times, a rank that ended because of another one ended after that one.
 
 This module is sent to other hosts as text. It imports only modules that are sent with it, and runs with an old Python.
 """
 
 from __future__ import annotations
 
-import array
 import contextlib
-import json
+import ctypes
+import fcntl
 import os
+import resource
 import socket
 import stat
 import struct
@@ -25,14 +30,77 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from mpitrain.watching.watched_process import open_process
-from mpitrain.watching.witness import close_first, connect_to_self
+from mpitrain.watching.sockets import peer, send, user_of
+from mpitrain.watching.sockets import receive as receive_message
+
+_CONNECT_SECONDS = 1.0
+# Each fork copies the table of files up to the highest number.
+_MOST_FILES = 1024
+# struct tcp_info of linux/tcp.h begins with the state; tcpi_last_ack_recv is the last of these bytes. A FIN is an ACK.
+_INFO_BYTES, _LAST_ACK_AT = 60, 56
+_CLOSE_WAIT = 8
+# The kernel counts ticks, of up to 10 ms. A look that comes sooner than that is more precise.
+_TICK_SECONDS = 0.01
+
+
+def connect_to_self() -> tuple[socket.socket, socket.socket] | None:
+    """Return the near end and the far end. None: this process has no loopback interface, or may not use it."""
+    try:
+        near = socket.socket()
+    except OSError:  # a filter of system calls may forbid it
+        return None
+    try:
+        with socket.socket() as listener:
+            listener.bind(("127.0.0.1", 0))
+            listener.listen(1)
+            listener.settimeout(_CONNECT_SECONDS)
+            near.settimeout(_CONNECT_SECONDS)
+            near.connect(listener.getsockname())
+            far, peer = listener.accept()
+        if peer == near.getsockname():
+            return near, far
+        far.close()  # another process has connected in between
+    except OSError:
+        pass
+    near.close()
+    return None
+
+
+def close_first(*connections: socket.socket) -> list[socket.socket]:
+    """Give these connections high numbers: the end of this process closes the last of them first, then the one before.
+
+    The end of a process closes its files one by one, that with the highest number first (since Linux 4.3). On a busy
+    host others run in between: ranks that see their own connections to this one broken, and end because of that.
+    """
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = _MOST_FILES if soft < 0 else min(soft, _MOST_FILES)
+    moved = list(connections)
+    for place, connection in enumerate(connections):
+        with contextlib.suppress(OSError):  # no number is left; the connection keeps its own
+            number = fcntl.fcntl(connection, fcntl.F_DUPFD_CLOEXEC, most - len(connections) + place)
+            moved[place] = socket.socket(fileno=number)
+            connection.close()
+    return moved
+
+
+def when_closed(far: int | None) -> float:
+    """Return when the near end was closed, by time.monotonic(), or now if that is not known."""
+    now = time.monotonic()
+    if far is None:
+        return now
+    with socket.socket(fileno=os.dup(far)) as connection:
+        info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _INFO_BYTES)
+    if len(info) < _INFO_BYTES or info[0] != _CLOSE_WAIT:
+        return now
+    seconds = float(struct.unpack_from("I", info, _LAST_ACK_AT)[0]) / 1000
+    return now if seconds < _TICK_SECONDS else now - seconds
+
 
 PREFIX = "mpitrain-roll-call-"  # of the names of these sockets
 _MOST_BYTES = 108 - 1  # of a socket's path: unix(7)
 _MOST_WAITING = 4096
-_MESSAGE_BYTES = 1024
 _YOUNG_SECONDS = 60.0
+_PIDFD_OPEN = 434  # the system call's number, on all processors
 _MOUNTS = "/proc/self/mountinfo"
 # Of these file systems a folder is on one machine only. On a share, a socket of another machine looks like one left.
 _LOCAL = ("btrfs", "ext2", "ext3", "ext4", "f2fs", "overlay", "tmpfs", "xfs", "zfs")
@@ -89,8 +157,7 @@ def appear(path: str, rank: int, record: int | None = None, starter: int = 0) ->
     try:
         with _address(path) as address:
             line.connect(address)
-        _, user, _ = peer(line)
-        if user != os.geteuid():
+        if (user := user_of(line)) != os.geteuid():
             raise PermissionError(f"user {user} listens there, and the rank runs as user {os.geteuid()}")
     except (FileNotFoundError, ConnectionRefusedError):  # the path is another machine's, or the guard has gone
         whole.close()
@@ -108,9 +175,8 @@ def appear(path: str, rank: int, record: int | None = None, starter: int = 0) ->
     process = open_process(os.getpid())
     if process is not None:
         descriptors["process"] = process
-    message = json.dumps({"rank": rank, "descriptors": list(descriptors), "starter": starter}).encode()
-    rights = array.array("i", descriptors.values())
-    line.sendmsg([message], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, rights)] if rights else [])
+    message = {"rank": rank, "descriptors": list(descriptors), "starter": starter}
+    send(line, message, list(descriptors.values()))
     if process is not None:
         os.close(process)
     if pair is None:
@@ -180,28 +246,27 @@ def _is_left(path: str) -> bool:
 
 def receive(line: socket.socket) -> Appearance | None:
     """What a rank has sent on a line to the socket of `listen`. None: the rank has hung up."""
-    room = socket.CMSG_SPACE(3 * struct.calcsize("i"))
     try:
-        data, extra, _, _ = line.recvmsg(_MESSAGE_BYTES, room)
-    except OSError:
+        message, numbers = receive_message(line)
+    except (OSError, ValueError):
         return None
-    if not data:
+    try:
+        rank, starter, names = message["rank"], message["starter"], message["descriptors"]
+        if not (
+            type(rank) is type(starter) is int
+            and 0 <= rank < 1 << 31
+            and 0 <= starter < 1 << 31
+            and isinstance(names, list)
+        ):
+            raise ValueError("it does not say which rank it is")
+        descriptors = dict(zip(names, numbers))  # noqa: B905 (strict is of Python 3.10)
+    except (ValueError, KeyError, TypeError):  # no rank of ours says so
+        for number in numbers:
+            os.close(number)
         return None
-    message = json.loads(data)
-    numbers = array.array("i")
-    for _, _, rights in extra:
-        numbers.frombytes(rights[: len(rights) - len(rights) % numbers.itemsize])
-    descriptors = dict(zip(message["descriptors"], numbers))  # noqa: B905 (strict is of Python 3.10)
     pid, _, _ = peer(line)
     process, record, witness = (descriptors.get(name) for name in ("process", "record", "witness"))
-    return Appearance(message["rank"], pid, process, record, witness, message["starter"])
-
-
-def peer(line: socket.socket) -> tuple[int, int, int]:
-    """Process, user and group of the other end, at the time when it began to listen or connected."""
-    data = line.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("iII"))
-    pid, user, group = struct.unpack("iII", data)
-    return pid, user, group
+    return Appearance(rank, pid, process, record, witness, starter)
 
 
 @contextlib.contextmanager
@@ -216,3 +281,12 @@ def _address(path: str) -> Iterator[str]:
         yield f"/proc/self/fd/{descriptor}/{name}"
     finally:
         os.close(descriptor)
+
+
+def open_process(pid: int) -> int | None:
+    """Return a descriptor of a process; None if there is none.
+
+    Python's own os.pidfd_open is missing before 3.9, and where Python was built on an old kernel.
+    """
+    descriptor = int(ctypes.CDLL(None).syscall(_PIDFD_OPEN, pid, 0))
+    return None if descriptor < 0 else descriptor

@@ -17,6 +17,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from mpitrain.reading import message_of
+
 NAME = "mpitrain-served-workers"
 _HEAD = struct.Struct("<QQ")  # the length of the text, and its checksum
 _TRIES, _PAUSE_SECONDS = 10, 0.005
@@ -29,7 +31,7 @@ class ServedPage:
         self._file = os.memfd_create(NAME)
 
     def write(self, facts: Mapping[str, Any]) -> None:
-        """Replace the text. `facts` are those of serve.status."""
+        """Replace the text. `facts` are those of server.status."""
         text = json.dumps(facts).encode()
         os.pwrite(self._file, _HEAD.pack(len(text), zlib.crc32(text)) + text, 0)
 
@@ -53,7 +55,6 @@ def read_served(path: str) -> dict[str, Any] | None:
             length, checksum = _HEAD.unpack_from(data)
             text = data[_HEAD.size :][:length]
             if len(text) == length and zlib.crc32(text) == checksum:
-                facts: dict[str, Any] = json.loads(text)
-                return facts
+                return message_of(text)
         time.sleep(_PAUSE_SECONDS)
     raise ValueError(f"its text does not have the checksum that stands before it, {_TRIES} times in a row")

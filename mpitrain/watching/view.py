@@ -36,6 +36,7 @@ class RankView:
         is_orphan: the process that started the rank has ended, and the rank has not.
         host: the host of the rank. "": the host that wrote this.
         doing_seconds: how long the rank has done what its record says.
+        reads: a number that grows while the process reads files, as in imports; 0 where nobody has looked.
     """
 
     record: RankRecord
@@ -48,6 +49,7 @@ class RankView:
     is_orphan: bool = False
     host: str = ""
     doing_seconds: float = 0.0
+    reads: int = 0
 
     @property
     def waits(self) -> bool:
@@ -84,14 +86,24 @@ def look_at(views: Iterable[RankView], *, is_whole: bool = False) -> list[RankVi
         if view.ended_seconds is not None or (waits and has_one_that_waits and not is_whole):
             continue
         has_one_that_waits = has_one_that_waits or view.record.status == WAITS
-        asked[view.record.rank] = (view.pid, view.record.stacks)
-    stacks = read_stacks(asked)
+        stacks = view.record.stacks if view.record.stacks >= 0 else _stacks_of(view.pid)
+        asked[view.record.rank] = (view.pid, stacks)
+    texts = read_stacks(asked)
     seen = []
     for view in views:
         state = state_of(view)
         kernel = _read(f"/proc/{view.pid}/wchan").decode(errors="replace") if state == "D" else ""
-        stack = stacks.get(view.record.rank, "")
-        seen.append(replace(view, seconds=round(view.seconds, 1), state=state, kernel=kernel, stack=stack))
+        stack = texts.get(view.record.rank, "")
+        seen.append(
+            replace(
+                view,
+                seconds=round(view.seconds, 1),
+                state=state,
+                kernel=kernel,
+                stack=stack,
+                reads=num_reads(view.pid) if view.pid else 0,
+            )
+        )
     return seen
 
 
@@ -128,6 +140,24 @@ def read_stacks(asked: dict[int, tuple[int, int]]) -> dict[int, str]:
                         file.seek(before)
                         texts[rank] = file.read(_STACK_BYTES).decode(errors="replace")
     return texts
+
+
+def num_reads(pid: int) -> int:
+    """A number that grows while this process reads files or maps them, as in imports; 0: the kernel does not tell."""
+    calls = [int(line.split()[1]) for line in _read(f"/proc/{pid}/io").splitlines() if line.startswith(b"syscr:")]
+    fields = _read(f"/proc/{pid}/stat").rpartition(b")")[2].split()
+    return sum(calls) + (int(fields[9]) if fields else 0)  # with the pages that came from a disk: proc(5), majflt
+
+
+def _stacks_of(pid: int) -> int:
+    """The descriptor into which a process writes its stacks since it has imported mpitrain (early.py); -1: none."""
+    try:
+        for descriptor in os.listdir(f"/proc/{pid}/fd"):  # noqa: PTH208
+            if os.readlink(f"/proc/{pid}/fd/{descriptor}").startswith("/memfd:mpitrain-stacks"):  # noqa: PTH115
+                return int(descriptor)
+    except OSError:  # it has ended, or is another user's
+        pass
+    return -1
 
 
 def process_state(pid: int) -> str:

@@ -3,16 +3,15 @@
 import numpy
 
 from mpitrain.errors import MissingGradientError, NonFiniteError, everywhere
-from mpitrain.exchange.bucket import plan_layout
-from mpitrain.exchange.means import Means
-from mpitrain.exchange.overlap import Overlap
-from mpitrain.exchange.remarks import Remarks
+from mpitrain.reducer.bucket import plan_layout
+from mpitrain.reducer.means import Means, Overlap, Remarks
+from mpitrain.strategies.strategy import Strategy
 
 
-class Together:
+class Together(Strategy):
     def begin(self, world, adapter):
         self.world, self.plan = world, plan_layout(adapter.layout)
-        adapter.load_parameters(world.sync(adapter.parameters()))
+        adapter.load_parameters(world.broadcast(adapter.parameters()))
 
     def begin_step(self, weight):
         self.weight, self.gradients = weight, {}
@@ -41,21 +40,3 @@ class Together:
             if not numpy.isfinite(self.gradients[index]).all():
                 return "NaN", f"{self.world.name()}: the gradient of {parameter.name} is not finite"
         return None
-
-    def end_run(self):
-        pass
-
-    def state(self):
-        return {}
-
-    def restore(self, state):
-        pass
-
-    def own_state(self):
-        return {}
-
-    def restore_own(self, state):
-        pass
-
-    def close(self):
-        pass

@@ -7,13 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from mpitrain.chaos.conduct import _failure
-from mpitrain.chaos.episode import Episode, Hit
-from mpitrain.chaos.picture import draw
-from mpitrain.chaos.plan import Fault
-from mpitrain.chaos.report import is_good, numbers, text
-from mpitrain.chaos.timeline import Point, WentOn
 from mpitrain.watching.rank_record import DONE, PARTED
+from testbed.chaos.conduct import _failure
+from testbed.chaos.episode import Episode, Hit, Point, WentOn
+from testbed.chaos.plan import Fault
+from testbed.chaos.report import draw, is_good, numbers, text
 
 TRY = "mpitrain: try 1 of 5 failed at step 21: rank 2 on b was killed by signal 9; starting again on a, b"
 

@@ -15,9 +15,8 @@ from pathlib import Path
 import pytest
 
 from jobs import HANG_SECONDS, clean_environment, until
-from mpitrain.chaos import crew
-from mpitrain.chaos.crew import Crew
-from mpitrain.chaos.sites import RealHosts
+from testbed.chaos import crew
+from testbed.chaos.crew import Crew, RealHosts
 
 
 def told(messenger: Crew, is_enough: Callable[[list[str], list[str]], bool]) -> tuple[list[str], list[str]]:
@@ -92,8 +91,8 @@ def test_a_reason_is_forgotten_when_the_host_is_heard_again(monkeypatch: pytest.
 
 SUSPENDED = """
 import sys
-from mpitrain.chaos import crew
-from mpitrain.chaos.sites import RealHosts
+from testbed.chaos import crew
+from testbed.chaos.crew import RealHosts
 
 crew._SILENT_SECONDS, crew._SUSPENDED_SECONDS = 12.0, 5.0
 site = RealHosts("localhost", None)

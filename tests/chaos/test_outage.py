@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 
 from jobs import HANG_SECONDS, clean_environment, until
-from mpitrain.chaos.disk import refusal_to_fill
+from testbed.chaos.saboteur import refusal_to_fill
 
 # The fault makes a file, and undoing it removes the file. A test inserts the line with what happens in between.
 PROGRAM = """
 import os, pathlib, signal, sys, time
-from mpitrain.chaos.outage import Outage
+from testbed.chaos.saboteur import Outage
 file = pathlib.Path(sys.argv[1])
 outage = Outage(1, file.touch, lambda: file.unlink(missing_ok=True), SECONDS)
 while not file.exists():
@@ -76,7 +76,7 @@ def test_a_small_disk_may_be_filled(tmp_path: Path) -> None:
         pytest.skip("mounting needs root")
     script = (
         f"mount -t tmpfs -o size=SIZE none {tmp_path} && "
-        f"{sys.executable} -c 'from mpitrain.chaos.disk import refusal_to_fill as r; print(r(\"{tmp_path}\"))'"
+        f"{sys.executable} -c 'from testbed.chaos.saboteur import refusal_to_fill as r; print(r(\"{tmp_path}\"))'"
     )
     for size, said in (("1m", ""), ("300m", f"{tmp_path} is on a file system of 300 MiB; chaos fills at most 256 MiB")):
         done = subprocess.run(

@@ -6,8 +6,8 @@ from itertools import islice, pairwise
 
 import pytest
 
-from mpitrain.chaos.plan import KINDS, Fault, parse_kinds, plan
 from mpitrain.errors import ConfigError
+from testbed.chaos.plan import KINDS, Fault, parse_kinds, plan
 
 
 def test_the_seed_alone_makes_the_plan() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from mpitrain.chaos.timeline import Point, WentOn, kept, rate, samples_per_second, went_on
+from testbed.chaos.episode import Point, WentOn, kept, rate, samples_per_second, went_on
 
 
 def points(*steps: tuple[float, int, int], first: int = 1, ranks: int = 4) -> list[Point]:

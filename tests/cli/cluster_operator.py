@@ -12,7 +12,7 @@ from pathlib import Path
 
 from jobs import REPOSITORY, clean_environment
 from mpitrain.launch.hostfile import read_inventory
-from mpitrain.testbed import Bed
+from testbed import Bed
 
 SETUP = """\
 - name: Preflight

@@ -14,6 +14,8 @@ from pathlib import Path
 import pytest
 
 from jobs import REPOSITORY, VENVS, Job, mpiexec, run_command, run_job
+from mpitrain.cli import main
+from mpitrain.launch.start import Request
 from mpitrain.launch.tuning import Conditions, glibc_version, settings
 
 DEADLINE_SECONDS = 60.0
@@ -52,8 +54,30 @@ def test_table_and_files(tmp_path: Path) -> None:
         assert (tmp_path / "r.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_what_every_host_must_have(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before a job on several hosts, each looks for the file that the ranks run."""
+    requests: list[Request] = []
+    monkeypatch.setattr("mpitrain.launch.start.start", requests.append)
+    main(["bench", "--hosts", "node1,node2", "--sizes", "4K"])
+    (request,) = requests
+    module = importlib.util.find_spec(request.program[2])
+    assert module is not None
+    assert module.origin == request.script
+
+
 def test_started_by_mpiexec(tmp_path: Path) -> None:
-    command = [*mpiexec(3), PYTHON, "-m", "mpitrain.bench", "--sizes", "1K", "--rounds", "2", "--json", "r.json"]
+    command = [
+        *mpiexec(3),
+        PYTHON,
+        "-m",
+        "mpitrain.forecast.bench",
+        "--sizes",
+        "1K",
+        "--rounds",
+        "2",
+        "--json",
+        "r.json",
+    ]
     job = run_command(command, timeout=DEADLINE_SECONDS, cwd=tmp_path)
     assert job.code == 0, job.output
     assert len(job.stdout.splitlines()) == 8
@@ -64,7 +88,7 @@ def test_how_mpi_is_tuned_is_recorded(tmp_path: Path) -> None:
     words = ["--sizes", "1K", "--rounds", "1", "--json", "r.json"]
     for start, tuned in (
         ([PYTHON, "-m", "mpitrain", "bench", "-n", "2"], {"UCX_RNDV_THRESH": "1k"} | settings(HERE, {})),
-        ([*mpiexec(2), PYTHON, "-m", "mpitrain.bench"], {"UCX_RNDV_THRESH": "1k"}),
+        ([*mpiexec(2), PYTHON, "-m", "mpitrain.forecast.bench"], {"UCX_RNDV_THRESH": "1k"}),
     ):
         job = run_command([*start, *words], timeout=DEADLINE_SECONDS, cwd=tmp_path, env={"UCX_RNDV_THRESH": "1k"})
         assert job.code == 0, job.output
@@ -145,7 +169,7 @@ def test_refused_before_any_rank_starts(tmp_path: Path, words: list[str], text: 
 
 def test_refused_by_ranks_is_said_once(tmp_path: Path) -> None:
     for words, text in ((["--sizes", "big"], "mpitrain bench: "), (["--rubbish"], "usage: ")):
-        command = [*mpiexec(3), PYTHON, "-m", "mpitrain.bench", *words]
+        command = [*mpiexec(3), PYTHON, "-m", "mpitrain.forecast.bench", *words]
         job = run_command(command, timeout=DEADLINE_SECONDS, cwd=tmp_path)
         assert job.code == 2, job.output
         assert job.stderr.count(text) == 1, job.output
@@ -154,7 +178,7 @@ def test_refused_by_ranks_is_said_once(tmp_path: Path) -> None:
 def test_without_a_gpu(tmp_path: Path) -> None:
     paths = os.pathsep.join([str(REPOSITORY / "tests/emulated"), str(REPOSITORY)])
     env = {"PYTHONPATH": paths, "EMULATED_GPUS": "0"}
-    command = [*mpiexec(2), PYTHON, "-m", "mpitrain.bench", "--device", "cuda"]
+    command = [*mpiexec(2), PYTHON, "-m", "mpitrain.forecast.bench", "--device", "cuda"]
     job = run_command(command, timeout=DEADLINE_SECONDS, cwd=tmp_path, env=env)
     assert job.code == 2, job.output
     assert job.stderr.count("CUDA sees no GPU") == 1, job.output
@@ -167,7 +191,7 @@ import sys
 from mpitrain.allreduce import ALGORITHMS
 from mpitrain.allreduce.registry import Entry
 from mpitrain.allreduce.algorithm import Sequential
-from mpitrain.bench.__main__ import main
+from mpitrain.forecast.bench import main
 
 def forgets(world):
     def steps(flat, *_):

@@ -10,10 +10,10 @@ import pytest
 from safetensors.numpy import load_file
 
 from mpitrain.cli import main
-from mpitrain.training.checkpoint.manifest import Manifest
-from mpitrain.training.checkpoint.names import split
-from mpitrain.training.checkpoint.parts import part_name
-from mpitrain.training.checkpoint.store import TENSORS, name_of, write
+from mpitrain.state.manifest import Manifest
+from mpitrain.state.names import split
+from mpitrain.state.resume import part_name
+from mpitrain.state.store import TENSORS, name_of, write
 
 PARAMETERS = {"file": numpy.arange(6, dtype="f4").reshape(2, 3), "layer/1.bias": numpy.ones(2, "f4")}
 

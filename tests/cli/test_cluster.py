@@ -9,8 +9,8 @@ import pytest
 from cluster_project import LOCAL, cluster, needs_ansible, type_in
 
 from mpitrain.launch.hostfile import read_inventory
-from mpitrain.provision.host_keys import fingerprint_of_line
-from mpitrain.provision.playbook_report import FailedTask
+from mpitrain.provision.playbook import FailedTask
+from mpitrain.provision.trust import fingerprint_of_line
 
 
 def test_init_from_options(project: Path) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from cluster_operator import Operator
 
-from mpitrain.testbed import Bed, up
+from testbed import Bed, up
 
 QUESTION = "[yes/no/fingerprint]"
 
@@ -169,6 +169,7 @@ def test_set_up_add_remove_and_teardown(operator: Operator) -> None:
 
     done = operator("teardown", "--yes")
     assert (done.returncode, operator.nodes_of("node1")) == (0, None), done
+    assert "cluster/hosts stays, and ssh still knows the nodes" in done.stdout
     assert operator.names == ["node1"]
 
 

@@ -60,6 +60,39 @@ def test_the_line_that_is_printed_does_the_same(project: Path) -> None:
     assert (project / "cluster/made").exists()
 
 
+def test_install_hands_the_packages_over_and_keeps_them(project: Path) -> None:
+    """With what is there, other versions replaced; the variable is written only after a run that went well."""
+    needs_ansible()
+    (project / "cluster/hosts").write_text(LOCAL)
+    variables = project / "cluster/group_vars/all.yml"
+    variables.parent.mkdir()
+    variables.write_text('---\n# More.\nmpitrain_python_packages: ["Torch==2.12", "tqdm"]\nmpitrain_uid: 1\n')
+    before = variables.read_text()
+    job = cluster(project, "install", "torch==2.13", "mpitrain[dashboard,plot]", "--check")
+    assert job.code == 0 and variables.read_text() == before, job.output
+    job = cluster(project, "install", "torch==2.13", "mpitrain[dashboard,plot]")
+    listed = '["tqdm", "torch==2.13", "mpitrain[dashboard,plot]"]'
+    assert f"--tags runtime -e '{{\"mpitrain_python_packages\": {listed}}}'" in job.stdout, job.output
+    assert variables.read_text() == f"---\n# More.\nmpitrain_python_packages: {listed}\nmpitrain_uid: 1\n"
+
+
+@pytest.mark.parametrize("word", ["-r", "torch; true", "", "../x", "a b"])
+def test_install_refuses_what_is_no_package(project: Path, word: str) -> None:
+    (project / "cluster/hosts").write_text(LOCAL)
+    job = cluster(project, "install", "tqdm", "--", word)
+    assert (job.code, f"install: {word!r} is not the name of a Python package" in job.stderr) == (2, True), job.output
+
+
+def test_install_leaves_a_list_of_other_form_alone(project: Path) -> None:
+    (project / "cluster/hosts").write_text(LOCAL)
+    variables = project / "cluster/group_vars/all.yml"
+    variables.parent.mkdir()
+    variables.write_text("mpitrain_python_packages:\n  - torch\n")
+    job = cluster(project, "install", "tqdm")
+    assert (job.code, "is not on one line as" in job.stderr) == (2, True), job.output
+    assert variables.read_text() == "mpitrain_python_packages:\n  - torch\n"
+
+
 def test_check_changes_nothing(project: Path) -> None:
     needs_ansible()
     (project / "cluster/hosts").write_text(LOCAL)

@@ -1,4 +1,4 @@
-"""docs/commands.md: the exit codes and the commands with --json are those of the code."""
+"""docs/reference/cli.md: the exit codes and the commands with --json are those of the code."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ import pytest
 from jobs import REPOSITORY, Job, clean_environment, run_command, until
 from mpitrain.cli import COMMANDS
 
-PAGE = (REPOSITORY / "docs/commands.md").read_text()
+PAGE = (REPOSITORY / "docs/reference/cli.md").read_text()
 MPITRAIN = [sys.executable, "-m", "mpitrain"]
 EXIT_CODES = dict(re.findall(r"^\| (\d+) \| (.*?) \|", PAGE, re.M))
 

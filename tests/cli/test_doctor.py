@@ -14,7 +14,7 @@ import jsonschema
 import pytest
 
 from jobs import REPOSITORY, Job, run_command
-from mpitrain.diagnostics.run import of_one_machine
+from mpitrain.check.run import of_one_machine
 
 DOCTOR = [sys.executable, "-m", "mpitrain", "doctor"]
 # A test cannot decide if other people compute here or have left files.
@@ -112,7 +112,7 @@ def test_the_standard_library_is_enough(tmp_path: Path, module: str) -> None:
     """The command itself needs no other library; the checks look in children."""
     variables = broken(tmp_path, module, "import sys; sys.exit('imported')")
     code = "import sys, runpy; sys.argv[1:] = ['--help']; from mpitrain.cli import doctor; import argparse"
-    code += "; from mpitrain.diagnostics import here, run, facts, document, report; print(len(run.of_one_machine()))"
+    code += "; from mpitrain.check import doctor, run, report; print(len(run.of_one_machine()))"
     job = run_command([sys.executable, "-c", code], timeout=60.0, env=variables)
     assert (job.code, job.stdout) == (0, f"{len(of_one_machine())}\n"), job.output
 
@@ -141,7 +141,7 @@ def test_an_interrupt_is_told() -> None:
     source = """
 import sys
 from mpitrain.cli import main
-from mpitrain.diagnostics import run
+from mpitrain.check import run
 look = run.check_cluster
 run.check_cluster = lambda *arguments: (*look(*arguments)[:2], True)
 sys.exit(main(["doctor"]))

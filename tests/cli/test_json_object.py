@@ -13,9 +13,9 @@ import pytest
 
 from mpitrain.cli import main
 from mpitrain.launch.jobs import RunningJob
-from mpitrain.training.checkpoint.manifest import Manifest
-from mpitrain.training.checkpoint.names import split
-from mpitrain.training.checkpoint.store import name_of, write
+from mpitrain.state.manifest import Manifest
+from mpitrain.state.names import split
+from mpitrain.state.store import name_of, write
 
 
 def strict(text: str) -> Any:

@@ -73,7 +73,7 @@ def test_a_command_that_is_added(
         else:
             with pytest.raises(AssertionError):
                 test_docs_quotes.test_every_option_says_what_it_is("greet")
-    with pytest.raises(AssertionError):  # the table in README.md does not have it
+    with pytest.raises(AssertionError):  # docs/reference/status.md does not have it
         test_docs_quotes.test_status_has_every_command_and_no_other()
     monkeypatch.delitem(COMMANDS, "greet")
     test_docs_quotes.test_status_has_every_command_and_no_other()

@@ -7,6 +7,7 @@ import json
 import shlex
 import socket
 import sys
+import textwrap
 from pathlib import Path
 
 import pytest
@@ -42,11 +43,12 @@ def function(_, batch, on_gradient):
 
 def build(world):
     assert world.size == 1
-    data = mt.ArrayData(world, numpy.zeros((4096, 1), numpy.float32), global_batch=8)
-    adapter = mt.ArrayFunction(function, {name: one.copy() for name, one in gradients.items()}, mt.Sgd(0.1))
+    data = mt.data.ArrayData(world, numpy.zeros((4096, 1), numpy.float32), global_batch=8)
+    adapter = mt.ArrayFunction(function, {name: one.copy() for name, one in gradients.items()}, mt.optim.SGD(0.1))
     return mt.Parts(adapter, mt.Sync(), data)
 
-mt.Trainer(build, [mt.StopAtStep(options.steps), mt.Record([mt.JsonLines("record")]), mt.Checkpoint("saved", 1)]).run()
+record = mt.Record([mt.writers.JsonLines("record")])
+mt.Trainer(build, [mt.StopAtStep(options.steps), record, mt.Checkpoint("saved", 1)]).run()
 if options.steps == 10**6:
     raise AssertionError("plan must end the script before")
 """
@@ -166,6 +168,26 @@ def test_without_a_profile(tmp_path: Path) -> None:
     assert "--hosts HOST1,HOST2 --ppn 1 train.py --milliseconds 4" in job.stdout
 
 
+def test_on_machines_that_a_file_describes(tmp_path: Path) -> None:
+    """The second node computes for three times as long, and the links have 0.4 Gbit/s."""
+    tmp_path.joinpath("train.py").write_text(TRAINER)
+    tmp_path.joinpath("lab.toml").write_text(
+        "[nodes]\ncount = 2\ngbit = 0.4\n[memory]\nadd_gbyte = 3\n[[unequal]]\nnodes = [1]\nspeed = 0.3333\n"
+    )
+    command = [sys.executable, "-m", "mpitrain", "plan", "--machines", "lab.toml", "--json", "plan.json", "train.py"]
+    env = {"XDG_STATE_HOME": str(tmp_path / "state"), "MPITRAIN_PROFILE": "of another cluster"}
+    job = run_command([*command, "--milliseconds", "4"], cwd=tmp_path, env=env)
+    assert job.code == 0, job.output
+    content = json.loads((tmp_path / "plan.json").read_text())
+    assert content["machines"] == "lab.toml"
+    assert {row["num_ranks"] for row in content["rows"]} == {1, 2}  # as many as the file has room for
+    plain = next(row for row in content["rows"] if row["num_ranks"] == 2 and row["way"] == "ring")
+    # 4 samples sleep for 4 ms each, twice, on the slow node three times as long; 2 MB at 50 MB/s are 40 ms.
+    assert plain["step_seconds"] >= 3 * 0.032 + 0.040
+    assert f"lab.toml; {socket.gethostname()} has speed 1" in job.stdout
+    assert "0.4 Gbit/s and 8 samples a step" in job.stdout
+
+
 def test_a_strategy_that_is_not_planned(tmp_path: Path) -> None:
     job = plan(tmp_path, "--milliseconds", "1", source=TRAINER.replace("mt.Sync()", "mt.Sync(virtual_ranks=2)"))
     assert job.code == 1, job.output
@@ -201,6 +223,19 @@ def test_a_script_that_cannot_be_planned(tmp_path: Path, words: list[str], sourc
     assert nothing_written(tmp_path)
 
 
+def test_the_views_show_the_script_as_it_was_named(tmp_path: Path) -> None:
+    """Not the words with which the plan starts it."""
+    source = """
+        import mpitrain as mt
+        from mpitrain.launch import live_jobs, roster
+        job = mt.init().context.job
+        answer, = (one.answer for one in live_jobs.find()[0] if one.answer["job"] == job)
+        print(answer["script"], answer["arguments"], *(one["script"] for one in roster.jobs() if one["id"] == job))
+    """
+    job = plan(tmp_path, "--epochs", "5", source=textwrap.dedent(source))
+    assert "train.py ['--epochs', '5'] ['train.py', '--epochs', '5']" in job.stdout, job.output
+
+
 def test_wrong_use(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """It is refused before the script runs."""
     monkeypatch.chdir(tmp_path)
@@ -211,11 +246,14 @@ def test_wrong_use(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pyte
         (["--profile", foreign, str(script)], f"it has node1, node2, and this machine is {socket.gethostname()}"),
         (["--profile", foreign, "--gbit", "1", str(script)], "both have the rate of the links"),
         (["--ppn", "2", "--profile", foreign, str(script)], "has 1 ranks on each node, and the plan 2"),
+        (["--machines", "lab.toml", "--profile", foreign, str(script)], "--machines, --profile: the file has all of"),
+        (["--machines", "lab.toml", str(script)], "lab.toml cannot be read"),
+        (["--steps", "1", str(script)], "--steps is 1; of a script, at least"),
         (["-n", "4", str(script)], "give the numbers of ranks to plan with --ranks"),
         (["--json", str(tmp_path), str(script)], "cannot be written"),
         (["--hosts", f"192.0.2.1,{socket.gethostname()}", str(script)], "the first host must be this machine"),
         (["--hosts", f"{socket.gethostname()},192.0.2.1", "--ranks", "2,4", str(script)], "2 hosts with --ppn 1 have"),
-        (["--profile", str(tmp_path / "none"), str(script)], "is not a profile"),
+        (["--profile", str(tmp_path / "none"), str(script)], "cannot be read: No such file"),
     ]:  # fmt: skip
         assert main(["plan", *words]) == 2, words
         assert expected in capsys.readouterr().err

@@ -148,6 +148,41 @@ def test_a_run_with_a_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert shares.get_ylim() == (0, 1)
 
 
+def test_every_event_and_records_of_other_versions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    figures = drawn(monkeypatch)
+    sources = ("ranks", "memory", "disk", "told", "auto", "of a newer one", 7)
+    rows: list[dict[str, Any]] = [
+        {"step": number, "loss": 1e300 * number, "a $x_{ $": 1.0, "\ud800": "NaN", "_hidden": 1, "newer": {"a": [1]}}
+        for number in range(1, 9)
+    ]
+    for row, source in zip(rows, sources, strict=False):
+        event = {"after_step": row["step"], "text": "$x_{ $ \ud800", "source": source, "lost_ranks": [], "newer": 1}
+        row["events"] = [{**event, "num_ranks": 1, "seconds": 1.0, **({"teller": "ada"} if source == "told" else {})}]
+    rows[-1]["loss"] = None
+    assert main(["plot", str(record(tmp_path, rows, '{"step": 9, "events": [{"after'))]) == 0
+    loss = figures[0].axes[0]
+    labels = [str(line.get_label()) for line in loss.lines]
+    assert {"told: 1", "changed by itself: 1", "went on, from disk: 1", "event 'of a newer one': 1"} <= set(labels)
+    assert len(loss.texts) == len(sources)
+    assert "a \\$x { \\$" in [axes.get_ylabel() for axes in figures[0].axes]
+
+
+def test_many_events(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Each is a line in the picture; the last eight have their texts there, and all of them on stdout."""
+    figures = drawn(monkeypatch)
+    told = [RunEvent(step, f"order {step}", "told", (), 2, 0.0, teller="ada on a", at=1.0) for step in range(1, 13)]
+    rows = [{"step": event.after_step + 1, "loss": 1.0, "events": [event.plain()]} for event in told]
+    assert main(["plot", str(record(tmp_path, rows))]) == 0
+    losses = figures[0].axes[0]
+    assert [list(line.get_xdata()) for line in losses.lines[1:]] == [[step, step] for step in range(1, 13)]
+    assert [text.get_text() for text in losses.texts] == [f" order {step}" for step in range(5, 13)]
+    assert losses.get_legend().get_texts()[1].get_text() == "told: 12"
+    printed = capsys.readouterr().out
+    assert [step for step in range(1, 13) if f"after step {step}: order {step} (ada on a)\n" in printed] == [
+        *range(1, 13)
+    ]
+
+
 def test_what_cannot_be_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plot", str(tmp_path)]) == 2
     assert f"there is no {tmp_path / 'metrics.jsonl'}; name the directory" in capsys.readouterr().err

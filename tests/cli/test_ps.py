@@ -34,8 +34,8 @@ def loss(parameters, batch, on_gradient):
     return 0.5
 
 def build(world):
-    data = mt.ArrayData(world, (numpy.zeros((4, 1)),), global_batch=4)
-    return mt.Parts(mt.ArrayFunction(loss, {"w": numpy.zeros(1)}, mt.Sgd(0.1)), mt.Sync(), data)
+    data = mt.data.ArrayData(world, (numpy.zeros((4, 1)),), global_batch=4)
+    return mt.Parts(mt.ArrayFunction(loss, {"w": numpy.zeros(1)}, mt.optim.SGD(0.1)), mt.Sync(), data)
 
 mt.Trainer(build, [mt.StopAtStep(9), Halt()]).run()
 """
@@ -78,7 +78,7 @@ def test_a_job_is_listed_and_ended_by_its_id(launcher: subprocess.Popen[str], tm
     assert (tmp_path / "script.py").stat().st_mtime - 1 < began <= time.time()
     assert step == "3"
     assert re.fullmatch(r"loss 0\.5, samples/s \S+, norm 0\.25", metrics)
-    assert (state, ranks) == ("runs", f"0,1 on {socket.gethostname()}")
+    assert (state, ranks) == ("trains", f"0,1 on {socket.gethostname()}")
     assert script == f"{tmp_path / 'script.py'} {tmp_path}"
     job = mpitrain("kill", "--hosts", "localhost", token)
     assert (job.code, job.stdout) == (0, f"job {token} has ended on {socket.gethostname()}\n"), job.output

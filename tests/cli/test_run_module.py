@@ -54,7 +54,7 @@ def test_it_runs(project: Path, words: list[str], package: str) -> None:
 def test_arguments_behind_two_dashes_are_the_modules(project: Path) -> None:
     job = run(project, "-m", "pack", "a", "--", "--show", "b")
     assert job.code == 0, job.output
-    assert {line.partition("] ")[2] for line in job.stdout.splitlines()} == {"__main__ pack ['a', '--show', 'b']"}
+    assert {line.partition("] ")[2] for line in job.stdout.splitlines()} == {"__main__ pack ['a', '--', '--show', 'b']"}
 
 
 @pytest.mark.parametrize(

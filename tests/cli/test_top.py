@@ -198,8 +198,8 @@ def loss(parameters, batch, on_gradient):
     return 0.5
 
 def build(world):
-    data = mt.ArrayData(world, (numpy.zeros((4, 1)),), global_batch=4)
-    return mt.Parts(mt.ArrayFunction(loss, {"w": numpy.zeros(1)}, mt.Sgd(0.1)), mt.ParameterServer(), data)
+    data = mt.data.ArrayData(world, (numpy.zeros((4, 1)),), global_batch=4)
+    return mt.Parts(mt.ArrayFunction(loss, {"w": numpy.zeros(1)}, mt.optim.SGD(0.1)), mt.ParameterServer(), data)
 
 mt.Trainer(build, [mt.StopAtStep(9)]).run()
 """

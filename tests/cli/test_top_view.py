@@ -8,12 +8,13 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from mpitrain.cli.top_history import TopHistory
-from mpitrain.cli.top_view import picture, rows_for
+from mpitrain.cli.top_screen import TopHistory, picture, rows_for
 
 
-def rank(number: int, phase: str, step: int = 10, host: str = "node1", call: str = "") -> dict[str, Any]:
-    numbers = {"rank": number, "pid": 100 + number, "since": 2.5, "still": 0.0, "step": step}
+def rank(
+    number: int, phase: str, step: int = 10, host: str = "node1", call: str = "", waited: float = 0.0
+) -> dict[str, Any]:
+    numbers = {"rank": number, "pid": 100 + number, "since": 2.5, "still": 0.0, "step": step, "waited": waited}
     return {**numbers, "host": host, "phase": phase, "call": call, "epoch": 3, "samples_per_second": 1.0}
 
 
@@ -106,7 +107,7 @@ WHO = "paused by ada on lab1 on 2026-11-26 11:02:37, after step 10"
 
 
 def in_the_pause(number: int) -> dict[str, Any]:
-    return rank(number, "busy", call=WHO.replace("paused by", "a pause by"))
+    return rank(number, "paused")
 
 
 def test_a_pause_is_neither_slow_nor_silent() -> None:
@@ -156,6 +157,18 @@ def test_it_fits(width: int, num_ranks: int) -> None:
         assert len(lines) <= max(height, 15)  # one rank at least
         assert sum("computes" in line or "comput" in line for line in lines[5:-2]) >= 1
         assert rows_for(answer, width, height) >= 1
+
+
+def test_a_slow_rank_is_named_at_80_columns() -> None:
+    """Its own waits are short, and those of the others too: only the sums tell."""
+    history = TopHistory()
+    for at in range(3):
+        waits = (0.8 * at, 0.82 * at, 0.01 * at, 0.81 * at)
+        ranks = [rank(number, "computes", waited=waited) for number, waited in enumerate(waits)]
+        answer = look(9.0 + at, *ranks)
+        lines = drawn(answer, history=history, width=80)
+        assert (lines[3] == "rank 2 on node1 is 5.2x slower: 3 ranks wait for it, 81% of the time") == (at > 0), lines
+    assert drawn(look(13.0, *(rank(number, "computes", waited=9.0) for number in range(4))), history=history)[3] == ""
 
 
 def test_scrolled() -> None:

@@ -16,16 +16,16 @@ from mpitrain.last_word import keep_word, last_word
 
 TRAIN = """
 def build(world):
-    adapter = mt.ArrayFunction(regression, {"w": numpy.zeros(4), "b": numpy.zeros(1)}, mt.Sgd(0.05, momentum=0.9))
+    adapter = mt.ArrayFunction(regression, {"w": numpy.zeros(4), "b": numpy.zeros(1)}, mt.optim.SGD(0.05, momentum=0.9))
     return mt.Parts(adapter, mt.Sync(), make_data(world))
 
 def metrics(trainer):
     parameters = trainer.adapter.parameters()
     return mt.evaluate(world, lambda batch: {"error": regression(parameters, batch, lambda *_: None)}, (x, y))
 
-hooks = [mt.StopAtStep(1000), mt.Evaluate(2, metrics)]
+hooks = [mt.StopAtStep(1000), mt.Evaluation(2, metrics)]
 if sys.argv[1:]:
-    hooks += [mt.Record([mt.JsonLines(sys.argv[1])]), mt.Checkpoint(sys.argv[1], 1)]
+    hooks += [mt.Record([mt.writers.JsonLines(sys.argv[1])]), mt.Checkpoint(sys.argv[1], 1)]
 mt.Trainer(build, hooks).run()
 raise AssertionError("verify must end the script before")
 """
@@ -154,10 +154,10 @@ Batches = Noisy
 def test_an_optimizer_that_knows_the_number_of_ranks(tmp_path: Path) -> None:
     """The difference is in the only step, so no later gradient shows it."""
     wrong = """
-class Scaled(mt.Sgd):
+class Scaled(mt.optim.SGD):
     def _apply(self, block, rate):
         super()._apply(block, rate * world.size)
-mt.Sgd = Scaled
+mt.optim.SGD = Scaled
 """
     job = verify(tmp_path, BEGIN + wrong + TRAIN, options=("--steps", "1"))
     differs(job, "step 1, parameters: w: changed by ", "; multiplied by 3, the number of ranks", "; 2 of 2 differ")

@@ -9,7 +9,7 @@ import pytest
 from verified import BEGIN, differs, verify
 
 LOOP = """
-w = world.sync(numpy.zeros(4))
+w = world.broadcast(numpy.zeros(4))
 for epoch in range(100):
     for part_x, part_y in world.shard([(x[begin : begin + 11], y[begin : begin + 11]) for begin in range(0, 50, 11)]):
         error = part_x @ w - part_y
@@ -35,9 +35,9 @@ def test_a_loop_that_means_by_ranks(tmp_path: Path) -> None:
     differs(job, "call 1, results: the result: norm ", "weight=len(x) gives the mean over samples")
 
 
-# The loop changes its parameters in place, in the array that world.sync returned.
+# The loop changes its parameters in place, in the array that world.broadcast returned.
 IN_PLACE = """
-w = world.sync({"w": numpy.zeros(4)})["w"]
+w = world.broadcast({"w": numpy.zeros(4)})["w"]
 for epoch in range(100):
     for part_x, part_y in world.shard([(x[begin : begin + 11], y[begin : begin + 11]) for begin in range(0, 44, 11)]):
         gradient = 2 * part_x.T @ (part_x @ w - part_y) / max(len(part_x), 1)
@@ -77,16 +77,16 @@ def test_a_loop_of_its_own_that_is_right(tmp_path: Path) -> None:
 
 
 def test_what_is_not_seen_of_a_loop_is_said_at_once(tmp_path: Path) -> None:
-    """The script runs `w = w - ...`, so the second call finds no array. Without world.sync, there is none at all."""
+    """The script runs `w = w - ...`, so the second call finds no array. Without world.broadcast there is none."""
     job = verify(tmp_path, BEGIN + CALLS + LOOP, options=("--steps", "2"))
     assert job.code == 0, job.output
     first, second = job.stdout.split("verify: the run on several ranks\n")
     assert "and the array as each call finds them. Losses" in first
     assert "mpitrain verify: the array: not seen from call 2 on. The script has replaced the array that " in first
     assert "mpitrain verify" not in second
-    job = verify(tmp_path, BEGIN + CALLS + LOOP.replace("world.sync", ""), options=("--steps", "2"))
+    job = verify(tmp_path, BEGIN + CALLS + LOOP.replace("world.broadcast", ""), options=("--steps", "2"))
     assert job.code == 0, job.output
     assert "Losses, learning rates, parameters and metrics are not seen. Parameters are seen if " in job.stdout
-    unchanged = "kept = world.sync(numpy.zeros(2))\n"
-    job = verify(tmp_path, BEGIN + unchanged + CALLS + LOOP.replace("world.sync", ""), options=("--steps", "2"))
+    unchanged = "kept = world.broadcast(numpy.zeros(2))\n"
+    job = verify(tmp_path, BEGIN + unchanged + CALLS + LOOP.replace("world.broadcast", ""), options=("--steps", "2"))
     assert "mpitrain verify: no parameter changed between the 2 calls, so updates are not compared" in job.stdout

@@ -73,7 +73,7 @@ def step(w, x, y):
     return w - 0.05 * gradient
 
 step = jax.jit(step)
-w = mpitrain.jax.sync(jnp.zeros(4))
+w = mpitrain.jax.broadcast(jnp.zeros(4))
 batches = [(x[begin : begin + 11], y[begin : begin + 11]) for begin in range(0, 44, 11)]
 for epoch in itertools.count():
     for x_part, y_part in mpitrain.jax.shard(batches):

@@ -26,7 +26,7 @@ def regression(parameters, batch, on_gradient):
     return float((error**2).mean()) if len(x) else 0.0
 
 def make_data(world):
-    return mt.ArrayData(world, (x, y), global_batch=11)
+    return mt.data.ArrayData(world, (x, y), global_batch=11)
 
 class Batches:
     # Data of a user's own: `part` says which samples of a batch are this rank's, `weigh` what they weigh.

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import pytest
 from launching import PYTHONS, as_user, install_open_mpi, left
 
-from mpitrain.testbed import Bed
+from testbed import Bed
 
 
 @pytest.fixture

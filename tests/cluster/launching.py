@@ -13,11 +13,11 @@ from dataclasses import dataclass
 import pytest
 
 from jobs import VENVS, until
-from mpitrain.testbed import Bed
+from testbed import Bed
 
 SHARE = "/home/cluster/nfs"
 PYTHONS = {"mpich": f"{SHARE}/venv/bin/python", "openmpi": f"{SHARE}/venv-openmpi/bin/python"}
-# For tests of the launcher and the guards alone: with MPICH; `scripts/test --full` also runs them with Open MPI.
+# For tests of the launcher and the guards alone: with MPICH; `scripts/test --nightly` also runs them with Open MPI.
 MOSTLY_MPICH = pytest.mark.parametrize(
     "python", ["mpich", pytest.param("openmpi", marks=pytest.mark.slow)], indirect=True
 )

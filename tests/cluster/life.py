@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 from playbooks import FASHION, SETUP, USER, Run, checkout_copy, etc, inventory_of, playbook, root, shared_user
 
-from mpitrain.testbed import up
-from mpitrain.testbed.bed import Bed
+from testbed import up
+from testbed.bed import Bed
 
 NODES = ("node1", "node2", "node3")
 OWN_LINE = "192.0.2.7 printer # the user's own line"

@@ -9,7 +9,7 @@ import subprocess
 from pathlib import Path
 
 from jobs import REPOSITORY
-from mpitrain.testbed.bed import Bed
+from testbed.bed import Bed
 
 SETUP = "cluster/setup.yml"
 TEARDOWN = "cluster/teardown.yml"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from launching import SHARE, write
 
-from mpitrain.testbed import Bed
+from testbed import Bed
 
 SCRIPTS = {
     "hello.py": """

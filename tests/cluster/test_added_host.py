@@ -13,7 +13,7 @@ from test_elastic import SLOW, counted_steps
 from test_joining import COPIES
 
 from jobs import REPOSITORY
-from mpitrain.testbed import Bed
+from testbed import Bed
 
 pytestmark = [pytest.mark.timeout(2400), pytest.mark.usefixtures("healed"), pytest.mark.slow]
 

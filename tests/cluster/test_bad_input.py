@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from playbooks import SETUP, SHARE, USER, checkout_copy, difference, etc, inventory_of, playbook, root, shared_user
 
-from mpitrain.testbed import up
-from mpitrain.testbed.bed import Bed
+from testbed import up
+from testbed.bed import Bed
 
 pytestmark = pytest.mark.timeout(3000)
 NODES = ("node1", "node2")
@@ -132,7 +132,7 @@ def refused(bed: Bed, checkout: Path, *arguments: str, inventory: Path, says: tu
     assert difference(before, etc(bed, "node1")) == {}
 
 
-# Faults that node2 can have at the same time: one run names them all. `scripts/test --full` also makes each alone.
+# Faults that node2 can have at the same time: one run names them all. `scripts/test --nightly` also makes each alone.
 TOGETHER = (
     "another system",
     "the user has another uid",

@@ -1,19 +1,19 @@
-"""`mpitrain chaos --bed`: a cable is pulled, a node loses power, a host freezes. The job goes on each time."""
+"""`scripts/testbed chaos`: a cable is pulled, a node loses power, a host freezes. The job goes on each time."""
 
 from __future__ import annotations
 
+import base64
 import json
 import re
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from launching import SHARE, Job, as_user, training, write
 from regression import REGRESSION
 
-from jobs import HANG_SECONDS, clean_environment
-from mpitrain.testbed import Bed
+from jobs import HANG_SECONDS, REPOSITORY, clean_environment
+from testbed import Bed
 
 pytestmark = [pytest.mark.timeout(900), pytest.mark.usefixtures("healed")]
 
@@ -48,13 +48,26 @@ def started(bed: Bed) -> tuple[Job, str]:
     return job, re.findall(r"^([0-9a-f]{8}) .*chaos\.py", listed, re.M)[0]
 
 
+def bring_testbed(bed: Bed) -> None:
+    """Bring what is in no wheel to the share: testbed/ and its command, as in a checkout."""
+    files = subprocess.run(
+        ["tar", "-cz", "--exclude=__pycache__", "testbed", "scripts/testbed"],
+        cwd=REPOSITORY, check=True, capture_output=True, timeout=60,
+    ).stdout  # fmt: skip
+    text = base64.b64encode(files).decode()
+    done = as_user(bed, "node1", f"mkdir checkout && base64 -d <<<{text} | tar -xz -C checkout")
+    assert done.returncode == 0, done.stderr
+
+
 def test_over_ssh(bed: Bed) -> None:
     """One host freezes, as on real hosts, and the job goes on."""
     job, token = started(bed)
     options = "--faults freeze --every 4s --hold 1s --count 1 --seed 2 --yes --report chaos-report"
-    line = f"mpitrain chaos {token} --hosts {','.join(bed.names)} {options} > chaos-output 2>&1"
+    bring_testbed(bed)
+    line = f"checkout/scripts/testbed chaos {token} --hosts {','.join(bed.names)} {options} > chaos-output 2>&1"
+    line = f"PATH={SHARE}/venv/bin:$PATH {line}"  # of the Python that has mpitrain
     until = "until grep -q 'the job went on' chaos-output || ! kill -0 $!; do sleep 0.5; done"
-    done = as_user(bed, "node1", f"{line} & {until}; touch enough; wait $!; cat chaos-output; rm -r chaos-*")
+    done = as_user(bed, "node1", f"{line} & {until}; touch enough; wait $!; cat chaos-output; rm -r chaos-* checkout")
     end = job.end()
     assert end.code == 0, end.output
     for words in ("stopped for 1 s", "freeze: the job went on after 1 of 1", "left behind: nothing"):
@@ -63,7 +76,7 @@ def test_over_ssh(bed: Bed) -> None:
 
 def test_cables_power_and_freezes(bed: Bed, tmp_path: Path) -> None:
     job, token = started(bed)
-    command = [sys.executable, "-m", "mpitrain", "chaos", token, "--bed", bed.name, "--faults", "link,host,freeze"]
+    command = [f"{REPOSITORY}/scripts/testbed", "chaos", token, "--bed", bed.name, "--faults", "link,host,freeze"]
     chaos = subprocess.Popen(
         [*command, "--every", "12s", "--hold", "4s", "--count", "3", "--report", str(tmp_path)],
         env=clean_environment(),

@@ -181,7 +181,7 @@ def test_sshd_offers_passwords_to_nobody(cluster: Cluster) -> None:
 
 
 def test_what_was_changed_is_what_the_documentation_says(cluster: Cluster) -> None:
-    text = (REPOSITORY / "docs/cluster.md").read_text().partition("## What is changed on each machine")[2]
+    text = (REPOSITORY / "docs/how-to/cluster-admin.md").read_text().partition("## What is changed on each machine")[2]
     listed = set(re.findall(r"`(/etc/[^`]*)`", text.partition("\n## ")[0]))
     packages = r"/etc/(default|init.d|rc.\.d|insserv|idmapd|nfs|request|modprobe|rpc|netconfig|ufw|keyutils|exports$)"
     for node in NODES:
@@ -284,6 +284,10 @@ def test_teardown_leaves_etc_as_it_was_and_keeps_the_data(cluster: Cluster) -> N
         assert root(cluster.bed, node, "ls -d /usr/local/lib/mpitrain").returncode != 0
         assert OWN_LINE in root(cluster.bed, node, "cat /etc/hosts").stdout
     assert root(cluster.bed, "node1", f"cat {SHARE}/precious /home/{USER}/mine").stdout == "precious\nmine\n"
+    kept = f"/home/{USER}, {SHARE}, {SHARE}/venv"
+    remedy = f"sudo rm -rf {kept.replace(',', '')}"
+    assert f"node1: what is in {kept} stays. To remove it: {remedy}" in run.text
+    assert root(cluster.bed, "node1", f"{remedy} && ls -d /home/{USER}").returncode != 0
 
 
 @pytest.mark.slow

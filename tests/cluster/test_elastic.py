@@ -9,7 +9,7 @@ import pytest
 from launching import MOSTLY_MPICH, PYTHONS, SHARE, Job, as_user, drop_kept, run, write
 from test_joining import COPIES, SCRIPT, change
 
-from mpitrain.testbed import Bed
+from testbed import Bed
 
 pytestmark = [pytest.mark.timeout(1800), pytest.mark.usefixtures("healed")]
 

@@ -13,7 +13,7 @@ import pytest
 import scripts_over_hosts
 from launching import MOSTLY_MPICH, PYTHONS, Job, left, run
 
-from mpitrain.testbed import Bed
+from testbed import Bed
 
 pytestmark = [pytest.mark.timeout(900), pytest.mark.usefixtures("healed")]
 # A fixture: pytest finds it by this name.
@@ -87,6 +87,17 @@ def test_a_killed_launcher_leaves_nothing(bed: Bed, python: str) -> None:
     assert left(bed) == []
 
 
+@pytest.mark.slow
+def test_a_launcher_that_is_killed_while_a_host_is_cut_off(bed: Bed) -> None:
+    """Nobody can tell that host: what runs there ends because its launcher is silent, without a cable too."""
+    job = Job(bed, "-n 4 hello.py 600")
+    job.wait_for("of 4 on", 4)
+    bed.cut("node3")
+    job.signal("KILL")
+    assert job.end().code == 137
+    assert left(bed, patience_seconds=150.0) == []
+
+
 @MOSTLY_MPICH
 def test_a_killed_rank(bed: Bed, python: str) -> None:
     """MPICH's mpiexec then ends with 255, because its proxies on the other hosts fail as well."""
@@ -137,9 +148,8 @@ def test_python_fails_before_mpi_on_three_of_four(bed: Bed, python: str) -> None
 @MOSTLY_MPICH
 def test_a_rank_that_leaves_before_init(bed: Bed, python: str) -> None:
     end = run(bed, "-n 4 leaves_before_init.py", python=python)
-    assert end.code in (1, 3), end.output
-    if python == PYTHONS["mpich"]:
-        assert "rank 2 on node3 ended before calling init(), and the others wait there" in end.output
+    assert end.code == 3, end.output
+    assert "rank 2 on node3 left with exit code 3 (leaves_before_init.py:5) before it called init()" in end.output
 
 
 @MOSTLY_MPICH

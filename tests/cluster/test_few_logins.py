@@ -8,7 +8,7 @@ import pytest
 from launching import MOSTLY_MPICH, SHARE, training, write
 from test_joining import COPIES, SCRIPT, change
 
-from mpitrain.testbed import Bed
+from testbed import Bed
 
 pytestmark = [pytest.mark.timeout(1200), pytest.mark.usefixtures("healed"), pytest.mark.slow]
 

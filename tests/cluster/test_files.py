@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 import tomllib
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 
@@ -16,6 +17,7 @@ import yaml
 from packaging.requirements import Requirement
 
 from jobs import REPOSITORY
+from mpitrain import facts as host_facts
 from mpitrain.launch.hostfile import read_inventory
 
 CLUSTER = REPOSITORY / "cluster"
@@ -65,8 +67,11 @@ def preflight() -> ModuleType:
 
 
 @pytest.fixture(scope="module")
-def facts() -> ModuleType:
-    return loaded(CLUSTER / "playbooks/roles/mpitrain_facts/library/mpitrain_facts.py")
+def facts() -> Iterator[ModuleType]:
+    """Set-up's module. Ansible gives it mpitrain/facts.py under the name that it has in the role."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(sys.modules, "ansible.module_utils.mpitrain_host", host_facts)
+        yield loaded(CLUSTER / "playbooks/roles/mpitrain_facts/library/mpitrain_facts.py")
 
 
 def loaded(path: Path) -> ModuleType:

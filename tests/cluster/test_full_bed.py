@@ -22,7 +22,7 @@ from playbooks import (
 )
 
 from faults.cluster.matrix import findings
-from testbed.beds import full_bed
+from nodes.beds import full_bed
 
 NODES = ("node1", "node2", "node3")
 HELLO = "from mpi4py import MPI; w = MPI.COMM_WORLD; print(w.rank, w.size, MPI.Get_processor_name())"

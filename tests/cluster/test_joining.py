@@ -11,7 +11,7 @@ import time
 import pytest
 from launching import MOSTLY_MPICH, SHARE, Job, as_user, run, training, write
 
-from mpitrain.testbed import Bed
+from testbed import Bed
 
 pytestmark = [pytest.mark.timeout(900), pytest.mark.usefixtures("healed")]
 
@@ -50,16 +50,16 @@ class Show(mt.Hook):
         world.print("step", step.number, world.size, samples, trainer.adapter.parameters()["w"].tobytes().hex())
         if step.number == 20:
             world.print("has begun")
-        if world.broadcast(trainer.last_step == 4000 and pathlib.Path("enough").exists()):
+        if world.broadcast_object(trainer.last_step == 4000 and pathlib.Path("enough").exists()):
             trainer.last_step = step.number + 20
 
 def build(world):
     random = numpy.random.default_rng(0)
     arrays = 12.0 * random.integers(-9, 9, (60, 5)), numpy.arange(60)
-    data = mt.ArrayData(world, arrays, global_batch=12)
-    return mt.Parts(mt.ArrayFunction(adds, {"w": numpy.zeros(5)}, mt.Sgd(0.1, momentum=0.9)), mt.Sync(), data)
+    data = mt.data.ArrayData(world, arrays, global_batch=12)
+    return mt.Parts(mt.ArrayFunction(adds, {"w": numpy.zeros(5)}, mt.optim.SGD(0.1, momentum=0.9)), mt.Sync(), data)
 
-hooks = [mt.StopAtStep(int(sys.argv[1])), mt.Record([mt.JsonLines("record")], steps=1), Show()]
+hooks = [mt.StopAtStep(int(sys.argv[1])), mt.Record([mt.writers.JsonLines("record")], steps=1), Show()]
 mt.Trainer(build, hooks).run()
 world.print("done")
 """
@@ -84,7 +84,7 @@ for own, number in world.shard(batches, start=kept["step"]):
     world.print("step", step, world.size, sum(world.allgather(number.tolist()), []), w.tobytes().hex())
     if step == 20:
         world.print("has begun")
-    if world.broadcast(last == 4000 and pathlib.Path("enough").exists()):
+    if world.broadcast_object(last == 4000 and pathlib.Path("enough").exists()):
         last = step + 20
     kept.update(w=w, velocity=velocity, last=last, step=step)
     if step == last:

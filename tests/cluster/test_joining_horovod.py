@@ -6,7 +6,7 @@ import pytest
 from launching import PYTHONS, SHARE, Job, as_user, write
 from test_joining import COPIES, change
 
-from mpitrain.testbed import Bed
+from testbed import Bed
 
 pytestmark = [pytest.mark.timeout(2400), pytest.mark.usefixtures("healed"), pytest.mark.slow]
 
@@ -26,7 +26,7 @@ def train(state):
         world.print("step", state.step, world.size)
         if state.step == 20:
             world.print("has begun")
-        if world.broadcast(state.last == -1 and pathlib.Path("enough").exists()):
+        if world.broadcast_object(state.last == -1 and pathlib.Path("enough").exists()):
             state.last = state.step + 20
         state.commit()
 

@@ -8,7 +8,7 @@ import pytest
 from launching import MOSTLY_MPICH, PYTHONS, SHARE, Job, as_user, write
 from test_joining import COPIES, SCRIPT, change, kill, steps_of
 
-from mpitrain.testbed import Bed
+from testbed import Bed
 
 pytestmark = [pytest.mark.timeout(900), pytest.mark.usefixtures("healed"), pytest.mark.slow]
 

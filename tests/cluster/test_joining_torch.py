@@ -11,7 +11,7 @@ from launching import PYTHONS, SHARE, Ended, Job, as_user, write
 from test_joining import COPIES, change, steps_of
 
 from faults.test_recovery_of_programs import OF_TORCH
-from mpitrain.testbed import Bed
+from testbed import Bed
 
 torch = pytest.importorskip("torch", reason="PyTorch is not installed")
 pytestmark = [pytest.mark.timeout(2400), pytest.mark.usefixtures("healed"), pytest.mark.slow]
@@ -54,7 +54,7 @@ for epoch in range(data.epoch, 10**6):
         world.print("step", step, world.size, sum(world.allgather(numbers.tolist()), []), bits)
         if step == 20:
             world.print("has begun")
-        if world.broadcast(last == 4000 and pathlib.Path("enough").exists()):
+        if world.broadcast_object(last == 4000 and pathlib.Path("enough").exists()):
             last = step + 20
         kept.update(last=last, step=step)
         if step == last:

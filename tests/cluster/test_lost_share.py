@@ -10,8 +10,8 @@ import pytest
 from launching import MOSTLY_MPICH, SHARE, training, write
 from test_split_network import SCRIPT
 
-from mpitrain.testbed import Bed
-from mpitrain.testbed.commands import execute
+from testbed import Bed
+from testbed.processes import execute
 
 pytestmark = [pytest.mark.timeout(900), pytest.mark.usefixtures("healed"), pytest.mark.slow]
 

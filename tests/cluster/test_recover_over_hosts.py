@@ -7,7 +7,7 @@ import re
 import pytest
 from launching import PYTHONS, SHARE, left, run, write
 
-from mpitrain.testbed import Bed
+from testbed import Bed
 
 pytestmark = [pytest.mark.timeout(900), pytest.mark.usefixtures("healed")]
 
@@ -31,8 +31,9 @@ def regression(parameters, batch, on_gradient):
 def build(world):
     random = numpy.random.default_rng(0)
     arrays = random.standard_normal((61, 5)), random.standard_normal(61), numpy.arange(61)
-    data = mt.ArrayData(world, arrays, global_batch=12, shuffle=False)
-    return mt.Parts(mt.ArrayFunction(regression, {"w": numpy.zeros(5)}, mt.Sgd(0.01, momentum=0.9)), mt.Sync(), data)
+    data = mt.data.ArrayData(world, arrays, global_batch=12, shuffle=False)
+    adapter = mt.ArrayFunction(regression, {"w": numpy.zeros(5)}, mt.optim.SGD(0.01, momentum=0.9))
+    return mt.Parts(adapter, mt.Sync(), data)
 
 class Steps(mt.Hook):
     def after_step(self, trainer, step):

@@ -11,8 +11,8 @@ from launching import MOSTLY_MPICH, PYTHONS, SHARE, Ended, Job, as_user, drop_ke
 from regression import REGRESSION
 
 from jobs import until
-from mpitrain.launch.silence import SILENCE_SECONDS
-from mpitrain.testbed import Bed
+from mpitrain.launch.trouble import SILENCE_SECONDS
+from testbed import Bed
 
 pytestmark = pytest.mark.timeout(900)
 

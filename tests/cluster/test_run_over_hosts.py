@@ -15,7 +15,7 @@ import scripts_over_hosts
 from launching import JOB_SECONDS, MOSTLY_MPICH, PYTHONS, SHARE, Job, as_user, run, write
 from scripts_over_hosts import SCRIPTS, hosts
 
-from mpitrain.testbed import Bed
+from testbed import Bed
 
 pytestmark = [pytest.mark.timeout(900), pytest.mark.usefixtures("healed")]
 # A fixture: pytest finds it by this name.

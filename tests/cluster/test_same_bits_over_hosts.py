@@ -11,7 +11,7 @@ import pytest
 from launching import SHARE, Ended, Job, as_user, run, write
 
 from jobs import REPOSITORY
-from mpitrain.testbed import Bed
+from testbed import Bed
 
 pytestmark = [pytest.mark.timeout(900), pytest.mark.usefixtures("healed")]
 

@@ -15,7 +15,7 @@ import pytest
 from launching import PYTHONS, SHARE, Job, as_user, left, write
 
 import mpitrain as mt
-from mpitrain.testbed import Bed
+from testbed import Bed
 
 pytestmark = [pytest.mark.timeout(900), pytest.mark.usefixtures("healed"), pytest.mark.slow]
 
@@ -45,8 +45,8 @@ def loss_and_gradients(parameters, batch, on_gradient):
     return 1.0
 
 def build(world):
-    data = mt.ArrayData(world, numpy.arange(NUM_SAMPLES), global_batch=BATCH, seed=5)
-    adapter = mt.ArrayFunction(loss_and_gradients, {"count": numpy.zeros(NUM_SAMPLES)}, mt.Sgd(1.0))
+    data = mt.data.ArrayData(world, numpy.arange(NUM_SAMPLES), global_batch=BATCH, seed=5)
+    adapter = mt.ArrayFunction(loss_and_gradients, {"count": numpy.zeros(NUM_SAMPLES)}, mt.optim.SGD(1.0))
     return mt.Parts(adapter, mt.ParameterServer(), data)
 
 print("begins on", socket.gethostname(), mt.init().context.devices, flush=True)
@@ -115,7 +115,7 @@ class Served:
         assert ended.code == 0, ended.output
         (last,) = re.findall(r"the training is over (.*)", ended.output)
         counts, position = json.loads(last)
-        data = mt.ArrayData(mt.init(), numpy.arange(NUM_SAMPLES), global_batch=BATCH, seed=5)
+        data = mt.data.ArrayData(mt.init(), numpy.arange(NUM_SAMPLES), global_batch=BATCH, seed=5)
         expected = numpy.full(NUM_SAMPLES, position["epoch"])
         expected[data.read(position["epoch"], 0, position["cursor"])] += 1
         for epoch, begin, end in position.get("left", []):

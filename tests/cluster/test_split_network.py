@@ -11,8 +11,8 @@ from launching import PYTHONS, SHARE, Job, drop_kept, training, write
 from regression import REGRESSION
 
 from jobs import until
-from mpitrain.testbed import Bed
-from mpitrain.testbed.commands import execute
+from testbed import Bed
+from testbed.processes import execute
 
 pytestmark = [pytest.mark.timeout(900), pytest.mark.usefixtures("healed"), pytest.mark.slow]
 

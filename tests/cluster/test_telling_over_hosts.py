@@ -9,7 +9,7 @@ import pytest
 from launching import PYTHONS, as_user, training
 
 from jobs import until
-from mpitrain.testbed import Bed
+from testbed import Bed
 
 pytestmark = [pytest.mark.timeout(900), pytest.mark.usefixtures("healed")]
 
@@ -57,8 +57,8 @@ class Compares(mt.Hook):
 
 def build(world):
     x = 12.0 * numpy.random.default_rng(0).integers(-9, 9, (60, 5))
-    data = mt.ArrayData(world, (x,), global_batch=12)
-    return mt.Parts(mt.ArrayFunction(adds, {{"w": numpy.zeros(5)}}, mt.Sgd(0.01, momentum=0.9)), mt.Sync(), data)
+    data = mt.data.ArrayData(world, (x,), global_batch=12)
+    return mt.Parts(mt.ArrayFunction(adds, {{"w": numpy.zeros(5)}}, mt.optim.SGD(0.01, momentum=0.9)), mt.Sync(), data)
 
 mt.Trainer(build, [mt.StopAtStep(1_000_000), Compares(), mt.Checkpoint("checkpoints", steps=1_000_000)]).run()
 """

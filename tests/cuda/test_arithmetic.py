@@ -17,7 +17,7 @@ import pytest
 from mpitrain.compression import CODECS
 from mpitrain.compression.int4 import INT4_BLOCK_VALUES
 from mpitrain.compression.int8 import BLOCK_VALUES
-from mpitrain.training.optimizers import Adam, AdamW, Sgd
+from mpitrain.optim.optimizers import SGD, Adam, AdamW
 
 HERE = Path(__file__).parent
 KERNELS = Path(__file__).parents[2] / "mpitrain/cuda/kernels"
@@ -204,7 +204,7 @@ def run_step(shim: Any, name: str, arrays: list[numpy.ndarray], settings: numpy.
 def test_sgd_steps(shim: Any, name: str, momentum: float, nesterov: bool, decay: float) -> None:
     dtype, rate = WIDE[name], 0.1
     parameters, gradients, velocity, _ = states(dtype, 500_003)
-    optimizer = Sgd(rate, momentum=momentum, nesterov=nesterov, weight_decay=decay)
+    optimizer = SGD(rate, momentum=momentum, nesterov=nesterov, weight_decay=decay)
     expected = parameters.copy()
     optimizer.start(expected, [slice(0, expected.size)])
     if momentum:

@@ -6,9 +6,9 @@ import json
 from pathlib import Path
 from typing import Any
 
-from diagnostics.made_up import by_node, check, seen
-from mpitrain.diagnostics import document
-from mpitrain.diagnostics.judge import judge
+from check.made_up import by_node, check, seen
+from mpitrain.check import report
+from mpitrain.check.run import judge
 from mpitrain.profile import to_json
 from mpitrain.state_files import keep_state
 
@@ -34,10 +34,10 @@ def keep_check(state: Path, observed: str = "not mounted", **content: Any) -> Pa
     saw.nodes["node1"]["system"] = {"cores": 8, "memory_mib": 16000}
     saw.nodes["node4"]["system"] = {"cores": 4, "memory_mib": None}
     results = judge([check("AAA01", by_node("a"), why="Ranks write there.", remedy="mount it")], saw)
-    report = document.document(results, saw.target, started=STARTED, seconds=2.5, interrupted=False)
-    path = state / "mpitrain" / document.REPORT_FILE
+    kept = report.document(results, saw.target, started=STARTED, seconds=2.5, interrupted=False)
+    path = state / "mpitrain" / report.REPORT_FILE
     asked = {"level": "full", "only": [], "skip": ["NFS01"]}
-    keep_state(path, 1, {**asked, "machines": document.machines(saw), "report": report, **content})
+    keep_state(path, 1, {**asked, "machines": report.machines(saw), "report": kept, **content})
     return path
 
 
@@ -51,8 +51,8 @@ def keep_ways(state: Path) -> Path:
     }
     rates["node2 node1"] = {"error": "no answer"}
     saw.cluster["ways"] = rates
-    path = state / "mpitrain" / document.WAYS_FILE
-    measured = document.ways(saw, measured=AT)
+    path = state / "mpitrain" / report.WAYS_FILE
+    measured = report.ways(saw, measured=AT)
     assert measured is not None
     keep_state(path, 1, measured)
     return path

@@ -1,4 +1,4 @@
-"""Records as mt.JsonLines writes them, without a training."""
+"""Records as mt.writers.JsonLines writes them, without a training."""
 
 from __future__ import annotations
 

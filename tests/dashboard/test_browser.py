@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from records_made import lines, make_record, rows_made
 from visiting import MARKUP, Visit, contrast
 
 from jobs import until
+from mpitrain.dashboard.record_reader import run_id
 from serving import Dashboard, dashboard
 
 pytest.importorskip("starlette", reason="needs Starlette and uvicorn: pip install 'mpitrain[dashboard]'")
@@ -93,6 +95,52 @@ def test_a_script_inside_the_page_does_not_run(visit: Visit) -> None:
     assert page.evaluate("window.hacked") is None
     assert any("Content Security Policy" in problem for problem in visit.problems)
     visit.problems.clear()
+
+
+def test_what_is_shown_is_in_the_address(visit: Visit, browser: Any, served: Dashboard, folder: Path) -> None:
+    """A reload shows the same filter, order and zoom. A link to any page may have a token."""
+    page = visit.page
+    page.get_by_label("Filter").fill("done")
+    page.get_by_role("button", name="Samples/s").click()
+    assert names(page) == ["first", "second"]
+    assert page.url.endswith("/?filter=done&sort=Samples%2Fs&order=falling")
+    page.reload()
+    until(lambda: names(page) == ["first", "second"])
+    assert page.locator("th[aria-sort=descending]").inner_text() == "Samples/s"
+    context = browser.new_context()
+    other = context.new_page()
+    other.goto(f"{served.base}/run/{run_id(folder / 'first')}?from=100&token={served.viewer}&to=110")
+    other.wait_for_selector("#charts[data-drawn]")
+    assert "token" not in other.url and other.inner_text("#name") == "first"
+    assert other.evaluate("new URLSearchParams(location.search).get('from')") == "100"
+    other.locator(".plot").first.focus()
+    when = other.get_attribute("#charts", "data-drawn")
+    other.keyboard.press("ArrowRight")
+    until(lambda: other.get_attribute("#charts", "data-drawn") != when)
+    assert "from=102.5&to=112.5" in other.url
+    context.close()
+
+
+def test_a_zoom_does_not_wait_for_new_rows(visit: Visit) -> None:
+    """While the answer of a request for new rows takes a second, and its pause 5 s more, a zoom is drawn at once."""
+    page = visit.page
+    visit.open_run("first")
+
+    def answer(route: Any) -> None:
+        if "from=" not in route.request.url:
+            time.sleep(1.0)
+        route.continue_()
+
+    page.route("**/series?*", answer)
+    page.locator(".plot").first.focus()
+    page.keyboard.press("0")  # as slow as one for new rows
+    page.wait_for_timeout(1500)
+    when = drawn(page)[0]
+    page.evaluate("window.begun = performance.now()")
+    page.keyboard.press("+")
+    wait_for_drawing(page, when)
+    took = float(drawn(page)[0]) - page.evaluate("window.begun")
+    assert took < 4000, took
 
 
 def drawn(page: Any) -> tuple[str, str]:
@@ -235,6 +283,6 @@ def test_a_page_follows_a_run(browser: Any, tmp_path: Path) -> None:
         (folder / "metrics.jsonl").write_text(json.dumps({"step": 3, "loss": 1.0}) + "\n")  # begun anew
         until(lambda: page.inner_text("#figures li:first-child strong") == "3")
         wait_for_drawing(page, when)
-        until(lambda: page.inner_text("#connection") == "live")
+        until(lambda: page.inner_text("#connection") == "connected")
     until(lambda: page.inner_text("#connection").startswith("not connected"))
     visit.context.close()

@@ -13,7 +13,7 @@ from records_made import make_record
 from mpitrain.dashboard.catalogue import Catalogue
 from mpitrain.dashboard.folder_watch import FolderWatch
 from mpitrain.dashboard.index import RunIndex
-from mpitrain.dashboard.records import run_id
+from mpitrain.dashboard.record_reader import run_id
 
 
 @pytest.fixture

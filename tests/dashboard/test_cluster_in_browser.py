@@ -12,7 +12,7 @@ from visiting import MARKUP, Visit, contrast
 
 from jobs import until
 from mpitrain.last_word import keep_word
-from mpitrain.training.checkpoint.store import name_of, save
+from mpitrain.state.store import name_of, save
 from serving import Dashboard, dashboard
 
 pytest.importorskip("starlette", reason="needs Starlette and uvicorn: pip install 'mpitrain[dashboard]'")

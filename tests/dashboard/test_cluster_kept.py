@@ -11,8 +11,8 @@ import pytest
 
 from free_ports import free_port
 from jobs import HANG_SECONDS, clean_environment
+from mpitrain.check import report
 from mpitrain.dashboard.cluster_reports import last_check
-from mpitrain.diagnostics import document
 from mpitrain.state_files import read_state
 
 
@@ -86,14 +86,14 @@ def test_check_cluster_keeps_its_report(tmp_path: Path, monkeypatch: pytest.Monk
 
     done = check()
     assert (done.returncode, done.stderr) == (1, ""), done.stderr
-    kept = read_state(state / "mpitrain" / document.REPORT_FILE, 1, 1 << 20)
+    kept = read_state(state / "mpitrain" / report.REPORT_FILE, 1, 1 << 20)
     assert kept is not None
     assert kept["report"] == json.loads(done.stdout)
     assert (kept["level"], kept["only"], kept["machines"]) == ("quick", [], {})
     found = last_check()
     assert found is not None and found["nodes"]["node1"]["address"] == "127.0.0.1"
     assert any(one["verdict"] == "fail" and one["remedy"] for one in found["findings"])
-    (state / "mpitrain" / document.REPORT_FILE).unlink()
+    (state / "mpitrain" / report.REPORT_FILE).unlink()
     (state / "mpitrain").rmdir()
     (state / "mpitrain").touch()
     done = check()

@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 from cluster_made import AT, INVENTORY, change, keep_check, keep_profile, keep_ways
 
-from diagnostics.made_up import seen
+from check.made_up import seen
 from jobs import HANG_SECONDS
+from mpitrain.check import report
 from mpitrain.dashboard.cluster import _load
 from mpitrain.dashboard.cluster_reports import last_check, measured_ways
-from mpitrain.diagnostics import document
 from mpitrain.errors import DataError
 from serving import Dashboard, dashboard, refused
 from watching_live import training
@@ -85,7 +85,7 @@ def test_nothing_was_measured() -> None:
     saw = seen(2)
     for rates in ({}, {"ways": {}}, {"ways": {"error": "no answer"}}, {"ways": {"node1 node2": {"error": "x"}}}):
         saw.cluster = rates
-        assert document.ways(saw, measured=AT) is None
+        assert report.ways(saw, measured=AT) is None
 
 
 @pytest.mark.parametrize(
@@ -189,7 +189,7 @@ def test_hosts_without_a_job(served: Dashboard, state: Path, tmp_path: Path, inv
     assert problem.startswith("MPITRAIN_PROFILE names")
     keep_check(state, observed="<script>window.hacked=1</script>")
     keep_profile(tmp_path / "profile")
-    (state / "mpitrain" / document.WAYS_FILE).write_text("{")
+    (state / "mpitrain" / report.WAYS_FILE).write_text("{")
     inventory.write_text("node1\n")
     answer = served.get("/api/cluster")
     hosts = hosts_by_name(answer)

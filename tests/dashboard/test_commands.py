@@ -24,10 +24,10 @@ from visiting import MARKUP
 from faults.telling import CHECKPOINT, Teller, events_of, script, train
 from jobs import HANG_SECONDS, until
 from mpitrain.dashboard.commands import Commands
-from mpitrain.dashboard.records import run_id
+from mpitrain.dashboard.record_reader import run_id
 from mpitrain.dashboard.shown_jobs import ShownJob
+from mpitrain.launch.control import listen, serve
 from mpitrain.launch.roster import NOT_TOLD, launcher_name
-from mpitrain.launch.wishes import listen, serve
 from serving import Dashboard, dashboard
 
 pytest.importorskip("starlette", reason="needs Starlette and uvicorn: pip install 'mpitrain[dashboard]'")

@@ -74,6 +74,17 @@ def test_a_job_is_told_on_its_page(tmp_path: Path, browser: Any) -> None:
         answered(page, "decay=0.125", "decay is 0.125")
         row = page.locator("#tunables form").filter(has_text="decay")
         until(lambda: row.locator(".now").inner_text() == "is 0.125 now")
+        page.get_by_role("button", name="Undo Learning rate times 0.5").click()
+        answered(page, "Undo: Learning rate times 1/0.5", "the learning rate is multiplied by 2, so by 1 in all")
+        page.get_by_role("textbox", name="Learning rate times").fill("1e6")
+        page.keyboard.press("Enter")
+        dialog = page.get_by_role("dialog")
+        assert re.match(
+            r"Multiply the learning rate of job [0-9a-f]{8} \(.*\), .* by 1e6\? ", dialog.inner_text(), re.S
+        )
+        page.keyboard.press("Escape")
+        until(dialog.is_hidden)
+        assert page.locator("#answers li").first.inner_text().count("Undo") == 2, "the factor was not told"
         assert (loud.input_value(), page.get_by_role("textbox", name="decay").input_value()) == ("tr", "0.125")
         page.get_by_role("textbox", name="label").fill(MARKUP)
         page.keyboard.press("Enter")
@@ -92,9 +103,12 @@ def test_a_job_is_told_on_its_page(tmp_path: Path, browser: Any) -> None:
         _the_page_fits(page)
         assert page.evaluate("window.hacked") is None
         assert page.locator("main img, main script").count() == 0
-        page.get_by_role("button", name="Stop").press("Space")
+        page.get_by_role("button", name="Stop…").press("Space")
+        assert re.match(r"End job [0-9a-f]{8} \(.*\), which is at step [\d,]+, after", dialog.inner_text(), re.S)
+        page.get_by_role("button", name="Stop the run").click()
         answered(page, "Stop", "the run ends, and is saved")
         until(lambda: "done" in page.inner_text("#state"))
+        until(lambda: re.search(r"it was stopped by .* after step [\d,]+ of [\d,]+", page.inner_text("#state")))
         until(lambda: page.locator("#controls").is_hidden())
         assert page.locator("#answers").is_visible(), "the last answer stays"
 
@@ -106,6 +120,7 @@ def test_a_job_is_told_on_its_page(tmp_path: Path, browser: Any) -> None:
         "the training is resumed",
         "the learning rate is multiplied by 0.5, so by 0.5 in all",
         "decay is 0.125",
+        "the learning rate is multiplied by 2, so by 1 in all",
         f"label is {MARKUP!r}",
         "the save of a checkpoint has begun",
         "the run ends, and is saved",
@@ -155,7 +170,9 @@ def test_a_job_is_killed_on_its_page(tmp_path: Path, browser: Any) -> None:
     def during(page: Any, served: Dashboard) -> None:
         dialog = page.get_by_role("dialog")
         page.get_by_role("button", name="Kill…").press("Enter")
-        assert "without a save?" in dialog.inner_text()
+        text = dialog.inner_text()
+        assert re.match(r"End job [0-9a-f]{8} \(.*\), which is at step [\d,]+, now, without a save\? ", text, re.S)
+        assert "since its last checkpoint is lost" in text
         assert page.evaluate("document.activeElement.textContent") == "Cancel"
         assert contrast(*page.evaluate(COLORS_OF_DIALOG)) >= 4.5
         page.keyboard.press("Enter")

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from records_made import lines, make_record, rows_made
 
-from mpitrain.dashboard.records import run_id
+from mpitrain.dashboard.record_reader import run_id
 from serving import Dashboard, dashboard, refused
 
 pytest.importorskip("starlette", reason="needs Starlette and uvicorn: pip install 'mpitrain[dashboard]'")

@@ -17,8 +17,9 @@ from pathlib import Path
 import pytest
 from records_made import lines, make_record, rows_made
 
+from free_ports import free_port
 from jobs import HANG_SECONDS
-from mpitrain.dashboard.records import run_id
+from mpitrain.dashboard.record_reader import run_id
 from serving import Dashboard, dashboard, refused
 
 pytest.importorskip("starlette", reason="needs Starlette and uvicorn: pip install 'mpitrain[dashboard]'")
@@ -110,6 +111,8 @@ def test_what_differs(served: Dashboard, folder: Path) -> None:
     answer = served.get(f"/api/compare?runs={ids[0]},{ids[1]}")
     assert answer["differences"] == [{"name": "arguments", "values": ["--lr 0.1", "--lr 0.2"]}]
     assert [run["name"] for run in answer["runs"]] == ["first", "second"]
+    many = served.get(f"/api/compare?runs={','.join(ids * 10)}")
+    assert (many["asked"], len(many["runs"])) == (20, 16), "the page says that four are left out"
 
 
 @pytest.mark.parametrize(
@@ -145,7 +148,31 @@ def test_only_with_a_token(served: Dashboard) -> None:
             assert (status, "Open the link" in text) == (401, True), path
         assert served.ask(path, token="", headers={"Cookie": f"mpitrain-{served.port}=wrong"})[0] == 401
     assert served.ask("/?token=wrong", token="")[0] == 401
-    assert served.ask("/api/runs?token=" + served.viewer, token="")[0] == 401, "only the first page takes it"
+    assert served.ask("/api/runs?token=" + served.viewer, token="")[0] == 401, "only pages take it"
+
+
+def test_a_link_to_any_page_may_have_the_token(served: Dashboard) -> None:
+    status, headers, text = served.ask(f"/run/0a?x=1&token={served.viewer}&y=%22%3E", token="")
+    assert (status, f"mpitrain-{served.port}=" in headers["set-cookie"]) == (200, True)
+    assert 'content="0;url=/run/0a?x=1&amp;y=%22%3E"' in text
+    assert 'content="0;url=/evil.example/"' in served.ask(f"//evil.example/?token={served.viewer}", token="")[2]
+    assert served.ask("/run/0a?token=wrong", token="")[0] == 401
+
+
+def test_the_links_hold_after_a_restart(folder: Path, tmp_path: Path) -> None:
+    environment = {"XDG_STATE_HOME": str(tmp_path / "state")}
+    port, links = str(free_port()), []
+    for words in ((), (), ("--new-links",)):
+        with dashboard(tmp_path / "cache", str(folder), "--port", port, *words, env=environment) as made:
+            links.append((made.viewer, made.operator))
+            made.ask("/")  # it serves, so Ctrl-C ends it well
+            (kept,) = (tmp_path / "state/mpitrain").glob("dashboard-*.json")
+            assert kept.stat().st_mode & 0o777 == 0o600
+    assert links[0] == links[1] and not set(links[0]) & set(links[2])
+    kept.write_text("[")
+    with dashboard(tmp_path / "cache", str(folder), "--port", port, env=environment) as made:
+        made.ask("/")
+        assert made.viewer not in links[2]
 
 
 def test_the_first_visit_gives_a_cookie(served: Dashboard) -> None:

@@ -16,8 +16,13 @@ import pytest
 from records_made import DOCUMENT, lines, make_record, rows_made
 
 from mpitrain.dashboard.index import RunIndex
-from mpitrain.dashboard.record_reader import ReadMark, read_on
-from mpitrain.dashboard.records import find_records, run_id
+from mpitrain.dashboard.record_reader import ReadMark, find_records, read_on, run_id
+
+
+def points(index: RunIndex, id_: str, name: str) -> tuple[Any, Any]:
+    """All steps and values of a metric."""
+    whole = index.curve(id_, name, -math.inf, math.inf, 10**6)
+    return whole.steps, whole.values
 
 
 def series_of(rows: list[dict[str, Any]], name: str) -> tuple[list[float], list[float]]:
@@ -34,7 +39,7 @@ def assert_has(index: RunIndex, folder: Path, rows: list[dict[str, Any]]) -> Non
     names = list(dict.fromkeys(name for row in rows for name in row if name != "step"))
     assert run.names == names
     for name in (*names, "missing"):
-        steps, values = index.series(run.id, name)
+        steps, values = points(index, run.id, name)
         assert (steps.tolist(), values.tolist()) == series_of(rows, name)
 
 
@@ -157,9 +162,9 @@ def test_a_record_with_too_many_metrics(tmp_path: Path, index: RunIndex) -> None
 def test_numbers_that_are_not_finite(tmp_path: Path, index: RunIndex) -> None:
     folder = make_record(tmp_path / "a", [{"step": 1, "a": "NaN", "b": "-Infinity"}, {"step": 2, "a": 1e308}])
     index.update(folder)
-    steps, values = index.series(run_id(folder), "a")
+    steps, values = points(index, run_id(folder), "a")
     assert steps.tolist() == [1.0, 2.0] and math.isnan(values[0]) and values[1] == 1e308
-    assert index.series(run_id(folder), "b")[1].tolist() == [-math.inf]
+    assert points(index, run_id(folder), "b")[1].tolist() == [-math.inf]
 
 
 def test_events_and_resumes_are_in_order(tmp_path: Path, index: RunIndex) -> None:
@@ -199,9 +204,12 @@ def damaged_by(path: Path, damage: str) -> None:
     elif damage == "table":
         with sqlite3.connect(path) as connection:
             connection.execute("DROP TABLE pieces")
+    else:
+        with sqlite3.connect(path) as connection:
+            connection.execute(f"UPDATE runs SET {damage} = ?", ("[" * 100_000,))
 
 
-@pytest.mark.parametrize("damage", ["text", "middle", "version", "table"])
+@pytest.mark.parametrize("damage", ["text", "middle", "version", "table", "names", "place", "last"])
 def test_a_damaged_index_is_made_anew(tmp_path: Path, damage: str, capsys: pytest.CaptureFixture[str]) -> None:
     folder = make_record(tmp_path / "a", rows_made(1, 9000))
     path = tmp_path / "index.sqlite"
@@ -210,7 +218,8 @@ def test_a_damaged_index_is_made_anew(tmp_path: Path, damage: str, capsys: pytes
     index.close()
     damaged_by(path, damage)
     index = RunIndex(path)
-    index.series(run_id(folder), "loss")  # finds the damage, if nothing has found it before
+    index.runs()
+    points(index, run_id(folder), "loss")  # finds the damage, if nothing has found it before
     index.update(folder)
     assert_has(index, folder, rows_made(1, 9000))
     index.close()
@@ -263,7 +272,7 @@ def test_a_record_that_is_gone_is_forgotten(tmp_path: Path, index: RunIndex) -> 
     shutil.rmtree(folders[0])
     index.forget_missing([tmp_path])
     assert [run.folder for run in index.runs()] == [str(folders[1])]
-    assert len(index.series(run_id(folders[0]), "loss")[0]) == 0
+    assert len(points(index, run_id(folders[0]), "loss")[0]) == 0
 
 
 def test_where_records_are_found(tmp_path: Path) -> None:

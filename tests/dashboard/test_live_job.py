@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from jobs import Job, run_command, until
-from mpitrain.dashboard.records import run_id
+from mpitrain.dashboard.record_reader import run_id
 from mpitrain.training.run_document import read_document
 from serving import Dashboard, dashboard
 
@@ -37,14 +37,14 @@ def build(world):
         on_gradient("w", parameters["w"] - batch[0].mean())
         return 0.5 + world.rank
 
-    data = mt.ArrayData(world, [numpy.arange(10.0)], global_batch=5)
-    return mt.Parts(mt.ArrayFunction(function, {"w": numpy.zeros(1)}, mt.Sgd(0.1)), mt.Sync(), data)
+    data = mt.data.ArrayData(world, [numpy.arange(10.0)], global_batch=5)
+    return mt.Parts(mt.ArrayFunction(function, {"w": numpy.zeros(1)}, mt.optim.SGD(0.1)), mt.Sync(), data)
 
 class Gate(mt.Hook):
     ends_run = True
 
     def after_step(self, trainer, step):
-        if trainer.world.broadcast(go_on.exists()):
+        if trainer.world.broadcast_object(go_on.exists()):
             trainer.last_step = step.number
 
 world = mt.init()
@@ -54,7 +54,7 @@ if world.rank == 1:
     sys.stdout.buffer.write(b"<b>caf\xc3\xa9</b> \xff\x07" + b"x" * 10_000 + b"\n")
 sys.stdout.flush()
 
-mt.Trainer(build, [Gate(), mt.Record([mt.JsonLines(folder)], steps=2)]).run()
+mt.Trainer(build, [Gate(), mt.Record([mt.writers.JsonLines(folder)], steps=2)]).run()
 """
 
 

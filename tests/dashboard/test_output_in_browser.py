@@ -10,7 +10,7 @@ from visiting import MARKUP, Visit, contrast
 
 from faults.telling import Teller, script, train
 from jobs import until
-from mpitrain.dashboard.records import run_id
+from mpitrain.dashboard.record_reader import run_id
 from serving import dashboard
 
 pytest.importorskip("starlette", reason="needs Starlette and uvicorn: pip install 'mpitrain[dashboard]'")

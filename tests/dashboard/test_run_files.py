@@ -15,13 +15,13 @@ from records_made import DOCUMENT, make_record
 
 from jobs import run_job
 from mpitrain.dashboard import run_files
-from mpitrain.dashboard.records import run_id
+from mpitrain.dashboard.record_reader import run_id
 from mpitrain.dashboard.run_files import files_of
 from mpitrain.errors import CheckpointError
 from mpitrain.last_word import keep_word, last_word
+from mpitrain.state import manifest
+from mpitrain.state.store import name_of, save
 from mpitrain.state_files import state_folder
-from mpitrain.training.checkpoint import manifest
-from mpitrain.training.checkpoint.store import name_of, save
 from mpitrain.training.run_document import RunDocument, read_document
 from serving import dashboard
 
@@ -35,11 +35,12 @@ def function(parameters, batch, on_gradient):
     return 0.5
 
 def build(world):
-    data = mt.ArrayData(world, [numpy.arange(10.0)], global_batch=5)
-    return mt.Parts(mt.ArrayFunction(function, {"w": numpy.zeros(1)}, mt.Sgd(0.1)), mt.Sync(), data)
+    data = mt.data.ArrayData(world, [numpy.arange(10.0)], global_batch=5)
+    return mt.Parts(mt.ArrayFunction(function, {"w": numpy.zeros(1)}, mt.optim.SGD(0.1)), mt.Sync(), data)
 
 folder = sys.argv[1]
-hooks = [mt.StopAtStep(5), mt.Checkpoint(f"{folder}/kept", 2, keep=2), mt.Record([mt.JsonLines(f"{folder}/run")])]
+record = mt.Record([mt.writers.JsonLines(f"{folder}/run")])
+hooks = [mt.StopAtStep(5), mt.Checkpoint(f"{folder}/kept", 2, keep=2), record]
 mt.Trainer(build, hooks).run()
 """
 

@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 from records_made import DOCUMENT
 
-from mpitrain.dashboard.differences import differences
-from mpitrain.dashboard.run_state import state_of
+from mpitrain.dashboard.index import IndexedRun
+from mpitrain.dashboard.shown_jobs import ShownJob
+from mpitrain.dashboard.summary import differences, ids_of, state_of, summary_of_job, summary_of_run
 
 OPEN = dataclasses.replace(DOCUMENT, end="", ended=None)
 
@@ -52,6 +53,48 @@ def test_states(document: Any, live: Any, is_alive: bool, age: float, state: str
     found = state_of(document, live, is_alive=is_alive, age_seconds=age)
     assert found[0] == state
     assert why in found[1] and bool(why) == bool(found[1])
+
+
+STOP = {"source": "told", "after_step": 2932, "teller": "ada on a", "text": "the run ends, and is saved"}
+
+
+@pytest.mark.parametrize(
+    ("step", "event", "why"),
+    [
+        (2932, STOP, "it was stopped by ada on a after step 2,932 of 9,000"),
+        (2932, None, "it ended after step 2,932 of 9,000"),
+        (2940, STOP, "it ended after step 2,940 of 9,000"),
+        (9000, STOP, "all steps were made"),
+    ],
+)
+def test_a_run_that_was_stopped_has_not_made_all_steps(step: float, event: Any, why: str) -> None:
+    document = dataclasses.replace(DOCUMENT, steps=9000)
+    found = state_of(document, None, is_alive=False, age_seconds=1e6, step=step, event=event)
+    assert found == ("done", why)
+
+
+def test_the_speed_is_the_mean_over_the_run() -> None:
+    """The last row may be of a slow moment, which would reverse the order of two runs."""
+    last = {"step": 9.0, "samples": 1000.0, "seconds": 10.0, "samples_per_second": 7.0}
+    run = IndexedRun("0a", "/runs/a", None, last, 9, [], [], [], 0.0)
+    assert summary_of_run(run, None)["speed"] == 100.0
+    for change, speed in (({"seconds": 0.0}, 7.0), ({"samples": float("nan")}, 7.0)):
+        assert summary_of_run(dataclasses.replace(run, last=last | change), None)["speed"] == speed
+    assert summary_of_run(dataclasses.replace(run, last={}), None)["speed"] is None
+
+
+def job_at(launcher: str, *ids: str) -> ShownJob:
+    return ShownJob({"ids": list(ids), "state": "starts", "ranks": [], "hosts": {}}, 0.0, launcher)
+
+
+def test_two_jobs_that_begin_have_two_ids() -> None:
+    """And a page that was opened then finds its job when it has an id."""
+    first, second = job_at("a 1 2"), job_at("a 3 4")
+    ids = [summary_of_job(job)["id"] for job in (first, second)]
+    assert len(set(ids)) == 2 and all(len(one) > len("job-") for one in ids)
+    later = job_at("a 1 2", "1a2b3c4d", "5a6b7c8d")
+    assert summary_of_job(later)["id"] == "job-1a2b3c4d"
+    assert {ids[0], "job-1a2b3c4d", "job-5a6b7c8d"} == set(ids_of(later))
 
 
 def test_what_differs() -> None:

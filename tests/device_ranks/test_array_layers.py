@@ -10,9 +10,11 @@ from typing import Any
 import numpy
 import pytest
 
-from mpitrain import ArrayData, ArrayLayers, Parts, Pipeline, Sgd, StopAtStep, Sync, Trainer, World
+from mpitrain import ArrayLayers, Parts, Pipeline, StopAtStep, Sync, Trainer, World
 from mpitrain.arrays import Array, namespace
+from mpitrain.data import ArrayData
 from mpitrain.errors import ConfigError
+from mpitrain.optim import SGD
 from mpitrain.strategies import Strategy
 from tests.ranks import layered
 from tests.ranks.trainings import Record
@@ -40,7 +42,7 @@ class OnPlace(layered.Dense):
 
 def model(xp: ModuleType) -> ArrayLayers:
     layers = [OnPlace(number, xp) for number in range(layered.LAYERS)]
-    optimizer = Sgd(layered.RATE, momentum=layered.MOMENTUM, clip_norm=layered.CLIP)
+    optimizer = SGD(layered.RATE, momentum=layered.MOMENTUM, clip_norm=layered.CLIP)
     return ArrayLayers(layers, layered.square, optimizer)
 
 

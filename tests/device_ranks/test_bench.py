@@ -9,9 +9,8 @@ from pathlib import Path
 import pytest
 
 from mpitrain import World
-from mpitrain.allreduce.device import KINDS, make_transport
-from mpitrain.allreduce.device.select import LARGE_BYTES, SMALL_BYTES, choose
-from mpitrain.bench.__main__ import main
+from mpitrain.cuda.transports import KINDS, LARGE_BYTES, SMALL_BYTES, choose, make_transport
+from mpitrain.forecast.bench import main
 from tests.ranks.common import skip_alone
 
 

@@ -10,9 +10,10 @@ import pytest
 
 from mpitrain import GradientReducer, Parameter, World
 from mpitrain.compression import CODECS
+from mpitrain.cuda.sequential import DeviceSequential
 from mpitrain.errors import DataError, DeviceError, NonFiniteError
-from mpitrain.exchange.exchange import CompressedExchange
-from mpitrain.exchange.slot import Slot
+from mpitrain.reducer.exchange import CompressedExchange
+from mpitrain.reducer.slot import Slot
 from tests.added.halves import halves
 from tests.ranks.common import assert_same_bits, error_on_all, skip_alone
 from tests.ranks.placements import PLACEMENTS, placed
@@ -21,11 +22,11 @@ from tests.ranks.test_compressed import inputs
 cupy = pytest.importorskip("cupy", reason="CuPy is not installed")
 FLOAT32 = numpy.dtype(numpy.float32)
 WITHOUT_KERNELS = sorted({"halves", *(name for name, make in CODECS.items() if not make(False).device_code)})
-WITH_KERNELS = [*sorted({*CODECS} - {*WITHOUT_KERNELS}), "top_k:0.3:3"]
+WITH_KERNELS = sorted({*CODECS} - {*WITHOUT_KERNELS})
 
 
 def with_transport(world: World, name: str) -> World:
-    return replace(world, config=replace(world.config, transport=name))
+    return world.replaced(config=replace(world.config, transport=name))
 
 
 def steps(there: World, exchange: CompressedExchange, slot: Slot, numbers: range) -> bytes:
@@ -215,7 +216,7 @@ def test_no_memory_for_what_is_left_out(world: World, monkeypatch: pytest.Monkey
     """One rank has no memory after it has made its bucket. All ranks raise the error."""
     skip_alone(world)
     exchange = CompressedExchange(placed(world, "alone on each node"), "int8")
-    assert exchange._on_device.codes_on_device
+    assert isinstance(exchange._on_device, DeviceSequential)
     if world.rank == world.size - 1:
         gc.collect()
         used = cupy.cuda._used[cupy.cuda.Device().id]
@@ -263,10 +264,7 @@ def test_a_codec_without_kernels_is_used_on_the_host(
             reducer.finish()
             weights -= reducer.flats[FLOAT32]
         means.append((weights.get() if on_device else weights).tobytes())
-    if there.num_nodes == world.size:  # inside a node, pieces of a GPU's array are added in other places
-        assert means[0] == means[1]
-    found, expected = (numpy.frombuffer(text, FLOAT32) for text in means)
-    numpy.testing.assert_allclose(found, expected, rtol=0, atol=4 * 80 * CODECS[codec](False).relative_error)
+    assert means[0] == means[1]
     said = capfd.readouterr().out.count(f"compression {codec} has no kernels for GPUs: gradients are coded on the host")
     assert said == (1 if world.is_root else 0)
 
@@ -276,4 +274,4 @@ def test_peer_cannot_use_a_codec_without_kernels(world: World, host_only: None, 
     skip_alone(world)
     exchange = CompressedExchange(with_transport(placed(world, "alone on each node"), "peer"), codec)
     text = error_on_all(world, DeviceError, lambda: exchange.allocate(3, FLOAT32, on_device=True))
-    assert f"compression {codec} has no kernels for GPUs; use auto or staged" in text
+    assert f"compression {codec} is made on the host; use auto or staged with it" in text

@@ -13,12 +13,12 @@ import numpy
 import pytest
 
 from mpitrain import World
-from mpitrain.allreduce.device import TRANSPORTS, make_transport
-from mpitrain.cuda import aware, device
-from mpitrain.cuda.aware import fingerprint
+from mpitrain.cuda import aware_probe, device
+from mpitrain.cuda.aware_probe import fingerprint
 from mpitrain.cuda.device import array_module, bind, choose_early, local_rank_of, open_gpu
 from mpitrain.cuda.memory import is_page_aligned, open_block, pinned
 from mpitrain.cuda.streams import make_stream, working_on
+from mpitrain.cuda.transports import TRANSPORTS, make_transport
 from mpitrain.errors import ConfigError, DeviceError, MismatchError
 from tests.ranks.common import error_on_all, skip_alone
 
@@ -37,7 +37,7 @@ emulated = pytest.mark.skipif("emulated" not in cupy.__version__, reason="a real
 
 
 def given(world: World, devices: str) -> World:
-    return replace(world, context=replace(world.context, devices=tuple(devices.split(","))))
+    return world.replaced(context=replace(world.context, devices=tuple(devices.split(","))))
 
 
 def test_by_the_local_rank(world: World, unbound: pytest.MonkeyPatch) -> None:
@@ -238,7 +238,7 @@ def test_an_mpi_that_is_not_cuda_aware(world: World, tmp_path: Path, monkeypatch
         said = error_on_all(world, DeviceError, lambda: make_transport(world, "aware"))
         assert said.startswith(f"the transport aware is not possible here: {world.name(0)}: the MPI library is not")
         assert "CUDA-aware: a process that sent GPU memory with it ended with " in said
-        monkeypatch.setattr(aware, "_ask", lambda number: ("asked again", True))
+        monkeypatch.setattr(aware_probe, "_ask", lambda number: ("asked again", True))
     if world.local_rank == 0:
         assert len(json.loads((tmp_path / "mpitrain/cuda_aware.json").read_text())) == 1
 
@@ -247,6 +247,6 @@ def test_an_mpi_that_is_not_cuda_aware(world: World, tmp_path: Path, monkeypatch
 def test_a_cache_that_cannot_be_read(tmp_path: Path, content: str) -> None:
     path = tmp_path / "cuda_aware.json"
     path.write_text(content)
-    assert aware._read(path) == {}
-    aware._write(path, {"key": "why"})
-    assert aware._read(path) == {"key": "why"}
+    assert aware_probe._read(path) == {}
+    aware_probe._write(path, {"key": "why"})
+    assert aware_probe._read(path) == {"key": "why"}

@@ -8,9 +8,10 @@ from functools import partial
 import numpy
 import pytest
 
-from mpitrain import AdamW, GradientReducer, World
+from mpitrain import GradientReducer, World
 from mpitrain.errors import ConfigError, DeviceError, GradientError, MismatchError, MissingGradientError, NonFiniteError
-from mpitrain.exchange.exchange import PlainExchange, make_exchange
+from mpitrain.optim import AdamW
+from mpitrain.reducer.exchange import PlainExchange, make_exchange
 from tests.ranks.common import assert_same_bits, error_on_all, mean_bound, named_ranks, skip_alone
 from tests.ranks.reducers import BUCKETS, HUGE, PARAMETERS, SMALL, TINY, gradients_of
 
@@ -20,7 +21,7 @@ cupy = pytest.importorskip("cupy", reason="CuPy is not installed")
 @pytest.fixture(params=[False, True], ids=["called", "threaded"], autouse=True)
 def threaded(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
     """Every test both ways; the thread begins with CUDA's own device and stream."""
-    monkeypatch.setattr("mpitrain.exchange.driver.threads_by_default", lambda world: request.param)
+    monkeypatch.setattr("mpitrain.reducer.driver.threads_by_default", lambda world: request.param)
     return bool(request.param)
 
 

@@ -13,30 +13,16 @@ import numpy
 import pytest
 
 from models import mlp
-from mpitrain import (
-    Accumulate,
-    Adam,
-    AdamW,
-    ArrayData,
-    ArrayFunction,
-    Balance,
-    Checkpoint,
-    JsonLines,
-    LossScale,
-    Parts,
-    Sgd,
-    StopAtStep,
-    Sync,
-    Trainer,
-    World,
-    evaluate,
-)
+from mpitrain import Accumulate, ArrayFunction, Balance, Checkpoint, Parts, StopAtStep, Sync, Trainer, World, evaluate
 from mpitrain import Record as KeepRows
+from mpitrain import state as checkpoint
+from mpitrain.data import ArrayData
 from mpitrain.errors import NonFiniteError
-from mpitrain.exchange.exchange import Exchange, PlainExchange, make_exchange
-from mpitrain.training import checkpoint
-from mpitrain.training.checkpoint.names import split
+from mpitrain.optim import SGD, Adam, AdamW, LossScale
+from mpitrain.reducer.exchange import Exchange, PlainExchange, make_exchange
+from mpitrain.state.names import split
 from mpitrain.training.writers.json_lines import read_rows
+from mpitrain.writers import JsonLines
 from tests.ranks.common import assert_same_bits, error_on_all
 from tests.ranks.test_data_balance import Pretend
 from tests.ranks.trainings import Record
@@ -44,8 +30,8 @@ from tests.ranks.trainings import Record
 cupy = pytest.importorskip("cupy", reason="CuPy is not installed")
 
 OPTIMIZERS: dict[str, Callable[[], Any]] = {
-    "sgd": lambda: Sgd(0.05, momentum=0.9, nesterov=True, weight_decay=1e-3),
-    "sgd plain": lambda: Sgd(0.1),
+    "sgd": lambda: SGD(0.05, momentum=0.9, nesterov=True, weight_decay=1e-3),
+    "sgd plain": lambda: SGD(0.1),
     "adam": lambda: Adam(0.01),
     "adamw, clipped": lambda: AdamW(0.01, weight_decay=0.1, clip_norm=0.5),
 }
@@ -173,7 +159,7 @@ def test_not_finite_without_a_loss_scale(world: World) -> None:
 
     def build(world: World) -> Parts:
         parts = builder(cupy)(world)
-        return replace(parts, adapter=ArrayFunction(function, parts.adapter.parameters(), Sgd(0.1)))
+        return replace(parts, adapter=ArrayFunction(function, parts.adapter.parameters(), SGD(0.1)))
 
     trainer = Trainer(build)
     before = bits(trainer)

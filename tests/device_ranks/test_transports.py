@@ -9,7 +9,7 @@ import pytest
 
 from mpitrain import World
 from mpitrain.allreduce.algorithm import DTYPES, FLOATS, INTEGERS
-from mpitrain.allreduce.device.sequential import DeviceSequential
+from mpitrain.cuda.sequential import DeviceSequential
 from tests.ranks.common import assert_same_bits, expected_sum, pattern
 from tests.ranks.placements import PLACEMENTS, placed
 

@@ -9,8 +9,8 @@ import weakref
 import pytest
 
 from mpitrain import World
-from mpitrain.allreduce.device.sequential import DeviceSequential
 from mpitrain.cuda import peers
+from mpitrain.cuda.sequential import DeviceSequential
 
 from .transports import FLOAT32, expect, fill, made
 

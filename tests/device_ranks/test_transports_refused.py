@@ -9,9 +9,9 @@ import pytest
 
 from mpitrain import World
 from mpitrain.allreduce import make_algorithm
-from mpitrain.allreduce.device import TRANSPORTS, make_transport
-from mpitrain.allreduce.device.sequential import DeviceSequential
 from mpitrain.cuda import peers
+from mpitrain.cuda.sequential import DeviceSequential
+from mpitrain.cuda.transports import TRANSPORTS, make_transport
 from mpitrain.errors import ConfigError, DeviceError, MismatchError
 from tests.ranks.common import error_on_all, skip_alone
 from tests.ranks.placements import placed

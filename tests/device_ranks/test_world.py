@@ -7,9 +7,10 @@ from dataclasses import replace
 import numpy
 import pytest
 
-from mpitrain import World, clip_by_global_norm
+from mpitrain import World
 from mpitrain.cuda.device import bind
 from mpitrain.errors import DeviceError, MismatchError, MpitrainError
+from mpitrain.optim import clip_by_global_norm
 from tests.ranks.common import error_on_all, skip_alone
 
 cupy = pytest.importorskip("cupy", reason="CuPy is not installed")
@@ -26,7 +27,7 @@ def test_sync_sum_and_mean_of_device_arrays(world: World, count: int) -> None:
         "n": world.rank,
     }
     ranks = world.size * (world.size - 1) // 2
-    synced = world.sync(mine, root=world.size - 1)
+    synced = world.broadcast(mine, root=world.size - 1)
     summed = world.sum(mine)
     assert all(isinstance(tree["a"], cupy.ndarray) for tree in (synced, summed))
     assert isinstance(summed["b"][1], numpy.ndarray)
@@ -47,9 +48,9 @@ def test_a_leaf_on_the_gpu_of_some_ranks_only(world: World) -> None:
         xp = numpy if world.rank == odd else cupy
         text = error_on_all(world, MismatchError, lambda xp=xp: world.sum({"a": xp.zeros(3)}))
         assert "['a'] float64 (3,) on a GPU" in text
-    synced = world.sync(
+    synced = world.broadcast(
         {"a": (cupy if world.is_root else numpy).zeros(3)}
-    )  # sync sends values only, so the places may differ
+    )  # broadcast sends values only, so the places may differ
     assert isinstance(synced["a"], cupy.ndarray) == world.is_root
 
 
@@ -104,7 +105,7 @@ def test_sums_leave_what_they_are_given(world: World) -> None:
 
 
 def exact(world: World, **settings: str) -> World:
-    return replace(world, config=replace(world.config, reduction="exact", **settings))
+    return world.replaced(config=replace(world.config, reduction="exact", **settings))
 
 
 @pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])

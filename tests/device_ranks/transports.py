@@ -8,9 +8,9 @@ import numpy
 import pytest
 
 from mpitrain import World
-from mpitrain.allreduce.device import TRANSPORTS, make_transport
-from mpitrain.allreduce.device.sequential import DeviceSequential
 from mpitrain.arrays import Array
+from mpitrain.cuda.sequential import DeviceSequential
+from mpitrain.cuda.transports import TRANSPORTS, make_transport
 from mpitrain.errors import DeviceError
 from tests.ranks.common import assert_equal, expected_sum, pattern
 

@@ -50,7 +50,10 @@ def run_all(folder: Path) -> Printed:
     """Run each example in one process and on two ranks, for few steps. What they save goes to `folder`."""
     checkpoint = ["--checkpoint", str(folder / "state.pt")]
     alone = {"whole loop": ["torch_whole_loop"], "first epoch": ["torch_whole_loop", *checkpoint, "--epochs", "1"]}
+    run = ["torch_trainer", "--directory", str(folder / "run")]
+    alone |= {"trainer": [*run[:2], str(folder / "undisturbed"), "--epochs", "3"], "begun": [*run, "--epochs", "1"]}
     together = {"other epochs": ["torch_whole_loop", *checkpoint], "prepare": ["torch_prepare", "--epochs", "2"]}
+    together |= {"resumed": [*run, "--epochs", "3"]}
     for name, options in STEPS.items():
         if importlib.util.find_spec(MODULES.get(name, "torch")) and (name != "torch_gpt" or AUSTEN.is_dir()):
             words = [name, "--steps", "3", *options, "--save"]

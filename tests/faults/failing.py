@@ -22,8 +22,8 @@ OTHERS = {
     "mean": "while True: world.mean(numpy.ones(5))",
     "mean of a ring": "world.mean(numpy.ones(2**20))",
     "barrier": "world.barrier()",
-    "broadcast": "world.broadcast('x', root=1)",
-    "receive": "world.receive(1)",
+    "broadcast": "world.broadcast_object('x', root=1)",
+    "receive": "world.recv(1)",
     "send": "world.send(numpy.ones(2**20), 1)",
     "reducer": """
 reducer.begin(1)

@@ -21,7 +21,7 @@ def script(tmp_path: Path) -> Script:
     def run(ranks: int, source: str, vendor: str = "mpich") -> Job:
         (tmp_path / "script.py").write_text(source)
         python = str(VENVS[vendor] / "bin/python")
-        return run_command([*mpiexec(ranks, vendor), python, str(tmp_path / "script.py")], timeout=100)
+        return run_command([*mpiexec(ranks, vendor), python, str(tmp_path / "script.py")], timeout=300)
 
     return run
 

@@ -55,9 +55,9 @@ def build(world):
     IN_BUILD
     random = numpy.random.default_rng(0)
     arrays = random.standard_normal((SAMPLES, 5)), random.standard_normal(SAMPLES), numpy.arange(SAMPLES)
-    data = mt.ArrayData(world, arrays, global_batch=BATCH, shuffle=False)
+    data = mt.data.ArrayData(world, arrays, global_batch=BATCH, shuffle=False)
     parameters = {"w": to_place(numpy.zeros(5))}
-    return mt.Parts(mt.ArrayFunction(regression, parameters, mt.Sgd(0.01, momentum=0.9)), STRATEGY, data)
+    return mt.Parts(mt.ArrayFunction(regression, parameters, mt.optim.SGD(0.01, momentum=0.9)), STRATEGY, data)
 
 class Steps(mt.Hook):
     def before_step(self, trainer):

@@ -43,9 +43,9 @@ def regression(parameters, batch, on_gradient):
 
 def build(world):
     random = numpy.random.default_rng(0)
-    data = mt.ArrayData(world, (random.standard_normal((61, 5)), random.standard_normal(61)), global_batch=12)
+    data = mt.data.ArrayData(world, (random.standard_normal((61, 5)), random.standard_normal(61)), global_batch=12)
     zeros = {"w": numpy.zeros(5, "DTYPE")}
-    return mt.Parts(mt.ArrayFunction(regression, zeros, mt.Sgd(0.01, momentum=0.9)), mt.Sync(), data)
+    return mt.Parts(mt.ArrayFunction(regression, zeros, mt.optim.SGD(0.01, momentum=0.9)), mt.Sync(), data)
 
 class Steps(mt.Hook):
     def after_step(self, trainer, step):

@@ -53,8 +53,9 @@ def regression(parameters, batch, on_gradient):
 
 def build(world):
     random = numpy.random.default_rng(0)
-    data = mt.ArrayData(world, (random.standard_normal((60, 5)), random.standard_normal(60)), global_batch=12)
-    return mt.Parts(mt.ArrayFunction(regression, {"w": numpy.zeros(5)}, mt.Sgd(0.01, momentum=0.9)), mt.Sync(), data)
+    data = mt.data.ArrayData(world, (random.standard_normal((60, 5)), random.standard_normal(60)), global_batch=12)
+    adapter = mt.ArrayFunction(regression, {"w": numpy.zeros(5)}, mt.optim.SGD(0.01, momentum=0.9))
+    return mt.Parts(adapter, mt.Sync(), data)
 
 BEFORE
 trainer = mt.Trainer(build, [mt.StopAtStep(20), mt.Checkpoint(folder / "checkpoints", steps=4)])

@@ -43,8 +43,8 @@ def schedule(step):
 
 def build(world):
     random = numpy.random.default_rng(0)
-    data = mt.ArrayData(world, (random.standard_normal((61, 5)), random.standard_normal(61)), global_batch=12)
-    adapter = mt.ArrayFunction(regression, {"w": numpy.zeros(5)}, mt.Sgd(schedule, momentum=0.9))
+    data = mt.data.ArrayData(world, (random.standard_normal((61, 5)), random.standard_normal(61)), global_batch=12)
+    adapter = mt.ArrayFunction(regression, {"w": numpy.zeros(5)}, mt.optim.SGD(schedule, momentum=0.9))
     return mt.Parts(adapter, mt.Sync(), data)
 
 class Steps(mt.Hook):
@@ -57,12 +57,12 @@ class Steps(mt.Hook):
         else:
             time.sleep(0.05)
             WRONG
-            is_over = trainer.world.broadcast((folder / "end").exists())
+            is_over = trainer.world.broadcast_object((folder / "end").exists())
         if is_over:
             trainer.last_step = step.number
 
 (folder / f"pid.{world.rank}").write_text(str(os.getpid()))
-hooks = [Steps(), mt.Record([mt.JsonLines(folder / "record")], steps=1)]
+hooks = [Steps(), mt.Record([mt.writers.JsonLines(folder / "record")], steps=1)]
 mt.Trainer(build, [*hooks, *HOOKS], WORLD).run()
 if world.is_root:
     (folder / "steps.json").write_text(json.dumps(steps))

@@ -37,9 +37,9 @@ def regression(parameters, batch, on_gradient):
 def build(world):
     random = numpy.random.default_rng(0)
     x, y = random.standard_normal((samples, width)).astype(dtype), random.standard_normal(samples).astype(dtype)
-    data = mt.ArrayData(world, (x, y), global_batch=global_batch)
+    data = mt.data.ArrayData(world, (x, y), global_batch=global_batch)
     parameters = {"w": numpy.zeros(width, dtype), "b": numpy.zeros(1, dtype)}
-    return mt.Parts(mt.ArrayFunction(function, parameters, mt.Sgd(0.01, momentum=0.9)), mt.Sync(), data)
+    return mt.Parts(mt.ArrayFunction(function, parameters, mt.optim.SGD(0.01, momentum=0.9)), mt.Sync(), data)
 
 hooks = [mt.StopAtStep(steps)]
 if checkpoints:
@@ -253,6 +253,7 @@ def test_an_unknown_option_of_the_example(ranks: int, tmp_path: Path) -> None:
     job = example(ranks, "--lerning-rate", "1", folder=tmp_path)
     failed(job, "error: unrecognized arguments: --lerning-rate 1\n")
     assert job.code == 2, job.output
+    assert "left with exit code 2 (train.py:" in job.stderr, job.output  # and not argparse's own line
 
 
 # Each line is a wrong option. One process tests all of them, because most of its time goes into imports.

@@ -13,7 +13,7 @@ import pytest
 from faults.outcome import failed, report_of, succeeded
 from faults.test_bad_input import BEGIN, PYTHON, TRAIN, once, train
 from jobs import Job, mpiexec, run_command, run_job
-from mpitrain.training.checkpoint import load
+from mpitrain.state import load
 
 # -- other numbers of ranks -------------------------------------------------------------------------------------------
 
@@ -36,8 +36,8 @@ def function(parameters, batch, on_gradient):
 def build(world):
     random = numpy.random.default_rng(0)
     x = numpy.column_stack([numpy.arange(53.0), random.standard_normal((53, 7))])
-    data = mt.ArrayData(world, (x, random.standard_normal(53)), global_batch=8)
-    return mt.Parts(mt.ArrayFunction(function, {"w": numpy.zeros(7)}, mt.Adam(0.05)), mt.Sync(), data)
+    data = mt.data.ArrayData(world, (x, random.standard_normal(53)), global_batch=8)
+    return mt.Parts(mt.ArrayFunction(function, {"w": numpy.zeros(7)}, mt.optim.Adam(0.05)), mt.Sync(), data)
 
 class Note(mt.Hook):
     def after_step(self, trainer, step):
@@ -138,10 +138,11 @@ def test_a_full_disk_that_gets_room_again(tmp_path: Path) -> None:
 
 
 def test_a_disk_that_is_full_at_the_end(tmp_path: Path) -> None:
-    job, copy = in_a_small_disk(tmp_path, FILL)
+    patient = "import mpitrain.job.failure as its\nits._ARBITRATION_SECONDS = 60.0\n"
+    job, copy = in_a_small_disk(tmp_path, FILL + patient)
     once(job, "/small/step-00000004: ")
-    # The report is of the rank that was first to fail, which need not be the one that writes.
-    report_of(job, "CheckpointError: ", "cannot write the checkpoint ", "No space left on device")
+    report = report_of(job, "CheckpointError: ", "cannot write the checkpoint ", "No space left on device")
+    assert report.rank == 0  # the one that writes: only its report has the cause
     assert names_in(copy) == ["other", "step-00000002"]
     assert load(copy / "step-00000002")["adapter"]["parameters"]["w"].shape == (10_000,)
 
@@ -204,7 +205,7 @@ def test_a_checkpoint_of_another_model(tmp_path: Path) -> None:
 # Rank 0 is killed after it has written the tensors of step 4, and before it marks them as complete.
 KILL = """
 import signal
-from mpitrain.training.checkpoint import store
+from mpitrain.state import store
 
 to_text = store.to_text
 def kill(manifest):

@@ -30,9 +30,9 @@ def loss_and_gradients(parameters, batch, on_gradient):
     return 0.0
 
 def build(world):
-    data = mt.MapData(world, Files(sys.argv[1]), global_batch=6, shuffle=False)
-    adapter = mt.ArrayFunction(loss_and_gradients, {"w": numpy.zeros(3)}, mt.Sgd(0.01))
-    return mt.Parts(adapter, mt.Sync(), mt.Prefetch(data, batches=2))
+    data = mt.data.MapData(world, Files(sys.argv[1]), global_batch=6, shuffle=False)
+    adapter = mt.ArrayFunction(loss_and_gradients, {"w": numpy.zeros(3)}, mt.optim.SGD(0.01))
+    return mt.Parts(adapter, mt.Sync(), mt.data.Prefetch(data, batches=2))
 
 seconds = float(sys.argv[2])
 trainer = mt.Trainer(build, [mt.StopAtStep(4)])

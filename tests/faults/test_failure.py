@@ -31,6 +31,57 @@ def test_an_exception_whatever_the_others_do(doing: str) -> None:
     assert "failed too" not in job.stderr
 
 
+def test_a_refusal_is_shown_with_the_program_s_own_lines() -> None:
+    """The frames of the package between the program's line and the refusal say nothing about the cause."""
+    job = run_job(2, f"{START}\nif rank == 0:\n    world.mean(1.0)\nelse:\n    world.barrier()\n")
+    shown = report_of(job, "MismatchError: rank 1 on ", "world.").text
+    assert shown.count("  File ") == 1, shown
+    assert "mpitrain/world" not in shown
+
+
+ODD = """
+class SilentError(Exception):
+    def __str__(self):
+        raise SystemExit(0)
+
+class BrokenError(Exception):
+    @property
+    def __cause__(self):
+        raise OSError
+
+def ring():
+    error, other = ValueError("bang"), ValueError("before")
+    error.__cause__, other.__context__ = other, error
+    raise error
+
+def noted():
+    error = ValueError("bang")
+    error.__notes__ = 5
+    raise error
+
+def itself():
+    error = ValueError("bang")
+    raise error from error
+
+if rank == 1:
+"""
+
+
+@pytest.mark.parametrize(
+    ("ending", "shown"),
+    [
+        ("itself()", "ValueError: bang\n"),
+        ("ring()", "ValueError: bang\n"),
+        ("noted()", "ValueError: bang\n5\n"),
+        ("raise SilentError", "SilentError: <exception str() failed>\n"),
+        ("raise BrokenError('bang')", "BrokenError: bang\n"),
+    ],
+)
+def test_an_exception_that_is_hard_to_report(ending: str, shown: str) -> None:
+    job = run_job(2, START + ODD + f"    {ending}\nworld.barrier()")
+    assert report_of(job, shown).rank == 1
+
+
 @pytest.mark.parametrize("ranks", [2, 5])
 @pytest.mark.parametrize("doing", ["barrier", pytest.param("alone", marks=pytest.mark.slow)])
 def test_an_exception_in_other_worlds(ranks: int, doing: str) -> None:

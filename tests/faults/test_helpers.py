@@ -27,9 +27,9 @@ world = mt.init()
 calls = [
     lambda: world.barrier(),
     lambda: world.sum(numpy.ones(3)),
-    lambda: world.broadcast("x"),
+    lambda: world.broadcast_object("x"),
     lambda: world.send("x", to=1 - world.rank),
-    lambda: world.receive(1 - world.rank),
+    lambda: world.recv(1 - world.rank),
     lambda: mt.collectives.allgather(world, numpy.ones(3)).wait(),
     lambda: mt.init().agree("a call"),
 ]

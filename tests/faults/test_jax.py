@@ -33,6 +33,43 @@ def test_the_example_on_one_and_two_ranks() -> None:
     assert 0 < alone[1] < alone[0]
 
 
+# Only the step is inside jit, so JAX leaves it to a thread of XLA. The rank may use one core alone.
+ON_ONE_CORE = """
+import os, sys
+os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+import jax, jax.numpy as jnp
+import mpitrain as mt, mpitrain.jax
+from mpitrain.jax import inside_jit
+
+world = mt.init()
+inside_jit._COPY_SECONDS = float(sys.argv[2])
+
+def loss(p, x):
+    y = jax.lax.conv_general_dilated(x, p["kernel"], (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
+    return jnp.square(y.reshape(len(x), -1) @ p["dense"]).mean()
+
+step = jax.jit(mpitrain.jax.mean(jax.value_and_grad(loss)))
+p = {"kernel": jnp.ones((3, 3, 1, 16)) / 100, "dense": jnp.ones((4096, 100)) / 100}
+x = jnp.ones((8, 16, 16, 1)) * (1 + world.rank)
+for _ in range(int(sys.argv[1])):
+    value, gradients = step(p, x)
+    p = jax.tree.map(lambda its, gradient: its - 1e-3 * gradient, p, gradients)
+world.print("trained")
+"""
+
+
+def test_a_step_inside_jit_where_xla_would_have_one_thread() -> None:
+    job = run_job(2, ON_ONE_CORE, "100", "600", timeout=100)
+    succeeded(job)
+    assert job.stdout == "trained\n"
+
+
+def test_a_step_inside_jit_where_xla_has_one_thread() -> None:
+    """With PJRT_NPROC=1 the first steps may succeed."""
+    job = run_job(2, ON_ONE_CORE, "1000000", "3", timeout=100, env={"PJRT_NPROC": "1"})
+    report_of(job, "ConfigError: rank ", "PJRT_NPROC is 1; XLA needs 2 threads or more: set it to 2")
+
+
 UNEQUAL = """
 import jax, jax.numpy as jnp
 import mpitrain as mt, mpitrain.jax
@@ -60,16 +97,15 @@ def test_an_error_inside_jit_ends_the_job_as_itself() -> None:
 
 OTHER_FACTORS = """
 import sys, time
-from dataclasses import replace
 from pathlib import Path
 import jax.numpy as jnp
 import mpitrain as mt, mpitrain.jax
 from mpitrain.errors import MismatchError
-from mpitrain.jax import tree_means
+from mpitrain.jax import compressed
 
 world = mt.init()
-apart = replace(world, node_ranks=tuple(range(world.size)))  # each rank is as if on a node of its own
-tree_means.init = lambda: apart
+apart = world.replaced(node_ranks=tuple(range(world.size)))  # each rank is as if on a node of its own
+compressed.init = lambda: apart
 mean = mpitrain.jax.compressed_mean("power_sgd:2")
 gradients = {"w": jnp.arange(600, dtype="float32").reshape(20, 30) ** (1 + world.rank)}
 first = mean.init(gradients)
@@ -107,7 +143,7 @@ x = jax.make_array_from_process_local_data(NamedSharding(mesh, PartitionSpec("ra
 total = jax.jit(lambda x: x.sum(axis=0), out_shardings=NamedSharding(mesh, PartitionSpec()))(x)
 try:
     mpitrain.jax.sum(x)
-except mt.MpitrainError as error:
+except mt.errors.MpitrainError as error:
     refused = "spread over the devices of several processes" in str(error)
 ours = mpitrain.jax.sum(jnp.ones(2))
 found = jax.process_count(), jax.process_index(), numpy.asarray(total).tolist(), refused, ours.tolist()

@@ -101,7 +101,7 @@ def test_before_the_first_copy(tmp_path: Path) -> None:
 
 
 def test_a_state_of_another_shape(tmp_path: Path) -> None:
-    size = "4 if world.broadcast((folder / 'killed').exists()) else 5"
+    size = "4 if world.broadcast_object((folder / 'killed').exists()) else 5"
     wrong = "if rank == 1 and step == 8 and once('killed'): die()"
     job = train(tmp_path, wrong, tries=2, **{"keep(w=numpy.zeros(5)": f"keep(w=numpy.zeros({size})"})
     failed(
@@ -110,7 +110,7 @@ def test_a_state_of_another_shape(tmp_path: Path) -> None:
 
 
 def test_a_script_that_keeps_something_else(tmp_path: Path) -> None:
-    other = "**({'extra': 1} if world.broadcast((folder / 'killed').exists()) else {})"
+    other = "**({'extra': 1} if world.broadcast_object((folder / 'killed').exists()) else {})"
     wrong = "if rank == 1 and step == 8 and once('killed'): die()"
     job = train(tmp_path, wrong, tries=2, **{"step=0)": f"step=0, {other})"})
     holds, keeps = (

@@ -91,7 +91,7 @@ AFTER
 # The example has 12 batches an epoch, so its newest copy is that of an epoch's last batch.
 EXAMPLE = """
 import runpy
-from mpitrain.training.keep import KeptState
+from mpitrain.state.keep import KeptState
 
 update = KeptState.update
 
@@ -136,18 +136,18 @@ def test_a_killed_loop(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_model_of_another_shape(tmp_path: Path) -> None:
-    size = "(7 if world.broadcast((folder / 'killed').exists()) else 8)"
+    size = "(7 if world.broadcast_object((folder / 'killed').exists()) else 8)"
     job = train(tmp_path, "if rank == 1 and step == 8 and once('killed'): die()", tries=2, size=size)
     failed(
         job, "CheckpointError: rank 0 on ", "the copy in memory does not fit Sequential: Error(s) in loading state_dict"
     )
 
 
-# Runs the recipe of docs/pytorch.md as it is printed. Rank 1 is killed in an update, once in each epoch.
+# Runs the recipe of docs/how-to/pytorch.md as it is printed. Rank 1 is killed in an update, once in each epoch.
 KILLING = """
 import os, pathlib, runpy, signal, sys
 import mpitrain as mt
-from mpitrain.training.keep import KeptState
+from mpitrain.state.keep import KeptState
 
 folder, update = pathlib.Path(sys.argv[1]), KeptState.update
 """
@@ -174,7 +174,7 @@ runpy.run_path("ddp.py", run_name="__main__")
 )
 def test_the_recipe_for_ddp(tmp_path: Path, vendor: str, recover: list[str]) -> None:
     """It prints what the document prints. With --recover the job starts again too: a process group has one World."""
-    text = (REPOSITORY / "docs/pytorch.md").read_text().partition("<!-- test: file=ddp.py -->\n```python\n")[2]
+    text = (REPOSITORY / "docs/how-to/pytorch.md").read_text().partition("<!-- test: file=ddp.py -->\n```python\n")[2]
     recipe, _, after = text.partition("```")
     printed = re.findall(r"^\[0\] epoch .*$", after.partition("$ mpitrain run -n 2 --restarts 5 ddp.py\n")[2], re.M)[:2]
     (tmp_path / "ddp.py").write_text(recipe)

@@ -11,9 +11,10 @@ from pathlib import Path
 
 import pytest
 
+from faults.conftest import need
 from faults.outcome import succeeded
-from jobs import VENVS, Job, run_command, until
-from mpitrain.launch.marked import command_line
+from jobs import VENVS, Job, mpiexec, run_command, until
+from mpitrain.launch.processes import command_line
 
 RUN = [sys.executable, "-m", "mpitrain", "run", "-n", "2"]
 START = """
@@ -114,3 +115,31 @@ def test_servers_that_would_serve_nobody(tmp_path: Path, options: tuple[str, ...
     assert job.code == 2, job.output
     assert why in job.stderr, job.output
     assert not (tmp_path / "in").exists()
+
+
+READS = """
+import os, subprocess, sys
+import mpitrain as mt
+
+def read():
+    try:
+        return input()
+    except EOFError:
+        return sys.stdin.read(), os.read(0, 9), subprocess.run("cat", capture_output=True, check=True).stdout
+
+before, world = read(), mt.init()
+world.print(world.allgather((before, read())))
+"""
+
+
+@pytest.mark.parametrize("start", ["mpitrain run, mpich", "mpitrain run, openmpi", "mpiexec"])
+def test_ranks_read_nothing_from_stdin(tmp_path: Path, start: str) -> None:
+    """MPICH's mpiexec leaves the input of all ranks but the first open, Open MPI's that of the first."""
+    vendor = need("openmpi") if "openmpi" in start else "mpich"
+    python = str(VENVS[vendor] / "bin/python")
+    path = tmp_path / "script.py"
+    path.write_text(READS)
+    words = [*mpiexec(2), python] if start == "mpiexec" else [python, "-m", "mpitrain", "run", "-n", "2"]
+    job = run_command([*words, str(path)])
+    succeeded(job)
+    assert str([(("", b"", b""),) * 2] * 2) in job.stdout, job.output

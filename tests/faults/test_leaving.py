@@ -63,10 +63,17 @@ WAITING = ["mean", "mean of a ring", "barrier", "broadcast", "receive", "send", 
 
 @pytest.mark.parametrize("doing", WAITING)
 def test_a_rank_that_exits_while_the_others_wait_for_it(doing: str) -> None:
-    job = run_job(3, others_and(1, "sys.exit(3)", doing))
+    job = run_job(3, others_and(1, "sys.exit(0)", doing))
     report = report_of(job, "MismatchError", "but rank 1 on ", " has finished (after ")
     assert report.rank != 1
     assert job.stderr.count("has finished") == 1, job.output
+
+
+@pytest.mark.parametrize("doing", ["mean of a ring", "receive", "reducer"])
+def test_a_rank_that_exits_with_a_code_while_the_others_wait_for_it(doing: str) -> None:
+    job = run_job(3, others_and(1, "sys.exit(3)", doing))
+    report = report_of(job, "left with exit code 3 (", "and another rank waits for this one")
+    assert (report.rank, job.code, job.stderr.count("rank 0 on ")) == (1, 3, 0), job.output
 
 
 @pytest.mark.parametrize("ranks", [2, pytest.param(5, marks=pytest.mark.slow)])

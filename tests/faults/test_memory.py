@@ -72,7 +72,7 @@ def test_behind_the_last_step(tmp_path: Path, undisturbed: Undisturbed) -> None:
 
 # Rank 0 makes the copies. It dies when it has copied half of the state after step 9.
 HALF = """
-from mpitrain.training.checkpoint import memory_slot
+from mpitrain.state import memory_slot
 
 copy_to_host, arrays = memory_slot.copy_to_host, []
 
@@ -146,7 +146,7 @@ def test_a_killed_keeper(tmp_path: Path, undisturbed: Undisturbed) -> None:
 
 def test_too_little_memory(tmp_path: Path, undisturbed: Undisturbed) -> None:
     """Nothing is copied. A line says so at the first step, and another line at the restart, which begins at step 0."""
-    before = "from mpitrain.training.checkpoint import room\nroom._limits = lambda: [(100, 10**9, 'this machine')]"
+    before = "from mpitrain.state import memory_slot\nmemory_slot._limits = lambda: [(100, 10**9, 'this machine')]"
     job = train(tmp_path, "if rank == 1 and step == 8 and once('killed'): die()", before=before)
     succeeded(job)
     assert re.search(
@@ -161,12 +161,12 @@ def test_two_trainings_in_a_script(tmp_path: Path) -> None:
     """The second training is killed. It resumes from its own copy, after the first training has been repeated."""
     after = """
 def build_other(world):
-    data = mt.ArrayData(world, (numpy.ones((8, 2)), numpy.arange(8.0)), global_batch=4)
+    data = mt.data.ArrayData(world, (numpy.ones((8, 2)), numpy.arange(8.0)), global_batch=4)
     def function(parameters, batch, on_gradient):
         if rank == 1 and other.step_number == 5 and once("killed"): die()
         on_gradient("v", parameters["v"] * 0.5 + batch[1].sum())
         return 0.0
-    return mt.Parts(mt.ArrayFunction(function, {"v": numpy.ones(3)}, mt.Sgd(0.1)), mt.Sync(), data)
+    return mt.Parts(mt.ArrayFunction(function, {"v": numpy.ones(3)}, mt.optim.SGD(0.1)), mt.Sync(), data)
 other = mt.Trainer(build_other, [mt.StopAtStep(9)])
 other.run()
 world.print("the other:", other.adapter.parameters()["v"].tobytes().hex())
@@ -185,7 +185,7 @@ world.print("the other:", other.adapter.parameters()["v"].tobytes().hex())
 
 def test_copies_every_other_step_and_the_record(tmp_path: Path, undisturbed: Undisturbed) -> None:
     """The first row of the try that resumes has the event. Every row has the interval of the copies."""
-    hooks = "[mt.Record([mt.JsonLines(folder), mt.Csv(folder)], steps=1)]"
+    hooks = "[mt.Record([mt.writers.JsonLines(folder), mt.writers.Csv(folder)], steps=1)]"
     job = train(tmp_path, "if rank == 1 and step == 8 and once('killed'): die()", hooks=hooks, every=2)
     went_on(job, tmp_path, [6], undisturbed())
     rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]

@@ -14,7 +14,7 @@ from keeping import keeper
 
 # Each rank keeps a part of its own. Rank 1 dies before it copies its part of step 9. The others have copied theirs.
 OWN = """
-from mpitrain.training.checkpoint.memory_slot import MemorySlot
+from mpitrain.state.memory_slot import MemorySlot
 
 class Own(mt.Sync):
     left = numpy.zeros(3)
@@ -61,7 +61,7 @@ def test_what_a_rank_keeps_for_itself(tmp_path: Path) -> None:
 # Ranks 1 and 2 believe that they are on another host. The test starts that host's keeper.
 TWO_HOSTS = """
 import socket
-import mpitrain.training.state_copies as copies
+import mpitrain.state.state_copies as copies
 
 if int(os.environ["PMI_RANK"]) >= 1:
     socket.gethostname = lambda: "other"
@@ -105,9 +105,9 @@ def test_a_host_without_a_copy(tmp_path: Path, codec: str) -> None:
 
 
 LACKS = """
-from mpitrain.training.checkpoint import room
+from mpitrain.state import memory_slot
 if int(os.environ["PMI_RANK"]) >= 1:
-    room._limits = lambda: [(100, 10**9, "this machine")]
+    memory_slot._limits = lambda: [(100, 10**9, "this machine")]
 """
 
 

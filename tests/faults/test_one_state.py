@@ -23,8 +23,8 @@ from keeping import keeper, kept_id
 # waits where it has begun to do so, and rank 0 says when it has copied.
 TWO_HOSTS = """
 import os, pathlib, socket, sys, time
-import mpitrain.training.state_copies as copies
-from mpitrain.training.checkpoint.memory_slot import MemorySlot
+import mpitrain.state.state_copies as copies
+from mpitrain.state.memory_slot import MemorySlot
 
 rank, of_test = int(os.environ["PMI_RANK"]), pathlib.Path(sys.argv[1])
 if rank >= 1:

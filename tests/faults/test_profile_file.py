@@ -97,7 +97,7 @@ def test_missing(path: Path) -> None:
 def test_no_text(path: Path) -> None:
     path.write_bytes(b"\xff\xfe\x00")
     text = refused(path, "rank 0 on ")
-    assert "cannot be read" in text
+    assert "cannot be read: it is not text in UTF-8" in text
     assert text.endswith(remedy(path))
 
 

@@ -12,7 +12,7 @@ import pytest
 from faults.conftest import need
 from faults.outcome import failed, report_of, succeeded
 from faults.recovering import HERE, STEPS, reckoned, train, went_on
-from jobs import HANG_SECONDS, VENVS, run_command
+from jobs import HANG_SECONDS, KERNEL_KEEPS_CODES, VENVS, run_command
 from mpitrain import RunEvent
 from mpitrain.training.writers.json_lines import read_events
 
@@ -99,6 +99,13 @@ def test_an_error_of_a_program_on_a_gpu(tmp_path: Path) -> None:
     job = train(tmp_path, 3, on_gpu=True, exchange=wrong)
     failed(job, "cudaErrorIllegalAddress")
     assert "went on" not in job.stderr
+
+
+@pytest.mark.skipif(not KERNEL_KEEPS_CODES, reason="this kernel keeps no exit codes of other processes")
+def test_a_rank_that_leaves_without_a_word_ends_the_job(tmp_path: Path) -> None:
+    """Open MPI tells the others nothing of one that leaves with a code, so they would wait for ever."""
+    job = train(tmp_path, 3, after_step="if me == 1 and now == 7: os._exit(3)")
+    failed(job, f"mpitrain: rank 1 on {HERE} left with exit code 3, and mpiexec goes on: the job is ended\n")
 
 
 def test_one_after_the_other(tmp_path: Path) -> None:
@@ -282,7 +289,7 @@ def test_an_error_of_any_kind_may_come_of_a_loss(tmp_path: Path) -> None:
 
 def test_checkpoints_and_the_record_go_on(tmp_path: Path) -> None:
     """The root is lost. From then on another rank writes."""
-    hooks = '[mt.Record([mt.JsonLines(folder)], steps=1), mt.Checkpoint(folder / "checkpoints", steps=5)]'
+    hooks = '[mt.Record([mt.writers.JsonLines(folder)], steps=1), mt.Checkpoint(folder / "checkpoints", steps=5)]'
     job = train(tmp_path, 3, hooks=hooks, gradients="if me == 0 and now == 12: die()")
     went_on(job, tmp_path, [1, 2], died=12)
     rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]

@@ -26,8 +26,8 @@ def gradients(parameters, batch, on_gradient):
     return 0.0
 
 def build(world):
-    data = mt.ArrayData(world, [numpy.ones((12, 5))], global_batch=12)
-    return mt.Parts(mt.ArrayFunction(gradients, {{"w": numpy.zeros(5)}}, mt.Sgd(1.0)), mt.Sync(), data)
+    data = mt.data.ArrayData(world, [numpy.ones((12, 5))], global_batch=12)
+    return mt.Parts(mt.ArrayFunction(gradients, {{"w": numpy.zeros(5)}}, mt.optim.SGD(1.0)), mt.Sync(), data)
 
 mt.init()
 trainer = mt.Trainer(build, [mt.StopAtStep(20)])

@@ -31,8 +31,8 @@ def gradients(parameters, batch, on_gradient):
 
 def build(world):
     x = numpy.random.default_rng(0).standard_normal((12, 25, 40), numpy.float32)
-    data, zeros = mt.ArrayData(world, [x], global_batch=12), numpy.zeros((25, 40), numpy.float32)
-    return mt.Parts(mt.ArrayFunction(gradients, {"w": zeros}, mt.Sgd(1.0)), mt.Sync(), data)
+    data, zeros = mt.data.ArrayData(world, [x], global_batch=12), numpy.zeros((25, 40), numpy.float32)
+    return mt.Parts(mt.ArrayFunction(gradients, {"w": zeros}, mt.optim.SGD(1.0)), mt.Sync(), data)
 
 mt.init(compression=sys.argv[2])
 trainer = mt.Trainer(build, [mt.StopAtStep(20)])
@@ -46,7 +46,7 @@ numpy.savez(folder / f"rank{me}.npz", w=trainer.adapter.parameters()["w"], left_
 AT_THE_SECOND_SUM = """
 import os, pathlib, signal, sys, time
 import mpitrain as mt
-import mpitrain.exchange.low_rank as low_rank
+import mpitrain.reducer.low_rank as low_rank
 
 finished, me = pathlib.Path(sys.argv[1]) / "finished", int(os.environ["OMPI_COMM_WORLD_RANK"])
 real_steps, real_commit = low_rank.low_rank_steps, mt.World.commit
@@ -117,8 +117,8 @@ def gradients(parameters, batch, on_gradient):
     return 0.0
 
 def build(world):
-    data, zeros = mt.ArrayData(world, [numpy.arange(12)], global_batch=12), numpy.zeros(5, "f4")
-    return mt.Parts(mt.ArrayFunction(gradients, {"w": zeros}, mt.Sgd(1.0)), mt.Sync(), data)
+    data, zeros = mt.data.ArrayData(world, [numpy.arange(12)], global_batch=12), numpy.zeros(5, "f4")
+    return mt.Parts(mt.ArrayFunction(gradients, {"w": zeros}, mt.optim.SGD(1.0)), mt.Sync(), data)
 
 trainer = mt.Trainer(build, [mt.StopAtStep(2)])
 trainer.strategy.restore_own({"carried": {"w": numpy.full(5, 10.0**me, "f4")} if me != 2 else {}})
@@ -162,7 +162,7 @@ def build(world):
     torch.manual_seed(0)
     random = numpy.random.default_rng(0)
     arrays = random.standard_normal((61, 5)), random.standard_normal(61)
-    data = mt.ArrayData(world, arrays, global_batch=12, shuffle=False)
+    data = mt.data.ArrayData(world, arrays, global_batch=12, shuffle=False)
     module = Net()
     optimizer = torch.optim.Adam(module.parameters(), lr=0.01)
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, step_size=8)

@@ -21,7 +21,7 @@ import json, os, pathlib, signal, sys
 import numpy
 import mpitrain as mt
 
-from mpitrain.exchange.exchange import make_exchange
+from mpitrain.reducer.exchange import make_exchange
 
 folder, now, place, fragments = pathlib.Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3], int(sys.argv[4])
 rate, target, every, last, batch_size, outer_rate, outer_momentum = json.loads(sys.argv[5])
@@ -51,9 +51,9 @@ def model(parameters, batch, on_gradient):
     return 0.0
 
 def build(world):
-    data = mt.ArrayData(world, (numpy.zeros(240),), global_batch=batch_size)
-    outer = mt.Sgd(outer_rate, momentum=outer_momentum, nesterov=True)
-    function = mt.ArrayFunction(model, {"w": numpy.zeros(4)}, mt.Sgd(rate))
+    data = mt.data.ArrayData(world, (numpy.zeros(240),), global_batch=batch_size)
+    outer = mt.optim.SGD(outer_rate, momentum=outer_momentum, nesterov=True)
+    function = mt.ArrayFunction(model, {"w": numpy.zeros(4)}, mt.optim.SGD(rate))
     if fragments:
         strategy = mt.StreamingDiLoCo(
             every, outer=outer, fragments=fragments, delay=1, alpha=0.0, exchange=Dying

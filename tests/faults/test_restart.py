@@ -54,7 +54,7 @@ def test_an_exception_on_a_rank(tmp_path: Path, uninterrupted: bytes) -> None:
 # Rank 1 dies once in each phase of a step. Rank 0, which writes the checkpoints, dies while it writes one.
 PHASES = """
 import threading
-from mpitrain.training.checkpoint import store
+from mpitrain.state import store
 
 def dies(phase):
     at = {"data": 3, "forward": 6, "backward": 9, "exchange": 11, "update": 14}
@@ -82,7 +82,7 @@ def write(path):
         time.sleep(1)
         os.kill(os.getpid(), signal.SIGKILL)
 
-around(mt.ArrayData, "__next__", lambda *_: dies("data") and kill())
+around(mt.data.ArrayData, "__next__", lambda *_: dies("data") and kill())
 around(mt.Sync, "on_gradient", after=lambda *_: dies("backward") and kill())
 around(mt.Sync, "finish_step", wait_for_rank_1)
 around(mt.ArrayFunction, "apply_gradients", lambda *_: dies("update") and kill())
@@ -278,8 +278,8 @@ def mean(parameters, batch, on_gradient):
     return 0.0
 
 def build(world):
-    data = mt.ArrayData(world, (numpy.ones((12, 5)),), global_batch=4)
-    return mt.Parts(mt.ArrayFunction(mean, {"w": numpy.zeros(5)}, mt.Sgd(0.1)), mt.Sync(), data)
+    data = mt.data.ArrayData(world, (numpy.ones((12, 5)),), global_batch=4)
+    return mt.Parts(mt.ArrayFunction(mean, {"w": numpy.zeros(5)}, mt.optim.SGD(0.1)), mt.Sync(), data)
 
 mt.Trainer(build, [mt.StopAtStep(9), Dies()]).run()
 """

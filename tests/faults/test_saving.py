@@ -21,15 +21,15 @@ from faults.outcome import succeeded
 from faults.remembering import HERE, STEPS, result, resumed, train
 from faults.test_keep import SCRIPT as LOOP
 from jobs import Job, run_command
-from mpitrain.training.checkpoint.manifest import read_manifest
-from mpitrain.training.checkpoint.store import load
+from mpitrain.state.manifest import read_manifest
+from mpitrain.state.store import load
 
 REASON = f"only {HERE} of {HERE}, b can take part, and --min-nodes is 2"
 LAUNCHER = f"""
 import sys
 from mpitrain.cli import main
 from mpitrain.launch import supervisor
-from mpitrain.launch.verdict import Verdict
+from mpitrain.launch.policy import Verdict
 
 supervisor.judge = lambda hosts, *_, **__: Verdict(reason={REASON!r}, left=tuple(hosts))
 sys.exit(main())
@@ -149,7 +149,7 @@ BREAKS = DIES.replace("die()", "((folder / 'saved').rename(folder / 'away'), (fo
 def test_what_cannot_be_saved_is_kept(tmp_path: Path, wrong: str, hooks: str, why: str) -> None:
     """Another launcher goes on from memory, with the bits of an undisturbed training, and the record has the event."""
     goes_on = GoesOn(tmp_path)
-    few(tmp_path, wrong, hooks=f"[mt.Record([mt.JsonLines(folder)], steps=1), *{hooks}]", goes_on=goes_on)
+    few(tmp_path, wrong, hooks=f"[mt.Record([mt.writers.JsonLines(folder)], steps=1), *{hooks}]", goes_on=goes_on)
     assert re.search(
         rf"mpitrain: {REASON}; the state was not saved: rank \d on {HERE} failed: CheckpointError: .*{why}",
         goes_on.said,
@@ -200,7 +200,7 @@ def test_steps_of_ones_own_are_refused(tmp_path: Path) -> None:
 
 def test_nothing_to_save(tmp_path: Path) -> None:
     """No host has had room for a copy."""
-    before = "from mpitrain.training.checkpoint import room\nroom._limits = lambda: [(100, 10**9, 'this machine')]"
+    before = "from mpitrain.state import memory_slot\nmemory_slot._limits = lambda: [(100, 10**9, 'this machine')]"
     job = few(tmp_path, hooks=SAVES, before=before)
     assert "there is nothing to save: no host that takes part has a whole copy" in job.stderr
     assert job.stderr.endswith(f"mpitrain: {NOTHING}\n"), job.output

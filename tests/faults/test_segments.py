@@ -33,7 +33,7 @@ TALKS = (
 world = mt.init()
 folder = pathlib.Path(sys.argv[1])
 (folder / "in").touch()
-while not world.broadcast((folder / "go").exists()):
+while not world.broadcast_object((folder / "go").exists()):
     assert world.sum(10**world.rank) == 11
 world.print("talked")
 """

@@ -92,3 +92,23 @@ mt.init().barrier()
     job = run_job(2, source)
     succeeded(job)
     assert job.stderr.count("RuntimeError: in a helper\n") == 2, job.output
+
+
+@pytest.mark.parametrize("start", ["subprocess.run([sys.executable, '-c', CHILD], check=True)", "os.system(LINE)"])
+def test_a_program_that_a_rank_starts_is_alone(start: str, vendor: str) -> None:
+    """It is no rank, with MPI and without mpitrain too; its parent goes on. MPI's own spawn is not affected."""
+    source = f"""
+import os, shlex, subprocess, sys
+import mpitrain as mt
+CHILD = "import mpitrain as mt; world = mt.init(); print('alone', world.rank, world.sum(1))"
+BARE = "from mpi4py import MPI; print('bare', MPI.COMM_WORLD.size)"
+LINE = shlex.join([sys.executable, "-c", CHILD])
+world = mt.init()
+{start}
+subprocess.run([sys.executable, "-c", BARE], check=True)
+assert world.sum(1) == 2
+"""
+    job = run_job(2, source, launcher=vendor, python=vendor)
+    succeeded(job)
+    # The lines of two processes may mix.
+    assert sorted("".join(job.stdout.split())) == sorted(2 * "alone01bare1"), job.output

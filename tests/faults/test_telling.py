@@ -259,7 +259,7 @@ import pathlib, sys, time
 import mpitrain as mt
 folder, world = pathlib.Path(sys.argv[1]), mt.init()
 kept = mt.keep(step=0)
-while not world.broadcast((folder / "end").exists()):
+while not world.broadcast_object((folder / "end").exists()):
     kept.update(step=kept["step"] + 1)
     time.sleep(0.02)
 """

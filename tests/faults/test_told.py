@@ -39,8 +39,8 @@ def loss(parameters, batch, on_gradient):
     return 1.0
 
 def build(world):
-    data = mt.ArrayData(world, (numpy.ones(12),), global_batch=6)
-    return mt.Parts(mt.ArrayFunction(loss, {"w": numpy.zeros(2)}, mt.Sgd(0.1)), mt.Sync(), data)
+    data = mt.data.ArrayData(world, (numpy.ones(12),), global_batch=6)
+    return mt.Parts(mt.ArrayFunction(loss, {"w": numpy.zeros(2)}, mt.optim.SGD(0.1)), mt.Sync(), data)
 
 class Note(mt.Hook):
     def after_step(self, trainer, step):
@@ -182,11 +182,11 @@ def test_another_change_that_is_dropped(is_answered: bool) -> None:
     """The rank has heard an answer that was not meant for it. It waits again, here for ever or not at all."""
     rank = """
 import sys
-from mpitrain.job import told
-from mpitrain.job.context import JobContext
+from mpitrain.job import job
+from mpitrain.context import JobContext
 
-told._ANSWER_SECONDS = float(sys.argv[2])
-told._wait(JobContext(keeper=sys.argv[1], job="try"))
+job._ANSWER_SECONDS = float(sys.argv[2])
+job._wait(JobContext(keeper=sys.argv[1], job="try"))
 """
     name = f"mpitrain-test-{secrets.token_hex(8)}"
     seconds = "1e9" if is_answered else "0"

@@ -19,7 +19,7 @@ from faults.outcome import succeeded
 from faults.telling import CHECKPOINT, Teller, events_of, rows_of, script, steps_of, train
 from jobs import HANG_SECONDS, VENVS, run_command, until
 from keeping import kept_id
-from mpitrain.training.checkpoint.store import entries, half_written, name_of, verify
+from mpitrain.state.store import entries, half_written, name_of, verify
 
 MPITRAIN = [sys.executable, "-m", "mpitrain"]
 # Part of the state, so that a write takes a while.

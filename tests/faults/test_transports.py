@@ -11,7 +11,7 @@ from jobs import REPOSITORY, Job, run_job
 _START = """
 import os, numpy, cupy
 import mpitrain as mt
-from mpitrain.allreduce.device import make_transport
+from mpitrain.cuda.transports import make_transport
 world = mt.init()
 """
 DEADLINE_SECONDS = 60.0

@@ -91,8 +91,8 @@ def dot(parameters, batch, on_gradient):
     return 0.0
 
 def build(world):
-    data = mt.ArrayData(world, numpy.random.default_rng(0).standard_normal((4, 300_007)), global_batch=2)
-    return mt.Parts(mt.ArrayFunction(dot, {"w": numpy.zeros(1)}, mt.Sgd(0.1)), mt.Sync(virtual_ranks=2), data)
+    data = mt.data.ArrayData(world, numpy.random.default_rng(0).standard_normal((4, 300_007)), global_batch=2)
+    return mt.Parts(mt.ArrayFunction(dot, {"w": numpy.zeros(1)}, mt.optim.SGD(0.1)), mt.Sync(virtual_ranks=2), data)
 
 mt.Trainer(build, [mt.StopAtStep(2), mt.Checkpoint(sys.argv[1], steps=1)]).run()
 """)

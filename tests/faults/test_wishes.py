@@ -10,8 +10,8 @@ import pytest
 
 from faults.outcome import succeeded
 from jobs import VENVS, run_command, until
+from mpitrain.launch.control import ask
 from mpitrain.launch.roster import launcher_name
-from mpitrain.launch.wishes import ask
 
 HERE = socket.gethostname()
 
@@ -26,15 +26,15 @@ world = mt.init()
 
 def is_over(part):
     time.sleep(0.02)
-    return world.broadcast((folder / part).exists())
+    return world.broadcast_object((folder / part).exists())
 
 def loss(parameters, batch, on_gradient):
     on_gradient("w", numpy.ones(2))
     return 1.0
 
 def build(world):
-    data = mt.ArrayData(world, (numpy.ones(4),), global_batch=2)
-    return mt.Parts(mt.ArrayFunction(loss, {"w": numpy.zeros(2)}, mt.Sgd(0.1)), mt.Sync(), data)
+    data = mt.data.ArrayData(world, (numpy.ones(4),), global_batch=2)
+    return mt.Parts(mt.ArrayFunction(loss, {"w": numpy.zeros(2)}, mt.optim.SGD(0.1)), mt.Sync(), data)
 
 class Until(mt.Hook):
     ends_run = True

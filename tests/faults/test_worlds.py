@@ -40,15 +40,15 @@ def build(world):
         on_gradient("w", 2 * x.T @ error / len(x))
         return (error**2).mean()
 
-    adapter = mt.ArrayFunction(loss_and_gradients, {"w": numpy.zeros((3, 1))}, mt.Sgd(0.1))
+    adapter = mt.ArrayFunction(loss_and_gradients, {"w": numpy.zeros((3, 1))}, mt.optim.SGD(0.1))
     x = numpy.arange(30.0).reshape(10, 3) / 30
-    return mt.Parts(adapter, mt.Sync(), mt.ArrayData(world, (x, x.sum(1, keepdims=True)), global_batch=5))
+    return mt.Parts(adapter, mt.Sync(), mt.data.ArrayData(world, (x, x.sum(1, keepdims=True)), global_batch=5))
 
 
 def new_world(number):
     # Between nodes a thread drives the exchange. Every other time the test pretends that there are two nodes.
     nodes = tuple(min(rank, number % 2) for rank in range(world.size))
-    return replace(make_world(base, parent=world), node_ranks=nodes)
+    return make_world(base, parent=world).replaced(node_ranks=nodes)
 
 
 def num_threads():

@@ -23,7 +23,7 @@ from .test_jax import Pair, assert_equal, inside_jit
 def apart(world: World, monkeypatch: pytest.MonkeyPatch) -> World:
     """Each rank is as if on a node of its own."""
     there = placed(world, "alone on each node")
-    monkeypatch.setattr(sys.modules["mpitrain.jax.tree_means"], "init", lambda: there)
+    monkeypatch.setattr(sys.modules["mpitrain.jax.compressed"], "init", lambda: there)
     return there
 
 
@@ -172,7 +172,7 @@ def test_rounds_by_hand(world: World, kind: str) -> None:
         optax = pytest.importorskip("optax", reason="optax is not installed")
         outer = optax.sgd(0.7, momentum=0.9, nesterov=True)
     rounds = mpitrain.jax.rounds(3, outer)
-    params = mpitrain.jax.sync({"w": jnp.arange(4.0) + world.rank, "more": [jnp.ones((2, 0))]})
+    params = mpitrain.jax.broadcast({"w": jnp.arange(4.0) + world.rank, "more": [jnp.ones((2, 0))]})
     state = rounds.init(params)
     step = jax.jit(lambda params, x: {**params, "w": params["w"] - 0.25 * gradient(params["w"], x)})
     common, speed = numpy.arange(4.0), numpy.zeros(4)
@@ -263,7 +263,7 @@ def test_what_rounds_do_not_take(world: World) -> None:
     if world.size > 1:
         other = {"w": jnp.full(2, 1.0 + (world.rank == 1))}
         text = error_on_all(world, MismatchError, lambda: rounds.init(other))
-        assert "mpitrain.jax.sync gives all ranks those of rank 0" in text
+        assert "mpitrain.jax.broadcast gives all ranks those of rank 0" in text
         assert world.name(1) in text
     odd = world.size - 1
     bad = {**params, "w": jnp.asarray([1.0, numpy.nan if world.rank == odd else 1.0])}

@@ -36,7 +36,7 @@ def assert_equal(found: Any, expected: Any) -> None:
         assert mine.tobytes() == theirs.tobytes()
 
 
-# -- sync ------------------------------------------------------------------------------------------------------------
+# -- broadcast ----------------------------------------------------------------------------------------------------
 
 
 def test_sync(world: World) -> None:
@@ -56,7 +56,7 @@ def test_sync(world: World) -> None:
 
     mine = values(world.rank)
     for root in {0, world.size - 1}:
-        found = mpitrain.jax.sync(mine, root)
+        found = mpitrain.jax.broadcast(mine, root)
         assert_equal(found, values(root))
         for one, model in zip(jax.tree.leaves(found), jax.tree.leaves(mine), strict=True):
             assert type(one) is type(model)
@@ -69,16 +69,18 @@ def test_sync_of_unequal_trees(world: World) -> None:
     skip_alone(world)
     odd = world.size - 1
     text = error_on_all(
-        world, MismatchError, lambda: mpitrain.jax.sync({"dense": Pair(jnp.ones(2 + (world.rank == odd)), jnp.ones(1))})
+        world,
+        MismatchError,
+        lambda: mpitrain.jax.broadcast({"dense": Pair(jnp.ones(2 + (world.rank == odd)), jnp.ones(1))}),
     )
     assert f"{world.name(odd)}: ['dense/first'] float64 (3,); {world.name(0)}: ['dense/first'] float64 (2,)" in text
 
 
 def test_what_sync_does_not_take() -> None:
     with pytest.raises(TreeError, match=r"^step/0 has PRNG keys, key<fry>; exchange jax\.random\.key_data"):
-        mpitrain.jax.sync({"step": [jax.random.key(0)]})
-    with pytest.raises(TreeError, match="sync inside jit: call it outside"):
-        jax.jit(mpitrain.jax.sync)(jnp.ones(2))
+        mpitrain.jax.broadcast({"step": [jax.random.key(0)]})
+    with pytest.raises(TreeError, match="broadcast inside jit: call it outside"):
+        jax.jit(mpitrain.jax.broadcast)(jnp.ones(2))
 
 
 # -- mean and sum ----------------------------------------------------------------------------------------------------
@@ -95,7 +97,7 @@ def test_the_gradient_of_uneven_batches_is_that_of_the_whole(world: World) -> No
     x, y = rng.normal(size=(sum(counts), 3)), rng.normal(size=(sum(counts),))
     ends = numpy.cumsum(counts)
     mine = slice(ends[world.rank] - counts[world.rank], ends[world.rank])
-    parameters = mpitrain.jax.sync({"w": jnp.arange(3.0), "b": (jnp.asarray(0.5),), "unused": jnp.ones((0, 2))})
+    parameters = mpitrain.jax.broadcast({"w": jnp.arange(3.0), "b": (jnp.asarray(0.5),), "unused": jnp.ones((0, 2))})
     step = mpitrain.jax.mean(jax.value_and_grad(loss), weight=lambda _, x, y: len(x))
     off = x @ numpy.arange(3.0) + 0.5 - y
     expected = ((off**2).mean(), 2 * x.T @ off / len(x), 2 * off.mean())

@@ -11,7 +11,7 @@ import pytest
 
 import mpitrain.jax
 from mpitrain import World
-from mpitrain.exchange.trees import aligned
+from mpitrain.collectives.trees import aligned
 from mpitrain.jax.leaves import back, on_host
 
 # -- order -----------------------------------------------------------------------------------------------------------
@@ -94,16 +94,56 @@ def test_the_derivative_of_a_sum_is_that_of_all_ranks_losses(world: World) -> No
         numpy.testing.assert_allclose(gradient(x), by_hand[world.rank], rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.parametrize("place", [lambda call: call, jax.jit], ids=["outside", "inside"])
+def test_a_sum_under_other_transformations(world: World, place: Any) -> None:
+    """Forward mode, vmap and jax.checkpoint, against derivatives by hand. In forward mode all ranks move at once."""
+    rng = numpy.random.default_rng(6)
+    xs, ts = rng.normal(size=(2, world.size, 3))
+    x, t = jnp.asarray(xs[world.rank]), jnp.asarray(ts[world.rank])
+
+    def loss(x: Any) -> Any:
+        return (mpitrain.jax.sum({"x": x**2, "ranks": 1})["x"] ** 2).sum() / world.size
+
+    def close(found: Any, expected: Any) -> None:
+        numpy.testing.assert_allclose(found, expected, rtol=1e-12, atol=1e-12)
+
+    total, moved = (xs**2).sum(axis=0), (2 * xs * ts).sum(axis=0)
+    mine = xs[world.rank]
+    close(place(lambda x, t: jax.jvp(loss, (x,), (t,))[1])(x, t), (2 * total * moved).sum() / world.size)
+    close(jax.linearize(place(loss), x)[1](t), (2 * total * moved).sum() / world.size)
+    close(place(lambda x, t: jax.jvp(jax.grad(loss), (x,), (t,))[1])(x, t), 4 * (moved * mine + total * ts[world.rank]))
+    close(place(jax.hessian(loss))(x), numpy.diag(4 * (2 * xs.sum(axis=0) * mine + total)))
+    close(place(jax.jacrev(mpitrain.jax.sum))(x), world.size * numpy.eye(3))
+    close(place(jax.grad(jax.checkpoint(loss)))(x), 4 * total * mine)
+    close(place(jax.vmap(jax.grad(loss)))(jnp.stack([x, x])), [4 * total * mine] * 2)
+    weights = numpy.arange(1.0, world.size + 1)
+    mean = jax.vmap(mpitrain.jax.weighted_mean, (1, None))
+    close(place(mean)(jnp.outer(x, jnp.ones(2)), weights[world.rank]), [weights @ xs / weights.sum()] * 2)
+
+
+def test_a_mean_beside_a_differentiated_loss(world: World) -> None:
+    """Its derivative, also in its weight, is not asked for."""
+
+    def loss(x: Any) -> Any:
+        return (x**2).sum(), mpitrain.jax.weighted_mean(x, x.sum())
+
+    xs = numpy.arange(1.0, world.size + 1)[:, None] * numpy.ones(3)
+    for call in (jax.grad(loss, has_aux=True), jax.jit(jax.grad(loss, has_aux=True))):
+        gradient, mean = call(jnp.asarray(xs[world.rank]))
+        assert (gradient == 2 * xs[world.rank]).all()
+        numpy.testing.assert_allclose(mean, (xs**2).sum(axis=0) / xs[:, 0].sum(), rtol=1e-14)
+
+
 def test_what_is_refused(world: World) -> None:
     x = jnp.ones(4)
-    for place in (jax.grad, lambda call: jax.jit(jax.grad(call))):
+    for place in (lambda call: call, jax.jit):
         with pytest.raises(TypeError, match=r"put mean\(\) around jax.value_and_grad\(loss\), or build the loss"):
-            place(lambda x: mpitrain.jax.weighted_mean(x).sum())(x)
-    with pytest.raises(TypeError, match="forward-mode"):
-        jax.jvp(mpitrain.jax.sum, (x,), (x,))
+            place(jax.grad(lambda x: mpitrain.jax.weighted_mean(x).sum()))(x)
+        with pytest.raises(TypeError, match=r"put mean\(\) around jax.value_and_grad\(loss\), or build the loss"):
+            place(lambda x: jax.jvp(mpitrain.jax.weighted_mean, (x,), (x,)))(x)
+    with pytest.raises(TypeError, match="vmap of a mean over ranks with a weight for each element"):
+        jax.vmap(mpitrain.jax.weighted_mean)(x, x)
     if world.size > 1:
-        with pytest.raises(ValueError, match="vmap"):
-            jax.vmap(mpitrain.jax.sum)(x)
         mesh = jax.sharding.Mesh(jax.devices(), ("both",))
         spread = jax.device_put(x, jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("both")))
         assert (mpitrain.jax.sum(spread) == world.size).all()  # outside jit, an array may be on several devices

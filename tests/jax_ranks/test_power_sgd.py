@@ -13,8 +13,8 @@ import mpitrain.jax
 from mpitrain import GradientReducer, Parameter, World
 from mpitrain.compression.power_sgd import first_factor, plan
 from mpitrain.errors import ConfigError, NonFiniteError, TreeError
-from mpitrain.exchange.exchange import make_exchange
 from mpitrain.jax.compressed import PowerSgdState
+from mpitrain.reducer.exchange import make_exchange
 from tests.ranks.common import assert_same_bits, error_on_all, skip_alone
 
 from .test_compressed import apart as apart  # a fixture

@@ -8,7 +8,6 @@ sum is differs between devices.
 from .buckets import *  # noqa: F403
 from .codecs import *  # noqa: F403
 from .common import values_like_any_other as values_like_any_other
-from .low_rank import *  # noqa: F403
 from .misuse import *  # noqa: F403
 from .norms import *  # noqa: F403
 from .optimizer_steps import *  # noqa: F403

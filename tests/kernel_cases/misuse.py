@@ -8,7 +8,7 @@ import numpy
 import pytest
 
 from mpitrain.cuda import kernels
-from mpitrain.cuda.kernels import Fused, launch
+from mpitrain.cuda.kernels import launch
 from mpitrain.errors import KernelError
 
 
@@ -17,8 +17,9 @@ def test_a_stream(cupy: Any) -> None:
     total, arrived = cupy.ones(1000, numpy.float32), cupy.ones(1000, numpy.float32)
     out = cupy.zeros(1, numpy.float64)
     cupy.cuda.Device().synchronize()
-    kernels.add(total, arrived, stream=stream)
-    kernels.squared_norm(total, out, stream=stream)
+    with stream:
+        kernels.add(total, arrived)
+        kernels.squared_norm(total, out)
     stream.synchronize()
     assert out.get().tolist() == [4000.0]
 
@@ -34,7 +35,6 @@ def test_what_does_not_fit(cupy: Any) -> None:
             flat, cupy.zeros(20, numpy.float32)[::2]
         ),
         r"total is float32 \(2, 5\)": lambda: kernels.add(flat.reshape(2, 5), flat),
-        "copy is float32": lambda: kernels.add(flat, flat, copy=flat),
         "there are no parts": lambda: kernels.sum_of([], flat),
         "part 1 is float32": lambda: kernels.sum_of([flat, flat[1:]], flat),
         "there are 16 copies; at most 15": lambda: kernels.sum_of([flat], flat, copies=[flat] * 16),
@@ -42,7 +42,7 @@ def test_what_does_not_fit(cupy: Any) -> None:
         "the arrays have 20 elements together; flat has 10": lambda: kernels.pack([flat, flat], flat),
         "array 0 is float32": lambda: kernels.pack([flat], cupy.zeros(10, numpy.float64)),
         "flag is float32": lambda: kernels.all_finite(flat, flat[:1]),
-        "there is no codec 'int3' on the device; known: bf16, fp16, int4, int8, sign, top_k": lambda: kernels.encode(
+        "there is no codec 'int3' on the device; known: bf16, fp16, int4, int8": lambda: kernels.encode(
             "int3", flat, flat
         ),
         "wire is uint8": lambda: kernels.decode("bf16", cupy.zeros(19, numpy.uint8), flat),
@@ -52,9 +52,6 @@ def test_what_does_not_fit(cupy: Any) -> None:
         "error is": lambda: kernels.encode("bf16", flat, cupy.zeros(20, numpy.uint8), flat[1:]),
         "total begins at address": lambda: kernels.add(cupy.zeros(41, numpy.uint8)[1:].view(numpy.float32), flat),
         "momentum is 0.9 and velocity not given": lambda: kernels.sgd(flat, flat, rate=1.0, momentum=0.9),
-        "only float32 parameters have copies": lambda: kernels.sgd(
-            flat.astype(float), flat.astype(float), rate=1.0, fused=Fused(copy=flat)
-        ),
         "step is 0": lambda: kernels.adam(flat, flat, flat, flat, step=0, rate=1.0),
         "decayed range": lambda: kernels.decay_bounds([slice(0, 5), slice(4, 6)], flat),
     }

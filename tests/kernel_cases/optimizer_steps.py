@@ -9,7 +9,7 @@ import pytest
 
 from mpitrain.cuda import kernels
 from mpitrain.cuda.kernels import Fused
-from mpitrain.training.optimizers import Adam, AdamW, Sgd
+from mpitrain.optim.optimizers import SGD, Adam, AdamW
 
 from .common import FLOATS, Lying, assert_same, numbers
 
@@ -36,7 +36,7 @@ def test_sgd(cupy: Any, dtype: numpy.dtype, momentum: float, nesterov: bool, dec
     for size, offset in SHAPES:
         parameters, gradients, velocity, _ = state_of(dtype, size)
         ranges = within(size) if size != 6 else []  # at one size nothing decays
-        optimizer = Sgd(0.1, momentum=momentum, nesterov=nesterov, weight_decay=decay)
+        optimizer = SGD(0.1, momentum=momentum, nesterov=nesterov, weight_decay=decay)
         expected = parameters.copy()
         optimizer.start(expected, ranges)
         if momentum:
@@ -85,68 +85,13 @@ def test_adam(cupy: Any, dtype: numpy.dtype, decay: float | None) -> None:
 
 def test_all_decay_where_no_ranges_are_given(cupy: Any) -> None:
     parameters, gradients, *_ = state_of(numpy.dtype("float32"), 1003)
-    optimizer = Sgd(0.1, weight_decay=0.5)
+    optimizer = SGD(0.1, weight_decay=0.5)
     expected = parameters.copy()
     optimizer.start(expected, [slice(0, 1003)])
     optimizer.update(gradients.copy())
     on_device = cupy.asarray(parameters)
     kernels.sgd(on_device, cupy.asarray(gradients), rate=0.1, weight_decay=0.5)
     assert_same(on_device.get(), expected)
-
-
-@pytest.mark.parametrize("short", FLOATS[:2], ids=str)
-@pytest.mark.parametrize("kind", ["sgd", "adam"])
-def test_unscale_check_update_and_cast_in_one_pass(cupy: Any, short: numpy.dtype, kind: str) -> None:
-    unscale, factor = 1 / 1024, numpy.float32(0.37)
-    for size, offset in SHAPES[2:]:
-        parameters, gradients, *states = state_of(numpy.dtype("float32"), size)
-        gradients *= numpy.float32(1024)
-        bad = {0, size // 2, size - 1} if size > 1 else set()
-        for place in bad:
-            gradients[place] = (numpy.nan, numpy.inf, -numpy.inf)[place % 3]
-        plain = gradients * numpy.float32(unscale) * factor
-        for place in bad:
-            plain[place] = 0
-        optimizer: Any = Sgd(0.1, momentum=0.9) if kind == "sgd" else Adam(0.1)
-        names = ["velocity"] if kind == "sgd" else ["first", "second"]
-        expected = parameters.copy()
-        optimizer.start(expected, [])
-        optimizer.restore({"step": 0} | dict(zip(names, states, strict=False)))
-        optimizer.update(plain)
-        all_expected = [expected, *(optimizer.state()[name] for name in names)]
-        for one, before in zip(all_expected, [parameters, *states], strict=False):
-            one[list(bad)] = before[list(bad)]
-        arrays = [Lying(cupy, one, offset) for one in (parameters, gradients, *states)]
-        flags = [Lying(cupy, numpy.zeros(1, numpy.int32)) for _ in range(2)]
-        copy = Lying(cupy, numpy.zeros(size, short), offset)
-        fused = Fused(
-            unscale=unscale,
-            factor=cupy.asarray(numpy.array([factor], numpy.float64)),
-            skip=flags[0].array,
-            non_finite=flags[1].array,
-            copy=copy.array,
-        )
-
-        def update(arrays: Any = arrays, fused: Any = fused) -> None:
-            given = [one.array for one in arrays]
-            if kind == "sgd":
-                kernels.sgd(*given[:3], rate=0.1, momentum=0.9, fused=fused)
-            else:
-                kernels.adam(*given, step=1, rate=0.1, fused=fused)
-
-        flags[0].array.fill(1)
-        update()
-        assert_same(arrays[0].get(), parameters)
-        assert flags[1].get().tolist() == [0]
-        assert not copy.get().any()
-        flags[0].array.fill(0)
-        update()
-        found = [arrays[0], *arrays[2:]][: len(all_expected)]
-        for one, value in zip(found, all_expected, strict=True):
-            assert_same(one.get(), value)
-        assert_same(copy.get(), expected.astype(short))
-        assert flags[1].get().tolist() == [1 if bad else 0]
-        assert flags[0].get().tolist() == [0]
 
 
 @pytest.mark.parametrize("clip_norm", [None, 0.5])

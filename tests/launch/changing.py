@@ -9,12 +9,11 @@ from typing import Any
 import pytest
 
 from mpitrain.errors import ConfigError, LaunchError
-from mpitrain.launch.changes import Changes
+from mpitrain.launch.changes import Changes, Tellers
 from mpitrain.launch.keepers import Keepers
 from mpitrain.launch.orders import Orders
 from mpitrain.launch.placement import Place, Placement
-from mpitrain.launch.tellers import Tellers
-from mpitrain.launch.verdict import Limits
+from mpitrain.launch.policy import Limits
 
 ADDRESSES = {"a": "10.0.0.1", "b": "10.0.0.2", "c": "10.0.0.3"}
 HOSTS = Placement((Place("a", 0, 2), Place("b", 2, 1), Place("c", 3, 2)), ADDRESSES, own="a")

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from jobs import HANG_SECONDS, until
-from mpitrain.job.context import JOB
+from mpitrain.context import JOB
 from mpitrain.launch.connections import Connection, connect
 from mpitrain.launch.watch import Guards
 
@@ -95,13 +95,13 @@ def wait_until_gone(*pids: int) -> None:
 
 RANK = """
 import sys
-from mpitrain.watching import watched_process
+from mpitrain.watching import roll_call
 from mpitrain.watching.activity import publish
 from mpitrain.watching.rank_record import CALLED
 from mpitrain.watching.roll_call import appear
 path, number, has_begun = sys.argv[1], int(sys.argv[2]), sys.argv[3:]
 if "old kernel" in has_begun:
-    watched_process._PIDFD_OPEN = 1 << 20  # no kernel has a system call of this number
+    roll_call._PIDFD_OPEN = 1 << 20  # no kernel has a system call of this number
 if has_begun:
     activity = publish(number)
     activity.enter(CALLED)

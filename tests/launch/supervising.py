@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from mpitrain.errors import LaunchError
-from mpitrain.launch.change import Change
 from mpitrain.launch.ending import Ended
 from mpitrain.launch.placement import Place, Placement
+from mpitrain.launch.policy import Change
 from mpitrain.launch.supervisor import Pause
 from mpitrain.watching.rank_record import RankRecord
 

@@ -12,7 +12,7 @@ from mpitrain.launch.changes import Changes
 from mpitrain.launch.intake import Intake
 from mpitrain.launch.keepers import Keepers
 from mpitrain.launch.placement import Place, Placement
-from mpitrain.launch.verdict import FailedTry, Limits
+from mpitrain.launch.policy import FailedTry, Limits
 
 # The host is the second-to-last word. A host is up if a file has its name. `slow` connects, and then says nothing.
 SSH = """#!/bin/sh

@@ -9,12 +9,11 @@ from pathlib import Path
 import pytest
 
 from mpitrain.errors import ConfigError
-from mpitrain.launch import allocation
-from mpitrain.launch.allocation import Allocation, find_allocation, slurm_hosts
+from mpitrain.launch import batch
+from mpitrain.launch.batch import Allocation, advice_on_lost, find_allocation, slurm_hosts
 from mpitrain.launch.connections import command_on
 from mpitrain.launch.hosts import listed_hosts, place_ranks
 from mpitrain.launch.placement import Placement
-from mpitrain.launch.slurm_step import advice_on_lost
 
 # As salloc -N3 -n5 of Slurm 22.05 sets them.
 SLURM = {
@@ -37,7 +36,7 @@ def scontrol(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     )
     program.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    allocation._expanded.cache_clear()
+    batch._expanded.cache_clear()
     return program
 
 

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from mpitrain.launch.arrival import diagnosis, misplaced, problem
-from mpitrain.launch.host_report import HostReport
 from mpitrain.launch.placement import Place
-from mpitrain.launch.said import Said
+from mpitrain.launch.reports import HostReport, Said
+from mpitrain.launch.trouble import diagnosis, misplaced, start_problem
 from mpitrain.watching.rank_record import BEGUN, CALLED, DONE, FAILED, STARTED, RankRecord
 from mpitrain.watching.view import RankView
 
@@ -22,10 +21,13 @@ def judged(
     failed: dict[int, float] | None = None,
     gone: dict[int, float] | None = None,
     start_seconds: float = 60.0,
+    read_at: dict[int, float] | None = None,
 ) -> str | None:
     when = {STARTED: EVERYONE if started is None else started, CALLED: called or {}, BEGUN: begun or {}, DONE: {}}
     when[FAILED] = failed or {}
-    return problem(PLACES, when, gone or {}, since=0.0, now=now, start_seconds=start_seconds)
+    return start_problem(
+        PLACES, when, gone or {}, since=0.0, now=now, start_seconds=start_seconds, read_at=read_at or {}
+    )
 
 
 def test_a_start_that_is_well() -> None:
@@ -42,7 +44,9 @@ def test_a_program_without_mpitrain_may_take_its_time() -> None:
 
 
 def test_no_limit() -> None:
-    assert judged(1e9, started={}, called={0: 1.0}, gone={3: 2.0}, start_seconds=0.0) is None
+    assert judged(1e9, started={}, called={0: 1.0}, start_seconds=0.0) is None
+    ended = judged(1e9, started={}, called={0: 1.0}, gone={3: 2.0}, start_seconds=0.0)
+    assert ended == "rank 3 on c ended before calling init(), and the others wait there; see its output above"
 
 
 def test_a_rank_that_never_starts() -> None:
@@ -131,3 +135,11 @@ def test_the_diagnosis_leaves_out_a_host_that_was_lost_before() -> None:
     assert [line for line in lines if "does not answer" in line] == [
         "c does not answer b on the high ports that MPI uses; does a firewall drop them?"
     ]
+
+
+def test_a_rank_that_still_reads_files_is_not_late() -> None:
+    """It imports from a slow share."""
+    called = {rank: 1.0 for rank in EVERYONE if rank != 3}
+    assert judged(300.0, called=called, read_at={3: 250.0}) is None
+    assert "did not call init()" in (judged(311.0, called=called, read_at={3: 250.0}) or "")
+    assert "did not call init()" in (judged(300.0, called=called, read_at={0: 250.0}) or "")

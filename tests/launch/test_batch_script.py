@@ -10,7 +10,7 @@ import pytest
 
 from mpitrain.cli import main
 from mpitrain.cli.slurm import _seconds
-from mpitrain.launch.batch_script import BatchJob, batch_script
+from mpitrain.launch.time_limit import BatchJob, batch_script
 
 JOB = BatchJob(
     name="train",

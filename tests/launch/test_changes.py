@@ -13,14 +13,13 @@ import pytest
 from changing import HOSTS, Asked, told
 
 from jobs import until
-from mpitrain.launch.changes import Changes
+from mpitrain.launch.changes import Changes, Tellers
+from mpitrain.launch.control import ask
 from mpitrain.launch.keepers import Keepers
 from mpitrain.launch.kept import PREPARES, STAYS
 from mpitrain.launch.orders import Orders
 from mpitrain.launch.placement import Place
 from mpitrain.launch.roster import launcher_name
-from mpitrain.launch.tellers import Tellers
-from mpitrain.launch.wishes import ask
 from mpitrain.watching.rank_record import RankRecord
 
 # Fixtures: pytest finds them by these names.

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
-from mpitrain.launch.compare import HostFacts, differences
-from mpitrain.launch.conditions import faults_by_host, listing
+from mpitrain.facts import hidden
+from mpitrain.launch.conditions import HostFacts, differences, faults_by_host, listing, shared_addresses
 
 
 def lines_of(own: str, facts: Mapping[str, HostFacts]) -> list[str]:
@@ -27,6 +29,16 @@ def host(**changes: Any) -> dict[str, Any]:
 
 def test_equal_hosts() -> None:
     assert lines_of("a", {"a": host(), "b": host()}) == []
+
+
+def test_two_machines_have_one_address() -> None:
+    way = {"interface": "eth0", "network": "10.0.0.0/24"}
+    facts = {"a": {"routes": {"b": way, "c": way}}, "b": {"routes": {"a": way, "c": way}}, "c": {"routes": {}}}
+    assert shared_addresses(facts) == []
+    facts["c"]["routes"] = {"a": way, "b": {"interface": "lo", "taken": "10.0.0.2/24 dev eth0"}}
+    (text,) = map(str, shared_addresses(facts))
+    assert text.startswith("c: it has the address 10.0.0.2 of b too. ")
+    assert "`sudo ip address del 10.0.0.2/24 dev eth0`" in text
 
 
 def test_the_differences_of_a_host_in_a_line() -> None:
@@ -90,3 +102,26 @@ def test_a_long_list_is_cut() -> None:
     lines = lines_of("a", {"a": host(), "b": host(packages={f"p{number}": "1" for number in range(100)})})
     assert len(lines) == 31
     assert lines[-1] == "and 72 more differences"
+
+
+def test_a_copy_in_pythonpath() -> None:
+    """It hides the environment's package, and may have no version."""
+    copy = host(hidden={"numpy": ["/scratch/lib", ""]})
+    expected = "numpy is that of /scratch/lib (PYTHONPATH), here that of the environment"
+    assert lines_of("a", {"a": host(), "b": copy}) == [f"b: {expected}"]
+    assert lines_of("a", {"a": copy, "b": copy}) == []
+    other = host(hidden={"numpy": ["/scratch/lib", "2.3.1"]}, packages={"numpy": "2.3.1", "mpi4py": "4.1.2"})
+    expected = "numpy 2.3.1 of /scratch/lib (PYTHONPATH), here 2.4.6"
+    assert lines_of("a", {"a": host(), "b": other}) == [f"b: {expected}"]
+
+
+def test_what_a_folder_of_pythonpath_hides(tmp_path: Path) -> None:
+    for name in ("installed/numpy", "installed/six", "first/numpy", "first/data", "second/six-1.0.dist-info"):
+        (tmp_path / name).mkdir(parents=True)
+    for name in ("first/numpy/__init__.py", "installed/six.py", "second/six.py"):
+        (tmp_path / name).touch()
+    path = os.pathsep.join(["", *(str(tmp_path / name) for name in ("first", "missing", "second", "installed"))])
+    assert hidden(path, [str(tmp_path / "installed")]) == {
+        "numpy": [str(tmp_path / "first"), ""],
+        "six": [str(tmp_path / "second"), "1.0"],
+    }

@@ -13,14 +13,13 @@ import pytest
 
 import mpitrain
 from jobs import HANG_SECONDS, clean_environment
-from mpitrain.chaos.sites import SABOTEUR
-from mpitrain.launch.connections import GUARD, SWEEP
+from mpitrain.launch.connections import GUARD
 from mpitrain.launch.jobs import ROSTER
 from mpitrain.launch.keepers import KEEPER
 from mpitrain.launch.reserve import SPARES
 
 
-@pytest.mark.parametrize("modules", [GUARD, SWEEP, ROSTER, KEEPER, SPARES, SABOTEUR], ids=lambda modules: modules[-1])
+@pytest.mark.parametrize("modules", [GUARD, ROSTER, KEEPER, SPARES], ids=lambda modules: modules[-1])
 def test_each_module_comes_after_those_that_it_imports(modules: Sequence[str]) -> None:
     for place, module in enumerate(modules):
         assert set(own_imports(module)) <= set(modules[:place]), module
@@ -40,7 +39,7 @@ def own_imports(module: str) -> Iterator[str]:
 # Connects to this host with the package as it is, and again when one of the modules has another version.
 TWICE = """
 import pathlib, sys, time
-from mpitrain.launch.connections import SWEEP, connect
+from mpitrain.launch.connections import connect
 from mpitrain.launch.jobs import ROSTER
 import mpitrain
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from mpitrain.context import JobContext
 from mpitrain.errors import LaunchError
-from mpitrain.job.context import JobContext
 from mpitrain.launch.dialects import (
     JobSpec,
     can_recover,
@@ -56,7 +56,7 @@ def test_intel() -> None:
 
 
 def test_open_mpi_5() -> None:
-    flags = "--map-by :OVERSUBSCRIBE --output tag --bind-to none"
+    flags = "--map-by :OVERSUBSCRIBE --output tag --bind-to none --stdin none"
     line = f"{COMMON} /v/bin/mpiexec -n 4 {flags} {PROGRAM}"
     assert shown(OPEN_MPI_5) == f"{WITHOUT_OFI} {line}"
     root = "OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1"
@@ -84,7 +84,7 @@ def test_open_mpi_5_goes_on_without_a_lost_rank() -> None:
 
 
 def test_open_mpi_4() -> None:
-    flags = "--oversubscribe --tag-output --bind-to none"
+    flags = "--oversubscribe --tag-output --bind-to none --stdin none"
     assert shown(OPEN_MPI_4) == f"{WITHOUT_OFI} {COMMON} /usr/bin/mpiexec -n 4 {flags} {PROGRAM}"
 
 
@@ -126,11 +126,11 @@ def test_open_mpi_over_hosts() -> None:
     environ = {"PATH": "/bin", "LR": "0.5", "HOME": "/home/ada", "SSH_TTY": "/dev/pts/0", "BASH_FUNC_x%%": "() {"}
     carried = "-x LR -x OMP_NUM_THREADS -x PATH -x PYTHONUNBUFFERED -x _MPITRAIN_EXPECTED_SIZE"
     job = replace(OVER_HOSTS, mpiexec=OPEN_MPI_5)
-    flags = f"--map-by :OVERSUBSCRIBE --output tag --bind-to none --host a:2,b:1 {carried}"
+    flags = f"--map-by :OVERSUBSCRIBE --output tag --bind-to none --stdin none --host a:2,b:1 {carried}"
     line = f"{COMMON_OVER_HOSTS} /v/bin/mpiexec -n 3 {flags} {PROGRAM}"
     assert str(command_for(job, environ)) == f"PRTE_MCA_plm_ssh_args={SSH} {OVER_TCP} {line}"
     job = replace(OVER_HOSTS, mpiexec=OPEN_MPI_4)
-    flags = f"--oversubscribe --tag-output --bind-to none --host a:2,b:1 {carried}"
+    flags = f"--oversubscribe --tag-output --bind-to none --stdin none --host a:2,b:1 {carried}"
     line = f"{COMMON_OVER_HOSTS} /usr/bin/mpiexec -n 3 {flags} {PROGRAM}"
     assert str(command_for(job, environ)) == f"OMPI_MCA_plm_rsh_args={SSH} {OVER_TCP} {line}"
 

@@ -6,9 +6,20 @@ from dataclasses import replace
 
 import pytest
 
-from mpitrain.launch.ending import Ended, code_told, in_order, kills_first, last_step, last_words, signal_told, why
+from mpitrain.launch.ending import (
+    Ended,
+    code_told,
+    exit_code,
+    in_order,
+    kills_first,
+    last_step,
+    last_words,
+    signal_told,
+    why,
+    without_ends_by_hydra,
+)
 from mpitrain.watching.census import FirstEnd
-from mpitrain.watching.rank_record import FAILED, RankRecord
+from mpitrain.watching.rank_record import BEGUN, FAILED, RankRecord
 
 RULE = "=" * 83 + "\n"
 MPICH = f"""
@@ -257,3 +268,45 @@ def test_what_the_launcher_saw() -> None:
     assert of(missing=(0, 1)) == ("the job ended with exit code 5", None)
     for code, signal in ((137, ", as by signal 9"), (255, ""), (128, "")):  # ranks that nobody sees, without mt.init()
         assert why(Ended(code), "h{}".format) == (f"the job ended with exit code {code}{signal}", None)
+
+
+def test_the_kernel_knows_better_than_mpich() -> None:
+    """MPICH's own words may be about a rank that it has ended because of this one."""
+    ends = (FirstEnd(2, (), 10.0, code=-6),)
+    seen = Ended(9, records=RECORDED_BEGUN, first_ends=ends, mpiexec_said=MPICH, missing=(0, 1, 2))
+    assert why(seen, "h{}".format) == ("rank 2 on h2 was killed by signal 6", 2)
+    assert exit_code(seen, 9, "h{}".format, told=0, has_left=False) == 134
+
+
+RECORDED_BEGUN = {rank: replace(record, phase=BEGUN) for rank, record in RECORDS.items()}
+
+
+def test_the_code_of_an_exit_is_the_jobs() -> None:
+    failed = RankRecord(1, FAILED, error="left with exit code 3 (train.py:9)", failed_seconds=9.0)
+    assert exit_code(Ended(1, failed=failed), 1, "h{}".format, told=0, has_left=False) == 3
+
+
+@pytest.mark.parametrize(
+    ("code", "words"), [(-11, "rank 2 on h2 was killed by signal 11"), (3, BY_CODE), (-15, ""), (0, ""), (None, "")]
+)
+def test_the_end_of_a_rank_that_had_not_begun(code: int | None, words: str) -> None:
+    """By SIGTERM a rank ends itself and the job, after its own report."""
+    assert last_words(Ended(1, records=RECORDS, first_ends=(FirstEnd(2, (), 10.0, code=code),)), "h{}".format) == words
+
+
+def test_a_rank_that_says_its_code_before_init_is_no_news() -> None:
+    left = Ended(3, records=RECORDS, first_ends=(FirstEnd(2, (), 10.0, code=3),))
+    assert last_words(left, "h{}".format, has_said=True) == ""
+    killed = Ended(3, records=RECORDS, first_ends=(FirstEnd(2, (), 10.0, code=-11),))
+    assert last_words(killed, "h{}".format, has_said=True) == "rank 2 on h2 was killed by signal 11"
+
+
+def test_hydra_kills_the_others_in_silence_for_a_rank_that_tells_it_a_code() -> None:
+    """On its host that rank may seem to end after those that Hydra has killed because of it."""
+    killed, left = FirstEnd(0, (), 10.0, code=-9), FirstEnd(2, (), 10.01, code=3)
+    assert without_ends_by_hydra([killed, left], RECORDS, "", 3) == [left]
+    assert without_ends_by_hydra([killed], RECORDS, "", 3) == []
+    assert exit_code(Ended(3, records=RECORDS), 3, "h{}".format, told=0, has_left=False) == 3
+    for said, code in ((MPICH, 3), ("[proxy:0@h2] main: assert (!closed) failed\n", 255), ("", 9), ("", 137), ("", 0)):
+        assert without_ends_by_hydra([killed, left], RECORDS, said, code) == [killed, left]
+    assert without_ends_by_hydra([killed, left], RECORDED_BEGUN, "", 3) == [killed, left]

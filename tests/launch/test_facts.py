@@ -12,10 +12,11 @@ from pathlib import Path
 import pytest
 
 from jobs import HANG_SECONDS, TOKEN, processes_of
+from mpitrain import facts as common
 from mpitrain.errors import LaunchError
-from mpitrain.launch import facts, probe, served
+from mpitrain.launch import facts, served
 
-PROBE = Path(probe.__file__).read_text()
+PROBE = Path(common.__file__).read_text()
 
 
 def test_more_files_than_a_pipe_holds(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from jobs import HANG_SECONDS, clean_environment
-from mpitrain.launch.gpu_load import GpuLoad
+from mpitrain.launch.load import GpuLoad
 
 # As nvml.h declares them. The second of three GPUs is a slice, which has no utilisation; the third is lost.
 LIBRARY = r"""
@@ -33,7 +33,7 @@ int nvmlDeviceGetMemoryInfo(void *gpu, nvmlMemory_t *memory) {
 """
 READ = """
 import json, time
-from mpitrain.launch.gpu_load import GpuLoad
+from mpitrain.launch.load import GpuLoad
 load = GpuLoad()
 while not load.read() and load._thread.is_alive():
     time.sleep(0.01)
@@ -49,7 +49,7 @@ SECOND = '{"busy": null, "memory_bytes": 80000000001, "memory_used_bytes": 10000
 # The driver answers once, and then never again. Each of the last ten readers is of another time of watching.
 HANGS = """
 import threading, time
-from mpitrain.launch import gpu_load
+from mpitrain.launch import load
 answers = [{"busy": 0.37}]
 class Driver:
     def __getattr__(self, name):
@@ -58,27 +58,27 @@ def count(number):
     number._obj.value = 1
     return 0
 Driver.nvmlDeviceGetCount_v2 = staticmethod(count)
-gpu_load.ctypes.CDLL = lambda name: Driver()
+load.ctypes.CDLL = lambda name: Driver()
 hanging = threading.Event()
 def state(nvml, handle):
     if answers:
         return answers.pop()
     hanging.set()
     time.sleep(600)
-gpu_load._state = state
-gpu_load._OLD_SECONDS = 600.0
-load = gpu_load.GpuLoad()
-while not load.read():
+load._state = state
+load._OLD_GPU_SECONDS = 600.0
+gpus = load.GpuLoad()
+while not gpus.read():
     time.sleep(0.01)
 assert hanging.wait(60)
-assert load.read() == [{"busy": 0.37}]
-gpu_load._OLD_SECONDS = 0.0
-assert load.read() == []
-load.end()
+assert gpus.read() == [{"busy": 0.37}]
+load._OLD_GPU_SECONDS = 0.0
+assert gpus.read() == []
+gpus.end()
 for _ in range(10):
-    load = gpu_load.GpuLoad()
-    assert load.read() == []
-    load.end()
+    gpus = load.GpuLoad()
+    assert gpus.read() == []
+    gpus.end()
 assert [one.name for one in threading.enumerate()].count("GPUs") == 1
 """
 

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from mpitrain.launch.host_clock import HostClock
+from mpitrain.launch.reports import HostClock
 
 
 def test_without_an_echo_it_is_the_clock_here() -> None:

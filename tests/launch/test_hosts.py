@@ -48,6 +48,16 @@ def test_on_a_node_it_runs_on_all_nodes(folder: Path) -> None:
     assert ranks(place_ranks(None, None, 3, 2)) == {"a": 2, "b": 1}
 
 
+def test_hosts_that_are_named_have_one_rank_each(folder: Path) -> None:
+    inventory(folder, "127.0.0.2")
+    placement = place_ranks("a,b", None, None, None)
+    assert ranks(placement) == {"a": 1, "b": 1}
+    assert placement.note == "one rank on each of the hosts a,b; --ppn N makes N"
+    for hosts, num_ranks, each in (("a:2,b", None, None), ("a,b", 3, None), ("a/cpux2,b/cpu", None, None)):
+        placement = place_ranks(hosts, None, num_ranks, each)
+        assert (ranks(placement), placement.note) == ({"a": 2, "b": 1}, "")
+
+
 def test_elsewhere_it_runs_here_and_says_so(folder: Path) -> None:
     path = inventory(folder, "198.51.100.1")
     placement = place_ranks(None, None, 2, None)

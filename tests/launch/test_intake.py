@@ -12,8 +12,8 @@ from mpitrain.launch.intake import DIFFERENT_SECONDS, FIRST_SECONDS, MOST_SECOND
 from mpitrain.launch.keepers import Keepers
 from mpitrain.launch.kept import PREPARES, STAYS
 from mpitrain.launch.placement import Place, Placement
+from mpitrain.launch.policy import ASIDE_SECONDS
 from mpitrain.launch.supervisor import Pause, supervise
-from mpitrain.launch.verdict import ASIDE_SECONDS
 from mpitrain.watching.rank_record import RankRecord
 
 # Fixtures: pytest finds them by these names.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from mpitrain.launch.interfaces import pin
+from mpitrain.launch.variables import pin
 
 HOSTS = ["a", "b", "c"]
 BY_NAME = {

@@ -266,7 +266,8 @@ def test_room_for_another_try(keepers: Keepers) -> None:
 AS_NOBODY = """
 import os, select, socket, sys
 sys.path[:] = {path}
-from mpitrain.launch.kept import KeeperLine, Kept, receive, send
+from mpitrain.launch.kept import KeeperLine, Kept
+from mpitrain.watching.sockets import receive, send
 os.setuid(65534)
 {does}
 """

@@ -8,11 +8,10 @@ from typing import Any
 
 import pytest
 
-from mpitrain.launch import kept_output
-from mpitrain.launch.kept_output import KEPT, MOST_LINE_BYTES, MOST_RANK_BYTES, KeptOutput, Wanted, printable
-from mpitrain.launch.output import OutputPiece, Stream
+from mpitrain.launch import log
+from mpitrain.launch.log import KEPT, MOST_LINE_BYTES, MOST_RANK_BYTES, KeptOutput, Wanted, printable
+from mpitrain.launch.output import MPIEXEC, OutputPiece, Stream, Tag
 from mpitrain.launch.printer import Printer
-from mpitrain.launch.tags import MPIEXEC, Tag
 
 RANKS = 4
 
@@ -118,7 +117,7 @@ def test_an_answer_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [line["text"] for line in answer["lines"]] == [
         f"{rank} {number}" for number in range(100, 300) for rank in range(5)
     ]
-    monkeypatch.setattr(kept_output, "MOST_ANSWER_LETTERS", 12)
+    monkeypatch.setattr(log, "MOST_ANSWER_LETTERS", 12)
     answer = made.find(Wanted())
     assert ([line["text"] for line in answer["lines"]], answer["more"]) == (["3 299", "4 299"], True)
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from mpitrain.errors import LaunchError
-from mpitrain.launch import live_folder
+from mpitrain.launch import live_jobs
 from mpitrain.launch.live import Live
 from mpitrain.launch.live_jobs import find
 from watching_live import answers_until
@@ -21,13 +21,13 @@ from watching_live import answers_until
 def top(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """In place of /tmp. Not tmp_path, which may be too long for a path of a socket."""
     with tempfile.TemporaryDirectory() as folder:
-        monkeypatch.setattr(live_folder, "OF_SOCKETS", folder)
+        monkeypatch.setattr(live_jobs, "OF_SOCKETS", folder)
         yield Path(folder)
 
 
 def test_the_socket_of_a_dead_launcher_is_removed(top: Path) -> None:
     """One of this machine. Of another one, with which this one shares a folder, it is not known."""
-    folder = live_folder.live_folder(make=True)
+    folder = live_jobs.live_folder(make=True)
     assert folder is not None
     here, elsewhere = folder / f"{socket.gethostname()}~{os.getpid()}~1.live", folder / "elsewhere~1~1.live"
     for path in (here, elsewhere):

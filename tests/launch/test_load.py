@@ -11,10 +11,10 @@ import guarding
 import pytest
 from guarding import begin, wait_for
 
-from mpitrain.launch import guard
+from mpitrain.launch import agent
 from mpitrain.launch.connections import Connection
 from mpitrain.launch.load import Load
-from mpitrain.launch.said import Said
+from mpitrain.launch.reports import Said
 
 # Fixtures: pytest finds them by these names.
 wish, connections = guarding.wish, guarding.connections
@@ -108,10 +108,11 @@ def test_an_interface_with_any_name(tmp_path: Path) -> None:
 def test_a_load_that_cannot_be_read(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """The guard gives it up, and goes on. The launcher says so once."""
     sent: list[dict[str, Any]] = []
-    monkeypatch.setattr(guard, "send", sent.append)
+    monkeypatch.setattr(agent, "send", sent.append)
     monkeypatch.setattr(Load, "_cores", lambda self: {"ticks": int("a word")})
     census: Any = None
-    watched = guard.Guard({"token": "t", "roll_call": "r", "peers": {}, "silence_seconds": 0.0}, census)
+    hearing: Any = None
+    watched = agent.Guard({"token": "t", "roll_call": "r", "peers": {}, "silence_seconds": 0.0}, census, hearing)
     watched._watched_until = time.monotonic() + 600
     for second in range(3):
         watched._look_at_load(100.0 + second)

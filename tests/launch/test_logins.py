@@ -9,7 +9,7 @@ import taking_in
 from taking_in import Ssh
 
 from jobs import until
-from mpitrain.launch.logins import that_let_in
+from mpitrain.launch.intake import that_let_in
 from mpitrain.launch.processes import alive_below
 
 # A fixture: pytest finds it by this name.
@@ -24,7 +24,7 @@ def test_those_that_answer(ssh: Ssh, capfd: pytest.CaptureFixture[str]) -> None:
 
 
 def test_one_that_never_answers_is_not_waited_for(ssh: Ssh, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mpitrain.launch.logins._ANSWER_SECONDS", 0.0)
+    monkeypatch.setattr("mpitrain.launch.intake._LOGIN_SECONDS", 0.0)
     before = alive_below(set())
     assert that_let_in(["slow"], threading.Event()) == set()
     assert alive_below(set()) == before

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from mpitrain.errors import ConfigError
-from mpitrain.launch.machinefile import hosts_of
+from mpitrain.launch.hosts import read_hostfile
 
 
 @pytest.mark.parametrize(
@@ -24,7 +24,7 @@ from mpitrain.launch.machinefile import hosts_of
 )
 def test_forms(text: str, hosts: str, tmp_path: Path) -> None:
     (tmp_path / "hosts").write_text(text)
-    assert hosts_of(tmp_path / "hosts") == hosts
+    assert read_hostfile(tmp_path / "hosts") == hosts
 
 
 @pytest.mark.parametrize(
@@ -34,6 +34,9 @@ def test_forms(text: str, hosts: str, tmp_path: Path) -> None:
         ("# nothing\n", "names no host"),
         ("a\nb:x\n", "line 2: 'b:x' is none of HOST, HOST:N and HOST slots=N"),
         ("a b\n", "line 1: 'a b' is none of"),
+        ("a\nb slots=0\n", "line 2: 'b slots=0' is none of HOST, HOST:N and HOST slots=N, with N above 0"),
+        ("a:00\n", "line 1: 'a:00' is none of"),
+        ("a.\n", "line 1: 'a.' is none of"),
         ("a max_slots=2\n", "line 1: 'a max_slots=2' is none of"),
         (
             "[head]\na\n",
@@ -44,13 +47,13 @@ def test_forms(text: str, hosts: str, tmp_path: Path) -> None:
 def test_what_is_refused(text: str, said: str, tmp_path: Path) -> None:
     (tmp_path / "hosts").write_text(text)
     with pytest.raises(ConfigError) as caught:
-        hosts_of(tmp_path / "hosts")
+        read_hostfile(tmp_path / "hosts")
     assert said in str(caught.value)
 
 
 def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="cannot be read: No such file or directory"):
-        hosts_of(tmp_path / "nowhere")
+        read_hostfile(tmp_path / "nowhere")
     (tmp_path / "bytes").write_bytes(b"\xff\xfe")
-    with pytest.raises(ConfigError, match="cannot be read: 'utf-8' codec"):
-        hosts_of(tmp_path / "bytes")
+    with pytest.raises(ConfigError, match="cannot be read: it is not text in UTF-8"):
+        read_hostfile(tmp_path / "bytes")

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from jobs import until
-from mpitrain.launch.masters import open_masters
 from mpitrain.launch.processes import alive_below, children
+from mpitrain.launch.ssh import open_masters
 
 # A stand-in for ssh, which stays connected.
 STAYS = "#!/bin/sh\necho $$ >> {asked}\nexec sleep 1000\n"

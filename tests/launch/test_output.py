@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from mpitrain.launch.output import MERGE_SECONDS, PARTIAL_SECONDS, LineCutter, Merger, OutputPiece
-from mpitrain.launch.tags import MPIEXEC
+from mpitrain.launch.output import MERGE_SECONDS, MPIEXEC, PARTIAL_SECONDS, LineCutter, Merger, OutputPiece
 from mpitrain.watching.ranges import rank_ranges
 
 LONG = 1000.0

@@ -87,8 +87,8 @@ def test_numbers_of_ranks_as_for_mpiexec(text: str, num_ranks: int | None, count
         ("a:2/cpu", None, None, "'a:2/cpu' in --hosts a:2/cpu is not a known form"),
         ("a:2,b/cpu", None, None, "some hosts have devices and a has none"),
         ("a:2,a:1", None, None, "a is named twice"),
-        ("a:2,b:2", 5, None, "-n is 5, and --hosts has room for 4 ranks"),
-        ("a:2,b:2", None, 1, "--hosts says the number of ranks on each host already; leave out --ppn"),
+        ("a:2,b:2", 5, None, "-n is 5, and the hosts have room for 4 ranks"),
+        ("a:2,b:2", None, 1, "the hosts are given with their numbers of ranks; leave out --ppn"),
         ("a:99999", None, None, "99999 ranks on a:99999 are too many"),
     ],
 )

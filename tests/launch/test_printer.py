@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from mpitrain.launch.output import Stream
+from mpitrain.launch.output import Stream, Tag
 from mpitrain.launch.printer import Printer
-from mpitrain.launch.tags import Tag
 
 TAG = Tag(*"<", r"(\d+)", ">")
 REPORT = b"mpitrain: rank 1 on node7 failed:\nValueError: x\nmpitrain: end of the failure of rank 1 on node7\n"
@@ -54,6 +53,14 @@ def test_bytes_that_are_no_text_pass_unchanged(capfdbinary: pytest.CaptureFixtur
 def test_a_line_that_another_rank_interrupts(capfdbinary: pytest.CaptureFixture[bytes]) -> None:
     out, _ = printed(capfdbinary, 2, ("stdout", b"<0>load"), ("stdout", b"<0>ing "), ("stdout", b"<1>hi\n<0>done\n"))
     assert out == b"[0] loading \n[1] hi\n[0] done\n"
+
+
+def test_the_end_of_a_line_that_another_rank_has_interrupted_is_no_line(
+    capfdbinary: pytest.CaptureFixture[bytes],
+) -> None:
+    texts = b"<0>load", b"", b"<1>hi\n", b"<0>\n", b"<0>\n<1>x"
+    out, _ = printed(capfdbinary, 2, *(("stdout", text) for text in texts))
+    assert out == b"[0] load\n[1] hi\n[0] \n[1] x\n"
 
 
 def test_progress_overwrites_itself_and_nothing_else(capfdbinary: pytest.CaptureFixture[bytes]) -> None:
@@ -113,3 +120,18 @@ def test_a_failure_that_is_the_last_word_already_is_not_repeated(capfdbinary: py
 def test_a_report_that_was_cut_off_is_repeated(capfdbinary: pytest.CaptureFixture[bytes]) -> None:
     begun = b"".join(REPORT.splitlines(keepends=True)[:2])
     assert printed(capfdbinary, 2, ("stderr", tagged(1, begun)), ("stdout", b"bye\n"))[1].endswith(begun)
+
+
+BANNER = b"=" * 83 + b"\n=   BAD TERMINATION OF ONE OF YOUR APPLICATION PROCESSES\n" + b"=" * 83 + b"\n"
+
+
+@pytest.mark.parametrize(("said", "is_printed"), [(b"", True), (b"<1>mpitrain: rank 1 on a left\n", False)])
+def test_what_mpich_says_of_a_rank(capfdbinary: pytest.CaptureFixture[bytes], said: bytes, is_printed: bool) -> None:
+    printer = Printer(TAG, 2)
+    printer.feed(0.0, "stdout", BANNER)
+    printer.feed(0.0, "stderr", said)
+    printer.close()
+    assert BANNER not in capfdbinary.readouterr().out
+    assert BANNER in printer.mpiexec_said
+    printer.print_banner()
+    assert (capfdbinary.readouterr().out == BANNER) is is_printed

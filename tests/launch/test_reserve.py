@@ -8,11 +8,11 @@ from dataclasses import replace
 import pytest
 
 from mpitrain.job.spare import may_differ
-from mpitrain.launch.interfaces import pin
 from mpitrain.launch.libraries import Vendor
 from mpitrain.launch.placement import Place
 from mpitrain.launch.reserve import Reserve
 from mpitrain.launch.tuning import Conditions, settings
+from mpitrain.launch.variables import pin
 
 
 def test_a_name_that_is_taken(capfd: pytest.CaptureFixture[str]) -> None:

@@ -13,11 +13,11 @@ from typing import Any
 
 import pytest
 
+from mpitrain.context import JobContext
 from mpitrain.errors import ConfigError
-from mpitrain.job.context import JobContext
-from mpitrain.launch.estate import code_of, hosts_of, new_estate
 from mpitrain.launch.hosts import placed_again
 from mpitrain.launch.jobs import RunningJob, kept_jobs
+from mpitrain.launch.keepers import code_of, hosts_of, new_estate
 from mpitrain.launch.placement import Place, Placement
 from mpitrain.launch.resume import _end_rest
 from mpitrain.launch.start import Heritage, Request, _environment, _signals_end_in_order

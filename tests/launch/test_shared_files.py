@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from mpitrain.launch.marked import read
+from mpitrain.launch.processes import read
 from mpitrain.launch.shared_files import FOLDER, OF_DAEMON, OF_SESSIONS, SharedFiles
 
 MAPS = "import mmap, sys; f = open(sys.argv[1], 'r+b'); m = mmap.mmap(f.fileno(), 0); print(flush=True); input()"

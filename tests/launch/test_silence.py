@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from mpitrain.launch.silence import account_of, lost_hosts
+from mpitrain.launch.trouble import account_of, lost_hosts
 
 
 @pytest.mark.parametrize(

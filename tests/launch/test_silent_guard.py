@@ -95,7 +95,7 @@ def test_a_guard_that_ends_while_it_asks(wish: dict[str, Any], tmp_path: Path, m
 def both(wish: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Guards]:
     """Guards of two hosts, which are both this machine."""
     connect = watch.connect
-    monkeypatch.setattr(watch, "connect", lambda host, _, *rest: connect(host, True, *rest))
+    monkeypatch.setattr(watch, "connect", lambda host, _, *rest, **more: connect(host, True, *rest, **more))
     wishes = {"here": wish, "there": {**wish, "roll_call": str(tmp_path / "other")}}
     with Guards("here", wishes, wishes) as guards:
         guards.facts()

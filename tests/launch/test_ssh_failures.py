@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+from pathlib import Path
+
 import pytest
 
 from mpitrain.launch.connections import explain
@@ -26,6 +29,22 @@ def test_why_ssh_failed(words: str, remedy: str) -> None:
     text = explain("b", words, 255)
     assert text.startswith(f"b: {words.splitlines()[-1]}: ")
     assert remedy in text
+
+
+def test_another_host_answers_at_the_address(tmp_path: Path) -> None:
+    """ssh names the key that it was shown, and the file of those that are known."""
+    known = tmp_path / "known_hosts"
+    for name in ("b", "c"):
+        subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(tmp_path / name)], check=True)
+    known.write_text("".join(f"{name},10.0.0.1 {(tmp_path / name).with_suffix('.pub').read_text()}" for name in "bc"))
+    listed = subprocess.check_output(["ssh-keygen", "-l", "-f", str(known)], text=True).splitlines()
+    known.write_text(f"# keys\n{known.read_text()}")
+    for line, expected in zip(listed, ("`mpitrain cluster trust b`", "c answers at its address"), strict=True):
+        words = (
+            f"@ WARNING: REMOTE HOST IDENTIFICATION HAS CHANGED! @\n{line.split()[1]}.\n"
+            f"Offending ED25519 key in {known}:1\nHost key verification failed."
+        )
+        assert expected in explain("b", words, 255)
 
 
 def test_an_end_without_a_word() -> None:

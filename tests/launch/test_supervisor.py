@@ -6,10 +6,9 @@ import pytest
 from supervising import JOINS, LEAVES, PLACEMENT, Successor, Tries, Wished, absent, killed, left
 
 from mpitrain.errors import LaunchError
-from mpitrain.launch.change import Change
 from mpitrain.launch.ending import Ended
+from mpitrain.launch.policy import Change, Limits
 from mpitrain.launch.supervisor import supervise
-from mpitrain.launch.verdict import Limits
 from mpitrain.watching.rank_record import RankRecord
 
 FIVE = Limits(restarts=5)

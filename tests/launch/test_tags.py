@@ -8,8 +8,8 @@ import pytest
 
 from mpitrain.launch.dialects import JobSpec, command_for
 from mpitrain.launch.libraries import Mpiexec, Vendor
+from mpitrain.launch.output import MPIEXEC, Tag, TagDecoder
 from mpitrain.launch.placement import Place, Placement
-from mpitrain.launch.tags import MPIEXEC, Tag, TagDecoder
 
 
 def tag(vendor: Vendor) -> Tag:

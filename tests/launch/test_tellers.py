@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 from jobs import HANG_SECONDS
+from mpitrain.launch.changes import Tellers
+from mpitrain.launch.control import ask
 from mpitrain.launch.orders import Orders
 from mpitrain.launch.roster import launcher_name
-from mpitrain.launch.tellers import Tellers
-from mpitrain.launch.wishes import ask
 
 PAUSE = {"tell": {"kind": "pause"}, "from": "elsewhere"}
 # As another user: `ask`, which looks who is at the other end; the messages alone, as a program of one's own may send
@@ -22,25 +22,25 @@ PAUSE = {"tell": {"kind": "pause"}, "from": "elsewhere"}
 AS_NOBODY = """
 import os, select, socket, sys
 sys.path[:] = {path!r}
-from mpitrain.launch import wishes
+from mpitrain.launch import control
 os.setgroups([])
 os.setgid(65534)
 os.setuid(65534)
 launcher, wish = {launcher!r}, {wish!r}
-print(wishes.ask(launcher, wish)["refused"])
+print(control.ask(launcher, wish)["refused"])
 with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as line:
     line.settimeout(60)
-    line.connect(wishes._address(launcher))
+    line.connect(control._address(launcher))
     try:
-        wishes._send(line, wish)
-        print("answer", wishes._receive(line))
+        control._send(line, wish)
+        print("answer", control._receive(line))
     except OSError as error:
         print(type(error).__name__)
 print("floods", flush=True)
 silent = []
 while not select.select([sys.stdin], [], [], 0)[0]:
     silent = [*silent[-900:], socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)]
-    silent[-1].connect(wishes._address(launcher))
+    silent[-1].connect(control._address(launcher))
 """
 
 

@@ -32,8 +32,8 @@ def loss(parameters, batch, on_gradient):
     return 1.0
 
 def build(world):
-    data = mt.ArrayData(world, (numpy.arange(50.0),), global_batch=13)
-    return mt.Parts(mt.ArrayFunction(loss, {"w": numpy.ones(7)}, mt.Sgd(0.02)), mt.Sync(), data)
+    data = mt.data.ArrayData(world, (numpy.arange(50.0),), global_batch=13)
+    return mt.Parts(mt.ArrayFunction(loss, {"w": numpy.ones(7)}, mt.optim.SGD(0.02)), mt.Sync(), data)
 
 mt.Trainer(build, [mt.StopAtStep(3000), mt.Checkpoint("saved", steps=10_000)]).run()
 """

@@ -12,10 +12,10 @@ from changing import HOSTS, told
 
 from jobs import until
 from mpitrain.launch.changes import Changes
+from mpitrain.launch.control import ask
 from mpitrain.launch.keepers import Keepers
 from mpitrain.launch.kept import PREPARES, SAVES, STAYS
 from mpitrain.launch.roster import launcher_name
-from mpitrain.launch.wishes import ask
 
 # Fixtures: pytest finds them by these names.
 _no_long_wait, changes = changing._no_long_wait, changing.changes

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from jobs import HANG_SECONDS, until
-from mpitrain.launch import tries
+from mpitrain.launch import attempts
+from mpitrain.launch.attempts import Attempts
 from mpitrain.launch.live import Live
 from mpitrain.launch.placement import Place, Placement
-from mpitrain.launch.tries import Tries
 from mpitrain.watching.rank_record import RankRecord
 
 BOTH = Placement((Place("a", 0, 1), Place("b", 1, 1)), own="a")
@@ -50,7 +50,7 @@ class Asking:
 @pytest.mark.parametrize(("lost", "waits"), [(set(), True), ({"b"}, False)])
 def test_the_next_try_waits_for_facts(lost: set[str], waits: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Not for long, if a host was lost: it may be this one that does not answer."""
-    monkeypatch.setattr(tries, "_FACTS_SECONDS", 0.0)
+    monkeypatch.setattr(attempts, "_FACTS_SECONDS", 0.0)
     job = Asking()
 
     def make(stack: ExitStack, _: object) -> Any:
@@ -60,7 +60,7 @@ def test_the_next_try_waits_for_facts(lost: set[str], waits: bool, monkeypatch: 
     keepers: Any = SimpleNamespace()
     present: Any = job
     wanted: Any = SimpleNamespace(placement=BOTH.without(lost))
-    with ExitStack() as stack, Tries(make, keepers, None, Live("", [], 0.0)) as made:
+    with ExitStack() as stack, Attempts(make, keepers, None, Live("", [], 0.0)) as made:
         made._look(present)
         if waits:
             later = threading.Timer(0.2, job.answer.set)
@@ -87,7 +87,7 @@ def test_only_one_process_at_a_time_logs_in_on_a_host(is_prepared: bool) -> None
     )
     keepers: Any = SimpleNamespace(begin=note("keepers log in"), settle=note("keepers have answered"))
     reserve: Any = SimpleNamespace(begin=note("holders log in"))
-    with Tries(lambda *_: new, keepers, reserve, Live("", [], 0.0)) as made:
+    with Attempts(lambda *_: new, keepers, reserve, Live("", [], 0.0)) as made:
         if is_prepared:
             made._take = lambda *_: new  # type: ignore[method-assign]
         assert made.run(new.job, lambda: None) == "ended"
@@ -110,7 +110,7 @@ def test_a_try_that_has_taken_over_is_seen_until_its_end() -> None:
         guards=SimpleNamespace(hosts_now=dict, records=dict),
     )
     make: Any = None
-    with Tries(make, None, None, live) as made:
+    with Attempts(make, None, None, live) as made:
         with ExitStack() as stack:
             made.after(stack, new, lambda: None)()
             assert live.answer()["state"] == "starts"
@@ -128,7 +128,7 @@ def test_guards_and_mpiexec_do_not_log_in_together() -> None:
 
     keepers: Any = SimpleNamespace()
     present: Any = job
-    with Tries(make, keepers, None, Live("", [], 0.0)) as made:
+    with Attempts(make, keepers, None, Live("", [], 0.0)) as made:
         for _ in range(3):
             made._look(present)
         assert job.logins == [("guards", False, True)]

@@ -11,12 +11,10 @@ from typing import Any
 
 import pytest
 
-from mpitrain.launch.host_report import HostReport
 from mpitrain.launch.placement import Place
-from mpitrain.launch.stalls import Stalls
-from mpitrain.launch.watched import WatchedJob
+from mpitrain.launch.reports import HostReport, Phases
+from mpitrain.launch.watched import Stalls, WatchedJob
 from mpitrain.watching.census import FirstEnd
-from mpitrain.watching.phases import Phases
 from mpitrain.watching.rank_record import BEGUN, CALLED, PARTED, PHASES, STARTED, WAITS, WORKS, RankRecord
 from mpitrain.watching.view import RankView
 
@@ -33,6 +31,8 @@ def test_who_has_vanished() -> None:
         recent = {rank: replace(view, ended_seconds=ended_seconds) for rank, view in views.items()}
         assert HostReport(recent).vanished() == []
     assert HostReport(views).vanished(recovers=True) == [1, 5]  # the others go on without a rank that had begun
+    ends = {rank: FirstEnd(rank, (), 0.0, code=code) for rank, code in ((2, 3), (3, 3), (4, -9))}
+    assert HostReport(views, ends=ends).vanished(recovers=True) == [1, 2, 5]  # but nobody tells them of an exit code
 
 
 WORDS = 'the kernel killed it for want of memory: "Killed process 7"'
@@ -41,8 +41,8 @@ WORDS = 'the kernel killed it for want of memory: "Killed process 7"'
 @pytest.mark.parametrize(
     ("first", "dead", "expected"),
     [
-        (FirstEnd(1, (), 10.0, 7, WORDS), (1,), f"rank 1 on a ended: {WORDS}"),
-        (FirstEnd(1, (), 10.0, 7, WORDS), (0, 1), f"rank 1 on a ended: {WORDS}"),
+        (FirstEnd(1, (), 10.0, 7, WORDS), (1,), f"rank 1 on a was killed by signal 9: {WORDS}"),
+        (FirstEnd(1, (), 10.0, 7, WORDS), (0, 1), f"rank 1 on a was killed by signal 9: {WORDS}"),
         (FirstEnd(1, (), 10.0, 7), (0, 1), "rank 1 on a ended without a word (os._exit, or killed?)"),
         (None, (0, 1), "ranks 0,1 on a ended without a word (os._exit, or killed?)"),
         (FirstEnd(2, (), 10.0, 7, WORDS), (1,), "rank 1 on a ended without a word (os._exit, or killed?)"),

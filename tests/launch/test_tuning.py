@@ -14,7 +14,7 @@ TWO_HOSTS = replace(ONE_HOST, num_hosts=2)
 MALLOC = {"MALLOC_MMAP_THRESHOLD_": "4294967296", "MALLOC_TRIM_THRESHOLD_": "8589934592"}
 WITHOUT_OFI = {"OMPI_MCA_btl": "^ofi"}
 YIELDS = {"OMPI_MCA_mpi_yield_when_idle": "1"}
-DOCUMENT = Path(__file__).parents[2] / "docs/run.md"
+DOCUMENT = Path(__file__).parents[2] / "docs/reference/configuration.md"
 
 
 def test_on_one_host_no_network_is_tuned() -> None:

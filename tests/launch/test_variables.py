@@ -31,7 +31,7 @@ def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:
         read_env_file(tmp_path / "nothing.env")
     path = tmp_path / "binary"
     path.write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(ConfigError, match="it is not text"):
+    with pytest.raises(ConfigError, match="it is not text in UTF-8"):
         read_env_file(path)
 
 

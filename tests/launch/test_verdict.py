@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from mpitrain.launch.verdict import FailedTry, Limits, Verdict, judge, times_bad
+from mpitrain.launch.policy import FailedTry, Limits, Verdict, judge, times_bad
 
 HOSTS = ("a", "b", "c", "d")
 FIVE = Limits(restarts=5)

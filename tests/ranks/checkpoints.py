@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,15 +11,17 @@ import numpy
 import pytest
 
 from models import mlp
-from mpitrain import Adam, ArrayData, ArrayFunction, Hook, Parts, Sgd, Sync, Trainer, World, warmup_cosine
+from mpitrain import ArrayFunction, Hook, Parts, Sync, Trainer, World
 from mpitrain.config import read_config
-from mpitrain.training.checkpoint.store import TENSORS
+from mpitrain.data import ArrayData
+from mpitrain.optim import SGD, Adam, warmup_cosine
+from mpitrain.state.store import TENSORS
 
 from .placements import placed
 from .trainings import MOMENTUM, RATE, samples_of
 
 OPTIMIZERS: dict[str, Callable[[], Any]] = {
-    "momentum": lambda: Sgd(RATE, momentum=MOMENTUM, nesterov=True),
+    "momentum": lambda: SGD(RATE, momentum=MOMENTUM, nesterov=True),
     "adam": lambda: Adam(warmup_cosine(0.01, warmup_steps=3, total_steps=12), clip_norm=0.5),
 }
 
@@ -40,13 +41,13 @@ def trainer_there(
     world: World, monkeypatch: pytest.MonkeyPatch, placement: str, hooks: list[Hook], compression: str = "none"
 ) -> Trainer:
     """A Trainer in a world whose ranks are on several nodes. Its float32 gradients may be compressed."""
-    own = replace(placed(world, placement), config=read_config({"MPITRAIN_COMPRESSION": compression}, {}))
+    own = placed(world, placement).replaced(config=read_config({"MPITRAIN_COMPRESSION": compression}, {}))
     monkeypatch.setattr("mpitrain.training.trainer.init", lambda: own)
     samples = [part.astype("float32") if part.dtype.kind == "f" else part for part in samples_of(90)]
 
     def build(world: World) -> Parts:
         parameters = mlp.initial(numpy.random.default_rng(1), numpy, inputs=6, hidden=(8,), classes=3)
-        adapter = ArrayFunction(mlp.loss_and_gradients, parameters, Sgd(RATE, momentum=MOMENTUM))
+        adapter = ArrayFunction(mlp.loss_and_gradients, parameters, SGD(RATE, momentum=MOMENTUM))
         return Parts(adapter, Sync(), ArrayData(world, tuple(samples), global_batch=40))
 
     return Trainer(build, hooks)

@@ -10,9 +10,10 @@ import numpy
 import pytest
 from mpi4py import MPI
 
-from mpitrain import MpitrainError, World
+from mpitrain import World
+from mpitrain.errors import MpitrainError
 from mpitrain.job.worlds import make_world
-from mpitrain.shard import part_of
+from mpitrain.world.shard import part_of
 
 
 def error_on_all(world: World, kind: type[MpitrainError], call: Callable[[], Any]) -> str:

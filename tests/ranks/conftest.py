@@ -32,7 +32,7 @@ def world() -> mpitrain.World:
 def shared(world: mpitrain.World) -> Iterator[Path]:
     """An empty directory, the same one on every rank."""
     made = tempfile.mkdtemp(prefix="mpitrain-") if world.is_root else None
-    path = Path(world.broadcast(made))
+    path = Path(world.broadcast_object(made))
     yield path
     if world.is_root:
         shutil.rmtree(path)

@@ -7,14 +7,10 @@ from typing import Any
 
 import numpy
 
-from mpitrain import (
-    ArrayData,
-    MapData,
-    StreamData,
-    World,
-)
-from mpitrain.training.data.order import permuted
-from mpitrain.training.data.samples import random_of
+from mpitrain import World
+from mpitrain.data import ArrayData, MapData, StreamData
+from mpitrain.data.order import permuted
+from mpitrain.data.samples import random_of
 
 COUNT, GLOBAL_BATCH, SEED = 23, 9, 6  # an epoch's last batch has 5 samples: fewer than the ranks, from 6 on
 

@@ -7,8 +7,10 @@ from typing import Any
 
 import numpy
 
-from mpitrain import ArrayData, ArrayLayers, Parts, Pipeline, Sgd, World
+from mpitrain import ArrayLayers, Parts, Pipeline, World
 from mpitrain.arrays import Array
+from mpitrain.data import ArrayData
+from mpitrain.optim import SGD
 from mpitrain.strategies import Strategy
 
 WIDTHS = [5, 6, 4, 7, 5, 6, 3]  # of the inputs, and of the outputs of each layer
@@ -55,7 +57,7 @@ def samples(count: int) -> tuple[numpy.ndarray, numpy.ndarray]:
 
 def layered(layers: Any = None) -> ArrayLayers:
     return ArrayLayers(
-        layers or [Dense(n) for n in range(LAYERS)], square, Sgd(RATE, momentum=MOMENTUM, clip_norm=CLIP)
+        layers or [Dense(n) for n in range(LAYERS)], square, SGD(RATE, momentum=MOMENTUM, clip_norm=CLIP)
     )
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 
 from mpitrain import World
 
@@ -17,4 +16,4 @@ PLACEMENTS: dict[str, Callable[[int], int]] = {
 
 def placed(world: World, placement: str) -> World:
     """The world with its ranks where the placement says."""
-    return replace(world, node_ranks=tuple(PLACEMENTS[placement](rank) for rank in range(world.size)))
+    return world.replaced(node_ranks=tuple(PLACEMENTS[placement](rank) for rank in range(world.size)))

@@ -8,7 +8,8 @@ from typing import Any
 import ml_dtypes
 import numpy
 
-from mpitrain import ArrayFunction, LossScale, Parts, Sync, Trainer, World
+from mpitrain import ArrayFunction, Parts, Sync, Trainer, World
+from mpitrain.optim import LossScale
 
 NARROW = {"bf16": numpy.dtype(ml_dtypes.bfloat16), "fp16": numpy.dtype(numpy.float16)}
 FLOAT32 = numpy.dtype(numpy.float32)

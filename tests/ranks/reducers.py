@@ -43,7 +43,7 @@ BUCKETS = {TINY: 9, SMALL: 8, HUGE: 7}
 @pytest.fixture(params=["called", "threaded"])
 def driven(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Run every test of the reducer both ways: with the rule for one node, and with the one for several."""
-    monkeypatch.setattr("mpitrain.exchange.driver.threads_by_default", lambda _: request.param == "threaded")
+    monkeypatch.setattr("mpitrain.reducer.driver.threads_by_default", lambda _: request.param == "threaded")
 
 
 def gradients_of(rank: int, step: int = 0, parameters: Sequence[Parameter] = PARAMETERS) -> list[numpy.ndarray]:

@@ -9,15 +9,10 @@ from typing import Any
 import numpy
 import pytest
 
-from mpitrain import (
-    ArrayFunction,
-    DiLoCo,
-    LocalSGD,
-    Sgd,
-    StreamingDiLoCo,
-)
+from mpitrain import ArrayFunction, DiLoCo, LocalSGD, StreamingDiLoCo
+from mpitrain.optim import SGD
+from mpitrain.state.names import split
 from mpitrain.strategies import Strategy
-from mpitrain.training.checkpoint.names import split
 
 from .test_strategies import MOMENTUM, RATE, WIDTH, adapter, count_of, samples, values
 
@@ -26,14 +21,14 @@ OUTER_RATE, OUTER_MOMENTUM = 0.7, 0.9
 
 
 def streaming(fragments: int, delay: int, alpha: float) -> StreamingDiLoCo:
-    outer = Sgd(OUTER_RATE, momentum=OUTER_MOMENTUM, nesterov=True)
+    outer = SGD(OUTER_RATE, momentum=OUTER_MOMENTUM, nesterov=True)
     return StreamingDiLoCo(EVERY, fragments=fragments, delay=delay, alpha=alpha, outer=outer)
 
 
 # By name: a strategy; its fragments, delay and alpha.
 KINDS: dict[str, tuple[Callable[[], Strategy], int, int, float]] = {
     "local_sgd": (lambda: LocalSGD(EVERY), 1, 0, 0.0),
-    "diloco": (lambda: DiLoCo(EVERY, outer=Sgd(OUTER_RATE, momentum=OUTER_MOMENTUM, nesterov=True)), 1, 0, 0.0),
+    "diloco": (lambda: DiLoCo(EVERY, outer=SGD(OUTER_RATE, momentum=OUTER_MOMENTUM, nesterov=True)), 1, 0, 0.0),
     "parts": (lambda: streaming(4, 0, 0.0), 4, 0, 0.0),
     "one late": (lambda: streaming(1, 1, 0.25), 1, 1, 0.25),
     "parts, late": (lambda: streaming(3, 2, 0.5), 3, 2, 0.5),

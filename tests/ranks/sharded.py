@@ -16,7 +16,7 @@ SHAPES = {"a": (37, 11), "b": (11,), "empty": (0, 3), "c": (5, 7, 3), "d": (1,),
 
 def small_buckets(world: World, num_bytes: int = 1200) -> World:
     """The World with buckets of this size, so that a small model has several."""
-    return replace(world, config=replace(world.config, bucket_mib=num_bytes / 2**20))
+    return world.replaced(config=replace(world.config, bucket_mib=num_bytes / 2**20))
 
 
 def parameters(dtype: str, shapes: dict[str, tuple[int, ...]] = SHAPES) -> dict[str, numpy.ndarray]:

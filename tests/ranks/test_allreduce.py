@@ -15,7 +15,7 @@ from mpitrain.allreduce.group import Group, everyone
 from mpitrain.allreduce.hierarchical import hierarchical_steps
 from mpitrain.allreduce.shared_memory import NodeArrays
 from mpitrain.errors import ConfigError, MismatchError
-from mpitrain.shard import part_of
+from mpitrain.world.shard import part_of
 from tests.ranks.common import (
     assert_equal,
     assert_same_bits,

@@ -9,14 +9,16 @@ from typing import Any
 import numpy
 import pytest
 
-from mpitrain import ArrayData, ArrayFunction, AutoSync, Hook, Parts, Sgd, StopAtStep, Sync, Trainer, World
+from mpitrain import ArrayFunction, AutoSync, Hook, Parts, StopAtStep, Sync, Trainer, World
+from mpitrain.data import ArrayData
 from mpitrain.errors import ConfigError, LostRankError, MismatchError
-from mpitrain.plan.ways import ExchangeWay
+from mpitrain.forecast.ways import ExchangeWay
+from mpitrain.optim import SGD
 from mpitrain.profile import Profile
+from mpitrain.state.names import host_copy
+from mpitrain.state.resume import add_up
+from mpitrain.strategies.chooser import StepMedians
 from mpitrain.strategies.choosing_reducer import ChoosingReducer
-from mpitrain.strategies.step_parts import StepMedians
-from mpitrain.training.checkpoint.names import host_copy
-from mpitrain.training.checkpoint.parts import add_up
 from mpitrain.training.run_event import RunEvent
 
 from .common import assert_equal, assert_same_bits, error_on_all, first_ranks, skip_alone
@@ -30,7 +32,7 @@ BF16 = ExchangeWay("auto", "bf16")
 
 
 def of_nodes(world: World, **settings: Any) -> World:
-    return replace(placed(world, "alone on each node"), config=replace(world.config, **settings))
+    return placed(world, "alone on each node").replaced(config=replace(world.config, **settings))
 
 
 def told(monkeypatch: pytest.MonkeyPatch, plain: float, coded: float) -> None:
@@ -58,7 +60,7 @@ def constant(world: World) -> ArrayFunction:
         on_gradient("w", numpy.full_like(parameters["w"], own))
         return float(world.rank)
 
-    return ArrayFunction(function, {"w": numpy.zeros(COUNT, numpy.float32)}, Sgd(1.0))
+    return ArrayFunction(function, {"w": numpy.zeros(COUNT, numpy.float32)}, SGD(1.0))
 
 
 def make_steps(strategy: Sync, model: ArrayFunction, number: int) -> None:
@@ -109,7 +111,7 @@ def test_a_profile_that_lies(world: World, monkeypatch: pytest.MonkeyPatch, code
     names = tuple(f"n{rank}" for rank in range(world.size))
     rates = tuple(tuple(0.0 if i == j else 2e6 for j in range(world.size)) for i in range(world.size))
     lie = Profile("a lie", 1e-6, 2e6, rates, names, (("bf16", 1e12), ("top_k", 1e12)))
-    there = replace(of_nodes(world), profile=lie, hosts=names)
+    there = of_nodes(world).replaced(profile=lie, hosts=names)
     strategy, model = AutoSync(codecs=[codec]), constant(world)
     strategy.begin(there, model)
     make_steps(strategy, model, 14)

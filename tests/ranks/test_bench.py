@@ -17,17 +17,21 @@ from mpitrain import World, collectives
 from mpitrain.allreduce import ALGORITHMS
 from mpitrain.allreduce.algorithm import Sequential
 from mpitrain.allreduce.registry import Entry
-from mpitrain.bench.link import find_link
-from mpitrain.bench.measure import measure_cluster, native_below, save_profile
-from mpitrain.bench.operations import NO_CODEC, OPERATIONS
-from mpitrain.bench.options import Options, add_arguments, read_options
-from mpitrain.bench.point_to_point import Pairs, measure_pairs
-from mpitrain.bench.rounds import Variant, alternate, measure
-from mpitrain.bench.summary import as_json
-from mpitrain.bench.sweep import sweep
-from mpitrain.bench.table import Row
 from mpitrain.compression import CODECS
 from mpitrain.errors import ConfigError
+from mpitrain.forecast.bench import sweep
+from mpitrain.forecast.bench_options import Options, add_arguments, read_options
+from mpitrain.forecast.bench_table import Row, as_json
+from mpitrain.forecast.cluster_profile import (
+    Pairs,
+    find_link,
+    measure_cluster,
+    measure_pairs,
+    native_below,
+    save_profile,
+)
+from mpitrain.forecast.operations import NO_CODEC, OPERATIONS
+from mpitrain.forecast.rounds import Variant, alternate, measure
 from mpitrain.profile import fingerprint, from_json, library_name
 from tests.ranks.common import skip_alone
 
@@ -184,7 +188,7 @@ def test_pairs(world: World, pairs: Pairs) -> None:
 def less_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     """The values of the numbers do not matter here, so they may be less exact."""
     for name, value in {"_BLOCK_BYTES": 2**20, "_CODEC_BYTES": 2**18, "_MEMORY_ROUNDS": 3, "_LIMIT_ROUNDS": 5}.items():
-        monkeypatch.setattr(f"mpitrain.bench.measure.{name}", value)
+        monkeypatch.setattr(f"mpitrain.forecast.cluster_profile.{name}", value)
 
 
 def test_a_profile(world: World, shared: Path, less_is_measured: None) -> None:
@@ -222,7 +226,7 @@ def test_the_limit_of_native_is_measured(
         assert isinstance(made, Sequential)
 
         def steps(flat: numpy.ndarray, *_: object) -> Iterator[None]:
-            time.sleep(0.03 + 0.02 * flat.nbytes / 2**20)
+            time.sleep(0.1 + 0.02 * flat.nbytes / 2**20)
             yield from made.steps(flat, None)
 
         return Sequential(world, slow, steps)

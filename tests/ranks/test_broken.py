@@ -24,7 +24,7 @@ def test_an_interrupted_wait_breaks_the_world(world: World) -> None:
     own = make_world(world.comm)
     with pytest.raises(KeyboardInterrupt):
         own.control.wait(interrupted(), "a test")
-    for call in (own.barrier, lambda: own.sum(1), lambda: own.mean(numpy.ones(3)), lambda: own.broadcast(1)):
+    for call in (own.barrier, lambda: own.sum(1), lambda: own.mean(numpy.ones(3)), lambda: own.broadcast_object(1)):
         with pytest.raises(MpitrainError, match=r"a test ended by KeyboardInterrupt.*cannot communicate any more"):
             call()
     assert world.sum(1) == world.size  # another world is not touched

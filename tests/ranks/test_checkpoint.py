@@ -9,7 +9,7 @@ import numpy
 import pytest
 
 from mpitrain import Checkpoint, Hook, Step, StopAtStep, Trainer, World
-from mpitrain.training import checkpoint
+from mpitrain import state as checkpoint
 
 from .checkpoints import OPTIMIZERS
 from .trainings import Record, bare_numpy, bits, builder, initial_parameters, names_in
@@ -54,7 +54,7 @@ def test_a_checkpoint_fits_any_number_of_ranks(world: World, shared: Path) -> No
     """Nothing in a checkpoint depends on ranks. One process would have written the same names, cursor and step."""
     trainer = Trainer(builder(45, 14), [StopAtStep(5), Checkpoint(shared, steps=5)])
     trainer.run()
-    state = world.broadcast(checkpoint.load(shared / "step-00000005") if world.is_root else None)
+    state = world.broadcast_object(checkpoint.load(shared / "step-00000005") if world.is_root else None)
     assert state["step"] == 5
     assert state["data"] == {"epoch": 1, "cursor": 14, "seed": 3, "shuffle": True, "num_samples": 45}
     assert set(state["adapter"]["parameters"]) == set(initial_parameters())

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from mpitrain import Checkpoint, Hook, StopAtStep, World
+from mpitrain import state as checkpoint
 from mpitrain.errors import CheckpointError
-from mpitrain.training import checkpoint
-from mpitrain.training.checkpoint.store import TENSORS
+from mpitrain.state.store import TENSORS
 
 from .checkpoints import trainer_there, truncate
 from .common import error_on_all, skip_alone

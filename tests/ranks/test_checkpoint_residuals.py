@@ -11,13 +11,12 @@ import pytest
 
 from mpitrain import Checkpoint, StopAtStep, World
 from mpitrain.config import read_config
-from mpitrain.exchange.bucket import Parameter
-from mpitrain.exchange.reducer import GradientReducer
-from mpitrain.training.checkpoint.manifest import Manifest
-from mpitrain.training.checkpoint.names import split
-from mpitrain.training.checkpoint.parts import part_name, read_part
-from mpitrain.training.checkpoint.resume import own_part
-from mpitrain.training.checkpoint.store import TENSORS, write
+from mpitrain.reducer.bucket import Parameter
+from mpitrain.reducer.reducer import GradientReducer
+from mpitrain.state.manifest import Manifest
+from mpitrain.state.names import split
+from mpitrain.state.resume import own_part, part_name, read_part
+from mpitrain.state.store import TENSORS, write
 
 from .checkpoints import flip_a_bit, trainer_there
 from .common import skip_alone
@@ -117,7 +116,7 @@ def test_what_other_ranks_had_left_to_send_is_sent(
         for rank, residual in enumerate(left):
             tensors, values = split({"place": "elsewhere", "residual": residual})
             write(shared, part_name(7, rank, size), replace(manifest, values=values), tensors)
-    there = replace(placed(world, "alone on each node"), config=read_config({"MPITRAIN_COMPRESSION": compression}, {}))
+    there = placed(world, "alone on each node").replaced(config=read_config({"MPITRAIN_COMPRESSION": compression}, {}))
     reducer = GradientReducer(there, parameters)
     place, read = reducer.state().get("place"), partial(read_part, shared, manifest)
     part = own_part(there, "step 7", manifest.parts, place, read, reads=there.is_root)

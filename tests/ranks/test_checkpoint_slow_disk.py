@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 import time
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,7 @@ import pytest
 
 from mpitrain import Checkpoint, Hook, Step, StopAtStep, Trainer, World
 from mpitrain.config import read_config
-from mpitrain.training.checkpoint.store import write
+from mpitrain.state.store import write
 
 from .trainings import builder, names_in
 
@@ -80,7 +79,7 @@ def test_a_disk_that_hangs_at_the_end(
         return write(directory, name, *rest)
 
     monkeypatch.setattr("mpitrain.training.hooks.checkpoint.write", hanging)
-    own = replace(world, config=read_config({"MPITRAIN_STALL_SECONDS": "0.3"}, {}))
+    own = world.replaced(config=read_config({"MPITRAIN_STALL_SECONDS": "0.3"}, {}))
     monkeypatch.setattr("mpitrain.training.trainer.init", lambda: own)
     Trainer(builder(20, 10), [StopAtStep(1), Checkpoint(shared, steps=2)]).run()
     said = [line for line in capfd.readouterr().err.splitlines() if "is the disk there?" in line]

@@ -11,11 +11,11 @@ from mpitrain import World
 from mpitrain.compression import CODECS, make_codec, names
 from mpitrain.config import Config
 from mpitrain.errors import ConfigError, DataError, MismatchError, NonFiniteError
-from mpitrain.exchange.bucket import Parameter
-from mpitrain.exchange.exchange import CompressedExchange, PlainExchange, make_exchange
-from mpitrain.exchange.reducer import GradientReducer
-from mpitrain.exchange.slot import Slot
 from mpitrain.profile import DEFAULT
+from mpitrain.reducer.bucket import Parameter
+from mpitrain.reducer.exchange import CompressedExchange, PlainExchange, make_exchange
+from mpitrain.reducer.reducer import GradientReducer
+from mpitrain.reducer.slot import Slot
 
 from .common import assert_same_bits, error_on_all, skip_alone
 from .placements import PLACEMENTS, placed
@@ -237,7 +237,7 @@ def test_the_setting(world: World, capfd: pytest.CaptureFixture[str]) -> None:
     there = placed(world, "alone on each node")
     assert isinstance(make_exchange(there), PlainExchange)
     for name in CODECS:
-        assert isinstance(make_exchange(replace(there, config=Config(compression=name))), CompressedExchange)
+        assert isinstance(make_exchange(there.replaced(config=Config(compression=name))), CompressedExchange)
     with pytest.raises(ConfigError, match=f"known: {', '.join(names())}, auto, none"):
         make_exchange(there, compression="int9")
     with pytest.raises(ConfigError, match="leave out algorithm=ring"):
@@ -245,10 +245,10 @@ def test_the_setting(world: World, capfd: pytest.CaptureFixture[str]) -> None:
     capfd.readouterr()
     assert isinstance(make_exchange(there, compression="auto"), PlainExchange)
     fast = replace(DEFAULT, nodes=tuple(map(str, range(world.size))), codecs=(("bf16", 1e10),))
-    chosen = make_exchange(replace(there, profile=fast), compression="auto")
+    chosen = make_exchange(there.replaced(profile=fast), compression="auto")
     assert isinstance(chosen, CompressedExchange) == (world.size > 1)
     slow = replace(fast, bytes_per_second=1e10)
-    assert isinstance(make_exchange(replace(there, profile=slow), compression="auto"), PlainExchange)
+    assert isinstance(make_exchange(there.replaced(profile=slow), compression="auto"), PlainExchange)
     if world.is_root and world.size > 1:
         said = capfd.readouterr().out
         assert "compression auto: none; the network is not known" in said

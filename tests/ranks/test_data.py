@@ -10,20 +10,15 @@ from typing import Any
 import numpy
 import pytest
 
-from mpitrain import (
-    ArrayData,
-    MapData,
-    Prefetch,
-    StreamData,
-    World,
-)
+from mpitrain import World
+from mpitrain.data import ArrayData, MapData, Prefetch, StreamData
+from mpitrain.data.shares import split
 from mpitrain.errors import (
     ConfigError,
     DataError,
     MismatchError,
     MpitrainError,
 )
-from mpitrain.training.data.shares import split
 
 from .common import error_on_all, skip_alone
 from .data_sources import (

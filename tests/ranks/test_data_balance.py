@@ -8,24 +8,13 @@ import numpy
 import pytest
 
 from models import mlp
-from mpitrain import (
-    ArrayData,
-    ArrayFunction,
-    Balance,
-    Hook,
-    Parts,
-    Prefetch,
-    Sgd,
-    Step,
-    StopAtStep,
-    Sync,
-    Trainer,
-    World,
-)
+from mpitrain import ArrayFunction, Balance, Hook, Parts, Step, StopAtStep, Sync, Trainer, World
+from mpitrain.data import ArrayData, Prefetch
+from mpitrain.data.shares import split
 from mpitrain.errors import (
     ConfigError,
 )
-from mpitrain.training.data.shares import split
+from mpitrain.optim import SGD
 
 from .common import skip_alone
 from .trainings import (
@@ -70,7 +59,7 @@ def test_parts_are_in_proportion_and_the_mean_is_that_of_the_whole_batch(world: 
     def build(world: World) -> Parts:
         data = ArrayData(world, samples_of(171), global_batch=64, seed=3)
         adapter = ArrayFunction(
-            mlp.loss_and_gradients, initial_parameters(), Sgd(RATE, momentum=MOMENTUM, weight_decay=DECAY)
+            mlp.loss_and_gradients, initial_parameters(), SGD(RATE, momentum=MOMENTUM, weight_decay=DECAY)
         )
         return Parts(adapter, Sync(), Prefetch(data) if prefetch else data)
 

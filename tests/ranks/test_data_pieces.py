@@ -11,21 +11,14 @@ import numpy
 import pytest
 
 from models import mlp
-from mpitrain import (
-    Accumulate,
-    ArrayFunction,
-    Parts,
-    Sgd,
-    StopAtStep,
-    Trainer,
-    World,
-)
+from mpitrain import Accumulate, ArrayFunction, Parts, StopAtStep, Trainer, World
 from mpitrain.errors import (
     ConfigError,
     GradientError,
     MissingGradientError,
     MpitrainError,
 )
+from mpitrain.optim import SGD
 
 from .common import assert_same_bits
 from .trainings import (
@@ -115,6 +108,6 @@ def test_a_gradient_that_is_wrong_in_one_piece(world: World, what: str, kind: ty
 
 @pytest.mark.parametrize("per_rank_batch", [0, -1, 2.0, True], ids=repr)
 def test_pieces_start_at_1(world: World, per_rank_batch: Any) -> None:
-    adapter = ArrayFunction(mlp.loss_and_gradients, initial_parameters(), Sgd(RATE))
+    adapter = ArrayFunction(mlp.loss_and_gradients, initial_parameters(), SGD(RATE))
     with pytest.raises(ConfigError, match=re.escape(f"Accumulate: per_rank_batch={per_rank_batch!r}; it must be a")):
         Accumulate(adapter, per_rank_batch=per_rank_batch)

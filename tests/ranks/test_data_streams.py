@@ -12,15 +12,8 @@ from typing import Any
 
 import pytest
 
-from mpitrain import (
-    MapData,
-    Parts,
-    Prefetch,
-    StopAtStep,
-    StreamData,
-    Trainer,
-    World,
-)
+from mpitrain import Parts, StopAtStep, Trainer, World
+from mpitrain.data import MapData, Prefetch, StreamData
 from mpitrain.errors import (
     CheckpointError,
     ConfigError,

@@ -14,10 +14,10 @@ from mpitrain.allreduce import accumulator as accumulators
 from mpitrain.allreduce.exact import exact_sum
 from mpitrain.allreduce.fixed_point import FORMS
 from mpitrain.errors import ConfigError, MismatchError
-from mpitrain.exchange.bucket import Parameter
-from mpitrain.exchange.exchange import make_exchange
-from mpitrain.exchange.reducer import GradientReducer
-from mpitrain.exchange.scattered import ScatteredExchange
+from mpitrain.reducer.bucket import Parameter
+from mpitrain.reducer.exchange import make_exchange
+from mpitrain.reducer.reducer import GradientReducer
+from mpitrain.reducer.scattered import ScatteredExchange
 from tests.exact_values import exact_sums, hard_values
 
 from .common import error_on_all, named_ranks, skip_alone
@@ -134,7 +134,7 @@ def test_several_in_flight(world: World) -> None:
 
 
 def test_the_setting_makes_sums_and_means_exact(world: World) -> None:
-    there = replace(world, config=replace(world.config, reduction="exact"))
+    there = world.replaced(config=replace(world.config, reduction="exact"))
     values = hard_values(FLOAT32, 523, world.rank)
     result = there.sum({"a": values, "b": numpy.array([world.rank]), "c": 1.5})
     assert_bits(result["a"], hard_sum(FLOAT32, 523, world.size))
@@ -147,7 +147,7 @@ def test_the_setting_makes_sums_and_means_exact(world: World) -> None:
 
 def test_gradients(world: World) -> None:
     """A training with means whose sum is exact: each bucket is the nearest value to the sum of the parts."""
-    there = replace(world, config=replace(world.config, reduction="exact"))
+    there = world.replaced(config=replace(world.config, reduction="exact"))
     parameters = [Parameter("a", (221,), FLOAT32), Parameter("b", (2,), FLOAT32), Parameter("c", (300,), FLOAT32)]
     reducer = GradientReducer(there, parameters, bucket_bytes=1024)
     values = hard_values(FLOAT32, 523, world.rank)
@@ -181,7 +181,7 @@ def test_too_many_summands_of_a_rank(world: World, monkeypatch: pytest.MonkeyPat
 
 def test_refusals(world: World) -> None:
     config = replace(world.config, reduction="exact")
-    there = replace(world, config=config)
+    there = world.replaced(config=config)
     text = error_on_all(world, ConfigError, lambda: make_exchange(there, compression="int8"))
     assert text.startswith("reduction=exact and compression=int8: a codec rounds")
     text = error_on_all(world, ConfigError, lambda: ScatteredExchange(there))
@@ -207,6 +207,6 @@ def test_ranks_that_differ(world: World) -> None:
 
 def test_sparse_loco_refuses(world: World) -> None:
     skip_alone(world)
-    there = replace(world, config=replace(world.config, reduction="exact"))
+    there = world.replaced(config=replace(world.config, reduction="exact"))
     text = error_on_all(world, ConfigError, lambda: SparseLoCo(2).begin(there, Walk(w=2).model))
     assert text.startswith("SparseLoCo: reduction=exact: it adds up what it keeps")

@@ -16,12 +16,12 @@ from mpitrain import LocalSGD, Sync, Trainer, World
 from mpitrain.allreduce import make_algorithm
 from mpitrain.allreduce.exact import exact_sum
 from mpitrain.allreduce.select import choices
-from mpitrain.bench.operations import OPERATIONS
 from mpitrain.config import read_config
 from mpitrain.errors import ConfigError, MismatchError
-from mpitrain.exchange.exchange import CompressedExchange, PlainExchange, make_exchange
-from mpitrain.exchange.low_rank import LowRankExchange
+from mpitrain.forecast.operations import OPERATIONS
 from mpitrain.job.start import _common_config
+from mpitrain.reducer.exchange import CompressedExchange, PlainExchange, make_exchange
+from mpitrain.reducer.low_rank import LowRankExchange
 from mpitrain.strategies import Strategy
 
 from .common import assert_equal, error_on_all, expected_sum, named_ranks, pattern, skip_alone
@@ -34,7 +34,7 @@ LENGTH = 200_003  # several pieces
 
 
 def exact(world: World, **settings: str) -> World:
-    return replace(world, config=replace(world.config, reduction="exact", **settings))
+    return world.replaced(config=replace(world.config, reduction="exact", **settings))
 
 
 # -- sums in flight --------------------------------------------------------------------------------------------------
@@ -135,7 +135,7 @@ def test_servers_refuse(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     there = exact(world)
     adapter = builder(60, 4 * world.size)(there).adapter
     text = error_on_all(world, ConfigError, lambda: mt.ParameterServer().begin(there, adapter))
-    assert text.startswith("reduction=exact: a server adds up the gradients of jobs")
+    assert text.startswith("reduction=exact: a server adds up gradients in the order")
 
 
 def test_compression_auto_is_none(world: World, capsys: pytest.CaptureFixture[str]) -> None:

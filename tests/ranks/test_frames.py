@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
+from types import CodeType
 from typing import Any
 
 import numpy
@@ -15,7 +15,7 @@ from mpi4py import MPI
 import mpitrain as mt
 from mpitrain import World
 from mpitrain.allreduce import ALGORITHMS
-from mpitrain.exchange.exchange import Exchange, make_exchange
+from mpitrain.reducer.exchange import Exchange, make_exchange
 
 from .placements import placed
 
@@ -26,22 +26,23 @@ Chain = tuple[str, ...]
 
 
 class Watch:
-    """Collects, for each MPI call within Trainer.step, the functions of mpitrain from Trainer.step to the call."""
+    """Collects, for each MPI call within a function, the functions of mpitrain from that function to the call."""
 
-    def __init__(self) -> None:
+    def __init__(self, function: CodeType = STEP) -> None:
+        self.function = function
         self.chains: set[Chain] = set()
 
     def note(self) -> None:
         """An MPI call is made by the caller of the caller."""
         frame, chain = sys._getframe(2), []
-        while frame.f_back is not None and frame.f_code is not STEP:
+        while frame.f_back is not None and frame.f_code is not self.function:
             code = frame.f_code
             # A comprehension is a frame up to Python 3.11 only (PEP 709).
             if code.co_filename.startswith(PACKAGE) and code.co_name not in ("<listcomp>", "<dictcomp>", "<setcomp>"):
                 chain.append(f"{Path(code.co_filename).stem}.{code.co_name}")
             frame = frame.f_back
-        if frame.f_code is STEP:
-            self.chains.add(("trainer.step", *reversed(chain)))
+        if frame.f_code is self.function:
+            self.chains.add((f"{Path(self.function.co_filename).stem}.{self.function.co_name}", *reversed(chain)))
 
 
 def watched(comm: MPI.Intracomm, watch: Watch) -> MPI.Intracomm:
@@ -74,8 +75,8 @@ def train(exchange: Callable[[World], Exchange], steps: int = 3) -> numpy.ndarra
 
     def build(world: World) -> mt.Parts:
         values = {"small": numpy.zeros(5, numpy.float32), "large": numpy.zeros(300_000, numpy.float32)}
-        data = mt.ArrayData(world, (numpy.zeros((world.size, 1)),), global_batch=world.size)
-        return mt.Parts(mt.ArrayFunction(function, values, mt.Sgd(1.0)), mt.Sync(exchange), data)
+        data = mt.data.ArrayData(world, (numpy.zeros((world.size, 1)),), global_batch=world.size)
+        return mt.Parts(mt.ArrayFunction(function, values, mt.optim.SGD(1.0)), mt.Sync(exchange), data)
 
     world = mt.init()
     trainer = mt.Trainer(build)
@@ -93,7 +94,7 @@ def test_from_the_trainer_to_mpi(world: World, name: str, placement: str) -> Non
 
     def exchange(own: World) -> Exchange:
         there = own if placement == "one node" else placed(own, placement)
-        return make_exchange(replace(there, comm=watched(there.comm, watch)), name)
+        return make_exchange(there.replaced(comm=watched(there.comm, watch)), name)
 
     parameters = train(exchange)
     # On 5 and 7 ranks a gradient's share of the mean is rounded to float32.

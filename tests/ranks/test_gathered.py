@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from itertools import pairwise
 
 import numpy
@@ -11,7 +10,7 @@ from mpi4py import MPI
 
 from mpitrain import World
 from mpitrain.compression import CODECS, factory_of
-from mpitrain.exchange.exchange import CompressedExchange
+from mpitrain.reducer.exchange import CompressedExchange
 
 from .common import assert_same_bits
 from .placements import placed
@@ -111,5 +110,5 @@ class Counting(MPI.Intracomm):
 def test_what_is_sent(alone: World, codec: str, nbytes: int) -> None:
     """Of three blocks of 4096 values: what the codec makes of them goes to every other rank, and nothing else."""
     Counting.sent = 0
-    summed(replace(alone, comm=Counting(alone.comm)), codec, numpy.ones(3 * 4096, numpy.float32))
+    summed(alone.replaced(comm=Counting(alone.comm)), codec, numpy.ones(3 * 4096, numpy.float32))
     assert Counting.sent == (alone.size - 1) * 3 * nbytes

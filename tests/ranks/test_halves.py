@@ -7,9 +7,8 @@ import pytest
 
 from mpitrain import World
 from mpitrain.allreduce import ALGORITHMS, make_algorithm, make_halves
-from mpitrain.allreduce.algorithm import DTYPES, AllreduceHandle
+from mpitrain.allreduce.algorithm import DTYPES, AllreduceHandle, Halves
 from mpitrain.allreduce.costs import topology_of
-from mpitrain.allreduce.halves import Halves
 from mpitrain.allreduce.registry import cheapest, priced
 from mpitrain.errors import ConfigError, MismatchError
 

@@ -14,13 +14,11 @@ import pytest
 
 import mpitrain
 from mpitrain import (
-    ArrayData,
     ArrayFunction,
     Checkpoint,
     EarlyStopping,
     Hook,
     Parts,
-    Sgd,
     Step,
     StopAfter,
     StopAtStep,
@@ -29,7 +27,9 @@ from mpitrain import (
     Trainer,
     World,
 )
+from mpitrain.data import ArrayData
 from mpitrain.errors import CheckpointError, ConfigError, MismatchError
+from mpitrain.optim import SGD
 from tests.added.marked_steps import MarkedSteps
 
 from .common import error_on_all, skip_alone
@@ -45,7 +45,7 @@ def build(world: World) -> Parts:
         return float((error**2).mean()) if len(x) else 0.0
 
     data = ArrayData(world, [numpy.linspace(-1, 2, 13)], global_batch=5)
-    return Parts(ArrayFunction(function, {"w": numpy.zeros(1)}, Sgd(0.1)), Sync(), data)
+    return Parts(ArrayFunction(function, {"w": numpy.zeros(1)}, SGD(0.1)), Sync(), data)
 
 
 class Tell(Hook):
@@ -255,7 +255,7 @@ def test_hooks_are_closed_also_after_an_error(world: World) -> None:
 
 # -- every public hook, and a new one ----------------------------------------------------------------------------------
 
-DOCUMENTS = [Path(__file__).parents[2] / "README.md", *sorted((Path(__file__).parents[2] / "docs").glob("*.md"))]
+DOCUMENTS = [Path(__file__).parents[2] / "README.md", *sorted((Path(__file__).parents[2] / "docs").rglob("*.md"))]
 HOOKS = [
     name
     for name in mpitrain._HOME

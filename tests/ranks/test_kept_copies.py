@@ -9,9 +9,9 @@ import numpy
 from keeping import keeper
 from mpitrain import World
 from mpitrain.launch.kept import KeeperLine
-from mpitrain.training.checkpoint.copies import KeptCopies, state_name
-from mpitrain.training.checkpoint.memory_slot import MemorySlot
-from mpitrain.training.checkpoint.names import split
+from mpitrain.state.copies import KeptCopies, state_name
+from mpitrain.state.memory_slot import MemorySlot
+from mpitrain.state.names import split
 
 from .placements import placed
 

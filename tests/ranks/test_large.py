@@ -9,8 +9,8 @@ import pytest
 
 from mpitrain import World
 from mpitrain.allreduce import make_algorithm
-from mpitrain.bench.data import TILE, count_wrong, fill, sum_tile, tile
-from mpitrain.exchange.exchange import CompressedExchange
+from mpitrain.forecast.rounds import TILE, count_wrong, fill, sum_tile, tile
+from mpitrain.reducer.exchange import CompressedExchange
 
 from .placements import placed
 
@@ -25,7 +25,7 @@ def _is_room(world: World) -> None:
     if world.size != 2:
         pytest.skip("for 2 ranks: takes 3 GiB for each")
     free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    if world.broadcast(free) < 8 * 2**30:
+    if world.broadcast_object(free) < 8 * 2**30:
         pytest.skip(f"needs 8 GiB of free memory, there are {free / 2**30:.1f}")
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import numpy
 import pytest
 
@@ -11,10 +9,10 @@ from mpitrain import World
 from mpitrain.compression.power_sgd import Matrix, first_factor
 from mpitrain.config import Config
 from mpitrain.errors import ConfigError, MismatchError, NonFiniteError
-from mpitrain.exchange.bucket import Parameter
-from mpitrain.exchange.exchange import make_exchange
-from mpitrain.exchange.low_rank import LowRankExchange
-from mpitrain.exchange.reducer import GradientReducer
+from mpitrain.reducer.bucket import Parameter
+from mpitrain.reducer.exchange import make_exchange
+from mpitrain.reducer.low_rank import LowRankExchange
+from mpitrain.reducer.reducer import GradientReducer
 
 from .common import assert_same_bits, error_on_all, skip_alone
 from .placements import PLACEMENTS, placed
@@ -149,7 +147,7 @@ def test_what_is_sent(alone: World) -> None:
     if alone.size > 4:
         pytest.skip("the numbers are for parts of equal length")
     Counting.sent = 0
-    exchange = LowRankExchange(replace(alone, comm=Counting(alone.comm)), "power_sgd:2", "direct")
+    exchange = LowRankExchange(alone.replaced(comm=Counting(alone.comm)), "power_sgd:2", "direct")
     # 12 divides every number of values that is sent.
     slot = exchange.allocate(48 * 36 + 20, FLOAT32, tensors=[("w", (48, 36)), ("bias", (20,))])
     slot.flat[:] = 1
@@ -254,7 +252,7 @@ def test_a_part_of_a_tensor_is_sent_as_it_is(alone: World) -> None:
 
 
 def test_what_it_does_not_take(alone: World) -> None:
-    assert isinstance(make_exchange(replace(alone, config=Config(compression="power_sgd:3"))), LowRankExchange)
+    assert isinstance(make_exchange(alone.replaced(config=Config(compression="power_sgd:3"))), LowRankExchange)
     with pytest.raises(ConfigError, match="takes float32 gradients; the model has gradients of float64"):
         LowRankExchange(alone, "power_sgd").allocate(3, numpy.dtype(numpy.float64))
     with pytest.raises(ConfigError, match="the rank is '0'"):

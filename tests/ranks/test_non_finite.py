@@ -10,8 +10,10 @@ import ml_dtypes
 import numpy
 import pytest
 
-from mpitrain import ArrayData, ArrayFunction, LossScale, Parts, Sgd, Sync, Trainer, World
+from mpitrain import ArrayFunction, Parts, Sync, Trainer, World
+from mpitrain.data import ArrayData
 from mpitrain.errors import NonFiniteError
+from mpitrain.optim import SGD, LossScale
 from mpitrain.training.non_finite import _first, located
 
 from .common import error_on_all
@@ -32,7 +34,7 @@ def trainer_of(function: Callable[..., float], spoil: Callable[[numpy.ndarray], 
     def build(world: World) -> Parts:
         x = numpy.random.default_rng(0).standard_normal((20, 4))
         spoil(x)
-        adapter = ArrayFunction(function, {"w": numpy.zeros(4)}, Sgd(0.01))
+        adapter = ArrayFunction(function, {"w": numpy.zeros(4)}, SGD(0.01))
         return Parts(adapter, Sync(), ArrayData(world, (x, numpy.ones(20)), global_batch=10, shuffle=False))
 
     return Trainer(build)
@@ -110,7 +112,7 @@ def test_the_loss_of_a_rank_without_samples_does_not_count(world: World) -> None
             return loss if len(batch[0]) else math.nan
 
         data = ArrayData(world, (numpy.ones((world.size + 1, 4)), numpy.ones(world.size + 1)), global_batch=world.size)
-        return Parts(ArrayFunction(function, {"w": numpy.zeros(4)}, Sgd(0.01)), Sync(), data)
+        return Parts(ArrayFunction(function, {"w": numpy.zeros(4)}, SGD(0.01)), Sync(), data)
 
     trainer = Trainer(build)
     assert [trainer.step().samples for _ in range(2)] == [world.size, 1]
@@ -124,7 +126,7 @@ def test_a_loss_scale_leaves_it_to_the_gradients(world: World) -> None:
         return math.inf
 
     def build(world: World) -> Parts:
-        adapter = ArrayFunction(function, {"w": numpy.zeros(4)}, Sgd(0.01), loss_scale=LossScale())
+        adapter = ArrayFunction(function, {"w": numpy.zeros(4)}, SGD(0.01), loss_scale=LossScale())
         return Parts(adapter, Sync(), ArrayData(world, (numpy.ones((20, 4)), numpy.ones(20)), global_batch=10))
 
     step = Trainer(build).step()

@@ -12,8 +12,8 @@ from mpitrain import World
 from mpitrain.allreduce import ALGORITHMS, make_algorithm, node_memory
 from mpitrain.allreduce.algorithm import Algorithm
 from mpitrain.errors import DataError, MismatchError, MpitrainError
-from mpitrain.exchange.bucket import Parameter
-from mpitrain.exchange.reducer import GradientReducer
+from mpitrain.reducer.bucket import Parameter
+from mpitrain.reducer.reducer import GradientReducer
 from tests.ranks.common import error_on_all, skip_alone
 
 FLOAT32 = numpy.dtype(numpy.float32)

@@ -11,7 +11,7 @@ import numpy
 import pytest
 
 from mpitrain import Checkpoint, Pipeline, StopAtStep, Trainer, World
-from mpitrain.adapters import layer_costs
+from mpitrain.adapters import staged
 from mpitrain.errors import ConfigError, DataError, MpitrainError
 
 from .common import error_on_all, skip_alone
@@ -26,7 +26,7 @@ class Clock:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.seconds = 0.0
-        monkeypatch.setattr(layer_costs, "time", SimpleNamespace(perf_counter=lambda: self.seconds))
+        monkeypatch.setattr(staged, "time", SimpleNamespace(perf_counter=lambda: self.seconds))
 
     def layers(self, *seconds: int) -> list[Dense]:
         return [Timed(number, self, one) for number, one in enumerate(seconds)]

@@ -9,11 +9,12 @@ from typing import Any
 import numpy
 import pytest
 
-from mpitrain import ArrayFunction, Balance, CompareReplicas, Pipeline, Sgd, StopAtStep, Trainer, World
+from mpitrain import ArrayFunction, Balance, CompareReplicas, Pipeline, StopAtStep, Trainer, World
 from mpitrain.arrays import Array
 from mpitrain.errors import CheckpointError, ConfigError, MismatchError, NonFiniteError
+from mpitrain.optim import SGD
 from mpitrain.strategies.passes import StagePasses, StagePlace
-from mpitrain.verify.observe import _Watch
+from mpitrain.training.observe import _Watch
 
 from .common import error_on_all, skip_alone
 from .layered import LAYERS, Dense, builder, layered
@@ -78,7 +79,7 @@ def test_models_that_are_not_cut(world: World) -> None:
         world, ConfigError, lambda: Pipeline([1] * count).begin(world, layered(few + few + few + [Dense(0)]))
     )
     assert "Give the number of layers of every stage" in text
-    function = ArrayFunction(lambda *_: 0.0, {"w": numpy.zeros(2)}, Sgd(0.1))
+    function = ArrayFunction(lambda *_: 0.0, {"w": numpy.zeros(2)}, SGD(0.1))
     text = error_on_all(world, ConfigError, lambda: Pipeline(count).begin(world, function))
     assert "ArrayFunction has no list of layers" in text
     shared = Dense(0)

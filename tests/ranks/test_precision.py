@@ -12,8 +12,10 @@ import numpy
 import pytest
 
 from models import mlp
-from mpitrain import Adam, ArrayData, ArrayFunction, Checkpoint, LossScale, Parts, Sgd, StopAtStep, Sync, Trainer, World
+from mpitrain import ArrayFunction, Checkpoint, Parts, StopAtStep, Sync, Trainer, World
+from mpitrain.data import ArrayData
 from mpitrain.errors import CheckpointError, ConfigError
+from mpitrain.optim import SGD, Adam, LossScale
 
 from .common import assert_same_bits
 from .precisions import FLOAT32, GRADIENTS, NARROW, Given, trainer_of
@@ -35,7 +37,7 @@ def test_parameters_move_by_less_than_16_bits_can_tell(world: World, precision: 
     rate, steps = 2.0**-14, 100
     function = Given(world.rank, NARROW[precision])
     scale = LossScale(2.0**10) if precision == "fp16" else None
-    trainer = trainer_of(world, function, precision, Sgd(rate), loss_scale=scale)
+    trainer = trainer_of(world, function, precision, SGD(rate), loss_scale=scale)
     for _ in range(steps):
         trainer.step()
     found = trainer.adapter.parameters()
@@ -61,7 +63,7 @@ def test_gradients_are_added_up_in_float32(world: World) -> None:
         on_gradient("b", numpy.zeros((2, 2), numpy.float16))
         return 0.0
 
-    trainer = trainer_of(world, function, "fp16", Sgd(1.0), loss_scale=LossScale(1), weight=1)
+    trainer = trainer_of(world, function, "fp16", SGD(1.0), loss_scale=LossScale(1), weight=1)
     trainer.step()
     expected = numpy.float32(1 - (2048 + world.size - 1) / world.size)
     numpy.testing.assert_allclose(trainer.adapter.parameters()["w"], expected, rtol=2.0**-23)
@@ -83,7 +85,7 @@ def test_the_scale_changes_no_bit(world: World, scale: float) -> None:
 
 def test_who_writes_into_the_parameters_is_seen_by_the_next_step(world: World) -> None:
     function = Given(world.rank, NARROW["bf16"])
-    trainer = trainer_of(world, function, "bf16", Sgd(0.0))
+    trainer = trainer_of(world, function, "bf16", SGD(0.0))
     trainer.step()
     trainer.adapter.parameters()["w"][:] = 3
     trainer.step()
@@ -102,7 +104,7 @@ def mlp_builder(precision: str, scale: LossScale | None = None, rate: float = 0.
         y = (x @ rng.standard_normal((12, 4))).argmax(axis=1)
         parameters = mlp.initial(rng, numpy, inputs=12, hidden=(16,), classes=4)
         adapter = ArrayFunction(
-            mlp.loss_and_gradients, parameters, Sgd(rate, momentum=0.9), precision=precision, loss_scale=scale
+            mlp.loss_and_gradients, parameters, SGD(rate, momentum=0.9), precision=precision, loss_scale=scale
         )
         # In the order of this seed, no ReLU flips. A flip would part two runs by more than the roundings.
         return Parts(adapter, Sync(), ArrayData(world, (x, y), global_batch=32, seed=1))
@@ -184,4 +186,4 @@ def test_a_damaged_scale_in_a_checkpoint_changes_nothing(world: World) -> None:
 )
 def test_a_precision_that_cannot_be(world: World, precision: str, dtype: str, text: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(text)):
-        ArrayFunction(lambda *_: 0.0, {"w": numpy.zeros(3, dtype)}, Sgd(0.1), precision=precision)
+        ArrayFunction(lambda *_: 0.0, {"w": numpy.zeros(3, dtype)}, SGD(0.1), precision=precision)

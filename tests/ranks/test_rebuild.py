@@ -11,25 +11,13 @@ import numpy
 import pytest
 
 from models import mlp
-from mpitrain import (
-    ArrayData,
-    ArrayFunction,
-    Checkpoint,
-    Hook,
-    Parts,
-    Prefetch,
-    Sgd,
-    ShardedSync,
-    Step,
-    StopAtStep,
-    Sync,
-    Trainer,
-    World,
-)
+from mpitrain import ArrayFunction, Checkpoint, Hook, Parts, ShardedSync, Step, StopAtStep, Sync, Trainer, World
+from mpitrain.data import ArrayData, Prefetch
 from mpitrain.errors import GradientError
 from mpitrain.job.worlds import make_world
+from mpitrain.optim import SGD
+from mpitrain.state.names import join, split
 from mpitrain.strategies import Strategy
-from mpitrain.training.checkpoint.names import join, split
 
 from .placements import placed
 from .trainings import CLASSES, HIDDEN, INPUTS, bits, builder, samples_of
@@ -62,7 +50,7 @@ def build_in_float32(world: World) -> Parts:
     parameters = mlp.initial(rng, numpy, dtype="float32", **sizes)
     x, labels = samples_of(71)
     data = ArrayData(world, (x.astype(numpy.float32), labels), global_batch=23)
-    return Parts(ArrayFunction(mlp.loss_and_gradients, parameters, Sgd(0.1, momentum=0.9)), Sync(), data)
+    return Parts(ArrayFunction(mlp.loss_and_gradients, parameters, SGD(0.1, momentum=0.9)), Sync(), data)
 
 
 def read_ahead(build: Callable[[World], Parts]) -> Callable[[World], Parts]:
@@ -140,7 +128,7 @@ def build_without_gradients(strategy: Callable[[], Strategy]) -> Callable[[World
     def build(world: World) -> Parts:
         data = ArrayData(world, (numpy.arange(50),), global_batch=7)
         parameters = {name: value.copy() for name, value in zeros.items()}
-        return Parts(ArrayFunction(gradients, parameters, Sgd(1.0)), strategy(), data)
+        return Parts(ArrayFunction(gradients, parameters, SGD(1.0)), strategy(), data)
 
     return build
 

@@ -11,32 +11,22 @@ from typing import Any
 import numpy
 import pytest
 
-from mpitrain import (
+from mpitrain import DiLoCo, Evaluation, Hook, Parts, Record, Step, StopAtStep, StopWhen, Trainer, World
+from mpitrain.data.order import permuted
+from mpitrain.errors import ConfigError
+from mpitrain.meters import (
     Communication,
-    DiLoCo,
-    Evaluate,
     GpuUtilisation,
     GradientNorm,
-    Hook,
     LearningRate,
     Loss,
     Memory,
     Meter,
-    Parts,
     Reading,
-    Record,
-    Sgd,
-    Step,
-    StopAtStep,
-    StopWhen,
     Throughput,
-    Trainer,
-    World,
-    warmup_cosine,
 )
-from mpitrain.errors import ConfigError
-from mpitrain.training.data.order import permuted
-from mpitrain.training.meters.meter import combine
+from mpitrain.optim import SGD, warmup_cosine
+from mpitrain.training.meters import combine
 
 from .common import error_on_all
 from .test_hooks import Tell, build
@@ -69,13 +59,13 @@ class InMemory:
 
 def test_rows_are_what_the_steps_did(world: World) -> None:
     writer, keep = InMemory(), Keep()
-    evaluate = Evaluate(4, lambda trainer: {"half": 0.5})
+    evaluate = Evaluation(4, lambda trainer: {"half": 0.5})
     hooks = [StopAtStep(8), keep, evaluate, Record([writer], steps=3, tokens_per_sample=7)]
     Trainer(build, hooks).run()
     if not world.is_root:
         assert writer.rows == []
     of_ranks = world.allgather(keep.steps)
-    rows = world.broadcast(writer.rows)
+    rows = world.broadcast_object(writer.rows)
     assert [row["step"] for row in rows] == [3, 4, 6, 8]
     assert [row["epoch"] for row in rows] == [1, 2, 2, 3]
     assert [row["samples"] for row in rows] == [13, 18, 26, 36]
@@ -204,10 +194,10 @@ def test_names_that_a_row_has_already(world: World, name: str) -> None:
 
 
 def test_the_order_of_the_hooks(world: World, shared: Path) -> None:
-    evaluate = Evaluate(1, lambda trainer: {})
+    evaluate = Evaluation(1, lambda trainer: {})
     wrong: list[Sequence[Hook]] = [[Record([]), evaluate]]
     for hooks in wrong:
-        with pytest.raises(ConfigError, match="Record must come after Evaluate"):
+        with pytest.raises(ConfigError, match="Record must come after Evaluation"):
             Trainer(build, [StopAtStep(1), *hooks]).run()
     with pytest.raises(ConfigError, match="at least 1"):
         Record([], steps=0)
@@ -220,7 +210,7 @@ def test_clipping_and_the_norm(world: World) -> None:
 
     def clipped(world: World) -> Any:
         parts = build(world)
-        parts.adapter._optimizer = Sgd(0.1, clip_norm=1e-3)
+        parts.adapter._optimizer = SGD(0.1, clip_norm=1e-3)
         parts.adapter._optimizer.start(parts.adapter._flat, [])
         return parts
 
@@ -241,8 +231,8 @@ def test_rows_count_outer_steps(world: World) -> None:
 
     writer = InMemory()
     Trainer(build_rounds, [StopAtStep(8), Record([writer], steps=2)]).run()
-    rows = world.broadcast(writer.rows)
+    rows = world.broadcast_object(writer.rows)
     assert [(row["step"], row["outer_steps"]) for row in rows] == [(2, 0), (4, 1), (6, 2), (8, 3)]
     writer = InMemory()
     Trainer(build, [StopAtStep(2), Record([writer], steps=2)]).run()
-    assert all("outer_steps" not in row for row in world.broadcast(writer.rows))
+    assert all("outer_steps" not in row for row in world.broadcast_object(writer.rows))

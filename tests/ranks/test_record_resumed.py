@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 
-from mpitrain import Checkpoint, Csv, Hook, JsonLines, Record, Step, StopAtStep, Trainer, World
+from mpitrain import Checkpoint, Hook, Record, Step, StopAtStep, Trainer, World
 from mpitrain.errors import ConfigError, DataError, MpitrainError
+from mpitrain.writers import Csv, JsonLines
 
 from .common import error_on_all
 from .test_hooks import Tell, build
@@ -100,7 +101,7 @@ def test_a_file_that_is_no_record(world: World, shared: Path) -> None:
         (shared / "metrics.jsonl").write_text('{"step": 1}\nhello\n')
     world.barrier()
     hooks = [StopAtStep(2), Record([JsonLines(shared)])]
-    with pytest.raises(DataError, match=r"metrics.jsonl, line 2 is not a row of a record .*; move the file away"):
+    with pytest.raises(DataError, match=r"metrics.jsonl, line 2 is not a row of a record: .*; move the file away"):
         Trainer(build, hooks).run()
     assert not world.is_root or (shared / "metrics.jsonl").read_text() == '{"step": 1}\nhello\n'
     file = shared / "file"

@@ -9,14 +9,14 @@ import numpy
 import pytest
 from mpi4py import MPI
 
-import mpitrain.exchange.on_host
+import mpitrain.reducer.buckets
 from mpitrain import GradientReducer, Parameter, World
 from mpitrain.allreduce import ALGORITHMS
 from mpitrain.errors import (
     ConfigError,
     DataError,
 )
-from mpitrain.exchange.exchange import PlainExchange
+from mpitrain.reducer.exchange import PlainExchange
 
 from .common import error_on_all, mean_bound, skip_alone
 from .reducers import (
@@ -165,13 +165,13 @@ def test_gradients_computed_in_place_are_not_copied(
     world: World, reducer: GradientReducer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     copied: list[str] = []
-    original = mpitrain.exchange.on_host.copy_to_host
+    original = mpitrain.reducer.buckets.copy_to_host
 
     def copy(source: numpy.ndarray, target: numpy.ndarray) -> None:
         copied.append("copy")
         original(source, target)
 
-    monkeypatch.setattr(mpitrain.exchange.on_host, "copy_to_host", copy)
+    monkeypatch.setattr(mpitrain.reducer.buckets, "copy_to_host", copy)
     for gradient, flat in ((gradient, reducer.flats[gradient.dtype]) for gradient in reducer.gradients):
         assert gradient.size == 0 or numpy.shares_memory(gradient, flat)
     reducer.begin(1.0)

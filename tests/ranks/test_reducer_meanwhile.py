@@ -8,12 +8,12 @@ import numpy
 import pytest
 
 from mpitrain import GradientReducer, Parameter, World
+from mpitrain.collectives.shares import scale
 from mpitrain.errors import (
     MismatchError,
 )
-from mpitrain.exchange.exchange import PlainExchange
-from mpitrain.exchange.shares import scale
 from mpitrain.job.worlds import make_world
+from mpitrain.reducer.exchange import PlainExchange
 
 from .common import error_on_all, skip_alone
 from .reducers import (

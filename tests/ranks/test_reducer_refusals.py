@@ -18,7 +18,7 @@ from mpitrain.errors import (
     MissingGradientError,
     NonFiniteError,
 )
-from mpitrain.exchange.exchange import PlainExchange
+from mpitrain.reducer.exchange import PlainExchange
 
 from .common import error_on_all, named_ranks, skip_alone
 from .reducers import (

@@ -8,20 +8,10 @@ from collections.abc import Callable
 import numpy
 import pytest
 
-from mpitrain import (
-    Adam,
-    ArrayData,
-    ArrayFunction,
-    CompareReplicas,
-    Hook,
-    Parts,
-    Step,
-    StopAtStep,
-    Sync,
-    Trainer,
-    World,
-)
+from mpitrain import ArrayFunction, CompareReplicas, Hook, Parts, Step, StopAtStep, Sync, Trainer, World
+from mpitrain.data import ArrayData
 from mpitrain.errors import ConfigError, MismatchError, ReplicaError
+from mpitrain.optim import Adam
 from mpitrain.training.hooks.replicas import checksum, right_rank
 
 from .common import assert_same_bits, error_on_all, skip_alone

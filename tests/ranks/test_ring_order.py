@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import numpy
 import pytest
 
@@ -26,7 +24,7 @@ def four_nodes(world: World) -> World:
     if world.size < 4:
         pytest.skip("needs four ranks")
     nodes = tuple(rank % 4 for rank in range(world.size))
-    return replace(world, node_ranks=nodes, hosts=tuple("abcd"[node] for node in nodes), profile=PROFILE)
+    return world.replaced(node_ranks=nodes, hosts=tuple("abcd"[node] for node in nodes), profile=PROFILE)
 
 
 def test_the_ring_goes_over_the_fast_links(four_nodes: World) -> None:

@@ -7,14 +7,8 @@ from typing import Any
 import numpy
 import pytest
 
-from mpitrain import (
-    ArrayFunction,
-    LocalSGD,
-    LossScale,
-    Sgd,
-    Sync,
-    World,
-)
+from mpitrain import ArrayFunction, LocalSGD, Sync, World
+from mpitrain.optim import SGD, LossScale
 
 from .common import assert_same_bits
 from .rounds_by_hand import (
@@ -101,7 +95,7 @@ def test_steps_that_are_skipped_leave_no_difference(world: World) -> None:
         return quadratic(parameters, batch, hand_in)
 
     parameters = {"w": numpy.zeros(WIDTH), "v": numpy.zeros((2, 3))}
-    model = ArrayFunction(scaled, parameters, Sgd(RATE), loss_scale=LossScale())
+    model = ArrayFunction(scaled, parameters, SGD(RATE), loss_scale=LossScale())
     strategy = streaming(1, 1, 0.5)
     strategy.begin(world, model)
     for step in range(EVERY + 1):

@@ -9,10 +9,11 @@ from typing import Any
 import numpy
 import pytest
 
-from mpitrain import ArrayFunction, Hook, LossScale, Parts, Sgd, Step, StopAtStep, StreamingDiLoCo, Trainer, World
+from mpitrain import ArrayFunction, Hook, Parts, Step, StopAtStep, StreamingDiLoCo, Trainer, World
 from mpitrain.config import read_config
 from mpitrain.job.worlds import make_world
-from mpitrain.training.checkpoint.parts import add_up
+from mpitrain.optim import SGD, LossScale
+from mpitrain.state.resume import add_up
 
 from .common import assert_same_bits, skip_alone
 from .placements import placed
@@ -46,7 +47,7 @@ def test_a_loss_scale_changes_nothing(world: World, kind: str) -> None:
         return quadratic(parameters, batch, lambda name, gradient: on_gradient(name, gradient * loss_scale))
 
     plain = adapter()
-    optimizer = Sgd(lambda step: RATE / (1 + step), momentum=MOMENTUM)
+    optimizer = SGD(lambda step: RATE / (1 + step), momentum=MOMENTUM)
     scale = LossScale(2.0**10, growth_interval=3)
     model = ArrayFunction(scaled, plain.parameters(), optimizer, loss_scale=scale)
     strategy, expected = KINDS[kind][0](), Expected(world.size, kind)
@@ -94,12 +95,12 @@ def test_a_round_goes_on_in_another_world(world: World, kind: str, is_shared: bo
 
 def coded(world: World) -> World:
     own = placed(world, "alone on each node")
-    return replace(own, config=read_config({"MPITRAIN_COMPRESSION": "int4"}, {}))
+    return own.replaced(config=read_config({"MPITRAIN_COMPRESSION": "int4"}, {}))
 
 
 def narrow(delay: int) -> StreamingDiLoCo:
     """Its outer steps take over the whole mean, so nothing may be missing or there twice."""
-    return StreamingDiLoCo(EVERY, fragments=1, delay=delay, alpha=0.5, outer=Sgd(1.0))
+    return StreamingDiLoCo(EVERY, fragments=1, delay=delay, alpha=0.5, outer=SGD(1.0))
 
 
 def left_out(world: World, own: dict[str, Any]) -> numpy.ndarray:

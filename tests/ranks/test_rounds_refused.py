@@ -10,8 +10,10 @@ from typing import Any
 import numpy
 import pytest
 
-from mpitrain import ArrayData, ArrayFunction, DiLoCo, LocalSGD, Parts, Sgd, StreamingDiLoCo, Trainer, World
+from mpitrain import ArrayFunction, DiLoCo, LocalSGD, Parts, StreamingDiLoCo, Trainer, World
+from mpitrain.data import ArrayData
 from mpitrain.errors import CheckpointError, ConfigError, MismatchError, NonFiniteError
+from mpitrain.optim import SGD
 from mpitrain.strategies import Strategy
 
 from .common import assert_same_bits, error_on_all, skip_alone
@@ -22,15 +24,15 @@ from .test_strategies import WIDTH, adapter, one_step, samples, train, values
 def test_outer_optimizers_that_differ(world: World) -> None:
     skip_alone(world)
     rate = 0.5 if world.rank == world.size - 1 else 0.7
-    text = error_on_all(world, MismatchError, lambda: DiLoCo(3, outer=Sgd(rate)).begin(world, adapter()))
-    assert "outer optimizer Sgd" in text
+    text = error_on_all(world, MismatchError, lambda: DiLoCo(3, outer=SGD(rate)).begin(world, adapter()))
+    assert "outer optimizer SGD" in text
     assert "0.5" in text
 
 
 @kinds
 def test_power_sgd(world: World, kind: str) -> None:
     """It would compress nothing: a fragment is a flat range."""
-    low_rank = replace(world, config=replace(world.config, compression="power_sgd:2"))
+    low_rank = world.replaced(config=replace(world.config, compression="power_sgd:2"))
     text = error_on_all(world, ConfigError, lambda: KINDS[kind][0]().begin(low_rank, adapter()))
     assert "compression=power_sgd:2: an outer step exchanges ranges of all parameters" in text
 
@@ -49,7 +51,7 @@ class Overflow:
 
 # By name: the strategy; the step that cannot be made; the parameter in the error. Two fragments are sent at once.
 NOT_FINITE: dict[str, tuple[Callable[[], Strategy], int, str]] = {
-    "whole": (lambda: DiLoCo(2, outer=Sgd(1.0)), 2, "v"),
+    "whole": (lambda: DiLoCo(2, outer=SGD(1.0)), 2, "v"),
     "parts": (lambda: StreamingDiLoCo(2, fragments=4, delay=0, alpha=0.0), 2, "v[0:2]"),
     "parts, late": (lambda: StreamingDiLoCo(2, fragments=4, delay=2), 4, "v[0:2]"),
 }
@@ -98,7 +100,7 @@ def test_the_name_of_a_parameter_that_is_not_finite(world: World) -> None:
         return 0.0
 
     strategy = DiLoCo(1)
-    strategy.begin(world, model := ArrayFunction(function, {name: numpy.zeros(3)}, Sgd(1e9)))
+    strategy.begin(world, model := ArrayFunction(function, {name: numpy.zeros(3)}, SGD(1e9)))
     with numpy.errstate(over="ignore", invalid="ignore"):
         text = error_on_all(world, NonFiniteError, lambda: one_step(strategy, model, samples(world.rank, 0, 2)))
     assert text.startswith(f"{world.name(0)}: {name} has become NaN or infinity in the steps of this round")
@@ -171,10 +173,10 @@ def test_fragments_that_are_refused(given: dict[str, Any], text: str) -> None:
 
 def test_fragments_of_short_rounds() -> None:
     """With the defaults, one is sent after each of 4 steps. In fewer steps, several are sent at once."""
-    default = StreamingDiLoCo(4).plan
+    default = StreamingDiLoCo(4).schedule
     assert (default.fragments, default.delay, default.alpha, default.offsets) == (4, 1, 0.5, [1, 2, 3, 4])
-    assert StreamingDiLoCo(3).plan.offsets == [1, 2, 3, 3]
-    assert StreamingDiLoCo(1).plan.offsets == [1, 1, 1, 1]
+    assert StreamingDiLoCo(3).schedule.offsets == [1, 2, 3, 3]
+    assert StreamingDiLoCo(1).schedule.offsets == [1, 1, 1, 1]
 
 
 def test_more_fragments_than_elements(world: World) -> None:

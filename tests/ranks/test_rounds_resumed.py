@@ -10,24 +10,13 @@ from typing import Any
 import numpy
 import pytest
 
-from mpitrain import (
-    Checkpoint,
-    CompareReplicas,
-    DiLoCo,
-    Hook,
-    LocalSGD,
-    Sgd,
-    Step,
-    StopAtStep,
-    Sync,
-    Trainer,
-    World,
-)
+from mpitrain import Checkpoint, CompareReplicas, DiLoCo, Hook, LocalSGD, Step, StopAtStep, Sync, Trainer, World
+from mpitrain import state as checkpoint
 from mpitrain.errors import CheckpointError
 from mpitrain.job.worlds import make_world
+from mpitrain.optim import SGD
+from mpitrain.state.resume import add_up
 from mpitrain.strategies import Strategy
-from mpitrain.training import checkpoint
-from mpitrain.training.checkpoint.parts import add_up
 
 from .checkpoints import flip_a_bit
 from .common import assert_same_bits, skip_alone
@@ -61,7 +50,7 @@ def test_one_rank_goes_on_from_all(world: World, kind: str, done: int) -> None:
     total: dict[str, Any] = {}
     for part in world.allgather(strategy.own_state()):
         add_up(total, part)
-    state, saved = world.broadcast((strategy.state(), model.state()))
+    state, saved = world.broadcast_object((strategy.state(), model.state()))
     strategy.close()
 
     alone = make_world(MPI.COMM_SELF)
@@ -256,10 +245,10 @@ def test_what_a_codec_left_out_waits_for_an_outer_step_without_a_codec(world: Wo
     after: list[numpy.ndarray] = []
     carried: dict[str, numpy.ndarray] = {}
     for carries in (False, True):
-        strategy, model = DiLoCo(EVERY, outer=Sgd(1.0)), adapter()
+        strategy, model = DiLoCo(EVERY, outer=SGD(1.0)), adapter()
         strategy.begin(world, model)
-        (fragment,) = strategy._meetings.fragments
-        place = strategy._meetings.place
+        (fragment,) = strategy._outer_steps.fragments
+        place = strategy._outer_steps.place
         if carries:
             random = numpy.random.default_rng(world.rank)
             for parameter in fragment._reducer.layout.parameters:

@@ -8,9 +8,10 @@ from typing import Any
 
 import numpy
 
-from mpitrain import ArrayData, Balance, Parts, StopAtStep, Trainer, World
+from mpitrain import Balance, Parts, StopAtStep, Trainer, World
+from mpitrain.data import ArrayData
 from mpitrain.job.worlds import make_world
-from mpitrain.training.checkpoint.parts import add_up
+from mpitrain.state.resume import add_up
 
 from .common import assert_same_bits, skip_alone
 from .rounds_by_hand import EVERY, KINDS, Expected, assert_close, flat, kinds
@@ -91,7 +92,7 @@ def test_another_number_of_ranks_goes_on_within_a_round(world: World) -> None:
     total: dict[str, Any] = {}
     for own in world.allgather(trainer.strategy.own_state()):
         add_up(total, own)
-    state = world.broadcast(trainer.state())
+    state = world.broadcast_object(trainer.state())
     trainer.close()
     again = Trainer(build, [], make_world(MPI.COMM_SELF))
     again.restore(state)

@@ -14,7 +14,7 @@ import pytest
 import mpitrain as mt
 from mpitrain import World
 from mpitrain.errors import DeviceError, MpitrainError, RemoteError
-from mpitrain.remote.future import RemoteFuture
+from mpitrain.remote.leader import RemoteFuture
 
 
 def led(world: World, body: Callable[[], object]) -> None:

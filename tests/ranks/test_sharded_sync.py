@@ -4,33 +4,19 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy
 import pytest
 
-from mpitrain import (
-    Accumulate,
-    Adam,
-    AdamW,
-    ArrayFunction,
-    GradientNorm,
-    JsonLines,
-    LossScale,
-    Record,
-    Sgd,
-    ShardedSync,
-    StopAtStep,
-    Sync,
-    Trainer,
-    World,
-    warmup_cosine,
-)
+from mpitrain import Accumulate, ArrayFunction, Record, ShardedSync, StopAtStep, Sync, Trainer, World
 from mpitrain.errors import NonFiniteError
-from mpitrain.exchange.exchange import make_exchange
-from mpitrain.exchange.scattered import ScatteredExchange
+from mpitrain.meters import GradientNorm
+from mpitrain.optim import SGD, Adam, AdamW, LossScale, warmup_cosine
+from mpitrain.reducer.exchange import make_exchange
+from mpitrain.reducer.scattered import ScatteredExchange
+from mpitrain.writers import JsonLines
 
 from .common import assert_same_bits, error_on_all
 from .placements import PLACEMENTS, placed
@@ -41,8 +27,8 @@ from .trainings import builder
 SAME_ORDER = ("ring", "direct", "halving_doubling", "shared_memory", "hierarchical")
 
 OPTIMIZERS: dict[str, Callable[[], Any]] = {
-    "sgd": lambda: Sgd(0.1),
-    "momentum": lambda: Sgd(0.1, momentum=0.9, nesterov=True, weight_decay=0.01),
+    "sgd": lambda: SGD(0.1),
+    "momentum": lambda: SGD(0.1, momentum=0.9, nesterov=True, weight_decay=0.01),
     "adam": lambda: Adam(warmup_cosine(0.01, warmup_steps=3, total_steps=12)),
     "adamw": lambda: AdamW(0.01, weight_decay=0.1),
 }
@@ -102,7 +88,7 @@ def test_each_rank_has_its_share(world: World, sizes: dict[str, tuple[int, ...]]
 
 def test_clipping_by_the_norm_of_all(world: World) -> None:
     """Against plain SGD in float64, and the measured norm is that of all elements, on every rank."""
-    strategy, model = ShardedSync(), ArrayFunction(scattered, parameters("float64"), Sgd(0.5, clip_norm=0.75))
+    strategy, model = ShardedSync(), ArrayFunction(scattered, parameters("float64"), SGD(0.5, clip_norm=0.75))
     there = small_buckets(world)
     strategy.begin(there, model)
     at = flat(model).copy()
@@ -130,7 +116,7 @@ def test_the_norm_can_be_measured_without_clipping(world: World, shared: Path) -
             [StopAtStep(4), Record([JsonLines(path)], steps=2, meters=[GradientNorm()])],
         )
         trainer.run()
-        rows.append(world.broadcast((path / "metrics.jsonl").read_text() if world.is_root else None))
+        rows.append(world.broadcast_object((path / "metrics.jsonl").read_text() if world.is_root else None))
         trainer.close()
     norms = [[json.loads(line).get("gradient_norm") for line in text.splitlines()] for text in rows]
     assert [one for one in norms[1] if one] == pytest.approx([one for one in norms[0] if one], rel=1e-12)
@@ -139,7 +125,7 @@ def test_the_norm_can_be_measured_without_clipping(world: World, shared: Path) -
 
 def test_an_optimizer_starts_anew_without_its_division(world: World) -> None:
     """An optimizer that was divided, and then starts for Sync, makes the steps of a new one: all elements, clipped."""
-    used, new = (Sgd(0.5, momentum=0.9, clip_norm=0.75) for _ in range(2))
+    used, new = (SGD(0.5, momentum=0.9, clip_norm=0.75) for _ in range(2))
     found = []
     for strategy, optimizer in ((ShardedSync(), used), (Sync(), used), (Sync(), new)):
         model = ArrayFunction(scattered, parameters("float64"), optimizer)
@@ -233,9 +219,9 @@ def test_verify_sees_whole_means(world: World) -> None:
             seen.append({name: mean.copy() for name, mean in means.items()})
 
         def gave(self, tree: Any) -> None:
-            """What `world.sync` has given."""
+            """What `world.broadcast` has given."""
 
-    there = replace(small_buckets(world), observer=Observer())  # type: ignore[arg-type]
+    there = small_buckets(world).replaced(observer=Observer())  # type: ignore[arg-type]
     strategy, model = ShardedSync(), ArrayFunction(scattered, parameters("float64"), Adam(0.01))
     strategy.begin(there, model)
     at = flat(model).copy()

@@ -6,7 +6,6 @@ import gc
 import resource
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +13,6 @@ import numpy
 import pytest
 
 from mpitrain import (
-    Adam,
-    AdamW,
     ArrayFunction,
     Checkpoint,
     CompareReplicas,
@@ -28,10 +25,10 @@ from mpitrain import (
     World,
 )
 from mpitrain.errors import ConfigError, MpitrainError
-from mpitrain.exchange.exchange import make_exchange
-from mpitrain.exchange.scattered import ScatteredExchange
+from mpitrain.optim import Adam, AdamW
+from mpitrain.reducer.exchange import make_exchange
+from mpitrain.reducer.scattered import ScatteredExchange
 from mpitrain.strategies import Strategy
-from mpitrain.strategies.strategy import own_state_for
 
 from .common import assert_same_bits, error_on_all, skip_alone
 from .sharded import SHAPES, assert_equal_states, everything, flat, parameters, scattered, small_buckets, train
@@ -47,7 +44,7 @@ def test_the_whole_state_is_given_back(world: World) -> None:
     strategy.own_state()
     assert model.state()["optimizer"]["first"]["a"].shape == SHAPES["a"]
     train(world, strategy, model, range(1))
-    own_state_for(strategy, reads=world.is_root)
+    strategy.own_state_for(reads=world.is_root)
     if world.is_root:
         assert model.state()["optimizer"]["step"] == 1
     else:
@@ -99,7 +96,7 @@ def test_a_checkpoint_of_another_number_of_ranks(world: World) -> None:
     model_alone.restore(state)
     assert_equal_states(everything(one, model_alone), state)
     train(alone, one, model_alone, range(3, 5))
-    state = world.broadcast(everything(one, model_alone))
+    state = world.broadcast_object(everything(one, model_alone))
     model.restore(state)
     assert_equal_states(everything(strategy, model), state)
     train(there, strategy, model, range(5, 6))
@@ -118,7 +115,7 @@ def test_a_rank_without_room(world: World, which: str) -> None:
     before, taken = resource.getrlimit(resource.RLIMIT_AS), []
 
     def gather() -> dict[str, Any]:
-        return own_state_for(strategy, reads=world.is_root)
+        return strategy.own_state_for(reads=world.is_root)
 
     if world.rank == odd:
         gc.collect()  # what it frees later would be room
@@ -165,7 +162,7 @@ class Rebuild(Hook):
 
     def after_step(self, trainer: Trainer, step: Step) -> None:
         if step.number == 2:
-            trainer.rebuild(replace(trainer.world, generation=trainer.world.generation + 1))
+            trainer.rebuild(trainer.world.replaced(generation=trainer.world.generation + 1))
 
 
 def test_a_rank_that_goes_on_keeps_its_part_only(world: World, shared: Path) -> None:

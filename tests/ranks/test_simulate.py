@@ -13,17 +13,16 @@ from mpi4py import MPI
 from mpitrain import World
 from mpitrain.allreduce import ALGORITHMS
 from mpitrain.allreduce.algorithm import Steps
+from mpitrain.allreduce.compressed import gathered_steps
 from mpitrain.allreduce.direct import direct_steps
-from mpitrain.allreduce.gathered import gathered_steps
 from mpitrain.allreduce.group import everyone
 from mpitrain.allreduce.hierarchical import between_nodes, hierarchical_steps
 from mpitrain.allreduce.native import native_steps
 from mpitrain.allreduce.shared_memory import NodeArrays, shared_memory_steps
 from mpitrain.compression import make_codec
-from mpitrain.simulate.events import Events
-from mpitrain.simulate.machines import equal_machines
-from mpitrain.simulate.network import Network
-from mpitrain.simulate.sums import flat_buffer, make_sums
+from mpitrain.forecast.events import Events, Network
+from mpitrain.forecast.machines import equal_machines
+from mpitrain.forecast.sums import flat_buffer, make_sums
 
 # From nothing but empty messages to several pieces a segment.
 LENGTHS = (1, 2, 7, 1000, 100_003, 700_001)
@@ -88,12 +87,12 @@ def test_two_ranks_on_a_node(world: World) -> None:
         memories.append(NodeArrays(counted))
         return hierarchical_steps(counted, memories[-1], between_nodes(counted))
 
-    pairs = replace(world, node_ranks=tuple(rank // 2 for rank in range(world.size)))
+    pairs = world.replaced(node_ranks=tuple(rank // 2 for rank in range(world.size)))
     check(pairs, "hierarchical", "none", make, memories)
 
 
 def alone_on_nodes(world: World) -> World:
-    return replace(world, node_ranks=tuple(range(world.size)))
+    return world.replaced(node_ranks=tuple(range(world.size)))
 
 
 def check(
@@ -101,7 +100,7 @@ def check(
 ) -> None:
     """Each rank's list: target, tag, bytes, in the order of the posts for one target and tag."""
     comm = CountingComm(there.comm)
-    steps = make(replace(there, comm=cast(MPI.Comm, comm)))
+    steps = make(there.replaced(comm=cast(MPI.Comm, comm)))
     for length in LENGTHS:
         float32 = numpy.dtype(numpy.float32)
         flat: Any = memories[0].allocate(length, float32) if memories else numpy.empty(length, float32)

@@ -8,21 +8,9 @@ from typing import Any
 import numpy
 import pytest
 
-from mpitrain import (
-    Adam,
-    ArrayFunction,
-    GradientReducer,
-    Log,
-    LossScale,
-    Parameter,
-    Parts,
-    Sgd,
-    StopAtStep,
-    Sync,
-    Trainer,
-    World,
-)
+from mpitrain import ArrayFunction, GradientReducer, Log, Parameter, Parts, StopAtStep, Sync, Trainer, World
 from mpitrain.errors import MismatchError, MissingGradientError, NonFiniteError
+from mpitrain.optim import SGD, Adam, LossScale
 
 from .common import assert_same_bits, error_on_all, skip_alone
 from .precisions import FLOAT32, GRADIENTS, NARROW, Given, Samples, trainer_of
@@ -64,7 +52,7 @@ def test_a_step_that_is_infinite_on_one_rank_is_skipped_on_all(world: World, odd
 
 def test_a_scale_that_is_too_large_finds_its_way_down(world: World) -> None:
     """The largest gradient is 2 on a few ranks, and fp16 ends at 65504. A scale of 2^15 is too large, 2^14 is not."""
-    trainer = trainer_of(world, Given(world.rank, NARROW["fp16"]), "fp16", Sgd(0.1), loss_scale=LossScale(2.0**20))
+    trainer = trainer_of(world, Given(world.rank, NARROW["fp16"]), "fp16", SGD(0.1), loss_scale=LossScale(2.0**20))
     steps = [trainer.step() for _ in range(8)]
     assert [step.skipped for step in steps] == [True] * 6 + [False] * 2
     assert trainer.adapter.loss_scale.value == 2.0**14
@@ -73,7 +61,7 @@ def test_a_scale_that_is_too_large_finds_its_way_down(world: World) -> None:
 def test_infinity_of_a_rank_without_samples_does_not_count(world: World) -> None:
     counts = world.rank == world.size - 1
     function = Given(world.rank, NARROW["fp16"], bad_steps=() if counts else (1,))
-    trainer = trainer_of(world, function, "fp16", Sgd(0.5), loss_scale=LossScale(16), weight=3 if counts else 0)
+    trainer = trainer_of(world, function, "fp16", SGD(0.5), loss_scale=LossScale(16), weight=3 if counts else 0)
     assert not trainer.step().skipped
     expected = 1 - 0.5 * (GRADIENTS + (world.size - 1) / 4)
     assert trainer.adapter.parameters()["w"].tolist() == expected.tolist()  # all numbers are exact
@@ -82,7 +70,7 @@ def test_infinity_of_a_rank_without_samples_does_not_count(world: World) -> None
 def test_at_a_scale_of_1_it_is_an_error_again(world: World) -> None:
     odd = world.size - 1
     function = Given(world.rank, NARROW["fp16"], bad_steps=(1, 2, 3) if world.rank == odd else ())
-    trainer = trainer_of(world, function, "fp16", Sgd(0.1), loss_scale=LossScale(4))
+    trainer = trainer_of(world, function, "fp16", SGD(0.1), loss_scale=LossScale(4))
     assert [trainer.step().skipped for _ in range(2)] == [True, True]
     before = bits(trainer)
     text = error_on_all(world, NonFiniteError, trainer.step)
@@ -95,7 +83,7 @@ def test_at_a_scale_of_1_it_is_an_error_again(world: World) -> None:
 def test_without_a_loss_scale_it_is_an_error(world: World, precision: str) -> None:
     dtype = NARROW.get(precision, FLOAT32)
     function = Given(world.rank, dtype, numpy.nan, bad_steps=(1,) if world.rank == 0 else ())
-    trainer = trainer_of(world, function, precision, Sgd(0.1))
+    trainer = trainer_of(world, function, precision, SGD(0.1))
     assert trainer.adapter.loss_scale is None
     assert "the gradient of w holds NaN" in error_on_all(world, NonFiniteError, trainer.step)
     step = trainer.step()
@@ -116,7 +104,7 @@ def test_a_missing_gradient_is_an_error_whatever_the_scale(world: World, first: 
             on_gradient("b", numpy.ones((2, 2), numpy.float16))
         return 0.0
 
-    trainer = trainer_of(world, function, "fp16", Sgd(0.1))
+    trainer = trainer_of(world, function, "fp16", SGD(0.1))
     before = bits(trainer)
     kind = MissingGradientError if first == "missing" else NonFiniteError
     error_on_all(world, kind, trainer.step)
@@ -127,7 +115,7 @@ def test_ranks_that_differ_in_the_scale(world: World) -> None:
     skip_alone(world)
     odd = world.size - 1
     scale = LossScale(8 if world.rank == odd else 4)
-    trainer = trainer_of(world, Given(world.rank, NARROW["fp16"]), "fp16", Sgd(0.1), loss_scale=scale)
+    trainer = trainer_of(world, Given(world.rank, NARROW["fp16"]), "fp16", SGD(0.1), loss_scale=scale)
     text = error_on_all(world, MismatchError, trainer.step)
     assert text.startswith(f"{world.name(odd)}: the loss scale is 8.0; {world.name(0)}: the loss scale is 4.0")
 
@@ -145,7 +133,7 @@ def test_a_log_with_a_scale(world: World, capsys: pytest.CaptureFixture[str]) ->
     parameters = {"w": numpy.ones(3, FLOAT32), "b": numpy.zeros((2, 2), FLOAT32)}
 
     def build(world: World) -> Parts:
-        adapter = ArrayFunction(function, parameters, Sgd(0.5), precision="fp16", loss_scale=LossScale(2048))
+        adapter = ArrayFunction(function, parameters, SGD(0.5), precision="fp16", loss_scale=LossScale(2048))
         return Parts(adapter, Sync(), Samples(1))
 
     Trainer(build, [StopAtStep(2), Log(seconds=0)]).run()

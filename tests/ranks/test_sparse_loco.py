@@ -9,7 +9,7 @@ import pytest
 from mpi4py import MPI
 
 from mpitrain import LocalSGD, SparseLoCo, World
-from mpitrain.exchange.exchange import make_exchange
+from mpitrain.reducer.exchange import make_exchange
 from mpitrain.strategies import Strategy
 
 from .common import assert_same_bits, skip_alone
@@ -164,7 +164,7 @@ def sent_in_a_round(world: World, strategy: Strategy, width: int) -> int:
     """The bytes that this rank sends in an outer step for so many parameters, in one bucket."""
     walk = Walk(w=width)
     config = replace(world.config, bucket_mib=width / 2**18 + 1)
-    strategy.begin(replace(world, comm=Counting(world.comm), config=config), walk.model)
+    strategy.begin(world.replaced(comm=Counting(world.comm), config=config), walk.model)
     walk.step(strategy, 1 + world.rank, w=numpy.linspace(1, 2, width))
     Counting.sent = 0
     walk.step(strategy, 1 + world.rank, w=numpy.linspace(1, 2, width))

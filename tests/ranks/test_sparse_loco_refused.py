@@ -9,8 +9,9 @@ from typing import Any
 import numpy
 import pytest
 
-from mpitrain import ArrayFunction, Sgd, SparseLoCo, World
+from mpitrain import ArrayFunction, SparseLoCo, World
 from mpitrain.errors import ConfigError, MismatchError, NonFiniteError
+from mpitrain.optim import SGD
 
 from .common import error_on_all, skip_alone
 from .walks import EVERY, SAMPLES, Walk, kept
@@ -76,14 +77,14 @@ def test_the_ends_of_what_is_allowed(world: World) -> None:
 
 def test_what_it_does_not_take(world: World) -> None:
     skip_alone(world)
-    model = ArrayFunction(Walk(w=2), {"w": numpy.zeros(2), "v": numpy.zeros(2)}, Sgd(1.0))
+    model = ArrayFunction(Walk(w=2), {"w": numpy.zeros(2), "v": numpy.zeros(2)}, SGD(1.0))
     text = error_on_all(world, ConfigError, lambda: SparseLoCo().begin(world, model))
     assert text == "SparseLoCo: it sends float32, and w is float64. Make all parameters float32, or use mt.DiLoCo"
     walk = Walk(w=2, mean=3)
     walk.model.num_buffers = 1  # type: ignore[attr-defined]
     text = error_on_all(world, ConfigError, lambda: SparseLoCo().begin(world, walk.model))
     assert "the model has 1 buffers whose mean all ranks need, such as mean" in text
-    coded = replace(world, config=replace(world.config, compression="int8"))
+    coded = world.replaced(config=replace(world.config, compression="int8"))
     text = error_on_all(world, ConfigError, lambda: SparseLoCo().begin(coded, Walk(w=2).model))
     assert "compression=int8: it has a form of its own" in text
 
@@ -98,7 +99,7 @@ def test_ranks_that_differ(world: World, given: dict[str, Any]) -> None:
 
 def test_the_choice_of_auto_is_said(world: World, capsys: pytest.CaptureFixture[str]) -> None:
     """By rank 0. What is sent is that of no setting."""
-    there, walks = replace(world, config=replace(world.config, compression="auto")), []
+    there, walks = world.replaced(config=replace(world.config, compression="auto")), []
     for its in (there, world):
         strategy, walk = SparseLoCo(EVERY, density=0.5), Walk(w=2)
         strategy.begin(its, walk.model)

@@ -10,7 +10,7 @@ from mpi4py import MPI
 
 from mpitrain import LocalSGD, SparseLoCo, Sync, World
 from mpitrain.job.worlds import make_world
-from mpitrain.training.checkpoint.parts import add_up
+from mpitrain.state.resume import add_up
 
 from .common import first_ranks, skip_alone
 from .walks import EVERY, SAMPLES, Walk, kept, shares
@@ -65,7 +65,7 @@ def test_what_was_kept_goes_on_with_fewer_ranks(world: World, size: int, is_midd
     total: dict[str, Any] = {}
     for part in world.allgather(strategy.own_state()):
         add_up(total, part)
-    state, saved = world.broadcast((strategy.state(), walk.model.state()))
+    state, saved = world.broadcast_object((strategy.state(), walk.model.state()))
     strategy.close()
     there = first_ranks(world, size)
     if there is not None:

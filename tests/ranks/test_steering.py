@@ -13,8 +13,9 @@ import pytest
 from mpitrain import Checkpoint, Hook, Step, StopAtStep, Trainer, World
 from mpitrain.errors import MismatchError
 from mpitrain.job.start import the_job
-from mpitrain.training.checkpoint.store import load, write
-from mpitrain.training.outcomes import Outcomes
+from mpitrain.state.store import load, write
+from mpitrain.training import steering
+from mpitrain.training.steering import Outcomes
 from mpitrain.training.tunable import Tunables
 from mpitrain.watching.activity import own_activity
 from mpitrain.watching.rank_record import read_record, write_order
@@ -51,6 +52,36 @@ def tunables(monkeypatch: pytest.MonkeyPatch, world: World) -> Tunables:
         write_order(activity.descriptor, {"number": 0})
     world.barrier()
     return own
+
+
+@pytest.mark.parametrize(
+    ("order", "problem"),
+    [
+        ({"kind": "explode"}, "kind is 'explode'"),
+        ({"kind": "rate", "value": 3}, "value is 3; it must be str"),
+        ({"kind": "save", "at": 1e300}, "at is 1e+300; it must be float"),
+        ({"kind": "save", "at": 1e20}, "it has the number 1 and the time 1e+20"),
+        ({"kind": "save", "colour": "red"}, "it has 'colour', which is not known"),
+    ],
+)
+def test_an_order_that_cannot_be_read(world: World, tunables: Tunables, order: dict[str, Any], problem: str) -> None:
+    """The training continues, does nothing of it, and says what is wrong. A good one after it is obeyed."""
+    skip_alone(world)
+    del tunables
+    last = world.size - 1
+    told, record = (
+        Told({2: (last, {"number": 1, **order}), 4: (0, {"number": 2, "kind": "rate", "value": "2"})}),
+        Record(),
+    )
+    trainer = Trainer(builder(60, 20), [StopAtStep(7), record, told])
+    trainer.run()
+    assert [step.learning_rate for step in record.steps] == [RATE] * 5 + [RATE * 2] * 2
+    (refused, obeyed) = steering.OUTCOMES.newest
+    assert refused[0] == 1
+    assert not refused[3]
+    assert f"{world.name(last)} cannot read it: " in refused[4]
+    assert problem in refused[4]
+    assert obeyed[:1] + obeyed[3:4] == (2, True)
 
 
 def test_one_rank_hears_and_all_obey(world: World, tunables: Tunables) -> None:

@@ -5,19 +5,22 @@ A model with one weight vector w and the loss mean((w - x)^2) / 2: its gradient 
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import numpy
 import pytest
 
-from mpitrain import ArrayFunction, DiLoCo, LocalSGD, Sgd, StreamingDiLoCo, World, make_strategy
+from mpitrain import ArrayFunction, DiLoCo, LocalSGD, StreamingDiLoCo, World
 from mpitrain.errors import ConfigError, MissingGradientError, NonFiniteError
-from mpitrain.exchange.bucket import plan_layout
-from mpitrain.exchange.remarks import Remarks
 from mpitrain.job.worlds import make_world
-from mpitrain.strategies import STRATEGIES, ServedStrategy, Strategy
-from mpitrain.training.checkpoint.parts import add_up
+from mpitrain.optim import SGD
+from mpitrain.reducer.bucket import plan_layout
+from mpitrain.reducer.means import Remarks
+from mpitrain.state.resume import add_up
+from mpitrain.strategies import STRATEGIES, ServedStrategy, Strategy, make_strategy
 from tests.added.together import Together
 
 from .common import assert_same_bits, error_on_all, first_ranks
@@ -27,8 +30,8 @@ WIDTH, RATE, MOMENTUM, STEPS = 7, 0.25, 0.5, 6
 # Strategies whose ranks train by themselves, with the arguments that make them Sync for an optimizer without momentum.
 ROUNDS: dict[str, Callable[[], Strategy]] = {
     "local_sgd": lambda: LocalSGD(1),
-    "diloco": lambda: DiLoCo(1, outer=Sgd(1.0)),
-    "streaming_diloco": lambda: StreamingDiLoCo(1, fragments=3, delay=0, alpha=0.0, outer=Sgd(1.0)),
+    "diloco": lambda: DiLoCo(1, outer=SGD(1.0)),
+    "streaming_diloco": lambda: StreamingDiLoCo(1, fragments=3, delay=0, alpha=0.0, outer=SGD(1.0)),
 }
 # Strategies that send float32 in a shorter form, and so never the whole means: test_sparse_loco.py has what they send.
 CODED = ["sparse_loco"]
@@ -49,7 +52,7 @@ def adapter(
 ) -> ArrayFunction:
     rng = numpy.random.default_rng(seed)
     parameters = {"w": rng.standard_normal(WIDTH).astype(dtype), "v": rng.standard_normal((2, 3)).astype(dtype)}
-    return ArrayFunction(function or quadratic, parameters, Sgd(lambda step: RATE / (1 + step), momentum=momentum))
+    return ArrayFunction(function or quadratic, parameters, SGD(lambda step: RATE / (1 + step), momentum=momentum))
 
 
 def quadratic(parameters: Any, batch: Any, on_gradient: Any) -> float:
@@ -182,7 +185,7 @@ def fewer_ranks_go_on(world: World, name: str) -> None:
     own, total = world.allgather(first.own_state()), {}
     for part in own:
         add_up(total, part)
-    state, saved = world.broadcast((first.state(), model.state()))
+    state, saved = world.broadcast_object((first.state(), model.state()))
     first.close()
     size = (world.size + 1) // 2
     there = first_ranks(world, size)
@@ -273,7 +276,7 @@ OF_WHOLE_MEANS = (means_are_by_samples, a_rank_may_have_no_data, fewer_ranks_go_
 @pytest.mark.parametrize("holds", CONTRACT, ids=lambda holds: holds.__name__)
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_the_contract(world: World, name: str, holds: Callable[[World, str], None]) -> None:
-    """A strategy for servers and workers trains on one rank as all others do; tests/serve has the rest."""
+    """A strategy for servers and workers trains on one rank as all others do; tests/server has the rest."""
     if world.size > 1 and isinstance(make_strategy(name), ServedStrategy) and holds is not one_rank_is_plain_training:
         text = error_on_all(world, ConfigError, lambda: make_strategy(name).begin(world, adapter()))
         assert f"{world.size} equal ranks were started" in text
@@ -291,7 +294,8 @@ def test_a_name_that_is_none() -> None:
 def test_a_strategy_that_is_added(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     """A new strategy inherits the contract tests, and can fail them."""
     together = type("Together", (Together,), {})
-    monkeypatch.setitem(STRATEGIES, "together", together)
+    monkeypatch.setitem(sys.modules, "mpitrain.strategies.together", SimpleNamespace(Together=together))
+    monkeypatch.setitem(STRATEGIES, "together", "together.Together")
     for holds in CONTRACT:
         holds(world, "together")
     if world.size > 1:

@@ -9,8 +9,8 @@ import numpy
 import pytest
 
 from mpitrain import World, evaluate
-from mpitrain.exchange.totals import exact_total, rounded_sum
-from mpitrain.shard import part_of
+from mpitrain.collectives.shares import exact_total, rounded_sum
+from mpitrain.world.shard import part_of
 
 HUGE, TINY = 1e308, 5e-324  # twice the first is beyond float64; nothing is smaller than the second
 

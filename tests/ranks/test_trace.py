@@ -9,7 +9,7 @@ import pytest
 
 from mpitrain import Parts, StopAtStep, StreamingDiLoCo, Trainer, World
 from mpitrain.job.trace import compare_clocks
-from mpitrain.watching.spans import Spans
+from mpitrain.watching.activity import Spans
 
 from .test_hooks import build
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import numpy
@@ -12,24 +11,17 @@ import pytest
 
 import mpitrain
 from models import mlp
-from mpitrain import (
-    ArrayData,
-    ArrayFunction,
-    Parts,
-    Sgd,
-    StopAtStep,
-    Sync,
-    Trainer,
-    World,
-)
+from mpitrain import ArrayFunction, Parts, StopAtStep, Sync, Trainer, World
 from mpitrain.compression import CODECS
 from mpitrain.config import read_config
+from mpitrain.data import ArrayData
 from mpitrain.errors import (
     GradientError,
     MismatchError,
     MissingGradientError,
     NonFiniteError,
 )
+from mpitrain.optim import SGD
 
 from .common import assert_same_bits, error_on_all, skip_alone
 from .placements import placed
@@ -90,14 +82,14 @@ def test_ranks_that_start_from_different_parameters_get_those_of_rank_0(world: W
 
 def losses_with(world: World, monkeypatch: pytest.MonkeyPatch, compression: str) -> list[float]:
     """The losses of a Trainer with this MPITRAIN_COMPRESSION, in a world with one rank per node."""
-    own = replace(placed(world, "alone on each node"), config=read_config({"MPITRAIN_COMPRESSION": compression}, {}))
+    own = placed(world, "alone on each node").replaced(config=read_config({"MPITRAIN_COMPRESSION": compression}, {}))
     monkeypatch.setattr("mpitrain.training.trainer.init", lambda: own)
     samples = [part.astype("float32") if part.dtype.kind == "f" else part for part in samples_of(300)]
 
     def build(world: World) -> Parts:
         rng = numpy.random.default_rng(1)
         parameters = mlp.initial(rng, numpy, inputs=INPUTS, hidden=(40,), classes=CLASSES)
-        adapter = ArrayFunction(mlp.loss_and_gradients, parameters, Sgd(RATE, momentum=MOMENTUM))
+        adapter = ArrayFunction(mlp.loss_and_gradients, parameters, SGD(RATE, momentum=MOMENTUM))
         return Parts(adapter, Sync(), ArrayData(world, tuple(samples), global_batch=50))
 
     record = Record()

@@ -11,14 +11,8 @@ from typing import Any
 import numpy
 import pytest
 
-from mpitrain import (
-    ArrayData,
-    Evaluate,
-    StopAtStep,
-    Trainer,
-    World,
-    evaluate,
-)
+from mpitrain import Evaluation, StopAtStep, Trainer, World, evaluate
+from mpitrain.data import ArrayData
 from mpitrain.errors import (
     ConfigError,
     DataError,
@@ -97,7 +91,7 @@ def test_evaluate_of_different_data(world: World) -> None:
 
 
 def test_evaluate_hook(world: World, capsys: pytest.CaptureFixture[str]) -> None:
-    hook = Evaluate(2, lambda trainer: {"step": trainer.step_number, "half": 0.5})
+    hook = Evaluation(2, lambda trainer: {"step": trainer.step_number, "half": 0.5})
     Trainer(builder(20, 10), [StopAtStep(5), hook]).run()
     assert hook.results == {number: {"step": number, "half": 0.5} for number in (2, 4, 5)}
     lines = [f"step {number}: step {number}.0000, half 0.5000\n" for number in (2, 4, 5)]

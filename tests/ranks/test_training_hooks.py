@@ -7,16 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-from mpitrain import (
-    Checkpoint,
-    Evaluate,
-    Hook,
-    Log,
-    Step,
-    StopAtStep,
-    Trainer,
-    World,
-)
+from mpitrain import Checkpoint, Evaluation, Hook, Log, Step, StopAtStep, Trainer, World
 from mpitrain.errors import (
     ConfigError,
 )
@@ -40,7 +31,7 @@ def test_the_earliest_stop_counts(world: World) -> None:
     assert (trainer.step_number, trainer.last_step) == (3, 3)
 
 
-@pytest.mark.parametrize("make", [lambda: StopAtStep(0), lambda: Evaluate(0, dict), lambda: Checkpoint("x", 0)])
+@pytest.mark.parametrize("make", [lambda: StopAtStep(0), lambda: Evaluation(0, dict), lambda: Checkpoint("x", 0)])
 def test_steps_start_at_1(make: Callable[[], Hook]) -> None:
     with pytest.raises(ConfigError, match="at least 1"):
         make()

@@ -23,8 +23,8 @@ def test_sync_and_broadcast_in_slices(world: World) -> None:
     root = world.size - 1
     values = numpy.random.default_rng(world.rank).standard_normal(301)
     expected = numpy.random.default_rng(root).standard_normal(301)
-    assert world.sync([values], root)[0].tobytes() == expected.tobytes()
-    assert world.broadcast(values, root).tobytes() == expected.tobytes()
+    assert world.broadcast([values], root)[0].tobytes() == expected.tobytes()
+    assert world.broadcast_object(values, root).tobytes() == expected.tobytes()
 
 
 def test_a_broadcast_waits_for_one_slice_after_the_other(

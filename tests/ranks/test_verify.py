@@ -12,13 +12,11 @@ import numpy
 import pytest
 
 from mpitrain import (
-    ArrayData,
     ArrayFunction,
     Checkpoint,
-    Evaluate,
+    Evaluation,
     Hook,
     Parts,
-    Sgd,
     Step,
     StopAtStep,
     Sync,
@@ -26,14 +24,16 @@ from mpitrain import (
     World,
     evaluate,
 )
+from mpitrain.collectives.trees import ArrayTrees
+from mpitrain.data import ArrayData
 from mpitrain.errors import MpitrainError
-from mpitrain.exchange.bucket import Parameter
-from mpitrain.exchange.reducer import GradientReducer
-from mpitrain.exchange.trees import ArrayTrees
-from mpitrain.shard import part_of
+from mpitrain.optim import SGD
+from mpitrain.reducer.bucket import Parameter
+from mpitrain.reducer.reducer import GradientReducer
 from mpitrain.verify.fingerprint import distance, sample_hashes, sketch
 from mpitrain.verify.record_file import MEAN, STEP, SUM, RunRecord, make_record, read_record
 from mpitrain.verify.run_record import RecordedTrees, Recorder
+from mpitrain.world.shard import part_of
 
 from .common import error_on_all
 
@@ -44,11 +44,11 @@ BATCH, RATE = 9, 0.05
 
 def recording(world: World, folder: Path, steps: int) -> World:
     """The world as `init` makes it with these settings."""
-    own = replace(world, context=replace(world.context, verify_record=str(folder), verify_steps=steps))
+    own = world.replaced(context=replace(world.context, verify_record=str(folder), verify_steps=steps))
     if world.is_root and folder.is_dir():
         make_record(folder)
     recorder = Recorder(own)
-    return replace(own, observer=recorder, make_arrays=lambda its: RecordedTrees(ArrayTrees(its), recorder))
+    return own.replaced(observer=recorder, make_arrays=lambda its: RecordedTrees(ArrayTrees(its), recorder))
 
 
 def record_of(world: World, folder: Path) -> RunRecord:
@@ -64,7 +64,7 @@ def regression(parameters: dict, batch: tuple, on_gradient: Callable[[str, numpy
 
 
 def build(world: World) -> Parts:
-    adapter = ArrayFunction(regression, {"w": numpy.zeros(4)}, Sgd(RATE))
+    adapter = ArrayFunction(regression, {"w": numpy.zeros(4)}, SGD(RATE))
     return Parts(adapter, Sync(), ArrayData(world, (X, Y), global_batch=BATCH, shuffle=False))
 
 
@@ -94,7 +94,7 @@ def test_a_trainer_is_recorded(world: World, shared: Path, monkeypatch: pytest.M
     def metrics(trainer: Trainer) -> dict[str, float]:
         return evaluate(world, lambda part: {"mean": float(part.mean())}, Y)
 
-    hooks = [StopAtStep(100), Note(), Evaluate(3, metrics), Checkpoint(shared / "checkpoints", 1)]
+    hooks = [StopAtStep(100), Note(), Evaluation(3, metrics), Checkpoint(shared / "checkpoints", 1)]
     own.mean(numpy.ones(3))  # before the Trainer: of no interest
     trainer = Trainer(build, hooks)
     with pytest.raises(SystemExit) as caught:
@@ -156,9 +156,9 @@ def test_calls_are_recorded(world: World, shared: Path) -> None:
 def test_arrays_of_world_sync_are_parameters(world: World, shared: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Each call records the arrays that the script still has, but no numbers, integers and calls of mpitrain.jax."""
     own = recording(world, shared, 4)
-    tree = own.sync({"w": numpy.zeros(3), "b": numpy.ones(2, "float32"), "seed": 7, "order": numpy.arange(5)})
-    other = own.sync(numpy.ones(2))
-    again = own.sync({"w": numpy.full(3, 5.0)})
+    tree = own.broadcast({"w": numpy.zeros(3), "b": numpy.ones(2, "float32"), "seed": 7, "order": numpy.arange(5)})
+    other = own.broadcast(numpy.ones(2))
+    again = own.broadcast({"w": numpy.full(3, 5.0)})
     w = tree["w"]
     own.mean(1.0)
     w += 2
@@ -187,7 +187,7 @@ def test_arrays_of_world_sync_are_parameters(world: World, shared: Path, capsys:
         assert len(said) == 2
         assert "the samples of world.shard, and ['b'], ['w'], the array, ['w'] (2) as each call finds them." in said[0]
         assert said[1].startswith(
-            "the array: not seen from call 3 on. The script has replaced the array that world.sync"
+            "the array: not seen from call 3 on. The script has replaced the array that world.broadcast"
         )
 
 

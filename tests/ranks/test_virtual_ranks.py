@@ -12,9 +12,11 @@ from typing import Any
 import numpy
 import pytest
 
-from mpitrain import Accumulate, ArrayData, ArrayFunction, Parts, Sgd, StopAtStep, Sync, Trainer, World
+from mpitrain import Accumulate, ArrayFunction, Parts, StopAtStep, Sync, Trainer, World
+from mpitrain.data import ArrayData
+from mpitrain.data.order import permuted
 from mpitrain.errors import GradientError, MissingGradientError, NonFiniteError
-from mpitrain.training.data.order import permuted
+from mpitrain.optim import SGD
 
 from .common import error_on_all, skip_alone
 from .trainings import bits
@@ -67,7 +69,7 @@ def test_means_are_correctly_rounded_sums_of_products(world: World) -> None:
 
     def build(world: World) -> Parts:
         data = ArrayData(world, samples(), global_batch=14, seed=2)
-        return Parts(ArrayFunction(noisy, start, Sgd(rate)), Sync(virtual_ranks=V, seed=5), data)
+        return Parts(ArrayFunction(noisy, start, SGD(rate)), Sync(virtual_ranks=V, seed=5), data)
 
     _, losses, trainer = trained(world, build, 1)
     order = permuted(numpy.arange(14), COUNT, (2, 0))

@@ -8,8 +8,8 @@ import numpy
 import pytest
 
 from mpitrain import GradientReducer, World
-from mpitrain.exchange.exchange import make_exchange
-from mpitrain.shard import part_of
+from mpitrain.reducer.exchange import make_exchange
+from mpitrain.world.shard import part_of
 
 from .reducers import PARAMETERS, SMALL, gradients_of
 from .virtual_trainings import alone

@@ -19,7 +19,7 @@ def test_a_run_that_goes_on(
 ) -> None:
     _, _, begun = trained(world, builder(), 2)
     if where != "here":
-        monkeypatch.setattr("mpitrain.training.probe._processor", lambda: "Abacus 3000")
+        monkeypatch.setattr("mpitrain.strategies.virtual_ranks._processor", lambda: "Abacus 3000")
     capfd.readouterr()
     _, _, resumed = trained(world, builder(), 4, state=begun.state())
     said = capfd.readouterr().out

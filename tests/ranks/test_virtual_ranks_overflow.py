@@ -7,9 +7,10 @@ from typing import Any
 
 import numpy
 
-from mpitrain import Hook, LossScale, Step, StopAtStep, Trainer, World
+from mpitrain import Hook, Step, StopAtStep, Trainer, World
+from mpitrain.data.samples import random_of
+from mpitrain.optim import LossScale
 from mpitrain.strategies.virtual_ranks import VirtualRanks
-from mpitrain.training.data.samples import random_of
 
 from .trainings import bits
 from .virtual_trainings import alone, builder, model, noisy, samples

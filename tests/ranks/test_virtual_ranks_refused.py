@@ -9,21 +9,11 @@ from typing import Any
 import numpy
 import pytest
 
-from mpitrain import (
-    Accumulate,
-    ArrayData,
-    ArrayFunction,
-    Balance,
-    Parts,
-    Prefetch,
-    Sgd,
-    StopAtStep,
-    Sync,
-    Trainer,
-    World,
-)
+from mpitrain import Accumulate, ArrayFunction, Balance, Parts, StopAtStep, Sync, Trainer, World
+from mpitrain.data import ArrayData, Prefetch
 from mpitrain.errors import CheckpointError, ConfigError, GradientError
-from mpitrain.exchange.exchange import make_exchange
+from mpitrain.optim import SGD
+from mpitrain.reducer.exchange import make_exchange
 
 from .common import error_on_all, skip_alone
 from .trainings import bits
@@ -60,7 +50,7 @@ def test_a_batch_that_is_not_a_multiple(world: World) -> None:
 
 
 def test_a_codec(world: World) -> None:
-    coded = replace(world, config=replace(world.config, compression="int8"))
+    coded = world.replaced(config=replace(world.config, compression="int8"))
     text = error_on_all(world, ConfigError, lambda: Trainer(builder(), [StopAtStep(1)], world=coded))
     assert "virtual_ranks=7 and compression=int8" in text
 
@@ -93,7 +83,7 @@ def test_an_adapter_in_pieces_without_random_numbers(world: World) -> None:
     class Unseeded(ArrayFunction):
         seeded: Any = None
 
-    pieces = Accumulate(Unseeded(noisy, model().parameters(), Sgd(0.01)), per_rank_batch=2)
+    pieces = Accumulate(Unseeded(noisy, model().parameters(), SGD(0.01)), per_rank_batch=2)
     with pytest.raises(ConfigError, match=r"Unseeded has no method seeded\(key\)"):
         Trainer(builder(adapter=lambda: pieces), [StopAtStep(1)], world=world)
 

@@ -11,7 +11,7 @@ from typing import Any
 import numpy
 import pytest
 
-from mpitrain import World
+from mpitrain import World, collectives
 from mpitrain.errors import DataError, MismatchError, TreeError
 
 from .common import error_on_all, named_ranks, skip_alone
@@ -22,12 +22,12 @@ from .common import error_on_all, named_ranks, skip_alone
 @pytest.mark.parametrize(
     ("operation", "tree", "text"),
     [
-        ("sync", {"a": ["text"]}, r"leaf \['a'\]\[0\] is a str"),
-        ("sync", {1, 2}, "leaf at the top is a set"),
-        ("sync", [numpy.array([None])], r"leaf \[0\] is an array of Python objects"),
-        ("sync", fractions.Fraction(1, 2), "is a Fraction"),
+        ("broadcast", {"a": ["text"]}, r"leaf \['a'\]\[0\] is a str"),
+        ("broadcast", {1, 2}, r"leaf at the top is a set.* World.broadcast_object and World.allgather send any object"),
+        ("broadcast", [numpy.array([None])], r"leaf \[0\] is an array of Python objects"),
+        ("broadcast", fractions.Fraction(1, 2), "is a Fraction"),
         ("sum", [decimal.Decimal(1)], r"leaf \[0\] is a Decimal"),
-        ("sync", {"n": 2**63}, r"leaf \['n'\] is the number 9223372036854775808; it must fit into 64 bits"),
+        ("broadcast", {"n": 2**63}, r"leaf \['n'\] is the number 9223372036854775808; it must fit into 64 bits"),
         ("sum", {"n": -(2**63) - 1}, "must fit into 64 bits"),
         ("sum", {"mask": numpy.ones(2, bool)}, r"sum of \['mask'\]: its dtype is bool; allowed are float16"),
         ("sum", numpy.ones(2, complex), "sum of the tree: its dtype is complex128"),
@@ -41,6 +41,51 @@ def test_tree_errors(world: World, operation: str, tree: Any, text: str) -> None
     with pytest.raises(TreeError, match=text):
         getattr(world, operation)(tree)
     assert world.sum(1) == world.size
+
+
+@pytest.mark.parametrize(
+    ("number", "dtype"),
+    [(2**62, "int64"), (-(2**62), "int64"), (numpy.int64(2**62), "int64"), (numpy.uint8(200), "uint8")],
+)
+def test_a_sum_of_numbers_does_not_wrap(world: World, number: Any, dtype: str) -> None:
+    if world.size < 3:
+        pytest.skip("needs three ranks")
+    total = int(number) * world.size
+    text = error_on_all(world, TreeError, lambda: world.sum({"a": 1, "n": number}))
+    assert text.startswith(f"sum of ['n']: {total} does not fit into {dtype}")
+    assert sum(world.allgather(int(number))) == total  # the remedy
+    if world.size == 3:  # the largest multiples that fit
+        assert world.sum([2**61 - 1, numpy.uint64(2**61), -1]) == [3 * (2**61 - 1), 3 * 2**61, -3]
+
+
+class Units(numpy.ndarray):
+    """Has more than values."""
+
+
+@pytest.mark.parametrize("kind", [numpy.ma.MaskedArray, Units, numpy.rec.recarray, numpy.matrix])
+def test_subclasses_are_kept_or_refused_by_name(world: World, kind: Any, tmp_path: Any) -> None:
+    array = numpy.ones((2, 2)).view(kind)
+    calls = [
+        world.broadcast,
+        world.sum,
+        world.mean,
+        world.where,
+        lambda one: collectives.allreduce(world, one).wait(),
+        lambda one: world.sum({"a": [one]})["a"][0],
+    ]
+    for call in calls:
+        if kind in (numpy.matrix, numpy.rec.recarray):
+            assert call is calls[3] or type(call(array)) is kind
+        else:
+            with pytest.raises(TreeError, match=kind.__name__):
+                call(array)
+    assert [type(one) for one in world.allgather(array)] == [kind] * world.size
+    assert type(world.broadcast_object(array)) is kind
+
+
+def test_a_map_of_a_file_is_an_array(world: World, tmp_path: Any) -> None:
+    mapped = numpy.memmap(tmp_path / "x", numpy.float64, "w+", shape=(3,))
+    assert type(world.sum(mapped)) is numpy.ndarray
 
 
 # -- ranks that disagree ----------------------------------------------------------------------------------------
@@ -78,21 +123,21 @@ SYNC_ONLY = {
 KINDS = {"kind of number", "kind of NumPy number"}
 
 
-CASES = [(operation, name) for operation in ("sync", "sum") for name in MISMATCHES]
+CASES = [(operation, name) for operation in ("broadcast", "sum") for name in MISMATCHES]
 
 
 CASES += [("mean", name) for name in MISMATCHES if name not in KINDS]
 
 
-CASES += [("sync", name) for name in SYNC_ONLY]
+CASES += [("broadcast", name) for name in SYNC_ONLY]
 
 
 @pytest.mark.parametrize(("operation", "case"), CASES)
 def test_different_trees_are_an_error_on_every_rank(world: World, operation: str, case: str) -> None:
     skip_alone(world)
     usual, other, usual_text, other_text = {**MISMATCHES, **SYNC_ONLY}[case]
-    # Every position is tried with sync; the others share its code, so one position each will do.
-    for odd in range(world.size) if operation == "sync" else [len(case) % world.size]:
+    # Every position is tried with broadcast; the others share its code, so one position each will do.
+    for odd in range(world.size) if operation == "broadcast" else [len(case) % world.size]:
         tree = other if world.rank == odd else usual
         text = error_on_all(world, MismatchError, lambda tree=tree: getattr(world, operation)(tree))
         named, root = named_ranks(world, odd)
@@ -110,12 +155,12 @@ def test_a_mean_takes_any_kind_of_number(world: World) -> None:
 
 CALLS: dict[str, tuple[str, Callable[[World], Any]]] = {
     "barrier": ("barrier", lambda world: world.barrier()),
-    "sync": ("sync from rank 0", lambda world: world.sync([1.0])),
-    "sync 1": ("sync from rank 1", lambda world: world.sync([1.0], root=1)),
+    "broadcast": ("broadcast from rank 0", lambda world: world.broadcast([1.0])),
+    "broadcast 1": ("broadcast from rank 1", lambda world: world.broadcast([1.0], root=1)),
     "sum": ("sum", lambda world: world.sum([1.0])),
     "mean": ("mean", lambda world: world.mean([1.0])),
-    "broadcast": ("broadcast from rank 0", lambda world: world.broadcast("x" * world.rank)),
-    "broadcast 1": ("broadcast from rank 1", lambda world: world.broadcast("x", root=1)),
+    "broadcast_object": ("broadcast_object from rank 0", lambda world: world.broadcast_object("x" * world.rank)),
+    "broadcast_object 1": ("broadcast_object from rank 1", lambda world: world.broadcast_object("x", root=1)),
     "gather": ("gather to rank 0", lambda world: world.gather("x" * world.rank)),
     "gather 1": ("gather to rank 1", lambda world: world.gather("x", root=1)),
     "allgather": ("allgather", lambda world: world.allgather(None)),
@@ -126,12 +171,12 @@ CALLS: dict[str, tuple[str, Callable[[World], Any]]] = {
     ("usual", "other"),
     [
         ("sum", "mean"),
-        ("sync", "sync 1"),
         ("broadcast", "broadcast 1"),
+        ("broadcast_object", "broadcast_object 1"),
         ("gather", "gather 1"),
         ("gather", "allgather"),
         ("barrier", "sum"),
-        ("mean", "broadcast"),
+        ("mean", "broadcast_object"),
     ],
 )
 def test_different_calls_are_an_error_on_every_rank(world: World, usual: str, other: str) -> None:
@@ -150,7 +195,8 @@ def test_a_weight_that_is_no_number_of_samples(world: World, weight: float) -> N
     for odd in range(world.size):
         mine = weight if world.rank == odd else 1.0
         text = error_on_all(world, DataError, lambda mine=mine: world.mean([1.0, numpy.ones(3)], weight=mine))
-        assert text == f"{world.name(odd)} has weight {weight}; a weight is a number of samples, 0 or more"
+        kind = "number of samples, or of what else is counted"
+        assert text == f"{world.name(odd)} has weight {weight}; a weight is a {kind}, 0 or more"
     assert world.sum(world.rank + 1) == world.size * (world.size + 1) // 2
 
 

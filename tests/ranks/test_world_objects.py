@@ -20,7 +20,7 @@ def test_broadcast_from_every_rank(world: World) -> None:
     for root in range(world.size):
         value = {"from": root, "array": numpy.arange(root), "none": None}
         # What the others pass is not looked at: it need not even be possible to pickle it.
-        result = world.broadcast(value if world.rank == root else lambda: None, root)
+        result = world.broadcast_object(value if world.rank == root else lambda: None, root)
         assert result["from"] == root
         assert result["array"].tolist() == list(range(root))
         assert (result is value) == (world.rank == root)
@@ -42,7 +42,7 @@ def test_large_objects(world: World) -> None:
     last = world.size - 1
     large = numpy.random.default_rng(0).bytes(5_000_000)
     mine = large if world.rank == last else None
-    assert world.broadcast(mine, root=last) == large
+    assert world.broadcast_object(mine, root=last) == large
     assert world.allgather(mine) == [None] * last + [large]
 
 
@@ -52,7 +52,7 @@ def test_a_large_message_around_the_ring(world: World) -> None:
     following, previous = (world.rank + 1) % world.size, (world.rank - 1) % world.size
     if world.rank == 0:
         world.send(array, following)
-    received = world.receive(previous)
+    received = world.recv(previous)
     assert received.tobytes() == (array + previous).tobytes()
     if world.rank:
         world.send(received + 1, following)
@@ -67,28 +67,28 @@ def test_messages_arrive_by_tag_and_in_order(world: World) -> None:
     for source in reversed(range(world.size)):
         for tag in (31767, 0, 1):
             for number in range(3):
-                assert world.receive(source, tag) == (source, tag, number)
+                assert world.recv(source, tag) == (source, tag, number)
 
 
 def test_a_message_to_oneself_is_a_copy(world: World) -> None:
     value = [numpy.zeros(200_000)]
     world.send(value, world.rank)
     value[0][:] = 1
-    assert not world.receive(world.rank)[0].any()
+    assert not world.recv(world.rank)[0].any()
     # Nobody else could send it, so waiting would never end.
     with pytest.raises(MismatchError, match="has sent itself nothing with tag 0"):
-        world.receive(world.rank)
+        world.recv(world.rank)
 
 
 @pytest.mark.parametrize("wrong", [-1, "size", 10**6])
 def test_ranks_that_do_not_exist(world: World, wrong: int | str) -> None:
     rank = world.size if wrong == "size" else int(wrong)
     calls: list[tuple[str, Callable[[], Any]]] = [
-        ("root", lambda: world.sync(1.0, root=rank)),
-        ("root", lambda: world.broadcast(1, root=rank)),
+        ("root", lambda: world.broadcast(1.0, root=rank)),
+        ("root", lambda: world.broadcast_object(1, root=rank)),
         ("root", lambda: world.gather(1, root=rank)),
         ("to", lambda: world.send(1, rank)),
-        ("source", lambda: world.receive(rank)),
+        ("source", lambda: world.recv(rank)),
     ]
     for argument, call in calls:
         with pytest.raises(ValueError, match=f"{argument}={rank}; ranks are 0 to {world.size - 1}"):
@@ -101,4 +101,4 @@ def test_tags_that_are_not_the_users(world: World, tag: int) -> None:
     with pytest.raises(ValueError, match=f"tag={tag}; tags are 0 to 31767"):
         world.send(1, 0, tag)
     with pytest.raises(ValueError, match=f"tag={tag}; tags are 0 to 31767"):
-        world.receive(0, tag)
+        world.recv(0, tag)

@@ -9,20 +9,12 @@ from typing import Any
 import numpy
 
 from models import mlp
-from mpitrain import (
-    ArrayData,
-    ArrayFunction,
-    Hook,
-    Parts,
-    Sgd,
-    Step,
-    Sync,
-    Trainer,
-    World,
-)
+from mpitrain import ArrayFunction, Hook, Parts, Step, Sync, Trainer, World
+from mpitrain.data import ArrayData
+from mpitrain.data.order import permuted
+from mpitrain.optim import SGD
+from mpitrain.state.names import split
 from mpitrain.strategies import Strategy
-from mpitrain.training.checkpoint.names import split
-from mpitrain.training.data.order import permuted
 
 INPUTS, HIDDEN, CLASSES = 6, 5, 3
 
@@ -45,7 +37,7 @@ def builder(
     count: int,
     global_batch: int,
     *,
-    optimizer: Callable[[], Any] = lambda: Sgd(RATE, momentum=MOMENTUM, weight_decay=DECAY),
+    optimizer: Callable[[], Any] = lambda: SGD(RATE, momentum=MOMENTUM, weight_decay=DECAY),
     function: Any = mlp.loss_and_gradients,
     hidden: int = HIDDEN,
     seed: int = 3,

@@ -9,22 +9,10 @@ import numpy
 import pytest
 from threadpoolctl import threadpool_limits
 
-from mpitrain import (
-    ArrayData,
-    ArrayFunction,
-    Hook,
-    LossScale,
-    Parts,
-    Prefetch,
-    Sgd,
-    Step,
-    StopAtStep,
-    StreamData,
-    Sync,
-    Trainer,
-    World,
-)
+from mpitrain import ArrayFunction, Hook, Parts, Step, StopAtStep, Sync, Trainer, World
+from mpitrain.data import ArrayData, Prefetch, StreamData
 from mpitrain.job.worlds import make_world
+from mpitrain.optim import SGD, LossScale
 
 from .trainings import bits
 
@@ -71,7 +59,7 @@ def shifted(sample: Any, random: numpy.random.Generator) -> Any:
 def model(function: Any = noisy, **options: Any) -> ArrayFunction:
     rng = numpy.random.default_rng(1)
     parameters = {"w": (rng.standard_normal(WIDTH) / 10).astype("f4"), "b": numpy.zeros(1, "f4")}
-    return ArrayFunction(function, parameters, Sgd(0.01, momentum=0.9, clip_norm=1.0), **options)
+    return ArrayFunction(function, parameters, SGD(0.01, momentum=0.9, clip_norm=1.0), **options)
 
 
 def builder(

@@ -7,7 +7,8 @@ from typing import Any
 
 import numpy
 
-from mpitrain import ArrayFunction, Sgd, SparseLoCo
+from mpitrain import ArrayFunction, SparseLoCo
+from mpitrain.optim import SGD
 from mpitrain.strategies import Strategy
 
 EVERY = 2
@@ -21,7 +22,7 @@ class Walk:
     def __init__(self, **widths: int) -> None:
         self.gradients = {name: numpy.zeros(width, numpy.float32) for name, width in widths.items()}
         parameters = {name: value.copy() for name, value in self.gradients.items()}
-        self.model = ArrayFunction(self, parameters, Sgd(1.0))
+        self.model = ArrayFunction(self, parameters, SGD(1.0))
 
     def __call__(self, _: Any, __: Any, on_gradient: Callable[[str, numpy.ndarray], None]) -> float:
         for name, gradient in self.gradients.items():

@@ -26,8 +26,8 @@ def loss(parameters, batch, on_gradient):
 def build(world):
     random = numpy.random.default_rng(5)
     x = random.standard_normal((50, 7))
-    data = mt.ArrayData(world, (x, x @ numpy.arange(7.0) + 0.1 * random.standard_normal(50)), global_batch=13)
-    return mt.Parts(mt.ArrayFunction(loss, {"w": numpy.zeros(7)}, mt.Sgd(0.02)), mt.Sync(), data)
+    data = mt.data.ArrayData(world, (x, x @ numpy.arange(7.0) + 0.1 * random.standard_normal(50)), global_batch=13)
+    return mt.Parts(mt.ArrayFunction(loss, {"w": numpy.zeros(7)}, mt.optim.SGD(0.02)), mt.Sync(), data)
 
 world = mt.init()
 print(f"rank {world.rank} of {world.size} on {os.environ.get('SLURMD_NODENAME', socket.gethostname())}", flush=True)

@@ -10,7 +10,7 @@ from slurm_daemons import NODES, Slurm
 from slurm_programs import MPITRAIN, PYTHON, TRAINING, bits, nodes
 
 from jobs import mpiexec
-from mpitrain.launch.allocation import find_allocation
+from mpitrain.launch.batch import find_allocation
 
 RUN = [*MPITRAIN, "run"]
 HERE = NODES[0]

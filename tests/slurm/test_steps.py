@@ -11,10 +11,10 @@ from slurm_programs import PYTHON
 PROGRAM = """
 import os, subprocess
 from pathlib import Path
-from mpitrain.job.context import JobContext
+from mpitrain.context import JobContext
 from mpitrain.launch.connections import command_on
-from mpitrain.launch.marking_ssh import marking_ssh
-from mpitrain.launch.slurm_step import gpus_of_step
+from mpitrain.launch.ssh import marking_ssh
+from mpitrain.launch.batch import gpus_of_step
 
 line = "read word; echo $word $SLURMD_NODENAME $SLURM_NTASKS $SLURM_STEP_NUM_TASKS $CUDA_VISIBLE_DEVICES"
 done = subprocess.run(command_on("n2", line), input="heard\\n", capture_output=True, text=True)

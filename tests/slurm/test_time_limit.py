@@ -40,8 +40,8 @@ def loss(parameters, batch, on_gradient):
 def build(world):
     numbers = numpy.random.default_rng(5)
     x = numbers.standard_normal((50, 7))
-    data = mt.ArrayData(world, (x, x @ numpy.arange(7.0) + 0.1 * numbers.standard_normal(50)), global_batch=13)
-    return mt.Parts(mt.ArrayFunction(loss, {{"w": numpy.zeros(7)}}, mt.Sgd(0.02)), mt.Sync(), data)
+    data = mt.data.ArrayData(world, (x, x @ numpy.arange(7.0) + 0.1 * numbers.standard_normal(50)), global_batch=13)
+    return mt.Parts(mt.ArrayFunction(loss, {{"w": numpy.zeros(7)}}, mt.optim.SGD(0.02)), mt.Sync(), data)
 
 trainer = mt.Trainer(build, [mt.StopAtStep({STEPS}), mt.Checkpoint("saved", steps=1000), Note()])
 trainer.run()

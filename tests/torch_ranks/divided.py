@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from mpitrain import Hook, Parts, ShardedSync, StopAtStep, Sync, Trainer, World
-from mpitrain.exchange.exchange import make_exchange
-from mpitrain.exchange.scattered import ScatteredExchange
+from mpitrain.reducer.exchange import make_exchange
+from mpitrain.reducer.scattered import ScatteredExchange
 from mpitrain.strategies import Strategy
 
 from .torch_modules import bits, builder

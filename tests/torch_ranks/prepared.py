@@ -77,7 +77,7 @@ def compare(
     model, optimizer, data = mpitrain.torch.prepare(model, make_optimizer(model.parameters()), make_data(), **options)
     run(model, optimizer, data)
     # What one process computes, from what was rank 0's.
-    for mine, values in zip(alone.state_dict().values(), world.broadcast(tensors(alone)), strict=True):
+    for mine, values in zip(alone.state_dict().values(), world.broadcast_object(tensors(alone)), strict=True):
         mine.copy_(tensor_of(values))
     torch.manual_seed(0)
     run(alone, make_optimizer(alone.parameters()), make_data())

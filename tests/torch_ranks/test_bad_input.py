@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any
@@ -12,8 +13,10 @@ import torch.distributed as dist
 from torch.distributed import ReduceOp
 
 from mpitrain import World
-from mpitrain.errors import MismatchError, ProcessGroupError
+from mpitrain.errors import MismatchError, MpitrainError, ProcessGroupError
 from mpitrain.torch import monitored_barrier
+from mpitrain.torch.channel import COMPARED_AT_ONCE, COMPARED_CALLS
+from mpitrain.watching.activity import own_activity
 from tests.ranks.common import named_ranks, skip_alone
 from tests.torch_ranks.common import all_gather_single, reduce_scatter_single
 
@@ -137,6 +140,58 @@ def test_works_of_ranks_that_disagree(world: World, fresh: dist.ProcessGroup) ->
         bad.get_future().wait()
 
 
+# MPI itself refuses lengths of a broadcast, on one rank alone.
+LATER = ["another call", "length", "dtype", "operation", "root", "length of a broadcast", "length that is gathered"]
+
+
+@pytest.fixture
+def later(world: World, fresh: dist.ProcessGroup, monkeypatch: pytest.MonkeyPatch) -> dist.ProcessGroup:
+    """A group whose calls are no more compared before they begin."""
+    skip_alone(world)
+    for _ in range(COMPARED_CALLS + COMPARED_AT_ONCE + 3):
+        dist.all_reduce(ones(), group=fresh)
+    monkeypatch.setattr(type(own_activity()), "stall_seconds", 0.5)
+    world.barrier()
+    return fresh
+
+
+@pytest.mark.parametrize("name", LATER)
+def test_ranks_that_disagree_later(world: World, later: dist.ProcessGroup, name: str) -> None:
+    """A call that waits is an error soon; one that ends is compared with the next barrier, at the latest."""
+    of_last, of_others, word, other_word = DISAGREEMENTS[name]
+    with pytest.raises(MismatchError) as caught:
+        (of_last if world.rank == world.size - 1 else of_others)(later)
+        dist.barrier(group=later)
+    assert word in str(caught.value)
+    assert other_word in str(caught.value)
+
+
+def test_a_call_that_one_rank_refuses_later(world: World, later: dist.ProcessGroup) -> None:
+    """The others are told at once, and none goes on with a call that is another one's."""
+    skip_alone(world)
+    too_many = [ones() for _ in range(world.size + (world.rank == 1))]
+    with pytest.raises(ValueError if world.rank == 1 else MismatchError, match="tensors in a list"):
+        dist.all_gather(too_many, ones(), group=later)
+    with pytest.raises(MpitrainError, match=f"{world.name(1)}: all_gather .refused: .* tensors in a list"):
+        dist.all_gather(too_many[: world.size], ones(), group=later)
+
+
+def test_a_call_that_all_refuse_later(world: World, later: dist.ProcessGroup) -> None:
+    for _ in range(COMPARED_AT_ONCE):
+        with pytest.raises(ValueError, match="tensors in a list"):
+            dist.all_gather([ones()] * (world.size + 1), ones(), group=later)
+        dist.all_reduce(ones(), group=later)
+    dist.barrier(group=later)
+
+
+def test_a_rank_that_comes_late_is_no_error(world: World, later: dist.ProcessGroup) -> None:
+    if world.is_root:
+        time.sleep(1.5)
+    for _ in range(COMPARED_AT_ONCE + 2):
+        dist.all_reduce(ones(), group=later)
+    dist.barrier(group=later)
+
+
 def test_split_sizes_that_disagree(world: World, fresh: dist.ProcessGroup) -> None:
     skip_alone(world)
     sends = [1] * world.size
@@ -212,6 +267,16 @@ def test_what_every_rank_refuses(world: World, name: str) -> None:
     with pytest.raises(kind, match=words) as caught:
         call(world.size)
     assert world.name() in str(caught.value), "the message names the rank and host"
+    world.barrier()
+
+
+def test_a_group_goes_on_after_what_every_rank_refuses_later(world: World) -> None:
+    """After 100 calls, many are compared at once."""
+    for _ in range(101):
+        dist.all_reduce(ones())
+    with pytest.raises(ProcessGroupError, match="integers"):
+        dist.all_reduce(ones(), ReduceOp.BAND)
+    dist.barrier()
     world.barrier()
 
 

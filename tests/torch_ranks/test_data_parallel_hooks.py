@@ -14,13 +14,13 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
 import mpitrain.torch
-from mpitrain import LocalSGD, TorchModule, World, make_strategy
+from mpitrain import LocalSGD, TorchModule, World
 from mpitrain.allreduce import ALGORITHMS
 from mpitrain.allreduce.algorithm import Progress, Sequential
 from mpitrain.allreduce.low_rank import _DIGITS
 from mpitrain.errors import ConfigError
-from mpitrain.exchange.low_rank import LowRankExchange
-from mpitrain.strategies import STRATEGIES
+from mpitrain.reducer.low_rank import LowRankExchange
+from mpitrain.strategies import STRATEGIES, make_strategy
 from mpitrain.torch import compress
 from mpitrain.torch.residuals import residuals_of
 from tests.ranks.common import assert_same_bits, skip_alone

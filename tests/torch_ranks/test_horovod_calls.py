@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import random
-from collections.abc import Iterator
+import time
+import weakref
+from collections.abc import Callable, Iterator
 from functools import reduce
 from typing import Any
 
@@ -11,11 +14,12 @@ import numpy
 import pytest
 import torch
 
+import mpitrain.horovod.numpy as hnp
 import mpitrain.horovod.torch as hvd
 from mpitrain import World
 from mpitrain.errors import LostRankError
-from mpitrain.horovod import state
-from mpitrain.shard import part_of
+from mpitrain.horovod import process_sets as state
+from mpitrain.world.shard import part_of
 from tests.ranks.common import named_ranks, skip_alone
 from tests.ranks.test_adasum import gradient, tree
 from tests.torch_ranks.common import FLOATS, INTEGERS, LONG, assert_equal, counts, factors, pattern, tensor
@@ -286,6 +290,55 @@ def test_a_call_that_one_rank_cannot_make_fails_on_all(world: World) -> None:
             hvd.alltoall(torch.ones(world.size), [1] * world.size)
 
 
+UNUSABLE: dict[str, tuple[Callable[[], Any], Callable[[], Any], str]] = {
+    "number": (lambda: hvd.allreduce(3.5), lambda: hvd.allreduce(X), "float in place of a tensor"),
+    "array": (lambda: hvd.allgather(numpy.ones(2)), lambda: hvd.allgather(X), "ndarray in place of a tensor"),
+    "number in a group": (lambda: hvd.grouped_allreduce([3]), lambda: hvd.grouped_allreduce([X]), "int in place"),
+    "begun": (lambda: hvd.allreduce_async(None), lambda: hvd.allreduce(X), "NoneType in place"),
+    "subclass": (lambda: hvd.allreduce(X.as_subclass(Labelled)), lambda: hvd.allreduce(X), "Labelled"),
+    "op": (lambda: hvd.allreduce(X, op="Sum"), lambda: hvd.allreduce(X, op=hvd.Sum), "op='Sum' is no operator"),
+    "op 1.0": (lambda: hvd.allreduce(X, op=1.0), lambda: hvd.allreduce(X, op=hvd.Sum), "op=1.0; it must be a whole"),
+    "factor": (lambda: hvd.allreduce(X, prescale_factor="2"), lambda: hvd.allreduce(X), "prescale_factor='2'"),
+    "root 1.0": (lambda: hvd.broadcast(X, 1.0), lambda: hvd.broadcast(X, 1), "root_rank=1.0"),
+    "root True": (lambda: hvd.broadcast_(X.clone(), True), lambda: hvd.broadcast_(X.clone(), 1), "root_rank=True"),
+    "process set": (lambda: hvd.allreduce(X, process_set="x"), lambda: hvd.allreduce(X), "process_set='x'"),
+    "barrier": (lambda: hvd.barrier("x"), hvd.barrier, "process_set='x'"),
+    "splits": (lambda: hvd.alltoall(X, splits="ab"), lambda: hvd.alltoall(X, splits=[0] * hvd.size()), "splits='ab'"),
+    "object": (lambda: hvd.allgather_object(lambda: 0), lambda: hvd.allgather_object(0), "cannot be pickled"),
+    "root's object": (lambda: hvd.broadcast_object(lambda: 0), lambda: hvd.broadcast_object(0), "cannot be pickled"),
+    "parameters": (lambda: hvd.broadcast_parameters(3, 0), lambda: hvd.broadcast_parameters({}, 0), "not int"),
+    "masked": (lambda: hnp.allreduce(numpy.ma.ones(2)), lambda: hnp.allreduce(numpy.ones(2)), "MaskedArray"),
+}
+X = torch.ones(2)
+
+
+class Labelled(torch.Tensor):
+    """Has more than values."""
+
+
+@pytest.mark.parametrize("what", UNUSABLE)
+def test_an_argument_that_one_rank_cannot_use_is_an_error_on_all(world: World, what: str) -> None:
+    """Also afterwards, calls without a name meet as before."""
+    skip_alone(world)
+    wrong, right, text = UNUSABLE[what]
+    if world.is_root:
+        with pytest.raises((TypeError, ValueError), match=text) as caught:
+            wrong()
+        assert str(caught.value).startswith(world.name(0))
+    else:
+        with pytest.raises(hvd.HorovodInternalError, match=f"rank 0.*refused: .*{text}"):
+            right()
+    assert hvd.allreduce(torch.tensor(float(world.rank)), op=hvd.Sum) == sum(range(world.size))
+
+
+def test_numbers_of_other_types_are_converted(world: World) -> None:
+    number = [2, 2.0, numpy.float32(2), torch.tensor(2)][world.rank % 4]
+    assert hvd.allreduce(torch.ones(()), prescale_factor=number) == 2
+    root = [0, numpy.int64(0), torch.tensor(0)][world.rank % 3]
+    assert hvd.broadcast(torch.tensor(world.rank), root) == 0
+    assert hnp.allreduce(3.5) == 3.5
+
+
 def test_a_name_that_is_under_way(world: World) -> None:
     skip_alone(world)
     if world.is_root:
@@ -353,3 +406,31 @@ def test_init_again(world: World) -> None:
         hvd.rank()
     hvd.init()
     assert (hvd.rank(), hvd.size(), hvd.local_rank()) == (world.rank, world.size, world.local_rank)
+
+
+def test_the_tensors_of_a_group_may_come_from_a_generator(world: World) -> None:
+    given = [torch.ones(world.size, 2), torch.ones(world.size)]
+    for call in (hvd.grouped_allreduce, hvd.grouped_allgather, hvd.grouped_reducescatter):
+        assert [one.dim() for one in call(one for one in given)] == [2, 1]
+
+
+def test_nothing_is_kept_of_a_call_that_has_ended(world: World) -> None:
+    """Its tensors may be large, and they do not hasten Python's search for cycles."""
+    given = torch.ones(world.size, requires_grad=True)
+    handles = (hvd.allgather_async, hvd.alltoall_async, hvd.allreduce_async, hvd.reducescatter_async)
+    gc.disable()
+    try:
+        kept = {}
+        for begin in handles:
+            handle = begin(given.detach())
+            hvd.synchronize(handle)
+            kept[begin.__name__] = weakref.ref(handle)
+            del handle
+        for call in (hvd.allgather, hvd.allreduce, hvd.reducescatter):
+            kept[call.__name__] = weakref.ref(call(given))
+        deadline = time.monotonic() + 20
+        while any(one() is not None for one in kept.values()) and time.monotonic() < deadline:
+            time.sleep(0.01)  # the engine's thread may be about to let go of the last one
+        assert [name for name, one in kept.items() if one() is not None] == []
+    finally:
+        gc.enable()

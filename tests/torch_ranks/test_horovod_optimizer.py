@@ -120,7 +120,7 @@ def test_a_closure_and_a_schedule_made_before(world: World) -> None:
 
         optimizer.step(closure)
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # the schedule looks at the step of the optimizer that it was made for
+            warnings.simplefilter("error")
             schedule.step()
         plain.zero_grad()
         (sum(loss_of(other, batch(step, rank)) for rank in range(world.size)) / world.size).backward()  # type: ignore
@@ -271,3 +271,27 @@ def test_objects_of_different_types(world: World) -> None:
     kinds = [{"epoch": 3}, None, "text", 1.5]
     assert hvd.broadcast_object(kinds[world.rank % 4]) == kinds[0]
     assert hvd.allgather_object(kinds[world.rank % 4]) == [kinds[rank % 4] for rank in range(world.size)]
+
+
+@pytest.mark.parametrize("op", [hvd.Average, hvd.Adasum])
+@pytest.mark.parametrize("is_added", [True, False])
+def test_parameters_that_come_later(world: World, is_added: bool, op: int) -> None:
+    """As in one process, if they are added to the optimizer, or require a gradient, only after some steps."""
+    net, other = model(), model()
+    for one in (net, other):
+        one[2].requires_grad_(is_added)  # type: ignore[operator]
+    given = [one[0] if is_added else one for one in (net, other)]  # type: ignore[index]
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(given[0].parameters(), lr=0.1), op=op)
+    plain = torch.optim.SGD(given[1].parameters(), lr=0.1)
+    for step in range(4):
+        for one, its in ((net, optimizer), (other, plain)):
+            if step == 2 and is_added:
+                its.add_param_group({"params": list(one[2].parameters())})  # type: ignore[index]
+            one[2].requires_grad_(is_added or step >= 2)  # type: ignore[operator]
+        optimizer.zero_grad()
+        loss_of(net, batch(0, world.rank)).backward()
+        optimizer.step()
+        alone(world, other, plain, 1)
+    if op == hvd.Average:
+        assert_close(net, other)
+    assert len({value.tobytes() for value in hvd.allgather_object(net[2].weight.detach().numpy())}) == 1

@@ -11,7 +11,7 @@ import torch
 from mpitrain import World
 from mpitrain.errors import CheckpointError, ConfigError
 from mpitrain.horovod import elastic
-from mpitrain.horovod.elastic import sampler as module
+from mpitrain.horovod.elastic import torch_state as module
 from tests.ranks.common import skip_alone
 
 
@@ -37,7 +37,7 @@ def test_rank_0s_state_is_taken_over_and_restored(world: World) -> None:
     model, optimizer = made(world.rank, steps=1)
     state = elastic.TorchState(model, optimizer, epoch=world.rank, rows=[numpy.arange(3) + world.rank])
     was = values(state)
-    of_root = world.broadcast(was)
+    of_root = world.broadcast_object(was)
     state.sync()
     assert values(state) == of_root
     assert was == of_root or world.rank

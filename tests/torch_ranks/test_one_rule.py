@@ -16,9 +16,10 @@ import torch
 from torch.nn.functional import cross_entropy
 
 import mpitrain.torch
-from mpitrain import ArrayData, Parts, StopAtStep, Sync, TorchModule, Trainer, World
+from mpitrain import Parts, StopAtStep, Sync, TorchModule, Trainer, World
 from mpitrain.adapters.torch_buffers import ModuleBuffers
-from mpitrain.shard import part_of
+from mpitrain.data import ArrayData
+from mpitrain.world.shard import part_of
 from tests.ranks.common import assert_same_bits
 
 from .prepared import BATCH, NUM_SAMPLES, batches, samples

@@ -12,7 +12,8 @@ import pytest
 import torch
 from torch.nn.functional import cross_entropy
 
-from mpitrain import ArrayData, Checkpoint, Parts, Pipeline, StopAtStep, Sync, TorchLayers, TorchModule, Trainer, World
+from mpitrain import Checkpoint, Parts, Pipeline, StopAtStep, Sync, TorchLayers, TorchModule, Trainer, World
+from mpitrain.data import ArrayData
 from mpitrain.errors import ConfigError
 from mpitrain.strategies import Strategy
 from mpitrain.strategies.passes import StagePasses

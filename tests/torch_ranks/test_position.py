@@ -192,7 +192,7 @@ def test_another_number_of_ranks(world: World) -> None:
         part.free()
     comm.Free()
     again = mpitrain.torch.shard(shuffled())
-    again.load_state_dict(world.broadcast(state))
+    again.load_state_dict(world.broadcast_object(state))
     own = used + numbers_of(again, NUM_BATCHES)
     batches = [[number for part in parts for number in part] for parts in zip(*world.allgather(own), strict=True)]
     assert batches == [numbers.tolist() for numbers, _ in shuffled()]

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections import namedtuple
+from collections import UserDict, namedtuple
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import numpy
@@ -18,9 +19,9 @@ from .prepared import NUM_SAMPLES, batches, loader, mlp, samples, sgd, torch
 import mpitrain.torch  # isort: skip (the line above skips this file where there is no PyTorch)
 
 
-def prepared(data: Any) -> Any:
+def prepared(data: Any, **options: Any) -> Any:
     model = mlp()
-    return mpitrain.torch.prepare(model, sgd(model.parameters()), data)[2]
+    return mpitrain.torch.prepare(model, sgd(model.parameters()), data, **options)[2]
 
 
 def together(world: World, data: Any) -> list[Any]:
@@ -111,30 +112,110 @@ def test_what_every_rank_reads(world: World, kind: str) -> None:
         numpy.testing.assert_array_equal(found, x.numpy())
 
 
+@dataclass(frozen=True)
+class Record:
+    x: Any
+    names: Any
+
+
+class Encoding(UserDict[str, Any]):
+    """As a tokenizer returns it."""
+
+
+class Declared(list[Any]):
+    batch_form = ("samples", "samples", "whole")
+
+
 def test_batches_of_any_form(world: World) -> None:
-    """Texts are divided, what is not of a sample stays; a rank's part may be of another kind of tuple."""
+    """Tensors and arrays are divided, in containers of any kind; the rest is whole, or what the form says."""
     kind = namedtuple("kind", "a b")
     count = world.size + 1
     array = numpy.arange(count)
-    batch = {"x": kind(torch.arange(count), array), "texts": [str(number) for number in range(count)], "n": (3, None)}
-    (found,) = prepared([batch])
+    texts = [str(number) for number in array]
+    batch = {
+        "x": kind(torch.arange(count), array),
+        "record": Record(array.astype(object), ["a"] * (count + 1)),
+        "encoding": Encoding(ids=torch.arange(count)),
+        "inputs": [torch.arange(count)] * (count + 1),
+        "texts": texts,
+        "classes": texts,
+        "size": torch.Size([1] * count),
+        "n": (3, None, 2.5) * count,
+    }
     mine = [0, 1] if world.rank == 0 else [world.rank + 1]
-    assert type(found["x"]) is kind
-    assert found["x"].a.tolist() == found["x"].b.tolist() == mine
-    assert found["texts"] == [str(number) for number in mine]
-    assert found["n"] == (3, None)
+    # In the second batch, all lengths fit. What the first one has shown holds.
+    fitting = batch | {"record": Record(array, ["a"] * count), "inputs": [torch.arange(count)] * count}
+    for found in prepared([batch, fitting], form={"texts": "samples", "classes": "whole"}):
+        assert type(found["x"]) is kind
+        columns = *found["x"], found["record"].x, found["encoding"]["ids"], *found["inputs"]
+        assert all(column.tolist() == mine for column in columns)
+        assert type(found["encoding"]) is Encoding
+        assert found["texts"] == [texts[number] for number in mine]
+        assert all(found[key] is batch[key] for key in ("classes", "size", "n"))
+        assert set(found["record"].names) == {"a"}
+        assert len(found["record"].names) >= count
+    # One dict of boxes for each image, as detectors have them, which nothing but the form can tell from several inputs.
+    images = [torch.zeros(3, 4, 4)] * count
+    boxes = [{"boxes": torch.zeros(3, 4)}] * count
+    (found,) = prepared(Declared([(images, boxes, ["cat"] * count)]))
+    assert [len(part) for part in found] == [len(mine), len(mine), count]
+
+
+class Texts(torch.utils.data.IterableDataset):
+    """Samples with texts and boxes, in a stream."""
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter([{"x": torch.tensor(float(n)), "text": str(n), "boxes": torch.zeros(n, 4)} for n in range(10)])
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_samples_are_divided_before_they_are_collated(world: World, num_workers: int) -> None:
+    """So a batch of a DataLoader may have any form: lists of texts, boxes of all images in one tensor, class names."""
+    if num_workers and world.size != 2:
+        pytest.skip("each worker loads PyTorch; two ranks will do")
+    streamed = torch.utils.data.DataLoader(
+        Texts(), batch_size=world.size, collate_fn=collated, num_workers=num_workers, drop_last=True
+    )
+    numbered = torch.utils.data.DataLoader(list(Texts()), batch_size=world.size, collate_fn=collated, drop_last=True)
+    for given in (streamed, numbered):
+        number = world.rank
+        for found in prepared(given):
+            assert found["x"].tolist() == [number]
+            assert found["text"] == [str(number)]
+            assert found["boxes"].shape == (number, 4)
+            assert found["classes"] == ["cat"] * world.size
+            number += world.size
+
+
+def collated(samples: Any) -> Any:
+    x, text, boxes = ([sample[key] for sample in samples] for key in ("x", "text", "boxes"))
+    return {"x": torch.stack(x), "text": text, "boxes": torch.cat(boxes), "classes": ["cat"] * mpitrain.init().size}
 
 
 def test_data_that_cannot_be_used(world: World) -> None:
     sampler = torch.utils.data.DistributedSampler(range(NUM_SAMPLES), num_replicas=2, rank=0)
     assert "DistributedSampler" in error_on_all(world, ConfigError, lambda: prepared(loader(sampler=sampler)))
     for bad, text in (
-        ([(torch.zeros(8), torch.zeros(7))], "found 7, 8"),
-        ([object()], "none in a object"),
-        ([{"x": torch.zeros(8), "y": {1, 2}}], "a set, which cannot be divided"),
+        ([(torch.zeros(8), torch.zeros(7))], "found [0] 8, [1] 7"),
+        ([{}], "none in a dict"),
+        ([object()], "a batch is a object, which cannot be divided"),
+        ([{"x": torch.zeros(8), "y": {1, 2}}], "['y'] is a set, which cannot be divided"),
+        ([(torch.zeros(8), torch.eye(8).to_sparse())], "[1] is a Tensor (torch.sparse_coo), which"),
+        ([torch.nn.utils.rnn.pack_sequence([torch.zeros(1)] * 8)], "a PackedSequence, which"),
+        ([(torch.zeros(8), list("abcdefgh"))], "[1] is a list of 8 (str) in a batch of 8 samples: it may have"),
+        ([(torch.zeros(2, 8), (480, 640))], "[1] is a tuple of 2 (int) in a batch of 2 samples: it may have"),
+        ([(torch.zeros(8), [{"boxes": torch.zeros(8, 4)}] * 8)], "[1] is a list of 8 (dict)"),
+        ([([torch.zeros(3, 4, 4)] * 8, [torch.zeros(3)] * 8)], "the batch is a tuple of 2 (list) in a batch of 3"),
     ):
-        with pytest.raises(DataError, match=text):
-            list(prepared(bad))
+        assert text in error_on_all(world, DataError, lambda bad=bad: list(prepared(bad)))
+    pair = [(torch.zeros(8), 3)]
+    assert "has 3 entries for the batch, which has 2" in error_on_all(
+        world, DataError, lambda: list(prepared(pair, form=("samples", None, None)))
+    )
+    both = ("samples", "samples")
+    assert "'samples' for [1], a int" in error_on_all(world, DataError, lambda: list(prepared(pair, form=both)))
+    with pytest.raises(ConfigError, match="has 'sample'; a form has"):
+        prepared(pair, form=("sample", None))
     if world.size > 1:
         data = prepared(loader(batch_size=world.size - 1))
         with pytest.raises(DataError, match=f"has {world.size - 1} samples for {world.size} ranks"):

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import copy
+import gc
 from typing import Any
 
 import pytest
 
 from mpitrain import World
-from mpitrain.errors import ConfigError, GradientError, MismatchError, NonFiniteError
+from mpitrain.errors import ConfigError, DataError, GradientError, MismatchError, NonFiniteError
 from tests.ranks.common import error_on_all, skip_alone
 
-from .prepared import assert_equal_everywhere, batches, loop, mlp, sgd, torch
+from .prepared import assert_equal_everywhere, batches, loop, mlp, samples, sgd, torch
 
 import mpitrain.torch  # isort: skip (the line above skips this file where there is no PyTorch)
 
@@ -137,6 +139,32 @@ def test_passes_that_cannot_count(world: World) -> None:
     optimizer.add_param_group({"params": [torch.nn.Parameter(torch.ones(4, 2))]})
     with pytest.raises(GradientError, match=r"a parameter of shape \(4, 2\) that the model did not have at prepare"):
         loop(model, optimizer, data)
+
+
+@pytest.mark.parametrize(
+    "layer", [torch.nn.BatchNorm1d(5), torch.nn.Sequential(torch.nn.Linear(5, 4), torch.nn.GroupNorm(4, 4))]
+)
+def test_norms_of_one_sample(world: World, layer: Any) -> None:
+    """A part of one sample cannot be normalised. One process can do so with the whole batch, so all ranks say why."""
+    skip_alone(world)
+    model = torch.nn.Sequential(copy.deepcopy(layer), torch.nn.LazyLinear(3))
+    model(torch.zeros(2, 5))
+    x, y = samples(torch.float32)
+    full, rest = 2 * world.size, 2 * world.size - 1
+    given = [(x[:full], y[:full]), (x[:rest], y[:rest])]
+    model, optimizer, data = mpitrain.torch.prepare(model, sgd(model.parameters()), given)
+    text = error_on_all(world, DataError, lambda: loop(model, optimizer, data))
+    assert f"batch 1 has {rest} samples for {world.size} ranks, so a rank computes with one of them, and " in text
+    gc.collect()  # the loop that the error has ended
+    # Where each sample has several values, as an image has, or in an evaluation, nothing is wrong.
+    image = torch.nn.Sequential(torch.nn.Unflatten(1, (1, 5)), torch.nn.BatchNorm1d(1), torch.nn.Flatten(1))
+    image, optimizer, data = mpitrain.torch.prepare(image, sgd(image.parameters()), given)
+    loop(image, optimizer, data)
+    image.eval()
+    with torch.no_grad():
+        assert len([torch.nn.BatchNorm1d(5).eval()(x) for x, _ in mpitrain.torch.shard(given)]) == 2
+    # Nothing looks at the layers afterwards.
+    assert not torch.nn.modules.module._global_forward_pre_hooks
 
 
 def test_an_error_in_a_backward_pass(world: World) -> None:

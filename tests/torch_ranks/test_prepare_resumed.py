@@ -12,8 +12,9 @@ import pytest
 import torch
 
 import mpitrain.torch
-from mpitrain import DiLoCo, LocalSGD, Sgd, SparseLoCo, StopAtStep, Sync, Trainer, World
+from mpitrain import DiLoCo, LocalSGD, SparseLoCo, StopAtStep, Sync, Trainer, World
 from mpitrain.errors import CheckpointError
+from mpitrain.optim import SGD
 from mpitrain.strategies import Strategy
 from mpitrain.torch.residuals import residuals_of
 from tests.ranks.common import error_on_all, skip_alone
@@ -42,7 +43,7 @@ def sparse() -> Strategy:
 
 
 def diloco() -> Strategy:
-    return DiLoCo(EVERY, outer=Sgd(0.5, momentum=0.5))
+    return DiLoCo(EVERY, outer=SGD(0.5, momentum=0.5))
 
 
 SPARSE = (sparse, Plain, sgd, torch.float32)
@@ -94,7 +95,7 @@ def test_a_run_resumes_within_a_round(
 def saved_by(world: World, loop: Loop) -> dict[str, Any]:
     """What every rank reads of a loop: its model, and the residuals of all ranks."""
     state = {"model": loop.model.state_dict(), "of_ranks": mpitrain.torch.residuals(loop.model)["of_ranks"]}
-    read: dict[str, Any] = world.broadcast(state)
+    read: dict[str, Any] = world.broadcast_object(state)
     return read
 
 
@@ -117,7 +118,7 @@ def test_a_run_resumes_on_other_ranks(world: World, capsys: pytest.CaptureFixtur
     assert out.count(text) == world.is_root
     assert out.count("All ranks begin with the parameters of the last outer step") == world.is_root
     assert other.bits() == met
-    kept = world.broadcast(residuals_of(other.model).state().get("common"))["outer"]
+    kept = world.broadcast_object(residuals_of(other.model).state().get("common"))["outer"]
     for number, of_dtype in of_ranks[0]["common"]["outer"].items():
         for dtype, optimizer in of_dtype.items():
             momentum = [one for one in optimizer.values() if isinstance(one, torch.Tensor)]

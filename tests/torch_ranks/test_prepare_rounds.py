@@ -15,7 +15,7 @@ from torch.nn.functional import cross_entropy
 
 import mpitrain.torch
 from mpitrain import DiLoCo, LocalSGD, StopAtStep, Sync, Trainer, World
-from mpitrain.shard import part_of
+from mpitrain.world.shard import part_of
 from tests.ranks.common import assert_same_bits, skip_alone
 from tests.ranks.placements import placed
 
@@ -54,7 +54,7 @@ def test_a_codec_in_the_outer_step(world: World, monkeypatch: pytest.MonkeyPatch
     """MPITRAIN_COMPRESSION on several nodes: the bits of the Trainer with that codec, and not those without one."""
     skip_alone(world)
     plain = placed(world, "alone on each node")
-    coded, found = replace(plain, config=replace(world.config, compression="bf16")), []
+    coded, found = plain.replaced(config=replace(world.config, compression="bf16")), []
     for there in (coded, plain):
         monkeypatch.setattr(sys.modules["mpitrain.torch.prepare"], "init", lambda there=there: there)
         loop = Loop(world, LocalSGD(3), dtype=torch.float32).prepare()

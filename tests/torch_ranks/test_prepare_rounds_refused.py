@@ -10,9 +10,9 @@ import torch
 from torch.nn.functional import cross_entropy
 
 import mpitrain.torch
-from mpitrain import DiLoCo, LocalSGD, World, make_strategy
+from mpitrain import DiLoCo, LocalSGD, World
 from mpitrain.errors import ConfigError, GradientError, MismatchError, NonFiniteError
-from mpitrain.strategies import STRATEGIES
+from mpitrain.strategies import STRATEGIES, make_strategy
 from tests.ranks.common import error_on_all, skip_alone
 from tests.ranks.test_strategies import CODED
 

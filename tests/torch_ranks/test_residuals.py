@@ -20,9 +20,9 @@ from torch import nn  # noqa: E402
 from torch.nn.parallel import DistributedDataParallel  # noqa: E402
 
 import mpitrain.torch  # noqa: E402
+from mpitrain.state.memory_slot import MemorySlot, read_copy  # noqa: E402
+from mpitrain.state.names import split  # noqa: E402
 from mpitrain.torch.keep import TorchRankState  # noqa: E402
-from mpitrain.training.checkpoint.memory_slot import MemorySlot, read_copy  # noqa: E402
-from mpitrain.training.checkpoint.names import split  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("group", "ours")
 
@@ -125,7 +125,7 @@ def test_other_ranks_or_nodes(world: World, kind: str, capsys: pytest.CaptureFix
     run = Run(world, kind)
     run.begin()
     run.steps(0, 2)
-    of_ranks = world.broadcast(mpitrain.torch.residuals(run.model))["of_ranks"]
+    of_ranks = world.broadcast_object(mpitrain.torch.residuals(run.model))["of_ranks"]
     assert len(of_ranks) == world.size
     resumed = Run(world, kind)
     resumed.begin()
@@ -140,7 +140,7 @@ def test_other_ranks_or_nodes(world: World, kind: str, capsys: pytest.CaptureFix
 
 
 def resumed_residuals(run: Run) -> list[Any]:
-    of_ranks = run.world.broadcast(mpitrain.torch.residuals(run.model))["of_ranks"]
+    of_ranks = run.world.broadcast_object(mpitrain.torch.residuals(run.model))["of_ranks"]
     return list(of_ranks[run.world.rank]["residual"].values())
 
 
@@ -160,7 +160,7 @@ def test_those_of_another_model(world: World, kind: str) -> None:
     run = Run(world, kind)
     run.begin()
     run.steps(0, 1)
-    of_ranks = world.broadcast(mpitrain.torch.residuals(run.model))["of_ranks"]
+    of_ranks = world.broadcast_object(mpitrain.torch.residuals(run.model))["of_ranks"]
     for one in of_ranks:
         one["residual"]["other"] = one["residual"].pop("0.weight")
     with pytest.raises(CheckpointError):

@@ -14,9 +14,10 @@ import pytest
 import torch
 from torch.nn.functional import cross_entropy
 
-from mpitrain import Checkpoint, DiLoCo, LocalSGD, Parts, Sgd, StopAtStep, StreamingDiLoCo, Trainer, World
-from mpitrain.shard import part_of
+from mpitrain import Checkpoint, DiLoCo, LocalSGD, Parts, StopAtStep, StreamingDiLoCo, Trainer, World
+from mpitrain.optim import SGD
 from mpitrain.strategies import Strategy
+from mpitrain.world.shard import part_of
 from tests.ranks.common import assert_same_bits
 from tests.ranks.test_rounds_resumed import forget_last
 
@@ -27,7 +28,7 @@ EVERY, STEPS = 3, 8
 OUTER_RATE, OUTER_MOMENTUM = 0.7, 0.9
 STRATEGIES: dict[str, Callable[[], Strategy]] = {
     "local_sgd": lambda: LocalSGD(EVERY),
-    "diloco": lambda: DiLoCo(EVERY, outer=Sgd(OUTER_RATE, momentum=OUTER_MOMENTUM, nesterov=True)),
+    "diloco": lambda: DiLoCo(EVERY, outer=SGD(OUTER_RATE, momentum=OUTER_MOMENTUM, nesterov=True)),
     "streaming_diloco": lambda: StreamingDiLoCo(EVERY, fragments=4, delay=2),
 }
 

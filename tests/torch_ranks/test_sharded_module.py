@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import weakref
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,8 +12,9 @@ import numpy
 import pytest
 import torch
 
-from mpitrain import Checkpoint, CompareReplicas, Hook, LossScale, Step, Trainer, World
+from mpitrain import Checkpoint, CompareReplicas, Hook, Step, Trainer, World
 from mpitrain.adapters.torch_shard import ELEMENTWISE
+from mpitrain.optim import LossScale
 from tests.ranks.common import assert_same_bits, skip_alone
 
 from .divided import STRATEGIES, assert_alike, of, run
@@ -123,7 +123,7 @@ def test_an_optimizer_of_before_goes_on_in_another_world(world: World, name: str
     class Rebuild(Hook):
         def after_step(self, trainer: Trainer, step: Step) -> None:
             if step.number in (2, 3):
-                trainer.rebuild(replace(world, generation=world.generation + step.number))
+                trainer.rebuild(world.replaced(generation=world.generation + step.number))
 
     trainers = []
     for strategy in ("sharded", "sync"):

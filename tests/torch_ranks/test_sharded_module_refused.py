@@ -179,3 +179,26 @@ def test_options_that_a_hook_sets_on_one_rank(world: World, option: str, value: 
     assert f"'{option}': {value}" in said
     assert trainers[0].step_number == 1
     trainers[0].close()
+
+
+@pytest.mark.parametrize("step", [1, 3])
+@pytest.mark.parametrize("most", [None, 2])
+def test_a_step_that_one_rank_does_not_make(world: World, step: int, most: int | None) -> None:
+    """A hook of its optimizer removes the gradients, also in the last step of a run."""
+    skip_alone(world)
+
+    def odd(module: torch.nn.Module) -> tuple[torch.optim.Optimizer, dict[str, Any]]:
+        optimizer, more = of("Adam")(module)
+        count = 0
+
+        def remove(*_: object) -> None:
+            nonlocal count
+            count += 1
+            if count == step and world.rank == world.size - 1:
+                optimizer.zero_grad()
+
+        optimizer.register_step_pre_hook(remove)
+        return optimizer, more
+
+    text = error_on_all(world, MismatchError, lambda: run("sharded", Net, odd, 3, most=most))
+    assert "with no step, because a hook has removed all gradients" in text

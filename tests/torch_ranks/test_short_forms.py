@@ -9,7 +9,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from mpitrain import MpitrainError, World
+from mpitrain import World
+from mpitrain.errors import MpitrainError
 from tests.ranks.common import skip_alone
 from tests.torch_ranks.common import assert_equal, tensor
 

@@ -12,22 +12,11 @@ import numpy
 import pytest
 import torch
 
-from mpitrain import (
-    ArrayData,
-    ArrayFunction,
-    Checkpoint,
-    Parts,
-    Sgd,
-    SparseLoCo,
-    StopAtStep,
-    TorchModule,
-    Trainer,
-    World,
-    make_strategy,
-    warmup_cosine,
-)
+from mpitrain import ArrayFunction, Checkpoint, Parts, SparseLoCo, StopAtStep, TorchModule, Trainer, World
+from mpitrain.data import ArrayData
 from mpitrain.errors import ConfigError, NonFiniteError
-from mpitrain.strategies import STRATEGIES, ServedStrategy, Strategy
+from mpitrain.optim import SGD, warmup_cosine
+from mpitrain.strategies import STRATEGIES, ServedStrategy, Strategy, make_strategy
 from tests.ranks.common import assert_same_bits, error_on_all
 from tests.ranks.test_rounds_resumed import forget_last
 from tests.ranks.test_strategies import CODED, as_sync
@@ -157,6 +146,6 @@ def test_a_module_in_sparse_rounds(world: World) -> None:
         trainer.close()
         return found
 
-    expected = trained(lambda: ArrayFunction(function, {"w": numpy.zeros(count, numpy.float32)}, Sgd(0.5)))
+    expected = trained(lambda: ArrayFunction(function, {"w": numpy.zeros(count, numpy.float32)}, SGD(0.5)))
     assert trained(module).tobytes() == expected.tobytes()
     assert numpy.count_nonzero(expected) >= 3

@@ -13,12 +13,13 @@ import pytest
 import torch
 from torch.nn.functional import cross_entropy
 
-from mpitrain import CompareReplicas, Hook, LossScale, Step, StopAtStep, TorchModule, Trainer, World
-from mpitrain.exchange.bucket import plan_layout
-from mpitrain.exchange.remarks import remarks_of
-from mpitrain.shard import part_of
-from mpitrain.training.checkpoint.names import split
-from mpitrain.training.data.order import permuted
+from mpitrain import CompareReplicas, Hook, Step, StopAtStep, TorchModule, Trainer, World
+from mpitrain.data.order import permuted
+from mpitrain.optim import LossScale
+from mpitrain.reducer.bucket import plan_layout
+from mpitrain.reducer.means import remarks_of
+from mpitrain.state.names import split
+from mpitrain.world.shard import part_of
 from tests.ranks.common import assert_same_bits
 
 from .torch_modules import COUNT, GLOBAL_BATCH, SEED, STEPS, Net, Normed, adam, builder, made, mean_loss, samples, sgd

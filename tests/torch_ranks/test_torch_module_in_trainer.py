@@ -12,12 +12,9 @@ import torch
 from torch.nn.functional import cross_entropy
 
 from mpitrain import (
-    ArrayData,
     Checkpoint,
     CompareReplicas,
-    GradientNorm,
     Hook,
-    LossScale,
     Parts,
     Step,
     StopAtStep,
@@ -27,10 +24,13 @@ from mpitrain import (
     World,
     evaluate,
 )
-from mpitrain.errors import NonFiniteError
+from mpitrain.data import ArrayData
+from mpitrain.errors import MismatchError, NonFiniteError
+from mpitrain.meters import GradientNorm
+from mpitrain.optim import LossScale
 from tests.ranks.common import assert_same_bits, error_on_all, skip_alone
 
-from .torch_modules import COUNT, Net, Normed, adam, bits, builder, made, mean_loss, samples
+from .torch_modules import COUNT, Net, Normed, adam, bits, builder, made, mean_loss, samples, sgd
 
 
 def test_a_run_that_is_resumed_has_the_same_bits(world: World, shared: Path) -> None:
@@ -129,3 +129,34 @@ def test_with_the_hooks_and_metrics_of_the_trainer(world: World) -> None:
     found = evaluate(world, metrics, (x, y))["loss"]
     with torch.no_grad():
         assert found == pytest.approx(float(mean_loss(module, (torch.from_numpy(x), torch.from_numpy(y)))), rel=1e-12)
+
+
+@pytest.mark.parametrize("step", [1, 3])
+@pytest.mark.parametrize("what", ["a number of the gradient of ", "steps of the optimizer, ", "learning rates"])
+@pytest.mark.parametrize("most", [None, 2])
+def test_an_optimizer_that_differs_on_one_rank(world: World, what: str, step: int, most: int | None) -> None:
+    """It uses other gradients, none, or another rate in one step, also in the last one; with Accumulate too."""
+    skip_alone(world)
+
+    def odd(module: torch.nn.Module) -> tuple[torch.optim.Optimizer, dict[str, Any]]:
+        optimizer, _ = sgd(module)
+        count = 0
+
+        def change(*_: object) -> None:
+            nonlocal count
+            count += 1
+            if count != step or world.rank != world.size - 1:
+                return
+            if what == "learning rates":
+                optimizer.param_groups[0]["lr"] *= 2
+            for parameter in module.parameters():
+                if parameter.grad is not None and what.startswith("a number"):
+                    parameter.grad.mul_(2)
+                elif what.startswith("steps"):
+                    parameter.grad = None
+
+        optimizer.register_step_pre_hook(change)
+        return optimizer, {}
+
+    text = error_on_all(world, MismatchError, Trainer(builder(Normed, odd, most=most), [StopAtStep(3)]).run)
+    assert what in text

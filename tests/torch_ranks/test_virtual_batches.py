@@ -13,10 +13,11 @@ import numpy
 import pytest
 from threadpoolctl import threadpool_limits
 
-from mpitrain import ArrayData, Hook, LocalSGD, Parts, Step, StopAtStep, Sync, Trainer, World
+from mpitrain import Hook, LocalSGD, Parts, Step, StopAtStep, Sync, Trainer, World
+from mpitrain.data import ArrayData
+from mpitrain.data.order import permuted
 from mpitrain.errors import CheckpointError, ConfigError, DataError, GradientError, MpitrainError
 from mpitrain.job.worlds import make_world
-from mpitrain.training.data.order import permuted
 from tests.ranks.common import error_on_all, skip_alone
 
 from .prepared import assert_equal_everywhere, mlp, sgd, torch

@@ -8,13 +8,14 @@ from typing import Any
 import numpy
 import pytest
 
-from mpitrain import ArrayData, Parts, StopAtStep, Sync, Trainer, World
+from mpitrain import Parts, StopAtStep, Sync, Trainer, World
+from mpitrain.data import ArrayData
 from mpitrain.job.worlds import make_world
 
 from .prepared import torch
 
 from mpitrain import TorchModule  # isort: skip (the line above skips this file where there is no PyTorch)
-from mpitrain.training.checkpoint.names import split  # isort: skip
+from mpitrain.state.names import split  # isort: skip
 
 V, COUNT, WIDTH = 7, 36, 5  # batches of 21 and 15: in the second one, two virtual ranks have no samples
 

@@ -10,8 +10,10 @@ import numpy
 import torch
 from torch.nn.functional import cross_entropy
 
-from mpitrain import Accumulate, ArrayData, Parts, Sync, TorchModule, Trainer, World, warmup_cosine
-from mpitrain.training.checkpoint.names import split
+from mpitrain import Accumulate, Parts, Sync, TorchModule, Trainer, World
+from mpitrain.data import ArrayData
+from mpitrain.optim import warmup_cosine
+from mpitrain.state.names import split
 
 INPUTS, CLASSES, SEED = 6, 3, 3
 COUNT, GLOBAL_BATCH, STEPS = 71, 23, 9  # the last batch has 2 samples, fewer than 3 or more ranks

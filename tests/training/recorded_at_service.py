@@ -12,9 +12,9 @@ import numpy
 
 import mpitrain as mt
 from mpitrain.errors import ConfigError, everywhere
-from mpitrain.training.writers import service_calls
+from mpitrain.training.writers import service
 
-service_calls.PATIENCE_SECONDS = 300.0  # for a busy machine
+service.PATIENCE_SECONDS = 300.0  # for a busy machine
 
 
 def build(world: mt.World) -> mt.Parts:
@@ -23,8 +23,8 @@ def build(world: mt.World) -> mt.Parts:
         on_gradient("w", numpy.array([(parameters["w"][0] - values).mean() if len(values) else 0.0]))
         return float(((parameters["w"][0] - values) ** 2).mean()) if len(values) else 0.0
 
-    data = mt.ArrayData(world, [numpy.arange(13.0)], global_batch=5)
-    return mt.Parts(mt.ArrayFunction(function, {"w": numpy.zeros(1)}, mt.Sgd(0.1)), mt.Sync(), data)
+    data = mt.data.ArrayData(world, [numpy.arange(13.0)], global_batch=5)
+    return mt.Parts(mt.ArrayFunction(function, {"w": numpy.zeros(1)}, mt.optim.SGD(0.1)), mt.Sync(), data)
 
 
 class Tell(mt.Hook):
@@ -47,7 +47,7 @@ class Fault(mt.Hook):
 
 
 directory, steps, fault = Path(sys.argv[1]), int(sys.argv[2]), int((sys.argv[4:] or ["0"])[0])
-writers = [mt.JsonLines(directory), getattr(mt, sys.argv[3])(directory)]
-record = mt.Record(writers, steps=1, meters=[mt.Loss(), mt.GradientNorm()])
+writers = [mt.writers.JsonLines(directory), getattr(mt, sys.argv[3])(directory)]
+record = mt.Record(writers, steps=1, meters=[mt.meters.Loss(), mt.meters.GradientNorm()])
 checkpoint = mt.Checkpoint(directory / "checkpoints", 5)
 mt.Trainer(build, [mt.StopAtStep(steps), Tell(), record, Fault(), checkpoint]).run()

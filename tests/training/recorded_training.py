@@ -13,10 +13,14 @@ def build(world: mt.World) -> mt.Parts:
         on_gradient("w", parameters["w"] - batch[0].mean())
         return 1.0
 
-    data = mt.ArrayData(world, [numpy.arange(10.0)], global_batch=2)
-    return mt.Parts(mt.ArrayFunction(function, {"w": numpy.zeros(1)}, mt.Sgd(0.1)), mt.Sync(), data)
+    data = mt.data.ArrayData(world, [numpy.arange(10.0)], global_batch=2)
+    return mt.Parts(mt.ArrayFunction(function, {"w": numpy.zeros(1)}, mt.optim.SGD(0.1)), mt.Sync(), data)
 
 
 directory, steps = Path(sys.argv[1]), int(sys.argv[2])
-record = mt.Record([mt.JsonLines(directory), mt.Csv(directory)], steps=1, meters=[mt.Loss(), mt.GradientNorm()])
+record = mt.Record(
+    [mt.writers.JsonLines(directory), mt.writers.Csv(directory)],
+    steps=1,
+    meters=[mt.meters.Loss(), mt.meters.GradientNorm()],
+)
 mt.Trainer(build, [mt.StopAtStep(steps), record, mt.Checkpoint(directory / "checkpoints", 5)]).run()

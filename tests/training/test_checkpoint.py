@@ -19,11 +19,11 @@ from hypothesis import strategies as st
 from safetensors.numpy import load_file
 
 from mpitrain.errors import CheckpointError
-from mpitrain.training.checkpoint import load, save, tensors
-from mpitrain.training.checkpoint.manifest import File, Manifest
-from mpitrain.training.checkpoint.names import join, split
-from mpitrain.training.checkpoint.store import TENSORS, half_written, prune, write
-from mpitrain.training.checkpoint.writer import BackgroundWriter, HostCopies
+from mpitrain.state import load, save, tensors
+from mpitrain.state.manifest import File, Manifest
+from mpitrain.state.names import join, split
+from mpitrain.state.store import TENSORS, half_written, prune, write
+from mpitrain.training.hooks.checkpoint import BackgroundWriter, HostCopies
 
 
 def names_in(directory: Path) -> list[str]:

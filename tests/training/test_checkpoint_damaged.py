@@ -11,9 +11,9 @@ import numpy
 import pytest
 
 from mpitrain.errors import CheckpointError
-from mpitrain.training.checkpoint import latest, load, save
-from mpitrain.training.checkpoint.manifest import read_manifest
-from mpitrain.training.checkpoint.store import TENSORS, entries, verify
+from mpitrain.state import latest, load, save
+from mpitrain.state.manifest import read_manifest
+from mpitrain.state.store import TENSORS, entries, verify
 
 STATE = {"a": {"b": numpy.arange(6.0).reshape(2, 3)}, "n": 1, "text": "x", "none": None, "list": [1, 2.5]}
 
@@ -52,7 +52,7 @@ def test_a_manifest_of_another_format(tmp_path: Path) -> None:
     path = save(tmp_path, 7, STATE)
     text = (path / "manifest.json").read_text()
     content = json.loads(text)["manifest"] | {"format": 2}
-    from mpitrain.training.checkpoint.manifest import _checksum
+    from mpitrain.state.manifest import _checksum
 
     (path / "manifest.json").write_text(json.dumps({"manifest": content, "sha256": _checksum(content)}))
     with pytest.raises(CheckpointError, match=r"has format 2; this version of mpitrain reads 1"):

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 import pytest
 
-from mpitrain.plan.ways import ExchangeWay
+from mpitrain.forecast.ways import ExchangeWay
 from mpitrain.strategies.chooser import Chooser, Decision, StepSeconds
 
 NONE, BF16, INT8 = ExchangeWay("auto"), ExchangeWay("auto", "bf16"), ExchangeWay("auto", "int8")

@@ -9,7 +9,7 @@ import tracemalloc
 import numpy
 import pytest
 
-from mpitrain.training.data.order import _BLOCK, _ROUNDS, Order, permuted
+from mpitrain.data.order import _BLOCK, _ROUNDS, Order, permuted
 
 SIZES = sorted(
     {*range(1, 40), 97, 101, 65537, 100003} | {2**k + d for k in range(1, 17) for d in (-1, 0, 1) if 2**k + d > 0}

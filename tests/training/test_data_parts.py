@@ -8,10 +8,10 @@ from typing import Any
 import numpy
 import pytest
 
+from mpitrain.data.samples import Arrays, Batches, Items, random_of, rows, stack
+from mpitrain.data.shares import split
 from mpitrain.errors import DataError, TreeError
-from mpitrain.shard import part_of
-from mpitrain.training.data.samples import Arrays, Batches, Items, random_of, rows, stack
-from mpitrain.training.data.shares import split
+from mpitrain.world.shard import part_of
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 5, 7, 32])

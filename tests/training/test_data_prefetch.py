@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from mpitrain.training.data.prefetch import Prefetch
+from mpitrain.data.prefetch import Prefetch
 
 
 class Interrupting:

@@ -13,7 +13,7 @@ import mpitrain as mt
 
 def array_function() -> Any:
     values = {"w": numpy.zeros((3, 2), "float32"), "b": numpy.zeros(4, "float32")}
-    return mt.ArrayFunction(lambda *_: 0.0, values, mt.Sgd(1.0))
+    return mt.ArrayFunction(lambda *_: 0.0, values, mt.optim.SGD(1.0))
 
 
 def accumulated() -> Any:
@@ -36,7 +36,7 @@ def loop_model() -> Any:
     torch = pytest.importorskip("torch")
     from mpitrain.adapters.torch_buffers import ModuleBuffers
     from mpitrain.adapters.torch_trained import Trained
-    from mpitrain.torch.loop_model import LoopModel
+    from mpitrain.torch.local_gradients import LoopModel
 
     model = LoopModel(Trained(made, "a test"), ModuleBuffers(made), torch.optim.SGD(made.parameters(), lr=0.1))
     model.kept = made  # type: ignore[attr-defined]

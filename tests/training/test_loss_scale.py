@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from mpitrain import LossScale
 from mpitrain.errors import CheckpointError, ConfigError
+from mpitrain.optim import LossScale
 
 
 def after(scale: LossScale, steps: str) -> list[float]:

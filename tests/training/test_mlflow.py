@@ -12,11 +12,12 @@ import pytest
 
 from jobs import HANG_SECONDS, REPOSITORY, run_command, run_job
 from jobs import mpiexec as mpiexec_of
-from mpitrain import Mlflow, RunEvent
+from mpitrain import RunEvent
 from mpitrain.errors import ConfigError
 from mpitrain.training.run_document import read_document
-from mpitrain.training.writers import service_calls
+from mpitrain.training.writers import service
 from mpitrain.training.writers.json_lines import read_rows
+from mpitrain.writers import Mlflow
 
 mlflow = pytest.importorskip("mlflow", reason="mlflow-skinny is not installed")
 pytest.importorskip("sqlalchemy", reason="SQLAlchemy is not installed")
@@ -32,7 +33,7 @@ def no_server(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("MLFLOW_TRACKING_URI", "MLFLOW_EXPERIMENT_NAME", "MLFLOW_EXPERIMENT_ID"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("MLFLOW_DISABLE_TELEMETRY", "true")
-    monkeypatch.setattr(service_calls, "PATIENCE_SECONDS", HANG_SECONDS)  # a busy machine needs a while for a database
+    monkeypatch.setattr(service, "PATIENCE_SECONDS", HANG_SECONDS)  # a busy machine needs a while for a database
 
 
 class Found:
@@ -177,9 +178,9 @@ OWN = """
 import sys
 import mlflow, numpy, torch
 import mpitrain as mt
-from mpitrain.training.writers import service_calls
+from mpitrain.training.writers import service
 
-service_calls.PATIENCE_SECONDS = 300.0  # for a busy machine
+service.PATIENCE_SECONDS = 300.0  # for a busy machine
 
 torch.manual_seed(0)
 
@@ -188,7 +189,7 @@ def build(world):
     model = torch.nn.Linear(1, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.001)
     loss = lambda model, batch: torch.nn.functional.mse_loss(model(batch[0]), batch[1])
-    data = mt.ArrayData(world, (x.numpy(), 2 * x.numpy()), global_batch=4)
+    data = mt.data.ArrayData(world, (x.numpy(), 2 * x.numpy()), global_batch=4)
     return mt.Parts(mt.TorchModule(model, loss, optimizer), mt.Sync(), data)
 
 class Own(mt.Hook):
@@ -201,7 +202,7 @@ if world.is_root:
     mlflow.set_tracking_uri("sqlite:///" + sys.argv[1] + "/mlflow.db")
     mlflow.set_experiment("mine")
     mlflow.start_run(run_name="own")
-record = mt.Record([mt.Mlflow(sys.argv[1]), mt.JsonLines(sys.argv[1])], steps=1)
+record = mt.Record([mt.writers.Mlflow(sys.argv[1]), mt.writers.JsonLines(sys.argv[1])], steps=1)
 mt.Trainer(build, [mt.StopAtStep(4), Own(), record]).run()
 if world.is_root:
     assert mlflow.active_run().info.run_name == "own"

@@ -7,7 +7,7 @@ import pytest
 from four_parameters import DECAYED_RANGES, SIZE, STEPS, draws, flat
 
 from mpitrain.errors import ConfigError
-from mpitrain.training.optimizers import AdamW, Sgd
+from mpitrain.optim.optimizers import SGD, AdamW
 
 
 @pytest.mark.parametrize("bounds", [[0, 31, SIZE], [0, 0, 1, SIZE], [0, SIZE]])
@@ -15,7 +15,7 @@ from mpitrain.training.optimizers import AdamW, Sgd
 @pytest.mark.parametrize(
     "make",
     [
-        lambda: Sgd(lambda step: 0.1 / (1 + step), momentum=0.9, weight_decay=0.1),
+        lambda: SGD(lambda step: 0.1 / (1 + step), momentum=0.9, weight_decay=0.1),
         lambda: AdamW(lambda step: 0.1 / (1 + step), weight_decay=0.1),
     ],
 )
@@ -48,7 +48,7 @@ def test_parts_have_the_bits_of_the_whole(make, dtype, bounds):
 
 def test_a_part_is_clipped_by_the_norm_of_all():
     """The norm of the part is 5, that of all 10, and the limit 2: the gradients are divided by 5."""
-    optimizer, values = Sgd(1.0, clip_norm=2.0), numpy.zeros(4)
+    optimizer, values = SGD(1.0, clip_norm=2.0), numpy.zeros(4)
     asked = []
 
     def norm_of_all(norm):
@@ -64,7 +64,7 @@ def test_a_part_is_clipped_by_the_norm_of_all():
 
 
 def test_the_norm_of_all_parts_is_asked_where_it_is_measured():
-    optimizer = Sgd(1.0)
+    optimizer = SGD(1.0)
     optimizer.start(numpy.zeros(4), [])
     optimizer.update_only(slice(2, 4), lambda norm: norm + 1)
     optimizer.update(numpy.array([3.0, 4.0]))
@@ -78,7 +78,7 @@ def test_the_norm_of_all_parts_is_asked_where_it_is_measured():
 
 
 def test_a_part_takes_gradients_of_its_own_size():
-    optimizer = Sgd(1.0)
+    optimizer = SGD(1.0)
     optimizer.start(numpy.zeros(4), [])
     optimizer.update_only(slice(0, 3), float)
     with pytest.raises(ConfigError, match=r"gradients are float64\(4,\); allowed, as the parameters: float64\(3,\)"):

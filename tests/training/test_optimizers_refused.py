@@ -7,8 +7,8 @@ import numpy
 import pytest
 
 from mpitrain.errors import ConfigError
-from mpitrain.training.flat_optimizer import clip_by_global_norm
-from mpitrain.training.optimizers import Adam, AdamW, Sgd
+from mpitrain.optim.flat_optimizer import clip_by_global_norm
+from mpitrain.optim.optimizers import SGD, Adam, AdamW
 
 
 @pytest.mark.parametrize("max_norm", [0.0, -1.0, math.inf, math.nan])
@@ -19,12 +19,12 @@ def test_clip_refuses(max_norm):
 
 @pytest.mark.parametrize(
     ("make", "text"),
-    [(lambda: Sgd(-0.1), "learning_rate is -0.1; allowed: a finite number >= 0"),
-     (lambda: Sgd(math.nan), "learning_rate is nan"),
-     (lambda: Sgd(0.1, momentum=1.0), "momentum is 1.0; allowed: 0 <= momentum < 1"),
-     (lambda: Sgd(0.1, nesterov=True), "nesterov is True and momentum 0"),
-     (lambda: Sgd(0.1, weight_decay=-1), "weight_decay is -1; allowed"),
-     (lambda: Sgd(0.1, clip_norm=0), "clip_norm is 0; allowed: None or a finite number > 0"),
+    [(lambda: SGD(-0.1), "learning_rate is -0.1; allowed: a finite number >= 0"),
+     (lambda: SGD(math.nan), "learning_rate is nan"),
+     (lambda: SGD(0.1, momentum=1.0), "momentum is 1.0; allowed: 0 <= momentum < 1"),
+     (lambda: SGD(0.1, nesterov=True), "nesterov is True and momentum 0"),
+     (lambda: SGD(0.1, weight_decay=-1), "weight_decay is -1; allowed"),
+     (lambda: SGD(0.1, clip_norm=0), "clip_norm is 0; allowed: None or a finite number > 0"),
      (lambda: Adam(0.1, betas=(0.9, 1.0)), r"betas are \(0.9, 1.0\); allowed"),
      (lambda: Adam(0.1, betas=(0.9,)), r"betas are \(0.9,\); allowed"),
      (lambda: Adam(0.1, epsilon=0), "epsilon is 0; allowed: a finite number > 0"),
@@ -38,13 +38,13 @@ def test_hyper_parameters_that_are_not_allowed(make, text):
 @pytest.mark.parametrize("dtype", [numpy.float16, ml_dtypes.bfloat16, numpy.int64])
 def test_start_refuses_other_dtypes(dtype):
     with pytest.raises(ConfigError, match=rf"parameters are {numpy.dtype(dtype)}; allowed: float32 or float64"):
-        Sgd(0.1).start(numpy.ones(3, dtype), [])
+        SGD(0.1).start(numpy.ones(3, dtype), [])
 
 
 @pytest.mark.parametrize("parameters", [numpy.ones((2, 3)), numpy.ones(6)[::2]])
 def test_start_refuses_what_is_not_flat(parameters):
     with pytest.raises(ConfigError, match="allowed: one dimension, contiguous"):
-        Sgd(0.1).start(parameters, [])
+        SGD(0.1).start(parameters, [])
 
 
 @pytest.mark.parametrize(
@@ -52,12 +52,12 @@ def test_start_refuses_what_is_not_flat(parameters):
 )
 def test_start_refuses_bad_decay_ranges(decayed):
     with pytest.raises(ConfigError, match="decayed range"):
-        Sgd(0.1).start(numpy.ones(6), decayed)
+        SGD(0.1).start(numpy.ones(6), decayed)
 
 
 def test_update_refuses_gradients_that_do_not_fit_and_bad_rates():
-    optimizer = Sgd(lambda step: 0.1 - step)
-    with pytest.raises(ConfigError, match="Sgd has no parameters yet"):
+    optimizer = SGD(lambda step: 0.1 - step)
+    with pytest.raises(ConfigError, match="SGD has no parameters yet"):
         optimizer.update(numpy.ones(3))
     optimizer.start(numpy.ones(3), [])
     for gradients in (numpy.ones(4), numpy.ones(3, "f4")):

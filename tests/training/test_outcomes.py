@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 
-from mpitrain.training.outcomes import Outcomes
+from mpitrain.training.steering import Outcomes
 from mpitrain.training.tunable import Tunables
 from mpitrain.watching.rank_record import MOST_STEERING_BYTES
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from mpitrain.training.probe import ProbeFinding, judge
+from mpitrain.strategies.virtual_ranks import ProbeFinding, judge
 
 NAMES = ["rank 0 on lab1", "rank 1 on lab1", "rank 2 on lab2"]
 GOOD = ProbeFinding(

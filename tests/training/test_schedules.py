@@ -3,7 +3,7 @@ import math
 import pytest
 
 from mpitrain.errors import ConfigError
-from mpitrain.training.schedules import constant, warmup_cosine
+from mpitrain.optim.schedules import constant, warmup_cosine
 
 
 def test_constant():

@@ -15,7 +15,7 @@ from mpitrain import RunEvent
 from mpitrain.errors import ConfigError
 from mpitrain.training.hooks.record import _Output
 from mpitrain.training.run_document import DONE, RunDocument
-from mpitrain.training.writers import service_calls
+from mpitrain.training.writers import service
 from mpitrain.training.writers.service import ServiceRun, ServiceWriter
 from mpitrain.training.writers.writer import Row
 
@@ -70,7 +70,7 @@ class FakeWriter(ServiceWriter):
 
 @pytest.fixture
 def writer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeWriter:
-    monkeypatch.setattr(service_calls, "PATIENCE_SECONDS", HANG_SECONDS)  # for a busy machine
+    monkeypatch.setattr(service, "PATIENCE_SECONDS", HANG_SECONDS)  # for a busy machine
     return FakeWriter(tmp_path / "new")
 
 
@@ -96,7 +96,7 @@ def test_what_the_run_is_comes_late(writer: FakeWriter, monkeypatch: pytest.Monk
     """A call that ends late has sent the old document; the newest one is sent all the same."""
     writer.open(0)
     writer.made.answers.clear()
-    monkeypatch.setattr(service_calls, "PATIENCE_SECONDS", 0.0)
+    monkeypatch.setattr(service, "PATIENCE_SECONDS", 0.0)
     writer.describe(DOCUMENT)
     old = writer._calls._thread
     writer.describe(dataclasses.replace(DOCUMENT, end="left"))
@@ -104,7 +104,7 @@ def test_what_the_run_is_comes_late(writer: FakeWriter, monkeypatch: pytest.Monk
     writer.made.answers.set()
     assert old is not None
     old.join()
-    monkeypatch.setattr(service_calls, "PATIENCE_SECONDS", HANG_SECONDS)
+    monkeypatch.setattr(service, "PATIENCE_SECONDS", HANG_SECONDS)
     writer.write({"step": 1})
     assert writer.taken() == ["describe", "left", [1]]
 
@@ -143,7 +143,7 @@ def test_no_password_is_in_an_error(writer: FakeWriter) -> None:
 def test_the_end_in_an_outage(writer: FakeWriter, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody waits for long, and no error hides that of the training."""
     writer.open(0)
-    monkeypatch.setattr(service_calls, "PATIENCE_SECONDS", 0.05)
+    monkeypatch.setattr(service, "PATIENCE_SECONDS", 0.05)
     writer._calls.renew_patience()
     writer.made.answers.clear()
     with pytest.raises(TimeoutError, match="the service has not answered"):

@@ -13,9 +13,7 @@ from jobs import run_job
 from mpitrain import RunEvent
 from mpitrain.errors import DataError
 from mpitrain.training.writers.mlflow import _allowed, _error_of, _missing
-from mpitrain.training.writers.run_file import RunFile
-from mpitrain.training.writers.service import without_secrets
-from mpitrain.training.writers.service_names import ServiceNames
+from mpitrain.training.writers.service import RunFile, ServiceNames, without_secrets
 
 
 @pytest.mark.parametrize(
@@ -54,7 +52,7 @@ def test_the_file_of_a_run(tmp_path: Path) -> None:
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"run": 7}', "\0", '{"run": "a"'])
 def test_a_damaged_file(tmp_path: Path, text: str) -> None:
     (tmp_path / "service.json").write_text(text)
-    with pytest.raises(DataError, match=r"service\.json cannot be read .*; remove it to begin a new run"):
+    with pytest.raises(DataError, match=r"service\.json is damaged: .*; remove it to begin a new run"):
         RunFile(tmp_path / "service.json").read(5)
 
 
@@ -100,11 +98,11 @@ MISSING = """
 import importlib.util, sys
 import mpitrain as mt
 world = mt.init()
-for make, library in ((mt.Mlflow, "mlflow"), (mt.Wandb, "wandb")):
+for make, library in ((mt.writers.Mlflow, "mlflow"), (mt.writers.Wandb, "wandb")):
     if importlib.util.find_spec(library) is None:
         try:
             make(sys.argv[1])
-        except mt.MpitrainError as error:
+        except mt.errors.MpitrainError as error:
             said = world.allgather(str(error))
             world.print(said)
 assert not {"mlflow", "wandb"} & set(sys.modules)
@@ -154,8 +152,8 @@ def build(world):
         on_gradient("w", numpy.zeros(1))
         return 1.0
 
-    data = mt.ArrayData(world, [numpy.arange(13.0)], global_batch=5)
-    return mt.Parts(mt.ArrayFunction(function, {"w": numpy.zeros(1)}, mt.Sgd(0.1)), mt.Sync(), data)
+    data = mt.data.ArrayData(world, [numpy.arange(13.0)], global_batch=5)
+    return mt.Parts(mt.ArrayFunction(function, {"w": numpy.zeros(1)}, mt.optim.SGD(0.1)), mt.Sync(), data)
 
 
 mt.Trainer(build, [mt.StopAtStep(8), mt.Record([Away()], steps=1)]).run()

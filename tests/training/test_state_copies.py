@@ -12,10 +12,10 @@ import pytest
 import mpitrain as mt
 from keeping import keeper
 from mpitrain.launch.kept import KeeperLine
-from mpitrain.training.checkpoint.copies import KeptCopies, part_name, slots_of, state_name
-from mpitrain.training.checkpoint.memory_slot import MemorySlot, read_copy
-from mpitrain.training.checkpoint.names import split
-from mpitrain.training.state_copies import StateCopies
+from mpitrain.state.copies import KeptCopies, part_name, slots_of, state_name
+from mpitrain.state.memory_slot import MemorySlot, read_copy
+from mpitrain.state.names import split
+from mpitrain.state.state_copies import StateCopies
 
 
 @pytest.mark.parametrize("copies_before", [0, 1, 2])
@@ -41,7 +41,7 @@ def test_a_step_that_is_copied_again(copies_before: int, growth: int) -> None:
         return found
 
     with keeper() as name, closing(KeeperLine(name, "try")) as line:
-        copies = StateCopies(1, 0)
+        copies = StateCopies(SimpleNamespace(), 1, 0)
         copies._line = line
         for trained.step_number in range(1, copies_before + 1):
             copies._copy(trained)

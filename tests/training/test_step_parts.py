@@ -6,15 +6,15 @@ from types import SimpleNamespace
 
 import pytest
 
-from mpitrain.exchange.overlap import Overlap
-from mpitrain.strategies.step_parts import StepParts
+from mpitrain.reducer.means import Overlap
+from mpitrain.strategies.chooser import StepParts
 
 
 class Clock:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = 100.0
         clock = SimpleNamespace(perf_counter=lambda: self.now, process_time=lambda: self.now / 4)
-        monkeypatch.setattr("mpitrain.strategies.step_parts.time", clock)
+        monkeypatch.setattr("mpitrain.strategies.chooser.time", clock)
 
     def step(self, parts: StepParts, computed: float, exposed: float) -> None:
         """Gradient 1 is in after half of the computation, gradient 0 at its end."""

@@ -14,11 +14,12 @@ torch = pytest.importorskip("torch", reason="PyTorch is not installed")
 
 from torch_modules import X, adapted, bits, one_step, small, squares  # noqa: E402
 
-from mpitrain import Accumulate, LossScale, TorchModule  # noqa: E402
+from mpitrain import Accumulate, TorchModule  # noqa: E402
 from mpitrain.adapters.torch_arrays import tensor_of  # noqa: E402
 from mpitrain.errors import ConfigError  # noqa: E402
-from mpitrain.exchange.bucket import plan_layout  # noqa: E402
-from mpitrain.exchange.remarks import Remarks  # noqa: E402
+from mpitrain.optim import LossScale  # noqa: E402
+from mpitrain.reducer.bucket import plan_layout  # noqa: E402
+from mpitrain.reducer.means import Remarks  # noqa: E402
 
 
 def test_gradients_come_during_the_backward_pass_last_layer_first() -> None:

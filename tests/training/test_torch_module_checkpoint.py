@@ -12,9 +12,10 @@ torch = pytest.importorskip("torch", reason="PyTorch is not installed")
 
 from torch_modules import X, adapted, bits, one_step, small, squares, with_optimizer  # noqa: E402
 
-from mpitrain import LossScale, TorchModule  # noqa: E402
+from mpitrain import TorchModule  # noqa: E402
 from mpitrain.errors import CheckpointError  # noqa: E402
-from mpitrain.training.checkpoint.names import join, split  # noqa: E402
+from mpitrain.optim import LossScale  # noqa: E402
+from mpitrain.state.names import join, split  # noqa: E402
 
 OPTIMIZERS = [
     getattr(torch.optim, name)

@@ -88,10 +88,10 @@ class Found:
 WRITTEN = """
 import json, sys
 import mpitrain as mt
-from mpitrain.training.writers import service_calls
+from mpitrain.training.writers import service
 
-service_calls.PATIENCE_SECONDS = 300.0  # for a busy machine
-writer = mt.Wandb(sys.argv[1], name=sys.argv[4])
+service.PATIENCE_SECONDS = 300.0  # for a busy machine
+writer = mt.writers.Wandb(sys.argv[1], name=sys.argv[4])
 writer.open(int(sys.argv[2]))
 events = [mt.RunEvent.from_plain(fields) for fields in json.loads(sys.argv[5])]
 for row in json.loads(sys.argv[3]):
@@ -189,9 +189,9 @@ OWN = """
 import sys
 import numpy, torch, wandb
 import mpitrain as mt
-from mpitrain.training.writers import service_calls
+from mpitrain.training.writers import service
 
-service_calls.PATIENCE_SECONDS = 300.0  # for a busy machine
+service.PATIENCE_SECONDS = 300.0  # for a busy machine
 torch.manual_seed(0)
 
 def build(world):
@@ -201,7 +201,7 @@ def build(world):
         wandb.watch(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.001)
     loss = lambda model, batch: torch.nn.functional.mse_loss(model(batch[0]), batch[1])
-    data = mt.ArrayData(world, (x.numpy(), 2 * x.numpy()), global_batch=4)
+    data = mt.data.ArrayData(world, (x.numpy(), 2 * x.numpy()), global_batch=4)
     return mt.Parts(mt.TorchModule(model, loss, optimizer), mt.Sync(), data)
 
 class Own(mt.Hook):
@@ -212,7 +212,7 @@ class Own(mt.Hook):
 world = mt.init()
 if world.is_root:
     wandb.init(project="mine", name="own", dir=sys.argv[2])
-record = mt.Record([mt.Wandb(sys.argv[1]), mt.JsonLines(sys.argv[1])], steps=1)
+record = mt.Record([mt.writers.Wandb(sys.argv[1]), mt.writers.JsonLines(sys.argv[1])], steps=1)
 mt.Trainer(build, [mt.StopAtStep(4), Own(), record]).run()
 if world.is_root:
     assert wandb.run.name == "own"

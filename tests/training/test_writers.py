@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import gc
 import math
 import os
 import signal
@@ -10,16 +11,18 @@ import struct
 import subprocess
 import sys
 import time
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from jobs import HANG_SECONDS, REPOSITORY, clean_environment
-from mpitrain import Csv, JsonLines, RunEvent, TensorBoard
+from mpitrain import RunEvent
 from mpitrain.errors import DataError
 from mpitrain.training.writers.json_lines import RESUMED_AFTER, read_events, read_rows
 from mpitrain.training.writers.writer import LineFile
+from mpitrain.writers import Csv, JsonLines, TensorBoard
 
 ROWS: list[dict[str, float]] = [
     {"step": 2, "loss": 0.1 + 0.2, "big": 1e300},
@@ -108,7 +111,28 @@ def test_events_are_in_the_row_behind_them(tmp_path: Path) -> None:
     assert ["events" in line for line in (tmp_path / "metrics.jsonl").read_text().splitlines()] == [False, True, False]
 
 
-@pytest.mark.parametrize("events", ["[1]", '[{"after_step": 3}]', "7"])
+@pytest.mark.parametrize("make", [JsonLines, Csv, TensorBoard])
+def test_memory_does_not_grow_with_rows(tmp_path: Path, make: Any) -> None:
+    writer = make(tmp_path)
+    writer.open(0)
+    row: dict[str, float] = {f"metric {number}": 0.123456789 for number in range(20)}
+
+    def write(first: int, last: int) -> int:
+        for step in range(first, last):
+            writer.write({"step": step, **row})
+        gc.collect()
+        return tracemalloc.get_traced_memory()[0]
+
+    tracemalloc.start()
+    try:
+        before = write(1, 200)
+        assert write(200, 3000) - before < 30_000  # each of the rows has some 300 bytes
+    finally:
+        tracemalloc.stop()
+        writer.close()
+
+
+@pytest.mark.parametrize("events", ["[1]", '[{"after_step": 3}]', "7", "{}x", '[{"after_step": Infinity, "text": ""}]'])
 def test_what_is_no_event(tmp_path: Path, events: str) -> None:
     (tmp_path / "metrics.jsonl").write_text(f'{{"step": 1}}\n{{"step": 2, "events": {events}}}\n')
     with pytest.raises(DataError, match="line 2 is not a row of a record"):
@@ -141,7 +165,8 @@ def test_flushed_and_killed(tmp_path: Path) -> None:
     """kill -9 right after a row: it is there, in each form."""
     program = (
         "import os, signal, sys, mpitrain as mt\n"
-        "for writer in (mt.JsonLines(sys.argv[1]), mt.Csv(sys.argv[1]), mt.TensorBoard(sys.argv[1] + '/events')):\n"
+        "from mpitrain.writers import Csv, JsonLines, TensorBoard\n"
+        "for writer in (JsonLines(sys.argv[1]), Csv(sys.argv[1]), TensorBoard(sys.argv[1] + '/events')):\n"
         "    writer.open(0)\n"
         "    writer.write({'step': 1, 'loss': 0.5})\n"
         "os.kill(os.getpid(), signal.SIGKILL)\n"
@@ -230,12 +255,15 @@ def test_a_disk_that_is_full_for_a_while(tmp_path: Path, limit: int) -> None:
         ('{"step": 1}\n\0\0\0\n{"step": 2}\n', 2),
         ('{"step": "one"}\n', 1),
         ('{"step": NaN}\n', 1),
+        ('{"step": Infinity}\n', 1),
+        (f'{{"step": 1{"0" * 400}}}\n', 1),
+        (f'{{"step": 1{"0" * 5000}}}\n', 1),
     ],
 )
 def test_json_that_is_no_record(tmp_path: Path, text: str, line: int) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_text(text)
-    with pytest.raises(DataError, match=rf"line {line} is not a row of a record .*; move the file away"):
+    with pytest.raises(DataError, match=rf"line {line} is not a row of a record: .*; move the file away"):
         written(JsonLines(tmp_path), [], 100)
     with pytest.raises(DataError, match=f"line {line} is not a row"):
         read_rows(path)

@@ -11,9 +11,9 @@ import pytest
 torch = pytest.importorskip("torch", reason="PyTorch is not installed")
 
 from mpitrain import TorchModule  # noqa: E402
-from mpitrain.exchange.bucket import plan_layout  # noqa: E402
-from mpitrain.exchange.remarks import remarks_of  # noqa: E402
-from mpitrain.training.checkpoint.names import split  # noqa: E402
+from mpitrain.reducer.bucket import plan_layout  # noqa: E402
+from mpitrain.reducer.means import remarks_of  # noqa: E402
+from mpitrain.state.names import split  # noqa: E402
 
 X = numpy.random.default_rng(0).standard_normal((8, 3)).astype("float32")
 

@@ -11,7 +11,7 @@ import pytest
 from made_up_runs import BIAS, WEIGHT, line, only, parameters, records
 
 from mpitrain.verify.compare import compare
-from mpitrain.verify.comparison_report import report
+from mpitrain.verify.comparison import report
 from mpitrain.verify.fingerprint import sketch
 from mpitrain.verify.record_file import MEAN, SUM, RunRecord
 
@@ -131,7 +131,7 @@ def test_what_follows_from_rounding_is_not_compared(sizes: tuple[float, float]) 
 
 @pytest.mark.parametrize(("count", "differs"), [(600, False), (7, True)])
 def test_what_follows_from_rounding_in_a_loop_of_its_own(count: int, differs: bool) -> None:
-    """In such a loop parameters have the names of world.sync, and means have others. Their sizes match them."""
+    """In such a loop parameters have the names of world.broadcast, and means have others. Their sizes match them."""
     noise = numpy.random.default_rng(3).standard_normal((2, count)).astype("float32")
     large = sketch("large", WEIGHT * 1000)
     lines = []

@@ -11,7 +11,7 @@ import pytest
 from made_up_runs import BIAS, WEIGHT, changed, line, only, parameters, records
 
 from mpitrain.verify.compare import compare
-from mpitrain.verify.comparison_report import report
+from mpitrain.verify.comparison import report
 from mpitrain.verify.fingerprint import sketch
 from mpitrain.verify.record_file import RunRecord
 

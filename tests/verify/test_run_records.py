@@ -49,28 +49,28 @@ def test_a_record_comes_back(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("place", "value", "why"),
     [
-        ((0, "num_ranks"), "2", "ValueError: num_ranks is '2'; it must be a number of ranks"),
-        ((0, "num_ranks"), 0, "ValueError: num_ranks is 0; it must be a number of ranks"),
-        ((0,), {}, "KeyError: 'num_ranks'"),
-        ((0,), [1], "TypeError: list indices must be integers or slices, not str"),
-        ((1,), None, "TypeError: mpitrain.verify.record_file.Line() argument after ** must be a mapping, not NoneType"),
-        ((1, "more"), 1, "TypeError: Line.__init__() got an unexpected keyword argument 'more'"),
-        ((2, "number"), 7, "ValueError: line 3 is of call 7, kind 'step', dtype 'float32'"),
-        ((2, "kind"), "sums", "ValueError: line 3 is of call 2, kind 'sums', dtype 'float32'"),
-        ((2, "precision"), None, "ValueError: line 3 is of call 2, kind 'step', dtype None"),
-        ((2, "weights"), [1.0, -1.0], "ValueError: line 3 has the weights [1.0, -1.0]; they must be 0 or more"),
-        ((2, "weights"), [True], "TypeError: True is not a number"),
-        ((2, "samples"), [[1]], "ValueError: line 3 has samples that are not hashes"),
-        ((2, "loss"), "1", "TypeError: '1' is not a number"),
-        ((2, "learning_rate"), 10**400, "OverflowError: int too large to convert to float"),
-        ((2, "metrics"), [1], "AttributeError: 'list' object has no attribute 'items'"),
-        ((2, "tensors"), None, "AttributeError: 'NoneType' object has no attribute 'items'"),
-        ((2, "tensors", "w"), {}, "KeyError: 'count'"),
-        ((1, "before", "w"), {}, "KeyError: 'count'"),
-        ((2, "parameters", "w"), {}, "KeyError: 'count'"),
-        ((2, "tensors", "w", "count"), -1, "ValueError: w has -1 elements and 8 projections, not 8"),
-        ((2, "tensors", "w", "projections"), [1.0], "ValueError: w has 600 elements and 1 projections, not 8"),
-        ((2, "tensors", "w", "dtype"), ["float32"], "TypeError: w has the dtype ['float32']"),
+        ((0, "num_ranks"), "2", "num_ranks is '2'; it must be a number of ranks"),
+        ((0, "num_ranks"), 0, "num_ranks is 0; it must be a number of ranks"),
+        ((0,), {}, "it has no 'num_ranks'"),
+        ((0,), [1], "line 1 is damaged: it must be an object, {...}, and is [1]"),
+        ((1,), None, "line 2 is damaged: it must be an object, {...}, and is None"),
+        ((1, "more"), 1, "Line.__init__() got an unexpected keyword argument 'more'"),
+        ((2, "number"), 7, "line 3 is of call 7, kind 'step', dtype 'float32'"),
+        ((2, "kind"), "sums", "line 3 is of call 2, kind 'sums', dtype 'float32'"),
+        ((2, "precision"), None, "line 3 is of call 2, kind 'step', dtype None"),
+        ((2, "weights"), [1.0, -1.0], "line 3 has the weights [1.0, -1.0]; they must be 0 or more"),
+        ((2, "weights"), [True], "True is not a number"),
+        ((2, "samples"), [[1]], "line 3 has samples that are not hashes"),
+        ((2, "loss"), "1", "'1' is not a number"),
+        ((2, "learning_rate"), 10**400, "int too large to convert to float"),
+        ((2, "metrics"), [1], "'list' object has no attribute 'items'"),
+        ((2, "tensors"), None, "'NoneType' object has no attribute 'items'"),
+        ((2, "tensors", "w"), {}, "it has no 'count'"),
+        ((1, "before", "w"), {}, "it has no 'count'"),
+        ((2, "parameters", "w"), {}, "it has no 'count'"),
+        ((2, "tensors", "w", "count"), -1, "w has -1 elements and 8 projections, not 8"),
+        ((2, "tensors", "w", "projections"), [1.0], "w has 600 elements and 1 projections, not 8"),
+        ((2, "tensors", "w", "dtype"), ["float32"], "w has the dtype ['float32']"),
     ],
 )
 def test_a_record_with_other_values(tmp_path: Path, place: tuple[Any, ...], value: Any, why: str) -> None:
@@ -81,15 +81,14 @@ def test_a_record_with_other_values(tmp_path: Path, place: tuple[Any, ...], valu
     at[place[-1]] = value
     with pytest.raises(DataError) as caught:
         read_record(written(tmp_path, content))
-    assert str(caught.value) == (
-        f"there is no complete record in {tmp_path} ({why}). Rank 0 writes the record on its host. "
-        "If that is another host, use mpitrain verify --directory with a folder that both hosts share"
-    )
+    said = str(caught.value)
+    assert said.startswith(f"there is no complete record in {tmp_path}: ")
+    assert f": {why}. Rank 0 writes the record on its host. If that is another host, " in said
 
 
 def test_a_record_of_brackets(tmp_path: Path) -> None:
     (tmp_path / "record.jsonl").write_text("[" * 200_000)
-    with pytest.raises(DataError, match="RecursionError: maximum recursion depth exceeded"):
+    with pytest.raises(DataError, match="it is nested too deeply"):
         read_record(tmp_path)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from mpitrain.watching.doing import doing
+from mpitrain.watching.hang_report import doing
 from mpitrain.watching.rank_record import (
     BEGUN,
     BUSY,

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
-from mpitrain.watching.hang_report import is_by_design, place_of, report
-from mpitrain.watching.rank_record import BUSY, ENDED, WAITS, WORKS, RankRecord
+from mpitrain.watching.hang_report import importing, is_by_design, place_of, report
+from mpitrain.watching.rank_record import BUSY, ENDED, PARTED, WAITS, WORKS, RankRecord
 from mpitrain.watching.view import RankView
 
 STACK = """\
@@ -158,3 +160,43 @@ def test_what_ends_no_job() -> None:
     assert is_by_design([waits(0), does(1, "D", status=BUSY, words="save a checkpoint")])
     assert not is_by_design([waits(0), does(1, "T", status=BUSY, words="save a checkpoint")])
     assert is_by_design([waits(0, status=ENDED), does(1)])
+
+
+IMPORTING = """\
+Current thread 0x00007f1 (most recent call first):
+  File "/venv/lib/python3.11/site-packages/torch/_dynamo/__init__.py", line 13 in <module>
+  File "<frozen importlib._bootstrap>", line 241 in _call_with_frames_removed
+  File "/home/me/train.py", line 3 in <module>
+"""
+READING = """\
+  File "<frozen importlib._bootstrap_external>", line 1073 in get_data
+  File "/home/me/train.py", line 3 in <module>
+"""
+
+
+@pytest.mark.parametrize(
+    ("stack", "module"),
+    [
+        (IMPORTING, "torch._dynamo"),
+        (READING, "a module of train.py:3 (<module>)"),
+        (
+            IMPORTING.replace("/venv/lib/python3.11/site-packages/torch/_dynamo/__init__", "/home/me/net/layers"),
+            "net/layers.py",
+        ),
+        (STACK, ""),
+        ("", ""),
+    ],
+)
+def test_a_rank_that_imports(stack: str, module: str) -> None:
+    assert importing(stack) == module
+    lines = report([waits(0), replace(does(1), stack=stack)], {})
+    assert (f"; rank 1 on node2 imports {module}" in lines[0]) == bool(module)
+    assert "<frozen" not in "".join(lines)
+
+
+def test_all_programs_have_finished() -> None:
+    done = [waits(rank, status=ENDED) for rank in range(2)]
+    head = "all ranks have finished, but not all of their processes have ended for 10 s: "
+    assert report(done, {})[0] == f"{head}ranks 0,1 on node1 have finished"
+    gone = replace(done[0], state="gone", record=replace(done[0].record, phase=PARTED))
+    assert report([gone, done[1]], {})[0] == f"{head}rank 1 on node1 has finished"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mpitrain.watching.phases import Phases
+from mpitrain.launch.reports import Phases
 from mpitrain.watching.rank_record import BEGUN, CALLED, DONE, FAILED, PARTED, STARTED, RankRecord
 
 

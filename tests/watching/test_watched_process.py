@@ -7,7 +7,7 @@ import subprocess
 import pytest
 
 from jobs import KERNEL_KEEPS_CODES, until
-from mpitrain.watching.watched_process import WatchedProcess, is_readable, open_process
+from mpitrain.watching.census import WatchedProcess, is_readable, open_process
 
 FORGETS = pytest.mark.skipif(not KERNEL_KEEPS_CODES, reason="this kernel tells an exit code once; Linux 6.15 keeps it")
 

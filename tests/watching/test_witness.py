@@ -14,8 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from mpitrain.watching.roll_call import listen, receive
-from mpitrain.watching.witness import connect_to_self, when_closed
+from mpitrain.watching.roll_call import connect_to_self, listen, receive, when_closed
 
 TICKS_SECONDS = 0.02  # the kernel's ticks, at both ends of a time
 
@@ -78,7 +77,7 @@ def test_the_end_of_a_rank_closes_the_witness_and_the_line_before_what_mpi_has_o
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="a network of its own needs root")
 def test_without_a_loopback_interface_there_is_none() -> None:
-    script = "from mpitrain.watching.witness import connect_to_self; print(connect_to_self())"
+    script = "from mpitrain.watching.roll_call import connect_to_self; print(connect_to_self())"
     done = subprocess.run(["unshare", "-n", sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert done.stdout == "None\n"
     before = time.monotonic()

@@ -45,14 +45,14 @@ def loss_and_gradients(parameters: Any, batch: Any, on_gradient: Callable[[str, 
 def build(world: mt.World) -> mt.Parts:
     """Everything that depends on the ranks. A restart on other hosts calls it again."""
     rng = numpy.random.default_rng(0)
-    data = mt.ArrayData(world, make(rng, NUM_SAMPLES), global_batch=GLOBAL_BATCH, seed=0)
+    data = mt.data.ArrayData(world, make(rng, NUM_SAMPLES), global_batch=GLOBAL_BATCH, seed=0)
     parameters = {
         "weight1": (rng.standard_normal((8, 64)) * 0.5).astype("float32"),
         "bias1": numpy.zeros(64, "float32"),
         "weight2": (rng.standard_normal((64, 1)) * 0.2).astype("float32"),
         "bias2": numpy.zeros(1, "float32"),
     }
-    return mt.Parts(mt.ArrayFunction(loss_and_gradients, parameters, mt.Adam(3e-3)), mt.Sync(), data)
+    return mt.Parts(mt.ArrayFunction(loss_and_gradients, parameters, mt.optim.Adam(3e-3)), mt.Sync(), data)
 
 
 def test_error(trainer: mt.Trainer) -> dict[str, float]:
@@ -69,7 +69,7 @@ if __name__ == "__main__":
     hooks = [
         mt.StopAtStep(NUM_EPOCHS * STEPS_PER_EPOCH),
         mt.Log(),
-        mt.Evaluate(5 * STEPS_PER_EPOCH, test_error),
+        mt.Evaluation(5 * STEPS_PER_EPOCH, test_error),
         mt.Checkpoint("checkpoints", steps=5 * STEPS_PER_EPOCH),
     ]
     mt.Trainer(build, hooks).run()

@@ -1,22 +1,15 @@
-"""Kernels over CuPy arrays. They run on the current stream unless `stream` is given, and the host never waits for them.
+"""Kernels over CuPy arrays. They run on the current stream, and the host never waits for them.
 
 The sources are the *.cu files of this folder. arithmetic.h has the computation on one value, which the tests compare
-with NumPy on the CPU. stride.h has the loops over arrays. docs/cuda.md has a table of what each kernel reads and
-writes. Arrays may have any length, and may lie at any address that is a multiple of their itemsize.
+with NumPy on the CPU. stride.h has the loops over arrays. docs/dev/cuda-kernels.md has a table of what each kernel
+reads and writes. Arrays may have any length, and may lie at any address that is a multiple of their itemsize.
 
 A launch takes only the address of an array. As with every CuPy kernel, memory that returns to CuPy's pool may be reused
 by later work. On the same stream this is safe, on another stream it is not.
 """
 
-from mpitrain.cuda.kernels.bucket import add, all_finite, pack, scale, sum_of, unpack
+from mpitrain.cuda.kernels.bucket import add, all_finite, clip_factor, pack, scale, squared_norm, sum_of
 from mpitrain.cuda.kernels.codec import add_decoded, decode, encode, wire_bytes
-from mpitrain.cuda.kernels.low_rank import (
-    low_rank_orthogonalise,
-    low_rank_product,
-    low_rank_project,
-    low_rank_times,
-)
-from mpitrain.cuda.kernels.norm import clip_factor, squared_norm
 from mpitrain.cuda.kernels.optimizer import Fused, adam, adamw, decay_bounds, sgd
 
 __all__ = [
@@ -30,15 +23,10 @@ __all__ = [
     "decay_bounds",
     "decode",
     "encode",
-    "low_rank_orthogonalise",
-    "low_rank_product",
-    "low_rank_project",
-    "low_rank_times",
     "pack",
     "scale",
     "sgd",
     "squared_norm",
     "sum_of",
-    "unpack",
     "wire_bytes",
 ]

@@ -253,7 +253,7 @@ BOTH float left_out(float value, float decoded) { return is_finite(decoded) ? su
 BOTH int low_nibble(u32 byte) { return (int)((byte & 15u) ^ 8u) - 8; }
 BOTH int high_nibble(u32 byte) { return (int)((byte >> 4 & 15u) ^ 8u) - 8; }
 
-// Optimizers: the operations of mpitrain/training/optimizers.py in their order, so that the bits are the same -----------
+// Optimizers: the operations of mpitrain/optim/optimizers.py in their order, so that the bits are the same -----------
 
 template <class T> struct SgdSettings {
     T rate, momentum, decay;  // decay is 0 for a parameter that does not decay

@@ -13,27 +13,6 @@ template <class T, int WIDTH> __device__ void add_arrays(T *total, const T *arri
     for_each<WIDTH>(count, common_head<WIDTH>(count, total, arrived), grid_thread(), grid_threads(), many, one);
 }
 
-// total += arrived in float32, and a copy of the new total in a shorter format.
-template <class T, class C> __device__ void add_and_cast(float *total, const T *arrived, C *copy, i64 count) {
-    auto many = [=](i64 i) {
-        Vector<float, 4> sum = load<4>(total + i);
-        Vector<T, 4> other = load<4>(arrived + i);
-        Vector<C, 4> shorter;
-#pragma unroll
-        for (int k = 0; k < 4; k++) {
-            sum.at[k] = add(sum.at[k], to_float(other.at[k]));
-            shorter.at[k] = Cast<C>::from(sum.at[k]);
-        }
-        store(total + i, sum);
-        store(copy + i, shorter);
-    };
-    auto one = [=](i64 i) {
-        float sum = total[i] = add(total[i], to_float(arrived[i]));
-        copy[i] = Cast<C>::from(sum);
-    };
-    for_each<4>(count, common_head<4>(count, total, arrived, copy), grid_thread(), grid_threads(), many, one);
-}
-
 // By value, so that a launch needs no table in device memory; 16 is MOST_PARTS of bucket.py.
 struct Parts {
     u64 at[16];
@@ -82,15 +61,6 @@ SUMS(u16, u16, 8)
 SUMS(u32, u32, 4)
 SUMS(u64, u64, 2)
 
-#define ADD_AND_CAST(from, T, to, C)                                                                                   \
-    KERNEL add_##from##_cast_##to(float *total, const T *arrived, C *copy, i64 count) {                                \
-        add_and_cast<T, C>(total, arrived, copy, count);                                                               \
-    }
-ADD_AND_CAST(f32, float, bf16, bf16)
-ADD_AND_CAST(f32, float, fp16, fp16)
-ADD_AND_CAST(bf16, bf16, bf16, bf16)
-ADD_AND_CAST(fp16, fp16, fp16, fp16)
-
 // Many arrays and one flat buffer, in which they lie one behind the other. A block takes one tile of the buffer at a
 // time, and the arrays in it one after the other. 224 is MOST_ARRAYS of bucket.py: the table fills a launch's 4 KiB.
 struct Table {
@@ -117,41 +87,22 @@ template <int TILE, class Move> __device__ void for_each_piece(const Table &tabl
     }
 }
 
-template <class From, class To, int WIDTH> __device__ void convert(const From *from, To *to, int count) {
-    auto many = [=](int i) {
-        Vector<From, WIDTH> read = load<WIDTH>(from + i);
-        Vector<To, WIDTH> written;
-#pragma unroll
-        for (int k = 0; k < WIDTH; k++) written.at[k] = Cast<To>::from(to_float(read.at[k]));
-        store(to + i, written);
-    };
-    auto one = [=](int i) { to[i] = Cast<To>::from(to_float(from[i])); };
-    for_each<WIDTH>(count, (int)common_head<WIDTH>(count, from, to), (int)threadIdx.x, THREADS, many, one);
-}
-
 template <class T, int WIDTH> __device__ void copy(const T *from, T *to, int count) {
     auto many = [=](int i) { store(to + i, load<WIDTH>(from + i)); };
     auto one = [=](int i) { to[i] = from[i]; };
     for_each<WIDTH>(count, (int)common_head<WIDTH>(count, from, to), (int)threadIdx.x, THREADS, many, one);
 }
 
-#define PACK(name, A, F, WIDTH, PACKED, UNPACKED)                                                                      \
-    KERNEL pack_##name(const __grid_constant__ Table table, F *flat) {                                                 \
+#define PACK(name, T, WIDTH)                                                                                           \
+    KERNEL pack_##name(const __grid_constant__ Table table, T *flat) {                                                 \
         for_each_piece<THREADS * WIDTH>(table, [=](u64 array, i64 offset, i64 place, int count) {                      \
-            PACKED(reinterpret_cast<const A *>(array) + offset, flat + place, count);                                  \
-        });                                                                                                            \
-    }                                                                                                                  \
-    KERNEL unpack_##name(const __grid_constant__ Table table, const F *flat) {                                         \
-        for_each_piece<THREADS * WIDTH>(table, [=](u64 array, i64 offset, i64 place, int count) {                      \
-            UNPACKED(flat + place, reinterpret_cast<A *>(array) + offset, count);                                      \
+            copy<T, WIDTH>(reinterpret_cast<const T *>(array) + offset, flat + place, count);                          \
         });                                                                                                            \
     }
-PACK(u8, u8, u8, 16, (copy<u8, 16>), (copy<u8, 16>))
-PACK(u16, u16, u16, 8, (copy<u16, 8>), (copy<u16, 8>))
-PACK(u32, u32, u32, 4, (copy<u32, 4>), (copy<u32, 4>))
-PACK(u64, u64, u64, 2, (copy<u64, 2>), (copy<u64, 2>))
-PACK(bf16_f32, bf16, float, 4, (convert<bf16, float, 4>), (convert<float, bf16, 4>))
-PACK(fp16_f32, fp16, float, 4, (convert<fp16, float, 4>), (convert<float, fp16, 4>))
+PACK(u8, u8, 16)
+PACK(u16, u16, 8)
+PACK(u32, u32, 4)
+PACK(u64, u64, 2)
 
 // flat *= factor, rounded once; all zeros where factor is 0, as 0 x NaN would be NaN.
 template <class T, int WIDTH, class Factor> __device__ void scale_array(T *flat, Factor factor, i64 count) {

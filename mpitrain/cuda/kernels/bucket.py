@@ -1,56 +1,46 @@
-"""Operations on flat device buffers: sums, packing, scaling, and the search for NaN and infinity. The kernels are in
-bucket.cu."""
+"""Operations on flat device buffers: sums, packing, scaling, the search for NaN and infinity, and the global norm.
+
+The kernels are in bucket.cu and norm.cu.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy
 
-from mpitrain.arrays import Array
+from mpitrain.arrays import Array, namespace
 from mpitrain.cuda.kernels.launch import blocks_for, check, launch
 
 FLOATS = {"bfloat16": "bf16", "float16": "fp16", "float32": "f32", "float64": "f64"}
 # Integers wrap, so signed integers are added as unsigned integers of the same size.
 SUMMABLE = FLOATS | {f"{sign}int{8 * size}": f"u{8 * size}" for sign in ("", "u") for size in (1, 2, 4, 8)}
-SHORT = {"bfloat16": "bf16", "float16": "fp16"}
 MOST_PARTS = 16  # in one launch of sum_of: bucket.cu's Parts
-MOST_ARRAYS = 224  # in one launch of pack and unpack: bucket.cu's Table
+NORM_BLOCKS = 256  # per launch on any device, so that the order of the sum is the same; norm.cu has the same number
+MOST_ARRAYS = 224  # in one launch of pack: bucket.cu's Table
 
 _PARTS = numpy.dtype([("at", "u8", MOST_PARTS), ("count", "i8"), ("out", "u8", MOST_PARTS), ("num_out", "i8")])
 _TABLE = numpy.dtype([("at", "u8", MOST_ARRAYS), ("start", "i8", MOST_ARRAYS + 1), ("count", "i8")])
 
 
-def add(total: Array, arrived: Array, *, copy: Array | None = None, stream: Any = None) -> None:
-    """total += arrived, each sum rounded once to the dtype of `total`; integers wrap.
+def add(total: Array, arrived: Array) -> None:
+    """total += arrived, each sum rounded once to the dtype; integers wrap.
 
     Args:
         total: flat device array of one of DTYPES; overwritten.
         arrived: flat device array, as many elements of the same dtype.
-        copy: bfloat16 or float16 array of as many elements, or None; overwritten with the new total, rounded. With it,
-            `total` must be float32, and `arrived` float32 or of the dtype of `copy`.
-        stream: a CuPy stream in place of the current one.
 
     Raises:
         ValueError: an array is different.
         KernelError: the kernels do not compile.
     """
-    if copy is None:
-        dtype = check("total", total, list(SUMMABLE))
-        check("arrived", arrived, [dtype], total.size)
-        name = f"add_{SUMMABLE[dtype]}"
-    else:
-        check("total", total, ["float32"])
-        to = check("copy", copy, list(SHORT), total.size)
-        arriving = check("arrived", arrived, ["float32", to], total.size)
-        name = f"add_{FLOATS[arriving]}_cast_{SHORT[to]}"
+    dtype = check("total", total, list(SUMMABLE))
+    check("arrived", arrived, [dtype], total.size)
     if total.size:
-        copies = [] if copy is None else [copy]
-        launch("bucket.cu", name, _blocks(total), [total, arrived, *copies, total.size], total, stream)
+        launch("bucket.cu", f"add_{SUMMABLE[dtype]}", _blocks(total), [total, arrived, total.size], total)
 
 
-def sum_of(parts: Sequence[Array], out: Array, *, copies: Sequence[Array] = (), stream: Any = None) -> None:
+def sum_of(parts: Sequence[Array], out: Array, *, copies: Sequence[Array] = ()) -> None:
     """out = parts[0] + parts[1] + ... in this order, each sum rounded once, so equal calls give equal bits.
 
     Args:
@@ -58,7 +48,6 @@ def sum_of(parts: Sequence[Array], out: Array, *, copies: Sequence[Array] = (), 
             other processes or devices that this device can read.
         out: an array like the parts; overwritten. It may be one of them.
         copies: up to 15 more arrays like the parts, which get the sum in the same pass. They may be parts.
-        stream: a CuPy stream in place of the current one.
 
     More than 16 parts take another launch for every 15 of them. Raises as add does.
     """
@@ -84,70 +73,48 @@ def sum_of(parts: Sequence[Array], out: Array, *, copies: Sequence[Array] = (), 
         outputs = [out] if rest else [out, *copies]
         table["num_out"] = len(outputs)
         table["out"][: len(outputs)] = [one.data.ptr for one in outputs]
-        launch("bucket.cu", f"sum_of_{SUMMABLE[dtype]}", _blocks(out), [table, out.size], out, stream)
+        launch("bucket.cu", f"sum_of_{SUMMABLE[dtype]}", _blocks(out), [table, out.size], out)
         taken = [out, *rest[: MOST_PARTS - 1]] if rest else []
         rest = rest[MOST_PARTS - 1 :]
 
 
-def pack(arrays: Sequence[Array], flat: Array, *, stream: Any = None) -> None:
+def pack(arrays: Sequence[Array], flat: Array) -> None:
     """Copy the arrays into `flat`, one after the other, without gaps.
 
-    One launch copies up to 224 consecutive arrays of one dtype, whatever their shapes.
+    One launch copies up to 224 arrays, whatever their shapes.
 
     Args:
-        arrays: contiguous device arrays of any shape, with as many elements in total as `flat`. Each has the dtype of
-            `flat`; if that is float32, bfloat16 and float16 are also allowed.
+        arrays: contiguous device arrays of any shape and the dtype of `flat`, with as many elements in total.
         flat: flat device array of one of DTYPES; overwritten.
-        stream: a CuPy stream in place of the current one.
 
     Raises as add does.
     """
-    _move("pack", arrays, flat, stream)
-
-
-def unpack(flat: Array, arrays: Sequence[Array], *, stream: Any = None) -> None:
-    """Reverse pack: overwrite the arrays with the content of `flat`, rounded to narrower dtypes.
-
-    The arguments are those of pack. Raises as add does.
-    """
-    _move("unpack", arrays, flat, stream)
-
-
-def _move(operation: str, arrays: Sequence[Array], flat: Array, stream: Any) -> None:
-    into = check("flat", flat, list(SUMMABLE))
-    allowed = ["float32", *SHORT] if into == "float32" else [into]
-    runs: list[tuple[str, list[Array], list[int]]] = []  # dtype, arrays, starts
-    place = 0
+    dtype = check("flat", flat, list(SUMMABLE))
+    ends = [0]
     for number, array in enumerate(arrays):
-        dtype = check(f"array {number}", array, allowed, ndim=None)
-        if not runs or runs[-1][0] != dtype or len(runs[-1][1]) == MOST_ARRAYS:
-            runs.append((dtype, [], []))
-        runs[-1][1].append(array)
-        runs[-1][2].append(place)
-        place += array.size
-    if place != flat.size:
-        raise ValueError(f"the arrays have {place} elements together; flat has {flat.size}, and must have as many")
-    for dtype, members, starts in runs:
-        end = starts[-1] + members[-1].size
-        if end == starts[0]:
+        check(f"array {number}", array, [dtype], ndim=None)
+        ends.append(ends[-1] + array.size)
+    if ends[-1] != flat.size:
+        raise ValueError(f"the arrays have {ends[-1]} elements together; flat has {flat.size}, and must have as many")
+    for first in range(0, len(arrays), MOST_ARRAYS):
+        members, starts = arrays[first : first + MOST_ARRAYS], ends[first : first + MOST_ARRAYS + 1]
+        if starts[-1] == starts[0]:
             continue
         table = numpy.zeros((), _TABLE)
         table["count"] = len(members)
         table["at"][: len(members)] = [array.data.ptr for array in members]
-        table["start"][: len(members) + 1] = [*starts, end]
-        kind = f"u{8 * flat.itemsize}" if dtype == into else f"{SHORT[dtype]}_f32"
-        blocks = blocks_for((end - starts[0]) * flat.itemsize // 16 + 1, flat)
-        launch("bucket.cu", f"{operation}_{kind}", blocks, [table, flat], flat, stream)
+        table["start"][: len(starts)] = starts
+        blocks = blocks_for((starts[-1] - starts[0]) * flat.itemsize // 16 + 1, flat)
+        launch("bucket.cu", f"pack_u{8 * flat.itemsize}", blocks, [table, flat], flat)
 
 
-def scale(flat: Array, factor: float, *, stream: Any = None) -> None:
+def scale(flat: Array, factor: float) -> None:
     """flat *= factor, rounded once. A factor of 0 clears `flat`, also NaN and infinity, as the exchange on the host
     does.
 
     Args:
         flat: flat device array, floating; overwritten.
         factor: used as float32; for a float64 array, as float64.
-        stream: a CuPy stream in place of the current one.
 
     Raises as add does.
     """
@@ -155,23 +122,61 @@ def scale(flat: Array, factor: float, *, stream: Any = None) -> None:
     factor = float(factor)
     number = numpy.float64(factor) if dtype == "float64" else numpy.float32(factor)
     if flat.size and factor != 1.0:
-        launch("bucket.cu", f"scale_{FLOATS[dtype]}", _blocks(flat), [flat, number, flat.size], flat, stream)
+        launch("bucket.cu", f"scale_{FLOATS[dtype]}", _blocks(flat), [flat, number, flat.size], flat)
 
 
-def all_finite(flat: Array, flag: Array, *, stream: Any = None) -> None:
+def all_finite(flat: Array, flag: Array) -> None:
     """Set flag[0] to 1 if `flat` holds infinity or NaN. The flag is never cleared.
 
     Args:
         flat: flat device array, floating.
         flag: int32[1] on the device.
-        stream: a CuPy stream in place of the current one.
 
     Raises as add does.
     """
     dtype = check("flat", flat, list(FLOATS))
     check("flag", flag, ["int32"], 1)
     if flat.size:
-        launch("bucket.cu", f"all_finite_{FLOATS[dtype]}", _blocks(flat), [flat, flag, flat.size], flat, stream)
+        launch("bucket.cu", f"all_finite_{FLOATS[dtype]}", _blocks(flat), [flat, flag, flat.size], flat)
+
+
+def squared_norm(flat: Array, out: Array) -> None:
+    """out[0] = the sum of the squares of `flat`, computed in float64.
+
+    Equal values give equal bits, on any device and at any address. The sum is infinite or NaN if a value is, and
+    infinite if it exceeds the range of float64.
+
+    Args:
+        flat: flat device array, floating.
+        out: float64[1] on the device; overwritten.
+
+    Raises:
+        ValueError: an array is different.
+        KernelError: the kernels do not compile.
+    """
+    dtype = check("flat", flat, list(FLOATS))
+    check("out", out, ["float64"], 1)
+    cupy = namespace(flat)
+    partial = cupy.empty(NORM_BLOCKS, cupy.float64)
+    launch("norm.cu", f"norm_{FLOATS[dtype]}", NORM_BLOCKS, [flat, flat.size, partial], flat)
+    launch("norm.cu", "norm_total", 1, [partial, out], flat)
+
+
+def clip_factor(squared: Array, max_norm: float, factor: Array) -> None:
+    """factor[0] = max_norm / norm if the norm is finite and above max_norm, otherwise 1. The host does not wait for it.
+
+    Args:
+        squared: float64[1] on the device, from squared_norm.
+        max_norm: the largest allowed norm.
+        factor: float64[1] on the device; overwritten. `Fused.factor` takes it.
+
+    Raises as squared_norm does. Source: Pascanu, Mikolov and Bengio, On the difficulty of training recurrent neural
+    networks (2013), algorithm 1.
+    """
+    check("squared", squared, ["float64"], 1)
+    check("factor", factor, ["float64"], 1)
+    arguments = [squared, float(max_norm), factor]
+    launch("norm.cu", "clip_factor", 1, arguments, squared, threads=1)
 
 
 def _blocks(flat: Array) -> int:

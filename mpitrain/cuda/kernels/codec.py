@@ -6,7 +6,7 @@ from functools import cache
 from typing import Any
 
 from mpitrain.arrays import Array
-from mpitrain.compression import CODECS, factory_of
+from mpitrain.compression import CODECS
 from mpitrain.compression.codec import DeviceCode
 from mpitrain.cuda.kernels.launch import blocks_for, check, check_aligned, launch
 
@@ -16,17 +16,16 @@ def wire_bytes(codec: str, count: int) -> int:
     return sum(dtype.itemsize * length for dtype, length in _parts(codec, count))
 
 
-def encode(codec: str, values: Array, wire: Array, error: Array | None = None, *, stream: Any = None) -> None:
+def encode(codec: str, values: Array, wire: Array, error: Array | None = None) -> None:
     """Overwrite `wire` with the encoded values; overwrite `error`, if given, with values - decode(wire).
 
     `error` is 0 where the decoded value is not finite.
 
     Args:
-        codec: the name of a codec with kernels, with its setting if it has one.
+        codec: the name of a codec with kernels.
         values: float32[n], flat on the device.
         wire: uint8[wire_bytes(codec, n)], flat on the device; it begins at a multiple of 4 bytes.
         error: float32[n]; either exactly the memory of `values`, or none of it.
-        stream: a CuPy stream in place of the current one.
 
     Raises:
         ValueError: the arrays do not fit together, or there is no such codec.
@@ -39,31 +38,30 @@ def encode(codec: str, values: Array, wire: Array, error: Array | None = None, *
         code = _device_code(codec)
         launch(
             code.file,
-            f"encode_{code.name}",
+            f"encode_{codec}",
             blocks_for(-(-values.size // 4), values),
-            [values, *arrays, error, values.size, *code.settings(values.size)],
+            [values, *arrays, error, values.size],
             values,
-            stream,
         )
 
 
-def decode(codec: str, wire: Array, values: Array, *, stream: Any = None) -> None:
+def decode(codec: str, wire: Array, values: Array) -> None:
     """Overwrite `values` with the content of `wire`. Arguments and Raises as for encode."""
-    _read("decode", codec, wire, values, stream)
+    _read("decode", codec, wire, values)
 
 
-def add_decoded(codec: str, wire: Array, total: Array, *, stream: Any = None) -> None:
+def add_decoded(codec: str, wire: Array, total: Array) -> None:
     """Add decode(wire) to `total`, with one float32 addition per value. Arguments and Raises as for encode."""
-    _read("add_decoded", codec, wire, total, stream)
+    _read("add_decoded", codec, wire, total)
 
 
-def _read(operation: str, codec: str, wire: Array, values: Array, stream: Any) -> None:
+def _read(operation: str, codec: str, wire: Array, values: Array) -> None:
     arrays = _arrays(codec, values, wire)
     if values.size:
         blocks = blocks_for(-(-values.size // 4), values)
         code = _device_code(codec)
-        arguments = [*arrays, values, values.size, *code.settings(values.size)]
-        launch(code.file, f"{operation}_{code.name}", blocks, arguments, values, stream)
+        arguments = [*arrays, values, values.size]
+        launch(code.file, f"{operation}_{codec}", blocks, arguments, values)
 
 
 def _parts(codec: str, count: int) -> list[Any]:
@@ -72,7 +70,7 @@ def _parts(codec: str, count: int) -> list[Any]:
 
 @cache
 def _device_code(codec: str) -> DeviceCode:
-    code = factory_of(codec)(False).device_code if codec.partition(":")[0] in CODECS else None
+    code = CODECS[codec](False).device_code if codec in CODECS else None
     if code is None:
         known = ", ".join(name for name in sorted(CODECS) if CODECS[name](False).device_code is not None)
         raise ValueError(f"there is no codec {codec!r} on the device; known: {known}")

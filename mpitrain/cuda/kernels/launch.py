@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import socket
 from collections.abc import Sequence
-from contextlib import nullcontext
 from functools import cache
 from importlib import resources
 from typing import Any
@@ -18,15 +17,7 @@ THREADS = 256  # per block; stride.h has the same number
 BLOCKS_PER_PROCESSOR = 8
 # CuPy adds -ftz=true, which arithmetic.h is written for.
 OPTIONS = ("-std=c++17", "--fmad=false")
-FILES = (
-    "bucket.cu",
-    "codec.cu",
-    "gathered_codec.cu",
-    "low_rank.cu",
-    "norm.cu",
-    "optimizer.cu",
-    "quantised_top_k.cu",
-)
+FILES = ("bucket.cu", "codec.cu", "norm.cu", "optimizer.cu")
 
 _modules: dict[tuple[int, str], Any] = {}
 _kernels: dict[tuple[int, str, str], Any] = {}
@@ -49,10 +40,8 @@ def source(file: str) -> str:
     return text(file)
 
 
-def launch(
-    file: str, name: str, blocks: int, arguments: Sequence[Any], like: Array, stream: Any, threads: int = THREADS
-) -> None:
-    """Run the kernel on the current stream, or `stream`; `like` is any device array.
+def launch(file: str, name: str, blocks: int, arguments: Sequence[Any], like: Array, threads: int = THREADS) -> None:
+    """Run the kernel on the current stream; `like` is any device array.
 
     Raises:
         KernelError: the file's kernels do not compile.
@@ -62,8 +51,7 @@ def launch(
     kernel = _kernels.get((device, file, name))
     if kernel is None:
         kernel = _kernels[device, file, name] = _module(cupy, device, file).get_function(name)
-    with nullcontext() if stream is None else stream:
-        kernel((blocks,), (threads,), tuple(arguments))
+    kernel((blocks,), (threads,), tuple(arguments))
 
 
 def _module(cupy: Any, device: int, file: str) -> Any:

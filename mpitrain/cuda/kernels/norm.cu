@@ -67,8 +67,8 @@ KERNEL norm_total(const double *partial, double *out) {
     if (threadIdx.x == 0) *out = sum;
 }
 
-// factor = max_norm / norm where that is below 1 and the norm finite, else 1, for a norm of `unscale` times the values.
-KERNEL clip_factor(const double *squared, double unscale, double max_norm, double *factor) {
-    double norm = multiply(square_root(*squared), unscale);
+// factor = max_norm / norm where that is below 1 and the norm finite, else 1.
+KERNEL clip_factor(const double *squared, double max_norm, double *factor) {
+    double norm = square_root(*squared);
     if (threadIdx.x == 0) *factor = max_norm < norm && is_finite(norm) ? divide(max_norm, norm) : 1.0;
 }

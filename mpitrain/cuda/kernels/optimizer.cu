@@ -1,22 +1,13 @@
-// Unscale, check, update and cast in one pass over the parameters.
+// Clip and update in one pass over the parameters.
 //
-//     gradient  = gradient * unscale * factor          factor: in device memory, from clip_factor; or none
-//     not finite: non_finite[0] = 1, and this parameter and its state stay as they are
-//     else the step of arithmetic.h
-//     copy      = parameter in bf16 or fp16            or none
-//
-// Where skip[0] is not 0 the kernel does nothing at all.
+//     gradient = gradient * factor          factor: in device memory, from clip_factor; or none
+//     then the step of arithmetic.h; a gradient that is not finite leaves its parameter and state as they are
 #include "stride.h"
 
 template <class T> struct Buffers {
     T *parameters;
     const T *gradients;
     const double *factor;
-    const int *skip;
-    int *non_finite;
-    u16 *copy;
-    int copy_is_fp16;
-    T unscale;
     // Sorted begins and ends of the ranges that decay; none: all decay.
     const i64 *bounds;
     int num_bounds;
@@ -39,22 +30,13 @@ __device__ __forceinline__ int bounds_up_to(const i64 *bounds, int count, i64 i)
     return low;
 }
 
-BOTH u16 shortened(float x, int is_fp16) { return is_fp16 ? to_fp16(x).word : to_bf16(x).word; }
-BOTH u16 shortened(double, int) { return 0; }  // never called: copies are made of float32 alone
-
 // step(parameter, gradient, one of state1, one of state2, whether it decays). A null state is not there.
 template <class T, int WIDTH, class Step>
 __device__ __forceinline__ void update(const Buffers<T> &its, T *state1, T *state2, i64 count, Step step) {
-    const bool CASTS = sizeof(T) == sizeof(float);
-    if (its.skip && *its.skip) return;
     T factor = its.factor ? number<T>(*its.factor) : (T)1;
-    bool found = false;
     auto apply = [&](T &parameter, T gradient, T &one, T &two, bool decays) {
-        gradient = multiply(multiply(gradient, its.unscale), factor);
-        if (is_finite(gradient))
-            step(parameter, gradient, one, two, decays);
-        else
-            found = true;
+        gradient = multiply(gradient, factor);
+        if (is_finite(gradient)) step(parameter, gradient, one, two, decays);
     };
     auto many = [&](i64 i) {
         Vector<T, WIDTH> parameter = load<WIDTH>(its.parameters + i), gradient = load<WIDTH>(its.gradients + i);
@@ -71,12 +53,6 @@ __device__ __forceinline__ void update(const Buffers<T> &its, T *state1, T *stat
         store(its.parameters + i, parameter);
         if (state1) store(state1 + i, one);
         if (state2) store(state2 + i, two);
-        if (CASTS && its.copy) {
-            Vector<u16, WIDTH> words;
-#pragma unroll
-            for (int k = 0; k < WIDTH; k++) words.at[k] = shortened(parameter.at[k], its.copy_is_fp16);
-            store(its.copy + i, words);
-        }
     };
     auto single = [&](i64 i) {
         T parameter = its.parameters[i], one = state1 ? state1[i] : (T)0, two = state2 ? state2[i] : (T)0;
@@ -85,11 +61,9 @@ __device__ __forceinline__ void update(const Buffers<T> &its, T *state1, T *stat
         its.parameters[i] = parameter;
         if (state1) state1[i] = one;
         if (state2) state2[i] = two;
-        if (CASTS && its.copy) its.copy[i] = shortened(parameter, its.copy_is_fp16);
     };
-    i64 head = common_head<WIDTH>(count, its.parameters, its.gradients, state1, state2, its.copy);
+    i64 head = common_head<WIDTH>(count, its.parameters, its.gradients, state1, state2);
     for_each<WIDTH>(count, head, grid_thread(), grid_threads(), many, single);
-    if (found && its.non_finite) *its.non_finite = 1;
 }
 
 template <class T, int WIDTH>

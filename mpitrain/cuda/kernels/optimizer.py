@@ -1,4 +1,4 @@
-"""One optimizer step in one pass over device memory, with the bits of mpitrain.training.optimizers on the host.
+"""One optimizer step in one pass over device memory, with the bits of mpitrain.optim.optimizers on the host.
 
 The kernels are in optimizer.cu, and the steps themselves in arithmetic.h.
 """
@@ -13,7 +13,6 @@ from typing import Any
 import numpy
 
 from mpitrain.arrays import Array, namespace
-from mpitrain.cuda.kernels.bucket import SHORT
 from mpitrain.cuda.kernels.launch import blocks_for, check, launch
 
 _KINDS = {"float32": ("f32", "f4"), "float64": ("f64", "f8")}
@@ -24,22 +23,11 @@ class Fused:
     """Additional work in the pass of an update.
 
     Attributes:
-        unscale: the first factor of the gradients: 1 / loss scale.
-        factor: float64[1] on the device, from clip_factor: the next factor, rounded to the gradients' dtype.
-        skip: int32[1] on the device, from all_finite over all gradients: if it is not 0, nothing at all is done.
-        non_finite: int32[1] on the device: set to 1 if a gradient is not finite after the multiplications; never
-            cleared. Such a parameter and its state stay unchanged, and all others are updated. To leave out a whole
-            step, call all_finite first, and pass `skip`.
-        copy: bfloat16 or float16, as many elements as the float32 parameters: overwritten with the new parameters,
-            rounded.
+        factor: float64[1] on the device, from clip_factor: the gradients' factor, rounded to their dtype.
         decayed: int64 on the device, from decay_bounds: the parameters to which weight decay applies; None: all.
     """
 
-    unscale: float = 1.0
     factor: Array | None = None
-    skip: Array | None = None
-    non_finite: Array | None = None
-    copy: Array | None = None
     decayed: Array | None = None
 
 
@@ -68,9 +56,8 @@ def sgd(
     nesterov: bool = False,
     weight_decay: float = 0.0,
     fused: Fused | None = None,
-    stream: Any = None,
 ) -> None:
-    """Make one step of mpitrain.training.optimizers.Sgd.
+    """Make one step of mpitrain.optim.optimizers.SGD.
 
     Args:
         parameters: flat device array, float32 or float64; overwritten.
@@ -78,7 +65,6 @@ def sgd(
         velocity: as the parameters, where momentum is not 0, else None; overwritten.
         rate: the learning rate.
         fused: what else is done in the pass.
-        stream: a CuPy stream in place of the current one.
 
     Raises:
         ValueError: the arrays are not such arrays.
@@ -97,7 +83,7 @@ def sgd(
     )
     decay = 0.0 if _nothing_decays(fused) else weight_decay
     settings["rate"], settings["momentum"], settings["decay"], settings["nesterov"] = rate, momentum, decay, nesterov
-    _update(f"sgd_{kind}", [_buffers(parameters, gradients, fused, number), velocity, settings], parameters, stream)
+    _update(f"sgd_{kind}", [_buffers(parameters, gradients, fused), velocity, settings], parameters)
 
 
 def adam(
@@ -111,9 +97,8 @@ def adam(
     betas: tuple[float, float] = (0.9, 0.999),
     epsilon: float = 1e-8,
     fused: Fused | None = None,
-    stream: Any = None,
 ) -> None:
-    """Make one step of mpitrain.training.optimizers.Adam, which ignores `fused.decayed`.
+    """Make one step of mpitrain.optim.optimizers.Adam, which ignores `fused.decayed`.
 
     Args:
         parameters: flat device array, float32 or float64; overwritten.
@@ -122,7 +107,6 @@ def adam(
         step: 1 at the first step.
         rate: the learning rate.
         fused: what else is done in the pass.
-        stream: a CuPy stream in place of the current one.
 
     Raises as sgd does.
     """
@@ -137,7 +121,6 @@ def adam(
         epsilon=epsilon,
         weight_decay=0.0,
         fused=fused,
-        stream=stream,
     )
 
 
@@ -153,9 +136,8 @@ def adamw(
     epsilon: float = 1e-8,
     weight_decay: float = 0.01,
     fused: Fused | None = None,
-    stream: Any = None,
 ) -> None:
-    """Make one step of mpitrain.training.optimizers.AdamW. Arguments and errors are those of adam."""
+    """Make one step of mpitrain.optim.optimizers.AdamW. Arguments and errors are those of adam."""
     fused = fused or Fused()
     kind, number = _checked(parameters, gradients, fused)
     for argument, state in (("first", first), ("second", second)):
@@ -176,9 +158,7 @@ def adamw(
     settings = numpy.zeros((), [(name, number) for name in values])
     for name, value in values.items():
         settings[name] = value
-    _update(
-        f"adam_{kind}", [_buffers(parameters, gradients, fused, number), first, second, settings], parameters, stream
-    )
+    _update(f"adam_{kind}", [_buffers(parameters, gradients, fused), first, second, settings], parameters)
 
 
 def _nothing_decays(fused: Fused) -> bool:
@@ -191,49 +171,23 @@ def _checked(parameters: Array, gradients: Array, fused: Fused) -> tuple[str, st
     check("gradients", gradients, [dtype], parameters.size)
     if fused.factor is not None:
         check("factor", fused.factor, ["float64"], 1)
-    for argument, flag in (("skip", fused.skip), ("non_finite", fused.non_finite)):
-        if flag is not None:
-            check(argument, flag, ["int32"], 1)
     if fused.decayed is not None:
         check("decayed", fused.decayed, ["int64"])
-    if fused.copy is not None:
-        if dtype != "float32":
-            raise ValueError(f"copy is given, but the parameters are {dtype}; only float32 parameters have copies")
-        check("copy", fused.copy, list(SHORT), parameters.size)
     return _KINDS[dtype]
 
 
-def _buffers(parameters: Array, gradients: Array, fused: Fused, number: str) -> numpy.ndarray:
+def _buffers(parameters: Array, gradients: Array, fused: Fused) -> numpy.ndarray:
     """Return optimizer.cu's Buffers, with C's alignment."""
-    pointers = {
-        "parameters": parameters,
-        "gradients": gradients,
-        "factor": fused.factor,
-        "skip": fused.skip,
-        "non_finite": fused.non_finite,
-        "copy": fused.copy,
-    }
-    layout = numpy.dtype(
-        [
-            *((name, "u8") for name in pointers),
-            ("copy_is_fp16", "i4"),
-            ("unscale", number),
-            ("bounds", "u8"),
-            ("num_bounds", "i4"),
-        ],
-        align=True,
-    )
-    table = numpy.zeros((), layout)
+    bounds = fused.decayed if fused.decayed is not None and fused.decayed.size else None
+    pointers = {"parameters": parameters, "gradients": gradients, "factor": fused.factor, "bounds": bounds}
+    table = numpy.zeros((), numpy.dtype([*((name, "u8") for name in pointers), ("num_bounds", "i4")], align=True))
     for name, array in pointers.items():
         table[name] = 0 if array is None else array.data.ptr
-    table["copy_is_fp16"] = fused.copy is not None and str(fused.copy.dtype) == "float16"
-    table["unscale"] = fused.unscale
-    if fused.decayed is not None and fused.decayed.size:
-        table["bounds"], table["num_bounds"] = fused.decayed.data.ptr, fused.decayed.size
+    table["num_bounds"] = 0 if bounds is None else bounds.size
     return table
 
 
-def _update(name: str, arguments: list[Any], parameters: Array, stream: Any) -> None:
+def _update(name: str, arguments: list[Any], parameters: Array) -> None:
     if parameters.size:
         blocks = blocks_for(parameters.nbytes // 16 + 1, parameters)
-        launch("optimizer.cu", name, blocks, [*arguments, parameters.size], parameters, stream)
+        launch("optimizer.cu", name, blocks, [*arguments, parameters.size], parameters)

@@ -1,7 +1,7 @@
 // Answers of the server, and the stream of what changes.
 
-export async function get(path) {
-  const answer = await fetch(path);
+export async function get(path, signal) {
+  const answer = await fetch(path, {signal});
   if (!answer.ok) throw new Error(`${answer.status}: ${await answer.text()}`);
   return answer.json();
 }
@@ -16,11 +16,19 @@ export async function tell(path, order) {
   }
 }
 
-// Calls `onMessage` with each message. The element with the id "connection" says whether the page is live.
+// What a page shows is in its address, so that a reload, a bookmark and a friend see the same. "" removes a value.
+export function keepInAddress(values) {
+  const query = new URLSearchParams(location.search);
+  for (const [name, value] of Object.entries(values)) if (value === "") query.delete(name); else query.set(name, value);
+  const text = query.toString();
+  history.replaceState(null, "", location.pathname + (text ? `?${text}` : ""));
+}
+
+// Calls `onMessage` with each message. The element with the id "connection" says whether the page is connected.
 export function listen(path, onMessage) {
   const note = document.getElementById("connection");
   const stream = new EventSource(path);
-  stream.onopen = () => { note.textContent = "live"; note.className = "ok"; };
+  stream.onopen = () => { note.textContent = "connected"; note.className = "ok"; };
   stream.onerror = () => {
     note.textContent = "not connected: the dashboard has ended or does not answer; trying again";
     note.className = "problem";

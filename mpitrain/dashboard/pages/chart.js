@@ -1,6 +1,7 @@
 // Charts over steps that share one zoom. The server chooses the points for the pixels, so a zoom asks it again.
 
 import uPlot from "./uplot/uPlot.esm.js";
+import {keepInAddress} from "./api.js";
 import {element, number, words} from "./text.js";
 
 const color = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
@@ -8,12 +9,22 @@ const HEIGHT = 190;
 const MOST_MARKS = 60;
 const HELP = "Drag to zoom, double-click to see all. Keys: + and - zoom, arrows move, 0 shows all.";
 
-// The range of steps that all charts of a page show; null: all steps.
+const COLORS = 8;
+const DASH = [6, 4];
+// Each line of a chart has a colour and a dash of its own, up to twice the colours.
+export const colorOf = (number_) => `--curve-${number_ % COLORS + 1}`;
+export const dashOf = (number_) => number_ % (2 * COLORS) < COLORS ? [] : DASH;
+
+// The range of steps that all charts of a page show; null: all steps. It is in the page's address.
 export class Zoom {
-  constructor(onChange) { this.range = null; this.extent = [0, 1]; this.onChange = onChange; }
+  constructor(onChange) {
+    const [low, high] = ["from", "to"].map((name) => parseFloat(new URLSearchParams(location.search).get(name)));
+    this.range = low < high ? [low, high] : null; this.extent = [0, 1]; this.onChange = onChange;
+  }
   set(range) {
     if (range && range[1] - range[0] < 1e-9) return;
     this.range = range;
+    keepInAddress({from: range ? String(range[0]) : "", to: range ? String(range[1]) : ""});
     this.onChange();
   }
   get shown() { return this.range ?? this.extent; }
@@ -91,7 +102,7 @@ export class Chart {
       axes: [{...axis, size: 34, space: 70, values: (_, ticks) => ticks.map((tick) => tick.toLocaleString("en"))},
         {...axis, size: 58, values: (_, ticks) => ticks.map((tick) => short(tick))}],
       series: [{label: "step", value: (_, value) => value === null ? "" : number(value)}, ...this.lines.map((line) => ({
-        label: words(line.label), stroke: color(`--curve-${line.color % 8 + 1}`), width: 1.5, points: {show: few, size: 4},
+        label: words(line.label), stroke: color(colorOf(line.color)), dash: dashOf(line.color), width: 1.5, points: {show: few, size: 4},
         value: (_, value) => number(value, 6),
       }))],
       cursor: {drag: {x: true, y: false, setScale: false}, points: {size: 7}, bind: {dblclick: () => () => this.zoom.set(null)}},

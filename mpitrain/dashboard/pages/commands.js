@@ -6,6 +6,7 @@ import {element, number} from "./text.js";
 
 const LOOK_MS = 5000;  // other operators change values too
 const MOST_ANSWERS = 5;
+const LEAST_FACTOR = 0.01, MOST_FACTOR = 100;  // others of the learning rate are asked about, because most are slips
 const place = (name) => document.getElementById(name);
 
 export class Commands {
@@ -16,15 +17,26 @@ export class Commands {
     this.isPaused = false;
     this.isLooking = false;
     this.rows = new Map();
-    for (const [name, kind] of [["save", "save"], ["stop", "stop"], ["stacks", "stacks"]]) this.button(name, () => ({kind}));
+    for (const kind of ["save", "stacks"]) this.button(kind, () => ({kind}));
+    place("stop").addEventListener("click", () => this.ask("Stop the run", "Stop",
+      `End ${this.job} after the present step? It is saved there. The steps behind it are not made; the checkpoint can be resumed.`, {kind: "stop"}));
+    place("kill").addEventListener("click", () => this.ask("Kill the job", "Kill",
+      `End ${this.job} now, without a save? All that it has made since its last checkpoint is lost.`, {kind: "kill"}));
     this.button("pause", () => ({kind: this.isPaused ? "resume" : "pause"}));
     this.form(place("rate"), () => ({kind: "rate", value: place("factor").value}));
-    place("kill").addEventListener("click", () => place("sure").showModal());
     place("sure").addEventListener("close", () => {
-      if (place("sure").returnValue === "kill") this.tell("Kill", {kind: "kill"});
+      if (place("sure").returnValue === "yes") this.tell(this.asked.title, this.asked.order);
       place("sure").returnValue = "";
     });
     setInterval(() => { if (!document.hidden) this.look(); }, LOOK_MS);
+  }
+
+  // Have the user say yes first, to a question that names what is ended or changed.
+  ask(yes, title, question, order) {
+    this.asked = {title, order};
+    place("sureText").textContent = question;
+    place("sureYes").textContent = yes;
+    place("sure").showModal();
   }
 
   // The page has heard of the job, or, with null, that it has gone. Only operators' pages call this.
@@ -32,6 +44,10 @@ export class Commands {
     const isNew = live && (!this.isLive || this.isPaused !== Boolean(live.paused));
     this.isLive = Boolean(live);
     this.isPaused = Boolean(live?.paused);
+    if (live) {
+      const step = Math.max(0, ...live.ranks.map((rank) => rank.step));
+      this.job = `job ${live.job} (${[live.script, ...live.arguments].join(" ")}), which is at step ${number(step)},`;
+    }
     place("pause").textContent = this.isPaused ? "Resume" : "Pause";
     place("controls").hidden = !live;
     place("commands").hidden = !live && !place("answers").childElementCount;
@@ -89,8 +105,11 @@ export class Commands {
     const button = form.querySelector("button");
     form.addEventListener("submit", (event) => {
       event.preventDefault();
-      const made = order();
-      this.once(button, made.kind === "rate" ? `Learning rate times ${made.value}` : `${made.name}=${made.value}`, made);
+      const made = order(), factor = parseFloat(made.value), isRate = made.kind === "rate";
+      const title = isRate ? `Learning rate times ${made.value}` : `${made.name}=${made.value}`;
+      if (isRate && factor > 0 && (factor < LEAST_FACTOR || factor > MOST_FACTOR)) {
+        this.ask("Multiply", title, `Multiply the learning rate of ${this.job} by ${made.value}? Factors are mostly from ${LEAST_FACTOR} to ${MOST_FACTOR}.`, made);
+      } else this.once(button, title, made);
     });
   }
 
@@ -102,15 +121,26 @@ export class Commands {
     button.ariaDisabled = null;
   }
 
+  // What takes an order back; null: nothing does. A value was what the page has shown before.
+  backOf(order) {
+    if (order.kind === "rate") return {title: `Learning rate times 1/${order.value}`, order: {kind: "rate", value: String(1 / parseFloat(order.value))}};
+    const before = order.kind === "set" ? this.rows.get(order.name)?.shown : undefined;
+    return before === undefined ? null : {title: `${order.name}=${before}`, order: {...order, value: before}};
+  }
+
   async tell(title, order) {
     const text = element("span", {}, "waits for the answer, which comes after a step");
     const clock = new Date().toLocaleTimeString("en-GB");
     place("answers").prepend(element("li", {}, `${clock} `, element("strong", {}, title), ": ", text));
     while (place("answers").childElementCount > MOST_ANSWERS) place("answers").lastElementChild.remove();
-    const answer = await tell(this.path, order);
+    const back = this.backOf(order), answer = await tell(this.path, order);
     const isText = order.kind === "stacks" && answer.accepted;
     text.textContent = isText ? "see below" : answer.accepted ?? `refused: ${answer.refused}`;
     text.className = answer.accepted ? "" : "problem";
+    if (back && answer.accepted) {
+      const undo = element("button", {type: "button", ariaLabel: `Undo ${title}`, onclick: () => { undo.remove(); this.tell(`Undo: ${back.title}`, back.order); }}, "Undo");
+      text.after(" ", undo);
+    }
     if (isText) place("stackText").textContent = answer.accepted;
     place("stackText").hidden = !place("stackText").textContent;
     this.look();

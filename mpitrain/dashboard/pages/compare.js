@@ -1,7 +1,7 @@
 // Several runs: one metric on one chart, and in what the runs differ.
 
 import {get} from "./api.js";
-import {Chart, Zoom} from "./chart.js";
+import {Chart, Zoom, colorOf, dashOf} from "./chart.js";
 import {metricsOf} from "./panels.js";
 import {element, number, stateMark, time, words} from "./text.js";
 
@@ -28,21 +28,25 @@ async function draw() {
 }
 
 function swatch(number_) {
-  const canvas = element("canvas", {width: 12, height: 12, ariaHidden: "true"}), context = canvas.getContext("2d");
-  context.fillStyle = getComputedStyle(document.documentElement).getPropertyValue(`--curve-${number_ % 8 + 1}`);
-  context.fillRect(0, 0, 12, 12);
+  const canvas = element("canvas", {width: 24, height: 12, ariaHidden: "true"}), context = canvas.getContext("2d");
+  context.strokeStyle = getComputedStyle(document.documentElement).getPropertyValue(colorOf(number_));
+  context.lineWidth = 4;
+  context.setLineDash(dashOf(number_));
+  context.beginPath(); context.moveTo(0, 6); context.lineTo(24, 6); context.stroke();
   return canvas;
 }
 
 async function load() {
   const answer = await get(`/api/compare?runs=${encodeURIComponent(ids)}`);
   runs = answer.runs;
+  zoom.extent[1] = Math.max(zoom.extent[1], ...runs.map((run) => run.last.step ?? 1));
   const names = labels(runs);
+  if (answer.asked > runs.length) fail(Error(`${answer.asked} runs were chosen; the first ${runs.length} are compared, which is the limit`));
   place("metric").replaceChildren(...metricsOf(answer.names).map((name) => element("option", {value: name}, words(name))));
   place("runs").tBodies[0].replaceChildren(...runs.map((run, number_) => element("tr", {},
     element("td", {}, swatch(number_), " ", element("a", {href: `/run/${encodeURIComponent(run.id)}`, title: run.folder}, names[number_])),
     element("td", {}, stateMark(run.state, run.why)), element("td", {}, time(run.started)), element("td", {className: "numeric"}, number(run.step ?? run.last.step)),
-    element("td", {className: "numeric"}, number(run.last.loss)), element("td", {className: "numeric"}, number(run.last.samples_per_second)))));
+    element("td", {className: "numeric"}, number(run.last.loss)), element("td", {className: "numeric"}, number(run.speed)))));
   place("differences").tHead.rows[0].replaceChildren(element("th", {scope: "col"}, "Fact"), ...names.map((name) => element("th", {scope: "col"}, name)));
   const rows = answer.differences.map((one) => element("tr", {}, element("th", {scope: "row"}, one.name), ...one.values.map((value) => element("td", {className: "wide"}, value ?? "-"))));
   if (!rows.length) rows.push(element("tr", {}, element("td", {colSpan: runs.length + 1}, "Nothing that the records know: script, arguments, settings, hosts, commit and packages are equal.")));

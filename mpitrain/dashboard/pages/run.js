@@ -14,25 +14,35 @@ const id = decodeURIComponent(location.pathname.split("/").pop());
 const base = `/api/runs/${encodeURIComponent(id)}`;
 const place = (name) => document.getElementById(name);
 const grid = new Grid(place("grid"));
-const zoom = new Zoom(() => draw());
+const zoom = new Zoom(() => draw(true).catch(fail));
 const files = new Files(`${base}/files`);
 let charts = [], names = [], events = [], rows = -1, commands = null, output = null;
 
-function showRun(run, live, waits) {
+// A job that had no record when this page was opened has one: its page has the charts, and lasts.
+function hasMoved(run) {
+  if (run.id === id || !run.folder) return false;
+  location.replace(`/run/${encodeURIComponent(run.id)}${location.search}`);
+  return true;
+}
+
+function showRun(run, live, waits, slow) {
   document.title = `${run.name} - mpitrain`;
   place("name").textContent = run.name;
   place("state").replaceChildren(stateMark(run.state, run.why), run.why ? ` ${run.why}` : "");
   place("problem").textContent = run.problems.join(". ");
   place("problem").hidden = !run.problems.length;
-  const now = {...run.last, ...run.metrics}, speed = run.metrics["samples/s"] ?? run.last.samples_per_second;
+  const now = {...run.last, ...run.metrics}, speed = run.metrics["samples/s"] ?? run.speed;
+  const step = run.step ?? run.last.step, steps = run.steps ? ` / ${number(run.steps)}` : "";
   const took = run.started ? (run.ended ?? (run.is_live ? Date.now() / 1000 : run.changed)) - run.started : null;
-  const figures = [["step", number(run.step ?? run.last.step)], ["loss", number(now.loss)], ["samples/s", number(speed)],
+  const figures = [["step", step === undefined || step === null ? "" : number(step) + steps], ["loss", number(now.loss)], ["samples/s", number(speed)],
     ["ranks", run.ranks ? number(run.ranks) : ""], ["hosts", run.hosts.length ? number(run.hosts.length) : ""], ["began", time(run.started)], ["took", duration(took)]];
   place("figures").replaceChildren(...figures.filter(([, value]) => value !== "").map(([name, value]) => element("li", {}, element("span", {}, name), element("strong", {}, value))));
   place("live").hidden = !live;
+  place("slow").textContent = slow ?? "";
   if (live) showRanks(live);
   showWaits(waits, live?.stall, run.state === "stalled", Boolean(commands));
   commands?.show(live);
+  if (output && run.state === "failed" && !place("outputPart").dataset.seen) place("outputPart").open = place("outputPart").dataset.seen = true;
   output?.show(live);
 }
 
@@ -83,16 +93,20 @@ function makeCharts() {
   });
 }
 
-// One request at a time; where a run is so long that an answer takes time, the next one comes later.
-let isDrawing = false, isStale = false;
-async function draw() {
-  if (isDrawing) { isStale = true; return; }
+// One request at a time; where a run is so long that an answer takes time, the next one for new rows comes later. A zoom
+// waits for nothing: it takes the place of a request that goes on.
+let asking = null, pause = 0, isStale = false;
+async function draw(isZoom = false) {
+  if (!isZoom && (asking || pause)) { isStale = true; return; }
   if (!charts.length) return;
-  isDrawing = true;
-  const begun = performance.now();
+  asking?.abort();
+  clearTimeout(pause);
+  pause = 0; isStale = false;
+  const own = asking = new AbortController(), begun = performance.now();
   try {
     const query = names.map((name) => `name=${encodeURIComponent(name)}`).join("&");
-    const answer = await get(`${base}/series?${query}&${zoom.query(charts[0].width)}`);
+    const answer = await get(`${base}/series?${query}&${zoom.query(charts[0].width)}`, own.signal);
+    if (asking !== own) return;
     if (!zoom.range) {
       const ends = Object.values(answer.curves).filter((curve) => curve.steps.length).flatMap((curve) => [curve.steps[0], curve.steps[curve.steps.length - 1]]);
       if (ends.length) zoom.extent = [Math.min(...ends), Math.max(...ends)];
@@ -100,32 +114,40 @@ async function draw() {
     const marks = events.map((event) => ({step: event.after_step, text: event.text}));
     for (const chart of charts) chart.show(chart.names.map((name) => answer.curves[name] ?? null), marks);
     place("charts").dataset.drawn = String(performance.now());
+  } catch (error) {
+    if (!own.signal.aborted) throw error;
   } finally {
-    const took = performance.now() - begun;
-    setTimeout(() => { isDrawing = false; if (isStale) { isStale = false; draw(); } }, Math.min(10 * took, 5000) > 500 ? Math.min(10 * took, 5000) : 0);
+    if (asking === own) {
+      const wait = Math.min(10 * (performance.now() - begun), 5000);
+      asking = null;
+      pause = setTimeout(() => { pause = 0; if (isStale) draw().catch(fail); }, wait > 500 ? wait : 0);
+    }
   }
 }
 
 async function load() {
   const answer = await get(base);
+  if (hasMoved(answer.run)) return;
   events = answer.events;
   if (answer.role === "operator") {
     commands ??= new Commands(`${base}/tell`);
     output ??= new Output(`${base}/output`);
   }
   if (answer.live) grid.set(answer.history);
-  showRun(answer.run, answer.live, answer.waits);
+  showRun(answer.run, answer.live, answer.waits, answer.slow);
   showEvents(answer.live);
   showDocument(answer.document);
   rows = answer.run.rows;
+  zoom.extent[1] = Math.max(zoom.extent[1], answer.run.last.step ?? 1);  // of a zoom that the address has
   const shown = [...panelsOf(answer.names).values()].flat();
   if (shown.join("\n") !== names.join("\n")) { names = shown; makeCharts(); }
-  draw();
+  await draw();
 }
 
 listen(`/api/stream?run=${encodeURIComponent(id)}`, (message) => {
   if (!message.run) { place("state").textContent = "its record and its job have gone"; return; }
-  showRun(message.run, message.live, message.waits);
+  if (hasMoved(message.run)) return;
+  showRun(message.run, message.live, message.waits, message.slow);
   showEvents(message.live);
   if (message.run.rows !== rows || message.run.state === "done") { rows = message.run.rows; load().catch(fail); }
 });

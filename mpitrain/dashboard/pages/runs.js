@@ -1,11 +1,11 @@
 // The list of runs: filter, sort, choose some to compare.
 
-import {get, listen} from "./api.js";
+import {get, keepInAddress, listen} from "./api.js";
 import {duration, element, number, stateMark, time} from "./text.js";
 
 const step = (run) => run.step ?? run.last.step ?? null;
 const loss = (run) => run.metrics.loss ?? run.last.loss ?? null;
-const speed = (run) => run.metrics["samples/s"] ?? run.last.samples_per_second ?? null;
+const speed = (run) => run.speed ?? run.metrics["samples/s"] ?? null;
 const length = (run) => run.started ? (run.ended ?? (run.is_live ? Date.now() / 1000 : run.changed)) - run.started : null;
 const COLUMNS = [
   {name: "Run", value: (run) => run.name, cell: (run) => element("a", {href: `/run/${encodeURIComponent(run.id)}`, title: run.folder || run.script}, run.name)},
@@ -16,7 +16,7 @@ const COLUMNS = [
   {name: "Ranks", value: (run) => run.ranks, cell: (run) => run.ranks ? number(run.ranks) : "", numeric: true, minor: true},
   {name: "Step", value: step, cell: (run) => number(step(run)), numeric: true},
   {name: "Loss", value: loss, cell: (run) => number(loss(run)), numeric: true},
-  {name: "Samples/s", value: speed, cell: (run) => number(speed(run)), numeric: true},
+  {name: "Samples/s", value: speed, cell: (run) => number(speed(run)), numeric: true, title: "mean over the run"},
   {name: "Last event", value: (run) => run.event, cell: (run) => run.problems.length ? `⚠ ${run.problems[0]}` : run.event, wide: true},
 ];
 
@@ -29,13 +29,14 @@ let runs = [], numRuns = 0, sorting = null, rising = true, words = null;
 
 document.getElementById("heads").append(element("th", {scope: "col"}, element("span", {className: "hidden"}, "Choose")),
   ...COLUMNS.map((column, place) => {
-    const button = element("button", {type: "button", onclick: () => sort(place)}, column.name);
+    const button = element("button", {type: "button", title: column.title ?? "", onclick: () => sort(place)}, column.name);
     return element("th", {scope: "col", className: kind(column)}, button);
   }));
 
-function sort(place) {
-  rising = sorting === place ? !rising : !COLUMNS[place].numeric;
+function sort(place, isRising = sorting === place ? !rising : !COLUMNS[place].numeric) {
+  rising = isRising;
   sorting = place;
+  keepInAddress({sort: COLUMNS[place].name, order: rising ? "rising" : "falling"});
   words ??= new Intl.Collator("en", {numeric: true});
   document.querySelectorAll("#heads th").forEach((head, number) => {
     if (number === place + 1) head.setAttribute("aria-sort", rising ? "ascending" : "descending");
@@ -67,13 +68,14 @@ function row(run) {
 
 function choose(id, isChosen) {
   if (isChosen) chosen.add(id); else chosen.delete(id);
-  compare.disabled = chosen.size < 2;
-  compare.textContent = chosen.size < 2 ? "Compare" : `Compare ${chosen.size}`;
+  compare.disabled = chosen.size < 2 || chosen.size > MOST_COMPARED;
+  compare.textContent = chosen.size < 2 ? "Compare" : chosen.size > MOST_COMPARED ? `At most ${MOST_COMPARED} of ${chosen.size}` : `Compare ${chosen.size}`;
 }
 
 // Rows whose text has not changed stay, so that the focus and a selection stay too. A table of a thousand rows takes a
 // browser half a second, so a row is made when the end of those that are there comes near the screen.
 const MORE_ROWS = 40;
+const MOST_COMPARED = 16;
 const shown = new Map();
 let mostRows = MORE_ROWS;
 const end = document.getElementById("end");
@@ -111,7 +113,7 @@ function show() {
   document.getElementById("empty").hidden = runs.length > 0;
 }
 
-filter.addEventListener("input", show);
+filter.addEventListener("input", () => { keepInAddress({filter: filter.value}); show(); });
 document.getElementById("controls").addEventListener("submit", (event) => event.preventDefault());
 compare.addEventListener("click", () => { location.href = `/compare?runs=${[...chosen].map(encodeURIComponent).join(",")}`; });
 
@@ -123,6 +125,10 @@ function take(answer) {
   problem.hidden = !answer.problem;
   show();
 }
+
+const asked = new URLSearchParams(location.search), ofAddress = COLUMNS.findIndex((column) => column.name === asked.get("sort"));
+filter.value = asked.get("filter") ?? "";
+if (ofAddress >= 0) sort(ofAddress, asked.get("order") !== "falling");
 
 function follow() {
   listen("/api/stream", (answer) => {

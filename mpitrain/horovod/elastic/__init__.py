@@ -1,4 +1,4 @@
-"""hvd.elastic: a training that goes on when ranks are lost, or when hosts join and leave. See docs/horovod_elastic.md.
+"""hvd.elastic: a training that goes on when ranks are lost, or when hosts join and leave. See docs/how-to/horovod.md.
 
     run(train)(state) ─> sync ─> train(state) ─> state.commit() ─> state.commit() ...
           ^                                           └─ --restarts: copy to memory; another host set goes on from it
@@ -11,9 +11,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from mpitrain.horovod.elastic.decorator import run
-from mpitrain.horovod.elastic.state import ElasticState, ObjectState
-from mpitrain.horovod.exceptions import HorovodInternalError, HostsUpdatedInterrupt
+from mpitrain.errors import HorovodInternalError
+from mpitrain.horovod.elastic.state import ElasticState, HostsUpdatedInterrupt, ObjectState, run
 from mpitrain.horovod.names import part_or_refusal
 
 State = ElasticState
@@ -28,7 +27,7 @@ __all__ = [
 
 # What needs PyTorch is loaded when it is first used: module and name.
 _PARTS = {
-    "ElasticSampler": ("mpitrain.horovod.elastic.sampler", "ElasticSampler"),
+    "ElasticSampler": ("mpitrain.horovod.elastic.torch_state", "ElasticSampler"),
     "TorchState": ("mpitrain.horovod.elastic.torch_state", "TorchState"),
 }
 

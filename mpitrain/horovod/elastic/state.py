@@ -1,15 +1,34 @@
-"""What a training has reached: what all ranks go on from when one is lost, and what the next try of a job gets."""
+"""What a training has reached, and run(), which calls the function of a script again from there.
+
+It is what all ranks go on from when one is lost, and what the next try of a job gets.
+"""
 
 from __future__ import annotations
 
 import copy
+import functools
+import sys
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, TypeVar
 
 from mpitrain.errors import ConfigError
-from mpitrain.job.start import init
-from mpitrain.training.checkpoint.packed import pack, unpack
-from mpitrain.training.keep import KeptState, RankState
+from mpitrain.job.start import elastic, init
+from mpitrain.state.keep import KeptState, RankState
+from mpitrain.state.packed import pack, unpack
+from mpitrain.world.world import World
+
+Result = TypeVar("Result")
+
+
+class HostsUpdatedInterrupt(RuntimeError):  # noqa: N818 - Horovod's name
+    """A script raises it on all ranks to have elastic.run call its function again. mpitrain itself never raises it.
+
+    `skip_sync`: the ranks agree already, so rank 0 need not send its state.
+    """
+
+    def __init__(self, skip_sync: bool = False) -> None:
+        super().__init__("the function of elastic.run is to be called again")
+        self.skip_sync = skip_sync
 
 
 class ElasticState:
@@ -23,10 +42,10 @@ class ElasticState:
     ) -> None:
         """
         Args:
-            bcast_object: sends rank 0's object to all ranks; default: World.broadcast.
+            bcast_object: sends rank 0's object to all ranks; default: World.broadcast_object.
             get_rank: returns this rank; default: that of mpitrain.init().
         """
-        self._bcast_object = bcast_object or (lambda value: init().broadcast(value))
+        self._bcast_object = bcast_object or (lambda value: init().broadcast_object(value))
         self._rank = get_rank or (lambda: init().rank)
         self._reset_callbacks: list[Callable[[], Any]] = []
         self._copies: KeptState | None = None
@@ -163,3 +182,64 @@ class ObjectState(ElasticState):
     def _set(self, values: dict[str, Any]) -> None:
         for name, value in values.items():
             setattr(self, name, value)
+
+
+def run(func: Callable[..., Result]) -> Callable[..., Result]:
+    """Decorate `func(state, ...)`: it is called again from the last commit when a rank is lost. Collective.
+
+        @hvd.elastic.run
+        def train(state):
+            for state.batch in range(state.batch, 100):
+                ...
+                state.commit()
+
+        train(hvd.elastic.TorchState(model, optimizer, batch=0))
+
+    Every rank first gets rank 0's state. With `mpitrain run --recover`, the ranks that are left go on after a loss.
+    Each restores its last commit, calls the reset callbacks, gets rank 0's state, and calls `func` again. With
+    `--restarts`, a new try of the job goes on from the newest copy of the state in memory, after a failure, and when
+    hosts join or leave. It calls the reset callbacks before `func`. Without either, `func` is called once.
+
+    Args:
+        func: its first argument is the state. All ranks commit the same number of times.
+
+    Raises:
+        ConfigError: the first argument is no state. On this rank.
+        Exception: what `func` raises, unless a lost rank is the cause. So also a HorovodInternalError of a call that
+            the ranks have made differently: Horovod would make that call again and again.
+    """
+
+    @functools.wraps(func)
+    def wrapper(state: ElasticState, *args: Any, **kwargs: Any) -> Result:
+        if not isinstance(state, ElasticState):
+            raise ConfigError(
+                f"{init().name()}: the function of hvd.elastic.run was given a {type(state).__name__} as its first "
+                "argument; give it a state, such as hvd.elastic.TorchState(model, optimizer, batch=0)"
+            )
+        has_begun, is_reset = False, state.begin_copies()
+
+        def train(_: World) -> Result:
+            nonlocal has_begun, is_reset
+            if has_begun:  # and a rank was lost
+                named_calls = sys.modules.get("mpitrain.horovod.process_sets")
+                if named_calls is not None:
+                    named_calls.renew()
+                state.restore()
+                is_reset = True
+            has_begun, syncs = True, True
+            while True:
+                if is_reset:
+                    state.on_reset()
+                if syncs:
+                    state.sync()
+                try:
+                    return func(state, *args, **kwargs)
+                except HostsUpdatedInterrupt as interrupt:
+                    is_reset, syncs = True, not interrupt.skip_sync
+
+        try:
+            return elastic(train)
+        finally:
+            state.end_copies()
+
+    return wrapper

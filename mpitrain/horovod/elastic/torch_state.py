@@ -1,15 +1,80 @@
-"""TorchState: models, optimizers and samplers, beside other objects."""
+"""TorchState: models, optimizers and samplers, beside other objects. ElasticSampler: what is left of an epoch."""
 
 from __future__ import annotations
 
+import random
+from collections.abc import Iterator, Sized
+from itertools import cycle, islice
 from typing import Any
 
 import torch
 
-from mpitrain.horovod.elastic.sampler import ElasticSampler
 from mpitrain.horovod.elastic.state import ObjectState
+from mpitrain.job.start import init
+from mpitrain.state.keep import RankState
 from mpitrain.torch.keep import TorchRankState
-from mpitrain.training.keep import RankState
+
+
+class ElasticSampler(torch.utils.data.Sampler[int]):
+    """Numbers of the samples of an epoch that no rank has processed yet, for a DataLoader; each rank has its part.
+
+    Give it to TorchState, and call `record_batch` after each batch.
+
+    All ranks have equally many samples, so the first ones are used twice if they cannot be divided.
+
+    Attributes:
+        epoch: the number of the epoch, which the order depends on.
+        processed_num: the number of samples that all ranks together have processed in this epoch.
+        remaining_indices: the samples that are left, in their order.
+        num_samples: the number of samples of this rank among them.
+    """
+
+    def __init__(self, dataset: Sized, shuffle: bool = True, seed: int = 0) -> None:
+        """
+        Args:
+            dataset: has a length, the same on every rank.
+            shuffle: order the samples anew in each epoch.
+            seed: of the orders, the same on every rank.
+        """
+        self.dataset, self.shuffle, self.seed = dataset, shuffle, seed
+        self.epoch = self.processed_num = 0
+        self.reset()
+
+    def set_epoch(self, epoch: int) -> None:
+        """Begin an epoch with all samples. Call it at the end of the one before: a reset then goes on within one."""
+        self.epoch, self.processed_num = epoch, 0
+        self.reset()
+
+    def record_batch(self, batch_idx: int, batch_size: int) -> None:
+        """Note that each rank has processed a batch of so many samples. `batch_idx` is not used."""
+        self.processed_num += batch_size * self.num_replicas
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the epoch and the number of processed samples."""
+        return {"epoch": self.epoch, "processed_num": self.processed_num}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from there, with the present ranks."""
+        self.epoch, self.processed_num = state["epoch"], state["processed_num"]
+        self.reset()
+
+    def reset(self) -> None:
+        """Divide the samples that are left among the present ranks."""
+        world = init()
+        self.rank, self.num_replicas = world.rank, world.size
+        order = list(range(len(self.dataset)))
+        if self.shuffle:
+            random.Random(self.seed + self.epoch).shuffle(order)
+        self.remaining_indices = order[self.processed_num :]
+        self.num_samples = -(-len(self.remaining_indices) // self.num_replicas)
+        self.total_size = self.num_samples * self.num_replicas
+
+    def __iter__(self) -> Iterator[int]:
+        everyone = islice(cycle(self.remaining_indices), self.total_size)
+        return islice(everyone, self.rank, None, self.num_replicas)
+
+    def __len__(self) -> int:
+        return self.num_samples
 
 
 class TorchState(ObjectState):
@@ -30,7 +95,7 @@ class TorchState(ObjectState):
     def state_dict(self) -> dict[str, Any]:
         """Return the state_dict of what has one, with its tensors on the host, and the other objects, by name."""
         values = super().state_dict()
-        return {name: _on_host(value.state_dict()) if _is_loaded(value) else value for name, value in values.items()}
+        return {name: on_host(value.state_dict()) if _is_loaded(value) else value for name, value in values.items()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Load into what has a state_dict, and set the other objects. See ObjectState."""
@@ -55,12 +120,12 @@ def _is_loaded(value: Any) -> bool:
     return hasattr(value, "state_dict") and hasattr(value, "load_state_dict")
 
 
-def _on_host(value: Any) -> Any:
-    """The same nesting of dicts, lists and tuples, with its tensors on the host."""
+def on_host(value: Any) -> Any:
+    """Return the same nesting of dicts, lists and tuples, with its tensors on the host."""
     if isinstance(value, torch.Tensor):
         return value.detach().cpu()
     if isinstance(value, dict):
-        return {key: _on_host(entry) for key, entry in value.items()}
+        return {key: on_host(entry) for key, entry in value.items()}
     if type(value) in (list, tuple):
-        return type(value)(_on_host(entry) for entry in value)
+        return type(value)(on_host(entry) for entry in value)
     return value

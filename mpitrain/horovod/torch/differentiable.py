@@ -6,47 +6,61 @@ pass, each rank's gradient is the mean of the ranks' gradients: what one process
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
-from mpitrain.horovod.operators import Operator
-from mpitrain.horovod.process_sets import ProcessSet, global_process_set
-from mpitrain.horovod.torch import moving, reducing
+from mpitrain.horovod.process_sets import ProcessSet, global_process_set, refused_by_all
+from mpitrain.horovod.torch.calls import (
+    Average,
+    How,
+    Sum,
+    Tensors,
+    begin_allgather,
+    begin_allreduce,
+    begin_alltoall,
+    begin_broadcast,
+    begin_reducescatter,
+    check,
+)
 from mpitrain.horovod.torch.compression import Compression, Compressor
-from mpitrain.horovod.torch.reducing import Average
-from mpitrain.horovod.torch.submission import Tensors, now
 
-# mypy: disable-error-code="no-untyped-call,no-untyped-def,override,misc"
-# torch.autograd.Function has no types for what is defined here.
+__all__ = [
+    "allgather",
+    "allreduce",
+    "allreduce_",
+    "alltoall",
+    "broadcast",
+    "broadcast_",
+    "grouped_allgather",
+    "grouped_allreduce",
+    "grouped_allreduce_",
+    "grouped_reducescatter",
+    "reducescatter",
+]
+
+# What makes of the gradients of a call's results those of its tensors.
+Back = Callable[[Sequence[torch.Tensor]], Sequence[torch.Tensor]]
 
 
-class _Allreduce(torch.autograd.Function):
+class _Linked(torch.autograd.Function):
+    """The results of a call that has ended, with the way back from their gradients to those of its tensors."""
+
     @staticmethod
-    def forward(ctx: Any, name: Any, op: Any, factors: tuple[float, float], process_set: Any, *tensors: Any) -> Any:
-        ctx.how = op, factors, process_set
-        pre, post = factors
-        if len(tensors) == 1 and not isinstance(name, _OfGroup):
-            return now(reducing.allreduce_async, tensors[0], None, name, op, pre, post, process_set)
-        return tuple(now(reducing.grouped_allreduce_async, list(tensors), None, name.name, op, pre, post, process_set))
+    def forward(ctx: Any, back: Back, results: list[torch.Tensor], *tensors: torch.Tensor) -> Any:
+        ctx.back = back
+        return tuple(results)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> Any:
-        op, factors, process_set = ctx.how
-        return (None, None, None, None, *_reduced(gradients, op, factors, process_set))
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        return None, None, *ctx.back(gradients)
 
 
-class _OfGroup:
-    """Marks the name of a call with a list of tensors."""
-
-    def __init__(self, name: str | None) -> None:
-        self.name = name
-
-
-def _reduced(gradients: Sequence[torch.Tensor], op: Any, factors: tuple[float, float], process_set: Any) -> Any:
-    pre, post = factors
-    return now(reducing.grouped_allreduce_async, list(gradients), None, None, op, pre, post, process_set)
+def _linked(tensors: Tensors, results: list[torch.Tensor], back: Back) -> list[torch.Tensor]:
+    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
+        return list(_Linked.apply(back, results, *tensors))  # type: ignore[no-untyped-call]
+    return results
 
 
 def allreduce(
@@ -59,15 +73,13 @@ def allreduce(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> torch.Tensor:
-    """Return the tensor reduced over the ranks of a set. See reducing.allreduce_async; gradients pass through.
+    """Return the tensor reduced over the ranks of a set. See allreduce_async; gradients pass through.
 
     Args:
         compression: Compression.none, Compression.fp16, or an object with the same methods.
     """
-    how = reducing.operator_of(op, average)
-    short, context = compression.compress(tensor)
-    result = _Allreduce.apply(name, how, (prescale_factor, postscale_factor), process_set, short)
-    return compression.decompress(result, context)
+    how = How(op, average, prescale_factor, postscale_factor)
+    return _allreduced("allreduce", [tensor], name, compression, how, process_set)[0]
 
 
 def allreduce_(
@@ -79,10 +91,10 @@ def allreduce_(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> torch.Tensor:
-    """Replace the tensor by the result of all ranks, and return it. See reducing.allreduce_async."""
-    result: torch.Tensor = now(
-        reducing.allreduce_async_, tensor, average, name, op, prescale_factor, postscale_factor, process_set
-    )
+    """Replace the tensor by the result of all ranks, and return it. See allreduce_async."""
+    how = How(op, average, prescale_factor, postscale_factor)
+    call = begin_allreduce("allreduce", [tensor], name, how, process_set, in_place=True, hurries=False)
+    result: torch.Tensor = call.ended()
     return result
 
 
@@ -97,10 +109,8 @@ def grouped_allreduce(
     process_set: ProcessSet = global_process_set,
 ) -> list[torch.Tensor]:
     """Return the tensors reduced over the ranks of a set, as one call. See allreduce."""
-    how = reducing.operator_of(op, average)
-    short, contexts = zip(*map(compression.compress, tensors), strict=True)
-    results = _Allreduce.apply(_OfGroup(name), how, (prescale_factor, postscale_factor), process_set, *short)
-    return [compression.decompress(result, context) for result, context in zip(results, contexts, strict=True)]
+    how = How(op, average, prescale_factor, postscale_factor)
+    return _allreduced("grouped_allreduce", tensors, name, compression, how, process_set)
 
 
 def grouped_allreduce_(
@@ -112,116 +122,26 @@ def grouped_allreduce_(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> list[torch.Tensor]:
-    """Replace the tensors by the results of all ranks, and return them. See reducing.allreduce_async."""
-    results: list[torch.Tensor] = now(
-        reducing.grouped_allreduce_async_, tensors, average, name, op, prescale_factor, postscale_factor, process_set
-    )
+    """Replace the tensors by the results of all ranks, and return them. See allreduce_async."""
+    how = How(op, average, prescale_factor, postscale_factor)
+    call = begin_allreduce("grouped_allreduce", tensors, name, how, process_set, in_place=True, hurries=False)
+    results: list[torch.Tensor] = call.ended()
     return results
 
 
-class _Allgather(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, name: Any, process_set: Any, *tensors: Any) -> Any:
-        ctx.process_set, ctx.lengths = process_set, [tensor.shape[0] if tensor.dim() else 0 for tensor in tensors]
-        if len(tensors) == 1 and not isinstance(name, _OfGroup):
-            return now(moving.allgather_async, tensors[0], name, process_set)
-        return tuple(now(moving.grouped_allgather_async, list(tensors), name.name, process_set))
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> Any:
-        means = _reduced(gradients, Average, (1.0, 1.0), ctx.process_set)
-        lengths = torch.tensor([ctx.lengths])
-        of_all = now(moving.allgather_async, lengths, None, ctx.process_set)
-        begins = of_all[: ctx.process_set.rank()].sum(0).tolist()
-        parts = zip(means, begins, ctx.lengths, strict=True)
-        return (None, None, *(mean.narrow(0, begin, length) for mean, begin, length in parts))
+def _allreduced(
+    kind: str, tensors: Tensors, name: str | None, compression: Compressor, how: How, process_set: ProcessSet
+) -> list[torch.Tensor]:
+    shorter, contexts = _compressed(kind, tensors, name, compression, process_set)
+    call = begin_allreduce(kind, shorter, name, how, process_set, hurries=False)
+    results = _linked(shorter, _listed(call.ended()), lambda slopes: _reduced(slopes, how, process_set))
+    return [compression.decompress(result, context) for result, context in zip(results, contexts, strict=True)]
 
 
-def allgather(
-    tensor: torch.Tensor, name: str | None = None, process_set: ProcessSet = global_process_set
-) -> torch.Tensor:
-    """Return the tensors of all ranks of a set, joined along the first dimension. Gradients pass through."""
-    result: torch.Tensor = _Allgather.apply(name, process_set, tensor)
-    return result
-
-
-def grouped_allgather(
-    tensors: Tensors, name: str | None = None, process_set: ProcessSet = global_process_set
-) -> tuple[torch.Tensor, ...]:
-    """Return what allgather returns, for several tensors as one call."""
-    results: tuple[torch.Tensor, ...] = _Allgather.apply(_OfGroup(name), process_set, *tensors)
+def _reduced(gradients: Sequence[torch.Tensor], how: How, process_set: ProcessSet) -> list[torch.Tensor]:
+    call = begin_allreduce("grouped_allreduce", gradients, None, how, process_set, hurries=False)
+    results: list[torch.Tensor] = call.ended()
     return results
-
-
-class _Broadcast(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, tensor: Any, root: Any, name: Any, process_set: Any) -> Any:
-        ctx.how = root, process_set
-        return now(moving.broadcast_async, tensor, root, name, process_set)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Any) -> Any:
-        root, process_set = ctx.how
-        (mean,) = _reduced([gradient], Average, (1.0, 1.0), process_set)
-        is_root = process_set.rank() == process_set.ranks.index(root)
-        return mean if is_root else torch.zeros_like(mean), None, None, None
-
-
-def broadcast(
-    tensor: torch.Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
-) -> torch.Tensor:
-    """Return the tensor of `root_rank`, a rank of the job, on all ranks of a set. Gradients pass through."""
-    result: torch.Tensor = _Broadcast.apply(tensor, root_rank, name, process_set)
-    return result
-
-
-def broadcast_(
-    tensor: torch.Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
-) -> torch.Tensor:
-    """Replace the tensor by that of `root_rank`, a rank of the job, and return it."""
-    result: torch.Tensor = now(moving.broadcast_async_, tensor, root_rank, name, process_set)
-    return result
-
-
-class _Alltoall(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, tensor: Any, splits: Any, name: Any, process_set: Any) -> Any:
-        output, received = now(moving.alltoall_async, tensor, splits, name, process_set)
-        ctx.how = received, process_set
-        ctx.mark_non_differentiable(received)
-        return output, received
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Any, _: Any) -> Any:
-        received, process_set = ctx.how
-        return now(moving.alltoall_async, gradient, received, None, process_set)[0], None, None, None
-
-
-def alltoall(
-    tensor: torch.Tensor,
-    splits: torch.Tensor | Sequence[int] | None = None,
-    name: str | None = None,
-    process_set: ProcessSet = global_process_set,
-) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """Return the rows for this rank; with `splits` also their number from each rank. See moving.alltoall_async."""
-    output, received = _Alltoall.apply(tensor, splits, name, process_set)
-    return output if splits is None else (output, received)
-
-
-class _Reducescatter(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, name: Any, op: Any, factors: tuple[float, float], process_set: Any, *tensors: Any) -> Any:
-        ctx.how = op, factors, process_set
-        if len(tensors) == 1 and not isinstance(name, _OfGroup):
-            return now(reducing.reducescatter_async, tensors[0], name, op, process_set, *factors)
-        return tuple(now(reducing.grouped_reducescatter_async, list(tensors), name.name, op, process_set, *factors))
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> Any:
-        op, (pre, post), process_set = ctx.how
-        factor = pre * post * (process_set.size() if op == Operator.Sum else 1)
-        scaled = [gradient * factor for gradient in gradients]
-        return (None, None, None, None, *now(moving.grouped_allgather_async, scaled, None, process_set))
 
 
 def reducescatter(
@@ -233,10 +153,9 @@ def reducescatter(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> torch.Tensor:
-    """Return this rank's rows of the reduced tensor. See reducing.reducescatter_async; gradients pass through."""
-    short, context = compression.compress(tensor)
-    result = _Reducescatter.apply(name, op, (prescale_factor, postscale_factor), process_set, short)
-    return compression.decompress(result, context)
+    """Return this rank's rows of the reduced tensor. See reducescatter_async; gradients pass through."""
+    how = How(op, None, prescale_factor, postscale_factor)
+    return _scattered("reducescatter", [tensor], name, compression, how, process_set)[0]
 
 
 def grouped_reducescatter(
@@ -249,6 +168,108 @@ def grouped_reducescatter(
     postscale_factor: float = 1.0,
 ) -> list[torch.Tensor]:
     """Return what reducescatter returns, for several tensors as one call."""
-    short, contexts = zip(*map(compression.compress, tensors), strict=True)
-    results = _Reducescatter.apply(_OfGroup(name), op, (prescale_factor, postscale_factor), process_set, *short)
+    how = How(op, None, prescale_factor, postscale_factor)
+    return _scattered("grouped_reducescatter", tensors, name, compression, how, process_set)
+
+
+def _scattered(
+    kind: str, tensors: Tensors, name: str | None, compression: Compressor, how: How, process_set: ProcessSet
+) -> list[torch.Tensor]:
+    shorter, contexts = _compressed(kind, tensors, name, compression, process_set)
+    call = begin_reducescatter(kind, shorter, name, how, process_set, hurries=False)
+
+    def back(gradients: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        op, _, pre, post = how.checked()
+        factor = pre * post * (len(process_set.ranks) if op is Sum else 1)
+        scaled = [gradient * factor for gradient in gradients]
+        whole: list[torch.Tensor] = begin_allgather(
+            "grouped_allgather", scaled, None, process_set, hurries=False
+        ).ended()
+        return whole
+
+    results = _linked(shorter, _listed(call.ended()), back)
     return [compression.decompress(result, context) for result, context in zip(results, contexts, strict=True)]
+
+
+def allgather(
+    tensor: torch.Tensor, name: str | None = None, process_set: ProcessSet = global_process_set
+) -> torch.Tensor:
+    """Return the tensors of all ranks of a set, joined along the first dimension. Gradients pass through."""
+    return _gathered("allgather", [tensor], name, process_set)[0]
+
+
+def grouped_allgather(
+    tensors: Tensors, name: str | None = None, process_set: ProcessSet = global_process_set
+) -> tuple[torch.Tensor, ...]:
+    """Return what allgather returns, for several tensors as one call."""
+    return tuple(_gathered("grouped_allgather", tensors, name, process_set))
+
+
+def _gathered(kind: str, tensors: Tensors, name: str | None, process_set: ProcessSet) -> list[torch.Tensor]:
+    with refused_by_all(kind, name, process_set):
+        tensors = list(tensors)
+    call = begin_allgather(kind, tensors, name, process_set, hurries=False)
+    results = _listed(call.ended())
+    details, here = call.details, call.channel.world.rank  # without the call, which has the results
+
+    def back(gradients: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        means = _reduced(gradients, How(Average), process_set)
+        lengths = [[detail[place] for detail in details] for place in range(len(means))]
+        parts = zip(means, lengths, strict=True)
+        return [mean.narrow(0, sum(of_ranks[:here]), of_ranks[here]) for mean, of_ranks in parts]
+
+    return _linked(tensors, results, back)
+
+
+def broadcast(
+    tensor: torch.Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
+) -> torch.Tensor:
+    """Return the tensor of `root_rank`, a rank of the job, on all ranks of a set. Gradients pass through."""
+    call = begin_broadcast(tensor, root_rank, name, process_set, hurries=False)
+
+    def back(gradients: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        (mean,) = _reduced(gradients, How(Average), process_set)
+        return [mean if process_set.rank() == process_set.ranks.index(root_rank) else torch.zeros_like(mean)]
+
+    return _linked([tensor], [call.ended()], back)[0]
+
+
+def broadcast_(
+    tensor: torch.Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
+) -> torch.Tensor:
+    """Replace the tensor by that of `root_rank`, a rank of the job, and return it."""
+    call = begin_broadcast(tensor, root_rank, name, process_set, in_place=True, hurries=False)
+    result: torch.Tensor = call.ended()
+    return result
+
+
+def alltoall(
+    tensor: torch.Tensor,
+    splits: torch.Tensor | Sequence[int] | None = None,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """Return the rows for this rank; with `splits` also their number from each rank. See alltoall_async."""
+    result, received = begin_alltoall(tensor, splits, name, process_set, hurries=False).ended()
+
+    def back(gradients: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        return [begin_alltoall(gradients[0], received, None, process_set, hurries=False).ended()[0]]
+
+    (output,) = _linked([tensor], [result], back)
+    return output if splits is None else (output, received)
+
+
+def _compressed(
+    kind: str, tensors: Tensors, name: str | None, compression: Compressor, process_set: ProcessSet
+) -> tuple[tuple[torch.Tensor, ...], tuple[Any, ...]]:
+    """The tensors to send, and what `decompress` needs for each."""
+    with refused_by_all(kind, name, process_set):
+        tensors = list(tensors)  # it may be any iterable, such as a generator
+        check(tensors)
+        shorter, contexts = zip(*map(compression.compress, tensors), strict=True)
+    return shorter, contexts
+
+
+def _listed(result: Any) -> list[torch.Tensor]:
+    """The results of a call for one tensor or for several."""
+    return result if isinstance(result, list) else [result]

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 
-from mpitrain.horovod.exceptions import HorovodInternalError
-from mpitrain.horovod.operators import Operator
-from mpitrain.horovod.process_sets import ProcessSet
-from mpitrain.horovod.state import takes_part
+from mpitrain.adapters.torch_steps import StepsMade
+from mpitrain.errors import HorovodInternalError
+from mpitrain.horovod.named_call import NamedCall, Operator
+from mpitrain.horovod.process_sets import ProcessSet, channel_of, current, global_process_set, takes_part
+from mpitrain.horovod.torch.calls import How, begin_allreduce, begin_sparse
 from mpitrain.horovod.torch.compression import Compressor
-from mpitrain.horovod.torch.reducing import gradients_async_
-from mpitrain.horovod.torch.sparse import begin_sparse
-from mpitrain.horovod.torch.submission import synchronize
+from mpitrain.horovod.torch.objects import allgather_object
 
 Group = tuple[torch.Tensor, ...]
 
@@ -25,7 +24,7 @@ class GradientCalls:
 
     def __init__(
         self,
-        names: Mapping[torch.Tensor, str],
+        names: dict[torch.Tensor, str],
         groups: Sequence[Sequence[torch.Tensor]],
         compression: Compressor,
         op: Operator,
@@ -34,7 +33,10 @@ class GradientCalls:
         process_set: ProcessSet,
         passes: int,
     ) -> None:
-        """`groups` are the parameters whose gradients make one call; `passes` backward passes make a step."""
+        """`groups` are the parameters whose gradients make one call; `passes` backward passes make a step.
+
+        A parameter that comes into `names` later, or that requires a gradient only later, makes a call of its own.
+        """
         self._names = names
         self._compression = compression
         self._op = op
@@ -42,15 +44,16 @@ class GradientCalls:
         self._sparse_as_dense = sparse_as_dense
         self._process_set = process_set
         self._passes = passes
-        self._groups: list[Group] = [tuple(group) for group in groups]
+        self._groups: list[Group] = []
         self._left: dict[torch.Tensor, int] = {}  # backward passes until the gradient is complete
         self._started: dict[Group, Callable[[], None]] = {}  # each waits for the result, and puts it in its place
         self._waits_for: dict[Group, int] = {}  # gradients of the group that are not complete
-        self.forget()
-        if takes_part(process_set):
-            for group in self._groups:
-                for parameter in group:
-                    parameter.register_post_accumulate_grad_hook(partial(self._ready, group))  # type: ignore[no-untyped-call]
+        self._steps: StepsMade | None = None  # None: no other rank is known
+        self._steps_of: object = None  # the channel
+        self._calls: list[NamedCall] = []  # those of this step that compare the steps before it
+        self._own: list[Any] = []  # p.grad as the last exchange has left it, until a step
+        for group in groups:
+            self._watch(tuple(group))
 
     def check_idle(self, call: str) -> None:
         """Raise AssertionError if gradients are on their way."""
@@ -61,14 +64,36 @@ class GradientCalls:
                 "optimizer.synchronize() first"
             )
 
+    def before_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Note what a step will use. The next exchange, or the end of the job, compares it over the ranks.
+
+        Raises:
+            AssertionError: it will use gradients of this rank alone.
+        """
+        if not takes_part(self._process_set) or channel_of(self._process_set).world.size == 1:
+            return
+        if self._steps is None or any(left < self._passes for left in self._left.values()):
+            raise AssertionError(
+                f"{channel_of(self._process_set).world.name()}: optimizer.step() in optimizer.skip_synchronize() would "
+                "use gradients of this rank alone; call optimizer.synchronize() after backward(), before the step"
+            )
+        self._steps.add(optimizer, self._own)
+        self._own = []  # it would keep the memory beyond zero_grad()
+
     def set_passes(self, passes: int) -> None:
         """Set the number of backward passes that make a step."""
         self._passes = passes
         self.forget()
 
     def forget(self) -> None:
-        """Begin a step anew."""
+        """Begin a step anew, with parameters that may be others than before."""
+        if self._steps is not None:
+            self._steps.forget()
+        self._begin_anew()
+
+    def _begin_anew(self) -> None:
         self._started.clear()
+        self._calls.clear()
         self._left = {parameter: self._passes for group in self._groups for parameter in group}
         self._waits_for = {group: len(group) for group in self._groups}
 
@@ -79,9 +104,14 @@ class GradientCalls:
 
         Raises:
             HorovodInternalError: a call has failed. The others have ended too, so the next step can be made.
+            MismatchError: the ranks have made other steps since the last exchange. Raised on every rank.
         """
         if not takes_part(self._process_set):
             return
+        self._code()
+        for parameter in self._names:
+            if parameter.requires_grad and parameter not in self._left:
+                self._watch((parameter,))
         for group in self._groups:
             if group not in self._started:
                 self._submit(group)
@@ -91,9 +121,48 @@ class GradientCalls:
                 end()
             except HorovodInternalError as error:
                 errors.append(error)
-        self.forget()
+        calls = self._calls[:]
+        self._begin_anew()
+        self._own = [parameter.grad for parameter in self._left]
         if errors:
+            if self._steps is not None:
+                self._steps.forget()
             raise errors[0]
+        if self._steps is not None and calls:
+            details = calls[0].details
+            codes = [(*detail, -1)[0] for detail in details]  # () is of a rank that has joined
+            self._steps.exchanged(codes, self._own, with_all=all(details))
+
+    def _code(self) -> tuple[int, ...]:
+        """StepsMade.code of this rank, for an exchange that begins; (): there is no other rank."""
+        channel = channel_of(self._process_set)
+        if channel.world.size == 1:
+            return ()
+        if self._steps is None or self._steps_of is not channel:
+            if self._steps is not None:
+                self._steps.forget()  # it was of the ranks before a loss
+            name = f"steps.{next(iter(self._names.values()))}"
+            self._steps = StepsMade(
+                channel.world,
+                {self._names[parameter]: parameter for parameter in self._left},
+                partial(allgather_object, name=name, process_set=self._process_set),
+                is_for_all=self._process_set.process_set_id == 0,
+                parameters=False,  # those of ranks that had joined are behind the others'
+            )
+            self._steps_of = channel
+            channel_of(global_process_set).steps.add(self._steps)
+        return (self._steps.code,)
+
+    def _watch(self, group: Group) -> None:
+        """Submit the gradients of these parameters from now on."""
+        self._groups.append(group)
+        self._waits_for[group] = len(group)
+        for parameter in group:
+            self._left[parameter] = self._passes
+            if self._steps is not None:
+                self._steps.watch(self._names[parameter], parameter)
+            if takes_part(self._process_set):
+                parameter.register_post_accumulate_grad_hook(partial(self._ready, group))  # type: ignore[no-untyped-call]
 
     def _ready(self, group: Group, parameter: torch.Tensor) -> None:
         """Count a backward pass of a parameter; the last one completes the gradient."""
@@ -122,10 +191,22 @@ class GradientCalls:
         if self._op is Operator.Average:
             before, after = 1 / self._predivide, self._predivide
         contiguous = [tensor.contiguous() for tensor in short]
-        handle = gradients_async_(contiguous, self._names[group[0]], self._op, before, after, self._process_set)
+        name, how = self._names[group[0]], How(self._op, None, before, after)
+        call = begin_allreduce(
+            "gradients",
+            contiguous,
+            name,
+            how,
+            self._process_set,
+            in_place=True,
+            # Within a node, ranks share the cores that compute: an exchange beside the backward pass gains nothing.
+            hurries=current().world.num_nodes > 1,
+            detail=self._code(),
+        )
+        self._calls.append(call)
 
         def end() -> None:
-            synchronize(handle)
+            call.ended()
             for parameter, gradient, result, context in zip(group, gradients, contiguous, contexts, strict=True):
                 whole = self._compression.decompress(result, context)
                 if gradient.is_sparse:

@@ -4,14 +4,29 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Iterable
-from typing import Any, NamedTuple
+from typing import Any
 
+import numpy
 import torch
 
-from mpitrain.horovod.process_sets import ProcessSet, global_process_set
-from mpitrain.horovod.state import current
-from mpitrain.horovod.torch import moving
-from mpitrain.horovod.torch.submission import synchronize
+from mpitrain.adapters.torch_arrays import tensor_of
+from mpitrain.allreduce.algorithm import Progress
+from mpitrain.arguments import pickled
+from mpitrain.collectives import moves
+from mpitrain.horovod.elastic.torch_state import on_host
+from mpitrain.horovod.named_call import Details, NamedCall
+from mpitrain.horovod.process_sets import (
+    ProcessSet,
+    barrier,
+    current,
+    global_process_set,
+    refused_by_all,
+    submit,
+)
+from mpitrain.horovod.torch.calls import begin_allgather, begin_broadcast, root_of
+from mpitrain.state.packed import pack, unpack
+
+__all__ = ["allgather_object", "broadcast_object", "broadcast_optimizer_state", "broadcast_parameters"]
 
 
 def broadcast_parameters(params: Any, root_rank: int) -> None:
@@ -25,22 +40,25 @@ def broadcast_parameters(params: Any, root_rank: int) -> None:
         ValueError: `params` is something else.
         HorovodInternalError: the ranks' tensors differ in name, shape or dtype.
     """
-    if isinstance(params, dict):
-        pairs = sorted(params.items())
-    elif isinstance(params, Iterable) and not isinstance(params, torch.Tensor | str):
-        pairs = [one if isinstance(one, tuple) else (None, one) for one in params]
-    else:
-        raise ValueError(
-            f"{current().world.name()}: broadcast_parameters takes a state_dict or a list of tensors, not "
-            f"{type(params).__name__}"
-        )
+    with refused_by_all("barrier", None, global_process_set):
+        if isinstance(params, dict):
+            pairs = sorted(params.items())
+        elif isinstance(params, Iterable) and not isinstance(params, torch.Tensor | str):
+            pairs = [one if isinstance(one, tuple) else (None, one) for one in params]
+        else:
+            raise ValueError(
+                f"broadcast_parameters takes a state_dict or a list of tensors, not {type(params).__name__}"
+            )
+    barrier()  # a rank that cannot begin says so here
     handles = [
-        moving.broadcast_async_(tensor.data, root_rank, None if name is None else f"parameter.{name}")
+        begin_broadcast(
+            tensor.data, root_rank, None if name is None else f"parameter.{name}", global_process_set, in_place=True
+        )
         for name, tensor in pairs
         if isinstance(tensor, torch.Tensor)
     ]
     for handle in handles:
-        synchronize(handle)
+        handle.ended()
 
 
 def broadcast_optimizer_state(
@@ -61,59 +79,29 @@ def broadcast_optimizer_state(
     Raises:
         ValueError: the optimizer is an LBFGS, whose state is nested; or this rank's optimizer has other parameters.
     """
-    if isinstance(optimizer, torch.optim.LBFGS):
-        raise ValueError(
-            f"{current().world.name()}: the state of torch.optim.LBFGS cannot be broadcast; send "
-            "optimizer.state_dict() with broadcast_object"
-        )
-    state = optimizer.state_dict()
     is_root = current().world.rank == root_rank
-    tensors: list[tuple[str, torch.Tensor]] = []
-    plan = broadcast_object(_planned(state, tensors) if is_root else None, root_rank, "optimizer.state")
+    packed: dict[str, Any] = {}
+    plan: Any = None
+    with refused_by_all("broadcast_object", "optimizer.state", global_process_set):
+        if isinstance(optimizer, torch.optim.LBFGS):
+            raise ValueError(
+                "the state of torch.optim.LBFGS cannot be broadcast; send optimizer.state_dict() with broadcast_object"
+            )
+        state = optimizer.state_dict()
+        if is_root:
+            packed = pack("the state of the optimizer", on_host(state))
+            plan = packed["pickle"], {key: (array.shape, array.dtype) for key, array in packed["arrays"].items()}
+    content, kinds = broadcast_object(plan, root_rank, "optimizer.state")
+    arrays = packed["arrays"] if is_root else {key: numpy.empty(*kind) for key, kind in kinds.items()}
+    broadcast_parameters([(f"optimizer.{key}", tensor_of(array)) for key, array in arrays.items()], root_rank)
     if not is_root:
-        state = _made(plan, tensors)
-    broadcast_parameters(tensors, root_rank)
-    if not is_root:
+        state = unpack({"pickle": content, "arrays": arrays})
         optimizer.load_state_dict(state)
     if not state["state"]:
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 if parameter.requires_grad and parameter.grad is None:
                     parameter.grad = torch.zeros_like(parameter)
-
-
-class _TensorPlace(NamedTuple):
-    """Stands for a tensor in a state that is sent."""
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    device: str
-
-
-def _planned(value: Any, tensors: list[tuple[str, torch.Tensor]]) -> Any:
-    """The same nesting with places for its tensors, which are added to `tensors`."""
-    if isinstance(value, torch.Tensor):
-        place = _TensorPlace(f"optimizer.{len(tensors)}", tuple(value.shape), value.dtype, value.device.type)
-        tensors.append((place.name, value))
-        return place
-    if isinstance(value, dict):
-        return {key: _planned(inner, tensors) for key, inner in value.items()}
-    if isinstance(value, list):
-        return [_planned(inner, tensors) for inner in value]
-    return value
-
-
-def _made(value: Any, tensors: list[tuple[str, torch.Tensor]]) -> Any:
-    """The same nesting with new tensors in their places, which are added to `tensors`."""
-    if isinstance(value, _TensorPlace):
-        tensors.append((value.name, torch.empty(value.shape, dtype=value.dtype, device=value.device)))
-        return tensors[-1][1]
-    if isinstance(value, dict):
-        return {key: _made(inner, tensors) for key, inner in value.items()}
-    if isinstance(value, list):
-        return [_made(inner, tensors) for inner in value]
-    return value
 
 
 def broadcast_object(
@@ -123,26 +111,28 @@ def broadcast_object(
 
     The object of the other ranks is ignored. `root_rank` gets its own object back.
     """
-    of_length, of_content = _names(name)
-    is_root = current().world.rank == root_rank
-    content = torch.frombuffer(bytearray(pickle.dumps(obj)), dtype=torch.uint8) if is_root else torch.empty(0)
-    length = torch.tensor([content.numel()])
-    synchronize(moving.broadcast_async_(length, root_rank, of_length, process_set))
-    if not is_root:
-        content = torch.empty(int(length), dtype=torch.uint8)
-    synchronize(moving.broadcast_async_(content, root_rank, of_content, process_set))
-    return obj if is_root else pickle.loads(content.numpy().tobytes())
+
+    def make(call: NamedCall) -> None:
+        root, world = root_of(root_rank, process_set), call.channel.world
+        content = bytearray(pickled(obj)) if world.rank == root else bytearray()
+        call.tell(f"from {world.name(root)}", detail=(len(content),))
+
+        def work(details: Details) -> Progress:
+            content.extend(bytes(details[root][0] - len(content)))
+            return moves.broadcast(world, numpy.frombuffer(content, numpy.uint8), root)
+
+        if world.size > 1:
+            call.work = work
+        call.finish = lambda: obj if world.rank == root else pickle.loads(content)
+
+    return submit("broadcast_object", name, process_set, make, hurries=False).ended()
 
 
 def allgather_object(obj: Any, name: str | None = None, process_set: ProcessSet = global_process_set) -> list[Any]:
     """Return the objects of all ranks of a set, in rank order and by pickle."""
-    of_length, of_content = _names(name)
-    content = torch.frombuffer(bytearray(pickle.dumps(obj)), dtype=torch.uint8)
-    lengths = synchronize(moving.allgather_async(torch.tensor([content.numel()]), of_length, process_set))
-    whole = synchronize(moving.allgather_async(content, of_content, process_set))
-    return [pickle.loads(part.numpy().tobytes()) for part in whole.split(lengths.tolist())]
-
-
-def _names(name: str | None) -> tuple[str | None, str | None]:
-    """The names of the two calls for an object. By default they have none: the ranks' objects may differ in type."""
-    return (None, None) if name is None else (f"object.{name}.length", f"object.{name}")
+    with refused_by_all("allgather_object", name, process_set):
+        content = torch.frombuffer(bytearray(pickled(obj)), dtype=torch.uint8)
+    call = begin_allgather("allgather_object", [content], name, process_set, hurries=False)
+    (whole,) = call.ended()
+    lengths = [length for (length,) in call.details]
+    return [pickle.loads(part.numpy().tobytes()) for part in whole.split(lengths)]

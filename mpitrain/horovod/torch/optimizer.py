@@ -13,13 +13,11 @@ from typing import Any
 
 import torch
 
-from mpitrain.horovod.operators import Operator
-from mpitrain.horovod.process_sets import ProcessSet, global_process_set
-from mpitrain.horovod.state import current, takes_part
-from mpitrain.horovod.torch.adasum_step import AdasumStep
+from mpitrain.horovod.named_call import Operator
+from mpitrain.horovod.process_sets import ProcessSet, current, global_process_set, takes_part
+from mpitrain.horovod.torch.calls import Adasum, Average, How, begin_allreduce
 from mpitrain.horovod.torch.compression import Compression, Compressor
 from mpitrain.horovod.torch.gradient_calls import GradientCalls
-from mpitrain.horovod.torch.reducing import Average
 
 
 def DistributedOptimizer(  # noqa: N802 - Horovod's name
@@ -36,7 +34,8 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
 ) -> Any:
     """Return an optimizer of the same class, with the same state and options, whose step() takes the ranks' gradients.
 
-    All ranks of the set call this, and later step(), as often.
+    All ranks of the set call this, and later step(), as often. Parameters that are added by add_param_group, or that
+    require a gradient only later, count from the next step() on, if all ranks do the same.
 
     Args:
         optimizer: any optimizer of torch. Its parameters and its state now belong to the result.
@@ -67,10 +66,11 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
     takes_part(process_set)
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     names = _names(where, parameters, named_parameters)
-    if op == Operator.Adasum:
+    if op == Adasum:
         kind: Any = type(type(optimizer).__name__, (_AdasumOptimizer, type(optimizer)), {})
         result = _taken_over(kind, optimizer)
-        result._adasum_step = AdasumStep(names, compression, process_set)
+        result._compression, result._process_set = compression, process_set
+        result._parameter_names = names
         return result
     kind = type(type(optimizer).__name__, (_DistributedOptimizer, type(optimizer)), {})
     result = _taken_over(kind, optimizer)
@@ -89,11 +89,22 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
     return result
 
 
-class _DistributedOptimizer:
+class _NamedOptimizer:
+    """What both kinds of DistributedOptimizer have."""
+
+    _parameter_names: dict[torch.Tensor, str]
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """See torch. All ranks of the set add the same parameters. Their gradients become those of all ranks, too."""
+        super().add_param_group(param_group)  # type: ignore[misc]
+        for parameter in self.param_groups[-1]["params"]:  # type: ignore[attr-defined]
+            self._parameter_names.setdefault(parameter, f"added.{len(self._parameter_names)}")
+
+
+class _DistributedOptimizer(_NamedOptimizer):
     """The methods that the result of DistributedOptimizer has instead of the optimizer's own."""
 
     _calls: GradientCalls
-    _parameter_names: dict[torch.Tensor, str]
     _is_synchronized: bool
     _synchronizes: bool
 
@@ -104,7 +115,10 @@ class _DistributedOptimizer:
 
     @contextmanager
     def skip_synchronize(self) -> Iterator[None]:
-        """In this block, step() takes the gradients as they are. Use it after synchronize()."""
+        """In this block, step() takes the gradients as they are. Use it after synchronize().
+
+        Change gradients between the two on all ranks alike. The next exchange compares what the ranks' steps have used.
+        """
         self._synchronizes = False
         try:
             yield
@@ -115,24 +129,34 @@ class _DistributedOptimizer:
         """Wait for the gradients of all ranks, and change the parameters. See torch.
 
         A closure runs its backward pass first; then its gradients are those of all ranks too.
+
+        Raises:
+            AssertionError: in skip_synchronize(), without synchronize() since the last backward pass.
+            MismatchError: since the exchange before, a rank has made other steps. Raised on every rank.
         """
-        if not self._synchronizes:
-            self._is_synchronized = False
-            return super().step(closure)  # type: ignore[misc]
-        if self._is_synchronized:
+        if self._synchronizes and self._is_synchronized:
             warnings.warn(
                 "optimizer.step() called without optimizer.skip_synchronize() after optimizer.synchronize(): the "
                 "gradients of all ranks are reduced again. Write: with optimizer.skip_synchronize(): optimizer.step()",
                 stacklevel=2,
             )
-        self._is_synchronized = False
+        self._is_synchronized, is_counted = False, False
+
+        def reduce() -> None:
+            nonlocal is_counted
+            if self._synchronizes:
+                self._calls.finish()
+            if not is_counted:
+                self._calls.before_step(self)  # type: ignore[arg-type]
+            is_counted = True
+
         if closure is None:
-            self._calls.finish()
+            reduce()
             return super().step()  # type: ignore[misc]
 
         def reduced() -> Any:
             loss = closure()
-            self._calls.finish()
+            reduce()
             return loss
 
         return super().step(reduced)  # type: ignore[misc]
@@ -156,10 +180,11 @@ class _DistributedOptimizer:
         super().load_state_dict(state)  # type: ignore[misc]
 
 
-class _AdasumOptimizer:
+class _AdasumOptimizer(_NamedOptimizer):
     """The same for op=Adasum."""
 
-    _adasum_step: AdasumStep
+    _compression: Compressor
+    _process_set: ProcessSet
 
     def synchronize(self) -> None:
         """Do nothing: the ranks combine what step() changes."""
@@ -174,7 +199,21 @@ class _AdasumOptimizer:
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Change the parameters by the adaptive sum of what the ranks would change. See torch."""
-        return self._adasum_step.make(lambda: super(_AdasumOptimizer, self).step(closure))  # type: ignore[misc]
+        if not takes_part(self._process_set):
+            return super().step(closure)  # type: ignore[misc]
+        trained = [parameter for parameter in self._parameter_names if parameter.requires_grad]
+        before = [parameter.detach().clone() for parameter in trained]
+        result = super().step(closure)  # type: ignore[misc]
+        started = []
+        for parameter, old in zip(trained, before, strict=True):
+            short, context = self._compression.compress(parameter.detach() - old)
+            name = f"step.{self._parameter_names[parameter]}"
+            call = begin_allreduce("allreduce", [short], name, How(Adasum), self._process_set, in_place=True)
+            started.append((call, context))
+        with torch.no_grad():
+            for parameter, old, (call, context) in zip(trained, before, started, strict=True):
+                parameter.copy_(old + self._compression.decompress(call.ended(), context))
+        return result
 
     def set_backward_passes_per_step(self, passes: int) -> None:
         """Do nothing: gradients add up until step() is called."""
@@ -185,6 +224,12 @@ def _taken_over(kind: Any, optimizer: torch.optim.Optimizer) -> Any:
     result = kind.__new__(kind)
     # Learning rate schedulers and tools put a `step` of the old optimizer there, which would not exchange anything.
     result.__dict__.update({key: value for key, value in vars(optimizer).items() if key != "step"})
+    if "step" in vars(optimizer):  # a scheduler warns unless it learns that its optimizer has made a step
+
+        def made(*_: object) -> None:
+            optimizer._opt_called = True  # type: ignore[attr-defined]
+
+        result.register_step_post_hook(made)
     return result
 
 

@@ -1,21 +1,27 @@
-"""Saves checkpoints, and resumes from them."""
+"""Saves checkpoints, and resumes from them.
+
+A save copies the state, and a thread writes the copy to the disk while training goes on. Memory is bounded: there is
+one copy, in buffers that are reused. No other copy is taken while it is being written.
+"""
 
 from __future__ import annotations
 
+import threading
+import time
 import uuid
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mpitrain.errors import CheckpointError, ConfigError
-from mpitrain.strategies.strategy import own_state_for
-from mpitrain.training.checkpoint.manifest import Manifest, information, now
-from mpitrain.training.checkpoint.names import split
-from mpitrain.training.checkpoint.parts import part_name, prune_parts, read_part
-from mpitrain.training.checkpoint.resume import is_first_of_node, keepers, newest, say
-from mpitrain.training.checkpoint.store import name_of, prune, write
-from mpitrain.training.checkpoint.writer import BackgroundWriter, HostCopies
+import numpy
+
+from mpitrain.arrays import Array, copy_to_host
+from mpitrain.errors import CheckpointError, ConfigError, text_of
+from mpitrain.state.manifest import Manifest, information, now
+from mpitrain.state.names import split
+from mpitrain.state.resume import is_first_of_node, keepers, newest, part_name, prune_parts, read_part, say
+from mpitrain.state.store import name_of, prune, write
 from mpitrain.training.hooks.hook import Hook
 from mpitrain.waiting.control import until
 from mpitrain.watching.rank_record import BUSY
@@ -23,7 +29,71 @@ from mpitrain.watching.rank_record import BUSY
 if TYPE_CHECKING:
     from mpitrain.training.step import Step
     from mpitrain.training.trainer import Trainer
-    from mpitrain.world import World
+    from mpitrain.world.world import World
+
+
+class HostCopies:
+    """Host memory for a copy of arrays, made once and reused: new pages cost more than the copy."""
+
+    def __init__(self) -> None:
+        self._buffers: dict[str, numpy.ndarray] = {}
+
+    def copy(self, tensors: Mapping[str, Array]) -> dict[str, numpy.ndarray]:
+        """Copy host or device arrays to the host. This overwrites the copies of the previous call."""
+        buffers = {}
+        for name, value in tensors.items():
+            buffer = self._buffers.get(name)
+            if buffer is None or buffer.shape != value.shape or buffer.dtype != value.dtype:
+                buffer = numpy.empty(value.shape, value.dtype)
+            copy_to_host(value, buffer)
+            buffers[name] = buffer
+        self._buffers = buffers
+        return buffers
+
+
+class BackgroundWriter:
+    """Do one piece of work at a time, in a thread. Call all methods from the thread that trains.
+
+    Attributes:
+        doing: a name of the current or last work.
+        failed: whether the last work raised an error; None before any work.
+    """
+
+    def __init__(self, report: Callable[[str], None]) -> None:
+        """The thread that writes calls `report` with the text of an error."""
+        self.doing = ""
+        self.failed: Exception | None = None
+        self._report = report
+        self._thread: threading.Thread | None = None
+        self._started = 0.0
+
+    def start(self, doing: str, work: Callable[[], None]) -> None:
+        """Begin `work`, which `doing` names. Do not call this while other work is under way."""
+        assert not self.is_busy
+
+        def run() -> None:
+            try:
+                work()
+                self.failed = None
+            except Exception as error:  # training goes on after any error
+                self.failed = error
+                self._report(text_of(error))
+
+        self.doing, self._started = doing, time.monotonic()
+        # The thread is not a daemon: a process that ends first finishes what it has begun to write.
+        self._thread = threading.Thread(target=run, name="mpitrain checkpoint")
+        self._thread.start()
+
+    @property
+    def is_busy(self) -> bool:
+        """True if work is under way."""
+        return self._thread is not None and self._thread.is_alive()
+
+    @property
+    def seconds(self) -> float:
+        """Seconds since the work began."""
+        return time.monotonic() - self._started
+
 
 _NAP_SECONDS = 0.002
 # A save waits for an earlier write until it has lasted so long, so small states that are saved often are all saved. A
@@ -35,7 +105,7 @@ class Checkpoint(Hook):
     """Save every `steps` steps and after the last step. Resume from the newest complete checkpoint.
 
     A step waits for a copy in memory, not for the disk. If a save fails, the failure is reported and training goes on.
-    If the last save fails, the run ends with an error. See docs/checkpoints.md.
+    If the last save fails, the run ends with an error. See docs/how-to/trainer-and-data.md#checkpoints.
     """
 
     writes_files = True
@@ -98,7 +168,7 @@ class Checkpoint(Hook):
         # A node that keeps no checkpoints now may have one of an earlier run.
         reads = is_first and keeper.get(node, node) == node
         whole = newest(world, self._directory, reads=reads, above=trainer.memory_step)
-        self._run = (whole.manifest.run if whole else "") or world.broadcast(uuid.uuid4().hex)
+        self._run = (whole.manifest.run if whole else "") or world.broadcast_object(uuid.uuid4().hex)
         if whole is None or whole.manifest.step <= trainer.memory_step:
             return
         with world.together("resume from a checkpoint"):
@@ -147,7 +217,7 @@ class Checkpoint(Hook):
         score = None if self._score is None else float(self._score())
         self._wait(world, float("inf") if is_last else _PATIENCE_SECONDS)
         self._is_ending = is_last
-        own = own_state_for(trainer.strategy, reads=self._writes)
+        own = trainer.strategy.own_state_for(reads=self._writes)
         with world.together("save a checkpoint"):
             self._begin(trainer, step, score, own)
 
@@ -174,13 +244,15 @@ class Checkpoint(Hook):
         self._wait(trainer.world, float("inf"))
         with trainer.world.together("save the last checkpoint"):
             error = self._writer.failed
+            if isinstance(error, CheckpointError):
+                raise error
             if error is not None:
-                raise error if isinstance(error, CheckpointError) else CheckpointError(str(error)) from error
+                raise CheckpointError(text_of(error)) from error
 
     def _begin_if_new(self, trainer: Trainer, step: Step) -> None:
         """The same as `_begin`, unless the last write, which has ended, has the same on the disk."""
         score = None if self._score is None else float(self._score())
-        own = own_state_for(trainer.strategy, reads=self._writes)
+        own = trainer.strategy.own_state_for(reads=self._writes)
         with trainer.world.together("save a checkpoint"):
             if self._begun != (step.number, trainer.steering.state()) or self._writer.failed is not None:
                 self._begin(trainer, step, score, own)

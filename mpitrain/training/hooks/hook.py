@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
+
+from mpitrain.errors import ConfigError
 
 if TYPE_CHECKING:
     from mpitrain.training.run_event import RunEvent
@@ -13,8 +16,8 @@ if TYPE_CHECKING:
 class Hook:
     """The base class of hooks. Its methods are empty; a hook overrides those that it needs.
 
-    All ranks run the methods, so the methods may make collective calls. Put hooks that measure (Evaluate) before hooks
-    that decide (StopWhen) or keep (Record).
+    All ranks run the methods, so the methods may make collective calls. Put hooks that measure (Evaluation) before
+    hooks that decide (StopWhen) or keep (Record).
 
     Attributes:
         keeps_state: this hook saves and restores the others. Its `before_run` comes first, its `after_step` last.
@@ -82,3 +85,36 @@ class Hook:
         Raises:
             CheckpointError: `state` is not a state of this hook.
         """
+
+
+def by_name(hooks: Sequence[Hook]) -> dict[str, Hook]:
+    """Return the hooks by name: the first of a class is EarlyStopping, the second EarlyStopping 2."""
+    named: dict[str, Hook] = {}
+    for hook in hooks:
+        kind = type(hook).__name__
+        number = 1 + sum(type(other).__name__ == kind for other in named.values())
+        named[kind if number == 1 else f"{kind} {number}"] = hook
+    return named
+
+
+def states_of(hooks: Sequence[Hook]) -> dict[str, dict[str, Any]]:
+    """Return the states of those hooks that have one, by name."""
+    return {name: state for name, hook in by_name(hooks).items() if (state := hook.state())}
+
+
+def restore_all(hooks: Sequence[Hook], states: Mapping[str, dict[str, Any]]) -> None:
+    """Reverse `states_of`. A hook without a state stays as it is; a state without a hook is ignored."""
+    for name, hook in by_name(hooks).items():
+        if name in states:
+            hook.restore(states[name])
+
+
+def refuse_others(hooks: Sequence[object]) -> None:
+    """Raise ConfigError unless all objects are hooks."""
+    for number, hook in enumerate(hooks):
+        if not isinstance(hook, Hook):
+            kind = f"the class {hook.__name__}" if isinstance(hook, type) else f"a {type(hook).__name__}"
+            raise ConfigError(
+                f"hooks[{number}] of Trainer is {kind}; it must be a Hook. Put a writer or meter into "
+                "mt.Record, as in hooks=[mt.Record([mt.writers.JsonLines(directory)])]"
+            )

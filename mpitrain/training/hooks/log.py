@@ -6,12 +6,13 @@ import io
 import os
 import sys
 import time
+from collections import deque
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
-from mpitrain.exchange.overlap import hidden_share
-from mpitrain.job.context import BAR_START, JobContext
-from mpitrain.job.early import is_helper
+from mpitrain.context import BAR_START, JobContext
+from mpitrain.early import is_helper
+from mpitrain.reducer.means import hidden_share
 from mpitrain.training.hooks.hook import Hook
 
 if TYPE_CHECKING:
@@ -21,6 +22,11 @@ if TYPE_CHECKING:
 
 # The time between two drawings of the bar on a terminal.
 _BAR_SECONDS = 0.2
+# The steps of so many last seconds say how much time is left: those of 0.2 s would make it jump.
+_LEFT_SECONDS = 30.0
+_LEAST_CELLS = 10  # of the bar
+# Begins of what is not shown beside the bar where the terminal is too narrow, the first one first.
+_LESS = ("wire ", "loss scale ", "lr ")
 
 
 class Log(Hook):
@@ -54,6 +60,7 @@ class Log(Hook):
         self._interval = _BAR_SECONDS if is_terminal else self._seconds
         self._last = time.perf_counter()
         self._first = True  # show the first step at once: it says that training has begun
+        self._marks: deque[tuple[float, int]] = deque([(self._last, trainer.step_number)])  # times, steps
         self._steps = 0
         self._samples = self._exposed = self._wire = 0.0
 
@@ -76,7 +83,7 @@ class Log(Hook):
             f"{self._samples / elapsed:,.0f} samples/s",
         ]
         if last is not None:
-            facts.append(f"{timedelta(seconds=round((last - step.number) * elapsed / self._steps))} left")
+            facts.append(f"{timedelta(seconds=round(self._seconds_left(now, step.number, last)))} left")
         scale = trainer.adapter.loss_scale
         if scale:
             facts.append(f"loss scale {scale.value:g}, {scale.skipped_steps} skipped")
@@ -91,10 +98,24 @@ class Log(Hook):
         self._last, self._first, self._steps = now, False, 0
         self._samples = self._exposed = self._wire = 0.0
 
+    def _seconds_left(self, now: float, number: int, last: int) -> float:
+        """How long the other steps take, if they take as long as those of the last seconds."""
+        self._marks.append((now, number))
+        # The first mark is before the first step, which also compiles and reads: it counts only while it is alone.
+        while len(self._marks) > 2 and (self._first_step_ends or self._marks[1][0] < now - _LEFT_SECONDS):
+            self._marks.popleft()
+        begin, done = self._marks[0]
+        return (last - number) * (now - begin) / max(1, number - done)
+
+    @property
+    def _first_step_ends(self) -> bool:
+        return self._marks[1][1] - self._marks[0][1] == 1 and len(self._marks) == 3
+
     def went_on(self, trainer: Trainer, event: RunEvent) -> None:
         """See Hook. A pause does not count in what is shown."""
         if event.source == "told":
             self._last += event.seconds
+            self._marks = deque((at + event.seconds, number) for at, number in self._marks)
 
     def close(self) -> None:
         """See Hook."""
@@ -128,7 +149,11 @@ class _Bar:
             self._progress.start()
 
     def show(self, number: int, last: int | None, where: str, facts: list[str]) -> None:
-        self._progress.update(self._task, completed=number, total=last, where=where, facts=" | ".join(facts))
+        shown, room = list(facts), self._console.width - len(where) - _LEAST_CELLS - 2  # a space beside the bar
+        for begin in _LESS:
+            if len(" | ".join(shown)) > room:
+                shown = [fact for fact in shown if not fact.startswith(begin)]
+        self._progress.update(self._task, completed=number, total=last, where=where, facts=" | ".join(shown))
         if self._is_own:
             self._progress.refresh()
             return

@@ -6,23 +6,27 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mpitrain.errors import CheckpointError, ConfigError, everywhere
+from mpitrain.errors import CheckpointError, ConfigError, everywhere, text_of
 from mpitrain.training.hooks.checkpoint import Checkpoint
-from mpitrain.training.hooks.evaluate import Evaluate
+from mpitrain.training.hooks.evaluation import Evaluation
 from mpitrain.training.hooks.hook import Hook
-from mpitrain.training.meters.communication import Communication
-from mpitrain.training.meters.gpu_utilisation import GpuUtilisation
-from mpitrain.training.meters.gradient_norm import GradientNorm
-from mpitrain.training.meters.learning_rate import LearningRate
-from mpitrain.training.meters.loss import Loss
-from mpitrain.training.meters.memory import Memory
-from mpitrain.training.meters.meter import Meter, combine
-from mpitrain.training.meters.place import gpu_of
-from mpitrain.training.meters.throughput import Throughput
-from mpitrain.training.meters.workers import Workers
+from mpitrain.training.meters import (
+    Communication,
+    GpuUtilisation,
+    GradientNorm,
+    LearningRate,
+    Loss,
+    Memory,
+    Meter,
+    Throughput,
+    Workers,
+    combine,
+    gpu_of,
+)
 from mpitrain.training.run_document import DONE, LEFT, RunDocument, document_of
 from mpitrain.training.run_event import RunEvent
 from mpitrain.training.writers.json_lines import JsonLines
@@ -84,6 +88,7 @@ class Record(Hook):
         self._restored: Mapping[str, Any] = {}
         self._events: list[RunEvent] = []  # since the last row
         self._document: RunDocument | None = None  # of this run, on rank 0
+        self._process = self._name = ""  # of rank 0, as the document has it; of this rank
         self._handled: BaseException | None = None  # what the caller of the run handles
         self._is_done = False  # the last step is made
 
@@ -95,10 +100,10 @@ class Record(Hook):
         """See Hook.
 
         Raises:
-            ConfigError: an Evaluate comes after this hook. Raised on every rank.
+            ConfigError: an Evaluation comes after this hook. Raised on every rank.
         """
-        if any(isinstance(hook, Evaluate) for hook in trainer.hooks[trainer.hooks.index(self) :]):
-            raise ConfigError("Record must come after Evaluate, whose results it writes; change their order")
+        if any(isinstance(hook, Evaluation) for hook in trainer.hooks[trainer.hooks.index(self) :]):
+            raise ConfigError("Record must come after Evaluation, whose results it writes; change their order")
         self._handled = sys.exception()
         self._is_done = False
 
@@ -119,7 +124,8 @@ class Record(Hook):
         with world.together("open the record"):
             if world.is_root:
                 folders = [hook.directory for hook in trainer.hooks if isinstance(hook, Checkpoint)]
-                self._document = document_of(world, type(trainer.strategy).__name__, after_step, folders)
+                document = document_of(world, type(trainer.strategy).__name__, after_step, folders)
+                self._document = replace(document, steps=trainer.last_step or 0, orders=self._orders())
                 for output in self._outputs:
                     output.open(after_step)
                     output.describe(self._document)
@@ -133,7 +139,10 @@ class Record(Hook):
         self._restore_meters(meters)
         reasons = [meter.start(trainer) for meter in meters]
         self._measuring = [meter for meter, reason in zip(meters, reasons, strict=True) if not reason]
-        for name, *of_ranks in zip([type(meter).__name__ for meter in meters], *world.allgather(reasons), strict=True):
+        told = world.allgather((reasons, self._document.process if self._document else ""))
+        self._process, self._name = told[0][1], world.name()
+        of_all = [of_rank for of_rank, _ in told]
+        for name, *of_ranks in zip([type(meter).__name__ for meter in meters], *of_all, strict=True):
             without = [f"{world.name(rank)}: {reason}" for rank, reason in enumerate(of_ranks) if reason]
             if without and world.is_root:
                 on = f"{len(without)} of {world.size} ranks" if world.size > 1 else "this rank"
@@ -159,7 +168,11 @@ class Record(Hook):
             meter.after_step(trainer, step)
         self._num_measured += 1
         self._samples += step.samples
-        if self._ends_row(trainer, step.number) or trainer.metrics:
+        if self._ends_row(trainer, step.number):
+            self._write_row(trainer)
+        elif names := ", ".join(trainer.metrics):
+            # Ranks without these would be in another call.
+            trainer.world.agree(f"a row of the record for {names:.200}, which every rank must report (Trainer.report)")
             self._write_row(trainer)
 
     def world_changed(self, trainer: Trainer) -> None:
@@ -174,6 +187,7 @@ class Record(Hook):
         self._events.append(event)
         if event.source == "told" and self._is_open:
             self._begun += event.seconds
+            self._describe(orders=self._orders())  # at once: the next row may never come
 
     def after_run(self, trainer: Trainer) -> None:
         """See Hook. If a hook after this one has ended the run, write the last row here."""
@@ -205,7 +219,7 @@ class Record(Hook):
         row: Row = {**dict(zip(_FIRST, first, strict=True)), **measured, **reported}
         if trainer.copy_steps:
             row = {**row, "copy_steps": trainer.copy_steps}
-        outer_steps = getattr(trainer.strategy, "num_outer_steps", None)
+        outer_steps = trainer.strategy.num_outer_steps
         if outer_steps is not None:
             row = {**row, OUTER_STEPS: outer_steps}
         for output in self._outputs:
@@ -213,19 +227,29 @@ class Record(Hook):
 
     def close(self) -> None:
         """See Hook."""
+        error = sys.exception()
+        has_failed = not (self._is_done or error is None or error is self._handled)
+        failure = "" if error is None else f"{type(error).__name__}: {text_of(error)}".splitlines()[0]
+        if self._is_open and self._document is None and has_failed and not getattr(error, "known_everywhere", False):
+            for output in self._outputs:  # rank 0 is ended because of this rank, wherever it is
+                output.note_end(self._process, f"{self._name} failed: {failure}")
         if self._is_open and self._document is not None:
-            error = sys.exception()
-            if self._is_done:
-                end = DONE
-            elif error is None or error is self._handled:
-                end = LEFT
-            else:
-                end = f"{type(error).__name__}: {error}".splitlines()[0]
-            document = self._document.ended_now(end)
+            end = failure if has_failed else DONE if self._is_done else LEFT
+            self._document = self._document.ended_now(end)
+            self._describe(orders=self._orders())
+        self._close_outputs()
+
+    def _orders(self) -> list[dict[str, Any]]:
+        """What the training was told since the last row."""
+        return [event.plain() for event in self._events if event.source == "told"]
+
+    def _describe(self, **changes: Any) -> None:
+        """Change what rank 0 says of the run."""
+        if self._document is not None:
+            self._document = replace(self._document, **changes)
             for output in self._outputs:
                 with suppress(OSError):  # the rows matter more, and a missing end is seen
-                    output.describe(document)
-        self._close_outputs()
+                    output.describe(self._document)
 
     def _close_outputs(self) -> None:
         for output in self._outputs:
@@ -282,6 +306,11 @@ class _Output:
     def describe(self, document: RunDocument) -> None:
         if isinstance(self.writer, DescribingWriter):
             self.writer.describe(document)
+
+    def note_end(self, process: str, end: str) -> None:
+        if isinstance(self.writer, JsonLines):
+            with suppress(OSError):
+                self.writer.note_end(process, end)
 
     def write(self, row: Row, events: Sequence[RunEvent], name: str) -> None:
         self._lacking.append((row, events))

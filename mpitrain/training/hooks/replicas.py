@@ -18,17 +18,18 @@ from mpitrain.training.hooks.hook import Hook
 if TYPE_CHECKING:
     from mpitrain.training.step import Step
     from mpitrain.training.trainer import Trainer
-    from mpitrain.world import World
+    from mpitrain.world.world import World
 
 _REPAIRS = ("majority", "root")
 
 
 class CompareReplicas(Hook):
-    """Compare a hash of all parameters over the ranks, every `steps` steps and after the last step (docs/metrics.md).
+    """Compare a hash of all parameters over the ranks, every `steps` steps and after the last step (monitor.md).
 
     The comparison takes one pass over the parameters and one agreement of 40 bytes a rank. Parameters on a GPU are
     copied to the host first. Every flipped bit is found; with ShardedSync, only one that flips after the step
-    (docs/sharded.md). The optimizer's state is not compared: an error in it becomes an error of the parameters with the
+    (docs/how-to/large-models.md). The optimizer's state is not compared: an error in it becomes an error of the
+    parameters with the
     next step, which ShardedSync brings to all ranks. The parameters of all ranks must have the same bits, as with the
     strategy Sync. With a strategy of rounds, such as LocalSGD, a comparison that is due comes at the end of the round.
     """
@@ -91,7 +92,7 @@ class CompareReplicas(Hook):
         self._is_due = bool(state.get("is_due"))
 
     def _compare(self, trainer: Trainer) -> None:
-        if not self._is_due or not getattr(trainer.strategy, "replicas_are_equal", True):
+        if not self._is_due or not trainer.strategy.replicas_are_equal:
             return
         self._is_due, number = False, trainer.step_number
         world, parameters = trainer.world, trainer.adapter.parameters()
@@ -114,7 +115,7 @@ class CompareReplicas(Hook):
                 )
             )
         trainer.strategy.own_state()  # if the ranks have divided the optimizer, its state comes together
-        trainer.adapter.restore(world.sync(trainer.adapter.state(), root=right))
+        trainer.adapter.restore(world.broadcast(trainer.adapter.state(), root=right))
         world.print(
             f"mpitrain: after step {number} the parameters were not those of {reference} on: {differences}. "
             f"Repaired: all ranks have parameters and optimizer state of {world.name(right)}"
@@ -151,7 +152,7 @@ def _describe(world: World, parameters: Mapping[str, Array], checksums: Sequence
     texts: list[str] = []
     for index in sorted({index for index in first if index is not None}):
         value = parameters[names[index]]
-        expected = world.sync({names[index]: value}, root=right)[names[index]]
+        expected = world.broadcast({names[index]: value}, root=right)[names[index]]
         difference = _difference(value, expected) if first[world.rank] == index else ""
         difference_of_rank = world.allgather(difference)
         texts += [

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from mpitrain.errors import DataError
+from mpitrain.reading import parsed, whole
 from mpitrain.training.run_event import RunEvent
 from mpitrain.training.writers.writer import LineFile, Row
 
@@ -27,7 +28,6 @@ class Csv:
         """
         self._file = LineFile(Path(directory) / FILE)
         self._names: list[str] = []
-        self._lines: list[bytes] = []  # all lines but that of the names; some 200 bytes per row
 
     def __str__(self) -> str:
         return str(self._file.path)
@@ -35,35 +35,42 @@ class Csv:
     def open(self, after_step: int) -> None:
         """See Writer."""
         header, *lines = self._file.open() or [b""]
-        self._names = _cells(header)
-        self._lines = []
+        self._names = self._cells(header, 1)
+        kept = []
         for number, line in enumerate(lines, 2):
-            cells = _cells(line)
-            if self._names[:1] != ["step"] or len(cells) != len(self._names) or not cells[0].isdecimal():
+            cells = self._cells(line, number)
+            step = whole(cells[0], 0, 2**53) if cells else None
+            if self._names[:1] != ["step"] or len(cells) != len(self._names) or step is None:
                 raise DataError(f"{self}, line {number} is not a row of a record; move the file away")
-            if int(cells[0]) <= after_step:
-                self._lines.append(line)
-        self._file.keep([header, *self._lines] if header else [])
+            if step <= after_step:
+                kept.append(line)
+        self._file.keep([header, *kept] if header else [])
 
     def write(self, row: Row, events: Sequence[RunEvent] = ()) -> None:
         """See Writer. Events are left out."""
         new = [name for name in row if name not in self._names]
         if new:
             names = [*self._names, *new]
-            lines = [line + b"," * len(new) for line in self._lines]
+            # From the file: a long run has many rows, and new names are rare.
+            lines = [line + b"," * len(new) for line in self._file.lines()[1:]]
             self._file.replace([_line(names), *lines])
-            self._names, self._lines = names, lines
+            self._names = names
         line = _line([repr(row[name]) if name in row else "" for name in self._names])
         self._file.add(line)
-        self._lines.append(line)
+
+    def _cells(self, line: bytes, number: int) -> list[str]:
+        def parse() -> list[str]:
+            return next(csv.reader([line.decode(errors="replace")]), [])
+
+        def refusal(said: str) -> DataError:
+            return DataError(f"{said}; move the file away")
+
+        cells: list[str] = parsed(parse, refusal, f"{self}, line {number}", "is not a row of a record")
+        return cells
 
     def close(self) -> None:
         """See Writer."""
         self._file.close()
-
-
-def _cells(line: bytes) -> list[str]:
-    return next(csv.reader([line.decode(errors="replace")]), [])
 
 
 def _line(cells: Sequence[str]) -> bytes:

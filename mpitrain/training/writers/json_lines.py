@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from mpitrain.errors import DataError
+from mpitrain.reading import json_of, parsed, read_file, shown
 from mpitrain.training.run_document import FILE as DOCUMENT
 from mpitrain.training.run_document import RunDocument, read_document
 from mpitrain.training.run_event import RunEvent
@@ -21,6 +22,10 @@ FILE = "metrics.jsonl"
 RESUMED_AFTER = "resumed_after"
 # In the first row after events: a list of them.
 _EVENTS = "events"
+_NOT_FINITE = ("NaN", "Infinity", "-Infinity")
+_MOST_STEPS = 2.0**53
+_MOST_BYTES = 1 << 32
+_NO_NUMBERS = (dict, list, type(None))
 
 
 class JsonLines:
@@ -58,6 +63,18 @@ class JsonLines:
                 document = replace(document, first_started=read_document(path).first_started)
         replace_file(path, document.text().encode())
 
+    def note_end(self, process: str, end: str) -> None:
+        """Note why the run of this process of rank 0 has ended. Any rank may call; it needs to see the folder.
+
+        Raises:
+            OSError: the file cannot be written.
+        """
+        path = self._file.path.with_name(DOCUMENT)
+        with suppress(DataError):  # it is missing here
+            document = read_document(path)
+            if document.process == process and not document.end:
+                replace_file(path, document.ended_now(end).text().encode())
+
     def write(self, row: Row, events: Sequence[RunEvent] = ()) -> None:
         """See Writer."""
         plain: dict[str, Any] = {name: plain_number(value) for name, value in row.items()}
@@ -80,16 +97,15 @@ def read_rows(path: Path) -> list[dict[str, float]]:
 
 
 def read_events(path: Path) -> list[RunEvent]:
-    """Return the events of a `metrics.jsonl`. Like `read_rows`."""
-    return _parse(_lines(path), path)[1]
+    """Return the events of a `metrics.jsonl`, and the orders that came after its last row. Like `read_rows`."""
+    events = _parse(_lines(path), path)[1]
+    with suppress(DataError):  # there is no document, or it cannot be read
+        events += read_document(path.with_name(DOCUMENT)).orders_without(events)
+    return events
 
 
 def _lines(path: Path) -> list[bytes]:
-    try:
-        *lines, _ = path.read_bytes().split(b"\n")
-    except OSError as error:
-        raise DataError(f"cannot read {path}: {error}") from None
-    return lines
+    return read_file(path, DataError, most_bytes=_MOST_BYTES).split(b"\n")[:-1]
 
 
 def _parse(lines: Sequence[bytes], path: Path) -> tuple[list[dict[str, float]], list[RunEvent]]:
@@ -114,15 +130,28 @@ def parse_row(line: bytes, after_step: float) -> tuple[dict[str, float], list[Ru
     Raises:
         DataError: it is not a row. The text goes on after the name of the line.
     """
-    try:
-        values = json.loads(line)
+    form = "is not a row of a record"
+    values = json_of(line, DataError, "", form=form, any_text=True, any_number=True)  # _number is stricter, and faster
+
+    def parse() -> tuple[dict[str, float], list[RunEvent]]:
         events = [RunEvent.from_plain(fields) for fields in values.pop(_EVENTS, ())]
-        row = {name: float(value) for name, value in values.items()}
-        if not row["step"] > after_step:
+        # What is no number is of another version of mpitrain.
+        row = {name: _number(name, value) for name, value in values.items() if not isinstance(value, _NO_NUMBERS)}
+        if not after_step < row["step"] < _MOST_STEPS or not abs(row.get(RESUMED_AFTER, 0)) < _MOST_STEPS:
             raise ValueError(f"step {row['step']:g} is not after that of the line before")
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-        raise DataError(f"is not a row of a record ({type(error).__name__}: {error})") from None
+        return row, events
+
+    row, events = parsed(parse, DataError, "", form)
     return row, events
+
+
+def _number(name: str, value: object) -> float:
+    if isinstance(value, (int, float)):
+        if -math.inf < value < math.inf:
+            return float(value)
+    elif value in _NOT_FINITE:
+        return float(value)
+    raise ValueError(f"{shown(name)} is {shown(value)}; it must be a number")
 
 
 def plain_number(value: float) -> float | str:

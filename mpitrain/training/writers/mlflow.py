@@ -13,9 +13,7 @@ from typing import Any
 from mpitrain.errors import ConfigError
 from mpitrain.training.run_document import DONE, LEFT, RunDocument
 from mpitrain.training.run_event import RunEvent
-from mpitrain.training.writers.run_file import RunFile
-from mpitrain.training.writers.service import ServiceRun, ServiceWriter, without_secrets
-from mpitrain.training.writers.service_names import ServiceNames
+from mpitrain.training.writers.service import RunFile, ServiceNames, ServiceRun, ServiceWriter, without_secrets
 from mpitrain.training.writers.writer import Row
 
 # The limits of MLflow (mlflow.utils.validation).

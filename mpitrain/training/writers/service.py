@@ -1,20 +1,30 @@
-"""Writers for a service that keeps runs, such as MLflow: what does not depend on the service."""
+"""Writers for a service that keeps runs, such as MLflow: what does not depend on the service.
+
+The calls of a ServiceWriter reach its ServiceRun through ServiceCalls, so that nobody waits long for a service that
+does not answer. RunFile says which run of the service a record is, and ServiceNames what its names are there.
+"""
 
 from __future__ import annotations
 
 import importlib.util
+import json
 import re
+import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import ClassVar, Protocol
+from typing import Any, ClassVar, Protocol
 
-from mpitrain.errors import ConfigError
+from mpitrain.errors import ConfigError, DataError
+from mpitrain.reading import find_file, json_of
 from mpitrain.training.run_document import RunDocument
 from mpitrain.training.run_event import RunEvent
-from mpitrain.training.writers.service_calls import ServiceCalls
-from mpitrain.training.writers.writer import Row
+from mpitrain.training.writers.writer import Row, replace_file
 
+# For so long the caller waits in each outage of the service, and once more at the end of a run. A call that succeeds
+# ends an outage.
+PATIENCE_SECONDS = 10.0
 # To the last @, because a password may have one. Where a library's text has no blank behind it, more is cut off.
 _USER = re.compile(r"://[^\s'\"<>]*@")
 
@@ -154,3 +164,109 @@ def _only_os_errors() -> Iterator[None]:
 def without_secrets(text: str) -> str:
     """Return a text without the user and the password that a URI in it may have."""
     return _USER.sub("://", text)
+
+
+class ServiceCalls:
+    """Makes calls one after the other, each in a thread of its own. Only one thread may use it.
+
+    A call that is not answered in time goes on by itself: libraries try again for minutes, and cannot be interrupted.
+    Its thread ends with the process.
+    """
+
+    def __init__(self, service: str) -> None:
+        """`service` is a name for messages."""
+        self._service = service
+        self._patience = PATIENCE_SECONDS  # what is left of it in this outage
+        self._thread: threading.Thread | None = None
+        self._begun = 0.0
+        self._error: BaseException | None = None  # of the last call that has ended
+
+    def get(self, call: Callable[[], None]) -> None:
+        """Make a call, and return when it has ended.
+
+        Raises:
+            TimeoutError: it has not ended yet, or the one before has not ended, so that it was not made.
+            Exception: what it raises.
+        """
+        self._wait()
+        self._begun = time.monotonic()
+        self._thread = threading.Thread(target=self._make, args=(call,), name=self._service, daemon=True)
+        self._thread.start()
+        self._wait()
+        if self._error is not None:
+            raise self._error
+
+    def _make(self, call: Callable[[], None]) -> None:
+        self._error = None
+        try:
+            call()
+        except Exception as error:
+            self._error = error
+
+    def _wait(self) -> None:
+        if self._thread is None:
+            return
+        waits = time.monotonic()
+        self._thread.join(self._patience)
+        self._patience = max(0.0, self._patience - (time.monotonic() - waits))
+        if self._thread.is_alive():
+            self._patience = 0.0
+            waited = time.monotonic() - self._begun
+            raise TimeoutError(f"{self._service} has not answered for {waited:.0f} s")
+        if self._error is None:
+            self.renew_patience()
+
+    def renew_patience(self) -> None:
+        """Wait again for the service, although it has not answered before."""
+        self._patience = PATIENCE_SECONDS
+
+
+class ServiceNames:
+    """The names that a service has for the names of rows. No two are the same."""
+
+    def __init__(self, translate: Callable[[str], str]) -> None:
+        """`translate` returns a name that the service allows, with room for some more characters."""
+        self._translate = translate
+        self._names: dict[str, str] = {}
+
+    def of(self, name: str) -> str:
+        """Return the name at the service. If another name has taken it, it gets a number."""
+        if name not in self._names:
+            translated = chosen = self._translate(name)
+            number = 1
+            while chosen in self._names.values():
+                number += 1
+                chosen = f"{translated} {number}"
+            self._names[name] = chosen
+        return self._names[name]
+
+
+class RunFile:
+    """A file beside the record, with the id of the run and what its writer must remember."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def read(self, after_step: int) -> dict[str, Any]:
+        """Return what was kept for a training that goes on after this step; {}: nothing.
+
+        Raises:
+            DataError: the file is damaged.
+        """
+        if after_step == 0:
+            return {}
+
+        def refusal(said: str) -> DataError:
+            return DataError(f"{said}; remove it to begin a new run")
+
+        content = find_file(self._path, refusal)
+        if content is None:
+            return {}
+        kept = json_of(content, refusal, str(self._path), any_text=True)
+        if not isinstance(kept.get("run"), str):
+            raise refusal(f"{self._path} is damaged: it names no run")
+        return kept
+
+    def keep(self, kept: dict[str, Any]) -> None:
+        """Write the file. `kept` has the id of the run as `run`."""
+        replace_file(self._path, json.dumps(kept).encode() + b"\n")

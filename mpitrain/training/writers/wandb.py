@@ -12,10 +12,8 @@ from typing import Any
 from mpitrain.errors import ConfigError
 from mpitrain.training.run_document import DONE, LEFT, RunDocument
 from mpitrain.training.run_event import RunEvent
-from mpitrain.training.writers import service_calls
-from mpitrain.training.writers.run_file import RunFile
-from mpitrain.training.writers.service import ServiceRun, ServiceWriter, without_secrets
-from mpitrain.training.writers.service_names import ServiceNames
+from mpitrain.training.writers import service
+from mpitrain.training.writers.service import RunFile, ServiceNames, ServiceRun, ServiceWriter, without_secrets
 from mpitrain.training.writers.writer import Row
 
 
@@ -60,8 +58,8 @@ class _WandbRun:
         settings = wandb.Settings(
             console="off",  # the output of the ranks belongs to the launcher
             # Otherwise the process would end only when all is sent, or after 90 s of init.
-            init_timeout=service_calls.PATIENCE_SECONDS,
-            finish_timeout=service_calls.PATIENCE_SECONDS,
+            init_timeout=service.PATIENCE_SECONDS,
+            finish_timeout=service.PATIENCE_SECONDS,
         )
         name = None if "WANDB_NAME" in os.environ else self._name
         try:

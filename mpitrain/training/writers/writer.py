@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import io
 import os
+import stat
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Protocol, TypeAlias, runtime_checkable
 
+from mpitrain.errors import DataError
 from mpitrain.training.run_document import RunDocument
 from mpitrain.training.run_event import RunEvent
 
@@ -77,9 +79,15 @@ class LineFile:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         # Do not use "a+": with O_APPEND a part of a line could not be overwritten.
         self._file = io.FileIO(os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666), "r+")
+        if not stat.S_ISREG(os.fstat(self._file.fileno()).st_mode):  # nobody may write into a pipe
+            raise DataError(f"{self.path} is not a file; move it away")
         *lines, _ = self._file.readall().split(b"\n")
         self._cut(sum(len(line) + 1 for line in lines))
         return lines
+
+    def lines(self) -> list[bytes]:
+        """Return the lines that were kept and added."""
+        return self.path.read_bytes()[: self._end].split(b"\n")[:-1]
 
     def keep(self, lines: list[bytes]) -> None:
         """Remove everything after these lines, which are the first lines of the file."""

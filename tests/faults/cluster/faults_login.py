@@ -6,7 +6,7 @@ import subprocess
 
 from faults.cluster.faults_network import EVERY, in_network
 from faults.cluster.matrix import Fault
-from mpitrain.testbed.bed import Bed
+from testbed.bed import Bed
 
 _OURS = "/etc/ssh/sshd_config.d/10-mpitrain.conf"
 _SITE = "/etc/ssh/sshd_config.d/60-site.conf"
@@ -153,6 +153,17 @@ FAULTS: dict[str, Fault] = {
         repair="ssh",
         shows=["MaxStartups 1"],
         is_slow=True,
+    ),
+    # Debian 12's sshd takes the last value of MaxStartups, so its command line does not change that of a file.
+    "MaxStartups of the running sshd": Fault(
+        "sshd of node4 has read MaxStartups 2, which its files no longer say",
+        {
+            "node4": f"cp -p {_OURS} /root/ours && sed -i 's/^MaxStartups.*/MaxStartups 2/' {_OURS} && {_READ_ANEW} && "
+            f"mv /root/ours {_OURS}"
+        },
+        {"node4": _READ_ANEW},
+        {"SSH06": ("fail", "node4")},
+        shows=["MaxStartups 2 of the sshd that runs; its files say 100:30:400"],
     ),
     "passwords on": Fault(
         "PasswordAuthentication yes in our file on node2",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from faults.cluster.matrix import Fault
-from mpitrain.testbed.bed import Bed
+from testbed.bed import Bed
 
 
 def _same_host_key(bed: Bed) -> None:
@@ -39,6 +39,14 @@ _COMPUTE = (
 _HAS_COMPUTED = f"until [ $(cut -d' ' -f14 /proc/{_PID}/stat) -ge 600 ]; do sleep 0.1; done"
 
 FAULTS: dict[str, Fault] = {
+    "no place for results": Fault(
+        "a folder for results, on the machine that checks, in which no file can be made",
+        {},
+        {},
+        {"INV02": ("warn", "")},
+        env={"XDG_STATE_HOME": "/proc"},
+        shows=["no result is kept for `mpitrain dashboard`: /proc/mpitrain cannot be written"],
+    ),
     "own name on loopback": Fault(
         "127.0.1.1 and its own name in /etc/hosts of node3",
         {"node3": "sed -i '1i 127.0.1.1 node3' /etc/hosts"},

@@ -6,7 +6,7 @@ import subprocess
 from collections.abc import Callable
 
 from faults.cluster.matrix import Fault
-from mpitrain.testbed.bed import Bed
+from testbed.bed import Bed
 
 EVERY = ("node1", "node2", "node3", "node4")
 _HIGH = "tcp flags & (syn | ack) == syn tcp dport 32768-65535"
@@ -73,6 +73,19 @@ FAULTS: dict[str, Fault] = {
         shows=["docker0"],
         is_slow=True,
     ),
+    "address of another node": Fault(
+        "node3 has the address of node2 too, on an interface that answers nobody",
+        lambda bed: in_network(
+            bed,
+            "node3",
+            f"echo 1 > /proc/sys/net/ipv4/conf/all/arp_ignore; ip addr add {bed.address('node2')}/32 dev lo",
+        ),
+        {},
+        {"NET01": ("fail", "node3")},
+        has_line=True,
+        shows=["which is node2's: two machines have one address"],
+        is_slow=True,
+    ),
     "wrong interface variable": Fault(
         "UCX_NET_DEVICES names an interface that no node has",
         {},
@@ -133,6 +146,29 @@ FAULTS: dict[str, Fault] = {
         "20 % of what node2 sends to node3 lost",
         _rules("node3", "ip saddr {node2} numgen random mod 100 < 20 drop"),
         _no_rules("node3"),
+        {"NET11": ("fail", "node2 -> node3")},
+        level="full",
+        shows=["of the packets are lost on this way"],
+        is_slow=True,
+    ),
+    "packets of TCP lost one way": Fault(
+        "20 % of what node2 sends to node3 by TCP lost",
+        _rules("node3", "ip saddr {node2} meta l4proto tcp numgen random mod 100 < 20 drop"),
+        _no_rules("node3"),
+        {"NET11": ("fail", "node2 -> node3")},
+        level="full",
+        shows=["of its packets again on this way"],
+        is_slow=True,
+    ),
+    "packets dropped by the sender": Fault(
+        "20 % of what node2 sends to node3 dropped by node2's own filter",
+        lambda bed: in_network(
+            bed,
+            "node2",
+            "nft 'table inet fault { chain output { type filter hook output priority 0; "
+            f"ip daddr {bed.address('node3')} numgen random mod 100 < 20 drop; }}; }}'",
+        ),
+        _no_rules("node2"),
         {"NET11": ("fail", "node2 -> node3")},
         level="full",
         shows=["of the packets are lost on this way"],

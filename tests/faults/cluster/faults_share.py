@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from faults.cluster.matrix import Fault, apply
-from mpitrain.testbed.bed import Bed
+from testbed.bed import Bed
 
 _SHARE = "/home/cluster/nfs"
 _NUMPY = f"{_SHARE}/venv/lib/python3*/site-packages/numpy/__init__.py"

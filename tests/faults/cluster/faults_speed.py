@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from faults.cluster.faults_network import healed, in_network
 from faults.cluster.matrix import Fault
-from mpitrain.testbed.bed import Bed
+from testbed.bed import Bed
 
 # A limit on what eth0 sends to one address or port. All other traffic is as fast as before.
 _LIMIT = (

@@ -7,7 +7,7 @@ import ipaddress
 from faults.cluster.faults_network import in_network
 from faults.cluster.faults_share import UNDO_BASHRC, in_bashrc
 from faults.cluster.matrix import Fault
-from mpitrain.testbed.bed import Bed
+from testbed.bed import Bed
 
 _ALL = ("node1", "node2", "node3", "node4")
 _SITE = "/etc/ssh/sshd_config.d/05-site.conf"

@@ -13,8 +13,8 @@ from typing import Any
 import jsonschema
 
 from jobs import REPOSITORY
-from mpitrain.testbed.bed import Bed
-from mpitrain.testbed.commands import wait_until
+from testbed.bed import Bed
+from testbed.processes import wait_until
 
 CHECK = ("mpitrain", "check-cluster", "--json")
 # Findings of any cluster while this machine is busy; their verdict is `warn`.
@@ -31,7 +31,6 @@ ON_THE_SHARE = "ls -d /home/cluster/nfs/.mpitrain-check-*{} 2>/dev/null; true"
 # Checks that no fault of the matrix proves, each with the reason. Unit tests with made-up answers cover their judges.
 UNPROVED = {
     "INV01": "what it refuses cannot be an inventory; two nodes on a loopback address cannot be logged in to",
-    "INV02": "this machine's own programs",
     "CON02": "a node whose address is translated needs another network than the bed's",
     "NAM06": "the same",
     "NET05": "the bed's cables have no speed and make no errors",
@@ -72,7 +71,7 @@ class Fault:
         console: the node on whose console to type that line instead.
         shows: text that must be in the findings.
         options, env: further options and environment variables of the command.
-        is_slow: True if only `scripts/test --full` runs the row.
+        is_slow: True if only `scripts/test --nightly` runs the row.
     """
 
     says: str
@@ -146,7 +145,7 @@ def findings(document: Mapping[str, Any], about: Collection[str] = ()) -> dict[s
 
 
 def table(faults: Mapping[str, Fault]) -> str:
-    """docs/fault-matrix.md."""
+    """docs/dev/fault-coverage.md."""
     lines = [
         "# The fault matrix",
         "",
@@ -154,15 +153,15 @@ def table(faults: Mapping[str, Fault]) -> str:
         "these findings and no others; checks that could not be judged because of them are blocked. Where a tag is",
         "named, the line of the finding, `ansible-playbook cluster/setup.yml --tags TAG --limit ...`, was run as it",
         "stands, and the check passed again; the same holds where the line of the finding is named.",
-        "`scripts/test --full` makes all of these faults in one run, checks the healthy cluster five times, without a",
-        "finding, and writes this page anew.",
+        "`scripts/test --nightly` makes all of these faults in one run, checks the healthy cluster five times, without",
+        "a finding, and writes this page anew.",
         "",
         "| fault | level | finding | repaired by |",
         "| --- | --- | --- | --- |",
     ]
     for fault in faults.values():
         found = [
-            f"[{name}](checks.md) {verdict}{f': {places}' if places else ''}"
+            f"[{name}](../reference/checks.md) {verdict}{f': {places}' if places else ''}"
             for name, (verdict, places) in fault.fires.items()
         ]
         by_hand = "the line of the finding" if fault.has_line else "by hand, as the finding says"

@@ -25,15 +25,15 @@ from faults.cluster.matrix import (
     table,
 )
 from jobs import REPOSITORY
-from mpitrain.diagnostics.checks import CHECKS
-from mpitrain.testbed.bed import Bed
+from mpitrain.check.checks import CHECKS
+from testbed.bed import Bed
 
 pytestmark = pytest.mark.timeout(3000)
 FAULTS: dict[str, Fault] = {**LOGIN, **NETWORK, **SPEED, **MACHINE, **SHARE, **START, **TOLD_APART}
 SHOWN: list[str] = []  # names of the faults that were found as they should be, in this run
 
 
-# These faults are made at the same time, and the check finds each. `scripts/test --full` also makes each alone.
+# These faults are made at the same time, and the check finds each. `scripts/test --nightly` also makes each alone.
 TOGETHER = (
     (
         "wrong address in hosts",
@@ -43,11 +43,11 @@ TOGETHER = (
         "/tmp full",
         "export to everybody",
     ),
-    ("clock ahead", "leftover shared memory", "home missing"),
+    ("clock ahead", "leftover shared memory", "home missing", "no place for results"),
     ("leftover ranks", "Open MPI's variable on one node", "no Python on one node"),
     ("another mpiexec first in PATH", "other script on one node", "wrong interface variable"),
     ("sshd stopped", "python missing"),
-    ("host key changed", "echo in .bashrc"),
+    ("host key changed", "echo in .bashrc", "MaxStartups of the running sshd"),
     ("login key refused", "a file of NumPy emptied"),
     ("/tmp for root alone", "conda in .profile", "a numpy.py beside the script"),
 )
@@ -116,8 +116,8 @@ def test_every_check_is_proved_or_named() -> None:
 
 
 def test_the_table_in_the_docs() -> None:
-    """Only a run that has shown every fault (scripts/test --full) writes the table."""
-    path = REPOSITORY / "docs/fault-matrix.md"
+    """Only a run that has shown every fault (scripts/test --nightly) writes the table."""
+    path = REPOSITORY / "docs/dev/fault-coverage.md"
     before = path.read_text() if path.exists() else ""
     if set(SHOWN) == set(FAULTS):
         path.write_text(table(FAULTS))

@@ -17,8 +17,8 @@ import pytest
 
 from faults.cluster.matrix import apply, check, findings
 from jobs import REPOSITORY
-from mpitrain.testbed import up
-from mpitrain.testbed.bed import Bed
+from testbed import up
+from testbed.bed import Bed
 
 pytestmark = [pytest.mark.timeout(3000), pytest.mark.slow]
 SHARE = "/home/cluster/nfs"
@@ -128,7 +128,7 @@ def rob(bed: Bed) -> bool:
 
 
 def test_an_address_is_enough_without_a_tunnel(bed: Bed, checkout: Path) -> None:
-    """As docs/cluster.md says: whoever has the address of a node that is down can write to the Python of all nodes."""
+    """As cluster-admin.md says: whoever has the address of a node that is down can write to the Python of all nodes."""
     assert {22, 111, 2049} <= answering(bed, bed.address("node1"), listening(bed, "node1"))
     root(bed, OUTSIDER, "systemctl stop home-cluster-nfs.automount home-cluster-nfs.mount")
     assert rob(bed)

@@ -24,8 +24,8 @@ from faults.cluster.matrix import (
     findings,
 )
 from jobs import REPOSITORY
-from mpitrain.testbed.bed import Bed
-from mpitrain.testbed.commands import wait_until
+from testbed.bed import Bed
+from testbed.processes import wait_until
 
 pytestmark = pytest.mark.timeout(3000)
 
@@ -201,7 +201,7 @@ def test_a_baseline_says_what_has_changed(bed: Bed, tmp_path: Path) -> None:
         bed.heal("node2")
     path.write_text("{}")
     code, _, error = say(bed, "--baseline", str(path))
-    assert code == 2 and "is not a baseline; --save-baseline" in error
+    assert code == 2 and "is not a baseline of version 1; --save-baseline" in error
 
 
 def test_nodes_named_by_their_addresses(bed: Bed) -> None:

@@ -1,5 +1,8 @@
 #!/usr/bin/python
-"""The facts about a node on which preflight and the roles decide, gathered in one login. Changes nothing."""
+"""The facts about a node on which preflight and the roles decide, gathered in one login. Changes nothing.
+
+What mpitrain's own commands ask too is in mpitrain/facts.py, which Ansible sends along: see ../module_utils.
+"""
 
 from __future__ import annotations
 
@@ -17,6 +20,7 @@ import time
 import uuid
 from pathlib import Path
 
+from ansible.module_utils import mpitrain_host as host
 from ansible.module_utils.basic import AnsibleModule
 
 DOCUMENTATION = """
@@ -40,36 +44,37 @@ author: mpitrain
 CHILD_SECONDS = 8
 VERSION = "import sys; print('%d.%d.%d' % sys.version_info[:3])"
 LOAD_SECONDS = 30
-LOGIND = ("org.freedesktop.login1", "/org/freedesktop/login1", "org.freedesktop.login1.Manager")
-TIME_DAEMONS = ("chrony", "chronyd", "systemd-timesyncd", "ntp", "ntpd", "ntpsec", "openntpd")
+LATE, ABSENT = -1, -2
 
 
-def output(*command: str, merge: bool = False, late: str = "", given: str = "") -> str:
-    """What a command prints; empty if the command is missing or fails, `late` if it takes too long."""
-    path = "/usr/sbin:/usr/bin:/sbin:/bin"
+def run(command: list, given: str = "", seconds: float = CHILD_SECONDS, **variables: str) -> tuple:
+    """Exit code, stdout and stderr of a command; the code is ABSENT or LATE if there is none."""
     try:
         done = subprocess.run(
             command,
             input=given.encode(),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT if merge else subprocess.DEVNULL,
-            env={"PATH": path, "LC_ALL": "C"},
-            timeout=CHILD_SECONDS,
+            capture_output=True,
+            env={"PATH": "/usr/sbin:/usr/bin:/sbin:/bin", "LC_ALL": "C", **variables},
+            cwd="/",
+            timeout=seconds,
             check=False,
         )
     except OSError:
-        return ""
+        return ABSENT, "", ""
     except subprocess.TimeoutExpired:
-        return late
-    return done.stdout.decode(errors="replace") if merge or done.returncode == 0 else ""
+        return LATE, "", ""
+    return done.returncode, done.stdout.decode(errors="replace"), done.stderr.decode(errors="replace")
 
 
-def text(path: str) -> str:
-    """A file's content; empty if the file cannot be read."""
-    try:
-        return Path(path).read_text(errors="replace")
-    except OSError:
-        return ""
+def output(*command: str, given: str = "") -> str:
+    """What a command prints; empty if the command is missing, fails or takes too long."""
+    code, out, _ = run(list(command), given)
+    return out if code == 0 else ""
+
+
+def ip(*arguments: str) -> list:
+    """What `ip -j` says; nothing if it fails."""
+    return json.loads(output("ip", "-j", *arguments) or "[]")
 
 
 def note(path: Path) -> str:
@@ -84,39 +89,35 @@ def note(path: Path) -> str:
 
 
 def system() -> dict:
-    release = dict(re.findall(r'^(\w+)="?([^"\n]*)"?$', text("/etc/os-release"), re.M))
-    likes = {release.get("ID", ""), *release.get("ID_LIKE", "").split()}
-    family = "Debian" if likes & {"debian", "ubuntu"} else "RedHat" if likes & {"rhel", "fedora", "centos"} else ""
+    release = host.release()
     return {
         "os": release.get("PRETTY_NAME") or release.get("ID") or "an unknown system",
-        "family": family,
+        "family": host.family(),
         "architecture": platform.machine(),
         "hostname": socket.gethostname().split(".")[0],
-        "container": bool(output("systemd-detect-virt", "--container")),
+        "container": bool(host.container(run)),
         "systemd": Path("/run/systemd/system").is_dir(),
         "cloud_init": Path("/etc/cloud/cloud.cfg.d").is_dir(),
-        "selinux_enforcing": text("/sys/fs/selinux/enforce").strip() == "1",
-        "addresses": [
-            info["local"] for link in json.loads(output("ip", "-j", "address") or "[]") for info in link["addr_info"]
-        ],
+        "selinux_enforcing": host.text("/sys/fs/selinux/enforce").strip() == "1",
+        "addresses": host.local_addresses(ip("address")),
     }
 
 
 def account(user: str, uid: int, gid: int) -> dict:
     """The owners of the user's name, uid and gid. getpwnam also asks a directory service, as a login does."""
 
-    def ask(function, key, field):
+    def ask(function, field):
         try:
-            return getattr(function(key), field)
+            return getattr(function(user), field)
         except KeyError:
             return None
 
     return {
-        "user_uid": ask(pwd.getpwnam, user, "pw_uid"),
-        "user_gid": ask(pwd.getpwnam, user, "pw_gid"),
-        "uid_user": ask(pwd.getpwuid, uid, "pw_name"),
-        "group_gid": ask(grp.getgrnam, user, "gr_gid"),
-        "gid_group": ask(grp.getgrgid, gid, "gr_name"),
+        "user_uid": ask(pwd.getpwnam, "pw_uid"),
+        "user_gid": ask(pwd.getpwnam, "pw_gid"),
+        "uid_user": host.user_name(uid),
+        "group_gid": ask(grp.getgrnam, "gr_gid"),
+        "gid_group": host.group_name(gid),
         "processes": [
             line.strip()
             for line in output("ps", "-o", "pid=,args=", "-u", str(uid)).splitlines()
@@ -127,13 +128,12 @@ def account(user: str, uid: int, gid: int) -> dict:
 
 def share(path: str) -> dict:
     """What is at the share's path. A network mount is never touched, because it may hang."""
-    mounts = [line.split() for line in text("/proc/self/mountinfo").splitlines()]
-    layers = [(m[m.index("-") + 1], m[m.index("-") + 2]) for m in mounts if m[4].replace("\\040", " ") == path]
+    layers = [one for one in host.mounts(path) if one["path"] == path]
     facts = {"kind": "missing", "type": "", "source": "", "owner": None, "empty": True, "free_mib": None}
     if layers:
-        # The last mount is on top. systemd's automount is below the mount that it makes.
-        facts |= {"kind": "mount", "type": layers[-1][0], "source": layers[-1][1], "empty": False}
-        if layers[-1][0].startswith(("nfs", "fuse.nfs", "autofs")):
+        top = layers[-1]
+        facts |= {"kind": "mount", "type": top["type"], "source": top["source"], "empty": False}
+        if top["type"].startswith(("nfs", "fuse.nfs", "autofs")):
             return facts
     elif Path(path).is_symlink():
         return facts | {"kind": "symbolic link", "source": str(Path(path).readlink()), "empty": False}
@@ -153,17 +153,16 @@ def share(path: str) -> dict:
 
 def ssh() -> dict:
     private = "/etc/ssh/mpitrain/id_ed25519"
-    version = re.search(r"OpenSSH_(\d+)\.(\d+)", output("ssh", "-V", merge=True))
-    keys = [text(str(path)).split()[:2] for path in sorted(Path("/etc/ssh").glob("ssh_host_*_key.pub"))]
+    version = re.search(r"OpenSSH_(\d+)\.(\d+)", run(["ssh", "-V"])[2])
     include = r"^\s*Include\s+.*/etc/ssh/%s/\*\.conf"
     unit = "ssh" if output("systemctl", "cat", "ssh.service") else "sshd"
     return {
-        "host_keys": [" ".join(key) for key in keys if len(key) == 2],
+        "host_keys": host.host_keys(),
         # Computed from the private key. An incomplete private key gives no public key, and the role makes a new pair.
         "public_key": " ".join(output("ssh-keygen", "-y", "-P", "", "-f", private).split()[:2]),
         "openssh": [int(part) for part in version.groups()] if version else [0, 0],
-        "sshd_includes": bool(re.search(include % "sshd_config.d", text("/etc/ssh/sshd_config"), re.M | re.I)),
-        "ssh_includes": bool(re.search(include % "ssh_config.d", text("/etc/ssh/ssh_config"), re.M | re.I)),
+        "sshd_includes": bool(re.search(include % "sshd_config.d", host.text("/etc/ssh/sshd_config"), re.M | re.I)),
+        "ssh_includes": bool(re.search(include % "ssh_config.d", host.text("/etc/ssh/ssh_config"), re.M | re.I)),
         "ssh_unit": unit,
         "sshd_behind": is_behind(f"{unit}.service", "/etc/ssh/sshd_config.d/10-mpitrain.conf"),
     }
@@ -195,14 +194,14 @@ def firewall() -> dict:
 def hosts_lines() -> list[str]:
     """The lines of /etc/hosts that set-up did not write. The first line with a name gives the address."""
     return re.sub(
-        r"^# BEGIN mpitrain cluster$.*?^# END mpitrain cluster$", "", text("/etc/hosts"), flags=re.M | re.S
+        r"^# BEGIN mpitrain cluster$.*?^# END mpitrain cluster$", "", host.text("/etc/hosts"), flags=re.M | re.S
     ).splitlines()
 
 
-def source(address: str) -> str:
-    """The address from which this node reaches another; empty if there is no route."""
-    routes = json.loads(output("ip", "-j", "route", "get", address) or "[]")
-    return routes[0].get("prefsrc", "") if routes else ""
+def sources(peers: list) -> dict:
+    """The address from which this node reaches each other; empty if there is no route."""
+    routes = host.routes({address: ip("route", "get", address) for address in peers}, [])
+    return {address: route.get("source", "") for address, route in routes.items()}
 
 
 def environment(venv: Path, user: str, mpiexec: str, mounted: bool) -> dict:
@@ -212,7 +211,7 @@ def environment(venv: Path, user: str, mpiexec: str, mounted: bool) -> dict:
     noted = note(venv / ".mpitrain")
     # Without a Python this is no environment, whatever its note says. Set-up makes a new one.
     held = noted if os.access(venv / "bin/python", os.X_OK) else ""
-    is_own = bool(noted) or text("/etc/mpitrain/venv").strip() == str(venv)
+    is_own = bool(noted) or host.text("/etc/mpitrain/venv").strip() == str(venv)
     there = venv.is_symlink() or venv.is_file() or (venv.is_dir() and any(venv.iterdir()))
     return {
         "runtime": held,
@@ -228,33 +227,11 @@ def damaged(venv: Path, user: str, mpiexec: str) -> bool:
     """
     load = "import mpi4py, numpy; mpi4py.rc.initialize = False; from mpi4py import MPI"
     command = ["runuser", "-u", user, "--", f"{venv}/bin/python", "-c", load]
-    environment = {"PATH": "/usr/sbin:/usr/bin:/sbin:/bin", "LC_ALL": "C", "OMP_NUM_THREADS": "1"}
+    variables = {"OMP_NUM_THREADS": "1"}
     if mpiexec not in ("", "/usr/bin/mpiexec"):  # as launch.j2 of mpitrain_runtime does
-        environment["MPI4PY_LIBMPI"] = str(Path(mpiexec).parent.parent / "lib/libmpi.so")
-    try:
-        done = subprocess.run(
-            command,
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            env=environment,
-            cwd="/",
-            timeout=LOAD_SECONDS,
-            check=False,
-        )
-    except (OSError, subprocess.TimeoutExpired):
-        return False
-    return done.returncode != 0
-
-
-def gpu() -> dict:
-    """NVIDIA cards on the PCI bus, and the version of the driver that is loaded."""
-    cards = [
-        card
-        for card in Path("/sys/bus/pci/devices").glob("*")
-        if text(f"{card}/vendor").strip() == "0x10de" and text(f"{card}/class").startswith("0x03")
-    ]
-    version = re.search(r"Module\s+(\d+\.[\d.]+)", text("/proc/driver/nvidia/version"))
-    return {"nvidia_cards": len(cards), "nvidia_driver": version.group(1) if version else ""}
+        variables["MPI4PY_LIBMPI"] = str(Path(mpiexec).parent.parent / "lib/libmpi.so")
+    code, _, _ = run(command, seconds=LOAD_SECONDS, **variables)
+    return code not in (0, LATE, ABSENT)
 
 
 def has_wireguard() -> bool:
@@ -264,27 +241,25 @@ def has_wireguard() -> bool:
 
 def tunnel() -> dict:
     """The state of the tunnel and of the gate around it, and the routes and ports that could conflict with them."""
-    kept = text("/etc/wireguard/mpitrain.d/1-key").rpartition("PrivateKey = ")[2]
+    kept = host.text("/etc/wireguard/mpitrain.d/1-key").rpartition("PrivateKey = ")[2]
     key = output("wg", "pubkey", given=kept).strip() if kept else ""
-    written = re.findall(r"^PublicKey = (\S+)$", text("/etc/wireguard/mpitrain.conf"), re.M)
+    written = re.findall(r"^PublicKey = (\S+)$", host.text("/etc/wireguard/mpitrain.conf"), re.M)
     runs = output("wg", "show", "mpitrain", "public-key").split() + output("wg", "show", "mpitrain", "peers").split()
-    links = json.loads(output("ip", "-j", "-4", "address", "show", "dev", "mpitrain") or "[]")
     return {
         "tunnel": Path("/etc/wireguard/mpitrain.d").is_dir(),
         "tunnel_key": key,
         # The running tunnel has other keys than the files: somebody changed them, or a run was interrupted.
         "tunnel_behind": sorted(runs) != sorted([key, *written]),
-        "tunnel_addresses": [info["local"] for link in links for info in link.get("addr_info", [])],
+        "tunnel_addresses": host.local_addresses(ip("address"), "mpitrain"),
         "tunnel_possible": has_wireguard() or Path("/dev/net/tun").exists(),
         "gate": Path("/etc/mpitrain/gate.nft").is_file(),
-        "gate_closed": bool(loaded := output("nft", "-s", "list", "table", "inet", "mpitrain"))
-        and loaded == text("/etc/mpitrain/gate.loaded"),
+        "gate_closed": host.gate(output("nft", "-s", "list", "table", "inet", "mpitrain")) == "closed",
         "routes": [
             route["dst"]
-            for route in json.loads(output("ip", "-j", "route", "show", "table", "all") or "[]")
+            for route in ip("route", "show", "table", "all")
             if route.get("dev") not in ("mpitrain", "lo") and route.get("type", "unicast") == "unicast"
         ],
-        "sshd_ports": sorted({int(port) for port in re.findall(r"^port (\d+)$", output("sshd", "-T"), re.M)}),
+        "sshd_ports": sorted({int(port) for port in host.sshd_settings(output("sshd", "-T")).get("port", "").split()}),
     }
 
 
@@ -292,7 +267,7 @@ def packages(wanted: dict, in_user_space: bool) -> dict:
     """The missing packages, among them the program for the tunnel if the kernel has no WireGuard."""
     if shutil.which("dpkg-query"):
         manager = "apt"
-        shown = output("dpkg-query", "-W", "-f", "${db:Status-Status} ${Package}\n", merge=True)
+        shown = run(["dpkg-query", "-W", "-f", "${db:Status-Status} ${Package}\n"])[1]
         present = set(re.findall(r"^installed (\S+)$", shown, re.M))
     else:
         manager = "dnf"
@@ -318,7 +293,8 @@ def main() -> None:
         supports_check_mode=True,
     )
     given = module.params
-    active = output("systemctl", "is-active", *TIME_DAEMONS, merge=True).split()
+    nvidia = host.nvidia()
+    code, python, _ = run([given["python"], "-c", VERSION])
     place = share(given["share"])
     # On a client the mount may hang. Only the server's facts about the folder are used.
     mounted = place["kind"] == "mount" and place["free_mib"] is None
@@ -327,24 +303,25 @@ def main() -> None:
         **account(given["user"], given["uid"], given["gid"]),
         **ssh(),
         **firewall(),
-        **gpu(),
         **tunnel(),
         **packages(given["packages"], in_user_space=given["wireguard"] and not has_wireguard()),
         # The temporary files of this run on the share have this in their names.
         "run": uuid.uuid4().hex[:12],
         "share": place,
-        "python": output(given["python"], "-c", VERSION, late="silent").strip(),
+        "python": {0: python.strip(), LATE: "silent"}.get(code, ""),
         "mpiexec_found": not given["mpiexec"] or os.access(given["mpiexec"], os.X_OK),
-        "time_daemons": [TIME_DAEMONS[number] for number, state in enumerate(active) if state == "active"],
-        "installed_by_us": text("/etc/mpitrain/packages").split(),
-        "made_by_us": text("/etc/mpitrain/account").split(),
-        "hostname_before": text("/etc/mpitrain/hostname").strip(),
+        "time_daemons": host.time_daemons(run),
+        "installed_by_us": host.text("/etc/mpitrain/packages").split(),
+        "made_by_us": host.text("/etc/mpitrain/account").split(),
+        "hostname_before": host.text("/etc/mpitrain/hostname").strip(),
         **environment(Path(given["venv"]), given["user"], given["mpiexec"], mounted),
         "examples": not mounted and os.path.lexists(f"{given['share']}/examples"),
         "hosts_lines": hosts_lines(),
-        "sources": {address: source(address) for address in given["peers"]},
+        "sources": sources(given["peers"]),
         "exports_behind": newer("/etc/exports.d/mpitrain.exports", "/var/lib/nfs/etab"),
-        "removes_ipc": output("busctl", "get-property", *LOGIND, "RemoveIPC").strip() == "b true",
+        "removes_ipc": host.removes_ipc(run) is True,
+        "nvidia_cards": nvidia["cards"],
+        "nvidia_driver": nvidia["driver"],
         "logind_active": output("systemctl", "is-active", "systemd-logind.service").strip() == "active",
     }
     module.exit_json(changed=False, ansible_facts={"mpitrain": facts})

@@ -1,0 +1,1 @@
+../../../../../mpitrain/facts.py

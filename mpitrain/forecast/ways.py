@@ -1,0 +1,131 @@
+"""The ways to exchange that a plan compares, and how a user takes each of them."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from mpitrain.compression import CODECS, factory_of
+
+# By docs/how-to/low-communication.md: bf16 has changed no loss, int8 and int4 only that of a seed now and then, and
+# fp16 overflows from
+# 65520 on. All others have cost loss.
+_SAFE, _MOSTLY_SAFE = ("none", "bf16"), ("fp16", "int8", "int4")
+# Rounds and servers train in another way, which only the user can choose.
+_ROUNDS = (10, 50)
+# Without halving_doubling: on 2 to 8 measured hosts it was never the fastest, and as it polls, its processor time says
+# little about its work.
+_ALGORITHMS = ("ring", "direct")
+_ON_ONE_NODE, _WITH_SEVERAL_RANKS_ON_A_NODE = "shared_memory", "hierarchical"
+_BUCKETS_MIB = (1, 16)
+
+
+@dataclass(frozen=True)
+class ExchangeWay:
+    """One way to exchange.
+
+    Attributes:
+        algorithm: of the sums; "auto" with a codec, which decides by itself.
+        codec: between nodes; "none": no codec.
+        bucket_mib: of gradients; None: that of a job without the setting.
+        sync_every: steps of a round of mt.LocalSGD; 1: each step is exchanged.
+        servers: of mt.ParameterServer("sync"); 0: all ranks are equal.
+    """
+
+    algorithm: str = "ring"
+    codec: str = "none"
+    bucket_mib: float | None = None
+    sync_every: int = 1
+    servers: int = 0
+
+    @property
+    def is_safe(self) -> bool:
+        """Whether the loss is that of a training of one rank, as far as was measured."""
+        return self.codec in _SAFE and self.sync_every == 1
+
+    @property
+    def warning(self) -> str:
+        """What a table says of the loss; "": nothing."""
+        if self.is_safe:
+            return ""
+        return "compare the loss" if self.codec in _MOSTLY_SAFE else "costs loss"
+
+    @property
+    def is_setting(self) -> bool:
+        """Whether a variable chooses it. Otherwise the script does."""
+        return self.sync_every == 1 and not self.servers
+
+    def __str__(self) -> str:
+        if self.servers:
+            return f"{self.servers} server{'s' * (self.servers > 1)}"
+        if self.sync_every > 1:
+            return f"LocalSGD({self.sync_every})"
+        name = self.algorithm if self.codec == "none" else self.codec
+        return name if self.bucket_mib is None else f"{name}, {self.bucket_mib:g} MiB"
+
+    def bytes_sent(self, num_bytes: int, num_nodes: int) -> float:
+        """The bytes that a node sends in a step; with servers, a worker."""
+        if num_nodes == 1:
+            return 0.0
+        if self.servers:
+            return float(num_bytes)
+        if self.codec == "none":
+            return 2 * (num_nodes - 1) / num_nodes * num_bytes / self.sync_every
+        coder = factory_of(self.codec)(False)
+        times = num_nodes - 1 if coder.gathered else 2 * (num_nodes - 1) / num_nodes
+        return times * coder.wire_bytes(num_bytes // 4)
+
+    def command(self, num_ranks: int, launch: Sequence[str], profile: str, script: Sequence[str]) -> str:
+        """The line that runs the script in this way.
+
+        Args:
+            num_ranks: how many ranks run; one needs no settings.
+            launch: options of `mpitrain run`.
+            profile: the file with the costs of the cluster; "": there is none.
+            script: with its arguments.
+        """
+        settings = {"MPITRAIN_PROFILE": profile} if profile and num_ranks > 1 else {}
+        if self.is_setting and num_ranks > 1:
+            if self.codec != "none":
+                settings["MPITRAIN_COMPRESSION"] = self.codec
+            else:
+                settings["MPITRAIN_ALGORITHM"] = self.algorithm
+            if self.bucket_mib is not None:
+                settings["MPITRAIN_BUCKET_MIB"] = f"{self.bucket_mib:g}"
+        words = ["mpitrain", "run", *launch, *([f"--servers={self.servers}"] if self.servers else []), *script]
+        return " ".join([*(f"{name}={shlex.quote(value)}" for name, value in settings.items()), shlex.join(words)])
+
+    def advice(self) -> str:
+        """What the script needs for it; "": nothing."""
+        if self.servers:
+            return 'strategy mt.ParameterServer("sync") in the script'
+        return f"strategy mt.LocalSGD({self.sync_every}) in the script" if self.sync_every > 1 else ""
+
+
+def way_of_settings(algorithm: str, bucket_mib: float, codec: str) -> ExchangeWay:
+    """The way of a job with these settings; 0 MiB: none is set."""
+    return ExchangeWay("auto" if codec != "none" else algorithm, codec, bucket_mib or None)
+
+
+def plain_ways(num_ranks: int, ranks_per_node: int) -> list[ExchangeWay]:
+    """Every step exchanged in full, by each algorithm."""
+    if num_ranks <= ranks_per_node:
+        return [ExchangeWay(_ON_ONE_NODE)]
+    return [ExchangeWay(name) for name in (_ALGORITHMS if ranks_per_node == 1 else (_WITH_SEVERAL_RANKS_ON_A_NODE,))]
+
+
+def coded_ways(measured: Sequence[str]) -> list[ExchangeWay]:
+    """Every step with a codec. `measured`: the codecs whose time is known; other ones are left out."""
+    return [ExchangeWay("auto", codec) for codec in CODECS if codec in measured]
+
+
+def resized_ways(way: ExchangeWay) -> list[ExchangeWay]:
+    """The same way with other buckets."""
+    return [ExchangeWay(way.algorithm, way.codec, bucket_mib) for bucket_mib in _BUCKETS_MIB]
+
+
+def other_ways(plain: ExchangeWay, num_ranks: int, ranks_per_node: int) -> list[ExchangeWay]:
+    """Rounds by the algorithm of a plain way, and servers where at least two workers are left."""
+    rounds = [ExchangeWay(plain.algorithm, sync_every=steps) for steps in _ROUNDS]
+    return [*rounds, *([ExchangeWay(servers=1)] if num_ranks > 2 and ranks_per_node == 1 else [])]

@@ -1,0 +1,291 @@
+"""The attempts of a job, here or over several hosts, one after the other, and how each lets itself be watched.
+
+On this machine alone there is nothing to compare, and one agent without a connection. Over hosts, the agents of the
+next attempt log in while the present one trains. A restart would otherwise spend most of its time on logins, those of
+mpiexec too, and on facts. The facts are asked when the present attempt has made its first step. At the restart only the
+folders are looked at again, because a share may be lost. If the code has changed meanwhile, the ranks may fail before
+their first step; the attempt after that has nothing prepared, and asks anew.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import ExitStack, suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from mpitrain.errors import ConfigError, LaunchError
+from mpitrain.launch.dialects import JobSpec, command_for
+from mpitrain.launch.ending import Ended
+from mpitrain.launch.facts import devices
+from mpitrain.launch.keepers import KEEPER_SILENCE_SECONDS, Keepers
+from mpitrain.launch.live import Live
+from mpitrain.launch.live_jobs import socket_of
+from mpitrain.launch.live_picture import of_ranks
+from mpitrain.launch.orders import Orders
+from mpitrain.launch.over_hosts import JobOverHosts
+from mpitrain.launch.processes import left_out
+from mpitrain.launch.reserve import Reserve
+from mpitrain.launch.roster import served
+from mpitrain.launch.run import Run
+from mpitrain.launch.trouble import SILENCE_SECONDS
+from mpitrain.launch.variables import absent
+from mpitrain.launch.watch import Guards
+from mpitrain.launch.watched import WatchedJob, identified
+from mpitrain.watching.hang_report import SEEN_ONLY
+
+# A load is said every second; an older one is of a time when nobody watched, or of a silent host.
+_OLD_SECONDS = 5.0
+
+
+class LiveAttempt:
+    """See live.Watchable."""
+
+    def __init__(self, job: JobSpec, guards: Guards) -> None:
+        self._placement, self._guards = job.placement, guards
+        self._has_servers = bool(job.context.servers)
+        self._seen: dict[int, tuple[str, float]] = {}  # by rank: its phase, and since when this was seen
+
+    def watch(self, seconds: float) -> None:
+        """See live.Watchable."""
+        self._guards.watch(seconds)
+
+    def looked(self) -> float:
+        """See live.Watchable."""
+        hosts = self._guards.hosts_now()
+        return min(
+            (report.ranks_at for host, (report, silent) in hosts.items() if silent < SILENCE_SECONDS),
+            default=time.monotonic(),
+        )
+
+    def picture(self) -> dict[str, Any]:
+        """See live.Watchable."""
+        hosts = self._guards.hosts_now()
+        views = [view for report, _ in hosts.values() for view in report.ranks.values()]
+        places = {place.host: place.ranks for place in self._placement.places}
+        silence = {host: silent for host, (_, silent) in hosts.items()}
+        now = time.monotonic()
+        loads = {
+            host: report.load
+            for host, (report, _) in hosts.items()
+            if report.load is not None and now - report.load_at < _OLD_SECONDS
+        }
+        picture = of_ranks(views, places, silence, loads)
+        self._set_since(picture["ranks"])
+        first = next((entry for entry in picture["ranks"] if entry["rank"] == 0), None)
+        if self._has_servers and first is not None and first["host"] == self._placement.own and first["pid"]:
+            picture["served"] = served(first["pid"]) or None
+        return picture
+
+    def _set_since(self, ranks: Iterable[dict[str, Any]]) -> None:
+        """A rank says since when it works or waits, but not since when it is stopped, or its host is silent."""
+        now = time.monotonic()
+        for entry in ranks:
+            phase, since = self._seen.get(entry["rank"], ("", now))
+            if phase != entry["phase"]:
+                phase, since = self._seen[entry["rank"]] = entry["phase"], now
+            if phase in SEEN_ONLY:
+                entry["since"] = round(now - since, 1)
+
+
+def show_here(job: JobSpec, from_file: Mapping[str, str]) -> None:
+    """Print the mpiexec command. The arguments are those of run_here."""
+    _refuse_absent(from_file)
+    print(command_for(job, os.environ))
+
+
+def run_here(
+    job: JobSpec,
+    from_file: Mapping[str, str],
+    keepers: Keepers | None,
+    reserve: Reserve | None,
+    live: Live,
+    orders: Orders,
+    meanwhile: Callable[[], None],
+) -> Ended:
+    """Start the job and see to its end.
+
+    Args:
+        job: what to start.
+        from_file: variables of --env-file, already set; the devices that they name must exist.
+        keepers: of the job; None: it is not started again.
+        reserve: the spares that become the ranks, if there are any.
+        live: lets others watch the job.
+        orders: what tellers tell the job.
+        meanwhile: is called some times a second while the job runs.
+
+    Raises:
+        LaunchError: the job cannot be started.
+    """
+    _refuse_absent(from_file)
+    own, context = job.placement.own, identified(job.context, Path(tempfile.gettempdir()))
+    # No limit of silence: a launcher that is stopped (Ctrl-Z) sends nothing, but the job must go on.
+    wish = {"token": context.job, "roll_call": context.roll_call, "peers": {}, "silence_seconds": 0}
+    wish["live"] = str(socket_of(context.launcher))
+    if keepers is not None:
+        keepers.begin([own], context.job)
+    if reserve is not None:
+        reserve.begin([own])
+    with Guards(own, [own], {own: wish}, keepers, reserve) as guards:
+        guards.facts()
+        if keepers is not None:
+            keepers.settle()
+        watched = WatchedJob(
+            job.placement.places,
+            guards,
+            Path(context.roll_call),
+            start_seconds=0.0,
+            recovers=bool(context.recover),
+            reserve=reserve,
+            orders=orders,
+        )
+        # Each rank makes itself known before it becomes the program, which may end before it calls init().
+        program = [sys.executable, "-P", "-m", "mpitrain.launch.rank", "{}", *job.program]
+        if reserve is not None:
+            program = reserve.stub(job.program)
+        with live.showing(context.job, LiveAttempt(job, guards)):
+            return Run(replace(job, context=context, program=program), watched).to_end(meanwhile)
+
+
+def _refuse_absent(from_file: Mapping[str, str]) -> None:
+    if missing := absent(from_file, devices()):
+        raise LaunchError(f"the file of variables does not fit this machine: {missing[0]}, which does not exist here")
+
+
+# Facts that are being asked for when they are needed without some hosts: it may be one of these that does not answer.
+_FACTS_SECONDS = 2.0
+# To ask the same hosts anew would take longer. But nobody sends beats to the keepers meanwhile.
+_FACTS_SECONDS_OF_ALL = KEEPER_SILENCE_SECONDS / 2
+
+
+class Attempts:
+    """Use this in `with`, in the main thread: at its end, no guard is left."""
+
+    def __init__(
+        self,
+        make: Callable[[ExitStack, JobSpec], JobOverHosts],
+        keepers: Keepers | None,
+        reserve: Reserve | None,
+        live: Live,
+    ) -> None:
+        """Nothing is started yet.
+
+        Args:
+            make: returns a job before its start; what it opens is closed with the stack.
+            keepers: of the job; None: it is not started again.
+            reserve: the spares that become the ranks, if there are any.
+            live: lets others watch the job.
+        """
+        self._make, self._keepers, self._reserve, self._live = make, keepers, reserve, live
+        self._stack = ExitStack()
+        self._next: JobOverHosts | None = None
+        self._thread: threading.Thread | None = None
+        self._has_begun = self._has_facts = self._has_ways = False
+
+    def __enter__(self) -> Attempts:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.forget()
+
+    def run(self, job: JobSpec, meanwhile: Callable[[], None]) -> Ended:
+        """Start a try and see to its end; `meanwhile` is called some times a second.
+
+        Raises:
+            LaunchError: hosts cannot be reached, or differ from this one.
+        """
+        with ExitStack() as stack:
+            prepared = self._take(stack, job)
+            new = prepared or self._make(stack, job)
+            if prepared is None:
+                new.connect(self._keepers)
+                new.ask()
+            # One login to a host at a time: see JobOverHosts.open_ways. The holders come before those of mpiexec.
+            if self._keepers is not None:
+                self._keepers.begin(job.placement.hosts, new.job.context.job)
+                if prepared is not None:
+                    new.guards.beat_for(self._keepers)
+                self._keepers.settle()
+            if self._reserve is not None:
+                self._reserve.begin(job.placement.hosts)
+            stack.enter_context(self._live.showing(new.job.context.job, LiveAttempt(new.job, new.guards)))
+            return new.ready().to_end(self._looking(new, meanwhile))
+
+    def after(self, stack: ExitStack, job: JobOverHosts, meanwhile: Callable[[], None]) -> Callable[[], None]:
+        """A try that was started elsewhere has taken over; `stack` is closed at its end.
+
+        Return what is to be called some times a second with it.
+        """
+        self.forget()
+        stack.enter_context(self._live.showing(job.job.context.job, LiveAttempt(job.job, job.guards)))
+        return self._looking(job, meanwhile)
+
+    def _looking(self, job: JobOverHosts, meanwhile: Callable[[], None]) -> Callable[[], None]:
+        def look() -> None:
+            self._look(job)
+            meanwhile()
+
+        return look
+
+    def forget(self) -> None:
+        """Drop what is prepared."""
+        self._stack.close()
+        if self._thread is not None:
+            self._thread.join()  # without its connections it ends soon
+        self._next = self._thread = None
+        self._has_begun = False
+
+    def _look(self, present: JobOverHosts) -> None:
+        """Prepare the next try when the present one has made a step."""
+        if self._has_begun or self._keepers is None:
+            self._open_ways()
+            return
+        if not any(record.step > record.first_step for record in present.guards.records().values()):
+            return
+        try:
+            self._next = self._make(self._stack, present.job)
+            self._next.connect(None, is_idle=True)
+        except (ConfigError, LaunchError, OSError):  # the next try will say so
+            self.forget()
+        else:
+            self._has_facts = self._has_ways = False
+            self._stack.enter_context(left_out(self._next.guards.processes()))
+            self._thread = threading.Thread(target=self._ask, args=(self._next,), name="next try", daemon=True)
+            self._thread.start()
+        self._has_begun = True
+
+    def _open_ways(self) -> None:
+        """When the guards of the next try have logged in, log in for its mpiexec."""
+        if self._next is None or self._has_ways or not self._has_facts:
+            return
+        self._has_ways = True
+        with suppress(OSError):  # mpiexec logs in as always
+            self._next.open_ways()
+
+    def _ask(self, job: JobOverHosts) -> None:
+        try:
+            job.ask()
+            job.guards.keep()
+        except Exception:  # whatever it is: the next try asks anew, and reports it
+            return
+        self._has_facts = True
+
+    def _take(self, stack: ExitStack, job: JobSpec) -> JobOverHosts | None:
+        """Return `job` with guards and facts, if they are prepared and fit; they are closed with `stack`."""
+        taken = self._next
+        if taken is not None and self._thread is not None:
+            is_whole = job.placement.hosts == taken.job.placement.hosts
+            self._thread.join(_FACTS_SECONDS_OF_ALL if is_whole else _FACTS_SECONDS)
+            if not self._thread.is_alive() and self._has_facts and taken.becomes(job):
+                stack.enter_context(self._stack.pop_all())
+                self._next = self._thread = None
+        if self._next is not None:
+            taken = None
+        self.forget()
+        return taken

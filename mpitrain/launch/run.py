@@ -1,0 +1,308 @@
+"""Runs one mpiexec command from start to end, such that no process is left and the exit code is true."""
+
+from __future__ import annotations
+
+import os
+import selectors
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from types import FrameType
+
+from mpitrain.errors import LaunchError
+from mpitrain.launch import processes
+from mpitrain.launch.dialects import JobSpec, command_for, ends_by_sigterm, names_signals
+from mpitrain.launch.ending import Ended, exit_code, kills_first, last_words, without_ends_by_hydra
+from mpitrain.launch.output import Stream
+from mpitrain.launch.printer import Printer
+from mpitrain.launch.watched import WatchedJob
+
+# After a signal the ranks have this long to end by themselves (for example, to close files) before they are killed.
+GRACE_SECONDS = 5.0
+# After mpiexec has returned, its daemons and the helpers of ranks (from multiprocessing) may need a moment to end.
+LINGER_SECONDS = 2.0
+# When all processes of the job have ended, all their output has arrived already.
+_DRAIN_SECONDS = 10.0
+# The same, after the processes were killed.
+_DEAD_SECONDS = 10.0
+
+_READ_BYTES = 1 << 16
+_MOST_READS = 64
+_END_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+class Run:
+    """One mpiexec command: `to_end` runs it and prints its output. It can be started before, beside another one."""
+
+    def __init__(self, job: JobSpec, watched: WatchedJob) -> None:
+        """Nothing is started yet.
+
+        Args:
+            job: what to start.
+            watched: the job as seen by the guards of its hosts.
+        """
+        self._command = command_for(job, os.environ)
+        self._names_signals = names_signals(job.mpiexec)
+        self._ends_by_sigterm = ends_by_sigterm(job.mpiexec)
+        self._watched, self._job = watched, job.context.job
+        self._is_here, self._own, self._host_of = job.placement.is_here, job.placement.own, job.placement.host_of
+        self._trouble: list[str] = []  # why the launcher ended the job
+        self._printer = Printer(
+            self._command.tag,
+            job.placement.num_ranks,
+            job.shows_ranks,
+            shows_bar=job.context.columns > 0,
+            recovers=bool(job.context.recover),
+        )
+        self._signals: list[int] = []  # signals to this process
+        self._kill_at = float("inf")
+        self._linger_until = float("inf")
+        self._mpiexec_ended = 0.0  # when its end was seen; 0: not yet
+        self._not_ours: set[int] = set()
+        self._mpiexec: subprocess.Popen[bytes] | None = None
+        self._pipes = selectors.DefaultSelector()
+        # The output of a job that was started beside another one waits for the end of that one.
+        self._held: list[tuple[Stream, bytes]] | None = None
+
+    def start(self) -> None:
+        """Start it, and hold back its output. `beside` then goes on with it, until `to_end` or `give_up`.
+
+        Raises:
+            LaunchError: mpiexec cannot be started.
+        """
+        self._held = []
+        self._start()
+
+    def beside(self) -> bool:
+        """Take in what has come so far, without a wait. False: the job has ended, or must be ended; call `to_end`."""
+        assert self._mpiexec is not None
+        for _ in range(_MOST_READS):
+            if not (self._pipes.get_map() and self._read(0.0)):
+                break
+        return self._goes_on(self._mpiexec)
+
+    def give_up(self) -> None:
+        """End the job that `start` has started. Nothing is printed."""
+        processes.kill_all(self._alive)
+        self._watched.end(0.0)
+        self._close()
+
+    def to_end(self, meanwhile: Callable[[], None] = lambda: None) -> Ended:
+        """See to the end of the job, print its output, and say how it ended, with the exit code for this process.
+
+        The code is 0 only if mpiexec returned 0, no rank reported a failure or vanished, and no process was left over.
+        It is 128 + the signal if a signal ended the job, here or (if mpiexec says so) in a rank. SIGINT, SIGTERM and
+        SIGHUP to this process end the whole job: it passes them on, and after `GRACE_SECONDS` or at a second signal it
+        kills all processes. The ranks read nothing from stdin. Call this in the main thread of a process that does
+        little else: the process becomes the parent of every orphan below it.
+
+        Args:
+            meanwhile: is called some times a second while the job runs.
+
+        Raises:
+            LaunchError: mpiexec cannot be started.
+            BrokenPipeError: nobody reads the output; all processes have been killed.
+        """
+        with _handled(self._on_signal, self._is_here):
+            try:
+                if self._mpiexec is None:
+                    self._start()
+                assert self._mpiexec is not None
+                self._watched.lead()
+                self._release()
+                self._watch(self._mpiexec, meanwhile)
+                left = self._end(self._mpiexec)
+                returncode = self._mpiexec.wait(_DEAD_SECONDS)
+            except BaseException:  # such as BrokenPipeError: nobody reads the output any more (`| head`)
+                if self._mpiexec is not None:
+                    processes.kill_all(self._alive)
+                    self._watched.end(0.0)
+                raise
+            finally:
+                self._close()
+        ended = self._ended(returncode, left)
+        has_reported = self._printer.first_failure.rank is not None and not ended.missing
+        if not has_reported and (words := last_words(ended, self._host_of, has_said=self._printer.has_reason)):
+            self._printer.say(words)
+        elif ended.code and not (has_reported or self._is_forced or ended.failed):
+            self._printer.print_banner()
+        return ended
+
+    def _start(self) -> None:
+        processes.adopt_orphans()
+        self._not_ours = processes.children()
+        arguments = self._command.arguments
+        try:
+            self._mpiexec = subprocess.Popen(
+                arguments,
+                env={**os.environ, **self._command.environment},
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                start_new_session=True,  # Ctrl-C in the terminal reaches the launcher only
+                preexec_fn=processes.end_with_parent(),  # noqa: PLW1509 (no thread holds a lock that it takes)
+            )
+        except OSError as error:
+            raise LaunchError(f"{arguments[0]} cannot be run: {error.strerror}") from error
+        for stream, pipe in (("stdout", self._mpiexec.stdout), ("stderr", self._mpiexec.stderr)):
+            assert pipe is not None
+            os.set_blocking(pipe.fileno(), False)
+            self._pipes.register(pipe, selectors.EVENT_READ, stream)
+        self._watched.begin()
+
+    def _close(self) -> None:
+        self._pipes.close()
+        if self._mpiexec is not None:
+            # Not Popen's own `with`, which would wait for ever for a process that cannot be killed.
+            for pipe in (self._mpiexec.stdout, self._mpiexec.stderr):
+                assert pipe is not None
+                pipe.close()
+            self._mpiexec.poll()
+
+    def _watch(self, mpiexec: subprocess.Popen[bytes], meanwhile: Callable[[], None]) -> None:
+        """Loop until everything has ended, or must be ended."""
+        nap_seconds = 0.01  # a restart waits for this; a job whose processes linger is looked at less often
+        while time.monotonic() < min(self._kill_at, self._linger_until):
+            if self._pipes.get_map():
+                self._read(timeout_seconds=0.05 if self._printer.is_waiting else 0.2)
+            elif mpiexec.returncode is None:  # it is about to end
+                with suppress(subprocess.TimeoutExpired):
+                    mpiexec.wait(0.2)
+            else:
+                time.sleep(nap_seconds)
+                nap_seconds = min(2 * nap_seconds, 0.05)
+            self._pass_signals_on(mpiexec)
+            if not self._goes_on(mpiexec):
+                return
+            meanwhile()
+
+    def _goes_on(self, mpiexec: subprocess.Popen[bytes]) -> bool:
+        """False: everything has ended, or must be ended."""
+        if self._trouble:
+            return False
+        if mpiexec.poll() is not None:
+            self._mpiexec_ended = self._mpiexec_ended or time.monotonic()
+            self._linger_until = min(self._linger_until, time.monotonic() + LINGER_SECONDS)
+            return bool(self._alive())
+        if not self._signals:
+            for line in self._watched.news():
+                self._printer.say(line)
+            self._trouble = self._watched.trouble()
+            self._say_trouble()
+        return not self._trouble
+
+    def _release(self) -> None:
+        """Print what has been held back."""
+        held, self._held = self._held, None
+        for stream, data in held or ():
+            self._printer.feed(time.monotonic(), stream, data)
+
+    def _read(self, timeout_seconds: float) -> bool:
+        """Take in output that comes within that time; False: there was none."""
+        ready = self._pipes.select(timeout_seconds)
+        now = time.monotonic()  # before what is read: time that this process needs does not make a line overdue
+        for key, _ in ready:
+            data = os.read(key.fd, _READ_BYTES)
+            if not data:
+                self._pipes.unregister(key.fileobj)
+            elif self._held is not None:
+                self._held.append((key.data, data))
+            else:
+                self._printer.feed(now, key.data, data)
+        self._printer.print_due(now)
+        return bool(ready)
+
+    def _pass_signals_on(self, mpiexec: subprocess.Popen[bytes]) -> None:
+        if self._signals and self._kill_at == float("inf"):
+            name = signal.Signals(self._signals[0]).name
+            self._printer.say(f"{name}: ending the job; a second signal kills it at once")
+            self._watched.interrupt()
+            self._printer.shorten_interrupts()
+            # Some mpiexecs do not know SIGHUP.
+            mpiexec.send_signal(signal.SIGINT if self._signals[0] == signal.SIGINT else signal.SIGTERM)
+            self._kill_at = time.monotonic() + GRACE_SECONDS
+        elif len(self._signals) > 1:
+            self._kill_at = 0.0
+
+    def _end(self, mpiexec: subprocess.Popen[bytes]) -> list[str]:
+        """Kill what is left, and print the rest of the output. Return the killed processes, one line each."""
+        left = [f"{pid} {processes.command_line(pid)}" for pid in sorted(self._alive())]
+        immortal = processes.kill_all(self._alive)
+        beyond = [f"process {pid} could not be killed: {processes.command_line(pid)}" for pid in sorted(immortal)]
+        mpiexec.poll()
+        deadline = time.monotonic() + _DRAIN_SECONDS
+        while not immortal and self._pipes.get_map():  # an immortal process holds the pipe open
+            self._read(timeout_seconds=0.05)
+            if time.monotonic() > deadline:
+                beyond.append("another process holds the job's output open; the end of the output may be missing")
+                break
+        there, beyond_there = self._watched.end(0.0 if self._is_forced else LINGER_SECONDS)
+        left, beyond = left + there, beyond + beyond_there
+        if left and not self._is_forced:
+            self._printer.say(f"mpiexec ended before {len(left)} processes of the job, which were killed:")
+            for line in left:
+                self._printer.say(f"    {line}")
+        for line in beyond:
+            self._printer.say(line)
+        self._printer.close()
+        if self._watched.is_gone:
+            self._printer.say(f"cannot check that all ranks finished: {self._watched.path} was removed")
+        return left
+
+    def _say_trouble(self) -> None:
+        for line in self._trouble:
+            self._printer.say(line)
+
+    @property
+    def _is_forced(self) -> bool:
+        """True if the launcher ended the job, so that leftover processes are no surprise."""
+        return bool(self._signals or self._trouble)
+
+    def _ended(self, returncode: int, left: list[str]) -> Ended:
+        mpiexec_said = self._printer.mpiexec_said.decode(errors="replace")
+        first_ends = self._watched.first_ends()
+        if self._ends_by_sigterm:
+            first_ends = kills_first(first_ends, mpiexec_said)
+        else:
+            first_ends = without_ends_by_hydra(first_ends, self._watched.records(), mpiexec_said, returncode)
+        ended = Ended(
+            returncode,
+            is_interrupted=bool(self._signals),
+            trouble=tuple(self._trouble),
+            lost=tuple(self._watched.lost()),
+            failed=self._watched.failed(),
+            mpiexec_said=mpiexec_said,
+            names_signals=self._names_signals,
+            mpiexec_signal=0 if self._is_forced else -min(0, returncode),
+            mpiexec_host=self._own,
+            mpiexec_seconds=self._mpiexec_ended,
+            missing=tuple(self._watched.missing()),
+            first_ends=tuple(first_ends),
+            records=self._watched.records(),
+            left=self._watched.left(),
+        )
+        told = self._signals[0] if self._signals else 0
+        return replace(ended, code=exit_code(ended, returncode, self._host_of, told=told, has_left=bool(left)))
+
+    def _alive(self) -> set[int]:
+        return processes.alive_below(self._not_ours, self._job)
+
+    def _on_signal(self, number: int, _frame: FrameType | None) -> None:
+        self._signals.append(number)  # the loop handles it: a signal handler must not print
+
+
+@contextmanager
+def _handled(handler: Callable[[int, FrameType | None], None], is_here: bool) -> Iterator[None]:
+    # Signals that the parent ignored stay ignored: `nohup mpitrain run ... &` outlives its terminal.
+    numbers = [number for number in _END_SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
+    before = {number: signal.signal(number, handler) for number in numbers}
+    if not is_here:  # a stopped launcher is silent, and the other hosts would end the job
+        before[signal.SIGTSTP] = signal.signal(signal.SIGTSTP, lambda *_: None)
+    try:
+        yield
+    finally:
+        for number, old in before.items():
+            signal.signal(number, old)

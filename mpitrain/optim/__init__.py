@@ -1,0 +1,12 @@
+"""How parameters change: optimizers over flat buffers, schedules, loss scales, and the share of a rank.
+
+`SGD`, `Adam` and `AdamW` take a rate or a schedule (`constant`, `warmup_cosine`). `LossScale` is for mixed precision.
+PyTorch's own optimizers go with `mpitrain.TorchModule`.
+"""
+
+from mpitrain.optim.flat_optimizer import clip_by_global_norm
+from mpitrain.optim.loss_scale import LossScale
+from mpitrain.optim.optimizers import SGD, Adam, AdamW
+from mpitrain.optim.schedules import constant, warmup_cosine
+
+__all__ = ["SGD", "Adam", "AdamW", "LossScale", "clip_by_global_norm", "constant", "warmup_cosine"]

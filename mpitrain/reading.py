@@ -1,0 +1,305 @@
+"""What people and other programs have written: files, messages, numbers. Nothing here trusts it.
+
+A caller says how it refuses: a function, mostly a class of errors, that makes the error from a sentence. The sentence
+begins with what the text is called, and says which line, what was found, and what is allowed. Nothing else is raised.
+
+Sent to hosts as text too. So this module imports only the standard library, and must run with old Pythons.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import math
+import os
+import re
+import select
+import stat
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:  # an old Python cannot make it
+    Refuse = Callable[[str], BaseException]
+
+MOST_BYTES = 1 << 20  # of what a person writes
+_MOST_DEPTH = 64
+_MOST_DIGITS = 20
+_MOST_PARTS = 1 << 22  # of a document
+# Checkpoints hold the states of generators of random numbers. Python itself takes no longer number.
+_MOST_DIGITS_OF_ANY = 4300
+_PIPE_SECONDS = 10.0
+_LONG_KEY = re.compile(r"""(?<![\w"'-])(?:[\w"'-]+\s*\.\s*){64}""")
+_HALVES = re.compile(r"[\ud800-\udfff]")
+
+
+def shown(value: object, most: int = 80) -> str:
+    """Return the value for a message: in one line, and short. Some values have no text, such as a number too long."""
+    try:
+        text = repr(value)
+    except (ValueError, RecursionError):
+        text = f"a {type(value).__name__}"
+    return text if len(text) <= most else f"{text[:most]}..."
+
+
+def find_file(
+    path: Path | str,
+    refuse: Refuse,
+    *,
+    called: str = "",
+    most_bytes: int = MOST_BYTES,
+    is_given: bool = False,
+) -> bytes | None:
+    """Return the content of a file; None: there is none.
+
+    Args:
+        path: the file. What is no file, such as a pipe, does not hold up the caller.
+        refuse: makes the error.
+        called: what it is called in the error; "": by its path.
+        most_bytes: a larger file is refused.
+        is_given: a user has named the file, so it may also be a pipe, as in --env-file <(command), or /dev/null.
+    """
+    called = called or str(path)
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError) as error:  # a path with a zero byte is a ValueError
+        raise refuse(f"{called} cannot be read: {_reason(error)}") from None
+    try:
+        mode = os.fstat(descriptor).st_mode
+        if not stat.S_ISREG(mode) and not (is_given and (stat.S_ISFIFO(mode) or stat.S_ISCHR(mode))):
+            raise refuse(f"{called} is not a file" + (", but a folder" if stat.S_ISDIR(mode) else ""))
+        parts: list[bytes] = []
+        num_bytes, deadline = 0, time.monotonic() + _PIPE_SECONDS
+        unended = refuse(f"{called} has no end within {_PIPE_SECONDS:g} s; name a file")
+        # Before its writer comes, a pipe reads as if it were empty.
+        if stat.S_ISFIFO(mode) and not select.select([descriptor], [], [], _PIPE_SECONDS)[0]:
+            raise unended
+        while True:
+            try:
+                part = os.read(descriptor, min(1 << 20, most_bytes + 1 - num_bytes))
+            except BlockingIOError:
+                left = deadline - time.monotonic()
+                if left <= 0:
+                    raise unended from None
+                select.select([descriptor], [], [], left)
+                continue
+            if not part:
+                return b"".join(parts)
+            parts.append(part)
+            num_bytes += len(part)
+            if num_bytes > most_bytes:
+                most = f"{most_bytes >> 20} MiB" if most_bytes >= 1 << 20 else f"{most_bytes} bytes"
+                raise refuse(f"{called} is too large: at most {most} are read. Make it anew, or remove it")
+    except OSError as error:
+        raise refuse(f"{called} cannot be read: {_reason(error)}") from None
+    finally:
+        os.close(descriptor)
+
+
+def read_file(
+    path: Path | str,
+    refuse: Refuse,
+    *,
+    called: str = "",
+    most_bytes: int = MOST_BYTES,
+    is_given: bool = False,
+) -> bytes:
+    """Return the content of a file that must be there. See find_file."""
+    content = find_file(path, refuse, called=called, most_bytes=most_bytes, is_given=is_given)
+    if content is None:
+        raise refuse(f"{called or path} cannot be read: {os.strerror(errno.ENOENT)}")
+    return content
+
+
+def read_text(path: Path | str, refuse: Refuse, *, called: str = "", most_bytes: int = MOST_BYTES) -> str:
+    """Return the text of a file that a user has named, as `text_of`."""
+    content = read_file(path, refuse, called=called, most_bytes=most_bytes, is_given=True)
+    return text_of(content, refuse, f"{called or path} cannot be read")
+
+
+def text_of(content: bytes, refuse: Refuse, begin: str) -> str:
+    """Return what UTF-8 says, without a byte order mark, and with lines that end as Unix has it.
+
+    `begin` is the begin of the error, before a colon.
+    """
+    begin = f"{begin}: it is not text in UTF-8"
+    if content[:2] in (b"\xff\xfe", b"\xfe\xff"):
+        raise refuse(f"{begin}, but in UTF-16; save it as UTF-8")
+    try:
+        text = content.decode("utf-8-sig")
+        place = text.find("\0")
+        byte = 0
+    except UnicodeDecodeError as error:
+        text, place, byte = content.decode("latin-1"), error.start, content[error.start]
+    if place >= 0:
+        raise refuse(f"{begin}: line {text.count(chr(10), 0, place) + 1} has the byte 0x{byte:02x}")
+    return text.replace("\r\n", "\n").replace("\r", "\n")
+
+
+def parsed(parse: Callable[[], Any], refuse: Refuse, called: str, form: str) -> Any:
+    """Return what a parser makes of a text, whatever it raises. `form` is said then, such as "is not TOML"."""
+    begin = f"{called} {form}".lstrip()
+    try:
+        return parse()
+    except RecursionError:
+        raise refuse(f"{begin}: it is nested too deeply; allowed are {_MOST_DEPTH} levels") from None
+    except Exception as error:  # a parser of YAML raises nearly everything
+        said = f"it has no {error}" if isinstance(error, KeyError) else " ".join(str(error).split())
+        said = said or type(error).__name__
+        if "integer string conversion" in said:
+            said = f"it has a number of more than {_MOST_DIGITS_OF_ANY} digits"
+        raise refuse(f"{begin}: {shown_text(said)}") from None
+
+
+def toml_of(text: str, refuse: Refuse, called: str) -> dict[str, Any]:
+    """Return a document of TOML."""
+    import tomllib  # is of Python 3.11
+
+    if long := _LONG_KEY.search(text):  # its time is the square of the number of parts
+        raise refuse(f"{called}, line {text.count(chr(10), 0, long.start()) + 1}: a name has more than 64 parts")
+    value: dict[str, Any] = parsed(lambda: checked(tomllib.loads(text)), refuse, called, "is not TOML")
+    return value
+
+
+def shown_text(text: str, most: int = 200) -> str:
+    """Return a text, or what was made of it, for a message: in one line, short, and without control characters."""
+    shown_part = "".join(letter if letter.isprintable() else "?" for letter in text[:most])
+    return shown_part if len(text) <= most else f"{shown_part}..."
+
+
+def json_of(
+    content: bytes | str,
+    refuse: Refuse,
+    called: str,
+    *,
+    form: str = "is damaged",
+    any_text: bool = False,
+    any_number: bool = False,
+) -> dict[str, Any]:
+    """Return an object of JSON, without a key that is there twice.
+
+    Args:
+        content: the JSON, in UTF-8.
+        refuse, called: see find_file.
+        form: what is said of other content.
+        any_text: also halves of characters, which have no UTF-8. So Python reads names of files that are not UTF-8.
+        any_number: also NaN and infinity, and whole numbers of more than 20 digits, as states of generators are.
+    """
+
+    text = content if isinstance(content, str) else text_of(content, refuse, f"{called} {form}".lstrip())
+
+    def parse() -> Any:
+        value = (_ANY_NUMBER if any_number else _JSON).decode(text)
+        if not isinstance(value, dict):
+            raise ValueError(f"it must be an object, {{...}}, and is {shown(value, 40)}")
+        if text.count("[") + text.count("{") > _MOST_DEPTH:
+            checked(value, any_number=True)  # the decoder has looked at the numbers
+        if not any_text and "\\u" in text and _HALVES.search(json.dumps(value, ensure_ascii=False)):
+            raise ValueError("it has half of a character of two, \\ud800 to \\udfff")
+        return value
+
+    value: dict[str, Any] = parsed(parse, refuse, called, form)
+    return value
+
+
+def message_of(line: bytes | str) -> dict[str, Any]:
+    """Return the object that another process of ours has sent. Metrics may be NaN, and names not UTF-8.
+
+    Raises:
+        ValueError: it is none.
+    """
+    return json_of(line, ValueError, "the message", form="is none", any_text=True, any_number=True)
+
+
+class MessageLines:
+    """Messages on a way of bytes, one in a line. A line that is no message is left out, such as a login's greeting."""
+
+    def __init__(self, most_bytes: int = 1 << 30) -> None:
+        self._most_bytes = most_bytes
+        self._rest: list[bytes] = []
+        self._num_bytes = 0
+
+    def take(self, data: bytes) -> Iterator[dict[str, Any]]:
+        """Iterate over the messages that end in `data`."""
+        first, *others = data.split(b"\n")
+        self._rest.append(first)
+        self._num_bytes += len(first)
+        if self._num_bytes > self._most_bytes:
+            self._rest = [b""]  # what is left of it is no message either
+        for other in others:
+            line, self._rest, self._num_bytes = b"".join(self._rest), [other], len(other)
+            if line.startswith(b"{"):
+                try:
+                    message = message_of(line)
+                except ValueError:
+                    continue
+                yield message
+
+
+def whole(text: str, least: int, most: int) -> int | None:
+    """Return a whole number that was written in digits, 0 to 9; None: it is none from `least` to `most`."""
+    if not re.fullmatch(r"[0-9]{1,20}", text):
+        return None
+    return int(text) if least <= int(text) <= most else None
+
+
+def _reason(error: Exception) -> str:
+    return getattr(error, "strerror", None) or str(error)
+
+
+def checked(value: Any, *, any_number: bool = False) -> Any:
+    """Refuse what is nested too deeply, or is large because it names the same part often; and too long numbers."""
+    level, num_parts = [value], 0
+    for _ in range(_MOST_DEPTH):
+        below: list[Any] = []
+        for part in level:
+            for entry in (*part, *part.values()) if isinstance(part, dict) else part:
+                if isinstance(entry, (dict, list)):
+                    below.append(entry)
+                elif not any_number and type(entry) is int and abs(entry) >= 10**_MOST_DIGITS:
+                    raise ValueError(f"it has a number of more than {_MOST_DIGITS} digits")
+            num_parts += 1
+            if num_parts > _MOST_PARTS:
+                raise ValueError(f"it has more than {_MOST_PARTS} parts")
+        level = below
+        if not level:
+            return value
+    raise RecursionError
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    result = dict(pairs)
+    if len(result) != len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in result if names.count(name) > 1)
+        raise ValueError(f"{shown(twice, 40)} is there twice")
+    return result
+
+
+def _digits(most: int) -> Callable[[str], int]:
+    def read(text: str) -> int:
+        if len(text) - text.startswith("-") > most:
+            raise ValueError(f"it has a number of {len(text)} digits; allowed are {most}")
+        return int(text)
+
+    return read
+
+
+def _real(text: str) -> float:
+    value = float(text)
+    if math.isinf(value):
+        raise ValueError(f"{shown_text(text, 40)} is too large for a number")
+    return value
+
+
+def _refuse_constant(text: str) -> float:
+    raise ValueError(f"{text} is not a number")
+
+
+_JSON = json.JSONDecoder(
+    object_pairs_hook=_object, parse_int=_digits(_MOST_DIGITS), parse_float=_real, parse_constant=_refuse_constant
+)
+_ANY_NUMBER = json.JSONDecoder(object_pairs_hook=_object, parse_int=_digits(_MOST_DIGITS_OF_ANY))

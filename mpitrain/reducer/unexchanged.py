@@ -1,0 +1,108 @@
+"""Optimizers that each rank steps with gradients of its own, because nobody exchanges them: what ranks say at the end.
+
+A forgotten DistributedDataParallel raises no error: each rank trains a model of its own, and the script saves that of
+rank 0. So the ranks compare what their optimizers have used when all have finished, in the notes that they send anyway.
+A line tells of it. It is no error, because ranks may mean to train models of their own.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from itertools import combinations
+from typing import NamedTuple
+
+from mpitrain.world.world import World
+
+# The entry of Notes.final that has these numbers. Models have numbers from 1.
+NUMBER_IN_FINAL = 0
+# What is known of an optimizer.
+ALL_KNOWN, UNKNOWN, EXCHANGED = range(3)
+# Ranks with different processors may clip equal gradients by norms that differ in the last bit of bfloat16.
+_NEAR = 2**-8
+
+
+class UnexchangedSteps(NamedTuple):
+    """The steps of one optimizer on one rank.
+
+    Attributes:
+        known: EXCHANGED: its parameters were changed between steps, or the program has exchanged arrays about as often.
+        kind: a checksum of the shapes of its parameters and of its settings.
+        trained: how many numbers it trains.
+        steps: their number.
+        begin, end: checksums of a sample of its parameters before the first step and at the end of the program.
+        used: norm and sum of a sample of the gradients in the steps 1, 2, 4, 8 and so on.
+    """
+
+    known: int
+    kind: int
+    trained: int
+    steps: int
+    begin: int
+    end: int
+    used: tuple[tuple[float, float], ...]
+
+    def numbers(self) -> tuple[float, ...]:
+        """Return it as numbers of a note; see `steps_in`."""
+        return *map(float, self[:-1]), float(len(self.used)), *(number for pair in self.used for number in pair)
+
+
+def steps_in(numbers: Sequence[float]) -> list[UnexchangedSteps]:
+    """Return what the numbers of a note say, by optimizer, in the order of their first steps."""
+    optimizers, at = [], 0
+    while at < len(numbers):
+        known, kind, trained, steps, begin, end, length = (int(number) for number in numbers[at : at + 7])
+        at += 7
+        used = tuple(zip(numbers[at : at + 2 * length : 2], numbers[at + 1 : at + 2 * length : 2], strict=True))
+        at += 2 * length
+        optimizers.append(UnexchangedSteps(known, kind, trained, steps, begin, end, used))
+    return optimizers
+
+
+def tell_of_unexchanged(world: World, final: Mapping[int, Mapping[int, tuple[float, ...]]]) -> None:
+    """Print a line if ranks have begun with equal parameters, and stepped with gradients of their own until the end.
+
+    Args:
+        final: by the ranks' numbers in the job, what each has said; see Notes.final. Every rank gives the same.
+    """
+    members = world.control.members
+    of_ranks = {rank: steps_in(final[rank].get(NUMBER_IN_FINAL, ())) for rank in final if rank in members}
+    if any(one.known == EXCHANGED for of_rank in of_ranks.values() for one in of_rank):
+        return
+    for place in range(max(map(len, of_ranks.values()), default=0)):
+        same = {rank: of_rank[place] for rank, of_rank in of_ranks.items() if place < len(of_rank)}
+        if len(same) > 1 and _are_apart([*same.values()]):
+            rank, first = next(iter(same.items()))
+            text = (
+                f"mpitrain: {len(same)} ranks have each trained a model of their own: from equal parameters, an "
+                f"optimizer of {first.trained:,} numbers has made {first.steps:,} steps on "
+                f"{world.name(members.index(rank))} with gradients that nobody has averaged. To train one model on all "
+                "ranks, wrap it in DistributedDataParallel, or use mpitrain.torch.prepare(); auto_model of "
+                "pytorch-ignite wraps it for gloo, nccl and mpi alone. If each rank is to have its own model, let it "
+                "begin with values of its own: torch.manual_seed(rank)"
+            )
+            with suppress(OSError, ValueError):  # the program has closed its output, or nobody reads it any more
+                world.print(text)
+            return
+
+
+def _are_apart(same: Sequence[UnexchangedSteps]) -> bool:
+    first = same[0]
+    if any(
+        one.known != ALL_KNOWN or one.steps < 2 or (one.kind, one.begin) != (first.kind, first.begin) for one in same
+    ):
+        return False
+    return all(
+        one.end != other.end and not any(map(_are_near, one.used, other.used)) for one, other in combinations(same, 2)
+    )
+
+
+def _are_near(one: tuple[float, float], other: tuple[float, float]) -> bool:
+    """Whether gradients are equal but for rounding. What is not finite tells nothing."""
+    if not all(map(math.isfinite, (*one, *other))):
+        return True
+    size = max(one[0], other[0])
+    return all(
+        math.isclose(here, there, rel_tol=_NEAR, abs_tol=_NEAR * size) for here, there in zip(one, other, strict=True)
+    )

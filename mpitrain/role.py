@@ -1,0 +1,86 @@
+"""What a process does in a job with servers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
+
+from mpitrain.context import JobContext
+from mpitrain.errors import ConfigError
+
+_Kind: TypeAlias = Literal["server", "shard", "worker"]
+_KINDS: dict[str, _Kind] = {"server": "server", "shard": "shard", "worker": "worker"}
+
+
+@dataclass(frozen=True)
+class Role:
+    """The part of one process.
+
+    Attributes:
+        kind: a server holds parameters and hands out units, a worker computes gradients. A shard is a further server,
+            which holds a part of the parameters. "": the ranks are equal.
+        addresses: where a server listens, or where a worker may find the first one, as HOST:PORT. A shard has its own
+            address, and then that of the first server. None where servers tell their addresses over MPI.
+        key: the file with the servers' keys, or with the key of a worker; "": the key comes over MPI too.
+        environment: the file with the code and packages of this process, as JSON; "": they are not compared.
+        division: where this process tells how servers divide its parameters, before it ends; "": it trains.
+        plain: the network interface of a connection without encryption; "": all bytes are encrypted.
+        num_workers: for a server: how many workers were started with it, and will surely come; 0: not known.
+        num_servers: how many servers there are, with the first one; 0: a worker that the first one tells.
+        number: of this server; the first one is 0.
+    """
+
+    kind: Literal["", "server", "shard", "worker"] = ""
+    addresses: tuple[str, ...] = ()
+    key: str = ""
+    environment: str = ""
+    division: str = ""
+    plain: str = ""
+    num_workers: int = 0
+    num_servers: int = 1
+    number: int = 0
+
+
+def role_of(context: JobContext, rank: int, node_ranks: Sequence[int]) -> Role:
+    """Return the role of a rank. `node_ranks` are the numbers of the ranks' nodes, by rank.
+
+    Raises:
+        ConfigError: no role is left for a worker, or the launcher has named an unknown role. Raised on every rank.
+    """
+    if context.serves:
+        if context.serves not in _KINDS:
+            allowed = ", ".join(_KINDS)
+            raise ConfigError(f"the launcher has told this process to be a {context.serves!r}; allowed: {allowed}")
+        kind = _KINDS[context.serves]
+        return Role(
+            kind,
+            tuple(filter(None, context.serve_address.split(","))),
+            context.serve_key,
+            context.serve_environment,
+            context.serve_division,
+            context.serve_plain,
+            num_servers=0 if kind == "worker" else max(1, context.servers),
+            number=context.serve_number,
+        )
+    if not context.servers:
+        return Role()
+    size = len(node_ranks)
+    if size <= context.servers:
+        raise ConfigError(
+            f"{size} ranks with {context.servers} servers leave none for workers; start at least {context.servers + 1}"
+        )
+    servers, num_workers = server_ranks(node_ranks, context.servers), size - context.servers
+    if rank not in servers:
+        return Role("worker", num_servers=context.servers)
+    number = servers.index(rank)
+    return Role("shard" if number else "server", num_workers=num_workers, num_servers=context.servers, number=number)
+
+
+def server_ranks(node_ranks: Sequence[int], num_servers: int) -> list[int]:
+    """Return the ranks that are servers, in order: the first rank of each node, then the second, and so on.
+
+    So each server has the network link of a node for itself, as far as there are nodes.
+    """
+    place = [node_ranks[:rank].count(node) for rank, node in enumerate(node_ranks)]
+    return sorted(range(len(node_ranks)), key=lambda rank: (place[rank], node_ranks[rank], rank))[:num_servers]

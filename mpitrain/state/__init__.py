@@ -1,0 +1,10 @@
+"""The state of a training, by name, complete or absent: checkpoints on disk, and copies in memory for the next try.
+
+names: nested state to flat names and back. manifest: the contents of a checkpoint, with checksums. store: one directory
+of checkpoints. resume: the choice of the checkpoint to resume from, and the parts of single ranks. memory_slot, copies,
+state_copies, keep: copies in memory; state_copies also: when the next try takes over.
+"""
+
+from mpitrain.state.store import latest, load, save
+
+__all__ = ["latest", "load", "save"]

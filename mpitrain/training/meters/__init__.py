@@ -1,1 +1,0 @@
-"""Meters measure the numbers in a record of a run. One file, one meter; see meter.py."""

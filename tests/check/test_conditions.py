@@ -1,0 +1,131 @@
+"""`mpitrain check-cluster --level quick` looks for everything that `mpitrain run` refuses about a host."""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+import mpitrain.launch
+from mpitrain.check.checks import CHECKS
+from mpitrain.check.run import select
+from mpitrain.launch.conditions import Condition, Refusal, refuse
+
+SOURCES = {path.stem: path.read_text() for path in Path(mpitrain.launch.__path__[0]).glob("*.py")}
+# Each function of the launcher that raises an error about a host, and the condition that fails there. Errors that list
+# several hosts (conditions.refuse) name the condition of each line in the code.
+OF_A_HOST = {
+    "foreign_files.refuse_foreign": "INVENTORY",
+    "attempts._refuse_absent": "DEVICES",
+    "hosts._source_address": "ROUTES",
+    "hosts._resolved": "NAMES",
+    "hosts._refuse_same": "MACHINES",
+    "run._start": "MPI",
+    "launched.check_mpiexec": "MPI",
+    "libraries.describe_mpiexec": "MPI",
+    "libraries.find_mpiexec": "MPI",
+    "libraries.find_library": "MPI",
+}
+# Functions whose errors are about the request, or about a rank that already runs.
+OF_THE_REQUEST = {
+    "batch._counts",  # of the batch system, whose variables contradict each other
+    "batch._expanded",
+    "batch._of_file",
+    "batch._of_pairs",
+    "batch._of_slurm",
+    "batch.refusal",  # of _of_file
+    "policy.joining",
+    "policy.refuse_few",
+    "connections.boot",  # this machine has no ssh, so nothing could be checked either
+    "dialects.command_for",
+    "hostfile.find_inventory",
+    "hostfile.read_text",
+    "hostfile._inventory",
+    "hostfile._error",
+    "hosts._given",
+    "hosts.place_ranks",
+    "hosts.placed_again",
+    "hosts.widened",
+    "hosts.listed",
+    "hosts.listed_hosts",
+    "keepers._need",  # of a job that has run
+    "launched.check_vendor",
+    "launched.check_size",
+    "launched._number",
+    "live_jobs.live_folder",  # of who watches a job, or whether it can be watched
+    "live_jobs.__init__",
+    "live_jobs.output_of",
+    "hosts.read_hostfile",
+    "placement.parse_hosts",
+    "placement._devices",
+    "placement.place",
+    "placement.refuse_crowds",
+    "placement._refuse_count",
+    "placement._counts",
+    "placement._filled",
+    "placement._slots",
+    "resume.resume",
+    "resume._kept",
+    "resume._chosen",
+    "resume._refuse_changed",
+    "resume._end_rest",
+    "served.environment_here",  # of this machine, before a job with servers
+    "serving.started",
+    "served._run_to_trainer",  # before a job, of `--show`
+    "served.show_sizes",
+    "start._check_recovers",
+    "start._check_servers",
+    "start._listed_hosts",
+    "start.start",
+    "variables.read_env_file",
+}
+
+
+def raisers() -> set[str]:
+    """The functions, as module.function, that raise one of the launcher's errors."""
+    return {
+        f"{module}.{function.name}"
+        for module, source in SOURCES.items()
+        for function in ast.walk(ast.parse(source))
+        if isinstance(function, ast.FunctionDef)
+        for node in ast.walk(function)
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)
+        if node.func.id in ("LaunchError", "ConfigError")
+    }
+
+
+def test_every_refusal_has_a_place_in_the_list() -> None:
+    assert raisers() - {"conditions.refuse", "conditions.refuse_here"} == OF_A_HOST.keys() | OF_THE_REQUEST
+
+
+def test_every_condition_is_one_that_is_refused() -> None:
+    """The guard refuses no other condition. It names conditions in words, because it runs without this package."""
+    words = {name for source in SOURCES.values() for name in re.findall(r"Condition\.([A-Z]+)\b", source)}
+    of_guards = set(re.findall(r'"condition": "(\w+)"', SOURCES["agent"]))
+    assert of_guards == {"MACHINES", "SOCKETS"}
+    assert words | of_guards | set(OF_A_HOST.values()) == set(Condition.__members__)
+
+
+@pytest.mark.parametrize("condition", Condition)
+def test_the_quick_level_finds_it(condition: Condition) -> None:
+    quick = {check.id for check in select("quick")}
+    assert condition.checks
+    assert set(condition.checks) <= quick
+    assert condition.says
+
+
+def test_a_refusal_names_the_checks() -> None:
+    refusals = [
+        Refusal(Condition.SOCKETS, "node2", "cannot write /tmp/x: Permission denied"),
+        Refusal(Condition.SCRIPT, "node3", "train.py differs"),
+    ]
+    assert str(refuse("these hosts cannot take part", refusals, "/share/train.py")) == (
+        "these hosts cannot take part:\n"
+        "    node2: cannot write /tmp/x: Permission denied\n"
+        "    node3: train.py differs\n"
+        "On the machine that set up the cluster, `mpitrain check-cluster --only RUN01,ENV04 --script /share/train.py` "
+        "names the cause and the command that repairs it."
+    )
+    assert {"RUN01", "ENV04"} <= CHECKS.keys()

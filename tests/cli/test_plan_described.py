@@ -1,0 +1,171 @@
+"""`mpitrain plan` without a script: its tables, its files, and what it refuses before it writes anything."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from mpitrain.cli import main
+
+QUICK = ["plan", "--parameters", "1e5", "--ranks", "1,2,4"]
+
+
+def test_table_json_and_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows, picture = tmp_path / "rows.json", tmp_path / "picture.png"
+    argv = [*QUICK, "--algorithms", "ring,direct", "--spread", "0.1", "--seeds", "2", "--steps", "2"]
+    pytest.importorskip("matplotlib")
+    assert main([*argv, "--json", str(rows), "--plot", str(picture)]) == 0
+    out = capsys.readouterr().out
+    assert out.splitlines()[0].strip() == "1 a node, 0.936 Gbit/s, 50 us"
+    assert out.splitlines()[1].split()[:3] == ["ranks", "algorithm", "step"]
+    assert [line.split()[:2] for line in out.splitlines()[2:8]] == [
+        [number, name] for number in "124" for name in ("ring", "direct")
+    ]
+    content = json.loads(rows.read_text())
+    assert content["machines"] == "1 a node, 0.936 Gbit/s, 50 us"
+    assert content["settings"]["spread"] == 0.1
+    assert content["answers"] == out.splitlines()[8:]
+    for row in content["rows"]:
+        assert row["lowest_seconds"] < row["step_seconds"] < row["highest_seconds"]
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_picture_without_matplotlib(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It is refused before the simulation."""
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    for name in [name for name in sys.modules if name.startswith("matplotlib.")]:
+        monkeypatch.delitem(sys.modules, name)
+    refused(tmp_path, monkeypatch, capsys, [*QUICK, "--plot", "picture.png"], "the picture needs matplotlib")
+
+
+def test_nothing_may_be_0(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*QUICK, "--spread", "0.0", "--latency-us", "0"]) == 0
+    assert capsys.readouterr().out.splitlines()[0].strip() == "1 a node, 0.936 Gbit/s, 0 us"
+
+
+def test_a_file_of_machines(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    lab = tmp_path / "lab.toml"
+    lab.write_text("[nodes]\ncount = 2\ngbit = 1\nranks = 2\n")
+    assert main([*QUICK, "--machines", str(lab)]) == 0
+    assert str(lab) in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "numbers", "answer"),
+    [
+        (
+            ["--servers", "2,1", "--workers", "3", "--parameters", "1e5", "--rounds", "2"],
+            [("num_servers", 1), ("num_servers", 2)],
+            "3 workers: 90% of the most samples/s with ",
+        ),
+        (
+            ["--every", "60,30", "--mtbf-hours", "16", "--hours", "2", "--seeds", "3"],
+            [("every_seconds", 30), ("every_seconds", 60)],
+            "a failure every 3600 s on average",
+        ),
+    ],
+)
+def test_other_actions(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], words: list[str], numbers: list[tuple[str, int]], answer: str
+) -> None:
+    rows = tmp_path / "rows.json"
+    assert main(["plan", *words, "--json", str(rows)]) == 0
+    content = json.loads(rows.read_text())
+    assert [(name, row[name]) for row, (name, _) in zip(content["rows"], numbers, strict=True)] == numbers
+    assert content["answers"][0].startswith(answer)
+    assert capsys.readouterr().out.endswith("\n".join(content["answers"]) + "\n")
+
+
+@pytest.mark.parametrize(
+    ("words", "problem"),
+    [
+        (["--servers", "0"], "0 is not a whole number of at least 1"),
+        (["--servers", "1", "--mode", "bound"], "there is no mode 'bound' in simulations; known: sync, bounded, async"),
+        (
+            ["--machines", "lab.toml", "--servers", "4,1", "--workers", "5"],
+            "4 servers and 5 workers are 9 ranks; lab.toml has room for 8. Take fewer",
+        ),
+        (["--mtbf-hours", "2000", "--every", "0"], "0 is not a number above 0"),
+        (["--mtbf-hours", "2000", "--compute", "1"], "--compute: not together with --mtbf-hours"),
+        (["--servers", "1", "--codec", "int8", "--steps", "3"], "--codec, --steps: not together with --servers"),
+        (["--mode", "sync"], "--mode: needs --servers"),
+        (["--save", "3", "--nodes", "2"], "--nodes, --save: needs --mtbf-hours"),
+        ([], "name a script, as in `mpitrain plan train.py`; or describe a training and its machines"),
+        (["-n", "4", "--compute", "1"], "-n: without a script, nothing is started; name one, or leave it out"),
+        (["--compute", "1", "--writes", "--hosts", "a"], "--hosts, --writes: without a script, nothing is started"),
+        (["--compute", "1", "train.py"], "--compute: the training is described where no script is named"),
+        (["--mtbf-hours", "2000", "--every", "1e7"], "would take more than 100 times its work"),
+    ],
+)
+def test_wrong_use_of_other_actions(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], words: list[str], problem: str
+) -> None:
+    refused(tmp_path, monkeypatch, capsys, ["plan", *words], problem)
+
+
+@pytest.mark.parametrize(
+    ("words", "problem"),
+    [
+        (["--ranks", "0"], "0 is not a whole number of at least 1"),
+        (["--ranks", "2,x"], "x is not a whole number of at least 1"),
+        (["--compute", "-1"], "-1 is not a number above 0"),
+        (["--compute", "nan"], "nan is not a number above 0"),
+        (["--spread", "10"], "10 is not a number from 0 to 2; a spread of 0.1 is about 10 %"),
+        (["--algorithms", "rign"], "there is no allreduce algorithm 'rign'; known: "),
+        (["--algorithms", "ring,native"], "native is MPI's own allreduce"),
+        (["--codec", "int9"], "the codec 'int9' cannot be simulated; known: none, bf16"),
+        (["--codec", "int8:3"], "int8 takes no setting"),
+        (["--machines", "missing.toml"], "missing.toml cannot be read"),
+        (["--machines", "lab.toml", "--gbit", "1"], "--machines, --gbit: a file has all of it; give one"),
+        (["--machines", "lab.toml", "--ranks", "2,9"], "9 ranks were asked for; lab.toml has room for 1 to 8"),
+        (["--machines", "wrong.toml"], "wrong.toml, line 3: gbit is 0; it must be a number from 1e-06 to 1e6"),
+        (["--spread", "-0.1"], "-0.1 is not a number from 0 to 2"),
+        (["--latency-us", "-1"], "-1 is not a number of at least 0"),
+        (["--plot", "folder"], "folder cannot be written: it is a folder; give the name of a file"),
+        (["--plot", "nowhere/picture.png"], "there is no folder nowhere; make it first"),
+    ],
+)
+def test_wrong_use(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], words: list[str], problem: str
+) -> None:
+    refused(tmp_path, monkeypatch, capsys, [*QUICK, *words], problem)
+
+
+def test_the_name_of_the_command_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    problem = "simulate is now mpitrain plan --machines FILE, without a script; --servers N,N asks for the table of"
+    refused(tmp_path, monkeypatch, capsys, ["simulate", "steps", "--parameters", "1e5"], problem)
+
+
+@pytest.mark.parametrize(
+    ("words", "line"), [(["testbed", "up"], "scripts/testbed"), (["chaos"], "scripts/testbed chaos")]
+)
+def test_a_command_that_is_in_a_checkout_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], words: list[str], line: str
+) -> None:
+    refused(tmp_path, monkeypatch, capsys, words, f"{words[0]} is now {line} of a checkout")
+
+
+def refused(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], words: list[str], problem: str
+) -> None:
+    """The command ends with 2 and this text, and writes nothing."""
+    monkeypatch.chdir(folder)
+    (folder / "lab.toml").write_text("[nodes]\ncount = 8\ngbit = 1\n")
+    (folder / "folder").mkdir()
+    (folder / "wrong.toml").write_text("[nodes]\ncount = 8\ngbit = 0\n")
+    try:
+        code: object = main([words[0], "--json", "rows.json", *words[1:]])
+    except SystemExit as end:
+        code = end.code
+    assert code == 2
+    out, err = capsys.readouterr()
+    assert problem in err
+    assert out == ""
+    assert not (folder / "rows.json").exists()

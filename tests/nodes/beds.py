@@ -1,0 +1,75 @@
+"""Beds of the tests: unique names, and what a bed may have left on this machine."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from jobs import REPOSITORY, clean_environment
+from mpitrain.errors import LaunchError
+from testbed import STATE, Bed, up
+
+_NUMBERS = itertools.count(1)
+
+
+def new_name() -> str:
+    """A name for a bed or a snapshot that no other run of the tests has."""
+    return f"t{os.getpid()}-{next(_NUMBERS)}"
+
+
+@contextlib.contextmanager
+def full_bed(num_nodes: int) -> Iterator[Bed]:
+    """Nodes with kernels of their own. The test is skipped if this machine cannot run them."""
+    if os.uname().machine != "x86_64" or not Path("/dev/net/tun").exists():
+        pytest.skip("User-mode Linux is for x86_64 and needs /dev/net/tun")
+    try:
+        bed = up(num_nodes, full=True, name=new_name(), say=print)
+    except LaunchError as error:
+        if "has no room for all registers of this CPU" in str(error):
+            pytest.skip(str(error).splitlines()[0])
+        raise
+    with bed:
+        yield bed
+
+
+def command(*words: str) -> list[str]:
+    """The line of a user's command."""
+    return [f"{REPOSITORY}/scripts/testbed", *words]
+
+
+def cli(*words: str, timeout_seconds: float = 400.0, **options: object) -> subprocess.CompletedProcess[str]:
+    """Run `scripts/testbed`, as a user does."""
+    return subprocess.run(
+        command(*words),
+        capture_output=True,
+        text=True,
+        timeout=timeout_seconds,
+        cwd=REPOSITORY,
+        env=clean_environment(),
+        stdin=subprocess.DEVNULL,
+        check=False,
+        **options,  # type: ignore[call-overload]
+    )
+
+
+def traces(name: str) -> list[str]:
+    """Everything on this machine that belongs to a bed."""
+    found = [str(path) for path in Path("/run/netns").glob(f"mpitrain-{name}*")]
+    found += [str(path) for path in Path("/etc/netns").glob(f"*{name}*")]
+    found += [str(path) for path in (STATE / "beds").glob(f"*{name}*")]
+    found += [line for line in Path("/proc/mounts").read_text().splitlines() if f"/{name}/" in line]
+    found += [str(path) for path in Path("/sys/fs/cgroup").glob(f"**/mpitrain-testbed/{name}")]
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            words = path.read_bytes().replace(b"\0", b" ").decode(errors="replace")
+        except OSError:
+            continue
+        if f"beds/{name}/" in words or f"mpitrain-{name}-" in words:
+            found.append(words)
+    return found

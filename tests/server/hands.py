@@ -1,0 +1,195 @@
+"""A worker that speaks the protocol by hand, and a server in a thread for it, or several."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, closing, contextmanager
+from copy import deepcopy
+from dataclasses import replace
+from typing import Any
+
+import numpy
+from counting import NUM_SAMPLES, WorkerThreads, counting, parts, playing, worker_key
+
+import mpitrain as mt
+from free_ports import free_addresses
+from jobs import HANG_SECONDS, until
+from mpitrain.server.parameters import Replica
+from mpitrain.server.security import make_keys
+from mpitrain.server.server_link import ServerLink
+from mpitrain.server.wire import Message
+from mpitrain.server.worker import ShardLinks
+from mpitrain.server.worker_link import Patience, WorkerLink
+
+
+class Hand:
+    """A worker by hand."""
+
+    def __init__(self, address: str, facts: Any, host: str = "hand") -> None:
+        self._link = WorkerLink([address], worker_key(), 10**6)
+        self.life = self.ticket = ""
+        self.facts, self.host = facts, host
+
+    def say(self, kind: str, *arrays: numpy.ndarray, **fields: Any) -> None:
+        self._link.send(kind, {"life": self.life, **fields}, arrays)
+
+    def hear(self, kind: str) -> Message:
+        while True:
+            message = self._link.receive(60)
+            assert message is not None, f"no {kind}"
+            if message.kind != "welcome":  # it may have greeted twice
+                assert message.kind == kind, message
+                return message
+
+    def greet(self) -> Message:
+        """What is said before the connection is there is lost."""
+        while True:
+            self.say("hello", host=self.host, facts=self.facts)
+            if (message := self._link.receive(0.5)) is not None:
+                return message
+
+    def join(self) -> None:
+        message = self.greet()
+        assert message.kind == "welcome"
+        self.life, self.ticket = message.fields["life"], message.fields["ticket"]
+
+    def pull(self, version: int = -1) -> Message:
+        self.say("next", version=version)
+        return self.hear("unit")
+
+    def push(self, job: Message, gradient: numpy.ndarray, **fields: Any) -> None:
+        known = {"number": job.fields["number"], "version": job.fields["version"], "loss": 1.0, "scale": 1.0}
+        self.say("done", gradient, **{**known, "unused": [], "note": None, **fields})
+
+    def end(self) -> None:
+        """Hear that the run is over, and end."""
+        while (message := self._link.receive(60)) is not None and message.kind != "over":
+            pass
+        assert message is not None, "no over"
+        self.say("bye")
+
+    def close(self) -> None:
+        self._link.close()
+
+
+class Served:
+    """A server in a thread."""
+
+    def __init__(
+        self,
+        steps: int,
+        strategy: mt.ParameterServer,
+        build: Any = parts,
+        hang_seconds: float = 0,
+        carried: Any = None,
+        hooks: Sequence[mt.Hook] = (),
+        num_servers: int = 1,
+    ) -> None:
+        self.addresses = free_addresses(num_servers)
+        self.address = self.addresses[0]
+        builds = [build(deepcopy(strategy)) for _ in self.addresses[1:]]
+        self.error: BaseException | None = None
+        world = mt.init()
+        world = world.replaced(config=replace(world.config, hang_seconds=hang_seconds))
+        with playing("server", self.address, num_servers=num_servers):
+            self.trainer = mt.Trainer(build(strategy), [mt.StopAtStep(steps), *hooks], world)
+        if carried:
+            strategy.restore_own({"carried": carried})
+        self.strategy = strategy
+        self.facts = strategy._participant.facts(self.trainer.data)  # type: ignore[arg-type]
+        self._others = WorkerThreads()
+        self._others.start_shards(self.addresses, builds)
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        try:
+            self.trainer.run()
+        except BaseException as error:
+            self.error = error
+
+    def end(self) -> None:
+        self._thread.join(60)
+        assert not self._thread.is_alive()
+        self._others.end()
+        if self.error is not None:
+            raise self.error
+
+    @property
+    def counts(self) -> numpy.ndarray:
+        return numpy.array(self.trainer.adapter.parameters()["count"])
+
+
+@contextmanager
+def hands(served: Served, number: int) -> Iterator[list[Hand]]:
+    workers = [Hand(served.address, served.facts) for _ in range(number)]
+    try:
+        for worker in workers:
+            worker.join()
+        yield workers
+    finally:
+        for worker in workers:
+            worker.close()
+
+
+def mean(job: Message, value: float = 1.0) -> numpy.ndarray:
+    return numpy.full(NUM_SAMPLES, -value)
+
+
+@contextmanager
+def lines_of(worker: Hand, served: Served) -> Iterator[list[WorkerLink]]:
+    links = [WorkerLink([address], worker_key(), 10**6) for address in served.addresses[1:]]
+    try:
+        yield links
+    finally:
+        for link in links:
+            link.close()
+
+
+def say(link: WorkerLink, kind: str, arrays: Sequence[numpy.ndarray] = (), **fields: Any) -> None:
+    """Send, as soon as there is a connection."""
+    until(lambda: link.receive(0.05) or link.is_connected)
+    link.send(kind, fields, arrays)
+
+
+def of(worker: Hand, job: Message) -> dict[str, Any]:
+    """What shows a further server that a worker has a job."""
+    return {"life": worker.life, "ticket": worker.ticket, **{name: job.fields[name] for name in ("number", "token")}}
+
+
+def hear(link: WorkerLink, kind: str) -> Message:
+    message = link.receive(60)
+    assert message is not None
+    assert message.kind == kind
+    return message
+
+
+@contextmanager
+def two_lines(
+    address: str, key: Any, num_values: int = NUM_SAMPLES, now: Callable[[], float] = time.monotonic
+) -> Iterator[tuple[ShardLinks, Replica, ExitStack]]:
+    """What a worker has for a second server at this address; and what closes the first server, which is there."""
+    adapter = mt.ArrayFunction(counting, {"count": numpy.zeros(num_values)}, mt.optim.SGD(1.0))
+    replica = Replica(adapter, 2)
+    link = WorkerLink([address], key, 8 * num_values)
+    keys = make_keys()
+    with ExitStack() as stack:
+        server = stack.enter_context(closing(ServerLink("127.0.0.1:*", keys, 10**6)))
+        with closing(WorkerLink([server.address], keys.worker, 10**6)) as first:
+            until(lambda: first.receive(0.05) or first.is_connected or server.receive(0.05))
+            lines = ShardLinks(
+                first, [link], replica, Patience(stall_seconds=600.0, hang_seconds=300.0, say=print, now=now)
+            )
+            with closing(lines):
+                yield lines, replica, stack
+
+
+def next_message(link: ServerLink) -> Message:
+    while True:
+        events = link.receive(HANG_SECONDS)
+        assert events, "nothing came"
+        for event in events:
+            if isinstance(event, Message):
+                return event

@@ -1,0 +1,298 @@
+"""What a server does with the answers of a worker that speaks its protocol by hand: late, old, wrong and stale ones."""
+
+from __future__ import annotations
+
+import math
+import re
+import threading
+from contextlib import suppress
+from functools import partial
+from typing import Any
+
+import numpy
+import pytest
+import zmq
+from counting import NUM_SAMPLES
+from hands import Hand, Served, hands, mean
+
+import mpitrain as mt
+from jobs import until
+from mpitrain.compression import CODECS
+from mpitrain.config import read_config
+from mpitrain.reducer.bucket import plan_layout
+from mpitrain.reducer.division import divide
+from mpitrain.server.gradients import GradientBuffer, codec_of
+from mpitrain.server.registry import ServerRules
+
+
+def is_overdue(served: Served) -> bool:
+    return any(one.is_overdue for one in served.strategy._server._registry.here.values())  # type: ignore[union-attr]
+
+
+def test_a_late_answer_counts_while_nobody_else_has_the_job() -> None:
+    served = Served(1, mt.ParameterServer("async"), hang_seconds=0.5)
+    with hands(served, 1) as (worker,):
+        job = worker.pull()
+        until(lambda: is_overdue(served))
+        worker.push(job, mean(job))
+        worker.end()
+    served.end()
+    assert set(served.counts) == {1.0}
+    assert [(one.units, one.dropped) for one in served.strategy.stats.workers] == [(1, 0)]
+
+
+def test_a_late_answer_is_dropped_and_its_worker_goes_on() -> None:
+    """The job of a worker that is silent for `hang_seconds` goes to the next one that is free."""
+    served = Served(3, mt.ParameterServer("async"), hang_seconds=2.0)
+    with hands(served, 2) as (slow, fast):
+        late = slow.pull()
+        until(lambda: is_overdue(served))
+        job = fast.pull()
+        assert job.fields["begin"] == late.fields["begin"] == 0
+        fast.push(job, mean(job))
+        until(lambda: served.trainer.step_number == 1)
+        slow.push(late, mean(late, 1000.0))
+        again = slow.hear("unit")
+        assert again.fields["version"] == 1
+        slow.push(again, mean(again))
+        job = fast.hear("unit")
+        fast.push(job, mean(job))
+        until(lambda: served.trainer.step_number == 3)
+        for worker in (slow, fast):
+            worker.end()
+    served.end()
+    assert set(served.counts) == {3.0}
+    assert [one.dropped for one in served.strategy.stats.workers] == [1, 0]
+
+
+def test_the_time_of_a_hook_is_no_silence_of_workers(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Answers that came meanwhile count, and nobody is said to be silent. The clock moves only in the hook."""
+    passed = [0.0]
+    rules = partial(ServerRules, now=lambda: passed[0])
+    monkeypatch.setattr("mpitrain.server.participant.ServerRules", rules)
+    begun, goes_on = threading.Event(), threading.Event()
+
+    class Long(mt.Hook):
+        def after_step(self, trainer: mt.Trainer, step: mt.Step) -> None:
+            if step.number == 1:
+                begun.set()
+                assert goes_on.wait(60)
+                passed[0] += 1000.0
+
+    served = Served(3, mt.ParameterServer("async"), hang_seconds=600.0, hooks=[Long()])
+    with hands(served, 3) as workers:
+        jobs = [worker.pull() for worker in workers]
+        workers[0].push(jobs[0], mean(jobs[0]))
+        assert begun.wait(60)
+        for worker, job in list(zip(workers, jobs, strict=True))[1:]:
+            worker.push(job, mean(job))
+        goes_on.set()
+        for worker in workers:
+            worker.end()
+    served.end()
+    assert set(served.counts) == {3.0}
+    assert [one.dropped for one in served.strategy.stats.workers] == [0, 0, 0]
+    said = capsys.readouterr().out
+    assert "no answer for" not in said
+    assert "has not answered" not in said
+
+
+def test_answers_to_another_life_are_dropped() -> None:
+    served = Served(1, mt.ParameterServer("async"))
+    with hands(served, 1) as (worker,):
+        job = worker.pull()
+        worker.push(job, mean(job, 1000.0), life="another")
+        worker.hear("again")
+        worker.join()
+        job = worker.pull()
+        worker.push(job, mean(job))
+        worker.end()
+    served.end()
+    assert set(served.counts) == {1.0}
+
+
+@pytest.mark.parametrize(
+    ("gradients", "fields", "text"),
+    [
+        ([numpy.zeros(3)], {}, r"gradients float64\(3,\) came; allowed are float64\(24,\)"),
+        ([numpy.zeros(24, "float32")], {}, r"gradients float32\(24,\) came"),
+        ([], {}, "0 arrays of gradients came; allowed are 1"),
+        ([numpy.zeros(24)], {"version": 7}, "gradients of version 7 came; the newest is 0"),
+        ([numpy.zeros(24)], {"unused": [3]}, "indices of parameters"),
+        ([numpy.zeros(24)], {"version": math.inf}, "the answer to a work unit is incomplete or odd: .*inf is no int"),
+        ([numpy.zeros(24)], {"version": False}, "False is no int"),
+        ([numpy.zeros(24)], {"unused": [math.inf]}, "inf is no int"),
+        ([numpy.zeros(24)], {"unused": 0}, "the answer to a work unit is incomplete or odd"),
+        ([numpy.zeros(24)], {"loss": None}, "None is no number"),
+        ([numpy.zeros(24)], {"loss": 10**400}, "the answer to a work unit is incomplete or odd: OverflowError"),
+        ([numpy.zeros(24)], {"note": {"pickle": "x"}}, "a note of kind 'pickle'"),
+        ([numpy.zeros(24)], {"scale": 0.0}, "1 or above"),
+    ],
+)
+def test_a_wrong_answer_sends_its_worker_away_and_others_get_the_job(gradients: Any, fields: Any, text: str) -> None:
+    served = Served(1, mt.ParameterServer("async"))
+    with hands(served, 2) as (wrong, right):
+        job = wrong.pull()
+        known = {"number": job.fields["number"], "version": 0, "loss": 1.0, "scale": 1.0, "unused": [], "note": None}
+        wrong.say("done", *gradients, **{**known, **fields})
+        said = wrong.hear("refused").fields["text"]
+        assert "the server dismisses worker 1 on hand: " in said
+        assert served.error is None
+        again = right.pull()
+        assert again.fields["begin"] == job.fields["begin"]
+        right.push(again, mean(again))
+        right.end()
+    served.end()
+    assert set(served.counts) == {1.0}
+    assert re.search(text, said), said
+
+
+def test_a_peer_that_sends_no_message_before_it_joins_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    served = Served(1, mt.ParameterServer("async"))
+    with hands(served, 1) as (worker,):
+        stranger = Hand(served.address, served.facts)
+        message = None
+        while message is None:
+            with suppress(zmq.Again):  # there is no connection yet
+                stranger._link._socket.send(b"none", zmq.NOBLOCK)
+            message = stranger._link.receive(0.5)
+        assert message.kind == "refused"
+        said: list[str] = []
+        until(lambda: said.append(capsys.readouterr().out) or "before they had joined: 1; the last" in "".join(said))
+        stranger.close()
+        job = worker.pull()
+        worker.push(job, mean(job))
+        while worker._link.receive(60).kind != "over":  # type: ignore[union-attr]
+            pass
+        worker.say("bye")
+    served.end()
+
+
+def test_a_worker_with_another_model_is_refused() -> None:
+    served = Served(1, mt.ParameterServer("async"))
+    with hands(served, 1) as (worker,):
+        stranger = Hand(served.address, [line.replace("(24,)", "(23,)") for line in served.facts], "elsewhere")
+        text = stranger.greet().fields["text"]
+        assert "refuses worker 2 on elsewhere: it has 'gradient count float64 (23,)', the server 'gradient" in text
+        assert text.endswith("data and settings (MPITRAIN_COMPRESSION) with which the server was started")
+        stranger.close()
+        job = worker.pull()
+        worker.push(job, mean(job))
+        worker.end()
+    served.end()
+
+
+def test_what_hooks_change_is_pulled() -> None:
+    """Also by a worker that has the parameters of the update itself: no job goes out before the hooks."""
+
+    class Add(mt.Hook):
+        def after_step(self, trainer: mt.Trainer, step: mt.Step) -> None:
+            trainer.adapter.parameters()["count"][...] += 10.0
+
+    served = Served(2, mt.ParameterServer("async"), hooks=[Add()])
+    with hands(served, 1) as (worker,):
+        job = worker.pull()
+        worker.push(job, mean(job))
+        job = worker.hear("unit")
+        assert set(job.arrays[0]) == {11.0}
+        worker.push(job, mean(job))
+        worker.end()
+    served.end()
+    assert set(served.counts) == {22.0}
+
+
+def test_the_rate_is_divided_by_the_staleness() -> None:
+    """Three pull before the first update: their staleness is 0, 1 and 2, and the rate is 1, 1 and 1 / 2."""
+    served = Served(3, mt.ParameterServer("async", staleness_correction=True))
+    with hands(served, 3) as workers:
+        jobs = [worker.pull() for worker in workers]
+        for number, (worker, job) in enumerate(zip(workers, jobs, strict=True), 1):
+            worker.push(job, mean(job, 8.0))
+            until(lambda number=number: served.trainer.step_number == number)
+        for worker in workers:
+            worker.end()
+    served.end()
+    assert set(served.counts) == {8.0 + 8.0 + 4.0}
+    assert served.strategy.stats.staleness == {0: 1, 1: 1, 2: 1}
+
+
+def test_a_pull_has_what_has_changed() -> None:
+    """The gradient of the first 20,000 numbers is 0. Their blocks are pulled once."""
+
+    def build(strategy: Any) -> Any:
+        def make(world: mt.World) -> mt.Parts:
+            data = mt.data.ArrayData(world, numpy.arange(NUM_SAMPLES), global_batch=8)
+            values = {"a": numpy.arange(40_000.0), "b": numpy.zeros(3, "float64")}
+            return mt.Parts(mt.ArrayFunction(lambda *_: 0.0, values, mt.optim.SGD(1.0)), strategy, data)
+
+        return make
+
+    served = Served(3, mt.ParameterServer("async"), build)
+    with hands(served, 1) as (worker,):
+        first = worker.pull()
+        assert first.fields["runs"] == {"float64": [[0, 40_003]]}
+        gradient = numpy.zeros(40_003)
+        gradient[20_000] = 1.0
+        worker.push(first, gradient)
+        second = worker.hear("unit")
+        assert second.fields["runs"] == {"float64": [[16384, 32768]]}
+        assert second.arrays[0][20_000 - 16384] == 19_999.0
+        worker.push(second, numpy.zeros(40_003))
+        third = worker.hear("unit")
+        assert third.fields["runs"] == {}
+        assert third.arrays == []
+        worker.push(third, numpy.zeros(40_003))
+        worker.end()
+    served.end()
+
+
+def test_what_ranks_had_left_out_is_in_the_first_update() -> None:
+    served = Served(2, mt.ParameterServer("async"), carried={"count": -numpy.arange(24, dtype="float32")})
+    with hands(served, 1) as (worker,):
+        job = worker.pull()
+        worker.push(job, mean(job))
+        job = worker.hear("unit")
+        worker.push(job, mean(job))
+        worker.end()
+    served.end()
+    numpy.testing.assert_array_equal(served.counts, 2 + numpy.arange(24))
+
+
+@pytest.mark.parametrize("scales", [[1.0], [2.0**16], [2.0**16, 1.0, 2.0**8]])
+def test_what_a_codec_leaves_out_comes_with_the_next_push(scales: list[float]) -> None:
+    """Error feedback: the sum of what is decoded is the sum of the gradients, up to what is left out at the end.
+
+    The loss scale may change between two pushes.
+    """
+    rng = numpy.random.default_rng(8)
+    codec = CODECS["int8"](False)  # not compiled: the same bits
+    values = {"w": numpy.zeros(1000, "float32")}
+    layout = plan_layout(mt.ArrayFunction(lambda *_: 0.0, values, mt.optim.SGD(1.0)).layout)
+    buffer = GradientBuffer(divide(layout, 1), codec, "a worker")
+    total, given = numpy.zeros(1000), numpy.zeros(1000)
+    for number in range(50):
+        scale = scales[number % len(scales)]
+        gradient = rng.standard_normal(1000).astype("float32")
+        given += gradient
+        buffer.begin()
+        buffer.take(0, gradient * numpy.float32(scale))
+        _, ((wire,),) = buffer.finish(scale)
+        decoded = numpy.empty(1000, "float32")
+        codec.decode(wire, decoded)
+        total += decoded / scale
+    assert wire.nbytes < 1100
+    left_out = 2 * 5 * codec.relative_error  # values below 5, and a residual below that of one push
+    assert abs(total - given).max() < left_out
+
+
+def test_auto_names_no_codec() -> None:
+    config = read_config({}, {"compression": "auto"})
+    with pytest.raises(mt.errors.MpitrainError, match="name a codec, as in MPITRAIN_COMPRESSION=int8"):
+        codec_of(config.compression)
+
+
+def test_a_server_makes_no_two_sums() -> None:
+    with pytest.raises(mt.errors.MpitrainError, match="compression=power_sgd:2 takes two sums over the ranks"):
+        codec_of("power_sgd:2")

@@ -1,0 +1,239 @@
+"""Links between a server and its workers, over real sockets."""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+import subprocess
+import sys
+import threading
+import time
+from contextlib import ExitStack, closing
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pytest
+import zmq
+from linking import KEYS, MOST, a_server, a_worker, one_message, reply, until
+
+from free_ports import free_port
+from jobs import HANG_SECONDS
+from mpitrain.errors import ConfigError, WireError
+from mpitrain.role import Role
+from mpitrain.server.participant import connected
+from mpitrain.server.security import check_way
+from mpitrain.server.server_link import Disconnected
+from mpitrain.server.wire import CHUNK_BYTES, Message
+from mpitrain.server.worker_link import WorkerLink, parse_address
+
+
+@pytest.mark.parametrize("plain", ["", "lo"])
+def test_both_ways(plain: str) -> None:
+    with closing(a_server(plain=plain)) as server, closing(a_worker(server, plain=bool(plain))) as worker:
+        values = numpy.random.default_rng(0).random(3 * CHUNK_BYTES // 8 + 1)
+        send = threading.Thread(target=worker.send, args=("done", {"unit": 7}, [values, values[:0]]))
+        send.start()  # the server has to look while the worker waits to come in
+        message = one_message(server)
+        send.join()
+        assert (message.kind, message.fields) == ("done", {"unit": 7})
+        assert (message.arrays[0] == values).all()
+        server.send(message.peer, "unit", {"number": 8}, [values[::-1]])
+        back = reply(server, worker)
+        assert (back.kind, back.peer, back.fields) == ("unit", b"", {"number": 8})
+        assert (back.arrays[0] == values[::-1]).all()
+        assert server.refused == 0
+
+
+def test_without_encryption_no_address_of_a_name_may_lead_over_a_network(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A name may lead to this machine and elsewhere, and to other addresses later; a link tries all of them."""
+    real, name, port = socket.getaddrinfo, "tunnel.example", free_port()
+    ips = ["127.0.0.1", "198.51.100.7"]
+
+    def resolve(host: str, *rest: Any, **named: Any) -> Any:
+        return [one for ip in (ips if host == name else [host]) for one in real(ip, *rest, **named)]
+
+    monkeypatch.setattr(socket, "getaddrinfo", resolve)
+    # Whatever this machine has is a network that others can read.
+    monkeypatch.setattr("mpitrain.server.security._TUNNEL", -1)
+    with pytest.raises(ConfigError, match=r"no tunnel|no way to|is not known"):
+        check_way(name)
+    with closing(WorkerLink([f"{name}:{port}"], KEYS.worker, MOST, plain=True)) as worker:
+        assert worker._socket.getsockopt(zmq.BINDTODEVICE).rstrip(b"\0") == b"lo"
+        del ips[0]
+        monkeypatch.setattr("mpitrain.server.worker_link.way_to", refuse)
+        deadline = time.monotonic() + HANG_SECONDS
+        with pytest.raises(ConfigError, match=re.escape("198.51.100.7 is read by others")):
+            while time.monotonic() < deadline:
+                worker.receive(1.0)
+
+
+def refuse(ip: str) -> str:
+    """As way_to, where the way is a card. This machine may have none."""
+    raise ConfigError(f"{ip} is read by others")
+
+
+TO_ITSELF = """
+from contextlib import closing
+from mpitrain.server.security import make_keys
+from mpitrain.server.server_link import ServerLink
+from mpitrain.server.security import way_to
+from mpitrain.server.worker_link import WorkerLink
+
+keys = make_keys()
+print(way_to("10.9.9.1"), way_to("10.8.8.1"), way_to("127.0.0.1"))
+with closing(ServerLink("10.9.9.1:*", keys, 1000, plain="tun7")) as server:
+    with closing(WorkerLink([server.address], keys.worker, 1000, plain=True)) as worker:
+        for _ in range(300):
+            worker.receive(0.1)
+            server.receive(0.0)
+            if worker.is_connected:
+                break
+        print(worker.is_connected or worker.trouble())
+"""
+OWN_NETWORK = """
+mount -t sysfs none /sys && ip link set lo up || exit 1
+ip tuntap add dev tun7 mode tun && ip address add 10.9.9.1/24 dev tun7 && ip link set tun7 up || exit 1
+ip link add card7 type veth peer name far7 && ip address add 10.8.8.1/24 dev card7 && ip link set card7 up || exit 1
+exec "$@"
+"""
+
+
+def test_a_tunnel_reaches_the_server_of_its_own_machine() -> None:
+    """As a further server, or a worker beside the server. An own address of a card leads to this machine alone."""
+    in_network = ["unshare", "--net", "--mount", "sh", "-c", OWN_NETWORK, "sh"]
+    try:
+        subprocess.run([*in_network, "true"], check=True, capture_output=True)
+    except (OSError, subprocess.CalledProcessError):
+        pytest.skip("no network of its own can be made here, or no tun in it")
+    done = subprocess.run([*in_network, sys.executable, "-c", TO_ITSELF], check=False, capture_output=True, text=True)
+    assert done.stdout == "tun7 lo lo\nTrue\n", done.stdout + done.stderr
+
+
+def test_links_are_closed_if_a_further_one_cannot_be_made(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A worker connects to the servers whose ports the first one has told."""
+    closed: list[str] = []
+    close = WorkerLink.close
+    monkeypatch.setattr(WorkerLink, "close", lambda link: (closed.append(link.name), close(link)))
+    (tmp_path / "key").write_text(KEYS.worker.text)
+    first, others = connected(Role("worker", (f"127.0.0.1:{free_port()}",), str(tmp_path / "key")), None, MOST)
+    with closing(first):
+        ports = [free_port(), free_port(), 70000]
+        with pytest.raises(ConfigError, match="70000"):
+            others(ports)
+        assert closed == [f"server {number} at 127.0.0.1:{ports[number - 1]}" for number in (2, 1)]
+
+
+def test_what_was_sent_before_the_end_is_delivered() -> None:
+    with closing(a_server()) as server:
+        worker = a_worker(server)
+        thread = threading.Thread(target=lambda: (worker.send("bye", {}, [numpy.ones(MOST // 8)]), worker.close()))
+        thread.start()
+        first, second = until(server, lambda events: len(events) == 2)
+        thread.join()
+        assert isinstance(first, Message)
+        assert first.kind == "bye"
+        assert second == Disconnected(first.peer, "its connection has ended")
+        server.send(first.peer, "unit", {})  # nobody is there, and nothing happens
+        assert server.receive(0.2) == []
+
+
+def test_a_hundred_light_workers() -> None:
+    """Each is answered, and each end is seen. All of them in one thread, so that this stays cheap."""
+    with closing(a_server()) as server, ExitStack() as stack:
+        begun = threading.Event()
+        served: dict[int, bytes] = {}
+        errors: list[BaseException] = []
+
+        def work() -> None:
+            try:
+                links = [stack.enter_context(closing(a_worker(server))) for _ in range(100)]
+                for number, link in enumerate(links):
+                    link.send("hello", {"number": number}, [numpy.full(1000, number)])
+                for number, link in enumerate(links):
+                    while (message := link.receive(1.0)) is None:
+                        pass
+                    assert message.fields == {"number": number}
+                    assert (message.arrays[0] == number).all()
+            except BaseException as error:
+                errors.append(error)
+            finally:
+                begun.set()
+
+        thread = threading.Thread(target=work)
+        thread.start()
+        deadline = time.monotonic() + HANG_SECONDS
+        while not begun.is_set():
+            assert time.monotonic() < deadline
+            for event in server.receive(0.1):
+                assert isinstance(event, Message)
+                served[event.fields["number"]] = event.peer
+                server.send(event.peer, "unit", event.fields, event.arrays)
+        thread.join()
+        assert errors == []
+        assert sorted(served) == list(range(100))
+        assert len(set(served.values())) == 100
+        stack.close()
+        gone = until(server, lambda events: len(events) == 100)
+        assert {event.peer for event in gone if isinstance(event, Disconnected)} == set(served.values())
+
+
+def test_no_clock_on_the_wall_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A clock that jumps does not matter: only time.monotonic and ZeroMQ's monotonic clock are read."""
+    monkeypatch.setattr(time, "time", lambda: pytest.fail("the clock was read"))
+    with closing(a_server(silence=2.0)) as server, closing(a_worker(server)) as worker:
+        send = threading.Thread(target=worker.send, args=("hello", {}))
+        send.start()
+        peer = one_message(server).peer
+        send.join()
+        server.send(peer, "unit", {})
+        assert reply(server, worker).kind == "unit"
+
+
+def test_a_port_in_use() -> None:
+    with closing(a_server()) as server:
+        port = server.address.split(":")[1]
+        with pytest.raises(ConfigError, match=f"port {port} is in use on this machine.*--port PORT.*ss -ltnp"):
+            a_server(address=server.address)
+    with pytest.raises(ConfigError, match=r"192\.0\.2\.1 is no address of this machine; `ip -brief address`"):
+        a_server(address="192.0.2.1:5000")
+
+
+@pytest.mark.parametrize(
+    "address", ["", "lab1", "lab1:", ":5000", "lab1:0", "lab1:70000", "a b:1", "::1:5000", "lab1:5e3"]
+)
+def test_an_address_that_is_none(address: str) -> None:
+    with pytest.raises(ConfigError, match="must be HOST:PORT, such as lab1:5000"):
+        parse_address(address)
+    assert parse_address("[::1]:5000") == ("::1", 5000)
+    assert parse_address("lab1:5000") == ("lab1", 5000)
+
+
+def test_a_message_of_the_server_that_cannot_be_read() -> None:
+    """Both sides must have the same sizes; a worker says what it does not take."""
+    with closing(a_server()) as server, closing(WorkerLink([server.address], KEYS.worker, 100)) as worker:
+        send = threading.Thread(target=worker.send, args=("hello", {}))
+        send.start()
+        peer = one_message(server).peer
+        send.join()
+        server.send(peer, "unit", {}, [numpy.zeros(1000)])
+        with pytest.raises(WireError, match=r"allowed are|each length is"):
+            reply(server, worker)
+
+
+def test_nothing_of_zeromq_stays() -> None:
+    """Threads and descriptors of a link end with it."""
+    threads, files = _own("task"), _own("fd")
+    with closing(a_server()) as server, closing(a_worker(server)):
+        assert server.receive(0.1) == []
+    deadline = time.monotonic() + HANG_SECONDS
+    while not _own("task") <= threads:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    assert len(_own("fd")) == len(files)
+
+
+def _own(kind: str) -> set[str]:
+    """What this process has, by number: threads ("task") or descriptors ("fd")."""
+    return set(os.listdir(f"/proc/self/{kind}"))  # noqa: PTH208 - names are wanted

@@ -1,0 +1,319 @@
+"""`mpitrain serve --servers`: several servers and their workers as real processes, with real faults."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import socket
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from commands import TRAIN, Commands, processes
+from counting import COUNTING_SCRIPT, check_counts, worker_key
+from hands import Hand, Served, hands, lines_of, mean, of, say
+from listing import line_with
+
+import mpitrain as mt
+from jobs import HANG_SECONDS
+from mpitrain.context import JobContext
+from mpitrain.errors import LaunchError
+from mpitrain.launch import serving
+from mpitrain.launch.served import handed_over
+from mpitrain.launch.serving import started
+from mpitrain.server.security import server_token
+from mpitrain.server.shard import ShardServer
+from mpitrain.server.wire import MOST_HEADER_BYTES
+
+HOST = socket.gethostname()
+
+
+@pytest.fixture
+def commands(tmp_path: Path) -> Iterator[Commands]:
+    with Commands(tmp_path) as made:
+        yield made
+
+
+@pytest.mark.parametrize(
+    ("mode", "killed", "code", "text"),
+    [
+        ("sync", "shard", 1, "server 1 was killed by signal 9; the job ends with it"),
+        ("async", "server", 137, "server 0 was killed by signal 9; the other servers end too"),
+    ],
+)
+def test_a_lost_server_ends_all_and_workers_wait_for_the_next_ones(
+    commands: Commands, tmp_path: Path, mode: str, killed: str, code: int, text: str
+) -> None:
+    """Three servers follow two. The workers come back by themselves, and every sample counts once."""
+    script, saved = tmp_path / "train.py", tmp_path / "saved"
+    script.write_text(COUNTING_SCRIPT.replace("MODE", repr(mode)))
+    program = [str(script), str(saved), "0", "0.01"]
+    servers = commands.serve("--servers", "2", program=program)
+    servers.until("MPITRAIN_KEY=")
+    workers = [commands.work(*program) for _ in range(2)]
+    servers.until(r"2 here[^\0]*step \d+\n[^\0]*step \d+\n")
+    (lost,) = processes(servers, killed)
+    os.kill(lost, signal.SIGKILL)
+    assert servers.end() == code, servers.output
+    assert f"mpitrain: {text}" in servers.output
+    assert f"server 0 on {HOST}: 96 B, server 1 on {HOST}: 96 B of 192 B of parameters" in servers.output
+    if killed == "shard":
+        gone = rf"server 1 on {HOST} is gone \(its connection has ended\), and its part of the parameters with it"
+        assert re.search(gone, servers.output), servers.output
+
+    again = commands.serve("--servers", "3", program=program)
+    again.until(r"2 here[^\0]*step \d+\n")
+    (saved / "stop").touch()
+    for command in (again, *workers):
+        assert command.end() == 0, command.output
+    resumed = re.search(r"resumed from .* at step (\d+)", again.output)
+    assert resumed, again.output
+    assert 0 < int(resumed[1]) < check_counts(again.output)
+    assert f"server 2 on {HOST}: " in again.output
+    assert "2 workers (0 gone)" in again.output
+    # The servers that are not the first one, and the workers, end with the training.
+    assert again.output.count("end [") == 1
+    assert not any("end [" in worker.output for worker in workers)
+
+
+def test_known_workers_and_ctrl_c(commands: Commands) -> None:
+    """`mpitrain ps` counts the servers. Nothing is left: see Commands."""
+    servers = commands.serve(
+        "--servers", "2", "--plain", "lo", "--hosts", "localhost/cpux2", program=[*TRAIN, "--epochs", "100000"]
+    )
+    servers.until("step 24")
+    assert len(processes(servers, "shard")) == 1
+    line_with(servers, RANKS=f"2 servers on {re.escape(HOST)}, 2 workers")
+    servers.signal(signal.SIGINT)
+    assert servers.end() == 130, servers.output
+
+
+def test_the_port_of_a_further_server_is_in_use(commands: Commands) -> None:
+    with socket.create_server(("", commands.port + 1)):
+        servers = commands.serve("--servers", "2", program=TRAIN)
+        assert servers.end() == 2
+    assert f"port {commands.port + 1} is in use on this machine" in servers.output
+    assert "MPITRAIN_KEY" not in servers.output
+
+
+def test_a_script_without_a_parameter_server_is_refused(commands: Commands, tmp_path: Path) -> None:
+    """Each server would train all of it by itself. The first one that says so ends the other."""
+    script, saved = tmp_path / "train.py", tmp_path / "saved"
+    script.write_text(COUNTING_SCRIPT.replace("mt.ParameterServer(MODE)", "mt.Sync()"))
+    servers = commands.serve("--servers", "2", program=[str(script), str(saved), "3", "0"])
+    assert servers.end() == 1, servers.output
+    said = "is a {} of a job with servers, and `build` has made the strategy Sync"
+    assert any(said.format(kind) in servers.output for kind in ("server", "shard")), servers.output
+    assert not saved.exists()
+
+
+def test_a_worker_is_not_taken_for_a_server(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It has the key, and says all that a server says, but for the proof. The real server comes after it."""
+    goes_on = threading.Event()
+    begin = ShardServer._begin
+
+    def late(self: Any) -> None:
+        assert goes_on.wait(HANG_SECONDS)
+        begin(self)
+
+    monkeypatch.setattr(ShardServer, "_begin", late)
+    served = Served(1, mt.ParameterServer("async"), num_servers=2)
+    optimizer = served.strategy._participant.optimizer
+    liar = Hand(served.address, served.facts)
+    said = {"server": 1, "where": "a liar", "facts": served.facts, "optimizer": optimizer, "port": 1}
+    proofs: list[Any] = [None, 5, "", server_token("", 1), server_token(worker_key().text, 1), "\u00e9"]
+    # The last one, as long as a header may be, is longer when it is shown.
+    for number, shown in [*((1, proof) for proof in proofs), ("\\" * (MOST_HEADER_BYTES // 2 - 1000), "")]:
+        # What is said before the connection is there is lost.
+        while True:
+            liar.say("shard", **{**said, "server": number, "token": shown})
+            if (message := liar._link.receive(0.5)) is not None:
+                break
+        assert message.kind == "refused"
+        assert (
+            f"a peer that is no server of this job says that it is server {str(number)[:100]};"
+            in message.fields["text"]
+        )
+    goes_on.set()
+    with hands(served, 1) as (worker,), lines_of(worker, served) as (line,):
+        job = worker.pull()
+        say(line, "push", [mean(job)[:12]], **of(worker, job))
+        worker.push(job, mean(job)[:12])
+        worker.end()
+    served.end()
+    liar.close()
+    assert set(served.counts) == {1.0}
+    output = capsys.readouterr().out
+    assert "a liar" not in output
+    # However often it comes: see RejectedPeers.
+    assert "before they had joined: 1; the last one because it says that it is server 1, and has not the" in output
+    assert len(output) < 10_000
+
+
+def test_a_first_server_that_does_not_notice_is_ended(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The other one has failed before it has joined. The first one waits for it in vain, and does not hear signals."""
+    monkeypatch.setattr(serving, "_NOTICE_SECONDS", 0.5)
+    program = (
+        "import os, sys, signal, time\n"
+        "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
+        "time.sleep(1000) if os.environ['_MPITRAIN_SERVES'] == 'server' else sys.exit(3)"
+    )
+    contexts = [JobContext(serves="server"), JobContext(serves="shard", serve_number=1)]
+    with started([sys.executable, "-c", program], contexts, handed_over("")) as servers:
+        code = None
+        while code is None:
+            code = servers.look()
+        assert code == -signal.SIGKILL
+        assert servers.finish() == 3
+    assert "server 1 ended with exit code 3; the job ends with it" in capfd.readouterr().err
+
+
+# A further server crashes when it ends. The first one goes on after its run until the file "go" is there.
+CRASH_SCRIPT = """
+import atexit, os, sys, time
+from mpitrain.job.start import the_job
+
+SCRIPT
+
+if the_job().role.kind == "shard":
+    atexit.register(os.abort)
+trainer.run()
+print("the run has ended", flush=True)
+while not os.path.exists(folder + "/go"):
+    time.sleep(0.05)
+time.sleep(2.0)
+print("all is done", flush=True)
+"""
+
+
+def test_a_further_server_that_crashes_at_its_end_ends_nothing(commands: Commands, tmp_path: Path) -> None:
+    """The first one no longer needs it. It goes on for longer than a first server that does not notice."""
+    script, saved = tmp_path / "train.py", tmp_path / "saved"
+    built = COUNTING_SCRIPT.replace("MODE", "'async'").partition("trainer.run()")[0]
+    script.write_text(CRASH_SCRIPT.replace("SCRIPT", built))
+    words = ["serve", "--port", str(commands.port), "--servers", "2", str(script), str(saved), "12", "0"]
+    launcher = (
+        "from mpitrain.cli import main; from mpitrain.launch import serving; "
+        f"serving._NOTICE_SECONDS = 0.5; raise SystemExit(main({words!r}))"
+    )
+    servers = commands.start([sys.executable, "-c", launcher])
+    servers.until("MPITRAIN_KEY=")
+    worker = commands.work(*words[5:])
+    servers.until(r"mpitrain: server 1 was killed by signal 6 after the run; server 0 goes on without it\n")
+    (saved / "go").touch()
+    assert servers.end() == 0, servers.output
+    assert servers.output.endswith("all is done\n"), servers.output
+    assert worker.end() == 0, worker.output
+
+
+def run_servers(program: str, *signals: int) -> tuple[int, int]:
+    """Run this code in two servers. Signals come when the first one has said that it is there. Return both codes."""
+    contexts = [JobContext(serves="server"), JobContext(serves="shard", serve_number=1)]
+    read, write = os.pipe()
+    with started([sys.executable, "-c", program.replace("LINE", str(write))], contexts, write) as servers:
+        if signals:
+            assert os.read(read, 1) == b"."
+        os.close(read)
+        for number in signals:
+            servers.signal(number)
+        code = None
+        while code is None:
+            code = servers.look()
+        return code, servers.finish()
+
+
+SLOW_END = """
+import os, sys, time
+if os.environ["_MPITRAIN_SERVES"] == "server":
+    try:
+        os.write(LINE, b".")
+        time.sleep(1000)
+    except KeyboardInterrupt:
+        time.sleep(2.0)
+        sys.exit(9)
+time.sleep(1000)
+"""
+
+
+def test_a_first_server_that_ends_slowly_ends_its_checkpoint(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A second signal does not wait."""
+    monkeypatch.setattr(serving, "_OTHERS_END_SECONDS", 0.1)
+    assert run_servers(SLOW_END, signal.SIGINT) == (9, 128 + signal.SIGINT)
+    assert run_servers(SLOW_END, signal.SIGINT, signal.SIGINT) == (-signal.SIGKILL, 128 + signal.SIGINT)
+
+
+def test_a_server_whose_failure_has_ended_the_first_one_is_named(capfd: pytest.CaptureFixture[str]) -> None:
+    """Also if both are gone when the launcher looks."""
+    contexts = [JobContext(serves="server"), JobContext(serves="shard", serve_number=1)]
+    program = "import os, sys; sys.exit(1 if os.environ['_MPITRAIN_SERVES'] == 'server' else 3)"
+    with started([sys.executable, "-c", program], contexts, handed_over("")) as servers:
+        for process in (servers._first, *servers._others):
+            process.wait()
+        assert servers.look() == 1
+        assert servers.finish() == 1
+    assert "server 1 ended with exit code 3; the job ends with it" in capfd.readouterr().err
+
+
+PUBLISHES = """
+import os, sys, time
+from pathlib import Path
+from mpitrain.watching.served_record import ServedPage
+
+if os.environ["_MPITRAIN_SERVES"] == "server":
+    page = ServedPage()
+    page.write({"at": time.monotonic(), "stage": "STAGE", "has_failed": FAILED})
+    Path("PATH").touch()
+    time.sleep(2.0)
+    sys.exit(FAILED)
+while not Path("PATH").exists():
+    time.sleep(0.01)
+sys.exit(3)
+"""
+
+
+@pytest.mark.parametrize("stage", ["leaves", "over"])
+@pytest.mark.parametrize(
+    ("has_failed", "text"),
+    [(1, "the job ends with it"), (0, "after the run; server 0 goes on without it")],
+)
+def test_a_first_server_that_has_noticed_ends_by_itself(
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    stage: str,
+    has_failed: int,
+    text: str,
+) -> None:
+    """It may have heard of the failure before the launcher has seen it."""
+    monkeypatch.setattr(serving, "_NOTICE_SECONDS", 0.2)
+    program = PUBLISHES.replace("STAGE", stage).replace("FAILED", str(has_failed)).replace("PATH", str(tmp_path / "go"))
+    assert run_servers(program) == (has_failed, has_failed)
+    assert f"mpitrain: server 1 ended with exit code 3{';' * has_failed} {text}\n" in capfd.readouterr().err
+
+
+def test_servers_end_if_one_cannot_be_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[Any] = []
+    real = serving.subprocess.Popen
+
+    def one(*args: Any, **options: Any) -> Any:
+        if made:
+            raise OSError(11, "too many processes")
+        made.append(real(*args, **options))
+        return made[0]
+
+    monkeypatch.setattr(serving.subprocess, "Popen", one)
+    contexts = [JobContext(serves="server"), JobContext(serves="shard", serve_number=1)]
+    with (
+        pytest.raises(LaunchError, match="too many processes"),
+        started([sys.executable, "-c", "import time; time.sleep(1000)"], contexts, handed_over("")),
+    ):
+        pass
+    assert made[0].poll() == -signal.SIGKILL

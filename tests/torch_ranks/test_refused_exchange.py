@@ -1,0 +1,275 @@
+"""After a backward pass that all ranks refuse, all are in the same state: they continue, or get the same errors."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+import mpitrain as mt
+from mpitrain import World
+from mpitrain.errors import GradientError, MismatchError, MpitrainError
+from tests.ranks.common import error_on_all, skip_alone
+
+from .prepared import assert_equal_everywhere, batches, loader, mlp, tensors, torch
+
+import mpitrain.torch  # isort: skip (the line above skips this file where there is no PyTorch)
+from mpitrain.adapters.torch_arrays import tensor_of  # isort: skip
+
+pytestmark = pytest.mark.usefixtures("_several")
+
+
+@pytest.fixture
+def _several(world: World) -> None:
+    skip_alone(world)
+
+
+def with_norm() -> Any:
+    layers = torch.nn.Linear(5, 6), torch.nn.BatchNorm1d(6), torch.nn.Linear(6, 3)
+    return torch.nn.Sequential(*layers).double()
+
+
+def sgd(parameters: Any) -> Any:
+    """Without momentum, which would stay different where a program makes the parameters equal again."""
+    return torch.optim.SGD(parameters, lr=0.1)
+
+
+def drawn() -> Any:
+    """Each rank reads its own samples, so no batch is compared before the backward pass."""
+    return loader(drop_last=True)
+
+
+def whole() -> Any:
+    """Whole batches: the ranks compare each one as they take it."""
+    return batches()[:-1]
+
+
+def loss_of(model: Any, batch: Any) -> Any:
+    return torch.nn.functional.cross_entropy(model(batch[0]), batch[1])
+
+
+def make_equal(world: World, model: Any) -> None:
+    for mine, values in zip(model.state_dict().values(), world.broadcast_object(tensors(model)), strict=True):
+        mine.copy_(tensor_of(values))
+
+
+def is_odd(world: World) -> bool:
+    return world.rank == world.size - 1
+
+
+def train_on(world: World, model: Any, optimizer: Any, data: Any, pass_of: Callable[[Any], None]) -> None:
+    """Train an epoch, which must not raise anything, and leave equal replicas."""
+    make_equal(world, model)
+    before = tensors(model)[0].copy()
+    for batch in data:
+        optimizer.zero_grad()
+        pass_of(batch)
+        optimizer.step()
+    assert_equal_everywhere(world, model)
+    assert (before != tensors(model)[0]).any()
+
+
+@pytest.mark.parametrize("threaded", [False, True])
+@pytest.mark.parametrize("make_model", [mlp, with_norm])
+def test_a_step_that_one_rank_skips(world: World, make_model: Callable[[], Any], threaded: bool) -> None:
+    """The next backward pass is refused. A step after it changes nothing, and the batches after it are exchanged."""
+    model = make_model()
+    model, optimizer, data = mpitrain.torch.prepare(model, sgd(model.parameters()), drawn(), threaded=threaded)
+    number = 0
+    for number, batch in enumerate(data):
+        optimizer.zero_grad()
+        if number != 1:
+            loss_of(model, batch).backward()
+        else:
+            text = error_on_all(world, MismatchError, loss_of(model, batch).backward)
+            assert "steps of the optimizer" in text
+            assert all(one.grad is None for one in model.parameters())
+            before = [one.detach().clone() for one in model.parameters()]
+            optimizer.step()
+            assert all(map(torch.equal, before, model.parameters()))
+            make_equal(world, model)
+        if number or not is_odd(world):
+            optimizer.step()
+    assert number == 3
+    assert_equal_everywhere(world, model)
+    train_on(world, model, optimizer, data, lambda batch: loss_of(model, batch).backward())
+
+
+@pytest.mark.parametrize("make_model", [mlp, with_norm])
+def test_replicas_that_are_left_different(world: World, make_model: Callable[[], Any]) -> None:
+    """Every later error is that parameters differ, on all ranks."""
+    model = make_model()
+    model, optimizer, data = mpitrain.torch.prepare(model, sgd(model.parameters()), drawn())
+    said: list[str] = []
+
+    def run() -> None:
+        for number, batch in enumerate(data):
+            optimizer.zero_grad()
+            try:
+                loss_of(model, batch).backward()
+            except MismatchError as error:
+                said.append(str(error))
+            if number or not is_odd(world):
+                optimizer.step()
+
+    said.append(error_on_all(world, MismatchError, run))
+    assert world.allgather(said) == [said] * world.size
+    assert "has made 0 steps of the optimizer" in said[0]
+    assert said[1:], said
+    for text in said[1:]:
+        assert " of the optimizer: a number of " in text, said
+
+
+@pytest.mark.parametrize("make_model", [mlp, with_norm])
+@pytest.mark.parametrize("make_data", [drawn, whole])
+def test_a_batch_that_one_rank_skips(world: World, make_model: Callable[[], Any], make_data: Callable[[], Any]) -> None:
+    """The ranks end the epoch, and the next one goes as if nothing had been."""
+    model = make_model()
+    model, optimizer, data = mpitrain.torch.prepare(model, sgd(model.parameters()), make_data())
+
+    def run() -> None:
+        for number, batch in enumerate(data):
+            if number == 1 and is_odd(world):
+                continue
+            optimizer.zero_grad()
+            try:
+                loss_of(model, batch).backward()
+            except MismatchError:
+                optimizer.step()
+                raise
+            optimizer.step()
+
+    error_on_all(world, MismatchError, run)
+    assert_equal_everywhere(world, model) if make_model is mlp else None
+    train_on(world, model, optimizer, data, lambda batch: loss_of(model, batch).backward())
+
+
+def test_batches_that_stay_apart(world: World) -> None:
+    """Each later backward pass says so on all ranks."""
+    model = mlp()
+    model, optimizer, data = mpitrain.torch.prepare(model, sgd(model.parameters()), drawn())
+    taken = iter(data)
+    if is_odd(world):
+        next(taken)
+    for number in (1, 2):
+        batch = next(taken)
+        text = error_on_all(world, MismatchError, loss_of(model, batch).backward)
+        assert f"exchanges the gradients of batch {number + 1}; {world.name(0)}: those of batch {number}" in text
+        optimizer.step()
+    assert_equal_everywhere(world, model)
+
+
+def test_gradients_that_are_accumulated(world: World) -> None:
+    """What this rank alone has accumulated goes too."""
+    model = mlp()
+    model, optimizer, data = mpitrain.torch.prepare(model, sgd(model.parameters()), drawn())
+
+    def two(batch: Any) -> None:
+        with mpitrain.torch.accumulate(model):
+            loss_of(model, batch).backward()
+        loss_of(model, batch).backward()
+
+    for number, batch in enumerate(data):
+        optimizer.zero_grad()
+        with contextlib.nullcontext() if number != 1 else pytest.raises(MismatchError, match="steps of the optimizer"):
+            two(batch)
+        if number or not is_odd(world):
+            optimizer.step()
+        if number == 1:
+            make_equal(world, model)
+    assert_equal_everywhere(world, model)
+
+
+def test_a_parameter_that_is_thawed_for_a_while(world: World) -> None:
+    """No step uses its gradient, which is this rank's own."""
+    model = mlp()
+    model[0].weight.requires_grad_(False)
+    model, optimizer, data = mpitrain.torch.prepare(model, sgd(model.parameters()), drawn())
+    for number, batch in enumerate(data):
+        optimizer.zero_grad()
+        model[0].weight.requires_grad_(number == 1)
+        with contextlib.nullcontext() if number != 1 else pytest.raises(GradientError, match="had requires_grad=False"):
+            loss_of(model, batch).backward()
+        optimizer.step()
+        assert_equal_everywhere(world, model)
+    world.barrier()
+
+
+def test_virtual_ranks(world: World) -> None:
+    model, number = with_norm(), 2 * world.size
+    x = torch.randn(6 * number, 5, generator=torch.Generator().manual_seed(1)).double()
+    given = [(part, torch.zeros(2 * number, dtype=torch.int64)) for part in x.split(2 * number)]
+    strategy = mt.Sync(virtual_ranks=number)
+    model, optimizer, data = mpitrain.torch.prepare(model, sgd(model.parameters()), given, strategy=strategy)
+
+    def passes(batch: Any) -> None:
+        for part in mpitrain.torch.virtual_batches(model, batch):
+            loss_of(model, part).backward()
+
+    def run() -> None:
+        for at, batch in enumerate(data):
+            optimizer.zero_grad()
+            passes(batch)
+            if at or not is_odd(world):
+                optimizer.step()
+
+    assert "steps of the optimizer" in error_on_all(world, MismatchError, run)
+    train_on(world, model, optimizer, data, passes)
+
+
+def test_rounds(world: World) -> None:
+    """A step after the refusal is refused on all ranks: a round counts its steps."""
+    model = mlp()
+    strategy = mt.LocalSGD(sync_every=2)
+    model, optimizer, data = mpitrain.torch.prepare(model, sgd(model.parameters()), drawn(), strategy=strategy)
+
+    def run() -> None:
+        for number, batch in enumerate(data):
+            if number == 1 and is_odd(world):
+                continue
+            optimizer.zero_grad()
+            loss_of(model, batch).backward()
+            optimizer.step()
+
+    error_on_all(world, MismatchError, run)
+    with pytest.raises(GradientError, match=r"came without a backward\(\) since the last step"):
+        optimizer.step()
+    for batch in data:
+        optimizer.zero_grad()
+        loss_of(model, batch).backward()
+        optimizer.step()
+    mpitrain.torch.end_round(model)
+    assert_equal_everywhere(world, model)
+
+
+def test_an_error_of_one_rank_in_the_middle(world: World) -> None:
+    """Others have begun to send, so nobody can go on. All are told, also at the next backward pass."""
+    model = mlp()
+    failing = is_odd(world)
+
+    def fail(gradient: Any) -> None:
+        if failing:
+            raise ZeroDivisionError("in a hook")
+
+    model[0].weight.register_hook(fail)
+    model, optimizer, data = mpitrain.torch.prepare(model, sgd(model.parameters()), whole())
+
+    def run() -> None:
+        for batch in data:
+            try:
+                loss_of(model, batch).backward()
+            except ZeroDivisionError:
+                continue
+            optimizer.step()
+
+    text = error_on_all(world, MismatchError, run)
+    assert "take the next batch" in text
+    assert "end of a step" in text
+    failing = False
+    batch = next(iter(data))
+    with pytest.raises(MpitrainError, match="start again from a checkpoint"):
+        loss_of(model, batch).backward()
+    with pytest.raises(GradientError, match=r"a backward\(\) that an error ended in the middle of its exchange"):
+        optimizer.step()
