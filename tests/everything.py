@@ -102,7 +102,7 @@ SLOW_FILES = [f"tests/test_{name}.py" for name in ("docs", "everything", "one_of
 QUICK_RANKS = {2: "test_training or test_checkpoint", 3: BY_SIZE}
 # More at once than on so many cores has never been tried.
 MOST_CORES = 4
-# The slow tests on beds take longer than all others together.
+# The nightly tests on beds take longer than all others together.
 SECONDS_OF_NIGHTLY = 3 * 3600.0
 NIGHTLY_RESULT = REPOSITORY / "tests/nightly.txt"
 
@@ -112,8 +112,8 @@ def parts(nightly: bool) -> Iterator[Part]:
 
     Those on ranks run beside the folders from the beginning: they use the cores while the folders wait.
     """
-    slow = [] if nightly else ["-m", "not slow"]
-    pytest = [sys.executable, "-m", "pytest", "-q", *slow, "--durations=15"]
+    skipped = [] if nightly else ["-m", "not nightly"]
+    pytest = [sys.executable, "-m", "pytest", "-q", *skipped, "--durations=15"]
     on_nodes = [path for paths in ON_NODES.values() for path in paths]
     for name, paths in ON_NODES.items():
         yield Part(name, [*pytest, *paths, *below(paths, on_nodes)], cores=0, again=True)
@@ -128,7 +128,7 @@ def parts(nightly: bool) -> Iterator[Part]:
     others = [*pytest, "tests", *ignored, *(f"--ignore=tests/{name}" for name in LONG_FOLDERS)]
     yield Part("other tests", others, cores=CORES_OF_A_FOLDER, again=True)
     yield Part("lint and types", ["scripts/check"], is_pytest=False, cores=CORES_OF_RANKS)
-    yield from on_ranks(slow, nightly)
+    yield from on_ranks(skipped, nightly)
     yield from folders
 
 
@@ -137,19 +137,19 @@ def below(paths: list[str], others: list[str]) -> list[str]:
     return [f"--ignore={path}" for path in others if path.startswith(tuple(f"{folder}/" for folder in paths))]
 
 
-def on_ranks(slow: list[str], nightly: bool) -> Iterator[Part]:
+def on_ranks(skipped: list[str], nightly: bool) -> Iterator[Part]:
     """The tests that run on all ranks of a job."""
     for vendor, sizes in (NIGHTLY_SIZES if nightly else SIZES).items():
         for size, chosen in sizes.items():
-            yield of_ranks("ranks", size, chosen, *slow, vendor=vendor)
+            yield of_ranks("ranks", size, chosen, *skipped, vendor=vendor)
     for framework, sizes in (NIGHTLY_FRAMEWORKS if nightly else FRAMEWORKS).items():
         if importlib.util.find_spec(framework) is None:
             print(f"\n=== tests.{framework}_ranks: skipped, {sys.prefix} has no {framework}", flush=True)
             continue
         for size, chosen in sizes.items():
-            yield of_ranks(f"{framework}_ranks", size, chosen, *slow)
+            yield of_ranks(f"{framework}_ranks", size, chosen, *skipped)
     for size, chosen in (NIGHTLY_EMULATED if nightly else EMULATED).items():
-        yield of_ranks("device_ranks", size, chosen, f"--emulated={EMULATED_GPUS[size]}", *slow)
+        yield of_ranks("device_ranks", size, chosen, f"--emulated={EMULATED_GPUS[size]}", *skipped)
 
 
 def of_ranks(module: str, size: int, chosen: str, *options: str, vendor: str = "mpich") -> Part:
@@ -187,17 +187,17 @@ def quick_parts() -> Iterator[Part]:
     yield Part("lint and types", ["scripts/check"], is_pytest=False)
     files = sorted(str(path.relative_to(REPOSITORY)) for path in (REPOSITORY / "tests").glob("test_*.py"))
     files = [path for path in files if path not in SLOW_FILES]
-    pytest = [sys.executable, "-m", "pytest", "-q", "-m", "not slow"]
+    pytest = [sys.executable, "-m", "pytest", "-q", "-m", "not nightly"]
     yield Part("folders", [*pytest, *(f"tests/{name}" for name in QUICK_FOLDERS)])
     yield Part("files", [*pytest, *files])
     for size, chosen in QUICK_RANKS.items():
-        yield of_ranks("ranks", size, chosen, "-m", "not slow")
+        yield of_ranks("ranks", size, chosen, "-m", "not nightly")
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
     amount = parser.add_mutually_exclusive_group()
-    amount.add_argument("--nightly", action="store_true", help="the slow tests too, and all numbers of ranks")
+    amount.add_argument("--nightly", action="store_true", help="the nightly tests too, and all numbers of ranks")
     amount.add_argument("--quick", action="store_true", help="a first look: lint, types and the fast tests")
     parser.add_argument("--ranks", type=int, default=3, help="for PATHs whose tests run on all ranks of a job (3)")
     parser.add_argument("--mpi", choices=list(VENVS), default="mpich", help="for the same (mpich)")

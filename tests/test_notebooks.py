@@ -24,7 +24,7 @@ SLOW = ("plan",)  # it measures the machine for some seconds
 @pytest.mark.filterwarnings("default")  # of Jupyter's own modules
 @pytest.mark.parametrize(
     "path",
-    [pytest.param(path, marks=[pytest.mark.slow] if path.stem in SLOW else []) for path in NOTEBOOKS],
+    [pytest.param(path, marks=[pytest.mark.nightly] if path.stem in SLOW else []) for path in NOTEBOOKS],
     ids=lambda path: path.stem,
 )
 def test_a_notebook_prints_what_it_shows(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

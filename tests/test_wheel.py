@@ -128,7 +128,7 @@ def test_a_project_trains(installed: Installed, tmp_path: Path) -> None:
     assert "step 630: mean squared error 0.844" in job.stdout
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize(("kind", "extras"), [("wheel", "mpich,cluster"), ("sdist", "mpich")])
 def test_with_what_the_package_index_has(kind: str, extras: str, installed: Installed, tmp_path: Path) -> None:
     """Two commands in an empty folder: pip install, into a new environment, and a training on 2 ranks."""

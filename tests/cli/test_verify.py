@@ -82,7 +82,7 @@ def test_a_run_that_somebody_has_ended(tmp_path: Path, monkeypatch: pytest.Monke
     assert kept is not None and kept.is_equal is (None if keeps else True)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_data_of_a_users_own_that_are_right(tmp_path: Path) -> None:
     job = verify(tmp_path, BEGIN + "make_data = lambda world: Batches()" + TRAIN, options=("--steps", "4"))
     assert job.code == 0, job.output
@@ -100,7 +100,7 @@ def test_a_mean_by_ranks(tmp_path: Path) -> None:
     assert any(line.startswith("first difference: step 1, weights: 1 on 1 rank") for line in kept.lines)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_samples_that_two_ranks_read(tmp_path: Path) -> None:
     """The parts have equal lengths. Of a batch of 11, each of 3 ranks takes 4 samples from begin + 3 x rank on."""
     wrong = """
@@ -119,7 +119,7 @@ def part(begin):
     )
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_seed_with_the_rank_in_it(tmp_path: Path) -> None:
     """The model has dropout. The samples are right, and the gradients are wrong. So is the loss, once w is not 0."""
     wrong = """
@@ -135,7 +135,7 @@ def regression(parameters, batch, on_gradient):
     assert "then: step 2, loss: loss is " in job.stdout
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_augmentation_with_the_rank_in_its_seed(tmp_path: Path) -> None:
     wrong = """
 noise = numpy.random.default_rng(world.rank)
@@ -171,7 +171,7 @@ def test_a_script_that_cannot_be_seen(tmp_path: Path) -> None:
     assert "several ranks" not in job.stdout
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_script_that_fails_on_several_ranks(tmp_path: Path) -> None:
     job = verify(tmp_path, BEGIN + "assert world.size == 1\n" + TRAIN)
     assert job.code == 1, job.output
@@ -195,7 +195,7 @@ def test_wrong_options(options: list[str], message: str, capsys: pytest.CaptureF
     assert f"mpitrain verify: {message}" in capsys.readouterr().err
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_record_that_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     job = verify(tmp_path, BEGIN + TRAIN, options=("--directory", str(tmp_path / "file")))

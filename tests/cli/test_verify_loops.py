@@ -18,7 +18,7 @@ raise AssertionError("verify must end the script before")
 """
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_loop_without_a_trainer(tmp_path: Path) -> None:
     right = "mean = lambda tree, weight: world.mean(tree, weight=weight)\n"
     job = verify(tmp_path, BEGIN + right + LOOP, options=("--steps", "7"))
@@ -28,7 +28,7 @@ def test_a_loop_without_a_trainer(tmp_path: Path) -> None:
     assert "  results        7 values, " in job.stdout
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_loop_that_means_by_ranks(tmp_path: Path) -> None:
     wrong = "mean = lambda tree, weight: world.mean(tree)\n"
     job = verify(tmp_path, BEGIN + wrong + LOOP)

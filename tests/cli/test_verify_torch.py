@@ -200,7 +200,7 @@ def test_an_update_that_knows_the_number_of_ranks(tmp_path: Path, wrong: str, wh
         assert "; multiplied by 2, the number of ranks: is world.size in the update?" in first, first
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_batch_that_grows_with_the_ranks(tmp_path: Path) -> None:
     pytest.importorskip("torch")
     job = verify(tmp_path, TORCH + DDP.replace(" // dist.get_world_size()", ""), steps=2)
@@ -221,7 +221,7 @@ def test_a_loop_in_jax(tmp_path: Path) -> None:
     assert "the samples of world.shard, and 1 as each call finds them. Losses, " in job.stdout
 
 
-@pytest.mark.parametrize("jit", [True, pytest.param(False, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("jit", [True, pytest.param(False, marks=pytest.mark.nightly)])
 def test_an_update_in_jax_that_knows_the_number_of_ranks(tmp_path: Path, jit: bool) -> None:
     """Parameters in a dict, behind a number that has no gradient; the step is too small for the next gradient."""
     pytest.importorskip("jax")

@@ -19,7 +19,7 @@ SHARE = "/home/cluster/nfs"
 PYTHONS = {"mpich": f"{SHARE}/venv/bin/python", "openmpi": f"{SHARE}/venv-openmpi/bin/python"}
 # For tests of the launcher and the guards alone: with MPICH; `scripts/test --nightly` also runs them with Open MPI.
 MOSTLY_MPICH = pytest.mark.parametrize(
-    "python", ["mpich", pytest.param("openmpi", marks=pytest.mark.slow)], indirect=True
+    "python", ["mpich", pytest.param("openmpi", marks=pytest.mark.nightly)], indirect=True
 )
 # Both times only guard against a hang. A guard ends its part of a job 30 s after it last heard from the launcher.
 JOB_SECONDS = 400.0

@@ -15,7 +15,7 @@ from test_joining import COPIES
 from jobs import REPOSITORY
 from testbed import Bed
 
-pytestmark = [pytest.mark.timeout(2400), pytest.mark.usefixtures("healed"), pytest.mark.slow]
+pytestmark = [pytest.mark.timeout(2400), pytest.mark.usefixtures("healed"), pytest.mark.nightly]
 
 Cluster = Callable[..., str]
 

@@ -149,7 +149,7 @@ ALONE = ("a wrong password for sudo", "a login by a password where passwords are
 @pytest.mark.parametrize(
     "faults",
     [pytest.param(TOGETHER, id="together")]
-    + [pytest.param((fault,), id=fault, marks=[pytest.mark.slow] * (fault not in ALONE)) for fault in FAULTS],
+    + [pytest.param((fault,), id=fault, marks=[pytest.mark.nightly] * (fault not in ALONE)) for fault in FAULTS],
 )
 def test_a_node_that_does_not_fit_is_named_and_nothing_is_changed(
     bed: Bed, checkout: Path, tmp_path: Path, faults: tuple[str, ...]
@@ -212,7 +212,7 @@ def test_no_inventory_at_all(bed: Bed, checkout: Path, tmp_path: Path) -> None:
     assert "Copy cluster/hosts.example to cluster/hosts" in run.text
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_too_little_room_on_the_share(bed: Bed, checkout: Path, tmp_path: Path) -> None:
     inventory = inventory_of(bed, tmp_path / "hosts", NODES)
     root(bed, "node1", f"mkdir -p {SHARE} && mount -t tmpfs -o size=64m,uid=1900,gid=1900 small {SHARE}")
@@ -264,7 +264,7 @@ def test_what_sshd_does_not_take_is_taken_away(bed: Bed, checkout: Path, tmp_pat
 CUTS = ("mpitrain_packages : Install by apt", "mpitrain_ssh : Reload sshd", "mpitrain_runtime : Install by pip")
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_run_that_was_cut_off_is_mended_by_the_next(bed: Bed, checkout: Path, tmp_path: Path) -> None:
     inventory = inventory_of(bed, tmp_path / "hosts", NODES)
     for task in CUTS:
@@ -289,7 +289,7 @@ def test_a_run_that_was_cut_off_is_mended_by_the_next(bed: Bed, checkout: Path, 
 WAIT_FOR_LISTENER = "for i in {1..600}; do (exec 3<>/dev/tcp/127.0.0.1/5555) && exit 0; sleep 0.1; done; exit 1"
 
 
-@pytest.mark.parametrize("firewall", ["ufw", pytest.param("firewalld", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("firewall", ["ufw", pytest.param("firewalld", marks=pytest.mark.nightly)])
 def test_an_active_firewall_lets_the_nodes_in_and_nobody_else(
     bed: Bed, checkout: Path, tmp_path: Path, firewall: str
 ) -> None:

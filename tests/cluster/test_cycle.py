@@ -23,7 +23,7 @@ OUTSIDER = "node4"
 CLUSTER_WIDE = "hosts,ssh,firewall,nfs,wireguard"
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_dry_run_on_bare_nodes_passes_and_changes_nothing(bare: Cluster) -> None:
     run = bare.setup("--check", "--diff")
     assert run.code == 0, run.output
@@ -206,7 +206,7 @@ def test_the_mount_comes_back_after_the_server_rebooted(cluster: Cluster) -> Non
     wait_for_the_note(cluster, "node3")
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_boot_of_a_client_does_not_wait_for_a_dead_server(cluster: Cluster) -> None:
     cluster.bed.kill("node1")
     try:
@@ -220,7 +220,7 @@ def test_the_boot_of_a_client_does_not_wait_for_a_dead_server(cluster: Cluster) 
     wait_for_the_note(cluster, "node3")
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_node_is_removed_and_added_again(cluster: Cluster) -> None:
     bed = cluster.bed
     everywhere = (
@@ -246,7 +246,7 @@ def test_a_node_is_removed_and_added_again(cluster: Cluster) -> None:
     assert shared_user(bed, "node3", "ssh node1 uname -n; cat ~/nfs/note").stdout == "node1\nfrom node2\n"
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_under_limit_the_files_still_name_all_nodes(cluster: Cluster) -> None:
     root(cluster.bed, "node2", "rm /etc/ssh/mpitrain/known_hosts; sed -i /node3/d /etc/hosts")
     run = cluster.setup("--limit", "node2")
@@ -290,7 +290,7 @@ def test_teardown_leaves_etc_as_it_was_and_keeps_the_data(cluster: Cluster) -> N
     assert root(cluster.bed, "node1", f"{remedy} && ls -d /home/{USER}").returncode != 0
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_second_teardown_finds_nothing_to_do(cluster: Cluster) -> None:
     again = cluster.play(TEARDOWN, "-e", "confirm=yes")
     assert again.code == 0, again.output

@@ -52,7 +52,7 @@ def counted_steps(output: str) -> dict[int, tuple[int, list[int], str]]:
 
 
 @MOSTLY_MPICH
-@pytest.mark.parametrize("returns", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["", "with a power cut"])
+@pytest.mark.parametrize("returns", [False, pytest.param(True, marks=pytest.mark.nightly)], ids=["", "with a power cut"])
 def test_hosts_go_and_come_back(bed: Bed, python: str, returns: bool) -> None:
     """node3 differs at the start, node4 is new, and node2 leaves the inventory.
 
@@ -114,7 +114,7 @@ def test_hosts_go_and_come_back(bed: Bed, python: str, returns: bool) -> None:
     assert [bits for _, _, bits in steps.values()] == [bits for _, _, bits in counted_steps(whole.output).values()]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_patience_has_an_end(bed: Bed) -> None:
     """node3 is away at the start, and is then lost twice. After that only a wish takes it in."""
     write(bed, "node1", f"{SHARE}/moves.py", SLOW)

@@ -32,7 +32,7 @@ def test_power_cut(bed: Bed, python: str) -> None:
     assert left(bed) == []
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("fault", ["freeze", "cut"])
 def test_a_node_that_falls_silent(bed: Bed, fault: str) -> None:
     job = Job(bed, "-n 4 hello.py 600")
@@ -48,9 +48,9 @@ def test_a_node_that_falls_silent(bed: Bed, fault: str) -> None:
 @pytest.mark.parametrize(
     ("kind", "expected"),
     [
-        pytest.param("stop", r"is stopped \(SIGSTOP\?\): kill -CONT \d+", marks=pytest.mark.slow),
+        pytest.param("stop", r"is stopped \(SIGSTOP\?\): kill -CONT \d+", marks=pytest.mark.nightly),
         ("loop", r"runs? in hangs\.py:\d+ \(load\), after call \d+"),
-        pytest.param("sleep", r"sleeps? in hangs\.py:\d+ \(load\), after call \d+", marks=pytest.mark.slow),
+        pytest.param("sleep", r"sleeps? in hangs\.py:\d+ \(load\), after call \d+", marks=pytest.mark.nightly),
     ],
 )
 def test_a_rank_that_stands_still(bed: Bed, kind: str, expected: str) -> None:
@@ -63,7 +63,7 @@ def test_a_rank_that_stands_still(bed: Bed, kind: str, expected: str) -> None:
         assert re.search(rf"mpitrain: {head}: {waits}; ranks? 4(,5)? on node3 {expected}", job.output), job.output
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_silent_hosts_are_named_before_they_are_given_up(bed: Bed) -> None:
     """The launcher's own cable is cut. It waits longer for all other hosts together than for one."""
     job = Job(bed, "-n 4 hangs.py no", setting="MPITRAIN_STALL_SECONDS=8")
@@ -87,7 +87,7 @@ def test_a_killed_launcher_leaves_nothing(bed: Bed, python: str) -> None:
     assert left(bed) == []
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_launcher_that_is_killed_while_a_host_is_cut_off(bed: Bed) -> None:
     """Nobody can tell that host: what runs there ends because its launcher is silent, without a cable too."""
     job = Job(bed, "-n 4 hello.py 600")
@@ -161,7 +161,7 @@ def test_a_rank_that_is_late(bed: Bed, python: str) -> None:
 
 
 @MOSTLY_MPICH
-@pytest.mark.parametrize("script", [pytest.param("hello.py", marks=pytest.mark.slow), "plain.py"])
+@pytest.mark.parametrize("script", [pytest.param("hello.py", marks=pytest.mark.nightly), "plain.py"])
 def test_a_firewall_that_drops_what_mpi_sends(bed: Bed, python: str, script: str) -> None:
     bed.drop("node3", "1024-65535")
     end = run(bed, f"-n 4 --start-seconds 30 {script}", python=python)

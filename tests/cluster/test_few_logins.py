@@ -10,7 +10,7 @@ from test_joining import COPIES, SCRIPT, change
 
 from testbed import Bed
 
-pytestmark = [pytest.mark.timeout(1200), pytest.mark.usefixtures("healed"), pytest.mark.slow]
+pytestmark = [pytest.mark.timeout(1200), pytest.mark.usefixtures("healed"), pytest.mark.nightly]
 
 OURS = "/etc/ssh/sshd_config.d/10-mpitrain.conf"
 

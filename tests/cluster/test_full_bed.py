@@ -28,7 +28,7 @@ NODES = ("node1", "node2", "node3")
 HELLO = "from mpi4py import MPI; w = MPI.COMM_WORLD; print(w.rank, w.size, MPI.Get_processor_name())"
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.timeout(9000)
 def test_the_whole_life_with_real_nfs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     checkout = checkout_copy(tmp_path / "checkout")

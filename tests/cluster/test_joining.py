@@ -115,7 +115,7 @@ def steps_of(output: str) -> dict[int, tuple[int, list[int], str]]:
     return steps
 
 
-@pytest.mark.parametrize("script", [SCRIPT, pytest.param(LOOP, marks=pytest.mark.slow)], ids=["Trainer", "loop"])
+@pytest.mark.parametrize("script", [SCRIPT, pytest.param(LOOP, marks=pytest.mark.nightly)], ids=["Trainer", "loop"])
 @MOSTLY_MPICH
 def test_a_host_leaves_and_joins_again(bed: Bed, python: str, script: str) -> None:
     arguments = "--hosts node1,node2,node3 --ppn 1 --restarts 1 moves.py 4000"
@@ -205,7 +205,7 @@ def refused(bed: Bed, python: str, words: str, *why: str) -> None:
         assert text in done.stdout, done.stdout
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_host_that_differs_is_refused(bed: Bed) -> None:
     """Each node has its own script, and its own environment with the packages of the share."""
     own, site = "/home/cluster/own", "/home/cluster/own/lib/python3*/site-packages"

@@ -8,7 +8,7 @@ from test_joining import COPIES, change
 
 from testbed import Bed
 
-pytestmark = [pytest.mark.timeout(2400), pytest.mark.usefixtures("healed"), pytest.mark.slow]
+pytestmark = [pytest.mark.timeout(2400), pytest.mark.usefixtures("healed"), pytest.mark.nightly]
 
 # Once the file `enough` exists, the training makes 20 more steps.
 SCRIPT = """

@@ -10,7 +10,7 @@ from test_joining import COPIES, SCRIPT, change, kill, steps_of
 
 from testbed import Bed
 
-pytestmark = [pytest.mark.timeout(900), pytest.mark.usefixtures("healed"), pytest.mark.slow]
+pytestmark = [pytest.mark.timeout(900), pytest.mark.usefixtures("healed"), pytest.mark.nightly]
 
 
 @pytest.fixture(autouse=True)

@@ -14,7 +14,7 @@ from faults.test_recovery_of_programs import OF_TORCH
 from testbed import Bed
 
 torch = pytest.importorskip("torch", reason="PyTorch is not installed")
-pytestmark = [pytest.mark.timeout(2400), pytest.mark.usefixtures("healed"), pytest.mark.slow]
+pytestmark = [pytest.mark.timeout(2400), pytest.mark.usefixtures("healed"), pytest.mark.nightly]
 
 PACKAGES = f"{SHARE}/packages"
 

@@ -13,7 +13,7 @@ from test_split_network import SCRIPT
 from testbed import Bed
 from testbed.processes import execute
 
-pytestmark = [pytest.mark.timeout(900), pytest.mark.usefixtures("healed"), pytest.mark.slow]
+pytestmark = [pytest.mark.timeout(900), pytest.mark.usefixtures("healed"), pytest.mark.nightly]
 
 # Every rank looks for a file that is not there, so it asks the server.
 LOOKS = SCRIPT.replace("        time.sleep(0.05)\n", "        time.sleep(0.05)\n        LOOK\n").replace(

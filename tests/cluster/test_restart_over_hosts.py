@@ -105,7 +105,7 @@ def masters(bed: Bed) -> int:
 
 
 @MOSTLY_MPICH
-@pytest.mark.parametrize("spares", ["--spares", pytest.param("", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("spares", ["--spares", pytest.param("", marks=pytest.mark.nightly)])
 def test_a_rank_is_killed(bed: Bed, python: str, spares: str) -> None:
     """With spares, the holder on node2 is killed first. The rank there starts as a program; the others are spares.
 
@@ -147,7 +147,7 @@ def test_a_rank_is_killed(bed: Bed, python: str, spares: str) -> None:
     assert "a spare" not in end.output
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_daemon_is_killed_beside_another_job(bed: Bed, python: str) -> None:
     other = Job(bed, "-n 4 stays.py", python=python)
     other.wait_for("stays", 4)
@@ -196,7 +196,7 @@ def test_the_launcher_is_killed(bed: Bed, python: str) -> None:
     assert f"nothing is kept of a job {name} of yours on node1, node2, node3, node4." in again.output
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_host_of_the_launcher_loses_its_power(bed: Bed, python: str) -> None:
     """The job goes on without that host. The keepers of the other nodes learn of the loss only from the silence."""
     arguments = "--hosts node1,node2,node3 --ppn 1 --restarts 2 --min-nodes 2 train.py 100"
@@ -215,7 +215,7 @@ def test_the_host_of_the_launcher_loses_its_power(bed: Bed, python: str) -> None
     assert "made step 100 on 2 ranks" in end.output
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_cable_of_the_launcher_is_plugged_in_again(bed: Bed, python: str) -> None:
     """All other hosts are silent then, so they get more time than one host alone."""
     job = Job(bed, "-n 4 --restarts 1 train.py 100", python=python, setting=EVERY_STEP)
@@ -262,7 +262,7 @@ def test_silence(bed: Bed) -> None:
     drop_kept(bed, "node4")
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_node_loses_its_power(bed: Bed, python: str) -> None:
     """Then another one does. Too few are left, so the job saves and ends, and the same command goes on from there."""
     job = Job(bed, "--ppn 1 --restarts 2 --min-nodes 3 train.py 200", python=python, setting=EVERY_STEP)

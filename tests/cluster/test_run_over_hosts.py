@@ -125,7 +125,7 @@ def test_bench_sees_what_crosses_the_link(bed: Bed) -> None:
     assert by_name["ring"]["link_multiple"] == pytest.approx(1.5, rel=0.05)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_connections_that_the_user_keeps_open_are_none_of_the_job(bed: Bed) -> None:
     kept = "Host *\n    ControlMaster auto\n    ControlPath /tmp/kept-%C\n    ControlPersist 30\n"
     assert as_user(bed, "node1", "mkdir -p -m 700 /home/cluster/.ssh").returncode == 0

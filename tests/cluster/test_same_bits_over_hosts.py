@@ -61,7 +61,7 @@ def digest(end: Ended) -> str:
     return str(found)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.usefixtures("example")
 def test_a_node_that_loses_its_power(bed: Bed, python: str) -> None:
     setting = "OMP_NUM_THREADS=1 MPITRAIN_MEMORY_STEPS=1"

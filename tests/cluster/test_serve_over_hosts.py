@@ -17,7 +17,7 @@ from launching import PYTHONS, SHARE, Job, as_user, left, write
 import mpitrain as mt
 from testbed import Bed
 
-pytestmark = [pytest.mark.timeout(900), pytest.mark.usefixtures("healed"), pytest.mark.slow]
+pytestmark = [pytest.mark.timeout(900), pytest.mark.usefixtures("healed"), pytest.mark.nightly]
 
 PORT = 5123
 NUM_SAMPLES, BATCH = 1000, 10

@@ -14,7 +14,7 @@ from jobs import until
 from testbed import Bed
 from testbed.processes import execute
 
-pytestmark = [pytest.mark.timeout(900), pytest.mark.usefixtures("healed"), pytest.mark.slow]
+pytestmark = [pytest.mark.timeout(900), pytest.mark.usefixtures("healed"), pytest.mark.nightly]
 
 # Each rank writes every step that counts into a file of its host: step, ranks of the World, generation.
 SCRIPT = """

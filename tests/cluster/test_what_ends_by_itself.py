@@ -18,7 +18,7 @@ pytestmark = [pytest.mark.timeout(900), pytest.mark.usefixtures("healed")]
 GONE_SECONDS = 200.0
 
 
-@pytest.mark.parametrize("fault", ["freeze", pytest.param("cut", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("fault", ["freeze", pytest.param("cut", marks=pytest.mark.nightly)])
 def test_guard_keeper_spares_and_ranks(bed: Bed, fault: str) -> None:
     write(bed, "node1", f"{SHARE}/train.py", SCRIPT)
     as_user(bed, "node1", "rm -rf checkpoints go_on")

@@ -83,7 +83,7 @@ def logs(request: pytest.FixtureRequest) -> dict[tuple[str, str], tuple[int, str
 
 
 @pytest.mark.parametrize(
-    "architecture", [pytest.param(one, marks=[pytest.mark.slow] * (one not in USUAL)) for one in ARCHITECTURES]
+    "architecture", [pytest.param(one, marks=[pytest.mark.nightly] * (one not in USUAL)) for one in ARCHITECTURES]
 )
 @pytest.mark.parametrize("file", launch.FILES)
 def test_registers_and_spills(logs: Any, file: str, architecture: str) -> None:

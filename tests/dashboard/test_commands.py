@@ -84,7 +84,7 @@ def is_live(answer: dict[str, Any], id_: str) -> bool:
     return any(run["id"] == id_ and run["is_live"] and run["last"] for run in answer["runs"])
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_job_is_told_and_ends(tmp_path: Path) -> None:
     with shown(tmp_path) as (served, id_):
         operator = Operator(served, id_)
@@ -213,7 +213,7 @@ def _too_many(operator: Operator) -> None:
     until(some_refused)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_job_is_killed(tmp_path: Path) -> None:
     with shown(tmp_path) as (served, id_):
         operator = Operator(served, id_)

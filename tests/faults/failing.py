@@ -15,7 +15,7 @@ rank = world.rank
 
 # For tests that do not depend on the MPI library, or depend only on MPICH.
 MOSTLY_MPICH = pytest.mark.parametrize(
-    "vendor", ["mpich", pytest.param("openmpi", marks=pytest.mark.slow)], indirect=True
+    "vendor", ["mpich", pytest.param("openmpi", marks=pytest.mark.nightly)], indirect=True
 )
 # What the other ranks do while rank 1 fails.
 OTHERS = {

@@ -78,11 +78,11 @@ INIT = "import os\nimport mpitrain as mt\nprint(mt.init({}).size)"
         ("MPITRAIN_ALGORITM", "ring", "there is no setting MPITRAIN_ALGORITM; did you mean MPITRAIN_ALGORITHM? Known"),
         # tests/test_config.py tests these two errors; a rank meets them in the same place.
         pytest.param(
-            *("MPITRAIN_BUCKET_MIB", "big", "MPITRAIN_BUCKET_MIB is 'big'; it must be a float"), marks=pytest.mark.slow
+            *("MPITRAIN_BUCKET_MIB", "big", "MPITRAIN_BUCKET_MIB is 'big'; it must be a float"), marks=pytest.mark.nightly
         ),
         pytest.param(
             *("MPITRAIN_STALL_SECONDS", "nan", "stall_seconds is nan; it must be a number from 0.001 to 1e+06"),
-            marks=pytest.mark.slow,
+            marks=pytest.mark.nightly,
         ),
         ("MPITRAIN_ALGORITHM", "rign", "there is no allreduce algorithm 'rign'; known: auto, "),
         ("MPITRAIN_COMPRESSION", "int9", "there is no compression 'int9'; known: bf16, "),
@@ -145,7 +145,7 @@ def test_an_algorithm_that_one_rank_alone_asks_for() -> None:
     [
         (2, "nan"),
         (5, "inf"),
-        *(pytest.param(*one, marks=pytest.mark.slow) for one in ((2, "inf"), (5, "nan"), (3, "-inf"))),
+        *(pytest.param(*one, marks=pytest.mark.nightly) for one in ((2, "inf"), (5, "nan"), (3, "-inf"))),
     ],
 )
 def test_a_gradient_that_is_no_number(value: str, ranks: int) -> None:
@@ -219,7 +219,7 @@ def test_arrays_whose_dtype_differs_between_ranks() -> None:
 # -- samples and files ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("ranks", [3, pytest.param(5, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("ranks", [3, pytest.param(5, marks=pytest.mark.nightly)])
 def test_more_ranks_than_samples(ranks: int) -> None:
     once(train(ranks, "samples = 2"), f"the data set has 2 samples for {ranks} ranks")
 

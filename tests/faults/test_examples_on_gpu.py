@@ -33,7 +33,7 @@ def losses(job: Job) -> list[float]:
     ("model", "precision", "ranks"),
     [
         ("mlp", "float32", 1),
-        pytest.param("mlp", "bf16", 2, marks=pytest.mark.slow),  # the other two are harder
+        pytest.param("mlp", "bf16", 2, marks=pytest.mark.nightly),  # the other two are harder
         ("mlp", "fp16", 3),
         ("cnn", "fp16", 2),
     ],

@@ -83,14 +83,14 @@ def test_an_exception_that_is_hard_to_report(ending: str, shown: str) -> None:
 
 
 @pytest.mark.parametrize("ranks", [2, 5])
-@pytest.mark.parametrize("doing", ["barrier", pytest.param("alone", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("doing", ["barrier", pytest.param("alone", marks=pytest.mark.nightly)])
 def test_an_exception_in_other_worlds(ranks: int, doing: str) -> None:
     job = run_job(ranks, others_and(0, "raise RuntimeError('bang')", doing))
     assert report_of(job, "RuntimeError: bang").rank == 0
 
 
 @pytest.mark.parametrize(
-    "doing", ["mean", *(pytest.param(one, marks=pytest.mark.slow) for one in ("receive", "alone")), "finished"]
+    "doing", ["mean", *(pytest.param(one, marks=pytest.mark.nightly) for one in ("receive", "alone")), "finished"]
 )
 def test_an_exception_with_open_mpi(doing: str) -> None:
     vendor = need("openmpi")
@@ -108,7 +108,7 @@ def test_the_first_of_several_failures_is_the_last_word(vendor: str) -> None:
     assert job.stderr.index("failed too") < job.stderr.index("failed:"), job.output
 
 
-@pytest.mark.parametrize("ranks", [2, pytest.param(5, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("ranks", [2, pytest.param(5, marks=pytest.mark.nightly)])
 def test_an_error_that_all_ranks_know_is_printed_once(ranks: int) -> None:
     job = run_job(ranks, START + "world.mean(numpy.ones(3 + (rank == 1)))")
     report_of(job, "MismatchError: rank 1 on ", "the tree float64 (4,); rank 0 on ", ": the tree float64 (3,)")
@@ -141,7 +141,7 @@ def test_a_failure_says_more_than_one_line_only_once() -> None:
     assert "second line of 1" not in job.stderr
 
 
-@pytest.mark.parametrize("doing", ["barrier", pytest.param("alone", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("doing", ["barrier", pytest.param("alone", marks=pytest.mark.nightly)])
 def test_an_exception_in_a_thread(doing: str, vendor: str) -> None:
     source = f"""
 def fail():

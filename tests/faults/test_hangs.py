@@ -110,7 +110,7 @@ mt.init()
         pytest.param(
             "while True: time.sleep(0.01)",  # as if MPI itself stood still: each rank waits for the others
             rf"ranks 0-2 on {HOST} wait in init\(\); all ranks are there, on one machine: is the load too high.*\n",
-            marks=pytest.mark.slow,
+            marks=pytest.mark.nightly,
         ),
     ],
 )

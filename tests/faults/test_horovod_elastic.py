@@ -90,7 +90,7 @@ state = elastic.TorchState(model, optimizer, step=0, used=[])
 """,
 }
 # PyTorch takes each rank seconds of a core; tests/torch_ranks has its state in a job that runs anyway.
-KINDS = ["objects", pytest.param("torch", marks=pytest.mark.slow)]
+KINDS = ["objects", pytest.param("torch", marks=pytest.mark.nightly)]
 
 
 def train(

@@ -75,7 +75,7 @@ def resumed(job: Job) -> list[int]:
     return [int(step) for step in re.findall(r"resumed from memory at step (\d+)$", job.stdout, re.M)]
 
 
-@pytest.mark.parametrize("vendor", ["mpich", pytest.param("openmpi", marks=pytest.mark.slow)], indirect=True)
+@pytest.mark.parametrize("vendor", ["mpich", pytest.param("openmpi", marks=pytest.mark.nightly)], indirect=True)
 def test_a_killed_loop(tmp_path: Path, vendor: str) -> None:
     whole = train(tmp_path / "whole", ranks=3, vendor=vendor)
     succeeded(whole)

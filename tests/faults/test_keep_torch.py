@@ -134,7 +134,7 @@ def test_a_killed_loop(tmp_path: Path) -> None:
     assert lines[0][1] == (tmp_path / "loss").read_text()
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_model_of_another_shape(tmp_path: Path) -> None:
     size = "(7 if world.broadcast_object((folder / 'killed').exists()) else 8)"
     job = train(tmp_path, "if rank == 1 and step == 8 and once('killed'): die()", tries=2, size=size)
@@ -166,9 +166,9 @@ runpy.run_path("ddp.py", run_name="__main__")
 @pytest.mark.parametrize(
     ("vendor", "recover"),
     [
-        pytest.param("mpich", [], marks=pytest.mark.slow),  # test_a_killed_loop and test_docs.py have its parts
-        pytest.param("openmpi", [], marks=pytest.mark.slow),
-        pytest.param("openmpi", ["--recover"], marks=pytest.mark.slow),
+        pytest.param("mpich", [], marks=pytest.mark.nightly),  # test_a_killed_loop and test_docs.py have its parts
+        pytest.param("openmpi", [], marks=pytest.mark.nightly),
+        pytest.param("openmpi", ["--recover"], marks=pytest.mark.nightly),
     ],
     ids=["mpich", "openmpi", "recover"],
 )

@@ -73,7 +73,7 @@ def test_an_output_that_another_process_holds_open(tmp_path: Path) -> None:
     assert job.left == []
 
 
-@pytest.mark.parametrize("seconds", [20, pytest.param(35, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("seconds", [20, pytest.param(35, marks=pytest.mark.nightly)])
 def test_a_launcher_that_is_stopped_for_a_while(tmp_path: Path, seconds: int) -> None:
     """As by Ctrl-Z. On one machine the job goes on. A guard of another host would give its launcher up after 30 s."""
 

@@ -76,7 +76,7 @@ def test_a_rank_that_exits_with_a_code_while_the_others_wait_for_it(doing: str) 
     assert (report.rank, job.code, job.stderr.count("rank 0 on ")) == (1, 3, 0), job.output
 
 
-@pytest.mark.parametrize("ranks", [2, pytest.param(5, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("ranks", [2, pytest.param(5, marks=pytest.mark.nightly)])
 def test_a_rank_with_fewer_steps(ranks: int) -> None:
     source = START + "for _ in range(5 - (rank == 1)): world.mean(numpy.ones(3))"
     report_of(run_job(ranks, source), "waits in mean (its call ", "but rank 1 on ", "the same number of steps?")
@@ -105,14 +105,14 @@ def test_an_exit_code_of_one_rank_when_all_are_done(vendor: str) -> None:
 
 
 @pytest.mark.parametrize("ending", ["os._exit(5)", *(f"os.kill(os.getpid(), signal.SIG{s})" for s in ("KILL", "SEGV"))])
-@pytest.mark.parametrize("doing", ["barrier", pytest.param("finished", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("doing", ["barrier", pytest.param("finished", marks=pytest.mark.nightly)])
 def test_a_rank_that_dies(ending: str, doing: str) -> None:
     failed(run_job(3, others_and(1, ending, doing)))
 
 
 @pytest.mark.parametrize(
     "ending",
-    ["os._exit(0)", pytest.param("os._exit(5)", marks=pytest.mark.slow), "os.kill(os.getpid(), signal.SIGKILL)"],
+    ["os._exit(0)", pytest.param("os._exit(5)", marks=pytest.mark.nightly), "os.kill(os.getpid(), signal.SIGKILL)"],
 )
 def test_a_rank_that_dies_with_open_mpi(ending: str) -> None:
     vendor = need("openmpi")

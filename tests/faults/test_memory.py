@@ -40,8 +40,8 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Undisturbed:
         (1, "mpich"),
         (3, "mpich"),
         (2, "openmpi"),
-        *(pytest.param(*one, marks=pytest.mark.slow) for one in product((2, 5), ["mpich"])),
-        *(pytest.param(*one, marks=pytest.mark.slow) for one in product((1, 3, 5), ["openmpi"])),
+        *(pytest.param(*one, marks=pytest.mark.nightly) for one in product((2, 5), ["mpich"])),
+        *(pytest.param(*one, marks=pytest.mark.nightly) for one in product((1, 3, 5), ["openmpi"])),
     ],
     indirect=["vendor"],
 )

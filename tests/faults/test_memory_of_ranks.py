@@ -76,7 +76,7 @@ def train_on_two_hosts(folder: Path, codec: str, wrong: str = "pass") -> Job:
 
 
 # Without a codec there is less to restore.
-@pytest.mark.parametrize("codec", [pytest.param("none", marks=pytest.mark.slow), "int8"])
+@pytest.mark.parametrize("codec", [pytest.param("none", marks=pytest.mark.nightly), "int8"])
 def test_two_hosts(tmp_path: Path, codec: str) -> None:
     """What the codec has left out also comes back, bit for bit."""
     whole = train_on_two_hosts(tmp_path / "whole", codec)

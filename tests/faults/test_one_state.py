@@ -60,7 +60,7 @@ def hold(teller: Teller, *order: str) -> threading.Thread:
     return telling
 
 
-SLOW = [pytest.param(order, marks=pytest.mark.slow) for order in ("resume", "set decay=0.5")]
+SLOW = [pytest.param(order, marks=pytest.mark.nightly) for order in ("resume", "set decay=0.5")]
 
 
 @pytest.mark.parametrize("order", ["rate 0.5", *SLOW])

@@ -70,7 +70,7 @@ CALLS = {
 SLOW = {("torch", "raises", "mpich"), ("torch", "is killed", "mpich")}
 SLOW |= {(kind, fate, "openmpi") for kind in ("collectives", "torch") for fate in FATES}
 ALL = [
-    pytest.param(*one, marks=[pytest.mark.slow] if one in SLOW else [])
+    pytest.param(*one, marks=[pytest.mark.nightly] if one in SLOW else [])
     for one in product(CALLS, FATES, ("mpich", "openmpi"))
 ]
 

@@ -87,7 +87,7 @@ def test_stages_do_not_go_on_without_a_rank(tmp_path: Path) -> None:
     assert list(found.values()) == pytest.approx(expected, rel=1e-13)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_model_that_fits_only_as_a_pipeline() -> None:
     """One rank has no room for it; two and four train it, with the losses of one rank without a limit."""
     pytest.importorskip("torch")

@@ -21,9 +21,9 @@ from mpitrain.training.writers.json_lines import read_events
     ("ranks", "dead", "place"),
     [
         (2, 1, "gradients"),
-        pytest.param(3, 0, "gradients", marks=pytest.mark.slow),  # other tests have this case too
+        pytest.param(3, 0, "gradients", marks=pytest.mark.nightly),  # other tests have this case too
         (3, 1, "exchange"),
-        pytest.param(5, 3, "exchange", marks=pytest.mark.slow),
+        pytest.param(5, 3, "exchange", marks=pytest.mark.nightly),
         (3, 0, "before_step"),
         (3, 0, "after_step"),
     ],

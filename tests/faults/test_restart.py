@@ -182,7 +182,7 @@ time_t time(time_t *result) {
 """
 
 
-@pytest.mark.parametrize("vendor", ["mpich", pytest.param("openmpi", marks=pytest.mark.slow)], indirect=True)
+@pytest.mark.parametrize("vendor", ["mpich", pytest.param("openmpi", marks=pytest.mark.nightly)], indirect=True)
 @pytest.mark.skipif(shutil.which("gcc") is None, reason="no C compiler for the library that moves the clock")
 def test_a_clock_that_jumps(tmp_path: Path, vendor: str, uninterrupted: bytes) -> None:
     # Every process of the job sees this clock. The clock of the machine itself does not change.

@@ -221,7 +221,7 @@ def resume_and_kill(command: list[str], kill: Callable[[subprocess.Popen[str]], 
     return Job(process.returncode, stdout, stderr, [])
 
 
-@pytest.mark.parametrize("vendor", ["mpich", pytest.param("openmpi", marks=pytest.mark.slow)], indirect=True)
+@pytest.mark.parametrize("vendor", ["mpich", pytest.param("openmpi", marks=pytest.mark.nightly)], indirect=True)
 def test_while_a_try_is_starting(tmp_path: Path, vendor: str, undisturbed: Undisturbed) -> None:
     """The first try has failed. The second one has made no step when the launcher is killed."""
     jobs: list[Job] = []

@@ -33,7 +33,7 @@ mpitrain.torch.end_round(model)
 """
 
 
-@pytest.mark.parametrize("place", ["round", pytest.param("outer step", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("place", ["round", pytest.param("outer step", marks=pytest.mark.nightly)])
 def test_a_rank_that_is_killed(tmp_path: Path, place: str) -> None:
     """In the middle of a round, and before the outer step."""
     script = tmp_path / "train.py"

@@ -80,7 +80,7 @@ class GoesOn:
 
 @pytest.mark.parametrize(
     ("ranks", "vendor"),
-    [(3, "mpich"), (2, "openmpi"), pytest.param(1, "mpich", marks=pytest.mark.slow)],
+    [(3, "mpich"), (2, "openmpi"), pytest.param(1, "mpich", marks=pytest.mark.nightly)],
     indirect=["vendor"],
 )
 def test_the_newest_step_is_saved(tmp_path: Path, ranks: int, vendor: str) -> None:

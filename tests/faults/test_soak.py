@@ -47,7 +47,7 @@ def memory_of(pid: int) -> int:
     return 1024 * int(next(line for line in status.splitlines() if line.startswith("RssAnon")).split()[1])
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.timeout(_SECONDS + 600)
 @pytest.mark.skipif(not _SECONDS, reason="takes as long as SOAK_SECONDS says, such as 3600")
 def test_no_process_grows(tmp_path: Path) -> None:

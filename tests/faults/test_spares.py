@@ -106,7 +106,7 @@ def test_a_spare_does_not_answer(tmp_path: Path, uninterrupted: bytes) -> None:
 @pytest.mark.parametrize(
     ("at_start", "how"),
     [
-        pytest.param("if restarted(): sys.exit(5)\n", "ended with exit code 5", marks=pytest.mark.slow),
+        pytest.param("if restarted(): sys.exit(5)\n", "ended with exit code 5", marks=pytest.mark.nightly),
         ("if restarted(): raise ValueError('no data')\n", "ended with exit code 1"),
     ],
 )
@@ -156,7 +156,7 @@ def test_an_exit_code(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "number", [pytest.param(signal.SIGINT, marks=pytest.mark.slow), signal.SIGTERM, signal.SIGKILL]
+    "number", [pytest.param(signal.SIGINT, marks=pytest.mark.nightly), signal.SIGTERM, signal.SIGKILL]
 )
 def test_a_signal_to_the_launcher(tmp_path: Path, number: signal.Signals) -> None:
     """The signal comes when spares have become the ranks and other spares wait."""

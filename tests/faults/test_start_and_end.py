@@ -18,7 +18,7 @@ mt.init().barrier()
 """
 
 
-@pytest.mark.parametrize("ranks", [2, *(pytest.param(ranks, marks=pytest.mark.slow) for ranks in (3, 5))])
+@pytest.mark.parametrize("ranks", [2, *(pytest.param(ranks, marks=pytest.mark.nightly) for ranks in (3, 5))])
 def test_an_exception_before_init(ranks: int) -> None:
     job = run_job(ranks, BEFORE.format(imports="import mpitrain as mt"))
     failed(job, "RuntimeError: before init\n")

@@ -39,7 +39,7 @@ def frozen(tmp_path: Path) -> Iterator[Path]:
         subprocess.run(["umount", "--lazy", folder], check=True)
 
 
-@pytest.mark.parametrize("vendor", ["mpich", pytest.param("openmpi", marks=pytest.mark.slow)], indirect=True)
+@pytest.mark.parametrize("vendor", ["mpich", pytest.param("openmpi", marks=pytest.mark.nightly)], indirect=True)
 def test_a_rank_that_cannot_be_killed(tmp_path: Path, frozen: Path, vendor: str, uninterrupted: bytes) -> None:
     wrong = f"if rank == 1 and step == 7 and once('stuck'): pathlib.Path('{frozen}/file').write_text('x')"
     limits = {"MPITRAIN_STALL_SECONDS": "5", "MPITRAIN_HANG_SECONDS": "15", "MPITRAIN_MEMORY_STEPS": "1"}

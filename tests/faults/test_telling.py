@@ -29,7 +29,7 @@ def own_name() -> str:
     return f"{getpass.getuser()} on {HERE}"
 
 
-@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow), 3])
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.nightly), 3])
 def test_the_rate_is_that_of_a_schedule(tmp_path: Path, ranks: int) -> None:
     """Bit for bit, the losses are those of a training whose schedule halves the learning rate after that step."""
     applied: list[int] = []

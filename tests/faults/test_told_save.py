@@ -81,7 +81,7 @@ def is_in_record(folder: Path, step: int, output: str) -> bool:
 BEGUN = "the save of a checkpoint has begun"
 
 
-@pytest.mark.parametrize("vendor", ["mpich", pytest.param("openmpi", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("vendor", ["mpich", pytest.param("openmpi", marks=pytest.mark.nightly)])
 def test_the_rank_that_writes_is_killed(tmp_path: Path, vendor: str) -> None:
     """The record says that the save had begun, and no more. The next try can save."""
     steps: list[int] = []
@@ -104,7 +104,7 @@ def test_the_rank_that_writes_is_killed(tmp_path: Path, vendor: str) -> None:
     assert verify(tmp_path / "checkpoints" / name_of(steps[2])).step == steps[2] == steps_of(tmp_path)[-1][0]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_launcher_is_killed(tmp_path: Path) -> None:
     """Another launcher goes on from the memory of the hosts, and not from half of a checkpoint."""
     steps: list[int] = []

@@ -88,7 +88,7 @@ def test_last_calls_that_are_equal() -> None:
     succeeded(run_job(3, START + source + again + source + "del pairs", timeout=TIMEOUT))
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_rank_that_fails() -> None:
     """The report of the rank that failed comes once. PyTorch's own hook for uncaught exceptions does not hide it."""
     source = """
@@ -101,7 +101,7 @@ for step in range(10):
     assert report_of(job, "KeyError: 'no such batch'").rank == 2
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_models_that_differ() -> None:
     """DDP on rank 1 sees the difference and raises. Rank 0 goes on and waits for rank 1."""
     source = """
@@ -164,7 +164,7 @@ def test_alone_without_mpiexec() -> None:
     succeeded(run_job(None, START + ALONE, timeout=TIMEOUT))
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_variables_of_a_launcher_are_accepted() -> None:
     """Scripts that set torchrun's variables still work, even with an address that does not exist."""
     source = """

@@ -65,7 +65,7 @@ def test_a_restart(tmp_path: Path, one_rank: tuple[str, str, dict[int, list[floa
     assert steps.items() <= one_rank[2].items() and 30 in steps  # of the second try
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_restart_with_fewer_ranks(tmp_path: Path, one_rank: tuple[str, str, dict[int, list[float]]]) -> None:
     options = {"recover": False, "hooks": CHECKPOINT, "strategy": STRATEGY, "vendor": need("openmpi"), "exchange": ONCE}
     failed(train(tmp_path, 4, **options))
@@ -142,7 +142,7 @@ def test_an_example_on_three_ranks() -> None:
     assert example("mlp", 3) == example("mlp", 1)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", ["mlp", "gpt"])
 def test_an_example_on_any_ranks(name: str, digits: Path) -> None:
     digests = {

@@ -99,7 +99,7 @@ world.print(last, "worlds", trainer.adapter.parameters()["w"].ravel().round(3).t
 @pytest.mark.parametrize(
     ("ranks", "worlds"),
     # Three ranks cover the cases of two. What one world leaves behind shows after 60 worlds.
-    [(3, 60), pytest.param(2, 200, marks=pytest.mark.slow), pytest.param(3, 200, marks=pytest.mark.slow)],
+    [(3, 60), pytest.param(2, 200, marks=pytest.mark.nightly), pytest.param(3, 200, marks=pytest.mark.nightly)],
 )
 def test_many_worlds(ranks: int, worlds: int, launcher: str) -> None:
     job = run_job(ranks, SOURCE, str(worlds), launcher=launcher, python=launcher, timeout=120)

@@ -26,7 +26,7 @@ def published() -> ModuleType:
 
 
 @pytest.mark.parametrize(
-    "num_nodes", [8, pytest.param(32, marks=pytest.mark.slow), pytest.param(64, marks=pytest.mark.slow)]
+    "num_nodes", [8, pytest.param(32, marks=pytest.mark.nightly), pytest.param(64, marks=pytest.mark.nightly)]
 )
 def test_parameter_servers(published: ModuleType, num_nodes: int) -> None:
     """Within 15 % of 93.5, 84.5 and 51.0 %, the published efficiencies."""
@@ -44,7 +44,7 @@ def test_without_the_fitted_rate_parameter_servers_do_not_agree(published: Modul
 @pytest.mark.parametrize(
     ("model", "num_gpus"),
     [("VGG-16", 16), ("Inception V3", 16), ("Inception V3", 512)]
-    + [pytest.param(model, 512, marks=pytest.mark.slow) for model in ("ResNet-101", "VGG-16")],
+    + [pytest.param(model, 512, marks=pytest.mark.nightly) for model in ("ResNet-101", "VGG-16")],
 )
 def test_horovod(published: ModuleType, model: str, num_gpus: int) -> None:
     """Two fitted numbers for all models and sizes. All but VGG-16 on 128 GPUs are within 5 %."""

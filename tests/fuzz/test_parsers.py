@@ -2,7 +2,7 @@
 
 100,000 inputs (docs: CONTRIBUTING.md, Tests):
 
-    .venv/bin/python -m pytest -m slow tests/fuzz
+    .venv/bin/python -m pytest -m nightly tests/fuzz
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def test_some_inputs(name: str) -> None:
     refusals(name, FEW)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_100_000_inputs() -> None:
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     each = -(-MANY // len(PARSERS))

@@ -13,7 +13,7 @@ from testbed import Bed
 
 from .beds import full_bed, traces
 
-pytestmark = [pytest.mark.timeout(1500), pytest.mark.slow]
+pytestmark = [pytest.mark.timeout(1500), pytest.mark.nightly]
 
 
 @pytest.fixture(scope="module")

@@ -39,7 +39,7 @@ def start_up_and_wait_for(name: str, path: Path) -> subprocess.Popen[str]:
 
 
 @pytest.mark.parametrize(
-    "stage", ["record", *(pytest.param(stage, marks=pytest.mark.slow) for stage in ("namespace", "disk")), "console"]
+    "stage", ["record", *(pytest.param(stage, marks=pytest.mark.nightly) for stage in ("namespace", "disk")), "console"]
 )
 def test_down_removes_what_a_killed_up_left(image: str, stage: str) -> None:
     name = new_name()
@@ -100,7 +100,7 @@ def test_up_takes_the_place_of_what_a_killed_up_left(image: str) -> None:
     assert traces(name) == []
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.nightly)])
 def test_an_interrupted_up_cleans_up(image: str, number: signal.Signals) -> None:
     name = new_name()
     with start_up_and_wait_for(name, STATE / "beds" / name / "node1/console.log") as process:

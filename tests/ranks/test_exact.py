@@ -27,7 +27,7 @@ from .walks import Walk
 FLOAT32 = numpy.dtype(numpy.float32)
 LENGTHS = (0, 1, 2, 5, 523)
 NUM_SUMMANDS = 210
-SLOW = pytest.mark.slow
+SLOW = pytest.mark.nightly
 
 
 @lru_cache

@@ -14,7 +14,7 @@ from mpitrain.reducer.exchange import CompressedExchange
 
 from .placements import placed
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.nightly
 
 UINT8, FLOAT32 = numpy.dtype(numpy.uint8), numpy.dtype(numpy.float32)
 LOOK = 1024 * TILE  # at so many elements at a time: to compare takes memory

@@ -90,7 +90,7 @@ def test_gradients_leave_as_soon_as_they_are_final(world: World) -> None:
         strategy.close()
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_200_steps(world: World) -> None:
     """The losses stay those of one process, to rounding: with all cuts, schedules and numbers of micro-batches."""
     _, losses = plain(COUNT, BATCH, 200)

@@ -154,7 +154,7 @@ while True:
 """
 
 
-@pytest.mark.parametrize("leaves", [True, pytest.param(False, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("leaves", [True, pytest.param(False, marks=pytest.mark.nightly)])
 def test_more_connections_than_the_server_may_have_files(tmp_path: Path, leaves: bool) -> None:
     """Its worker is answered. Others get in when the stranger leaves, or is sent away, after 30 s without a proof."""
     command = [sys.executable, "-c", OF_FEW_FILES, str(tmp_path / "keys")]

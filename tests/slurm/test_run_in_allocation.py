@@ -46,7 +46,7 @@ def test_slurms_own_variables_and_list(slurm: Slurm, monkeypatch: pytest.MonkeyP
     assert sum(given.slots.values()) == given.most_ranks == 5
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_gpus_of_the_binding(slurm: Slurm, tmp_path: Path) -> None:
     """srun gives each task one of the node's two GPUs (files, to Slurm), `mpitrain run` both to all ranks."""
     program = "import os\nimport mpitrain as mt\nworld = mt.init()\n"

@@ -14,7 +14,7 @@ from slurm_programs import MPITRAIN, PYTHON, TRAINING, bits, nodes, submitted
 
 from jobs import VENVS, mpiexec, until
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.nightly
 # A rank knows where it is by the name of its host: mpiexec gives all ranks the batch script's SLURMD_NODENAME.
 TRAINING = TRAINING.replace("os.environ.get('SLURMD_NODENAME', socket.gethostname())", "socket.gethostname()")
 # It saves now and then. After the first 20 steps of a first start in Slurm, a step takes 2 s: so the job does not end

@@ -117,7 +117,7 @@ def test_a_job_whose_time_is_up_goes_on_and_loses_no_step(slurm: Slurm, tmp_path
     assert len(saved) == 1 and f"resumed from saved/step-{int(saved[0]):08d}" in said, said
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.timeout(3000)
 def test_preempted_at_random_moments_no_step_is_lost(slurm: Slurm, tmp_path: Path) -> None:
     """Twenty times, each at another moment of the job: by a more urgent job, or by the signal before the limit."""

@@ -57,7 +57,7 @@ _ONLY_IN_FULL = {name for names in TOGETHER for name in names} | {name for name 
 @pytest.mark.parametrize(
     "names",
     [pytest.param(names, id=", ".join(names)) for names in TOGETHER]
-    + [pytest.param((name,), id=name, marks=[pytest.mark.slow] * (name in _ONLY_IN_FULL)) for name in FAULTS],
+    + [pytest.param((name,), id=name, marks=[pytest.mark.nightly] * (name in _ONLY_IN_FULL)) for name in FAULTS],
 )
 def test_the_right_check_fires(bed: Bed, names: tuple[str, ...]) -> None:
     faults = [FAULTS[name] for name in names]
@@ -124,7 +124,7 @@ def test_the_table_in_the_docs() -> None:
     assert before == table(FAULTS), "the table is not that of the faults; a run of all of them writes it"
 
 
-@pytest.mark.parametrize("times", [2, pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("times", [2, pytest.param(3, marks=pytest.mark.nightly)])
 def test_a_healthy_cluster_has_no_findings(bed: Bed, times: int) -> None:
     """The last test: it also shows that every fault was undone. It checks several times, as some faults come and go."""
     for _ in range(times):

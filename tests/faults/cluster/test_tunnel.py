@@ -20,7 +20,7 @@ from jobs import REPOSITORY
 from testbed import up
 from testbed.bed import Bed
 
-pytestmark = [pytest.mark.timeout(3000), pytest.mark.slow]
+pytestmark = [pytest.mark.timeout(3000), pytest.mark.nightly]
 SHARE = "/home/cluster/nfs"
 NODES, OUTSIDER = ("node1", "node2", "node3"), "node4"
 VICTIM = "node3"  # the outsider takes this node's address while the node is down

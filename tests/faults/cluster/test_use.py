@@ -161,7 +161,7 @@ def test_ctrl_c(bed: Bed, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("name", "file", "rate"),
-    [("NFS04", "/token", "64kbit"), pytest.param("PRF04", "/large", "20mbit", marks=pytest.mark.slow)],
+    [("NFS04", "/token", "64kbit"), pytest.param("PRF04", "/large", "20mbit", marks=pytest.mark.nightly)],
 )
 def test_ctrl_c_leaves_nothing_on_the_share(bed: Bed, tmp_path: Path, name: str, file: str, rate: str) -> None:
     """Ctrl-C comes while a file is there. The agents remove the file, because nothing else does after Ctrl-C."""
