@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import stat
 import subprocess
+import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -122,7 +123,18 @@ def install_packages(*, full: bool, say: Callable[[str], None]) -> None:
 def _apt(words: Sequence[str]) -> None:
     env = os.environ | {"DEBIAN_FRONTEND": "noninteractive"}
     lock = f"DPkg::Lock::Timeout={_APT_SECONDS:.0f}"
-    execute(["apt-get", "--quiet", "-o", lock, *words], timeout_seconds=_APT_SECONDS, env=env)
+    deadline = time.monotonic() + _APT_SECONDS
+    while True:
+        try:
+            execute(["apt-get", "--quiet", "-o", lock, *words], timeout_seconds=_APT_SECONDS, env=env)
+        except LaunchError as error:
+            # apt's option waits for dpkg's lock alone. `update` ends at once if another apt, such as that of a second
+            # bed, holds the one of the package lists.
+            if "Could not get lock" not in str(error) or time.monotonic() > deadline:
+                raise
+            time.sleep(1)
+        else:
+            return
 
 
 def _is_installed(package: str) -> bool:

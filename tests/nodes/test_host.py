@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 
 from mpitrain.errors import LaunchError
@@ -25,3 +30,26 @@ def test_up_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host, "_INOTIFY_A_NODE", 1 << 40)
     with pytest.raises(LaunchError, match=r"fs\.inotify\.max_user_instances is \d+; 3 nodes need"):
         host.require_inotify(3)
+
+
+@pytest.mark.skipif(shutil.which("apt-get") is None, reason="there is no apt-get")
+def test_apt_waits_for_another_one_that_reads_the_package_lists(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Two beds that come up at once on a fresh machine both run `apt-get update`."""
+    (tmp_path / "lists/partial").mkdir(parents=True)
+    settings = {"Dir::State::Lists": tmp_path / "lists", "Dir::Etc::SourceList": "/dev/null"}
+    settings |= {"Dir::Etc::SourceParts": "/dev/null", "Dir::Cache": tmp_path}
+    (tmp_path / "apt.conf").write_text("".join(f'{name} "{value}";\n' for name, value in settings.items()))
+    monkeypatch.setenv("APT_CONFIG", str(tmp_path / "apt.conf"))
+    holds = (
+        "import fcntl, sys, time; fcntl.lockf(open(sys.argv[1], 'w'), fcntl.LOCK_EX); print(flush=True); time.sleep(2)"
+    )
+    command = [sys.executable, "-c", holds, str(tmp_path / "lists/lock")]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as other:
+        assert other.stdout is not None
+        other.stdout.readline()
+        refused = subprocess.run(["apt-get", "update"], capture_output=True, text=True, check=False)
+        assert "Could not get lock" in refused.stderr  # else this test shows nothing
+        host._apt(["update"])
+        assert other.poll() is not None
