@@ -38,7 +38,9 @@ def test_apt_waits_for_another_one_that_reads_the_package_lists(
 ) -> None:
     """Two beds that come up at once on a fresh machine both run `apt-get update`."""
     (tmp_path / "lists/partial").mkdir(parents=True)
-    settings = {"Dir::State::Lists": tmp_path / "lists", "Dir::Etc::SourceList": "/dev/null"}
+    (tmp_path / "Packages").touch()
+    (tmp_path / "sources.list").write_text(f"deb [trusted=yes] file:{tmp_path} ./\n")
+    settings = {"Dir::State::Lists": tmp_path / "lists", "Dir::Etc::SourceList": tmp_path / "sources.list"}
     settings |= {"Dir::Etc::SourceParts": "/dev/null", "Dir::Cache": tmp_path}
     (tmp_path / "apt.conf").write_text("".join(f'{name} "{value}";\n' for name, value in settings.items()))
     monkeypatch.setenv("APT_CONFIG", str(tmp_path / "apt.conf"))
