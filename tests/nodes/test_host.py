@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -44,14 +45,13 @@ def test_apt_waits_for_another_one_that_reads_the_package_lists(
     settings |= {"Dir::Etc::SourceParts": "/dev/null", "Dir::Cache": tmp_path}
     (tmp_path / "apt.conf").write_text("".join(f'{name} "{value}";\n' for name, value in settings.items()))
     monkeypatch.setenv("APT_CONFIG", str(tmp_path / "apt.conf"))
-    holds = (
-        "import fcntl, sys, time; fcntl.lockf(open(sys.argv[1], 'w'), fcntl.LOCK_EX); print(flush=True); time.sleep(2)"
-    )
-    command = [sys.executable, "-c", holds, str(tmp_path / "lists/lock")]
-    with subprocess.Popen(command, stdout=subprocess.PIPE) as other:
-        assert other.stdout is not None
+    holds = "file = open(sys.argv[1], 'w'); fcntl.lockf(file, fcntl.LOCK_EX); print(flush=True); sys.stdin.read()"
+    command = [sys.executable, "-c", f"import fcntl, sys; {holds}", str(tmp_path / "lists/lock")]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
+        assert other.stdin is not None and other.stdout is not None
         other.stdout.readline()
         refused = subprocess.run(["apt-get", "update"], capture_output=True, text=True, check=False)
         assert "Could not get lock" in refused.stderr  # else this test shows nothing
+        threading.Timer(2, other.stdin.close).start()
         host._apt(["update"])
-        assert other.poll() is not None
+        assert other.stdin.closed
