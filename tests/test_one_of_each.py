@@ -69,7 +69,7 @@ ADDITIONS = {
         "    from mpitrain.training.hooks.marked_steps import MarkedSteps as MarkedSteps\n",
         "if TYPE_CHECKING:\n",
     ),
-    "cli": Addition("greet.py", "cli/__init__.py", "COMMANDS = {\n", '    "greet": "mpitrain.cli.greet",\n'),
+    "cli": Addition("greet.py", "cli/__init__.py", '    "begin": {\n', '        "greet": "mpitrain.cli.greet",\n'),
 }
 
 # What the documents need: file, behind which text, and what.
@@ -186,7 +186,7 @@ def test_it_inherits_the_tests_of_one_process(documented: Path) -> None:
 
 
 def test_the_command_is_there(copy: Path) -> None:
-    assert re.search(r"^    greet +greet somebody$", run(copy, "-m", "mpitrain", "--help").stdout, re.M)
+    assert re.search(r"^  greet +greet somebody$", run(copy, "-m", "mpitrain", "--help").stdout, re.M)
     assert run(copy, "-m", "mpitrain", "greet", "you", "--loud", code=3).stdout == "HELLO you\n"
 
 

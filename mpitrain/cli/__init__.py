@@ -8,7 +8,9 @@ import importlib
 import os
 import signal
 import sys
+import textwrap
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import NoReturn, Protocol, cast
 
 from mpitrain import __version__
@@ -22,6 +24,7 @@ class Command(Protocol):
     """The interface of a subcommand's module."""
 
     HELP: str  # one line
+    PAGE: str  # of docs/, which `--help` names
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         """Declare the subcommand's options. Put a longer description and examples into the parser too."""
@@ -32,33 +35,59 @@ class Command(Protocol):
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        """Say it in a line, however long the argument is."""
-        super().error(shown_text(message, _MOST_LETTERS))
+        """Say in two lines what is wrong, however long the argument is, and where the options are."""
+        sys.stderr.write(f"{self.prog}: error: {shown_text(message, _MOST_LETTERS)}\n")
+        sys.stderr.write(f"{self.prog} --help lists the {'options' if ' ' in self.prog else 'commands'}\n")
+        sys.exit(2)
 
 
-COMMANDS = {
-    "run": "mpitrain.cli.run",
-    "slurm": "mpitrain.cli.slurm",
-    "ps": "mpitrain.cli.ps",
-    "top": "mpitrain.cli.top",
-    "kill": "mpitrain.cli.kill",
-    "tell": "mpitrain.cli.tell",
-    "join": "mpitrain.cli.join",
-    "leave": "mpitrain.cli.leave",
-    "serve": "mpitrain.cli.serve",
-    "work": "mpitrain.cli.work",
-    "doctor": "mpitrain.cli.doctor",
-    "cluster": "mpitrain.cli.cluster",
-    "check-cluster": "mpitrain.cli.check_cluster",
-    "bench": "mpitrain.cli.bench",
-    "plan": "mpitrain.cli.plan",
-    "verify": "mpitrain.cli.verify",
-    "checkpoint": "mpitrain.cli.checkpoint",
-    "plot": "mpitrain.cli.plot",
-    "dashboard": "mpitrain.cli.dashboard",
-    "new": "mpitrain.cli.new",
-    "completion": "mpitrain.cli.completion",
+class _HelpFormat(argparse.RawDescriptionHelpFormatter):
+    """One line for an option where possible."""
+
+    def __init__(self, prog: str) -> None:
+        super().__init__(prog, max_help_position=27)
+
+
+# The commands by what they are for: their names and modules.
+_GROUPS = {
+    "run a training": {
+        "run": "mpitrain.cli.run",
+        "slurm": "mpitrain.cli.slurm",
+        "serve": "mpitrain.cli.serve",
+        "work": "mpitrain.cli.work",
+    },
+    "look at jobs, and change them": {
+        "ps": "mpitrain.cli.ps",
+        "top": "mpitrain.cli.top",
+        "tell": "mpitrain.cli.tell",
+        "join": "mpitrain.cli.join",
+        "leave": "mpitrain.cli.leave",
+        "kill": "mpitrain.cli.kill",
+        "dashboard": "mpitrain.cli.dashboard",
+    },
+    "set up machines": {
+        "cluster": "mpitrain.cli.cluster",
+        "check-cluster": "mpitrain.cli.check_cluster",
+        "doctor": "mpitrain.cli.doctor",
+    },
+    "measure and compare": {
+        "bench": "mpitrain.cli.bench",
+        "plan": "mpitrain.cli.plan",
+        "verify": "mpitrain.cli.verify",
+        "plot": "mpitrain.cli.plot",
+        "checkpoint": "mpitrain.cli.checkpoint",
+    },
+    "begin": {
+        "new": "mpitrain.cli.new",
+        "completion": "mpitrain.cli.completion",
+    },
 }
+COMMANDS = {name: module for group in _GROUPS.values() for name, module in group.items()}
+_EXAMPLES = """\
+  mpitrain run -n 2 train.py                                # two ranks, here
+  mpitrain run --hosts node1,node2 --ppn 1 train.py         # a rank on each host
+  mpitrain check-cluster --hosts node1,node2                # what is wrong with them
+"""
 # Commands that have another name now, and what a user types.
 _RENAMED = {
     "simulate": "mpitrain plan --machines FILE, without a script; --servers N,N asks for the table of servers, and "
@@ -81,14 +110,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(argv: Sequence[str] | None) -> int:
-    parser = _Parser(
-        prog="mpitrain",
-        description="Data-parallel training over MPI on a few ordinary Linux machines.",
-        allow_abbrev=False,
-    )
+    parser = _Parser(prog="mpitrain", allow_abbrev=False)
     parser.add_argument("--version", action="version", version=f"mpitrain {__version__}")
-    choices = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    choices = parser.add_subparsers(dest="command", metavar="COMMAND")
     words = sys.argv[1:] if argv is None else list(argv)
+    if not words or words[0] in ("-h", "--help"):
+        print(_overview())
+        return 0
     typed = next((word for word in words if not word.startswith("-")), None)
     if typed in _RENAMED:
         parser.error(f"{typed} is now {_RENAMED[typed]}")
@@ -101,10 +129,11 @@ def _run(argv: Sequence[str] | None) -> int:
             name,
             help=help_text,
             description=f"{help_text[0].upper()}{help_text[1:]}.",
-            formatter_class=argparse.RawDescriptionHelpFormatter,
+            formatter_class=_HelpFormat,
             allow_abbrev=False,
         )
         commands[name].add_arguments(parsers[name])
+        parsers[name].epilog = _below_options(parsers[name].epilog or "", commands[name].PAGE)
     if "_ARGCOMPLETE" in os.environ:  # set by what `mpitrain completion` prints
         from mpitrain.cli.completion import complete
 
@@ -115,7 +144,7 @@ def _run(argv: Sequence[str] | None) -> int:
     if unknown[:1] == ["--"] and "ansible" in arguments:  # argparse does not fill nargs="*" behind `remove node2 --yes`
         arguments.ansible, unknown = unknown[1:], []
     if unknown:
-        _refuse(parsers[arguments.command], unknown[0], getattr(arguments, "if_unknown", ""))
+        _refuse(parsers.get(arguments.command, parser), unknown[0], getattr(arguments, "if_unknown", ""))
     try:
         code = commands[arguments.command].run(arguments)
         sys.stdout.flush()
@@ -127,6 +156,35 @@ def _run(argv: Sequence[str] | None) -> int:
     except MpitrainError as error:
         print(f"mpitrain {arguments.command}: {error}", file=sys.stderr)
         return 2 if isinstance(error, ConfigError) else 1
+
+
+def _overview() -> str:
+    """All commands, by what they are for, and three examples."""
+    lines = ["Data-parallel training over MPI on a few ordinary Linux machines.", ""]
+    lines += ["usage: mpitrain COMMAND ...     `mpitrain COMMAND --help` explains one"]
+    for title, group in _GROUPS.items():
+        lines += ["", f"{title}:"]
+        lines += [_listed(name, module) for name, module in group.items()]
+    if added := [name for name in COMMANDS if not any(name in group for group in _GROUPS.values())]:
+        lines += ["", "more:", *(_listed(name, COMMANDS[name]) for name in added)]
+    return "\n".join([*lines, "", "examples:", f"{_EXAMPLES}", f"More: {page('tutorials/get-started.md')}"])
+
+
+def _listed(name: str, module: str) -> str:
+    return f"  {name:<15}{cast(Command, importlib.import_module(module)).HELP}"
+
+
+def _below_options(text: str, page_name: str) -> str:
+    """The text of a command, its sentences in lines of a terminal, and the page that says more."""
+    parts = [part if part.startswith(" ") else textwrap.fill(part, 80) for part in text.strip().split("\n\n")]
+    return "\n\n".join([*filter(None, parts), f"More: {page(page_name)}"])
+
+
+def page(name: str) -> str:
+    """Return where a page of docs/ is: in the checkout, or beside this package as pip installed it."""
+    package = Path(__file__).parents[1]
+    docs = next(folder for folder in (package.parent / "docs", package / "docs") if folder.is_dir())
+    return str(docs / name)
 
 
 def _needed(words: Sequence[str], typed: str | None) -> Iterable[str]:

@@ -14,24 +14,20 @@ from mpitrain.forecast.bench_options import read_options, words_of
 
 HELP = "measure collectives, between hosts or on one, beside MPI's own"
 
-_EPILOG = """\
-The columns are those of nccl-tests: algbw is size / time, and busbw is algbw times
-a factor for the operation (GB/s of 1e9 bytes). Between nodes there are also the
-bound of the link, the share of this bound that was reached, and the bytes that
-crossed the network interface. Every result is checked. The exit code is 1 if an
-element is #wrong.
+PAGE = "explanation/allreduce.md"
 
-The ranks start as with `mpitrain run`. To start the ranks yourself:
-mpiexec -n 4 python -m mpitrain.forecast.bench OPTIONS
+_EPILOG = """\
+The columns are those of nccl-tests. Every result is checked; the exit code is 1 if
+an element is #wrong.
 
   mpitrain bench -n 2 --sizes 4K,1M --algorithms all
-  mpitrain bench --hosts node1,node2 --ppn 1 --link-gbit 1 --json r.json --plot r.png
-  mpitrain bench --hosts node1,node2 --ppn 1 --operation point_to_point
+  mpitrain bench --hosts node1,node2 --ppn 1 --link 1Gbit/s --plot r.png
 """
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
+    parser.usage = "mpitrain bench [OPTION]..."
     parser.epilog = _EPILOG
     add_launch_arguments(parser)
     # Without this line, argparse takes -m for the beginning of another launcher's -machinefile.

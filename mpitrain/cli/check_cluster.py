@@ -23,23 +23,23 @@ if TYPE_CHECKING:
     from mpitrain.check.report import ResultGroup
     from mpitrain.check.target import Target
 
-HELP = "report what is wrong with the machines of a cluster, and the command that repairs each fault"
+HELP = "report what is wrong with a cluster, and what repairs it"
+PAGE = "reference/checks.md"
 _INTERRUPTED = 130
 _NAGIOS_UNKNOWN = 3
 
 _EPILOG = """\
-Levels: quick (one login per node), full (also pairs of nodes and a small MPI job), bench (also latency, bandwidth, and
-the speed of nodes and share). check-cluster installs nothing on the nodes and changes no settings there. It removes
-what it writes into the shared folder.
+Levels: quick is one login for each node; full also has pairs of nodes and a small
+MPI job; bench also measures the network, the nodes and the share. Nothing is
+installed or changed on the nodes.
 
-Exit codes: 0: no check failed; 1: a check failed (with --strict, or warned); 2: wrong use or inventory; 3: no check
-failed, but something could not be determined; 130: interrupted.
-With --nagios: 0: OK; 1: WARNING; 2: CRITICAL; 3: UNKNOWN.
+Exit codes: 0: no check failed; 1: one failed; 2: wrong use; 3: unknown.
 """
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
+    parser.usage = "mpitrain check-cluster [OPTION]..."
     parser.epilog = _EPILOG
     usual = parser.error
 
@@ -51,21 +51,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.error = refuse  # type: ignore[method-assign]
     add = parser.add_argument
     add("-i", "--inventory", type=Path, metavar="FILE", help="the nodes (cluster/hosts, else /etc/mpitrain/hosts)")
-    add("--hosts", metavar="A,B", help="check only these nodes; ssh must know names that are in no inventory")
+    add("--hosts", metavar="A,B", help="check only these nodes")
     add("--level", choices=("quick", "full", "bench"), default="full", help="how much to check (full)")
     add("--only", metavar="ID", type=_ids, action="extend", default=[], help="run only these checks and what they need")
     add("--skip", metavar="ID", type=_ids, action="extend", default=[], help="leave these checks out")
-    add("--script", metavar="FILE", help="your program; check that it is the same file on all nodes")
+    add("--script", metavar="FILE", help="your program, which must be the same everywhere")
     add("--strict", action="store_true", help="count a warning as a failure")
     form = parser.add_mutually_exclusive_group()
-    form.add_argument("--json", action="store_true", help="print one JSON object (docs/check-cluster.schema.json)")
+    form.add_argument("--json", action="store_true", help="print one JSON object")
     form.add_argument("--nagios", action="store_true", help="print one line and exit as a Nagios plugin does")
-    add("--explain", metavar="ID", help="explain what a check looks at, why, and what repairs it; `all` lists them")
-    add("--fix", action="store_true", help="run the set-up with the tags that repair what failed, and check again")
+    add("--explain", metavar="ID", help="explain a check, and what repairs it; or `all`")
+    add("--fix", action="store_true", help="run the set-up that repairs it, and check again")
     add("--yes", action="store_true", help="with --fix: do not ask")
     add("--save-baseline", type=Path, metavar="FILE", help="record the present state of the nodes")
-    add("--baseline", type=Path, metavar="FILE", help="compare with the state that --save-baseline recorded")
-    add("--write-env", type=Path, metavar="FILE", help="write the measured interface settings for every library")
+    add("--baseline", type=Path, metavar="FILE", help="compare with what --save-baseline recorded")
+    add("--write-env", type=Path, metavar="FILE", help="write the variables for the right interfaces")
     add("-v", "--verbose", action="store_true", help="also show the checks that were skipped")
 
 

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from mpitrain.state.store import StoredCheckpoint
 
 HELP = "list, show, verify and export checkpoints"
+PAGE = "how-to/trainer-and-data.md"
 
 _EPILOG = """\
 PATH is a checkpoint, or a directory of checkpoints. For a directory, show and

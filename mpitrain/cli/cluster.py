@@ -6,8 +6,10 @@ import argparse
 from pathlib import Path
 
 from mpitrain.errors import ConfigError
+from mpitrain.units import add_renamed
 
-HELP = "turn bare machines into a cluster, and change the cluster"
+HELP = "turn bare machines into a cluster, and change it"
+PAGE = "how-to/cluster-admin.md"
 
 _EPILOG = """\
 These commands run the playbooks of the folder cluster/, or else those of the
@@ -17,7 +19,7 @@ Arguments after -- go to ansible-playbook unchanged.
 
   mpitrain cluster init --nodes node1=10.0.0.1,node2=10.0.0.2 --user admin
   mpitrain cluster trust
-  mpitrain cluster setup --check
+  mpitrain cluster setup --dry-run
   mpitrain cluster setup
   mpitrain cluster install torch tqdm
   mpitrain cluster add node3=10.0.0.3
@@ -149,7 +151,8 @@ def _add_fingerprints(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_playbook_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--check", action="store_true", help="show what would change, change nothing")
+    parser.add_argument("--dry-run", action="store_true", dest="check", help="show what would change, change nothing")
+    add_renamed(parser, check="--dry-run")
     parser.add_argument("--ask-become-pass", action="store_true", help="ask for the password of sudo")
     parser.add_argument("ansible", nargs="*", metavar="ARGUMENT", help="after --: arguments for ansible-playbook")
     parser.set_defaults(

@@ -6,7 +6,8 @@ import argparse
 
 from mpitrain.extras import missing
 
-HELP = "print what makes a shell complete this command: subcommands, options, jobs, files"
+HELP = "print what lets a shell complete these commands"
+PAGE = "reference/cli.md"
 
 _EPILOG = """\
 Put the line of your shell into its start-up file. It needs argcomplete:

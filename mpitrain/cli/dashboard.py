@@ -13,7 +13,8 @@ from typing import Any
 from mpitrain.errors import ConfigError
 from mpitrain.extras import missing
 
-HELP = "show the runs that go on, and those that have ended, in a browser"
+HELP = "show running and finished jobs in a browser"
+PAGE = "how-to/monitor.md"
 
 _EPILOG = """\
 dashboard looks for records of runs (mpitrain.writers.JsonLines) in the folders and

@@ -11,66 +11,65 @@ from typing import TYPE_CHECKING, Any
 
 from mpitrain.errors import ConfigError
 from mpitrain.reading import shown_text, whole
+from mpitrain.units import add_renamed, seconds, seconds_list, size_mib
 
 if TYPE_CHECKING:
     from mpitrain.forecast.machines import Machines
     from mpitrain.forecast.report import SimulationReport
 
 # The settings of each question, and what holds where an option is not given. An option that is given has a value in the
-# namespace. `--servers` and `--mtbf-hours` ask the second and the third question.
+# namespace. `--servers` and `--mtbf` ask the second and the third question.
 _TRAINING: dict[str, Any] = {
-    "machines": None, "profile": None, "gbit": None, "latency_us": None, "ppn": None,
+    "machines": None, "profile": None, "link": None, "latency": None, "ppn": None,
     "parameters": 25_000_000, "compute": 0.3, "samples": 32, "spread": 0.0, "seeds": 5,
 }  # fmt: skip
 _STEPS = _TRAINING | {
-    "ranks": [1, 2, 4, 8, 16, 32], "algorithms": "auto", "codec": "none", "bucket_mib": None, "sync_every": 1,
+    "ranks": [1, 2, 4, 8, 16, 32], "algorithms": "auto", "codec": "none", "bucket": None, "sync_every": 1,
     "straggler": 1.0, "steps": 10,
 }  # fmt: skip
 _SERVERS = _TRAINING | {"servers": None, "workers": [1, 2, 4, 8, 16], "mode": "async", "staleness": 4, "rounds": 10}
 _SAVES: dict[str, Any] = {
-    "nodes": 16, "mtbf_hours": None, "save": 30.0, "restart": 120.0, "hours": 100.0, "every": None, "seeds": 200,
+    "nodes": 16, "mtbf": None, "save": 30.0, "restart": 120.0, "work": 360000.0, "every": None, "seeds": 200,
 }  # fmt: skip
 _ALL = _STEPS | _SERVERS | _SAVES
 # A plan of a script has these too; and what it alone has, with the defaults.
-_OF_SCRIPTS_TOO = ("machines", "profile", "gbit", "ppn", "ranks", "steps")
+_OF_SCRIPTS_TOO = ("machines", "profile", "link", "ppn", "ranks", "steps")
 _OF_SCRIPTS = {
-    "num_ranks": None, "hosts": None, "inventory": None, "env_file": None, "mpiexec": None, "start_seconds": 60.0,
-    "step_seconds": 600.0, "writes": False, "all": False,
+    "num_ranks": None, "hosts": None, "inventory": None, "env_file": None, "mpiexec": None, "start_timeout": 60.0,
+    "step_timeout": 600.0, "writes": False, "all": False,
 }  # fmt: skip
 
 
 def add_described_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the options of a plan without a script."""
-    model = parser.add_argument_group("without a script: the machines, and what a rank does in a step")
-    add = model.add_argument
-    add("--latency-us", type=_latency, metavar="US", help="time of an empty message (50)")
-    add("--parameters", type=_amount, metavar="N", help="float32 (25e6)")
-    add("--compute", type=_positive, metavar="S", help="seconds of a forward and backward pass (0.3)")
-    add("--samples", type=_count, metavar="N", help="samples of a rank in a step, or of a work unit (32)")
-    add("--spread", type=_spread, metavar="X", help="of compute times, lognormal: 0.1 is about 10 %% (0)")
-    add("--seeds", type=_count, metavar="N", help="random runs, with --spread (5)")
-    add("--algorithms", metavar="A,B", help="allreduce algorithms to compare (auto)")
-    add("--codec", metavar="NAME", help="codec between nodes (none)")
-    add("--bucket-mib", type=_mib, metavar="MIB", help="size of buckets; default: that of a job")
-    add("--sync-every", type=_count, metavar="N", help="steps of a round of local_sgd (1)")
-    add("--straggler", type=_positive, metavar="X", help="the last rank computes X times as long (1)")
+    """Declare the options of a plan without a script. `--help` does not list them; `--help-machines` does."""
+    for _, options in _DESCRIBED:
+        for name, (kind, metavar, _) in options.items():
+            parser.add_argument(name, type=kind, metavar=metavar, help=argparse.SUPPRESS)
+    parser.add_argument("--help-machines", action=_Help, nargs=0, help="list the options of a plan without a script")
+    add_renamed(
+        parser,
+        latency_us="--latency, with a unit: --latency 50us",
+        bucket_mib="--bucket, with a unit: --bucket 25MiB",
+        mtbf_hours="--mtbf, with a unit: --mtbf 2000h",
+        hours="--work, with a unit: --work 100h",
+    )
 
-    servers = parser.add_argument_group("without a script: parameter servers")
-    add = servers.add_argument
-    add("--servers", type=counts, metavar="N,N", help="show samples/s for these numbers of servers")
-    add("--workers", type=counts, metavar="N,N", help="and of workers (1,2,4,8,16)")
-    add("--mode", metavar="NAME", help="sync, bounded or async (async)")
-    add("--staleness", type=_count, metavar="N", help="of the mode bounded (4)")
-    add("--rounds", type=_count, metavar="N", help="work units of each worker to simulate (10)")
 
-    saves = parser.add_argument_group("without a script: how often a training should save on machines that fail")
-    add = saves.add_argument
-    add("--mtbf-hours", type=_positive, metavar="H", help="show that, for so long between failures of a node")
-    add("--nodes", type=_count, metavar="N", help="a failure of one ends the job (16)")
-    add("--save", type=_positive, metavar="S", help="seconds of a save (30)")
-    add("--restart", type=_positive, metavar="S", help="seconds of a restart (120)")
-    add("--hours", type=_hours, metavar="H", help="work of the training (100)")
-    add("--every", type=_seconds, metavar="S,S", help="seconds between saves; default: some around Daly's formula")
+class _Help(argparse.Action):
+    """Lists the options of a plan without a script."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
+        listed = argparse.ArgumentParser(
+            prog=parser.prog, usage=f"{parser.prog} [OPTION]...", add_help=False,
+            formatter_class=parser.formatter_class,
+            description="Without a script nothing is started: these options describe the training and its machines.",
+        )  # fmt: skip
+        for title, options in _DESCRIBED:
+            group = listed.add_argument_group(title)
+            for name, (_, metavar, words) in options.items():
+                group.add_argument(name, metavar=metavar, help=words)
+        listed.print_help()
+        parser.exit()
 
 
 def refuse_description(arguments: argparse.Namespace) -> None:
@@ -89,18 +88,18 @@ def plan_described(arguments: argparse.Namespace) -> tuple[SimulationReport, str
     if not given:
         raise ConfigError(
             "name a script, as in `mpitrain plan train.py`; or describe a training and its machines, as in `mpitrain "
-            "plan --machines lab.toml --parameters 25e6 --compute 0.3`"
+            "plan --machines lab.toml --parameters 25e6 --compute 0.3s`"
         )
     if of_scripts := [name for name, default in _OF_SCRIPTS.items() if getattr(arguments, name) != default]:
         raise ConfigError(f"{_options(of_scripts)}: without a script, nothing is started; name one, or leave it out")
-    if arguments.mtbf_hours is not None:
-        marker, defaults, simulate = "--mtbf-hours", _SAVES, _saves
+    if arguments.mtbf is not None:
+        marker, defaults, simulate = "--mtbf", _SAVES, _saves
     elif arguments.servers is not None:
         marker, defaults, simulate = "--servers", _SERVERS, _servers
     else:
         marker, defaults, simulate = "", _STEPS, _steps
     if others := [name for name in given if name not in defaults]:
-        needed = "--mtbf-hours" if others[0] in _SAVES else "--servers"
+        needed = "--mtbf" if others[0] in _SAVES else "--servers"
         raise ConfigError(
             f"{_options(others)}: not together with {marker}" if marker else f"{_options(others)}: needs {needed}"
         )
@@ -121,7 +120,7 @@ def _steps(settings: argparse.Namespace) -> tuple[SimulationReport, str]:
             settings.samples,
             name,
             settings.codec,
-            settings.bucket_mib,
+            settings.bucket,
             settings.sync_every,
             settings.spread,
             settings.straggler,
@@ -154,10 +153,8 @@ def _servers(settings: argparse.Namespace) -> tuple[SimulationReport, str]:
 def _saves(settings: argparse.Namespace) -> tuple[SimulationReport, str]:
     from mpitrain.forecast.saves import Failing, saves_report
 
-    failing = Failing(
-        settings.hours * 3600, settings.mtbf_hours * 3600, settings.nodes, settings.save, settings.restart
-    )
-    title = f"{settings.hours:g} h of work on {settings.nodes} nodes"
+    failing = Failing(settings.work, settings.mtbf, settings.nodes, settings.save, settings.restart)
+    title = f"{settings.work / 3600:g} h of work on {settings.nodes} nodes"
     return saves_report(failing, settings.every, settings.seeds), title
 
 
@@ -167,7 +164,7 @@ def _machines(settings: argparse.Namespace, num_ranks: int) -> Machines:
     from mpitrain.profile import DEFAULT
 
     files = [name for name in ("machines", "profile") if getattr(settings, name) is not None]
-    plain = [name for name in ("gbit", "latency_us", "ppn") if getattr(settings, name) is not None]
+    plain = [name for name in ("link", "latency", "ppn") if getattr(settings, name) is not None]
     if len(files) > 1 or (files and plain):
         raise ConfigError(f"{_options(files + plain)}: a file has all of it; give one")
     if settings.machines is not None:
@@ -175,8 +172,8 @@ def _machines(settings: argparse.Namespace, num_ranks: int) -> Machines:
     if settings.profile is not None:
         return from_profile(settings.profile)
     ppn = settings.ppn or 1
-    rate = DEFAULT.bytes_per_second if settings.gbit is None else settings.gbit * 1e9 / 8
-    latency = DEFAULT.latency_seconds if settings.latency_us is None else settings.latency_us * 1e-6
+    rate = DEFAULT.bytes_per_second if settings.link is None else settings.link * 1e9 / 8
+    latency = DEFAULT.latency_seconds if settings.latency is None else settings.latency
     return equal_machines(
         -(-num_ranks // ppn), bytes_per_second=rate, latency_seconds=latency, ranks_per_node=ppn,
         origin=f"{ppn} a node, {rate * 8 / 1e9:.3g} Gbit/s, {latency * 1e6:.3g} us",
@@ -188,7 +185,7 @@ def _options(names: list[str]) -> str:
     return ", ".join(short.get(name, f"--{name.replace('_', '-')}") for name in names)
 
 
-def number(lowest: float, highest: float, allowed: str) -> Callable[[str], float]:
+def _number(lowest: float, highest: float, allowed: str) -> Callable[[str], float]:
     """Return the type of an option: a number in these limits. `allowed` says so after "is not a number"."""
 
     def read(text: str) -> float:
@@ -203,19 +200,12 @@ def number(lowest: float, highest: float, allowed: str) -> Callable[[str], float
     return read
 
 
-_positive = number(1e-9, 1e9, "above 0, from 1e-9 to 1e9")
-_latency = number(0, 1e9, "of at least 0 and at most 1e9")
-_spread = number(0, 2, "from 0 to 2; a spread of 0.1 is about 10 %")
-_mib = number(1e-3, 1e9, "of at least 0.001 and at most 1e9")
-_hours = number(1e-9, 1e6, "from 1e-9 to 1e6, which are 114 years")
+_factor = _number(1e-9, 1e9, "above 0, from 1e-9 to 1e9")
+_spread = _number(0, 2, "from 0 to 2; a spread of 0.1 is about 10 %")
 
 
 def _amount(text: str) -> int:
-    return round(number(1, 1e12, "of at least 1 and at most 1e12")(text))
-
-
-def _seconds(text: str) -> list[float]:
-    return [_positive(part) for part in text.split(",")]
+    return round(_number(1, 1e12, "of at least 1 and at most 1e12")(text))
 
 
 def _count(text: str) -> int:
@@ -228,3 +218,36 @@ def _count(text: str) -> int:
 def counts(text: str) -> list[int]:
     """The type of an option with whole numbers; in order, each once."""
     return sorted({_count(part) for part in text.split(",")})
+
+
+# By what they describe: the options' types, metavars and helps.
+_DESCRIBED: list[tuple[str, dict[str, tuple[Callable[[str], Any], str, str]]]] = [
+    ("the machines, and what a rank does in a step", {
+        "--latency": (seconds, "T", "time of an empty message (50us)"),
+        "--parameters": (_amount, "N", "float32 (25e6)"),
+        "--compute": (seconds, "T", "time of a forward and backward pass (0.3s)"),
+        "--samples": (_count, "N", "samples of a rank in a step, or of a work unit (32)"),
+        "--spread": (_spread, "X", "of compute times, lognormal: 0.1 is about 10 %% (0)"),
+        "--seeds": (_count, "N", "random runs, with --spread (5)"),
+        "--algorithms": (str, "A,B", "allreduce algorithms to compare (auto)"),
+        "--codec": (str, "NAME", "codec between nodes (none)"),
+        "--bucket": (size_mib, "SIZE", "size of buckets (default: that of a job)"),
+        "--sync-every": (_count, "N", "steps of a round of local_sgd (1)"),
+        "--straggler": (_factor, "X", "the last rank computes X times as long (1)"),
+    }),
+    ("parameter servers", {
+        "--servers": (counts, "N,N", "show samples/s for these numbers of servers"),
+        "--workers": (counts, "N,N", "and of workers (1,2,4,8,16)"),
+        "--mode": (str, "NAME", "sync, bounded or async (async)"),
+        "--staleness": (_count, "N", "of the mode bounded (4)"),
+        "--rounds": (_count, "N", "work units of each worker to simulate (10)"),
+    }),
+    ("how often a training should save on machines that fail", {
+        "--mtbf": (seconds, "T", "show that, for so long between failures of a node"),
+        "--nodes": (_count, "N", "a failure of one ends the job (16)"),
+        "--save": (seconds, "T", "time of a save (30s)"),
+        "--restart": (seconds, "T", "time of a restart (120s)"),
+        "--work": (seconds, "T", "work of the training (100h)"),
+        "--every": (seconds_list, "T,T", "time between saves (default: around Daly's formula)"),
+    }),
+]  # fmt: skip

@@ -10,7 +10,8 @@ from datetime import UTC, datetime
 
 from mpitrain.cli.terminal_text import print_object
 
-HELP = "report what is wrong with this machine, and the command that repairs each fault"
+HELP = "report what is wrong with this machine, and what repairs it"
+PAGE = "how-to/troubleshooting.md"
 
 _EPILOG = """\
 doctor makes the checks of `mpitrain check-cluster` that concern a single machine, without ssh. It starts two processes

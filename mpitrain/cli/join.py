@@ -6,7 +6,8 @@ import argparse
 
 from mpitrain.cli.changing import add_job_arguments, change
 
-HELP = "let hosts join a running job that was started with --restarts"
+HELP = "let hosts join a running job"
+PAGE = "how-to/fault-tolerance.md"
 
 _EPILOG = """\
 The hosts are compared with the others, as at a start. After the next copy of

@@ -8,7 +8,8 @@ import sys
 from mpitrain.cli.changing import add_job_argument
 from mpitrain.cli.ps import add_host_arguments
 
-HELP = "end a job, by the id that `mpitrain ps` shows"
+HELP = "end a job"
+PAGE = "how-to/run-jobs.md"
 
 _EPILOG = """\
 The launcher of the job ends it as after Ctrl-C: the ranks have 5 s to end by

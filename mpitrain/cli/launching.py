@@ -11,9 +11,9 @@ from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mpitrain.config import SECONDS
 from mpitrain.errors import ConfigError
 from mpitrain.reading import shown, whole
+from mpitrain.units import add_renamed, timeout
 
 if TYPE_CHECKING:
     from mpitrain.launch.start import Request
@@ -50,30 +50,31 @@ def add_launch_arguments(parser: argparse.ArgumentParser) -> None:
         "--hosts",
         "-H",
         metavar="A,B",
-        help="hosts: a,b or localhost; with numbers of ranks, a:4,b:2; or with devices, a/cuda:0-3x2,b/cpux4",
+        help="hosts, as in a,b or a:4,b:2 or a/cuda:0-3,b/cpux4",
     )
     where.add_argument(
         "--hostfile",
         type=_hosts_of_file,
         dest="hosts",
         metavar="FILE",
-        help="the same from a file of mpiexec's, with lines HOST, HOST:N or HOST slots=N",
+        help="hosts from a file with lines HOST, HOST:N, slots=N",
     )
     parser.add_argument("--ppn", type=positive, metavar="N", help="ranks on each host")
     add_inventory_argument(parser)
     parser.add_argument(
-        "--start-seconds",
-        type=nonnegative_seconds,
+        "--start-timeout",
+        type=timeout,
         default=60.0,
-        metavar="S",
-        help="on several hosts: the time in which all ranks must have started (60); 0 for no limit",
+        metavar="T",
+        help="limit of a start over hosts (60s; 0: none)",
     )
+    add_renamed(parser, start_seconds="--start-timeout, with a unit: --start-timeout 60s")
     parser.add_argument(
         "--env-file",
-        metavar="PATH",
-        help="variables for the ranks, from check-cluster --write-env; your own win (MPITRAIN_ENV_FILE)",
+        metavar="FILE",
+        help="variables for the ranks (MPITRAIN_ENV_FILE)",
     )
-    parser.add_argument("--mpiexec", type=Path, metavar="PATH", help="use this mpiexec")
+    parser.add_argument("--mpiexec", type=Path, metavar="FILE", help="use this mpiexec")
     for name in _ELSEWHERE:
         parser.add_argument(name, action=_Elsewhere, nargs="?", dest=argparse.SUPPRESS, help=argparse.SUPPRESS)
 
@@ -82,10 +83,10 @@ def add_inventory_argument(parser: argparse.ArgumentParser) -> None:
     """Declare the option that says which nodes there are."""
     parser.add_argument(
         "-i",
+        "--inventory",
         type=Path,
-        dest="inventory",
-        metavar="PATH",
-        help="the cluster's hosts (./cluster/hosts, /etc/mpitrain/hosts)",
+        metavar="FILE",
+        help="the hosts (cluster/hosts, /etc/mpitrain/hosts)",
     )
 
 
@@ -101,7 +102,7 @@ def request_of(arguments: argparse.Namespace, program: Sequence[str], script: st
         hosts=arguments.hosts,
         ranks_per_host=arguments.ppn,
         inventory=arguments.inventory,
-        start_seconds=arguments.start_seconds,
+        start_seconds=arguments.start_timeout,
         env_file=arguments.env_file,
         mpiexec=arguments.mpiexec,
     )
@@ -180,11 +181,11 @@ def _file_of(module: str) -> str:
 def add_script_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the script, or a module, and its arguments."""
     parser.add_argument(
-        "-m", nargs=argparse.REMAINDER, dest="module", metavar="MODULE ...", help="run a module, as python -m does"
+        "-m", nargs=argparse.REMAINDER, dest="module", metavar="MODULE", help="run a module, as python -m does"
     )
     # Use one list: argparse would remove a "--" from a second one, and that "--" may belong to the script.
     parser.add_argument(
-        "script", nargs=argparse.REMAINDER, metavar="SCRIPT ...", help="Python script and its arguments"
+        "script", nargs=argparse.REMAINDER, metavar="SCRIPT", help="Python script, and behind it its arguments"
     )
 
 
@@ -203,15 +204,3 @@ def _hosts_of_file(text: str) -> str:
         return read_hostfile(Path(text))
     except ConfigError as error:
         raise argparse.ArgumentTypeError(str(error).removeprefix("--hostfile ")) from None
-
-
-def nonnegative_seconds(text: str) -> float:
-    """Convert an option's text to seconds within the limits of settings, or 0 for none."""
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = -1.0
-    lowest, highest = SECONDS
-    if not (lowest <= seconds <= highest or seconds == 0):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds, 0 or from {lowest:g} to {highest:g}")
-    return seconds

@@ -6,7 +6,8 @@ import argparse
 
 from mpitrain.cli.changing import add_job_arguments, change
 
-HELP = "let hosts leave a running job that was started with --restarts"
+HELP = "let hosts leave a running job"
+PAGE = "how-to/fault-tolerance.md"
 
 _EPILOG = """\
 After the next copy of its state in memory, the job goes on without these hosts,

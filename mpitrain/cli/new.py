@@ -8,7 +8,8 @@ from pathlib import Path
 
 from mpitrain.errors import ConfigError
 
-HELP = "write a small project to start from: a training, a job script, a README"
+HELP = "write a small project to start from"
+PAGE = "tutorials/get-started.md"
 
 _EPILOG = """\
 The folder gets train.py, job.sh and README.md. It must not exist, or be empty.

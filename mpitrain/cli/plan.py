@@ -16,15 +16,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mpitrain.cli.described import add_described_arguments, counts, number, plan_described, refuse_description
+from mpitrain.cli.described import add_described_arguments, counts, plan_described, refuse_description
 from mpitrain.cli.launching import (
     add_launch_arguments,
     add_script_arguments,
-    nonnegative_seconds,
     positive,
     request_of_script,
 )
 from mpitrain.errors import ConfigError, LaunchError, MpitrainError
+from mpitrain.units import add_renamed, rate_gbit, timeout
 
 if TYPE_CHECKING:
     from mpitrain.forecast.machines import Machines
@@ -33,30 +33,18 @@ if TYPE_CHECKING:
     from mpitrain.forecast.report import SimulationReport
     from mpitrain.launch.start import Request
 
-HELP = "predict the speed of a script, or of a training that is described, on a cluster"
+HELP = "predict the speed of a training on a cluster"
+
+PAGE = "how-to/performance.md"
 
 _EPILOG = """\
-The script makes some steps on one rank of this machine, or with --hosts on one rank
-of each host, side by side and without an exchange. Then it ends, or before it would
-overwrite or remove a file, and files that it has made by itself are named.
-The steps of Trainer, of mpitrain.torch.prepare and of GradientReducer are measured.
-The sums of more ranks are simulated, with the code that a job runs.
-
-The links are those of --profile FILE, from `mpitrain bench --save-profile FILE`
-(MPITRAIN_PROFILE), or of machines that --machines FILE describes (docs/how-to/performance.md).
-Without these, several hosts are measured; one host is taken to have equal neighbours
-on links of --gbit.
-
-Without a script, nothing is started: options describe the training too. --servers
-asks for samples/s of parameter servers, and --mtbf-hours how often to save.
+The script makes some steps here, or with --hosts on each host, and ends before it
+would overwrite a file. The sums of more ranks are simulated.
 
   mpitrain plan train.py
-  mpitrain plan --gbit 10 --ranks 1,2,4,8,16 train.py --epochs 5
-  mpitrain plan --hosts node1,node2,node3,node4 --plot plan.png train.py
-  mpitrain plan --machines lab.toml --parameters 25e6 --compute 0.3 --ranks 1,4,16
-  mpitrain plan --machines lab.toml --algorithms ring,halving_doubling
-  mpitrain plan --machines lab.toml --servers 1,2,4 --workers 4,8,16 --mode sync
-  mpitrain plan --mtbf-hours 2000 --nodes 64 --save 30 --restart 120
+  mpitrain plan --link 10Gbit/s --ranks 1,2,4,8,16 train.py --epochs 5
+  mpitrain plan --machines lab.toml --parameters 25e6 --compute 0.3s
+  mpitrain plan --mtbf 2000h --nodes 64 --save 30s --restart 120s
 """
 _MOST_RANKS = 8  # where nothing says how many machines there are
 _STEPS = 10
@@ -64,26 +52,27 @@ _STEPS = 10
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
+    parser.usage = "mpitrain plan [OPTION]... [SCRIPT [ARGUMENT]...]"
     parser.epilog = _EPILOG
     add_launch_arguments(parser)
     parser.add_argument("--machines", type=Path, metavar="FILE", help="file that describes the machines (TOML)")
     parser.add_argument("--profile", type=Path, metavar="FILE", help="profile of `mpitrain bench --save-profile`")
-    gbit = number(1e-6, 1e6, "from 1e-6 to 1e6")
-    parser.add_argument("--gbit", type=gbit, metavar="X", help="rate of each node's link in Gbit/s (0.936)")
+    parser.add_argument("--link", type=rate_gbit, metavar="RATE", help="rate of each node's link (936Mbit/s)")
     parser.add_argument("--ranks", type=counts, metavar="N,N", help="numbers of ranks to plan (1,2,4,8, and more)")
-    steps = "steps to measure of each part of a script, or to simulate (10)"
-    parser.add_argument("--steps", type=positive, metavar="N", help=steps)
+    parser.add_argument("--steps", type=positive, metavar="N", help="steps to measure or to simulate (10)")
     parser.add_argument(
-        "--step-seconds",
-        type=nonnegative_seconds,
+        "--step-timeout",
+        type=timeout,
         default=600.0,
-        metavar="S",
-        help="end the script if it makes no step that can be measured for so long (600); 0 for no limit",
+        metavar="T",
+        help="limit of a step of the script (600s; 0: none)",
     )
-    parser.add_argument("--writes", action="store_true", help="let the script overwrite and remove files, as in a run")
-    parser.add_argument("--all", action="store_true", help="show every way, and not only the best few")
+    parser.add_argument("--writes", action="store_true", help="let the script overwrite and remove files")
+    parser.add_argument("--all", action="store_true", help="show every row, and not only the best few")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows with all digits to this file")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw a picture (needs matplotlib)")
+    add_renamed(parser, gbit="--link, with a unit: --link 1Gbit/s")
+    add_renamed(parser, step_seconds="--step-timeout, with a unit: --step-timeout 600s")
     add_described_arguments(parser)
     add_script_arguments(parser)
 
@@ -131,13 +120,13 @@ def _plan_script(arguments: argparse.Namespace) -> int:
     if arguments.num_ranks is not None:
         raise ConfigError("-n is of a run; give the numbers of ranks to plan with --ranks 1,2,4")
     if arguments.machines is not None:
-        if others := [name for name in ("profile", "gbit", "hosts", "ppn") if getattr(arguments, name) is not None]:
+        if others := [name for name in ("profile", "link", "hosts", "ppn") if getattr(arguments, name) is not None]:
             raise ConfigError(f"--machines, --{others[0]}: the file has all of the machines; give one of the two")
     elif arguments.profile is None and os.environ.get("MPITRAIN_PROFILE"):
         arguments.profile = Path(os.environ["MPITRAIN_PROFILE"])
-    if arguments.gbit is not None and arguments.profile is not None:
+    if arguments.link is not None and arguments.profile is not None:
         raise ConfigError(
-            "--gbit and a profile (--profile, MPITRAIN_PROFILE) both have the rate of the links; give one"
+            "--link and a profile (--profile, MPITRAIN_PROFILE) both have the rate of the links; give one"
         )
     there = None if arguments.machines is None else read_machines(arguments.machines)
     per_host, has_hosts = there.ranks_per_node if there else arguments.ppn or 1, arguments.hosts is not None
@@ -157,7 +146,7 @@ def _plan_script(arguments: argparse.Namespace) -> int:
             where = f"{known.origin} has" if known else f"{here} hosts with --ppn {per_host} have"
             raise ConfigError(f"--ranks has {ranks[-1]}; {where} room for {most}. Plan at most {most}")
         began = time.monotonic()
-        rehearsal = [f"{arguments.step_seconds:g}", str(int(arguments.writes))]
+        rehearsal = [f"{arguments.step_timeout:g}", str(int(arguments.writes))]
         steps = arguments.steps or _STEPS
         hosts = _measured(request, Path(folder) / "times.json", steps, sorted({1, *ranks}), rehearsal)
         timed = time.monotonic()
@@ -230,7 +219,7 @@ def _of_profile(path: Path, per_host: int, *, has_hosts: bool) -> Machines:
     if not has_hosts and socket.gethostname() not in machines.hosts:
         raise ConfigError(
             f"the profile {path} is of another cluster: it has {', '.join(machines.hosts)}, and this machine is "
-            f"{socket.gethostname()}. Plan on one of them, give --hosts, or leave the profile out and give --gbit"
+            f"{socket.gethostname()}. Plan on one of them, give --hosts, or leave the profile out and give --link"
         )
     return machines
 
@@ -268,8 +257,8 @@ def _measured_machines(
         rates = own.add_bytes_per_second, own.copy_bytes_per_second
         costs = replace(costs, nodes=(), links=(), add_bytes_per_second=rates[0], copy_bytes_per_second=rates[1])
         return replace(there, costs=costs)
-    rate = DEFAULT.bytes_per_second if arguments.gbit is None else arguments.gbit * 1e9 / 8
-    said = "assumed, because there is no --profile, --gbit or second host: " if arguments.gbit is None else ""
+    rate = DEFAULT.bytes_per_second if arguments.link is None else arguments.link * 1e9 / 8
+    said = "assumed, because there is no --profile, --link or second host: " if arguments.link is None else ""
     origin = f"{said}links of {rate * 8 / 1e9:.3g} Gbit/s and {DEFAULT.latency_seconds * 1e6:g} us, equal machines"
     num_nodes = -(-num_ranks // per_host)
     return equal_machines(num_nodes, bytes_per_second=rate, ranks_per_node=per_host, origin=origin, costs=costs)
@@ -278,7 +267,7 @@ def _measured_machines(
 def _bench(arguments: argparse.Namespace, path: Path) -> None:
     """Run `mpitrain bench --save-profile` on the same hosts. Its table is not shown."""
     print("mpitrain plan: measuring memory, codecs and links", file=sys.stderr, flush=True)
-    words = ["--hosts", arguments.hosts, "--start-seconds", str(arguments.start_seconds)]
+    words = ["--hosts", arguments.hosts, "--start-timeout", f"{arguments.start_timeout:g}s"]
     given = {
         "-n": arguments.num_ranks, "--ppn": arguments.ppn, "-i": arguments.inventory, "--env-file": arguments.env_file,
         "--mpiexec": arguments.mpiexec,

@@ -7,7 +7,8 @@ from pathlib import Path
 
 from mpitrain.errors import ConfigError, DataError, MpitrainError
 
-HELP = "plot the metrics of a run over its steps"
+HELP = "plot the metrics of a run"
+PAGE = "how-to/monitor.md"
 
 _EPILOG = """\
 plot reads DIRECTORY/metrics.jsonl, which mpitrain.writers.JsonLines(DIRECTORY) writes,

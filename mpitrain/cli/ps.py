@@ -18,7 +18,8 @@ if TYPE_CHECKING:
 
 _COLUMNS = 40  # of metrics in the list
 
-HELP = "list the jobs that are running, and those that can be resumed"
+HELP = "list the jobs that run, and those that can be resumed"
+PAGE = "how-to/run-jobs.md"
 
 _EPILOG = """\
 If this machine is a node of a cluster, ps looks on all hosts of the cluster,

@@ -15,100 +15,79 @@ from mpitrain.cli.changing import complete_by, job_id, kept_here
 from mpitrain.cli.launching import add_launch_arguments, add_script_arguments, positive, request_of_script
 from mpitrain.errors import ConfigError
 from mpitrain.reading import shown, whole
+from mpitrain.units import add_renamed
 
 HELP = "start a script on several ranks, here or on several hosts"
 
+PAGE = "how-to/run-jobs.md"
+
 _EPILOG = """\
-Options after the script belong to the script. The ranks run the same Python as
-mpitrain, with the mpiexec beside it, or else the one on PATH. Equal lines of
-several ranks are printed once, after the ranks: "[0-3] loss 0.31".
-The ranks read nothing from stdin. Ctrl-C ends all of them.
-
-On a node of a cluster the job runs on all nodes of the cluster. To run it only
-here, give --hosts localhost. Before the start, mpitrain compares the code and
-the packages of all hosts. If a host vanishes, or the start does not finish, the
-job ends on all hosts.
-
-With --restarts, a job that fails during training starts again on the hosts that
-answer. A Trainer goes on from a copy in memory or, if that is newer, from its
-newest checkpoint. A job that fails three times at the same step does not start
-again. With --elastic, the job also starts without hosts that do not answer, and
-takes them in when they do.
-
-If mpitrain run itself is lost, such a job is kept for a while, and --resume JOB
-goes on with it. Give no other option with it but -i. The same holds if too few
-hosts are left and the script saves nothing.
-
-The exit code is not 0 if any rank failed. It is 128 + the number of the signal
-if a signal ended the job.
+Options behind the script belong to the script. Without -n and --hosts, the job
+runs on all hosts of the inventory. The exit code is 0 only if no rank failed.
 
   mpitrain run -n 4 train.py --epochs 5
   mpitrain run --hosts node1,node2 --ppn 2 train.py
-  mpitrain run --hosts node1/cuda:0-3,node2/cuda:0-1x2 train.py
-  mpitrain run -n 4 --show train.py --epochs 5
-  mpitrain run --ppn 2 --restarts 5 --min-nodes 3 train.py
-  mpitrain run --ppn 2 --restarts 5 --elastic 2:8 train.py
-  mpitrain run --resume 1a2b3c4d
+  mpitrain run --hosts node1,node2,node3 --ppn 1 --restarts 5 train.py
 """
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
+    parser.usage = "mpitrain run [OPTION]... SCRIPT [ARGUMENT]..."
     parser.epilog = _EPILOG
     add_launch_arguments(parser)
     parser.add_argument(
         "--trace",
         type=Path,
         metavar="DIR",
-        help="write DIR/trace.json at the end: what each rank computed and waited for (MPITRAIN_TRACE)",
+        help="write what each rank did, as DIR/trace.json",
     )
     parser.add_argument(
-        "--restarts", type=_count, default=0, metavar="N", help="start again after a failure, at most N times (0)"
+        "--restarts", type=_count, default=0, metavar="N", help="start again after a failure, N times at most (0)"
     )
     parser.add_argument(
         "--min-nodes",
         type=positive,
         metavar="M",
-        help="with --restarts: start again on at least M hosts (1); on fewer, only to save",
+        help="with --restarts: on M hosts at least (1)",
     )
     parser.add_argument(
         "--elastic",
         type=_range,
         metavar="MIN:MAX",
-        help="with --restarts and --ppn: start on the hosts that answer, at least MIN and at most MAX, and take in "
-        "those that come later",
+        help="with --restarts: train on the hosts that answer",
     )
     parser.add_argument(
         "--spares",
         action="store_true",
-        help="with --restarts: keep processes ready that become the ranks after a failure",
+        help="with --restarts: keep processes ready to be ranks",
     )
     parser.add_argument(
         "--recover",
         action="store_true",
-        help="if a rank is lost, go on without it; needs Open MPI 5",
+        help="continue without a lost rank (needs Open MPI 5)",
     )
     parser.add_argument(
         "--servers",
         type=positive,
         default=0,
         metavar="K",
-        help="K ranks, the first of each host, hold the parameters, and the others work for them (for "
-        "mt.ParameterServer)",
+        help="K ranks hold the parameters (mt.ParameterServer)",
     )
     resume = parser.add_argument(
         "--resume",
         type=job_id,
         metavar="JOB",
-        help="go on with a job whose `mpitrain run` was lost, by the id that ps shows",
+        help="continue a job whose `mpitrain run` was lost",
     )
     complete_by(resume, kept_here)
     parser.add_argument(
-        "--show",
+        "--dry-run",
         action="store_true",
-        help="print the mpiexec command, but do not run it; with --servers 2 or more, also run the script up to its "
-        "Trainer",
+        dest="show",
+        help="print the mpiexec command, but do not run it",
     )
+    add_renamed(parser, show="--dry-run")
     add_script_arguments(parser)
 
 

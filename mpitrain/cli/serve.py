@@ -15,49 +15,22 @@ from mpitrain.cli.launching import add_inventory_argument, add_script_arguments,
 from mpitrain.config import KEY
 from mpitrain.errors import ConfigError
 from mpitrain.reading import shown, whole
+from mpitrain.units import add_renamed
 
 if TYPE_CHECKING:
     from mpitrain.launch.placement import Placement
 
 HELP = "start a script as a server, whose workers come and go"
 
+PAGE = "how-to/parameter-server.md"
+
 _EPILOG = """\
-The script must train with mt.ParameterServer. The server holds the parameters,
-makes the updates and calls the hooks. Workers compute the gradients; start them
-on any machine and at any time, with the line that this command prints. The line
-holds the key of this server: whoever has it may join, and send gradients. All
-that is sent is encrypted. The keys of a port stay in ~/.local/state/mpitrain,
-so that workers come back when the server is started again; remove the file for
-new ones.
-
-Options after the script belong to the script. Give workers the same ones. A
-worker is refused if its code, its packages, its Python, its data or the shapes
-of its parameters differ from the server's. Arguments themselves are not
-compared: only the server's learning rate, number of epochs and the like count.
-
---servers K starts K servers on this machine, at K ports from --port on. They
-divide the parameters. Workers need the address of the first one only. If one of
-the servers is lost, all end; workers wait for them to be started again.
-
---show prints what would be run. With several servers, it also runs the script up
-to its Trainer, in one process, to show which part of the parameters each server
-will have.
-
-With --hosts, this command also starts workers, over ssh, and ends them with the
-server. Others may join them.
-
---plain sends everything without encryption, for networks on which encryption is
-too slow. It listens only on this machine (--plain lo, for the end of an ssh
-tunnel), or at the address of a tunnel that encrypts, such as one of WireGuard
-(--plain wg0).
-
-The exit code is the script's.
+The script must train with mt.ParameterServer. Start workers on any machine and at
+any time with the line that this command prints; it holds a secret. All that is
+sent is encrypted, but with --plain. The exit code is the script's.
 
   mpitrain serve train.py --epochs 5
-  mpitrain serve --port 5001 train.py
-  mpitrain serve --servers 2 train.py
   mpitrain serve --hosts node1/cuda:0-3x2,node2/cpu train.py
-  mpitrain serve --hosts node1,node2 --show train.py
 """
 
 _PORT, _LAST_PORT = 5000, 65535
@@ -65,19 +38,19 @@ _PORT, _LAST_PORT = 5000, 65535
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
+    parser.usage = "mpitrain serve [OPTION]... SCRIPT [ARGUMENT]..."
     parser.epilog = _EPILOG
     parser.add_argument("--port", type=_port, default=_PORT, metavar="P", help=f"listen at this port ({_PORT})")
-    parser.add_argument(
-        "--servers", type=positive, default=1, metavar="K", help="K servers divide the parameters; they take K ports"
-    )
-    parser.add_argument(
-        "--hosts", metavar="A,B", help="start workers there: a,b or a/cuda:0-3x2,b/cpux4 or localhost/cpux2"
-    )
+    parser.add_argument("--servers", type=positive, default=1, metavar="K", help="K servers divide the parameters (1)")
+    parser.add_argument("--hosts", metavar="A,B", help="start workers there too: a,b or a/cuda:0-3x2,b/cpux4")
     add_inventory_argument(parser)
     parser.add_argument(
-        "--plain", default="", metavar="INTERFACE", help="do not encrypt; listen at this interface only, lo or a tunnel"
+        "--plain", default="", metavar="INTERFACE", help="do not encrypt; listen at this interface alone"
     )
-    parser.add_argument("--show", action="store_true", help="print the commands and the servers' parts; train nothing")
+    parser.add_argument(
+        "--dry-run", action="store_true", dest="show", help="print the commands and the servers' parts; train nothing"
+    )
+    add_renamed(parser, show="--dry-run")
     add_script_arguments(parser)
 
 

@@ -12,7 +12,8 @@ from mpitrain.cli.launching import add_script_arguments, positive, script_of
 from mpitrain.errors import ConfigError
 from mpitrain.reading import shown
 
-HELP = "write the script with which Slurm's sbatch runs a training"
+HELP = "write the script with which sbatch runs a training"
+PAGE = "how-to/run-jobs.md"
 
 _EPILOG = """\
 In the job, `mpitrain run` takes its hosts and ranks from Slurm, and starts its

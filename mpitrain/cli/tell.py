@@ -15,7 +15,8 @@ from mpitrain.cli.terminal_text import print_object
 if TYPE_CHECKING:
     from mpitrain.launch.placement import Placement
 
-HELP = "tell a running job to pause, save, stop, change a value, or show its stacks"
+HELP = "tell a job to pause, save, stop, or change a value"
+PAGE = "how-to/monitor.md"
 
 _EPILOG = """\
   pause              wait after the present step

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from mpitrain.launch.live_jobs import LiveJob
 
 HELP = "show what every rank of a running job does"
+PAGE = "how-to/monitor.md"
 
 _EPILOG = """\
 Run it on the machine where `mpitrain run` runs. The ranks that hold up the

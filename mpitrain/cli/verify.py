@@ -17,26 +17,16 @@ from mpitrain.errors import ConfigError, DataError, MpitrainError
 if TYPE_CHECKING:
     from mpitrain.launch.start import Request
 
-HELP = "run a script on one rank and on several, and report where the runs first differ"
+HELP = "run a script on one rank and on several, and compare the runs"
+PAGE = "how-to/troubleshooting.md"
 
 # The exit codes of a run that somebody has ended, as by Ctrl-C: they say nothing of the script.
 _TOLD_TO_END = tuple(128 + number for number in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM))
 
 _EPILOG = """\
-The script runs twice: on one rank of this machine, and on the ranks that the options
-ask for. Each run makes --steps steps. Then verify compares both runs step by step:
-samples, weights and learning rates exactly; the changes of parameters to a quarter of
-the digits of the dtype; losses, mean gradients and metrics to half of the digits.
-
-With a Trainer, verify records the steps of Trainer.run and the metrics of Evaluation.
-Without one, it records the steps of PyTorch's optimizers (with prepare(),
-DistributedDataParallel and others) and of a GradientReducer. If there are no steps,
-it records the calls of world.mean and world.sum, and of mpitrain.jax. In such loops,
-it sees parameters in the arrays that world.broadcast gave, if the script changes them in
-place, and in arguments of a function in mpitrain.jax.mean. The script ends after the
-last recorded step or call. Hooks that write files, such as Checkpoint, do not run.
-
-The exit code is 0 if the runs are equal, and 1 if they differ or one of them failed.
+The script runs twice: on one rank of this machine, and on the ranks that you ask
+for. Then verify compares both runs step by step. Hooks that write files do not
+run. The exit code is 0 if the runs are equal.
 
   mpitrain verify -n 4 examples/train.py --data digits
   mpitrain verify --steps 20 --hosts node1,node2 --ppn 2 train.py
@@ -45,6 +35,7 @@ The exit code is 0 if the runs are equal, and 1 if they differ or one of them fa
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
+    parser.usage = "mpitrain verify [OPTION]... SCRIPT [ARGUMENT]..."
     parser.epilog = _EPILOG
     add_launch_arguments(parser)
     parser.add_argument("--steps", type=int, default=5, metavar="N", help="number of steps to compare (5)")

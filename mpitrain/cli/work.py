@@ -10,6 +10,7 @@ from mpitrain.config import KEY
 from mpitrain.errors import ConfigError
 
 HELP = "start a script as a worker of a server"
+PAGE = "how-to/parameter-server.md"
 
 _EPILOG = """\
 `mpitrain serve` prints the whole line. Give the script the server's arguments.

@@ -171,7 +171,7 @@ def main() -> int:
     try:
         with world.together("read the options"):
             options = read_options(arguments, writes=world.is_root)
-        if options.show:
+        if options.dry_run:
             for text in choices(world) if options.device == "host" else transport_choices(world):
                 world.print(text)
             return 0

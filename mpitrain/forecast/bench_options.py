@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
-import math
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from mpitrain.config import SECONDS, check_range
 from mpitrain.errors import ConfigError
+from mpitrain.units import add_renamed, rate_gbit, timeout
 
 POINT_TO_POINT = "point_to_point"
 ALL = "all"
@@ -39,7 +39,7 @@ class Options:
         link_gbit: nominal rate between nodes, Gbit/s; None: the rate that the driver reports.
         json, csv, plot, save_profile: files to write.
         progress: show a progress line on the terminal.
-        show: measure nothing; print what would be chosen.
+        dry_run: measure nothing; print what would be chosen.
     """
 
     operations: tuple[str, ...]
@@ -57,27 +57,33 @@ class Options:
     plot: Path | None
     save_profile: Path | None
     progress: bool
-    show: bool
+    dry_run: bool
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the bench's own options; the launcher declares the options that start the ranks."""
     add = parser.add_argument
-    add("--operation", default="allreduce", metavar="A,B", help=f"what to measure (allreduce); also {POINT_TO_POINT}")
+    add("--operation", default="allreduce", metavar="A,B", help=f"what to measure (allreduce), {POINT_TO_POINT}")
     add("--sizes", default="4K,64K,1M,16M,100M", metavar="N,M", help="buffer sizes in bytes (4K,64K,1M,16M,100M)")
     add("--dtypes", default="float32", metavar="A,B", help="dtypes of the elements (float32)")
-    add("--device", default="host", metavar="WHERE", help="where the buffers are: host (default), or cuda for GPUs")
-    add("--algorithms", default="auto", metavar="A,B", help=f"allreduce algorithms; on GPUs, transports (auto, {ALL})")
-    add("--show", action="store_true", help="only print the chosen algorithms and sizes, and the profile behind them")
+    add("--device", default="host", metavar="WHERE", help="where the buffers are (host), or cuda for GPUs")
+    add("--algorithms", default="auto", metavar="A,B", help=f"algorithms; on GPUs, transports (auto), {ALL}")
+    add("--dry-run", action="store_true", help="print what would be measured; measure nothing")
     add("--codecs", default="none", metavar="A,B", help="how buffers are compressed on the wire (none)")
-    add("--rounds", metavar="N", help="rounds per size; default: as many as fit into --seconds, 3 to 200")
-    add("--seconds", default="3", metavar="S", help="approximate time per size (3)")
-    add("--link-gbit", metavar="RATE", help="nominal rate between nodes in Gbit/s (the rate that the driver reports)")
-    add("--json", metavar="FILE", help="write all results and versions; rank 0 writes the file")
+    add("--rounds", metavar="N", help="rounds per size (3 to 200, by --time)")
+    add("--time", default="3s", metavar="T", help="approximate time per size (3s)")
+    add("--link", metavar="RATE", help="rate between nodes (what the driver reports)")
+    add("--json", metavar="FILE", help="write all results and versions")
     add("--csv", metavar="FILE", help="write the table")
-    add("--plot", metavar="FILE", help="plot the results: .png, .svg or .pdf (needs matplotlib)")
-    add("--save-profile", metavar="FILE", help="measure only what the choice of algorithms needs; takes < 60 s")
+    add("--plot", metavar="FILE", help="plot the results: .png, .svg or .pdf")
+    add("--save-profile", metavar="FILE", help="measure what the choice of algorithms needs, < 60 s")
     add("--progress", action="store_true", help="show a progress line on the terminal")
+    add_renamed(
+        parser,
+        show="--dry-run",
+        seconds="--time, with a unit: --time 3s",
+        link_gbit="--link, with a unit: --link 1Gbit/s",
+    )
 
 
 def words_of(arguments: argparse.Namespace) -> list[str]:
@@ -149,26 +155,26 @@ def read_options(arguments: argparse.Namespace, *, writes: bool = True) -> Optio
         has_all_algorithms=arguments.algorithms == ALL,
         codecs=tuple(dict.fromkeys(codecs)),
         rounds=None if arguments.rounds is None else _whole_number("--rounds", arguments.rounds),
-        seconds=_number("--seconds", arguments.seconds, *SECONDS),
-        link_gbit=None if arguments.link_gbit is None else _number("--link-gbit", arguments.link_gbit, 1e-6, 1e6),
+        seconds=_quantity("--time", arguments.time, timeout),
+        link_gbit=None if arguments.link is None else _quantity("--link", arguments.link, rate_gbit),
         progress=arguments.progress,
-        show=arguments.show,
+        dry_run=arguments.dry_run,
         **files,
     )
 
 
 # The options that have a meaning together with this one. All others would be ignored.
-_OF_SHOW = frozenset({"show", "progress"})
+_OF_DRY_RUN = frozenset({"dry_run", "progress"})
 _OF_SAVE_PROFILE = frozenset({"save_profile", "progress"})
-_OF_POINT_TO_POINT = frozenset({"operation", "link_gbit", "json", "progress"})
+_OF_POINT_TO_POINT = frozenset({"operation", "link", "json", "progress"})
 _OF_ALLREDUCE = frozenset({"algorithms", "codecs"})
 
 
 def _refuse_ignored(arguments: argparse.Namespace, operations: list[str]) -> None:
     given, reason = _given(arguments), ""
     ignored: set[str] = set()
-    if arguments.show:
-        reason, ignored = "--show measures and writes nothing", given - _OF_SHOW
+    if arguments.dry_run:
+        reason, ignored = "--dry-run measures and writes nothing", given - _OF_DRY_RUN
     elif arguments.save_profile:
         reason, ignored = "--save-profile chooses what it measures", given - _OF_SAVE_PROFILE
     elif operations == [POINT_TO_POINT]:
@@ -203,16 +209,11 @@ def _names(kind: str, text: str, known: list[str]) -> list[str]:
     return list(dict.fromkeys(names))
 
 
-def _number(option: str, text: str, lowest: float, highest: float) -> float:
+def _quantity(option: str, text: str, convert: Callable[[str], float]) -> float:
     try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    try:
-        check_range(option, value, lowest, highest)
-    except ConfigError:
-        raise ConfigError(f"{option} is {text!r}; it must be a number from {lowest:g} to {highest:g}") from None
-    return value
+        return convert(text)
+    except argparse.ArgumentTypeError as error:
+        raise ConfigError(f"{option}: {error}") from None
 
 
 def _whole_number(option: str, text: str) -> int:

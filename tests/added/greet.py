@@ -1,6 +1,7 @@
 """A subcommand."""
 
 HELP = "greet somebody"
+PAGE = "reference/cli.md"
 
 
 def add_arguments(parser):

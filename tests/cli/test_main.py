@@ -15,6 +15,9 @@ import test_docs_quotes
 from jobs import REPOSITORY, run_command
 from mpitrain.cli import COMMANDS, main
 
+# What a person sees at once.
+MOST_LINES = 42
+
 
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="0"):
@@ -23,27 +26,36 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_help_lists_every_command(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit, match="0"):
-        main(["--help"])
+    """Also bare: by what they are for, with examples, in one screen."""
+    assert main(["--help"]) == 0
     out = capsys.readouterr().out
     for name in COMMANDS:
-        assert re.search(rf"^    {name}\s", out, re.M)
+        assert re.search(rf"^  {name}\s", out, re.M)
+    assert main([]) == 0
+    assert capsys.readouterr().out == out
+    lines = out.splitlines()
+    assert len(lines) <= MOST_LINES and max(map(len, lines[:-1])) <= 80
 
 
 def has_help(name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """A command has one line in the list, and a page of its own that begins with this line."""
+    """A command has one line in the list, and a help of one screen that begins with this line and names a page."""
     module = importlib.import_module(COMMANDS[name])
     assert module.HELP.strip() == module.HELP
     assert "\n" not in module.HELP
     with pytest.raises(SystemExit, match="0"):
         main([name, "--help"])
-    assert f"{module.HELP[0].upper()}{module.HELP[1:]}." in " ".join(capsys.readouterr().out.split())
+    text = capsys.readouterr().out
+    assert f"{module.HELP[0].upper()}{module.HELP[1:]}." in " ".join(text.split())
+    *lines, last = text.splitlines()
+    assert len(lines) < MOST_LINES and max(map(len, lines)) <= 80
+    assert Path(last.removeprefix("More: ")).is_file()
 
 
 def refuses_an_unknown_option(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
         main([name, "--no-such-option"])
-    assert "error:" in capsys.readouterr().err
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 2 and "error:" in lines[0] and lines[1].startswith(f"mpitrain {name}")
 
 
 CONTRACT = [has_help, refuses_an_unknown_option]
