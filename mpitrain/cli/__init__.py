@@ -91,7 +91,7 @@ _EXAMPLES = """\
 # Commands that have another name now, and what a user types.
 _RENAMED = {
     "simulate": "mpitrain plan --machines FILE, without a script; --servers N,N asks for the table of servers, and "
-    "--mtbf-hours H for that of saves",
+    "--mtbf 2000h for that of saves",
     "testbed": "scripts/testbed of a checkout, because test beds are not in the wheel",
     "chaos": "scripts/testbed chaos of a checkout, because faults on purpose are not in the wheel",
 }

@@ -14,7 +14,7 @@ from mpitrain.forecast.bench_options import read_options, words_of
 
 HELP = "measure collectives, between hosts or on one, beside MPI's own"
 
-PAGE = "explanation/allreduce.md"
+PAGE = "how-to/performance.md"
 
 _EPILOG = """\
 The columns are those of nccl-tests. Every result is checked; the exit code is 1 if

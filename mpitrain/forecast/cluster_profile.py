@@ -99,10 +99,10 @@ def _rate(links: Sequence[tuple[str, str, float | None]], given_gbit: float | No
     if len(set(interfaces)) == 1:
         names = f"{interfaces[0]} on every node"
     if given_gbit is not None:
-        return given_gbit, f"{names}; {given_gbit:g} Gbit/s as --link-gbit says"
+        return given_gbit, f"{names}; {given_gbit:g} Gbit/s as --link says"
     rates = [gbit for _, _, gbit in links if gbit is not None]
     if len(rates) < len(links):
-        return None, f"{names}; the rate is unknown, because a driver does not report it: set --link-gbit"
+        return None, f"{names}; the rate is unknown, because a driver does not report it: set --link"
     return min(rates), f"{names}; {min(rates):g} Gbit/s as the driver says"
 
 

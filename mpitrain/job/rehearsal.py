@@ -175,14 +175,14 @@ class Rehearsal:
             if self._seconds and seconds >= self._seconds:
                 self._say(
                     f"was ended, because it has made no step that mpitrain plan can measure for {seconds:.0f} s. If it "
-                    "needs longer, give --step-seconds; measured are the steps of Trainer, of mpitrain.torch.prepare "
+                    "needs longer, give --step-timeout; measured are the steps of Trainer, of mpitrain.torch.prepare "
                     "and of GradientReducer"
                 )
                 self.report()
                 sys.stdout.flush()
                 os._exit(1)
             if seconds >= wait and self._is_rank_0:
-                limit = f"; after {self._seconds:.0f} s it is ended (--step-seconds)" if self._seconds else ""
+                limit = f"; after {self._seconds:.0f} s it is ended (--step-timeout)" if self._seconds else ""
                 self._say(f"has made no step that can be measured for {seconds:.0f} s{limit}")
                 wait *= 2
 

@@ -62,7 +62,7 @@ def start_problem(
         return f"{_names(dead, places)} ended {where}, and the others wait there; see its output above"
     if not start_seconds:
         return None
-    longer = "if its start takes longer: --start-seconds N, 0 for no limit"
+    longer = "if its start takes longer: --start-timeout 600s, 0 for no limit"
     if called:
         away = late - called.keys()
         if now - max([min(called.values()), *(read_at.get(rank, 0.0) for rank in away)]) > start_seconds:
@@ -73,7 +73,7 @@ def start_problem(
     elif any(gone[rank] - since < start_seconds < now - gone[rank] for rank in gone):
         return (
             f"{_names(set(gone), places)} ended early, and the others have gone on for {start_seconds:g} s: they wait "
-            f"in MPI_Init, or work on after MPI_Finalize (then: --start-seconds 0)"
+            f"in MPI_Init, or work on after MPI_Finalize (then: --start-timeout 0)"
         )
     if now - since > start_seconds and (absent := everyone - when[STARTED].keys()):
         return f"{_names(absent, places)} did not start within {start_seconds:g} s; {longer}"

@@ -140,7 +140,7 @@ def first_server(
 
 
 def tell_division(role: Role, adapter: Adapter) -> NoReturn:
-    """Write how the servers divide the parameters, a text for each of them, and end this process: `--show` asks so."""
+    """Write how the servers divide the parameters, a text for each, and end this process: `--dry-run` asks so."""
     _, parameters = divisions_of(adapter, role.num_servers)
     Path(role.division).write_text(json.dumps([size.line() for size in sizes_of(parameters)]))
     with suppress(OSError):
