@@ -42,8 +42,8 @@ _OF_SCRIPTS = {
 
 def add_described_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of a plan without a script. `--help` does not list them; `--help-machines` does."""
-    for _, options in _DESCRIBED:
-        for name, (kind, metavar, _) in options.items():
+    for _title, options in _DESCRIBED:
+        for name, (kind, metavar, _words) in options.items():
             parser.add_argument(name, type=kind, metavar=metavar, help=argparse.SUPPRESS)
     parser.add_argument("--help-machines", action=_Help, nargs=0, help="list the options of a plan without a script")
     add_renamed(
@@ -66,7 +66,7 @@ class _Help(argparse.Action):
         )  # fmt: skip
         for title, options in _DESCRIBED:
             group = listed.add_argument_group(title)
-            for name, (_, metavar, words) in options.items():
+            for name, (_kind, metavar, words) in options.items():
                 group.add_argument(name, metavar=metavar, help=words)
         listed.print_help()
         parser.exit()
