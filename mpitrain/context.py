@@ -9,8 +9,8 @@ Sent to the guards as text. So this module imports no other module of mpitrain, 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from mpitrain.reading import whole
@@ -35,8 +35,62 @@ BAR_START = b"\x1b[2K"
 
 
 @dataclass(frozen=True)
+class VerifyTask:
+    """What `mpitrain verify` wants.
+
+    Attributes:
+        record: folder on rank 0 for a record of what the script computes; "": none is wanted.
+        steps: how many steps are recorded; then the script ends.
+    """
+
+    record: str = ""
+    steps: int = 0
+
+
+@dataclass(frozen=True)
+class PlanTask:
+    """What `mpitrain plan` wants.
+
+    Attributes:
+        record: file on rank 0 for the times of steps; each rank trains alone. "": none are measured.
+        steps: how many steps are measured of each part of a batch; then the script ends.
+        ranks: among how many ranks each part is one, such as ("1", "2", "4").
+    """
+
+    record: str = ""
+    steps: int = 0
+    ranks: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class ServeTask:
+    """What a process is that `mpitrain serve` or `mpitrain work` started.
+
+    Attributes:
+        kind: "server", "shard" (a further server) or "worker"; "": it is none of them.
+        number: of a server; the first one is 0.
+        address: where a server listens, or where its worker finds it: HOST:PORT, separated by commas. A further server
+            has its own address, and then that of the first one.
+        key: the file with the servers' keys, or with the key of a worker.
+        environment: the file with the code and packages of this process, which a server compares, as JSON.
+        division: the file to which this process writes how servers divide its parameters, before it ends without a
+            run; "": it trains.
+        plain: the network interface of a connection without encryption; "": all bytes are encrypted.
+    """
+
+    kind: str = ""
+    number: int = 0
+    address: str = ""
+    key: str = ""
+    environment: str = ""
+    division: str = ""
+    plain: str = ""
+
+
+@dataclass(frozen=True)
 class JobContext:
-    """Each field is a variable: `roll_call` is _MPITRAIN_ROLL_CALL. A field without its variable has its default.
+    """Each field is a variable: `roll_call` is _MPITRAIN_ROLL_CALL, and `serve.key` is _MPITRAIN_SERVE_KEY. A field
+    without its variable has its default.
 
     Attributes:
         job: the id that `mpitrain ps` shows.
@@ -53,24 +107,11 @@ class JobContext:
         devices: of the ranks in order, such as ("cuda:0", "cuda:1", "cpu"); none where --hosts names none.
         columns: width of the terminal that the launcher prints to; 0: it prints to none.
         recover: 1: the ranks that are left go on where one is lost; 0: the loss of a rank ends the job.
-        verify_record: folder on rank 0 for a record of what the script computes; "": none is wanted.
-        verify_steps: how many steps are recorded; then the script ends.
-        plan_record: file on rank 0 for the times of steps, for `mpitrain plan`; each rank trains alone. "": none are
-            measured.
-        plan_steps: how many steps are measured of each part of a batch; then the script ends.
-        plan_ranks: among how many ranks each part is one, such as ("1", "2", "4").
+        verify: what `mpitrain verify` wants of the ranks.
+        plan: what `mpitrain plan` wants of them.
         servers: how many ranks of the job, or processes of `mpitrain serve`, are servers. 0: there is none, or one that
             `mpitrain serve` started.
-        serves: "server", "shard" (a further server) or "worker" for a process that `mpitrain serve` or `mpitrain work`
-            started; "": it is none.
-        serve_number: of such a server; the first one is 0.
-        serve_address: where such a server listens, or where its worker finds it: HOST:PORT, separated by commas. A
-            further server has its own address, and then that of the first one.
-        serve_key: the file with the servers' keys, or with the key of a worker.
-        serve_environment: the file with the code and packages of this process, which a server compares, as JSON.
-        serve_division: the file to which this process writes how servers divide its parameters, before it ends without
-            a run; "": it trains.
-        serve_plain: the network interface of a connection without encryption; "": all bytes are encrypted.
+        serve: what `mpitrain serve` or `mpitrain work` tells the process that it has started.
     """
 
     job: str = ""
@@ -87,41 +128,44 @@ class JobContext:
     devices: tuple[str, ...] = ()
     columns: int = 0
     recover: int = 0
-    verify_record: str = ""
-    verify_steps: int = 0
-    plan_record: str = ""
-    plan_steps: int = 0
-    plan_ranks: tuple[str, ...] = ()
+    verify: VerifyTask = field(default_factory=VerifyTask)
+    plan: PlanTask = field(default_factory=PlanTask)
     servers: int = 0
-    serves: str = ""
-    serve_number: int = 0
-    serve_address: str = ""
-    serve_key: str = ""
-    serve_environment: str = ""
-    serve_division: str = ""
-    serve_plain: str = ""
+    serve: ServeTask = field(default_factory=ServeTask)
 
     @classmethod
     def read(cls, environ: Mapping[str, str]) -> JobContext:
         """Read the context from `environ` (such as os.environ). A malformed variable counts as missing."""
-        told: dict[str, Any] = {}
-        for field in dataclasses.fields(cls):
-            text = environ.get(PREFIX + field.name.upper(), "")
-            if isinstance(field.default, int):
-                told[field.name] = field.default if (number := whole(text, 0, 2**63)) is None else number
-            else:
-                told[field.name] = tuple(text.split(",") if text else ()) if isinstance(field.default, tuple) else text
-        return cls(**told)
+        context: JobContext = _read(cls(), PREFIX, environ)
+        return context
 
     def variables(self) -> dict[str, str]:
         """Return what `read` reads: the variables of the fields that differ from their defaults."""
-        told = {}
-        for field in dataclasses.fields(self):
-            value = getattr(self, field.name)
-            if value != field.default:
-                told[PREFIX + field.name.upper()] = ",".join(value) if isinstance(value, tuple) else str(value)
-        return told
+        return dict(_variables(self, PREFIX))
 
     def device(self, rank: int) -> str:
         """Return the device that `mpitrain run --hosts` gave to a rank, such as "cuda:1" or "cpu"; "" if none."""
         return self.devices[rank] if self.devices else ""
+
+
+def _read(default: Any, prefix: str, environ: Mapping[str, str]) -> Any:
+    told: dict[str, Any] = {}
+    for one in dataclasses.fields(default):
+        name, usual = prefix + one.name.upper(), getattr(default, one.name)
+        text = environ.get(name, "")
+        if dataclasses.is_dataclass(usual):
+            told[one.name] = _read(usual, f"{name}_", environ)
+        elif isinstance(usual, int):
+            told[one.name] = usual if (number := whole(text, 0, 2**63)) is None else number
+        else:
+            told[one.name] = tuple(text.split(",") if text else ()) if isinstance(usual, tuple) else text
+    return dataclasses.replace(default, **told)
+
+
+def _variables(told: Any, prefix: str) -> Iterator[tuple[str, str]]:
+    for one in dataclasses.fields(told):
+        name, value = prefix + one.name.upper(), getattr(told, one.name)
+        if dataclasses.is_dataclass(value):
+            yield from _variables(value, f"{name}_")
+        elif value != one.default:
+            yield name, ",".join(value) if isinstance(value, tuple) else str(value)

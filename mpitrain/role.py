@@ -48,20 +48,20 @@ def role_of(context: JobContext, rank: int, node_ranks: Sequence[int]) -> Role:
     Raises:
         ConfigError: no role is left for a worker, or the launcher has named an unknown role. Raised on every rank.
     """
-    if context.serves:
-        if context.serves not in _KINDS:
+    if context.serve.kind:
+        if context.serve.kind not in _KINDS:
             allowed = ", ".join(_KINDS)
-            raise ConfigError(f"the launcher has told this process to be a {context.serves!r}; allowed: {allowed}")
-        kind = _KINDS[context.serves]
+            raise ConfigError(f"the launcher has told this process to be a {context.serve.kind!r}; allowed: {allowed}")
+        kind = _KINDS[context.serve.kind]
         return Role(
             kind,
-            tuple(filter(None, context.serve_address.split(","))),
-            context.serve_key,
-            context.serve_environment,
-            context.serve_division,
-            context.serve_plain,
+            tuple(filter(None, context.serve.address.split(","))),
+            context.serve.key,
+            context.serve.environment,
+            context.serve.division,
+            context.serve.plain,
             num_servers=0 if kind == "worker" else max(1, context.servers),
-            number=context.serve_number,
+            number=context.serve.number,
         )
     if not context.servers:
         return Role()

@@ -6,7 +6,7 @@ import dataclasses
 
 import pytest
 
-from mpitrain.context import JobContext
+from mpitrain.context import JobContext, PlanTask, ServeTask, VerifyTask
 
 FULL = JobContext(
     job="1a2b3c4d",
@@ -23,19 +23,12 @@ FULL = JobContext(
     devices=("cuda:0", "cuda:0", "cpu"),
     columns=132,
     recover=1,
-    verify_record="/tmp/a record",
-    verify_steps=7,
-    plan_record="/tmp/times.json",
-    plan_steps=9,
-    plan_ranks=("1", "2"),
+    verify=VerifyTask("/tmp/a record", 7),
+    plan=PlanTask("/tmp/times.json", 9, ("1", "2")),
     servers=1,
-    serves="worker",
-    serve_number=2,
-    serve_address="node1:5000,node2:5000",
-    serve_key="/proc/self/fd/5",
-    serve_environment="/proc/self/fd/6",
-    serve_division="/proc/self/fd/8",
-    serve_plain="wg0",
+    serve=ServeTask(
+        "worker", 2, "node1:5000,node2:5000", "/proc/self/fd/5", "/proc/self/fd/6", "/proc/self/fd/8", "wg0"
+    ),
 )
 
 
@@ -61,7 +54,7 @@ def test_what_is_written() -> None:
         "_MPITRAIN_PLAN_STEPS": "9",
         "_MPITRAIN_PLAN_RANKS": "1,2",
         "_MPITRAIN_SERVERS": "1",
-        "_MPITRAIN_SERVES": "worker",
+        "_MPITRAIN_SERVE_KIND": "worker",
         "_MPITRAIN_SERVE_NUMBER": "2",
         "_MPITRAIN_SERVE_ADDRESS": "node1:5000,node2:5000",
         "_MPITRAIN_SERVE_KEY": "/proc/self/fd/5",

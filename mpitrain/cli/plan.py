@@ -192,12 +192,13 @@ def _measured(
     request: Request, path: Path, num_steps: int, ranks: Sequence[int], rehearsal: Sequence[str]
 ) -> list[HostTimes]:
     """Run the script on each host alone. Return the times, by rank. `rehearsal`: see mpitrain/forecast/rehearse.py."""
+    from mpitrain.context import PlanTask
     from mpitrain.forecast.measured_steps import read_times
     from mpitrain.launch.start import start
 
     print(f"mpitrain plan: measuring steps of {request.script}", file=sys.stderr, flush=True)
     program = ["-P", "-m", "mpitrain.forecast.rehearse", *rehearsal, request.script, *request.program]
-    code = start(replace(request, program=program, plan_record=str(path), plan_steps=num_steps, plan_ranks=ranks))
+    code = start(replace(request, program=program, plan=PlanTask(str(path), num_steps, tuple(map(str, ranks)))))
     if code:
         raise LaunchError(
             f"{request.script} failed with exit code {code} before its steps were measured, so there is no plan; the "

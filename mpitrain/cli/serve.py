@@ -56,7 +56,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Start the server. Return its exit code."""
-    from mpitrain.context import JobContext
+    from mpitrain.context import JobContext, ServeTask
     from mpitrain.launch.roster import launcher_name
     from mpitrain.launch.served import become, environment_here, told
     from mpitrain.launch.serving import Serving, serve, show
@@ -105,18 +105,18 @@ def run(arguments: argparse.Namespace) -> int:
     context = JobContext(
         job=secrets.token_hex(4),
         launcher=launcher_name(os.getpid()),
-        serves="server",
         servers=len(ports) if len(ports) > 1 else 0,
-        serve_address=f"{address}:{arguments.port}",
-        serve_key=str(path),
-        serve_plain=arguments.plain,
+        serve=ServeTask("server", 0, f"{address}:{arguments.port}", str(path), plain=arguments.plain),
     )
     first, descriptor = told(context, environment_here(script))
     if placement is None and len(ports) == 1:
         become(first, program)
     first_address = f"{'127.0.0.1' if address == '*' else address}:{ports[0]}"
     others = [
-        replace(context, serves="shard", serve_number=number, serve_address=f"{address}:{port},{first_address}")
+        replace(
+            context,
+            serve=replace(context.serve, kind="shard", number=number, address=f"{address}:{port},{first_address}"),
+        )
         for number, port in enumerate(ports[1:], 1)
     ]
     return serve(serving, [first, *others], descriptor, key)

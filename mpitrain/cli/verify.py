@@ -60,6 +60,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _verify(request: Request, directory: Path, steps: int, tolerance: float | None) -> int:
+    from mpitrain.context import VerifyTask
     from mpitrain.launch.start import start
     from mpitrain.verify.compare import compare
     from mpitrain.verify.comparison import report
@@ -70,7 +71,7 @@ def _verify(request: Request, directory: Path, steps: int, tolerance: float | No
         print(f"verify: the run on {name}", flush=True)
         record = directory / name.replace(" ", "-")
         make_record(record)
-        code = start(replace(asked, verify_record=str(record), verify_steps=steps))
+        code = start(replace(asked, verify=VerifyTask(str(record), steps)))
         if code:
             why = f"the run on {name} failed ({code}); there is nothing to compare"
             print(f"mpitrain verify: {why}", file=sys.stderr)

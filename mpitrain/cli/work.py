@@ -47,7 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Become the script. Return an exit code only if that fails."""
-    from mpitrain.context import JobContext
+    from mpitrain.context import JobContext, ServeTask
     from mpitrain.launch.served import become, environment_here, handed_over, path_of, told
     from mpitrain.server.security import LOOPBACK, check_way
     from mpitrain.server.wire import the_zmq
@@ -62,15 +62,17 @@ def run(arguments: argparse.Namespace) -> int:
             check_way(host)
     before = JobContext.read(os.environ)
     # `mpitrain serve --hosts` gives devices to its own workers, and the marks by which `mpitrain ps` knows them.
-    given = before if before.serves == "worker" else JobContext()
+    given = before if before.serve.kind == "worker" else JobContext()
     context = JobContext(
         job=given.job,
         launcher=given.launcher,
-        serves="worker",
-        serve_address=",".join(address.strip() for address in arguments.addresses.split(",")),
-        serve_key=path_of(handed_over(key)),
-        serve_plain=LOOPBACK if arguments.plain else "",
         devices=given.devices,
+        serve=ServeTask(
+            "worker",
+            address=",".join(address.strip() for address in arguments.addresses.split(",")),
+            key=path_of(handed_over(key)),
+            plain=LOOPBACK if arguments.plain else "",
+        ),
     )
     become(told(context, environment_here(script))[0], program)
 

@@ -128,12 +128,12 @@ def _begin(settings: dict[str, Any]) -> Job:
         activity = publish(world.rank)
         activity.enter(BEGUN)
         atexit.register(activity.enter, DONE)
-    if world.context.verify_record:
+    if world.context.verify.record:
         recorder = Recorder(world)
         job.world = world.replaced(
             observer=recorder, make_arrays=lambda tree: RecordedTrees(ArrayTrees(tree), recorder)
         )
-    if world.context.plan_record:
+    if world.context.plan.record:
         job.everyone = job.world
         times = StepTimes(job.world)
         atexit.register(times.write)  # of a script that ends before; the farewell comes later
@@ -144,11 +144,11 @@ def _begin(settings: dict[str, Any]) -> Job:
         if world.size == 1:  # a rank that is alone has no farewell
             atexit.register(job.recovery.finish)
     job.role = role_of(world.context, world.rank, world.node_ranks)
-    if world.context.serves:
+    if world.context.serve.kind:
         say_interrupts_in_a_line()
         # No launcher cleans up after a process that may be killed at any time. The memory itself stays usable.
         remove_mine()
-        if world.context.serves == "server" and world.context.job:
+        if world.context.serve.kind == "server" and world.context.job:
             publish(world.rank).enter(BEGUN)
     elif world.context.servers:
         job.everyone = job.world

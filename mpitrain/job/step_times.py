@@ -50,9 +50,9 @@ class StepTimes:
     def __init__(self, everyone: World) -> None:
         """`everyone`: the World of all ranks, of which each trains alone."""
         context = everyone.context
-        self._everyone, self._wanted = everyone, context.plan_steps
-        self._path = Path(context.plan_record)
-        self._sizes = [int(number) for number in context.plan_ranks]
+        self._everyone, self._wanted = everyone, context.plan.steps
+        self._path = Path(context.plan.record)
+        self._sizes = [int(number) for number in context.plan.ranks]
         self.divisor = self._sizes[0]
         self._layout: list[tuple[str, int]] = []
         self._parts: list[dict[str, Any]] = []

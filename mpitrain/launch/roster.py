@@ -71,13 +71,13 @@ def jobs() -> list[dict[str, Any]]:
             continue
         job = by_token.setdefault(token, {"id": token, "pids": [], "ranks": [], "since": 0.0, "script": []})
         job["launcher"], job["is_launched_here"] = launcher, launcher_pid(launcher) is not None
-        job["is_served"] = bool(context.serves)
+        job["is_served"] = bool(context.serve.kind)
         job["pids"].append(int(entry))
         since = _started(int(entry))
         job["since"] = min(job["since"] or since, since)
         rank = next((variables[name] for name in RANK_VARIABLES if name in variables), None)
-        if context.serves:
-            rank = "0" if context.serves == "server" else None
+        if context.serve.kind:
+            rank = "0" if context.serve.kind == "server" else None
         if rank is not None:
             number = whole(rank, 0, 1 << 31)
             job["ranks"] += [] if number is None else [(number, since, int(entry))]

@@ -20,7 +20,7 @@ from typing import Any, NoReturn
 
 from mpitrain import facts as common
 from mpitrain.config import KEY
-from mpitrain.context import PREFIX, JobContext
+from mpitrain.context import PREFIX, JobContext, ServeTask
 from mpitrain.errors import LaunchError
 from mpitrain.launch.facts import environment
 from mpitrain.launch.processes import end_with_parent
@@ -71,7 +71,7 @@ def path_of(descriptor: int) -> str:
 def told(context: JobContext, facts: Mapping[str, Any]) -> tuple[JobContext, int]:
     """Return the context with what environment_here has found, and the descriptor that the process must inherit."""
     descriptor = handed_over(json.dumps(facts))
-    return replace(context, serve_environment=path_of(descriptor)), descriptor
+    return replace(context, serve=replace(context.serve, environment=path_of(descriptor))), descriptor
 
 
 def variables(context: JobContext) -> dict[str, str]:
@@ -120,7 +120,7 @@ def show_sizes(program: Sequence[str], names: Sequence[str]) -> None:
     )
     descriptor = handed_over("")
     try:
-        context = JobContext(serves="server", servers=len(names), serve_division=path_of(descriptor))
+        context = JobContext(servers=len(names), serve=ServeTask("server", division=path_of(descriptor)))
         problem = _run_to_trainer([sys.executable, *program], context, descriptor)
         told = Path(path_of(descriptor)).read_text()
     finally:

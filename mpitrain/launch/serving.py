@@ -24,7 +24,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from mpitrain.config import Config
-from mpitrain.context import JobContext
+from mpitrain.context import JobContext, ServeTask
 from mpitrain.errors import LaunchError
 from mpitrain.launch import over_hosts
 from mpitrain.launch.connections import Connection, connect
@@ -237,7 +237,7 @@ class KnownWorkers:
     def __init__(self, serving: Serving, server: JobContext, key: Mapping[str, str]) -> None:
         """`server` is what the server was told: its workers are of the same job."""
         self._serving, self._key = serving, key
-        self._worker = JobContext(job=server.job, launcher=server.launcher, serves="worker")
+        self._worker = JobContext(job=server.job, launcher=server.launcher, serve=ServeTask("worker"))
         self._open: list[Connection] = []
         self._beaten = 0.0
 

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from mpitrain.config import ENV_FILE
-from mpitrain.context import PREFIX, JobContext
+from mpitrain.context import PREFIX, JobContext, PlanTask, VerifyTask
 from mpitrain.errors import ConfigError, LaunchError
 from mpitrain.launch import attempts, over_hosts
 from mpitrain.launch.attempts import Attempts
@@ -65,11 +65,8 @@ class Request:
         variables: variables for the ranks, which override those of this process.
         mpiexec: None: the one beside this Python, else the one on PATH.
         limits: how often the job may be started again after a failure, and on how few and how many hosts.
-        verify_record: folder on rank 0 for a record of what the script computes; "": none is wanted.
-        verify_steps: how many steps are recorded; then the script ends.
-        plan_record: file on rank 0 for the times of steps; each rank trains alone. "": they are not measured.
-        plan_steps: how many steps are measured of each part of a batch; then the script ends.
-        plan_ranks: among how many ranks each part is one.
+        verify: what `mpitrain verify` wants of the ranks.
+        plan: what `mpitrain plan` wants of them.
         recover: go on without a rank that is lost, in place of ending the job; see mpitrain.job.recovery.
         servers: so many ranks, the first ones of each host, are servers, the others workers; 0: all ranks are equal.
         spares: keep processes ready that become the ranks after a failure; see mpitrain.launch.spares.
@@ -90,11 +87,8 @@ class Request:
     variables: Mapping[str, str] = field(default_factory=dict)
     mpiexec: Path | None = None
     limits: Limits = field(default_factory=Limits)
-    verify_record: str = ""
-    verify_steps: int = 0
-    plan_record: str = ""
-    plan_steps: int = 0
-    plan_ranks: Sequence[int] = ()
+    verify: VerifyTask = field(default_factory=VerifyTask)
+    plan: PlanTask = field(default_factory=PlanTask)
     recover: bool = False
     servers: int = 0
     spares: bool = False
@@ -160,11 +154,8 @@ def start(request: Request, heritage: Heritage | None = None) -> int:
             shows_ranks=request.shows_ranks,
             context=JobContext(
                 columns=_columns(),
-                verify_record=request.verify_record,
-                verify_steps=request.verify_steps,
-                plan_record=request.plan_record,
-                plan_steps=request.plan_steps,
-                plan_ranks=tuple(str(number) for number in request.plan_ranks),
+                verify=request.verify,
+                plan=request.plan,
                 recover=int(request.recover),
                 servers=request.servers,
             ),

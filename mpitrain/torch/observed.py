@@ -162,7 +162,7 @@ _watches: list[_TorchWatch] = []
 
 def watch() -> None:
     """Watch this process if `mpitrain verify` has started it. Only the first call does something."""
-    if JobContext.read(os.environ).verify_record and not _watches:
+    if JobContext.read(os.environ).verify.record and not _watches:
         _watches.append(_TorchWatch())
 
 

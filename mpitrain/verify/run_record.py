@@ -89,7 +89,7 @@ class Recorder:
     @property
     def steps_left(self) -> int:
         """The number of steps still to be recorded."""
-        return self._world.context.verify_steps - self._number
+        return self._world.context.verify.steps - self._number
 
     def attach(self, source: int) -> bool:
         """Record from now on the steps of this source (a Trainer, an optimizer, a reducer), and of no lower source.
@@ -226,7 +226,7 @@ class Recorder:
         self._write({"num_ranks": self._world.size}, anew=True)
 
     def _write(self, content: Mapping[str, Any], *, anew: bool = False) -> None:
-        with opened(Path(self._world.context.verify_record)) as file:
+        with opened(Path(self._world.context.verify.record)) as file:
             if anew:
                 file.truncate(0)
             file.write(json.dumps(content) + "\n")

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from mpitrain.context import PlanTask
 from mpitrain.errors import ConfigError
 from mpitrain.job import step_times
 from mpitrain.job.step_times import SUMS, StepTimes
@@ -20,7 +21,7 @@ LAYOUT = [("first", 4000), ("last", 400)]
 
 def train(world: World, path: str, num_steps: int, **changes: object) -> int:
     """Make steps of a batch of 8 samples until the recorder ends them. Return how many were made."""
-    told = replace(world.context, plan_record=path, plan_steps=2, plan_ranks=("1", "2", "8", "16"))
+    told = replace(world.context, plan=PlanTask(path, 2, ("1", "2", "8", "16")))
     times = StepTimes(world.replaced(context=told, **changes))  # type: ignore[arg-type]
     made = 0
     try:
@@ -82,7 +83,7 @@ def steps_of(times: StepTimes, *weights: float) -> None:
 
 def measuring(world: World, path: Path, *ranks: str) -> StepTimes:
     return StepTimes(
-        world.replaced(context=replace(world.context, plan_record=str(path), plan_steps=2, plan_ranks=ranks))
+        world.replaced(context=replace(world.context, plan=PlanTask(str(path), 2, ranks)))
     )
 
 

@@ -25,6 +25,7 @@ from mpitrain import (
     evaluate,
 )
 from mpitrain.collectives.trees import ArrayTrees
+from mpitrain.context import VerifyTask
 from mpitrain.data import ArrayData
 from mpitrain.errors import MpitrainError
 from mpitrain.optim import SGD
@@ -44,7 +45,7 @@ BATCH, RATE = 9, 0.05
 
 def recording(world: World, folder: Path, steps: int) -> World:
     """The world as `init` makes it with these settings."""
-    own = world.replaced(context=replace(world.context, verify_record=str(folder), verify_steps=steps))
+    own = world.replaced(context=replace(world.context, verify=VerifyTask(str(folder), steps)))
     if world.is_root and folder.is_dir():
         make_record(folder)
     recorder = Recorder(own)

@@ -90,7 +90,7 @@ def contexts_of(command: Command) -> dict[int, JobContext]:
 
 def processes(command: Command, serves: str) -> list[int]:
     """The processes below this command that are of this kind."""
-    return sorted(pid for pid, context in contexts_of(command).items() if context.serves == serves)
+    return sorted(pid for pid, context in contexts_of(command).items() if context.serve.kind == serves)
 
 
 class Command:

@@ -34,7 +34,7 @@ class Processes:
 
     def start(self, kind: str, last: int, seconds: float = 0.01) -> tuple[subprocess.Popen[bytes], Path]:
         output = self._folder / f"{kind} {len(self.started)}"
-        told = {"_MPITRAIN_SERVES": kind, "_MPITRAIN_SERVE_ADDRESS": self.address, TOKEN: self.token}
+        told = {"_MPITRAIN_SERVE_KIND": kind, "_MPITRAIN_SERVE_ADDRESS": self.address, TOKEN: self.token}
         told["_MPITRAIN_SERVE_KEY"] = str(self._folder / f"{kind} key")
         with output.open("wb") as file:
             process = subprocess.Popen(

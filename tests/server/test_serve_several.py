@@ -20,7 +20,7 @@ from listing import line_with
 
 import mpitrain as mt
 from jobs import HANG_SECONDS
-from mpitrain.context import JobContext
+from mpitrain.context import JobContext, ServeTask
 from mpitrain.errors import LaunchError
 from mpitrain.launch import serving
 from mpitrain.launch.served import handed_over
@@ -164,9 +164,9 @@ def test_a_first_server_that_does_not_notice_is_ended(
     program = (
         "import os, sys, signal, time\n"
         "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
-        "time.sleep(1000) if os.environ['_MPITRAIN_SERVES'] == 'server' else sys.exit(3)"
+        "time.sleep(1000) if os.environ['_MPITRAIN_SERVE_KIND'] == 'server' else sys.exit(3)"
     )
-    contexts = [JobContext(serves="server"), JobContext(serves="shard", serve_number=1)]
+    contexts = [JobContext(serve=ServeTask("server")), JobContext(serve=ServeTask("shard", 1))]
     with started([sys.executable, "-c", program], contexts, handed_over("")) as servers:
         code = None
         while code is None:
@@ -216,7 +216,7 @@ def test_a_further_server_that_crashes_at_its_end_ends_nothing(commands: Command
 
 def run_servers(program: str, *signals: int) -> tuple[int, int]:
     """Run this code in two servers. Signals come when the first one has said that it is there. Return both codes."""
-    contexts = [JobContext(serves="server"), JobContext(serves="shard", serve_number=1)]
+    contexts = [JobContext(serve=ServeTask("server")), JobContext(serve=ServeTask("shard", 1))]
     read, write = os.pipe()
     with started([sys.executable, "-c", program.replace("LINE", str(write))], contexts, write) as servers:
         if signals:
@@ -232,7 +232,7 @@ def run_servers(program: str, *signals: int) -> tuple[int, int]:
 
 SLOW_END = """
 import os, sys, time
-if os.environ["_MPITRAIN_SERVES"] == "server":
+if os.environ["_MPITRAIN_SERVE_KIND"] == "server":
     try:
         os.write(LINE, b".")
         time.sleep(1000)
@@ -252,8 +252,8 @@ def test_a_first_server_that_ends_slowly_ends_its_checkpoint(monkeypatch: pytest
 
 def test_a_server_whose_failure_has_ended_the_first_one_is_named(capfd: pytest.CaptureFixture[str]) -> None:
     """Also if both are gone when the launcher looks."""
-    contexts = [JobContext(serves="server"), JobContext(serves="shard", serve_number=1)]
-    program = "import os, sys; sys.exit(1 if os.environ['_MPITRAIN_SERVES'] == 'server' else 3)"
+    contexts = [JobContext(serve=ServeTask("server")), JobContext(serve=ServeTask("shard", 1))]
+    program = "import os, sys; sys.exit(1 if os.environ['_MPITRAIN_SERVE_KIND'] == 'server' else 3)"
     with started([sys.executable, "-c", program], contexts, handed_over("")) as servers:
         for process in (servers._first, *servers._others):
             process.wait()
@@ -267,7 +267,7 @@ import os, sys, time
 from pathlib import Path
 from mpitrain.watching.served_record import ServedPage
 
-if os.environ["_MPITRAIN_SERVES"] == "server":
+if os.environ["_MPITRAIN_SERVE_KIND"] == "server":
     page = ServedPage()
     page.write({"at": time.monotonic(), "stage": "STAGE", "has_failed": FAILED})
     Path("PATH").touch()
@@ -310,7 +310,7 @@ def test_servers_end_if_one_cannot_be_started(monkeypatch: pytest.MonkeyPatch) -
         return made[0]
 
     monkeypatch.setattr(serving.subprocess, "Popen", one)
-    contexts = [JobContext(serves="server"), JobContext(serves="shard", serve_number=1)]
+    contexts = [JobContext(serve=ServeTask("server")), JobContext(serve=ServeTask("shard", 1))]
     with (
         pytest.raises(LaunchError, match="too many processes"),
         started([sys.executable, "-c", "import time; time.sleep(1000)"], contexts, handed_over("")),

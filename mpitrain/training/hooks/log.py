@@ -51,7 +51,7 @@ class Log(Hook):
         """See Hook."""
         launcher = JobContext.read(os.environ)
         # Open MPI gives its ranks a terminal of their own, even if their output goes elsewhere.
-        is_own = (not launcher.job or launcher.serves) and trainer.world.size == 1 and sys.stdout.isatty()
+        is_own = (not launcher.job or launcher.serve.kind) and trainer.world.size == 1 and sys.stdout.isatty()
         # The output of a program that a rank starts may go anywhere, though the program inherits the rank's variables.
         columns = 0 if is_helper() else launcher.columns
         is_terminal = is_own or columns > 0
