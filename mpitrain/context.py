@@ -97,16 +97,16 @@ class JobContext:
         launcher: which process that is; roster.launcher_name makes it.
         expected_size: ranks that the launcher started; 0: not known.
         roll_call: socket of the guard of its host, at which every rank calls; "": there is no guard.
-        keeper: socket of the keeper of its host, which holds memory for the next try; "": there is no keeper.
-        failed_ms: when the try before this one failed, by time.time(), in milliseconds; 0: this is the first try.
-        failed_step: the step in which that try failed; 0: before its first.
+        keeper: socket of the keeper of its host, which holds memory for the next attempt; "": there is no keeper.
+        failed_ms: when the try before this one failed, by time.time(), in milliseconds; 0: this is the first attempt.
+        failed_step: the step in which that attempt failed; 0: before its first.
         failure: why it failed, in a line, or how its hosts have changed.
         follows: the id of the try that trains until this one takes over; "": none does.
-        saves: 1: this try makes no step; it only saves what the tries before have reached.
+        saves: 1: this attempt makes no step; it only saves what the tries before have reached.
         orders: what earlier tries have been told, as JSON (launch/orders.py); "": nothing.
         devices: of the ranks in order, such as ("cuda:0", "cuda:1", "cpu"); none where --hosts names none.
         columns: width of the terminal that the launcher prints to; 0: it prints to none.
-        recover: 1: the ranks that are left go on where one is lost; 0: the loss of a rank ends the job.
+        recover: 1: the ranks that are left continue where one is lost; 0: the loss of a rank ends the job.
         verify: what `mpitrain verify` wants of the ranks.
         plan: what `mpitrain plan` wants of them.
         servers: how many ranks of the job, or processes of `mpitrain serve`, are servers. 0: there is none, or one that

@@ -9,9 +9,9 @@
     ├── ClusterError           a machine could not be reached, trusted, set up or taken out of the cluster
     ├── KernelError            CUDA kernels do not compile; the text has the compiler's log
     ├── MismatchError          ranks disagree: operation, tree, shape, dtype, bucket layout, number of calls
-    ├── LostRankError          a rank is gone, and the others can go on without it
+    ├── LostRankError          a rank is gone, and the others can continue without it
     ├── RemoteError            a function that mt.run_on ran on another rank has raised an error
-    ├── ProcessGroupError      a torch process group cannot go on: a timeout, a rank that has left, use after destroy
+    ├── ProcessGroupError      a torch process group cannot continue: a timeout, a rank that has left, use after destroy
     ├── DeviceError            a GPU that cannot be used, lacks memory, or cannot do what was asked for
     ├── TreeError              a tree holds something that is neither an array nor a number
     ├── GradientError          a gradient that cannot be used
@@ -98,7 +98,7 @@ def everywhere(error: AnError, is_known_everywhere: bool = True) -> AnError:
     """Return `error`, marked as raised by every rank here; or, if not `is_known_everywhere`, as raised by one rank.
 
     If all ranks have seen the same agreement, vote or gathered values, raise an error that follows from them as
-    everywhere(...). An error of one rank alone breaks the World, because the others may go on to another call.
+    everywhere(...). An error of one rank alone breaks the World, because the others may continue to another call.
     """
     error.known_everywhere = is_known_everywhere
     return error
@@ -119,8 +119,8 @@ class NotNowError(ConfigError):
 class LaunchError(MpitrainError, RuntimeError):
     """The processes that were launched do not form one MPI job.
 
-    `hosts` are the hosts that cannot take part, if the other hosts might go on without them. `different` are the hosts
-    that answer and are not as the launcher's own, each with the difference.
+    `hosts` are the hosts that cannot take part, if the other hosts might continue without them. `different` are the
+    hosts that answer and are not as the launcher's own, each with the difference.
     """
 
     hosts: tuple[str, ...] = ()
@@ -144,7 +144,7 @@ class MismatchError(MpitrainError, ValueError):
 
 
 class LostRankError(MpitrainError, RuntimeError):
-    """A rank of the World is gone. With `mpitrain run --recover` the others can go on in a new World."""
+    """A rank of the World is gone. With `mpitrain run --recover` the others can continue in a new World."""
 
 
 class RemoteError(MpitrainError, RuntimeError):

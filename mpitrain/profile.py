@@ -67,7 +67,7 @@ def fingerprint(hosts: Sequence[str], node_ranks: Sequence[int], mpi: str) -> di
 
 def library_name(text: str) -> str:
     """The MPI library and its version in one line, from what MPI_Get_library_version gives."""
-    # MPICH's goes on for pages, Open MPI's after a comma; both have a zero byte at the end.
+    # MPICH's continues for pages, Open MPI's after a comma; both have a zero byte at the end.
     return " ".join(text.splitlines()[0].partition(",")[0].strip("\0").split())
 
 

@@ -135,7 +135,7 @@ class Bed:
         self.record.note_fault(node, "freeze")
 
     def thaw(self, node: str) -> None:
-        """Let a frozen node go on."""
+        """Let a frozen node continue."""
         processes.freeze(processes.group(self.name, self.record.checked(node)), False)
         self.record.forget_fault(node, "freeze")
 

@@ -121,7 +121,7 @@ class Container:
             processes.kill(group)  # so far only nsenter was killed
             raise LaunchError(f"{self.name}: did not end within {timeout_seconds:g} s: {command}") from None
         finally:
-            with suppress(OSError):  # processes that the command left in the background go on
+            with suppress(OSError):  # processes that the command left in the background continue
                 group.rmdir()
 
     def entered(self, command: Sequence[str], visitor: str) -> list[str]:

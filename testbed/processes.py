@@ -61,7 +61,7 @@ def execute(
 
 
 def start_in_background(command: Sequence[str | Path], log: Path) -> None:
-    """Start a command that goes on when this process has ended. Its output goes to a file."""
+    """Start a command that continues when this process has ended. Its output goes to a file."""
     words = ["setsid", "--fork", *(str(word) for word in command)]
     with log.open("ab") as file:
         subprocess.run(words, stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT, check=True)
@@ -149,7 +149,7 @@ def _killed(path: Path) -> bool:
 
 
 def freeze(path: Path, frozen: bool, *, timeout_seconds: float = 60.0) -> None:
-    """Stop every process of a group, or let it go on.
+    """Stop every process of a group, or let it continue.
 
     Raises:
         LaunchError: some processes do not stop.

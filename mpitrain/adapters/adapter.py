@@ -255,7 +255,7 @@ class SeededAdapter(Adapter, Protocol):
     def seeded(self, key: tuple[int, ...]) -> AbstractContextManager[None]:
         """Return a block in which `loss_and_gradients` draws random numbers that depend on the key alone.
 
-        After it, random numbers go on as if the block had not been.
+        After it, random numbers continue as if the block had not been.
         """
         ...
 

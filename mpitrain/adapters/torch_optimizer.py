@@ -165,7 +165,7 @@ class ScheduledOptimizer:
         return state
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Go on from a copy of `state`, which may have other entries too.
+        """Continue from a copy of `state`, which may have other entries too.
 
         Raises:
             CheckpointError: the state belongs to another optimizer or schedule. Nothing has changed.

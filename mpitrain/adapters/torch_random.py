@@ -26,7 +26,7 @@ def random_state(generators: Sequence[torch.Generator] = ()) -> dict[str, Any]:
 
 
 def set_random_state(state: Mapping[str, Any], generators: Sequence[torch.Generator] = ()) -> None:
-    """Go on from a `random_state`, with as many generators."""
+    """Continue from a `random_state`, with as many generators."""
     kind, keys, *rest = state["numpy"]
     torch.set_rng_state(state["torch"])
     numpy.random.set_state((kind, keys.numpy().astype(numpy.uint32), *rest))
@@ -39,7 +39,7 @@ def set_random_state(state: Mapping[str, Any], generators: Sequence[torch.Genera
 def seeded(key: tuple[int, ...]) -> Iterator[None]:
     """A block in which PyTorch's, NumPy's and Python's own generators on the host begin anew, from the key alone.
 
-    After it, they go on as if the block had not been.
+    After it, they continue as if the block had not been.
     """
     with restored():
         seed(key)
@@ -48,7 +48,7 @@ def seeded(key: tuple[int, ...]) -> Iterator[None]:
 
 @contextmanager
 def restored() -> Iterator[None]:
-    """A block after which these generators go on as if it had not been."""
+    """A block after which these generators continue as if it had not been."""
     before = random_state()
     try:
         yield

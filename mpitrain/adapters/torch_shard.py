@@ -151,7 +151,7 @@ class TorchShard:
         return {**state, "optimizer": {**state["optimizer"], "state": self._whole}}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Go on from a copy of the state of the whole, as ScheduledOptimizer.restore does."""
+        """Continue from a copy of the state of the whole, as ScheduledOptimizer.restore does."""
         self._whole = None
         of_whole = state["optimizer"].get("state", {})
         self._check_whole(of_whole)

@@ -172,7 +172,7 @@ class StepsMade:
         try:
             if len(known) > 1 and with_all:
                 self.compare()
-        finally:  # a program may catch the error and go on: later steps are compared by what they do
+        finally:  # a program may catch the error and continue: later steps are compared by what they do
             self._used.clear()
             self.count, self._is_known = max(known, default=0) >> COUNTED_FROM_BIT, True
             self._versions = [view._version for view in views]

@@ -53,7 +53,7 @@ class Trained:
     def watch(self, came: Callable[[int, Any], None], gone: str = "") -> None:
         """Let every backward pass call the method `came(index, parameter)` when a gradient is final in p.grad.
 
-        The method's object is not kept alive. Once it is gone, a backward pass raises GradientError(gone), or goes on
+        The method's object is not kept alive. Once it is gone, a backward pass raises GradientError(gone), or continues
         if `gone` is "".
         """
         for index, parameter in enumerate(self._values):

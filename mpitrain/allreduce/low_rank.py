@@ -104,14 +104,14 @@ def _check_marks(size: int, sums: numpy.ndarray) -> None:
     if (size * squares != digits**2).any():
         raise everywhere(
             MismatchError(
-                "the ranks go on from different factors of PowerSGD; they must be those of the same step. Restore the "
-                "same checkpoint on every rank"
+                "the ranks continue from different factors of PowerSGD; they must be those of the same step. Restore "
+                "the same checkpoint on every rank"
             )
         )
 
 
 def _factor(world: World, matrix: Matrix, factors: Factors) -> numpy.ndarray:
-    """Return the Q to go on from."""
+    """Return the Q to continue from."""
     known = factors.get(matrix.key)
     if known is not None and known.shape == (matrix.rank, matrix.columns):
         return known

@@ -223,7 +223,7 @@ def _ranges(numbers: Sequence[str]) -> list[str]:
     ranges: list[list[str]] = []
     for number in numbers:
         last = ranges[-1][-1] if ranges else ""
-        # 09 and 10 go on from each other, 9 and 10 too; 9 and 010 are names of two kinds.
+        # 09 and 10 continue from each other, 9 and 10 too; 9 and 010 are names of two kinds.
         goes_on = last and number and int(number) == int(last) + 1
         if goes_on and (len(number) == len(last) or (not number.startswith("0") and not last.startswith("0"))):
             ranges[-1].append(number)

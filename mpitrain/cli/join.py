@@ -11,7 +11,7 @@ PAGE = "how-to/fault-tolerance.md"
 
 _EPILOG = """\
 The hosts are compared with the others, as at a start. After the next copy of
-its state in memory, the job goes on with them, from the same step. A host
+its state in memory, the job continues with them, from the same step. A host
 without devices gets as many ranks as the largest number on a host of the job.
 
 Run this on a node of the cluster, or where `mpitrain run` runs.

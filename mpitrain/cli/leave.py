@@ -10,7 +10,7 @@ HELP = "let hosts leave a running job"
 PAGE = "how-to/fault-tolerance.md"
 
 _EPILOG = """\
-After the next copy of its state in memory, the job goes on without these hosts,
+After the next copy of its state in memory, the job continues without these hosts,
 from the same step. At least --min-nodes hosts must be left.
 
 Run this on a node of the cluster, or where `mpitrain run` runs.

@@ -1,4 +1,4 @@
-"""`mpitrain plot`: plot the record of a run, which may still be going on."""
+"""`mpitrain plot`: plot the record of a run, which may still be running."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ PAGE = "how-to/monitor.md"
 
 _EPILOG = """\
 plot reads DIRECTORY/metrics.jsonl, which mpitrain.writers.JsonLines(DIRECTORY) writes,
-and makes DIRECTORY/metrics.png. The run may still be going on.
+and makes DIRECTORY/metrics.png. The run may still be running.
 
   mpitrain plot runs/first
 """

@@ -60,7 +60,7 @@ def run(arguments: argparse.Namespace) -> int:
     placement = place_ranks(arguments.hosts, arguments.inventory, None, 1)
     jobs, kept, wrong = find_all(placement)
     hosts = placement.machines
-    newest = {one.token for one in kept if arguments.job in one.estate["tries"]}  # each try has an id of its own
+    newest = {one.token for one in kept if arguments.job in one.estate["tries"]}  # each attempt has an id of its own
     shown = [job for job in jobs if arguments.job in (None, job.token) or job.token in newest]
     problems = [
         f"job {job.token}: its server's list of workers cannot be read: {job.served['damaged']}. Look at "

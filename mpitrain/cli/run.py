@@ -148,7 +148,7 @@ def _refuse_with_resume(arguments: argparse.Namespace) -> None:
     ]:
         options = {"num_ranks": "-n", "module": "-m", "script": "SCRIPT"}
         words = ", ".join(options.get(name, f"--{name.replace('_', '-')}") for name in given)
-        raise ConfigError(f"--resume goes on with the command that started the job; leave out {words}")
+        raise ConfigError(f"--resume continues with the command that started the job; leave out {words}")
 
 
 def _count(text: str) -> int:

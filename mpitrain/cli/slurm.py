@@ -21,7 +21,7 @@ processes by steps of srun: no node needs ssh.
 
 Some time before the job ends (--warn-seconds), Slurm tells it. The training then
 ends after the present step, is saved by mt.Checkpoint, and the script has Slurm
-start the job again. It goes on from there.
+start the job again. It continues from there.
 
 Each task of an --array runs in a folder of its own, run-TASK.
 
@@ -113,7 +113,7 @@ def _seconds(time: str) -> int:
 
 
 def _refuse_early_warning(time: str | None, warn_seconds: int) -> None:
-    """Refuse a warning that may come at the start of each try: the job would be started again without end."""
+    """Refuse a warning that may come at the start of each attempt: the job would be started again without end."""
     seconds = _seconds(time) if time else 0  # for Slurm, 0 is no limit
     if seconds and seconds < (least := warn_seconds + 2 * _EARLIER_SECONDS):
         raise ConfigError(

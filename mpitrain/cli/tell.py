@@ -20,7 +20,7 @@ PAGE = "how-to/monitor.md"
 
 _EPILOG = """\
   pause              wait after the present step
-  resume             go on after a pause
+  resume             continue after a pause
   save               save a checkpoint now
   stop               end the run after the present step, and save it
   rate FACTOR        multiply the learning rate, as in `rate 0.5`

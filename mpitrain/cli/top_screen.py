@@ -32,7 +32,7 @@ from mpitrain.launch.live_picture import slow_rank
 Order = Literal["slowest", "rank", "host"]
 
 _SECONDS = 10.0
-# In these a rank does not go on by itself, or nobody knows whether it does.
+# In these a rank does not continue by itself, or nobody knows whether it does.
 MARKED = ("stopped", "disk", "failed", "ended", "unknown")
 _WAITING = ("waits", "wire", "done", "lost", "paused")
 
@@ -400,4 +400,4 @@ def _how(answer: Mapping[str, Any], ended: Mapping[str, Any] | None) -> str:
         return f"job {answer['job']}: {ended['text']} ({at})"
     if answer["served"] is not None:
         return f"job {answer['job']}: its server has ended ({at})"
-    return f"job {answer['job']}: its launcher has ended without a word, or was killed ({at})"
+    return f"job {answer['job']}: its launcher has ended without a message, or was killed ({at})"

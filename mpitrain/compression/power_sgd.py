@@ -5,7 +5,7 @@ of two or more dimensions is a matrix with one row for each first index. It is s
 numbers, and so are vectors. For the others, with the matrix M of each rank (its share of the mean, and what was left
 out before):
 
-    P = sum of M Q          first sum; Q is that of the step before, so each step goes on from the last (warm start)
+    P = sum of M Q          first sum; Q is that of the step before, so each step continues from the last (warm start)
     P = orthogonalise(P)    r columns of length 1
     R = M^T P, Q = sum of R second sum
     P Q^T                   the result, with the same bits on every rank

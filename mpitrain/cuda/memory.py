@@ -39,7 +39,7 @@ def explained(problem: str, remedy: str = "") -> Iterator[None]:
 
 
 def pinned(num_bytes: int) -> numpy.ndarray:
-    """Return page-locked host memory, uint8[num_bytes], uninitialised. The GPU copies it while the host goes on."""
+    """Return page-locked host memory, uint8[num_bytes], uninitialised. The GPU copies it while the host continues."""
     with explained(f"cannot allocate {num_bytes:,} bytes of page-locked memory", "; see free -h"):
         memory = cupy_module().cuda.alloc_pinned_memory(max(num_bytes, 1))  # rounds up
     return numpy.frombuffer(memory, numpy.uint8, max(num_bytes, 1))[:num_bytes]

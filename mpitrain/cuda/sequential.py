@@ -190,7 +190,7 @@ def outlived_by(world: World) -> str:
     """Why no transport is possible whose work on a GPU waits for that of other ranks. "" unless ranks may be lost."""
     if world.committer is None:
         return ""
-    return "with --recover the ranks go on without a lost one, but work on a GPU would wait for it; use staged"
+    return "with --recover the ranks continue without a lost one, but work on a GPU would wait for it; use staged"
 
 
 def refuse(world: World, name: str, problem: str) -> None:

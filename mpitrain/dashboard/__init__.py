@@ -1,4 +1,4 @@
-"""`mpitrain dashboard`: the runs of this user on one page, those that go on and those that have ended.
+"""`mpitrain dashboard`: the runs of this user on one page, those that run and those that have ended.
 
     records (metrics.jsonl, run.json) ─> index (SQLite) ─┐
                                                          ├─> server ─> pages/ in the browser

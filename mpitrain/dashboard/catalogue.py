@@ -51,7 +51,7 @@ class Catalogue:
 
     Attributes:
         bell: rings when a run has changed.
-        live: the jobs that go on.
+        live: the running jobs.
     """
 
     def __init__(self, index: RunIndex, roots: Sequence[Path]) -> None:
@@ -135,7 +135,7 @@ class Catalogue:
         return list(self.live.jobs.values())
 
     def summaries(self) -> list[dict[str, Any]]:
-        """Return what the list of runs shows: those that go on first, then the youngest first."""
+        """Return what the list of runs shows: those that run first, then the youngest first."""
         count, until, known = self._summaries
         if count == self.bell.count and time.monotonic() < until:  # many viewers ask for the same
             return known

@@ -129,7 +129,7 @@ def _kill(job: ShownJob) -> dict[str, Any]:
     while (pid := launcher_pid(job.launcher)) is not None and time.monotonic() < deadline:
         time.sleep(0.05)
     if pid is not None:
-        lines.append(f"its launcher, process {pid}, goes on; is it stopped?")
+        lines.append(f"its launcher, process {pid}, continues; is it stopped?")
     return {"refused": "; ".join(lines)} if lines else {"accepted": "the job has ended, without a save"}
 
 

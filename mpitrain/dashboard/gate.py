@@ -1,7 +1,7 @@
 """Who may ask for what: the addresses, the tokens and the headers of every answer.
 
-A link to a page with a token gives the browser a cookie at its first visit, and goes on to the page without the token.
-Programs send the token as `Authorization: Bearer`.
+A link to a page with a token gives the browser a cookie at its first visit, and continues to the page without the
+token. Programs send the token as `Authorization: Bearer`.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ from mpitrain.dashboard.shown_jobs import ShownJob
 
 # Of each family: type, help.
 FAMILIES = {
-    "mpitrain_job_info": ("gauge", "1 for each job that goes on"),
+    "mpitrain_job_info": ("gauge", "1 for each running job"),
     "mpitrain_job_start_time_seconds": ("gauge", "When the job began, in seconds since the epoch"),
     "mpitrain_job_tries": ("gauge", "How often the job has been started"),
     "mpitrain_job_ranks": ("gauge", "Ranks of the job, by what they do"),

@@ -32,7 +32,7 @@ class Curve:
 
 
 def curve(pieces: Callable[[], Iterable[tuple[Floats, Floats]]], first: float, last: float, pixels: int) -> Curve:
-    """Return the points with steps from `first` to `last`, and one before and one behind, where the line goes on.
+    """Return the points with steps from `first` to `last`, and one before and one behind, where the line continues.
 
     All points are returned if there are at most two for each pixel. Otherwise each column of pixels has its lowest and
     its highest point at their steps, and its first point that is not finite. Memory is taken for one piece at a time.

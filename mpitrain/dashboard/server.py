@@ -118,7 +118,7 @@ def _serve(
     base = f"{'https' if tls else 'http'}://{shown}:{port}/?token="
     print(f"for viewers:   {base}{tokens.viewer}")
     print(f"for operators: {base}{tokens.operator}")
-    print("Keep the links to yourself. Ctrl-C ends the dashboard; jobs go on.", flush=True)
+    print("Keep the links to yourself. Ctrl-C ends the dashboard; jobs continue.", flush=True)
     server.run(sockets=[listener])
     return 0 if server.started else 1
 

@@ -1,4 +1,4 @@
-"""The jobs that go on now, as their launchers on this machine tell them: one connection each, whoever looks."""
+"""The jobs that run now, as their launchers on this machine tell them: one connection each, whoever looks."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ from mpitrain.training.writers.json_lines import plain_number
 # The states that the page shows, besides those of a live job: starts, trains, restarts, ends.
 TRAINS, DONE_STATE, FAILED, LOST, STALLED, UNKNOWN = "trains", "done", "failed", "lost", "stalled", "unknown"
 PAUSED = "paused"
-# A run that may be on another host counts as one that goes on while its record is so young.
+# A run that may be on another host counts as running while its record is so young.
 _YOUNG_SECONDS = 60.0
 _STALL_SECONDS = 10.0  # of a wait in which nothing moves, as of the report on stderr
 _TROUBLE = ("stopped", "lost", "failed", "unknown")
@@ -58,7 +58,7 @@ def state_of(
         how = f"was stopped by {event['teller']}" if is_told and event is not None else "ended"
         return DONE_STATE, f"it {how} after step {step:,.0f} of {document.steps:,}"
     if document.end == LEFT:
-        return LOST, "another try was to go on with it, and has not"
+        return LOST, "another try was to continue with it, and has not"
     if document.end:
         return FAILED, document.end
     host = document.process.partition(" ")[0]
@@ -66,7 +66,7 @@ def state_of(
         return TRAINS, f"rank 0 is alive on {host}; no launcher shows more"
     if age_seconds < _YOUNG_SECONDS:
         return TRAINS, age
-    return LOST, f"rank 0 on {host} has ended without a word, or is not to be seen from here; {age}"
+    return LOST, f"rank 0 on {host} has ended without a message, or is not to be seen from here; {age}"
 
 
 def _of_job(live: Mapping[str, Any]) -> tuple[str, str]:
@@ -100,7 +100,7 @@ OF_JOB = "job-"  # ids of jobs without a record begin so
 def ids_of(job: ShownJob) -> list[str]:
     """Return the ids under which a job without a record is found; the first one is that which the list shows.
 
-    A launcher that has not begun a try is known by its process, also after it has begun one.
+    A launcher that has not begun an attempt is known by its process, also after it has begun one.
     """
     launchers = [hashlib.sha256(job.launcher.encode()).hexdigest()[:16]] if job.launcher else []
     return [OF_JOB + one for one in [*job.ids, *launchers]]

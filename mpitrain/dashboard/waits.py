@@ -33,7 +33,7 @@ def who_waits(look: Mapping[str, Any]) -> dict[str, Any] | None:
     if behind:
         text += f" {_named(behind)} {_verb(behind, 'wait')} in an earlier call."
     if held:
-        text += f" {_named(held)} {_verb(held, 'have')} entered it, and {_verb(held, 'do')} not go on."
+        text += f" {_named(held)} {_verb(held, 'have')} entered it, and {_verb(held, 'do')} not continue."
     if not (absent or behind or held):
         text += " All ranks have entered it."
     rows = [

@@ -128,7 +128,7 @@ class IndexedData:
         return {**state, "left": [list(places) for places in self._left]} if self._left else state
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Go on where `state` was taken.
+        """Continue where `state` was taken.
 
         Raises:
             CheckpointError: the state belongs to another data set or order of samples, or is out of range.

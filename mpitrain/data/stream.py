@@ -153,7 +153,7 @@ class StreamData:
         return {"epoch": self.epoch, "cursor": self.cursor, "seed": self._seed, "num_samples": self.num_samples}
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Go on where `state` was taken: open the stream again, and skip the samples that were used.
+        """Continue where `state` was taken: open the stream again, and skip the samples that were used.
 
         Raises:
             CheckpointError: the state belongs to another stream or seed, or is out of range.

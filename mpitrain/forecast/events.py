@@ -5,7 +5,7 @@ A link serves one message at a time, in the order in which messages reach it.
     rank --> [link of its node, out] --latency--> ( [uplink of its rack] --> [downlink of the other rack] )
          --> [link of the other node, in] --> rank
 
-A message is cut through: it goes on as soon as its first byte is there, and ends on a link no earlier than its last
+A message is cut through: it continues as soon as its first byte is there, and ends on a link no earlier than its last
 byte has come. A message of n bytes over idle links of equal rate B with latency L takes L + n / B, the model of Hockney
 (Hockney, The communication challenge for MPP, Parallel Computing 20 (1994) 389-398). Messages that share a link wait
 for each other, as the gap per byte of LogGP makes them wait (Alexandrov, Ionescu, Schauser and Scheiman, LogGP, SPAA
@@ -48,7 +48,7 @@ class SimulatedLink:
         self.busy_seconds = 0.0
 
     def serve(self, num_bytes: int, now: float) -> float:
-        """Serve a message that reaches the link now. Return when its first byte goes on."""
+        """Serve a message that reaches the link now. Return when its first byte continues."""
         begin = self.free_at if self.free_at > now else now
         seconds = num_bytes * self.seconds_per_byte
         self.free_at = begin + seconds
@@ -183,7 +183,7 @@ class Events:
 
     Attributes:
         ranks: by number.
-        running: the rank whose work goes on now.
+        running: the rank whose work continues now.
         now: the time of the last event.
         sent: for each message, in the order of the posts: source, target, tag, bytes. None unless `records`.
     """
@@ -192,7 +192,7 @@ class Events:
         """`num_alike`: the number of ranks that do what the only one does, itself among them; 0: each has its own."""
         self.ranks = [SimulatedRank(number) for number in range(num_ranks)]
         self.sent: list[tuple[int, int, int, int]] | None = [] if records else None
-        self.running = self.ranks[0]  # the rank whose work goes on now
+        self.running = self.ranks[0]  # the rank whose work continues now
         self._network = network
         self._num_alike = num_alike
         self._due: list[tuple[float, int, SimulatedRank | _Transit]] = []

@@ -38,7 +38,7 @@ class Failing:
         node_mtbf_seconds: mean time between failures of one node.
         num_nodes: a failure of any of them ends the job.
         save_seconds: for which a save holds up the training.
-        restart_seconds: from a failure until the training goes on from the last save.
+        restart_seconds: from a failure until the training continues from the last save.
     """
 
     work_seconds: float

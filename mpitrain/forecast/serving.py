@@ -102,7 +102,7 @@ class _Connections:
         self.drive()
 
     def drive(self) -> None:
-        """Go on sending."""
+        """Continue sending."""
         for target, queue in tuple(self._queues.items()):
             flying = self._flying.get(target)
             if flying is None or flying.Test():

@@ -87,7 +87,7 @@ class Negotiation:
         absent = [rank for rank in range(self._size) if rank not in submissions]
         if absent and first.zeros is None:
             error = (
-                f"{key}: {self._name(absent[0])} has joined, and only allreduce by Average, Sum or Adasum goes on "
+                f"{key}: {self._name(absent[0])} has joined, and only allreduce by Average, Sum or Adasum continues "
                 "without it; make the call on all ranks before the first of them calls join()"
             )
             return Agreed(key, details, error)

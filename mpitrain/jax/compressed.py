@@ -26,7 +26,7 @@ class PowerSgdState(NamedTuple):
 
     Attributes:
         left_out: what was left out so far on this rank, in the form of the gradients.
-        factors: where the next step goes on from, by name of the leaf: float32[rank, columns]. Equal on all ranks.
+        factors: where the next step continues from, by name of the leaf: float32[rank, columns]. Equal on all ranks.
     """
 
     left_out: PyTree
@@ -51,7 +51,7 @@ def compressed_mean(codec: str) -> CompressedMean:
 
     `left` has the form of the gradients, in float32: what the codec has left out on this rank so far. `update` adds it
     to the gradients before it encodes them, and returns the new one. It belongs to this rank: save it for each rank,
-    and go on from it with the same ranks on the same nodes, or from zeros. On one node nothing is compressed: it is
+    and continue from it with the same ranks on the same nodes, or from zeros. On one node nothing is compressed: it is
     sent once, and is 0 from then on. With power_sgd, `left` is a PowerSgdState.
 
     `init(gradients)` returns zeros. `update(gradients, left, params=None, *, weight=1.0)` is collective, inside jit and
@@ -172,7 +172,7 @@ class TreeMeans:
             names, values: the leaves on the host.
             left: what was left out so far, like `values`; [] if nothing ever is.
             weight: of this rank, in samples.
-            factors: where power_sgd goes on from the last step, by name; see GradientReducer.factors. None: another
+            factors: where power_sgd continues from the last step, by name; see GradientReducer.factors. None: another
                 codec.
 
         Raises: what GradientReducer raises.
@@ -196,7 +196,7 @@ class TreeMeans:
 
     def _reducer_of(self, names: Sequence[str], values: Sequence[numpy.ndarray]) -> GradientReducer:
         world = init()
-        if world is not self._world:  # the ranks go on in another World, where the old reducers have no ranks
+        if world is not self._world:  # the ranks continue in another World, where the old reducers have no ranks
             self._world, self._reducers = world, {}
         layout = tuple(Parameter(name, one.shape, one.dtype) for name, one in zip(names, values, strict=True))
         if layout not in self._reducers:

@@ -58,7 +58,7 @@ def rounds(sync_every: int, outer: Any = None, *, compression: str = "none") -> 
 
     `init(params)` returns an OuterState. The ranks must have equal parameters, and compare a checksum of them.
     `update(params, state, samples)` counts a step with so many samples of this rank. Every `sync_every` steps an outer
-    step follows, and all ranks go on from the same parameters. In between it returns `params`.
+    step follows, and all ranks continue from the same parameters. In between it returns `params`.
     `end(params, state)` ends the round at once: call it after the last step, and before the parameters are evaluated or
     saved. Every rank calls all three, outside jit. Only an outer step and `init` communicate. They change none of their
     arguments, and the state shares no array with the parameters: a step may change those in place, or donate them.
@@ -68,7 +68,7 @@ def rounds(sync_every: int, outer: Any = None, *, compression: str = "none") -> 
 
     Args:
         sync_every: steps of a round, at least 1.
-        outer: None: all ranks go on from the mean of their parameters. Or an optimizer with `init(params)` and
+        outer: None: all ranks continue from the mean of their parameters. Or an optimizer with `init(params)` and
             `update(gradients, state, params)`, as in optax. It returns what is added to the common parameters, and the
             new state.
         compression: how the distances are compressed between nodes: a name in mpitrain.compression.CODECS or "none".

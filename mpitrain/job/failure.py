@@ -92,11 +92,11 @@ def say_interrupts_in_a_line() -> None:
 
 
 def end_as_lost(world: World, error: BaseException, lost: str) -> NoReturn:
-    """Report `error`, and end this process as a lost rank: the others go on without it. Never returns."""
+    """Report `error`, and end this process as a lost rank: the others continue without it. Never returns."""
     with suppress(Exception):
         sys.stdout.flush()
     _write(
-        f"{_traceback(error)}mpitrain: {world.control.name()}: {lost}. This rank ends; the others go on without it\n"
+        f"{_traceback(error)}mpitrain: {world.control.name()}: {lost}. This rank ends; the others continue without it\n"
     )
     time.sleep(_READING_SECONDS)
     os.kill(os.getpid(), signal.SIGKILL)  # an exit code would be a failure of the job

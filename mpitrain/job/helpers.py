@@ -7,10 +7,10 @@ functions, and the script needs no guard. A forked process shares MPI with its r
 Control.check sees to that.
 
 A fork is a problem if a device reads and writes the pages of a rank by address, as RDMA, XPMEM and GPUs do. After a
-fork, the rank's next write to such a page moves the rank to a copy, and the device goes on with the old page: data that
-arrive are lost. (Newer kernels leave the page to the rank if the driver has pinned it, but not all drivers do.) So a
-rank with a device open starts its helpers by forkserver, from a small process without MPI. They can only be given what
-can be pickled.
+fork, the rank's next write to such a page moves the rank to a copy, and the device continues with the old page: data
+that arrive are lost. (Newer kernels leave the page to the rank if the driver has pinned it, but not all drivers do.) So
+a rank with a device open starts its helpers by forkserver, from a small process without MPI. They can only be given
+what can be pickled.
 """
 
 from __future__ import annotations

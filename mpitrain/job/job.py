@@ -53,7 +53,7 @@ def farewell(world: World, recovery: Recovery | None = None, left: SystemExit | 
         left: the exit by which this rank leaves, with another code than 0.
 
     Raises:
-        SystemExit: `left`, because another rank cannot go on without this one.
+        SystemExit: `left`, because another rank cannot continue without this one.
         LostRankError: a rank is gone before all have said so. This comes up with a `recovery` alone; any other MPI
             ends the job.
         MismatchError: the optimizers of the ranks have not made the same steps. Raised on every rank.
@@ -178,7 +178,7 @@ class Job:
     Attributes:
         world: the current World, which init() returns. An object that outlives a World reads it here.
         num_runs: how many runs of Trainers, and loops with mt.keep, have begun.
-        is_elastic: mpitrain.elastic goes on where a rank is lost.
+        is_elastic: mpitrain.elastic continues where a rank is lost.
         recovery: takes the job to its next World where a rank is lost. None: the loss of a rank ends the job.
         role: what this process does in a job with servers.
         has_served: the servers and workers of `everyone` have met, which they do once.
@@ -207,7 +207,7 @@ class Job:
     def end(self, error: BaseException) -> NoReturn:
         """Report `error` and end every process of the job with a non-zero code. Never returns.
 
-        A rank whose GPU is lost ends alone, if the others go on without a lost rank.
+        A rank whose GPU is lost ends alone, if the others continue without a lost rank.
         """
         with suppress(Exception):  # a class of the program's may have failing attributes
             if self.recovery is not None:
@@ -236,7 +236,7 @@ class Job:
             self.end(error)
 
     def recover(self, go_on: Callable[[World], None], keep: object = None) -> LostRanks:
-        """Go on in a World without the lost ranks. See Recovery.recover."""
+        """Continue in a World without the lost ranks. See Recovery.recover."""
         assert self.recovery is not None
 
         def enter(world: World) -> None:

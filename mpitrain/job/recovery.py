@@ -1,11 +1,11 @@
-"""What the ranks that are left do when one is lost: they agree on it, and go on in a World without the lost rank.
+"""What the ranks that are left do when one is lost: they agree on it, and continue in a World without the lost rank.
 
 This needs an MPI that survives the loss of a process: Open MPI 5 with ULFM (Bland et al., Post-failure recovery of MPI
 communication capability, IJHPCA 27, 2013; MPI calls by name: https://fault-tolerance.org). `mpitrain run --recover`
 switches it on.
 
     a step:      exchange ─> commit ─> update ─> exchange ...
-    a loss:      any error ─> revoke ─> refuse the commit ─> shrink ─> make a World, build ─> agree ─> go on
+    a loss:      any error ─> revoke ─> refuse the commit ─> shrink ─> make a World, build ─> agree ─> continue
                                                                ^                               │
                                                                └── another rank is lost <──────┘
 
@@ -44,12 +44,12 @@ _NEWS_SECONDS = 1.0
 
 @dataclass(frozen=True)
 class LostRanks:
-    """What was lost, before the others went on.
+    """What was lost, before the others continued.
 
     Attributes:
         text: as in "rank 2 on lab1 was lost".
         ranks: by their numbers in the job.
-        seconds: the time on this rank from its notice of the loss until all ranks that are left were ready to go on.
+        seconds: the time on this rank from its notice of the loss until all ranks that are left were ready to continue.
     """
 
     text: str
@@ -73,7 +73,7 @@ class Recovery:
             base: the communicator that `world` was made from. It is used for nothing else.
 
         Raises:
-            LaunchError: this MPI cannot go on after the loss of a rank.
+            LaunchError: this MPI cannot continue after the loss of a rank.
         """
         self.world = world.replaced(committer=self.commit, leaver=self.end_if_lost)
         self.lost: tuple[int, ...] = ()
@@ -84,7 +84,7 @@ class Recovery:
             self._failed()
         except (NotImplementedError, _mpi().Exception) as error:
             raise LaunchError(
-                f"{world.name()}: --recover needs an MPI that goes on after the loss of a rank, and "
+                f"{world.name()}: --recover needs an MPI that continues after the loss of a rank, and "
                 f"{_mpi().Get_library_version().splitlines()[0]} does not ({error}). Use Open MPI 5, or leave out "
                 "--recover and use --restarts"
             ) from None
@@ -102,7 +102,7 @@ class Recovery:
             raise LostRankError(self._lost_text())
 
     def end_if_lost(self, error: BaseException) -> None:
-        """End this process as a lost rank if `error` says that its GPU is lost, and others are there to go on."""
+        """End this process as a lost rank if `error` says that its GPU is lost, and others are there to continue."""
         if self.world.size > 1 and (lost := lost_gpu(error, self.world)):
             end_as_lost(self.world, error, lost)
 
@@ -167,11 +167,11 @@ class Recovery:
         ended = time.perf_counter()
         loss = self._loss(old, ended - began)
         if spans := self.world.control.spans:
-            spans.add("wait", f"go on: {loss.text}", began, ended)
+            spans.add("wait", f"continue: {loss.text}", began, ended)
         if self.world.is_root:
             left = rank_ranges(self.world.control.members)
             ranks = f"rank{'s' * (self.world.size > 1)} {left}"
-            os.write(2, f"mpitrain: {loss.text}; {ranks} went on after {loss.seconds:.2f} s\n".encode())
+            os.write(2, f"mpitrain: {loss.text}; {ranks} continued after {loss.seconds:.2f} s\n".encode())
         return loss
 
     def finish(self) -> None:
@@ -234,7 +234,7 @@ class Recovery:
         names = [control.name(control.members.index(rank)) for rank in self._failed() if rank in control.members]
         return (
             f"{control.name()}: {' and '.join(names) or 'a rank'} has been lost; Trainer.run and a loop in mt.elastic "
-            "go on without it, other code does not"
+            "continue without it, other code does not"
         )
 
     def _loss(self, old: World, seconds: float) -> LostRanks:

@@ -314,7 +314,8 @@ Result = TypeVar("Result")
 def elastic(train: Callable[[World], Result]) -> Result:
     """Call `train(world)`, and again in a new World after each loss of a rank. Return what the last call returns.
 
-    A rank can be lost only with `mpitrain run --recover`. Without it, `elastic` is a single call. A Trainer goes on by
+    A rank can be lost only with `mpitrain run --recover`. Without it, `elastic` is a single call. A Trainer continues
+    by
     itself: do not make one in `train`.
 
     Collective. `train` keeps what it has reached outside of itself, and calls `world.commit()` in every step, after

@@ -26,7 +26,7 @@ come with it, and must run with old Pythons. Both sides send one JSON object per
     launcher: {"end": linger_seconds}             guard: {"ended": [[pid, command line]...], "immortal": [...],
                                                          "lost": whether somebody removed the roll call}
 
-A guard that is `idle` is of the next try (attempts.py): it costs little until mpiexec is started.
+A guard that is `idle` is of the next attempt (attempts.py): it costs little until mpiexec is started.
 
 The guard ends the job's processes (processes.py) when the launcher says so, when the connection closes, and when the
 launcher has been silent for `silence_seconds` (0: never). Then it removes the job's files (shared_files.py). If the
@@ -163,7 +163,7 @@ class Guard:
         self._load = self._load or Load()
         try:
             load = self._load.read(now)
-        except Exception as error:  # a kernel may count in another way; the job goes on
+        except Exception as error:  # a kernel may count in another way; the job continues
             self._has_no_load, load = True, None
             send({"load": None, "no_load": f"{type(error).__name__}: {error!s:.200}"})
         if load is not None:

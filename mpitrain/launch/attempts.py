@@ -125,7 +125,7 @@ def run_here(
     """
     _refuse_absent(from_file)
     own, context = job.placement.own, identified(job.context, Path(tempfile.gettempdir()))
-    # No limit of silence: a launcher that is stopped (Ctrl-Z) sends nothing, but the job must go on.
+    # No limit of silence: a launcher that is stopped (Ctrl-Z) sends nothing, but the job must continue.
     wish = {"token": context.job, "roll_call": context.roll_call, "peers": {}, "silence_seconds": 0}
     wish["live"] = str(socket_of(context.launcher))
     if keepers is not None:
@@ -218,7 +218,7 @@ class Attempts:
             return new.ready().to_end(self._looking(new, meanwhile))
 
     def after(self, stack: ExitStack, job: JobOverHosts, meanwhile: Callable[[], None]) -> Callable[[], None]:
-        """A try that was started elsewhere has taken over; `stack` is closed at its end.
+        """A attempt that was started elsewhere has taken over; `stack` is closed at its end.
 
         Return what is to be called some times a second with it.
         """
@@ -242,7 +242,7 @@ class Attempts:
         self._has_begun = False
 
     def _look(self, present: JobOverHosts) -> None:
-        """Prepare the next try when the present one has made a step."""
+        """Prepare the next attempt when the present one has made a step."""
         if self._has_begun or self._keepers is None:
             self._open_ways()
             return
@@ -251,17 +251,17 @@ class Attempts:
         try:
             self._next = self._make(self._stack, present.job)
             self._next.connect(None, is_idle=True)
-        except (ConfigError, LaunchError, OSError):  # the next try will say so
+        except (ConfigError, LaunchError, OSError):  # the next attempt will say so
             self.forget()
         else:
             self._has_facts = self._has_ways = False
             self._stack.enter_context(left_out(self._next.guards.processes()))
-            self._thread = threading.Thread(target=self._ask, args=(self._next,), name="next try", daemon=True)
+            self._thread = threading.Thread(target=self._ask, args=(self._next,), name="next attempt", daemon=True)
             self._thread.start()
         self._has_begun = True
 
     def _open_ways(self) -> None:
-        """When the guards of the next try have logged in, log in for its mpiexec."""
+        """When the guards of the next attempt have logged in, log in for its mpiexec."""
         if self._next is None or self._has_ways or not self._has_facts:
             return
         self._has_ways = True
@@ -272,7 +272,7 @@ class Attempts:
         try:
             job.ask()
             job.guards.keep()
-        except Exception:  # whatever it is: the next try asks anew, and reports it
+        except Exception:  # whatever it is: the next attempt asks anew, and reports it
             return
         self._has_facts = True
 

@@ -1,6 +1,6 @@
 """Changes of the hosts of a running job: answers the wishes.
 
-    wish ─> can it be? ─┬─> "accepted" ─> the next try starts, on other hosts (successor.py) ─> keepers ─> ranks end
+    wish ─> can it be? ─┬─> "accepted" ─> the next attempt starts, on other hosts (successor.py) ─> keepers ─> ranks end
                         │                                                               after their next copy
                         └─> "refused", and why; the job does not notice
 
@@ -8,7 +8,7 @@ Only the first run of a script can be left and gone on with: a later one would h
 a Trainer, or a loop with mt.keep.
 
 A thread answers, because a host that is to join is asked for its facts first. Only the main thread starts processes.
-If the next try cannot start beside the present one, it starts when the present one has ended.
+If the next attempt cannot start beside the present one, it starts when the present one has ended.
 
 `Tellers` opens the socket to which the wishes of `mpitrain tell`, `join` and `leave` come (control.py).
 """
@@ -41,16 +41,16 @@ _RUN = 1
 _SETTLE_SECONDS = 1.5
 # A host that is about to be taken away has less time than READY_SECONDS.
 _READY_SECONDS_OF_TOLD = 10.0
-# So long a wish waits for a try or a run that is about to begin.
+# So long a wish waits for an attempt or a run that is about to begin.
 _BEGIN_SECONDS = 5.0
 _STARTS = "the job is being started again; try again in a moment"
 
 
 class Changes:
-    """Use this in `with`: inside, wishes are answered. `look` goes on with them.
+    """Use this in `with`: inside, wishes are answered. `look` continues with them.
 
     Attributes:
-        bad: the hosts that could not take part when a try was about to start, or to take over, each with the time.
+        bad: the hosts that could not take part when an attempt was about to start, or to take over, each with the time.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class Changes:
             limits: the fewest and the most hosts.
             widen: returns a placement with more hosts, from the text of --hosts. Raises ConfigError.
             check: raises LaunchError or ConfigError if a host of a placement cannot take part.
-            prepare: starts the next try beside the present one, for a reason in words; None: it cannot.
+            prepare: starts the next attempt beside the present one, for a reason in words; None: it cannot.
         """
         self.bad: list[tuple[float, str]] = []
         self._keepers, self._limits, self._widen, self._check = keepers, limits, widen, check
@@ -81,7 +81,7 @@ class Changes:
         self._change: Change | None = None
         self._saves_for = ""
         self._told: dict[str, int] = {}  # the hosts that are to leave because SIGTERM told a rank there to end
-        self._heeded: set[int] = set()  # the ranks of this try of which that is known
+        self._heeded: set[int] = set()  # the ranks of this attempt of which that is known
         self._lock = threading.Lock()
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._look, name="changes", daemon=True)
@@ -98,7 +98,7 @@ class Changes:
             self._taken.close()
 
     def begin(self, hosts: Placement, now_on: Placement, saves_for: str = "") -> None:
-        """A try is about to begin on `now_on`; those of `hosts` that are not in it are set aside.
+        """A attempt is about to begin on `now_on`; those of `hosts` that are not in it are set aside.
 
         With `saves_for`, a reason in words, the try only saves the state of the job, and no wish is accepted.
         """
@@ -110,7 +110,7 @@ class Changes:
             self._told = {host: rank for host, rank in self._told.items() if host in now_on.hosts}
 
     def leave_state(self, why: str) -> str:
-        """After the last try: leave the state to another launcher, for a reason in words.
+        """After the last attempt: leave the state to another launcher, for a reason in words.
 
         Return where it is, and what to do; "": nobody has it.
         """
@@ -119,12 +119,12 @@ class Changes:
             return ""
         until = time.strftime("%H:%M:%S", time.localtime(time.time() + KEEP_SECONDS))
         return (
-            f"its state is kept in memory on {', '.join(hosts)} until {until}. To go on when more hosts can take part: "
-            f"`mpitrain run --resume {job}`. To drop it: `mpitrain kill {job}`"
+            f"its state is kept in memory on {', '.join(hosts)} until {until}. To continue when more hosts can take "
+            f"part: `mpitrain run --resume {job}`. To drop it: `mpitrain kill {job}`"
         )
 
     def take(self, *, has_left: bool = False) -> Change | None:
-        """After a try: the change that was accepted meanwhile. Until `begin`, no wish is accepted.
+        """After an attempt: the change that was accepted meanwhile. Until `begin`, no wish is accepted.
 
         Args:
             has_left: the ranks have ended for a change. A host that SIGTERM has told to leave just before is not
@@ -137,7 +137,7 @@ class Changes:
             return change
 
     def take_next(self, change: Change | None) -> Successor | None:
-        """After `take`: the try that goes on for this change. It takes over now. None: none is ready."""
+        """After `take`: the try that continues for this change. It takes over now. None: none is ready."""
         if self._next is None or self._next[0] is not change or not self._next[1].is_ready:
             self._close_next()
             return None
@@ -146,7 +146,7 @@ class Changes:
         return self._taken
 
     def look(self) -> None:
-        """In the main thread, some times a second while a try runs: prepare the next one, if there is a change."""
+        """In the main thread, some times a second while an attempt runs: prepare the next one, if there is a change."""
         with self._lock:
             change, is_prepared = self._change, self._keepers.wish == PREPARES
         if self._next is not None and self._next[0] is not change:  # the change was dropped
@@ -175,7 +175,7 @@ class Changes:
             self._next, self._prepared_since = (change, successor), time.monotonic()
 
     def _go_without(self, change: Change, successor: Successor, problem: str) -> None:
-        """The next try cannot be prepared: drop the hosts that would join, or let the present ranks end first."""
+        """The next attempt cannot be prepared: drop the hosts that would join, or let the present ranks end first."""
         self._close_next()
         with self._lock:
             is_dropped = bool(change.joined) and successor.has_room and self._keepers.wish == PREPARES
@@ -184,9 +184,9 @@ class Changes:
         if is_dropped:
             blamed = [host for host in change.joined if host in successor.faulty or not successor.faulty]
             self.bad += [(time.monotonic(), host) for host in blamed]
-            say(f"the job goes on as before, without {', '.join(change.joined)}: {problem}")
+            say(f"the job continues as before, without {', '.join(change.joined)}: {problem}")
         else:
-            say(f"the next try cannot start beside this one: {problem}. It starts when this one has ended")
+            say(f"the next attempt cannot start beside this one: {problem}. It starts when this one has ended")
             self._tell(change, LEAVES)
 
     def _close_next(self) -> None:
@@ -206,7 +206,7 @@ class Changes:
             change = self.accept(wish)
         except (ConfigError, LaunchError) as error:
             return {"refused": str(error)}
-        return {"accepted": f"{change.text} after the next copy of its state; then it goes on on {change.where}"}
+        return {"accepted": f"{change.text} after the next copy of its state; then it continues on {change.where}"}
 
     @property
     def is_open(self) -> bool:
@@ -216,7 +216,7 @@ class Changes:
             return is_free and self._keepers.run == _RUN and not self._keepers.is_ending
 
     def accept(self, wish: Mapping[str, Any]) -> Change:
-        """Accept a wish; `look` goes on with it. Takes seconds for a host that joins: call this in a thread.
+        """Accept a wish; `look` continues with it. Takes seconds for a host that joins: call this in a thread.
 
         Raises:
             NotNowError: the hosts of the job cannot change now.
@@ -279,7 +279,7 @@ class Changes:
             )
 
     def _drop_if_late(self) -> None:
-        """If the run is over that was to change its hosts, say so: there is nothing to go on with."""
+        """If the run is over that was to change its hosts, say so: there is nothing to continue with."""
         with self._lock:
             if (change := self._change) is None or self._keepers.run == _RUN:
                 return
@@ -321,7 +321,7 @@ class Changes:
             change = leaving(self._hosts, self._now_on, leave)
             self._change = replace(change, text=f"{change.text} ({why})", ready_seconds=ready_seconds)
             self._keepers.wish = PREPARES
-            follows = f"it goes on on {change.where}"
+            follows = f"it continues on {change.where}"
         else:
             self._change = Change(why_end, self._hosts, self._now_on, is_end=True)
             self._keepers.wish = SAVES

@@ -207,7 +207,7 @@ def connect(
 ) -> Connection:
     """Start a guard on `host`, or the main() of the last of `modules`. Return at once; its messages come later.
 
-    `descriptors` of this process stay open in one that runs on this machine. One that `outlives_us` goes on after a
+    `descriptors` of this process stay open in one that runs on this machine. One that `outlives_us` continues after a
     kill of this process.
 
     Raises:

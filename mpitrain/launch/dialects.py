@@ -27,7 +27,7 @@ _HYDRA_PATTERN = "<mpitrain-rank-%r>"
 _SSH_ARGUMENTS = " ".join(SSH_OPTIONS)
 _HYDRA_TAG = Tag(*"<mpitrain-rank-", r"(\d+)", ">")
 
-# With these Open MPI 5 goes on after the loss of a rank. Its own detector of failures is left out: it hears of a rank
+# With these Open MPI 5 continues after the loss of a rank. Its own detector of failures is left out: it hears of a rank
 # only while that calls MPI, so it takes one that computes for dead. PRRTE sees the end of a process without it.
 _OPEN_MPI_RECOVERS = (
     *("--with-ft", "ulfm"),
@@ -189,7 +189,7 @@ def is_old_open_mpi(mpiexec: Mpiexec) -> bool:
 
 
 def can_recover(mpiexec: Mpiexec) -> bool:
-    """Whether its jobs can go on after the loss of a rank."""
+    """Whether its jobs can continue after the loss of a rank."""
     return mpiexec.vendor == "openmpi" and not is_old_open_mpi(mpiexec)
 
 

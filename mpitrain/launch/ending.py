@@ -32,7 +32,7 @@ _OF_HYDRA = re.compile(r"BAD TERMINATION|^\[(proxy|mpiexec)", re.MULTILINE)
 _SIGNAL = re.compile(r"EXIT STRING: .*\(signal (\d+)\)")
 _KILLED = re.compile(r"was killed by signal (\d+)")  # as we say it
 _LEFT = re.compile(r"left with exit code (\d+)")  # as a rank says it that sys.exit has ended
-_SILENT = "ended without a word (os._exit, or killed?)"
+_SILENT = "ended without a message (os._exit, or killed?)"
 # Open MPI 4 and 5.
 _OPEN_MPI_KILLED = re.compile(r"process rank (\d+) with PID \d+ on node \S+ exited\s+on\s+signal (\d+)")
 _OPEN_MPI_DAEMON = re.compile(r"Remote daemon: .* on node (\S+)")
@@ -328,4 +328,4 @@ def last_step(records: Mapping[int, RankRecord], rank: int | None = None) -> int
 
 def is_kill(cause: str) -> bool:
     """True if the failure may come from the kernel, which kills processes when memory runs out."""
-    return "was killed by signal 9" in cause or "ended without a word" in cause
+    return "was killed by signal 9" in cause or "ended without a message" in cause

@@ -166,7 +166,7 @@ def placed_again(
         if host in known:
             placed.append(Place(host, sum(before.num_ranks for before in placed), num_ranks, tuple(devices)))
     addresses, own = _addresses(list(known), cluster, known)
-    note = f"the job goes on without {', '.join(unknown)}: {'; '.join(unknown.values())}" if unknown else ""
+    note = f"the job continues without {', '.join(unknown)}: {'; '.join(unknown.values())}" if unknown else ""
     return Placement(tuple(placed), {} if list(addresses) == [own] else addresses, own, note)
 
 

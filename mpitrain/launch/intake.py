@@ -112,7 +112,7 @@ class Intake:
         self._thread.join(2 * _LOOK_SECONDS)  # it may be asking a host, which takes longer
 
     def begin(self, hosts: Placement, now_on: Placement, failures: Sequence[FailedTry]) -> None:
-        """A try is about to begin on `now_on`. See Changes.begin; `failures` are those so far."""
+        """A attempt is about to begin on `now_on`. See Changes.begin; `failures` are those so far."""
         with self._lock:
             if self._hosts is None:
                 self._read_inventory()
@@ -199,9 +199,9 @@ class Intake:
         except ConfigError as error:
             self._refuse(dict.fromkeys(joining, str(error)), now)
         else:
-            self._put_off(joining, now)  # if the next try fails, perhaps because of another host
+            self._put_off(joining, now)  # if the next attempt fails, perhaps because of another host
             answer = f"{', '.join(joining)} answer{'s' * (len(joining) == 1)}"
-            say(f"{answer}; {change.text} after the next copy of the state, and then it goes on on {change.where}")
+            say(f"{answer}; {change.text} after the next copy of the state, and then it continues on {change.where}")
 
     def _refuse(self, different: Mapping[str, str], now: float) -> None:
         for host in self.note(different, now):

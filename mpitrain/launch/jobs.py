@@ -118,12 +118,12 @@ class KeptJob:
 
     @property
     def token(self) -> str:
-        """The id of its last try."""
+        """The id of its last attempt."""
         return str(self.estate["tries"][-1])
 
     @property
     def is_lost(self) -> bool:
-        """True if another launcher may go on with it."""
+        """True if another launcher may continue with it."""
         return self.lost_ms > 0 and not self.is_launched
 
 
@@ -142,8 +142,8 @@ def find_all(placement: Placement, *, is_whole: bool = False) -> tuple[list[Runn
 def kept_jobs(by_host: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[KeptJob]:
     """Sort what the keepers of each host tell (roster.kept) by jobs. A pure function.
 
-    A keeper that was cut off before the last try of a job began is left out: the others have gone on without it, so its
-    copy of a step may have other bits than theirs.
+    A keeper that was cut off before the last attempt of a job began is left out: the others have gone on without it, so
+    its copy of a step may have other bits than theirs.
     """
     by_job: dict[str, list[tuple[str, Mapping[str, Any]]]] = {}
     for host, entries in by_host.items():

@@ -1,7 +1,8 @@
-"""The keeper of a job on one of its hosts: it holds the memory from which the ranks of the next try go on (kept.py).
+"""The keeper of a job on one of its hosts: it holds the memory from which the ranks of the next attempt continue
+(kept.py).
 
-A keeper lives from the first try of a job to the end of the last one. Like a guard (guard.py), it is sent as text over
-an ssh connection. Both sides send one JSON object per line:
+A keeper lives from the first attempt of a job to the end of the last one. Like a guard (guard.py), it is sent as text
+over an ssh connection. Both sides send one JSON object per line:
 
     launcher: {"beat": 1, "wish": as kept.py    keeper: {"ready": 1}, or {"error": text}
                names it, "of": the try,
@@ -16,7 +17,7 @@ an ssh connection. Both sides send one JSON object per line:
 After "bye" it ends, with all that it holds. The launcher is lost if the connection closes without a "bye", or if the
 launcher has been silent for `silence_seconds` (0: never). The keeper then waits for `keep_seconds` for the keeper of
 another launcher, which inherits what it holds. If it holds nothing, or knows no estate, it ends at once; and on another
-host than the launcher's when that host says that the job goes on without this one, or is over (keeper.py). After
+host than the launcher's when that host says that the job continues without this one, or is over (keeper.py). After
 "stay" the launcher ends too, and tells its user so itself.
 """
 
@@ -189,7 +190,7 @@ def _say(descriptor: int, kept: Kept) -> None:
     job = json.loads(kept.estate)["tries"][-1]
     until = time.strftime("%H:%M:%S", time.localtime(kept.loss["until_ms"] / 1000))
     text = (
-        f"mpitrain: job {job} has lost its launcher; its state is kept in memory until {until}. To go on: "
+        f"mpitrain: job {job} has lost its launcher; its state is kept in memory until {until}. To continue: "
         f"`mpitrain run --resume {job}`. To drop it: `mpitrain kill {job}`\n"
     )
     with contextlib.suppress(OSError):
@@ -205,10 +206,10 @@ def _claimed(wish: dict[str, Any]) -> KeeperLine:
         heir = line.claim(wish["heir"])
     except OSError as error:
         raise OSError(
-            f"its keeper has just ended ({error}): somebody else goes on with this job, or has dropped it"
+            f"its keeper has just ended ({error}): somebody else continues with this job, or has dropped it"
         ) from None
     if heir != wish["heir"]:
-        raise OSError(f"{heir} goes on with this job")
+        raise OSError(f"{heir} continues with this job")
     return line
 
 

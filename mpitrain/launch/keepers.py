@@ -89,7 +89,7 @@ _CLOSE_SECONDS = 3.0
 
 @dataclass(frozen=True)
 class Room:
-    """What the ranks of a try hold on a host, and what is free there.
+    """What the ranks of an attempt hold on a host, and what is free there.
 
     Attributes:
         num_ranks: the ranks that copy their state there.
@@ -107,19 +107,19 @@ class Room:
 class Keepers:
     """Use this in `with`: at its end, no keeper is left on a host that can be reached.
 
-    Except for an heir (`adopt`) that has refused to start a try: then the keepers wait for the next one.
+    Except for an heir (`adopt`) that has refused to start an attempt: then the keepers wait for the next one.
 
     Attributes:
         name: of the socket of each keeper, for the ranks.
-        estate: what another launcher needs to go on with the job (keepers.py); empty: there can be no other one.
+        estate: what another launcher needs to continue with the job (keepers.py); empty: there can be no other one.
         is_heir: what the keepers hold is of another launcher, and no try of this one has run.
         of: the id of the job of the try that trains.
-        wish: what the ranks of this try are to do (kept.py).
-        run: the number of the run, of a Trainer or a loop with mt.keep, whose state all ranks of this try copy; 0: none
-            now.
-        told: the ranks of this try that SIGTERM has told to end, and when that was heard, by time.monotonic().
+        wish: what the ranks of this attempt are to do (kept.py).
+        run: the number of the run, of a Trainer or a loop with mt.keep, whose state all ranks of this attempt copy; 0:
+            none now.
+        told: the ranks of this attempt that SIGTERM has told to end, and when that was heard, by time.monotonic().
         refuses: the ranks that were told to end cannot leave, and so end at once.
-        is_ending: this try fails, or a signal to the launcher ends it.
+        is_ending: this attempt fails, or a signal to the launcher ends it.
     """
 
     def __init__(self, own: str, name: str, estate: Mapping[str, Any] | None = None) -> None:
@@ -165,7 +165,8 @@ class Keepers:
             heir: names this launcher to another one that wants the same.
 
         Raises:
-            LaunchError: somebody else goes on with the job, or a host does not answer. What is held stays where it is.
+            LaunchError: somebody else continues with the job, or a host does not answer. What is held stays where it
+                is.
         """
         self.is_heir = True
         first, *others = names
@@ -196,17 +197,18 @@ class Keepers:
             )
 
     def note(self, hosts: Placement) -> None:
-        """From the next try on, these are the hosts of the job, also those that are set aside."""
+        """From the next attempt on, these are the hosts of the job, also those that are set aside."""
         if self.estate:
             self.estate.update(hosts_of(hosts))
 
     def begin(self, hosts: Sequence[str], of: str) -> None:
         """Before the try `of`: have a keeper on each of these hosts, and on no others. `settle` waits for them.
 
-        A host that does not take part in a try loses its keeper: what it holds would be older than what the others do.
+        A host that does not take part in an attempt loses its keeper: what it holds would be older than what the others
+        do.
         """
         self._forget(of)
-        for said in self._said.values():  # a try that was refused has left the answers to its own question
+        for said in self._said.values():  # an attempt that was refused has left the answers to its own question
             said[:] = [one for one in said if "pong" not in one]
         self._send({"ping": 1, "wish": STAYS, "of": of, **self._estate_with(of)})
         self._hear("pong", [host for host in self._connections if host in hosts], _PONG_SECONDS)
@@ -238,7 +240,7 @@ class Keepers:
         finally:
             for descriptor in said_to:
                 os.close(descriptor)
-        self._none_of_job.enter_context(left_out({connection.process.pid}))  # also if a try is running
+        self._none_of_job.enter_context(left_out({connection.process.pid}))  # also if an attempt is running
         with self._sending:
             self._connections[host] = connection
         self._cut_off.discard(host)  # the new keeper ends the one before
@@ -292,7 +294,7 @@ class Keepers:
         return held
 
     def settle(self) -> None:
-        """Wait until the keepers are ready. Report each one that is not: its host then has no copy in memory."""
+        """Wait until the keepers are ready. Report each one that is not: its host then has no in-memory checkpoint."""
         new = [host for host, said in self._said.items() if not said]
         self._hear("ready", new, _READY_SECONDS)
         for host in new:
@@ -305,7 +307,7 @@ class Keepers:
             said[:] = [{"ready": 1}]
 
     def beat(self, records: Iterable[RankRecord], *, is_ending: bool, has_failed: bool = False) -> None:
-        """Call this every second, with the newest records of the ranks of this try.
+        """Call this every second, with the newest records of the ranks of this attempt.
 
         Args:
             records: the records.

@@ -8,7 +8,7 @@
     rank: {"enter": try}                        keeper: {"entered": try}
     rank: {"leave": try, "step": number,        keeper: {"left": try}
            "ms": when, by time.time()}
-    rank: {"follow": try}                       keeper: {"left": [step, ms]}, when the ranks of that try have left;
+    rank: {"follow": try}                       keeper: {"left": [step, ms]}, when the ranks of that attempt have left;
                                                         at once and with [], if none of them was on this host
 
 The next keeper, if the launcher has gone, and commands:
@@ -19,7 +19,7 @@ The next keeper, if the launcher has gone, and commands:
     {"claim": name}                             keeper: {"claimed": name of the first whose line is open}
     {"drop": 1}                                 keeper: {"dropped": 1}, and it ends
 
-A try is named by the id of its job. A name is that of a run and of what is kept of it: "1/state". The socket has a
+A attempt is named by the id of its job. A name is that of a run and of what is kept of it: "1/state". The socket has a
 name and no file (an abstract socket of unix(7)), and the memory has no name at all. So both are gone with the keeper,
 however it ends.
 
@@ -42,7 +42,7 @@ KEEPER_PREFIX = "mpitrain-keeper-"
 
 # What the launcher wishes of the ranks. LEAVES: after their next copy, they end, because the hosts of the job change.
 # SAVES: the same, but no other try follows; they save. DIES: the job is ending; who has been told to end does so.
-# PREPARES: the ranks of the next try are starting beside them; until these are ready, the training goes on.
+# PREPARES: the ranks of the next attempt are starting beside them; until these are ready, the training continues.
 STAYS, LEAVES, SAVES, DIES, PREPARES = 0, 1, 2, -1, -2
 
 _FIELDS = {
@@ -57,9 +57,9 @@ class Kept:
     """The keeper's table of descriptors by name, and the socket at which ranks of the same user ask for them.
 
     Attributes:
-        wish: what the launcher wishes of the ranks of a try.
-        of: that try.
-        estate: what a launcher needs to go on with the job, as JSON (keepers.py); "": it is not known.
+        wish: what the launcher wishes of the ranks of an attempt.
+        of: that attempt.
+        estate: what a launcher needs to continue with the job, as JSON (keepers.py); "": it is not known.
         step: the last step that a rank has begun, as far as the launcher has heard.
         loss: when the launcher was lost, and until when this is kept: see "estate" above; empty while it is there.
         is_dropped: somebody does not want it any more.
@@ -196,7 +196,9 @@ class Kept:
         return True
 
     def _let_follow(self) -> None:
-        """Answer the ranks that wait for a try, if it has left, or has had no ranks here. A killed one never leaves."""
+        """Answer the ranks that wait for an attempt, if it has left, or has had no ranks here. A killed one never
+        leaves.
+        """
         for descriptor, of in list(self._following.items()):
             if of in self._left or of not in self._tries:
                 del self._following[descriptor]
@@ -251,11 +253,11 @@ class KeeperLine:
         self._ask({"enter": self._of})
 
     def leave(self, step: int, ms: int) -> None:
-        """Say that the ranks of this try have left after `step`, at `ms` by time.time(), in milliseconds."""
+        """Say that the ranks of this attempt have left after `step`, at `ms` by time.time(), in milliseconds."""
         self._ask({"leave": self._of, "step": step, "ms": ms})
 
     def follow(self, of: str) -> list[int]:
-        """Wait until the ranks of that try have left. Return the two numbers of `leave`; []: none was on this host."""
+        """Wait until the ranks of that attempt have left. Return the numbers of `leave`; []: none was on this host."""
         self._line.settimeout(None)
         try:
             answer, _ = self._ask({"follow": of})

@@ -41,7 +41,7 @@ _TRIES = 10
 
 
 class Watchable(Protocol):
-    """A try of a job whose ranks can be looked at. Any thread may call."""
+    """A attempt of a job whose ranks can be looked at. Any thread may call."""
 
     def watch(self, seconds: float) -> None:
         """Look at the ranks every `seconds` from now on, for some seconds."""
@@ -50,7 +50,7 @@ class Watchable(Protocol):
         """Return when the last of all hosts that are not silent has said what its ranks do, by time.monotonic()."""
 
     def picture(self) -> dict[str, Any]:
-        """Return the fields of an answer that this try has."""
+        """Return the fields of an answer that this attempt has."""
 
 
 class Live:
@@ -113,7 +113,7 @@ class Live:
 
     @contextmanager
     def showing(self, token: str, new: Watchable) -> Iterator[None]:
-        """Inside, this try of the job is what is to be seen. Its id is `token`."""
+        """Inside, this attempt of the job is what is to be seen. Its id is `token`."""
         self.begin(token, new)
         try:
             yield
@@ -121,7 +121,7 @@ class Live:
             self.end_try()
 
     def begin(self, token: str, new: Watchable) -> None:
-        """A try of the job has begun, with this id."""
+        """A attempt of the job has begun, with this id."""
         self._ids.append(token)
         self._try = new
 
@@ -148,7 +148,7 @@ class Live:
             while not self._stop.is_set():
                 try:
                     self._serve(ways)
-                except Exception as error:  # the job goes on whatever a watcher does
+                except Exception as error:  # the job continues whatever a watcher does
                     self._say_once(f"those who watch this job may miss something: {error!r}")
                     self._stop.wait(_PAUSE_SECONDS)
             self._say_end()
@@ -317,4 +317,4 @@ def _listen(path: Path) -> socket.socket:
             listener.close()
             if not (isinstance(error, FileNotFoundError) and tries_left):  # the last job before has removed the folder
                 raise
-    raise AssertionError("the last try returns or raises")
+    raise AssertionError("the last attempt returns or raises")

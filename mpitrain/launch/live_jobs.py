@@ -1,7 +1,7 @@
 """The jobs of this user whose launcher is on this machine, as they can be watched: found, looked at.
 
 Each launcher has a socket in a folder of this user. The folder is below /tmp and not in XDG_RUNTIME_DIR, which is
-removed when the user logs out, while the job goes on.
+removed when the user logs out, while the job continues.
 
 Only the standard library and this package are needed; nothing here writes into a job.
 """

@@ -123,7 +123,7 @@ def slow_rank(looks: Sequence[Mapping[str, Any]]) -> str:
     moved = [one for one in trained[-1]["ranks"] if one["phase"] != "lost" and one["rank"] in waited]
     if len(moved) < 2:
         return ""
-    # A wait that goes on is not counted yet, so a share is a little too small, and never above 1.
+    # A wait that continues is not counted yet, so a share is a little too small, and never above 1.
     shares = [(min(1.0, max(0.0, one.get("waited", 0.0) - waited[one["rank"]]) / seconds), one) for one in moved]
     (least, slow), *others = sorted(shares, key=lambda item: (item[0], item[1]["rank"]))
     share = others[len(others) // 2][0]

@@ -112,7 +112,7 @@ class LiveWatcher:
         self.flush()
 
     def flush(self) -> None:
-        """Go on with what has not been taken."""
+        """Continue with what has not been taken."""
         try:
             while self._unsent:
                 self._unsent = self._unsent[self.line.send(self._unsent) :]

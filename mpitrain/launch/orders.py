@@ -4,8 +4,8 @@
     teller <─ launcher <─ guards <─ records: "outcomes"
 
 The ranks have one order at a time: the next one goes to them when all have said what became of the one before. Orders
-belong to the job, and not to a try. A try that follows gets those that last with the steps after which they were
-applied, so that it applies them after the same steps.
+belong to the job, and not to an attempt. A attempt that follows gets those that last with the steps after which they
+were applied, so that it applies them after the same steps.
 
 A thread of each teller waits here, and the thread of the guards (watch.py) looks.
 """
@@ -25,7 +25,7 @@ from mpitrain.watching.order import KINDS, TrainingOrder
 from mpitrain.watching.rank_record import MOST_ORDER_BYTES, RankRecord, read_steering
 
 _LASTING = ("rate", "set", "pause", "resume", "stop")  # the last one ends a run, so there is always room for it
-# The next try gets those that last in a variable of its environment, and the kernel allows 128 KiB for one.
+# The next attempt gets those that last in a variable of its environment, and the kernel allows 128 KiB for one.
 _MOST_LASTING, _MOST_LASTING_BYTES = 500, 120_000
 _APPLIED_BYTES = 40  # of the step and the run, which come to an order when it is applied
 ANSWER_SECONDS = 30.0
@@ -40,7 +40,7 @@ class Led(Protocol):
         """Return the last record of each rank."""
 
     def lost(self) -> set[int]:
-        """Return the ranks that were lost, and without which the others go on."""
+        """Return the ranks that were lost, and without which the others continue."""
 
     def give(self, order: Mapping[str, Any]) -> None:
         """Pass an order on to all ranks, once."""
@@ -60,7 +60,7 @@ class _Given:
 
     @property
     def may_last(self) -> bool:
-        """True if the next try gets it, or may yet."""
+        """True if the next attempt gets it, or may yet."""
         return self.order.kind in _LASTING and (self.is_applied or not self.outcome)
 
 
@@ -72,9 +72,9 @@ class Orders:
         self._why_not = why_not
         self._of = secrets.token_hex(4)
         self._given: list[_Given] = []
-        self._can: dict[str, Any] = {}  # what the ranks of this try have published
+        self._can: dict[str, Any] = {}  # what the ranks of this attempt have published
         self._text = ""
-        self._passed = 0  # the number of the newest order that the ranks of this try have
+        self._passed = 0  # the number of the newest order that the ranks of this attempt have
         self._guards: Led | None = None
         self._changed = threading.Condition()
         self._is_closed = False
@@ -131,7 +131,7 @@ class Orders:
             return any(one.order.kind == "stop" and one.is_applied for one in self._given)
 
     def replay(self) -> str:
-        """Return the orders that last, for the next try, as JSON; "": there are none."""
+        """Return the orders that last, for the next attempt, as JSON; "": there are none."""
         with self._changed:
             lasting = [one.order.plain() for one in self._given if one.is_applied and one.may_last]
         return json.dumps(lasting) if lasting else ""
@@ -196,7 +196,7 @@ class Orders:
 
     def _step(self) -> int:
         records = self._guards.records() if self._guards is not None else {}
-        # A try that begins in a pause has not begun a step.
+        # A attempt that begins in a pause has not begun a step.
         return max([record.step for record in records.values()] + [int(self._can.get("step", 0))])
 
     def _doing(self) -> str:

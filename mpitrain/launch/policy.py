@@ -48,7 +48,7 @@ class Limits:
 
 @dataclass(frozen=True)
 class FailedTry:
-    """A try that failed.
+    """A attempt that failed.
 
     Attributes:
         cause: the cause in a line.
@@ -101,11 +101,11 @@ def judge(
     Args:
         hosts: the hosts that the user named, in order.
         failures: all failed tries so far; none if only hosts were absent.
-        absent: the hosts that did not answer when a try was about to start, each with the time.
+        absent: the hosts that did not answer when an attempt was about to start, each with the time.
         limits: what the user allows.
         now: the present time, by the clock of the failures.
-        has_trained: a try before made steps, and its hosts changed.
-        present: the hosts of the last try that were not bad in it; what they did before does not count.
+        has_trained: an attempt before made steps, and its hosts changed.
+        present: the hosts of the last attempt that were not bad in it; what they did before does not count.
 
     A host that was lost again and again is set aside for longer and longer, but is used before the job ends for want of
     hosts. An elastic job takes hosts in when they answer. So it uses one that was bad, and is not present, only if the
@@ -173,11 +173,13 @@ def _diagnosis(same: Sequence[FailedTry], num_hosts: int) -> str:
     if all(is_kill(failure.cause) for failure in same):
         parts.append("if nobody sent signal 9, the kernel did, because memory ran out: `sudo dmesg | grep -i oom`")
     if step and step > 1 and all(failure.first == 1 for failure in same):
-        parts.append("every try began at step 1: no checkpoint was found; the hook mt.Checkpoint writes checkpoints")
+        parts.append(
+            "every attempt began at step 1: no checkpoint was found; the hook mt.Checkpoint writes checkpoints"
+        )
     return "; ".join(parts)
 
 
-# The ranks of the next try must be ready within this time, or the present ones end first.
+# The ranks of the next attempt must be ready within this time, or the present ones end first.
 READY_SECONDS = 120.0
 
 
@@ -188,10 +190,10 @@ class Change:
     Attributes:
         text: as in "node2 leaves".
         hosts: those of the job from now on, with those that are set aside.
-        now_on: where the next try runs.
+        now_on: where the next attempt runs.
         joined: the hosts that come in with it.
         is_end: too few hosts would be left, so the ranks save, and the job ends.
-        ready_seconds: the time in which the ranks of the next try must be ready.
+        ready_seconds: the time in which the ranks of the next attempt must be ready.
     """
 
     text: str
@@ -203,7 +205,7 @@ class Change:
 
     @property
     def where(self) -> str:
-        """The hosts of the next try, as text."""
+        """The hosts of the next attempt, as text."""
         return ", ".join(self.now_on.hosts)
 
 

@@ -154,7 +154,7 @@ class Printer:
             num_ranks: the number of ranks of the job.
             shows_ranks: print ranks in front of each line.
             shows_bar: stdout is a terminal, and the ranks know it.
-            recovers: the job goes on behind the loss of a rank. What MPI itself writes of a loss is left out.
+            recovers: the job continues behind the loss of a rank. What MPI itself writes of a loss is left out.
         """
         self.first_failure = FirstFailure()
         self.mpiexec_said = b""  # only the end of it

@@ -19,7 +19,7 @@ from mpitrain.reading import json_of, read_file
 DOCUMENT, OUTPUT = "run.json", "output.json"
 _LINES = 200
 _MOST_BYTES = 1 << 20
-_ENDS = ("", "left")  # of a run.json whose run has not said how it ended, or was to go on in another attempt
+_ENDS = ("", "left")  # of a run.json whose run has not said how it ended, or was to continue in another attempt
 
 
 def note_failure(folder: str | None, ids: Sequence[str], text: str) -> None:

@@ -98,8 +98,8 @@ class HostReport:
     def vanished(self, *, recovers: bool = False) -> list[int]:
         """Return the ranks that ended before their time, unseen by mpiexec: before the programs of all ranks had.
 
-        If the job `recovers`, a rank that a signal ended after init() does not count: the others go on without it, as
-        soon as each of them has come to its next call. Open MPI does not tell them of one that left by os._exit.
+        If the job `recovers`, a rank that a signal ended after init() does not count: the others continue without it,
+        as soon as each of them has come to its next call. Open MPI does not tell them of one that left by os._exit.
         """
         phases = (CALLED, FAILED) if recovers else (CALLED, BEGUN, DONE, FAILED)
         left = {rank for rank, end in self.ends.items() if (end.code or 0) > 0}
@@ -186,7 +186,7 @@ class Said:
             return {rank: view.record for report in self.reports.values() for rank, view in report.ranks.items()}
 
     def lost(self) -> set[int]:
-        """The ranks that were lost, and without which the others go on."""
+        """The ranks that were lost, and without which the others continue."""
         return {rank for record in self.records().values() for rank in record.lost}
 
     def failed(self) -> RankRecord | None:
@@ -239,12 +239,14 @@ class Said:
             report.load, report.load_at = message["load"], heard
         if "no_load" in message:
             why = message["no_load"]
-            say(f"{host}: how busy this host is cannot be read ({why}), so it is not shown; the job goes on")
+            say(f"{host}: how busy this host is cannot be read ({why}), so it is not shown; the job continues")
         if "echo" in message:
             self._answered[host] = heard
             self._clocks[host].add(message["echo"], message["time"], heard)
         if "seen" in message:
             report.seen = [from_json(fields, host) for fields in message["seen"]]
         report.take(message)
-        if "unreachable" in message:  # a guard that was prepared for a try (attempts.py) tests also hosts lost since
+        if (
+            "unreachable" in message
+        ):  # a guard that was prepared for an attempt (attempts.py) tests also hosts lost since
             report.unreachable = [peer for peer in report.unreachable if peer in self.reports]

@@ -1,7 +1,7 @@
 """The spares of a job, as its launcher sees them: a holder on each host (spares.py), over all tries.
 
-Spares are started when a try has made its first step. They become the ranks of the next one, whether that starts after
-the try or beside it (successor.py).
+Spares are started when an attempt has made its first step. They become the ranks of the next one, whether that starts
+after the try or beside it (successor.py).
 
 The guards of the try that trains send the beats of the holders, from their thread, because the main thread may block
 on a reader of its output.
@@ -43,7 +43,7 @@ class Reserve:
         self._answer_until = 0.0
         self._program: Sequence[str] = ()
         self._served: Sequence[Place] = ()  # the places of the try for which spares were started; empty: of none
-        self._is_lent = False  # the next try starts beside the present one, and takes the spares
+        self._is_lent = False  # the next attempt starts beside the present one, and takes the spares
         self._ready: dict[str, int] = {}  # how many spares wait on each host; 0: not all yet
         self._sending = threading.Lock()
         self._none_of_job = ExitStack()
@@ -56,7 +56,7 @@ class Reserve:
         self._none_of_job.close()
 
     def begin(self, hosts: Sequence[str]) -> None:
-        """A try begins: have a holder on each of these hosts, and on no others. `stub` waits for them."""
+        """A attempt begins: have a holder on each of these hosts, and on no others. `stub` waits for them."""
         self._let_go([host for host in self._holders if host not in hosts], 0.0)
         self._ended &= set(hosts)
         self._ready = {}
@@ -64,7 +64,8 @@ class Reserve:
         self._widen(hosts)
 
     def lend(self, hosts: Sequence[str]) -> None:
-        """The next try starts on these hosts, beside the present one. It has the spares until `begin` or `take_back`.
+        """The next attempt starts on these hosts, beside the present one. It has the spares until `begin` or
+        `take_back`.
 
         `listens` says when the holders of new hosts are there.
         """
@@ -72,7 +73,7 @@ class Reserve:
         self._widen(hosts)
 
     def take_back(self) -> None:
-        """The next try has been given up. If the present one goes on, new spares are started for it."""
+        """The next attempt has been given up. If the present one continues, new spares are started for it."""
         self._is_lent, self._served = False, ()
 
     def _widen(self, hosts: Sequence[str]) -> None:
@@ -83,7 +84,7 @@ class Reserve:
             silence = 0 if host == self._own else _SILENCE_SECONDS
             wish = {"socket": self._name, "token": self._token, "silence_seconds": silence}
             connection = connect(host, host == self._own, wish, time.monotonic(), SPARES)
-            self._none_of_job.enter_context(left_out({connection.process.pid}))  # also if a try is running
+            self._none_of_job.enter_context(left_out({connection.process.pid}))  # also if an attempt is running
             with self._sending:
                 self._holders[host] = connection
 

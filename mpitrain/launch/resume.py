@@ -1,4 +1,4 @@
-"""`mpitrain run --resume JOB`: a launcher goes on with the job of one that has gone.
+"""`mpitrain run --resume JOB`: a launcher continues with the job of one that has gone.
 
     job ─> keepers here, else on the cluster's hosts ─> estate ─> keepers on all hosts of the job ─> refuse, or
     ─> processes that are left end ─> start, as the launcher before, with the ranks' memory (keepers.adopt)
@@ -34,7 +34,7 @@ _LOSS_SECONDS = KEEPER_SILENCE_SECONDS + 30.0
 
 
 def resume(job: str, inventory: Path | None) -> int:
-    """Go on with a job, see to its end, and return its exit code. Call this as start.start.
+    """Continue with a job, see to its end, and return its exit code. Call this as start.start.
 
     Args:
         job: the id of any of its tries.
@@ -49,7 +49,7 @@ def resume(job: str, inventory: Path | None) -> int:
     one, running, wrong = _kept(job, asked)
     if one.estate["is_here"] and socket.gethostname() not in one.keepers:
         there = ", ".join(one.keepers)
-        raise LaunchError(f"job {job} ran on {there} alone, so it can go on only there: give the command on {there}")
+        raise LaunchError(f"job {job} ran on {there} alone, so it can continue only there: give the command on {there}")
     where = _where(one.estate, inventory).led_by(one.keepers)  # an elastic job may not use all of its hosts
     if where != asked:  # its estate was found elsewhere, or is newer than the one here
         one, running, wrong = _kept(job, where)
@@ -60,8 +60,8 @@ def resume(job: str, inventory: Path | None) -> int:
             say(wrong[host])
     if estate["own"] in wrong or estate["own"] not in where.machines:
         say(
-            f"the launcher of job {job} ran on {estate['own']}. If it is alive there, it may go on with the job on the "
-            "hosts that it reaches"
+            f"the launcher of job {job} ran on {estate['own']}. If it is alive there, it may continue with the job on "
+            "the hosts that it reaches"
         )
     _end_rest(where, running, estate)
     limits = Limits(**estate["request"]["limits"])
@@ -71,7 +71,7 @@ def resume(job: str, inventory: Path | None) -> int:
     cause = estate["ended"] or f"the launcher on {estate['own']} was lost"
     pause = Pause(cause, one.step or None, since)
     away = tuple(host for host in where.hosts if host in wrong)
-    say(f"going on with job {job} from what is kept on {', '.join(one.keepers)}")
+    say(f"continuing with job {job} from what is kept on {', '.join(one.keepers)}")
     return start(request, Heritage(estate, one.keepers, where, away, pause))
 
 
@@ -123,7 +123,7 @@ def _chosen(
         raise LaunchError(
             f"nothing is kept of a job {job} of yours on {hosts}.{not_asked} A job is kept only if it was started with "
             f"--restarts and had copied its state, for {KEEP_SECONDS / 60:g} min after the loss of its launcher. "
-            "`mpitrain ps` lists what is kept. If its memory is gone, start its command again: it goes on from its "
+            "`mpitrain ps` lists what is kept. If its memory is gone, start its command again: it continues from its "
             "newest checkpoint"
         )
     if one.is_launched:
@@ -148,30 +148,32 @@ def _refuse_changed(job: str, estate: Mapping[str, Any]) -> None:
         now = code_of(script)
     except OSError as error:
         raise LaunchError(
-            f"job {job} cannot go on here: {error.filename}: {error.strerror}. It needs its script {script} in "
+            f"job {job} cannot continue here: {error.filename}: {error.strerror}. It needs its script {script} in "
             f"{estate['folder']}; is the share mounted?"
         ) from None
     before = estate["code"]
     if changed := sorted(name for name in {*before, *now} if before.get(name) != now.get(name)):
         more = f" and {len(changed) - _MOST_NAMES} more" if len(changed) > _MOST_NAMES else ""
         raise LaunchError(
-            f"job {job} cannot go on: since its start, {', '.join(changed[:_MOST_NAMES])}{more} in "
+            f"job {job} cannot continue: since its start, {', '.join(changed[:_MOST_NAMES])}{more} in "
             f"{Path(script).absolute().parent} differ. Undo the change. Or drop what is kept, `mpitrain kill {job}`, "
-            "and start the command again, which goes on from its newest checkpoint"
+            "and start the command again, which continues from its newest checkpoint"
         )
 
 
 def _end_rest(where: Placement, running: list[RunningJob], estate: Mapping[str, Any]) -> None:
-    """End the processes of the last try, which would write into the memory from which the next one goes on.
+    """End the processes of the last attempt, which would write into the memory from which the next one continues.
 
-    The estate does not have the id of a try that was started beside the last one (successor.py).
+    The estate does not have the id of an attempt that was started beside the last one (successor.py).
     """
     for rest in running:
         if rest.token in estate["tries"] or rest.launcher == estate["launcher"]:
             left, _ = end_job(where, rest.token, keeps=True)
             lines = [f"{host}: process {line}" for host, left_there in left.items() for line in left_there]
             if lines:
-                raise LaunchError(f"the ranks of the last try do not end, so the job cannot go on: {'; '.join(lines)}")
+                raise LaunchError(
+                    f"the ranks of the last attempt do not end, so the job cannot continue: {'; '.join(lines)}"
+                )
 
 
 def _request(fields: Mapping[str, Any], limits: Limits) -> Request:

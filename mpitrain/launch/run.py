@@ -68,7 +68,7 @@ class Run:
         self._held: list[tuple[Stream, bytes]] | None = None
 
     def start(self) -> None:
-        """Start it, and hold back its output. `beside` then goes on with it, until `to_end` or `give_up`.
+        """Start it, and hold back its output. `beside` then continues with it, until `to_end` or `give_up`.
 
         Raises:
             LaunchError: mpiexec cannot be started.

@@ -73,7 +73,7 @@ class ServerProcesses:
         if told.get("stage", "runs") != "runs" and not told["has_failed"]:
             self._unneeded.add(number)
             if not self._signals:
-                say(f"server {number} {how_ended(code)} after the run; server 0 goes on without it")
+                say(f"server {number} {how_ended(code)} after the run; server 0 continues without it")
             return
         self._failed[number] = code
         if not self._signals:
@@ -318,4 +318,4 @@ def _tell(host: str, message: Mapping[str, list[object]]) -> None:
     elif message.get("ended", [0, 0])[1]:
         number, code = message["ended"]
         assert isinstance(code, int)
-        say(f"worker {number} on {host} {how_ended(code)}; others go on")
+        say(f"worker {number} on {host} {how_ended(code)}; others continue")

@@ -5,7 +5,7 @@
 
 A restart is quick with spares, because a rank spends most of its start on imports. mpiexec starts a stub (stub.py) in
 place of each rank. The stub lends its place to a spare, or becomes the program itself if no spare is ready. In the
-first try there are no spares yet: the holder then keeps the environment of the last stub, and starts spares in it.
+first attempt there are no spares yet: the holder then keeps the environment of the last stub, and starts spares in it.
 
 The holder runs as long as the launcher, over all tries of the job. Sent to its host as text, like the guard (guard.py).
 So it imports only the modules that come with it, and must run with old Pythons. One JSON object a line:
@@ -249,7 +249,7 @@ class Spares:
     def _lend(self, stub: socket.socket) -> None:
         """Give a spare the place of this stub, or let the stub become the program."""
         self._ignore(stub.fileno())
-        self._count = 0  # a try starts, which needs the cores; the launcher says when it has
+        self._count = 0  # an attempt starts, which needs the cores; the launcher says when it has
         given: list[int] = []
         with contextlib.suppress(OSError):
             _, given = receive_bytes(stub)

@@ -67,7 +67,7 @@ class Request:
         limits: how often the job may be started again after a failure, and on how few and how many hosts.
         verify: what `mpitrain verify` wants of the ranks.
         plan: what `mpitrain plan` wants of them.
-        recover: go on without a rank that is lost, in place of ending the job; see mpitrain.job.recovery.
+        recover: continue without a rank that is lost, in place of ending the job; see mpitrain.job.recovery.
         servers: so many ranks, the first ones of each host, are servers, the others workers; 0: all ranks are equal.
         spares: keep processes ready that become the ranks after a failure; see mpitrain.launch.spares.
         show: print the mpiexec command, do not run it; with `servers` of 2 or more, also run the script up to its
@@ -105,7 +105,7 @@ class Heritage:
         keepers: the names of the sockets of the keepers, by host.
         placement: where the job ran.
         away: the hosts of it that do not answer.
-        pause: what ended the last try.
+        pause: what ended the last attempt.
     """
 
     estate: Mapping[str, Any]
@@ -187,7 +187,7 @@ def _supervise(
     listed: Listed | None,
     heritage: Heritage | None,
 ) -> int:
-    """Run the job, and again after failures: then there are keepers, and each try is told how the last one ended.
+    """Run the job, and again after failures: then there are keepers, and each attempt is told how the last one ended.
 
     `listed` returns the hosts that an elastic job may take in; None: the job is not elastic.
     """

@@ -1,6 +1,6 @@
-"""The next try of a job, started while the present one trains. Training stands still while the state changes hands.
+"""The next attempt of a job, started while the present one trains. Training stands still while the state changes hands.
 
-    hosts ─> facts ─> room ─> mpiexec ─> init(), build ─> ready ─> the ranks before leave ─> go on from their copy
+    hosts ─> facts ─> room ─> mpiexec ─> init(), build ─> ready ─> the ranks before leave ─> continue from their copy
 
 Its ranks wait for those before them at their keepers (kept.py), so the launcher need not be quick. Until then its
 output is held back.
@@ -76,7 +76,7 @@ class Successor:
         self._thread.start()
 
     def look(self) -> None:
-        """Go on with what is to be done before its ranks are ready."""
+        """Continue with what is to be done before its ranks are ready."""
         if self.problem or (self._thread is not None and self._thread.is_alive()):
             return
         if self._run is None:

@@ -1,7 +1,7 @@
 """Starts a job again after a failure or a change of its hosts: where, and when a new start is useless.
 
     start ─> code 0: done
-      ^  └─> failure ─> judge ─┬─> hosts: start again there; the script goes on from memory, or its newest checkpoint
+      ^  └─> failure ─> judge ─┬─> hosts: start again there; the script continues from memory, or its newest checkpoint
       └──────────────────────<─┘
                                └─> none: say why, and end with the code of the last failure
 
@@ -36,7 +36,7 @@ from mpitrain.launch.successor import Successor
 
 @dataclass(frozen=True)
 class Pause:
-    """Why training stands still when a try begins.
+    """Why training stands still when an attempt begins.
 
     Attributes:
         cause: in a line.
@@ -62,7 +62,7 @@ def supervise(
 ) -> int:
     """Run a job, and again after failures as far as `limits` allow. Return the exit code.
 
-    The code is 0 only if the last try did its work; else it is that of the last failure.
+    The code is 0 only if the last attempt did its work; else it is that of the last failure.
 
     Args:
         run: runs the job on a placement to its end, and leaves nothing of the try behind. It gets what ended the try
@@ -71,11 +71,11 @@ def supervise(
         limits: what the user allows.
         changes: the wishes to change the hosts; None: nobody can wish.
         intake: takes hosts in, for an elastic job; else None.
-        pause: what ended the last try of another launcher, with whose job this one goes on; None: there is none.
+        pause: what ended the last attempt of another launcher, with whose job this one continues; None: there is none.
         silent: the hosts that do not answer now.
 
     Raises:
-        LaunchError: a try could not be started, even without the hosts that are set aside.
+        LaunchError: an attempt could not be started, even without the hosts that are set aside.
     """
     return _Supervision(run, placement, limits, changes, intake, pause).to_end(silent)
 
@@ -85,12 +85,12 @@ class _Supervision:
 
     Attributes:
         hosts: all hosts of the job, with those that are set aside.
-        now_on: where the next try runs.
-        pause: what ended the try before; None: there was no try from which the next one goes on.
+        now_on: where the next attempt runs.
+        pause: what ended the try before; None: there was no try from which the next one continues.
         failures: of the tries so far.
         absent: the hosts that did not answer, each with the time.
-        has_trained: a try before made steps.
-        saves_for: why the next try is there only to save; "": it trains.
+        has_trained: an attempt before made steps.
+        saves_for: why the next attempt is there only to save; "": it trains.
     """
 
     def __init__(
@@ -123,7 +123,7 @@ class _Supervision:
             self.absent += [(time.monotonic(), host) for host in silent]
             verdict = self._judge(set())
             if not verdict.hosts:
-                say(f"the job does not go on: {verdict.reason}")
+                say(f"the job does not continue: {verdict.reason}")
                 return 1
             self.now_on = self._only(verdict.hosts)
             say(f"starting again on {_follows(self.now_on, self.hosts)}")
@@ -133,7 +133,7 @@ class _Supervision:
                 return code
 
     def _make_try(self) -> int | None:
-        """Make a try, and choose where the next one runs. Return the exit code if none follows."""
+        """Make an attempt, and choose where the next one runs. Return the exit code if none follows."""
         if self._changes is not None:
             self._changes.begin(self.hosts, self.now_on, self.saves_for)
         if self._intake is not None:
@@ -163,7 +163,7 @@ class _Supervision:
         return self._failed(_failure(ended, self.now_on), change)
 
     def _could_not_start(self, error: LaunchError) -> int | None:
-        """Go on without the hosts that cannot take part; else raise the error."""
+        """Continue without the hosts that cannot take part; else raise the error."""
         self._next_try = None
         saves_for, self.saves_for = self.saves_for, ""
         change = self._changes.take() if self._changes is not None else None
@@ -176,7 +176,7 @@ class _Supervision:
         if self._joining is not None:
             joined = self._joining.joined
             self.absent += [(time.monotonic(), host) for host in joined if host in away or not away]
-            say(f"the job goes on as before, without {', '.join(joined)}: {account}")
+            say(f"the job continues as before, without {', '.join(joined)}: {account}")
             self._go_back()
             return None
         if not away and saves_for:
@@ -204,7 +204,7 @@ class _Supervision:
         self._joining = change if change.joined else None
         self.has_trained = True
         self.pause = Pause(change.text, step + 1, since)
-        say(f"{change.text} after step {step}; going on on {_where(self.now_on)}")
+        say(f"{change.text} after step {step}; continuing on {_where(self.now_on)}")
         return None
 
     def _failed(self, failure: FailedTry, change: Change | None) -> int | None:
@@ -216,7 +216,7 @@ class _Supervision:
             # Whoever is to blame: they are set aside, or an elastic job would take them in again at once.
             self.absent += [(failure.when, host) for host in joined if host in failure.lost or not failure.lost]
             self._go_back()
-            say(f"going on as before, on {_where(self.now_on)}")
+            say(f"continuing as before, on {_where(self.now_on)}")
             return None
         account = f"{self._number}{_account(failure)}"
         self.failures.append(failure)
@@ -228,11 +228,11 @@ class _Supervision:
         """Leave the state to the keepers. Return the exit code."""
         say(f"{self.saves_for}; the state was not saved: {cause}")
         kept = self._changes.leave_state(self.saves_for) if self._changes is not None else ""
-        say(kept or "no host has the state in memory; the same command goes on from the newest checkpoint, if any")
+        say(kept or "no host has the state in memory; the same command continues from the newest checkpoint, if any")
         return _code(self.failures)
 
     def _go_back(self) -> None:
-        """Go on where the job was before hosts joined. An elastic job takes them in later."""
+        """Continue where the job was before hosts joined. An elastic job takes them in later."""
         hosts, self.now_on = self._before
         if self._intake is None:
             self.hosts = hosts
@@ -297,7 +297,7 @@ def _failure(ended: Ended, placement: Placement) -> FailedTry:
 
 
 def _account(failure: FailedTry) -> str:
-    """Describe how a try went, after its number."""
+    """Describe how an attempt went, after its number."""
     begun = f", from step {failure.first - 1}," if failure.first and failure.first > 1 else ""
     at = f"at step {failure.step}" if failure.step else "before its first step"
     return f"{begun} failed {at}: {failure.cause}"

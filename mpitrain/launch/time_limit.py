@@ -106,7 +106,7 @@ while [ $told = 1 ]; do
     status=$?
     [ $status = 127 ] || code=$status
 done
-# The training is saved and not complete: the next start goes on from there.
+# The training is saved and not complete: the next start continues from there.
 if [ "$code" = {saved} ]; then
     scontrol requeue "$SLURM_JOB_ID"
 fi

@@ -2,7 +2,7 @@
 
 **Its start** (`start_problem`): all ranks must arrive, or the others wait for a rank that never will. Of a program that
 never imports mpitrain only the start of its ranks is known. Such a job is ended only if a rank never started, or ended
-early while the others went on. Ranks that end normally wait for each other in MPI_Finalize (seen with MPICH and Open
+early while the others continued. Ranks that end normally wait for each other in MPI_Finalize (seen with MPICH and Open
 MPI), so those others still wait in MPI_Init.
 
 **Its hosts** (`host_trouble`): a connection has broken, a host is silent, or an agent stands still. An agent gives a

@@ -163,13 +163,13 @@ class WatchedJob:
         return [*self._stalls.news(), *of_spares, *self._news_of_lost()]
 
     def _news_of_lost(self) -> list[str]:
-        """Say how ranks ended without which the others go on."""
+        """Say how ranks ended without which the others continue."""
         news, reports = [], self._guards.reports
         for rank in sorted(self._guards.lost() - self._said):
             self._said.add(rank)
             for host, report in reports.items():
                 if (end := report.ends.get(rank)) is not None:
-                    news.append(f"rank {rank} on {host} {words_of_end(end)}; the others go on without it")
+                    news.append(f"rank {rank} on {host} {words_of_end(end)}; the others continue without it")
         return news
 
     def trouble(self) -> list[str]:
@@ -184,7 +184,7 @@ class WatchedJob:
                 why = report.kernel(None) or "it was killed, or has crashed"
                 return [f"the process of mpiexec on {host} that started {orphans} has gone: {why}"]
         if vanished := self._vanished():
-            return [f"{vanished}, and mpiexec goes on: the job is ended"]
+            return [f"{vanished}, and mpiexec continues: the job is ended"]
         when, gone = self._guards.seen()
         now = time.monotonic()
         read_at = dict(self._guards.read_at)
@@ -206,7 +206,7 @@ class WatchedJob:
         for end in self._guards.first_ends():
             if end.rank in lost:
                 return f"rank {end.rank} on {lost[end.rank]} {words_of_end(end)}"
-        silent = "ended without a word (os._exit, or killed?)"
+        silent = "ended without a message (os._exit, or killed?)"
         ranks = sorted(lost)
         hosts = " and ".join(dict.fromkeys(lost[rank] for rank in ranks))
         return f"rank{'s' * (len(ranks) > 1)} {rank_ranges(ranks)} on {hosts} {silent}" if lost else ""

@@ -80,7 +80,7 @@ class LossScale:
             raise CheckpointError(f"the loss scale's state is {dict(state)}; was it written by mpitrain?")
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Go on where `state` was taken. Raise CheckpointError, with nothing changed, if it is not a state."""
+        """Continue where `state` was taken. Raise CheckpointError, with nothing changed, if it is not a state."""
         self.check(state)
         self._value = float(state["value"])
         # An interval that is shorter now may have passed already.

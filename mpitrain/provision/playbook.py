@@ -143,7 +143,7 @@ class Report:
             changes = sum(count["changed"] for count in counts)
             return f"done in {minutes(self.seconds)}: {len(counts)} nodes, {changes} changes"
         if self.code == _INTERRUPTED:
-            return f"interrupted after {minutes(self.seconds)}; run it again: it goes on where it stopped"
+            return f"interrupted after {minutes(self.seconds)}; run it again: it continues where it stopped"
         lines = [f"FAILED after {minutes(self.seconds)} (ansible-playbook: code {self.code})"]
         for failure in self.failures:
             lines += ["", f"{failure.node}: {failure.task}", textwrap.indent(failure.message.strip(), "    ")]
@@ -232,7 +232,7 @@ def _watch(process: subprocess.Popen[bytes], report: Report) -> int:
 
 @contextmanager
 def _ended(process: subprocess.Popen[bytes], others: set[int]) -> Iterator[None]:
-    """Whatever happens, leave no Ansible process that goes on changing machines. `others` belong to other runs.
+    """Whatever happens, leave no Ansible process that continues changing machines. `others` belong to other runs.
 
     Ansible's workers are in their own sessions, and a worker that starts just when the signal comes outlives Ansible.
     """

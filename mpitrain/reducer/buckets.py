@@ -7,7 +7,7 @@ On a GPU: when each bucket is complete, a stream for their work, and one check f
     the buckets' stream                           +- check, scale, sum    +- check, scale, sum ...
 
 Nothing here waits for the GPU. After the last bucket's check, the results of the checks are copied to the host. They
-are read when the copy has arrived, while the sums go on.
+are read when the copy has arrived, while the sums continue.
 """
 
 from __future__ import annotations

@@ -67,7 +67,7 @@ class LeftOut:
                 is_sent_whole = True
         if is_sent_whole:
             self._world.print(
-                "mpitrain: the checkpoint holds what a codec has left out of gradients, and this run has no codec: the "
+                "mpitrain: the checkpoint holds what a codec has not sent of gradients, and this run has no codec: the "
                 "next step sends it whole"
             )
         return carried

@@ -410,7 +410,7 @@ class GradientReducer:
         return self._left_out.state(self._sums.carried, is_owed=self._is_owed)
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Go on from `state`. Not collective, but the `carried` values of the ranks add up.
+        """Continue from `state`. Not collective, but the `carried` values of the ranks add up.
 
         Args:
             state: the state of this rank in an equal place. Or only `carried`, by parameter name: the values that are
@@ -424,14 +424,15 @@ class GradientReducer:
         self._sums.carried, self._is_owed = self._left_out.restore(state), bool(state)
 
     def factors(self) -> dict[str, numpy.ndarray]:
-        """Return where compression goes on from the last step, by parameter name: equal on all ranks; {} for nothing.
+        """Return where compression continues from the last step, by parameter name: equal on all ranks; {} for nothing.
 
         `restore` does not need it. Without it, the next means are less close.
         """
         return self._left_out.factors()
 
     def restore_factors(self, factors: Mapping[str, numpy.ndarray]) -> None:
-        """Go on from `factors`, which must be equal on all ranks. Those that do not fit are left out; a line says so.
+        """Continue from `factors`, which must be equal on all ranks. Those that do not fit are left out; a line says
+        so.
 
         Not collective, between steps.
         """
@@ -444,7 +445,7 @@ class GradientReducer:
         return step, state
 
     def follow(self, step: int, state: Mapping[str, Any]) -> None:
-        """Go on where another reducer of the same parameters has left. Every rank calls it, before the first step."""
+        """Continue where another reducer of the same parameters has left. Every rank calls it before the first step."""
         self._sums.step = step
         self.restore(state)
 
@@ -482,7 +483,7 @@ class GradientReducer:
         return f"the gradient of {self.layout.parameters[index].name} was handed in twice in one step"
 
     def _look(self) -> int:
-        """Return the index of what is not finite, or -1. The exchange goes on while a GPU computes the answer."""
+        """Return the index of what is not finite, or -1. The exchange continues while a GPU computes the answer."""
         self._place.fetch()
         if not self._place.is_fetched:
             self._world.control.wait(self._drive(lambda: self._place.is_fetched), "compute gradients")

@@ -36,20 +36,20 @@ class ScatteredExchange:
         if world.config.compression not in ("none", "auto"):
             raise everywhere(
                 ConfigError(
-                    f"compression={world.config.compression}: a divided optimizer sends gradients and parameters as "
+                    f"compression={world.config.compression}: a sharded optimizer sends gradients and parameters as "
                     "they are; leave compression out, or train with mt.Sync, which compresses gradients"
                 )
             )
         if world.config.reduction == "exact":
             raise everywhere(
                 ConfigError(
-                    "reduction=exact: a divided optimizer adds up gradients in the order of ranks; take "
+                    "reduction=exact: a sharded optimizer adds up gradients in the order of ranks; take "
                     "reduction=plain, or train with mt.Sync, which makes means whose sum is exact"
                 )
             )
         if world.config.compression == "auto":
             world.print(
-                "mpitrain: compression auto: none; a divided optimizer sends gradients and parameters as they are"
+                "mpitrain: compression auto: none; a sharded optimizer sends gradients and parameters as they are"
             )
         self.halves = make_halves(world, algorithm)
         self._world = world
@@ -63,7 +63,7 @@ class ScatteredExchange:
         """
         if on_device:
             raise everywhere(
-                ConfigError("a divided optimizer takes parameters on the host; for parameters on GPUs, use mt.Sync")
+                ConfigError("a sharded optimizer takes parameters on the host; for parameters on GPUs, use mt.Sync")
             )
         self._world.queue.finish()
         memory = self.halves.memory

@@ -1,4 +1,4 @@
-"""A slot: memory for gradients, together with what a codec has left out of them."""
+"""A slot: memory for gradients, together with what a codec has not sent of them."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ class Slot:
 
     Attributes:
         flat: flat array, on the host or on this rank's GPU: the gradients before a sum, their mean after it.
-        residual: float32 array with as many elements, on the host or on this rank's GPU: what the codec has left out of
+        residual: float32 array with as many elements, on the host or on this rank's GPU: what the codec has not sent of
             this rank's gradients so far. None if nothing is left out.
         place: the GPU and the stream that work on a residual on the GPU.
-        factors: where a sum goes on from the one before, by tensor: float32 host arrays, equal on all ranks; see
+        factors: where a sum continues from the one before, by tensor: float32 host arrays, equal on all ranks; see
             mpitrain/compression/power_sgd.py. None if no sum does.
         on_host: the host's copy of `flat`, where the host codes gradients of a GPU; see mpitrain/cuda/staged.py.
     """

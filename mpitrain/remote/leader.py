@@ -228,7 +228,7 @@ class RemoteFuture:
         """Wait for the function to end, and return its result. Functions for the leader itself run here.
 
         Args:
-            timeout_seconds: the time to wait. Default: as long as it takes. The function goes on after a timeout, and
+            timeout_seconds: the time to wait. Default: as long as it takes. The function continues after a timeout, and
                 `result` can be called again. A function that runs on the leader itself is not cut short.
 
         Raises:
@@ -241,7 +241,7 @@ class RemoteFuture:
             deadline = float("inf") if timeout_seconds is None else time.perf_counter() + timeout_seconds
             if not self._leader.wait_for(self, deadline):
                 raise TimeoutError(
-                    f"{self._leader.name()}: {self._state()} after {timeout_seconds:g} s. It goes on: call result() "
+                    f"{self._leader.name()}: {self._state()} after {timeout_seconds:g} s. It continues: call result() "
                     "again, or end the job"
                 )
         if self.answer is None:

@@ -82,7 +82,7 @@ class ShardServer:
 
         Raises:
             LaunchError: the first server does not come, or is gone.
-            ConfigError: the run cannot go on, as the first server says.
+            ConfigError: the run cannot continue, as the first server says.
         """
         with suppress(_RunOverError):
             self._begin()

@@ -137,7 +137,7 @@ class WorkQueue:
         return {unit.worker: unit for unit in self._units.values() if unit.worker is not None and not unit.is_answered}
 
     def position(self) -> dict[str, Any]:
-        """Return where to go on if all units are lost: epoch, cursor, and `left`, the places before that to be used.
+        """Return where to continue if all units are lost: epoch, cursor, and `left`, the places before that to be used.
 
         Where no unit is out of order, the position is that of one process that has used the same samples.
         """

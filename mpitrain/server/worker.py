@@ -184,7 +184,7 @@ class GradientWorker:
 
         Raises:
             LaunchError: the server refuses this worker, or a server has not been heard of for `hang_seconds`.
-            ConfigError: the run cannot go on, as the server says.
+            ConfigError: the run cannot continue, as the server says.
             MpitrainError: the gradients of a unit cannot be computed here. The server has been told.
         """
         kind, fields, has_asked = "hello", dict(self._hello), False

@@ -1,4 +1,4 @@
-"""The copy in memory from which all ranks go on: the newest whole one that any host of the job has.
+"""The in-memory checkpoint from which all ranks continue: the newest whole one that any host of the job has.
 
 Hosts with that copy read their own. The others get it from one of them. What a rank had kept for itself (resume.py) is
 kept beside the copy, by the keeper of the host on which the rank was.
@@ -53,14 +53,14 @@ class KeptCopies:
     """The copies of one run that the keepers of all hosts have. Nothing is read before all ranks ask for it.
 
     Attributes:
-        version: the step and the edition of the copy to go on from; (0, 0): there is none.
+        version: the step and the edition of the copy to continue from; (0, 0): there is none.
     """
 
     def __init__(self, world: World, line: KeeperLine | None, run: int) -> None:
         """Look what there is. Collective. `line` leads to the keeper of this rank's host; None: there is none."""
         self._world, self._line, self._run = world, line, run
         here: dict[str, dict[tuple[int, int], int]] = {}
-        with world.together("look for copies in memory"):
+        with world.together("look for in-memory checkpoints"):
             if line is not None and is_first_of_node(world):
                 here = _whole(line, run)
         everyone = world.allgather(here)
@@ -86,11 +86,11 @@ class KeptCopies:
 
     @property
     def step(self) -> int:
-        """The step of the copy to go on from; 0: there is none."""
+        """The step of the copy to continue from; 0: there is none."""
         return self.version[0]
 
     def drop_newer(self) -> None:
-        """Drop what is newer and incomplete. A rank that goes on writes other states of the same versions.
+        """Drop what is newer and incomplete. A rank that continues writes other states of the same versions.
 
         Every rank calls this before a collective call, after which no host has such a copy.
         """
@@ -108,7 +108,7 @@ class KeptCopies:
         world, holders = self._world, self._holders[self.version]
         nodes = {world.node_ranks[rank] for rank in holders}
         content = numpy.zeros(0, numpy.uint8)
-        with world.together("read the copy in memory"):
+        with world.together("read the in-memory checkpoint"):
             if world.node_rank in nodes:
                 content = self._content(_STATE)
         if self._may_differ:

@@ -36,7 +36,7 @@ class RankState:
         return {}
 
     def restore(self, state: dict[str, Any] | None) -> None:
-        """Go on from a `state` of this rank. None: the ranks are placed otherwise than when it was kept."""
+        """Continue from a `state` of this rank. None: the ranks are placed otherwise than when it was kept."""
 
 
 class KeptState(Mapping[str, Any]):
@@ -44,8 +44,8 @@ class KeptState(Mapping[str, Any]):
 
     Attributes:
         step_number: the number of updates so far, including those before a restart.
-        memory_step: the step after which this loop went on from a copy in memory. 0: it did not.
-        last_step: always None: nobody knows how long the loop goes on.
+        memory_step: the step after which this loop continued from an in-memory checkpoint. 0: it did not.
+        last_step: always None: nobody knows how long the loop continues.
     """
 
     def __init__(self, values: Mapping[str, Any], parts: Mapping[str, KeptPart], own: RankState) -> None:
@@ -95,7 +95,7 @@ class KeptState(Mapping[str, Any]):
         With `mpitrain run --recover`, in mt.elastic, either all ranks set the values, or none does. So change nothing
         that is kept outside of this call.
 
-        If the hosts of the job change, the call does not return: the ranks end as by sys.exit(0), and others go on.
+        If the hosts of the job change, the call does not return: the ranks end as by sys.exit(0), and others continue.
 
         Args:
             values: new values of some names, the same on every rank. Arrays keep dtype and shape.
@@ -132,22 +132,22 @@ class KeptState(Mapping[str, Any]):
         }
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Go on from a copy. Raises CheckpointError if it belongs to another loop."""
+        """Continue from a copy. Raises CheckpointError if it belongs to another loop."""
         kinds, kept = self._kinds(), state.get("kinds", {})
         if kept != kinds:
             raise CheckpointError(
-                f"{self.world.name()}: the copy in memory holds {_listed(kept)}; this script keeps "
-                f"{_listed(kinds)}. Every try must keep the same: start a new job for a changed script"
+                f"{self.world.name()}: the in-memory checkpoint holds {_listed(kept)}; this script keeps "
+                f"{_listed(kinds)}. Every attempt must keep the same: start a new job for a changed script"
             )
         values = {name: unpack(packed) for name, packed in state.get("values", {}).items()}
-        self._compare(values, "in the copy in memory")
+        self._compare(values, "in the in-memory checkpoint")
         for name, packed in state.get("parts", {}).items():
             try:
                 self._parts[name].load_state_dict(unpack(packed))
             except Exception as error:  # a part's own; PyTorch raises RuntimeError, ValueError, KeyError
                 raise CheckpointError(
-                    f"{self.world.name()}: the copy in memory does not fit {name}: {error}. Every try must make the "
-                    "same parts: start a new job for a changed script"
+                    f"{self.world.name()}: the in-memory checkpoint does not fit {name}: {error}. Every attempt must "
+                    "make the same parts: start a new job for a changed script"
                 ) from error
         self._values = values
         self.step_number = int(state["step"])
@@ -157,7 +157,7 @@ class KeptState(Mapping[str, Any]):
         return self._own.state()
 
     def restore_own(self, name: str, parts: int, read_part: Callable[[int], dict[str, Any]], *, reads: bool) -> None:
-        """Go on from what this rank kept for itself, if all ranks are placed as then. Collective."""
+        """Continue from what this rank kept for itself, if all ranks are placed as then. Collective."""
         part: dict[str, Any] = {}
         place = self.own_state().get("place")
         if place is None:
@@ -168,7 +168,7 @@ class KeptState(Mapping[str, Any]):
             except CheckpointError:
                 part = {}  # the rank was on another host
         is_alike = all(self.world.allgather(part.get("place") == place))
-        with self.world.together(f"go on from {name}"):
+        with self.world.together(f"continue from {name}"):
             self._own.restore(part if is_alike else None)
 
     def _lines(self) -> Iterator[str]:
@@ -186,7 +186,7 @@ class KeptState(Mapping[str, Any]):
         if self._run != self._job.num_runs:
             raise ConfigError(
                 f"{self.world.name()}: a Trainer or another keep() came after this one, and only the newest has "
-                "copies in memory; give everything to one keep()"
+                "in-memory checkpoints; give everything to one keep()"
             )
         if unknown := [name for name in values if name not in self._values]:
             raise ConfigError(
@@ -223,7 +223,7 @@ class KeptState(Mapping[str, Any]):
     def _leave(self, wish: int) -> None:
         ms = int(1000 * time.time())
         if wish == SAVES:
-            self.world.print(f"mpitrain: step {self.step_number} is not saved: copies in memory end with the job")
+            self.world.print(f"mpitrain: step {self.step_number} is not saved: in-memory checkpoints end with the job")
         self.world.commit()  # no rank leaves a step that others have to repeat
         self._copies.leave(self.step_number, ms)
         self._copies.close()
@@ -238,8 +238,9 @@ def keep(**values: Any) -> KeptState:
             mean = world.mean(gradient(kept["w"], x, y), weight=len(x))
             kept.update(w=kept["w"] - 0.3 * mean, step=kept["step"] + 1)
 
-    With `mpitrain run --restarts`, `update` copies all values after every few steps, as a Trainer does. In the next try
-    `keep` returns the values of the newest copy instead of those given. Without `--restarts` there are no copies.
+    With `mpitrain run --restarts`, `update` copies all values after every few steps, as a Trainer does. In the next
+    attempt `keep` returns the values of the newest copy instead of those given. Without `--restarts` there are no
+    copies.
 
     Args:
         values: by name, the same on every rank: arrays, and all that pickle can write. Keep all that changes from step

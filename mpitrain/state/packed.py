@@ -1,4 +1,5 @@
-"""Any Python value as a state that a copy in memory can hold: its arrays and tensors, and a pickle of all the rest.
+"""Any Python value as a state that an in-memory checkpoint can hold: its arrays and tensors, and a pickle of all the
+rest.
 
 The arrays are not copied: they share memory with the value, so a large model is copied once, into its slot.
 """

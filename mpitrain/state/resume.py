@@ -1,4 +1,4 @@
-"""Where a rank goes on from: the newest complete checkpoint in any of the directories, and the parts of single ranks.
+"""Where a rank continues from: the newest complete checkpoint in any of the directories, and the parts of single ranks.
 
 If all nodes see one directory, rank 0 reads it. Otherwise one rank looks into each directory, and the lowest rank with
 the newest complete checkpoint reads it. All ranks receive the state, so a node that has lost its disk, or is new, needs
@@ -77,7 +77,7 @@ def add_up(total: dict[str, dict[str, numpy.ndarray]], part: Mapping[str, Any]) 
 
 @dataclass(frozen=True)
 class Found:
-    """A checkpoint to go on from; the same on every rank.
+    """A checkpoint to continue from; the same on every rank.
 
     Attributes:
         manifest, state: its manifest and state; the arrays are on the host.
@@ -152,7 +152,7 @@ def _check_writable(directory: Path, token: Path) -> None:
 def newest(world: World, directory: Path, *, reads: bool, above: int = 0) -> Found | None:
     """Return the newest complete checkpoint, or None if there never was one. Collective.
 
-    If its step is not greater than `above`, the step of a copy in memory, its state is not read, and is {}.
+    If its step is not greater than `above`, the step of an in-memory checkpoint, its state is not read, and is {}.
 
     Skip damaged and incomplete checkpoints, and name them on stderr.
 
@@ -208,7 +208,7 @@ def newest(world: World, directory: Path, *, reads: bool, above: int = 0) -> Fou
 def own_part(
     world: World, name: str, parts: int, place: str | None, read_part: Callable[[int], dict[str, Any]], *, reads: bool
 ) -> dict[str, Any]:
-    """Return what this rank goes on from, out of the parts that the ranks have kept. Collective.
+    """Return what this rank continues from, out of the parts that the ranks have kept. Collective.
 
     Args:
         name: the name of the checkpoint or copy to resume from.

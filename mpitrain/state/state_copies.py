@@ -1,14 +1,14 @@
-"""Copies of a training's state in memory that outlives the ranks: a restart goes on from them, and not from the disk.
+"""Copies of a training's state in memory that outlives the ranks: a restart continues from them, and not from the disk.
 
     a step ─> hooks ─> copy, every k steps ─> the next step ...        the keeper of each host has the memory
-    restart ─> the newest whole copy of all hosts ─> Checkpoint: is there a newer one on the disk? ─> go on
+    restart ─> the newest whole copy of all hosts ─> Checkpoint: is there a newer one on the disk? ─> continue
 
 The training is a Trainer's, or a loop with mt.keep (keep.py).
 
 The first rank of each node copies what a checkpoint holds. What a rank keeps for itself, that rank copies. The keepers
 (mpitrain/launch/keeper.py) belong to `mpitrain run --restarts`. docs/how-to/fault-tolerance.md has more.
 
-The next try of a job may be ready while this one trains: then the ranks before leave, and the others go on.
+The next attempt of a job may be ready while this one trains: then the ranks before leave, and the others continue.
 
     ranks before: copy ─> commit ─> hooks closed ─> their keepers ─> end
                                                          │
@@ -70,7 +70,7 @@ def wait_for_turn(world: World, line: KeeperLine | None) -> tuple[int, int]:
 
 
 def end_try(step: int) -> NoReturn:
-    """End this process as if the script were over: on other hosts, the next try goes on after `step`."""
+    """End this process as if the script were over: on other hosts, the next attempt continues after `step`."""
     if activity := own_activity():
         activity.leave(step)
     raise SystemExit(0)
@@ -109,13 +109,13 @@ class Copied(Protocol):
         """What all ranks share. Not collective."""
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Go on from a `state`. Raises CheckpointError if it belongs to another training."""
+        """Continue from a `state`. Raises CheckpointError if it belongs to another training."""
 
     def own_state(self, *, reads: bool = True) -> dict[str, Any]:
         """What this rank keeps for itself; {}: nothing. Collective. Only ranks with `reads` call `state` afterwards."""
 
     def restore_own(self, name: str, parts: int, read_part: Callable[[int], dict[str, Any]], *, reads: bool) -> None:
-        """Go on from the ranks' own states. Collective; see resume.own_part for the arguments."""
+        """Continue from the ranks' own states. Collective; see resume.own_part for the arguments."""
 
 
 class StateCopies:
@@ -123,7 +123,7 @@ class StateCopies:
 
     Attributes:
         steps: the number of steps from copy to copy; so many may have to be made again. 0: nothing is copied.
-        why_not: why there is no copy to go on from.
+        why_not: why there is no copy to continue from.
         taken_over: the step after which the ranks before left, and when, by time.time() in milliseconds; None: these
             ranks did not begin beside them.
     """
@@ -143,7 +143,7 @@ class StateCopies:
         self._last_step, self._last_seconds = 0, 0.0  # of the last copy, and when it ended
 
     def resume(self, trained: Copied) -> None:
-        """Go on from the newest whole copy, if there is one. Collective.
+        """Continue from the newest whole copy, if there is one. Collective.
 
         If the ranks of the try before still train, wait until they have left.
 
@@ -164,7 +164,7 @@ class StateCopies:
             raise everywhere(
                 LaunchError(
                     f"{world.name()}: the copy of step {rehearsed}, which these ranks loaded before their turn, is in "
-                    "the memory of no host any more. These ranks cannot go on from it, nor begin anew; a new try can"
+                    "the memory of no host any more. These ranks cannot continue from it, nor begin anew; a new try can"
                 )
             )
         if not kept.step:
@@ -182,7 +182,8 @@ class StateCopies:
         self._version = kept.version
 
     def _rehearse(self, trained: Copied) -> int:
-        """Go on from the present copy, although a newer one will follow. Collective. Return its step; 0: there is none.
+        """Continue from the present copy, although a newer one will follow. Collective. Return its step; 0: there is
+        none.
 
         The first time takes twice as long: pages of memory and connections are new.
         """
@@ -196,8 +197,8 @@ class StateCopies:
     def after_step(self, trained: Copied, *, is_due: bool = False) -> int:
         """Copy the state, if it is time to, or `is_due`. Collective; call it when all hooks have seen the step.
 
-        Return, on all ranks alike, what the launcher wishes. LEAVES: this try is to end here, and another one goes on
-        from this copy on other hosts. SAVES: no other one follows. STAYS: the training goes on.
+        Return, on all ranks alike, what the launcher wishes. LEAVES: this attempt is to end here, and another one
+        continues from this copy on other hosts. SAVES: no other one follows. STAYS: the training continues.
 
         Raises:
             CheckpointError: a value of the state cannot be written. Raised on every rank.
@@ -231,10 +232,12 @@ class StateCopies:
         return STAYS if step == trained.last_step else max(wishes)
 
     def leave(self, step: int, ms: int) -> None:
-        """Let the ranks of the next try go on, if they wait: these change nothing any more. See KeeperLine.leave."""
+        """Let the ranks of the next attempt continue, if they wait: these change nothing any more. See
+        KeeperLine.leave.
+        """
         assert self._world is not None
         if self._line is not None and is_first_of_node(self._world):
-            with suppress(OSError):  # the next try says that the keeper is gone
+            with suppress(OSError):  # the next attempt says that the keeper is gone
                 self._line.leave(step, ms)
 
     def close(self) -> None:
@@ -253,7 +256,7 @@ class StateCopies:
         if not world.context.keeper:
             return
         if world is not self._job.world:
-            self.why_not = "a Trainer in a World of its own keeps no copies in memory"
+            self.why_not = "a Trainer in a World of its own keeps no in-memory checkpoints"
             world.print(f"mpitrain: {self.why_not}")
             return
         try:
@@ -302,7 +305,10 @@ class StateCopies:
         except (NoRoomError, CheckpointError, OSError) as error:
             self._is_refused = True
             self._give_up(self._line)
-            say(world, f"the state is not copied to memory here, so a restart may go on from an older one: {error}")
+            say(
+                world,
+                f"the state has no in-memory checkpoint here, so a restart may continue from an older one: {error}",
+            )
         return time.perf_counter() - began - waited, ""
 
     def wish(self) -> int:
@@ -311,7 +317,7 @@ class StateCopies:
             return STAYS
         try:
             return max(STAYS, self._line.wish())
-        except OSError:  # the keeper is gone; the next try says so
+        except OSError:  # the keeper is gone; the next attempt says so
             return STAYS
 
     def _slots_for(self, line: KeeperLine, name: str) -> list[MemorySlot]:
@@ -348,5 +354,5 @@ class StateCopies:
         if line is None or not is_first_of_node(world):
             return
         here = [rank for rank, node in enumerate(world.node_ranks) if node == world.node_rank]
-        with suppress(OSError):  # the next try says that the keeper is gone
+        with suppress(OSError):  # the next attempt says that the keeper is gone
             line.keep_only([state_name(self._run), *(part_name(self._run, rank) for rank in here)], self._run)

@@ -122,7 +122,7 @@ class StepSeconds:
 
 @dataclass(frozen=True)
 class Decision:
-    """How all ranks go on.
+    """How all ranks continue.
 
     Attributes:
         way: the way of the next steps.
@@ -203,7 +203,7 @@ class Chooser:
         return Decision(self._present, self._present, _HOLD_STEPS, TRIAL_SKIPPED, line)
 
     def _judge(self, made: StepSeconds) -> Decision:
-        """Keep the way that is tried, go on with the trial, or go back."""
+        """Keep the way that is tried, continue with the trial, or go back."""
         assert self._before
         before, base = self._before
         far_slower = made.seconds > base.seconds * _FAR_SLOWER

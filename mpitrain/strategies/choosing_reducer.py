@@ -85,7 +85,7 @@ class ChoosingReducer:
         self._plain = self._set_way(codecs[0])
         self.changes: list[tuple[int, str]] = []
         self._steps = 0
-        self._pending: ExchangeWay | None = None  # to go on in, after a restore
+        self._pending: ExchangeWay | None = None  # to continue in, after a restore
         self._restored: Mapping[str, Any] | None = None
         self._moving: dict[str, Any] | None = None  # the state, while one way is left and the next one is not made
         self._parts = StepParts(len(parameters))
@@ -132,7 +132,7 @@ class ChoosingReducer:
         }
 
     def restore_choice(self, choice: Mapping[str, Any]) -> None:
-        """Go on from a `choice`. Not collective, equal on all ranks.
+        """Continue from a `choice`. Not collective, equal on all ranks.
 
         Among other nodes, and if it is not one that is allowed now, the choice begins anew.
         """
@@ -206,7 +206,7 @@ class ChoosingReducer:
         self._begin()
 
     def _change(self, way: ExchangeWay) -> None:
-        """Go on in another way. What a codec has left out goes into the next means. Collective."""
+        """Continue in another way. What a codec has left out goes into the next means. Collective."""
         step, state = self._inner.leave()
         self._moving = {}
         if state:
@@ -216,7 +216,7 @@ class ChoosingReducer:
         self._present, self._moving = way, None
 
     def _look(self) -> None:
-        """Decide together how to go on."""
+        """Decide together how to continue."""
         world = self._world
         medians = self._parts.medians(with_ready=world.is_root)
         of_ranks: list[StepMedians] = world.allgather(medians)
@@ -241,7 +241,7 @@ class ChoosingReducer:
         return decision
 
     def _follow(self, decision: Decision) -> None:
-        """Go on as was decided."""
+        """Continue as was decided."""
         if decision.way != self._present:
             self._change(decision.way)
         self._kept, self._left = decision.kept, decision.num_steps

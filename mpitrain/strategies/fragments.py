@@ -110,7 +110,7 @@ class Fragment:
         sent: what is under way; None: nothing.
         num_updates: the number of its outer steps since this object was made.
 
-    A message that is taken back is as if it had not been sent: what a codec has left out of it does not count.
+    A message that is taken back is as if it had not been sent: what a codec has not sent of it does not count.
     """
 
     def __init__(
@@ -241,7 +241,7 @@ class Fragment:
             spans.add("wire", "outer step", self._sent_at, time.perf_counter(), **about)
 
     def update(self, kept: float) -> None:
-        """Move the common parameters by the mean. This rank goes on from `kept` of its own, and the rest of those."""
+        """Move the common parameters by the mean. This rank continues from `kept` of its own, and the rest of those."""
         if not self.sent:
             return
         self.sent, self._left_before = None, {}
@@ -337,7 +337,7 @@ class Fragment:
         return {"residual": residual, "carried": carried}
 
     def restore_own(self, state: Mapping[str, Mapping[str, numpy.ndarray]]) -> None:
-        """Go on from an `own_state` of this rank, which has its parameters again; or from `carried` sums alone.
+        """Continue from an `own_state` of this rank, which has its parameters again; or from `carried` sums alone.
 
         Call it when `sent` is as it is to be.
 

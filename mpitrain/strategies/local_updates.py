@@ -162,9 +162,9 @@ class LocalUpdates(Strategy):
 class LocalSGD(LocalUpdates):
     """Each rank makes `sync_every` steps of its own optimizer, on its own samples; then they meet in an *outer step*.
 
-    There all ranks go on from the mean of their parameters, weighted by the samples that each has seen in this round.
-    With sync_every=1 and plain SGD, it is Sync, to rounding. On one rank it is plain training, bit for bit. The state
-    of the optimizer, such as momentum, stays with its rank. A rank without samples in a step makes this step with
+    There all ranks continue from the mean of their parameters, weighted by the samples that each has seen in this
+    round. With sync_every=1 and plain SGD, it is Sync, to rounding. On one rank it is plain training, bit for bit. The
+    state of the optimizer, such as momentum, stays with its rank. A rank without samples in a step makes this step with
     gradients of zeros, so that the schedules of all ranks stay together.
 
     Between outer steps the parameters differ from rank to rank. Compare, evaluate and export at multiples of
@@ -230,8 +230,8 @@ class StreamingDiLoCo(LocalUpdates):
 
     The parameters are cut, in their order, into fragments of equally many elements. Each fragment has an outer step
     once in `sync_every` steps, and the outer steps of the fragments are spread evenly over a round. A fragment is sent
-    while the next `delay` steps compute. Then a rank goes on from `alpha` times its own values, and 1 - alpha times the
-    common ones. The replicas are equal at the end of a run only.
+    while the next `delay` steps compute. Then a rank continues from `alpha` times its own values, and 1 - alpha times
+    the common ones. The replicas are equal at the end of a run only.
 
     Source: Douillard et al., Streaming DiLoCo with overlapping communication, arXiv 2501.18512 (2025), algorithm 2;
     alpha and the delay have the values of the paper. For its 4-bit exchange, set MPITRAIN_COMPRESSION=int4.

@@ -133,7 +133,7 @@ class OuterSteps:
 
     @property
     def place(self) -> str:
-        """A text that is equal if each rank can go on with its own state."""
+        """A text that is equal if each rank can continue with its own state."""
         codecs = [fragment.place() for fragment in self.fragments]
         numbers = self._schedule.fragments, self._schedule.sync_every, self._schedule.delay
         parts = [self._schedule.kind, self._world.node_ranks, numbers, codecs]
@@ -190,7 +190,7 @@ class OuterSteps:
         """End the round here, with all that is under way. Collective.
 
         Raises:
-            NonFiniteError: see Fragment.finish. The round goes on.
+            NonFiniteError: see Fragment.finish. The round continues.
         """
         self._count_resumed()
         if self.replicas_are_equal:
@@ -270,14 +270,14 @@ class OuterSteps:
         if not steps < self._schedule.sync_every or count != len(self.fragments):
             raise CheckpointError(
                 f"the checkpoint was made after {steps} steps of a round, with {count} fragments; this strategy "
-                f"has sync_every={self._schedule.sync_every} and fragments={len(self.fragments)}: go on with "
+                f"has sync_every={self._schedule.sync_every} and fragments={len(self.fragments)}: continue with "
                 f"sync_every above {steps} and fragments={count}"
             )
         own = self._outer_state()
         kinds, saved_kinds = ({number: of.keys() for number, of in one.items()} for one in (own, outer))
         if outer and kinds != saved_kinds:
             raise CheckpointError(
-                "the checkpoint has the state of another outer optimizer, or of other fragments; go on with the "
+                "the checkpoint has the state of another outer optimizer, or of other fragments; continue with the "
                 "strategy that has made it"
             )
         for number, of_number in outer.items():
@@ -290,7 +290,7 @@ class OuterSteps:
             check_fits(f"mean of fragment {number}, which has arrived", arrived["means"], means)
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Go on from a `state`; that of Sync, {}, begins a round. Raises what `check` raises.
+        """Continue from a `state`; that of Sync, {}, begins a round. Raises what `check` raises.
 
         Collective: what is under way is thrown away.
         """
@@ -377,7 +377,7 @@ class OuterSteps:
         return state
 
     def restore_own(self, state: Mapping[str, Any]) -> None:
-        """Go on from an `own_state`, or from `carried` sums alone. Then this rank begins with the common parameters.
+        """Continue from an `own_state`, or from `carried` sums alone. Then this rank begins with the common parameters.
 
         Raises:
             CheckpointError: the state belongs to other parameters.

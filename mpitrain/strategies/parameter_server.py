@@ -186,7 +186,7 @@ class ParameterServer(ServedStrategy):
                         "processes start only once. Restore before Trainer.run(), or start the job again"
                     )
                 )
-            text = "the server goes on from another state; start this worker again"
+            text = "the server continues from another state; start this worker again"
             self._server.close(LaunchError(text), tells=True)
             self._server = None
         self.begin_serving(data)
@@ -197,7 +197,7 @@ class ParameterServer(ServedStrategy):
         return made
 
     def end_serving(self, error: BaseException | None) -> None:
-        """See ServedStrategy. Workers go on waiting for a server that has failed, unless the gradients are why, or
+        """See ServedStrategy. Workers continue waiting for a server that has failed, unless the gradients are why, or
         ConfigError in a job whose server cannot come back."""
         if self._server is None:
             return

@@ -54,8 +54,8 @@ def lend_state(world: World, place: StagePlace, apart: World, staged: StagedAdap
     """
     if world.control.is_broken and world.committer is not None:
         raise LostRankError(
-            f"{world.name()}: a rank has been lost, and with it the layers of its stage. The job cannot go on in "
-            "place. With --restarts it starts again from the copy in memory"
+            f"{world.name()}: a rank has been lost, and with it the layers of its stage. The job cannot continue in "
+            "place. With --restarts it starts again from the in-memory checkpoint"
         )
     readers = world.allgather(reads)
     begin = place.pipeline * place.num_stages
@@ -80,7 +80,7 @@ class Pipeline(MeanStrategy):
     number of stages. While one is taken, the ranks that write it need the memory of the whole model's state.
 
     The layers of a lost rank are lost. So `mpitrain run --recover` is refused with several stages, unless --restarts is
-    given too: the job then starts again from the copy in memory, as without --recover.
+    given too: the job then starts again from the in-memory checkpoint, as without --recover.
 
     Attributes:
         layers: since `begin`: the layers of each piece, in the order of the model; piece i is on stage i % num_stages.
@@ -222,8 +222,8 @@ class Pipeline(MeanStrategy):
             return
         if self._world.committer is not None and not self._world.context.keeper:
             raise ConfigError(
-                "--recover alone does not work with several stages: the others cannot go on without the layers of a "
-                "lost rank. Give --restarts N: then the job starts again from the copy in memory"
+                "--recover alone does not work with several stages: the others cannot continue without the layers of a "
+                "lost rank. Give --restarts N: then the job starts again from the in-memory checkpoint"
             )
         if self._world.config.compression != "none":
             raise ConfigError(

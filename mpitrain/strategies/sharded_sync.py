@@ -31,7 +31,7 @@ from mpitrain.world.world import World
 
 
 class ShardedSync(MeanStrategy):
-    """Synchronous data parallelism with a divided optimizer; see Strategy for the calls.
+    """Synchronous data parallelism with a sharded optimizer; see Strategy for the calls.
 
     Checkpoints are those of Sync: they load on any number of ranks, with either strategy. While one is taken, the ranks
     that write it need the memory of the whole optimizer's state, and all others that of its largest array.
@@ -112,8 +112,8 @@ class ShardedSync(MeanStrategy):
         if self._world.control.is_broken and self._world.committer is not None:
             raise LostRankError(
                 f"{self._world.name()}: a rank has been lost, and with it its part of the optimizer's state, which "
-                "ShardedSync keeps on one rank only. The job cannot go on in place. With --restarts it starts again "
-                "from the copy in memory; with mt.Sync the others go on without the lost rank"
+                "ShardedSync keeps on one rank only. The job cannot continue in place. With --restarts it starts again "
+                "from the in-memory checkpoint; with mt.Sync the others continue without the lost rank"
             )
         self._lend_optimizer(reads)
         return self._reducer.state()

@@ -178,7 +178,7 @@ class MeanStrategy(Strategy):
         self._reducer.ready(index, gradient)
 
     def state(self) -> dict[str, Any]:
-        """See Strategy: `factors`, if compression goes on from them."""
+        """See Strategy: `factors`, if compression continues from them."""
         factors = self._reducer.factors()
         return {"factors": factors} if factors else {}
 
@@ -297,13 +297,13 @@ def refuse_round(state: Mapping[str, Any]) -> None:
     if "round" in state:
         raise CheckpointError(
             f"the checkpoint was made after {state['round']['steps']} steps of a round of LocalSGD, DiLoCo, SparseLoCo "
-            "or StreamingDiLoCo, where each rank has parameters of its own; go on with that strategy, or from a "
+            "or StreamingDiLoCo, where each rank has parameters of its own; continue with that strategy, or from a "
             "checkpoint of a multiple of sync_every by LocalSGD, DiLoCo or SparseLoCo"
         )
 
 
 def without_rounds(own: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the state of a rank without what a codec has left out of an outer step: only another one could use it."""
+    """Return the state of a rank without what a codec has not sent of an outer step: only another one could use it."""
     return {
         key: {name: part[name] for name in part if not name.startswith(ROUND)} if isinstance(part, Mapping) else part
         for key, part in own.items()

@@ -1,7 +1,7 @@
 """sync: every step has the mean gradient of all ranks, so n ranks compute what one rank would.
 
 auto: the same, but how gradients travel is chosen while the training runs. Chosen are the algorithm of the sums, the
-size of buckets, and a codec if codecs are allowed. Rounds and a divided optimizer train in another way or need other
+size of buckets, and a codec if codecs are allowed. Rounds and a sharded optimizer train in another way or need other
 memory, so only the user can choose them.
 """
 
@@ -138,7 +138,7 @@ class Sync(MeanStrategy):
             self._steps.exchanged(codes, ())
 
     def state(self) -> dict[str, Any]:
-        """See Strategy: `factors`, if compression goes on from them; and `virtual`, `places` or `choice`."""
+        """See Strategy: `factors`, if compression continues from them; and `virtual`, `places` or `choice`."""
         if isinstance(self._reducer, ChoosingReducer):
             return {"choice": self._reducer.choice()}
         state = super().state()
@@ -169,8 +169,8 @@ class Sync(MeanStrategy):
         """
         if self.virtual and any(key in state for key in ("residual", "carried")):
             raise CheckpointError(
-                f"{self._world.name()}: the checkpoint holds values that a codec has left out of gradients, and "
-                "virtual ranks send all of a gradient; go on without virtual_ranks, or from a checkpoint without a "
+                f"{self._world.name()}: the checkpoint holds values that a codec has not sent of gradients, and "
+                "virtual ranks send all of a gradient; continue without virtual_ranks, or from a checkpoint without a "
                 "codec"
             )
         super().restore_own(state)

@@ -77,7 +77,7 @@ class VirtualRanks:
         return slice(min(virtual_rank * each, length), min((virtual_rank + 1) * each, length))
 
     def state(self) -> dict[str, int]:
-        """Return what a checkpoint must know to go on with the same bits."""
+        """Return what a checkpoint must know to continue with the same bits."""
         return asdict(self)
 
     def check(self, state: Mapping[str, Any]) -> None:
@@ -87,7 +87,7 @@ class VirtualRanks:
                 given = {"number": "virtual_ranks", "seed": "seed"}[name]
                 raise CheckpointError(
                     f"the checkpoint was written with {given}={int(state[name])} of mt.Sync, this run has "
-                    f"{given}={own}, so it would not have the same bits; take {given}={int(state[name])}, or go on "
+                    f"{given}={own}, so it would not have the same bits; take {given}={int(state[name])}, or continue "
                     "without virtual_ranks"
                 )
 
@@ -103,7 +103,7 @@ class ComputedPlaces:
         return list(self._known)
 
     def restore(self, state: Sequence[str]) -> None:
-        """Go on from `state`."""
+        """Continue from `state`."""
         self._known = list(state)
 
     def add(self, world: World, places: Sequence[str]) -> None:
@@ -111,9 +111,9 @@ class ComputedPlaces:
         others = [place for place in places if place not in self._known]
         if self._known and others:
             world.print(
-                "mpitrain: virtual ranks: this training goes on where kernels may round otherwise, so it may end with "
-                f"other bits than without the interruption. It was computed on: {'; '.join(self._known)}. Now it is "
-                f"computed on: {'; '.join(others)}. Set OMP_NUM_THREADS as before, and start on hosts of the same kind"
+                "mpitrain: virtual ranks: this training continues where kernels may round otherwise, so it may end "
+                f"with other bits than without the interruption. It was computed on: {'; '.join(self._known)}. Now it "
+                f"is computed on: {'; '.join(others)}. Set OMP_NUM_THREADS as before, and start on equal hosts"
             )
         self._known = sorted({*self._known, *places})
 

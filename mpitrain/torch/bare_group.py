@@ -133,7 +133,7 @@ class BareGroup(dist.ProcessGroup):
         self._channel.abort()
 
     def stop_collecting(self) -> None:
-        """Stop collecting calls. Those begun since start_coalescing go on, without a common work."""
+        """Stop collecting calls. Those begun since start_coalescing continue, without a common work."""
         self._together = None
 
     # -- what they are made of -------------------------------------------------------------------------------------

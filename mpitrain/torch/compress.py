@@ -44,7 +44,7 @@ class _Kept:
 
 
 class BucketResiduals:
-    """The residuals of one hook on one rank: what the codec has left out of the gradients in DDP's buckets.
+    """The residuals of one hook on one rank: what the codec has not sent of the gradients in DDP's buckets.
 
     They are kept by parameter, because DDP may change its buckets. DDP begins with one bucket, and makes the buckets of
     all later steps before its second step. A run that resumes begins with one bucket, too. There it takes apart the
@@ -87,7 +87,7 @@ class BucketResiduals:
         }
 
     def restore(self, state: Mapping[str, Any], named: Mapping[str, torch.Tensor]) -> None:
-        """Go on from `state`.
+        """Continue from `state`.
 
         Raises:
             CheckpointError: it is of other parameters. Nothing has changed.
@@ -200,7 +200,7 @@ def _no_strategy(call: str) -> ConfigError:
     """Return the error for a strategy in the place of something else."""
     return ConfigError(
         f"{call}: DistributedDataParallel exchanges the gradients of every step. It takes the name of a codec, such as "
-        'compress("int8"), and no strategy. To train with a strategy of rounds, leave DistributedDataParallel out: '
+        'compress("int8"), and no strategy. To train with local updates, leave DistributedDataParallel out: '
         "mpitrain.torch.prepare(module, optimizer, data, strategy=...). All strategies work with mt.Trainer and "
         "mt.TorchModule"
     )

@@ -162,7 +162,7 @@ def compared(
         skipped: is called after these batches, if there are any.
 
     Raises:
-        MismatchError: the ranks read different batches, or go on from different positions. Raised on every rank.
+        MismatchError: the ranks read different batches, or continue from different positions. Raised on every rank.
         CheckpointError: the batches that were used have other samples than then. Raised on every rank.
     """
     (first, expected), checked, number = used, 0, 0
@@ -183,7 +183,7 @@ def compared(
 def _compare(world: World, first: int, expected: int, number: int, checked: int) -> None:
     """Compare the `number` batches that were read with the `first` batches that were used. Collective."""
     position = f"after {first} batches, checksum {expected:08x}"
-    world.agree("go on within an epoch", [position, f"{number} batches are there, checksum {checked:08x}"])
+    world.agree("continue within an epoch", [position, f"{number} batches are there, checksum {checked:08x}"])
     if number < first:
         raise other_samples(first, f"there are only {number}")
     if checked != expected:

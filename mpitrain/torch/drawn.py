@@ -62,7 +62,7 @@ class PartSampler:
     def __init__(self, world: World, batches: Any, virtual: VirtualRanks | None, most: int | None = None) -> None:
         """`batches` is the batch sampler of all ranks together. With virtual ranks, see SeededSamples.
 
-        An iteration ends after `most` batches, if the sampler goes on for ever.
+        An iteration ends after `most` batches, if the sampler continues for ever.
         """
         self._world, self._batches, self._virtual, self._most = world, batches, virtual, most
         self.used = 0, 0
@@ -127,12 +127,12 @@ class Drawing:
 
         Raises:
             CheckpointError: they have other samples than then. Raised on every rank.
-            MismatchError: the ranks go on from different positions.
+            MismatchError: the ranks continue from different positions.
         """
         (count, checksum), self._used = self._used, (0, 0)
         if not count:
             return
-        self._world.agree("go on within an epoch", [f"after {count} batches, checksum {checksum:08x}"])
+        self._world.agree("continue within an epoch", [f"after {count} batches, checksum {checksum:08x}"])
         batches = [self._take() for _ in range(count)]
         if None in batches:
             raise other_samples(count, f"there are only {count - batches.count(None)}")
@@ -193,8 +193,8 @@ def other_samples(count: int, problem: str) -> CheckpointError:
     """The error for data that is not what it was before a restart, for every rank."""
     return everywhere(
         CheckpointError(
-            f"the loop goes on after {count} batches of an epoch, but these are not the batches it used before: "
-            f"{problem}. Every try must have the same data in the same order: seed what shuffles it, or start a new job"
+            f"the loop continues after {count} batches of an epoch, but these are not the batches it used before: "
+            f"{problem}. Every attempt must have the same data in the same order: seed what shuffles it, or start anew"
         )
     )
 

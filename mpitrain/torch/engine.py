@@ -100,7 +100,7 @@ class Engine:
                             self._until(call, deadline), call, call.channel.others(call), call=call.number
                         )
                     except MpitrainError as error:
-                        # An error that all ranks know belongs to another call, which raises it. This call goes on.
+                        # An error that all ranks know belongs to another call, which raises it. This call continues.
                         if not error.known_everywhere:
                             raise
         except BaseException as error:

@@ -74,8 +74,8 @@ class Gradients:
         rounds: the numbers of the rounds in which the model trains, in words; "" without rounds.
     """
 
-    kept = "what the codec has left out of the gradients"
-    instead = "The next step goes on without it"
+    kept = "what the codec has not sent of the gradients"
+    instead = "The next step continues without it"
     rounds = ""
 
     def __init__(
@@ -151,7 +151,7 @@ class Gradients:
         return {"place": state["place"], "residual": residual, "factors": factors}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Go on from a `state` of this rank in an equal place. Raises CheckpointError if it is of another model."""
+        """Continue from a `state` of this rank in an equal place. Raises CheckpointError if it is of another model."""
         self._reducer.restore({"residual": {name: array_of(one) for name, one in state["residual"].items()}})
         self._reducer.restore_factors({name: array_of(one) for name, one in state.get("factors", {}).items()})
 

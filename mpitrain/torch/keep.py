@@ -35,11 +35,11 @@ def keep(*parts: KeptPart, **values: Any) -> KeptState:
                 kept.update()
 
     Loop over `data` only to train, and always to the end: `data.epoch` counts these loops. After the inner loop, use
-    only what is kept, because the next try may have no batch left there.
+    only what is kept, because the next attempt may have no batch left there.
 
-    With `mpitrain run --restarts`, the next try goes on after the newest copied `update`, also within an epoch. If the
-    number of ranks and their nodes are the same, it has the same random numbers (of PyTorch, NumPy and Python, on the
-    host), and what a codec has left out.
+    With `mpitrain run --restarts`, the next attempt continues after the newest copied `update`, also within an epoch.
+    If the number of ranks and their nodes are the same, it has the same random numbers (of PyTorch, NumPy and Python,
+    on the host), and what a codec has left out.
 
     Call it after `prepare`, or after DistributedDataParallel and its `register_comm_hook`.
 
@@ -59,8 +59,8 @@ def keep(*parts: KeptPart, **values: Any) -> KeptState:
         if any(isinstance(one, LocalGradients) for one in _residuals_in(parts)):
             raise ConfigError(
                 f"{init().name()}: keep() was given a model that prepare() trains in rounds, and each rank has another "
-                "state in a round. Train it with mt.Trainer and mt.TorchModule, whose copies in memory go on within a "
-                "round; or save model.state_dict() and residuals(model) to a file"
+                "state in a round. Train it with mt.Trainer and mt.TorchModule, whose in-memory checkpoints continue "
+                "within a round; or save model.state_dict() and residuals(model) to a file"
             )
     names = [type(part).__name__ for part in parts]
     named = {
@@ -86,7 +86,7 @@ class TorchRankState(RankState):
         if len(_residuals_in(self._parts)) > len(self._residuals):
             raise ConfigError(
                 f"{init().name()}: keep() came before prepare() or before register_comm_hook() of a codec, so a "
-                "restart could not go on with what the codec leaves out; call keep() after them"
+                "restart could not continue with what the codec leaves out; call keep() after them"
             )
         residuals = [one.state() for one in self._residuals]
         place = str([init().node_ranks, *(one.get("place") for one in residuals)])
@@ -96,8 +96,8 @@ class TorchRankState(RankState):
         if state is None:
             if any(one.state() for one in self._residuals):
                 init().print(
-                    "mpitrain: what the codec has left out of the gradients is not restored, because the ranks are "
-                    "placed otherwise. The next step goes on without it"
+                    "mpitrain: what the codec has not sent of the gradients is not restored, because the ranks are "
+                    "placed otherwise. The next step continues without it"
                 )
             for data in self._data():
                 data.go_on_as_drawn()

@@ -165,7 +165,8 @@ class LocalGradients(Gradients):
             )
 
     def state(self) -> dict[str, Any]:
-        """All that this rank needs to go on: `own`; and on rank 0 what is the same on all ranks: `common`. Collective.
+        """All that this rank needs to continue: `own`; and on rank 0 what is the same on all ranks: `common`.
+        Collective.
 
         Raises:
             NonFiniteError: see Fragment.finish. Raised on every rank.

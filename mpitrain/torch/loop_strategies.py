@@ -37,7 +37,7 @@ def check_strategy(world: World, strategy: object, options: Sequence[str], *, ha
     problem = ""
     if strategy is not None and not isinstance(strategy, Sync | LocalUpdates):
         problem = (
-            f"strategy={kind}: prepare() takes mt.Sync() and strategies of rounds, such as mt.LocalSGD() and "
+            f"strategy={kind}: prepare() takes mt.Sync() and local updates, such as mt.LocalSGD() and "
             "mt.DiLoCo(). All other strategies make the steps of the optimizer themselves, as your loop does: use them "
             "with mt.Trainer and mt.TorchModule"
         )

@@ -87,7 +87,7 @@ class PartLoader:
 
     def watched(self, saw: Callable[[Any, Delivery], None]) -> Iterator[Any]:
         """Return what the loader's own `__iter__` does. `saw` is told of each part that DataLoader's yields to it."""
-        self._saw = saw  # an iterator of an earlier epoch may go on
+        self._saw = saw  # an iterator of an earlier epoch may continue
         vars(self.loader)["_get_iterator"] = partial(_watched_iterator, ref(self))
         for name in self._kept:
             vars(self.loader)[name] = DataLoader.__iter__(self.loader)

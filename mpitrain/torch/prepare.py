@@ -202,8 +202,8 @@ def virtual_batches(model: torch.nn.Module, batch: Any) -> Iterator[Any]:
 
     Collective: every rank loops over it once for each batch, to the end, with at least one backward pass for each
     virtual rank. In the loop, PyTorch's, NumPy's and Python's own random numbers on the host depend on the seed, the
-    batch and the virtual rank. After the loop they go on as if it had not been; p.grad holds the means over all samples
-    of the batch, added to what was there before, and the buffers are equal on all ranks. See
+    batch and the virtual rank. After the loop they continue as if it had not been; p.grad holds the means over all
+    samples of the batch, added to what was there before, and the buffers are equal on all ranks. See
     docs/explanation/numerics.md.
 
     Before the first step, rank 0's first virtual batch comes two or three times more on every rank, for the probe.
@@ -227,7 +227,7 @@ def virtual_batches(model: torch.nn.Module, batch: Any) -> Iterator[Any]:
 
 
 def end_round(model: torch.nn.Module) -> None:
-    """End the round of a model that `prepare` had with a strategy of rounds: all ranks get the common parameters.
+    """End the round of a model that `prepare` had with local updates: all ranks get the common parameters.
 
         mpitrain.torch.end_round(model)
         mpitrain.torch.save(model.state_dict(), path)

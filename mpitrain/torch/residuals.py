@@ -1,4 +1,4 @@
-"""What a codec has left out of the gradients so far, saved with a model and restored with it."""
+"""What a codec has not sent of the gradients so far, saved with a model and restored with it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from mpitrain.torch.uncompiled import uncompiled
 
 @uncompiled
 def residuals(model: torch.nn.Module) -> dict[str, Any]:
-    """What the codec has left out of the gradients of all ranks so far, for `save`: one number per parameter and rank.
+    """What the codec has not sent of the gradients of all ranks so far, for `save`: one number per parameter and rank.
 
     In rounds it is all that each rank keeps for itself: see docs/how-to/pytorch.md.
 
@@ -40,11 +40,11 @@ def residuals(model: torch.nn.Module) -> dict[str, Any]:
 
 @uncompiled
 def restore_residuals(model: torch.nn.Module, state: Mapping[str, Any]) -> None:
-    """Go on from what `residuals` has returned, so that a run resumes with the bits of one without interruption.
+    """Continue from what `residuals` has returned, so that a run resumes with the bits of one without interruption.
 
     Every rank calls it with the whole `state`, as `load` gives it, before the first step: after `prepare`, or after
     `register_comm_hook`. If the ranks are others than those that were saved, in number or in their nodes, nothing is
-    restored, and rank 0 says so: the next step then loses what a codec has left out of one step. In rounds, all ranks
+    restored, and rank 0 says so: the next step then loses what a codec has not sent of one step. In rounds, all ranks
     then begin with the parameters of the last outer step, and what was learned since goes into the next one.
 
     Raises:
@@ -58,8 +58,8 @@ def restore_residuals(model: torch.nn.Module, state: Mapping[str, Any]) -> None:
         raise everywhere(
             CheckpointError(
                 f"the residuals are of a model that was trained {_in_words(saved)}, and this one is trained "
-                f"{_in_words(kept.rounds)}. Train it as before, or go on without the residuals from a model that was "
-                "saved after end_round(model)"
+                f"{_in_words(kept.rounds)}. Train it as before, or continue without the residuals from a model that "
+                "was saved after end_round(model)"
             )
         )
     own = of_ranks[world.rank] if len(of_ranks) == world.size else {}

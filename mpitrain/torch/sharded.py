@@ -40,7 +40,7 @@ class ShardedData:
     Attributes:
         share: this rank's share of the present batch; None before the first batch and after the last.
         turn: the number of batches handed out so far.
-        epoch: the number of times that a loop has gone through all batches. Set it to go on from a checkpoint.
+        epoch: the number of times that a loop has gone through all batches. Set it to continue from a checkpoint.
         batch: the number of batches of this epoch that were handed out.
         form: which parts of a batch have one entry for each sample, where whole batches are divided.
         weight: that of this rank's part of the newest batch.
@@ -119,8 +119,8 @@ class ShardedData:
         Raises:
             DataError: the first batch has fewer samples than there are ranks, or a batch cannot be divided. Later: a
                 batch is used in another thread than this one.
-            MismatchError: a source that every rank reads itself gives the ranks different batches, or the ranks go on
-                from different positions.
+            MismatchError: a source that every rank reads itself gives the ranks different batches, or the ranks
+                continue from different positions.
             CheckpointError: after `load_state_dict`, the batches that were used have other samples than then.
         """
         first = self._begin_epoch()
@@ -218,7 +218,7 @@ class ShardedData:
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from a `state_dict`: the next loop begins after the batches that were used, in the same order.
+        """Continue from a `state_dict`: the next loop begins after the batches that were used, in the same order.
 
         Every rank calls this, before the loop. The loop draws the numbers of the samples again, without reading the
         samples, and leaves the rank's other random numbers alone. Data that is no DataLoader of numbered samples is
@@ -245,7 +245,7 @@ class ShardedData:
         self._random_after = state
 
     def go_on_as_drawn(self) -> None:
-        """After `load_state_dict`, have rank 0 go on from the random numbers that drawing the order leaves.
+        """After `load_state_dict`, have rank 0 continue from the random numbers that drawing the order leaves.
 
         This is for ranks that have lost their own ones. They begin as the script seeds them, and with these, later
         epochs would have the orders of the first ones.
@@ -285,7 +285,7 @@ class ShardedData:
         return self._world.broadcast_object(random) if self._is_drawn else random
 
     def _skipped(self) -> None:
-        """The order is drawn up to where the loop goes on."""
+        """The order is drawn up to where the loop continues."""
         if self._random_after is not None:
             set_random_state(self._random_after)
         self._random_after, self._goes_on_as_drawn = None, False

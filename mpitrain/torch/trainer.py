@@ -119,7 +119,7 @@ class TorchTrainer(Trainer):
             interval: the number of steps between two evaluations and between two checkpoints. Default: an epoch.
                 Both also follow the last step.
             directory: the folder of the run: `checkpoints`, and the record that `mpitrain top`, `plot` and `dashboard`
-                show. If it has checkpoints, the training goes on from the newest one. {script} is the name of the
+                show. If it has checkpoints, the training continues from the newest one. {script} is the name of the
                 script. None: nothing is kept.
             clip_norm, precision: as for TorchModule.
             strategy: for example mt.DiLoCo(50). Default: mt.Sync(). Virtual ranks and servers need mpitrain.Trainer.
@@ -230,7 +230,7 @@ class TorchTrainer(Trainer):
         return lambda function: function(outputs, batch[1])
 
     def _evaluated(self) -> dict[str, float]:
-        """Return the mean of each metric over the evaluation data. Collective. Random numbers go on as before."""
+        """Return the mean of each metric over the evaluation data. Collective. Random numbers continue as before."""
         assert self._evaluation is not None
         model = self._model
         modes = {module: module.training for module in model.modules()}  # some may be frozen in eval mode
@@ -334,7 +334,7 @@ class LoaderData:
         return {"position": state_bytes(self._parts.state_dict())}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Go on from a `state`. Raises CheckpointError if it is none."""
+        """Continue from a `state`. Raises CheckpointError if it is none."""
         position = read_state_bytes(state["position"], "position in the data", "mpitrain.torch.Trainer")
         self.close()
         self._parts.load_state_dict(position)

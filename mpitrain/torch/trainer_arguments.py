@@ -116,7 +116,7 @@ def run_folder(world: World, directory: Path | str) -> Path:
         folder = Path(str(directory).replace(_SCRIPT, name))
         if world.is_root and not world.rehearsal:
             remark = _remark(world, folder, _SCRIPT in str(directory))
-    if remark and not world.context.failed_ms:  # not of a restart, which says where it goes on
+    if remark and not world.context.failed_ms:  # not of a restart, which says where it continues
         world.print(remark)
     return folder
 
@@ -146,7 +146,7 @@ def _remark(world: World, folder: Path, is_by_script: bool) -> str:
         raise ConfigError(f"process {writer} of {world.hosts[world.rank]} is training in {folder}; {_ADVICE}")
     if earlier.arguments != sys.argv[1:]:
         return (
-            f"{folder} has a run with the arguments {' '.join(earlier.arguments) or '(none)'}, and this run goes on "
+            f"{folder} has a run with the arguments {' '.join(earlier.arguments) or '(none)'}, and this run continues "
             "from it; to train anew, give another directory, or remove that folder"
         )
     return ""

@@ -81,7 +81,7 @@ class Call(dist.Work):
             if not self.is_done:
                 raise ProcessGroupError(
                     f"{self.channel.world.name()}: {self} has not ended within the {seconds:g} s of wait(timeout); "
-                    f"it goes on. {self.channel.engine.who_waits()}"
+                    f"it continues. {self.channel.engine.who_waits()}"
                 )
         if self.error is not None:
             raise self.error

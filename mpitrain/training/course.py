@@ -1,10 +1,10 @@
-"""The course of a run: its stages, and where it goes on when a rank is lost.
+"""The course of a run: its stages, and where it continues when a rank is lost.
 
     begin ─> before step ─> step ─> after step ─> before step ─> ... ─> after step ─> end
                               │
                               └── commit: all ranks have made the step, or none has
 
-Between two commits, ranks may be at different stages. Where one is lost, the others go on in a new World at the
+Between two commits, ranks may be at different stages. Where one is lost, the others continue in a new World at the
 earliest of their stages, with the parameters, the position in the data and the hooks of the last commit. So every step
 counts once. Hooks may be called twice around a loss.
 """
@@ -60,11 +60,11 @@ class Course:
         """Make all parts for the first World of this Trainer.
 
         Raises:
-            ConfigError: this is in mpitrain.elastic, which would go on at another place than the Trainer; or the job
+            ConfigError: this is in mpitrain.elastic, which would continue at another place than the Trainer; or the job
                 has servers, and the strategy trains without them.
         """
         if self._job.is_elastic:
-            raise ConfigError("a Trainer goes on by itself after the loss of a rank; do not run it in mt.elastic")
+            raise ConfigError("a Trainer continues by itself after the loss of a rank; do not run it in mt.elastic")
         self._go_through(lambda: self._begin(world))
         strategy, role = self._trainer.strategy, self._job.role.kind
         if role and not isinstance(strategy, ServedStrategy):
@@ -219,7 +219,7 @@ class Course:
             activity.copy_run(self._job.num_runs if steps else 0)
 
     def _save(self, step: Step) -> None:
-        """Have saved what a later job can go on from: no other try of this one follows."""
+        """Have saved what a later job can continue from: no other try of this one follows."""
         trainer = self._trainer
         for hook in self._keeping_first():
             hook.before_end(trainer, step)
@@ -261,7 +261,7 @@ class Course:
         self._stage = _OVER
 
     def _say_origin(self, copied: int) -> None:
-        """Say from where a run goes on after a failure of the job; `copied` is the step of the copy in memory."""
+        """Say from where a run continues after a failure; `copied` is the step of the in-memory checkpoint."""
         trainer, context = self._trainer, self._trainer.world.context
         ms, failed_step = context.failed_ms, context.failed_step
         if self._copies.taken_over:
@@ -274,9 +274,9 @@ class Course:
             trainer.world.print(f"resumed from memory at step {step}")
         else:
             why = f"its newest copy is of step {copied}" if copied else self._copies.why_not
-            place = f"goes on after step {step}" if step else "starts over"
+            place = f"continues after step {step}" if step else "starts over"
             trainer.world.print(f"mpitrain: memory is not used: {why}. The training {place}")
-        if step and self._job.num_runs == 1:  # a later run begins as in the first try, or is told of by its line
+        if step and self._job.num_runs == 1:  # a later run begins as in the first attempt, or is told of by its line
             seconds, repeated = time.time() - ms / 1000, max(0, failed_step - 1 - step)
             source: Literal["memory", "disk"] = "memory" if trainer.memory_step else "disk"
             trainer.tell(RunEvent(step, context.failure, source, (), size, max(0.0, seconds), repeated))
@@ -307,7 +307,7 @@ class Course:
         return _END if last is not None and self._trainer.step_number >= last else _BEFORE_STEP
 
     def _go_through(self, stage: Callable[[], None]) -> None:
-        """Go through a stage. If a rank is lost in it, go on in the next World."""
+        """Go through a stage. If a rank is lost in it, continue in the next World."""
         trainer = self._trainer
         try:
             stage()

@@ -82,7 +82,7 @@ def record_loop(directory: Path | str, *, after_step: int = 0) -> LoopRecord:
 
     Args:
         directory: is made if it is missing.
-        after_step: the step after which a loop goes on. Rows of later steps are removed; with 0 all rows.
+        after_step: the step after which a loop continues. Rows of later steps are removed; with 0 all rows.
 
     Raises:
         DataError: the directory has a file that is no record. Raised on every rank.

@@ -78,13 +78,13 @@ class Built:
         return parts
 
     def state(self) -> dict[str, Any]:
-        """Return the state from which the next parts go on, the same on every rank. Not collective."""
+        """Return the state from which the next parts continue, the same on every rank. Not collective."""
         parts = self.parts
         assert parts is not None
         return {"data": parts.data.state(), "adapter": parts.adapter.state(), "strategy": parts.strategy.state()}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Go on from a result of `state`.
+        """Continue from a result of `state`.
 
         Raises:
             CheckpointError: `build` has made a different model or data set than before.
@@ -96,7 +96,7 @@ class Built:
         parts.adapter.restore(state["adapter"])
 
     def restore_own(self, world: World, own: dict[str, Any]) -> None:
-        """Go on from what `own_state` of the strategy gave on this rank, in this World or another one. Collective.
+        """Continue from what `own_state` of the strategy gave on this rank, in this World or another one. Collective.
 
         If the ranks are placed as they were then, everything stays with its rank. Otherwise it goes into the means of
         the next step.

@@ -25,7 +25,7 @@ _MOST_OUTER_STEPS = 40  # more lines would hide the curves
 def plot(path: Path, rows: Sequence[Mapping[str, float]], title: str, events: Sequence[RunEvent] = ()) -> None:
     """Plot loss, throughput, the share of waiting and every other metric over the steps.
 
-    A dashed line marks each step after which a run resumed, and after which the training went on after a fault. The
+    A dashed line marks each step after which a run resumed, and after which the training continued after a fault. The
     last `MOST_TEXTS` events have their texts. A dotted line marks each row with outer steps, unless there are too many.
 
     Args:
@@ -116,7 +116,7 @@ def _mark(axes: Any, events: Sequence[RunEvent], *, has_texts: bool) -> None:
     for source in dict.fromkeys([*known, *(event.source for event in events)]):
         steps = [event.after_step for event in events if event.source == source]
         for step in steps:
-            said = _SAID.get(source, f"went on, from {source}" if source in _COLORS else f"event {source!r}")
+            said = _SAID.get(source, f"continued, from {source}" if source in _COLORS else f"event {source!r}")
             label = _literal(f"{said}: {len(steps)}") if step == steps[0] else None
             axes.axvline(step, color=_COLORS.get(source, _OTHER_COLOR), linestyle="--", linewidth=1, label=label)
     for event in events[-MOST_TEXTS:] if has_texts else ():

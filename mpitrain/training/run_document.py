@@ -27,7 +27,7 @@ from mpitrain.world.world import World
 FILE = "run.json"
 VERSION = 1
 MOST_BYTES = 1 << 20  # a document has some 10 KiB
-# How a run ended, if no error ended it. LEFT: its job goes on with it in another try.
+# How a run ended, if no error ended it. LEFT: its job continues with it in another try.
 DONE, LEFT = "done", "left"
 _GIT_SECONDS = 5.0  # a work tree may be on a slow share, and all ranks wait
 
@@ -47,7 +47,7 @@ class RunDocument:
         is_changed: files that git knows have changed since the commit.
         process: names the process of rank 0 for good: its host, its number, and when the kernel started it
             (roster.launcher_pid tells whether it is alive).
-        after_step: the step after which this job went on; 0: it began the training.
+        after_step: the step after which this job continued; 0: it began the training.
         first_started: when the training began. A training that resumes keeps this value.
         started: when this job began with its part of the training.
         ended: when it ended; None: it has not, or it was killed.

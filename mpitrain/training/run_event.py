@@ -17,14 +17,14 @@ class RunEvent:
     The ranks agree on all but `seconds`.
 
     Attributes:
-        after_step: the number of the last step that counts. The training went on with the next one.
+        after_step: the number of the last step that counts. The training continued with the next one.
         text: what had happened, as in "rank 2 on lab1 was lost", "lab2 leaves" or "the training is paused".
         source: where parameters, optimizer and position in the data came from: the ranks that were left, a copy in
             memory, or a checkpoint on a disk. "told": they are the same, and `mpitrain tell` had told it something.
             "auto": they are the same, and the strategy has changed how gradients travel. A newer mpitrain may have
             another word.
         lost_ranks: the ranks that were lost, by their numbers in the job.
-        num_ranks: the number of ranks that went on.
+        num_ranks: the number of ranks that continued.
         seconds: from the moment in which the fault was noticed, or the ranks stopped for the change, until the training
             was ready for the next step. For the end of a pause, how long the pause was. 0 for other orders and
             choices.
@@ -56,7 +56,7 @@ class RunEvent:
         if self.source == "auto":
             return f"after step {self.after_step}: {self.text}"
         return (
-            f"after step {self.after_step}: {self.text}; {self.num_ranks} ranks went on from {self.source} after "
+            f"after step {self.after_step}: {self.text}; {self.num_ranks} ranks continued from {self.source} after "
             f"{self.seconds:.2f} s, {self.repeated_steps} steps were repeated"
         )
 

@@ -153,7 +153,7 @@ class Steering:
         if trainer.served and self.rate_factor != 1.0:
             raise everywhere(
                 ConfigError(
-                    f"{world.name()}: the learning rate of the training to go on from was multiplied by "
+                    f"{world.name()}: the learning rate of the training to continue from was multiplied by "
                     f"{self.rate_factor:g}, which servers cannot do. Multiply the rate in the script, and begin from "
                     "an earlier checkpoint, or train without servers"
                 )
@@ -164,10 +164,10 @@ class Steering:
         self._replayed_until = max((order.after_step or 0 for order in self._replayed), default=0)
         self.paused_since = time.monotonic()
         if self.pause and (trainer.served or not world.context.roll_call):
-            world.print(f"mpitrain: the training was {self.words}. No launcher could resume it here, so it goes on")
+            world.print(f"mpitrain: the training was {self.words}. No launcher could resume it here, so it continues")
             self.pause = {}
         elif self.pause:
-            world.print(f"mpitrain: the training is {self.words}; `mpitrain tell JOB resume` lets it go on")
+            world.print(f"mpitrain: the training is {self.words}; `mpitrain tell JOB resume` lets it continue")
         TUNABLES.changed = lambda: self.publish(trainer)
         if self.is_due(trainer.step_number, 0):
             self.obey(trainer, 0)
@@ -356,7 +356,7 @@ class Steering:
         TUNABLES.check(state.get("tunables", {}))
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Go on where `state` was taken.
+        """Continue where `state` was taken.
 
         Raises:
             CheckpointError: the script declares a tunable value with another type. Nothing has changed.

@@ -31,17 +31,17 @@ from mpitrain.world.world import World
 class Trainer:
     """Runs steps until a hook stops the run. Every rank must make the same calls.
 
-    A Trainer keeps the `build` that it was made with, so that `rebuild` can go on in another World.
+    A Trainer keeps the `build` that it was made with, so that `rebuild` can continue in another World.
 
     Attributes:
         world, adapter, strategy, data: as built.
         served: the strategy, in a job with servers; else None.
         step_number: the number of steps made so far, including those before a resume.
         last_step: the number of the step to stop after. None while no hook has set it.
-        memory_step: the step after which this run went on from a copy in memory. 0: it did not.
-        copy_steps: the number of steps from one copy in memory to the next. 0: there are no copies.
+        memory_step: the step after which this run continued from an in-memory checkpoint. 0: it did not.
+        copy_steps: the number of steps from one in-memory checkpoint to the next. 0: there are no copies.
         times_own_work: a hook or meter asks for `Step.own_seconds`. On a GPU a step then waits for its gradients
-            before it goes on with their exchange.
+            before it continues with their exchange.
         hooks: as given.
         metrics: what hooks have given to `report` for the last step, by name.
         steering: what somebody has told this training with `mpitrain tell`.
@@ -89,7 +89,8 @@ class Trainer:
         self._virtual_passes = parts.strategy.passes(parts.adapter, parts.data)
 
     def rebuild(self, world: World) -> None:
-        """Go on in another World, after the same number of steps, with the same parameters, optimizer and data cursor.
+        """Continue in another World, after the same number of steps, with the same parameters, optimizer and data
+        cursor.
 
         Collective over both Worlds, between two steps. A hook may call `rebuild` in `after_step`. The old parts are
         closed. `build` makes new parts, which get the training state of the old ones. The hooks stay, and
@@ -97,7 +98,7 @@ class Trainer:
         things.
 
         Args:
-            world: the World to go on in. If the ranks are placed as before, what a codec has left out so far stays
+            world: the World to continue in. If the ranks are placed as before, what a codec has left out so far stays
                 with its rank. Otherwise it goes into the means of the next step.
 
         Raises:
@@ -106,8 +107,8 @@ class Trainer:
         """
         if self.served:
             raise ConfigError(
-                f"{world.name()}: a Trainer in a job with servers cannot go on in another World; workers come and go "
-                "without that. Leave rebuild() out, or train without servers"
+                f"{world.name()}: a Trainer in a job with servers cannot continue in another World; workers come and "
+                "go without that. Leave rebuild() out, or train without servers"
             )
         # Copies, because `build` may make the next parts of the same arrays. `own` comes first: what is under way
         # arrives, and belongs to the state.
@@ -137,9 +138,9 @@ class Trainer:
         with exit code 0. So what follows in the script is done by the server alone. Of several servers, the first one
         does this; the others end as workers do.
 
-        With `mpitrain run --recover`, the ranks that are left go on where a rank is lost, in a World without it, with
-        what `build` makes for that World. They make the step again that was not finished. Hooks may be called twice
-        around it.
+        With `mpitrain run --recover`, the ranks that are left continue where a rank is lost, in a World without it,
+        with what `build` makes for that World. They make the step again that was not finished. Hooks may be called
+        twice around it.
 
         Raises:
             ConfigError: no hook ends the run.
@@ -186,16 +187,16 @@ class Trainer:
         """Make one step: batch, gradients, exchange, update.
 
         Raises:
-            LostRankError: a rank has been lost. Only `run` goes on behind that.
-            CheckpointError: too few hosts are left, and this try only saves: only `run` can.
+            LostRankError: a rank has been lost. Only `run` continues behind that.
+            CheckpointError: too few hosts are left, and this attempt only saves: only `run` can.
             GradientError: as for `run`. For NaN and infinity, the error names rank, parameter and step, and says
                 whether loss, batch and parameters were finite on all ranks.
         """
         if self.world.context.saves:
             raise everywhere(
                 CheckpointError(
-                    f"{self.world.name()}: this try only saves what the tries before have reached, and makes no step; "
-                    "only Trainer.run can save it, with the hook mt.Checkpoint"
+                    f"{self.world.name()}: this attempt only saves what the tries before have reached, and makes no "
+                    "step; only Trainer.run can save it, with the hook mt.Checkpoint"
                 )
             )
         spans = self.world.control.spans
@@ -279,7 +280,7 @@ class Trainer:
         )
 
     def state(self) -> dict[str, Any]:
-        """Return all that a checkpoint needs to go on from here, by name. The state does not depend on ranks.
+        """Return all that a checkpoint needs to continue from here, by name. The state does not depend on ranks.
 
         The state does not hold what a codec has left out on this rank: see Strategy.own_state.
         """
@@ -295,7 +296,7 @@ class Trainer:
         }
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Go on where `state` was taken. Every rank must restore the same state.
+        """Continue where `state` was taken. Every rank must restore the same state.
 
         A hook without an entry in the state starts afresh. An entry without a hook is ignored.
 
@@ -331,12 +332,12 @@ class Trainer:
         return self.strategy.own_state_for(reads=reads)
 
     def restore_own(self, name: str, parts: int, read_part: Callable[[int], dict[str, Any]], *, reads: bool) -> None:
-        """Go on from what the ranks kept for themselves. Collective; see checkpoint.resume.own_part.
+        """Continue from what the ranks kept for themselves. Collective; see checkpoint.resume.own_part.
 
         Raises:
             CheckpointError: it is of another model. Raised on every rank.
         """
         place = self.own_state(reads=False).get("place")
         part = own_part(self.world, name, parts, place, read_part, reads=reads)
-        with self.world.together(f"go on from {name}"):
+        with self.world.together(f"continue from {name}"):
             self.strategy.restore_own(part)

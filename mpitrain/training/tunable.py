@@ -115,7 +115,7 @@ class Tunables:
                 _check_restored(self._declared[name], value)
 
     def restore(self, told: Mapping[str, Any]) -> None:
-        """Go on from a result of `told`: all other values are their defaults. A name may be declared later.
+        """Continue from a result of `told`: all other values are their defaults. A name may be declared later.
 
         Raises:
             CheckpointError: the script has declared a name with another type. Nothing has changed.
@@ -144,7 +144,7 @@ def _parsed(kind: type, text: str) -> Any:
 def _check_restored(one: Tunable[Any], value: Any) -> None:
     if type(value) is not type(one.default):
         raise CheckpointError(
-            f"the state to go on from has {one.name}={value!r}, and the script declares tunable({one.name!r}, "
+            f"the state to continue from has {one.name}={value!r}, and the script declares tunable({one.name!r}, "
             f"{one.default!r}); declare the same type, or another name"
         )
 
@@ -161,8 +161,8 @@ def tunable(name: str, default: Value) -> Tunable[Value]:
             rate = dropout.value
 
     All ranks get a new value after the same step. The value belongs to the state of the training: it holds after a
-    restart, and in a run that goes on from a checkpoint, on any number of ranks. Without a Trainer the value stays the
-    default.
+    restart, and in a run that continues from a checkpoint, on any number of ranks. Without a Trainer the value stays
+    the default.
 
     Args:
         name: at most 60 letters, digits, "_", "." and "-".
@@ -175,6 +175,6 @@ def tunable(name: str, default: Value) -> Tunable[Value]:
     Raises:
         ConfigError: the name or the default is not allowed, the name has another default already, or there are more
             than 32 names.
-        CheckpointError: the training goes on from a state in which the name has a value of another type.
+        CheckpointError: the training continues from a state in which the name has a value of another type.
     """
     return TUNABLES.declare(name, default)

@@ -108,7 +108,7 @@ class Notes:
                 if not request.Test():
                     left.append(one)
             except MPI.Exception as error:
-                # The other rank is gone, for an MPI that goes on after that.
+                # The other rank is gone, for an MPI that continues after that.
                 if error.Get_error_class() not in (MPI.ERR_PROC_FAILED, MPI.ERR_PROC_FAILED_PENDING):
                     raise
         self._in_flight = left
@@ -149,7 +149,8 @@ class Notes:
         return words
 
     def lost(self) -> list[int]:
-        """The ranks that are gone, for an MPI that goes on after the loss of a process. `look` fails no more for them.
+        """The ranks that are gone, for an MPI that continues after the loss of a process. `look` fails no more for
+        them.
 
         (MPI_Comm_ack_failed of MPI 5.0's ULFM: without it, no message from just any rank can be received.)
         """

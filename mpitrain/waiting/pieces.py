@@ -44,7 +44,7 @@ _WITHOUT_NAPS = 32
 
 # The other rank, and the array for it or from it: flat and contiguous.
 Part: TypeAlias = tuple[int, numpy.ndarray]
-# Combines two arrays into the first one. If the work goes on after the call, a function is returned that says whether
+# Combines two arrays into the first one. If the work continues after the call, a function is returned that says whether
 # the work is over.
 Combine: TypeAlias = Callable[[Any, Any], "Callable[[], bool] | None"]
 

@@ -94,7 +94,7 @@ class Activity:
         self._change(phase=FAILED, error=error, failed_seconds=seconds)
 
     def lose(self, ranks: Sequence[int]) -> None:
-        """Publish that the World goes on without these ranks."""
+        """Publish that the World continues without these ranks."""
         self._change(lost=tuple(ranks))
 
     def begin(self, status: int, words: str, since: float) -> tuple[int, str, float]:
@@ -137,7 +137,7 @@ class Activity:
         self._page.set_epoch(epoch)
 
     def leave(self, step: int) -> None:
-        """Publish that the rank ends after this step, for another try to go on from there."""
+        """Publish that the rank ends after this step, for another try to continue from there."""
         self._page.set_left(step, time.monotonic())
 
     def copy_run(self, run: int) -> None:

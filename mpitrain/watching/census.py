@@ -196,7 +196,7 @@ class Census:
 
     def first_end(self) -> FirstEnd | None:
         """What ended first; None: nothing yet, or it is not known. Ranks that had parted from the others
-        do not count, nor do those without which the others go on."""
+        do not count, nor do those without which the others continue."""
         ended = [rank for rank in self._ranks.values() if rank.process.order is not None]
         if ended:
             lost = {number for rank in self._ranks.values() for number in self._read(rank).lost}

@@ -54,7 +54,7 @@ def report(
         answered: the hosts of absent ranks that answered, but know of no such rank.
         silent: the silent hosts, with the seconds of silence.
         unreachable: by host that was asked, the hosts from which it gets no answer. Used only if `all_wait_in_one`.
-        hang_seconds: the job is ended because nothing has moved for that long; 0: the job goes on.
+        hang_seconds: the job is ended because nothing has moved for that long; 0: the job continues.
     """
     views = [view for view in views if view.record.phase != PARTED or view.state != "gone"]  # these are done
     waiting = [view for view in views if view.waits]

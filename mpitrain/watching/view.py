@@ -53,7 +53,7 @@ class RankView:
 
     @property
     def waits(self) -> bool:
-        """True if the rank waits for other ranks, and could go on if they came."""
+        """True if the rank waits for other ranks, and could continue if they came."""
         return self.record.status in (WAITS, ENDED) and self.state in ("R", "S")
 
 

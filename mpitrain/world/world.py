@@ -81,8 +81,8 @@ class World:
     are collective: every rank must call them, in the same order and at the same line of the program (see `same_call`).
     If the ranks make different calls, every rank gets a MismatchError that names the first difference. If a rank
     cannot make its call, because of an argument or an object that cannot be pickled, every rank gets the error, and the
-    ranks can go on. A `root`, `to` or `source` that is no rank is a ConfigError, which is a ValueError. In a World of
-    one rank every call works and sends nothing.
+    ranks can continue. A `root`, `to` or `source` that is no rank is a ConfigError, which is a ValueError. In a World
+    of one rank every call works and sends nothing.
 
     Attributes:
         hosts: the host name of every rank.
@@ -109,7 +109,7 @@ class World:
     observer: Observer | None = None  # with `mpitrain verify`
     watch: StepWatch | None = None  # with `mpitrain plan`
     committer: Callable[[], None] | None = None  # with `mpitrain run --recover`
-    # The same; ends this process if an error says that the others are to go on without it.
+    # The same; ends this process if an error says that the others are to continue without it.
     leaver: Callable[[BaseException], None] | None = None
 
     @cached_property
@@ -391,7 +391,7 @@ class World:
         """Raise `error`, for which this rank cannot make a call, on all ranks: those that make the call hear of it.
 
         Collective, in place of the call. Whatever can fail on one rank alone belongs before the agreement of a call,
-        and its errors come here. So a rank that catches the error goes on at the same place as the others.
+        and its errors come here. So a rank that catches the error continues at the same place as the others.
         """
         if isinstance(error, MpitrainError):
             everywhere(error)

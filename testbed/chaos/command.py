@@ -1,4 +1,4 @@
-"""`scripts/testbed chaos JOB`: make real faults in a running job, undo them in time, and report how the job went on."""
+"""`scripts/testbed chaos JOB`: make real faults in a running job, undo them in time, and report what it did."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from testbed.chaos.episode import Episode
 from testbed.chaos.plan import Fault, parse_kinds, plan
 from testbed.chaos.report import draw, is_good, numbers, text
 
-HELP = "make faults in a running job, and report how it goes on"
+HELP = "make faults in a running job, and report how it continues"
 
 _EPILOG = """\
 Faults: rank (kill -9), freeze (a rank, or a whole host), link (a cable), host

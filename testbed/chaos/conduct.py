@@ -1,4 +1,4 @@
-"""Makes the planned faults in a running job, one after the other, and records how the job goes on."""
+"""Makes the planned faults in a running job, one after the other, and records how the job continues."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Conductor:
         apart: str,
         say: Callable[[str], None],
     ) -> None:
-        """A fault lasts for `hold_seconds`; between two, the job goes on for `pause_seconds` at least.
+        """A fault lasts for `hold_seconds`; between two, the job continues for `pause_seconds` at least.
 
         `apart` is the launcher's host; `say` is told what is done.
         """
@@ -243,7 +243,7 @@ class Conductor:
         hit.went_on = went_on(recent, hit.seconds, hit.attempt, hit.step)
         if hit.went_on is not None:
             again = f", from step {hit.went_on.from_step}" if hit.went_on.from_step else ""
-            self._say(f"    the job went on after {hit.went_on.seconds:.2f} s{again}")
+            self._say(f"    the job continued after {hit.went_on.seconds:.2f} s{again}")
 
     def _tell_news(self) -> None:
         for line in self._crew.news():

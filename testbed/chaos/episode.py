@@ -35,11 +35,11 @@ class Point:
 
 @dataclass(frozen=True)
 class WentOn:
-    """How a job went on after a fault.
+    """How a job continued after a fault.
 
     Attributes:
         seconds: from the fault to the end of the first step that the victim cannot have made before.
-        from_step: the first step of the new attempt; 0: the job went on in place.
+        from_step: the first step of the new attempt; 0: the job continued in place.
         repeated_steps: the steps that were made a second time.
     """
 
@@ -49,7 +49,7 @@ class WentOn:
 
 
 def went_on(points: Sequence[Point], seconds: float, attempt: int, step: int) -> WentOn | None:
-    """Return how the job went on after a fault; None: it has not yet.
+    """Return how the job continued after a fault; None: it has not yet.
 
     The others can end the step that the victim was in, because it may have sent its part. They cannot end the next one.
     A step has ended when a rank begins the one behind it.
@@ -136,7 +136,7 @@ class Hit:
         deed: the fault, in words.
         why_not: why the fault was not made; "": it was made.
         is_undone: the fault is not in force any more.
-        went_on: how the job went on; None: it has not gone on yet.
+        went_on: how the job continued; None: it has not gone on yet.
     """
 
     fault: Fault

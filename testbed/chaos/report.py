@@ -1,4 +1,4 @@
-"""What chaos did to a job, and how the job went on: as numbers, as text and as a picture. Functions of an Episode."""
+"""What chaos did to a job, and how the job continued: as numbers, as text and as a picture. Functions of an Episode."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def text(report: Mapping[str, Any]) -> str:
         times = ""
         if summary["median_seconds"] is not None:
             times = f": median {summary['median_seconds']:.2f} s, worst {summary['worst_seconds']:.2f} s"
-        lines.append(f"{kind}: the job went on after {summary['went_on']} of {summary['count']}{times}{named}")
+        lines.append(f"{kind}: the job continued after {summary['went_on']} of {summary['count']}{times}{named}")
     if not report["output_was_read"]:
         lines.append("culprits: not known, because the launcher's stderr is not a file; start the job with `2> FILE`")
     if report["faults"] and report["steps"]:
@@ -83,7 +83,7 @@ def text(report: Mapping[str, Any]) -> str:
     if report["news"]:
         lines += ["connections:", *(f"    {line}" for line in report["news"])]
     if not report["has_ended"]:
-        lines.append("the job goes on; all faults are undone")
+        lines.append("the job continues; all faults are undone")
     else:
         lines.append(_verdict(report))
         left = [f"{host}: {line}" for host, lines_there in report["left"].items() for line in lines_there]
@@ -181,7 +181,7 @@ def _kinds(hits: Sequence[Hit]) -> list[str]:
 
 
 def _kind(episode: Episode, hits: Sequence[Hit]) -> dict[str, Any]:
-    """Return how the job went on after all faults of a kind. A fault that made it start again must be named."""
+    """Return how the job continued after all faults of a kind. A fault that made it start again must be named."""
     times = [hit.went_on.seconds for hit in hits if hit.went_on is not None]
     to_name = [hit for hit in hits if hit.fault.kind == "rank" or (hit.went_on is not None and hit.went_on.from_step)]
     return {
@@ -200,7 +200,7 @@ _COLOURS = dict(zip(KINDS, ("tab:red", "tab:blue", "tab:orange", "tab:purple", "
 
 
 def draw(path: Path, episode: Episode, title: str) -> None:
-    """Draw new steps per second over time, with a mark for each fault; below, how long the job took to go on.
+    """Draw new steps per second over time, with a mark for each fault; below, how long the job took to continue.
 
     Args:
         path: of the picture; overwritten.
@@ -245,7 +245,7 @@ def draw(path: Path, episode: Episode, title: str) -> None:
             times.plot(*zip(*went_on, strict=True), **style)
     speed.set(ylabel="new steps/s", ylim=(0, None), xlim=(0, max(end, 1e-3) / scale))
     speed.legend(loc="lower left", bbox_to_anchor=(0, 1.03), ncols=6, frameon=False, fontsize="small")
-    times.set(ylabel="went on after (s)", xlabel=unit)
+    times.set(ylabel="continued after (s)", xlabel=unit)
     if taken := [hit.went_on.seconds for hit in made if hit.went_on is not None]:
         # Whole decades, so that no label is between two of them.
         decades = math.floor(math.log10(min(taken))), math.floor(math.log10(max(taken))) + 1

@@ -135,6 +135,6 @@ CHECKS = (
         why="A clock that no daemon sets drifts by seconds a week.",
         tag="time",
         needs=(*BY_SSH, "CLK01"),
-        fault="none on a bed, whose nodes have their host's clock: judged on made-up answers",
+        fault="none on a test bed, whose nodes have their host's clock: judged on made-up answers",
     ),
 )

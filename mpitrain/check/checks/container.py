@@ -86,6 +86,6 @@ CHECKS = (
         looks="In a container: whether one of its interfaces has the address of the inventory.",
         why="Ranks tell each other the addresses that they see. A bridge's addresses cannot be reached from outside.",
         needs=(*BY_SSH, "WGD01"),
-        fault="none on a bed, where a node can be reached only at its own addresses: judged on made-up answers",
+        fault="none on a test bed, where a node can be reached only at its own addresses: judged on made-up answers",
     ),
 )

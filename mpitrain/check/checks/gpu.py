@@ -258,6 +258,6 @@ CHECKS = (
         why="Without CuPy, models that use its arrays run only on the processor. With an older driver it can use no "
         "card.",
         needs=(*BY_SSH, "PRB02", "USR01", "GPU02"),
-        fault="none on a bed, which has no GPU: judged on made-up answers",
+        fault="none on a test bed, which has no GPU: judged on made-up answers",
     ),
 )

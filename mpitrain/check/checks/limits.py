@@ -256,7 +256,7 @@ CHECKS = (
         why="RDMA sends only from locked memory. MPI fails with larger messages, or falls back to TCP.",
         tag="limits",
         needs=(*_JOB, "SSH09"),
-        fault="none on a bed, which has no RDMA: judged on made-up answers",
+        fault="none on a test bed, which has no RDMA: judged on made-up answers",
     ),
     Check(
         "LIM03",
@@ -268,7 +268,7 @@ CHECKS = (
         why="If memory runs out, the kernel ends the largest process, which is a rank.",
         remedy="ssh {login} 'ps -eo pid,user,rss,args --sort -rss | head'  # end what is not needed",
         needs=BY_SSH,
-        fault="none on a bed, whose memory is the host's: judged on made-up answers",
+        fault="none on a test bed, whose memory is the host's: judged on made-up answers",
     ),
     Check(
         "LIM04",
@@ -307,7 +307,7 @@ CHECKS = (
         why="Every rank waits for the slowest one.",
         remedy="{set_up} --tags tuning --limit {limit} -e mpitrain_tuning=true",
         needs=BY_SSH,
-        fault="none on a bed, whose processors have no governor: judged on made-up answers",
+        fault="none on a test bed, whose processors have no governor: judged on made-up answers",
     ),
     Check(
         "LIM07",

@@ -293,7 +293,7 @@ CHECKS = (
         looks=f"2 ranks of `python -m {_TRANSPORTS}` on the node, if CuPy sees a card.",
         why="Otherwise training with device arrays on several ranks does not start.",
         needs=("PRB01", "PRB02", "ENV01", "MPI01", "MPI05"),
-        fault="none on a bed, which has no GPU: judged on made-up answers",
+        fault="none on a test bed, which has no GPU: judged on made-up answers",
     ),
     Check(
         "MPI02",

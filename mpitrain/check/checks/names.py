@@ -227,7 +227,7 @@ CHECKS = (
         why="Ranks tell each other the addresses of their own interfaces; behind NAT, no other node can reach those.",
         remedy="ssh {login} ip address  # then correct ansible_host in the inventory: did DHCP give another address?",
         needs=(*BY_SSH, "CON02"),
-        fault="none on a bed, where a node can be reached only at its own addresses: judged on made-up answers",
+        fault="none on a test bed, where a node can be reached only at its own addresses: judged on made-up answers",
     ),
     Check(
         "NAM04",

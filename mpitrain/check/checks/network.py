@@ -236,7 +236,7 @@ CHECKS = (
         looks="On a single machine: interfaces that are up and have an IPv4 address, and which of them are cards.",
         why="In a job over several machines, MPI may choose a virtual network, which leads nowhere, and wait forever.",
         needs=("PRB01",),
-        fault="none on a bed, whose nodes NET02 compares: judged on made-up answers",
+        fault="none on a test bed, whose nodes NET02 compares: judged on made-up answers",
     ),
     Check(
         "NET08",

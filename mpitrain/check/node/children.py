@@ -30,7 +30,7 @@ _lock = threading.Lock()
 # machine, and enough that hanging ones do not delay the others.
 _slots = threading.Semaphore(5)
 _sudo_lock = threading.Lock()
-_sudo: dict[str, bool] = {}  # "hangs", after the first try
+_sudo: dict[str, bool] = {}  # "hangs", after the first attempt
 _folders: set[str] = set()
 _ending = threading.Event()
 

@@ -1,6 +1,6 @@
 """What a training has reached, and run(), which calls the function of a script again from there.
 
-It is what all ranks go on from when one is lost, and what the next try of a job gets.
+It is what all ranks continue from when one is lost, and what the next attempt of a job gets.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class ElasticState:
         self._copies: KeptState | None = None
 
     def register_reset_callbacks(self, callbacks: Iterable[Callable[[], Any]]) -> None:
-        """Have these called on all ranks whenever the ranks of the job have changed, before they go on."""
+        """Have these called on all ranks whenever the ranks of the job have changed, before they continue."""
         self._reset_callbacks.extend(callbacks)
 
     def on_reset(self) -> None:
@@ -61,13 +61,13 @@ class ElasticState:
             callback()
 
     def commit(self) -> None:
-        """Make the present state the one to go on from. Collective.
+        """Make the present state the one to continue from. Collective.
 
         With `mpitrain run --recover`, either all ranks save, or none does. If the hosts of the job change, the call
-        does not return: the ranks end as by sys.exit(0), and others go on from here.
+        does not return: the ranks end as by sys.exit(0), and others continue from here.
 
         Raises:
-            LostRankError: a rank is lost; elastic.run goes on from the commit before. On every rank that is left.
+            LostRankError: a rank is lost; elastic.run continues from the commit before. On every rank that is left.
         """
         init().commit()
         self.save()
@@ -82,7 +82,7 @@ class ElasticState:
             self._copies.update()
 
     def begin_copies(self) -> bool:
-        """Copy the state to memory from now on, if the job has keepers. True: it goes on from a copy. Collective."""
+        """Copy the state to memory from now on, if the job has keepers. True: it continues from a copy. Collective."""
         if not init().context.keeper:
             return False
         if not (hasattr(self, "state_dict") and hasattr(self, "load_state_dict")):
@@ -195,9 +195,9 @@ def run(func: Callable[..., Result]) -> Callable[..., Result]:
 
         train(hvd.elastic.TorchState(model, optimizer, batch=0))
 
-    Every rank first gets rank 0's state. With `mpitrain run --recover`, the ranks that are left go on after a loss.
+    Every rank first gets rank 0's state. With `mpitrain run --recover`, the ranks that are left continue after a loss.
     Each restores its last commit, calls the reset callbacks, gets rank 0's state, and calls `func` again. With
-    `--restarts`, a new try of the job goes on from the newest copy of the state in memory, after a failure, and when
+    `--restarts`, a new try of the job continues from the newest copy of the state in memory, after a failure, and when
     hosts join or leave. It calls the reset callbacks before `func`. Without either, `func` is called once.
 
     Args:

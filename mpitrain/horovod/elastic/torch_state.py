@@ -41,7 +41,7 @@ class ElasticSampler(torch.utils.data.Sampler[int]):
         self.reset()
 
     def set_epoch(self, epoch: int) -> None:
-        """Begin an epoch with all samples. Call it at the end of the one before: a reset then goes on within one."""
+        """Begin an epoch with all samples. Call it at the end of the one before: a reset then continues within one."""
         self.epoch, self.processed_num = epoch, 0
         self.reset()
 
@@ -54,7 +54,7 @@ class ElasticSampler(torch.utils.data.Sampler[int]):
         return {"epoch": self.epoch, "processed_num": self.processed_num}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from there, with the present ranks."""
+        """Continue from there, with the present ranks."""
         self.epoch, self.processed_num = state["epoch"], state["processed_num"]
         self.reset()
 

@@ -1,6 +1,6 @@
 """Saves checkpoints, and resumes from them.
 
-A save copies the state, and a thread writes the copy to the disk while training goes on. Memory is bounded: there is
+A save copies the state, and a thread writes the copy to the disk while training continues. Memory is bounded: there is
 one copy, in buffers that are reused. No other copy is taken while it is being written.
 """
 
@@ -75,7 +75,7 @@ class BackgroundWriter:
             try:
                 work()
                 self.failed = None
-            except Exception as error:  # training goes on after any error
+            except Exception as error:  # training continues after any error
                 self.failed = error
                 self._report(text_of(error))
 
@@ -104,8 +104,8 @@ _PATIENCE_SECONDS = 1.0
 class Checkpoint(Hook):
     """Save every `steps` steps and after the last step. Resume from the newest complete checkpoint.
 
-    A step waits for a copy in memory, not for the disk. If a save fails, the failure is reported and training goes on.
-    If the last save fails, the run ends with an error. See docs/how-to/trainer-and-data.md#checkpoints.
+    A step waits for an in-memory checkpoint, not for the disk. If a save fails, the failure is reported and training
+    continues. If the last save fails, the run ends with an error. See docs/how-to/trainer-and-data.md#checkpoints.
     """
 
     writes_files = True
@@ -193,7 +193,7 @@ class Checkpoint(Hook):
 
         def report(text: str) -> None:
             if not self._is_ending:  # at the end, the failure is raised
-                say(world, f"{text}; training goes on, and the next save tries again. Earlier checkpoints are intact")
+                say(world, f"{text}; training continues, and the next save tries again. Earlier checkpoints are intact")
 
         self._writer = BackgroundWriter(report)
         keeper = keepers(world, self._directory, self._copies)
@@ -233,7 +233,7 @@ class Checkpoint(Hook):
         self._begin_if_new(trainer, step)
         self.after_run(trainer)
         path = self._directory / name_of(step.number)
-        trainer.world.print(f"mpitrain: {path} is saved; the same command goes on from there")
+        trainer.world.print(f"mpitrain: {path} is saved; the same command continues from there")
 
     def after_run(self, trainer: Trainer) -> None:
         """See Hook. Waits until the last checkpoint is on the disk.

@@ -80,7 +80,7 @@ class Hook:
         return {}
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Go on where `state` was taken, before the first step. Is not called if the checkpoint has no such state.
+        """Continue where `state` was taken, before the first step. Is not called if the checkpoint has no such state.
 
         Raises:
             CheckpointError: `state` is not a state of this hook.

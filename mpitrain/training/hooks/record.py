@@ -47,11 +47,12 @@ class Record(Hook):
     A row has the step, the epoch, and the samples and seconds of training so far, including the runs that this run
     resumes. It has the numbers that the meters have measured over all ranks since the last row (one small message a
     row), and the numbers that the hooks have reported for this step. Rank 0 writes. Record also reports the numbers of
-    the meters to the hooks that follow. The first row after a fault, behind which the training went on, has the event.
+    the meters to the hooks that follow. The first row after a fault, behind which the training continued, has the
+    event.
 
     A run that resumes at step k removes rows of later steps that an earlier run has written, so no step has two rows. A
-    run from the beginning removes all rows. If a writer fails, for example because the disk is full, training goes on.
-    stderr says so, and with the next row Record tries the writer again, with all rows that it lacks.
+    run from the beginning removes all rows. If a writer fails, for example because the disk is full, training
+    continues. stderr says so, and with the next row Record tries the writer again, with all rows that it lacks.
     """
 
     writes_files = True
@@ -176,7 +177,7 @@ class Record(Hook):
             self._write_row(trainer)
 
     def world_changed(self, trainer: Trainer) -> None:
-        """See Hook. The writers go on where another rank may have stopped, and the meters start again."""
+        """See Hook. The writers continue where another rank may have stopped, and the meters start again."""
         self._has_rows = self._has_rows or self._is_open
         state = self.state()
         self._close_outputs()
@@ -320,7 +321,7 @@ class _Output:
         except OSError as error:
             if was_well:
                 print(
-                    f"mpitrain: {name}: {self.writer} cannot be written: {error}. Training goes on; the next "
+                    f"mpitrain: {name}: {self.writer} cannot be written: {error}. Training continues; the next "
                     "row is written with all missing rows",
                     file=sys.stderr,
                     flush=True,

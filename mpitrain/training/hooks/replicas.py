@@ -31,7 +31,7 @@ class CompareReplicas(Hook):
     (docs/how-to/large-models.md). The optimizer's state is not compared: an error in it becomes an error of the
     parameters with the
     next step, which ShardedSync brings to all ranks. The parameters of all ranks must have the same bits, as with the
-    strategy Sync. With a strategy of rounds, such as LocalSGD, a comparison that is due comes at the end of the round.
+    strategy Sync. With local updates, such as LocalSGD, a comparison that is due comes at the end of the round.
     """
 
     def __init__(self, steps: int = 100, *, repair: str | None = None) -> None:

@@ -201,7 +201,7 @@ class EarlyStopping(Hook):
         return False
 
     def before_run(self, trainer: Trainer) -> None:
-        """See Hook. A run that this hook has ended does not go on when it is started again."""
+        """See Hook. A run that this hook has ended does not continue when it is started again."""
         if self._num_worse >= self._patience:
             self._seen.add(self._metric)
             stop(trainer, f"step {trainer.step_number}: had stopped early")

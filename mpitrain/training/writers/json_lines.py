@@ -128,7 +128,7 @@ def parse_row(line: bytes, after_step: float) -> tuple[dict[str, float], list[Ru
     """Return the row and the events of one line, which follows a row of step `after_step`.
 
     Raises:
-        DataError: it is not a row. The text goes on after the name of the line.
+        DataError: it is not a row. The text continues after the name of the line.
     """
     form = "is not a row of a record"
     values = json_of(line, DataError, "", form=form, any_text=True, any_number=True)  # _number is stricter, and faster

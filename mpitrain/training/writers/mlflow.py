@@ -77,7 +77,7 @@ class _MlflowRun:
         except ImportError as error:  # of the database
             raise ConfigError(f"{shown} needs {_missing(error)}") from None
         except mlflow.MlflowException as error:
-            purpose = f" to go on with run {kept['run']} of {self._directory / Mlflow.FILE}" if kept else ""
+            purpose = f" to continue with run {kept['run']} of {self._directory / Mlflow.FILE}" if kept else ""
             raise _error_of(error, f"{shown} refuses{purpose}") from None
         # data.metrics has no steps.
         self._last_step = max((float(metric.step) for metric in run.data.to_proto().metrics), default=0.0)

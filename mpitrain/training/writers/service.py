@@ -37,7 +37,7 @@ class ServiceRun(Protocol):
     """
 
     def begin(self) -> None:
-        """Make the run, or go on with the one that the directory names. Does nothing after a success."""
+        """Make the run, or continue with the one that the directory names. Does nothing after a success."""
 
     def describe(self, document: RunDocument) -> None:
         """Store what the run is."""
@@ -46,14 +46,14 @@ class ServiceRun(Protocol):
         """Store rows, but none of a step that the service has already."""
 
     def finish(self, document: RunDocument | None) -> None:
-        """Say that the process has ended with the run. None: the run goes on."""
+        """Say that the process has ended with the run. None: the run continues."""
 
 
 class ServiceWriter:
     """A Writer for a service. The service has a run for each training; `FILE` in the directory says which.
 
-    A training that resumes goes on with its run. No service can remove a row. So rows of steps that the run has already
-    are not written again: it keeps those of the first time.
+    A training that resumes continues with its run. No service can remove a row. So rows of steps that the run has
+    already are not written again: it keeps those of the first time.
     """
 
     SERVICE: ClassVar[str]  # for messages
@@ -86,7 +86,7 @@ class ServiceWriter:
         return str(self._directory / self.FILE)
 
     def _make_run(self, after_step: int) -> ServiceRun:
-        """Return the run of a training that goes on after this step, without a call to the service."""
+        """Return the run of a training that continues after this step, without a call to the service."""
         raise NotImplementedError
 
     def open(self, after_step: int) -> None:
@@ -152,7 +152,7 @@ class ServiceWriter:
 
 @contextmanager
 def _only_os_errors() -> Iterator[None]:
-    """Whatever a library raises in the middle of a training, the training goes on, and Record says why."""
+    """Whatever a library raises in the middle of a training, the training continues, and Record says why."""
     try:
         yield
     except OSError:
@@ -169,7 +169,7 @@ def without_secrets(text: str) -> str:
 class ServiceCalls:
     """Makes calls one after the other, each in a thread of its own. Only one thread may use it.
 
-    A call that is not answered in time goes on by itself: libraries try again for minutes, and cannot be interrupted.
+    A call that is not answered in time continues by itself: libraries try again for minutes, and cannot be interrupted.
     Its thread ends with the process.
     """
 
@@ -248,7 +248,7 @@ class RunFile:
         self._path = path
 
     def read(self, after_step: int) -> dict[str, Any]:
-        """Return what was kept for a training that goes on after this step; {}: nothing.
+        """Return what was kept for a training that continues after this step; {}: nothing.
 
         Raises:
             DataError: the file is damaged.

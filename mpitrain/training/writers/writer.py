@@ -22,7 +22,7 @@ class Writer(Protocol):
     """Stores rows. Only rank 0 calls it. Its str() is the file's name, for messages."""
 
     def open(self, after_step: int) -> None:
-        """Begin, or go on: remove rows of steps after `after_step`.
+        """Begin, or continue: remove rows of steps after `after_step`.
 
         Raises OSError if the file cannot be made or read, and DataError if it is not a file of this writer.
         """
