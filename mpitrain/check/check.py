@@ -27,7 +27,7 @@ BY_SSH = ("SSH01", "SSH03", "SSH02", "PRB01")
 # Of a question to the shared user; and of one to the shell of a job, which mpiexec reaches by a login to its own node.
 AS_USER = ("PRB01", "PRB02", "USR01", "USR02")
 IN_JOB = (*AS_USER, "SSH09")
-# Of a question to the Python of jobs, which lies on the share.
+# Of a question to the Python of jobs, which lies on the shared folder.
 ON_SHARE = (*IN_JOB, "NFS01", "NFS02", "NFS03")
 _SSH = "ssh {login} "
 

@@ -30,7 +30,7 @@ _NAGIOS_UNKNOWN = 3
 
 _EPILOG = """\
 Levels: quick is one login for each node; full also has pairs of nodes and a small
-MPI job; bench also measures the network, the nodes and the share. Nothing is
+MPI job; bench also measures the network, the nodes and the shared folder. Nothing is
 installed or changed on the nodes.
 
 Exit codes: 0: no check failed; 1: one failed; 2: wrong use; 3: unknown.

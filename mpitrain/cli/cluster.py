@@ -40,7 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
     init = action("init", "write cluster/hosts, from options or from your answers")
     init.add_argument("--nodes", metavar="NAME=ADDRESS,...", help="the nodes with their IP addresses")
-    init.add_argument("--head", metavar="NAME", help="the node that holds the share (default: the first)")
+    init.add_argument("--head", metavar="NAME", help="the node that holds the shared folder (default: the first)")
     init.add_argument("--user", help="log in to the nodes as this user, who may use sudo (default: that of ssh)")
     init.add_argument("--key", metavar="FILE", help="private key for that login (default: that of ssh)")
 
@@ -68,7 +68,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     remove.add_argument("--yes", action="store_true", help="do not ask")
     _add_playbook_options(remove)
 
-    teardown = action("teardown", "undo the set-up on all nodes; the data on the share stays")
+    teardown = action("teardown", "undo the set-up on all nodes; the data on the shared folder stays")
     teardown.add_argument("--yes", action="store_true", help="do not ask")
     _add_playbook_options(teardown)
 

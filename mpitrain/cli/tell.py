@@ -28,7 +28,7 @@ _EPILOG = """\
   stacks             show what every rank does now, with its stack
   kill               end the job, as `mpitrain kill` does
 
-Without a word, tell lists what the job can be told, with its present values.
+Without an order, tell lists what the job can be told, with its present values.
 JOB may be left out if one job runs. All ranks do what they are told after the
 same step. What lasts holds after a restart, and in checkpoints.
 
@@ -50,7 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = _EPILOG
     add_host_arguments(parser)
     parser.add_argument(
-        "--json", action="store_true", help="without a word: print what the job can be told as one JSON object"
+        "--json", action="store_true", help="without an order: print what the job can be told as one JSON object"
     )
     parser.add_argument("--yes", action="store_true", help="multiply the learning rate by any factor, unasked")
     words = parser.add_argument(

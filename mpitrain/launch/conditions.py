@@ -170,9 +170,9 @@ def _paths(host: str, facts: HostFacts) -> list[Refusal]:
     faults = []
     for path, (how, *details) in facts["paths"].items():
         if how == "missing":
-            faults.append(f"{details[0]} does not exist; is the share mounted?")
+            faults.append(f"{details[0]} does not exist; is the shared folder mounted?")
         elif how == "empty":
-            faults.append(f"{details[0]} is empty, so {path} does not exist; is the share mounted?")
+            faults.append(f"{details[0]} is empty, so {path} does not exist; is the shared folder mounted?")
         elif how == "hangs":
             faults.append(f"{path} does not answer; is the file server up?")
         elif how == "error":

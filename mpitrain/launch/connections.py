@@ -29,7 +29,8 @@ from mpitrain.reading import MessageLines
 SSH_OPTIONS = ("-o", "BatchMode=yes", "-o", "ConnectTimeout=10", "-o", "ControlMaster=no")
 GUARD_OPTIONS = ("-T", "-x", "-a", "-o", "ControlPath=none", "-o", "ClearAllForwardings=yes", "-o", "LogLevel=ERROR")
 
-# Not the Python of a virtual environment: the guard must work even if the share with that environment is missing.
+# Not the Python of a virtual environment: the guard must work even if the shared folder with that environment is
+# missing.
 PYTHON = "/usr/bin/python3"
 
 # The packages with modules that can be sent.

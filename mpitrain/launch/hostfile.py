@@ -204,7 +204,7 @@ def _inventory(path: Path, groups: Mapping[str, Sequence[Host]], children: Seque
     if len(groups["head"]) != 1:
         names = ", ".join(host.name for host in groups["head"]) or "nothing"
         raise ConfigError(
-            f"{path}: [head] has {names}; it must have exactly one node, the one that holds the share; "
+            f"{path}: [head] has {names}; it must have exactly one node, the one that holds the shared folder; "
             "put the others under [workers]"
         )
     return Inventory(path, groups["head"][0], tuple(groups["workers"]))

@@ -192,7 +192,9 @@ class Intake:
         except NotNowError:
             raise
         except LaunchError as error:
-            away = [host for host in joining if host in error.hosts]  # one without the share too: it is being set up
+            away = [
+                host for host in joining if host in error.hosts
+            ]  # one without the shared folder too: it is being set up
             self._put_off(away, now)
             different = {host: text for host, text in error.different.items() if host in joining and host not in away}
             self._refuse(different if different or away else dict.fromkeys(joining, str(error)), now)

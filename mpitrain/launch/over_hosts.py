@@ -262,8 +262,8 @@ def _refuse_different(
             refusals,
             script,
             "One share for code and Python keeps hosts equal: `ansible-playbook cluster/setup.yml --tags nfs,runtime`. "
-            "On the other hosts, the share may show a change some seconds late. `mpitrain run --dry-run ...` prints "
-            "the command that starts the job unchecked. ",
+            "On the other hosts, the shared folder may show a change some seconds late. `mpitrain run --dry-run ...` "
+            "prints the command that starts the job unchecked. ",
         )
         refusal.hosts = without_files(own, facts)
         refusal.different = faults_by_host(refusals)

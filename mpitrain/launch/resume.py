@@ -149,7 +149,7 @@ def _refuse_changed(job: str, estate: Mapping[str, Any]) -> None:
     except OSError as error:
         raise LaunchError(
             f"job {job} cannot continue here: {error.filename}: {error.strerror}. It needs its script {script} in "
-            f"{estate['folder']}; is the share mounted?"
+            f"{estate['folder']}; is the shared folder mounted?"
         ) from None
     before = estate["code"]
     if changed := sorted(name for name in {*before, *now} if before.get(name) != now.get(name)):

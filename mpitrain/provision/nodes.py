@@ -113,7 +113,7 @@ def tear_down(project: Project, options: Sequence[str], *, check: bool, assume_y
     """Undo the set-up on every node. Return the exit code. The inventory stays."""
     inventory = project.read()
     if not check:
-        _confirm(f"Undo the set-up on {_names(inventory.hosts)}? The data on the share stays.", assume_yes)
+        _confirm(f"Undo the set-up on {_names(inventory.hosts)}? The data on the shared folder stays.", assume_yes)
     code = _said(run_playbook(project, "teardown.yml", [*_CONFIRM, *_checked(check), *options]), check)
     if code == 0 and not check:
         print(f"{project.inventory} stays, and ssh still knows the nodes: `mpitrain cluster setup` makes it all again.")

@@ -276,7 +276,9 @@ def _script(seen: Seen, names: Sequence[str]) -> Iterator[Finding]:
 
 
 def _readable(seen: Seen, name: str, script: str) -> str:
-    """Return a line that lets all users read the file. On the share, only the head's root may change another's file."""
+    """Return a line that lets all users read the file. On the shared folder, only the head's root may change another's
+    file.
+    """
     share = seen.target.share
     is_shared = share is not None and script.startswith(f"{share.rstrip('/')}/")
     return over_ssh(seen.target.login(seen.target.head if is_shared else name), "sudo", "chmod", "a+r", script)

@@ -15,7 +15,7 @@ def _served(seen: Seen, head: str) -> Iterator[Finding]:
     if len(seen.target.hosts) == 1:
         raise NotHereError("there is one node")
     if is_nfs(seen, head):
-        raise NotHereError("the head has the share from another server")
+        raise NotHereError("the head has the shared folder from another server")
     serving = seen.node(head, "serving")
     of_share = [one for one in serving["exports"] or () if _covers(one["path"], share)]
     is_known = serving["exports"] is not None
@@ -94,7 +94,7 @@ ASKS = (Ask("serving", "share_serving", "login", wish_of_share, seconds=14.0, he
 CHECKS = (
     Check(
         "NFS09",
-        "the head serves the share to every node",
+        "the head serves the shared folder to every node",
         _served,
         scope="head",
         uses=("serving", "mount", "names"),
@@ -107,7 +107,7 @@ CHECKS = (
     ),
     Check(
         "NFS06",
-        "the share is exported only to the nodes, and without root's rights",
+        "the shared folder is exported only to the nodes, and without root's rights",
         _safe,
         scope="head",
         uses=("serving", "names", "tunnel"),

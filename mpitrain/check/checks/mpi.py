@@ -91,7 +91,7 @@ def _repair(seen: Seen, programs: Mapping[str, Any]) -> str:
 
 
 def _is_broken_everywhere(seen: Seen) -> bool:
-    """True if no node can load the library. The fault is then on the share, not on one node."""
+    """True if no node can load the library. The fault is then on the shared folder, not on one node."""
     answers = [seen.nodes.get(name, {}).get("programs", {}) for name in seen.target.names]
     return all("why" in one["mpi"] for one in answers if "mpi" in one)
 

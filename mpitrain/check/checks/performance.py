@@ -238,7 +238,7 @@ def _share_speed(seen: Seen, name: str) -> Iterator[Finding]:
         raise NotSeenError(rates.get("error", "was not looked at"))
     rate = rates["bytes_per_second"] / 2**20
     if rate < _SLOW_SHARE_MIB_PER_SECOND:
-        text = f"a file of {_SHARE_MIB} MiB is written to the share at {rate:.2g} MiB/s"
+        text = f"a file of {_SHARE_MIB} MiB is written to the shared folder at {rate:.2g} MiB/s"
         remedy = f"ssh {seen.target.login(seen.target.head)} 'nfsstat -s; iostat -x 1 3'"
         yield Finding("warn", text, f"{_SLOW_SHARE_MIB_PER_SECOND:g} MiB/s or more", remedy)
 
@@ -305,11 +305,11 @@ CHECKS = (
     ),
     Check(
         "PRF04",
-        "large files are written to the share quickly",
+        "large files are written to the shared folder quickly",
         _share_speed,
         level="bench",
         uses=("share speed",),
-        looks="Writes 32 MiB and 100 small files to the share as the shared user, with fsync, and removes them.",
+        looks="Writes 32 MiB and 100 small files to the shared folder as its user, with fsync, and removes them.",
         why="Checkpoints are as slow as this, and all ranks wait for them.",
         needs=("PRB01", "NET01", "PRF01", "NFS01", "NFS02", "NFS03"),
         fault="one node's traffic to the NFS port limited",

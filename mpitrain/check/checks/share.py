@@ -35,7 +35,8 @@ def the_share(seen: Seen) -> str:
 def mount_of(seen: Seen, name: str) -> Mapping[str, Any] | None:
     """Return the top mount at the path, ignoring an automount that has mounted nothing; None if there is no mount.
 
-    The share may be a folder of a larger share, mounted above. A mount of the node's own disk above does not count.
+    The shared folder may be a folder of a larger share, mounted above. A mount of the node's own disk above does not
+    count.
     """
     mounts = [one for one in seen.node(name, "mount")["mounts"] if one["type"] != "autofs"]
     if mounts and mounts[-1]["path"] != the_share(seen).rstrip("/") and mounts[-1]["type"] not in _KINDS:
@@ -44,14 +45,14 @@ def mount_of(seen: Seen, name: str) -> Mapping[str, Any] | None:
 
 
 def addresses_of(seen: Seen, name: str) -> set[str]:
-    """Return all addresses of a node, as far as seen; the share may use another one than the inventory."""
+    """Return all addresses of a node, as far as seen; the shared folder may use another one than the inventory."""
     links = seen.nodes.get(name, {}).get("names", {}).get("links", [])
     own = {address for link in links for address in link["addresses"] if not ip_address(address).is_loopback}
     return own | {seen.target.addresses[name]}
 
 
 def origin_of(mount: Mapping[str, Any], share: str) -> str:
-    """Where the share's files are, as server:path, even if the mount is above the share."""
+    """Where the shared folder's files are, as server:path, even if the mount is above the shared folder."""
     below = share.rstrip("/")[len(mount["path"].rstrip("/")) :]
     return f"{mount['source'].rstrip('/') if below else mount['source']}{below}"
 
@@ -256,7 +257,7 @@ PAIRS: dict[str, PairStep] = {
 CHECKS = (
     Check(
         "NFS01",
-        "the share is mounted, from the right place",
+        "the shared folder is mounted, from the right place",
         _mounted,
         uses=("mount", "names"),
         looks="An access, which triggers an automount; then /proc/self/mountinfo: what is mounted there, and from "
@@ -269,7 +270,7 @@ CHECKS = (
     ),
     Check(
         "NFS02",
-        "the share answers",
+        "the shared folder answers",
         _answers,
         uses=("use",),
         looks="As the shared user: a listing, in a child with a deadline of 5 s; if it takes a second, once more.",
@@ -281,13 +282,13 @@ CHECKS = (
     ),
     Check(
         "NFS07",
-        "the share has free space",
+        "the shared folder has free space",
         _room,
         uses=("use",),
         looks="statvfs of the share, in a child with a deadline: bytes and files.",
         why="A checkpoint that does not fit is lost, at the end of a long computation.",
         needs=("PRB02", "NFS01", "NFS02"),
-        fault="the share full",
+        fault="the shared folder full",
     ),
     Check(
         "NFS03",
@@ -313,11 +314,11 @@ CHECKS = (
         tag="nfs",
         needs=("NFS01", "NFS02", "NFS03", "NFS07"),
         needs_head=("NFS09",),
-        fault="another folder in the share's place on one node",
+        fault="another folder in the shared folder's place on one node",
     ),
     Check(
         "NFS05",
-        "the share is mounted hard, with NFS 4",
+        "the shared folder is mounted hard, with NFS 4",
         _options,
         uses=("mount",),
         looks="The options in /proc/self/mountinfo; if the client does not show them, those of the unit.",
@@ -328,7 +329,7 @@ CHECKS = (
     ),
     Check(
         "NFS08",
-        "the share comes back after a restart",
+        "the shared folder comes back after a restart",
         _lasts,
         level="full",
         uses=("mount", "serving"),

@@ -86,7 +86,7 @@ def _shadows(seen: Seen, name: str) -> Iterator[Finding]:
         raise NotSeenError(f"the environment's python did not get to it: {python['why_no_shadows']}")
     for library, path in python["shadows"].items():
         text = f"Python takes {path}, beside the script, for the library {library}"
-        # A file on the share is renamed once, for all nodes.
+        # A file on the shared folder is renamed once, for all nodes.
         is_shared = share is not None and PurePosixPath(share) in PurePosixPath(path).parents
         login = seen.target.login(seen.target.head) if is_shared else "{login}"
         other = str(PurePosixPath(path).with_name(f"my_{PurePosixPath(path).name}"))

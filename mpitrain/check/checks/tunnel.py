@@ -73,7 +73,7 @@ CHECKS = (
         _up,
         uses=("tunnel",),
         looks="`wg show mpitrain`, as root: the node's own key, against the key that the other nodes have for it.",
-        why="Names, logins, the share and jobs all use the tunnel; without it, the node is cut off.",
+        why="Names, logins, the shared folder and jobs all use the tunnel; without it, the node is cut off.",
         tag="wireguard",
         needs=("PRB01", "PRB02"),
         fault="the tunnel stopped; a new key on one node",

@@ -52,7 +52,7 @@ def _renumber(account: Mapping[str, Any], user: str, uid: int | None, gid: int |
         look = f"ssh {{login}} 'id {user}; getent group {group} {gid}'"
         return f"{look}  # {numbers}; change that by hand, because the group {group} may have other members"
     groupmod = f"sudo groupmod -g {gid} {user} && " if account["gid"] != gid else ""
-    # usermod changes the files under the home; -xdev leaves the share out.
+    # usermod changes the files under the home; -xdev leaves the shared folder out.
     find = f"sudo find / -xdev -uid {old_uid} -exec chown -h {uid}:{gid} {{}} +"
     return f"ssh {{login}} '{groupmod}sudo usermod -u {uid} -g {gid} {user} && {find}'"
 

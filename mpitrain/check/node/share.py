@@ -47,7 +47,7 @@ room = os.statvfs(share)
 tell({"bytes": room.f_blocks * room.f_frsize, "free_bytes": room.f_bavail * room.f_frsize, "files": room.f_files,
       "free_files": room.f_favail})
 """
-# Each run has its own folder directly in the share. The first run to end would remove a common parent folder.
+# Each run has its own folder directly in the shared folder. The first run to end would remove a common parent folder.
 _WRITE = """
 folder = os.path.join(share, ".mpitrain-check-" + rest[0])
 content = os.urandom(2048).hex()
@@ -174,7 +174,9 @@ def _fstab(share: str) -> list[str]:
 
 
 def use(wish: dict[str, Any]) -> dict[str, Any]:
-    """List the share, query its free space, write and read back, as the user of this agent. Stop at the first hang."""
+    """List the shared folder, query its free space, write and read back, as the user of this agent. Stop at the first
+    hang.
+    """
     answers = {"list": _ask(_LIST, wish["share"])}
     if answers["list"].get("seconds", 0.0) > 1.0:  # the first listing may have waited for an automount
         answers["list"] = _ask(_LIST, wish["share"])

@@ -75,7 +75,7 @@ def shell(wish: dict[str, Any]) -> dict[str, Any]:
 
 def ending(code: int, error: str, out: str) -> str:
     said = " ".join((error.strip() or out.strip()).splitlines()[-1:])
-    return f"ended with code {code}" + (f": {said[:200]}" if said else ", without a word")
+    return f"ended with code {code}" + (f": {said[:200]}" if said else ", without a message")
 
 
 def _own_shell() -> str:
