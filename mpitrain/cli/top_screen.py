@@ -154,7 +154,7 @@ def rows_for(answer: Mapping[str, Any], width: int, height: int) -> int:
 def head(answer: Mapping[str, Any], width: int) -> list[Text]:
     """Return the lines that say how the job goes."""
     since = timedelta(seconds=max(0, round(answer["at"] - answer["since"])))
-    tries = f"  try {answer['tries']}" if answer["tries"] > 1 else ""
+    tries = f"  attempt {answer['tries']}" if answer["tries"] > 1 else ""
     first = _line(f"job {answer['job'] or '-'}  ", "bold")
     state = state_of(answer)
     first.append(state, {"trains": "bold green", "ends": "bold"}.get(state, "bold yellow"))

@@ -162,7 +162,7 @@ def _set_aside(bad: Sequence[tuple[float, str]], now: float) -> set[str]:
 def _diagnosis(same: Sequence[FailedTry], num_hosts: int) -> str:
     """Say what the tries that failed at the same step have in common."""
     step = same[-1].step
-    parts = [f"{len(same)} tries failed {f'at step {step}' if step else 'before their first step'}"]
+    parts = [f"{len(same)} attempts failed {f'at step {step}' if step else 'before their first step'}"]
     known = sorted({failure.host for failure in same if failure.host})
     if len(known) > 1:
         parts.append(f"on {', '.join(known)}, so no single machine is to blame: examine program and data of this step")

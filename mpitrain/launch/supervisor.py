@@ -276,7 +276,7 @@ class _Supervision:
 
     @property
     def _number(self) -> str:
-        return f"try {len(self.failures) + 1} of {self._limits.restarts + 1}"
+        return f"attempt {len(self.failures) + 1} of {self._limits.restarts + 1}"
 
 
 def _code(failures: Sequence[FailedTry]) -> int:
