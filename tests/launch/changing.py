@@ -1,4 +1,4 @@
-"""Shared by the tests of host changes: a training job on three hosts, and a stand-in for its next try."""
+"""Shared by the tests of changes and of the launcher's socket: a job that trains on three hosts."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from mpitrain.launch.changes import Changes, Tellers
 from mpitrain.launch.keepers import Keepers
 from mpitrain.launch.orders import Orders
 from mpitrain.launch.placement import Place, Placement
-from mpitrain.launch.policy import Limits
+from mpitrain.launch.policy import Change, Limits
 
 ADDRESSES = {"a": "10.0.0.1", "b": "10.0.0.2", "c": "10.0.0.3"}
 HOSTS = Placement((Place("a", 0, 2), Place("b", 2, 1), Place("c", 3, 2)), ADDRESSES, own="a")
@@ -59,11 +59,6 @@ class NextTry:
 Prepared = list[tuple[tuple[str, ...], str, NextTry]]
 
 
-@pytest.fixture(autouse=True)
-def _no_long_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mpitrain.launch.changes._BEGIN_SECONDS", 0.1)
-
-
 @pytest.fixture
 def asked() -> Asked:
     return Asked()
@@ -76,7 +71,9 @@ def prepared() -> Prepared:
 
 
 @pytest.fixture
-def changes(asked: Asked, keepers: Keepers, prepared: Prepared) -> Iterator[Changes]:
+def changes(asked: Asked, keepers: Keepers, prepared: Prepared, monkeypatch: pytest.MonkeyPatch) -> Iterator[Changes]:
+    monkeypatch.setattr("mpitrain.launch.changes._BEGIN_SECONDS", 0.1)
+
     def prepare(where: Placement, cause: str) -> Any:
         if "alone" in where.hosts:
             return None
@@ -84,9 +81,20 @@ def changes(asked: Asked, keepers: Keepers, prepared: Prepared) -> Iterator[Chan
         return prepared[-1][2]
 
     with Changes(keepers, Limits(5, 2), widen, asked, prepare) as changes, Tellers(Orders(), changes):
-        changes.begin(HOSTS, HOSTS)
-        keepers.run = 1
+        train(changes, keepers, HOSTS)
         yield changes
+
+
+def train(changes: Changes, keepers: Keepers, now_on: Placement, hosts: Placement = HOSTS) -> None:
+    changes.begin(hosts, now_on)
+    keepers.run = 1
+
+
+def taken(changes: Changes, **how: bool) -> Change:
+    """The change that the launcher carries out."""
+    change = changes.take(**how)
+    assert change is not None
+    return change
 
 
 def told(keepers: Keepers, *ranks: int) -> None:
