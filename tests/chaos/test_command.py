@@ -30,45 +30,29 @@ def job(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(crew.RealHosts, "connect", connect)
 
 
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        (
-            "1a2b3c4d",
-            f"job 1a2b3c4d runs on real hosts ({HERE}): --show prints what would be done to it, --yes does it",
-        ),
-        (
-            "5e6f7a8b --yes",
-            f"there is no job 5e6f7a8b of yours on {HERE}; running: 1a2b3c4d, 3c4d5e6f. `mpitrain ps` lists them",
-        ),
-        (
-            "3c4d5e6f --yes",
-            f"the launcher of job 3c4d5e6f is on another, and chaos looks on {HERE}: name its host in --hosts",
-        ),
-        (
-            "1a2b3c4d --faults rank,link --yes",
-            "chaos does not cut the cable of a real host, because nothing is sure to",
-        ),
-        ("1a2b3c4d --faults host --yes", "chaos does not switch off a real host, because nothing is sure to bring it"),
-        (
-            "1a2b3c4d --faults disk --yes",
-            "--faults disk and --disk DIR belong together: DIR is the folder of the check",
-        ),
-        ("1a2b3c4d --disk /tmp --yes", "--faults disk and --disk DIR belong together"),
-        ("1a2b3c4d --faults cable", "--faults cable: there is no fault 'cable'; known: rank, freeze, link, host, disk"),
-        ("1a2b3c4d --bed nobody", "--bed names the hosts: leave out --hosts and -i"),
-    ],
-)
-def test_refusals(words: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["chaos", "--hosts", "localhost", *words.split()]) == 2
-    assert said in capsys.readouterr().err
+REFUSED = {
+    "1a2b3c4d": f"job 1a2b3c4d runs on real hosts ({HERE}): --show prints what would be done to it, --yes does it",
+    "5e6f7a8b --yes": f"there is no job 5e6f7a8b of yours on {HERE}; running: 1a2b3c4d, 3c4d5e6f. `mpitrain ps` lists",
+    "3c4d5e6f --yes": f"the launcher of job 3c4d5e6f is on another, and chaos looks on {HERE}: name its host in",
+    "1a2b3c4d --faults rank,link --yes": "chaos does not cut the cable of a real host, because nothing is sure to",
+    "1a2b3c4d --faults host --yes": "chaos does not switch off a real host, because nothing is sure to bring it",
+    "1a2b3c4d --faults disk --yes": "--faults disk and --disk DIR belong together: DIR is the folder of the check",
+    "1a2b3c4d --disk /tmp --yes": "--faults disk and --disk DIR belong together",
+    "1a2b3c4d --faults cable": "there is no fault 'cable'; known: rank, freeze, link, host, disk",
+    "1a2b3c4d --bed nobody": "--bed names the hosts: leave out --hosts and -i",
+}
 
 
-@pytest.mark.parametrize("words", ["--every soon", "--every 0s", "--hold -1s", "--count 0", "--seed x"])
-def test_values(words: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit, match="2"):
-        main(["chaos", "1a2b3c4d", *words.split()])
-    assert f"argument {words.split()[0]}: " in capsys.readouterr().err
+def test_refusals(capsys: pytest.CaptureFixture[str]) -> None:
+    for words, said in REFUSED.items():
+        assert main(["chaos", "--hosts", "localhost", *words.split()]) == 2
+        assert said in capsys.readouterr().err, words
+    for words in ("--every soon", "--every 0s", "--hold -1s", "--count 0", "--seed x"):
+        with pytest.raises(SystemExit, match="2"):
+            main(["chaos", "1a2b3c4d", *words.split()])
+        assert f"argument {words.split()[0]}: " in capsys.readouterr().err
+    assert main(["chaos", "1a2b3c4d", "--bed", f"no-bed-{Path(__file__).stem}"]) == 2
+    assert "scripts/testbed: " in capsys.readouterr().err
 
 
 def test_show(capsys: pytest.CaptureFixture[str]) -> None:
@@ -83,14 +67,6 @@ def test_show(capsys: pytest.CaptureFixture[str]) -> None:
     assert len(lines) == 4
     assert sum(line.endswith("rank: kill -9 of one rank") for line in lines) == 2
     assert sum(line.endswith("stopped for 5 s") for line in lines) == 2
-
-
-def test_show_has_an_end(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["chaos", "1a2b3c4d", "--hosts", "localhost", "--show"]) == 0
+    assert main(["chaos", "1a2b3c4d", "--hosts", "localhost", "--show"]) == 0  # it has an end
     lines = capsys.readouterr().out.splitlines()
     assert (len(lines), lines[-1]) == (22, "and so on, until the job ends")
-
-
-def test_the_bed_must_be_there(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["chaos", "1a2b3c4d", "--bed", f"no-bed-{Path(__file__).stem}"]) == 2
-    assert "scripts/testbed: " in capsys.readouterr().err

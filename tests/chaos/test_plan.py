@@ -46,14 +46,11 @@ def test_each_victim_comes_and_no_other(kind: str, is_of_host: bool, picks: set[
     assert {fault.victim(RANKS, apart="a", folders=["b"]) for fault in faults} == picks
 
 
-def test_nobody_to_hit() -> None:
+def test_nobody_to_hit_and_unknown_kinds() -> None:
     with pytest.raises(LookupError, match="no rank is between its start and its end"):
         Fault(1, 1.0, "rank", 0.5, False).victim({}, "a", [])
     with pytest.raises(LookupError, match="all ranks are on a, where the launcher is"):
         Fault(1, 1.0, "link", 0.5, False).victim({0: "a"}, "a", [])
-
-
-def test_unknown_kinds() -> None:
     assert parse_kinds("rank,disk") == ("rank", "disk")
     with pytest.raises(ConfigError, match=r"no fault 'cable'; known: rank, freeze, link, host, disk"):
         parse_kinds("rank,cable")

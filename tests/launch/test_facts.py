@@ -10,6 +10,7 @@ import uuid
 from pathlib import Path
 
 import pytest
+from programs import program
 
 from jobs import HANG_SECONDS, TOKEN, processes_of
 from mpitrain import facts as common
@@ -30,9 +31,12 @@ def test_more_files_than_a_pipe_holds(tmp_path: Path) -> None:
 
 
 def test_a_python_that_fails_says_why(tmp_path: Path) -> None:
-    found = facts.environment(sys.executable, str(tmp_path / "train.py"), {}, "raise SystemExit('no such thing')")
+    script = str(tmp_path / "train.py")
+    found = facts.environment(sys.executable, script, {}, "raise SystemExit('no such thing')")
     assert found == {"error": f"{sys.executable} failed: no such thing"}
-    assert "error" in facts.environment(str(tmp_path / "python"), str(tmp_path / "train.py"), {}, PROBE)
+    assert "error" in facts.environment(str(tmp_path / "python"), script, {}, PROBE)
+    found = facts.environment(sys.executable, script, {"PYTHONHOME": "/nowhere"}, PROBE)
+    assert f"{sys.executable} failed: " in found["error"]
 
 
 @pytest.mark.parametrize(("load", "seconds"), [(0.0, "0.1"), (0.5, "0.1"), (1.5, "0.15"), (100.0, "0.2")])
@@ -51,10 +55,9 @@ def test_who_holds_up_nobody_waits_longer_and_says_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """As `mpitrain serve` and `mpitrain work` do. A Python that begins late has its answer, and one that hangs none."""
-    script, python, slow = tmp_path / "train.py", sys.executable, tmp_path / "python"
+    script = tmp_path / "train.py"
     script.touch()
-    slow.write_text(f'#!/bin/sh\nsleep 1\nexec {python} "$@"\n')
-    slow.chmod(0o700)
+    slow = program(tmp_path / "python", f'sleep 1\nexec {sys.executable} "$@"')
     expected = served.environment_here(str(script))
     monkeypatch.setattr(facts, "_PROBE_SECONDS", 0.1)  # of those for whom others wait
     monkeypatch.setattr(facts, "_TELL_SECONDS", 0.4)
@@ -62,7 +65,7 @@ def test_who_holds_up_nobody_waits_longer_and_says_so(
     assert served.environment_here(str(script)) == expected
     said = rf"mpitrain: {socket.gethostname()} has waited \d+ s for {slow}, .* It has 600 s\n"
     assert re.match(said, capfd.readouterr().err)
-    slow.write_text("#!/bin/sh\nexec sleep 1000\n")
+    program(slow, "exec sleep 1000")
     monkeypatch.setattr(served, "_MOST_SECONDS", 0.7)
     with pytest.raises(
         LaunchError, match=rf"the packages of {slow} cannot be compared: .* did not answer within 0.7 s"
@@ -90,13 +93,10 @@ def test_a_path_that_does_not_answer(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 def test_a_look_that_hangs_ends_with_its_programs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A program that stays would be adopted by the launcher, as a process that the job has left."""
-    program = tmp_path / "bin/ls"
-    program.parent.mkdir()
-    program.write_text("#!/bin/sh\nexec sleep 1000\n")
-    program.chmod(0o755)
+    hangs = program(tmp_path / "bin/ls", "exec sleep 1000")
     token = uuid.uuid4().hex
     monkeypatch.setenv(TOKEN, token)  # a busy machine may not have come to start the program
-    monkeypatch.setenv("PATH", f"{program.parent}:/usr/bin:/bin")
+    monkeypatch.setenv("PATH", f"{hangs.parent}:/usr/bin:/bin")
     monkeypatch.setattr(facts, "_PATH_SECONDS", 2.0)
     assert facts.look_at_paths(["/"]) == {"/": ["hangs"]}
     assert processes_of(token, patience=HANG_SECONDS) == []

@@ -13,6 +13,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -48,9 +49,10 @@ def connected(job: LiveJob) -> Iterator[socket.socket]:
 
 
 def test_what_a_look_says(job: LiveJob, folder: Path) -> None:
-    def is_whole(one: dict) -> bool:
-        has_rates = all(entry["samples_per_second"] > 0 for entry in one["ranks"])
-        return "samples/s" in one["metrics"] and one["record"] and has_rates
+    def is_whole(one: dict[str, Any]) -> bool:
+        return (
+            "samples/s" in one["metrics"] and one["record"] and all(of["samples_per_second"] > 0 for of in one["ranks"])
+        )
 
     answer = answer_of(job, is_whole)
     assert (answer["version"], answer["tries"], answer["ids"]) == (1, 1, [answer["job"]])

@@ -1,4 +1,4 @@
-"""Connections that are open before mpiexec needs them. tests/cluster/test_restart_over_hosts.py has them in use."""
+"""Connections that are open before mpiexec needs them, and what is said when ssh to a host fails."""
 
 from __future__ import annotations
 
@@ -7,24 +7,21 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from programs import program
 
 from jobs import until
+from mpitrain.launch.connections import explain
 from mpitrain.launch.processes import alive_below, children
 from mpitrain.launch.ssh import open_masters
-
-# A stand-in for ssh, which stays connected.
-STAYS = "#!/bin/sh\necho $$ >> {asked}\nexec sleep 1000\n"
 
 
 @pytest.fixture
 def asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The file with a line for each ssh that was started."""
-    program, file = tmp_path / "bin/ssh", tmp_path / "asked"
-    program.parent.mkdir()
-    program.write_text(STAYS.format(asked=file))
-    program.chmod(0o755)
+    """The file with a line for each ssh that was started. A program stands for ssh, and stays connected."""
+    file = tmp_path / "asked"
     file.touch()
-    monkeypatch.setenv("PATH", f"{program.parent}:/usr/bin:/bin")
+    ssh = program(tmp_path / "bin/ssh", f"echo $$ >> {file}\nexec sleep 1000")
+    monkeypatch.setenv("PATH", f"{ssh.parent}:/usr/bin:/bin")
     return file
 
 
@@ -69,3 +66,38 @@ def test_a_folder_in_which_they_cannot_be(asked: Path, folder: str) -> None:
     with open_masters(["a"], Path(folder)) as options:
         assert options == []
     assert asked.read_text() == ""
+
+
+@pytest.mark.parametrize(
+    ("words", "remedy"),
+    [
+        ("@@ REMOTE HOST IDENTIFICATION HAS CHANGED! @@\nHost key verification failed.", "`mpitrain cluster trust b`"),
+        ("No ED25519 host key is known for b\nHost key verification failed.", "For a node of this cluster, run"),
+        ("u@b: Permission denied (publickey).", "Is this the cluster's user"),
+        ("ssh: Could not resolve hostname b: Name or service not known", "`getent hosts b`"),
+        ("ssh: connect to host b port 22: Connection refused", "`systemctl start ssh`"),
+        ("ssh: connect to host b port 22: Connection timed out", "Is it switched on"),
+        ("bash: line 1: /usr/bin/python3: No such file or directory", "Install python3 there"),
+    ],
+)
+def test_why_ssh_failed(words: str, remedy: str) -> None:
+    text = explain("b", words, 255)
+    assert text.startswith(f"b: {words.splitlines()[-1]}: ")
+    assert remedy in text
+    assert explain("b", "", 137) == "b: ended with code 137 and wrote nothing"
+
+
+def test_another_host_answers_at_the_address(tmp_path: Path) -> None:
+    """ssh names the key that it was shown, and the file of those that are known."""
+    known = tmp_path / "known_hosts"
+    for name in ("b", "c"):
+        subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(tmp_path / name)], check=True)
+    known.write_text("".join(f"{name},10.0.0.1 {(tmp_path / name).with_suffix('.pub').read_text()}" for name in "bc"))
+    listed = subprocess.check_output(["ssh-keygen", "-l", "-f", str(known)], text=True).splitlines()
+    known.write_text(f"# keys\n{known.read_text()}")
+    for line, expected in zip(listed, ("`mpitrain cluster trust b`", "c answers at its address"), strict=True):
+        words = (
+            f"@ WARNING: REMOTE HOST IDENTIFICATION HAS CHANGED! @\n{line.split()[1]}.\n"
+            f"Offending ED25519 key in {known}:1\nHost key verification failed."
+        )
+        assert expected in explain("b", words, 255)

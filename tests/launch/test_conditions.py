@@ -27,10 +27,6 @@ def host(**changes: Any) -> dict[str, Any]:
     return {"paths": {"/share": ["there"]}, "environment": {**environment, **changes}}
 
 
-def test_equal_hosts() -> None:
-    assert lines_of("a", {"a": host(), "b": host()}) == []
-
-
 def test_two_machines_have_one_address() -> None:
     way = {"interface": "eth0", "network": "10.0.0.0/24"}
     facts = {"a": {"routes": {"b": way, "c": way}}, "b": {"routes": {"a": way, "c": way}}, "c": {"routes": {}}}
@@ -39,16 +35,6 @@ def test_two_machines_have_one_address() -> None:
     (text,) = map(str, shared_addresses(facts))
     assert text.startswith("c: it has the address 10.0.0.2 of b too. ")
     assert "`sudo ip address del 10.0.0.2/24 dev eth0`" in text
-
-
-def test_the_differences_of_a_host_in_a_line() -> None:
-    many = host(packages={f"p{number}": "1" for number in range(9)})
-    facts = {"a": host(), "b": host(python="3.12.1", files={"train.py": "9", "model/net.py": "2"}), "c": many}
-    assert faults_by_host(differences("a", facts)) == {
-        "b": "Python 3.12.1, here 3.11.2; train.py differs",
-        "c": "mpi4py (not there), here 4.1.2; numpy (not there), here 2.4.6; p0 1, here (not there); "
-        "and 8 more differences",
-    }
 
 
 def test_every_difference_is_named() -> None:
@@ -71,6 +57,13 @@ def test_every_difference_is_named() -> None:
         "c: old.py is there, but not here",
         "c: train.py differs",
     ]
+    many = host(packages={f"p{number}": "1" for number in range(9)})
+    facts = {"a": host(), "b": host(python="3.12.1", files={"train.py": "9", "model/net.py": "2"}), "c": many}
+    packages = "mpi4py (not there), here 4.1.2; numpy (not there), here 2.4.6; p0 1, here (not there)"
+    assert faults_by_host(differences("a", facts)) == {
+        "b": "Python 3.12.1, here 3.11.2; train.py differs",
+        "c": f"{packages}; and 8 more differences",
+    }
 
 
 def test_missing_paths_come_alone() -> None:
@@ -92,16 +85,13 @@ def test_missing_paths_come_alone() -> None:
     ]
 
 
-def test_this_machine_comes_first() -> None:
+def test_the_list() -> None:
+    """This machine comes first, and a long list is cut."""
     broken = {"paths": {"/share": ["there"]}, "environment": {"error": "/share/python failed: no module x"}}
-    assert lines_of("a", {"a": broken, "b": host()}) == ["a: /share/python failed: no module x"]
-    assert lines_of("b", {"a": broken, "b": host()}) == ["a: /share/python failed: no module x"]
-
-
-def test_a_long_list_is_cut() -> None:
+    for own in "ab":
+        assert lines_of(own, {"a": broken, "b": host()}) == ["a: /share/python failed: no module x"]
     lines = lines_of("a", {"a": host(), "b": host(packages={f"p{number}": "1" for number in range(100)})})
-    assert len(lines) == 31
-    assert lines[-1] == "and 72 more differences"
+    assert (len(lines), lines[-1]) == (31, "and 72 more differences")
 
 
 def test_a_copy_in_pythonpath() -> None:

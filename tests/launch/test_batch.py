@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 
 import pytest
+from programs import program
 
 from mpitrain.errors import ConfigError
 from mpitrain.launch import batch
@@ -29,15 +30,16 @@ SLURM = {
 def scontrol(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A program in place of Slurm's own, which may not be installed: it says what Slurm said of this list."""
     monkeypatch.chdir(tmp_path)
-    program = tmp_path / "scontrol"
-    program.write_text(
-        '#!/bin/sh\n[ "$3" = n1 ] && echo n1 && exit\n'
-        '[ "$3" = "n[1-3]" ] && printf "n1\\nn2\\nn3\\n" && exit\nprintf "bad list\\nmore\\n" >&2; exit 1\n'
-    )
-    program.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     batch._expanded.cache_clear()
-    return program
+    says = '[ "$3" = n1 ] && echo n1 && exit\n[ "$3" = "n[1-3]" ] && printf "n1\\nn2\\nn3\\n" && exit'
+    return program(tmp_path / "scontrol", f'{says}\nprintf "bad list\\nmore\\n" >&2; exit 1')
+
+
+def given(environ: dict[str, str]) -> Allocation:
+    found = find_allocation(environ)
+    assert found is not None
+    return found
 
 
 def test_outside_of_a_job_nothing_is_given() -> None:
@@ -56,10 +58,9 @@ def test_outside_of_a_job_nothing_is_given() -> None:
     ],
 )
 def test_the_tasks_of_slurm(tasks: str, slots: list[int]) -> None:
-    given = find_allocation(SLURM | {"SLURM_TASKS_PER_NODE": tasks})
-    assert given == Allocation(
-        "Slurm job 7", dict(zip(("n1", "n2", "n3"), slots, strict=True)), sum(slots), "sbatch --ntasks=RANKS"
-    )
+    hosts = dict(zip(("n1", "n2", "n3"), slots, strict=True))
+    expected = Allocation("Slurm job 7", hosts, sum(slots), "sbatch --ntasks=RANKS")
+    assert find_allocation(SLURM | {"SLURM_TASKS_PER_NODE": tasks}) == expected
 
 
 @pytest.mark.parametrize(
@@ -102,38 +103,27 @@ ONLY = "Slurm job 7 has only n1 now, and this shell still has the list of before
 def test_hosts_that_slurm_has_taken(
     answer: str, asked: list[str], said: str, scontrol: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (scontrol.parent / "squeue").write_text(f"#!/bin/sh\n{answer}\n")
-    (scontrol.parent / "squeue").chmod(0o755)
+    program(scontrol.parent / "squeue", answer)
     for name, text in SLURM.items():
         monkeypatch.setenv(name, text)
     assert advice_on_lost(asked) == (said and f"{said}Name the hosts and the ranks: --hosts n1 --ppn N. ")
 
 
-def test_nodes_alone_have_a_rank_each_and_may_have_one_for_each_cpu() -> None:
+def test_ranks_for_cpus_and_the_tasks_of_a_step() -> None:
     environ = SLURM | {"SLURM_TASKS_PER_NODE": "4(x3)", "SLURM_JOB_CPUS_PER_NODE": "4(x3)"}
-    del environ["SLURM_NTASKS"]
-    given = find_allocation(environ)
-    assert given is not None
-    assert (given.slots, given.most_ranks) == ({"n1": 1, "n2": 1, "n3": 1}, 12)
-    given = find_allocation(environ | {"SLURM_NTASKS_PER_NODE": "4"})
-    assert given is not None
-    assert (given.slots, given.most_ranks) == ({"n1": 4, "n2": 4, "n3": 4}, 12)
-
-
-def test_a_task_with_several_cpus_may_have_a_rank_for_each() -> None:
-    """As salloc -n1 -c8 sets them."""
+    del environ["SLURM_NTASKS"]  # nodes alone have a rank each, and may have one for each CPU
+    found = given(environ)
+    assert (found.slots, found.most_ranks) == ({"n1": 1, "n2": 1, "n3": 1}, 12)
+    found = given(environ | {"SLURM_NTASKS_PER_NODE": "4"})
+    assert (found.slots, found.most_ranks) == ({"n1": 4, "n2": 4, "n3": 4}, 12)
+    # A task with several CPUs, as salloc -n1 -c8 sets them.
     one = {"SLURM_JOB_NODELIST": "n1", "SLURM_NTASKS": "1", "SLURM_TASKS_PER_NODE": "1"}
-    given = find_allocation(SLURM | one | {"SLURM_JOB_CPUS_PER_NODE": "8"})
-    assert given is not None
-    assert (given.slots, given.most_ranks) == ({"n1": 1}, 8)
-
-
-def test_a_step_has_its_own_tasks_and_a_batch_script_those_of_the_job() -> None:
+    found = given(SLURM | one | {"SLURM_JOB_CPUS_PER_NODE": "8"})
+    assert (found.slots, found.most_ranks) == ({"n1": 1}, 8)
+    # A step has its own tasks, and a batch script those of the job.
     step = {"SLURM_STEP_ID": "0", "SLURM_STEP_NODELIST": "n[1-3]", "SLURM_STEP_TASKS_PER_NODE": "2(x3)"}
-    given = find_allocation(SLURM | step)
-    assert given is not None and given.slots == {"n1": 2, "n2": 2, "n3": 2}
-    given = find_allocation(SLURM | step | {"SLURM_STEP_ID": str(2**32 - 5)})
-    assert given is not None and given.slots == {"n1": 3, "n2": 1, "n3": 1}
+    assert given(SLURM | step).slots == {"n1": 2, "n2": 2, "n3": 2}
+    assert given(SLURM | step | {"SLURM_STEP_ID": str(2**32 - 5)}).slots == {"n1": 3, "n2": 1, "n3": 1}
 
 
 def test_a_list_that_slurm_cannot_expand_is_an_error() -> None:
@@ -142,19 +132,12 @@ def test_a_list_that_slurm_cannot_expand_is_an_error() -> None:
         slurm_hosts(SLURM | {"SLURM_JOB_NODELIST": "n["})
 
 
-def test_without_scontrol_the_error_says_so(scontrol: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_scontrol(scontrol: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where no host was named, naming them helps. Hosts that are named might each be a node of the job."""
     scontrol.unlink()
     monkeypatch.setenv("PATH", str(scontrol.parent))
     with pytest.raises(ConfigError, match=re.escape("Put Slurm's commands on PATH, or name the hosts: --hosts A,B")):
         slurm_hosts(SLURM)
-
-
-def test_without_scontrol_hosts_that_are_named_have_another_remedy(
-    scontrol: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Where no host was named, naming them helps; these were named, and each might be a node of the job."""
-    scontrol.unlink()
-    monkeypatch.setenv("PATH", str(scontrol.parent))
     monkeypatch.setenv("SLURM_JOB_ID", "7")
     monkeypatch.setenv("SLURM_JOB_NODELIST", "n[1-3]")
     assert place_ranks("198.51.100.1,198.51.100.2", None, None, 1).num_ranks == 2
@@ -166,28 +149,23 @@ def test_without_scontrol_hosts_that_are_named_have_another_remedy(
 def test_the_file_of_pbs_and_of_lsf(tmp_path: Path) -> None:
     file = tmp_path / "nodes"
     file.write_text("b\nb\na\nb\n")
-    given = find_allocation({"PBS_JOBID": "3.server", "PBS_NODEFILE": str(file)})
-    assert given == Allocation("PBS job 3.server", {"b": 3, "a": 1}, 4, "qsub -l select=NODES:mpiprocs=RANKS")
-    given = find_allocation({"LSB_JOBID": "4", "LSB_DJOB_HOSTFILE": str(file), "LSB_MCPU_HOSTS": "c 1"})
-    assert given == Allocation("LSF job 4", {"b": 3, "a": 1}, 4, "bsub -n RANKS")
-    given = find_allocation({"LSB_JOBID": "4", "LSB_MCPU_HOSTS": "a 4 b 2 a 1"})
-    assert given == Allocation("LSF job 4", {"a": 5, "b": 2}, 7, "bsub -n RANKS")
-
-
-def test_a_file_that_cannot_be_read_is_an_error(tmp_path: Path) -> None:
+    found = find_allocation({"PBS_JOBID": "3.server", "PBS_NODEFILE": str(file)})
+    assert found == Allocation("PBS job 3.server", {"b": 3, "a": 1}, 4, "qsub -l select=NODES:mpiprocs=RANKS")
+    found = find_allocation({"LSB_JOBID": "4", "LSB_DJOB_HOSTFILE": str(file), "LSB_MCPU_HOSTS": "c 1"})
+    assert found == Allocation("LSF job 4", {"b": 3, "a": 1}, 4, "bsub -n RANKS")
+    found = find_allocation({"LSB_JOBID": "4", "LSB_MCPU_HOSTS": "a 4 b 2 a 1"})
+    assert found == Allocation("LSF job 4", {"a": 5, "b": 2}, 7, "bsub -n RANKS")
     with pytest.raises(
         ConfigError, match="PBS job 3: the file of its hosts, PBS_NODEFILE=/none, cannot be read: No such"
     ):
         find_allocation({"PBS_JOBID": "3", "PBS_NODEFILE": "/none"})
-    (tmp_path / "nodes").write_text("\n")
+    file.write_text("\n")
     with pytest.raises(ConfigError, match=r"LSF job: the file of its hosts, LSB_DJOB_HOSTFILE=.*nodes, is empty"):
-        find_allocation({"LSB_DJOB_HOSTFILE": str(tmp_path / "nodes")})
-
-
-@pytest.mark.parametrize("pairs", ["", "a", "a 1 b", "a x", "a 0"])
-def test_pairs_of_another_form_are_refused(pairs: str) -> None:
-    with pytest.raises(ConfigError, match=re.escape(f"LSB_MCPU_HOSTS is {pairs!r}; it must be of the form 'a 4 b 4'")):
-        find_allocation({"LSB_MCPU_HOSTS": pairs})
+        find_allocation({"LSB_DJOB_HOSTFILE": str(file)})
+    for pairs in ("", "a", "a 1 b", "a x", "a 0"):
+        said = f"LSB_MCPU_HOSTS is {pairs!r}; it must be of the form 'a 4 b 4'"
+        with pytest.raises(ConfigError, match=re.escape(said)):
+            find_allocation({"LSB_MCPU_HOSTS": pairs})
 
 
 # Addresses of this machine and of a network for documentation, so that no name need be resolved.
@@ -239,8 +217,4 @@ def test_more_ranks_than_were_given_are_refused() -> None:
 def test_hosts_that_are_named_win() -> None:
     assert place_ranks("localhost", None, 7, None).num_ranks == 7
     assert place_ranks("127.0.0.3", None, 7, None).hosts == ("127.0.0.3",)
-
-
-@pytest.mark.usefixtures("in_pbs")
-def test_an_elastic_job_may_use_what_was_given() -> None:
-    assert listed_hosts(None, None)() is None
+    assert listed_hosts(None, None)() is None  # an elastic job may use what was given
