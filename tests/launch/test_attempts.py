@@ -143,7 +143,7 @@ def succeeded(keepers: Keepers, end: Ended | LaunchError) -> Successor:
             raise end
 
     job: Any = SimpleNamespace(
-        job=SimpleNamespace(placement=Placement((Place("here", 0, 2),), own="here")),
+        job=SimpleNamespace(placement=Placement((Place("a", 0, 2),), own="a")),
         guards=SimpleNamespace(processes=set, records=dict),
         connect=lambda keepers: None,
         ask=ask,
@@ -170,7 +170,7 @@ def refused(hosts: tuple[str, ...], different: dict[str, str]) -> LaunchError:
     ("end", "faulty"),
     [
         (Ended(1, lost=("there",)), ("there",)),
-        (Ended(1, failed=RankRecord(1, phase=FAILED, error="no memory is left")), ("here",)),
+        (Ended(1, failed=RankRecord(1, phase=FAILED, error="no memory is left")), ("a",)),
         (Ended(1, trouble=("nobody knows",)), ()),
         (Ended(0), ()),
         (refused(("b",), {"c": "train.py differs"}), ("b", "c")),
