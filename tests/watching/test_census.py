@@ -43,7 +43,7 @@ activity.appear(sys.argv[1])
 time.sleep(1000)
 """
 # No kernel has a system call of this number.
-OLD_KERNEL = "from mpitrain.watching import census; census._PIDFD_OPEN = 1 << 20"
+OLD_KERNEL = "from mpitrain.watching import roll_call; roll_call._PIDFD_OPEN = 1 << 20"
 
 
 class Job:
