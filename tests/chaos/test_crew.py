@@ -116,7 +116,6 @@ with crew.Crew(site, "nowhere 1 2", "", breaks_nodes=False) as messenger:
 def test_a_suspension_of_chaos_is_no_silence_of_a_host() -> None:
     line = [sys.executable, "-c", SUSPENDED]
     with subprocess.Popen(line, env=clean_environment(), stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
         try:
             assert process.stdout.readline() == "reports\n"
             process.send_signal(signal.SIGSTOP)

@@ -26,26 +26,11 @@ def widen(placement: Placement, text: str) -> Placement:
     return Placement(places, {**ADDRESSES, text: "10.0.0.9"}, placement.own)
 
 
-class Asked:
-    """A stand-in for the check of hosts that want to join."""
-
-    def __init__(self) -> None:
-        self.placements: list[Placement] = []
-
-    def __call__(self, placement: Placement) -> None:
-        self.placements.append(placement)
-        if "slow" in placement.hosts:
-            time.sleep(3)
-        if "odd" in placement.hosts:
-            raise RuntimeError("can't start new thread")
-        if "other" in placement.hosts:
-            raise LaunchError("other: train.py differs")
-
-
 class NextTry:
     """A stand-in for a Successor. The test sets its attributes."""
 
-    def __init__(self) -> None:
+    def __init__(self, hosts: tuple[str, ...], cause: str) -> None:
+        self.hosts, self.cause = hosts, cause
         self.problem, self.has_room, self.is_ready, self.is_closed, self.looks = "", True, False, False, 0
         self.faulty: tuple[str, ...] = ()
 
@@ -56,47 +41,57 @@ class NextTry:
         self.is_closed = True
 
 
-Prepared = list[tuple[tuple[str, ...], str, NextTry]]
+class ChangingJob:
+    """A job that trains: its changes, its keepers, the hosts that were asked to join, and the prepared tries."""
 
+    def __init__(self, keepers: Keepers) -> None:
+        self.keepers, self.asked, self.prepared = keepers, list[Placement](), list[NextTry]()
+        self.changes = Changes(keepers, Limits(5, 2), widen, self._check, self._prepare)
 
-@pytest.fixture
-def asked() -> Asked:
-    return Asked()
+    def _check(self, placement: Placement) -> None:
+        self.asked.append(placement)
+        if "slow" in placement.hosts:
+            time.sleep(3)
+        if "odd" in placement.hosts:
+            raise RuntimeError("can't start new thread")
+        if "other" in placement.hosts:
+            raise LaunchError("other: train.py differs")
 
-
-@pytest.fixture
-def prepared() -> Prepared:
-    """The prepared tries: for each, its hosts, the reason, and the try itself."""
-    return []
-
-
-@pytest.fixture
-def changes(asked: Asked, keepers: Keepers, prepared: Prepared, monkeypatch: pytest.MonkeyPatch) -> Iterator[Changes]:
-    monkeypatch.setattr("mpitrain.launch.changes._BEGIN_SECONDS", 0.1)
-
-    def prepare(where: Placement, cause: str) -> Any:
+    def _prepare(self, where: Placement, cause: str) -> Any:
         if "alone" in where.hosts:
             return None
-        prepared.append((where.hosts, cause, NextTry()))
-        return prepared[-1][2]
+        self.prepared.append(NextTry(where.hosts, cause))
+        return self.prepared[-1]
 
-    with Changes(keepers, Limits(5, 2), widen, asked, prepare) as changes, Tellers(Orders(), changes):
-        train(changes, keepers, HOSTS)
-        yield changes
+    def train(self, now_on: Placement = HOSTS, hosts: Placement = HOSTS) -> None:
+        """A try begins."""
+        self.changes.begin(hosts, now_on)
+        self.keepers.run = 1
+
+    def answer(self, **wish: Any) -> dict[str, str]:
+        return self.changes.answer(wish)
+
+    def accept(self, **wish: Any) -> NextTry | None:
+        """It accepts a wish, and prepares the next try, if one may be prepared."""
+        assert "accepted" in self.answer(**wish)
+        self.changes.look()
+        return self.prepared[-1] if self.prepared else None
+
+    def taken(self, **how: bool) -> Change:
+        """The change that the launcher carries out."""
+        change = self.changes.take(**how)
+        assert change is not None
+        return change
+
+    def told(self, *ranks: int) -> None:
+        """SIGTERM told these ranks to end some time ago."""
+        self.keepers.told = dict.fromkeys(ranks, 0.0)
 
 
-def train(changes: Changes, keepers: Keepers, now_on: Placement, hosts: Placement = HOSTS) -> None:
-    changes.begin(hosts, now_on)
-    keepers.run = 1
-
-
-def taken(changes: Changes, **how: bool) -> Change:
-    """The change that the launcher carries out."""
-    change = changes.take(**how)
-    assert change is not None
-    return change
-
-
-def told(keepers: Keepers, *ranks: int) -> None:
-    """SIGTERM told these ranks to end some time ago."""
-    keepers.told = dict.fromkeys(ranks, 0.0)
+@pytest.fixture
+def job(keepers: Keepers, monkeypatch: pytest.MonkeyPatch) -> Iterator[ChangingJob]:
+    monkeypatch.setattr("mpitrain.launch.changes._BEGIN_SECONDS", 0.1)
+    job = ChangingJob(keepers)
+    with job.changes, Tellers(Orders(), job.changes):
+        job.train()
+        yield job

@@ -65,7 +65,6 @@ def job(wish: dict[str, Any]) -> Iterator[list[int]]:
     program = "import subprocess; print(subprocess.Popen(['sleep', '600'], env={}).pid, flush=True); input()"
     environ, pipe = {**os.environ, JOB: wish["token"]}, subprocess.PIPE
     with subprocess.Popen([sys.executable, "-c", program], env=environ, stdin=pipe, stdout=pipe, text=True) as process:
-        assert process.stdout is not None
         yield [process.pid, int(process.stdout.readline())]
         process.kill()
 
@@ -119,7 +118,6 @@ def rank_of(wish: dict[str, Any], number: int, *has_begun: str) -> Iterator[subp
     command = [sys.executable, "-c", RANK, wish["roll_call"], str(number), *has_begun]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         try:
-            assert process.stdout is not None
             assert process.stdout.readline() == "there\n"
             yield process
         finally:

@@ -11,20 +11,17 @@ from typing import Any
 
 import changing
 import pytest
-from changing import HOSTS, taken, told, train
+from changing import ChangingJob
 
 from jobs import HANG_SECONDS, until
-from mpitrain.launch.changes import Changes, Tellers
+from mpitrain.launch.changes import Tellers
 from mpitrain.launch.control import ask
-from mpitrain.launch.keepers import Keepers
 from mpitrain.launch.kept import PREPARES
 from mpitrain.launch.orders import Orders
 from mpitrain.launch.roster import launcher_name
 from mpitrain.watching.rank_record import RankRecord
 
-# Fixtures: pytest finds them by these names.
-asked, prepared, changes = changing.asked, changing.prepared, changing.changes
-
+job = changing.job  # a fixture: pytest finds it by this name
 LAUNCHER = launcher_name(os.getpid())
 
 
@@ -52,20 +49,20 @@ def test_the_stacks_of_many_ranks() -> None:
     assert answer == {"accepted": "\n".join(lines)}
 
 
-def test_errors_that_nobody_expects(changes: Changes, keepers: Keepers, capsys: pytest.CaptureFixture[str]) -> None:
+def test_errors_that_nobody_expects(job: ChangingJob, capsys: pytest.CaptureFixture[str]) -> None:
     """A message that makes no sense, and faults of the launcher: it prints a line, and its threads go on."""
     for wish, why in (({"dance": 1}, ""), ({"join": "odd"}, ': RuntimeError("can\'t start new thread")')):
         assert "does not answer" in ask(LAUNCHER, wish)["refused"]
         said = capsys.readouterr().err
         assert "a request of `mpitrain tell`, `join` or `leave` could not be answered" in said and why in said
     assert "accepted" in ask(LAUNCHER, {"leave": ["b"]})
-    taken(changes)
-    train(changes, keepers, HOSTS)
+    job.taken()
+    job.train()
     heard: list[str] = []
-    told(keepers, 99)  # no rank of the job
+    job.told(99)  # no rank of the job
     until(lambda: heard.append(capsys.readouterr().err) or "may not change as they should: StopIteration" in heard[-1])
-    told(keepers, 2)
-    until(lambda: keepers.wish == PREPARES)
+    job.told(2)
+    until(lambda: job.keepers.wish == PREPARES)
 
 
 PAUSE = {"tell": {"kind": "pause"}, "from": "elsewhere"}
@@ -116,7 +113,6 @@ def test_another_user_is_not_heard() -> None:
         command = [sys.executable, "-c", program]
         with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
             try:
-                assert process.stdout is not None
                 assert process.stdout.readline() == f"its socket belongs to user {os.geteuid()}\n"
                 assert process.stdout.readline() in ("ConnectionResetError\n", "BrokenPipeError\n")
                 assert process.stdout.readline() == "floods\n"

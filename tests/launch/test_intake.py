@@ -83,7 +83,6 @@ class Site:
 
     def taken(self, *, goes_on: bool = False) -> Change:
         change = self.changes.take()
-        assert change is not None
         if goes_on:
             self.train(change.now_on, hosts=change.hosts)
         return change

@@ -91,7 +91,6 @@ def test_the_keeper_of_another_user_is_refused() -> None:
     """It would get the state of the training."""
     name = new_name()
     with nobody(SERVES, name) as process:
-        assert process.stdout is not None
         assert process.stdout.readline() == "there\n"
         with pytest.raises(PermissionError, match="the keeper belongs to user 65534"):
             KeeperLine(name, "try")

@@ -54,7 +54,6 @@ class Machine:
 def test_rates_are_those_of_the_time_between(tmp_path: Path) -> None:
     machine = Machine(tmp_path, devices=("eth0", "eth1"))
     first = machine.at(0)
-    assert first is not None
     assert (first["cores"], first["memory_bytes"], first["memory_used_bytes"]) == (os.cpu_count(), 1024000, 614400)
     assert {name for name, value in first.items() if value is None} == {
         "busy",
@@ -64,7 +63,6 @@ def test_rates_are_those_of_the_time_between(tmp_path: Path) -> None:
     assert machine.at(0.5) is None, "too soon"
     for seconds in (2, 3):
         load = machine.at(seconds)
-        assert load is not None
         # 55 of 400 ticks; 10 and 2 sectors of 512 bytes; sdb is busy for 0.9 of the time.
         assert (load["busy"], load["disk_busy"]) == (0.138, 0.9)
         assert (load["received_bytes_per_second"], load["sent_bytes_per_second"]) == (1030, 204)
@@ -94,7 +92,6 @@ def test_what_the_kernel_does_not_tell(tmp_path: Path, content: str | None) -> N
     load = Load(tmp_path, tmp_path)
     load.read(1.0)
     known = load.read(3.0)
-    assert known is not None
     assert {name: value for name, value in known.items() if value is not None} == {"cores": os.cpu_count(), "gpus": []}
 
 

@@ -62,7 +62,6 @@ class Job:
         pipe = subprocess.PIPE
         parent = subprocess.Popen(command, stdin=pipe, stdout=pipe, env=environment, text=True, start_new_session=True)
         self._stack.callback(end, parent)
-        assert parent.stdout is not None
         for _ in numbers:
             number, pid = parent.stdout.readline().split()
             self.pids[int(number)] = int(pid)
@@ -201,7 +200,6 @@ def test_who_had_ended_before_anybody_looked_is_not_known(job: Job) -> None:
     program = RANK.replace("time.sleep(1000)", "print('there', flush=True); time.sleep(1000)")
     command = [sys.executable, "-c", program, str(job.path), "1"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as late:
-        assert late.stdout is not None
         assert late.stdout.readline() == "there\n"
         job.kill(job.pids[0])
         job.kill(late.pid)
@@ -252,9 +250,7 @@ FORGETS = pytest.mark.skipif(not KERNEL_KEEPS_CODES, reason="this kernel tells a
 def test_an_exit_code(end: str, code: int, is_late: bool) -> None:
     with subprocess.Popen(["sh", "-c", f"read line; {end}"], stdin=subprocess.PIPE) as child:
         descriptor = open_process(child.pid)
-        assert descriptor is not None
         process = WatchedProcess(child.pid, descriptor)
-        assert child.stdin is not None
         child.stdin.close()
         until(lambda: is_readable(descriptor))
         if is_late:

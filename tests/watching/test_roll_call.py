@@ -145,9 +145,7 @@ def test_the_end_of_a_rank_closes_the_witness_and_the_line_before_what_mpi_has_o
         stack.callback(rank.kill)
         connection, line = (stack.enter_context(each.accept()[0]) for each in (mpi, listener))
         said = receive(line)
-        assert said is not None
         for descriptor in (said.process, said.record, said.witness):
-            assert descriptor is not None
             stack.callback(os.close, descriptor)
         names = {connection.fileno(): "mpi", line.fileno(): "line", said.witness: "witness"}
         events = stack.enter_context(select.epoll())  # epoll reports the events in their order
