@@ -27,6 +27,7 @@ from mpitrain.launch.live_watcher import LiveWatcher
 from mpitrain.launch.log import KEPT, Wanted, noted, say
 from mpitrain.launch.record_end import note_failure
 from mpitrain.launch.roster import launcher_name
+from mpitrain.launch.time_limit import EXIT_CODE
 from mpitrain.watching.sockets import user_of
 
 _MOST_WATCHERS = 256
@@ -134,8 +135,11 @@ class Live:
     def end(self, code: int) -> int:
         """The job has ended with this exit code. Returns the code."""
         how = f"the job has ended with exit code {code}" if code else "the job has ended, and has done its work"
+        is_saved = code == EXIT_CODE
+        if is_saved:
+            how += ": it is saved, and the same command goes on from there"
         self._ended = {"code": code, "text": how}
-        if code:
+        if code and not is_saved:
             said = noted()
             note_failure(self._record, self._ids, str(said[-1]["text"]) if said else how)
         return code

@@ -22,64 +22,63 @@ from mpitrain.launch.watch import Guards
 
 @pytest.fixture
 def wish(tmp_path: Path) -> dict[str, Any]:
-    """The request that a launcher sends to a guard."""
-    script = tmp_path / "code/train.py"
-    script.parent.mkdir()
-    script.write_text("print('hello')\n")
+    """The request that a launcher sends to a guard. Without `python`, it asks for no facts."""
     return {
-        "python": sys.executable,
-        "paths": [str(script), str(tmp_path)],
-        "script": str(script),
-        "variables": {},
-        "peers": {"self": "127.0.0.1"},
         "token": uuid.uuid4().hex,
         "roll_call": str(tmp_path / "roll_call"),
+        "peers": {"self": "127.0.0.1"},
         "silence_seconds": HANG_SECONDS,
     }
 
 
 @pytest.fixture
-def connections() -> Iterator[list[Connection]]:
-    """The connections that a test opens. The fixture closes them after the test."""
+def asking(wish: dict[str, Any], tmp_path: Path) -> dict[str, Any]:
+    """The same, which asks for facts."""
+    script = tmp_path / "code/train.py"
+    script.parent.mkdir()
+    script.touch()
+    about = {"python": sys.executable, "paths": [str(script), str(tmp_path)], "script": str(script), "variables": {}}
+    return {**wish, **about}
+
+
+Open = Callable[..., Connection]
+
+
+@pytest.fixture
+def open_guard() -> Iterator[Open]:
+    """Starts a guard for a request. Its connection is closed after the test."""
     opened: list[Connection] = []
-    yield opened
+
+    def open_guard(wish: dict[str, Any], host: str = "here") -> Connection:
+        opened.append(connect(host, is_this_machine=host == "here", wish=wish, now=0.0))
+        return opened[-1]
+
+    yield open_guard
     for connection in opened:
         connection.hang_up()
         connection.close(HANG_SECONDS)
 
 
 @pytest.fixture
-def job(wish: dict[str, Any]) -> Iterator[subprocess.Popen[str]]:
-    """A process with the mark of the job, and a child of it without the mark."""
+def job(wish: dict[str, Any]) -> Iterator[list[int]]:
+    """The ids of a process with the mark of the job, and of a child of it without the mark."""
     program = "import subprocess; print(subprocess.Popen(['sleep', '600'], env={}).pid, flush=True); input()"
-    with subprocess.Popen(
-        [sys.executable, "-c", program],
-        env={**os.environ, JOB: wish["token"]},
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    ) as process:
-        yield process
+    environ, pipe = {**os.environ, JOB: wish["token"]}, subprocess.PIPE
+    with subprocess.Popen([sys.executable, "-c", program], env=environ, stdin=pipe, stdout=pipe, text=True) as process:
+        yield [process.pid, int(process.stdout.readline())]
         process.kill()
 
 
 def wait_for(connection: Connection, key: str, fits: Callable[[Any], bool] = lambda _: True) -> Any:
-    """Wait for a message that has this key."""
+    """Wait for a message that has this key, and return what it has there."""
     deadline = time.monotonic() + HANG_SECONDS
     while time.monotonic() < deadline and not connection.is_closed:
         connection.flush()  # a pipe takes at most 64 KiB at once
         for message in connection.receive(time.monotonic()):
             if key in message and fits(message[key]):
-                return message
+                return message[key]
         time.sleep(0.02)
     raise AssertionError(f"no {key}: {connection.why_closed() if connection.is_closed else 'silence'}")
-
-
-def begin(wish: dict[str, Any], connections: list[Connection]) -> Connection:
-    connection = connect("here", is_this_machine=True, wish=wish, now=0.0)
-    connections.append(connection)
-    wait_for(connection, "facts")
-    return connection
 
 
 def is_alive(pid: int) -> bool:
@@ -89,7 +88,7 @@ def is_alive(pid: int) -> bool:
         return False
 
 
-def wait_until_gone(*pids: int) -> None:
+def wait_until_gone(pids: list[int]) -> None:
     until(lambda: not any(map(is_alive, pids)), "still there")
 
 
@@ -119,12 +118,12 @@ def rank_of(wish: dict[str, Any], number: int, *has_begun: str) -> Iterator[subp
     command = [sys.executable, "-c", RANK, wish["roll_call"], str(number), *has_begun]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         try:
-            assert process.stdout is not None
             assert process.stdout.readline() == "there\n"
             yield process
         finally:
             process.kill()
 
 
-def wait_for_trouble(guards: Guards) -> None:
+def wait_for_trouble(guards: Guards) -> str:
     until(lambda: guards.trouble is not None)
+    return guards.trouble or ""

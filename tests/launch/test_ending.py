@@ -40,12 +40,18 @@ OPEN_MPI_CODE = "The first process to do so was:\n\n   Process name: [prterun-vm
 OPEN_MPI_4_CODE = "The first process to do so was:\n\n  Process name: [[51422,1],2]\n  Exit code:    3\n"
 
 RECORDS = {rank: RankRecord(rank, pid=1000 + rank, first_step=1, step=7) for rank in range(3)}
+BEGUN_RECORDS = {rank: replace(record, phase=BEGUN) for rank, record in RECORDS.items()}
+UNSAID = "ended without a word (os._exit, or killed?)"
 BY_SIGNAL, BY_CODE = "rank 2 on h2 was killed by signal 9", "rank 2 on h2 left with exit code 3"
 
 
-def of(first_dead: tuple[int, ...] = (), **seen: object) -> tuple[str, int | None]:
+def of(*first_dead: int, **seen: object) -> tuple[str, int | None]:
     ends = tuple(FirstEnd(rank, (), 10.0 + number) for number, rank in enumerate(first_dead))
-    return why(Ended(5, records=RECORDS, **{"first_ends": ends, **seen}), "h{}".format)  # type: ignore[arg-type]
+    return why(Ended(5, **{"records": RECORDS, "first_ends": ends, **seen}), "h{}".format)  # type: ignore[arg-type]
+
+
+def last(ended: Ended, **how: bool) -> str:
+    return last_words(ended, "h{}".format, **how)
 
 
 @pytest.mark.parametrize(
@@ -59,44 +65,46 @@ def of(first_dead: tuple[int, ...] = (), **seen: object) -> tuple[str, int | Non
         (OPEN_MPI_4_CODE, BY_CODE),
     ],
 )
-@pytest.mark.parametrize("first_dead", [(2,), (2, 1)])
-def test_mpiexec_names_who_died_first(said: str, expected: str, first_dead: tuple[int, ...]) -> None:
-    assert of(mpiexec_said=said, first_dead=first_dead) == (expected, 2)
+def test_mpiexec_names_who_died_first(said: str, expected: str) -> None:
+    assert of(2, mpiexec_said=said) == of(2, 1, mpiexec_said=said) == (expected, 2)
 
 
-def test_mpiexec_names_another_one() -> None:
-    unsaid = "rank 1 on h1 ended without a word (os._exit, or killed?)"
-    assert of(mpiexec_said=MPICH, first_dead=(1,)) == (unsaid, 1)
-    assert of(mpiexec_said="", first_dead=(1, 0)) == (unsaid, 1)
-
-
-def test_the_kernel_knows_the_signal_that_mpiexec_does_not_name() -> None:
-    """To Open MPI's mpiexec, a rank on another host seems to have left first, with a code of its own."""
-    ends = (FirstEnd(2, (), 10.0, code=-9), FirstEnd(1, (), 10.02, code=14))
-    said = OPEN_MPI_CODE.replace("@1,2]", "@1,1]")
-    assert of(first_ends=ends, mpiexec_said=said) == (BY_SIGNAL, 2)
-    left = (FirstEnd(2, (), 10.0, code=0),)
-    assert of(first_ends=left) == ("rank 2 on h2 ended without a word (os._exit, or killed?)", 2)
-
-
-def test_nobody_was_seen_to_die() -> None:
+def test_mpiexec_names_another_one_or_nobody() -> None:
+    assert of(1, mpiexec_said=MPICH) == of(1, 0) == (f"rank 1 on h1 {UNSAID}", 1)
+    # Nobody was seen to die.
     assert of(mpiexec_said=OPEN_MPI) == (BY_SIGNAL, 2)
     assert of(mpiexec_said=MPICH) == ("rank 2 on h2 or another one was killed by signal 9", None)
-    alone = Ended(9, mpiexec_said=MPICH, records={2: RECORDS[2]})
-    assert why(alone, "h{}".format) == (BY_SIGNAL, 2)
+    assert of(mpiexec_said=MPICH, records={2: RECORDS[2]}) == (BY_SIGNAL, 2)
+    # Processes with one number on several hosts.
+    same = {rank: RankRecord(rank, pid=1002, first_step=1, step=7) for rank in (1, 2)}
+    assert of(2, mpiexec_said=MPICH, records=same) == (BY_SIGNAL, 2)
+    # Intel MPI names those too that it has ended.
+    assert of(2, mpiexec_said=INTEL) == ("rank 2 on h2 was killed by signal 11", 2)
+    assert of(mpiexec_said=INTEL) == ("the job ended with exit code 5", None)
+    # Open MPI names the daemon that it lost. The guard may see mpiexec's own process on the first host end before it.
+    said = "  HNP daemon   : [prterun-h0-217@0,0] on node h0\n  Remote daemon: [prterun-h0-217@0,1] on node h2\n"
+    named = "the process of mpiexec on h2 was killed, or has crashed, or cannot be reached"
+    assert of(first_ends=(FirstEnd(None, (0,), 10.0),), mpiexec_said=said) == (named, None)
 
 
-def test_a_number_that_may_be_a_signal() -> None:
-    said = MPICH.partition("YOUR APPLICATION TERMINATED")[0]
-    how = "rank 2 on h2 was killed by signal 9, or left with exit code 9"
-    assert of(mpiexec_said=said, first_dead=(2,)) == (how, 2)
+def test_the_kernel_knows_better_than_mpiexec() -> None:
+    """To Open MPI's, a rank on another host seems to have left first, with a code of its own."""
+    ends = (FirstEnd(2, (), 10.0, code=-9), FirstEnd(1, (), 10.02, code=14))
+    assert of(first_ends=ends, mpiexec_said=OPEN_MPI_CODE.replace("@1,2]", "@1,1]")) == (BY_SIGNAL, 2)
+    assert of(first_ends=(FirstEnd(2, (), 10.0, code=0),)) == (f"rank 2 on h2 {UNSAID}", 2)
+    # MPICH's own words may be about a rank that it has ended because of this one.
+    ends = (FirstEnd(2, (), 10.0, code=-6),)
+    seen = Ended(9, records=BEGUN_RECORDS, first_ends=ends, mpiexec_said=MPICH, missing=(0, 1, 2))
+    assert why(seen, "h{}".format) == ("rank 2 on h2 was killed by signal 6", 2)
+    assert exit_code(seen, 9, "h{}".format, told=0, has_left=False) == 134
 
 
 def test_mpich_5_tells_of_signals_only() -> None:
     """Over several hosts, MPICH's mpiexec fails before it prints the signal, and its exit code is 255."""
     said = MPICH.partition("YOUR APPLICATION TERMINATED")[0]
+    assert of(2, mpiexec_said=said) == ("rank 2 on h2 was killed by signal 9, or left with exit code 9", 2)
     rank_2, rank_1, daemon = FirstEnd(2, (), 10.0), FirstEnd(1, (), 10.0), FirstEnd(None, (1, 2), 10.0)
-    assert of(mpiexec_said=said, names_signals=True, first_dead=(2,)) == (BY_SIGNAL, 2)
+    assert of(2, mpiexec_said=said, names_signals=True) == (BY_SIGNAL, 2)
 
     def told(*ends: FirstEnd, names_signals: bool = True, said: str = said) -> int:
         ended = Ended(255, records=RECORDS, mpiexec_said=said, names_signals=names_signals, first_ends=ends)
@@ -110,19 +118,6 @@ def test_mpich_5_tells_of_signals_only() -> None:
     assert told() == 0
     assert told(rank_2, said=OPEN_MPI) == 9
     assert told(rank_2, said=OPEN_MPI_CODE) == 0
-
-
-def test_intel_mpi_names_those_too_that_it_has_ended() -> None:
-    assert of(mpiexec_said=INTEL, first_dead=(2,)) == ("rank 2 on h2 was killed by signal 11", 2)
-    assert of(mpiexec_said=INTEL) == ("the job ended with exit code 5", None)
-
-
-def test_processes_with_one_number_on_several_hosts() -> None:
-    records = {rank: RankRecord(rank, pid=1002, first_step=1, step=7) for rank in (1, 2)}
-    assert why(Ended(9, mpiexec_said=MPICH, records=records, first_ends=(FirstEnd(2, (), 10.0),)), "h{}".format) == (
-        BY_SIGNAL,
-        2,
-    )
 
 
 def test_what_a_rank_says_comes_before_what_mpiexec_says() -> None:
@@ -142,15 +137,15 @@ def ended(failed_seconds: float, *ends: FirstEnd, **seen: object) -> Ended:
 def test_a_rank_that_failed_because_another_one_had_ended() -> None:
     """A rank that fails ends the others at least 0.1 s later. It is not the cause of any earlier end."""
     dead, daemon = FirstEnd(2, (), 10.0), FirstEnd(None, (0, 2), 10.0)
-    unsaid = "rank 2 on h2 ended without a word (os._exit, or killed?)"
+    unsaid = f"rank 2 on h2 {UNSAID}"
     orphaned = "the process of mpiexec on h0 that started ranks 0,2 was killed, or has crashed"
     for failed_seconds in (9.96, 10.0, 11.0):
         assert why(ended(failed_seconds, dead), "h{}".format) == (unsaid, 2)
-        assert last_words(ended(failed_seconds, dead), "h{}".format) == f"{unsaid}; mpiexec ended the others"
+        assert last(ended(failed_seconds, dead)) == f"{unsaid}; mpiexec ended the others"
         assert why(ended(failed_seconds, daemon), "h{}".format) == (orphaned, None)
     for end in (ended(9.94, dead), ended(9.94, daemon), ended(9.0), ended(10.5, FirstEnd(1, (), 10.6))):
         assert why(end, "h{}".format) == ("rank 1 on h1 failed: OSError: reset", 1)
-        assert last_words(end, "h{}".format) == ""
+        assert last(end) == ""
 
 
 def test_a_rank_that_failed_because_mpiexec_had_been_killed() -> None:
@@ -158,14 +153,14 @@ def test_a_rank_that_failed_because_mpiexec_had_been_killed() -> None:
     words = "mpiexec itself was killed on h0, by signal 9"
     for end in (ended(9.6, **killed), ended(9.6, FirstEnd(2, (), 9.7), **killed)):
         assert why(end, "h{}".format) == (words, None)
-        assert last_words(end, "h{}".format) == words
+        assert last(end) == words
     assert why(ended(9.4, **killed), "h{}".format) == ("rank 1 on h1 failed: OSError: reset", 1)
 
 
 def test_what_had_started_the_ranks_ended_first() -> None:
     """No rank is to blame, although some have died and mpiexec names one."""
     killed = ("mpiexec itself was killed on h0, by signal 9", None)
-    assert of(mpiexec_signal=9, mpiexec_host="h0", first_dead=(1,)) == killed
+    assert of(1, mpiexec_signal=9, mpiexec_host="h0") == killed
     said = "the process of mpiexec on h1 that started ranks 1,2 was killed, or has crashed"
     ends = FirstEnd(None, (1, 2), 10.0), FirstEnd(0, (), 10.5)
     assert of(first_ends=ends, mpiexec_said=MPICH) == (said, None)
@@ -185,7 +180,7 @@ def test_a_counter_that_has_risen_names_nobody() -> None:
     """If mpiexec reports an end other than by signal 9, the kernel killed another process."""
     words = "the kernel may have killed it for want of memory: oom_kill in /a/memory.events rose from 0 to 1"
     ends = (FirstEnd(2, (), 10.0, 1002, words),)
-    unsaid = "rank 2 on h2 ended without a word (os._exit, or killed?)"
+    unsaid = f"rank 2 on h2 {UNSAID}"
     assert of(first_ends=ends, mpiexec_said=MPICH) == (f"{BY_SIGNAL}: {words}", 2)
     assert of(first_ends=ends, mpiexec_said=INTEL) == ("rank 2 on h2 was killed by signal 11", 2)
     assert of(first_ends=ends, mpiexec_said=OPEN_MPI_CODE) == (BY_CODE, 2)
@@ -205,23 +200,16 @@ def test_the_code_of_the_rank_that_left_first(rank: int | None, code: int | None
 def test_the_last_words() -> None:
     ends = (FirstEnd(2, (), 10.0),)
     end = Ended(137, mpiexec_said=MPICH, records=RECORDS, missing=(2,), first_ends=ends)
-    assert last_words(end, "h{}".format) == BY_SIGNAL
-    assert last_words(replace(end, missing=(0, 2)), "h{}".format) == f"{BY_SIGNAL}; mpiexec ended the others"
+    assert last(end) == BY_SIGNAL
+    assert last(replace(end, missing=(0, 2))) == f"{BY_SIGNAL}; mpiexec ended the others"
     silent = replace(end, mpiexec_said="", first_ends=())
-    assert last_words(silent, "h{}".format) == "rank 2 on h2 ended without a word (os._exit, or killed?)"
-    assert last_words(replace(silent, missing=(0, 1, 2)), "h{}".format) == (
+    assert last(silent) == f"rank 2 on h2 {UNSAID}"
+    assert last(replace(silent, missing=(0, 1, 2))) == (
         "ranks 0-2 ended before the end of the program and did not say why (os._exit, or killed?); "
         "when one rank ends so, mpiexec ends the others"
     )
     for quiet in ({"missing": ()}, {"trouble": ("said already",)}, {"is_interrupted": True}):
-        assert last_words(replace(end, **quiet), "h{}".format) == ""  # type: ignore[arg-type]
-
-
-def test_open_mpi_names_the_daemon_that_it_lost() -> None:
-    """The guard may see mpiexec's own process on the first host end before that daemon."""
-    said = "  HNP daemon   : [prterun-h0-217@0,0] on node h0\n  Remote daemon: [prterun-h0-217@0,1] on node h2\n"
-    named = "the process of mpiexec on h2 was killed, or has crashed, or cannot be reached"
-    assert of(first_ends=(FirstEnd(None, (0,), 10.0),), mpiexec_said=said) == (named, None)
+        assert last(replace(end, **quiet)) == ""  # type: ignore[arg-type]
 
 
 def test_which_host_was_first() -> None:
@@ -262,23 +250,12 @@ def test_the_step_of_a_job() -> None:
 def test_what_the_launcher_saw() -> None:
     assert of(lost=("h1", "h2"), trouble=("h1: no message",)) == ("h1 and h2 fell silent", None)
     assert of(trouble=("the job has not started: x", "y")) == ("the job has not started: x", None)
-    assert of(missing=(1,)) == ("rank 1 on h1 ended without a word (os._exit, or killed?)", 1)
+    assert of(missing=(1,)) == (f"rank 1 on h1 {UNSAID}", 1)
     alone = FirstEnd(1, (), 10.0, code=1)  # its exception does not go through the job
     assert of(missing=(1,), first_ends=(alone,)) == ("rank 1 on h1 left with exit code 1", 1)
     assert of(missing=(0, 1)) == ("the job ended with exit code 5", None)
     for code, signal in ((137, ", as by signal 9"), (255, ""), (128, "")):  # ranks that nobody sees, without mt.init()
         assert why(Ended(code), "h{}".format) == (f"the job ended with exit code {code}{signal}", None)
-
-
-def test_the_kernel_knows_better_than_mpich() -> None:
-    """MPICH's own words may be about a rank that it has ended because of this one."""
-    ends = (FirstEnd(2, (), 10.0, code=-6),)
-    seen = Ended(9, records=RECORDED_BEGUN, first_ends=ends, mpiexec_said=MPICH, missing=(0, 1, 2))
-    assert why(seen, "h{}".format) == ("rank 2 on h2 was killed by signal 6", 2)
-    assert exit_code(seen, 9, "h{}".format, told=0, has_left=False) == 134
-
-
-RECORDED_BEGUN = {rank: replace(record, phase=BEGUN) for rank, record in RECORDS.items()}
 
 
 def test_the_code_of_an_exit_is_the_jobs() -> None:
@@ -291,14 +268,10 @@ def test_the_code_of_an_exit_is_the_jobs() -> None:
 )
 def test_the_end_of_a_rank_that_had_not_begun(code: int | None, words: str) -> None:
     """By SIGTERM a rank ends itself and the job, after its own report."""
-    assert last_words(Ended(1, records=RECORDS, first_ends=(FirstEnd(2, (), 10.0, code=code),)), "h{}".format) == words
-
-
-def test_a_rank_that_says_its_code_before_init_is_no_news() -> None:
-    left = Ended(3, records=RECORDS, first_ends=(FirstEnd(2, (), 10.0, code=3),))
-    assert last_words(left, "h{}".format, has_said=True) == ""
-    killed = Ended(3, records=RECORDS, first_ends=(FirstEnd(2, (), 10.0, code=-11),))
-    assert last_words(killed, "h{}".format, has_said=True) == "rank 2 on h2 was killed by signal 11"
+    seen = Ended(1, records=RECORDS, first_ends=(FirstEnd(2, (), 10.0, code=code),))
+    assert last(seen) == words
+    # It has said its code itself, which is then no news.
+    assert last(seen, has_said=True) == ("" if code == 3 else words)
 
 
 def test_hydra_kills_the_others_in_silence_for_a_rank_that_tells_it_a_code() -> None:
@@ -309,4 +282,4 @@ def test_hydra_kills_the_others_in_silence_for_a_rank_that_tells_it_a_code() -> 
     assert exit_code(Ended(3, records=RECORDS), 3, "h{}".format, told=0, has_left=False) == 3
     for said, code in ((MPICH, 3), ("[proxy:0@h2] main: assert (!closed) failed\n", 255), ("", 9), ("", 137), ("", 0)):
         assert without_ends_by_hydra([killed, left], RECORDS, said, code) == [killed, left]
-    assert without_ends_by_hydra([killed, left], RECORDED_BEGUN, "", 3) == [killed, left]
+    assert without_ends_by_hydra([killed, left], BEGUN_RECORDS, "", 3) == [killed, left]

@@ -37,6 +37,7 @@ def found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     path.parent.mkdir(mode=0o755)
     path.write_text(INVENTORY.format("note=mine"))
     path.chmod(0o644)
+    refuse_foreign(path)
     return path
 
 
@@ -46,11 +47,13 @@ def refusal(path: Path) -> str:
     return str(caught.value)
 
 
-def repair(message: str) -> str:
-    """The command that a refusal prints."""
-    command = re.search(r"Then repair it: (.*)  # or, if you trust the file as it is, do without$", message)
+def repair(message: str, path: Path | None = None) -> None:
+    """Run the command that a refusal prints, which must be enough."""
+    command = re.search(r"Then repair it: (.*?)(  # or, if you trust the file as it is, .*)?\n?$", message)
     assert command is not None, message
-    return command[1]
+    subprocess.run(command[1], shell=True, check=True)
+    if path is not None:
+        refuse_foreign(path)
 
 
 def described(place: Path) -> str:
@@ -60,14 +63,10 @@ def described(place: Path) -> str:
     return f"{place} has owner {owner}, group {group}, mode {status.st_mode & 0o7777:04o}"
 
 
-def test_a_file_of_ones_own_counts(found: Path) -> None:
-    refuse_foreign(found)
-
-
 @pytest.mark.parametrize("place", ["cluster/hosts", "cluster", "."])
 @pytest.mark.parametrize("mode", [0o777, 0o702])
 def test_all_may_write(found: Path, place: str, mode: int) -> None:
-    """The file, its folder, or a folder above. The test runs the printed command, which must be enough."""
+    """The file, its folder, or a folder above."""
     Path(place).chmod(mode)
     message = refusal(found)
     allowed = "root" if os.geteuid() == 0 else f"{ME} or root"
@@ -77,8 +76,7 @@ def test_all_may_write(found: Path, place: str, mode: int) -> None:
         "Look through cluster/hosts. "
         f"Then repair it: chmod go-w {Path(place).resolve()}  # or, if you trust the file as it is, do without"
     )
-    subprocess.run(repair(message), shell=True, check=True)
-    refuse_foreign(found)
+    repair(message, found)
 
 
 def test_several_places_are_one_command(found: Path) -> None:
@@ -86,14 +84,9 @@ def test_several_places_are_one_command(found: Path) -> None:
         place.chmod(0o777)
     message = refusal(found)
     assert f"{described(found.parent.resolve())}; {described(found.resolve())}. Allowed" in message
-    subprocess.run(repair(message), shell=True, check=True)
+    repair(message, found)
     assert [place.stat().st_mode & 0o777 for place in (found, found.parent)] == [0o755, 0o755]
-    refuse_foreign(found)
-
-
-def test_all_may_write_beside_it_where_nobody_can_replace_it(found: Path) -> None:
-    """The folder is like /tmp."""
-    found.parent.chmod(0o1777)
+    found.parent.chmod(0o1777)  # like /tmp: others may write beside it, and cannot replace it
     refuse_foreign(found)
 
 
@@ -109,20 +102,13 @@ def test_somebody_else_owns_it(found: Path, place: str) -> None:
 
 
 @needs_root
-def test_somebody_else_has_put_a_link_there(found: Path) -> None:
+@pytest.mark.parametrize("is_link", [True, False])
+def test_somebody_else_owns_the_link_or_the_file_that_it_leads_to(found: Path, is_link: bool) -> None:
     found.rename("own")
     found.symlink_to("../own")
     refuse_foreign(found)
-    os.chown(found, NOBODY, -1, follow_symlinks=False)
-    assert described(Path.cwd() / found) in refusal(found)
-
-
-@needs_root
-def test_a_link_leads_to_a_file_of_somebody_else(found: Path) -> None:
-    found.rename("theirs")
-    os.chown("theirs", NOBODY, -1)
-    found.symlink_to("../theirs")
-    assert described(Path("theirs").resolve()) in refusal(found)
+    os.chown(found, NOBODY, -1, follow_symlinks=not is_link)
+    assert described(Path.cwd() / found if is_link else Path("own").resolve()) in refusal(found)
 
 
 @pytest.mark.parametrize("absolute", [True, False])
@@ -136,28 +122,29 @@ def test_a_link_that_a_link_leads_to_is_in_a_folder_of_all(found: Path, absolute
     Path("open").chmod(0o777)
     message = refusal(found)
     assert f"may write there: {described(Path('open').resolve())}. Allowed" in message
-    subprocess.run(repair(message), shell=True, check=True)
-    refuse_foreign(found)
+    repair(message, found)
 
 
-def group(monkeypatch: pytest.MonkeyPatch, primary: list[int], others: list[str]) -> None:
+def group(monkeypatch: pytest.MonkeyPatch, primary: list[int], others: list[str], name: str = "group") -> None:
     """Give the test's files a group with these members."""
     gid = os.getegid()
     users = [pwd.struct_passwd((f"user{uid}", "x", uid, gid, "", "/nowhere", "/bin/sh")) for uid in primary]
     monkeypatch.setattr("pwd.getpwall", lambda: users)
-    monkeypatch.setattr("grp.getgrgid", lambda _: grp.struct_group(("group", "x", gid, others)))
+    monkeypatch.setattr("grp.getgrgid", lambda _: grp.struct_group((name, "x", gid, others)))
+
+
+def be(monkeypatch: pytest.MonkeyPatch, name: str, gid: int, home: str = "/nowhere") -> None:
+    user = pwd.struct_passwd((name, "x", os.geteuid(), gid, "", home, "/bin/sh"))
+    monkeypatch.setattr("pwd.getpwuid", lambda _: user)
 
 
 def test_umask_002_with_a_group_of_ones_own(found: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An ordinary checkout on Debian is accepted."""
     found.parent.chmod(0o775)
     found.chmod(0o664)
-    group(monkeypatch, [os.geteuid()], [])
-    refuse_foreign(found)
-    group(monkeypatch, [os.geteuid()], [ME])
-    refuse_foreign(found)
-    group(monkeypatch, [], [ME])
-    refuse_foreign(found)
+    for primary, others in (([os.geteuid()], []), ([os.geteuid()], [ME]), ([], [ME])):
+        group(monkeypatch, primary, others)
+        refuse_foreign(found)
 
 
 @pytest.mark.parametrize(
@@ -171,8 +158,7 @@ def test_umask_002_with_a_group_of_others(
     group(monkeypatch, primary, others)
     message = refusal(found)
     assert f"{found.resolve()} has owner {ME}, group group, mode 0664. Allowed" in message
-    subprocess.run(repair(message), shell=True, check=True)
-    refuse_foreign(found)
+    repair(message, found)
 
 
 def test_umask_002_where_a_directory_service_does_not_list_its_users(
@@ -180,29 +166,21 @@ def test_umask_002_where_a_directory_service_does_not_list_its_users(
 ) -> None:
     """A group without known members is the user's own if it has the user's name. A group with members is not."""
     found.chmod(0o664)
+    be(monkeypatch, "ada", os.getegid())
     group(monkeypatch, [], [])
-    user = pwd.struct_passwd(("ada", "x", os.geteuid(), os.getegid(), "", "/nowhere", "/bin/sh"))
-    monkeypatch.setattr("pwd.getpwuid", lambda _: user)
     assert "has owner ada, group group, mode 0664" in refusal(found)
-    for members, is_private in (([], True), (["nobody"], False)):
-        own = grp.struct_group(("ada", "x", os.getegid(), members))
-        monkeypatch.setattr("grp.getgrgid", lambda _, own=own: own)
-        if is_private:
-            refuse_foreign(found)
-        else:
-            assert "has owner ada, group ada, mode 0664" in refusal(found)
-    monkeypatch.setattr("grp.getgrgid", lambda _: grp.struct_group(("ada", "x", os.getegid(), [])))
-    # The group of that name is another user's own.
-    other = pwd.struct_passwd(("ada", "x", os.geteuid(), os.getegid() + 1, "", "/nowhere", "/bin/sh"))
-    monkeypatch.setattr("pwd.getpwuid", lambda _: other)
+    group(monkeypatch, [], ["nobody"], "ada")
+    assert "has owner ada, group ada, mode 0664" in refusal(found)
+    group(monkeypatch, [], [], "ada")
+    refuse_foreign(found)
+    be(monkeypatch, "ada", os.getegid() + 1)  # the group of that name is another user's own
     assert "has owner ada, group ada, mode 0664" in refusal(found)
 
 
 def test_above_the_home_directory_nobody_looks(found: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The folders above belong to the administrator. ssh does not check them either."""
     Path.cwd().chmod(0o777)
-    home = pwd.struct_passwd((ME, "x", os.geteuid(), os.getegid(), "", str(Path("cluster").resolve()), "/bin/sh"))
-    monkeypatch.setattr("pwd.getpwuid", lambda _: home)
+    be(monkeypatch, ME, os.getegid(), str(Path("cluster").resolve()))
     refuse_foreign(found)
     found.parent.chmod(0o777)  # the home directory itself counts
     assert described(found.parent.resolve()) in refusal(found)
@@ -230,9 +208,8 @@ def test_every_command_refuses_it(found: Path, command: str) -> None:
     assert (done.returncode, "it ran" in done.stdout) == (2, False)
     assert "cluster/hosts is not used, because others than this user may write there: " in done.stderr
     assert "  # or, if you trust the file as it is, name it: -i cluster/hosts" in done.stderr
-    assert done.stderr.endswith("cluster/hosts, or for this machine alone: --hosts localhost\n") == (
-        command != "check-cluster"
-    )
+    here_alone = done.stderr.endswith("cluster/hosts, or for this machine alone: --hosts localhost\n")
+    assert here_alone == (command != "check-cluster")
 
 
 def test_a_command_in_it_runs_only_where_it_is_named(found: Path) -> None:
@@ -244,9 +221,7 @@ def test_a_command_in_it_runs_only_where_it_is_named(found: Path) -> None:
     words = ["check-cluster", "--level", "quick", "--only", "SSH01"]
     done = mpitrain(*words)
     assert done.returncode == 2
-    command = re.search(r"Then repair it: (.*)  # or, ", done.stderr)
-    assert command is not None
-    subprocess.run(command[1], shell=True, check=True)
+    repair(done.stderr)
     done = mpitrain(*words)
     assert done.returncode == 2
     assert done.stderr == (
@@ -270,9 +245,7 @@ def test_the_group_vars_of_the_current_folder(found: Path) -> None:
     words = ["check-cluster", "--level", "quick", "--only", "INV01", "-i", "mine"]
     done = mpitrain(*words)
     assert (done.returncode, f"{described(group_vars.resolve())}. Allowed" in done.stderr) == (2, True)
-    command = re.search(r"Then repair it: (.*)$", done.stderr)
-    assert command is not None
-    subprocess.run(command[1], shell=True, check=True)
+    repair(done.stderr)
     done = mpitrain(*words)
     assert done.returncode == 2
     assert done.stderr == (

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
-import shutil
+import re
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -102,8 +103,9 @@ def ansible_reads(path: Path) -> dict[str, dict]:
         ("10.0.0.2", "{{x}}", 4, ["'{{x}}' of b is not an IP address"]),
         ("10.0.0.2", "0.0.0.0", 4, ["is not a machine's address"]),
         ("10.0.0.2", "10.0.0.1", 4, ["the address 10.0.0.1 of b is in line 2 already, for a"]),
+        ("b ansible_host=10.0.0.2", "a", 4, ["a has no address"]),
         ("b ansible", "A ansible", 4, ["the name a of A is in line 2 already, for a"]),
-        ("b ansible", "a ansible", 4, ["the name a of a is in line 2 already"]),
+        ("b ansible", "a ansible", 4, ["the name a of a is in line 2 already, for a"]),
         ("b ansible", "b:22 ansible", 4, ["'b:22' cannot be a node's name", "ansible_port="]),
         ("b ansible", "node_b ansible", 4, ["'node_b' cannot be"]),
         ("b ansible", "workers ansible", 4, ["the name 'workers' is reserved"]),
@@ -150,17 +152,7 @@ def test_what_is_refused_with_its_line(old: str, new: str, line: int, texts: lis
 )
 def test_what_is_refused_as_a_whole(old: str, new: str, text: str, hosts: Path) -> None:
     hosts.write_text(PLAIN.replace(old, new, 1))
-    with pytest.raises(ConfigError) as caught:
-        read_inventory(hosts)
-    assert str(caught.value).startswith(f"{hosts}: {text}")
-
-
-def test_a_name_in_two_groups(hosts: Path) -> None:
-    hosts.write_text(PLAIN.replace("b ansible_host=10.0.0.2", "a"))
-    with pytest.raises(ConfigError, match=r":4: a has no address"):
-        read_inventory(hosts)
-    hosts.write_text(PLAIN.replace("b ansible_host=10.0.0.2", "a ansible_host=10.0.0.2"))
-    with pytest.raises(ConfigError, match=r":4: the name a of a is in line 2 already, for a"):
+    with pytest.raises(ConfigError, match=f"^{re.escape(f'{hosts}: {text}')}"):
         read_inventory(hosts)
 
 
@@ -198,37 +190,47 @@ def test_adding_and_removing_keep_the_rest(hosts: Path) -> None:
     assert hosts.read_text() == EVERYTHING
     remove_worker(hosts, "node2")
     assert hosts.read_text() == EVERYTHING.replace("node2 ansible_host=10.0.0.2 ansible_user=bob  # the loud one\n", "")
-
-
-def test_the_last_worker_goes_and_another_one_comes(hosts: Path) -> None:
+    hosts.write_text(PLAIN)
     assert remove_worker(hosts, "b").workers == ()
     assert add_worker(hosts, Host("c", "10.0.0.3")).workers == (Host("c", "10.0.0.3"),)
     assert hosts.read_text() == PLAIN.replace("b ansible_host=10.0.0.2", "c ansible_host=10.0.0.3")
 
 
+WITHOUT_WORKERS = PLAIN.replace("[workers]\nb ansible_host=10.0.0.2\n", "")
+
+
 @pytest.mark.parametrize(
-    ("host", "text"),
+    ("change", "text"),
     [
-        (Host("b", "10.0.0.9"), "the name b of b is in line 4 already"),
-        (Host("c", "10.0.0.1"), "the address 10.0.0.1 of c is in line 2 already, for a"),
-        (Host("c", "c.lab"), "is not an IP address"),
-        (Host("c d", "10.0.0.9"), "'d' of c is not of the form"),
+        (lambda hosts: add_worker(hosts, Host("b", "10.0.0.9")), "the name b of b is in line 4 already"),
+        (
+            lambda hosts: add_worker(hosts, Host("c", "10.0.0.1")),
+            "the address 10.0.0.1 of c is in line 2 already, for a",
+        ),
+        (lambda hosts: add_worker(hosts, Host("c", "c.lab")), "is not an IP address"),
+        (lambda hosts: add_worker(hosts, Host("c d", "10.0.0.9")), "'d' of c is not of the form"),
+        (lambda hosts: remove_worker(hosts, "a"), "it is the head"),
+        (lambda hosts: remove_worker(hosts, "z"), "not in the file; the workers are: b"),
+        (
+            lambda hosts: write_inventory(hosts, Inventory(hosts, Host("a", "10.0.0.1"), (Host("b", "10.0.0.1"),))),
+            "the address 10.0.0.1 of b is in line 2 already",
+        ),
     ],
 )
-def test_a_wrong_addition_changes_nothing(host: Host, text: str, hosts: Path) -> None:
+def test_a_wrong_change_changes_nothing(change: Callable[[Path], object], text: str, hosts: Path) -> None:
     before = hosts.stat()
     with pytest.raises(ConfigError, match=text):
-        add_worker(hosts, host)
+        change(hosts)
     assert hosts.read_text() == PLAIN
     assert hosts.stat().st_mtime_ns == before.st_mtime_ns
     assert [path.name for path in hosts.parent.iterdir()] == ["hosts"]
 
 
-@pytest.mark.parametrize(("name", "text"), [("a", "it is the head"), ("z", "not in the file; the workers are: b")])
-def test_a_wrong_removal(name: str, text: str, hosts: Path) -> None:
-    with pytest.raises(ConfigError, match=text):
-        remove_worker(hosts, name)
-    assert hosts.read_text() == PLAIN
+def test_adding_without_a_section_of_workers(hosts: Path) -> None:
+    hosts.write_text(WITHOUT_WORKERS)
+    with pytest.raises(ConfigError, match=r"there is no section \[workers\]; add it"):
+        add_worker(hosts, Host("c", "10.0.0.3"))
+    assert hosts.read_text() == WITHOUT_WORKERS
 
 
 def test_a_link_stays_a_link_and_the_mode_stays(hosts: Path) -> None:
@@ -241,22 +243,7 @@ def test_a_link_stays_a_link_and_the_mode_stays(hosts: Path) -> None:
     assert hosts.stat().st_mode & 0o777 == 0o640
 
 
-def test_what_cannot_be_written_leaves_what_was(hosts: Path) -> None:
-    shutil.copy(hosts, hosts.with_name("before"))
-    with pytest.raises(ConfigError, match=r"the address 10.0.0.1 of b is in line 2 already"):
-        write_inventory(hosts, Inventory(hosts, Host("a", "10.0.0.1"), (Host("b", "10.0.0.1"),)))
-    assert hosts.read_text() == PLAIN
-
-
 def test_group_variables_with_a_quotation_that_does_not_end(hosts: Path) -> None:
     hosts.write_text(PLAIN + "[all:vars]\nnote=it's mine\n")
     with pytest.raises(ConfigError, match=r"hosts:9: \"it's mine\" cannot be split: No closing quotation"):
         group_variables(hosts)
-
-
-def test_adding_without_a_section_of_workers(hosts: Path) -> None:
-    hosts.write_text(PLAIN.replace("[workers]\nb ansible_host=10.0.0.2\n", ""))
-    before = hosts.read_text()
-    with pytest.raises(ConfigError, match=r"there is no section \[workers\]; add it"):
-        add_worker(hosts, Host("c", "10.0.0.3"))
-    assert hosts.read_text() == before

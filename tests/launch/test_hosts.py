@@ -1,4 +1,4 @@
-"""Where a job runs: from the options, the inventory and this machine's own addresses."""
+"""Where a job runs: from the options, the inventory, this machine's own addresses, and files of other launchers."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from mpitrain.errors import ConfigError
-from mpitrain.launch.hosts import listed_hosts, place_ranks, widened
+from mpitrain.launch.hosts import listed_hosts, place_ranks, placed_again, read_hostfile, widened
 from mpitrain.launch.placement import Place, Placement
 
 OTHERS = "[workers]\nb ansible_host=198.51.100.2\nc ansible_host=198.51.100.3\n\n[cluster:children]\nhead\nworkers\n"
@@ -33,12 +33,9 @@ def ranks(placement: Placement) -> dict[str, int]:
     return {place.host: place.num_ranks for place in placement.places}
 
 
-def test_without_anything_it_runs_here() -> None:
-    placement = place_ranks(None, None, 3, None)
-    assert (ranks(placement), placement.addresses, placement.note) == ({socket.gethostname(): 3}, {}, "")
-
-
 def test_on_a_node_it_runs_on_all_nodes(folder: Path) -> None:
+    placement = place_ranks(None, None, 3, None)  # without anything it runs here
+    assert (ranks(placement), placement.addresses, placement.note) == ({socket.gethostname(): 3}, {}, "")
     inventory(folder, "127.0.0.2")  # every address of 127/8 is this machine's
     placement = place_ranks(None, None, 6, None)
     assert ranks(placement) == {"a": 2, "b": 2, "c": 2}
@@ -70,17 +67,12 @@ def test_elsewhere_it_runs_here_and_says_so(folder: Path) -> None:
     assert ranks(place_ranks(None, path, 3, None)) == {"a": 1, "b": 1, "c": 1}
 
 
-def test_a_job_may_be_started_from_beside_its_hosts(folder: Path) -> None:
+def test_from_beside_its_hosts_and_on_some_of_them(folder: Path) -> None:
     inventory(folder, "127.0.0.2")
     placement = place_ranks("b,c", None, None, 1)
-    assert ranks(placement) == {"b": 1, "c": 1}
-    assert placement.own == "a"
+    assert (ranks(placement), placement.own) == ({"b": 1, "c": 1}, "a")
     assert set(placement.addresses) == {"a", "b", "c"}
-
-
-def test_hosts_that_need_not_be_filled_are_left_out(folder: Path) -> None:
-    inventory(folder, "127.0.0.2")
-    placement = place_ranks("a:2,b:2,c:2", None, 3, None)
+    placement = place_ranks("a:2,b:2,c:2", None, 3, None)  # hosts that need not be filled are left out
     assert (ranks(placement), set(placement.addresses)) == ({"a": 2, "b": 1}, {"a", "b"})
     assert place_ranks("a:2,no-such-host.invalid:2", None, 2, None).is_here
 
@@ -98,16 +90,12 @@ def test_another_machine_with_this_one_s_name(folder: Path, monkeypatch: pytest.
 
 
 def test_one_host_that_is_this_machine_needs_no_connection(folder: Path) -> None:
-    inventory(folder, "127.0.0.2")
+    path = inventory(folder, "127.0.0.2")
     assert place_ranks("a", None, 2, None).addresses == {}
-    assert place_ranks("localhost", None, 2, None).addresses == {}
     placement = place_ranks("localhost/cpux2", None, None, None)
     assert (placement.addresses, placement.places[0].devices) == ({}, ("cpu", "cpu"))
-
-
-def test_localhost_works_with_a_broken_inventory(folder: Path) -> None:
-    inventory(folder, "nonsense")
-    assert place_ranks("localhost", None, 2, None).addresses == {}
+    path.write_text(path.read_text().replace("127.0.0.2", "nonsense"))
+    assert place_ranks("localhost", None, 2, None).addresses == {}  # also with a broken inventory
     with pytest.raises(ConfigError, match="is not an IP address"):
         place_ranks(None, None, 2, None)
 
@@ -177,3 +165,61 @@ def test_without_some_hosts_the_others_keep_their_ranks() -> None:
     assert [placement.first(most) for most in (None, 4, 3)] == [placement] * 3
     assert placement.first(2) == placement.without({"c"})
     assert placement.without({"a", "b"}).addresses == {"a": "10.0.0.1", "c": "10.0.0.3"}
+
+
+def test_the_hosts_of_a_job_that_has_run() -> None:
+    here = socket.gethostname()
+    alone = placed_again([(here, 2, [])], None, is_here=True)
+    assert (alone.is_here, alone.own, alone.places) == (True, here, (Place(here, 0, 2),))
+    gone = ("no-such-host", 1, [])
+    with pytest.raises(ConfigError, match="there is no host 'no-such-host'"):
+        placed_again([gone], None, is_here=False)
+    # One was removed while the job had set it aside. The job goes on on the others.
+    placement = placed_again([("127.0.0.2", 2, []), gone, ("127.0.0.3", 1, ["cpu"])], None, is_here=False)
+    assert placement.places == (Place("127.0.0.2", 0, 2), Place("127.0.0.3", 2, 1, ("cpu",)))
+    assert placement.machines == ("127.0.0.2", "127.0.0.3")
+    assert placement.note.startswith("the job goes on without no-such-host: there is no host 'no-such-host'")
+
+
+@pytest.mark.parametrize(
+    ("text", "hosts"),
+    [
+        ("a\nb\n", "a,b"),
+        ("# head\n\na slots=4\nb  slots = 2 # slow\n", "a:4,b:2"),
+        ("a:4\nb:2\n", "a:4,b:2"),
+        ("a:4\nb\n", "a:4,b:1"),
+        ("a\nb\na\na\n", "a:3,b:1"),  # PBS_NODEFILE
+        ("a:2\na slots=3", "a:5"),
+        ("10.0.0.1:2\nnode-2.lab\n", "10.0.0.1:2,node-2.lab:1"),
+    ],
+)
+def test_files_of_other_launchers(text: str, hosts: str, tmp_path: Path) -> None:
+    (tmp_path / "hosts").write_text(text)
+    assert read_hostfile(tmp_path / "hosts") == hosts
+
+
+FORMS = "HOST, HOST:N and HOST slots=N"
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("", "names no host"),
+        ("# nothing\n", "names no host"),
+        ("a\nb:x\n", f"line 2: 'b:x' is none of {FORMS}"),
+        ("a b\n", "line 1: 'a b' is none of"),
+        ("a\nb slots=0\n", f"line 2: 'b slots=0' is none of {FORMS}, with N above 0"),
+        ("a:00\n", "line 1: 'a:00' is none of"),
+        ("a.\n", "line 1: 'a.' is none of"),
+        ("a max_slots=2\n", "line 1: 'a max_slots=2' is none of"),
+        ("[head]\na\n", f"line 1: '[head]' is none of {FORMS}; an Ansible inventory is given by -i"),
+        (b"\xff\xfe", "cannot be read: it is not text in UTF-8"),
+        (None, "cannot be read: No such file or directory"),
+    ],
+)
+def test_files_of_other_launchers_that_are_refused(text: str | bytes | None, said: str, tmp_path: Path) -> None:
+    if text is not None:
+        (tmp_path / "hosts").write_bytes(text if isinstance(text, bytes) else text.encode())
+    with pytest.raises(ConfigError) as caught:
+        read_hostfile(tmp_path / "hosts")
+    assert said in str(caught.value)

@@ -1,13 +1,17 @@
-"""What a look says, from what is known of hosts and ranks."""
+"""What a look says, from what is known of hosts and ranks; when one who watches has it, and who is sent away."""
 
 from __future__ import annotations
 
 import json
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from math import inf, nan
 from typing import Any
 
 from mpitrain.launch.live_picture import is_over, of_ranks
+from mpitrain.launch.live_watcher import LiveWatcher
 from mpitrain.watching.rank_record import BEGUN, CALLED, DONE, ENDED, WAITS, WORKS, RankRecord
 from mpitrain.watching.view import RankView
 
@@ -19,6 +23,10 @@ def view(rank: int, host: str, status: int = WORKS, seconds: float = 0.0, **fiel
     return RankView(record, 100 + rank, seconds=seconds, state="S", host=host, doing_seconds=seconds)
 
 
+def waiting(seconds: float) -> list[RankView]:
+    return [view(rank, "ab"[rank // 2], WAITS, seconds) for rank in (0, 1, 2)]
+
+
 def test_hosts_and_ranks_that_are_not_there() -> None:
     """A rank that has not appeared starts. On a silent host any rank may do anything."""
     load = {"cores": 2, "busy": 0.5}
@@ -28,10 +36,8 @@ def test_hosts_and_ranks_that_are_not_there() -> None:
         "a": {"silence": 0.0, "ranks": [0, 1], "load": load},
         "b": {"silence": 3.1, "ranks": [2, 3], "load": None},
     }
-    known = [
-        (one["rank"], one["host"], one["pid"], one["phase"], one["step"], one["epoch"]) for one in picture["ranks"]
-    ]
-    assert known == [
+    fields = ("rank", "host", "pid", "phase", "step", "epoch")
+    assert [tuple(one[field] for field in fields) for one in picture["ranks"]] == [
         (0, "a", 0, "starts", 0, None),
         (1, "a", 101, "computes", 7, 2),
         (2, "b", 102, "unknown", 8, None),
@@ -61,22 +67,16 @@ def test_who_has_paused_the_training() -> None:
 
 
 def test_who_waits_for_whom() -> None:
-    waiting = [view(rank, "ab"[rank // 2], WAITS, 4.0) for rank in (0, 1, 2)]
-    others = [view(3, "b")]
-    stall = of_ranks([*waiting, *others], PLACES, {})["stall"]
-    assert stall.startswith("no progress for 4.0 s: ranks 0-2 on a,b wait in mean; rank 3 on b sleeps")
-    short = [view(rank, "ab"[rank // 2], WAITS, 0.9) for rank in (0, 1, 2)]
-    assert of_ranks([*short, *others], PLACES, {})["stall"] is None
-
-
-def test_a_stall_where_a_host_is_silent_or_a_rank_has_gone() -> None:
-    waiting = [view(rank, "ab"[rank // 2], WAITS, 4.0) for rank in (0, 1, 2)]
-    stall = of_ranks([*waiting, view(3, "b")], PLACES, {"b": 3.6})["stall"]
-    assert stall.startswith(
-        "no progress for 4.0 s: ranks 0,1 on a wait in mean; ranks 2,3 on b: no message from this host"
-    )
-    gone = [replace(one, ended_seconds=1.0, state="gone") for one in waiting]
-    assert of_ranks([*gone, view(3, "b")], PLACES, {})["stall"] is None  # nobody waits any more
+    other = view(3, "b")
+    for views, silence, stall in (
+        (waiting(4.0), {}, "ranks 0-2 on a,b wait in mean; rank 3 on b sleeps"),
+        (waiting(4.0), {"b": 3.6}, "ranks 0,1 on a wait in mean; ranks 2,3 on b: no message from this host"),
+    ):
+        said = of_ranks([*views, other], PLACES, silence)["stall"]
+        assert said.startswith(f"no progress for 4.0 s: {stall}")
+    gone = [replace(one, ended_seconds=1.0, state="gone") for one in waiting(4.0)]
+    for views in (waiting(0.9), gone):  # in the second case nobody waits any more
+        assert of_ranks([*views, other], PLACES, {})["stall"] is None
 
 
 def test_a_start_is_no_stall() -> None:
@@ -100,3 +100,46 @@ def test_when_all_is_over() -> None:
     assert not is_over(ranks)
     assert is_over(ranks[:1])
     assert not is_over([])
+
+
+@contextmanager
+def watcher(since: float, request: bytes) -> Iterator[tuple[LiveWatcher, socket.socket]]:
+    """One who has come and said this, by a clock of the test's; and the other end."""
+    near, far = socket.socketpair()
+    with near, far:
+        watcher = LiveWatcher(near, since)
+        far.sendall(request)
+        watcher.receive(since)
+        yield watcher, far
+
+
+def test_who_says_or_reads_nothing_is_sent_away() -> None:
+    with watcher(100.0, b'{"wat') as (one, far):
+        one.judge(110.0)
+        assert not one.is_closed
+        one.judge(110.1)
+        assert one.is_closed
+        assert "no request has come within 10 s" in json.loads(far.makefile().readline())["error"]
+    with watcher(100.0, b'{"watch": 0.5, "version": 1}\n') as (one, far):
+        look = b"x" * (1 << 20) + b"\n"  # more than a socket holds
+        one.look(look, 100.0)
+        one.look(b"another\n", 100.5)  # it has not taken the one before, so it misses this one
+        one.judge(110.0)
+        assert (one.has_unsent, one.is_closed) == (True, False)
+        one.judge(110.1)
+        assert one.is_closed
+        one.close()
+        assert look.startswith(far.makefile("rb").read())
+
+
+def test_looks_are_due_at_whole_multiples() -> None:
+    """So many watchers have one look together."""
+    with watcher(100.3, b'{"watch": 0.5, "version": 1}\n') as (one, far):
+        assert (one.due, one.asked) == (100.3, 100.3)
+        for now, due in ((100.3, 100.5), (100.5, 101.0), (103.7, 104.0)):
+            one.look(b"look\n", now)
+            assert one.due == due
+        far.sendall(b'{"look": 1, "version": 1}\n')
+        one.receive(104.0)
+        one.look(b"last\n", 104.0)
+        assert (one.due, one.is_closed) == (None, True)

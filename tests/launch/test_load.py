@@ -1,23 +1,21 @@
-"""How busy a host is: from made-up counters, exactly; and of this machine, by a guard."""
+"""How busy a host is, from made-up counters; and its GPUs, from a library with functions of NVML that is compiled."""
 
 from __future__ import annotations
 
 import os
+import shutil
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
 
-import guarding
 import pytest
-from guarding import begin, wait_for
 
+from jobs import HANG_SECONDS, clean_environment
 from mpitrain.launch import agent
-from mpitrain.launch.connections import Connection
-from mpitrain.launch.load import Load
+from mpitrain.launch.load import GpuLoad, Load
 from mpitrain.launch.reports import Said
-
-# Fixtures: pytest finds them by these names.
-wish, connections = guarding.wish, guarding.connections
 
 MEMINFO = "MemTotal:       1000 kB\nMemFree:         100 kB\nMemAvailable:    400 kB\nHugePages_Total:   0\n"
 
@@ -56,7 +54,6 @@ class Machine:
 def test_rates_are_those_of_the_time_between(tmp_path: Path) -> None:
     machine = Machine(tmp_path, devices=("eth0", "eth1"))
     first = machine.at(0)
-    assert first is not None
     assert (first["cores"], first["memory_bytes"], first["memory_used_bytes"]) == (os.cpu_count(), 1024000, 614400)
     assert {name for name, value in first.items() if value is None} == {
         "busy",
@@ -66,7 +63,6 @@ def test_rates_are_those_of_the_time_between(tmp_path: Path) -> None:
     assert machine.at(0.5) is None, "too soon"
     for seconds in (2, 3):
         load = machine.at(seconds)
-        assert load is not None
         # 55 of 400 ticks; 10 and 2 sectors of 512 bytes; sdb is busy for 0.9 of the time.
         assert (load["busy"], load["disk_busy"]) == (0.138, 0.9)
         assert (load["received_bytes_per_second"], load["sent_bytes_per_second"]) == (1030, 204)
@@ -75,11 +71,16 @@ def test_rates_are_those_of_the_time_between(tmp_path: Path) -> None:
     assert later is not None and later["busy"] is None, "that was long ago"
 
 
-def test_where_no_interface_is_a_device(tmp_path: Path) -> None:
+def test_interfaces(tmp_path: Path) -> None:
+    """Where none is a device, all count; and one may have any name."""
     machine = Machine(tmp_path)
     machine.at(0)
     load = machine.at(1)
     assert load is not None and (load["received_bytes_per_second"], load["sent_bytes_per_second"]) == (1530, 704)
+    path = machine.proc / "net/dev"
+    path.write_bytes(path.read_bytes().replace(b"eth0", b"\xff\xfe"))
+    load = machine.load.read(102.0)
+    assert load is not None and load["received_bytes_per_second"] == 0
 
 
 @pytest.mark.parametrize("content", [None, "", "cpu\n", "\0\n"])
@@ -91,18 +92,7 @@ def test_what_the_kernel_does_not_tell(tmp_path: Path, content: str | None) -> N
     load = Load(tmp_path, tmp_path)
     load.read(1.0)
     known = load.read(3.0)
-    assert known is not None
     assert {name: value for name, value in known.items() if value is not None} == {"cores": os.cpu_count(), "gpus": []}
-
-
-def test_an_interface_with_any_name(tmp_path: Path) -> None:
-    machine = Machine(tmp_path)
-    machine.at(0)
-    machine.at(1)
-    path = machine.proc / "net/dev"
-    path.write_bytes(path.read_bytes().replace(b"eth0", b"\xff\xfe"))
-    load = machine.load.read(102.0)
-    assert load is not None and load["received_bytes_per_second"] == 0
 
 
 def test_a_load_that_cannot_be_read(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -125,14 +115,98 @@ def test_a_load_that_cannot_be_read(monkeypatch: pytest.MonkeyPatch, capsys: pyt
     assert line.startswith("mpitrain: node1: how busy this host is cannot be read (ValueError: ")
 
 
-def test_a_guard_says_it_while_somebody_watches(wish: dict[str, Any], connections: list[Connection]) -> None:
-    there = begin(wish, connections)
-    there.send({"watch": 0.2})
-    load = wait_for(there, "load")["load"]
-    assert load["busy"] is None
-    there.send({"watch": 0.2})
-    load = wait_for(there, "load", lambda one: one["busy"] is not None)["load"]
-    sizes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    assert 0 <= load["busy"] <= 1
-    assert load["memory_bytes"] == pytest.approx(sizes, rel=0.01)
-    assert 0 < load["memory_used_bytes"] < load["memory_bytes"]
+# As nvml.h declares them. The second of three GPUs is a slice, which has no utilisation; the third is lost.
+LIBRARY = r"""
+typedef struct { unsigned int gpu, memory; } nvmlUtilization_t;
+typedef struct { unsigned long long total, free, used; } nvmlMemory_t;
+static int gpus[3];
+int nvmlInit_v2(void) { return INIT; }
+int nvmlShutdown(void) { return 0; }
+int nvmlDeviceGetCount_v2(unsigned int *count) { *count = 3; return 0; }
+int nvmlDeviceGetHandleByIndex_v2(unsigned int index, void **gpu) { *gpu = &gpus[index]; return index == 2 ? 15 : 0; }
+int nvmlDeviceGetUtilizationRates(void *gpu, nvmlUtilization_t *rates) {
+    rates->gpu = 37; rates->memory = 99;
+    return gpu == &gpus[0] ? 0 : 3;
+}
+int nvmlDeviceGetMemoryInfo(void *gpu, nvmlMemory_t *memory) {
+    int place = (int *) gpu - gpus;
+    memory->total = 80000000000ULL + place; memory->free = 79000000000ULL; memory->used = 1000000000ULL + place;
+    return 0;
+}
+"""
+READ = """
+import json, time
+from mpitrain.launch.load import GpuLoad
+load = GpuLoad()
+while not load.read() and load._thread.is_alive():
+    time.sleep(0.01)
+print(json.dumps(load.read()))
+load.end()
+load._thread.join(60)
+assert not load._thread.is_alive()
+"""
+FIRST = '{"busy": 0.37, "memory_bytes": 80000000000, "memory_used_bytes": 1000000000}'
+SECOND = '{"busy": null, "memory_bytes": 80000000001, "memory_used_bytes": 1000000001}'
+
+
+# The driver answers once, and then never again. Each of the last ten readers is of another time of watching.
+HANGS = """
+import threading, time
+from mpitrain.launch import load
+answers = [{"busy": 0.37}]
+class Driver:
+    def __getattr__(self, name):
+        return lambda *_: 0
+def count(number):
+    number._obj.value = 1
+    return 0
+Driver.nvmlDeviceGetCount_v2 = staticmethod(count)
+load.ctypes.CDLL = lambda name: Driver()
+hanging = threading.Event()
+def state(nvml, handle):
+    if answers:
+        return answers.pop()
+    hanging.set()
+    time.sleep(600)
+load._state = state
+load._OLD_GPU_SECONDS = 600.0
+gpus = load.GpuLoad()
+while not gpus.read():
+    time.sleep(0.01)
+assert hanging.wait(60)
+assert gpus.read() == [{"busy": 0.37}]
+load._OLD_GPU_SECONDS = 0.0
+assert gpus.read() == []
+gpus.end()
+for _ in range(10):
+    gpus = load.GpuLoad()
+    assert gpus.read() == []
+    gpus.end()
+assert [one.name for one in threading.enumerate()].count("GPUs") == 1
+"""
+
+
+def python(source: str, **environ: str) -> str:
+    line, env = [sys.executable, "-c", source], clean_environment(environ)
+    done = subprocess.run(line, env=env, capture_output=True, text=True, timeout=HANG_SECONDS, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+def test_a_driver_that_hangs() -> None:
+    """Its last answer is not shown for ever, and one thread waits for it, not one for each time of watching."""
+    python(HANGS)
+    load = GpuLoad()  # the first look waits for no driver
+    assert load.read() == []
+    load.end()
+
+
+@pytest.mark.parametrize(("init", "answers"), [(0, f"[{FIRST}, {SECOND}]"), (9, "[]")])
+def test_each_gpu(tmp_path: Path, init: int, answers: str) -> None:
+    compiler = shutil.which("cc")
+    if compiler is None:
+        pytest.skip("needs a C compiler: apt-get install gcc")
+    (tmp_path / "nvml.c").write_text(LIBRARY)
+    line = [compiler, "-shared", "-fPIC", f"-DINIT={init}", "-o", "libnvidia-ml.so.1", "nvml.c"]
+    subprocess.run(line, cwd=tmp_path, check=True, timeout=HANG_SECONDS)
+    assert python(READ, LD_LIBRARY_PATH=str(tmp_path)) == answers

@@ -50,6 +50,13 @@ def watching() -> MemoryKills:
     return kills
 
 
+SAID = f'the kernel killed it for want of memory: "{LINE.format(MINE)}"'
+
+
+def rose(path: Path, before: int, after: int) -> str:
+    return f"the kernel may have killed it for want of memory: oom_kill in {path} rose from {before} to {after}"
+
+
 def test_nothing_was_killed(kernel: Kernel) -> None:
     kernel.log = [LINE.format(MINE)]  # the kill of an earlier process with that number: no counter has risen
     assert watching().words(MINE) == ""
@@ -61,24 +68,18 @@ def test_the_kernels_own_words(kernel: Kernel, place: str) -> None:
     kills = watching()
     setattr(kernel, place, ["something else", LINE.format(f"{MINE}0"), LINE.format(MINE)])
     kernel.write(kernel.group, 1)
-    for _ in range(2):  # also at the second question
-        assert kills.words(MINE) == f'the kernel killed it for want of memory: "{LINE.format(MINE)}"'
+    assert [kills.words(MINE) for _ in range(2)] == [SAID] * 2  # also at the second question
 
 
-def test_the_log_speaks_of_another_process(kernel: Kernel) -> None:
-    kernel.log = [LINE.format(f"{MINE}0")]
+@pytest.mark.parametrize("is_container", [False, True])
+def test_the_log_speaks_of_another_process(kernel: Kernel, is_container: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a container the numbers of the log are others."""
+    if is_container:
+        monkeypatch.setattr(memory_kills, "_FIRST_NAMESPACE", 1)
+    kernel.log = [LINE.format(MINE if is_container else f"{MINE}0")]
     kills = watching()
     kernel.write(kernel.group, 1)
-    assert kills.words(MINE) == ""
-
-
-def test_in_a_container_the_numbers_of_the_log_are_others(kernel: Kernel, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory_kills, "_FIRST_NAMESPACE", 1)
-    kernel.log = [LINE.format(MINE)]
-    kills = watching()
-    kernel.write(kernel.group, 1)
-    rose = f"oom_kill in {kernel.group} rose from 0 to 1"
-    assert kills.words(MINE) == f"the kernel may have killed it for want of memory: {rose}"
+    assert kills.words(MINE) == (rose(kernel.group, 0, 1) if is_container else "")
 
 
 def test_a_kill_elsewhere_on_the_machine(kernel: Kernel) -> None:
@@ -88,30 +89,23 @@ def test_a_kill_elsewhere_on_the_machine(kernel: Kernel) -> None:
     kernel.group.unlink()
     kills = watching()
     kernel.write(kernel.vmstat, 6)
-    rose = f"oom_kill in {kernel.vmstat} rose from 5 to 6"
-    assert kills.words(MINE) == f"the kernel may have killed it for want of memory: {rose}"
+    assert kills.words(MINE) == rose(kernel.vmstat, 5, 6)
 
 
-def test_the_group_goes_after_its_counter_has_risen(kernel: Kernel) -> None:
-    """The group disappears, as the group of a session on another host does with its last process."""
+def test_the_group_goes_as_that_of_a_session_with_its_last_process(kernel: Kernel) -> None:
     kills = watching()
     kernel.write(kernel.group, 1)
-    rose = f"oom_kill in {kernel.group} rose from 0 to 1"
-    assert kills.words(MINE) == f"the kernel may have killed it for want of memory: {rose}"
+    assert kills.words(MINE) == rose(kernel.group, 0, 1)
     kernel.group.unlink()
-    assert kills.words(MINE) == f"the kernel may have killed it for want of memory: {rose}"
-
-
-def test_the_group_goes_before_anybody_asks(kernel: Kernel) -> None:
-    """The group's counter is then unknown, so the log and the machine's counter are read."""
+    assert kills.words(MINE) == rose(kernel.group, 0, 1)
+    kernel.write(kernel.group, 0)
     kills = watching()
-    kernel.group.unlink()
+    kernel.group.unlink()  # before anybody asks: the log and the machine's counter are read
     assert kills.words(MINE) == ""
     kernel.write(kernel.vmstat, 4)
-    rose = f"oom_kill in {kernel.vmstat} rose from 3 to 4"
-    assert kills.words(MINE) == f"the kernel may have killed it for want of memory: {rose}"
+    assert kills.words(MINE) == rose(kernel.vmstat, 3, 4)
     kernel.journal = [LINE.format(MINE)]
-    assert kills.words(MINE) == f'the kernel killed it for want of memory: "{LINE.format(MINE)}"'
+    assert kills.words(MINE) == SAID
 
 
 def test_where_nothing_can_be_read(kernel: Kernel) -> None:

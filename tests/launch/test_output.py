@@ -1,11 +1,17 @@
-"""Output is cut into lines and merged, with a made-up clock."""
+"""Output of ranks: whole lines are written, tags are recognised however the pipe cuts them, equal lines are merged."""
 
 from __future__ import annotations
 
-import pytest
+import os
+import subprocess
+import sys
+from pathlib import Path
 
-from mpitrain.launch.output import MERGE_SECONDS, MPIEXEC, PARTIAL_SECONDS, LineCutter, Merger, OutputPiece
-from mpitrain.watching.ranges import rank_ranges
+from mpitrain.context import JOB
+from mpitrain.launch.dialects import JobSpec, command_for
+from mpitrain.launch.libraries import Mpiexec, Vendor
+from mpitrain.launch.output import MERGE_SECONDS, MPIEXEC, PARTIAL_SECONDS, LineCutter, Merger, OutputPiece, TagDecoder
+from mpitrain.launch.placement import Place, Placement
 
 LONG = 1000.0
 
@@ -37,31 +43,20 @@ def test_a_line_of_some_ranks_waits_for_the_others_but_not_long() -> None:
     assert lines(merger, 2 * LONG) == [((1,), "loss 0.3")]
 
 
-def test_a_rank_that_repeats_itself_is_not_merged_with_itself() -> None:
-    merger = Merger(2)
-    feed(merger, 0.0, 0, "x", "x", "x")
-    feed(merger, 0.0, 1, "x", "x")
-    assert lines(merger, LONG) == [((0, 1), "x"), ((0, 1), "x"), ((0,), "x")]
-
-
 def test_the_order_of_every_rank_is_kept() -> None:
-    merger = Merger(2)
-    feed(merger, 0.0, 0, "a", "b")
-    feed(merger, 0.0, 1, "b", "a")
-    assert lines(merger, LONG) == [((0,), "a"), ((0, 1), "b"), ((1,), "a")]
-
-
-def test_a_complete_line_does_not_overtake() -> None:
-    merger = Merger(2)
+    for of_0, of_1, merged in (
+        ("xxx", "xx", [((0, 1), "x"), ((0, 1), "x"), ((0,), "x")]),  # no rank is merged with itself
+        ("ab", "ba", [((0,), "a"), ((0, 1), "b"), ((1,), "a")]),
+    ):
+        merger = Merger(2)
+        feed(merger, 0.0, 0, *of_0)
+        feed(merger, 0.0, 1, *of_1)
+        assert lines(merger, LONG) == merged
     feed(merger, 0.0, 0, "only 0", "both")
     feed(merger, 0.0, 1, "both")
-    assert lines(merger, 0.0) == []
+    assert lines(merger, 0.0) == []  # a complete line does not overtake
     assert lines(merger, MERGE_SECONDS) == [((0,), "only 0"), ((0, 1), "both")]
-
-
-def test_what_mpiexec_says_does_not_wait() -> None:
-    merger = Merger(4)
-    feed(merger, 0.0, MPIEXEC, "bad", "bad")
+    feed(merger, 0.0, MPIEXEC, "bad", "bad")  # what mpiexec says does not wait
     assert lines(merger, 0.0) == [((MPIEXEC,), "bad"), ((MPIEXEC,), "bad")]
 
 
@@ -101,9 +96,44 @@ def test_a_very_long_line_takes_no_quadratic_time() -> None:
     assert [len(piece.text) for piece in cutter.feed(0.0, 0, b"\n")] == [64 * 65536]
 
 
-@pytest.mark.parametrize(
-    ("ranks", "text"),
-    [((0,), "0"), ((0, 1), "0,1"), ((0, 1, 2, 3), "0-3"), ((0, 2), "0,2"), ((0, 1, 2, 5, 7, 8, 9), "0-2,5,7-9")],
-)
-def test_rank_ranges(ranks: tuple[int, ...], text: str) -> None:
-    assert rank_ranges(ranks) == text
+def decoded(vendor: Vendor, *reads: bytes) -> dict[int, bytes]:
+    mpiexec, placement = Mpiexec(Path("mpiexec"), vendor, "5.0"), Placement((Place("a", 0, 2),))
+    job = JobSpec(mpiexec=mpiexec, program=["python"], placement=placement, num_cores=2, as_root=False)
+    decoder = TagDecoder(command_for(job, {}).tag)
+    by_rank: dict[int, bytes] = {}
+    for pieces in [*(decoder.feed(data) for data in reads), decoder.close()]:
+        for rank, text in pieces:
+            assert text
+            by_rank[rank] = by_rank.get(rank, b"") + text
+    return by_rank
+
+
+# Real output of each mpiexec: Hydra tags pieces of lines, and Open MPI lines.
+HYDRA = b"<mpitrain-rank-1>hello<mpitrain-rank-1> <mpitrain-rank-0>hel<mpitrain-rank-1>1\n<mpitrain-rank-0>lo 0\n"
+HYDRA += b"\n= BAD TERMINATION\n"
+OPEN_MPI = b"[1,0]<stdout>: a [1/2]\n[1,1]<stdout>: \nprterun noticed\n[1,0]<stdout>: end[1,1]<stdout>: end"
+TAGGED: dict[Vendor, tuple[bytes, dict[int, bytes]]] = {
+    "mpich": (HYDRA, {0: b"hello 0\n", 1: b"hello 1\n", MPIEXEC: b"\n= BAD TERMINATION\n"}),
+    "openmpi": (OPEN_MPI, {0: b"a [1/2]\nend", 1: b"\nend", MPIEXEC: b"prterun noticed\n"}),
+}
+
+
+def test_a_read_may_end_anywhere_in_what_is_tagged() -> None:
+    for vendor, (data, whole) in TAGGED.items():
+        assert decoded(vendor, *(data[i : i + 1] for i in range(len(data)))) == whole
+        for cut in range(len(data)):
+            assert decoded(vendor, data[:cut], data[cut:]) == whole
+    # What only looks like the beginning of a tag is not lost.
+    assert decoded("openmpi", b"[1,0]<stdout>: x\n[1") == {0: b"x\n", MPIEXEC: b"[1"}
+
+
+def test_a_print_of_several_words_is_one_write() -> None:
+    """Another rank's line would come between two of them."""
+    reading, writing = os.pipe2(os.O_DIRECT)  # each read returns one write
+    source = "import sys, mpitrain\nprint('loss', 0.5)\nprint('a', 1, file=sys.stderr)\nprint('no', 'end', end='')"
+    rank = {"PMI_RANK": "0", "PYTHONUNBUFFERED": "1", JOB: "one"}
+    environment = {**os.environ, **rank}
+    subprocess.run([sys.executable, "-c", source], env=environment, stdout=writing, stderr=writing, check=True)
+    os.close(writing)
+    assert [os.read(reading, 100) for _ in range(4)] == [b"loss 0.5\n", b"a 1\n", b"no end", b""]
+    os.close(reading)

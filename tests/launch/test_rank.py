@@ -23,35 +23,34 @@ def start(roll_call: Path, rank: str) -> Job:
     return run_command(command, env={"_MPITRAIN_ROLL_CALL": str(roll_call), "PMI_RANK": rank})
 
 
-def run(roll_call: Path, rank: str) -> str:
-    job = start(roll_call, rank)
-    assert job.code == 0, job.output
-    return job.stdout.strip()
-
-
 def test_settings_of_a_rank() -> None:
-    assert settings_of(1, SETTINGS) == {"UCX_NET_DEVICES": "eno1"}
-    assert settings_of(9, SETTINGS) == {"UCX_NET_DEVICES": "enp3s0"}
-    assert settings_of(10, SETTINGS) == {}
+    interfaces = [settings_of(rank, SETTINGS).get("UCX_NET_DEVICES") for rank in (1, 9, 10)]
+    assert interfaces == ["eno1", "enp3s0", None]
 
 
 def test_it_becomes_the_program_with_the_same_process(tmp_path: Path) -> None:
     roll_call = tmp_path / "roll_call"
     with listen(str(roll_call)) as listener:
-        pid, interface = run(roll_call, "3").split()
+        job = start(roll_call, "3")
+        assert job.code == 0, job.output
+        pid, interface = job.stdout.split()
         line, _ = listener.accept()
         with line:
             said = receive(line)
     assert interface == "enp3s0"
-    assert said is not None
     assert (said.rank, said.pid, said.record) == (3, int(pid), None)
-    assert said.process is not None
     os.close(said.process)
 
 
 def test_without_a_guard_nothing_is_made(tmp_path: Path) -> None:
-    assert run(tmp_path / "roll_call", "0").endswith("eno1")
-    assert os.listdir(tmp_path) == []  # noqa: PTH208
+    """And a file that is there is left alone."""
+    for name in ("roll_call", "file"):
+        job = start(tmp_path / name, "0")
+        assert (job.code, job.stdout.split()[1]) == (0, "eno1"), job.output
+        made = os.listdir(tmp_path)  # noqa: PTH208
+        assert made == ([] if name == "roll_call" else ["file"])
+        (tmp_path / "file").write_text("mine")
+    assert (tmp_path / "file").read_text() == "mine"
 
 
 def refusal(path: Path, why: str) -> str:
@@ -73,12 +72,6 @@ def test_a_path_that_cannot_be_a_roll_call(tmp_path: Path) -> None:
     job = run_command([sys.executable, "-c", script], env=environment)
     assert (job.code, job.stdout) == (1, "")
     assert f"LaunchError: {refusal(path, 'Not a directory')}\n" in job.stderr
-
-
-def test_a_file_is_left_alone(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("mine")
-    assert run(tmp_path / "file", "0").endswith("eno1")
-    assert (tmp_path / "file").read_text() == "mine"
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can listen as somebody else")

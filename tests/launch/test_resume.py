@@ -14,8 +14,6 @@ from typing import Any
 import pytest
 
 from mpitrain.context import JobContext
-from mpitrain.errors import ConfigError
-from mpitrain.launch.hosts import placed_again
 from mpitrain.launch.jobs import RunningJob, kept_jobs
 from mpitrain.launch.keepers import code_of, hosts_of, new_estate
 from mpitrain.launch.placement import Place, Placement
@@ -98,23 +96,6 @@ def test_code_that_changes(tmp_path: Path) -> None:
     (tmp_path / "part.py").write_text("x")
     after = code_of(str(tmp_path / "train"))
     assert [name for name in before if after[name] != before[name]] == ["part.py"]
-
-
-def test_the_hosts_of_a_job_that_has_run() -> None:
-    here = socket.gethostname()
-    alone = placed_again([(here, 2, [])], None, is_here=True)
-    assert (alone.is_here, alone.own, alone.places) == (True, here, (Place(here, 0, 2),))
-    with pytest.raises(ConfigError, match="there is no host 'no-such-host'"):
-        placed_again([("no-such-host", 1, [])], None, is_here=False)
-
-
-def test_a_host_of_a_job_whose_name_is_unknown_by_now() -> None:
-    """The host was removed while the job had set it aside. The job goes on on the others."""
-    places = [("127.0.0.2", 2, []), ("no-such-host", 1, []), ("127.0.0.3", 1, ["cpu"])]
-    placement = placed_again(places, None, is_here=False)
-    assert placement.places == (Place("127.0.0.2", 0, 2), Place("127.0.0.3", 2, 1, ("cpu",)))
-    assert placement.machines == ("127.0.0.2", "127.0.0.3")
-    assert placement.note.startswith("the job goes on without no-such-host: there is no host 'no-such-host'")
 
 
 def test_sigterm_between_two_tries() -> None:

@@ -14,9 +14,9 @@ from pathlib import Path
 
 import pytest
 
-from mpitrain.watching.census import Census
+from jobs import KERNEL_KEEPS_CODES, until
+from mpitrain.watching.census import Census, FirstEnd, WatchedProcess, is_readable, open_process
 from mpitrain.watching.rank_record import BEGUN
-from mpitrain.watching.roll_call import appear
 
 # Starts ranks as its children, prints their process ids, and stays.
 PARENT = """
@@ -43,8 +43,7 @@ activity.appear(sys.argv[1])
 time.sleep(1000)
 """
 # No kernel has a system call of this number.
-OLD_KERNEL = "from mpitrain.watching import census; census._PIDFD_OPEN = 1 << 20"
-DEADLINE_SECONDS = 300.0
+OLD_KERNEL = "from mpitrain.watching import roll_call; roll_call._PIDFD_OPEN = 1 << 20"
 
 
 class Job:
@@ -63,7 +62,6 @@ class Job:
         pipe = subprocess.PIPE
         parent = subprocess.Popen(command, stdin=pipe, stdout=pipe, env=environment, text=True, start_new_session=True)
         self._stack.callback(end, parent)
-        assert parent.stdout is not None
         for _ in numbers:
             number, pid = parent.stdout.readline().split()
             self.pids[int(number)] = int(pid)
@@ -72,20 +70,23 @@ class Job:
 
     def until(self, there: Callable[[], bool]) -> None:
         """Look until a condition holds."""
-        deadline = time.monotonic() + DEADLINE_SECONDS
-        self.census.look()
-        while not there():
-            assert time.monotonic() < deadline
-            time.sleep(0.02)
-            self.census.look()
+        until(lambda: self.census.look() or there())
 
     def kill(self, pid: int) -> None:
         """Kill a process, and wait until it has gone or is a zombie. The census does not look meanwhile."""
         os.kill(pid, signal.SIGKILL)
-        deadline = time.monotonic() + DEADLINE_SECONDS
-        while Path(f"/proc/{pid}").exists() and "State:\tZ" not in Path(f"/proc/{pid}/status").read_text():
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
+        until(lambda: not Path(f"/proc/{pid}").exists() or "State:\tZ" in Path(f"/proc/{pid}/status").read_text())
+
+    def kill_in_turn(self, *ranks: int) -> None:
+        """Kill ranks, each when the end of the one before has been seen."""
+        for rank in ranks:
+            self.kill(self.pids[rank])
+            self.until(lambda rank=rank: rank in self.ended)
+
+    def first_end(self) -> FirstEnd:
+        first = self.census.first_end()
+        assert first is not None
+        return first
 
     @property
     def ended(self) -> list[int]:
@@ -116,8 +117,7 @@ def test_who_ended_first_and_what_it_had_said(job: Job) -> None:
     for rank in (2, 0, 3):
         job.kill(job.pids[rank])
     job.until(lambda: job.ended == [0, 2, 3])
-    first = job.census.first_end()
-    assert first is not None
+    first = job.first_end()
     assert (first.rank, first.parent_of) == (2, ())
     assert before - 0.01 < first.seconds < time.monotonic()  # the kernel counts ticks, of up to 10 ms
     views = job.census.views()
@@ -140,9 +140,7 @@ def test_the_first_of_two_hosts_is_the_first_though_its_guard_looks_late(tmp_pat
         other.until(lambda: other.ended == [1])
         time.sleep(0.3)
         busy.until(lambda: busy.ended == [0])
-        first, second = busy.census.first_end(), other.census.first_end()
-        assert first is not None
-        assert second is not None
+        first, second = busy.first_end(), other.first_end()
         assert before - 0.02 < first.seconds < second.seconds - 0.25  # two ticks of the kernel
 
 
@@ -152,74 +150,41 @@ def test_a_child_of_a_rank_does_not_hide_its_end(job: Job) -> None:
     job.kill(job.pids[9])
     job.kill(job.pids[1])
     job.until(lambda: job.ended == [1, 9])
-    first = job.census.first_end()
-    assert first is not None
-    assert first.rank == 9
+    assert job.first_end().rank == 9
 
 
-def test_a_rank_that_had_come_to_its_end_is_not_to_blame(job: Job) -> None:
-    job.start(8, 1)
-    job.kill(job.pids[8])
-    job.until(lambda: job.ended == [8])
-    job.kill(job.pids[1])
-    job.until(lambda: job.ended == [1, 8])
-    first = job.census.first_end()
-    assert first is not None
-    assert first.rank == 1
-
-
-def test_a_rank_that_waits_for_the_others_at_its_end(job: Job) -> None:
-    """It has not come to its end before they have: mpiexec ends them because of it."""
-    job.start(6, 1)
-    job.kill(job.pids[6])
-    job.until(lambda: job.ended == [6])
-    job.kill(job.pids[1])
-    job.until(lambda: job.ended == [1, 6])
-    first = job.census.first_end()
-    assert first is not None
-    assert first.rank == 6
+@pytest.mark.parametrize(("rank", "is_to_blame"), [(8, False), (6, True)])
+def test_a_rank_at_its_end(job: Job, rank: int, is_to_blame: bool) -> None:
+    """Rank 8 had come to its end. Rank 6 waits there for the others: mpiexec ends them because of it."""
+    job.start(rank, 1)
+    job.kill_in_turn(rank, 1)
+    assert job.first_end().rank == (rank if is_to_blame else 1)
 
 
 def test_a_rank_that_the_others_go_on_without_is_not_to_blame(job: Job) -> None:
     job.start(7, 4, 1)
-    job.kill(job.pids[4])
-    job.until(lambda: job.ended == [4])
+    job.kill_in_turn(4)
     assert job.census.first_end() is None
-    job.kill(job.pids[1])
-    job.until(lambda: job.ended == [1, 4])
-    first = job.census.first_end()
-    assert first is not None
-    assert first.rank == 1
+    job.kill_in_turn(1)
+    assert job.first_end().rank == 1
     assert [view.record.lost for view in job.census.views()] == [(), (), (4, 5)]
 
 
 def test_what_had_started_the_ranks_ended_first(job: Job) -> None:
+    """A rank counts as an orphan after one second. At a job's end all ranks are orphans for a moment."""
     job.start(3)
     parent = job.start(0, 1)
-    job.kill(parent.pid)
-    parent.wait()
-    job.until(lambda: job.census.first_end() is not None)
-    for rank in (1, 3):
-        job.kill(job.pids[rank])
-    job.until(lambda: job.ended == [1, 3])
-    first = job.census.first_end()
-    assert first is not None
-    assert (first.rank, first.parent_of) == (None, (0, 1))
-
-
-def test_a_rank_that_has_lost_its_parent(job: Job) -> None:
-    """A rank counts as an orphan after one second. At a job's end all ranks are orphans for a moment."""
-    parent, _ = job.start(1), job.start(2)
     begun = time.monotonic()
     job.kill(parent.pid)
     parent.wait()
     job.until(lambda: job.census.first_end() is not None)
-    job.until(lambda: any(view.is_orphan for view in job.census.views()))
+    job.until(lambda: sum(view.is_orphan for view in job.census.views()) == 2)
     assert time.monotonic() - begun > 0.9
-    assert [view.record.rank for view in job.census.views() if view.is_orphan] == [1]
-    job.kill(job.pids[1])
-    job.until(lambda: job.ended == [1])
+    assert [view.record.rank for view in job.census.views() if view.is_orphan] == [0, 1]
+    job.kill_in_turn(1, 0, 3)
     assert not any(view.is_orphan for view in job.census.views())
+    first = job.first_end()
+    assert (first.rank, first.parent_of) == (None, (0, 1))
 
 
 def test_for_how_long_a_rank_has_waited(job: Job) -> None:
@@ -235,7 +200,6 @@ def test_who_had_ended_before_anybody_looked_is_not_known(job: Job) -> None:
     program = RANK.replace("time.sleep(1000)", "print('there', flush=True); time.sleep(1000)")
     command = [sys.executable, "-c", program, str(job.path), "1"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as late:
-        assert late.stdout is not None
         assert late.stdout.readline() == "there\n"
         job.kill(job.pids[0])
         job.kill(late.pid)
@@ -254,37 +218,42 @@ def test_hundreds_of_ranks(job: Job) -> None:
         while opened[-1] < 1023:
             opened.append(os.dup(opened[0]))
         job.start(0, 1)
-        job.kill(job.pids[1])
-        job.until(lambda: job.ended == [1])
+        job.kill_in_turn(1)
     finally:
         for descriptor in opened:
             os.close(descriptor)
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-    first = job.census.first_end()
-    assert first is not None
+    first = job.first_end()
     assert first.rank == 1
 
 
-def test_a_python_without_descriptors_of_processes(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Such a Python was built on an old kernel. The kernel on which it runs has them."""
-    monkeypatch.setitem(globals(), "RANK", "import os; del os.pidfd_open\n" + RANK)
+@pytest.mark.parametrize("kernel_has_them", [True, False])
+def test_a_python_without_descriptors_of_processes(
+    job: Job, kernel_has_them: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was built on an old kernel. If it runs on one too, the order of ends is unknown."""
+    old = "import os; del os.pidfd_open" if kernel_has_them else OLD_KERNEL
+    monkeypatch.setitem(globals(), "RANK", f"{old}\n{RANK}")
     job.start(0, 1)
-    job.kill(job.pids[1])
-    job.until(lambda: job.ended == [1])
-    first = job.census.first_end()
-    assert first is not None
-    assert (first.rank, first.pid) == (1, job.pids[1])
+    job.kill_in_turn(1)
+    if kernel_has_them:
+        assert (job.first_end().rank, job.first_end().pid) == (1, job.pids[1])
+    else:
+        assert job.census.first_end() is None
 
 
-def test_a_kernel_without_descriptors_of_processes(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The order of ends is then unknown."""
-    monkeypatch.setitem(globals(), "RANK", f"{OLD_KERNEL}\n{RANK}")
-    job.start(0, 1)
-    job.kill(job.pids[1])
-    job.until(lambda: job.ended == [1])
-    assert job.census.first_end() is None
+FORGETS = pytest.mark.skipif(not KERNEL_KEEPS_CODES, reason="this kernel tells an exit code once; Linux 6.15 keeps it")
 
 
-def test_without_a_guard_nothing_is_made(tmp_path: Path) -> None:
-    assert appear(str(tmp_path / "roll_call"), 0) is None
-    assert list(tmp_path.iterdir()) == []
+@pytest.mark.parametrize("is_late", [False, pytest.param(True, marks=FORGETS)])
+@pytest.mark.parametrize(("end", "code"), [("exit 0", 0), ("exit 5", 5), ("kill -9 $$", -9)])
+def test_an_exit_code(end: str, code: int, is_late: bool) -> None:
+    with subprocess.Popen(["sh", "-c", f"read line; {end}"], stdin=subprocess.PIPE) as child:
+        descriptor = open_process(child.pid)
+        process = WatchedProcess(child.pid, descriptor)
+        child.stdin.close()
+        until(lambda: is_readable(descriptor))
+        if is_late:
+            child.wait()
+        process.note_code()
+    assert process.code == code

@@ -1,13 +1,27 @@
-"""The sentences about ranks that wait for each other."""
+"""The sentences about ranks that wait for each other, what a rank does in a word, and short text for several ranks."""
 
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
-from mpitrain.watching.hang_report import importing, is_by_design, place_of, report
-from mpitrain.watching.rank_record import BUSY, ENDED, PARTED, WAITS, WORKS, RankRecord
+from mpitrain.watching.hang_report import doing, importing, is_by_design, place_of, report
+from mpitrain.watching.ranges import rank_ranges, ranks_in
+from mpitrain.watching.rank_record import (
+    BEGUN,
+    BUSY,
+    CALLED,
+    DONE,
+    ENDED,
+    FAILED,
+    PARTED,
+    STARTED,
+    WAITS,
+    WORKS,
+    RankRecord,
+)
 from mpitrain.watching.view import RankView
 
 STACK = """\
@@ -33,10 +47,16 @@ def does(rank: int, state: str = "R", *, status: int = WORKS, words: str = "", c
     return RankView(record, 100 + rank, state=state, kernel="nfs_wait", stack=stack, host="node2")
 
 
-def test_the_innermost_line_of_ones_own() -> None:
-    assert place_of(STACK) == "dataloader.py:88 (load)"
-    assert place_of(STACK.replace("/home/me/", "/usr/lib/python3.11/")) == "core.py:5 (dot)"
-    assert place_of("") == ""
+def before_init(rank: int) -> RankView:
+    return RankView(RankRecord(rank), 100 + rank, state="S", host="node2")
+
+
+SHOWN = [
+    "    rank 3 on node2, most recent call first:",
+    '      File "/venv/lib/python3.11/site-packages/numpy/core.py", line 5 in dot',
+    '      File "/home/me/dataloader.py", line 88 in load',
+    '      File "/home/me/train.py", line 20 in <module>',
+]
 
 
 @pytest.mark.parametrize(
@@ -53,105 +73,72 @@ def test_the_innermost_line_of_ones_own() -> None:
             does(3, "S", status=BUSY, words="save a checkpoint"),
             "is in save a checkpoint, for which the others wait by design, now in dataloader.py:88 (load)",
         ),
-        (RankView(RankRecord(3), 103, state="S", host="node2"), "sleeps, before init()"),
+        (before_init(3), "sleeps, before init()"),
     ],
 )
 def test_the_rank_that_the_others_wait_for(view: RankView, expected: str) -> None:
-    views = [waits(0), waits(1), waits(2, host="node2"), view]
-    first, *rest = report(views, {})
-    assert (
-        first == f"no progress for 10 s: ranks 0-2 on node1,node2 wait in mean (call 381); rank 3 on node2 {expected}"
+    first, *rest = report([waits(0), waits(1), waits(2, host="node2"), view], {})
+    others = "ranks 0-2 on node1,node2 wait in mean (call 381)"
+    assert first == f"no progress for 10 s: {others}; rank 3 on node2 {expected}"
+    assert rest == ([] if not view.stack else SHOWN)
+
+
+def said(*views: RankView, absent: dict[int, str] | None = None, **more: Any) -> str:
+    line = report(list(views), absent or {}, **more)[0]
+    assert line.startswith("no progress for 10 s: ")
+    return line.removeprefix("no progress for 10 s: ")
+
+
+def test_several_that_others_wait_for() -> None:
+    others = "rank 0 on node1 waits in mean (call 381); "
+    running = "ranks 1,2 on node2 run in dataloader.py:88 (load), after call 380"
+    assert said(waits(0), does(1), does(2)) == others + running
+    assert said(waits(0), before_init(1), before_init(2)) == f"{others}ranks 1,2 on node2 sleep, before init()"
+    assert said(waits(0), absent={1: "node2", 2: "node3", 3: "node3"}, silent={"node3": 9.8}) == (
+        f"{others}rank 1 on node2 cannot be asked; ranks 2,3 on node3: no message from this host for 10 s: it lost "
+        "power or its network, or it is frozen"
     )
-    assert bool(rest) == bool(view.stack)
-    if view.stack:
-        assert rest == [
-            "    rank 3 on node2, most recent call first:",
-            '      File "/venv/lib/python3.11/site-packages/numpy/core.py", line 5 in dot',
-            '      File "/home/me/dataloader.py", line 88 in load',
-            '      File "/home/me/train.py", line 20 in <module>',
-        ]
+    not_called = said(waits(0), absent={1: "node1"}, answered={"node1"})
+    assert not_called == f"{others}rank 1 on node1 has not called init(), or has ended before it"
+    not_called = said(waits(0), absent={1: "node1", 2: "node1"}, answered={"node1"})
+    assert not_called == f"{others}ranks 1,2 on node1 have not called init(), or have ended before it"
 
 
-def test_two_in_one_place() -> None:
-    first, *_ = report([waits(0), does(1), does(2)], {})
-    assert first.endswith("; ranks 1,2 on node2 run in dataloader.py:88 (load), after call 380")
-
-
-def test_two_that_have_not_begun() -> None:
-    views = [RankView(RankRecord(rank), 100 + rank, state="S", host="node2") for rank in (1, 2)]
-    first, *_ = report([waits(0), *views], {})
-    assert first.endswith("; ranks 1,2 on node2 sleep, before init()")
-
-
-def test_ranks_that_wait_for_each_other() -> None:
-    first, *_ = report([waits(0, "send to rank 1 on node1"), waits(1, "send to rank 0 on node1")], {})
-    assert first == (
-        "no progress for 10 s: rank 0 on node1 waits in send to rank 1 on node1 (call 381); rank 1 on node1 waits in "
-        "send to rank 0 on node1 (call 381); they wait for each other: do all ranks make the same calls in the same "
-        "order?"
+def test_all_wait() -> None:
+    two, all_there = [waits(1), waits(2, host="node2")], "wait in mean (call 381); all ranks are there"
+    assert said(*two, unreachable={"node1": [], "node2": []}) == (
+        f"ranks 1,2 on node1,node2 {all_there}, and their hosts answer each other: is the load too high, the memory "
+        "full, or a direct MPI call long? If not, `mpitrain check-cluster` examines the network"
     )
-
-
-def test_all_wait_in_the_same() -> None:
-    (line,) = report([waits(1), waits(2, host="node2")], {}, unreachable={"node1": [], "node2": []})
-    assert line == (
-        "no progress for 10 s: ranks 1,2 on node1,node2 wait in mean (call 381); all ranks are there, and their "
-        "hosts answer each other: is the load too high, the memory full, or a direct MPI call long? If not, "
-        "`mpitrain check-cluster` examines the network"
+    assert said(*two, unreachable={"node2": ["node1"], "node1": ["node2", "node3"], "node3": []}) == (
+        f"ranks 1,2 on node1,node2 {all_there}, but node2 does not answer node1, node3 does not answer node1, node1 "
+        "does not answer node2 on the high ports that MPI uses: is a cable, a switch or a firewall at fault?"
     )
-
-
-def test_all_wait_and_a_host_does_not_answer() -> None:
-    unreachable = {"node2": ["node1"], "node1": ["node2", "node3"], "node3": []}
-    (line,) = report([waits(1), waits(2, host="node2")], {}, unreachable=unreachable)
-    assert line == (
-        "no progress for 10 s: ranks 1,2 on node1,node2 wait in mean (call 381); all ranks are there, but node2 does "
-        "not answer node1, node3 does not answer node1, node1 does not answer node2 on the high ports that MPI uses: "
-        "is a cable, a switch or a firewall at fault?"
+    assert said(waits(0), waits(1)) == (  # where there is no cable
+        f"ranks 0,1 on node1 {all_there}, on one machine: is the load too high, the memory full, or a direct MPI call "
+        "long?"
+    )
+    assert said(waits(0, "send to rank 1 on node1"), waits(1, "send to rank 0 on node1")) == (
+        "rank 0 on node1 waits in send to rank 1 on node1 (call 381); rank 1 on node1 waits in send to rank 0 on node1 "
+        "(call 381); they wait for each other: do all ranks make the same calls in the same order?"
     )
 
 
-def test_all_wait_on_one_machine_where_there_is_no_cable() -> None:
-    (line,) = report([waits(0), waits(1)], {})
-    assert line == (
-        "no progress for 10 s: ranks 0,1 on node1 wait in mean (call 381); all ranks are there, on one machine: is "
-        "the load too high, the memory full, or a direct MPI call long?"
-    )
-
-
-def test_a_host_that_is_silent_and_one_that_cannot_be_asked() -> None:
-    first, *_ = report([waits(0)], {1: "node2", 2: "node3", 3: "node3"}, silent={"node3": 9.8})
-    assert first == (
-        "no progress for 10 s: rank 0 on node1 waits in mean (call 381); rank 1 on node2 cannot be asked; ranks "
-        "2,3 on node3: no message from this host for 10 s: it lost power or its network, or it is frozen"
-    )
-
-
-@pytest.mark.parametrize(
-    ("absent", "said"),
-    [
-        ({1: "node1"}, "rank 1 on node1 has not called init(), or has ended before it"),
-        ({1: "node1", 2: "node1"}, "ranks 1,2 on node1 have not called init(), or have ended before it"),
-    ],
-)
-def test_a_rank_of_which_its_host_does_not_know(absent: dict[int, str], said: str) -> None:
-    first, *_ = report([waits(0, "init()")], absent, answered={"node1"})
-    assert first.endswith(f"; {said}")
-
-
-def test_the_last_words() -> None:
+def test_the_end_of_a_job() -> None:
     first, *_ = report([waits(0), does(1)], {}, hang_seconds=600.0)
     assert first.startswith(
         "nothing has moved for 600 s (hang_seconds), and the job is ended: rank 0 on node1 waits in "
     )
-
-
-def test_ranks_that_have_ended() -> None:
-    first, *_ = report([waits(0, "", status=ENDED), waits(1, "", status=ENDED), does(2)], {})
+    done = [waits(rank, "", status=ENDED) for rank in range(2)]
+    first, *_ = report([*done, does(2)], {})
     assert first == (
         "not all ranks have finished yet: ranks 0,1 on node1 have finished; rank 2 on node2 runs in dataloader.py:88 "
         "(load), after call 380"
     )
+    head = "all ranks have finished, but not all of their processes have ended for 10 s: "
+    assert report(done, {})[0] == f"{head}ranks 0,1 on node1 have finished"
+    gone = replace(done[0], state="gone", record=replace(done[0].record, phase=PARTED))
+    assert report([gone, done[1]], {})[0] == f"{head}rank 1 on node1 has finished"
 
 
 def test_what_ends_no_job() -> None:
@@ -188,15 +175,68 @@ READING = """\
     ],
 )
 def test_a_rank_that_imports(stack: str, module: str) -> None:
+    """The innermost line of one's own is named, unless there is none."""
+    assert place_of(STACK.replace("/home/me/", "/usr/lib/python3.11/")) == "core.py:5 (dot)"
+    assert place_of("") == ""
     assert importing(stack) == module
     lines = report([waits(0), replace(does(1), stack=stack)], {})
     assert (f"; rank 1 on node2 imports {module}" in lines[0]) == bool(module)
     assert "<frozen" not in "".join(lines)
 
 
-def test_all_programs_have_finished() -> None:
-    done = [waits(rank, status=ENDED) for rank in range(2)]
-    head = "all ranks have finished, but not all of their processes have ended for 10 s: "
-    assert report(done, {})[0] == f"{head}ranks 0,1 on node1 have finished"
-    gone = replace(done[0], state="gone", record=replace(done[0].record, phase=PARTED))
-    assert report([gone, done[1]], {})[0] == f"{head}rank 1 on node1 has finished"
+def seen(phase: str, status: int, state: str = "S", **fields: float) -> RankView:
+    return RankView(RankRecord(0, phase, status=status), 100, state=state, **fields)
+
+
+@pytest.mark.parametrize(
+    ("view", "word"),
+    [
+        (seen(STARTED, WORKS, "R"), "starts"),
+        (seen(CALLED, WAITS, seconds=3.0, doing_seconds=3.0), "starts"),
+        (seen(BEGUN, WORKS, "R"), "computes"),
+        (seen(BEGUN, WORKS, ""), "computes"),  # nobody has looked at its process
+        (seen(BEGUN, WAITS, seconds=0.2, doing_seconds=0.2), "waits"),  # nothing has moved since the wait began
+        (seen(BEGUN, WAITS, seconds=0.2, doing_seconds=0.3), "wire"),
+        (seen(BEGUN, WAITS, seconds=1.5, doing_seconds=9.0), "waits"),  # nothing has moved for long
+        (seen(BEGUN, BUSY, "S"), "busy"),
+        (seen(BEGUN, BUSY, "D"), "disk"),
+        (seen(BEGUN, WAITS, "T", seconds=9.0), "stopped"),
+        (seen(CALLED, WORKS, "t"), "stopped"),
+        (seen(DONE, ENDED), "done"),
+        (seen(PARTED, ENDED), "done"),
+        (seen(FAILED, WORKS, "T"), "failed"),
+        (seen(BEGUN, WORKS, "Z"), "ended"),
+        (seen(FAILED, WORKS, "gone"), "ended"),
+        (seen(BEGUN, WORKS, "S", ended_seconds=0.0), "ended"),
+    ],
+)
+def test_the_word(view: RankView, word: str) -> None:
+    assert doing(view) == word
+
+
+@pytest.mark.parametrize("ranks", [[0], [0, 1], [0, 1, 2], [3, 5, 6, 7, 8, 99_999], list(range(100_000))])
+def test_ranks_there_and_back(ranks: list[int]) -> None:
+    assert sorted(ranks_in(rank_ranges(ranks))) == ranks
+
+
+def test_text_for_several_ranks() -> None:
+    groups = [(0,), (0, 1), (0, 1, 2, 3), (0, 2), (0, 1, 2, 5, 7, 8, 9)]
+    assert [rank_ranges(ranks) for ranks in groups] == ["0", "0,1", "0-3", "0,2", "0-2,5,7-9"]
+    assert ranks_in(" 5 , 0 - 2,1-3") == {0, 1, 2, 3, 5}  # spaces, and ranks named twice
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("", "names no ranks"),
+        ("1,", "names no ranks"),
+        ("-1", "names no ranks"),
+        ("100000", "names no ranks"),
+        ("0,5-2", "has the range 5-2; write the lower number first: 2-5"),
+        ("0-99999,0", "names more than 100,000 numbers"),
+        ("0-99999," * 500, "names more than 100,000 numbers"),
+    ],
+)
+def test_what_names_no_ranks(text: str, says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        ranks_in(text)

@@ -1,4 +1,4 @@
-"""The report and the picture of an episode."""
+"""How a job went on after a fault, from points in time; and the report and the picture of such an episode."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 
 from mpitrain.watching.rank_record import DONE, PARTED
 from testbed.chaos.conduct import _failure
-from testbed.chaos.episode import Episode, Hit, Point, WentOn
+from testbed.chaos.episode import Episode, Hit, Point, WentOn, kept, rate, samples_per_second, went_on
 from testbed.chaos.plan import Fault
 from testbed.chaos.report import draw, is_good, numbers, text
 
@@ -92,15 +92,11 @@ def test_text() -> None:
 
 
 def test_what_is_good() -> None:
-    for change, is_so in (
-        ({}, True),
-        ({"error": "x"}, False),
-        ({"left": {"a": ["x"]}}, False),
-        ({"has_ended": False}, False),
-    ):
+    assert is_good(episode())
+    for change in ({"error": "x"}, {"left": {"a": ["x"]}}, {"has_ended": False}):
         seen = episode()
         vars(seen).update(change)
-        assert is_good(seen) == is_so
+        assert not is_good(seen)
 
 
 def test_picture(tmp_path: Path) -> None:
@@ -115,3 +111,47 @@ def test_a_rank_that_dies_while_it_waits_for_the_others_has_not_ended() -> None:
     assert _failure({0: rank, 1: {**rank, "phase": DONE, "is_alive": True}}) == ""
     assert _failure({0: rank, 1: {**rank, "phase": DONE}}) == "rank 1 on a did not reach its end"
     assert _failure({0: {**rank, "lost": [1]}, 1: {**rank, "phase": DONE}}) == ""
+
+
+def points(*steps: tuple[float, int, int], first: int = 1, ranks: int = 4) -> list[Point]:
+    """Points from (seconds, attempt, step)."""
+    return [
+        Point(seconds, attempt, first if attempt > 1 else 1, step, ranks, 100.0 * step)
+        for seconds, attempt, step in steps
+    ]
+
+
+def test_how_it_went_on() -> None:
+    seen = points((1.0, 1, 4), (2.0, 1, 5), (2.1, 1, 6), (2.5, 1, 6), (2.75, 1, 7))
+    # In place: the others may end step 5, in which the victim was, but not step 6.
+    assert went_on(seen, 2.05, 1, 5) == WentOn(pytest.approx(0.7))
+    assert went_on(seen[:-1], 2.05, 1, 5) is None
+    assert went_on(seen, 2.05, 1, 4) == WentOn(pytest.approx(0.05))
+    # A new attempt goes on when it has made its first step, step 4. It repeats steps 4 and 5.
+    seen = points((1.0, 1, 5), (2.0, 1, 6), (4.0, 2, 0), (5.0, 2, 4), (5.5, 2, 5), first=4)
+    assert went_on(seen, 2.0, 1, 5) == WentOn(3.5, 4, 2)
+    assert went_on(seen[:-1], 2.0, 1, 5) is None
+    # The end of the program counts.
+    seen = [*points((1.0, 1, 9), (2.0, 1, 10)), Point(3.0, 1, 1, 10, 4, is_done=True)]
+    assert went_on(seen, 1.5, 1, 9) == WentOn(1.5)
+
+
+def test_rates_count_no_step_twice() -> None:
+    seen = points((0.0, 1, 10), (5.0, 1, 20), (6.0, 2, 15), (10.0, 2, 30))
+    assert rate(seen, 0.0, 5.0) == 2.0
+    assert rate(seen, 5.0, 10.0) == 2.0
+    assert rate(seen, 5.5, 6.5) == 0.0
+    assert rate(seen, 20.0, 30.0) == 0.0
+    assert samples_per_second(seen, 0.0, 10.0) == 1750.0
+    assert samples_per_second(seen, 20.0, 30.0) == 0.0
+
+
+def test_what_is_kept() -> None:
+    """2 steps/s before the fault at 10 s; 10 s without a step; then 2 steps/s again, with half of the ranks."""
+    before = points(*((float(second), 1, 1 + 2 * second) for second in range(11)))
+    after = points(*((float(second), 1, 1 + 2 * (second - 10)) for second in range(20, 31)), ranks=2)
+    share, of_capacity = kept([*before, *after], [10.0])
+    assert share == pytest.approx(40 / 60)
+    assert of_capacity == pytest.approx(40 / (2 * (10 + 20 / 2)))
+    assert kept(before, []) == (1.0, 1.0)
+    assert kept([], [1.0]) == (1.0, 1.0)

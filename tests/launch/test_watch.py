@@ -1,4 +1,4 @@
-"""Guards that say nothing: one whose main thread stands, and hosts that a next try goes without."""
+"""The guards of a job as its launcher sees them: guards that are killed, say nothing, or are not needed any more."""
 
 from __future__ import annotations
 
@@ -6,25 +6,102 @@ import ctypes
 import os
 import random
 import signal
+import socket
 import threading
 import time
+import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import guarding
 import pytest
-from guarding import wait_for_trouble
+from guarding import is_alive, rank_of, wait_for_trouble, wait_until_gone
+from programs import program
 
 from jobs import HANG_SECONDS, until
 from mpitrain.launch import watch
 from mpitrain.launch.connections import Connection
 from mpitrain.launch.placement import Place
+from mpitrain.launch.shared_files import FOLDER
 from mpitrain.launch.watch import Guards
 from mpitrain.launch.watched import WatchedJob
 
-wish = guarding.wish
+# Fixtures: pytest finds them by these names.
+wish, asking, job = guarding.wish, guarding.asking, guarding.job
+
+
+@contextmanager
+def guards_here(wish: dict[str, Any], *keepers: Any) -> Iterator[Guards]:
+    with Guards("here", ["here"], {"here": wish}, *keepers) as guards:
+        guards.facts()
+        yield guards
+
+
+def test_in_place_of_a_killed_guard_another_one_ends_the_job(wish: dict[str, Any], job: list[int]) -> None:
+    """The new guard ends the job's processes and its roll call, and removes MPI's files since the first guard began."""
+    with guards_here(wish) as guards:
+        guards.start()
+        until(lambda: guards.reports["here"].since)
+        file = Path(FOLDER) / f"mpich_shm_{uuid.uuid4().hex[:8]}_test"
+        file.write_bytes(bytes(4096))
+        try:
+            os.kill(guards._connections["here"].process.pid, signal.SIGKILL)
+            killed = "here: the guard of the job there was killed by signal 9"
+            assert wait_for_trouble(guards) == f"{killed}\nThe job is ended on all hosts"
+            assert all(map(is_alive, job))
+            guards.end(0.0)
+            assert {pid for pid, _ in guards.reports["here"].left or []} == {*job}
+            assert guards.reports["here"].immortal == []
+            assert not file.exists()
+        finally:
+            file.unlink(missing_ok=True)
+    wait_until_gone(job)
+    assert not Path(wish["roll_call"]).exists()
+
+
+def test_a_living_launcher_removes_its_socket_itself(wish: dict[str, Any], tmp_path: Path) -> None:
+    """The guard of a try that is dropped does not look whether somebody listens there."""
+    path = tmp_path / "of_launcher.live"
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(path))
+        listener.listen()
+        listener.setblocking(False)
+        with guards_here({**wish, "live": str(path)}):
+            pass
+        with pytest.raises(BlockingIOError):
+            listener.accept()
+    assert path.exists()
+
+
+def test_an_end_is_one_even_if_it_may_not_be_the_first(wish: dict[str, Any]) -> None:
+    """The ranks that mpiexec then tells to end by SIGTERM must hear that the job fails."""
+    told: list[bool] = []
+    keepers: Any = SimpleNamespace(beat=lambda _records, *, is_ending, has_failed: told.append(is_ending or has_failed))
+    with guards_here(wish, keepers) as guards:
+        before = guards.reports["here"].ranks
+        guards.start()
+        with rank_of(wish, 0, "init", "old kernel") as first, rank_of(wish, 1, "init", "old kernel"):
+            until(lambda: len(guards.reports["here"].ranks) == 2)
+            assert before == {}, "reports do not change while the main thread reads them"
+            assert not any(told)
+            first.kill()
+            until(lambda: told[-1])
+        assert guards.first_ends() == []
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_watch_that_fails_is_trouble(wish: dict[str, Any]) -> None:
+    """Otherwise the launcher would go on without the watch, and the guards would end the job for no visible reason."""
+    with guards_here(wish) as guards:
+        guards.start()
+        guards.phases.when.clear()  # so that the next report fails
+        with rank_of(wish, 0):
+            said = "the job is ended on all hosts, because it cannot be watched: KeyError('started')"
+            assert wait_for_trouble(guards) == said
+
 
 _SEIZE, _INTERRUPT, _DETACH = 0x4206, 0x4207, 17  # of ptrace(2)
 
@@ -64,29 +141,25 @@ def held_where_the_rest_goes_on(guard: Connection) -> Iterator[None]:
 
 def test_a_guard_that_lives_and_does_not_answer(wish: dict[str, Any]) -> None:
     """Its thread still gives a sign of life every second. Nobody confirms then that the job has ended there."""
-    with Guards("here", ["here"], {"here": wish}) as guards:
-        guards.facts()
+    with guards_here(wish) as guards:
         guards.start()
         with held_where_the_rest_goes_on(guards._connections["here"]):
-            wait_for_trouble(guards)
-            said = guards.trouble or ""
+            said = wait_for_trouble(guards)
             assert said.startswith("here: the guard of the job there lives, but has not answered for 1"), said
             assert guards.reports["here"].has_vanished
             watched = WatchedJob([Place("here", 0, 1)], guards, Path(wish["roll_call"]), 0.0)
             remedy = "`ssh here ps -fu $USER`"
-            assert watched.end(0.0) == (
-                [],
-                [f"here has not confirmed that nothing of the job is left; {remedy}"],
-            )
+            unsure = [f"here has not confirmed that nothing of the job is left; {remedy}"]
+            assert watched.end(0.0) == ([], unsure)
 
 
-def test_a_guard_that_ends_while_it_asks(wish: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_guard_that_ends_while_it_asks(
+    asking: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It is killed if it does not end in time. Its roll call does not stay."""
     monkeypatch.setattr(watch, "_CLOSE_SECONDS", 0.0)
-    slow, roll_call = tmp_path / "slow", Path(wish["roll_call"])
-    slow.write_text("#!/bin/sh\nexec sleep 20\n")
-    slow.chmod(0o755)
-    with Guards("here", ["here"], {"here": {**wish, "python": str(slow)}}) as guards:
+    slow, roll_call = program(tmp_path / "slow", "exec sleep 20"), Path(asking["roll_call"])
+    with Guards("here", ["here"], {"here": {**asking, "python": str(slow)}}) as guards:
         until(lambda: guards._exchange(0.0, 0.1) or roll_call.exists())
     assert not roll_call.exists()
 
@@ -112,7 +185,7 @@ def test_a_next_try_without_a_host(both: Guards, lost: str, fits: bool) -> None:
     assert list(both.reports) == ["here"]
     if fits:
         assert both.trouble is None
-        with guarding.rank_of(both._wishes["here"], 0):
+        with rank_of(both._wishes["here"], 0):
             until(lambda: both.reports["here"].ranks)  # it is still heard
 
 

@@ -1,7 +1,8 @@
-"""Facts that are still being asked for when the next try starts: whether it waits for them, or asks anew."""
+"""The next attempt of a job: whether it waits for facts, who logs in when, and what it leaves to the supervisor."""
 
 from __future__ import annotations
 
+import signal
 import threading
 from contextlib import ExitStack
 from types import SimpleNamespace
@@ -10,11 +11,15 @@ from typing import Any
 import pytest
 
 from jobs import HANG_SECONDS, until
+from mpitrain.errors import LaunchError
 from mpitrain.launch import attempts
 from mpitrain.launch.attempts import Attempts
+from mpitrain.launch.ending import Ended
+from mpitrain.launch.keepers import Keepers
 from mpitrain.launch.live import Live
 from mpitrain.launch.placement import Place, Placement
-from mpitrain.watching.rank_record import RankRecord
+from mpitrain.launch.successor import Successor
+from mpitrain.watching.rank_record import FAILED, RankRecord
 
 BOTH = Placement((Place("a", 0, 1), Place("b", 1, 1)), own="a")
 
@@ -28,6 +33,10 @@ class Asking:
         self.guards = SimpleNamespace(processes=set, keep=lambda: None, records=lambda: records)
         self.answer = threading.Event()
         self.logins: list[tuple[str, bool, bool]] = []  # what logs in, whether the hosts have answered, in which thread
+
+    def make(self, stack: ExitStack, _: object) -> Any:
+        stack.callback(self.answer.set)  # without its connections `ask` ends
+        return self
 
     def connect(self, keepers: None, *, is_idle: bool) -> None:
         assert (keepers, is_idle) == (None, True)
@@ -51,22 +60,16 @@ class Asking:
 def test_the_next_try_waits_for_facts(lost: set[str], waits: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Not for long, if a host was lost: it may be this one that does not answer."""
     monkeypatch.setattr(attempts, "_FACTS_SECONDS", 0.0)
-    job = Asking()
-
-    def make(stack: ExitStack, _: object) -> Any:
-        stack.callback(job.answer.set)  # without its connections `ask` ends
-        return job
-
+    job: Any = Asking()
     keepers: Any = SimpleNamespace()
-    present: Any = job
     wanted: Any = SimpleNamespace(placement=BOTH.without(lost))
-    with ExitStack() as stack, Attempts(make, keepers, None, Live("", [], 0.0)) as made:
-        made._look(present)
+    with ExitStack() as stack, Attempts(job.make, keepers, None, Live("", [], 0.0)) as made:
+        made._look(job)
         if waits:
             later = threading.Timer(0.2, job.answer.set)
             stack.callback(later.cancel)
             later.start()
-        assert (made._take(stack, wanted) is present) == waits
+        assert (made._take(stack, wanted) is job) == waits
 
 
 @pytest.mark.parametrize("is_prepared", [False, True])
@@ -91,15 +94,29 @@ def test_only_one_process_at_a_time_logs_in_on_a_host(is_prepared: bool) -> None
         if is_prepared:
             made._take = lambda *_: new  # type: ignore[method-assign]
         assert made.run(new.job, lambda: None) == "ended"
-    guards = ["guards log in", "guards have answered"]
     assert seen == [
-        *([] if is_prepared else guards),
+        *([] if is_prepared else ["guards log in", "guards have answered"]),
         "keepers log in",
         *(["beats"] if is_prepared else []),
         "keepers have answered",
         "holders log in",
         "holders have answered, mpiexec logs in",
     ]
+
+
+def test_guards_and_mpiexec_do_not_log_in_together() -> None:
+    """A host that all logins pass refuses some of many at once. mpiexec comes when the guards have their answers."""
+    job: Any = Asking()
+    keepers: Any = SimpleNamespace()
+    with Attempts(job.make, keepers, None, Live("", [], 0.0)) as made:
+        for _ in range(3):
+            made._look(job)
+        assert job.logins == [("guards", False, True)]
+        job.answer.set()
+        until(lambda: made._look(job) or len(job.logins) == 2)
+        for _ in range(3):
+            made._look(job)
+        assert job.logins == [("guards", False, True), ("mpiexec", True, True)]
 
 
 def test_a_try_that_has_taken_over_is_seen_until_its_end() -> None:
@@ -118,22 +135,63 @@ def test_a_try_that_has_taken_over_is_seen_until_its_end() -> None:
         assert (live.answer()["state"], live.answer()["ids"]) == ("restarts", ["try"])
 
 
-def test_guards_and_mpiexec_do_not_log_in_together() -> None:
-    """A host that all logins pass refuses some of many at once. mpiexec comes when the guards have their answers."""
-    job = Asking()
+def succeeded(keepers: Keepers, end: Ended | LaunchError) -> Successor:
+    """A successor that knows that its job has ended in this way: at once, or it could not even be started."""
 
-    def make(stack: ExitStack, _: object) -> Any:
-        stack.callback(job.answer.set)
-        return job
+    def ask() -> None:
+        if isinstance(end, LaunchError):
+            raise end
 
-    keepers: Any = SimpleNamespace()
-    present: Any = job
-    with Attempts(make, keepers, None, Live("", [], 0.0)) as made:
-        for _ in range(3):
-            made._look(present)
-        assert job.logins == [("guards", False, True)]
-        job.answer.set()
-        until(lambda: made._look(present) or len(job.logins) == 2)
-        for _ in range(3):
-            made._look(present)
-        assert job.logins == [("guards", False, True), ("mpiexec", True, True)]
+    job: Any = SimpleNamespace(
+        job=SimpleNamespace(placement=Placement((Place("a", 0, 2),), own="a")),
+        guards=SimpleNamespace(processes=set, records=dict),
+        connect=lambda keepers: None,
+        ask=ask,
+        ready=lambda: job,
+        start=lambda: None,
+        beside=lambda: False,
+        to_end=lambda: end,
+    )
+    successor = Successor(lambda stack: job, keepers, None, lambda stack, job, meanwhile: meanwhile)
+    try:
+        until(lambda: successor.look() or successor.problem)
+    finally:
+        successor.close()
+    return successor
+
+
+def refused(hosts: tuple[str, ...], different: dict[str, str]) -> LaunchError:
+    error = LaunchError("these hosts cannot take part")
+    error.hosts, error.different = hosts, different
+    return error
+
+
+@pytest.mark.parametrize(
+    ("end", "faulty"),
+    [
+        (Ended(1, lost=("there",)), ("there",)),
+        (Ended(1, failed=RankRecord(1, phase=FAILED, error="no memory is left")), ("a",)),
+        (Ended(1, trouble=("nobody knows",)), ()),
+        (Ended(0), ()),
+        (refused(("b",), {"c": "train.py differs"}), ("b", "c")),
+        (refused((), {}), ()),
+    ],
+)
+def test_because_of_which_hosts_a_successor_cannot_take_over(
+    keepers: Keepers, end: Ended | LaunchError, faulty: tuple[str, ...]
+) -> None:
+    assert succeeded(keepers, end).faulty == faulty
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_to_a_successor_is_for_the_whole_job(keepers: Keepers, number: signal.Signals) -> None:
+    """The signal comes just while the successor handles the end of the next try."""
+    heard: list[int] = []
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    before = {each: signal.signal(each, lambda number, _: heard.append(number)) for each in numbers}
+    try:
+        succeeded(keepers, Ended(128 + number, is_interrupted=True))
+    finally:
+        for each, handler in before.items():
+            signal.signal(each, handler)
+    assert heard == [number]
