@@ -13,12 +13,7 @@ import pytest
 from mpitrain import World
 from mpitrain.data import ArrayData, MapData, Prefetch, StreamData
 from mpitrain.data.shares import split
-from mpitrain.errors import (
-    ConfigError,
-    DataError,
-    MismatchError,
-    MpitrainError,
-)
+from mpitrain.errors import ConfigError, DataError, MismatchError, MpitrainError
 
 from .common import error_on_all, skip_alone
 from .data_sources import (
@@ -35,9 +30,7 @@ from .data_sources import (
     put_together,
     stream,
 )
-from .trainings import (
-    samples_of,
-)
+from .trainings import samples_of
 
 
 def noisy(sample: Any, random: numpy.random.Generator) -> Any:

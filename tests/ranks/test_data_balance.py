@@ -11,22 +11,11 @@ from models import mlp
 from mpitrain import ArrayFunction, Balance, Hook, Parts, Step, StopAtStep, Sync, Trainer, World
 from mpitrain.data import ArrayData, Prefetch
 from mpitrain.data.shares import split
-from mpitrain.errors import (
-    ConfigError,
-)
+from mpitrain.errors import ConfigError
 from mpitrain.optim import SGD
 
 from .common import skip_alone
-from .trainings import (
-    DECAY,
-    MOMENTUM,
-    RATE,
-    Record,
-    bare_numpy,
-    builder,
-    initial_parameters,
-    samples_of,
-)
+from .trainings import DECAY, MOMENTUM, RATE, Record, bare_numpy, builder, initial_parameters, samples_of
 
 
 class Pretend(Hook):

@@ -12,23 +12,11 @@ import pytest
 
 from models import mlp
 from mpitrain import Accumulate, ArrayFunction, Parts, StopAtStep, Trainer, World
-from mpitrain.errors import (
-    ConfigError,
-    GradientError,
-    MissingGradientError,
-    MpitrainError,
-)
+from mpitrain.errors import ConfigError, GradientError, MissingGradientError, MpitrainError
 from mpitrain.optim import SGD
 
 from .common import assert_same_bits
-from .trainings import (
-    RATE,
-    Record,
-    bare_numpy,
-    bits,
-    builder,
-    initial_parameters,
-)
+from .trainings import RATE, Record, bare_numpy, bits, builder, initial_parameters
 
 
 def in_pieces(per_rank_batch: int, function: Any = mlp.loss_and_gradients) -> Callable[[World], Parts]:

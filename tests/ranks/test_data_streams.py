@@ -14,27 +14,10 @@ import pytest
 
 from mpitrain import Parts, StopAtStep, Trainer, World
 from mpitrain.data import MapData, Prefetch, StreamData
-from mpitrain.errors import (
-    CheckpointError,
-    ConfigError,
-    DataError,
-)
+from mpitrain.errors import CheckpointError, ConfigError, DataError
 
-from .data_sources import (
-    COUNT,
-    GLOBAL_BATCH,
-    SEED,
-    SOURCES,
-    STEPS,
-    Table,
-    expected_steps,
-    global_steps,
-    stream,
-)
-from .trainings import (
-    bits,
-    builder,
-)
+from .data_sources import COUNT, GLOBAL_BATCH, SEED, SOURCES, STEPS, Table, expected_steps, global_steps, stream
+from .trainings import bits, builder
 
 # -- streams ----------------------------------------------------------------------------------------------------
 

@@ -12,10 +12,7 @@ from mpi4py import MPI
 import mpitrain.reducer.buckets
 from mpitrain import GradientReducer, Parameter, World
 from mpitrain.allreduce import ALGORITHMS
-from mpitrain.errors import (
-    ConfigError,
-    DataError,
-)
+from mpitrain.errors import ConfigError, DataError
 from mpitrain.reducer.exchange import PlainExchange
 
 from .common import error_on_all, mean_bound, skip_alone

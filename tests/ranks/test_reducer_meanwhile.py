@@ -9,24 +9,12 @@ import pytest
 
 from mpitrain import GradientReducer, Parameter, World
 from mpitrain.collectives.shares import scale
-from mpitrain.errors import (
-    MismatchError,
-)
+from mpitrain.errors import MismatchError
 from mpitrain.job.worlds import make_world
 from mpitrain.reducer.exchange import PlainExchange
 
 from .common import error_on_all, skip_alone
-from .reducers import (
-    BFLOAT16,
-    FLOAT16,
-    FLOAT32,
-    FLOAT64,
-    PARAMETERS,
-    PIECES,
-    gradients_of,
-    hand_in,
-    one_step,
-)
+from .reducers import BFLOAT16, FLOAT16, FLOAT32, FLOAT64, PARAMETERS, PIECES, gradients_of, hand_in, one_step
 
 pytestmark = pytest.mark.usefixtures("driven")
 

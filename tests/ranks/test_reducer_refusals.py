@@ -11,13 +11,7 @@ import pytest
 
 from mpitrain import GradientReducer, Parameter, World
 from mpitrain.allreduce import ALGORITHMS
-from mpitrain.errors import (
-    ConfigError,
-    GradientError,
-    MismatchError,
-    MissingGradientError,
-    NonFiniteError,
-)
+from mpitrain.errors import ConfigError, GradientError, MismatchError, MissingGradientError, NonFiniteError
 from mpitrain.reducer.exchange import PlainExchange
 
 from .common import error_on_all, named_ranks, skip_alone

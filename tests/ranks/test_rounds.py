@@ -11,16 +11,7 @@ from mpitrain import ArrayFunction, LocalSGD, Sync, World
 from mpitrain.optim import SGD, LossScale
 
 from .common import assert_same_bits
-from .rounds_by_hand import (
-    EVERY,
-    KINDS,
-    STEPS,
-    Expected,
-    assert_close,
-    flat,
-    kinds,
-    streaming,
-)
+from .rounds_by_hand import EVERY, KINDS, STEPS, Expected, assert_close, flat, kinds, streaming
 from .test_strategies import RATE, WIDTH, adapter, quadratic, samples, train, values
 
 

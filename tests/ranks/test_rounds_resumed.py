@@ -20,17 +20,7 @@ from mpitrain.strategies import Strategy
 
 from .checkpoints import flip_a_bit
 from .common import assert_same_bits, skip_alone
-from .rounds_by_hand import (
-    EVERY,
-    KINDS,
-    OUTER_MOMENTUM,
-    OUTER_RATE,
-    Expected,
-    assert_close,
-    flat,
-    kinds,
-    streaming,
-)
+from .rounds_by_hand import EVERY, KINDS, OUTER_MOMENTUM, OUTER_RATE, Expected, assert_close, flat, kinds, streaming
 from .test_strategies import adapter, count_of, one_step, samples, train, values
 from .trainings import Record, bits, builder
 

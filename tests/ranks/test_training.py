@@ -15,12 +15,7 @@ from mpitrain import ArrayFunction, Parts, StopAtStep, Sync, Trainer, World
 from mpitrain.compression import CODECS
 from mpitrain.config import read_config
 from mpitrain.data import ArrayData
-from mpitrain.errors import (
-    GradientError,
-    MismatchError,
-    MissingGradientError,
-    NonFiniteError,
-)
+from mpitrain.errors import GradientError, MismatchError, MissingGradientError, NonFiniteError
 from mpitrain.optim import SGD
 
 from .common import assert_same_bits, error_on_all, skip_alone

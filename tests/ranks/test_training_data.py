@@ -13,18 +13,11 @@ import pytest
 
 from mpitrain import Evaluation, StopAtStep, Trainer, World, evaluate
 from mpitrain.data import ArrayData
-from mpitrain.errors import (
-    ConfigError,
-    DataError,
-    MismatchError,
-    MpitrainError,
-)
+from mpitrain.errors import ConfigError, DataError, MismatchError, MpitrainError
 from mpitrain.job.worlds import make_world
 
 from .common import error_on_all, named_ranks, skip_alone
-from .trainings import (
-    builder,
-)
+from .trainings import builder
 
 # -- evaluate ---------------------------------------------------------------------------------------------------
 

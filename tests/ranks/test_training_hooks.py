@@ -8,16 +8,11 @@ from collections.abc import Callable
 import pytest
 
 from mpitrain import Checkpoint, Evaluation, Hook, Log, Step, StopAtStep, Trainer, World
-from mpitrain.errors import (
-    ConfigError,
-)
+from mpitrain.errors import ConfigError
 
 from .common import skip_alone
 from .placements import placed
-from .trainings import (
-    Record,
-    builder,
-)
+from .trainings import Record, builder
 
 
 def test_a_run_that_nothing_ends(world: World) -> None:
