@@ -1,29 +1,28 @@
-"""ArrayData and evaluate: every sample counts once, on any number of ranks."""
+"""Evaluation counts every sample once, and Accumulate makes a batch in several pieces of the whole one."""
 
 from __future__ import annotations
 
-import json
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy
 import pytest
 
-from mpitrain import Evaluation, StopAtStep, Trainer, World, evaluate
-from mpitrain.data import ArrayData
-from mpitrain.errors import ConfigError, DataError, MismatchError, MpitrainError
+from models import mlp
+from mpitrain import Accumulate, ArrayFunction, Evaluation, Parts, StopAtStep, Trainer, World, evaluate
+from mpitrain.errors import ConfigError, DataError, GradientError, MismatchError, MissingGradientError, MpitrainError
 from mpitrain.job.worlds import make_world
+from mpitrain.optim import SGD
 
-from .common import error_on_all, named_ranks, skip_alone
-from .trainings import builder
-
-# -- evaluate ---------------------------------------------------------------------------------------------------
+from .common import assert_same_bits, error_on_all, skip_alone
+from .trainings import RATE, Record, bare_numpy, bits, builder, initial_parameters
 
 
-@pytest.mark.parametrize("count", [1, 2, 5, 7, 64, 101])
-@pytest.mark.parametrize("samples_at_once", [1, 4, 1000])
+@pytest.mark.parametrize("count", [1, 2, 7, 101])
+@pytest.mark.parametrize("samples_at_once", [1, 4])
 def test_evaluate_counts_every_sample_once(world: World, count: int, samples_at_once: int) -> None:
     values = numpy.random.default_rng(count).standard_normal(count)
     seen: list[int] = []
@@ -91,102 +90,83 @@ def test_evaluate_hook(world: World, capsys: pytest.CaptureFixture[str]) -> None
     assert capsys.readouterr().out == ("".join(lines) if world.rank == 0 else "")
 
 
-# -- data -------------------------------------------------------------------------------------------------------
+def in_pieces(per_rank_batch: int, function: Any = mlp.loss_and_gradients) -> Callable[[World], Parts]:
+    def build(world: World) -> Parts:
+        parts = builder(71, 23, function=function)(world)
+        return replace(parts, adapter=Accumulate(parts.adapter, per_rank_batch=per_rank_batch))
+
+    return build
 
 
-@pytest.mark.parametrize("shuffle", [True, False])
-@pytest.mark.parametrize(("count", "global_batch"), [(50, 16), (23, 7), (9, 9)])
-def test_an_epoch_has_every_sample_once(world: World, count: int, global_batch: int, shuffle: bool) -> None:
-    data = ArrayData(
-        world, {"x": numpy.arange(count), "y": [-numpy.arange(count)]}, global_batch=global_batch, shuffle=shuffle
-    )
-    assert data.steps_per_epoch == -(-count // global_batch)
-    epochs = []
-    for epoch in range(3):
-        order = []
-        for _ in range(data.steps_per_epoch):
-            batch, weight = next(data)
-            assert len(batch["x"]) == weight
-            assert (batch["y"][0] == -batch["x"]).all()
-            order.append(batch["x"].tolist())
-            assert data.epoch == epoch
-        every = world.allgather(order)
-        epochs.append([x for step in zip(*every, strict=True) for part in step for x in part])
-        assert sorted(epochs[-1]) == list(range(count))
-    if shuffle:
-        assert epochs[0] != epochs[1] != epochs[2]
-    else:
-        assert epochs == [list(range(count))] * 3
+@pytest.mark.parametrize("per_rank_batch", [1, 2, 5, "by rank", 1000])
+def test_gradients_in_pieces_are_those_of_the_batch(world: World, per_rank_batch: Any) -> None:
+    largest = []
+
+    def function(parameters: Any, batch: Any, on_gradient: Any) -> float:
+        largest.append(len(batch[0]))
+        return mlp.loss_and_gradients(parameters, batch, on_gradient)
+
+    most = 1 + world.rank if per_rank_batch == "by rank" else per_rank_batch
+    record = Record()
+    trainer = Trainer(in_pieces(most, function), [StopAtStep(10), record])
+    trainer.run()
+    parameters, losses, sizes = bare_numpy(71, 23, 10)
+    assert max(largest) <= most
+    assert [step.samples for step in record.steps] == sizes
+    numpy.testing.assert_allclose([step.loss for step in record.steps], losses, rtol=1e-12)
+    for name, value in trainer.adapter.parameters().items():
+        numpy.testing.assert_allclose(value, parameters[name], rtol=1e-12, atol=1e-14)
+    assert_same_bits(world, *trainer.adapter.parameters().values())
 
 
-def test_data_goes_on_where_it_stood(world: World) -> None:
-    def some(data: ArrayData, steps: int) -> list[list[int]]:
-        return [next(data)[0].tolist() for _ in range(steps)]
-
-    whole = ArrayData(world, numpy.arange(20), global_batch=8, seed=5)
-    expected = some(whole, 8)
-    for steps in range(8):
-        first = ArrayData(world, numpy.arange(20), global_batch=8, seed=5)
-        assert some(first, steps) == expected[:steps]
-        second = ArrayData(world, numpy.arange(20), global_batch=8, seed=5)
-        second.restore(json.loads(json.dumps(first.state())))
-        assert some(second, 8 - steps) == expected[steps:]
+def test_one_piece_has_the_same_bits(world: World) -> None:
+    plain = Trainer(builder(71, 23), [StopAtStep(5)])
+    plain.run()
+    trainer = Trainer(in_pieces(23), [StopAtStep(5)])
+    trainer.run()
+    assert bits(trainer) == bits(plain)
 
 
 @pytest.mark.parametrize(
-    ("arrays", "kind", "text"),
+    ("what", "kind", "text"),
     [
-        (numpy.empty((0, 3)), DataError, "the data set has no samples"),
-        ((numpy.zeros(20), numpy.zeros(21)), DataError, r"found \[0\] 20, \[1\] 21"),
-        ((numpy.zeros(20), 1.0), DataError, r"found \[0\] 20, \[1\] a number"),
-        ({}, DataError, "found no arrays"),
+        ("missing", MissingGradientError, "dense1.bias"),
+        ("twice", GradientError, "the gradient of dense1.bias was handed in twice for the same samples"),
+        ("missing, then twice", GradientError, "the gradient of dense1.bias was handed in twice for the same samples"),
+        ("shape", GradientError, r"the gradient of dense1.bias is float64 \(1, 5\); the parameter is float64 \(5,\)"),
     ],
-    ids=["empty", "unequal", "number", "nothing"],
 )
-def test_data_that_cannot_be_used(world: World, arrays: Any, kind: type[MpitrainError], text: str) -> None:
-    with pytest.raises(kind, match=text) as caught:
-        ArrayData(world, arrays, global_batch=10)
-    assert caught.value.known_everywhere
+def test_a_gradient_that_is_wrong_in_one_piece(world: World, what: str, kind: type[MpitrainError], text: str) -> None:
+    pieces = 0
+
+    def function(parameters: Any, batch: Any, on_gradient: Any) -> float:
+        nonlocal pieces
+        pieces += 1
+
+        def pass_on(name: str, gradient: Any) -> None:
+            if name != "dense1.bias" or pieces > 2 or (what == "twice" and pieces == 1):
+                on_gradient(name, gradient)
+            elif what.startswith("missing") and pieces == 1:
+                return
+            elif what == "missing":
+                on_gradient(name, gradient)
+            elif what == "shape":
+                on_gradient(name, gradient[None])
+            else:
+                on_gradient(name, gradient)
+                on_gradient(name, gradient)
+
+        return mlp.loss_and_gradients(parameters, batch, pass_on)
+
+    trainer = Trainer(in_pieces(2, function))
+    before = {name: value.tobytes() for name, value in trainer.adapter.parameters().items()}
+    with pytest.raises(kind, match=text):
+        trainer.step()
+    assert {name: value.tobytes() for name, value in trainer.adapter.parameters().items()} == before
 
 
-def test_too_few_samples_for_the_ranks(world: World) -> None:
-    skip_alone(world)
-    few = world.size - 1
-    with pytest.raises(DataError, match=f"has {few} samples for {world.size} ranks; start at most {few} ranks"):
-        ArrayData(world, numpy.zeros(few), global_batch=100)
-    with pytest.raises(ConfigError, match=f"global_batch={few} for {world.size} ranks"):
-        ArrayData(world, numpy.zeros(100), global_batch=few)
-    assert ArrayData(world, numpy.zeros(world.size), global_batch=world.size).steps_per_epoch == 1
-
-
-@pytest.mark.parametrize("global_batch", [10.0, "10", True, None], ids=repr)
-def test_a_global_batch_that_is_no_int(world: World, global_batch: Any) -> None:
-    text = re.escape(f"global_batch={global_batch!r}; it must be an int")
-    with pytest.raises(ConfigError, match=text) as caught:
-        ArrayData(world, numpy.zeros(20), global_batch=global_batch)
-    assert caught.value.known_everywhere
-
-
-def test_a_global_batch_of_numpy(world: World) -> None:
-    data = ArrayData(world, numpy.zeros(20), global_batch=numpy.int32(10))  # type: ignore[arg-type]
-    assert type(data.global_batch) is int
-
-
-@pytest.mark.parametrize(
-    ("other", "text"),
-    [
-        ({"arrays": numpy.zeros((31, 2))}, "the tree float64 (31, 2)"),
-        ({"arrays": numpy.zeros((30, 2), "f4")}, "the tree float32 (30, 2)"),
-        ({"global_batch": 15}, "global_batch=15 seed=0 shuffle=True"),
-        ({"seed": 1}, "global_batch=10 seed=1 shuffle=True"),
-        ({"shuffle": False}, "global_batch=10 seed=0 shuffle=False"),
-    ],
-    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
-)
-def test_ranks_with_different_data(world: World, other: dict[str, Any], text: str) -> None:
-    skip_alone(world)
-    for odd in range(world.size):
-        options = {"arrays": numpy.zeros((30, 2)), "global_batch": 10} | (other if world.rank == odd else {})
-        found = error_on_all(world, MismatchError, lambda options=options: ArrayData(world, **options))
-        named, root = named_ranks(world, odd)
-        assert f"{named if odd else root}: {text}; " in found
+@pytest.mark.parametrize("per_rank_batch", [0, -1, 2.0, True], ids=repr)
+def test_pieces_start_at_1(world: World, per_rank_batch: Any) -> None:
+    adapter = ArrayFunction(mlp.loss_and_gradients, initial_parameters(), SGD(RATE))
+    with pytest.raises(ConfigError, match=re.escape(f"Accumulate: per_rank_batch={per_rank_batch!r}; it must be a")):
+        Accumulate(adapter, per_rank_batch=per_rank_batch)
