@@ -117,29 +117,21 @@ def test_a_run_that_a_hook_ends(world: World, shared: Path) -> None:
     assert_same_bits(world, *trainer.adapter.parameters().values())
 
 
-def test_sync_goes_on_from_the_end_of_a_round(world: World, shared: Path) -> None:
-    def trainer(strategy: Callable[[], Strategy], steps: int, last: int) -> Trainer:
-        return Trainer(
-            builder(45, 14, strategy=strategy), [StopAtStep(last), Checkpoint(shared / str(steps), steps=100)]
-        )
+def test_sync_goes_on_from_the_end_of_a_round_and_rounds_from_sync(world: World, shared: Path) -> None:
+    def run(strategy: Callable[[], Strategy], folder: str, last: int, steps: int = 100) -> None:
+        hooks = [StopAtStep(last), Checkpoint(shared / folder, steps=steps)]
+        trainer = Trainer(builder(45, 14, strategy=strategy), hooks)
+        trainer.run()
+        assert trainer.step_number == last
+        assert_same_bits(world, *trainer.adapter.parameters().values())
 
-    trainer(lambda: DiLoCo(3), 6, 6).run()
-    Trainer(builder(45, 14, strategy=lambda: DiLoCo(3)), [StopAtStep(6), Checkpoint(shared / "5", steps=5)]).run()
-    forget_last(world, shared / "5", 6)
-    one = trainer(Sync, 6, 8)
-    one.run()
-    assert one.step_number == 8
-    assert_same_bits(world, *one.adapter.parameters().values())
+    run(lambda: DiLoCo(3), "whole", 6)
+    run(Sync, "whole", 8)
+    run(lambda: LocalSGD(4), "whole", 10)
+    run(lambda: DiLoCo(3), "cut", 6, steps=5)
+    forget_last(world, shared / "cut", 6)
     with pytest.raises(CheckpointError, match=r"after 2 steps of a round .* a multiple of sync_every"):
-        trainer(Sync, 5, 8).run()
-
-
-def test_local_sgd_goes_on_from_sync(world: World, shared: Path) -> None:
-    Trainer(builder(45, 14), [StopAtStep(4), Checkpoint(shared, steps=100)]).run()
-    one = Trainer(builder(45, 14, strategy=lambda: LocalSGD(4)), [StopAtStep(8), Checkpoint(shared, steps=100)])
-    one.run()
-    assert one.step_number == 8
-    assert_same_bits(world, *one.adapter.parameters().values())
+        run(Sync, "cut", 8)
 
 
 @kinds
