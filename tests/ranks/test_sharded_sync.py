@@ -2,29 +2,20 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy
 import pytest
 
-from mpitrain import Accumulate, ArrayFunction, Record, ShardedSync, StopAtStep, Sync, Trainer, World
-from mpitrain.errors import NonFiniteError
-from mpitrain.meters import GradientNorm
+from mpitrain import Accumulate, ArrayFunction, ShardedSync, Sync, World
 from mpitrain.optim import SGD, Adam, AdamW, LossScale, warmup_cosine
 from mpitrain.reducer.exchange import make_exchange
 from mpitrain.reducer.scattered import ScatteredExchange
-from mpitrain.writers import JsonLines
 
-from .common import assert_same_bits, error_on_all
+from .common import assert_same_bits
 from .placements import PLACEMENTS, placed
 from .sharded import assert_equal_states, everything, flat, mean_gradients, parameters, scattered, small_buckets, train
-from .trainings import builder
-
-# Algorithms with which both strategies add in the same order, and the placements where they can be used.
-SAME_ORDER = ("ring", "direct", "halving_doubling", "shared_memory", "hierarchical")
 
 OPTIMIZERS: dict[str, Callable[[], Any]] = {
     "sgd": lambda: SGD(0.1),
@@ -34,17 +25,27 @@ OPTIMIZERS: dict[str, Callable[[], Any]] = {
 }
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float64"])
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-def test_the_bits_of_sync(world: World, optimizer: str, dtype: str) -> None:
-    """Parameters, losses and the state of the optimizer, where both add in the same order."""
-    there = small_buckets(world)
-    for name in SAME_ORDER:
-        sync = Sync(lambda one, name=name: make_exchange(one, name))
-        sharded = ShardedSync(lambda one, name=name: ScatteredExchange(one, name))
+def both(name: str) -> tuple[Sync, ShardedSync]:
+    """With them, both strategies add in the same order."""
+    return Sync(lambda one: make_exchange(one, name)), ShardedSync(lambda one: ScatteredExchange(one, name))
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "dtype", "placement", "names"),
+    [
+        *((name, "float32", "", ("ring", "shared_memory")) for name in OPTIMIZERS),
+        ("adamw", "float64", "", ("direct", "halving_doubling", "hierarchical")),
+        *(("adamw", "float32", placement, ("ring", "hierarchical")) for placement in PLACEMENTS),
+    ],
+)
+def test_the_bits_of_sync(world: World, optimizer: str, dtype: str, placement: str, names: tuple[str, ...]) -> None:
+    """Parameters, losses and the state of the optimizer, where both add in the same order; also in pieces."""
+    there = small_buckets(placed(world, placement) if placement else world)
+    for name in names:
         states, made = [], []
-        for strategy in (sync, sharded):
-            model = ArrayFunction(scattered, parameters(dtype), OPTIMIZERS[optimizer]())
+        for strategy in both(name):
+            inner = ArrayFunction(scattered, parameters(dtype), OPTIMIZERS[optimizer]())
+            model = Accumulate(inner, per_rank_batch=2) if name == "direct" else inner
             strategy.begin(there, model)
             made.append(train(there, strategy, model, range(5)))
             states.append(everything(strategy, model))
@@ -52,23 +53,6 @@ def test_the_bits_of_sync(world: World, optimizer: str, dtype: str) -> None:
             assert_same_bits(world, flat(model))
         assert made[0] == made[1]
         assert_equal_states(states[1], states[0])
-
-
-@pytest.mark.parametrize("placement", PLACEMENTS)
-def test_the_bits_of_sync_on_several_nodes(world: World, placement: str) -> None:
-    there = small_buckets(placed(world, placement))
-    for name in ("ring", "hierarchical"):
-        found = []
-        for strategy in (
-            Sync(lambda one, name=name: make_exchange(one, name)),
-            ShardedSync(lambda one, name=name: ScatteredExchange(one, name)),
-        ):
-            model = ArrayFunction(scattered, parameters("float32"), AdamW(0.01))
-            strategy.begin(there, model)
-            train(there, strategy, model, range(4))
-            found.append(flat(model).tobytes())
-            strategy.close()
-        assert found[0] == found[1]
 
 
 @pytest.mark.parametrize("sizes", [{"w": (1,)}, {"w": (2,)}, {"w": (3, 1)}, {"w": (10_007,), "v": (3,)}], ids=str)
@@ -106,23 +90,6 @@ def test_clipping_by_the_norm_of_all(world: World) -> None:
     strategy.close()
 
 
-def test_the_norm_can_be_measured_without_clipping(world: World, shared: Path) -> None:
-    """By the meter, whose rows have the norm of Sync."""
-    rows = []
-    for kind in (Sync, ShardedSync):
-        path = shared / kind.__name__
-        trainer = Trainer(
-            builder(45, 14, optimizer=lambda: Adam(0.01), strategy=kind),
-            [StopAtStep(4), Record([JsonLines(path)], steps=2, meters=[GradientNorm()])],
-        )
-        trainer.run()
-        rows.append(world.broadcast_object((path / "metrics.jsonl").read_text() if world.is_root else None))
-        trainer.close()
-    norms = [[json.loads(line).get("gradient_norm") for line in text.splitlines()] for text in rows]
-    assert [one for one in norms[1] if one] == pytest.approx([one for one in norms[0] if one], rel=1e-12)
-    assert any(norms[0])
-
-
 def test_an_optimizer_starts_anew_without_its_division(world: World) -> None:
     """An optimizer that was divided, and then starts for Sync, makes the steps of a new one: all elements, clipped."""
     used, new = (SGD(0.5, momentum=0.9, clip_norm=0.75) for _ in range(2))
@@ -147,10 +114,7 @@ def test_a_skipped_step_changes_nothing(world: World, bad: float) -> None:
         return lambda name, value: on_gradient(name, value * value.dtype.type(bad) if name == "e" else value)
 
     found = []
-    for strategy in (
-        Sync(lambda one: make_exchange(one, "ring")),
-        ShardedSync(lambda one: ScatteredExchange(one, "ring")),
-    ):
+    for strategy in both("ring"):
         model = ArrayFunction(function, parameters("float32"), AdamW(0.01), loss_scale=LossScale(8.0))
         strategy.begin(world, model)
         rates = []
@@ -165,49 +129,6 @@ def test_a_skipped_step_changes_nothing(world: World, bad: float) -> None:
         strategy.close()
     assert found[0] == found[1]
     assert found[1][1]["skipped_steps"] == 1
-
-
-def test_batches_in_pieces(world: World) -> None:
-    """Accumulate around a model whose optimizer is divided."""
-    found = []
-    for strategy in (
-        Sync(lambda one: make_exchange(one, "ring")),
-        ShardedSync(lambda one: ScatteredExchange(one, "ring")),
-    ):
-        inner = ArrayFunction(scattered, parameters("float32"), Adam(0.01, clip_norm=None))
-        model = Accumulate(inner, per_rank_batch=2)
-        strategy.begin(world, model)
-        train(world, strategy, model, range(4))
-        found.append(flat(model).tobytes())
-        strategy.close()
-    assert found[0] == found[1]
-
-
-def test_nan_is_named_and_changes_nothing(world: World) -> None:
-    odd, bad = world.size - 1, True
-
-    def function(values: Any, batch: Any, on_gradient: Any) -> float:
-        factor = numpy.nan if bad and world.rank == odd else 1.0
-        return scattered(values, batch, lambda name, value: on_gradient(name, value * factor if name == "c" else value))
-
-    strategy, model = ShardedSync(), ArrayFunction(function, parameters("float64"), Adam(0.01))
-    strategy.begin(world, model)
-    before = flat(model).tobytes()
-    batch = numpy.ones((2, 2))
-
-    def step() -> None:
-        strategy.begin_step(2)
-        strategy.finish_step(model, model.loss_and_gradients(batch, strategy.on_gradient))
-
-    text = error_on_all(world, NonFiniteError, step)
-    assert f"{world.name(odd)}: the gradient of c holds NaN" in text
-    assert flat(model).tobytes() == before
-    assert everything(strategy, model)["optimizer"]["step"] == 0
-    bad = False
-    step()
-    assert flat(model).tobytes() != before
-    assert_same_bits(world, flat(model))
-    strategy.close()
 
 
 def test_verify_sees_whole_means(world: World) -> None:

@@ -1,4 +1,4 @@
-"""The divided optimizer's state with ShardedSync: brought together, saved, and taken on."""
+"""The divided optimizer's state with ShardedSync: brought together, saved, and taken on; and what it refuses."""
 
 from __future__ import annotations
 
@@ -6,11 +6,13 @@ import gc
 import resource
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy
 import pytest
+from mpi4py import MPI
 
 from mpitrain import (
     ArrayFunction,
@@ -24,14 +26,13 @@ from mpitrain import (
     Trainer,
     World,
 )
-from mpitrain.errors import ConfigError, MpitrainError
-from mpitrain.optim import Adam, AdamW
-from mpitrain.reducer.exchange import make_exchange
-from mpitrain.reducer.scattered import ScatteredExchange
-from mpitrain.strategies import Strategy
+from mpitrain.errors import ConfigError, MismatchError, MpitrainError
+from mpitrain.job.worlds import make_world
+from mpitrain.optim import SGD, Adam, AdamW
 
 from .common import assert_same_bits, error_on_all, skip_alone
 from .sharded import SHAPES, assert_equal_states, everything, flat, parameters, scattered, small_buckets, train
+from .test_sharded_sync import both
 from .trainings import bits, builder, names_in
 
 
@@ -60,12 +61,8 @@ def test_the_whole_state_is_given_back(world: World) -> None:
 def test_checkpoints_load_with_and_without(world: World, shared: Path, kinds: Any) -> None:
     """A run that changes the strategy at a checkpoint ends with the bits of one that does not."""
 
-    def build(kind: Any, algorithm: str = "ring") -> Callable[[World], Any]:
-        made: dict[Any, Callable[[], Strategy]] = {
-            Sync: lambda: Sync(lambda one: make_exchange(one, algorithm)),
-            ShardedSync: lambda: ShardedSync(lambda one: ScatteredExchange(one, algorithm)),
-        }
-        return builder(45, 14, optimizer=lambda: Adam(0.01), strategy=made[kind])
+    def build(kind: Any) -> Callable[[World], Any]:
+        return builder(45, 14, optimizer=lambda: Adam(0.01), strategy=lambda: both("ring")[kind is ShardedSync])
 
     whole = Trainer(build(Sync), [StopAtStep(9)])
     whole.run()
@@ -81,10 +78,6 @@ def test_checkpoints_load_with_and_without(world: World, shared: Path, kinds: An
 
 def test_a_checkpoint_of_another_number_of_ranks(world: World) -> None:
     """The state of all ranks goes on in each rank by itself, and the other way round: in one process, and divided."""
-    from mpi4py import MPI
-
-    from mpitrain.job.worlds import make_world
-
     strategy, model = ShardedSync(), ArrayFunction(scattered, parameters("float64"), AdamW(0.01))
     there = small_buckets(world)
     strategy.begin(there, model)
@@ -217,3 +210,76 @@ def test_what_happens_to_a_run_changes_no_bit(world: World, what: str) -> None:
     assert bits(trainers[0]) == bits(trainers[1])
     for trainer in trainers:
         trainer.close()
+
+
+@pytest.mark.parametrize(
+    ("optimizers", "text"),
+    [
+        ((lambda: Adam(0.01), lambda: Adam(0.02)), "0.02"),
+        ((lambda: Adam(0.01), lambda: SGD(0.01)), "SGD"),
+        ((lambda: SGD(0.01, clip_norm=1.0), lambda: SGD(0.01, clip_norm=numpy.float32(0.1))), "0.1000000014"),
+        (tuple(lambda of=of: SGD(0.01, momentum=numpy.float32(of)) for of in (0.5, 0.25)), "0.25"),
+    ],
+)
+def test_optimizers_that_differ(world: World, optimizers: Any, text: str) -> None:
+    skip_alone(world)
+    model = ArrayFunction(scattered, parameters("float64"), optimizers[world.rank == 1]())
+    said = error_on_all(world, MismatchError, lambda: ShardedSync().begin(world, model))
+    assert f"{world.name(1)}: " in said
+    assert text in said
+
+
+def test_schedules_that_differ(world: World) -> None:
+    """A function cannot be compared, but the rates of each step are."""
+    skip_alone(world)
+    rate = 0.5 if world.rank == 1 else 0.25
+    strategy = ShardedSync()
+    model = ArrayFunction(scattered, parameters("float64"), SGD(lambda step: 0.25 if step == 0 else rate))
+    strategy.begin(world, model)
+    train(world, strategy, model, range(1))
+    said = error_on_all(world, MismatchError, lambda: train(world, strategy, model, range(1, 2)))
+    assert f"{world.name(1)} has updated its part of the parameters with the learning rate 0.5" in said
+    assert f"{world.name(0)}: the learning rate 0.25 and " in said
+    strategy.close()
+
+
+def test_the_choice_of_auto_is_said(world: World, capsys: pytest.CaptureFixture[str]) -> None:
+    there = world.replaced(config=replace(world.config, compression="auto"))
+    strategy = ShardedSync()
+    strategy.begin(there, ArrayFunction(scattered, parameters("float64"), SGD(0.1)))
+    strategy.close()
+    said = "mpitrain: compression auto: none; a divided optimizer sends gradients and parameters as they are\n"
+    assert capsys.readouterr().out == (said if world.is_root else "")
+
+
+def test_another_strategy_on_one_rank(world: World) -> None:
+    skip_alone(world)
+    strategy = Sync() if world.rank == 1 else ShardedSync()
+    model = ArrayFunction(scattered, parameters("float64"), SGD(0.1))
+    error_on_all(world, MismatchError, lambda: strategy.begin(world, model))
+
+
+def test_what_cannot_be_divided(world: World) -> None:
+    class Own:
+        """An optimizer of somebody else."""
+
+        def start(self, parameters: Any, decayed: Any) -> None: ...
+
+    model = ArrayFunction(scattered, parameters("float64"), Own())  # type: ignore[arg-type]
+    with pytest.raises(ConfigError) as caught:  # the lowest rank raises its own error, the others quote it
+        ShardedSync().begin(world, model)
+    said = world.broadcast_object(str(caught.value))
+    assert world.rank == 0 or f"{world.name(0)}, divide the optimizer: {said}" == str(caught.value)
+    assert "Own has no method keep_only(ranges, norm_of_all)" in said
+    coded = world.replaced(config=replace(world.config, compression="bf16"))
+    model = ArrayFunction(scattered, parameters("float32"), SGD(0.1))
+    said = error_on_all(world, ConfigError, lambda: ShardedSync().begin(coded, model))
+    assert "compression=bf16" in said
+    native = world.replaced(config=replace(world.config, algorithm="native"))
+    said = error_on_all(world, ConfigError, lambda: ShardedSync().begin(native, model))
+    assert "native has no halves" in said
+    strategy = ShardedSync()
+    strategy.begin(world, model)
+    with pytest.raises(ConfigError, match="divided between ranks already"):
+        ShardedSync().begin(world, model)
+    strategy.close()
