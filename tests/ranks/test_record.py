@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy
 import pytest
 
-from mpitrain import DiLoCo, Evaluation, Hook, Parts, Record, Step, StopAtStep, StopWhen, Trainer, World
+from mpitrain import ArrayFunction, DiLoCo, Evaluation, Hook, Parts, Record, Step, StopAtStep, StopWhen, Trainer, World
 from mpitrain.data.order import permuted
 from mpitrain.errors import ConfigError
 from mpitrain.meters import (
@@ -30,16 +28,7 @@ from mpitrain.training.meters import combine
 
 from .common import error_on_all
 from .test_hooks import Tell, build
-
-
-class Keep(Hook):
-    """A hook that keeps every step."""
-
-    def __init__(self) -> None:
-        self.steps: list[Step] = []
-
-    def after_step(self, trainer: Trainer, step: Step) -> None:
-        self.steps.append(step)
+from .trainings import Record as KeepSteps
 
 
 class InMemory:
@@ -58,7 +47,7 @@ class InMemory:
 
 
 def test_rows_are_what_the_steps_did(world: World) -> None:
-    writer, keep = InMemory(), Keep()
+    writer, keep = InMemory(), KeepSteps()
     evaluate = Evaluation(4, lambda trainer: {"half": 0.5})
     hooks = [StopAtStep(8), keep, evaluate, Record([writer], steps=3, tokens_per_sample=7)]
     Trainer(build, hooks).run()
@@ -95,38 +84,34 @@ def test_rows_are_what_the_steps_did(world: World) -> None:
 
 
 def test_the_gradient_norm_is_that_of_the_whole_batch(world: World) -> None:
-    """NumPy gives the expected gradient of the mean over all samples, at the parameters before the step."""
+    """Before clipping. NumPy gives the gradient of the mean over all samples, at the parameters before the step."""
+    schedule = warmup_cosine(0.1, warmup_steps=2, total_steps=9)
+
+    def clipped(world: World) -> Parts:
+        parts = build(world)
+        model = parts.adapter
+        return replace(parts, adapter=ArrayFunction(model._function, model.parameters(), SGD(schedule, clip_norm=1e-3)))
 
     class Before(Hook):
         def __init__(self) -> None:
             self.values: list[float] = []
 
         def before_step(self, trainer: Trainer) -> None:
-            x = numpy.linspace(-1, 2, 13)
             order = permuted(numpy.arange(13), 13, (0, trainer.step_number // 3))
-            x = x[order[5 * (trainer.step_number % 3) :][:5]]
+            x = numpy.linspace(-1, 2, 13)[order[5 * (trainer.step_number % 3) :][:5]]
             w = trainer.adapter.parameters()["w"][0]
             self.values.append(abs(float((2 * (w * x - x * x) * x).mean())))
 
-    before, writer = Before(), InMemory()
-    Trainer(build, [StopAtStep(7), before, Record([writer], steps=2, meters=[GradientNorm()])]).run()
-    if world.is_root:
-        assert [row["step"] for row in writer.rows] == [2, 4, 6, 7]
-        found = [row["gradient_norm"] for row in writer.rows]
-        assert found == pytest.approx([before.values[step - 1] for step in (2, 4, 6, 7)], rel=1e-12)
-
-
-def test_the_learning_rate_is_that_of_the_last_step(world: World) -> None:
-    def scheduled(world: World) -> Any:
-        parts = build(world)
-        parts.adapter._optimizer._learning_rate = schedule
-        return parts
-
-    schedule = warmup_cosine(0.1, warmup_steps=2, total_steps=6)
-    writer = InMemory()
-    Trainer(scheduled, [StopAtStep(6), Record([writer], steps=2, meters=[LearningRate()])]).run()
-    if world.is_root:
-        assert [row["learning_rate"] for row in writer.rows] == [schedule(step) for step in (1, 3, 5)]
+    for make in (build, clipped):
+        before, writer = Before(), InMemory()
+        record = Record([writer], steps=2, meters=[GradientNorm(), LearningRate()])
+        Trainer(make, [StopAtStep(7), before, record]).run()
+        if world.is_root:
+            assert [row["step"] for row in writer.rows] == [2, 4, 6, 7]
+            expected = [before.values[step - 1] for step in (2, 4, 6, 7)]
+            assert [row["gradient_norm"] for row in writer.rows] == pytest.approx(expected, rel=1e-12)
+            rates = [schedule(step) if make is clipped else 0.1 for step in (1, 3, 5, 6)]
+            assert [row["learning_rate"] for row in writer.rows] == rates
 
 
 def test_means_over_ranks_are_weighted(world: World) -> None:
@@ -187,40 +172,16 @@ def test_what_is_not_there_is_said(world: World, capfd: pytest.CaptureFixture[st
     assert not world.is_root or writer.rows[0].keys() == {"step", "epoch", "samples", "seconds", "loss"}
 
 
-@pytest.mark.parametrize("name", ["step", "loss"])
-def test_names_that_a_row_has_already(world: World, name: str) -> None:
-    hooks = [StopAtStep(2), Tell(float, name=name), Record([], steps=1, meters=[Loss()])]
-    assert f"the metric '{name}' was reported" in error_on_all(world, ConfigError, lambda: Trainer(build, hooks).run())
-
-
-def test_the_order_of_the_hooks(world: World, shared: Path) -> None:
-    evaluate = Evaluation(1, lambda trainer: {})
-    wrong: list[Sequence[Hook]] = [[Record([]), evaluate]]
-    for hooks in wrong:
-        with pytest.raises(ConfigError, match="Record must come after Evaluation"):
-            Trainer(build, [StopAtStep(1), *hooks]).run()
-    with pytest.raises(ConfigError, match="at least 1"):
-        Record([], steps=0)
-    with pytest.raises(ConfigError, match="at least 1"):
-        Throughput(tokens_per_sample=0)
-
-
-def test_clipping_and_the_norm(world: World) -> None:
-    """If the optimizer clips, the record has the norm before clipping."""
-
-    def clipped(world: World) -> Any:
-        parts = build(world)
-        parts.adapter._optimizer = SGD(0.1, clip_norm=1e-3)
-        parts.adapter._optimizer.start(parts.adapter._flat, [])
-        return parts
-
-    norms = []
-    for make in (build, clipped):
-        writer = InMemory()
-        Trainer(make, [StopAtStep(1), Record([writer], meters=[GradientNorm()])]).run()
-        norms.append([row["gradient_norm"] for row in writer.rows])
-    assert norms[0] == norms[1]
-    assert not world.is_root or norms[0][0] > 0.1
+def test_what_is_refused(world: World) -> None:
+    for name in ("step", "loss"):
+        hooks = [StopAtStep(2), Tell(float, name=name), Record([], steps=1, meters=[Loss()])]
+        text = error_on_all(world, ConfigError, lambda hooks=hooks: Trainer(build, hooks).run())
+        assert f"the metric '{name}' was reported" in text
+    with pytest.raises(ConfigError, match="Record must come after Evaluation"):
+        Trainer(build, [StopAtStep(1), Record([]), Evaluation(1, lambda trainer: {})]).run()
+    for make in (lambda: Record([], steps=0), lambda: Throughput(tokens_per_sample=0)):
+        with pytest.raises(ConfigError, match="at least 1"):
+            make()
 
 
 def test_rows_count_outer_steps(world: World) -> None:
