@@ -103,41 +103,28 @@ def test_parameters_that_are_no_numbers_any_more(world: World) -> None:
     assert text.endswith(f"also checked: {who}: the loss is inf, the parameter w holds inf")
 
 
-def test_the_loss_of_a_rank_without_samples_does_not_count(world: World) -> None:
-    """One sample in a batch: most ranks have none, and return NaN as the mean of nothing."""
+def test_losses_that_do_not_count(world: World) -> None:
+    """NaN on ranks without samples, as the mean of nothing; and a loss in fp16 beyond its range: its scale decides."""
+    count = world.size + 1
 
-    def build(world: World) -> Parts:
-        def function(parameters: Any, batch: Any, on_gradient: Any) -> float:
-            loss = regression(parameters, batch, on_gradient)
-            return loss if len(batch[0]) else math.nan
+    def without(parameters: Any, batch: Any, on_gradient: Any) -> float:
+        loss = regression(parameters, batch, on_gradient)
+        return loss if len(batch[0]) else math.nan
 
-        data = ArrayData(world, (numpy.ones((world.size + 1, 4)), numpy.ones(world.size + 1)), global_batch=world.size)
-        return Parts(ArrayFunction(function, {"w": numpy.zeros(4)}, SGD(0.01)), Sync(), data)
-
-    trainer = Trainer(build)
-    assert [trainer.step().samples for _ in range(2)] == [world.size, 1]
-
-
-def test_a_loss_scale_leaves_it_to_the_gradients(world: World) -> None:
-    """The loss in fp16 may be beyond its range where the gradients are not: the step counts."""
-
-    def function(*arguments: Any, loss_scale: float) -> float:
+    def infinite(*arguments: Any, loss_scale: float) -> float:
         regression(*arguments)
         return math.inf
 
-    def build(world: World) -> Parts:
-        adapter = ArrayFunction(function, {"w": numpy.zeros(4)}, SGD(0.01), loss_scale=LossScale())
-        return Parts(adapter, Sync(), ArrayData(world, (numpy.ones((20, 4)), numpy.ones(20)), global_batch=10))
+    for function, scale in ((without, None), (infinite, LossScale())):
 
-    step = Trainer(build).step()
-    assert not step.skipped
-    assert step.loss == math.inf
+        def build(world: World, function: Any = function, scale: LossScale | None = scale) -> Parts:
+            data = ArrayData(world, (numpy.ones((count, 4)), numpy.ones(count)), global_batch=world.size)
+            return Parts(ArrayFunction(function, {"w": numpy.zeros(4)}, SGD(0.01), loss_scale=scale), Sync(), data)
 
-
-def test_a_batch_that_is_no_tree(world: World) -> None:
-    error = located(world, NonFiniteError("x"), step=7, batch="text", loss=0.5, parameters={})
-    who = "on all ranks" if world.size > 1 else world.name()
-    assert str(error) == f"x. Step 7; also checked: {who}: the batch is not a tree of arrays and was not checked"
+        trainer = Trainer(build)
+        steps = [trainer.step() for _ in range(2)]
+        assert [(step.samples, step.skipped) for step in steps] == [(world.size, False), (1, False)]
+        assert all(math.isinf(step.loss) == (scale is not None) for step in steps)
 
 
 def test_the_first_place() -> None:
@@ -147,3 +134,9 @@ def test_the_first_place() -> None:
     assert _first(numpy.array(math.nan)) == ()
     assert _first(numpy.arange(3)) is None
     assert _first(numpy.array(["a", "b"])) is None
+
+
+def test_a_batch_that_is_no_tree(world: World) -> None:
+    error = located(world, NonFiniteError("x"), step=7, batch="text", loss=0.5, parameters={})
+    who = "on all ranks" if world.size > 1 else world.name()
+    assert str(error) == f"x. Step 7; also checked: {who}: the batch is not a tree of arrays and was not checked"

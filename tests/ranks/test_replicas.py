@@ -62,30 +62,32 @@ def test_equal_replicas_train_on(world: World, capsys: pytest.CaptureFixture[str
     assert capsys.readouterr().out == ""
 
 
-def test_a_flipped_bit_is_named_on_all_ranks(world: World) -> None:
-    """Byte 21 of w is in its third element. In a world of two no one knows who is right: it is the root, then."""
+@pytest.mark.parametrize(
+    ("name", "byte", "bit", "element", "steps"),
+    [("w", 21, 3, "1 of 6 elements, [2]", 3), ("b", 7, 7, "1 of 1 elements, [0]", 100)],
+)
+def test_a_flipped_bit_is_named_on_all_ranks(
+    world: World, name: str, byte: int, bit: int, element: str, steps: int
+) -> None:
+    """Also after the last step. In a world of two no one knows who is right: it is the root, then."""
     skip_alone(world)
+    expected = trained(steps=3).adapter.parameters()[name]
+    flipped = expected.copy()
+    flipped.view(numpy.uint8)[byte] ^= 1 << bit
+    number = byte // 8
     for odd in range(world.size):
-        flip = Flip(3, [odd], "parameters", "w")
-        text = error_on_all(world, ReplicaError, lambda flip=flip: trained(flip, CompareReplicas(3)))
+        hooks = [Flip(3, [odd], "parameters", name, byte=byte, bit=bit), CompareReplicas(steps)]
+        text = error_on_all(world, ReplicaError, lambda hooks=hooks: trained(*hooks, steps=3))
         named = 1 if world.size == 2 else odd
         others = [str(rank) for rank in range(world.size) if rank != named]
-        assert (
+        assert text.startswith(
             f"after step 3 the parameters are not those of rank{'s' * (len(others) > 1)} {', '.join(others)} on: "
+        )
+        values = (expected, flipped) if named != odd else (flipped, expected)
+        assert (
+            f"on: {world.name(named)}: {name} in {element} is {values[0][number]} instead of {values[1][number]}"
             in text
         )
-        assert f"on: {world.name(named)}: w in 1 of 6 elements, [2] is " in text
-
-
-def test_the_values_are_those_of_before_and_after(world: World) -> None:
-    skip_alone(world)
-    last = world.size - 1
-    expected = trained(steps=3).adapter.parameters()["b"]
-    flipped = expected.copy()
-    flipped.view(numpy.uint8)[7] ^= 0x80
-    hooks = [Flip(3, [last], "parameters", "b", byte=7, bit=7), CompareReplicas(1)]
-    text = error_on_all(world, ReplicaError, lambda: trained(*hooks))
-    assert f"on: {world.name(last)}: b in 1 of 1 elements, [0] is {flipped[0]} instead of {expected[0]}. " in text
 
 
 @pytest.mark.parametrize("place", [("parameters", "w"), ("parameters", "b"), ("optimizer", "first", "w")], ids="/".join)
@@ -122,25 +124,15 @@ def test_a_majority_of_more_than_one_kind(world: World) -> None:
 
 
 def test_repair_from_the_root_takes_its_values_right_or_wrong(world: World) -> None:
+    """The optimizer's moments too: they must stay equal, or the fault returns."""
     skip_alone(world)
     for odd in (0, world.size - 1):
         trainer = trained(Flip(8, [odd], "parameters", "w"), CompareReplicas(4, repair="root"))
         assert_same_bits(world, *trainer.adapter.parameters().values())
         assert (parameters_of(trainer) == parameters_of(trained())) == (odd != 0)
-
-
-def test_the_optimizer_is_repaired_too(world: World) -> None:
-    """Its moments differ too after a step with another gradient. They must stay equal, or the fault returns."""
-    skip_alone(world)
     trainer = trained(Flip(2, [1], "optimizer", "first", "w", byte=6), CompareReplicas(3, repair="root"), steps=3)
     optimizer = trainer.adapter.state()["optimizer"]
     assert_same_bits(world, *optimizer["first"].values(), *optimizer["second"].values())
-
-
-def test_it_looks_after_the_last_step(world: World) -> None:
-    skip_alone(world)
-    with pytest.raises(ReplicaError, match=r"^after step 5 "):
-        trained(Flip(5, [1], "parameters", "w"), CompareReplicas(100), steps=5)
 
 
 def test_ranks_that_would_do_different_things(world: World) -> None:
