@@ -22,7 +22,6 @@ from mpitrain.state.resume import add_up
 from mpitrain.strategies.chooser import StepMedians
 from mpitrain.strategies.choosing_reducer import ChoosingReducer
 from mpitrain.training.run_event import RunEvent
-from tests.ranks.common import skip_alone
 
 from .common import assert_equal, assert_same_bits, error_on_all, first_ranks, skip_alone
 from .placements import placed

@@ -7,17 +7,15 @@ import re
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from mpitrain import Parts, StopAtStep, Trainer, World
+from mpitrain import World
 from mpitrain.data import MapData, Prefetch, StreamData
 from mpitrain.errors import CheckpointError, ConfigError, DataError
 
 from .data_sources import COUNT, GLOBAL_BATCH, SEED, SOURCES, STEPS, Table, expected_steps, global_steps, stream
-from .trainings import bits, builder
 
 # -- streams ----------------------------------------------------------------------------------------------------
 
@@ -147,16 +145,3 @@ def test_an_error_in_the_thread_comes_with_its_batch(world: World) -> None:
 def test_batches_ahead_start_at_1(world: World, batches: Any) -> None:
     with pytest.raises(ConfigError, match=re.escape(f"batches={batches!r}; it must be an int of at least 1")):
         Prefetch(SOURCES["arrays"](world, global_batch=GLOBAL_BATCH), batches=batches)
-
-
-def test_training_with_prefetch_has_the_same_bits(world: World) -> None:
-    plain = Trainer(builder(71, 23), [StopAtStep(10)])
-    plain.run()
-
-    def build(world: World) -> Parts:
-        parts = builder(71, 23)(world)
-        return replace(parts, data=Prefetch(parts.data))
-
-    trainer = Trainer(build, [StopAtStep(10)])
-    trainer.run()
-    assert bits(trainer) == bits(plain)

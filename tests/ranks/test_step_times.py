@@ -18,7 +18,6 @@ from mpitrain.job import step_times
 from mpitrain.job.step_times import SUMS, StepTimes
 from mpitrain.job.trace import compare_clocks
 from mpitrain.watching.activity import Spans
-from mpitrain.world.world import World
 
 from .test_hooks import build
 

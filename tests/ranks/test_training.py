@@ -9,7 +9,6 @@ from typing import Any
 import numpy
 import pytest
 
-import mpitrain
 from models import mlp
 from mpitrain import ArrayFunction, Parts, StopAtStep, Sync, Trainer, World
 from mpitrain.compression import CODECS
@@ -52,13 +51,6 @@ def test_training_equals_one_process(world: World, count: int, global_batch: int
     assert len(set(world.allgather(repr([step.loss for step in record.steps])))) == 1
     assert_same_bits(world, *trainer.adapter.parameters().values())
     assert min(losses) < losses[0]  # it learns, or equal losses would mean little
-
-
-def test_batches_smaller_than_the_ranks_occur(world: World) -> None:
-    """The case above does have a last batch with fewer samples than ranks, from 3 ranks on."""
-    data = ArrayData(world, samples_of(71), global_batch=23)
-    assert data.steps_per_epoch == 4
-    assert [sum(world.allgather(next(data)[1])) for _ in range(5)] == [23, 23, 23, 2, 23]
 
 
 def test_ranks_that_start_from_different_parameters_get_those_of_rank_0(world: World) -> None:
@@ -168,9 +160,3 @@ def test_models_that_differ_between_ranks(world: World) -> None:
         f"{world.name(world.size - 1)}: parameter dense1.weight float64 (6, 4); "
         f"{world.name(0)}: parameter dense1.weight float64 (6, 5); "
     )
-
-
-def test_every_public_name_is_here(world: World) -> None:
-    """A trainer of the package itself, as a user writes it."""
-    assert mpitrain.Trainer is Trainer
-    assert Trainer(builder(20, 10)).world is world
