@@ -16,7 +16,7 @@ import mpitrain
 # A waiting rank leaves its core for this time, to the other ranks and to the parts beside them: where other processes
 # want the core too, sched_yield keeps a rank's share of it.
 NAP_SECONDS = 50e-6
-# Only tests/ranks on three ranks compile codecs, with the nightly tests. That takes a rank about a second of CPU for each
+# Only tests/ranks on three ranks compile codecs, in a nightly run. That takes a rank about a second of CPU for each
 # codec, and gives the same bits as NumPy, which tests/test_compression.py shows.
 COMPILES = ("ranks", 3)
 

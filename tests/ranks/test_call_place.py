@@ -50,18 +50,6 @@ def test_two_calls_on_one_line_differ_by_their_columns(world: World) -> None:
     assert len({part.split(";")[0] for part in text.split("test_call_place.py:")[1:]}) == 2
 
 
-def test_an_extra_call_on_one_rank_meets_no_other(world: World) -> None:
-    skip_alone(world)
-
-    def program() -> None:
-        if world.rank == 1:
-            world.mean(1.0)
-        world.mean(2.0)
-        world.mean(3.0)
-
-    assert "mean at" in error_on_all(world, MismatchError, program)
-
-
 def test_calls_of_one_name_are_one_call(world: World) -> None:
     skip_alone(world)
     if world.rank == 0:

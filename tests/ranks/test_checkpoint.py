@@ -55,19 +55,6 @@ def test_a_resumed_run_ends_with_the_same_bits(world: World, shared: Path, optim
     assert names_in(directory) == ["step-00000004", "step-00000005", "step-00000010"]
 
 
-def test_a_checkpoint_of_a_finished_run(world: World, shared: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    build = builder(20, 10)
-    first = Trainer(build, [StopAtStep(4), Checkpoint(shared, steps=4)])
-    first.run()
-    record = Record()
-    again = Trainer(build, [StopAtStep(4), Checkpoint(shared, steps=4), record])
-    again.run()
-    assert record.steps == []
-    assert bits(again) == bits(first)
-    text = f"resumed from {shared / 'step-00000004'} at step 4\n"
-    assert capsys.readouterr().out == (text if world.rank == 0 else "")
-
-
 def test_hooks_go_on_too(world: World, shared: Path) -> None:
     """Checkpoint saves what all hooks have seen of the step, wherever it stands. A new hook begins anew."""
     build = builder(20, 10)

@@ -141,9 +141,6 @@ def test_an_error_in_augment_names_the_sample(world: World) -> None:
     assert data.state() == before
 
 
-# -- what cannot be used ----------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("source", SOURCES)
 def test_options_of_numpy(world: World, source: str) -> None:
     """A state has to go into a file."""

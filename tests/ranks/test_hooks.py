@@ -299,8 +299,6 @@ def test_log_is_on_rank_0_only(world: World, capsys: pytest.CaptureFixture[str])
     assert re.findall(r"step (\d+)/6", "".join(lines[4:])) == ["1", "6"]
 
 
-# -- every public hook, and a new one ----------------------------------------------------------------------------------
-
 DOCUMENTS = [Path(__file__).parents[2] / "README.md", *sorted((Path(__file__).parents[2] / "docs").rglob("*.md"))]
 HOOKS = [
     name

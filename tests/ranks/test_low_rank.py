@@ -204,38 +204,6 @@ def test_the_error_names_rank_and_parameter(alone: World) -> None:
     assert "w" in text
 
 
-def test_a_resume_goes_on_with_the_same_bits(alone: World) -> None:
-    parameters = [Parameter(name, shape, FLOAT32) for name, shape in TENSORS]
-
-    def made() -> GradientReducer:
-        return GradientReducer(
-            alone, parameters, exchange=lambda own: make_exchange(own, compression="power_sgd:2"), bucket_bytes=4096
-        )
-
-    def step(reducer: GradientReducer, number: int) -> bytes:
-        reducer.begin(1.0 + alone.rank)
-        values = reducer.layout.views({FLOAT32: inputs(alone.rank, number)})
-        for index, value in enumerate(values):
-            reducer.ready(index, value)
-        reducer.finish()
-        return bytes(reducer.flats[FLOAT32].tobytes())
-
-    whole = made()
-    for number in range(3):
-        step(whole, number)
-    state, factors = whole.state(), whole.factors()
-    expected = step(whole, 3)
-    assert set(factors) == {"w", "kernel"}
-    assert_same_bits(alone, *factors.values())
-    resumed = made()
-    resumed.restore_factors(factors)
-    resumed.restore(state)
-    assert step(resumed, 3) == expected
-    without = made()
-    without.restore(state)
-    assert step(without, 3) != expected
-
-
 def test_what_is_refused(alone: World) -> None:
     exchange = LowRankExchange(alone, "power_sgd:2")
     slot = exchange.allocate(COUNT, FLOAT32, tensors=TENSORS)

@@ -28,9 +28,6 @@ def mean_of(world: World) -> numpy.ndarray:
     return GRADIENTS + float((weights * numpy.arange(world.size) / 4).sum() / weights.sum())
 
 
-# -- what is kept in float32 -----------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_parameters_move_by_less_than_16_bits_can_tell(world: World, precision: str) -> None:
     """1 - 2^-14 is 1 in both formats. float64 gives the expected value. Each step may round once, to 2^-25."""
@@ -92,9 +89,6 @@ def test_who_writes_into_the_parameters_is_seen_by_the_next_step(world: World) -
     trainer.adapter.load_parameters({"w": numpy.full(3, 5, FLOAT32), "b": numpy.zeros((2, 2), FLOAT32)})
     trainer.step()
     assert [its.tolist() for its in function.seen] == [[1.0] * 3, [3.0] * 3, [5.0] * 3]
-
-
-# -- a model that learns ---------------------------------------------------------------------------------------------
 
 
 def mlp_builder(precision: str, scale: LossScale | None = None, rate: float = 0.1) -> Callable[[World], Parts]:
@@ -171,9 +165,6 @@ def test_a_damaged_scale_in_a_checkpoint_changes_nothing(world: World) -> None:
     with pytest.raises(CheckpointError, match=r"the loss scale's state is \{'value': 3.0\}"):
         trainer.restore(state)
     assert bits(trainer) == before
-
-
-# -- bad input -------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

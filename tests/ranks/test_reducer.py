@@ -84,7 +84,7 @@ def test_a_rank_that_waits_for_a_slower_one_counts_that_as_exposed(world: World)
     if world.rank == 0:
         for rank in range(1, world.size):  # all others are about to finish
             MPI.COMM_WORLD.recv(source=rank)
-        time.sleep(1.0)
+        time.sleep(0.3)
         hand_in(reducer, gradients, range(len(PIECES)))
     else:
         hand_in(reducer, gradients, range(len(PIECES)))
@@ -94,7 +94,7 @@ def test_a_rank_that_waits_for_a_slower_one_counts_that_as_exposed(world: World)
     waited = time.perf_counter() - started
     assert overlap.exposed_seconds <= waited
     if world.rank == 0:
-        assert overlap.compute_seconds >= 1.0
+        assert overlap.compute_seconds >= 0.3
     else:
         assert overlap.exposed_seconds >= 0.05
 

@@ -32,9 +32,6 @@ from .reducers import (
 pytestmark = pytest.mark.usefixtures("driven")
 
 
-# -- gradients that cannot be used ------------------------------------------------------------------------------
-
-
 def step_with(
     world: World, reducer: GradientReducer, change: Callable[[list[numpy.ndarray]], Any], odd: int, missing: int = -1
 ) -> None:
@@ -163,9 +160,6 @@ def test_a_rank_that_does_something_else(world: World, reducer: GradientReducer)
 
     text = error_on_all(world, MismatchError, instead)
     assert text.startswith(f"{world.name(odd)}: barrier; {world.name(0)}: step; ")
-
-
-# -- layouts ----------------------------------------------------------------------------------------------------
 
 
 USUAL = (Parameter("a", (3,), FLOAT32), Parameter("b", (2, 2), FLOAT64), Parameter("c", (), FLOAT64))

@@ -166,9 +166,6 @@ def test_a_round_goes_on_in_another_world(world: World, kind: str, is_shared: bo
         trainer.close()
 
 
-# -- codecs ------------------------------------------------------------------------------------------------------------
-
-
 def coded(world: World) -> World:
     own = placed(world, "alone on each node")
     return own.replaced(config=read_config({"MPITRAIN_COMPRESSION": "int4"}, {}))

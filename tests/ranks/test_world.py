@@ -18,8 +18,6 @@ from mpitrain.job.recovery import numbers_in_job
 
 from .common import skip_alone
 
-# -- identity ---------------------------------------------------------------------------------------------------
-
 
 def test_who_the_ranks_are(world: World) -> None:
     """They are those of MPI, all on one node, with communicators of their own."""
@@ -59,9 +57,6 @@ def test_print(world: World, capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out == f"[rank {world.rank} on {socket.gethostname()}] step 3\n"
     world.print()
     assert capsys.readouterr().out == ("\n" if world.rank == 0 else "")
-
-
-# -- together ---------------------------------------------------------------------------------------------------
 
 
 def failing(world: World, errors: dict[int, Exception]) -> None:

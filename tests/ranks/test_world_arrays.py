@@ -19,9 +19,6 @@ from .common import assert_same_bits, mean_bound
 BFLOAT16 = ml_dtypes.bfloat16
 
 
-# -- broadcast --------------------------------------------------------------------------------------------------
-
-
 class Pair(NamedTuple):
     left: Any
     right: Any
@@ -129,9 +126,6 @@ def test_empty_trees(world: World, tree: Any) -> None:
     assert world.mean(tree) == tree
 
 
-# -- sum --------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("dtype", FLOATS + INTEGERS, ids=str)
 def test_sum_is_exact(world: World, dtype: numpy.dtype) -> None:
     # With at most 7 ranks the sums are below 128, so they are exact in bfloat16 and int8.
@@ -176,9 +170,6 @@ def test_sum_of_large_arrays_of_several_dtypes(world: World) -> None:
     result = world.sum([(places + rank).astype(dtype) for dtype in ("i8", "f8", "u4")])
     for array, dtype in zip(result, ("i8", "f8", "u4"), strict=True):
         numpy.testing.assert_array_equal(array, (world.size * places + total).astype(dtype))
-
-
-# -- mean -------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)

@@ -16,8 +16,6 @@ from mpitrain.errors import DataError, MismatchError, TreeError
 
 from .common import error_on_all, named_ranks, skip_alone
 
-# -- trees that cannot be exchanged -----------------------------------------------------------------------------
-
 
 @pytest.mark.parametrize(
     ("operation", "tree", "text"),
@@ -83,9 +81,6 @@ def test_subclasses_are_kept_or_refused_by_name(world: World, kind: Any, tmp_pat
     assert type(world.sum(mapped)) is numpy.ndarray
     assert [type(one) for one in world.allgather(array)] == [kind] * world.size
     assert type(world.broadcast_object(array)) is kind
-
-
-# -- ranks that disagree ----------------------------------------------------------------------------------------
 
 
 MISMATCHES = {

@@ -74,9 +74,6 @@ def names_in(directory: Path) -> list[str]:
     return sorted(path.name for path in directory.iterdir())
 
 
-# -- the same as one process ------------------------------------------------------------------------------------
-
-
 def bare_numpy(count: int, global_batch: int, steps: int) -> tuple[dict[str, numpy.ndarray], list[float], list[int]]:
     """The same training without the model's code, and of mpitrain the order of samples alone: one process."""
     x, y = samples_of(count)
