@@ -25,6 +25,7 @@ from mpitrain.training.run_event import RunEvent
 
 from .common import assert_equal, assert_same_bits, error_on_all, first_ranks, skip_alone
 from .placements import placed
+from .trainings import ran
 
 COUNT = 2**16 + 3  # 256 KiB, and no multiple of the ranks
 # bf16 makes 1 of it. What is left out must come into a later mean.
@@ -102,8 +103,7 @@ def test_a_faster_codec_is_taken_and_said(
 
     compression = "auto" if make is Sync else "none"
     capsys.readouterr()
-    trainer = Trainer(build, [StopAtStep(27), Heard()], of_nodes(world, compression=compression))
-    trainer.run()
+    trainer = ran(build, [StopAtStep(27), Heard()], of_nodes(world, compression=compression))
     assert way_of(trainer.strategy) == BF16
     (event,) = events
     assert (event.after_step, event.source, event.num_ranks, event.seconds) == (25, "auto", world.size, 0.0)

@@ -23,7 +23,7 @@ from tests.added.marked_steps import MarkedSteps
 
 from .checkpoints import OPTIMIZERS, flip_a_bit, truncate
 from .common import error_on_all
-from .trainings import Record, bits, builder, initial_parameters, names_in
+from .trainings import Record, bits, builder, initial_parameters, names_in, ran
 
 pytestmark = pytest.mark.usefixtures("a_slow_disk_is_waited_for")
 
@@ -36,8 +36,7 @@ def test_a_resumed_run_ends_with_the_same_bits(world: World, shared: Path, optim
     """
     build = builder(45, 14, optimizer=OPTIMIZERS[optimizer])
     whole = Record()
-    uninterrupted = Trainer(build, [StopAtStep(10), whole])
-    uninterrupted.run()
+    uninterrupted = ran(build, [StopAtStep(10), whole])
 
     directory = shared / "new" / "folder"
     Trainer(build, [StopAtStep(5), Checkpoint(directory, steps=2)]).run()
@@ -47,8 +46,7 @@ def test_a_resumed_run_ends_with_the_same_bits(world: World, shared: Path, optim
     assert (state["step"], state["adapter"]["optimizer"]["step"]) == (5, 5)
     assert set(state["adapter"]["parameters"]) == set(initial_parameters())
     record = Record()
-    resumed = Trainer(build, [StopAtStep(10), Checkpoint(directory, steps=100), record])
-    resumed.run()
+    resumed = ran(build, [StopAtStep(10), Checkpoint(directory, steps=100), record])
     kept = [[(step.number, step.loss, step.learning_rate) for step in one] for one in (record.steps, whole.steps[5:])]
     assert kept[0] == kept[1]
     assert bits(resumed) == bits(uninterrupted)
@@ -104,16 +102,14 @@ def test_what_is_damaged_is_named_and_passed_over(
 ) -> None:
     apply, text = DAMAGES[damage]
     build = builder(20, 10)
-    whole = Trainer(build, [StopAtStep(3), Checkpoint(shared, steps=1)])
-    whole.run()
+    whole = ran(build, [StopAtStep(3), Checkpoint(shared, steps=1)])
     if world.is_root:
         apply(shared / "step-00000003")
         (shared / ".writing-step-00000004-1").mkdir()
     world.barrier()
     record = Record()
     capfd.readouterr()
-    resumed = Trainer(build, [StopAtStep(3), Checkpoint(shared, steps=3), record])
-    resumed.run()
+    resumed = ran(build, [StopAtStep(3), Checkpoint(shared, steps=3), record])
     said = capfd.readouterr().err
     if world.is_root:
         assert f"{shared}/step-00000003" in said

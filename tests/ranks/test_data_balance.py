@@ -22,7 +22,7 @@ from mpitrain.optim import SGD
 
 from .common import skip_alone
 from .data_sources import COUNT, GLOBAL_BATCH, SEED, SOURCES, STEPS, Table, expected_steps, global_steps, stream
-from .trainings import DECAY, MOMENTUM, RATE, Record, bare_numpy, builder, initial_parameters, samples_of
+from .trainings import DECAY, MOMENTUM, RATE, Record, bare_numpy, builder, initial_parameters, ran, samples_of
 
 
 class Pretend(Hook):
@@ -61,8 +61,7 @@ def test_parts_are_in_proportion_and_the_mean_is_that_of_the_whole_batch(world: 
 
     record = Record()
     hook = Pretend(Balance(3), 0.01 * 2**world.rank)
-    trainer = Trainer(build, [StopAtStep(8), record, hook])
-    trainer.run()
+    trainer = ran(build, [StopAtStep(8), record, hook])
     speeds = [100 / 2**rank for rank in range(world.size)]
     assert hook.balance.samples_per_second == pytest.approx(speeds)
     assert hook.shared_out_at == [3]

@@ -15,7 +15,7 @@ import numpy
 import pytest
 
 import mpitrain as mt
-from mpitrain import LocalSGD, Sync, Trainer, World, evaluate
+from mpitrain import LocalSGD, Sync, World, evaluate
 from mpitrain.allreduce import ALGORITHMS, make_algorithm
 from mpitrain.allreduce import accumulator as accumulators
 from mpitrain.allreduce.exact import exact_sum
@@ -37,7 +37,7 @@ from tests.exact_values import exact_sums, hard_values
 from .common import assert_equal, error_on_all, expected_sum, named_ranks, pattern, skip_alone
 from .placements import PLACEMENTS, placed
 from .test_bench import options_of
-from .trainings import builder
+from .trainings import builder, ran
 from .walks import Walk
 
 FLOAT32 = numpy.dtype(numpy.float32)
@@ -221,8 +221,7 @@ def test_the_first_sum_while_another_one_is_under_way(world: World) -> None:
 
 def trained(world: World, strategy: Callable[[], Strategy]) -> str:
     """The hash of the parameters after six steps, whose gradients have all bits in use."""
-    trainer = Trainer(builder(60, 4 * world.size, strategy=strategy), [mt.StopAtStep(6)], world=world)
-    trainer.run()
+    trainer = ran(builder(60, 4 * world.size, strategy=strategy), [mt.StopAtStep(6)], world=world)
     values = trainer.adapter.parameters()
     return hashlib.sha256(b"".join(values[name].tobytes() for name in sorted(values))).hexdigest()
 

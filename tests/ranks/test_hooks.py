@@ -37,7 +37,7 @@ from tests.added.marked_steps import MarkedSteps
 
 from .common import error_on_all, skip_alone
 from .placements import placed
-from .trainings import Record, builder
+from .trainings import Record, builder, ran
 
 
 def build(world: World) -> Parts:
@@ -76,8 +76,7 @@ class Sleep(Hook):
 
 def last_step(world: World, hooks: Sequence[Hook]) -> int:
     """The step at which a run with these hooks ends, the same on every rank."""
-    trainer = Trainer(build, hooks)
-    trainer.run()
+    trainer = ran(build, hooks)
     assert len(set(world.allgather((trainer.step_number, trainer.last_step)))) == 1
     assert trainer.step_number == trainer.last_step
     return trainer.step_number
@@ -330,8 +329,7 @@ def test_every_hook(name: str, holds: Callable[[type[Hook]], None]) -> None:
 def test_a_hook_that_is_added(world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The hook inherits the tests of every hook and of the documents, with their failures."""
     hook = MarkedSteps()
-    trainer = Trainer(build, [StopAtStep(4), hook])
-    trainer.run()
+    trainer = ran(build, [StopAtStep(4), hook])
     assert hook.numbers == [1, 2, 3, 4]
     resumed = MarkedSteps()
     Trainer(build, [resumed]).restore(trainer.state())

@@ -18,7 +18,7 @@ from mpitrain.job.worlds import make_world
 
 from .common import error_on_all, skip_alone
 from .layered import LAYERS, WIDTHS, Dense, builder, layered, plain, samples
-from .trainings import Record
+from .trainings import Record, ran
 
 COUNT, BATCH = 45, 14  # the last batch of an epoch has 3 samples
 
@@ -46,8 +46,7 @@ def test_it_is_training_in_one_process(world: World) -> None:
     expected, losses = plain(COUNT, BATCH, 9)
     for way in ways(world):
         record = Record()
-        trainer = Trainer(builder(COUNT, BATCH, partial(Pipeline, **way)), [StopAtStep(9), record])
-        trainer.run()
+        trainer = ran(builder(COUNT, BATCH, partial(Pipeline, **way)), [StopAtStep(9), record])
         assert [step.loss for step in record.steps] == pytest.approx(losses, rel=1e-13), way
         assert [step.samples for step in record.steps] == [14, 14, 14, 3] * 2 + [14]
         found = everything(trainer)["parameters"]
@@ -101,8 +100,7 @@ def test_200_steps(world: World) -> None:
     _, losses = plain(COUNT, BATCH, 200)
     for way in ways(world):
         record = Record()
-        trainer = Trainer(builder(COUNT, BATCH, partial(Pipeline, **way)), [StopAtStep(200), record])
-        trainer.run()
+        trainer = ran(builder(COUNT, BATCH, partial(Pipeline, **way)), [StopAtStep(200), record])
         found = [step.loss for step in record.steps]
         largest = max(abs(one / other - 1) for one, other in zip(found, losses, strict=True))
         world.print(f"{way}: the largest relative difference is {largest:.1e}")
@@ -123,8 +121,7 @@ def test_checkpoints_load_with_any_stages(world: World, shared: Path) -> None:
     path = [*made, *reversed(made), made[-1], made[0]][:6]
     record = Record()
     for number, strategy in enumerate(path, 1):
-        trainer = Trainer(builder(COUNT, BATCH, strategy), [StopAtStep(2 * number), Checkpoint(shared, 2), record])
-        trainer.run()
+        trainer = ran(builder(COUNT, BATCH, strategy), [StopAtStep(2 * number), Checkpoint(shared, 2), record])
         trainer.own_state()
         found = trainer.state()["adapter"]
         trainer.close()
@@ -202,8 +199,7 @@ def test_how_many_activations_are_kept(
 
     monkeypatch.setattr(array_layers._ArrayPiece, "forward", counted)
     strategy = partial(Pipeline, world.size, schedule, 8, recompute=recompute)
-    trainer = Trainer(builder(32, 16, strategy), [StopAtStep(2)])
-    trainer.run()
+    trainer = ran(builder(32, 16, strategy), [StopAtStep(2)])
     assert most == (8 if schedule == "gpipe" else world.size - world.rank)
     assert kept_bytes > 0
     trainer.close()
@@ -293,8 +289,7 @@ def test_a_resume_may_cut_elsewhere(world: World, shared: Path, monkeypatch: pyt
     for number, seconds in enumerate([(9, 1, 1, 1, 1, 1), (1, 1, 1, 1, 1, 9)], 1):
         strategy = Pipeline("auto", micro_batches=3, sample=samples(4))
         build = builder(COUNT, BATCH, lambda made=strategy: made, clock.layers(*seconds))
-        trainer = Trainer(build, [StopAtStep(3 * number), Checkpoint(shared, 3), record])
-        trainer.run()
+        trainer = ran(build, [StopAtStep(3 * number), Checkpoint(shared, 3), record])
         cuts.append(strategy.layers)
         trainer.close()
     assert [step.loss for step in record.steps] == pytest.approx(losses, rel=1e-13)

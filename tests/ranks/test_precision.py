@@ -19,7 +19,7 @@ from mpitrain.optim import SGD, Adam, LossScale
 
 from .common import assert_same_bits, error_on_all, skip_alone
 from .precisions import FLOAT32, GRADIENTS, NARROW, Given, trainer_of
-from .trainings import Record, bits
+from .trainings import Record, bits, ran
 
 
 def mean_of(world: World) -> numpy.ndarray:
@@ -131,13 +131,11 @@ def test_a_model_learns_as_it_does_in_float32(world: World) -> None:
 def test_a_run_that_is_resumed_has_the_same_bits(world: World, shared: Path) -> None:
     """The scale is too large at first and grows every 4 steps, so steps are skipped during the whole run."""
     builder = lambda: mlp_builder("fp16", LossScale(2.0**24, growth_interval=4))  # noqa: E731
-    whole = Trainer(builder(), [StopAtStep(30)])
-    whole.run()
+    whole = ran(builder(), [StopAtStep(30)])
     skipped = whole.adapter.loss_scale.skipped_steps
     assert skipped > 8
     Trainer(builder(), [StopAtStep(17), Checkpoint(shared, steps=100)]).run()
-    resumed = Trainer(builder(), [StopAtStep(30), Checkpoint(shared, steps=100)])
-    resumed.run()
+    resumed = ran(builder(), [StopAtStep(30), Checkpoint(shared, steps=100)])
     assert resumed.adapter.loss_scale.skipped_steps == skipped
     assert bits(resumed) == bits(whole)
 

@@ -20,7 +20,7 @@ from mpitrain.state.names import join, split
 from mpitrain.strategies import Strategy
 
 from .placements import placed
-from .trainings import CLASSES, HIDDEN, INPUTS, bits, builder, samples_of
+from .trainings import CLASSES, HIDDEN, INPUTS, bits, builder, ran, samples_of
 
 STEPS = 9
 
@@ -71,11 +71,9 @@ def test_the_same_bits(world: World, compression: str, placement: str, shared: P
         return made if placement == "one node" else placed(made, placement)
 
     build = read_ahead(build_in_float32 if compression == "int8" else builder(71, 23))
-    whole = Trainer(build, [StopAtStep(STEPS)], new_world(world))
-    whole.run()
+    whole = ran(build, [StopAtStep(STEPS)], new_world(world))
     hook = Rebuild((1, 4, 7), new_world)
-    rebuilt = Trainer(build, [hook, StopAtStep(STEPS), Checkpoint(shared, steps=6)], new_world(world))
-    rebuilt.run()
+    rebuilt = ran(build, [hook, StopAtStep(STEPS), Checkpoint(shared, steps=6)], new_world(world))
     world.barrier()
     # A checkpoint from after the change continues that from before.
     assert [path.name for path in sorted(shared.glob("step-*[0-9]"))][-1:] == [f"step-{STEPS:08d}"]

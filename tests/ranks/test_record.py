@@ -57,6 +57,7 @@ from .common import error_on_all
 from .test_hooks import Tell, build
 from .test_rebuild import Rebuild
 from .trainings import Record as KeepSteps
+from .trainings import ran
 
 
 class InMemory:
@@ -294,8 +295,7 @@ def test_a_run_with_nothing_left_to_do_leaves_the_record_as_it_is(world: World, 
     Trainer(build, hooks_of(shared, steps)).run()
     before = (shared / "metrics.jsonl").read_bytes() if world.is_root else b""
     world.barrier()
-    again = Trainer(build, hooks_of(shared, steps))
-    again.run()
+    again = ran(build, hooks_of(shared, steps))
     assert again.step_number == steps
     assert not world.is_root or (shared / "metrics.jsonl").read_bytes() == before
 

@@ -19,6 +19,7 @@ from mpitrain.training.hooks.replicas import checksum, right_rank
 from mpitrain.training.non_finite import _first, located
 
 from .common import assert_same_bits, error_on_all, skip_alone
+from .trainings import ran
 
 
 def regression(parameters: dict, batch: tuple, on_gradient: Callable[[str, numpy.ndarray], None]) -> float:
@@ -52,9 +53,7 @@ class Flip(Hook):
 
 
 def trained(*hooks: Hook, steps: int = 8) -> Trainer:
-    trainer = Trainer(build, [StopAtStep(steps), *hooks])
-    trainer.run()
-    return trainer
+    return ran(build, [StopAtStep(steps), *hooks])
 
 
 def parameters_of(trainer: Trainer) -> list[bytes]:

@@ -22,7 +22,7 @@ from .checkpoints import flip_a_bit
 from .common import assert_same_bits, skip_alone
 from .rounds_by_hand import EVERY, KINDS, OUTER_MOMENTUM, OUTER_RATE, Expected, assert_close, flat, kinds, streaming
 from .test_strategies import adapter, count_of, one_step, samples, train, values
-from .trainings import Record, bits, builder
+from .trainings import Record, bits, builder, ran
 
 
 @kinds
@@ -79,10 +79,8 @@ def test_a_run_that_is_resumed_within_a_round(world: World, shared: Path, kind: 
     """A checkpoint goes on as if the run had not ended. A run ends with an outer step, which its hooks see."""
     build = builder(45, 14, strategy=KINDS[kind][0])
     whole = Record()
-    uninterrupted = Trainer(build, [StopAtStep(10), whole])
-    uninterrupted.run()
-    first = Trainer(build, [StopAtStep(7), Checkpoint(shared, steps=5, keep=2), CompareReplicas(1)])
-    first.run()
+    uninterrupted = ran(build, [StopAtStep(10), whole])
+    first = ran(build, [StopAtStep(7), Checkpoint(shared, steps=5, keep=2), CompareReplicas(1)])
     assert_same_bits(world, *first.adapter.parameters().values())
     if world.is_root:
         last = checkpoint.load(shared / "step-00000007")
@@ -91,8 +89,7 @@ def test_a_run_that_is_resumed_within_a_round(world: World, shared: Path, kind: 
             assert last["adapter"]["parameters"][name].tobytes() == value.tobytes()
     forget_last(world, shared, 7)
     record = Record()
-    resumed = Trainer(build, [StopAtStep(10), Checkpoint(shared, steps=100), record])
-    resumed.run()
+    resumed = ran(build, [StopAtStep(10), Checkpoint(shared, steps=100), record])
     assert [step.loss for step in record.steps] == [step.loss for step in whole.steps[5:]]
     assert bits(resumed) == bits(uninterrupted)
 
@@ -107,8 +104,7 @@ def test_a_run_that_a_hook_ends(world: World, shared: Path) -> None:
             if step.number == 5:
                 trainer.last_step = 5
 
-    trainer = Trainer(builder(45, 14, strategy=lambda: DiLoCo(3)), [Checkpoint(shared, steps=100), Enough()])
-    trainer.run()
+    trainer = ran(builder(45, 14, strategy=lambda: DiLoCo(3)), [Checkpoint(shared, steps=100), Enough()])
     world.barrier()
     last = checkpoint.load(shared / "step-00000005")
     assert "round" not in last["strategy"]
@@ -120,8 +116,7 @@ def test_a_run_that_a_hook_ends(world: World, shared: Path) -> None:
 def test_sync_goes_on_from_the_end_of_a_round_and_rounds_from_sync(world: World, shared: Path) -> None:
     def run(strategy: Callable[[], Strategy], folder: str, last: int, steps: int = 100) -> None:
         hooks = [StopAtStep(last), Checkpoint(shared / folder, steps=steps)]
-        trainer = Trainer(builder(45, 14, strategy=strategy), hooks)
-        trainer.run()
+        trainer = ran(builder(45, 14, strategy=strategy), hooks)
         assert trainer.step_number == last
         assert_same_bits(world, *trainer.adapter.parameters().values())
 
@@ -209,8 +204,7 @@ def test_parts_that_nobody_can_read(
     world.barrier()
     common = checkpoint.load(shared / "step-00000004")["strategy"]["round"]["parameters"]
     capfd.readouterr()
-    again = Trainer(build, [StopAtStep(last), Checkpoint(shared, steps=100)])
-    again.run()
+    again = ran(build, [StopAtStep(last), Checkpoint(shared, steps=100)])
     out = capfd.readouterr().out
     if world.is_root:
         assert f"part-{world.size - 1}-of-{world.size}/tensors.safetensors is damaged" in out

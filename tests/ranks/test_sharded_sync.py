@@ -46,7 +46,7 @@ from .sharded import (
     small_buckets,
     train,
 )
-from .trainings import bits, builder, names_in
+from .trainings import bits, builder, names_in, ran
 
 OPTIMIZERS: dict[str, Callable[[], Any]] = {
     "sgd": lambda: SGD(0.1),
@@ -211,12 +211,9 @@ def test_checkpoints_load_with_and_without(world: World, shared: Path, kinds: An
     def build(kind: Any) -> Callable[[World], Any]:
         return builder(45, 14, optimizer=lambda: Adam(0.01), strategy=lambda: both("ring")[kind is ShardedSync])
 
-    whole = Trainer(build(Sync), [StopAtStep(9)])
-    whole.run()
-    first = Trainer(build(kinds[0]), [StopAtStep(5), Checkpoint(shared, steps=2)])
-    first.run()
-    second = Trainer(build(kinds[1]), [StopAtStep(9), Checkpoint(shared, steps=100)])
-    second.run()
+    whole = ran(build(Sync), [StopAtStep(9)])
+    first = ran(build(kinds[0]), [StopAtStep(5), Checkpoint(shared, steps=2)])
+    second = ran(build(kinds[1]), [StopAtStep(9), Checkpoint(shared, steps=100)])
     second.own_state()
     assert bits(second) == bits(whole)
     for trainer in (whole, first, second):
@@ -323,8 +320,7 @@ def test_a_rank_that_goes_on_keeps_its_part_only(world: World, shared: Path) -> 
 
     for steps in (1, 3):
         build = builder(45, 14, optimizer=lambda: Adam(0.01), strategy=ShardedSync)
-        trainer = Trainer(build, [Rebuild(), StopAtStep(steps), Checkpoint(shared, steps=1), Look()])
-        trainer.run()
+        trainer = ran(build, [Rebuild(), StopAtStep(steps), Checkpoint(shared, steps=1), Look()])
         trainer.close()
     assert looked == ["begun", "resumed", "rebuilt"]
 
@@ -350,8 +346,7 @@ def test_what_happens_to_a_run_changes_no_bit(world: World, what: str) -> None:
         skip_alone(world)
     trainers = []
     for hooks in ([], HAPPENS[what]()):
-        trainer = Trainer(builder(45, 14, optimizer=lambda: Adam(0.01), strategy=ShardedSync), [*hooks, StopAtStep(5)])
-        trainer.run()
+        trainer = ran(builder(45, 14, optimizer=lambda: Adam(0.01), strategy=ShardedSync), [*hooks, StopAtStep(5)])
         trainer.own_state()
         trainers.append(trainer)
     assert bits(trainers[0]) == bits(trainers[1])

@@ -21,7 +21,7 @@ from mpitrain.watching.activity import own_activity
 from mpitrain.watching.rank_record import read_record, write_order
 
 from .common import error_on_all, skip_alone
-from .trainings import RATE, Record, builder
+from .trainings import RATE, Record, builder, ran
 
 
 class Told(Hook):
@@ -88,8 +88,7 @@ def test_one_rank_hears_and_all_obey(world: World, tunables: Tunables) -> None:
         8: (last // 2, {"number": 4, "kind": "rate", "value": "3"}),
     }
     told, record = Told(orders), Record()
-    trainer = Trainer(builder(60, 20), [StopAtStep(11), record, told])
-    trainer.run()
+    trainer = ran(builder(60, 20), [StopAtStep(11), record, told])
     rates = [RATE] * 3 + [RATE * 0.5] * 6 + [RATE * 1.5] * 2
     assert [step.learning_rate for step in record.steps] == rates
     assert one.value == 0.75
@@ -106,8 +105,7 @@ def test_one_rank_hears_and_all_obey(world: World, tunables: Tunables) -> None:
     other.run()
     assert [step.learning_rate for step in again.steps] == [RATE * 1.5]
     # A value that the first Trainer was told holds in the next one. The factor of the rate does not.
-    plain = Trainer(builder(60, 20), [StopAtStep(2), record := Record()])
-    plain.run()
+    plain = ran(builder(60, 20), [StopAtStep(2), record := Record()])
     assert (one.value, [step.learning_rate for step in record.steps]) == (0.75, [RATE] * 2)
     state = plain.state()
     tunables.restore({})  # as in another process
@@ -250,8 +248,7 @@ def test_a_stop_holds_after_a_restart(world: World, tunables: Tunables, shared: 
         for made in (3, 0):
             object.__setattr__(world.context, "orders", json.dumps([{**stop, "run": the_job().num_runs + 1}]))
             hooks = [StopAtStep(9), Checkpoint(shared, steps=100), record := Record()]
-            trainer = Trainer(builder(60, 20), hooks)
-            trainer.run()
+            trainer = ran(builder(60, 20), hooks)
             assert (trainer.step_number, len(record.steps)) == (3, made)
     finally:
         object.__setattr__(world.context, "orders", before)

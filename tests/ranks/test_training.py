@@ -41,6 +41,7 @@ from .trainings import (
     bits,
     builder,
     initial_parameters,
+    ran,
     samples_of,
 )
 
@@ -49,8 +50,7 @@ from .trainings import (
 def test_training_equals_one_process(world: World, count: int, global_batch: int) -> None:
     """Batches that no number of ranks divides; last ones of 2 samples; one batch of everything."""
     record = Record()
-    trainer = Trainer(builder(count, global_batch), [StopAtStep(10), record])
-    trainer.run()
+    trainer = ran(builder(count, global_batch), [StopAtStep(10), record])
     parameters, losses, sizes = bare_numpy(count, global_batch, 10)
     assert [step.number for step in record.steps] == list(range(1, 11))
     assert [step.samples for step in record.steps] == sizes
@@ -87,8 +87,7 @@ def losses_with(world: World, monkeypatch: pytest.MonkeyPatch, compression: str)
         return Parts(adapter, Sync(), ArrayData(world, tuple(samples), global_batch=50))
 
     record = Record()
-    trainer = Trainer(build, [StopAtStep(25), record])
-    trainer.run()
+    trainer = ran(build, [StopAtStep(25), record])
     assert_same_bits(world, *trainer.adapter.parameters().values())
     return [step.loss for step in record.steps]
 
@@ -253,8 +252,7 @@ def test_gradients_in_pieces_are_those_of_the_batch(world: World, per_rank_batch
 
     most = 1 + world.rank if per_rank_batch == "by rank" else per_rank_batch
     record = Record()
-    trainer = Trainer(in_pieces(most, function), [StopAtStep(10), record])
-    trainer.run()
+    trainer = ran(in_pieces(most, function), [StopAtStep(10), record])
     parameters, losses, sizes = bare_numpy(71, 23, 10)
     assert max(largest) <= most
     assert [step.samples for step in record.steps] == sizes
@@ -265,10 +263,8 @@ def test_gradients_in_pieces_are_those_of_the_batch(world: World, per_rank_batch
 
 
 def test_one_piece_has_the_same_bits(world: World) -> None:
-    plain = Trainer(builder(71, 23), [StopAtStep(5)])
-    plain.run()
-    trainer = Trainer(in_pieces(23), [StopAtStep(5)])
-    trainer.run()
+    plain = ran(builder(71, 23), [StopAtStep(5)])
+    trainer = ran(in_pieces(23), [StopAtStep(5)])
     assert bits(trainer) == bits(plain)
 
 

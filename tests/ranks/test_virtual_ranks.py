@@ -26,7 +26,7 @@ from mpitrain.world.shard import part_of
 
 from .common import error_on_all, skip_alone
 from .reducers import PARAMETERS, SMALL, gradients_of
-from .trainings import Record, bits
+from .trainings import Record, bits, ran
 from .virtual_trainings import (
     COUNT,
     WIDTH,
@@ -268,8 +268,7 @@ def test_a_virtual_rank_that_overflows(world: World, function: Any, global_batch
     found = []
     for there in (world, alone(world)):
         record = Record()
-        trainer = Trainer(build, [StopAtStep(12), record], world=there)
-        trainer.run()
+        trainer = ran(build, [StopAtStep(12), record], world=there)
         made = [(step.loss.hex(), step.skipped) for step in record.steps]
         found.append((bits(trainer), made))
     assert found[0] == found[1]
