@@ -18,12 +18,11 @@ from mpitrain.optim import SGD
 from mpitrain.profile import Profile
 from mpitrain.reducer.exchange import make_exchange
 from mpitrain.state.names import host_copy
-from mpitrain.state.resume import add_up
 from mpitrain.strategies.chooser import StepMedians
 from mpitrain.strategies.choosing_reducer import ChoosingReducer
 from mpitrain.training.run_event import RunEvent
 
-from .common import assert_equal, assert_same_bits, error_on_all, first_ranks, skip_alone
+from .common import added_up, assert_equal, assert_same_bits, error_on_all, first_ranks, skip_alone
 from .placements import placed
 from .trainings import ran
 
@@ -177,9 +176,7 @@ def test_a_resume(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     assert again.state()["choice"]["steps"] == 28
     again.close()
 
-    total: dict[str, Any] = {}
-    for part in world.allgather(own):
-        add_up(total, part)
+    total = added_up(world.allgather(own))
     fewer = first_ranks(world, world.size - 1)
     if fewer is not None:
         alone = fewer.size == 1

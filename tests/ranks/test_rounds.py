@@ -27,9 +27,8 @@ from mpitrain.config import read_config
 from mpitrain.data import ArrayData
 from mpitrain.job.worlds import make_world
 from mpitrain.optim import SGD, LossScale
-from mpitrain.state.resume import add_up
 
-from .common import assert_same_bits, skip_alone
+from .common import added_up, assert_same_bits, skip_alone
 from .placements import placed
 from .rounds_by_hand import EVERY, KINDS, STEPS, Expected, all_bits, assert_close, flat, kinds, streaming
 from .test_data_balance import Pretend
@@ -213,8 +212,7 @@ def taken_back_by_others(strategy: StreamingDiLoCo, model: ArrayFunction, there:
     again.begin(there, resumed)
     again.restore(state)
     resumed.restore(saved)
-    total: dict[str, Any] = {}
-    add_up(total, own)
+    total = added_up([own])
     again.restore_own(total)
     again.end_run()
     return again, resumed

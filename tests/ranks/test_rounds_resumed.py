@@ -19,7 +19,7 @@ from mpitrain.state.resume import add_up
 from mpitrain.strategies import Strategy
 
 from .checkpoints import flip_a_bit
-from .common import assert_same_bits, skip_alone
+from .common import added_up, assert_same_bits, skip_alone
 from .rounds_by_hand import EVERY, KINDS, OUTER_MOMENTUM, OUTER_RATE, Expected, assert_close, flat, kinds, streaming
 from .test_strategies import adapter, count_of, one_step, samples, train, values
 from .trainings import Record, bits, builder, ran
@@ -37,9 +37,7 @@ def test_one_rank_goes_on_from_all(world: World, kind: str, done: int) -> None:
     train(world, strategy, model, range(done))
     for _ in range(done):
         expected.step()
-    total: dict[str, Any] = {}
-    for part in world.allgather(strategy.own_state()):
-        add_up(total, part)
+    total = added_up(world.allgather(strategy.own_state()))
     state, saved = world.broadcast_object((strategy.state(), model.state()))
     strategy.close()
 
@@ -151,8 +149,7 @@ def test_one_rank_hands_its_round_to_all(world: World, shared: Path, kind: str) 
         assert own == {}
         assert_close(flat(resumed), expected.own[0])
     else:
-        total: dict[str, Any] = {}
-        add_up(total, own)
+        total = added_up([own])
         again.restore_own(total if world.is_root else {})
         assert_close(flat(resumed), expected.common)
         again.end_run()

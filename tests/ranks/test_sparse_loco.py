@@ -16,10 +16,9 @@ from mpitrain.errors import ConfigError, MismatchError, NonFiniteError
 from mpitrain.job.worlds import make_world
 from mpitrain.optim import SGD
 from mpitrain.reducer.exchange import make_exchange
-from mpitrain.state.resume import add_up
 from mpitrain.strategies import Strategy
 
-from .common import assert_same_bits, error_on_all, first_ranks, skip_alone
+from .common import added_up, assert_same_bits, error_on_all, first_ranks, skip_alone
 from .placements import PLACEMENTS, placed
 from .test_gathered import Counting
 from .walks import EVERY, SAMPLES, Walk, kept, shares
@@ -198,9 +197,7 @@ def test_what_was_kept_goes_on_with_fewer_ranks(world: World, size: int, is_midd
     gone = mean * (1.5 if is_middle else 1)
     if is_middle:
         walk.step(strategy, SAMPLES[world.rank], w=distance)
-    total: dict[str, Any] = {}
-    for part in world.allgather(strategy.own_state()):
-        add_up(total, part)
+    total = added_up(world.allgather(strategy.own_state()))
     state, saved = world.broadcast_object((strategy.state(), walk.model.state()))
     strategy.close()
     there = first_ranks(world, size)
