@@ -27,6 +27,8 @@ def run(folder: Path, arguments: Sequence[str]) -> int:
     os.sched_yield = functools.partial(time.sleep, NAP_SECONDS)
     if (folder.name, world.size) != COMPILES or "not nightly" in arguments:
         os.environ["NUMBA_DISABLE_JIT"] = "1"
+    # No test on ranks needs one, and to load those that are installed takes a second of CPU.
+    os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
     if world.rank:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         arguments = [argument for argument in arguments if not argument.startswith("--junit-xml")]
