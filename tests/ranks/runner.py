@@ -27,13 +27,13 @@ def run(folder: Path, arguments: Sequence[str]) -> int:
     os.sched_yield = functools.partial(time.sleep, NAP_SECONDS)
     if (folder.name, world.size) != COMPILES or "not nightly" in arguments:
         os.environ["NUMBA_DISABLE_JIT"] = "1"
-    # No test on ranks needs one, and to load those that are installed takes a second of CPU.
+    # To load all plugins of pytest that are installed takes a rank a second of CPU.
     os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
     if world.rank:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         arguments = [argument for argument in arguments if not argument.startswith("--junit-xml")]
     # A folder for each rank: in pytest's usual one the ranks would clear away each other's files.
     with tempfile.TemporaryDirectory() as base:
-        options = ["-p", "no:cacheprovider", "--color=no", "-q", f"--basetemp={base}/base"]
+        options = ["-p", "pytest_timeout", "-p", "no:cacheprovider", "--color=no", "-q", f"--basetemp={base}/base"]
         paths = [argument for argument in arguments if argument.startswith("tests/")]
         return int(pytest.main([*([] if paths else [str(folder)]), *options, *arguments]))
