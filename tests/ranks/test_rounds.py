@@ -145,7 +145,7 @@ class Rebuild(Hook):
 
 
 @kinds
-@pytest.mark.parametrize("is_shared", [False, True])
+@pytest.mark.parametrize("is_shared", [pytest.param(False, marks=pytest.mark.nightly), True])
 def test_a_round_goes_on_in_another_world(world: World, kind: str, is_shared: bool) -> None:
     """Bit for bit, also if `build` always returns the same model."""
     made: list[Any] = []

@@ -185,7 +185,7 @@ def test_a_flight_is_taken_back_by_another_schedule(world: World) -> None:
     again.close()
 
 
-@pytest.mark.parametrize("last", [4, 8])
+@pytest.mark.parametrize("last", [4, pytest.param(8, marks=pytest.mark.nightly)])
 @kinds
 def test_parts_that_nobody_can_read(
     world: World, shared: Path, capfd: pytest.CaptureFixture[str], kind: str, last: int
