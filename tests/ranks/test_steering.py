@@ -116,6 +116,20 @@ def test_one_rank_hears_and_all_obey(world: World, tunables: Tunables) -> None:
     assert one.value == 0.75
 
 
+def test_orders_that_come_together_are_obeyed_in_their_order(world: World, tunables: Tunables) -> None:
+    """Rank 0 has heard of the second one, and the last rank of the first one."""
+    skip_alone(world)
+    one = tunables.declare("dropout", 0.1)
+    first, second = (
+        {2: (rank, {"number": number, "kind": "set", "name": "dropout", "value": value})}
+        for rank, number, value in ((world.size - 1, 1, "0.5"), (0, 2, "0.75"))
+    )
+    told = Told(second)
+    Trainer(builder(60, 20), [StopAtStep(4), Told(first), told]).run()
+    assert told.texts == ["3 told ada on lab1 1.5: dropout is 0.5", "3 told ada on lab1 1.5: dropout is 0.75"]
+    assert one.value == 0.75
+
+
 def test_what_was_told_before_a_restart(world: World, tunables: Tunables) -> None:
     """The launcher gives the orders of tries before to the ranks: each is applied after the same step, once."""
     common = {"of": "1a2b", "kind": "rate", "teller": "ada on lab1", "at": 1.5}
