@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from functools import lru_cache
 from typing import Any
 
@@ -13,6 +13,7 @@ from mpi4py import MPI
 from mpitrain import World
 from mpitrain.errors import MpitrainError
 from mpitrain.job.worlds import make_world
+from mpitrain.state.resume import add_up
 from mpitrain.world.shard import part_of
 
 
@@ -109,3 +110,11 @@ def mean_bound(dtype: numpy.dtype, size: int, magnitude: numpy.ndarray) -> numpy
     for the terms of second order. Below the normal numbers roundings are absolute.
     """
     return (size + 2) * unit_roundoff(dtype) * magnitude + size * smallest(dtype)
+
+
+def added_up(parts: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+    """What belongs to single ranks, as one rank takes it over."""
+    total: dict[str, Any] = {}
+    for part in parts:
+        add_up(total, part)
+    return total

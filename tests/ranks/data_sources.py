@@ -48,6 +48,7 @@ def stream(epoch: int) -> Iterator[Any]:
 
 SOURCES: dict[str, Callable[..., Any]] = {
     "arrays": lambda world, **options: ArrayData(world, arrays(), **options),
+    "in order": lambda world, **options: ArrayData(world, arrays(), shuffle=False, **options),
     "items": lambda world, **options: MapData(world, Table(False), **options),
     "batches": lambda world, **options: MapData(world, Table(True), by_array=True, **options),
     "stream": lambda world, **options: StreamData(world, stream, **options),
@@ -61,6 +62,8 @@ def expected_steps(source: str, augment: bool, steps: int = STEPS) -> list[list[
     for epoch in range(steps):
         if "stream" in source:
             order = numpy.roll(numpy.arange(COUNT), epoch).tolist()
+        elif source == "in order":
+            order = list(range(COUNT))
         else:
             order = permuted(numpy.arange(COUNT), COUNT, (SEED, epoch)).tolist()
         places = order if "stream" not in source else range(COUNT)

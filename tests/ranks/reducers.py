@@ -83,7 +83,4 @@ def reducer(request: pytest.FixtureRequest, world: World) -> GradientReducer:
     return GradientReducer(world, PARAMETERS, bucket_bytes=request.param)
 
 
-# -- what else goes on meanwhile --------------------------------------------------------------------------------
-
-
 PIECES = [Parameter(f"piece {number}", (20_000,), FLOAT32) for number in range(6)]

@@ -34,7 +34,11 @@ KINDS: dict[str, tuple[Callable[[], Strategy], int, int, float]] = {
     "parts, late": (lambda: streaming(3, 2, 0.5), 3, 2, 0.5),
     "parts, as late as possible": (lambda: streaming(2, EVERY, 0.0), 2, EVERY, 0.0),
 }
-kinds = pytest.mark.parametrize("kind", KINDS)
+# Of the others, CI has what they are made of.
+DEAR = ("parts", "one late")
+kinds = pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=pytest.mark.nightly if kind in DEAR else ()) for kind in KINDS]
+)
 
 
 def flat(model: ArrayFunction) -> numpy.ndarray:

@@ -54,7 +54,12 @@ def gradient(length: int, rank: int, number: int) -> numpy.ndarray:
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 @pytest.mark.parametrize("lengths", LENGTHS, ids=str)
-def test_it_is_that_of_one_process(world: World, lengths: tuple[int, ...], dtype: numpy.dtype) -> None:
+def test_it_is_that_of_one_process(
+    world: World, lengths: tuple[int, ...], dtype: numpy.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where a long tensor is made in several blocks."""
+    if len(lengths) > 5:
+        monkeypatch.setattr(module, "_AT_ONCE", 10)
     of_ranks = [
         [gradient(length, rank, number).astype(dtype) for number, length in enumerate(lengths)]
         for rank in range(world.size)
@@ -82,21 +87,6 @@ def test_each_tensor_has_its_own_products(world: World) -> None:
     adasum(world, flat, [3, 7])
     expected = [3.0, -1.0, 0.5, *(2.0 ** numpy.arange(7) * (numpy.arange(7) < world.size))]
     numpy.testing.assert_array_equal(flat, expected)
-
-
-def test_two_ranks_have_the_bits_of_the_formula(world: World) -> None:
-    """Products of small integers are exact, so nothing is left to the order of the sums."""
-    if world.size != 2:
-        pytest.skip("with more ranks, the products of the next combination are rounded")
-    vectors = [(numpy.arange(1001) * (3 + rank) % 11 - 5.0).tolist() for rank in range(2)]
-    flat = numpy.array(vectors[world.rank])
-    adasum(world, flat, [flat.size])
-    assert flat.tolist() == two(*vectors)
-
-
-def test_blocks_of_a_long_tensor(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_AT_ONCE", 10)
-    test_it_is_that_of_one_process(world, (7, 0, 500, 1, 33, 400), numpy.dtype("float32"))
 
 
 def test_gradients_that_are_not_finite(world: World) -> None:

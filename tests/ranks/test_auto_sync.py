@@ -1,4 +1,4 @@
-"""AutoSync, and compression=auto, on ranks that are each a node of its own. Ranks are told how long steps took."""
+"""AutoSync, and compression=auto, on ranks that are each a node of its own; they are told how long steps took."""
 
 from __future__ import annotations
 
@@ -10,19 +10,21 @@ import numpy
 import pytest
 
 from mpitrain import ArrayFunction, AutoSync, Hook, Parts, StopAtStep, Sync, Trainer, World
+from mpitrain.allreduce.select import choices
 from mpitrain.data import ArrayData
 from mpitrain.errors import ConfigError, LostRankError, MismatchError
 from mpitrain.forecast.ways import ExchangeWay
 from mpitrain.optim import SGD
 from mpitrain.profile import Profile
+from mpitrain.reducer.exchange import make_exchange
 from mpitrain.state.names import host_copy
-from mpitrain.state.resume import add_up
 from mpitrain.strategies.chooser import StepMedians
 from mpitrain.strategies.choosing_reducer import ChoosingReducer
 from mpitrain.training.run_event import RunEvent
 
-from .common import assert_equal, assert_same_bits, error_on_all, first_ranks, skip_alone
+from .common import added_up, assert_equal, assert_same_bits, error_on_all, first_ranks, skip_alone
 from .placements import placed
+from .trainings import ran
 
 COUNT = 2**16 + 3  # 256 KiB, and no multiple of the ranks
 # bf16 makes 1 of it. What is left out must come into a later mean.
@@ -86,21 +88,42 @@ def assert_all_went(world: World, model: ArrayFunction, steps: int, *, bound: fl
 def test_a_faster_codec_is_taken_and_said(
     world: World, make: Callable[[], Sync], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """To hooks, too. What it has left out is sent where a later run has no codec."""
     skip_alone(world)
     told(monkeypatch, 0.15, 0.05)
-    strategy, model = make(), constant(world)
-    strategy.begin(of_nodes(world, compression="none" if isinstance(strategy, AutoSync) else "auto"), model)
+    events: list[RunEvent] = []
+
+    class Heard(Hook):
+        def went_on(self, trainer: Trainer, event: RunEvent) -> None:
+            events.append(event)
+
+    def build(own: World) -> Parts:
+        return Parts(constant(own), make(), ArrayData(own, numpy.zeros((own.size, 1)), global_batch=own.size))
+
+    compression = "auto" if make is Sync else "none"
     capsys.readouterr()
-    make_steps(strategy, model, 27)
-    assert way_of(strategy) == BF16
-    ((step, text),) = strategy.changes()
-    assert step == 25
-    assert text.startswith("bf16 instead of none: 50 ms instead of 150 ms a step (predicted ")
-    assert strategy.changes() == []
-    assert set(world.allgather(text)) == {text}
-    assert capsys.readouterr().out == (f"mpitrain: step 25: {text}\n" if world.is_root else "")
-    assert_all_went(world, model, 27, bound=2.0**-8 / 27)
-    strategy.close()
+    trainer = ran(build, [StopAtStep(27), Heard()], of_nodes(world, compression=compression))
+    assert way_of(trainer.strategy) == BF16
+    (event,) = events
+    assert (event.after_step, event.source, event.num_ranks, event.seconds) == (25, "auto", world.size, 0.0)
+    assert event.text.startswith("bf16 instead of none: 50 ms instead of 150 ms a step (predicted ")
+    assert trainer.strategy.changes() == []
+    assert set(world.allgather(event.text)) == {event.text}
+    said = f"mpitrain: step 25: {event.text}\n"
+    assert capsys.readouterr().out.count(said) == world.is_root
+    assert_all_went(world, trainer.adapter, 27, bound=2.0**-8 / 27)
+
+    own, saved = trainer.strategy.own_state(), host_copy(trainer.adapter.state())
+    assert own["residual"]["w"].any()
+    again, other = AutoSync(), constant(world)
+    again.begin(of_nodes(world), other)
+    again.restore({})
+    other.restore(saved)
+    again.restore_own(own)
+    make_steps(again, other, 1)
+    assert_all_went(world, other, 28, bound=2e-6)
+    for strategy in (again, trainer):
+        strategy.close()
 
 
 @pytest.mark.parametrize("codec", ["bf16", "top_k:0.1"])
@@ -114,7 +137,9 @@ def test_a_profile_that_lies(world: World, monkeypatch: pytest.MonkeyPatch, code
     there = of_nodes(world).replaced(profile=lie, hosts=names)
     strategy, model = AutoSync(codecs=[codec]), constant(world)
     strategy.begin(there, model)
-    make_steps(strategy, model, 14)
+    for _ in range(2):
+        make_steps(strategy, model, 7)
+        assert len(set(world.allgather(way_of(strategy)))) == 1
     assert way_of(strategy) == ExchangeWay("auto", codec)
     make_steps(strategy, model, 6)
     assert way_of(strategy) == BASE
@@ -122,19 +147,6 @@ def test_a_profile_that_lies(world: World, monkeypatch: pytest.MonkeyPatch, code
     assert step == 18
     assert text.startswith(f"none again: {codec} was tried since step 13, 150 ms instead of 30 ms a step")
     assert_all_went(world, model, 20, bound=2e-6)
-    strategy.close()
-
-
-def test_algorithms_and_buckets(world: World) -> None:
-    """By the clock: whatever it says, all ranks take the same ways, and every mean is applied."""
-    skip_alone(world)
-    strategy, model = AutoSync(), constant(world)
-    strategy.begin(of_nodes(world), model)
-    for _ in range(8):
-        make_steps(strategy, model, 5)
-        assert len(set(world.allgather(way_of(strategy)))) == 1
-        assert way_of(strategy).codec == "none"
-    assert_all_went(world, model, 40, bound=2e-6)
     strategy.close()
 
 
@@ -164,9 +176,7 @@ def test_a_resume(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     assert again.state()["choice"]["steps"] == 28
     again.close()
 
-    total: dict[str, Any] = {}
-    for part in world.allgather(own):
-        add_up(total, part)
+    total = added_up(world.allgather(own))
     fewer = first_ranks(world, world.size - 1)
     if fewer is not None:
         alone = fewer.size == 1
@@ -206,24 +216,6 @@ def test_a_resume_with_other_settings(world: World, setting: dict[str, Any], exp
     strategy.close()
 
 
-def test_a_resume_without_the_codec_of_the_checkpoint(world: World) -> None:
-    skip_alone(world)
-    first, model = Sync(), constant(world)
-    first.begin(of_nodes(world, compression="bf16"), model)
-    make_steps(first, model, 3)
-    own, saved = first.own_state(), host_copy(model.state())
-    assert own["residual"]["w"].any()
-    first.close()
-    again, other = AutoSync(), constant(world)
-    again.begin(of_nodes(world), other)
-    again.restore({})
-    other.restore(saved)
-    again.restore_own(own)
-    make_steps(again, other, 1)
-    assert_all_went(world, other, 4, bound=2e-6)
-    again.close()
-
-
 def test_a_change_that_ends_in_the_middle(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     """As by a lost rank. The old way is left, the new one is not made: a recovery finds what is left to send."""
     skip_alone(world)
@@ -245,28 +237,6 @@ def test_a_change_that_ends_in_the_middle(world: World, monkeypatch: pytest.Monk
             reducer._change(BASE)
     assert_equal(strategy.own_state()["carried"]["w"], left)
     strategy.close()
-
-
-class Heard(Hook):
-    def __init__(self) -> None:
-        self.events: list[RunEvent] = []
-
-    def went_on(self, trainer: Trainer, event: RunEvent) -> None:
-        self.events.append(event)
-
-
-def test_hooks_hear_of_a_change(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    skip_alone(world)
-    told(monkeypatch, 0.15, 0.05)
-    heard = Heard()
-
-    def build(own: World) -> Parts:
-        return Parts(constant(own), Sync(), ArrayData(own, numpy.zeros((own.size, 1)), global_batch=own.size))
-
-    Trainer(build, [StopAtStep(27), heard], of_nodes(world, compression="auto")).run()
-    (event,) = heard.events
-    assert (event.after_step, event.source, event.num_ranks, event.seconds) == (25, "auto", world.size, 0.0)
-    assert event.line().startswith("after step 25: bf16 instead of none: ")
 
 
 def test_where_nothing_can_be_chosen(world: World, capsys: pytest.CaptureFixture[str]) -> None:
@@ -305,3 +275,35 @@ def test_a_setting_and_an_argument(world: World) -> None:
         assert "codecs none, bf16" in text
     with pytest.raises(ConfigError, match="there is no codec 'int3'"):
         AutoSync(codecs=["int3"])
+
+
+SLOW_WIRE = Profile("test", 50e-6, 100e6, (), ("a", "b"), (("bf16", 1e9),))
+FAST_WIRE = replace(SLOW_WIRE, bytes_per_second=10e9)
+
+
+def test_what_is_set(world: World) -> None:
+    lines = choices(world.replaced(config=replace(world.config, algorithm="recursive_doubling")))
+    assert lines[1] == "all sizes: recursive_doubling, set by MPITRAIN_ALGORITHM"
+    assert not any(word in line for line in lines for word in ("native", "shared_memory", "predicted"))
+    alone = world.replaced(config=replace(world.config, compression="int8"))
+    assert "compression int8: none, as all ranks are on one node" in choices(alone)
+    if world.size > 1:
+        lines = choices(of_nodes(world, compression="int8"))
+        assert "compression int8; gradients of all sizes go by direct between nodes" in lines
+        assert not any("compression" in line for line in choices(of_nodes(world)))
+
+
+@pytest.mark.parametrize("profile", [SLOW_WIRE, FAST_WIRE, replace(SLOW_WIRE, nodes=())], ids=["slow", "fast", "none"])
+def test_compression_auto_is_what_an_exchange_takes(
+    world: World, profile: Profile, capsys: pytest.CaptureFixture[str]
+) -> None:
+    skip_alone(world)
+    there = of_nodes(world, compression="auto").replaced(profile=profile)
+    (line,) = (line for line in choices(there) if line.startswith("compression"))
+    chosen = line.removeprefix("compression auto: ").split(",")[0].split(";")[0]
+    assert chosen == ("bf16" if profile == SLOW_WIRE else "none")
+    assert line.endswith("; mt.Sync and mt.AutoSync choose while they train, see docs/how-to/low-communication.md")
+    capsys.readouterr()
+    make_exchange(there)
+    if world.is_root:
+        assert f"compression auto: {chosen};" in capsys.readouterr().out

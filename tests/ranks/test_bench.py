@@ -8,6 +8,7 @@ import json
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy
 import pytest
@@ -30,8 +31,8 @@ from mpitrain.forecast.cluster_profile import (
     native_below,
     save_profile,
 )
-from mpitrain.forecast.operations import NO_CODEC, OPERATIONS
-from mpitrain.forecast.rounds import Variant, alternate, measure
+from mpitrain.forecast.operations import OPERATIONS
+from mpitrain.forecast.rounds import Variant, measure
 from mpitrain.profile import fingerprint, from_json, library_name
 from tests.ranks.common import skip_alone
 
@@ -52,8 +53,7 @@ def test_every_algorithm_is_right(world: World) -> None:
     rows = rows_of(world, "--sizes", "8,300001", "--dtypes=float32,bfloat16", "--algorithms=all", "--rounds=1")
     assert len(set(world.allgather(tuple(rows)))) == 1
     for row in rows:
-        assert row.wrong == 0, row
-        assert row.rounds == 1
+        assert (row.wrong, row.rounds) == (0, 1), row
         assert 0 < row.p10_us <= row.time_us <= row.p90_us
         assert row.algbw == pytest.approx(row.size_bytes / row.time_us / 1e3)
         assert row.busbw == pytest.approx(row.algbw * 2 * (world.size - 1) / world.size)
@@ -65,41 +65,35 @@ def test_every_algorithm_is_right(world: World) -> None:
     assert [row.size_bytes for row in rows if (row.algorithm, row.dtype) == ("mpi", "float32")] == [8, 300000]
 
 
-@pytest.mark.parametrize("operation", sorted(set(OPERATIONS) - {"allreduce"}))
-def test_other_operations_are_right(world: World, operation: str) -> None:
-    rows = rows_of(world, "--operation", operation, "--sizes", "64,300001", "--dtypes=float32,bfloat16", "--rounds=1")
+OTHERS = sorted(set(OPERATIONS) - {"allreduce"})
+
+
+@pytest.mark.parametrize("operation", OTHERS)
+def test_other_operations_are_right(world: World, operation: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And what they get wrong is counted: one element in each of a round and 2 warm-up rounds."""
+    words = ("--operation", operation, "--sizes", "64,300001", "--dtypes=float32,bfloat16", "--rounds=1")
+    rows = rows_of(world, *words)
     assert {row.algorithm for row in rows} == {"mpi", "mpitrain"}
     for row in rows:
         assert row.wrong == 0, row
         assert row.busbw == pytest.approx(row.algbw * OPERATIONS[operation].busbw_factor(world.size))
-        itemsize = numpy.dtype("float32").itemsize if row.dtype == "float32" else 2
+        itemsize = 4 if row.dtype == "float32" else 2
         parts = world.size if OPERATIONS[operation].is_split else 1
         assert row.count * parts * itemsize == row.size_bytes
-
-
-@pytest.mark.parametrize("operation", sorted(set(OPERATIONS) - {"allreduce"}))
-def test_what_other_operations_get_wrong_is_counted(
-    world: World, operation: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
     right = getattr(collectives, operation)
 
-    class Off:
-        def __init__(self, world: World, array: numpy.ndarray) -> None:
-            self._handle = right(world, array)
+    def off(world: World, array: numpy.ndarray) -> SimpleNamespace:
+        result = right(world, array).wait()
+        result[-1] += world.rank == world.size - 1
+        return SimpleNamespace(wait=lambda: result)
 
-        def wait(self) -> numpy.ndarray:
-            result = self._handle.wait()
-            result[-1] += world.rank == world.size - 1
-            return result
-
-    monkeypatch.setattr(collectives, operation, Off)
-    rows = rows_of(world, "--operation", operation, "--sizes", "1M", "--rounds", "3")
-    assert {row.algorithm: row.wrong for row in rows} == {"mpi": 0, "mpitrain": 5}
+    monkeypatch.setattr(collectives, operation, off)
+    rows = rows_of(world, "--operation", operation, "--sizes", "1M", "--rounds", "1")
+    assert {row.algorithm: row.wrong for row in rows} == {"mpi": 0, "mpitrain": 3}
 
 
-@pytest.fixture
-def broken(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """An algorithm that adds everything up, but for the last element on rank 0."""
+def test_what_is_wrong_is_counted(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An algorithm adds everything up, but for the last element on rank 0. One refuses this world."""
 
     def make(world: World) -> Sequential:
         def steps(flat: numpy.ndarray, *_: object) -> Iterator[None]:
@@ -111,77 +105,36 @@ def broken(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
         return Sequential(world, "broken", steps)
 
+    skip_alone(world)
     monkeypatch.setitem(ALGORITHMS, "broken", Entry(make))
-    yield
-
-
-def test_what_is_wrong_is_counted(world: World, broken: None) -> None:
-    if world.size == 1:
-        pytest.skip("one rank has nothing to add")
     right, wrong = rows_of(world, "--sizes", "1M", "--algorithms", "broken", "--rounds", "3")
-    assert (right.algorithm, right.wrong) == ("mpi", 0)
-    # One wrong element in each of 3 rounds and 2 warm-up rounds.
-    assert (wrong.algorithm, wrong.wrong) == ("broken", 5)
+    # One wrong element in each of 3 rounds and 2 warm-up rounds. Buffers are filled anew: sums of sums would grow.
+    assert (right.algorithm, right.wrong, wrong.algorithm, wrong.wrong) == ("mpi", 0, "broken", 5)
 
 
-def test_buffers_are_filled_anew(world: World) -> None:
-    """Sums of sums would grow without bound."""
-    options = options_of("--rounds", "4")
-    variants = OPERATIONS["allreduce"].set_up(world, options)(1000, numpy.dtype("float32"))
-    variant = variants["auto", NO_CODEC]
-    assert variant.calls > 1
-    for _ in range(3):
-        variant.prepare()
-        variant.run()
-        assert variant.check() == 0
-    if world.size > 1:
-        variant.run()
-        assert variant.check() > 900 * variant.calls
-
-
-def test_variants_take_turns(world: World) -> None:
+def test_variants_take_turns_and_the_slowest_rank_counts(world: World) -> None:
     order: list[str] = []
-    seen = {
-        name: Variant(lambda name=name: order.append(name), lambda name=name: order.append(f"before {name}"))
-        for name in ("a", "b")
-    }
-    measured = measure(world, seen, 3)
+
+    def variant(name: str, calls: int) -> Variant:
+        def work() -> None:
+            order.append(name)
+            if world.rank == world.size - 1:
+                time.sleep(0.02)
+
+        return Variant(work, lambda: order.append(f"before {name}"), lambda: world.rank, calls=calls)
+
+    measured = measure(world, {"a": variant("a", 1), "b": variant("b", 10)}, 3)
     assert order == [f"{when}{name}" for name in "abbaab" for when in ("before ", "")]
+    assert len(set(world.allgather(tuple(measured["a"].seconds)))) == 1
+    assert min(measured["a"].seconds) >= 0.02
+    assert min(measured["b"].seconds) < min(measured["a"].seconds)  # ten calls share the time of a run
+    assert measured["a"].wrong == 3 * sum(range(world.size))
     assert {len(its.seconds) for its in measured.values()} == {3}
-    assert set(alternate(world, {"x": lambda: None}, 2)) == {"x"}
-
-
-def test_the_slowest_rank_counts(world: World) -> None:
-    def work() -> None:
-        if world.rank == world.size - 1:
-            numpy.ones(20_000_000).sum()
-
-    alone = measure(world, {"x": Variant(work, check=lambda: world.rank)}, 2)["x"]
-    assert min(alone.seconds) > 0.005
-    assert len(set(world.allgather(tuple(alone.seconds)))) == 1
-    assert alone.wrong == 2 * sum(range(world.size))
-
-
-def test_calls_share_the_time_of_a_run(world: World) -> None:
-    def work() -> None:
-        for _ in range(10):
-            numpy.ones(2_000_000).sum()
-
-    measured = measure(world, {"one": Variant(work), "ten": Variant(work, calls=10)}, 5)
-    assert min(measured["ten"].seconds) < min(measured["one"].seconds) / 3
 
 
 @pytest.fixture(scope="module")
 def pairs(world: World) -> Pairs:
     return measure_pairs(world.comm)
-
-
-def test_pairs(world: World, pairs: Pairs) -> None:
-    for table in pairs:
-        values = numpy.array(table)
-        assert values.shape == (world.size, world.size)
-        assert ((values > 0) == ~numpy.eye(world.size, dtype=bool)).all()
-    assert len(set(world.allgather(json.dumps(pairs)))) == 1
 
 
 @pytest.fixture
@@ -242,15 +195,16 @@ def test_the_limit_of_native_between_nodes(world: World, less_is_measured: None)
     assert len(set(world.allgather(limit))) == 1
 
 
-def test_json(world: World, pairs: Pairs) -> None:
-    link = find_link(world)
+def test_json_and_pairs(world: World, pairs: Pairs) -> None:
+    for table in pairs:
+        values = numpy.array(table)
+        assert ((values > 0) == ~numpy.eye(world.size, dtype=bool)).all()
+    assert len(set(world.allgather(json.dumps(pairs)))) == 1
     rows = rows_of(world, "--sizes", "4K", "--rounds", "1")
-    read = json.loads(as_json(world, link, rows, pairs, list(world.hosts)))
+    read = json.loads(as_json(world, find_link(world), rows, pairs, list(world.hosts)))
     assert [Row(**row) for row in read["rows"]] == rows
     assert [field.name for field in dataclasses.fields(Row)] == list(read["rows"][0])
-    assert read["schema"] == 1
-    assert read["hosts"] == list(world.hosts)
-    assert read["ranks_per_node"] == [world.size]
+    assert (read["schema"], read["hosts"], read["ranks_per_node"]) == (1, list(world.hosts), [world.size])
     assert {"mpitrain", "Python", "numpy", "mpi4py", "MPI", "kernel"} <= set(read["versions"])
     assert len(read["point_to_point"]["latency_us"]) == world.size
 

@@ -8,7 +8,6 @@ from collections.abc import Callable
 from typing import Any
 from weakref import WeakKeyDictionary
 
-import ml_dtypes
 import numpy
 import pytest
 
@@ -175,17 +174,11 @@ def test_overlapping_and_waited_for_in_any_order(world: World) -> None:
         expected = sum(pattern(length, rank, seed=length).astype(int) for rank in range(world.size))
         numpy.testing.assert_array_equal(handles[number].wait(), expected)
         assert handles[number].test()
+    while not gathered.test():
+        pass
     assert (gathered.wait()[:, 0] == numpy.repeat(numpy.arange(world.size), 2)).all()
     assert (mean["x"] == (world.size + 1) / 2).all()
     assert text == "a"
-
-
-def test_driven_by_test_alone(world: World) -> None:
-    handles = [collectives.allgather(world, numpy.full(50_000, world.rank + seed)) for seed in range(3)]
-    while not all(handle.test() for handle in handles):
-        pass
-    for seed, handle in enumerate(handles):
-        assert handle.wait()[::50_000].tolist() == [rank + seed for rank in range(world.size)]
 
 
 def test_ranks_may_wait_in_different_places(world: World) -> None:
@@ -231,22 +224,18 @@ def test_a_dropped_handle_still_takes_part(world: World) -> None:
     world.barrier()
 
 
+C = collectives
+# A call of which an odd rank gives something else, and what is then said of it.
 WRONG: dict[str, tuple[Callable[[World, bool], Any], str]] = {
-    "another dtype": (lambda w, odd: collectives.allgather(w, numpy.ones(3, "f4" if odd else "f8")), "float32"),
-    "another shape": (lambda w, odd: collectives.allreduce(w, numpy.ones((2, 5) if odd else (5, 2))), "(2, 5)"),
-    "another rest": (lambda w, odd: collectives.allgather(w, numpy.ones((2, 5 if odd else 4))), "(any length, 5)"),
-    "another length": (lambda w, odd: collectives.reduce_scatter(w, numpy.ones(6 if odd else 5)), "(6,)"),
-    "another root": (lambda w, odd: collectives.broadcast(w, numpy.ones(3), int(odd)), "from rank 1"),
-    "another call": (
-        lambda w, odd: (collectives.allreduce if odd else collectives.reduce_scatter)(w, numpy.ones(3)),
-        "collectives.allreduce",
-    ),
-    "another alltoall": (
-        lambda w, odd: collectives.alltoall(w, [numpy.ones((1, 2 if odd else 3))] * w.size),
-        "(any length, 2)",
-    ),
-    "a call of the world": (
-        lambda w, odd: w.begin_agreement("barrier") if odd else collectives.allgather(w, numpy.ones(3)),
+    "another dtype": (lambda w, odd: C.allgather(w, numpy.ones(3, "f4" if odd else "f8")), "float32"),
+    "another shape": (lambda w, odd: C.allreduce(w, numpy.ones((2, 5) if odd else (5, 2))), "(2, 5)"),
+    "another rest": (lambda w, odd: C.allgather(w, numpy.ones((2, 5 if odd else 4))), "(any length, 5)"),
+    "another length": (lambda w, odd: C.reduce_scatter(w, numpy.ones(6 if odd else 5)), "(6,)"),
+    "another root": (lambda w, odd: C.broadcast(w, numpy.ones(3), int(odd)), "from rank 1"),
+    "another call": (lambda w, odd: (C.allreduce if odd else C.reduce_scatter)(w, numpy.ones(3)), "s.allreduce"),
+    "another rest of one": (lambda w, odd: C.alltoall(w, [numpy.ones((1, 3 - odd))] * w.size), "(any length, 2)"),
+    "no call of its own": (
+        lambda w, odd: w.begin_agreement("barrier") if odd else C.allgather(w, numpy.ones(3)),
         "barrier",
     ),
 }
@@ -296,11 +285,3 @@ def test_wrong_arguments(world: World) -> None:
     if world.size > 1:
         with pytest.raises(TreeError, match=r"rank 1 is float32 \(any length\), that for rank 0 float64"):
             collectives.alltoall(world, [numpy.ones(1), *[numpy.ones(1, "f4")] * (world.size - 1)])
-
-
-def test_infinities_and_nan_pass(world: World) -> None:
-    values = numpy.array([numpy.inf, -numpy.inf, numpy.nan, 65504], numpy.float16)
-    result = collectives.allreduce(world, values).wait()
-    expected = [numpy.inf, -numpy.inf, numpy.nan, 65504 if world.size == 1 else numpy.inf]
-    numpy.testing.assert_array_equal(result, numpy.array(expected, numpy.float16))
-    assert collectives.allgather(world, values.astype(ml_dtypes.bfloat16)).wait().size == 4 * world.size

@@ -8,7 +8,7 @@ import numpy
 import pytest
 
 from mpitrain import World
-from mpitrain.compression import CODECS, make_codec, names
+from mpitrain.compression import CODECS, names
 from mpitrain.config import Config
 from mpitrain.errors import ConfigError, DataError, MismatchError, NonFiniteError
 from mpitrain.profile import DEFAULT
@@ -20,7 +20,7 @@ from mpitrain.reducer.slot import Slot
 from .common import assert_same_bits, error_on_all, skip_alone
 from .placements import PLACEMENTS, placed
 
-LENGTHS = (0, 1, 2, 7, 255, 1000, 100_003)
+LENGTHS = (0, 1, 2, 7, 1000, 30_003)
 FLOAT32 = numpy.dtype(numpy.float32)
 WHOLE = slice(None)
 
@@ -114,6 +114,7 @@ def test_what_is_left_out_comes_later(there: World, codec: str, length: int) -> 
 
 
 def test_values_that_fit_are_exact(there: World, codec: str) -> None:
+    """A rank of weight 0 hands in nothing, and NaN does not stay. Gradients of float64 are refused."""
     exchange = CompressedExchange(there, codec)
     slot = exchange.allocate(10_000, FLOAT32)
     flat = slot.flat
@@ -122,12 +123,10 @@ def test_values_that_fit_are_exact(there: World, codec: str) -> None:
     assert values.any()
     assert (flat == values * there.size).all()
     assert not slot.left_out().any()
-
-
-def test_not_a_number_does_not_stay(there: World, codec: str) -> None:
-    exchange = CompressedExchange(there, codec)
-    slot = exchange.allocate(10_000, FLOAT32)
-    flat = slot.flat
+    flat[:] = numpy.nan if there.rank else that_fits(codec, exact_value(codec, 1), flat.size)
+    expected = there.broadcast(flat.copy())
+    exchange.mean(slot, WHOLE, 0.0 if there.rank else 1.0).wait()
+    assert (flat == expected).all()
     flat[:] = 1.0
     if there.rank == there.size - 1:
         flat[1234] = numpy.nan
@@ -137,16 +136,9 @@ def test_not_a_number_does_not_stay(there: World, codec: str) -> None:
     flat[:] = 1.0
     exchange.mean(slot, WHOLE, 1.0).wait()
     assert numpy.isfinite(flat).all()
-
-
-def test_a_rank_of_weight_0_hands_in_nothing(there: World, codec: str) -> None:
-    exchange = CompressedExchange(there, codec)
-    slot = exchange.allocate(300, FLOAT32)
-    flat = slot.flat
-    values = that_fits(codec, exact_value(codec, 1), flat.size)
-    flat[:] = numpy.nan if there.rank else values
-    exchange.mean(slot, WHOLE, 0.0 if there.rank else 1.0).wait()
-    assert (flat == values).all()
+    with pytest.raises(ConfigError, match="gradients of float64") as caught:
+        exchange.allocate(3, numpy.dtype(numpy.float64))
+    assert caught.value.known_everywhere
 
 
 def test_parts_of_a_buffer_keep_what_is_theirs(there: World, codec: str) -> None:
@@ -198,39 +190,24 @@ def test_goes_on_from_what_was_left_out(there: World, codec: str) -> None:
 
 def test_only_its_own_slots(there: World, codec: str) -> None:
     """The residual of any other buffer would be lost: over four steps the result would be 0.0 instead of 2.0."""
-    exchange, another = CompressedExchange(there, codec), CompressedExchange(there, codec)
-    slot, foreign = exchange.allocate(4, FLOAT32), another.allocate(4, FLOAT32)
+    exchanges = [CompressedExchange(there, codec), CompressedExchange(there, codec), PlainExchange(there)]
+    slot, foreign, plain = (one.allocate(4, FLOAT32) for one in exchanges)
+    values = numpy.array([127, 0.25, 127, 0.25], numpy.float32)
+    allowed = r"allowed are the slots"
+    for exchange in (exchanges[0], exchanges[2]):
+        for wrong, text in ((values, "an object of type ndarray"), (foreign, "a slot of another exchange")):
+            with pytest.raises(ValueError, match=f"{there.name()}: mean.. was given {text}; {allowed}"):
+                exchange.mean(wrong, WHOLE, 1.0)  # type: ignore[arg-type]
+    assert plain.left_out() is None
     came_out = numpy.zeros(4)
     for _ in range(4):
-        values = numpy.array([127, 0.25, 127, 0.25], numpy.float32)
-        for wrong, text in ((values, "an object of type ndarray"), (foreign, "a slot of another exchange")):
-            with pytest.raises(ValueError, match=f"{there.name()}: mean.. was given {text}; allowed are the slots"):
-                exchange.mean(wrong, WHOLE, 1.0)  # type: ignore[arg-type]
         slot.flat[:] = values
-        exchange.mean(slot, WHOLE, 1.0).wait()
+        exchanges[0].mean(slot, WHOLE, 1.0).wait()
         came_out += slot.flat
     kept = there.sum(slot.left_out().astype(numpy.float64))
     assert (came_out + kept == 4 * there.size * values).all()  # sums of quarters: exact
     if codec == "int8" and there.size == 2:
         assert came_out.tolist() == [1016, 2, 1016, 2]
-
-
-def test_a_plain_exchange_takes_its_own_slots_only(there: World) -> None:
-    exchange, another = PlainExchange(there), PlainExchange(there)
-    slot, foreign = exchange.allocate(3, FLOAT32), another.allocate(3, FLOAT32)
-    for wrong in (slot.flat, foreign):
-        with pytest.raises(ValueError, match="allowed are the slots that allocate"):
-            exchange.mean(wrong, WHOLE, 1.0)  # type: ignore[arg-type]
-    slot.flat[:] = there.rank + 1
-    exchange.mean(slot, WHOLE, 1.0).wait()
-    assert (slot.flat == there.size * (there.size + 1) / 2).all()
-    assert slot.left_out() is None
-
-
-def test_only_float32(there: World, codec: str) -> None:
-    with pytest.raises(ConfigError, match="gradients of float64") as caught:
-        CompressedExchange(there, codec).allocate(3, numpy.dtype(numpy.float64))
-    assert caught.value.known_everywhere
 
 
 def test_the_setting(world: World, capfd: pytest.CaptureFixture[str]) -> None:
@@ -240,6 +217,10 @@ def test_the_setting(world: World, capfd: pytest.CaptureFixture[str]) -> None:
         assert isinstance(make_exchange(there.replaced(config=Config(compression=name))), CompressedExchange)
     with pytest.raises(ConfigError, match=f"known: {', '.join(names())}, auto, none"):
         make_exchange(there, compression="int9")
+    if world.size > 1:
+        mine = "bf16" if world.rank == world.size - 1 else "none"
+        text = error_on_all(world, MismatchError, lambda: make_exchange(world, compression=mine))
+        assert f"{world.name(world.size - 1)}: compression bf16; {world.name(0)}: compression none" in text
     with pytest.raises(ConfigError, match="leave out algorithm=ring"):
         make_exchange(there, "ring", "int8")
     capfd.readouterr()
@@ -253,18 +234,6 @@ def test_the_setting(world: World, capfd: pytest.CaptureFixture[str]) -> None:
         said = capfd.readouterr().out
         assert "compression auto: none; the network is not known" in said
         assert f"compression auto: bf16; {world.size} nodes, 117 MB/s between them" in said
-
-
-def test_another_one_on_another_rank(world: World) -> None:
-    skip_alone(world)
-    mine = "bf16" if world.rank == world.size - 1 else "none"
-    text = error_on_all(world, MismatchError, lambda: make_exchange(world, compression=mine))
-    assert f"{world.name(world.size - 1)}: compression bf16; {world.name(0)}: compression none" in text
-
-
-def test_codecs_are_made_for_this_process() -> None:
-    for name in CODECS:
-        assert make_codec(name).name == name
 
 
 @pytest.mark.parametrize("codec", [name for name in sorted(CODECS) if CODECS[name](False).may_overflow])

@@ -13,14 +13,9 @@ import pytest
 from mpitrain import World
 from mpitrain.data import ArrayData, MapData, Prefetch, StreamData
 from mpitrain.data.shares import split
-from mpitrain.errors import (
-    ConfigError,
-    DataError,
-    MismatchError,
-    MpitrainError,
-)
+from mpitrain.errors import ConfigError, DataError, MismatchError, MpitrainError
 
-from .common import error_on_all, skip_alone
+from .common import error_on_all, named_ranks, skip_alone
 from .data_sources import (
     COUNT,
     GLOBAL_BATCH,
@@ -35,9 +30,7 @@ from .data_sources import (
     put_together,
     stream,
 )
-from .trainings import (
-    samples_of,
-)
+from .trainings import samples_of
 
 
 def noisy(sample: Any, random: numpy.random.Generator) -> Any:
@@ -125,20 +118,6 @@ def test_arrays_in_files_are_those_in_memory(world: World, shared: Path) -> None
     world.barrier()
 
 
-def test_a_file_that_is_cut_short_is_an_error_on_all_ranks(world: World, shared: Path) -> None:
-    if world.is_root:
-        numpy.save(shared / "x.npy", numpy.zeros((100, 50)))
-        with (shared / "x.npy").open("r+b") as file:
-            file.truncate(3000)
-    world.barrier()
-
-    def load() -> None:
-        with world.together("map the data"):
-            numpy.load(shared / "x.npy", mmap_mode="r")
-
-    assert "map the data: ValueError: mmap length is greater than file size" in error_on_all(world, MpitrainError, load)
-
-
 def test_augmentation_cannot_change_the_data_set(world: World) -> None:
     def spoil(sample: Any, random: numpy.random.Generator) -> Any:
         sample[1][:] = -7
@@ -162,17 +141,6 @@ def test_an_error_in_augment_names_the_sample(world: World) -> None:
     assert data.state() == before
 
 
-# -- what cannot be used ----------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("seed", [-1, 1.0, None])
-@pytest.mark.parametrize("source", SOURCES)
-def test_a_seed_that_is_none(world: World, source: str, seed: Any) -> None:
-    with pytest.raises(ConfigError, match=re.escape(f"seed={seed!r}; it must be an int of at least 0")) as caught:
-        SOURCES[source](world, global_batch=GLOBAL_BATCH, seed=seed)
-    assert caught.value.known_everywhere
-
-
 @pytest.mark.parametrize("source", SOURCES)
 def test_options_of_numpy(world: World, source: str) -> None:
     """A state has to go into a file."""
@@ -180,28 +148,9 @@ def test_options_of_numpy(world: World, source: str) -> None:
     assert json.loads(json.dumps(data.state()))["seed"] == SEED
 
 
-def test_data_sets_of_different_lengths(world: World) -> None:
-    skip_alone(world)
-    samples = list(range(20 + (world.rank == world.size - 1)))
-    text = error_on_all(world, MismatchError, lambda: MapData(world, samples, global_batch=10))
-    assert "21 samples" in text
-    assert "20 samples" in text
-
-
 def test_a_data_set_without_a_length(world: World) -> None:
     text = error_on_all(world, MpitrainError, lambda: MapData(world, iter([1]), global_batch=10))  # type: ignore[arg-type]
     assert text.startswith(f"{world.name(0)}, look at the data set: TypeError: ")
-
-
-def test_too_few(world: World) -> None:
-    skip_alone(world)
-    few = world.size - 1
-    with pytest.raises(DataError, match=f"has {few} samples for {world.size} ranks"):
-        MapData(world, list(range(few)), global_batch=10)
-    with pytest.raises(DataError, match=f"has {few} samples for {world.size} ranks"):
-        StreamData(world, stream, global_batch=10, num_samples=few)
-    with pytest.raises(ConfigError, match=f"global_batch={few} for {world.size} ranks"):
-        StreamData(world, stream, global_batch=few)
 
 
 @pytest.mark.parametrize("speed", [0.0, -1.0, float("nan"), float("inf")])
@@ -211,3 +160,71 @@ def test_a_speed_that_is_none(world: World, speed: float) -> None:
     text = error_on_all(world, ConfigError, lambda: data.share_out(speed if world.rank == odd else 5.0))
     assert text == f"{world.name(odd)} does {speed} samples/s; it must be finite and above 0"
     assert sum(world.allgather(next(data)[1])) == GLOBAL_BATCH
+
+
+OPTIONS = [{"seed": value} for value in (-1, 1.0, None)] + [{"global_batch": value} for value in (10.0, "10", True)]
+
+
+@pytest.mark.parametrize("option", OPTIONS, ids=str)
+@pytest.mark.parametrize("source", SOURCES)
+def test_options_that_are_no_numbers(world: World, source: str, option: dict[str, Any]) -> None:
+    ((name, value),) = option.items()
+    with pytest.raises(ConfigError, match=re.escape(f"{name}={value!r}; it must be an int")) as caught:
+        SOURCES[source](world, **({"global_batch": GLOBAL_BATCH, "seed": SEED} | option))
+    assert caught.value.known_everywhere
+
+
+@pytest.mark.parametrize(
+    ("arrays", "text"),
+    [
+        (numpy.empty((0, 3)), "the data set has no samples"),
+        ((numpy.zeros(20), numpy.zeros(21)), r"found \[0\] 20, \[1\] 21"),
+        ((numpy.zeros(20), 1.0), r"found \[0\] 20, \[1\] a number"),
+        ({}, "found no arrays"),
+    ],
+    ids=["empty", "unequal", "number", "nothing"],
+)
+def test_arrays_that_cannot_be_used(world: World, arrays: Any, text: str) -> None:
+    with pytest.raises(DataError, match=text) as caught:
+        ArrayData(world, arrays, global_batch=10)
+    assert caught.value.known_everywhere
+
+
+def test_too_few_for_the_ranks(world: World) -> None:
+    skip_alone(world)
+    few = world.size - 1
+    ways: list[Any] = [
+        lambda count, batch: ArrayData(world, numpy.zeros(count), global_batch=batch),
+        lambda count, batch: MapData(world, list(range(count)), global_batch=batch),
+        lambda count, batch: StreamData(world, stream, global_batch=batch, num_samples=count),
+    ]
+    for make in ways:
+        with pytest.raises(DataError, match=f"has {few} samples for {world.size} ranks; start at most {few} ranks"):
+            make(few, 10)
+        with pytest.raises(ConfigError, match=f"global_batch={few} for {world.size} ranks"):
+            make(100, few)
+        assert make(world.size, world.size).steps_per_epoch == 1
+
+
+@pytest.mark.parametrize(
+    ("other", "text"),
+    [
+        ({"arrays": numpy.zeros((31, 2))}, "the tree float64 (31, 2)"),
+        ({"arrays": numpy.zeros((30, 2), "f4")}, "the tree float32 (30, 2)"),
+        ({"global_batch": 15}, "global_batch=15 seed=0 shuffle=True"),
+        ({"seed": 1}, "global_batch=10 seed=1 shuffle=True"),
+        ({"shuffle": False}, "global_batch=10 seed=0 shuffle=False"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_ranks_with_different_data(world: World, other: dict[str, Any], text: str) -> None:
+    skip_alone(world)
+    for odd in range(world.size):
+        options = {"arrays": numpy.zeros((30, 2)), "global_batch": 10} | (other if world.rank == odd else {})
+        found = error_on_all(world, MismatchError, lambda options=options: ArrayData(world, **options))
+        named, root = named_ranks(world, odd)
+        assert f"{named if odd else root}: {text}; " in found
+    samples = list(range(20 + (world.rank == world.size - 1)))
+    found = error_on_all(world, MismatchError, lambda: MapData(world, samples, global_batch=10))
+    assert "21 samples" in found
+    assert "20 samples" in found

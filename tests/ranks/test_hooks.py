@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -17,7 +18,9 @@ from mpitrain import (
     ArrayFunction,
     Checkpoint,
     EarlyStopping,
+    Evaluation,
     Hook,
+    Log,
     Parts,
     Step,
     StopAfter,
@@ -33,6 +36,8 @@ from mpitrain.optim import SGD
 from tests.added.marked_steps import MarkedSteps
 
 from .common import error_on_all, skip_alone
+from .placements import placed
+from .trainings import Record, builder, ran
 
 
 def build(world: World) -> Parts:
@@ -71,22 +76,14 @@ class Sleep(Hook):
 
 def last_step(world: World, hooks: Sequence[Hook]) -> int:
     """The step at which a run with these hooks ends, the same on every rank."""
-    trainer = Trainer(build, hooks)
-    trainer.run()
+    trainer = ran(build, hooks)
     assert len(set(world.allgather((trainer.step_number, trainer.last_step)))) == 1
     assert trainer.step_number == trainer.last_step
     return trainer.step_number
 
 
 def test_stop_after_a_time(world: World) -> None:
-    begun = time.monotonic()
-    steps = last_step(world, [Sleep(0.002 + 0.002 * world.rank), StopAfter(0.2), StopAtStep(10_000)])
-    assert time.monotonic() - begun >= 0.2
-    assert 1 <= steps <= 100
-
-
-def test_stop_after_a_time_asks_seldom(world: World) -> None:
-    """The steps between two looks at the clock grow to half of what is left."""
+    """The steps between two looks at the clock, of rank 0 alone, grow to half of what is left."""
     looks: list[int] = []
 
     class Counted(StopAfter):
@@ -94,16 +91,21 @@ def test_stop_after_a_time_asks_seldom(world: World) -> None:
             looks.append(number)
             return super()._steps_to_make(number)
 
-    steps = last_step(world, [Sleep(0.001), Counted(0.3)])
+    begun = time.monotonic()
+    steps = last_step(world, [Sleep(0.001 + 0.001 * world.rank), Counted(0.3), StopAtStep(10_000)])
+    assert time.monotonic() - begun >= 0.3
     # Half, and half of the rest, ...: 0.3 s in steps of 1 ms and more are 9 looks; a slow machine makes some more.
     assert len(looks) < 40 if world.is_root else not looks
     assert looks[:1] + looks[-1:] == ([1, steps] if world.is_root else [])
 
 
 def test_the_end_that_comes_first_counts(world: World) -> None:
+    assert last_step(world, [StopAtStep(5), StopAtStep(3), StopAtStep(9)]) == 3
     assert last_step(world, [StopAfter(1e-9), StopAtStep(50)]) == 1
     assert last_step(world, [StopAfter(1e6), StopAtStep(4)]) == 4
     assert last_step(world, [Tell(float), StopWhen("m", at_least=3), StopAtStep(2)]) == 2
+    with pytest.raises(ConfigError, match="nothing ends this run; add the hook StopAtStep"):
+        Trainer(build).run()
 
 
 def test_stop_at_a_metric(world: World, capsys: pytest.CaptureFixture[str]) -> None:
@@ -227,33 +229,74 @@ def test_a_name_is_reported_once(world: World) -> None:
         lambda: EarlyStopping("m", patience=1, goal="least"),
         lambda: EarlyStopping("m", patience=1, margin=-1.0),
         lambda: EarlyStopping("m", patience=1, margin=math.nan),
+        lambda: StopAtStep(0),
+        lambda: Evaluation(0, dict),
+        lambda: Checkpoint("x", 0),
     ],
 )
 def test_values_that_are_not_allowed(make: Callable[[], Hook]) -> None:
-    with pytest.raises(ConfigError, match=r"allowed|give at_least or at_most"):
+    with pytest.raises(ConfigError, match=r"allowed|give at_least or at_most|at least 1"):
         make()
 
 
-def test_hooks_are_closed_also_after_an_error(world: World) -> None:
-    class Fail(Hook):
-        closed = 0
+def test_hooks_are_called_in_order_and_closed_also_after_an_error(world: World) -> None:
+    calls: list[str] = []
+
+    class Note(Hook):
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        def before_run(self, trainer: Trainer) -> None:
+            calls.append(f"{self.name} before {trainer.step_number}")
 
         def after_step(self, trainer: Trainer, step: Step) -> None:
+            calls.append(f"{self.name} step {step.number}")
             if step.number == 2:
                 raise ConfigError("on purpose")
 
+        def after_run(self, trainer: Trainer) -> None:
+            calls.append(f"{self.name} after {trainer.step_number}")
+
         def close(self) -> None:
-            self.closed += 1
+            calls.append(f"{self.name} closed")
 
-    hook = Fail()
+    Trainer(build, [Note("a"), StopAtStep(1), Note("b")]).run()
+    assert calls[:4] == ["a before 0", "b before 0", "a step 1", "b step 1"]
+    assert calls[4:6] == ["a after 1", "b after 1"]
+    assert sorted(calls[6:]) == ["a closed", "b closed"]
+    calls.clear()
     with pytest.raises(ConfigError, match="on purpose"):
-        Trainer(build, [hook, StopAtStep(3)]).run()
-    assert hook.closed == 1
-    last_step(world, [hook, StopAtStep(1)])
-    assert hook.closed == 2
+        Trainer(build, [Note("a"), StopAtStep(3)]).run()
+    assert calls == ["a before 0", "a step 1", "a step 2", "a closed"]
 
 
-# -- every public hook, and a new one ----------------------------------------------------------------------------------
+def test_log_is_on_rank_0_only(world: World, capsys: pytest.CaptureFixture[str]) -> None:
+    """Ranks on several nodes see the overlap, too. An interval leaves only the first and the last step."""
+    record = Record()
+    trainer = Trainer(builder(25, 10), [StopAtStep(4), Log(seconds=0.0), record])
+    trainer.world = placed(world, "alone on each node")
+    trainer.run()
+    Trainer(builder(25, 10), [StopAtStep(6), Log(seconds=1e6)]).run()
+    output = capsys.readouterr()
+    assert output.err == ""
+    if world.rank:
+        assert output.out == ""
+        return
+    pattern = (
+        r"epoch (\d+) step (\d+)/4 \| loss ([\d.]+) \| lr (\S+) \| ([\d,]+) samples/s \| (\d+:\d\d:\d\d) left"
+        r"(?: \| wire ([\d.]+) ms, (\d+)% hidden)?"
+    )
+    lines = output.out.splitlines()
+    found = [re.fullmatch(pattern, line) for line in lines[:4]]
+    assert all(found)
+    assert [(its[1], its[2]) for its in found if its] == [("1", "1"), ("1", "2"), ("1", "3"), ("2", "4")]
+    assert [its[3] for its in found if its] == [f"{step.loss:.4f}" for step in record.steps]
+    assert {its[4] for its in found if its} == {"0.1"}
+    assert found[-1][6] == "0:00:00"
+    shown = [(f"{step.overlap.wire_seconds * 1e3:.1f}", f"{step.overlap.hidden * 100:.0f}") for step in record.steps]
+    assert [(its[7], its[8]) for its in found if its] == (shown if world.size > 1 else [(None, None)] * 4)
+    assert re.findall(r"step (\d+)/6", "".join(lines[4:])) == ["1", "6"]
+
 
 DOCUMENTS = [Path(__file__).parents[2] / "README.md", *sorted((Path(__file__).parents[2] / "docs").rglob("*.md"))]
 HOOKS = [
@@ -286,8 +329,7 @@ def test_every_hook(name: str, holds: Callable[[type[Hook]], None]) -> None:
 def test_a_hook_that_is_added(world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The hook inherits the tests of every hook and of the documents, with their failures."""
     hook = MarkedSteps()
-    trainer = Trainer(build, [StopAtStep(4), hook])
-    trainer.run()
+    trainer = ran(build, [StopAtStep(4), hook])
     assert hook.numbers == [1, 2, 3, 4]
     resumed = MarkedSteps()
     Trainer(build, [resumed]).restore(trainer.state())

@@ -1,18 +1,25 @@
-"""mt.keep: what differs between the ranks is an error on all of them, and not another training on each."""
+"""mt.keep: what differs between the ranks is an error on all of them; and copies in memory of several hosts."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import closing
 from typing import Any
 
 import numpy
 import pytest
 
 import mpitrain as mt
+from keeping import keeper
 from mpitrain import World
 from mpitrain.errors import CheckpointError, ConfigError, MismatchError, MpitrainError
+from mpitrain.launch.kept import KeeperLine
+from mpitrain.state.copies import KeptCopies, state_name
+from mpitrain.state.memory_slot import MemorySlot
+from mpitrain.state.names import split
 
 from .common import error_on_all, named_ranks, skip_alone
+from .placements import placed
 
 
 class Scheduler:
@@ -84,3 +91,16 @@ def test_an_object_with_a_state_is_no_value(world: World, on_all: bool) -> None:
     assert "keep(scheduler=...) was given a Scheduler" in text
     assert "give it without a name to mpitrain.torch.keep" in text
     assert world.sum(1) == world.size
+
+
+def test_hosts_that_have_counted_alike_with_other_states(world: World) -> None:
+    """Each host counts the copies of a step by itself, so equal numbers do not prove equal copies."""
+    with keeper() as name, closing(KeeperLine(name, "try")) as line:
+        slot = MemorySlot()
+        line.keep(state_name(1), [slot.descriptor])
+        slot.write(3, 1, 0, *split({"rank": world.rank, "w": numpy.full(world.rank + 1, world.rank)}))
+        slot.close()
+        copies = KeptCopies(placed(world, "alone on each node"), line, 1)
+        assert copies.version == (3, 1)
+        state = copies.read().state
+    assert world.allgather((state["rank"], state["w"].tolist())) == [(0, [0])] * world.size

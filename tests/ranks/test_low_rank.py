@@ -13,6 +13,7 @@ from mpitrain.reducer.bucket import Parameter
 from mpitrain.reducer.exchange import make_exchange
 from mpitrain.reducer.low_rank import LowRankExchange
 from mpitrain.reducer.reducer import GradientReducer
+from mpitrain.reducer.slot import Slot
 
 from .common import assert_same_bits, error_on_all, skip_alone
 from .placements import PLACEMENTS, placed
@@ -57,15 +58,21 @@ def reference(ranks: int, steps: int, rank: int) -> tuple[numpy.ndarray, numpy.n
     return total, left
 
 
+def summed(there: World, *steps: numpy.ndarray, spec: str = "power_sgd:2", part: slice = slice(None)) -> Slot:
+    """The slot after the sums of these values."""
+    exchange = LowRankExchange(there, spec)
+    slot = exchange.allocate(COUNT, FLOAT32, tensors=TENSORS)
+    for values in steps:
+        slot.flat[:] = values
+        exchange.mean(slot, part, 1.0).wait()
+    return slot
+
+
 @pytest.mark.parametrize("rank", [1, 2, 4])
 @pytest.mark.parametrize("steps", [1, 3])
 def test_sums_are_those_of_the_paper(there: World, rank: int, steps: int) -> None:
     """The space of P is the same however it is made orthogonal, and so are P Q^T and what is left out."""
-    exchange = LowRankExchange(there, f"power_sgd:{rank}")
-    slot = exchange.allocate(COUNT, FLOAT32, tensors=TENSORS)
-    for step in range(steps):
-        slot.flat[:] = inputs(there.rank, step)
-        exchange.mean(slot, slice(None), 1.0).wait()
+    slot = summed(there, *(inputs(there.rank, step) for step in range(steps)), spec=f"power_sgd:{rank}")
     assert_same_bits(there, slot.flat)
     if there.num_nodes == 1:
         expected = sum(inputs(one, steps - 1).astype(float) for one in range(there.size))
@@ -77,23 +84,6 @@ def test_sums_are_those_of_the_paper(there: World, rank: int, steps: int) -> Non
     numpy.testing.assert_allclose(slot.flat, total, rtol=0, atol=2e-4 * there.size)
     numpy.testing.assert_allclose(slot.left_out(), left[there.rank], rtol=0, atol=2e-4 * there.size)
     assert abs(left).max() > 1
-
-
-def test_by_hand(alone: World) -> None:
-    """The example of power_sgd.py: rank r has 2 r + 1 times u v^T. A sum of rank 1 is exact."""
-    u, v = numpy.array([3, 4, 0, 0], numpy.float32), numpy.array([1, 2, 2, 0], numpy.float32)
-    exchange = LowRankExchange(alone, "power_sgd:1")
-    slot = exchange.allocate(16, FLOAT32, tensors=[("m", (4, 4))])
-    assert slot.factors is not None
-    slot.factors["m"] = numpy.array([[1, 0, 0, 0]], numpy.float32)
-    slot.flat[:] = (2 * alone.rank + 1) * numpy.outer(u, v).ravel()
-    exchange.mean(slot, slice(None), 1.0).wait()
-    total = alone.size**2  # of 1, 3, 5, ...
-    numpy.testing.assert_allclose(slot.flat.reshape(4, 4), total * numpy.outer(u, v), rtol=2.0**-21)
-    numpy.testing.assert_allclose(slot.factors["m"], [[1 / 3, 2 / 3, 2 / 3, 0]], rtol=2.0**-22)
-    left_out = slot.left_out()
-    assert left_out is not None
-    assert abs(left_out).max() <= 8 * (2 * alone.rank + 1) * 2.0**-21
 
 
 def test_what_is_left_out_comes_later(there: World) -> None:
@@ -114,6 +104,23 @@ def test_what_is_left_out_comes_later(there: World) -> None:
         assert not any(kept[part].any() for part in (slice(7), slice(1207, 1211), slice(2411, None)))
 
 
+def test_by_hand(alone: World) -> None:
+    """The example of power_sgd.py: rank r has 2 r + 1 times u v^T. A sum of rank 1 is exact."""
+    u, v = numpy.array([3, 4, 0, 0], numpy.float32), numpy.array([1, 2, 2, 0], numpy.float32)
+    exchange = LowRankExchange(alone, "power_sgd:1")
+    slot = exchange.allocate(16, FLOAT32, tensors=[("m", (4, 4))])
+    assert slot.factors is not None
+    slot.factors["m"] = numpy.array([[1, 0, 0, 0]], numpy.float32)
+    slot.flat[:] = (2 * alone.rank + 1) * numpy.outer(u, v).ravel()
+    exchange.mean(slot, slice(None), 1.0).wait()
+    total = alone.size**2  # of 1, 3, 5, ...
+    numpy.testing.assert_allclose(slot.flat.reshape(4, 4), total * numpy.outer(u, v), rtol=2.0**-21)
+    numpy.testing.assert_allclose(slot.factors["m"], [[1 / 3, 2 / 3, 2 / 3, 0]], rtol=2.0**-22)
+    left_out = slot.left_out()
+    assert left_out is not None
+    assert abs(left_out).max() <= 8 * (2 * alone.rank + 1) * 2.0**-21
+
+
 @pytest.mark.parametrize("value", [numpy.nan, numpy.inf])
 def test_not_a_number_does_not_stay(alone: World, value: float) -> None:
     exchange = LowRankExchange(alone, "power_sgd")
@@ -129,17 +136,17 @@ def test_not_a_number_does_not_stay(alone: World, value: float) -> None:
     assert numpy.isfinite(slot.flat).all()
 
 
-def test_zeros_are_no_end(alone: World) -> None:
-    """After a gradient of 0, the factors are those of a first step."""
-    means = []
-    for values in ([numpy.zeros(COUNT), inputs(alone.rank, 0)], [inputs(alone.rank, 0)]):
-        exchange = LowRankExchange(alone, "power_sgd:2")
-        slot = exchange.allocate(COUNT, FLOAT32, tensors=TENSORS)
-        for one in values:
-            slot.flat[:] = one
-            exchange.mean(slot, slice(None), 1.0).wait()
-        means.append(slot.flat.tobytes())
-    assert means[0] == means[1]
+def test_after_a_gradient_of_0_the_factors_are_those_of_a_first_step(alone: World) -> None:
+    one = inputs(alone.rank, 0)
+    assert summed(alone, numpy.zeros(COUNT), one).flat.tobytes() == summed(alone, one).flat.tobytes()
+
+
+def test_what_is_sent_as_it_is(alone: World) -> None:
+    """A part of a tensor."""
+    slot = summed(alone, inputs(alone.rank, 0), part=slice(3, 1000))
+    expected = sum(inputs(rank, 0)[3:1000].astype(float) for rank in range(alone.size))
+    numpy.testing.assert_allclose(slot.flat[3:1000], expected, rtol=0, atol=alone.size**2 * 2.0**-21)
+    assert (slot.flat[1000:] == inputs(alone.rank, 0)[1000:]).all()
 
 
 def test_what_is_sent(alone: World) -> None:
@@ -197,39 +204,7 @@ def test_the_error_names_rank_and_parameter(alone: World) -> None:
     assert "w" in text
 
 
-def test_a_resume_goes_on_with_the_same_bits(alone: World) -> None:
-    parameters = [Parameter(name, shape, FLOAT32) for name, shape in TENSORS]
-
-    def made() -> GradientReducer:
-        return GradientReducer(
-            alone, parameters, exchange=lambda own: make_exchange(own, compression="power_sgd:2"), bucket_bytes=4096
-        )
-
-    def step(reducer: GradientReducer, number: int) -> bytes:
-        reducer.begin(1.0 + alone.rank)
-        values = reducer.layout.views({FLOAT32: inputs(alone.rank, number)})
-        for index, value in enumerate(values):
-            reducer.ready(index, value)
-        reducer.finish()
-        return bytes(reducer.flats[FLOAT32].tobytes())
-
-    whole = made()
-    for number in range(3):
-        step(whole, number)
-    state, factors = whole.state(), whole.factors()
-    expected = step(whole, 3)
-    assert set(factors) == {"w", "kernel"}
-    assert_same_bits(alone, *factors.values())
-    resumed = made()
-    resumed.restore_factors(factors)
-    resumed.restore(state)
-    assert step(resumed, 3) == expected
-    without = made()
-    without.restore(state)
-    assert step(without, 3) != expected
-
-
-def test_factors_that_differ_are_an_error_on_every_rank(alone: World) -> None:
+def test_what_is_refused(alone: World) -> None:
     exchange = LowRankExchange(alone, "power_sgd:2")
     slot = exchange.allocate(COUNT, FLOAT32, tensors=TENSORS)
     slot.flat[:] = inputs(alone.rank, 0)
@@ -239,21 +214,8 @@ def test_factors_that_differ_are_an_error_on_every_rank(alone: World) -> None:
         slot.factors["w"] = slot.factors["w"] * numpy.float32(1.5)
     text = error_on_all(alone, MismatchError, lambda: exchange.mean(slot, slice(None), 1.0).wait())
     assert "different factors" in text
-
-
-def test_a_part_of_a_tensor_is_sent_as_it_is(alone: World) -> None:
-    exchange = LowRankExchange(alone, "power_sgd:2")
-    slot = exchange.allocate(COUNT, FLOAT32, tensors=TENSORS)
-    slot.flat[:] = inputs(alone.rank, 0)
-    exchange.mean(slot, slice(3, 1000), 1.0).wait()
-    expected = sum(inputs(rank, 0)[3:1000].astype(float) for rank in range(alone.size))
-    numpy.testing.assert_allclose(slot.flat[3:1000], expected, rtol=0, atol=alone.size**2 * 2.0**-21)
-    assert (slot.flat[1000:] == inputs(alone.rank, 0)[1000:]).all()
-
-
-def test_what_it_does_not_take(alone: World) -> None:
     assert isinstance(make_exchange(alone.replaced(config=Config(compression="power_sgd:3"))), LowRankExchange)
     with pytest.raises(ConfigError, match="takes float32 gradients; the model has gradients of float64"):
-        LowRankExchange(alone, "power_sgd").allocate(3, numpy.dtype(numpy.float64))
+        exchange.allocate(3, numpy.dtype(numpy.float64))
     with pytest.raises(ConfigError, match="the rank is '0'"):
         make_exchange(alone, compression="power_sgd:0")

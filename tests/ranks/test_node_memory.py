@@ -1,8 +1,9 @@
-"""Memory that the ranks of a node share: found, mapped and freed."""
+"""Memory that the ranks of a node share: found, mapped and freed; and buffers beyond numbers of 32 bits."""
 
 from __future__ import annotations
 
 import gc
+import os
 from pathlib import Path
 
 import numpy
@@ -11,8 +12,11 @@ import pytest
 from mpitrain import World
 from mpitrain.allreduce import ALGORITHMS, make_algorithm
 from mpitrain.errors import MismatchError, MpitrainError
+from mpitrain.forecast.rounds import TILE, count_wrong, fill, sum_tile, tile
+from mpitrain.reducer.exchange import CompressedExchange
 
 from .common import error_on_all, skip_alone
+from .placements import placed
 
 FLOAT32 = numpy.dtype(numpy.float32)
 SHARING = ("auto", "hierarchical", "shared_memory")
@@ -105,3 +109,45 @@ def test_a_rank_that_cannot_map(world: World, monkeypatch: pytest.MonkeyPatch) -
     assert text.startswith("rank 1 cannot map the memory of the ranks on its node: Permission denied.")
     assert "MPITRAIN_ALGORITHM=ring" in text
     assert num_maps() == before
+
+
+UINT8 = numpy.dtype(numpy.uint8)
+LOOK = 1024 * TILE  # at so many elements at a time: to compare takes memory
+
+
+@pytest.fixture
+def room(world: World) -> None:
+    if world.size != 2:
+        pytest.skip("for 2 ranks: takes 3 GiB for each")
+    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if world.broadcast_object(free) < 8 * 2**30:
+        pytest.skip(f"needs 8 GiB of free memory, there are {free / 2**30:.1f}")
+
+
+@pytest.mark.nightly
+@pytest.mark.usefixtures("room")
+@pytest.mark.parametrize(
+    "name", ["direct", "halving_doubling", "native", "recursive_doubling", "ring", "shared_memory"]
+)
+@pytest.mark.parametrize(("count", "dtype"), [(2**31 + 5, UINT8), (2**29 + 5, FLOAT32)], ids=str)
+def test_more_than_numbers_of_32_bits(world: World, name: str, count: int, dtype: numpy.dtype) -> None:
+    algorithm = make_algorithm(world, name)
+    flat = algorithm.allocate(count, dtype)
+    fill([flat], tile(world.rank, world.size, dtype))
+    algorithm.start(flat).wait()
+    expected = sum_tile(world.size, dtype)
+    assert sum(count_wrong(flat[begin : begin + LOOK], expected) for begin in range(0, count, LOOK)) == 0
+
+
+@pytest.mark.nightly
+@pytest.mark.usefixtures("room")
+def test_more_than_2_gib_compressed(world: World) -> None:
+    """Values of 2 GiB and more; int8, whose wire has two parts. 127 in every block makes it exact."""
+    exchange = CompressedExchange(placed(world, "alone on each node"), "int8")
+    slot = exchange.allocate(2**29 + 5, FLOAT32)
+    flat = slot.flat
+    flat[:] = 127
+    flat[-1] = 50
+    exchange.mean(slot, slice(None), 1.0).wait()
+    assert (flat[:-1] == 127 * world.size).all()
+    assert abs(flat[-1] - 50 * world.size) <= 2

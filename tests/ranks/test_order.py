@@ -1,9 +1,11 @@
-"""Started calls run in order, whichever call advances them. Other algorithms and calls do not come in between."""
+"""Calls run in order, whichever advances them; nothing comes in between; data longer than one call may move."""
 
 from __future__ import annotations
 
 import gc
 import weakref
+from collections.abc import Iterator
+from typing import Any
 
 import numpy
 import pytest
@@ -11,9 +13,8 @@ import pytest
 from mpitrain import World
 from mpitrain.allreduce import ALGORITHMS, make_algorithm, node_memory
 from mpitrain.allreduce.algorithm import Algorithm
-from mpitrain.errors import DataError, MismatchError, MpitrainError
-from mpitrain.reducer.bucket import Parameter
-from mpitrain.reducer.reducer import GradientReducer
+from mpitrain.errors import MismatchError, MpitrainError
+from mpitrain.waiting import transfer
 from tests.ranks.common import error_on_all, skip_alone
 
 FLOAT32 = numpy.dtype(numpy.float32)
@@ -102,16 +103,49 @@ def test_an_error_stays_with_the_handle(world: World, monkeypatch: pytest.Monkey
     assert world.sum(1) == world.size
 
 
-@pytest.mark.parametrize("threaded", [False, True])
-def test_weights_that_add_up_to_nothing_are_an_error_of_finish(world: World, threaded: bool) -> None:
-    """Wherever each rank hears of it: a call in between is made by all, and the next step is right."""
-    reducer = GradientReducer(world, [Parameter("a", (500,), FLOAT32)], threaded=threaded)
-    for weight in (0.0, 1.0, 0.0, 1.0):
-        reducer.begin(weight)
-        reducer.ready(0, numpy.full(500, world.rank, FLOAT32))
-        world.barrier()
-        if weight:
-            assert reducer.finish(loss=2.0).loss == 2.0
-            assert reducer.gradients[0][0] == pytest.approx((world.size - 1) / 2, rel=1e-6)
-        else:
-            error_on_all(world, DataError, reducer.finish)
+@pytest.fixture(params=[1, 7, 1000])
+def at_once(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
+    monkeypatch.setattr(transfer, "AT_ONCE", request.param)
+    yield request.param
+
+
+@pytest.mark.usefixtures("at_once")
+def test_sync_and_broadcast_in_slices(world: World) -> None:
+    root = world.size - 1
+    values = numpy.random.default_rng(world.rank).standard_normal(301)
+    expected = numpy.random.default_rng(root).standard_normal(301)
+    assert world.broadcast([values], root)[0].tobytes() == expected.tobytes()
+    assert world.broadcast_object(values, root).tobytes() == expected.tobytes()
+
+
+def test_a_broadcast_waits_for_one_slice_after_the_other(
+    world: World, monkeypatch: pytest.MonkeyPatch, at_once: int
+) -> None:
+    """Each is a wait of its own, so a long broadcast on a slow link is not reported as one in which nothing moves."""
+    monkeypatch.setattr(transfer, "WAITED_AT_ONCE", 5)
+    waits = []
+
+    def wait(steps: Any, what: str) -> None:
+        waits.append(what)
+        world.control.wait(steps, what)
+
+    root = world.size - 1
+    buffer = bytearray(numpy.random.default_rng(world.rank).bytes(301))
+    transfer.broadcast_bytes(world.comm, buffer, root, wait)
+    assert bytes(buffer) == numpy.random.default_rng(root).bytes(301)
+    assert waits == [f"broadcast from rank {root}"] * -(-301 // min(at_once, 5))
+
+
+@pytest.mark.usefixtures("at_once")
+def test_gather_in_slices(world: World) -> None:
+    assert world.allgather("x" * 40 * world.rank) == ["x" * 40 * rank for rank in range(world.size)]
+
+
+@pytest.mark.usefixtures("at_once")
+@pytest.mark.parametrize("name", sorted(ALGORITHMS))
+@pytest.mark.parametrize("dtype", ["float16", "float64"])
+def test_allreduce_in_slices(world: World, name: str, dtype: str) -> None:
+    flat = (numpy.arange(301) % 50 + world.rank).astype(dtype)  # sums are exact in float16
+    ALGORITHMS[name].make(world).start(flat).wait()
+    expected = numpy.arange(301) % 50 * world.size + world.size * (world.size - 1) // 2
+    numpy.testing.assert_array_equal(flat.astype(numpy.int64), expected)

@@ -20,6 +20,12 @@ from .common import error_on_all, skip_alone
 from .layered import LAYERS, Dense, builder, layered
 
 
+def several_stages(world: World) -> None:
+    skip_alone(world)
+    if world.size > LAYERS:
+        pytest.skip("there are 6 layers")
+
+
 class Tanh:
     """A layer without parameters."""
 
@@ -34,6 +40,9 @@ class Tanh:
         return gradient * (1 - kept * kept), {}
 
 
+INTERLEAVED = {"stages": "auto", "sample": 0, "schedule": "interleaved"}
+
+
 @pytest.mark.parametrize(
     ("values", "text"),
     [
@@ -44,6 +53,11 @@ class Tanh:
         ({"stages": [1, 2], "schedule": "interleaved"}, r"stages=\[1, 2\] with interleaved"),
         ({"stages": 1, "schedule": "interleaved"}, "allowed: 2 or more of both"),
         ({"stages": 2, "pieces": 4}, "pieces=4 with 1f1b, where a rank has one piece"),
+        ({"stages": "best"}, "stages='best'; allowed: a number, a list of numbers, or 'auto'"),
+        ({"stages": "auto"}, "stages='auto' without a sample"),
+        ({"stages": 2, "num_stages": 2}, "num_stages or sample with stages=2"),
+        (INTERLEAVED, "stages='auto' and no num_stages"),
+        (INTERLEAVED | {"num_stages": 2, "micro_batches": 3}, "micro_batches=3; allowed: a multiple of the 2 stages"),
     ],
 )
 def test_values_that_are_not_allowed(values: dict[str, Any], text: str) -> None:
@@ -52,17 +66,43 @@ def test_values_that_are_not_allowed(values: dict[str, Any], text: str) -> None:
 
 
 def test_ranks_that_form_no_pipelines(world: World) -> None:
-    stages = world.size + 1
-    text = error_on_all(world, ConfigError, lambda: Pipeline(stages).replicas(world))
-    assert f"{world.size} ranks cannot form pipelines of {stages} stages" in text
+    """All get the same error, also those whose own number of stages, or of micro-batches, is allowed."""
+    more = world.size + 1
+    text = error_on_all(world, ConfigError, lambda: Pipeline(more).replicas(world))
+    assert f"{world.size} ranks cannot form pipelines of {more} stages" in text
+    if world.size > 1:
+        odd = world.rank == world.size - 1
+        text = error_on_all(world, MismatchError, lambda: Pipeline(world.size + odd).replicas(world))
+        assert f"stages={more}" in text
+        text = error_on_all(world, MismatchError, lambda: Pipeline(micro_batches=2 + odd).begin(world, layered()))
+        assert world.name(world.size - 1) in text
 
 
-def test_ranks_with_different_stages(world: World) -> None:
-    """All get the same error, also those whose own number of stages is not allowed."""
-    skip_alone(world)
-    stages = world.size + (world.rank == world.size - 1)
-    text = error_on_all(world, MismatchError, lambda: Pipeline(stages).replicas(world))
-    assert f"stages={world.size + 1}" in text
+def test_parts_of_a_batch_that_differ(world: World) -> None:
+    """As with data that were made for the World, and not for its replicas."""
+    several_stages(world)
+    strategy, model = Pipeline(world.size), layered()
+    strategy.begin(world, model)
+    batch = numpy.full((2, 5), float(world.rank)), numpy.zeros((2, 3))
+    strategy.begin_step(2)
+    text = error_on_all(world, MismatchError, lambda: model.loss_and_gradients(batch, strategy.on_gradient))
+    assert f"{world.name(1)} has another part of the batch than {world.name(0)}" in text
+    assert "pipeline.replicas(world)" in text
+
+
+@pytest.mark.parametrize(
+    ("hook", "text"),
+    [
+        (CompareReplicas, "each rank has layers of its own"),
+        (lambda: Balance(1), "all stages of a pipeline need the same part"),
+        (lambda: _Watch(None, []), "mpitrain verify compares the samples and parameters of all ranks"),  # type: ignore[arg-type]
+    ],
+)
+def test_hooks_for_equal_ranks(world: World, hook: Any, text: str) -> None:
+    several_stages(world)
+    trainer = Trainer(builder(32, 16, partial(Pipeline, world.size)), [StopAtStep(2)])
+    assert text in error_on_all(world, ConfigError, lambda: hook().before_run(trainer))
+    trainer.close()
 
 
 def test_models_that_are_not_cut(world: World) -> None:
@@ -90,24 +130,8 @@ def test_models_that_are_not_cut(world: World) -> None:
         Pipeline(count).begin(world, layered(both))
 
 
-def test_ranks_of_a_pipeline_with_different_batches(world: World) -> None:
-    """As with data that were made for the World, and not for its replicas."""
-    skip_alone(world)
-    if world.size > LAYERS:
-        pytest.skip("there are 6 layers")
-    strategy, model = Pipeline(world.size), layered()
-    strategy.begin(world, model)
-    batch = numpy.full((2, 5), float(world.rank)), numpy.zeros((2, 3))
-    strategy.begin_step(2)
-    text = error_on_all(world, MismatchError, lambda: model.loss_and_gradients(batch, strategy.on_gradient))
-    assert f"{world.name(1)} has another part of the batch than {world.name(0)}" in text
-    assert "pipeline.replicas(world)" in text
-
-
 def test_numbers_of_samples_are_compared_in_every_step(world: World) -> None:
-    skip_alone(world)
-    if world.size > LAYERS:
-        pytest.skip("there are 6 layers")
+    several_stages(world)
     strategy, model = Pipeline(world.size), layered([Sums(number) for number in range(world.size)])
     strategy.begin(world, model)
     for odd in (False, True):
@@ -128,13 +152,6 @@ def test_finite_values_whose_sum_is_not(world: World) -> None:
     assert passes.not_finite is None
     passes._look(numpy.array([1, numpy.inf], numpy.float16), (1, 0), "the gradient")
     assert passes.not_finite == ((1, 0), "the gradient")
-
-
-def test_ranks_with_different_settings(world: World) -> None:
-    skip_alone(world)
-    odd = world.rank == world.size - 1
-    text = error_on_all(world, MismatchError, lambda: Pipeline(micro_batches=2 + odd).begin(world, layered()))
-    assert world.name(world.size - 1) in text
 
 
 class Sums:
@@ -180,9 +197,7 @@ class Spoiled(Dense):
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
 def test_where_nan_comes_from(world: World, schedule: str, place: str) -> None:
     """The error names rank, stage and micro-batch, and parameters stay those of the step before."""
-    skip_alone(world)
-    if world.size > LAYERS:
-        pytest.skip("there are 6 layers")
+    several_stages(world)
     stage = world.size // 2
     layers = [Dense(number) for number in range(LAYERS)]
     first = next(n for n in range(LAYERS) if _stage_of(n, world.size) == stage)
@@ -209,58 +224,17 @@ def _stage_of(layer: int, stages: int) -> int:
     return next(stage for stage in range(stages) if layer < sum(sizes[: stage + 1]))
 
 
-def test_replicas_are_not_compared(world: World) -> None:
-    skip_alone(world)
-    if world.size > LAYERS:
-        pytest.skip("there are 6 layers")
-    trainer = Trainer(builder(32, 16, partial(Pipeline, world.size)), [StopAtStep(2), CompareReplicas()])
-    assert "each rank has layers of its own" in error_on_all(world, ConfigError, trainer.run)
-    trainer.close()
-
-
-def test_parts_of_stages_are_not_balanced(world: World) -> None:
-    skip_alone(world)
-    if world.size > LAYERS:
-        pytest.skip("there are 6 layers")
-    trainer = Trainer(builder(32, 16, partial(Pipeline, world.size)), [StopAtStep(2), Balance(1)])
-    assert "all stages of a pipeline need the same part" in error_on_all(world, ConfigError, trainer.run)
-    trainer.close()
-
-
-def test_stages_are_not_verified(world: World) -> None:
-    skip_alone(world)
-    if world.size > LAYERS:
-        pytest.skip("there are 6 layers")
-    trainer = Trainer(builder(32, 16, partial(Pipeline, world.size)), [StopAtStep(2)])
-    none: Any = None
-    text = error_on_all(world, ConfigError, lambda: _Watch(none, []).before_run(trainer))
-    assert "mpitrain verify compares the samples and parameters of all ranks" in text
-    trainer.close()
-
-
-def test_a_checkpoint_of_another_model(world: World) -> None:
-    strategy, model = Pipeline(world.size if world.size <= LAYERS else 1), layered()
-    strategy.begin(world, model)
-    strategy.own_state()
-    state = model.state()
-    state["parameters"] = {**state["parameters"], "6.weight": numpy.zeros(3)}
-    with pytest.raises(CheckpointError, match=r"a parameter 6\.weight, the model layers 0 to 5"):
-        model.restore(state)
-    strategy.close()
-
-
 @pytest.mark.parametrize(
     ("name", "value", "text"),
     [
         ("5.weight", numpy.zeros((2, 2)), r"5\.weight of shape \(2, 2\), the model 5\.weight of shape \(6, 3\)"),
         ("0.bias", None, r"nothing for 0\.bias, the model 0\.bias of shape \(6,\)"),
+        ("6.weight", numpy.zeros(3), r"a parameter 6\.weight, the model layers 0 to 5"),
     ],
 )
 def test_a_checkpoint_with_other_parameters(world: World, name: str, value: Any, text: str) -> None:
     """The stages that do not have the parameter refuse it too, and nothing changes."""
-    skip_alone(world)
-    if world.size > LAYERS:
-        pytest.skip("there are 6 layers")
+    several_stages(world)
     strategy, model = Pipeline(world.size), layered()
     strategy.begin(world, model)
     strategy.own_state()

@@ -20,7 +20,7 @@ from mpitrain.state.names import join, split
 from mpitrain.strategies import Strategy
 
 from .placements import placed
-from .trainings import CLASSES, HIDDEN, INPUTS, bits, builder, samples_of
+from .trainings import CLASSES, HIDDEN, INPUTS, bits, builder, ran, samples_of
 
 STEPS = 9
 
@@ -71,11 +71,9 @@ def test_the_same_bits(world: World, compression: str, placement: str) -> None:
         return made if placement == "one node" else placed(made, placement)
 
     build = read_ahead(build_in_float32 if compression == "int8" else builder(71, 23))
-    whole = Trainer(build, [StopAtStep(STEPS)], new_world(world))
-    whole.run()
+    whole = ran(build, [StopAtStep(STEPS)], new_world(world))
     hook = Rebuild((1, 4, 7), new_world)
-    rebuilt = Trainer(build, [hook, StopAtStep(STEPS)], new_world(world))
-    rebuilt.run()
+    rebuilt = ran(build, [hook, StopAtStep(STEPS)], new_world(world))
     assert rebuilt.world.generation == whole.world.generation + 3
     assert hook.told == 3
     assert rebuilt.step_number == STEPS
@@ -171,26 +169,21 @@ def test_what_is_carried_waits_for_a_step(
 
 
 def test_a_closed_trainer_makes_no_step(world: World) -> None:
-    own = make_world(world.comm)
-    trainer = Trainer(builder(24, 8), [], own)
+    trainer = Trainer(builder(24, 8))
     trainer.step()
-    trainer.close()
-    trainer.close()
+    for _ in range(2):
+        trainer.close()
     with pytest.raises(GradientError, match=r"begin\(\) after close\(\); make another GradientReducer"):
         trainer.step()
-    own.free()
 
 
 def test_checkpoints_go_on(world: World, shared: Path) -> None:
     """Checkpoints from after the change continue those from before."""
     build = builder(71, 23)
-    whole = Trainer(build, [StopAtStep(STEPS)])
-    whole.run()
+    whole = ran(build, [StopAtStep(STEPS)])
     hooks = [Rebuild((3,), lambda old: make_world(world.comm)), Checkpoint(shared, steps=2), StopAtStep(6)]
-    first = Trainer(build, hooks, make_world(world.comm))
-    first.run()
-    resumed = Trainer(build, [Checkpoint(shared, steps=2), StopAtStep(STEPS)])
-    resumed.run()
+    first = ran(build, hooks, make_world(world.comm))
+    resumed = ran(build, [Checkpoint(shared, steps=2), StopAtStep(STEPS)])
     assert bits(resumed) == bits(whole)
     first.close()
     first.world.free()

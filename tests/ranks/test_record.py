@@ -1,19 +1,42 @@
-"""The record of a run: a row says what the steps did, over all ranks."""
+"""The record of a run: a row says what the steps did, over all ranks; its files, also across a resume; run.json."""
 
 from __future__ import annotations
 
+import csv
+import dataclasses
+import json
 import math
-from collections.abc import Sequence
+import os
+import platform
+import re
+import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import mpi4py
 import numpy
 import pytest
 
-from mpitrain import DiLoCo, Evaluation, Hook, Parts, Record, Step, StopAtStep, StopWhen, Trainer, World
+from mpitrain import (
+    ArrayFunction,
+    Checkpoint,
+    DiLoCo,
+    Evaluation,
+    Hook,
+    Parts,
+    Record,
+    Step,
+    StopAtStep,
+    StopWhen,
+    Trainer,
+    World,
+)
 from mpitrain.data.order import permuted
-from mpitrain.errors import ConfigError
+from mpitrain.errors import ConfigError, DataError, MpitrainError
+from mpitrain.job.worlds import make_world
+from mpitrain.launch.roster import launcher_pid
 from mpitrain.meters import (
     Communication,
     GpuUtilisation,
@@ -27,19 +50,14 @@ from mpitrain.meters import (
 )
 from mpitrain.optim import SGD, warmup_cosine
 from mpitrain.training.meters import combine
+from mpitrain.training.run_document import RunDocument, read_document
+from mpitrain.writers import Csv, JsonLines
 
 from .common import error_on_all
 from .test_hooks import Tell, build
-
-
-class Keep(Hook):
-    """A hook that keeps every step."""
-
-    def __init__(self) -> None:
-        self.steps: list[Step] = []
-
-    def after_step(self, trainer: Trainer, step: Step) -> None:
-        self.steps.append(step)
+from .test_rebuild import Rebuild
+from .trainings import Record as KeepSteps
+from .trainings import ran
 
 
 class InMemory:
@@ -58,7 +76,7 @@ class InMemory:
 
 
 def test_rows_are_what_the_steps_did(world: World) -> None:
-    writer, keep = InMemory(), Keep()
+    writer, keep = InMemory(), KeepSteps()
     evaluate = Evaluation(4, lambda trainer: {"half": 0.5})
     hooks = [StopAtStep(8), keep, evaluate, Record([writer], steps=3, tokens_per_sample=7)]
     Trainer(build, hooks).run()
@@ -95,38 +113,34 @@ def test_rows_are_what_the_steps_did(world: World) -> None:
 
 
 def test_the_gradient_norm_is_that_of_the_whole_batch(world: World) -> None:
-    """NumPy gives the expected gradient of the mean over all samples, at the parameters before the step."""
+    """Before clipping. NumPy gives the gradient of the mean over all samples, at the parameters before the step."""
+    schedule = warmup_cosine(0.1, warmup_steps=2, total_steps=9)
+
+    def clipped(world: World) -> Parts:
+        parts = build(world)
+        model = parts.adapter
+        return replace(parts, adapter=ArrayFunction(model._function, model.parameters(), SGD(schedule, clip_norm=1e-3)))
 
     class Before(Hook):
         def __init__(self) -> None:
             self.values: list[float] = []
 
         def before_step(self, trainer: Trainer) -> None:
-            x = numpy.linspace(-1, 2, 13)
             order = permuted(numpy.arange(13), 13, (0, trainer.step_number // 3))
-            x = x[order[5 * (trainer.step_number % 3) :][:5]]
+            x = numpy.linspace(-1, 2, 13)[order[5 * (trainer.step_number % 3) :][:5]]
             w = trainer.adapter.parameters()["w"][0]
             self.values.append(abs(float((2 * (w * x - x * x) * x).mean())))
 
-    before, writer = Before(), InMemory()
-    Trainer(build, [StopAtStep(7), before, Record([writer], steps=2, meters=[GradientNorm()])]).run()
-    if world.is_root:
-        assert [row["step"] for row in writer.rows] == [2, 4, 6, 7]
-        found = [row["gradient_norm"] for row in writer.rows]
-        assert found == pytest.approx([before.values[step - 1] for step in (2, 4, 6, 7)], rel=1e-12)
-
-
-def test_the_learning_rate_is_that_of_the_last_step(world: World) -> None:
-    def scheduled(world: World) -> Any:
-        parts = build(world)
-        parts.adapter._optimizer._learning_rate = schedule
-        return parts
-
-    schedule = warmup_cosine(0.1, warmup_steps=2, total_steps=6)
-    writer = InMemory()
-    Trainer(scheduled, [StopAtStep(6), Record([writer], steps=2, meters=[LearningRate()])]).run()
-    if world.is_root:
-        assert [row["learning_rate"] for row in writer.rows] == [schedule(step) for step in (1, 3, 5)]
+    for make in (build, clipped):
+        before, writer = Before(), InMemory()
+        record = Record([writer], steps=2, meters=[GradientNorm(), LearningRate()])
+        Trainer(make, [StopAtStep(7), before, record]).run()
+        if world.is_root:
+            assert [row["step"] for row in writer.rows] == [2, 4, 6, 7]
+            expected = [before.values[step - 1] for step in (2, 4, 6, 7)]
+            assert [row["gradient_norm"] for row in writer.rows] == pytest.approx(expected, rel=1e-12)
+            rates = [schedule(step) if make is clipped else 0.1 for step in (1, 3, 5, 6)]
+            assert [row["learning_rate"] for row in writer.rows] == rates
 
 
 def test_means_over_ranks_are_weighted(world: World) -> None:
@@ -187,40 +201,16 @@ def test_what_is_not_there_is_said(world: World, capfd: pytest.CaptureFixture[st
     assert not world.is_root or writer.rows[0].keys() == {"step", "epoch", "samples", "seconds", "loss"}
 
 
-@pytest.mark.parametrize("name", ["step", "loss"])
-def test_names_that_a_row_has_already(world: World, name: str) -> None:
-    hooks = [StopAtStep(2), Tell(float, name=name), Record([], steps=1, meters=[Loss()])]
-    assert f"the metric '{name}' was reported" in error_on_all(world, ConfigError, lambda: Trainer(build, hooks).run())
-
-
-def test_the_order_of_the_hooks(world: World, shared: Path) -> None:
-    evaluate = Evaluation(1, lambda trainer: {})
-    wrong: list[Sequence[Hook]] = [[Record([]), evaluate]]
-    for hooks in wrong:
-        with pytest.raises(ConfigError, match="Record must come after Evaluation"):
-            Trainer(build, [StopAtStep(1), *hooks]).run()
-    with pytest.raises(ConfigError, match="at least 1"):
-        Record([], steps=0)
-    with pytest.raises(ConfigError, match="at least 1"):
-        Throughput(tokens_per_sample=0)
-
-
-def test_clipping_and_the_norm(world: World) -> None:
-    """If the optimizer clips, the record has the norm before clipping."""
-
-    def clipped(world: World) -> Any:
-        parts = build(world)
-        parts.adapter._optimizer = SGD(0.1, clip_norm=1e-3)
-        parts.adapter._optimizer.start(parts.adapter._flat, [])
-        return parts
-
-    norms = []
-    for make in (build, clipped):
-        writer = InMemory()
-        Trainer(make, [StopAtStep(1), Record([writer], meters=[GradientNorm()])]).run()
-        norms.append([row["gradient_norm"] for row in writer.rows])
-    assert norms[0] == norms[1]
-    assert not world.is_root or norms[0][0] > 0.1
+def test_what_is_refused(world: World) -> None:
+    for name in ("step", "loss"):
+        hooks = [StopAtStep(2), Tell(float, name=name), Record([], steps=1, meters=[Loss()])]
+        text = error_on_all(world, ConfigError, lambda hooks=hooks: Trainer(build, hooks).run())
+        assert f"the metric '{name}' was reported" in text
+    with pytest.raises(ConfigError, match="Record must come after Evaluation"):
+        Trainer(build, [StopAtStep(1), Record([]), Evaluation(1, lambda trainer: {})]).run()
+    for make in (lambda: Record([], steps=0), lambda: Throughput(tokens_per_sample=0)):
+        with pytest.raises(ConfigError, match="at least 1"):
+            make()
 
 
 def test_rows_count_outer_steps(world: World) -> None:
@@ -236,3 +226,176 @@ def test_rows_count_outer_steps(world: World) -> None:
     writer = InMemory()
     Trainer(build, [StopAtStep(2), Record([writer], steps=2)]).run()
     assert all("outer_steps" not in row for row in world.broadcast_object(writer.rows))
+
+
+def read_csv(path: Path) -> list[dict[str, str]]:
+    with path.open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def rows_of(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+# The columns that do not depend on time.
+SAME = ("step", "epoch", "samples", "loss", "learning_rate", "gradient_norm", "m")
+
+
+def hooks_of(directory: Path, steps: int) -> list[Hook]:
+    record = Record([JsonLines(directory), Csv(directory)], steps=4)
+    return [StopAtStep(steps), Tell(float, every=5), record, Checkpoint(directory / "saved", 3)]
+
+
+def test_a_resumed_run_has_the_rows_of_the_uninterrupted_one(world: World, shared: Path) -> None:
+    """The run breaks off after step 11, and goes on from step 9, within the row of step 12. A torn line is cut away."""
+    whole, resumed = shared / "whole", shared / "resumed"
+    Trainer(build, hooks_of(whole, 15)).run()
+
+    class Fail(Hook):
+        def after_step(self, trainer: Trainer, step: Step) -> None:
+            if step.number == 11:
+                raise ConfigError("on purpose")
+
+    with pytest.raises(ConfigError, match="on purpose"):
+        Trainer(build, [*hooks_of(resumed, 15), Fail()]).run()
+    if world.is_root:
+        assert [row["step"] for row in rows_of(resumed / "metrics.jsonl")] == [4, 5, 8, 10]
+        for name in ("metrics.jsonl", "metrics.csv"):
+            with (resumed / name).open("a") as file:
+                file.write('{"step": 11, "ep')  # as a process that is killed in the middle of a line leaves it
+    world.barrier()
+    Trainer(build, hooks_of(resumed, 15)).run()
+    if world.is_root:
+        expected, found = rows_of(whole / "metrics.jsonl"), rows_of(resumed / "metrics.jsonl")
+        assert [row["step"] for row in found] == [4, 5, 8, 10, 12, 15]
+        select = [[{name: row.get(name) for name in SAME} for row in rows] for rows in (expected, found)]
+        assert select[0] == select[1]
+        assert [float(row["seconds"]) for row in found] == sorted(row["seconds"] for row in found)
+        for directory in (whole, resumed):
+            rows = [{k: v for k, v in row.items() if v != ""} for row in read_csv(directory / "metrics.csv")]
+            lines = rows_of(directory / "metrics.jsonl")
+            # Only these lines say where a run resumed: at step 9, or at 6 if the failure interrupted the write of 9.
+            marked = [(line["step"], line.pop("resumed_after")) for line in lines if "resumed_after" in line]
+            assert marked in ([[]] if directory == whole else [[(10, 9)], [(8, 6)]])
+            assert [{k: float(v) for k, v in row.items()} for row in rows] == lines
+
+
+def test_a_run_that_begins_anew_begins_its_record_anew(world: World, shared: Path) -> None:
+    for _ in range(2):
+        Trainer(build, [StopAtStep(4), Record([JsonLines(shared), Csv(shared)], steps=2)]).run()
+        if world.is_root:
+            assert [row["step"] for row in rows_of(shared / "metrics.jsonl")] == [2, 4]
+            assert [row["step"] for row in read_csv(shared / "metrics.csv")] == ["2", "4"]
+        world.barrier()
+
+
+@pytest.mark.parametrize("steps", [6, 9])
+def test_a_run_with_nothing_left_to_do_leaves_the_record_as_it_is(world: World, shared: Path, steps: int) -> None:
+    """The last checkpoint is of the last row, or within the row of step 12."""
+    Trainer(build, hooks_of(shared, steps)).run()
+    before = (shared / "metrics.jsonl").read_bytes() if world.is_root else b""
+    world.barrier()
+    again = ran(build, hooks_of(shared, steps))
+    assert again.step_number == steps
+    assert not world.is_root or (shared / "metrics.jsonl").read_bytes() == before
+
+
+def test_a_file_that_is_no_record(world: World, shared: Path) -> None:
+    if world.is_root:
+        (shared / "metrics.jsonl").write_text('{"step": 1}\nhello\n')
+    world.barrier()
+    hooks = [StopAtStep(2), Record([JsonLines(shared)])]
+    with pytest.raises(DataError, match=r"metrics.jsonl, line 2 is not a row of a record: .*; move the file away"):
+        Trainer(build, hooks).run()
+    assert not world.is_root or (shared / "metrics.jsonl").read_text() == '{"step": 1}\nhello\n'
+    file = shared / "file"
+    if world.is_root:
+        file.write_text("")
+    world.barrier()
+    hooks = [StopAtStep(2), Record([Csv(file)])]
+    assert "FileExistsError" in error_on_all(world, MpitrainError, lambda: Trainer(build, hooks).run())
+
+
+class Look(Hook):
+    """Reads the document after some steps, on rank 0."""
+
+    def __init__(self, directory: Path) -> None:
+        self.path = directory / "run.json"
+        self.seen: list[RunDocument] = []
+
+    def after_step(self, trainer: Trainer, step: Step) -> None:
+        if trainer.world.is_root:
+            self.seen.append(read_document(self.path))
+
+
+class FailAtFive(Hook):
+    def after_step(self, trainer: Trainer, step: Step) -> None:
+        if step.number == 5:
+            raise ConfigError("on purpose\nwith a second line")
+
+
+def documented(directory: Path, *others: Hook) -> list[Hook]:
+    return [StopAtStep(6), *others, Record([JsonLines(directory), Csv(directory)]), Checkpoint(directory / "saved", 1)]
+
+
+def test_during_the_run_and_after_it(world: World, shared: Path) -> None:
+    before = time.time()
+    look = Look(shared)
+    try:
+        raise ValueError("handled")
+    except ValueError:  # it is not of the run
+        Trainer(build, [StopAtStep(2), Record([JsonLines(shared)]), look]).run()
+    after = time.time()
+    if not world.is_root:
+        return
+    first, second = look.seen
+    assert first == second
+    of_hosts = {host: [rank for rank in range(world.size) if world.hosts[rank] == host] for host in world.hosts}
+    assert (first.hosts, sum(map(len, first.hosts.values()))) == (of_hosts, world.size)
+    assert (first.script, first.arguments, first.folder) == (sys.argv[0], sys.argv[1:], os.getcwd())  # noqa: PTH109
+    assert (first.strategy, first.python, first.version) == ("Sync", platform.python_version(), 1)
+    assert {name: first.packages[name] for name in ("numpy", "mpi4py")} == {
+        "numpy": numpy.__version__,
+        "mpi4py": mpi4py.__version__,
+    }
+    assert launcher_pid(first.process) == os.getpid()
+    assert (first.ended, first.end, first.after_step) == (None, "", 0)
+    assert before <= first.started == first.first_started <= after
+    ended = read_document(look.path)
+    assert (ended.end, first.started <= (ended.ended or 0) <= after) == ("done", True)
+    assert dataclasses.replace(ended, ended=None, end="") == first
+    assert json.loads(look.path.read_text())["hosts"] == of_hosts
+    assert sorted(path.name for path in shared.iterdir()) == ["metrics.jsonl", "run.json"]
+
+
+@pytest.mark.usefixtures("a_slow_disk_is_waited_for")
+def test_an_error_and_a_resume(world: World, shared: Path) -> None:
+    """The training keeps the time of its beginning; the job that goes on has its own."""
+    with pytest.raises(ConfigError, match="on purpose"):
+        Trainer(build, documented(shared, FailAtFive())).run()
+    failed = read_document(shared / "run.json") if world.is_root else None
+    world.barrier()
+    Trainer(build, documented(shared)).run()
+    if failed is not None:
+        # All ranks fail at once, so rank 0 may hear of another one before its own hook raises.
+        assert re.fullmatch(r"(rank [1-9] on \S+ failed: )?ConfigError: on purpose", failed.end), failed.end
+        assert failed.after_step == 0
+        resumed = read_document(shared / "run.json")
+        assert (resumed.end, resumed.first_started) == ("done", failed.first_started)
+        assert resumed.after_step in (3, 4)  # the failure may have interrupted the write of step 4
+        assert resumed.started > failed.started
+
+
+def test_another_world_does_not_end_the_run(world: World, shared: Path) -> None:
+    look = Look(shared)
+
+    def new_world(old: World) -> World:
+        return make_world(world.comm, world.config, old.generation + 1)
+
+    hooks = [StopAtStep(4), Rebuild((2,), new_world), Record([JsonLines(shared)]), look]
+    Trainer(build, hooks, new_world(world)).run()
+    if world.is_root:
+        assert [document.end for document in look.seen] == [""] * 4
+        assert [document.after_step for document in look.seen] == [0, 1, 1, 1]
+        assert len({document.first_started for document in look.seen}) == 1
+        assert read_document(look.path).end == "done"

@@ -11,13 +11,7 @@ import pytest
 
 from mpitrain import GradientReducer, Parameter, World
 from mpitrain.allreduce import ALGORITHMS
-from mpitrain.errors import (
-    ConfigError,
-    GradientError,
-    MismatchError,
-    MissingGradientError,
-    NonFiniteError,
-)
+from mpitrain.errors import ConfigError, GradientError, MismatchError, MissingGradientError, NonFiniteError
 from mpitrain.reducer.exchange import PlainExchange
 
 from .common import error_on_all, named_ranks, skip_alone
@@ -36,9 +30,6 @@ from .reducers import (
 )
 
 pytestmark = pytest.mark.usefixtures("driven")
-
-
-# -- gradients that cannot be used ------------------------------------------------------------------------------
 
 
 def step_with(
@@ -115,14 +106,14 @@ def test_the_lowest_rank_is_named_where_several_have_bad_gradients(world: World,
 
 def test_large_finite_values_are_fine(world: World) -> None:
     """The sum of their squares is infinite, they are not."""
-    parameters = [Parameter("a", (10,), FLOAT32), Parameter("b", (10,), FLOAT64)]
-    reducer = GradientReducer(world, parameters)
+    values = {FLOAT32: 3e38, FLOAT64: -1.5e308}
+    reducer = GradientReducer(world, [Parameter(str(dtype), (10,), dtype) for dtype in values])
     reducer.begin(1.0)
-    reducer.ready(0, numpy.full(10, 3e38, numpy.float32))
-    reducer.ready(1, numpy.full(10, -1.5e308))
+    for index, (dtype, value) in enumerate(values.items()):
+        reducer.ready(index, numpy.full(10, value, dtype))
     reducer.finish()
-    numpy.testing.assert_allclose(reducer.gradients[0], 3e38, rtol=1e-6)
-    numpy.testing.assert_allclose(reducer.gradients[1], -1.5e308, rtol=1e-14)
+    for gradient, (dtype, value) in zip(reducer.gradients, values.items(), strict=True):
+        numpy.testing.assert_allclose(gradient, value, rtol=8 * numpy.finfo(dtype).eps)
 
 
 def test_calls_that_cannot_be_right(world: World, reducer: GradientReducer) -> None:
@@ -169,9 +160,6 @@ def test_a_rank_that_does_something_else(world: World, reducer: GradientReducer)
 
     text = error_on_all(world, MismatchError, instead)
     assert text.startswith(f"{world.name(odd)}: barrier; {world.name(0)}: step; ")
-
-
-# -- layouts ----------------------------------------------------------------------------------------------------
 
 
 USUAL = (Parameter("a", (3,), FLOAT32), Parameter("b", (2, 2), FLOAT64), Parameter("c", (), FLOAT64))

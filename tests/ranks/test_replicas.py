@@ -1,20 +1,25 @@
-"""Replicas that are no longer equal: found, named, and repaired where that is asked for. The fault is a flipped bit."""
+"""Values that are wrong: replicas that are no longer equal, NaN and infinity; found, named, and repaired if asked."""
 
 from __future__ import annotations
 
+import math
 import zlib
 from collections.abc import Callable
+from typing import Any
 
+import ml_dtypes
 import numpy
 import pytest
 
 from mpitrain import ArrayFunction, CompareReplicas, Hook, Parts, Step, StopAtStep, Sync, Trainer, World
 from mpitrain.data import ArrayData
-from mpitrain.errors import ConfigError, MismatchError, ReplicaError
-from mpitrain.optim import Adam
+from mpitrain.errors import ConfigError, MismatchError, NonFiniteError, ReplicaError
+from mpitrain.optim import SGD, Adam, LossScale
 from mpitrain.training.hooks.replicas import checksum, right_rank
+from mpitrain.training.non_finite import _first, located
 
 from .common import assert_same_bits, error_on_all, skip_alone
+from .trainings import ran
 
 
 def regression(parameters: dict, batch: tuple, on_gradient: Callable[[str, numpy.ndarray], None]) -> float:
@@ -48,9 +53,7 @@ class Flip(Hook):
 
 
 def trained(*hooks: Hook, steps: int = 8) -> Trainer:
-    trainer = Trainer(build, [StopAtStep(steps), *hooks])
-    trainer.run()
-    return trainer
+    return ran(build, [StopAtStep(steps), *hooks])
 
 
 def parameters_of(trainer: Trainer) -> list[bytes]:
@@ -62,30 +65,32 @@ def test_equal_replicas_train_on(world: World, capsys: pytest.CaptureFixture[str
     assert capsys.readouterr().out == ""
 
 
-def test_a_flipped_bit_is_named_on_all_ranks(world: World) -> None:
-    """Byte 21 of w is in its third element. In a world of two no one knows who is right: it is the root, then."""
+@pytest.mark.parametrize(
+    ("name", "byte", "bit", "element", "steps"),
+    [("w", 21, 3, "1 of 6 elements, [2]", 3), ("b", 7, 7, "1 of 1 elements, [0]", 100)],
+)
+def test_a_flipped_bit_is_named_on_all_ranks(
+    world: World, name: str, byte: int, bit: int, element: str, steps: int
+) -> None:
+    """Also after the last step. In a world of two no one knows who is right: it is the root, then."""
     skip_alone(world)
+    expected = trained(steps=3).adapter.parameters()[name]
+    flipped = expected.copy()
+    flipped.view(numpy.uint8)[byte] ^= 1 << bit
+    number = byte // 8
     for odd in range(world.size):
-        flip = Flip(3, [odd], "parameters", "w")
-        text = error_on_all(world, ReplicaError, lambda flip=flip: trained(flip, CompareReplicas(3)))
+        hooks = [Flip(3, [odd], "parameters", name, byte=byte, bit=bit), CompareReplicas(steps)]
+        text = error_on_all(world, ReplicaError, lambda hooks=hooks: trained(*hooks, steps=3))
         named = 1 if world.size == 2 else odd
         others = [str(rank) for rank in range(world.size) if rank != named]
-        assert (
+        assert text.startswith(
             f"after step 3 the parameters are not those of rank{'s' * (len(others) > 1)} {', '.join(others)} on: "
+        )
+        values = (expected, flipped) if named != odd else (flipped, expected)
+        assert (
+            f"on: {world.name(named)}: {name} in {element} is {values[0][number]} instead of {values[1][number]}"
             in text
         )
-        assert f"on: {world.name(named)}: w in 1 of 6 elements, [2] is " in text
-
-
-def test_the_values_are_those_of_before_and_after(world: World) -> None:
-    skip_alone(world)
-    last = world.size - 1
-    expected = trained(steps=3).adapter.parameters()["b"]
-    flipped = expected.copy()
-    flipped.view(numpy.uint8)[7] ^= 0x80
-    hooks = [Flip(3, [last], "parameters", "b", byte=7, bit=7), CompareReplicas(1)]
-    text = error_on_all(world, ReplicaError, lambda: trained(*hooks))
-    assert f"on: {world.name(last)}: b in 1 of 1 elements, [0] is {flipped[0]} instead of {expected[0]}. " in text
 
 
 @pytest.mark.parametrize("place", [("parameters", "w"), ("parameters", "b"), ("optimizer", "first", "w")], ids="/".join)
@@ -122,25 +127,15 @@ def test_a_majority_of_more_than_one_kind(world: World) -> None:
 
 
 def test_repair_from_the_root_takes_its_values_right_or_wrong(world: World) -> None:
+    """The optimizer's moments too: they must stay equal, or the fault returns."""
     skip_alone(world)
     for odd in (0, world.size - 1):
         trainer = trained(Flip(8, [odd], "parameters", "w"), CompareReplicas(4, repair="root"))
         assert_same_bits(world, *trainer.adapter.parameters().values())
         assert (parameters_of(trainer) == parameters_of(trained())) == (odd != 0)
-
-
-def test_the_optimizer_is_repaired_too(world: World) -> None:
-    """Its moments differ too after a step with another gradient. They must stay equal, or the fault returns."""
-    skip_alone(world)
     trainer = trained(Flip(2, [1], "optimizer", "first", "w", byte=6), CompareReplicas(3, repair="root"), steps=3)
     optimizer = trainer.adapter.state()["optimizer"]
     assert_same_bits(world, *optimizer["first"].values(), *optimizer["second"].values())
-
-
-def test_it_looks_after_the_last_step(world: World) -> None:
-    skip_alone(world)
-    with pytest.raises(ReplicaError, match=r"^after step 5 "):
-        trained(Flip(5, [1], "parameters", "w"), CompareReplicas(100), steps=5)
 
 
 def test_ranks_that_would_do_different_things(world: World) -> None:
@@ -181,3 +176,127 @@ def test_checksum(dtype: str, shape: tuple[int, ...]) -> None:
         flipped = numpy.frombuffer(bytes(content), array.dtype).reshape(shape)
         assert checksum(flipped) != checksum(array)
         content[place // 8] ^= 1 << place % 8
+
+
+FINITE = "also checked: the losses, the batches and the parameters of all ranks are finite"
+
+
+def without_b(parameters: dict, batch: tuple, on_gradient: Callable[[str, numpy.ndarray], None]) -> float:
+    x, y = batch
+    error = x @ parameters["w"] - y
+    on_gradient("w", 2 * x.T @ error / max(len(x), 1))
+    return float((error**2).mean()) if len(x) else 0.0
+
+
+def trainer_of(function: Callable[..., float], spoil: Callable[[numpy.ndarray], None] = lambda x: None) -> Trainer:
+    """20 samples in order, 10 in a step."""
+
+    def build(world: World) -> Parts:
+        x = numpy.random.default_rng(0).standard_normal((20, 4))
+        spoil(x)
+        adapter = ArrayFunction(function, {"w": numpy.zeros(4)}, SGD(0.01))
+        return Parts(adapter, Sync(), ArrayData(world, (x, numpy.ones(20)), global_batch=10, shuffle=False))
+
+    return Trainer(build)
+
+
+def owner_of(world: World, sample: int) -> tuple[int, int, int]:
+    """The rank that has this sample of a batch of 10, its number there, and how many are there."""
+    sizes = [10 // world.size + (rank < 10 % world.size) for rank in range(world.size)]
+    rank = 0
+    while sample >= sizes[rank]:
+        sample, rank = sample - sizes[rank], rank + 1
+    return rank, sample, sizes[rank]
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+@pytest.mark.parametrize("sample", [10, 14, 19])
+def test_bad_data_are_named_by_rank_sample_and_step(world: World, sample: int, value: float) -> None:
+    def spoil(x: numpy.ndarray) -> None:
+        x[sample, 2] = value
+
+    trainer = trainer_of(without_b, spoil)
+    assert trainer.step().number == 1
+    with numpy.errstate(invalid="ignore"):
+        text = error_on_all(world, NonFiniteError, trainer.step)
+    rank, place, count = owner_of(world, sample - 10)
+    assert text.startswith(f"{world.name(rank)}: the gradient of w holds NaN or infinity; nothing was changed")
+    found = f"the batch holds {value} in [0], sample {place} of {count}"
+    assert text.endswith(f". Step 2; also checked: {world.name(rank)}: the loss is {value}, {found}")
+    assert trainer.step_number == 1
+
+
+@pytest.mark.parametrize("value", [math.nan, -math.inf])
+def test_a_loss_that_is_no_number_while_the_gradients_are(world: World, value: float) -> None:
+    odd = world.size - 1
+
+    def function(*arguments: Any) -> float:
+        loss = without_b(*arguments)
+        return value if world.rank == odd else loss
+
+    trainer = trainer_of(function)
+    before = trainer.adapter.parameters()["w"].copy()
+    text = error_on_all(world, NonFiniteError, trainer.step)
+    assert text.startswith(f"{world.name(odd)}: the loss is NaN or infinity; nothing was changed by this step. ")
+    assert text.endswith(f"Step 1; also checked: {world.name(odd)}: the loss is {value}")
+    assert trainer.adapter.parameters()["w"].tobytes() == before.tobytes()
+
+
+def test_a_gradient_alone(world: World) -> None:
+    odd = world.size // 2
+
+    def function(parameters: Any, batch: Any, on_gradient: Callable[[str, numpy.ndarray], None]) -> float:
+        poison = math.nan if world.rank == odd else 0.0
+        return without_b(parameters, batch, lambda name, gradient: on_gradient(name, gradient + poison))
+
+    text = error_on_all(world, NonFiniteError, trainer_of(function).step)
+    assert text.startswith(f"{world.name(odd)}: the gradient of w holds NaN")
+    assert text.endswith(f"Step 1; {FINITE}")
+
+
+def test_parameters_that_are_no_numbers_any_more(world: World) -> None:
+    trainer = trainer_of(without_b)
+    trainer.adapter.parameters()["w"][3] = math.inf
+    with numpy.errstate(invalid="ignore"):
+        text = error_on_all(world, NonFiniteError, trainer.step)
+    who = "on all ranks" if world.size > 1 else world.name()
+    assert text.endswith(f"also checked: {who}: the loss is inf, the parameter w holds inf")
+
+
+def test_losses_that_do_not_count(world: World) -> None:
+    """NaN on ranks without samples, as the mean of nothing; and a loss in fp16 beyond its range: its scale decides."""
+    count = world.size + 1
+
+    def without(parameters: Any, batch: Any, on_gradient: Any) -> float:
+        loss = without_b(parameters, batch, on_gradient)
+        return loss if len(batch[0]) else math.nan
+
+    def infinite(*arguments: Any, loss_scale: float) -> float:
+        without_b(*arguments)
+        return math.inf
+
+    for function, scale in ((without, None), (infinite, LossScale())):
+
+        def build(world: World, function: Any = function, scale: LossScale | None = scale) -> Parts:
+            data = ArrayData(world, (numpy.ones((count, 4)), numpy.ones(count)), global_batch=world.size)
+            return Parts(ArrayFunction(function, {"w": numpy.zeros(4)}, SGD(0.01), loss_scale=scale), Sync(), data)
+
+        trainer = Trainer(build)
+        steps = [trainer.step() for _ in range(2)]
+        assert [(step.samples, step.skipped) for step in steps] == [(world.size, False), (1, False)]
+        assert all(math.isinf(step.loss) == (scale is not None) for step in steps)
+
+
+def test_the_first_place() -> None:
+    assert _first(numpy.array([[0.0, 1.0], [math.nan, math.inf]])) == (1, 0)
+    assert _first(numpy.array([1.0, -math.inf], ml_dtypes.bfloat16)) == (1,)
+    assert _first(numpy.zeros((3, 0))) is None
+    assert _first(numpy.array(math.nan)) == ()
+    assert _first(numpy.arange(3)) is None
+    assert _first(numpy.array(["a", "b"])) is None
+
+
+def test_a_batch_that_is_no_tree(world: World) -> None:
+    error = located(world, NonFiniteError("x"), step=7, batch="text", loss=0.5, parameters={})
+    who = "on all ranks" if world.size > 1 else world.name()
+    assert str(error) == f"x. Step 7; also checked: {who}: the batch is not a tree of arrays and was not checked"

@@ -19,20 +19,10 @@ from mpitrain.state.resume import add_up
 from mpitrain.strategies import Strategy
 
 from .checkpoints import flip_a_bit
-from .common import assert_same_bits, skip_alone
-from .rounds_by_hand import (
-    EVERY,
-    KINDS,
-    OUTER_MOMENTUM,
-    OUTER_RATE,
-    Expected,
-    assert_close,
-    flat,
-    kinds,
-    streaming,
-)
+from .common import added_up, assert_same_bits, skip_alone
+from .rounds_by_hand import EVERY, KINDS, OUTER_MOMENTUM, OUTER_RATE, Expected, assert_close, flat, kinds, streaming
 from .test_strategies import adapter, count_of, one_step, samples, train, values
-from .trainings import Record, bits, builder
+from .trainings import Record, bits, builder, ran
 
 
 @kinds
@@ -47,9 +37,7 @@ def test_one_rank_goes_on_from_all(world: World, kind: str, done: int) -> None:
     train(world, strategy, model, range(done))
     for _ in range(done):
         expected.step()
-    total: dict[str, Any] = {}
-    for part in world.allgather(strategy.own_state()):
-        add_up(total, part)
+    total = added_up(world.allgather(strategy.own_state()))
     state, saved = world.broadcast_object((strategy.state(), model.state()))
     strategy.close()
 
@@ -89,10 +77,8 @@ def test_a_run_that_is_resumed_within_a_round(world: World, shared: Path, kind: 
     """A checkpoint goes on as if the run had not ended. A run ends with an outer step, which its hooks see."""
     build = builder(45, 14, strategy=KINDS[kind][0])
     whole = Record()
-    uninterrupted = Trainer(build, [StopAtStep(10), whole])
-    uninterrupted.run()
-    first = Trainer(build, [StopAtStep(7), Checkpoint(shared, steps=5, keep=2), CompareReplicas(1)])
-    first.run()
+    uninterrupted = ran(build, [StopAtStep(10), whole])
+    first = ran(build, [StopAtStep(7), Checkpoint(shared, steps=5, keep=2), CompareReplicas(1)])
     assert_same_bits(world, *first.adapter.parameters().values())
     if world.is_root:
         last = checkpoint.load(shared / "step-00000007")
@@ -101,8 +87,7 @@ def test_a_run_that_is_resumed_within_a_round(world: World, shared: Path, kind: 
             assert last["adapter"]["parameters"][name].tobytes() == value.tobytes()
     forget_last(world, shared, 7)
     record = Record()
-    resumed = Trainer(build, [StopAtStep(10), Checkpoint(shared, steps=100), record])
-    resumed.run()
+    resumed = ran(build, [StopAtStep(10), Checkpoint(shared, steps=100), record])
     assert [step.loss for step in record.steps] == [step.loss for step in whole.steps[5:]]
     assert bits(resumed) == bits(uninterrupted)
 
@@ -117,8 +102,7 @@ def test_a_run_that_a_hook_ends(world: World, shared: Path) -> None:
             if step.number == 5:
                 trainer.last_step = 5
 
-    trainer = Trainer(builder(45, 14, strategy=lambda: DiLoCo(3)), [Checkpoint(shared, steps=100), Enough()])
-    trainer.run()
+    trainer = ran(builder(45, 14, strategy=lambda: DiLoCo(3)), [Checkpoint(shared, steps=100), Enough()])
     world.barrier()
     last = checkpoint.load(shared / "step-00000005")
     assert "round" not in last["strategy"]
@@ -127,29 +111,20 @@ def test_a_run_that_a_hook_ends(world: World, shared: Path) -> None:
     assert_same_bits(world, *trainer.adapter.parameters().values())
 
 
-def test_sync_goes_on_from_the_end_of_a_round(world: World, shared: Path) -> None:
-    def trainer(strategy: Callable[[], Strategy], steps: int, last: int) -> Trainer:
-        return Trainer(
-            builder(45, 14, strategy=strategy), [StopAtStep(last), Checkpoint(shared / str(steps), steps=100)]
-        )
+def test_sync_goes_on_from_the_end_of_a_round_and_rounds_from_sync(world: World, shared: Path) -> None:
+    def run(strategy: Callable[[], Strategy], folder: str, last: int, steps: int = 100) -> None:
+        hooks = [StopAtStep(last), Checkpoint(shared / folder, steps=steps)]
+        trainer = ran(builder(45, 14, strategy=strategy), hooks)
+        assert trainer.step_number == last
+        assert_same_bits(world, *trainer.adapter.parameters().values())
 
-    trainer(lambda: DiLoCo(3), 6, 6).run()
-    Trainer(builder(45, 14, strategy=lambda: DiLoCo(3)), [StopAtStep(6), Checkpoint(shared / "5", steps=5)]).run()
-    forget_last(world, shared / "5", 6)
-    one = trainer(Sync, 6, 8)
-    one.run()
-    assert one.step_number == 8
-    assert_same_bits(world, *one.adapter.parameters().values())
+    run(lambda: DiLoCo(3), "whole", 6)
+    run(Sync, "whole", 8)
+    run(lambda: LocalSGD(4), "whole", 10)
+    run(lambda: DiLoCo(3), "cut", 6, steps=5)
+    forget_last(world, shared / "cut", 6)
     with pytest.raises(CheckpointError, match=r"after 2 steps of a round .* a multiple of sync_every"):
-        trainer(Sync, 5, 8).run()
-
-
-def test_local_sgd_goes_on_from_sync(world: World, shared: Path) -> None:
-    Trainer(builder(45, 14), [StopAtStep(4), Checkpoint(shared, steps=100)]).run()
-    one = Trainer(builder(45, 14, strategy=lambda: LocalSGD(4)), [StopAtStep(8), Checkpoint(shared, steps=100)])
-    one.run()
-    assert one.step_number == 8
-    assert_same_bits(world, *one.adapter.parameters().values())
+        run(Sync, "cut", 8)
 
 
 @kinds
@@ -174,8 +149,7 @@ def test_one_rank_hands_its_round_to_all(world: World, shared: Path, kind: str) 
         assert own == {}
         assert_close(flat(resumed), expected.own[0])
     else:
-        total: dict[str, Any] = {}
-        add_up(total, own)
+        total = added_up([own])
         again.restore_own(total if world.is_root else {})
         assert_close(flat(resumed), expected.common)
         again.end_run()
@@ -211,7 +185,7 @@ def test_a_flight_is_taken_back_by_another_schedule(world: World) -> None:
     again.close()
 
 
-@pytest.mark.parametrize("last", [4, 8])
+@pytest.mark.parametrize("last", [4, pytest.param(8, marks=pytest.mark.nightly)])
 @kinds
 def test_parts_that_nobody_can_read(
     world: World, shared: Path, capfd: pytest.CaptureFixture[str], kind: str, last: int
@@ -227,8 +201,7 @@ def test_parts_that_nobody_can_read(
     world.barrier()
     common = checkpoint.load(shared / "step-00000004")["strategy"]["round"]["parameters"]
     capfd.readouterr()
-    again = Trainer(build, [StopAtStep(last), Checkpoint(shared, steps=100)])
-    again.run()
+    again = ran(build, [StopAtStep(last), Checkpoint(shared, steps=100)])
     out = capfd.readouterr().out
     if world.is_root:
         assert f"part-{world.size - 1}-of-{world.size}/tensors.safetensors is damaged" in out

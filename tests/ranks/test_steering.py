@@ -21,7 +21,7 @@ from mpitrain.watching.activity import own_activity
 from mpitrain.watching.rank_record import read_record, write_order
 
 from .common import error_on_all, skip_alone
-from .trainings import RATE, Record, bits, builder
+from .trainings import RATE, Record, builder, ran
 
 
 class Told(Hook):
@@ -54,34 +54,27 @@ def tunables(monkeypatch: pytest.MonkeyPatch, world: World) -> Tunables:
     return own
 
 
-@pytest.mark.parametrize(
-    ("order", "problem"),
-    [
-        ({"kind": "explode"}, "kind is 'explode'"),
-        ({"kind": "rate", "value": 3}, "value is 3; it must be str"),
-        ({"kind": "save", "at": 1e300}, "at is 1e+300; it must be float"),
-        ({"kind": "save", "at": 1e20}, "it has the number 1 and the time 1e+20"),
-        ({"kind": "save", "colour": "red"}, "it has 'colour', which is not known"),
-    ],
-)
+UNREADABLE: list[tuple[dict[str, Any], str]] = [
+    ({"kind": "explode"}, "kind is 'explode'"),
+    ({"kind": "rate", "value": 3}, "value is 3; it must be str"),
+    ({"kind": "save", "at": 1e300}, "at is 1e+300; it must be float"),
+    ({"kind": "save", "at": 1e20}, "it has the number 1 and the time 1e+20"),
+    ({"kind": "save", "colour": "red"}, "it has 'colour', which is not known"),
+]
+
+
+@pytest.mark.parametrize(("order", "problem"), UNREADABLE)
 def test_an_order_that_cannot_be_read(world: World, tunables: Tunables, order: dict[str, Any], problem: str) -> None:
     """The training continues, does nothing of it, and says what is wrong. A good one after it is obeyed."""
     skip_alone(world)
-    del tunables
-    last = world.size - 1
-    told, record = (
-        Told({2: (last, {"number": 1, **order}), 4: (0, {"number": 2, "kind": "rate", "value": "2"})}),
-        Record(),
-    )
-    trainer = Trainer(builder(60, 20), [StopAtStep(7), record, told])
-    trainer.run()
+    last, record = world.size - 1, Record()
+    told = Told({2: (last, {"number": 1, **order}), 4: (0, {"number": 2, "kind": "rate", "value": "2"})})
+    Trainer(builder(60, 20), [StopAtStep(7), record, told]).run()
     assert [step.learning_rate for step in record.steps] == [RATE] * 5 + [RATE * 2] * 2
-    (refused, obeyed) = steering.OUTCOMES.newest
-    assert refused[0] == 1
-    assert not refused[3]
+    refused, obeyed = steering.OUTCOMES.newest
+    assert (refused[0], refused[3], obeyed[0], obeyed[3]) == (1, False, 2, True)
     assert f"{world.name(last)} cannot read it: " in refused[4]
     assert problem in refused[4]
-    assert obeyed[:1] + obeyed[3:4] == (2, True)
 
 
 def test_one_rank_hears_and_all_obey(world: World, tunables: Tunables) -> None:
@@ -95,8 +88,7 @@ def test_one_rank_hears_and_all_obey(world: World, tunables: Tunables) -> None:
         8: (last // 2, {"number": 4, "kind": "rate", "value": "3"}),
     }
     told, record = Told(orders), Record()
-    trainer = Trainer(builder(60, 20), [StopAtStep(11), record, told])
-    trainer.run()
+    trainer = ran(builder(60, 20), [StopAtStep(11), record, told])
     rates = [RATE] * 3 + [RATE * 0.5] * 6 + [RATE * 1.5] * 2
     assert [step.learning_rate for step in record.steps] == rates
     assert one.value == 0.75
@@ -112,32 +104,30 @@ def test_one_rank_hears_and_all_obey(world: World, tunables: Tunables) -> None:
     other.restore(trainer.state())
     other.run()
     assert [step.learning_rate for step in again.steps] == [RATE * 1.5]
-    plain = Trainer(builder(60, 20), [StopAtStep(11)])
-    plain.run()
-    tunables.restore({})
-    assert "steering" not in plain.state()
-    assert bits(plain).keys() < bits(trainer).keys()
-
-
-def test_a_later_trainer_has_the_values(world: World, tunables: Tunables) -> None:
-    """A value that the first one was told holds in the second, and in its state. The factor of the rate does not."""
-    skip_alone(world)
-    one = tunables.declare("decay", 0.1)
-    orders: dict[int, tuple[int, dict[str, Any]]] = {
-        1: (0, {"number": 1, "kind": "set", "name": "decay", "value": "0.5"}),
-        3: (0, {"number": 2, "kind": "rate", "value": "0.5"}),
-    }
-    Trainer(builder(60, 20), [StopAtStep(5), Told(orders)]).run()
-    second = Trainer(builder(60, 20), [StopAtStep(2), record := Record()])
-    second.run()
-    assert one.value == 0.5
-    assert [step.learning_rate for step in record.steps] == [RATE] * 2
-    state = second.state()
+    # A value that the first Trainer was told holds in the next one. The factor of the rate does not.
+    plain = ran(builder(60, 20), [StopAtStep(2), record := Record()])
+    assert (one.value, [step.learning_rate for step in record.steps]) == (0.75, [RATE] * 2)
+    state = plain.state()
     tunables.restore({})  # as in another process
+    assert "steering" not in Trainer(builder(60, 20)).state()
     third = Trainer(builder(60, 20), [StopAtStep(3)])
     third.restore(state)
     third.run()
-    assert one.value == 0.5
+    assert one.value == 0.75
+
+
+def test_orders_that_come_together_are_obeyed_in_their_order(world: World, tunables: Tunables) -> None:
+    """Rank 0 has heard of the second one, and the last rank of the first one."""
+    skip_alone(world)
+    one = tunables.declare("dropout", 0.1)
+    first, second = (
+        {2: (rank, {"number": number, "kind": "set", "name": "dropout", "value": value})}
+        for rank, number, value in ((world.size - 1, 1, "0.5"), (0, 2, "0.75"))
+    )
+    told = Told(second)
+    Trainer(builder(60, 20), [StopAtStep(4), Told(first), told]).run()
+    assert told.texts == ["3 told ada on lab1 1.5: dropout is 0.5", "3 told ada on lab1 1.5: dropout is 0.75"]
+    assert one.value == 0.75
 
 
 def test_what_was_told_before_a_restart(world: World, tunables: Tunables) -> None:
@@ -264,20 +254,6 @@ def test_a_later_run_publishes_what_the_run_before_was_told(world: World, tunabl
     assert [step.learning_rate for step in record.steps] == [RATE] * 2
 
 
-def test_a_refused_order_is_refused_again(world: World, tunables: Tunables) -> None:
-    """The state to go on from is taken after it, and the launcher, which has not heard of it, repeats it."""
-    skip_alone(world)
-    order = {1: (0, {"number": 1, "kind": "resume"})}
-    trainer = Trainer(builder(60, 20), [StopAtStep(3), Told(order)])
-    trainer.run()
-    assert outcomes_of(world) == [[1, 2, False]]
-    assert "steering" not in trainer.state()
-    again = Trainer(builder(60, 20), [StopAtStep(6), Told({4: (0, {"number": 1, "kind": "resume"})})])
-    again.restore(trainer.state())
-    again.run()
-    assert [is_applied for _, _, is_applied in outcomes_of(world)] == [False] * len(outcomes_of(world))
-
-
 def test_a_stop_holds_after_a_restart(world: World, tunables: Tunables, shared: Path) -> None:
     """The try that follows goes on from an earlier step, or from the one of the stop."""
     stop = {"of": "1a2b", "number": 1, "kind": "stop", "teller": "ada on lab1", "at": 1.5, "after_step": 3}
@@ -286,9 +262,23 @@ def test_a_stop_holds_after_a_restart(world: World, tunables: Tunables, shared: 
         for made in (3, 0):
             object.__setattr__(world.context, "orders", json.dumps([{**stop, "run": the_job().num_runs + 1}]))
             hooks = [StopAtStep(9), Checkpoint(shared, steps=100), record := Record()]
-            trainer = Trainer(builder(60, 20), hooks)
-            trainer.run()
+            trainer = ran(builder(60, 20), hooks)
             assert (trainer.step_number, len(record.steps)) == (3, made)
     finally:
         object.__setattr__(world.context, "orders", before)
     assert [path.name for path in shared.glob("step-*")] == ["step-00000003"]
+
+
+def test_a_refused_order_is_refused_again(world: World, tunables: Tunables) -> None:
+    """The state to go on from is taken after it, and the launcher, which has not heard of it, repeats it."""
+    skip_alone(world)
+    trainer = None
+    for last in (3, 6):
+        told = Told({last - 2: (0, {"number": 1, "kind": "resume"})})
+        begun, trainer = trainer, Trainer(builder(60, 20), [StopAtStep(last), told])
+        if begun is not None:
+            trainer.restore(begun.state())
+        trainer.run()
+        assert outcomes_of(world)
+        assert not any(is_applied for _, _, is_applied in outcomes_of(world))
+        assert "steering" not in trainer.state()

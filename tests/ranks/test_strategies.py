@@ -282,7 +282,7 @@ def test_the_contract(world: World, name: str, holds: Callable[[World, str], Non
         assert f"{world.size} equal ranks were started" in text
         return
     if world.size > 1 and name in CODED and holds in OF_WHOLE_MEANS:
-        pytest.skip("it sends no whole means; see test_sparse_loco.py and test_sparse_loco_state.py")
+        pytest.skip("it sends no whole means; see test_sparse_loco.py")
     holds(world, name)
 
 

@@ -32,7 +32,7 @@ from mpitrain.optim import SGD
 from mpitrain.reducer.bucket import Parameter
 from mpitrain.reducer.reducer import GradientReducer
 from mpitrain.verify.fingerprint import distance, sample_hashes, sketch
-from mpitrain.verify.record_file import MEAN, STEP, SUM, RunRecord, make_record, read_record
+from mpitrain.verify.record_file import MEAN, STEP, SUM, Line, RunRecord, make_record, read_record
 from mpitrain.verify.run_record import RecordedTrees, Recorder
 from mpitrain.world.shard import part_of
 
@@ -82,6 +82,12 @@ def by_hand(steps: int) -> list[tuple[slice, float, numpy.ndarray, numpy.ndarray
     return found
 
 
+def check_samples(world: World, line: Line, batch: Any, hashes: list[str], *, weighted: bool = True) -> None:
+    parts = [part_of(len(batch), rank, world.size) for rank in range(world.size)]
+    assert line.samples == [hashes[part] for part in parts]
+    assert line.weights == ([part.stop - part.start for part in parts] if weighted else [])
+
+
 def test_a_trainer_is_recorded(world: World, shared: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """4 steps, one of them with 5 samples; hooks that write are left out, and nothing after the run is done."""
     own = recording(world, shared, 4)
@@ -109,10 +115,7 @@ def test_a_trainer_is_recorded(world: World, shared: Path, monkeypatch: pytest.M
         (number, STEP, "float64") for number in (1, 2, 3, 4)
     ]
     for line, (its, loss, gradient, w) in zip(record.lines, by_hand(4), strict=True):
-        parts = [part_of(its.stop - its.start, rank, world.size) for rank in range(world.size)]
-        hashes = sample_hashes((X[its], Y[its]))
-        assert line.samples == [hashes[part] for part in parts]
-        assert line.weights == [part.stop - part.start for part in parts]
+        check_samples(world, line, X[its], sample_hashes((X[its], Y[its])))
         assert line.loss == pytest.approx(loss, rel=1e-12)
         assert line.learning_rate == RATE
         found, expected = line.tensors["w"], sketch("w", gradient)
@@ -141,10 +144,7 @@ def test_calls_are_recorded(world: World, shared: Path) -> None:
     lines = record_of(world, shared).lines
     assert [line.kind for line in lines] == [MEAN, SUM, MEAN]
     for line, batch in zip(lines, batches, strict=True):
-        parts = [part_of(len(batch), rank, world.size) for rank in range(world.size)]
-        hashes = sample_hashes(batch)
-        assert line.samples == [hashes[part] for part in parts]
-        assert line.weights == ([] if line.kind == SUM else [part.stop - part.start for part in parts])
+        check_samples(world, line, batch, sample_hashes(batch), weighted=line.kind != SUM)
     for number in (0, 2):
         expected = batches[number].mean(axis=0)
         found = lines[number].tensors
@@ -192,19 +192,6 @@ def test_arrays_of_world_sync_are_parameters(world: World, shared: Path, capsys:
         )
 
 
-def test_samples_that_are_no_arrays_are_not_seen(world: World, shared: Path) -> None:
-    own = recording(world, shared, 2)
-    assert own.observer is not None
-    own.observer.saw("text" if world.rank == world.size - 1 else X)
-    own.mean(1.0)
-    own.observer.saw(X[:2])
-    with pytest.raises(SystemExit):
-        own.mean(1.0)
-    first, second = record_of(world, shared).lines
-    assert first.samples is None
-    assert second.samples == [sample_hashes(X[:2])] * world.size
-
-
 def test_a_record_that_cannot_be_written(world: World, shared: Path) -> None:
     text = error_on_all(world, MpitrainError, lambda: recording(world, shared / "nowhere", 1))
     assert text == (
@@ -215,28 +202,18 @@ def test_a_record_that_cannot_be_written(world: World, shared: Path) -> None:
     )
 
 
-def test_samples_of_calls_before_the_first_step_are_its_own(world: World, shared: Path) -> None:
-    """A reducer is known when its first step ends. The samples before a world.mean in that step are not lost."""
-    own = recording(world, shared, 1)
-    reducer = GradientReducer(own, [Parameter("w", (4,), numpy.dtype("float64"))])
-    with pytest.raises(SystemExit):
-        for part in own.shard([X[:9]]):
-            own.mean(1.0)
-            reducer.begin(len(part))
-            reducer.ready(0, numpy.zeros(4))
-            reducer.finish()
-    reducer.close()
-    (line,) = record_of(world, shared).lines
-    assert [sample for of_rank in line.samples or [] for sample in of_rank] == sample_hashes(X[:9])
-
-
 def test_a_reducer_of_the_scripts_own_is_recorded(world: World, shared: Path) -> None:
-    """The record has the reducer's steps, and no calls of world.mean between them. The last step ends the script."""
+    """The record has the reducer's steps, and no calls of world.mean between them. The last step ends the script.
+
+    A reducer is known when its first step ends. The samples before a world.mean in that step are not lost.
+    """
     own = recording(world, shared, 2)
     reducer = GradientReducer(own, [Parameter("w", (4,), numpy.dtype("float64"))])
     finished = 0
     with pytest.raises(SystemExit) as caught:
         for part in own.shard([X[:9], X[9:18], X[18:]]):
+            if not finished:
+                own.mean(1.0)
             reducer.begin(len(part))
             reducer.ready(0, part.mean(axis=0) if len(part) else numpy.zeros(4))
             reducer.finish()
@@ -247,7 +224,16 @@ def test_a_reducer_of_the_scripts_own_is_recorded(world: World, shared: Path) ->
     lines = record_of(world, shared).lines
     assert [line.kind for line in lines] == [STEP, STEP]
     for line, batch in zip(lines, [X[:9], X[9:18]], strict=True):
-        parts = [part_of(len(batch), rank, world.size) for rank in range(world.size)]
-        assert line.weights == [part.stop - part.start for part in parts]
-        assert [sample for of_rank in line.samples or [] for sample in of_rank] == sample_hashes(batch)
+        check_samples(world, line, batch, sample_hashes(batch))
         assert distance(line.tensors["w"], sketch("w", batch.mean(axis=0))) <= 1e-12
+
+
+def test_samples_that_are_no_arrays_are_not_seen(world: World, shared: Path) -> None:
+    own = recording(world, shared, 2)
+    assert own.observer is not None
+    own.observer.saw("text" if world.rank == world.size - 1 else X)
+    own.mean(1.0)
+    own.observer.saw(X[:2])
+    with pytest.raises(SystemExit):
+        own.mean(1.0)
+    assert [line.samples for line in record_of(world, shared).lines] == [None, [sample_hashes(X[:2])] * world.size]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -74,9 +74,6 @@ def names_in(directory: Path) -> list[str]:
     return sorted(path.name for path in directory.iterdir())
 
 
-# -- the same as one process ------------------------------------------------------------------------------------
-
-
 def bare_numpy(count: int, global_batch: int, steps: int) -> tuple[dict[str, numpy.ndarray], list[float], list[int]]:
     """The same training without the model's code, and of mpitrain the order of samples alone: one process."""
     x, y = samples_of(count)
@@ -109,3 +106,10 @@ def bare_numpy(count: int, global_batch: int, steps: int) -> tuple[dict[str, num
             velocity[name] = MOMENTUM * velocity[name] + gradient + decay * w[name]
             w[name] = w[name] - RATE * velocity[name]
     return w, losses, sizes
+
+
+def ran(build: Callable[[World], Parts], hooks: Sequence[Hook], world: World | None = None) -> Trainer:
+    """A Trainer that has run."""
+    trainer = Trainer(build, hooks, world)
+    trainer.run()
+    return trainer
