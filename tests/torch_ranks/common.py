@@ -7,6 +7,7 @@ from functools import reduce
 from typing import Any
 
 import numpy
+import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed import ReduceOp
@@ -64,3 +65,8 @@ def assert_equal(found: torch.Tensor, wanted: torch.Tensor, about: object = "") 
     """Assert that shapes and values are the same. `wanted` may have a wider dtype."""
     assert found.shape == wanted.shape, about
     assert torch.equal(found, wanted.to(found.dtype)), (about, found, wanted)
+
+
+def nightly(*values: Any) -> list[Any]:
+    """Values of a parameter that only scripts/test --nightly tries."""
+    return [pytest.param(value, marks=pytest.mark.nightly) for value in values]

@@ -1,4 +1,4 @@
-"""What the tests of DistributedDataParallel share: a model in float64, and the samples of each rank."""
+"""What the tests of DistributedDataParallel and FSDP share: a model in float64, the samples of each rank, a loop."""
 
 from __future__ import annotations
 
@@ -43,3 +43,12 @@ def samples(world: World, step: int, each: int = EACH) -> tuple[torch.Tensor, to
 def part(world: World, batch: torch.Tensor) -> torch.Tensor:
     each = len(batch) // world.size
     return batch[world.rank * each : (world.rank + 1) * each]
+
+
+def train(world: World, net: nn.Module, optimizer: torch.optim.Optimizer, steps: range, whole: bool) -> None:
+    """On whole batches without communication, or on this rank's part of each."""
+    for step in steps:
+        x, y = (batch if whole else part(world, batch) for batch in samples(world, step))
+        optimizer.zero_grad()
+        nn.functional.mse_loss(net(x), y).backward()
+        optimizer.step()

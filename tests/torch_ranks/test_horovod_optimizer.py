@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -14,15 +13,7 @@ import mpitrain.horovod.torch as hvd
 from mpitrain import World
 from tests.ranks.common import skip_alone
 
-pytestmark = pytest.mark.usefixtures("begun")
-
-
-@pytest.fixture(scope="module")
-def begun(world: World) -> Iterator[None]:
-    del world
-    hvd.init()
-    yield
-    hvd.shutdown()
+pytestmark = pytest.mark.usefixtures("horovod")
 
 
 def model(seed: int = 0) -> torch.nn.Module:
@@ -59,49 +50,34 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "passes": {"backward_passes_per_step": 3},
     "a predivide factor": {"gradient_predivide_factor": 4.0},
     "two groups": {"groups": 2},
+    "groups of parameters": {"groups": [[0, -1]]},
+    "half the bytes": {"compression": hvd.Compression.fp16},
 }
 
 
 @pytest.mark.parametrize("name", OPTIONS)
 def test_like_one_process(world: World, name: str) -> None:
-    options = OPTIONS[name]
+    """float16 rounds by up to 2^-11 of gradients below 1, at each rank and in each of the sums."""
+    options, is_half = dict(OPTIONS[name]), name == "half the bytes"
     passes = options.get("backward_passes_per_step", 1)
+    steps, momentum = (1, 0.0) if is_half else (4, 0.9)
     net, other = model(), model()
+    if name == "groups of parameters":
+        options["groups"] = [[[*net.parameters()][place] for place in group] for group in options["groups"]]
     optimizer = hvd.DistributedOptimizer(
-        torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9), net.named_parameters(), **options
+        torch.optim.SGD(net.parameters(), lr=0.1, momentum=momentum), net.named_parameters(), **options
     )
     assert isinstance(optimizer, torch.optim.SGD)
-    for step in range(4):
+    for step in range(steps):
         optimizer.zero_grad()
         for one in range(passes):
             loss_of(net, batch(passes * step + one, world.rank)).backward()
         optimizer.step()
-    alone(world, other, torch.optim.SGD(other.parameters(), lr=0.1, momentum=0.9), 4, passes)
-    assert_close(net, other)
-
-
-def test_groups_of_parameters(world: World) -> None:
-    net, other = model(), model()
-    first, *_, last = net.parameters()
-    optimizer = hvd.DistributedOptimizer(torch.optim.Adam(net.parameters()), groups=[[first, last]])
-    for step in range(2):
-        optimizer.zero_grad()
-        loss_of(net, batch(step, world.rank)).backward()
-        optimizer.step()
-    alone(world, other, torch.optim.Adam(other.parameters()), 2)
-    assert_close(net, other)
-
-
-def test_half_the_bytes(world: World) -> None:
-    """float16 rounds by up to 2^-11 of gradients below 1, at each rank and in each of the sums."""
-    net, other = model(), model()
-    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(net.parameters(), lr=0.1), compression=hvd.Compression.fp16)
-    loss_of(net, batch(0, world.rank)).backward()
-    optimizer.step()
-    alone(world, other, torch.optim.SGD(other.parameters(), lr=0.1), 1)
-    assert_close(net, other, 0.1 * world.size * 2**-10)
-    with pytest.raises(AssertionError):
-        assert_close(net, other, 1e-12)
+    alone(world, other, torch.optim.SGD(other.parameters(), lr=0.1, momentum=momentum), steps, passes)
+    assert_close(net, other, 0.1 * world.size * 2**-10 if is_half else 1e-12)
+    if is_half:
+        with pytest.raises(AssertionError):
+            assert_close(net, other, 1e-12)
 
 
 def test_a_closure_and_a_schedule_made_before(world: World) -> None:
@@ -240,7 +216,7 @@ def test_what_an_optimizer_refuses(world: World) -> None:
     optimizer.synchronize()
 
 
-def test_broadcast_parameters_and_state(world: World) -> None:
+def test_broadcast_parameters_state_and_objects(world: World) -> None:
     """A rank that goes on from a checkpoint hands its state to ranks that have none."""
     net = model(world.rank)
     optimizer = torch.optim.Adam(net.parameters(), lr=0.1 / (world.rank + 1), betas=(0.5 + 0.1 * world.rank, 0.99))
@@ -257,20 +233,11 @@ def test_broadcast_parameters_and_state(world: World) -> None:
         for key, value in values.items():
             assert torch.equal(state["state"][number][key], value)
     assert len({value.tobytes() for value in hvd.allgather_object(next(net.parameters()).detach().numpy())}) == 1
-
-
-def test_objects(world: World) -> None:
-    given = {"rank": world.rank, "list": [None] * world.rank}
-    assert hvd.allgather_object(given) == [{"rank": rank, "list": [None] * rank} for rank in range(world.size)]
-    for root in range(world.size):
-        assert hvd.broadcast_object(given, root) == {"rank": root, "list": [None] * root}
-
-
-def test_objects_of_different_types(world: World) -> None:
-    """As where only one rank has read a checkpoint."""
-    kinds = [{"epoch": 3}, None, "text", 1.5]
-    assert hvd.broadcast_object(kinds[world.rank % 4]) == kinds[0]
+    # Objects of another length, and of another type, on each rank.
+    kinds = [{"epoch": 3}, None, "text", [None] * 7]
     assert hvd.allgather_object(kinds[world.rank % 4]) == [kinds[rank % 4] for rank in range(world.size)]
+    for root in range(world.size):
+        assert hvd.broadcast_object(kinds[world.rank % 4], root) == kinds[root % 4]
 
 
 @pytest.mark.parametrize("op", [hvd.Average, hvd.Adasum])

@@ -10,14 +10,14 @@ import weakref
 from typing import Any
 
 import pytest
+import torch
 
+import mpitrain.torch
 from mpitrain import World
 from tests.ranks.common import skip_alone
 from tests.ranks.placements import placed
 
-from .prepared import assert_equal_everywhere, batches, compare, loader, loop, mlp, samples, sgd, torch
-
-import mpitrain.torch  # isort: skip (the line above skips this file where there is no PyTorch)
+from .prepared import assert_equal_everywhere, batches, compare, loader, loop, mlp, samples, sgd
 
 
 def test_the_loop_of_one_process(world: World) -> None:
@@ -63,44 +63,10 @@ def test_accumulation(world: World, exchanging: str) -> None:
     compare(world, mlp(), lambda: loader(shuffle=True), run=run)
 
 
-class Branches(torch.nn.Module):
-    """`some` is used for some samples only, `no` for none; `late` is frozen at first."""
+def test_freezing(world: World) -> None:
+    """After prepare(), for a while; and in front of the first accumulation."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.no = torch.nn.Linear(2, 2)
-        self.some = torch.nn.Linear(5, 3)
-        self.late = torch.nn.Linear(5, 3)
-        self.all = torch.nn.Linear(5, 3)
-        self.double()
-
-    def forward(self, x: Any) -> Any:
-        out = self.all(x) + self.late(x)
-        chosen = x[:, 0] > 1
-        return out + chosen[:, None] * self.some(x) if chosen.any() else out
-
-
-def test_unused_and_frozen_parameters(world: World, capsys: pytest.CaptureFixture[str]) -> None:
-    """As in one process, with an optimizer that would also change parameters whose gradients are zero."""
-    model = Branches()
-    model.late.requires_grad_(False)
-    model, _ = compare(
-        world,
-        model,
-        loader,
-        make_optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=0.1, weight_decay=0.1),
-    )
-    assert model.no.weight.grad is None
-    assert model.late.weight.grad is None
-    out = capsys.readouterr().out
-    for name in ("no.bias, no.weight", "some.bias, some.weight"):
-        assert out.count(f" {name}\n") == (1 if world.is_root else 0), out
-    text = "no rank's loss depends on these parameters, so the optimizer leaves them alone: no.b"
-    assert (text in out) is world.is_root
-
-
-def test_freezing_after_prepare(world: World) -> None:
-    def run(model: Any, optimizer: Any, data: Any) -> None:
+    def for_a_while(model: Any, optimizer: Any, data: Any) -> None:
         loop(model, optimizer, data)
         model[0].requires_grad_(False)
         optimizer.zero_grad()
@@ -108,36 +74,16 @@ def test_freezing_after_prepare(world: World) -> None:
         model[0].requires_grad_(True)
         loop(model, optimizer, data)
 
-    compare(world, mlp(), loader, run=run)
+    def accumulated(model: Any, optimizer: Any, data: Any) -> None:
+        model[0].requires_grad_(False)
+        for number, (x, y) in enumerate(data):
+            apart = number == 0 and hasattr(data, "share")
+            with mpitrain.torch.accumulate(model) if apart else contextlib.nullcontext():
+                torch.nn.functional.cross_entropy(model(x), y).backward()
+        optimizer.step()
 
-
-class Statistics(torch.nn.Module):
-    """Buffers of all kinds, before the first layer, so that a mean over ranks is that of one process."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = torch.nn.BatchNorm1d(5, dtype=torch.float64)
-        self.last = torch.nn.Linear(5, 3, dtype=torch.float64)
-        self.register_buffer("table", torch.tensor([0.1, float("-inf"), float("nan")]))
-        self.register_buffer("average", torch.zeros((), dtype=torch.float64))
-        self.register_buffer("steps", torch.zeros((), dtype=torch.int16))
-
-    def forward(self, x: Any) -> Any:
-        if self.training and len(x) > 0:
-            self.average.mul_(0.5).add_(x.detach().mean())
-            self.steps = self.steps + 1
-        self.norm(torch.stack([x, x + 1], dim=2))  # of one sample it could not take the variance
-        return self.last(x)
-
-
-def test_buffers(world: World) -> None:
-    """Of BatchNorm, and of the model's own; a rank without samples does not count. A table keeps its bits."""
-    model, alone = compare(world, Statistics(), lambda: loader(shuffle=True))
-    for name in ("norm.running_mean", "average", "steps", "norm.num_batches_tracked"):
-        torch.testing.assert_close(model.get_buffer(name), alone.get_buffer(name), rtol=1e-13, atol=1e-13)
-    assert model.table.numpy().tobytes() == alone.table.numpy().tobytes()
-    assert model.steps.item() == 10
-    assert not torch.equal(model.norm.running_var, torch.ones_like(model.norm.running_var))
+    for run in (for_a_while, accumulated):
+        compare(world, mlp(), loader, run=run)
 
 
 @pytest.mark.parametrize("fused", [False, True])
@@ -241,15 +187,25 @@ def test_gradient_checkpointing_and_a_graph_that_is_kept(world: World) -> None:
     """The older kind of checkpointing has backward passes inside of backward passes."""
     from torch.utils.checkpoint import checkpoint
 
-    class Net(Statistics):
+    class Net(torch.nn.Module):
+        """With batch norm before the first layer, so that a mean over ranks is that of one process."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm = torch.nn.BatchNorm1d(5, dtype=torch.float64)
+            self.last = torch.nn.Linear(5, 3, dtype=torch.float64)
+
+        def whole(self, x: Any) -> Any:
+            self.norm(torch.stack([x, x + 1], dim=2))  # of one sample it could not take the variance
+            return self.last(x)
+
         def forward(self, x: Any) -> Any:
-            return checkpoint(super().forward, x.clone().requires_grad_(), use_reentrant=True)
+            return checkpoint(self.whole, x.clone().requires_grad_(), use_reentrant=True)
 
     def run(model: Any, optimizer: Any, data: Any) -> None:
         for x, y in data:
             optimizer.zero_grad()
-            loss = torch.nn.functional.cross_entropy(model(x), y)
-            loss.backward()
+            torch.nn.functional.cross_entropy(model(x), y).backward()
             optimizer.step()
             optimizer.zero_grad()
             loss = torch.nn.functional.cross_entropy(model.last(model.norm(x[:, :, None].expand(-1, -1, 2)).sum(2)), y)
@@ -258,18 +214,6 @@ def test_gradient_checkpointing_and_a_graph_that_is_kept(world: World) -> None:
             optimizer.zero_grad()
 
     compare(world, Net(), loader, run=run)
-
-
-def test_frozen_before_the_first_accumulation(world: World) -> None:
-    def run(model: Any, optimizer: Any, data: Any) -> None:
-        model[0].requires_grad_(False)
-        for number, (x, y) in enumerate(data):
-            apart = number == 0 and hasattr(data, "share")
-            with mpitrain.torch.accumulate(model) if apart else contextlib.nullcontext():
-                torch.nn.functional.cross_entropy(model(x), y).backward()
-        optimizer.step()
-
-    compare(world, mlp(), loader, run=run)
 
 
 def test_nothing_is_kept(world: World) -> None:

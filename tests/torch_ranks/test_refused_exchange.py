@@ -7,23 +7,18 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 
 import mpitrain as mt
+import mpitrain.torch
 from mpitrain import World
+from mpitrain.adapters.torch_arrays import tensor_of
 from mpitrain.errors import GradientError, MismatchError, MpitrainError
-from tests.ranks.common import error_on_all, skip_alone
+from tests.ranks.common import error_on_all
 
-from .prepared import assert_equal_everywhere, batches, loader, mlp, tensors, torch
+from .prepared import assert_equal_everywhere, batches, loader, mlp, tensors
 
-import mpitrain.torch  # isort: skip (the line above skips this file where there is no PyTorch)
-from mpitrain.adapters.torch_arrays import tensor_of  # isort: skip
-
-pytestmark = pytest.mark.usefixtures("_several")
-
-
-@pytest.fixture
-def _several(world: World) -> None:
-    skip_alone(world)
+pytestmark = pytest.mark.usefixtures("several")
 
 
 def with_norm() -> Any:
@@ -71,12 +66,31 @@ def train_on(world: World, model: Any, optimizer: Any, data: Any, pass_of: Calla
     assert (before != tensors(model)[0]).any()
 
 
+def prepared(model: Any = None, data: Any = None, **options: Any) -> tuple[Any, Any, Any]:
+    model = model or mlp()
+    return mpitrain.torch.prepare(model, sgd(model.parameters()), data or drawn(), **options)
+
+
+def without_a_batch(world: World, model: Any, optimizer: Any, data: Any, step_after: bool) -> None:
+    """An epoch in which the last rank leaves out the second batch, and perhaps a step after the error."""
+    for number, batch in enumerate(data):
+        if number == 1 and is_odd(world):
+            continue
+        optimizer.zero_grad()
+        try:
+            loss_of(model, batch).backward()
+        except MismatchError:
+            if step_after:
+                optimizer.step()
+            raise
+        optimizer.step()
+
+
 @pytest.mark.parametrize("threaded", [False, True])
 @pytest.mark.parametrize("make_model", [mlp, with_norm])
 def test_a_step_that_one_rank_skips(world: World, make_model: Callable[[], Any], threaded: bool) -> None:
     """The next backward pass is refused. A step after it changes nothing, and the batches after it are exchanged."""
-    model = make_model()
-    model, optimizer, data = mpitrain.torch.prepare(model, sgd(model.parameters()), drawn(), threaded=threaded)
+    model, optimizer, data = prepared(make_model(), threaded=threaded)
     number = 0
     for number, batch in enumerate(data):
         optimizer.zero_grad()
@@ -100,8 +114,7 @@ def test_a_step_that_one_rank_skips(world: World, make_model: Callable[[], Any],
 @pytest.mark.parametrize("make_model", [mlp, with_norm])
 def test_replicas_that_are_left_different(world: World, make_model: Callable[[], Any]) -> None:
     """Every later error is that parameters differ, on all ranks."""
-    model = make_model()
-    model, optimizer, data = mpitrain.torch.prepare(model, sgd(model.parameters()), drawn())
+    model, optimizer, data = prepared(make_model())
     said: list[str] = []
 
     def run() -> None:
@@ -126,30 +139,21 @@ def test_replicas_that_are_left_different(world: World, make_model: Callable[[],
 @pytest.mark.parametrize("make_data", [drawn, whole])
 def test_a_batch_that_one_rank_skips(world: World, make_model: Callable[[], Any], make_data: Callable[[], Any]) -> None:
     """The ranks end the epoch, and the next one goes as if nothing had been."""
-    model = make_model()
-    model, optimizer, data = mpitrain.torch.prepare(model, sgd(model.parameters()), make_data())
-
-    def run() -> None:
-        for number, batch in enumerate(data):
-            if number == 1 and is_odd(world):
-                continue
-            optimizer.zero_grad()
-            try:
-                loss_of(model, batch).backward()
-            except MismatchError:
-                optimizer.step()
-                raise
-            optimizer.step()
-
-    error_on_all(world, MismatchError, run)
+    model, optimizer, data = prepared(make_model(), make_data())
+    text = error_on_all(world, MismatchError, lambda: without_a_batch(world, model, optimizer, data, True))
+    if make_data is drawn:  # nothing is reported before a batch is taken; the next backward pass finds the error
+        assert "exchanges the gradients of batch 3; " in text
+        assert "those of batch 2; did a rank leave out a backward pass?" in text
+    else:  # the others wait in the second batch's step
+        said = f"{world.name(world.size - 1)}: take the next batch; {world.name(0)}: step; do all ranks make"
+        assert make_model is with_norm or said in text
     assert_equal_everywhere(world, model) if make_model is mlp else None
     train_on(world, model, optimizer, data, lambda batch: loss_of(model, batch).backward())
 
 
 def test_batches_that_stay_apart(world: World) -> None:
     """Each later backward pass says so on all ranks."""
-    model = mlp()
-    model, optimizer, data = mpitrain.torch.prepare(model, sgd(model.parameters()), drawn())
+    model, optimizer, data = prepared()
     taken = iter(data)
     if is_odd(world):
         next(taken)
@@ -163,8 +167,7 @@ def test_batches_that_stay_apart(world: World) -> None:
 
 def test_gradients_that_are_accumulated(world: World) -> None:
     """What this rank alone has accumulated goes too."""
-    model = mlp()
-    model, optimizer, data = mpitrain.torch.prepare(model, sgd(model.parameters()), drawn())
+    model, optimizer, data = prepared()
 
     def two(batch: Any) -> None:
         with mpitrain.torch.accumulate(model):
@@ -186,7 +189,7 @@ def test_a_parameter_that_is_thawed_for_a_while(world: World) -> None:
     """No step uses its gradient, which is this rank's own."""
     model = mlp()
     model[0].weight.requires_grad_(False)
-    model, optimizer, data = mpitrain.torch.prepare(model, sgd(model.parameters()), drawn())
+    model, optimizer, data = prepared(model)
     for number, batch in enumerate(data):
         optimizer.zero_grad()
         model[0].weight.requires_grad_(number == 1)
@@ -198,11 +201,10 @@ def test_a_parameter_that_is_thawed_for_a_while(world: World) -> None:
 
 
 def test_virtual_ranks(world: World) -> None:
-    model, number = with_norm(), 2 * world.size
+    number = 2 * world.size
     x = torch.randn(6 * number, 5, generator=torch.Generator().manual_seed(1)).double()
     given = [(part, torch.zeros(2 * number, dtype=torch.int64)) for part in x.split(2 * number)]
-    strategy = mt.Sync(virtual_ranks=number)
-    model, optimizer, data = mpitrain.torch.prepare(model, sgd(model.parameters()), given, strategy=strategy)
+    model, optimizer, data = prepared(with_norm(), given, strategy=mt.Sync(virtual_ranks=number))
 
     def passes(batch: Any) -> None:
         for part in mpitrain.torch.virtual_batches(model, batch):
@@ -221,19 +223,8 @@ def test_virtual_ranks(world: World) -> None:
 
 def test_rounds(world: World) -> None:
     """A step after the refusal is refused on all ranks: a round counts its steps."""
-    model = mlp()
-    strategy = mt.LocalSGD(sync_every=2)
-    model, optimizer, data = mpitrain.torch.prepare(model, sgd(model.parameters()), drawn(), strategy=strategy)
-
-    def run() -> None:
-        for number, batch in enumerate(data):
-            if number == 1 and is_odd(world):
-                continue
-            optimizer.zero_grad()
-            loss_of(model, batch).backward()
-            optimizer.step()
-
-    error_on_all(world, MismatchError, run)
+    model, optimizer, data = prepared(strategy=mt.LocalSGD(sync_every=2))
+    error_on_all(world, MismatchError, lambda: without_a_batch(world, model, optimizer, data, False))
     with pytest.raises(GradientError, match=r"came without a backward\(\) since the last step"):
         optimizer.step()
     for batch in data:
@@ -254,7 +245,7 @@ def test_an_error_of_one_rank_in_the_middle(world: World) -> None:
             raise ZeroDivisionError("in a hook")
 
     model[0].weight.register_hook(fail)
-    model, optimizer, data = mpitrain.torch.prepare(model, sgd(model.parameters()), whole())
+    model, optimizer, data = prepared(model, whole())
 
     def run() -> None:
         for batch in data:
