@@ -19,19 +19,13 @@ from torch.nn.parallel import DistributedDataParallel
 from mpitrain import World
 from tests.ranks.common import skip_alone
 
-from .common import pattern
-from .data_parallel import CLOSE, Model, samples, train
+from .common import CLOSE, Model, samples, train
 
 pytestmark = pytest.mark.usefixtures("group")
 
 
-def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1, momentum=0.9)
-
-
-def assert_same_parameters(found: nn.Module, wanted: nn.Module, **close: float) -> None:
-    for (name, one), other in zip(found.named_parameters(), wanted.parameters(), strict=True):
-        torch.testing.assert_close(one, other, **(close or CLOSE), msg=lambda text, name=name: f"{name}: {text}")
 
 
 @pytest.mark.parametrize("options", [{}, {"bucket_cap_mb": 0.004, "gradient_as_bucket_view": True}], ids=str)
@@ -40,9 +34,10 @@ def test_as_one_process(world: World, options: dict[str, Any]) -> None:
     with torch.no_grad():
         for parameter in inner.parameters():
             parameter.add_(world.rank)  # DDP begins with the parameters of rank 0
-    train(world, DistributedDataParallel(inner, **options), optimizer_of(inner), range(3), whole=False)
-    train(world, alone, optimizer_of(alone), range(3), whole=True)
-    assert_same_parameters(inner, alone)
+    train(world, DistributedDataParallel(inner, **options), sgd(inner), range(3), whole=False)
+    train(world, alone, sgd(alone), range(3), whole=True)
+    for (name, one), other in zip(inner.named_parameters(), alone.parameters(), strict=True):
+        torch.testing.assert_close(one, other, **CLOSE, msg=lambda text, name=name: f"{name}: {text}")
 
 
 def test_buffers_are_those_of_rank_0(world: World) -> None:
@@ -57,26 +52,6 @@ def test_buffers_are_those_of_rank_0(world: World) -> None:
     assert world.size == 1 or means[0] != means[1]
     wanted = 0.9 * torch.tensor(means[0], dtype=torch.float64) + 0.1 * again[0](x).mean(0)
     torch.testing.assert_close(inner[1].running_mean, wanted, **CLOSE)
-
-
-@pytest.mark.parametrize("overlap", [pytest.param(False, marks=pytest.mark.nightly), True])
-def test_zero_redundancy_optimizer(world: World, overlap: bool) -> None:
-    inner, alone = Model(), Model()
-    model = DistributedDataParallel(inner, gradient_as_bucket_view=overlap)
-    trained, plain = ([p for p in net.parameters() if p.requires_grad] for net in (inner, alone))
-    options: Any = {"lr": 0.01, "betas": (0.8, 0.9)}
-    optimizer = ZeroRedundancyOptimizer(trained, torch.optim.Adam, parameters_as_bucket_view=overlap, **options)
-    expected = torch.optim.Adam(plain, **options)
-    train(world, model, optimizer, range(3), whole=False)
-    train(world, alone, expected, range(3), whole=True)
-    # Adam divides by roots of small numbers, so roundings grow.
-    assert_same_parameters(inner, alone, rtol=1e-9, atol=1e-11)
-    optimizer.consolidate_state_dict(to=world.size - 1)
-    if world.rank == world.size - 1:
-        found = optimizer.state_dict()["state"]
-        for number, state in expected.state_dict()["state"].items():
-            torch.testing.assert_close(found[number]["exp_avg"], state["exp_avg"], rtol=1e-9, atol=1e-11)
-    dist.barrier()
 
 
 @pytest.mark.parametrize("divide_by_initial_world_size", [True, False])
@@ -100,31 +75,11 @@ def test_uneven_inputs(world: World, divide_by_initial_world_size: bool) -> None
     assert model.module.weight.item() == weight
 
 
-def test_sparse_gradients_of_an_embedding(world: World) -> None:
-    """Against one process that has every rank's samples. Ranks look up different rows, and as many as they like."""
-    inner, alone = (nn.Embedding(11, 3, sparse=True, dtype=torch.float64) for _ in range(2))
-    with torch.no_grad():
-        for one in (inner, alone):
-            one.weight.copy_(torch.arange(33.0).view(11, 3))
-    model = DistributedDataParallel(inner)
-    optimizers = [torch.optim.SGD(one.parameters(), lr=0.03) for one in (inner, alone)]
-    looked_up = [torch.from_numpy(pattern(2 + 3 * rank, rank) % 11) for rank in range(world.size)]
-    for _ in range(3):
-        for optimizer in optimizers:
-            optimizer.zero_grad()
-        model(looked_up[world.rank]).square().sum().backward()
-        sum(alone(rows).square().sum() / world.size for rows in looked_up).backward()
-        assert inner.weight.grad.is_sparse
-        for optimizer in optimizers:
-            optimizer.step()
-    torch.testing.assert_close(inner.weight, alone.weight, rtol=1e-12, atol=0)
-
-
 # -- beside gloo -------------------------------------------------------------------------------------------------------
 
 
 def trained(group: Any, model: nn.Module, steps: int = 4) -> list[torch.Tensor]:
-    optimizer = optimizer_of(model)
+    optimizer = sgd(model)
     for step in range(steps):
         x, y = of_rank(group, step)
         optimizer.zero_grad()

@@ -114,21 +114,6 @@ def test_groups_made_and_destroyed(world: World) -> None:
         assert (value == world.size).all()
 
 
-def test_the_store(world: World) -> None:
-    """Nothing of ours asks it; what other backends do with it works."""
-    store = dist.distributed_c10d._get_default_store()
-    store.set(f"of {world.rank}", str(world.rank * 10))
-    for rank in range(world.size):
-        assert store.get(f"of {rank}") == str(rank * 10).encode()
-    assert store.add("count", world.rank) >= world.rank
-    dist.barrier()
-    assert store.add("count", 0) == sum(range(world.size))
-    assert store.check(["count"])
-    assert not store.check(["another"])
-    assert store.compare_set("of 0", "0", "0") == b"0"
-    dist.barrier()
-
-
 def test_the_way_to_the_store(world: World) -> None:
     """A rank on another host tries one address after the other. If none works, the error says what to do."""
     soon = timedelta(seconds=5)

@@ -19,8 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from mpitrain import World
 
-from .common import nightly
-from .data_parallel import CLOSE, part, samples, train
+from .common import CLOSE, nightly, part, samples, train
 
 pytestmark = pytest.mark.usefixtures("group")
 

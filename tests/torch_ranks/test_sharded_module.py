@@ -18,8 +18,7 @@ from mpitrain.optim import LossScale
 from tests.ranks.common import assert_same_bits, skip_alone
 
 from .common import nightly
-from .divided import STRATEGIES, assert_alike, of, run
-from .torch_modules import INPUTS, Net, Normed, adam, bits, builder, made, sgd
+from .torch_modules import INPUTS, STRATEGIES, Net, Normed, adam, assert_alike, bits, builder, made, of, run, sgd
 
 pytestmark = pytest.mark.filterwarnings("ignore:no rank's loss depends on these parameters")
 

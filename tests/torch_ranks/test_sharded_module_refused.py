@@ -14,8 +14,7 @@ from mpitrain import Hook, Parts, ShardedSync, StopAtStep, Sync, Trainer, World
 from mpitrain.errors import CheckpointError, ConfigError, MismatchError
 from tests.ranks.common import assert_same_bits, error_on_all, skip_alone
 
-from .divided import STRATEGIES, assert_alike, of, run
-from .torch_modules import Net, adam, bits, builder, made
+from .torch_modules import STRATEGIES, Net, adam, assert_alike, bits, builder, made, of, run
 
 pytestmark = pytest.mark.filterwarnings("ignore:no rank's loss depends on these parameters")
 

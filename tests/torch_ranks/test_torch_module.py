@@ -21,23 +21,16 @@ from mpitrain import (
     Parts,
     Step,
     StopAtStep,
-    Sync,
     TorchModule,
     Trainer,
     World,
-    evaluate,
 )
-from mpitrain.data import ArrayData
 from mpitrain.data.order import permuted
 from mpitrain.errors import MismatchError, NonFiniteError
 from mpitrain.optim import LossScale
-from mpitrain.reducer.bucket import plan_layout
-from mpitrain.reducer.means import remarks_of
-from mpitrain.state.names import split
 from mpitrain.world.shard import part_of
 from tests.ranks.common import assert_same_bits, error_on_all, skip_alone
 
-from .divided import STRATEGIES as DIVISIONS
 from .torch_modules import (
     COUNT,
     GLOBAL_BATCH,
@@ -53,6 +46,7 @@ from .torch_modules import (
     samples,
     sgd,
 )
+from .torch_modules import STRATEGIES as DIVISIONS
 
 
 class Record(Hook):
@@ -154,38 +148,6 @@ def test_training_equals_pytorch_alone(world: World, kind: Any, optimizer: Any, 
         assert found["deviation"].tobytes() == numpy.float64(torch.tensor(1 / 3).double()).tobytes()
 
 
-def test_a_state_of_one_process_goes_on_on_any_number_of_ranks(world: World) -> None:
-    """Every rank makes 4 steps alone, with the whole batch. All ranks then make the rest together."""
-    module = made(Net)
-    optimizer, options = adam(module)
-    alone = TorchModule(module, mean_loss, optimizer, **options)
-    plan = plan_layout(alone.layout)
-    flats = {dtype: numpy.full(count, math.nan, dtype) for dtype, count in plan.counts.items()}
-    views = plan.views(flats)
-    x, y = samples()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        for _, chosen in zip(range(4), batches(), strict=False):
-            unused: list[int] = []
-
-            def take(index: int, gradient: Any, unused: list[int] = unused) -> None:
-                views[index][...] = 0 if gradient is None else gradient  # the clipping's norm is over all of them
-                if gradient is None:
-                    unused.append(index)
-
-            alone.loss_and_gradients((x[chosen], y[chosen]), take)
-            alone.apply_gradients(flats, remarks_of([(tuple(unused), alone.note())]))
-        trainer = Trainer(builder(Net, adam), [StopAtStep(STEPS)])
-        for _ in range(4):
-            next(trainer.data)
-        trainer.restore({**trainer.state(), "step": 4, "adapter": alone.state()})
-        trainer.run()
-    expected, _, _ = bare_torch(Net, adam, 1)
-    for name, value in trainer.adapter.parameters().items():
-        numpy.testing.assert_allclose(value, expected[name], rtol=1e-9, atol=1e-11, err_msg=name)
-    assert {*split(trainer.state())[0]} == {f"adapter/{name}" for name in split(alone.state())[0]}
-
-
 @pytest.mark.filterwarnings("ignore:no rank's loss depends on these parameters.*spare")
 def test_16_bits_learn_as_float32_does(world: World) -> None:
     """One rounding to bf16 is 2^-9 of a value, and to fp16 2^-12. A loss of order 1 may be off by some of these.
@@ -272,39 +234,6 @@ def test_nan_is_named_and_changes_nothing(world: World, strategy: str) -> None:
     assert math.isfinite(trainer.step().loss)
     assert_same_bits(world, *trainer.adapter.parameters().values())
     trainer.close()
-
-
-def test_the_gradient_norm_and_an_evaluation(world: World) -> None:
-    """The norm is that of the mean gradient, and an evaluation gives the loss of the module."""
-    x, y = samples()
-    whole = torch.from_numpy(x), torch.from_numpy(y)
-    norms = []
-
-    class Norms(Hook):
-        def before_step(self, trainer: Trainer) -> None:
-            trainer.adapter.measure_gradient_norm()
-
-        def after_step(self, trainer: Trainer, step: Step) -> None:
-            norms.append(trainer.adapter.gradient_norm())
-
-    module = made(Net)
-    alone = copy.deepcopy(module)
-    optimizer = torch.optim.SGD([its for its in module.parameters() if its.requires_grad], lr=0.1)
-
-    def build(world: World) -> Parts:
-        data = ArrayData(world, (x, y), global_batch=COUNT, shuffle=False)
-        return Parts(TorchModule(module, mean_loss, optimizer), Sync(), data)
-
-    with pytest.warns(UserWarning, match="spare"):
-        Trainer(build, [StopAtStep(1), Norms()]).run()
-    mean_loss(alone, whole).backward()
-    expected = math.sqrt(sum(float((its.grad**2).sum()) for its in alone.parameters() if its.grad is not None))
-    assert norms == pytest.approx([expected], rel=1e-12)
-
-    def metrics(batch: Any) -> dict[str, float]:
-        return {"loss": mean_loss(module, [torch.from_numpy(its) for its in batch]).item()}
-
-    assert evaluate(world, metrics, (x, y))["loss"] == pytest.approx(mean_loss(module, whole).item(), rel=1e-12)
 
 
 @pytest.mark.parametrize(("step", "most"), [(1, None), (3, 2)])
