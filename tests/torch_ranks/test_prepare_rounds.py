@@ -132,29 +132,39 @@ def test_several_backward_passes_in_a_step(world: World, apart: bool) -> None:
     assert_same_bits(world, model.w.detach().numpy())
 
 
+def scaled(world: World, kind: Any, strategy: Any, given: Any, odd: int, losses: Callable[..., list[Any]]) -> Any:
+    """A loop with a scaler, in which the last rank's first loss of the batch `odd` is infinite."""
+    model = made(kind, torch.float32, seed=2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    model, optimizer, data = mpitrain.torch.prepare(model, optimizer, given, strategy=strategy)
+    model.eval()  # the running means do not change
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**4)
+    for number, (x, y) in enumerate(data):
+        optimizer.zero_grad()
+        bad = number == odd and world.rank == world.size - 1
+        for loss in losses(model, x, y):
+            scaler.scale(loss * float("inf") if bad else loss).backward()
+            bad = False
+        scaler.step(optimizer)
+        scaler.update()
+    assert scaler.get_scale() == (2.0**3 if odd >= 0 else 2.0**4)
+    assert_equal_everywhere(world, model)  # the round has ended: a step less than batches was made, if one is bad
+    return model
+
+
 def test_a_step_that_a_scaler_skips(world: World) -> None:
-    """One rank alone has infinity. The result has the bits of a loop without that batch."""
+    """The result has the bits of a loop without that batch. Of two losses, the second one has the batch's samples."""
     bits = []
     for odd in (4, -1):
-        model = made(Normed, torch.float32, seed=2)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
         given = [(x.float(), y) for x, y in data_of(7)]
         if odd < 0:
             del given[4]
-        model, optimizer, data = mpitrain.torch.prepare(model, optimizer, given, strategy=DiLoCo(3))
-        model.eval()  # the running means do not change
-        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
-        for number, (x, y) in enumerate(data):
-            optimizer.zero_grad()
-            loss = cross_entropy(model(x), y)
-            bad = number == odd and world.rank == world.size - 1
-            scaler.scale(loss * float("inf") if bad else loss).backward()
-            scaler.step(optimizer)
-            scaler.update()
-        assert scaler.get_scale() == (2.0**9 if odd >= 0 else 2.0**10)
-        assert_equal_everywhere(world, model)  # 6 steps were made
+        model = scaled(world, Normed, DiLoCo(3), given, odd, lambda model, x, y: [cross_entropy(model(x), y)])
         bits.append([one.detach().numpy().tobytes() for one in model.parameters()])
     assert bits[0] == bits[1]
+    given = [(x.float(), y) for x, y in data_of(4)]
+    two = lambda model, x, y: [cross_entropy(model(x), y), model(x).square().mean()]  # noqa: E731
+    scaled(world, Net, LocalSGD(3), given, 1, two)
 
 
 def test_two_steps_of_one_batch(world: World) -> None:
@@ -175,24 +185,6 @@ def test_two_steps_of_one_batch(world: World) -> None:
     common = sum(w * count for w, count in zip(own, counts, strict=True)) / sum(counts)
     numpy.testing.assert_allclose(model.w.detach().numpy(), common, rtol=1e-13)
     assert_same_bits(world, model.w.detach().numpy())
-
-
-def test_two_losses_of_which_a_scaler_skips_the_first(world: World) -> None:
-    """Infinity in the first loss of one rank: the second one has the samples of the same batch."""
-    model = made(Net, torch.float32, seed=2)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    given = [(x.float(), y) for x, y in data_of(4)]
-    model, optimizer, data = mpitrain.torch.prepare(model, optimizer, given, strategy=LocalSGD(3))
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**4)
-    for number, (x, y) in enumerate(data):
-        optimizer.zero_grad()
-        bad = number == 1 and world.rank == world.size - 1
-        scaler.scale(cross_entropy(model(x), y) * (float("inf") if bad else 1.0)).backward()
-        scaler.scale(model(x).square().mean()).backward()
-        scaler.step(optimizer)
-        scaler.update()
-    assert scaler.get_scale() == 2.0**3
-    assert_equal_everywhere(world, model)  # 3 steps were made
 
 
 # -- what is refused -------------------------------------------------------------------------------------------------

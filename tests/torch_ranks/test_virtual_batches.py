@@ -222,21 +222,10 @@ def test_bits_are_those_of_the_trainer(world: World) -> None:
     assert bits(trainer) == bits(own)
     assert losses == own_losses
 
-    class Batches:
-        """The same batches, in the order of the Trainer's data."""
-
-        epoch = 0
-
-        def __len__(self) -> int:
-            return 2
-
-        def __iter__(self) -> Iterator[Any]:
-            order = permuted(numpy.arange(count), count, (4, self.epoch))
-            self.epoch += 1
-            for chosen in (order[:BATCH], order[BATCH:]):
-                yield torch.from_numpy(x[chosen]), torch.from_numpy(y[chosen])
-
-    loop = Loop(Batches(), clip=False).run(4)
+    orders = [permuted(numpy.arange(count), count, (4, epoch)) for epoch in range(2)]
+    chosen = [part for order in orders for part in (order[:BATCH], order[BATCH:])]
+    given = [(torch.from_numpy(x[part]), torch.from_numpy(y[part])) for part in chosen]
+    loop = Loop(given, clip=False).run(4)
     assert loop.steps == losses
     for name, value in trainer.adapter.parameters().items():
         assert loop.model.state_dict()[name].numpy().tobytes() == value.tobytes(), name
@@ -274,37 +263,25 @@ def test_workers_read_the_same(world: World) -> None:
 def test_several_backward_passes(world: World) -> None:
     """Two batches for a step, whose gradients are kept and zeroed, too; and two passes of a virtual batch."""
 
-    def passes(loop: Loop, batch: Any, *factors: float) -> Any:
-        for part in mpitrain.torch.virtual_batches(loop.model, batch):
-            for factor in factors:
-                (square(loop.model, part) * factor).backward()
-        return loop.model.outer.weight.grad.numpy().tobytes()
-
-    def by_two(is_alone: bool) -> tuple[list[bytes], list[bytes]]:
+    def trained(is_alone: bool, per_step: int, *factors: float) -> tuple[list[bytes], list[bytes]]:
         with alone(world, is_alone):
             loop = Loop(augmented())
-        gradients = [passes(loop, batch, 0.5) for batch in loop.data]
-        loop.optimizer.step()
-        loop.optimizer.zero_grad(set_to_none=False)
-        for batch in loop.data:
-            passes(loop, batch, 1)
-            loop.optimizer.step()
-            loop.optimizer.zero_grad(set_to_none=False)
+        gradients: list[bytes] = []
+        for _ in range(2):
+            for batch in loop.data:
+                for part in mpitrain.torch.virtual_batches(loop.model, batch):
+                    for factor in factors:
+                        (square(loop.model, part) * factor).backward()
+                gradients.append(loop.model.outer.weight.grad.numpy().tobytes())
+                if len(gradients) % per_step == 0:
+                    loop.optimizer.step()
+                    loop.optimizer.zero_grad(set_to_none=per_step == 1)
         return loop.bits(), gradients
 
-    def of_one(is_alone: bool, *factors: float) -> list[bytes]:
-        with alone(world, is_alone):
-            loop = Loop(augmented())
-        for batch in loop.data:
-            loop.optimizer.zero_grad()
-            passes(loop, batch, *factors)
-            loop.optimizer.step()
-        return loop.bits()
-
-    found = by_two(True)
-    assert by_two(False) == found
-    assert len(set(found[1])) == 2
-    assert of_one(False, 1, 0.3) == of_one(True, 1, 0.3) != of_one(True, 1)
+    both, once = trained(True, 2, 0.5), trained(True, 1, 1)
+    assert trained(False, 2, 0.5) == both
+    assert len(set(both[1])) == 4
+    assert trained(False, 1, 1, 0.3) == trained(True, 1, 1, 0.3) != once
 
 
 # -- what is refused -------------------------------------------------------------------------------------------------
