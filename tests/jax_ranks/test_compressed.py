@@ -11,8 +11,11 @@ import numpy
 import pytest
 
 import mpitrain.jax
-from mpitrain import World
+from mpitrain import GradientReducer, Parameter, World
+from mpitrain.compression.power_sgd import first_factor, plan
 from mpitrain.errors import ConfigError, DataError, MismatchError, NonFiniteError, TreeError
+from mpitrain.jax.compressed import PowerSgdState
+from mpitrain.reducer.exchange import make_exchange
 from tests.ranks.common import assert_same_bits, error_on_all, skip_alone
 from tests.ranks.placements import placed
 
@@ -72,54 +75,97 @@ def test_the_largest_by_hand_with_error_feedback(apart: World, inside: bool) -> 
     assert any(one.any() for one in lefts)
 
 
-@pytest.mark.parametrize("codec", ["bf16", "int8", "sign"])
+# A matrix, a tensor whose rows are its first index, what is too small for power_sgd to send as a product, and nothing.
+SHAPES = {"matrix": (20, 35), "kernel": (12, 3, 3, 4), "thin": (2, 3), "vector": (7,), "none": (0, 4)}
+MATRICES = {"matrix": (2, 35), "kernel": (2, 36)}  # the factors of rank 2
+
+
+def tree(rank: int, step: int) -> dict[str, numpy.ndarray]:
+    rng = numpy.random.default_rng((rank, step))
+    return {name: rng.standard_normal(shape).astype("float32") for name, shape in SHAPES.items()}
+
+
+def on_jax(arrays: dict[str, numpy.ndarray]) -> dict[str, Any]:
+    return {name: jnp.asarray(array) for name, array in arrays.items()}
+
+
+@pytest.mark.parametrize(
+    "codec", ["bf16", "power_sgd:2", *(pytest.param(one, marks=pytest.mark.nightly) for one in ("int8", "sign"))]
+)
 def test_what_is_left_out_comes_later(apart: World, codec: str) -> None:
-    """What came out of six steps, and what is left out after them, are the sum of the weighted means in float64."""
+    """What came out of five steps, and what is left out after them, are the sum of the weighted means in float64."""
     skip_alone(apart)
-    mean = mpitrain.jax.compressed_mean(codec)
-    left = mean.init({"w": jnp.zeros(700, "float32")})
-    before, total, expected = left, numpy.zeros(700), numpy.zeros(700)
+    mean, is_factored = mpitrain.jax.compressed_mean(codec), codec.startswith("power_sgd")
+    left = before = mean.init(on_jax(tree(0, 0)))
     weights = numpy.arange(1, apart.size + 1) / (apart.size * (apart.size + 1) / 2)
-    for step in range(6):
-        everyone = numpy.stack(
-            [
-                numpy.random.default_rng((rank, step)).standard_normal(700).astype("float32")
-                for rank in range(apart.size)
-            ]
-        )
-        found, left = mean.update({"w": jnp.asarray(everyone[apart.rank])}, left, weight=apart.rank + 1)
-        total += numpy.asarray(found["w"], "float64")
-        expected += weights @ everyone
-    owed = apart.sum(numpy.asarray(left["w"], "float64"))
-    assert owed.any()
-    assert not before["w"].any()  # the old state was not changed
-    numpy.testing.assert_allclose(total + owed, expected, rtol=0, atol=6 * 8 * apart.size * 2**-24)
-    assert abs(total - expected).max() > 1e-4
+    total, expected = ({name: numpy.zeros(shape) for name, shape in SHAPES.items()} for _ in range(2))
+    for step in range(5):
+        everyone = [tree(rank, step) for rank in range(apart.size)]
+        found, left = mean.update(on_jax(everyone[apart.rank]), left, weight=apart.rank + 1)
+        for name in SHAPES:
+            total[name] += numpy.asarray(found[name], "float64")
+            expected[name] += sum(weight * one[name] for weight, one in zip(weights, everyone, strict=True))
+    for name in SHAPES:
+        of_each, at_first = (one.left_out if is_factored else one for one in (left, before))
+        assert not numpy.any(at_first[name])  # the old state was not changed
+        owed = apart.sum(numpy.asarray(of_each[name], "float64"))
+        assert owed.any() == (name in MATRICES if is_factored else name != "none")
+        # Values below 2^5, in products with sums of at most 36 numbers.
+        bound = 5 * 36 * 2.0**-19 if is_factored else 5 * 8 * apart.size * 2.0**-24
+        numpy.testing.assert_allclose(total[name] + owed, expected[name], rtol=0, atol=bound)
+        assert name not in MATRICES or abs(total[name] - expected[name]).max() > 1e-4
+
+
+@pytest.mark.parametrize("inside", [False, True], ids=["outside jit", "inside"])
+def test_the_bits_of_a_reducer(apart: World, inside: bool) -> None:
+    """Over four steps. A second call with the same state has the same result: the state is all that goes on."""
+    skip_alone(apart)
+    mean = mpitrain.jax.compressed_mean("power_sgd:2")
+    plain = lambda tree, left, weight: mean.update(tree, left, weight=weight)  # noqa: E731
+    update = jax.jit(plain) if inside else plain
+    left = mean.init(on_jax(tree(0, 0)))
+    assert {name: factor.shape for name, factor in left.factors.items()} == MATRICES
+    names = sorted(SHAPES)  # as JAX orders a dict
+    parameters = [Parameter(name, SHAPES[name], numpy.dtype("float32")) for name in names]
+    reducer = GradientReducer(apart, parameters, exchange=lambda own: make_exchange(own, compression="power_sgd:2"))
+    for step in range(4):
+        weight = float((apart.rank + 1) * (apart.rank > 0 or step != 1))
+        mine = tree(apart.rank, step)
+        again, _ = update(on_jax(mine), left, weight)
+        found, left = update(on_jax(mine), left, weight)
+        assert_equal(again, found)
+        reducer.begin(weight)
+        for index, name in enumerate(names):
+            reducer.ready(index, mine[name])
+        reducer.finish()
+        residual = reducer.state()["residual"]
+        for index, name in enumerate(names):
+            assert numpy.asarray(found[name]).tobytes() == reducer.gradients[index].tobytes()
+            assert numpy.asarray(left.left_out[name]).tobytes() == residual[name].tobytes()
+        assert_equal(left.factors, reducer.factors())
+        assert_same_bits(apart, *(numpy.asarray(leaf) for leaf in jax.tree.leaves((found, left.factors))))
+    reducer.close()
 
 
 def test_on_one_node_nothing_is_compressed(world: World) -> None:
-    mean = mpitrain.jax.compressed_mean("sign")
-    mine = {"w": jnp.arange(5, dtype="float32") * (world.rank + 1)}
-    left = mean.init(mine)
-    for call in (mean.update, jax.jit(mean.update)):
-        found, left = call(mine, left)
-        expected = numpy.arange(5) * (world.size + 1) / 2
-        numpy.testing.assert_allclose(found["w"], expected, rtol=1e-6)
-        assert_equal(left, {"w": numpy.zeros(5, "float32")})
-
-
-def test_on_one_node_what_was_left_out_is_sent_once(world: World) -> None:
-    """A state that was saved on several nodes. `params` is a name, as in optax."""
-    mean = mpitrain.jax.compressed_mean("int8")
-    mine = {"w": jnp.arange(5, dtype="float32") * (world.rank + 1)}
-    saved = {"w": jnp.full(5, 0.5 + world.rank * (world.rank != 1), "float32")}
-    owed = sum(0.5 + rank * (rank != 1) for rank in range(world.size))
-    for call in (mean.update, jax.jit(mean.update)):
-        left = saved
-        for more in (owed, 0.0):
-            found, left = call(mine, left, params=mine, weight=1.0)
-            numpy.testing.assert_allclose(found["w"], numpy.arange(5) * (world.size + 1) / 2 + more, rtol=1e-6)
-            assert_equal(left, {"w": numpy.zeros(5, "float32")})
+    """What was left out in a state of several nodes is sent once. `params` is a name, as in optax; factors stay."""
+    mine = {"w": jnp.full((30, 40), world.rank + 1.0, "float32")}
+    zeros = numpy.zeros((30, 40), "float32")
+    for codec in ("int8", "power_sgd"):
+        mean = mpitrain.jax.compressed_mean(codec)
+        begun = mean.init(mine)
+        saved = {"w": jnp.full((30, 40), 0.5 + world.rank * (world.rank != 1), "float32")}
+        owed = sum(0.5 + rank * (rank != 1) for rank in range(world.size))
+        if codec == "power_sgd":
+            assert begun.factors["w"].tobytes() == first_factor(plan([("w", (30, 40))], 4).matrices[0]).tobytes()
+            saved = PowerSgdState(saved, begun.factors)
+        for call in (mean.update, jax.jit(mean.update)):
+            left = saved
+            for more in (owed, 0.0):
+                found, left = call(mine, left, params=mine, weight=1.0)
+                numpy.testing.assert_allclose(found["w"], zeros + (world.size + 1) / 2 + more, rtol=1e-6)
+                assert_equal(left.left_out["w"] if codec == "power_sgd" else left["w"], zeros)
+                assert codec == "int8" or left.factors["w"].tobytes() == begun.factors["w"].tobytes()
 
 
 def test_what_compressed_mean_does_not_take(world: World) -> None:
@@ -142,6 +188,29 @@ def test_what_compressed_mean_does_not_take(world: World) -> None:
     assert "weight is 0 on every rank" in error_on_all(world, DataError, lambda: mean.update(ones, ones, weight=0))
     both = lambda x: mean.update({"w": x.astype("float32")}, {"w": x.astype("float32")}, weight=x[0] * 0)  # noqa: E731
     assert "the weight is 0 on every rank" in inside_jit(world, both)
+
+
+def test_what_power_sgd_does_not_take(apart: World) -> None:
+    for rank in ("0", "65", "x"):
+        with pytest.raises(ConfigError, match=f"the rank is '{rank}'; allowed are whole numbers from 1 to 64"):
+            mpitrain.jax.compressed_mean(f"power_sgd:{rank}")
+    mean = mpitrain.jax.compressed_mean("power_sgd:2")
+    mine = {"w": jnp.ones((20, 30), "float32")}
+    state = mean.init(mine)
+    with pytest.raises(TreeError, match="got a dict for what was left out; give the PowerSgdState"):
+        mean.update(mine, {"w": mine["w"]})
+    with pytest.raises(TreeError, match="of w: it is float64; codecs take arrays of float32"):
+        mean.init({"w": jnp.ones((20, 30))})
+    for factors in ({"w": jnp.ones((4, 30), "float32")}, {"w": jnp.ones((2, 30))}):
+        with pytest.raises(TreeError, match=r"the factors of power_sgd has float.* for w; .* float32 \(2, 30\)"):
+            mean.update(mine, PowerSgdState(state.left_out, factors))
+    with pytest.raises(TreeError, match="the factors of power_sgd has another form"):
+        mean.update(mine, PowerSgdState(state.left_out, {}))
+    skip_alone(apart)
+    odd = apart.size - 1
+    bad = {"w": jnp.full((20, 30), numpy.inf if apart.rank == odd else 1.0, "float32")}
+    text = error_on_all(apart, NonFiniteError, lambda: mean.update(bad, state))
+    assert f"{apart.name(odd)}: the gradient of w holds NaN or infinity" in text
 
 
 # -- rounds ----------------------------------------------------------------------------------------------------------

@@ -132,7 +132,18 @@ def averaged(**options: Any) -> Callable[..., Any]:
     return mpitrain.jax.virtual_mean(lambda params, part, key: part.mean(), **{"virtual_ranks": V, **options})
 
 
-def test_fewer_virtual_ranks_than_ranks(world: World) -> None:
+def test_what_it_does_not_take(world: World) -> None:
+    for batch in (numpy.zeros(0), (numpy.zeros(7), numpy.zeros(8)), (numpy.zeros(7), 1.0), ()):
+        with pytest.raises(DataError, match="the arrays of a batch have"):
+            averaged()(0.0, batch, 0)
+    for step in (-1, True, 0.5, None):
+        with pytest.raises(DataError, match=f"step={step!r}; it must be an int of at least 0"):
+            averaged()(0.0, numpy.zeros(V), step)
+    with pytest.raises(TreeError, match="virtual_mean inside jit"):
+        jax.jit(lambda x: averaged()(0.0, x, 0))(numpy.zeros(V))
+    counts = mpitrain.jax.virtual_mean(lambda params, part, key: {"count": jnp.arange(3)}, V)
+    with pytest.raises(TreeError, match=r"weighted sum of \['count'\]: its dtype is int"):
+        counts(0.0, numpy.zeros(V), 0)
     text = error_on_all(world, ConfigError, lambda: averaged(virtual_ranks=0)(0.0, numpy.zeros(V), 0))
     assert "virtual_mean: virtual_ranks=0; it must be an int of at least 1" in text
     skip_alone(world)
@@ -147,29 +158,6 @@ def test_ranks_with_other_steps_and_batches(world: World) -> None:
     text = error_on_all(world, MismatchError, lambda: averaged()(0.0, numpy.zeros(V), 1 + odd))
     assert "step 2, 7 samples" in text and "step 1, 7 samples" in text
     assert "8 samples" in error_on_all(world, MismatchError, lambda: averaged()(0.0, numpy.zeros(V + odd), 1))
-
-
-@pytest.mark.parametrize("batch", [numpy.zeros(0), (numpy.zeros(7), numpy.zeros(8)), (numpy.zeros(7), 1.0), ()])
-def test_batches_without_one_length(batch: Any) -> None:
-    with pytest.raises(DataError, match="the arrays of a batch have"):
-        averaged()(0.0, batch, 0)
-
-
-@pytest.mark.parametrize("step", [-1, True, 0.5, None], ids=repr)
-def test_a_step_that_is_none(step: Any) -> None:
-    with pytest.raises(DataError, match=f"step={step!r}; it must be an int of at least 0"):
-        averaged()(0.0, numpy.zeros(V), step)
-
-
-def test_inside_jit(world: World) -> None:
-    with pytest.raises(TreeError, match="virtual_mean inside jit"):
-        jax.jit(lambda x: averaged()(0.0, x, 0))(numpy.zeros(V))
-
-
-def test_a_result_that_is_not_floating(world: World) -> None:
-    means = mpitrain.jax.virtual_mean(lambda params, part, key: {"count": jnp.arange(3)}, V)
-    with pytest.raises(TreeError, match=r"weighted sum of \['count'\]: its dtype is int"):
-        means(0.0, numpy.zeros(V), 0)
 
 
 # -- the probe -------------------------------------------------------------------------------------------------------

@@ -1,19 +1,95 @@
-"""A loop of a user's own, for tests of prepare() in rounds."""
+"""What the tests of rounds share: a loop of a user's own, and the same training by replicas of PyTorch."""
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
+import numpy
 import torch
 from torch.nn.functional import cross_entropy
 
 import mpitrain.torch
-from mpitrain import World
+from mpitrain import DiLoCo, LocalSGD, Parts, StreamingDiLoCo, World
+from mpitrain.optim import SGD
 from mpitrain.strategies import Strategy
+from mpitrain.world.shard import part_of
 
-from .test_rounds import STEPS
 from .test_torch_module import batches
-from .torch_modules import Net, made, samples, sgd
+from .torch_modules import Net, builder, made, samples, sgd
+
+EVERY, STEPS = 3, 8
+
+
+OUTER_RATE, OUTER_MOMENTUM = 0.7, 0.9
+
+
+STRATEGIES: dict[str, Callable[[], Strategy]] = {
+    "local_sgd": lambda: LocalSGD(EVERY),
+    "diloco": lambda: DiLoCo(EVERY, outer=SGD(OUTER_RATE, momentum=OUTER_MOMENTUM, nesterov=True)),
+    "streaming_diloco": lambda: StreamingDiLoCo(EVERY, fragments=4, delay=2),
+}
+
+
+def build(strategy: str, kind: Any, optimizer: Any) -> Callable[[World], Parts]:
+    return lambda world: replace(builder(kind, optimizer)(world), strategy=STRATEGIES[strategy]())
+
+
+class Replica:
+    """What one rank trains."""
+
+    def __init__(self, kind: Any) -> None:
+        self.module = made(kind)
+        self.optimizer, options = sgd(self.module)
+        self.schedule = options["schedule"]
+        self.count = 0
+
+    def step(self, step: int, x: torch.Tensor, y: torch.Tensor) -> None:
+        self.optimizer.zero_grad()
+        if len(x):
+            cross_entropy(self.module(x), y).backward()
+        else:
+            for name, its in self.module.named_parameters():
+                its.grad = torch.zeros_like(its) if its.requires_grad and name != "spare" else None
+        for group in self.optimizer.param_groups:
+            group["lr"] = self.schedule(step)
+        self.optimizer.step()
+        self.count += len(x)
+
+    def floats(self) -> dict[str, torch.Tensor]:
+        named = [*self.module.named_parameters(), *self.module.named_buffers()]
+        return {name: its.data for name, its in named if its.is_floating_point()}
+
+
+def by_hand(kind: Any, size: int, is_mean: bool) -> dict[str, numpy.ndarray]:
+    replicas = [Replica(kind) for _ in range(size)]
+    trained = {name for name, its in replicas[0].module.named_parameters() if its.requires_grad}
+    common = copy.deepcopy(replicas[0].floats())
+    speed = {name: torch.zeros_like(its) for name, its in common.items()}
+    x, y = (torch.from_numpy(its) for its in samples())
+    for step, chosen in zip(range(STEPS), batches(), strict=False):
+        for rank, replica in enumerate(replicas):
+            mine = chosen[part_of(len(chosen), rank, size)]
+            replica.step(step, x[mine], y[mine])
+        if (step + 1) % EVERY and step + 1 < STEPS:
+            continue
+        total = sum(replica.count for replica in replicas)
+        for name, its in common.items():
+            if torch.isinf(its).any():  # the mask is the same on all ranks
+                continue
+            gone = sum((its - replica.floats()[name]) * (replica.count / total) for replica in replicas)
+            if name in trained and not is_mean:
+                speed[name] = OUTER_MOMENTUM * speed[name] + gone
+                its.sub_(OUTER_RATE * (gone + OUTER_MOMENTUM * speed[name]))
+            else:
+                its.sub_(gone)
+        for replica in replicas:
+            replica.count = 0
+            for name, its in replica.floats().items():
+                its.copy_(common[name])
+    return {name: its.numpy() for name, its in common.items()}
 
 
 def data_of(steps: int) -> list[tuple[Any, Any]]:

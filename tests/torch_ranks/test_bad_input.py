@@ -18,9 +18,10 @@ from mpitrain.torch import monitored_barrier
 from mpitrain.torch.channel import COMPARED_AT_ONCE, COMPARED_CALLS
 from mpitrain.watching.activity import own_activity
 from tests.ranks.common import named_ranks, skip_alone
-from tests.torch_ranks.common import all_gather_single, reduce_scatter_single
 
-pytestmark = pytest.mark.usefixtures("group", "ours")
+from .common import all_gather_single, reduce_scatter_single
+
+pytestmark = pytest.mark.usefixtures("group")
 
 
 @pytest.fixture(autouse=True)
@@ -44,38 +45,17 @@ def ones(count: int = 3, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     return torch.ones(count, dtype=dtype)
 
 
+def summed(group: Any) -> None:
+    dist.all_reduce(ones(), group=group)
+
+
 # What the last rank does, what the others do, and a word of each that the message has.
 DISAGREEMENTS: dict[str, tuple[Callable[[Any], Any], Callable[[Any], Any], str, str]] = {
-    "another call": (
-        lambda g: dist.broadcast(ones(), 0, group=g),
-        lambda g: dist.all_reduce(ones(), group=g),
-        "broadcast",
-        "all_reduce",
-    ),
-    "a barrier": (
-        lambda g: dist.barrier(group=g),
-        lambda g: dist.all_reduce(ones(), group=g),
-        "barrier",
-        "all_reduce",
-    ),
-    "length": (
-        lambda g: dist.all_reduce(ones(4), group=g),
-        lambda g: dist.all_reduce(ones(3), group=g),
-        "4 float32",
-        "3 float32",
-    ),
-    "dtype": (
-        lambda g: dist.all_reduce(ones(3, torch.int32), group=g),
-        lambda g: dist.all_reduce(ones(3), group=g),
-        "3 int32",
-        "3 float32",
-    ),
-    "operation": (
-        lambda g: dist.all_reduce(ones(), ReduceOp.MAX, group=g),
-        lambda g: dist.all_reduce(ones(), group=g),
-        "MAX",
-        "SUM",
-    ),
+    "another call": (lambda g: dist.broadcast(ones(), 0, group=g), summed, "broadcast", "all_reduce"),
+    "a barrier": (lambda g: dist.barrier(group=g), summed, "barrier", "all_reduce"),
+    "length": (lambda g: dist.all_reduce(ones(4), group=g), summed, "4 float32", "3 float32"),
+    "dtype": (lambda g: dist.all_reduce(ones(3, torch.int32), group=g), summed, "3 int32", "3 float32"),
+    "operation": (lambda g: dist.all_reduce(ones(), ReduceOp.MAX, group=g), summed, "MAX", "SUM"),
     "root": (
         lambda g: dist.broadcast(ones(), 1, group=g),
         lambda g: dist.broadcast(ones(), 0, group=g),
@@ -176,10 +156,12 @@ def test_a_call_that_one_rank_refuses_later(world: World, later: dist.ProcessGro
         dist.all_gather(too_many[: world.size], ones(), group=later)
 
 
-def test_a_call_that_all_refuse_later(world: World, later: dist.ProcessGroup) -> None:
+def test_calls_that_all_refuse_later(world: World, later: dist.ProcessGroup) -> None:
     for _ in range(COMPARED_AT_ONCE):
         with pytest.raises(ValueError, match="tensors in a list"):
             dist.all_gather([ones()] * (world.size + 1), ones(), group=later)
+        with pytest.raises(ProcessGroupError, match="integers"):
+            dist.all_reduce(ones(), ReduceOp.BAND, group=later)
         dist.all_reduce(ones(), group=later)
     dist.barrier(group=later)
 
@@ -231,11 +213,7 @@ REFUSED: dict[str, tuple[Callable[[int], Any], type[Exception], str]] = {
     "split sizes": (lambda n: dist.all_to_all_single(ones(n), ones(n), [2] * n, [1] * n), ValueError, "split sizes"),
     "no equal shares": (lambda n: dist.all_to_all_single(ones(n + 1), ones(n)), ValueError, "split sizes"),
     "a sparse tensor": (lambda n: dist.broadcast(ones().to_sparse(), 0), TypeError, "to_dense"),
-    "a tensor that is nowhere": (
-        lambda n: dist.group.WORLD.allreduce([ones().to("meta")]),
-        TypeError,
-        "can be on cpu or cuda",
-    ),
+    "nowhere": (lambda n: dist.group.WORLD.allreduce([ones().to("meta")]), TypeError, "can be on cpu or cuda"),
     "devices in a list": (
         lambda n: dist.group.WORLD.allgather([[ones()] * n], [ones().to("meta")]),
         TypeError,
@@ -270,17 +248,7 @@ def test_what_every_rank_refuses(world: World, name: str) -> None:
     world.barrier()
 
 
-def test_a_group_goes_on_after_what_every_rank_refuses_later(world: World) -> None:
-    """After 100 calls, many are compared at once."""
-    for _ in range(101):
-        dist.all_reduce(ones())
-    with pytest.raises(ProcessGroupError, match="integers"):
-        dist.all_reduce(ones(), ReduceOp.BAND)
-    dist.barrier()
-    world.barrier()
-
-
-def test_a_message_of_another_length(world: World) -> None:
+def test_a_message_of_another_length_and_ranks_and_tags_that_there_are_not(world: World) -> None:
     skip_alone(world)
     if world.rank == 0:
         dist.send(ones(4), 1)
@@ -291,42 +259,11 @@ def test_a_message_of_another_length(world: World) -> None:
                 dist.recv(ones(3), 0)
             assert world.name(0) in str(caught.value)
             assert world.name(1) in str(caught.value)
-    world.barrier()
-
-
-def test_ranks_and_tags_that_there_are_not(world: World) -> None:
-    skip_alone(world)
     with pytest.raises(ValueError, match="tags are 0 to"):
         dist.send(ones(), (world.rank + 1) % world.size, tag=-3)
     with pytest.raises((ValueError, RuntimeError)):
         dist.broadcast(ones(), world.size)
     world.barrier()
-
-
-def test_a_group_that_was_destroyed(world: World) -> None:
-    made = dist.new_group()
-    made.allreduce([ones()]).wait()
-    dist.destroy_process_group(made)
-    with pytest.raises(ProcessGroupError, match="has been destroyed"):
-        made.allreduce([ones()])
-    with pytest.raises(ValueError):
-        dist.all_reduce(ones(), group=made)
-    world.barrier()
-
-
-def test_a_receive_that_nothing_comes_for(world: World) -> None:
-    """After its timeout it is given up, and says so; the group works on."""
-    skip_alone(world)
-    quick = dist.new_group(timeout=timedelta(seconds=3))
-    other = (world.rank + 1) % world.size
-    with pytest.raises(ProcessGroupError, match=r"timeout.*") as caught:
-        dist.recv(ones(), other, group=quick)
-    assert world.name(other) in str(caught.value)
-    world.barrier()
-    value = ones()
-    dist.all_reduce(value, group=quick)
-    assert (value == world.size).all()
-    dist.destroy_process_group(quick)
 
 
 def of_the_group(group: Any = None, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:

@@ -12,9 +12,11 @@ from torch import nn
 from torch._C._dynamo.eval_frame import _debug_get_cache_entry_list
 from torch.nn.parallel import DistributedDataParallel
 
+import mpitrain
 from mpitrain import World
 from mpitrain.torch.backend import MpiProcessGroup
-from tests.torch_ranks.prepared import compare, mlp
+
+from .prepared import compare, mlp
 
 pytestmark = [
     pytest.mark.usefixtures("group"),
@@ -63,29 +65,18 @@ def summed_by_a_future(x: torch.Tensor) -> torch.Tensor:
     return dist.all_reduce(x * 2, async_op=True).get_future().wait()[0] + 1
 
 
-def summed_around(x: torch.Tensor) -> torch.Tensor:
-    size, rank, total = dist.get_world_size(), dist.get_rank(), x * 2
-    for distance in range(1, size):
-        received = torch.empty(3)
-        works = [dist.isend(x, (rank + distance) % size), dist.irecv(received, (rank - distance) % size)]
-        for work in works:
-            work.wait()
-        total = total + received * 2
+def summed_by_mpitrain(x: torch.Tensor) -> torch.Tensor:
+    world = mpitrain.init()
+    total = torch.from_numpy(world.sum((x * 2).numpy()))
+    world.barrier()
     return total + 1
 
 
-def test_calls_of_mpitrain_in_a_compiled_function(world: World) -> None:
-    def function(x: torch.Tensor) -> torch.Tensor:
-        total = torch.from_numpy(world.sum((x * 2).numpy()))
-        world.barrier()
-        return total + 1
-
-    got = compiled(function)(torch.arange(3.0) + world.rank)
-    wanted = 2 * (world.size * torch.arange(3.0) + sum(range(world.size))) + 1
-    assert torch.equal(got, wanted)
+FUNCTIONS = [summed_later, summed_by_a_future, summed_by_mpitrain]
 
 
-@pytest.mark.parametrize("function", [summed_later, summed_by_a_future, summed_around], ids=lambda f: f.__name__)
+@pytest.mark.nightly
+@pytest.mark.parametrize("function", FUNCTIONS, ids=lambda f: f.__name__)
 def test_calls_in_a_compiled_function(world: World, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
     x = torch.arange(3.0) + world.rank
     total = torch.arange(3.0) * world.size + sum(range(world.size))
@@ -93,7 +84,8 @@ def test_calls_in_a_compiled_function(world: World, function: Callable[[torch.Te
         assert torch.equal(compiled(function)(x), total * 2 + 1)
 
 
-def test_a_prepared_step(world: World, ours: None) -> None:
+@pytest.mark.nightly
+def test_a_prepared_step(world: World) -> None:
     """Also where the backward pass, and so all communication, is inside of the compiled function."""
 
     def run(model: Any, optimizer: Any, data: Any) -> None:
@@ -106,9 +98,7 @@ def test_a_prepared_step(world: World, ours: None) -> None:
         for x, y in data:
             step(x, y)
 
-    def batches() -> list[tuple[torch.Tensor, torch.Tensor]]:
-        made = torch.Generator().manual_seed(1)
-        each = torch.randn(2, 2 * world.size, 5, dtype=torch.float64, generator=made)
-        return [(x, torch.arange(2 * world.size) % 3) for x in each]
-
-    compare(world, mlp(), batches, run=run)
+    made = torch.Generator().manual_seed(1)
+    each = torch.randn(2, 2 * world.size, 5, dtype=torch.float64, generator=made)
+    batches = [(x, torch.arange(2 * world.size) % 3) for x in each]
+    compare(world, mlp(), lambda: batches, run=run)

@@ -26,7 +26,7 @@ from mpitrain.torch.residuals import residuals_of
 from tests.ranks.common import assert_same_bits, skip_alone
 from tests.ranks.placements import placed
 
-from .data_parallel import Model, part, samples
+from .common import Model, part, samples
 
 pytestmark = pytest.mark.usefixtures("group")
 
@@ -60,65 +60,14 @@ def test_communication_hooks(world: World, number: int) -> None:
             assert error <= close * other.grad.abs().max(), name
 
 
-@pytest.mark.parametrize("codec", ["bf16", "int8"])
-def test_short_forms_on_the_wire(world: World, ours: None, monkeypatch: pytest.MonkeyPatch, codec: str) -> None:
-    """Each rank is as if on its own node. One step is close, and error feedback makes up for the rest over many."""
-    skip_alone(world)
-    if codec == "int8" and world.size != 2:
-        pytest.skip("compiling a second codec takes long; two ranks show it")
-    channel = dist.group.WORLD._channel
-    monkeypatch.setattr(channel, "world", placed(channel.world, "alone on each node"))
-    inner = Model().float()
-    model = DistributedDataParallel(inner)
-    model.register_comm_hook(None, compress(codec))
-    x, y = (whole.float() for whole in samples(world, 0))
-    alone = Model().float()
-    nn.functional.mse_loss(alone(x), y).backward()
-    total = torch.zeros_like(alone.first.weight)
-    for step in range(1, 12):
-        model.zero_grad()
-        nn.functional.mse_loss(model(part(world, x)), part(world, y)).backward()
-        if step > 1:  # after the first step, DDP makes new buckets
-            total += inner.first.weight.grad
-    wanted = alone.first.weight.grad
-    largest = wanted.abs().max()
-    # bf16 has 8 bits, int8 127 steps up to the largest value of a block; each value is coded twice.
-    rounding = {"bf16": 2**-8, "int8": 1 / 60}[codec]
-    assert (inner.first.weight.grad - wanted).abs().max() <= 4 * rounding * largest
-    assert (total / 10 - wanted).abs().max() <= 0.4 * rounding * largest
-    assert_same_bits(world, inner.first.weight.grad.numpy())
-
-
-@pytest.mark.parametrize("codec", ["top_k:0.1", "sign", "power_sgd:2"])
-def test_what_a_hook_leaves_out_comes_later(
-    world: World, ours: None, monkeypatch: pytest.MonkeyPatch, codec: str
-) -> None:
-    """What came out of ten equal steps, and what is left out after them, are ten times the mean of the ranks."""
+@pytest.fixture
+def apart(world: World, monkeypatch: pytest.MonkeyPatch) -> World:
+    """Each rank is as if on its own node."""
     skip_alone(world)
     channel = dist.group.WORLD._channel
-    monkeypatch.setattr(channel, "world", placed(channel.world, "alone on each node"))
-    inner, alone = Model().float(), Model().float()
-    model = DistributedDataParallel(inner)
-    model.register_comm_hook(None, compress(codec))
-    x, y = (whole.float() for whole in samples(world, 0))
-    nn.functional.mse_loss(alone(x), y).backward()
-    total = {name: torch.zeros_like(one) for name, one in inner.named_parameters()}
-    for _ in range(10):
-        model.zero_grad()
-        nn.functional.mse_loss(model(part(world, x)), part(world, y)).backward()
-        for name, one in inner.named_parameters():
-            if one.grad is not None:
-                assert_same_bits(world, one.grad.numpy())
-                total[name] += one.grad
-    left = residuals_of(model).state()["residual"]
-    is_left = False
-    for name, one in alone.named_parameters():
-        if one.grad is not None:
-            kept = torch.from_numpy(world.sum(left[name].double().numpy())).reshape(one.shape)
-            is_left |= bool(kept.any())
-            error = (total[name].double() + kept - 10 * one.grad.double()).abs().max()
-            assert error <= 1e-4 * one.grad.abs().max(), name
-    assert is_left
+    there = placed(channel.world, "alone on each node")
+    monkeypatch.setattr(channel, "world", there)
+    return there
 
 
 def thirty(values: numpy.ndarray) -> numpy.ndarray:
@@ -138,15 +87,11 @@ def signs(values: numpy.ndarray) -> numpy.ndarray:
 @pytest.mark.parametrize(("codec", "sent_of"), [("top_k:0.05", thirty), ("sign", signs)])
 def test_the_values_of_a_hook(
     world: World,
-    ours: None,
-    monkeypatch: pytest.MonkeyPatch,
+    apart: World,
     codec: str,
     sent_of: Callable[[numpy.ndarray], numpy.ndarray],
 ) -> None:
     """Three steps of all ranks in float64, each with what the ranks have left out of the steps before."""
-    skip_alone(world)
-    channel = dist.group.WORLD._channel
-    monkeypatch.setattr(channel, "world", placed(channel.world, "alone on each node"))
     inner = nn.Linear(30, 20, bias=False)
     nn.init.constant_(inner.weight, 0)
     model = DistributedDataParallel(inner)
@@ -172,26 +117,22 @@ def test_the_values_of_a_hook(
 
 @pytest.mark.parametrize("algorithm", ["ring", "hierarchical"])
 def test_power_sgd_sums_by_the_algorithm_of_the_group(
-    world: World, ours: None, monkeypatch: pytest.MonkeyPatch, algorithm: str
+    world: World, apart: World, monkeypatch: pytest.MonkeyPatch, algorithm: str
 ) -> None:
     """Both sums, in each of two steps. The means have the bits of the same sums by a reducer."""
-    skip_alone(world)
-    channel = dist.group.WORLD._channel
-    there = placed(channel.world, "alone on each node")
-    made, lengths = ALGORITHMS[algorithm].make(there), []
+    made, lengths = ALGORITHMS[algorithm].make(apart), []
 
     def steps(flat: numpy.ndarray, residual: numpy.ndarray | None = None) -> Progress:
         lengths.append(flat.size)
         return made.steps(flat, residual)
 
-    monkeypatch.setattr(channel, "world", there)
-    monkeypatch.setattr(channel, "sums", Sequential(there, algorithm, steps, made.memory))
+    monkeypatch.setattr(dist.group.WORLD._channel, "sums", Sequential(apart, algorithm, steps, made.memory))
     inner = nn.Linear(30, 20, bias=False)
     nn.init.constant_(inner.weight, 0)
     model = DistributedDataParallel(inner)
     model.register_comm_hook(None, compress("power_sgd:2"))
-    apart = there.apart()
-    exchange = LowRankExchange(apart, "power_sgd:2", algorithm)
+    other = apart.apart()
+    exchange = LowRankExchange(other, "power_sgd:2", algorithm)
     slot = exchange.allocate(600, numpy.dtype("f4"), tensors=[("weight", (20, 30))])
     for step in range(2):
         model.zero_grad()
@@ -205,10 +146,10 @@ def test_power_sgd_sums_by_the_algorithm_of_the_group(
         assert slot.flat.any()
     sums_of_a_step = [2 * 20 + 2 * _DIGITS, 2 * 30]
     assert lengths == 2 * sums_of_a_step
-    apart.free()
+    other.free()
 
 
-def test_what_a_codec_does_not_take(world: World, ours: None) -> None:
+def test_what_a_codec_does_not_take(world: World) -> None:
     with pytest.raises(ConfigError, match="known: bf16, fp16, int4, int8"):
         compress("int3")
     model = DistributedDataParallel(Model())
@@ -218,7 +159,7 @@ def test_what_a_codec_does_not_take(world: World, ours: None) -> None:
 
 
 @pytest.mark.parametrize("name", STRATEGIES)
-def test_a_strategy_is_no_hook(ours: None, name: str) -> None:
+def test_a_strategy_is_no_hook(name: str) -> None:
     """In the place of a codec, or of a group."""
     strategy = make_strategy(name)
     said = r"\(.*\): DistributedDataParallel .* leave DistributedDataParallel out: mpitrain.torch.prepare\(module"
@@ -230,7 +171,7 @@ def test_a_strategy_is_no_hook(ours: None, name: str) -> None:
         model(torch.ones(2, 6)).sum().backward()
 
 
-def test_a_model_of_ddp_is_not_prepared(world: World, ours: None) -> None:
+def test_a_model_of_ddp_is_not_prepared(world: World) -> None:
     """Nothing has changed afterwards: the model in it trains."""
     inner = Model()
     model = DistributedDataParallel(inner)

@@ -13,7 +13,8 @@ from mpitrain import World
 from mpitrain.errors import MpitrainError
 from mpitrain.torch.rendezvous import LateStore
 from tests.ranks.common import skip_alone
-from tests.torch_ranks.common import assert_equal, tensor
+
+from .common import assert_equal, tensor
 
 pytestmark = pytest.mark.usefixtures("group")
 
@@ -22,10 +23,10 @@ def total_of(ranks: list[int], count: int = 10, salt: int = 0) -> torch.Tensor:
     return sum((tensor(count, torch.float32, rank, salt) for rank in ranks), torch.zeros(count))
 
 
-def test_who_we_are(world: World, backend: str) -> None:
+def test_who_we_are(world: World) -> None:
     assert dist.get_rank() == world.rank
     assert dist.get_world_size() == world.size
-    assert dist.get_backend() == backend
+    assert dist.get_backend() == "mpitrain"
     assert os.environ["RANK"] == str(world.rank)
     assert os.environ["WORLD_SIZE"] == str(world.size)
     assert os.environ["LOCAL_RANK"] == str(world.local_rank)
@@ -64,7 +65,9 @@ def test_groups_used_in_different_orders(world: World) -> None:
     dist.barrier()
 
 
-def test_a_group_that_only_its_members_make(world: World) -> None:
+def test_groups_of_some_ranks(world: World) -> None:
+    """Which only its members make, those that divide all ranks, and halves."""
+    skip_alone(world)
     ranks = list(range(world.size))[-2:]
     if world.rank in ranks:
         ours = dist.new_group(ranks, use_local_synchronization=True)
@@ -73,45 +76,6 @@ def test_a_group_that_only_its_members_make(world: World) -> None:
         assert_equal(value, total_of(ranks))
         dist.destroy_process_group(ours)
     dist.barrier()
-
-
-def test_subgroups(world: World) -> None:
-    skip_alone(world)
-    if world.size % 2:
-        pytest.skip("torch wants groups of equal size")
-    mine, groups = dist.new_subgroups(2)
-    value = tensor(10, torch.float32, world.rank)
-    dist.all_reduce(value, group=mine)
-    first = world.rank // 2 * 2
-    assert_equal(value, total_of([first, first + 1]))
-    assert len(groups) == world.size // 2
-    dist.destroy_process_group(mine)
-    dist.barrier()
-
-
-def test_many_groups_one_after_the_other(world: World) -> None:
-    for turn in range(20):
-        ours = dist.new_group()
-        value = torch.tensor([float(turn)])
-        dist.all_reduce(value, group=ours)
-        assert value.item() == turn * world.size
-        dist.destroy_process_group(ours)
-
-
-def test_destroy_and_again(world: World, backend: str) -> None:
-    for _ in range(2):
-        dist.destroy_process_group()
-        assert not dist.is_initialized()
-        with pytest.raises(ValueError, match="has not been initialized"):
-            dist.all_reduce(torch.ones(1))
-        dist.init_process_group(backend)
-        value = torch.ones(3)
-        dist.all_reduce(value)
-        assert (value == world.size).all()
-
-
-def test_split(world: World, ours: None) -> None:
-    skip_alone(world)
     halves = [list(range(world.size // 2)), list(range(world.size // 2, world.size))]
     ranks = halves[world.rank >= world.size // 2]
     # dist.split_group itself wants a GPU.
@@ -121,25 +85,36 @@ def test_split(world: World, ours: None) -> None:
     assert_equal(value, total_of(ranks))
     assert (mine.rank(), mine.size()) == (ranks.index(world.rank), len(ranks))
     mine.shutdown()
+    if world.size % 2 == 0:  # PyTorch wants groups of equal size
+        mine, groups = dist.new_subgroups(2)
+        value = tensor(10, torch.float32, world.rank)
+        dist.all_reduce(value, group=mine)
+        first = world.rank // 2 * 2
+        assert_equal(value, total_of([first, first + 1]))
+        assert len(groups) == world.size // 2
+        dist.destroy_process_group(mine)
     dist.barrier()
 
 
-def test_the_store(world: World) -> None:
-    """Nothing of ours asks it; what other backends do with it works."""
-    store = dist.distributed_c10d._get_default_store()
-    store.set(f"of {world.rank}", str(world.rank * 10))
-    for rank in range(world.size):
-        assert store.get(f"of {rank}") == str(rank * 10).encode()
-    assert store.add("count", world.rank) >= world.rank
-    dist.barrier()
-    assert store.add("count", 0) == sum(range(world.size))
-    assert store.check(["count"])
-    assert not store.check(["another"])
-    assert store.compare_set("of 0", "0", "0") == b"0"
-    dist.barrier()
+def test_groups_made_and_destroyed(world: World) -> None:
+    for turn in range(20):
+        ours = dist.new_group()
+        value = torch.tensor([float(turn)])
+        dist.all_reduce(value, group=ours)
+        assert value.item() == turn * world.size
+        dist.destroy_process_group(ours)
+    for _ in range(2):
+        dist.destroy_process_group()
+        assert not dist.is_initialized()
+        with pytest.raises(ValueError, match="has not been initialized"):
+            dist.all_reduce(torch.ones(1))
+        dist.init_process_group("mpitrain")
+        value = torch.ones(3)
+        dist.all_reduce(value)
+        assert (value == world.size).all()
 
 
-def test_the_way_to_the_store(world: World, ours: None) -> None:
+def test_the_way_to_the_store(world: World) -> None:
     """A rank on another host tries one address after the other. If none works, the error says what to do."""
     soon = timedelta(seconds=5)
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -150,11 +125,3 @@ def test_the_way_to_the_store(world: World, ours: None) -> None:
     closed = LateStore(world, None, 1, ["127.0.0.1"], soon)
     with pytest.raises(MpitrainError, match=r"127\.0\.0\.1: .*refused.* Open a port between the hosts"):
         closed.get("here")
-
-
-def test_another_backend_beside_it(world: World) -> None:
-    gloo = dist.new_group(backend="gloo")
-    value = tensor(10, torch.float32, world.rank)
-    dist.all_reduce(value, group=gloo)
-    assert_equal(value, total_of(list(range(world.size))))
-    dist.destroy_process_group(gloo)

@@ -14,7 +14,11 @@ from mpitrain.horovod.sync_batch_norm import SyncBatchNorm
 from tests.ranks.common import error_on_all, named_ranks, skip_alone
 
 ROWS = (3, 0, 1, 5, 2, 0, 4)  # of each rank
+
+
 CHANNELS = 4
+
+
 SHAPES = {(): nn.BatchNorm1d, (3,): nn.BatchNorm1d, (3, 2): nn.BatchNorm2d, (3, 2, 2): nn.BatchNorm3d}
 
 
@@ -31,10 +35,23 @@ def loss_of(result: torch.Tensor, samples: torch.Tensor) -> torch.Tensor:
     return (result.double() * torch.sin(samples.detach().double() * 7)).pow(3).sum()
 
 
-def compared(
-    world: World, rest: tuple[int, ...], *, close: dict[str, float], dtype: torch.dtype, **options: Any
+CASES: list[tuple[tuple[int, ...], torch.dtype, dict[str, Any]]] = [
+    *((rest, torch.float64, {}) for rest in SHAPES),
+    ((3,), torch.float64, {"affine": False}),
+    ((3,), torch.float64, {"momentum": None, "eps": 0.1}),
+    ((3,), torch.float64, {"track_running_stats": False}),
+    ((3,), torch.float64, {"momentum": 0.7}),
+    *(((3,), dtype, {}) for dtype in (torch.float32, torch.bfloat16, torch.float16)),
+]
+
+
+@pytest.mark.parametrize(("rest", "dtype", "options"), CASES, ids=str)
+def test_it_is_that_of_one_process(
+    world: World, rest: tuple[int, ...], dtype: torch.dtype, options: dict[str, Any]
 ) -> None:
     """Two steps of training, then evaluation, here on all ranks and there in one process."""
+    unit = torch.finfo(dtype).eps
+    close = {"rtol": 1e-8, "atol": 1e-8} if dtype == torch.float64 else {"rtol": 30 * unit, "atol": 60 * unit}
     ours = SyncBatchNorm(CHANNELS, **options).to(torch.float64 if dtype == torch.float64 else torch.float32)
     alone = SHAPES[rest](CHANNELS, **options).to(torch.float64)
     for layer in (ours, alone):
@@ -59,26 +76,6 @@ def compared(
             torch.testing.assert_close(torch.from_numpy(world.sum(here.grad.double().numpy())), there.grad, **close)
         for here, there in zip(ours.buffers(), alone.buffers(), strict=True):
             torch.testing.assert_close(here.double(), there.double(), **close)
-
-
-@pytest.mark.parametrize("rest", SHAPES, ids=str)
-def test_it_is_that_of_one_process(world: World, rest: tuple[int, ...]) -> None:
-    compared(world, rest, close={"rtol": 1e-8, "atol": 1e-8}, dtype=torch.float64)
-
-
-@pytest.mark.parametrize(
-    "options",
-    [{"affine": False}, {"momentum": None, "eps": 0.1}, {"track_running_stats": False}, {"momentum": 0.7}],
-    ids=str,
-)
-def test_options(world: World, options: dict[str, Any]) -> None:
-    compared(world, (3,), close={"rtol": 1e-8, "atol": 1e-8}, dtype=torch.float64, **options)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-def test_other_dtypes(world: World, dtype: torch.dtype) -> None:
-    unit = torch.finfo(dtype).eps
-    compared(world, (3,), close={"rtol": 30 * unit, "atol": 60 * unit}, dtype=dtype)
 
 
 def test_a_layer_that_needs_no_gradient_of_its_samples(world: World) -> None:

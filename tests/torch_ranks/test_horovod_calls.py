@@ -6,8 +6,8 @@ import gc
 import random
 import time
 import weakref
-from collections.abc import Callable, Iterator
-from functools import reduce
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial, reduce
 from typing import Any
 
 import numpy
@@ -18,25 +18,20 @@ import mpitrain.horovod.numpy as hnp
 import mpitrain.horovod.torch as hvd
 from mpitrain import World
 from mpitrain.errors import LostRankError
+from mpitrain.horovod import process_sets
 from mpitrain.horovod import process_sets as state
 from mpitrain.world.shard import part_of
 from tests.ranks.common import named_ranks, skip_alone
 from tests.ranks.test_adasum import gradient, tree
-from tests.torch_ranks.common import FLOATS, INTEGERS, LONG, assert_equal, counts, factors, pattern, tensor
+from tests.ranks.test_frames import Watch, watched
 
-pytestmark = pytest.mark.usefixtures("begun")
+from .common import FLOATS, INTEGERS, LONG, assert_equal, counts, factors, pattern, tensor
 
-
-@pytest.fixture(scope="module")
-def begun(world: World) -> Iterator[None]:
-    del world
-    hvd.init()
-    yield
-    hvd.shutdown()
+pytestmark = pytest.mark.usefixtures("horovod")
 
 
 @pytest.fixture(autouse=True)
-def works_on(begun: None) -> Iterator[None]:
+def works_on(horovod: None) -> Iterator[None]:
     """After each test."""
     yield
     assert hvd.allreduce(torch.ones(2), op=hvd.Sum).tolist() == [hvd.size()] * 2
@@ -64,23 +59,24 @@ def test_allreduce(world: World, name: str) -> None:
             assert_equal(given, wanted, (dtype, count))
 
 
-def test_the_mean_is_over_ranks_and_of_integers_toward_zero(world: World) -> None:
+def test_means_and_factors(world: World) -> None:
+    """The mean is over ranks, and of integers toward zero. Factors come before and after the sum."""
     total = sum(range(world.size))
     assert hvd.allreduce(torch.tensor([float(world.rank)], dtype=torch.float64)).item() == total / world.size
-    assert hvd.allreduce(torch.tensor([-world.rank, world.rank])).tolist() == [
-        -(total // world.size),
-        total // world.size,
-    ]
+    signed = torch.tensor([-world.rank, world.rank])
+    assert hvd.allreduce(signed).tolist() == [-(total // world.size), total // world.size]
     assert hvd.allreduce(torch.tensor([world.rank]), average=False).tolist() == [total]
-
-
-def test_factors_before_and_after(world: World) -> None:
     given = torch.tensor([3, -3, 4]) + world.rank
     each = [[int((value + rank) * 0.5) for value in (3, -3, 4)] for rank in range(world.size)]
     wanted = [int(sum(column) * 1.5) for column in zip(*each, strict=True)]
     assert hvd.allreduce(given, op=hvd.Sum, prescale_factor=0.5, postscale_factor=1.5).tolist() == wanted
     halves = hvd.allreduce(torch.ones(3, dtype=torch.float16) * 60000, prescale_factor=1 / 64, postscale_factor=64)
     assert torch.isfinite(halves).all()  # the sum alone would be too large
+    number = [2, 2.0, numpy.float32(2), torch.tensor(2)][world.rank % 4]  # each type is converted
+    assert hvd.allreduce(torch.ones(()), prescale_factor=number) == 2
+    root = [0, numpy.int64(0), torch.tensor(0)][world.rank % 3]
+    assert hvd.broadcast(torch.tensor(world.rank), root) == 0
+    assert hnp.allreduce(3.5) == 3.5
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
@@ -94,12 +90,8 @@ def test_adasum(world: World, dtype: torch.dtype) -> None:
         bound = (world.size > 1) * 4 * torch.finfo(dtype).eps * most
         numpy.testing.assert_allclose(found.double(), tree(vectors), rtol=0, atol=bound)
         assert len({bytes(one) for one in hvd.allgather_object(found.double().numpy().tobytes())}) == 1
-
-
-def test_adasum_of_a_group_with_factors(world: World) -> None:
-    """Equal tensors stay and orthogonal ones are summed, each by itself; exactly."""
-    equal = torch.tensor([3.0, -1.0, 0.5])
-    own = torch.zeros(7)
+    # Equal tensors stay and orthogonal ones are summed, each by itself; exactly, also with factors.
+    equal, own = torch.tensor([3.0, -1.0, 0.5]), torch.zeros(7)
     own[world.rank] = 2.0**world.rank
     given = [equal.clone(), own]
     hvd.grouped_allreduce_(given, op=hvd.Adasum, prescale_factor=2.0, postscale_factor=4.0)
@@ -107,23 +99,23 @@ def test_adasum_of_a_group_with_factors(world: World) -> None:
     assert own.tolist() == [8 * 2.0**rank * (rank < world.size) for rank in range(7)]
 
 
-REFUSED = {
-    "a mean of booleans": (torch.tensor([True]), {}, "bool"),
-    "a factor of booleans": (torch.tensor([True]), {"op": hvd.Sum, "prescale_factor": 0.5}, "no factor"),
-    "Adasum of integers": (torch.tensor([1]), {"op": hvd.Adasum}, "Adasum of int64; it takes float16, float32"),
-    "the largest complex number": (torch.tensor([1j]), {"op": hvd.Max}, "no order"),
-    "an operator that does not exist": (torch.tensor([1]), {"op": 7}, "op=7 is no operator; give one of Average, Sum"),
-}
-
-
-@pytest.mark.parametrize("name", REFUSED)
-def test_what_cannot_be_reduced(name: str) -> None:
+@pytest.mark.parametrize(
+    ("given", "options", "text"),
+    [
+        (torch.tensor([True]), {}, "bool"),
+        (torch.tensor([True]), {"op": hvd.Sum, "prescale_factor": 0.5}, "no factor"),
+        (torch.tensor([1j]), {"op": hvd.Max}, "no order"),
+        (torch.tensor([1]), {"op": 7}, "op=7 is no operator; give one of Average, Sum"),
+        (torch.tensor([1]), {"op": hvd.Adasum}, "Adasum"),
+    ],
+)
+def test_what_cannot_be_reduced(given: torch.Tensor, options: dict[str, Any], text: str) -> None:
     """The calls after it work, also if this rank is alone."""
-    given, options, text = REFUSED[name]
-    for call in (hvd.allreduce, hvd.reducescatter):
-        if "Adasum" not in name or call is hvd.allreduce:
-            with pytest.raises(ValueError, match=text):
-                call(given, **options)
+    with pytest.raises(ValueError, match=text if text != "Adasum" else "Adasum of int64; it takes float16, float32"):
+        hvd.allreduce(given, **options)
+    if text != "Adasum":
+        with pytest.raises(ValueError, match=text):
+            hvd.reducescatter(given, **options)
 
 
 def test_any_order_of_names(world: World) -> None:
@@ -139,35 +131,19 @@ def test_any_order_of_names(world: World) -> None:
         assert hvd.poll(handles[name])
 
 
-def test_a_handle_is_not_complete_before_all_ranks_have_begun(world: World) -> None:
+def test_a_handle_before_all_ranks_have_begun(world: World) -> None:
+    """It is not complete, and its name is under way."""
     skip_alone(world)
     if world.is_root:
-        handle = hvd.allreduce_async(torch.ones(3), name="polled")
+        handle = hvd.allreduce_async(torch.ones(1), name="twice")
         assert not hvd.poll(handle)
+        with pytest.raises(ValueError, match=r"rank 0 .* allreduce.twice is under way"):
+            hvd.allreduce_async(torch.ones(1), name="twice")
     hvd.barrier()
     if not world.is_root:
-        handle = hvd.allreduce_async(torch.ones(3), name="polled")
-    hvd.synchronize(handle)
+        handle = hvd.allreduce_async(torch.ones(1), name="twice")
+    assert hvd.synchronize(handle).item() == 1
     assert hvd.poll(handle)
-
-
-def test_groups_of_several_dtypes(world: World) -> None:
-    given = [tensor(count, dtype, world.rank) for count in (0, 1, 10) for dtype in (torch.float32, torch.int64)]
-    for result, one in zip(hvd.grouped_allreduce(given, op=hvd.Sum), given, strict=True):
-        assert_equal(result, torch.from_numpy(sum(pattern(one.numel(), rank) for rank in range(world.size))))
-    for result, one in zip(hvd.grouped_allgather(given), given, strict=True):
-        assert_equal(
-            result, torch.from_numpy(numpy.concatenate([pattern(one.numel(), rank) for rank in range(world.size)]))
-        )
-
-
-def test_allgather_of_any_first_dimension(world: World) -> None:
-    for rows in (lambda rank: rank, lambda rank: 3, lambda rank: int(rank == 0), lambda rank: 0):
-        given = torch.full((rows(world.rank), 2, 3), world.rank, dtype=torch.int16)
-        wanted = [rank for rank in range(world.size) for _ in range(rows(rank))]
-        found = hvd.allgather(given)
-        assert found.shape == (len(wanted), 2, 3)
-        assert found[:, 1, 2].tolist() == wanted
 
 
 def test_broadcast(world: World) -> None:
@@ -180,27 +156,42 @@ def test_broadcast(world: World) -> None:
             assert_equal(given, torch.from_numpy(pattern(count, root)))
 
 
-def test_alltoall_with_splits(world: World) -> None:
+def test_what_moves(world: World) -> None:
+    """Rows of which each rank has another number, splits, and shares of a sum."""
+    for rows in (lambda rank: rank, lambda rank: 3, lambda rank: int(rank == 0), lambda rank: 0):
+        given = torch.full((rows(world.rank), 2, 3), world.rank, dtype=torch.int16)
+        wanted = [rank for rank in range(world.size) for _ in range(rows(rank))]
+        found = hvd.allgather(given)
+        assert found.shape == (len(wanted), 2, 3)
+        assert found[:, 1, 2].tolist() == wanted
     splits = [(world.rank + rank) % 3 for rank in range(world.size)]
-    given = torch.tensor([[world.rank, rank] for rank, number in enumerate(splits) for _ in range(number)]).reshape(
-        -1, 2
-    )
-    found, received = hvd.alltoall(given, torch.tensor(splits))
+    pairs = [[world.rank, rank] for rank, number in enumerate(splits) for _ in range(number)]
+    found, received = hvd.alltoall(torch.tensor(pairs).reshape(-1, 2), torch.tensor(splits))
     wanted = [(rank + world.rank) % 3 for rank in range(world.size)]
     assert received.tolist() == wanted
     assert found.tolist() == [[rank, world.rank] for rank in range(world.size) for _ in range(wanted[rank])]
-    assert hvd.alltoall(torch.arange(world.size) + world.rank).tolist() == [
-        world.rank + rank for rank in range(world.size)
-    ]
-
-
-def test_reducescatter(world: World) -> None:
+    everyone = [world.rank + rank for rank in range(world.size)]
+    assert hvd.alltoall(torch.arange(world.size) + world.rank).tolist() == everyone
     for rows in (0, 1, 2 * world.size + 1):
         given = tensor(rows * 3, torch.float32, world.rank).reshape(rows, 3)
         total = sum(pattern(rows * 3, rank) for rank in range(world.size)).reshape(rows, 3)
         own = torch.from_numpy(total[part_of(rows, world.rank, world.size)])
         assert_equal(hvd.reducescatter(given, op=hvd.Sum), own, rows)
         assert_equal(hvd.reducescatter(given), (own.double() / world.size).float(), rows)
+
+
+def test_groups(world: World) -> None:
+    """Of several dtypes; the tensors may come from a generator."""
+    given = [tensor(count, dtype, world.rank) for count in (0, 1, 10) for dtype in (torch.float32, torch.int64)]
+    of_all = [[pattern(one.numel(), rank) for rank in range(world.size)] for one in given]
+    for call, combined in (
+        (partial(hvd.grouped_allreduce, op=hvd.Sum), sum),
+        (hvd.grouped_allgather, numpy.concatenate),
+    ):
+        for result, arrays in zip(call(one for one in given), of_all, strict=True):
+            assert_equal(result, torch.from_numpy(combined(arrays)))
+    shares = [torch.ones(world.size, 2), torch.ones(world.size)]
+    assert [one.dim() for one in hvd.grouped_reducescatter(one for one in shares)] == [2, 1]
 
 
 def test_gradients(world: World) -> None:
@@ -230,17 +221,8 @@ def test_join(world: World) -> None:
         assert hvd.allreduce(torch.ones(1)).item() == 1
 
 
-def test_the_last_to_join(world: World) -> None:
-    skip_alone(world)
-    last = world.size - 1
-    if world.rank == last:
-        for _ in range(3):
-            hvd.allreduce(torch.ones(1))
-    assert hvd.join() == last
-
-
 def test_only_sums_go_on_after_a_join(world: World) -> None:
-    """A zero would change a product, and be the least of these numbers."""
+    """A zero would change a product, and be the least of these numbers. The last one to join is named."""
     skip_alone(world)
     if world.rank:
         with pytest.raises(hvd.HorovodInternalError, match=r"rank 0 on .* has joined"):
@@ -249,7 +231,9 @@ def test_only_sums_go_on_after_a_join(world: World) -> None:
             with pytest.raises(hvd.HorovodInternalError, match="only allreduce by Average, Sum or Adasum goes on"):
                 hvd.allreduce(torch.ones(1), op=op)
         assert hvd.allreduce(torch.ones(1), op=hvd.Adasum).item() == 1
-    hvd.join()
+    for _ in range(3 * (world.rank == world.size - 1)):
+        hvd.allreduce(torch.ones(1))
+    assert hvd.join() == world.size - 1
 
 
 # What the last rank submits, and what the others do.
@@ -279,18 +263,12 @@ def test_ranks_that_differ_all_get_the_error(world: World, what: str) -> None:
     assert all(name in str(caught.value) for name in named_ranks(world, last))
 
 
-def test_a_call_that_one_rank_cannot_make_fails_on_all(world: World) -> None:
-    skip_alone(world)
-    wrong = [1] * (world.size + 1)
-    if world.is_root:
-        with pytest.raises(ValueError, match="splits"):
-            hvd.alltoall(torch.ones(world.size), wrong)
-    else:
-        with pytest.raises(hvd.HorovodInternalError, match=r"rank 0.*refused.*splits"):
-            hvd.alltoall(torch.ones(world.size), [1] * world.size)
-
-
 UNUSABLE: dict[str, tuple[Callable[[], Any], Callable[[], Any], str]] = {
+    "too many splits": (
+        lambda: hvd.alltoall(torch.ones(hvd.size()), [1] * (hvd.size() + 1)),
+        lambda: hvd.alltoall(torch.ones(hvd.size()), [1] * hvd.size()),
+        "splits",
+    ),
     "number": (lambda: hvd.allreduce(3.5), lambda: hvd.allreduce(X), "float in place of a tensor"),
     "array": (lambda: hvd.allgather(numpy.ones(2)), lambda: hvd.allgather(X), "ndarray in place of a tensor"),
     "number in a group": (lambda: hvd.grouped_allreduce([3]), lambda: hvd.grouped_allreduce([X]), "int in place"),
@@ -309,6 +287,8 @@ UNUSABLE: dict[str, tuple[Callable[[], Any], Callable[[], Any], str]] = {
     "parameters": (lambda: hvd.broadcast_parameters(3, 0), lambda: hvd.broadcast_parameters({}, 0), "not int"),
     "masked": (lambda: hnp.allreduce(numpy.ma.ones(2)), lambda: hnp.allreduce(numpy.ones(2)), "MaskedArray"),
 }
+
+
 X = torch.ones(2)
 
 
@@ -329,26 +309,6 @@ def test_an_argument_that_one_rank_cannot_use_is_an_error_on_all(world: World, w
         with pytest.raises(hvd.HorovodInternalError, match=f"rank 0.*refused: .*{text}"):
             right()
     assert hvd.allreduce(torch.tensor(float(world.rank)), op=hvd.Sum) == sum(range(world.size))
-
-
-def test_numbers_of_other_types_are_converted(world: World) -> None:
-    number = [2, 2.0, numpy.float32(2), torch.tensor(2)][world.rank % 4]
-    assert hvd.allreduce(torch.ones(()), prescale_factor=number) == 2
-    root = [0, numpy.int64(0), torch.tensor(0)][world.rank % 3]
-    assert hvd.broadcast(torch.tensor(world.rank), root) == 0
-    assert hnp.allreduce(3.5) == 3.5
-
-
-def test_a_name_that_is_under_way(world: World) -> None:
-    skip_alone(world)
-    if world.is_root:
-        first = hvd.allreduce_async(torch.ones(1), name="twice")
-        with pytest.raises(ValueError, match=r"rank 0 .* allreduce.twice is under way"):
-            hvd.allreduce_async(torch.ones(1), name="twice")
-    hvd.barrier()
-    if not world.is_root:
-        first = hvd.allreduce_async(torch.ones(1), name="twice")
-    assert hvd.synchronize(first).item() == 1
 
 
 def test_process_sets_that_overlap(world: World) -> None:
@@ -384,34 +344,22 @@ def test_process_sets_that_overlap(world: World) -> None:
         hvd.allreduce(torch.ones(1), process_set=left)
 
 
-def test_a_name_that_does_not_exist() -> None:
+def test_init_again_and_a_name_that_does_not_exist(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A second loss while the first one is mended: the next renewal begins again, as elastic.run does it."""
     with pytest.raises(AttributeError, match=r"nearest .* is broadcast_parameters"):
         _ = hvd.broadcast_parameter
-
-
-def test_a_second_loss_while_the_first_one_is_mended(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As elastic.run does: the next renewal begins again."""
     before = state.current()
     with monkeypatch.context() as patch, pytest.raises(LostRankError):
         patch.setattr(state, "_make_channel", lambda ranks, name: (_ for _ in ()).throw(LostRankError("the second")))
         state.renew()
     state.renew()
     assert state.current() is not before
-
-
-def test_init_again(world: World) -> None:
     hvd.shutdown()
     assert not hvd.is_initialized()
     with pytest.raises(ValueError, match=r"hvd\.init"):
         hvd.rank()
     hvd.init()
     assert (hvd.rank(), hvd.size(), hvd.local_rank()) == (world.rank, world.size, world.local_rank)
-
-
-def test_the_tensors_of_a_group_may_come_from_a_generator(world: World) -> None:
-    given = [torch.ones(world.size, 2), torch.ones(world.size)]
-    for call in (hvd.grouped_allreduce, hvd.grouped_allgather, hvd.grouped_reducescatter):
-        assert [one.dim() for one in call(one for one in given)] == [2, 1]
 
 
 def test_nothing_is_kept_of_a_call_that_has_ended(world: World) -> None:
@@ -434,3 +382,54 @@ def test_nothing_is_kept_of_a_call_that_has_ended(world: World) -> None:
         assert [name for name, one in kept.items() if one() is not None] == []
     finally:
         gc.enable()
+
+
+# -- how many frames of mpitrain lie between a call and the MPI calls that it makes --
+
+
+MOST_FRAMES = 12
+
+
+@pytest.fixture
+def watch(world: World, monkeypatch: pytest.MonkeyPatch) -> Iterator[Watch]:
+    """Horovod's interface, whose MPI calls are noted."""
+    watch, make = Watch(), process_sets.world_of
+
+    def world_of(ranks: Sequence[int], name: str, seconds: float) -> Any:
+        engine, made = make(ranks, name, seconds)
+        made.background.comm = watched(made.background.comm, watch)
+        made.background.mover = type(made.background.mover)(made.background.comm, 1)
+        return engine, made.replaced(comm=watched(made.comm, watch), objects=watched(made.objects, watch))
+
+    monkeypatch.setattr(process_sets, "world_of", world_of)
+    hvd.shutdown()
+    hvd.init()
+    yield watch
+
+
+@pytest.mark.parametrize("count", [10, 300_000])
+@pytest.mark.parametrize(
+    ("call", "options"),
+    [
+        (hvd.allreduce, {}),
+        (hvd.allreduce, {"op": hvd.Max}),
+        (hvd.allreduce, {"op": hvd.Adasum}),
+        (hvd.allreduce_, {}),
+        (hvd.broadcast, {"root_rank": 0}),
+        (hvd.allgather, {}),
+        (hvd.alltoall, {}),
+        (hvd.reducescatter, {}),
+    ],
+)
+def test_from_a_call_to_mpi(
+    world: World, watch: Watch, count: int, call: Callable[..., torch.Tensor], options: dict[str, Any]
+) -> None:
+    watch.function = call.__code__
+    for number in range(4):
+        if number == 1:  # memory that the ranks share is made in the first call
+            watch.chains.clear()
+        found = call(torch.full((world.size * count,), float(world.rank + number)), **options)
+        assert len(found)
+    assert bool(watch.chains) == (world.size > 1)
+    for chain in watch.chains:
+        assert len(chain) <= MOST_FRAMES, " > ".join(chain)

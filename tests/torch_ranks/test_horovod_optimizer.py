@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
@@ -14,15 +14,7 @@ import mpitrain.horovod.torch as hvd
 from mpitrain import World
 from tests.ranks.common import skip_alone
 
-pytestmark = pytest.mark.usefixtures("begun")
-
-
-@pytest.fixture(scope="module")
-def begun(world: World) -> Iterator[None]:
-    del world
-    hvd.init()
-    yield
-    hvd.shutdown()
+pytestmark = pytest.mark.usefixtures("horovod")
 
 
 def model(seed: int = 0) -> torch.nn.Module:
@@ -34,17 +26,17 @@ def batch(step: int, rank: int) -> torch.Tensor:
     return torch.randn(4, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(1000 * step + rank))
 
 
-def loss_of(net: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
+def loss_of(net: Any, x: torch.Tensor) -> torch.Tensor:
     return net(x).square().mean()
 
 
-def alone(world: World, net: torch.nn.Module, optimizer: torch.optim.Optimizer, steps: int, passes: int = 1) -> None:
-    """The same training in one process: the mean of the ranks' losses."""
-    for step in range(steps):
+def train(net: Any, optimizer: Any, ranks: Iterable[int], steps: Iterable[int], passes: int = 1) -> None:
+    """With the batches of this rank; or, without Horovod, of all ranks: the mean of their losses."""
+    ranks = [*ranks]
+    for step in steps:
         optimizer.zero_grad()
         for one in range(passes):
-            losses = [loss_of(net, batch(passes * step + one, rank)) for rank in range(world.size)]
-            (sum(losses) / world.size).backward()  # type: ignore[union-attr]
+            (sum(loss_of(net, batch(passes * step + one, rank)) for rank in ranks) / len(ranks)).backward()
         optimizer.step()
 
 
@@ -54,62 +46,40 @@ def assert_close(net: torch.nn.Module, other: torch.nn.Module, bound: float = 1e
     assert len({value.tobytes() for value in hvd.allgather_object(next(net.parameters()).detach().numpy())}) == 1
 
 
-OPTIONS: dict[str, dict[str, Any]] = {
-    "default": {},
-    "passes": {"backward_passes_per_step": 3},
-    "a predivide factor": {"gradient_predivide_factor": 4.0},
-    "two groups": {"groups": 2},
-}
-
-
-@pytest.mark.parametrize("name", OPTIONS)
-def test_like_one_process(world: World, name: str) -> None:
-    options = OPTIONS[name]
+@pytest.mark.parametrize(
+    ("options", "steps", "bound"),
+    [
+        ({}, 4, 1e-12),
+        ({"backward_passes_per_step": 3}, 4, 1e-12),
+        ({"gradient_predivide_factor": 4.0}, 4, 1e-12),
+        ({"groups": 2}, 4, 1e-12),
+        ({"groups": "of the first and the last parameter"}, 4, 1e-12),
+        # float16 rounds by up to 2^-11 of gradients below 1, at each rank and in each of the sums.
+        ({"compression": hvd.Compression.fp16}, 1, 0.1 * 2**-10),
+    ],
+    ids=lambda one: "-".join(one) or "default" if isinstance(one, dict) else "",
+)
+def test_like_one_process(world: World, options: dict[str, Any], steps: int, bound: float) -> None:
     passes = options.get("backward_passes_per_step", 1)
     net, other = model(), model()
-    optimizer = hvd.DistributedOptimizer(
-        torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9), net.named_parameters(), **options
-    )
-    assert isinstance(optimizer, torch.optim.SGD)
-    for step in range(4):
-        optimizer.zero_grad()
-        for one in range(passes):
-            loss_of(net, batch(passes * step + one, world.rank)).backward()
-        optimizer.step()
-    alone(world, other, torch.optim.SGD(other.parameters(), lr=0.1, momentum=0.9), 4, passes)
-    assert_close(net, other)
-
-
-def test_groups_of_parameters(world: World) -> None:
-    net, other = model(), model()
     first, *_, last = net.parameters()
-    optimizer = hvd.DistributedOptimizer(torch.optim.Adam(net.parameters()), groups=[[first, last]])
-    for step in range(2):
-        optimizer.zero_grad()
-        loss_of(net, batch(step, world.rank)).backward()
-        optimizer.step()
-    alone(world, other, torch.optim.Adam(other.parameters()), 2)
-    assert_close(net, other)
-
-
-def test_half_the_bytes(world: World) -> None:
-    """float16 rounds by up to 2^-11 of gradients below 1, at each rank and in each of the sums."""
-    net, other = model(), model()
-    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(net.parameters(), lr=0.1), compression=hvd.Compression.fp16)
-    loss_of(net, batch(0, world.rank)).backward()
-    optimizer.step()
-    alone(world, other, torch.optim.SGD(other.parameters(), lr=0.1), 1)
-    assert_close(net, other, 0.1 * world.size * 2**-10)
-    with pytest.raises(AssertionError):
-        assert_close(net, other, 1e-12)
+    given = options | ({"groups": [[first, last]]} if isinstance(options.get("groups"), str) else {})
+    inner, plain = (torch.optim.SGD(one.parameters(), lr=0.1, momentum=0.9) for one in (net, other))
+    optimizer = hvd.DistributedOptimizer(inner, net.named_parameters(), **given)
+    assert isinstance(optimizer, torch.optim.SGD)
+    train(net, optimizer, [world.rank], range(steps), passes)
+    train(other, plain, range(world.size), range(steps), passes)
+    assert_close(net, other, bound * world.size)
+    if "compression" in options:
+        with pytest.raises(AssertionError):
+            assert_close(net, other, 1e-12)
 
 
 def test_a_closure_and_a_schedule_made_before(world: World) -> None:
     net, other = model(), model()
-    inner = torch.optim.SGD(net.parameters(), lr=0.2)
+    inner, plain = (torch.optim.SGD(one.parameters(), lr=0.2) for one in (net, other))
     schedule = torch.optim.lr_scheduler.StepLR(inner, 1, 0.5)
     optimizer = hvd.DistributedOptimizer(inner, net.named_parameters())
-    plain = torch.optim.SGD(other.parameters(), lr=0.2)
     for step in range(3):
 
         def closure(step: int = step) -> torch.Tensor:
@@ -122,62 +92,54 @@ def test_a_closure_and_a_schedule_made_before(world: World) -> None:
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             schedule.step()
-        plain.zero_grad()
-        (sum(loss_of(other, batch(step, rank)) for rank in range(world.size)) / world.size).backward()  # type: ignore
-        plain.step()
+        train(other, plain, range(world.size), [step])
         plain.param_groups[0]["lr"] *= 0.5
     assert_close(net, other)
 
 
 def test_a_rank_without_a_gradient_and_a_synchronize(world: World) -> None:
     net, other = model(), model()
-    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(net.parameters(), lr=1.0), net.named_parameters())
-    inputs = batch(0, 0)
-    last = world.size - 1
-    (net(inputs) if world.rank == last else net[0](inputs)).sum().backward()  # type: ignore[index]
+    inner, plain = (torch.optim.SGD(one.parameters(), lr=1.0) for one in (net, other))
+    optimizer = hvd.DistributedOptimizer(inner, net.named_parameters())
+    inputs, last = batch(0, 0), world.size - 1
+
+    def own_loss(net: Any, rank: int) -> torch.Tensor:
+        return (net(inputs) if rank == last else net[0](inputs)).sum()
+
+    own_loss(net, world.rank).backward()
     optimizer.synchronize()
-    for parameter in net.parameters():
-        assert parameter.grad is not None
-        parameter.grad.clamp_(-1, 1)
+    (sum(own_loss(other, rank) for rank in range(world.size)) / world.size).backward()
+    for one in (net, other):
+        torch.nn.utils.clip_grad_value_(one.parameters(), 1)
     with optimizer.skip_synchronize():
         optimizer.step()
-    plain = torch.optim.SGD(other.parameters(), lr=1.0)
-    losses = [(other(inputs) if rank == last else other[0](inputs)).sum() for rank in range(world.size)]  # type: ignore
-    (sum(losses) / world.size).backward()
-    for parameter in other.parameters():
-        assert parameter.grad is not None
-        parameter.grad.clamp_(-1, 1)
     plain.step()
     assert_close(net, other)
 
 
+def embedding(**options: Any) -> tuple[Any, Any]:
+    net = torch.nn.Embedding(6, 2, sparse=True, dtype=torch.float64)
+    torch.nn.init.ones_(net.weight)
+    return net, hvd.DistributedOptimizer(torch.optim.SGD(net.parameters(), lr=1.0), **options)
+
+
 def test_sparse_gradients(world: World) -> None:
+    """A rank without one sends zeros. Ranks with one can take them if they send theirs as a dense one."""
     for as_dense in (False, True):
-        net = torch.nn.Embedding(6, 2, sparse=True, dtype=torch.float64)
-        with torch.no_grad():
-            net.weight.fill_(1.0)
-        optimizer = hvd.DistributedOptimizer(torch.optim.SGD(net.parameters(), lr=1.0), sparse_as_dense=as_dense)
+        net, optimizer = embedding(sparse_as_dense=as_dense)
         net(torch.tensor([world.rank % 5, 5])).sum().backward()
         optimizer.step()
         wanted = torch.ones(6, dtype=torch.float64)
         for rank in range(world.size):
-            wanted[rank % 5] -= 1 / world.size
-            wanted[5] -= 1 / world.size
+            wanted[[rank % 5, 5]] -= 1 / world.size
         assert torch.allclose(net.weight[:, 0], wanted, rtol=0, atol=1e-12)
-
-
-def test_a_rank_without_a_sparse_gradient(world: World) -> None:
-    """It sends zeros. Ranks with a sparse gradient can take them if they send theirs as a dense one."""
     skip_alone(world)
-    net = torch.nn.Embedding(6, 2, sparse=True, dtype=torch.float64)
-    torch.nn.init.ones_(net.weight)
-    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(net.parameters(), lr=1.0), sparse_as_dense=True)
+    net, optimizer = embedding(sparse_as_dense=True)
     if not world.is_root:
         net(torch.tensor([5])).sum().backward()
     optimizer.step()
     assert net.weight[:, 0].tolist() == pytest.approx([1.0] * 5 + [1 / world.size], abs=1e-12)
-    net = torch.nn.Embedding(6, 2, sparse=True, dtype=torch.float64)
-    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(net.parameters(), lr=1.0))
+    net, optimizer = embedding()
     if not world.is_root:
         net(torch.tensor([5])).sum().backward()
     with pytest.raises(hvd.HorovodInternalError, match="must be equal in: gradients") as caught:
@@ -240,7 +202,7 @@ def test_what_an_optimizer_refuses(world: World) -> None:
     optimizer.synchronize()
 
 
-def test_broadcast_parameters_and_state(world: World) -> None:
+def test_broadcast_parameters_state_and_objects(world: World) -> None:
     """A rank that goes on from a checkpoint hands its state to ranks that have none."""
     net = model(world.rank)
     optimizer = torch.optim.Adam(net.parameters(), lr=0.1 / (world.rank + 1), betas=(0.5 + 0.1 * world.rank, 0.99))
@@ -257,41 +219,28 @@ def test_broadcast_parameters_and_state(world: World) -> None:
         for key, value in values.items():
             assert torch.equal(state["state"][number][key], value)
     assert len({value.tobytes() for value in hvd.allgather_object(next(net.parameters()).detach().numpy())}) == 1
-
-
-def test_objects(world: World) -> None:
-    given = {"rank": world.rank, "list": [None] * world.rank}
-    assert hvd.allgather_object(given) == [{"rank": rank, "list": [None] * rank} for rank in range(world.size)]
-    for root in range(world.size):
-        assert hvd.broadcast_object(given, root) == {"rank": root, "list": [None] * root}
-
-
-def test_objects_of_different_types(world: World) -> None:
-    """As where only one rank has read a checkpoint."""
-    kinds = [{"epoch": 3}, None, "text", 1.5]
-    assert hvd.broadcast_object(kinds[world.rank % 4]) == kinds[0]
+    # Objects of another length, and of another type, on each rank.
+    kinds = [{"epoch": 3}, None, "text", [None] * 7]
     assert hvd.allgather_object(kinds[world.rank % 4]) == [kinds[rank % 4] for rank in range(world.size)]
+    for root in range(world.size):
+        assert hvd.broadcast_object(kinds[world.rank % 4], root) == kinds[root % 4]
 
 
 @pytest.mark.parametrize("op", [hvd.Average, hvd.Adasum])
 @pytest.mark.parametrize("is_added", [True, False])
 def test_parameters_that_come_later(world: World, is_added: bool, op: int) -> None:
     """As in one process, if they are added to the optimizer, or require a gradient, only after some steps."""
-    net, other = model(), model()
-    for one in (net, other):
-        one[2].requires_grad_(is_added)  # type: ignore[operator]
-    given = [one[0] if is_added else one for one in (net, other)]  # type: ignore[index]
-    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(given[0].parameters(), lr=0.1), op=op)
-    plain = torch.optim.SGD(given[1].parameters(), lr=0.1)
+    pair: list[Any] = [model(), model()]
+    for one in pair:
+        one[2].requires_grad_(is_added)
+    inner, plain = (torch.optim.SGD((one[0] if is_added else one).parameters(), lr=0.1) for one in pair)
+    optimizer = hvd.DistributedOptimizer(inner, op=op)
     for step in range(4):
-        for one, its in ((net, optimizer), (other, plain)):
+        for one, its, ranks in zip(pair, (optimizer, plain), ([world.rank], range(world.size)), strict=True):
             if step == 2 and is_added:
-                its.add_param_group({"params": list(one[2].parameters())})  # type: ignore[index]
-            one[2].requires_grad_(is_added or step >= 2)  # type: ignore[operator]
-        optimizer.zero_grad()
-        loss_of(net, batch(0, world.rank)).backward()
-        optimizer.step()
-        alone(world, other, plain, 1)
+                its.add_param_group({"params": list(one[2].parameters())})
+            one[2].requires_grad_(is_added or step >= 2)
+            train(one, its, ranks, [0])
     if op == hvd.Average:
-        assert_close(net, other)
-    assert len({value.tobytes() for value in hvd.allgather_object(net[2].weight.detach().numpy())}) == 1
+        assert_close(*pair)
+    assert len({value.tobytes() for value in hvd.allgather_object(pair[0][2].weight.detach().numpy())}) == 1

@@ -55,14 +55,9 @@ def test_rank_0s_state_is_taken_over_and_restored(world: World) -> None:
     state.epoch = 0
     state.restore()
     assert state.epoch == 1
-
-
-def test_without_model_and_optimizer(world: World) -> None:
-    state = elastic.TorchState(batch=world.rank)
-    assert (state.model, state.optimizer) == (None, None)
-    state.sync()
-    assert state.batch == 0
-    assert list(state.state_dict()) == ["batch"]
+    bare = elastic.TorchState(batch=world.rank)
+    bare.sync()
+    assert (bare.model, bare.optimizer, bare.state_dict()) == (None, None, {"batch": 0})
 
 
 def test_run_calls_once_more_where_the_script_asks_for_it(world: World) -> None:
@@ -82,6 +77,14 @@ def test_run_calls_once_more_where_the_script_asks_for_it(world: World) -> None:
     assert calls == [0, "reset", 1, "reset", 2]
 
 
+class Unpicklable:
+    def __reduce__(self) -> str:
+        raise TypeError("not this one")
+
+    def __deepcopy__(self, memo: object) -> Unpicklable:
+        return self
+
+
 def test_what_is_refused(world: World) -> None:
     with pytest.raises(ConfigError, match="was given a int as its first argument; give it a state"):
         elastic.run(lambda state: None)(3)
@@ -95,14 +98,6 @@ def test_what_is_refused(world: World) -> None:
     names = {"a": 1, "b": 2} if world.rank else {"b": 2, "a": 1}
     with pytest.raises(Exception, match="a state of b, a; this one has a, b"):
         elastic.ObjectState(**names).sync()
-
-
-class Unpicklable:
-    def __reduce__(self) -> str:
-        raise TypeError("not this one")
-
-    def __deepcopy__(self, memo: object) -> Unpicklable:
-        return self
 
 
 @pytest.mark.parametrize("shuffle", [True, False])

@@ -25,6 +25,8 @@ from tests.ranks.common import assert_same_bits
 from .prepared import BATCH, NUM_SAMPLES, batches, samples
 
 EPOCHS = 2
+
+
 STEPS = EPOCHS * -(-NUM_SAMPLES // BATCH)
 
 
@@ -133,7 +135,7 @@ def by_pytorch_alone(num_parts: int) -> Odd:
 
 
 @pytest.mark.parametrize("train", [by_prepare, by_trainer])
-def test_unused_parameters_and_buffers(world: World, train: Any) -> None:
+def test_unused_parameters_and_buffers(world: World, train: Any, capsys: pytest.CaptureFixture[str]) -> None:
     trained, expected, initial = train(world), by_pytorch_alone(world.size), made(0, world.size)
     for name, tensor in trained.state_dict().items():
         wanted = expected.state_dict()[name]
@@ -143,6 +145,10 @@ def test_unused_parameters_and_buffers(world: World, train: Any) -> None:
             torch.testing.assert_close(tensor, wanted, rtol=0, atol=4 * STEPS * 2.0**-23)
         else:
             assert tensor.numpy().tobytes() == wanted.numpy().tobytes(), name
+    if train is by_prepare:
+        out = capsys.readouterr().out
+        assert out.count("so the optimizer leaves them alone: none.bias, none.weight") == world.is_root, out
+        assert ("zeros count there: " in out) == (world.is_root and world.size > 1), out
     assert torch.equal(trained.none.weight, initial.none.weight)
     assert trained.none.weight.grad is None
     assert not torch.equal(trained.some.weight, initial.some.weight)
@@ -183,23 +189,13 @@ def test_a_buffer_that_only_a_rank_without_samples_changes(world: World) -> None
         assert module.mark.tolist() == [expected] * 2, step
 
 
-def replaced(module: Any, value: int) -> None:
-    """Put a new tensor into the buffer's place."""
-    module.mark = large(value)
-
-
-def with_other_memory(module: Any, value: int) -> None:
-    """Put new memory into the buffer."""
-    module.mark.data = large(value)
-
-
 def large(value: int) -> Any:
     """Memory of this size comes from the system, which gives out an address again at once."""
     return torch.full((40 * 2**20,), value, dtype=torch.uint8)
 
 
-@pytest.mark.parametrize("change", [replaced, with_other_memory])
-def test_a_new_buffer_in_the_memory_of_the_old_one(world: World, change: Any) -> None:
+@pytest.mark.parametrize("what", ["a new tensor", "new memory"])
+def test_a_new_buffer_in_the_memory_of_the_old_one(world: World, what: str) -> None:
     """The second of two new tensors would get the memory that the first one has made free. It is a change."""
     if not world.is_root:  # one rank's memory is enough
         return
@@ -207,8 +203,11 @@ def test_a_new_buffer_in_the_memory_of_the_old_one(world: World, change: Any) ->
     module.mark = large(0)
     buffers = ModuleBuffers(module)
     for step in range(1, 4):
-        change(module, 100)
-        change(module, step)
+        for value in (100, step):
+            if what == "a new tensor":
+                module.mark = large(value)
+            else:
+                module.mark.data = large(value)
         assert buffers.changed_others() == (("mark", large(step).numpy().tobytes()),), step
         buffers.settle_others([buffers.changed_others()])
         assert torch.equal(module.mark, large(step)), step

@@ -124,20 +124,17 @@ def test_what_is_refused(world: World) -> None:
     skip_alone(world)
     if world.size > LAYERS:
         pytest.skip("there are 6 layers")
-    layers = [torch.nn.Linear(5, 5) for _ in range(world.size)]
-    layers[-1].weight = layers[0].weight
+    tied = [torch.nn.Linear(5, 5) for _ in range(world.size)]
+    tied[-1].weight = tied[0].weight
     last = world.size - 1
-    with pytest.raises(ConfigError, match=rf"{last}\.weight \(stage {last}\) and 0\.weight \(stage 0\)"):
-        Pipeline(world.size).begin(world, TorchLayers(layers, cross_entropy, adam))
-    normed = [torch.nn.BatchNorm1d(5) for _ in range(world.size)]
-    with pytest.raises(ConfigError, match=r"have the buffer \d\.running_var"):
-        Pipeline(world.size).begin(world, TorchLayers(normed, cross_entropy, adam))
-    bare = [torch.nn.Linear(5, 5), *(torch.nn.Tanh() for _ in range(world.size))]
-    with pytest.raises(ConfigError, match="no parameters to train"):
-        Pipeline(world.size).begin(world, TorchLayers(bare, cross_entropy, adam))
-    none: Any = [lambda: 5] * world.size
-    with pytest.raises(ConfigError, match=r"is a int; give a torch\.nn\.Module"):
-        Pipeline(world.size).begin(world, TorchLayers(none, cross_entropy, adam))
+    for layers, said in (
+        (tied, rf"{last}\.weight \(stage {last}\) and 0\.weight \(stage 0\)"),
+        ([torch.nn.BatchNorm1d(5) for _ in range(world.size)], r"have the buffer \d\.running_var"),
+        ([torch.nn.Linear(5, 5), *(torch.nn.Tanh() for _ in range(world.size))], "no parameters to train"),
+        ([lambda: 5] * world.size, r"is a int; give a torch\.nn\.Module"),
+    ):
+        with pytest.raises(ConfigError, match=said):
+            Pipeline(world.size).begin(world, TorchLayers(layers, cross_entropy, adam))  # type: ignore[arg-type]
 
 
 def test_a_first_piece_without_parameters(world: World) -> None:
@@ -181,12 +178,8 @@ def test_stages_by_what_layers_cost(world: World, *, ready: bool) -> None:
         assert (first, last) == (8 * 4 * (6 + 5 + 2 + 5), 8 * 4 * 5)
         assert all(cost.seconds > 0 for cost in costs)
     trainer.close()
-
-
-def test_modules_that_were_measured_have_no_gradients(world: World) -> None:
-    """A rank has room for the gradients of its own layers only."""
+    # A rank has room for the gradients of its own layers only: those that were measured have none.
     modules = [layer(number) for number in range(LAYERS)]
-    x, y = samples()
     TorchLayers(modules, cross_entropy, adam).layer_costs((x[:4], y[:4]), recompute=False)
     assert [one.grad for module in modules for one in module.parameters()] == [None] * (4 * 5 + 2)
 

@@ -10,10 +10,10 @@ import torch.distributed as dist
 
 from mpitrain import World
 from mpitrain.errors import ProcessGroupError
-from tests.ranks.common import skip_alone
-from tests.torch_ranks.common import FLOATS, INTEGERS, assert_equal, tensor
 
-pytestmark = pytest.mark.usefixtures("group")
+from .common import FLOATS, INTEGERS, assert_equal, tensor
+
+pytestmark = pytest.mark.usefixtures("group", "several")
 
 
 def neighbours(world: World) -> tuple[int, int]:
@@ -22,7 +22,6 @@ def neighbours(world: World) -> tuple[int, int]:
 
 
 def test_send_and_receive(world: World) -> None:
-    skip_alone(world)
     left, right = neighbours(world)
     for dtype in [*INTEGERS, *FLOATS, torch.bool, torch.complex64]:
         for count in (0, 1, 10):
@@ -36,8 +35,8 @@ def test_send_and_receive(world: World) -> None:
             assert_equal(received, tensor(count, dtype, left), (dtype, count))
 
 
-def test_a_ring_of_long_messages(world: World) -> None:
-    skip_alone(world)
+def test_long_messages_tags_and_their_order(world: World) -> None:
+    """In a ring: a long one, three tags that are received in another order, and five of one tag."""
     left, right = neighbours(world)
     count = 300_001
     received = torch.empty(count)
@@ -46,34 +45,21 @@ def test_a_ring_of_long_messages(world: World) -> None:
         work.wait()
         assert work.is_completed()
     assert_equal(received, tensor(count, torch.float32, left))
-
-
-def test_tags_out_of_order(world: World) -> None:
-    skip_alone(world)
-    left, right = neighbours(world)
     works = [dist.isend(tensor(4, torch.float32, world.rank, salt=tag), right, tag=tag) for tag in (3, 1, 2)]
     for tag in (1, 2, 3):
         received = torch.empty(4)
         dist.recv(received, left, tag=tag)
         assert_equal(received, tensor(4, torch.float32, left, salt=tag))
-    for work in works:
-        work.wait()
-
-
-def test_messages_of_one_tag_keep_their_order(world: World) -> None:
-    skip_alone(world)
-    left, right = neighbours(world)
-    sent = [tensor(4, torch.float32, world.rank, salt=number) for number in range(5)]
-    received = [torch.empty(4) for _ in range(5)]
-    works = [dist.irecv(one, left) for one in received] + [dist.isend(one, right) for one in sent]
+    several = [torch.empty(4) for _ in range(5)]
+    works += [dist.irecv(one, left) for one in several]
+    works += [dist.isend(tensor(4, torch.float32, world.rank, salt=number), right) for number in range(5)]
     for work in reversed(works):
         work.wait()
-    for number, one in enumerate(received):
+    for number, one in enumerate(several):
         assert_equal(one, tensor(4, torch.float32, left, salt=number))
 
 
 def test_from_any_source(world: World) -> None:
-    skip_alone(world)
     if world.rank:
         dist.send(tensor(3, torch.int64, world.rank), 0, tag=5)
         dist.send(tensor(3, torch.int64, world.rank, salt=1), 0, tag=6)
@@ -90,7 +76,6 @@ def test_from_any_source(world: World) -> None:
 
 def test_between_collectives(world: World) -> None:
     """A message that is on its way meets no collective, whatever order ranks wait in."""
-    skip_alone(world)
     left, right = neighbours(world)
     received = torch.empty(10)
     receive = dist.irecv(received, left) if world.rank % 2 else None
@@ -105,7 +90,6 @@ def test_between_collectives(world: World) -> None:
 
 
 def test_batches(world: World) -> None:
-    skip_alone(world)
     left, right = neighbours(world)
     received = [torch.empty(6), torch.empty(7, dtype=torch.int32)]
     operations = [
@@ -122,7 +106,6 @@ def test_batches(world: World) -> None:
 
 def test_within_a_smaller_group(world: World) -> None:
     """Ranks are those of the job, unless given as those of the group."""
-    skip_alone(world)
     last = dist.new_group([world.size - 1, 0])
     received = torch.empty(2)
     if world.rank == world.size - 1:
@@ -140,11 +123,9 @@ def test_within_a_smaller_group(world: World) -> None:
 
 @pytest.mark.parametrize("device", [None, torch.device("cpu")])
 @pytest.mark.parametrize("asynchronous", [False, True])
-def test_the_end_of_a_coalescing_manager_waits(
-    world: World, ours: None, device: torch.device | None, asynchronous: bool
-) -> None:
+def test_the_end_of_a_coalescing_manager_waits(world: World, device: torch.device | None, asynchronous: bool) -> None:
     sent, received = tensor(4000, torch.float64, world.rank), torch.zeros(4000, dtype=torch.float64)
-    before, after = (world.rank - 1) % world.size, (world.rank + 1) % world.size
+    before, after = neighbours(world)
     with dist._coalescing_manager(device=device, async_ops=asynchronous) as works:
         dist.irecv(received, before)
         world.barrier()  # so no message is there yet
@@ -154,9 +135,8 @@ def test_the_end_of_a_coalescing_manager_waits(
     assert_equal(received, tensor(4000, torch.float64, before))
 
 
-def test_the_profiler_sees_waits(world: World, ours: None) -> None:
+def test_the_profiler_sees_waits(world: World) -> None:
     """Rank 1 sends when a short wait of rank 0 is over."""
-    skip_alone(world)
     value = torch.zeros(1)
     if world.rank == 0:
         work = dist.irecv(value, 1)

@@ -8,20 +8,24 @@ from typing import Any
 
 import numpy
 import pytest
+import torch
+from torch.distributed.fsdp import fully_shard
 
+import mpitrain.torch
 from mpitrain import World
+from mpitrain.adapters.torch_random import random_state
 from mpitrain.errors import CheckpointError, ConfigError, MismatchError
 from mpitrain.job.worlds import make_world
+from mpitrain.torch.keep import TorchRankState
+from mpitrain.torch.sharded import ShardedData
 from tests.ranks.common import error_on_all, named_ranks, skip_alone
 
-from .prepared import mlp, sgd, torch
-
-import mpitrain.torch  # isort: skip (the line above skips this file where there is no PyTorch)
-from mpitrain.adapters.torch_random import random_state  # isort: skip
-from mpitrain.torch.keep import TorchRankState  # isort: skip
-from mpitrain.torch.sharded import ShardedData  # isort: skip
+from .common import nightly
+from .prepared import mlp, sgd
 
 NUM_SAMPLES, BATCH, EPOCHS = 33, 8, 3  # the last batch has one sample
+
+
 NUM_BATCHES = 5
 
 
@@ -61,14 +65,22 @@ def loader(**options: Any) -> Any:
     return torch.utils.data.DataLoader(Augmented(), batch_size=BATCH, **options)
 
 
+def shuffled(**options: Any) -> Any:
+    return mpitrain.torch.shard(loader(shuffle=True, **options))
+
+
+def seeded(number: int) -> torch.Generator:
+    return torch.Generator().manual_seed(number)
+
+
+def replaced() -> Any:
+    return loader(sampler=torch.utils.data.RandomSampler(Augmented(), replacement=True, generator=seeded(2)))
+
+
 SOURCES: dict[str, Callable[[], Any]] = {
     "shuffled": lambda: loader(shuffle=True),
-    "with a generator": lambda: loader(shuffle=True, generator=torch.Generator().manual_seed(1)),
-    "with replacement": lambda: loader(
-        sampler=torch.utils.data.RandomSampler(
-            Augmented(), replacement=True, generator=torch.Generator().manual_seed(2)
-        )
-    ),
+    "with a generator": lambda: loader(shuffle=True, generator=seeded(1)),
+    "with replacement": replaced,
     "NumPy's numbers": lambda: loader(sampler=EagerSampler()),
     "not shuffled": loader,
     "an iterable": Batches,
@@ -87,15 +99,23 @@ def batches_of(data: Any, upto: int | None = None) -> list[Any]:
     return taken
 
 
+def numbers_of(data: Any, count: int) -> list[list[int]]:
+    """The samples of this rank in so many batches of one epoch."""
+    return [batch[0].tolist()[: data.share.count] for _, batch in zip(range(count), data, strict=False)]
+
+
 @pytest.mark.parametrize("num_used", [1, NUM_BATCHES, NUM_BATCHES + 3])
 @pytest.mark.parametrize("source", SOURCES)
 def test_a_loop_that_goes_on(world: World, source: str, num_used: int) -> None:
     """It has the bits of a loop without interruption, from the position and the random numbers of each rank."""
-    torch.manual_seed(10 + world.rank)
-    numpy.random.seed(10 + world.rank)
+
+    def seed(number: int) -> None:
+        torch.manual_seed(number)
+        numpy.random.seed(number)
+
+    seed(10 + world.rank)
     undisturbed = batches_of(mpitrain.torch.shard(SOURCES[source]()))
-    torch.manual_seed(10 + world.rank)
-    numpy.random.seed(10 + world.rank)
+    seed(10 + world.rank)
     data = mpitrain.torch.shard(SOURCES[source]())
     first = batches_of(data, num_used)
     file = io.BytesIO()
@@ -105,8 +125,7 @@ def test_a_loop_that_goes_on(world: World, source: str, num_used: int) -> None:
     if source != "an iterable":  # where each rank reads with its own
         assert len(set(world.allgather(data.state_dict()["random"]["torch"].numpy().tobytes()))) == 1  # rank 0's
     random = random_state()
-    torch.manual_seed(99)
-    numpy.random.seed(99)
+    seed(99)
     again = mpitrain.torch.shard(SOURCES[source]())
     again.load_state_dict(torch.load(io.BytesIO(file.getvalue()), weights_only=True))
     again.set_random_after(random)
@@ -116,43 +135,29 @@ def test_a_loop_that_goes_on(world: World, source: str, num_used: int) -> None:
 def test_later_epochs_of_ranks_that_are_placed_otherwise(world: World) -> None:
     """Ranks begin with other random numbers. Nothing else draws, so the orders are those of an undisturbed loop."""
 
-    def numbers_of(data: Any, count: int = EPOCHS * NUM_BATCHES) -> list[list[int]]:
-        taken: list[list[int]] = []
-        while data.epoch < EPOCHS:
-            for numbers in data:
-                taken.append(numbers.tolist()[: data.share.count])
-                if len(taken) == count:
-                    return taken
-        return taken
+    def begun() -> Any:
+        given = torch.utils.data.TensorDataset(torch.arange(NUM_SAMPLES))
+        return mpitrain.torch.shard(torch.utils.data.DataLoader(given, batch_size=BATCH, shuffle=True))
 
-    def shuffled() -> Any:
-        return mpitrain.torch.shard(torch.utils.data.DataLoader(range(NUM_SAMPLES), batch_size=BATCH, shuffle=True))
+    def epochs_of(data: Any) -> list[Any]:
+        return [numbers_of(data, NUM_BATCHES) for _ in range(EPOCHS)]
 
     torch.manual_seed(10)
-    undisturbed = numbers_of(shuffled())
+    undisturbed = epochs_of(begun())
     torch.manual_seed(10)
-    data = shuffled()
+    data = begun()
     first = numbers_of(data, 2)
     torch.manual_seed(99)
-    again = shuffled()
+    again = begun()
     again.load_state_dict(data.state_dict())
     TorchRankState([again]).restore(None)
-    assert first + numbers_of(again) == undisturbed
+    rest = epochs_of(again)
+    assert [first + rest[0], *rest[1:]] == undisturbed
 
 
 @pytest.mark.parametrize("how", ["as drawn", "with random numbers", "as drawn, between two epochs"])
 def test_what_was_said_of_an_earlier_position(world: World, how: str) -> None:
     """A loop that is sent to a second position leaves the random numbers of the rank alone, as if it were the first."""
-
-    def shuffled() -> Any:
-        return mpitrain.torch.shard(loader(shuffle=True))
-
-    def numbers_after(data: Any) -> tuple[list[int], float]:
-        """The samples of the next batch, and what is drawn after it."""
-        for numbers, _ in data:
-            return numbers.tolist()[: data.share.count], torch.rand(1).item()
-        raise AssertionError
-
     torch.manual_seed(10)
     data = shuffled()
     batches_of(data, 2)
@@ -160,7 +165,7 @@ def test_what_was_said_of_an_earlier_position(world: World, how: str) -> None:
     torch.manual_seed(99 + world.rank)
     once = shuffled()
     once.load_state_dict(position)
-    expected = numbers_after(once)
+    expected = numbers_of(once, 1), torch.rand(1).item()
     torch.manual_seed(7)
     twice = shuffled()
     twice.load_state_dict({**position, "batch": 0} if "epochs" in how else position)
@@ -170,55 +175,43 @@ def test_what_was_said_of_an_earlier_position(world: World, how: str) -> None:
         twice.set_random_after(random_state())
     torch.manual_seed(99 + world.rank)
     twice.load_state_dict(position)
-    assert numbers_after(twice) == expected
+    assert (numbers_of(twice, 1), torch.rand(1).item()) == expected
 
 
 def test_another_number_of_ranks(world: World) -> None:
     """All ranks but the last begin an epoch, and all go on with it: each sample comes once, in the same order."""
     skip_alone(world)
-
-    def numbers_of(data: Any, count: int) -> list[list[int]]:
-        return [numbers.tolist()[: data.share.count] for _, (numbers, _) in zip(range(count), data, strict=False)]
-
-    def shuffled() -> Any:
-        return loader(shuffle=True, generator=torch.Generator().manual_seed(1))
-
     comm = world.comm.Split(int(world.rank == world.size - 1), world.rank)
     used, state = [[], []], None
     if world.rank < world.size - 1:
         part = make_world(comm, parent=world)
-        data = ShardedData(part, shuffled())
+        data = ShardedData(part, loader(shuffle=True, generator=seeded(1)))
         used, state = numbers_of(data, 2), data.state_dict()
         part.free()
     comm.Free()
-    again = mpitrain.torch.shard(shuffled())
+    again = shuffled(generator=seeded(1))
     again.load_state_dict(world.broadcast_object(state))
     own = used + numbers_of(again, NUM_BATCHES)
     batches = [[number for part in parts for number in part] for parts in zip(*world.allgather(own), strict=True)]
-    assert batches == [numbers.tolist() for numbers, _ in shuffled()]
+    assert batches == [numbers.tolist() for numbers, _ in loader(shuffle=True, generator=seeded(1))]
 
 
-@pytest.mark.parametrize("options", [{"generator": torch.Generator()}, {"num_workers": 1}], ids=lambda one: str([*one]))
-def test_between_two_epochs(world: World, options: dict[str, Any]) -> None:
+@pytest.mark.parametrize("kind", ["generator", *nightly("workers")])
+def test_between_two_epochs(world: World, kind: str) -> None:
     """The random numbers of the order go on, in a generator or in rank 0's own, from which the model draws, too.
 
     Workers have the order drawn to its end while the model still draws.
     """
-
-    def shuffled() -> Any:
-        if "generator" in options:
-            options["generator"].manual_seed(1)
-        return mpitrain.torch.shard(loader(shuffle=True, **options))
-
+    begun = lambda: shuffled(**({"generator": seeded(1)} if kind == "generator" else {"num_workers": 1}))  # noqa: E731
     torch.manual_seed(10 + world.rank)
-    undisturbed = batches_of(shuffled())
+    undisturbed = batches_of(begun())
     torch.manual_seed(10 + world.rank)
-    data = shuffled()
+    data = begun()
     for _ in data:
         torch.rand(1)
     state = data.state_dict()
     torch.manual_seed(99)
-    again = shuffled()
+    again = begun()
     again.load_state_dict(state)
     numbers = [numbers for numbers, _, _ in batches_of(again)]
     assert numbers == [numbers for numbers, _, _ in undisturbed[NUM_BATCHES:]]
@@ -226,9 +219,9 @@ def test_between_two_epochs(world: World, options: dict[str, Any]) -> None:
 
 def test_the_ranks_own_numbers(world: World) -> None:
     """Without those of the try before, they go on as the script has seeded them; to draw the order changes nothing."""
-    data = mpitrain.torch.shard(loader(shuffle=True))
+    data = shuffled()
     batches_of(data, 2)
-    again = mpitrain.torch.shard(loader(shuffle=True))
+    again = shuffled()
     again.load_state_dict(data.state_dict())
     torch.manual_seed(20 + world.rank)
     expected = torch.rand(1).item()  # the first sample's noise
@@ -239,40 +232,37 @@ def test_the_ranks_own_numbers(world: World) -> None:
 
 def test_workers_read_on(world: World) -> None:
     """They have read ahead, which does not count."""
-    data = mpitrain.torch.shard(loader(shuffle=True, num_workers=2))
-    used = [numbers.tolist()[: data.share.count] for _, (numbers, _) in zip(range(2), data, strict=False)]
-    again = mpitrain.torch.shard(loader(shuffle=True, num_workers=2))
+    data = shuffled(num_workers=1)
+    used = numbers_of(data, 2)
+    again = shuffled(num_workers=1)
     again.load_state_dict(data.state_dict())
-    rest = [numbers.tolist()[: again.share.count] for numbers, _ in again]
+    rest = numbers_of(again, NUM_BATCHES)
     everywhere = [number for of_rank in world.allgather(used + rest) for batch in of_rank for number in batch]
     assert sorted(everywhere) == list(range(NUM_SAMPLES))
 
 
-def test_one_rank_reads_other_samples(world: World) -> None:
+def test_other_samples_than_before(world: World) -> None:
+    """On all ranks, and on one of them."""
+    for source in ("shuffled", "an iterable"):
+        data, other, short = (mpitrain.torch.shard(SOURCES[source]()) for _ in range(3))
+        batches_of(data, 2)
+        state = data.state_dict()
+        other.load_state_dict({**state, "checksum": state["checksum"] ^ 1})
+        text = error_on_all(world, CheckpointError, lambda other=other: next(iter(other)))
+        assert "the loop goes on after 2 batches of an epoch, but these are not the batches it used before: " in text
+        short.load_state_dict({**state, "batch": 9})
+        assert "there are only 5" in error_on_all(world, CheckpointError, lambda short=short: next(iter(short)))
     skip_alone(world)
     batches = [(torch.full((BATCH,), number), torch.zeros(BATCH)) for number in range(3)]
     data = mpitrain.torch.shard(batches)
     batches_of(data, 2)
-    other = batches if world.rank < world.size - 1 else batches[::-1]
-    again = mpitrain.torch.shard(other)
+    again = mpitrain.torch.shard(batches if world.rank < world.size - 1 else batches[::-1])
     again.load_state_dict(data.state_dict())
     text = error_on_all(world, MismatchError, lambda: next(iter(again)))
-    for name in named_ranks(world, world.size - 1):
-        assert name in text
+    assert all(name in text for name in named_ranks(world, world.size - 1))
 
 
-@pytest.mark.parametrize("source", ["shuffled", "an iterable"])
-def test_other_samples_than_before(world: World, source: str) -> None:
-    data = mpitrain.torch.shard(SOURCES[source]())
-    batches_of(data, 2)
-    state = data.state_dict()
-    other = mpitrain.torch.shard(SOURCES[source]())
-    other.load_state_dict({**state, "checksum": state["checksum"] ^ 1})
-    text = error_on_all(world, CheckpointError, lambda: next(iter(other)))
-    assert "the loop goes on after 2 batches of an epoch, but these are not the batches it used before: " in text
-    short = mpitrain.torch.shard(SOURCES[source]())
-    short.load_state_dict({**state, "batch": 9})
-    assert "there are only 5" in error_on_all(world, CheckpointError, lambda: next(iter(short)))
+# -- keep() ----------------------------------------------------------------------------------------------------------
 
 
 def refusal(*parts: Any, **values: Any) -> str:
@@ -283,17 +273,20 @@ def refusal(*parts: Any, **values: Any) -> str:
     return str(refused.value)
 
 
+@pytest.mark.usefixtures("group")
 def test_what_cannot_be_kept(world: World) -> None:
     model = mlp()
     optimizer = sgd(model.parameters())
-    cases = [
+    for part, text in (
         (loader(), "a DataLoader, which does not know its position; give it the data of"),
         (model.parameters(), "a generator without state_dict() and load_state_dict()"),
-    ]
-    for part, text in cases:
+    ):
         assert text in refusal(model, optimizer, part)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
     assert "keep(scheduler=...) was given a StepLR" in refusal(model, optimizer, scheduler=scheduler)
+    divided = fully_shard(mlp(torch.float32))
+    for part in (divided, torch.optim.AdamW(divided.parameters())):
+        assert "each rank has another part of the state of this " in refusal(part)
     assert world.sum(1) == world.size
 
 
@@ -310,13 +303,3 @@ def test_keep_before_prepare(world: World, capfd: pytest.CaptureFixture[str]) ->
     assert capfd.readouterr().out == ""
     mpitrain.torch.keep(model, optimizer)
     assert ("keep() was not given the data of prepare()" in capfd.readouterr().out) == world.is_root
-
-
-@pytest.mark.usefixtures("group")
-def test_parts_that_are_divided_among_ranks(world: World, backend: str) -> None:
-    from torch.distributed.fsdp import fully_shard
-
-    model = fully_shard(mlp(torch.float32))
-    for part in (model, torch.optim.AdamW(model.parameters())):
-        assert "each rank has another part of the state of this " in refusal(part)
-    assert world.sum(1) == world.size

@@ -10,14 +10,15 @@ import weakref
 from typing import Any
 
 import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
 
+import mpitrain.torch
 from mpitrain import World
 from tests.ranks.common import skip_alone
 from tests.ranks.placements import placed
 
-from .prepared import assert_equal_everywhere, batches, compare, loader, loop, mlp, samples, sgd, torch
-
-import mpitrain.torch  # isort: skip (the line above skips this file where there is no PyTorch)
+from .prepared import assert_equal_everywhere, batches, compare, loader, loop, mlp, samples, sgd
 
 
 def test_the_loop_of_one_process(world: World) -> None:
@@ -63,44 +64,10 @@ def test_accumulation(world: World, exchanging: str) -> None:
     compare(world, mlp(), lambda: loader(shuffle=True), run=run)
 
 
-class Branches(torch.nn.Module):
-    """`some` is used for some samples only, `no` for none; `late` is frozen at first."""
+def test_freezing(world: World) -> None:
+    """After prepare(), for a while; and in front of the first accumulation."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.no = torch.nn.Linear(2, 2)
-        self.some = torch.nn.Linear(5, 3)
-        self.late = torch.nn.Linear(5, 3)
-        self.all = torch.nn.Linear(5, 3)
-        self.double()
-
-    def forward(self, x: Any) -> Any:
-        out = self.all(x) + self.late(x)
-        chosen = x[:, 0] > 1
-        return out + chosen[:, None] * self.some(x) if chosen.any() else out
-
-
-def test_unused_and_frozen_parameters(world: World, capsys: pytest.CaptureFixture[str]) -> None:
-    """As in one process, with an optimizer that would also change parameters whose gradients are zero."""
-    model = Branches()
-    model.late.requires_grad_(False)
-    model, _ = compare(
-        world,
-        model,
-        loader,
-        make_optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=0.1, weight_decay=0.1),
-    )
-    assert model.no.weight.grad is None
-    assert model.late.weight.grad is None
-    out = capsys.readouterr().out
-    for name in ("no.bias, no.weight", "some.bias, some.weight"):
-        assert out.count(f" {name}\n") == (1 if world.is_root else 0), out
-    text = "no rank's loss depends on these parameters, so the optimizer leaves them alone: no.b"
-    assert (text in out) is world.is_root
-
-
-def test_freezing_after_prepare(world: World) -> None:
-    def run(model: Any, optimizer: Any, data: Any) -> None:
+    def for_a_while(model: Any, optimizer: Any, data: Any) -> None:
         loop(model, optimizer, data)
         model[0].requires_grad_(False)
         optimizer.zero_grad()
@@ -108,36 +75,16 @@ def test_freezing_after_prepare(world: World) -> None:
         model[0].requires_grad_(True)
         loop(model, optimizer, data)
 
-    compare(world, mlp(), loader, run=run)
+    def accumulated(model: Any, optimizer: Any, data: Any) -> None:
+        model[0].requires_grad_(False)
+        for number, (x, y) in enumerate(data):
+            apart = number == 0 and hasattr(data, "share")
+            with mpitrain.torch.accumulate(model) if apart else contextlib.nullcontext():
+                torch.nn.functional.cross_entropy(model(x), y).backward()
+        optimizer.step()
 
-
-class Statistics(torch.nn.Module):
-    """Buffers of all kinds, before the first layer, so that a mean over ranks is that of one process."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = torch.nn.BatchNorm1d(5, dtype=torch.float64)
-        self.last = torch.nn.Linear(5, 3, dtype=torch.float64)
-        self.register_buffer("table", torch.tensor([0.1, float("-inf"), float("nan")]))
-        self.register_buffer("average", torch.zeros((), dtype=torch.float64))
-        self.register_buffer("steps", torch.zeros((), dtype=torch.int16))
-
-    def forward(self, x: Any) -> Any:
-        if self.training and len(x) > 0:
-            self.average.mul_(0.5).add_(x.detach().mean())
-            self.steps = self.steps + 1
-        self.norm(torch.stack([x, x + 1], dim=2))  # of one sample it could not take the variance
-        return self.last(x)
-
-
-def test_buffers(world: World) -> None:
-    """Of BatchNorm, and of the model's own; a rank without samples does not count. A table keeps its bits."""
-    model, alone = compare(world, Statistics(), lambda: loader(shuffle=True))
-    for name in ("norm.running_mean", "average", "steps", "norm.num_batches_tracked"):
-        torch.testing.assert_close(model.get_buffer(name), alone.get_buffer(name), rtol=1e-13, atol=1e-13)
-    assert model.table.numpy().tobytes() == alone.table.numpy().tobytes()
-    assert model.steps.item() == 10
-    assert not torch.equal(model.norm.running_var, torch.ones_like(model.norm.running_var))
+    for run in (for_a_while, accumulated):
+        compare(world, mlp(), loader, run=run)
 
 
 @pytest.mark.parametrize("fused", [False, True])
@@ -165,21 +112,6 @@ def test_a_scaler_skips_the_same_steps_on_all_ranks(world: World, fused: bool) -
     assert_equal_everywhere(world, model)
 
 
-def test_autocast(world: World) -> None:
-    """Computed in bfloat16, which has 8 bits."""
-
-    def run(model: Any, optimizer: Any, data: Any) -> None:
-        for x, y in data:
-            optimizer.zero_grad()
-            with torch.autocast("cpu", dtype=torch.bfloat16):
-                loss = torch.nn.functional.cross_entropy(model(x), y)
-            loss.backward()
-            optimizer.step()
-
-    compare(world, mlp(torch.float32), lambda: batches(torch.float32), run=run, tolerance=0.02)
-    compare(world, mlp(torch.bfloat16), lambda: batches(torch.bfloat16), run=run, tolerance=0.1)
-
-
 @pytest.mark.parametrize(("codec", "tolerance"), [("none", 1e-5), ("bf16", 2e-3)])
 def test_compression_between_nodes(world: World, codec: str, tolerance: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """Between pretended nodes, moved on by a thread."""
@@ -190,9 +122,10 @@ def test_compression_between_nodes(world: World, codec: str, tolerance: float, m
     compare(world, mlp(torch.float32), lambda: data, tolerance=tolerance, compression=codec, bucket_bytes=100)
 
 
-def test_options(world: World) -> None:
+def test_options_and_bfloat16(world: World) -> None:
     for options in ({"algorithm": "recursive_doubling"}, {"algorithm": "ring", "threaded": False}):
         compare(world, mlp(), loader, **options)
+    compare(world, mlp(torch.bfloat16), lambda: batches(torch.bfloat16), tolerance=0.1)  # it has 8 bits
 
 
 def test_two_models_on_the_same_data(world: World) -> None:
@@ -237,39 +170,26 @@ def test_evaluation_between_batches(world: World) -> None:
     compare(world, mlp(), loader, run=run)
 
 
+class Checkpointed(torch.nn.Sequential):
+    def forward(self, x: Any) -> Any:
+        return checkpoint(super().forward, x.clone().requires_grad_(), use_reentrant=True)
+
+
 def test_gradient_checkpointing_and_a_graph_that_is_kept(world: World) -> None:
     """The older kind of checkpointing has backward passes inside of backward passes."""
-    from torch.utils.checkpoint import checkpoint
-
-    class Net(Statistics):
-        def forward(self, x: Any) -> Any:
-            return checkpoint(super().forward, x.clone().requires_grad_(), use_reentrant=True)
 
     def run(model: Any, optimizer: Any, data: Any) -> None:
         for x, y in data:
             optimizer.zero_grad()
-            loss = torch.nn.functional.cross_entropy(model(x), y)
-            loss.backward()
+            torch.nn.functional.cross_entropy(model(x), y).backward()
             optimizer.step()
             optimizer.zero_grad()
-            loss = torch.nn.functional.cross_entropy(model.last(model.norm(x[:, :, None].expand(-1, -1, 2)).sum(2)), y)
+            loss = torch.nn.functional.cross_entropy(torch.nn.Sequential.forward(model, x), y)
             loss.backward(retain_graph=True)
             loss.backward()
-            optimizer.zero_grad()
+            optimizer.step()
 
-    compare(world, Net(), loader, run=run)
-
-
-def test_frozen_before_the_first_accumulation(world: World) -> None:
-    def run(model: Any, optimizer: Any, data: Any) -> None:
-        model[0].requires_grad_(False)
-        for number, (x, y) in enumerate(data):
-            apart = number == 0 and hasattr(data, "share")
-            with mpitrain.torch.accumulate(model) if apart else contextlib.nullcontext():
-                torch.nn.functional.cross_entropy(model(x), y).backward()
-        optimizer.step()
-
-    compare(world, mlp(), loader, run=run)
+    compare(world, Checkpointed(*mlp()), loader, run=run)
 
 
 def test_nothing_is_kept(world: World) -> None:

@@ -1,22 +1,24 @@
-"""The data that a loop gets: the ranks' parts are disjoint, and together they are the batches of one process."""
+"""The data that a loop gets: the ranks' parts are disjoint, and together they are those of one process. Metrics."""
 
 from __future__ import annotations
 
 from collections import UserDict, namedtuple
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy
 import pytest
+import torch
 
+import mpitrain.torch
 from mpitrain import World
-from mpitrain.errors import ConfigError, DataError, MismatchError
+from mpitrain.errors import ConfigError, DataError, MismatchError, MpitrainError
 from tests.ranks.common import error_on_all, skip_alone
 
-from .prepared import NUM_SAMPLES, batches, loader, mlp, samples, sgd, torch
-
-import mpitrain.torch  # isort: skip (the line above skips this file where there is no PyTorch)
+from .common import nightly
+from .prepared import NUM_SAMPLES, batches, loader, mlp, samples, sgd
 
 
 def prepared(data: Any, **options: Any) -> Any:
@@ -39,49 +41,28 @@ def together(world: World, data: Any) -> list[Any]:
 
 @pytest.mark.parametrize(
     "options",
-    [{}, {"shuffle": True}, {"shuffle": True, "drop_last": True, "num_workers": 1}],
+    [{}, {"shuffle": True}, *nightly({"shuffle": True, "drop_last": True, "num_workers": 1})],
     ids=["in order", "shuffled", "shuffled, by a worker"],
 )
 def test_a_loader(world: World, options: dict[str, Any]) -> None:
-    """Two epochs, by a worker one, in the order of one process, though the ranks' random numbers differ."""
-    workers = "num_workers" in options
-    if workers and world.size != 2:
-        pytest.skip("each worker loads PyTorch; two ranks will do")
-    data = prepared(loader(**options))
+    """Two epochs, in the order of one process, though the ranks' random numbers differ."""
+    given, alone = loader(**options), loader(**options | {"num_workers": 0})
+    data = prepared(given)
     torch.manual_seed(world.rank)
-    mine = [together(world, data) for _ in range(1 if workers else 2)]
-    alone = loader(**options | {"num_workers": 0})
+    mine = [together(world, data) for _ in range(2 - data.num_workers)]
     torch.manual_seed(0)
     for epoch in mine:
         expected = [x.numpy() for x, _ in alone]
         assert len(epoch) == len(expected) == len(data)
         for found, its in zip(epoch, expected, strict=True):
             numpy.testing.assert_array_equal(found, its)
-
-
-def test_what_a_loop_asks_a_loader_for(world: World) -> None:
-    """All that is promised is that of the loader; all else is in `given`, and a wrong name is an error."""
-    given = loader(shuffle=True, drop_last=True)
-    data = prepared(given)
-    for name in (
-        "dataset",
-        "batch_size",
-        "sampler",
-        "batch_sampler",
-        "drop_last",
-        "num_workers",
-        "collate_fn",
-        "generator",
-    ):
+    # All that is promised is that of the loader; all else is in `given`, and a wrong name is an error.
+    names = "dataset", "batch_size", "sampler", "batch_sampler", "drop_last", "num_workers", "collate_fn", "generator"
+    for name in names:
         assert getattr(data, name) is getattr(given, name), name
-    assert len(data) == len(given)
-    assert len(data.dataset) == NUM_SAMPLES
     assert data.given is given
     with pytest.raises(AttributeError, match="batchsize"):
         _ = data.batchsize
-    listed = batches()
-    data = prepared(listed)
-    assert (data.given, data.dataset, data.batch_size, data.sampler) == (listed, None, None, None)
 
 
 class Stream(torch.utils.data.IterableDataset):
@@ -103,13 +84,16 @@ class Tables(torch.utils.data.Dataset):
 
 @pytest.mark.parametrize("kind", ["list", "stream", "without batches"])
 def test_what_every_rank_reads(world: World, kind: str) -> None:
-    given = {
+    given: Any = {
         "list": batches,
         "stream": lambda: torch.utils.data.DataLoader(Stream(), batch_size=8),
         "without batches": lambda: torch.utils.data.DataLoader(Tables(), batch_size=None),
     }[kind]()
-    for found, (x, _) in zip(together(world, prepared(given)), batches(), strict=True):
+    data = prepared(given)
+    for found, (x, _) in zip(together(world, data), batches(), strict=True):
         numpy.testing.assert_array_equal(found, x.numpy())
+    if kind == "list":
+        assert (data.given, data.dataset, data.batch_size, data.sampler) == (given, None, None, None)
 
 
 @dataclass(frozen=True)
@@ -168,11 +152,9 @@ class Texts(torch.utils.data.IterableDataset):
         return iter([{"x": torch.tensor(float(n)), "text": str(n), "boxes": torch.zeros(n, 4)} for n in range(10)])
 
 
-@pytest.mark.parametrize("num_workers", [0, 1])
+@pytest.mark.parametrize("num_workers", [0, *nightly(1)])
 def test_samples_are_divided_before_they_are_collated(world: World, num_workers: int) -> None:
     """So a batch of a DataLoader may have any form: lists of texts, boxes of all images in one tensor, class names."""
-    if num_workers and world.size != 2:
-        pytest.skip("each worker loads PyTorch; two ranks will do")
     streamed = torch.utils.data.DataLoader(
         Texts(), batch_size=world.size, collate_fn=collated, num_workers=num_workers, drop_last=True
     )
@@ -274,3 +256,66 @@ def test_ranks_with_other_data(world: World) -> None:
     data = prepared(loader(sampler=Failing(range(NUM_SAMPLES))))
     text = error_on_all(world, mpitrain.errors.MpitrainError, lambda: list(data))
     assert "no numbers today" in text
+
+
+# -- metrics over all samples, and one file for all ranks -------------------------------------------------------------
+
+
+def test_metrics_are_those_of_all_samples(world: World) -> None:
+    """Also of the last batch, of one sample: most ranks compute with one that does not count."""
+    x, y = samples()
+    data = mpitrain.torch.shard(loader())
+    right, means, sizes = 0.0, [], []
+    for own_x, own_y in data:
+        right += data.sum(own_y == 1)
+        means.append(data.mean(own_x.mean()))
+        sizes.append(data.share.total)
+    assert right == int((y == 1).sum())
+    expected = [float(x[begin : begin + 8].mean()) for begin in range(0, NUM_SAMPLES, 8)]
+    assert means == pytest.approx(expected, rel=1e-14)
+    assert sizes == [8, 8, 8, 8, 1]
+    # Behind the loop they are of the last batch, whose sample is rank 0's.
+    assert data.mean(float(world.rank)) == 0.0
+    assert data.sum([5.0 + world.rank]) == 5.0
+
+
+def test_metrics_that_cannot_be(world: World) -> None:
+    data = mpitrain.torch.shard(loader())
+    for call in (data.mean, data.sum):
+        assert "there was no batch yet" in error_on_all(world, DataError, lambda call=call: call(1.0))
+    batches = iter(data)
+    x, _ = next(batches)
+    with pytest.raises(DataError, match=rf"the {len(x)} samples of this rank's part; it was given the shape \(\)"):
+        data.sum(1.0)
+    with pytest.raises(DataError, match=r"it was given the shape \(2,\)"):
+        data.mean([1.0, 2.0])
+    list(batches)
+    assert world.sum(1) == world.size
+
+
+def test_a_file_of_all_ranks(world: World, shared: Path) -> None:
+    path = shared / "state.pt"
+    assert mpitrain.torch.load(path) is None
+    for number in (1, 2):
+        mpitrain.torch.save({"w": torch.full((3,), float(number + world.rank)), "epoch": number}, path)
+        state = mpitrain.torch.load(path)
+        assert state["epoch"] == number
+        assert state["w"].tolist() == [number] * 3  # rank 0's
+    assert [file.name for file in shared.iterdir()] == ["state.pt"]
+
+
+def test_a_file_that_cannot_be_written_or_read(world: World, shared: Path) -> None:
+    path = shared / "state.pt"
+    mpitrain.torch.save({"epoch": 1}, path)
+    text = error_on_all(world, MpitrainError, lambda: mpitrain.torch.save({"epoch": lambda: 2}, path))
+    assert f"{world.name(0)}, save {path}: " in text
+    assert mpitrain.torch.load(path) == {"epoch": 1}
+    assert [file.name for file in shared.iterdir()] == ["state.pt"]
+    text = error_on_all(world, MpitrainError, lambda: mpitrain.torch.save(1, shared / "missing" / "state.pt"))
+    assert "No such file or directory" in text
+    world.barrier()
+    if world.is_root:
+        path.write_bytes(path.read_bytes()[:-20])
+    world.barrier()
+    text = error_on_all(world, MpitrainError, lambda: mpitrain.torch.load(path))
+    assert f"{world.name(0)}, load {path}: " in text

@@ -7,14 +7,14 @@ import gc
 from typing import Any
 
 import pytest
+import torch
 
+import mpitrain.torch
 from mpitrain import World
 from mpitrain.errors import ConfigError, DataError, GradientError, MismatchError, NonFiniteError
 from tests.ranks.common import error_on_all, skip_alone
 
-from .prepared import assert_equal_everywhere, batches, loop, mlp, samples, sgd, torch
-
-import mpitrain.torch  # isort: skip (the line above skips this file where there is no PyTorch)
+from .prepared import assert_equal_everywhere, batches, loop, mlp, samples, sgd
 
 
 def prepared(model: Any = None) -> tuple[Any, Any, Any]:
@@ -57,42 +57,6 @@ def test_models_that_differ(world: World) -> None:
     half_frozen = torch.nn.Linear(5, 3)
     half_frozen.bias.requires_grad_(not odd)
     assert "bias float32 (3,)" in error_on_all(world, MismatchError, lambda: prepared(half_frozen))
-
-
-def test_a_rank_that_leaves_out_a_backward_pass(world: World) -> None:
-    skip_alone(world)
-    model, optimizer, data = prepared()
-
-    def run() -> None:
-        for number, batch in enumerate(data):
-            loss = loss_of(model, batch)
-            if number == 1 and world.rank == world.size - 1:
-                continue
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-
-    # The others wait in the second batch's step; that rank comes to the next batch.
-    text = error_on_all(world, MismatchError, run)
-    assert f"{world.name(world.size - 1)}: take the next batch; {world.name(0)}: step; do all ranks make" in text
-
-
-def test_a_rank_that_leaves_out_a_backward_pass_of_drawn_batches(world: World) -> None:
-    """Nothing is reported before a batch is taken. The next backward pass finds the error."""
-    skip_alone(world)
-    from .prepared import loader
-
-    model = mlp()
-    model, _, data = mpitrain.torch.prepare(model, sgd(model.parameters()), loader())
-
-    def run() -> None:
-        for number, batch in enumerate(data):
-            if number != 1 or world.rank != world.size - 1:
-                loss_of(model, batch).backward()
-
-    text = error_on_all(world, MismatchError, run)
-    assert "exchanges the gradients of batch 3; " in text
-    assert "those of batch 2; did a rank leave out a backward pass?" in text
 
 
 def test_nan_without_a_scaler(world: World) -> None:

@@ -4,32 +4,77 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import pytest
+import torch
 
+import mpitrain.torch
 from mpitrain import World
 from mpitrain.errors import DataError, MismatchError
 from tests.ranks.common import error_on_all, skip_alone
 
-from .prepared import BATCH, NUM_SAMPLES, compare, loop, mlp, samples, sgd, torch
-
-import mpitrain.torch  # isort: skip (the line above skips this file where there is no PyTorch)
+from .prepared import BATCH, NUM_SAMPLES, compare, loop, mlp, samples, sgd
 
 DataLoader = torch.utils.data.DataLoader
 
 
-class Mover(DataLoader):
-    def __iter__(self) -> Iterator[Any]:
-        for batch in super().__iter__():
-            yield [each.to("cpu") for each in batch]
+Iterated = Callable[[Iterator[Any]], Iterable[Any]]
 
 
-class Normalizer(DataLoader):
+def own(iterate: Iterated) -> Any:
+    """A class of DataLoaders that iterates over what DataLoader does."""
+    return type("Own", (DataLoader,), {"__iter__": lambda self: iter(iterate(DataLoader.__iter__(self)))})
+
+
+def ahead(batches: Iterator[Any]) -> Iterator[Any]:
+    batch = next(batches)
+    for following in batches:
+        yield batch
+        batch = following
+    yield batch
+
+
+class InBackground:
+    """As prefetch_generator has it."""
+
+    def __init__(self, batches: Any) -> None:
+        self.read: queue.Queue[Any] = queue.Queue(3)
+        threading.Thread(target=lambda: [self.read.put(each) for each in (*batches, None)], daemon=True).start()
+
     def __iter__(self) -> Iterator[Any]:
-        for x, y in super().__iter__():
-            yield x / 2, y.clone()
+        return iter(self.read.get, None)
+
+
+def other_order(batches: Iterator[Any]) -> Iterable[Any]:
+    first, *others = batches
+    return [first, *reversed(others)]
+
+
+def slices(batches: Iterator[Any]) -> Iterator[Any]:
+    """Each as long as the part of a rank, or longer: of one process's batch, there are several."""
+    size = -(-BATCH // mpitrain.init().size)
+    return (part for batch in batches for part in zip(*(each.split(size) for each in batch), strict=True))
+
+
+KINDS: dict[str, Any] = {
+    "mover": own(lambda batches: ([each.to("cpu") for each in batch] for batch in batches)),
+    "normalizer": own(lambda batches: ((x / 2, y.clone()) for x, y in batches)),
+    "ahead": own(ahead),
+    "in background": own(InBackground),
+    "every second": own(lambda batches: list(batches)[::2]),
+    "twice": own(lambda batches: (batch for batch in batches for _ in range(2))),
+    "other order": own(other_order),
+}
+UNKNOWN: dict[str, Any] = {
+    "merged": own(lambda batches: [[torch.cat(pair) for pair in zip(*batches, strict=True)]]),
+    "slices": own(slices),
+    "made up": own(lambda _: [[each[:BATCH].clone() for each in samples()]]),
+    "chosen": own(lambda batches: (one for number, one in enumerate(batches) if number or mpitrain.init().is_root)),
+    # Cuts columns of padding; here there are none to cut.
+    "trimmed": own(lambda batches: ([each[:, : each.shape[1]] for each in batch] for batch in batches)),
+}
 
 
 class Repeated:
@@ -57,81 +102,6 @@ class Infinite(DataLoader):
             yield next(self.iterator)
 
 
-class Ahead(DataLoader):
-    def __iter__(self) -> Iterator[Any]:
-        batches = super().__iter__()
-        ahead = next(batches, None)
-        while ahead is not None:
-            batch, ahead = ahead, next(batches, None)
-            yield batch
-
-
-class InBackground:
-    """As prefetch_generator has it."""
-
-    def __init__(self, batches: Any) -> None:
-        self.read: queue.Queue[Any] = queue.Queue(3)
-        threading.Thread(target=lambda: [self.read.put(each) for each in (*batches, None)], daemon=True).start()
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(self.read.get, None)
-
-
-class Background(DataLoader):
-    def __iter__(self) -> Iterator[Any]:
-        return iter(InBackground(super().__iter__()))
-
-
-class EverySecond(DataLoader):
-    def __iter__(self) -> Iterator[Any]:
-        return iter(list(super().__iter__())[::2])
-
-
-class Twice(DataLoader):
-    def __iter__(self) -> Iterator[Any]:
-        for batch in super().__iter__():
-            yield from (batch, batch)
-
-
-class OtherOrder(DataLoader):
-    def __iter__(self) -> Iterator[Any]:
-        first, *others = super().__iter__()
-        return iter([first, *reversed(others)])
-
-
-class Merged(DataLoader):
-    def __iter__(self) -> Iterator[Any]:
-        batches = list(super().__iter__())
-        return iter([[torch.cat(pair) for pair in zip(*batches, strict=True)]])
-
-
-class Slices(DataLoader):
-    """Each as long as the part of a rank, or longer: of one process's batch, there are several."""
-
-    def __iter__(self) -> Iterator[Any]:
-        size = -(-BATCH // mpitrain.init().size)
-        return (
-            part for batch in super().__iter__() for part in zip(*(each.split(size) for each in batch), strict=True)
-        )
-
-
-class Trimmed(DataLoader):
-    """Cuts columns of padding; here there are none to cut."""
-
-    def __iter__(self) -> Iterator[Any]:
-        return ([each[:, : each.shape[1]] for each in batch] for batch in super().__iter__())
-
-
-class MadeUp(DataLoader):
-    def __iter__(self) -> Iterator[Any]:
-        yield [each[:BATCH].clone() for each in samples()]
-
-
-class Chosen(DataLoader):
-    def __iter__(self) -> Iterator[Any]:
-        return (batch for number, batch in enumerate(super().__iter__()) if number or mpitrain.init().is_root)
-
-
 class Samples(torch.utils.data.IterableDataset):
     def __iter__(self) -> Iterator[Any]:
         return zip(*samples(), strict=True)
@@ -141,34 +111,29 @@ def made(kind: Any, dataset: Any = None, **options: Any) -> Any:
     return kind(dataset or torch.utils.data.TensorDataset(*samples()), batch_size=BATCH, **options)
 
 
-@pytest.mark.parametrize(
-    "kind",
-    [Mover, Normalizer, Infinite, Ahead, Background, EverySecond, Twice, OtherOrder],
-    ids=lambda kind: kind.__name__,
-)
-def test_loaders(world: World, kind: Any) -> None:
+KINDS["infinite"] = Infinite
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_loaders(world: World, kind: str) -> None:
     """Shuffled, two epochs. The last batch has another weight than the others, and comes where the loader puts it."""
-    compare(world, mlp(), lambda: made(kind, shuffle=True))
+    compare(world, mlp(), lambda: made(KINDS[kind], shuffle=True))
+    if kind in ("mover", "ahead", "twice"):
+        compare(world, mlp(), lambda: made(KINDS[kind], Samples()))
 
 
-@pytest.mark.parametrize("kind", [Mover, Ahead, Twice], ids=lambda kind: kind.__name__)
-def test_loaders_of_streams(world: World, kind: Any) -> None:
-    compare(world, mlp(), lambda: made(kind, Samples()))
+@pytest.mark.nightly
+@pytest.mark.parametrize("kind", ["mover", "infinite", "in background"])
+def test_workers(world: World, kind: str) -> None:
+    compare(world, mlp(), lambda: made(KINDS[kind], num_workers=1))
 
 
-@pytest.mark.parametrize("kind", [Mover, Infinite, Background], ids=lambda kind: kind.__name__)
-def test_workers(world: World, kind: Any) -> None:
-    if world.size != 2:
-        pytest.skip("each worker loads PyTorch; two ranks will do")
-    compare(world, mlp(), lambda: made(kind, num_workers=1))
-
-
-@pytest.mark.parametrize("kind", [Mover, Infinite, Ahead], ids=lambda kind: kind.__name__)
-def test_going_on(world: World, kind: Any) -> None:
+@pytest.mark.parametrize("kind", ["mover", "infinite", "ahead"])
+def test_going_on(world: World, kind: str) -> None:
     """From a state within an epoch: the same batches as without the interruption."""
 
     def prepared() -> Any:
-        return mpitrain.torch.shard(made(kind, shuffle=True, generator=torch.Generator().manual_seed(3)))
+        return mpitrain.torch.shard(made(KINDS[kind], shuffle=True, generator=torch.Generator().manual_seed(3)))
 
     data = prepared()
     expected = [(x.tolist(), y.tolist()) for _ in range(2) for x, y in data]
@@ -192,18 +157,18 @@ def trained(kind: Any) -> None:
 
 def test_loaders_whose_batches_are_not_known(world: World) -> None:
     for kind, text in (
-        (Merged, "has taken 5 batches of DataLoader.__iter__ for the one it yields, with new tensors"),
-        (MadeUp, "has taken 0 batches"),
-        (Slices, "yields slices of a batch"),
+        (UNKNOWN["merged"], "has taken 5 batches of DataLoader.__iter__ for the one it yields, with new tensors"),
+        (UNKNOWN["made up"], "has taken 0 batches"),
+        (UNKNOWN["slices"], "yields slices of a batch"),
     ):
         assert text in error_on_all(world, DataError, lambda kind=kind: trained(kind))
     skip_alone(world)
-    assert "batch 1; " in error_on_all(world, MismatchError, lambda: trained(Chosen))
+    assert "batch 1; " in error_on_all(world, MismatchError, lambda: trained(UNKNOWN["chosen"]))
 
 
 def test_columns_that_are_cut_are_no_slices(world: World) -> None:
     x, _ = samples()
-    data = mpitrain.torch.shard(made(Trimmed, torch.utils.data.TensorDataset(x, x)))
+    data = mpitrain.torch.shard(made(UNKNOWN["trimmed"], torch.utils.data.TensorDataset(x, x)))
     assert sum(data.sum(part[:, 0]) for part, _ in data) == pytest.approx(float(x[:, 0].sum()))
 
 

@@ -19,10 +19,9 @@ from mpitrain.strategies import Strategy
 from mpitrain.torch.residuals import residuals_of
 from tests.ranks.common import error_on_all, skip_alone
 
-from .loops import Loop
+from .loops import EVERY, Loop
+from .loops import STRATEGIES as ROUNDS
 from .prepared import assert_equal_everywhere
-from .test_rounds import EVERY
-from .test_rounds import STRATEGIES as ROUNDS
 from .torch_modules import CLASSES, INPUTS, Net, Normed, builder, sgd
 
 
@@ -47,12 +46,17 @@ def diloco() -> Strategy:
 
 
 SPARSE = (sparse, Plain, sgd, torch.float32)
-CASES = [
-    *(pytest.param(ROUNDS[name], kind, sgd, torch.float64, id=f"{kind.__name__}-{name}")
-      for name in ROUNDS for kind in (Net, Normed)),
-    pytest.param(diloco, Net, adam, torch.float64, id="Net-diloco-AdamW"),
-    pytest.param(*SPARSE, id="Plain-sparse_loco"),
-]  # fmt: skip
+
+
+CASES = {
+    **{
+        f"{kind.__name__}-{name}": (make, kind, sgd, torch.float64)
+        for name, make in ROUNDS.items()
+        for kind in (Net, Normed)
+    },
+    "Net-diloco-AdamW": (diloco, Net, adam, torch.float64),
+    "Plain-sparse_loco": SPARSE,
+}
 
 
 def test_sparse_loco_and_the_trainer(world: World) -> None:
@@ -69,21 +73,18 @@ def test_sparse_loco_and_the_trainer(world: World) -> None:
     trainer.close()
 
 
-@pytest.mark.parametrize(("make", "kind", "optimizer", "dtype"), CASES)
-def test_a_run_resumes_within_a_round(
-    world: World, shared: Path, make: Callable[[], Strategy], kind: Any, optimizer: Any, dtype: torch.dtype
-) -> None:
+@pytest.mark.parametrize("name", CASES)
+def test_a_run_resumes_within_a_round(world: World, shared: Path, name: str) -> None:
     """Bit for bit with the residuals, which hold each rank's own parameters and momentum."""
-    whole = Loop(world, make(), kind, optimizer, dtype).prepare()
-    whole.run()
-    first = Loop(world, make(), kind, optimizer, dtype).prepare()
-    first.run(4)
+    make, *given = CASES[name]
+    whole, first, resumed = (Loop(world, make(), *given) for _ in range(3))
+    whole.prepare().run()
+    first.prepare().run(4)
     state = {"model": first.model.state_dict(), "residuals": mpitrain.torch.residuals(first.model)}
     mpitrain.torch.save(state, shared / "state.pt")
     first.run()  # undisturbed by the look at it, but what is under way has arrived
     assert first.bits() == whole.bits()
     read = mpitrain.torch.load(shared / "state.pt")
-    resumed = Loop(world, make(), kind, optimizer, dtype)
     resumed.model.load_state_dict(read["model"])
     resumed.prepare()
     mpitrain.torch.restore_residuals(resumed.model, read["residuals"])

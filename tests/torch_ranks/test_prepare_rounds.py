@@ -1,10 +1,11 @@
-"""prepare() in rounds: the loop of one process, with outer steps after optimizer.step()."""
+"""prepare() in rounds: the loop of one process, with outer steps after optimizer.step(); and what is refused."""
 
 from __future__ import annotations
 
 import contextlib
 import sys
 import warnings
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -14,15 +15,17 @@ import torch
 from torch.nn.functional import cross_entropy
 
 import mpitrain.torch
-from mpitrain import DiLoCo, LocalSGD, StopAtStep, Sync, Trainer, World
+from mpitrain import DiLoCo, LocalSGD, StopAtStep, Trainer, World
+from mpitrain.errors import ConfigError, GradientError, MismatchError, NonFiniteError
+from mpitrain.strategies import STRATEGIES, make_strategy
 from mpitrain.world.shard import part_of
-from tests.ranks.common import assert_same_bits, skip_alone
+from tests.ranks.common import assert_same_bits, error_on_all, skip_alone
 from tests.ranks.placements import placed
+from tests.ranks.test_strategies import CODED
 
-from .loops import Loop, data_of
+from .loops import STEPS, Loop, build, by_hand, data_of
+from .loops import STRATEGIES as ROUNDS
 from .prepared import assert_equal_everywhere
-from .test_rounds import STEPS, build, by_hand
-from .test_rounds import STRATEGIES as ROUNDS
 from .torch_modules import Net, Normed, builder, made, sgd
 
 
@@ -91,17 +94,6 @@ def test_within_a_round_and_at_its_end(world: World, capsys: pytest.CaptureFixtu
     assert_equal_everywhere(world, loop.model)
 
 
-def test_that_sync_has_no_rounds(world: World) -> None:
-    """Given by name or not, it has the same bits, and `end_round` does nothing."""
-    loops = [Loop(world, strategy).prepare() for strategy in (None, Sync())]
-    for loop in loops:
-        loop.run()
-        before = loop.bits()
-        mpitrain.torch.end_round(loop.model)
-        assert loop.bits() == before
-    assert loops[0].bits() == loops[1].bits()
-
-
 class Line(torch.nn.Module):
     """The loss mean((w - x)^2) / 2 has the gradient w - mean(x)."""
 
@@ -140,29 +132,39 @@ def test_several_backward_passes_in_a_step(world: World, apart: bool) -> None:
     assert_same_bits(world, model.w.detach().numpy())
 
 
+def scaled(world: World, kind: Any, strategy: Any, given: Any, odd: int, losses: Callable[..., list[Any]]) -> Any:
+    """A loop with a scaler, in which the last rank's first loss of the batch `odd` is infinite."""
+    model = made(kind, torch.float32, seed=2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    model, optimizer, data = mpitrain.torch.prepare(model, optimizer, given, strategy=strategy)
+    model.eval()  # the running means do not change
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**4)
+    for number, (x, y) in enumerate(data):
+        optimizer.zero_grad()
+        bad = number == odd and world.rank == world.size - 1
+        for loss in losses(model, x, y):
+            scaler.scale(loss * float("inf") if bad else loss).backward()
+            bad = False
+        scaler.step(optimizer)
+        scaler.update()
+    assert scaler.get_scale() == (2.0**3 if odd >= 0 else 2.0**4)
+    assert_equal_everywhere(world, model)  # the round has ended: a step less than batches was made, if one is bad
+    return model
+
+
 def test_a_step_that_a_scaler_skips(world: World) -> None:
-    """One rank alone has infinity. The result has the bits of a loop without that batch."""
+    """The result has the bits of a loop without that batch. Of two losses, the second one has the batch's samples."""
     bits = []
     for odd in (4, -1):
-        model = made(Normed, torch.float32, seed=2)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
         given = [(x.float(), y) for x, y in data_of(7)]
         if odd < 0:
             del given[4]
-        model, optimizer, data = mpitrain.torch.prepare(model, optimizer, given, strategy=DiLoCo(3))
-        model.eval()  # the running means do not change
-        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
-        for number, (x, y) in enumerate(data):
-            optimizer.zero_grad()
-            loss = cross_entropy(model(x), y)
-            bad = number == odd and world.rank == world.size - 1
-            scaler.scale(loss * float("inf") if bad else loss).backward()
-            scaler.step(optimizer)
-            scaler.update()
-        assert scaler.get_scale() == (2.0**9 if odd >= 0 else 2.0**10)
-        assert_equal_everywhere(world, model)  # 6 steps were made
+        model = scaled(world, Normed, DiLoCo(3), given, odd, lambda model, x, y: [cross_entropy(model(x), y)])
         bits.append([one.detach().numpy().tobytes() for one in model.parameters()])
     assert bits[0] == bits[1]
+    given = [(x.float(), y) for x, y in data_of(4)]
+    two = lambda model, x, y: [cross_entropy(model(x), y), model(x).square().mean()]  # noqa: E731
+    scaled(world, Net, LocalSGD(3), given, 1, two)
 
 
 def test_two_steps_of_one_batch(world: World) -> None:
@@ -185,19 +187,127 @@ def test_two_steps_of_one_batch(world: World) -> None:
     assert_same_bits(world, model.w.detach().numpy())
 
 
-def test_two_losses_of_which_a_scaler_skips_the_first(world: World) -> None:
-    """Infinity in the first loss of one rank: the second one has the samples of the same batch."""
-    model = made(Net, torch.float32, seed=2)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    given = [(x.float(), y) for x, y in data_of(4)]
-    model, optimizer, data = mpitrain.torch.prepare(model, optimizer, given, strategy=LocalSGD(3))
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**4)
-    for number, (x, y) in enumerate(data):
-        optimizer.zero_grad()
-        bad = number == 1 and world.rank == world.size - 1
-        scaler.scale(cross_entropy(model(x), y) * (float("inf") if bad else 1.0)).backward()
-        scaler.scale(model(x).square().mean()).backward()
-        scaler.step(optimizer)
-        scaler.update()
-    assert scaler.get_scale() == 2.0**3
-    assert_equal_everywhere(world, model)  # 3 steps were made
+# -- what is refused -------------------------------------------------------------------------------------------------
+
+
+def test_a_rank_that_skips_a_step_is_named(world: World) -> None:
+    """Or, where an outer step follows it, the outer step."""
+    skip_alone(world)
+    loop = Loop(world, LocalSGD(4)).prepare()
+    loop.run(1)
+    batches = iter(loop.data)
+
+    def backward() -> None:
+        x, y = next(batches)
+        cross_entropy(loop.model(x), y).backward()
+
+    backward()
+    if world.rank != 1:
+        loop.step()
+    text = error_on_all(world, MismatchError, backward)
+    assert f"{world.name(1)} has made 1 steps of the optimizer, {world.name(0)} 2; did a rank skip a step" in text
+    loop = Loop(world, LocalSGD(1)).prepare()
+    batches = iter(loop.data)
+    backward()
+    text = error_on_all(world, MismatchError, loop.step if world.rank != 1 else backward)
+    said = f"{world.name(1)}: take the next batch; {world.name(0)}: outer step after a step of the optimizer; do all"
+    assert said in text
+
+
+def test_nan_is_named_and_not_spread(world: World) -> None:
+    odd = world.size - 1
+    loop = Loop(world, DiLoCo(2)).prepare()
+    loop.run(1)
+
+    def gradient(bad: bool) -> None:
+        for x, y in loop.data:
+            loop.optimizer.zero_grad()
+            loss = cross_entropy(loop.model(x), y)
+            (loss * float("nan") if bad else loss).backward()
+            return
+
+    gradient(world.rank == odd)
+    before = loop.bits()
+    text = error_on_all(world, NonFiniteError, loop.step)
+    assert f"{world.name(odd)}: the gradient of " in text
+    assert loop.bits() == before
+    # A parameter of one rank becomes NaN in the last step of the round: its gradient was finite.
+    gradient(False)
+    kept = loop.model.last.bias.detach().clone()
+    momentum = {one: kept["momentum_buffer"].clone() for one, kept in loop.optimizer.state.items()}
+    if world.rank == odd:
+        loop.model.last.bias.data[1] = float("nan")
+    before = loop.bits()
+    text = error_on_all(world, NonFiniteError, loop.step)
+    assert f"{world.name(odd)}: last.bias has become NaN or infinity in the steps of this round" in text
+    assert loop.bits() == before
+    assert momentum.keys() == loop.optimizer.state.keys()
+    for one, its in momentum.items():
+        assert torch.equal(loop.optimizer.state[one]["momentum_buffer"], its)
+    loop.model.last.bias.data.copy_(kept)
+    gradient(False)
+    loop.step()
+    assert_equal_everywhere(world, loop.model)
+
+
+def test_steps_that_cannot_count(world: World) -> None:
+    loop = Loop(world, LocalSGD(3)).prepare()
+    loop.run(1)
+    with pytest.raises(GradientError, match=r"optimizer.step\(\) came without a backward\(\) since the last step"):
+        loop.optimizer.step()
+    for x, y in loop.data:
+        cross_entropy(loop.model(x), y).backward()
+        with pytest.raises(GradientError, match=r"Or backward\(\) came inside optimizer.step\(closure\)"):
+            loop.optimizer.step(lambda x=x, y=y: cross_entropy(loop.model(x), y).backward())
+        break
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_every_strategy_trains_or_says_what_does(world: World, name: str) -> None:
+    """Nothing has changed where it is refused: the same loop trains with another strategy afterwards."""
+    loop = Loop(world, make_strategy(name))
+    if name in ("sync", *ROUNDS) or (name in CODED and world.size == 1):
+        loop.prepare().run(2)
+        mpitrain.torch.end_round(loop.model)
+        assert_equal_everywhere(world, loop.model)
+        return
+    text = error_on_all(world, ConfigError, loop.prepare)
+    if name in CODED:
+        assert "the model has 2 buffers whose mean all ranks need" in text
+    elif name == "auto":
+        assert "mt.AutoSync(): prepare() makes one exchange, and cannot change it while the loop trains" in text
+        assert "Use mt.Trainer with mt.TorchModule, or name the codec in the argument compression" in text
+    else:
+        assert f"strategy={type(loop.strategy).__name__}: prepare() takes mt.Sync() and strategies of rounds" in text
+        assert "use them with mt.Trainer and mt.TorchModule" in text
+    loop.strategy = LocalSGD(2)
+    loop.prepare().run(2)
+
+
+def refused(strategy: Any, change: Callable[[Any], Any] | None = None, **options: Any) -> str:
+    model = made(Net)
+    optimizer = torch.optim.SGD([one for one in model.parameters() if one.requires_grad], lr=0.1)
+    if change:
+        change(optimizer)
+    with pytest.raises(ConfigError) as found:
+        mpitrain.torch.prepare(model, optimizer, data_of(1), strategy=strategy, **options)
+    return str(found.value)
+
+
+def test_what_is_refused(world: World) -> None:
+    assert "warm_up=3" in (text := refused(DiLoCo(5, warm_up=3)))
+    assert "Leave warm_up out, or train with mt.Trainer" in text
+    assert "compression, threaded together with LocalSGD(sync_every=2, " in refused(
+        LocalSGD(2), compression="bf16", threaded=False
+    )
+    assert "strategy='diloco': prepare() takes mt.Sync()" in refused("diloco")
+    assert "DiLoCo'>: prepare() takes mt.Sync()" in refused(DiLoCo)
+    text = refused(LocalSGD(2), lambda optimizer: optimizer.param_groups[0]["params"].pop(0))
+    assert "spare is trained (requires_grad) but not in the optimizer" in text
+    if world.size > 1:
+        loop = Loop(world, LocalSGD(2 + (world.rank == 1)))
+        text = error_on_all(world, MismatchError, loop.prepare)
+        assert f"{world.name(1)}: strategy=LocalSGD(sync_every=3, " in text
+    loop = Loop(world, LocalSGD(2)).prepare()
+    with pytest.raises(ConfigError, match="whose copies in memory go on within a round"):
+        mpitrain.torch.keep(loop.model, loop.optimizer, loop.data)

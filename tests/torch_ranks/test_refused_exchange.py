@@ -7,23 +7,18 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 
 import mpitrain as mt
+import mpitrain.torch
 from mpitrain import World
+from mpitrain.adapters.torch_arrays import tensor_of
 from mpitrain.errors import GradientError, MismatchError, MpitrainError
-from tests.ranks.common import error_on_all, skip_alone
+from tests.ranks.common import error_on_all
 
-from .prepared import assert_equal_everywhere, batches, loader, mlp, tensors, torch
+from .prepared import assert_equal_everywhere, batches, loader, mlp, tensors
 
-import mpitrain.torch  # isort: skip (the line above skips this file where there is no PyTorch)
-from mpitrain.adapters.torch_arrays import tensor_of  # isort: skip
-
-pytestmark = pytest.mark.usefixtures("_several")
-
-
-@pytest.fixture
-def _several(world: World) -> None:
-    skip_alone(world)
+pytestmark = pytest.mark.usefixtures("several")
 
 
 def with_norm() -> Any:
@@ -59,61 +54,78 @@ def is_odd(world: World) -> bool:
     return world.rank == world.size - 1
 
 
-def train_on(world: World, model: Any, optimizer: Any, data: Any, pass_of: Callable[[Any], None]) -> None:
-    """Train an epoch, which must not raise anything, and leave equal replicas."""
-    make_equal(world, model)
-    before = tensors(model)[0].copy()
-    for batch in data:
-        optimizer.zero_grad()
-        pass_of(batch)
-        optimizer.step()
-    assert_equal_everywhere(world, model)
-    assert (before != tensors(model)[0]).any()
+def prepared(model: Any = None, data: Any = None, **options: Any) -> tuple[Any, Any, Any]:
+    model = model or mlp()
+    return mpitrain.torch.prepare(model, sgd(model.parameters()), data or drawn(), **options)
 
 
+class Epochs:
+    """A loop in which the last rank may leave out its first step or its second batch."""
+
+    def __init__(self, world: World, parts: tuple[Any, Any, Any], passes: Callable[[Any, Any], None] | None = None):
+        self.world, (self.model, self.optimizer, self.data) = world, parts
+        self.passes = passes or (lambda model, batch: loss_of(model, batch).backward())
+
+    def run(self, left_out: str = "", caught: Callable[[MismatchError], object] | None = None) -> None:
+        for number, batch in enumerate(self.data):
+            if left_out == "a batch" and number == 1 and is_odd(self.world):
+                continue
+            self.optimizer.zero_grad()
+            try:
+                self.passes(self.model, batch)
+            except MismatchError as error:
+                if caught is None:
+                    raise
+                caught(error)
+            if left_out != "a step" or number or not is_odd(self.world):
+                self.optimizer.step()
+
+    def go_on(self) -> None:
+        """Train an epoch from equal parameters, which must not raise anything, and leave equal replicas."""
+        make_equal(self.world, self.model)
+        before = tensors(self.model)[0].copy()
+        self.run()
+        assert_equal_everywhere(self.world, self.model)
+        assert (before != tensors(self.model)[0]).any()
+
+
+def accumulated(model: Any, batch: Any) -> None:
+    """What this rank alone has accumulated goes too."""
+    with mpitrain.torch.accumulate(model):
+        loss_of(model, batch).backward()
+    loss_of(model, batch).backward()
+
+
+@pytest.mark.parametrize("passes", [None, accumulated])
 @pytest.mark.parametrize("threaded", [False, True])
 @pytest.mark.parametrize("make_model", [mlp, with_norm])
-def test_a_step_that_one_rank_skips(world: World, make_model: Callable[[], Any], threaded: bool) -> None:
+def test_a_step_that_one_rank_skips(world: World, make_model: Callable[[], Any], threaded: bool, passes: Any) -> None:
     """The next backward pass is refused. A step after it changes nothing, and the batches after it are exchanged."""
-    model = make_model()
-    model, optimizer, data = mpitrain.torch.prepare(model, sgd(model.parameters()), drawn(), threaded=threaded)
-    number = 0
-    for number, batch in enumerate(data):
-        optimizer.zero_grad()
-        if number != 1:
-            loss_of(model, batch).backward()
-        else:
-            text = error_on_all(world, MismatchError, loss_of(model, batch).backward)
-            assert "steps of the optimizer" in text
-            assert all(one.grad is None for one in model.parameters())
-            before = [one.detach().clone() for one in model.parameters()]
-            optimizer.step()
-            assert all(map(torch.equal, before, model.parameters()))
-            make_equal(world, model)
-        if number or not is_odd(world):
-            optimizer.step()
-    assert number == 3
-    assert_equal_everywhere(world, model)
-    train_on(world, model, optimizer, data, lambda batch: loss_of(model, batch).backward())
+    loop, said = Epochs(world, prepared(make_model(), threaded=threaded), passes), []
+
+    def caught(error: MismatchError) -> None:
+        said.append(str(error))
+        assert error.known_everywhere
+        assert all(one.grad is None for one in loop.model.parameters())
+        before = [one.detach().clone() for one in loop.model.parameters()]
+        loop.optimizer.step()
+        assert all(map(torch.equal, before, loop.model.parameters()))
+        make_equal(world, loop.model)
+
+    loop.run("a step", caught)
+    assert world.allgather(said) == [said] * world.size
+    assert len(said) == 1
+    assert "steps of the optimizer" in said[0]
+    assert_equal_everywhere(world, loop.model)
+    loop.go_on()
 
 
 @pytest.mark.parametrize("make_model", [mlp, with_norm])
 def test_replicas_that_are_left_different(world: World, make_model: Callable[[], Any]) -> None:
     """Every later error is that parameters differ, on all ranks."""
-    model = make_model()
-    model, optimizer, data = mpitrain.torch.prepare(model, sgd(model.parameters()), drawn())
     said: list[str] = []
-
-    def run() -> None:
-        for number, batch in enumerate(data):
-            optimizer.zero_grad()
-            try:
-                loss_of(model, batch).backward()
-            except MismatchError as error:
-                said.append(str(error))
-            if number or not is_odd(world):
-                optimizer.step()
-
+    loop = Epochs(world, prepared(make_model()))
+    run = lambda: loop.run("a step", lambda error: said.append(str(error)))  # noqa: E731
     said.append(error_on_all(world, MismatchError, run))
     assert world.allgather(said) == [said] * world.size
     assert "has made 0 steps of the optimizer" in said[0]
@@ -126,30 +138,48 @@ def test_replicas_that_are_left_different(world: World, make_model: Callable[[],
 @pytest.mark.parametrize("make_data", [drawn, whole])
 def test_a_batch_that_one_rank_skips(world: World, make_model: Callable[[], Any], make_data: Callable[[], Any]) -> None:
     """The ranks end the epoch, and the next one goes as if nothing had been."""
-    model = make_model()
-    model, optimizer, data = mpitrain.torch.prepare(model, sgd(model.parameters()), make_data())
+    loop = Epochs(world, prepared(make_model(), make_data()))
 
-    def run() -> None:
-        for number, batch in enumerate(data):
-            if number == 1 and is_odd(world):
-                continue
-            optimizer.zero_grad()
-            try:
-                loss_of(model, batch).backward()
-            except MismatchError:
-                optimizer.step()
-                raise
-            optimizer.step()
+    def caught(error: MismatchError) -> None:
+        loop.optimizer.step()
+        raise error
 
-    error_on_all(world, MismatchError, run)
-    assert_equal_everywhere(world, model) if make_model is mlp else None
-    train_on(world, model, optimizer, data, lambda batch: loss_of(model, batch).backward())
+    text = error_on_all(world, MismatchError, lambda: loop.run("a batch", caught))
+    if make_data is drawn:  # nothing is reported before a batch is taken; the next backward pass finds the error
+        assert "exchanges the gradients of batch 3; " in text
+        assert "those of batch 2; did a rank leave out a backward pass?" in text
+    else:  # the others wait in the second batch's step
+        said = f"{world.name(world.size - 1)}: take the next batch; {world.name(0)}: step; do all ranks make"
+        assert make_model is with_norm or said in text
+    assert_equal_everywhere(world, loop.model) if make_model is mlp else None
+    loop.go_on()
+
+
+def test_virtual_ranks_and_rounds(world: World) -> None:
+    """In rounds, a step after the refusal is refused on all ranks: a round counts its steps."""
+    number = 2 * world.size
+    x = torch.randn(6 * number, 5, generator=torch.Generator().manual_seed(1)).double()
+    given = [(part, torch.zeros(2 * number, dtype=torch.int64)) for part in x.split(2 * number)]
+
+    def passes(model: Any, batch: Any) -> None:
+        for part in mpitrain.torch.virtual_batches(model, batch):
+            loss_of(model, part).backward()
+
+    loop = Epochs(world, prepared(with_norm(), given, strategy=mt.Sync(virtual_ranks=number)), passes)
+    assert "steps of the optimizer" in error_on_all(world, MismatchError, lambda: loop.run("a step"))
+    loop.go_on()
+    loop = Epochs(world, prepared(strategy=mt.LocalSGD(sync_every=2)))
+    error_on_all(world, MismatchError, lambda: loop.run("a batch"))
+    with pytest.raises(GradientError, match=r"came without a backward\(\) since the last step"):
+        loop.optimizer.step()
+    loop.run()
+    mpitrain.torch.end_round(loop.model)
+    assert_equal_everywhere(world, loop.model)
 
 
 def test_batches_that_stay_apart(world: World) -> None:
     """Each later backward pass says so on all ranks."""
-    model = mlp()
-    model, optimizer, data = mpitrain.torch.prepare(model, sgd(model.parameters()), drawn())
+    model, optimizer, data = prepared()
     taken = iter(data)
     if is_odd(world):
         next(taken)
@@ -161,32 +191,11 @@ def test_batches_that_stay_apart(world: World) -> None:
     assert_equal_everywhere(world, model)
 
 
-def test_gradients_that_are_accumulated(world: World) -> None:
-    """What this rank alone has accumulated goes too."""
-    model = mlp()
-    model, optimizer, data = mpitrain.torch.prepare(model, sgd(model.parameters()), drawn())
-
-    def two(batch: Any) -> None:
-        with mpitrain.torch.accumulate(model):
-            loss_of(model, batch).backward()
-        loss_of(model, batch).backward()
-
-    for number, batch in enumerate(data):
-        optimizer.zero_grad()
-        with contextlib.nullcontext() if number != 1 else pytest.raises(MismatchError, match="steps of the optimizer"):
-            two(batch)
-        if number or not is_odd(world):
-            optimizer.step()
-        if number == 1:
-            make_equal(world, model)
-    assert_equal_everywhere(world, model)
-
-
 def test_a_parameter_that_is_thawed_for_a_while(world: World) -> None:
     """No step uses its gradient, which is this rank's own."""
     model = mlp()
     model[0].weight.requires_grad_(False)
-    model, optimizer, data = mpitrain.torch.prepare(model, sgd(model.parameters()), drawn())
+    model, optimizer, data = prepared(model)
     for number, batch in enumerate(data):
         optimizer.zero_grad()
         model[0].weight.requires_grad_(number == 1)
@@ -195,53 +204,6 @@ def test_a_parameter_that_is_thawed_for_a_while(world: World) -> None:
         optimizer.step()
         assert_equal_everywhere(world, model)
     world.barrier()
-
-
-def test_virtual_ranks(world: World) -> None:
-    model, number = with_norm(), 2 * world.size
-    x = torch.randn(6 * number, 5, generator=torch.Generator().manual_seed(1)).double()
-    given = [(part, torch.zeros(2 * number, dtype=torch.int64)) for part in x.split(2 * number)]
-    strategy = mt.Sync(virtual_ranks=number)
-    model, optimizer, data = mpitrain.torch.prepare(model, sgd(model.parameters()), given, strategy=strategy)
-
-    def passes(batch: Any) -> None:
-        for part in mpitrain.torch.virtual_batches(model, batch):
-            loss_of(model, part).backward()
-
-    def run() -> None:
-        for at, batch in enumerate(data):
-            optimizer.zero_grad()
-            passes(batch)
-            if at or not is_odd(world):
-                optimizer.step()
-
-    assert "steps of the optimizer" in error_on_all(world, MismatchError, run)
-    train_on(world, model, optimizer, data, passes)
-
-
-def test_rounds(world: World) -> None:
-    """A step after the refusal is refused on all ranks: a round counts its steps."""
-    model = mlp()
-    strategy = mt.LocalSGD(sync_every=2)
-    model, optimizer, data = mpitrain.torch.prepare(model, sgd(model.parameters()), drawn(), strategy=strategy)
-
-    def run() -> None:
-        for number, batch in enumerate(data):
-            if number == 1 and is_odd(world):
-                continue
-            optimizer.zero_grad()
-            loss_of(model, batch).backward()
-            optimizer.step()
-
-    error_on_all(world, MismatchError, run)
-    with pytest.raises(GradientError, match=r"came without a backward\(\) since the last step"):
-        optimizer.step()
-    for batch in data:
-        optimizer.zero_grad()
-        loss_of(model, batch).backward()
-        optimizer.step()
-    mpitrain.torch.end_round(model)
-    assert_equal_everywhere(world, model)
 
 
 def test_an_error_of_one_rank_in_the_middle(world: World) -> None:
@@ -254,7 +216,7 @@ def test_an_error_of_one_rank_in_the_middle(world: World) -> None:
             raise ZeroDivisionError("in a hook")
 
     model[0].weight.register_hook(fail)
-    model, optimizer, data = mpitrain.torch.prepare(model, sgd(model.parameters()), whole())
+    model, optimizer, data = prepared(model, whole())
 
     def run() -> None:
         for batch in data:

@@ -1,4 +1,4 @@
-"""Parameters in parts: FSDP2, DeviceMesh, DTensor, and checkpoints of them."""
+"""Parameters in parts: FSDP2, FSDP1, DeviceMesh, DTensor, and checkpoints of them."""
 
 from __future__ import annotations
 
@@ -11,41 +11,24 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as checkpoint
 from torch import nn
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, get_state_dict
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_state_dict
 from torch.distributed.checkpoint.state_dict import set_state_dict as load_state
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, ShardingStrategy, fully_shard
+from torch.distributed.tensor import DTensor
 
 from mpitrain import World
-from tests.torch_ranks.data_parallel import CLOSE
+
+from .common import CLOSE, nightly, part, samples, train
 
 pytestmark = pytest.mark.usefixtures("group")
-
-EACH = 3
 
 
 def model() -> nn.Sequential:
     """A model with parameters that no number of ranks divides."""
     torch.manual_seed(3)
-    layers = [nn.Linear(7, 13), nn.Tanh(), nn.Linear(13, 11), nn.Tanh(), nn.Linear(11, 3)]
+    layers = [nn.Linear(6, 13), nn.Tanh(), nn.Linear(13, 11), nn.Tanh(), nn.Linear(11, 3)]
     return nn.Sequential(*layers).double()
-
-
-def samples(world: World, step: int) -> tuple[torch.Tensor, torch.Tensor]:
-    made = torch.Generator().manual_seed(step)
-    count = EACH * world.size
-    x = torch.randn(count, 7, dtype=torch.float64, generator=made)
-    return x, torch.randn(count, 3, dtype=torch.float64, generator=made)
-
-
-def train(world: World, net: nn.Module, optimizer: torch.optim.Optimizer, first: int, steps: int, whole: bool) -> None:
-    rows = slice(None) if whole else slice(world.rank * EACH, (world.rank + 1) * EACH)
-    for step in range(first, first + steps):
-        x, y = samples(world, step)
-        optimizer.zero_grad()
-        nn.functional.mse_loss(net(x[rows]), y[rows]).backward()
-        optimizer.step()
 
 
 def adam(net: nn.Module) -> torch.optim.Optimizer:
@@ -81,10 +64,10 @@ def meshes(world: World) -> list[DeviceMesh]:
 
 def test_fully_shard_as_one_process(world: World) -> None:
     alone = model()
-    train(world, alone, adam(alone), 0, 3, whole=True)
+    train(world, alone, adam(alone), range(3), whole=True)
     for mesh in meshes(world):
         net = sharded(mesh)
-        train(world, net, adam(net), 0, 3, whole=False)
+        train(world, net, adam(net), range(3), whole=False)
         assert_equal_states(whole(net), dict(alone.named_parameters()))
         assert isinstance(net[0].weight, DTensor)
 
@@ -94,8 +77,7 @@ def test_fully_shard_in_mixed_precision(world: World) -> None:
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
     net = sharded(meshes(world)[0], mp_policy=policy)
     x, y = samples(world, 0)
-    rows = slice(world.rank * EACH, (world.rank + 1) * EACH)
-    nn.functional.mse_loss(net(x[rows].bfloat16()).double(), y[rows]).backward()
+    nn.functional.mse_loss(net(part(world, x).bfloat16()).double(), part(world, y)).backward()
     alone = model()
     nn.functional.mse_loss(alone(x), y).backward()
     for found, wanted in zip(net.parameters(), alone.parameters(), strict=True):
@@ -115,28 +97,12 @@ def test_a_mesh_of_two_dimensions(world: World) -> None:
     assert value.item() == 6
 
 
-def test_distributed_tensors(world: World) -> None:
-    mesh = meshes(world)[0]
-    table = torch.arange(5.0 * 4).view(5, 4).double()
-    rows = distribute_tensor(table, mesh, [Shard(0)])
-    assert torch.equal(rows.full_tensor(), table)
-    columns = rows.redistribute(mesh, [Shard(1)])
-    assert torch.equal(columns.full_tensor(), table)
-    assert torch.equal(rows.redistribute(mesh, [Replicate()]).to_local(), table)
-    product = distribute_tensor(table.t().contiguous(), mesh, [Shard(1)]) @ rows
-    assert torch.equal(product.full_tensor(), table.t() @ table)
-    partial = DTensor.from_local(torch.full((5,), float(world.rank)), mesh, [Partial()], run_check=False)
-    assert partial.full_tensor().tolist() == [sum(range(world.size))] * 5
-    pieces = partial.redistribute(mesh, [Shard(0)])
-    assert pieces.full_tensor().tolist() == [sum(range(world.size))] * 5
-
-
 def test_checkpoints(world: World, shared: Path) -> None:
     """Save a sharded model with its optimizer, load it into a new one, and go on: as if nothing had been."""
     mesh = meshes(world)[-1]
     net = sharded(mesh)
     optimizer = adam(net)
-    train(world, net, optimizer, 0, 2, whole=False)
+    train(world, net, optimizer, range(2), whole=False)
     parts, of_optimizer = get_state_dict(net, optimizer)
     saving = {"model": parts, "optimizer": of_optimizer}
     checkpoint.save(saving, checkpoint_id=shared / "one")
@@ -146,9 +112,9 @@ def test_checkpoints(world: World, shared: Path) -> None:
     loading = {"model": parts, "optimizer": of_optimizer}
     checkpoint.load(loading, checkpoint_id=shared / "one")
     load_state(other, its_optimizer, model_state_dict=loading["model"], optim_state_dict=loading["optimizer"])
-    train(world, other, its_optimizer, 2, 1, whole=False)
+    train(world, other, its_optimizer, range(2, 3), whole=False)
     alone = model()
-    train(world, alone, adam(alone), 0, 3, whole=True)
+    train(world, alone, adam(alone), range(3), whole=True)
     assert_equal_states(whole(other), dict(alone.named_parameters()))
 
 
@@ -161,7 +127,7 @@ def test_a_checkpoint_in_the_background(world: World, shared: Path) -> None:
         warnings.simplefilter("ignore")  # PyTorch's own, of shared storage
         state = {"model": get_model_state_dict(net)}
         saved = checkpoint.async_save(state, checkpoint_id=shared / "two", process_group=own)
-        train(world, net, adam(net), 0, 2, whole=False)
+        train(world, net, adam(net), range(2), whole=False)
         saved.result()
     found = {name: torch.zeros_like(value) for name, value in before.items()}
     checkpoint.load({"model": found}, checkpoint_id=shared / "two")
@@ -169,10 +135,21 @@ def test_a_checkpoint_in_the_background(world: World, shared: Path) -> None:
     dist.destroy_process_group(own)
 
 
-def test_full_state_on_rank_0(world: World) -> None:
-    net = sharded(meshes(world)[0])
-    state = get_model_state_dict(net, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
-    if world.is_root:
-        assert_equal_states(state, model().state_dict())
-    else:
-        assert state == {}
+@pytest.mark.filterwarnings("ignore:.*:FutureWarning", "ignore:FSDP is switching to use `NO_SHARD`:UserWarning")
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", *nightly("SHARD_GRAD_OP")])
+def test_fsdp1(world: World, strategy: str) -> None:
+    """It gives back a layer's parameters after each use of them. Against one process with the whole batch."""
+    options: Any = {"device_id": torch.device("cpu"), "sharding_strategy": ShardingStrategy[strategy]}
+    inner, alone = model(), model()
+    for place in (0, 2):
+        inner[place] = FullyShardedDataParallel(inner[place], use_orig_params=True, **options)
+    net = FullyShardedDataParallel(inner, use_orig_params=True, **options)
+    train(world, net, adam(net), range(3), whole=False)
+    train(world, alone, adam(alone), range(3), whole=True)
+    with FullyShardedDataParallel.summon_full_params(net):
+        found = [parameter.detach().clone() for parameter in net.parameters()]
+    for one, other in zip(found, alone.parameters(), strict=True):
+        torch.testing.assert_close(one, other.detach(), **CLOSE)
+    x, y = (part(world, batch) for batch in samples(world, 9))
+    losses = [nn.functional.mse_loss(one(x), y).item() for one in (net, alone)]
+    assert abs(losses[0] - losses[1]) <= 1e-12 * losses[1]

@@ -17,8 +17,8 @@ from mpitrain.adapters.torch_shard import ELEMENTWISE
 from mpitrain.optim import LossScale
 from tests.ranks.common import assert_same_bits, skip_alone
 
-from .divided import STRATEGIES, assert_alike, of, run
-from .torch_modules import INPUTS, Net, Normed, adam, bits, builder, made, sgd
+from .common import nightly
+from .torch_modules import INPUTS, STRATEGIES, Net, Normed, adam, assert_alike, bits, builder, made, of, run, sgd
 
 pytestmark = pytest.mark.filterwarnings("ignore:no rank's loss depends on these parameters")
 
@@ -42,8 +42,13 @@ class Mixed(torch.nn.Module):
         return self.narrow(hidden.bfloat16()).float() @ self.turned[:3] + self.nothing.sum()
 
 
-@pytest.mark.parametrize("kind", [Net, Normed, Mixed])
-@pytest.mark.parametrize("name", ELEMENTWISE)
+CASES = [(name, Mixed) for name in ELEMENTWISE] + [("SGD", Net), ("Adam", Net), ("Adam", Normed)]
+OTHERS = [(name, kind) for name in ELEMENTWISE for kind in (Net, Normed) if (name, kind) not in CASES]
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"), [*CASES, *(pytest.param(*case, marks=pytest.mark.nightly) for case in OTHERS)]
+)
 def test_each_elementwise_optimizer_has_the_bits_of_sync(world: World, name: str, kind: Any) -> None:
     """Parameters, buffers, losses and the state of the optimizer, in two sets of options."""
     more: dict[str, Any] = {"SGD": {"momentum": 0.9, "dampening": 0.1}, "Adam": {"amsgrad": True}}.get(name, {})
@@ -53,9 +58,10 @@ def test_each_elementwise_optimizer_has_the_bits_of_sync(world: World, name: str
         assert_alike(found, expected)
 
 
-@pytest.mark.parametrize(("kind", "optimizer"), [(Net, sgd), (Normed, sgd)])
-def test_groups_and_schedules(world: World, kind: Any, optimizer: Any) -> None:
-    assert_alike(run("sharded", kind, optimizer, 9), run("sync", kind, optimizer, 9))
+def test_groups_schedules_and_a_state_of_before(world: World) -> None:
+    """What the optimizer has kept before it is divided goes on: Adagrad begins with a sum that is not 0."""
+    for kind, optimizer in ((Net, sgd), (Normed, sgd), (Net, of("Adagrad", initial_accumulator_value=0.5))):
+        assert_alike(run("sharded", kind, optimizer, 9), run("sync", kind, optimizer, 9))
 
 
 @pytest.mark.parametrize("most", [None, 2])
@@ -81,19 +87,13 @@ def test_a_loss_scale(world: World) -> None:
     assert_alike(*trainers)
 
 
-@pytest.mark.parametrize("kind", [Net, Normed, Mixed])
+@pytest.mark.parametrize("kind", [Mixed, *nightly(Net, Normed)])
 @pytest.mark.parametrize("strategies", [("sync", "sharded"), ("sharded", "sync"), ("sharded", "sharded")])
 def test_checkpoints_load_with_and_without(world: World, shared: Path, strategies: Any, kind: Any) -> None:
     """A run that changes the strategy at a checkpoint ends with the bits of one that does not."""
     whole = run("sync", kind, of("NAdam"), 8)
     run(strategies[0], kind, of("NAdam"), 5, Checkpoint(shared, steps=2)).close()
     assert_alike(run(strategies[1], kind, of("NAdam"), 8, Checkpoint(shared, steps=100)), whole)
-
-
-def test_a_state_of_before(world: World) -> None:
-    """What the optimizer has kept before it is divided goes on: Adagrad begins with a sum that is not 0."""
-    found, expected = (run(one, Net, of("Adagrad", initial_accumulator_value=0.5), 3) for one in ("sharded", "sync"))
-    assert_alike(found, expected)
 
 
 def test_the_state_of_before_is_freed_when_a_step_begins(world: World) -> None:

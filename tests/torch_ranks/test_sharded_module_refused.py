@@ -14,8 +14,7 @@ from mpitrain import Hook, Parts, ShardedSync, StopAtStep, Sync, Trainer, World
 from mpitrain.errors import CheckpointError, ConfigError, MismatchError
 from tests.ranks.common import assert_same_bits, error_on_all, skip_alone
 
-from .divided import STRATEGIES, assert_alike, of, run
-from .torch_modules import Net, adam, bits, builder, made
+from .torch_modules import STRATEGIES, Net, adam, assert_alike, bits, builder, made, of, run
 
 pytestmark = pytest.mark.filterwarnings("ignore:no rank's loss depends on these parameters")
 
@@ -99,17 +98,17 @@ def in_groups(rate: float, **more: Any) -> Callable[[Any], Any]:
     return make
 
 
-@pytest.mark.parametrize(
-    ("optimizers", "kind", "text"),
-    [
-        ((of("AdamW", weight_decay=0.2), of("AdamW", weight_decay=0.1)), "AdamW", "'weight_decay': 0.1"),
-        ((in_groups(0.25), in_groups(0.125)), "SGD", "'lr': 0.125"),
-        ((in_groups(0.25, clip_norm=1.0), in_groups(0.25, clip_norm=2.0)), "SGD", "clip_norm=2.0"),
-        ((in_groups(0.25, clip_norm=0.1), in_groups(0.25, clip_norm=numpy.float32(0.1))), "SGD", "0.1000000014"),
-        ((of("AdamW", weight_decay=0.25), of("AdamW", weight_decay=numpy.float32(0.5))), "AdamW", "decay': 0.5,"),
-        ((of("Rprop"), of("Rprop", etas=(0.25, numpy.float32(1.5)))), "Rprop", "'etas': [0.25, 1.5]"),
-    ],
-)
+DIFFERENT = [
+    ((of("AdamW", weight_decay=0.2), of("AdamW", weight_decay=0.1)), "AdamW", "'weight_decay': 0.1"),
+    ((in_groups(0.25), in_groups(0.125)), "SGD", "'lr': 0.125"),
+    ((in_groups(0.25, clip_norm=1.0), in_groups(0.25, clip_norm=2.0)), "SGD", "clip_norm=2.0"),
+    ((in_groups(0.25, clip_norm=0.1), in_groups(0.25, clip_norm=numpy.float32(0.1))), "SGD", "0.1000000014"),
+    ((of("AdamW", weight_decay=0.25), of("AdamW", weight_decay=numpy.float32(0.5))), "AdamW", "decay': 0.5,"),
+    ((of("Rprop"), of("Rprop", etas=(0.25, numpy.float32(1.5)))), "Rprop", "'etas': [0.25, 1.5]"),
+]
+
+
+@pytest.mark.parametrize(("optimizers", "kind", "text"), DIFFERENT)
 def test_options_that_differ(world: World, optimizers: Any, kind: str, text: str) -> None:
     skip_alone(world)
     parts = builder(Net, optimizers[world.rank == 1])(world)
@@ -163,26 +162,21 @@ def test_options_that_a_hook_sets_on_one_rank(world: World, option: str, value: 
     trainers: list[Trainer] = []
 
     class Set(Hook):
+        def before_run(self, trainer: Trainer) -> None:
+            trainers.append(trainer)
+
         def before_step(self, trainer: Trainer) -> None:
             if trainer.step_number == 1 and world.rank == world.size - 1:
                 trainer.adapter._torch_optimizer.param_groups[1][option] = value
 
-    def train() -> None:
-        run("sharded", Net, in_groups(0.25), 4, Set(), Keep())
-
-    class Keep(Hook):
-        def before_run(self, trainer: Trainer) -> None:
-            trainers.append(trainer)
-
-    said = error_on_all(world, MismatchError, train)
+    said = error_on_all(world, MismatchError, lambda: run("sharded", Net, in_groups(0.25), 4, Set()))
     assert f"{world.name(world.size - 1)} has updated its part of the parameters with the learning rate 0.5 and" in said
     assert f"'{option}': {value}" in said
     assert trainers[0].step_number == 1
     trainers[0].close()
 
 
-@pytest.mark.parametrize("step", [1, 3])
-@pytest.mark.parametrize("most", [None, 2])
+@pytest.mark.parametrize(("step", "most"), [(1, 2), (3, None)])
 def test_a_step_that_one_rank_does_not_make(world: World, step: int, most: int | None) -> None:
     """A hook of its optimizer removes the gradients, also in the last step of a run."""
     skip_alone(world)

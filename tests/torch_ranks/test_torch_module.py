@@ -6,6 +6,7 @@ import copy
 import math
 import warnings
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy
@@ -13,16 +14,39 @@ import pytest
 import torch
 from torch.nn.functional import cross_entropy
 
-from mpitrain import CompareReplicas, Hook, Step, StopAtStep, TorchModule, Trainer, World
+from mpitrain import (
+    Checkpoint,
+    CompareReplicas,
+    Hook,
+    Parts,
+    Step,
+    StopAtStep,
+    TorchModule,
+    Trainer,
+    World,
+)
 from mpitrain.data.order import permuted
+from mpitrain.errors import MismatchError, NonFiniteError
 from mpitrain.optim import LossScale
-from mpitrain.reducer.bucket import plan_layout
-from mpitrain.reducer.means import remarks_of
-from mpitrain.state.names import split
 from mpitrain.world.shard import part_of
-from tests.ranks.common import assert_same_bits
+from tests.ranks.common import assert_same_bits, error_on_all, skip_alone
 
-from .torch_modules import COUNT, GLOBAL_BATCH, SEED, STEPS, Net, Normed, adam, builder, made, mean_loss, samples, sgd
+from .torch_modules import (
+    COUNT,
+    GLOBAL_BATCH,
+    SEED,
+    STEPS,
+    Net,
+    Normed,
+    adam,
+    bits,
+    builder,
+    made,
+    mean_loss,
+    samples,
+    sgd,
+)
+from .torch_modules import STRATEGIES as DIVISIONS
 
 
 class Record(Hook):
@@ -124,38 +148,6 @@ def test_training_equals_pytorch_alone(world: World, kind: Any, optimizer: Any, 
         assert found["deviation"].tobytes() == numpy.float64(torch.tensor(1 / 3).double()).tobytes()
 
 
-def test_a_state_of_one_process_goes_on_on_any_number_of_ranks(world: World) -> None:
-    """Every rank makes 4 steps alone, with the whole batch. All ranks then make the rest together."""
-    module = made(Net)
-    optimizer, options = adam(module)
-    alone = TorchModule(module, mean_loss, optimizer, **options)
-    plan = plan_layout(alone.layout)
-    flats = {dtype: numpy.full(count, math.nan, dtype) for dtype, count in plan.counts.items()}
-    views = plan.views(flats)
-    x, y = samples()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        for _, chosen in zip(range(4), batches(), strict=False):
-            unused: list[int] = []
-
-            def take(index: int, gradient: Any, unused: list[int] = unused) -> None:
-                views[index][...] = 0 if gradient is None else gradient  # the clipping's norm is over all of them
-                if gradient is None:
-                    unused.append(index)
-
-            alone.loss_and_gradients((x[chosen], y[chosen]), take)
-            alone.apply_gradients(flats, remarks_of([(tuple(unused), alone.note())]))
-        trainer = Trainer(builder(Net, adam), [StopAtStep(STEPS)])
-        for _ in range(4):
-            next(trainer.data)
-        trainer.restore({**trainer.state(), "step": 4, "adapter": alone.state()})
-        trainer.run()
-    expected, _, _ = bare_torch(Net, adam, 1)
-    for name, value in trainer.adapter.parameters().items():
-        numpy.testing.assert_allclose(value, expected[name], rtol=1e-9, atol=1e-11, err_msg=name)
-    assert {*split(trainer.state())[0]} == {f"adapter/{name}" for name in split(alone.state())[0]}
-
-
 @pytest.mark.filterwarnings("ignore:no rank's loss depends on these parameters.*spare")
 def test_16_bits_learn_as_float32_does(world: World) -> None:
     """One rounding to bf16 is 2^-9 of a value, and to fp16 2^-12. A loss of order 1 may be off by some of these.
@@ -177,3 +169,98 @@ def test_16_bits_learn_as_float32_does(world: World) -> None:
     for precision, unit in (("bf16", 2.0**-9), ("fp16", 2.0**-12)):
         distance = abs(losses[precision] - losses["float32"]).max()
         assert unit / 16 < distance < 20 * unit, (precision, distance / unit)
+
+
+def test_a_run_that_is_resumed_has_the_same_bits(world: World, shared: Path) -> None:
+    def run(steps: int, *hooks: Hook) -> Trainer:
+        scale = LossScale(2.0**20, growth_interval=3)
+        build = builder(Normed, adam, precision="fp16", loss_scale=scale, dtype=torch.float32)
+        trainer = Trainer(build, [StopAtStep(steps), *hooks])
+        trainer.run()
+        return trainer
+
+    whole = run(18)
+    skipped = whole.adapter.loss_scale.skipped_steps
+    assert 2 < skipped < 12
+    assert whole.adapter.parameters()["norm.num_batches_tracked"] == 18 - skipped
+    run(8, Checkpoint(shared, steps=100))
+    resumed = run(18, Checkpoint(shared, steps=100))
+    assert bits(resumed) == bits(whole)
+    assert_same_bits(world, *resumed.adapter.parameters().values())
+
+
+def test_a_replica_is_repaired(world: World) -> None:
+    """A buffer differs on the last rank. The repair also copies what the optimizer and the scheduler keep."""
+    skip_alone(world)
+
+    class Flip(Hook):
+        def after_step(self, trainer: Trainer, step: Step) -> None:
+            if step.number == 4 and world.rank == world.size - 1:
+                trainer.adapter.parameters()["norm.running_var"].view("u1")[9] ^= 8
+
+    expected = Trainer(builder(Normed, adam), [StopAtStep(6)])
+    expected.run()
+    trainer = Trainer(builder(Normed, adam), [StopAtStep(6), Flip(), CompareReplicas(1, repair="root")])
+    trainer.run()
+    assert bits(trainer) == bits(expected)
+
+
+@pytest.mark.parametrize("strategy", DIVISIONS)
+def test_nan_is_named_and_changes_nothing(world: World, strategy: str) -> None:
+    odd = world.size - 1
+
+    def loss(module: Any, batch: Any) -> torch.Tensor:
+        value = mean_loss(module, batch)
+        return value * module.last.bias[0] / 0 if bad and world.rank == odd else value
+
+    def build(world: World) -> Parts:
+        module = made(Normed)
+        optimizer, more = adam(module)
+        adapter = TorchModule(module, loss, optimizer, **more)
+        return Parts(adapter, DIVISIONS[strategy](), builder(Normed, adam)(world).data)
+
+    bad = False
+    trainer = Trainer(build)
+    trainer.step()
+    trainer.own_state()
+    before = bits(trainer)
+    bad = True
+    text = error_on_all(world, NonFiniteError, trainer.step)
+    assert f"{world.name(odd)}: the gradient of " in text
+    assert any(f"gradient of {name} holds NaN or infinity" in text for name in trainer.adapter.parameters())
+    trainer.own_state()
+    assert {**bits(trainer), "data/cursor": before["data/cursor"]} == before
+    bad = False
+    assert math.isfinite(trainer.step().loss)
+    assert_same_bits(world, *trainer.adapter.parameters().values())
+    trainer.close()
+
+
+@pytest.mark.parametrize(("step", "most"), [(1, None), (3, 2)])
+@pytest.mark.parametrize("what", ["a number of the gradient of ", "steps of the optimizer, ", "learning rates"])
+def test_an_optimizer_that_differs_on_one_rank(world: World, what: str, step: int, most: int | None) -> None:
+    """It uses other gradients, none, or another rate in one step, also in the last one; with Accumulate too."""
+    skip_alone(world)
+
+    def odd(module: torch.nn.Module) -> tuple[torch.optim.Optimizer, dict[str, Any]]:
+        optimizer, _ = sgd(module)
+        count = 0
+
+        def change(*_: object) -> None:
+            nonlocal count
+            count += 1
+            if count != step or world.rank != world.size - 1:
+                return
+            if what == "learning rates":
+                optimizer.param_groups[0]["lr"] *= 2
+            for parameter in module.parameters():
+                if parameter.grad is not None and what.startswith("a number"):
+                    parameter.grad.mul_(2)
+                elif what.startswith("steps"):
+                    parameter.grad = None
+
+        optimizer.register_step_pre_hook(change)
+        return optimizer, {}
+
+    text = error_on_all(world, MismatchError, Trainer(builder(Normed, odd, most=most), [StopAtStep(3)]).run)
+    assert what in text

@@ -13,7 +13,11 @@ import pytest
 from mpitrain import World
 from tests.ranks.common import assert_same_bits
 
+from .common import nightly
+
 SCRIPT = Path(__file__).parents[2] / "examples/train.py"
+
+
 STEPS = 12  # an epoch: 11 batches of 128 samples and one of 34
 
 
@@ -32,7 +36,7 @@ def losses(world: World, record: Path, monkeypatch: pytest.MonkeyPatch, *options
     return numpy.array([row["loss"] for row in rows if "loss" in row])
 
 
-@pytest.mark.parametrize("model", ["mlp", "cnn"])
+@pytest.mark.parametrize("model", ["mlp", *nightly("cnn")])
 def test_torch_trains_as_numpy_does(
     world: World, shared: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], model: str
 ) -> None:

@@ -8,17 +8,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import mpitrain as mt
+import mpitrain.torch
 from mpitrain import World
 from mpitrain.errors import ConfigError, DataError, MismatchError
 from tests.ranks.common import error_on_all, skip_alone
 
-from .prepared import BATCH, NUM_SAMPLES, assert_equal_everywhere, loader, mlp, samples, sgd, torch
-
-import mpitrain.torch  # isort: skip (the line above skips this file where there is no PyTorch)
+from .prepared import BATCH, NUM_SAMPLES, assert_equal_everywhere, loader, mlp, samples, sgd
 
 cross_entropy = torch.nn.functional.cross_entropy
+
+
 EPOCHS, STEPS_PER_EPOCH = 3, -(-NUM_SAMPLES // BATCH)
 
 
@@ -82,28 +84,35 @@ def test_the_parameters_are_those_of_one_process(world: World, scheduler_interva
     assert metrics == {}
 
 
-def test_a_batch_of_another_form(world: World) -> None:
+def test_a_batch_of_another_form_and_an_evaluation_within(world: World) -> None:
+    """The evaluation draws random numbers for its order, and changes no training."""
+
     def training_step(model: Any, batch: Any) -> Any:
         return cross_entropy(model(batch["x"]), batch["y"])
 
     def collate(pairs: Any) -> Any:
-        return {"names": [str(y) for _, y in pairs], "x": torch.stack([x for x, _ in pairs]), "y": batch_of(pairs)}
-
-    def batch_of(pairs: Any) -> Any:
-        return torch.stack([y for _, y in pairs])
+        x, y = zip(*pairs, strict=True)
+        return {"names": [str(one) for one in y], "x": torch.stack(x), "y": torch.stack(y)}
 
     model, optimizer = made()
     torch.manual_seed(3)
-    data = loader(shuffle=True, collate_fn=collate)
-    trainer = mpitrain.torch.Trainer(
-        model, optimizer, data, training_step=training_step, max_steps=EPOCHS * STEPS_PER_EPOCH, directory=None
-    )
-    trainer.fit()
+    options: dict[str, Any] = {"training_step": training_step, "max_steps": EPOCHS * STEPS_PER_EPOCH, "interval": 2}
+    options["evaluation"] = loader(shuffle=True, collate_fn=collate)
+    given = loader(shuffle=True, collate_fn=collate)
+    mpitrain.torch.Trainer(model, optimizer, given, directory=None, **options).fit()
+    assert_close(model, plain(), 1e-12)
+    model, _ = trained(world, evaluation=loader(shuffle=True), interval=2)
     assert_close(model, plain(), 1e-12)
 
 
-@pytest.mark.parametrize("stop", [STEPS_PER_EPOCH, STEPS_PER_EPOCH + 2])
-@pytest.mark.parametrize("dropout", [0.0, 0.25])
+@pytest.mark.parametrize(
+    ("stop", "dropout"),
+    [
+        (STEPS_PER_EPOCH, 0.0),
+        (STEPS_PER_EPOCH + 2, 0.25),
+        pytest.param(STEPS_PER_EPOCH + 2, 0.0, marks=pytest.mark.nightly),
+    ],
+)
 def test_a_run_that_stopped_goes_on(world: World, shared: Path, stop: int, dropout: float) -> None:
     """After an epoch, and within one. Dropout, the order and the schedule are those of a run that did not stop."""
     options: dict[str, Any] = {"dropout": dropout, "scheduler_interval": "epoch", "evaluation": loader()}
@@ -123,17 +132,8 @@ def test_an_evaluation_is_that_of_one_process(world: World) -> None:
     model.append(torch.nn.Dropout(0.5).eval())
     metrics = {"accuracy": right, "largest": lambda outputs, targets: outputs.detach().abs().amax(1).mean()}
     evaluation = loader(batch_size=7)  # the last batch has 5 samples
-    trainer = mpitrain.torch.Trainer(
-        model,
-        optimizer,
-        loader(),
-        loss=cross_entropy,
-        max_steps=4,
-        interval=3,
-        evaluation=evaluation,
-        metrics=metrics,
-        directory=None,
-    )
+    options: Any = {"evaluation": evaluation, "metrics": metrics, "max_steps": 4, "interval": 3, "directory": None}
+    trainer = mpitrain.torch.Trainer(model, optimizer, loader(), loss=cross_entropy, **options)
     values = trainer.fit()
     assert [layer.training for layer in model] == [True, True, True, True, False]
     model.eval()
@@ -149,12 +149,6 @@ def test_an_evaluation_is_that_of_one_process(world: World) -> None:
     )
     assert set(world.allgather(json.dumps(values))) == {json.dumps(values)}
     assert trainer.step_number == 4
-
-
-def test_an_evaluation_changes_no_training(world: World) -> None:
-    """It draws random numbers for its order."""
-    model, _ = trained(world, evaluation=loader(shuffle=True), interval=2)
-    assert_close(model, plain(), 1e-12)
 
 
 def test_the_folder_of_a_run(world: World, shared: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -249,14 +243,8 @@ def test_what_is_refused(world: World, name: str) -> None:
     assert text in refused(world, lambda: mpitrain.torch.Trainer(**arguments))
 
 
-def test_arguments_that_differ(world: World) -> None:
-    skip_alone(world)
-    text = error_on_all(world, MismatchError, lambda: trained(world, max_epochs=1 + world.rank))
-    assert "last step" in text
-
-
-def test_batches_and_metrics_that_do_not_fit(world: World) -> None:
-    """Each rank finds them by itself, in an evaluation."""
+def test_what_is_found_later(world: World) -> None:
+    """Arguments that differ, and batches and metrics that do not fit: each rank finds these by itself."""
     model, optimizer = made()
 
     def fit(**options: Any) -> Callable[[], Any]:
@@ -272,6 +260,8 @@ def test_batches_and_metrics_that_do_not_fit(world: World) -> None:
             call()
         assert text in str(caught.value)
         world.barrier()
+    skip_alone(world)
+    assert "last step" in error_on_all(world, MismatchError, lambda: trained(world, max_epochs=1 + world.rank))
 
 
 def test_rounds(world: World) -> None:

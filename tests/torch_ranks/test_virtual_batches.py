@@ -1,4 +1,7 @@
-"""Virtual ranks in a loop of one's own: prepare() and virtual_batches() give the same bits on any number of ranks."""
+"""Virtual ranks of a PyTorch module have the same bits on any number of ranks.
+
+By a Trainer, and in a loop of one's own with prepare() and virtual_batches().
+"""
 
 from __future__ import annotations
 
@@ -6,25 +9,26 @@ import random
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy
 import pytest
+import torch
 from threadpoolctl import threadpool_limits
 
-from mpitrain import Hook, LocalSGD, Parts, Step, StopAtStep, Sync, Trainer, World
+import mpitrain.torch
+from mpitrain import LocalSGD, Parts, StopAtStep, Sync, TorchModule, Trainer, World
 from mpitrain.data import ArrayData
 from mpitrain.data.order import permuted
 from mpitrain.errors import CheckpointError, ConfigError, DataError, GradientError, MpitrainError
 from mpitrain.job.worlds import make_world
 from tests.ranks.common import error_on_all, skip_alone
 
-from .prepared import assert_equal_everywhere, mlp, sgd, torch
-
-import mpitrain.torch  # isort: skip (the line above skips this file where there is no PyTorch)
-from mpitrain import TorchModule  # isort: skip
-from .test_virtual_ranks import Net  # isort: skip
+from .prepared import assert_equal_everywhere, mlp, sgd
+from .test_torch_module import Record
+from .torch_modules import bits
 
 V, BATCH, WIDTH = 7, 21, 5
 
@@ -39,13 +43,32 @@ def one_thread() -> Iterator[None]:
 
 
 @contextmanager
-def alone(world: World, is_alone: bool) -> Iterator[None]:
+def alone(world: World, is_alone: bool = True) -> Iterator[None]:
     """A block in which this rank prepares by itself."""
     with pytest.MonkeyPatch.context() as patch:
         if is_alone:
             own = make_world(world.comm.Split(world.rank, 0))
             patch.setattr(sys.modules["mpitrain.torch.prepare"], "init", lambda: own)
         yield
+
+
+class Net(torch.nn.Module):
+    """Batch norm, dropout, a counter of samples, noise of all generators, and a layer that some samples do not use."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = torch.nn.Sequential(
+            torch.nn.Linear(WIDTH, 8), torch.nn.BatchNorm1d(8), torch.nn.ReLU(), torch.nn.Dropout(0.3)
+        )
+        self.outer = torch.nn.Linear(8, 1)
+        self.rare = torch.nn.Linear(8, 1)
+        self.register_buffer("largest", torch.zeros(1, dtype=torch.int64))
+
+    def forward(self, x: Any) -> Any:
+        noise = random.random() + numpy.random.random()
+        hidden = self.inner(x + noise)
+        self.largest += int(x[0, 0] * 100)
+        return self.outer(hidden) + (self.rare(hidden) if x[0, 0] > 0.8 else 0)
 
 
 def arrays(count: int) -> tuple[numpy.ndarray, numpy.ndarray]:
@@ -156,69 +179,54 @@ def error_of(kind: type[MpitrainError], call: Callable[[], Any]) -> str:
     return str(caught.value)
 
 
-class Losses(Hook):
-    def __init__(self) -> None:
-        self.losses: list[float] = []
-
-    def after_step(self, trainer: Trainer, step: Step) -> None:
-        self.losses.append(step.loss)
-
-
 # -- the same bits ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "make",
-    [
-        pytest.param(augmented, id="augmented"),
-        pytest.param(listed, id="a list"),
-    ],
-)
+@pytest.mark.parametrize("make", [augmented, listed])
 def test_bits_are_those_of_one_rank(world: World, make: Callable[[], Any]) -> None:
     """Batch norm, dropout, augmentation, buffers, a layer that is not always used, and a smaller last batch."""
     random.seed(world.rank), numpy.random.seed(world.rank), torch.manual_seed(world.rank)
     with_all = Loop(make()).run()
-    states = torch.get_rng_state(), random.getstate(), numpy.random.get_state()[1].tobytes()
-    with alone(world, True):
+    states = random.getstate(), numpy.random.get_state()[1].tobytes()
+    with alone(world):
         by_itself = Loop(make()).run()
     assert with_all.steps == by_itself.steps
     assert with_all.bits() == by_itself.bits()
     assert len(set(with_all.steps)) == 5
     assert_equal_everywhere(world, with_all.model)
     # The script's own random numbers go on as if there had been no training (but for the seed of a loader's workers).
-    assert states[1:] == (random.getstate(), numpy.random.get_state()[1].tobytes())
+    assert states == (random.getstate(), numpy.random.get_state()[1].tobytes())
 
 
 def test_bits_are_those_of_the_trainer(world: World) -> None:
-    """A Trainer with mt.TorchModule on one rank, with the same batches: parameters, buffers, moments, losses."""
+    """With mt.TorchModule on all ranks and on one, with the same batches: parameters, buffers, moments, losses."""
     count = BATCH + 14  # in the second batch, two virtual ranks have no samples
     x, y = arrays(count)
 
-    def build(world: World) -> Parts:
-        module, data = net(), ArrayData(world, (x, y), global_batch=BATCH, seed=4)
-        adapter = TorchModule(module, square, adam(module.parameters()))
-        return Parts(adapter, Sync(virtual_ranks=V, seed=1), data)
+    def trained(world: World) -> tuple[Trainer, list[float]]:
+        def build(world: World) -> Parts:
+            module, data = net(), ArrayData(world, (x, y), global_batch=BATCH, seed=4)
+            return Parts(TorchModule(module, square, adam(module.parameters())), Sync(virtual_ranks=V, seed=1), data)
 
-    losses = Losses()
-    trainer = Trainer(build, [StopAtStep(4), losses], world=make_world(world.comm.Split(world.rank, 0)))
-    trainer.run()
+        losses = Record()
+        trainer = Trainer(build, [StopAtStep(4), losses], world=world)
+        trainer.run()
+        return trainer, [step.loss for step in losses.steps]
 
-    class Batches:
-        """The same batches, in the order of the Trainer's data."""
+    states = torch.get_rng_state(), random.getstate(), numpy.random.get_state()[1].tobytes()
+    trainer, losses = trained(world)
+    # The script's own random numbers go on as if there had been no training.
+    assert torch.equal(states[0], torch.get_rng_state())
+    assert states[1:] == (random.getstate(), numpy.random.get_state()[1].tobytes())
+    own, own_losses = trained(make_world(world.comm.Split(world.rank, 0)))
+    assert bits(trainer) == bits(own)
+    assert losses == own_losses
 
-        epoch = 0
-
-        def __len__(self) -> int:
-            return 2
-
-        def __iter__(self) -> Iterator[Any]:
-            order = permuted(numpy.arange(count), count, (4, self.epoch))
-            self.epoch += 1
-            for chosen in (order[:BATCH], order[BATCH:]):
-                yield torch.from_numpy(x[chosen]), torch.from_numpy(y[chosen])
-
-    loop = Loop(Batches(), clip=False).run(4)
-    assert loop.steps == losses.losses
+    orders = [permuted(numpy.arange(count), count, (4, epoch)) for epoch in range(2)]
+    chosen = [part for order in orders for part in (order[:BATCH], order[BATCH:])]
+    given = [(torch.from_numpy(x[part]), torch.from_numpy(y[part])) for part in chosen]
+    loop = Loop(given, clip=False).run(4)
+    assert loop.steps == losses
     for name, value in trainer.adapter.parameters().items():
         assert loop.model.state_dict()[name].numpy().tobytes() == value.tobytes(), name
 
@@ -236,17 +244,15 @@ def test_a_run_goes_on_with_other_ranks(world: World, tmp_path: Path) -> None:
         assert rest.steps == expected.steps[3:]
 
 
+@pytest.mark.nightly
 def test_workers_read_the_same(world: World) -> None:
-    with alone(world, True):
+    """Also if they stay, into another epoch, whose order PyTorch draws otherwise then; and after a restart in it."""
+    with alone(world):
         expected = Loop(augmented()).run(3)
     got = Loop(augmented(Opened, num_workers=1, worker_init_fn=open_in_worker)).run(3)
     assert got.bits() == expected.bits()
-
-
-def test_workers_that_stay_read_the_same(world: World) -> None:
-    """Into another epoch, whose order PyTorch draws otherwise if they stay; and after a restart in that epoch."""
     workers = {"num_workers": 1, "persistent_workers": True}
-    with alone(world, True):
+    with alone(world):
         expected = Loop(augmented(**workers)).run(4)
     begun = Loop(augmented(**workers)).run(3)
     rest = Loop(augmented(**workers), state=begun.state()).run(1)
@@ -254,65 +260,44 @@ def test_workers_that_stay_read_the_same(world: World) -> None:
     assert begun.steps + rest.steps == expected.steps
 
 
-def test_gradients_add_up_from_batch_to_batch(world: World) -> None:
-    """Two batches for a step, with gradients that are kept and zeroed, too."""
+def test_several_backward_passes(world: World) -> None:
+    """Two batches for a step, whose gradients are kept and zeroed, too; and two passes of a virtual batch."""
 
-    def trained(is_alone: bool) -> tuple[list[bytes], list[Any]]:
+    def trained(is_alone: bool, per_step: int, *factors: float) -> tuple[list[bytes], list[bytes]]:
         with alone(world, is_alone):
             loop = Loop(augmented())
-        gradients = []
-        for batch in loop.data:
-            for part in mpitrain.torch.virtual_batches(loop.model, batch):
-                (square(loop.model, part) / 2).backward()
-            gradients.append(loop.model.outer.weight.grad.clone())
-        loop.optimizer.step()
-        loop.optimizer.zero_grad(set_to_none=False)
-        for batch in loop.data:
-            for part in mpitrain.torch.virtual_batches(loop.model, batch):
-                square(loop.model, part).backward()
-            loop.optimizer.step()
-            loop.optimizer.zero_grad(set_to_none=False)
-        return loop.bits(), [one.numpy().tobytes() for one in gradients]
+        gradients: list[bytes] = []
+        for _ in range(2):
+            for batch in loop.data:
+                for part in mpitrain.torch.virtual_batches(loop.model, batch):
+                    for factor in factors:
+                        (square(loop.model, part) * factor).backward()
+                gradients.append(loop.model.outer.weight.grad.numpy().tobytes())
+                if len(gradients) % per_step == 0:
+                    loop.optimizer.step()
+                    loop.optimizer.zero_grad(set_to_none=per_step == 1)
+        return loop.bits(), gradients
 
-    assert trained(False) == trained(True)
-    first, both = (numpy.frombuffer(one, "f4") for one in trained(False)[1])
-    assert not numpy.array_equal(first, both)
-
-
-def test_several_backward_passes_for_a_virtual_batch(world: World) -> None:
-    def trained(is_alone: bool, factors: tuple[float, ...]) -> list[bytes]:
-        with alone(world, is_alone):
-            loop = Loop(augmented())
-        for batch in loop.data:
-            loop.optimizer.zero_grad()
-            for part in mpitrain.torch.virtual_batches(loop.model, batch):
-                for factor in factors:
-                    (square(loop.model, part) * factor).backward()
-            loop.optimizer.step()
-        return loop.bits()
-
-    assert trained(False, (1, 0.3)) == trained(True, (1, 0.3)) != trained(True, (1,))
+    both, once = trained(True, 2, 0.5), trained(True, 1, 1)
+    assert trained(False, 2, 0.5) == both
+    assert len(set(both[1])) == 4
+    assert trained(False, 1, 1, 0.3) == trained(True, 1, 1, 0.3) != once
 
 
 # -- what is refused -------------------------------------------------------------------------------------------------
 
 
-def test_a_backward_outside_of_the_virtual_batches(world: World) -> None:
+def test_passes_that_cannot_count(world: World) -> None:
+    """A backward pass outside of a virtual batch, a virtual batch without one, a loop that is left, another batch."""
     loop = Loop(augmented())
     batch = next(iter(loop.data))
     text = error_of(GradientError, square(loop.model, batch).backward)
     assert "backward() came outside of a loop over virtual_batches(model, batch)" in text
-
-
-def test_a_virtual_batch_without_a_backward(world: World) -> None:
     loop = Loop(augmented())
     batch = next(iter(loop.data))
     text = error_of(GradientError, lambda: list(mpitrain.torch.virtual_batches(loop.model, batch)))
     assert "made no backward() for virtual rank 0" in text
     assert "came in the middle of virtual_batches" in error_of(GradientError, loop.optimizer.step)
-
-
-def test_a_loop_that_is_left(world: World) -> None:
     loop = Loop(augmented())
     batch = next(iter(loop.data))
     before = torch.get_rng_state()
@@ -323,72 +308,44 @@ def test_a_loop_that_is_left(world: World) -> None:
     assert "came in the middle of virtual_batches" in error_of(GradientError, loop.optimizer.step)
     again = mpitrain.torch.virtual_batches(loop.model, batch)
     assert "loop over it once for each batch, to the end" in error_of(GradientError, lambda: next(again))
-
-
-def test_another_batch(world: World) -> None:
     loop = Loop(augmented())
-    batches = iter(loop.data)
-    x, y = next(batches)
-    passes = mpitrain.torch.virtual_batches(loop.model, (torch.cat([x, x]), torch.cat([y, y])))
-    assert "give it the batch as it comes" in error_of(DataError, lambda: next(passes))
-
-
-def test_a_first_batch_that_is_not_a_multiple(world: World) -> None:
-    loop = Loop([torch.zeros(V + 1, WIDTH)])
-    text = error_on_all(world, DataError, lambda: next(iter(loop.data)))
+    x, y = next(iter(loop.data))
+    other = mpitrain.torch.virtual_batches(loop.model, (torch.cat([x, x]), torch.cat([y, y])))
+    assert "give it the batch as it comes" in error_of(DataError, lambda: next(other))
+    with pytest.raises(ConfigError, match="Leave accumulate out"), mpitrain.torch.accumulate(loop.model):
+        pass
+    few = Loop([torch.zeros(V + 1, WIDTH)])
+    text = error_on_all(world, DataError, lambda: next(iter(few.data)))
     assert f"the first batch has {V + 1} samples for virtual_ranks={V}" in text
 
 
-def test_a_mean_of_one_loss(world: World) -> None:
+def test_what_does_not_fit_virtual_ranks(world: World) -> None:
+    """A mean of one loss, a state of other ones, and a model without any."""
     loop = Loop(augmented()).run(1)
     assert "Append each loss" in error_of(DataError, lambda: loop.data.mean(1.0))
     assert "a list of 0" in error_of(DataError, lambda: loop.data.mean([]))
-
-
-def test_a_state_of_other_virtual_ranks(world: World) -> None:
-    state = Loop(augmented()).run(1).state()
+    state = loop.state()
     for options, words in (({"number": 21}, "virtual_ranks=21"), ({"seed": 2}, "seed=2")):
         assert words in error_of(CheckpointError, lambda o=options: Loop(augmented(), state=state, **o))
-
-
-def test_a_model_without_virtual_ranks(world: World) -> None:
     model = mlp()
     mpitrain.torch.prepare(model, sgd(model.parameters()), [torch.zeros(9, 5)])
     text = error_of(ConfigError, lambda: mpitrain.torch.virtual_batches(model, torch.zeros(9, 5)))
     assert "the model was prepared without virtual ranks" in text
 
 
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
+def test_what_prepare_refuses(world: World) -> None:
+    own: Any = Sync(lambda world: None, virtual_ranks=V)  # type: ignore[arg-type, return-value]
+    divided = Loop(augmented()).data
+    for options, words in (
         ({"compression": "int8"}, "compression together with virtual_ranks=7"),
         ({"strategy": Sync(virtual_ranks=0)}, "virtual_ranks=0; it must be an int of at least 1"),
-        ({"strategy": Sync(lambda world: None, virtual_ranks=V)}, "an exchange= of its own"),  # type: ignore[arg-type, return-value]
-    ],
-)
-def test_what_prepare_refuses(world: World, options: dict[str, Any], words: str) -> None:
-    model = mlp()
-    given = {"strategy": Sync(virtual_ranks=V), **options}
-    prepare: Callable[[], Any] = lambda: mpitrain.torch.prepare(  # noqa: E731
-        model, sgd(model.parameters()), [torch.zeros(9, 5)], **given
-    )
-    assert words in error_on_all(world, ConfigError, prepare)
-
-
-def test_accumulate_and_rounds_have_no_virtual_ranks(world: World) -> None:
-    loop = Loop(augmented())
-
-    def accumulated() -> None:
-        with mpitrain.torch.accumulate(loop.model):
-            pass
-
-    assert "Leave accumulate out" in error_of(ConfigError, accumulated)
-    other = mlp()
-    prepare: Callable[[], Any] = lambda: mpitrain.torch.prepare(  # noqa: E731
-        other, sgd(other.parameters()), loop.data, strategy=LocalSGD(2)
-    )
-    text = error_on_all(world, ConfigError, prepare)
-    assert "which is divided for virtual_ranks=7 and seed=1, and the strategy asks for none" in text
+        ({"strategy": own}, "an exchange= of its own"),
+        ({"strategy": LocalSGD(2), "data": divided}, "divided for virtual_ranks=7 and seed=1, and the strategy asks"),
+    ):
+        model = mlp()
+        given = {"strategy": Sync(virtual_ranks=V), "data": [torch.zeros(9, 5)], **options}
+        prepare = partial(mpitrain.torch.prepare, model, sgd(model.parameters()), given.pop("data"), **given)
+        assert words in error_on_all(world, ConfigError, prepare)
 
 
 # -- the probe -------------------------------------------------------------------------------------------------------

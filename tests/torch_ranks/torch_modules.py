@@ -10,10 +10,13 @@ import numpy
 import torch
 from torch.nn.functional import cross_entropy
 
-from mpitrain import Accumulate, Parts, Sync, TorchModule, Trainer, World
+from mpitrain import Accumulate, Hook, Parts, ShardedSync, StopAtStep, Sync, TorchModule, Trainer, World
 from mpitrain.data import ArrayData
 from mpitrain.optim import warmup_cosine
+from mpitrain.reducer.exchange import make_exchange
+from mpitrain.reducer.scattered import ScatteredExchange
 from mpitrain.state.names import split
+from mpitrain.strategies import Strategy
 
 INPUTS, CLASSES, SEED = 6, 3, 3
 COUNT, GLOBAL_BATCH, STEPS = 71, 23, 9  # the last batch has 2 samples, fewer than 3 or more ranks
@@ -117,3 +120,38 @@ def bits(trainer: Trainer) -> dict[str, bytes]:
         for part in split(trainer.state())
         for name, value in part.items()
     }
+
+
+# -- trainings with an optimizer that is divided between the ranks, or that is not ---------------------------
+
+STRATEGIES: dict[str, Callable[[], Strategy]] = {
+    "sync": lambda: Sync(lambda world: make_exchange(world, "ring")),
+    "sharded": lambda: ShardedSync(lambda world: ScatteredExchange(world, "ring")),
+}
+
+
+def run(strategy: str, kind: Any, optimizer: Any, steps: int, *hooks: Hook, **options: Any) -> Trainer:
+    def build(world: World) -> Parts:
+        parts = builder(kind, optimizer, **options)(world)
+        return Parts(parts.adapter, STRATEGIES[strategy](), parts.data)
+
+    trainer = Trainer(build, [*hooks, StopAtStep(steps)])
+    trainer.run()
+    trainer.own_state()
+    return trainer
+
+
+def assert_alike(found: Trainer, expected: Trainer) -> None:
+    assert bits(found) == bits(expected)
+    found.close()
+    expected.close()
+
+
+def of(name: str, **options: Any) -> Callable[[Any], Any]:
+    """An optimizer of torch.optim with its defaults, at one rate."""
+
+    def make(module: Any) -> Any:
+        trained = [its for its in module.parameters() if its.requires_grad]
+        return getattr(torch.optim, name)(trained, lr=0.01, **options), {"schedule": None}
+
+    return make
