@@ -13,17 +13,32 @@ import numpy
 import pytest
 
 from models import mlp
-from mpitrain import Accumulate, ArrayFunction, Balance, Checkpoint, Parts, StopAtStep, Sync, Trainer, World, evaluate
+from mpitrain import (
+    Accumulate,
+    ArrayFunction,
+    Balance,
+    Checkpoint,
+    CompareReplicas,
+    Hook,
+    Parts,
+    Step,
+    StopAtStep,
+    Sync,
+    Trainer,
+    World,
+    evaluate,
+)
 from mpitrain import Record as KeepRows
 from mpitrain import state as checkpoint
 from mpitrain.data import ArrayData
-from mpitrain.errors import NonFiniteError
+from mpitrain.errors import NonFiniteError, ReplicaError
 from mpitrain.optim import SGD, Adam, AdamW, LossScale
 from mpitrain.reducer.exchange import Exchange, PlainExchange, make_exchange
 from mpitrain.state.names import split
+from mpitrain.training.hooks.replicas import checksum
 from mpitrain.training.writers.json_lines import read_rows
 from mpitrain.writers import JsonLines
-from tests.ranks.common import assert_same_bits, error_on_all
+from tests.ranks.common import assert_same_bits, error_on_all, skip_alone
 from tests.ranks.test_data_balance import Pretend
 from tests.ranks.trainings import Record
 
@@ -102,8 +117,7 @@ def test_a_run_equals_the_one_on_numpy(world: World, name: str) -> None:
     assert_same_bits(world, *(value.get() for value in trainer.adapter.parameters().values()))
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float64"])
-@pytest.mark.parametrize("name", ["sgd", "adamw, clipped"])
+@pytest.mark.parametrize(("name", "dtype"), [("sgd", "float32"), ("adamw, clipped", "float64")])
 def test_what_is_recorded(world: World, shared: Path, capfd: pytest.CaptureFixture[str], name: str, dtype: str) -> None:
     """The record has the gradient norms of NumPy, the GPU's memory, and the GPU's use or why this is missing."""
     rows = []
@@ -202,10 +216,8 @@ def test_ranks_that_start_from_different_parameters_get_those_of_rank_0(world: W
         return parts
 
     found = Trainer(build).adapter.parameters()
-    expected = builder(numpy)(world).adapter.parameters()
-    assert {name: value.get().tobytes() for name, value in found.items()} == {
-        name: value.tobytes() for name, value in expected.items()
-    }
+    for name, value in builder(numpy)(world).adapter.parameters().items():
+        assert found[name].get().tobytes() == value.tobytes(), name
 
 
 def test_evaluate(world: World) -> None:
@@ -216,11 +228,8 @@ def test_evaluate(world: World) -> None:
         parameters = {name: xp.asarray(value.get()) for name, value in trainer.adapter.parameters().items()}
 
         def metrics(batch: Any, xp: ModuleType = xp, parameters: Any = parameters) -> dict[str, float]:
-            return {
-                "right": float(
-                    (mlp.scores(parameters, xp.asarray(batch[0])).argmax(axis=1) == xp.asarray(batch[1])).mean()
-                )
-            }
+            found = mlp.scores(parameters, xp.asarray(batch[0])).argmax(axis=1)
+            return {"right": float((found == xp.asarray(batch[1])).mean())}
 
         results[xp.__name__] = evaluate(world, metrics, (x, y), samples_at_once=13)["right"]
     assert results["cupy"] == results["numpy"]
@@ -244,3 +253,26 @@ def test_gradients_in_pieces_and_unequal_parts(world: World) -> None:
     numpy.testing.assert_allclose(losses, expected, rtol=1e-12)
     for name, value in other.adapter.parameters().items():
         numpy.testing.assert_allclose(trainer.adapter.parameters()[name].get(), value, rtol=1e-11, atol=1e-13)
+
+
+class Negate(Hook):
+    """Flips the bit of the sign of one element on the last rank, after step 2."""
+
+    def after_step(self, trainer: Trainer, step: Step) -> None:
+        value = trainer.adapter.parameters()["dense1.bias"]
+        if step.number == 2 and trainer.world.rank == trainer.world.size - 1:
+            value[1] = -value[1]
+
+
+def test_a_sign_that_flips_on_a_gpu(world: World) -> None:
+    """The hash and the repair of replicas are those of the host."""
+    array = numpy.arange(12, dtype="float32").reshape(3, 4)
+    assert checksum(cupy.asarray(array)) == checksum(array)
+    skip_alone(world)
+    text = error_on_all(world, ReplicaError, lambda: trained(builder(cupy), 4, Negate(), CompareReplicas(1)))
+    assert text.startswith("after step 2 the parameters are not those of rank")
+    assert f"on: {world.name(world.size - 1)}: dense1.bias in 1 of " in text
+    expected, _ = trained(builder(cupy), 4)
+    found, _ = trained(builder(cupy), 4, Negate(), CompareReplicas(2, repair="majority"))
+    for name, value in expected.adapter.parameters().items():
+        assert found.adapter.parameters()[name].get().tobytes() == value.get().tobytes(), name
