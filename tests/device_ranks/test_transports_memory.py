@@ -111,7 +111,11 @@ def coded(world: World, name: str) -> Callable[[], Any]:
 
 # What takes memory, how many bytes are free, and what the error says of it.
 WITHOUT_MEMORY: dict[str, tuple[Callable[[World], Callable[[], Any]], int, str]] = {
-    "peer": (lambda world: partial(make_transport(world, "peer").allocate, 2**20, FLOAT32), 2**20, "a bucket"),
+    "peer": (
+        lambda world: partial(make_transport(world, "peer").allocate, 2**20, FLOAT32),
+        2**20,
+        "a bucket that the ranks of a node share",
+    ),
     "staged": (lambda world: partial(make_transport(world, "staged").allocate, 2**20, FLOAT32), 2**20, "a bucket"),
     "reducer": (reducer, 0, "a bucket"),
     "reducer's flags": (reducer, BYTES_OF_PARAMETERS, "the flags of a reducer's buckets"),
@@ -133,11 +137,13 @@ def test_no_memory_on_one_rank(world: World, monkeypatch: pytest.MonkeyPatch, ca
             used = cupy.cuda._used.get(cupy.cuda.Device().id, 0)
             patch.setenv("EMULATED_BYTES_OF_OTHERS", str(2**31 - used - free))
         said = error_on_all(world, DeviceError, call)
-    assert said.startswith(f"{world.name(world.size - 1)}: GPU ")
+    last = world.size - 1
+    named = f"{world.name(0)}: rank {last}: GPU " if case == "peer" else f"{world.name(last)}: GPU "
+    assert said.startswith(named)
     assert f" bytes for {what}: " in said
     if not case.startswith("reducer"):
         assert "has no 4,194,304 bytes" in said
-    if what == "a bucket":
+    if what.startswith("a bucket"):
         assert f"{free:,} of 2,147,483,648 are free" in said
     assert "MPITRAIN_BUCKET_MIB" in said
     call()
