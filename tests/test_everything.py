@@ -223,22 +223,27 @@ def test_a_part_that_hangs(tmp_path: Path, capfd: pytest.CaptureFixture[str], mo
     assert [is_alive(pid) for pid in pids(tmp_path)] == [False, False]
 
 
-def test_ctrl_c(tmp_path: Path) -> None:
-    folders = [tmp_path / "a", tmp_path / "b"]
-    for folder in folders:
-        folder.mkdir()
+def interrupted(source: str, folder: Path) -> list[Path]:
+    """Run two parts and press Ctrl-C once both have begun; return their folders."""
+    folders = [folder / "a", folder / "b"]
+    for one in folders:
+        one.mkdir()
 
     def interrupt() -> None:
-        for folder in folders:
-            pids(folder)
+        for one in folders:
+            until((one / "job").exists)
         os.kill(os.getpid(), signal.SIGINT)
 
     thread = threading.Thread(target=interrupt)
     thread.start()
     with pytest.raises(KeyboardInterrupt):
-        run([part(PART, folder, deadline_seconds=HANG_SECONDS) for folder in folders], cores=2)
+        run([part(source, one, deadline_seconds=HANG_SECONDS) for one in folders], cores=2)
     thread.join()
-    assert [is_alive(pid) for folder in folders for pid in pids(folder)] == [False] * 4
+    return folders
+
+
+def test_ctrl_c(tmp_path: Path) -> None:
+    assert [is_alive(pid) for folder in interrupted(PART, tmp_path) for pid in pids(folder)] == [False] * 4
 
 
 # A part that clears up when it is asked to end, the one called b for longer, and counts how often it is asked.
@@ -261,20 +266,7 @@ for _ in range(50):
 def test_what_is_clearing_up_is_left_to_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A second SIGTERM came in the middle of it, and a bed of nodes stayed."""
     monkeypatch.setattr(side_by_side, "GRACE_SECONDS", HANG_SECONDS)
-    folders = [tmp_path / "a", tmp_path / "b"]
-    for folder in folders:
-        folder.mkdir()
-
-    def interrupt() -> None:
-        for folder in folders:
-            until((folder / "job").exists)
-        os.kill(os.getpid(), signal.SIGINT)
-
-    thread = threading.Thread(target=interrupt)
-    thread.start()
-    with pytest.raises(KeyboardInterrupt):
-        run([part(CLEARS_UP, folder, deadline_seconds=HANG_SECONDS) for folder in folders], cores=2)
-    thread.join()
+    folders = interrupted(CLEARS_UP, tmp_path)
     assert [(folder / "cleared").read_text() for folder in folders] == ["asked", "asked"]
 
 
