@@ -77,6 +77,11 @@ class Device:
     __hash__ = None  # type: ignore[assignment]
 
     @property
+    def mem_info(self) -> tuple[int, int]:
+        total = _limit()
+        return max(0, total - _others() - _used.get(self.id, 0)), total
+
+    @property
     def pci_bus_id(self) -> str:
         return runtime.deviceGetPCIBusId(self.id)
 
