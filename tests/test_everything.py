@@ -200,18 +200,17 @@ def test_a_failed_test_is_tried_again_alone(tmp_path: Path, capfd: pytest.Captur
     ]
 
 
-def test_a_failed_test_stays_failed(tmp_path: Path) -> None:
-    """Where one fails again, where many fail, and where the part may not be tried again."""
-    for number, (names, passing, options) in enumerate(
-        [
-            (["first", "second"], ["first"], {}),
-            (["first", "second", "third", "fourth"], ["first", "second", "third", "fourth"], {}),
-            (["first"], ["first"], {"again": False}),
-        ]
-    ):
-        folder = tmp_path / str(number)
-        folder.mkdir()
-        assert run_again(folder, names, passing, **options) == Counter(passed=1, failed=len(names))
+@pytest.mark.parametrize(
+    ("names", "passing", "again"),
+    [
+        (["first", "second"], ["first"], True),
+        (["first", "second", "third", "fourth"], ["first", "second", "third", "fourth"], True),
+        pytest.param(["first"], ["first"], False, marks=pytest.mark.nightly),
+    ],
+    ids=["one fails again", "many fail", "the part may not be tried again"],
+)
+def test_a_failed_test_stays_failed(tmp_path: Path, names: list[str], passing: list[str], again: bool) -> None:
+    assert run_again(tmp_path, names, passing, again=again) == Counter(passed=1, failed=len(names))
 
 
 def test_a_part_that_hangs(tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

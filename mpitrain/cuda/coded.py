@@ -115,7 +115,7 @@ def coded_steps(world: World, place: DevicePlace, group: Group | None, codec: st
             values, error = flat[part], None
             if residual is not None:
                 error = residual[part]
-                pass
+                add(values, error)
             size = wire_bytes(codec, values.size)
             on_device, on_host = slot.sent[offset][:size], slot.host_sent[offset][:size]
             encode(codec, values, on_device, error)
