@@ -61,7 +61,7 @@ def trained(xp: ModuleType, strategy: Callable[[], Strategy]) -> tuple[Trainer, 
     "strategy",
     [
         pytest.param(Sync, id="sync", marks=pytest.mark.nightly),
-        pytest.param(partial(Pipeline, 1, micro_batches=5), id="1f1b"),
+        pytest.param(partial(Pipeline, 1, micro_batches=5), id="1f1b", marks=pytest.mark.nightly),
         pytest.param(partial(Pipeline, 1, "gpipe", 3, recompute=True), id="gpipe, recomputed"),
         pytest.param(
             partial(Pipeline, "auto", num_stages=1, micro_batches=2, sample=layered.samples(4)),
