@@ -1,4 +1,4 @@
-"""The layout of gradients in flat buffers, and the buckets in which they travel."""
+"""The layout of gradients in flat buffers, the buckets in which they travel, and the ranges that a rank owns."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import numpy
 from hypothesis import given
 from hypothesis import strategies as st
 
+from mpitrain.optim.owned import cut, put, rest_of, size_of, within
 from mpitrain.reducer.bucket import Bucket, Parameter, plan_buckets, plan_layout
 
 DTYPES = [numpy.dtype(name) for name in ("float16", "float32", "float64")] + [numpy.dtype(ml_dtypes.bfloat16)]
@@ -104,3 +105,24 @@ def test_a_parameter_tells_what_it_is() -> None:
     assert str(Parameter("dense.weight", (784, 256), numpy.dtype("f4"))) == "dense.weight float32 (784, 256)"
     assert Parameter("scalar", (), numpy.dtype("f4")).count == 1
     assert Parameter("nothing", (3, 0), numpy.dtype("f4")).count == 0
+
+
+def test_ranges_of_a_flat_buffer() -> None:
+    """`cut` and `put` are each other's reverse, and `within` finds a place in both."""
+    whole = numpy.arange(20)
+    ranges = [slice(2, 5), slice(7, 7), slice(9, 14)]
+    part = cut(ranges, whole)
+    assert part.tolist() == [2, 3, 4, 9, 10, 11, 12, 13]
+    assert size_of(ranges) == 8
+    assert sorted([*part, *cut(rest_of(ranges, 20), whole)]) == list(range(20))
+    assert rest_of([], 3) == [slice(0, 3)]
+    assert rest_of([slice(0, 3)], 3) == []
+    back = numpy.full(20, -1)
+    put(ranges, part, back)
+    assert [place for place in range(20) if back[place] == place] == part.tolist()
+    for begin in range(20):
+        for end in range(begin, 20):
+            got = [whole[slice(begin, end)][there].tolist() for there, _ in within(ranges, slice(begin, end))]
+            mine = [part[here].tolist() for _, here in within(ranges, slice(begin, end))]
+            assert got == mine
+            assert [value for one in got for value in one] == [value for value in part.tolist() if begin <= value < end]

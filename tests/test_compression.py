@@ -39,48 +39,33 @@ def codec(request: pytest.FixtureRequest, compiled: bool) -> Codec:
     return factory_of(request.param)(compiled)
 
 
-@pytest.mark.parametrize("name", INPUTS)
-def test_the_error_is_what_is_missing(codec: Codec, name: str) -> None:
-    values = INPUTS[name]
-    wire, error = encode(codec, values)
-    decoded = decode(codec, wire, values.size)
-    with numpy.errstate(all="ignore"):
-        expected = numpy.where(numpy.isfinite(decoded), values - decoded, numpy.float32(0))
-    assert same_bits(error, expected)
-    assert numpy.isfinite(error).all()
-    assert not numpy.isfinite(decoded[~numpy.isfinite(values)]).any()
-
-
-@pytest.mark.parametrize("name", INPUTS)
-def test_the_error_may_overwrite_the_values_or_be_left_out(codec: Codec, name: str) -> None:
-    values = INPUTS[name].copy()
-    wire, error = encode(codec, values)
-    alone = numpy.empty_like(wire)
-    codec.encode(values, alone)
-    assert same_bits(alone, wire)
-    assert same_bits(values, INPUTS[name])
-    codec.encode(values, alone, error=values)
-    assert same_bits(alone, wire)
-    assert same_bits(values, error)
-
-
-@pytest.mark.parametrize("name", INPUTS)
-def test_add_is_one_addition_of_what_is_decoded(codec: Codec, name: str) -> None:
-    wire, _ = encode(codec, INPUTS[name])
-    total = random(INPUTS[name].size)
-    with numpy.errstate(all="ignore"):
-        expected = total + decode(codec, wire, total.size)
-    codec.add(wire, total)
-    assert same_bits(total, expected)
-
-
 @pytest.mark.parametrize("codec", [*FORMS, "top_k:0.02:1"], indirect=True)
 @pytest.mark.parametrize("name", INPUTS)
-def test_encoding_what_was_decoded_changes_nothing(codec: Codec, name: str) -> None:
-    wire, _ = encode(codec, INPUTS[name])
-    again, error = encode(codec, decode(codec, wire, INPUTS[name].size))
+def test_encode_decode_and_add(codec: Codec, name: str) -> None:
+    """The error is what is missing; it may overwrite the values, or be left out. `add` is one addition of what is
+    decoded, and what was decoded is encoded without an error."""
+    values = INPUTS[name].copy()
+    wire, error = encode(codec, values)
+    assert same_bits(values, INPUTS[name])
+    assert codec.is_valid(wire, values)
+    decoded = decode(codec, wire, values.size)
+    total = random(values.size)
+    with numpy.errstate(all="ignore"):
+        missing = numpy.where(numpy.isfinite(decoded), values - decoded, numpy.float32(0))
+        expected = total + decoded
+    assert same_bits(error, missing)
+    assert numpy.isfinite(error).all()
+    assert not numpy.isfinite(decoded[~numpy.isfinite(values)]).any()
+    codec.add(wire, total)
+    assert same_bits(total, expected)
+    again, nothing = encode(codec, decoded)
     assert same_bits(again, wire)
-    assert not error.any()
+    assert not nothing.any()
+    alone = numpy.empty_like(wire)
+    for left_out in (None, values):
+        codec.encode(values, alone, left_out)
+        assert same_bits(alone, wire)
+    assert same_bits(values, error)
 
 
 @pytest.mark.parametrize("count", [1, 63, 1000, 200003])
@@ -108,7 +93,7 @@ def test_the_wire_is_shorter_than_the_values(codec: Codec) -> None:
 
 @NEEDS_NUMBA
 @pytest.mark.parametrize("codec_name", dict.fromkeys([*FORMS, *(f"top_k:{setting}" for setting in QUANTISED)]))
-@pytest.mark.parametrize("name", [*INPUTS, "1", "2", "3"])
+@pytest.mark.parametrize("name", [*INPUTS, "1"])
 def test_numba_and_numpy_give_the_same_bits(codec_name: str, name: str) -> None:
     values = INPUTS[name] if name in INPUTS else any_bits(int(name))
     fast, twin = factory_of(codec_name)(True), factory_of(codec_name)(False)
@@ -241,13 +226,6 @@ def test_without_numba(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_name_that_is_not_there() -> None:
     with pytest.raises(ConfigError, match=f"there is no codec 'int2'; known: {', '.join(sorted(CODECS))}"):
         make_codec("int2")
-
-
-@pytest.mark.parametrize("name", INPUTS)
-def test_what_was_encoded_is_valid(codec: Codec, name: str) -> None:
-    values = INPUTS[name]
-    wire, _ = encode(codec, values)
-    assert codec.is_valid(wire, values)
 
 
 @pytest.mark.parametrize(("place", "value"), [(0, 4096), (-1, 4), (-1, 65535)])

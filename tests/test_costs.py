@@ -1,19 +1,25 @@
-"""What follows from the profile of a cluster: the order of a ring, algorithms, buckets, whether a codec pays."""
+"""What follows from the profile of a cluster: the order of a ring, algorithms, buckets, whether a codec pays; and what
+counts as faster."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Iterator
 
+import numpy
 import pytest
 
+from mpitrain.allreduce import ALGORITHMS
+from mpitrain.allreduce.algorithm import Steps
 from mpitrain.allreduce.costs import Topology, bucket_bytes, native_below_bytes, pays
 from mpitrain.allreduce.direct import direct_seconds
 from mpitrain.allreduce.hierarchical import hierarchical_seconds
 from mpitrain.allreduce.native import native_seconds
-from mpitrain.allreduce.registry import candidates, cheapest, priced
+from mpitrain.allreduce.registry import by_cost, candidates, changes, cheapest, priced
 from mpitrain.allreduce.ring import ring_seconds
 from mpitrain.allreduce.shared_memory import shared_memory_seconds
+from mpitrain.noise import error_of_mean, median_and_error, noise
 from mpitrain.profile import DEFAULT, Profile, ring_order
 
 
@@ -131,51 +137,6 @@ def test_native_in_proportion() -> None:
     assert native_seconds(1, between(GIGABIT, 2)) == math.inf  # a lane is no whole communicator
 
 
-def choice_before(num_bytes: int, profile: Profile, ranks_per_node: tuple[int, ...]) -> tuple[str, str | None]:
-    """What auto took before algorithms had costs of their own: a copy of that rule, with all its constants."""
-    nodes, lanes = len(ranks_per_node), min(ranks_per_node)
-    native = profile.native_below_bytes
-    if native is None:
-        more = 2 * (math.ceil(math.log2(nodes)) - 1) * profile.latency_seconds
-        native = 16 * 1024 if nodes == 1 else 256 * 1024 if more < 200e-6 else 0
-    if num_bytes < native:
-        return "native", None
-    if nodes == 1:
-        return "shared_memory", None
-    ring_from = 0
-    if nodes > 2:
-        lost_a_byte = 0.04 * 2 * (nodes - 1) / nodes / (profile.bytes_per_second / lanes)
-        ring_from = round((2 * (nodes - 1) - 2) * profile.latency_seconds / lost_a_byte)
-    return "hierarchical", "ring" if num_bytes // lanes >= ring_from else "direct"
-
-
-SIZES = [1, *(size + more for e in range(8, 31, 2) for size in (2**e, 3 * 2**e + e) for more in (-1, 0))]
-NODES = [(1,), (2,), (4,), (7,), (1, 1), (1,) * 3, (1,) * 4, (1,) * 5, (1,) * 9, (2, 2), (1, 3), (4,) * 4, (2, 3, 2, 2)]
-
-
-@pytest.mark.parametrize("ranks_per_node", [nodes for nodes in NODES if sum(nodes) > 1], ids=str)
-@pytest.mark.parametrize("latency", [1e-6, 5e-6, 50e-6, 101e-6, 1e-3])
-@pytest.mark.parametrize("native_below_bytes", [None, 0, 8192, 2 * 2**20])
-def test_auto_takes_what_it_took(
-    latency: float, native_below_bytes: int | None, ranks_per_node: tuple[int, ...]
-) -> None:
-    """At all sizes but one: the old limit of the ring was rounded to a whole byte."""
-    for rate in (12e6, 117e6, 1.2e9, 11e9):
-        profile = Profile("test", latency, rate, native_below_bytes=native_below_bytes)
-        topology = Topology(profile, ranks_per_node)
-        lane = topology.between_nodes()
-        among_all, among = candidates(topology), candidates(lane)
-        for num_bytes in SIZES:
-            name = cheapest(num_bytes, topology, among_all)[1]
-            link = cheapest(num_bytes // lane.lanes, lane, among)[1] if name == "hierarchical" else None
-            before = choice_before(num_bytes, profile, ranks_per_node)
-            if (name, link) != before:
-                part = num_bytes // lane.lanes
-                nearly = pytest.approx(direct_seconds(part, lane), rel=1e-5)
-                assert name == before[0] == "hierarchical"
-                assert ring_seconds(part, lane) == nearly
-
-
 def test_bucket_bytes_by_hand() -> None:
     assert bucket_bytes(DEFAULT, 4) == bucket_bytes(linked(set()), 1) == 4 * 2**20
     measured = linked(set())  # the fastest link has 104 MB/s
@@ -198,3 +159,55 @@ def test_compression_pays_by_hand() -> None:
     assert pays("bf16", profile(101e6), 4)
     assert not pays("int8", profile(1e12), 1)  # not measured
     assert not pays("bf16", dataclasses.replace(profile(1e12), nodes=()), 1)
+
+
+# -- auto and hierarchical take the cheapest for each size -----------------------------------------------------------
+
+
+def taken(topology: Topology, *sizes: int) -> list[str]:
+    """The names of the algorithms that run for buffers of so many bytes."""
+    started: list[str] = []
+
+    def make(name: str) -> Steps:
+        def steps(flat: numpy.ndarray, residual: numpy.ndarray | None = None) -> Iterator[None]:
+            started.append(name)
+            return iter(())
+
+        return steps
+
+    steps = by_cost(topology, {name: make(name) for name in candidates(topology)})
+    for size in sizes:
+        steps(numpy.empty(size, numpy.int8))
+    return started
+
+
+def test_all_ranks() -> None:
+    limit = 256 * 1024
+    assert taken(Topology(GIGABIT, (2, 2)), 1, limit - 1, limit) == ["native", "native", "hierarchical"]
+    assert taken(Topology(GIGABIT, (4,)), 16 * 1024 - 1, 16 * 1024) == ["native", "shared_memory"]
+
+
+def test_where_the_choice_changes() -> None:
+    limits = [(0, "a"), (77, "b"), (1000, "c"), (1003, "d"), (2**30, "e")]
+    assert changes(lambda num_bytes: [text for begin, text in limits if begin <= num_bytes][-1]) == limits
+    assert changes(lambda num_bytes: "a") == [(0, "a")]
+
+
+def test_a_cheaper_entry_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At every level: of all ranks, and over the lanes between nodes."""
+    entry = ALGORITHMS["recursive_doubling"]._replace(seconds=lambda num_bytes, topology: 0.0)
+    monkeypatch.setitem(ALGORITHMS, "recursive_doubling", entry)
+    assert taken(Topology(GIGABIT, (2, 2)), 1, 2**24) == ["recursive_doubling"] * 2
+
+
+def test_noise() -> None:
+    assert noise(1.0) == 0.02
+    assert noise(1.0, 0.03, 0.04) == pytest.approx(0.1)
+    assert median_and_error([3.0]) == (3.0, 0.0)
+    assert error_of_mean([3.0]) == 0.0
+    random = numpy.random.default_rng(0)
+    many = random.normal(10, 2, (2000, 101))
+    assert numpy.median([median_and_error(row.tolist())[1] for row in many]) == pytest.approx(
+        numpy.median(many, axis=1).std(), rel=0.1
+    )
+    assert numpy.mean([error_of_mean(row.tolist()) for row in many]) == pytest.approx(many.mean(axis=1).std(), rel=0.1)

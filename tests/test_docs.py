@@ -12,6 +12,8 @@ The blocks of one document run one after the other in one directory, a copy of t
 Each line shown under a command must come in its output, in this order; others may come in between ("..." says so on the
 page). A line that ends with "..." stands for any end. Any number stands for any other, but in an exact block. Every
 Python block, marked or not, must compile.
+
+A command of REPEATED runs in `scripts/test --nightly` only, because another test of every run has what it shows.
 """
 
 from __future__ import annotations
@@ -47,8 +49,20 @@ FRAMEWORKS = {
     "docs/how-to/horovod.md": "torch",
     "docs/how-to/jax.md": "jax",
     "docs/how-to/pytorch.md": "torch",
-    "docs/explanation/numerics.md#bitwise-identical-results-on-any-number-of-ranks": "torch",
+    "docs/explanation/numerics.md": "torch",
 }
+
+
+# Dear commands, by the test of every run that starts the same programs.
+REPEATED = {
+    "tests/faults/test_chaos.py": ["bash chaos_demo.sh", "ls demo"],
+    "tests/examples/torch_programs.py": [
+        "mpiexec -n 2 python examples/torch_whole_loop.py --checkpoint state.pt --epochs 2",
+        "mpiexec -n 3 python examples/torch_whole_loop.py --checkpoint state.pt",
+        "mpiexec -n 2 python examples/torch_ddp.py --steps 20",
+    ],
+}
+NIGHTLY = {command for listed in REPEATED.values() for command in listed}
 
 
 @dataclass(frozen=True)
@@ -85,8 +99,21 @@ def test_every_mark_belongs_to_a_block() -> None:
         assert len(marks) == sum(block.mark is not None for block in blocks(document)), document
 
 
-@pytest.mark.parametrize("document", sorted({block.document for block in ALL_BLOCKS if block.mark is not None}))
-def test_marked_blocks_run(document: str, tmp_path: Path) -> None:
+MARKED = sorted({block.document for block in ALL_BLOCKS if block.mark is not None})
+
+
+@pytest.mark.parametrize(
+    ("document", "leaves_out"),
+    [
+        *(pytest.param(document, NIGHTLY, id=document) for document in MARKED),
+        *(
+            pytest.param(document, set(), id=f"{document}, all of it", marks=pytest.mark.nightly)
+            for document in MARKED
+            if any(f"$ {command}\n" in TEXTS[document] for command in NIGHTLY)
+        ),
+    ],
+)
+def test_marked_blocks_run(document: str, leaves_out: set[str], tmp_path: Path) -> None:
     if framework := FRAMEWORKS.get(document):
         pytest.importorskip(framework, reason=f"{framework} is not installed")
     for folder in ("examples", "scripts"):
@@ -102,7 +129,8 @@ def test_marked_blocks_run(document: str, tmp_path: Path) -> None:
         else:
             assert block.language == "console", f"{block}: only console and python blocks can be run"
             for command, expected in commands(block):
-                check_shown(block, command, expected, run(block, command, tmp_path))
+                if command not in leaves_out:
+                    check_shown(block, command, expected, run(block, command, tmp_path))
 
 
 def commands(block: Block) -> list[tuple[str, list[str]]]:
@@ -146,6 +174,14 @@ def check_shown(block: Block, command: str, expected: list[str], output: str) ->
 def without_numbers(line: str) -> str:
     """Numbers depend on the machine, and their widths with them."""
     return re.sub(r"\s+", " ", re.sub(r"\d[\d.,:]*(?:e[-+]\d+)?", "#", line)).strip()
+
+
+def test_what_is_left_out_is_in_a_document_and_in_another_test() -> None:
+    marked = [block for block in ALL_BLOCKS if block.mark is not None and block.language == "console"]
+    assert {command for block in marked for command, _ in commands(block)} >= NIGHTLY
+    for path, listed in REPEATED.items():
+        programs = set(re.findall(r"examples/(\w+)\.py", " ".join(listed)))
+        assert all(f'"{program}"' in (REPOSITORY / path).read_text() for program in programs)
 
 
 def test_what_is_shown_is_compared() -> None:
@@ -264,10 +300,6 @@ def test_files_on_the_nodes() -> None:
     assert not undocumented, "written by a role, but not in the table"
     unwritten = [one for one in sorted(listed) if not any(re.fullmatch(pattern, one) for pattern in patterns.values())]
     assert not unwritten, "in the table, but written by no role"
-
-
-def test_changelog_has_this_version() -> None:
-    assert re.search(rf"^## \[{re.escape(mpitrain.__version__)}\] - \d{{4}}-\d\d-\d\d$", TEXTS["CHANGELOG.md"], re.M)
 
 
 def test_pictures_are_well_formed() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import re
 import shlex
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from importlib import import_module
 from typing import cast
 
@@ -19,143 +19,91 @@ from mpitrain.config import Config
 from mpitrain.strategies import STRATEGIES
 from test_docs import TEXTS
 
-KIB, MIB, MILLI, MICRO = 2**10, 2**20, 1e-3, 1e-6
+UNITS = {"KIB": 2**10, "MIB": 2**20, "MILLI": 1e-3}
+# By document: a pattern of the sentence with its number as a group, and where the number comes from.
+QUOTES: dict[str, list[tuple[str, str]]] = {
+    "explanation/allreduce": [
+        (r"A segment travels in pieces of at most (\d+) KiB", "allreduce.ring.PIECE_BYTES / KIB"),
+        (r"k = pieces of a segment = N / p / (\d+) KiB", "allreduce.ring.PIECE_BYTES / KIB"),
+        (r"It goes in blocks of (\d+) KiB", "allreduce.shared_memory._BLOCK_BYTES / KIB"),
+        (r"it is copied in and out, (\d+) MiB at a time", "allreduce.shared_memory._SLAB_BYTES / MIB"),
+        (r"one exchange in (\d+) is made without naps", "waiting.pieces._WITHOUT_NAPS"),
+        (r"Exchanges of less than (\d+) KiB are over", "waiting.pieces._LEAST_BYTES / KIB"),
+        (r"beside the backward pass sleeps ([\d.]+) ms", "reducer.driver._NAP_SECONDS / MILLI"),
+        (r"The scratch memory is (\d+) MiB, made once", "allreduce.ring.PIECE_BYTES * allreduce.ring.AHEAD / MIB"),
+    ],
+    "dev/architecture": [
+        (r"Between two looks it sleeps for ([\d.]+) ms", "reducer.driver._NAP_SECONDS / MILLI"),
+        (r"drives it for up to ([\d.]+) s too", "torch.channel._HERE_SECONDS"),
+        (r"The first (\d+) calls of a group are compared", "torch.channel.COMPARED_CALLS"),
+        (r"waits up to ([\d.]+) s to hear whether", "job.failure._ARBITRATION_SECONDS"),
+        (r"hears nothing from its guard there for (\d+) s", "launch.trouble.SILENCE_SECONDS"),
+        (r"what has not ended after (\d+) s, or at a second signal", "launch.run.GRACE_SECONDS"),
+    ],
+    "how-to/pytorch": [
+        (r"The first (\d+) calls of a group are compared", "torch.channel.COMPARED_CALLS"),
+    ],
+    "how-to/run-jobs": [
+        (r"after (\d+) s without a heartbeat", "launch.trouble.SILENCE_SECONDS"),
+        (r"exit (\d+) s after the last heartbeat", "launch.trouble.GUARD_SILENCE_SECONDS"),
+    ],
+    "how-to/troubleshooting": [
+        (r"gives the ranks (\d+) s after a Ctrl-C", "launch.run.GRACE_SECONDS"),
+        (r"When nothing has moved for (\d+) s", "Config().stall_seconds"),
+    ],
+    "how-to/fault-tolerance": [
+        (r"at the earliest (\d+) s after it was set aside", "launch.policy.ASIDE_SECONDS"),
+        (r"a host was found bad (\d+) times", "launch.policy.MOST_TIMES_BAD"),
+        (r"it is asked again after (\d+) s, 20 s", "launch.intake.FIRST_SECONDS"),
+        (r"and so on, up to every (\d+) minutes, silently", "launch.intake.MOST_SECONDS / 60"),
+        (r"The host is asked again after (\d+) minutes", "launch.intake.DIFFERENT_SECONDS / 60"),
+    ],
+    "how-to/parameter-server": [
+        (r"lasts for more than (\d+) s, the STATE", "launch.jobs._SILENT_SECONDS"),
+        (r"the table has those (\d+) that joined last", "server.status._MOST_GONE"),
+        (r"in one process, for (\d+) s at most", "launch.served._MOST_SIZES_SECONDS"),
+        (r"look up code, packages and MPI for at most (\d+) s", "launch.served._MOST_SECONDS"),
+        (r"over the last (\d+) s, or over the last", "server.status._LOOKS - 1"),
+    ],
+    "reference/formats-and-protocols": [
+        (r"(\d+) KiB for a rank", "launch.log.MOST_RANK_BYTES / KIB"),
+        (r"(\d+) MiB for all ranks together", "launch.log.MOST_BYTES / MIB"),
+        (r"A line is kept up to (\d+) bytes", "launch.log.MOST_LINE_BYTES"),
+        (r"At most ([\d,]+) lines, and 1 MiB", "launch.log.MOST_LINES"),
+    ],
+    "how-to/monitor": [
+        (r"the last lines of each rank \((\d+) KiB for each", "launch.log.MOST_RANK_BYTES / KIB"),
+        (r"at most (\d+) MiB in all", "launch.log.MOST_BYTES / MIB"),
+        (r"a folder does not answer for (\d+) s", "dashboard.folder_watch._SILENT_SECONDS"),
+    ],
+    "dev/cuda-kernels": [
+        (r"arrays go through (\d+) MiB of its own", "cuda.peer.SLAB_BYTES / MIB"),
+        (r"for buffers below (\d+) KiB", "cuda.transports.LIMIT_BYTES / KIB"),
+    ],
+}
 
 
-def constant(place: str, unit: float = 1) -> Callable[[], float]:
-    """The value of `module.NAME` of the package, in a unit. Skips the test where the module's framework is missing."""
-    module, _, name = place.rpartition(".")
+def value_of(expression: str) -> float:
+    """Of constants as `module.NAME`, settings and units. Skips the test where a module's framework is missing."""
 
-    def value() -> float:
-        if module.partition(".")[0] == "torch":
+    def constant(found: re.Match[str]) -> str:
+        module, _, name = found[0].rpartition(".")
+        if module.startswith("torch."):
             pytest.importorskip("torch", reason="PyTorch is not installed")
-        return getattr(import_module(f"mpitrain.{module}"), name) / unit
+        return repr(getattr(import_module(f"mpitrain.{module}"), name))
 
-    return value
-
-
-def setting(name: str) -> Callable[[], float]:
-    """The default of a setting."""
-    return lambda: getattr(Config(), name)
+    return float(eval(re.sub(r"\b[a-z_]+(?:\.\w+)+", constant, expression), {"Config": Config, **UNITS}))
 
 
-# Document, a pattern of the sentence with its number as a group, and where the number comes from.
-QUOTES: list[tuple[str, str, Callable[[], float]]] = [
-    (
-        "explanation/allreduce",
-        r"A segment travels in pieces of at most (\d+) KiB",
-        constant("allreduce.ring.PIECE_BYTES", KIB),
-    ),
-    (
-        "explanation/allreduce",
-        r"k = pieces of a segment = N / p / (\d+) KiB",
-        constant("allreduce.ring.PIECE_BYTES", KIB),
-    ),
-    ("explanation/allreduce", r"It goes in blocks of (\d+) KiB", constant("allreduce.shared_memory._BLOCK_BYTES", KIB)),
-    (
-        "explanation/allreduce",
-        r"it is copied in and out, (\d+) MiB at a time",
-        constant("allreduce.shared_memory._SLAB_BYTES", MIB),
-    ),
-    ("explanation/allreduce", r"one exchange in (\d+) is made without naps", constant("waiting.pieces._WITHOUT_NAPS")),
-    (
-        "explanation/allreduce",
-        r"Exchanges of less than (\d+) KiB are over",
-        constant("waiting.pieces._LEAST_BYTES", KIB),
-    ),
-    (
-        "explanation/allreduce",
-        r"beside the backward pass sleeps ([\d.]+) ms",
-        constant("reducer.driver._NAP_SECONDS", MILLI),
-    ),
-    (
-        "dev/architecture",
-        r"Between two looks it sleeps for ([\d.]+) ms",
-        constant("reducer.driver._NAP_SECONDS", MILLI),
-    ),
-    ("dev/architecture", r"drives it for up to ([\d.]+) s too", constant("torch.channel._HERE_SECONDS")),
-    ("dev/architecture", r"The first (\d+) calls of a group are compared", constant("torch.channel.COMPARED_CALLS")),
-    ("how-to/pytorch", r"The first (\d+) calls of a group are compared", constant("torch.channel.COMPARED_CALLS")),
-    ("dev/architecture", r"waits up to ([\d.]+) s to hear whether", constant("job.failure._ARBITRATION_SECONDS")),
-    ("dev/architecture", r"hears nothing from its guard there for (\d+) s", constant("launch.trouble.SILENCE_SECONDS")),
-    ("how-to/run-jobs", r"after (\d+) s without a heartbeat", constant("launch.trouble.SILENCE_SECONDS")),
-    ("how-to/run-jobs", r"exit (\d+) s after the last heartbeat", constant("launch.trouble.GUARD_SILENCE_SECONDS")),
-    (
-        "dev/architecture",
-        r"what has not ended after (\d+) s, or at a second signal",
-        constant("launch.run.GRACE_SECONDS"),
-    ),
-    ("how-to/troubleshooting", r"gives the ranks (\d+) s after a Ctrl-C", constant("launch.run.GRACE_SECONDS")),
-    (
-        "how-to/fault-tolerance",
-        r"at the earliest (\d+) s after it was set aside",
-        constant("launch.policy.ASIDE_SECONDS"),
-    ),
-    ("how-to/fault-tolerance", r"a host was found bad (\d+) times", constant("launch.policy.MOST_TIMES_BAD")),
-    ("how-to/fault-tolerance", r"it is asked again after (\d+) s, 20 s", constant("launch.intake.FIRST_SECONDS")),
-    (
-        "how-to/fault-tolerance",
-        r"and so on, up to every (\d+) minutes, silently",
-        constant("launch.intake.MOST_SECONDS", 60),
-    ),
-    (
-        "how-to/fault-tolerance",
-        r"The host is asked again after (\d+) minutes",
-        constant("launch.intake.DIFFERENT_SECONDS", 60),
-    ),
-    ("how-to/parameter-server", r"lasts for more than (\d+) s, the STATE", constant("launch.jobs._SILENT_SECONDS")),
-    ("how-to/parameter-server", r"the table has those (\d+) that joined last", constant("server.status._MOST_GONE")),
-    ("how-to/parameter-server", r"in one process, for (\d+) s at most", constant("launch.served._MOST_SIZES_SECONDS")),
-    (
-        "how-to/parameter-server",
-        r"look up code, packages and MPI for at most (\d+) s",
-        constant("launch.served._MOST_SECONDS"),
-    ),
-    (
-        "how-to/parameter-server",
-        r"over the last (\d+) s, or over the last",
-        lambda: constant("server.status._LOOKS")() - 1,
-    ),
-    ("reference/formats-and-protocols", r"(\d+) KiB for a rank", constant("launch.log.MOST_RANK_BYTES", KIB)),
-    (
-        "reference/formats-and-protocols",
-        r"(\d+) MiB for all ranks together",
-        constant("launch.log.MOST_BYTES", MIB),
-    ),
-    (
-        "reference/formats-and-protocols",
-        r"A line is kept up to (\d+) bytes",
-        constant("launch.log.MOST_LINE_BYTES"),
-    ),
-    (
-        "reference/formats-and-protocols",
-        r"At most ([\d,]+) lines, and 1 MiB",
-        constant("launch.log.MOST_LINES"),
-    ),
-    (
-        "how-to/monitor",
-        r"the last lines of each rank \((\d+) KiB for each",
-        constant("launch.log.MOST_RANK_BYTES", KIB),
-    ),
-    ("how-to/monitor", r"at most (\d+) MiB in all", constant("launch.log.MOST_BYTES", MIB)),
-    ("how-to/monitor", r"a folder does not answer for (\d+) s", constant("dashboard.folder_watch._SILENT_SECONDS")),
-    ("how-to/troubleshooting", r"When nothing has moved for (\d+) s", setting("stall_seconds")),
-    ("dev/cuda-kernels", r"arrays go through (\d+) MiB of its own", constant("cuda.peer.SLAB_BYTES", MIB)),
-    ("dev/cuda-kernels", r"for buffers below (\d+) KiB", constant("cuda.transports.LIMIT_BYTES", KIB)),
-    (
-        "explanation/allreduce",
-        r"The scratch memory is (\d+) MiB, made once",
-        lambda: constant("allreduce.ring.PIECE_BYTES", MIB)() * constant("allreduce.ring.AHEAD")(),
-    ),
-]
+ROWS = [(document, *row) for document, rows in QUOTES.items() for row in rows]
 
 
-@pytest.mark.parametrize(("document", "sentence", "value"), QUOTES, ids=[f"{row[0]}: {row[1]}" for row in QUOTES])
-def test_constants(document: str, sentence: str, value: Callable[[], float]) -> None:
+@pytest.mark.parametrize(("document", "sentence", "value"), ROWS, ids=[f"{row[0]}: {row[1]}" for row in ROWS])
+def test_constants(document: str, sentence: str, value: str) -> None:
     quoted = re.findall(sentence.replace(" ", r"\s+"), TEXTS[f"docs/{document}.md"])
     assert quoted, "the document does not say so any more: change this row with it"
     for number in quoted:
-        assert float(number.replace(",", "")) == pytest.approx(value())
+        assert float(number.replace(",", "")) == pytest.approx(value_of(value))
 
 
 def parser_of(command: str) -> argparse.ArgumentParser:

@@ -200,18 +200,17 @@ def test_a_failed_test_is_tried_again_alone(tmp_path: Path, capfd: pytest.Captur
     ]
 
 
-def test_a_failed_test_stays_failed(tmp_path: Path) -> None:
-    """Where one fails again, where many fail, and where the part may not be tried again."""
-    for number, (names, passing, options) in enumerate(
-        [
-            (["first", "second"], ["first"], {}),
-            (["first", "second", "third", "fourth"], ["first", "second", "third", "fourth"], {}),
-            (["first"], ["first"], {"again": False}),
-        ]
-    ):
-        folder = tmp_path / str(number)
-        folder.mkdir()
-        assert run_again(folder, names, passing, **options) == Counter(passed=1, failed=len(names))
+@pytest.mark.parametrize(
+    ("names", "passing", "again"),
+    [
+        (["first", "second"], ["first"], True),
+        (["first", "second", "third", "fourth"], ["first", "second", "third", "fourth"], True),
+        pytest.param(["first"], ["first"], False, marks=pytest.mark.nightly),
+    ],
+    ids=["one fails again", "many fail", "the part may not be tried again"],
+)
+def test_a_failed_test_stays_failed(tmp_path: Path, names: list[str], passing: list[str], again: bool) -> None:
+    assert run_again(tmp_path, names, passing, again=again) == Counter(passed=1, failed=len(names))
 
 
 def test_a_part_that_hangs(tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -223,22 +222,27 @@ def test_a_part_that_hangs(tmp_path: Path, capfd: pytest.CaptureFixture[str], mo
     assert [is_alive(pid) for pid in pids(tmp_path)] == [False, False]
 
 
-def test_ctrl_c(tmp_path: Path) -> None:
-    folders = [tmp_path / "a", tmp_path / "b"]
-    for folder in folders:
-        folder.mkdir()
+def interrupted(source: str, folder: Path) -> list[Path]:
+    """Run two parts and press Ctrl-C once both have begun; return their folders."""
+    folders = [folder / "a", folder / "b"]
+    for one in folders:
+        one.mkdir()
 
     def interrupt() -> None:
-        for folder in folders:
-            pids(folder)
+        for one in folders:
+            until((one / "job").exists)
         os.kill(os.getpid(), signal.SIGINT)
 
     thread = threading.Thread(target=interrupt)
     thread.start()
     with pytest.raises(KeyboardInterrupt):
-        run([part(PART, folder, deadline_seconds=HANG_SECONDS) for folder in folders], cores=2)
+        run([part(source, one, deadline_seconds=HANG_SECONDS) for one in folders], cores=2)
     thread.join()
-    assert [is_alive(pid) for folder in folders for pid in pids(folder)] == [False] * 4
+    return folders
+
+
+def test_ctrl_c(tmp_path: Path) -> None:
+    assert [is_alive(pid) for folder in interrupted(PART, tmp_path) for pid in pids(folder)] == [False] * 4
 
 
 # A part that clears up when it is asked to end, the one called b for longer, and counts how often it is asked.
@@ -261,20 +265,7 @@ for _ in range(50):
 def test_what_is_clearing_up_is_left_to_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A second SIGTERM came in the middle of it, and a bed of nodes stayed."""
     monkeypatch.setattr(side_by_side, "GRACE_SECONDS", HANG_SECONDS)
-    folders = [tmp_path / "a", tmp_path / "b"]
-    for folder in folders:
-        folder.mkdir()
-
-    def interrupt() -> None:
-        for folder in folders:
-            until((folder / "job").exists)
-        os.kill(os.getpid(), signal.SIGINT)
-
-    thread = threading.Thread(target=interrupt)
-    thread.start()
-    with pytest.raises(KeyboardInterrupt):
-        run([part(CLEARS_UP, folder, deadline_seconds=HANG_SECONDS) for folder in folders], cores=2)
-    thread.join()
+    folders = interrupted(CLEARS_UP, tmp_path)
     assert [(folder / "cleared").read_text() for folder in folders] == ["asked", "asked"]
 
 

@@ -92,6 +92,7 @@ def test_a_rank_that_ends_without_the_name() -> None:
     assert job.left == []
 
 
+@pytest.mark.nightly  # the wait of the test before is reported by the same lines
 def test_a_wait_is_reported_with_its_name() -> None:
     script = BEGIN + "hvd.allreduce(torch.ones(1), name='early' if hvd.rank() else 'late')"
     job = run_job(2, script, env={"MPITRAIN_STALL_SECONDS": "1", "MPITRAIN_HANG_SECONDS": "3"})

@@ -1,9 +1,19 @@
-"""Naps between two looks at the wire, with a clock that is moved by hand."""
+"""Naps between two looks at the wire, in a wait and in the thread that drives an exchange, and the times of a step.
+
+Clocks are moved by hand, and sleeps are pretended.
+"""
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 
+from jobs import until
+from mpitrain.reducer import driver
+from mpitrain.reducer.driver import Driver
+from mpitrain.reducer.means import Overlap, Stopwatch, hidden_share
 from mpitrain.waiting.control import patient_naps
 from mpitrain.waiting.pieces import Pace
 
@@ -14,8 +24,9 @@ NUM_BYTES = 100_000_000
 
 
 class Clock:
-    def __init__(self) -> None:
-        self.now = 1000.0
+    """Seconds that pass when the test says so."""
+
+    now = 1000.0
 
     def __call__(self) -> float:
         return self.now
@@ -97,3 +108,61 @@ def test_a_wait_without_data_naps_once_it_lasts(clock: Clock) -> None:
         clock.now += milliseconds * 1e-3
         naps.append(nap())
     assert naps == pytest.approx([0, 0, 250e-6, 500e-6, 500e-6])
+
+
+class Wire:
+    """Has these naps for the thread, one a look."""
+
+    def __init__(self, naps: list[float | None]) -> None:
+        self.naps = naps
+        self.num_looks = 0
+
+    def progress(self) -> float | None:
+        self.num_looks += 1
+        return self.naps[self.num_looks - 1]
+
+
+def test_it_sleeps_as_long_as_a_wait_would_but_never_less_than_100_us(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After the last look, the thread looks no more until it is started again."""
+    slept: list[float] = []
+    monkeypatch.setattr(driver, "time", SimpleNamespace(sleep=slept.append))
+    control: Any = SimpleNamespace(raise_posted=lambda: None)
+    wire = Wire([0.0, 50e-6, 200e-6, None, 100e-6, 1e-3, None])
+    thread = Driver(wire.progress, control)
+    thread.start()
+    until(lambda: len(slept) == 4)
+    thread.stop()
+    assert (slept, wire.num_looks) == ([100e-6, 100e-6, 200e-6, 100e-6], 4)
+    thread.start()
+    until(lambda: len(slept) == 7)
+    thread.stop()
+    assert (slept[4:], wire.num_looks) == ([100e-6, 1e-3, 100e-6], 7)
+    thread.close()
+
+
+def test_a_step_with_a_gap_on_the_wire() -> None:
+    clock = Clock()
+    watch = Stopwatch(clock)
+
+    def at(seconds: float) -> Stopwatch:
+        clock.now = 1000.0 + seconds
+        return watch
+
+    for _ in range(2):  # a step leaves nothing to the next
+        at(0).begin()
+        at(1).busy()
+        at(2).busy()  # a second bucket, while the first is under way
+        at(4).idle()
+        at(5).idle()  # looked again: nothing was under way
+        at(7).busy()
+        at(8).finish()
+        at(10).idle()
+        assert at(11).end() == Overlap(compute_seconds=8, exposed_seconds=3, wire_seconds=6)
+
+
+def test_hidden() -> None:
+    assert Overlap(8, 3, 6).hidden == 0.5
+    assert Overlap(8, 0.0, 6).hidden == 1.0
+    assert Overlap(1, 7, 6).hidden == 0.0  # waited for more than the wire
+    assert Overlap(1, 0.5, 0.0).hidden == 1.0  # nothing was exchanged
+    assert hidden_share(1.5, 6) == 0.75

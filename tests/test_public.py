@@ -23,16 +23,10 @@ INIT = Path(mpitrain.__file__)
 DEVICES_AND_FRAMEWORKS = ("cupy", "torch", "jax", "fabric", "numba")
 
 
-def fresh(program: str) -> subprocess.CompletedProcess[str]:
-    environment = os.environ | {"PYTHONPATH": str(INIT.parents[1])}
-    return subprocess.run(
-        [sys.executable, "-c", program],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=HANG_SECONDS,
-        check=False,
-    )
+def fresh(program: str, *path: str) -> subprocess.CompletedProcess[str]:
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([*path, str(INIT.parents[1])])}
+    command = [sys.executable, "-c", program]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=HANG_SECONDS, check=False)
 
 
 def typed_names() -> dict[str, str]:
@@ -55,12 +49,6 @@ def test_type_checkers_see_the_names_that_there_are() -> None:
     assert typed_names() == {name: f"mpitrain.{home}" for name, home in homes.items()} | modules
 
 
-def test_a_module_that_is_loaded_when_used() -> None:
-    for name in mpitrain._MODULES:
-        assert getattr(mpitrain, name) is import_module(f"mpitrain.{name}")
-        assert name in dir(mpitrain)
-
-
 def test_few_names_that_differ_by_more_than_case() -> None:
     names = [*mpitrain.__all__, *mpitrain._OF_FRAMEWORKS]
     assert len(names) <= 45
@@ -72,6 +60,7 @@ def test_few_names_that_differ_by_more_than_case() -> None:
 def test_every_name_of_a_public_module(module: str) -> None:
     """It is there and says what it is; and nothing has two places that a user may import it from."""
     public = import_module(f"mpitrain.{module}")
+    assert getattr(mpitrain, module) is public
     assert public.__doc__
     for name in public.__all__:
         assert name not in mpitrain.__all__
@@ -125,7 +114,9 @@ def test_every_name_is_what_its_module_has(name: str) -> None:
     value = getattr(mpitrain, name)
     assert value is getattr(import_module(f"mpitrain.{mpitrain._HOME[name]}"), name)
     assert value.__doc__
-    assert name in dir(mpitrain)
+    names: dict[str, object] = {}
+    exec("from mpitrain import *", names)
+    assert names[name] is value
 
 
 def test_a_name_that_needs_a_framework() -> None:
@@ -148,61 +139,46 @@ def test_a_name_that_is_not_there() -> None:
         mpitrain.Trainr  # noqa: B018
 
 
-def test_star_import_gives_all_names() -> None:
-    names: dict[str, object] = {}
-    exec("from mpitrain import *", names)
-    assert set(mpitrain.__all__) <= names.keys()
+# What a fresh interpreter runs, and what it has loaded then and what not.
+NUMPY_AND_MPI = {"numpy", "mpi4py", "ml_dtypes", "threadpoolctl"}
+OTHERS = set(DEVICES_AND_FRAMEWORKS)
+LOADED: dict[str, tuple[str, set[str], set[str]]] = {
+    "the stubs are seen": ("import numpy, mpi4py, " + ", ".join(DEVICES_AND_FRAMEWORKS), {"numpy", *OTHERS}, set()),
+    "the package alone": (
+        "import mpitrain; mpitrain.__version__, mpitrain.__all__, dir(mpitrain)",
+        {"mpitrain"},
+        NUMPY_AND_MPI | OTHERS,
+    ),
+    "the command line": (
+        "import mpitrain.cli\ntry:\n    mpitrain.cli.main(['--version'])\nexcept SystemExit:\n    pass",
+        {"mpitrain"},
+        {"numpy", "mpi4py"} | OTHERS,
+    ),
+    "all names": ("from mpitrain import *", {"numpy"}, OTHERS),
+    "a job of one": (
+        "import mpitrain, numpy; world = mpitrain.init(); world.mean(numpy.ones(3)); world.broadcast({'a': 1.0})",
+        {"numpy", "mpi4py"},
+        OTHERS,
+    ),
+    "codecs": (
+        "from mpitrain.compression import CODECS; [make(False) for make in CODECS.values()]",
+        {"numpy"},
+        OTHERS,
+    ),
+}
 
 
-def loaded_after(code: str, stubs: Path) -> set[str]:
-    """Top-level modules that a fresh interpreter has after `code`."""
+@pytest.mark.parametrize("case", LOADED)
+def test_what_is_loaded(case: str, tmp_path: Path) -> None:
+    code, there, absent = LOADED[case]
     for name in DEVICES_AND_FRAMEWORKS:
-        (stubs / f"{name}.py").write_text("")
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(stubs), str(INIT.parents[1])])}
+        (tmp_path / f"{name}.py").write_text("")
     program = f"{code}\nimport sys\nprint(*sorted(name.partition('.')[0] for name in sys.modules))"
-    done = subprocess.run(
-        [sys.executable, "-c", program],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=HANG_SECONDS,
-        check=False,
-    )
+    done = fresh(program, str(tmp_path))
     assert done.returncode == 0, done.stderr
-    return set(done.stdout.split())
-
-
-def test_the_stubs_are_seen(tmp_path: Path) -> None:
-    found = loaded_after("import numpy, mpi4py, " + ", ".join(DEVICES_AND_FRAMEWORKS), tmp_path)
-    assert {"numpy", "mpi4py", *DEVICES_AND_FRAMEWORKS} <= found
-
-
-def test_the_package_alone_loads_nothing(tmp_path: Path) -> None:
-    found = loaded_after("import mpitrain; mpitrain.__version__, mpitrain.__all__, dir(mpitrain)", tmp_path)
-    assert "mpitrain" in found
-    assert not found & {"numpy", "mpi4py", "ml_dtypes", "threadpoolctl", *DEVICES_AND_FRAMEWORKS}
-
-
-def test_the_command_line_loads_neither_numpy_nor_mpi(tmp_path: Path) -> None:
-    code = "import mpitrain.cli\ntry:\n    mpitrain.cli.main(['--version'])\nexcept SystemExit:\n    pass"
-    assert not loaded_after(code, tmp_path) & {"numpy", "mpi4py", *DEVICES_AND_FRAMEWORKS}
-
-
-def test_all_names_together_load_no_framework(tmp_path: Path) -> None:
-    found = loaded_after("import mpitrain; mpitrain.Trainer", tmp_path)
-    assert "numpy" in found
-    assert not found & {*DEVICES_AND_FRAMEWORKS}
-    assert not loaded_after("from mpitrain import *", tmp_path) & {*DEVICES_AND_FRAMEWORKS}
-
-
-def test_a_job_of_one_loads_no_framework(tmp_path: Path) -> None:
-    code = "import mpitrain, numpy; world = mpitrain.init(); world.mean(numpy.ones(3)); world.broadcast({'a': 1.0})"
-    assert not loaded_after(code, tmp_path) & {*DEVICES_AND_FRAMEWORKS}
-
-
-def test_the_codecs_load_no_compiler_before_one_is_made(tmp_path: Path) -> None:
-    found = loaded_after("from mpitrain.compression import CODECS; [make(False) for make in CODECS.values()]", tmp_path)
-    assert not found & {*DEVICES_AND_FRAMEWORKS}
+    loaded = set(done.stdout.split())
+    assert there <= loaded
+    assert not absent & loaded
 
 
 def test_dir_shows_public_names_only() -> None:

@@ -151,18 +151,8 @@ def test_lines_that_are_no_messages_are_left_out() -> None:
 
 @pytest.mark.parametrize(
     ("text", "number"),
-    [
-        ("7", 7),
-        ("007", 7),
-        ("0", None),
-        ("101", None),
-        ("٣", None),
-        ("²", None),
-        ("½", None),
-        ("1_0", None),
-        ("+1", None),
-    ]
-    + [("-0", None), (" 1", None), ("1e1", None), ("", None), ("9" * 5000, None)],
+    [("7", 7), ("007", 7)]
+    + [(no, None) for no in ("0", "101", "٣", "²", "½", "1_0", "+1", "-0", " 1", "1e1", "", "9" * 5000)],
 )
 def test_whole_numbers(text: str, number: int | None) -> None:
     assert whole(text, 1, 100) == number
@@ -184,15 +174,8 @@ class Outer:
     ready: bool = False
 
 
-RIGHT = {
-    "name": "n",
-    "share": 1,
-    "inner": {"a": 3},
-    "pairs": [["k", 2]],
-    "table": {"t": [1]},
-    "kind": "y",
-    "ready": True,
-}
+RIGHT = {"name": "n", "share": 1, "inner": {"a": 3}, "pairs": [["k", 2]], "table": {"t": [1]}, "kind": "y"}
+RIGHT |= {"ready": True}
 
 
 def test_fields_of_the_right_types() -> None:
@@ -213,13 +196,10 @@ def test_fields_of_the_right_types() -> None:
         ({"table": {"t": 1}}, "table is"),
         ({"kind": "z"}, "kind is 'z'"),
         ({"more": 1}, "it has 'more', which is not known"),
+        ({"name": ...}, "it has no name"),
     ],
 )
 def test_fields_of_other_types(change: dict[str, Any], why: str) -> None:
+    fields = {name: value for name, value in (RIGHT | change).items() if value is not ...}
     with pytest.raises(ValueError, match=re.escape(why)):
-        made(Outer, RIGHT | change)
-
-
-def test_a_field_that_is_missing() -> None:
-    with pytest.raises(ValueError, match="it has no name"):
-        made(Outer, {"share": 1, "inner": {"a": 1}})
+        made(Outer, fields)

@@ -54,6 +54,7 @@ def test_another_device(cupy: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         kernels.add(there, there)
 
 
+@pytest.mark.nightly  # it looks at all of them
 def test_more_than_2_to_the_31_elements(cupy: Any) -> None:
     """The memory is not there: pages that are only read take none."""
     from host_kernels import HostModule

@@ -21,7 +21,7 @@ from tests.ranks.trainings import Record
 
 cupy = pytest.importorskip("cupy", reason="CuPy is not installed")
 
-COUNT, BATCH, STEPS = 45, 14, 9  # the last batch of an epoch has 3 samples
+COUNT, BATCH, STEPS = 45, 14, 6  # the last batch of an epoch has 3 samples
 
 
 class OnPlace(layered.Dense):
@@ -60,12 +60,15 @@ def trained(xp: ModuleType, strategy: Callable[[], Strategy]) -> tuple[Trainer, 
 @pytest.mark.parametrize(
     "strategy",
     [
-        Sync,
-        partial(Pipeline, 1, micro_batches=5),
-        partial(Pipeline, 1, "gpipe", 3, recompute=True),
-        partial(Pipeline, "auto", num_stages=1, micro_batches=2, sample=layered.samples(4)),
+        pytest.param(Sync, id="sync", marks=pytest.mark.nightly),
+        pytest.param(partial(Pipeline, 1, micro_batches=5), id="1f1b", marks=pytest.mark.nightly),
+        pytest.param(partial(Pipeline, 1, "gpipe", 3, recompute=True), id="gpipe, recomputed"),
+        pytest.param(
+            partial(Pipeline, "auto", num_stages=1, micro_batches=2, sample=layered.samples(4)),
+            id="auto",
+            marks=pytest.mark.nightly,
+        ),
     ],
-    ids=["sync", "1f1b", "gpipe, recomputed", "auto"],
 )
 def test_layers_on_the_gpu_train_as_in_one_process(world: World, strategy: Callable[[], Strategy]) -> None:
     """Of NumPy without mpitrain, in float64: only the order of additions differs."""

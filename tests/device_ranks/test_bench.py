@@ -9,32 +9,29 @@ from pathlib import Path
 import pytest
 
 from mpitrain import World
-from mpitrain.cuda.transports import KINDS, LARGE_BYTES, SMALL_BYTES, choose, make_transport
+from mpitrain.cuda.sequential import DeviceSequential
+from mpitrain.cuda.transports import KINDS, LARGE_BYTES, SMALL_BYTES, Choice, choose, make_transport
 from mpitrain.forecast.bench import main
 from tests.ranks.common import skip_alone
 
+Chosen = tuple[dict[str, DeviceSequential], Choice]
+
+
+@pytest.fixture(scope="module")
+def chosen(world: World) -> Chosen:
+    return choose(world, KINDS)
+
 
 def test_all_transports(
-    world: World, shared: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    world: World, chosen: Chosen, shared: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    words = [
-        "--device",
-        "cuda",
-        "--algorithms",
-        "all",
-        "--sizes",
-        "4K,256K",
-        "--rounds",
-        "1",
-        "--dtypes",
-        "float32,int8",
-    ]
-    monkeypatch.setattr(sys, "argv", ["bench", *words, f"--json={shared / 'r.json'}"])
+    words = "bench --device cuda --algorithms all --sizes 4K,256K --rounds 1 --dtypes float32,int8"
+    monkeypatch.setattr(sys, "argv", [*words.split(), f"--json={shared / 'r.json'}"])
     assert main() == 0
     world.barrier()
     report = json.loads((shared / "r.json").read_text())
     assert report["device"] == "cuda"
-    made, choice = choose(world, KINDS)
+    made, choice = chosen
     names = {"auto", *made}
     for size, dtype in ((2**12, "float32"), (2**18, "int8")):
         rows = [row for row in report["rows"] if (row["size_bytes"], row["dtype"]) == (size, dtype)]
@@ -46,9 +43,9 @@ def test_all_transports(
         assert all(f"# {name} is left out: the transport {name} is not possible" in said for name in choice.why_not)
 
 
-def test_the_choice_is_the_same_on_all_ranks(world: World) -> None:
+def test_the_choice_is_the_same_on_all_ranks(world: World, chosen: Chosen) -> None:
     skip_alone(world)
-    made, choice = choose(world, KINDS)
+    made, choice = chosen
     assert set(choice.small) == set(choice.large) == set(made) == set(choice.seconds)
     assert set(made) | set(choice.why_not) == set(KINDS)
     assert len(set(world.allgather(repr(choice)))) == 1
@@ -58,17 +55,14 @@ def test_the_choice_is_the_same_on_all_ranks(world: World) -> None:
     assert f"us for {SMALL_BYTES // 1024} KiB, " in lines[len(choice.why_not)]
     assert f"us for {LARGE_BYTES // 1024} KiB" in lines[len(choice.why_not)]
     assert lines[-1].endswith(f"from there on: {fastest}")
-
-
-def test_a_forced_transport_is_the_one(world: World) -> None:
-    for name in choose(world, KINDS)[0]:
+    for name in made:
         assert str(make_transport(world, name).name) == name
 
 
 def test_not_possible_is_an_exit_code(
-    world: World, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    world: World, chosen: Chosen, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    why_not = choose(world, KINDS)[1].why_not
+    why_not = chosen[1].why_not
     if not why_not:
         pytest.skip("every transport is possible here")
     name, why = next(iter(why_not.items()))

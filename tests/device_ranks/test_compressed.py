@@ -1,8 +1,7 @@
-"""Gradients that are coded on a GPU: the bits of the host's exchange, in the means and in what is left out."""
+"""Gradients of a GPU in a codec's form, or as PowerSGD's factors: the bits of the host's, in means and residuals."""
 
 from __future__ import annotations
 
-import gc
 from dataclasses import replace
 
 import numpy
@@ -10,162 +9,188 @@ import pytest
 
 from mpitrain import GradientReducer, Parameter, World
 from mpitrain.compression import CODECS
-from mpitrain.cuda.sequential import DeviceSequential
 from mpitrain.errors import DataError, DeviceError, NonFiniteError
-from mpitrain.reducer.exchange import CompressedExchange
+from mpitrain.reducer.exchange import Exchange, make_exchange
 from mpitrain.reducer.slot import Slot
 from tests.added.halves import halves
 from tests.ranks.common import assert_same_bits, error_on_all, skip_alone
-from tests.ranks.placements import PLACEMENTS, placed
+from tests.ranks.placements import placed
 from tests.ranks.test_compressed import inputs
+from tests.ranks.test_low_rank import COUNT, TENSORS
+
+from .transports import FLOAT32, placements
 
 cupy = pytest.importorskip("cupy", reason="CuPy is not installed")
-FLOAT32 = numpy.dtype(numpy.float32)
 WITHOUT_KERNELS = sorted({"halves", *(name for name, make in CODECS.items() if not make(False).device_code)})
 WITH_KERNELS = sorted({*CODECS} - {*WITHOUT_KERNELS})
+# The longest is several pieces, in which blocks do not end where pieces do.
+COUNTS = [(count, (), count // 3) for count in (0, 1, 2, 7, 1001, 150_001)]
+# The cut lies between tensors.
+OF_TENSORS = [(COUNT, TENSORS, 1211), (1, [("b", (1,))], 0), (0, (), 0)]
 
 
-def with_transport(world: World, name: str) -> World:
-    return world.replaced(config=replace(world.config, transport=name))
+@pytest.fixture(autouse=True)
+def host_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    """There is at least one codec without kernels."""
+    monkeypatch.setitem(CODECS, "halves", CODECS.get("halves", halves))
 
 
-def steps(there: World, exchange: CompressedExchange, slot: Slot, numbers: range) -> bytes:
+def steps(there: World, exchange: Exchange, slot: Slot, numbers: range, cut: int) -> bytes:
     """Make steps in two parts, like buckets, the last one first; weights differ; one value is NaN. Return the mean."""
     flat = slot.flat
-    middle = flat.size // 3
     for step in numbers:
         values = inputs(there.rank, step, flat.size)
         if step == 1 and there.rank == there.size - 1:
             values[-1:] = numpy.nan
         flat[...] = values if isinstance(flat, numpy.ndarray) else cupy.asarray(values)
         share = (there.rank + 1) / (there.size * (there.size + 1) / 2)
-        for handle in [exchange.mean(slot, part, share) for part in (slice(middle, None), slice(0, middle))]:
+        for handle in [exchange.mean(slot, part, share) for part in (slice(cut, None), slice(0, cut))]:
             handle.wait()
     return (flat if isinstance(flat, numpy.ndarray) else flat.get()).tobytes()
 
 
-@pytest.mark.parametrize("placement", PLACEMENTS)
-@pytest.mark.parametrize("codec", WITH_KERNELS)
-@pytest.mark.parametrize("count", [0, 1, 2, 7, 1001, 150_001])
-def test_the_bits_of_the_host(world: World, codec: str, placement: str, count: int) -> None:
-    """The longest is several pieces, in which blocks do not end where pieces do."""
+def bits_of_factors(slot: Slot) -> dict[object, bytes]:
+    return {key: factor.tobytes() for key, factor in (slot.factors or {}).items()}
+
+
+@placements
+@pytest.mark.parametrize("name", [*WITH_KERNELS, "power_sgd:2"])
+def test_the_bits_of_the_host(world: World, name: str, placement: str) -> None:
     there = placed(world, placement)
-    on_host, on_device = CompressedExchange(there, codec), CompressedExchange(there, codec)
-    host = on_host.allocate(count, FLOAT32)
-    device = on_device.allocate(count, FLOAT32, on_device=True)
-    assert steps(there, on_device, device, range(3)) == steps(there, on_host, host, range(3))
-    assert_same_bits(there, device.flat.get())
-    here, expected = device.left_out(), host.left_out()
-    assert isinstance(here, numpy.ndarray)
-    assert here.tobytes() == expected.tobytes()
-    if there.num_nodes > 1 and count > 1000:
-        assert isinstance(device.residual, cupy.ndarray)
-        assert sum(there.allgather(int(numpy.count_nonzero(here))))
+    for count, tensors, cut in OF_TENSORS if name.startswith("power") else COUNTS:
+        on_host, on_device = make_exchange(there, compression=name), make_exchange(there, compression=name)
+        host = on_host.allocate(count, FLOAT32, tensors=tensors)
+        device = on_device.allocate(count, FLOAT32, on_device=True, tensors=tensors)
+        for numbers in (range(2), range(2, 5)):
+            found = steps(there, on_device, device, numbers, cut)
+            expected = steps(there, on_host, host, numbers, cut)
+            assert_same_bits(there, device.flat.get())
+            if tensors and there.num_nodes == 1:  # a transport has an order of additions of its own
+                numpy.testing.assert_allclose(*(numpy.frombuffer(one, FLOAT32) for one in (found, expected)), rtol=1e-5)
+                continue
+            assert found == expected
+            assert device.left_out().tobytes() == host.left_out().tobytes()
+            assert bits_of_factors(device) == bits_of_factors(host)
+        if there.num_nodes > 1 and count > 1000:
+            assert isinstance(device.residual, numpy.ndarray if tensors else cupy.ndarray)
+            assert sum(there.allgather(int(numpy.count_nonzero(device.left_out()))))
 
 
-@pytest.mark.parametrize("codec", ["bf16", "int4"])
-def test_from_a_gpu_to_the_host_and_back(world: World, codec: str) -> None:
-    """Residuals move between host and device arrays. The run has the bits of one that stayed in its place."""
+@pytest.mark.parametrize("name", ["bf16", "int4", "power_sgd:2"])
+def test_from_a_gpu_to_the_host_and_back(world: World, name: str) -> None:
+    """Residuals and factors move between host and device. The run has the bits of one that stayed in its place."""
+    skip_alone(world)
     there = placed(world, "dealt out over 2 nodes")
-    whole = CompressedExchange(there, codec)
-    stayed = whole.allocate(3001, FLOAT32)
-    expected = steps(there, whole, stayed, range(6))
-    left_out = None
+    whole = make_exchange(there, compression=name)
+    stayed = whole.allocate(COUNT, FLOAT32, tensors=TENSORS)
+    expected = steps(there, whole, stayed, range(6), 1211)
+    left_out, factors = None, {}
     for turn, on_device in enumerate((True, False, True)):
-        exchange = CompressedExchange(there, codec)
-        slot = exchange.allocate(3001, FLOAT32, on_device=on_device)
+        exchange = make_exchange(there, compression=name)
+        slot = exchange.allocate(COUNT, FLOAT32, on_device=on_device, tensors=TENSORS)
+        if slot.factors is not None:
+            slot.factors.update(factors)
         if turn:
             slot.restore(left_out)
         with cupy.cuda.Stream(non_blocking=True):
-            found = steps(there, exchange, slot, range(2 * turn, 2 * turn + 2))
-        left_out = slot.left_out() if turn else cupy.asarray(slot.left_out())
-        with pytest.raises(DataError, match=r"float32 \(2,\), the residual of the slot is float32 \(3001,\)"):
+            found = steps(there, exchange, slot, range(2 * turn, 2 * turn + 2), 1211)
+        left_out, factors = slot.left_out() if turn else cupy.asarray(slot.left_out()), dict(slot.factors or {})
+        with pytest.raises(DataError, match=rf"float32 \(2,\), the residual of the slot is float32 \({COUNT},\)"):
             slot.restore(numpy.zeros(2, numpy.float32))
     assert found == expected
     assert left_out.tobytes() == stayed.left_out().tobytes()
 
 
-@pytest.mark.parametrize("threaded", [False, True], ids=["called", "threaded"])
-def test_a_reducers_gradients(world: World, threaded: bool) -> None:
-    """Over four steps nothing is lost: what came out and what is still kept add up to what went in."""
-    there, count = placed(world, "dealt out over 2 nodes"), 70_001
-    parameters = [Parameter(name, (count,), FLOAT32) for name in "ab"]
-    reducer = GradientReducer(
+def made(there: World, name: str, on_device: bool, threaded: bool | None = None) -> GradientReducer:
+    """A reducer of several buckets."""
+    parameters = [Parameter(own, shape, FLOAT32) for own, shape in [*TENSORS, ("long", (9001,))]]
+    return GradientReducer(
         there,
         parameters,
-        exchange=lambda own: CompressedExchange(own, "int8"),
-        bucket_bytes=1000,
+        exchange=lambda own: make_exchange(own, compression=name),
+        bucket_bytes=4096,
         threaded=threaded,
-        on_device=True,
+        on_device=on_device,
     )
-    came_out, went_in = numpy.zeros(2 * count), numpy.zeros(2 * count)
-    for step in range(4):
-        parts = [inputs(rank, step, 2 * count) for rank in range(world.size)]
-        reducer.begin(1.0)
-        for index in (1, 0):
-            reducer.ready(index, cupy.asarray(parts[world.rank][index * count : (index + 1) * count]))
-        reducer.finish()
-        mean = reducer.flats[FLOAT32].get()
-        assert_same_bits(world, mean)
-        came_out += mean
-        went_in += sum(part.astype(numpy.float64) for part in parts) / world.size
-    residual = reducer.state()["residual"] if there.num_nodes > 1 else {name: numpy.zeros(count) for name in "ab"}
-    kept = world.sum(numpy.concatenate([residual[name] for name in "ab"]).astype(numpy.float64))
-    numpy.testing.assert_allclose(came_out + kept, went_in, rtol=0, atol=4 * 40 * world.size * 2.0**-22)
 
 
-@pytest.mark.skipif("emulated" not in cupy.__version__, reason="counts in the emulation")
-def test_a_step_never_waits_for_the_gpu(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The host only looks at events: whether wires have come down, and for the vote."""
-    there = placed(world, "dealt out over 2 nodes")
-    parameters = [Parameter(name, (40_001,), FLOAT32) for name in "ab"]
-    reducer = GradientReducer(
-        there, parameters, exchange=lambda own: CompressedExchange(own, "int8"), bucket_bytes=1000, on_device=True
-    )
-    mine = [cupy.full(40_001, world.rank + 1, FLOAT32) for _ in parameters]
-    gc.collect()  # what other tests have left waits for the GPU when it ends
-    waits: list[str] = []
-    for _ in range(2):  # in the first one kernels are compiled
-        with monkeypatch.context() as patch:
-            for kind, name in ((cupy.cuda.Stream, "_drain"), (cupy.cuda.Event, "synchronize")):
-                patch.setattr(kind, name, lambda *_, name=name: waits.append(name))
-            reducer.begin(1.0)
-            for index, gradient in enumerate(mine):
-                reducer.ready(index, gradient)
-            reducer.finish()
-    assert waits == []
-    numpy.testing.assert_allclose(reducer.flats[FLOAT32].get(), (world.size + 1) / 2, rtol=1e-6)
-
-
-def test_a_mean_beyond_the_wire(world: World) -> None:
-    """Finite gradients have an infinite mean on every rank. The reducer clears its residuals and goes on."""
+@placements
+@pytest.mark.parametrize(
+    ("name", "threaded"), [("int8", False), *((name, True) for name in ("int8", *WITHOUT_KERNELS, "power_sgd:2"))]
+)
+def test_a_reducers_gradients(
+    world: World, name: str, threaded: bool, placement: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Weights, several buckets, and a resume from the other's state: the bits of a reducer on the host. A codec without
+    kernels is used on the host, and one line says so."""
     skip_alone(world)
-    there = placed(world, "alone on each node")
-    reducer = GradientReducer(
-        there,
-        [Parameter("a", (2,), FLOAT32)],
-        exchange=lambda own: CompressedExchange(own, "fp16"),
-        on_device=True,
-    )
-    for value in (1.0, 1e5, 1.0):
+    there = placed(world, placement)
+    reducers = {on_device: made(there, name, on_device, threaded) for on_device in (True, False)}
+    assert reducers[True].num_buckets > 1
+
+    def step(on_device: bool, number: int) -> bytes:
+        reducer = reducers[on_device]
+        reducer.begin(1.0 + there.rank)
+        values = reducer.layout.views({FLOAT32: inputs(there.rank, number, COUNT + 9001)})
+        for index in reversed(range(len(values))):
+            reducer.ready(index, cupy.asarray(values[index]) if on_device else values[index])
+        reducer.finish()
+        flat = reducer.flats[FLOAT32]
+        assert isinstance(flat, cupy.ndarray) == on_device
+        return (flat.get() if on_device else flat).tobytes()
+
+    for number in range(3):
+        assert step(True, number) == step(False, number)
+    said = capfd.readouterr().out.count(f"compression {name} has no kernels for GPUs: gradients are coded on the host")
+    assert said == (1 if world.is_root and name != "int8" else 0)
+    states = {on_device: (reducer.state(), reducer.factors()) for on_device, reducer in reducers.items()}
+    assert states[True][0]["place"] == states[False][0]["place"]
+    assert bool(states[True][1]) == name.startswith("power")
+    for on_device in states:
+        reducers[on_device].close()
+        reducers[on_device] = made(there, name, on_device, threaded)
+        state, factors = states[not on_device]
+        reducers[on_device].restore_factors(factors)
+        reducers[on_device].restore(state)
+    assert step(True, 3) == step(False, 3)
+
+
+@pytest.mark.parametrize(("name", "huge"), [("fp16", 1e5), ("power_sgd:2", 3e38)])
+def test_what_is_not_finite(world: World, name: str, huge: float) -> None:
+    """Finite gradients have an infinite mean on every rank; a NaN has a rank and a parameter. The reducer clears its
+    residuals and goes on."""
+    skip_alone(world)
+    reducer = made(placed(world, "alone on each node"), name, on_device=True)
+
+    def step(value: float) -> bytes:
         reducer.begin(1.0)
-        reducer.ready(0, cupy.full(2, value, numpy.float32))
-        if value == 1e5:
-            assert "the mean gradient of a is too large for the compression" in error_on_all(
-                world, NonFiniteError, reducer.finish
-            )
-        else:
-            reducer.finish()
-            assert (reducer.gradients[0].get() == 1).all()
+        for index, part in enumerate(reducer.gradients):
+            is_odd = index == 1 and (world.rank == world.size - 1 or value == huge)
+            reducer.ready(index, cupy.full(part.shape, value if is_odd else 1, FLOAT32))
+        reducer.finish()
+        numpy.testing.assert_allclose(reducer.gradients[0].get(), 1, rtol=1e-6)
+        return bytes(reducer.flats[FLOAT32].get().tobytes())
+
+    first = step(1.0)
+    text = error_on_all(world, NonFiniteError, lambda: step(huge))
+    assert "the mean gradient of w is too large for the compression" in text
+    assert step(1.0) == first
+    text = error_on_all(world, NonFiniteError, lambda: step(numpy.nan))
+    assert text.startswith(f"{world.name(world.size - 1)}: the gradient of w holds NaN or infinity")
+    assert step(1.0) == first
 
 
 # -- which transport carries it --------------------------------------------------------------------
 
 
+def with_transport(world: World, name: str) -> World:
+    return world.replaced(config=replace(world.config, transport=name))
+
+
 def test_through_the_host_where_it_is_asked_for(world: World) -> None:
     """Ranks of a node that add up on the host code there; the result is as exact."""
     there = with_transport(placed(world, "dealt out over 2 nodes"), "staged")
-    exchange = CompressedExchange(there, "int8")
+    exchange = make_exchange(there, compression="int8")
     slot = exchange.allocate(3000, FLOAT32, on_device=True)
     flat = slot.flat
     value = 127.0 * (world.rank + 1)
@@ -176,17 +201,24 @@ def test_through_the_host_where_it_is_asked_for(world: World) -> None:
     assert isinstance(slot.residual, cupy.ndarray) == on_device
 
 
-def test_a_transport_that_carries_no_codec(world: World) -> None:
+@pytest.mark.parametrize(
+    ("name", "transport"),
+    [
+        *((name, transport) for name in ("bf16", "power_sgd") for transport in ("aware", "nccl", "peer")),
+        *((name, "peer") for name in WITHOUT_KERNELS),
+    ],
+)
+def test_a_transport_that_does_not_carry_it(world: World, name: str, transport: str) -> None:
     skip_alone(world)
-    apart = placed(world, "alone on each node")
-    for name in ("aware", "nccl"):
-        exchange = CompressedExchange(with_transport(apart, name), "bf16")
-        text = error_on_all(world, DeviceError, lambda its=exchange: its.allocate(3, FLOAT32, on_device=True))
-        assert text.startswith(f"the transport {name} is not possible here")
-        assert "use auto, peer or staged with compression bf16" in text
-    exchange = CompressedExchange(with_transport(apart, "peer"), "bf16")
+    exchange = make_exchange(with_transport(placed(world, "alone on each node"), transport), compression=name)
     text = error_on_all(world, DeviceError, lambda: exchange.allocate(3, FLOAT32, on_device=True))
-    assert "no two ranks are on one node" in text
+    assert text.startswith(f"the transport {transport} is not possible here")
+    if name != "bf16":
+        assert f"compression {name} is made on the host; use auto or staged with it" in text
+    elif transport == "peer":
+        assert "no two ranks are on one node" in text
+    else:
+        assert "use auto, peer or staged with compression bf16" in text
 
 
 def test_auto_says_that_the_host_codes(
@@ -201,77 +233,10 @@ def test_auto_says_that_the_host_codes(
         raise cupy.cuda.runtime.CUDARuntimeError(201)
 
     monkeypatch.setattr(cupy.cuda.runtime, "ipcOpenMemHandle", refused)
-    exchange = CompressedExchange(there, "bf16")
+    exchange = make_exchange(there, compression="bf16")
     slot = exchange.allocate(1000, FLOAT32, on_device=True)
-    flat = slot.flat
     said = capfd.readouterr().out
     assert ("mpitrain: compression bf16 on the host, like the sums in a node: " in said) == world.is_root
-    flat.fill(1)
+    slot.flat.fill(1)
     exchange.mean(slot, slice(None), 1.0).wait()
-    assert (flat.get() == world.size).all()
-
-
-@pytest.mark.skipif("emulated" not in cupy.__version__, reason="a real GPU cannot be filled for a test")
-def test_no_memory_for_what_is_left_out(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One rank has no memory after it has made its bucket. All ranks raise the error."""
-    skip_alone(world)
-    exchange = CompressedExchange(placed(world, "alone on each node"), "int8")
-    assert isinstance(exchange._on_device, DeviceSequential)
-    if world.rank == world.size - 1:
-        gc.collect()
-        used = cupy.cuda._used[cupy.cuda.Device().id]
-        monkeypatch.setenv("EMULATED_GPU_BYTES", str(used + 6 * 2**20))
-    text = error_on_all(world, DeviceError, lambda: exchange.allocate(2**20, FLOAT32, on_device=True))
-    assert text.startswith(f"{world.name(world.size - 1)}: ")
-    assert "has no 4,194,304 bytes for what a codec leaves out" in text
-
-
-# -- a codec without kernels -----------------------------------------------------------------------
-
-
-@pytest.fixture
-def host_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The codecs that run on the host only. There is at least one."""
-    monkeypatch.setitem(CODECS, "halves", CODECS.get("halves", halves))
-
-
-@pytest.mark.parametrize("placement", ["dealt out over 2 nodes", "alone on each node"])
-@pytest.mark.parametrize("codec", WITHOUT_KERNELS)
-def test_a_codec_without_kernels_is_used_on_the_host(
-    world: World, host_only: None, codec: str, placement: str, capfd: pytest.CaptureFixture[str]
-) -> None:
-    """A codec without kernels trains parameters on the GPU with the bits of parameters on the host. One line says where
-    gradients are coded."""
-    skip_alone(world)
-    there = placed(world, placement)
-    parameters = [Parameter(name, (3001,), FLOAT32) for name in "ab"]
-    means: list[bytes] = []
-    for on_device in (True, False):
-        xp = cupy if on_device else numpy
-        reducer = GradientReducer(
-            there,
-            parameters,
-            exchange=lambda own: CompressedExchange(own, codec),
-            bucket_bytes=1000,
-            on_device=on_device,
-        )
-        weights = xp.zeros(6002, FLOAT32)
-        for step in range(4):
-            values = inputs(world.rank, step, 6002)
-            reducer.begin(1.0)
-            for index in (1, 0):
-                reducer.ready(index, xp.asarray(values[index * 3001 : (index + 1) * 3001]))
-            reducer.finish()
-            weights -= reducer.flats[FLOAT32]
-        means.append((weights.get() if on_device else weights).tobytes())
-    assert means[0] == means[1]
-    said = capfd.readouterr().out.count(f"compression {codec} has no kernels for GPUs: gradients are coded on the host")
-    assert said == (1 if world.is_root else 0)
-
-
-@pytest.mark.parametrize("codec", WITHOUT_KERNELS)
-def test_peer_cannot_use_a_codec_without_kernels(world: World, host_only: None, codec: str) -> None:
-    skip_alone(world)
-    exchange = CompressedExchange(with_transport(placed(world, "alone on each node"), "peer"), codec)
-    text = error_on_all(world, DeviceError, lambda: exchange.allocate(3, FLOAT32, on_device=True))
-    assert f"compression {codec} is made on the host; use auto or staged with it" in text
+    assert (slot.flat.get() == world.size).all()

@@ -16,14 +16,15 @@ from mpitrain import World
 from mpitrain.cuda import aware_probe, device
 from mpitrain.cuda.aware_probe import fingerprint
 from mpitrain.cuda.device import array_module, bind, choose_early, local_rank_of, open_gpu
-from mpitrain.cuda.memory import is_page_aligned, open_block, pinned
+from mpitrain.cuda.memory import open_block
 from mpitrain.cuda.streams import make_stream, working_on
 from mpitrain.cuda.transports import TRANSPORTS, make_transport
 from mpitrain.errors import ConfigError, DeviceError, MismatchError
 from tests.ranks.common import error_on_all, skip_alone
 
+from .transports import emulated
+
 cupy = pytest.importorskip("cupy", reason="CuPy is not installed")
-FLOAT32 = numpy.dtype(numpy.float32)
 
 
 @pytest.fixture
@@ -31,9 +32,6 @@ def unbound(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     """The state before the first `bind`. The emulation's variables make up the facts of the GPU."""
     monkeypatch.setattr(device, "_bound", None)
     return monkeypatch
-
-
-emulated = pytest.mark.skipif("emulated" not in cupy.__version__, reason="a real GPU cannot be taken away for a test")
 
 
 def given(world: World, devices: str) -> World:
@@ -49,20 +47,14 @@ def test_by_the_local_rank(world: World, unbound: pytest.MonkeyPatch) -> None:
     assert bind(world) == gpu
 
 
-def test_sharing_is_said_once(world: World, unbound: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
-    alone = given(world, ",".join(["cuda:0"] * world.size))
-    bind(alone)
-    bind(alone)
-    said = capfd.readouterr().err
+def test_the_one_that_was_given(world: World, unbound: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+    """That ranks share it is said once."""
+    last = cupy.cuda.runtime.getDeviceCount() - 1
+    for _ in range(2):
+        assert bind(given(world, ",".join([f"cuda:{last}"] * world.size))).number == last
     names = ", ".join(str(rank) for rank in range(world.size))
     expected = f"mpitrain: ranks {names} share one GPU on {world.host}: they take turns"
-    assert said.count(expected) == int(world.is_root and world.size > 1)
-    device._bound = None
-
-
-def test_the_one_that_was_given(world: World, unbound: pytest.MonkeyPatch) -> None:
-    last = cupy.cuda.runtime.getDeviceCount() - 1
-    assert bind(given(world, ",".join([f"cuda:{last}"] * world.size))).number == last
+    assert capfd.readouterr().err.count(expected) == int(world.is_root and world.size > 1)
     device._bound = None
 
 
@@ -97,6 +89,9 @@ def test_without_cupy(world: World, unbound: pytest.MonkeyPatch) -> None:
     said = error_on_all(world, DeviceError, lambda: bind(world))
     assert said.startswith(f"{world.name(0)}: CuPy cannot be imported")
     assert "pip install cupy-cuda13x" in said
+    for name in TRANSPORTS:
+        said = error_on_all(world, DeviceError, lambda name=name: make_transport(world, name))
+        assert "CuPy cannot be imported" in said
 
 
 def test_more_gpus_are_given_than_there_are(world: World, unbound: pytest.MonkeyPatch) -> None:
@@ -116,17 +111,14 @@ def test_a_rank_that_was_given_none(world: World, unbound: pytest.MonkeyPatch) -
     assert array_module(given(world, ",".join(["cpu"] * world.size)), "auto") is numpy
 
 
-def test_ranks_that_ask_for_different_devices(world: World) -> None:
-    skip_alone(world)
-    said = error_on_all(world, MismatchError, lambda: array_module(world, "host" if world.rank else "cuda"))
-    assert f"{world.name(1)}: host; {world.name(0)}: cuda" in said
-
-
 def test_array_module(world: World) -> None:
     assert array_module(world, "host") is numpy
     assert array_module(world, "auto") is cupy
     with pytest.raises(ConfigError, match="device='gpu'; allowed are auto, host and cuda"):
         array_module(world, "gpu")
+    if world.size > 1:
+        said = error_on_all(world, MismatchError, lambda: array_module(world, "host" if world.rank else "cuda"))
+        assert f"{world.name(1)}: host; {world.name(0)}: cuda" in said
 
 
 @pytest.mark.parametrize(
@@ -143,7 +135,7 @@ def test_local_rank_before_mpi_starts(environ: dict[str, str], expected: int | N
     assert local_rank_of(environ) == expected
 
 
-def test_early_choice(world: World) -> None:
+def test_before_there_are_ranks(world: World) -> None:
     last = cupy.cuda.runtime.getDeviceCount() - 1
     before = cupy.cuda.Device().id
     for given_device, number in (("cpu", before), ("", before), (f"cuda:{last}", last)):
@@ -151,28 +143,8 @@ def test_early_choice(world: World) -> None:
         assert cupy.cuda.Device().id == number
     choose_early("cuda:999", world.config.transport, {})  # said by bind, on all ranks
     cupy.cuda.Device(before).use()
-
-
-@emulated
-@pytest.mark.parametrize("name", ["peer", "staged"])
-def test_out_of_memory(world: World, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One rank has no memory. All ranks raise the error, and can go on."""
-    if name == "peer" and world.size == 1:
-        pytest.skip("needs two ranks")
-    transport = make_transport(world, name)
-    if world.rank == world.size - 1:
-        gc.collect()
-        total = 2**31 - cupy.cuda._used.get(cupy.cuda.Device().id, 0)
-        monkeypatch.setenv("EMULATED_BYTES_OF_OTHERS", str(total - 2**20))
-    said = error_on_all(world, DeviceError, lambda: transport.allocate(2**20, FLOAT32))
-    assert "has no 4,194,304 bytes for a bucket" in said
-    assert "1,048,576 of 2,147,483,648 are free" in said
-    assert "MPITRAIN_BUCKET_MIB" in said
-    monkeypatch.undo()
-    flat = transport.allocate(1000, FLOAT32)
-    flat.fill(1)
-    transport.start(flat).wait()
-    assert (flat.get() == world.size).all()
+    with pytest.raises(DeviceError, match="this rank was given cuda:99"):
+        open_gpu("cuda:99", 0)
 
 
 def test_handle_of_a_dead_process(world: World) -> None:
@@ -184,14 +156,6 @@ print(cupy.cuda.runtime.ipcGetMemHandle(memory.ptr).hex())
     done = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, check=True, timeout=300)
     with pytest.raises(DeviceError, match=r"cannot open another rank's GPU memory: .*\. Has its process ended"):
         open_block(bind(world), bytes.fromhex(done.stdout))
-
-
-def test_page_locked_memory(world: World) -> None:
-    for num_bytes in (0, 1, 4097):
-        array = pinned(num_bytes)
-        assert array.shape == (num_bytes,)
-        array[:] = 7
-    assert is_page_aligned(numpy.memmap("/dev/zero", numpy.uint8, "c", shape=8192))
 
 
 def test_current_ones_are_restored(world: World) -> None:
@@ -213,20 +177,6 @@ def test_what_is_known_of_a_library_depends_on_its_settings() -> None:
     assert plain == fingerprint({"PMI_RANK": "1", "HOME": "/x"})
     assert plain != fingerprint({"I_MPI_OFFLOAD": "1"})
     assert plain != fingerprint({"LD_LIBRARY_PATH": "/opt/ucx"})
-
-
-def test_every_transport_says_why_it_is_not_possible(world: World, unbound: pytest.MonkeyPatch) -> None:
-    if world.is_root:
-        unbound.setitem(sys.modules, "cupy", None)
-    for name in TRANSPORTS:
-        assert "CuPy cannot be imported" in error_on_all(
-            world, DeviceError, lambda name=name: make_transport(world, name)
-        )
-
-
-def test_numbers_are_checked_without_ranks() -> None:
-    with pytest.raises(DeviceError, match="this rank was given cuda:99"):
-        open_gpu("cuda:99", 0)
 
 
 @emulated

@@ -11,9 +11,9 @@ from mpitrain import World
 from mpitrain.allreduce.algorithm import DTYPES, FLOATS, INTEGERS
 from mpitrain.cuda.sequential import DeviceSequential
 from tests.ranks.common import assert_same_bits, expected_sum, pattern
-from tests.ranks.placements import PLACEMENTS, placed
+from tests.ranks.placements import placed
 
-from .transports import FLOAT32, LENGTHS, LONG, both_kinds, expect, fill, made
+from .transports import FLOAT32, LENGTHS, LONG, both_kinds, expect, fill, made, placements
 
 cupy = pytest.importorskip("cupy", reason="CuPy is not installed")
 INT32 = numpy.dtype(numpy.int32)
@@ -32,14 +32,14 @@ def test_sum_is_exact(world: World, transport: DeviceSequential, dtype: numpy.dt
             expect(world, flat)
 
 
-@pytest.mark.parametrize("dtype", [numpy.int8, numpy.float32, numpy.float64])
-def test_of_many_pieces(world: World, transport: DeviceSequential, dtype: type) -> None:
-    for flat in both_kinds(transport, LONG, numpy.dtype(dtype)):
-        transport.start(fill(world, flat)).wait()
-        expect(world, flat)
+def test_of_many_pieces(world: World, transport: DeviceSequential) -> None:
+    for dtype in ("int8", "float64"):
+        for flat in both_kinds(transport, LONG, numpy.dtype(dtype)):
+            transport.start(fill(world, flat)).wait()
+            expect(world, flat)
 
 
-@pytest.mark.parametrize("placement", PLACEMENTS)
+@placements
 @pytest.mark.parametrize("name", ["auto", "peer", "staged", "aware"])
 def test_between_nodes(world: World, name: str, placement: str) -> None:
     transport = made(placed(world, placement), name)
@@ -68,27 +68,21 @@ def test_work_before_start_and_after_wait(world: World, transport: DeviceSequent
 
 
 def test_several_are_started_before_the_first_is_waited_for(world: World, transport: DeviceSequential) -> None:
+    """They are driven by wait, or by test alone; a finished handle stays finished."""
     lengths = (1, 300_003, 3, 0, 160_001, world.size - 1, 65_537)
-    flats = [
-        transport.allocate(length, INT32) if index % 3 else cupy.empty(length, INT32)
-        for index, length in enumerate(lengths * 2)
-    ]
-    handles = [transport.start(fill(world, flat)) for flat in flats]
-    handles[3].wait()
-    handles[-1].wait()
-    for flat, handle in zip(flats, handles, strict=True):
-        assert handle.test()
-        expect(world, flat)
-
-
-def test_driven_by_test(world: World, transport: DeviceSequential) -> None:
-    flats = [fill(world, cupy.empty(length, FLOAT32)) for length in (100_000, 3, 0)]
-    handles = [transport.start(flat) for flat in flats]
-    while not all(handle.test() for handle in handles):
-        pass
-    for flat in flats:
-        expect(world, flat)
-    assert all(handle.test() for handle in handles)  # a finished handle stays finished
+    for waits in (True, False):
+        flats = [
+            transport.allocate(length, INT32) if index % 3 else cupy.empty(length, INT32)
+            for index, length in enumerate(lengths * 2)
+        ]
+        handles = [transport.start(fill(world, flat)) for flat in flats]
+        for handle in (handles[3], handles[-1]) if waits else ():
+            handle.wait()
+        while not (waits or all(handle.test() for handle in handles)):
+            pass
+        for flat, handle in zip(flats, handles, strict=True):
+            assert handle.test()
+            expect(world, flat)
 
 
 def test_driven_by_a_thread(world: World, transport: DeviceSequential) -> None:
@@ -148,15 +142,13 @@ def test_the_same_bits_everywhere(world: World, transport: DeviceSequential, dty
     numpy.testing.assert_array_equal(results[0], results[1])
 
 
-@pytest.mark.parametrize("dtype", INTEGERS, ids=str)
-def test_integers_wrap(world: World, transport: DeviceSequential, dtype: numpy.dtype) -> None:
-    if dtype not in transport.dtypes:
-        pytest.skip("test_sum_is_exact has it")
-    top = numpy.iinfo(dtype).max
-    flat = cupy.full(5, top, dtype)
-    transport.start(flat).wait()
-    wrapped = (int(top) * world.size) % (1 << 8 * dtype.itemsize)
-    assert (flat.get().view(f"u{dtype.itemsize}") == wrapped).all()
+def test_integers_wrap(world: World, transport: DeviceSequential) -> None:
+    for dtype in [dtype for dtype in INTEGERS if dtype in transport.dtypes]:
+        top = numpy.iinfo(dtype).max
+        flat = cupy.full(5, top, dtype)
+        transport.start(flat).wait()
+        wrapped = (int(top) * world.size) % (1 << 8 * dtype.itemsize)
+        assert (flat.get().view(f"u{dtype.itemsize}") == wrapped).all()
 
 
 def test_own_memory_on_some_ranks_only(world: World, transport: DeviceSequential) -> None:

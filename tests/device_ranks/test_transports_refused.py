@@ -49,21 +49,13 @@ def test_the_hosts_algorithms_refuse_device_arrays(world: World) -> None:
         make_algorithm(world, "ring").start(cupy.ones(3))
 
 
-def test_other_names_on_other_ranks(world: World) -> None:
+def test_transports_that_cannot_be_made(world: World) -> None:
+    with pytest.raises(ConfigError, match=f"no transport 'pear'; known: {', '.join(sorted(TRANSPORTS))}"):
+        make_transport(world, "pear")
     skip_alone(world)
     text = error_on_all(world, MismatchError, lambda: make_transport(world, "peer" if world.rank == 1 else "staged"))
     assert f"{world.name(1)}: peer; {world.name(0)}: staged" in text
-
-
-def test_unknown_name(world: World) -> None:
-    with pytest.raises(ConfigError, match=f"no transport 'pear'; known: {', '.join(sorted(TRANSPORTS))}"):
-        make_transport(world, "pear")
-
-
-def test_peer_wants_two_ranks_on_a_node(world: World) -> None:
-    skip_alone(world)
-    alone = placed(world, "alone on each node")
-    text = error_on_all(world, DeviceError, lambda: make_transport(alone, "peer"))
+    text = error_on_all(world, DeviceError, lambda: make_transport(placed(world, "alone on each node"), "peer"))
     assert "the transport peer is not possible here" in text
     assert "no two ranks are on one node" in text
 

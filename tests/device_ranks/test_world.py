@@ -16,10 +16,7 @@ from tests.ranks.common import error_on_all, skip_alone
 cupy = pytest.importorskip("cupy", reason="CuPy is not installed")
 
 
-# -- the calls of a world ---------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("count", [0, 1, 2, 1001])
+@pytest.mark.parametrize("count", [0, 1, 1001])
 def test_sync_sum_and_mean_of_device_arrays(world: World, count: int) -> None:
     mine = {
         "a": cupy.arange(count, dtype=numpy.float32) + world.rank,
@@ -48,9 +45,8 @@ def test_a_leaf_on_the_gpu_of_some_ranks_only(world: World) -> None:
         xp = numpy if world.rank == odd else cupy
         text = error_on_all(world, MismatchError, lambda xp=xp: world.sum({"a": xp.zeros(3)}))
         assert "['a'] float64 (3,) on a GPU" in text
-    synced = world.broadcast(
-        {"a": (cupy if world.is_root else numpy).zeros(3)}
-    )  # broadcast sends values only, so the places may differ
+    # It sends values only, so the places may differ.
+    synced = world.broadcast({"a": (cupy if world.is_root else numpy).zeros(3)})
     assert isinstance(synced["a"], cupy.ndarray) == world.is_root
 
 
@@ -79,17 +75,17 @@ def test_a_leaf_on_another_gpu_than_the_ranks(world: World, call: str) -> None:
     assert (world.sum(right).get() == world.size).all()
 
 
-@pytest.mark.parametrize("call", ["sum", "mean"])
-def test_another_gpu_is_current(world: World, call: str) -> None:
+def test_another_gpu_is_current(world: World) -> None:
     """What counts is where the array is. Only the first sum of a world makes the rank's GPU current."""
     other = elsewhere(world, 1).device
     mine = cupy.full(5, 2.0)
     world.sum(mine)
-    with other:
-        result = getattr(world, call)(mine)
-        assert cupy.cuda.runtime.getDevice() == other.id
-    assert result.device == mine.device
-    assert (result.get() == (2.0 * world.size if call == "sum" else 2.0)).all()
+    for call, expected in (("sum", 2.0 * world.size), ("mean", 2.0)):
+        with other:
+            result = getattr(world, call)(mine)
+            assert cupy.cuda.runtime.getDevice() == other.id
+        assert result.device == mine.device
+        assert (result.get() == expected).all()
 
 
 def test_sums_leave_what_they_are_given(world: World) -> None:
@@ -135,10 +131,7 @@ def test_exact_sums_by_a_transport_that_does_not_go_through_the_host(world: Worl
     assert "nccl is not possible here" in text and "use auto or staged with reduction=exact" in text
 
 
-# -- clipping ---------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("count", [1, 5, 100_003])
+@pytest.mark.parametrize("count", [1, 100_003])
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 def test_clipping(world: World, count: int, dtype: str) -> None:
     values = numpy.random.default_rng(count).standard_normal(count).astype(dtype)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 
 import numpy
@@ -13,11 +14,18 @@ from mpitrain.cuda.sequential import DeviceSequential
 from mpitrain.cuda.transports import TRANSPORTS, make_transport
 from mpitrain.errors import DeviceError
 from tests.ranks.common import assert_equal, expected_sum, pattern
+from tests.ranks.placements import PLACEMENTS
 
 FLOAT32 = numpy.dtype(numpy.float32)
 # The largest length is several pieces in every transport, and one slab of the transport peer.
 LENGTHS = (0, 1, 2, 3, 7, 1000, 100003)
 LONG = 2_500_007
+FIRST = next(iter(PLACEMENTS))  # on two ranks, as in CI, every placement is this one
+placements = pytest.mark.parametrize(
+    "placement",
+    [pytest.param(one, marks=[pytest.mark.nightly] * (number > 0)) for number, one in enumerate(PLACEMENTS)],
+)
+emulated = pytest.mark.skipif("EMULATED_GPUS" not in os.environ, reason="a real GPU is not filled, lost or counted")
 
 
 def made(world: World, name: str) -> DeviceSequential:

@@ -154,19 +154,8 @@ def _built(code: str, defines: list[str]) -> Path:
         expanded.write_text(text)
         made_object = Path(folder, "kernels.o")
         # Linked without -fsanitize: the header has its own handlers, and needs no library.
-        _run(
-            [
-                "g++",
-                "-x",
-                "c++-cpp-output",
-                "-c",
-                f"-fsanitize={CHECKS}",
-                *options,
-                str(expanded),
-                "-o",
-                str(made_object),
-            ]
-        )
+        compile_it = ["g++", "-x", "c++-cpp-output", "-c", f"-fsanitize={CHECKS}", *options]
+        _run([*compile_it, str(expanded), "-o", str(made_object)])
         _run(["g++", "-shared", str(made_object), "-o", str(made)])
         made.replace(library)
     return library

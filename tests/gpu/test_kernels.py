@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 
-from tests.kernel_cases import *  # noqa: F403 - the tests themselves
+CUPY = pytest.importorskip("cupy", reason="CuPy is not installed")
+if not CUPY.is_available():
+    pytest.skip("CuPy finds no GPU that it can use", allow_module_level=True)
+
+from tests.kernel_cases import *  # noqa: E402, F403 - the tests themselves
 
 
 @pytest.fixture(scope="module")
 def cupy() -> Any:
-    """CuPy on a GPU that it can use."""
-    module = pytest.importorskip("cupy", reason="CuPy is not installed")
-    if not module.is_available():
-        pytest.skip("CuPy finds no GPU that it can use")
-    return module
+    return CUPY

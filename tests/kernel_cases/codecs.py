@@ -10,8 +10,11 @@ import pytest
 
 from mpitrain.compression import CODECS
 from mpitrain.cuda import kernels
+from tests.codec_values import decode, encode, special
 
 from .common import SIZES, Lying, any_bits, assert_same, numbers
+
+by_name = pytest.mark.parametrize("name", [name for name, make in CODECS.items() if make(False).device_code])
 
 
 def codec_inputs(size: int) -> Iterator[numpy.ndarray]:
@@ -21,14 +24,13 @@ def codec_inputs(size: int) -> Iterator[numpy.ndarray]:
     yield (generator.standard_normal(size) * magnitude).astype(numpy.float32)
 
 
-@pytest.mark.parametrize("name", [name for name, make in CODECS.items() if make(False).device_code])
+@by_name
 def test_codecs(cupy: Any, name: str) -> None:
     codec = CODECS[name](False)
     for size in SIZES:
         for values in codec_inputs(size):
-            wire, error, decoded = numpy.empty(codec.wire_bytes(size), numpy.uint8), values.copy(), values.copy()
-            codec.encode(values, wire, error)
-            codec.decode(wire, decoded)
+            wire, error = encode(codec, values)
+            decoded = decode(codec, wire, size)
             assert kernels.wire_bytes(name, size) == wire.size
             # The wire's offset is in bytes.
             for offset, wire_offset in ((0, 0), (1, 4), (3, 8), (0, 12)):
@@ -51,3 +53,26 @@ def test_codecs(cupy: Any, name: str) -> None:
                 kernels.add_decoded(name, sent.array, into.array)
                 assert_same(into.get(), total + decoded)
                 assert sent.get().tobytes() == wire.tobytes()
+
+
+@by_name
+def test_codecs_of_every_kind_of_number(cupy: Any, name: str) -> None:
+    """Ends of ranges, subnormal numbers, ties between two of a shorter format, infinities, and NaN of all kinds."""
+    codec = CODECS[name](False)
+    for values in (special(), any_bits("float32", 300_000, 1)):
+        wire, error = encode(codec, values)
+        source, missing = cupy.asarray(values), cupy.zeros(values.size, numpy.float32)
+        sent = cupy.zeros(wire.size, numpy.uint8)
+        kernels.encode(name, source, sent, missing)
+        assert sent.get().tobytes() == wire.tobytes()
+        assert missing.get().tobytes() == error.tobytes()
+        kernels.decode(name, sent, source)
+        assert source.get().tobytes() == decode(codec, wire, values.size).tobytes()
+
+
+@pytest.mark.parametrize("name", ["bf16", "fp16"])
+def test_all_words_of_16_bits(cupy: Any, name: str) -> None:
+    wire = numpy.arange(2**16, dtype=numpy.uint16).view(numpy.uint8)
+    out = cupy.zeros(2**16, numpy.float32)
+    kernels.decode(name, cupy.asarray(wire), out)
+    assert out.get().tobytes() == decode(CODECS[name](False), wire, 2**16).tobytes()

@@ -33,7 +33,7 @@ def norm_as_described(values: numpy.ndarray) -> numpy.float64:
 
 
 @by_float
-@pytest.mark.parametrize("size", [0, 1, 3, 4, 5, 1000, 40_003, 1_500_001])
+@pytest.mark.parametrize("size", [0, 1, 5, 40_003, 1_500_001])
 def test_squared_norm(cupy: Any, dtype: numpy.dtype, size: int) -> None:
     for seed, values in ((12, numbers(dtype, size, 12)), (13, any_bits(dtype, size, 13))):
         expected = norm_as_described(values)

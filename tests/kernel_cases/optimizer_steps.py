@@ -18,9 +18,10 @@ SHAPES = [(size, offset) for size in (0, 1, 3, 6, 257, 4099, 40_003) for offset 
 
 
 def state_of(dtype: numpy.dtype, size: int) -> list[numpy.ndarray]:
-    """Parameters, gradients and two states of an optimizer."""
+    """Parameters, gradients and two states of an optimizer; some gradients are subnormal."""
     made = [numbers(dtype, size, 20 + number) for number in range(4)]
     made[3] = numpy.abs(made[3])
+    made[1][2000:3000] *= dtype.type(numpy.finfo(dtype).tiny)
     return made
 
 
@@ -92,6 +93,20 @@ def test_all_decay_where_no_ranges_are_given(cupy: Any) -> None:
     on_device = cupy.asarray(parameters)
     kernels.sgd(on_device, cupy.asarray(gradients), rate=0.1, weight_decay=0.5)
     assert_same(on_device.get(), expected)
+
+
+def test_a_gradient_that_is_not_finite_changes_nothing(cupy: Any) -> None:
+    before = state_of(numpy.dtype("float32"), 9)
+    before[1][[0, 5, 8]] = numpy.nan, numpy.inf, -numpy.inf
+    for call in (
+        lambda parameters, gradients, first, _: kernels.sgd(parameters, gradients, first, rate=0.1, momentum=0.9),
+        lambda *arrays: kernels.adamw(*arrays, step=1, rate=0.1, weight_decay=0.1),
+    ):
+        on_device = [cupy.asarray(one) for one in before]
+        call(*on_device)
+        for one, found in zip(before[::2], on_device[::2], strict=True):
+            changed = found.get() != one
+            assert not changed[[0, 5, 8]].any() and changed[[1, 2, 3, 4, 6, 7]].all()
 
 
 @pytest.mark.parametrize("clip_norm", [None, 0.5])

@@ -14,7 +14,6 @@ It says nothing about speed, about races between blocks, or about the real drive
 from __future__ import annotations
 
 import os
-import sys
 import types
 from typing import Any
 
@@ -25,9 +24,8 @@ from .cuda import _current, _device
 
 __version__ = "0.0 (emulated)"
 float16, float32, float64 = numpy.float16, numpy.float32, numpy.float64
-int8, int32, int64, uint8, uint16, uint32, uint64 = (
-    numpy.int8, numpy.int32, numpy.int64, numpy.uint8, numpy.uint16, numpy.uint32, numpy.uint64,
-)  # fmt: skip
+int8, int32, int64 = numpy.int8, numpy.int32, numpy.int64
+uint8, uint16, uint32, uint64 = numpy.uint8, numpy.uint16, numpy.uint32, numpy.uint64
 bool_, dtype, inf, nan, pi, newaxis = numpy.bool_, numpy.dtype, numpy.inf, numpy.nan, numpy.pi, None
 
 
@@ -182,24 +180,11 @@ class ndarray:
         return self
 
 
-for _name in ("sum", "mean", "max", "min", "all", "any", "argmax", "argsort", "transpose", "swapaxes", "squeeze", "dot",
-              "clip", "take", "std", "var", "cumsum", "prod"):  # fmt: skip
+METHODS = "sum mean max min all any argmax argsort transpose swapaxes squeeze dot clip take std var"
+OPERATORS = "add sub mul truediv floordiv mod pow matmul and or xor lshift rshift"
+for _name in METHODS.split():
     setattr(ndarray, _name, lambda self, *a, _name=_name, **k: _method(self, _name, *a, **k))
-for _name in (
-    "add",
-    "sub",
-    "mul",
-    "truediv",
-    "floordiv",
-    "mod",
-    "pow",
-    "matmul",
-    "and",
-    "or",
-    "xor",
-    "lshift",
-    "rshift",
-):
+for _name in OPERATORS.split():
     for _form in (f"__{_name}__", f"__r{_name}__"):
         setattr(ndarray, _form, lambda self, other, _f=_form: _operator(self, _f, other))
 
@@ -372,16 +357,6 @@ def _as_strided(x: ndarray, shape: Any, strides: Any) -> ndarray:
 lib = types.SimpleNamespace(stride_tricks=types.SimpleNamespace(as_strided=_as_strided))
 
 
-def get_array_module(*values: Any) -> Any:
-    return sys.modules[__name__] if _found(values) else numpy
-
-
-class ElementwiseKernel:
-    def __init__(self, *_: Any, **__: Any) -> None:
-        raise NotImplementedError("not emulated: write kernels as RawModule sources, which can be checked")
-
-
-ReductionKernel = ElementwiseKernel
 RawModule = cuda.RawModule
 
 

@@ -58,7 +58,6 @@ class Device:
         self._before: list[int] = []
 
     def use(self) -> None:
-
         runtime.setDevice(self.id)
 
     def __enter__(self) -> Device:
@@ -76,10 +75,6 @@ class Device:
         return isinstance(other, Device) and self.id == other.id
 
     __hash__ = None  # type: ignore[assignment]
-
-    @property
-    def compute_capability(self) -> str:
-        return "90"
 
     @property
     def mem_info(self) -> tuple[int, int]:
@@ -219,21 +214,6 @@ class MemoryPool:
         return _used.get(_device(), 0)
 
 
-class PinnedMemoryPointer:
-    """Page-locked host memory; supports the buffer protocol, as CuPy's does."""
-
-    def __init__(self, size: int) -> None:
-        self._bytes = bytearray(size)
-        self.ptr = numpy.frombuffer(self._bytes, numpy.uint8).__array_interface__["data"][0] if size else 0
-        self.mem = self
-
-    def __buffer__(self, flags: int) -> memoryview:  # used from Python 3.12 on
-        return memoryview(self._bytes)
-
-    def size(self) -> int:
-        return len(self._bytes)
-
-
 def alloc_pinned_memory(size: int) -> Any:
     _device()
     # CuPy rounds up; users must slice.
@@ -305,9 +285,6 @@ class Stream:
     def wait_event(self, event: Event) -> None:
         ticket = event._ticket
         self._add(lambda: event._try(ticket))
-
-    def launch_host_func(self, callback: Callable[[Any], object], argument: Any) -> None:
-        self._add(lambda: callback(argument))
 
     def use(self) -> Stream:
         _here.stream = self

@@ -70,28 +70,10 @@ def runtimeGetVersion() -> int:
     return 13000
 
 
-def deviceCanAccessPeer(device: int, peer: int) -> int:
-    return 1
-
-
-def deviceEnablePeerAccess(peer: int) -> None:
-    pass
-
-
-def memGetInfo() -> tuple[int, int]:
-    from . import Device
-
-    return Device().mem_info
-
-
 def deviceSynchronize() -> None:
     from . import Device
 
     Device().synchronize()
-
-
-def streamSynchronize(stream: int) -> None:
-    _stream(stream).synchronize()
 
 
 def _stream(ptr: int) -> Stream:
@@ -111,10 +93,6 @@ def memcpy(target: int, source: int, size: int, kind: int) -> None:
     _current()._drain()
     if size:
         ctypes.memmove(target, source, size)
-
-
-def memsetAsync(target: int, value: int, size: int, stream: int) -> None:
-    _stream(stream)._add(lambda: ctypes.memset(target, value, size))
 
 
 # Memory and events of other processes ---------------------------------------------------------------------------
