@@ -31,14 +31,7 @@ MISMATCH = "Failed to initialize NVML: Driver/library version mismatch NVML libr
 FALLEN = "NVRM: Xid (PCI:0000:44:00): 79, GPU has fallen off the bus"
 NODES = ("node1", "node2", "node3")
 CARD = {"name": "NVIDIA H100", "capability": "9.0", "free_bytes": 79 << 30, "bytes": 80 << 30, "bus": "0000:01:00.0"}
-CUPY = {
-    "version": "14.0",
-    "driver": 13000,
-    "runtime": 13020,
-    "cards": [CARD, CARD],
-    "fails": "",
-    "chosen": None,
-}
+CUPY = {"version": "14.0", "driver": 13000, "runtime": 13020, "cards": [CARD, CARD], "fails": "", "chosen": None}
 
 
 def answer(out: str = HEALTHY, rows: str = ROWS, log: str = "") -> dict[str, Any]:

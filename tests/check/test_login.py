@@ -72,10 +72,7 @@ def test_a_locked_key() -> None:
     ("words", "remedy"),
     [
         ("/usr/bin/python3 did not start our probe within 20 s", "ssh -v 10.0.0.2 true  # "),
-        (
-            "/home/admin/.bashrc: line 1: exec: zsh: not found",
-            "1i [ -t 0 ] || return' /home/admin/.bashrc  # on",
-        ),
+        ("/home/admin/.bashrc: line 1: exec: zsh: not found", "1i [ -t 0 ] || return' /home/admin/.bashrc  # on"),
         ("bash: line 1: /usr/bin/python3: No such file or directory", "apt-get install -y python3"),
         (
             "/usr/bin/python3 is version 3.6.8; 3.8 or newer is needed",

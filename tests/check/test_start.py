@@ -234,9 +234,7 @@ def test_the_deadline_that_is_told_is_the_one_that_was_kept(monkeypatch: pytest.
     monkeypatch.setattr(shell, "startup", str)
     assert shell.shell({"address": ""}) == {"refused": "does not end within 2 s", "startup": ""}
     monkeypatch.setattr(
-        jobs,
-        "in_job",
-        lambda *_: (0, f"{jobs.MARK}\n/v/python\n{jobs.MARK}124\n/m\n{jobs.MARK}0\n\n{jobs.MARK}\n", ""),
+        jobs, "in_job", lambda *_: (0, f"{jobs.MARK}\n/v/python\n{jobs.MARK}124\n/m\n{jobs.MARK}0\n\n{jobs.MARK}\n", "")
     )
     wish = {"address": "", "venv": "", "probe": "", "script": "", "python": ""}
     assert jobs.programs(wish)["python"]["why"] == "it does not end within 90 s"

@@ -46,11 +46,7 @@ MOSTLY_MPICH = pytest.mark.parametrize(
 )
 
 
-def run(
-    python: Path,
-    *arguments: str | Path,
-    during: Callable[[subprocess.Popen[str]], None] | None = None,
-) -> Job:
+def run(python: Path, *arguments: str | Path, during: Callable[[subprocess.Popen[str]], None] | None = None) -> Job:
     command = [str(python), "-m", "mpitrain", "run", *map(str, arguments)]
     return run_command(command, timeout=DEADLINE_SECONDS, during=during)
 
@@ -127,7 +123,9 @@ def test_a_rank_that_is_killed(python: Path, tmp_path: Path) -> None:
     assert job.left == []
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, pytest.param(signal.SIGHUP, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize(
+    "number", [signal.SIGINT, signal.SIGTERM, pytest.param(signal.SIGHUP, marks=pytest.mark.nightly)]
+)
 def test_a_signal_ends_the_whole_job(python: Path, tmp_path: Path, number: signal.Signals) -> None:
     def during(process: subprocess.Popen[str]) -> None:
         wait_until_ready(tmp_path, 3)
