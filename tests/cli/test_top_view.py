@@ -91,6 +91,10 @@ def test_what_is_drawn() -> None:
     ]
 
 
+def test_a_job_of_a_server() -> None:
+    assert "2 workers, 1 gone" in drawn(look(9.0, rank(0, "computes"), served={"here": 2, "joined": 3}))[2]
+
+
 def test_a_stall_and_a_silent_host() -> None:
     answer = look(
         9.0, rank(0, "waits"), rank(1, "unknown", host="b"), stall="no progress for 4 s: " + "who waits " * 40
