@@ -120,7 +120,9 @@ def test_what_cannot_be_exported(runs: Path, capsys: pytest.CaptureFixture[str])
 def test_json(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """One object, as other languages read it, which know no NaN and no infinity."""
     tensors, values = split({"step": 300, "adapter": {"parameters": {"w": numpy.ones((8, 64))}}, "list": [math.inf]})
-    write(runs, name_of(300), Manifest(300, "run7", None, 0, values, information={"loss": math.nan, "ranks": 1}), tensors)
+    write(
+        runs, name_of(300), Manifest(300, "run7", None, 0, values, information={"loss": math.nan, "ranks": 1}), tensors
+    )
     damage(runs / "step-00000100")
     (runs / "step-00000009/manifest.json").unlink()
 

@@ -161,8 +161,10 @@ NEEDS_JAX = pytest.mark.skipif(importlib.util.find_spec("jax") is None, reason="
         ("while True: pass", ("--step-seconds", "2"), "was ended, because it has made no step that mpitrain plan can"),
         ("import mpitrain as mt, numpy as n\nwhile 1: mt.init().mean(n.ones(3))", (), "cannot measure (by world.mean)"),
         pytest.param(UNSEEN, (), "cannot measure (of Adam)", marks=NEEDS_TORCH),
-        pytest.param(CALLBACK, (), "cannot measure (by world.mean)", marks=NEEDS_JAX),
-        pytest.param("import mpitrain.torch" + UNSEEN, (), "cannot measure (of Adam)", marks=NEEDS_TORCH),
+        pytest.param(CALLBACK, (), "cannot measure (by world.mean)", marks=[NEEDS_JAX, pytest.mark.nightly]),
+        pytest.param(
+            "import mpitrain.torch" + UNSEEN, (), "cannot measure (of Adam)", marks=[NEEDS_TORCH, pytest.mark.nightly]
+        ),
     ],
 )  # fmt: skip
 def test_a_script_without_steps_is_ended(tmp_path: Path, source: str, options: tuple[str, ...], expected: str) -> None:

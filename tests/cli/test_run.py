@@ -135,7 +135,8 @@ def test_the_first_failure_is_the_last_word_and_its_code_that_of_the_job(python:
 
 
 @pytest.mark.parametrize(
-    "number", [signal.SIGINT, *(pytest.param(one, marks=pytest.mark.nightly) for one in (signal.SIGTERM, signal.SIGHUP))]
+    "number",
+    [signal.SIGINT, *(pytest.param(one, marks=pytest.mark.nightly) for one in (signal.SIGTERM, signal.SIGHUP))],
 )
 def test_a_signal_ends_the_whole_job(python: Path, tmp_path: Path, number: signal.Signals) -> None:
     job = run(python, "-n", "3", script(tmp_path, SLEEP), tmp_path, during=when_ready(tmp_path, 3, number))
