@@ -128,7 +128,7 @@ def test_json(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
     def said(action: str, code: int) -> dict[str, Any]:
         assert main(["checkpoint", action, "--json", str(runs)]) == code
-        found: dict[str, Any] = json.loads(capsys.readouterr().out, parse_constant=lambda word: pytest.fail(word))
+        found: dict[str, Any] = json.loads(capsys.readouterr().out, parse_constant=pytest.fail)
         return found
 
     listed = said("ls", 1)

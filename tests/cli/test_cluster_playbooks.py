@@ -175,7 +175,7 @@ def test_a_run_that_fails_without_a_task(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("number", "group", "when"),
     [
-        # At "made", Ansible is about to start the next worker, and would forget it. SIGTERM and SIGHUP have one handler.
+        # At "made", Ansible is about to start the next worker, and would forget it. SIGTERM and SIGHUP are alike.
         (signal.SIGINT, True, "made"),
         (signal.SIGTERM, False, "made"),
         (signal.SIGKILL, False, "waits"),

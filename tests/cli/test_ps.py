@@ -113,5 +113,5 @@ def test_metrics_that_are_not_finite(monkeypatch: pytest.MonkeyPatch, capsys: py
     job = RunningJob("1a2b3c4d", since=1.5, ranks={0: view}, launcher="a 1", is_launched=True)
     monkeypatch.setattr("mpitrain.launch.jobs.find_all", lambda _placement: ([job], [], {}))
     assert main(["ps", "--hosts", "localhost", "--json"]) == 0
-    (one,) = json.loads(capsys.readouterr().out, parse_constant=lambda word: pytest.fail(word))["jobs"]
+    (one,) = json.loads(capsys.readouterr().out, parse_constant=pytest.fail)["jobs"]
     assert one["metrics"] == {"loss": "NaN", "norm": "Infinity", "least": "-Infinity", "rate": 0.1}

@@ -302,8 +302,10 @@ def test_a_script_that_shows_nothing(tmp_path: Path, source: str, says: str) -> 
         (["examples/trian.py"], "there is no script 'examples/trian.py' in "),
         (
             ["--directory", f"{__file__}/x", __file__],
-            f"cannot make the record {__file__}/x/one-rank/record.jsonl: Not a directory; name a folder that you can "
-            "write to: mpitrain verify --directory PATH\n",
+            (
+                f"cannot make the record {__file__}/x/one-rank/record.jsonl: Not a directory; name a folder that you "
+                "can write to: mpitrain verify --directory PATH\n"
+            ),
         ),
     ],
 )
