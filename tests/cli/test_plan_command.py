@@ -152,7 +152,9 @@ def planned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         return [HostTimes(own, sizes, parts, False, 10**8, 2.0, 1.0, {})]
 
     def bench(_arguments: object, path: Path) -> None:
-        path.write_text(profile(path.parent, own).read_text())
+        content = json.loads(profile(path.parent, own).read_text())
+        content["measured"] |= {"link_bytes_per_second": None, "latency_between_nodes_us": None}
+        path.write_text(json.dumps(content))
 
     monkeypatch.setattr("mpitrain.cli.plan._measured", measured)
     monkeypatch.setattr("mpitrain.cli.plan._bench", bench)
