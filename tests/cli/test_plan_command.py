@@ -27,7 +27,6 @@ import mpitrain as mt
 parser = argparse.ArgumentParser()
 parser.add_argument("--milliseconds", type=float, required=True)
 parser.add_argument("--fault", default="")
-parser.add_argument("--steps", type=int, default=10**6)
 options = parser.parse_args()
 gradients = {name: numpy.ones(250_000, numpy.float32) for name in ("first", "last")}
 made = []
@@ -37,7 +36,7 @@ def function(_, batch, on_gradient):
     if options.fault == "crash" and len(made) == 3:
         raise RuntimeError("the third step")
     seconds = len(batch) * options.milliseconds / 1000
-    time.sleep(seconds * (20 * (len(made) % 2) + 1 if options.fault == "wild" else 1))
+    time.sleep(seconds)
     on_gradient("last", gradients["last"])
     time.sleep(seconds)
     on_gradient("first", gradients["first"])
@@ -50,9 +49,8 @@ def build(world):
     return mt.Parts(adapter, mt.Sync(), data)
 
 record = mt.Record([mt.writers.JsonLines("record")])
-mt.Trainer(build, [mt.StopAtStep(options.steps), record, mt.Checkpoint("saved", 1)]).run()
-if options.steps == 10**6:
-    raise AssertionError("plan must end the script before")
+mt.Trainer(build, [mt.StopAtStep(10**6), record, mt.Checkpoint("saved", 1)]).run()
+raise AssertionError("plan must end the script before")
 """
 
 LOOP = """
@@ -214,15 +212,6 @@ def test_on_machines_that_a_file_describes(
     assert "0.4 Gbit/s and 8 samples a step" in out
 
 
-@pytest.mark.nightly
-def test_a_strategy_that_is_not_planned(tmp_path: Path) -> None:
-    job = plan(tmp_path, "--milliseconds", "1", source=TRAINER.replace("mt.Sync()", "mt.Sync(virtual_ranks=2)"))
-    assert job.code == 1, job.output
-    assert "mpitrain plan found the strategy mt.Sync(virtual_ranks=2); allowed is mt.Sync without" in job.stderr
-    assert "all ranks compute the same bits" not in job.output  # it is refused before the probe
-    assert nothing_written(tmp_path)
-
-
 @pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="needs PyTorch")
 def test_a_prepared_loop(tmp_path: Path) -> None:
     job = plan(tmp_path, source=LOOP, options=("--json", "plan.json", "--steps", "4", "--ranks", "2"))
@@ -249,24 +238,6 @@ def test_a_script_that_fails(tmp_path: Path) -> None:
     assert "train.py failed with exit code 1 before its steps" in job.stderr.splitlines()[-1], job.output
     assert "the third step" in job.stderr
     assert f"train.py {words} {['train.py', *words]}" in job.stdout, job.output
-    assert nothing_written(tmp_path)
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize(
-    ("words", "source", "expected"),
-    [
-        (["--milliseconds", "1", "--steps", "2"], TRAINER, "train.py ended after 2 steps, too few to measure on "),
-        (["--milliseconds", "1", "--fault", "wild"], TRAINER, "the steps of train.py differ too much on "),
-        ([], "print('hello')", "train.py never called mpitrain"),
-        ([], "import mpitrain\nmpitrain.init().mean([1.0])", "train.py made no step on "),
-    ],
-)
-def test_a_script_that_cannot_be_planned(tmp_path: Path, words: list[str], source: str, expected: str) -> None:
-    job = plan(tmp_path, *words, source=source)
-    assert job.code == 1, job.output
-    assert expected in job.stderr.splitlines()[-1], job.output
-    assert "Traceback" not in job.stderr
     assert nothing_written(tmp_path)
 
 
