@@ -64,7 +64,10 @@ class Terminal:
     def press(self, keys: str) -> None:
         os.write(self.master, keys.encode())
 
-    def close(self) -> None:
+    def __enter__(self) -> Terminal:
+        return self
+
+    def __exit__(self, *_: object) -> None:
         if self.process.poll() is None:
             self.process.kill()
         self.process.wait()
@@ -113,8 +116,7 @@ def test_in_a_terminal_until_the_job_ends(job: LiveJob, tmp_path: Path) -> None:
         assert "Choose one: mpitrain top JOB" in shown.stderr
         for one in (job, other):
             assert re.search(rf"^{one.answer['job']}  \w+ ", shown.stdout, re.M)
-        terminal = Terminal(job.answer["job"])
-        try:
+        with Terminal(job.answer["job"]) as terminal:
             until(lambda: terminal.shows("q end"))
             pid = job.answer["ranks"][1]["pid"]
             os.kill(pid, signal.SIGSTOP)
@@ -128,8 +130,6 @@ def test_in_a_terminal_until_the_job_ends(job: LiveJob, tmp_path: Path) -> None:
             process.send_signal(signal.SIGINT)
             until(lambda: terminal.shows("the job has ended with exit code 130"))
             assert terminal.process.wait(HANG_SECONDS) == 0
-        finally:
-            terminal.close()
 
 
 @pytest.mark.parametrize(
@@ -137,8 +137,7 @@ def test_in_a_terminal_until_the_job_ends(job: LiveJob, tmp_path: Path) -> None:
 )
 def test_the_user_ends_it(job: LiveJob, keys: str, variables: dict[str, str]) -> None:
     """The terminal is left as it was. The job goes on. No colour is shown to who wants none."""
-    terminal = Terminal(job.answer["job"], **variables)
-    try:
+    with Terminal(job.answer["job"], **variables) as terminal:
         before = termios.tcgetattr(terminal.master)
         until(lambda: terminal.shows("q end"))
         assert termios.tcgetattr(terminal.master) != before
@@ -150,8 +149,6 @@ def test_the_user_ends_it(job: LiveJob, keys: str, variables: dict[str, str]) ->
         terminal.press(keys)
         assert terminal.process.wait(HANG_SECONDS) == 0
         assert termios.tcgetattr(terminal.master) == before
-    finally:
-        terminal.close()
     assert trains(dict(job_of(Path(job.answer["script"]).parent).answer))
 
 
