@@ -32,21 +32,22 @@ def record(directory: Path, rows: list[dict[str, Any]], end: str = "") -> Path:
 
 @pytest.fixture
 def drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[Any]]:
-    """Draws the rows, and returns the panels of the picture."""
+    """Draws the rows, and returns the panels of the picture; `file`: it is written, which takes a second."""
     from matplotlib.figure import Figure
 
     figures: list[Any] = []
     save = Figure.savefig
 
-    def saved(figure: Any, *arguments: Any, **options: Any) -> None:
-        figures.append(figure)
-        save(figure, *arguments, **options)
+    def draw(rows: list[dict[str, Any]], end: str = "", *, file: bool = False) -> list[Any]:
+        def saved(figure: Any, *arguments: Any, **options: Any) -> None:
+            figures.append(figure)
+            if file:
+                save(figure, *arguments, **options)
 
-    def draw(rows: list[dict[str, Any]], end: str = "") -> list[Any]:
+        monkeypatch.setattr(Figure, "savefig", saved)
         assert main(["plot", str(record(tmp_path, rows, end))]) == 0
         return list(figures[-1].axes)
 
-    monkeypatch.setattr(Figure, "savefig", saved)
     return draw
 
 
@@ -65,7 +66,7 @@ def texts(axes: Any) -> list[str]:
 
 
 def test_the_picture(drawn: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    losses, speeds, shares, accuracies = drawn(ROWS, '{"step": 200, "lo')
+    losses, speeds, shares, accuracies = drawn(ROWS, '{"step": 200, "lo', file=True)
     picture = tmp_path / "metrics.png"
     assert capsys.readouterr().out == f"{picture}: 19 rows, steps 10 to 190\n"
     content = picture.read_bytes()
@@ -151,7 +152,7 @@ def test_every_event_and_records_of_other_versions(drawn: Any) -> None:
         event = {"after_step": row["step"], "text": "$x_{ $ \ud800", "source": source, "lost_ranks": [], "newer": 1}
         row["events"] = [{**event, "num_ranks": 1, "seconds": 1.0, **({"teller": "ada"} if source == "told" else {})}]
     rows[-1]["loss"] = None
-    panels = drawn(rows, '{"step": 9, "events": [{"after')
+    panels = drawn(rows, '{"step": 9, "events": [{"after', file=True)
     labels = [str(line.get_label()) for line in panels[0].lines]
     assert {"told: 1", "changed by itself: 1", "went on, from disk: 1", "event 'of a newer one': 1"} <= set(labels)
     assert len(panels[0].texts) == len(sources)

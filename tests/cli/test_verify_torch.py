@@ -184,10 +184,11 @@ def test_a_loop_that_averages_by_itself(tmp_path: Path) -> None:
     assert "  parameters     16 values, " in job.stdout
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("wrong", "where"),
     [
-        pytest.param(SCALED, "step 1, parameters: 0.weight: changed by ", marks=pytest.mark.nightly),
+        (SCALED, "step 1, parameters: 0.weight: changed by "),
         (SHRINKS, "step 1, parameters: 2.weight: changed before step 2 began by "),
     ],
     ids=["its optimizer", "by hand"],
