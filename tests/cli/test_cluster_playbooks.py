@@ -204,7 +204,7 @@ def test_a_task_that_never_ends(cluster: Cluster, ansible: Path, monkeypatch: py
     """The command names what the task waits for, and ends it at the deadline. Both times count from its start."""
     begun = json.dumps({"event": "start", "host": "here", "task": "Wait"})
     program = cluster.folder / "ansible-playbook"
-    program.write_text(f"#!/bin/sh\nsleep 2\necho '{begun}' >\"$ANSIBLE_MPITRAIN_REPORT\"\nexec sleep 3600\n")
+    program.write_text(f"#!/bin/sh\nsleep 2\necho '{begun}' >\"$ANSIBLE_MPITRAIN_REPORT\"\nexec sleep 60\n")
     monkeypatch.setattr(playbook, "NOTICE_SECONDS", 1.0)
     monkeypatch.setattr(playbook, "STALL_SECONDS", 4.0)
     code, _, err = cluster("setup")

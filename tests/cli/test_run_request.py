@@ -59,6 +59,15 @@ def test_what_is_run(project: Path, words: list[str], program: list[str], capsys
     assert line[line.index(sys.executable) + 1 :] == [*program, "--epochs", "5", "-n", "3"]
 
 
+@pytest.mark.parametrize("options", [["--ppn", "2", "--hosts", "localhost"], ["--hosts", "localhost/cpux2"]])
+def test_an_n_behind_the_script_is_the_scripts(
+    project: Path, options: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Where the number of ranks is given in another way."""
+    assert main(["run", *options, "--show", "train.py", "-n", "3"]) == 0
+    assert capsys.readouterr().out.endswith("train.py -n 3\n")
+
+
 def test_a_module_runs_with_what_is_behind_two_dashes(project: Path) -> None:
     env = {"PATH": f"{BIN}:{os.environ['PATH']}"}
     job = run_command([*RUN, "python3", "-m", "pack.inner.fit", "a", "--", "--show", "b"], cwd=project, env=env)
