@@ -143,7 +143,8 @@ def test_another_python_is_refused(
         ("from mpi4py import MPI", "", False),
         ("import own", "import mpitrain.torch", False),
         ("from own import fit", "def fit():\n    from mpitrain import init", False),
-        ("import net", "", False),  # a package
+        ("import net", "", False),  # packages
+        ("import plain", "", True),
         ("import os\nrank = os.environ['PMI_RANK']", "", False),
         ("this is not Python(", "", False),
     ],
@@ -151,7 +152,8 @@ def test_another_python_is_refused(
 def test_scripts_that_do_not_know_of_other_ranks(tmp_path: Path, script: str, beside: str, unaware: bool) -> None:
     (tmp_path / "train.py").write_text(script)
     (tmp_path / "own.py").write_text(beside)
-    (tmp_path / "net").mkdir()
-    (tmp_path / "net/__init__.py").touch()
-    (tmp_path / "net/fit.py").write_text("import mpitrain")
+    for package, text in (("net", "import mpitrain"), ("plain", "import json")):
+        (tmp_path / package).mkdir()
+        (tmp_path / package / "__init__.py").touch()
+        (tmp_path / package / "fit.py").write_text(text)
     assert is_unaware(tmp_path / "train.py") == unaware
