@@ -109,35 +109,22 @@ def test_the_startup_file_that_keeps_a_shell_from_its_command(
     assert shell.startup() == ""
 
 
-def test_a_file_for_another_node_goes_with_the_agent(talk: Talk, tmp_path: Path) -> None:
-    wish = {"share": str(tmp_path), "run": "1", "token": "t"}
-    assert talk.answer("share_step", action="begin", **wish)["result"] == ""
-    assert talk.answer("share_step", action="write", **wish)["result"] == ""
-    assert folders(tmp_path) == [".mpitrain-check-1"]
-    talk.hang_up()
-    assert folders(tmp_path) == []
-
-
-def test_what_is_not_ours_stays(talk: Talk, tmp_path: Path) -> None:
+def test_a_file_for_another_node_goes_with_the_agent_and_what_is_not_ours_stays(talk: Talk, tmp_path: Path) -> None:
     (tmp_path / ".mpitrain-check-2").mkdir()
-    wish = {"share": str(tmp_path), "run": "1", "token": ""}
-    for action in ("begin", "end"):
-        assert talk.answer("share_step", action=action, **wish)["result"] == ""
+    wish = {"share": str(tmp_path), "run": "1"}
+    for action, token in (("begin", ""), ("end", ""), ("begin", "t"), ("write", "t")):
+        assert talk.answer("share_step", action=action, token=token, **wish)["result"] == ""
+    assert sorted(folders(tmp_path)) == [".mpitrain-check-1", ".mpitrain-check-2"]
     talk.hang_up()
     assert folders(tmp_path) == [".mpitrain-check-2"]
 
 
 def test_a_write_that_is_under_way_is_ended_and_removed(talk: Talk, tmp_path: Path) -> None:
+    missing = tmp_path / "missing" / ".mpitrain-check-4"  # a share that cannot be written
+    assert "FileNotFoundError" in talk.answer("share speed", folder=str(missing), bytes=1 << 20)["error"]
     folder = tmp_path / ".mpitrain-check-3"
     talk.ask("share speed", folder=str(folder), bytes=1 << 30)
     until((folder / "large").exists)
-    talk.hang_up()
-    assert folders(tmp_path) == []
-
-
-def test_a_share_that_cannot_be_written_leaves_nothing(talk: Talk, tmp_path: Path) -> None:
-    missing = tmp_path / "missing" / ".mpitrain-check-4"
-    assert "FileNotFoundError" in talk.answer("share speed", folder=str(missing), bytes=1 << 20)["error"]
     talk.hang_up()
     assert folders(tmp_path) == []
 

@@ -8,7 +8,8 @@ from typing import Any, cast
 
 import pytest
 
-from check.made_up_network import PAIR, REACH, healthy, judged
+from check.made_up import only, sound, verdicts
+from check.test_network import PAIR, REACH, healthy
 from mpitrain.check.checks import CHECKS, PAIRS
 from mpitrain.check.collect import Cluster
 from mpitrain.check.node import ways
@@ -19,15 +20,15 @@ def test_drop_and_reject() -> None:
     looked = healthy()
     reach = looked.pairs[PAIR]["reach"]
     reach.update(connect="timeout", found="no answer within 3 s", beside=["ok", "refused"])
-    (result,) = judged("NET04", looked)
-    assert (result.verdict, result.where, result.mend) == ("fail", PAIR, ("node2",))
-    assert "DROP" in result.observed and "no firewall is seen there" in result.observed
-    assert result.remedy.startswith("ssh 10.0.0.2 sudo nft list ruleset")
+    one = only(
+        "NET04", looked, "fail", "node1 node2", "no firewall is seen there", "ssh 10.0.0.2 sudo nft list ruleset"
+    )
+    assert "DROP" in one.observed and one.mend == ("node2",)
     reach.update(connect="refused", found="Connection refused")
     looked.nodes["node2"]["network"]["firewall"] = "ufw"
-    (result,) = judged("NET04", looked)
-    assert "REJECT" in result.observed and "ufw is active there" in result.observed
-    assert result.remedy == "ansible-playbook cluster/setup.yml --tags firewall --limit {limit}"
+    set_up = "ansible-playbook cluster/setup.yml --tags firewall --limit {limit}"
+    one = only("NET04", looked, "fail", "node1 node2", "ufw is active there", set_up)
+    assert "REJECT" in one.observed
 
 
 @pytest.mark.parametrize("connect", ["timeout", "refused", "unreachable"])
@@ -35,11 +36,8 @@ def test_a_way_that_is_too_slow_is_not_closed(connect: str) -> None:
     """ssh's port gave no answer in one of the turns, so nothing is known of the high ones."""
     looked = healthy()
     looked.pairs[PAIR]["reach"].update(connect=connect, found="no answer within 3 s", beside=["ok", "timeout"])
-    (result,) = judged("NET04", looked)
-    assert (result.verdict, result.where) == ("unknown", PAIR)
-    assert result.observed == (
-        "a high port gave no connection (no answer within 3 s), and ssh's port, in turns with it: ok, timeout"
-    )
+    words = "a high port gave no connection (no answer within 3 s), and ssh's port, in turns with it: ok, timeout"
+    only("NET04", looked, "unknown", "node1 node2", words)
 
 
 @pytest.mark.parametrize(
@@ -85,65 +83,53 @@ def test_what_a_port_answers() -> None:
 def test_nothing_gets_there() -> None:
     looked = healthy()
     looked.pairs[PAIR]["reach"].update(connect="timeout", found="no answer within 3 s")
-    assert judged("NET09", looked) == []
+    sound("NET09", looked)
     looked.pairs[PAIR]["login between"] = {"failed": "timeout", "seconds": 5.0}
-    (result,) = judged("NET09", looked)
-    assert (result.verdict, result.where) == ("fail", PAIR) and "pings get through" in result.observed
+    only("NET09", looked, "fail", "node1 node2", "pings get through")
     looked.pairs[PAIR]["reach"]["ping"] = {"large": False, "small": False}
-    assert "pings do not get through either" in judged("NET09", looked)[0].observed
+    only("NET09", looked, "fail", "node1 node2", "pings do not get through either")
 
 
 def test_packet_sizes() -> None:
     looked = healthy()
     reach = looked.pairs[PAIR]["reach"]
     reach.update(ping={"large": False, "small": True}, mtu_bytes=9000, large_is_complete=False)
-    (result,) = judged("NET03", looked)
-    assert (result.verdict, result.where) == ("fail", PAIR)
-    assert "9000 bytes" in result.observed and "TCP stalls" in result.observed
-    assert result.remedy.startswith(
-        "ssh 10.0.0.1 'sudo ip link set eth0 mtu 1500'; ssh 10.0.0.2 'sudo ip link set eth0 mtu 1500'  #"
-    )
+    lines = "; ".join(f"ssh 10.0.0.{number} 'sudo ip link set eth0 mtu 1500'" for number in (1, 2))
+    one = only("NET03", looked, "fail", "node1 node2", "9000 bytes", f"{lines}  #")
+    assert "TCP stalls" in one.observed
     reach["large_is_complete"] = True
-    assert judged("NET03", looked)[0].verdict == "warn"
+    only("NET03", looked, "warn", "node1 node2", "")
     # No ping arrives at all, so pings tell nothing about sizes.
     reach["ping"] = {"large": False, "small": False}
-    assert judged("NET03", looked) == []
+    sound("NET03", looked)
     reach.update(ping={"large": None, "small": None}, large_is_complete=False)
-    assert judged("NET03", looked)[0].verdict == "skip"
+    only("NET03", looked, "skip", "node1 node2", "")
 
 
 def test_round_trips() -> None:
     looked = healthy()
-    reach = looked.pairs[PAIR]["reach"]
-    reach["round_trips_seconds"] = [0.5, 7e-3]  # the best time counts
-    (result,) = judged("NET06", looked)
-    assert (
-        result.verdict == "warn"
-        and "over 5 ms" in result.observed
-        and "most others" in result.allowed
-        and result.remedy
-    )
+    looked.pairs[PAIR]["reach"]["round_trips_seconds"] = [0.5, 7e-3]  # the best time counts
+    only("NET06", looked, "warn", "node1 node2", "over 5 ms", allowed="most others")
     for sections in looked.pairs.values():  # all ways are alike: the network is slower, which is no fault
         sections["reach"]["round_trips_seconds"] = [7e-3]
-    assert judged("NET06", looked) == []
+    sound("NET06", looked)
     lost = {**REACH, "connect": "lost", "found": "timed out", "round_trips_seconds": [], "beside": ["ok", "ok"]}
     looked.pairs[PAIR]["reach"] = lost
-    assert judged("NET06", looked)[0].verdict == "fail"
-    assert judged("NET04", looked) == []
+    only("NET06", looked, "fail", "node1 node2", "")
+    sound("NET04", looked)
     looked.pairs[PAIR]["reach"] = {**lost, "beside": ["timeout", "ok"]}
-    assert judged("NET06", looked)[0].verdict == "unknown"
+    only("NET06", looked, "unknown", "node1 node2", "")
 
 
 def test_taken_ports() -> None:
     looked = healthy(environ={"MPIEXEC_PORT_RANGE": "50200:50201", "FI_TCP_PORT_LOW_RANGE": "7"})
     ports = looked.nodes["node3"]["ports"]
     ports["50200"] = "python3 (pid 5)"
-    assert judged("NET08", looked) == []  # one way is left
+    sound("NET08", looked)  # one way is left
     ports["50201"] = ""
-    (result,) = judged("NET08", looked)
-    assert (result.verdict, result.where) == ("fail", ("node3",))
-    assert result.observed == "all ports of MPIEXEC_PORT_RANGE (50200 to 50201) are in use, by python3"
-    assert {one.verdict for one in judged("NET08", healthy())} == {"skip"}
+    words = "all ports of MPIEXEC_PORT_RANGE (50200 to 50201) are in use, by python3"
+    only("NET08", looked, "fail", "node3", words)
+    assert verdicts("NET08", healthy()) == {"skip"}
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1", "::1"])

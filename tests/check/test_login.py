@@ -7,25 +7,24 @@ from typing import Any
 
 import pytest
 
-from check.made_up import seen
-from mpitrain.check.check import Result, Seen
-from mpitrain.check.checks import CHECKS, login
+from check.made_up import judged, of_each, only
+from check.test_machine import ACCOUNT
+from mpitrain.check.check import Seen
+from mpitrain.check.checks import login
 from mpitrain.check.run import judge, select
 
 
 def looked(**of_node2: Any) -> Seen:
     """Three nodes with a successful login, except for the given values of the second."""
-    found = seen(3)
+    found = of_each(3, {"sudo": {"hangs": False}, "become": "cluster", "account": {"uid": 1900}})
     for number, name in enumerate(found.target.names, 1):
-        login = {"failed": "", "hello": "admin", "host_keys": {"known": f"SHA256:{number}"}}
-        sections = {"login": login, "sudo": {"hangs": False}, "become": "cluster", "account": {"uid": 1900}}
-        found.nodes[name] = sections
+        found.nodes[name]["login"] = {"failed": "", "hello": "admin", "host_keys": {"known": f"SHA256:{number}"}}
     found.nodes["node2"] |= of_node2
     return found
 
 
-def judged(id_: str, found: Seen) -> list[Result]:
-    return [one for one in judge([CHECKS[id_]], found) if one.verdict != "pass"]
+def failed(how: str, words: str, **fields: Any) -> Seen:
+    return looked(login={"failed": how, "found": words, **fields})
 
 
 def other_key(got: str, known: str) -> dict[str, Any]:
@@ -40,63 +39,44 @@ def test_a_login_that_takes_long(patience: float, verdicts: list[str]) -> None:
     assert [one.verdict for one in judged("SSH01", looked(login=slow))] == verdicts
 
 
-def test_a_host_key_of_nobody() -> None:
-    (one,) = judged("SSH03", looked(login=other_key("SHA256:9", "SHA256:2")))
-    assert (one.verdict, one.where) == ("fail", ("node2",))
-    assert "that is the key of" not in one.observed
-    assert "ssh-keygen -R 10.0.0.2 && mpitrain cluster trust node2" in one.remedy
-
-
 def test_the_host_key_of_another_node() -> None:
-    (one,) = judged("SSH03", looked(login=other_key("SHA256:3", "SHA256:2")))
-    assert one.observed.endswith("; that is the key of node3, which answers at this address")
-    assert "correct ansible_host" in one.remedy and "ssh-keygen -R" not in one.remedy
     found = looked(login=other_key("SHA256:3", "SHA256:2"))
+    one = only("SSH03", found, "fail", "node2", "; that is the key of node3, which answers at this address")
+    assert "correct ansible_host" in one.remedy and "ssh-keygen -R" not in one.remedy
     found.nodes["node3"]["login"] = other_key("SHA256:2", "SHA256:3")  # swapped
     first, second = judged("SSH03", found)
     assert "that is the key of node3," in first.observed and "that is the key of node2," in second.observed
+    nobodys = looked(login=other_key("SHA256:9", "SHA256:2"))
+    remedy = "ssh-keygen -R 10.0.0.2 && mpitrain cluster trust node2"
+    assert "that is the key of" not in only("SSH03", nobodys, "fail", "node2", "", remedy).observed
 
 
-def test_a_host_key_that_is_not_known_here() -> None:
-    found = looked(login={"failed": "host key", "found": "its host key is not known on this machine", "host_keys": {}})
-    assert "mpitrain cluster trust node2" in judged("SSH03", found)[0].remedy
-
-
-def test_a_locked_key() -> None:
-    words = "it refuses ada with /home/ada/.ssh/id; /home/ada/.ssh/id has a passphrase, and ssh-agent does not hold it"
-    (one,) = judged("SSH02", looked(login={"failed": "key", "found": words}))
-    assert one.remedy.startswith("ssh-add ")
+NO_PYTHON = "bash: line 1: /usr/bin/python3: No such file or directory"
+LOCKED = "it refuses ada with /home/ada/.ssh/id; /home/ada/.ssh/id has a passphrase, and ssh-agent does not hold it"
+NOON = "it refuses ada and says 'Back at noon', and hangs up"
+GARBAGE = "something else than our probe answers; it printed 'garbage'"
+LOOKS = "ssh 10.0.0.2 '/usr/bin/python3 --version | head -c 200'  # "
+RELEASE = "ssh 10.0.0.2 'cat /etc/os-release'  # node2 needs a newer release of its system"
+NOLOGIN = "sudo rm -f /etc/nologin /run/nologin; sudo journalctl -n 20 _COMM=sshd  # "
 
 
 @pytest.mark.parametrize(
-    ("words", "remedy"),
+    ("id_", "how", "words", "remedy"),
     [
-        ("/usr/bin/python3 did not start our probe within 20 s", "ssh -v 10.0.0.2 true  # "),
-        (
-            "/home/admin/.bashrc: line 1: exec: zsh: not found",
-            "1i [ -t 0 ] || return' /home/admin/.bashrc  # on",
-        ),
-        ("bash: line 1: /usr/bin/python3: No such file or directory", "apt-get install -y python3"),
-        (
-            "/usr/bin/python3 is version 3.6.8; 3.8 or newer is needed",
-            "ssh 10.0.0.2 'cat /etc/os-release'  # node2 needs a newer release of its system",
-        ),
-        (
-            "something else than our probe answers; it printed 'garbage'",
-            "ssh 10.0.0.2 '/usr/bin/python3 --version | head -c 200'  # ",
-        ),
+        ("SSH03", "host key", "its host key is not known on this machine", "mpitrain cluster trust node2"),
+        ("SSH02", "key", LOCKED, "ssh-add "),
+        ("SSH02", "key", NOON, NOLOGIN),
+        ("SSH02", "key", NOON, "on the console of node2"),
+        ("PRB01", "agent", "/usr/bin/python3 did not start our probe within 20 s", "ssh -v 10.0.0.2 true  # "),
+        ("PRB01", "agent", "/home/admin/.bashrc: line 1: exec: zsh: not found", "1i [ -t 0 ] || return' /home/admin/"),
+        ("PRB01", "agent", NO_PYTHON, "apt-get install -y python3"),
+        ("PRB01", "agent", "/usr/bin/python3 is version 3.6.8; 3.8 or newer is needed", RELEASE),
+        ("PRB01", "agent", GARBAGE, LOOKS),
     ],
 )
-def test_python_is_installed_where_it_is_missing(words: str, remedy: str) -> None:
-    (one,) = judged("PRB01", looked(login={"failed": "agent", "found": words}))
-    assert remedy in one.remedy
-
-
-def test_a_server_that_hangs_up_on_a_login() -> None:
-    words = "it refuses ada and says 'Back at noon', and hangs up"
-    (one,) = judged("SSH02", looked(login={"failed": "key", "found": words}))
-    assert one.remedy.startswith("sudo rm -f /etc/nologin /run/nologin; sudo journalctl -n 20 _COMM=sshd  # ")
-    assert "on the console of node2" in one.remedy
+def test_a_login_that_fails(id_: str, how: str, words: str, remedy: str) -> None:
+    (one,) = judged(id_, failed(how, words, host_keys={}))
+    assert one.verdict == "fail" and remedy in one.remedy
 
 
 @pytest.mark.parametrize(
@@ -136,25 +116,11 @@ def test_a_sudo_that_hangs_is_the_one_cause() -> None:
     """As a node reports it: answers that need root are unknown, and answers that need the shared user are missing."""
     late = {"error": "admin cannot become cluster: sudo hangs"}
     sections = ("shell", "ssh keys", "use", "programs", "processors", "leftovers", "variables")
-    account = {
-        "uid": 1900,
-        "gid": 1900,
-        "uid_owner": "cluster",
-        "shell": "/bin/sh",
-        "shell_works": True,
-        "home": "/h",
-        "home_owner": 1900,
-        "expired": None,
-        "must_change_password": None,
-        "nologin": "",
-    }
+    account = {**ACCOUNT, "expired": None, "must_change_password": None}
     answers = {"sudo": {"hangs": True}, "become": late, **dict.fromkeys(sections, late), "account": account}
     found = looked(**answers, **{"ssh server": {"is_known": False}, "serving": {"exports": None}})
-    ours = [
-        check
-        for check in select("quick")
-        if {*check.uses} & {*sections, "sudo", "ssh server", "account"} and check.scope == "node"
-    ]
+    asked = {*sections, "sudo", "ssh server", "account"}
+    ours = [check for check in select("quick") if {*check.uses} & asked and check.scope == "node"]
     results = [one for one in judge(ours, found) if one.where == ("node2",)]
     assert len(results) > 12
     assert [one.check.id for one in results if one.verdict == "fail"] == ["PRB02"]

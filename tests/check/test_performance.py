@@ -5,12 +5,12 @@ from __future__ import annotations
 from itertools import permutations
 from typing import Any, cast
 
-from check.made_up import seen
+import pytest
+
+from check.made_up import judged, only, seen, sound, verdicts
 from mpitrain.check.check import Result, Seen
-from mpitrain.check.checks import CHECKS
 from mpitrain.check.checks.performance import measure_ways, slow_pairs, whose_fault
 from mpitrain.check.collect import Cluster
-from mpitrain.check.run import judge
 
 FAST = 500 * 2.0**20
 SLOW = 10 * 2.0**20
@@ -31,43 +31,34 @@ def ways(num_nodes: int, name: str, *, out: bool, into: bool) -> list[Pair]:
     return [(a, b) for a, b in rates(num_nodes) if (out and a == name) or (into and b == name)]
 
 
-def test_all_alike() -> None:
-    assert places(4) == [] and places(2) == []
+LINK = [("node2", "node3"), ("node3", "node2")]
+SENDS = ways(4, "node3", out=True, into=False)
+RECEIVES = ways(4, "node3", out=False, into=True)
+OF_FIVE = [*ways(5, "node3", out=True, into=False), ("node1", "node2")]
 
 
-def test_a_slow_link() -> None:
-    ((place, words),) = places(4, ("node2", "node3"))
-    assert place == ("node2", "node3") and words.startswith("the link")
-    assert [place for place, _ in places(4, ("node2", "node3"), ("node3", "node2"))] == [
-        ("node2", "node3"),
-        ("node3", "node2"),
-    ]
-
-
-def test_a_slow_node() -> None:
-    for out, into, words in ((True, False, "sends"), (False, True, "receives"), (True, True, "sends and receives")):
-        assert places(4, *ways(4, "node3", out=out, into=into)) == [(("node3",), f"the node: it {words} slowly")]
-
-
-def test_a_slow_node_and_a_slow_link() -> None:
-    found = places(5, *ways(5, "node3", out=True, into=False), ("node1", "node2"))
-    assert [place for place, _ in found] == [("node3",), ("node1", "node2")]
-
-
-def test_three_nodes_are_a_weak_sign() -> None:
-    assert places(3, *ways(3, "node1", out=True, into=True)) == [
-        (("node1",), "probably the node: it sends and receives slowly")
-    ]
-    assert places(3, ("node1", "node2"))[0][0] == ("node1", "node2")
-
-
-def test_two_nodes_cannot_tell() -> None:
-    ((place, words),) = places(2, ("node1", "node2"))
-    assert place == ("node1", "node2") and "cannot be told which end" in words
-
-
-def judged(id_: str, looked: Seen) -> list[Result]:
-    return [one for one in judge([CHECKS[id_]], looked) if one.verdict != "pass"]
+@pytest.mark.parametrize(
+    ("num_nodes", "slow", "places_and_words"),
+    [
+        (4, [], []),
+        (2, [], []),
+        (4, LINK[:1], [(LINK[0], "the link")]),
+        (4, LINK, [(pair, "the link") for pair in LINK]),
+        (4, SENDS, [(("node3",), "the node: it sends slowly")]),
+        (4, RECEIVES, [(("node3",), "the node: it receives slowly")]),
+        (4, SENDS + RECEIVES, [(("node3",), "the node: it sends and receives slowly")]),
+        (5, OF_FIVE, [(("node3",), ""), (("node1", "node2"), "")]),
+        (3, ways(3, "node1", out=True, into=True), [(("node1",), "probably the node: it sends and receives slowly")]),
+        (3, [("node1", "node2")], [(("node1", "node2"), "")]),
+        (2, [("node1", "node2")], [(("node1", "node2"), "cannot be told which end")]),
+    ],
+)
+def test_whose_fault(num_nodes: int, slow: list[Pair], places_and_words: list[tuple[tuple[str, ...], str]]) -> None:
+    """Of three nodes the sign is weak, and two cannot tell."""
+    found = places(num_nodes, *slow)
+    assert [place for place, _ in found] == [place for place, _ in places_and_words]
+    for (_, said), (_, words) in zip(found, places_and_words, strict=True):
+        assert words in said and (said == words or "node" not in words)
 
 
 TURNS = 5
@@ -90,12 +81,10 @@ def measured(found: dict[Pair, float]) -> Seen:
 
 
 def test_the_matrix() -> None:
-    assert judged("PRF01", measured(rates(4))) == []
-    (result,) = judged("PRF01", measured(rates(4, *ways(4, "node3", out=True, into=True))))
-    assert (result.verdict, result.where) == ("fail", ("node3",))
-    assert "10 MiB/s" in result.observed and result.allowed.startswith("500 MiB/s") and "ssh 10.0.0.3" in result.remedy
-    (result,) = judged("PRF01", measured(rates(4, ("node2", "node4"))))
-    assert result.where == ("node2", "node4") and "the link" in result.observed
+    sound("PRF01", measured(rates(4)))
+    slow = measured(rates(4, *SENDS, *RECEIVES))
+    assert only("PRF01", slow, "fail", "node3", "10 MiB/s", "ssh 10.0.0.3").allowed.startswith("500 MiB/s")
+    only("PRF01", measured(rates(4, ("node2", "node4"))), "fail", "node2 node4", "the link")
 
 
 def on_a_busy_node(own: list[float], beside: list[float], waited: float = 0.0) -> list[Result]:
@@ -182,9 +171,8 @@ def test_a_way_that_seemed_slow_is_measured_in_turns_with_one_that_did_not() -> 
 def test_a_way_that_could_not_be_measured_is_unknown() -> None:
     looked = measured(rates(4))
     looked.cluster["ways"]["node1 node2"] = {"error": "no answer within 30 s"}
-    (result,) = judged("PRF01", looked)
-    assert (result.verdict, result.where, result.observed) == ("unknown", ("node1", "node2"), "no answer within 30 s")
-    assert {one.verdict for one in judged("PRF01", seen(4))} == {"unknown"}
+    only("PRF01", looked, "unknown", "node1 node2", "no answer within 30 s")
+    assert verdicts("PRF01", seen(4)) == {"unknown"}
 
 
 def test_a_straggler() -> None:
@@ -193,11 +181,9 @@ def test_a_straggler() -> None:
         found.cluster["computation"] = {"node1": [0.11, 0.1], "node2": [0.1], "node3": [0.1], **seconds}
         return found
 
-    assert judged("PRF03", looked(node4=[0.5, 0.4, 0.1])) == []  # another program ran at the same time by chance
-    (result,) = judged("PRF03", looked(node4=[0.14]))
-    assert (result.verdict, result.where) == ("warn", ("node4",))
-    (result,) = judged("PRF03", looked(node4=[0.25]))
-    assert result.verdict == "fail" and "2.5 times" in result.observed and "uptime" in result.remedy
+    sound("PRF03", looked(node4=[0.5, 0.4, 0.1]))  # another program ran at the same time by chance
+    only("PRF03", looked(node4=[0.14]), "warn", "node4", "")
+    only("PRF03", looked(node4=[0.25]), "fail", "node4", "2.5 times", "uptime")
     (result,) = judged("PRF03", looked(node4={"error": "no answer"}))
     assert (result.verdict, result.observed) == ("unknown", "no answer")
 
@@ -205,10 +191,8 @@ def test_a_straggler() -> None:
 def test_the_share() -> None:
     looked = seen(2)
     looked.cluster["share speed"] = {name: {"bytes_per_second": 100 * 2.0**20} for name in ("node1", "node2")}
-    assert judged("PRF04", looked) == []
+    sound("PRF04", looked)
     looked.cluster["share speed"]["node2"] = {"bytes_per_second": 5 * 2.0**20}
-    (result,) = judged("PRF04", looked)
-    assert (result.verdict, result.where) == ("warn", ("node2",))
-    assert "at 5 MiB/s" in result.observed and result.allowed == "20 MiB/s or more"
+    only("PRF04", looked, "warn", "node2", "at 5 MiB/s", allowed="20 MiB/s or more")
     looked.cluster["share speed"] = {}
-    assert {one.verdict for one in judged("PRF04", looked)} == {"skip"}
+    assert verdicts("PRF04", looked) == {"skip"}

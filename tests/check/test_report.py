@@ -51,19 +51,14 @@ def test_fold(names: list[str], text: str) -> None:
 )
 def test_fold_pairs(pairs: list[tuple[str, str]], text: str) -> None:
     assert fold_pairs(pairs, NAMES) == text
-
-
-def test_of_two_nodes_a_pair_is_a_pair() -> None:
-    assert fold_pairs([("node1", "node2")], ("node1", "node2")) == "node1 -> node2"
+    assert fold_pairs([("node1", "node2")], NAMES[:2]) == "node1 -> node2"  # of two nodes, a pair is a pair
 
 
 def results_of_three() -> tuple[list[Result], object]:
     saw = seen(3)
-    saw.nodes = {
-        "node1": {"a": "", "b": "", "c": ""},
-        "node2": {"a": "not mounted", "b": "", "c": ""},
-        "node3": {"a": "not mounted", "b": "", "c": {"error": "no answer within 3 s"}},
-    }
+    saw.nodes = {name: {"a": "not mounted", "b": "", "c": ""} for name in NAMES[:3]}
+    saw.nodes["node1"]["a"] = ""
+    saw.nodes["node3"]["c"] = {"error": "no answer within 3 s"}
     checks = [
         check("AAA01", by_node("a"), tag="nfs", remedy="", why="Ranks write there."),
         check("BBB01", by_node("b"), needs=("AAA01",)),
@@ -82,6 +77,8 @@ def test_the_same_of_several_nodes_is_one_line_with_one_repair() -> None:
     assert groups[0].remedy == "ansible-playbook cluster/setup.yml --tags nfs --limit node2,node3"
     assert groups[0].is_mended_by_set_up
     assert not groups[1].is_mended_by_set_up
+    # Each check counts by its gravest verdict.
+    assert {name: count for name, count in counts(results).items() if count} == {"fail": 1, "blocked": 1, "unknown": 1}
 
 
 def test_text() -> None:
@@ -135,12 +132,6 @@ def test_exit_codes(verdicts: list[str], strict: bool, code: int, nagios_code: i
     assert found == nagios_code
     assert line.startswith(f"MPITRAIN {['OK', 'WARNING', 'CRITICAL', 'UNKNOWN'][nagios_code]} - ")
     assert "\n" not in line and "|" not in line
-
-
-def test_counts_take_each_check_by_its_gravest_verdict() -> None:
-    results, _ = results_of_three()
-    number = counts(results)
-    assert {name: count for name, count in number.items() if count} == {"fail": 1, "blocked": 1, "unknown": 1}
 
 
 def test_the_document_is_as_its_schema_says() -> None:

@@ -9,38 +9,40 @@ from typing import Any
 
 import pytest
 
-from check.made_up_logins import first, judged, of_node
+from check.made_up import judged
+from check.test_ssh import of_node, passes, said
 from mpitrain import facts
-from mpitrain.check.check import Result
+from mpitrain.check.check import Seen
 from mpitrain.check.node import children, sshd
 
-OURS = "/etc/ssh/sshd_config.d/10-mpitrain.conf"
+MAIN = "/etc/ssh/sshd_config"
+OURS = f"{MAIN}.d/10-mpitrain.conf"
+SITE = f"{MAIN}.d/05-site.conf"
+SAFE = {"maxstartups": "100:30:400", "passwordauthentication": "no", "permitrootlogin": "without-password"}
 
 
-def server(**fields: str) -> dict[str, Any]:
-    settings = {"maxstartups": "100:30:400", "passwordauthentication": "no", "permitrootlogin": "without-password"}
-    settings.update(fields)
-    return {"is_known": True, "all": settings, "user": settings, "root": settings, "own": settings, "sets": {}}
+def server(sets: dict[str, Any] | None = None, more: dict[str, Any] | None = None, **fields: str) -> Seen:
+    """These settings hold for everybody, and these files set them."""
+    held = {key: {**SAFE, **fields} for key in ("all", "user", "root", "own")}
+    return of_node(**{"ssh server": {"is_known": True, **held, "sets": sets or {}, **(more or {})}})
 
 
 def test_capacity() -> None:
-    assert first("SSH06", of_node("ssh server", server())) is None
-    result = first("SSH06", of_node("ssh server", server(maxstartups="3:30:100")))
-    assert result is not None and result.verdict == "warn"
-    assert "MaxStartups 3:30:100" in result.observed and result.allowed == "4 or more, for 2 nodes"
-    assert "--tags ssh" in result.remedy
-    result = first("SSH06", of_node("ssh server", server(maxstartups="1:30:100")))
-    assert result is not None and result.verdict == "fail"
+    assert passes("SSH06", server())
+    one = said("SSH06", server(maxstartups="3:30:100"), "warn", "MaxStartups 3:30:100", "--tags ssh")
+    assert one.allowed == "4 or more, for 2 nodes"
+    said("SSH06", server(maxstartups="1:30:100"), "fail", "")
 
 
 @pytest.mark.parametrize(("running", "verdict"), [(2, "warn"), (1, "fail"), (100, None), (None, None)])
 def test_the_sshd_that_runs_has_the_last_word(running: int | None, verdict: str | None) -> None:
     """A MaxStartups of its command line, or one that was changed in its files without a reload."""
-    result = first("SSH06", of_node("ssh server", {**server(), "startups": running}))
-    assert (result and result.verdict) == verdict
-    if result is not None:
-        assert f"(MaxStartups {running} of the sshd that runs; its files say 100:30:400)" in result.observed
-        assert "sudo systemctl restart ssh" in result.remedy
+    looked = server(more={"startups": running})
+    if verdict is None:
+        assert passes("SSH06", looked)
+    else:
+        words = f"(MaxStartups {running} of the sshd that runs; its files say 100:30:400)"
+        said("SSH06", looked, verdict, words, "sudo systemctl restart ssh")
 
 
 @pytest.mark.parametrize(
@@ -58,39 +60,30 @@ def test_the_title_of_the_sshd_that_runs(monkeypatch: pytest.MonkeyPatch, title:
     assert sshd._startups() == first
 
 
-def test_a_file_that_is_read_before_ours_is_named() -> None:
-    site = "/etc/ssh/sshd_config.d/05-site.conf"
-    found = {**server(maxstartups="1:30:100"), "sets": {"maxstartups": [[site, "1:30:100"], [OURS, "100:30:400"]]}}
-    result = first("SSH06", of_node("ssh server", found))
-    assert result is not None and site in result.observed and site in result.remedy and "--tags" not in result.remedy
-    found["sets"] = {"maxstartups": [[site, "1:30:100"]]}  # before the first set-up; its file would come too late
-    result = first("SSH06", of_node("ssh server", found))
-    assert result is not None and site in result.remedy
-    found["sets"] = {"maxstartups": [["/etc/ssh/sshd_config", "1:30:100"]]}
-    result = first("SSH06", of_node("ssh server", found))
-    assert result is not None and "--tags ssh" in result.remedy
-
-
-def test_the_file_whose_value_holds_is_named() -> None:
-    """Some versions of sshd take the last value of MaxStartups. All of them take the first value of everything else."""
-    main = "/etc/ssh/sshd_config"
-    found = {**server(maxstartups="1:30:100"), "sets": {"maxstartups": [[OURS, "100:30:400"], [main, "1:30:100"]]}}
-    result = first("SSH06", of_node("ssh server", found))
-    assert result is not None and f"by {main}" in result.observed and f" {main} &&" in result.remedy
+@pytest.mark.parametrize(
+    ("files", "observed", "remedy"),
+    [
+        ([[SITE, "1:30:100"], [OURS, "100:30:400"]], SITE, SITE),
+        ([[SITE, "1:30:100"]], "", SITE),  # before the first set-up; its file would come too late
+        ([[MAIN, "1:30:100"]], "", "--tags ssh"),
+        # Some versions of sshd take the last value of MaxStartups, and all of them the first of everything else.
+        ([[OURS, "100:30:400"], [MAIN, "1:30:100"]], f"by {MAIN}", f" {MAIN} &&"),
+    ],
+)
+def test_the_file_whose_value_holds_is_named(files: list[list[str]], observed: str, remedy: str) -> None:
+    one = said("SSH06", server({"maxstartups": files}, maxstartups="1:30:100"), "fail", observed, remedy)
+    assert ("--tags" in one.remedy) == (remedy == "--tags ssh")
 
 
 def test_penalties() -> None:
     on = {"persourcepenalties": "authfail:5 noauth:1"}
-    result = first("SSH06", of_node("ssh server", server(**on)))
-    assert result is not None and result.verdict == "warn" and "PerSourcePenalties" in result.observed
-    exempt = {"persourcepenaltyexemptlist": "10.0.0.1,10.0.0.2"}
-    assert first("SSH06", of_node("ssh server", server(**on, **exempt))) is None
+    said("SSH06", server(**on), "warn", "PerSourcePenalties")
+    assert passes("SSH06", server(**on, persourcepenaltyexemptlist="10.0.0.1,10.0.0.2"))
 
 
 def test_without_sudo_sshd_is_skipped() -> None:
     for id_ in ("SSH06", "SSH07"):
-        result = first(id_, of_node("ssh server", {"is_known": False}))
-        assert result is not None and result.verdict == "skip" and "root" in result.observed
+        said(id_, of_node(**{"ssh server": {"is_known": False}}), "skip", "root")
 
 
 @pytest.mark.parametrize(
@@ -103,59 +96,53 @@ def test_without_sudo_sshd_is_skipped() -> None:
     ],
 )
 def test_policy(settings: dict[str, str], verdict: str, words: str) -> None:
-    results = [one for one in judged("SSH07", of_node("ssh server", server(**settings))) if one.where == ("node1",)]
+    assert passes("SSH07", server(permitrootlogin="yes"))
+    results = [one for one in judged("SSH07", server(**settings)) if one.where == ("node1",)]
     assert any(one.verdict == verdict and words in one.observed and one.remedy for one in results)
 
 
-SITE = "/etc/ssh/sshd_config.d/05-site.conf"
+def edited(remedy: str, site: str, text: str, folder: Path) -> str:
+    """What the printed line makes of the file."""
+    edit, *_ = shlex.split(remedy)[2].split(" && ")
+    file = folder / "site.conf"
+    file.write_text(f"{text}\n")
+    subprocess.run(edit.removeprefix("sudo ").replace(site, str(file)), shell=True, check=True)
+    return file.read_text()
+
+
+ADMIN = "\tAllowUsers\tadmin"
+BLOCK = "Match Address 192.0.2.0/24\n\tAllowUsers root"
 
 
 @pytest.mark.parametrize(
-    ("word", "value", "groups", "before", "after"),
+    ("word", "value", "before", "after"),
     [
-        ("AllowUsers", "admin", ["cluster"], "AllowUsers admin", "AllowUsers admin cluster"),
-        ("allowgroups", "sudo", ["cluster"], "  allowgroups sudo", "  allowgroups sudo cluster"),
-        ("DenyUsers", "a cluster b", ["cluster"], "DenyUsers a cluster b", "DenyUsers a b"),
-        ("DenyUsers", "cl*", ["cluster"], "DenyUsers cl*\nPort 22", "Port 22"),
-        ("DenyGroups", "lab", ["cluster", "lab"], "DenyGroups  lab", None),
-        ("AllowUsers", "cluster@192.0.2.*", ["cluster"], "AllowUsers cluster@192.0.2.*", None),
-        ("DenyUsers", "a cluster@10.0.0.0/24", ["cluster"], "DenyUsers a\tcluster@10.0.0.0/24", "DenyUsers a"),
-        # The check did not ask what a block allows.
-        (
-            "AllowUsers",
-            "admin",
-            ["cluster"],
-            "\tAllowUsers\tadmin\nMatch Address 192.0.2.0/24\n\tAllowUsers root",
-            "\tAllowUsers\tadmin cluster\nMatch Address 192.0.2.0/24\n\tAllowUsers root",
-        ),
+        ("AllowUsers", "admin", "AllowUsers admin", "AllowUsers admin cluster"),
+        ("allowgroups", "sudo", "  allowgroups sudo", "  allowgroups sudo cluster"),
+        ("DenyUsers", "a cluster b", "DenyUsers a cluster b", "DenyUsers a b"),
+        ("DenyUsers", "cl*", "DenyUsers cl*\nPort 22", "Port 22"),
+        ("DenyGroups", "lab", "DenyGroups  lab", None),
+        ("AllowUsers", "cluster@192.0.2.*", "AllowUsers cluster@192.0.2.*", None),
+        ("DenyUsers", "a cluster@10.0.0.0/24", "DenyUsers a\tcluster@10.0.0.0/24", "DenyUsers a"),
+        ("AllowUsers", "admin", f"{ADMIN}\n{BLOCK}", f"{ADMIN} cluster\n{BLOCK}"),  # no matter what a block allows
     ],
 )
 def test_a_user_whom_the_lists_of_sshd_shut_out(
-    word: str, value: str, groups: list[str], before: str, after: str | None, tmp_path: Path
+    word: str, value: str, before: str, after: str | None, tmp_path: Path
 ) -> None:
-    found = {**server(**{word.lower(): value}), "sets": {word.lower(): [[SITE, value]]}}
-    looked = of_node("ssh server", found)
-    looked.nodes["node1"]["account"] = {"group": "cluster", "groups": groups}
-    result = first("SSH07", looked)
-    assert result is not None and result.verdict == "fail"
-    assert f" {value.split()[-1] if word != 'DenyUsers' else ''}" in result.observed and f"by {SITE}" in result.observed
-    remote = shlex.split(result.remedy)[2]
-    edit, reload = remote.split(" && ")
-    assert reload == "sudo systemctl reload ssh"
-    if after is not None:
-        file = tmp_path / "site.conf"
-        file.write_text(f"{before}\n")
-        subprocess.run(edit.removeprefix("sudo ").replace(SITE, str(file)), shell=True, check=True)
-        assert file.read_text() == f"{after}\n"
+    looked = server({word.lower(): [[SITE, value]]}, **{word.lower(): value})
+    looked.nodes["node1"]["account"] = {"group": "cluster", "groups": ["cluster", "lab"][: 1 + (value == "lab")]}
+    one = said("SSH07", looked, "fail", f" {value.split()[-1] if word != 'DenyUsers' else ''}")
+    assert f"by {SITE}" in one.observed
+    assert shlex.split(one.remedy)[2].split(" && ")[1:] == ["sudo systemctl reload ssh"]
+    assert after is None or edited(one.remedy, SITE, before, tmp_path) == f"{after}\n"
 
 
 def test_a_block_that_shuts_the_user_out_is_shown() -> None:
     """An administrator has chosen the list of the block, so no remedy changes it."""
-    found = {**server(), "sets": {"allowusers": [[SITE, "admin"]]}}
-    looked = of_node("ssh server", {**found, "user": {**found["user"], "allowusers": "admin"}})
-    result = first("SSH07", looked)
-    assert result is not None and result.verdict == "fail"
-    assert shlex.split(result.remedy)[2] == "sudo grep -rniwE 'Match|AllowUsers' /etc/ssh"
+    looked = server({"allowusers": [[SITE, "admin"]]}, {"user": {**SAFE, "allowusers": "admin"}})
+    one = said("SSH07", looked, "fail", "")
+    assert shlex.split(one.remedy)[2] == "sudo grep -rniwE 'Match|AllowUsers' /etc/ssh"
 
 
 @pytest.mark.parametrize(
@@ -168,56 +155,39 @@ def test_a_block_that_shuts_the_user_out_is_shown() -> None:
     ],
 )
 def test_a_user_whom_the_lists_of_sshd_let_in(word: str, value: str) -> None:
-    looked = of_node("ssh server", server(**{word: value}))
+    looked = server(**{word: value})
     looked.nodes["node1"]["account"] = {"group": "cluster", "groups": ["cluster", "lab"]}
-    assert first("SSH07", looked) is None
+    assert passes("SSH07", looked)
 
 
-def test_a_safe_policy_passes() -> None:
-    assert first("SSH07", of_node("ssh server", server(permitrootlogin="yes"))) is None
-
-
-def offered(hello: str = "admin", **users: str) -> Result | None:
-    """What SSH10 says about node1: the users whose passwords sshd accepts, as set by `file`."""
-    file = users.pop("file", "")
-    answer = {"is_known": True, **{key: {"passwordauthentication": "no"} for key in ("all", "user", "root", "own")}}
-    answer |= {key: {"passwordauthentication": value} for key, value in users.items()}
-    answer["sets"] = {"passwordauthentication": [[OURS, "no"], *([[file, "yes"]] if file else [])]}
-    looked = of_node("ssh server", answer)
+def offered(hello: str = "admin", file: str = "", **users: str) -> Seen:
+    """The users whose passwords sshd accepts, as set by `file`."""
+    held = {key: {"passwordauthentication": users.get(key, "no")} for key in ("all", "user", "root", "own")}
+    looked = server({"passwordauthentication": [[OURS, "no"], *([[file, "yes"]] if file else [])]}, held)
     looked.nodes["node1"]["login"] = {"failed": "", "hello": hello}
-    return first("SSH10", looked)
+    return looked
 
 
 def test_passwords_of_other_users() -> None:
     switch_off = "ansible-playbook cluster/setup.yml --tags ssh --limit {limit} -e mpitrain_sshd_passwords=false  # and"
-    assert offered() is None
-    found = offered(all="yes", own="yes", root="yes")
-    assert found is not None and found.verdict == "warn" and found.remedy.startswith(switch_off)
-    assert found.observed == "sshd offers passwords to admin, root, others (passwordauthentication yes)"
+    assert passes("SSH10", offered())
+    everybody = dict.fromkeys(("all", "own", "root"), "yes")
+    words = "sshd offers passwords to admin, root, others (passwordauthentication yes)"
+    assert said("SSH10", offered(**everybody), "warn", words).remedy.startswith(switch_off)
     # As the shared user, on the head: SSH07 is about that user.
-    found = offered("cluster", all="yes", own="yes", root="yes", file="/etc/ssh/sshd_config")
-    assert found is not None and found.remedy.startswith(switch_off)
-    assert "to root, others (passwordauthentication yes, by /etc/ssh/sshd_config)" in found.observed
-
-
-def test_passwords_that_set_up_does_not_switch_off() -> None:
-    """A file before ours, and a block for one user: the printed lines remove both."""
-    early, block = "/etc/ssh/sshd_config.d/05-site.conf", "/etc/ssh/sshd_config.d/60-site.conf"
-    found = offered(all="yes", own="yes", root="yes", file=early)
-    assert found is not None and f"/Id\" {early} && sudo systemctl reload ssh' && ansible-playbook" in found.remedy
-    found = offered(own="yes", file=block)
-    assert found is not None and found.remedy.endswith(f"/Id\" {block} && sudo systemctl reload ssh'")
+    words = "to root, others (passwordauthentication yes, by /etc/ssh/sshd_config)"
+    assert said("SSH10", offered("cluster", MAIN, **everybody), "warn", words).remedy.startswith(switch_off)
+    # A file before ours, which set-up does not switch off: the printed lines remove it.
+    remedy = f"/Id\" {SITE} && sudo systemctl reload ssh' && ansible-playbook"
+    said("SSH10", offered(file=SITE, **everybody), "warn", "", remedy)
 
 
 def test_passwords_of_a_block_go_and_a_ban_for_all_stays(tmp_path: Path) -> None:
-    block = "/etc/ssh/sshd_config.d/60-site.conf"
-    found = offered(own="yes", file=block)
-    assert found is not None
-    edit = shlex.split(found.remedy)[2].partition(" && ")[0].removeprefix("sudo ")
-    file = tmp_path / "site.conf"
-    file.write_text("PasswordAuthentication no\nMatch User admin\n\tPasswordAuthentication\tyes\n")
-    subprocess.run(edit.replace(block, str(file)), shell=True, check=True)
-    assert file.read_text() == "PasswordAuthentication no\nMatch User admin\n"
+    block = f"{MAIN}.d/60-site.conf"
+    one = said("SSH10", offered(file=block, own="yes"), "warn", "")
+    assert one.remedy.endswith(f"/Id\" {block} && sudo systemctl reload ssh'")
+    ban = "PasswordAuthentication no\nMatch User admin\n"
+    assert edited(one.remedy, block, f"{ban}\tPasswordAuthentication\tyes", tmp_path) == ban
 
 
 def test_a_setting_of_sshd_may_stand_behind_tabs(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -225,5 +195,4 @@ def test_a_setting_of_sshd_may_stand_behind_tabs(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(children, "as_root", lambda *words: site if words[0] == "cat" else "")
     monkeypatch.setattr(sshd.Path, "glob", lambda *_: [])
     sets = sshd.ssh_server({"user": "cluster", "peer": "10.0.0.2"})["sets"]
-    path = "/etc/ssh/sshd_config"
-    assert sets == {"passwordauthentication": [[path, "yes"]], "port": [[path, "22"]], "allowusers": [[path, "a b"]]}
+    assert sets == {"passwordauthentication": [[MAIN, "yes"]], "port": [[MAIN, "22"]], "allowusers": [[MAIN, "a b"]]}

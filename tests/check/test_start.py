@@ -12,113 +12,87 @@ from typing import Any
 
 import pytest
 
-from check.made_up import here, seen
+from check.made_up import SET_UP, here, judged, of_each, only, sound, verdicts
 from mpitrain import facts
-from mpitrain.check.check import Result, Seen
-from mpitrain.check.checks import CHECKS
+from mpitrain.check.check import Seen
 from mpitrain.check.node import children, jobs, shell
-from mpitrain.check.run import judge
 
-FOLDERS = {
-    "folder": "/tmp",
-    "socket": "",
-    "mode": "1777",
-    "owner": "root",
-    "scripts": "/tmp",
-    "mount": "/tmp",
-    "programs": "",
-}
+FOLDERS = {"folder": "/tmp", "socket": "", "mode": "1777", "owner": "root", "scripts": "/tmp", "mount": "/tmp"}
+FOLDERS |= {"programs": ""}
 BIN = "/usr/local/lib/mpitrain/bin"
 TYPED = {name: f"{BIN}/{name}" for name in ("mpitrain", "python", "mpiexec")}
-LOGIN = {
-    "shell": "/bin/bash",
-    "is_set_up": True,
-    "has_profile": True,
-    "programs": TYPED,
-    "last_read": "/home/cluster/.profile",
-}
+LOGIN = {"shell": "/bin/bash", "is_set_up": True, "has_profile": True, "programs": TYPED}
+LOGIN |= {"last_read": "/home/cluster/.profile"}
 
 
-def judged(id_: str, looked: Seen) -> list[Result]:
-    return [one for one in judge([CHECKS[id_]], looked) if one.verdict != "pass"]
+def temporary(**fields: str) -> Seen:
+    return of_each(1, {"temporary": {**FOLDERS, **fields}})
 
 
-def of_each(section: str, answer: Any, **fields: Any) -> Seen:
-    looked = seen(2, **fields)
-    looked.nodes = {name: {section: answer} for name in looked.target.names}
-    return looked
+def shells(**fields: Any) -> Seen:
+    return of_each(1, {"login shell": {**LOGIN, **fields}})
 
 
-def test_folders_that_jobs_may_use() -> None:
-    assert judged("RUN01", of_each("temporary", FOLDERS)) == []
+def inventory(says: str | None) -> Seen:
+    return of_each(1, {"programs": {"python": {"inventory": says}}})
 
 
-@pytest.mark.parametrize("mode", ["0700", "0755"])
-def test_a_tmp_that_users_may_not_write(mode: str) -> None:
-    one, other = judged("RUN01", of_each("temporary", {**FOLDERS, "socket": "Permission denied", "mode": mode}))
-    assert (one.verdict, one.where, other.where) == ("fail", ("node1",), ("node2",))
-    assert one.observed == f"cluster cannot make a file in /tmp, of root, mode {mode}: Permission denied"
-    assert one.remedy == "ssh 10.0.0.1 'sudo chmod 1777 /tmp'"
-    looked = here({"temporary": {**FOLDERS, "socket": "Permission denied", "mode": mode}})
+FOREIGN = "/etc/mpitrain/hosts is not used, since others may write there: mode 0666"
+WRONG = "/etc/mpitrain/hosts:3: the section [gpu] is not known; allowed are [head], [workers]"
+CONDA = {**TYPED, "python": "/c/python", "mpiexec": "/c/mpiexec"}
+NOTHING = dict.fromkeys(TYPED, "")
+DENIED = "Permission denied"
+IN_SHELL = "in a login shell of cluster, "
+NO_FILE = "cluster cannot make a file in /tmp, of root, mode "
+NO_PROGRAMS = f"{IN_SHELL}there is no mpitrain and there is no python and there is no mpiexec"
+
+
+@pytest.mark.parametrize(
+    ("id_", "looked", "observed", "remedy", "allowed"),
+    [
+        ("RUN01", temporary(socket=DENIED, mode="0700"), f"{NO_FILE}0700: {DENIED}", "1 'sudo chmod 1777 /tmp'", ""),
+        ("RUN01", temporary(socket=DENIED, mode="0755"), f"{NO_FILE}0755: {DENIED}", "1 'sudo chmod 1777 /tmp'", ""),
+        ("RUN02", shells(programs=CONDA), f"{IN_SHELL}python is /c/python and mpiexec is /c/mpiexec", "", ""),
+        # Set-up writes the file, if it is missing and if its content is wrong.
+        ("RUN02", shells(programs=NOTHING), NO_PROGRAMS, SET_UP.format(tag="runtime"), ""),
+        ("RUN02", shells(programs=NOTHING, has_profile=False), NO_PROGRAMS, SET_UP.format(tag="runtime"), ""),
+        (
+            "RUN03",
+            inventory(f"{FOREIGN}. Allowed is owner root. See it"),
+            FOREIGN,
+            SET_UP.format(tag="hosts"),
+            "only root",
+        ),
+        ("RUN03", inventory(WRONG), WRONG, SET_UP.format(tag="hosts"), "an inventory as set-up writes it"),
+    ],
+)
+def test_findings(id_: str, looked: Seen, observed: str, remedy: str, allowed: str) -> None:
+    one = only(id_, looked, "fail", "node1", observed, remedy, allowed)
+    assert one.observed == observed
+    if "/c/" in observed:
+        line = rf"printf '\nPATH={BIN}:$PATH\n' | sudo tee -a /home/cluster/.profile"
+        assert line in one.remedy.replace("'\"'\"'", "'")
+
+
+def test_what_jobs_may_use_and_what_is_not_known() -> None:
+    in_venv = {name: f"/home/cluster/nfs/venv/bin/{name}" for name in TYPED}
+    sound("RUN01", temporary())
+    sound("RUN02", shells(), shells(programs=in_venv))
+    sound("RUN03", inventory(""))
+    only("RUN03", inventory(None), "skip", "node1", "")
+    only("RUN02", shells(is_set_up=False), "skip", "node1", "")
+    only("RUN02", shells(programs=None, shell="/bin/tcsh"), "skip", "node1", "")
+    looked = here({"temporary": {**FOLDERS, "socket": "Permission denied", "mode": "0700"}})
     assert judged("RUN01", looked)[0].remedy == "sudo chmod 1777 /tmp"
 
 
 def test_a_tmp_that_runs_no_programs() -> None:
     """It fails on the head, where jobs start. On other nodes it is a warning."""
-    head, worker = judged("RUN01", of_each("temporary", {**FOLDERS, "programs": "it is mounted noexec"}))
+    looked = of_each(2, {"temporary": {**FOLDERS, "programs": "it is mounted noexec"}})
+    head, worker = judged("RUN01", looked)
     assert (head.verdict, worker.verdict) == ("fail", "warn")
     assert head.observed == worker.observed == "programs in /tmp cannot be run: it is mounted noexec"
     assert head.remedy.startswith("ssh 10.0.0.1 'sudo mount -o remount,exec /tmp'  # ")
-
-
-def test_programs_that_a_person_types() -> None:
-    assert judged("RUN02", of_each("login shell", LOGIN)) == []
-    in_venv = {name: f"/home/cluster/nfs/venv/bin/{name}" for name in TYPED}
-    assert judged("RUN02", of_each("login shell", {**LOGIN, "programs": in_venv})) == []
-
-
-def test_conda_in_the_profile() -> None:
-    programs = {**TYPED, "python": "/opt/conda/bin/python", "mpiexec": "/opt/conda/bin/mpiexec"}
-    one = judged("RUN02", of_each("login shell", {**LOGIN, "programs": programs}))[0]
-    assert one.verdict == "fail"
-    assert one.observed == (
-        "in a login shell of cluster, python is /opt/conda/bin/python and mpiexec is /opt/conda/bin/mpiexec"
-    )
-    line = rf"printf '\nPATH={BIN}:$PATH\n' | sudo tee -a /home/cluster/.profile"
-    assert line in one.remedy.replace("'\"'\"'", "'")
-
-
-@pytest.mark.parametrize("has_profile", [True, False])
-def test_no_programs_for_a_person(has_profile: bool) -> None:
-    """Set-up writes the file, if it is missing and if its content is wrong."""
-    programs = dict.fromkeys(TYPED, "")
-    one = judged("RUN02", of_each("login shell", {**LOGIN, "programs": programs, "has_profile": has_profile}))[0]
-    assert one.observed == (
-        "in a login shell of cluster, there is no mpitrain and there is no python and there is no mpiexec"
-    )
-    assert one.remedy == "ansible-playbook cluster/setup.yml --tags runtime --limit {limit}"
-
-
-@pytest.mark.parametrize("fields", [{"is_set_up": False}, {"programs": None, "shell": "/bin/tcsh"}])
-def test_shells_of_which_nothing_is_known(fields: dict[str, Any]) -> None:
-    assert {one.verdict for one in judged("RUN02", of_each("login shell", {**LOGIN, **fields}))} == {"skip"}
-
-
-def test_an_inventory_that_others_may_write() -> None:
-    text = "/etc/mpitrain/hosts is not used, since others may write there: mode 0666. Allowed is owner root. See it"
-    one = judged("RUN03", of_each("programs", {"python": {"inventory": text}}))[0]
-    assert (one.verdict, one.observed) == ("fail", text.partition(". Allowed")[0])
-    assert one.remedy == "ansible-playbook cluster/setup.yml --tags hosts --limit {limit}"
-    assert one.allowed == "files that only root may write"
-    assert judged("RUN03", of_each("programs", {"python": {"inventory": ""}})) == []
-    assert judged("RUN03", of_each("programs", {"python": {"inventory": None}}))[0].verdict == "skip"
-
-
-def test_an_inventory_that_cannot_be_read() -> None:
-    text = "/etc/mpitrain/hosts:3: the section [gpu] is not known; allowed are [head], [workers]"
-    one = judged("RUN03", of_each("programs", {"python": {"inventory": text}}))[0]
-    assert (one.observed, one.allowed) == (text, "an inventory as set-up writes it")
-    assert one.remedy == "ansible-playbook cluster/setup.yml --tags hosts --limit {limit}"
 
 
 @pytest.mark.parametrize(
@@ -127,38 +101,28 @@ def test_an_inventory_that_cannot_be_read() -> None:
 def test_a_file_with_the_name_of_a_library(folder: str, login: str) -> None:
     """The file is on the share, so the repair renames it once, on the head."""
 
-    def looked_at(shadows: dict[str, str] | None, why: str = "") -> Seen:
-        python = {"files": {"train.py": "1"}, "shadows": shadows, "why_no_shadows": why}
-        return of_each("programs", {"python": python}, script=f"{folder}/train.py")
+    def beside(python: dict[str, Any], script: str | None = f"{folder}/train.py") -> Seen:
+        return of_each(2, {"programs": {"python": python}}, **({"script": script} if script else {}))
 
-    looked = looked_at({"numpy": f"{folder}/numpy.py"})
-    one, other = judged("RUN04", looked)
+    known = {"files": {"train.py": "1"}}
+    one, other = judged("RUN04", beside({**known, "shadows": {"numpy": f"{folder}/numpy.py"}}))
     assert (one.verdict, one.where, other.where) == ("fail", ("node1",), ("node2",))
     assert one.observed == f"Python takes {folder}/numpy.py, beside the script, for the library numpy"
     rename = f"sudo -u cluster mv -n {folder}/numpy.py {folder}/my_numpy.py"
     assert other.remedy.startswith(f"ssh {login} '{rename}'  # ")
-    assert judged("RUN04", looked_at({})) == []
-    one = judged("RUN04", looked_at(None, "it ended with code 134"))[0]
-    assert (one.verdict, one.observed) == (
-        "unknown",
-        "the environment's python did not get to it: it ended with code 134",
-    )
-    assert judged("RUN04", of_each("programs", {"python": {}}))[0].verdict == "skip"
-    nowhere = of_each("programs", {"python": {"files": None, "shadows": None}}, script="/none.py")
-    assert judged("RUN04", nowhere)[0].verdict == "skip"
-
-
-WISH = {"is_here": True}
+    sound("RUN04", beside({**known, "shadows": {}}))
+    one = judged("RUN04", beside({**known, "shadows": None, "why_no_shadows": "it ended with code 134"}))[0]
+    words = "the environment's python did not get to it: it ended with code 134"
+    assert (one.verdict, one.observed) == ("unknown", words)
+    assert verdicts("RUN04", beside({}, None)) == {"skip"}
+    assert verdicts("RUN04", beside({"files": None, "shadows": None}, "/none.py")) == {"skip"}
 
 
 def test_folders_are_tried(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shell.tempfile, "tempdir", str(tmp_path))
-    answer = shell.temporary(WISH)
-    assert (answer["folder"], answer["socket"], answer["owner"]) == (
-        str(tmp_path),
-        "",
-        pwd.getpwuid(os.getuid()).pw_name,
-    )
+    answer = shell.temporary({"is_here": True})
+    own = pwd.getpwuid(os.getuid()).pw_name
+    assert (answer["folder"], answer["socket"], answer["owner"]) == (str(tmp_path), "", own)
     assert list(tmp_path.iterdir()) == []
     assert facts.why_no_socket(str(tmp_path / "none")) == "No such file or directory"
 
@@ -234,9 +198,7 @@ def test_the_deadline_that_is_told_is_the_one_that_was_kept(monkeypatch: pytest.
     monkeypatch.setattr(shell, "startup", str)
     assert shell.shell({"address": ""}) == {"refused": "does not end within 2 s", "startup": ""}
     monkeypatch.setattr(
-        jobs,
-        "in_job",
-        lambda *_: (0, f"{jobs.MARK}\n/v/python\n{jobs.MARK}124\n/m\n{jobs.MARK}0\n\n{jobs.MARK}\n", ""),
+        jobs, "in_job", lambda *_: (0, f"{jobs.MARK}\n/v/python\n{jobs.MARK}124\n/m\n{jobs.MARK}0\n\n{jobs.MARK}\n", "")
     )
     wish = {"address": "", "venv": "", "probe": "", "script": "", "python": ""}
     assert jobs.programs(wish)["python"]["why"] == "it does not end within 90 s"

@@ -8,11 +8,9 @@ from typing import Any
 
 import pytest
 
-from check.made_up import seen
+from check.made_up import SET_UP, judged, only, seen, sound
 from jobs import REPOSITORY
 from mpitrain.check.check import Result, Seen
-from mpitrain.check.checks import CHECKS
-from mpitrain.check.run import judge
 from mpitrain.check.target import find_target, tunnel_address
 from mpitrain.errors import ConfigError
 
@@ -29,14 +27,10 @@ def looked(wanted: bool = True, **of_node2: Any) -> Seen:
     return made
 
 
-def judged(id_: str, made: Seen) -> list[Result]:
-    return [one for one in judge([CHECKS[id_]], made) if one.verdict != "pass"]
-
-
 def test_a_tunnel_as_it_should_be() -> None:
     """The same holds on the head, which has no group_vars."""
-    for wanted in (True, False):
-        assert judged("WGD01", looked(wanted)) == judged("WGD02", looked(wanted)) == []
+    for id_ in ("WGD01", "WGD02"):
+        sound(id_, looked(True), looked(False))
 
 
 @pytest.mark.parametrize(
@@ -49,9 +43,8 @@ def test_a_tunnel_as_it_should_be() -> None:
     ],
 )
 def test_a_tunnel_that_leads_nowhere(tunnel: dict[str, Any], words: str, tag: str) -> None:
-    (one,) = judged("WGD01", looked(**tunnel))
-    assert (one.verdict, one.where, one.observed) == ("fail", ("node2",), words)
-    assert one.remedy == f"ansible-playbook cluster/setup.yml --tags {tag}"
+    one = only("WGD01", looked(**tunnel), "fail", "node2", words)
+    assert (one.observed, one.remedy) == (words, f"ansible-playbook cluster/setup.yml --tags {tag}")
 
 
 @pytest.mark.parametrize(
@@ -63,8 +56,7 @@ def test_a_tunnel_that_leads_nowhere(tunnel: dict[str, Any], words: str, tag: st
 )
 def test_a_tunnel_that_no_setting_asks_for(addresses: list[str], words: str) -> None:
     """Set-up would remove the tunnel. It must do so on all nodes, never on one."""
-    (one,) = judged("WGD01", looked(False, addresses=addresses))
-    assert (one.verdict, one.where, one.observed) == ("fail", ("node2",), words)
+    one = only("WGD01", looked(False, addresses=addresses), "fail", "node2", words)
     line, _, comment = one.remedy.partition("  # ")
     assert line == "ansible-playbook cluster/setup.yml --tags wireguard"
     assert ("mpitrain_wireguard: true" in comment) == bool(addresses)
@@ -74,17 +66,14 @@ def test_a_node_that_has_not_learnt_a_key() -> None:
     """A node that is down or was not seen says nothing about the keys of others."""
     made = looked()
     del made.nodes["node3"]["tunnel"]["peers"]["10.0.0.2"]
-    (one,) = judged("WGD01", made)
-    assert (one.where, one.observed) == (("node2",), "the tunnel runs with a key that node3 does not know")
+    only("WGD01", made, "fail", "node2", "the tunnel runs with a key that node3 does not know")
     made = looked(addresses=[], key="", peers={})
     assert [one.where for one in judged("WGD01", made)] == [("node2",)]
 
 
 @pytest.mark.parametrize(("gate", "words"), [("open", "has no table inet mpitrain"), ("changed", "was changed")])
 def test_a_gate_that_is_not_closed(gate: str, words: str) -> None:
-    (one,) = judged("WGD02", looked(gate=gate))
-    assert (one.verdict, one.where) == ("fail", ("node2",)) and words in one.observed
-    assert one.remedy == "ansible-playbook cluster/setup.yml --tags gate --limit {limit}"
+    only("WGD02", looked(gate=gate), "fail", "node2", words, SET_UP.format(tag="gate"))
 
 
 def test_no_tunnel_and_no_sudo() -> None:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import math
 from pathlib import Path
+from typing import Any
 
 import ml_dtypes
 import numpy
@@ -112,6 +115,33 @@ def test_what_cannot_be_exported(runs: Path, capsys: pytest.CaptureFixture[str])
     write(runs, name_of(400), Manifest(400), {})
     assert main(["checkpoint", "export", str(runs), str(runs / "model.npz")]) == 1
     assert f"{runs}/step-00000400 holds no parameters; was it written by a Trainer?" in capsys.readouterr().err
+
+
+def test_json(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """One object, as other languages read it, which know no NaN and no infinity."""
+    tensors, values = split({"step": 300, "adapter": {"parameters": {"w": numpy.ones((8, 64))}}, "list": [math.inf]})
+    write(
+        runs, name_of(300), Manifest(300, "run7", None, 0, values, information={"loss": math.nan, "ranks": 1}), tensors
+    )
+    damage(runs / "step-00000100")
+    (runs / "step-00000009/manifest.json").unlink()
+
+    def said(action: str, code: int) -> dict[str, Any]:
+        assert main(["checkpoint", action, "--json", str(runs)]) == code
+        found: dict[str, Any] = json.loads(capsys.readouterr().out, parse_constant=pytest.fail)
+        return found
+
+    listed = said("ls", 1)
+    assert [(one["step"], one.get("ranks"), one["loss"]) for one in listed["checkpoints"]] == [
+        (300, 1, "NaN"), (200, 4, 0.125), (100, 4, 0.125),
+    ]  # fmt: skip
+    assert len(listed["damaged"]) == 1 and "step-00000009" in str(listed["damaged"])
+    shown = said("show", 0)
+    assert (shown["step"], shown["loss"]) == (300, "NaN") and "Infinity" in json.dumps(shown["values"])
+    assert shown["tensors"]["adapter/parameters/w"]["shape"] == [8, 64]
+    verified = said("verify", 1)
+    assert verified["whole"][0] == listed["checkpoints"][0]["path"] == str(runs / "step-00000300")
+    assert len(verified["damaged"]) == 2
 
 
 @pytest.mark.parametrize("action", ["ls", "show", "verify"])

@@ -2,35 +2,40 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
-from cluster_project import LOCAL, cluster, needs_ansible, type_in
 
+from cli.provisioned_here import LOCAL, PLAY, Cluster, needs_ansible
+from jobs import REPOSITORY, run_command
 from mpitrain.launch.hostfile import read_inventory
 from mpitrain.provision.playbook import FailedTask
 from mpitrain.provision.trust import fingerprint_of_line
 
+TWO = ("--nodes", "a=10.0.0.1,b=10.0.0.2")
 
-def test_init_from_options(project: Path) -> None:
-    key = project / "key"
+
+@pytest.fixture
+def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Cluster:
+    return Cluster(tmp_path, monkeypatch, capsys)
+
+
+def test_init_from_options(cluster: Cluster) -> None:
+    key = cluster.folder / "key"
     key.touch()
     nodes = "a=10.0.0.1,b=10.0.0.2, c=fd00::3"
-    job = cluster(project, "init", "--nodes", nodes, "--user", "ada", "--key", "key", "--head", "b")
-    assert job.code == 0, job.output
-    inventory = read_inventory(project / "cluster/hosts")
+    code, out, _ = cluster("init", "--nodes", nodes, "--user", "ada", "--key", "key", "--head", "b")
+    assert code == 0
+    inventory = read_inventory(cluster.hosts)
     assert [host.name for host in inventory.hosts] == ["b", "a", "c"]
     assert inventory.head.variables == {"ansible_user": "ada", "ansible_ssh_private_key_file": str(key)}
-    assert "head    b ansible_host=10.0.0.2 ansible_user=ada" in job.stdout
-
-
-def test_init_keeps_what_is_there(project: Path) -> None:
-    (project / "cluster/hosts").write_text("# mine\n")
-    job = cluster(project, "init", "--nodes", "a=10.0.0.1")
-    assert job.code == 2
-    assert "exists already and was not changed" in job.stderr
-    assert (project / "cluster/hosts").read_text() == "# mine\n"
+    assert "head    b ansible_host=10.0.0.2 ansible_user=ada" in out
+    cluster.hosts.write_text("# mine\n")
+    cluster.refuses("exists already and was not changed", "init", "--nodes", "a=10.0.0.1")
+    assert cluster.hosts.read_text() == "# mine\n"
 
 
 @pytest.mark.parametrize(
@@ -49,14 +54,12 @@ def test_init_keeps_what_is_there(project: Path) -> None:
         (["--nodes", "a=10.0.0.1", "--key", "/no/key.pub"], "is the public key; give the private one, /no/key"),
     ],
 )
-def test_init_refuses(arguments: list[str], text: str, project: Path) -> None:
-    job = cluster(project, "init", *arguments)
-    assert job.code == 2, job.output
-    assert text in job.stderr
-    assert not (project / "cluster/hosts").exists()
+def test_init_refuses(arguments: list[str], text: str, cluster: Cluster) -> None:
+    cluster.refuses(text, "init", *arguments)
+    assert not cluster.hosts.exists()
 
 
-def test_init_from_answers(project: Path) -> None:
+def test_init_from_answers(tmp_path: Path) -> None:
     answers = [
         ("User to log in", "ada\n"),
         ("Private key", "/no/key\n"),
@@ -72,67 +75,58 @@ def test_init_from_answers(project: Path) -> None:
         ("IP address of b: ", "10.0.0.2\n"),
         ("Name of worker 2: ", "\n"),
     ]
-    job = type_in(project, answers, "init")
+    (tmp_path / "cluster").mkdir()
+    (tmp_path / "cluster/setup.yml").write_text(PLAY)
+    typed = [sys.executable, str(REPOSITORY / "tests/typed.py"), json.dumps(answers)]
+    job = run_command([*typed, sys.executable, "-m", "mpitrain", "cluster", "init"], cwd=tmp_path)
     assert job.code == 0, job.output
-    inventory = read_inventory(project / "cluster/hosts")
+    inventory = read_inventory(tmp_path / "cluster/hosts")
     assert [(host.name, host.address) for host in inventory.hosts] == [("a", "10.0.0.1"), ("b", "10.0.0.2")]
     assert inventory.head.variables == {"ansible_user": "ada"}
 
 
-@pytest.mark.parametrize("key", ["\x04", "\x03"])
-def test_init_stopped_at_a_question_writes_nothing(key: str, project: Path) -> None:
-    job = type_in(project, [("User to log in", "\n"), ("Private key", "\n"), ("Name of the head: ", key)], "init")
-    assert job.code == 1, job.output
-    assert "mpitrain cluster: stopped at a question" in job.stdout
-    assert not (project / "cluster/hosts").exists()
+@pytest.mark.parametrize("key", [EOFError, KeyboardInterrupt], ids=["Ctrl-D", "Ctrl-C"])
+def test_init_stopped_at_a_question_writes_nothing(key: type[BaseException], cluster: Cluster) -> None:
+    cluster.types("", "", key)
+    code, _, err = cluster("init")
+    assert (code, "mpitrain cluster: stopped at a question" in err) == (1, True), err
+    assert not cluster.hosts.exists()
 
 
-@pytest.mark.parametrize(("action", "arguments"), [("remove", ["b"]), ("teardown", [])])
-def test_nothing_is_undone_without_a_yes(action: str, arguments: list[str], project: Path) -> None:
-    assert cluster(project, "init", "--nodes", "a=10.0.0.1,b=10.0.0.2").code == 0
-    before = (project / "cluster/hosts").read_text()
-    job = cluster(project, action, *arguments)
-    assert (job.code, "--yes skips the question" in job.stderr) == (2, True), job.output
-    job = type_in(project, [("[yes/no]", "perhaps\n"), ("Please answer", ""), ("[yes/no]", "no\n")], action, *arguments)
-    assert (job.code, "nothing was changed" in job.stdout) == (1, True), job.output
-    assert (project / "cluster/hosts").read_text() == before
-    assert "ansible-playbook" not in job.stdout
-
-
-@pytest.mark.parametrize(("name", "text"), [("a", "it is the head"), ("z", "not in the file; the workers are: b")])
-def test_what_cannot_be_removed(name: str, text: str, project: Path) -> None:
-    assert cluster(project, "init", "--nodes", "a=10.0.0.1,b=10.0.0.2").code == 0
-    job = cluster(project, "remove", name, "--yes")
-    assert (job.code, text in job.stderr) == (2, True), job.output
+@pytest.mark.parametrize("arguments", [["remove", "b"], ["teardown"]])
+def test_nothing_is_undone_without_a_yes(arguments: list[str], cluster: Cluster) -> None:
+    cluster("init", *TWO)
+    before = cluster.hosts.read_text()
+    cluster.refuses("--yes skips the question", *arguments)
+    cluster.types("perhaps", "no")
+    code, out, err = cluster(*arguments)
+    assert (code, "nothing was changed" in err, out) == (1, True, "Please answer yes or no.\n")
+    assert cluster.hosts.read_text() == before
 
 
 @pytest.mark.parametrize(
-    ("fingerprints", "text"),
+    ("arguments", "text"),
     [
-        (["a=SHA256:short"], "'a SHA256:short' is not a fingerprint of a node"),
-        (["no-file"], "neither HOST=SHA256:... nor a file that can be read"),
-        (["z=SHA256:" + 43 * "x"], "there is no node z in"),
-        (["file"], "file:2: 'a MD5:00' is not a fingerprint"),
+        (["remove", "a", "--yes"], "it is the head"),
+        (["remove", "z", "--yes"], "not in the file; the workers are: b"),
+        (["trust", "z"], "there is no node z; the nodes are a"),
+        (["trust", "--fingerprints", "a=SHA256:short"], "'a SHA256:short' is not a fingerprint of a node"),
+        (["trust", "--fingerprints", "no-file"], "neither HOST=SHA256:... nor a file that can be read"),
+        (["trust", "--fingerprints", "z=SHA256:" + 43 * "x"], "there is no node z in"),
+        (["trust", "--fingerprints", "file"], "file:2: 'a MD5:00' is not a fingerprint"),
     ],
 )
-def test_wrong_fingerprints_are_refused_before_any_contact(fingerprints: list[str], text: str, project: Path) -> None:
-    assert cluster(project, "init", "--nodes", "a=10.0.0.1").code == 0
-    (project / "file").write_text("# the lab\na MD5:00\n")
-    job = cluster(project, "trust", *(word for one in fingerprints for word in ("--fingerprints", one)))
-    assert (job.code, text in job.stderr) == (2, True), job.output
+def test_refused_before_any_contact(arguments: list[str], text: str, cluster: Cluster) -> None:
+    cluster("init", *TWO)
+    (cluster.folder / "file").write_text("# the lab\na MD5:00\n")
+    cluster.refuses(text, *arguments)
 
 
-def test_trust_of_an_unknown_node(project: Path) -> None:
-    assert cluster(project, "init", "--nodes", "a=10.0.0.1").code == 0
-    job = cluster(project, "trust", "b")
-    assert (job.code, "there is no node b; the nodes are a" in job.stderr) == (2, True), job.output
-
-
-def test_trust_where_ssh_is_not_used(project: Path) -> None:
+def test_trust_where_ssh_is_not_used(cluster: Cluster) -> None:
     needs_ansible()
-    (project / "cluster/hosts").write_text(LOCAL)
-    job = cluster(project, "trust")
-    assert (job.code, "here (10.0.0.1): reached without ssh" in job.stdout) == (0, True), job.output
+    cluster.hosts.write_text(LOCAL)
+    code, out, _ = cluster("trust")
+    assert (code, "here (10.0.0.1): reached without ssh" in out) == (0, True), out
 
 
 def test_fingerprint_is_that_of_ssh_keygen(tmp_path: Path) -> None:

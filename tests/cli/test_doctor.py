@@ -1,4 +1,4 @@
-"""`mpitrain doctor` on this machine, whole and with real faults."""
+"""`mpitrain doctor` on this machine, whole and with real faults. What is said of each: tests/check/test_here.py."""
 
 from __future__ import annotations
 
@@ -14,7 +14,10 @@ import jsonschema
 import pytest
 
 from jobs import REPOSITORY, Job, run_command
+from mpitrain.check.check import Seen
+from mpitrain.check.doctor import target_here
 from mpitrain.check.run import of_one_machine
+from mpitrain.cli import main
 
 DOCTOR = [sys.executable, "-m", "mpitrain", "doctor"]
 # A test cannot decide if other people compute here or have left files.
@@ -27,8 +30,12 @@ def doctor(*options: str, before: str = "", **variables: str) -> Job:
     return run_command(["bash", "-c", line], timeout=120.0, env={"COLUMNS": "200", **variables})
 
 
-def findings(job: Job) -> dict[str, dict[str, Any]]:
-    return {one["id"]: one for one in json.loads(job.stdout)["findings"]}
+def broken(folder: Path, **packages: str) -> dict[str, str]:
+    """The variables with which Python finds other `packages` before the right ones."""
+    for package, text in packages.items():
+        (folder / package).mkdir()
+        (folder / package / "__init__.py").write_text(text)
+    return {"PYTHONPATH": os.pathsep.join([str(folder), str(REPOSITORY)])}
 
 
 def test_this_machine() -> None:
@@ -48,72 +55,44 @@ def test_this_machine() -> None:
     assert job.left == []
 
 
-def test_what_is_printed() -> None:
-    job = doctor()
-    assert job.code == 0, job.output
-    assert job.stderr == ""
-    assert f"{socket.gethostname()}, {len(of_one_machine())} checks: " in job.stdout
-    assert "\n2 processes say  I am one of 2, I am one of 2\n" in job.stdout
-    assert "ssh " not in job.stdout
-
-
-def broken(folder: Path, package: str, text: str) -> dict[str, str]:
-    """The variables with which Python finds another `package` before the right one."""
-    (folder / package).mkdir()
-    (folder / package / "__init__.py").write_text(text)
-    return {"PYTHONPATH": os.pathsep.join([str(folder), str(REPOSITORY)])}
-
-
-def test_without_mpi4py(tmp_path: Path) -> None:
-    job = doctor(**broken(tmp_path, "mpi4py", "raise ImportError('there is no mpi4py here')"))
-    assert job.code == 1, job.output
-    assert job.stderr == ""
-    assert job.stdout.startswith(
-        "FAIL    MPI01: mpi4py cannot load an MPI library: ImportError: there is no mpi4py here"
-    )
+def test_packages_that_are_broken(tmp_path: Path) -> None:
+    """In the text for people. Nothing in it is for another machine."""
+    job = doctor(**broken(tmp_path, mpi4py="raise ImportError('there is no mpi4py here')", numpy=""))
+    assert (job.code, job.stderr) == (1, ""), job.output
+    said = "FAIL    MPI01: mpi4py cannot load an MPI library: ImportError: there is no mpi4py here"
+    assert said in job.stdout
     assert f"        $ {sys.executable} -m pip install mpi4py mpich\n" in job.stdout
     assert "        blocks: MPI06, MPI05, GPU07" in job.stdout
-
-
-def test_a_numpy_that_is_broken(tmp_path: Path) -> None:
-    job = doctor(**broken(tmp_path, "numpy", ""))
-    assert job.code == 1, job.output
-    assert job.stderr == ""
     assert "FAIL    ENV07: NumPy cannot be used: AttributeError: module 'numpy' has no attribute 'arange'" in job.stdout
+    assert f"{socket.gethostname()}, {len(of_one_machine())} checks: " in job.stdout
+    assert "\nMPI library" in job.stdout and "ssh " not in job.stdout
 
 
-def test_few_open_files() -> None:
-    found = findings(doctor("--json", before="ulimit -Sn 900; "))["LIM01"]
-    assert (found["verdict"], found["found"]) == ("warn", "a process may have 900 files open")
-    assert found["remedy"].startswith("ulimit -n ")
-
-
-def test_another_mpiexec_in_path(tmp_path: Path) -> None:
+def test_faults_of_this_machine(tmp_path: Path) -> None:
+    """Few open files, another mpiexec in PATH, and an MPICH that is told to use a network that it has not."""
     mpiexec = tmp_path / "mpiexec"
     mpiexec.write_text("#!/bin/sh\necho 'mpiexec (Open MPI) 5.0.11'\n")
     mpiexec.chmod(0o755)
-    job = doctor("--json", PATH=f"{tmp_path}:{os.environ['PATH']}")
-    found = findings(job)["MPI06"]
-    assert (job.code, found["verdict"]) == (0, "warn"), job.output
-    assert found["found"].startswith(f"mpiexec in PATH is {mpiexec}, of Open MPI 5.0.11; mpi4py loads MPICH")
+    no_network = dict.fromkeys(("FI_PROVIDER", "UCX_TLS"), "nothing-of-the-kind")
+    path = f"{tmp_path}:{os.environ['PATH']}"
+    job = doctor("--json", before="ulimit -Sn 900; ", PATH=path, **no_network)
+    found: dict[str, dict[str, Any]] = {one["id"]: one for one in json.loads(job.stdout)["findings"]}
+    assert (job.code, job.left) == (1, []), job.output
+    assert [found[name]["verdict"] for name in ("LIM01", "MPI06", "MPI05")] == ["warn", "warn", "fail"]
+    assert found["LIM01"]["found"] == "a process may have 900 files open"
+    assert found["LIM01"]["remedy"].startswith("ulimit -n ")
+    said = f"mpiexec in PATH is {mpiexec}, of Open MPI 5.0.11; mpi4py loads MPICH"
+    assert found["MPI06"]["found"].startswith(said)
+    assert "do not make one job: mpiexec ended with code" in found["MPI05"]["found"]
 
 
-def test_a_library_that_cannot_begin() -> None:
-    """MPICH is told to use a network that it has not: both ranks fail in MPI_Init."""
-    job = doctor("--json", FI_PROVIDER="nothing-of-the-kind", UCX_TLS="nothing-of-the-kind")
-    found = findings(job)["MPI05"]
-    assert (job.code, found["verdict"]) == (1, "fail"), job.output
-    assert "do not make one job: mpiexec ended with code" in found["found"]
-    assert job.left == []
-
-
-@pytest.mark.parametrize("module", ["numpy", "mpi4py", "fabric", "paramiko", "yaml", "rich"])
-def test_the_standard_library_is_enough(tmp_path: Path, module: str) -> None:
+def test_the_standard_library_is_enough(tmp_path: Path) -> None:
     """The command itself needs no other library; the checks look in children."""
-    variables = broken(tmp_path, module, "import sys; sys.exit('imported')")
+    names = ("numpy", "mpi4py", "fabric", "paramiko", "yaml", "rich")
+    variables = broken(tmp_path, **{name: f"import sys; sys.exit('{name} was imported')" for name in names})
     code = "import sys, runpy; sys.argv[1:] = ['--help']; from mpitrain.cli import doctor; import argparse"
     code += "; from mpitrain.check import doctor, run, report; print(len(run.of_one_machine()))"
-    job = run_command([sys.executable, "-c", code], timeout=60.0, env=variables)
+    job = run_command([sys.executable, "-c", code], env=variables)
     assert (job.code, job.stdout) == (0, f"{len(of_one_machine())}\n"), job.output
 
 
@@ -137,15 +116,7 @@ def test_gpus(tmp_path: Path) -> None:
     assert job.left == []
 
 
-def test_an_interrupt_is_told() -> None:
-    source = """
-import sys
-from mpitrain.cli import main
-from mpitrain.check import run
-look = run.check_cluster
-run.check_cluster = lambda *arguments: (*look(*arguments)[:2], True)
-sys.exit(main(["doctor"]))
-"""
-    job = run_command([sys.executable, "-c", source], timeout=120.0)
-    words = "interrupted: the report above covers only what was seen before\n"
-    assert (job.code, job.stderr) == (130, words), job.output
+def test_an_interrupt_is_told(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr("mpitrain.check.run.check_cluster", lambda *_: ([], Seen(target_here()), True))
+    assert main(["doctor"]) == 130
+    assert capsys.readouterr().err == "interrupted: the report above covers only what was seen before\n"

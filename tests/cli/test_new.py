@@ -23,15 +23,17 @@ def test_the_job_script_trains(tmp_path: Path, capsys: pytest.CaptureFixture[str
     command.write_text(f'#!/bin/sh\nexec {sys.executable} -m mpitrain "$@"\n')
     command.chmod(0o755)
     text = (project / "train.py").read_text()
-    (project / "train.py").write_text(text.replace("NUM_EPOCHS = 4000, 64, 10", "NUM_EPOCHS = 4000, 64, 5"))
+    sizes = "NUM_EPOCHS = 4000, 64, 10"
+    assert sizes in text
+    (project / "train.py").write_text(text.replace(sizes, "NUM_EPOCHS = 250, 64, 5"))
     env = {"PATH": f"{tmp_path}/bin:{os.environ['PATH']}"}
     job = run_command([str(project / "job.sh"), "-n", "3", "--hosts", "localhost"], cwd=tmp_path, env=env)
     assert job.code == 0, job.output
-    assert "step 315: mean squared error 6.207" in job.stdout
-    (project / "train.py").write_text(text.replace("NUM_EPOCHS = 4000, 64, 10", "NUM_EPOCHS = 4000, 64, 6"))
+    assert "step 20: mean squared error 16.7765" in job.stdout
+    (project / "train.py").write_text(text.replace(sizes, "NUM_EPOCHS = 250, 64, 6"))
     job = run_command([str(project / "job.sh"), "-n", "2", "--hosts", "localhost"], cwd=tmp_path, env=env)
     assert job.code == 0, job.output
-    assert "step 378" in job.stdout and "step 1/" not in job.stdout
+    assert "step 24" in job.stdout and "step 1/" not in job.stdout
     assert job.left == []
 
 

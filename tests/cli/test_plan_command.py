@@ -1,4 +1,4 @@
-"""`mpitrain plan` from outside: scripts that train, and scripts and files that it refuses."""
+"""`mpitrain plan` of scripts: measured from outside, planned with made-up times, and refused."""
 
 from __future__ import annotations
 
@@ -7,13 +7,15 @@ import json
 import shlex
 import socket
 import sys
-import textwrap
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from jobs import Job, run_command
 from mpitrain.cli import main
+from mpitrain.errors import DataError
+from mpitrain.forecast.measured_steps import HostTimes, PartTimes, read_times
 from mpitrain.last_word import keep_word, last_word
 from mpitrain.profile import fingerprint, to_json
 
@@ -25,7 +27,6 @@ import mpitrain as mt
 parser = argparse.ArgumentParser()
 parser.add_argument("--milliseconds", type=float, required=True)
 parser.add_argument("--fault", default="")
-parser.add_argument("--steps", type=int, default=10**6)
 options = parser.parse_args()
 gradients = {name: numpy.ones(250_000, numpy.float32) for name in ("first", "last")}
 made = []
@@ -35,7 +36,7 @@ def function(_, batch, on_gradient):
     if options.fault == "crash" and len(made) == 3:
         raise RuntimeError("the third step")
     seconds = len(batch) * options.milliseconds / 1000
-    time.sleep(seconds * (20 * (len(made) % 2) + 1 if options.fault == "wild" else 1))
+    time.sleep(seconds)
     on_gradient("last", gradients["last"])
     time.sleep(seconds)
     on_gradient("first", gradients["first"])
@@ -48,9 +49,8 @@ def build(world):
     return mt.Parts(adapter, mt.Sync(), data)
 
 record = mt.Record([mt.writers.JsonLines("record")])
-mt.Trainer(build, [mt.StopAtStep(options.steps), record, mt.Checkpoint("saved", 1)]).run()
-if options.steps == 10**6:
-    raise AssertionError("plan must end the script before")
+mt.Trainer(build, [mt.StopAtStep(10**6), record, mt.Checkpoint("saved", 1)]).run()
+raise AssertionError("plan must end the script before")
 """
 
 LOOP = """
@@ -104,13 +104,15 @@ def nothing_written(folder: Path) -> bool:
 
 
 def test_a_trainer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    job = plan(tmp_path, "--milliseconds", "4", options=("--json", "plan.json", "--steps", "6"))
-    assert job.code == 0, job.output
-    assert job.left == []
+    """Measured here with memory and codecs, for neighbours on links of 100 MB/s."""
+    tmp_path.joinpath("train.py").write_text(TRAINER)
+    command = [sys.executable, "-m", "mpitrain", "plan", "--gbit", "0.8", "--ranks", "1,2", "--steps", "6"]
+    env = {"XDG_STATE_HOME": str(tmp_path / "state"), "MPITRAIN_PROFILE": ""}
+    job = run_command([*command, "--json", "plan.json", "train.py", "--milliseconds", "4"], cwd=tmp_path, env=env)
+    assert (job.code, job.left) == (0, []), job.output
     assert not (tmp_path / "record").exists()
     assert not (tmp_path / "saved").exists()
-    content = json.loads((tmp_path / "plan.json").read_text())
-    one, *two = content["rows"]
+    one, *two = json.loads((tmp_path / "plan.json").read_text())["rows"]
     assert (one["num_ranks"], one["speedup"], one["wire_bytes"]) == (1, 1.0, 0.0)
     assert one["step_seconds"] >= 0.064  # 8 samples sleep for 4 ms each, twice
     assert {row["num_ranks"] for row in two} == {2}
@@ -128,72 +130,86 @@ def test_a_trainer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert kept.lines == [line.rstrip() for line in kept.lines]
     assert kept.lines[-1] == said[-1]
     line = next(line for line in said if line.startswith("1 rank: "))
-    words = shlex.split(line.removeprefix("1 rank: "))
-    assert words[0] == "mpitrain"
-    again = run_command([sys.executable, "-m", *words, "--steps", "2"], cwd=tmp_path)
-    assert again.code == 0, again.output
+    assert line == "1 rank: mpitrain run -n 1 --hosts localhost train.py --milliseconds 4"
 
 
-def test_the_lines_of_several_ranks_on_a_node(tmp_path: Path) -> None:
+def made_up(num_ranks: int) -> PartTimes:
+    """Steps of 8 samples take 64 ms, and the last of two gradients is ready after half of it."""
+    seconds = 0.064 / num_ranks
+    return PartTimes(num_ranks, 8 / num_ranks, seconds, (seconds, seconds / 2), seconds, seconds, 10)
+
+
+@pytest.fixture
+def planned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder in which neither the script nor this machine is measured."""
+    own = socket.gethostname()
+
+    def measured(_request: object, _path: Path, _steps: int, ranks: list[int], *_: object) -> list[HostTimes]:
+        parts = tuple(map(made_up, ranks))
+        sizes = (("first", 1_000_000), ("last", 1_000_000))
+        return [HostTimes(own, sizes, parts, False, 10**8, 2.0, 1.0, {})]
+
+    def bench(_arguments: object, path: Path) -> None:
+        content = json.loads(profile(path.parent, own).read_text())
+        content["measured"] |= {"link_bytes_per_second": None, "latency_between_nodes_us": None}
+        path.write_text(json.dumps(content))
+
+    monkeypatch.setattr("mpitrain.cli.plan._measured", measured)
+    monkeypatch.setattr("mpitrain.cli.plan._bench", bench)
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    monkeypatch.delenv("MPITRAIN_PROFILE", raising=False)
+    monkeypatch.chdir(tmp_path)
+    tmp_path.joinpath("train.py").write_text(TRAINER)
+    return tmp_path
+
+
+def test_the_lines_of_several_ranks_on_a_node(
+    planned: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """The profile is of 4 ranks on 2 nodes, so only a line with as many names it."""
     own = socket.gethostname()
-    tmp_path.joinpath("train.py").write_text(TRAINER)
-    given = profile(tmp_path, own, "other", ppn=2)
-    command = [sys.executable, "-m", "mpitrain", "plan", "--ppn", "2", "--ranks", "1,2,3,4", "train.py"]
-    words = ["--milliseconds", "4"]
-    env = {"XDG_STATE_HOME": str(tmp_path / "state"), "MPITRAIN_PROFILE": given.name}
-    job = run_command([*command, *words], cwd=tmp_path, env=env)
-    assert job.code == 0, job.output
-    lines = {
-        line.partition(" ")[0]: line.partition(": ")[2] for line in job.stdout.splitlines() if ": MPITRAIN" in line
-    }
+    monkeypatch.setenv("MPITRAIN_PROFILE", profile(planned, own, "other", ppn=2).name)
+    assert main(["plan", "--ppn", "2", "--ranks", "1,2,3,4", "train.py", "--milliseconds", "4"]) == 0
+    said = capsys.readouterr().out.splitlines()
+    lines = {line.partition(" ")[0]: line.partition(": ")[2] for line in said if ": MPITRAIN" in line}
     assert {number: "MPITRAIN_PROFILE=cluster.json" in line for number, line in lines.items()} == {
         "1": False, "2": False, "3": False, "4": True,
     }  # fmt: skip
     assert f"--hosts {own},other --ppn 2 -n 3 train.py" in lines["3"]
     assert f"--hosts {own},other --ppn 2 train.py" in lines["4"]
-    two = shlex.split(lines["2"])
-    settings = dict(word.split("=", 1) for word in two[: two.index("mpitrain")])
-    again = [sys.executable, "-m", *two[two.index("mpitrain") :], "--steps", "2"]
-    ran = run_command(again, cwd=tmp_path, env={**env, **settings})
-    assert "assert world.size == 1" in ran.output  # both ranks have begun
+    words = shlex.split(lines["2"])
+    begin = words.index("mpitrain")
+    for setting in words[:begin]:
+        monkeypatch.setenv(*setting.split("=", 1))
+    assert words[begin + 1] == "run" and main(["run", "--show", *words[begin + 2 :]]) == 0
+    assert "-n 2 " in capsys.readouterr().out
 
 
-def test_without_a_profile(tmp_path: Path) -> None:
-    tmp_path.joinpath("train.py").write_text(TRAINER)
-    command = [sys.executable, "-m", "mpitrain", "plan", "--ranks", "1,2", "train.py", "--milliseconds", "4"]
-    job = run_command(command, cwd=tmp_path, env={"XDG_STATE_HOME": str(tmp_path / "state"), "MPITRAIN_PROFILE": ""})
-    assert job.code == 0, job.output
-    assert "assumed, because there is no --profile, --gbit or second host: links of 0.936 Gbit/s" in job.stdout
-    assert "--hosts HOST1,HOST2 --ppn 1 train.py --milliseconds 4" in job.stdout
+def test_without_a_profile(planned: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "--ranks", "1,2", "train.py", "--milliseconds", "4"]) == 0
+    out = capsys.readouterr().out
+    assert "assumed, because there is no --profile, --gbit or second host: links of 0.936 Gbit/s" in out
+    assert "--hosts HOST1,HOST2 --ppn 1 train.py --milliseconds 4" in out
 
 
-def test_on_machines_that_a_file_describes(tmp_path: Path) -> None:
+def test_on_machines_that_a_file_describes(
+    planned: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """The second node computes for three times as long, and the links have 0.4 Gbit/s."""
-    tmp_path.joinpath("train.py").write_text(TRAINER)
-    tmp_path.joinpath("lab.toml").write_text(
+    planned.joinpath("lab.toml").write_text(
         "[nodes]\ncount = 2\ngbit = 0.4\n[memory]\nadd_gbyte = 3\n[[unequal]]\nnodes = [1]\nspeed = 0.3333\n"
     )
-    command = [sys.executable, "-m", "mpitrain", "plan", "--machines", "lab.toml", "--json", "plan.json", "train.py"]
-    env = {"XDG_STATE_HOME": str(tmp_path / "state"), "MPITRAIN_PROFILE": "of another cluster"}
-    job = run_command([*command, "--milliseconds", "4"], cwd=tmp_path, env=env)
-    assert job.code == 0, job.output
-    content = json.loads((tmp_path / "plan.json").read_text())
+    monkeypatch.setenv("MPITRAIN_PROFILE", "of another cluster")
+    assert main(["plan", "--machines", "lab.toml", "--json", "plan.json", "train.py", "--milliseconds", "4"]) == 0
+    content = json.loads((planned / "plan.json").read_text())
     assert content["machines"] == "lab.toml"
     assert {row["num_ranks"] for row in content["rows"]} == {1, 2}  # as many as the file has room for
     plain = next(row for row in content["rows"] if row["num_ranks"] == 2 and row["way"] == "ring")
     # 4 samples sleep for 4 ms each, twice, on the slow node three times as long; 2 MB at 50 MB/s are 40 ms.
-    assert plain["step_seconds"] >= 3 * 0.032 + 0.040
-    assert f"lab.toml; {socket.gethostname()} has speed 1" in job.stdout
-    assert "0.4 Gbit/s and 8 samples a step" in job.stdout
-
-
-def test_a_strategy_that_is_not_planned(tmp_path: Path) -> None:
-    job = plan(tmp_path, "--milliseconds", "1", source=TRAINER.replace("mt.Sync()", "mt.Sync(virtual_ranks=2)"))
-    assert job.code == 1, job.output
-    assert "mpitrain plan found the strategy mt.Sync(virtual_ranks=2); allowed is mt.Sync without" in job.stderr
-    assert "all ranks compute the same bits" not in job.output  # it is refused before the probe
-    assert nothing_written(tmp_path)
+    assert 3 * 0.032 + 0.040 <= plain["step_seconds"] < 3 * 0.032 + 0.050
+    out = capsys.readouterr().out
+    assert f"lab.toml; {socket.gethostname()} has speed 1" in out
+    assert "0.4 Gbit/s and 8 samples a step" in out
 
 
 @pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="needs PyTorch")
@@ -205,35 +221,55 @@ def test_a_prepared_loop(tmp_path: Path) -> None:
     assert {row["wire_bytes"] for row in rows if row["codec"] == "none" and row["sync_every"] == 1} == {500_500 * 4}
 
 
-@pytest.mark.parametrize(
-    ("words", "source", "expected"),
-    [
-        (["--milliseconds", "1", "--fault", "crash"], TRAINER, "train.py failed with exit code 1 before its steps"),
-        (["--milliseconds", "1", "--steps", "2"], TRAINER, "train.py ended after 2 steps, too few to measure on "),
-        (["--milliseconds", "1", "--fault", "wild"], TRAINER, "the steps of train.py differ too much on "),
-        ([], "print('hello')", "train.py never called mpitrain"),
-        ([], "import mpitrain\nmpitrain.init().mean([1.0])", "train.py made no step on "),
-    ],
-)
-def test_a_script_that_cannot_be_planned(tmp_path: Path, words: list[str], source: str, expected: str) -> None:
-    job = plan(tmp_path, *words, source=source)
-    assert job.code == 1, job.output
-    assert expected in job.stderr.splitlines()[-1], job.output
-    assert "Traceback" not in job.stderr or "the third step" in job.stderr
-    assert nothing_written(tmp_path)
-
-
-def test_the_views_show_the_script_as_it_was_named(tmp_path: Path) -> None:
-    """Not the words with which the plan starts it."""
-    source = """
-        import mpitrain as mt
+VIEWS = """
         from mpitrain.launch import live_jobs, roster
         job = mt.init().context.job
         answer, = (one.answer for one in live_jobs.find()[0] if one.answer["job"] == job)
         print(answer["script"], answer["arguments"], *(one["script"] for one in roster.jobs() if one["id"] == job))
-    """
-    job = plan(tmp_path, "--epochs", "5", source=textwrap.dedent(source))
-    assert "train.py ['--epochs', '5'] ['train.py', '--epochs', '5']" in job.stdout, job.output
+        raise RuntimeError("the third step")
+"""
+
+
+def test_a_script_that_fails(tmp_path: Path) -> None:
+    """The views show it as it was named, not by the words with which the plan starts it."""
+    words = ["--milliseconds", "1", "--fault", "crash"]
+    job = plan(tmp_path, *words, source=TRAINER.replace('        raise RuntimeError("the third step")', VIEWS))
+    assert job.code == 1, job.output
+    assert "train.py failed with exit code 1 before its steps" in job.stderr.splitlines()[-1], job.output
+    assert "the third step" in job.stderr
+    assert f"train.py {words} {['train.py', *words]}" in job.stdout, job.output
+    assert nothing_written(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("steps", "expected"),
+    [
+        (None, "train.py never called mpitrain"),
+        ([], "train.py made no step on here"),
+        ([0.1], "train.py ended after 1 step, too few to measure on here"),
+        (
+            [0.1] * 5 + [0.21] * 5,
+            "the steps of train.py differ too much on here to plan with them: of 10 steps with 8 ",
+        ),
+        ([0.1] * 5 + [0.19] * 5, ""),
+    ],
+)
+def test_times_that_cannot_be_planned_with(tmp_path: Path, steps: list[float] | None, expected: str) -> None:
+    path = tmp_path / "times.json"
+    entry: dict[str, Any] = {
+        "host": "here", "parameters": [["p", 4000]], "num_steps": len(steps or []), "is_fixed": False,
+        "memory_bytes": 1, "cores": 2.0, "busy_cores": 1.0, "sums": {}, "parts": [],
+    }  # fmt: skip
+    if steps:
+        timed = [{"seconds": seconds, "ready": [0.0]} for seconds in steps]
+        entry["parts"] = [{"ranks": 1, "samples": 8.0, "steps": timed}]
+    if steps is not None:
+        path.write_text(json.dumps([entry]))
+    if not expected:
+        assert len(read_times(path, "train.py")) == 1
+        return
+    with pytest.raises(DataError, match=expected):
+        read_times(path, "train.py")
 
 
 def test_wrong_use(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -31,16 +32,6 @@ def test_table_json_and_picture(tmp_path: Path, capsys: pytest.CaptureFixture[st
     for row in content["rows"]:
         assert row["lowest_seconds"] < row["step_seconds"] < row["highest_seconds"]
     assert picture.read_bytes().startswith(b"\x89PNG")
-
-
-def test_a_picture_without_matplotlib(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """It is refused before the simulation."""
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    for name in [name for name in sys.modules if name.startswith("matplotlib.")]:
-        monkeypatch.delitem(sys.modules, name)
-    refused(tmp_path, monkeypatch, capsys, [*QUICK, "--plot", "picture.png"], "the picture needs matplotlib")
 
 
 def test_nothing_may_be_0(capsys: pytest.CaptureFixture[str]) -> None:
@@ -81,6 +72,26 @@ def test_other_actions(
     assert capsys.readouterr().out.endswith("\n".join(content["answers"]) + "\n")
 
 
+@pytest.fixture
+def refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., None]:
+    """The command ends with 2 and this text, and writes nothing."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "lab.toml").write_text("[nodes]\ncount = 8\ngbit = 1\n")
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "wrong.toml").write_text("[nodes]\ncount = 8\ngbit = 0\n")
+
+    def refuses(words: list[str], problem: str) -> None:
+        try:
+            code: object = main([words[0], "--json", "rows.json", *words[1:]])
+        except SystemExit as end:
+            code = end.code
+        out, err = capsys.readouterr()
+        assert (code, out, problem in err) == (2, "", True), err
+        assert not (tmp_path / "rows.json").exists()
+
+    return refuses
+
+
 @pytest.mark.parametrize(
     ("words", "problem"),
     [
@@ -100,72 +111,44 @@ def test_other_actions(
         (["--compute", "1", "--writes", "--hosts", "a"], "--hosts, --writes: without a script, nothing is started"),
         (["--compute", "1", "train.py"], "--compute: the training is described where no script is named"),
         (["--mtbf-hours", "2000", "--every", "1e7"], "would take more than 100 times its work"),
+        ([*QUICK[1:], "--ranks", "0"], "0 is not a whole number of at least 1"),
+        ([*QUICK[1:], "--ranks", "2,x"], "x is not a whole number of at least 1"),
+        ([*QUICK[1:], "--compute", "-1"], "-1 is not a number above 0"),
+        ([*QUICK[1:], "--compute", "nan"], "nan is not a number above 0"),
+        ([*QUICK[1:], "--spread", "10"], "10 is not a number from 0 to 2; a spread of 0.1 is about 10 %"),
+        ([*QUICK[1:], "--spread", "-0.1"], "-0.1 is not a number from 0 to 2"),
+        ([*QUICK[1:], "--algorithms", "rign"], "there is no allreduce algorithm 'rign'; known: "),
+        ([*QUICK[1:], "--algorithms", "ring,native"], "native is MPI's own allreduce"),
+        ([*QUICK[1:], "--codec", "int9"], "the codec 'int9' cannot be simulated; known: none, bf16"),
+        ([*QUICK[1:], "--codec", "int8:3"], "int8 takes no setting"),
+        ([*QUICK[1:], "--machines", "missing.toml"], "missing.toml cannot be read"),
+        ([*QUICK[1:], "--machines", "lab.toml", "--gbit", "1"], "--machines, --gbit: a file has all of it; give one"),
+        ([*QUICK[1:], "--machines", "lab.toml", "--ranks", "2,9"], "lab.toml has room for 1 to 8"),
+        ([*QUICK[1:], "--machines", "wrong.toml"], "wrong.toml, line 3: gbit is 0; it must be a number from 1e-06 to"),
+        ([*QUICK[1:], "--latency-us", "-1"], "-1 is not a number of at least 0"),
+        ([*QUICK[1:], "--plot", "folder"], "folder cannot be written: it is a folder; give the name of a file"),
+        ([*QUICK[1:], "--plot", "nowhere/picture.png"], "there is no folder nowhere; make it first"),
     ],
 )
-def test_wrong_use_of_other_actions(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], words: list[str], problem: str
-) -> None:
-    refused(tmp_path, monkeypatch, capsys, ["plan", *words], problem)
+def test_wrong_use(refused: Callable[..., None], words: list[str], problem: str) -> None:
+    refused(["plan", *words], problem)
+
+
+def test_a_picture_without_matplotlib(refused: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is refused before the simulation."""
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    for name in [name for name in sys.modules if name.startswith("matplotlib.")]:
+        monkeypatch.delitem(sys.modules, name)
+    refused([*QUICK, "--plot", "picture.png"], "the picture needs matplotlib")
 
 
 @pytest.mark.parametrize(
-    ("words", "problem"),
+    ("words", "says"),
     [
-        (["--ranks", "0"], "0 is not a whole number of at least 1"),
-        (["--ranks", "2,x"], "x is not a whole number of at least 1"),
-        (["--compute", "-1"], "-1 is not a number above 0"),
-        (["--compute", "nan"], "nan is not a number above 0"),
-        (["--spread", "10"], "10 is not a number from 0 to 2; a spread of 0.1 is about 10 %"),
-        (["--algorithms", "rign"], "there is no allreduce algorithm 'rign'; known: "),
-        (["--algorithms", "ring,native"], "native is MPI's own allreduce"),
-        (["--codec", "int9"], "the codec 'int9' cannot be simulated; known: none, bf16"),
-        (["--codec", "int8:3"], "int8 takes no setting"),
-        (["--machines", "missing.toml"], "missing.toml cannot be read"),
-        (["--machines", "lab.toml", "--gbit", "1"], "--machines, --gbit: a file has all of it; give one"),
-        (["--machines", "lab.toml", "--ranks", "2,9"], "9 ranks were asked for; lab.toml has room for 1 to 8"),
-        (["--machines", "wrong.toml"], "wrong.toml, line 3: gbit is 0; it must be a number from 1e-06 to 1e6"),
-        (["--spread", "-0.1"], "-0.1 is not a number from 0 to 2"),
-        (["--latency-us", "-1"], "-1 is not a number of at least 0"),
-        (["--plot", "folder"], "folder cannot be written: it is a folder; give the name of a file"),
-        (["--plot", "nowhere/picture.png"], "there is no folder nowhere; make it first"),
+        (["simulate", "steps"], "mpitrain plan --machines FILE, without a script; --servers N,N asks for the table of"),
+        (["testbed", "up"], "scripts/testbed of a checkout"),
+        (["chaos"], "scripts/testbed chaos of a checkout"),
     ],
 )
-def test_wrong_use(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], words: list[str], problem: str
-) -> None:
-    refused(tmp_path, monkeypatch, capsys, [*QUICK, *words], problem)
-
-
-def test_the_name_of_the_command_before(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    problem = "simulate is now mpitrain plan --machines FILE, without a script; --servers N,N asks for the table of"
-    refused(tmp_path, monkeypatch, capsys, ["simulate", "steps", "--parameters", "1e5"], problem)
-
-
-@pytest.mark.parametrize(
-    ("words", "line"), [(["testbed", "up"], "scripts/testbed"), (["chaos"], "scripts/testbed chaos")]
-)
-def test_a_command_that_is_in_a_checkout_only(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], words: list[str], line: str
-) -> None:
-    refused(tmp_path, monkeypatch, capsys, words, f"{words[0]} is now {line} of a checkout")
-
-
-def refused(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], words: list[str], problem: str
-) -> None:
-    """The command ends with 2 and this text, and writes nothing."""
-    monkeypatch.chdir(folder)
-    (folder / "lab.toml").write_text("[nodes]\ncount = 8\ngbit = 1\n")
-    (folder / "folder").mkdir()
-    (folder / "wrong.toml").write_text("[nodes]\ncount = 8\ngbit = 0\n")
-    try:
-        code: object = main([words[0], "--json", "rows.json", *words[1:]])
-    except SystemExit as end:
-        code = end.code
-    assert code == 2
-    out, err = capsys.readouterr()
-    assert problem in err
-    assert out == ""
-    assert not (folder / "rows.json").exists()
+def test_commands_of_other_names(refused: Callable[..., None], words: list[str], says: str) -> None:
+    refused(words, f"{words[0]} is now {says}")

@@ -69,9 +69,13 @@ LOSSES = [
 ]
 
 
-def test_nothing_that_was_there_is_lost(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "losses",
+    [LOSSES[:-1], pytest.param([LOSSES[3], LOSSES[-1]], marks=[NEEDS_TORCH, pytest.mark.nightly])],
+    ids=["python", "torch"],
+)
+def test_nothing_that_was_there_is_lost(tmp_path: Path, losses: list[str]) -> None:
     """The script is ended before each write; here it goes on, to try them all."""
-    losses = LOSSES if importlib.util.find_spec("torch") else LOSSES[:-1]
     source = (
         HELPER
         + f"""
@@ -160,9 +164,11 @@ NEEDS_JAX = pytest.mark.skipif(importlib.util.find_spec("jax") is None, reason="
         ("import numpy\nnumpy.save('new', [1])", (), "would write new.npy (train.py, line 2) and has not imported "),
         ("while True: pass", ("--step-seconds", "2"), "was ended, because it has made no step that mpitrain plan can"),
         ("import mpitrain as mt, numpy as n\nwhile 1: mt.init().mean(n.ones(3))", (), "cannot measure (by world.mean)"),
-        pytest.param(UNSEEN, (), "cannot measure (of Adam)", marks=NEEDS_TORCH),
-        pytest.param(CALLBACK, (), "cannot measure (by world.mean)", marks=NEEDS_JAX),
-        pytest.param("import mpitrain.torch" + UNSEEN, (), "cannot measure (of Adam)", marks=NEEDS_TORCH),
+        pytest.param(UNSEEN, (), "cannot measure (of Adam)", marks=[NEEDS_TORCH, pytest.mark.nightly]),
+        pytest.param(CALLBACK, (), "cannot measure (by world.mean)", marks=[NEEDS_JAX, pytest.mark.nightly]),
+        pytest.param(
+            "import mpitrain.torch" + UNSEEN, (), "cannot measure (of Adam)", marks=[NEEDS_TORCH, pytest.mark.nightly]
+        ),
     ],
 )  # fmt: skip
 def test_a_script_without_steps_is_ended(tmp_path: Path, source: str, options: tuple[str, ...], expected: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import struct
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,30 +30,48 @@ def record(directory: Path, rows: list[dict[str, Any]], end: str = "") -> Path:
     return directory
 
 
-def drawn(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """The figures that will be saved."""
+@pytest.fixture
+def drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[Any]]:
+    """Draws the rows, and returns the panels of the picture; `file`: it is written, which takes a second."""
     from matplotlib.figure import Figure
 
     figures: list[Any] = []
     save = Figure.savefig
 
-    def saved(figure: Any, *arguments: Any, **options: Any) -> None:
-        figures.append(figure)
-        save(figure, *arguments, **options)
+    def draw(rows: list[dict[str, Any]], end: str = "", *, file: bool = False) -> list[Any]:
+        def saved(figure: Any, *arguments: Any, **options: Any) -> None:
+            figures.append(figure)
+            if file:
+                save(figure, *arguments, **options)
 
-    monkeypatch.setattr(Figure, "savefig", saved)
-    return figures
+        monkeypatch.setattr(Figure, "savefig", saved)
+        assert main(["plot", str(record(tmp_path, rows, end))]) == 0
+        return list(figures[-1].axes)
+
+    return draw
 
 
-def test_the_picture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    figures = drawn(monkeypatch)
-    assert main(["plot", str(record(tmp_path, ROWS, '{"step": 200, "lo'))]) == 0
+def rows_of(count: int, **fields: Any) -> list[dict[str, Any]]:
+    usual = {"loss": 1.0, "samples_per_second": 5.0, "communication_share": 0.5}
+    return [{"step": step, **usual, **fields} for step in range(1, count + 1)]
+
+
+def at(axes: Any, begin: int = 1) -> list[list[float]]:
+    """Where the lines of a panel are, without the first ones, which are curves."""
+    return [list(line.get_xdata()) for line in axes.lines[begin:]]
+
+
+def texts(axes: Any) -> list[str]:
+    return [text.get_text() for text in axes.texts]
+
+
+def test_the_picture(drawn: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    losses, speeds, shares, accuracies = drawn(ROWS, '{"step": 200, "lo', file=True)
     picture = tmp_path / "metrics.png"
     assert capsys.readouterr().out == f"{picture}: 19 rows, steps 10 to 190\n"
     content = picture.read_bytes()
     assert content[:8] == b"\x89PNG\r\n\x1a\n"
     assert struct.unpack(">II", content[16:24]) == (990, 1320)
-    losses, speeds, shares, accuracies = figures[0].axes
     lines = {line.get_label(): [list(its) for its in line.get_data()] for line in losses.lines}
     steps = [row["step"] for row in ROWS]
     assert lines["loss"] == [steps, [row["loss"] for row in ROWS]]
@@ -66,90 +85,64 @@ def test_the_picture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: py
     assert (speeds.get_ylabel(), list(shares.lines[0].get_ydata())) == ("samples/s", [0.25] * 19)
 
 
-def test_other_records(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One row; tokens; without the exchange; losses that are no numbers."""
-    figures = drawn(monkeypatch)
-    assert main(["plot", str(record(tmp_path, [{"step": 1, "loss": "NaN", "tokens_per_second": 5.0}]))]) == 0
-    losses, speeds, shares = figures[0].axes
+def test_other_records(drawn: Any) -> None:
+    """One row; tokens; without the exchange; losses that are no numbers. And of a run with a server."""
+    losses, speeds, shares = drawn([{"step": 1, "loss": "NaN", "tokens_per_second": 5.0}])
     assert (len(losses.lines), speeds.get_ylabel(), len(shares.lines)) == (1, "tokens/s", 0)
-    assert [text.get_text() for text in shares.texts] == ["not recorded"]
+    assert texts(shares) == ["not recorded"]
+    rows = rows_of(8, waiting_share=0.25, workers=3.0, staleness=1.5)
+    for row in rows:
+        del row["communication_share"]
+    panels = {axes.get_ylabel(): axes for axes in drawn(rows)}
+    assert panels.keys() == {"loss", "samples/s", "waiting for a job", "workers", "staleness"}
+    waits = panels["waiting for a job"]
+    assert (list(waits.lines[0].get_ydata()), waits.get_ylim()) == ([0.25] * 8, (0, 1))
 
 
-def test_every_metric_and_where_it_resumed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_metric_and_where_it_resumed(drawn: Any) -> None:
     """Metrics of one kind share a panel; more than four panels are in two columns."""
-    figures = drawn(monkeypatch)
     rows = [
         {"step": step, "epoch": 1, "samples": 2 * step, "seconds": 0.1, "loss": 1.0, "test loss": 2.0}
         | {"learning_rate": 0.1, "accuracy": 0.5, "test accuracy": 0.25, "test bleu": 7.0}
         | ({"resumed_after": step - 1} if step in (2, 5) else {})
         for step in range(1, 7)
     ]
-    assert main(["plot", str(record(tmp_path, rows))]) == 0
-    panels = {axes.get_ylabel(): axes for axes in figures[0].axes}
+    panels = {axes.get_ylabel(): axes for axes in drawn(rows)}
     assert set(panels) == {"loss", "samples/s", "waiting for the exchange", "learning rate", "accuracy", "test bleu"}
-    for axes in panels.values():
-        assert [list(line.get_xdata()) for line in axes.lines[-2:]] == [[1, 1], [4, 4]]
-    assert [text.get_text() for text in panels["samples/s"].texts] == ["not recorded"]
-    drawn_lines = [line.get_label() for line in panels["accuracy"].lines[:-1]]
-    assert drawn_lines == ["accuracy", "test accuracy", "resumed"]
+    assert all(at(axes, -2) == [[1, 1], [4, 4]] for axes in panels.values())
+    assert texts(panels["samples/s"]) == ["not recorded"]
+    labels = [line.get_label() for line in panels["accuracy"].lines[:-1]]
+    assert labels == ["accuracy", "test accuracy", "resumed"]
 
 
-def test_where_it_went_on_after_faults(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    figures = drawn(monkeypatch)
+def test_where_it_went_on_after_faults(drawn: Any) -> None:
+    rows = rows_of(8)
     faults = [(3, "ranks", "rank 2 was lost"), (4, "ranks", "rank 0 was lost"), (5, "memory", "b fell silent")]
-    events = {
-        step: RunEvent(step, text, source, (), 2, seconds=0.25).plain()  # type: ignore[arg-type]
-        for step, source, text in faults
-    }
-    rows = [
-        {"step": step, "loss": 1.0, "samples_per_second": 5.0, "communication_share": 0.5}
-        | ({"events": [events[step - 1]]} if step - 1 in events else {})
-        for step in range(1, 9)
-    ]
-    assert main(["plot", str(record(tmp_path, rows))]) == 0
-    losses, speeds, _ = figures[0].axes
-    for axes in (losses, speeds):
-        assert [list(line.get_xdata()) for line in axes.lines[1:]] == [[3, 3], [4, 4], [5, 5]]
+    for step, source, text in faults:
+        rows[step]["events"] = [RunEvent(step, text, source, (), 2, seconds=0.25).plain()]  # type: ignore[arg-type]
+    losses, speeds, _ = drawn(rows)
+    assert at(losses) == at(speeds) == [[3, 3], [4, 4], [5, 5]]
     labels = [text.get_text() for text in losses.get_legend().get_texts()]
     assert labels == ["loss", "went on, from ranks: 2", "went on, from memory: 1"]
-    assert [text.get_text() for text in losses.texts] == [f" {text}, 0.25 s" for _, _, text in faults]
+    assert texts(losses) == [f" {text}, 0.25 s" for _, _, text in faults]
     assert not speeds.texts
 
 
-@pytest.mark.parametrize("is_often", [False, True])
-def test_outer_steps_of_rounds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_often: bool) -> None:
+@pytest.mark.parametrize(
+    ("counts", "expected", "labels"),
+    [([0, 1, 1, 3, 0, 0, 2], [[2, 2], [4, 4], [7, 7]], ["outer steps: 3"]), (range(60), [], [])],
+)
+def test_outer_steps_of_rounds(counts: Sequence[int], expected: list[list[int]], labels: list[str], drawn: Any) -> None:
     """A line where the number has changed; a run that resumed counts anew. Too many lines are left out."""
-    figures = drawn(monkeypatch)
-    counts = range(60) if is_often else [0, 1, 1, 3, 0, 0, 2]
-    rows = [
-        {"step": step, "loss": 1.0, "samples_per_second": 5.0, "communication_share": 0.5, "outer_steps": count}
-        for step, count in enumerate(counts, 1)
-    ]
-    assert main(["plot", str(record(tmp_path, rows))]) == 0
-    losses, speeds, shares = figures[0].axes
-    expected = [] if is_often else [[2, 2], [4, 4], [7, 7]]
-    for axes in (losses, speeds, shares):
-        assert [list(line.get_xdata()) for line in axes.lines[1:]] == expected
-    labels = [line.get_label() for line in losses.lines[1:2]]
-    assert labels == ([] if is_often else ["outer steps: 3"])
+    rows = rows_of(len(counts))
+    for row, count in zip(rows, counts, strict=True):
+        row["outer_steps"] = count
+    panels = drawn(rows)
+    assert [at(axes) for axes in panels] == [expected] * 3
+    assert [line.get_label() for line in panels[0].lines[1:2]] == labels
 
 
-def test_a_run_with_a_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    figures = drawn(monkeypatch)
-    rows = [
-        {"step": step, "loss": 1.0, "samples_per_second": 5.0, "waiting_share": 0.25, "workers": 3.0, "staleness": 1.5}
-        for step in range(1, 9)
-    ]
-    assert main(["plot", str(record(tmp_path, rows))]) == 0
-    panels = {axes.get_ylabel(): axes for axes in figures[0].axes}
-    assert panels.keys() == {"loss", "samples/s", "waiting for a job", "workers", "staleness"}
-    shares = panels["waiting for a job"]
-    assert list(shares.lines[0].get_ydata()) == [0.25] * 8
-    assert shares.get_ylim() == (0, 1)
-
-
-def test_every_event_and_records_of_other_versions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    figures = drawn(monkeypatch)
+def test_every_event_and_records_of_other_versions(drawn: Any) -> None:
     sources = ("ranks", "memory", "disk", "told", "auto", "of a newer one", 7)
     rows: list[dict[str, Any]] = [
         {"step": number, "loss": 1e300 * number, "a $x_{ $": 1.0, "\ud800": "NaN", "_hidden": 1, "newer": {"a": [1]}}
@@ -159,28 +152,22 @@ def test_every_event_and_records_of_other_versions(tmp_path: Path, monkeypatch: 
         event = {"after_step": row["step"], "text": "$x_{ $ \ud800", "source": source, "lost_ranks": [], "newer": 1}
         row["events"] = [{**event, "num_ranks": 1, "seconds": 1.0, **({"teller": "ada"} if source == "told" else {})}]
     rows[-1]["loss"] = None
-    assert main(["plot", str(record(tmp_path, rows, '{"step": 9, "events": [{"after'))]) == 0
-    loss = figures[0].axes[0]
-    labels = [str(line.get_label()) for line in loss.lines]
+    panels = drawn(rows, '{"step": 9, "events": [{"after', file=True)
+    labels = [str(line.get_label()) for line in panels[0].lines]
     assert {"told: 1", "changed by itself: 1", "went on, from disk: 1", "event 'of a newer one': 1"} <= set(labels)
-    assert len(loss.texts) == len(sources)
-    assert "a \\$x { \\$" in [axes.get_ylabel() for axes in figures[0].axes]
+    assert len(panels[0].texts) == len(sources)
+    assert "a \\$x { \\$" in [axes.get_ylabel() for axes in panels]
 
 
-def test_many_events(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_many_events(drawn: Any, capsys: pytest.CaptureFixture[str]) -> None:
     """Each is a line in the picture; the last eight have their texts there, and all of them on stdout."""
-    figures = drawn(monkeypatch)
     told = [RunEvent(step, f"order {step}", "told", (), 2, 0.0, teller="ada on a", at=1.0) for step in range(1, 13)]
-    rows = [{"step": event.after_step + 1, "loss": 1.0, "events": [event.plain()]} for event in told]
-    assert main(["plot", str(record(tmp_path, rows))]) == 0
-    losses = figures[0].axes[0]
-    assert [list(line.get_xdata()) for line in losses.lines[1:]] == [[step, step] for step in range(1, 13)]
-    assert [text.get_text() for text in losses.texts] == [f" order {step}" for step in range(5, 13)]
+    losses = drawn([{"step": event.after_step + 1, "loss": 1.0, "events": [event.plain()]} for event in told])[0]
+    assert at(losses) == [[step, step] for step in range(1, 13)]
+    assert texts(losses) == [f" order {step}" for step in range(5, 13)]
     assert losses.get_legend().get_texts()[1].get_text() == "told: 12"
     printed = capsys.readouterr().out
-    assert [step for step in range(1, 13) if f"after step {step}: order {step} (ada on a)\n" in printed] == [
-        *range(1, 13)
-    ]
+    assert all(f"after step {step}: order {step} (ada on a)\n" in printed for step in range(1, 13))
 
 
 def test_what_cannot_be_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

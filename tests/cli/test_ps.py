@@ -1,7 +1,9 @@
-"""`mpitrain ps` and `mpitrain kill`, on this machine."""
+"""`mpitrain ps` and `mpitrain kill`, on this machine, and the id of a job for Tab."""
 
 from __future__ import annotations
 
+import json
+import math
 import re
 import signal
 import socket
@@ -10,10 +12,15 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
+from cli.test_completion import completed
 from jobs import HANG_SECONDS, Job, clean_environment, run_command, until
+from mpitrain.cli import main
+from mpitrain.launch.jobs import RunningJob
 
 SCRIPT = """
 import pathlib, sys, time
@@ -80,14 +87,31 @@ def test_a_job_is_listed_and_ended_by_its_id(launcher: subprocess.Popen[str], tm
     assert re.fullmatch(r"loss 0\.5, samples/s \S+, norm 0\.25", metrics)
     assert (state, ranks) == ("trains", f"0,1 on {socket.gethostname()}")
     assert script == f"{tmp_path / 'script.py'} {tmp_path}"
+    listed = json.loads(mpitrain("ps", "--hosts", "localhost", "--json").stdout)["jobs"]
+    (entry,) = [one for one in listed if one["job"] == token]
+    assert ([*entry["ranks"].values()], entry["script"]) == ([[0, 1]], script)
+    of_kill, of_tell = completed(tmp_path, "mpitrain kill ", "mpitrain tell ")
+    assert token in of_kill
+    assert {token, "pause", "resume", "save", "stop", "rate", "set", "stacks", "kill"} <= of_tell
     job = mpitrain("kill", "--hosts", "localhost", token)
     assert (job.code, job.stdout) == (0, f"job {token} has ended on {socket.gethostname()}\n"), job.output
     assert launcher.wait(HANG_SECONDS) == 128 + signal.SIGTERM
     assert line_of(tmp_path) is None
 
 
-def test_a_job_that_is_not_there() -> None:
-    job = mpitrain("kill", "--hosts", "localhost", "12345678")
-    assert job.code == 1
+def test_a_job_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["kill", "--hosts", "localhost", "12345678"]) == 1
     expected = f"mpitrain kill: there is no job 12345678 of yours on {socket.gethostname()}; running: "
-    assert job.stderr.startswith(expected), job.output
+    assert capsys.readouterr().err.startswith(expected)
+
+
+def test_metrics_that_are_not_finite(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """JSON has no NaN and no infinity."""
+    metrics = {"loss": math.nan, "norm": math.inf, "least": -math.inf, "rate": 0.1}
+    record = SimpleNamespace(step=3, metrics=metrics, status="", steering=False)
+    view: Any = SimpleNamespace(record=record, host="a", state="R", seconds=0.0)
+    job = RunningJob("1a2b3c4d", since=1.5, ranks={0: view}, launcher="a 1", is_launched=True)
+    monkeypatch.setattr("mpitrain.launch.jobs.find_all", lambda _placement: ([job], [], {}))
+    assert main(["ps", "--hosts", "localhost", "--json"]) == 0
+    (one,) = json.loads(capsys.readouterr().out, parse_constant=pytest.fail)["jobs"]
+    assert one["metrics"] == {"loss": "NaN", "norm": "Infinity", "least": "-Infinity", "rate": 0.1}

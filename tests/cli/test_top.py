@@ -22,6 +22,7 @@ import pytest
 
 from free_ports import free_port
 from jobs import HANG_SECONDS, Job, clean_environment, run_command, until
+from mpitrain.cli import main
 from mpitrain.launch.live_jobs import LiveJob
 from watching_live import job_of, training, trains
 
@@ -63,7 +64,10 @@ class Terminal:
     def press(self, keys: str) -> None:
         os.write(self.master, keys.encode())
 
-    def close(self) -> None:
+    def __enter__(self) -> Terminal:
+        return self
+
+    def __exit__(self, *_: object) -> None:
         if self.process.poll() is None:
             self.process.kill()
         self.process.wait()
@@ -99,12 +103,20 @@ def test_one_look_where_there_is_no_terminal(job: LiveJob, folder: Path) -> None
     assert max(map(len, shown.stdout.splitlines())) <= 80
 
 
-def test_in_a_terminal_until_the_job_ends(tmp_path: Path) -> None:
-    """A stopped rank comes first, with a mark. When the job has ended, top says how, and ends with 0."""
+def test_in_a_terminal_until_the_job_ends(job: LiveJob, tmp_path: Path) -> None:
+    """A stopped rank comes first, with a mark. When the job has ended, top says how, and ends with 0.
+
+    Of several jobs, one must be chosen.
+    """
+    other = job
     with training(tmp_path, 2) as process:
         job = job_of(tmp_path, trains)
-        terminal = Terminal(job.answer["job"])
-        try:
+        shown = top()
+        assert shown.code == 1, shown.output
+        assert "Choose one: mpitrain top JOB" in shown.stderr
+        for one in (job, other):
+            assert re.search(rf"^{one.answer['job']}  \w+ ", shown.stdout, re.M)
+        with Terminal(job.answer["job"]) as terminal:
             until(lambda: terminal.shows("q end"))
             pid = job.answer["ranks"][1]["pid"]
             os.kill(pid, signal.SIGSTOP)
@@ -118,55 +130,37 @@ def test_in_a_terminal_until_the_job_ends(tmp_path: Path) -> None:
             process.send_signal(signal.SIGINT)
             until(lambda: terminal.shows("the job has ended with exit code 130"))
             assert terminal.process.wait(HANG_SECONDS) == 0
-        finally:
-            terminal.close()
 
 
-@pytest.mark.parametrize("keys", ["q", "\x03"], ids=["q", "Ctrl-C"])
-def test_the_user_ends_it(job: LiveJob, keys: str) -> None:
-    """The terminal is left as it was. The job goes on."""
-    terminal = Terminal(job.answer["job"])
-    try:
+@pytest.mark.parametrize(
+    ("keys", "variables"), [("q", {"NO_COLOR": "1"}), pytest.param("\x03", {}, marks=pytest.mark.nightly)]
+)
+def test_the_user_ends_it(job: LiveJob, keys: str, variables: dict[str, str]) -> None:
+    """The terminal is left as it was. The job goes on. No colour is shown to who wants none."""
+    with Terminal(job.answer["job"], **variables) as terminal:
         before = termios.tcgetattr(terminal.master)
         until(lambda: terminal.shows("q end"))
         assert termios.tcgetattr(terminal.master) != before
+        until(lambda: terminal.shows("computes"))
+        if variables:
+            colours = re.findall(r"\x1b\[[0-9;]*m", terminal.text)
+            assert not [code for code in colours if re.search(r"\b(3[0-7]|9[0-7]|38|48)\b", code)]
         terminal.press("r")
         terminal.press(keys)
         assert terminal.process.wait(HANG_SECONDS) == 0
         assert termios.tcgetattr(terminal.master) == before
-    finally:
-        terminal.close()
     assert trains(dict(job_of(Path(job.answer["script"]).parent).answer))
 
 
-def test_no_colour(job: LiveJob) -> None:
-    terminal = Terminal(job.answer["job"], NO_COLOR="1")
-    try:
-        until(lambda: terminal.shows("computes"))
-        colours = re.findall(r"\x1b\[[0-9;]*m", terminal.text)
-        assert not [code for code in colours if re.search(r"\b(3[0-7]|9[0-7]|38|48)\b", code)]
-    finally:
-        terminal.close()
+def test_a_job_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["top", "nothing"]) == 1
+    err = capsys.readouterr().err
+    assert f"no job nothing of yours has its launcher on {socket.gethostname()}" in err
+    assert "a job that plain mpiexec has started has no launcher" in err
+    assert f"there is no job nothing of yours on {socket.gethostname()}" in err
 
 
-def test_a_job_that_is_not_there(job: LiveJob) -> None:
-    shown = top("nothing")
-    assert shown.code == 1, shown.output
-    assert f"no job nothing of yours has its launcher on {socket.gethostname()}" in shown.stderr
-    assert "a job that plain mpiexec has started has no launcher" in shown.stderr
-    assert f"there is no job nothing of yours on {socket.gethostname()}" in shown.stderr
-
-
-def test_several_jobs_are_listed(job: LiveJob, tmp_path: Path) -> None:
-    with training(tmp_path, 1):
-        other = job_of(tmp_path, lambda one: one["job"])
-        shown = top()
-    assert shown.code == 1, shown.output
-    for one in (job, other):
-        assert re.search(rf"^{one.answer['job']}  \w+ ", shown.stdout, re.M)
-    assert "Choose one: mpitrain top JOB" in shown.stderr
-
-
+@pytest.mark.nightly
 def test_a_job_of_a_server(tmp_path: Path) -> None:
     """It has no launcher, and is shown all the same."""
     script = tmp_path / "serve.py"

@@ -22,32 +22,17 @@ def look(at: float, *ranks: dict[str, Any], **fields: Any) -> dict[str, Any]:
     hosts: dict[str, Any] = {}
     for entry in ranks:
         hosts.setdefault(entry["host"], {"silence": 0.0, "ranks": []})["ranks"].append(entry["rank"])
-    return {
-        "at": at,
-        "job": "1a2b3c4d",
-        "script": "train.py",
-        "arguments": ["--epochs", "5"],
-        "since": 0.0,
-        "state": "trains",
-        "tries": 1,
-        "hosts": hosts,
-        "ranks": list(ranks),
-        "metrics": {"loss": 0.25, "samples/s": 1503.4},
-        "stall": None,
-        "events": [],
-        "served": None,
-        **fields,
-    }
+    answer = {"at": at, "job": "1a2b3c4d", "script": "train.py", "arguments": ["--epochs", "5"], "since": 0.0}
+    answer |= {"state": "trains", "tries": 1, "hosts": hosts, "ranks": list(ranks), "stall": None, "events": []}
+    return {**answer, "metrics": {"loss": 0.25, "samples/s": 1503.4}, "served": None, **fields}
 
 
-def drawn(
-    answer: dict[str, Any], width: int = 80, height: int | None = None, first: int = 0, **looks: Any
-) -> list[str]:
+def drawn(answer: dict[str, Any], width: int = 80, height: int = 0, first: int = 0, **looks: Any) -> list[str]:
     history = looks.pop("history", None) or TopHistory()
     history.add(answer)
     file = io.StringIO()
     console = Console(file=file, width=width, height=height or 25, color_system=None)
-    console.print(picture(answer, history, looks.pop("order", "slowest"), width, height, first, "keys"))
+    console.print(picture(answer, history, looks.pop("order", "slowest"), width, height or None, first, "keys"))
     return [line.rstrip() for line in file.getvalue().splitlines()]
 
 
@@ -91,6 +76,10 @@ def test_what_is_drawn() -> None:
     ]
 
 
+def test_a_job_of_a_server() -> None:
+    assert "2 workers, 1 gone" in drawn(look(9.0, rank(0, "computes"), served={"here": 2, "joined": 3}))[2]
+
+
 def test_a_stall_and_a_silent_host() -> None:
     answer = look(
         9.0, rank(0, "waits"), rank(1, "unknown", host="b"), stall="no progress for 4 s: " + "who waits " * 40
@@ -122,16 +111,13 @@ def test_a_pause_is_neither_slow_nor_silent() -> None:
     assert rows[1] == ["1", "node1", "busy", "2.5", "s", "10", "b" * 16, "write", "a", "checkpoint"]
     assert rows[2] == ["0", "node1", "paused", "2.5", "s", "10", "p" * 16]
     assert rows[3] == ["2", "node1", "paused", "2.5", "s", "10", "p" * 16]
-    assert [history.shares(number) for number in range(4)] == [
-        {"paused": 1.0},
-        {"busy": 1.0},
-        {"paused": 1.0},
-        {"stopped": 1.0},
-    ]
+    phases = ("paused", "busy", "paused", "stopped")
+    assert [history.shares(number) for number in range(4)] == [{phase: 1.0} for phase in phases]
 
 
 def test_who_has_paused_it_takes_the_lines_that_it_needs() -> None:
     answer = look(9.0, *map(in_the_pause, range(30)), paused=WHO, events=[{"at": 0.0, "text": "rank 2 was lost"}])
+    assert drawn(look(9.0, rank(0, "done"), paused=WHO, state="ends"))[0] == "job 1a2b3c4d  ends  0:00:09"
     for width, height in ((30, 20), (60, 24), (200, 24)):
         lines = drawn(answer, width, height)
         assert WHO in " ".join(lines)
@@ -139,17 +125,11 @@ def test_who_has_paused_it_takes_the_lines_that_it_needs() -> None:
         assert (len(lines), max(map(len, lines)) <= width) == (height, True)
 
 
-def test_a_pause_ends_with_the_job() -> None:
-    assert drawn(look(9.0, rank(0, "done"), paused=WHO, state="ends"))[0] == "job 1a2b3c4d  ends  0:00:09"
-
-
 @pytest.mark.parametrize("width", [20, 30, 43, 44, 60, 75, 76, 80, 200])
 @pytest.mark.parametrize("num_ranks", [1, 5, 100])
 def test_it_fits(width: int, num_ranks: int) -> None:
-    ranks = [
-        rank(number, "computes", host=f"a-host-with-a-long-name-{number}", call="word " * 30)
-        for number in range(num_ranks)
-    ]
+    host = "a-host-with-a-long-name"
+    ranks = [rank(number, "computes", host=f"{host}-{number}", call="word " * 30) for number in range(num_ranks)]
     answer = look(9.0, *ranks, stall="wait " * 50, script="script" * 30)
     for height in (12, 24):
         lines = drawn(answer, width, height)

@@ -15,7 +15,7 @@ from made_up_runs import records
 
 from jobs import run_command
 from mpitrain.errors import DataError
-from mpitrain.verify.record_file import make_record, read_record
+from mpitrain.verify.record_file import make_record, opened, read_record
 
 
 @pytest.mark.parametrize("content", [None, '{"num_ranks": 1}\n{"number": 1, "ki'], ids=["none", "cut off"])
@@ -104,22 +104,26 @@ def test_the_file_is_the_launchers(tmp_path: Path) -> None:
     assert (tmp_path / "precious").read_text() == "mine"
 
 
-SCRIPT = "import mpitrain as mt; world = mt.init(); world.mean(1.0); print('it went on')"
-
-
-@pytest.mark.parametrize("kind", ["link", "hard link", "mode", "fifo", "folder"])
-def test_a_rank_writes_into_no_other_file(tmp_path: Path, kind: str) -> None:
+@pytest.mark.parametrize(
+    ("kind", "problem"),
+    [
+        ("link", "is a link"),
+        ("hard link", "is -rw-------, owner {owner}, 2 links"),
+        ("mode", "is -rw-r--r--, owner {owner}, 1 links"),
+        ("fifo", "cannot be opened (No such device or address)"),
+        ("folder", "cannot be opened (Is a directory)"),
+    ],
+)
+def test_a_rank_writes_into_no_other_file(tmp_path: Path, kind: str, problem: str) -> None:
     """The environment of a rank may name any file of the user."""
     make_record(tmp_path)
     record, precious = tmp_path / "record.jsonl", tmp_path / "precious"
     record.rename(precious)
     precious.write_text("mine")
-    links = 1
     if kind == "link":
         record.symlink_to("precious")
     elif kind == "hard link":
         record.hardlink_to(precious)
-        links = 2
     elif kind == "mode":
         precious.rename(record)
         record.chmod(0o644)
@@ -128,15 +132,15 @@ def test_a_rank_writes_into_no_other_file(tmp_path: Path, kind: str) -> None:
         os.mkfifo(record, 0o600)
     else:
         record.mkdir()
-    what = {
-        "link": "is a link",
-        "fifo": "cannot be opened (No such device or address)",
-        "folder": "cannot be opened (Is a directory)",
-    }
-    mode = "-rw-r--r--" if kind == "mode" else "-rw-------"
-    problem = what.get(kind, f"is {mode}, owner {os.geteuid()}, {links} links")
-    environment = {"_MPITRAIN_VERIFY_RECORD": str(tmp_path), "_MPITRAIN_VERIFY_STEPS": "1"}
-    job = run_command([sys.executable, "-c", SCRIPT], env=environment)
-    assert (job.code, job.stdout) == (1, ""), job.output
-    assert f"the record {record} {problem}. It must be the file that mpitrain verify has made" in job.stderr
+    said = (
+        f"the record {record} {problem.format(owner=os.geteuid())}. It must be the file that mpitrain verify has made"
+    )
+    with pytest.raises(OSError, match="the record") as caught:
+        opened(tmp_path)
+    assert said in str(caught.value)
+    if kind == "link":
+        source = "import mpitrain as mt; world = mt.init(); world.mean(1.0); print('it went on')"
+        environment = {"_MPITRAIN_VERIFY_RECORD": str(tmp_path), "_MPITRAIN_VERIFY_STEPS": "1"}
+        job = run_command([sys.executable, "-c", source], env=environment)
+        assert (job.code, job.stdout) == (1, "") and said in job.stderr, job.output
     assert precious.read_text() == "mine"

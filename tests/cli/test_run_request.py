@@ -1,0 +1,159 @@
+"""What `mpitrain run` makes of its words: scripts, modules, `python` before them, options; and what it refuses."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import sys
+from pathlib import Path
+
+import pytest
+
+from jobs import run_command
+from mpitrain.cli import main
+from mpitrain.cli.run import is_unaware
+
+SAYS = "import sys; print(__name__, __package__ or '-', sys.argv[1:])"
+BIN = Path(sys.executable).parent
+RUN = [sys.executable, "-m", "mpitrain", "run", "-n", "2"]
+
+
+@pytest.fixture
+def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    for name in ("pack/inner", "spaces/inner"):
+        (tmp_path / name).mkdir(parents=True)
+    for name in ("train.py", "pack/__init__.py", "pack/inner/__init__.py"):
+        (tmp_path / name).touch()
+    for name in ("train.py", "pack/inner/fit.py", "pack/__main__.py", "spaces/inner/fit.py", "spaces/__main__.py"):
+        (tmp_path / name).write_text(SAYS)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PATH", f"{BIN}:{os.environ['PATH']}")
+    return tmp_path
+
+
+def refused(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """It is wrong use, and the text says of what."""
+    try:
+        code: object = main(["run", *words])
+    except SystemExit as end:
+        code = end.code
+    assert (code, said in (err := capsys.readouterr().err)) == (2, True), err
+
+
+@pytest.mark.parametrize(
+    ("words", "program"),
+    [
+        (["-m", "pack.inner.fit"], ["-m", "pack.inner.fit"]),
+        (["-m", "pack"], ["-m", "pack"]),
+        (["-m", "train"], ["-m", "train"]),
+        (["python", "train.py"], ["train.py"]),
+        (["python3", "-m", "pack"], ["-m", "pack"]),
+        ([sys.executable, "train.py"], ["train.py"]),
+        (["-m", "spaces.inner.fit"], ["-m", "spaces.inner.fit"]),  # folders without __init__.py
+        (["-m", "spaces"], ["-m", "spaces"]),
+    ],
+)
+def test_what_is_run(project: Path, words: list[str], program: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["run", "-n", "2", "--show", *words, "--epochs", "5", "-n", "3"]) == 0
+    line = shlex.split(capsys.readouterr().out)
+    assert line[line.index(sys.executable) + 1 :] == [*program, "--epochs", "5", "-n", "3"]
+
+
+@pytest.mark.parametrize("options", [["--ppn", "2", "--hosts", "localhost"], ["--hosts", "localhost/cpux2"]])
+def test_an_n_behind_the_script_is_the_scripts(
+    project: Path, options: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Where the number of ranks is given in another way."""
+    assert main(["run", *options, "--show", "train.py", "-n", "3"]) == 0
+    assert capsys.readouterr().out.endswith("train.py -n 3\n")
+
+
+def test_a_module_runs_with_what_is_behind_two_dashes(project: Path) -> None:
+    env = {"PATH": f"{BIN}:{os.environ['PATH']}"}
+    job = run_command([*RUN, "python3", "-m", "pack.inner.fit", "a", "--", "--show", "b"], cwd=project, env=env)
+    assert job.code == 0, job.output
+    said = {line.partition("] ")[2] for line in job.stdout.splitlines()}
+    assert said == {"__main__ pack.inner ['a', '--', '--show', 'b']"}, job.output
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["-m", "pack.missing"], "there is no module 'pack.missing' to run, neither in "),
+        (["-m", "pack.inner"], "there is no module 'pack.inner' to run, neither in "),
+        (["-m", "nothing.at.all"], "there is no module 'nothing.at.all' to run, neither in "),
+        (["nowhere.py"], "there is no script 'nowhere.py'"),
+        (["--ppn", "0", "train.py"], "'0' is not a whole number above 0"),
+        (["--start-seconds", "soon", "train.py"], "'soon' is not a number of seconds, 0 or from 0.001 to 1e+06"),
+        (["--hosts", "a/gpu", "train.py"], "'a/gpu' in --hosts a/gpu is not a known form"),
+        (["--hosts", "localhost/cpux3", "train.py"], "-n is 2, but the devices in --hosts are for 3 ranks"),
+        (["-i", "nowhere", "train.py"], "nowhere: there is no such file"),
+        (["--shwo", "train.py"], "unknown argument --shwo; did you mean --show?"),
+        (["--env-file", "none", "train.py"], "none cannot be read: No such file"),
+        (["--resume", "1a2b"], "'1a2b' is not the id of a job; an id has 8 characters"),
+    ],
+)
+def test_wrong_use(project: Path, words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    refused(["-n", "2", *words], said, capsys)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["-n", "0", "train.py"], "'0' is not a whole number above 0"),
+        (["-n", "two", "train.py"], "'two' is not a whole number above 0"),
+        (["train.py"], "how many ranks? Say -n N for the whole job, --ppn N for each host, or name devices"),
+        (["train.py", "-n", "2"], "-n stands behind train.py and belongs to the script; options of mpitrain come bef"),
+        (["-m", "json.tool", "--ppn=2"], "--ppn stands behind json.tool and belongs to the script"),
+    ],
+)
+def test_no_number_of_ranks(project: Path, words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    refused(words, said, capsys)
+
+
+def test_a_file_of_variables_that_does_not_fit(
+    project: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The file may be that of the variable."""
+    (project / "mpi.env").write_text("FI_TCP_IFACE=eth77\n")
+    job = run_command([*RUN, "--env-file", "mpi.env", "train.py"], cwd=project)
+    assert job.code == 1 and job.stdout == "", job.output
+    assert "FI_TCP_IFACE names eth77, which does not exist here" in job.stderr
+    monkeypatch.setenv("MPITRAIN_ENV_FILE", "missing.env")
+    refused(["-n", "2", "--show", "train.py"], "missing.env cannot be read", capsys)
+
+
+def test_another_python_is_refused(
+    project: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The ranks would run another Python than the user has named."""
+    (project / "bin").mkdir()
+    (project / "bin/python").symlink_to(sys.executable)
+    monkeypatch.setenv("PATH", f"{project / 'bin'}:{os.environ['PATH']}")
+    said = f"the ranks run {sys.executable}, but 'python' is {project / 'bin/python'}; leave out"
+    refused(["-n", "2", "python", "train.py"], said, capsys)
+
+
+@pytest.mark.parametrize(
+    ("script", "beside", "unaware"),
+    [
+        ("import torch\ntorch.save({}, 'best.pt')", "", True),
+        ("import json, own", "import numpy", True),
+        ("import mpitrain as mt", "", False),
+        ("from mpi4py import MPI", "", False),
+        ("import own", "import mpitrain.torch", False),
+        ("from own import fit", "def fit():\n    from mpitrain import init", False),
+        ("import net", "", False),  # packages
+        ("import plain", "", True),
+        ("import os\nrank = os.environ['PMI_RANK']", "", False),
+        ("this is not Python(", "", False),
+    ],
+)
+def test_scripts_that_do_not_know_of_other_ranks(tmp_path: Path, script: str, beside: str, unaware: bool) -> None:
+    (tmp_path / "train.py").write_text(script)
+    (tmp_path / "own.py").write_text(beside)
+    for package, text in (("net", "import mpitrain"), ("plain", "import json")):
+        (tmp_path / package).mkdir()
+        (tmp_path / package / "__init__.py").touch()
+        (tmp_path / package / "fit.py").write_text(text)
+    assert is_unaware(tmp_path / "train.py") == unaware
