@@ -83,7 +83,6 @@ class Served:
         strategy: mt.ParameterServer,
         build: Any = parts,
         hang_seconds: float = 0,
-        carried: Any = None,
         hooks: Sequence[mt.Hook] = (),
         num_servers: int = 1,
     ) -> None:
@@ -95,8 +94,7 @@ class Served:
         world = world.replaced(config=replace(world.config, hang_seconds=hang_seconds))
         with playing("server", self.address, num_servers=num_servers):
             self.trainer = mt.Trainer(build(strategy), [mt.StopAtStep(steps), *hooks], world)
-        if carried:
-            strategy.restore_own({"carried": carried})
+
         self.strategy = strategy
         self.facts = strategy._participant.facts(self.trainer.data)  # type: ignore[arg-type]
         self._others = WorkerThreads()
@@ -157,6 +155,21 @@ def say(link: WorkerLink, kind: str, arrays: Sequence[numpy.ndarray] = (), **fie
 def of(worker: Hand, job: Message) -> dict[str, Any]:
     """What shows a further server that a worker has a job."""
     return {"life": worker.life, "ticket": worker.ticket, **{name: job.fields[name] for name in ("number", "token")}}
+
+
+def push_both(worker: Hand, line: WorkerLink, job: Message, value: float = 1.0) -> None:
+    """Push to two servers, first to the further one."""
+    say(line, "push", [mean(job, value)[:12]], **of(worker, job))
+    worker.push(job, mean(job, value)[:12])
+
+
+def train_once(served: Served) -> None:
+    """A run of one step with two servers is made by one worker: nothing that came before has counted."""
+    with hands(served, 1) as (worker,), lines_of(worker, served) as (line,):
+        push_both(worker, line, worker.pull())
+        worker.end()
+    served.end()
+    assert set(served.counts) == {1.0}
 
 
 def hear(link: WorkerLink, kind: str) -> Message:

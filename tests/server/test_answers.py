@@ -1,26 +1,31 @@
-"""What a server does with the answers of a worker that speaks its protocol by hand: late, old, wrong and stale ones."""
+"""A server and workers that speak its protocol by hand: late, old, wrong and stale answers; its end; its record."""
 
 from __future__ import annotations
 
 import math
 import re
+import socket
 import threading
+import time
+from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
 import numpy
 import pytest
-from counting import NUM_SAMPLES
+from counting import JOB, NUM_SAMPLES, parts, playing, train_served
 from hands import Hand, Served, hands, mean
 
 import mpitrain as mt
-from jobs import until
+from free_ports import free_address
+from jobs import HANG_SECONDS, until
 from mpitrain.compression import CODECS
 from mpitrain.config import read_config
 from mpitrain.reducer.bucket import plan_layout
 from mpitrain.reducer.division import divide
 from mpitrain.server.gradients import GradientBuffer, codec_of
 from mpitrain.server.registry import ServerRules
+from mpitrain.server.wire import MOST_HEADER_BYTES
 
 
 def is_overdue(served: Served) -> bool:
@@ -243,3 +248,180 @@ def test_what_a_codec_leaves_out_comes_with_the_next_push(scales: list[float]) -
 def test_codecs_that_a_server_does_not_take(name: str, text: str) -> None:
     with pytest.raises(mt.errors.MpitrainError, match=text):
         codec_of(name)
+
+
+def test_a_run_inside_an_except_block_ends_well() -> None:
+    """The error that the caller handles is none of the run: the workers hear that it is over."""
+    build = [parts(mt.ParameterServer("sync")) for _ in range(2)]
+    try:
+        raise ValueError("handled")
+    except ValueError:
+        trainer, workers = train_served(build[0], build[1:], [mt.StopAtStep(2)])
+    assert trainer.step_number == 2
+    assert workers.errors == {}
+
+
+def test_a_worker_that_still_computes_hears_of_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The server is there until then, however long that takes. The answer itself is not needed any more."""
+    monkeypatch.setattr("mpitrain.server.coordinator._SHUTDOWN_SECONDS", 0.1)
+    served = Served(1, mt.ParameterServer("async"), hang_seconds=HANG_SECONDS)
+    with hands(served, 2) as (slow, fast):
+        late = slow.pull()
+        job = fast.pull()
+        fast.push(job, mean(job))
+        fast.end()
+        time.sleep(2.0)  # far more than the farewell of those that wait
+        slow.push(late, mean(late))
+        slow.end()
+    served.end()
+    assert set(served.counts) == {1.0}
+
+
+def test_peers_that_say_more_than_can_be_said_of_them(capsys: pytest.CaptureFixture[str]) -> None:
+    """As much as a header may hold, which is longer when it is shown. The server goes on with others."""
+    served = Served(1, mt.ParameterServer("async"))
+    long = "\\" * (MOST_HEADER_BYTES // 2 - 1000)
+    with hands(served, 4) as (worker, odd, named, failed), ExitStack() as stack:
+        stranger, far = Hand(served.address, [long]), Hand(served.address, served.facts, long)
+        for hand in (stranger, far):
+            stack.callback(hand.close)
+        assert len(stranger.greet().fields["text"]) < 10_000
+        far.join()
+        odd.say(long)
+        assert len(odd.hear("refused").fields["text"]) < 10_000
+        named.say("hello", name=long, facts=served.facts)
+        job = failed.pull()
+        failed.say("failed", number=job.fields["number"], text=long)
+        job = worker.pull()
+        worker.push(job, mean(job))
+        worker.end()
+    served.end()
+    assert len(capsys.readouterr().out) < 20_000
+
+
+def test_a_hook_that_cannot_close_leaves_no_server() -> None:
+    class Broken(mt.Hook):
+        ends_run = True
+
+        def before_run(self, trainer: mt.Trainer) -> None:
+            trainer.last_step = 0
+
+        def close(self) -> None:
+            raise OSError("no space left")
+
+    address = free_address()
+    with playing("server", address):
+        trainer = mt.Trainer(parts(mt.ParameterServer()), [Broken()])
+    with pytest.raises(OSError, match="no space left"):
+        trainer.run()
+    host, port = address.split(":")
+    socket.create_server((host, int(port))).close()
+
+
+BYTES = 8 * NUM_SAMPLES  # of the parameters, and of the gradients
+
+
+class Kept:
+    """A writer that keeps its rows."""
+
+    def __init__(self) -> None:
+        self.rows: list[dict[str, float]] = []
+
+    def open(self, after_step: int) -> None:
+        pass
+
+    def write(self, row: dict[str, float], events: Any = ()) -> None:
+        self.rows.append(row)
+
+    def close(self) -> None:
+        pass
+
+
+def test_the_record_of_a_run(capfd: pytest.CaptureFixture[str]) -> None:
+    """The second of two workers answers a job after two updates of the first one."""
+    kept, other = Kept(), Kept()
+    hooks = [mt.Record([kept], steps=2), mt.Record([other], meters=[mt.meters.Communication()], steps=4)]
+    served = Served(4, mt.ParameterServer("async", unit_samples=JOB), hooks=hooks)
+    with hands(served, 2) as (first, second):
+        slow = second.pull()
+        for _ in range(2):
+            job = first.pull()
+            first.push(job, mean(job))
+        job = first.hear("unit")
+        second.push(slow, mean(slow))
+        second.hear("unit")
+        first.push(job, mean(job))
+        for worker in (first, second):
+            worker.end()
+    served.end()
+    assert [row["step"] for row in kept.rows] == [2, 4]
+    named = ("workers", "staleness", "largest_staleness", "pulled_bytes", "pushed_bytes")
+    # The jobs of both workers and the second of the first one went out before update 2, then three others.
+    assert [tuple(row[name] for name in named) for row in kept.rows] == [
+        (2, 0, 0, 3 / 2 * BYTES, BYTES),
+        (2, 1.5, 2, 2 / 2 * BYTES, BYTES),
+    ]
+    assert all(0 <= row["waiting_share"] <= 1 for row in kept.rows)
+    assert all("communication_share" not in row for row in [*kept.rows, *other.rows])
+    assert "Communication is not recorded on this rank" in capfd.readouterr().err
+
+
+def test_workers_of_ranks(capfd: pytest.CaptureFixture[str]) -> None:
+    kept = Kept()
+    trainer = mt.Trainer(
+        parts(mt.Sync()), [mt.StopAtStep(2), mt.Record([kept], meters=[mt.meters.Workers(), mt.meters.Loss()])]
+    )
+    trainer.run()
+    trainer.close()
+    assert list(kept.rows[0]) == ["step", "epoch", "samples", "seconds", "loss"]
+    assert "Workers is not recorded on this rank. " in capfd.readouterr().err
+
+
+def test_the_time_of_a_hook_counts() -> None:
+    """An answer comes while a hook works, so the next update is made at once. Its time is also that of the hook."""
+    has_come, seconds = threading.Event(), 1.0
+
+    class Works(mt.Hook):
+        def after_step(self, trainer: mt.Trainer, step: Any) -> None:
+            steps.append(step.seconds)
+            if step.number == 1:
+                assert has_come.wait(60)
+                time.sleep(seconds)
+
+    steps: list[float] = []
+    served = Served(2, mt.ParameterServer("async", unit_samples=JOB), hooks=[Works()])
+    with hands(served, 2) as (first, second):
+        jobs = [worker.pull() for worker in (first, second)]
+        first.push(jobs[0], mean(jobs[0]))
+        until(lambda: steps)
+        second.push(jobs[1], mean(jobs[1]))
+        has_come.set()
+        for worker in (first, second):
+            worker.end()
+    served.end()
+    assert steps[1] >= seconds
+
+
+def test_the_share_of_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A worker computes for 3 s, waits 2 s for a hook, and computes for 1 s, by a clock that this test moves."""
+    clock = [1000.0]
+    monkeypatch.setattr("mpitrain.server.participant.ServerRules", partial(ServerRules, now=lambda: clock[0]))
+
+    class Works(mt.Hook):
+        def after_step(self, trainer: mt.Trainer, step: Any) -> None:
+            clock[0] += 2.0
+
+    kept = Kept()
+    served = Served(2, mt.ParameterServer("async"), hooks=[mt.Record([kept], steps=1), Works()])
+    with hands(served, 1) as (worker,):
+        job = worker.pull()
+        clock[0] += 3.0
+        worker.push(job, mean(job))
+        job = worker.hear("unit")
+        clock[0] += 1.0
+        worker.push(job, mean(job))
+        worker.end()
+    served.end()
+    assert [row["waiting_share"] for row in kept.rows] == [0.0, 2 / 3]
+    (stats,) = served.strategy.stats.workers
+    assert (stats.seconds, stats.waited_seconds) == (4.0, 2.0)

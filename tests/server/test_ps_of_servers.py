@@ -8,10 +8,8 @@ import re
 import signal
 import socket
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
-import pytest
 from commands import TRAIN, Commands, processes
 from listing import line_of, line_with, ps, table_with, tokens_of
 
@@ -22,39 +20,6 @@ from mpitrain.watching.served_record import NAME
 HOST = socket.gethostname()
 NAMED = re.escape(HOST)
 ENDLESS = [*TRAIN, "--epochs", "100000"]
-
-# With an argument, a hook that never ends comes after the first update that is made 3 s after the begin.
-ENDLESS_SCRIPT = """
-import sys, time
-import numpy
-import mpitrain as mt
-
-class Halt(mt.Hook):
-    def before_run(self, trainer):
-        self.begun = time.monotonic()
-
-    def after_step(self, trainer, step):
-        if sys.argv[1:] and time.monotonic() - self.begun > 3:
-            print("halts after step", step.number, flush=True)
-            time.sleep(1000)
-
-def loss(parameters, batch, on_gradient):
-    on_gradient("w", parameters["w"])
-    return 0.5
-
-def build(world):
-    data = mt.data.ArrayData(world, (numpy.zeros((4, 1)),), global_batch=4)
-    model = mt.ArrayFunction(loss, {"w": numpy.zeros(1)}, mt.optim.SGD(0.1))
-    return mt.Parts(model, mt.ParameterServer(), data)
-
-mt.Trainer(build, [mt.StopAtStep(10**9), mt.Log(), Halt()]).run()
-"""
-
-
-@pytest.fixture
-def commands(tmp_path: Path) -> Iterator[Commands]:
-    with Commands(tmp_path) as made:
-        yield made
 
 
 def test_a_server_with_known_workers(commands: Commands, tmp_path: Path) -> None:
@@ -69,7 +34,7 @@ def test_a_server_with_known_workers(commands: Commands, tmp_path: Path) -> None
 
     os.kill(processes(server, "worker")[1], signal.SIGKILL)
     line_with(server, RANKS=rf"server on {NAMED}, 2 workers \(1 gone\)")
-    # On a busy machine a worker may be there for long before it has had a job.
+    # On a busy machine a worker may be there for long before it has had a job. test_status.py has the table itself.
     job, rows = table_with(
         line["JOB"],
         lambda rows: all(
@@ -80,23 +45,10 @@ def test_a_server_with_known_workers(commands: Commands, tmp_path: Path) -> None
     )
     # The list has the first metrics only.
     assert line["METRICS"].endswith(", ...")
-    metrics = re.search(r"^\nmetrics: (.*)\n$", job.stdout, re.M)
-    assert metrics and re.fullmatch(r"loss .*, samples/s .*, workers 2, .*, test accuracy [\d.]+", metrics[1]), (
-        job.stdout
-    )
-    (first, second, gone, everyone) = rows[1:5]
-    assert rows[0][:5] == ["WORKER", "HOST", "STATE", "UNITS", "SAMPLES"]
-    for row in (first, second):
-        assert re.fullmatch(r"worker [123]", row[0])
-        assert row[1] == HOST
-    assert gone[2] == "gone"
-    assert everyone[:2] == ["all", "2 here, 1 gone"]
-    counts = [int(row[3].replace(",", "")) for row in (first, second, gone)]
-    assert sum(counts) == int(everyone[2].replace(",", ""))
-    assert re.search(
-        r"\nqueue: \d work units out, .* samples up to the end of epoch [\d,]+ have not gone out\n", job.stdout
-    )
-    assert re.search(r"\nstaleness: mean [\d.]+, largest \d+, of [\d,]+ gradients\n", job.stdout)
+    assert re.search(r"^\nmetrics: loss .*, samples/s .*, workers 2, .*, test accuracy [\d.]+\n$", job.stdout, re.M)
+    assert [row[:2] for row in rows[3:5]] == [[rows[3][0], HOST], ["all", "2 here, 1 gone"]]
+    assert rows[3][2] == "gone"
+    assert sum(int(row[3].replace(",", "")) for row in rows[1:4]) == int(rows[4][2].replace(",", ""))
 
     (own,) = processes(server, "server")
     os.kill(own, signal.SIGKILL)
@@ -106,14 +58,8 @@ def test_a_server_with_known_workers(commands: Commands, tmp_path: Path) -> None
     assert (none.code, none.stdout) == (1, ""), none.output
     assert f"there is no job {line['JOB']} of yours on {HOST}" in none.stderr
 
-    with (tmp_path / "run/metrics.jsonl").open() as file:
-        records = [json.loads(text) for text in file]
-    assert {"workers", "waiting_share", "staleness", "largest_staleness", "pulled_bytes", "pushed_bytes"} <= set(
-        records[1]
-    )
-    assert not {"communication_share", "wire_seconds"} & set(records[1])
-    assert {row["workers"] for row in records} == {1, 2, 3} or {row["workers"] for row in records} == {2, 3}
-    assert all(0 <= row["waiting_share"] <= 1 for row in records)
+    records = [json.loads(text) for text in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    assert {2, 3} <= {row["workers"] for row in records} <= {1, 2, 3}  # test_record_of_servers.py has the rest
 
 
 def test_a_server_alone_and_a_worker_that_joins(commands: Commands) -> None:
@@ -144,6 +90,9 @@ def test_a_server_alone_and_a_worker_that_joins(commands: Commands) -> None:
     # If the looks have taken long, the worker has lost its connection meanwhile, and comes again as another one.
     line_with(server, RANKS=r".*, 1 worker( \(\d+ gone\))?")
 
+    job = run_command([sys.executable, "-m", "mpitrain", "join", token, "--hosts", "localhost"])
+    assert job.code == 1, job.output
+    assert "it is of `mpitrain serve`, whose workers come and go: `mpitrain work` adds one" in job.stderr
     job = run_command([sys.executable, "-m", "mpitrain", "kill", "--hosts", "localhost", token])
     assert (job.code, job.stdout) == (0, f"job {token} has ended on {HOST}\n"), job.output
     assert server.end() == -signal.SIGTERM
@@ -154,28 +103,9 @@ def test_a_server_alone_and_a_worker_that_joins(commands: Commands) -> None:
     assert "Traceback" not in worker.output
 
 
-def test_a_server_in_a_hook(commands: Commands, tmp_path: Path) -> None:
-    script = tmp_path / "script.py"
-    script.write_text(ENDLESS_SCRIPT)
-    server = commands.serve("--hosts", "localhost/cpu", program=[str(script), "halts"])
-    halted = re.search(r"halts after step (\d+)\n", server.until("halts after step .*\n"))
-    assert halted
-    state = r"server in a hook or an update, since \d+ s"
-    line = line_with(server, STATE=state, STEP=halted[1], RANKS=f"server on {NAMED}, 1 worker")
-    wish = ["mpitrain", "join", line["JOB"], "--hosts", "localhost"]
-    job = run_command([sys.executable, "-m", *wish])
-    assert job.code == 1, job.output
-    assert "it is of `mpitrain serve`, whose workers come and go: `mpitrain work` adds one" in job.stderr
-    job = run_command([sys.executable, "-m", "mpitrain", "kill", "--hosts", "localhost", line["JOB"]])
-    assert job.code == 0, job.output
-    assert server.end() == 128 + signal.SIGTERM
-
-
-def test_ranks(commands: Commands, tmp_path: Path) -> None:
+def test_ranks(commands: Commands) -> None:
     """`mpitrain run --servers`: the record of rank 0 has the workers, which are ranks."""
-    script = tmp_path / "script.py"
-    script.write_text(ENDLESS_SCRIPT)
-    run = commands.start(["mpitrain", "run", "--hosts", "localhost", "-n", "3", "--servers", "1", str(script)])
+    run = commands.start(["mpitrain", "run", "--hosts", "localhost", "-n", "3", "--servers", "1", *ENDLESS])
     line = line_with(run, STATE="trains", STEP=r"[1-9]\d*", RANKS=f"0-2 on {NAMED}, 2 workers")
     workers = [["rank 1", HOST], ["rank 2", HOST]]
     table_with(line["JOB"], lambda rows: sorted(row[:2] for row in rows[1:3]) == workers)

@@ -68,18 +68,8 @@ def test_a_hundred_workers() -> None:
         for worker in [*workers[:91], *workers[92:]]:
             worker.end()
     served.end()
-    assert lines[0].split() == [
-        "WORKER",
-        "HOST",
-        "STATE",
-        "UNITS",
-        "SAMPLES",
-        "SAMPLES/S",
-        "PULLED",
-        "PUSHED",
-        "REFUSED",
-        "LATE",
-    ]
+    titles = ["WORKER", "HOST", "STATE", "UNITS", "SAMPLES", "SAMPLES/S", "PULLED", "PUSHED", "REFUSED", "LATE"]
+    assert lines[0].split() == titles
     rows = [re.split(r"  +", line) for line in lines[1:101]]
     assert [row[0] for row in rows] == [f"worker {1 + number}" for number in (*range(91), *range(92, 100), 91)]
     assert {row[1] for row in rows} == {"hand"}
@@ -161,6 +151,20 @@ def test_the_run_is_not_over_while_servers_are_still_to_come(monkeypatch: pytest
 
 def state_of(facts: dict[str, Any]) -> str:
     return RunningJob("1", is_launched=True, is_served=True, served=facts).state([])
+
+
+@pytest.mark.parametrize(
+    ("joined", "here", "seconds", "state"),
+    [
+        (2, 2, 0.0, "waits for 1 of 3 workers"),
+        (3, 2, 0.0, "trains"),
+        (3, 0, 0.0, "waits for workers"),
+        (3, 2, 60.0, "server in a hook or an update, since 60 s"),
+    ],
+)
+def test_states(joined: int, here: int, seconds: float, state: str) -> None:
+    facts = {"joined": joined, "here": here, "expected": 3, "seconds": seconds, "stage": "runs"}
+    assert state_of(facts) == state
 
 
 def test_most_workers_are_gone(monkeypatch: pytest.MonkeyPatch) -> None:
