@@ -16,9 +16,6 @@ from jobs import until
 from mpitrain.dashboard.record_reader import run_id
 from serving import Dashboard, dashboard
 
-pytest.importorskip("starlette", reason="needs Starlette and uvicorn: pip install 'mpitrain[dashboard]'")
-pytest.importorskip("uvicorn", reason="needs Starlette and uvicorn: pip install 'mpitrain[dashboard]'")
-
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:

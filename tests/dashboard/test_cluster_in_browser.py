@@ -15,9 +15,6 @@ from mpitrain.last_word import keep_word
 from mpitrain.state.store import name_of, save
 from serving import Dashboard, dashboard
 
-pytest.importorskip("starlette", reason="needs Starlette and uvicorn: pip install 'mpitrain[dashboard]'")
-pytest.importorskip("uvicorn", reason="needs Starlette and uvicorn: pip install 'mpitrain[dashboard]'")
-
 CELL = 36  # pixels of a cell where there is room enough (pages/matrix.js)
 
 

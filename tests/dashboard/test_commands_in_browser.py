@@ -8,15 +8,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import pytest
 from visiting import MARKUP, Visit, contrast
 
 from faults.telling import CHECKPOINT, Teller, events_of, script, train
 from jobs import until
 from serving import Dashboard, dashboard
-
-pytest.importorskip("starlette", reason="needs Starlette and uvicorn: pip install 'mpitrain[dashboard]'")
-pytest.importorskip("uvicorn", reason="needs Starlette and uvicorn: pip install 'mpitrain[dashboard]'")
 
 
 def visited(tmp_path: Path, browser: Any, during: Callable[[Any, Dashboard], None]) -> Any:

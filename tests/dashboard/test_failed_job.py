@@ -17,9 +17,6 @@ from mpitrain.training.run_document import read_document
 from mpitrain.training.writers.json_lines import read_events
 from serving import dashboard
 
-pytest.importorskip("starlette", reason="needs Starlette and uvicorn: pip install 'mpitrain[dashboard]'")
-pytest.importorskip("uvicorn", reason="needs Starlette and uvicorn: pip install 'mpitrain[dashboard]'")
-
 SCRIPT = r"""
 import os, pathlib, signal, sys, time
 import numpy

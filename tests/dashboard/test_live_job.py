@@ -13,15 +13,10 @@ from itertools import permutations
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from jobs import Job, run_command, until
 from mpitrain.dashboard.record_reader import run_id
 from mpitrain.training.run_document import read_document
 from serving import Dashboard, dashboard
-
-pytest.importorskip("starlette", reason="needs Starlette and uvicorn: pip install 'mpitrain[dashboard]'")
-pytest.importorskip("uvicorn", reason="needs Starlette and uvicorn: pip install 'mpitrain[dashboard]'")
 
 RANKS = 3
 SCRIPT = r"""

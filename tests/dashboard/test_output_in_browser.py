@@ -5,16 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import pytest
 from visiting import MARKUP, Visit, contrast
 
 from faults.telling import Teller, script, train
 from jobs import until
 from mpitrain.dashboard.record_reader import run_id
 from serving import dashboard
-
-pytest.importorskip("starlette", reason="needs Starlette and uvicorn: pip install 'mpitrain[dashboard]'")
-pytest.importorskip("uvicorn", reason="needs Starlette and uvicorn: pip install 'mpitrain[dashboard]'")
 
 # In its first step, each rank prints markup, and a colour. Rank 1 also prints a long line.
 PRINTS = f"""if len(steps) == 1:

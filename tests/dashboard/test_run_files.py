@@ -211,7 +211,6 @@ def test_what_verify_said_is_damaged(tmp_path: Path, change: dict[str, Any] | No
 
 
 def test_they_come_over_http(tmp_path: Path) -> None:
-    pytest.importorskip("uvicorn", reason="needs Starlette and uvicorn: pip install 'mpitrain[dashboard]'")
     save(tmp_path / "kept", 3, {})
     make_record(tmp_path / "runs/a", checkpoints=[str(tmp_path / "kept"), str(tmp_path / "gone")])
     (tmp_path / "runs/b").mkdir()

@@ -41,7 +41,7 @@ CHANGES = {
 
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("change", CHANGES)
-@pytest.mark.parametrize("p", [2, 3, 4, 5, 7])
+@pytest.mark.parametrize("p", [3, 7, *(pytest.param(p, marks=pytest.mark.nightly) for p in (2, 4, 5))])
 def test_the_times_of_the_events(place: str, change: str, p: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of every step, and how long each link was busy."""
     events = simulate_steps(PLACES[place], p, CHANGES[change], 3, seed=1)  # so few messages are events
