@@ -10,7 +10,6 @@ import shutil
 import signal
 import socket
 import subprocess
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -19,8 +18,8 @@ from records_made import lines, make_record, rows_made
 
 from free_ports import free_port
 from jobs import HANG_SECONDS
-from mpitrain.dashboard.record_reader import run_id
 from mpitrain.cli import main
+from mpitrain.dashboard.record_reader import run_id
 from serving import Dashboard, dashboard, refused, require
 
 
@@ -260,7 +259,7 @@ def test_the_stream_of_the_list_tells_only_what_is_new(tmp_path: Path) -> None:
         line.request("GET", "/api/stream", headers={"Authorization": f"Bearer {served.viewer}"})
         answer = line.getresponse()
 
-     / "runs" / name) for name in "abc"]
+        ids = [run_id(tmp_path / "runs" / name) for name in "abc"]
 
         def next_one() -> tuple[bool, list[str], list[str]]:
             while True:
@@ -302,8 +301,6 @@ def test_two_dashboards_and_a_port_in_use(served: Dashboard, folder: Path, tmp_p
         assert {run["rows"] for run in third.records(runs)} == {3000, 10, 1}
 
 
-
-
 def test_over_tls(tmp_path: Path) -> None:
     if shutil.which("openssl") is None:
         pytest.skip("needs openssl, to make a certificate")
@@ -321,8 +318,6 @@ def test_over_tls(tmp_path: Path) -> None:
         with socket.create_connection(("127.0.0.1", served.port), timeout=HANG_SECONDS) as plain:
             plain.sendall(b"GET /api/runs HTTP/1.1\r\nHost: localhost\r\n\r\n")
             assert b"HTTP" not in plain.recv(100)
-
-
 
 
 @pytest.mark.parametrize(
