@@ -91,8 +91,7 @@ def test_a_record_that_does_not_answer(tmp_path: Path) -> None:
             file.write(lines(rows_made(3, 7)))
         make_record(good / "second", rows_made(1, 4))
         served.wait_for(
-            "/api/runs",
-            lambda answer: (steps(served, answer, "first"), steps(served, answer, "second")) == ([7], [4]),
+            "/api/runs", lambda answer: (steps(served, answer, "first"), steps(served, answer, "second")) == ([7], [4])
         )
         assert str(hung / "a") in served.get("/api/runs")["problem"]
         (hung / "a/metrics.jsonl").open("w").close()  # it answers

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from copy import deepcopy
 from dataclasses import replace
@@ -206,3 +206,41 @@ def next_message(link: ServerLink) -> Message:
         for event in events:
             if isinstance(event, Message):
                 return event
+
+
+def in_thread(call: Callable[..., object], *arguments: Any) -> tuple[threading.Thread, list[BaseException]]:
+    """Call this in a thread, and keep what it raises."""
+    errors: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            call(*arguments)
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    return thread, errors
+
+
+class MovedClock:
+    """A clock that a test moves on by 200 s with each frame of a message that has been heard of."""
+
+    def __init__(self) -> None:
+        self.passed, self.looks = 0.0, 0
+
+    def __call__(self) -> float:
+        self.looks += 1
+        return time.monotonic() + self.passed
+
+    def send(self, link: ServerLink, peer: Any, message: Iterable[Any], hears: WorkerLink, errors: list[Any]) -> None:
+        """Send a message of four frames, and wait after each until who hears it has looked at the clock."""
+        *parts, last = message
+        assert len(parts) == 3
+        for number, frame in enumerate(parts, 1):
+            link._socket.send_multipart([peer, frame])
+            until(lambda number=number: errors or hears.frames == number)
+            self.passed += 200.0
+            before = self.looks
+            until(lambda before=before: errors or self.looks > before + 1)
+        link._socket.send_multipart([peer, last])

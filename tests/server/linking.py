@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -11,7 +12,7 @@ from contextlib import contextmanager
 from jobs import HANG_SECONDS, clean_environment
 from mpitrain.server.security import ServerKeys, WorkerKey, make_keys
 from mpitrain.server.server_link import Event, ServerLink
-from mpitrain.server.wire import Message
+from mpitrain.server.wire import Message, Peer
 from mpitrain.server.worker_link import WorkerLink
 
 KEYS = make_keys()
@@ -19,6 +20,7 @@ MOST = 2**23
 # Says hello, and then waits for messages.
 WORKER = """
 import sys
+import threading
 from mpitrain.server.security import parse_key
 from mpitrain.server.worker_link import WorkerLink
 link = WorkerLink([sys.argv[1]], parse_key(sys.argv[2], "the key"), 2**23, silence_seconds=float(sys.argv[3]))
@@ -72,3 +74,12 @@ def worker_process(server: ServerLink, silence: float) -> Iterator[subprocess.Po
     finally:
         process.kill()
         process.wait()
+
+
+def greeted(server: ServerLink, worker: WorkerLink) -> Peer:
+    """The worker says hello: the server has to look while it waits to come in. The worker, as the server knows it."""
+    send = threading.Thread(target=worker.send, args=("hello", {}))
+    send.start()
+    peer = one_message(server).peer
+    send.join()
+    return peer

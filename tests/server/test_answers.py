@@ -44,30 +44,6 @@ def test_a_late_answer_counts_while_nobody_else_has_the_job() -> None:
     assert [(one.units, one.dropped) for one in served.strategy.stats.workers] == [(1, 0)]
 
 
-def test_a_late_answer_is_dropped_and_its_worker_goes_on() -> None:
-    """The job of a worker that is silent for `hang_seconds` goes to the next one that is free."""
-    served = Served(3, mt.ParameterServer("async"), hang_seconds=2.0)
-    with hands(served, 2) as (slow, fast):
-        late = slow.pull()
-        until(lambda: is_overdue(served))
-        job = fast.pull()
-        assert job.fields["begin"] == late.fields["begin"] == 0
-        fast.push(job, mean(job))
-        until(lambda: served.trainer.step_number == 1)
-        slow.push(late, mean(late, 1000.0))
-        again = slow.hear("unit")
-        assert again.fields["version"] == 1
-        slow.push(again, mean(again))
-        job = fast.hear("unit")
-        fast.push(job, mean(job))
-        until(lambda: served.trainer.step_number == 3)
-        for worker in (slow, fast):
-            worker.end()
-    served.end()
-    assert set(served.counts) == {3.0}
-    assert [one.dropped for one in served.strategy.stats.workers] == [1, 0]
-
-
 def test_the_time_of_a_hook_is_no_silence_of_workers(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -34,11 +34,7 @@ def check_counts(trainer: mt.Trainer, name: str) -> None:
 )
 @pytest.mark.parametrize("name", MODES)
 def test_each_sample_counts_once(
-    name: str,
-    num_servers: int,
-    num_workers: int,
-    monkeypatch: pytest.MonkeyPatch,
-    capfd: pytest.CaptureFixture[str],
+    name: str, num_servers: int, num_workers: int, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """Also where an epoch, or a step, has fewer jobs than there are workers: 9 are more than each has in any mode.
 

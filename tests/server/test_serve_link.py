@@ -17,7 +17,7 @@ from typing import Any
 import numpy
 import pytest
 import zmq
-from linking import KEYS, MOST, a_server, a_worker, one_message, reply, until, worker_process
+from linking import KEYS, MOST, a_server, a_worker, greeted, one_message, reply, until, worker_process
 
 from free_ports import free_port
 from jobs import HANG_SECONDS
@@ -31,7 +31,9 @@ from mpitrain.server.worker_link import WorkerLink, parse_address
 
 
 @pytest.mark.parametrize("plain", ["", "lo"])
-def test_both_ways(plain: str) -> None:
+def test_both_ways(plain: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A clock on the wall that jumps does not matter: nobody looks at it."""
+    monkeypatch.setattr(time, "time", lambda: pytest.fail("the clock was read"))
     with closing(a_server(plain=plain)) as server, closing(a_worker(server, plain=bool(plain))) as worker:
         values = numpy.random.default_rng(0).random(3 * CHUNK_BYTES // 8 + 1)
         send = threading.Thread(target=worker.send, args=("done", {"unit": 7}, [values, values[:0]]))
@@ -141,58 +143,6 @@ def test_what_was_sent_before_the_end_is_delivered() -> None:
         assert server.receive(0.2) == []
 
 
-def test_a_hundred_light_workers() -> None:
-    """Each is answered, and each end is seen. All of them in one thread, so that this stays cheap."""
-    with closing(a_server()) as server, ExitStack() as stack:
-        begun = threading.Event()
-        served: dict[int, bytes] = {}
-        errors: list[BaseException] = []
-
-        def work() -> None:
-            try:
-                links = [stack.enter_context(closing(a_worker(server))) for _ in range(100)]
-                for number, link in enumerate(links):
-                    link.send("hello", {"number": number}, [numpy.full(1000, number)])
-                for number, link in enumerate(links):
-                    while (message := link.receive(1.0)) is None:
-                        pass
-                    assert message.fields == {"number": number}
-                    assert (message.arrays[0] == number).all()
-            except BaseException as error:
-                errors.append(error)
-            finally:
-                begun.set()
-
-        thread = threading.Thread(target=work)
-        thread.start()
-        deadline = time.monotonic() + HANG_SECONDS
-        while not begun.is_set():
-            assert time.monotonic() < deadline
-            for event in server.receive(0.1):
-                assert isinstance(event, Message)
-                served[event.fields["number"]] = event.peer
-                server.send(event.peer, "unit", event.fields, event.arrays)
-        thread.join()
-        assert errors == []
-        assert sorted(served) == list(range(100))
-        assert len(set(served.values())) == 100
-        stack.close()
-        gone = until(server, lambda events: len(events) == 100)
-        assert {event.peer for event in gone if isinstance(event, Disconnected)} == set(served.values())
-
-
-def test_no_clock_on_the_wall_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A clock that jumps does not matter: only time.monotonic and ZeroMQ's monotonic clock are read."""
-    monkeypatch.setattr(time, "time", lambda: pytest.fail("the clock was read"))
-    with closing(a_server(silence=2.0)) as server, closing(a_worker(server)) as worker:
-        send = threading.Thread(target=worker.send, args=("hello", {}))
-        send.start()
-        peer = one_message(server).peer
-        send.join()
-        server.send(peer, "unit", {})
-        assert reply(server, worker).kind == "unit"
-
-
 def test_a_port_in_use() -> None:
     with closing(a_server()) as server:
         port = server.address.split(":")[1]
@@ -215,10 +165,7 @@ def test_an_address_that_is_none(address: str) -> None:
 def test_a_message_of_the_server_that_cannot_be_read() -> None:
     """Both sides must have the same sizes; a worker says what it does not take."""
     with closing(a_server()) as server, closing(WorkerLink([server.address], KEYS.worker, 100)) as worker:
-        send = threading.Thread(target=worker.send, args=("hello", {}))
-        send.start()
-        peer = one_message(server).peer
-        send.join()
+        peer = greeted(server, worker)
         server.send(peer, "unit", {}, [numpy.zeros(1000)])
         with pytest.raises(WireError, match=r"allowed are|each length is"):
             reply(server, worker)
@@ -266,10 +213,7 @@ def test_a_server_that_computes_for_long_loses_no_worker() -> None:
         silence = 5.0
         server = stack.enter_context(closing(a_server(silence=silence)))
         worker = stack.enter_context(closing(WorkerLink([server.address], KEYS.worker, MOST, silence_seconds=silence)))
-        send = threading.Thread(target=worker.send, args=("hello", {}))
-        send.start()
-        peer = one_message(server).peer
-        send.join()
+        peer = greeted(server, worker)
         worker.send("done", {}, [numpy.zeros(MOST, numpy.uint8)])
         time.sleep(1.5 * silence)
         message = one_message(server)
@@ -280,10 +224,7 @@ def test_a_server_that_is_started_again() -> None:
     server = a_server()
     with ExitStack() as stack:
         worker = stack.enter_context(closing(a_worker(server)))
-        send = threading.Thread(target=worker.send, args=("hello", {}))
-        send.start()
-        before = one_message(server).peer
-        send.join()
+        before = greeted(server, worker)
         server.close()
         worker.send("next", {})  # dropped: it would come too late
         again = stack.enter_context(closing(a_server(address=server.address)))
@@ -330,10 +271,7 @@ def test_why_nothing_comes() -> None:
         assert worker.receive(0.1) is None
         assert worker.trouble() == "the name nowhere.invalid cannot be resolved"
     with closing(a_server()) as server, closing(a_worker(server)) as worker:
-        send = threading.Thread(target=worker.send, args=("hello", {}))
-        send.start()
-        one_message(server)
-        send.join()
+        greeted(server, worker)
         assert worker.trouble() == f"the server at {server.address} is there, and does not answer"
 
 

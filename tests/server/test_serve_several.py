@@ -245,8 +245,7 @@ sys.exit(3)
 
 @pytest.mark.parametrize("stage", ["leaves", "over"])
 @pytest.mark.parametrize(
-    ("has_failed", "text"),
-    [(1, "the job ends with it"), (0, "after the run; server 0 goes on without it")],
+    ("has_failed", "text"), [(1, "the job ends with it"), (0, "after the run; server 0 goes on without it")]
 )
 def test_a_first_server_that_has_noticed_ends_by_itself(
     monkeypatch: pytest.MonkeyPatch,

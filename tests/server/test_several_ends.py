@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import itertools
 import re
 import sys
 import threading
-import time
 from collections.abc import Iterator
-from contextlib import ExitStack, closing
+from contextlib import closing
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -17,7 +15,7 @@ from typing import Any
 import numpy
 import pytest
 from counting import NUM_SAMPLES, parts, train_served
-from hands import Served, hands, lines_of, next_message, push_both, two_lines
+from hands import MovedClock, Served, hands, in_thread, lines_of, next_message, push_both, two_lines
 
 import mpitrain as mt
 from free_ports import free_address
@@ -295,104 +293,59 @@ def test_a_fetch_that_takes_longer_than_a_hang_goes_on(monkeypatch: pytest.Monke
 
 
 def test_a_part_of_a_message_is_no_silence() -> None:
-    """The clock moves by 200 s with each of its frames, and the worker waits 300 s for a sign of the server."""
-    passed, looks = [0.0], itertools.count()
-    looked = [0]  # how often the worker has looked at the clock
-
-    def now() -> float:
-        looked[0] = next(looks)
-        return time.monotonic() + passed[0]
-
-    keys, address, count = make_keys(), free_address(), 3 * CHUNK_BYTES // 8
-    stack = ExitStack()
-    lines, replica, _ = stack.enter_context(two_lines(address, keys.worker, 2 * count, now))
-    errors: list[BaseException] = []
-
-    def pull() -> None:
-        try:
-            lines.pull({"number": 3, "version": 5}, {"life": "a life", "ticket": "a ticket"}, "a worker")
-        except BaseException as error:
-            errors.append(error)
-
-    thread = threading.Thread(target=pull, daemon=True)
-    with closing(ServerLink(address, keys, 10**7)) as link:
-        thread.start()
+    """The worker waits 300 s for a sign of the server."""
+    now, keys, address, count = MovedClock(), make_keys(), free_address(), 3 * CHUNK_BYTES // 8
+    job, known = {"number": 3, "version": 5}, {"life": "a life", "ticket": "a ticket"}
+    with (
+        two_lines(address, keys.worker, 2 * count, now) as (lines, replica, _),
+        closing(ServerLink(address, keys, 10**7)) as link,
+    ):
+        thread, errors = in_thread(lines.pull, job, known, "a worker")
         question = next_message(link)
         answer = {"number": 3, "version": 6, "runs": {"float64": [[0, count]]}}
-        *parts, last = frames(1, "parameters", answer, [numpy.arange(float(count))])
-        assert len(parts) == 3
-        for number, frame in enumerate(parts, 1):
-            link._socket.send_multipart([question.peer, frame])
-            until(lambda number=number: errors or lines._links[0].frames == number)
-            passed[0] += 200.0
-            before = looked[0]
-            until(lambda before=before: errors or looked[0] > before)
-        link._socket.send_multipart([question.peer, last])
+        message = frames(1, "parameters", answer, [numpy.arange(float(count))])
+        now.send(link, question.peer, message, lines._links[0], errors)
         thread.join(HANG_SECONDS)
-    stack.close()
     assert errors == []
     assert replica.versions == [-1, 6]
 
 
+def further_server(own: ServerLink, first: WorkerLink, num_values: int, patience: Patience) -> shard.ShardServer:
+    adapter = mt.ArrayFunction(lambda *_: 0.0, {"count": numpy.zeros(num_values)}, mt.optim.SGD(1.0))
+    store = ParameterShard(adapter, 1, 2)
+    return shard.ShardServer(own, first, store, adapter, {"server": 1}, patience, num_servers=2, name="a")
+
+
 def test_a_part_of_the_first_message_is_no_silence() -> None:
     """The same for a further server, which hears first what ranks had left out: a buffer as large as the gradients."""
-    passed, looks = [0.0], itertools.count()
-    looked = [0]  # how often it has looked at the clock
-
-    def now() -> float:
-        looked[0] = next(looks)
-        return time.monotonic() + passed[0]
-
-    keys, count = make_keys(), 3 * CHUNK_BYTES // 8
-    adapter = mt.ArrayFunction(lambda *_: 0.0, {"count": numpy.zeros(2 * count)}, mt.optim.SGD(1.0))
-    errors: list[BaseException] = []
+    now, keys, count = MovedClock(), make_keys(), 3 * CHUNK_BYTES // 8
     with (
         closing(ServerLink("127.0.0.1:*", keys, 10**7)) as link,
         closing(WorkerLink([link.address], keys.worker, 10**7)) as first,
         closing(ServerLink("127.0.0.1:*", keys, 10**7)) as own,
     ):
-        store, said = ParameterShard(adapter, 1, 2), {"server": 1}
         patience = Patience(stall_seconds=600.0, hang_seconds=300.0, say=print, now=now)
-        server = shard.ShardServer(own, first, store, adapter, said, patience, num_servers=2, name="a")
-
-        def serve() -> None:
-            try:
-                server.serve()
-            except BaseException as error:
-                errors.append(error)
-
-        thread = threading.Thread(target=serve, daemon=True)
-        thread.start()
+        server = further_server(own, first, 2 * count, patience)
+        thread, errors = in_thread(server.serve)
         peer = next_message(link).peer
-        *parts, last = frames(1, "carry", {"secret": "a secret"}, [numpy.arange(float(count))])
-        assert len(parts) == 3
-        for number, frame in enumerate(parts, 1):
-            link._socket.send_multipart([peer, frame])
-            until(lambda number=number: errors or first.frames == number)
-            passed[0] += 200.0
-            before = looked[0]
-            until(lambda before=before: errors or looked[0] > before + 1)
-        link._socket.send_multipart([peer, last])
+        now.send(link, peer, frames(1, "carry", {"secret": "a secret"}, [numpy.arange(float(count))]), first, errors)
         link.send(peer, "settle", {"version": 7, "life": "a life", "gone": []})
         link.send(peer, "over", {"problem": ""})
         thread.join(HANG_SECONDS)
         assert not thread.is_alive()
     assert errors == []
-    assert store.version == 7
+    assert server._store.version == 7
 
 
 def test_a_further_server_says_that_it_waits_for_the_first_one() -> None:
     """And for how long, before it ends."""
     said, keys = list[str](), make_keys()
-    adapter = mt.ArrayFunction(lambda *_: 0.0, {"count": numpy.zeros(8)}, mt.optim.SGD(1.0))
     patience = Patience(stall_seconds=0.5, hang_seconds=2.0, say=said.append)
     with (
         closing(WorkerLink([free_address()], keys.worker, 10**6, name="the first server")) as first,
         closing(ServerLink("127.0.0.1:*", keys, 10**6)) as own,
+        pytest.raises(LaunchError, match=r"^a: the first server has not been heard of .*Start the job again$"),
     ):
-        store = ParameterShard(adapter, 1, 2)
-        server = shard.ShardServer(own, first, store, adapter, {"server": 1}, patience, num_servers=2, name="a")
-        with pytest.raises(LaunchError, match=r"^a: the first server has not been heard of .*Start the job again$"):
-            server.serve()
+        further_server(own, first, 8, patience).serve()
     assert "no program listens at" in said[0]
     assert said[0].endswith("; this server waits until 2 s are over")

@@ -14,7 +14,21 @@ from typing import Any
 import numpy
 import pytest
 from counting import NUM_SAMPLES, WorkerThreads, parts, train_served, worker_key
-from hands import Hand, Served, hands, hear, lines_of, mean, next_message, of, push_both, say, train_once, two_lines
+from hands import (
+    Hand,
+    Served,
+    hands,
+    hear,
+    in_thread,
+    lines_of,
+    mean,
+    next_message,
+    of,
+    push_both,
+    say,
+    train_once,
+    two_lines,
+)
 
 import mpitrain as mt
 from free_ports import free_address
@@ -232,22 +246,17 @@ def test_what_is_lost_with_a_connection_is_asked_and_pushed_again() -> None:
     keys, address = make_keys(), free_address()
     stack = ExitStack()
     lines, replica, _ = stack.enter_context(two_lines(address, keys.worker))
-    errors: list[BaseException] = []
+    pushed = threading.Event()
 
     def work() -> None:
-        try:
-            lines.pull({"number": 3, "version": 5}, {"life": "a life", "ticket": "a ticket"}, "a worker")
-            lines.push({"number": 3}, [[numpy.arange(12.0)]])
-            while not pushed.is_set():
-                lines.resend("a worker")
-                time.sleep(0.01)
-        except BaseException as error:
-            errors.append(error)
+        lines.pull({"number": 3, "version": 5}, {"life": "a life", "ticket": "a ticket"}, "a worker")
+        lines.push({"number": 3}, [[numpy.arange(12.0)]])
+        while not pushed.is_set():
+            lines.resend("a worker")
+            time.sleep(0.01)
 
-    pushed = threading.Event()
-    thread = threading.Thread(target=work, daemon=True)
     with closing(ServerLink(address, keys, 10**6)) as link:
-        thread.start()
+        thread, errors = in_thread(work)
         assert next_message(link).kind == "pull"
     with closing(ServerLink(address, keys, 10**6)) as link:
         question = next_message(link)

@@ -24,7 +24,7 @@ from jobs import HANG_SECONDS, until
 from mpitrain.server.registry import RejectedPeers
 from mpitrain.server.security import WorkerKey, make_keys, read_keys
 from mpitrain.server.server_link import ENDED, Disconnected, ServerLink
-from mpitrain.server.wire import Message, SocketEvents, frames
+from mpitrain.server.wire import Message, frames
 from mpitrain.server.worker_link import WorkerLink
 
 KEYS = make_keys()
@@ -211,49 +211,6 @@ def test_strangers_take_no_memory(served: Served) -> None:
             except OSError:
                 continue
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 16 << 10  # KiB
-
-
-def outcome(served: Served, socket_of: zmq.Socket[bytes], context: zmq.Context[zmq.Socket[bytes]]) -> int:
-    """The first event after the connection of a client of ZeroMQ's own."""
-    watched = zmq.EVENT_ALL & ~(zmq.EVENT_CONNECTED | zmq.EVENT_CONNECT_DELAYED | zmq.EVENT_CLOSED)
-    events = SocketEvents(context, socket_of, watched)
-    try:
-        socket_of.connect(f"tcp://{served.link.address}")
-        for frame in frames(1, "hello", {}):
-            socket_of.send(frame)
-        assert events.socket.poll(1000 * HANG_SECONDS)
-        return next(events.take())[0]
-    finally:
-        events.close()
-
-
-@pytest.mark.parametrize("proof", ["none", "another server's key", "another worker's key", "a password"])
-def test_clients_without_the_proof(served: Served, proof: str) -> None:
-    refused = served.link.refused
-    other = make_keys().worker
-    key = {
-        "another server's key": other,
-        "another worker's key": WorkerKey(KEYS.worker.server_public, other.worker_secret),
-    }.get(proof)
-    with zmq.Context() as context, context.socket(zmq.DEALER) as client:
-        client.setsockopt(zmq.LINGER, 0)
-        if proof == "a password":
-            client.setsockopt(zmq.PLAIN_USERNAME, b"worker")
-            client.setsockopt(zmq.PLAIN_PASSWORD, KEYS.worker.password)
-        if key is not None:
-            client.setsockopt(zmq.CURVE_SERVERKEY, key.server_public)
-            client.setsockopt(zmq.CURVE_PUBLICKEY, key.worker_public)
-            client.setsockopt(zmq.CURVE_SECRETKEY, key.worker_secret)
-        event = outcome(served, client, context)
-    if proof == "another worker's key":
-        assert event == zmq.EVENT_HANDSHAKE_FAILED_AUTH
-        assert served.link.refused > refused
-    else:
-        assert event in (
-            zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL,
-            zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL,
-            zmq.EVENT_DISCONNECTED,
-        )
 
 
 def test_the_server_says_who_was_sent_away() -> None:

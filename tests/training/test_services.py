@@ -11,8 +11,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 
+import mpitrain as mt
 from jobs import HANG_SECONDS, run_job
 from mpitrain import RunEvent
 from mpitrain.errors import ConfigError, DataError
@@ -137,50 +139,40 @@ def test_a_library_that_is_not_installed_is_named_on_every_rank(tmp_path: Path) 
     assert not (tmp_path / "new").exists()
 
 
-AWAY = """
-import numpy
-import mpitrain as mt
-
-
 class Away:
-    calls = []
+    """A service that does not answer from step 3 to 5, and once in step 8."""
 
-    def __str__(self):
+    def __init__(self) -> None:
+        self.calls: list[list[float]] = []
+
+    def __str__(self) -> str:
         return "the service"
 
-    def open(self, after_step): ...
+    def open(self, after_step: int) -> None: ...
 
-    def close(self): ...
+    def close(self) -> None: ...
 
-    def write(self, row, events=()):
+    def write(self, row: Row, events: Sequence[RunEvent] = ()) -> None:
         self.write_all([(row, events)])
 
-    def write_all(self, rows):
-        steps = [row["step"] for row, _ in rows]
-        self.calls.append(steps)
-        if 3 <= steps[-1] <= 5 or self.calls.count([8]) == 1 and steps == [8]:
+    def write_all(self, rows: Sequence[tuple[Row, Sequence[RunEvent]]]) -> None:
+        self.calls.append(steps := [row["step"] for row, _ in rows])
+        if 3 <= steps[-1] <= 5 or (steps == [8] and self.calls.count([8]) == 1):
             raise ConnectionError("no answer")
 
 
-def build(world):
-    def function(parameters, batch, on_gradient):
-        on_gradient("w", numpy.zeros(1))
-        return 1.0
+def test_the_rows_of_an_outage_come_at_once_and_the_last_ones_at_the_end(capfd: pytest.CaptureFixture[str]) -> None:
+    def build(world: mt.World) -> mt.Parts:
+        data = mt.data.ArrayData(world, [numpy.arange(13.0)], global_batch=5)
+        model = mt.ArrayFunction(
+            lambda _, __, put: put("w", numpy.zeros(1)) or 1.0, {"w": numpy.zeros(1)}, mt.optim.SGD(0.1)
+        )
+        return mt.Parts(model, mt.Sync(), data)
 
-    data = mt.data.ArrayData(world, [numpy.arange(13.0)], global_batch=5)
-    return mt.Parts(mt.ArrayFunction(function, {"w": numpy.zeros(1)}, mt.optim.SGD(0.1)), mt.Sync(), data)
-
-
-mt.Trainer(build, [mt.StopAtStep(8), mt.Record([Away()], steps=1)]).run()
-mt.init().print(Away.calls)
-"""
-
-
-def test_the_rows_of_an_outage_come_at_once_and_the_last_ones_at_the_end() -> None:
-    job = run_job(2, AWAY)
-    assert (job.code, job.left) == (0, []), job.output
-    assert job.stdout == "[[1], [2], [3], [3, 4], [3, 4, 5], [3, 4, 5, 6], [7], [8], [8]]\n"
-    said = [line for line in job.stderr.splitlines() if "the service" in line]
+    away = Away()
+    mt.Trainer(build, [mt.StopAtStep(8), mt.Record([away], steps=1)]).run()
+    assert away.calls == [[1], [2], [3], [3, 4], [3, 4, 5], [3, 4, 5, 6], [7], [8], [8]]
+    said = [line for line in capfd.readouterr().err.splitlines() if "the service" in line]
     assert [line.partition("the service ")[2].partition(":")[0] for line in said] == [
         "cannot be written",
         "is written again; no row is lost",
