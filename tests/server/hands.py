@@ -31,8 +31,10 @@ class Hand:
         self._link = WorkerLink([address], worker_key(), 10**6)
         self.life = self.ticket = ""
         self.facts, self.host = facts, host
+        self.has_ended = False
 
     def say(self, kind: str, *arrays: numpy.ndarray, **fields: Any) -> None:
+        self.has_ended |= kind == "bye"
         self._link.send(kind, {"life": self.life, **fields}, arrays)
 
     def hear(self, kind: str) -> Message:
@@ -41,6 +43,7 @@ class Hand:
             assert message is not None, f"no {kind}"
             if message.kind != "welcome":  # it may have greeted twice
                 assert message.kind == kind, message
+                self.has_ended |= kind == "refused"
                 return message
 
     def greet(self) -> Message:
@@ -132,6 +135,18 @@ def hands(served: Served, number: int) -> Iterator[list[Hand]]:
             worker.close()
 
 
+@contextmanager
+def trained(served: Served, number: int, counts: float | None = None) -> Iterator[list[Hand]]:
+    """Workers that hear of the end of the run after this, unless they have left it. All parameters have this value."""
+    with hands(served, number) as workers:
+        yield workers
+        for worker in workers:
+            if not worker.has_ended:
+                worker.end()
+    served.end()
+    assert counts is None or set(served.counts) == {counts}
+
+
 def mean(job: Message, value: float = 1.0) -> numpy.ndarray:
     return numpy.full(NUM_SAMPLES, -value)
 
@@ -165,11 +180,8 @@ def push_both(worker: Hand, line: WorkerLink, job: Message, value: float = 1.0) 
 
 def train_once(served: Served) -> None:
     """A run of one step with two servers is made by one worker: nothing that came before has counted."""
-    with hands(served, 1) as (worker,), lines_of(worker, served) as (line,):
+    with trained(served, 1, 1.0) as (worker,), lines_of(worker, served) as (line,):
         push_both(worker, line, worker.pull())
-        worker.end()
-    served.end()
-    assert set(served.counts) == {1.0}
 
 
 def hear(link: WorkerLink, kind: str) -> Message:

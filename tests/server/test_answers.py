@@ -14,7 +14,7 @@ from typing import Any
 import numpy
 import pytest
 from counting import JOB, NUM_SAMPLES, parts, playing, train_served
-from hands import Hand, Served, hands, mean
+from hands import Hand, Served, hands, mean, trained
 
 import mpitrain as mt
 from free_ports import free_address
@@ -34,13 +34,10 @@ def is_overdue(served: Served) -> bool:
 
 def test_a_late_answer_counts_while_nobody_else_has_the_job() -> None:
     served = Served(1, mt.ParameterServer("async"), hang_seconds=0.5)
-    with hands(served, 1) as (worker,):
+    with trained(served, 1, 1.0) as (worker,):
         job = worker.pull()
         until(lambda: is_overdue(served))
         worker.push(job, mean(job))
-        worker.end()
-    served.end()
-    assert set(served.counts) == {1.0}
     assert [(one.units, one.dropped) for one in served.strategy.stats.workers] == [(1, 0)]
 
 
@@ -61,17 +58,13 @@ def test_the_time_of_a_hook_is_no_silence_of_workers(
                 passed[0] += 1000.0
 
     served = Served(3, mt.ParameterServer("async"), hang_seconds=600.0, hooks=[Long()])
-    with hands(served, 3) as workers:
+    with trained(served, 3, 3.0) as workers:
         jobs = [worker.pull() for worker in workers]
         workers[0].push(jobs[0], mean(jobs[0]))
         assert begun.wait(60)
         for worker, job in list(zip(workers, jobs, strict=True))[1:]:
             worker.push(job, mean(job))
         goes_on.set()
-        for worker in workers:
-            worker.end()
-    served.end()
-    assert set(served.counts) == {3.0}
     assert [one.dropped for one in served.strategy.stats.workers] == [0, 0, 0]
     said = capsys.readouterr().out
     assert "no answer for" not in said
@@ -80,16 +73,13 @@ def test_the_time_of_a_hook_is_no_silence_of_workers(
 
 def test_answers_to_another_life_are_dropped() -> None:
     served = Served(1, mt.ParameterServer("async"))
-    with hands(served, 1) as (worker,):
+    with trained(served, 1, 1.0) as (worker,):
         job = worker.pull()
         worker.push(job, mean(job, 1000.0), life="another")
         worker.hear("again")
         worker.join()
         job = worker.pull()
         worker.push(job, mean(job))
-        worker.end()
-    served.end()
-    assert set(served.counts) == {1.0}
 
 
 @pytest.mark.parametrize(
@@ -112,7 +102,7 @@ def test_answers_to_another_life_are_dropped() -> None:
 )
 def test_a_wrong_answer_sends_its_worker_away_and_others_get_the_job(gradients: Any, fields: Any, text: str) -> None:
     served = Served(1, mt.ParameterServer("async"))
-    with hands(served, 2) as (wrong, right):
+    with trained(served, 2, 1.0) as (wrong, right):
         job = wrong.pull()
         known = {"number": job.fields["number"], "version": 0, "loss": 1.0, "scale": 1.0, "unused": [], "note": None}
         wrong.say("done", *gradients, **{**known, **fields})
@@ -122,15 +112,12 @@ def test_a_wrong_answer_sends_its_worker_away_and_others_get_the_job(gradients: 
         again = right.pull()
         assert again.fields["begin"] == job.fields["begin"]
         right.push(again, mean(again))
-        right.end()
-    served.end()
-    assert set(served.counts) == {1.0}
     assert re.search(text, said), said
 
 
 def test_a_worker_with_another_model_is_refused() -> None:
     served = Served(1, mt.ParameterServer("async"))
-    with hands(served, 1) as (worker,):
+    with trained(served, 1) as (worker,):
         stranger = Hand(served.address, [line.replace("(24,)", "(23,)") for line in served.facts], "elsewhere")
         text = stranger.greet().fields["text"]
         assert "refuses worker 2 on elsewhere: it has 'gradient count float64 (23,)', the server 'gradient" in text
@@ -138,21 +125,16 @@ def test_a_worker_with_another_model_is_refused() -> None:
         stranger.close()
         job = worker.pull()
         worker.push(job, mean(job))
-        worker.end()
-    served.end()
 
 
 def test_the_rate_is_divided_by_the_staleness() -> None:
     """Three pull before the first update: their staleness is 0, 1 and 2, and the rate is 1, 1 and 1 / 2."""
     served = Served(3, mt.ParameterServer("async", staleness_correction=True))
-    with hands(served, 3) as workers:
+    with trained(served, 3) as workers:
         jobs = [worker.pull() for worker in workers]
         for number, (worker, job) in enumerate(zip(workers, jobs, strict=True), 1):
             worker.push(job, mean(job, 8.0))
             until(lambda number=number: served.trainer.step_number == number)
-        for worker in workers:
-            worker.end()
-    served.end()
     assert set(served.counts) == {8.0 + 8.0 + 4.0}
     assert served.strategy.stats.staleness == {0: 1, 1: 1, 2: 1}
 
@@ -169,7 +151,7 @@ def test_a_pull_has_what_has_changed() -> None:
         return make
 
     served = Served(3, mt.ParameterServer("async"), build)
-    with hands(served, 1) as (worker,):
+    with trained(served, 1) as (worker,):
         first = worker.pull()
         assert first.fields["runs"] == {"float64": [[0, 40_003]]}
         gradient = numpy.zeros(40_003)
@@ -183,8 +165,6 @@ def test_a_pull_has_what_has_changed() -> None:
         assert third.fields["runs"] == {}
         assert third.arrays == []
         worker.push(third, numpy.zeros(40_003))
-        worker.end()
-    served.end()
 
 
 @pytest.mark.parametrize("scales", [[1.0], [2.0**16], [2.0**16, 1.0, 2.0**8]])
@@ -241,16 +221,13 @@ def test_a_worker_that_still_computes_hears_of_the_end(monkeypatch: pytest.Monke
     """The server is there until then, however long that takes. The answer itself is not needed any more."""
     monkeypatch.setattr("mpitrain.server.coordinator._SHUTDOWN_SECONDS", 0.1)
     served = Served(1, mt.ParameterServer("async"), hang_seconds=HANG_SECONDS)
-    with hands(served, 2) as (slow, fast):
+    with trained(served, 2, 1.0) as (slow, fast):
         late = slow.pull()
         job = fast.pull()
         fast.push(job, mean(job))
         fast.end()
         time.sleep(2.0)  # far more than the farewell of those that wait
         slow.push(late, mean(late))
-        slow.end()
-    served.end()
-    assert set(served.counts) == {1.0}
 
 
 def test_peers_that_say_more_than_can_be_said_of_them(capsys: pytest.CaptureFixture[str]) -> None:
@@ -318,7 +295,7 @@ def test_the_record_of_a_run(capfd: pytest.CaptureFixture[str]) -> None:
     kept, other = Kept(), Kept()
     hooks = [mt.Record([kept], steps=2), mt.Record([other], meters=[mt.meters.Communication()], steps=4)]
     served = Served(4, mt.ParameterServer("async", unit_samples=JOB), hooks=hooks)
-    with hands(served, 2) as (first, second):
+    with trained(served, 2) as (first, second):
         slow = second.pull()
         for _ in range(2):
             job = first.pull()
@@ -327,9 +304,6 @@ def test_the_record_of_a_run(capfd: pytest.CaptureFixture[str]) -> None:
         second.push(slow, mean(slow))
         second.hear("unit")
         first.push(job, mean(job))
-        for worker in (first, second):
-            worker.end()
-    served.end()
     assert [row["step"] for row in kept.rows] == [2, 4]
     named = ("workers", "staleness", "largest_staleness", "pulled_bytes", "pushed_bytes")
     # The jobs of both workers and the second of the first one went out before update 2, then three others.
@@ -366,15 +340,12 @@ def test_the_time_of_a_hook_counts() -> None:
 
     steps: list[float] = []
     served = Served(2, mt.ParameterServer("async", unit_samples=JOB), hooks=[Works()])
-    with hands(served, 2) as (first, second):
+    with trained(served, 2) as (first, second):
         jobs = [worker.pull() for worker in (first, second)]
         first.push(jobs[0], mean(jobs[0]))
         until(lambda: steps)
         second.push(jobs[1], mean(jobs[1]))
         has_come.set()
-        for worker in (first, second):
-            worker.end()
-    served.end()
     assert steps[1] >= seconds
 
 
@@ -389,15 +360,13 @@ def test_the_share_of_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
 
     kept = Kept()
     served = Served(2, mt.ParameterServer("async"), hooks=[mt.Record([kept], steps=1), Works()])
-    with hands(served, 1) as (worker,):
+    with trained(served, 1) as (worker,):
         job = worker.pull()
         clock[0] += 3.0
         worker.push(job, mean(job))
         job = worker.hear("unit")
         clock[0] += 1.0
         worker.push(job, mean(job))
-        worker.end()
-    served.end()
     assert [row["waiting_share"] for row in kept.rows] == [0.0, 2 / 3]
     (stats,) = served.strategy.stats.workers
     assert (stats.seconds, stats.waited_seconds) == (4.0, 2.0)

@@ -15,7 +15,7 @@ from typing import Any
 import numpy
 import pytest
 from counting import NUM_SAMPLES, parts, train_served
-from hands import MovedClock, Served, hands, in_thread, lines_of, next_message, push_both, two_lines
+from hands import MovedClock, Served, hands, in_thread, lines_of, next_message, push_both, trained, two_lines
 
 import mpitrain as mt
 from free_ports import free_address
@@ -242,16 +242,12 @@ def test_a_server_that_hangs_is_named_and_no_worker_is(
 def test_a_server_that_answers_does_not_hold_up_a_slow_worker(capsys: pytest.CaptureFixture[str]) -> None:
     """Its job goes to the next worker that is free."""
     served = Served(1, mt.ParameterServer("async"), hang_seconds=6.0, num_servers=2)
-    with hands(served, 2) as (slow, fast), lines_of(fast, served) as (line,):
+    with trained(served, 2, 1.0) as (slow, fast), lines_of(fast, served) as (line,):
         late = slow.pull()
         until(lambda: "worker 1 on hand has not answered work unit 1 for " in capsys.readouterr().out)
         job = fast.pull()
         assert job.fields["begin"] == late.fields["begin"]
         push_both(fast, line, job)
-        for worker in (slow, fast):
-            worker.end()
-    served.end()
-    assert set(served.counts) == {1.0}
 
 
 def test_a_fetch_that_takes_longer_than_a_hang_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -283,11 +279,9 @@ def test_a_fetch_that_takes_longer_than_a_hang_goes_on(monkeypatch: pytest.Monke
         return make
 
     served = Served(1, mt.ParameterServer("async"), build, hang_seconds=300.0, num_servers=2)
-    with hands(served, 1) as (worker,), lines_of(worker, served) as (line,):
+    with trained(served, 1) as (worker,), lines_of(worker, served) as (line,):
         job = worker.pull()
         push_both(worker, line, job)
-        worker.end()
-    served.end()
     assert passed[0] == 600.0
     assert set(numpy.round(served.counts, 4)) == {1.0}
 

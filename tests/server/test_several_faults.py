@@ -27,6 +27,7 @@ from hands import (
     push_both,
     say,
     train_once,
+    trained,
     two_lines,
 )
 
@@ -104,7 +105,7 @@ def test_a_worker_that_is_killed_between_its_pushes(mode: str) -> None:
 def test_what_is_pushed_twice_counts_once() -> None:
     """Also where the second gradient is another one."""
     served = Served(2, mt.ParameterServer("async"), num_servers=2)
-    with hands(served, 1) as (worker,), lines_of(worker, served) as (line,):
+    with trained(served, 1, 2.0) as (worker,), lines_of(worker, served) as (line,):
         job = worker.pull()
         for number in range(2):
             assert job.fields["runs"] == {"float64": [[0, 12]]}
@@ -117,9 +118,6 @@ def test_what_is_pushed_twice_counts_once() -> None:
             worker.push(job, numpy.full(12, -1.0))
             if number == 0:
                 job = worker.hear("unit")
-        worker.end()
-    served.end()
-    assert set(served.counts) == {2.0}
 
 
 def test_a_server_keeps_nothing_of_jobs_that_a_worker_does_not_have(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -129,7 +127,7 @@ def test_a_server_keeps_nothing_of_jobs_that_a_worker_does_not_have(monkeypatch:
     monkeypatch.setattr(ShardServer, "_begin", lambda self: (made.append(self), begin(self))[1])
     served = Served(2, mt.ParameterServer("async"), num_servers=2)
     gradient = numpy.full(12, 1000.0)
-    with hands(served, 2) as (worker, other), lines_of(worker, served) as (line,):
+    with trained(served, 2, 2.0) as (worker, other), lines_of(worker, served) as (line,):
         job, lost = worker.pull(), other.pull()
         own = of(worker, job)
         wrong = [{"ticket": f"of nobody {number}"} for number in range(5)] + [{"number": 10**6}, {"number": "1"}]
@@ -156,9 +154,6 @@ def test_a_server_keeps_nothing_of_jobs_that_a_worker_does_not_have(monkeypatch:
                 say(line, "pull", **of(worker, job), at_least=0, version=-1)
                 hear(line, "parameters")
                 assert not shard._shard.pushes
-        worker.end()
-    served.end()
-    assert set(served.counts) == {2.0}
     # Also what was pulled and pushed for nothing: by its worker until then, and by the first server from both.
     stats = served.strategy.stats
     assert [one.bytes_in for one in stats.servers] == [2 * 12 * 8, 5 * 12 * 8]
@@ -192,7 +187,11 @@ def test_a_late_answer_is_dropped_by_all_servers() -> None:
 def test_an_answer_that_comes_too_late_in_parts_counts_once_and_its_worker_goes_on() -> None:
     """The first server has its part of the late answer before the update, and the other server's comes after it."""
     served = Served(2, mt.ParameterServer("sync", backup=1), num_servers=2)
-    with hands(served, 2) as (slow, fast), lines_of(slow, served) as (late_line,), lines_of(fast, served) as (line,):
+    with (
+        trained(served, 2, 2.0) as (slow, fast),
+        lines_of(slow, served) as (late_line,),
+        lines_of(fast, served) as (line,),
+    ):
         late, job = slow.pull(), fast.pull()
         slow.push(late, numpy.full(12, 1000.0))
         until(lambda: served.strategy.stats.servers[0].bytes_in == 12 * 8)
@@ -200,10 +199,6 @@ def test_an_answer_that_comes_too_late_in_parts_counts_once_and_its_worker_goes_
         again = slow.hear("unit")  # it has not asked again
         say(late_line, "push", [numpy.full(12, 1000.0)], **of(slow, late))
         push_both(slow, late_line, again)
-        for worker in (slow, fast):
-            worker.end()
-    served.end()
-    assert set(served.counts) == {2.0}
     assert [one.dropped for one in served.strategy.stats.workers] == [1, 0]
 
 
@@ -343,7 +338,7 @@ def test_notes_of_many_workers_are_longer_than_a_message(monkeypatch: pytest.Mon
     monkeypatch.setattr(gradients, "MOST_HEADER_BYTES", most)
     served = Served(1, mt.ParameterServer("sync", unit_samples=2), num_servers=2)
     notes = [letter * (most // 2 - 10) for letter in "aba"]
-    with hands(served, 5) as (long, *workers), ExitStack() as stack:
+    with trained(served, 5, 1.0) as (long, *workers), ExitStack() as stack:
         lines = [stack.enter_context(lines_of(worker, served))[0] for worker in workers]
         job = long.pull()
         long.push(job, mean(job)[:12], note="c" * (most // 2))
@@ -352,10 +347,6 @@ def test_notes_of_many_workers_are_longer_than_a_message(monkeypatch: pytest.Mon
         for worker, job, note, line in zip(workers, jobs, [*notes, None], lines, strict=True):
             say(line, "push", [mean(job)[:12]], **of(worker, job))
             worker.push(job, mean(job)[:12], note=note)
-        for worker in workers:
-            worker.end()
-    served.end()
-    assert set(served.counts) == {1.0}
     assert len(told) == 2
     assert sorted(map(str, told[0])) == sorted(map(str, told[1])) == sorted([*notes, "None"])
     assert told[0] == told[1]
@@ -385,7 +376,7 @@ def test_an_update_of_more_answers_than_one_message_holds(monkeypatch: pytest.Mo
 @pytest.mark.parametrize("arrays", [[], [numpy.zeros(12, "float32")], [numpy.zeros(24)]])
 def test_a_wrong_part_sends_its_worker_away(arrays: Any) -> None:
     served = Served(1, mt.ParameterServer("async"), num_servers=2)
-    with hands(served, 2) as (wrong, right), lines_of(wrong, served) as (line,):
+    with trained(served, 2, 1.0) as (wrong, right), lines_of(wrong, served) as (line,):
         job = wrong.pull()
         say(line, "push", arrays, **of(wrong, job))
         text = wrong.hear("refused").fields["text"]
@@ -394,6 +385,3 @@ def test_a_wrong_part_sends_its_worker_away(arrays: Any) -> None:
         again = right.pull()
         assert again.fields["begin"] == job.fields["begin"]
         push_both(right, line, again)
-        right.end()
-    served.end()
-    assert set(served.counts) == {1.0}

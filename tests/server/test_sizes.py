@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from commands import Commands, processes
 from counting import NUM_SAMPLES
-from hands import Served, hands, lines_of, mean, of, say
+from hands import Served, lines_of, mean, of, say, trained
 from listing import line_with, table_in, table_with, tokens_of
 
 import mpitrain as mt
@@ -128,15 +128,13 @@ def test_one_server_has_all(capfd: pytest.CaptureFixture[str]) -> None:
 def test_the_table_of_servers() -> None:
     """24 float64 are divided into 12 and 12. A worker pulls and pushes once."""
     served = Served(1, mt.ParameterServer("async"), num_servers=2)
-    with hands(served, 1) as (worker,), lines_of(worker, served) as (line,):
+    with trained(served, 1) as (worker,), lines_of(worker, served) as (line,):
         job = worker.pull()
         say(line, "pull", version=-1, at_least=0, **of(worker, job))
         assert line.receive(60).kind == "parameters"  # type: ignore[union-attr]
         say(line, "push", [mean(job)[:12]], **of(worker, job))
         shards = served.strategy._server._shards  # type: ignore[union-attr]
         worker.push(job, mean(job)[:12])
-        worker.end()
-    served.end()
     of_both = {"num_bytes": 96, "num_whole": 0, "num_cut": 1, "largest": "count", "largest_bytes": 96}
     of_both |= {"bytes_in": 96, "bytes_out": 96}
     assert NUM_SAMPLES * 8 == 2 * 96
