@@ -72,6 +72,7 @@ def test_the_time_of_a_hook_is_no_silence_of_workers(
 
 
 def test_answers_to_another_life_are_dropped() -> None:
+    """And a gradient is divided by its loss scale."""
     served = Served(1, mt.ParameterServer("async"))
     with trained(served, 1, 1.0) as (worker,):
         job = worker.pull()
@@ -79,7 +80,7 @@ def test_answers_to_another_life_are_dropped() -> None:
         worker.hear("again")
         worker.join()
         job = worker.pull()
-        worker.push(job, mean(job))
+        worker.push(job, mean(job, 4.0), scale=4.0)
 
 
 @pytest.mark.parametrize(

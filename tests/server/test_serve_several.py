@@ -123,25 +123,6 @@ def test_a_worker_is_not_taken_for_a_server(
     assert len(output) < 10_000
 
 
-def test_a_first_server_that_does_not_notice_is_ended(
-    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    """The other one has failed before it has joined. The first one waits for it in vain, and does not hear signals."""
-    monkeypatch.setattr(serving, "_NOTICE_SECONDS", 0.5)
-    program = (
-        "import os, sys, signal, time\n"
-        "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
-        "time.sleep(1000) if os.environ['_MPITRAIN_SERVES'] == 'server' else sys.exit(3)"
-    )
-    with started([sys.executable, "-c", program], CONTEXTS, handed_over("")) as servers:
-        code = None
-        while code is None:
-            code = servers.look()
-        assert code == -signal.SIGKILL
-        assert servers.finish() == 3
-    assert "server 1 ended with exit code 3; the job ends with it" in capfd.readouterr().err
-
-
 # A further server crashes when it ends. The first one goes on after its run until the file "go" is there.
 CRASH_SCRIPT = """
 import atexit, os, sys, time
@@ -180,7 +161,7 @@ def test_a_further_server_that_crashes_at_its_end_ends_nothing(commands: Command
     assert worker.end() == 0, worker.output
 
 
-def run_servers(program: str, *signals: int) -> tuple[int, int]:
+def run_servers(program: str, *signals: int, are_gone: bool = False) -> tuple[int, int]:
     """Run this code in two servers. Signals come when the first one has said that it is there. Return both codes."""
     read, write = os.pipe()
     with started([sys.executable, "-c", program.replace("LINE", str(write))], CONTEXTS, write) as servers:
@@ -189,10 +170,59 @@ def run_servers(program: str, *signals: int) -> tuple[int, int]:
         os.close(read)
         for number in signals:
             servers.signal(number)
-        code = None
-        while code is None:
-            code = servers.look()
+        for process in (servers._first, *servers._others) if are_gone else ():
+            process.wait()
+        while (code := servers.look()) is None:
+            pass
         return code, servers.finish()
+
+
+SERVERS = """
+import os, signal, sys, time
+from pathlib import Path
+from mpitrain.watching.served_record import ServedPage
+
+def publish(stage, has_failed):
+    page = ServedPage()
+    page.write({"at": time.monotonic(), "stage": stage, "has_failed": has_failed})
+    Path("PATH").touch()
+    time.sleep(2.0)
+    sys.exit(has_failed)
+
+if os.environ["_MPITRAIN_SERVES"] == "server":
+    FIRST
+while not Path("PATH").exists() and IS_TOLD:
+    time.sleep(0.01)
+sys.exit(3)
+"""
+ENDS_IT, GOES_ON = "; the job ends with it", " after the run; server 0 goes on without it"
+
+
+@pytest.mark.parametrize(
+    ("first", "codes", "text"),
+    [
+        # It waits in vain for the other one, which has not joined, and does not hear signals.
+        ("signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(1000)", (-signal.SIGKILL, 3), ENDS_IT),
+        # Its own failure is due to that of the other one, also if both are gone when the launcher looks.
+        ("sys.exit(1)", (1, 1), ENDS_IT),
+        # It may have heard of the failure before the launcher has seen it, and ends by itself.
+        *((f"publish('{stage}', 1)", (1, 1), ENDS_IT) for stage in ("leaves", "over")),
+        *((f"publish('{stage}', 0)", (0, 0), GOES_ON) for stage in ("leaves", "over")),
+    ],
+)
+def test_a_further_server_that_fails(
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    first: str,
+    codes: tuple[int, int],
+    text: str,
+) -> None:
+    monkeypatch.setattr(serving, "_NOTICE_SECONDS", 0.5 if "SIG_IGN" in first else 0.2)
+    program = SERVERS.replace("FIRST", first).replace("PATH", str(tmp_path / "go"))
+    program = program.replace("IS_TOLD", str("publish" in first))
+    assert run_servers(program, are_gone=first == "sys.exit(1)") == codes
+    assert f"mpitrain: server 1 ended with exit code 3{text}\n" in capfd.readouterr().err
 
 
 SLOW_END = """
@@ -213,53 +243,6 @@ def test_a_first_server_that_ends_slowly_ends_its_checkpoint(monkeypatch: pytest
     monkeypatch.setattr(serving, "_OTHERS_END_SECONDS", 0.1)
     assert run_servers(SLOW_END, signal.SIGINT) == (9, 128 + signal.SIGINT)
     assert run_servers(SLOW_END, signal.SIGINT, signal.SIGINT) == (-signal.SIGKILL, 128 + signal.SIGINT)
-
-
-def test_a_server_whose_failure_has_ended_the_first_one_is_named(capfd: pytest.CaptureFixture[str]) -> None:
-    """Also if both are gone when the launcher looks."""
-    program = "import os, sys; sys.exit(1 if os.environ['_MPITRAIN_SERVES'] == 'server' else 3)"
-    with started([sys.executable, "-c", program], CONTEXTS, handed_over("")) as servers:
-        for process in (servers._first, *servers._others):
-            process.wait()
-        assert servers.look() == 1
-        assert servers.finish() == 1
-    assert "server 1 ended with exit code 3; the job ends with it" in capfd.readouterr().err
-
-
-PUBLISHES = """
-import os, sys, time
-from pathlib import Path
-from mpitrain.watching.served_record import ServedPage
-
-if os.environ["_MPITRAIN_SERVES"] == "server":
-    page = ServedPage()
-    page.write({"at": time.monotonic(), "stage": "STAGE", "has_failed": FAILED})
-    Path("PATH").touch()
-    time.sleep(2.0)
-    sys.exit(FAILED)
-while not Path("PATH").exists():
-    time.sleep(0.01)
-sys.exit(3)
-"""
-
-
-@pytest.mark.parametrize("stage", ["leaves", "over"])
-@pytest.mark.parametrize(
-    ("has_failed", "text"), [(1, "the job ends with it"), (0, "after the run; server 0 goes on without it")]
-)
-def test_a_first_server_that_has_noticed_ends_by_itself(
-    monkeypatch: pytest.MonkeyPatch,
-    capfd: pytest.CaptureFixture[str],
-    tmp_path: Path,
-    stage: str,
-    has_failed: int,
-    text: str,
-) -> None:
-    """It may have heard of the failure before the launcher has seen it."""
-    monkeypatch.setattr(serving, "_NOTICE_SECONDS", 0.2)
-    program = PUBLISHES.replace("STAGE", stage).replace("FAILED", str(has_failed)).replace("PATH", str(tmp_path / "go"))
-    assert run_servers(program) == (has_failed, has_failed)
-    assert f"mpitrain: server 1 ended with exit code 3{';' * has_failed} {text}\n" in capfd.readouterr().err
 
 
 def test_servers_end_if_one_cannot_be_started(monkeypatch: pytest.MonkeyPatch) -> None:

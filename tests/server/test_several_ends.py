@@ -304,10 +304,11 @@ def test_a_part_of_a_message_is_no_silence() -> None:
     assert replica.versions == [-1, 6]
 
 
-def further_server(own: ServerLink, first: WorkerLink, num_values: int, patience: Patience) -> shard.ShardServer:
+def further_server(own: ServerLink, first: WorkerLink, num_values: int, patience: Patience) -> Any:
+    """And what it has of the parameters."""
     adapter = mt.ArrayFunction(lambda *_: 0.0, {"count": numpy.zeros(num_values)}, mt.optim.SGD(1.0))
     store = ParameterShard(adapter, 1, 2)
-    return shard.ShardServer(own, first, store, adapter, {"server": 1}, patience, num_servers=2, name="a")
+    return shard.ShardServer(own, first, store, adapter, {"server": 1}, patience, num_servers=2, name="a"), store
 
 
 def test_a_part_of_the_first_message_is_no_silence() -> None:
@@ -319,7 +320,7 @@ def test_a_part_of_the_first_message_is_no_silence() -> None:
         closing(ServerLink("127.0.0.1:*", keys, 10**7)) as own,
     ):
         patience = Patience(stall_seconds=600.0, hang_seconds=300.0, say=print, now=now)
-        server = further_server(own, first, 2 * count, patience)
+        server, store = further_server(own, first, 2 * count, patience)
         thread, errors = in_thread(server.serve)
         peer = next_message(link).peer
         now.send(link, peer, frames(1, "carry", {"secret": "a secret"}, [numpy.arange(float(count))]), first, errors)
@@ -328,7 +329,7 @@ def test_a_part_of_the_first_message_is_no_silence() -> None:
         thread.join(HANG_SECONDS)
         assert not thread.is_alive()
     assert errors == []
-    assert server._store.version == 7
+    assert store.version == 7
 
 
 def test_a_further_server_says_that_it_waits_for_the_first_one() -> None:
@@ -340,6 +341,6 @@ def test_a_further_server_says_that_it_waits_for_the_first_one() -> None:
         closing(ServerLink("127.0.0.1:*", keys, 10**6)) as own,
         pytest.raises(LaunchError, match=r"^a: the first server has not been heard of .*Start the job again$"),
     ):
-        further_server(own, first, 8, patience).serve()
+        further_server(own, first, 8, patience)[0].serve()
     assert "no program listens at" in said[0]
     assert said[0].endswith("; this server waits until 2 s are over")
