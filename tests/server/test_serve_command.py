@@ -299,7 +299,7 @@ def test_known_workers_without_encryption(commands: Commands) -> None:
     ("number", "code"), [(signal.SIGTERM, 128 + signal.SIGTERM), (signal.SIGKILL, -signal.SIGKILL)]
 )
 def test_a_signal_ends_server_and_known_workers(commands: Commands, number: signal.Signals, code: int) -> None:
-    """And nothing is left: see Commands. Ctrl-C: test_serve_several.py."""
+    """And nothing is left: see Commands. Ctrl-C: test_shown_servers.py."""
     server = commands.serve("--hosts", "localhost/cpux2", program=[*TRAIN, "--epochs", "100000"])
     server.until("step 24")
     server.signal(number)

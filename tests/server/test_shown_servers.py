@@ -226,7 +226,7 @@ def test_a_server_with_known_workers(commands: Commands, tmp_path: Path) -> None
     assert f"there is no job {line['JOB']} of yours on {HOST}" in none.stderr
 
     records = [json.loads(text) for text in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
-    assert {2, 3} <= {row["workers"] for row in records} <= {1, 2, 3}  # test_record_of_servers.py has the rest
+    assert {2, 3} <= {row["workers"] for row in records} <= {1, 2, 3}  # test_answers.py has the rest
 
 
 def test_a_server_alone_and_a_worker_that_joins(commands: Commands) -> None:
