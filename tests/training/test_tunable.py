@@ -57,16 +57,31 @@ def test_an_unknown_name_is_refused() -> None:
         tunables.set("x", "1")
 
 
-@pytest.mark.parametrize("name", ["", "1x", "a b", "a=b", "a/b", "a" * 61])
-def test_a_name_that_is_not_allowed(name: str) -> None:
-    with pytest.raises(ConfigError, match="allowed is a name"):
-        Tunables().declare(name, 0.1)
+@pytest.mark.parametrize(
+    ("call", "values", "text"),
+    [
+        (lambda name: Tunables().declare(name, 0.1), ["", "1x", "a b", "a=b", "a/b", "a" * 61], "allowed is a name"),
+        (
+            lambda default: Tunables().declare("x", default),
+            [math.inf, math.nan, None, [1], "a" * 101, 10**100],
+            "allowed are True, False, an integer",
+        ),
+        (
+            checked_factor,
+            ["0", "-1", "inf", "nan", "half", "x", "", "0.5 x 2"],
+            "allowed is a finite number above 0",
+        ),
+    ],
+    ids=["name", "default", "factor"],
+)
+def test_what_is_not_allowed(call: Any, values: list[Any], text: str) -> None:
+    for value in values:
+        with pytest.raises(ConfigError, match=text):
+            call(value)
 
 
-@pytest.mark.parametrize("default", [math.inf, math.nan, None, [1], "a" * 101, 10**100])
-def test_a_default_that_is_not_allowed(default: Any) -> None:
-    with pytest.raises(ConfigError, match="allowed are True, False, an integer"):
-        Tunables().declare("x", default)
+def test_a_factor_of_the_learning_rate() -> None:
+    assert [checked_factor(text) for text in ("0.5", "0.5x", "2", "1e-3x")] == [0.5, 0.5, 2.0, 0.001]
 
 
 def test_a_repeated_declaration() -> None:
@@ -109,17 +124,6 @@ def test_a_declaration_with_another_type_than_in_the_state() -> None:
     tunables.restore({"x": 0.3})
     with pytest.raises(CheckpointError, match=r"x=0\.3, and the script declares tunable\('x', 1\)"):
         tunables.declare("x", 1)
-
-
-@pytest.mark.parametrize(("text", "factor"), [("0.5", 0.5), ("0.5x", 0.5), ("2", 2.0), ("1e-3x", 0.001)])
-def test_a_factor_of_the_learning_rate(text: str, factor: float) -> None:
-    assert checked_factor(text) == factor
-
-
-@pytest.mark.parametrize("text", ["0", "-1", "inf", "nan", "half", "x", "", "0.5 x 2"])
-def test_a_factor_that_is_not_allowed(text: str) -> None:
-    with pytest.raises(ConfigError, match="allowed is a finite number above 0"):
-        checked_factor(text)
 
 
 def test_a_declaration_is_told() -> None:
