@@ -10,24 +10,95 @@ import subprocess
 import sys
 import threading
 import time
-from contextlib import ExitStack, closing
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy
 import pytest
 import zmq
-from linking import KEYS, MOST, a_server, a_worker, greeted, one_message, reply, until, worker_process
 
 from free_ports import free_port
-from jobs import HANG_SECONDS
+from jobs import HANG_SECONDS, clean_environment
 from mpitrain.errors import ConfigError, WireError
 from mpitrain.role import Role
 from mpitrain.server.participant import connected
-from mpitrain.server.security import check_way
-from mpitrain.server.server_link import Disconnected, Event
-from mpitrain.server.wire import CHUNK_BYTES, Message
+from mpitrain.server.security import ServerKeys, WorkerKey, check_way, make_keys
+from mpitrain.server.server_link import Disconnected, Event, ServerLink
+from mpitrain.server.wire import CHUNK_BYTES, Message, Peer
 from mpitrain.server.worker_link import WorkerLink, parse_address
+
+KEYS = make_keys()
+
+MOST = 2**23
+
+# Says hello, and then waits for messages.
+WORKER = """
+import sys
+import threading
+from mpitrain.server.security import parse_key
+from mpitrain.server.worker_link import WorkerLink
+link = WorkerLink([sys.argv[1]], parse_key(sys.argv[2], "the key"), 2**23, silence_seconds=float(sys.argv[3]))
+link.send("hello", {"number": 1})
+while True:
+    link.receive(60.0)
+"""
+
+
+def a_server(
+    *, keys: ServerKeys = KEYS, address: str = "127.0.0.1:*", plain: str = "", silence: float = 10.0
+) -> ServerLink:
+    return ServerLink(address, keys, MOST, plain=plain, silence_seconds=silence)
+
+
+def a_worker(server: ServerLink, key: WorkerKey = KEYS.worker, *, plain: bool = False) -> WorkerLink:
+    return WorkerLink([server.address], key, MOST, plain=plain)
+
+
+def until(server: ServerLink, holds: Callable[[list[Event]], bool]) -> list[Event]:
+    """All events until these have come."""
+    events: list[Event] = []
+    deadline = time.monotonic() + HANG_SECONDS
+    while not holds(events):
+        assert time.monotonic() < deadline, events
+        events += server.receive(1.0)
+    return events
+
+
+def one_message(server: ServerLink) -> Message:
+    (message,) = until(server, bool)
+    assert isinstance(message, Message)
+    return message
+
+
+def reply(server: ServerLink, worker: WorkerLink) -> Message:
+    """The next message of the server, while both sides look."""
+    deadline = time.monotonic() + HANG_SECONDS
+    while (message := worker.receive(0.1)) is None:
+        assert time.monotonic() < deadline
+        assert server.receive(0.0) == []
+    return message
+
+
+@contextmanager
+def worker_process(server: ServerLink, silence: float) -> Iterator[subprocess.Popen[bytes]]:
+    command = [sys.executable, "-c", WORKER, server.address, KEYS.worker.text, str(silence)]
+    process = subprocess.Popen(command, env=clean_environment())
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+
+
+def greeted(server: ServerLink, worker: WorkerLink) -> Peer:
+    """The worker says hello: the server has to look while it waits to come in. The worker, as the server knows it."""
+    send = threading.Thread(target=worker.send, args=("hello", {}))
+    send.start()
+    peer = one_message(server).peer
+    send.join()
+    return peer
 
 
 @pytest.mark.parametrize("plain", ["", "lo"])
