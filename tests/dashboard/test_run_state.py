@@ -321,7 +321,6 @@ LOOK: dict[str, Any] = {
 
 # A sample, by the grammar of the text format 0.0.4.
 SAMPLE = re.compile(r'([a-zA-Z_:][a-zA-Z0-9_:]*)\{((?:[a-zA-Z_]\w*="(?:[^"\\\n]|\\["\\n])*",?)*)\} (\S+)')
-
 UNESCAPED = {"\\\\": "\\", '\\"': '"', "\\n": "\n"}
 
 

@@ -16,7 +16,6 @@ from mpitrain.forecast.machines import Machines, equal_machines
 from mpitrain.forecast.sums import SimulatedComm, check_sum, flat_buffer, make_sums, without_contents
 
 RATE, LATENCY = 1e6, 0.25
-
 SECOND = 1_000_000  # bytes that a link carries in a second
 
 
@@ -201,9 +200,7 @@ def array(num_bytes: int) -> numpy.ndarray:
 
 
 B, L = 1e8, 1e-3
-
 MACHINES = equal_machines(8, bytes_per_second=B, latency_seconds=L)
-
 ADD, COPY = MACHINES.costs.add_bytes_per_second, MACHINES.costs.copy_bytes_per_second
 
 

@@ -21,9 +21,7 @@ from mpitrain.profile import DEFAULT
 from mpitrain.strategies.strategy import check_planned
 
 MB = 2**20
-
 RATE = 100 * MB  # bytes a second of each link
-
 NO_WORK = replace(DEFAULT, add_bytes_per_second=1e16, copy_bytes_per_second=1e16, codecs=(("int8", 1e15),))
 
 

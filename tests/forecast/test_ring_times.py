@@ -14,7 +14,6 @@ from mpitrain.forecast.ring_times import OrderUnknownError, RingTimes, knows_ord
 from mpitrain.forecast.training import SimulatedTraining, simulate_steps
 
 pytestmark = pytest.mark.skipif(not can_compile(), reason="without Numba, all messages are events")
-
 MACHINES = equal_machines(7, bytes_per_second=1e8, latency_seconds=5e-5)
 # Buckets of several pieces a segment on few ranks, and a short one at the end.
 TRAINING = SimulatedTraining(1_000_003, 0.05, 1, "ring", bucket_mib=2.5)

@@ -30,7 +30,6 @@ from mpitrain.server.wire import CHUNK_BYTES, Message, Peer
 from mpitrain.server.worker_link import WorkerLink, parse_address
 
 KEYS = make_keys()
-
 MOST = 2**23
 
 # Says hello, and then waits for messages.

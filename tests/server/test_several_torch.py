@@ -19,7 +19,6 @@ from mpitrain.server.gradients import GradientBuffer
 from mpitrain.server.parameters import ParameterShard, Replica
 
 torch = pytest.importorskip("torch")
-
 X = numpy.random.default_rng(3).standard_normal((40, 3)).astype("float32")
 
 OPTIMIZERS: dict[str, Any] = {
@@ -223,7 +222,6 @@ def test_optimizers_that_are_refused(make: Any, text: str) -> None:
 
 
 NUM_WORKERS = 24
-
 MEAN = 5.0
 
 

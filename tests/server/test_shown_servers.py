@@ -114,7 +114,6 @@ trainer.run()
 
 # Of three servers, the first two have a part of w each. The third one has its end, and v.
 THIRD = "1.0 MB of parameters; whole tensors: {}, in part: {}, the largest: {} with 1.0 MB"
-
 LINES = [THIRD.format(0, 1, "w"), THIRD.format(0, 1, "w"), THIRD.format(1, 0, "v")]
 
 
@@ -241,7 +240,6 @@ def test_ps_shows_the_servers_of_a_job_that_ctrl_c_ends(tmp_path: Path) -> None:
 
 
 NAMED = re.escape(HOST)
-
 ENDLESS = [*TRAIN, "--epochs", "100000"]
 
 

@@ -30,7 +30,6 @@ from mpitrain.server.wire import (
 )
 
 PEER = Peer(b"p")
-
 MOST = 2**22
 
 json_values = st.recursive(

@@ -31,7 +31,6 @@ def names_in(directory: Path) -> list[str]:
 
 
 VALUES = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text() | st.lists(st.integers())
-
 NESTED = st.recursive(VALUES, lambda inner: st.dictionaries(st.text(), inner, min_size=1), max_leaves=8)
 
 

@@ -14,7 +14,6 @@ from mpitrain.strategies.chooser import Chooser, Decision, StepParts, StepSecond
 from mpitrain.strategies.virtual_ranks import ProbeFinding, judge
 
 NONE, BF16, INT8 = ExchangeWay("auto"), ExchangeWay("auto", "bf16"), ExchangeWay("auto", "int8")
-
 RING_1 = ExchangeWay("ring", bucket_mib=1)
 
 

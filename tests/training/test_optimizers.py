@@ -15,9 +15,7 @@ from mpitrain.optim.optimizers import SGD, Adam, AdamW
 from mpitrain.optim.schedules import warmup_cosine
 
 SHAPES = {"weight": (7, 5), "bias": (5,), "scale": (3,), "head": (5, 4)}
-
 DECAYED = {"weight", "head"}
-
 STEPS = 60
 
 
@@ -30,7 +28,6 @@ def ranges() -> dict[str, slice]:
 
 
 SIZE = max(part.stop for part in ranges().values())
-
 DECAYED_RANGES = [part for name, part in ranges().items() if name in DECAYED]
 
 
@@ -85,9 +82,7 @@ def run(optimizer, parameters, gradients, dtype=numpy.float64):
 
 
 SCHEDULE = warmup_cosine(0.05, warmup_steps=5, total_steps=STEPS)
-
 RATES = [SCHEDULE(step) for step in range(STEPS)]
-
 TOLERANCE = {numpy.float64: 1e-12, numpy.float32: 2e-5}
 
 
