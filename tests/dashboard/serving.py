@@ -18,7 +18,15 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+import pytest
+
 from jobs import HANG_SECONDS, clean_environment
+
+
+def require() -> None:
+    """Skip a test where there is nothing to serve with."""
+    for name in ("starlette", "uvicorn"):
+        pytest.importorskip(name, reason="needs Starlette and uvicorn: pip install 'mpitrain[dashboard]'")
 
 
 @dataclass
@@ -100,6 +108,7 @@ def dashboard(
 
     `before` is a command that becomes the one behind it.
     """
+    require()
     environment = clean_environment({"XDG_CACHE_HOME": str(cache), **(env or {})})
     process = subprocess.Popen(
         [*before, sys.executable, "-m", "mpitrain", "dashboard", "--port", "0", *words],
@@ -130,6 +139,7 @@ def dashboard(
 
 def refused(cache: Path, *words: str) -> tuple[int, str]:
     """Start one that cannot serve. Returns its exit code and stderr."""
+    require()
     environment = clean_environment({"XDG_CACHE_HOME": str(cache)})
     words = (sys.executable, "-m", "mpitrain", "dashboard", *words)
     done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=HANG_SECONDS, check=False)

@@ -8,15 +8,12 @@ from typing import Any
 import pytest
 from cluster_made import INVENTORY, keep_check, keep_profile, keep_ways
 from records_made import make_record, rows_made
-from visiting import MARKUP, Visit, contrast
+from visiting import MARKUP, Visit, assert_fits
 
 from jobs import until
 from mpitrain.last_word import keep_word
 from mpitrain.state.store import name_of, save
 from serving import Dashboard, dashboard
-
-pytest.importorskip("starlette", reason="needs Starlette and uvicorn: pip install 'mpitrain[dashboard]'")
-pytest.importorskip("uvicorn", reason="needs Starlette and uvicorn: pip install 'mpitrain[dashboard]'")
 
 CELL = 36  # pixels of a cell where there is room enough (pages/matrix.js)
 
@@ -142,11 +139,5 @@ def test_no_page_is_wider_than_the_screen(browser: Any, served: Dashboard, schem
     visit = Visit(browser, served, viewport={"width": width, "height": 800}, color_scheme=scheme)
     page = open_cluster(visit)
     until(lambda: page.locator("canvas.matrix").count() == 4)
-    assert page.evaluate("document.documentElement.scrollWidth") <= width
-    selector = "h1, h2, h3, td, th, p, a, dt, dd, li, small, summary, pre, strong"
-    colors = page.evaluate(
-        f"() => [...document.querySelectorAll('{selector}')].map((one) => getComputedStyle(one).color)"
-    )
-    ground = page.evaluate("getComputedStyle(document.body).backgroundColor")
-    assert colors and min(contrast(color, ground) for color in set(colors)) >= 4.5
+    assert_fits(page, width, "h1, h2, h3, td, th, p, a, dt, dd, li, small, summary, pre, strong")
     visit.close()

@@ -1,10 +1,12 @@
-"""The cluster's page over HTTP: hosts, load of a real job, the last check, and what was measured between hosts."""
+"""The cluster's page over HTTP, the last check and measurements that it shows, and what check-cluster keeps for it."""
 
 from __future__ import annotations
 
 import json
 import os
 import socket
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,12 +15,14 @@ import pytest
 from cluster_made import AT, INVENTORY, change, keep_check, keep_profile, keep_ways
 
 from check.made_up import seen
-from jobs import HANG_SECONDS
+from free_ports import free_port
+from jobs import HANG_SECONDS, clean_environment
 from mpitrain.check import report
 from mpitrain.dashboard.cluster import _load
 from mpitrain.dashboard.cluster_reports import last_check, measured_ways
 from mpitrain.errors import DataError
-from serving import Dashboard, dashboard, refused
+from mpitrain.state_files import read_state
+from serving import Dashboard, dashboard
 from watching_live import training
 
 NONE = None
@@ -168,7 +172,6 @@ def inventory(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def served(state: Path, tmp_path: Path, inventory: Path) -> Iterator[Dashboard]:
-    pytest.importorskip("uvicorn", reason="needs Starlette and uvicorn: pip install 'mpitrain[dashboard]'")
     (tmp_path / "runs").mkdir()
     profile = {"MPITRAIN_PROFILE": str(tmp_path / "profile")}
     with dashboard(tmp_path / "cache", str(tmp_path / "runs"), "-i", str(inventory), env=profile) as made:
@@ -237,8 +240,85 @@ def test_the_stream_of_hosts(served: Dashboard) -> None:
     line.close()
 
 
-def test_an_inventory_that_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "hosts").write_text("node1\n")
-    for name, says in (("hosts", "stands before the first section"), ("missing", "there is no such file")):
-        code, errors = refused(tmp_path, "-i", str(tmp_path / name))
-        assert (code, says in errors) == (2, True), errors
+def nobody_listens() -> str:
+    """An inventory of a node at which no sshd listens."""
+    line_of_node = f"node1 ansible_host=127.0.0.1 ansible_port={free_port()}"
+    return f"[head]\n{line_of_node}\n[workers]\n[cluster:children]\nhead\nworkers\n"
+
+
+# Such as in a container: there is no HOME, and the user has no entry.
+HOMELESS = """
+import json, os, pathlib, pwd, sys
+def no_entry(uid):
+    raise KeyError(uid)
+pwd.getpwuid = no_entry
+"""
+
+
+def homeless(code: str) -> subprocess.CompletedProcess[str]:
+    environment = clean_environment({"USER": "nobody"})
+    for name in ("HOME", "XDG_STATE_HOME", "XDG_CACHE_HOME"):
+        environment.pop(name, None)
+    line = [sys.executable, "-c", HOMELESS + code]
+    return subprocess.run(line, env=environment, capture_output=True, text=True, timeout=HANG_SECONDS, check=False)
+
+
+def test_a_dashboard_without_a_home_folder(tmp_path: Path) -> None:
+    """The page says so, and has the rest."""
+    inventory = tmp_path / "hosts"
+    inventory.write_text(nobody_listens())
+    code = "from mpitrain.dashboard.cluster import ClusterView\n"
+    done = homeless(code + f"print(json.dumps(ClusterView(None, pathlib.Path({str(inventory)!r})).known()))")
+    assert done.returncode == 0, done.stderr
+    answer = json.loads(done.stdout)
+    assert answer["inventory"] == str(inventory)
+    assert answer["problems"] and all("Set XDG_STATE_HOME" in problem for problem in answer["problems"])
+
+
+def test_no_dashboard_without_a_folder_for_its_index(tmp_path: Path) -> None:
+    words = ["dashboard", "--port", "0", str(tmp_path)]
+    done = homeless(f"from mpitrain.cli import main\nsys.exit(main({words!r}))")
+    assert (done.returncode, done.stdout) == (1, ""), done.stderr
+    assert "has no entry with a home folder. Set XDG_CACHE_HOME to a folder of yours" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_check_cluster_without_a_home_folder(tmp_path: Path) -> None:
+    """The report is printed, and a line says that it is not kept."""
+    pytest.importorskip("fabric", reason="needs the packages for clusters: pip install 'mpitrain[cluster]'")
+    (tmp_path / "hosts").write_text(nobody_listens())
+    words = ["check-cluster", "-i", str(tmp_path / "hosts"), "--level", "quick", "--json"]
+    done = homeless(f"from mpitrain.cli import main\nsys.exit(main({words!r}))")
+    assert done.returncode == 1 and json.loads(done.stdout)["schema"] == 1, done.stderr
+    assert "mpitrain check-cluster: " in done.stderr and "Set XDG_STATE_HOME" in done.stderr
+
+
+def test_check_cluster_keeps_its_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a node at which no sshd listens. A check that cannot be kept is made all the same."""
+    pytest.importorskip("fabric", reason="needs the packages for clusters: pip install 'mpitrain[cluster]'")
+    (tmp_path / "hosts").write_text(nobody_listens())
+    state = tmp_path / "state"
+    monkeypatch.setenv("XDG_STATE_HOME", str(state))
+    line = [sys.executable, "-m", "mpitrain", "check-cluster", "-i", "hosts", "--level", "quick", "--json"]
+    environment = clean_environment()
+
+    def check() -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            line, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=HANG_SECONDS, check=False
+        )
+
+    done = check()
+    assert (done.returncode, done.stderr) == (1, ""), done.stderr
+    kept = read_state(state / "mpitrain" / report.REPORT_FILE, 1, 1 << 20)
+    assert kept is not None
+    assert kept["report"] == json.loads(done.stdout)
+    assert (kept["level"], kept["only"], kept["machines"]) == ("quick", [], {})
+    found = last_check()
+    assert found is not None and found["nodes"]["node1"]["address"] == "127.0.0.1"
+    assert any(one["verdict"] == "fail" and one["remedy"] for one in found["findings"])
+    (state / "mpitrain" / report.REPORT_FILE).unlink()
+    (state / "mpitrain").rmdir()
+    (state / "mpitrain").touch()
+    done = check()
+    assert done.returncode == 1 and json.loads(done.stdout)["schema"] == 1
+    assert "cannot be written, so `mpitrain dashboard` does not show this result" in done.stderr

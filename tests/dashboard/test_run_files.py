@@ -18,7 +18,7 @@ from mpitrain.dashboard import run_files
 from mpitrain.dashboard.record_reader import run_id
 from mpitrain.dashboard.run_files import files_of
 from mpitrain.errors import CheckpointError
-from mpitrain.last_word import keep_word, last_word
+from mpitrain.last_word import keep_word
 from mpitrain.state import manifest
 from mpitrain.state.store import name_of, save
 from mpitrain.state_files import state_folder
@@ -144,8 +144,7 @@ def test_only_the_newest_of_many(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.parametrize(
-    ("name", "says"),
-    [("missing", "is not on this machine"), ("file", "cannot be read"), ("a\0b", "cannot be read")],
+    ("name", "says"), [("missing", "is not on this machine"), ("file", "cannot be read"), ("a\0b", "cannot be read")]
 )
 def test_a_folder_that_cannot_be_looked_at(tmp_path: Path, name: str, says: str) -> None:
     (tmp_path / "file").touch()
@@ -153,65 +152,37 @@ def test_a_folder_that_cannot_be_looked_at(tmp_path: Path, name: str, says: str)
     assert (found["checkpoints"], says in found["problem"]) == ([], True)
 
 
-def test_what_verify_said(tmp_path: Path) -> None:
+@pytest.mark.parametrize("command", ["verify", "plan"])
+def test_what_a_command_said(tmp_path: Path, command: str) -> None:
     script = tmp_path / "train.py"
     script.write_text("1\n")
     (tmp_path / "link.py").symlink_to(script)
     run = document(folder=str(tmp_path), script="link.py")
-    assert files_of(run)["verify"] is None
-    keep_word("verify", script, ["--lr", "0.1"], ["<b>first difference</b>"], is_equal=False)
-    found = files_of(run)["verify"]
-    assert (found["is_equal"], found["arguments"], found["lines"]) == (
-        False,
-        ["--lr", "0.1"],
-        ["<b>first difference</b>"],
-    )
+    assert files_of(run)[command] is None
+    equal: Any = {"is_equal": False} if command == "verify" else {}
+    keep_word(command, script, ["--lr", "0.1"], ["<b>first difference</b>"], **equal)
+    found = files_of(run)[command]
+    assert (found["arguments"], found["lines"]) == (["--lr", "0.1"], ["<b>first difference</b>"])
     assert found["script"] == str(script) and not found["isOld"]
+    assert found.get("is_equal") == equal.get("is_equal")
     os.utime(script, (found["at"] + 5, found["at"] + 5))
-    assert files_of(run)["verify"]["isOld"]
-    keep_word("verify", script, [], ["equal"], is_equal=True)
-    assert files_of(run)["verify"]["is_equal"] is True
-    assert len(list(state_folder().iterdir())) == 1
-    assert files_of(document(folder=str(tmp_path), script="other.py"))["verify"] is None
-
-
-def test_what_plan_said(tmp_path: Path) -> None:
-    script = tmp_path / "train.py"
-    script.write_text("1\n")
-    run = document(folder=str(tmp_path))
-    assert files_of(run)["plan"] is None
-    keep_word("plan", script, ["--lr", "0.1"], ["a <b>table</b>", "a sentence"])
+    assert files_of(run)[command]["isOld"]
+    assert files_of(document(folder=str(tmp_path), script="other.py"))[command] is None
+    keep_word(command, script, [], ["equal"], **dict.fromkeys(equal, True))
     answer = files_of(run)
-    assert (answer["verify"], answer["planProblem"]) == (None, "")
-    assert (answer["plan"]["arguments"], answer["plan"]["lines"]) == (["--lr", "0.1"], ["a <b>table</b>", "a sentence"])
-    assert not answer["plan"]["isOld"]
-    os.utime(script, (answer["plan"]["at"] + 5, answer["plan"]["at"] + 5))
-    assert files_of(run)["plan"]["isOld"]
+    assert (answer[command]["lines"], answer[f"{command}Problem"]) == (["equal"], "")
     (path,) = state_folder().iterdir()
-    for change in ({"at": "x"}, {"lines": [1]}, {"arguments": 5}, {"more": 1}):
-        kept = path.read_text()
-        path.write_text(json.dumps(json.loads(kept) | change))
+    kept = json.loads(path.read_text())
+    damages = [{"at": "x"}, {"lines": [1]}, {"lines": 5}, {"arguments": 5}, {"more": 1}]
+    for change in (*damages, *([{"is_equal": "yes"}] if equal else []), None):
+        path.write_text("{" if change is None else json.dumps(kept | change))
         damaged = files_of(run)
-        assert damaged["plan"] is None
-        assert damaged["planProblem"].startswith("what mpitrain plan said last cannot be read: ")
-        path.write_text(kept)
-
-
-@pytest.mark.parametrize("change", [{"at": "x"}, {"lines": [1]}, {"lines": 5}, {"is_equal": "yes"}, {"more": 1}, None])
-def test_what_verify_said_is_damaged(tmp_path: Path, change: dict[str, Any] | None) -> None:
-    script = tmp_path / "train.py"
-    keep_word("verify", script, [], [], is_equal=None)
-    assert last_word("verify", script) is not None
-    (path,) = state_folder().iterdir()
-    path.write_text("{" if change is None else json.dumps(json.loads(path.read_text()) | change))
-    found = files_of(document(folder=str(tmp_path)))
-    assert found["verify"] is None
-    assert found["verifyProblem"].startswith("what mpitrain verify said last cannot be read: ")
-    assert "is damaged" in found["verifyProblem"]
+        assert damaged[command] is None, change
+        assert damaged[f"{command}Problem"].startswith(f"what mpitrain {command} said last cannot be read: ")
+        assert "is damaged" in damaged[f"{command}Problem"]
 
 
 def test_they_come_over_http(tmp_path: Path) -> None:
-    pytest.importorskip("uvicorn", reason="needs Starlette and uvicorn: pip install 'mpitrain[dashboard]'")
     save(tmp_path / "kept", 3, {})
     make_record(tmp_path / "runs/a", checkpoints=[str(tmp_path / "kept"), str(tmp_path / "gone")])
     (tmp_path / "runs/b").mkdir()

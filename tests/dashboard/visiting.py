@@ -49,3 +49,13 @@ def contrast(one: str, other: str) -> float:
 
     low, high = sorted(luminance(color) for color in (one, other))
     return (high + 0.05) / (low + 0.05)
+
+
+def assert_fits(page: Any, width: int, selector: str = "h1, td, th, p, a, dt, dd, li", ground: str = "body") -> None:
+    """The page is no wider than the screen, and texts stand out from their ground, by the rule of WCAG 2: 4.5 to 1."""
+    assert page.evaluate("document.documentElement.scrollWidth") <= width
+    colors = page.evaluate(
+        f"() => [...document.querySelectorAll('{selector}')].map((one) => getComputedStyle(one).color)"
+    )
+    behind = page.evaluate(f"getComputedStyle(document.querySelector('{ground}')).backgroundColor")
+    assert colors and min(contrast(color, behind) for color in set(colors)) >= 4.5

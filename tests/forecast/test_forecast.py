@@ -1,18 +1,24 @@
-"""Forecasts against times that follow from the model by arithmetic alone: links, ready times, the vote, the cores."""
+"""Forecasts against times that follow from the model by arithmetic alone, and what is read of measured steps."""
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
-from mpitrain.errors import ConfigError
+import mpitrain as mt
+from mpitrain.errors import ConfigError, DataError
 from mpitrain.forecast.machines import Machines, equal_machines
-from mpitrain.forecast.measured_steps import HostTimes, PartTimes
+from mpitrain.forecast.measured_steps import HostTimes, PartTimes, described, read_times
 from mpitrain.forecast.planner import Planner, plan_report
 from mpitrain.forecast.ways import ExchangeWay
 from mpitrain.job.step_times import SUM_BYTES
 from mpitrain.profile import DEFAULT
+from mpitrain.strategies.strategy import check_planned
 
 MB = 2**20
 RATE = 100 * MB  # bytes a second of each link
@@ -228,3 +234,61 @@ def test_within_the_noise_the_plain_way_is_kept(spread: float, size: int, expect
     assert report.answers[0].startswith(f"2 ranks: {expected}"), report.answers
     assert ("equal within the noise of the measured steps" in " ".join(report.answers)) is says
     assert ("bf16 makes it" in report.answers[-1]) is not says
+
+
+def part_of(ranks: int, samples: float, num_steps: int) -> dict[str, Any]:
+    step = {"seconds": samples / 10, "ready": [samples / 20]}
+    return {"ranks": ranks, "samples": samples, "steps": [step] * num_steps}
+
+
+def entry(host: str, *parts: dict[str, Any], **changes: Any) -> dict[str, Any]:
+    plain = {
+        "host": host, "parameters": [["p", 4000]], "parts": parts, "num_steps": 20, "is_fixed": False,
+        "memory_bytes": 10**8, "cores": 2.0, "busy_cores": 1.0, "sums": {},
+    }  # fmt: skip
+    return {**plain, **changes}
+
+
+def read(folder: Path, *entries: dict[str, Any]) -> list[HostTimes]:
+    path = folder / "times.json"
+    path.write_text(json.dumps(entries))
+    return read_times(path, "train.py")
+
+
+def test_few_steps(tmp_path: Path) -> None:
+    (one,) = read(tmp_path, entry("a", part_of(1, 8.0, 5), part_of(2, 4.0, 4), part_of(4, 2.0, 3)))
+    assert [part.num_ranks for part in one.parts] == [1, 2]
+    assert "half of only 5 steps within 0%" in described([one])
+    (many,) = read(tmp_path, entry("a", part_of(1, 8.0, 10)))
+    assert "half of the steps within 0%" in described([many])
+    with pytest.raises(
+        DataError, match=r"train.py ended after 6 steps, too few to measure on b\. .* at least 4 of them"
+    ):
+        read(tmp_path, entry("a", part_of(1, 8.0, 4)), entry("b", part_of(1, 8.0, 3), num_steps=6))
+
+
+@pytest.mark.parametrize(
+    ("changed", "samples", "expected"),
+    [
+        ({"is_fixed": True}, 8.0, "8 samples a rank, however many ranks there are on b, and 1 gradients"),
+        ({"parameters": [["p", 400]]}, 8.0, r"1 gradients \(p to p\) of 400 bytes, 8 samples a step on b, and "),
+        ({}, 6.0, "6 samples a step on b, and "),
+    ],
+)
+def test_hosts_that_train_otherwise(tmp_path: Path, changed: dict[str, Any], samples: float, expected: str) -> None:
+    with pytest.raises(DataError, match=expected):
+        read(tmp_path, entry("a", part_of(1, 8.0, 4)), entry("b", part_of(1, samples, 4), **changed))
+
+
+def test_only_sync_without_virtual_ranks() -> None:
+    planned: Any = SimpleNamespace(watch=object(), name=lambda: "rank 0 on here")
+    other: Any = SimpleNamespace(watch=None)
+    check_planned(planned, mt.Sync())
+    for strategy, kind in [
+        (mt.Sync(virtual_ranks=4), r"mt\.Sync\(virtual_ranks=4\)"),
+        (mt.LocalSGD(10), "LocalSGD"),
+        (mt.ShardedSync(), "ShardedSync"),
+    ]:
+        check_planned(other, strategy)
+        with pytest.raises(ConfigError, match=f"rank 0 on here: mpitrain plan found the strategy {kind}; allowed is "):
+            check_planned(planned, strategy)

@@ -14,7 +14,6 @@ from mpitrain.forecast.ring_times import OrderUnknownError, RingTimes, knows_ord
 from mpitrain.forecast.training import SimulatedTraining, simulate_steps
 
 pytestmark = pytest.mark.skipif(not can_compile(), reason="without Numba, all messages are events")
-
 MACHINES = equal_machines(7, bytes_per_second=1e8, latency_seconds=5e-5)
 # Buckets of several pieces a segment on few ranks, and a short one at the end.
 TRAINING = SimulatedTraining(1_000_003, 0.05, 1, "ring", bucket_mib=2.5)
@@ -41,7 +40,7 @@ CHANGES = {
 
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("change", CHANGES)
-@pytest.mark.parametrize("p", [2, 3, 4, 5, 7])
+@pytest.mark.parametrize("p", [3, 7, *(pytest.param(p, marks=pytest.mark.nightly) for p in (2, 4, 5))])
 def test_the_times_of_the_events(place: str, change: str, p: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of every step, and how long each link was busy."""
     events = simulate_steps(PLACES[place], p, CHANGES[change], 3, seed=1)  # so few messages are events

@@ -67,20 +67,13 @@ from testbed.bed_record import read_record as read_bed
 from testbed.snapshots import read_snapshot
 
 RATES = {f"{operation}_bytes_per_second": 3e9 for operation in ("encode", "add", "decode")}
-PROFILE = {
-    "schema": 2,
-    "fingerprint": {"hosts": ["a", "b"], "ranks_per_node": [2, 2], "mpi": "MPICH Version: 5.0.2"},
-    "versions": {"mpitrain": "0.2.0"},
-    "nodes": ["a", "b"],
-    "measured": {
-        "latency_between_nodes_us": 40.0,
-        "link_bytes_per_second": [[0.0, 117e6], [116e6, 0.0]],
-        "link_latency_us": [[0.0, 40.0], [40.0, 0.0]],
-        "copy_bytes_per_second": 6e9,
-        "add_bytes_per_second": 4e9,
-        "codecs": {"bf16": RATES},
-        "native_below_bytes": 32768,
-    },
+LINKS = {"link_bytes_per_second": [[0.0, 117e6], [116e6, 0.0]], "link_latency_us": [[0.0, 40.0], [40.0, 0.0]]}
+MEASURED = {"latency_between_nodes_us": 40.0, "copy_bytes_per_second": 6e9, "add_bytes_per_second": 4e9, **LINKS}
+FINGERPRINT = {"hosts": ["a", "b"], "ranks_per_node": [2, 2], "mpi": "MPICH Version: 5.0.2"}
+PROFILE: dict[str, Any] = {"schema": 2, "versions": {"mpitrain": "0.2.0"}, "nodes": ["a", "b"]}
+PROFILE |= {
+    "fingerprint": FINGERPRINT,
+    "measured": {**MEASURED, "codecs": {"bf16": RATES}, "native_below_bytes": 32768},
 }
 DOCUMENT = RunDocument(
     "1a2b", "train.py", ["--lr", "0.1"], "/home/a", {"a": [0, 1]}, "Sync", {"bucket_mib": 1.0}, "3.11.7",
@@ -91,32 +84,25 @@ EVENT = {
     "repeated_steps": 1, "teller": "ada", "at": 1e9,
 }  # fmt: skip
 ROWS = [{"step": 1, "loss": 1.5}, {"step": 2, "loss": "NaN", "events": [EVENT]}, {"step": 3, "resumed_after": 2.0}]
-FINDING = dict.fromkeys(("id", "title", "verdict", "found", "allowed", "why", "remedy"), "x") | {
-    "places": "node1",
-    "blocks": ["NET01"],
+FINDING = dict.fromkeys(("id", "title", "verdict", "found", "allowed", "why", "remedy"), "x")
+FINDING |= {"places": "node1", "blocks": ["NET01"]}
+FOUND = {
+    "schema": 1,
+    "started": "2026-01-01T00:00:00+00:00",
+    "seconds": 3.5,
+    "counts": {"ok": 3},
+    "findings": [FINDING],
 }
 REPORT = {
     "version": 1,
     "level": "full",
     "only": [],
     "skip": ["GPU01"],
-    "machines": {"node1": {"cores": 8, "memory_bytes": 1 << 34}},
-    "report": {
-        "schema": 1,
-        "started": "2026-01-01T00:00:00+00:00",
-        "seconds": 3.5,
-        "counts": {"ok": 3},
-        "findings": [FINDING],
-        "nodes": {"node1": "10.0.0.1"},
-    },
+    "report": {**FOUND, "nodes": {"node1": "10.0.0.1"}},
 }
-WAYS = {
-    "version": 1,
-    "measured": 1e9,
-    "nodes": ["a", "b"],
-    "latency_us": [[None, 40.0], [41.0, None]],
-    "bytes_per_second": [[None, 1e8], [1e8, None]],
-}
+REPORT["machines"] = {"node1": {"cores": 8, "memory_bytes": 1 << 34}}
+WAYS = {"version": 1, "measured": 1e9, "nodes": ["a", "b"], "latency_us": [[None, 40.0], [41.0, None]]}
+WAYS["bytes_per_second"] = [[None, 1e8], [1e8, None]]
 SKETCH = {"dtype": "float32", "count": 3, "norm": 1.0, "projections": [0.5] * 8}
 INVENTORY = b"""[head]
 node1 ansible_host=10.0.0.1 note="a b"   # first
@@ -129,30 +115,14 @@ workers
 ansible_user=admin
 """
 YAML = b"mpitrain_user: train\nmpitrain_share: /srv\nlist: [1, 2.5, {a: b}]\nbase: &x {k: 1}\nmore: *x\ntext: |\n  a\n"
-TOML = b"""[nodes]
-count = 16
-gbit = 1.0
-latency_us = 50
-ranks = 2
-[racks]
-nodes = 4
-uplink_gbit = 4
-[[unequal]]
-nodes = [3, 4]
-gbit = 0.1
-speed = 0.5
-"""
+TOML = b"[nodes]\ncount = 16\ngbit = 1.0\nlatency_us = 50\nranks = 2\n[racks]\nnodes = 4\nuplink_gbit = 4\n"
+TOML += b"[[unequal]]\nnodes = [3, 4]\ngbit = 0.1\nspeed = 0.5\n"
 TENSORS = {"a.weight": numpy.ones((2, 3), "f4"), "b": numpy.zeros(0)}
-MANIFEST = {
-    "format": 1,
-    "step": 5,
-    "run": "x",
-    "score": 1.5,
-    "parts": 0,
-    "values": {"step": 5, "random": {"state": 2**127}},
-    "files": {},
-    "information": {"ranks": 2, "loss": 0.5, "hosts": ["a"], "settings": {}, "command": ["x"], "time": "now"},
-}
+MANIFEST = {"format": 1, "step": 5, "run": "x", "score": 1.5, "parts": 0, "files": {}}
+MANIFEST["values"] = {"step": 5, "random": {"state": 2**127}}
+MANIFEST["information"] = {"ranks": 2, "loss": 0.5, "hosts": ["a"], "settings": {}, "command": ["x"], "time": "now"}
+STEP = {"number": 1, "kind": "step", "precision": "f4", "samples": [["a"], ["b"]], "weights": [1.0, 2.0], "loss": 0.5}
+STEP |= {"tensors": {"a": SKETCH}, "metrics": {"x": 1.0}}
 ORDER = TrainingOrder("ab", 1, "rate", "ada", 1e9, "", "0.5").plain()
 
 
@@ -189,6 +159,9 @@ def of_text(read: Callable[[str], Any], *refused: type[Exception]) -> Callable[[
 
 def as_json(*values: Any) -> tuple[bytes, ...]:
     return tuple(json.dumps(value).encode() for value in values)
+
+
+OF_ROWS = (b"".join(row + b"\n" for row in as_json(*ROWS)),)
 
 
 def profile(path: Path) -> None:
@@ -436,15 +409,9 @@ PARSERS: dict[str, Parser] = {
     "last check": Parser(as_json(REPORT), kept_state(last_check, "check-cluster.json")),
     "last ways": Parser(as_json(WAYS), kept_state(_of_check, "check-cluster-ways.json")),
     "run.json": Parser((DOCUMENT.text().encode(),), of_file(of_run, "run.json")),
-    "rows": Parser(
-        (b"".join(row + b"\n" for row in as_json(*ROWS)),),
-        of_file(lambda path: (read_rows(path), read_events(path)), "metrics.jsonl"),
-    ),
-    "rows shown": Parser((b"".join(row + b"\n" for row in as_json(*ROWS)),), of_file(of_run, "metrics.jsonl")),
-    "rows resumed": Parser(
-        (b"".join(row + b"\n" for row in as_json(*ROWS)),),
-        of_file(partial(resume, JsonLines), "metrics.jsonl"),
-    ),
+    "rows": Parser(OF_ROWS, of_file(lambda path: (read_rows(path), read_events(path)), "metrics.jsonl")),
+    "rows shown": Parser(OF_ROWS, of_file(of_run, "metrics.jsonl")),
+    "rows resumed": Parser(OF_ROWS, of_file(partial(resume, JsonLines), "metrics.jsonl")),
     "csv": Parser((b"step,loss\n1,2.5\n2,nan\n",), of_file(partial(resume, Csv), "metrics.csv")),
     "run of a service": Parser(as_json({"run": "abc", "x": 1}), of_file(lambda path: RunFile(path).read(1))),
     "manifest": Parser(as_json(MANIFEST), of_checkpoint),
@@ -452,24 +419,7 @@ PARSERS: dict[str, Parser] = {
     "baseline": Parser(as_json({"mpitrain_baseline": 1, "nodes": {"a": {"x": 1}}}), of_file(read_baseline)),
     "group_vars": Parser((YAML,), of_file(read_yaml)),
     "verify": Parser(
-        (
-            b"\n".join(
-                as_json(
-                    {"num_ranks": 2},
-                    {
-                        "number": 1,
-                        "kind": "step",
-                        "precision": "f4",
-                        "samples": [["a"], ["b"]],
-                        "weights": [1.0, 2.0],
-                        "tensors": {"a": SKETCH},
-                        "loss": 0.5,
-                        "metrics": {"x": 1.0},
-                    },
-                )
-            )
-            + b"\n",
-        ),
+        (b"\n".join(as_json({"num_ranks": 2}, STEP)) + b"\n",),
         of_file(lambda path: read_verify_record(path.parent), "record.jsonl"),
     ),
     "keys": Parser((f"{_KEYS.server_secret.hex()}\n{_KEYS.worker.text}\n".encode(),), of_file(read_keys)),
@@ -496,8 +446,7 @@ PARSERS: dict[str, Parser] = {
         (copy_in_memory(),), lambda data, _: read_copy(numpy.frombuffer(bytearray(data), numpy.uint8))
     ),
     "packages": Parser(
-        (b'a: 1\nmpitrain_python_packages: ["torch", "tqdm"]\n',),
-        of_text(lambda text: _listed(Path("all.yml"), text)),
+        (b'a: 1\nmpitrain_python_packages: ["torch", "tqdm"]\n',), of_text(lambda text: _listed(Path("all.yml"), text))
     ),
     "page of a server": Parser(
         tuple(map(as_served, as_json({"at": 5.0, "workers": []}))), of_memory(served_record.NAME, served)
@@ -510,17 +459,8 @@ PARSERS: dict[str, Parser] = {
     "roll call": Parser(as_json({"rank": 3, "descriptors": ["record"], "starter": 5}), of_socket(hear_rank)),
     "keeper": Parser(
         as_json(
-            {"keep": "1/a"},
-            {"give": "a"},
-            {"only": ["1/a"], "run": 3},
-            {"wish": "x"},
-            {"enter": "x"},
-            {"names": 1},
-            {"leave": "x", "step": 1, "ms": 5},
-            {"follow": "x"},
-            {"estate": 1},
-            {"claim": "x"},
-            {"drop": 1},
+            *({"keep": "1/a"}, {"give": "a"}, {"only": ["1/a"], "run": 3}, {"wish": "x"}, {"enter": "x"}, {"names": 1}),
+            *({"leave": "x", "step": 1, "ms": 5}, {"follow": "x"}, {"estate": 1}, {"claim": "x"}, {"drop": 1}),
         ),
         of_socket(hear_keeper),
     ),

@@ -24,7 +24,6 @@ from mpitrain.role import Role
 from mpitrain.server.security import WorkerKey, keys_of
 
 NUM_SAMPLES, BATCH, JOB = 24, 8, 4
-
 _TEMPORARY = tempfile.TemporaryDirectory()
 _FOLDER = Path(_TEMPORARY.name)  # of the keys
 

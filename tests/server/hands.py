@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from copy import deepcopy
 from dataclasses import replace
@@ -31,8 +31,10 @@ class Hand:
         self._link = WorkerLink([address], worker_key(), 10**6)
         self.life = self.ticket = ""
         self.facts, self.host = facts, host
+        self.has_ended = False
 
     def say(self, kind: str, *arrays: numpy.ndarray, **fields: Any) -> None:
+        self.has_ended |= kind == "bye"
         self._link.send(kind, {"life": self.life, **fields}, arrays)
 
     def hear(self, kind: str) -> Message:
@@ -41,6 +43,7 @@ class Hand:
             assert message is not None, f"no {kind}"
             if message.kind != "welcome":  # it may have greeted twice
                 assert message.kind == kind, message
+                self.has_ended |= kind == "refused"
                 return message
 
     def greet(self) -> Message:
@@ -83,7 +86,6 @@ class Served:
         strategy: mt.ParameterServer,
         build: Any = parts,
         hang_seconds: float = 0,
-        carried: Any = None,
         hooks: Sequence[mt.Hook] = (),
         num_servers: int = 1,
     ) -> None:
@@ -95,8 +97,7 @@ class Served:
         world = world.replaced(config=replace(world.config, hang_seconds=hang_seconds))
         with playing("server", self.address, num_servers=num_servers):
             self.trainer = mt.Trainer(build(strategy), [mt.StopAtStep(steps), *hooks], world)
-        if carried:
-            strategy.restore_own({"carried": carried})
+
         self.strategy = strategy
         self.facts = strategy._participant.facts(self.trainer.data)  # type: ignore[arg-type]
         self._others = WorkerThreads()
@@ -134,6 +135,18 @@ def hands(served: Served, number: int) -> Iterator[list[Hand]]:
             worker.close()
 
 
+@contextmanager
+def trained(served: Served, number: int, counts: float | None = None) -> Iterator[list[Hand]]:
+    """Workers that hear of the end of the run after this, unless they have left it. All parameters have this value."""
+    with hands(served, number) as workers:
+        yield workers
+        for worker in workers:
+            if not worker.has_ended:
+                worker.end()
+    served.end()
+    assert counts is None or set(served.counts) == {counts}
+
+
 def mean(job: Message, value: float = 1.0) -> numpy.ndarray:
     return numpy.full(NUM_SAMPLES, -value)
 
@@ -157,6 +170,18 @@ def say(link: WorkerLink, kind: str, arrays: Sequence[numpy.ndarray] = (), **fie
 def of(worker: Hand, job: Message) -> dict[str, Any]:
     """What shows a further server that a worker has a job."""
     return {"life": worker.life, "ticket": worker.ticket, **{name: job.fields[name] for name in ("number", "token")}}
+
+
+def push_both(worker: Hand, line: WorkerLink, job: Message, value: float = 1.0) -> None:
+    """Push to two servers, first to the further one."""
+    say(line, "push", [mean(job, value)[:12]], **of(worker, job))
+    worker.push(job, mean(job, value)[:12])
+
+
+def train_once(served: Served) -> None:
+    """A run of one step with two servers is made by one worker: nothing that came before has counted."""
+    with trained(served, 1, 1.0) as (worker,), lines_of(worker, served) as (line,):
+        push_both(worker, line, worker.pull())
 
 
 def hear(link: WorkerLink, kind: str) -> Message:
@@ -193,3 +218,41 @@ def next_message(link: ServerLink) -> Message:
         for event in events:
             if isinstance(event, Message):
                 return event
+
+
+def in_thread(call: Callable[..., object], *arguments: Any) -> tuple[threading.Thread, list[BaseException]]:
+    """Call this in a thread, and keep what it raises."""
+    errors: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            call(*arguments)
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    return thread, errors
+
+
+class MovedClock:
+    """A clock that a test moves on by 200 s with each frame of a message that has been heard of."""
+
+    def __init__(self) -> None:
+        self.passed, self.looks = 0.0, 0
+
+    def __call__(self) -> float:
+        self.looks += 1
+        return time.monotonic() + self.passed
+
+    def send(self, link: ServerLink, peer: Any, message: Iterable[Any], hears: WorkerLink, errors: list[Any]) -> None:
+        """Send a message of four frames, and wait after each until who hears it has looked at the clock."""
+        *parts, last = message
+        assert len(parts) == 3
+        for number, frame in enumerate(parts, 1):
+            link._socket.send_multipart([peer, frame])
+            until(lambda number=number: errors or hears.frames == number)
+            self.passed += 200.0
+            before = self.looks
+            until(lambda before=before: errors or self.looks > before + 1)
+        link._socket.send_multipart([peer, last])

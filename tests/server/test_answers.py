@@ -1,28 +1,31 @@
-"""What a server does with the answers of a worker that speaks its protocol by hand: late, old, wrong and stale ones."""
+"""A server and workers that speak its protocol by hand: late, old, wrong and stale answers; its end; its record."""
 
 from __future__ import annotations
 
 import math
 import re
+import socket
 import threading
-from contextlib import suppress
+import time
+from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
 import numpy
 import pytest
-import zmq
-from counting import NUM_SAMPLES
-from hands import Hand, Served, hands, mean
+from counting import JOB, NUM_SAMPLES, parts, playing, train_served
+from hands import Hand, Served, hands, mean, trained
 
 import mpitrain as mt
-from jobs import until
+from free_ports import free_address
+from jobs import HANG_SECONDS, until
 from mpitrain.compression import CODECS
 from mpitrain.config import read_config
 from mpitrain.reducer.bucket import plan_layout
 from mpitrain.reducer.division import divide
 from mpitrain.server.gradients import GradientBuffer, codec_of
 from mpitrain.server.registry import ServerRules
+from mpitrain.server.wire import MOST_HEADER_BYTES
 
 
 def is_overdue(served: Served) -> bool:
@@ -31,38 +34,11 @@ def is_overdue(served: Served) -> bool:
 
 def test_a_late_answer_counts_while_nobody_else_has_the_job() -> None:
     served = Served(1, mt.ParameterServer("async"), hang_seconds=0.5)
-    with hands(served, 1) as (worker,):
+    with trained(served, 1, 1.0) as (worker,):
         job = worker.pull()
         until(lambda: is_overdue(served))
         worker.push(job, mean(job))
-        worker.end()
-    served.end()
-    assert set(served.counts) == {1.0}
     assert [(one.units, one.dropped) for one in served.strategy.stats.workers] == [(1, 0)]
-
-
-def test_a_late_answer_is_dropped_and_its_worker_goes_on() -> None:
-    """The job of a worker that is silent for `hang_seconds` goes to the next one that is free."""
-    served = Served(3, mt.ParameterServer("async"), hang_seconds=2.0)
-    with hands(served, 2) as (slow, fast):
-        late = slow.pull()
-        until(lambda: is_overdue(served))
-        job = fast.pull()
-        assert job.fields["begin"] == late.fields["begin"] == 0
-        fast.push(job, mean(job))
-        until(lambda: served.trainer.step_number == 1)
-        slow.push(late, mean(late, 1000.0))
-        again = slow.hear("unit")
-        assert again.fields["version"] == 1
-        slow.push(again, mean(again))
-        job = fast.hear("unit")
-        fast.push(job, mean(job))
-        until(lambda: served.trainer.step_number == 3)
-        for worker in (slow, fast):
-            worker.end()
-    served.end()
-    assert set(served.counts) == {3.0}
-    assert [one.dropped for one in served.strategy.stats.workers] == [1, 0]
 
 
 def test_the_time_of_a_hook_is_no_silence_of_workers(
@@ -82,17 +58,13 @@ def test_the_time_of_a_hook_is_no_silence_of_workers(
                 passed[0] += 1000.0
 
     served = Served(3, mt.ParameterServer("async"), hang_seconds=600.0, hooks=[Long()])
-    with hands(served, 3) as workers:
+    with trained(served, 3, 3.0) as workers:
         jobs = [worker.pull() for worker in workers]
         workers[0].push(jobs[0], mean(jobs[0]))
         assert begun.wait(60)
         for worker, job in list(zip(workers, jobs, strict=True))[1:]:
             worker.push(job, mean(job))
         goes_on.set()
-        for worker in workers:
-            worker.end()
-    served.end()
-    assert set(served.counts) == {3.0}
     assert [one.dropped for one in served.strategy.stats.workers] == [0, 0, 0]
     said = capsys.readouterr().out
     assert "no answer for" not in said
@@ -100,17 +72,15 @@ def test_the_time_of_a_hook_is_no_silence_of_workers(
 
 
 def test_answers_to_another_life_are_dropped() -> None:
+    """And a gradient is divided by its loss scale."""
     served = Served(1, mt.ParameterServer("async"))
-    with hands(served, 1) as (worker,):
+    with trained(served, 1, 1.0) as (worker,):
         job = worker.pull()
         worker.push(job, mean(job, 1000.0), life="another")
         worker.hear("again")
         worker.join()
         job = worker.pull()
-        worker.push(job, mean(job))
-        worker.end()
-    served.end()
-    assert set(served.counts) == {1.0}
+        worker.push(job, mean(job, 4.0), scale=4.0)
 
 
 @pytest.mark.parametrize(
@@ -133,7 +103,7 @@ def test_answers_to_another_life_are_dropped() -> None:
 )
 def test_a_wrong_answer_sends_its_worker_away_and_others_get_the_job(gradients: Any, fields: Any, text: str) -> None:
     served = Served(1, mt.ParameterServer("async"))
-    with hands(served, 2) as (wrong, right):
+    with trained(served, 2, 1.0) as (wrong, right):
         job = wrong.pull()
         known = {"number": job.fields["number"], "version": 0, "loss": 1.0, "scale": 1.0, "unused": [], "note": None}
         wrong.say("done", *gradients, **{**known, **fields})
@@ -143,36 +113,12 @@ def test_a_wrong_answer_sends_its_worker_away_and_others_get_the_job(gradients: 
         again = right.pull()
         assert again.fields["begin"] == job.fields["begin"]
         right.push(again, mean(again))
-        right.end()
-    served.end()
-    assert set(served.counts) == {1.0}
     assert re.search(text, said), said
-
-
-def test_a_peer_that_sends_no_message_before_it_joins_is_named(capsys: pytest.CaptureFixture[str]) -> None:
-    served = Served(1, mt.ParameterServer("async"))
-    with hands(served, 1) as (worker,):
-        stranger = Hand(served.address, served.facts)
-        message = None
-        while message is None:
-            with suppress(zmq.Again):  # there is no connection yet
-                stranger._link._socket.send(b"none", zmq.NOBLOCK)
-            message = stranger._link.receive(0.5)
-        assert message.kind == "refused"
-        said: list[str] = []
-        until(lambda: said.append(capsys.readouterr().out) or "before they had joined: 1; the last" in "".join(said))
-        stranger.close()
-        job = worker.pull()
-        worker.push(job, mean(job))
-        while worker._link.receive(60).kind != "over":  # type: ignore[union-attr]
-            pass
-        worker.say("bye")
-    served.end()
 
 
 def test_a_worker_with_another_model_is_refused() -> None:
     served = Served(1, mt.ParameterServer("async"))
-    with hands(served, 1) as (worker,):
+    with trained(served, 1) as (worker,):
         stranger = Hand(served.address, [line.replace("(24,)", "(23,)") for line in served.facts], "elsewhere")
         text = stranger.greet().fields["text"]
         assert "refuses worker 2 on elsewhere: it has 'gradient count float64 (23,)', the server 'gradient" in text
@@ -180,40 +126,16 @@ def test_a_worker_with_another_model_is_refused() -> None:
         stranger.close()
         job = worker.pull()
         worker.push(job, mean(job))
-        worker.end()
-    served.end()
-
-
-def test_what_hooks_change_is_pulled() -> None:
-    """Also by a worker that has the parameters of the update itself: no job goes out before the hooks."""
-
-    class Add(mt.Hook):
-        def after_step(self, trainer: mt.Trainer, step: mt.Step) -> None:
-            trainer.adapter.parameters()["count"][...] += 10.0
-
-    served = Served(2, mt.ParameterServer("async"), hooks=[Add()])
-    with hands(served, 1) as (worker,):
-        job = worker.pull()
-        worker.push(job, mean(job))
-        job = worker.hear("unit")
-        assert set(job.arrays[0]) == {11.0}
-        worker.push(job, mean(job))
-        worker.end()
-    served.end()
-    assert set(served.counts) == {22.0}
 
 
 def test_the_rate_is_divided_by_the_staleness() -> None:
     """Three pull before the first update: their staleness is 0, 1 and 2, and the rate is 1, 1 and 1 / 2."""
     served = Served(3, mt.ParameterServer("async", staleness_correction=True))
-    with hands(served, 3) as workers:
+    with trained(served, 3) as workers:
         jobs = [worker.pull() for worker in workers]
         for number, (worker, job) in enumerate(zip(workers, jobs, strict=True), 1):
             worker.push(job, mean(job, 8.0))
             until(lambda number=number: served.trainer.step_number == number)
-        for worker in workers:
-            worker.end()
-    served.end()
     assert set(served.counts) == {8.0 + 8.0 + 4.0}
     assert served.strategy.stats.staleness == {0: 1, 1: 1, 2: 1}
 
@@ -230,7 +152,7 @@ def test_a_pull_has_what_has_changed() -> None:
         return make
 
     served = Served(3, mt.ParameterServer("async"), build)
-    with hands(served, 1) as (worker,):
+    with trained(served, 1) as (worker,):
         first = worker.pull()
         assert first.fields["runs"] == {"float64": [[0, 40_003]]}
         gradient = numpy.zeros(40_003)
@@ -244,20 +166,6 @@ def test_a_pull_has_what_has_changed() -> None:
         assert third.fields["runs"] == {}
         assert third.arrays == []
         worker.push(third, numpy.zeros(40_003))
-        worker.end()
-    served.end()
-
-
-def test_what_ranks_had_left_out_is_in_the_first_update() -> None:
-    served = Served(2, mt.ParameterServer("async"), carried={"count": -numpy.arange(24, dtype="float32")})
-    with hands(served, 1) as (worker,):
-        job = worker.pull()
-        worker.push(job, mean(job))
-        job = worker.hear("unit")
-        worker.push(job, mean(job))
-        worker.end()
-    served.end()
-    numpy.testing.assert_array_equal(served.counts, 2 + numpy.arange(24))
 
 
 @pytest.mark.parametrize("scales", [[1.0], [2.0**16], [2.0**16, 1.0, 2.0**8]])
@@ -287,12 +195,179 @@ def test_what_a_codec_leaves_out_comes_with_the_next_push(scales: list[float]) -
     assert abs(total - given).max() < left_out
 
 
-def test_auto_names_no_codec() -> None:
-    config = read_config({}, {"compression": "auto"})
-    with pytest.raises(mt.errors.MpitrainError, match="name a codec, as in MPITRAIN_COMPRESSION=int8"):
-        codec_of(config.compression)
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        (read_config({}, {"compression": "auto"}).compression, "name a codec, as in MPITRAIN_COMPRESSION=int8"),
+        ("power_sgd:2", "compression=power_sgd:2 takes two sums over the ranks"),
+    ],
+)
+def test_codecs_that_a_server_does_not_take(name: str, text: str) -> None:
+    with pytest.raises(mt.errors.MpitrainError, match=text):
+        codec_of(name)
 
 
-def test_a_server_makes_no_two_sums() -> None:
-    with pytest.raises(mt.errors.MpitrainError, match="compression=power_sgd:2 takes two sums over the ranks"):
-        codec_of("power_sgd:2")
+def test_a_run_inside_an_except_block_ends_well() -> None:
+    """The error that the caller handles is none of the run: the workers hear that it is over."""
+    build = [parts(mt.ParameterServer("sync")) for _ in range(2)]
+    try:
+        raise ValueError("handled")
+    except ValueError:
+        trainer, workers = train_served(build[0], build[1:], [mt.StopAtStep(2)])
+    assert trainer.step_number == 2
+    assert workers.errors == {}
+
+
+def test_a_worker_that_still_computes_hears_of_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The server is there until then, however long that takes. The answer itself is not needed any more."""
+    monkeypatch.setattr("mpitrain.server.coordinator._SHUTDOWN_SECONDS", 0.1)
+    served = Served(1, mt.ParameterServer("async"), hang_seconds=HANG_SECONDS)
+    with trained(served, 2, 1.0) as (slow, fast):
+        late = slow.pull()
+        job = fast.pull()
+        fast.push(job, mean(job))
+        fast.end()
+        time.sleep(2.0)  # far more than the farewell of those that wait
+        slow.push(late, mean(late))
+
+
+def test_peers_that_say_more_than_can_be_said_of_them(capsys: pytest.CaptureFixture[str]) -> None:
+    """As much as a header may hold, which is longer when it is shown. The server goes on with others."""
+    served = Served(1, mt.ParameterServer("async"))
+    long = "\\" * (MOST_HEADER_BYTES // 2 - 1000)
+    with hands(served, 4) as (worker, odd, named, failed), ExitStack() as stack:
+        stranger, far = Hand(served.address, [long]), Hand(served.address, served.facts, long)
+        for hand in (stranger, far):
+            stack.callback(hand.close)
+        assert len(stranger.greet().fields["text"]) < 10_000
+        far.join()
+        odd.say(long)
+        assert len(odd.hear("refused").fields["text"]) < 10_000
+        named.say("hello", name=long, facts=served.facts)
+        job = failed.pull()
+        failed.say("failed", number=job.fields["number"], text=long)
+        job = worker.pull()
+        worker.push(job, mean(job))
+        worker.end()
+    served.end()
+    assert len(capsys.readouterr().out) < 20_000
+
+
+def test_a_hook_that_cannot_close_leaves_no_server() -> None:
+    class Broken(mt.Hook):
+        ends_run = True
+
+        def before_run(self, trainer: mt.Trainer) -> None:
+            trainer.last_step = 0
+
+        def close(self) -> None:
+            raise OSError("no space left")
+
+    address = free_address()
+    with playing("server", address):
+        trainer = mt.Trainer(parts(mt.ParameterServer()), [Broken()])
+    with pytest.raises(OSError, match="no space left"):
+        trainer.run()
+    host, port = address.split(":")
+    socket.create_server((host, int(port))).close()
+
+
+BYTES = 8 * NUM_SAMPLES  # of the parameters, and of the gradients
+
+
+class Kept:
+    """A writer that keeps its rows."""
+
+    def __init__(self) -> None:
+        self.rows: list[dict[str, float]] = []
+
+    def open(self, after_step: int) -> None:
+        pass
+
+    def write(self, row: dict[str, float], events: Any = ()) -> None:
+        self.rows.append(row)
+
+    def close(self) -> None:
+        pass
+
+
+def test_the_record_of_a_run(capfd: pytest.CaptureFixture[str]) -> None:
+    """The second of two workers answers a job after two updates of the first one."""
+    kept, other = Kept(), Kept()
+    hooks = [mt.Record([kept], steps=2), mt.Record([other], meters=[mt.meters.Communication()], steps=4)]
+    served = Served(4, mt.ParameterServer("async", unit_samples=JOB), hooks=hooks)
+    with trained(served, 2) as (first, second):
+        slow = second.pull()
+        for _ in range(2):
+            job = first.pull()
+            first.push(job, mean(job))
+        job = first.hear("unit")
+        second.push(slow, mean(slow))
+        second.hear("unit")
+        first.push(job, mean(job))
+    assert [row["step"] for row in kept.rows] == [2, 4]
+    named = ("workers", "staleness", "largest_staleness", "pulled_bytes", "pushed_bytes")
+    # The jobs of both workers and the second of the first one went out before update 2, then three others.
+    assert [tuple(row[name] for name in named) for row in kept.rows] == [
+        (2, 0, 0, 3 / 2 * BYTES, BYTES),
+        (2, 1.5, 2, 2 / 2 * BYTES, BYTES),
+    ]
+    assert all(0 <= row["waiting_share"] <= 1 for row in kept.rows)
+    assert all("communication_share" not in row for row in [*kept.rows, *other.rows])
+    assert "Communication is not recorded on this rank" in capfd.readouterr().err
+
+
+def test_workers_of_ranks(capfd: pytest.CaptureFixture[str]) -> None:
+    kept = Kept()
+    trainer = mt.Trainer(
+        parts(mt.Sync()), [mt.StopAtStep(2), mt.Record([kept], meters=[mt.meters.Workers(), mt.meters.Loss()])]
+    )
+    trainer.run()
+    trainer.close()
+    assert list(kept.rows[0]) == ["step", "epoch", "samples", "seconds", "loss"]
+    assert "Workers is not recorded on this rank. " in capfd.readouterr().err
+
+
+def test_the_time_of_a_hook_counts() -> None:
+    """An answer comes while a hook works, so the next update is made at once. Its time is also that of the hook."""
+    has_come, seconds = threading.Event(), 1.0
+
+    class Works(mt.Hook):
+        def after_step(self, trainer: mt.Trainer, step: Any) -> None:
+            steps.append(step.seconds)
+            if step.number == 1:
+                assert has_come.wait(60)
+                time.sleep(seconds)
+
+    steps: list[float] = []
+    served = Served(2, mt.ParameterServer("async", unit_samples=JOB), hooks=[Works()])
+    with trained(served, 2) as (first, second):
+        jobs = [worker.pull() for worker in (first, second)]
+        first.push(jobs[0], mean(jobs[0]))
+        until(lambda: steps)
+        second.push(jobs[1], mean(jobs[1]))
+        has_come.set()
+    assert steps[1] >= seconds
+
+
+def test_the_share_of_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A worker computes for 3 s, waits 2 s for a hook, and computes for 1 s, by a clock that this test moves."""
+    clock = [1000.0]
+    monkeypatch.setattr("mpitrain.server.participant.ServerRules", partial(ServerRules, now=lambda: clock[0]))
+
+    class Works(mt.Hook):
+        def after_step(self, trainer: mt.Trainer, step: Any) -> None:
+            clock[0] += 2.0
+
+    kept = Kept()
+    served = Served(2, mt.ParameterServer("async"), hooks=[mt.Record([kept], steps=1), Works()])
+    with trained(served, 1) as (worker,):
+        job = worker.pull()
+        clock[0] += 3.0
+        worker.push(job, mean(job))
+        job = worker.hear("unit")
+        clock[0] += 1.0
+        worker.push(job, mean(job))
+    assert [row["waiting_share"] for row in kept.rows] == [0.0, 2 / 3]
+    (stats,) = served.strategy.stats.workers
+    assert (stats.seconds, stats.waited_seconds) == (4.0, 2.0)

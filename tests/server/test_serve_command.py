@@ -1,7 +1,8 @@
-"""`mpitrain serve` and `mpitrain work`: real processes on the loopback, with real faults."""
+"""`mpitrain serve`, `mpitrain work` and `mpitrain run --servers`: real processes on the loopback, with real faults."""
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -10,25 +11,21 @@ import socket
 import stat
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from commands import TRAIN, Commands
 from counting import COUNTING_SCRIPT, check_counts
 
-from jobs import REPOSITORY
-from mpitrain.server.security import make_keys
+from jobs import REPOSITORY, Job, run_command, run_job
+from mpitrain.cli import main
+from mpitrain.server.security import keys_of, make_keys
 
 PROGRAM = [*TRAIN, "--epochs", "3"]
 # Long enough for a second worker to come while the first one trains, on a busy machine too.
 LONG = [*TRAIN, "--epochs", "100"]
-
-
-@pytest.fixture
-def commands(tmp_path: Path) -> Iterator[Commands]:
-    with Commands(tmp_path) as made:
-        yield made
 
 
 def last_accuracy(output: str) -> float:
@@ -86,43 +83,6 @@ def test_a_server_two_workers_and_others_that_are_refused(commands: Commands, tm
     assert key_file.read_text().split()[0] not in server.output  # the server's own secret
 
 
-def test_known_workers(commands: Commands) -> None:
-    server = commands.serve("--hosts", "localhost/cpux2", program=[*TRAIN, "--epochs", "60"])
-    server.until("2 here")
-    assert server.end() == 0, server.output
-    assert last_accuracy(server.output) > 0.85
-    assert "2 workers (0 gone)" in server.output
-    host = socket.gethostname()
-    assert {line.split("]")[0] for line in server.output.splitlines() if line.startswith(f"[{host}:")} == {
-        f"[{host}:1",
-        f"[{host}:2",
-    }
-
-
-def test_without_encryption_on_the_loopback(commands: Commands) -> None:
-    server = commands.serve("--plain", "lo", "--hosts", "localhost/cpu", program=PROGRAM)
-    server.until("MPITRAIN_KEY=")
-    encrypted = commands.work(*PROGRAM, MPITRAIN_STALL_SECONDS="1", MPITRAIN_HANG_SECONDS="3")
-    assert server.end() == 0, server.output
-    assert f"mpitrain work --plain 127.0.0.1:{commands.port} " in server.output
-    assert encrypted.end() == 1
-
-
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_ends_server_and_known_workers(commands: Commands, number: signal.Signals) -> None:
-    server = commands.serve("--hosts", "localhost/cpux2", program=[*TRAIN, "--epochs", "100000"])
-    server.until("step 24")
-    server.signal(number)
-    assert server.end() == 128 + number, server.output
-
-
-def test_known_workers_end_when_the_command_is_killed(commands: Commands) -> None:
-    server = commands.serve("--hosts", "localhost/cpux2", program=[*TRAIN, "--epochs", "100000"])
-    server.until("step 24")
-    server.signal(signal.SIGKILL)
-    assert server.end() == -signal.SIGKILL  # and nothing is left: see Commands
-
-
 def test_a_server_that_fails_and_a_worker_that_waits_in_vain(commands: Commands, tmp_path: Path) -> None:
     (tmp_path / "fails.py").write_text("import sys\nimport mpitrain as mt\nmt.init()\nsys.exit(7)\n")
     server = commands.serve("--hosts", "localhost/cpu", program=[str(tmp_path / "fails.py")])
@@ -132,25 +92,6 @@ def test_a_server_that_fails_and_a_worker_that_waits_in_vain(commands: Commands,
     waits = f"no program listens at 127.0.0.1:{commands.port}: the server has not begun, or has ended"
     assert f"{waits}; this worker waits until 2 s are over" in worker.output
     assert "Start this worker again when the server is there" in worker.output
-
-
-def test_a_server_that_is_killed_and_started_again(commands: Commands, tmp_path: Path) -> None:
-    """The workers wait for it, and train on from its checkpoint. One of them was there before the server."""
-    program = [*TRAIN, "--epochs", "40", "--checkpoints", str(tmp_path / "checkpoints")]
-    early = commands.work(*program, MPITRAIN_KEY=_key(commands), MPITRAIN_STALL_SECONDS="1")
-    early.until("has not been heard of for . s: no program listens at")
-    server = commands.serve(program=program)
-    late = commands.work(*program)
-    server.until("step 60: test accuracy")
-    server.signal(signal.SIGKILL)
-    server.end()
-    again = commands.serve(program=program)
-    for command in (again, early, late):
-        assert command.end() == 0, command.output
-    steps = [int(step) for step in re.findall(r"step (\d+): test", again.output)]
-    assert steps[0] > 12
-    assert steps[-1] == 480
-    assert "2 workers (0 gone)" in again.output
 
 
 def test_two_servers_for_one_job(commands: Commands, tmp_path: Path) -> None:
@@ -183,8 +124,6 @@ def test_two_servers_for_one_job(commands: Commands, tmp_path: Path) -> None:
 
 def _key(commands: Commands) -> str:
     """The key of a server that has not been started yet."""
-    from mpitrain.server.security import keys_of
-
     return keys_of(commands.state / "mpitrain" / f"serve-{commands.port}.key").worker.text
 
 
@@ -212,13 +151,14 @@ def test_no_worker_at_all_and_ctrl_c(commands: Commands) -> None:
         (["work", "lab1:5000"], "name a script, as in `mpitrain work HOST:5000 train.py`"),
         (["work", "lab1", TRAIN[0]], "the address 'lab1' is none; it must be HOST:PORT"),
         (["work", "lab1:1", TRAIN[0]], "there is no key: MPITRAIN_KEY is not set, and there is no .*serve-1.key"),
+        (["run", "-n", "3", "--servers", "3", TRAIN[0]], "3 of them servers, leave none for workers; start at least 4"),
+        (["run", "-n", "1", "--servers", "1", TRAIN[0]], "leave none for workers; start at least 2"),
+        (["run", "-n", "3", "--servers", "1", "--restarts", "1", TRAIN[0]], "start the server with `mpitrain serve`"),
     ],
 )
 def test_wrong_use(
     words: list[str], text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from mpitrain.cli import main
-
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
     monkeypatch.delenv("MPITRAIN_KEY", raising=False)
     try:
@@ -230,26 +170,16 @@ def test_wrong_use(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_port_in_use(commands: Commands) -> None:
-    with socket.create_server(("", commands.port)):
-        server = commands.serve(program=PROGRAM)
-        assert server.end() == 2
-    assert f"port {commands.port} is in use on this machine" in server.output
-    assert "MPITRAIN_KEY" not in server.output
-
-
-def test_what_is_shown(commands: Commands) -> None:
-    server = commands.serve("--hosts", "localhost/cuda:0-1", "--show", program=PROGRAM)
-    assert server.end() == 0
-    first, *workers, last = server.output.splitlines()
-    assert last == f"mpitrain work {socket.gethostname()}:{commands.port} {' '.join(PROGRAM)}"
+def test_what_is_shown(capfd: pytest.CaptureFixture[str]) -> None:
+    assert main(["serve", "--port", "5100", "--hosts", "localhost/cuda:0-1", "--show", *PROGRAM]) == 0
+    first, *workers, last = (output := capfd.readouterr().out).splitlines()
+    assert last == f"mpitrain work {socket.gethostname()}:5100 {' '.join(PROGRAM)}"
     assert first == " ".join([sys.executable, *PROGRAM])
-    command = f"mpitrain work 127.0.0.1:{commands.port} {' '.join(PROGRAM)}"
+    command = f"mpitrain work 127.0.0.1:5100 {' '.join(PROGRAM)}"
     assert [line.rpartition(command)[2] for line in workers] == ["  # on cuda:0", "  # on cuda:1"]
-    shown = commands.serve("--show", program=PROGRAM)
-    assert shown.end() == 0
-    assert shown.output.splitlines() == [first, last]
-    assert "MPITRAIN_KEY" not in shown.output + server.output
+    assert main(["serve", "--port", "5100", "--show", *PROGRAM]) == 0
+    assert (shown := capfd.readouterr().out).splitlines() == [first, last]
+    assert "MPITRAIN_KEY" not in shown + output
 
 
 def test_without_pyzmq(tmp_path: Path) -> None:
@@ -261,3 +191,116 @@ def test_without_pyzmq(tmp_path: Path) -> None:
         assert done.returncode == 2, done.stderr
         assert "a job with servers needs pyzmq (no such library)" in done.stderr
         assert "pip install 'mpitrain[serve]'" in done.stderr
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Callable[[str], str]:
+    """Writes the training that counts its samples, in a mode, and returns its path."""
+
+    def write(mode: str, **changes: str) -> str:
+        text = COUNTING_SCRIPT.replace("MODE", repr(mode))
+        for old, new in changes.items():
+            text = text.replace(f"trainer.{old}()", new)
+        (tmp_path / "train.py").write_text(text)
+        return str(tmp_path / "train.py")
+
+    return write
+
+
+@pytest.mark.parametrize("mode", ["async", pytest.param("sync", marks=pytest.mark.nightly)])
+def test_killed_workers_and_a_killed_server(
+    commands: Commands, tmp_path: Path, script: Callable[[str], str], mode: str
+) -> None:
+    """Every sample counts once in the end, the workers come back by themselves, and end with exit code 0.
+
+    One of them was there before the server.
+    """
+    program = [script(mode), str(tmp_path / "saved"), "0", "0.01"]
+    early = commands.work(*program, MPITRAIN_KEY=_key(commands), MPITRAIN_STALL_SECONDS="1")
+    early.until("has not been heard of for . s: no program listens at")
+    server = commands.serve(program=program)
+    lost, late = commands.work(*program), commands.work(*program)
+    server.until(r"3 here[^\0]*step \d+0\n")
+    lost.signal(signal.SIGKILL)
+    server.until(r"worker \d on .* has gone \(.*\); 2 here")
+    joined = commands.work(*program)
+    server.until(r"gone[^\0]*has joined; 3 here")
+    server.signal(signal.SIGKILL)
+    server.end()
+    again = commands.serve(program=program)
+    again.until(r"has joined; 3 here[^\0]*step \d+\n")
+    (tmp_path / "saved/stop").touch()
+    for command in (again, early, late, joined):
+        assert command.end() == 0, command.output
+    begun = re.search(r"resumed from .* at step (\d+)", again.output)
+    assert begun and 0 < int(begun[1]) < check_counts(again.output)
+    assert "3 workers (0 gone)" in again.output
+
+
+def run_ranks(*words: str) -> Job:
+    return run_command([sys.executable, "-m", "mpitrain", "run", *words])
+
+
+def test_the_ranks_of_one_mpiexec(tmp_path: Path, script: Callable[[str], str]) -> None:
+    """In mode sync, the first work units go out when all workers are there."""
+    job = run_ranks("-n", "5", "--servers", "3", script("sync"), str(tmp_path / "saved"), "20", "0")
+    assert (job.code, job.left) == (0, []), job.output
+    counts, position, steps = json.loads(re.search(r"end (.*)", job.stdout)[1])  # type: ignore[index]
+    assert (steps, sum(counts), position["epoch"], position["cursor"]) == (20, 80, 3, 8)
+    assert job.stdout.count("end [") == 1
+    assert re.search(r"mpitrain: 2 workers \(0 gone\), 40 work units, 20 updates", job.stdout), job.output
+    places = ", ".join(rf"server {number} on \S+ \(rank {number}\): 64 B" for number in range(3))
+    assert re.search(f"{places} of 192 B of parameters", job.stdout), job.output
+
+
+@pytest.mark.parametrize(
+    ("signal_name", "text"),
+    [
+        ("SIGKILL", r"rank 1 on \S+ was killed by signal 9"),
+        pytest.param(
+            "SIGSTOP",
+            r"server 1 on \S+ \(rank 1\) is gone \(.*\), and its part of the parameters with it. Start",
+            marks=pytest.mark.nightly,
+        ),
+    ],
+)
+def test_a_further_server_that_is_lost_ends_the_job(tmp_path: Path, script: Any, signal_name: str, text: str) -> None:
+    ends = f"os.kill(os.getpid(), signal.{signal_name})"
+    begin = "import signal, threading\nfrom mpitrain.job.start import the_job\n"
+    begin += f"if the_job().role.kind == 'shard':\n    threading.Timer(2.0, lambda: {ends}).start()\ntrainer.run()"
+    job = run_ranks("-n", "4", "--servers", "2", script("async", run=begin), str(tmp_path / "saved"), "0", "0.01")
+    assert job.code not in (0, None), job.output
+    assert re.search(text, job.output), job.output
+    assert job.left == []
+
+
+def test_equal_ranks_are_refused(tmp_path: Path) -> None:
+    job = run_job(2, COUNTING_SCRIPT.replace("MODE", repr("sync")), str(tmp_path), "5", "0")
+    assert job.code != 0
+    assert "make the first one a server, `mpitrain run -n 2 --servers 1`, or take mt.Sync()" in job.stderr
+
+
+def test_known_workers_without_encryption(commands: Commands) -> None:
+    """A worker with encryption does not come in."""
+    server = commands.serve("--plain", "lo", "--hosts", "localhost/cpux2", program=[*TRAIN, "--epochs", "30"])
+    server.until("MPITRAIN_KEY=")
+    encrypted = commands.work(*PROGRAM, MPITRAIN_STALL_SECONDS="1", MPITRAIN_HANG_SECONDS="3")
+    server.until("2 here")
+    assert server.end() == 0, server.output
+    assert last_accuracy(server.output) > 0.85
+    assert "2 workers (0 gone)" in server.output
+    assert f"mpitrain work --plain 127.0.0.1:{commands.port} " in server.output
+    named = {line.split("]")[0] for line in server.output.splitlines() if line.startswith(f"[{socket.gethostname()}:")}
+    assert named == {f"[{socket.gethostname()}:{number}" for number in (1, 2)}
+    assert encrypted.end() == 1
+
+
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGTERM, 128 + signal.SIGTERM), (signal.SIGKILL, -signal.SIGKILL)]
+)
+def test_a_signal_ends_server_and_known_workers(commands: Commands, number: signal.Signals, code: int) -> None:
+    """And nothing is left: see Commands. Ctrl-C: test_shown_servers.py."""
+    server = commands.serve("--hosts", "localhost/cpux2", program=[*TRAIN, "--epochs", "100000"])
+    server.until("step 24")
+    server.signal(number)
+    assert server.end() == code, server.output

@@ -1,36 +1,109 @@
-"""Links between a server and its workers, over real sockets."""
+"""Links of a server and its workers, over real sockets: also killed, stopped, started again, out of reach."""
 
 from __future__ import annotations
 
 import os
 import re
+import signal
 import socket
 import subprocess
 import sys
 import threading
 import time
-from contextlib import ExitStack, closing
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy
 import pytest
 import zmq
-from linking import KEYS, MOST, a_server, a_worker, one_message, reply, until
 
 from free_ports import free_port
-from jobs import HANG_SECONDS
+from jobs import HANG_SECONDS, clean_environment
 from mpitrain.errors import ConfigError, WireError
 from mpitrain.role import Role
 from mpitrain.server.participant import connected
-from mpitrain.server.security import check_way
-from mpitrain.server.server_link import Disconnected
-from mpitrain.server.wire import CHUNK_BYTES, Message
+from mpitrain.server.security import ServerKeys, WorkerKey, check_way, make_keys
+from mpitrain.server.server_link import Disconnected, Event, ServerLink
+from mpitrain.server.wire import CHUNK_BYTES, Message, Peer
 from mpitrain.server.worker_link import WorkerLink, parse_address
+
+KEYS = make_keys()
+MOST = 2**23
+
+# Says hello, and then waits for messages.
+WORKER = """
+import sys
+import threading
+from mpitrain.server.security import parse_key
+from mpitrain.server.worker_link import WorkerLink
+link = WorkerLink([sys.argv[1]], parse_key(sys.argv[2], "the key"), 2**23, silence_seconds=float(sys.argv[3]))
+link.send("hello", {"number": 1})
+while True:
+    link.receive(60.0)
+"""
+
+
+def a_server(
+    *, keys: ServerKeys = KEYS, address: str = "127.0.0.1:*", plain: str = "", silence: float = 10.0
+) -> ServerLink:
+    return ServerLink(address, keys, MOST, plain=plain, silence_seconds=silence)
+
+
+def a_worker(server: ServerLink, key: WorkerKey = KEYS.worker, *, plain: bool = False) -> WorkerLink:
+    return WorkerLink([server.address], key, MOST, plain=plain)
+
+
+def until(server: ServerLink, holds: Callable[[list[Event]], bool]) -> list[Event]:
+    """All events until these have come."""
+    events: list[Event] = []
+    deadline = time.monotonic() + HANG_SECONDS
+    while not holds(events):
+        assert time.monotonic() < deadline, events
+        events += server.receive(1.0)
+    return events
+
+
+def one_message(server: ServerLink) -> Message:
+    (message,) = until(server, bool)
+    assert isinstance(message, Message)
+    return message
+
+
+def reply(server: ServerLink, worker: WorkerLink) -> Message:
+    """The next message of the server, while both sides look."""
+    deadline = time.monotonic() + HANG_SECONDS
+    while (message := worker.receive(0.1)) is None:
+        assert time.monotonic() < deadline
+        assert server.receive(0.0) == []
+    return message
+
+
+@contextmanager
+def worker_process(server: ServerLink, silence: float) -> Iterator[subprocess.Popen[bytes]]:
+    command = [sys.executable, "-c", WORKER, server.address, KEYS.worker.text, str(silence)]
+    process = subprocess.Popen(command, env=clean_environment())
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+
+
+def greeted(server: ServerLink, worker: WorkerLink) -> Peer:
+    """The worker says hello: the server has to look while it waits to come in. The worker, as the server knows it."""
+    send = threading.Thread(target=worker.send, args=("hello", {}))
+    send.start()
+    peer = one_message(server).peer
+    send.join()
+    return peer
 
 
 @pytest.mark.parametrize("plain", ["", "lo"])
-def test_both_ways(plain: str) -> None:
+def test_both_ways(plain: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A clock on the wall that jumps does not matter: nobody looks at it."""
+    monkeypatch.setattr(time, "time", lambda: pytest.fail("the clock was read"))
     with closing(a_server(plain=plain)) as server, closing(a_worker(server, plain=bool(plain))) as worker:
         values = numpy.random.default_rng(0).random(3 * CHUNK_BYTES // 8 + 1)
         send = threading.Thread(target=worker.send, args=("done", {"unit": 7}, [values, values[:0]]))
@@ -92,6 +165,7 @@ with closing(ServerLink("10.9.9.1:*", keys, 1000, plain="tun7")) as server:
                 break
         print(worker.is_connected or worker.trouble())
 """
+
 OWN_NETWORK = """
 mount -t sysfs none /sys && ip link set lo up || exit 1
 ip tuntap add dev tun7 mode tun && ip address add 10.9.9.1/24 dev tun7 && ip link set tun7 up || exit 1
@@ -139,58 +213,6 @@ def test_what_was_sent_before_the_end_is_delivered() -> None:
         assert server.receive(0.2) == []
 
 
-def test_a_hundred_light_workers() -> None:
-    """Each is answered, and each end is seen. All of them in one thread, so that this stays cheap."""
-    with closing(a_server()) as server, ExitStack() as stack:
-        begun = threading.Event()
-        served: dict[int, bytes] = {}
-        errors: list[BaseException] = []
-
-        def work() -> None:
-            try:
-                links = [stack.enter_context(closing(a_worker(server))) for _ in range(100)]
-                for number, link in enumerate(links):
-                    link.send("hello", {"number": number}, [numpy.full(1000, number)])
-                for number, link in enumerate(links):
-                    while (message := link.receive(1.0)) is None:
-                        pass
-                    assert message.fields == {"number": number}
-                    assert (message.arrays[0] == number).all()
-            except BaseException as error:
-                errors.append(error)
-            finally:
-                begun.set()
-
-        thread = threading.Thread(target=work)
-        thread.start()
-        deadline = time.monotonic() + HANG_SECONDS
-        while not begun.is_set():
-            assert time.monotonic() < deadline
-            for event in server.receive(0.1):
-                assert isinstance(event, Message)
-                served[event.fields["number"]] = event.peer
-                server.send(event.peer, "unit", event.fields, event.arrays)
-        thread.join()
-        assert errors == []
-        assert sorted(served) == list(range(100))
-        assert len(set(served.values())) == 100
-        stack.close()
-        gone = until(server, lambda events: len(events) == 100)
-        assert {event.peer for event in gone if isinstance(event, Disconnected)} == set(served.values())
-
-
-def test_no_clock_on_the_wall_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A clock that jumps does not matter: only time.monotonic and ZeroMQ's monotonic clock are read."""
-    monkeypatch.setattr(time, "time", lambda: pytest.fail("the clock was read"))
-    with closing(a_server(silence=2.0)) as server, closing(a_worker(server)) as worker:
-        send = threading.Thread(target=worker.send, args=("hello", {}))
-        send.start()
-        peer = one_message(server).peer
-        send.join()
-        server.send(peer, "unit", {})
-        assert reply(server, worker).kind == "unit"
-
-
 def test_a_port_in_use() -> None:
     with closing(a_server()) as server:
         port = server.address.split(":")[1]
@@ -213,10 +235,7 @@ def test_an_address_that_is_none(address: str) -> None:
 def test_a_message_of_the_server_that_cannot_be_read() -> None:
     """Both sides must have the same sizes; a worker says what it does not take."""
     with closing(a_server()) as server, closing(WorkerLink([server.address], KEYS.worker, 100)) as worker:
-        send = threading.Thread(target=worker.send, args=("hello", {}))
-        send.start()
-        peer = one_message(server).peer
-        send.join()
+        peer = greeted(server, worker)
         server.send(peer, "unit", {}, [numpy.zeros(1000)])
         with pytest.raises(WireError, match=r"allowed are|each length is"):
             reply(server, worker)
@@ -237,3 +256,107 @@ def test_nothing_of_zeromq_stays() -> None:
 def _own(kind: str) -> set[str]:
     """What this process has, by number: threads ("task") or descriptors ("fd")."""
     return set(os.listdir(f"/proc/self/{kind}"))  # noqa: PTH208 - names are wanted
+
+
+def test_a_killed_worker_is_seen_at_once() -> None:
+    with closing(a_server(silence=1000.0)) as server, worker_process(server, 1000.0) as process:
+        peer = one_message(server).peer
+        process.kill()
+        # Not by silence: that would take longer than `until` waits.
+        assert until(server, bool) == [Disconnected(peer, "its connection has ended")]
+
+
+def test_a_stopped_worker_is_seen_by_its_silence_and_comes_back() -> None:
+    silence = 5.0  # a process may get no processor for some seconds
+    with closing(a_server(silence=silence)) as server, worker_process(server, silence) as process:
+        peer = one_message(server).peer
+        assert server.receive(1.5 * silence) == []  # a worker that only waits is not silent
+        process.send_signal(signal.SIGSTOP)
+        assert until(server, bool) == [Disconnected(peer, "its connection has ended")]
+        process.send_signal(signal.SIGCONT)
+        assert process.poll() is None
+
+
+def test_a_server_that_computes_for_long_loses_no_worker() -> None:
+    """Nobody reads meanwhile: a message waits in the sockets, and signs of life come behind it."""
+    with ExitStack() as stack:
+        silence = 5.0
+        server = stack.enter_context(closing(a_server(silence=silence)))
+        worker = stack.enter_context(closing(WorkerLink([server.address], KEYS.worker, MOST, silence_seconds=silence)))
+        peer = greeted(server, worker)
+        worker.send("done", {}, [numpy.zeros(MOST, numpy.uint8)])
+        time.sleep(1.5 * silence)
+        message = one_message(server)
+        assert (message.peer, message.kind) == (peer, "done")
+
+
+def test_a_server_that_is_started_again() -> None:
+    server = a_server()
+    with ExitStack() as stack:
+        worker = stack.enter_context(closing(a_worker(server)))
+        before = greeted(server, worker)
+        server.close()
+        worker.send("next", {})  # dropped: it would come too late
+        again = stack.enter_context(closing(a_server(address=server.address)))
+        deadline = time.monotonic() + HANG_SECONDS
+        events: list[Event] = []
+        while not events:
+            assert time.monotonic() < deadline
+            asking = threading.Thread(target=worker.send, args=("hello again", {}))
+            asking.start()
+            while asking.is_alive():
+                events += again.receive(0.05)
+            asking.join()
+            events += again.receive(0.05)
+        assert {event.kind for event in events if isinstance(event, Message)} == {"hello again"}
+        assert before not in {event.peer for event in events}
+
+
+def test_the_server_is_looked_for_at_several_addresses() -> None:
+    with closing(a_server()) as server, socket.create_server(("127.0.0.1", 0)) as silent:
+        nobody, free = silent.getsockname()[1], free_port()
+        addresses = [f"127.0.0.1:{free}", f"127.0.0.1:{nobody}", f"localhost:{server.address.split(':')[1]}"]
+        with closing(WorkerLink(addresses, KEYS.worker, MOST)) as worker:
+            stop = threading.Event()
+
+            def ask() -> None:
+                while not stop.is_set():
+                    worker.send("hello", {})
+
+            asking = threading.Thread(target=ask)
+            asking.start()
+            message = one_message(server)
+            stop.set()
+            asking.join()
+            assert message.kind == "hello"
+            assert worker.address == addresses[2]
+
+
+def test_why_nothing_comes() -> None:
+    with closing(WorkerLink([f"127.0.0.1:{free_port()}"], KEYS.worker, MOST)) as worker:
+        assert worker.receive(0.1) is None
+        assert "no program listens at 127.0.0.1:" in worker.trouble()
+    with closing(WorkerLink(["nowhere.invalid:5000"], KEYS.worker, MOST)) as worker:
+        worker.send("hello", {})
+        assert worker.receive(0.1) is None
+        assert worker.trouble() == "the name nowhere.invalid cannot be resolved"
+    with closing(a_server()) as server, closing(a_worker(server)) as worker:
+        greeted(server, worker)
+        assert worker.trouble() == f"the server at {server.address} is there, and does not answer"
+
+
+def test_a_machine_that_drops_packets() -> None:
+    """As behind a firewall: nothing comes back, because the queue of connections is full and the kernel drops more."""
+    with socket.socket() as full, ExitStack() as stack:
+        full.bind(("127.0.0.1", 0))
+        full.listen(0)
+        address = f"127.0.0.1:{full.getsockname()[1]}"
+        for _ in range(2):
+            waiting = stack.enter_context(socket.socket())
+            waiting.setblocking(False)
+            waiting.connect_ex(full.getsockname())
+        worker = stack.enter_context(closing(WorkerLink([address], KEYS.worker, MOST)))
+        assert worker.receive(0.1) is None
+        assert re.match(
+            f"nothing answers at {address}: the machine is off, or a firewall drops .*sudo ufw allow", worker.trouble()
+        )

@@ -8,15 +8,13 @@ import signal
 import socket
 import sys
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from commands import TRAIN, Commands, processes
 from counting import COUNTING_SCRIPT, check_counts, worker_key
-from hands import Hand, Served, hands, lines_of, mean, of, say
-from listing import line_with
+from hands import Hand, Served, train_once
 
 import mpitrain as mt
 from jobs import HANG_SECONDS
@@ -30,19 +28,17 @@ from mpitrain.server.shard import ShardServer
 from mpitrain.server.wire import MOST_HEADER_BYTES
 
 HOST = socket.gethostname()
-
-
-@pytest.fixture
-def commands(tmp_path: Path) -> Iterator[Commands]:
-    with Commands(tmp_path) as made:
-        yield made
+CONTEXTS = [JobContext(serve=ServeTask("server")), JobContext(serve=ServeTask("shard", 1))]
 
 
 @pytest.mark.parametrize(
     ("mode", "killed", "code", "text"),
     [
         ("sync", "shard", 1, "server 1 was killed by signal 9; the job ends with it"),
-        ("async", "server", 137, "server 0 was killed by signal 9; the other servers end too"),
+        pytest.param(
+            *("async", "server", 137, "server 0 was killed by signal 9; the other servers end too"),
+            marks=pytest.mark.nightly,
+        ),
     ],
 )
 def test_a_lost_server_ends_all_and_workers_wait_for_the_next_ones(
@@ -80,35 +76,12 @@ def test_a_lost_server_ends_all_and_workers_wait_for_the_next_ones(
     assert not any("end [" in worker.output for worker in workers)
 
 
-def test_known_workers_and_ctrl_c(commands: Commands) -> None:
-    """`mpitrain ps` counts the servers. Nothing is left: see Commands."""
-    servers = commands.serve(
-        "--servers", "2", "--plain", "lo", "--hosts", "localhost/cpux2", program=[*TRAIN, "--epochs", "100000"]
-    )
-    servers.until("step 24")
-    assert len(processes(servers, "shard")) == 1
-    line_with(servers, RANKS=f"2 servers on {re.escape(HOST)}, 2 workers")
-    servers.signal(signal.SIGINT)
-    assert servers.end() == 130, servers.output
-
-
 def test_the_port_of_a_further_server_is_in_use(commands: Commands) -> None:
     with socket.create_server(("", commands.port + 1)):
         servers = commands.serve("--servers", "2", program=TRAIN)
         assert servers.end() == 2
     assert f"port {commands.port + 1} is in use on this machine" in servers.output
     assert "MPITRAIN_KEY" not in servers.output
-
-
-def test_a_script_without_a_parameter_server_is_refused(commands: Commands, tmp_path: Path) -> None:
-    """Each server would train all of it by itself. The first one that says so ends the other."""
-    script, saved = tmp_path / "train.py", tmp_path / "saved"
-    script.write_text(COUNTING_SCRIPT.replace("mt.ParameterServer(MODE)", "mt.Sync()"))
-    servers = commands.serve("--servers", "2", program=[str(script), str(saved), "3", "0"])
-    assert servers.end() == 1, servers.output
-    said = "is a {} of a job with servers, and `build` has made the strategy Sync"
-    assert any(said.format(kind) in servers.output for kind in ("server", "shard")), servers.output
-    assert not saved.exists()
 
 
 def test_a_worker_is_not_taken_for_a_server(
@@ -141,39 +114,13 @@ def test_a_worker_is_not_taken_for_a_server(
             in message.fields["text"]
         )
     goes_on.set()
-    with hands(served, 1) as (worker,), lines_of(worker, served) as (line,):
-        job = worker.pull()
-        say(line, "push", [mean(job)[:12]], **of(worker, job))
-        worker.push(job, mean(job)[:12])
-        worker.end()
-    served.end()
+    train_once(served)
     liar.close()
-    assert set(served.counts) == {1.0}
     output = capsys.readouterr().out
     assert "a liar" not in output
     # However often it comes: see RejectedPeers.
     assert "before they had joined: 1; the last one because it says that it is server 1, and has not the" in output
     assert len(output) < 10_000
-
-
-def test_a_first_server_that_does_not_notice_is_ended(
-    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    """The other one has failed before it has joined. The first one waits for it in vain, and does not hear signals."""
-    monkeypatch.setattr(serving, "_NOTICE_SECONDS", 0.5)
-    program = (
-        "import os, sys, signal, time\n"
-        "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
-        "time.sleep(1000) if os.environ['_MPITRAIN_SERVE_KIND'] == 'server' else sys.exit(3)"
-    )
-    contexts = [JobContext(serve=ServeTask("server")), JobContext(serve=ServeTask("shard", 1))]
-    with started([sys.executable, "-c", program], contexts, handed_over("")) as servers:
-        code = None
-        while code is None:
-            code = servers.look()
-        assert code == -signal.SIGKILL
-        assert servers.finish() == 3
-    assert "server 1 ended with exit code 3; the job ends with it" in capfd.readouterr().err
 
 
 # A further server crashes when it ends. The first one goes on after its run until the file "go" is there.
@@ -214,20 +161,68 @@ def test_a_further_server_that_crashes_at_its_end_ends_nothing(commands: Command
     assert worker.end() == 0, worker.output
 
 
-def run_servers(program: str, *signals: int) -> tuple[int, int]:
+def run_servers(program: str, *signals: int, are_gone: bool = False) -> tuple[int, int]:
     """Run this code in two servers. Signals come when the first one has said that it is there. Return both codes."""
-    contexts = [JobContext(serve=ServeTask("server")), JobContext(serve=ServeTask("shard", 1))]
     read, write = os.pipe()
-    with started([sys.executable, "-c", program.replace("LINE", str(write))], contexts, write) as servers:
+    with started([sys.executable, "-c", program.replace("LINE", str(write))], CONTEXTS, write) as servers:
         if signals:
             assert os.read(read, 1) == b"."
         os.close(read)
         for number in signals:
             servers.signal(number)
-        code = None
-        while code is None:
-            code = servers.look()
+        for process in (servers._first, *servers._others) if are_gone else ():
+            process.wait()
+        while (code := servers.look()) is None:
+            pass
         return code, servers.finish()
+
+
+SERVERS = """
+import os, signal, sys, time
+from pathlib import Path
+from mpitrain.watching.served_record import ServedPage
+
+def publish(stage, has_failed):
+    page = ServedPage()
+    page.write({"at": time.monotonic(), "stage": stage, "has_failed": has_failed})
+    Path("PATH").touch()
+    time.sleep(2.0)
+    sys.exit(has_failed)
+
+if os.environ["_MPITRAIN_SERVE_KIND"] == "server":
+    FIRST
+while not Path("PATH").exists() and IS_TOLD:
+    time.sleep(0.01)
+sys.exit(3)
+"""
+ENDS_IT, GOES_ON = "; the job ends with it", " after the run; server 0 goes on without it"
+
+
+@pytest.mark.parametrize(
+    ("first", "codes", "text"),
+    [
+        # It waits in vain for the other one, which has not joined, and does not hear signals.
+        ("signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(1000)", (-signal.SIGKILL, 3), ENDS_IT),
+        # Its own failure is due to that of the other one, also if both are gone when the launcher looks.
+        ("sys.exit(1)", (1, 1), ENDS_IT),
+        # It may have heard of the failure before the launcher has seen it, and ends by itself.
+        *((f"publish('{stage}', 1)", (1, 1), ENDS_IT) for stage in ("leaves", "over")),
+        *((f"publish('{stage}', 0)", (0, 0), GOES_ON) for stage in ("leaves", "over")),
+    ],
+)
+def test_a_further_server_that_fails(
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    first: str,
+    codes: tuple[int, int],
+    text: str,
+) -> None:
+    monkeypatch.setattr(serving, "_NOTICE_SECONDS", 0.5 if "SIG_IGN" in first else 0.2)
+    program = SERVERS.replace("FIRST", first).replace("PATH", str(tmp_path / "go"))
+    program = program.replace("IS_TOLD", str("publish" in first))
+    assert run_servers(program, are_gone=first == "sys.exit(1)") == codes
+    assert f"mpitrain: server 1 ended with exit code 3{text}\n" in capfd.readouterr().err
 
 
 SLOW_END = """
@@ -250,55 +245,6 @@ def test_a_first_server_that_ends_slowly_ends_its_checkpoint(monkeypatch: pytest
     assert run_servers(SLOW_END, signal.SIGINT, signal.SIGINT) == (-signal.SIGKILL, 128 + signal.SIGINT)
 
 
-def test_a_server_whose_failure_has_ended_the_first_one_is_named(capfd: pytest.CaptureFixture[str]) -> None:
-    """Also if both are gone when the launcher looks."""
-    contexts = [JobContext(serve=ServeTask("server")), JobContext(serve=ServeTask("shard", 1))]
-    program = "import os, sys; sys.exit(1 if os.environ['_MPITRAIN_SERVE_KIND'] == 'server' else 3)"
-    with started([sys.executable, "-c", program], contexts, handed_over("")) as servers:
-        for process in (servers._first, *servers._others):
-            process.wait()
-        assert servers.look() == 1
-        assert servers.finish() == 1
-    assert "server 1 ended with exit code 3; the job ends with it" in capfd.readouterr().err
-
-
-PUBLISHES = """
-import os, sys, time
-from pathlib import Path
-from mpitrain.watching.served_record import ServedPage
-
-if os.environ["_MPITRAIN_SERVE_KIND"] == "server":
-    page = ServedPage()
-    page.write({"at": time.monotonic(), "stage": "STAGE", "has_failed": FAILED})
-    Path("PATH").touch()
-    time.sleep(2.0)
-    sys.exit(FAILED)
-while not Path("PATH").exists():
-    time.sleep(0.01)
-sys.exit(3)
-"""
-
-
-@pytest.mark.parametrize("stage", ["leaves", "over"])
-@pytest.mark.parametrize(
-    ("has_failed", "text"),
-    [(1, "the job ends with it"), (0, "after the run; server 0 goes on without it")],
-)
-def test_a_first_server_that_has_noticed_ends_by_itself(
-    monkeypatch: pytest.MonkeyPatch,
-    capfd: pytest.CaptureFixture[str],
-    tmp_path: Path,
-    stage: str,
-    has_failed: int,
-    text: str,
-) -> None:
-    """It may have heard of the failure before the launcher has seen it."""
-    monkeypatch.setattr(serving, "_NOTICE_SECONDS", 0.2)
-    program = PUBLISHES.replace("STAGE", stage).replace("FAILED", str(has_failed)).replace("PATH", str(tmp_path / "go"))
-    assert run_servers(program) == (has_failed, has_failed)
-    assert f"mpitrain: server 1 ended with exit code 3{';' * has_failed} {text}\n" in capfd.readouterr().err
-
-
 def test_servers_end_if_one_cannot_be_started(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[Any] = []
     real = serving.subprocess.Popen
@@ -310,10 +256,9 @@ def test_servers_end_if_one_cannot_be_started(monkeypatch: pytest.MonkeyPatch) -
         return made[0]
 
     monkeypatch.setattr(serving.subprocess, "Popen", one)
-    contexts = [JobContext(serve=ServeTask("server")), JobContext(serve=ServeTask("shard", 1))]
     with (
         pytest.raises(LaunchError, match="too many processes"),
-        started([sys.executable, "-c", "import time; time.sleep(1000)"], contexts, handed_over("")),
+        started([sys.executable, "-c", "import time; time.sleep(1000)"], CONTEXTS, handed_over("")),
     ):
         pass
     assert made[0].poll() == -signal.SIGKILL

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import signal
 import subprocess
 import sys
@@ -12,13 +13,30 @@ from typing import Any
 
 import numpy
 import pytest
-from counting import NUM_SAMPLES, parts, train_served, worker_key
-from hands import Hand, Served, hands, hear, lines_of, mean, next_message, of, say, two_lines
+from counting import NUM_SAMPLES, WorkerThreads, parts, train_served, worker_key
+from hands import (
+    Hand,
+    Served,
+    hands,
+    hear,
+    in_thread,
+    lines_of,
+    mean,
+    next_message,
+    of,
+    push_both,
+    say,
+    train_once,
+    trained,
+    two_lines,
+)
 
 import mpitrain as mt
 from free_ports import free_address
 from jobs import HANG_SECONDS, clean_environment, until
-from mpitrain.server import shard
+from mpitrain.errors import LaunchError
+from mpitrain.server import gradients, shard, shards, wire
+from mpitrain.server.parameters import ParameterShard
 from mpitrain.server.security import make_keys
 from mpitrain.server.server_link import ServerLink
 from mpitrain.server.shard import ShardServer
@@ -29,7 +47,7 @@ HALF = """
 import sys
 sys.path[:0] = sys.argv[3].split(":")
 import numpy
-from hands import Hand, of
+from hands import Hand, of, push_both, train_once
 from mpitrain.server.security import parse_key
 import hands
 hands.worker_key = lambda: parse_key(sys.argv[2], "the key")
@@ -50,6 +68,7 @@ shard._link.receive(60)  # the server has read the push by now
 print("pushed", flush=True)
 sys.stdin.read()
 """
+
 PART = slice(8, 16)  # of server 1 of 3
 
 
@@ -86,7 +105,7 @@ def test_a_worker_that_is_killed_between_its_pushes(mode: str) -> None:
 def test_what_is_pushed_twice_counts_once() -> None:
     """Also where the second gradient is another one."""
     served = Served(2, mt.ParameterServer("async"), num_servers=2)
-    with hands(served, 1) as (worker,), lines_of(worker, served) as (line,):
+    with trained(served, 1, 2.0) as (worker,), lines_of(worker, served) as (line,):
         job = worker.pull()
         for number in range(2):
             assert job.fields["runs"] == {"float64": [[0, 12]]}
@@ -99,9 +118,6 @@ def test_what_is_pushed_twice_counts_once() -> None:
             worker.push(job, numpy.full(12, -1.0))
             if number == 0:
                 job = worker.hear("unit")
-        worker.end()
-    served.end()
-    assert set(served.counts) == {2.0}
 
 
 def test_a_server_keeps_nothing_of_jobs_that_a_worker_does_not_have(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -111,7 +127,7 @@ def test_a_server_keeps_nothing_of_jobs_that_a_worker_does_not_have(monkeypatch:
     monkeypatch.setattr(ShardServer, "_begin", lambda self: (made.append(self), begin(self))[1])
     served = Served(2, mt.ParameterServer("async"), num_servers=2)
     gradient = numpy.full(12, 1000.0)
-    with hands(served, 2) as (worker, other), lines_of(worker, served) as (line,):
+    with trained(served, 2, 2.0) as (worker, other), lines_of(worker, served) as (line,):
         job, lost = worker.pull(), other.pull()
         own = of(worker, job)
         wrong = [{"ticket": f"of nobody {number}"} for number in range(5)] + [{"number": 10**6}, {"number": "1"}]
@@ -138,9 +154,6 @@ def test_a_server_keeps_nothing_of_jobs_that_a_worker_does_not_have(monkeypatch:
                 say(line, "pull", **of(worker, job), at_least=0, version=-1)
                 hear(line, "parameters")
                 assert not shard._shard.pushes
-        worker.end()
-    served.end()
-    assert set(served.counts) == {2.0}
     # Also what was pulled and pushed for nothing: by its worker until then, and by the first server from both.
     stats = served.strategy.stats
     assert [one.bytes_in for one in stats.servers] == [2 * 12 * 8, 5 * 12 * 8]
@@ -161,10 +174,8 @@ def test_a_late_answer_is_dropped_by_all_servers() -> None:
         third.join()
         job = third.pull()
         assert job.fields["begin"] == late.fields["begin"]
-        say(line, "push", [numpy.full(12, 1000.0)], **of(slow, late))
-        slow.push(late, numpy.full(12, 1000.0))
-        say(line, "push", [numpy.full(12, -1.0)], **of(third, job))
-        third.push(job, numpy.full(12, -1.0))
+        push_both(slow, line, late, -1000.0)
+        push_both(third, line, job, 1.0)
         for worker in (slow, fast, third):
             worker.end()
         third.close()
@@ -176,20 +187,18 @@ def test_a_late_answer_is_dropped_by_all_servers() -> None:
 def test_an_answer_that_comes_too_late_in_parts_counts_once_and_its_worker_goes_on() -> None:
     """The first server has its part of the late answer before the update, and the other server's comes after it."""
     served = Served(2, mt.ParameterServer("sync", backup=1), num_servers=2)
-    with hands(served, 2) as (slow, fast), lines_of(slow, served) as (late_line,), lines_of(fast, served) as (line,):
+    with (
+        trained(served, 2, 2.0) as (slow, fast),
+        lines_of(slow, served) as (late_line,),
+        lines_of(fast, served) as (line,),
+    ):
         late, job = slow.pull(), fast.pull()
         slow.push(late, numpy.full(12, 1000.0))
         until(lambda: served.strategy.stats.servers[0].bytes_in == 12 * 8)
-        say(line, "push", [mean(job)[:12]], **of(fast, job))
-        fast.push(job, mean(job)[:12])
+        push_both(fast, line, job)
         again = slow.hear("unit")  # it has not asked again
         say(late_line, "push", [numpy.full(12, 1000.0)], **of(slow, late))
-        say(late_line, "push", [mean(again)[:12]], **of(slow, again))
-        slow.push(again, mean(again)[:12])
-        for worker in (slow, fast):
-            worker.end()
-    served.end()
-    assert set(served.counts) == {2.0}
+        push_both(slow, late_line, again)
     assert [one.dropped for one in served.strategy.stats.workers] == [1, 0]
 
 
@@ -232,22 +241,17 @@ def test_what_is_lost_with_a_connection_is_asked_and_pushed_again() -> None:
     keys, address = make_keys(), free_address()
     stack = ExitStack()
     lines, replica, _ = stack.enter_context(two_lines(address, keys.worker))
-    errors: list[BaseException] = []
+    pushed = threading.Event()
 
     def work() -> None:
-        try:
-            lines.pull({"number": 3, "version": 5}, {"life": "a life", "ticket": "a ticket"}, "a worker")
-            lines.push({"number": 3}, [[numpy.arange(12.0)]])
-            while not pushed.is_set():
-                lines.resend("a worker")
-                time.sleep(0.01)
-        except BaseException as error:
-            errors.append(error)
+        lines.pull({"number": 3, "version": 5}, {"life": "a life", "ticket": "a ticket"}, "a worker")
+        lines.push({"number": 3}, [[numpy.arange(12.0)]])
+        while not pushed.is_set():
+            lines.resend("a worker")
+            time.sleep(0.01)
 
-    pushed = threading.Event()
-    thread = threading.Thread(target=work, daemon=True)
     with closing(ServerLink(address, keys, 10**6)) as link:
-        thread.start()
+        thread, errors = in_thread(work)
         assert next_message(link).kind == "pull"
     with closing(ServerLink(address, keys, 10**6)) as link:
         question = next_message(link)
@@ -293,3 +297,91 @@ def test_a_server_that_is_lost_when_all_is_fetched_holds_up_nobody(monkeypatch: 
     trainer, others = train_served(builds[0], builds[1:2], [mt.StopAtStep(3)], shard_builds=builds[2:])
     assert others.errors == {}
     assert set(trainer.adapter.parameters()["count"]) == {0.125}
+
+
+def test_a_refused_push_ends_its_worker() -> None:
+    keys, address = make_keys(), free_address()
+    with two_lines(address, keys.worker) as (lines, _, _), closing(ServerLink(address, keys, 10**6)) as link:
+        until(lambda: lines._links[0].receive(0.05) or lines._links[0].is_connected or link.receive(0.05))
+        lines.push({"number": 3}, [[numpy.arange(12.0)]])
+        link.send(next_message(link).peer, "refused", {"text": "no pass"})
+        with pytest.raises(LaunchError, match="a worker: the server: no pass"):
+            while True:
+                lines.resend("a worker")
+
+
+def test_a_worker_that_was_given_the_port_of_a_further_server() -> None:
+    """It ends with a word, and nobody else notices."""
+    served, lost = Served(1, mt.ParameterServer("async"), num_servers=2), WorkerThreads()
+    lost.start(served.addresses[1], [parts(mt.ParameterServer("async"))])
+    lost.end()
+    (error,) = lost.errors.values()
+    assert isinstance(error, LaunchError)
+    port = served.address.rpartition(":")[2]
+    remedy = f"Start the worker with the address of the first server, which listens at port {port}"
+    assert re.fullmatch(rf"server 1 on \S+ gives out no work units\. {remedy}", str(error))
+    train_once(served)
+
+
+def test_notes_of_many_workers_are_longer_than_a_message(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Together, or of one worker alone, which is sent away."""
+    most = 60_000
+    told: list[Any] = []
+    apply = ParameterShard.apply
+
+    def seen(self: Any, gradients: Any, remarks: Any, *rest: Any) -> float:
+        told.append(remarks.notes)
+        return apply(self, gradients, remarks, *rest)
+
+    monkeypatch.setattr(ParameterShard, "apply", seen)
+    monkeypatch.setattr(wire, "MOST_HEADER_BYTES", most)
+    monkeypatch.setattr(gradients, "MOST_HEADER_BYTES", most)
+    served = Served(1, mt.ParameterServer("sync", unit_samples=2), num_servers=2)
+    notes = [letter * (most // 2 - 10) for letter in "aba"]
+    with trained(served, 5, 1.0) as (long, *workers), ExitStack() as stack:
+        lines = [stack.enter_context(lines_of(worker, served))[0] for worker in workers]
+        job = long.pull()
+        long.push(job, mean(job)[:12], note="c" * (most // 2))
+        assert f"takes {most // 2 + 8} bytes as JSON; allowed are {most // 2}" in long.hear("refused").fields["text"]
+        jobs = [worker.pull() for worker in workers]
+        for worker, job, note, line in zip(workers, jobs, [*notes, None], lines, strict=True):
+            say(line, "push", [mean(job)[:12]], **of(worker, job))
+            worker.push(job, mean(job)[:12], note=note)
+    assert len(told) == 2
+    assert sorted(map(str, told[0])) == sorted(map(str, told[1])) == sorted([*notes, "None"])
+    assert told[0] == told[1]
+
+
+def test_an_update_of_more_answers_than_one_message_holds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps of 8 answers, at most 3 of them in a message. All that are allowed fit, however long they are."""
+    longest = ["f" * 16, 10**15, 10**6, 1.2345678901234567e-300]
+    list(wire.frames(0, "answers", {"answers": [longest] * shards._MOST_ANSWERS}))
+    monkeypatch.setattr(shards, "_MOST_ANSWERS", 3)
+    sizes: list[int] = []
+    tell = shards.Shards._tell
+
+    def seen(self: Any, kind: str, fields: Any) -> None:
+        if kind == "answers":
+            sizes.append(len(fields["answers"]))
+        tell(self, kind, fields)
+
+    monkeypatch.setattr(shards.Shards, "_tell", seen)
+    builds = [parts(mt.ParameterServer("sync", unit_samples=1)) for _ in range(5)]
+    trainer, others = train_served(builds[0], builds[1:3], [mt.StopAtStep(6)], shard_builds=builds[3:])
+    assert others.errors == {}
+    assert sizes == [3, 3, 2] * 6
+    assert set(trainer.adapter.parameters()["count"]) == {2 / 8}
+
+
+@pytest.mark.parametrize("arrays", [[], [numpy.zeros(12, "float32")], [numpy.zeros(24)]])
+def test_a_wrong_part_sends_its_worker_away(arrays: Any) -> None:
+    served = Served(1, mt.ParameterServer("async"), num_servers=2)
+    with trained(served, 2, 1.0) as (wrong, right), lines_of(wrong, served) as (line,):
+        job = wrong.pull()
+        say(line, "push", arrays, **of(wrong, job))
+        text = wrong.hear("refused").fields["text"]
+        assert "the server dismisses worker 1 on hand: " in text
+        assert "allowed are" in text
+        again = right.pull()
+        assert again.fields["begin"] == job.fields["begin"]
+        push_both(right, line, again)

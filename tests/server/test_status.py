@@ -12,7 +12,7 @@ from typing import Any
 import numpy
 import pytest
 from counting import JOB, NUM_SAMPLES
-from hands import Served, hands, mean
+from hands import Served, hands, mean, trained
 
 import mpitrain as mt
 from jobs import HANG_SECONDS, until
@@ -53,7 +53,7 @@ def published(holds: Callable[[dict[str, Any]], object]) -> dict[str, Any]:
 def test_a_hundred_workers() -> None:
     """90 answer once, one badly, one twice, one goes, and all others compute. Each gradient is older than the last."""
     served = Served(91, mt.ParameterServer("async", unit_samples=JOB))
-    with hands(served, 100) as workers:
+    with trained(served, 100) as workers:
         jobs = [worker.pull() for worker in workers]
         for worker, job in zip(workers[:90], jobs, strict=False):
             worker.push(job, mean(job))
@@ -65,21 +65,8 @@ def test_a_hundred_workers() -> None:
         facts = published(lambda facts: facts["here"] == 99 and facts["all"]["dropped"])
         lines = lines_of(facts)
         workers[99].push(jobs[99], mean(jobs[99]))  # the last update
-        for worker in [*workers[:91], *workers[92:]]:
-            worker.end()
-    served.end()
-    assert lines[0].split() == [
-        "WORKER",
-        "HOST",
-        "STATE",
-        "UNITS",
-        "SAMPLES",
-        "SAMPLES/S",
-        "PULLED",
-        "PUSHED",
-        "REFUSED",
-        "LATE",
-    ]
+    titles = ["WORKER", "HOST", "STATE", "UNITS", "SAMPLES", "SAMPLES/S", "PULLED", "PUSHED", "REFUSED", "LATE"]
+    assert lines[0].split() == titles
     rows = [re.split(r"  +", line) for line in lines[1:101]]
     assert [row[0] for row in rows] == [f"worker {1 + number}" for number in (*range(91), *range(92, 100), 91)]
     assert {row[1] for row in rows} == {"hand"}
@@ -109,7 +96,7 @@ def test_a_hundred_workers() -> None:
 def test_what_workers_do() -> None:
     """In a step of three jobs, two are answered. A fourth worker does not ask, and the third is silent for long."""
     served = Served(1, mt.ParameterServer("sync", unit_samples=3), hang_seconds=2.0)
-    with hands(served, 4) as workers:
+    with trained(served, 4) as workers:
         jobs = [worker.pull() for worker in workers[:3]]
         for worker, job in zip(workers[:2], jobs, strict=False):
             worker.push(job, mean(job))
@@ -124,15 +111,12 @@ def test_what_workers_do() -> None:
         )
         job = taker.hear("unit")
         taker.push(job, mean(job))
-        for worker in workers:
-            worker.end()
-    served.end()
 
 
 def test_the_run_is_over() -> None:
     """`mpitrain ps` says so while a worker still computes, and when the script goes on."""
     served = Served(1, mt.ParameterServer("async"), hang_seconds=HANG_SECONDS)
-    with hands(served, 2) as (slow, fast):
+    with trained(served, 2) as (slow, fast):
         late, job = slow.pull(), fast.pull()
         assert state_of(published(lambda facts: facts["here"] == 2)) == "trains"
         fast.push(job, mean(job))
@@ -141,8 +125,6 @@ def test_the_run_is_over() -> None:
         )
         fast.end()
         slow.push(late, mean(late))
-        slow.end()
-    served.end()
     assert state_of({**read(os.getpid()), "seconds": 1000.0}) == "its run is over"
 
 
@@ -151,16 +133,28 @@ def test_the_run_is_not_over_while_servers_are_still_to_come(monkeypatch: pytest
     stages: list[str] = []
     monkeypatch.setattr(Shards, "gather_late", lambda *_: stages.append(read(os.getpid())["stage"]))
     served = Served(1, mt.ParameterServer("async"))
-    with hands(served, 1) as (worker,):
+    with trained(served, 1) as (worker,):
         worker.push(job := worker.pull(), mean(job))
-        worker.end()
-    served.end()
     assert stages == ["runs"]
     assert read(os.getpid())["stage"] == "over"
 
 
 def state_of(facts: dict[str, Any]) -> str:
     return RunningJob("1", is_launched=True, is_served=True, served=facts).state([])
+
+
+@pytest.mark.parametrize(
+    ("joined", "here", "seconds", "state"),
+    [
+        (2, 2, 0.0, "waits for 1 of 3 workers"),
+        (3, 2, 0.0, "trains"),
+        (3, 0, 0.0, "waits for workers"),
+        (3, 2, 60.0, "server in a hook or an update, since 60 s"),
+    ],
+)
+def test_states(joined: int, here: int, seconds: float, state: str) -> None:
+    facts = {"joined": joined, "here": here, "expected": 3, "seconds": seconds, "stage": "runs"}
+    assert state_of(facts) == state
 
 
 def test_most_workers_are_gone(monkeypatch: pytest.MonkeyPatch) -> None:

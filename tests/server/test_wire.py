@@ -1,11 +1,13 @@
-"""Messages as frames: what goes in comes out, and whatever else comes in is refused before memory is taken for it."""
+"""Messages as frames: what goes in comes out, and all else is refused before memory is taken for it. Keys."""
 
 from __future__ import annotations
 
 import json
 import re
+import stat
 import struct
 import tracemalloc
+from pathlib import Path
 from typing import Any
 
 import ml_dtypes
@@ -14,7 +16,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mpitrain.errors import WireError
+from mpitrain.errors import ConfigError, WireError
+from mpitrain.server.security import key_file, keys_of, make_keys, parse_key, read_keys
 from mpitrain.server.wire import (
     CHUNK_BYTES,
     DTYPES,
@@ -99,23 +102,6 @@ def test_the_rest_of_a_broken_message_is_dropped() -> None:
     assert (message.arrays[0] == array).all()
 
 
-@given(st.data())
-@settings(max_examples=200, deadline=None)
-def test_changed_frames_are_refused_or_are_messages(data: st.DataObject) -> None:
-    """Whatever a frame becomes: there is a message, or there is none, or there is a WireError."""
-    sent = [numpy.arange(6, dtype=numpy.float32).reshape(2, 3), numpy.array([True])]
-    parts = [bytearray(part) for part in frames(1, "done", {"unit": 3, "loss": 0.5}, sent)]
-    for _ in range(data.draw(st.integers(1, 3))):
-        part = parts[data.draw(st.integers(0, len(parts) - 1))]
-        place = data.draw(st.integers(0, len(part)))
-        part[place : place + data.draw(st.integers(0, 4))] = data.draw(st.binary(max_size=4))
-    try:
-        for message in received([bytes(part) for part in parts]):
-            assert all(array.nbytes <= MOST for array in message.arrays)
-    except WireError as error:
-        assert str(error)
-
-
 def header(described: Any, **others: Any) -> bytes:
     (first,) = frames(1, "k", {})
     text = json.dumps({"kind": "k", "fields": {}, "arrays": described} | others)
@@ -184,3 +170,70 @@ def test_bfloat16_and_scalars() -> None:
     (message,) = received(list(frames(1, "x", {}, sent)))
     assert [array.shape for array in message.arrays] == [(5,), (), (0, 7)]
     assert [array.dtype for array in message.arrays] == [array.dtype for array in sent]
+
+
+def test_the_text_of_a_key() -> None:
+    keys = make_keys()
+    text = keys.worker.text
+    assert re.fullmatch(r"[A-Za-z0-9_-]{88}", text)
+    assert parse_key(f" {text}\n", "the key") == keys.worker
+    assert keys.worker.password.decode() not in text
+    for wrong in (
+        "",
+        text[:-1],
+        text[:20] + text[21:],
+        text.replace(text[5], "A" if text[5] != "A" else "B"),
+        text + "x",
+        "é" * 88,
+    ):
+        with pytest.raises(ConfigError, match="MPITRAIN_KEY is no key: "):
+            parse_key(wrong, "MPITRAIN_KEY")
+
+
+def test_a_server_that_starts_again_has_its_keys(tmp_path: Path) -> None:
+    path = tmp_path / "state" / "serve-5000.key"
+    keys = keys_of(path)
+    assert keys_of(path) == read_keys(path) == keys
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
+    assert list(path.parent.iterdir()) == [path]
+    assert keys_of(tmp_path / "other.key") != keys
+
+
+def test_keys_that_others_may_read_are_not_used(tmp_path: Path) -> None:
+    path = tmp_path / "serve.key"
+    keys_of(path)
+    path.chmod(0o640)
+    with pytest.raises(ConfigError, match=f"mode 640; it must be yours, with mode 600.*rm {path}"):
+        keys_of(path)
+
+
+@pytest.mark.parametrize("text", ["", "one two three", "ab", "zz\n" + "A" * 88, b"\xff\xfe".decode("latin1")])
+def test_a_file_without_keys(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "serve.key"
+    keys_of(path)
+    path.write_text(text, "latin1")
+    with pytest.raises(ConfigError, match=r"no file with a server's keys|cannot be read"):
+        keys_of(path)
+
+
+def test_secrets_of_two_servers_do_not_mix(tmp_path: Path) -> None:
+    path, other = tmp_path / "serve.key", make_keys()
+    keys = keys_of(path)
+    path.write_text(f"{other.server_secret.hex()}\n{keys.worker.text}\n")
+    with pytest.raises(ConfigError, match="no file with a server's keys"):
+        keys_of(path)
+
+
+def test_where_keys_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    assert key_file(5000) == tmp_path / "mpitrain" / "serve-5000.key"
+    monkeypatch.delenv("XDG_STATE_HOME")
+    monkeypatch.setenv("HOME", "/home/somebody")
+    assert key_file(80) == Path("/home/somebody/.local/state/mpitrain/serve-80.key")
+
+
+def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match="set XDG_STATE_HOME to a folder of yours"):
+        keys_of(tmp_path / "file" / "serve.key")

@@ -11,6 +11,7 @@ from typing import Any
 import numpy
 import pytest
 from counting import NUM_SAMPLES, counting
+from hands import in_thread
 
 import mpitrain as mt
 from free_ports import free_address
@@ -51,17 +52,12 @@ def test_the_time_of_a_job_is_no_silence_of_the_server(tmp_path: Any) -> None:
     world = mt.init()
     adapter = mt.ArrayFunction(slow, {"count": numpy.zeros(NUM_SAMPLES)}, mt.optim.SGD(1.0))
     data = mt.data.ArrayData(world, numpy.arange(NUM_SAMPLES), global_batch=8)
-    errors: list[BaseException] = []
 
     def work() -> None:
         with closing(WorkerLink([address], keys.worker, 10**6)) as link:
-            try:
-                worker_with(link, adapter, data, lambda: time.monotonic() + passed[0]).work()
-            except BaseException as error:
-                errors.append(error)
+            worker_with(link, adapter, data, lambda: time.monotonic() + passed[0]).work()
 
-    thread = threading.Thread(target=work, daemon=True)
-    thread.start()
+    thread, errors = in_thread(work)
     with closing(ServerLink(address, keys, 10**6)) as link:
         peer = hear(link, "hello").peer
         link.send(peer, "welcome", {"life": "first", "name": "a worker", "ticket": "t", "ports": []})

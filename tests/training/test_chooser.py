@@ -1,13 +1,17 @@
-"""What is chosen, from numbers alone: a trial after a forecast, and the way back where the forecast was wrong."""
+"""What is chosen, from numbers alone: a trial after a forecast, the way back, step times, the probe's words."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
 from mpitrain.forecast.ways import ExchangeWay
-from mpitrain.strategies.chooser import Chooser, Decision, StepSeconds
+from mpitrain.reducer.means import Overlap
+from mpitrain.strategies.chooser import Chooser, Decision, StepParts, StepSeconds
+from mpitrain.strategies.virtual_ranks import ProbeFinding, judge
 
 NONE, BF16, INT8 = ExchangeWay("auto"), ExchangeWay("auto", "bf16"), ExchangeWay("auto", "int8")
 RING_1 = ExchangeWay("ring", bucket_mib=1)
@@ -128,3 +132,91 @@ def test_a_small_gain_is_not_tried(predicted: float) -> None:
     run = Run({NONE: 0.1, BF16: 0.01}, {NONE: 0.1, BF16: predicted})
     assert run.go(3000).way == NONE
     assert set(run.taken) == {NONE}
+
+
+class Clock:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = 100.0
+        clock = SimpleNamespace(perf_counter=lambda: self.now, process_time=lambda: self.now / 4)
+        monkeypatch.setattr("mpitrain.strategies.chooser.time", clock)
+
+    def step(self, parts: StepParts, computed: float, exposed: float) -> None:
+        """Gradient 1 is in after half of the computation, gradient 0 at its end."""
+        parts.begin()
+        for index in (1, 0):
+            self.now += computed / 2
+            parts.ready(index)
+        self.now += exposed
+        parts.end(Overlap(computed, exposed, exposed))
+
+
+def test_medians(monkeypatch: pytest.MonkeyPatch) -> None:
+    parts, clock = StepParts(2), Clock(monkeypatch)
+    parts.clear(2)
+    assert parts.medians(with_ready=True) is None
+    for computed, exposed in [(64, 64), (32, 32), (4, 1), (4, 3), (8, 0)]:  # the first two are left out
+        clock.step(parts, computed, exposed)
+    found = parts.medians(with_ready=True)
+    assert found is not None
+    assert (found.seconds, found.own_seconds, found.ready, found.busy_cores) == (7, 4, (4, 2), 0.25)
+    assert found.error == pytest.approx(1.25 / 1.35 * 1.5 / 3**0.5)  # the quarters of 5, 7 and 8 are 6 and 7.5
+    without = parts.medians(with_ready=False)
+    assert without is not None
+    assert without.ready == ()
+    parts.clear(0)
+    clock.step(parts, 2, 0)
+    alone = parts.medians(with_ready=True)
+    assert alone is not None
+    assert (alone.seconds, alone.error) == (2, 0)
+
+
+NAMES = ["rank 0 on lab1", "rank 1 on lab1", "rank 2 on lab2"]
+
+GOOD = ProbeFinding(
+    {"the gradient of w": "a", "the gradient of b": "b", "the loss": "c"},
+    "",
+    "",
+    "openblas 1",
+    "openblas 0.3 Zen",
+    "EPYC",
+)
+
+OTHER = {**GOOD.digests, "the gradient of b": "x"}
+
+
+def test_equal_findings_are_good() -> None:
+    assert judge([GOOD] * 3, NAMES) == ""
+
+
+def test_where_processors_differ_but_bits_do_not() -> None:
+    assert judge([GOOD, GOOD, replace(GOOD, processor="Xeon", threads="openblas 4", kernels="mkl")], NAMES) == ""
+
+
+@pytest.mark.parametrize(
+    ("different", "remedy"),
+    [
+        ({"threads": "openblas 2"}, "Set OMP_NUM_THREADS to the same number on all hosts"),
+        ({"processor": "Xeon"}, "OPENBLAS_CORETYPE"),
+        ({"kernels": "openblas 0.3 Haswell"}, "Install the same versions"),
+        ({}, "does the model read something that differs by rank"),
+    ],
+)
+def test_a_rank_with_other_bits_and_what_to_do(different: dict[str, str], remedy: str) -> None:
+    odd = replace(GOOD, digests=OTHER, **different)
+    text = judge([GOOD, GOOD, odd], NAMES)
+    assert text.startswith(
+        "rank 2 on lab2: the gradient of b has other bits than on rank 0 on lab1, of the same samples"
+    )
+    assert odd.place in text and GOOD.place in text
+    assert remedy in text
+
+
+def test_a_missing_gradient_is_a_difference() -> None:
+    digests = {"the gradient of w": "a", "the loss": "c"}
+    assert "the gradient of b has other bits" in judge([GOOD, replace(GOOD, digests=digests)], NAMES[:2])
+
+
+def test_a_second_pass_with_other_bits_comes_first() -> None:
+    """A model that is not reproducible differs between ranks too, and that is not its fault."""
+    text = judge([GOOD, replace(GOOD, digests=OTHER, again="the loss"), GOOD], NAMES)
+    assert text.startswith("rank 1 on lab1: the loss has other bits when the same virtual rank is computed again")

@@ -87,9 +87,8 @@ def screen(output: str) -> list[str]:
     return [line.rstrip() for line in lines]
 
 
-@pytest.mark.parametrize("columns", [80, 150])
-def test_a_bar_on_a_terminal(columns: int) -> None:
-    code, output = on_a_terminal(columns)
+def test_a_bar_on_a_terminal() -> None:
+    code, output = on_a_terminal(150)
     assert code == 0, output
     assert output.count("\x1b[2K") > 2  # drawn anew
     lines = [line for line in screen(output) if line]
@@ -108,13 +107,6 @@ def test_a_bar_without_a_known_end() -> None:
     assert code == 0, output
     assert "epoch 1 step 1 " in output  # and no "of how many" before the end is known
     assert re.search(r"epoch \d+ step (\d+)/\1 ━+ loss 0.5000", "\n".join(screen(output)))
-
-
-def test_an_error_leaves_the_terminal_as_it_was() -> None:
-    code, output = on_a_terminal(120, "fail")
-    assert code == 1
-    assert output.rindex("\x1b[?25h") > output.rindex("\x1b[?25l")
-    assert [line for line in screen(output) if line][-1] == "ValueError: on purpose"
 
 
 @pytest.fixture
@@ -159,6 +151,14 @@ def test_an_error_below_a_launcher_takes_the_bar_away(launcher: list[str]) -> No
     assert code != 0
     assert "━" in output
     assert not any("━" in line for line in screen(output)), screen(output)
+
+
+@pytest.mark.nightly
+def test_an_error_leaves_the_terminal_as_it_was() -> None:
+    code, output = on_a_terminal(80, "fail")
+    assert code == 1
+    assert output.rindex("\x1b[?25h") > output.rindex("\x1b[?25l")
+    assert [line for line in screen(output) if line][-1] == "ValueError: on purpose"
 
 
 # What a program of a rank inherits, whose launcher prints to a terminal.

@@ -22,7 +22,6 @@ from mpitrain.writers import Mlflow
 mlflow = pytest.importorskip("mlflow", reason="mlflow-skinny is not installed")
 pytest.importorskip("sqlalchemy", reason="SQLAlchemy is not installed")
 pytestmark = pytest.mark.filterwarnings("default")  # those of the library are not ours
-
 PROGRAM = REPOSITORY / "tests/training/recorded_at_service.py"
 MOST = sys.float_info.max  # what the database has for infinity
 LOST = RunEvent(3, "rank 2 on a was lost", "ranks", (2,), 2, 0.1)

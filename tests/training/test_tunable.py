@@ -1,4 +1,4 @@
-"""Tunable values: what may be declared, what may be set, and what a state brings back."""
+"""Tunable values: what may be declared and set, what a state brings back, and what became of orders."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 
 from mpitrain.errors import CheckpointError, ConfigError
-from mpitrain.training.steering import checked_factor
+from mpitrain.training.steering import Outcomes, checked_factor
 from mpitrain.training.tunable import Tunables
+from mpitrain.watching.rank_record import MOST_STEERING_BYTES
 
 
 @pytest.mark.parametrize(
@@ -56,16 +57,31 @@ def test_an_unknown_name_is_refused() -> None:
         tunables.set("x", "1")
 
 
-@pytest.mark.parametrize("name", ["", "1x", "a b", "a=b", "a/b", "a" * 61])
-def test_a_name_that_is_not_allowed(name: str) -> None:
-    with pytest.raises(ConfigError, match="allowed is a name"):
-        Tunables().declare(name, 0.1)
+@pytest.mark.parametrize(
+    ("call", "values", "text"),
+    [
+        (lambda name: Tunables().declare(name, 0.1), ["", "1x", "a b", "a=b", "a/b", "a" * 61], "allowed is a name"),
+        (
+            lambda default: Tunables().declare("x", default),
+            [math.inf, math.nan, None, [1], "a" * 101, 10**100],
+            "allowed are True, False, an integer",
+        ),
+        (
+            checked_factor,
+            ["0", "-1", "inf", "nan", "half", "x", "", "0.5 x 2"],
+            "allowed is a finite number above 0",
+        ),
+    ],
+    ids=["name", "default", "factor"],
+)
+def test_what_is_not_allowed(call: Any, values: list[Any], text: str) -> None:
+    for value in values:
+        with pytest.raises(ConfigError, match=text):
+            call(value)
 
 
-@pytest.mark.parametrize("default", [math.inf, math.nan, None, [1], "a" * 101, 10**100])
-def test_a_default_that_is_not_allowed(default: Any) -> None:
-    with pytest.raises(ConfigError, match="allowed are True, False, an integer"):
-        Tunables().declare("x", default)
+def test_a_factor_of_the_learning_rate() -> None:
+    assert [checked_factor(text) for text in ("0.5", "0.5x", "2", "1e-3x")] == [0.5, 0.5, 2.0, 0.001]
 
 
 def test_a_repeated_declaration() -> None:
@@ -110,17 +126,6 @@ def test_a_declaration_with_another_type_than_in_the_state() -> None:
         tunables.declare("x", 1)
 
 
-@pytest.mark.parametrize(("text", "factor"), [("0.5", 0.5), ("0.5x", 0.5), ("2", 2.0), ("1e-3x", 0.001)])
-def test_a_factor_of_the_learning_rate(text: str, factor: float) -> None:
-    assert checked_factor(text) == factor
-
-
-@pytest.mark.parametrize("text", ["0", "-1", "inf", "nan", "half", "x", "", "0.5 x 2"])
-def test_a_factor_that_is_not_allowed(text: str) -> None:
-    with pytest.raises(ConfigError, match="allowed is a finite number above 0"):
-        checked_factor(text)
-
-
 def test_a_declaration_is_told() -> None:
     calls: list[dict[str, Any]] = []
     tunables = Tunables()
@@ -128,3 +133,32 @@ def test_a_declaration_is_told() -> None:
     tunables.declare("x", 1)
     tunables.declare("x", 1)
     assert calls == [{"x": 1}]
+
+
+LONG = "\U0001f600"  # as JSON, it takes 12 bytes
+
+
+def test_the_newest_come_last() -> None:
+    outcomes = Outcomes()
+    assert json.loads(outcomes.beside({"run": 0})) == {"run": 0, "outcomes": []}
+    for number in range(1, 12):
+        outcomes.note(number, 1, number, True, "done")
+    told = json.loads(outcomes.beside({"run": 1}))
+    assert [outcome[0] for outcome in told["outcomes"]] == list(range(4, 12))
+
+
+def test_the_longest_values_find_room() -> None:
+    tunables, outcomes = Tunables(), Outcomes()
+    for number in range(32):
+        tunables.declare(f"{'x' * 58}{number:02d}", LONG * 100)
+    for number in range(1, 9):
+        outcomes.note(number, 1, number, False, LONG * 400)
+    facts = {"run": 1, "paused": LONG * 200, "tunables": tunables.values()}
+    text = outcomes.beside(facts)
+    assert len(text.encode()) <= MOST_STEERING_BYTES
+    told = json.loads(text)
+    assert {name: value for name, value in told.items() if name != "outcomes"} == facts
+    assert told["outcomes"][-1] == [8, 1, 8, False, LONG * 400]
+    plain = Tunables()
+    plain.declare("x", 0.5)
+    assert len(json.loads(outcomes.beside({"tunables": plain.values()}))["outcomes"]) == 8

@@ -20,7 +20,6 @@ from mpitrain.training.writers.json_lines import read_rows
 
 pytest.importorskip("wandb", reason="wandb is not installed")
 pytestmark = pytest.mark.filterwarnings("default")  # those of the library are not ours
-
 PROGRAM = REPOSITORY / "tests/training/recorded_at_service.py"
 OFFLINE = {"WANDB_MODE": "offline", "WANDB_SILENT": "true"}
 _BLOCK = 32768
