@@ -15,8 +15,7 @@ from faults.test_bad_input import BEGIN, PYTHON, TRAIN, once, train
 from jobs import Job, mpiexec, run_command, run_job
 from mpitrain.state import load
 
-# -- other numbers of ranks -------------------------------------------------------------------------------------------
-
+# -- other numbers of ranks ------------------------------------------------------------------------------------------
 # The first column of a sample identifies it. Each rank notes the samples that it gets.
 EPOCHS = """
 import json, sys
@@ -74,8 +73,7 @@ def test_4_3_1_and_4_ranks_are_one_run(tmp_path: Path) -> None:
     assert losses == pytest.approx(whole, rel=1e-12)
 
 
-# -- disks ------------------------------------------------------------------------------------------------------------
-
+# -- disks -----------------------------------------------------------------------------------------------------------
 # A test inserts what rank 0 does before a step: before[3] = lambda: ... By then, each write of an earlier step has
 # succeeded or failed.
 EVENTS = """
@@ -199,9 +197,7 @@ def test_a_checkpoint_of_another_model(tmp_path: Path) -> None:
     once(job, "the checkpoint has float64 (5,) for w, the model float64 (6,)")
 
 
-# -- kill -9 ----------------------------------------------------------------------------------------------------------
-
-
+# -- kill -9 ---------------------------------------------------------------------------------------------------------
 # Rank 0 is killed after it has written the tensors of step 4, and before it marks them as complete.
 KILL = """
 import signal

@@ -132,7 +132,6 @@ def test_a_run_in_two_parts_with_other_numbers_of_ranks(tmp_path: Path) -> None:
 
 
 # -- threads ---------------------------------------------------------------------------------------------------------
-
 THREADS = """
 import json, sys
 import numpy, threadpoolctl
@@ -187,7 +186,6 @@ def test_one_rank_alone_keeps_all_threads(tmp_path: Path) -> None:
 
 
 # -- multiprocessing -------------------------------------------------------------------------------------------------
-
 POOL = """
 import multiprocessing, os
 import mpitrain as mt

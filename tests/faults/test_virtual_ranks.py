@@ -105,8 +105,6 @@ mt.Trainer(build, [mt.StopAtStep(2), mt.Checkpoint(sys.argv[1], steps=1)]).run()
 
 
 # -- the examples ----------------------------------------------------------------------------------------------------
-
-
 def digest(job: Job) -> str:
     """The SHA-256 that an example prints."""
     succeeded(job)
