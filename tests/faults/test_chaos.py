@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,10 +14,9 @@ from pathlib import Path
 import pytest
 
 from faults.conftest import need
+from faults.failing import HERE, nightly
 from jobs import HANG_SECONDS, REPOSITORY, TOKEN, VENVS, clean_environment, processes_of, until
 from mpitrain.watching.view import process_state
-
-HERE = socket.gethostname()
 
 # Steps of 50 ms, with a checkpoint every 10, until a file "enough" exists.
 SCRIPT = """
@@ -151,6 +149,7 @@ def test_killed_ranks_and_restarts(tmp_path: Path) -> None:
     assert 0 < report["throughput_kept"] < 1
 
 
+@pytest.mark.nightly
 def test_killed_ranks_in_place(tmp_path: Path) -> None:
     """Chaos does not kill the last rank, because the job would then end."""
     with running(tmp_path, 3, "--recover", vendor=need("openmpi")) as job:
@@ -171,6 +170,7 @@ def test_killed_ranks_in_place(tmp_path: Path) -> None:
     assert spared["why_not"]
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("recovers", [False, True])
 def test_frozen_ranks_go_on(tmp_path: Path, recovers: bool) -> None:
     options = ["--recover"] if recovers else []
@@ -183,7 +183,7 @@ def test_frozen_ranks_go_on(tmp_path: Path, recovers: bool) -> None:
         assert (fault["from_step"], fault["named"]) == (0, "")
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+@pytest.mark.parametrize("number", [signal.SIGKILL, *nightly(signal.SIGINT)])
 def test_chaos_ends_and_the_frozen_go_on(tmp_path: Path, number: signal.Signals) -> None:
     with running(tmp_path, 2, vendor=need("mpich")) as job:
         process = chaos(job, "--faults", "freeze", "--every", "2s", "--hold", "1000s")
@@ -198,6 +198,7 @@ def test_chaos_ends_and_the_frozen_go_on(tmp_path: Path, number: signal.Signals)
         assert "the job goes on; all faults are undone" in rest, said + rest
 
 
+@pytest.mark.nightly
 def test_an_end_that_was_not_seen(tmp_path: Path) -> None:
     """The saboteur stands still while the job ends well. The one that replaces it cannot know how the job ended."""
     with running(tmp_path, 2, vendor=need("mpich")) as job:
@@ -214,6 +215,7 @@ def test_an_end_that_was_not_seen(tmp_path: Path) -> None:
     assert "the job has failed" not in rest
 
 
+@pytest.mark.nightly
 def test_a_full_disk(tmp_path: Path) -> None:
     """The disk is a tmpfs that only the job and chaos see. For a second no checkpoint is written; the job goes on."""
     if os.geteuid() != 0:
@@ -223,31 +225,7 @@ def test_a_full_disk(tmp_path: Path) -> None:
     mounted = ("unshare", "--mount", "sh", "-c", 'mount -t tmpfs -o size=2m none "$0" && exec "$@"', str(disk))
     with running(tmp_path, 2, vendor=need("mpich"), before=mounted) as job:
         inside = ("nsenter", "--target", str(job.launcher.pid), "--mount")
-        options = [
-            "--faults",
-            "disk",
-            "--disk",
-            str(disk),
-            "--every",
-            "3s",
-            "--hold",
-            "1s",
-            "--count",
-            "2",
-            "--report",
-            str(tmp_path / "chaos-report"),
-        ]
+        options = f"--faults disk --disk {disk} --every 3s --hold 1s --count 2 --report {tmp_path}/chaos-report".split()
         report = finish(job, chaos(job, *options, before=inside), 2, "    undone")
     assert [fault["deed"] for fault in report["faults"]] == [f"{disk} filled for 1 s"] * 2
     assert "No space left on device" in job.said()
-
-
-def test_a_disk_that_others_need(tmp_path: Path) -> None:
-    with running(tmp_path, 1, vendor=need("mpich")) as job:
-        process = chaos(job, "--faults", "disk", "--disk", str(tmp_path))
-        said, _ = process.communicate(timeout=HANG_SECONDS)
-        (tmp_path / "enough").touch()
-        assert job.launcher.wait(HANG_SECONDS) == 0
-    assert process.returncode == 1
-    assert f"scripts/testbed: {HERE}: {tmp_path} is on the file system of /" in said
-    assert not list(tmp_path.glob(".mpitrain*"))

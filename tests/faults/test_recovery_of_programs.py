@@ -9,7 +9,6 @@ from pathlib import Path
 import numpy
 import pytest
 
-from faults.conftest import need
 from faults.failing import DYING, launched, nightly
 from faults.outcome import failed, report_of, succeeded
 from jobs import REPOSITORY, VENVS, Job, run_command

@@ -287,7 +287,7 @@ kept = [mt.GradientReducer(world, parameters, threaded=False) for _ in range(500
 
 @pytest.mark.nightly
 def test_communicators_that_are_given_back_can_be_had_again() -> None:
-    """The test makes and frees more than MPI has. (test_leaks.py counts those of whole worlds.)"""
+    """The test makes and frees more than MPI has. (test_worlds.py counts those of whole worlds.)"""
     succeeded(run(2, START + "for _ in range(2500):\n    world.apart().free()"))
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from faults.failing import nightly, run
 from faults.outcome import succeeded
-from jobs import run_job
 
 SOURCE = """
 import os, sys, threading, time
@@ -95,13 +95,12 @@ world.print(last, "worlds", trainer.adapter.parameters()["w"].ravel().round(3).t
 """
 
 
-@pytest.mark.parametrize("launcher", ["mpich", "openmpi"])
 @pytest.mark.parametrize(
     ("ranks", "worlds"),
     # Three ranks cover the cases of two. What one world leaves behind shows after 60 worlds.
-    [(3, 60), pytest.param(2, 200, marks=pytest.mark.nightly), pytest.param(3, 200, marks=pytest.mark.nightly)],
+    [(3, 60), *nightly((2, 200), (3, 200))],
 )
-def test_many_worlds(ranks: int, worlds: int, launcher: str) -> None:
-    job = run_job(ranks, SOURCE, str(worlds), launcher=launcher, python=launcher, timeout=120)
+def test_many_worlds(ranks: int, worlds: int, vendor: str) -> None:
+    job = run(ranks, SOURCE, vendor, str(worlds), timeout=120)
     succeeded(job)
     assert job.stdout.startswith(f"{worlds} worlds ["), job.output
