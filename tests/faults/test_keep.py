@@ -3,7 +3,6 @@ not killed."""
 
 from __future__ import annotations
 
-import importlib.util
 import random
 import re
 import signal
@@ -12,10 +11,9 @@ from pathlib import Path
 import numpy
 import pytest
 
-from faults.conftest import need
 from faults.failing import DYING, HERE, nightly
 from faults.outcome import failed, succeeded
-from faults.test_recovery_of_programs import OF_TORCH
+from faults.test_recovery_of_programs import with_torch
 from faults.training import resumed
 from jobs import REPOSITORY, VENVS, Job, run_command
 
@@ -252,23 +250,32 @@ runpy.run_path("REPOSITORY/examples/torch_whole_loop.py", run_name="__main__")
 """.replace("REPOSITORY", str(REPOSITORY))
 
 
-def train_torch(folder: Path, wrong: str, tries: int, size: str = "8", after: str = "") -> Job:
-    if importlib.util.find_spec("torch") is None:
-        pytest.skip("PyTorch is not installed")
+def train_torch(
+    folder: Path, wrong: str, *options: str, tries: int, size: str = "8", after: str = "", vendor: str = "mpich"
+) -> Job:
+    pytest.importorskip("torch")
     (folder / "train.py").write_text(TORCH.replace("WRONG", wrong).replace("SIZE", size).replace("AFTER", after))
-    command = [str(VENVS["mpich"] / "bin/python"), "-m", "mpitrain", "run", "-n", "2"]
+    command = [str(VENVS[vendor] / "bin/python"), "-m", "mpitrain", "run", "-n", "2", *options]
     command += ["--restarts", str(tries - 1), str(folder / "train.py"), str(folder)]
-    return run_command(command, cwd=folder, env={"MPITRAIN_MEMORY_STEPS": "2"}, timeout=300)
+    packages = with_torch(folder) if vendor == "openmpi" else {}
+    return run_command(command, cwd=folder, env={"MPITRAIN_MEMORY_STEPS": "2"} | packages, timeout=300)
 
 
-@pytest.mark.parametrize("after", ["", *nightly(EXAMPLE)], ids=["loop", "example"])
-def test_a_killed_loop_of_torch(tmp_path: Path, after: str) -> None:
+@pytest.mark.parametrize(
+    ("vendor", "options", "after"),
+    # With --recover the job starts again too: a process group has one World.
+    [("mpich", [], ""), *nightly(("mpich", [], EXAMPLE), ("openmpi", ["--recover"], ""))],
+    ids=["loop", "example", "recover"],
+    indirect=["vendor"],
+)
+def test_a_killed_loop_of_torch(tmp_path: Path, vendor: str, options: list[str], after: str) -> None:
     """The models have the bits of an undisturbed loop, and each sample was used once in each epoch.
 
     Then the example is killed between two epochs. It goes on from where its inner loop has no batch left.
     """
     step = random.randrange(3, STEPS + 1)
-    job = train_torch(tmp_path, f"if rank == 1 and step == {step} and once('killed'): die()", tries=3, after=after)
+    wrong = f"if rank == 1 and step == {step} and once('killed'): die()"
+    job = train_torch(tmp_path, wrong, *options, tries=3, after=after, vendor=vendor)
     succeeded(job)
     assert re.search(rf"try 1 of 3 failed at step {step}: rank 1 on ", job.stderr)
     assert resumed(job) == [(step - 1) // 2 * 2, *([12] if after else [])], (step, job.output)
@@ -287,48 +294,3 @@ def test_a_model_of_another_shape(tmp_path: Path) -> None:
     job = train_torch(tmp_path, "if rank == 1 and step == 8 and once('killed'): die()", tries=2, size=size)
     why = "the copy in memory does not fit Sequential: Error(s) in loading state_dict"
     failed(job, "CheckpointError: rank 0 on ", why)
-
-
-# Runs the recipe of docs/how-to/pytorch.md as it is printed. Rank 1 is killed in an update, once in each epoch.
-KILLING = """
-import os, pathlib, runpy, signal, sys
-import mpitrain as mt
-from mpitrain.state.keep import KeptState
-
-folder, update = pathlib.Path(sys.argv[1]), KeptState.update
-"""
-KILLING += DYING
-KILLING += """
-def dying(kept, **values):
-    if mt.init().rank == 1 and kept.step_number in (20, 100) and once(f"killed at {kept.step_number}"):
-        die()
-    update(kept, **values)
-
-KeptState.update = dying
-runpy.run_path("ddp.py", run_name="__main__")
-"""
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("recover", [[], ["--recover"]])
-def test_the_recipe_for_ddp(tmp_path: Path, recover: list[str]) -> None:
-    """It prints what the document prints. With --recover the job starts again too: a process group has one World."""
-    installed = Path(pytest.importorskip("torch").__file__).parents[1]
-    text = (REPOSITORY / "docs/how-to/pytorch.md").read_text().partition("<!-- test: file=ddp.py -->\n```python\n")[2]
-    recipe, _, after = text.partition("```")
-    printed = re.findall(r"^\[0\] epoch .*$", after.partition("$ mpitrain run -n 2 --restarts 5 ddp.py\n")[2], re.M)[:2]
-    (tmp_path / "ddp.py").write_text(recipe)
-    (tmp_path / "killing.py").write_text(KILLING)
-    (tmp_path / "packages").mkdir()  # .venv-openmpi has no PyTorch
-    for name in OF_TORCH:
-        (tmp_path / "packages" / name).symlink_to(installed / name)
-    env = {"PYTHONPATH": f"{REPOSITORY}:{tmp_path / 'packages'}"}
-    command = [str(VENVS[need("openmpi")] / "bin/python"), "-m", "mpitrain", "run", "-n", "2", *recover]
-    command += ["--restarts", "5", "killing.py", "."]
-    job = run_command(command, cwd=tmp_path, env=env, timeout=120)
-    succeeded(job)
-    assert len(re.findall(r"try \d of 6.* failed at step (?:21|101): rank 1 on .*; starting again", job.stderr)) == 2
-    assert job.stdout.count("resumed from memory at step ") == 2
-    lines = re.findall(r"^\[0\] epoch .*$", job.stdout, re.M)
-    assert list(dict.fromkeys(lines)) == printed  # a line is there twice if the newest copy was older than it
-    assert len(printed) == 2

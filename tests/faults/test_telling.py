@@ -77,6 +77,9 @@ def test_pause_set_save_stop_and_go_on(tmp_path: Path) -> None:
         teller.refused("decay=much: allowed is a finite number", "set", "decay=much")
         teller.refused("rate 0: allowed is a finite number above 0", "rate", "0")
         teller.refused("it is not paused", "resume")
+        teller.refused("there is no word 'halt'", "halt")
+        teller.refused("allowed is set NAME=VALUE", "set", "decay")
+        teller.refused("allowed is rate FACTOR", "rate")
         applied["pause"] = teller.applied("pause")
         teller.refused(f"it is paused by {own_name()}", "pause")
         assert f", paused by {own_name()}" in teller.tell().stdout
@@ -90,6 +93,8 @@ def test_pause_set_save_stop_and_go_on(tmp_path: Path) -> None:
             assert f"rank {rank} on {HERE} is in a pause by " in stacks
         assert stacks.count(" in wait_in_pause") == 2
         assert teller.applied("resume") == applied["pause"]
+        unknown = run_command([*MPITRAIN, "tell", "--hosts", "localhost", "00000000", "pause"])
+        assert (unknown.code, "no launcher of a job 00000000 of yours is on" in unknown.stderr) == (1, True)
         applied["stop"] = teller.applied("stop")
 
     def two_at_once(teller: Teller) -> None:
@@ -169,20 +174,6 @@ def test_a_rank_is_killed_in_a_pause(tmp_path: Path) -> None:
     assert steps[0][0] > 1
 
 
-@pytest.mark.nightly
-def test_the_run_ends_in_a_pause(tmp_path: Path) -> None:
-    """The hooks have seen the step already, so only the save is missing."""
-    paused: list[int] = []
-
-    def during(teller: Teller) -> None:
-        paused.append(teller.applied("pause"))
-        assert teller.applied("stop") == paused[0]
-
-    succeeded(train(tmp_path, during, source=script(hooks=CHECKPOINT)))
-    assert [row[0] for row in steps_of(tmp_path)] == list(range(1, paused[0] + 1))
-    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == [f"step-{paused[0]:08d}"]
-
-
 def test_the_others_go_on_in_a_pause(tmp_path: Path) -> None:
     """With --recover, a rank is lost after two orders. The others are still paused, and have obeyed each order once."""
     paused: list[int] = []
@@ -221,47 +212,6 @@ def test_sigterm_in_a_pause(tmp_path: Path) -> None:
     assert job.code == 128 + signal.SIGTERM, job.output
     assert f"the job has ended after step {paused[0]}" in job.stderr, job.output
     assert (tmp_path / "checkpoints" / f"step-{paused[0]:08d}").exists()
-
-
-@pytest.mark.nightly
-def test_what_cannot_be_told(tmp_path: Path) -> None:
-    """A Trainer without mt.Checkpoint saves nothing; without a Trainer there is nothing to tell; kill ends both."""
-    source = script().replace("mt.Trainer(", "time.sleep(5 * 60) if (folder / 'alone').exists() else mt.Trainer(")
-
-    def during(teller: Teller) -> None:
-        teller.refused("its Trainer has no mt.Checkpoint", "save")
-        teller.refused("its Trainer has no mt.Checkpoint", "stop")
-        teller.refused("there is no word 'halt'", "halt")
-        teller.refused("allowed is set NAME=VALUE", "set", "decay")
-        teller.refused("allowed is rate FACTOR", "rate")
-        assert teller.tell("kill").code == 0
-
-    job = train(tmp_path, during, source=source)
-    assert job.code == 128 + signal.SIGTERM, job.output
-    assert job.left == []
-    unknown = run_command([*MPITRAIN, "tell", "--hosts", "localhost", "00000000", "pause"])
-    assert unknown.code == 1
-    assert "no launcher of a job 00000000 of yours is on" in unknown.stderr
-
-
-@pytest.mark.nightly
-def test_a_loop_without_a_trainer(tmp_path: Path) -> None:
-    source = """
-import pathlib, sys, time
-import mpitrain as mt
-folder, world = pathlib.Path(sys.argv[1]), mt.init()
-kept = mt.keep(step=0)
-while not world.broadcast_object((folder / "end").exists()):
-    kept.update(step=kept["step"] + 1)
-    time.sleep(0.02)
-"""
-
-    def during(teller: Teller) -> None:
-        teller.refused("no mt.Trainer runs in it now", "pause")
-        assert f"rank 1 on {HERE}" in teller.tell("stacks").stdout
-        teller.end()
-
-    succeeded(train(tmp_path, during, source=source))
 
 
 @pytest.mark.nightly

@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from faults.failing import HERE, launched, nightly
-from faults.outcome import failed, succeeded
+from faults.outcome import succeeded
 from jobs import HANG_SECONDS, Job, until
 from mpitrain.launch.control import ask
 from mpitrain.launch.kept import DIES, PREPARES, STAYS, Kept
@@ -124,21 +124,6 @@ def test_without_restarts_it_is_a_failure(tmp_path: Path, vendor: str) -> None:
 
 
 @pytest.mark.nightly
-def test_before_the_training_it_is_a_failure(tmp_path: Path) -> None:
-    wait = "open(folder / f'rank-{world.rank}', 'w').write(str(os.getpid())); time.sleep(1000)"
-
-    def during(process: subprocess.Popen[str]) -> None:
-        until(lambda: (tmp_path / "rank-1").exists() and (tmp_path / "rank-1").read_text())
-        time.sleep(1.0)
-        os.kill(int((tmp_path / "rank-1").read_text()), signal.SIGTERM)
-
-    job = train(tmp_path, during, "--restarts", "2", first=wait)
-    failed(job)
-    why = "the hosts of a job change in the first run of a Trainer, or loop with mt.keep, only; there is none now"
-    assert f"SIGTERM told rank 1 to end, and {why}" in job.stderr
-    assert "it failed before its first step" in job.stderr
-
-
 @pytest.mark.nightly
 def test_helpers_of_a_rank_end_by_sigterm(tmp_path: Path) -> None:
     first = (

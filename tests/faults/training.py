@@ -72,31 +72,35 @@ if world.is_root:
 """
 
 
+def source(
+    wrong: str, first: str = "", before: str = "", after: str = "", hooks: str = "[]", dtype: str = "float64"
+) -> str:
+    text = SCRIPT.replace("DTYPE", dtype).replace("*HOOKS", f"*{hooks}")
+    for place, code in (("FIRST", first), ("BEFORE", before), ("AFTER", after), ("WRONG", wrong)):
+        text = text.replace(place, code)
+    return text
+
+
 def train(
     folder: Path,
     wrong: str = "pass",
     *options: str,
     ranks: int = 2,
-    first: str = "",
-    before: str = "",
-    after: str = "",
-    hooks: str = "[]",
     vendor: str = "mpich",
     every: int | None = 1,
     codec: str = "none",
     launcher: Sequence[str] = ("-m", "mpitrain"),
     env: Mapping[str, str] | None = None,
     during: Callable[[subprocess.Popen[str]], None] | None = None,
+    **places: str,
 ) -> Job:
     """Run the training, in at most three tries. Its state is copied to memory every `every` steps.
 
     `launcher` are the arguments of the Python that runs `mpitrain`.
     """
     folder.mkdir(exist_ok=True)
-    source = SCRIPT.replace("DTYPE", "float64" if codec == "none" else "float32").replace("*HOOKS", f"*{hooks}")
-    for place, code in (("FIRST", first), ("BEFORE", before), ("AFTER", after), ("WRONG", wrong)):
-        source = source.replace(place, code)
-    (folder / "train.py").write_text(source)
+    text = source(wrong, dtype="float64" if codec == "none" else "float32", **places)
+    (folder / "train.py").write_text(text)
     command = [str(VENVS[vendor] / "bin/python"), *launcher, "run", "-n", str(ranks), "--restarts", "2"]
     settings = {"MPITRAIN_COMPRESSION": codec} | ({} if every is None else {"MPITRAIN_MEMORY_STEPS": str(every)})
     command += [*options, str(folder / "train.py"), str(folder)]
