@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from faults.conftest import need
-from faults.failing import HERE, nightly
+from faults.failing import HERE
 from jobs import HANG_SECONDS, REPOSITORY, TOKEN, VENVS, clean_environment, processes_of, until
 from mpitrain.watching.view import process_state
 
@@ -183,7 +183,8 @@ def test_frozen_ranks_go_on(tmp_path: Path, recovers: bool) -> None:
         assert (fault["from_step"], fault["named"]) == (0, "")
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, *nightly(signal.SIGINT)])
+@pytest.mark.nightly
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
 def test_chaos_ends_and_the_frozen_go_on(tmp_path: Path, number: signal.Signals) -> None:
     with running(tmp_path, 2, vendor=need("mpich")) as job:
         process = chaos(job, "--faults", "freeze", "--every", "2s", "--hold", "1000s")

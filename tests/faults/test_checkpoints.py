@@ -64,6 +64,7 @@ def pieces(directory: Path, runs: Sequence[tuple[int, int]]) -> tuple[list[float
     return losses, samples
 
 
+@pytest.mark.nightly
 def test_4_3_1_and_4_ranks_are_one_run(tmp_path: Path) -> None:
     """Two epochs of 53 samples in steps of 8: 14 steps, the last of each epoch with 5 samples."""
     whole, samples = pieces(tmp_path / "whole", [(1, 14)])
@@ -180,6 +181,7 @@ def test_a_disk_that_takes_nothing_for_a_while(tmp_path: Path, wrong: str, why: 
     assert [load(copy / name)["step"] for name in names_in(copy)] == [2, 6]
 
 
+@pytest.mark.nightly
 def test_a_disk_that_is_full_at_the_end(tmp_path: Path) -> None:
     patient = "import mpitrain.job.failure as its\nits._ARBITRATION_SECONDS = 60.0\n"
     job, copy = in_a_small_disk(tmp_path, FILL + patient)

@@ -75,7 +75,7 @@ def losses(job: Job) -> dict[int, float]:
     return {int(step): float(loss) for step, last, loss in found if step in ("1", last)}
 
 
-@pytest.mark.parametrize("name", ["mlp", "gpt", *nightly("cnn", "images")])
+@pytest.mark.parametrize("name", ["mlp", *nightly("gpt", "cnn", "images")])
 def test_an_example(name: str) -> None:
     example = EXAMPLES[name]
     if example.data and not (default_directory() / example.data).is_dir():
@@ -125,6 +125,7 @@ def test_the_setting_for_compression() -> None:
     assert [job.stdout.count(line) for job in (plain, short)] == [0, 1]
 
 
+@pytest.mark.nightly
 def test_a_run_in_two_parts_with_other_numbers_of_ranks(tmp_path: Path) -> None:
     example = EXAMPLES["mlp"]
     first = start(3, example, "--checkpoints", str(tmp_path), steps=12)
@@ -157,9 +158,8 @@ def digits(tmp_path_factory: pytest.TempPathFactory) -> Path:
 ANY = [(vendor, ranks) for vendor in ("mpich", "openmpi") for ranks in (1, 2, 3, 5, 7)]
 
 
-@pytest.mark.parametrize(
-    ("name", "runs"), [("mlp", [("mpich", 3), ("mpich", 1)]), *nightly(("mlp", ANY), ("gpt", ANY))]
-)
+@pytest.mark.nightly
+@pytest.mark.parametrize(("name", "runs"), [("mlp", [("mpich", 3), ("mpich", 1)]), ("mlp", ANY), ("gpt", ANY)])
 def test_an_example_on_any_ranks(name: str, runs: list[tuple[str, int]], digits: Path) -> None:
     example, digests = EXAMPLES[name], set()
     if example.data and not (default_directory() / example.data).is_dir():
@@ -236,7 +236,8 @@ def test_a_loop_of_ones_own() -> None:
     assert same[-1] > one[-1]
 
 
-@pytest.mark.parametrize("num_bytes", [*nightly("20000"), "400000"], ids=["parameters", "a step"])
+@pytest.mark.nightly
+@pytest.mark.parametrize("num_bytes", ["20000", "400000"], ids=["parameters", "a step"])
 def test_a_gpu_that_is_full(num_bytes: str) -> None:
     """Every rank stops. The message has the bytes asked for, the bytes available, and what to change."""
     job = on_gpu(2, "--data", "digits", "--device", "cuda", "--steps", "1", EMULATED_GPU_BYTES=num_bytes)

@@ -67,9 +67,9 @@ ONE_MORE = r"is reduce with root 0 \(.*\); rank 0 on \S+: no more call, in proce
     ("ranks", "calls", "said"),
     [
         (3, LAST_CALLS, SUM_OF_2.replace("ODD", "rank 2").replace("OTHER", "rank 0")),
-        # Rank 1 need not wait for rank 0, which has no call left to compare.
-        (2, CALLS, ONE_MORE),
+        # "one more": rank 1 need not wait for rank 0, which has no call left to compare.
         *nightly(
+            (2, CALLS, ONE_MORE),
             (4, LAST_CALLS, SUM_OF_2.replace("ODD", "rank 3").replace("OTHER", "rank 2")),
             # The next group has the same name, and ends well.
             (
@@ -121,7 +121,7 @@ FAILING = {
 }
 
 
-@pytest.mark.parametrize("name", ["has ended", "is late", *nightly("dies", "raises", "differs")])
+@pytest.mark.parametrize("name", ["is late", *nightly("has ended", "dies", "raises", "differs")])
 def test_a_rank_of_a_group_that_fails(name: str) -> None:
     ranks, source, said = FAILING[name]
     failed(torch_job(ranks, START + source, GROUP_SECONDS="20" if name == "is late" else "60"), *said)
@@ -196,11 +196,14 @@ dist.new_group(backend="gloo")  # asks the store, which knows better
 VARIABLES = {"MASTER_ADDR": "no.such.host.invalid", "MASTER_PORT": "0", "WORLD_SIZE": "2"}
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("ranks", "source", "env"),
     [
         (None, START + ALONE, {}),
-        *nightly((2, GLOO, {}), (2, TORCHRUN, VARIABLES), (2, SAVED, {})),
+        (2, GLOO, {}),
+        (2, TORCHRUN, VARIABLES),
+        (2, SAVED, {}),
     ],
     ids=["alone", "beside another backend", "torchrun's variables", "a process that writes a checkpoint"],
 )
@@ -276,6 +279,7 @@ main()
 """
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("deviation", "cause"),
     [
@@ -293,6 +297,7 @@ def test_last_steps_that_differ(deviation: str, cause: str) -> None:
 # -- JAX -------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.nightly
 def test_the_example_on_one_and_two_ranks() -> None:
     """Each step has 127 samples, so the ranks' parts differ."""
     need("jax")

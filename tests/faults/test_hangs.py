@@ -127,6 +127,7 @@ def test_a_job_that_stands_in_init_is_ended(tmp_path: Path, hold: str, expected:
     assert "in make_world" in job.stderr  # the stack of a rank that waits
 
 
+@pytest.mark.nightly
 def test_a_rank_that_stands_behind_its_wait_in_init(tmp_path: Path) -> None:
     """All ranks have come, so the limit of any wait counts."""
     stand = "os.sched_getaffinity = lambda _: time.sleep(1000)"
@@ -134,6 +135,7 @@ def test_a_rank_that_stands_behind_its_wait_in_init(tmp_path: Path) -> None:
     ended(job, rf"ranks 0,2 on {HOST} wait in allgather \(call \d+\); rank 1 on {HOST} sleeps in script.py:5")
 
 
+@pytest.mark.nightly
 def test_the_limit_of_the_user_never_counts_for_the_wait_in_init(tmp_path: Path) -> None:
     """MPI may take longer to start. The test sees all that the ranks publish, as a guard may see it."""
     source = """

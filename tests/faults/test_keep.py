@@ -88,6 +88,7 @@ def test_before_the_first_copy(tmp_path: Path) -> None:
     assert numpy.load(tmp_path / "used.npy").tolist() == [3.0] * 61
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("old", "new", "said"),
     [
@@ -96,12 +97,10 @@ def test_before_the_first_copy(tmp_path: Path) -> None:
             "keep(w=numpy.zeros(4 if world.broadcast_object((folder / 'killed').exists()) else 5)",
             "CheckpointError: rank 0 on .*: w is float64 (5,) in the copy in memory, and was float64 (4,) in keep()",
         ),
-        *nightly(
-            (
-                "step=0)",
-                "step=0, **({'extra': 1} if world.broadcast_object((folder / 'killed').exists()) else {}))",
-                "the copy in memory holds HOLDS; this script keeps HOLDS, extra (value)",
-            )
+        (
+            "step=0)",
+            "step=0, **({'extra': 1} if world.broadcast_object((folder / 'killed').exists()) else {}))",
+            "the copy in memory holds HOLDS; this script keeps HOLDS, extra (value)",
         ),
     ],
 )

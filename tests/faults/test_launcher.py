@@ -70,6 +70,7 @@ def test_a_launcher_that_is_stopped_for_a_while(tmp_path: Path, seconds: int) ->
     assert job.stdout == "[0] done\n"
 
 
+@pytest.mark.nightly
 def test_a_file_of_variables_that_names_a_device_that_is_not_here(tmp_path: Path) -> None:
     variables = tmp_path / "variables"
     variables.write_text("UCX_NET_DEVICES=nothere0\n")
@@ -203,6 +204,7 @@ def test_a_program_that_ends_after_the_error_of_its_body(tmp_path: Path) -> None
     assert sorted(ended.stdout.splitlines()) == ["caught", *(f"rank {rank} goes on" for rank in range(3))]
 
 
+@pytest.mark.nightly
 def test_matrix_powers() -> None:
     for ranks in (1, 2):
         command = [*mpiexec(ranks), str(VENVS["mpich"] / "bin/python"), "examples/matrix_powers.py"]

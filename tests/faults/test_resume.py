@@ -220,6 +220,7 @@ def test_two_launchers_go_on_at_once(tmp_path: Path, undisturbed: Undisturbed) -
     went_on(winner, tmp_path, [3], undisturbed())
 
 
+@pytest.mark.nightly
 def test_what_is_kept_is_dropped(tmp_path: Path) -> None:
     dropped: list[Job] = []
     jobs: list[str] = []

@@ -138,11 +138,12 @@ def test_a_hook_of_ones_own_saves(tmp_path: Path) -> None:
 BREAKS = DIES.replace("die()", "((folder / 'saved').rename(folder / 'away'), (folder / 'saved').touch(), die())")
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("wrong", "hooks", "why"),
     [
         (DIES, "[]", "nothing saves step 7 on a disk: add the hook mt.Checkpoint"),
-        *nightly((BREAKS, "[mt.Checkpoint(folder / 'saved', 1000)]", "cannot write into the checkpoint directory ")),
+        (BREAKS, "[mt.Checkpoint(folder / 'saved', 1000)]", "cannot write into the checkpoint directory "),
     ],
 )
 def test_what_cannot_be_saved_is_kept(

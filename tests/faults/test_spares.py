@@ -170,8 +170,8 @@ BEFORE = " before it came to init()"
     ("at_start", "does", "said", "processes"),
     [
         ("", end, KILLED, 5),
-        ("", stop, "a spare did not answer within 5 s and was killed", None),  # a new process then becomes the rank
         *nightly(
+            ("", stop, "a spare did not answer within 5 s and was killed", None),  # a new process becomes the rank
             ("if restarted(): sys.exit(5)\n", None, f"a spare ended with exit code 5{BEFORE}", 5),
             (NO_DATA, None, f"a spare ended with exit code 1{BEFORE}: ValueError: no data. No more spares", 5),
             (ITS_OWN_MPI, None, "a spare cannot become a rank: the script starts MPI before it calls init()", None),
@@ -216,7 +216,8 @@ def test_an_exit_code(tmp_path: Path) -> None:
     assert len(tries(job)) == 2, job.output
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, *nightly(signal.SIGINT, signal.SIGTERM)])
+@pytest.mark.nightly
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT, signal.SIGTERM])
 def test_a_signal_to_the_launcher(tmp_path: Path, number: signal.Signals) -> None:
     """The signal comes when spares have become the ranks and other spares wait."""
 

@@ -174,6 +174,7 @@ def test_a_rank_is_killed_in_a_pause(tmp_path: Path) -> None:
     assert steps[0][0] > 1
 
 
+@pytest.mark.nightly
 def test_the_others_go_on_in_a_pause(tmp_path: Path) -> None:
     """With --recover, a rank is lost after two orders. The others are still paused, and have obeyed each order once."""
     paused: list[int] = []

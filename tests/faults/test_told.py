@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from faults.failing import HERE, launched, nightly
+from faults.failing import HERE, launched
 from faults.outcome import succeeded
 from jobs import HANG_SECONDS, Job, until
 from mpitrain.launch.control import ask
@@ -113,6 +113,7 @@ def test_without_a_checkpoint(tmp_path: Path) -> None:
     assert "mpitrain: nothing saves step" in job.stdout
 
 
+@pytest.mark.nightly
 def test_without_restarts_it_is_a_failure(tmp_path: Path, vendor: str) -> None:
     job = train(tmp_path, tell(tmp_path, 1), vendor=vendor)
     assert job.code == 128 + signal.SIGTERM, job.output
@@ -229,7 +230,8 @@ while not is_over("rest"):
 """
 
 
-@pytest.mark.parametrize("kept", ["first", *nightly("none")])
+@pytest.mark.nightly
+@pytest.mark.parametrize("kept", ["first", "none"])
 def test_only_the_first_run_can_be_left(tmp_path: Path, kept: str) -> None:
     """A run is that of a Trainer, or a loop with mt.keep."""
     none = "a loop with mt.keep, copies its state to memory, and none does so now"
