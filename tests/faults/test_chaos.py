@@ -21,8 +21,8 @@ from mpitrain.watching.view import process_state
 # Steps of 50 ms, with a checkpoint every 10, until a file "enough" exists.
 SCRIPT = """
 import os, pathlib, sys, time
-import numpy
 import mpitrain as mt
+from mpitrain.cli.new_project.train import build
 
 folder = pathlib.Path(sys.argv[1])
 world = mt.init()
@@ -33,17 +33,6 @@ class Enough(mt.Hook):
         time.sleep(0.05)
         (folder / f"rank{world.rank}").write_text(str(os.getpid()))
         trainer.report({"enough": float((folder / "enough").exists())})
-
-def regression(parameters, batch, on_gradient):
-    x, y = batch
-    error = x @ parameters["w"] - y
-    on_gradient("w", 2 * x.T @ error / max(1, len(x)))
-    return float((error**2).mean()) if len(x) else 0.0
-
-def build(world):
-    random = numpy.random.default_rng(0)
-    data = mt.data.ArrayData(world, (random.standard_normal((60, 5)), random.standard_normal(60)), global_batch=12)
-    return mt.Parts(mt.ArrayFunction(regression, {"w": numpy.zeros(5)}, mt.optim.SGD(0.01)), mt.Sync(), data)
 
 hooks = [Enough(), mt.StopWhen("enough", at_least=1.0), mt.Checkpoint(folder / "checkpoints", steps=10)]
 mt.Trainer(build, hooks).run()

@@ -1,12 +1,10 @@
-"""Checkpoints through whole jobs: other numbers of ranks, disks that fail, processes that are killed."""
+"""Checkpoints through whole jobs: disks that fail, processes that are killed."""
 
 from __future__ import annotations
 
-import json
 import re
 import shutil
 import subprocess
-from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -15,65 +13,6 @@ from faults.failing import nightly
 from faults.outcome import failed, report_of, succeeded
 from jobs import VENVS, Job, mpiexec, run_command, run_job
 from mpitrain.state import load
-
-# -- other numbers of ranks ------------------------------------------------------------------------------------------
-# The first column of a sample identifies it. Each rank notes the samples that it gets.
-EPOCHS = """
-import json, sys
-import numpy
-import mpitrain as mt
-
-directory, steps = sys.argv[1], int(sys.argv[2])
-losses, seen = [], []
-
-def function(parameters, batch, on_gradient):
-    x, y = batch
-    seen.append(x[:, 0].astype(int).tolist())
-    error = x[:, 1:] @ parameters["w"] - y
-    on_gradient("w", 2 * x[:, 1:].T @ error / max(len(x), 1))
-    return float((error**2).mean()) if len(x) else 0.0
-
-def build(world):
-    random = numpy.random.default_rng(0)
-    x = numpy.column_stack([numpy.arange(53.0), random.standard_normal((53, 7))])
-    data = mt.data.ArrayData(world, (x, random.standard_normal(53)), global_batch=8)
-    return mt.Parts(mt.ArrayFunction(function, {"w": numpy.zeros(7)}, mt.optim.Adam(0.05)), mt.Sync(), data)
-
-class Note(mt.Hook):
-    def after_step(self, trainer, step):
-        losses.append(step.loss)
-
-world = mt.init()
-trainer = mt.Trainer(build, [mt.StopAtStep(steps), mt.Checkpoint(directory, steps=100), Note()])
-trainer.run()
-everything = world.gather(seen)
-world.print(json.dumps({"losses": losses, "seen": everything}))
-"""
-
-
-def pieces(directory: Path, runs: Sequence[tuple[int, int]]) -> tuple[list[float], list[list[int]]]:
-    """Run jobs in turn, each with a number of ranks and a last step. Return the losses and samples of all steps."""
-    losses: list[float] = []
-    samples: list[list[int]] = []
-    for ranks, steps in runs:
-        job = run_job(ranks, EPOCHS, str(directory), str(steps))
-        succeeded(job)
-        found = json.loads(job.stdout.splitlines()[-1])
-        losses += found["losses"]
-        samples += [[sample for part in parts for sample in part] for parts in zip(*found["seen"], strict=True)]
-    return losses, samples
-
-
-@pytest.mark.nightly
-def test_4_3_1_and_4_ranks_are_one_run(tmp_path: Path) -> None:
-    """Two epochs of 53 samples in steps of 8: 14 steps, the last of each epoch with 5 samples."""
-    whole, samples = pieces(tmp_path / "whole", [(1, 14)])
-    losses, parts = pieces(tmp_path / "parts", [(4, 2), (3, 5), (1, 9), (4, 14)])
-    assert parts == samples
-    for epoch in (parts[:7], parts[7:]):
-        assert sorted(sample for step in epoch for sample in step) == list(range(53))
-    assert losses == pytest.approx(whole, rel=1e-12)
-
 
 # -- disks -----------------------------------------------------------------------------------------------------------
 # A small regression. A test inserts its fault between the parts.

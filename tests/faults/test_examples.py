@@ -113,31 +113,6 @@ def test_images_as_a_pipeline() -> None:
     assert metric(example, job) == pytest.approx(metric(example, alone("images")), abs=6e-3)
 
 
-@pytest.mark.nightly
-def test_the_setting_for_compression() -> None:
-    """On one node nothing is sent: the result is the same, and a line says so."""
-    example = EXAMPLES["mlp"]
-    plain, short = (start(2, example, steps=4, env=env) for env in ({}, {"MPITRAIN_COMPRESSION": "int8"}))
-    for job in (plain, short):
-        succeeded(job)
-    assert losses(short) == losses(plain)
-    line = "mpitrain: compression int8: all ranks are on one node, so nothing is compressed\n"
-    assert [job.stdout.count(line) for job in (plain, short)] == [0, 1]
-
-
-@pytest.mark.nightly
-def test_a_run_in_two_parts_with_other_numbers_of_ranks(tmp_path: Path) -> None:
-    example = EXAMPLES["mlp"]
-    first = start(3, example, "--checkpoints", str(tmp_path), steps=12)
-    succeeded(first)
-    assert [path.name for path in tmp_path.iterdir()] == ["step-00000012"]
-    second, whole = start(2, example, "--checkpoints", str(tmp_path)), alone("mlp")
-    succeeded(second)
-    assert f"resumed from {tmp_path}/step-00000012 at step 12\n" in second.stdout
-    assert losses(second)[30] == pytest.approx(losses(whole)[30], abs=2e-3)
-    assert sorted(path.name for path in tmp_path.iterdir()) == [f"step-000000{step}" for step in (12, 24, 30)]
-
-
 # -- virtual ranks: the same bits on any number of ranks, with any MPI -----------------------------------------------
 
 

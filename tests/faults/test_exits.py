@@ -149,9 +149,9 @@ print("ended", inner.returncode != 0)
 @pytest.mark.parametrize(
     ("ending", "code", "text"),
     [
-        ("sys.exit('no data.csv')", 1, "left with exit code 1: no data.csv (script.py:"),
+        ("sys.exit(-1)", 255, "left with exit code 255 (script.py:"),
         *nightly(
-            ("sys.exit(-1)", 255, "left with exit code 255"),
+            ("sys.exit('no data.csv')", 1, "left with exit code 1: no data.csv (script.py:"),
             ("sys.exit(3)", 3, "left with exit code 3 (script.py:"),
             ("raise SystemExit(4)", 4, "left with exit code 4"),
             ("exit(5)", 5, "left with exit code 5"),
@@ -242,33 +242,26 @@ WRONG_OPTION = "argparse.ArgumentParser().parse_args(['--lerning-rate'])"
 LEFT = f"mpitrain: rank 1 on {HERE} left with exit code 3 (script.py:%d) before it called init()"
 
 
-@pytest.mark.parametrize(
-    ("source", "code", "said"),
-    [
-        (BEFORE.format("sys.exit(3)"), 3, LEFT % 5),
-        *nightly(
-            (BEFORE.format(KILL.replace("KILL)", "SEGV)")), 139, f"mpitrain: rank 1 on {HERE} was killed by signal 11"),
-            (BEFORE.format(KILL), 137, f"mpitrain: rank 1 on {HERE} was killed by signal 9"),
-            (BEFORE.format("os._exit(3)"), 1, f"not started: rank 1 on {HERE} ended before calling init()"),
-            (
-                BEFORE.format("sys.excepthook = lambda *_: None; raise OSError"),
-                1,
-                f"mpitrain: rank 1 on {HERE} failed before it called init(): OSError",
-            ),
-            # A Python that keeps its types in another way: then an exit by sys.exit is known alone.
-            ("import gc; gc.get_referents = lambda *_: []\n" + BEFORE.format("sys.exit(3)"), 3, LEFT % 6),
-        ),
-    ],
-)
-def test_before_init(tmp_path: Path, source: str, code: int, said: str) -> None:
-    job = launched(tmp_path, source, 2)
-    failed(job, said)
-    assert job.code == code, job.output
-    assert "BAD TERMINATION" not in job.output
-
-
 LAST = ".py:5) before it called init()\n"
-CODES = [
+UNDER_RUN = [
+    (BEFORE.format(KILL.replace("KILL)", "SEGV)")), 139, f"mpitrain: rank 1 on {HERE} was killed by signal 11"),
+    (BEFORE.format(KILL), 137, f"mpitrain: rank 1 on {HERE} was killed by signal 9"),
+    (BEFORE.format("os._exit(3)"), 1, f"not started: rank 1 on {HERE} ended before calling init()"),
+    (
+        BEFORE.format("sys.excepthook = lambda *_: None; raise OSError"),
+        1,
+        f"mpitrain: rank 1 on {HERE} failed before it called init(): OSError",
+    ),
+    # A Python that keeps its types in another way: then an exit by sys.exit is known alone.
+    ("import gc; gc.get_referents = lambda *_: []\n" + BEFORE.format("sys.exit(3)"), 3, LEFT % 6),
+    # All ranks: it is said once.
+    (
+        f"import argparse\nimport mpitrain\n{WRONG_OPTION}",
+        2,
+        "left with exit code 2 (script.py:3) before it called init()",
+    ),
+]
+ALONE = [
     ("sys.exit(-1)", 255, "left with exit code 255 (", LAST),
     (WRONG_OPTION, 2, "left with exit code 2 (", LAST),
     ("sys.exit('no data')", 1, "left with exit code 1: no data (", LAST),
@@ -277,31 +270,31 @@ CODES = [
 
 
 @pytest.mark.parametrize(
+    ("source", "code", "said"), [(BEFORE.format("sys.exit(3)"), 3, LEFT % 5), *nightly(*UNDER_RUN)]
+)
+def test_before_init(tmp_path: Path, source: str, code: int, said: str) -> None:
+    job = launched(tmp_path, source, 3)
+    failed(job, said)
+    assert job.code == code, job.output
+    assert "BAD TERMINATION" not in job.output
+    lines = [line for line in job.stderr.splitlines() if "left with exit code" in line]
+    assert all(line.endswith("before it called init()") for line in lines), job.output
+
+
+@pytest.mark.parametrize(
     ("vendor", "ending", "code", "text", "last"),
     [
-        ("mpich", *CODES[0]),
-        *nightly(*(("mpich", *one) for one in CODES[1:]), *(("openmpi", *one) for one in CODES)),
+        ("mpich", *ALONE[0]),
+        *nightly(*(("mpich", *one) for one in ALONE[1:]), *(("openmpi", *one) for one in ALONE)),
     ],
     indirect=["vendor"],
 )
-def test_the_code_of_an_exit_before_init_is_that_of_mpiexec(
-    vendor: str, ending: str, code: int, text: str, last: str
-) -> None:
+def test_before_init_the_code_is_that_of_mpiexec(vendor: str, ending: str, code: int, text: str, last: str) -> None:
     """The others wait in MPI_Init. MPICH's mpiexec is quiet: the rank's own line is the last one."""
     job = run(3, BEFORE.format(ending), vendor)
     failed(job, text, last)
     assert job.code == code, job.output
     assert vendor != "mpich" or (job.stdout == "" and job.stderr.endswith(last)), job.output
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("ranks", [3, *nightly(1)])
-def test_an_exit_of_all_ranks_before_init_is_said_once(tmp_path: Path, ranks: int) -> None:
-    job = launched(tmp_path, f"import argparse\nimport mpitrain\n{WRONG_OPTION}", ranks)
-    failed(job, "left with exit code 2 (script.py:3) before it called init()\n")
-    assert job.code == 2, job.output
-    lines = [line for line in job.stderr.splitlines() if "left with exit code 2" in line]
-    assert all(line.endswith("before it called init()") for line in lines), job.output
 
 
 @pytest.mark.nightly

@@ -182,71 +182,36 @@ for number in range(4):
     assert (job.code, job.left) == (-9, []), job.output
 
 
-# -- the workers of a loader of PyTorch -------------------------------------------------------------------------------
-
-# A training without a guard, whose transform and collate_fn are functions inside a function.
-LOADER = """
+# A training of PyTorch without a guard, whose collate_fn is a function inside a function. One worker is killed.
+LOADER = f"""
 import os, signal
 import torch
 import torch.distributed as dist
 import mpitrain.torch
 
 class Rows(torch.utils.data.Dataset):
-    def __init__(self, transform):
-        self.transform = transform
-
     def __len__(self):
         return 120
 
     def __getitem__(self, number):
-        KILL
-        return self.transform(torch.arange(8.0) * number / 100), torch.tensor([number / 100])
+        if number == 63 and os.environ.get("PMI_RANK") == "1":
+            {KILL}
+        return torch.arange(8.0) * number / 100
 
-def main(num_workers):
-    def together(rows):
-        assert (torch.utils.data.get_worker_info() is None) == (num_workers == 0)
-        return torch.stack([x for x, _ in rows]), torch.stack([y for _, y in rows])
+def main():
+    dist.init_process_group("mpitrain")
+    model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(8, 1))
+    for rows in torch.utils.data.DataLoader(Rows(), 12, num_workers=2, collate_fn=lambda rows: torch.stack(rows)):
+        model(rows).square().mean().backward()
 
-    torch.manual_seed(0)
-    model = torch.nn.Linear(8, 1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.001)
-    data = torch.utils.data.DataLoader(
-        Rows(lambda x: x + 1), 12, num_workers=num_workers, collate_fn=together, persistent_workers=num_workers > 0
-    )
-    PREPARE
-    for epoch in range(2):
-        for x, y in data:
-            optimizer.zero_grad()
-            torch.nn.functional.mse_loss(model(x), y).backward()
-            optimizer.step()
-    return [parameter.detach().tolist() for parameter in model.parameters()]
+main()
 """
-PREPARE = """
-    model, optimizer, data = mpitrain.torch.prepare(model, optimizer, data)
-"""
-DDP = """
-    if not dist.is_initialized():
-        dist.init_process_group("mpitrain")
-    model = torch.nn.parallel.DistributedDataParallel(model)
-"""
-
-
-@pytest.mark.nightly
-def test_workers_of_a_loader(tmp_path: Path) -> None:
-    """The workers live for two epochs, in a loop with prepare and one with DDP. Results equal those without workers."""
-    pytest.importorskip("torch")
-    prepared, averaged = (LOADER.replace("KILL", "pass").replace("    PREPARE", how) for how in (PREPARE, DDP))
-    check = "assert main(2) == main(0)\n"
-    job = script(tmp_path, 2, prepared + check + averaged + check + "print('equal')")
-    succeeded(job)
-    assert ("".join(job.stdout.split()), job.stderr) == ("equalequal", "")  # lines of two ranks may be mixed
 
 
 def test_a_worker_that_is_killed(tmp_path: Path) -> None:
-    """PyTorch reports the loss on the rank of the worker."""
+    """PyTorch reports the loss on the rank of the worker. (tests/torch_ranks/test_prepare_data.py has healthy ones.)"""
     pytest.importorskip("torch")
-    kill = f'if number == 63 and os.environ.get("PMI_RANK") == "1": {KILL}'
-    job = script(tmp_path, 2, LOADER.replace("KILL", kill).replace("    PREPARE", DDP) + "\nmain(2)")
+    job = script(tmp_path, 2, LOADER)
     failed(job)
     assert re.search(r"DataLoader worker \(pid.*\d+.*\) (is killed by signal: Killed|exited unexpectedly)", job.stderr)
     assert report_of(job, "DataLoader worker (pid").rank == 1

@@ -384,35 +384,6 @@ def test_virtual_ranks_in_a_restart(tmp_path: Path, one_rank: Said) -> None:
     assert said(fewer)[:2] == one_rank[:2]
 
 
-@pytest.mark.nightly
-def test_threads_that_differ_by_rank(tmp_path: Path) -> None:
-    """BLAS adds up a long vector in as many parts as it has threads. Nothing is trained, and nothing is written."""
-    source = """
-import sys
-import numpy
-from threadpoolctl import threadpool_limits
-import mpitrain as mt
-
-world = mt.init()
-threadpool_limits(1 + world.rank, user_api="blas")
-
-def dot(parameters, batch, on_gradient):
-    x = batch.ravel()
-    on_gradient("w", numpy.array([numpy.dot(x, x)]))
-    return 0.0
-
-def build(world):
-    data = mt.data.ArrayData(world, numpy.random.default_rng(0).standard_normal((4, 300_007)), global_batch=2)
-    return mt.Parts(mt.ArrayFunction(dot, {"w": numpy.zeros(1)}, mt.optim.SGD(0.1)), mt.Sync(virtual_ranks=2), data)
-
-mt.Trainer(build, [mt.StopAtStep(2), mt.Checkpoint(sys.argv[1], steps=1)]).run()
-"""
-    # So many threads OpenBLAS makes at its start.
-    job = launched(tmp_path, source, 2, words=(str(tmp_path / "checkpoints"),), env={"OMP_NUM_THREADS": "2"})
-    failed(job, "the gradient of w has other bits than on rank 0 on", "threads: openblas 2", "Set OMP_NUM_THREADS to")
-    assert not list((tmp_path / "checkpoints").glob("*"))
-
-
 # -- the trace of a job that goes on without its rank 0, whose clock the others were compared with at the beginning ----
 
 # Each rank has a clock of its own, as on a host of its own: they are apart by this many seconds.
@@ -422,22 +393,15 @@ import os, signal, time
 
 clock, me = time.perf_counter, int(os.environ["OMPI_COMM_WORLD_RANK"])
 time.perf_counter = lambda: clock() + {APART} * me
-import numpy
 import mpitrain as mt
+from mpitrain.cli.new_project.train import build
 
-def gradients(parameters, batch, on_gradient):
-    if me == 0 and trainer.step_number == 6:
-        os.kill(os.getpid(), signal.SIGKILL)
-    on_gradient("w", batch[0].mean(axis=0))
-    return 0.0
+class Dies(mt.Hook):
+    def before_step(self, trainer):
+        if me == 0 and trainer.step_number == 6:
+            os.kill(os.getpid(), signal.SIGKILL)
 
-def build(world):
-    data = mt.data.ArrayData(world, [numpy.ones((12, 5))], global_batch=12)
-    return mt.Parts(mt.ArrayFunction(gradients, {{"w": numpy.zeros(5)}}, mt.optim.SGD(1.0)), mt.Sync(), data)
-
-mt.init()
-trainer = mt.Trainer(build, [mt.StopAtStep(20)])
-trainer.run()
+mt.Trainer(build, [mt.StopAtStep(20), Dies()]).run()
 """
 
 

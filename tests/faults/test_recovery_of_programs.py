@@ -189,38 +189,29 @@ def with_torch(folder: Path) -> dict[str, str]:
 
 @pytest.mark.nightly
 def test_a_torch_module(tmp_path: Path) -> None:
-    """Parameters, buffers, the moments of Adam and the schedule equal those of the same training in NumPy."""
+    """Parameters, buffers, the moments of Adam and the schedule equal those of PyTorch alone in one process."""
     torch = pytest.importorskip("torch")
     env, words = with_torch(tmp_path), (str(tmp_path),)
     succeeded(launched(tmp_path, TORCH, 3, "--recover", words=words, vendor="openmpi", env=env))
     assert sorted(path.name for path in tmp_path.glob("left*")) == ["left1.npz", "left2.npz"]
     left = [numpy.load(tmp_path / f"left{rank}.npz") for rank in (1, 2)]
     torch.manual_seed(0)
-    linear = torch.nn.Linear(5, 1, dtype=torch.float64)
-    w, seen = reckoned_with_adam(numpy.concatenate([linear.weight.detach()[0].numpy(), linear.bias.detach().numpy()]))
-    expected = {"linear.weight": w[None, :5], "linear.bias": w[5:], "seen": seen}
+    linear, seen = torch.nn.Linear(5, 1, dtype=torch.float64), torch.zeros(5, dtype=torch.float64)
+    optimizer = torch.optim.Adam(linear.parameters(), lr=0.01)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, step_size=8)
+    random = numpy.random.default_rng(0)
+    x, y = (torch.from_numpy(random.standard_normal(shape)) for shape in ((61, 5), 61))
+    for begin in ([*range(0, 61, 12)] * 4)[:20]:
+        optimizer.zero_grad()
+        seen += x[begin : begin + 12].mean(0)
+        torch.nn.functional.mse_loss(linear(x[begin : begin + 12])[:, 0], y[begin : begin + 12]).backward()
+        optimizer.step()
+        schedule.step()
+    expected = {"linear.weight": linear.weight, "linear.bias": linear.bias, "seen": seen}
     assert set(left[0]) == set(expected)
     for name, value in expected.items():
         assert left[0][name].tobytes() == left[1][name].tobytes()
-        numpy.testing.assert_allclose(left[0][name], value, rtol=1e-9)
-
-
-def reckoned_with_adam(w: numpy.ndarray) -> tuple[numpy.ndarray, numpy.ndarray]:
-    """The parameters of TORCH, weights and then bias, 20 steps after the given ones; and the values in its buffer."""
-    random = numpy.random.default_rng(0)
-    x, y = random.standard_normal((61, 5)), random.standard_normal(61)
-    mean, square, seen = numpy.zeros(6), numpy.zeros(6), numpy.zeros(5)
-    begins = [*range(0, 61, 12)] * 4
-    for step, begin in enumerate(begins[:20]):
-        batch, target = x[begin : begin + 12], y[begin : begin + 12]
-        seen += batch.mean(axis=0)
-        inputs = numpy.concatenate([batch, numpy.ones((len(batch), 1))], axis=1)
-        gradient = 2 * inputs.T @ (inputs @ w - target) / len(batch)
-        mean = 0.9 * mean + 0.1 * gradient
-        square = 0.999 * square + 0.001 * gradient**2
-        rate = 0.01 * 0.1 ** (step // 8) / (1 - 0.9 ** (step + 1))
-        w = w - rate * mean / (numpy.sqrt(square / (1 - 0.999 ** (step + 1))) + 1e-8)
-    return w, seen
+        numpy.testing.assert_allclose(left[0][name], value.detach().numpy(), rtol=1e-9)
 
 
 LOOP = """

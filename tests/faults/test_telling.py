@@ -9,7 +9,6 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
@@ -20,7 +19,7 @@ from faults.conftest import need
 from faults.failing import HERE, nightly
 from faults.outcome import succeeded
 from faults.telling import CHECKPOINT, Teller, events_of, reckoned, rows_of, same, script, steps_of, train
-from jobs import HANG_SECONDS, VENVS, Job, run_command, run_job, until
+from jobs import HANG_SECONDS, VENVS, run_command, run_job, until
 from keeping import keeper
 from mpitrain.state.store import entries, half_written, name_of, verify
 
@@ -99,7 +98,7 @@ def test_pause_set_save_stop_and_go_on(tmp_path: Path) -> None:
 
     def two_at_once(teller: Teller) -> None:
         steps: list[int] = []
-        orders = [("rate", "0.5"), ("set", "decay=0.125"), ("set", "loud=on")]
+        orders = [("rate", "0.25"), ("rate", "2"), ("set", "decay=0.125"), ("set", "loud=on")]
         threads = [
             threading.Thread(target=lambda order=order: steps.append(teller.applied(*order))) for order in orders
         ]
@@ -107,7 +106,7 @@ def test_pause_set_save_stop_and_go_on(tmp_path: Path) -> None:
             thread.start()
         for thread in threads:
             thread.join()
-        assert steps == [applied["pause"]] * 3
+        assert steps == [applied["pause"]] * 4
 
     job = train(tmp_path, during, source=script(hooks=CHECKPOINT))
     succeeded(job)
@@ -284,58 +283,41 @@ def hold(teller: Teller, *order: str) -> threading.Thread:
     return telling
 
 
-def on_two_hosts(folder: Path, during: Callable[[Teller], None]) -> Job:
-    with keeper() as name:
-        source = TWO_HOSTS.replace("OTHER", name) + script(COMPARES)
-        return train(folder, during, "--restarts", "1", ranks=3, source=source)
-
-
 @pytest.mark.nightly
 @pytest.mark.parametrize("order", ["rate 0.5", "resume", "set decay=0.5"])
-def test_a_rank_is_killed_when_one_host_has_copied(tmp_path: Path, order: str) -> None:
-    """The launcher knows of the order."""
+@pytest.mark.parametrize("victim", ["rank", "launcher"])
+def test_a_kill_when_one_host_has_copied(tmp_path: Path, victim: str, order: str) -> None:
+    """The launcher knows of the order. The next launcher knows only of what is in memory: the newest holds on all."""
     paused: list[int] = []
 
-    def during(teller: Teller) -> None:
-        paused.append(teller.applied("pause"))
-        before = teller.job()
-        telling = hold(teller, *order.split())
-        teller.kill_rank(1)
-        telling.join()
-        until(lambda: teller.job() != before, "there was no second try")
-        goes_on(teller, paused[0], is_paused=order != "resume")
-
-    job = on_two_hosts(tmp_path, during)
-    succeeded(job)
-    assert job.stdout.count(f"resumed from memory at step {paused[0]}\n") == 1, job.output
-    steps = steps_of(tmp_path)
-    expected = {"rate 0.5": (0.005, 0.25), "set decay=0.5": (0.01, 0.5)}.get(order, (0.01, 0.25))
-    assert {tuple(row[2:]) for row in steps} == {expected}
-    assert steps[0][0] == paused[0] + 1
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("order", ["rate 0.5", "resume"])
-def test_the_launcher_is_killed_when_one_host_has_copied(tmp_path: Path, order: str) -> None:
-    """The next launcher knows only of what is in memory: the newest of it holds on all ranks."""
-    paused: list[int] = []
-
-    def resumed(teller: Teller) -> None:
-        if order != "resume":
+    def goes_on_from_it(teller: Teller) -> None:
+        if victim == "launcher" and order == "rate 0.5":
             assert "multiplied by 0.5 now" in teller.tell().stdout
         goes_on(teller, paused[0], is_paused=order != "resume")
 
     def during(teller: Teller) -> None:
         paused.append(teller.applied("pause"))
+        before = teller.job()
         telling = hold(teller, *order.split())
-        os.kill(teller.launcher, signal.SIGKILL)
-        telling.join()
-        succeeded(teller.resume(resumed))
+        if victim == "rank":
+            teller.kill_rank(1)
+            telling.join()
+            until(lambda: teller.job() != before, "there was no second try")
+            goes_on_from_it(teller)
+        else:
+            os.kill(teller.launcher, signal.SIGKILL)
+            telling.join()
+            succeeded(teller.resume(goes_on_from_it))
 
-    assert on_two_hosts(tmp_path, during).code == -signal.SIGKILL
+    with keeper() as name:
+        source = TWO_HOSTS.replace("OTHER", name) + script(COMPARES)
+        job = train(tmp_path, during, "--restarts", "1", ranks=3, source=source)
+    assert job.code == (-signal.SIGKILL if victim == "launcher" else 0), job.output
+    assert victim == "launcher" or job.stdout.count(f"resumed from memory at step {paused[0]}\n") == 1, job.output
     steps = steps_of(tmp_path)
+    expected = {"rate 0.5": (0.005, 0.25), "set decay=0.5": (0.01, 0.5)}.get(order, (0.01, 0.25))
+    assert {tuple(row[2:]) for row in steps} == {expected}
     assert steps[0][0] == paused[0] + 1
-    assert {row[2] for row in steps} == {0.005 if order != "resume" else 0.01}
 
 
 # -- a kill in the middle of a save: no half of a checkpoint counts --------------------------------------------------

@@ -27,23 +27,15 @@ from mpitrain.launch.roster import launcher_name
 SCRIPT = """
 import os, pathlib, signal, subprocess, sys, time
 import multiprocessing
-import numpy
 import mpitrain as mt
+from mpitrain.cli.new_project.train import build
 
 folder = pathlib.Path(sys.argv[1])
 world = mt.init()
 
-def loss(parameters, batch, on_gradient):
-    time.sleep(0.02)
-    on_gradient("w", numpy.ones(2))
-    return 1.0
-
-def build(world):
-    data = mt.data.ArrayData(world, (numpy.ones(12),), global_batch=6)
-    return mt.Parts(mt.ArrayFunction(loss, {"w": numpy.zeros(2)}, mt.optim.SGD(0.1)), mt.Sync(), data)
-
 class Note(mt.Hook):
     def after_step(self, trainer, step):
+        time.sleep(0.02)
         if step.number == 3:
             (folder / f"rank-{world.rank}.part").write_text(str(os.getpid()))
             (folder / f"rank-{world.rank}.part").rename(folder / f"rank-{world.rank}")
@@ -179,8 +171,8 @@ job._wait(JobContext(keeper=sys.argv[1], job="try"))
 # Each part lasts until its file exists.
 PARTS = """
 import pathlib, sys, time
-import numpy
 import mpitrain as mt
+from mpitrain.cli.new_project.train import build
 
 folder = pathlib.Path(sys.argv[1])
 world = mt.init()
@@ -189,44 +181,21 @@ def is_over(part):
     time.sleep(0.02)
     return world.broadcast_object((folder / part).exists())
 
-def loss(parameters, batch, on_gradient):
-    on_gradient("w", numpy.ones(2))
-    return 1.0
-
-def build(world):
-    data = mt.data.ArrayData(world, (numpy.ones(4),), global_batch=2)
-    return mt.Parts(mt.ArrayFunction(loss, {"w": numpy.zeros(2)}, mt.optim.SGD(0.1)), mt.Sync(), data)
-
 class Until(mt.Hook):
     ends_run = True
 
-    def __init__(self, part):
-        self.part = part
-
     def after_step(self, trainer, step):
-        if is_over(self.part):
+        if is_over(name):
             trainer.last_step = step.number
 
-def part(name):
-    world.print("begins", name)
-
-def run(name):
-    part(name)
-    if name == KEPT:
-        kept = mt.keep(step=0)
-        while not is_over(name):
-            kept.update(step=kept["step"] + 1)
+for name in "loop", "first", "second", "rest":
+    kept = mt.keep(step=0) if name == KEPT else None
+    if kept is None and name in ("first", "second"):
+        mt.Trainer(build, [Until()]).run()
     else:
-        mt.Trainer(build, [Until(name)]).run()
-
-part("loop")
-while not is_over("loop"):
-    pass
-run("first")
-run("second")
-part("rest")
-while not is_over("rest"):
-    pass
+        while not is_over(name):
+            if kept:
+                kept.update(step=kept["step"] + 1)
 """
 
 
