@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import json
 import re
-import socket
 from pathlib import Path
 
 import numpy
 import pytest
 
 from faults.conftest import need
+from faults.failing import HERE
 from faults.outcome import succeeded
 from jobs import REPOSITORY, VENVS, Job, run_command
 
-HERE = socket.gethostname()
 STEPS, SAMPLES, BATCH = 30, 61, 12
 
 # A regression in which every sample carries its number, so a step knows which samples it has seen. A test puts the code

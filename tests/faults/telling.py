@@ -15,6 +15,7 @@ from typing import Any
 import numpy
 
 from jobs import Job, run_command, run_job, until
+from keeping import kept_id
 from mpitrain.launch.roster import jobs
 
 # Without more arguments, the training lasts until there is a file `end`. With STEP LAST, the learning rate halves after
@@ -159,6 +160,11 @@ class Teller:
 
     def kill_rank(self, rank: int) -> None:
         os.kill(int((self.folder / f"pid.{rank}").read_text()), signal.SIGKILL)
+
+    def resume(self, during: Callable[[Teller], None]) -> Job:
+        """Another launcher goes on with the job, whose launcher is lost; `during` tells that one something."""
+        command = [sys.executable, "-m", "mpitrain", "run", "--resume", kept_id(self.folder)]
+        return run_command(command, during=lambda process: during(Teller(self.folder, process.pid)))
 
     def end(self) -> None:
         (self.folder / "end").touch()

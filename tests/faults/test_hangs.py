@@ -5,18 +5,20 @@ from __future__ import annotations
 import os
 import re
 import signal
-import socket
 import subprocess
-import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from faults import training
+from faults.conftest import Undisturbed
+from faults.failing import HERE, launched, nightly
 from faults.outcome import failed, report_of, succeeded
-from jobs import Job, run_command, run_job, until
+from jobs import Job, run_job, until
 
-HOST = re.escape(socket.gethostname())
+HOST = re.escape(HERE)
 # Far above the time that healthy ranks wait for each other, even on a busy machine.
 LIMITS = {"MPITRAIN_STALL_SECONDS": "5", "MPITRAIN_HANG_SECONDS": "15"}
 
@@ -51,10 +53,20 @@ world.barrier()
 
 
 def run(folder: Path, ranks: int, source: str, *arguments: str, **limits: str) -> Job:
-    script = folder / "script.py"
-    script.write_text(source)
-    command = [sys.executable, "-m", "mpitrain", "run", "--hosts", "localhost", "-n", str(ranks), str(script)]
-    return run_command([*command, *arguments], env=LIMITS | limits)
+    """It must leave nothing."""
+    job = launched(folder, source, ranks, "--hosts", "localhost", words=arguments, env=LIMITS | limits)
+    assert job.left == []
+    return job
+
+
+def ended(job: Job, stands: str, seconds: int = 15) -> re.Match[str]:
+    """The job was reported, and then ended, with these words about its ranks. Return where it was ended."""
+    assert job.code == 1, job.output
+    heads = [r"no progress for \d+ s", rf"nothing has moved for {seconds} s \(hang_seconds\), and the job is ended"]
+    found = [re.search(rf"^mpitrain: {head}: {stands}", job.stderr, re.M) for head in heads]
+    assert all(found), job.output
+    assert found[1] is not None
+    return found[1]
 
 
 def shared_memory() -> set[str]:
@@ -63,8 +75,6 @@ def shared_memory() -> set[str]:
 
 def test_every_rank_that_stands_still_is_named_and_the_job_is_ended(tmp_path: Path) -> None:
     job = run(tmp_path, 6, STAND, str(tmp_path / "pipe"))
-    assert job.code == 1, job.output
-    assert job.left == []
     stuck = "does a disk or a network share not answer"
     expected = "; ".join(
         [
@@ -75,14 +85,10 @@ def test_every_rank_that_stands_still_is_named_and_the_job_is_ended(tmp_path: Pa
             rf"rank 4 on {HOST} is stuck in the kernel \(\w+\) in script\.py:18 \(load\): {stuck}\?\n",
         ]
     )
-    heads = [r"no progress for \d+ s", r"nothing has moved for 15 s \(hang_seconds\), and the job is ended"]
-    found = [re.search(rf"^mpitrain: {head}: {expected}", job.stderr, re.M) for head in heads]
-    assert all(found), job.output
-    assert found[1] is not None
     # This message is the last one. Only stacks come after it.
-    after = job.stderr[found[1].end() :].splitlines()
+    after = job.stderr[ended(job, expected).end() :].splitlines()
     assert all(line.startswith("mpitrain:     ") for line in after), job.output
-    assert f"mpitrain:     rank 2 on {socket.gethostname()}, most recent call first:" in after
+    assert f"mpitrain:     rank 2 on {HERE}, most recent call first:" in after
 
 
 IN_INIT = """
@@ -100,6 +106,7 @@ mt.init()
 """
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("hold", "expected"),
     [
@@ -107,34 +114,28 @@ mt.init()
             "os.kill(os.getpid(), signal.SIGSTOP)",
             rf"ranks 0,2 on {HOST} wait in init\(\); rank 1 on {HOST} is stopped in init\(\) .*: kill -CONT \d+\n",
         ),
-        pytest.param(
+        (
             "while True: time.sleep(0.01)",  # as if MPI itself stood still: each rank waits for the others
             rf"ranks 0-2 on {HOST} wait in init\(\); all ranks are there, on one machine: is the load too high.*\n",
-            marks=pytest.mark.nightly,
         ),
     ],
 )
 def test_a_job_that_stands_in_init_is_ended(tmp_path: Path, hold: str, expected: str) -> None:
     """After a minute, because a cold start takes long. Before, it is reported."""
     job = run(tmp_path, 3, IN_INIT.replace("HOLD", hold))
-    assert job.code == 1, job.output
-    assert job.left == []
-    heads = [r"no progress for \d+ s", r"nothing has moved for 60 s \(hang_seconds\), and the job is ended"]
-    assert all(re.search(f"^mpitrain: {head}: {expected}", job.stderr, re.M) for head in heads), job.output
+    ended(job, expected, 60)
     assert "in make_world" in job.stderr  # the stack of a rank that waits
 
 
+@pytest.mark.nightly
 def test_a_rank_that_stands_behind_its_wait_in_init(tmp_path: Path) -> None:
     """All ranks have come, so the limit of any wait counts."""
     stand = "os.sched_getaffinity = lambda _: time.sleep(1000)"
     job = run(tmp_path, 3, START.replace("world =", f"if os.environ['PMI_RANK'] == '1':\n    {stand}\nworld ="))
-    assert job.code == 1, job.output
-    assert job.left == []
-    stands = rf"ranks 0,2 on {HOST} wait in allgather \(call \d+\); rank 1 on {HOST} sleeps in script.py:5"
-    heads = [r"no progress for \d+ s", r"nothing has moved for 15 s \(hang_seconds\), and the job is ended"]
-    assert all(re.search(f"^mpitrain: {head}: {stands}", job.stderr, re.M) for head in heads), job.output
+    ended(job, rf"ranks 0,2 on {HOST} wait in allgather \(call \d+\); rank 1 on {HOST} sleeps in script.py:5")
 
 
+@pytest.mark.nightly
 def test_the_limit_of_the_user_never_counts_for_the_wait_in_init(tmp_path: Path) -> None:
     """MPI may take longer to start. The test sees all that the ranks publish, as a guard may see it."""
     source = """
@@ -156,6 +157,7 @@ assert (True, 15.0) not in published, published
     succeeded(run(tmp_path, 2, source))
 
 
+@pytest.mark.nightly
 def test_what_a_program_does_before_init_ends_no_job(tmp_path: Path) -> None:
     """The others wait for it in init()."""
     late = "if os.environ['PMI_RANK'] == '1':\n    time.sleep(75)\n"
@@ -165,16 +167,14 @@ def test_what_a_program_does_before_init_ends_no_job(tmp_path: Path) -> None:
     assert re.search(rf"no progress for \d+ s: rank 0 on {HOST} waits in init\(\); {sleeps}", job.stderr), job.output
 
 
+@pytest.mark.nightly
 def test_a_wait_for_a_communicator(tmp_path: Path) -> None:
     """Only MPI can drive it, so the rank looks like one that works."""
     source = START + (
         "world.barrier()\nif world.rank == 1:\n    os.kill(os.getpid(), signal.SIGSTOP)\ntime.sleep(1)\nworld.apart()"
     )
     job = run(tmp_path, 2, source)
-    assert job.code == 1, job.output
-    stands = rf"rank 0 on {HOST} waits in apart \(call \d+\); rank 1 on {HOST} is stopped"
-    heads = [r"no progress for \d+ s", r"nothing has moved for 15 s \(hang_seconds\), and the job is ended"]
-    assert all(re.search(f"^mpitrain: {head}: {stands}", job.stderr, re.M) for head in heads), job.output
+    ended(job, rf"rank 0 on {HOST} waits in apart \(call \d+\); rank 1 on {HOST} is stopped")
 
 
 def test_under_a_bare_mpiexec_the_ranks_see_to_it() -> None:
@@ -193,6 +193,7 @@ def test_under_a_bare_mpiexec_the_ranks_see_to_it() -> None:
     assert re.search(rf"nothing has moved for 15 s \(hang_seconds\), and the job is ended: {waits}$", report.text, re.M)
 
 
+@pytest.mark.nightly
 def test_what_the_others_are_to_wait_for_ends_no_job(tmp_path: Path) -> None:
     source = START + "with world.together('save it'):\n    time.sleep(20 if world.is_root else 0)\nprint('saved')"
     job = run(tmp_path, 2, source, MPITRAIN_STALL_SECONDS="5", MPITRAIN_HANG_SECONDS="10")
@@ -201,6 +202,7 @@ def test_what_the_others_are_to_wait_for_ends_no_job(tmp_path: Path) -> None:
     assert re.search(expected, job.stderr), job.output
 
 
+@pytest.mark.nightly
 def test_nothing_is_ended_while_messages_move(tmp_path: Path) -> None:
     """A slow rank makes one exchange longer than all limits. The number of MiB for this depends on the machine."""
     source = START + (
@@ -224,7 +226,7 @@ def test_nothing_is_ended_while_messages_move(tmp_path: Path) -> None:
     assert "the job is ended" not in job.stderr, job.output
 
 
-@pytest.mark.parametrize("allocates", [True, False])
+@pytest.mark.parametrize("allocates", [True, *nightly(False)])
 def test_nothing_is_reported_while_arrays_are_added_in_shared_memory(tmp_path: Path, allocates: bool) -> None:
     """The ranks add block by block, which takes much longer than the limit."""
     source = START + (
@@ -259,11 +261,7 @@ def test_a_launcher_that_is_killed_leaves_no_stopped_rank_and_no_shared_memory(t
         launcher.send_signal(signal.SIGKILL)
 
     before = shared_memory()
-    script = tmp_path / "script.py"
-    script.write_text(source)
-    command = [sys.executable, "-m", "mpitrain", "run", "--hosts", "localhost", "-n", "2", str(script), str(ready)]
-    job = run_command(command, during=kill)
-    failed(job)
+    failed(launched(tmp_path, source, 2, "--hosts", "localhost", words=(str(ready),), during=kill))
     assert seen, "the ranks had no shared memory"
     until(lambda: not seen & shared_memory(), f"shared memory is left of {seen}")
 
@@ -283,3 +281,42 @@ def _has_mapped(ancestor: int, name: str) -> bool:
         except OSError:
             continue
     return False
+
+
+@pytest.fixture
+def frozen(tmp_path: Path) -> Iterator[Path]:
+    """A disk on which every write waits in the kernel, where even SIGKILL cannot end it."""
+    folder, image = tmp_path / "disk", tmp_path / "image"
+    folder.mkdir()
+    image.write_bytes(bytes(8 << 20))
+    made = [["mkfs.ext4", "-q", image], ["mount", "-o", "loop", image, folder], ["fsfreeze", "--freeze", folder]]
+    if os.geteuid() != 0:
+        pytest.skip("to freeze a disk needs root")
+    for command in made:
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        if done.returncode:
+            pytest.skip(f"no disk can be frozen here: {done.stderr}")
+    try:
+        yield folder
+    finally:
+        subprocess.run(["fsfreeze", "--unfreeze", folder], check=False)
+        subprocess.run(["umount", "--lazy", folder], check=True)
+
+
+def test_a_rank_that_cannot_be_killed(tmp_path: Path, frozen: Path, vendor: str, undisturbed: Undisturbed) -> None:
+    """It is named, and the job goes on from memory."""
+    wrong = f"if rank == 1 and step == 7 and once('stuck'): pathlib.Path('{frozen}/file').write_text('x')"
+
+    def thaw(process: subprocess.Popen[str]) -> None:
+        """The disk answers again when the training is over. Then the process that was stuck ends."""
+        until(lambda: (tmp_path / "w.npy").exists() or process.poll() is not None)
+        subprocess.run(["fsfreeze", "--unfreeze", frozen], check=True)
+
+    job = training.train(tmp_path, wrong, vendor=vendor, env=LIMITS, during=thaw)
+    training.went_on(job, tmp_path, [6], undisturbed(vendor=vendor))
+    stuck = rf"rank 1 on {HOST} is stuck in the kernel \(\w+\) in train\.py:\d+ \(regression\)"
+    assert re.search(rf"no progress for \d+ s: rank 0 .*{stuck}", job.stderr), job.output
+    assert re.search(r"process \d+ could not be killed: .*train\.py", job.stderr), job.output
+    first, last = training.tries(job)
+    assert re.match(r"try 1 of 3 failed at step 7: ", first), first
+    assert last == "try 2 of 3 succeeded"

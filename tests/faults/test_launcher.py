@@ -1,47 +1,29 @@
-"""What happens to the launcher of a job: nobody reads its output, somebody holds the output open, it is stopped."""
+"""What happens to the launcher of a job, to what it starts, and to a job in which mt.run_on is used."""
 
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
 
-from faults.conftest import need
-from faults.outcome import succeeded
-from jobs import VENVS, Job, mpiexec, run_command, until
+from faults.failing import HERE, START, launched, nightly, run
+from faults.outcome import failed, succeeded
+from jobs import REPOSITORY, VENVS, mpiexec, run_command, until
 from mpitrain.launch.processes import command_line
 
-RUN = [sys.executable, "-m", "mpitrain", "run", "-n", "2"]
-START = """
-import os, pathlib, sys, time
-import mpitrain as mt
-world = mt.init()
+WAITS = """
 folder = pathlib.Path(sys.argv[1])
 world.barrier()
+(folder / 'in').touch()
+while not (folder / 'go').exists():
+    time.sleep(0.02)
+world.print('done')
 """
-WAITS = "(folder / 'in').touch()\nwhile not (folder / 'go').exists():\n    time.sleep(0.02)\nworld.print('done')\n"
-
-
-def script(folder: Path, source: str) -> list[str]:
-    path = folder / "script.py"
-    path.write_text(START + source)
-    return [str(path), str(folder)]
-
-
-def test_an_output_that_nobody_reads_any_more(tmp_path: Path) -> None:
-    """As with `mpitrain run ... | head -1`. All processes of the job end."""
-    words = script(tmp_path, "while True:\n    world.print('again')\n    world.barrier()")
-    shell = '"$@" | head -1; echo "code ${PIPESTATUS[0]}"'
-    job = run_command(["bash", "-c", shell, "sh", *RUN, *words])
-    said, code = job.stdout.splitlines()
-    assert said == "[0] again"
-    assert code != "code 0"
-    assert job.left == []
 
 
 def mpiexec_of(launcher: subprocess.Popen[str]) -> int:
@@ -61,19 +43,18 @@ def test_an_output_that_another_process_holds_open(tmp_path: Path) -> None:
         (tmp_path / "go").touch()
 
     try:
-        job = run_command([*RUN, *script(tmp_path, WAITS)], during=during)
+        job = launched(tmp_path, START + WAITS, 2, words=(str(tmp_path),), during=during)
     finally:
         for descriptor in held:
             os.close(descriptor)
-    assert job.code == 0, job.output
+    succeeded(job)
     assert job.stdout == "[0] done\n"
-    assert job.stderr == (
-        "mpitrain: another process holds the job's output open; the end of the output may be missing\n"
-    )
-    assert job.left == []
+    said = "mpitrain: another process holds the job's output open; the end of the output may be missing\n"
+    assert job.stderr == said
 
 
-@pytest.mark.parametrize("seconds", [20, pytest.param(35, marks=pytest.mark.nightly)])
+@pytest.mark.nightly
+@pytest.mark.parametrize("seconds", [20, 35])
 def test_a_launcher_that_is_stopped_for_a_while(tmp_path: Path, seconds: int) -> None:
     """As by Ctrl-Z. On one machine the job goes on. A guard of another host would give its launcher up after 30 s."""
 
@@ -84,37 +65,18 @@ def test_a_launcher_that_is_stopped_for_a_while(tmp_path: Path, seconds: int) ->
         launcher.send_signal(signal.SIGCONT)
         (tmp_path / "go").touch()
 
-    job = run_command([*RUN, *script(tmp_path, WAITS)], during=during)
+    job = launched(tmp_path, START + WAITS, 2, words=(str(tmp_path),), during=during)
     succeeded(job)
     assert job.stdout == "[0] done\n"
 
 
-def run_with(folder: Path, *options: str) -> Job:
-    python = str(VENVS["mpich"] / "bin/python")
-    return run_command([python, "-m", "mpitrain", "run", *options, *script(folder, "(folder / 'in').touch()")])
-
-
+@pytest.mark.nightly
 def test_a_file_of_variables_that_names_a_device_that_is_not_here(tmp_path: Path) -> None:
     variables = tmp_path / "variables"
     variables.write_text("UCX_NET_DEVICES=nothere0\n")
-    job = run_with(tmp_path, "-n", "2", "--env-file", str(variables))
-    assert job.code != 0
-    assert "UCX_NET_DEVICES names nothere0, which does not exist here" in job.stderr, job.output
-    assert not (tmp_path / "in").exists()
-
-
-@pytest.mark.parametrize(
-    ("options", "why"),
-    [
-        (("-n", "1", "--servers", "1"), "1 ranks, 1 of them servers, leave none for workers; start at least 2"),
-        (("-n", "2", "--servers", "1", "--restarts", "1"), "--servers goes without --restarts, --spares and --recover"),
-    ],
-)
-def test_servers_that_would_serve_nobody(tmp_path: Path, options: tuple[str, ...], why: str) -> None:
-    job = run_with(tmp_path, *options)
-    assert job.code == 2, job.output
-    assert why in job.stderr, job.output
-    assert not (tmp_path / "in").exists()
+    job = launched(tmp_path, "print('in')", 2, "--env-file", str(variables))
+    failed(job, "UCX_NET_DEVICES names nothere0, which does not exist here")
+    assert "in" not in job.stdout
 
 
 READS = """
@@ -132,14 +94,126 @@ world.print(world.allgather((before, read())))
 """
 
 
-@pytest.mark.parametrize("start", ["mpitrain run, mpich", "mpitrain run, openmpi", "mpiexec"])
-def test_ranks_read_nothing_from_stdin(tmp_path: Path, start: str) -> None:
+@pytest.mark.parametrize("start", [run, *nightly(launched)])
+def test_ranks_read_nothing_from_stdin(tmp_path: Path, start: object, vendor: str) -> None:
     """MPICH's mpiexec leaves the input of all ranks but the first open, Open MPI's that of the first."""
-    vendor = need("openmpi") if "openmpi" in start else "mpich"
-    python = str(VENVS[vendor] / "bin/python")
-    path = tmp_path / "script.py"
-    path.write_text(READS)
-    words = [*mpiexec(2), python] if start == "mpiexec" else [python, "-m", "mpitrain", "run", "-n", "2"]
-    job = run_command([*words, str(path)])
+    job = run(2, READS, vendor) if start is run else launched(tmp_path, READS, 2, vendor=vendor)
     succeeded(job)
     assert str([(("", b"", b""),) * 2] * 2) in job.stdout, job.output
+
+
+# -- mt.run_on -------------------------------------------------------------------------------------------------------
+
+RUN_ON = """
+import os, signal, time
+import numpy
+import mpitrain as mt
+
+def fails(number):
+    raise ValueError(f"{number} is not allowed")
+
+def dies():
+    os.kill(os.getpid(), signal.SIGKILL)
+
+def stays(file):
+    while not os.path.exists(file):
+        time.sleep(0.01)
+    return "it came back"
+
+world = mt.init()
+with mt.workers(world) as leads:
+    if leads:
+        BODY
+print(f"rank {world.rank} goes on")
+"""
+
+
+def test_an_error_that_is_not_caught_ends_the_job() -> None:
+    ended = run(3, RUN_ON.replace("BODY", "mt.run_on(2, fails, 7).result()"))
+    failed(ended)
+    last_words = ended.stderr[ended.stderr.index("mpitrain: rank 0 on") :]
+    assert f"RemoteError: rank 2 on {HERE}: fails raised ValueError: 7 is not allowed" in last_words
+    assert "in fails\n" in last_words
+    assert "rank 0 goes on" not in ended.stdout
+
+
+@pytest.mark.nightly
+def test_what_cannot_come_back(tmp_path: Path) -> None:
+    """A rank is killed while it computes; a function is one that not every rank defines."""
+    ended = launched(tmp_path, RUN_ON.replace("BODY", "mt.run_on(1, dies).result()"), 3)
+    failed(ended)
+    how = r"(was killed by signal 9|ended without a word \(os\._exit, or killed\?\))"
+    assert re.search(rf"^mpitrain: rank 1 on {HERE} {how}", ended.stderr, re.M), ended.output
+    body = "def late(): pass\n        mt.run_on(1, late).result()"
+    why = f"rank 1 on {HERE}: the function or an argument cannot be made there: AttributeError"
+    failed(run(2, RUN_ON.replace("BODY", body)), why)
+
+
+def test_a_function_that_does_not_come_back_is_reported_and_can_be_left(tmp_path: Path) -> None:
+    """The limits of hangs do not end the job: the function may take long."""
+    file = str(tmp_path / "come back")
+    body = f"""
+        future = mt.run_on(1, stays, {file!r})
+        try:
+            future.result(timeout_seconds=6)
+        except TimeoutError as error:
+            print("late:", error)
+        open({file!r}, "w").close()
+        print(future.result())
+"""
+    limits = {"MPITRAIN_STALL_SECONDS": "1", "MPITRAIN_HANG_SECONDS": "4"}
+    ended = launched(tmp_path, RUN_ON.replace("BODY", body.strip()), 3, env=limits)
+    succeeded(ended)
+    assert re.search(rf"late: rank 0 on {HERE}: stays on rank 1 on {HERE} has not come back after 6 s", ended.stdout)
+    assert "it came back" in ended.stdout
+    report = next(line for line in ended.stderr.splitlines() if "no progress" in line and "rank 1 on" in line)
+    assert re.search(rf"rank 0 on {HERE} waits in run_on, for stays on rank 1 on {HERE}", report), ended.output
+    assert re.search(r"rank 1 on \S+ is in stays, for run_on, for which the others wait by design", report), (
+        ended.output
+    )
+    assert re.search(r'File ".*script.py", line \d+ in stays', ended.stderr), ended.output
+
+
+ENDS = """
+import os, sys, time
+import mpitrain as mt
+
+def stays(file):
+    open(file, "w").close()
+    time.sleep(2)
+
+world = mt.init()
+try:
+    with mt.workers(world) as leads:
+        if leads:
+            mt.run_on(1, stays, sys.argv[1])
+            while not os.path.exists(sys.argv[1]):
+                time.sleep(0.01)
+            raise KeyError
+except KeyError:
+    print("caught")
+print(f"rank {world.rank} goes on")
+"""
+
+
+@pytest.mark.nightly
+def test_a_program_that_ends_after_the_error_of_its_body(tmp_path: Path) -> None:
+    """A worker that is still busy hears of the end of the block when its function has ended."""
+    ended = run(3, ENDS, "mpich", str(tmp_path / "began"))
+    succeeded(ended)
+    assert sorted(ended.stdout.splitlines()) == ["caught", *(f"rank {rank} goes on" for rank in range(3))]
+
+
+@pytest.mark.nightly
+def test_matrix_powers() -> None:
+    for ranks in (1, 2):
+        command = [*mpiexec(ranks), str(VENVS["mpich"] / "bin/python"), "examples/matrix_powers.py"]
+        ended = run_command([*command, "--size", "17", "--power", "3", "--rounds", "1"], cwd=REPOSITORY)
+        succeeded(ended)
+        first, second, *last = ended.stdout.splitlines()
+        assert first == f"17 x 17, n = 3, {ranks} ranks, 1 nodes: the sum is equal on one place and on two"
+        assert re.fullmatch(rf"one place \(rank 0\): .* ms; two \(rank 0, rank {ranks - 1}\): .* times as fast", second)
+        assert len(last) == (ranks > 1)
+        assert all(
+            re.fullmatch(r"It pays from n = \d+ on: a multiplication takes .* there and back\.", line) for line in last
+        )

@@ -2,75 +2,42 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import random
 import re
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import numpy
 import pytest
 
+from faults import training
+from faults.conftest import Undisturbed
+from faults.failing import HERE
 from faults.outcome import succeeded
+from faults.training import went_on
 from jobs import VENVS, Job, clean_environment, run_command, until
 from keeping import kept_id
 from mpitrain.launch.roster import kept
 
-HERE = socket.gethostname()
-STEPS = 20
-
-# A regression with momentum. Rank 0 reports each step, and waits for the file `go` in the steps of the file `halts`.
-SCRIPT = """
-import json, os, pathlib, sys, time
-import numpy
-import mpitrain as mt
-
-folder = pathlib.Path(sys.argv[1])
-if (folder / "killed").exists() and not (folder / "go").exists():  # in the second try
-    (folder / "starting").touch()
-    time.sleep(1000)
-world = mt.init()
-steps = []
-
-def regression(parameters, batch, on_gradient):
-    step = trainer.step_number + 1
-    if world.rank == 1 and step == 6 and (folder / "to-kill").exists():
+# Rank 0 reports each step, and waits in the steps of the file `halts`.
+HALTS = """if world.rank == 1 and step == 6 and (folder / "to-kill").exists():
         (folder / "to-kill").rename(folder / "killed")
-        os.kill(os.getpid(), 9)
-    halts = json.loads((folder / "halts").read_text())
-    if world.rank == 0 and step in halts:
+        die()
+    if world.rank == 0 and step in json.loads((folder / "halts").read_text()):
         (folder / "rank").write_text(str(os.getpid()))
         (folder / f"in-{step}").touch()
         while step in json.loads((folder / "halts").read_text()):
-            time.sleep(0.01)
-    x, y = batch
-    error = x @ parameters["w"] - y
-    on_gradient("w", 2 * x.T @ error / max(1, len(x)))
-    return float((error**2).mean()) if len(x) else 0.0
-
-def build(world):
-    random = numpy.random.default_rng(0)
-    data = mt.data.ArrayData(world, (random.standard_normal((61, 5)), random.standard_normal(61)), global_batch=12)
-    zeros = {"w": numpy.zeros(5)}
-    return mt.Parts(mt.ArrayFunction(regression, zeros, mt.optim.SGD(0.01, momentum=0.9)), mt.Sync(), data)
-
-class Steps(mt.Hook):
-    def after_step(self, trainer, step):
-        steps.append((step.number, step.loss))
-
-trainer = mt.Trainer(build, [mt.StopAtStep(20), Steps(), mt.Record([mt.writers.JsonLines(folder)], steps=1)])
-trainer.run()
-if world.is_root:
-    numpy.save(folder / "w.npy", trainer.adapter.parameters()["w"])
-    (folder / "steps.json").write_text(json.dumps(steps))
-    print("the variable is", os.environ.get("OF_THE_USER"), "in", os.getcwd())
+            time.sleep(0.01)"""
+SECOND_TRY = """
+if (folder / "killed").exists() and not (folder / "go").exists():
+    (folder / "starting").touch()
+    time.sleep(1000)
 """
+SAYS = "world.print('the variable is', os.environ.get('OF_THE_USER'), 'in', os.getcwd())"
 
 
 def mpitrain(*arguments: str, vendor: str = "mpich") -> Job:
@@ -85,12 +52,10 @@ def train(
     vendor: str = "mpich",
 ) -> Job:
     """Run the training, which stands still in these steps. Its state is copied to memory after every step."""
-    folder.mkdir(exist_ok=True)
-    (folder / "train.py").write_text(SCRIPT)
     halt(folder, *halts)
-    command = [str(VENVS[vendor] / "bin/python"), "-m", "mpitrain", "run", "-n", "2", "--restarts", "2"]
-    env = {"MPITRAIN_MEMORY_STEPS": "1", "OF_THE_USER": "kept"}
-    return run_command([*command, "train.py", str(folder)], cwd=folder, env=env, during=during)
+    hooks = "[mt.Record([mt.writers.JsonLines(folder)], steps=1)]"
+    how = {"first": SECOND_TRY, "after": SAYS, "hooks": hooks, "vendor": vendor}
+    return training.train(folder, HALTS, during=during, env={"OF_THE_USER": "kept"}, **how)
 
 
 def halt(folder: Path, *steps: int) -> None:
@@ -119,37 +84,6 @@ def tries_of(folder: Path) -> list[str]:
 
     until(is_there, "no keeper has the job")
     return found[0]
-
-
-def result(folder: Path) -> tuple[bytes, dict[int, float]]:
-    """The bits of the training's final parameters and of the loss of each step of its last try."""
-    return numpy.load(folder / "w.npy").tobytes(), dict(json.loads((folder / "steps.json").read_text()))
-
-
-Undisturbed = Callable[[str], tuple[bytes, dict[int, float]]]
-
-
-@pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Undisturbed:
-    """The result of a training without faults. The sums of different MPI libraries differ."""
-
-    @functools.cache
-    def of(vendor: str) -> tuple[bytes, dict[int, float]]:
-        folder = tmp_path_factory.mktemp("undisturbed")
-        job = train(folder, [], vendor=vendor)
-        succeeded(job)
-        return result(folder)
-
-    return of
-
-
-def went_on(job: Job, folder: Path, after: int, expected: tuple[bytes, dict[int, float]]) -> None:
-    """The training resumed from memory after this step, and ended with the bits of an undisturbed training."""
-    succeeded(job)
-    assert re.findall(r"resumed from memory at step (\d+)$", job.stdout, re.M) == [str(after)], job.output
-    parameters, losses = result(folder)
-    assert parameters == expected[0]
-    assert losses == {step: loss for step, loss in expected[1].items() if step > after}
 
 
 def test_a_killed_launcher(tmp_path: Path, undisturbed: Undisturbed) -> None:
@@ -194,7 +128,7 @@ def test_a_killed_launcher(tmp_path: Path, undisturbed: Undisturbed) -> None:
     assert re.fullmatch(
         f"mpitrain: going on with job {job} from what is kept on {HERE}\n" + line.replace(job, other), again.stderr
     ), again.output
-    went_on(last, tmp_path, 13, undisturbed("mpich"))
+    went_on(last, tmp_path, [13], undisturbed())
     assert f"the variable is kept in {tmp_path}\n" in last.stdout
     assert too_late.code == 1
     assert f"nothing is kept of a job {other} of yours on {HERE}." in too_late.stderr
@@ -221,7 +155,7 @@ def resume_and_kill(command: list[str], kill: Callable[[subprocess.Popen[str]], 
     return Job(process.returncode, stdout, stderr, [])
 
 
-@pytest.mark.parametrize("vendor", ["mpich", pytest.param("openmpi", marks=pytest.mark.nightly)], indirect=True)
+@pytest.mark.nightly
 def test_while_a_try_is_starting(tmp_path: Path, vendor: str, undisturbed: Undisturbed) -> None:
     """The first try has failed. The second one has made no step when the launcher is killed."""
     jobs: list[Job] = []
@@ -238,9 +172,10 @@ def test_while_a_try_is_starting(tmp_path: Path, vendor: str, undisturbed: Undis
     assert killed.code == -signal.SIGKILL
     assert killed.left == []
     assert "try 1 of 3 failed at step 6: rank 1 " in killed.stderr
-    went_on(jobs[0], tmp_path, 5, undisturbed(vendor))
+    went_on(jobs[0], tmp_path, [5], undisturbed(vendor=vendor))
 
 
+@pytest.mark.nightly
 def test_the_id_of_an_earlier_try(tmp_path: Path) -> None:
     """The user has it from before a restart. It stands for the job."""
     said: list[Job] = []
@@ -261,45 +196,31 @@ def test_the_id_of_an_earlier_try(tmp_path: Path) -> None:
     assert "no host would be left, and --min-nodes is 1" in said[1].stderr, said[1].output
 
 
-def test_refusals(tmp_path: Path, undisturbed: Undisturbed) -> None:
-    """A running job, a script that has changed, and two launchers that go on with one job at once."""
-    running: list[Job] = []
-    changed: list[Job] = []
+@pytest.mark.nightly
+def test_two_launchers_go_on_at_once(tmp_path: Path, undisturbed: Undisturbed) -> None:
+    """One of them wins. (tests/launch/test_resume.py has the other refusals.)"""
     both: list[Job] = []
 
     def during(process: subprocess.Popen[str]) -> None:
         until((tmp_path / "in-4").exists)
-        (job,) = tries_of(tmp_path)
-        running.append(mpitrain("run", "--resume", job))
         process.kill()
-        lost_job(tmp_path)
-        with (tmp_path / "train.py").open("a") as script:
-            script.write("# changed")
-        changed.append(mpitrain("run", "--resume", job))
-        (tmp_path / "train.py").write_text(SCRIPT)
+        job = lost_job(tmp_path)
         with ThreadPoolExecutor() as pool:  # the launcher that wins stands still until the other one has ended
             two = [pool.submit(mpitrain, "run", "--resume", job) for _ in range(2)]
             until(lambda: any(one.done() for one in two))
             halt(tmp_path)
             both.extend(one.result() for one in two)
 
-    killed = train(tmp_path, [4], during)
-    assert killed.left == []
-    assert running[0].code == 1
-    (refusal, *_) = running
-    assert re.search(r": its launcher, process \d+ on \S+, is alive\. `mpitrain kill ", refusal.stderr), refusal.output
-    assert changed[0].code == 1
-    assert f"since its start, train.py in {tmp_path} differ. Undo the change." in changed[0].stderr, changed[0].output
+    assert train(tmp_path, [4], during).left == []
     loser, winner = sorted(both, key=lambda one: -one.code)
     assert loser.code == 1
-    told = (
-        "(another `mpitrain run --resume` on .* goes on with this job|somebody else goes on|is alive|nothing is kept)"
-    )
+    told = r"another `mpitrain run --resume` on .* goes on with this job|somebody else goes on|is alive|nothing is kept"
     assert re.search(told, loser.stderr), loser.output
     assert loser.stderr.count("has lost its launcher") == 0
-    went_on(winner, tmp_path, 3, undisturbed("mpich"))
+    went_on(winner, tmp_path, [3], undisturbed())
 
 
+@pytest.mark.nightly
 def test_what_is_kept_is_dropped(tmp_path: Path) -> None:
     dropped: list[Job] = []
     jobs: list[str] = []
@@ -313,10 +234,3 @@ def test_what_is_kept_is_dropped(tmp_path: Path) -> None:
     killed = train(tmp_path, [4], during)
     assert killed.left == []
     assert (dropped[0].code, dropped[0].stdout) == (0, f"job {jobs[0]}: what was kept of it was dropped on {HERE}\n")
-
-
-def test_its_options_are_those_of_the_job() -> None:
-    job = mpitrain("run", "--resume", "12345678", "-n", "2", "--min-nodes", "1", "train.py")
-    assert job.code == 2
-    words = "--resume goes on with the command that started the job; leave out -n, --min-nodes, SCRIPT"
-    assert words in job.stderr

@@ -17,9 +17,11 @@ from typing import Any
 import numpy
 import pytest
 
+from faults.conftest import Undisturbed
+from faults.failing import HERE, nightly
 from faults.outcome import succeeded
-from faults.remembering import HERE, STEPS, result, resumed, train
 from faults.test_keep import SCRIPT as LOOP
+from faults.training import STEPS, result, resumed, train, went_on
 from jobs import Job, run_command
 from mpitrain.state.manifest import read_manifest
 from mpitrain.state.store import load
@@ -79,11 +81,9 @@ class GoesOn:
 
 
 @pytest.mark.parametrize(
-    ("ranks", "vendor"),
-    [(3, "mpich"), (2, "openmpi"), pytest.param(1, "mpich", marks=pytest.mark.nightly)],
-    indirect=["vendor"],
+    ("ranks", "vendor"), [(3, "mpich"), *nightly((2, "openmpi"), (1, "mpich"))], indirect=["vendor"]
 )
-def test_the_newest_step_is_saved(tmp_path: Path, ranks: int, vendor: str) -> None:
+def test_the_newest_step_is_saved(tmp_path: Path, ranks: int, vendor: str, undisturbed: Undisturbed) -> None:
     job = few(tmp_path, ranks=ranks, vendor=vendor, hooks=SAVES)
     assert job.stderr.endswith(f"mpitrain: {REASON}: the job has ended after step 7, which is saved\n"), job.output
     path = tmp_path / "checkpoints" / "step-00000007"
@@ -95,13 +95,11 @@ def test_the_newest_step_is_saved(tmp_path: Path, ranks: int, vendor: str) -> No
     again = train(tmp_path, hooks=SAVES, ranks=ranks, vendor=vendor)
     succeeded(again)
     assert f"resumed from {path} at step 7\n" in again.stdout
-    whole = train(tmp_path / "whole", ranks=ranks, vendor=vendor)
-    succeeded(whole)
-    parameters, losses = result(tmp_path)
-    assert parameters == result(tmp_path / "whole")[0]
-    assert losses == {step: loss for step, loss in result(tmp_path / "whole")[1].items() if step > 7}
+    parameters, losses = undisturbed(ranks, vendor)
+    assert result(tmp_path) == (parameters, {step: loss for step, loss in losses.items() if step > 7})
 
 
+@pytest.mark.nightly
 def test_a_newer_checkpoint(tmp_path: Path) -> None:
     """Copies come every 5 steps. The checkpoint of step 6 is newer than the copy of step 5, and stays as it is."""
     hooks = "[mt.Checkpoint(folder / 'checkpoints', steps=6)]"
@@ -124,6 +122,7 @@ class Saves(mt.Hook):
 """
 
 
+@pytest.mark.nightly
 def test_a_hook_of_ones_own_saves(tmp_path: Path) -> None:
     job = few(tmp_path, hooks="[Saves()]", before=OWN_HOOK)
     assert "of step 7 nan nan 0.0\n" in job.stdout
@@ -139,6 +138,7 @@ def test_a_hook_of_ones_own_saves(tmp_path: Path) -> None:
 BREAKS = DIES.replace("die()", "((folder / 'saved').rename(folder / 'away'), (folder / 'saved').touch(), die())")
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("wrong", "hooks", "why"),
     [
@@ -146,7 +146,9 @@ BREAKS = DIES.replace("die()", "((folder / 'saved').rename(folder / 'away'), (fo
         (BREAKS, "[mt.Checkpoint(folder / 'saved', 1000)]", "cannot write into the checkpoint directory "),
     ],
 )
-def test_what_cannot_be_saved_is_kept(tmp_path: Path, wrong: str, hooks: str, why: str) -> None:
+def test_what_cannot_be_saved_is_kept(
+    tmp_path: Path, wrong: str, hooks: str, why: str, undisturbed: Undisturbed
+) -> None:
     """Another launcher goes on from memory, with the bits of an undisturbed training, and the record has the event."""
     goes_on = GoesOn(tmp_path)
     few(tmp_path, wrong, hooks=f"[mt.Record([mt.writers.JsonLines(folder)], steps=1), *{hooks}]", goes_on=goes_on)
@@ -156,17 +158,14 @@ def test_what_cannot_be_saved_is_kept(tmp_path: Path, wrong: str, hooks: str, wh
     ), goes_on.said
     assert f"mpitrain: its state is kept in memory on {HERE} until " in goes_on.said.splitlines()[-1]
     assert "has lost its launcher" not in goes_on.said
-    succeeded(goes_on.job)
-    assert resumed(goes_on.job) == [7]
-    whole = train(tmp_path / "whole")
-    succeeded(whole)
-    assert result(tmp_path)[0] == result(tmp_path / "whole")[0]
+    went_on(goes_on.job, tmp_path, [7], undisturbed())
     rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows] == list(range(1, STEPS + 1))
     events = [(event["after_step"], event["source"], event["text"]) for row in rows for event in row.get("events", [])]
     assert events == [(7, "memory", REASON)]
 
 
+@pytest.mark.nightly
 def test_a_loop_of_ones_own_is_kept(tmp_path: Path) -> None:
     goes_on = GoesOn(tmp_path)
     source = LOOP.replace("WRONG", DIES.replace("step == 8", "step == 11"))
@@ -191,6 +190,7 @@ mt.Trainer = Own
 """
 
 
+@pytest.mark.nightly
 def test_steps_of_ones_own_are_refused(tmp_path: Path) -> None:
     """Only `run` copies the state to memory, and can save it."""
     job = few(tmp_path, hooks=SAVES, before=OWN_STEPS)
@@ -198,6 +198,7 @@ def test_steps_of_ones_own_are_refused(tmp_path: Path) -> None:
     assert job.stderr.endswith(f"mpitrain: {NOTHING}\n"), job.output
 
 
+@pytest.mark.nightly
 def test_nothing_to_save(tmp_path: Path) -> None:
     """No host has had room for a copy."""
     before = "from mpitrain.state import memory_slot\nmemory_slot._limits = lambda: [(100, 10**9, 'this machine')]"

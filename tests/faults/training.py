@@ -1,31 +1,32 @@
-"""Shared by the tests of copies in memory: a training with a fault, and checks of its result."""
+"""Shared by the tests of restarts and of copies in memory: a training with a fault, and checks of its result."""
 
 from __future__ import annotations
 
 import json
 import re
-import socket
 import subprocess
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import numpy
 
-from faults.dying import DYING
+from faults.failing import DYING
 from faults.outcome import succeeded
 from jobs import VENVS, Job, run_command
 
-HERE = socket.gethostname()
 STEPS = 20
+EVERY_4 = "[mt.Checkpoint(folder / 'checkpoints', steps=4)]"
 
-# A regression with momentum. A test puts its fault into WRONG, which runs before every step, or into one of the other
+# A regression with momentum. A test puts its fault into WRONG, which runs in every step, or into one of the other
 # places.
 SCRIPT = """
 import json, os, pathlib, signal, sys, time
 import numpy
 import mpitrain as mt
+import mpitrain.training.hooks.checkpoint as its
 
 folder = pathlib.Path(sys.argv[1])
+its._PATIENCE_SECONDS = float("inf")  # every save that is due is there, also on a slow disk
 FIRST
 world = mt.init()
 rank = world.rank
@@ -33,6 +34,16 @@ steps = []
 """
 SCRIPT += DYING
 SCRIPT += """
+def wait_for(name):
+    while not (folder / name).exists():
+        time.sleep(0.02)
+
+def kill(every=4):  # when what was to be saved until now is on the disk
+    if (folder / "checkpoints").exists() and trainer.step_number >= every:
+        wait_for(f"checkpoints/step-{trainer.step_number // every * every:08d}")
+    time.sleep(1)  # the launcher looks for new ranks twice a second
+    die()
+
 def regression(parameters, batch, on_gradient):
     step = trainer.step_number + 1
     WRONG
@@ -61,35 +72,44 @@ if world.is_root:
 """
 
 
+def source(
+    wrong: str, first: str = "", before: str = "", after: str = "", hooks: str = "[]", dtype: str = "float64"
+) -> str:
+    text = SCRIPT.replace("DTYPE", dtype).replace("*HOOKS", f"*{hooks}")
+    for place, code in (("FIRST", first), ("BEFORE", before), ("AFTER", after), ("WRONG", wrong)):
+        text = text.replace(place, code)
+    return text
+
+
 def train(
     folder: Path,
     wrong: str = "pass",
     *options: str,
     ranks: int = 2,
-    first: str = "",
-    before: str = "",
-    after: str = "",
-    hooks: str = "[]",
     vendor: str = "mpich",
     every: int | None = 1,
     codec: str = "none",
     launcher: Sequence[str] = ("-m", "mpitrain"),
+    env: Mapping[str, str] | None = None,
     during: Callable[[subprocess.Popen[str]], None] | None = None,
+    **places: str,
 ) -> Job:
     """Run the training, in at most three tries. Its state is copied to memory every `every` steps.
 
     `launcher` are the arguments of the Python that runs `mpitrain`.
     """
     folder.mkdir(exist_ok=True)
-    source = (
-        SCRIPT.replace("FIRST", first).replace("BEFORE", before).replace("AFTER", after).replace("*HOOKS", f"*{hooks}")
-    )
-    source = source.replace("DTYPE", "float64" if codec == "none" else "float32")
-    (folder / "train.py").write_text(source.replace("WRONG", wrong))
+    text = source(wrong, dtype="float64" if codec == "none" else "float32", **places)
+    (folder / "train.py").write_text(text)
     command = [str(VENVS[vendor] / "bin/python"), *launcher, "run", "-n", str(ranks), "--restarts", "2"]
-    env = {"MPITRAIN_COMPRESSION": codec} | ({} if every is None else {"MPITRAIN_MEMORY_STEPS": str(every)})
+    settings = {"MPITRAIN_COMPRESSION": codec} | ({} if every is None else {"MPITRAIN_MEMORY_STEPS": str(every)})
     command += [*options, str(folder / "train.py"), str(folder)]
-    return run_command(command, cwd=folder, env=env, during=during)
+    return run_command(command, cwd=folder, env={**settings, **(env or {})}, during=during)
+
+
+def tries(job: Job) -> list[str]:
+    """What the supervisor prints about each try."""
+    return re.findall(r"^mpitrain: (try .*)$", job.stderr, re.M)
 
 
 def resumed(job: Job) -> list[int]:
