@@ -6,7 +6,7 @@ import ast
 import re
 
 import pytest
-from launching import MOSTLY_MPICH, PYTHONS, SHARE, Job, as_user, drop_kept, run, write
+from launching import PYTHONS, SHARE, Job, as_user, drop_kept, run, write
 from test_joining import COPIES, SCRIPT, change
 
 from testbed import Bed
@@ -51,7 +51,6 @@ def counted_steps(output: str) -> dict[int, tuple[int, list[int], str]]:
     return steps
 
 
-@MOSTLY_MPICH
 @pytest.mark.parametrize("returns", [False, pytest.param(True, marks=pytest.mark.nightly)], ids=["", "with a power cut"])
 def test_hosts_go_and_come_back(bed: Bed, python: str, returns: bool) -> None:
     """node3 differs at the start, node4 is new, and node2 leaves the inventory.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from launching import MOSTLY_MPICH, SHARE, training, write
+from launching import SHARE, training, write
 from test_joining import COPIES, SCRIPT, change
 
 from testbed import Bed
@@ -32,7 +32,6 @@ def one_login(bed: Bed) -> Iterator[None]:
         restart(bed, node, f"mv {OURS}.before {OURS}")
 
 
-@MOSTLY_MPICH
 def test_a_start_and_a_join(bed: Bed, one_login: None, python: str) -> None:
     """Guards, keepers, holders of spares and mpiexec log in one after the other."""
     arguments = "--hosts node1,node2 --ppn 1 --restarts 2 --spares moves.py 4000"

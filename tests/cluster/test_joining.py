@@ -9,7 +9,7 @@ import signal
 import time
 
 import pytest
-from launching import MOSTLY_MPICH, SHARE, Job, as_user, run, training, write
+from launching import SHARE, Job, as_user, run, training, write
 
 from testbed import Bed
 
@@ -116,7 +116,6 @@ def steps_of(output: str) -> dict[int, tuple[int, list[int], str]]:
 
 
 @pytest.mark.parametrize("script", [SCRIPT, pytest.param(LOOP, marks=pytest.mark.nightly)], ids=["Trainer", "loop"])
-@MOSTLY_MPICH
 def test_a_host_leaves_and_joins_again(bed: Bed, python: str, script: str) -> None:
     arguments = "--hosts node1,node2,node3 --ppn 1 --restarts 1 moves.py 4000"
     job = training(bed, "moves.py", script, arguments, python=python, setting=COPIES)
@@ -155,7 +154,6 @@ def test_a_host_leaves_and_joins_again(bed: Bed, python: str, script: str) -> No
     assert [bits for _, _, bits in steps.values()] == [bits for _, _, bits in expected.values()]
 
 
-@MOSTLY_MPICH
 def test_ranks_are_killed_while_the_next_try_is_prepared(bed: Bed, python: str) -> None:
     """If a new rank is killed, the job notices nothing. If a training rank is killed, the job resumes from memory."""
     arguments = "--hosts node1,node2,node3 --ppn 1 --restarts 2 moves.py 4000"
@@ -239,7 +237,6 @@ def test_a_host_that_differs_is_refused(bed: Bed) -> None:
     assert {size for size, _, _ in steps_of(end.output).values()} == {2, 3}
 
 
-@MOSTLY_MPICH
 def test_sigterm_to_a_rank_lets_its_host_leave(bed: Bed, python: str) -> None:
     """Then one of the two remaining hosts is told. --min-nodes is 2, so the job saves and ends."""
     saves = SCRIPT.replace("Show()]", "Show(), mt.Checkpoint('saved', steps=100000)]")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 import pytest
-from launching import MOSTLY_MPICH, PYTHONS, SHARE, Job, as_user, write
+from launching import PYTHONS, SHARE, Job, as_user, write
 from test_joining import COPIES, SCRIPT, change, kill, steps_of
 
 from testbed import Bed
@@ -19,7 +19,6 @@ def script(bed: Bed, healed: None) -> None:
     as_user(bed, "node1", "rm -rf enough hold held-* record; mkdir record")
 
 
-@MOSTLY_MPICH
 def test_a_host_leaves_and_others_join(bed: Bed, python: str) -> None:
     """The next try begins beside the present one. Each try gets new spares, also on a host that joins."""
     arguments = "--hosts node1,node2,node3 --ppn 1 --restarts 1 --spares moves.py 4000"

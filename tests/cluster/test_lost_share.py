@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import pytest
-from launching import MOSTLY_MPICH, SHARE, training, write
+from launching import SHARE, training, write
 from test_split_network import SCRIPT
 
 from testbed import Bed
@@ -34,7 +34,6 @@ def without_share(bed: Bed, node: str) -> Iterator[None]:
         execute([*nft, "delete", "table", "inet", "lost_share"])
 
 
-@MOSTLY_MPICH
 def test_a_host_loses_the_share(bed: Bed, python: str) -> None:
     arguments = "-n 4 --restarts 2 looks.py"
     job = training(bed, "looks.py", LOOKS, arguments, begun="made step 50 ", python=python, setting=SETTING)

@@ -7,7 +7,7 @@ import signal
 import time
 
 import pytest
-from launching import MOSTLY_MPICH, PYTHONS, SHARE, Ended, Job, as_user, drop_kept, write
+from launching import PYTHONS, SHARE, Ended, Job, as_user, drop_kept, write
 from regression import REGRESSION
 
 from jobs import until
@@ -104,7 +104,6 @@ def masters(bed: Bed) -> int:
     return sum(len(path.rpartition("/")[2]) == 40 for path in found)
 
 
-@MOSTLY_MPICH
 @pytest.mark.parametrize("spares", ["--spares", pytest.param("", marks=pytest.mark.nightly)])
 def test_a_rank_is_killed(bed: Bed, python: str, spares: str) -> None:
     """With spares, the holder on node2 is killed first. The rank there starts as a program; the others are spares.
@@ -169,7 +168,6 @@ def test_a_daemon_is_killed_beside_another_job(bed: Bed, python: str) -> None:
     assert other.end().code == 128 + signal.SIGTERM
 
 
-@MOSTLY_MPICH
 def test_the_launcher_is_killed(bed: Bed, python: str) -> None:
     """Another node goes on with the job, on the same nodes."""
     arguments = "--hosts node1,node2,node3 --ppn 1 --restarts 2 train.py 100"
