@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
 import subprocess
 from pathlib import Path
 
@@ -82,16 +81,6 @@ class Run:
     def changed(self) -> dict[str, int]:
         """Number of changed tasks by node, without the nodes that have none."""
         return {name: counts["changed"] for name, counts in self.counts.items() if counts["changed"]}
-
-
-def checkout_copy(folder: Path) -> Path:
-    """A copy of the files that the playbooks use, for a test that changes them."""
-    ignored = shutil.ignore_patterns("__pycache__", "log", "hosts")
-    for name in ("cluster", "mpitrain", "examples", "scripts"):
-        shutil.copytree(REPOSITORY / name, folder / name, symlinks=True, ignore=ignored)
-    for name in ("ansible.cfg", "pyproject.toml", "README.md", "LICENSE"):
-        shutil.copy(REPOSITORY / name, folder / name)
-    return folder
 
 
 def playbook(bed: Bed, *arguments: str, inventory: Path | None = None, timeout_seconds: float = 1200) -> Run:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from launching import SHARE, as_user, training, write
+from launching import NODES, SHARE, as_user, training, write
 from playbooks import inventory_of
 from test_elastic import SLOW, counted_steps
 from test_joining import COPIES
@@ -23,7 +23,7 @@ Cluster = Callable[..., str]
 @pytest.fixture
 def cluster(bed: Bed, tmp_path: Path) -> Iterator[Cluster]:
     """`mpitrain cluster` on the controller. Inside, node4 is no node of the cluster until the test adds it."""
-    inventory = inventory_of(bed, tmp_path / "hosts", tuple(bed.names))
+    inventory = inventory_of(bed, tmp_path / "hosts", NODES)
 
     def change(action: str, *words: str) -> str:
         line = ["mpitrain", "cluster", action, "--inventory", str(inventory), *words, "--", "--skip-tags"]
@@ -36,7 +36,7 @@ def cluster(bed: Bed, tmp_path: Path) -> Iterator[Cluster]:
     change("remove", "--yes", "node4")
     yield change
     if "node4" not in as_user(bed, "node1", "cat /etc/mpitrain/hosts").stdout:
-        inventory_of(bed, inventory, tuple(bed.names))
+        inventory_of(bed, inventory, NODES)
         change("setup")
 
 

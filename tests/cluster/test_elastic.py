@@ -6,12 +6,12 @@ import ast
 import re
 
 import pytest
-from launching import PYTHONS, SHARE, Job, as_user, drop_kept, run, write
+from launching import NODES, PYTHONS, SHARE, Job, as_user, drop_kept, run, write
 from test_joining import COPIES, SCRIPT, change
 
 from testbed import Bed
 
-pytestmark = [pytest.mark.timeout(1800), pytest.mark.usefixtures("healed")]
+pytestmark = [pytest.mark.timeout(3000), pytest.mark.usefixtures("healed"), pytest.mark.nightly]
 
 # A host that was away is set aside for a minute. The ranks need not compute much in that minute.
 SAVES = SCRIPT.replace("Show()]", "Show(), mt.Checkpoint('saved', steps=100000)]")
@@ -51,14 +51,16 @@ def counted_steps(output: str) -> dict[int, tuple[int, list[int], str]]:
     return steps
 
 
-@pytest.mark.parametrize("returns", [False, pytest.param(True, marks=pytest.mark.nightly)], ids=["", "with a power cut"])
+@pytest.mark.parametrize(
+    "returns", [False, pytest.param(True, marks=pytest.mark.nightly)], ids=["", "with a power cut"]
+)
 def test_hosts_go_and_come_back(bed: Bed, python: str, returns: bool) -> None:
     """node3 differs at the start, node4 is new, and node2 leaves the inventory.
 
     In the slow one node4 loses its power before that, is set aside for a minute, and comes back by itself. (With a
     clock of its own, tests/launch/test_intake.py has that too.)
     """
-    for node in bed.names:
+    for node in NODES:
         write(bed, node, "/home/cluster/moves.py", SLOW + "# changed\n" * (node == "node3"))
     as_user(bed, "node1", "rm -rf enough record saved; mkdir record")
     inventory(bed, "node1", "node2", "node3")
@@ -113,7 +115,6 @@ def test_hosts_go_and_come_back(bed: Bed, python: str, returns: bool) -> None:
     assert [bits for _, _, bits in steps.values()] == [bits for _, _, bits in counted_steps(whole.output).values()]
 
 
-@pytest.mark.nightly
 def test_patience_has_an_end(bed: Bed) -> None:
     """node3 is away at the start, and is then lost twice. After that only a wish takes it in."""
     write(bed, "node1", f"{SHARE}/moves.py", SLOW)

@@ -9,11 +9,11 @@ import signal
 import time
 
 import pytest
-from launching import SHARE, Job, as_user, run, training, write
+from launching import NODES, SHARE, Job, as_user, run, training, write
 
 from testbed import Bed
 
-pytestmark = [pytest.mark.timeout(900), pytest.mark.usefixtures("healed")]
+pytestmark = [pytest.mark.timeout(1800), pytest.mark.usefixtures("healed")]
 
 # Samples are multiples of 12, so the mean of 2, 3, 4, 6 or 12 of them is a whole number. No sum over ranks is rounded,
 # and every number of ranks gives the same bits. Once the file `enough` exists, the training makes 20 more steps. While
@@ -154,6 +154,7 @@ def test_a_host_leaves_and_joins_again(bed: Bed, python: str, script: str) -> No
     assert [bits for _, _, bits in steps.values()] == [bits for _, _, bits in expected.values()]
 
 
+@pytest.mark.nightly
 def test_ranks_are_killed_while_the_next_try_is_prepared(bed: Bed, python: str) -> None:
     """If a new rank is killed, the job notices nothing. If a training rank is killed, the job resumes from memory."""
     arguments = "--hosts node1,node2,node3 --ppn 1 --restarts 2 moves.py 4000"
@@ -207,7 +208,7 @@ def refused(bed: Bed, python: str, words: str, *why: str) -> None:
 def test_a_host_that_differs_is_refused(bed: Bed) -> None:
     """Each node has its own script, and its own environment with the packages of the share."""
     own, site = "/home/cluster/own", "/home/cluster/own/lib/python3*/site-packages"
-    for node in bed.names:
+    for node in NODES:
         write(bed, node, "/home/cluster/moves.py", SCRIPT)
         made = f"python3 -m venv --without-pip {own} && echo {SHARE}/venv/lib/python3*/site-packages"
         assert as_user(bed, node, f"{made} > $(echo {site})/share.pth").returncode == 0
@@ -237,6 +238,7 @@ def test_a_host_that_differs_is_refused(bed: Bed) -> None:
     assert {size for size, _, _ in steps_of(end.output).values()} == {2, 3}
 
 
+@pytest.mark.nightly
 def test_sigterm_to_a_rank_lets_its_host_leave(bed: Bed, python: str) -> None:
     """Then one of the two remaining hosts is told. --min-nodes is 2, so the job saves and ends."""
     saves = SCRIPT.replace("Show()]", "Show(), mt.Checkpoint('saved', steps=100000)]")

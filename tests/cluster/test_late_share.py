@@ -70,7 +70,7 @@ def test_a_true_difference_is_refused_soon(
     there.write_text("print('another')\n")
     assert over_hosts._LATE_SECONDS <= 5.0
     monkeypatch.setattr(over_hosts, "_LATE_SECONDS", 0.1)
-    with pytest.raises(LaunchError, match="no host has joined: .*\n    there: train.py differs\n") as refused:
+    with pytest.raises(LaunchError, match=r"no host has joined: .*\n    there: train.py differs\n") as refused:
         check()
     assert refused.value.different == {"there": "train.py differs"}
     assert capfd.readouterr().err == ""

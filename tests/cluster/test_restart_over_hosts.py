@@ -14,7 +14,7 @@ from jobs import until
 from mpitrain.launch.trouble import SILENCE_SECONDS
 from testbed import Bed
 
-pytestmark = pytest.mark.timeout(900)
+pytestmark = pytest.mark.timeout(1800)
 
 # On a busy machine a copy may take more than 1 % of a step. Copies would then come less often.
 EVERY_STEP = "MPITRAIN_MEMORY_STEPS=1"
@@ -194,7 +194,6 @@ def test_the_launcher_is_killed(bed: Bed, python: str) -> None:
     assert f"nothing is kept of a job {name} of yours on node1, node2, node3, node4." in again.output
 
 
-@pytest.mark.nightly
 def test_the_host_of_the_launcher_loses_its_power(bed: Bed, python: str) -> None:
     """The job goes on without that host. The keepers of the other nodes learn of the loss only from the silence."""
     arguments = "--hosts node1,node2,node3 --ppn 1 --restarts 2 --min-nodes 2 train.py 100"
@@ -228,6 +227,7 @@ def test_the_cable_of_the_launcher_is_plugged_in_again(bed: Bed, python: str) ->
     assert end.output.count("made step 100 on 4 ranks") == 1
 
 
+@pytest.mark.nightly
 def test_silence(bed: Bed) -> None:
     """The launcher's node, a paused node and a node whose cable is cut fall silent. Only the last is lost."""
     write(bed, "node1", "go_on", "")

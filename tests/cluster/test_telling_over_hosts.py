@@ -11,7 +11,7 @@ from launching import PYTHONS, as_user, training
 from jobs import until
 from testbed import Bed
 
-pytestmark = [pytest.mark.timeout(900), pytest.mark.usefixtures("healed")]
+pytestmark = [pytest.mark.timeout(1800), pytest.mark.usefixtures("healed"), pytest.mark.nightly]
 
 # Before each step the ranks compare their states, and after it with what the step was made. Samples are multiples of
 # 12, so no sum over 1, 2, 3, 4 or 6 ranks is rounded. While its node has a file HOLD, a rank that copies its state

@@ -6,6 +6,7 @@ import contextlib
 import itertools
 import os
 import shlex
+import shutil
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -40,6 +41,16 @@ def cluster_bed(name: str) -> Iterator[tuple[Bed, str]]:
         done = bed.run(line, timeout_seconds=SETUP_SECONDS, cwd=REPOSITORY)
         assert done.returncode == 0, done.stdout + done.stderr
         yield bed, done.stdout
+
+
+def checkout_copy(folder: Path) -> Path:
+    """A copy of the files that the playbooks use, for a test that changes them."""
+    ignored = shutil.ignore_patterns("__pycache__", "log", "hosts")
+    for name in ("cluster", "mpitrain", "examples", "scripts"):
+        shutil.copytree(REPOSITORY / name, folder / name, symlinks=True, ignore=ignored)
+    for name in ("ansible.cfg", "pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(REPOSITORY / name, folder / name)
+    return folder
 
 
 @contextlib.contextmanager

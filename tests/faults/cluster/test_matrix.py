@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -24,7 +26,7 @@ from faults.cluster.matrix import (
     findings,
     table,
 )
-from jobs import REPOSITORY
+from jobs import REPOSITORY, run_command
 from mpitrain.check.checks import CHECKS
 from testbed.bed import Bed
 
@@ -97,6 +99,17 @@ def run_the_lines(bed: Bed, fault: Fault, found: list[dict[str, Any]]) -> None:
         else:
             done = bed.run(command, timeout_seconds=1200, cwd=REPOSITORY)
         assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [(["--yes"], "--yes answers the question that --fix asks"), (["--fix"], "there is no terminal to ask on")],
+)
+def test_a_repair_that_nobody_can_confirm(tmp_path: Path, words: list[str], says: str) -> None:
+    (tmp_path / "hosts").write_text("[head]\na ansible_host=127.0.0.1\n[workers]\n[cluster:children]\nhead\nworkers\n")
+    job = run_command([sys.executable, "-m", "mpitrain", "check-cluster", "-i", "hosts", *words], cwd=tmp_path)
+    assert (job.code, job.stdout) == (2, "")
+    assert says in job.stderr
 
 
 def test_every_check_is_proved_or_named() -> None:
