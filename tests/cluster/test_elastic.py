@@ -7,7 +7,7 @@ import re
 
 import pytest
 from launching import NODES, PYTHONS, SHARE, Job, as_user, drop_kept, run, write
-from test_joining import COPIES, SCRIPT, change
+from test_joining import COPIES, SCRIPT, change, moving
 
 from testbed import Bed
 
@@ -117,12 +117,9 @@ def test_hosts_go_and_come_back(bed: Bed, python: str, returns: bool) -> None:
 
 def test_patience_has_an_end(bed: Bed) -> None:
     """node3 is away at the start, and is then lost twice. After that only a wish takes it in."""
-    write(bed, "node1", f"{SHARE}/moves.py", SLOW)
-    as_user(bed, "node1", "rm -rf enough record saved; mkdir record")
     bed.cut("node3")
-    arguments = "--hosts node1,node2,node3 --ppn 1 --restarts 5 --elastic 2:3 moves.py 4000"
-    job = Job(bed, arguments, setting=COPIES)
-    job.wait_for("mpitrain: starting on node1, node2 with 2 ranks, without node3\n")
+    without = "mpitrain: starting on node1, node2 with 2 ranks, without node3\n"
+    job = moving(bed, "--hosts node1,node2,node3 --restarts 5 --elastic 2:3", script=SLOW, begun=without)
     bed.heal("node3")
     job.wait_for("mpitrain: node3 answers; node3 joins")
     for number in (1, 2):

@@ -97,6 +97,11 @@ COPIES = "MPITRAIN_MEMORY_STEPS=5"
 JOB = "$({python} -m mpitrain ps | awk '/moves.py/ {{ print $1 }}')"
 
 
+def moving(bed: Bed, arguments: str, *, script: str = SCRIPT, **more: str) -> Job:
+    """A training of one rank a host, which has begun."""
+    return training(bed, "moves.py", script, f"--ppn 1 {arguments} moves.py 4000", setting=COPIES, **more)
+
+
 def change(bed: Bed, python: str, words: str) -> str:
     job = JOB.format(python=python)
     command, _, hosts = words.partition(" ")
@@ -117,8 +122,7 @@ def steps_of(output: str) -> dict[int, tuple[int, list[int], str]]:
 
 @pytest.mark.parametrize("script", [SCRIPT, pytest.param(LOOP, marks=pytest.mark.nightly)], ids=["Trainer", "loop"])
 def test_a_host_leaves_and_joins_again(bed: Bed, python: str, script: str) -> None:
-    arguments = "--hosts node1,node2,node3 --ppn 1 --restarts 1 moves.py 4000"
-    job = training(bed, "moves.py", script, arguments, python=python, setting=COPIES)
+    job = moving(bed, "--hosts node1,node2,node3 --restarts 1", script=script, python=python)
     assert "node2 leaves after the next copy" in change(bed, python, "leave node2")
     job.wait_for("going on on node1, node3 with 2 ranks\n")
     job.wait_for("resumed from memory at step ")
@@ -157,9 +161,7 @@ def test_a_host_leaves_and_joins_again(bed: Bed, python: str, script: str) -> No
 @pytest.mark.nightly
 def test_ranks_are_killed_while_the_next_try_is_prepared(bed: Bed, python: str) -> None:
     """If a new rank is killed, the job notices nothing. If a training rank is killed, the job resumes from memory."""
-    arguments = "--hosts node1,node2,node3 --ppn 1 --restarts 2 moves.py 4000"
-    job = training(bed, "moves.py", SCRIPT, arguments, python=python, setting=COPIES)
-
+    job = moving(bed, "--hosts node1,node2,node3 --restarts 2", python=python)
     write(bed, "node1", "hold", "joins")
     change(bed, python, "join node4")
     kill(bed, "node4", follows=True, once="held-joins-3")
@@ -242,8 +244,7 @@ def test_a_host_that_differs_is_refused(bed: Bed) -> None:
 def test_sigterm_to_a_rank_lets_its_host_leave(bed: Bed, python: str) -> None:
     """Then one of the two remaining hosts is told. --min-nodes is 2, so the job saves and ends."""
     saves = SCRIPT.replace("Show()]", "Show(), mt.Checkpoint('saved', steps=100000)]")
-    arguments = "--hosts node1,node2,node3 --ppn 1 --restarts 1 --min-nodes 2 moves.py 4000"
-    job = training(bed, "moves.py", saves, arguments, python=python, setting=COPIES)
+    job = moving(bed, "--hosts node1,node2,node3 --restarts 1 --min-nodes 2", script=saves, python=python)
     tell = (
         "for p in $(pgrep -u cluster -f '[m]oves.py 4000'); do grep -qsz ^PM.*_RANK= /proc/$p/environ && kill $p; done"
     )

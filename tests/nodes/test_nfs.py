@@ -14,6 +14,7 @@ from testbed.container import Container
 
 from .beds import new_name, traces
 
+pytestmark = pytest.mark.nightly
 SHARE = "/srv/share"
 # A little more than nfs_mount.c's KEPT_SECONDS.
 KEPT_SECONDS = 3.2
