@@ -6,8 +6,8 @@ import ast
 import re
 
 import pytest
-from launching import NODES, PYTHONS, SHARE, Job, as_user, drop_kept, run, write
-from test_joining import COPIES, SCRIPT, change, moving
+from launching import NODES, SHARE, Job, as_user, drop_kept, run, write
+from test_joining import COPIES, SCRIPT, change
 
 from testbed import Bed
 
@@ -113,31 +113,3 @@ def test_hosts_go_and_come_back(bed: Bed, python: str, returns: bool) -> None:
     bed.heal("node4")
     drop_kept(bed, "node3", "node4")
     assert [bits for _, _, bits in steps.values()] == [bits for _, _, bits in counted_steps(whole.output).values()]
-
-
-def test_patience_has_an_end(bed: Bed) -> None:
-    """node3 is away at the start, and is then lost twice. After that only a wish takes it in."""
-    bed.cut("node3")
-    without = "mpitrain: starting on node1, node2 with 2 ranks, without node3\n"
-    job = moving(bed, "--hosts node1,node2,node3 --restarts 5 --elastic 2:3", script=SLOW, begun=without)
-    bed.heal("node3")
-    job.wait_for("mpitrain: node3 answers; node3 joins")
-    for number in (1, 2):
-        job.wait_for("node3 joins after step ", number)
-        job.wait_for("resumed from memory at step ", 2 * number - 1)
-        bed.cut("node3")
-        job.wait_for("node3 fell silent; starting again on node1, node2 with 2 ranks, without node3\n", number)
-        bed.heal("node3")
-        job.wait_for("resumed from memory at step ", 2 * number)
-        if number == 1:  # two minutes earlier than it would join by itself
-            change(bed, PYTHONS["mpich"], "join node3")
-    job.wait_for("node3 was found bad 3 times, and is not taken in again by itself; `mpitrain join` lets it in\n")
-    change(bed, PYTHONS["mpich"], "join node3")
-    job.wait_for("node3 joins after step ", 3)
-    job.wait_for("resumed from memory at step ", 5)
-    write(bed, "node1", "enough", "")
-    end = job.end()
-    assert end.code == 0, end.output
-    assert end.output.count("node3 answers") == 1
-    assert end.output.count("is not taken in again") == 1
-    assert [size for size, _, _ in counted_steps(end.output).values()][-1] == 3

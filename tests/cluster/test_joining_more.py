@@ -1,18 +1,14 @@
-"""Hosts join: with spares, after `mpitrain cluster add`, where logins are few, and in a loop of Horovod."""
+"""Hosts join: with spares, where logins are few, and in a loop of Horovod."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Iterator
 
 import pytest
-from launching import NODES, PYTHONS, SHARE, as_user, training, write
-from playbooks import inventory_of
-from test_elastic import SLOW, counted_steps
+from launching import PYTHONS, SHARE, as_user, training, write
 from test_joining import COPIES, change, kill, moving, steps_of
 
-from jobs import REPOSITORY
 from testbed import Bed
 
 pytestmark = [pytest.mark.timeout(2400), pytest.mark.usefixtures("healed"), pytest.mark.nightly]
@@ -76,28 +72,6 @@ def test_with_spares_a_host_leaves_and_others_join(bed: Bed, python: str) -> Non
         assert next_begun < ends[int(step) - 1]
 
 
-def test_spares_when_one_host_is_left_and_when_another_joins(bed: Bed, python: str) -> None:
-    """The launcher sets other variables for a job on one host than for one on several. The spares fit both."""
-    job = moving(
-        bed, "--hosts node1,node2 --restarts 2 --spares", begun="mpitrain: 2 spares are ready\n", python=python
-    )
-    waits = pids(bed, "node1", are_ranks=False)
-    bed.kill("node2")
-    job.wait_for("starting again on node1 with 1 ranks, without node2\n")
-    job.wait_for("mpitrain: 1 spare is ready\n")
-    assert waits == pids(bed, "node1", are_ranks=True), job.output()
-    waits = pids(bed, "node1", are_ranks=False)
-    bed.heal("node2")
-    change(bed, python, "join node2")
-    job.wait_for("going on on node1, node2 with 2 ranks\n")
-    job.wait_for("mpitrain: 2 spares are ready\n", 2)
-    assert waits == pids(bed, "node1", are_ranks=True), job.output()
-    write(bed, "node1", f"{SHARE}/enough", "")
-    end = job.end()
-    assert end.code == 0, end.output
-    assert "a spare" not in end.output
-
-
 def test_a_host_that_joins_fails_with_spares(bed: Bed) -> None:
     """The spares were lent to the ranks that have ended with it. The job goes on as before, and gets new spares."""
     job = moving(bed, "--hosts node1,node2,node3 --restarts 2 --spares", begun="mpitrain: 3 spares are ready\n")
@@ -127,54 +101,6 @@ def pids(bed: Bed, node: str, *, are_ranks: bool) -> set[int]:
         bed, node, f"for p in $(pgrep -u cluster -f '^[^ ]+ moves.py 4000'); do {is_one} && echo $p; done; true"
     )
     return {int(line) for line in found.stdout.split()}
-
-
-Cluster = Callable[..., str]
-
-
-@pytest.fixture
-def cluster(bed: Bed, tmp_path: Path) -> Iterator[Cluster]:
-    """`mpitrain cluster` on the controller. Inside, node4 is no node of the cluster until the test adds it."""
-    inventory = inventory_of(bed, tmp_path / "hosts", NODES)
-
-    def change(action: str, *words: str) -> str:
-        line = ["mpitrain", "cluster", action, "--inventory", str(inventory), *words, "--", "--skip-tags"]
-        done = bed.run([*line, "verify,examples"], timeout_seconds=1200, cwd=REPOSITORY)
-        assert done.returncode == 0, done.stdout + done.stderr
-        return done.stdout
-
-    # Of the tests before, sshd may have sessions whose network was cut: the node has not heard of their end.
-    bed.node_run("node4", ["bash", "-c", "kill $(pgrep -u cluster -x sshd)"])
-    change("remove", "--yes", "node4")
-    yield change
-    if "node4" not in as_user(bed, "node1", "cat /etc/mpitrain/hosts").stdout:
-        inventory_of(bed, inventory, NODES)
-        change("setup")
-
-
-def fingerprint(bed: Bed, node: str) -> str:
-    done = bed.node_run(node, ["ssh-keygen", "-lf", "/etc/ssh/ssh_host_ed25519_key.pub"])
-    return done.stdout.split()[1]
-
-
-def test_a_running_job_takes_in_a_host_that_is_added(bed: Bed, cluster: Cluster) -> None:
-    job = moving(bed, "--restarts 3 --elastic 2:4", script=SLOW)
-    assert as_user(bed, "node1", "ssh node4 true").returncode == 255
-    key = f"node4={fingerprint(bed, 'node4')}"
-    cluster("add", "--user", "admin", "--fingerprints", key, f"node4={bed.address('node4')}")
-    job.wait_for(
-        "node4 answers; node4 joins after the next copy of the state, and then it goes on on node1, node2, node3"
-    )
-    job.wait_for("going on on node1, node2, node3, node4 with 4 ranks\n")
-    job.wait_for("resumed from memory at step ")
-    write(bed, "node1", f"{SHARE}/enough", "")
-    end = job.end()
-    assert end.code == 0, end.output
-    assert "failed" not in end.output
-    assert len(re.findall(r"after step \d+; going on", end.output)) == 1
-    sizes = [size for size, _, _ in counted_steps(end.output).values()]
-    assert (sizes[0], sizes[-1]) == (3, 4)
-    assert sizes == sorted(sizes)
 
 
 # Once the file `enough` exists, the training makes 20 more steps.

@@ -45,19 +45,11 @@ mt.Trainer(build, [mt.StopAtStep(int(sys.argv[1])), mt.Checkpoint("checkpoints",
 world.print("done")
 """
 
-STAYS = """
-import time
-import mpitrain as mt
-print("stays", mt.init().rank)
-time.sleep(600)
-"""
-
 
 @pytest.fixture(scope="module", autouse=True)
-def scripts(bed: Bed) -> None:
-    """Write the scripts to the share."""
+def script(bed: Bed) -> None:
+    """Write the script to the share."""
     write(bed, "node1", f"{SHARE}/train.py", SCRIPT)
-    write(bed, "node1", f"{SHARE}/stays.py", STAYS)
 
 
 @pytest.fixture(autouse=True)
@@ -144,28 +136,6 @@ def test_a_rank_is_killed(bed: Bed, python: str, spares: str) -> None:
     assert end.output.count("made step 100 on 4 ranks") == 1
     assert {node: [rank_of(bed, node)] for node in there} == {node: list(pids) for node, pids in there.items()}
     assert "a spare" not in end.output
-
-
-@pytest.mark.nightly
-def test_a_daemon_is_killed_beside_another_job(bed: Bed, python: str) -> None:
-    other = Job(bed, "-n 4 stays.py", python=python)
-    other.wait_for("stays", 4)
-    job = Job(bed, "-n 4 --restarts 1 train.py 200", python=python, setting=EVERY_STEP)
-    job.wait_for("made step 50 ")
-    bed.node_run("node3", ["bash", "-c", "kill -9 $(ps -o ppid= -p $(cat /tmp/rank))"])
-    job.wait_for("starting again")
-    write(bed, "node1", "go_on", "")
-    end = job.end()
-    assert end.code == 0, end.output
-    found = re.search(
-        r"mpitrain: try 1 of 2 failed at step (\d+): .*; starting again on node1, node2, node3, node4\n", end.output
-    )
-    assert found, end.output
-    went_on_from_memory(end, int(found[1]))
-    assert "mpitrain: try 2 of 2 succeeded\n" in end.output
-    assert other.is_running, other.output()
-    other.signal("TERM")
-    assert other.end().code == 128 + signal.SIGTERM
 
 
 def test_the_launcher_is_killed(bed: Bed, python: str) -> None:

@@ -34,20 +34,6 @@ from mpi4py import MPI
 import socket, sys
 print("rank", MPI.COMM_WORLD.rank, "of", MPI.COMM_WORLD.allreduce(1), "on", socket.gethostname())
 """,
-    "fails_before_mpi.py": """
-import socket
-if socket.gethostname() != "node1":
-    raise ImportError("no such library here")
-from mpi4py import MPI
-MPI.COMM_WORLD.Barrier()
-""",
-    "late.py": """
-import socket, time
-import mpitrain as mt
-if socket.gethostname() == "node3":
-    time.sleep(1000)
-mt.init()
-""",
     "threads.py": """
 import mpitrain as mt, os, socket
 mt.init()
@@ -394,27 +380,6 @@ def test_suspension_is_refused(bed: Bed) -> None:
     job = started(bed, PYTHONS["mpich"], 2, "5")
     job.signal("TSTP")
     assert job.end().code == 0
-
-
-@NIGHTLY
-@pytest.mark.parametrize(
-    ("arguments", "codes", "says"),
-    [
-        ("--start-seconds 30 fails_before_mpi.py", range(1, 256), ["ImportError: no such library here"]),
-        (
-            "--start-seconds 20 late.py",
-            [1],
-            ["rank 2 on node3: did not call init() within 20 s after rank ", "node3: rank 2 runs, before init()"],
-        ),
-    ],
-)
-def test_ranks_that_do_not_begin(bed: Bed, python: str, arguments: str, codes: list[int], says: list[str]) -> None:
-    end = run(bed, f"-n 4 {arguments}", python=python)
-    assert end.code in codes, end.output
-    for text in says:
-        assert text in end.output
-    if "fails" in arguments and python == PYTHONS["mpich"]:  # Open MPI's mpiexec ends such a job itself
-        assert "rank 1 on node2, rank 2 on node3, rank 3 on node4 ended early" in end.output
 
 
 @NIGHTLY
