@@ -13,18 +13,16 @@ from types import FrameType
 import pytest
 from hypothesis import HealthCheck, settings
 
-from jobs import BATCH_SYSTEMS, REPOSITORY, SNAPSHOT
+from jobs import BATCH_SYSTEMS
 from mpitrain.errors import LaunchError
-from testbed import STATE, Bed, find, forget_snapshot, snapshot_names, up
-from testbed.bed_record import locked
+from nodes.beds import cluster_bed
+from testbed import Bed, find
 from testbed.host import require_inotify
 
 # The fixtures that bring a bed up, and how many nodes the tests may have at once in all.
-BEDS = {"bed", "bare", "image", "provisioned"}
+BEDS = {"bed", "bare", "image", "set_up"}
 MOST_NODES = 20
 ENOUGH_INOTIFY = 1024
-# Guards against a hang: other parts wait for it.
-SETUP_SECONDS = 1500.0
 
 IS_RANK = bool({"PMI_RANK", "PMIX_RANK"} & os.environ.keys())
 if not IS_RANK:  # the job of a batch system that the tests run in is none of theirs
@@ -56,6 +54,7 @@ def _leave(number: int, frame: FrameType | None) -> None:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Let this machine hold the beds, also beside others; where that may not be, say so once for each test."""
+    items.sort(key=lambda item: item.path.name == "test_teardown.py")  # it takes the cluster of the others apart
     on_bed = [item for item in items if BEDS & set(getattr(item, "fixturenames", ()))]
     if not on_bed:
         return
@@ -79,39 +78,19 @@ def too_few_inotify() -> str:
 
 
 @pytest.fixture(scope="session")
-def provisioned() -> Iterator[str]:
-    """The name of a snapshot of four nodes that the playbooks have set up; all parts of tests/everything.py share one.
+def set_up() -> Iterator[tuple[Bed, str]]:
+    """The one cluster of these tests, and what its set-up has printed. TEST_BED names a developer's own, which stays.
 
-    The part that comes first makes it, and the others wait. What is proved at the end of a set-up, and the examples,
-    whose data need not be here, are left to tests/cluster/test_cycle.py.
+    tests/cluster/test_teardown.py takes it apart, so that file must come last.
     """
-    shared = os.environ.get(SNAPSHOT)
-    name = shared or f"tests{os.getpid()}"
-    lock = Path(tempfile.gettempdir(), f"{name}.lock")
-    with locked(lock, "the snapshot of the tests", timeout_seconds=SETUP_SECONDS):
-        if name not in snapshot_names(STATE):
-            with up(4, name=name) as bed:
-                line = ["ansible-playbook", "cluster/setup.yml", "--skip-tags", "verify,examples"]
-                done = bed.run(line, timeout_seconds=SETUP_SECONDS, cwd=REPOSITORY)
-                assert done.returncode == 0, done.stdout + done.stderr
-                bed.save(name)
-    try:
-        yield name
-    finally:
-        if not shared:
-            lock.unlink()
-            forget_snapshot(STATE, name)
+    if given := os.environ.get("TEST_BED"):
+        yield find(given), ""
+        return
+    with cluster_bed(f"nodes{os.getpid()}") as made:
+        yield made
 
 
 @pytest.fixture(scope="session")
-def bed(request: pytest.FixtureRequest) -> Iterator[Bed]:
-    """Four nodes that the playbooks have set up, for all tests of jobs over nodes, and for the fault matrix.
-
-    TEST_BED names a developer's own one, which stays.
-    """
-    given = os.environ.get("TEST_BED")
-    if given:
-        yield find(given)
-        return
-    with up(name=f"nodes{os.getpid()}", snapshot=request.getfixturevalue("provisioned")) as bed:
-        yield bed
+def bed(set_up: tuple[Bed, str]) -> Bed:
+    """The bed of that cluster: node1 to node4 are set up, node5 is bare."""
+    return set_up[0]

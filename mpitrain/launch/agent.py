@@ -13,6 +13,7 @@ come with it, and must run with old Pythons. Both sides send one JSON object per
                                                   guard: {"files": [[path, inode]...], of the job,
                                                          "since": when it began, by time.time() there}
     launcher: {"begin": 1}, to an idle one
+    launcher: {"facts": 1}, to ask again          guard: {"facts": ...}
     launcher: {"paths": [path...]}                guard: {"paths": {path: facts.look_at_paths(...)}}
     launcher: {"look": 1}                         guard: {"seen": [view.RankView..., with stacks]}
     launcher: {"watch": seconds}                  guard: {"ranks": ...} as often, with their states, for some seconds
@@ -74,7 +75,8 @@ _WATCH_SECONDS = 3.0
 class Guard:
     """One job on this host."""
 
-    def __init__(self, wish: dict[str, Any], census: Census, hearing: Hearing) -> None:
+    def __init__(self, wish: dict[str, Any], probe: str, census: Census, hearing: Hearing) -> None:
+        self._wish, self._probe = wish, probe
         self._token = wish["token"]
         self._job = Marked(self._token)
         self._roll_call = wish["roll_call"]
@@ -182,6 +184,8 @@ class Guard:
                 self._watched_until = time.monotonic() + _WATCH_SECONDS
                 if is_new:
                     self._beat()
+            if "facts" in message:
+                send({"facts": collect(self._wish, self._probe)})
             if "paths" in message:
                 send({"paths": look_at_paths(message["paths"])})
             if "bye" in message:
@@ -297,7 +301,7 @@ def main(wish: dict[str, Any], probe: str) -> None:
         send({"facts": collect(wish, probe) if "python" in wish else {}})
         _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # the guard needs four per rank
-        Guard(wish, census, hearing).run()
+        Guard(wish, probe, census, hearing).run()
     finally:
         remove(wish["roll_call"])
         if "agent" in wish:

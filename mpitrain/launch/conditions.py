@@ -139,6 +139,15 @@ def shared_addresses(facts: Mapping[str, HostFacts]) -> list[Refusal]:
     ]
 
 
+def perhaps_late(refusals: Sequence[Refusal]) -> dict[str, str]:
+    """Return, in a line each, what is wrong on the hosts that may only see a change on a share later than others.
+
+    A share shows a replaced file, or a new one in a folder, some seconds late (NFS: its attribute cache).
+    """
+    others = {refusal.host for refusal in refusals if refusal.condition not in _READ_FROM_FILES}
+    return faults_by_host([refusal for refusal in refusals if refusal.host not in others])
+
+
 def without_files(own: str, facts: Mapping[str, HostFacts]) -> tuple[str, ...]:
     """List the other hosts that lack the script, the folder or the Python, as without the mounted share."""
     return tuple(host for host, there in facts.items() if host != own and _paths(host, there))
@@ -179,6 +188,8 @@ def _paths(host: str, facts: HostFacts) -> list[Refusal]:
             faults.append(f"{details[0]}: {details[1]}")
     return [Refusal(Condition.FILES, host, fault) for fault in dict.fromkeys(faults)]
 
+
+_READ_FROM_FILES = (Condition.PACKAGES, Condition.SCRIPT)
 
 # The facts of an environment that must be equal, and the condition that fails if one is not.
 _COMPARED = {

@@ -9,6 +9,7 @@ import json
 import os
 import sys
 import tempfile
+import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
@@ -24,6 +25,7 @@ from mpitrain.launch.conditions import (
     differences,
     faults_by_host,
     listing,
+    perhaps_late,
     refuse,
     shared_addresses,
     without_files,
@@ -43,6 +45,8 @@ from mpitrain.launch.watch import Guards
 from mpitrain.launch.watched import WatchedJob, identified
 
 _FOLDER = Path(OF_SOCKETS)  # of the roll call
+# So long hosts that differ are asked again, and so often. NFS shows a change at least 3 s late (acregmin).
+_LATE_SECONDS, _AGAIN_SECONDS = 5.0, 0.5
 _THREADS = "OMP_NUM_THREADS"
 
 # Variables that decide which code and libraries Python finds.
@@ -124,13 +128,12 @@ class JobOverHosts:
             self._masters = self._stack.enter_context(open_masters(others, self._agent.parent))
 
     def ask(self) -> None:
-        """Ask the hosts for their facts, and compare them.
+        """Ask the hosts for their facts, and compare them. Where files differ, ask again for some seconds.
 
         Raises:
             LaunchError: hosts cannot be reached, or differ from this one.
         """
-        self._facts = _facts(self.guards, self._from_file)
-        _refuse_different(self.job.placement.own, self._facts, str(Path(self._script).absolute()))
+        self._facts = _equal_facts(self.guards, self._from_file, self.job.placement.own, self._script)
 
     def becomes(self, job: JobSpec) -> bool:
         """After `ask` and `guards.keep`: make this `job`, with the same guards and facts. False: they do not fit it."""
@@ -188,9 +191,8 @@ def check(placement: Placement, script: str, from_file: Mapping[str, str], outco
             guards = _guards(placement, script, identified(JobContext(), _FOLDER))
             stack.enter_context(left_out(guards.processes()))
         stack.enter_context(guards)
-        facts = _facts(guards, from_file)
+        facts = _equal_facts(guards, from_file, placement.own, script, outcome)
         refuse_crowds(placement.places, {host: int(facts[host]["cores"]) for host in placement.hosts})
-        _refuse_different(placement.own, facts, str(Path(script).absolute()), outcome)
 
 
 def _guards(
@@ -253,21 +255,37 @@ def _facts(guards: Guards, from_file: Mapping[str, str]) -> Mapping[str, HostFac
     return facts
 
 
-def _refuse_different(
-    own: str, facts: Mapping[str, HostFacts], script: str, outcome: str = "the job was not started"
-) -> None:
-    if refusals := differences(own, facts):
+def _equal_facts(
+    guards: Guards, from_file: Mapping[str, str], own: str, script: str, outcome: str = "the job was not started"
+) -> Mapping[str, HostFacts]:
+    """Return each host's facts as _facts does. LaunchError also names each host that differs from this one."""
+    facts = _facts(guards, from_file)
+    refusals = differences(own, facts)
+    begun, waited = time.monotonic(), 0.0
+    seen: dict[str, str] = {}
+    while (late := perhaps_late(refusals)) and waited < _LATE_SECONDS:
+        seen |= late
+        time.sleep(_AGAIN_SECONDS)
+        guards.ask_again({own, *late})
+        facts = _facts(guards, from_file)
+        refusals = differences(own, facts)
+        waited = time.monotonic() - begun
+    if refusals:
         refusal = refuse(
             f"{outcome}: the hosts must have the same as {own}, but they differ",
             refusals,
-            script,
+            str(Path(script).absolute()),
             "One share for code and Python keeps hosts equal: `ansible-playbook cluster/setup.yml --tags nfs,runtime`. "
-            "On the other hosts, the shared folder may show a change some seconds late. `mpitrain run --dry-run ...` "
-            "prints the command that starts the job unchecked. ",
+            f"Files that differ were compared again for {_LATE_SECONDS:g} s, as the shared folder may show a change late. "
+            "`mpitrain run --dry-run ...` prints the command that starts the job unchecked. ",
         )
         refusal.hosts = without_files(own, facts)
         refusal.different = faults_by_host(refusals)
         raise refusal
+    if seen:
+        hosts = "; ".join(f"on {host}, {fault}" for host, fault in seen.items())
+        _say([f"waited {waited:.1f} s for the share, which showed a change late: {hosts}; now all hosts have the same"])
+    return facts
 
 
 def _pinning(job: JobSpec, facts: Mapping[str, HostFacts]) -> Pinning:

@@ -127,6 +127,12 @@ class Guards(Said):
             raise error
         return {host: self._facts[host] for host in self._connections}
 
+    def ask_again(self, hosts: Iterable[str]) -> None:
+        """Have the next `facts` wait for new ones of these hosts. Call this before `keep`."""
+        for host in hosts:
+            del self._facts[host]
+            self._connections[host].send({"facts": 1})
+
     def keep(self) -> None:
         """From now on, treat silence as trouble."""
         self._grant(time.monotonic())

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -37,6 +36,9 @@ def operator(bed: Bed, tmp_path: Path) -> Iterator[Operator]:
 
 
 def test_trust_asks_and_adds(operator: Operator) -> None:
+    """The commands use only the file that the ssh configuration of the project names, not the operator's own."""
+    home = Path("~/.ssh/known_hosts").expanduser()
+    of_home = home.read_bytes() if home.exists() else None
     operator.init()
     answers = [(operator.fingerprint("node1"), ""), (QUESTION, "what\n"), ("Please answer", ""), (QUESTION, "yes\n")]
     done = operator("trust", typing=[*answers, (QUESTION, f"{operator.fingerprint('node2')}\n")])
@@ -52,10 +54,15 @@ def test_trust_asks_and_adds(operator: Operator) -> None:
     again = operator("trust")
     assert (again.returncode, again.stdout.count("already known")) == (0, 2), again
     assert operator.known_hosts.read_text() == before
+    assert (home.read_bytes() if home.exists() else None) == of_home
 
 
 def test_a_refusal_adds_nothing(operator: Operator) -> None:
     operator.init()
+    done = operator("trust", "node2")  # without a terminal
+    assert done.returncode == 1, done
+    assert f"--fingerprints node2={operator.fingerprint('node2')}" in done.stdout
+    assert not operator.known_hosts.exists()
     other = "SHA256:" + 43 * "x"
     done = operator("trust", typing=[(QUESTION, "no\n"), (QUESTION, f"{other}\n")])
     assert done.returncode == 1, done
@@ -64,14 +71,6 @@ def test_a_refusal_adds_nothing(operator: Operator) -> None:
     done = operator("trust", typing=[(QUESTION, "yes\n"), (QUESTION, "\x03")])
     assert (done.returncode, "stopped at a question" in done.stdout) == (1, True), done
     assert operator.knows("node1") and not operator.knows("node2")
-
-
-def test_nothing_is_added_without_a_terminal(operator: Operator) -> None:
-    operator.init()
-    done = operator("trust", "node2")
-    assert done.returncode == 1, done
-    assert f"--fingerprints node2={operator.fingerprint('node2')}" in done.stdout
-    assert not operator.known_hosts.exists()
 
 
 def test_fingerprints_from_options_and_a_file(operator: Operator) -> None:
@@ -120,6 +119,7 @@ def test_a_changed_key_is_refused(operator: Operator) -> None:
         assert operator.bed.node_run("node2", ["sh", "-ec", back]).returncode == 0
 
 
+@pytest.mark.nightly
 def test_trust_of_a_node_that_is_down_and_of_one_that_refuses_the_login(operator: Operator) -> None:
     operator.init()
     hosts = operator.folder / "cluster/hosts"
@@ -205,6 +205,7 @@ def test_an_addition_that_changed_nothing_is_taken_back(operator: Operator) -> N
     assert done.returncode == 0, done
 
 
+@pytest.mark.nightly
 def test_sudo_wants_a_password(operator: Operator) -> None:
     """The operator gives no password, a wrong one and the right one. The first two runs change no other node."""
     operator.init()
@@ -229,12 +230,3 @@ def test_sudo_wants_a_password(operator: Operator) -> None:
             "rm /etc/sudoers.d/asks; cd /root; for f in *; do [ -f $f ] && mv $f /etc/sudoers.d/; done; passwd -d admin"
         )
         operator.bed.node_run("node2", ["sh", "-c", back])
-
-
-def test_it_leaves_nothing_in_the_operators_own_ssh(operator: Operator) -> None:
-    """The commands use only the file that the ssh configuration of the project names."""
-    home = Path("~/.ssh/known_hosts").expanduser()
-    shutil.copy(home, operator.folder / "home") if home.exists() else None
-    operator.init()
-    operator.trust_all()
-    assert not home.exists() or home.read_bytes() == (operator.folder / "home").read_bytes()

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 import pytest
-from launching import PYTHONS, as_user, install_open_mpi, left
+from launching import PYTHONS, as_user, end_jobs, install_open_mpi, left
 
 from testbed import Bed
 
@@ -14,6 +14,7 @@ def healed(bed: Bed) -> Iterator[None]:
     yield
     for node in bed.names:
         bed.heal(node)
+    end_jobs()
     rest = left(bed)
     if rest:  # what a job at its deadline has left must not hinder the next test for 15 min
         command = f"{PYTHONS['mpich']} -m mpitrain"
@@ -28,7 +29,7 @@ def has_open_mpi(bed: Bed) -> bool:
     return install_open_mpi(bed)
 
 
-@pytest.fixture(params=sorted(PYTHONS))
+@pytest.fixture(params=["mpich", pytest.param("openmpi", marks=pytest.mark.nightly)])
 def python(request: pytest.FixtureRequest) -> str:
     """The path, on the nodes, of a Python with one MPI or the other."""
     if request.param == "openmpi" and not request.getfixturevalue("has_open_mpi"):

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
 import subprocess
 from pathlib import Path
 
 from jobs import REPOSITORY
-from testbed.bed import Bed
+from nodes.beds import BEFORE
+from testbed import Bed
 
 SETUP = "cluster/setup.yml"
 TEARDOWN = "cluster/teardown.yml"
@@ -17,21 +17,22 @@ USER = "cluster"
 SHARE = "/home/cluster/nfs"
 FASHION = Path.home() / ".cache/mpitrain/fashion"
 
-# Printed as JSON: every path under /etc with its kind, mode, owner and content.
+# Printed as JSON: every path under /etc, or a copy of it, with its kind, mode, owner and content.
 _TREE = """
-import hashlib, json, os, stat
+import hashlib, json, os, stat, sys
 # Debian's packages leave the system users that they make behind when they go: a number must never be given twice.
 ACCOUNTS = ("/etc/passwd", "/etc/shadow", "/etc/group", "/etc/gshadow")
 SYSTEM_USERS = (b"_rpc:", b"statd:", b"_chrony:")
 tree = {}
-for folder, names, files in os.walk("/etc"):
+for folder, names, files in os.walk(sys.argv[1]):
     for name in names + files:
-        path = os.path.join(folder, name)
-        info = os.lstat(path)
+        there = os.path.join(folder, name)
+        path = "/etc" + there[len(sys.argv[1]):]
+        info = os.lstat(there)
         if stat.S_ISLNK(info.st_mode):
-            what = os.readlink(path)
+            what = os.readlink(there)
         elif stat.S_ISREG(info.st_mode):
-            lines = open(path, "rb").read().split(b"\\n")
+            lines = open(there, "rb").read().split(b"\\n")
             kept = [line for line in lines if path not in ACCOUNTS or not line.startswith(SYSTEM_USERS)]
             what = hashlib.sha256(b"\\n".join(kept)).hexdigest()
         else:
@@ -82,22 +83,14 @@ class Run:
         return {name: counts["changed"] for name, counts in self.counts.items() if counts["changed"]}
 
 
-def checkout_copy(folder: Path) -> Path:
-    """A copy of the files that the playbooks use, so that edits during the tests do not affect them."""
-    ignored = shutil.ignore_patterns("__pycache__", "log")
-    for name in ("cluster", "mpitrain", "examples", "scripts"):
-        shutil.copytree(REPOSITORY / name, folder / name, symlinks=True, ignore=ignored)
-    for name in ("ansible.cfg", "pyproject.toml", "README.md", "LICENSE"):
-        shutil.copy(REPOSITORY / name, folder / name)
-    return folder
+def playbook(bed: Bed, *arguments: str, inventory: Path | None = None, timeout_seconds: float = 1200) -> Run:
+    """Run ansible-playbook on the bed's controller from the root of the checkout, with the bed's inventory or another.
 
-
-def playbook(bed: Bed, *arguments: str, inventory: Path, checkout: Path, timeout_seconds: float = 1200) -> Run:
-    """Run ansible-playbook on the bed's controller from the root of a checkout."""
-    # A bed has no Internet access, so it cannot download a data set.
+    A set-up leaves the examples out where their data set is not here: a bed has no Internet access.
+    """
     skipped = [] if FASHION.is_dir() or arguments[0] != SETUP else ["--skip-tags", "examples"]
-    line = ["ansible-playbook", "-i", str(inventory), *arguments, *skipped]
-    return Run(bed.run(line, timeout_seconds=timeout_seconds, cwd=checkout), checkout)
+    line = ["ansible-playbook", "-i", str(inventory or bed.inventory), *arguments, *skipped]
+    return Run(bed.run(line, timeout_seconds=timeout_seconds, cwd=REPOSITORY), REPOSITORY)
 
 
 def inventory_of(bed: Bed, path: Path, names: tuple[str, ...]) -> Path:
@@ -108,20 +101,21 @@ def inventory_of(bed: Bed, path: Path, names: tuple[str, ...]) -> Path:
     return path
 
 
-def etc(bed: Bed, node: str) -> dict[str, list[object]]:
-    """The tree under /etc on a node, without files that other tools rewrite."""
-    done = bed.node_run(node, ["/usr/bin/python3", "-c", _TREE], timeout_seconds=400)
+def etc(bed: Bed, node: str, folder: str = "/etc") -> dict[str, list[object]]:
+    """The tree under /etc on a node, or under a copy of it, without files that other tools rewrite."""
+    done = bed.node_run(node, ["/usr/bin/python3", "-c", _TREE, folder], timeout_seconds=400)
     assert done.returncode == 0, done.stderr
     return {path: what for path, what in json.loads(done.stdout).items() if path not in _NOT_OURS}
 
 
-def difference(before: dict[str, list[object]], after: dict[str, list[object]]) -> dict[str, tuple[object, object]]:
-    """The differences between two trees: path -> before, after."""
-    return {
-        path: (before.get(path), after.get(path))
-        for path in sorted(before.keys() | after.keys())
-        if before.get(path) != after.get(path)
-    }
+def changed_files(bed: Bed, node: str) -> set[str]:
+    """The paths under /etc on a node of `bed` that are not as they were before the set-up."""
+    return difference(etc(bed, node, BEFORE), etc(bed, node))
+
+
+def difference(before: dict[str, list[object]], after: dict[str, list[object]]) -> set[str]:
+    """The paths that differ between two trees."""
+    return {path for path in before.keys() | after.keys() if before.get(path) != after.get(path)}
 
 
 def root(bed: Bed, node: str, script: str, timeout_seconds: float = 400) -> subprocess.CompletedProcess[str]:

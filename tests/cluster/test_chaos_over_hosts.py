@@ -9,13 +9,13 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from launching import SHARE, Job, as_user, training, write
+from launching import NODES, SHARE, Job, as_user, training, write
 from regression import REGRESSION
 
 from jobs import HANG_SECONDS, REPOSITORY, clean_environment
 from testbed import Bed
 
-pytestmark = [pytest.mark.timeout(900), pytest.mark.usefixtures("healed")]
+pytestmark = [pytest.mark.timeout(1800), pytest.mark.usefixtures("healed"), pytest.mark.nightly]
 
 # Steps of 0.05 s, with a checkpoint every 20, until a file `enough` exists.
 SCRIPT = """
@@ -64,7 +64,7 @@ def test_over_ssh(bed: Bed) -> None:
     job, token = started(bed)
     options = "--faults freeze --every 4s --hold 1s --count 1 --seed 2 --yes --report chaos-report"
     bring_testbed(bed)
-    line = f"checkout/scripts/testbed chaos {token} --hosts {','.join(bed.names)} {options} > chaos-output 2>&1"
+    line = f"checkout/scripts/testbed chaos {token} --hosts {','.join(NODES)} {options} > chaos-output 2>&1"
     line = f"PATH={SHARE}/venv/bin:$PATH {line}"  # of the Python that has mpitrain
     until = "until grep -q 'the job went on' chaos-output || ! kill -0 $!; do sleep 0.5; done"
     done = as_user(bed, "node1", f"{line} & {until}; touch enough; wait $!; cat chaos-output; rm -r chaos-* checkout")

@@ -62,7 +62,7 @@ def brought(checkout: Path, mpi: str = "wheel", cache: str = "") -> Job:
     ("mpi", "line"),
     [
         ("wheel", "mpiexec -n 2 -ppn 1 -hosts node1,node2 python examples/train.py"),
-        ("system", "mpitrain run -n 2 examples/train.py"),
+        pytest.param("system", "mpitrain run -n 2 examples/train.py", marks=pytest.mark.nightly),
     ],
 )
 def test_the_examples_and_the_data_set_are_on_the_share(checkout: Path, mpi: str, line: str) -> None:

@@ -171,33 +171,27 @@ def test_the_network_as_a_node_sees_it(preflight: ModuleType, facts: dict[str, o
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="the module runs as root")
-@pytest.mark.parametrize(("code", "is_damaged"), [(0, False), (1, True)])
+@pytest.mark.parametrize(
+    ("program", "mpiexec", "is_damaged"),
+    [
+        ("exit 0", "", False),
+        ("exit 1", "", True),
+        # As in /usr/local/lib/mpitrain/launch: mpi4py itself does not search the prefix of an MPI.
+        ('[ "$MPI4PY_LIBMPI" = "" ]', "/usr/bin/mpiexec", False),
+        ('[ "$MPI4PY_LIBMPI" = "/opt/mpi/lib/libmpi.so" ]', "/opt/mpi/bin/mpiexec", False),
+    ],
+)
 def test_an_environment_that_cannot_be_loaded_is_damaged(
-    facts: ModuleType, tmp_path: Path, code: int, is_damaged: bool
+    facts: ModuleType, tmp_path: Path, program: str, mpiexec: str, is_damaged: bool
 ) -> None:
     """The note of what set-up has installed does not prove that the environment is whole."""
     python = tmp_path / "bin/python"
     python.parent.mkdir()
-    python.write_text(f"#!/bin/sh\nexit {code}\n")
+    python.write_text(f"#!/bin/sh\n{program}\n")
     python.chmod(0o755)
     (tmp_path / ".mpitrain").write_text("numpy==1\n")
-    found = facts.environment(tmp_path, "root", "", mounted=False)
+    found = facts.environment(tmp_path, "root", mpiexec, mounted=False)
     assert found == {"runtime": "numpy==1\n", "runtime_damaged": is_damaged, "venv_foreign": False}
-
-
-@pytest.mark.skipif(os.geteuid() != 0, reason="the module runs as root")
-@pytest.mark.parametrize(
-    ("mpiexec", "library"), [("", ""), ("/usr/bin/mpiexec", ""), ("/opt/mpi/bin/mpiexec", "/opt/mpi/lib/libmpi.so")]
-)
-def test_an_environment_is_loaded_with_the_mpi_that_it_is_for(
-    facts: ModuleType, tmp_path: Path, mpiexec: str, library: str
-) -> None:
-    """As in /usr/local/lib/mpitrain/launch: mpi4py itself does not search the prefix of an MPI."""
-    python = tmp_path / "bin/python"
-    python.parent.mkdir()
-    python.write_text(f'#!/bin/sh\n[ "$MPI4PY_LIBMPI" = "{library}" ]\n')
-    python.chmod(0o755)
-    assert facts.damaged(tmp_path, "root", mpiexec) is False
 
 
 def test_the_pinned_versions_are_ones_that_mpitrain_allows() -> None:

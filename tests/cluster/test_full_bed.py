@@ -12,7 +12,6 @@ from playbooks import (
     SHARE,
     TEARDOWN,
     USER,
-    checkout_copy,
     difference,
     etc,
     inventory_of,
@@ -22,6 +21,7 @@ from playbooks import (
 )
 
 from faults.cluster.matrix import findings
+from jobs import REPOSITORY
 from nodes.beds import full_bed
 
 NODES = ("node1", "node2", "node3")
@@ -31,11 +31,10 @@ HELLO = "from mpi4py import MPI; w = MPI.COMM_WORLD; print(w.rank, w.size, MPI.G
 @pytest.mark.nightly
 @pytest.mark.timeout(9000)
 def test_the_whole_life_with_real_nfs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    checkout = checkout_copy(tmp_path / "checkout")
     with full_bed(3) as bed:
         inventory = inventory_of(bed, tmp_path / "hosts", NODES)
         before = {node: etc(bed, node) for node in NODES}
-        plain = {"inventory": inventory, "checkout": checkout, "timeout_seconds": 2400}
+        plain = {"inventory": inventory, "timeout_seconds": 2400}
 
         started = time.monotonic()
         first = playbook(bed, SETUP, **plain)
@@ -56,7 +55,7 @@ def test_the_whole_life_with_real_nfs(tmp_path: Path, capsys: pytest.CaptureFixt
         for level in ("quick", "full"):
             started = time.monotonic()
             line = ["mpitrain", "check-cluster", "--json", "--level", level, "-i", str(inventory)]
-            done = bed.run(line, timeout_seconds=1200, cwd=checkout)
+            done = bed.run(line, timeout_seconds=1200, cwd=REPOSITORY)
             document = json.loads(done.stdout)
             found = findings(document)
             # A bed has no Internet access, so chrony has no server and clocks drift. Logins take seconds. Everything
@@ -86,5 +85,5 @@ def test_the_whole_life_with_real_nfs(tmp_path: Path, capsys: pytest.CaptureFixt
         undone = playbook(bed, TEARDOWN, "-e", "confirm=yes", **plain)
         assert undone.code == 0, undone.output
         for node in NODES:
-            assert difference(before[node], etc(bed, node)) == {}, node
+            assert difference(before[node], etc(bed, node)) == set(), node
         assert root(bed, "node1", f"cat {SHARE}/note; id {USER}").stdout == "written\n"

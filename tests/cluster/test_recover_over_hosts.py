@@ -9,7 +9,7 @@ from launching import PYTHONS, SHARE, left, run, write
 
 from testbed import Bed
 
-pytestmark = [pytest.mark.timeout(900), pytest.mark.usefixtures("healed")]
+pytestmark = [pytest.mark.timeout(1800), pytest.mark.usefixtures("healed"), pytest.mark.nightly]
 
 # A regression of 61 samples in steps of 12. Rank 3 dies in a step, then rank 0: its node has rank 1 left.
 SCRIPT = """

@@ -1,10 +1,12 @@
-"""Beds of the tests: unique names, and what a bed may have left on this machine."""
+"""Beds of the tests: with unique names, as a cluster, and what one may have left on this machine."""
 
 from __future__ import annotations
 
 import contextlib
 import itertools
 import os
+import shlex
+import shutil
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,12 +17,40 @@ from jobs import REPOSITORY, clean_environment
 from mpitrain.errors import LaunchError
 from testbed import STATE, Bed, up
 
+# Where a node has its /etc as it was before the set-up, and a line that its owner had in a file there.
+BEFORE, OWN_LINE = "/var/lib/etc-before", "192.0.2.7 printer # the user's own line"
+SETUP_SECONDS = 1500.0  # a guard against a hang
 _NUMBERS = itertools.count(1)
 
 
 def new_name() -> str:
     """A name for a bed or a snapshot that no other run of the tests has."""
     return f"t{os.getpid()}-{next(_NUMBERS)}"
+
+
+@contextlib.contextmanager
+def cluster_bed(name: str) -> Iterator[tuple[Bed, str]]:
+    """A bed of five, and what the set-up of node1 to node4 as a cluster has printed. node5 is bare, and an outsider."""
+    with up(5, name=name) as bed:
+        for node in bed.names:
+            bed.node_run(node, ["sh", "-c", f"echo {shlex.quote(OWN_LINE)} >>/etc/hosts; cp -a /etc {BEFORE}"])
+        lines = bed.inventory.read_text().splitlines(keepends=True)
+        bed.inventory.write_text("".join(line for line in lines if not line.startswith("node5 ")))
+        skipped = [] if (Path.home() / ".cache/mpitrain/fashion").is_dir() else ["--skip-tags", "examples"]
+        line = ["ansible-playbook", "cluster/setup.yml", *skipped]  # a bed cannot download a data set
+        done = bed.run(line, timeout_seconds=SETUP_SECONDS, cwd=REPOSITORY)
+        assert done.returncode == 0, done.stdout + done.stderr
+        yield bed, done.stdout
+
+
+def checkout_copy(folder: Path) -> Path:
+    """A copy of the files that the playbooks use, for a test that changes them."""
+    ignored = shutil.ignore_patterns("__pycache__", "log", "hosts")
+    for name in ("cluster", "mpitrain", "examples", "scripts"):
+        shutil.copytree(REPOSITORY / name, folder / name, symlinks=True, ignore=ignored)
+    for name in ("ansible.cfg", "pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(REPOSITORY / name, folder / name)
+    return folder
 
 
 @contextlib.contextmanager

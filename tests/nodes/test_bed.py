@@ -16,13 +16,23 @@ def output(bed: Bed, node: str, line: str) -> str:
     return done.stdout.strip()
 
 
-def test_nodes_are_machines_of_their_own(bed: Bed) -> None:
+def test_nodes_are_bare_machines_of_their_own(bed: Bed) -> None:
     for question in ("hostname", "cat /etc/machine-id", "cat /proc/sys/kernel/random/boot_id", "cat /etc/ssh/*.pub"):
         answers = [output(bed, node, question) for node in bed.names]
         assert all(answers), question
         assert len(set(answers)) == len(answers), question
     assert output(bed, "node2", "hostname") == "node2"
     assert output(bed, "node2", "cat /proc/1/comm") == "systemd"
+    assert "\n127.0.1.1\tnode2\n" in output(bed, "node2", "cat /etc/hosts")
+    assert output(bed, "node2", "sudo id --user") == "0"
+    assert output(bed, "node2", "systemctl is-system-running --wait") == "running"
+    assert "ii " not in output(bed, "node2", "dpkg-query --list nfs-common nfs-kernel-server python3-venv || true")
+    assert bed.ssh("node2", "getent passwd cluster").returncode != 0
+    assert bed.ssh("node1", "sudo date --set=@0").returncode != 0
+    # There is no way out.
+    assert output(bed, "node1", "ip route") == f"{bed.record.subnet}.0/24 dev eth0 proto kernel scope link src " + (
+        bed.address("node1")
+    )
 
 
 def test_what_takes_too_long_on_a_node_is_ended(bed: Bed) -> None:
@@ -33,18 +43,7 @@ def test_what_takes_too_long_on_a_node_is_ended(bed: Bed) -> None:
     )
 
 
-def test_a_node_is_bare(bed: Bed) -> None:
-    assert "\n127.0.1.1\tnode2\n" in output(bed, "node2", "cat /etc/hosts")
-    assert output(bed, "node2", "sudo id --user") == "0"
-    assert output(bed, "node2", "systemctl is-system-running --wait") == "running"
-    assert "ii " not in output(bed, "node2", "dpkg-query --list nfs-common nfs-kernel-server python3-venv || true")
-    assert bed.ssh("node2", "getent passwd cluster").returncode != 0
-
-
-def test_a_node_cannot_set_this_machines_clock(bed: Bed) -> None:
-    assert bed.ssh("node1", "sudo date --set=@0").returncode != 0
-
-
+@pytest.mark.nightly
 def test_nodes_meet_over_their_cables(bed: Bed) -> None:
     before = bed.link_bytes("node1")
     serve = "timeout 100 python3 -m http.server 8099 --directory /usr/lib/x86_64-linux-gnu >/dev/null 2>&1 & "
@@ -57,12 +56,7 @@ def test_nodes_meet_over_their_cables(bed: Bed) -> None:
     assert bed.link_bytes("node1") - before > int(done.stdout)
 
 
-def test_there_is_no_way_out(bed: Bed) -> None:
-    assert output(bed, "node1", "ip route") == f"{bed.record.subnet}.0/24 dev eth0 proto kernel scope link src " + (
-        bed.address("node1")
-    )
-
-
+@pytest.mark.nightly
 def test_packages_and_wheels_come_from_the_controller(bed: Bed) -> None:
     assert "tree" in output(bed, "node1", "sudo apt-get -q update && sudo apt-get -qy install tree && command -v tree")
     fetch = "import os, urllib.request as u; print(u.urlopen(os.environ['PIP_FIND_LINKS']).read())"
@@ -84,6 +78,7 @@ def test_host_keys_are_checked_from_the_first_contact(bed: Bed) -> None:
         known_hosts.write_text(right)
 
 
+@pytest.mark.nightly
 def test_ansible_finds_the_nodes_and_the_checkouts_variables(bed: Bed, tmp_path) -> None:
     pytest.importorskip("ansible")
     (tmp_path / "cluster/group_vars").mkdir(parents=True)

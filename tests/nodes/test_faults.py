@@ -8,7 +8,7 @@ import time
 import pytest
 
 from mpitrain.errors import ConfigError, LaunchError
-from testbed import Bed
+from testbed import Bed, find
 
 
 def ping(bed: Bed, *options: str) -> subprocess.CompletedProcess[str]:
@@ -50,6 +50,7 @@ def test_kill_is_a_power_cut(healthy: Bed) -> None:
     assert bed.ssh("node2", "cat /etc/kept").stdout == "kept\n"
 
 
+@pytest.mark.nightly
 def test_reboot(healthy: Bed) -> None:
     before = healthy.ssh("node2", "cat /proc/sys/kernel/random/boot_id").stdout
     key = healthy.host_keys()["node2"]
@@ -94,6 +95,7 @@ def test_drop_and_reject(healthy: Bed) -> None:
     assert connect(healthy, 8050) == "refused"  # because nothing listens
 
 
+@pytest.mark.nightly
 def test_shape_limits_both_ways(healthy: Bed) -> None:
     healthy.shape("node2", "80mbit")  # 10 MB/s
     size = 5_000_000
@@ -108,6 +110,7 @@ def test_shape_limits_both_ways(healthy: Bed) -> None:
     assert "tbf" not in healthy.node_run("node2", ["tc", "qdisc", "show", "dev", "eth0"]).stdout
 
 
+@pytest.mark.nightly
 def test_mtu_larger_than_the_networks(healthy: Bed) -> None:
     for node in healthy.names:
         healthy.mtu(node, 9000)
@@ -118,6 +121,7 @@ def test_mtu_larger_than_the_networks(healthy: Bed) -> None:
     assert "message too long" in ping(healthy, "-M", "do", "-s", "8000").stderr  # seen at once
 
 
+@pytest.mark.nightly
 def test_clock(healthy: Bed) -> None:
     healthy.clock("node2", -3600)
     now, skewed = time.time(), float(healthy.ssh("node2", "date +%s").stdout)
@@ -128,23 +132,15 @@ def test_clock(healthy: Bed) -> None:
     assert "FAKETIME" not in healthy.ssh("node2", "cat /etc/environment").stdout
 
 
-def test_faults_outlive_the_process_that_made_them(healthy: Bed) -> None:
-    from testbed import find
-
+def test_faults_are_noted_and_outlive_the_process_that_made_them(healthy: Bed) -> None:
     healthy.cut("node1")
     other = find(healthy.name)
     assert other.faults("node1") == {"cut": ""}
     other.heal("node1")
     assert healthy.faults("node1") == {}
-
-
-def test_a_broken_bed_is_not_saved(healthy: Bed) -> None:
     healthy.shape("node1", "1gbit")
     with pytest.raises(ConfigError, match="node1 is broken or not up"):
         healthy.save("never")
-
-
-def test_a_fault_that_is_refused_is_not_noted(healthy: Bed) -> None:
     with pytest.raises(ConfigError, match="is not a list of ports"):
         healthy.drop("node1", "22-")
-    assert healthy.faults("node1") == {}
+    assert healthy.faults("node1") == {"shape": "1gbit"}

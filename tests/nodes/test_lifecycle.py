@@ -11,12 +11,14 @@ from pathlib import Path
 import pytest
 
 from jobs import REPOSITORY, clean_environment
-from mpitrain.errors import ConfigError
+from mpitrain.errors import ConfigError, LaunchError
 from testbed import Bed, down, find, forget_snapshot, up
 from testbed.bed_record import STATE
+from testbed.container import Container
 
 from .beds import cli, command, new_name, traces
 
+OTHERS = ("down", "build", "ssh node1", "forget a")
 NOBODY = ["setpriv", "--reuid=65534", "--regid=65534", "--clear-groups"]
 
 
@@ -39,7 +41,7 @@ def start_up_and_wait_for(name: str, path: Path) -> subprocess.Popen[str]:
 
 
 @pytest.mark.parametrize(
-    "stage", ["record", *(pytest.param(stage, marks=pytest.mark.nightly) for stage in ("namespace", "disk")), "console"]
+    "stage", [*(pytest.param(stage, marks=pytest.mark.nightly) for stage in ("record", "namespace", "disk")), "console"]
 )
 def test_down_removes_what_a_killed_up_left(image: str, stage: str) -> None:
     name = new_name()
@@ -60,6 +62,7 @@ def test_down_removes_what_a_killed_up_left(image: str, stage: str) -> None:
     assert traces(name) == []
 
 
+@pytest.mark.nightly
 def test_a_bed_that_a_restart_of_the_machine_has_ended(image: str) -> None:
     with up(1, name=new_name()) as bed:
         subprocess.run(["ip", "netns", "del", bed.record.namespace], check=True, timeout=60)
@@ -85,6 +88,7 @@ def test_a_state_folder_that_is_for_something_else(image: str, tmp_path: Path, f
     assert [*folder.rglob("*")] == ([folder / "images", folder / "images/holiday"] if found == "used" else [])
 
 
+@pytest.mark.nightly
 def test_up_takes_the_place_of_what_a_killed_up_left(image: str) -> None:
     name = new_name()
     with start_up_and_wait_for(name, Path("/run/netns", f"mpitrain-{name}-node1")) as process:
@@ -111,9 +115,6 @@ def test_an_interrupted_up_cleans_up(image: str, number: signal.Signals) -> None
 
 
 def test_a_node_that_does_not_come_up_is_an_error_with_its_console(image: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    from mpitrain.errors import LaunchError
-    from testbed.container import Container
-
     monkeypatch.setattr(Container, "boot_seconds", 0.01)
     name = new_name()
     with pytest.raises(
@@ -123,6 +124,7 @@ def test_a_node_that_does_not_come_up_is_an_error_with_its_console(image: str, m
     assert traces(name) == []
 
 
+@pytest.mark.nightly
 def test_two_beds_side_by_side(bed: Bed) -> None:
     with up(1, name=new_name(), delay_microseconds=20_000) as other:
         assert other.record.subnet != bed.record.subnet
@@ -146,6 +148,7 @@ def test_two_beds_side_by_side(bed: Bed) -> None:
     assert bed.ssh("node1", "true").returncode == 0
 
 
+@pytest.mark.nightly
 def test_snapshot(image: str) -> None:
     name, snapshot = new_name(), new_name()
     with up(2, name=name) as bed:
@@ -178,12 +181,12 @@ def test_snapshot(image: str) -> None:
     assert traces(name) == []
 
 
-@pytest.mark.parametrize("words", [["up", "2"], ["down"], ["status"], ["build"], ["ssh", "node1"], ["forget", "a"]])
-def test_an_ordinary_user_is_told_to_use_sudo(words: list[str]) -> None:
+@pytest.mark.parametrize("words", ["up 2", "status", *(pytest.param(one, marks=pytest.mark.nightly) for one in OTHERS)])
+def test_an_ordinary_user_is_told_to_use_sudo(words: str) -> None:
     if os.geteuid() != 0:
         pytest.skip("becoming another user needs root")
     done = subprocess.run(
-        [*NOBODY, *command(*words)],
+        [*NOBODY, *command(*words.split())],
         cwd=REPOSITORY,
         env=clean_environment(),
         capture_output=True,

@@ -38,30 +38,24 @@ def _python(text: str) -> str:
 _PYTHON_BACK = f"mv -f {_PYTHON}.kept {_PYTHON}"
 
 FAULTS: dict[str, Fault] = {
-    "sshd stopped": Fault(
-        "sshd stopped on node3",
+    "sshd stopped on node3": Fault(
         {"node3": "systemctl stop ssh"},
         {"node3": "systemctl start ssh"},
         {"SSH01": ("fail", "node3")},
         shows=["Connection refused", "systemctl start ssh"],
     ),
-    "port 22 dropped": Fault(
-        "port 22 of node2 dropped by a firewall",
+    "port 22 of node2 dropped by a firewall": Fault(
         lambda bed: bed.drop("node2", 22),
         lambda bed: bed.undrop("node2"),
         {"SSH01": ("fail", "node2")},
         shows=["no answer within"],
-        is_slow=True,
     ),
-    "node off": Fault(
-        "node4 switched off",
+    "node4 switched off": Fault(
         lambda bed: bed.kill("node4"),
         lambda bed: bed.start("node4"),
         {"SSH01": ("fail", "node4")},
-        is_slow=True,
     ),
-    "host key changed": Fault(
-        "node3 has made a new host key",
+    "node3 has made a new host key": Fault(
         {
             "node3": "cd /etc/ssh && mkdir kept && mv ssh_host_* kept && "
             "ssh-keygen -q -t ed25519 -N '' -f ssh_host_ed25519_key && systemctl restart ssh"
@@ -70,39 +64,32 @@ FAULTS: dict[str, Fault] = {
         {"SSH03": ("fail", "node3")},
         shows=["its host key is"],
     ),
-    "addresses swapped": Fault(
-        "node2 and node3 have each other's address",
+    "node2 and node3 have each other's address": Fault(
         _swap_addresses,
         _swap_addresses,
         {"SSH03": ("fail", "node2; node3")},
         shows=["that is the key of node2", "that is the key of node3"],
-        is_slow=True,
     ),
-    "login key refused": Fault(
-        "admin's authorized_keys emptied on node3",
+    "admin's authorized_keys emptied on node3": Fault(
         {"node3": "cd /home/admin/.ssh && cp -p authorized_keys kept && : >authorized_keys"},
         {"node3": "cd /home/admin/.ssh && cp -p kept authorized_keys && rm kept"},
         {"SSH02": ("fail", "node3")},
     ),
-    "sudo hangs": Fault(
-        "sudo of node2 waits for something that does not come",
+    "sudo of node2 waits for something that does not come": Fault(
         {
             "node2": "cd /usr/bin && mv sudo sudo.kept && printf '#!/bin/sh\\nsleep 90\\n' >sudo && chmod 755 sudo",
         },
         {"node2": "mv -f /usr/bin/sudo.kept /usr/bin/sudo"},
         {"PRB02": ("fail", "node2")},
         shows=["sudo, run by admin, hangs"],
-        is_slow=True,
     ),
-    "python missing": Fault(
-        "no /usr/bin/python3 on node2",
+    "no /usr/bin/python3 on node2": Fault(
         {"node2": f"mv {_PYTHON} {_PYTHON}.kept"},
         {"node2": _PYTHON_BACK},
         {"PRB01": ("fail", "node2")},
         shows=["No such file"],
     ),
-    "python too old": Fault(
-        "Python 3.6 on node2",
+    "Python 3.6 on node2": Fault(
         {
             "node2": _python('echo \'{"old": "3.6.8"}\'').replace(
                 '\'{"old": "3.6.8"}\'', '"{\\\\"old\\\\": \\\\"3.6.8\\\\"}"'
@@ -111,52 +98,41 @@ FAULTS: dict[str, Fault] = {
         {"node2": _PYTHON_BACK},
         {"PRB01": ("fail", "node2")},
         shows=["version 3.6.8"],
-        is_slow=True,
     ),
-    "python garbage": Fault(
-        "/usr/bin/python3 of node2 prints something else",
+    "/usr/bin/python3 of node2 prints something else": Fault(
         {"node2": _python("yes garbage | head -c 100000")},
         {"node2": _PYTHON_BACK},
         {"PRB01": ("fail", "node2")},
         shows=["garbage"],
-        is_slow=True,
     ),
-    "echo in .bashrc": Fault(
-        "an echo at the top of admin's .bashrc on node2",
+    "an echo at the top of admin's .bashrc on node2": Fault(
         {"node2": "sed -i '1i echo Welcome to node2' /home/admin/.bashrc"},
         {"node2": "sed -i 1d /home/admin/.bashrc"},
         {"SSH05": ("fail", "node2")},
         shows=["Welcome"],
     ),
-    "echo in the shared user's .bashrc": Fault(
-        "an echo at the top of the shared user's .bashrc on node4",
+    "an echo at the top of the shared user's .bashrc on node4": Fault(
         {"node4": "sed -i '1i echo Welcome' /home/cluster/.bashrc"},
         {"node4": "sed -i 1d /home/cluster/.bashrc"},
         {"SSH05": ("fail", "node4")},
         shows=["a login of cluster that runs one command prints 'Welcome'"],
-        is_slow=True,
     ),
-    "a node's own key gone": Fault(
-        "node4's own key taken out of its own authorized_keys",
+    "node4's own key taken out of its own authorized_keys": Fault(
         {"node4": "sed -i '/@node4$/d' /etc/ssh/mpitrain/authorized_keys"},
         {},
         {"SSH09": ("fail", "node4")},
         repair="ssh",
         shows=["Permission denied"],
-        is_slow=True,
     ),
-    "MaxStartups 1": Fault(
-        "MaxStartups 1 in our file on node3",
+    "MaxStartups 1 in our file on node3": Fault(
         {"node3": f"sed -i 's/^MaxStartups.*/MaxStartups 1/' {_OURS} && {_READ_ANEW}"},
         {},
         {"SSH06": ("fail", "node3")},
         repair="ssh",
         shows=["MaxStartups 1"],
-        is_slow=True,
     ),
     # Debian 12's sshd takes the last value of MaxStartups, so its command line does not change that of a file.
-    "MaxStartups of the running sshd": Fault(
-        "sshd of node4 has read MaxStartups 2, which its files no longer say",
+    "sshd of node4 has read MaxStartups 2, which its files no longer say": Fault(
         {
             "node4": f"cp -p {_OURS} /root/ours && sed -i 's/^MaxStartups.*/MaxStartups 2/' {_OURS} && {_READ_ANEW} && "
             f"mv /root/ours {_OURS}"
@@ -165,16 +141,13 @@ FAULTS: dict[str, Fault] = {
         {"SSH06": ("fail", "node4")},
         shows=["MaxStartups 2 of the sshd that runs; its files say 100:30:400"],
     ),
-    "passwords on": Fault(
-        "PasswordAuthentication yes in our file on node2",
+    "PasswordAuthentication yes in our file on node2": Fault(
         {"node2": f"sed -i 's/PasswordAuthentication no/PasswordAuthentication yes/' {_OURS} && {_READ_ANEW}"},
         {},
         {"SSH07": ("warn", "node2")},
         repair="ssh",
-        is_slow=True,
     ),
-    "passwords on before us": Fault(
-        "PasswordAuthentication yes for the shared user in a file that sshd reads before ours, on node2",
+    "PasswordAuthentication yes for the shared user in a file that sshd reads before ours, on node2": Fault(
         {
             "node2": "printf 'Match User cluster\\n PasswordAuthentication yes\\n' >/etc/ssh/sshd_config.d/05-site.conf"
             f" && {_READ_ANEW}"
@@ -182,19 +155,15 @@ FAULTS: dict[str, Fault] = {
         {"node2": f"rm /etc/ssh/sshd_config.d/05-site.conf && {_READ_ANEW}"},
         {"SSH07": ("warn", "node2")},
         shows=["by /etc/ssh/sshd_config.d/05-site.conf"],
-        is_slow=True,
     ),
-    "passwords left on": Fault(
-        "set-up with its default, which leaves the passwords of other users on",
+    "set-up with its default, which leaves the passwords of other users on": Fault(
         dict.fromkeys(EVERY, f"sed -i '/^PasswordAuthentication no/d' {_OURS} && {_READ_ANEW}"),
         {},
         {"SSH10": ("warn", "node[1-4]")},
         repair="ssh",
         shows=["sshd offers passwords to admin, root, others (passwordauthentication yes)"],
-        is_slow=True,
     ),
-    "passwords on for one user": Fault(
-        "passwords off on all nodes, but for admin on node3",
+    "passwords off on all nodes, but for admin on node3": Fault(
         {
             **dict.fromkeys(EVERY, f"sed -i '1i PasswordAuthentication no' {_OURS} && {_READ_ANEW}"),
             "node3": f"sed -i '1i PasswordAuthentication no' {_OURS} && printf 'Match User admin\n"
@@ -203,54 +172,43 @@ FAULTS: dict[str, Fault] = {
         dict.fromkeys(EVERY, f"rm -f {_SITE}; sed -i 1d {_OURS}; {_READ_ANEW}"),
         {"SSH10": ("warn", "node3")},
         shows=[f"sshd offers passwords to admin (passwordauthentication yes, by {_SITE})"],
-        is_slow=True,
     ),
-    "key readable by all": Fault(
-        "the shared user's key has mode 0644 on node2",
+    "the shared user's key has mode 0644 on node2": Fault(
         {"node2": "chmod 644 /etc/ssh/mpitrain/id_ed25519"},
         {},
         {"SSH08": ("fail", "node2")},
         level="full",
         repair="ssh",
         shows=["0644"],
-        is_slow=True,
     ),
-    "key removed on one node": Fault(
-        "node2's key taken out of authorized_keys on node3",
+    "node2's key taken out of authorized_keys on node3": Fault(
         {"node3": "sed -i /@node2$/d /etc/ssh/mpitrain/authorized_keys"},
         {},
         {"SSH04": ("fail", "node2 -> node3")},
         level="full",
         repair="ssh",
         shows=["Permission denied"],
-        is_slow=True,
     ),
-    "the head's key removed on one node": Fault(
-        "the head's key taken out of authorized_keys on node3",
+    "the head's key taken out of authorized_keys on node3": Fault(
         {"node3": "sed -i /@node1$/d /etc/ssh/mpitrain/authorized_keys"},
         {},
         {"SSH11": ("fail", "node1 -> node3")},
         repair="ssh",
         shows=["Permission denied"],
-        is_slow=True,
     ),
-    "keys that all may replace": Fault(
-        "/etc/ssh/mpitrain writable by all on node2",
+    "/etc/ssh/mpitrain writable by all on node2": Fault(
         {"node2": "chmod 777 /etc/ssh/mpitrain"},
         {},
         {"SSH08": ("fail", "node2")},
         repair="ssh",
         shows=["other users than root may write to /etc/ssh/mpitrain"],
-        is_slow=True,
     ),
-    "host key unknown to one node": Fault(
-        "node4 taken out of known_hosts on node2",
+    "node4 taken out of known_hosts on node2": Fault(
         {"node2": "sed -i /node4/d /etc/ssh/mpitrain/known_hosts"},
         {},
         {"SSH04": ("fail", "node2 -> node4")},
         level="full",
         repair="ssh",
         shows=["verification failed"],
-        is_slow=True,
     ),
 }

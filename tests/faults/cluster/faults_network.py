@@ -52,16 +52,13 @@ def healed(*nodes: str) -> Callable[[Bed], None]:
 
 
 FAULTS: dict[str, Fault] = {
-    "docker0 on all": Fault(
-        "a bridge docker0 with the same address on all nodes, up",
+    "a bridge docker0 with the same address on all nodes, up": Fault(
         dict.fromkeys(EVERY, _BRIDGE),
         dict.fromkeys(EVERY, "ip link del docker0"),
         {"NET02": ("warn", "node[1-4]")},
         shows=["172.17.0.1", "--write-env"],
-        is_slow=True,
     ),
-    "route by docker0": Fault(
-        "node2's route to node3 leaves by docker0",
+    "node2's route to node3 leaves by docker0": Fault(
         lambda bed: in_network(
             bed,
             "node2",
@@ -71,10 +68,8 @@ FAULTS: dict[str, Fault] = {
         {"NET01": ("fail", "node2")},
         level="full",
         shows=["docker0"],
-        is_slow=True,
     ),
-    "address of another node": Fault(
-        "node3 has the address of node2 too, on an interface that answers nobody",
+    "node3 has the address of node2 too, on an interface that answers nobody": Fault(
         lambda bed: in_network(
             bed,
             "node3",
@@ -84,18 +79,15 @@ FAULTS: dict[str, Fault] = {
         {"NET01": ("fail", "node3")},
         has_line=True,
         shows=["which is node2's: two machines have one address"],
-        is_slow=True,
     ),
-    "wrong interface variable": Fault(
-        "UCX_NET_DEVICES names an interface that no node has",
+    "UCX_NET_DEVICES names an interface that no node has": Fault(
         {},
         {},
         {"NET07": ("fail", "node[1-4]")},
         shows=["UCX_NET_DEVICES names eth7"],
         env={"UCX_NET_DEVICES": "eth7"},
     ),
-    "port taken": Fault(
-        "a program listens on node3 on the only port that MPIEXEC_PORT_RANGE allows",
+    "a program listens on node3 on the only port that MPIEXEC_PORT_RANGE allows": Fault(
         {
             "node3": "systemd-run --unit fault-port python3 -m http.server 50200 && "
             "for i in $(seq 600); do (exec 3<>/dev/tcp/127.0.0.1/50200) && exit 0; sleep 0.1; done; exit 1"
@@ -104,64 +96,50 @@ FAULTS: dict[str, Fault] = {
         {"NET08": ("fail", "node3")},
         shows=["python3", "50200"],
         env={"MPIEXEC_PORT_RANGE": "50200:50200"},
-        is_slow=True,
     ),
-    "high ports dropped": Fault(
-        "new connections to high ports of node3 dropped",
+    "new connections to high ports of node3 dropped": Fault(
         _rules("node3", f"{_HIGH} drop"),
         _no_rules("node3"),
         {"NET04": ("fail", "every other -> node3")},
         level="full",
         shows=["DROP"],
-        is_slow=True,
     ),
-    "high ports rejected": Fault(
-        "new connections to high ports of node2 rejected",
+    "new connections to high ports of node2 rejected": Fault(
         _rules("node2", f"{_HIGH} reject"),
         _no_rules("node2"),
         {"NET04": ("fail", "every other -> node2")},
         level="full",
         shows=["REJECT"],
-        is_slow=True,
     ),
-    "one way dropped": Fault(
-        "new connections from node2 dropped on node3",
+    "new connections from node2 dropped on node3": Fault(
         _rules("node3", "ip saddr {node2} tcp flags & (syn | ack) == syn drop"),
         _no_rules("node3"),
         {"NET09": ("fail", "node2 -> node3")},
         level="full",
         shows=["pings get through"],
-        is_slow=True,
     ),
-    "all from one node dropped": Fault(
-        "all that comes from node2 dropped on node3, its answers too",
+    "all that comes from node2 dropped on node3, its answers too": Fault(
         _rules("node3", "ip saddr {node2} drop"),
         _no_rules("node3"),
         {"NET09": ("fail", "node2 <-> node3")},
         level="full",
         shows=["pings do not get through"],
-        is_slow=True,
     ),
-    "packets lost one way": Fault(
-        "20 % of what node2 sends to node3 lost",
+    "20 % of what node2 sends to node3 lost": Fault(
         _rules("node3", "ip saddr {node2} numgen random mod 100 < 20 drop"),
         _no_rules("node3"),
         {"NET11": ("fail", "node2 -> node3")},
         level="full",
         shows=["of the packets are lost on this way"],
-        is_slow=True,
     ),
-    "packets of TCP lost one way": Fault(
-        "20 % of what node2 sends to node3 by TCP lost",
+    "20 % of what node2 sends to node3 by TCP lost": Fault(
         _rules("node3", "ip saddr {node2} meta l4proto tcp numgen random mod 100 < 20 drop"),
         _no_rules("node3"),
         {"NET11": ("fail", "node2 -> node3")},
         level="full",
         shows=["of its packets again on this way"],
-        is_slow=True,
     ),
-    "packets dropped by the sender": Fault(
-        "20 % of what node2 sends to node3 dropped by node2's own filter",
+    "20 % of what node2 sends to node3 dropped by node2's own filter": Fault(
         lambda bed: in_network(
             bed,
             "node2",
@@ -172,24 +150,19 @@ FAULTS: dict[str, Fault] = {
         {"NET11": ("fail", "node2 -> node3")},
         level="full",
         shows=["of the packets are lost on this way"],
-        is_slow=True,
     ),
-    "MTU 9000 on two nodes": Fault(
-        "MTU 9000 on node2 and node3, 1500 on the network",
+    "MTU 9000 on node2 and node3, 1500 on the network": Fault(
         _mtu(9000, "node2", "node3"),
         healed("node2", "node3"),
         {"NET03": ("fail", "node2 <-> node3")},
         level="full",
         shows=["9000", "stalls"],
-        is_slow=True,
     ),
-    "MTU 9000 on one node": Fault(
-        "MTU 9000 on node4, 1500 on the network",
+    "MTU 9000 on node4, 1500 on the network": Fault(
         _mtu(9000, "node4"),
         healed("node4"),
         {"NET03": ("warn", "node4 -> every other")},
         level="full",
         shows=["TCP agrees on smaller ones"],
-        is_slow=True,
     ),
 }

@@ -71,50 +71,40 @@ def _replace_share(bed: Bed, on_head: tuple[str, ...]) -> None:
 
 
 FAULTS: dict[str, Fault] = {
-    "share not mounted": Fault(
-        "the automount stopped and masked on one node, its folder removed",
+    "the automount stopped and masked on one node, its folder removed": Fault(
         {"node2": f"{_MASK}; rmdir {_SHARE}"},
         {"node2": f"{_UNMASK}; mkdir -p {_SHARE}; systemctl start {_UNIT}.automount"},
         {"NFS01": ("fail", "node2")},
         repair="nfs",
         shows=(f"there is no {_SHARE}",),
     ),
-    "local folder in the share's place": Fault(
-        "a local folder of the same name, not empty, on one node",
+    "a local folder of the same name, not empty, on one node": Fault(
         {"node3": f"{_STOP}; mkdir -p {_SHARE}/results; chown -R cluster: {_SHARE}"},
         {"node3": f"rmdir {_SHARE}/results; systemctl start {_UNIT}.automount"},
         {"NFS01": ("fail", "node3")},
         shows=("is a local folder",),
-        is_slow=True,
     ),
-    "export removed": Fault(
-        "the head does not export the share any more",
+    "the head does not export the share any more": Fault(
         {"node1": "mv /etc/exports.d/mpitrain.exports /root/; exportfs -ra"},
         {"node1": "mv /root/mpitrain.exports /etc/exports.d/; exportfs -ra"},
         {"NFS09": ("fail", "node1")},
         repair="nfs",
         shows=("is not exported to node2, node3, node4",),
-        is_slow=True,
     ),
-    "NFS server stopped": Fault(
-        "nfs-server stopped on the head",
+    "nfs-server stopped on the head": Fault(
         {"node1": "systemctl stop nfs-server"},
         {"node1": "systemctl start nfs-server"},
         {"NFS09": ("fail", "node1")},
         repair="nfs",
         shows=("nfs-server is inactive",),
-        is_slow=True,
     ),
-    "NFS port dropped": Fault(
-        "a firewall on the head that drops port 2049",
+    "a firewall on the head that drops port 2049": Fault(
         lambda bed: bed.drop("node1", 2049),
         _let_nfs_in,
         {"NFS02": ("fail", "node[2-4]")},
         shows=("does not end within",),
-        is_slow=True,
     ),
-    "stale handle": Fault(
-        "the head's folder made anew under a running server: the others hold the one that is gone",
+    "the head's folder made anew under a running server: the others hold the one that is gone": Fault(
         {
             "node1": f"mv {_SHARE} {_OLD} && install -d -o cluster -g cluster -m 750 {_SHARE} && "
             f"cp -a {_OLD}/venv {_SHARE}/ && rm -rf {_OLD} && exportfs -ra && systemctl restart nfs-server && sleep 2"
@@ -123,69 +113,55 @@ FAULTS: dict[str, Fault] = {
         {"NFS03": ("fail", "node[2-4]")},
         repair="nfs",
         shows=("Stale file handle",),
-        is_slow=True,  # now and then a node has looked up the folder again, and its mount is not stale
     ),
-    "share read-only": Fault(
-        "the share mounted again read-only on one node",
+    "the share mounted again read-only on one node": Fault(
         {"node2": f"mount -o remount,ro {_SHARE}"},
         {"node2": f"mount -o remount,rw {_SHARE}"},
         {"NFS03": ("fail", "node2")},
         repair="nfs",
         shows=("Read-only file system",),
-        is_slow=True,
     ),
-    "share of another owner": Fault(
-        "the shared folder belongs to root",
+    "the shared folder belongs to root": Fault(
         {"node1": f"chown root: {_SHARE}; chmod 755 {_SHARE}"},
         {"node1": f"chown cluster: {_SHARE}; {_CLOSE}"},
         {"NFS03": ("fail", "node[1-4]")},
         repair="nfs",
         shows=("Permission denied",),
-        is_slow=True,
     ),
-    "share full": Fault(
-        "the share on a small file system with hardly any room",
+    "the share on a small file system with hardly any room": Fault(
         lambda bed: _replace_share(bed, _SMALL),
         lambda bed: _replace_share(bed, _WHOLE),
         {"NFS07": ("fail", "node[1-4]")},
         shows=("GiB free",),
     ),
-    "no_root_squash": Fault(
-        "the share exported with no_root_squash",
+    "the share exported with no_root_squash": Fault(
         {"node1": "sed -i s/root_squash/no_root_squash/g /etc/exports.d/mpitrain.exports; exportfs -ra"},
         {"node1": "sed -i s/no_root_squash/root_squash/g /etc/exports.d/mpitrain.exports; exportfs -ra"},
         {"NFS06": ("fail", "node1")},
         repair="nfs",
         shows=("no_root_squash to 10.77.",),
-        is_slow=True,
     ),
-    "export to everybody": Fault(
-        "the share exported to all the world, in another file",
+    "the share exported to all the world, in another file": Fault(
         {"node1": f"echo '{_SHARE} *(rw,no_subtree_check)' > /etc/exports.d/other.exports; exportfs -ra"},
         {"node1": "rm /etc/exports.d/other.exports; exportfs -ra"},
         {"NFS06": ("fail", "node1")},
         shows=(f"{_SHARE} is exported to ",),
     ),
-    "soft mount": Fault(
-        "the share mounted soft on one node",
+    "the share mounted soft on one node": Fault(
         {"node2": f"sed -i s/hard/soft/ /etc/systemd/system/{_UNIT}.mount; systemctl daemon-reload; {_REMOUNT}"},
         {"node2": f"sed -i s/soft/hard/ /etc/systemd/system/{_UNIT}.mount; systemctl daemon-reload; {_REMOUNT}"},
         {"NFS05": ("fail", "node2")},
         repair="nfs",
         shows=("soft",),
-        is_slow=True,
     ),
-    "share gone after a restart": Fault(
-        "the automount disabled on one node, nfs-server on the head",
+    "the automount disabled on one node, nfs-server on the head": Fault(
         {"node3": f"systemctl disable {_UNIT}.automount", "node1": "systemctl disable nfs-server"},
         {"node3": f"systemctl enable {_UNIT}.automount", "node1": "systemctl enable nfs-server"},
         {"NFS08": ("fail", "node1; node3")},
         level="full",
         repair="nfs",
-        is_slow=True,
     ),
-    "another share on one node": Fault(
-        "the same path of the same name from another folder of the head, on one node",
+    "the same path of the same name from another folder of the head, on one node": Fault(
         {
             "node1": f"mkdir -p /srv{_SHARE} && chown cluster: /srv{_SHARE} && "
             f"echo '/srv{_SHARE} 10.77.0.0/16(rw,no_subtree_check)' > /etc/exports.d/other.exports && exportfs -ra",
@@ -197,10 +173,8 @@ FAULTS: dict[str, Fault] = {
         },
         {"NFS01": ("fail", "node4")},
         shows=(f"/srv{_SHARE}",),
-        is_slow=True,
     ),
-    "other packages on one node": Fault(
-        "another environment mounted over the shared one on one node, with another mpi4py",
+    "another environment mounted over the shared one on one node, with another mpi4py": Fault(
         {
             "node1": _OPEN,
             "node3": f"cp -a {_SHARE}/venv /opt/venv && cd /opt/venv/lib/python3*/site-packages && "
@@ -209,25 +183,20 @@ FAULTS: dict[str, Fault] = {
         {"node3": f"umount -l {_SHARE}/venv; rm -rf /opt/venv", "node1": _CLOSE},
         {"ENV02": ("fail", "node3")},
         shows=("mpi4py 3.1.6", "mpi4py 4."),
-        is_slow=True,
     ),
-    "no Python on one node": Fault(
-        "the environment's programs hidden on one node",
+    "the environment's programs hidden on one node": Fault(
         {"node1": _OPEN, "node4": f"mkdir -p /opt/empty && mount --bind /opt/empty {_SHARE}/venv/bin"},
         {"node4": f"umount -l {_SHARE}/venv/bin", "node1": _CLOSE},
         {"ENV01": ("fail", "node4")},
         shows=("does not run",),
     ),
-    "no Python in the environment": Fault(
-        "the environment's Python removed",
+    "the environment's Python removed": Fault(
         {"node1": f"rm {_SHARE}/venv/bin/python"},
         {"node1": f"sudo -u cluster ln -sf python3 {_SHARE}/venv/bin/python"},
         {"ENV01": ("fail", "node[1-4]")},
         repair="runtime",
-        is_slow=True,
     ),
-    "another mpiexec first in PATH": Fault(
-        "another mpiexec first in PATH on one node, by its .bashrc",
+    "another mpiexec first in PATH on one node, by its .bashrc": Fault(
         {
             "node2": f"mkdir -p /opt/other; cp {_BINS}/../launch /opt/other/mpiexec; "
             + in_bashrc("'PATH=/opt/other:$PATH'")
@@ -236,77 +205,63 @@ FAULTS: dict[str, Fault] = {
         {"ENV03": ("fail", "node2")},
         shows=("mpiexec is /opt/other/mpiexec",),
     ),
-    "other script on one node": Fault(
-        "the program of --script is another one on one node",
+    "the program of --script is another one on one node": Fault(
         {node: f"echo 'print({2 if node == 'node3' else 1})' > /opt/train.py" for node in _ALL},
         dict.fromkeys(_ALL, "rm /opt/train.py"),
         {"ENV04": ("fail", "node3")},
         options=("--script", "/opt/train.py"),
         shows=("train.py",),
     ),
-    "script missing on one node": Fault(
-        "there is no such program on one node",
+    "there is no such program on one node": Fault(
         {node: "echo 'print(1)' > /opt/train.py" for node in _ALL if node != "node2"},
         {node: "rm /opt/train.py" for node in _ALL if node != "node2"},
         {"ENV04": ("fail", "node2")},
         options=("--script", "/opt/train.py"),
         shows=("there is no /opt/train.py",),
-        is_slow=True,
     ),
-    "proxy for the nodes": Fault(
-        "a proxy set on one node, and the nodes not in no_proxy",
+    "a proxy set on one node, and the nodes not in no_proxy": Fault(
         {"node2": _in_environment("http_proxy=http://proxy.example:3128")},
         {"node2": _UNDO_ENVIRONMENT},
         {"ENV05": ("warn", "node2")},
         shows=("no_proxy does not have the nodes",),
-        is_slow=True,
     ),
-    "UCX_TLS on one node": Fault(
-        "UCX_TLS set on one node",
+    "UCX_TLS set on one node": Fault(
         {"node4": _in_environment("UCX_TLS=self,tcp")},
         {"node4": _UNDO_ENVIRONMENT},
         {"ENV06": ("warn", "node4")},
         shows=("UCX_TLS=self,tcp",),
-        is_slow=True,
     ),
-    "Open MPI's variable on one node": Fault(
-        "OMPI_MCA_btl set by .bashrc on one node",
+    "OMPI_MCA_btl set by .bashrc on one node": Fault(
         {"node3": in_bashrc("'export OMPI_MCA_btl=self,tcp'")},
         {"node3": UNDO_BASHRC},
         {"ENV06": ("warn", "node3")},
         shows=("OMPI_MCA_btl=self,tcp",),
     ),
-    "a file of NumPy emptied": Fault(
-        "an empty file mounted over one of NumPy's on node2",
+    "an empty file mounted over one of NumPy's on node2": Fault(
         {"node1": _OPEN, "node2": f": >/run/empty.py; mount --bind /run/empty.py {_NUMPY}"},
         {"node2": f"umount -l {_NUMPY}; rm /run/empty.py", "node1": _CLOSE},
         {"ENV07": ("fail", "node2")},
         shows=("NumPy cannot be used: AttributeError",),
     ),
-    "a network that a library has not": Fault(
-        "FI_PROVIDER and UCX_TLS of no kind that is there, on one node",
+    "FI_PROVIDER and UCX_TLS of no kind that is there, on one node": Fault(
         {"node3": _in_environment("FI_PROVIDER=none-such\nUCX_TLS=none-such")},
         {"node3": _UNDO_ENVIRONMENT},
         {"ENV06": ("warn", "node3; node3"), "MPI05": ("fail", "node3")},
         level="full",
         shows=("do not make one job",),
     ),
-    "launcher of another MPI": Fault(
-        "the nodes' mpiexec replaced by one of Open MPI, while mpi4py loads MPICH",
+    "the nodes' mpiexec replaced by one of Open MPI, while mpi4py loads MPICH": Fault(
         dict.fromkeys(_ALL, _OTHER_LAUNCHER),
         dict.fromkeys(_ALL, _OWN_LAUNCHER),
         {"MPI01": ("fail", "node[1-4]")},
         shows=("belongs to Open MPI 4.1.4, mpi4py loads MPICH",),
-        is_slow=True,
     ),
-    "a rank that does not start": Fault(
-        "a shell that holds up mpiexec's helper on one node, and nothing else",
+    "a shell that holds up mpiexec's helper on one node, and nothing else": Fault(
         # A busy machine gives the job over a minute.
         {"node3": in_bashrc("'[[ $BASH_EXECUTION_STRING != *hydra_pmi_proxy* ]] || exec sleep 600'")},
         {"node3": f"{UNDO_BASHRC}; pkill -u cluster -x sleep; true"},
         {"MPI02": ("fail", "node3")},
         level="full",
         shows=("no rank began",),
-        is_slow=True,
     ),
 }

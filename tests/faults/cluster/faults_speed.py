@@ -47,51 +47,41 @@ def _no_limit(node: str) -> Callable[[Bed], None]:
 
 
 FAULTS: dict[str, Fault] = {
-    "slow link": Fault(
-        "what node2 sends to node3 limited to 10 Mbit/s",
+    "what node2 sends to node3 limited to 10 Mbit/s": Fault(
         _limit("node2", "dst {node3}", "10mbit"),
         _no_limit("node2"),
         {"PRF01": ("fail", "node2 -> node3")},
         level="bench",
         options=["--only", "PRF01"],  # a job's allreduce is slow as well
         shows=["the link"],
-        is_slow=True,  # whatever else keeps the cores busy also makes links look slow
     ),
-    "slow node": Fault(
-        "node3's cable limited to 100 Mbit/s",
+    "node3's cable limited to 100 Mbit/s": Fault(
         lambda bed: bed.shape("node3", "100mbit"),
         healed("node3"),
         {"PRF01": ("fail", "node3")},
         level="bench",
         options=["--only", "PRF01"],
         shows=["the node: it sends and receives slowly"],
-        is_slow=True,
     ),
-    "slow processor": Fault(
-        "node4's logins on one processor, beside 30 programs of somebody else",
+    "node4's logins on one processor, beside 30 programs of somebody else": Fault(
         {"node4": _ONE_PROCESSOR},
         {"node4": _ALL_PROCESSORS},
         {"PRF03": ("fail", "node4")},
         level="bench",
         options=["--only", "PRF03"],  # other checks say that there is only one processor
-        is_slow=True,
     ),
-    "slow share": Fault(
-        "what node2 sends to the NFS port limited to 50 Mbit/s",
+    "what node2 sends to the NFS port limited to 50 Mbit/s": Fault(
         _limit("node2", "dport 2049 0xffff", "50mbit"),
         _no_limit("node2"),
         {"PRF04": ("warn", "node2")},
         level="bench",
         options=["--only", "PRF04"],
-        is_slow=True,
     ),
-    "long round trips": Fault(
-        "128 kbit/s from node2 to node4",
+    "128 kbit/s from node2 to node4": Fault(
         _limit("node2", "dst {node4}", "128kbit", "100"),
         _no_limit("node2"),
         {"NET06": ("warn", "node2 <-> node4")},
         level="full",
         options=["--only", "NET06"],  # everything else is slow too
-        is_slow=True,
     ),
 }

@@ -11,34 +11,28 @@ _SCRIPT = f"{_SHARE}/project/train.py"
 _AS_USER = "runuser -u cluster --"
 
 FAULTS: dict[str, Fault] = {
-    "/tmp for root alone": Fault(
-        "/tmp of mode 0700 on node3",
+    "/tmp of mode 0700 on node3": Fault(
         {"node3": "chmod 0700 /tmp"},
         {"node3": "chmod 1777 /tmp"},
         {"RUN01": ("fail", "node3")},
         has_line=True,
         shows=["cannot make a file in /tmp, of root, mode 0700: Permission denied"],
     ),
-    "/tmp that others may read": Fault(
-        "/tmp of mode 0755 on node2",
+    "/tmp of mode 0755 on node2": Fault(
         {"node2": "chmod 0755 /tmp"},
         {"node2": "chmod 1777 /tmp"},
         {"RUN01": ("fail", "node2")},
         has_line=True,
         shows=["mode 0755: Permission denied"],
-        is_slow=True,
     ),
-    "/tmp noexec": Fault(
-        "/tmp of the head mounted noexec",
+    "/tmp of the head mounted noexec": Fault(
         {"node1": "mount -o remount,noexec /tmp"},
         {"node1": "mount -o remount,exec /tmp"},
         {"RUN01": ("fail", "node1")},
         has_line=True,
         shows=["programs in /tmp cannot be run: it is mounted noexec"],
-        is_slow=True,
     ),
-    "conda in .profile": Fault(
-        "the head's .profile puts conda first into PATH",
+    "the head's .profile puts conda first into PATH": Fault(
         {
             "node1": f"mkdir -p {_CONDA} && ln -s /usr/bin/python3 {_CONDA}/python && cp /bin/true {_CONDA}/mpiexec && "
             f"cp -p {_PROFILE} {_PROFILE}.kept && echo 'PATH={_CONDA}:$PATH' >>{_PROFILE}"
@@ -48,26 +42,21 @@ FAULTS: dict[str, Fault] = {
         has_line=True,
         shows=[f"in a login shell of cluster, python is {_CONDA}/python and mpiexec is {_CONDA}/mpiexec"],
     ),
-    "commands not in PATH": Fault(
-        "/etc/profile.d/mpitrain.sh removed on node3",
+    "/etc/profile.d/mpitrain.sh removed on node3": Fault(
         {"node3": "rm /etc/profile.d/mpitrain.sh"},
         {},
         {"RUN02": ("fail", "node3")},
         repair="runtime",
         shows=["there is no mpitrain"],
-        is_slow=True,
     ),
-    "inventory writable by all": Fault(
-        "/etc/mpitrain/hosts of the head writable by all",
+    "/etc/mpitrain/hosts of the head writable by all": Fault(
         {"node1": "chmod 666 /etc/mpitrain/hosts"},
         {},
         {"RUN03": ("fail", "node1")},
         repair="hosts",
         shows=["because others than this user may write there", "mode 0666"],
-        is_slow=True,
     ),
-    "a numpy.py beside the script": Fault(
-        "a numpy.py beside the program, on the share",
+    "a numpy.py beside the program, on the share": Fault(
         {
             "node1": f"{_AS_USER} mkdir -p {_SHARE}/project && {_AS_USER} touch {_SCRIPT} {_SHARE}/project/numpy.py "
             f"{_SHARE}/project/helpers.py"

@@ -35,142 +35,113 @@ def _own_first(bed: Bed) -> None:
 
 
 FAULTS: dict[str, Fault] = {
-    "AllowUsers": Fault(
-        "AllowUsers admin in a file of sshd on node2",
+    "AllowUsers admin in a file of sshd on node2": Fault(
         {"node2": f"echo AllowUsers admin >{_SITE} && systemctl restart ssh"},
         {"node2": f"rm {_SITE} && systemctl restart ssh"},
         {"SSH07": ("fail", "node2")},
         has_line=True,
         shows=[f"sshd does not let cluster in (AllowUsers admin, by {_SITE})"],
     ),
-    "password to be changed": Fault(
-        "chage -d 0 for the shared user of node3",
+    "chage -d 0 for the shared user of node3": Fault(
         {"node3": "chage -d 0 cluster"},
         {"node3": "chage -d $(date +%F) cluster"},
         {"USR02": ("fail", "node3")},
         has_line=True,
         shows=["cluster must choose another password"],
-        is_slow=True,
     ),
-    "another shell in .bashrc": Fault(
-        "exec zsh at the top of the shared user's .bashrc on node4, which has no zsh",
+    "exec zsh at the top of the shared user's .bashrc on node4, which has no zsh": Fault(
         {"node4": in_bashrc("'exec zsh'")},
         {"node4": UNDO_BASHRC},
         {"SSH09": ("fail", "node4")},
         has_line=True,
         shows=["runs no command", "because of ~cluster/.bashrc"],
-        is_slow=True,
     ),
-    "a question in .bashrc": Fault(
-        "read answer at the top of the shared user's .bashrc on node2",
+    "read answer at the top of the shared user's .bashrc on node2": Fault(
         {"node2": in_bashrc("'read answer'")},
         {"node2": UNDO_BASHRC},
         {"SSH05": ("fail", "node2")},
         has_line=True,
         shows=["does not get what is sent to it: ~cluster/.bashrc takes it"],
-        is_slow=True,
     ),
-    "a question in the login's .bashrc": Fault(
-        "read answer at the top of admin's .bashrc on node2",
+    "read answer at the top of admin's .bashrc on node2": Fault(
         {"node2": "sed -i '1i read answer' /home/admin/.bashrc"},
         {"node2": "sed -i '/^read answer$/d; /^\\[ -t 0 \\] || return$/d' /home/admin/.bashrc"},
         {"SSH05": ("fail", "node2")},
         has_line=True,
         shows=["does not get what is sent to it: ~admin/.bashrc takes it"],
-        is_slow=True,
     ),
-    "a slow .bashrc": Fault(
-        "sleep 60 at the top of the shared user's .bashrc on node3",
+    "sleep 60 at the top of the shared user's .bashrc on node3": Fault(
         {"node3": in_bashrc("'sleep 60'")},
         {"node3": UNDO_BASHRC},
         {"SSH09": ("fail", "node3")},
         has_line=True,
         shows=["s, because of ~cluster/.bashrc"],
-        is_slow=True,
     ),
-    "a new first address": Fault(
-        "another address of the same network comes first on node2, for which the nodes' keys do not hold",
+    "another address of the same network comes first on node2, for which the nodes' keys do not hold": Fault(
         _another_first,
         _own_first,
         {"NET01": ("fail", "node2")},
         has_line=True,
         shows=["which is not its address in the inventory"],
-        is_slow=True,
     ),
-    "/dev/shm closed": Fault(
-        "/dev/shm of mode 0755 on node3",
+    "/dev/shm of mode 0755 on node3": Fault(
         {"node3": "chmod 755 /dev/shm"},
         {"node3": "chmod 1777 /dev/shm"},
         {"CON01": ("fail", "node3")},
         level="full",
         has_line=True,
         shows=["/dev/shm has mode 0755"],
-        is_slow=True,
     ),
-    "loopback for MPI": Fault(
-        "UCX_NET_DEVICES=lo in /etc/environment of node4",
+    "UCX_NET_DEVICES=lo in /etc/environment of node4": Fault(
         {"node4": "cp -a /etc/environment /root/environment; echo UCX_NET_DEVICES=lo >>/etc/environment"},
         {"node4": "mv -f /root/environment /etc/environment"},
         {"NET07": ("fail", "node4")},
         level="full",
         has_line=True,
         shows=["UCX_NET_DEVICES names lo, which leads to no other node"],
-        is_slow=True,
     ),
-    "NFS server frozen": Fault(
-        "nfs-server on the head frozen (SIGSTOP)",
+    "nfs-server on the head frozen (SIGSTOP)": Fault(
         {"node1": _STOP},
         {"node1": _CONTINUE},
         {"NFS09": ("fail", "node1")},
         has_line=True,
         shows=["accepts connections, but answers no call"],
-        is_slow=True,
     ),
-    "script that is root's": Fault(
-        "the program of --script has mode 0600 and belongs to root on node3",
+    "the program of --script has mode 0600 and belongs to root on node3": Fault(
         {node: "echo 'print(1)' >/opt/train.py" + "; chmod 600 /opt/train.py" * (node == "node3") for node in _ALL},
         dict.fromkeys(_ALL, "rm /opt/train.py"),
         {"ENV04": ("fail", "node3")},
         options=("--script", "/opt/train.py"),
         has_line=True,
         shows=["cluster cannot read /opt/train.py: Permission denied"],
-        is_slow=True,
     ),
-    "/etc/nologin": Fault(
-        "/etc/nologin on node3",
+    "/etc/nologin on node3": Fault(
         {"node3": "echo 'Back at noon' >/etc/nologin"},
         {"node3": "rm -f /etc/nologin"},
         {"SSH02": ("fail", "node3")},
         has_line=True,
         console="node3",
         shows=["Back at noon"],
-        is_slow=True,
     ),
-    "few processes": Fault(
-        "nproc 5 for the shared user of node2",
+    "nproc 5 for the shared user of node2": Fault(
         {"node2": f"echo 'cluster - nproc 5' >{_NPROC}"},
         {"node2": f"rm -f {_NPROC} /etc/security/limits.d/zz-mpitrain-nproc.conf"},
         {"PRB02": ("fail", "node2")},
         has_line=True,
         shows=["cluster may not have enough processes"],
-        is_slow=True,
     ),
-    "/dev/null closed": Fault(
-        "/dev/null of mode 0600 on node4",
+    "/dev/null of mode 0600 on node4": Fault(
         {"node4": "chmod 600 /dev/null"},
         {"node4": "chmod 666 /dev/null"},
         {"PRB01": ("fail", "node4")},
         has_line=True,
         shows=["/dev/null is not open to all: it has mode 0600"],
-        is_slow=True,
     ),
-    "a library cut off": Fault(
-        "mpi4py's library in the shared environment cut off after 100 KB",
+    "mpi4py's library in the shared environment cut off after 100 KB": Fault(
         {"node1": f"truncate -s 100000 {_MPI}"},
         {},
         {"MPI01": ("fail", "node[1-4]")},
         repair="runtime",
         shows=["mpi4py cannot load an MPI library"],
-        is_slow=True,
     ),
 }

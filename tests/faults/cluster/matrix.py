@@ -59,10 +59,9 @@ UNPROVED = {
 
 @dataclass(frozen=True)
 class Fault:
-    """One row.
+    """One row; its key says what was done, for the table.
 
     Attributes:
-        says: what was done, for the table.
         do, undo: shell lines for root on nodes, by node; or a function of the bed.
         fires: id -> (verdict, places) of every finding that is neither a pass, a skip nor blocked. There are no others.
         level: level of the check.
@@ -71,10 +70,8 @@ class Fault:
         console: the node on whose console to type that line instead.
         shows: text that must be in the findings.
         options, env: further options and environment variables of the command.
-        is_slow: True if only `scripts/test --nightly` runs the row.
     """
 
-    says: str
     do: Mapping[str, str] | Callable[[Bed], None]
     undo: Mapping[str, str] | Callable[[Bed], None]
     fires: Mapping[str, tuple[str, str]]
@@ -85,7 +82,6 @@ class Fault:
     shows: Sequence[str] = ()
     options: Sequence[str] = ()
     env: Mapping[str, str] = field(default_factory=dict)
-    is_slow: bool = False
 
 
 def apply(bed: Bed, what: Mapping[str, str] | Callable[[Bed], None]) -> None:
@@ -159,14 +155,14 @@ def table(faults: Mapping[str, Fault]) -> str:
         "| fault | level | finding | repaired by |",
         "| --- | --- | --- | --- |",
     ]
-    for fault in faults.values():
+    for says, fault in faults.items():
         found = [
             f"[{name}](../reference/checks.md) {verdict}{f': {places}' if places else ''}"
             for name, (verdict, places) in fault.fires.items()
         ]
         by_hand = "the line of the finding" if fault.has_line else "by hand, as the finding says"
         repair = f"`--tags {fault.repair}`" if fault.repair else by_hand
-        lines.append(f"| {fault.says} | {fault.level} | {'; '.join(found)} | {repair} |".replace("->", "→"))
+        lines.append(f"| {says} | {fault.level} | {'; '.join(found)} | {repair} |".replace("->", "→"))
     lines += ["", "## Not proved by a fault", "", "Their judges have unit tests with made-up answers.", ""]
     lines += [f"- {name}: {why}" for name, why in UNPROVED.items()]
     return "\n".join(lines) + "\n"

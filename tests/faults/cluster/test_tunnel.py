@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,9 +15,8 @@ from pathlib import Path
 import pytest
 
 from faults.cluster.matrix import apply, check, findings
-from jobs import REPOSITORY
-from testbed import up
-from testbed.bed import Bed
+from nodes.beds import checkout_copy, cluster_bed
+from testbed import Bed
 
 pytestmark = [pytest.mark.timeout(3000), pytest.mark.nightly]
 SHARE = "/home/cluster/nfs"
@@ -32,25 +30,16 @@ WRITE = "setpriv --reuid 1900 --regid 1900 --clear-groups touch /mnt/try/venv/pl
 
 
 @pytest.fixture(scope="module")
-def bed(provisioned: str) -> Iterator[Bed]:
+def bed() -> Iterator[Bed]:
     """A cluster without a tunnel, as set-up has left it."""
-    with up(name=f"tunnel{os.getpid()}", snapshot=provisioned) as bed:
+    with cluster_bed(f"tunnel{os.getpid()}") as (bed, _):
         yield bed
 
 
 @pytest.fixture(scope="module")
 def checkout(bed: Bed, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What the playbooks use, with the setting; and an inventory without the outsider."""
-    folder = tmp_path_factory.mktemp("checkout")
-    for name in ("cluster", "mpitrain", "examples", "scripts"):
-        shutil.copytree(
-            REPOSITORY / name,
-            folder / name,
-            symlinks=True,
-            ignore=shutil.ignore_patterns("__pycache__", "hosts", "log"),
-        )
-    for name in ("ansible.cfg", "pyproject.toml", "README.md", "LICENSE"):
-        shutil.copy(REPOSITORY / name, folder / name)
+    folder = checkout_copy(tmp_path_factory.mktemp("checkout"))
     lines = [line for line in bed.inventory.read_text().splitlines() if not line.startswith(OUTSIDER)]
     (folder / "cluster/hosts").write_text("\n".join([*lines, ""]))
     switch(folder, "true")

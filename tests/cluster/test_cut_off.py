@@ -1,4 +1,4 @@
-"""The network of a job falls into two parts. At most the part with the launcher goes on. The other part ends."""
+"""A part of the hosts is cut off from the rest, or from the share: at most the part with the launcher goes on."""
 
 from __future__ import annotations
 
@@ -7,14 +7,15 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import pytest
-from launching import PYTHONS, SHARE, Job, drop_kept, training, write
+import test_restart_over_hosts
+from launching import NODES, PYTHONS, SHARE, Job, as_user, drop_kept, left, training, write
 from regression import REGRESSION
 
 from jobs import until
 from testbed import Bed
 from testbed.processes import execute
 
-pytestmark = [pytest.mark.timeout(900), pytest.mark.usefixtures("healed"), pytest.mark.nightly]
+pytestmark = [pytest.mark.timeout(1800), pytest.mark.usefixtures("healed"), pytest.mark.nightly]
 
 # Each rank writes every step that counts into a file of its host: step, ranks of the World, generation.
 SCRIPT = """
@@ -38,6 +39,13 @@ SCRIPT += REGRESSION
 SCRIPT += """
 mt.Trainer(build, [Show(), mt.StopWhen("enough", at_least=1.0)]).run()
 """
+# Every rank looks for a file that is not there, so it asks the server.
+LOOKS = SCRIPT.replace("        time.sleep(0.05)\n", "        time.sleep(0.05)\n        LOOK\n").replace(
+    "LOOK", "assert not pathlib.Path(f'no-{time.time()}').exists()"
+)
+SETTING = "MPITRAIN_MEMORY_STEPS=1 MPITRAIN_STALL_SECONDS=5 MPITRAIN_HANG_SECONDS=20"
+# The keeper asks within 10 s, and once a minute; its silence of 60 s may not be over yet. Far less than 15 min.
+GONE_SECONDS = 200.0
 RANKS = "pgrep -u cluster -f '[p]arts.py' || true"
 # How much memory the processes of the user, but the ranks, keep without a name.
 KEPT = """
@@ -71,7 +79,7 @@ def made(bed: Bed, node: str) -> list[list[int]]:
 
 
 def started(bed: Bed, python: str, options: str) -> Job:
-    for node in bed.names:
+    for node in NODES:
         bed.node_run(node, ["rm", "-f", "/tmp/made"])
     arguments, begun = f"--ppn 1 {options} parts.py", "made step 50 on 4 ranks"
     return training(bed, "parts.py", SCRIPT, arguments, begun=begun, python=python, setting="MPITRAIN_MEMORY_STEPS=1")
@@ -142,4 +150,47 @@ def test_no_part_goes_on_with_too_few_hosts(bed: Bed, request: pytest.FixtureReq
         last = max(step for step, _, _ in made(bed, "node1"))
         other_part_has_ended(bed, last, "node2", "node3", "node4", keeps=True)
         assert {size for _, size, _ in made(bed, "node1")} == {4}  # the part with the launcher has made no step alone
-    drop_kept(bed, *bed.names)
+    drop_kept(bed, *NODES)
+
+
+@contextmanager
+def without_share(bed: Bed, node: str) -> Iterator[None]:
+    """Nothing that the node sends to the server of the share arrives."""
+    nft = ["ip", "netns", "exec", bed.record.node_namespace(node), "nft"]
+    chain = "chain out { type filter hook output priority 0; tcp dport 2049 drop; }"
+    execute([*nft, "-f", "-"], input=f"table inet lost_share {{\n{chain}\n}}\n")
+    try:
+        yield
+    finally:
+        execute([*nft, "delete", "table", "inet", "lost_share"])
+
+
+def test_a_host_loses_the_share(bed: Bed, python: str) -> None:
+    """Its other connections work. Its rank is stuck, and the job goes on."""
+    arguments = "-n 4 --restarts 2 looks.py"
+    job = training(bed, "looks.py", LOOKS, arguments, begun="made step 50 ", python=python, setting=SETTING)
+    with without_share(bed, "node3"):
+        job.wait_for("starting again on node1, node2, node4 with 3 ranks, without node3\n")
+        job.wait_for(" on 3 ranks")
+        write(bed, "node1", f"{SHARE}/enough", "")
+        end = job.end()
+    assert end.code == 0, end.output
+    assert re.search(r"no progress for \d+ s: .*; rank 2 on node3 .* in looks\.py:\d+ \(after_step\)", end.output)
+    assert re.search(r"try 1 of 3 failed at step \d+: .*nothing has moved for 20 s", end.output), end.output
+    assert end.output.count("resumed from memory at step ") == 1
+
+
+@pytest.mark.parametrize("fault", ["freeze", "cut"])
+def test_what_runs_on_a_host_that_was_away_ends_soon_after_it_is_back(bed: Bed, fault: str) -> None:
+    """Only the memory of the job is kept while nobody can be asked: for 15 min, in case the launcher was lost."""
+    write(bed, "node1", f"{SHARE}/train.py", test_restart_over_hosts.SCRIPT)
+    as_user(bed, "node1", "rm -rf checkpoints go_on")
+    job = Job(bed, "--ppn 1 --restarts 1 --spares --min-nodes 2 train.py 100", setting="MPITRAIN_MEMORY_STEPS=1")
+    job.wait_for("made step 50 ")
+    getattr(bed, fault)("node3")
+    job.wait_for("starting again on node1, node2, node4 with 3 ranks, without node3\n")
+    write(bed, "node1", "go_on", "")
+    end = job.end()
+    assert end.code == 0, end.output
+    bed.heal("node3")
+    assert left(bed, GONE_SECONDS) == []
