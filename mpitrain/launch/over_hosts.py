@@ -276,7 +276,7 @@ def _equal_facts(
             refusals,
             str(Path(script).absolute()),
             "One share for code and Python keeps hosts equal: `ansible-playbook cluster/setup.yml --tags nfs,runtime`. "
-            f"Files that differ were compared again for {_LATE_SECONDS:g} s, as the shared folder may show a change late. "
+            f"Files that differ were compared again for {_LATE_SECONDS:g} s: the shared folder may show a change late. "
             "`mpitrain run --dry-run ...` prints the command that starts the job unchecked. ",
         )
         refusal.hosts = without_files(own, facts)

@@ -88,9 +88,7 @@ def steps_of(times: StepTimes, *weights: float) -> None:
 
 
 def measuring(world: World, path: Path, *ranks: str) -> StepTimes:
-    return StepTimes(
-        world.replaced(context=replace(world.context, plan=PlanTask(str(path), 2, ranks)))
-    )
+    return StepTimes(world.replaced(context=replace(world.context, plan=PlanTask(str(path), 2, ranks))))
 
 
 def test_batches_of_other_sizes(world: World, shared: Path) -> None:
