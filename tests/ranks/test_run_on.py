@@ -299,7 +299,8 @@ def test_blocks_that_end_by_an_error(world: World, led: Any) -> None:
     futures: list[RemoteFuture] = []
 
     def fails() -> None:
-        futures.extend(mt.run_on(world.size - 1, changed, numpy.zeros(200_000)) for _ in range(3))
+        futures.append(mt.run_on(world.size - 1, time.sleep, 0.5))
+        futures.append(mt.run_on(world.size - 1, half, 4))  # has not begun when the body ends
         raise KeyError("the body")
 
     bodies: list[tuple[Body, Any]] = [
@@ -312,6 +313,6 @@ def test_blocks_that_end_by_an_error(world: World, led: Any) -> None:
                 body()
         assert world.sum(1) == world.size
     if world.is_root:
-        with pytest.raises(MpitrainError, match=r"changed: the block of mt.workers has ended by an error before it"):
+        with pytest.raises(MpitrainError, match=r"half: the block of mt.workers has ended by an error before it"):
             futures[-1].result()
     led(lambda: None)
