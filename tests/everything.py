@@ -29,18 +29,15 @@ ON_RANKS = ["tests/ranks", "tests/device_ranks", "tests/torch_ranks", "tests/jax
 # number of ranks in its arithmetic or in the order of its messages, which a queue of many allreduces does not. Five is
 # one beyond a power of two: what is built on the sums does not differ from three and four. Open
 # MPI differs in how it starts and sends.
-BY_SIZE = (
-    "(test_allreduce.py or test_collectives.py or test_compressed.py or test_reducer or test_simulate.py"
-    " or test_nano.py or test_transfer.py or test_world) and not test_many_may_be"
-)
 SUMS = (
     "(test_allreduce.py or test_collectives.py or test_nano.py or test_simulate.py or test_world"
     " or test_sums_are_as_close_as_the_codec) and not test_many_may_be"
 )
-OF_FOUR = f"{BY_SIZE} or test_checkpoint or test_data or test_replicas or test_ring_order or test_training"
+BY_SIZE = f"{SUMS} or test_compressed.py or test_reducer or slice"
+OF_FOUR = f"{SUMS} or test_compressed.py or slice or test_checkpoint_nodes or majority or test_data.py"
 STARTS_AND_SENDS = (
-    f"{BY_SIZE} or test_broken or test_exact.py or test_gathered or test_keep or test_large or test_node_memory"
-    " or test_pipeline.py or test_rebuild or test_run_on or test_sharded_sync.py or test_totals or test_training.py"
+    f"{SUMS} or slice or test_reducer or test_gathered or test_keep or test_node_memory or interrupted"
+    " or test_pipeline.py or test_rebuild or test_run_on or test_sharded_sync.py"
 )
 SIZES = {"mpich": {1: "", 3: "", 4: OF_FOUR, 5: SUMS}, "openmpi": {3: STARTS_AND_SENDS}}
 # Two ranks: the one before is also the one after. Seven are three beyond a power of two, and too many for the batches
