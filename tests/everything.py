@@ -45,7 +45,7 @@ SIZES = {"mpich": {1: "", 3: "", 4: OF_FOUR, 5: SUMS}, "openmpi": {3: STARTS_AND
 NIGHTLY_SIZES = {"mpich": {1: "", 2: "", 3: "", 4: "", 5: "", 7: SUMS}, "openmpi": {2: "", 3: ""}}
 # The same for mpitrain.torch and mpitrain.jax, which are skipped where there is no PyTorch, or no JAX. The collectives
 # below them are those that tests/ranks tries. Groups of PyTorch and meshes take 4 ranks.
-FRAMEWORKS = {"torch": {3: "", 4: "test_groups or test_sharded.py"}, "jax": {2: ""}}
+FRAMEWORKS = {"torch": {3: "", 4: "test_groups.py or test_sharded.py"}, "jax": {2: ""}}
 NIGHTLY_FRAMEWORKS = {"torch": {1: "", 2: "", 3: "", 4: "", 5: ""}, "jax": {1: "", 2: "", 3: "", 4: "", 5: ""}}
 # The same with arrays on GPUs, which are emulated here; scripts/gpu-check runs them on real ones. With 4 ranks on 2 of
 # them come several on each.
