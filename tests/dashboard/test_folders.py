@@ -8,7 +8,8 @@ import subprocess
 import sys
 import threading
 import types
-from collections.abc import Iterator
+from collections.abc import Coroutine, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -139,6 +140,12 @@ def test_a_share_without_a_server(tmp_path: Path) -> None:
         assert (status, str(share / "kept") in text, "is a disk or network share lost?" in text) == (503, True, True)
 
 
+def run(work: Coroutine[Any, Any, Any]) -> Any:
+    """Run this in an event loop; not in this thread, which has that of Playwright."""
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(asyncio.run, work).result()
+
+
 @pytest.fixture
 def goes_on() -> Any:
     """Calls that wait for this end at the end of the test."""
@@ -167,12 +174,12 @@ def test_all_who_ask_meanwhile_get_one_answer(goes_on: threading.Event) -> None:
         found = list(await asyncio.gather(*asked))
         return [*found, await answers.get("a", lambda: 8)]
 
-    assert (asyncio.run(ask()), calls) == ([7, 7, 7, 8], [1])
+    assert (run(ask()), calls) == ([7, 7, 7, 8], [1])
 
 
 def test_an_error_reaches_whoever_asks() -> None:
     with pytest.raises(OSError, match="the disk is gone"):
-        asyncio.run(SharedAnswers().get("a", fails))
+        run(SharedAnswers().get("a", fails))
 
 
 def test_no_answer_in_time(monkeypatch: pytest.MonkeyPatch, goes_on: threading.Event) -> None:
@@ -195,7 +202,7 @@ def test_no_answer_in_time(monkeypatch: pytest.MonkeyPatch, goes_on: threading.E
             except DataError:
                 await asyncio.sleep(0.01)
 
-    assert asyncio.run(ask()) in (True, 8)
+    assert run(ask()) in (True, 8)
 
 
 def test_not_more_than_a_few_hang(monkeypatch: pytest.MonkeyPatch, goes_on: threading.Event) -> None:
@@ -212,7 +219,7 @@ def test_not_more_than_a_few_hang(monkeypatch: pytest.MonkeyPatch, goes_on: thre
         with pytest.raises(OSError, match="the disk is gone"):
             await answers.get("c", fails)
 
-    asyncio.run(ask())
+    run(ask())
 
 
 def test_the_end_waits_for_nothing(goes_on: threading.Event) -> None:
@@ -224,4 +231,4 @@ def test_the_end_waits_for_nothing(goes_on: threading.Event) -> None:
         with pytest.raises(DataError, match="the dashboard ends"):
             await asked
 
-    asyncio.run(ask())
+    run(ask())

@@ -11,6 +11,7 @@ import signal
 import socket
 import subprocess
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -349,5 +350,6 @@ def test_what_is_refused(
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     (tmp_path / "hosts").write_text("node1\n")
     os.mkfifo(tmp_path / "pipe")
-    assert main(["dashboard", "--port", "0", *words]) == code
+    with ThreadPoolExecutor(1) as pool:  # this thread has the event loop of Playwright
+        assert pool.submit(main, ["dashboard", "--port", "0", *words]).result() == code
     assert text in capsys.readouterr().err

@@ -296,7 +296,8 @@ def test_known_workers_without_encryption(commands: Commands) -> None:
 
 
 @pytest.mark.parametrize(
-    ("number", "code"), [(signal.SIGTERM, 128 + signal.SIGTERM), (signal.SIGKILL, -signal.SIGKILL)]
+    ("number", "code"),
+    [pytest.param(signal.SIGTERM, 128 + signal.SIGTERM, marks=pytest.mark.nightly), (signal.SIGKILL, -signal.SIGKILL)],
 )
 def test_a_signal_ends_server_and_known_workers(commands: Commands, number: signal.Signals, code: int) -> None:
     """And nothing is left: see Commands. Ctrl-C: test_shown_servers.py."""

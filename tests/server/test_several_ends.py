@@ -199,8 +199,8 @@ BEGUN = "rank 0 on .* begins a second run with --servers"
     ("hook", "then", "text"),
     [
         ("trainer.restore(self.begun)", "pass", RESTORED),
-        ("trainer.rebuild(trainer.world)", "pass", REBUILT),
-        ("pass", "trainer.run()", BEGUN),
+        pytest.param("trainer.rebuild(trainer.world)", "pass", REBUILT, marks=pytest.mark.nightly),
+        pytest.param("pass", "trainer.run()", BEGUN, marks=pytest.mark.nightly),
     ],
 )
 def test_what_would_wait_for_ranks_that_have_ended(tmp_path: Path, hook: str, then: str, text: str) -> None:

@@ -324,6 +324,7 @@ def test_a_server_alone_and_a_worker_that_joins(commands: Commands) -> None:
     assert "Traceback" not in worker.output
 
 
+@pytest.mark.nightly
 def test_ranks(commands: Commands) -> None:
     """`mpitrain run --servers`: the record of rank 0 has the workers, which are ranks."""
     run = commands.start(["mpitrain", "run", "--hosts", "localhost", "-n", "3", "--servers", "1", *ENDLESS])
