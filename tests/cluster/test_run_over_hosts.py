@@ -199,6 +199,7 @@ def test_interfaces_with_different_names(bed: Bed, python: str) -> None:
     assert "on node3  eth0 " in job.output
 
 
+@NIGHTLY
 def test_a_script_that_was_just_replaced(bed: Bed) -> None:
     """The other nodes keep its name for some seconds, as with the kernel's NFS. A true difference is still refused."""
     script = f"{SHARE}/edited.py"
@@ -280,6 +281,7 @@ def test_a_package_differs_on_one_node(bed: Bed) -> None:
     assert end.code == 0, end.output
 
 
+@NIGHTLY
 def test_a_node_that_is_off_and_one_that_nobody_knows(bed: Bed) -> None:
     bed.kill("node2")
     end = run(bed, "-n 4 hello.py")
