@@ -18,6 +18,8 @@ from jobs import HANG_SECONDS, clean_environment, until
 from testbed.chaos import crew
 from testbed.chaos.crew import Crew, RealHosts
 
+pytestmark = pytest.mark.nightly  # they wait for silence, and chaos is a tool of the nightly tests
+
 
 @contextmanager
 def crew_here() -> Iterator[tuple[Crew, str]]:

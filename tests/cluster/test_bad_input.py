@@ -194,6 +194,7 @@ INVENTORIES = {
 }
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("kind", INVENTORIES)
 def test_an_inventory_that_cannot_be(bed: Bed, tmp_path: Path, kind: str) -> None:
     text, says = INVENTORIES[kind]
@@ -203,6 +204,7 @@ def test_an_inventory_that_cannot_be(bed: Bed, tmp_path: Path, kind: str) -> Non
     refused(bed, inventory=inventory, says=says)
 
 
+@pytest.mark.nightly
 def test_no_inventory_at_all(bed: Bed, tmp_path: Path) -> None:
     (tmp_path / "hosts").write_text("")
     run = playbook(bed, SETUP, inventory=tmp_path / "hosts")
