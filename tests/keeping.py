@@ -37,7 +37,7 @@ def keeper() -> Iterator[str]:
 
 
 def kept_id(folder: Path) -> str:
-    """Wait until the launcher that was started in this folder is lost. Return the id of the last try of its job."""
+    """Wait until the launcher that was started in this folder is lost. Return the id of the last attempt of its job."""
     return str(_lost(folder)["estate"]["tries"][-1])
 
 

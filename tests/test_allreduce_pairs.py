@@ -31,7 +31,7 @@ def run(plan: Plan, count: int, size: int) -> tuple[numpy.ndarray, list[list[Pha
     phases = [plan(count, rank, size) for rank in range(size)]
     todo = [deque(its) for its in phases]
     while any(todo):
-        # Two ranks go on when each one is what the other one waits for, with what it waits for.
+        # Two ranks continue when each one is what the other one waits for, with what it waits for.
         pairs = [(a, todo[a][0].partner) for a in range(size) if todo[a] and todo[todo[a][0].partner]]
         ready = [(a, b) for a, b in pairs if a < b and todo[b][0].partner == a]
         assert ready, "all wait for each other"

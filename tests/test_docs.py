@@ -282,7 +282,7 @@ def test_files_on_the_nodes() -> None:
     }
     listed = {path for path, _ in rows} | alike
     roles = REPOSITORY / "cluster/playbooks/roles"
-    # Undone is what the others did; the environment on the share is in its folder.
+    # Undone is what the others did; the environment on the shared folder is in its folder.
     tasks = [path for path in roles.glob("*/tasks/*.yml") if path.parts[-3] not in ("mpitrain_undo", "mpitrain_verify")]
     assert tasks
     written = {

@@ -270,7 +270,7 @@ def test_what_is_clearing_up_is_left_to_it(tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_the_end_of_the_run_is_no_failed_job() -> None:
-    """Else the run went on after SIGTERM, until it was killed, and its bed stayed."""
+    """Else the run continued after SIGTERM, until it was killed, and its bed stayed."""
     with pytest.raises(pytest.exit.Exception):
         run_command([sys.executable, "-c", "pass"], during=lambda _: pytest.exit("SIGTERM"))
 

@@ -1,4 +1,4 @@
-"""How a job went on after a fault, from points in time; and the report and the picture of such an episode."""
+"""How a job continued after a fault, from points in time; and the report and the picture of such an episode."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from testbed.chaos.episode import Episode, Hit, Point, WentOn, kept, rate, sampl
 from testbed.chaos.plan import Fault
 from testbed.chaos.report import draw, is_good, numbers, text
 
-TRY = "mpitrain: try 1 of 5 failed at step 21: rank 2 on b was killed by signal 9; starting again on a, b"
+TRY = "mpitrain: attempt 1 of 5 failed at step 21: rank 2 on b was killed by signal 9; starting again on a, b"
 
 
 def episode() -> Episode:
@@ -59,7 +59,7 @@ def test_numbers() -> None:
         ("mpitrain: ranks 0-3 on b ended", True),
         ("mpitrain: ranks 0,2 on b were lost", True),
         ("mpitrain: rank 12 on b was lost", False),
-        ("mpitrain: ranks 0,1,3 went on after 0.02 s", False),
+        ("mpitrain: ranks 0,1,3 continued after 0.02 s", False),
     ],
 )
 def test_who_is_named(line: str, is_named: bool) -> None:
@@ -73,7 +73,7 @@ def test_text() -> None:
     said = text(numbers(seen, "1a2b", {}))
     assert "4.50 s from step 20, 1 repeated" in said
     assert "skipped: no rank is there" in said
-    assert "rank: the job went on after 1 of 1: median 4.50 s, worst 4.50 s, named 1 of 1\n" in said
+    assert "rank: the job continued after 1 of 1: median 4.50 s, worst 4.50 s, named 1 of 1\n" in said
     assert "kept: 85.0%" in said
     assert said.endswith("the job has reached its end\nleft behind: nothing\n")
     seen.error, seen.left, seen.hears = "rank 1 on a did not reach its end", {"a": ["/dev/shm/x"]}, False
@@ -88,7 +88,7 @@ def test_text() -> None:
         f"rank 1 on a did not reach its end; the launcher's last line: {TRY}\n"
     ) in said
     assert "has failed:" not in said
-    assert "the job goes on; all faults are undone" in text(numbers(Episode(), "1a2b", {}))
+    assert "the job continues; all faults are undone" in text(numbers(Episode(), "1a2b", {}))
 
 
 def test_what_is_good() -> None:
@@ -127,7 +127,7 @@ def test_how_it_went_on() -> None:
     assert went_on(seen, 2.05, 1, 5) == WentOn(pytest.approx(0.7))
     assert went_on(seen[:-1], 2.05, 1, 5) is None
     assert went_on(seen, 2.05, 1, 4) == WentOn(pytest.approx(0.05))
-    # A new attempt goes on when it has made its first step, step 4. It repeats steps 4 and 5.
+    # A new attempt continues when it has made its first step, step 4. It repeats steps 4 and 5.
     seen = points((1.0, 1, 5), (2.0, 1, 6), (4.0, 2, 0), (5.0, 2, 4), (5.5, 2, 5), first=4)
     assert went_on(seen, 2.0, 1, 5) == WentOn(3.5, 4, 2)
     assert went_on(seen[:-1], 2.0, 1, 5) is None

@@ -108,7 +108,7 @@ def test_a_job_of_all_nodes_is_blocked_by_any() -> None:
 
 def test_the_head_blocks_what_hangs_on_it() -> None:
     saw = seen(2)
-    saw.nodes = {"node1": {"a": "off", "b": ""}, "node2": {"a": "", "b": "the share hangs"}}
+    saw.nodes = {"node1": {"a": "off", "b": ""}, "node2": {"a": "", "b": "the shared folder hangs"}}
     results = judge([check("AAA01", by_node("a")), check("BBB01", by_node("b"), needs_head=("AAA01",))], saw)
     assert verdicts(results, "BBB01") == {("node1",): "blocked", ("node2",): "blocked"}
 

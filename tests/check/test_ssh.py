@@ -88,7 +88,7 @@ def test_set_up_is_offered_where_the_key_is_missing(let_in: list[str], words: st
     [
         ("ended with code 127: exec: zsh: not found", "~/.bashrc", ", because of ~cluster/.bashrc", "1i [ -t 0 ] ||"),
         ("does not end within 10 s", "/etc/bash.bashrc", ", because of /etc/bash.bashrc", "1i [ -t 0 ] || return"),
-        ("ended with code 1, without a word", "", "", ""),
+        ("ended with code 1, without a message", "", "", ""),
     ],
 )
 def test_a_login_whose_shell_runs_no_command(refused: str, startup: str, observed: str, remedy: str) -> None:

@@ -99,7 +99,7 @@ def test_a_tmp_that_runs_no_programs() -> None:
     ("folder", "login"), [("/home/cluster/nfs/work", "10.0.0.1"), ("/opt/work", "10.0.0.2")], ids=["share", "local"]
 )
 def test_a_file_with_the_name_of_a_library(folder: str, login: str) -> None:
-    """The file is on the share, so the repair renames it once, on the head."""
+    """The file is on the shared folder, so the repair renames it once, on the head."""
 
     def beside(python: dict[str, Any], script: str | None = f"{folder}/train.py") -> Seen:
         return of_each(2, {"programs": {"python": python}}, **({"script": script} if script else {}))

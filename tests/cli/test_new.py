@@ -13,7 +13,7 @@ from mpitrain.cli import main
 
 
 def test_the_job_script_trains(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """On 3 ranks; a second run goes on from the checkpoint of the first, on 2 ranks."""
+    """On 3 ranks; a second run continues from the checkpoint of the first, on 2 ranks."""
     project = tmp_path / "my project"
     assert main(["new", str(project)]) == 0
     assert f"cd '{project}'" in capsys.readouterr().out

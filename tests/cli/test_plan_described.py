@@ -35,7 +35,7 @@ def test_table_json_and_picture(tmp_path: Path, capsys: pytest.CaptureFixture[st
 
 
 def test_nothing_may_be_0(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([*QUICK, "--spread", "0.0", "--latency-us", "0"]) == 0
+    assert main([*QUICK, "--spread", "0.0", "--latency", "0"]) == 0
     assert capsys.readouterr().out.splitlines()[0].strip() == "1 a node, 0.936 Gbit/s, 0 us"
 
 
@@ -55,7 +55,7 @@ def test_a_file_of_machines(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
             "3 workers: 90% of the most samples/s with ",
         ),
         (
-            ["--every", "60,30", "--mtbf-hours", "16", "--hours", "2", "--seeds", "3"],
+            ["--every", "60,30", "--mtbf", "16", "--hours", "2", "--seeds", "3"],
             [("every_seconds", 30), ("every_seconds", 60)],
             "a failure every 3600 s on average",
         ),
@@ -101,16 +101,16 @@ def refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capt
             ["--machines", "lab.toml", "--servers", "4,1", "--workers", "5"],
             "4 servers and 5 workers are 9 ranks; lab.toml has room for 8. Take fewer",
         ),
-        (["--mtbf-hours", "2000", "--every", "0"], "0 is not a number above 0"),
-        (["--mtbf-hours", "2000", "--compute", "1"], "--compute: not together with --mtbf-hours"),
+        (["--mtbf", "2000", "--every", "0"], "0 is not a number above 0"),
+        (["--mtbf", "2000", "--compute", "1"], "--compute: not together with --mtbf"),
         (["--servers", "1", "--codec", "int8", "--steps", "3"], "--codec, --steps: not together with --servers"),
         (["--mode", "sync"], "--mode: needs --servers"),
-        (["--save", "3", "--nodes", "2"], "--nodes, --save: needs --mtbf-hours"),
+        (["--save", "3", "--nodes", "2"], "--nodes, --save: needs --mtbf"),
         ([], "name a script, as in `mpitrain plan train.py`; or describe a training and its machines"),
         (["-n", "4", "--compute", "1"], "-n: without a script, nothing is started; name one, or leave it out"),
         (["--compute", "1", "--writes", "--hosts", "a"], "--hosts, --writes: without a script, nothing is started"),
         (["--compute", "1", "train.py"], "--compute: the training is described where no script is named"),
-        (["--mtbf-hours", "2000", "--every", "1e7"], "would take more than 100 times its work"),
+        (["--mtbf", "2000", "--every", "1e7"], "would take more than 100 times its work"),
         ([*QUICK[1:], "--ranks", "0"], "0 is not a whole number of at least 1"),
         ([*QUICK[1:], "--ranks", "2,x"], "x is not a whole number of at least 1"),
         ([*QUICK[1:], "--compute", "-1"], "-1 is not a number above 0"),
@@ -125,7 +125,7 @@ def refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capt
         ([*QUICK[1:], "--machines", "lab.toml", "--gbit", "1"], "--machines, --gbit: a file has all of it; give one"),
         ([*QUICK[1:], "--machines", "lab.toml", "--ranks", "2,9"], "lab.toml has room for 1 to 8"),
         ([*QUICK[1:], "--machines", "wrong.toml"], "wrong.toml, line 3: gbit is 0; it must be a number from 1e-06 to"),
-        ([*QUICK[1:], "--latency-us", "-1"], "-1 is not a number of at least 0"),
+        ([*QUICK[1:], "--latency", "-1"], "-1 is not a number of at least 0"),
         ([*QUICK[1:], "--plot", "folder"], "folder cannot be written: it is a folder; give the name of a file"),
         ([*QUICK[1:], "--plot", "nowhere/picture.png"], "there is no folder nowhere; make it first"),
     ],

@@ -123,7 +123,7 @@ def test_where_it_went_on_after_faults(drawn: Any) -> None:
     losses, speeds, _ = drawn(rows)
     assert at(losses) == at(speeds) == [[3, 3], [4, 4], [5, 5]]
     labels = [text.get_text() for text in losses.get_legend().get_texts()]
-    assert labels == ["loss", "went on, from ranks: 2", "went on, from memory: 1"]
+    assert labels == ["loss", "continued, from ranks: 2", "continued, from memory: 1"]
     assert texts(losses) == [f" {text}, 0.25 s" for _, _, text in faults]
     assert not speeds.texts
 
@@ -154,7 +154,7 @@ def test_every_event_and_records_of_other_versions(drawn: Any) -> None:
     rows[-1]["loss"] = None
     panels = drawn(rows, '{"step": 9, "events": [{"after', file=True)
     labels = [str(line.get_label()) for line in panels[0].lines]
-    assert {"told: 1", "changed by itself: 1", "went on, from disk: 1", "event 'of a newer one': 1"} <= set(labels)
+    assert {"told: 1", "changed by itself: 1", "continued, from disk: 1", "event 'of a newer one': 1"} <= set(labels)
     assert len(panels[0].texts) == len(sources)
     assert "a \\$x { \\$" in [axes.get_ylabel() for axes in panels]
 

@@ -170,7 +170,7 @@ def test_nohup_outlives_its_terminal(tmp_path: Path) -> None:
 
 @MOSTLY_MPICH
 def test_a_process_that_a_rank_left_behind_is_ended_and_named(python: Path, tmp_path: Path) -> None:
-    # (With the rank's stdout still open in it, mpiexec itself would go on, and rightly.)
+    # (With the rank's stdout still open in it, mpiexec itself would continue, and rightly.)
     daemon = """
 import subprocess
 if comm.rank == 0:

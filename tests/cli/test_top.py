@@ -136,7 +136,7 @@ def test_in_a_terminal_until_the_job_ends(job: LiveJob, tmp_path: Path) -> None:
     ("keys", "variables"), [("q", {"NO_COLOR": "1"}), pytest.param("\x03", {}, marks=pytest.mark.nightly)]
 )
 def test_the_user_ends_it(job: LiveJob, keys: str, variables: dict[str, str]) -> None:
-    """The terminal is left as it was. The job goes on. No colour is shown to who wants none."""
+    """The terminal is left as it was. The job continues. No colour is shown to who wants none."""
     with Terminal(job.answer["job"], **variables) as terminal:
         before = termios.tcgetattr(terminal.master)
         until(lambda: terminal.shows("q end"))

@@ -117,7 +117,7 @@ def differs(job: Job, where: str, *parts: str) -> None:
 
 
 def test_a_right_script_leaves_nothing_behind(tmp_path: Path) -> None:
-    """Verify leaves no checkpoint. Otherwise the second run would go on from the checkpoints of the first."""
+    """Verify leaves no checkpoint. Otherwise the second run would continue from the checkpoints of the first."""
     checkpoints = tmp_path / "checkpoints"
     job = verify(tmp_path, TRAIN, str(checkpoints), ranks=2, options=("--directory", str(tmp_path / "records")))
     assert (job.code, job.left) == (0, []), job.output

@@ -38,7 +38,7 @@ def look(
     [
         (DOCUMENT, None, False, 1e6, "done", "all steps were made"),
         (dataclasses.replace(DOCUMENT, end="DataError: no"), None, False, 1e6, "failed", "DataError: no"),
-        (dataclasses.replace(DOCUMENT, end="left"), None, False, 9.0, "lost", "another try was to go on with it"),
+        (dataclasses.replace(DOCUMENT, end="left"), None, False, 9.0, "lost", "another try was to continue with it"),
         (OPEN, None, True, 1e6, "trains", "rank 0 is alive on nowhere"),
         (OPEN, None, False, 59.0, "trains", "the last row is 59 s old"),
         (OPEN, None, False, 7300.0, "lost", "the last row is 2 h old"),
@@ -167,7 +167,7 @@ def test_a_rank_that_has_not_entered_the_call() -> None:
         ([rank(1, "computes", 7)], "All ranks have entered it.", ["waits in sum (call 7)"]),
         (
             [rank(1, "stopped", 7, "sum"), rank(2, "disk", 7)],
-            "Ranks 1,2 have entered it, and do not go on.",
+            "Ranks 1,2 have entered it, and do not continue.",
             ["stopped, after call 7: sum", "disk, after call 7", "waits in sum (call 7)"],
         ),
         (
@@ -187,7 +187,7 @@ def test_a_rank_that_has_not_entered_the_call() -> None:
         ),
         (
             [rank(1, "lost", 3), rank(2, "busy", 7, "a checkpoint")],
-            "Rank 2 has entered it, and does not go on.",
+            "Rank 2 has entered it, and does not continue.",
             ["busy, after call 7: a checkpoint", "waits in sum (call 7)"],
         ),
     ],

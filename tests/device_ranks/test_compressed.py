@@ -158,7 +158,7 @@ def test_a_reducers_gradients(
 @pytest.mark.parametrize(("name", "huge"), [("fp16", 1e5), ("power_sgd:2", 3e38)])
 def test_what_is_not_finite(world: World, name: str, huge: float) -> None:
     """Finite gradients have an infinite mean on every rank; a NaN has a rank and a parameter. The reducer clears its
-    residuals and goes on."""
+    residuals and continues."""
     skip_alone(world)
     reducer = made(placed(world, "alone on each node"), name, on_device=True)
 

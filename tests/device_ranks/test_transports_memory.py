@@ -127,7 +127,7 @@ WITHOUT_MEMORY: dict[str, tuple[Callable[[World], Callable[[], Any]], int, str]]
 @emulated
 @pytest.mark.parametrize("case", WITHOUT_MEMORY)
 def test_no_memory_on_one_rank(world: World, monkeypatch: pytest.MonkeyPatch, case: str) -> None:
-    """All ranks raise the same error, say how much memory it was and for what, and go on."""
+    """All ranks raise the same error, say how much memory it was and for what, and continue."""
     skip_alone(world)
     prepare, free, what = WITHOUT_MEMORY[case]
     call = prepare(world)

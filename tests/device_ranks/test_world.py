@@ -61,7 +61,7 @@ def elsewhere(world: World, count: int) -> object:
 
 @pytest.mark.parametrize("call", ["sum", "mean"])
 def test_a_leaf_on_another_gpu_than_the_ranks(world: World, call: str) -> None:
-    """On one rank, and on every rank. It is refused on all of them, and they can go on."""
+    """On one rank, and on every rank. It is refused on all of them, and they can continue."""
     skip_alone(world)
     wrong, right = elsewhere(world, 3), cupy.ones(3)
     for odd in range(world.size):

@@ -75,7 +75,7 @@ def test_lists_and_numbers() -> None:
     assert options.operations == ("point_to_point", "allreduce")
     assert options.dtypes == ("float64", "int8")
     assert options.algorithms == ("ring", "native")
-    options = read("--algorithms", "all", "--rounds", "7", "--seconds", "0.5", "--link-gbit", "2.5", "--sizes", "8,1K")
+    options = read("--algorithms", "all", "--rounds", "7", "--seconds", "0.5", "--link", "2.5", "--sizes", "8,1K")
     assert options.algorithms == tuple(sorted(ALGORITHMS))
     assert options.has_all_algorithms
     assert (options.rounds, options.seconds, options.link_gbit, options.sizes_bytes) == (7, 0.5, 2.5, (8, 1024))
@@ -103,7 +103,7 @@ def test_a_folder_of_another_host() -> None:
         ("--rounds 2.5", "--rounds is '2.5'; it must be a whole number from 1 to 999999999"),
         ("--seconds nan", r"--seconds is 'nan'; it must be a number from 0.001 to 1e\+06"),
         ("--seconds inf", "--seconds is 'inf'"),
-        ("--link-gbit fast", "--link-gbit is 'fast'"),
+        ("--link fast", "--link is 'fast'"),
         ("--json /nowhere/at/all.json", "all.json: the path is a folder, or its folder does not exist"),
         ("--save-profile /", "--save-profile /: the path is a folder"),
         ("--plot picture.bmp", r"must end in .png, .svg or .pdf"),
@@ -116,7 +116,7 @@ def test_a_folder_of_another_host() -> None:
         ("--operation allgather --codecs bf16", "--operation allgather includes no allreduce; leave out --codecs"),
         ("--operation broadcast,point_to_point --algorithms ring", "includes no allreduce; leave out --algorithms"),
         ("--save-profile p.json --json b.json", "--save-profile chooses what it measures; leave out --json"),
-        ("--save-profile p.json --sizes 4K --link-gbit 1", "leave out --link-gbit, --sizes"),
+        ("--save-profile p.json --sizes 4K --link 1Gbit/s", "leave out --link, --sizes"),
         ("--show --json b.json", "--show measures and writes nothing; leave out --json"),
         ("--show --save-profile p.json", "--show measures and writes nothing; leave out --save-profile"),
         ("--show --algorithms ring", "leave out --algorithms"),
@@ -134,7 +134,7 @@ def test_what_is_refused_or_would_be_ignored(words: str, text: str) -> None:
         "--codecs bf16 --algorithms auto",
         "--operation allgather,allreduce --codecs bf16",
         "--operation allgather,point_to_point --csv r.csv --sizes 4K",
-        "--operation point_to_point --json r.json --link-gbit 1 --progress",
+        "--operation point_to_point --json r.json --link 1Gbit/s --progress",
         "--save-profile p.json --progress",
         "--show --progress",
     ],
@@ -150,7 +150,7 @@ def test_the_extra_is_named_where_matplotlib_is_missing(monkeypatch: pytest.Monk
 
 
 def test_the_ranks_get_the_same_options(tmp_path: Path) -> None:
-    words = ["--sizes", "4K", "--rounds", "2", "--json", f"{tmp_path}/a file.json", "--progress", "--link-gbit=1"]
+    words = ["--sizes", "4K", "--rounds", "2", "--json", f"{tmp_path}/a file.json", "--progress", "--link=1"]
     assert read(*words_of(parsed(*words))) == read(*words)
     assert words_of(parsed()) == []
 

@@ -54,7 +54,7 @@ def test_a_link_that_is_too_slow_works_from_the_first_bucket_on() -> None:
 
 
 def test_buckets_that_were_measured() -> None:
-    """Of unequal size, ready at 0.06 and 0.27 s: the first one is hidden; the second one goes on behind the pass."""
+    """Of unequal size, ready at 0.06 and 0.27 s: the first one is hidden; the second one continues behind the pass."""
     training = replace(SMALL, num_parameters=300_000, buckets=((200_000, 0.2), (300_000, 0.9)))
     assert simulate_steps(MACHINES, 2, training, 1).mean_seconds == pytest.approx(max(0.3, 0.27 + SUM_2), rel=1e-9)
     together = replace(training, buckets=((200_000, 1.0), (300_000, 1.0)))

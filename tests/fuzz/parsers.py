@@ -442,7 +442,7 @@ PARSERS: dict[str, Parser] = {
     "steering": Parser(as_json({"run": 1, "paused": "ada", "outcomes": []}), of_text(rank_record.read_steering)),
     "page of a rank": Parser((page(),), of_memory("mpitrain-rank-3", lambda path: rank_record.read_record(path, 3))),
     "order of a rank": Parser((json.dumps(ORDER).encode(),), order_of_page),
-    "copy in memory": Parser(
+    "in-memory checkpoint": Parser(
         (copy_in_memory(),), lambda data, _: read_copy(numpy.frombuffer(bytearray(data), numpy.uint8))
     ),
     "packages": Parser(

@@ -1,4 +1,4 @@
-"""Sockets of our processes go on serving, whatever rejected_peers send: garbage, nothing, slowly, or too much."""
+"""Sockets of our processes continue serving, whatever rejected_peers send: garbage, nothing, slowly, or too much."""
 
 from __future__ import annotations
 

@@ -59,7 +59,7 @@ def test_the_largest_by_hand_with_error_feedback(apart: World, inside: bool) -> 
         )
         own = weights[apart.rank]
         calls = [update(tree, left, own) if update else mean.update(tree, left, weight=own) for _ in range(2)]
-        assert_equal(calls[1], calls[0])  # the state is all that a call goes on from
+        assert_equal(calls[1], calls[0])  # the state is all that a call continues from
         found, left = calls[0]
         expected = numpy.zeros(20)
         for rank, values in enumerate(everyone):
@@ -118,7 +118,7 @@ def test_what_is_left_out_comes_later(apart: World, codec: str) -> None:
 
 @pytest.mark.parametrize("inside", [False, True], ids=["outside jit", "inside"])
 def test_the_bits_of_a_reducer(apart: World, inside: bool) -> None:
-    """Over four steps. A second call with the same state has the same result: the state is all that goes on."""
+    """Over four steps. A second call with the same state has the same result: the state is all that continues."""
     skip_alone(apart)
     mean = mpitrain.jax.compressed_mean("power_sgd:2")
     plain = lambda tree, left, weight: mean.update(tree, left, weight=weight)  # noqa: E731
@@ -340,5 +340,5 @@ def test_what_rounds_do_not_take(world: World) -> None:
     text = error_on_all(world, NonFiniteError, lambda: rounds.update(bad, counted, 1))
     assert f"{world.name(odd)}: w has become NaN or infinity in the steps of this round" in text
     assert counted.steps == 1
-    found, _ = rounds.update(params, counted, 1)  # the ranks can go on from what they had
+    found, _ = rounds.update(params, counted, 1)  # the ranks can continue from what they had
     assert_equal(found, params)

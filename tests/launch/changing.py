@@ -64,7 +64,7 @@ class ChangingJob:
         return self.prepared[-1]
 
     def train(self, now_on: Placement = HOSTS, hosts: Placement = HOSTS) -> None:
-        """A try begins."""
+        """A attempt begins."""
         self.changes.begin(hosts, now_on)
         self.keepers.run = 1
 
@@ -72,7 +72,7 @@ class ChangingJob:
         return self.changes.answer(wish)
 
     def accept(self, **wish: Any) -> NextTry | None:
-        """It accepts a wish, and prepares the next try, if one may be prepared."""
+        """It accepts a wish, and prepares the next attempt, if one may be prepared."""
         assert "accepted" in self.answer(**wish)
         self.changes.look()
         return self.prepared[-1] if self.prepared else None

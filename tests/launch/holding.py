@@ -16,7 +16,7 @@ Line = Callable[..., KeeperLine]
 
 @pytest.fixture
 def line() -> Iterator[Line]:
-    """Opens a line to the keeper with this name, as a rank of a try does. It is closed after the test."""
+    """Opens a line to the keeper with this name, as a rank of an attempt does. It is closed after the test."""
     with ExitStack() as stack:
         yield lambda *name_and_try: stack.enter_context(closing(KeeperLine(*name_and_try)))
 

@@ -185,7 +185,7 @@ def test_because_of_which_hosts_a_successor_cannot_take_over(
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_to_a_successor_is_for_the_whole_job(keepers: Keepers, number: signal.Signals) -> None:
-    """The signal comes just while the successor handles the end of the next try."""
+    """The signal comes just while the successor handles the end of the next attempt."""
     heard: list[int] = []
     numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
     before = {each: signal.signal(each, lambda number, _: heard.append(number)) for each in numbers}

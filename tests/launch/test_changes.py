@@ -1,4 +1,4 @@
-"""Changes of a job's hosts: wishes, ranks that SIGTERM tells to end, and the next try that is prepared meanwhile."""
+"""Changes of a job's hosts: wishes, ranks that SIGTERM tells to end, and the next attempt that is prepared meanwhile."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ job = changing.job  # a fixture: pytest finds it by this name
 
 
 def test_a_host_leaves(job: ChangingJob) -> None:
-    follows = "b leaves after the next copy of its state; then it goes on on a, c"
+    follows = "b leaves after the next copy of its state; then it continues on a, c"
     assert job.answer(leave=["b"]) == {"accepted": follows}
     assert job.answer(leave=["c"]) == {"refused": "another change is under way: b leaves"}
     change = job.taken()
@@ -31,7 +31,7 @@ def test_a_host_leaves(job: ChangingJob) -> None:
 
 
 def test_a_host_joins(job: ChangingJob) -> None:
-    follows = "d joins after the next copy of its state; then it goes on on a, b, c, d"
+    follows = "d joins after the next copy of its state; then it continues on a, b, c, d"
     assert job.answer(join="d") == {"accepted": follows}
     (only,) = job.asked  # the check asks only the new host and this machine
     assert (only.hosts, only.addresses) == (("d",), {"a": "10.0.0.1", "d": "10.0.0.9"})
@@ -64,7 +64,7 @@ def test_only_in_the_first_run(job: ChangingJob, capsys: pytest.CaptureFixture[s
         for wish in ({"leave": ["b"]}, {"join": "d"}):
             assert why in job.answer(**wish)["refused"]
         assert job.changes.take() is None
-        job.changes.begin(HOSTS, HOSTS)  # a try that begins has no run yet
+        job.changes.begin(HOSTS, HOSTS)  # an attempt that begins has no run yet
     assert "none does so now" in job.answer(leave=["b"])["refused"]
     job.keepers.run = 1
     job.accept(leave=["b"])
@@ -190,13 +190,13 @@ def test_a_next_try_that_cannot_be_prepared(
     assert following.is_closed
     said, change = capsys.readouterr().err, job.changes.take()
     if "join" in wish and has_room:
-        assert said == "mpitrain: the job goes on as before, without d: rank 6 failed\n"
+        assert said == "mpitrain: the job continues as before, without d: rank 6 failed\n"
         assert [host for _, host in job.changes.bad] == ["d"]
         assert (change, job.keepers.wish) == (None, STAYS)
     else:
         assert job.changes.bad == []
         how = "It starts when this one has ended"
-        assert said == f"mpitrain: the next try cannot start beside this one: rank 6 failed. {how}\n"
+        assert said == f"mpitrain: the next attempt cannot start beside this one: rank 6 failed. {how}\n"
         assert job.keepers.wish == LEAVES
         assert job.changes.take_next(change) is None
     job.changes.look()

@@ -30,7 +30,7 @@ def test_a_job_without_keepers(capsys: pytest.CaptureFixture[str]) -> None:
         answer = ask(LAUNCHER, {"leave": ["b"]})
         why = "its hosts cannot change, because no keepers hold its state meanwhile; start the job with --restarts N"
         assert answer == {"refused": why}
-        with Tellers(Orders(), None):  # the name of the socket is taken, and the job goes on
+        with Tellers(Orders(), None):  # the name of the socket is taken, and the job continues
             said = capsys.readouterr().err
     assert "nobody can tell this job anything (mpitrain tell, join, leave): " in said
     assert "Address already in use" in said
@@ -50,7 +50,7 @@ def test_the_stacks_of_many_ranks() -> None:
 
 
 def test_errors_that_nobody_expects(job: ChangingJob, capsys: pytest.CaptureFixture[str]) -> None:
-    """A message that makes no sense, and faults of the launcher: it prints a line, and its threads go on."""
+    """A message that makes no sense, and faults of the launcher: it prints a line, and its threads continue."""
     for wish, why in (({"dance": 1}, ""), ({"join": "odd"}, ': RuntimeError("can\'t start new thread")')):
         assert "does not answer" in ask(LAUNCHER, wish)["refused"]
         said = capsys.readouterr().err

@@ -41,7 +41,7 @@ OPEN_MPI_4_CODE = "The first process to do so was:\n\n  Process name: [[51422,1]
 
 RECORDS = {rank: RankRecord(rank, pid=1000 + rank, first_step=1, step=7) for rank in range(3)}
 BEGUN_RECORDS = {rank: replace(record, phase=BEGUN) for rank, record in RECORDS.items()}
-UNSAID = "ended without a word (os._exit, or killed?)"
+UNSAID = "ended without a message (os._exit, or killed?)"
 BY_SIGNAL, BY_CODE = "rank 2 on h2 was killed by signal 9", "rank 2 on h2 left with exit code 3"
 
 

@@ -191,8 +191,8 @@ def test_missing_paths_come_alone() -> None:
         "e": with_path("error", "/share", "Stale file handle"),
     }
     assert lines_of("a", facts) == [
-        "b: /share/venv does not exist; is the share mounted?",
-        "c: /share is empty, so /share/venv/bin/python does not exist; is the share mounted?",
+        "b: /share/venv does not exist; is the shared folder mounted?",
+        "c: /share is empty, so /share/venv/bin/python does not exist; is the shared folder mounted?",
         "d: /share/venv/bin/python does not answer; is the file server up?",
         "e: /share: Stale file handle",
     ]

@@ -174,11 +174,11 @@ def test_the_hosts_of_a_job_that_has_run() -> None:
     gone = ("no-such-host", 1, [])
     with pytest.raises(ConfigError, match="there is no host 'no-such-host'"):
         placed_again([gone], None, is_here=False)
-    # One was removed while the job had set it aside. The job goes on on the others.
+    # One was removed while the job had set it aside. The job continues on the others.
     placement = placed_again([("127.0.0.2", 2, []), gone, ("127.0.0.3", 1, ["cpu"])], None, is_here=False)
     assert placement.places == (Place("127.0.0.2", 0, 2), Place("127.0.0.3", 2, 1, ("cpu",)))
     assert placement.machines == ("127.0.0.2", "127.0.0.3")
-    assert placement.note.startswith("the job goes on without no-such-host: there is no host 'no-such-host'")
+    assert placement.note.startswith("the job continues without no-such-host: there is no host 'no-such-host'")
 
 
 @pytest.mark.parametrize(

@@ -76,7 +76,7 @@ class Site:
         new.replace(self.listed)
 
     def train(self, now_on: Placement, *failures: FailedTry, hosts: Placement = HOSTS) -> None:
-        """Begin a try on some of the hosts, after these failures."""
+        """Begin an attempt on some of the hosts, after these failures."""
         self.changes.begin(hosts, now_on)
         self.intake.begin(hosts, now_on, failures)
         self.keepers.run = 1
@@ -131,7 +131,7 @@ def test_a_host_that_answers_again(site: Site, capsys: pytest.CaptureFixture[str
     site.up("b")
     site.intake.look(now)
     assert site.keepers.wish == PREPARES
-    follows = "b joins after the next copy of the state, and then it goes on on a, c, b"
+    follows = "b joins after the next copy of the state, and then it continues on a, c, b"
     assert capsys.readouterr().err == f"mpitrain: b answers; {follows}\n"
     site.intake.look(now + 10 * MOST_SECONDS)  # a change is under way
     assert site.asked() == ["b"] * 9
@@ -262,7 +262,7 @@ def test_a_host_that_comes_and_goes(site: Site, capsys: pytest.CaptureFixture[st
     assert said.count("b fell silent; starting again on a, c with 4 ranks, without b\n") == 3
     assert said.count("b joins after step ") == 2
     assert said.count("b was found bad 3 times, and is not taken in again by itself") == 1
-    assert said.endswith("mpitrain: try 4 of 6 succeeded\n")
+    assert said.endswith("mpitrain: attempt 4 of 6 succeeded\n")
 
 
 def test_the_inventory_changes(listing: Site, capsys: pytest.CaptureFixture[str]) -> None:
@@ -280,8 +280,8 @@ def test_the_inventory_changes(listing: Site, capsys: pytest.CaptureFixture[str]
     assert (leaves.text, leaves.now_on.hosts) == ("b leaves (not in the inventory any more)", ("a", "c", "d"))
     assert listing.intake.dropped == {"b"}
     assert capsys.readouterr().err.splitlines() == [
-        "mpitrain: d answers; d joins after the next copy of the state, and then it goes on on a, b, c, d",
-        "mpitrain: b leaves (not in the inventory any more); after the next copy of the state, it goes on on a, c, d",
+        "mpitrain: d answers; d joins after the next copy of the state, and then it continues on a, b, c, d",
+        "mpitrain: b leaves (not in the inventory any more); after the next copy of the state, it continues on a, c, d",
     ]
     listing.list("a", "b", "c", "d")
     listing.intake.look(1003.0)

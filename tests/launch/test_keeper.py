@@ -168,7 +168,7 @@ def test_an_heir_takes_over() -> None:
         lost.line.claim("another one")
         estate = {"tries": ["one", "two"], "launcher": "here 1 1", "own": "there"}
         name = new_name()
-        taken_over = pytest.raises(LaunchError, match="taken over: here: another one goes on with this job")
+        taken_over = pytest.raises(LaunchError, match="taken over: here: another one continues with this job")
         with taken_over, Keepers("here", name, estate) as late:
             late.adopt({"here": lost.name}, "heir")
         lost.line.close()
@@ -198,7 +198,7 @@ UP, LAUNCHER, OTHER = "1e9 1.0", f"7 (a b) S {'0 ' * 18}55 0", f"7 (a b) S {'0 '
 @pytest.mark.parametrize(
     ("own", "lines", "is_sure"),
     [
-        ("a", [UP, LAUNCHER, "1"], True),  # the launcher lives: the job goes on without this host
+        ("a", [UP, LAUNCHER, "1"], True),  # the launcher lives: the job continues without this host
         ("a", [UP, "0"], True),  # neither it nor a keeper is there: the job is over
         ("a", [UP, OTHER, "0"], True),  # another process has its number
         ("a", [UP, "1"], False),  # the launcher was lost, and its keeper waits too

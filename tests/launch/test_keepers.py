@@ -112,7 +112,7 @@ def test_an_answer_to_an_earlier_question_does_not_count(keepers: Keepers) -> No
 
 
 def test_a_name_that_is_taken(capfd: pytest.CaptureFixture[str]) -> None:
-    """A message says that the name is taken, and the job goes on without a keeper."""
+    """A message says that the name is taken, and the job continues without a keeper."""
     name = new_name()
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as other:
         other.bind("\0" + name)
@@ -136,7 +136,7 @@ def test_a_name_that_is_taken(capfd: pytest.CaptureFixture[str]) -> None:
 def test_what_ranks_hear(
     keepers: Keepers, line: Line, wish: int, is_ending: bool, has_failed: bool, heard: int
 ) -> None:
-    """A rank that SIGTERM has told to end goes on until it hears DIES, or its host has left."""
+    """A rank that SIGTERM has told to end continues until it hears DIES, or its host has left."""
     rank = line(keepers.name, "try")
     keepers.wish = -wish - 2  # a wish of none of the ranks
     keepers.beat([], is_ending=False)
@@ -148,7 +148,7 @@ def test_what_ranks_hear(
 
 
 def test_a_wish_is_for_one_try(keepers: Keepers, line: Line) -> None:
-    """The ranks of the next try are there before those of this one have left."""
+    """The ranks of the next attempt are there before those of this one have left."""
     present, following = line(keepers.name, "try"), line(keepers.name, "next")
     keepers.wish = LEAVES
     keepers.beat([], is_ending=False)
@@ -167,7 +167,7 @@ def test_ranks_wait_for_those_before(keepers: Keepers, line: Line) -> None:
     answers: list[list[int]] = []
     thread = threading.Thread(target=lambda: answers.append(waiting.follow("try")))
     thread.start()
-    assert other.follow("a try with no ranks on this host") == []
+    assert other.follow("an attempt with no ranks on this host") == []
     time.sleep(0.3)
     assert not answers
     present.leave(7, 123)
@@ -177,7 +177,7 @@ def test_ranks_wait_for_those_before(keepers: Keepers, line: Line) -> None:
 
 
 def test_nobody_follows_a_try_that_has_failed(keepers: Keepers, line: Line) -> None:
-    """The ranks of that try have ended without leaving, so its state is not the last one."""
+    """The ranks of that attempt have ended without leaving, so its state is not the last one."""
     failed, waiting = KeeperLine(keepers.name, "try"), line(keepers.name, "next")
     failed.enter()
     failed.close()

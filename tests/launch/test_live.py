@@ -209,7 +209,7 @@ def test_a_restart_and_the_end(tmp_path: Path) -> None:
             assert second["ids"] == [job.answer["job"], second["job"]]
             assert job_of(tmp_path).has_id(job.answer["job"])
             texts = [event["text"] for event in second["events"]]
-            assert any("try 1 of 2" in text and "starting again" in text for text in texts), texts
+            assert any("attempt 1 of 2" in text and "starting again" in text for text in texts), texts
             process.send_signal(signal.SIGINT)
             last = answers_until(line, lambda one: "ended" in one)[-1]
             process.wait(HANG_SECONDS)  # it has one Ctrl-C, and ends by itself
@@ -276,7 +276,7 @@ def test_nothing_stays(top: Path) -> None:
 
 @pytest.mark.parametrize("fault", ["mode", "link", "file"])
 def test_a_folder_that_others_may_enter(fault: str, top: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """It is refused on both sides. The launcher says so, and the job goes on without it."""
+    """It is refused on both sides. The launcher says so, and the job continues without it."""
     path = top / f"mpitrain-live-{os.geteuid()}"
     if fault == "mode":
         path.mkdir(mode=0o755)
@@ -315,7 +315,7 @@ def test_before_and_between_tries() -> None:
     [
         (0, False, "the job has ended, and has done its work"),
         (5, True, "the job has ended with exit code 5"),
-        (138, False, "the job has ended with exit code 138: it is saved, and the same command goes on from there"),
+        (138, False, "the job has ended with exit code 138: it is saved, and the same command continues from there"),
     ],
 )
 def test_the_record_notes_a_failure_and_no_saved_training(

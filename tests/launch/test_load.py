@@ -96,7 +96,7 @@ def test_what_the_kernel_does_not_tell(tmp_path: Path, content: str | None) -> N
 
 
 def test_a_load_that_cannot_be_read(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """The guard gives it up, and goes on. The launcher says so once."""
+    """The guard gives it up, and continues. The launcher says so once."""
     sent: list[dict[str, Any]] = []
     monkeypatch.setattr(agent, "send", sent.append)
     monkeypatch.setattr(Load, "_cores", lambda self: {"ticks": int("a word")})

@@ -58,9 +58,9 @@ def test_progress_overwrites_itself_and_stays_below() -> None:
     made.take(0, "stdout", OutputPiece(b"next", b"\n"), RANKS)
     assert found(made) == [("0", "careful"), ("0", "20 %"), ("0", "next")]
     made.take(0, "stdout", OutputPiece(b"no end", b""), RANKS)
-    made.end_lines()  # those of a try end with it
-    made.take(0, "stdout", OutputPiece(b"the next try", b"\n"), RANKS)
-    assert found(made)[3:] == [("0", "no end"), ("0", "the next try")]
+    made.end_lines()  # those of an attempt end with it
+    made.take(0, "stdout", OutputPiece(b"the next attempt", b"\n"), RANKS)
+    assert found(made)[3:] == [("0", "no end"), ("0", "the next attempt")]
 
 
 @pytest.mark.parametrize("size", [MOST_LINE_BYTES, MOST_LINE_BYTES + 1, 10 * MOST_LINE_BYTES])

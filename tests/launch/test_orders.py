@@ -1,4 +1,4 @@
-"""Orders to a training, as its launcher handles them: one at a time, and those that last for the next try."""
+"""Orders to a training, as its launcher handles them: one at a time, and those that last for the next attempt."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ TELLER = "ada on lab1"
 
 
 class Ranks:
-    """A stand-in for the guards of a try with two ranks: the test says what rank 0 publishes."""
+    """A stand-in for the guards of an attempt with two ranks: the test says what rank 0 publishes."""
 
     def __init__(self) -> None:
         self.given: list[dict[str, Any]] = []

@@ -8,10 +8,10 @@ from mpitrain.launch.policy import FailedTry, Limits, Verdict, judge, times_bad
 
 HOSTS = ("a", "b", "c", "d")
 FIVE = Limits(restarts=5)
-SAME_STEP = "3 tries failed at step 7; "
+SAME_STEP = "3 attempts failed at step 7; "
 SEVERAL = (
     f"{SAME_STEP}on a, b, so no single machine is to blame: examine program and data of this step; "
-    "every try began at step 1: no checkpoint was found; the hook mt.Checkpoint writes checkpoints"
+    "every attempt began at step 1: no checkpoint was found; the hook mt.Checkpoint writes checkpoints"
 )
 ALWAYS_ON_B = (
     f"{SAME_STEP}always on b: try without this host, or examine what its ranks do in this step; "
@@ -61,7 +61,7 @@ SUSPECT = [failure(7, "b"), failure(9, "c"), failure(11, "b")]
         (
             [failure(7), *[failure(None, first=None)] * 3],
             FIVE,
-            "3 tries failed before their first step; examine program and data of this step",
+            "3 attempts failed before their first step; examine program and data of this step",
         ),
         # A host whose ranks fail first twice in a row is left out, unless a job without it is none.
         (SUSPECT, FIVE, "abcd"),

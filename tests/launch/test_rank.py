@@ -67,7 +67,7 @@ def test_a_path_that_cannot_be_a_roll_call(tmp_path: Path) -> None:
     job = start(path, "0")
     assert (job.code, job.stdout) == (1, "")
     assert job.stderr == f"mpitrain: {refusal(path, 'Not a directory')}\n"
-    script = "import mpitrain as mt; mt.init(); print('it went on')"
+    script = "import mpitrain as mt; mt.init(); print('it continued')"
     environment = {"_MPITRAIN_ROLL_CALL": str(path), "_MPITRAIN_EXPECTED_SIZE": "1", "PMI_RANK": "0", "PMI_SIZE": "1"}
     job = run_command([sys.executable, "-c", script], env=environment)
     assert (job.code, job.stdout) == (1, "")

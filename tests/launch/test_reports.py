@@ -57,7 +57,7 @@ def test_who_has_vanished() -> None:
     for ended_seconds in (9.9, None):
         recent = {rank: replace(view, ended_seconds=ended_seconds) for rank, view in views.items()}
         assert HostReport(recent).vanished() == []
-    assert HostReport(views).vanished(recovers=True) == [1, 5]  # the others go on without a rank that had begun
+    assert HostReport(views).vanished(recovers=True) == [1, 5]  # the others continue without a rank that had begun
     ends = {rank: FirstEnd(rank, (), 0.0, code=code) for rank, code in ((2, 3), (3, 3), (4, -9))}
     assert HostReport(views, ends=ends).vanished(recovers=True) == [1, 2, 5]  # but nobody tells them of an exit code
 
@@ -87,7 +87,7 @@ def test_clocks_that_drift_apart_for_a_day() -> None:
 
 
 WORDS = 'the kernel killed it for want of memory: "Killed process 7"'
-UNSAID = "ended without a word (os._exit, or killed?)"
+UNSAID = "ended without a message (os._exit, or killed?)"
 
 
 def trouble(reports: dict[str, HostReport], *first_ends: FirstEnd, failed: RankRecord | None = None) -> list[str]:
@@ -117,7 +117,7 @@ def gone(*ranks: int) -> dict[int, RankView]:
 def test_of_whom_the_kernel_speaks(first: FirstEnd | None, dead: tuple[int, ...], expected: str) -> None:
     """The kernel's words are about the first end on its host, and about no other."""
     said = trouble({"a": HostReport(gone(*dead), first_end=first)}, *([first] if first else []))
-    assert said == [f"{expected}, and mpiexec goes on: the job is ended"]
+    assert said == [f"{expected}, and mpiexec continues: the job is ended"]
 
 
 @pytest.mark.parametrize(("rank", "why"), [(None, WORDS), (1, "it was killed, or has crashed")])
@@ -132,7 +132,7 @@ def test_who_vanished_first_on_several_hosts() -> None:
     """mpiexec has ended the others, and then waits for the processes that keep their output open."""
     reports = {"a": HostReport(gone(0, 1)), "b": HostReport(gone(2, 3))}
     first_ends = FirstEnd(3, (), 10.0), FirstEnd(0, (), 10.1)
-    goes_on = ", and mpiexec goes on: the job is ended"
+    goes_on = ", and mpiexec continues: the job is ended"
     assert trouble(reports, *first_ends) == [f"rank 3 on b {UNSAID}{goes_on}"]
     assert trouble(reports) == [f"ranks 0-3 on a and b {UNSAID}{goes_on}"]
     assert trouble(reports, *first_ends, failed=RankRecord(1, BEGUN)) == [f"rank 1 on a failed{goes_on}"]

@@ -56,7 +56,7 @@ def absent(*hosts: str, **different: str) -> LaunchError:
 
 
 class Tries:
-    """Ends each try as the test says, and records its hosts, what it was told of, and whether it only saves."""
+    """Ends each attempt as the test says, and records its hosts, what it was told of, and whether it only saves."""
 
     def __init__(self, *ends: Ended | LaunchError) -> None:
         self.ends = list(ends)
@@ -75,7 +75,7 @@ class Tries:
 
 
 class Wished:
-    """A stand-in for Changes that has a change after some of the tries, and prepares no next try."""
+    """A stand-in for Changes that has a change after some of the tries, and prepares no next attempt."""
 
     def __init__(self, *changes: Change | None) -> None:
         self.changes = list(changes)
@@ -110,7 +110,7 @@ def play(tries: Tries, limits: Limits, wished: Any = None) -> int:
 
 @pytest.fixture
 def transcript(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
-    """Makes tries end as told: all have come. Returns the exit code, the hosts of each try, and what was printed."""
+    """Makes tries end as told: all have come. Returns the exit code, the hosts of each attempt, and what was printed."""
 
     def transcript(limits: Limits, *ends: Any, changes: Any = ()) -> str:
         tries = Tries(*ends)
@@ -123,21 +123,21 @@ def transcript(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
 
 AFTER_FAILURES = """\
 0 abc abc
-try 1 of 6 failed at step 7: rank 2 on b was killed by signal 9; starting again on a, b, c
-try 2 of 6 succeeded
+attempt 1 of 6 failed at step 7: rank 2 on b was killed by signal 9; starting again on a, b, c
+attempt 2 of 6 succeeded
 0 abc ac a
-try 1 of 6, from step 4, failed at step 9: b fell silent; starting again on a, c with 4 ranks, without b
+attempt 1 of 6, from step 4, failed at step 9: b fell silent; starting again on a, c with 4 ranks, without b
 no answer; starting again on a with 2 ranks, without b, c
-try 2 of 6 succeeded
+attempt 2 of 6 succeeded
 5 abc abc
-try 1 of 2 failed at step 7: rank 2 on b was killed by signal 9; starting again on a, b, c
-try 2 of 2 failed at step 8: rank 4 on c was killed by signal 9; not started again: no try is left
+attempt 1 of 2 failed at step 7: rank 2 on b was killed by signal 9; starting again on a, b, c
+attempt 2 of 2 failed at step 8: rank 4 on c was killed by signal 9; not started again: no try is left
 137 abc abc a
-try 1 of 4 failed at step 7: rank 2 on b was killed by signal 9; starting again on a, b, c
+attempt 1 of 4 failed at step 7: rank 2 on b was killed by signal 9; starting again on a, b, c
 no answer; only a of a, b, c can take part, and --min-nodes is 2. Starting again on a only to save the state
 only a of a, b, c can take part, and --min-nodes is 2: the job has ended after step 6, which is saved
 137 abc abc
-try 1 of 4 failed at step 7: rank 2 on b was killed by signal 9; starting again on a, b, c
+attempt 1 of 4 failed at step 7: rank 2 on b was killed by signal 9; starting again on a, b, c
 no answer; not started again: no host can take part, and --min-nodes is 2
 130 abc
 0 abc
@@ -164,28 +164,28 @@ def test_errors_that_no_other_try_would_change() -> None:
 
 CHANGES = """\
 0 abc ac abcd abcd
-b leaves after step 7; going on on a, c with 4 ranks
-d joins after step 9; going on on a, b, c, d with 7 ranks
-try 1 of 2 failed at step 12: rank 0 on a was killed by signal 9; starting again on a, b, c, d
-try 2 of 2 succeeded
+b leaves after step 7; continuing on a, c with 4 ranks
+d joins after step 9; continuing on a, b, c, d with 7 ranks
+attempt 1 of 2 failed at step 12: rank 0 on a was killed by signal 9; starting again on a, b, c, d
+attempt 2 of 2 succeeded
 0 abc abcd abc
-d joins after step 7; going on on a, b, c, d with 7 ranks
-the job goes on as before, without d: no answer
+d joins after step 7; continuing on a, b, c, d with 7 ranks
+the job continues as before, without d: no answer
 0 abc abcd abc
-d joins after step 7; going on on a, b, c, d with 7 ranks
+d joins after step 7; continuing on a, b, c, d with 7 ranks
 with d, the job failed before its first step: rank 5 on d failed: OSError: x
-going on as before, on a, b, c with 5 ranks
+continuing as before, on a, b, c with 5 ranks
 0 abc ac ac
-b leaves after step 7; going on on a, c with 4 ranks
-try 1 of 2 failed before its first step: rank 0 on a failed: OSError: x; starting again on a, c
-try 2 of 2 succeeded
+b leaves after step 7; continuing on a, c with 4 ranks
+attempt 1 of 2 failed before its first step: rank 0 on a failed: OSError: x; starting again on a, c
+attempt 2 of 2 succeeded
 0 abc ac
-try 1 of 2 failed at step 7: rank 0 on a was killed by signal 9; starting again on a, c
-try 2 of 2 succeeded
+attempt 1 of 2 failed at step 7: rank 0 on a was killed by signal 9; starting again on a, c
+attempt 2 of 2 succeeded
 0 abc abc abc
 the ranks had left after step 7; starting again on a, b, c with 5 ranks
-try 1 of 2 failed at step 12: rank 0 on a was killed by signal 9; starting again on a, b, c
-try 2 of 2 succeeded
+attempt 1 of 2 failed at step 12: rank 0 on a was killed by signal 9; starting again on a, b, c
+attempt 2 of 2 succeeded
 0 abc
 the job ended before its hosts could change: b leaves
 0 abc
@@ -218,7 +218,7 @@ def test_a_try_is_told_why_it_follows() -> None:
 
 
 def test_the_next_try_takes_over(capsys: pytest.CaptureFixture[str]) -> None:
-    """The next try is not started again. After it fails, another try starts on its hosts."""
+    """The next attempt is not started again. After it fails, another try starts on its hosts."""
 
     class Successor:
         def to_end(self, meanwhile: object) -> Ended:
@@ -231,9 +231,9 @@ def test_the_next_try_takes_over(capsys: pytest.CaptureFixture[str]) -> None:
     assert wanted == [LEAVES, None, None]
     assert tries.ran == ["abc", "ac"]
     assert capsys.readouterr().err.splitlines() == [
-        "mpitrain: b leaves after step 7; going on on a, c with 4 ranks",
-        "mpitrain: try 1 of 2 failed at step 12: rank 0 on a was killed by signal 9; starting again on a, c",
-        "mpitrain: try 2 of 2 succeeded",
+        "mpitrain: b leaves after step 7; continuing on a, c with 4 ranks",
+        "mpitrain: attempt 1 of 2 failed at step 12: rank 0 on a was killed by signal 9; starting again on a, c",
+        "mpitrain: attempt 2 of 2 succeeded",
     ]
 
 
@@ -269,10 +269,10 @@ def test_it_saves_where_too_few_hosts_are_left(most: int | None, capsys: pytest.
     assert (tries.ran, tries.only_saves) == (["abc", "ab"], [False, True])
     assert (wished.saves_for, wished.left_for) == (["", reason], [])
     assert capsys.readouterr().err == (
-        f"mpitrain: try 1 of 6 failed at step 7: c fell silent; {reason}. Starting again on a, b only to save the "
+        f"mpitrain: attempt 1 of 6 failed at step 7: c fell silent; {reason}. Starting again on a, b only to save the "
         f"state\nmpitrain: {reason}: the job has ended after step 6, which is saved\n"
     )
-    # The job saves only if there is a state and a try is left.
+    # The job saves only if there is a state and an attempt is left.
     for ended, restarts in ((lost("c", 0), 5), (lost("c", 7), 0)):
         tries, wished = Tries(ended), Wished()
         assert play(tries, Limits(restarts, 3, most), wished) == 1
@@ -300,7 +300,7 @@ def test_it_saves_once_and_leaves_its_state_otherwise(
     reason = "only a, b of a, b, c can take part, and --min-nodes is 3"
     for before, kept in (
         ([], "it is kept on a"),
-        (["-"], "no host has the state in memory; the same command goes on from the newest"),
+        (["-"], "no host has the state in memory; the same command continues from the newest"),
     ):
         tries, wished = Tries(lost("c", 7), second), Wished()
         wished.left_for = list(before)

@@ -63,7 +63,7 @@ def test_in_place_of_a_killed_guard_another_one_ends_the_job(wish: dict[str, Any
 
 
 def test_a_living_launcher_removes_its_socket_itself(wish: dict[str, Any], tmp_path: Path) -> None:
-    """The guard of a try that is dropped does not look whether somebody listens there."""
+    """The guard of an attempt that is dropped does not look whether somebody listens there."""
     path = tmp_path / "of_launcher.live"
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(str(path))
@@ -94,7 +94,7 @@ def test_an_end_is_one_even_if_it_may_not_be_the_first(wish: dict[str, Any]) -> 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_a_watch_that_fails_is_trouble(wish: dict[str, Any]) -> None:
-    """Otherwise the launcher would go on without the watch, and the guards would end the job for no visible reason."""
+    """Otherwise the launcher would continue without the watch, and the guards would end the job for no visible reason."""
     with guards_here(wish) as guards:
         guards.start()
         guards.phases.when.clear()  # so that the next report fails
@@ -108,7 +108,7 @@ _SEIZE, _INTERRUPT, _DETACH = 0x4206, 0x4207, 17  # of ptrace(2)
 
 @contextmanager
 def held(pid: int) -> Iterator[None]:
-    """Hold the main thread of a process; its other threads go on."""
+    """Hold the main thread of a process; its other threads continue."""
     ptrace = ctypes.CDLL(None, use_errno=True).ptrace
     ptrace.argtypes = [ctypes.c_long, ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p]
     for request in (_SEIZE, _INTERRUPT):
@@ -190,7 +190,7 @@ def test_a_next_try_without_a_host(both: Guards, lost: str, fits: bool) -> None:
 
 
 def test_nobody_waits_for_the_watch_over_guards_that_have_gone(both: Guards) -> None:
-    """Two guards that end together leave nothing to listen to. The next try starts when the watch has ended."""
+    """Two guards that end together leave nothing to listen to. The next attempt starts when the watch has ended."""
     for connection in both._connections.values():
         os.kill(connection.process.pid, signal.SIGKILL)
     until(lambda: all(connection.is_closed for connection in both._connections.values()))

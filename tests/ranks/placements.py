@@ -1,4 +1,4 @@
-"""Worlds as they would be with their ranks on several nodes: what goes on between nodes can be tried on one."""
+"""Worlds as they would be with their ranks on several nodes: what continues between nodes can be tried on one."""
 
 from __future__ import annotations
 

@@ -151,7 +151,7 @@ def test_a_profile_that_lies(world: World, monkeypatch: pytest.MonkeyPatch, code
 
 
 def test_a_resume(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On the same nodes the way goes on, with what it has left out. Fewer ranks begin to choose anew."""
+    """On the same nodes the way continues, with what it has left out. Fewer ranks begin to choose anew."""
     skip_alone(world)
     told(monkeypatch, 0.15, 0.05)
     strategy, model = AutoSync(codecs=["bf16"]), constant(world)

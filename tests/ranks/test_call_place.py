@@ -142,7 +142,7 @@ def test_what_one_rank_cannot_send_is_an_error_on_all(world: World) -> None:
         assert caught.value.known_everywhere
         if world.rank != odd:
             assert str(caught.value).startswith(f"{world.name(odd)}: {name}")
-        assert world.sum(1) == world.size  # the ranks go on, in step
+        assert world.sum(1) == world.size  # the ranks continue, in step
 
 
 def interrupted() -> Iterator[None]:

@@ -59,7 +59,7 @@ def test_the_steps_are_those_of_one_process(world: World, source: str, augment: 
 @pytest.mark.parametrize("prefetch", [0, 3])
 @pytest.mark.parametrize("source", ["arrays", "items", "stream"])
 def test_a_state_is_that_of_the_batch_handed_out(world: World, source: str, prefetch: int) -> None:
-    """Whatever was read ahead: a new source that restores it goes on with the next batch."""
+    """Whatever was read ahead: a new source that restores it continues with the next batch."""
 
     def make() -> Any:
         data = SOURCES[source](world, global_batch=GLOBAL_BATCH, seed=SEED, augment=noisy)

@@ -202,7 +202,7 @@ def test_no_more_is_read_ahead_than_was_asked_for(world: World, batches: int) ->
     for steps in range(1, 4):
         next(data)
         until(lambda steps=steps: inner.cursor == (steps + batches) * world.size)
-        time.sleep(0.02)  # in which it could go on
+        time.sleep(0.02)  # in which it could continue
         assert inner.cursor == (steps + batches) * world.size
         assert data.state()["cursor"] == steps * world.size
     data.close()

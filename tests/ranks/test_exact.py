@@ -258,7 +258,7 @@ def refusals(there: World) -> list[tuple[Callable[[], object], str]]:
         (lambda: make_exchange(there, compression="int8"), "reduction=exact and compression=int8: a codec rounds"),
         (lambda: CompressedExchange(there, "int8"), "reduction=exact and compression="),
         (lambda: LowRankExchange(there, "power_sgd"), "reduction=exact and compression="),
-        (lambda: ScatteredExchange(there), "reduction=exact: a divided optimizer"),
+        (lambda: ScatteredExchange(there), "reduction=exact: a sharded optimizer"),
         (
             lambda: mt.ParameterServer().begin(there, adapter),
             "reduction=exact: a server adds up gradients in the order",

@@ -1,4 +1,4 @@
-"""mt.keep: what differs between the ranks is an error on all of them; and copies in memory of several hosts."""
+"""mt.keep: what differs between the ranks is an error on all of them; and in-memory checkpoints of several hosts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""PowerSGD between ranks: by hand, against float64, what stays, what is sent, and what a resume goes on from."""
+"""PowerSGD between ranks: by hand, against float64, what stays, what is sent, and what a resume continues from."""
 
 from __future__ import annotations
 

@@ -109,7 +109,7 @@ def test_200_steps(world: World) -> None:
 
 
 def strategies(world: World) -> list[Any]:
-    """All that go on from each other's checkpoints, with as many stages as there are ranks, and with fewer."""
+    """All that continue from each other's checkpoints, with as many stages as there are ranks, and with fewer."""
     stages = {count for count in (1, 2, world.size) if world.size % count == 0 and count <= 6}
     return [Sync, *(partial(Pipeline, count, micro_batches=3) for count in sorted(stages))]
 
@@ -226,7 +226,7 @@ def test_activations_are_recomputed_exactly_and_rounded_to_bf16(world: World) ->
 
 
 class Clock:
-    """Goes on in passes of layers only."""
+    """Continues in passes of layers only."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.seconds = 0.0

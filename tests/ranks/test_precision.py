@@ -199,7 +199,7 @@ def test_a_step_that_is_infinite_on_one_rank_is_skipped_on_all(world: World, odd
     assert len(kept) == 2 * 3 + 1  # parameters, both moments, and the optimizer's step
     for name in kept:
         assert states[1][name] == states[2][name] == states[3][name] != states[4][name]
-    # The run then goes on as if no step had been skipped: after as many good steps, the bits are the same.
+    # The run then continues as if no step had been skipped: after as many good steps, the bits are the same.
     for _ in range(3):
         plain.step()
     assert {name: states[5][name] for name in kept} == {name: bits(plain)[name] for name in kept}

@@ -1,4 +1,4 @@
-"""A training that goes on in another World ends with the bits of one that did not."""
+"""A training that continues in another World ends with the bits of one that did not."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ STEPS = 9
 
 
 class Rebuild(Hook):
-    """A hook that goes on in a new World after some steps."""
+    """A hook that continues in a new World after some steps."""
 
     def __init__(self, steps: tuple[int, ...], new_world: Callable[[World], World]) -> None:
         self._steps = steps

@@ -247,7 +247,7 @@ def hooks_of(directory: Path, steps: int) -> list[Hook]:
 
 
 def test_a_resumed_run_has_the_rows_of_the_uninterrupted_one(world: World, shared: Path) -> None:
-    """The run breaks off after step 11, and goes on from step 9, within the row of step 12. A torn line is cut away."""
+    """The run breaks off after step 11, and continues from step 9, within the row of step 12. A torn line is cut away."""
     whole, resumed = shared / "whole", shared / "resumed"
     Trainer(build, hooks_of(whole, 15)).run()
 
@@ -370,7 +370,7 @@ def test_during_the_run_and_after_it(world: World, shared: Path) -> None:
 
 @pytest.mark.usefixtures("a_slow_disk_is_waited_for")
 def test_an_error_and_a_resume(world: World, shared: Path) -> None:
-    """The training keeps the time of its beginning; the job that goes on has its own."""
+    """The training keeps the time of its beginning; the job that continues has its own."""
     with pytest.raises(ConfigError, match="on purpose"):
         Trainer(build, documented(shared, FailAtFive())).run()
     failed = read_document(shared / "run.json") if world.is_root else None

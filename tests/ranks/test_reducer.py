@@ -217,7 +217,7 @@ def test_scale_rounds_once(dtype: numpy.dtype) -> None:
 
 
 def test_ranks_in_different_steps_hear_of_it_in_another_call(world: World) -> None:
-    """The rank that goes on to a mean waits there, and learns from that wait that its step was another one."""
+    """The rank that continues to a mean waits there, and learns from that wait that its step was another one."""
     skip_alone(world)
     own = make_world(world.comm)
     first, second = (GradientReducer(own, [Parameter(name, (3,), FLOAT32)]) for name in "ab")

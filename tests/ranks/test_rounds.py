@@ -220,7 +220,7 @@ def taken_back_by_others(strategy: StreamingDiLoCo, model: ArrayFunction, there:
 
 @pytest.mark.parametrize("take_back", [taken_back_at_the_end, taken_back_by_others])
 def test_what_a_codec_leaves_out_of_a_message_that_is_taken_back(world: World, take_back: Callable[..., Any]) -> None:
-    """What the ranks have taken over, and what the codec has left out of it, is how far they have gone: no more."""
+    """What the ranks have taken over, and what the codec has not sent of it, is how far they have gone: no more."""
     skip_alone(world)
     there, strategy, model = coded(world), narrow(EVERY), adapter(dtype="float32")
     strategy.begin(there, model)
@@ -235,7 +235,7 @@ def test_what_a_codec_leaves_out_of_a_message_that_is_taken_back(world: World, t
 
 
 def test_a_coded_round_is_resumed_with_the_same_bits(world: World) -> None:
-    """In the middle of a round, with a message under way, and with what the codec has left out of earlier ones."""
+    """In the middle of a round, with a message under way, and with what the codec has not sent of earlier ones."""
     there, whole, model = coded(world), narrow(2), adapter(dtype="float32")
     whole.begin(there, model)
     train_narrow(world, whole, model, range(7))

@@ -1,4 +1,4 @@
-"""What strategies of rounds refuse, and what a step leaves that cannot be made."""
+"""What local updates refuse, and what a step leaves that cannot be made."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def test_the_name_of_a_parameter_that_is_not_finite(world: World) -> None:
 @kinds
 @pytest.mark.parametrize("done", [4, 5])
 def test_a_refused_restore_changes_nothing(world: World, kind: str, done: int) -> None:
-    """The model of the state is another one. What this rank has learned in the round, and what travels, goes on."""
+    """The model of the state is another one. What this rank has learned in the round, and what travels, continues."""
     whole, model = KINDS[kind][0](), adapter()
     whole.begin(world, model)
     train(world, whole, model, range(done))

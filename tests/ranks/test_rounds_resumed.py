@@ -1,4 +1,4 @@
-"""What checkpoints keep of a round, and who can go on from them."""
+"""What checkpoints keep of a round, and who can continue from them."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def forget_last(world: World, folder: Path, step: int) -> None:
 
 @kinds
 def test_a_run_that_is_resumed_within_a_round(world: World, shared: Path, kind: str) -> None:
-    """A checkpoint goes on as if the run had not ended. A run ends with an outer step, which its hooks see."""
+    """A checkpoint continues as if the run had not ended. A run ends with an outer step, which its hooks see."""
     build = builder(45, 14, strategy=KINDS[kind][0])
     whole = Record()
     uninterrupted = ran(build, [StopAtStep(10), whole])
@@ -190,7 +190,7 @@ def test_a_flight_is_taken_back_by_another_schedule(world: World) -> None:
 def test_parts_that_nobody_can_read(
     world: World, shared: Path, capfd: pytest.CaptureFixture[str], kind: str, last: int
 ) -> None:
-    """The steps since the last outer step are lost, and nothing else: the training goes on from the common values."""
+    """The steps since the last outer step are lost, and nothing else: the training continues from the common values."""
     skip_alone(world)  # one rank alone need not have a part
     build = builder(45, 14, strategy=KINDS[kind][0])
     Trainer(build, [StopAtStep(6), Checkpoint(shared, steps=4)]).run()

@@ -136,7 +136,7 @@ def test_an_optimizer_starts_anew_without_its_division(world: World) -> None:
 
 @pytest.mark.parametrize("bad", [numpy.inf, numpy.nan], ids=str)
 def test_a_skipped_step_changes_nothing(world: World, bad: float) -> None:
-    """On one rank a gradient is infinite: no rank makes the step, all halve the scale, and go on as Sync does."""
+    """On one rank a gradient is infinite: no rank makes the step, all halve the scale, and continue as Sync does."""
 
     def function(values: Any, batch: Any, on_gradient: Any, loss_scale: float) -> float:
         return scattered(values, batch, on_gradient if now != 1 or world.rank else spoiled(on_gradient), loss_scale)
@@ -221,7 +221,7 @@ def test_checkpoints_load_with_and_without(world: World, shared: Path, kinds: An
 
 
 def test_a_checkpoint_of_another_number_of_ranks(world: World) -> None:
-    """The state of all ranks goes on in each rank by itself, and the other way round: in one process, and divided."""
+    """The state of all ranks continues in each rank by itself, and the other way round: in one process, and divided."""
     strategy, model = ShardedSync(), ArrayFunction(scattered, parameters("float64"), AdamW(0.01))
     there = small_buckets(world)
     strategy.begin(there, model)
@@ -295,7 +295,7 @@ def test_a_checkpoint_at_the_end_of_a_try(world: World, shared: Path) -> None:
 
 
 class Rebuild(Hook):
-    """Goes on in another World after the second step."""
+    """Continues in another World after the second step."""
 
     def after_step(self, trainer: Trainer, step: Step) -> None:
         if step.number == 2:
@@ -341,7 +341,7 @@ HAPPENS: dict[str, Callable[[], list[Hook]]] = {
 
 @pytest.mark.parametrize("what", HAPPENS)
 def test_what_happens_to_a_run_changes_no_bit(world: World, what: str) -> None:
-    """Each rank's part of the optimizer goes on."""
+    """Each rank's part of the optimizer continues."""
     if what == "a repair":
         skip_alone(world)
     trainers = []
@@ -390,7 +390,7 @@ def test_the_choice_of_auto_is_said(world: World, capsys: pytest.CaptureFixture[
     strategy = ShardedSync()
     strategy.begin(there, ArrayFunction(scattered, parameters("float64"), SGD(0.1)))
     strategy.close()
-    said = "mpitrain: compression auto: none; a divided optimizer sends gradients and parameters as they are\n"
+    said = "mpitrain: compression auto: none; a sharded optimizer sends gradients and parameters as they are\n"
     assert capsys.readouterr().out == (said if world.is_root else "")
 
 

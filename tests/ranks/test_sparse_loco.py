@@ -1,4 +1,4 @@
-"""SparseLoCo: by hand, against loops over all ranks, what it sends, what goes on from it, and what it refuses."""
+"""SparseLoCo: by hand, against loops over all ranks, what it sends, what continues from it, and what it refuses."""
 
 from __future__ import annotations
 

@@ -221,7 +221,7 @@ def test_a_step_that_is_saved_again(
 
 
 def test_a_pause_ends_on_all_ranks(world: World, tunables: Tunables) -> None:
-    """A state from a paused training goes on where no launcher could resume it. Its values are those of the state."""
+    """A state from a paused training continues where no launcher could resume it. Its values are those of the state."""
     trainer = Trainer(builder(60, 20), [StopAtStep(3), record := Record()])
     about = {"teller": "ada on lab1", "at": time.time(), "after_step": 0}
     state = {"of": "1a2b", "number": 1, "rate_factor": 0.25, "pause": about, "tunables": {}}
@@ -255,7 +255,7 @@ def test_a_later_run_publishes_what_the_run_before_was_told(world: World, tunabl
 
 
 def test_a_stop_holds_after_a_restart(world: World, tunables: Tunables, shared: Path) -> None:
-    """The try that follows goes on from an earlier step, or from the one of the stop."""
+    """The try that follows continues from an earlier step, or from the one of the stop."""
     stop = {"of": "1a2b", "number": 1, "kind": "stop", "teller": "ada on lab1", "at": 1.5, "after_step": 3}
     before = world.context.orders
     try:
@@ -270,7 +270,7 @@ def test_a_stop_holds_after_a_restart(world: World, tunables: Tunables, shared: 
 
 
 def test_a_refused_order_is_refused_again(world: World, tunables: Tunables) -> None:
-    """The state to go on from is taken after it, and the launcher, which has not heard of it, repeats it."""
+    """The state to continue from is taken after it, and the launcher, which has not heard of it, repeats it."""
     skip_alone(world)
     trainer = None
     for last in (3, 6):

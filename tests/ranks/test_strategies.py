@@ -229,7 +229,7 @@ def a_resume_has_the_same_bits(world: World, name: str) -> None:
 
 
 def errors_come_on_every_rank(world: World, name: str) -> None:
-    """The error leaves the parameters of the previous step. Training goes on afterwards."""
+    """The error leaves the parameters of the previous step. Training continues afterwards."""
     odd = world.size - 1
     bad = ""
 

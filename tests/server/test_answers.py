@@ -232,7 +232,7 @@ def test_a_worker_that_still_computes_hears_of_the_end(monkeypatch: pytest.Monke
 
 
 def test_peers_that_say_more_than_can_be_said_of_them(capsys: pytest.CaptureFixture[str]) -> None:
-    """As much as a header may hold, which is longer when it is shown. The server goes on with others."""
+    """As much as a header may hold, which is longer when it is shown. The server continues with others."""
     served = Served(1, mt.ParameterServer("async"))
     long = "\\" * (MOST_HEADER_BYTES // 2 - 1000)
     with hands(served, 4) as (worker, odd, named, failed), ExitStack() as stack:

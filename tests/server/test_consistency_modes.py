@@ -239,7 +239,7 @@ def check(queue: WorkQueue, used: list[tuple[int, int, int]], num_samples: int) 
 def test_each_sample_is_used_once(num_samples: int, actions: list[Any], stops: set[int]) -> None:
     queue, jobs, used = WorkQueue(num_samples), dict[int, WorkUnit](), list[tuple[int, int, int]]()
     for turn, (action, which, number) in enumerate(actions):
-        if turn in stops:  # the server is killed, and another goes on from its state
+        if turn in stops:  # the server is killed, and another continues from its state
             queue, jobs = resumed(queue, num_samples), {}
         chosen = list(jobs.values())[which % len(jobs)] if jobs else None
         if action == "cut":

@@ -112,7 +112,7 @@ def test_two_servers_for_one_job(commands: Commands, tmp_path: Path) -> None:
     again = commands.serve(program=program["one"])
     assert again.end() == 2
     assert f"port {commands.port} is in use on this machine, by another server perhaps" in again.output
-    one.until(lambda text: text.count("step ") >= 3)  # it goes on
+    one.until(lambda text: text.count("step ") >= 3)  # it continues
     one.signal(signal.SIGKILL)
     one.end()
     other.until(r"1 here[^\0]*step \d+\n")

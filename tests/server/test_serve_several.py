@@ -123,7 +123,7 @@ def test_a_worker_is_not_taken_for_a_server(
     assert len(output) < 10_000
 
 
-# A further server crashes when it ends. The first one goes on after its run until the file "go" is there.
+# A further server crashes when it ends. The first one continues after its run until the file "go" is there.
 CRASH_SCRIPT = """
 import atexit, os, sys, time
 from mpitrain.job.start import the_job
@@ -142,7 +142,7 @@ print("all is done", flush=True)
 
 
 def test_a_further_server_that_crashes_at_its_end_ends_nothing(commands: Commands, tmp_path: Path) -> None:
-    """The first one no longer needs it. It goes on for longer than a first server that does not notice."""
+    """The first one no longer needs it. It continues for longer than a first server that does not notice."""
     script, saved = tmp_path / "train.py", tmp_path / "saved"
     built = COUNTING_SCRIPT.replace("MODE", "'async'").partition("trainer.run()")[0]
     script.write_text(CRASH_SCRIPT.replace("SCRIPT", built))
@@ -154,7 +154,7 @@ def test_a_further_server_that_crashes_at_its_end_ends_nothing(commands: Command
     servers = commands.start([sys.executable, "-c", launcher])
     servers.until("MPITRAIN_KEY=")
     worker = commands.work(*words[5:])
-    servers.until(r"mpitrain: server 1 was killed by signal 6 after the run; server 0 goes on without it\n")
+    servers.until(r"mpitrain: server 1 was killed by signal 6 after the run; server 0 continues without it\n")
     (saved / "go").touch()
     assert servers.end() == 0, servers.output
     assert servers.output.endswith("all is done\n"), servers.output
@@ -195,7 +195,7 @@ while not Path("PATH").exists() and IS_TOLD:
     time.sleep(0.01)
 sys.exit(3)
 """
-ENDS_IT, GOES_ON = "; the job ends with it", " after the run; server 0 goes on without it"
+ENDS_IT, GOES_ON = "; the job ends with it", " after the run; server 0 continues without it"
 
 
 @pytest.mark.parametrize(

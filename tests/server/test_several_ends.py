@@ -191,7 +191,7 @@ except mt.errors.MpitrainError as error:
 """
 
 RESTORED = "rank 0 on .* was restored to another state within a run with --servers"
-REBUILT = "rank 0 on .*: a Trainer in a job with servers cannot go on in another World"
+REBUILT = "rank 0 on .*: a Trainer in a job with servers cannot continue in another World"
 BEGUN = "rank 0 on .* begins a second run with --servers"
 
 

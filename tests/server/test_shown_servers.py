@@ -138,7 +138,7 @@ def test_show_runs_the_script_up_to_its_trainer(tmp_path: Path) -> None:
     assert not trains.exists()
 
 
-# A child that goes on, then what the script does.
+# A child that continues, then what the script does.
 CHILD = "import os, signal, subprocess, time; subprocess.Popen(['sleep', '1000']); "
 
 SHOWS = (

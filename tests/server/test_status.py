@@ -114,7 +114,7 @@ def test_what_workers_do() -> None:
 
 
 def test_the_run_is_over() -> None:
-    """`mpitrain ps` says so while a worker still computes, and when the script goes on."""
+    """`mpitrain ps` says so while a worker still computes, and when the script continues."""
     served = Served(1, mt.ParameterServer("async"), hang_seconds=HANG_SECONDS)
     with trained(served, 2) as (slow, fast):
         late, job = slow.pull(), fast.pull()

@@ -104,7 +104,7 @@ def test_ranks_that_disagree(world: World, fresh: dist.ProcessGroup, name: str) 
 
 
 def test_works_of_ranks_that_disagree(world: World, fresh: dist.ProcessGroup) -> None:
-    """The error comes where the work, or its future, is waited for; what was begun after it goes on."""
+    """The error comes where the work, or its future, is waited for; what was begun after it continues."""
     skip_alone(world)
     bad = dist.all_reduce(ones(3 + (world.rank == 0)), group=fresh, async_op=True)
     value = ones()
@@ -147,7 +147,7 @@ def test_ranks_that_disagree_later(world: World, later: dist.ProcessGroup, name:
 
 
 def test_a_call_that_one_rank_refuses_later(world: World, later: dist.ProcessGroup) -> None:
-    """The others are told at once, and none goes on with a call that is another one's."""
+    """The others are told at once, and none continues with a call that is another one's."""
     skip_alone(world)
     too_many = [ones() for _ in range(world.size + (world.rank == 1))]
     with pytest.raises(ValueError if world.rank == 1 else MismatchError, match="tensors in a list"):

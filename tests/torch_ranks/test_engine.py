@@ -123,7 +123,7 @@ def test_timeouts(world: World) -> None:
 def test_what_one_rank_broke_off_reaches_no_later_group(world: World) -> None:
     """The others give the group back; its messages, which are still under way to them, must not meet a new one's."""
     if world.size < 3:
-        pytest.skip("needs a rank that leaves, and two that go on")
+        pytest.skip("needs a rank that leaves, and two that continue")
     made = dist.new_group(timeout=timedelta(seconds=1))
     if world.rank == 0:
         with pytest.raises(ProcessGroupError, match=r"after 1 s"):
@@ -196,7 +196,7 @@ def test_exact_sums_are_refused(world: World) -> None:
 
 
 def test_mpi_loses_a_rank_while_a_call_is_in_flight(world: World, some: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The thread ends the calls with MPI's error, which their caller gets, and goes on with other groups."""
+    """The thread ends the calls with MPI's error, which their caller gets, and continues with other groups."""
     skip_alone(world)
 
     def revoked() -> None:

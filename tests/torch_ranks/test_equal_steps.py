@@ -267,7 +267,7 @@ def test_right_programs_are_not_refused(world: World, kind: str, step: Step) -> 
 
 @pytest.mark.parametrize("name", ["a skipped step", "zeroed", "replaced"])
 def test_a_difference_that_is_caught_is_said_once(world: World, name: str) -> None:
-    """The program goes on, with a step by the gradients of the exchange that has told it."""
+    """The program continues, with a step by the gradients of the exchange that has told it."""
     skip_alone(world)
     model, optimizer = horovods()
     caught = []

@@ -203,7 +203,7 @@ def test_what_an_optimizer_refuses(world: World) -> None:
 
 
 def test_broadcast_parameters_state_and_objects(world: World) -> None:
-    """A rank that goes on from a checkpoint hands its state to ranks that have none."""
+    """A rank that continues from a checkpoint hands its state to ranks that have none."""
     net = model(world.rank)
     optimizer = torch.optim.Adam(net.parameters(), lr=0.1 / (world.rank + 1), betas=(0.5 + 0.1 * world.rank, 0.99))
     if world.is_root:

@@ -162,7 +162,7 @@ def test_a_first_piece_without_parameters(world: World) -> None:
 
 @pytest.mark.parametrize("ready", [False, True])
 def test_stages_by_what_layers_cost(world: World, *, ready: bool) -> None:
-    """The bytes are those of the model, the generator goes on as without, and the training is that of one process."""
+    """The bytes are those of the model, the generator continues as without, and the training is that of one process."""
     _, losses = plain(4)
     x, y = samples()
     strategy = Pipeline("auto", micro_batches=3, sample=(x[:4], y[:4]), num_stages=min(world.size, 2 - world.size % 2))

@@ -1,4 +1,4 @@
-"""The position in the data: a loop that goes on within an epoch gets the other samples, in the same order."""
+"""The position in the data: a loop that continues within an epoch gets the other samples, in the same order."""
 
 from __future__ import annotations
 
@@ -179,7 +179,7 @@ def test_what_was_said_of_an_earlier_position(world: World, how: str) -> None:
 
 
 def test_another_number_of_ranks(world: World) -> None:
-    """All ranks but the last begin an epoch, and all go on with it: each sample comes once, in the same order."""
+    """All ranks but the last begin an epoch, and all continue with it: each sample comes once, in the same order."""
     skip_alone(world)
     comm = world.comm.Split(int(world.rank == world.size - 1), world.rank)
     used, state = [[], []], None
@@ -198,7 +198,7 @@ def test_another_number_of_ranks(world: World) -> None:
 
 @pytest.mark.parametrize("kind", ["generator", *nightly("workers")])
 def test_between_two_epochs(world: World, kind: str) -> None:
-    """The random numbers of the order go on, in a generator or in rank 0's own, from which the model draws, too.
+    """The random numbers of the order continue, in a generator or in rank 0's own, from which the model draws, too.
 
     Workers have the order drawn to its end while the model still draws.
     """
@@ -218,7 +218,7 @@ def test_between_two_epochs(world: World, kind: str) -> None:
 
 
 def test_the_ranks_own_numbers(world: World) -> None:
-    """Without those of the try before, they go on as the script has seeded them; to draw the order changes nothing."""
+    """Without those of the try before, they continue as the script has seeded them; to draw the order changes nothing."""
     data = shuffled()
     batches_of(data, 2)
     again = shuffled()
@@ -249,7 +249,7 @@ def test_other_samples_than_before(world: World) -> None:
         state = data.state_dict()
         other.load_state_dict({**state, "checksum": state["checksum"] ^ 1})
         text = error_on_all(world, CheckpointError, lambda other=other: next(iter(other)))
-        assert "the loop goes on after 2 batches of an epoch, but these are not the batches it used before: " in text
+        assert "the loop continues after 2 batches of an epoch, but these are not the batches it used before: " in text
         short.load_state_dict({**state, "batch": 9})
         assert "there are only 5" in error_on_all(world, CheckpointError, lambda short=short: next(iter(short)))
     skip_alone(world)

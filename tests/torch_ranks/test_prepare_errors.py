@@ -76,7 +76,7 @@ def test_nan_without_a_scaler(world: World) -> None:
     assert f"{world.name(world.size - 1)}: the gradient of " in text
     assert torch.equal(before[-1], model[0].weight)
     assert len(before) == 2
-    loop(model, optimizer, data)  # and all may go on
+    loop(model, optimizer, data)  # and all may continue
     assert_equal_everywhere(world, model)
 
 

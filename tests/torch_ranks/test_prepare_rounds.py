@@ -278,7 +278,7 @@ def test_every_strategy_trains_or_says_what_does(world: World, name: str) -> Non
         assert "mt.AutoSync(): prepare() makes one exchange, and cannot change it while the loop trains" in text
         assert "Use mt.Trainer with mt.TorchModule, or name the codec in the argument compression" in text
     else:
-        assert f"strategy={type(loop.strategy).__name__}: prepare() takes mt.Sync() and strategies of rounds" in text
+        assert f"strategy={type(loop.strategy).__name__}: prepare() takes mt.Sync() and local updates" in text
         assert "use them with mt.Trainer and mt.TorchModule" in text
     loop.strategy = LocalSGD(2)
     loop.prepare().run(2)
@@ -309,5 +309,5 @@ def test_what_is_refused(world: World) -> None:
         text = error_on_all(world, MismatchError, loop.prepare)
         assert f"{world.name(1)}: strategy=LocalSGD(sync_every=3, " in text
     loop = Loop(world, LocalSGD(2)).prepare()
-    with pytest.raises(ConfigError, match="whose copies in memory go on within a round"):
+    with pytest.raises(ConfigError, match="whose in-memory checkpoints continue within a round"):
         mpitrain.torch.keep(loop.model, loop.optimizer, loop.data)

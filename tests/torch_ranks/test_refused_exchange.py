@@ -207,7 +207,7 @@ def test_a_parameter_that_is_thawed_for_a_while(world: World) -> None:
 
 
 def test_an_error_of_one_rank_in_the_middle(world: World) -> None:
-    """Others have begun to send, so nobody can go on. All are told, also at the next backward pass."""
+    """Others have begun to send, so nobody can continue. All are told, also at the next backward pass."""
     model = mlp()
     failing = is_odd(world)
 

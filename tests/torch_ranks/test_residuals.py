@@ -119,7 +119,7 @@ def test_a_resumed_run_has_the_same_bits(world: World, kind: str, shared: Path, 
 
 
 def test_other_ranks_or_nodes(world: World, kind: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """Dropped, and said once; the run goes on. Those of another model are refused."""
+    """Dropped, and said once; the run continues. Those of another model are refused."""
     run = Run(world, kind)
     run.begin()
     run.steps(0, 2)

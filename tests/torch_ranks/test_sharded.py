@@ -98,7 +98,7 @@ def test_a_mesh_of_two_dimensions(world: World) -> None:
 
 
 def test_checkpoints(world: World, shared: Path) -> None:
-    """Save a sharded model with its optimizer, load it into a new one, and go on: as if nothing had been."""
+    """Save a sharded model with its optimizer, load it into a new one, and continue: as if nothing had been."""
     mesh = meshes(world)[-1]
     net = sharded(mesh)
     optimizer = adam(net)

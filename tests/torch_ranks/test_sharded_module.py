@@ -59,7 +59,7 @@ def test_each_elementwise_optimizer_has_the_bits_of_sync(world: World, name: str
 
 
 def test_groups_schedules_and_a_state_of_before(world: World) -> None:
-    """What the optimizer has kept before it is divided goes on: Adagrad begins with a sum that is not 0."""
+    """What the optimizer has kept before it is divided continues: Adagrad begins with a sum that is not 0."""
     for kind, optimizer in ((Net, sgd), (Normed, sgd), (Net, of("Adagrad", initial_accumulator_value=0.5))):
         assert_alike(run("sharded", kind, optimizer, 9), run("sync", kind, optimizer, 9))
 

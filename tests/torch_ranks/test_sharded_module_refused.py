@@ -1,4 +1,4 @@
-"""What a divided optimizer refuses: states, optimizers and options that do not fit; and what is undone then."""
+"""What a sharded optimizer refuses: states, optimizers and options that do not fit; and what is undone then."""
 
 from __future__ import annotations
 

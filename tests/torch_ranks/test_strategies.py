@@ -54,7 +54,7 @@ def test_a_resume_has_the_same_bits(world: World, shared: Path, name: str) -> No
         resumed = Trainer(make, [StopAtStep(7), Checkpoint(path, steps=100)])
         resumed.run()
         for trainer in (whole, resumed):
-            trainer.own_state()  # a divided optimizer comes together
+            trainer.own_state()  # a sharded optimizer comes together
         assert bits(resumed) == bits(whole)
         whole.close()
         resumed.close()

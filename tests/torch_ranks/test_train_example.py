@@ -56,7 +56,7 @@ def test_torch_trains_as_numpy_does(
 def test_checkpoints_of_the_example(
     world: World, shared: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """One of another precision goes on too."""
+    """One of another precision continues too."""
     pytest.importorskip("sklearn")
     options = ("--framework", "torch", "--checkpoints", str(shared))
     run(monkeypatch, *options, "--precision", "bf16")

@@ -194,7 +194,7 @@ def test_bits_are_those_of_one_rank(world: World, make: Callable[[], Any]) -> No
     assert with_all.bits() == by_itself.bits()
     assert len(set(with_all.steps)) == 5
     assert_equal_everywhere(world, with_all.model)
-    # The script's own random numbers go on as if there had been no training (but for the seed of a loader's workers).
+    # The script's own random numbers continue as if there had been no training (but for the seed of a loader's workers).
     assert states == (random.getstate(), numpy.random.get_state()[1].tobytes())
 
 
@@ -215,7 +215,7 @@ def test_bits_are_those_of_the_trainer(world: World) -> None:
 
     states = torch.get_rng_state(), random.getstate(), numpy.random.get_state()[1].tobytes()
     trainer, losses = trained(world)
-    # The script's own random numbers go on as if there had been no training.
+    # The script's own random numbers continue as if there had been no training.
     assert torch.equal(states[0], torch.get_rng_state())
     assert states[1:] == (random.getstate(), numpy.random.get_state()[1].tobytes())
     own, own_losses = trained(make_world(world.comm.Split(world.rank, 0)))

@@ -185,7 +185,7 @@ def test_what_is_kept(tmp_path: Path) -> None:
     for step, score in ((1, None), (2, 5.0), (3, 7.0), (4, 7.0), (5, float("nan")), (6, 1.0), (9, None)):
         with_score(tmp_path, step, score)
     (tmp_path / "step-00000008").mkdir()  # damaged, so nobody may remove it
-    # 9 could not be read when this job began; it went on from 5.
+    # 9 could not be read when this job began; it continued from 5.
     prune(tmp_path, 2, {5, 6})
     assert names_in(tmp_path) == [f"step-0000000{step}" for step in (4, 5, 6, 8)]
     prune(tmp_path, 9, {6})

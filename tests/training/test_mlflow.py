@@ -118,7 +118,7 @@ def test_a_training_from_the_beginning_is_another_run(tmp_path: Path) -> None:
 def test_a_run_that_is_gone(tmp_path: Path) -> None:
     written(Mlflow(tmp_path), [{"step": 1, "loss": 1.0}])
     (tmp_path / "mlflow.json").write_text('{"run": "0123"}')
-    with pytest.raises(ConfigError, match=r"refuses to go on with run 0123 of .*mlflow\.json: .*0123"):
+    with pytest.raises(ConfigError, match=r"refuses to continue with run 0123 of .*mlflow\.json: .*0123"):
         Mlflow(tmp_path).open(1)
 
 
@@ -141,7 +141,7 @@ def trained(directory: Path, steps: int, ranks: int, *kill: str, **env: str) -> 
 
 
 def test_a_training_that_is_killed_and_goes_on_with_other_ranks(tmp_path: Path) -> None:
-    """A power cut after step 8; two ranks go on from step 5 instead of three."""
+    """A power cut after step 8; two ranks continue from step 5 instead of three."""
     killed = trained(tmp_path, 12, 3, "8")
     assert killed.code != 0
     first = [row for row in read_rows(tmp_path / "metrics.jsonl") if row["step"] <= 8]

@@ -77,7 +77,7 @@ def test_events_in_a_line() -> None:
     lost = RunEvent(11, "rank 2 on lab1 was lost", "ranks", (2,), 3, 0.054, repeated_steps=2)
     told = RunEvent(4, "the run ends, and is saved", "told", (), 3, 0.0, teller="ada on lab1", at=1.0)
     assert lost.line() == (
-        "after step 11: rank 2 on lab1 was lost; 3 ranks went on from ranks after 0.05 s, 2 steps were repeated"
+        "after step 11: rank 2 on lab1 was lost; 3 ranks continued from ranks after 0.05 s, 2 steps were repeated"
     )
     assert told.line() == "after step 4: the run ends, and is saved (ada on lab1)"
 
@@ -195,7 +195,7 @@ def test_what_a_call_raises_is_raised() -> None:
 
 
 def test_an_outage_is_waited_for_once_and_again_at_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The call that hangs goes on by itself; the others are not made before it has ended."""
+    """The call that hangs continues by itself; the others are not made before it has ended."""
     monkeypatch.setattr(service, "PATIENCE_SECONDS", 0.2)
     calls, made, answered = ServiceCalls("service"), [], threading.Event()
 
@@ -339,7 +339,7 @@ def writer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakeWriter:
 
 
 def test_an_outage_when_it_begins(writer: FakeWriter) -> None:
-    """The training goes on, and the first row that the service takes brings what it lacks. A refusal ends the run."""
+    """The training continues, and the first row that the service takes brings what it lacks. A refusal ends the run."""
     writer.made.fails = ConnectionError("no answer")
     writer.open(0)
     writer.describe(DOCUMENT)
@@ -420,7 +420,7 @@ def test_the_end_in_an_outage(writer: FakeWriter, monkeypatch: pytest.MonkeyPatc
 
 
 def test_rows_that_are_made_again_are_not_written_twice(writer: FakeWriter) -> None:
-    """The ranks go on from step 2, in an outage since step 2."""
+    """The ranks continue from step 2, in an outage since step 2."""
     output = _Output(writer)
     output.open(0)
     writer.made.fails = ConnectionError("no answer")

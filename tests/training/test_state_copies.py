@@ -60,9 +60,9 @@ def test_a_step_that_is_copied_again(copies_before: int, growth: int) -> None:
 
 
 def test_an_edition_that_is_not_complete() -> None:
-    """A rank was killed before it copied its part of a later edition. A restart goes on from the one before.
+    """A rank was killed before it copied its part of a later edition. A restart continues from the one before.
 
-    What is left of the later one is dropped: the ranks that go on may copy another state as this edition.
+    What is left of the later one is dropped: the ranks that continue may copy another state as this edition.
     """
     world = mt.init()
     with keeper() as name, closing(KeeperLine(name, "try")) as line:

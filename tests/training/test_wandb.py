@@ -159,7 +159,7 @@ def trained(directory: Path, steps: int, ranks: int, *kill: str) -> Job:
 
 
 def test_a_training_that_fails_and_goes_on_with_other_ranks(tmp_path: Path) -> None:
-    """An error after step 8; two ranks go on from step 5 instead of three."""
+    """An error after step 8; two ranks continue from step 5 instead of three."""
     failed = trained(tmp_path, 12, 3, "-8")
     assert (failed.code != 0, failed.left) == (True, []), failed.output
     assert "on purpose" in failed.stderr

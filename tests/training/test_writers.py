@@ -203,7 +203,7 @@ def test_a_disk_that_is_full_for_a_while(tmp_path: Path, limit: int) -> None:
     assert done.returncode == 0, done.stderr
     for name in ("metrics.jsonl", "metrics.csv"):
         path = tmp_path / name
-        if f"{path} cannot be written: [Errno 27] File too large. Training goes on" in done.stderr:
+        if f"{path} cannot be written: [Errno 27] File too large. Training continues" in done.stderr:
             assert f"{path} is written again; no row is lost" in done.stderr
     assert f"{tmp_path / 'metrics.jsonl'} cannot be written" in done.stderr
     rows = read_rows(tmp_path / "metrics.jsonl")

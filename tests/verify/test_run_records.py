@@ -139,7 +139,7 @@ def test_a_rank_writes_into_no_other_file(tmp_path: Path, kind: str, problem: st
         opened(tmp_path)
     assert said in str(caught.value)
     if kind == "link":
-        source = "import mpitrain as mt; world = mt.init(); world.mean(1.0); print('it went on')"
+        source = "import mpitrain as mt; world = mt.init(); world.mean(1.0); print('it continued')"
         environment = {"_MPITRAIN_VERIFY_RECORD": str(tmp_path), "_MPITRAIN_VERIFY_STEPS": "1"}
         job = run_command([sys.executable, "-c", source], env=environment)
         assert (job.code, job.stdout) == (1, "") and said in job.stderr, job.output

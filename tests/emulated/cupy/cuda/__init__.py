@@ -385,7 +385,7 @@ _LOOK_SECONDS = 0.5e-3
 
 
 def _export(event: Event) -> None:
-    """From now on another process may wait for it. A device goes on while its host does something else."""
+    """From now on another process may wait for it. A device continues while its host does something else."""
     with _gpu_lock:
         if not _exported:
             threading.Thread(target=_go_on, name="emulated device", daemon=True).start()

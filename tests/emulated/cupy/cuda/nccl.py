@@ -114,7 +114,7 @@ def _step(work: Iterator[None]) -> object:
 
 
 def _go_on(reference: weakref.ref[NcclCommunicator]) -> None:
-    """A device goes on while its host does something else: when other ranks wait for this one."""
+    """A device continues while its host does something else: when other ranks wait for this one."""
     while (communicator := reference()) is not None and not communicator._is_destroyed:
         if communicator._counts[: communicator._ndev].max() > communicator._number:
             for stream in list(communicator._streams):
