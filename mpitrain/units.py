@@ -37,7 +37,7 @@ def _quantity(units: Mapping[str, float], example: str, lowest: float, highest: 
     return convert
 
 
-seconds = _quantity(_TIME, "10s or 1.5h", 1e-6, 1e9, "s")
+seconds = _quantity(_TIME, "10s or 1.5h", 1e-6, 1e12, "s")
 rate_gbit = _quantity(_RATE, "1Gbit/s or 100Mbit/s", 1e-6, 1e6, "Gbit/s")
 size_mib = _quantity(_SIZE, "25MiB", 2.0**-10, 2.0**20, "MiB")
 _timeout = _quantity(_TIME, "60s", *SECONDS, "s")
@@ -46,6 +46,11 @@ _timeout = _quantity(_TIME, "60s", *SECONDS, "s")
 def timeout(text: str) -> float:
     """Convert a time within the limits of settings to seconds; 0 is none."""
     return 0.0 if text.strip() in ("0", "0s") else _timeout(text)
+
+
+def seconds_or_0(text: str) -> float:
+    """Convert a time to seconds; it may be 0."""
+    return 0.0 if text.strip() in ("0", "0s") else seconds(text)
 
 
 def seconds_list(text: str) -> list[float]:

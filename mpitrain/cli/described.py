@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from mpitrain.errors import ConfigError
 from mpitrain.reading import shown_text, whole
-from mpitrain.units import add_renamed, seconds, seconds_list, size_mib
+from mpitrain.units import add_renamed, seconds, seconds_list, seconds_or_0, size_mib
 
 if TYPE_CHECKING:
     from mpitrain.forecast.machines import Machines
@@ -223,7 +223,7 @@ def counts(text: str) -> list[int]:
 # By what they describe: the options' types, metavars and helps.
 _DESCRIBED: list[tuple[str, dict[str, tuple[Callable[[str], Any], str, str]]]] = [
     ("the machines, and what a rank does in a step", {
-        "--latency": (seconds, "T", "time of an empty message (50us)"),
+        "--latency": (seconds_or_0, "T", "time of an empty message (50us)"),
         "--parameters": (_amount, "N", "float32 (25e6)"),
         "--compute": (seconds, "T", "time of a forward and backward pass (0.3s)"),
         "--samples": (_count, "N", "samples of a rank in a step, or of a work unit (32)"),

@@ -80,14 +80,14 @@ def test_started_by_mpiexec(tmp_path: Path) -> None:
 
 @pytest.mark.nightly
 def test_a_profile_and_what_is_chosen_by_it(tmp_path: Path) -> None:
-    """`--show` says what settings force, and with which profile. What it chooses without one: below."""
+    """`--dry-run` says what settings force, and with which profile. What it chooses without one: below."""
     job = run_command([*BENCH, "-n", "2", "--save-profile", "cluster.json"], cwd=tmp_path)
     assert job.code == 0, job.output
     read = json.loads((tmp_path / "cluster.json").read_text())
     assert read["fingerprint"]["ranks_per_node"] == [2]
     assert read["measured"]["native_below_bytes"] >= 0
     env = {"MPITRAIN_PROFILE": "cluster.json", "MPITRAIN_BUCKET_MIB": "0.5", "MPITRAIN_ALGORITHM": "ring"}
-    job = run_command([*BENCH, "-n", "2", "--show"], cwd=tmp_path, env={**env, "MPITRAIN_COMPRESSION": "auto"})
+    job = run_command([*BENCH, "-n", "2", "--dry-run"], cwd=tmp_path, env={**env, "MPITRAIN_COMPRESSION": "auto"})
     assert job.code == 0, job.output
     profile, *lines = job.stdout.splitlines()
     assert profile.startswith("profile: cluster.json; ")
@@ -99,7 +99,7 @@ def test_a_profile_and_what_is_chosen_by_it(tmp_path: Path) -> None:
 
 
 def test_what_is_chosen_without_a_profile(tmp_path: Path) -> None:
-    job = run_command([*BENCH, "-n", "2", "--show"], cwd=tmp_path)
+    job = run_command([*BENCH, "-n", "2", "--dry-run"], cwd=tmp_path)
     assert job.code == 0, job.output
     assert job.stdout.splitlines() == [
         "profile: default: Gigabit Ethernet; 50 us, 117 MB/s",
@@ -176,7 +176,7 @@ def test_ctrl_c_leaves_nothing(tmp_path: Path) -> None:
         time.sleep(0.5)
         process.send_signal(signal.SIGINT)
 
-    words = ["-n", "3", "--sizes", "16M", "--seconds", "50", "--json", "r.json"]
+    words = ["-n", "3", "--sizes", "16M", "--time", "50s", "--json", "r.json"]
     job = run_command([*BENCH, *words], cwd=tmp_path, during=during)
     assert job.code == 128 + signal.SIGINT, job.output
     assert job.left == []

@@ -77,7 +77,7 @@ def test_no_ansible(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
     ("arguments", "inventory", "line", "says"),
     [
         (["setup", "--", "-e", "a=b c"], None, "cluster/setup.yml -e 'a=b c'", "1 changes\n"),
-        (["setup", "--check"], None, "cluster/setup.yml --check --diff", "1 changes that a real run would make\n"),
+        (["setup", "--dry-run"], None, "cluster/setup.yml --check --diff", "1 changes that a real run would make\n"),
         (["setup", "--ask-become-pass"], None, "cluster/setup.yml --ask-become-pass", "1 changes\n"),
         (["setup", "--inventory", "other"], None, "cluster/setup.yml -i {folder}/other", "1 changes\n"),
         (["setup"], "other", "cluster/setup.yml", "1 changes\n"),
@@ -110,7 +110,7 @@ def test_install_hands_the_packages_over_and_keeps_them(cluster: Cluster, ansibl
     variables.write_text('---\n# More.\nmpitrain_python_packages: ["Torch==2.12", "tqdm"]\nmpitrain_uid: 1\n')
     before = variables.read_text()
     packages = ["install", "torch==2.13", "mpitrain[dashboard,plot]"]
-    assert cluster(*packages, "--check")[0] == 0 and variables.read_text() == before
+    assert cluster(*packages, "--dry-run")[0] == 0 and variables.read_text() == before
     code, out, _ = cluster(*packages)
     listed = '["tqdm", "torch==2.13", "mpitrain[dashboard,plot]"]'
     assert f"--tags runtime -e '{{\"mpitrain_python_packages\": {listed}}}'" in out and code == 0

@@ -106,7 +106,7 @@ def nothing_written(folder: Path) -> bool:
 def test_a_trainer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Measured here with memory and codecs, for neighbours on links of 100 MB/s."""
     tmp_path.joinpath("train.py").write_text(TRAINER)
-    command = [sys.executable, "-m", "mpitrain", "plan", "--gbit", "0.8", "--ranks", "1,2", "--steps", "6"]
+    command = [sys.executable, "-m", "mpitrain", "plan", "--link", "800Mbit/s", "--ranks", "1,2", "--steps", "6"]
     env = {"XDG_STATE_HOME": str(tmp_path / "state"), "MPITRAIN_PROFILE": ""}
     job = run_command([*command, "--json", "plan.json", "train.py", "--milliseconds", "4"], cwd=tmp_path, env=env)
     assert (job.code, job.left) == (0, []), job.output
@@ -181,14 +181,14 @@ def test_the_lines_of_several_ranks_on_a_node(
     begin = words.index("mpitrain")
     for setting in words[:begin]:
         monkeypatch.setenv(*setting.split("=", 1))
-    assert words[begin + 1] == "run" and main(["run", "--show", *words[begin + 2 :]]) == 0
+    assert words[begin + 1] == "run" and main(["run", "--dry-run", *words[begin + 2 :]]) == 0
     assert "-n 2 " in capsys.readouterr().out
 
 
 def test_without_a_profile(planned: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "--ranks", "1,2", "train.py", "--milliseconds", "4"]) == 0
     out = capsys.readouterr().out
-    assert "assumed, because there is no --profile, --gbit or second host: links of 0.936 Gbit/s" in out
+    assert "assumed, because there is no --profile, --link or second host: links of 0.936 Gbit/s" in out
     assert "--hosts HOST1,HOST2 --ppn 1 train.py --milliseconds 4" in out
 
 
@@ -280,7 +280,7 @@ def test_wrong_use(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pyte
     for words, expected in [
         ([str(script)], "there is no script"),
         (["--profile", foreign, str(script)], f"it has node1, node2, and this machine is {socket.gethostname()}"),
-        (["--profile", foreign, "--gbit", "1", str(script)], "both have the rate of the links"),
+        (["--profile", foreign, "--link", "1Gbit/s", str(script)], "both have the rate of the links"),
         (["--ppn", "2", "--profile", foreign, str(script)], "has 1 ranks on each node, and the plan 2"),
         (["--machines", "lab.toml", "--profile", foreign, str(script)], "--machines, --profile: the file has all of"),
         (["--machines", "lab.toml", str(script)], "lab.toml cannot be read"),

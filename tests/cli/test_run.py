@@ -113,7 +113,7 @@ def test_a_machine_that_is_no_node_says_so(tmp_path: Path) -> None:
     job = run(MPICH, "-n", "2", path, cwd=tmp_path)
     assert job.code == 0, job.output
     assert "this machine is not a node of cluster/hosts, so the job runs here alone; start it on node1" in job.stderr
-    job = run(MPICH, "-n", "2", "--hosts", "localhost", "--show", path, cwd=tmp_path)
+    job = run(MPICH, "-n", "2", "--hosts", "localhost", "--dry-run", path, cwd=tmp_path)
     assert job.code == 0 and "no node" not in job.stderr, job.output
 
 
@@ -216,7 +216,7 @@ os._exit(0)
 def test_show_runs_nothing_and_what_it_prints_can_be_run(python: Path, tmp_path: Path) -> None:
     source = START + "pathlib.Path(sys.argv[1], 'ran').touch(); print('size', comm.size)"
     path = script(tmp_path, source)
-    shown = run(python, "-n", "2", "--show", path, tmp_path, "a b")
+    shown = run(python, "-n", "2", "--dry-run", path, tmp_path, "a b")
     assert shown.code == 0, shown.output
     assert f"{python.parent / 'mpiexec'} -n 2 " in shown.stdout
     assert shown.stdout.endswith(f"{path} {tmp_path} 'a b'\n")

@@ -54,7 +54,7 @@ def refused(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> 
     ],
 )
 def test_what_is_run(project: Path, words: list[str], program: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["run", "-n", "2", "--show", *words, "--epochs", "5", "-n", "3"]) == 0
+    assert main(["run", "-n", "2", "--dry-run", *words, "--epochs", "5", "-n", "3"]) == 0
     line = shlex.split(capsys.readouterr().out)
     assert line[line.index(sys.executable) + 1 :] == [*program, "--epochs", "5", "-n", "3"]
 
@@ -64,7 +64,7 @@ def test_an_n_behind_the_script_is_the_scripts(
     project: Path, options: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Where the number of ranks is given in another way."""
-    assert main(["run", *options, "--show", "train.py", "-n", "3"]) == 0
+    assert main(["run", *options, "--dry-run", "train.py", "-n", "3"]) == 0
     assert capsys.readouterr().out.endswith("train.py -n 3\n")
 
 
@@ -88,7 +88,7 @@ def test_a_module_runs_with_what_is_behind_two_dashes(project: Path) -> None:
         (["--hosts", "a/gpu", "train.py"], "'a/gpu' in --hosts a/gpu is not a known form"),
         (["--hosts", "localhost/cpux3", "train.py"], "-n is 2, but the devices in --hosts are for 3 ranks"),
         (["-i", "nowhere", "train.py"], "nowhere: there is no such file"),
-        (["--shwo", "train.py"], "unknown argument --shwo; did you mean --show?"),
+        (["--dry-rnu", "train.py"], "unknown argument --dry-rnu; did you mean --dry-run?"),
         (["--env-file", "none", "train.py"], "none cannot be read: No such file"),
         (["--resume", "1a2b"], "'1a2b' is not the id of a job; an id has 8 characters"),
     ],
@@ -120,7 +120,7 @@ def test_a_file_of_variables_that_does_not_fit(
     assert job.code == 1 and job.stdout == "", job.output
     assert "FI_TCP_IFACE names eth77, which does not exist here" in job.stderr
     monkeypatch.setenv("MPITRAIN_ENV_FILE", "missing.env")
-    refused(["-n", "2", "--show", "train.py"], "missing.env cannot be read", capsys)
+    refused(["-n", "2", "--dry-run", "train.py"], "missing.env cannot be read", capsys)
 
 
 def test_another_python_is_refused(

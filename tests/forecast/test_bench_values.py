@@ -75,7 +75,7 @@ def test_lists_and_numbers() -> None:
     assert options.operations == ("point_to_point", "allreduce")
     assert options.dtypes == ("float64", "int8")
     assert options.algorithms == ("ring", "native")
-    options = read("--algorithms", "all", "--rounds", "7", "--seconds", "0.5", "--link", "2.5", "--sizes", "8,1K")
+    options = read("--algorithms", "all", "--rounds", "7", "--time", "0.5s", "--link", "2500Mbit/s", "--sizes", "8,1K")
     assert options.algorithms == tuple(sorted(ALGORITHMS))
     assert options.has_all_algorithms
     assert (options.rounds, options.seconds, options.link_gbit, options.sizes_bytes) == (7, 0.5, 2.5, (8, 1024))
@@ -101,25 +101,25 @@ def test_a_folder_of_another_host() -> None:
         ("--sizes 4 --dtypes float32,float64", "4 bytes is less than one element of float32,float64"),
         ("--rounds 0", "--rounds is '0'; it must be a whole number from 1 to 999999999"),
         ("--rounds 2.5", "--rounds is '2.5'; it must be a whole number from 1 to 999999999"),
-        ("--seconds nan", r"--seconds is 'nan'; it must be a number from 0.001 to 1e\+06"),
-        ("--seconds inf", "--seconds is 'inf'"),
-        ("--link fast", "--link is 'fast'"),
+        ("--time nan", "--time: 'nan' is not a number with a unit, as in 60s; units: us, ms, s"),
+        ("--time 1e7s", r"--time: '1e7s' is not from 0.001s to 1e\+06s"),
+        ("--link fast", "--link: 'fast' is not a number with a unit, as in 1Gbit/s or 100Mbit/s"),
         ("--json /nowhere/at/all.json", "all.json: the path is a folder, or its folder does not exist"),
         ("--save-profile /", "--save-profile /: the path is a folder"),
         ("--plot picture.bmp", r"must end in .png, .svg or .pdf"),
         ("--operation point_to_point --plot r.png", "--operation point_to_point has no rows; leave out --plot"),
         ("--operation point_to_point --csv r.csv --sizes 4K", "has no rows; leave out --csv, --sizes"),
         ("--operation point_to_point --algorithms ring --codecs bf16", "leave out --algorithms, --codecs"),
-        ("--operation point_to_point --dtypes int8 --rounds 3 --seconds 1", "leave out --dtypes, --rounds, --seconds"),
+        ("--operation point_to_point --dtypes int8 --rounds 3 --time 1s", "leave out --dtypes, --rounds, --time"),
         ("--codecs bf16 --algorithms ring", "--algorithms ring applies to sums without .* use --codecs none,bf16"),
         ("--codecs bf16,int8 --algorithms all", "--algorithms all applies to .* use --codecs none,bf16,int8"),
         ("--operation allgather --codecs bf16", "--operation allgather includes no allreduce; leave out --codecs"),
         ("--operation broadcast,point_to_point --algorithms ring", "includes no allreduce; leave out --algorithms"),
         ("--save-profile p.json --json b.json", "--save-profile chooses what it measures; leave out --json"),
         ("--save-profile p.json --sizes 4K --link 1Gbit/s", "leave out --link, --sizes"),
-        ("--show --json b.json", "--show measures and writes nothing; leave out --json"),
-        ("--show --save-profile p.json", "--show measures and writes nothing; leave out --save-profile"),
-        ("--show --algorithms ring", "leave out --algorithms"),
+        ("--dry-run --json b.json", "--dry-run measures and writes nothing; leave out --json"),
+        ("--dry-run --save-profile p.json", "--dry-run measures and writes nothing; leave out --save-profile"),
+        ("--dry-run --algorithms ring", "leave out --algorithms"),
     ],
 )
 def test_what_is_refused_or_would_be_ignored(words: str, text: str) -> None:
@@ -136,7 +136,7 @@ def test_what_is_refused_or_would_be_ignored(words: str, text: str) -> None:
         "--operation allgather,point_to_point --csv r.csv --sizes 4K",
         "--operation point_to_point --json r.json --link 1Gbit/s --progress",
         "--save-profile p.json --progress",
-        "--show --progress",
+        "--dry-run --progress",
     ],
 )
 def test_what_goes_together(words: str) -> None:

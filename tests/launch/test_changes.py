@@ -1,4 +1,4 @@
-"""Changes of a job's hosts: wishes, ranks that SIGTERM tells to end, and the next attempt that is prepared meanwhile."""
+"""Changes of a job's hosts: wishes, ranks that SIGTERM tells to end, and the attempt that is prepared meanwhile."""
 
 from __future__ import annotations
 

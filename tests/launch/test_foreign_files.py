@@ -264,5 +264,5 @@ def test_the_playbooks_of_the_current_folder(found: Path, name: str) -> None:
         Path(file).parent.mkdir(exist_ok=True)
         Path(file).touch(mode=0o644)
     Path(name).chmod(0o666)
-    done = mpitrain("cluster", "setup", "--check")
+    done = mpitrain("cluster", "setup", "--dry-run")
     assert (done.returncode, f"{described(Path(name).resolve())}. Allowed" in done.stderr) == (2, True)

@@ -110,7 +110,7 @@ def play(tries: Tries, limits: Limits, wished: Any = None) -> int:
 
 @pytest.fixture
 def transcript(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
-    """Makes tries end as told: all have come. Returns the exit code, the hosts of each attempt, and what was printed."""
+    """Makes tries end as told: all have come. Returns the exit code, the hosts of each attempt, and the output."""
 
     def transcript(limits: Limits, *ends: Any, changes: Any = ()) -> str:
         tries = Tries(*ends)

@@ -94,7 +94,7 @@ def test_an_end_is_one_even_if_it_may_not_be_the_first(wish: dict[str, Any]) -> 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_a_watch_that_fails_is_trouble(wish: dict[str, Any]) -> None:
-    """Otherwise the launcher would continue without the watch, and the guards would end the job for no visible reason."""
+    """Otherwise the launcher would continue without the watch, and the guards would end the job without a reason."""
     with guards_here(wish) as guards:
         guards.start()
         guards.phases.when.clear()  # so that the next report fails

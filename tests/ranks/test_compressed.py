@@ -238,7 +238,7 @@ def test_the_setting(world: World, capfd: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.parametrize("codec", [name for name in sorted(CODECS) if CODECS[name](False).may_overflow])
 def test_a_mean_beyond_the_wire_is_an_error_on_every_rank(world: World, codec: str) -> None:
-    """The gradients are finite: the step must not put infinity into the parameters. Afterwards the reducer continues."""
+    """The gradients are finite: the step must not put infinity into the parameters. Then the reducer continues."""
     skip_alone(world)
     apart = placed(world, "alone on each node")
     large = min(1.5 * first_overflow(codec), 3.4e38)  # what each rank hands in, its share, is finite on the wire

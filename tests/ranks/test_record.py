@@ -247,7 +247,7 @@ def hooks_of(directory: Path, steps: int) -> list[Hook]:
 
 
 def test_a_resumed_run_has_the_rows_of_the_uninterrupted_one(world: World, shared: Path) -> None:
-    """The run breaks off after step 11, and continues from step 9, within the row of step 12. A torn line is cut away."""
+    """The run breaks off after step 11, continues from step 9, within the row of step 12. A torn line is cut away."""
     whole, resumed = shared / "whole", shared / "resumed"
     Trainer(build, hooks_of(whole, 15)).run()
 

@@ -1,4 +1,4 @@
-"""The rules for every mode: samples count once, checkpoints continue with any strategy, sync is what one process does."""
+"""Rules for every mode: samples count once, checkpoints continue with any strategy, sync is what one process does."""
 
 from __future__ import annotations
 

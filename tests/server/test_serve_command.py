@@ -171,13 +171,13 @@ def test_wrong_use(
 
 
 def test_what_is_shown(capfd: pytest.CaptureFixture[str]) -> None:
-    assert main(["serve", "--port", "5100", "--hosts", "localhost/cuda:0-1", "--show", *PROGRAM]) == 0
+    assert main(["serve", "--port", "5100", "--hosts", "localhost/cuda:0-1", "--dry-run", *PROGRAM]) == 0
     first, *workers, last = (output := capfd.readouterr().out).splitlines()
     assert last == f"mpitrain work {socket.gethostname()}:5100 {' '.join(PROGRAM)}"
     assert first == " ".join([sys.executable, *PROGRAM])
     command = f"mpitrain work 127.0.0.1:5100 {' '.join(PROGRAM)}"
     assert [line.rpartition(command)[2] for line in workers] == ["  # on cuda:0", "  # on cuda:1"]
-    assert main(["serve", "--port", "5100", "--show", *PROGRAM]) == 0
+    assert main(["serve", "--port", "5100", "--dry-run", *PROGRAM]) == 0
     assert (shown := capfd.readouterr().out).splitlines() == [first, last]
     assert "MPITRAIN_KEY" not in shown + output
 

@@ -1,4 +1,4 @@
-"""What mpitrain says of jobs with servers: sizes before a job by --show, and ps, kill and join of real ones."""
+"""What mpitrain says of jobs with servers: sizes before a job by --dry-run, and ps, kill and join of real ones."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ def test_show_runs_the_script_up_to_its_trainer(tmp_path: Path) -> None:
         "run": ["-n", "5", "--servers", "3", "--hosts", "localhost"],
     }
     for command, options in words.items():
-        job = run_command([sys.executable, "-m", "mpitrain", command, *options, "--show", str(script), str(trains)])
+        job = run_command([sys.executable, "-m", "mpitrain", command, *options, "--dry-run", str(script), str(trains)])
         assert job.code == 0, job.output
         ports = [f", port {port + number}" if command == "serve" else "" for number in range(3)]
         shown = [f"server {number}{where}: {LINES[number]}" for number, where in enumerate(ports)]
@@ -172,7 +172,17 @@ def test_a_script_with_a_thread_a_child_and_odd_names(tmp_path: Path) -> None:
     begins = "import subprocess, threading, time\nthreading.Thread(target=time.sleep, args=(1000,)).start()\n"
     begins += "subprocess.Popen(['sleep', '1000'])\nprint('a line', end='')\n"
     script.write_text(begins + SCRIPT.replace('"w"', r'"a\u2028b\x1cc\nd"'))
-    command = [sys.executable, "-m", "mpitrain", "serve", "--servers", "3", "--show", str(script), str(tmp_path / "no")]
+    command = [
+        sys.executable,
+        "-m",
+        "mpitrain",
+        "serve",
+        "--servers",
+        "3",
+        "--dry-run",
+        str(script),
+        str(tmp_path / "no"),
+    ]
     job = run_command(command)
     assert job.code == 0, job.output
     lines = [line.replace("largest: w", "largest: a?b?c?d") for line in LINES]

@@ -194,7 +194,8 @@ def test_bits_are_those_of_one_rank(world: World, make: Callable[[], Any]) -> No
     assert with_all.bits() == by_itself.bits()
     assert len(set(with_all.steps)) == 5
     assert_equal_everywhere(world, with_all.model)
-    # The script's own random numbers continue as if there had been no training (but for the seed of a loader's workers).
+    # The script's own random numbers continue as if there had been no training (but for the seed of a loader's
+    # workers).
     assert states == (random.getstate(), numpy.random.get_state()[1].tobytes())
 
 
