@@ -65,26 +65,15 @@ ON_NODES = {
     "nodes, and jobs over them": ["tests/cluster"],
 }
 # The other tests run in a process for each folder that takes long; what is not named here has one process for all. That
-# of faults takes longest, and is five parts of about the same length.
+# of faults takes longest, and is three parts of about the same length.
 FAULTS = {
-    "faults, memory and recovery": [
-        f"tests/faults/test_{name}.py" for name in ("memory", "memory_of_ranks", "recovery", "recovery_of_programs")
-    ],
-    "faults, hangs and what is kept": [
-        f"tests/faults/test_{name}.py"
-        for name in (
-            *("hangs", "keep_torch", "keep", "saving", "resume", "checkpoints", "segments"),
-            *("recovery_in_trace", "recovery_of_rounds", "recovery_of_shards", "rounds_in_a_loop"),
-        )
-    ],
     "faults, failures": [
-        f"tests/faults/test_{name}.py"
-        for name in (
-            *("failure", "start_and_end", "leaving", "signals", "exit_code"),
-            *("helpers", "start_method", "torch", "examples", "examples_on_gpu"),
-        )
+        f"tests/faults/test_{name}.py" for name in ("failures", "exits", "processes", "refusals", "launcher", "hangs")
     ],
-    "faults, restarts": [f"tests/faults/test_{name}.py" for name in ("spares", "restart", "chaos", "kills")],
+    "faults, restarts": [
+        f"tests/faults/test_{name}.py"
+        for name in ("restart", "spares", "memory", "keep", "saving", "resume", "checkpoints", "telling", "told")
+    ],
     "faults, others": ["tests/faults"],
 }
 LONG_FOLDERS = ["cli", "examples", "server", "cuda", "training"]

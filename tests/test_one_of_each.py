@@ -80,8 +80,8 @@ DOCUMENTED = [
         "\n| --- | --- |\n",
         "| `gather_and_add`, `halves`, `together`, `MarkedSteps`, `mpitrain greet` | done |\n",
     ),
-    ("docs/explanation/allreduce.md", "", "\n- [ring](#ring)\n", "- [gather_and_add](#gather_and_add)\n"),
-    ("docs/explanation/allreduce.md", "", "\n## ring\n", "\n## gather_and_add\n"),
+    ("docs/dev/allreduce-algorithms.md", "", "\n- [ring](#ring)\n", "- [gather_and_add](#gather_and_add)\n"),
+    ("docs/dev/allreduce-algorithms.md", "", "\n## ring\n", "\n## gather_and_add\n"),
     (
         "docs/explanation/allreduce.md",
         "\n## Codecs",

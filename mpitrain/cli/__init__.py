@@ -84,9 +84,9 @@ _GROUPS = {
 }
 COMMANDS = {name: module for group in _GROUPS.values() for name, module in group.items()}
 _EXAMPLES = """\
-  mpitrain run -n 2 train.py                                # two ranks, here
-  mpitrain run --hosts node1,node2 --ppn 1 train.py         # a rank on each host
-  mpitrain check-cluster --hosts node1,node2                # what is wrong with them
+  mpitrain run -n 2 train.py                           # two ranks, here
+  mpitrain run --hosts node1,node2 --ppn 1 train.py    # a rank on each host
+  mpitrain check-cluster --hosts node1,node2           # what is wrong there
 """
 # Commands that have another name now, and what a user types.
 _RENAMED = {

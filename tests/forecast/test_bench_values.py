@@ -150,7 +150,7 @@ def test_the_extra_is_named_where_matplotlib_is_missing(monkeypatch: pytest.Monk
 
 
 def test_the_ranks_get_the_same_options(tmp_path: Path) -> None:
-    words = ["--sizes", "4K", "--rounds", "2", "--json", f"{tmp_path}/a file.json", "--progress", "--link=1"]
+    words = ["--sizes", "4K", "--rounds", "2", "--json", f"{tmp_path}/a file.json", "--progress", "--link=1Gbit/s"]
     assert read(*words_of(parsed(*words))) == read(*words)
     assert words_of(parsed()) == []
 

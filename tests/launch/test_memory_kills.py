@@ -1,6 +1,6 @@
 """The message about an out-of-memory kill, from each place where the kernel reports one.
 
-tests/faults/test_kills.py has a real kill.
+tests/faults/test_exits.py has a real kill.
 """
 
 from __future__ import annotations
