@@ -84,7 +84,10 @@ def test_a_module_runs_with_what_is_behind_two_dashes(project: Path) -> None:
         (["-m", "nothing.at.all"], "there is no module 'nothing.at.all' to run, neither in "),
         (["nowhere.py"], "there is no script 'nowhere.py'"),
         (["--ppn", "0", "train.py"], "'0' is not a whole number above 0"),
-        (["--start-timeout", "soon", "train.py"], "'soon' is not a number with a unit, as in 60s; units: us, ms, s, min, h, d"),
+        (
+            ["--start-timeout", "soon", "train.py"],
+            "'soon' is not a number with a unit, as in 60s; units: us, ms, s, min, h, d",
+        ),
         (["--hosts", "a/gpu", "train.py"], "'a/gpu' in --hosts a/gpu is not a known form"),
         (["--hosts", "localhost/cpux3", "train.py"], "-n is 2, but the devices in --hosts are for 3 ranks"),
         (["-i", "nowhere", "train.py"], "nowhere: there is no such file"),

@@ -82,7 +82,7 @@ class Hears(mt.Hook):
 hooks = [mt.StopAtStep(STEPS), Hears(), Steps(), *HOOKS]
 trainer = mt.Trainer(build, hooks)
 trainer.run()
-trainer.own_state()  # brings a divided optimizer together
+trainer.own_state()  # brings a sharded optimizer together
 said = {
     "w": to_host(trainer.adapter.parameters()["w"]).tobytes().hex(),
     "optimizer": repr(trainer.adapter.state()["optimizer"]),
@@ -162,6 +162,6 @@ def went_on(job: Job, folder: Path, left: list[int], losses: int = 1, died: int 
         assert set(together) <= set(batch)
         assert together == list(batch) or number <= died
     told = re.findall(
-        rf"^\[\d+\] mpitrain: (rank.*) on {HERE}.* lost; ranks? (.*) went on after \d+\.\d\d s$", job.stderr, re.M
+        rf"^\[\d+\] mpitrain: (rank.*) on {HERE}.* lost; ranks? (.*) continued after \d+\.\d\d s$", job.stderr, re.M
     )
     assert len(told) == losses, job.output

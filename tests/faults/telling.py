@@ -103,7 +103,7 @@ def reckoned(folder: Path, halves: int, last: int, ranks: int) -> list[list[Any]
 
 
 def steps_of(folder: Path) -> list[list[Any]]:
-    """Number, loss, learning rate and tunable value of each step of the last try."""
+    """Number, loss, learning rate and tunable value of each step of the last attempt."""
     steps: list[list[Any]] = json.loads((folder / "steps.json").read_text())
     return steps
 
@@ -162,7 +162,7 @@ class Teller:
         os.kill(int((self.folder / f"pid.{rank}").read_text()), signal.SIGKILL)
 
     def resume(self, during: Callable[[Teller], None]) -> Job:
-        """Another launcher goes on with the job, whose launcher is lost; `during` tells that one something."""
+        """Another launcher continues with the job, whose launcher is lost; `during` tells that one something."""
         command = [sys.executable, "-m", "mpitrain", "run", "--resume", kept_id(self.folder)]
         return run_command(command, during=lambda process: during(Teller(self.folder, process.pid)))
 

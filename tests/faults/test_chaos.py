@@ -111,7 +111,9 @@ def wait_for(process: subprocess.Popen[str], words: str, count: int = 1) -> str:
     raise AssertionError(f"{words!r} did not come {count} times:\n{said}")
 
 
-def finish(job: RunningJob, process: subprocess.Popen[str], faults: int, words: str = "the job went on after") -> dict:
+def finish(
+    job: RunningJob, process: subprocess.Popen[str], faults: int, words: str = "the job continued after"
+) -> dict:
     """Let the job end when chaos has printed these words about so many faults. Return the report."""
     said = wait_for(process, words, faults)
     (job.folder / "enough").touch()
@@ -185,7 +187,7 @@ def test_chaos_ends_and_the_frozen_go_on(tmp_path: Path, number: signal.Signals)
         assert job.launcher.wait(HANG_SECONDS) == 0, job.said()
     if number == signal.SIGINT:
         assert process.returncode == 128 + signal.SIGINT
-        assert "the job goes on; all faults are undone" in rest, said + rest
+        assert "the job continues; all faults are undone" in rest, said + rest
 
 
 @pytest.mark.nightly
@@ -193,7 +195,7 @@ def test_an_end_that_was_not_seen(tmp_path: Path) -> None:
     """The saboteur stands still while the job ends well. The one that replaces it cannot know how the job ended."""
     with running(tmp_path, 2, vendor=need("mpich")) as job:
         process = chaos(job, "--faults", "freeze", "--every", "2s", "--hold", "0.5s", "--count", "1")
-        said = wait_for(process, "the job went on after")
+        said = wait_for(process, "the job continued after")
         (saboteur,) = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
         os.kill(int(saboteur), signal.SIGSTOP)
         (tmp_path / "enough").touch()
@@ -207,7 +209,7 @@ def test_an_end_that_was_not_seen(tmp_path: Path) -> None:
 
 @pytest.mark.nightly
 def test_a_full_disk(tmp_path: Path) -> None:
-    """The disk is a tmpfs that only the job and chaos see. For a second no checkpoint is written; the job goes on."""
+    """The disk is a tmpfs that only the job and chaos see. For a second no checkpoint is written; the job continues."""
     if os.geteuid() != 0:
         pytest.skip("mounting needs root")
     disk = tmp_path / "checkpoints"

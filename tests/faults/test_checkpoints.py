@@ -97,7 +97,7 @@ def names_in(folder: Path) -> list[str]:
 
 
 FILL = "before[3] = lambda: (checkpoints / 'other').write_bytes(bytes(380_000))\n"
-GOES_ON = "training goes on, and the next save tries again. Earlier checkpoints are intact"
+GOES_ON = "training continues, and the next save tries again. Earlier checkpoints are intact"
 
 
 MOUNT = "before[{}] = lambda: os.system(f'mount -o remount,{} {{checkpoints}}')\n"

@@ -18,8 +18,8 @@ from faults.outcome import failed, report_of, succeeded
 from jobs import KERNEL_KEEPS_CODES, VENVS, Job, mpiexec, run_command, until
 
 Run = Callable[[str], Job]
-SILENT = " ended without a word (os._exit, or killed?)"
-GOES_ON = ", and mpiexec goes on: the job is ended\n"
+SILENT = " ended without a message (os._exit, or killed?)"
+GOES_ON = ", and mpiexec continues: the job is ended\n"
 HOLDER = "subprocess.Popen(['sleep', '1000'], close_fds=False)"  # has all open files of the rank
 
 
@@ -88,11 +88,13 @@ def test_a_rank_that_vanishes_and_mpiexec_goes_on(vendor: str, ending: str, doin
 
 @pytest.mark.nightly
 def test_a_rank_that_fails_and_mpiexec_goes_on(tmp_path: Path) -> None:
-    # MPICH's mpiexec sometimes goes on. Here it hears nothing, because a process keeps the rank's connection open.
+    # MPICH's mpiexec sometimes continues. Here it hears nothing, because a process keeps the rank's connection open.
     unheard = "import mpitrain.job.failure as its; its.abort = lambda comm, code: None"
     job = launched(tmp_path, others_and(1, f"{unheard}; {HOLDER}; raise RuntimeError('bang')", "alone"), 3)
     failed(job, "RuntimeError: bang")
-    assert re.search(r"mpitrain: rank 1 on \S+ failed, and mpiexec goes on: the job is ended\n", job.stderr), job.output
+    assert re.search(r"mpitrain: rank 1 on \S+ failed, and mpiexec continues: the job is ended\n", job.stderr), (
+        job.output
+    )
     assert SILENT not in job.stderr
 
 

@@ -19,7 +19,7 @@ from jobs import VENVS, mpiexec, run_command, run_job
 from mpitrain.job import failure
 
 # -- exceptions ------------------------------------------------------------------------------------------------------
-# The other ranks go on when they know that the first has failed. The first hears of their failure, however late.
+# The other ranks continue when they know that the first has failed. The first hears of their failure, however late.
 AFTER = """
 import mpitrain.job.failure as its
 

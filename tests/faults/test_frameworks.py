@@ -116,7 +116,7 @@ FAILING = {
         f"if rank == 2: raise KeyError('no such batch')\n{REDUCES}",
         ["rank 2 on ", "KeyError: 'no such batch'"],
     ),
-    # DDP on rank 1 sees the difference and raises. Rank 0 goes on and waits for rank 1.
+    # DDP on rank 1 sees the difference and raises. Rank 0 continues and waits for rank 1.
     "differs": (2, "torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(3 + rank, 2))", ["appears not to match"]),
 }
 
@@ -405,9 +405,9 @@ except MismatchError:
 
 @pytest.mark.nightly
 def test_factors_of_power_sgd_that_differ_are_an_error_on_every_rank(tmp_path: Path) -> None:
-    """Rank 1 goes on from the factors of before the first step. The job ends when both ranks have the error."""
+    """Rank 1 continues from the factors of before the first step. The job ends when both ranks have the error."""
     report = report_of(jax_job(OTHER_FACTORS, str(tmp_path)), "mean.update(gradients, left._replace")
-    assert "MismatchError: the ranks go on from different factors of PowerSGD" in report.text
+    assert "MismatchError: the ranks continue from different factors of PowerSGD" in report.text
     assert len(list(tmp_path.iterdir())) == 2
 
 

@@ -304,7 +304,7 @@ def frozen(tmp_path: Path) -> Iterator[Path]:
 
 
 def test_a_rank_that_cannot_be_killed(tmp_path: Path, frozen: Path, vendor: str, undisturbed: Undisturbed) -> None:
-    """It is named, and the job goes on from memory."""
+    """It is named, and the job continues from memory."""
     wrong = f"if rank == 1 and step == 7 and once('stuck'): pathlib.Path('{frozen}/file').write_text('x')"
 
     def thaw(process: subprocess.Popen[str]) -> None:
@@ -318,5 +318,5 @@ def test_a_rank_that_cannot_be_killed(tmp_path: Path, frozen: Path, vendor: str,
     assert re.search(rf"no progress for \d+ s: rank 0 .*{stuck}", job.stderr), job.output
     assert re.search(r"process \d+ could not be killed: .*train\.py", job.stderr), job.output
     first, last = training.tries(job)
-    assert re.match(r"try 1 of 3 failed at step 7: ", first), first
-    assert last == "try 2 of 3 succeeded"
+    assert re.match(r"attempt 1 of 3 failed at step 7: ", first), first
+    assert last == "attempt 2 of 3 succeeded"

@@ -1,4 +1,4 @@
-"""`mt.keep` and `mpitrain.torch.keep`: a killed loop of one's own goes on from memory, with the bits of one that is
+"""`mt.keep` and `mpitrain.torch.keep`: a killed loop of one's own continues from memory, with the bits of one that is
 not killed."""
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def test_a_killed_loop(tmp_path: Path, vendor: str) -> None:
     job = train(tmp_path / "killed", wrong, ranks=3, vendor=vendor)
     succeeded(job)
     assert resumed(job) == [(step - 1) // EVERY * EVERY for step in (first, second)], job.output
-    assert re.search(rf"try 1 of 3 failed at step {first}: rank 2 on {HERE} ", job.stderr)
+    assert re.search(rf"attempt 1 of 3 failed at step {first}: rank 2 on {HERE} ", job.stderr)
     w, expected = (numpy.load(tmp_path / run / "w.npy").tobytes() for run in ("killed", "whole"))
     assert w == expected
     assert numpy.load(tmp_path / "killed" / "used.npy").tolist() == [3.0] * 61  # each sample once in an epoch
@@ -80,7 +80,7 @@ def test_a_killed_loop(tmp_path: Path, vendor: str) -> None:
 
 @pytest.mark.nightly
 def test_before_the_first_copy(tmp_path: Path) -> None:
-    """The loop has nothing to go on from, and a line says so."""
+    """The loop has nothing to continue from, and a line says so."""
     job = train(tmp_path, "if rank == 1 and step == 2 and once('killed'): die()")
     succeeded(job)
     why = "no host that takes part has a whole copy. The loop begins with what keep() was given"
@@ -95,12 +95,12 @@ def test_before_the_first_copy(tmp_path: Path) -> None:
         (
             "keep(w=numpy.zeros(5)",
             "keep(w=numpy.zeros(4 if world.broadcast_object((folder / 'killed').exists()) else 5)",
-            "CheckpointError: rank 0 on .*: w is float64 (5,) in the copy in memory, and was float64 (4,) in keep()",
+            "CheckpointError: rank 0 on .*: w is float64 (5,) in the in-memory checkpoint, and was float64 (4,) in keep()",
         ),
         (
             "step=0)",
             "step=0, **({'extra': 1} if world.broadcast_object((folder / 'killed').exists()) else {}))",
-            "the copy in memory holds HOLDS; this script keeps HOLDS, extra (value)",
+            "the in-memory checkpoint holds HOLDS; this script keeps HOLDS, extra (value)",
         ),
     ],
 )
@@ -152,7 +152,7 @@ def test_sigterm_ends_a_loop_that_saves_nothing(tmp_path: Path) -> None:
     assert job.code == 128 + signal.SIGTERM, job.output
     ended = re.search(rf"SIGTERM told rank 1 to end on {HERE}: the job has ended after step (\d+)\n", job.stderr)
     assert ended, job.output
-    assert f"mpitrain: step {ended[1]} is not saved: copies in memory end with the job\n" in job.stdout
+    assert f"mpitrain: step {ended[1]} is not saved: in-memory checkpoints end with the job\n" in job.stdout
     assert int(ended[1]) % EVERY == 0
 
 
@@ -270,17 +270,17 @@ def train_torch(
 def test_a_killed_loop_of_torch(tmp_path: Path, vendor: str, options: list[str], after: str) -> None:
     """The models have the bits of an undisturbed loop, and each sample was used once in each epoch.
 
-    Then the example is killed between two epochs. It goes on from where its inner loop has no batch left.
+    Then the example is killed between two epochs. It continues from where its inner loop has no batch left.
     """
     step = random.randrange(3, STEPS + 1)
     wrong = f"if rank == 1 and step == {step} and once('killed'): die()"
     job = train_torch(tmp_path, wrong, *options, tries=3, after=after, vendor=vendor)
     succeeded(job)
-    assert re.search(rf"try 1 of 3 failed at step {step}: rank 1 on ", job.stderr)
+    assert re.search(rf"attempt 1 of 3 failed at step {step}: rank 1 on ", job.stderr)
     assert resumed(job) == [(step - 1) // 2 * 2, *([12] if after else [])], (step, job.output)
     assert job.stdout.count(f"the same bits after {STEPS} steps\n") == 1 + bool(after)
     if after:
-        assert re.search(r"try 2 of 3.* failed at step 13: rank 1 on ", job.stderr)
+        assert re.search(r"attempt 2 of 3.* failed at step 13: rank 1 on ", job.stderr)
         last_try = job.stdout.rpartition("resumed from memory at step 12\n")[2]
         lines = re.findall(r"epoch (\d): loss ([\d.]+), test accuracy", last_try)
         assert [epoch for epoch, _ in lines] == ["1", "2", "3"]
@@ -291,5 +291,5 @@ def test_a_killed_loop_of_torch(tmp_path: Path, vendor: str, options: list[str],
 def test_a_model_of_another_shape(tmp_path: Path) -> None:
     size = "(7 if world.broadcast_object((folder / 'killed').exists()) else 8)"
     job = train_torch(tmp_path, "if rank == 1 and step == 8 and once('killed'): die()", tries=2, size=size)
-    why = "the copy in memory does not fit Sequential: Error(s) in loading state_dict"
+    why = "the in-memory checkpoint does not fit Sequential: Error(s) in loading state_dict"
     failed(job, "CheckpointError: rank 0 on ", why)

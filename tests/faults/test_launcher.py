@@ -56,7 +56,7 @@ def test_an_output_that_another_process_holds_open(tmp_path: Path) -> None:
 @pytest.mark.nightly
 @pytest.mark.parametrize("seconds", [20, 35])
 def test_a_launcher_that_is_stopped_for_a_while(tmp_path: Path, seconds: int) -> None:
-    """As by Ctrl-Z. On one machine the job goes on. A guard of another host would give its launcher up after 30 s."""
+    """As by Ctrl-Z. On one machine the job continues. A guard of another host would give its launcher up after 30 s."""
 
     def during(launcher: subprocess.Popen[str]) -> None:
         until((tmp_path / "in").exists)
@@ -124,7 +124,7 @@ world = mt.init()
 with mt.workers(world) as leads:
     if leads:
         BODY
-print(f"rank {world.rank} goes on")
+print(f"rank {world.rank} continues")
 """
 
 
@@ -134,7 +134,7 @@ def test_an_error_that_is_not_caught_ends_the_job() -> None:
     last_words = ended.stderr[ended.stderr.index("mpitrain: rank 0 on") :]
     assert f"RemoteError: rank 2 on {HERE}: fails raised ValueError: 7 is not allowed" in last_words
     assert "in fails\n" in last_words
-    assert "rank 0 goes on" not in ended.stdout
+    assert "rank 0 continues" not in ended.stdout
 
 
 @pytest.mark.nightly
@@ -142,7 +142,7 @@ def test_what_cannot_come_back(tmp_path: Path) -> None:
     """A rank is killed while it computes; a function is one that not every rank defines."""
     ended = launched(tmp_path, RUN_ON.replace("BODY", "mt.run_on(1, dies).result()"), 3)
     failed(ended)
-    how = r"(was killed by signal 9|ended without a word \(os\._exit, or killed\?\))"
+    how = r"(was killed by signal 9|ended without a message \(os\._exit, or killed\?\))"
     assert re.search(rf"^mpitrain: rank 1 on {HERE} {how}", ended.stderr, re.M), ended.output
     body = "def late(): pass\n        mt.run_on(1, late).result()"
     why = f"rank 1 on {HERE}: the function or an argument cannot be made there: AttributeError"
@@ -192,7 +192,7 @@ try:
             raise KeyError
 except KeyError:
     print("caught")
-print(f"rank {world.rank} goes on")
+print(f"rank {world.rank} continues")
 """
 
 
@@ -201,7 +201,7 @@ def test_a_program_that_ends_after_the_error_of_its_body(tmp_path: Path) -> None
     """A worker that is still busy hears of the end of the block when its function has ended."""
     ended = run(3, ENDS, "mpich", str(tmp_path / "began"))
     succeeded(ended)
-    assert sorted(ended.stdout.splitlines()) == ["caught", *(f"rank {rank} goes on" for rank in range(3))]
+    assert sorted(ended.stdout.splitlines()) == ["caught", *(f"rank {rank} continues" for rank in range(3))]
 
 
 @pytest.mark.nightly

@@ -83,7 +83,7 @@ def test_a_newer_checkpoint(tmp_path: Path, undisturbed: Undisturbed) -> None:
     job = train(tmp_path, "if rank == 1 and step == 8 and once('killed'): kill(3)", hooks=hooks, every=5)
     succeeded(job)
     assert resumed(job) == []
-    assert not_from_memory(job) == ["its newest copy is of step 5. The training goes on after step 6"]
+    assert not_from_memory(job) == ["its newest copy is of step 5. The training continues after step 6"]
     assert result(tmp_path)[0] == undisturbed()[0]
 
 
@@ -104,7 +104,7 @@ def keeper():
 
 
 def test_a_killed_keeper(tmp_path: Path, undisturbed: Undisturbed) -> None:
-    """The next try resumes from the disk, and says so. Later its new keeper has a copy newer than the checkpoint."""
+    """The next attempt resumes from the disk, and says so. Later its new keeper has a copy newer than the checkpoint."""
     wrong = """if rank == 1 and step == 8 and once("killed"):
         wait_for("checkpoints/step-00000006")
         os.kill(keeper(), signal.SIGKILL)
@@ -113,7 +113,7 @@ def test_a_killed_keeper(tmp_path: Path, undisturbed: Undisturbed) -> None:
         kill(3)"""
     job = train(tmp_path, wrong, hooks="[mt.Checkpoint(folder / 'checkpoints', steps=3)]", before=KEEPER)
     succeeded(job)
-    assert not_from_memory(job) == ["no host that takes part has a whole copy. The training goes on after step 6"]
+    assert not_from_memory(job) == ["no host that takes part has a whole copy. The training continues after step 6"]
     assert resumed(job) == [14]
     assert job.stdout.count("resumed from /") == 1
     assert result(tmp_path)[0] == undisturbed()[0]
@@ -123,7 +123,9 @@ def test_too_little_memory(tmp_path: Path, undisturbed: Undisturbed) -> None:
     """Nothing is copied. A line says so at the first step, and another line at the restart, which begins at step 0."""
     job = train(tmp_path, AT_8, before=NO_ROOM)
     succeeded(job)
-    said = rf"mpitrain: rank 0 on {HERE}: the state is not copied to memory here, .* are free, and 5% must stay free"
+    said = (
+        rf"mpitrain: rank 0 on {HERE}: the state has no in-memory checkpoint here, .* are free, and 5% must stay free"
+    )
     assert re.search(said, job.stderr)
     assert not_from_memory(job) == ["no host that takes part has a whole copy. The training starts over"]
     assert result(tmp_path) == undisturbed()
@@ -278,12 +280,14 @@ def test_a_host_without_a_copy(tmp_path: Path, codec: str) -> None:
 
 @pytest.mark.nightly
 def test_a_host_without_room(tmp_path: Path) -> None:
-    """It makes no copy, and says so at the first step of each try. The copy of the other host serves both."""
+    """It makes no copy, and says so at the first step of each attempt. The copy of the other host serves both."""
     train_on_two_hosts(tmp_path / "whole")
     lacks = 'if int(os.environ["PMI_RANK"]) >= 1:\n    ' + NO_ROOM.replace("\n", "; ")
     job = train_on_two_hosts(tmp_path / "killed", AT_8.replace("rank == 1", "rank == 2"), lacks)
     went_on(job, tmp_path / "killed", [7], result(tmp_path / "whole"))
-    said = re.findall(r"mpitrain: rank (\d) on (\S+): the state is not copied to memory here, .* are free", job.stderr)
+    said = re.findall(
+        r"mpitrain: rank (\d) on (\S+): the state has no in-memory checkpoint here, .* are free", job.stderr
+    )
     assert said == [("1", "other")] * 2, job.output
 
 

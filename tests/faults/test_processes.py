@@ -67,7 +67,7 @@ def test_an_exception_of_a_process_is_its_own(tmp_path: Path) -> None:
 @pytest.mark.nightly
 @pytest.mark.parametrize("start", ["subprocess.run([sys.executable, '-c', CHILD], check=True)", "os.system(LINE)"])
 def test_a_program_that_a_rank_starts_is_alone(start: str, vendor: str) -> None:
-    """It is no rank, with MPI and without mpitrain too; its parent goes on. MPI's own spawn is not affected."""
+    """It is no rank, with MPI and without mpitrain too; its parent continues. MPI's own spawn is not affected."""
     source = f"""
 import os, shlex, subprocess, sys
 import mpitrain as mt
@@ -120,7 +120,7 @@ assert world.sum(1 + world.rank) == 3
 
 
 def test_a_forked_process_that_communicates(tmp_path: Path, vendor: str) -> None:
-    """Every kind of call is refused before it reaches MPI. The job goes on."""
+    """Every kind of call is refused before it reaches MPI. The job continues."""
     succeeded(script(tmp_path, 2, START + COMMUNICATES, vendor))
 
 

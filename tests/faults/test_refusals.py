@@ -104,7 +104,7 @@ def test_an_algorithm_that_one_rank_alone_asks_for() -> None:
 
 
 # -- a profile that cannot be used -----------------------------------------------------------------------------------
-USES = "import mpitrain as mt\nprint(f'went on with {mt.init().profile.origin}')"
+USES = "import mpitrain as mt\nprint(f'continued with {mt.init().profile.origin}')"
 
 
 def refused(path: Path, message: str, ranks: int = 2) -> str:
@@ -112,7 +112,7 @@ def refused(path: Path, message: str, ranks: int = 2) -> str:
     job = run_job(ranks, USES, env={"MPITRAIN_PROFILE": str(path)})
     text = report_of(job, f"ConfigError: {message}").text
     assert job.stderr.count(f"the profile {path} ") == 1, job.output
-    assert "went on" not in job.stdout, job.output
+    assert "continued" not in job.stdout, job.output
     assert "failed too" not in job.stderr, job.output
     return text
 
@@ -133,7 +133,7 @@ def test_the_remedy_for_a_profile(tmp_path: Path, first: bytes | None, request: 
     job = run_command([PYTHON, "-m", "mpitrain", *command], timeout=300, env={"MPITRAIN_PROFILE": str(path)})
     assert job.code == 0, job.output
     job = run_job(2, USES, env={"MPITRAIN_PROFILE": str(path)})
-    assert (job.code, job.stdout.count(f"went on with {path}")) == (0, 2), job.output
+    assert (job.code, job.stdout.count(f"continued with {path}")) == (0, 2), job.output
     content = json.loads(path.read_text())
     refused(path, f"the profile {path} is of another cluster: ranks_per_node [2], here [3]", ranks=3)
     content["fingerprint"]["hosts"] = ["elsewhere"]

@@ -24,15 +24,15 @@ from jobs import until
 from mpitrain.cli import main
 
 train = functools.partial(training.train, hooks=EVERY_4, every=1000)
-HOW = r"(was killed by signal 9|ended without a word \(os\._exit, or killed\?\))"
+HOW = r"(was killed by signal 9|ended without a message \(os\._exit, or killed\?\))"
 
 
 def test_a_killed_rank(tmp_path: Path, vendor: str, undisturbed: Undisturbed) -> None:
     job = train(tmp_path, "if rank == 1 and step == 7 and once('killed'): kill()", ranks=3, vendor=vendor)
     succeeded(job)
     found = tries(job)
-    assert re.fullmatch(rf"try 1 of 3 failed at step 7: rank 1 on {HERE} {HOW}; starting again on {HERE}", found[0])
-    assert found[1:] == ["try 2 of 3 succeeded"]
+    assert re.fullmatch(rf"attempt 1 of 3 failed at step 7: rank 1 on {HERE} {HOW}; starting again on {HERE}", found[0])
+    assert found[1:] == ["attempt 2 of 3 succeeded"]
     assert job.stdout.count("resumed from ") == 1
     assert result(tmp_path)[0] == undisturbed(3, vendor)[0]
 
@@ -46,9 +46,9 @@ def test_an_exception_on_a_rank(tmp_path: Path, undisturbed: Undisturbed) -> Non
     succeeded(job)
     cause = f"rank 1 on {HERE} failed: OSError: the disk is gone"
     assert tries(job) == [
-        f"try 1 of 3 failed at step 10: {cause}; starting again on {HERE}",
-        f"try 2 of 3, from step 8, failed at step 15: {cause}; starting again on {HERE}",
-        "try 3 of 3 succeeded",
+        f"attempt 1 of 3 failed at step 10: {cause}; starting again on {HERE}",
+        f"attempt 2 of 3, from step 8, failed at step 15: {cause}; starting again on {HERE}",
+        "attempt 3 of 3 succeeded",
     ]
     assert result(tmp_path)[0] == undisturbed()[0]
 
@@ -71,7 +71,7 @@ def test_what_started_the_ranks_is_killed(tmp_path: Path, vendor: str, parent: s
     succeeded(job)
     found = tries(job)
     assert len(found) == 2, job.output
-    assert re.match(rf"try 1 of 3 failed at step 10: .*; starting again on {HERE}$", found[0]), job.output
+    assert re.match(rf"attempt 1 of 3 failed at step 10: .*; starting again on {HERE}$", found[0]), job.output
     assert result(tmp_path)[0] == undisturbed(vendor=vendor)[0]
 
 
@@ -111,7 +111,7 @@ def test_always_at_the_same_step(tmp_path: Path) -> None:
     found = tries(job)
     assert len(found) == 3, job.output
     assert all(", from step 8, failed at step 10: " in line for line in found[1:]), job.output
-    assert "not started again: 3 tries failed at step 10; examine program" in found[2]
+    assert "not started again: 3 attempts failed at step 10; examine program" in found[2]
     assert job.stdout.count("resumed from ") == 2
 
 
@@ -151,7 +151,7 @@ def test_a_signal_to_the_launcher(tmp_path: Path, number: signal.Signals) -> Non
         ("--servers 1 --restarts 1", "--servers goes without --restarts, --spares and --recover"),
         (
             "--resume 12345678 --min-nodes 1",
-            "--resume goes on with the command that started the job; leave out -n, --min-nodes, SCRIPT",
+            "--resume continues with the command that started the job; leave out -n, --min-nodes, SCRIPT",
         ),
     ],
 )
@@ -168,11 +168,11 @@ def test_wrong_options(options: str, message: str, capfd: pytest.CaptureFixture[
 
 @pytest.mark.nightly
 def test_a_script_without_init(tmp_path: Path) -> None:
-    """Its Trainer is the first that calls init(). A try whose steps are not known would not be followed by another."""
+    """Its Trainer is the first that calls init(). A attempt whose steps are not known would not be followed by another."""
     source = training.source("if rank == 1 and step == 7 and once('killed'): die()")
     source = source.replace("world = mt.init()\nrank = world.rank\n", "rank = int(os.environ['PMI_RANK'])\n")
     job = launched(tmp_path, source.replace("world.is_root", "rank == 0"), 2, "--restarts", "1", words=(str(tmp_path),))
     succeeded(job)
     first, last = tries(job)
-    assert first.startswith("try 1 of 2 failed at step 7: rank 1 on ")
-    assert last == "try 2 of 2 succeeded"
+    assert first.startswith("attempt 1 of 2 failed at step 7: rank 1 on ")
+    assert last == "attempt 2 of 2 succeeded"

@@ -1,4 +1,4 @@
-"""`mpitrain run --resume`: the launcher of a training is killed, and another one goes on, with the same bits."""
+"""`mpitrain run --resume`: the launcher of a training is killed, and another one continues, with the same bits."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ def test_a_killed_launcher(tmp_path: Path, undisturbed: Undisturbed) -> None:
     job, other = ids
     assert len(set(ids)) == 2
     line = (
-        rf"mpitrain: job {job} has lost its launcher; its state is kept in memory until \d\d:\d\d:\d\d. To go on: "
+        rf"mpitrain: job {job} has lost its launcher; its state is kept in memory until \d\d:\d\d:\d\d. To continue: "
         rf"`mpitrain run --resume {job}`. To drop it: `mpitrain kill {job}`\n"
     )
     assert re.fullmatch(line, killed.stderr), killed.output
@@ -126,13 +126,13 @@ def test_a_killed_launcher(tmp_path: Path, undisturbed: Undisturbed) -> None:
     again, last, too_late = jobs
     assert again.code == -signal.SIGKILL
     assert re.fullmatch(
-        f"mpitrain: going on with job {job} from what is kept on {HERE}\n" + line.replace(job, other), again.stderr
+        f"mpitrain: continuing with job {job} from what is kept on {HERE}\n" + line.replace(job, other), again.stderr
     ), again.output
     went_on(last, tmp_path, [13], undisturbed())
     assert f"the variable is kept in {tmp_path}\n" in last.stdout
     assert too_late.code == 1
     assert f"nothing is kept of a job {other} of yours on {HERE}." in too_late.stderr
-    assert "start its command again: it goes on from its newest checkpoint" in too_late.stderr
+    assert "start its command again: it continues from its newest checkpoint" in too_late.stderr
     rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     events = [event for row in rows for event in row.get("events", [])]
     assert [(event["after_step"], event["source"]) for event in events] == [(first - 1, "memory"), (13, "memory")]
@@ -157,7 +157,7 @@ def resume_and_kill(command: list[str], kill: Callable[[subprocess.Popen[str]], 
 
 @pytest.mark.nightly
 def test_while_a_try_is_starting(tmp_path: Path, vendor: str, undisturbed: Undisturbed) -> None:
-    """The first try has failed. The second one has made no step when the launcher is killed."""
+    """The first attempt has failed. The second one has made no step when the launcher is killed."""
     jobs: list[Job] = []
     (tmp_path / "to-kill").touch()
 
@@ -171,7 +171,7 @@ def test_while_a_try_is_starting(tmp_path: Path, vendor: str, undisturbed: Undis
     killed = train(tmp_path, [], during, vendor=vendor)
     assert killed.code == -signal.SIGKILL
     assert killed.left == []
-    assert "try 1 of 3 failed at step 6: rank 1 " in killed.stderr
+    assert "attempt 1 of 3 failed at step 6: rank 1 " in killed.stderr
     went_on(jobs[0], tmp_path, [5], undisturbed(vendor=vendor))
 
 
@@ -214,7 +214,7 @@ def test_two_launchers_go_on_at_once(tmp_path: Path, undisturbed: Undisturbed) -
     assert train(tmp_path, [4], during).left == []
     loser, winner = sorted(both, key=lambda one: -one.code)
     assert loser.code == 1
-    told = r"another `mpitrain run --resume` on .* goes on with this job|somebody else goes on|is alive|nothing is kept"
+    told = r"another `mpitrain run --resume` on .* continues with this job|somebody else continues|is alive|nothing is kept"
     assert re.search(told, loser.stderr), loser.output
     assert loser.stderr.count("has lost its launcher") == 0
     went_on(winner, tmp_path, [3], undisturbed())

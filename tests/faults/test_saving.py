@@ -36,7 +36,7 @@ from mpitrain.launch.policy import Verdict
 supervisor.judge = lambda hosts, *_, **__: Verdict(reason={REASON!r}, left=tuple(hosts))
 sys.exit(main())
 """
-NOTHING = "no host has the state in memory; the same command goes on from the newest checkpoint, if any"
+NOTHING = "no host has the state in memory; the same command continues from the newest checkpoint, if any"
 STEPPED = "if os.environ.get('_MPITRAIN_SAVES'): (folder / 'stepped').touch()"
 DIES = f"{STEPPED}\n    if step == 8 and rank == world.size - 1 and once('killed'): die()"
 SAVES = "[mt.Checkpoint(folder / 'checkpoints', steps=1000)]"
@@ -58,11 +58,11 @@ def few(folder: Path, wrong: str = DIES, goes_on: GoesOn | None = None, **argume
 
 
 class GoesOn:
-    """Waits for the end of the launcher, and goes on from what it has left in memory. Mends what the test has broken.
+    """Waits for the end of the launcher, and continues from what it has left in memory. Mends what the test has broken.
 
     Attributes:
         said: what the launcher has said, on stderr.
-        job: that goes on.
+        job: that continues.
     """
 
     said: str
@@ -76,7 +76,7 @@ class GoesOn:
         self.said = process.stderr.read()
         if self._broken.exists():
             self._broken.unlink()
-        (job,) = re.findall(r"To go on when more hosts can take part: `mpitrain run --resume (\w{8})`", self.said)
+        (job,) = re.findall(r"To continue when more hosts can take part: `mpitrain run --resume (\w{8})`", self.said)
         self.job = run_command([sys.executable, "-m", "mpitrain", "run", "--resume", job], cwd=Path("/"))
 
 
@@ -87,11 +87,11 @@ def test_the_newest_step_is_saved(tmp_path: Path, ranks: int, vendor: str, undis
     job = few(tmp_path, ranks=ranks, vendor=vendor, hooks=SAVES)
     assert job.stderr.endswith(f"mpitrain: {REASON}: the job has ended after step 7, which is saved\n"), job.output
     path = tmp_path / "checkpoints" / "step-00000007"
-    assert f"mpitrain: {path} is saved; the same command goes on from there\n" in job.stdout
+    assert f"mpitrain: {path} is saved; the same command continues from there\n" in job.stdout
     assert [entry.name for entry in path.parent.iterdir()] == [path.name]
     about = read_manifest(path)
     assert (about.step, "loss" in about.information) == (7, False)
-    # The same command goes on, with the bits of an undisturbed training.
+    # The same command continues, with the bits of an undisturbed training.
     again = train(tmp_path, hooks=SAVES, ranks=ranks, vendor=vendor)
     succeeded(again)
     assert f"resumed from {path} at step 7\n" in again.stdout
@@ -149,7 +149,7 @@ BREAKS = DIES.replace("die()", "((folder / 'saved').rename(folder / 'away'), (fo
 def test_what_cannot_be_saved_is_kept(
     tmp_path: Path, wrong: str, hooks: str, why: str, undisturbed: Undisturbed
 ) -> None:
-    """Another launcher goes on from memory, with the bits of an undisturbed training, and the record has the event."""
+    """Another launcher continues from memory, with the bits of an undisturbed training, and the record has the event."""
     goes_on = GoesOn(tmp_path)
     few(tmp_path, wrong, hooks=f"[mt.Record([mt.writers.JsonLines(folder)], steps=1), *{hooks}]", goes_on=goes_on)
     assert re.search(
@@ -194,7 +194,9 @@ mt.Trainer = Own
 def test_steps_of_ones_own_are_refused(tmp_path: Path) -> None:
     """Only `run` copies the state to memory, and can save it."""
     job = few(tmp_path, hooks=SAVES, before=OWN_STEPS)
-    assert "this try only saves what the tries before have reached, and makes no step; only Trainer.run" in job.stderr
+    assert (
+        "this attempt only saves what the tries before have reached, and makes no step; only Trainer.run" in job.stderr
+    )
     assert job.stderr.endswith(f"mpitrain: {NOTHING}\n"), job.output
 
 

@@ -1,4 +1,4 @@
-"""`mpitrain run --restarts N --spares`: processes that wait in init() become the ranks of the next try."""
+"""`mpitrain run --restarts N --spares`: processes that wait in init() become the ranks of the next attempt."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ RANK = {b"PMI_RANK", b"OMPI_COMM_WORLD_RANK"}
 BEFORE_INIT = """
 print("begins")
 (folder / f"began-{os.getpid()}").touch()
-def restarted():  # the training runs, and nobody has let it go on yet
+def restarted():  # the training runs, and nobody has let it continue yet
     return (folder / "trains").exists() and not (folder / "killed").exists()
 """
 AFTER_INIT = "(folder / f'rank-{rank}-{os.getpid()}').touch()"
-# A training rank waits at a step until the test lets it go on, and is killed there.
+# A training rank waits at a step until the test lets it continue, and is killed there.
 KILL = """if rank == 1 and step == {step} and once("kill-{step}"):
         once("trains")
         wait_for("go-{step}")
@@ -134,7 +134,7 @@ def test_killed_ranks(tmp_path: Path, vendor: str, ranks: int, steps: list[int],
     *killed, last = tries(job)
     assert last == f"try {lives} of 3 succeeded"
     # mpiexec may name a rank that it has ended itself.
-    how = rf"rank 1 on {HERE} (was killed by signal 9|ended without a word \(os\._exit, or killed\?\))"
+    how = rf"rank 1 on {HERE} (was killed by signal 9|ended without a message \(os\._exit, or killed\?\))"
     for number, (step, line) in enumerate(zip(steps, killed, strict=True), 1):
         since = "" if number == 1 else ", from step 6,"
         assert re.fullmatch(rf"try {number} of 3{since} failed at step {step}: {how}; starting again on {HERE}", line)

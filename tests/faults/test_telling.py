@@ -31,7 +31,7 @@ def own_name() -> str:
 
 
 def goes_on(teller: Teller, step: int, is_paused: bool = True) -> None:
-    """The job goes on from a pause after this step, makes two more, and ends."""
+    """The job continues from a pause after this step, makes two more, and ends."""
     if is_paused:
         assert teller.applied("resume") == step
     teller.wait_for_step(step + 2)
@@ -63,7 +63,7 @@ def test_the_rate_is_that_of_a_schedule(tmp_path: Path, ranks: int) -> None:
 
 
 def test_pause_set_save_stop_and_go_on(tmp_path: Path) -> None:
-    """The last checkpoint has the factor and the value, and a run on another number of ranks goes on with both."""
+    """The last checkpoint has the factor and the value, and a run on another number of ranks continues with both."""
     applied: dict[str, int] = {}
 
     def during(teller: Teller) -> None:
@@ -129,7 +129,9 @@ def test_pause_set_save_stop_and_go_on(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("has_copies", [True, *nightly(False)])
 def test_it_holds_after_a_restart(tmp_path: Path, has_copies: bool) -> None:
-    """Rank 1 is killed after the order. Without a copy the next try begins anew, and applies it after the same step."""
+    """Rank 1 is killed after the order. Without a copy the next attempt begins anew, and applies it after the same
+    step.
+    """
     applied: list[int] = []
 
     def during(teller: Teller) -> None:
@@ -156,7 +158,7 @@ def test_it_holds_after_a_restart(tmp_path: Path, has_copies: bool) -> None:
 
 @pytest.mark.nightly
 def test_a_rank_is_killed_in_a_pause(tmp_path: Path) -> None:
-    """The next try is paused too, after the same step."""
+    """The next attempt is paused too, after the same step."""
 
     def during(teller: Teller) -> None:
         step = teller.applied("pause")
@@ -216,7 +218,7 @@ def test_sigterm_in_a_pause(tmp_path: Path) -> None:
 
 @pytest.mark.nightly
 def test_orders_in_a_pause_after_the_launcher_is_lost(tmp_path: Path) -> None:
-    """Another launcher goes on with the job, and knows only what is in the copy of the state."""
+    """Another launcher continues with the job, and knows only what is in the copy of the state."""
     paused: list[int] = []
 
     def resumed(teller: Teller) -> None:
@@ -372,7 +374,7 @@ def texts_of(folder: Path) -> list[tuple[int, str]]:
 
 
 def is_in_record(folder: Path, step: int, output: str) -> bool:
-    """True if the record has the save, or the training went on from a step before it."""
+    """True if the record has the save, or the training continued from a step before it."""
     resumed = re.search(r"resumed from memory at step (\d+)", output)
     assert resumed is not None, output
     return (step, BEGUN) in texts_of(folder) or int(resumed[1]) < step
@@ -382,7 +384,7 @@ BEGUN = "the save of a checkpoint has begun"
 
 
 def test_the_rank_that_writes_is_killed(tmp_path: Path, vendor: str) -> None:
-    """The record says that the save had begun, and no more. The next try can save."""
+    """The record says that the save had begun, and no more. The next attempt can save."""
     steps: list[int] = []
 
     def during(teller: Teller) -> None:
@@ -405,7 +407,7 @@ def test_the_rank_that_writes_is_killed(tmp_path: Path, vendor: str) -> None:
 
 @pytest.mark.nightly
 def test_the_launcher_is_killed_in_a_save(tmp_path: Path) -> None:
-    """Another launcher goes on from the memory of the hosts, and not from half of a checkpoint."""
+    """Another launcher continues from the memory of the hosts, and not from half of a checkpoint."""
     steps: list[int] = []
 
     def resumed(teller: Teller) -> None:
@@ -427,7 +429,7 @@ def test_the_launcher_is_killed_in_a_save(tmp_path: Path) -> None:
 
 @pytest.mark.nightly
 def test_a_stop_is_saved_by_the_next_try(tmp_path: Path) -> None:
-    """A rank is killed when the run has ended, and is being saved: the next try makes no step more, and saves it."""
+    """A rank is killed when the run has ended, and is being saved: the next attempt makes no step more, and saves it."""
     steps: list[int] = []
 
     def during(teller: Teller) -> None:

@@ -88,9 +88,9 @@ def test_the_last_host_saves_and_ends(tmp_path: Path, vendor: str) -> None:
     assert told, job.output
     path = tmp_path / "checkpoints" / f"step-{int(told[1]):08d}"
     assert path.exists()
-    assert f"{path} is saved; the same command goes on from there" in job.stdout
+    assert f"{path} is saved; the same command continues from there" in job.stdout
     assert "failed" not in job.stderr
-    # The same command goes on.
+    # The same command continues.
     (tmp_path / "endless").unlink()
     source = (tmp_path / "script.py").read_text().replace("else 60", f"else {int(told[1]) + 5}")
     again = launched(tmp_path, source, 3, "--restarts", "2", words=(str(tmp_path),), vendor=vendor, cwd=tmp_path)
@@ -110,7 +110,7 @@ def test_without_restarts_it_is_a_failure(tmp_path: Path, vendor: str) -> None:
     job = train(tmp_path, tell(tmp_path, 1), vendor=vendor)
     assert job.code == 128 + signal.SIGTERM, job.output
     # MPICH's mpiexec prints how one rank ended. This may be another rank, which mpiexec has ended itself.
-    assert re.search(rf"mpitrain: rank 1 on {HERE} (was killed by signal 15|ended without a word)", job.stderr), (
+    assert re.search(rf"mpitrain: rank 1 on {HERE} (was killed by signal 15|ended without a message)", job.stderr), (
         job.output
     )
     assert "told" not in job.stderr

@@ -1,4 +1,4 @@
-"""Shared by the tests of restarts and of copies in memory: a training with a fault, and checks of its result."""
+"""Shared by the tests of restarts and of in-memory checkpoints: a training with a fault, and checks of its result."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def train(
 
 
 def tries(job: Job) -> list[str]:
-    """What the supervisor prints about each try."""
+    """What the supervisor prints about each attempt."""
     return re.findall(r"^mpitrain: (try .*)$", job.stderr, re.M)
 
 
@@ -123,7 +123,7 @@ def not_from_memory(job: Job) -> list[str]:
 
 
 def result(folder: Path) -> tuple[bytes, dict[int, float]]:
-    """The bits of the training's final parameters and of the loss of each step of its last try."""
+    """The bits of the training's final parameters and of the loss of each step of its last attempt."""
     return numpy.load(folder / "w.npy").tobytes(), dict(json.loads((folder / "steps.json").read_text()))
 
 
