@@ -104,7 +104,7 @@ def keeper():
 
 
 def test_a_killed_keeper(tmp_path: Path, undisturbed: Undisturbed) -> None:
-    """The next attempt resumes from the disk, and says so. Later its new keeper has a copy newer than the checkpoint."""
+    """The next attempt resumes from the disk. Later its new keeper has a copy newer than the checkpoint."""
     wrong = """if rank == 1 and step == 8 and once("killed"):
         wait_for("checkpoints/step-00000006")
         os.kill(keeper(), signal.SIGKILL)

@@ -168,7 +168,7 @@ def test_wrong_options(options: str, message: str, capfd: pytest.CaptureFixture[
 
 @pytest.mark.nightly
 def test_a_script_without_init(tmp_path: Path) -> None:
-    """Its Trainer is the first that calls init(). A attempt whose steps are not known would not be followed by another."""
+    """Its Trainer is the first that calls init(). An attempt whose steps are not known has no successor."""
     source = training.source("if rank == 1 and step == 7 and once('killed'): die()")
     source = source.replace("world = mt.init()\nrank = world.rank\n", "rank = int(os.environ['PMI_RANK'])\n")
     job = launched(tmp_path, source.replace("world.is_root", "rank == 0"), 2, "--restarts", "1", words=(str(tmp_path),))

@@ -149,7 +149,7 @@ BREAKS = DIES.replace("die()", "((folder / 'saved').rename(folder / 'away'), (fo
 def test_what_cannot_be_saved_is_kept(
     tmp_path: Path, wrong: str, hooks: str, why: str, undisturbed: Undisturbed
 ) -> None:
-    """Another launcher continues from memory, with the bits of an undisturbed training, and the record has the event."""
+    """Another launcher continues from memory, with the bits of an undisturbed run, and the record has the event."""
     goes_on = GoesOn(tmp_path)
     few(tmp_path, wrong, hooks=f"[mt.Record([mt.writers.JsonLines(folder)], steps=1), *{hooks}]", goes_on=goes_on)
     assert re.search(

@@ -429,7 +429,7 @@ def test_the_launcher_is_killed_in_a_save(tmp_path: Path) -> None:
 
 @pytest.mark.nightly
 def test_a_stop_is_saved_by_the_next_try(tmp_path: Path) -> None:
-    """A rank is killed when the run has ended, and is being saved: the next attempt makes no step more, and saves it."""
+    """A rank is killed when the run has ended, and is being saved: the next attempt makes no step more and saves it."""
     steps: list[int] = []
 
     def during(teller: Teller) -> None:
