@@ -38,7 +38,7 @@ _MPI4PY = "MPI4PY_RC_INITIALIZE"
 # What differs from one login to the next: over several hosts, mpiexec starts each attempt by ssh, or by a step of
 # Slurm.
 _OF_LOGIN = ("SSH_", "XDG_SESSION_", "SLURM_")
-# A attempt on one host has other settings of the network than one on several hosts. MPICH, UCX, libfabric, NCCL and
+# An attempt on one host has other settings of the network than one on several hosts. MPICH, UCX, libfabric, NCCL and
 # Gloo read them when they first communicate, not when they are imported.
 _OF_NETWORK = ("MPIR_CVAR_", "UCX_", "FI_", "NCCL_", "GLOO_")
 _STDLIB = os.path.dirname(os.__file__)  # noqa: PTH120 (a prefix)

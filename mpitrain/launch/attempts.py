@@ -218,7 +218,7 @@ class Attempts:
             return new.ready().to_end(self._looking(new, meanwhile))
 
     def after(self, stack: ExitStack, job: JobOverHosts, meanwhile: Callable[[], None]) -> Callable[[], None]:
-        """A attempt that was started elsewhere has taken over; `stack` is closed at its end.
+        """An attempt that was started elsewhere has taken over; `stack` is closed at its end.
 
         Return what is to be called some times a second with it.
         """

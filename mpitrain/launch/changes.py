@@ -98,7 +98,7 @@ class Changes:
             self._taken.close()
 
     def begin(self, hosts: Placement, now_on: Placement, saves_for: str = "") -> None:
-        """A attempt is about to begin on `now_on`; those of `hosts` that are not in it are set aside.
+        """An attempt is about to begin on `now_on`; those of `hosts` that are not in it are set aside.
 
         With `saves_for`, a reason in words, the try only saves the state of the job, and no wish is accepted.
         """

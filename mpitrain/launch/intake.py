@@ -112,7 +112,7 @@ class Intake:
         self._thread.join(2 * _LOOK_SECONDS)  # it may be asking a host, which takes longer
 
     def begin(self, hosts: Placement, now_on: Placement, failures: Sequence[FailedTry]) -> None:
-        """A attempt is about to begin on `now_on`. See Changes.begin; `failures` are those so far."""
+        """An attempt is about to begin on `now_on`. See Changes.begin; `failures` are those so far."""
         with self._lock:
             if self._hosts is None:
                 self._read_inventory()

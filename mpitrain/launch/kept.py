@@ -19,7 +19,7 @@ The next keeper, if the launcher has gone, and commands:
     {"claim": name}                             keeper: {"claimed": name of the first whose line is open}
     {"drop": 1}                                 keeper: {"dropped": 1}, and it ends
 
-A attempt is named by the id of its job. A name is that of a run and of what is kept of it: "1/state". The socket has a
+An attempt is named by the id of its job. A name is that of a run and of what is kept of it: "1/state". The socket has a
 name and no file (an abstract socket of unix(7)), and the memory has no name at all. So both are gone with the keeper,
 however it ends.
 

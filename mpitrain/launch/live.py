@@ -42,7 +42,7 @@ _TRIES = 10
 
 
 class Watchable(Protocol):
-    """A attempt of a job whose ranks can be looked at. Any thread may call."""
+    """An attempt of a job whose ranks can be looked at. Any thread may call."""
 
     def watch(self, seconds: float) -> None:
         """Look at the ranks every `seconds` from now on, for some seconds."""
@@ -122,7 +122,7 @@ class Live:
             self.end_try()
 
     def begin(self, token: str, new: Watchable) -> None:
-        """A attempt of the job has begun, with this id."""
+        """An attempt of the job has begun, with this id."""
         self._ids.append(token)
         self._try = new
 

@@ -4,7 +4,7 @@
     teller <─ launcher <─ guards <─ records: "outcomes"
 
 The ranks have one order at a time: the next one goes to them when all have said what became of the one before. Orders
-belong to the job, and not to an attempt. A attempt that follows gets those that last with the steps after which they
+belong to the job, and not to an attempt. An attempt that follows gets those that last with the steps after which they
 were applied, so that it applies them after the same steps.
 
 A thread of each teller waits here, and the thread of the guards (watch.py) looks.
@@ -196,7 +196,7 @@ class Orders:
 
     def _step(self) -> int:
         records = self._guards.records() if self._guards is not None else {}
-        # A attempt that begins in a pause has not begun a step.
+        # An attempt that begins in a pause has not begun a step.
         return max([record.step for record in records.values()] + [int(self._can.get("step", 0))])
 
     def _doing(self) -> str:

@@ -48,7 +48,7 @@ class Limits:
 
 @dataclass(frozen=True)
 class FailedTry:
-    """A attempt that failed.
+    """An attempt that failed.
 
     Attributes:
         cause: the cause in a line.

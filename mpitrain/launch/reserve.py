@@ -56,7 +56,7 @@ class Reserve:
         self._none_of_job.close()
 
     def begin(self, hosts: Sequence[str]) -> None:
-        """A attempt begins: have a holder on each of these hosts, and on no others. `stub` waits for them."""
+        """An attempt begins: have a holder on each of these hosts, and on no others. `stub` waits for them."""
         self._let_go([host for host in self._holders if host not in hosts], 0.0)
         self._ended &= set(hosts)
         self._ready = {}

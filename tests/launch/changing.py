@@ -64,7 +64,7 @@ class ChangingJob:
         return self.prepared[-1]
 
     def train(self, now_on: Placement = HOSTS, hosts: Placement = HOSTS) -> None:
-        """A attempt begins."""
+        """An attempt begins."""
         self.changes.begin(hosts, now_on)
         self.keepers.run = 1
 
