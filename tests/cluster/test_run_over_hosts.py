@@ -94,16 +94,18 @@ def test_a_job_on_all_nodes_is_listed_and_ended_by_its_id(bed: Bed, python: str)
     job = Job(bed, "-n 4 hello.py 1000", python=python, setting="LEARNING_RATE=0.5")
     job.wait_for("eth0 0.5 4", 4)
     assert hosts(job.output()) == {0: "node1", 1: "node2", 2: "node3", 3: "node4"}
-    expected = r"JOB .*\n(\w{8})  \S+ \S+  runs +- +- +0 on node1, 1 on node2, 2 on node3, 3 on node4  hello\.py 1000\n"
+    expected = (
+        r"JOB .*\n(\w{8})  \S+ \S+  starts +- +- +0 on node1, 1 on node2, 2 on node3, 3 on node4  hello\.py 1000\n"
+    )
     found: list[str] = []
 
-    def runs() -> bool:
+    def is_listed() -> bool:
         ps = as_user(bed, "node2", f"{python} -m mpitrain ps")
         assert ps.returncode == 0, ps.stderr
         found[:] = [ps.stdout, *re.findall(expected, ps.stdout)]
         return len(found) == 2
 
-    until(runs, "the job is not listed as one that runs")  # it "starts" until its guards have said so
+    until(is_listed, "the job is not listed")
     killed = as_user(bed, "node2", f"{python} -m mpitrain kill {found[1]}")
     assert killed.returncode == 0, killed.stderr
     assert killed.stdout == f"job {found[1]} has ended on node1, node2, node3, node4\n"
