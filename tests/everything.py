@@ -16,11 +16,9 @@ from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
-from jobs import REPOSITORY, SNAPSHOT, VENVS, mpiexec
+from jobs import REPOSITORY, VENVS, mpiexec
 from mpitrain.check.checks.limits import SHM_PATTERNS
-from mpitrain.errors import ConfigError
 from side_by_side import Part, run
-from testbed import STATE, forget_snapshot, snapshot_names
 
 # The tests that run on all ranks of a job at once.
 ON_RANKS = ["tests/ranks", "tests/device_ranks", "tests/torch_ranks", "tests/jax_ranks"]
@@ -52,17 +50,11 @@ NIGHTLY_FRAMEWORKS = {"torch": {1: "", 2: "", 3: "", 4: "", 5: ""}, "jax": {1: "
 EMULATED = {2: ""}
 NIGHTLY_EMULATED = {1: "", 2: "", 3: "", 4: ""}
 EMULATED_GPUS = {1: 1, 2: 2, 3: 3, 4: 2}  # by number of ranks
-# The tests that need beds of nodes (testbed/), in parts of about the same length. They wait much of the time,
-# so they run beside all others. Many start from one snapshot (`provisioned` in tests/conftest.py): the part that needs
-# it first makes it. The others have the tests that do without it first, so that they do not wait for it.
+# The tests that need test beds (testbed/), in two parts. They wait much of the time, so they run beside all others. In
+# CI one bed has one life: it is set up, looked at, used, broken and torn down.
 ON_NODES = {
-    "a cluster": ["tests/cluster/test_cycle.py", "tests/cli/test_cluster_bed.py"],
-    "faults of a cluster": ["tests/faults/cluster"],
-    "beds, and jobs whose hosts change": [
-        "tests/nodes",
-        *(f"tests/cluster/test_{name}.py" for name in ("restart_over_hosts", "chaos_over_hosts", "elastic", "joining")),
-    ],
-    "nodes, and jobs over them": ["tests/cluster"],
+    "the life of a cluster": ["tests/cluster", "tests/faults/cluster"],
+    "test beds, and an operator": ["tests/nodes", "tests/cli/test_cluster_bed.py"],
 }
 # The other tests run in a process for each folder that takes long; what is not named here has one process for all. That
 # of faults takes longest, and is three parts of about the same length.
@@ -204,7 +196,7 @@ def main() -> int:
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     shared = shared_memory()
     try:
-        with temporary_files(), snapshot():
+        with temporary_files():
             counts = run(chosen, min(MOST_CORES, len(os.sched_getaffinity(0))))
     finally:
         for path in shared_memory() - shared:
@@ -240,20 +232,6 @@ def temporary_files() -> Iterator[None]:
     with tempfile.TemporaryDirectory(prefix="mt", ignore_cleanup_errors=True) as folder:
         os.environ["TMPDIR"] = tempfile.tempdir = folder
         yield
-
-
-@contextlib.contextmanager
-def snapshot() -> Iterator[None]:
-    """Name the snapshot that parts on nodes share, and remove it at the end where one of them has made it."""
-    os.environ[SNAPSHOT] = name = f"tests{os.getpid()}"
-    try:
-        yield
-    finally:
-        if name in snapshot_names(STATE):
-            try:
-                forget_snapshot(STATE, name)
-            except ConfigError as error:  # a bed is left that stands on it
-                print(f"\nleft on this machine: {error}")
 
 
 def shared_memory() -> set[Path]:

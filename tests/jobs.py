@@ -30,8 +30,6 @@ KERNEL_KEEPS_CODES = tuple(map(int, re.findall(r"\d+", platform.release())[:2]))
 TOKEN = "TEST_JOB_TOKEN"
 # The same for a part of tests/everything.py and all the jobs in it, which have TOKENs of their own.
 RUN_TOKEN = "TEST_RUN_TOKEN"
-# The name of the snapshot that the parts of a run of tests/everything.py share (`provisioned` in tests/conftest.py).
-SNAPSHOT = "TEST_SNAPSHOT"
 
 # The variables of batch systems: the tests may run in a job of one.
 BATCH_SYSTEMS = ("SLURM_", "SRUN_", "PBS_", "LSB_")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import signal
@@ -10,7 +9,7 @@ import subprocess
 import sys
 import threading
 from collections import Counter
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +17,8 @@ import pytest
 
 import everything
 import side_by_side
-from jobs import HANG_SECONDS, REPOSITORY, SNAPSHOT, run_command, until
+from jobs import HANG_SECONDS, REPOSITORY, run_command, until
 from side_by_side import Part, run
-from testbed.snapshots import Snapshot
 
 # A part that will not end by SIGTERM, with a job in a session of its own, as the tests start them.
 PART = f"""
@@ -273,19 +271,6 @@ def test_the_end_of_the_run_is_no_failed_job() -> None:
     """Else the run continued after SIGTERM, until it was killed, and its bed stayed."""
     with pytest.raises(pytest.exit.Exception):
         run_command([sys.executable, "-c", "pass"], during=lambda _: pytest.exit("SIGTERM"))
-
-
-def test_the_snapshot_of_a_run_goes_with_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The snapshot of another run stays."""
-    monkeypatch.setattr(everything, "STATE", tmp_path)
-    monkeypatch.setenv(SNAPSHOT, "")
-    with everything.snapshot():
-        for name in ("other", os.environ[SNAPSHOT]):
-            folder = tmp_path / "snapshots" / name
-            folder.mkdir(parents=True)
-            made = Snapshot(full=False, num_nodes=4, subnet="10.77.1", image="image", base=None)
-            (folder / "snapshot.json").write_text(json.dumps(asdict(made)))
-    assert [path.name for path in (tmp_path / "snapshots").iterdir()] == ["other"]
 
 
 def test_sigterm(tmp_path: Path) -> None:

@@ -145,7 +145,7 @@ def test_set_up_add_remove_and_teardown(operator: Operator) -> None:
     assert done.returncode == 0, done
     assert operator.nodes_of("node1") == operator.nodes_of("node3") == "node1 node2 node3"
 
-    done = operator("remove", "node2", "--check")
+    done = operator("remove", "node2", "--dry-run")
     assert (done.returncode, operator.names) == (0, ["node1", "node2", "node3"]), done
     done = operator("remove", "node2", typing=[("Take node2 out", "yes\n")])
     assert done.returncode == 0, done
@@ -194,7 +194,7 @@ def test_an_addition_that_changed_nothing_is_taken_back(operator: Operator) -> N
     assert operator.nodes_of("node1") is None
 
     operator.bed.node_run("node3", ["sh", "-c", "rm /etc/refuse; touch /etc/break"])
-    done = operator(*trusted, "--check")
+    done = operator(*trusted, "--dry-run")
     assert (operator.folder / "cluster/hosts").read_text() == before
     done = operator(*trusted)
     assert done.returncode == 1, done

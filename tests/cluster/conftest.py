@@ -25,7 +25,7 @@ def healed(bed: Bed) -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def has_open_mpi(bed: Bed) -> bool:
-    """True when the share has an environment with Open MPI too."""
+    """True when the shared folder has an environment with Open MPI too."""
     return install_open_mpi(bed)
 
 

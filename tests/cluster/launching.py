@@ -24,7 +24,7 @@ _ENVIRONMENT = {"PATH": "/usr/local/lib/mpitrain/bin:/usr/bin:/bin", "HOME": "/h
 
 
 def as_user(bed: Bed, node: str, command: str, timeout_seconds: float = 300.0) -> subprocess.CompletedProcess[str]:
-    """Run a line of shell on a node as the shared user, in the share."""
+    """Run a line of shell on a node as the shared user, in the shared folder."""
     setting = [f"{name}={value}" for name, value in _ENVIRONMENT.items()]
     line = ["env", "-i", "-C", "/", *setting, "bash", "-c", f"cd {SHARE}; {command}"]
     return bed.node_run(node, ["runuser", "-u", "cluster", "--", *line], timeout_seconds=timeout_seconds)
@@ -127,10 +127,10 @@ def training(
     python: str = PYTHONS["mpich"],
     setting: str = "",
 ) -> Job:
-    """Start a training on node1, from a script in the share, and wait until it has printed `begun`.
+    """Start a training on node1, from a script in the shared folder, and wait until it has printed `begun`.
 
-    What an earlier training has left in the share is removed: the file `enough`, with which a test lets it end, and
-    what scripts of these tests write. The folder `record` is there.
+    What an earlier training has left in the shared folder is removed: the file `enough`, with which a test lets it end,
+    and what scripts of these tests write. The folder `record` is there.
     """
     write(bed, "node1", f"{SHARE}/{script}", source)
     done = as_user(bed, "node1", "rm -rf enough hold held-* record saved checkpoints; mkdir record")
@@ -182,7 +182,7 @@ def drop_kept(bed: Bed, *nodes: str) -> None:
 
 
 def install_open_mpi(bed: Bed) -> bool:
-    """Put the environment with Open MPI that scripts/test has made on the share. Return False if there is none."""
+    """Put the environment with Open MPI that scripts/test has made on the shared folder. Return False if there is none."""
     here = VENVS["openmpi"] / "bin/python"
     there = as_user(bed, "node1", f"python3 -m venv --without-pip {SHARE}/venv-openmpi && python3 --version")
     assert there.returncode == 0, there.stderr

@@ -68,13 +68,13 @@ FAULTS = {
         (f"node5: user {USER} has uid 2345; allowed: 1900",),
         (),
     ),
-    "files where the share would be mounted": (
+    "files where the shared folder would be mounted": (
         f"mkdir -p {SHARE} && touch {SHARE}/mine",
         "rm -r /home/cluster",
         (f"node5: {SHARE} holds files on the node's own disk", "Move the files away"),
         (),
     ),
-    "the share's path is a mount of something else": (
+    "the shared folder's path is a mount of something else": (
         f"mkdir -p {SHARE} && mount -t tmpfs mine {SHARE}",
         f"umount {SHARE}; rm -r /home/cluster",
         (f"node5: {SHARE} is a mount of mine (tmpfs)", "sudo umount"),
@@ -135,7 +135,7 @@ def refused(bed: Bed, *arguments: str, inventory: Path, says: tuple[str, ...]) -
 TOGETHER = (
     "another system",
     "the user has another uid",
-    "files where the share would be mounted",
+    "files where the shared folder would be mounted",
     "another host name",
     "no include in sshd_config",
     "its own name on a loopback address",

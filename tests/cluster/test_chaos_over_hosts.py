@@ -1,4 +1,4 @@
-"""`scripts/testbed chaos`: a cable is pulled, a node loses power, a host freezes. The job goes on each time."""
+"""`scripts/testbed chaos`: a cable is pulled, a node loses power, a host freezes. The job continues each time."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def started(bed: Bed) -> tuple[Job, str]:
 
 
 def bring_testbed(bed: Bed) -> None:
-    """Bring what is in no wheel to the share: testbed/ and its command, as in a checkout."""
+    """Bring what is in no wheel to the shared folder: testbed/ and its command, as in a checkout."""
     files = subprocess.run(
         ["tar", "-cz", "--exclude=__pycache__", "testbed", "scripts/testbed"],
         cwd=REPOSITORY, check=True, capture_output=True, timeout=60,
@@ -60,17 +60,17 @@ def bring_testbed(bed: Bed) -> None:
 
 
 def test_over_ssh(bed: Bed) -> None:
-    """One host freezes, as on real hosts, and the job goes on."""
+    """One host freezes, as on real hosts, and the job continues."""
     job, token = started(bed)
     options = "--faults freeze --every 4s --hold 1s --count 1 --seed 2 --yes --report chaos-report"
     bring_testbed(bed)
     line = f"checkout/scripts/testbed chaos {token} --hosts {','.join(NODES)} {options} > chaos-output 2>&1"
     line = f"PATH={SHARE}/venv/bin:$PATH {line}"  # of the Python that has mpitrain
-    until = "until grep -q 'the job went on' chaos-output || ! kill -0 $!; do sleep 0.5; done"
+    until = "until grep -q 'the job continued' chaos-output || ! kill -0 $!; do sleep 0.5; done"
     done = as_user(bed, "node1", f"{line} & {until}; touch enough; wait $!; cat chaos-output; rm -r chaos-* checkout")
     end = job.end()
     assert end.code == 0, end.output
-    for words in ("stopped for 1 s", "freeze: the job went on after 1 of 1", "left behind: nothing"):
+    for words in ("stopped for 1 s", "freeze: the job continued after 1 of 1", "left behind: nothing"):
         assert words in done.stdout, done.stdout + done.stderr
 
 
@@ -90,7 +90,7 @@ def test_cables_power_and_freezes(bed: Bed, tmp_path: Path) -> None:
         assert chaos.stdout is not None
         for line in chaos.stdout:
             said += line
-            if said.count("the job went on after") == 3:
+            if said.count("the job continued after") == 3:
                 break
         write(bed, "node1", f"{SHARE}/enough", "")
         said += chaos.communicate(timeout=HANG_SECONDS)[0]

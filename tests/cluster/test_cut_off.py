@@ -1,4 +1,6 @@
-"""A part of the hosts is cut off from the rest, or from the share: at most the part with the launcher goes on."""
+"""A part of the hosts is cut off from the rest, or from the shared folder: at most the part with the launcher
+continues.
+"""
 
 from __future__ import annotations
 
@@ -120,7 +122,7 @@ def test_the_part_with_the_launcher_goes_on(bed: Bed, request: pytest.FixtureReq
     end = job.end()
     assert end.code == 0, end.output
     assert "node3 and node4 fell silent" in end.output
-    assert "went on after" not in end.output
+    assert "continued after" not in end.output
     assert end.output.count("starting again") == 1
     drop_kept(bed, "node3", "node4")
 
@@ -132,7 +134,7 @@ def test_no_part_goes_on_without_restarts(bed: Bed, request: pytest.FixtureReque
         end = job.end()
         assert end.code == 1, end.output
         assert "node3, node4: no message from these hosts since " in end.output
-        assert "went on after" not in end.output
+        assert "continued after" not in end.output
         other_part_has_ended(bed, max(step for step, _, _ in made(bed, "node1")), "node3", "node4", keeps=False)
 
 
@@ -146,7 +148,7 @@ def test_no_part_goes_on_with_too_few_hosts(bed: Bed, request: pytest.FixtureReq
         # The script saves nothing. The launcher's part has the state, as each of the others does.
         assert re.search(r"CheckpointError: rank 0 on node1: nothing saves step \d+ on a disk", end.output), end.output
         assert re.search(rf"{few}; the state was not saved: rank 0 on node1 ", end.output), end.output
-        assert re.search(r"its state is kept in memory on node1 until \S+ To go on when more hosts can ", end.output)
+        assert re.search(r"its state is kept in memory on node1 until \S+ To continue when more hosts can ", end.output)
         last = max(step for step, _, _ in made(bed, "node1"))
         other_part_has_ended(bed, last, "node2", "node3", "node4", keeps=True)
         assert {size for _, size, _ in made(bed, "node1")} == {4}  # the part with the launcher has made no step alone
@@ -155,7 +157,7 @@ def test_no_part_goes_on_with_too_few_hosts(bed: Bed, request: pytest.FixtureReq
 
 @contextmanager
 def without_share(bed: Bed, node: str) -> Iterator[None]:
-    """Nothing that the node sends to the server of the share arrives."""
+    """Nothing that the node sends to the server of the shared folder arrives."""
     nft = ["ip", "netns", "exec", bed.record.node_namespace(node), "nft"]
     chain = "chain out { type filter hook output priority 0; tcp dport 2049 drop; }"
     execute([*nft, "-f", "-"], input=f"table inet lost_share {{\n{chain}\n}}\n")
@@ -166,7 +168,7 @@ def without_share(bed: Bed, node: str) -> Iterator[None]:
 
 
 def test_a_host_loses_the_share(bed: Bed, python: str) -> None:
-    """Its other connections work. Its rank is stuck, and the job goes on."""
+    """Its other connections work. Its rank is stuck, and the job continues."""
     arguments = "-n 4 --restarts 2 looks.py"
     job = training(bed, "looks.py", LOOKS, arguments, begun="made step 50 ", python=python, setting=SETTING)
     with without_share(bed, "node3"):
@@ -176,7 +178,7 @@ def test_a_host_loses_the_share(bed: Bed, python: str) -> None:
         end = job.end()
     assert end.code == 0, end.output
     assert re.search(r"no progress for \d+ s: .*; rank 2 on node3 .* in looks\.py:\d+ \(after_step\)", end.output)
-    assert re.search(r"try 1 of 3 failed at step \d+: .*nothing has moved for 20 s", end.output), end.output
+    assert re.search(r"attempt 1 of 3 failed at step \d+: .*nothing has moved for 20 s", end.output), end.output
     assert end.output.count("resumed from memory at step ") == 1
 
 

@@ -26,12 +26,12 @@ def needs_fashion() -> None:
 
 @pytest.fixture
 def note(bed: Bed) -> Iterator[str]:
-    """A file on the share, which node2 has written."""
+    """A file on the shared folder, which node2 has written."""
     assert shared_user(bed, "node2", "echo from node2 > ~/nfs/note").returncode == 0
     yield "cat ~/nfs/note"
     deadline = time.monotonic() + 300
     while shared_user(bed, "node3", "timeout 30 cat ~/nfs/note").stdout != "from node2\n":
-        assert time.monotonic() < deadline, "the share has not come back"
+        assert time.monotonic() < deadline, "the shared folder has not come back"
         time.sleep(0.5)
 
 

@@ -34,7 +34,7 @@ def counted_steps(output: str) -> dict[int, tuple[int, list[int], str]]:
     steps: dict[int, tuple[int, list[int], str]] = {}
     changes_at = -1  # the hosts change after this step
     kinds = (
-        r"mpitrain: .* after step (\d+); going on",
+        r"mpitrain: .* after step (\d+); continuing",
         r"(?:\[0\] )?resumed from memory at step (\d+)$",
         r"(?:\[0\] )?step (\d+) (\d+) (\[.*\]) ([0-9a-f]+)$",
     )

@@ -1,4 +1,4 @@
-"""The role that puts the examples on the share. This machine stands for both nodes."""
+"""The role that puts the examples on the shared folder. This machine stands for both nodes."""
 
 from __future__ import annotations
 

@@ -95,10 +95,10 @@ def steps_of(output: str) -> dict[int, tuple[int, list[int], str]]:
 def test_a_host_leaves_and_joins_again(bed: Bed, python: str) -> None:
     job = moving(bed, "--hosts node1,node2,node3 --restarts 1", python=python)
     assert "node2 leaves after the next copy" in change(bed, python, "leave node2")
-    job.wait_for("going on on node1, node3 with 2 ranks\n")
+    job.wait_for("continuing on node1, node3 with 2 ranks\n")
     job.wait_for("resumed from memory at step ")
     assert "node2,node4 join" in change(bed, python, "join node2,node4").replace(", ", ",")
-    job.wait_for("going on on node1, node3, node2, node4 with 4 ranks\n")
+    job.wait_for("continuing on node1, node3, node2, node4 with 4 ranks\n")
     job.wait_for("resumed from memory at step ", 2)
     write(bed, "node1", "enough", "")
     end = job.end()
@@ -111,9 +111,9 @@ def test_a_host_leaves_and_joins_again(bed: Bed, python: str) -> None:
     assert "cannot start beside" not in end.output
     begun = [float(at) for at in re.findall(r"begins at (\S+)\n", end.output)]
     ends = {int(step): float(at) for at, step in re.findall(r"\] at (\S+) step (\d+)\n", end.output)}
-    told = re.findall(r"mpitrain: (.*) after step (\d+); going on", end.output)
+    told = re.findall(r"mpitrain: (.*) after step (\d+); continuing", end.output)
     for next_begun, (_, step) in zip(begun[1:], told, strict=True):
-        assert next_begun < ends[int(step) - 1], "the next try begins beside the one before"
+        assert next_begun < ends[int(step) - 1], "the next attempt begins beside the one before"
     assert [text for text, _ in told] == ["node2 leaves", "node2, node4 join"]
     lines = as_user(bed, "node1", "cat record/metrics.jsonl").stdout.splitlines()
     events = [event for line in lines for event in json.loads(line).get("events", [])]
@@ -135,14 +135,14 @@ def test_ranks_are_killed_while_the_next_try_is_prepared(bed: Bed, python: str) 
     write(bed, "node1", "hold", "joins")
     change(bed, python, "join node4")
     kill(bed, "node4", follows=True, once="held-joins-3")
-    job.wait_for("mpitrain: the job goes on as before, without node4: rank 3 on node4 was killed by signal 9\n")
+    job.wait_for("mpitrain: the job continues as before, without node4: rank 3 on node4 was killed by signal 9\n")
 
     write(bed, "node1", "hold", "leaves")
     change(bed, python, "leave node3")
     kill(bed, "node1", follows=True, once="held-leaves-0")
-    job.wait_for("mpitrain: the next try cannot start beside this one: ")
+    job.wait_for("mpitrain: the next attempt cannot start beside this one: ")
     as_user(bed, "node1", "rm hold")
-    job.wait_for("going on on node1, node2 with 2 ranks\n")
+    job.wait_for("continuing on node1, node2 with 2 ranks\n")
     job.wait_for("resumed from memory at step ")
 
     write(bed, "node1", "hold", "returns")
@@ -159,7 +159,7 @@ def test_ranks_are_killed_while_the_next_try_is_prepared(bed: Bed, python: str) 
 
 
 def kill(bed: Bed, node: str, *, follows: bool, once: str) -> None:
-    """Wait for the file `once`. Then kill the ranks on a node: those of the next try, or those that train."""
+    """Wait for the file `once`. Then kill the ranks on a node: those of the next attempt, or those that train."""
     is_rank, is_next = (f"grep -qsz ^{name}= /proc/$p/environ" for name in ("PM.*_RANK", "_MPITRAIN_FOLLOWS"))
     is_one = f"{is_rank} && {is_next}" if follows else f"{is_rank} && ! {is_next}"
     killing = f"for p in $(pgrep -u cluster -f '[m]oves.py 4000'); do {is_one} && kill -9 $p; done"
@@ -176,7 +176,7 @@ def test_sigterm_to_a_rank_lets_its_host_leave(bed: Bed, python: str) -> None:
         "for p in $(pgrep -u cluster -f '[m]oves.py 4000'); do grep -qsz ^PM.*_RANK= /proc/$p/environ && kill $p; done"
     )
     bed.node_run("node2", ["bash", "-c", tell])
-    job.wait_for("going on on node1, node3 with 2 ranks\n")
+    job.wait_for("continuing on node1, node3 with 2 ranks\n")
     job.wait_for("resumed from memory at step ")
     time.sleep(2.0)
     bed.node_run("node3", ["bash", "-c", tell])

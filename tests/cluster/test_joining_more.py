@@ -48,7 +48,7 @@ def test_one_login_at_a_time(bed: Bed, one_login: None, python: str) -> None:
 
 
 def test_with_spares_a_host_leaves_and_others_join(bed: Bed, python: str) -> None:
-    """The next try begins beside the present one. Each try gets new spares, also on a host that joins."""
+    """The next attempt begins beside the present one. Each attempt gets new spares, also on a host that joins."""
     job = moving(
         bed, "--hosts node1,node2,node3 --restarts 1 --spares", begun="mpitrain: 3 spares are ready\n", python=python
     )
@@ -66,20 +66,20 @@ def test_with_spares_a_host_leaves_and_others_join(bed: Bed, python: str) -> Non
     assert {size for size, _, _ in steps_of(end.output).values()} == {2, 3, 4}
     begun = [float(at) for at in re.findall(r"begins at (\S+)\n", end.output)]
     ends = {int(step): float(at) for at, step in re.findall(r"\] at (\S+) step (\d+)\n", end.output)}
-    left = re.findall(r" after step (\d+); going on", end.output)
+    left = re.findall(r" after step (\d+); continuing", end.output)
     assert len(left) == 2
     for next_begun, step in zip(begun[1:], left, strict=True):
         assert next_begun < ends[int(step) - 1]
 
 
 def test_a_host_that_joins_fails_with_spares(bed: Bed) -> None:
-    """The spares were lent to the ranks that have ended with it. The job goes on as before, and gets new spares."""
+    """The spares were lent to the ranks that have ended with it. The job continues as before, and gets new spares."""
     job = moving(bed, "--hosts node1,node2,node3 --restarts 2 --spares", begun="mpitrain: 3 spares are ready\n")
     lent = pids(bed, "node1", are_ranks=False)
     write(bed, "node1", "hold", "joins")
     change(bed, PYTHONS["mpich"], "join node4")
     kill(bed, "node4", follows=True, once="held-joins-3")
-    job.wait_for("mpitrain: the job goes on as before, without node4: rank 3 on node4 was killed by signal 9\n")
+    job.wait_for("mpitrain: the job continues as before, without node4: rank 3 on node4 was killed by signal 9\n")
     job.wait_for("mpitrain: 3 spares are ready\n", 2)
     waits = pids(bed, "node1", are_ranks=False)
     assert len(waits) == 1 and not waits & lent, job.output()

@@ -68,7 +68,7 @@ if IN_DDP:
 
 @pytest.fixture(scope="module", autouse=True)
 def packages(bed: Bed) -> Iterator[None]:
-    """PyTorch and what it imports, of this environment, on the share."""
+    """PyTorch and what it imports, of this environment, on the shared folder."""
     if as_user(bed, "node1", f"test -e {PACKAGES}/torch").returncode == 0:  # of a developer's own bed
         yield
         return
@@ -97,7 +97,7 @@ def test_two_hosts_join(bed: Bed, kind: str) -> None:
     job = train(bed, "node1,node2", 4000, kind)
     job.wait_for("has begun")
     change(bed, PYTHONS["mpich"], "join node3,node4")
-    job.wait_for("going on on node1, node2, node3, node4 with 4 ranks\n")
+    job.wait_for("continuing on node1, node2, node3, node4 with 4 ranks\n")
     job.wait_for("resumed from memory at step ")
     write(bed, "node1", f"{SHARE}/enough", "")
     steps = steps_of(ended(job).output)

@@ -57,7 +57,7 @@ def test_a_change_that_is_seen_late(
     check()
     said = capfd.readouterr().err
     assert re.fullmatch(
-        r"mpitrain: waited \d+\.\d s for the share, which showed a change late: on there, train.py differs; "
+        r"mpitrain: waited \d+\.\d s for the shared folder, which showed a change late: on there, train.py differs; "
         r"now all hosts have the same\n",
         said,
     ), said

@@ -1,4 +1,4 @@
-"""`mpitrain run --recover` over the nodes of a cluster: ranks are killed, and the others go on over TCP."""
+"""`mpitrain run --recover` over the nodes of a cluster: ranks are killed, and the others continue over TCP."""
 
 from __future__ import annotations
 
@@ -57,6 +57,6 @@ def test_two_ranks_are_lost(bed: Bed, has_open_mpi: bool) -> None:
     end = run(bed, "-n 8 --recover goes_on.py", python=PYTHONS["openmpi"])
     assert end.code == 0, end.output
     assert "6 ranks on 4 nodes, World 2 with 1 ends\n" in end.output
-    told = re.findall(r"mpitrain: (.*) was lost; (.*) went on after \d+\.\d\d s\n", end.output)
+    told = re.findall(r"mpitrain: (.*) was lost; (.*) continued after \d+\.\d\d s\n", end.output)
     assert told == [("rank 3 on node2", "ranks 0-2,4-7"), ("rank 0 on node1", "ranks 1,2,4-7")], end.output
     assert left(bed) == []

@@ -48,7 +48,7 @@ world.print("done")
 
 @pytest.fixture(scope="module", autouse=True)
 def script(bed: Bed) -> None:
-    """Write the script to the share."""
+    """Write the script to the shared folder."""
     write(bed, "node1", f"{SHARE}/train.py", SCRIPT)
 
 
@@ -78,7 +78,7 @@ def programs(bed: Bed, node: str) -> set[int]:
 
 
 def sent(bed: Bed, node: str) -> set[int]:
-    """The launcher's processes on a node: guard, keeper, holder of spares, guard of the next try."""
+    """The launcher's processes on a node: guard, keeper, holder of spares, guard of the next attempt."""
     found = bed.node_run(node, ["pgrep", "-u", "cluster", "-f", "^[^ ]*python[^ ]* -I -u -c .import json"]).stdout
     return {int(line) for line in found.split()}
 
@@ -100,7 +100,8 @@ def masters(bed: Bed) -> int:
 def test_a_rank_is_killed(bed: Bed, python: str, spares: str) -> None:
     """With spares, the holder on node2 is killed first. The rank there starts as a program; the others are spares.
 
-    The next try's guard, which was there before the kill, is the guard after it. MPICH's mpiexec does not log in again.
+    The next attempt's guard, which was there before the kill, is the guard after it. MPICH's mpiexec does not log in
+    again.
     """
     job = Job(bed, f"-n 4 --restarts 2 {spares} train.py 100", python=python, setting=EVERY_STEP)
     job.wait_for("made step 50 ")
@@ -112,7 +113,7 @@ def test_a_rank_is_killed(bed: Bed, python: str, spares: str) -> None:
         assert killed.returncode == 0, killed.stderr
         job.wait_for("mpitrain: node2: the process that holds the spares has ended; from now on ranks start there ")
         there = {node: programs(bed, node) - {rank_of(bed, node)} for node in ("node1", "node3", "node4")}
-    until(lambda: len(sent(bed, "node3")) == (4 if spares else 3), "the next try is not prepared")
+    until(lambda: len(sent(bed, "node3")) == (4 if spares else 3), "the next attempt is not prepared")
     before = sent(bed, "node3")
     has_masters = python == PYTHONS["mpich"]
     until(lambda: not has_masters or masters(bed) == 3, "no connection is open for mpiexec")
@@ -126,28 +127,28 @@ def test_a_rank_is_killed(bed: Bed, python: str, spares: str) -> None:
     end = job.end()
     assert end.code == 0, end.output
     found = re.search(
-        r"mpitrain: try 1 of 3 failed at step (\d+): rank 2 on node3 (?:was killed|ended)(.*); (.*)\n", end.output
+        r"mpitrain: attempt 1 of 3 failed at step (\d+): rank 2 on node3 (?:was killed|ended)(.*); (.*)\n", end.output
     )
     assert found, end.output
     assert 50 <= int(found[1]) <= 76  # other ranks may be a step ahead of rank 0
     assert found[3] == "starting again on node1, node2, node3, node4"
     went_on_from_memory(end, int(found[1]))
-    assert "mpitrain: try 2 of 3 succeeded\n" in end.output
+    assert "mpitrain: attempt 2 of 3 succeeded\n" in end.output
     assert end.output.count("made step 100 on 4 ranks") == 1
     assert {node: [rank_of(bed, node)] for node in there} == {node: list(pids) for node, pids in there.items()}
     assert "a spare" not in end.output
 
 
 def test_the_launcher_is_killed(bed: Bed, python: str) -> None:
-    """Another node goes on with the job, on the same nodes."""
+    """Another node continues with the job, on the same nodes."""
     arguments = "--hosts node1,node2,node3 --ppn 1 --restarts 2 train.py 100"
     job = Job(bed, arguments, python=python, setting=EVERY_STEP)
     job.wait_for("made step 50 ")
     job.signal("KILL")
     killed = job.end()
     assert killed.code == 128 + signal.SIGKILL, killed.output
-    until(lambda: "To go on: " in job.output())  # the keeper prints this line after the end of the launcher
-    (name,) = re.findall(r"To go on: `mpitrain run --resume (\w{8})`", job.output())
+    until(lambda: "To continue: " in job.output())  # the keeper prints this line after the end of the launcher
+    (name,) = re.findall(r"To continue: `mpitrain run --resume (\w{8})`", job.output())
     listed = as_user(bed, "node3", f"{python} -m mpitrain ps")
     row = rf"--resume {name} .* none, its state on node1, node2, node3 .*train.py 100$"
     assert re.search(row, listed.stdout, re.M), listed.stdout + listed.stderr
@@ -165,7 +166,7 @@ def test_the_launcher_is_killed(bed: Bed, python: str) -> None:
 
 
 def test_the_host_of_the_launcher_loses_its_power(bed: Bed, python: str) -> None:
-    """The job goes on without that host. The keepers of the other nodes learn of the loss only from the silence."""
+    """The job continues without that host. The keepers of the other nodes learn of the loss only from the silence."""
     arguments = "--hosts node1,node2,node3 --ppn 1 --restarts 2 --min-nodes 2 train.py 100"
     job = Job(bed, arguments, python=python, setting=EVERY_STEP, node="node3")
     job.wait_for("made step 50 ")
@@ -232,7 +233,7 @@ def test_silence(bed: Bed) -> None:
 
 @pytest.mark.nightly
 def test_a_node_loses_its_power(bed: Bed, python: str) -> None:
-    """Then another one does. Too few are left, so the job saves and ends, and the same command goes on from there."""
+    """Then another one does. Too few are left, so the job saves and ends, and the same command continues from there."""
     job = Job(bed, "--ppn 1 --restarts 2 --min-nodes 3 train.py 200", python=python, setting=EVERY_STEP)
     job.wait_for("made step 50 ")
     bed.kill("node3")
@@ -241,16 +242,16 @@ def test_a_node_loses_its_power(bed: Bed, python: str) -> None:
     bed.kill("node2")
     end = job.end()
     assert end.code == 1, end.output
-    found = re.search(r"try 1 of 3 failed at step (\d+): node3 fell silent; starting", end.output)
+    found = re.search(r"attempt 1 of 3 failed at step (\d+): node3 fell silent; starting", end.output)
     assert found, end.output
     went_on_from_memory(end, int(found[1]))
     few = "only node1, node4 of node1, node2, node3, node4 can take part, and --min-nodes is 3"
     assert re.search(
-        rf"try 2 of 3, from step \d+, failed at step \d+: node2 fell silent; {few}. "
+        rf"attempt 2 of 3, from step \d+, failed at step \d+: node2 fell silent; {few}. "
         r"Starting again on node1, node4 only to save the state\n",
         end.output,
     ), end.output
-    (saved,) = re.findall(r"checkpoints/step-(\d+) is saved; the same command goes on from there\n", end.output)
+    (saved,) = re.findall(r"checkpoints/step-(\d+) is saved; the same command continues from there\n", end.output)
     assert end.output.endswith(f"mpitrain: {few}: the job has ended after step {int(saved)}, which is saved\n")
     made = [int(step) for step in re.findall(r"made step (\d+) on", end.output)]
     assert max(made) <= int(saved) < 75, end.output

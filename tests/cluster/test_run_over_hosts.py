@@ -77,7 +77,7 @@ if socket.gethostname() == "node2":
 
 @pytest.fixture(scope="module", autouse=True)
 def scripts(bed: Bed) -> None:
-    """Write the scripts to the share."""
+    """Write the scripts to the shared folder."""
     for name, text in SCRIPTS.items():
         write(bed, "node1", f"{SHARE}/{name}", text)
     write(bed, "node1", f"{SHARE}/mpi.env", "UCX_NET_DEVICES=eth0\nLEARNING_RATE=0.7\n")
@@ -139,7 +139,7 @@ def hosts(output: str) -> dict[int, str]:
 
 @NIGHTLY
 def test_what_show_prints_can_be_run(bed: Bed, python: str) -> None:
-    shown = as_user(bed, "node1", f"{python} -m mpitrain run --hosts node1,node2 --ppn 1 --show hello.py")
+    shown = as_user(bed, "node1", f"{python} -m mpitrain run --hosts node1,node2 --ppn 1 --dry-run hello.py")
     assert shown.returncode == 0, shown.stderr
     assert "eth0" in shown.stdout
     done = as_user(bed, "node1", shown.stdout)
@@ -164,12 +164,12 @@ def test_each_host_shares_its_own_cores(bed: Bed, python: str) -> None:
 
 @NIGHTLY
 def test_bench_sees_what_crosses_the_link(bed: Bed) -> None:
-    words = "--hosts node1,node2 --ppn 2 --sizes 4M --rounds 3 --algorithms ring --link-gbit 1 --json bench.json"
+    words = "--hosts node1,node2 --ppn 2 --sizes 4M --rounds 3 --algorithms ring --link 1Gbit/s --json bench.json"
     done = as_user(bed, "node1", f"{PYTHONS['mpich']} -m mpitrain bench {words}", timeout_seconds=JOB_SECONDS)
     assert done.returncode == 0, done.stdout + done.stderr
     lines = done.stdout.splitlines()
     assert lines[1] == "# 4 ranks on 2 nodes, 2 on each: node1, node2"
-    assert lines[2] == "# eth0 on every node; 1 Gbit/s as --link-gbit says"
+    assert lines[2] == "# eth0 on every node; 1 Gbit/s as --link says"
     result = json.loads(as_user(bed, "node1", "cat bench.json").stdout)
     assert result["ranks_per_node"] == [2, 2]
     by_name = {row["algorithm"]: row for row in result["rows"]}
@@ -240,11 +240,11 @@ REFUSED = {
         "MPITRAIN_ENV_FILE=bridge.env",
         ("    node3: UCX_NET_DEVICES names bridge7, which does not exist there\n",),
     ),
-    "the share is missing": (
+    "the shared folder is missing": (
         {"node2": f"systemctl stop '*nfs.automount'; umount -l {SHARE}; true"},
         {"node2": f"systemctl start '*nfs.automount' --all; runuser -u cluster ls {SHARE}/hello.py"},
         "",
-        (f"node2: {SHARE} is empty", "is the share mounted?"),
+        (f"node2: {SHARE} is empty", "is the shared folder mounted?"),
     ),
     "logins that are refused": (
         {"node2": f"mv {_KEYS} {_KEYS}.away", "node3": _NEW_KEY},
@@ -396,7 +396,7 @@ def test_suspension_is_refused(bed: Bed) -> None:
 @pytest.mark.parametrize("script", ["hello.py", "plain.py"])
 def test_a_firewall_that_drops_what_mpi_sends(bed: Bed, python: str, script: str) -> None:
     bed.drop("node3", "1024-65535")
-    end = run(bed, f"-n 4 --start-seconds 30 {script}", python=python)
+    end = run(bed, f"-n 4 --start-timeout 30s {script}", python=python)
     assert end.code == 1, end.output
     assert "rank 2 on node3 did not start within 30 s" in end.output.replace("rank 3 on node4 ", "rank 2 on node3 ")
     assert "look at node3 first: `ssh node3 sudo nft list ruleset`" in end.output

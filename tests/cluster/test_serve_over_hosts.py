@@ -58,7 +58,7 @@ print("the training is over", json.dumps([counts, trainer.data.state()]), flush=
 
 @pytest.fixture(scope="module", autouse=True)
 def pyzmq(bed: Bed) -> None:
-    """The script, and pyzmq of this environment, on the share."""
+    """The script, and pyzmq of this environment, on the shared folder."""
     write(bed, "node1", f"{SHARE}/served.py", SCRIPT)
     there = as_user(bed, "node1", f"{PYTHONS['mpich']} -c 'import sys; print(*sys.version_info[:2])'").stdout.split()
     if there != [str(number) for number in sys.version_info[:2]]:

@@ -74,7 +74,7 @@ def applied(bed: Bed, node: str, words: str) -> int:
 
 
 def test_a_rank_dies_before_its_host_has_copied_what_it_was_told(bed: Bed) -> None:
-    """One host has copied a state with the order, and the other one without: all go on with it.
+    """One host has copied a state with the order, and the other one without: all continue with it.
 
     The orders come from the launcher's node, and from one that is no host of the job. The ranks were never in two
     states, and no step was made twice or left out.

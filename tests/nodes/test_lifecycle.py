@@ -155,7 +155,7 @@ def test_snapshot(image: str) -> None:
         bed.ssh("node2", "echo one | sudo tee /etc/first; sudo rm /etc/issue")
         bed.save(snapshot)
         keys, subnet = bed.host_keys(), bed.record.subnet
-        assert bed.ssh("node2", "true").returncode == 0  # it goes on
+        assert bed.ssh("node2", "true").returncode == 0  # it continues
     second = new_name()
     try:
         with up(name=name, snapshot=snapshot) as bed:

@@ -1,4 +1,4 @@
-"""Faults of the matrix: the share, what a job finds in its environment, and MPI."""
+"""Faults of the matrix: the shared folder, what a job finds in its environment, and MPI."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _STOP = f"systemctl stop {_UNIT}.automount {_UNIT}.mount"
 _MASK = f"{_STOP}; mv {_AUTOMOUNT} /root/kept; ln -s /dev/null {_AUTOMOUNT}; systemctl daemon-reload"
 _UNMASK = f"[ ! -e /root/kept ] || mv -fT /root/kept {_AUTOMOUNT}; systemctl daemon-reload"
 _REMOUNT = f"umount -l {_SHARE}; systemctl restart {_UNIT}.automount; sudo -u cluster ls {_SHARE}"
-# On the share, root of a client is the user nobody. Root must have access to mount something there.
+# On the shared folder, root of a client is the user nobody. Root must have access to mount something there.
 _OPEN, _CLOSE = f"chmod 755 {_SHARE}", f"chmod 750 {_SHARE}"
 _BASHRC = "/home/cluster/.bashrc"
 # Over ssh, bash reads .bashrc even if it is not interactive.
@@ -84,7 +84,7 @@ FAULTS: dict[str, Fault] = {
         {"NFS01": ("fail", "node3")},
         shows=("is a local folder",),
     ),
-    "the head does not export the share any more": Fault(
+    "the head does not export the shared folder any more": Fault(
         {"node1": "mv /etc/exports.d/mpitrain.exports /root/; exportfs -ra"},
         {"node1": "mv /root/mpitrain.exports /etc/exports.d/; exportfs -ra"},
         {"NFS09": ("fail", "node1")},
@@ -114,7 +114,7 @@ FAULTS: dict[str, Fault] = {
         repair="nfs",
         shows=("Stale file handle",),
     ),
-    "the share mounted again read-only on one node": Fault(
+    "the shared folder mounted again read-only on one node": Fault(
         {"node2": f"mount -o remount,ro {_SHARE}"},
         {"node2": f"mount -o remount,rw {_SHARE}"},
         {"NFS03": ("fail", "node2")},
@@ -128,26 +128,26 @@ FAULTS: dict[str, Fault] = {
         repair="nfs",
         shows=("Permission denied",),
     ),
-    "the share on a small file system with hardly any room": Fault(
+    "the shared folder on a small file system with hardly any room": Fault(
         lambda bed: _replace_share(bed, _SMALL),
         lambda bed: _replace_share(bed, _WHOLE),
         {"NFS07": ("fail", "node[1-4]")},
         shows=("GiB free",),
     ),
-    "the share exported with no_root_squash": Fault(
+    "the shared folder exported with no_root_squash": Fault(
         {"node1": "sed -i s/root_squash/no_root_squash/g /etc/exports.d/mpitrain.exports; exportfs -ra"},
         {"node1": "sed -i s/no_root_squash/root_squash/g /etc/exports.d/mpitrain.exports; exportfs -ra"},
         {"NFS06": ("fail", "node1")},
         repair="nfs",
         shows=("no_root_squash to 10.77.",),
     ),
-    "the share exported to all the world, in another file": Fault(
+    "the shared folder exported to all the world, in another file": Fault(
         {"node1": f"echo '{_SHARE} *(rw,no_subtree_check)' > /etc/exports.d/other.exports; exportfs -ra"},
         {"node1": "rm /etc/exports.d/other.exports; exportfs -ra"},
         {"NFS06": ("fail", "node1")},
         shows=(f"{_SHARE} is exported to ",),
     ),
-    "the share mounted soft on one node": Fault(
+    "the shared folder mounted soft on one node": Fault(
         {"node2": f"sed -i s/hard/soft/ /etc/systemd/system/{_UNIT}.mount; systemctl daemon-reload; {_REMOUNT}"},
         {"node2": f"sed -i s/soft/hard/ /etc/systemd/system/{_UNIT}.mount; systemctl daemon-reload; {_REMOUNT}"},
         {"NFS05": ("fail", "node2")},

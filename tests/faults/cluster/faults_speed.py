@@ -1,4 +1,4 @@
-"""Faults of the matrix: a node, a link or the share is slow."""
+"""Faults of the matrix: a node, a link or the shared folder is slow."""
 
 from __future__ import annotations
 

@@ -56,7 +56,7 @@ FAULTS: dict[str, Fault] = {
         repair="hosts",
         shows=["because others than this user may write there", "mode 0666"],
     ),
-    "a numpy.py beside the program, on the share": Fault(
+    "a numpy.py beside the program, on the shared folder": Fault(
         {
             "node1": f"{_AS_USER} mkdir -p {_SHARE}/project && {_AS_USER} touch {_SCRIPT} {_SHARE}/project/numpy.py "
             f"{_SHARE}/project/helpers.py"

@@ -23,7 +23,8 @@ _BUSY = re.compile("a login takes |listing it twice takes |a new file is listed|
 # Set-up does not change the passwords of other users, so every node of a bed has this finding.
 _USUAL = "SSH10"
 _SCHEMA = json.loads((REPOSITORY / "docs/check-cluster.schema.json").read_text())
-# Lines of shell for a node. They list all processes that a check may have started there, and its files on the share.
+# Lines of shell for a node. They list all processes that a check may have started there, and its files on the shared
+# folder.
 OURS = "pgrep -af 'python3 -I -u -c|mpiexec|hydra|sudo -n' | grep -v pgrep; true"
 ON_THE_SHARE = "ls -d /home/cluster/nfs/.mpitrain-check-*{} 2>/dev/null; true"
 

@@ -39,7 +39,7 @@ SHOWN: list[str] = []  # names of the faults that were found as they should be, 
 TOGETHER = (
     "another address for node2 in /etc/hosts of node4, above the lines of set-up",
     "/dev/shm of 64 MiB on node2, as Docker gives it",
-    "the share exported to all the world, in another file",
+    "the shared folder exported to all the world, in another file",
     "OMPI_MCA_btl set by .bashrc on one node",
     "a file of a dead job of MPICH in /dev/shm of node3",
 )

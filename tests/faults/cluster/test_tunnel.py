@@ -24,7 +24,7 @@ NODES, OUTSIDER = ("node1", "node2", "node3"), "node4"
 VICTIM = "node3"  # the outsider takes this node's address while the node is down
 UCX = "UCX_TLS=tcp,self"  # all nodes have one kernel here
 SUM = "from mpi4py import MPI; print(MPI.COMM_WORLD.allreduce(2**MPI.COMM_WORLD.rank), MPI.Get_processor_name())"
-# What a program of the outsider, with the shared user's number, does with the share.
+# What a program of the outsider, with the shared user's number, does with the shared folder.
 ROB = f"mkdir -p /mnt/try && timeout 20 mount -t nfs -o vers=4.2 {{head}}:{SHARE} /mnt/try"
 WRITE = "setpriv --reuid 1900 --regid 1900 --clear-groups touch /mnt/try/venv/planted; umount /mnt/try"
 
@@ -96,7 +96,7 @@ def answering(bed: Bed, address: str, ports: set[int], by: str = OUTSIDER) -> se
 
 
 def rob(bed: Bed) -> bool:
-    """True if the outsider can mount the share with the address of a node that is down, and plant a file in it."""
+    """True if the outsider can mount the shared folder with the address of a node that is down, and plant a file in it."""
     bed.kill(VICTIM)
     own, taken = bed.address(OUTSIDER), bed.address(VICTIM)
     take = f"ip addr add {taken}/24 dev eth0 && ip route replace {bed.address('node1')} dev eth0 src {taken}"
