@@ -182,7 +182,7 @@ def drop_kept(bed: Bed, *nodes: str) -> None:
 
 
 def install_open_mpi(bed: Bed) -> bool:
-    """Put the environment with Open MPI that scripts/test has made on the shared folder. Return False if there is none."""
+    """Put the environment with Open MPI of scripts/test on the shared folder. Return False if there is none."""
     here = VENVS["openmpi"] / "bin/python"
     there = as_user(bed, "node1", f"python3 -m venv --without-pip {SHARE}/venv-openmpi && python3 --version")
     assert there.returncode == 0, there.stderr

@@ -96,7 +96,7 @@ def answering(bed: Bed, address: str, ports: set[int], by: str = OUTSIDER) -> se
 
 
 def rob(bed: Bed) -> bool:
-    """True if the outsider can mount the shared folder with the address of a node that is down, and plant a file in it."""
+    """If the outsider can mount the shared folder with the address of a node that is down and plant a file in it."""
     bed.kill(VICTIM)
     own, taken = bed.address(OUTSIDER), bed.address(VICTIM)
     take = f"ip addr add {taken}/24 dev eth0 && ip route replace {bed.address('node1')} dev eth0 src {taken}"

@@ -127,7 +127,7 @@ def account(user: str, uid: int, gid: int) -> dict:
 
 
 def share(path: str) -> dict:
-    """What is at the share's path. A network mount is never touched, because it may hang."""
+    """What is at the shared folder's path. A network mount is never touched, because it may hang."""
     layers = [one for one in host.mounts(path) if one["path"] == path]
     facts = {"kind": "missing", "type": "", "source": "", "owner": None, "empty": True, "free_mib": None}
     if layers:
@@ -305,7 +305,7 @@ def main() -> None:
         **firewall(),
         **tunnel(),
         **packages(given["packages"], in_user_space=given["wireguard"] and not has_wireguard()),
-        # The temporary files of this run on the share have this in their names.
+        # The temporary files of this run on the shared folder have this in their names.
         "run": uuid.uuid4().hex[:12],
         "share": place,
         "python": {0: python.strip(), LATE: "silent"}.get(code, ""),

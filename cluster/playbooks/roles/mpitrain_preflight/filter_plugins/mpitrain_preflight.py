@@ -32,7 +32,7 @@ def problems(reports: dict, addresses: dict, groups: dict, settings: dict, login
     if settings.get("network"):
         result += tunnel_problems(inside, settings["network"])
     head = (groups.get("head") or [""])[0]
-    # A mount from before the tunnel came or went is allowed: the role mounts the share again.
+    # A mount from before the tunnel came or went is allowed: the role mounts the shared folder again.
     sources = [
         f"[{address}]:{settings['share']}" if ":" in address else f"{address}:{settings['share']}"
         for address in dict.fromkeys(of.get(head, "") for of in (inside, addresses, settings.get("tunnel", {})))
@@ -58,7 +58,7 @@ def inventory_problems(addresses: dict, groups: dict) -> list[str]:
     head, workers = groups.get("head", []), groups.get("workers", [])
     if len(head) != 1:
         result.append(
-            f"inventory: [head] has {len(head)} hosts {sorted(head)}; allowed: exactly one, which serves the share"
+            f"inventory: [head] has {len(head)} hosts {sorted(head)}; allowed: exactly one, which serves the shared folder"
         )
     result += [
         f"inventory: {name} is in the groups [head] and [workers]; allowed: one of them. Remove it from the other"

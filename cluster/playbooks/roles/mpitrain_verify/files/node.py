@@ -1,4 +1,4 @@
-"""What the shared user finds on one node: logins to the other nodes, Python and MPI, and files on the share.
+"""What the shared user finds on one node: logins to the other nodes, Python and MPI, and files on the shared folder.
 
 node.py RUN SHARE NAME...    writes SHARE/.mpitrain-verify-RUN/<this node> and prints JSON
 node.py RUN SHARE --read     prints which nodes' files can be read here, as JSON
