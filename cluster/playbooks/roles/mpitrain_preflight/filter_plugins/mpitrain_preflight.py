@@ -58,7 +58,7 @@ def inventory_problems(addresses: dict, groups: dict) -> list[str]:
     head, workers = groups.get("head", []), groups.get("workers", [])
     if len(head) != 1:
         result.append(
-            f"inventory: [head] has {len(head)} hosts {sorted(head)}; allowed: exactly one, which serves the shared folder"
+            f"inventory: [head] has {len(head)} hosts {sorted(head)}; allowed: exactly one, which has the shared folder"
         )
     result += [
         f"inventory: {name} is in the groups [head] and [workers]; allowed: one of them. Remove it from the other"
