@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -72,3 +74,27 @@ def test_a_page_uses_the_standard_terms(page: Path) -> None:
 def test_what_is_banned_is_found() -> None:
     text = "The job\ngoes on. `goes on`\n```\nit goes on\n```\n[x](goes-on.md) A line says so.\n"
     assert [line.partition(";")[0] for line in banned(prose(text))] == ["2: 'goes on'", "6: 'says so'"]
+
+
+def messages(path: Path) -> Iterator[tuple[int, str]]:
+    """The lines and texts of a module's strings, which may be a part of a message; not its docstrings."""
+    tree = ast.parse(path.read_text())
+    owners = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    docstrings = {
+        id(node.body[0].value)
+        for node in ast.walk(tree)
+        if isinstance(node, owners) and node.body and isinstance(node.body[0], ast.Expr)
+    }
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in docstrings:
+            yield node.lineno, node.value
+
+
+def test_messages_use_the_standard_terms() -> None:
+    found = [
+        f"{path.relative_to(REPOSITORY)}:{line}: {fault}"
+        for path in sorted((REPOSITORY / "mpitrain").rglob("*.py"))
+        for line, text in messages(path)
+        for fault in banned(text)
+    ]
+    assert found == []

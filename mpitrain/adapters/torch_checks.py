@@ -18,7 +18,7 @@ def check_plain(module: torch.nn.Module, call: str) -> None:
     if isinstance(module, torch.nn.parallel.DistributedDataParallel):
         raise ConfigError(
             f"{call} has got a DistributedDataParallel, which exchanges the gradients of every step itself, so they "
-            "would be exchanged twice, and in rounds after all. Give the module in it, which is its `module`"
+            "would be exchanged twice, and with local updates after all. Give the module in it, which is its `module`"
         )
 
 

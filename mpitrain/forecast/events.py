@@ -289,7 +289,7 @@ class Events:
                 unfinished.remove(rank.number)
         if unfinished:
             raise MpitrainError(
-                f"the simulation stands still: {len(unfinished)} of {len(self.ranks)} ranks, the first one rank "
+                f"the simulation makes no progress: {len(unfinished)} of {len(self.ranks)} ranks, the first one rank "
                 f"{min(unfinished)}, wait for messages that no rank sends"
             )
 

@@ -137,7 +137,7 @@ class Live:
         how = f"the job has ended with exit code {code}" if code else "the job has ended, and has done its work"
         is_saved = code == EXIT_CODE
         if is_saved:
-            how += ": it is saved, and the same command goes on from there"
+            how += ": it is saved, and the same command continues from there"
         self._ended = {"code": code, "text": how}
         if code and not is_saved:
             said = noted()

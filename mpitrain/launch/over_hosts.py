@@ -284,7 +284,11 @@ def _equal_facts(
         raise refusal
     if seen:
         hosts = "; ".join(f"on {host}, {fault}" for host, fault in seen.items())
-        _say([f"waited {waited:.1f} s for the share, which showed a change late: {hosts}; now all hosts have the same"])
+        _say(
+            [
+                f"waited {waited:.1f} s for the shared folder, which showed a change late: {hosts}; now all hosts have the same"
+            ]
+        )
     return facts
 
 

@@ -58,9 +58,9 @@ def keep(*parts: KeptPart, **values: Any) -> KeptState:
             _check(part)
         if any(isinstance(one, LocalGradients) for one in _residuals_in(parts)):
             raise ConfigError(
-                f"{init().name()}: keep() was given a model that prepare() trains in rounds, and each rank has another "
-                "state in a round. Train it with mt.Trainer and mt.TorchModule, whose in-memory checkpoints continue "
-                "within a round; or save model.state_dict() and residuals(model) to a file"
+                f"{init().name()}: keep() was given a model that prepare() trains with local updates, and each rank "
+                "has another state in a round. Train it with mt.Trainer and mt.TorchModule, whose in-memory "
+                "checkpoints continue within a round; or save model.state_dict() and residuals(model) to a file"
             )
     names = [type(part).__name__ for part in parts]
     named = {

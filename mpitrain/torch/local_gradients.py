@@ -72,7 +72,7 @@ class LoopModel(ModuleTensors):
 class LocalGradients(Gradients):
     """See Gradients. All ranks also make the same steps of the optimizer."""
 
-    kept = "what each rank has kept for itself in rounds"
+    kept = "what each rank has kept for itself with local updates"
     instead = (
         "All ranks begin with the parameters of the last outer step and the state of its outer optimizer. What was "
         "learned since then goes into the next outer step"
@@ -127,8 +127,8 @@ class LocalGradients(Gradients):
             return
         if not self._counted:
             raise GradientError(
-                f"{self._world.name()}: optimizer.step() came without a backward() since the last step; in rounds, "
-                "each step has gradients of its own"
+                f"{self._world.name()}: optimizer.step() came without a backward() since the last step; with local "
+                "updates, each step has gradients of its own"
             )
         samples = self._samples
         self._forget_batches()

@@ -58,9 +58,9 @@ def check_strategy(world: World, strategy: object, options: Sequence[str], *, ha
         )
     elif isinstance(strategy, LocalUpdates) and options:
         problem = (
-            f"{', '.join(options)} together with {kind}: these are for gradients of every step, and in rounds none is "
-            "sent. Leave them out. For the outer step, set MPITRAIN_COMPRESSION and MPITRAIN_ALGORITHM, or give "
-            "exchange= to the strategy"
+            f"{', '.join(options)} together with {kind}: these are for gradients of every step, and with local updates "
+            "none is sent. Leave them out. For the outer step, set MPITRAIN_COMPRESSION and MPITRAIN_ALGORITHM, or "
+            "give exchange= to the strategy"
         )
     elif isinstance(strategy, LocalUpdates) and strategy.schedule.warm_up:
         problem = f"{kind}: prepare() has no warm-up. Leave warm_up out, or train with mt.Trainer and mt.TorchModule"
@@ -89,7 +89,7 @@ def check_optimizer(world: World, model: torch.nn.Module, optimizer: torch.optim
     for name, parameter in model.named_parameters():
         if parameter.requires_grad and id(parameter) not in given:
             raise ConfigError(
-                f"{world.name()}: {name} is trained (requires_grad) but not in the optimizer. In rounds, one optimizer "
-                "has all trained parameters, because an outer step follows its step: give the parameter to it, or "
-                "freeze the parameter with requires_grad_(False)"
+                f"{world.name()}: {name} is trained (requires_grad) but not in the optimizer. With local updates, one "
+                "optimizer has all trained parameters, because an outer step follows its step: give the parameter to "
+                "it, or freeze the parameter with requires_grad_(False)"
             )

@@ -110,7 +110,7 @@ class OfHook:
 
 
 def _in_words(rounds: str) -> str:
-    return f"in rounds, by {rounds}" if rounds else "without rounds"
+    return f"with local updates, by {rounds}" if rounds else "without local updates"
 
 
 def residuals_of(model: torch.nn.Module) -> OfHook | Gradients:

@@ -115,7 +115,9 @@ def test_a_run_resumes_on_other_ranks(world: World, capsys: pytest.CaptureFixtur
     capsys.readouterr()
     mpitrain.torch.restore_residuals(other.model, {"of_ranks": [*of_ranks, of_ranks[0]]})
     out = capsys.readouterr().out
-    text = f"what each rank has kept for itself in rounds is not restored: it was saved by {world.size + 1} ranks"
+    text = (
+        f"what each rank has kept for itself with local updates is not restored: it was saved by {world.size + 1} ranks"
+    )
     assert out.count(text) == world.is_root
     assert out.count("All ranks begin with the parameters of the last outer step") == world.is_root
     assert other.bits() == met
@@ -170,12 +172,12 @@ def test_residuals_of_another_strategy(world: World, capsys: pytest.CaptureFixtu
     state = saved_by(world, first)
     other = Loop(world, Sync()).prepare()
     text = error_on_all(world, CheckpointError, lambda: mpitrain.torch.restore_residuals(other.model, state))
-    assert "was trained in rounds, by LocalSGD(sync_every=3, " in text
+    assert "was trained with local updates, by LocalSGD(sync_every=3, " in text
     assert "and this one is trained without rounds. Train it as before, or continue without the residuals" in text
     other.run(2)
     of_sync = {"of_ranks": [{"place": "here", "residual": {}, "factors": {}}] * world.size}
     text = error_on_all(world, CheckpointError, lambda: mpitrain.torch.restore_residuals(first.model, of_sync))
-    assert "was trained without rounds, and this one is trained in rounds, by LocalSGD(" in text
+    assert "was trained without local updates, and this one is trained with local updates, by LocalSGD(" in text
     longer = Loop(world, LocalSGD(4))
     longer.model.load_state_dict(state["model"])
     longer.prepare()

@@ -285,7 +285,7 @@ CHECKS = (
         "the shared folder has free space",
         _room,
         uses=("use",),
-        looks="statvfs of the share, in a child with a deadline: bytes and files.",
+        looks="statvfs of the shared folder, in a child with a deadline: bytes and files.",
         why="A checkpoint that does not fit is lost, at the end of a long computation.",
         needs=("PRB02", "NFS01", "NFS02"),
         fault="the shared folder full",
