@@ -94,7 +94,7 @@ def main() -> None:
     while not token:
         time.sleep(1)
         listed = as_user(bed, "mpitrain ps --hosts node1").stdout
-        token = "".join(re.findall(r"^([0-9a-f]{8}) .*runs.*chaos_train\.py", listed, re.M)[:1])
+        token = "".join(re.findall(r"^([0-9a-f]{8}) .*trains.*chaos_train\.py", listed, re.M)[:1])
     time.sleep(20)  # for the rate of an undisturbed job
     command = [f"{REPOSITORY}/scripts/testbed", "chaos", token, "--bed", bed.name, "--every", f"{arguments.every:g}s"]
     command += ["--faults", arguments.faults, "--seed", "1", "--count", str(count), "--report", str(arguments.report)]

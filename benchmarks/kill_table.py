@@ -107,7 +107,7 @@ class Trial:
             {"power": self._bed.kill, "cable": self._bed.cut, "freeze": self._bed.freeze}[kind](host)
             return host, rf"^mpitrain: {host}: no message from this host since "
         if kind == "rank":
-            pattern = rf"^mpitrain: rank {rank} on {host} (was killed by signal 9|ended without a word).*$"
+            pattern = rf"^mpitrain: rank {rank} on {host} (was killed by signal 9|ended without a message).*$"
         elif kind == "mpiexec":
             host, pid, pattern = "node1", int(mpiexec), "^mpitrain: mpiexec itself was killed on node1, by signal 9$"
         elif kind == "proxy":

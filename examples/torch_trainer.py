@@ -3,7 +3,8 @@
     python examples/torch_trainer.py                  # this process alone
     mpitrain run -n 3 examples/torch_trainer.py       # three ranks: the same numbers, to rounding
 
-It evaluates and saves after each epoch, in runs/torch_trainer, from where the same command goes on. Data: 1,797 digits.
+It evaluates and saves after each epoch, in runs/torch_trainer, from where the same command continues. Data: 1,797
+digits.
 """
 
 import argparse

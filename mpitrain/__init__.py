@@ -9,7 +9,7 @@
 
 The ranks, and a loop of your own:
     init, World         which rank this is, and the calls that all ranks make together
-    elastic, keep       a loop that survives the loss of a rank, or the start of a new try
+    elastic, keep       a loop that survives the loss of a rank, or the start of a new attempt
     evaluate            metrics over all ranks
     record_loop         a record of the run, for `mpitrain plot` and the dashboard
     tunable             a value that `mpitrain tell` changes while the script trains

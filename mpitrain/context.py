@@ -98,12 +98,13 @@ class JobContext:
         expected_size: ranks that the launcher started; 0: not known.
         roll_call: socket of the guard of its host, at which every rank calls; "": there is no guard.
         keeper: socket of the keeper of its host, which holds memory for the next attempt; "": there is no keeper.
-        failed_ms: when the try before this one failed, by time.time(), in milliseconds; 0: this is the first attempt.
+        failed_ms: when the attempt before this one failed, by time.time(), in milliseconds; 0: this is the first
+            attempt.
         failed_step: the step in which that attempt failed; 0: before its first.
         failure: why it failed, in a line, or how its hosts have changed.
         follows: the id of the try that trains until this one takes over; "": none does.
-        saves: 1: this attempt makes no step; it only saves what the tries before have reached.
-        orders: what earlier tries have been told, as JSON (launch/orders.py); "": nothing.
+        saves: 1: this attempt makes no step; it only saves what the attempts before have reached.
+        orders: what earlier attempts have been told, as JSON (launch/orders.py); "": nothing.
         devices: of the ranks in order, such as ("cuda:0", "cuda:1", "cpu"); none where --hosts names none.
         columns: width of the terminal that the launcher prints to; 0: it prints to none.
         recover: 1: the ranks that are left continue where one is lost; 0: the loss of a rank ends the job.

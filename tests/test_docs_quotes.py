@@ -225,7 +225,7 @@ def test_nothing_that_exists_is_called_planned() -> None:
 
 
 def test_the_tests_that_a_document_names_are_there() -> None:
-    """By file or by function, as in the table of faults of recovery.md."""
+    """By file or by function, as in the table of faults of faults-and-tests.md."""
     there = set()
     for path in (REPOSITORY / "tests").rglob("test_*.py"):
         there |= {path.stem, *re.findall(r"^def (test_\w+)\(", path.read_text(), re.M)}

@@ -146,7 +146,7 @@ def _refuse_with_resume(arguments: argparse.Namespace) -> None:
         for name, default in defaults.items()
         if name not in ("resume", "inventory") and getattr(arguments, name) != default
     ]:
-        options = {"num_ranks": "-n", "module": "-m", "script": "SCRIPT"}
+        options = {"num_ranks": "-n", "module": "-m", "script": "SCRIPT", "show": "--dry-run"}
         words = ", ".join(options.get(name, f"--{name.replace('_', '-')}") for name in given)
         raise ConfigError(f"--resume continues with the command that started the job; leave out {words}")
 

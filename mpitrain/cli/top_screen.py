@@ -45,7 +45,7 @@ class TopHistory:
         self._whole: deque[Mapping[str, Any]] = deque()  # the same looks
 
     def add(self, answer: Mapping[str, Any]) -> None:
-        """Take in a look. Another try of the job begins anew."""
+        """Take in a look. Another attempt of the job begins anew."""
         phases = {entry["rank"]: entry["phase"] for entry in answer["ranks"]}
         at = answer["at"]
         while self._looks and (

@@ -46,7 +46,7 @@ class ShownJob:
 
     @property
     def ids(self) -> list[str]:
-        """The ids of its tries, the first one first."""
+        """The ids of its attempts, the first one first."""
         return [str(one) for one in self.look["ids"]]
 
     @property

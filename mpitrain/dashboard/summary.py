@@ -58,7 +58,7 @@ def state_of(
         how = f"was stopped by {event['teller']}" if is_told and event is not None else "ended"
         return DONE_STATE, f"it {how} after step {step:,.0f} of {document.steps:,}"
     if document.end == LEFT:
-        return LOST, "another try was to continue with it, and has not"
+        return LOST, "another attempt was to continue with it, and has not"
     if document.end:
         return FAILED, document.end
     host = document.process.partition(" ")[0]

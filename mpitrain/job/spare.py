@@ -1,4 +1,4 @@
-"""A spare: a process that runs the script up to init(), and waits there until a new try of the job needs a rank.
+"""A spare: a process that runs the script up to init(), and waits there until a new attempt of the job needs a rank.
 
 It then gets what mpiexec has told the rank: variables, output, the connection to mpiexec. Its holder is
 mpitrain.launch.spares. What libraries read when they are imported cannot be given later, so a spare whose rank would

@@ -300,7 +300,7 @@ class Changes:
             leave = [host for host in now_on.hosts if host in self._told]
             if not leave or self._change is not None or keepers.is_ending:
                 return
-            if keepers.run != _RUN and not keepers.told:  # since the try before; this one has not begun its run yet
+            if keepers.run != _RUN and not keepers.told:  # since the attempt before; this one has not begun its run yet
                 return
             ranks = rank_ranges(sorted(self._told.pop(host) for host in leave))
             why = f"SIGTERM told rank{'s' * (len(leave) > 1)} {ranks} to end"

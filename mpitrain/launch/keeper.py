@@ -1,7 +1,7 @@
 """The keeper of a job on one of its hosts: it holds the memory from which the ranks of the next attempt continue
 (kept.py).
 
-A keeper lives from the first attempt of a job to the end of the last one. Like a guard (guard.py), it is sent as text
+A keeper lives from the first attempt of a job to the end of the last one. Like a guard (agent.py), it is sent as text
 over an ssh connection. Both sides send one JSON object per line:
 
     launcher: {"beat": 1, "wish": as kept.py    keeper: {"ready": 1}, or {"error": text}

@@ -76,7 +76,7 @@ def code_of(script: str) -> dict[str, str]:
 # The modules of the keeper, each after those that it imports.
 KEEPER = ("reading", "watching.sockets", "launch.hearing", "launch.kept", "launch.keeper")
 
-# Longer than that of a guard: between two tries, nobody sends beats.
+# Longer than that of a guard: between two attempts, nobody sends beats.
 KEEPER_SILENCE_SECONDS = 60.0
 # So long a keeper keeps what it holds after it has lost its launcher.
 KEEP_SECONDS = 900.0
@@ -112,7 +112,7 @@ class Keepers:
     Attributes:
         name: of the socket of each keeper, for the ranks.
         estate: what another launcher needs to continue with the job (keepers.py); empty: there can be no other one.
-        is_heir: what the keepers hold is of another launcher, and no try of this one has run.
+        is_heir: what the keepers hold is of another launcher, and no attempt of this one has run.
         of: the id of the job of the try that trains.
         wish: what the ranks of this attempt are to do (kept.py).
         run: the number of the run, of a Trainer or a loop with mt.keep, whose state all ranks of this attempt copy; 0:
@@ -272,7 +272,7 @@ class Keepers:
         return rooms
 
     def _forget(self, of: str) -> None:
-        """Of the try before, nothing counts any more."""
+        """Of the attempt before, nothing counts any more."""
         self.of, self.wish, self.run, self.told = of, STAYS, 0, {}
         self.is_ending = self.refuses = False
 

@@ -129,7 +129,7 @@ class LiveJob:
     answer: Mapping[str, Any]
 
     def has_id(self, token: str) -> bool:
-        """True if this is the id of one of its tries."""
+        """True if this is the id of one of its attempts."""
         return token in self.answer["ids"]
 
     def watch(self, seconds: float) -> LiveSource:

@@ -171,7 +171,7 @@ class KeptOutput:
                 del self._open[rank, old.stream]
 
     def end_lines(self) -> None:
-        """End the lines that are not finished: what follows is another try's."""
+        """End the lines that are not finished: what follows is another attempt's."""
         with self._lock:
             self._open.clear()
 

@@ -100,7 +100,7 @@ def judge(
 
     Args:
         hosts: the hosts that the user named, in order.
-        failures: all failed tries so far; none if only hosts were absent.
+        failures: all failed attempts so far; none if only hosts were absent.
         absent: the hosts that did not answer when an attempt was about to start, each with the time.
         limits: what the user allows.
         now: the present time, by the clock of the failures.
@@ -118,7 +118,7 @@ def judge(
     if len(same) >= _MOST_AT_A_STEP:
         return Verdict(reason=_diagnosis(same, len(hosts)))
     if len(failures) > limits.restarts:
-        return Verdict(reason="no try is left")
+        return Verdict(reason="no attempt is left")
     away = _away(failures, absent)
     gone = {host for when, host in away if now < when + ASIDE_SECONDS} - present
     spared = _set_aside(_suspects(failures), now) | (_set_aside(away, now) - present)
@@ -160,7 +160,7 @@ def _set_aside(bad: Sequence[tuple[float, str]], now: float) -> set[str]:
 
 
 def _diagnosis(same: Sequence[FailedTry], num_hosts: int) -> str:
-    """Say what the tries that failed at the same step have in common."""
+    """Say what the attempts that failed at the same step have in common."""
     step = same[-1].step
     parts = [f"{len(same)} attempts failed {f'at step {step}' if step else 'before their first step'}"]
     known = sorted({failure.host for failure in same if failure.host})

@@ -1,4 +1,4 @@
-"""The spares of a job, as its launcher sees them: a holder on each host (spares.py), over all tries.
+"""The spares of a job, as its launcher sees them: a holder on each host (spares.py), over all attempts.
 
 Spares are started when an attempt has made its first step. They become the ranks of the next one, whether that starts
 after the try or beside it (successor.py).
@@ -24,7 +24,7 @@ from mpitrain.watching.rank_record import RankRecord
 
 # The modules of the holder of spares, each after those that it imports.
 SPARES = (*GUARD, "launch.spares")
-# Longer than that of a guard: between two tries, nobody sends beats.
+# Longer than that of a guard: between two attempts, nobody sends beats.
 _SILENCE_SECONDS = 60.0
 _BEGIN_SECONDS = 30.0
 _CLOSE_SECONDS = 10.0

@@ -37,7 +37,7 @@ def resume(job: str, inventory: Path | None) -> int:
     """Continue with a job, see to its end, and return its exit code. Call this as start.start.
 
     Args:
-        job: the id of any of its tries.
+        job: the id of any of its attempts.
         inventory: the cluster's hosts, as for `mpitrain run`.
 
     Raises:

@@ -7,8 +7,8 @@ A restart is quick with spares, because a rank spends most of its start on impor
 place of each rank. The stub lends its place to a spare, or becomes the program itself if no spare is ready. In the
 first attempt there are no spares yet: the holder then keeps the environment of the last stub, and starts spares in it.
 
-The holder runs as long as the launcher, over all tries of the job. Sent to its host as text, like the guard (guard.py).
-So it imports only the modules that come with it, and must run with old Pythons. One JSON object a line:
+The holder runs as long as the launcher, over all attempts of the job. Sent to its host as text, like the guard
+(agent.py). So it imports only the modules that come with it, and must run with old Pythons. One JSON object a line:
 
     launcher: {"start": {"program": [word...],     holder: {"said": text for the user}
                "count": so many are to wait}}      holder: {"ready": how many wait now}

@@ -86,8 +86,8 @@ class _Supervision:
     Attributes:
         hosts: all hosts of the job, with those that are set aside.
         now_on: where the next attempt runs.
-        pause: what ended the try before; None: there was no try from which the next one continues.
-        failures: of the tries so far.
+        pause: what ended the attempt before; None: there was no attempt from which the next one continues.
+        failures: of the attempts so far.
         absent: the hosts that did not answer, each with the time.
         has_trained: an attempt before made steps.
         saves_for: why the next attempt is there only to save; "": it trains.
@@ -118,7 +118,7 @@ class _Supervision:
         self._next_try: Successor | None = None  # that is ready
 
     def to_end(self, silent: Sequence[str]) -> int:
-        """Make tries until none follows. Return the exit code. These hosts do not answer now."""
+        """Make attempts until none follows. Return the exit code. These hosts do not answer now."""
         if silent:
             self.absent += [(time.monotonic(), host) for host in silent]
             verdict = self._judge(set())

@@ -72,8 +72,8 @@ def start_problem(
             return f"init() has not returned on {_names(late, places)}, {start_seconds:g} s after {first} called it"
     elif any(gone[rank] - since < start_seconds < now - gone[rank] for rank in gone):
         return (
-            f"{_names(set(gone), places)} ended early, and the others have gone on for {start_seconds:g} s: they wait "
-            f"in MPI_Init, or work on after MPI_Finalize (then: --start-timeout 0)"
+            f"{_names(set(gone), places)} ended early, and the others have continued for {start_seconds:g} s: they "
+            f"wait in MPI_Init, or work on after MPI_Finalize (then: --start-timeout 0)"
         )
     if now - since > start_seconds and (absent := everyone - when[STARTED].keys()):
         return f"{_names(absent, places)} did not start within {start_seconds:g} s; {longer}"

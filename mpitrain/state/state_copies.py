@@ -40,7 +40,7 @@ _LOOK_SECONDS = 0.002
 
 
 def wait_for_turn(world: World, line: KeeperLine | None) -> tuple[int, int]:
-    """Wait until the ranks of the try before have left. Collective.
+    """Wait until the ranks of the attempt before have left. Collective.
 
     Return the step after which they left, and when, by time.time() of their host, in milliseconds.
 
@@ -145,7 +145,7 @@ class StateCopies:
     def resume(self, trained: Copied) -> None:
         """Continue from the newest whole copy, if there is one. Collective.
 
-        If the ranks of the try before still train, wait until they have left.
+        If the ranks of the attempt before still train, wait until they have left.
 
         Raises:
             LaunchError: see wait_for_turn; or the copies are lost since these ranks have rehearsed.
@@ -164,7 +164,7 @@ class StateCopies:
             raise everywhere(
                 LaunchError(
                     f"{world.name()}: the copy of step {rehearsed}, which these ranks loaded before their turn, is in "
-                    "the memory of no host any more. These ranks cannot continue from it, nor begin anew; a new try can"
+                    "the memory of no host any more. These ranks cannot continue from it, nor begin anew; a new attempt can"
                 )
             )
         if not kept.step:

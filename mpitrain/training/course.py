@@ -188,7 +188,7 @@ class Course:
         """Come to the next stage, after a pause if there is one; or leave, if the launcher wishes it."""
         trainer = self._trainer
         if wish == STAYS and trainer.steering.pause and self._next_stage() == _BEFORE_STEP:
-            self._made = self._made or trainer.steering.paused_step()  # of the try before
+            self._made = self._made or trainer.steering.paused_step()  # of the attempt before
             wish = wait_in_pause(trainer, self._copies, self._obey_in_pause)
         if wish == SAVES:
             self._save(self._made or unmade(trainer.step_number))
@@ -227,7 +227,8 @@ class Course:
             trainer.world.print(f"mpitrain: nothing saves step {trainer.step_number}: add the hook mt.Checkpoint")
 
     def _save_only(self, copied: int) -> bool:
-        """Have saved what the tries before have reached, without a step. False: a later run of the script may have it.
+        """Have saved what the attempts before have reached, without a step. False: a later run of the script may have
+        it.
 
         Raises:
             CheckpointError: nothing can be saved. Raised on every rank.

@@ -27,7 +27,7 @@ from mpitrain.world.world import World
 FILE = "run.json"
 VERSION = 1
 MOST_BYTES = 1 << 20  # a document has some 10 KiB
-# How a run ended, if no error ended it. LEFT: its job continues with it in another try.
+# How a run ended, if no error ended it. LEFT: its job continues with it in another attempt.
 DONE, LEFT = "done", "left"
 _GIT_SECONDS = 5.0  # a work tree may be on a slow share, and all ranks wait
 

@@ -131,7 +131,7 @@ class Steering:
         self.saves = self.has_news = False
         self.num_heard = 0
         self._last = ("", 0)  # the launcher and the number of the last order that the state has
-        self._replayed: Sequence[TrainingOrder] = ()  # of tries before
+        self._replayed: Sequence[TrainingOrder] = ()  # of attempts before
         self._replayed_until = 0
         # The orders of this launcher, or why one cannot be read. Another rank may lack the last.
         self._known: dict[int, TrainingOrder | str] = {}

@@ -195,7 +195,7 @@ class Trainer:
         if self.world.context.saves:
             raise everywhere(
                 CheckpointError(
-                    f"{self.world.name()}: this attempt only saves what the tries before have reached, and makes no "
+                    f"{self.world.name()}: this attempt only saves what the attempts before have reached, and makes no "
                     "step; only Trainer.run can save it, with the hook mt.Checkpoint"
                 )
             )

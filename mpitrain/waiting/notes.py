@@ -58,7 +58,7 @@ class Notes:
         made: how many calls this rank has begun in each World so far, by the World's number; also in those that are
             freed, where other ranks may still be waiting.
         final: what ranks compare when all have finished, or a function that gives it then, by a number that is the same
-            on all ranks; see partings.py. () is equal to everything. 0 is for reducer/unexchanged.py.
+            on all ranks; see job/job.py. () is equal to everything. 0 is for reducer/unexchanged.py.
     """
 
     def __init__(self, comm: MPI.Comm, members: Sequence[int]) -> None:

@@ -137,7 +137,7 @@ class Activity:
         self._page.set_epoch(epoch)
 
     def leave(self, step: int) -> None:
-        """Publish that the rank ends after this step, for another try to continue from there."""
+        """Publish that the rank ends after this step, for another attempt to continue from there."""
         self._page.set_left(step, time.monotonic())
 
     def copy_run(self, run: int) -> None:

@@ -13,7 +13,7 @@ the files of the process; mpiexec learns of the end at the same time. The proces
 loaded machine, it may end after ranks that mpiexec has ended because of it. The parent of the ranks, mpiexec or its
 daemon, ends after them. If the parent ends before them, the parent is the culprit, and no rank is.
 
-The ends on several hosts are compared by time. The time of a rank's end is the kernel's (witness.py).
+The ends on several hosts are compared by time. The time of a rank's end is the kernel's (roll_call.py).
 
 Sent to other hosts as text. So this module imports only the modules that come with it, and must run with old Pythons.
 """

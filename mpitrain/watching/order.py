@@ -25,7 +25,7 @@ class TrainingOrder:
         value: for "rate" the factor, for "set" the value, as typed.
         teller: the user and the host, such as "ada on lab1".
         at: when it was accepted, in seconds since the epoch, by the launcher's clock.
-        after_step: an attempt before this one applied it after this step. None: no try has.
+        after_step: an attempt before this one applied it after this step. None: no attempt has.
         run: in which run of the script that was. 0: none has.
     """
 

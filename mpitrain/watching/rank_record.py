@@ -83,8 +83,8 @@ class RankRecord:
         failed_seconds: when it failed, by time.monotonic() of its host.
         error: that it failed with, in a line.
         lost: the ranks without which it continues.
-        left_step: the step after which it has ended, for another try to continue from there on other hosts; 0: it has
-            not.
+        left_step: the step after which it has ended, for another attempt to continue from there on other hosts; 0: it
+            has not.
         left_seconds: when that was, by time.monotonic() of its host.
         run: the number of the run, of a Trainer or a loop with mt.keep, that copies its state to memory; 0: none does.
         told_to_end: whether SIGTERM has told it to end, and it waits for what the launcher says.
@@ -189,7 +189,7 @@ class Page:
         self._numbers[_EPOCH] = epoch
 
     def set_left(self, step: int, seconds: float) -> None:
-        """Note that the rank ends after this step, for another try to continue from there."""
+        """Note that the rank ends after this step, for another attempt to continue from there."""
         self._reals[_LEFT_SECONDS] = seconds
         self._numbers[_LEFT_STEP] = step
 

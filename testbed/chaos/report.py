@@ -55,7 +55,7 @@ def is_good(episode: Episode) -> bool:
 def text(report: Mapping[str, Any]) -> str:
     """Return the report for people."""
     lines = [f"chaos in job {report['job']}", ""]
-    header = ("", "AT", "FAULT", "ON", "WHAT", "WENT ON AFTER", "STEPS/S BEFORE", "NAMED")
+    header = ("", "AT", "FAULT", "ON", "WHAT", "CONTINUED AFTER", "STEPS/S BEFORE", "NAMED")
     rows = [header, *(_row(fault) for fault in report["faults"])]
     widths = [max(len(row[column]) for row in rows) for column in range(len(header))]
     lines += ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]

@@ -1,4 +1,4 @@
-"""`mpitrain bench` from outside. What it refuses: tests/forecast/test_options.py; what it chooses: test_choices.py."""
+"""`mpitrain bench` from outside. What it refuses: tests/forecast/test_bench_values.py."""
 
 from __future__ import annotations
 

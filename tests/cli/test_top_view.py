@@ -63,7 +63,7 @@ def test_shares_are_of_the_last_ten_seconds_of_this_try() -> None:
 def test_what_is_drawn() -> None:
     ranks = [rank(0, "computes"), rank(1, "waits", call="mean of 4 float32")]
     lines = drawn(look(3725.0, *ranks, state="restarts", tries=2, events=[{"at": 0.0, "text": "rank 2 was lost"}]))
-    assert lines[0] == "job 1a2b3c4d  restarts  1:02:05  try 2"
+    assert lines[0] == "job 1a2b3c4d  restarts  1:02:05  attempt 2"
     assert lines[1:3] == ["train.py --epochs 5", "step 10  epoch 3  loss 0.25  1,503 samples/s"]
     assert lines[3].endswith(" rank 2 was lost")
     assert lines[5].split() == ["RANK", "HOST", "PHASE", "FOR", "STEP", "LAST", "10", "S", "IN"]

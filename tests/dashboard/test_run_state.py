@@ -38,7 +38,14 @@ def look(
     [
         (DOCUMENT, None, False, 1e6, "done", "all steps were made"),
         (dataclasses.replace(DOCUMENT, end="DataError: no"), None, False, 1e6, "failed", "DataError: no"),
-        (dataclasses.replace(DOCUMENT, end="left"), None, False, 9.0, "lost", "another try was to continue with it"),
+        (
+            dataclasses.replace(DOCUMENT, end="left"),
+            None,
+            False,
+            9.0,
+            "lost",
+            "another attempt was to continue with it",
+        ),
         (OPEN, None, True, 1e6, "trains", "rank 0 is alive on nowhere"),
         (OPEN, None, False, 59.0, "trains", "the last row is 59 s old"),
         (OPEN, None, False, 7300.0, "lost", "the last row is 2 h old"),

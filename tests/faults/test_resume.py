@@ -75,7 +75,7 @@ def lost_job(folder: Path) -> str:
 
 
 def tries_of(folder: Path) -> list[str]:
-    """Wait until one keeper alone has the job. Return the ids of its tries."""
+    """Wait until one keeper alone has the job. Return the ids of its attempts."""
     found: list[list[str]] = []
 
     def is_there() -> bool:

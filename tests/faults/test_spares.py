@@ -132,12 +132,14 @@ def test_killed_ranks(tmp_path: Path, vendor: str, ranks: int, steps: list[int],
     assert set.union(*begun) < ranks_of(tmp_path)
     assert printed(job.stdout, "begins") == dict.fromkeys(range(ranks), lives), job.output
     *killed, last = tries(job)
-    assert last == f"try {lives} of 3 succeeded"
+    assert last == f"attempt {lives} of 3 succeeded"
     # mpiexec may name a rank that it has ended itself.
     how = rf"rank 1 on {HERE} (was killed by signal 9|ended without a message \(os\._exit, or killed\?\))"
     for number, (step, line) in enumerate(zip(steps, killed, strict=True), 1):
         since = "" if number == 1 else ", from step 6,"
-        assert re.fullmatch(rf"try {number} of 3{since} failed at step {step}: {how}; starting again on {HERE}", line)
+        assert re.fullmatch(
+            rf"attempt {number} of 3{since} failed at step {step}: {how}; starting again on {HERE}", line
+        )
 
 
 @pytest.mark.nightly

@@ -109,7 +109,7 @@ def train(
 
 def tries(job: Job) -> list[str]:
     """What the supervisor prints about each attempt."""
-    return re.findall(r"^mpitrain: (try .*)$", job.stderr, re.M)
+    return re.findall(r"^mpitrain: (attempt .*)$", job.stderr, re.M)
 
 
 def resumed(job: Job) -> list[int]:
@@ -118,7 +118,7 @@ def resumed(job: Job) -> list[int]:
 
 
 def not_from_memory(job: Job) -> list[str]:
-    """The messages of the tries that did not resume from memory."""
+    """The messages of the attempts that did not resume from memory."""
     return re.findall(r"mpitrain: memory is not used: (.*)$", job.stdout, re.M)
 
 

@@ -213,7 +213,7 @@ def test_who_is_blamed_for_a_next_try_that_fails(job: ChangingJob, faulty: tuple
 
 
 def test_a_next_try_that_fails_when_the_ranks_leave(job: ChangingJob) -> None:
-    """The ranks have heard that they leave. So another try must follow."""
+    """The ranks have heard that they leave. So another attempt must follow."""
     following: Any = job.accept(join="d")
     following.is_ready = True
     job.changes.look()
@@ -254,6 +254,6 @@ def test_a_next_try_that_is_not_needed(job: ChangingJob) -> None:
 
 
 def test_no_next_try_beside_this_one(job: ChangingJob) -> None:
-    """No try is prepared for a job that has spares or runs on this machine alone."""
+    """No attempt is prepared for a job that has spares or runs on this machine alone."""
     assert job.accept(join="alone") is None
     assert job.keepers.wish == LEAVES

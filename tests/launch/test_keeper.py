@@ -161,7 +161,9 @@ def test_a_lost_launcher(is_silent: bool) -> None:
 
 
 def test_an_heir_takes_over() -> None:
-    """One of two heirs gets what is kept. An heir that starts no try says no goodbye. The next heir can drop it all."""
+    """One of two heirs gets what is kept. An heir that starts no attempt says no goodbye. The next heir can drop it
+    all.
+    """
     with contextlib.closing(Lost()) as lost:
         lost.connection.hang_up()
         until(lost.is_lost)
@@ -180,7 +182,7 @@ def test_an_heir_takes_over() -> None:
                 until(lambda: '"launcher": "here 1 1", "own": "here"' in line.estate()[1])
             heir.begin(["here"], "three")
             heir.settle()
-            raise LaunchError("no try can be started")
+            raise LaunchError("no attempt can be started")
     line = KeeperLine(name)
     until(lambda: "lost_ms" in line.estate()[0])
     (descriptor,) = line.give("1/state")

@@ -43,7 +43,7 @@ def test_what_is_kept_outlives_who_kept_it(keepers: Keepers, line: Line) -> None
     for descriptor in given:
         os.close(descriptor)
     first.close()
-    begin(keepers, "try")  # a new try has the same keeper
+    begin(keepers, "try")  # a new attempt has the same keeper
     second = line(keepers.name, "try")
     assert second.names() == ["1/state"]
     assert [content(descriptor) for descriptor in second.give("1/state")] == [b"first", b"second"]
@@ -102,7 +102,7 @@ def test_a_killed_keeper_is_replaced(keepers: Keepers, line: Line) -> None:
 
 
 def test_an_answer_to_an_earlier_question_does_not_count(keepers: Keepers) -> None:
-    """The try before was refused, so nobody has waited for its keepers to settle."""
+    """The attempt before was refused, so nobody has waited for its keepers to settle."""
     keepers.begin(["here"], "refused")
     process = keepers._connections["here"].process
     os.kill(process.pid, signal.SIGSTOP)

@@ -46,14 +46,14 @@ SUSPECT = [failure(7, "b"), failure(9, "c"), failure(11, "b")]
             (
                 [failure(step) for step in range(1, tried + 1)],
                 Limits(restarts),
-                "abcd" if tried <= restarts else "no try is left",
+                "abcd" if tried <= restarts else "no attempt is left",
             )
             for restarts in range(3)
             for tried in (1, 2, 3)
         ),
         (TWO, FIVE, "abcd"),
         ([*TWO, failure(9)], FIVE, "abcd"),
-        # The same holds if no try is left, or other steps came between.
+        # The same holds if no attempt is left, or other steps came between.
         ([*TWO, failure(7, "b")], FIVE, SEVERAL),
         ([*TWO, failure(7, "b")], Limits(1), SEVERAL),
         ([TWO[0], failure(8), *TWO[1:], failure(7, "b")], FIVE, SEVERAL),

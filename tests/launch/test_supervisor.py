@@ -1,4 +1,4 @@
-"""The supervisor starts a job again after a failure or a change of hosts. The tries only say how they ended."""
+"""The supervisor starts a job again after a failure or a change of hosts. The attempts only say how they ended."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ class Tries:
 
 
 class Wished:
-    """A stand-in for Changes that has a change after some of the tries, and prepares no next attempt."""
+    """A stand-in for Changes that has a change after some of the attempts, and prepares no next attempt."""
 
     def __init__(self, *changes: Change | None) -> None:
         self.changes = list(changes)
@@ -110,7 +110,7 @@ def play(tries: Tries, limits: Limits, wished: Any = None) -> int:
 
 @pytest.fixture
 def transcript(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
-    """Makes tries end as told: all have come. Returns the exit code, the hosts of each attempt, and the output."""
+    """Makes attempts end as told: all have come. Returns the exit code, the hosts of each attempt, and the output."""
 
     def transcript(limits: Limits, *ends: Any, changes: Any = ()) -> str:
         tries = Tries(*ends)
@@ -131,7 +131,7 @@ no answer; starting again on a with 2 ranks, without b, c
 attempt 2 of 6 succeeded
 5 abc abc
 attempt 1 of 2 failed at step 7: rank 2 on b was killed by signal 9; starting again on a, b, c
-attempt 2 of 2 failed at step 8: rank 4 on c was killed by signal 9; not started again: no try is left
+attempt 2 of 2 failed at step 8: rank 4 on c was killed by signal 9; not started again: no attempt is left
 137 abc abc a
 attempt 1 of 4 failed at step 7: rank 2 on b was killed by signal 9; starting again on a, b, c
 no answer; only a of a, b, c can take part, and --min-nodes is 2. Starting again on a only to save the state
@@ -218,7 +218,7 @@ def test_a_try_is_told_why_it_follows() -> None:
 
 
 def test_the_next_try_takes_over(capsys: pytest.CaptureFixture[str]) -> None:
-    """The next attempt is not started again. After it fails, another try starts on its hosts."""
+    """The next attempt is not started again. After it fails, another attempt starts on its hosts."""
 
     class Successor:
         def to_end(self, meanwhile: object) -> Ended:

@@ -34,7 +34,7 @@ def times(**phases: dict[int, float]) -> dict[str, dict[int, float]]:
         (
             66.0,
             {"gone": {2: 5.0, 3: 5.5}},
-            "rank 2 on b, rank 3 on c ended early, and the others have gone on for 60 s",
+            "rank 2 on b, rank 3 on c ended early, and the others have continued for 60 s",
         ),
         (1e9, {"started": {}, "called": {0: 1.0}, "limit": 0.0}, ""),
         (

@@ -131,7 +131,7 @@ def test_orders_that_come_together_are_obeyed_in_their_order(world: World, tunab
 
 
 def test_what_was_told_before_a_restart(world: World, tunables: Tunables) -> None:
-    """The launcher gives the orders of tries before to the ranks: each is applied after the same step, once."""
+    """The launcher gives the orders of attempts before to the ranks: each is applied after the same step, once."""
     common = {"of": "1a2b", "kind": "rate", "teller": "ada on lab1", "at": 1.5}
 
     def orders(run: int) -> str:

@@ -11,7 +11,7 @@ from mpitrain.check.checks.sshd import a_peer
 from mpitrain.check.collect import Cluster, ClusterStep, PairStep, on_each
 
 _SLOW_SECONDS = 2.0
-_LOGIN_SECONDS = 20.0  # for two tries of 8 s each
+_LOGIN_SECONDS = 20.0  # for two attempts of 8 s each
 # A node runs only a few commands at a time.
 _MOST_LOGINS = 5
 _SET_UP = "{set_up} --tags ssh --limit {limit}"

@@ -2,7 +2,7 @@
 
 import {element} from "./text.js";
 
-// Phases of docs/live.md by the colour that they share.
+// Phases of docs/reference/formats-and-protocols.md by the colour that they share.
 const KINDS = {computes: "computes", waits: "waits", wire: "wire", disk: "disk", busy: "busy", paused: "paused", starts: "starts", done: "waits",
   stopped: "red", failed: "red", ended: "red", lost: "red", unknown: "red"};
 const KEY = [["computes", "computes"], ["waits", "waits for other ranks"], ["wire", "data arrives or leaves"], ["busy", "busy, such as a checkpoint"], ["paused", "paused"],

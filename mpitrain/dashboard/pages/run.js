@@ -62,7 +62,7 @@ function showRanks(live) {
 function showEvents(live) {
   const clock = (seconds) => new Date(seconds * 1000).toLocaleTimeString("en-GB");
   const teller = (event) => event.teller ? `, told by ${event.teller} at ${clock(event.at)}` : "";
-  const ofRecord = events.map((event) => `after step ${number(event.after_step)}: ${event.text}${teller(event)}${event.seconds ? `; the training stood still for ${duration(event.seconds)}` : ""}`);
+  const ofRecord = events.map((event) => `after step ${number(event.after_step)}: ${event.text}${teller(event)}${event.seconds ? `; the training paused for ${duration(event.seconds)}` : ""}`);
   const ofLauncher = (live?.events ?? []).map((event) => `${clock(event.at)} ${event.text}`);
   const all = [...ofRecord, ...ofLauncher];
   place("events").hidden = !all.length;

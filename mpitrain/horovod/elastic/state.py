@@ -197,8 +197,8 @@ def run(func: Callable[..., Result]) -> Callable[..., Result]:
 
     Every rank first gets rank 0's state. With `mpitrain run --recover`, the ranks that are left continue after a loss.
     Each restores its last commit, calls the reset callbacks, gets rank 0's state, and calls `func` again. With
-    `--restarts`, a new try of the job continues from the newest copy of the state in memory, after a failure, and when
-    hosts join or leave. It calls the reset callbacks before `func`. Without either, `func` is called once.
+    `--restarts`, a new attempt of the job continues from the newest copy of the state in memory, after a failure, and
+    when hosts join or leave. It calls the reset callbacks before `func`. Without either, `func` is called once.
 
     Args:
         func: its first argument is the state. All ranks commit the same number of times.
