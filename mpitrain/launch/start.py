@@ -265,7 +265,7 @@ def _arguments(request: Request) -> Sequence[str]:
 
 @contextmanager
 def _signals_end_in_order() -> Iterator[None]:
-    """Inside, SIGTERM and SIGHUP between two attempts end this process in order: else keepers would wait for an heir."""
+    """Inside, SIGTERM and SIGHUP between two attempts end this process in order: else keepers wait for an heir."""
 
     def end(number: int, _: object) -> None:
         sys.exit(128 + number)

@@ -164,7 +164,7 @@ class StateCopies:
             raise everywhere(
                 LaunchError(
                     f"{world.name()}: the copy of step {rehearsed}, which these ranks loaded before their turn, is in "
-                    "the memory of no host any more. These ranks cannot continue from it, nor begin anew; a new attempt can"
+                    "the memory of no host any more. These ranks cannot continue from it, nor begin anew; a new one can"
                 )
             )
         if not kept.step:

@@ -218,7 +218,7 @@ def test_between_two_epochs(world: World, kind: str) -> None:
 
 
 def test_the_ranks_own_numbers(world: World) -> None:
-    """Without those of the attempt before, they continue as the script seeded them; to draw the order changes nothing."""
+    """Without those of the attempt before, they continue as seeded; drawing the order changes nothing."""
     data = shuffled()
     batches_of(data, 2)
     again = shuffled()
