@@ -114,7 +114,7 @@ def _run(argv: Sequence[str] | None) -> int:
     parser.add_argument("--version", action="version", version=f"mpitrain {__version__}")
     choices = parser.add_subparsers(dest="command", metavar="COMMAND")
     words = sys.argv[1:] if argv is None else list(argv)
-    if not words or words[0] in ("-h", "--help"):
+    if "_ARGCOMPLETE" not in os.environ and (not words or words[0] in ("-h", "--help")):
         print(_overview())
         return 0
     typed = next((word for word in words if not word.startswith("-")), None)

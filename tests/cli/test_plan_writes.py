@@ -162,7 +162,7 @@ NEEDS_JAX = pytest.mark.skipif(importlib.util.find_spec("jax") is None, reason="
     ("source", "options", "expected"),
     [
         ("import numpy\nnumpy.save('new', [1])", (), "would write new.npy (train.py, line 2) and has not imported "),
-        ("while True: pass", ("--step-timeout", "2"), "was ended, because it has made no step that mpitrain plan can"),
+        ("while True: pass", ("--step-timeout", "2s"), "was ended, because it has made no step that mpitrain plan can"),
         ("import mpitrain as mt, numpy as n\nwhile 1: mt.init().mean(n.ones(3))", (), "cannot measure (by world.mean)"),
         pytest.param(UNSEEN, (), "cannot measure (of Adam)", marks=[NEEDS_TORCH, pytest.mark.nightly]),
         pytest.param(CALLBACK, (), "cannot measure (by world.mean)", marks=[NEEDS_JAX, pytest.mark.nightly]),
