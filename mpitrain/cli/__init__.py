@@ -181,10 +181,10 @@ def _below_options(text: str, page_name: str) -> str:
 
 
 def page(name: str) -> str:
-    """Return where a page of docs/ is: in the checkout, or beside this package as pip installed it."""
+    """Return where a page of docs/ is: in the checkout, or in this package as pip installed it."""
     package = Path(__file__).parents[1]
-    docs = next(folder for folder in (package.parent / "docs", package / "docs") if folder.is_dir())
-    return str(docs / name)
+    pages = (package.parent / "docs" / name, package / "docs" / name)
+    return str(next((path for path in pages if path.is_file()), f"docs/{name} in mpitrain's repository"))
 
 
 def _needed(words: Sequence[str], typed: str | None) -> Iterable[str]:
