@@ -68,7 +68,9 @@ FAULTS = {
     ],
     "faults, others": ["tests/faults"],
 }
-LONG_FOLDERS = ["cli", "examples", "server", "cuda", "training"]
+LONG_FOLDERS = ["cli", "server", "launch", "training", "dashboard", "examples", "cuda"]
+# What runs the commands of the pages, and builds the site and the wheel.
+DOCUMENTS = [f"tests/test_{name}.py" for name in ("docs", "notebooks", "site", "wheel", "one_of_each", "extras")]
 # Such a part waits most of the time, for jobs that start or stand still (measured: benchmarks/log/). Ranks nap while
 # they
 # wait for each other, so theirs does not keep a core busy either. On two cores, six folders run beside one of them.
@@ -95,9 +97,10 @@ def parts(nightly: bool) -> Iterator[Part]:
     on_nodes = [path for paths in ON_NODES.values() for path in paths]
     for name, paths in ON_NODES.items():
         yield Part(name, [*pytest, *paths, *below(paths, on_nodes)], cores=0, again=True)
-    in_parts = [*on_nodes, *(path for paths in FAULTS.values() for path in paths)]
+    in_parts = [*on_nodes, *(path for paths in FAULTS.values() for path in paths), *DOCUMENTS]
     for name, paths in FAULTS.items():
         yield Part(name, [*pytest, *paths, *below(paths, in_parts)], cores=CORES_OF_A_FOLDER, again=True)
+    yield Part("documents", [*pytest, *DOCUMENTS], cores=CORES_OF_A_FOLDER, again=True)
     ignored = [f"--ignore={path}" for path in [*ON_RANKS, *in_parts]]
     folders = [
         Part(f"tests/{name}", [*pytest, f"tests/{name}", *ignored], cores=CORES_OF_A_FOLDER, again=True)
