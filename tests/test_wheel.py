@@ -63,7 +63,7 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Installed:
         ["git", "ls-files", "-z"], cwd=REPOSITORY, check=True, capture_output=True, text=True, timeout=60
     ).stdout.split("\0")
     for name in filter(None, files):
-        if name.startswith(("mpitrain/", "cluster/", "examples/", "scripts/")) or "/" not in name:
+        if name.startswith(("mpitrain/", "cluster/", "docs/", "examples/", "scripts/")) or "/" not in name:
             (checkout / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(REPOSITORY / name, checkout / name, follow_symlinks=False)
     (checkout / "cluster/hosts").write_text(LOCAL)
@@ -85,14 +85,18 @@ def names(wheel: Path) -> set[str]:
 
 
 def test_what_the_wheel_has(installed: Installed) -> None:
-    """All of the package, the playbooks with what they need, once each, and nothing of the user's."""
+    """All of the package, the pages that `--help` names, the playbooks with what they need, once each, and nothing of
+    the user's.
+    """
     tracked = subprocess.run(
-        ["git", "ls-files", "mpitrain", "cluster/playbooks", "examples"],
+        ["git", "ls-files", "mpitrain", "cluster/playbooks", "docs", "examples"],
         cwd=REPOSITORY, check=True, capture_output=True, text=True, timeout=60,
     ).stdout.split()  # fmt: skip
     tracked = [name for name in tracked if not (REPOSITORY / name).is_symlink()]
     there = names(installed.wheel)
-    wanted = {name if name.startswith("mpitrain/") else f"{INSTALLED}/{name}" for name in tracked}
+    tracked = [name for name in tracked if not name.startswith(("docs/dev/", "docs/notebooks/")) and ".png" not in name]
+    places = {"mpitrain": "", "docs": "mpitrain/"}
+    wanted = {places.get(name.partition("/")[0], f"{INSTALLED}/") + name for name in tracked}
     assert wanted - there == set()
     more = {name.removeprefix(f"{INSTALLED}/") for name in there - wanted if ".dist-info/" not in name}
     assert more == {

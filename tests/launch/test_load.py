@@ -102,7 +102,7 @@ def test_a_load_that_cannot_be_read(monkeypatch: pytest.MonkeyPatch, capsys: pyt
     monkeypatch.setattr(Load, "_cores", lambda self: {"ticks": int("a word")})
     census: Any = None
     hearing: Any = None
-    watched = agent.Guard({"token": "t", "roll_call": "r", "peers": {}, "silence_seconds": 0.0}, census, hearing)
+    watched = agent.Guard({"token": "t", "roll_call": "r", "peers": {}, "silence_seconds": 0.0}, "", census, hearing)
     watched._watched_until = time.monotonic() + 600
     for second in range(3):
         watched._look_at_load(100.0 + second)
