@@ -52,11 +52,12 @@ def state_of(
     if document is None:
         return (TRAINS, age) if age_seconds < _YOUNG_SECONDS else (UNKNOWN, f"the record has no run.json; {age}")
     if document.end == DONE:
-        if not 0 < step < document.steps:
+        if step <= 0 or 0 < document.steps <= step:
             return DONE_STATE, "all steps were made"
         is_told = event is not None and event.get("source") == "told" and event.get("after_step") == step
         how = f"was stopped by {event['teller']}" if is_told and event is not None else "ended"
-        return DONE_STATE, f"it {how} after step {step:,.0f} of {document.steps:,}"
+        total = f" of {document.steps:,}" if document.steps else ""  # some scripts know no number
+        return DONE_STATE, f"it {how} after step {step:,.0f}{total}"
     if document.end == LEFT:
         return LOST, "another attempt was to continue with it, and has not"
     if document.end:

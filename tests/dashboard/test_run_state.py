@@ -77,16 +77,18 @@ STOP = {"source": "told", "after_step": 2932, "teller": "ada on a", "text": "the
 
 
 @pytest.mark.parametrize(
-    ("step", "event", "why"),
+    ("step", "steps", "event", "why"),
     [
-        (2932, STOP, "it was stopped by ada on a after step 2,932 of 9,000"),
-        (2932, None, "it ended after step 2,932 of 9,000"),
-        (2940, STOP, "it ended after step 2,940 of 9,000"),
-        (9000, STOP, "all steps were made"),
+        (2932, 9000, STOP, "it was stopped by ada on a after step 2,932 of 9,000"),
+        (2932, 9000, None, "it ended after step 2,932 of 9,000"),
+        (2940, 9000, STOP, "it ended after step 2,940 of 9,000"),
+        (9000, 9000, STOP, "all steps were made"),
+        (2932, 0, STOP, "it was stopped by ada on a after step 2,932"),
+        (2932, 0, None, "it ended after step 2,932"),
     ],
 )
-def test_a_run_that_was_stopped_has_not_made_all_steps(step: float, event: Any, why: str) -> None:
-    document = dataclasses.replace(DOCUMENT, steps=9000)
+def test_a_run_that_was_stopped_has_not_made_all_steps(step: float, steps: int, event: Any, why: str) -> None:
+    document = dataclasses.replace(DOCUMENT, steps=steps)
     found = state_of(document, None, is_alive=False, age_seconds=1e6, step=step, event=event)
     assert found == ("done", why)
 
