@@ -284,8 +284,8 @@ def _equal_facts(
         raise refusal
     if seen:
         hosts = "; ".join(f"on {host}, {fault}" for host, fault in seen.items())
-        late = f"waited {waited:.1f} s for the shared folder, which showed a change late: {hosts}"
-        _say([f"{late}; now all hosts have the same"])
+        line = f"waited {waited:.1f} s for the shared folder, which showed a change late: {hosts}"
+        _say([f"{line}; now all hosts have the same"])
     return facts
 
 

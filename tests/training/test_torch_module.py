@@ -112,6 +112,7 @@ def test_a_parameter_that_some_pieces_use_has_a_gradient() -> None:
         out = module[0](x).square().mean()
         return out + module[1](x).square().mean() if len(calls) == 2 else out
 
+    torch.manual_seed(0)  # some weights have sums that cancel, which float32 rounds more
     module = torch.nn.ModuleList([torch.nn.Linear(3, 2), torch.nn.Linear(3, 2)])
     alone = copy.deepcopy(module)
     adapter = TorchModule(module, loss, torch.optim.SGD(module.parameters(), lr=0.1))
