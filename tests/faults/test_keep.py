@@ -95,7 +95,7 @@ def test_before_the_first_copy(tmp_path: Path) -> None:
         (
             "keep(w=numpy.zeros(5)",
             "keep(w=numpy.zeros(4 if world.broadcast_object((folder / 'killed').exists()) else 5)",
-            "CheckpointError: rank 0 on .*: w is float64 (5,) in the in-memory checkpoint, and was float64 (4,) in keep",
+            "CheckpointError: rank 0 on .*: w is float64 (5,) in the in-memory checkpoint, and was float64 (4,)",
         ),
         (
             "step=0)",
