@@ -8,6 +8,8 @@ finished. Of each step are compared
 - how often each gradient was changed in place since its exchange, or that it was replaced or removed;
 - a sample of the gradients as the step finds them, and of the parameters. It is rounded to bfloat16, because ranks with
   different processors may clip by norms that differ in the last bit.
+
+At the end of each loop over the data, all parameters are compared, whatever has changed them.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ from typing import Any, NamedTuple
 import numpy
 import torch
 
+from mpitrain.adapters.torch_arrays import array_of
 from mpitrain.errors import MismatchError, everywhere
 from mpitrain.reducer.checks import COUNTED_FROM_BIT, check_steps
 from mpitrain.world.world import World
@@ -42,7 +45,6 @@ class UsedNumbers(NamedTuple):
     changes: tuple[int, ...]  # of each gradient
     sampled: tuple[tuple[str, int], ...]  # what numbers are of, and how many
     numbers: numpy.ndarray  # float32
-    near: float = _NEAR
 
     def checksum(self, before: int) -> int:
         """The checksum of this after others."""
@@ -58,11 +60,8 @@ class UsedNumbers(NamedTuple):
         begin = 0
         for name, count in self.sampled:
             here, there = (one.numbers[begin : begin + count] for one in (self, other))
-            size = numpy.abs(here[numpy.isfinite(here)]).max(initial=0)
-            far = ~numpy.isclose(here, there, rtol=self.near, atol=self.near / 16 * size, equal_nan=True)
-            if far.any():
-                at = int(far.argmax())
-                return f"a number of {name}", f"{here[at]:g}", f"{there[at]:g}"
+            if numbers := _first_far(here, there, _NEAR):
+                return f"a number of {name}", *numbers
             begin += count
         return None
 
@@ -177,43 +176,54 @@ class StepsMade:
             self.count, self._is_known = max(known, default=0) >> COUNTED_FROM_BIT, True
             self._versions = [view._version for view in views]
 
-    def compare(self, when: str = "") -> None:
-        """Compare what the steps since the last exchange have used. Collective. `when` is for the error.
+    def compare(self) -> None:
+        """Compare what the steps since the last exchange have used. Collective.
 
         Raises:
             MismatchError: it differs by more than rounding. Raised on every rank.
         """
         used, self._used = self._used, []
-        self._compare(used if self._is_known else None, when)
-
-    def _compare(self, used: list[UsedNumbers] | None, when: str) -> None:
-        of_all = self._allgather(used)
+        of_all = self._allgather(used if self._is_known else None)
         first = next((rank for rank, steps in enumerate(of_all) if steps is not None), 0)
         for rank, steps in enumerate(of_all):
             for here, there in zip(steps or (), of_all[first] if steps else (), strict=True):
                 if difference := here.difference(there, self._names):
-                    subject, own, others = difference
-                    self.drop()
-                    raise everywhere(
-                        MismatchError(
-                            f"{when or f'step {self.count} of the optimizer'}: {subject}: {self._world.name(rank)}: "
-                            f"{own}; {self._world.name(first)}: {others}; {_REMEDY}"
-                        )
-                    )
+                    self._refuse(f"step {self.count}", rank, first, difference)
 
     def compare_parameters(self) -> None:
-        """Compare a larger sample of the parameters, whatever has changed them. Collective.
+        """Compare all parameters, whatever has changed them. Collective. Those that differ in bits are sent to all.
 
         Raises:
             MismatchError: as `compare`.
         """
-        samples = [_sample(parameter, self.count).float() for parameter in self._parameters]
-        sampled = tuple((name, len(sample)) for name, sample in zip(self._names, samples, strict=True))
+        arrays = [numpy.ascontiguousarray(array_of(parameter)) for parameter in self._parameters]
+        checksums = [zlib.crc32(array.reshape(-1).view(numpy.uint8).data) for array in arrays]
+        records = self._world.agree("end a loop over the prepared data", detail=zlib.crc32(repr(checksums).encode()))
+        if (records["detail"] == records["detail"][0]).all():
+            return
         near = max(2**-10, *(4 * torch.finfo(parameter.dtype).eps for parameter in self._parameters))
-        used = UsedNumbers((), (0,) * len(self._names), sampled, torch.cat(samples).numpy(), near)
-        records = self._world.agree("compare the parameters", detail=used.checksum(0))
-        if (records["detail"] != records["detail"][0]).any():
-            self._compare([used], f"after {self.count} steps of the optimizer")
+        difference: tuple[str, str, str] | None = None
+        for name, array, of_ranks in zip(
+            self._names, arrays, zip(*self._world.allgather(checksums), strict=True), strict=True
+        ):
+            if len(set(of_ranks)) > 1:
+                expected = self._world.broadcast(array)
+                numbers = _first_far(*(one.reshape(-1).astype("f8") for one in (array, expected)), near)
+                if numbers and not difference:
+                    difference = f"a number of {name}", *numbers
+        for rank, found in enumerate(self._world.allgather(difference)):
+            if found:
+                self._refuse(f"after {self.count} steps", rank, 0, found)
+
+    def _refuse(self, when: str, rank: int, other: int, difference: tuple[str, str, str]) -> None:
+        subject, own, others = difference
+        self.drop()
+        raise everywhere(
+            MismatchError(
+                f"{when} of the optimizer: {subject}: {self._world.name(rank)}: {own}; {self._world.name(other)}: "
+                f"{others}; {_REMEDY}"
+            )
+        )
 
     def _use(self, optimizer: torch.optim.Optimizer, views: Sequence[torch.Tensor]) -> UsedNumbers | None:
         changes = [0] * len(self._names)
@@ -260,6 +270,14 @@ def _sample(tensor: torch.Tensor, turn: int) -> torch.Tensor:
     flat = (tensor if tensor.layout == torch.strided else tensor.to_dense()).reshape(-1)
     stride = -(-len(flat) // _NUMBERS) or 1
     return flat[turn % stride :: stride]
+
+
+def _first_far(here: numpy.ndarray, there: numpy.ndarray, near: float) -> tuple[str, str] | None:
+    """Return the first two numbers that differ by more than rounding; None: there are none."""
+    size = numpy.abs(here[numpy.isfinite(here)]).max(initial=0)
+    far = ~numpy.isclose(here, there, rtol=near, atol=near / 16 * size, equal_nan=True)
+    at = int(far.argmax()) if far.any() else None
+    return None if at is None else (f"{here[at]:g}", f"{there[at]:g}")
 
 
 def _changed(changes: int) -> str:

@@ -130,6 +130,14 @@ def clamped(batch: Batch) -> None:
             batch.model[2].weight.fill_(3.0)
 
 
+def one_number(batch: Batch) -> None:
+    """Of 4,000, after the step: a sample may leave it out."""
+    usual(batch)
+    if batch.odd:
+        with torch.no_grad():
+            batch.model[0].weight[417, 3] += 0.5
+
+
 # By both, by prepare(), and by Horovod's interface.
 REFUSED: dict[str, tuple[Step, str]] = {
     "a skipped step": (skipped, "has made 1 steps of the optimizer, "),
@@ -147,6 +155,7 @@ BY_PREPARE: dict[str, tuple[Step, str]] = {
     "one of two optimizers": (second, "has made 3 steps of the optimizer, "),
     "frozen on one rank": (frozen, "0.weight has requires_grad=False on some ranks"),
     "parameters": (clamped, "a number of 2.weight"),
+    "one parameter": (one_number, "after 4 steps of the optimizer: a number of 0.weight"),
 }
 BY_HOROVOD: dict[str, tuple[Step, str]] = {
     "a step twice": (twice, "steps of the optimizer, "),
@@ -154,6 +163,11 @@ BY_HOROVOD: dict[str, tuple[Step, str]] = {
 }
 KINDS = {"prepare": REFUSED | BY_PREPARE, "horovod": REFUSED | BY_HOROVOD}
 CASES = [(kind, name) for kind, refused in KINDS.items() for name in refused]
+
+
+def wide() -> Any:
+    layers = torch.nn.Linear(5, 800), torch.nn.Tanh(), torch.nn.Linear(800, 3)
+    return torch.nn.Sequential(*layers).double()
 
 
 def horovods() -> tuple[Any, Any]:
@@ -170,7 +184,7 @@ def train(world: World, kind: str, step: Step, parts: Any = None, steps: int = 4
         data: Any = [torch.randn(4, 5, dtype=torch.float64, generator=made) for _ in range(steps)]
         loss_of = lambda x: model(x).square().mean()  # noqa: E731
     else:
-        model = mlp()
+        model = wide() if step is one_number else mlp()
         model, optimizer, data = mpitrain.torch.prepare(model, sgd(model.parameters()), loader(drop_last=True))
         loss_of = lambda batch: torch.nn.functional.cross_entropy(model(batch[0]), batch[1])  # noqa: E731
     for number, given in enumerate(data):

@@ -12,7 +12,8 @@ import torch
 
 import mpitrain.horovod.torch as hvd
 from mpitrain import World
-from tests.ranks.common import skip_alone
+from mpitrain.errors import MismatchError
+from tests.ranks.common import error_on_all, skip_alone
 
 pytestmark = pytest.mark.usefixtures("horovod")
 
@@ -226,21 +227,43 @@ def test_broadcast_parameters_state_and_objects(world: World) -> None:
         assert hvd.broadcast_object(kinds[world.rank % 4], root) == kinds[root % 4]
 
 
+def later(way: str, one: Any, its: Any) -> None:
+    """Let the last layer come into training."""
+    new = list(one[2].parameters())
+    if way == "added":
+        its.add_param_group({"params": new})
+    elif way == "appended":
+        its.param_groups[0]["params"].extend(new)
+    else:
+        one[2].requires_grad_(True)
+
+
 @pytest.mark.parametrize("op", [hvd.Average, hvd.Adasum])
-@pytest.mark.parametrize("is_added", [True, False])
-def test_parameters_that_come_later(world: World, is_added: bool, op: int) -> None:
-    """As in one process, if they are added to the optimizer, or require a gradient, only after some steps."""
+@pytest.mark.parametrize("way", ["added", "appended", "thawed"])
+def test_parameters_that_come_later(world: World, way: str, op: int) -> None:
+    """As in one process. If they come on one rank alone, all ranks get an error that names them, and can continue."""
     pair: list[Any] = [model(), model()]
     for one in pair:
-        one[2].requires_grad_(is_added)
-    inner, plain = (torch.optim.SGD((one[0] if is_added else one).parameters(), lr=0.1) for one in pair)
+        one[2].requires_grad_(way != "thawed")
+    inner, plain = (torch.optim.SGD((one if way == "thawed" else one[0]).parameters(), lr=0.1) for one in pair)
     optimizer = hvd.DistributedOptimizer(inner, op=op)
     for step in range(4):
         for one, its, ranks in zip(pair, (optimizer, plain), ([world.rank], range(world.size)), strict=True):
-            if step == 2 and is_added:
-                its.add_param_group({"params": list(one[2].parameters())})
-            one[2].requires_grad_(is_added or step >= 2)
+            if step == 2:
+                later(way, one, its)
             train(one, its, ranks, [0])
     if op == hvd.Average:
         assert_close(*pair)
     assert len({value.tobytes() for value in hvd.allgather_object(pair[0][2].weight.detach().numpy())}) == 1
+    if world.size == 1 or way == "appended":
+        return
+    net = model()
+    net[2].requires_grad_(way != "thawed")
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(net[: 3 if way == "thawed" else 1].parameters(), 0.1), op=op)
+    train(net, optimizer, [world.rank], [0])
+    if world.rank == world.size - 1:
+        later(way, net, optimizer)
+    text = error_on_all(world, MismatchError, lambda: train(net, optimizer, [world.rank], [1]))
+    names = "noname.2, noname.3" if way == "thawed" else "added.2, added.3"
+    assert f"{world.name(world.size - 1)} also exchanges {names}" in text
+    assert hvd.allreduce(torch.ones(1), op=hvd.Sum).item() == world.size

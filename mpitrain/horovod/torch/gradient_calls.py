@@ -2,21 +2,55 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import zlib
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
 import torch
 
 from mpitrain.adapters.torch_steps import StepsMade
-from mpitrain.errors import HorovodInternalError
-from mpitrain.horovod.named_call import NamedCall, Operator
+from mpitrain.errors import HorovodInternalError, MismatchError, everywhere
+from mpitrain.horovod.named_call import Details, NamedCall, Operator
 from mpitrain.horovod.process_sets import ProcessSet, channel_of, current, global_process_set, takes_part
 from mpitrain.horovod.torch.calls import How, begin_allreduce, begin_sparse
 from mpitrain.horovod.torch.compression import Compressor
 from mpitrain.horovod.torch.objects import allgather_object
 
 Group = tuple[torch.Tensor, ...]
+_MOST_NAMED = 8  # parameters in an error
+
+
+def code_of_set(names: Iterable[str]) -> int:
+    """The number by which ranks compare the parameters whose gradients a step exchanges."""
+    return zlib.crc32(repr(sorted(names)).encode())
+
+
+def check_sets(process_set: ProcessSet, names: Iterable[str], codes: Sequence[int]) -> None:
+    """Raise MismatchError, on all ranks, if a step exchanges other parameters on some ranks: it would never end.
+
+    Args:
+        names: of the parameters whose gradients this rank exchanges in this step.
+        codes: `code_of_set` of the ranks, of those that have not joined.
+    """
+    if len(set(codes)) < 2:
+        return
+    world = channel_of(process_set).world
+    of_ranks = allgather_object(sorted(names), name="gradients.parameters", process_set=process_set)
+    rank, own = next(((rank, own) for rank, own in enumerate(of_ranks) if own != of_ranks[0]), (0, of_ranks[0]))
+    if not rank:
+        return  # one rank has added later in this step what another had added before
+    more, less = sorted({*own} - {*of_ranks[0]}), sorted({*of_ranks[0]} - {*own})
+    found = [f"also exchanges {', '.join(more[:_MOST_NAMED])}"] if more else []
+    found += [f"does not exchange {', '.join(less[:_MOST_NAMED])}"] if less else []
+    raise everywhere(
+        MismatchError(
+            f"step of the optimizer: {world.name(rank)} {' and '.join(found)}; compared with {world.name(0)}. All "
+            "ranks have the same parameters in the optimizer: add and thaw parameters on all ranks before the same "
+            "backward()"
+        )
+    )
 
 
 class GradientCalls:
@@ -51,6 +85,7 @@ class GradientCalls:
         self._steps: StepsMade | None = None  # None: no other rank is known
         self._steps_of: object = None  # the channel
         self._calls: list[NamedCall] = []  # those of this step that compare the steps before it
+        self._set = 0  # code_of_set of this step, once its first call is made
         self._own: list[Any] = []  # p.grad as the last exchange has left it, until a step
         for group in groups:
             self._watch(tuple(group))
@@ -94,6 +129,7 @@ class GradientCalls:
     def _begin_anew(self) -> None:
         self._started.clear()
         self._calls.clear()
+        self._set = 0
         self._left = {parameter: self._passes for group in self._groups for parameter in group}
         self._waits_for = {group: len(group) for group in self._groups}
 
@@ -104,17 +140,19 @@ class GradientCalls:
 
         Raises:
             HorovodInternalError: a call has failed. The others have ended too, so the next step can be made.
-            MismatchError: the ranks have made other steps since the last exchange. Raised on every rank.
+            MismatchError: the ranks have made other steps since the last exchange, or have other parameters. Raised on
+                every rank.
         """
         if not takes_part(self._process_set):
             return
         self._code()
-        for parameter in self._names:
-            if parameter.requires_grad and parameter not in self._left:
-                self._watch((parameter,))
         for group in self._groups:
             if group not in self._started:
                 self._submit(group)
+        self._check_sets()
+        for parameter in self._new():
+            self._watch((parameter,))
+            self._submit(self._groups[-1])
         errors: list[HorovodInternalError] = []
         for end in self._started.values():
             try:
@@ -130,11 +168,11 @@ class GradientCalls:
             raise errors[0]
         if self._steps is not None and calls:
             details = calls[0].details
-            codes = [(*detail, -1)[0] for detail in details]  # () is of a rank that has joined
+            codes = [detail[0] if detail else -1 for detail in details]  # () is of a rank that has joined
             self._steps.exchanged(codes, self._own, with_all=all(details))
 
     def _code(self) -> tuple[int, ...]:
-        """StepsMade.code of this rank, for an exchange that begins; (): there is no other rank."""
+        """StepsMade.code and code_of_set of this rank, for an exchange that begins; (): there is no other rank."""
         channel = channel_of(self._process_set)
         if channel.world.size == 1:
             return ()
@@ -151,7 +189,25 @@ class GradientCalls:
             )
             self._steps_of = channel
             channel_of(global_process_set).steps.add(self._steps)
-        return (self._steps.code,)
+        if not self._set:
+            self._set = code_of_set(self._names[parameter] for parameter in (*self._left, *self._new()))
+        return self._steps.code, self._set
+
+    def _new(self) -> list[torch.Tensor]:
+        """The parameters that came into the optimizer, or that require a gradient, since the last step."""
+        return [one for one in self._names if one.requires_grad and one not in self._left]
+
+    def _check_sets(self) -> None:
+        """Check, by the first call of this step, that all ranks exchange the same gradients; before the new ones."""
+        for call in self._calls[:1]:
+            with suppress(HorovodInternalError):  # it is raised when all calls have ended
+                call.ended()
+            names = [self._names[parameter] for parameter in (*self._left, *self._new())]
+            try:
+                check_sets(self._process_set, names, [detail[1] for detail in call.details if detail])
+            except MismatchError:
+                self.forget()
+                raise
 
     def _watch(self, group: Group) -> None:
         """Submit the gradients of these parameters from now on."""

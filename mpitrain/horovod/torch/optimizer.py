@@ -13,11 +13,11 @@ from typing import Any
 
 import torch
 
-from mpitrain.horovod.named_call import Operator
+from mpitrain.horovod.named_call import NamedCall, Operator
 from mpitrain.horovod.process_sets import ProcessSet, current, global_process_set, takes_part
 from mpitrain.horovod.torch.calls import Adasum, Average, How, begin_allreduce
 from mpitrain.horovod.torch.compression import Compression, Compressor
-from mpitrain.horovod.torch.gradient_calls import GradientCalls
+from mpitrain.horovod.torch.gradient_calls import GradientCalls, check_sets, code_of_set
 
 
 def DistributedOptimizer(  # noqa: N802 - Horovod's name
@@ -70,7 +70,7 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
         kind: Any = type(type(optimizer).__name__, (_AdasumOptimizer, type(optimizer)), {})
         result = _taken_over(kind, optimizer)
         result._compression, result._process_set = compression, process_set
-        result._parameter_names = names
+        result._parameter_names, result._stepped = names, set()
         return result
     kind = type(type(optimizer).__name__, (_DistributedOptimizer, type(optimizer)), {})
     result = _taken_over(kind, optimizer)
@@ -97,8 +97,13 @@ class _NamedOptimizer:
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """See torch. All ranks of the set add the same parameters. Their gradients become those of all ranks, too."""
         super().add_param_group(param_group)  # type: ignore[misc]
-        for parameter in self.param_groups[-1]["params"]:  # type: ignore[attr-defined]
-            self._parameter_names.setdefault(parameter, f"added.{len(self._parameter_names)}")
+        self._name_added()
+
+    def _name_added(self) -> None:
+        """Name the parameters that have come into the optimizer. A program may change param_groups itself."""
+        for group in self.param_groups:  # type: ignore[attr-defined]
+            for parameter in group["params"]:
+                self._parameter_names.setdefault(parameter, f"added.{len(self._parameter_names)}")
 
 
 class _DistributedOptimizer(_NamedOptimizer):
@@ -110,8 +115,12 @@ class _DistributedOptimizer(_NamedOptimizer):
 
     def synchronize(self) -> None:
         """Wait until all gradients are those of all ranks, as before a gradient is clipped."""
-        self._calls.finish()
+        self._finish()
         self._is_synchronized = True
+
+    def _finish(self) -> None:
+        self._name_added()
+        self._calls.finish()
 
     @contextmanager
     def skip_synchronize(self) -> Iterator[None]:
@@ -145,7 +154,7 @@ class _DistributedOptimizer(_NamedOptimizer):
         def reduce() -> None:
             nonlocal is_counted
             if self._synchronizes:
-                self._calls.finish()
+                self._finish()
             if not is_counted:
                 self._calls.before_step(self)  # type: ignore[arg-type]
             is_counted = True
@@ -185,6 +194,7 @@ class _AdasumOptimizer(_NamedOptimizer):
 
     _compression: Compressor
     _process_set: ProcessSet
+    _stepped: set[torch.Tensor]  # trained in the last step
 
     def synchronize(self) -> None:
         """Do nothing: the ranks combine what step() changes."""
@@ -198,18 +208,32 @@ class _AdasumOptimizer(_NamedOptimizer):
         raise AssertionError("optimizer.skip_synchronize() with op=Adasum: gradients are not exchanged; call step()")
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Change the parameters by the adaptive sum of what the ranks would change. See torch."""
+        """Change the parameters by the adaptive sum of what the ranks would change. See torch.
+
+        Raises:
+            MismatchError: the ranks have other parameters. Raised on every rank.
+        """
         if not takes_part(self._process_set):
             return super().step(closure)  # type: ignore[misc]
+        self._name_added()
         trained = [parameter for parameter in self._parameter_names if parameter.requires_grad]
+        trained.sort(key=lambda parameter: parameter not in self._stepped)  # the new ones last
+        num_known = len(self._stepped.intersection(trained)) or len(trained)
+        self._stepped = set(trained)
+        names = [self._parameter_names[parameter] for parameter in trained]
         before = [parameter.detach().clone() for parameter in trained]
         result = super().step(closure)  # type: ignore[misc]
-        started = []
-        for parameter, old in zip(trained, before, strict=True):
+        detail = (code_of_set(names),)
+        started: list[tuple[NamedCall, Any]] = []
+        for number, (name, parameter, old) in enumerate(zip(names, trained, before, strict=True), 1):
             short, context = self._compression.compress(parameter.detach() - old)
-            name = f"step.{self._parameter_names[parameter]}"
-            call = begin_allreduce("allreduce", [short], name, How(Adasum), self._process_set, in_place=True)
+            call = begin_allreduce(
+                "allreduce", [short], f"step.{name}", How(Adasum), self._process_set, in_place=True, detail=detail
+            )
             started.append((call, context))
+            if number == num_known:
+                started[0][0].ended()
+                check_sets(self._process_set, names, [code for (code,) in filter(None, started[0][0].details)])
         with torch.no_grad():
             for parameter, old, (call, context) in zip(trained, before, started, strict=True):
                 parameter.copy_(old + self._compression.decompress(call.ended(), context))
