@@ -7,9 +7,9 @@ is a tensor, or a dict, dataclass, named tuple, tuple or list around others:
 - Texts, numbers, None, tensors without a dimension, a torch.Size: they are whole, on each rank.
 - A list or tuple of texts or numbers may be both. It is whole; but if the first batch that has it has as many samples,
   nobody can know, and that is an error.
-- So it is with a list of equal dicts, lists or tuples, or of tensors inside of another container: it may be several
-  inputs, or one entry for each sample. It is the former, and each tensor in it has rows; unless it has as many entries
-  as the batch has samples, or no other part says how many these are.
+- So it is with a list of equal dicts, lists or tuples, of ones without tensors, or of tensors inside of another
+  container: it may be several inputs, or one entry for each sample. It is the former, and each tensor in it has rows;
+  unless it has as many entries as the batch has samples, or no other part says how many these are.
 
 What PyTorch's own default_collate has made is known: there, a list of texts has one for each sample.
 """
@@ -156,6 +156,9 @@ def _may_be_samples(entries: Any, *, is_inner: bool) -> bool:
         return False
     if all(isinstance(entry, torch.Tensor | numpy.ndarray) for entry in entries):
         return is_inner
+    if is_inner and all(isinstance(entry, list | tuple | Mapping) for entry in entries):
+        if not any(has_rows(leaf) for entry in entries for leaf in leaves(entry)):
+            return True  # such as the captions of each picture, or its torch.Size
     keys = [children_of(entry) for entry in entries]
     return all(each is not None and keys[0] is not None and each.keys() == keys[0].keys() for each in keys)
 
@@ -176,8 +179,10 @@ def _has_no_dimension(value: Any) -> bool:
 
 
 def _kind(value: Any) -> str:
-    is_sparse = isinstance(value, torch.Tensor) and value.layout != torch.strided
-    return f"{type(value).__name__} ({value.layout})" if is_sparse else type(value).__name__
+    name = type(value).__name__
+    if isinstance(value, torch.Tensor) and (value.is_nested or value.layout != torch.strided):
+        return f"{name} ({'nested' if value.is_nested else value.layout})"
+    return name
 
 
 def _remedy(path: str) -> str:

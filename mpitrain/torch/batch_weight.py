@@ -13,6 +13,7 @@ from weakref import ref
 import numpy
 import torch
 
+from mpitrain.arrays import check_class
 from mpitrain.collectives.shares import NOTHING, exact_total, share_of
 from mpitrain.errors import ConfigError, DataError, GradientError
 from mpitrain.torch.drawn import Share
@@ -184,7 +185,8 @@ torch.serialization.add_safe_globals([MeanNumber])  # a checkpoint may hold it
 
 
 def numbers_of(values: Any) -> numpy.ndarray:
-    """Return a number, a tensor or an array as float64 on the host."""
+    """Return a number, a tensor or an array as float64 on the host. Raises TreeError if it has more than values."""
+    check_class(values, "the value")
     if isinstance(values, torch.Tensor):
         values = values.detach().to("cpu", torch.float64).numpy()
     return numpy.asarray(values, numpy.float64)

@@ -235,8 +235,10 @@ class Gradients:
         """Compare the parameters, and make those buffers equal that no backward pass has. Collective."""
         self._steps.compare_parameters()
         count, total = (now - before for now, before in zip(self.data.seen, self._seen, strict=True))
-        if total:  # a run that resumes behind the last batch of an epoch has used none
+        if total:
             self._buffers.settle(Share(count, total))
+        elif self._has_exchanged:  # a forward pass may have come after the last backward pass
+            self._buffers.settle(self._share)
         self._seen = self.data.seen
 
     def _came(self, index: int, parameter: torch.Tensor) -> None:

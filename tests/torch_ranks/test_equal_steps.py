@@ -350,6 +350,11 @@ def test_norm_layers_in_forward_passes_without_a_backward_pass(
     model, _, data = with_norm()
     torch.optim.swa_utils.update_bn(data, model)
     assert_equal_everywhere(world, model)
+    for x, y in data:  # a pass after the last backward pass
+        torch.nn.functional.cross_entropy(model(x), y).backward()
+        model(x)
+    assert_equal_everywhere(world, model)
+    torch.optim.swa_utils.update_bn(data, model)
     found = model[1].running_mean.clone()
     torch.optim.swa_utils.update_bn(data.given, model)
     assert torch.allclose(found, model[1].running_mean, rtol=1e-12)

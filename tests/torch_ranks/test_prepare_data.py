@@ -14,7 +14,7 @@ import torch
 
 import mpitrain.torch
 from mpitrain import World
-from mpitrain.errors import ConfigError, DataError, MismatchError, MpitrainError
+from mpitrain.errors import ConfigError, DataError, MismatchError, MpitrainError, TreeError
 from tests.ranks.common import error_on_all, skip_alone
 
 from .common import nightly
@@ -187,6 +187,8 @@ def test_data_that_cannot_be_used(world: World) -> None:
         ([(torch.zeros(8), list("abcdefgh"))], "[1] is a list of 8 (str) in a batch of 8 samples: it may have"),
         ([(torch.zeros(2, 8), (480, 640))], "[1] is a tuple of 2 (int) in a batch of 2 samples: it may have"),
         ([(torch.zeros(8), [{"boxes": torch.zeros(8, 4)}] * 8)], "[1] is a list of 8 (dict)"),
+        ([(torch.zeros(8), [torch.Size((480, 640))] * 8)], "[1] is a list of 8 (Size)"),
+        ([(torch.zeros(2), [["a cat", "a pet"], ["a dog"]])], "[1] is a list of 2 (list)"),
         ([([torch.zeros(3, 4, 4)] * 8, [torch.zeros(3)] * 8)], "the batch is a tuple of 2 (list) in a batch of 3"),
     ):
         assert text in error_on_all(world, DataError, lambda bad=bad: list(prepared(bad)))
@@ -289,6 +291,9 @@ def test_metrics_that_cannot_be(world: World) -> None:
         data.sum(1.0)
     with pytest.raises(DataError, match=r"it was given the shape \(2,\)"):
         data.mean([1.0, 2.0])
+    for call, given in ((data.sum, numpy.ma.masked_all(len(x))), (data.mean, numpy.ma.masked)):
+        with pytest.raises((DataError, TreeError), match=r"a (numpy )?Masked"):
+            call(given)
     list(batches)
     assert world.sum(1) == world.size
 

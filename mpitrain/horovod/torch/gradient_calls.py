@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -200,8 +199,10 @@ class GradientCalls:
     def _check_sets(self) -> None:
         """Check, by the first call of this step, that all ranks exchange the same gradients; before the new ones."""
         for call in self._calls[:1]:
-            with suppress(HorovodInternalError):  # it is raised when all calls have ended
+            try:
                 call.ended()
+            except HorovodInternalError:
+                return  # it is raised again when all calls have ended
             names = [self._names[parameter] for parameter in (*self._left, *self._new())]
             try:
                 check_sets(self._process_set, names, [detail[1] for detail in call.details if detail])
