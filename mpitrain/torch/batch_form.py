@@ -156,9 +156,9 @@ def _may_be_samples(entries: Any, *, is_inner: bool) -> bool:
         return False
     if all(isinstance(entry, torch.Tensor | numpy.ndarray) for entry in entries):
         return is_inner
-    if is_inner and all(isinstance(entry, list | tuple | Mapping) for entry in entries):
-        if not any(has_rows(leaf) for entry in entries for leaf in leaves(entry)):
-            return True  # such as the captions of each picture, or its torch.Size
+    are_containers = all(isinstance(entry, list | tuple | Mapping) for entry in entries)
+    if is_inner and are_containers and not any(has_rows(leaf) for entry in entries for leaf in leaves(entry)):
+        return True  # such as the captions of each picture, or its torch.Size
     keys = [children_of(entry) for entry in entries]
     return all(each is not None and keys[0] is not None and each.keys() == keys[0].keys() for each in keys)
 

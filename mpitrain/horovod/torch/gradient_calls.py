@@ -11,7 +11,7 @@ import torch
 
 from mpitrain.adapters.torch_steps import StepsMade
 from mpitrain.errors import HorovodInternalError, MismatchError, everywhere
-from mpitrain.horovod.named_call import Details, NamedCall, Operator
+from mpitrain.horovod.named_call import NamedCall, Operator
 from mpitrain.horovod.process_sets import ProcessSet, channel_of, current, global_process_set, takes_part
 from mpitrain.horovod.torch.calls import How, begin_allreduce, begin_sparse
 from mpitrain.horovod.torch.compression import Compressor
