@@ -118,9 +118,9 @@ def run(arguments: argparse.Namespace) -> int:
     request = replace(request, servers=arguments.servers)
     if request.num_ranks != 1 and not arguments.show and is_unaware(Path(request.script)):
         print(
-            f"mpitrain: {request.script} uses neither mpitrain nor torch.distributed: each rank runs all of it alone, "
-            "and all write the same files. See README.md#documentation for the lines that divide the work; or start one: "
-            "-n 1",
+            f"mpitrain: {request.script} uses neither mpitrain nor torch.distributed: each rank runs all of it "
+            "alone, and all write the same files. See README.md#documentation for the lines that divide the work; or "
+            "start one: -n 1",
             file=sys.stderr,
             flush=True,
         )
