@@ -19,6 +19,9 @@ PREFIX = "_MPITRAIN_"
 # By these two variables a guard knows the processes of its job. The daemons of mpiexec have them too.
 JOB, LAUNCHER = PREFIX + "JOB", PREFIX + "LAUNCHER"
 EXPECTED_SIZE = PREFIX + "EXPECTED_SIZE"
+# The names of the variables that mpitrain has set for other libraries, separated by commas. A program that a rank
+# starts is no rank, so mpitrain.early removes them there.
+ADDED = PREFIX + "ADDED"
 LEAST_PLAN_STEPS = 4  # of each part of a batch; `mpitrain plan` takes no time from fewer
 # How the names of variables begin in which an mpiexec tells a process that it is a rank, and of which job.
 OF_MPIEXEC = ("PMI_", "PMIX_", "OMPI_", "PRTE_", "HYDI_", "HYDRA_", "MPI_LOCAL", "I_MPI_")

@@ -23,7 +23,7 @@ from stat import S_ISSOCK
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from mpitrain.context import JOB, LAUNCHER, OF_MPIEXEC, PREFIX, SPARE_LINE
+from mpitrain.context import ADDED, JOB, LAUNCHER, OF_MPIEXEC, PREFIX, SPARE_LINE
 from mpitrain.user_code import is_of_user
 
 if TYPE_CHECKING:
@@ -37,8 +37,6 @@ _RANK_PID = "_MPITRAIN_RANK_PID"
 _OF_CONNECTION = "PMI_FD", "PMI_PORT", "PMIX_NAMESPACE", "PMIX_RANK", "PMIX_SERVER_"
 # Of the variables with marks of mpiexec, those that a user sets, and those by which a guard finds a job's processes.
 _KEPT = JOB, LAUNCHER, "OMPI_MCA_", "OMPI_ALLOW_", "HYDRA_", "I_MPI_"
-# The names of the variables that this package has set for other libraries, separated by commas.
-ADDED = PREFIX + "ADDED"
 # The time for the launcher to read a rank's output: it drops the rest when the job ends.
 _READING_SECONDS = 0.1
 _shown: list[BaseException] = []  # the uncaught exception that our hook has shown

@@ -36,9 +36,16 @@ PACKAGES = {
 }
 NOTEBOOK = ".ipynb"
 # iframe-worker 1.0.4 of npm, MIT license: it lets search work in pages from the disk.
-ASSETS = ("iframe-worker/index.js", "iframe-worker/LICENSE")
+ASSETS = ("iframe-worker/index.js", "iframe-worker/LICENSE", "site.css")
 LANGUAGES = {".py": "python", ".yml": "yaml", ".json": "json", ".toml": "toml", ".md": "markdown", ".h": "cpp"}
 LINK = re.compile(r'(?P<before>\]\(|\ssrc="|\shref=")(?P<target>[^)"\s#]+)(?P<anchor>#[^)"\s]*)?(?P<after>[)"])')
+
+
+def on_config(config: Any) -> Any:
+    """Name the version in the head of each page. Called by MkDocs, once in a build."""
+    version = re.search(r'^__version__ = "(.+)"', (REPOSITORY / "mpitrain/__init__.py").read_text(), re.M)
+    config.site_name = f"{config.site_name} {version[1] if version else ''}"
+    return config
 
 
 def on_files(files: Files, config: Any) -> Files:
@@ -63,6 +70,10 @@ def on_files(files: Files, config: Any) -> Files:
 
 def on_page_markdown(markdown: str, page: Any, files: Files, **_: Any) -> str:
     """Return the text with links to pages of the site. Called by MkDocs for each page."""
+    if page.file.src_uri == "index.md":
+        page.meta["hide"] = ["navigation"]
+    if page.file.src_uri.startswith("source/"):  # below the pages that say how to use what is in it
+        page.meta["search"] = {"boost": 0.1}
     base = posixpath.dirname(source_of(page.file))
     pages = {source_of(file): file.src_uri for file in files}
 

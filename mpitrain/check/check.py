@@ -100,7 +100,8 @@ class Finding:
 
     Attributes:
         verdict: warn or fail; or unknown or skip, if this is true of only a part.
-        observed: what was seen, without the node's name, so that many nodes with the same fault share one line.
+        observed: what was seen, without the node's name, so that many nodes with the same fault share one line. Its
+            effect is not said here: the check's `why` is printed with it.
         allowed: what would be right.
         remedy: a command instead of the check's own; may use its fields.
         where: () for the cluster, (node,), or (from, to); None: the place that the judge was asked about.
@@ -131,14 +132,15 @@ class Check:
         uses: the sections that the judge reads; only those are asked for.
         tag: the tag of cluster/setup.yml that repairs the fault, if one does.
         remedy: the command that repairs it otherwise; may use {node}, {user}, {share}, {address}, {python}, {known_as},
-            and {login}, the words that `ssh` needs to reach the node. `mpitrain doctor` prints the command after
+            {set_up} (the playbook's command), {limit} (the nodes that have the fault), and {login}, the words that
+            `ssh` needs to reach the node. Other braces and quotes stay. `mpitrain doctor` prints the command after
             `ssh {login}`.
         alone: the check applies to a single machine, so `mpitrain doctor` makes it too.
         remedy_alone: the command that repairs the fault there, if `remedy` does not.
         needs: checks without which this one cannot be judged; they come earlier in the registry.
         needs_head: the same, of the head, for a check of any node.
         needs_all: of needs, when a failure on any node blocks the check as a whole.
-        fault: the fault that tests/faults makes to prove the check.
+        fault: the fault that tests/faults makes to prove the check; or "none" and why none can be made.
     """
 
     id: str

@@ -118,8 +118,9 @@ def run(arguments: argparse.Namespace) -> int:
     request = replace(request, servers=arguments.servers)
     if request.num_ranks != 1 and not arguments.show and is_unaware(Path(request.script)):
         print(
-            f"mpitrain: {request.script} does not import mpitrain: each rank runs all of it alone, and all write the "
-            "same files. See README.md#documentation for the lines that divide the work; or start one: -n 1",
+            f"mpitrain: {request.script} uses neither mpitrain nor torch.distributed: each rank runs all of it "
+            "alone, and all write the same files. See README.md#documentation for the lines that divide the work; or "
+            "start one: -n 1",
             file=sys.stderr,
             flush=True,
         )
@@ -160,7 +161,9 @@ def _count(text: str) -> int:
 
 # A script knows of ranks if it, or a module of its own, imports one of these, or has one of the words in it.
 _LIBRARIES = ("mpitrain", "mpi4py")
-_WORDS = (*_LIBRARIES, "PMI_RANK", "PMIX_RANK", "OMPI_COMM_WORLD", "_MPITRAIN_")
+# Of scripts that torchrun, accelerate or Lightning may start: the launcher gives them torchrun's variables.
+_OF_TORCHRUN = ("torch.distributed", "LOCAL_RANK", "WORLD_SIZE", "accelerate", "lightning", "deepspeed", "transformers")
+_WORDS = (*_LIBRARIES, *_OF_TORCHRUN, "jax.distributed", "PMI_RANK", "PMIX_RANK", "OMPI_COMM_WORLD", "_MPITRAIN_")
 _MOST_FILES = 300
 _INSTALLED = ("site-packages", "dist-packages")
 

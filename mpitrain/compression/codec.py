@@ -6,10 +6,11 @@ All arrays are one-dimensional, contiguous and on the host. Sums are made in flo
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 import numpy
 
+CodecLoss = Literal["none", "rare", "costs", "not measured"]
 # The number of values that fit into a codec's scratch memory. More values are processed in pieces of this size.
 PIECE_VALUES = 65536
 
@@ -34,8 +35,12 @@ class Codec(Protocol):
     compiled: bool  # True: by Numba; False: NumPy passes, which give the same bits and are slower
     may_overflow: bool  # a finite value may become infinite
     gathered: bool  # a sum is not coded again, so every rank gets the wires of all; otherwise see allreduce/direct.py
-    # The largest error of a decoded value in the codec's usual range, relative to the largest |value| of the array.
+    # The largest error of a decoded value in the codec's usual range, relative to the largest |value| of the array. The
+    # contract tests refuse a bound of more than four times what they find.
     relative_error: float
+    # What was measured of the loss of trainings with it (docs/how-to/low-communication.md): "none" is lost, "rare"ly
+    # some, it "costs" some, or it was "not measured". `mpitrain plan` says so.
+    loss: CodecLoss
     device_code: DeviceCode | None  # None: gradients on a GPU are coded on the host
 
     def wire_bytes(self, count: int) -> int:
@@ -45,7 +50,8 @@ class Codec(Protocol):
     def encode(self, values: numpy.ndarray, wire: numpy.ndarray, error: numpy.ndarray | None = None) -> None:
         """Overwrite `wire` with the encoded values; overwrite `error`, if given, with values - decode(wire) in float32.
 
-        If the decoded value is not finite, `error` is 0, because infinity and NaN must not stay in a residual.
+        If the decoded value is not finite, `error` is 0, because infinity and NaN must not stay in a residual. Decoded
+        values give the same wire when they are encoded again: ranks that pass a sum on must not change it.
 
         Args:
             values: float32[n].
@@ -89,6 +95,7 @@ class ArrayCodec:
         compiled: bool,
         *,
         relative_error: float,
+        loss: CodecLoss = "not measured",
         may_overflow: bool = False,
         gathered: bool = False,
         places_exist: Callable[[tuple[numpy.ndarray, ...], int], bool] = lambda *_: True,
@@ -101,6 +108,7 @@ class ArrayCodec:
             passes: the work.
             compiled: see Codec.
             relative_error: see Codec.
+            loss: see Codec.
             may_overflow: see Codec.
             gathered: see Codec.
             places_exist: looks, in the arrays of a wire of so many values, for places that decoding would write to.
@@ -108,6 +116,7 @@ class ArrayCodec:
         """
         self.name = name
         self.relative_error = relative_error
+        self.loss: CodecLoss = loss
         self.may_overflow = may_overflow
         self.gathered = gathered
         self.device_code = None if device_file is None else DeviceCode(device_file, parts)

@@ -52,7 +52,7 @@ _NAN = float32(numpy.nan)
 def sign(compiled: bool) -> Codec:
     """A bit for each value, in blocks of 256 with one scale each."""
     passes = fast() if compiled else twin()
-    return ArrayCodec("sign", parts, passes, compiled, relative_error=1.0, gathered=True)
+    return ArrayCodec("sign", parts, passes, compiled, relative_error=1.0, loss="costs", gathered=True)
 
 
 def parts(count: int) -> list[tuple[numpy.dtype, int]]:

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import functools
 import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from mpitrain.compression import CODECS, factory_of
+from mpitrain.compression.codec import CodecLoss
 
-# By docs/how-to/low-communication.md: bf16 has changed no loss, int8 and int4 only that of a seed now and then, and
-# fp16 overflows from
-# 65520 on. All others have cost loss.
-_SAFE, _MOSTLY_SAFE = ("none", "bf16"), ("fp16", "int8", "int4")
+# What a table says of the loss with a codec; see Codec.loss.
+_WARNINGS: dict[CodecLoss, str] = {
+    "none": "",
+    "rare": "compare the loss",
+    "costs": "costs loss",
+    "not measured": "loss not measured",
+}
 # Rounds and servers train in another way, which only the user can choose.
 _ROUNDS = (10, 50)
 # Without halving_doubling: on 2 to 8 measured hosts it was never the fastest, and as it polls, its processor time says
@@ -42,14 +47,12 @@ class ExchangeWay:
     @property
     def is_safe(self) -> bool:
         """Whether the loss is that of a training of one rank, as far as was measured."""
-        return self.codec in _SAFE and self.sync_every == 1
+        return loss_with(self.codec) == "none" and self.sync_every == 1
 
     @property
     def warning(self) -> str:
         """What a table says of the loss; "": nothing."""
-        if self.is_safe:
-            return ""
-        return "compare the loss" if self.codec in _MOSTLY_SAFE else "costs loss"
+        return _WARNINGS["costs" if self.sync_every > 1 else loss_with(self.codec)]
 
     @property
     def is_setting(self) -> bool:
@@ -101,6 +104,14 @@ class ExchangeWay:
         if self.servers:
             return 'strategy mt.ParameterServer("sync") in the script'
         return f"strategy mt.LocalSGD({self.sync_every}) in the script" if self.sync_every > 1 else ""
+
+
+@functools.cache
+def loss_with(codec: str) -> CodecLoss:
+    """What was measured of the loss of trainings with a codec, "none", or power_sgd, which is no codec."""
+    if codec == "none":
+        return "none"
+    return factory_of(codec)(False).loss if codec.partition(":")[0] in CODECS else "costs"
 
 
 def way_of_settings(algorithm: str, bucket_mib: float, codec: str) -> ExchangeWay:

@@ -48,11 +48,12 @@ import socket
 import sys
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from mpitrain.launch.facts import collect, look_at_paths
+from mpitrain.launch.facts import collect, hold_ports, look_at_paths
 from mpitrain.launch.hearing import Hearing, send
 from mpitrain.launch.load import Load
 from mpitrain.launch.memory_kills import MemoryKills, why_bus_error
@@ -75,8 +76,10 @@ _WATCH_SECONDS = 3.0
 class Guard:
     """One job on this host."""
 
-    def __init__(self, wish: dict[str, Any], probe: str, census: Census, hearing: Hearing) -> None:
-        self._wish, self._probe = wish, probe
+    def __init__(
+        self, wish: dict[str, Any], facts: Callable[[], dict[str, Any]], census: Census, hearing: Hearing
+    ) -> None:
+        self._facts = facts
         self._token = wish["token"]
         self._job = Marked(self._token)
         self._roll_call = wish["roll_call"]
@@ -185,7 +188,7 @@ class Guard:
                 if is_new:
                     self._beat()
             if "facts" in message:
-                send({"facts": collect(self._wish, self._probe)})
+                send({"facts": self._facts()})
             if "paths" in message:
                 send({"paths": look_at_paths(message["paths"])})
             if "bye" in message:
@@ -297,12 +300,19 @@ def main(wish: dict[str, Any], probe: str) -> None:
             send({"error": text, "condition": "SOCKETS"})
         return
     threading.Thread(target=say_alive, daemon=True).start()
+    held, ports = hold_ports(wish.get("port", 0))
+
+    def facts() -> dict[str, Any]:
+        return {"ports": ports, **(collect(wish, probe) if "python" in wish else {})}
+
     try:
-        send({"facts": collect(wish, probe) if "python" in wish else {}})
+        send({"facts": facts()})
         _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # the guard needs four per rank
-        Guard(wish, probe, census, hearing).run()
+        Guard(wish, facts, census, hearing).run()
     finally:
+        for port in held:
+            port.close()
         remove(wish["roll_call"])
         if "agent" in wish:
             remove(wish["agent"])

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from mpitrain.errors import ConfigError, LaunchError
+from mpitrain.launch import torchrun
 from mpitrain.launch.dialects import JobSpec, command_for
 from mpitrain.launch.ending import Ended
 from mpitrain.launch.facts import devices
@@ -127,13 +128,13 @@ def run_here(
     own, context = job.placement.own, identified(job.context, Path(tempfile.gettempdir()))
     # No limit of silence: a launcher that is stopped (Ctrl-Z) sends nothing, but the job must continue.
     wish = {"token": context.job, "roll_call": context.roll_call, "peers": {}, "silence_seconds": 0}
-    wish["live"] = str(socket_of(context.launcher))
+    wish |= {"live": str(socket_of(context.launcher)), "port": torchrun.wanted_port(os.environ)}
     if keepers is not None:
         keepers.begin([own], context.job)
     if reserve is not None:
         reserve.begin([own])
     with Guards(own, [own], {own: wish}, keepers, reserve) as guards:
-        guards.facts()
+        facts = guards.facts()
         if keepers is not None:
             keepers.settle()
         watched = WatchedJob(
@@ -150,7 +151,9 @@ def run_here(
         if reserve is not None:
             program = reserve.stub(job.program)
         with live.showing(context.job, LiveAttempt(job, guards)):
-            return Run(replace(job, context=context, program=program), watched).to_end(meanwhile)
+            added = torchrun.of_job(replace(job, context=context), facts, os.environ)
+            job = replace(job, context=context, program=program, variables={**job.variables, **added})
+            return Run(job, watched).to_end(meanwhile)
 
 
 def _refuse_absent(from_file: Mapping[str, str]) -> None:

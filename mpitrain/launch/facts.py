@@ -25,6 +25,9 @@ from mpitrain.facts import routes as routes_of
 from mpitrain.launch.processes import end_with_parent
 from mpitrain.reading import MessageLines
 
+# For PyTorch's store and JAX's coordinator.
+_NUM_PORTS = 2
+
 # Deadlines on a machine that is not busy. A busy one gets up to twice as long, which watch.FACTS_SECONDS allows for.
 _PATH_SECONDS = 5.0
 _ROUTE_SECONDS = 5.0
@@ -68,6 +71,26 @@ def collect(wish: dict[str, Any], probe: str) -> dict[str, Any]:
     if all(state == ["there"] for state in facts["paths"].values()):
         facts["environment"] = environment(wish["python"], wish["script"], wish["variables"], probe)
     return facts
+
+
+def hold_ports(first: int) -> tuple[list[socket.socket], list[int]]:
+    """Return sockets that hold ports for the job's first rank, and the ports. `first` is the first one; 0: any.
+
+    Until the sockets are closed, the system gives these ports to nobody who asks for any port. A rank can listen there
+    all the same: both set SO_REUSEADDR, and nobody listens here (socket(7)). A port 0 stands for one that is taken.
+    """
+    held, ports = [], []
+    for wanted in (first, *[0] * (_NUM_PORTS - 1)):
+        one = socket.socket()
+        try:
+            one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            one.bind(("", wanted))
+            held.append(one)
+            ports.append(one.getsockname()[1])
+        except OSError:
+            one.close()
+            ports.append(0)
+    return held, ports
 
 
 def look_at_paths(paths: list[str]) -> dict[str, list[str]]:

@@ -17,6 +17,7 @@ from pathlib import Path
 
 from mpitrain.context import JobContext
 from mpitrain.facts import OF_SOCKETS
+from mpitrain.launch import torchrun
 from mpitrain.launch.batch import gpus_of_step, step_on
 from mpitrain.launch.conditions import (
     Condition,
@@ -222,6 +223,7 @@ def _guards(
         for host in addresses
     }
     wishes[placement.own]["live"] = str(socket_of(context.launcher))
+    wishes[placement.hosts[0]]["port"] = torchrun.wanted_port(os.environ)
     if agent is not None:
         wishes[placement.own]["agent"] = str(agent)
     return Guards(placement.own, addresses, wishes, keepers, reserve)
@@ -306,10 +308,18 @@ def _fitted(
     refuse_crowds(placement.places, cores)
     common, by_host = _threads(placement, cores)
     gpus = {host: gpus_of_step(host, facts[host]) for host in placement.hosts}
+    groups = torchrun.of_host(placement)
     settings = {
         f"{place.first_rank}-{place.ranks[-1]}": variables
         for place in placement.places
-        if (variables := {**pinning.by_host.get(place.host, {}), **by_host.get(place.host, {}), **gpus[place.host]})
+        if (
+            variables := {
+                **groups[place.host],
+                **pinning.by_host.get(place.host, {}),
+                **by_host.get(place.host, {}),
+                **gpus[place.host],
+            }
+        )
     }
     program = job.program
     if job.context.roll_call or settings:
@@ -323,7 +333,7 @@ def _fitted(
         job,
         program=program,
         num_cores=min(cores.values()),
-        variables={**pinning.common, **common, **added},
+        variables={**job.variables, **torchrun.of_job(job, facts, os.environ), **pinning.common, **common, **added},
         has_rdma=any(facts[host]["rdma"] for host in placement.hosts),
     )
 

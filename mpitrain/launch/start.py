@@ -23,7 +23,7 @@ from typing import Any
 from mpitrain.config import ENV_FILE
 from mpitrain.context import PREFIX, JobContext, PlanTask, VerifyTask
 from mpitrain.errors import ConfigError, LaunchError
-from mpitrain.launch import attempts, over_hosts
+from mpitrain.launch import attempts, over_hosts, torchrun
 from mpitrain.launch.attempts import Attempts
 from mpitrain.launch.changes import Changes, Tellers
 from mpitrain.launch.dialects import JobSpec, can_recover
@@ -140,6 +140,9 @@ def start(request: Request, heritage: Heritage | None = None) -> int:
         if request.recover:
             _check_recovers(mpiexec)
         check_mpiexec(mpiexec, find_library(), placement.num_ranks, request.typed)
+        if foreign := torchrun.foreign(os.environ):
+            names = ", ".join(foreign)
+            print(f"mpitrain: {names} are set here. Each rank gets its own", file=sys.stderr)
         if placement.note:
             print(f"mpitrain: {placement.note}", file=sys.stderr)
         if request.limits.min_nodes > len(placement.places):
@@ -192,7 +195,10 @@ def _supervise(
     `listed` returns the hosts that an elastic job may take in; None: the job is not elastic.
     """
 
+    num_attempts = 0 if heritage is None else len(heritage.estate["tries"])
+
     def run(where: Placement, pause: Pause | None) -> Ended:
+        nonlocal num_attempts
         context = replace(job.context, keeper=keepers.name if keepers else "", orders=orders.replay())
         if pause is not None:
             at = time.time() - (time.monotonic() - pause.since)
@@ -200,7 +206,9 @@ def _supervise(
             context = replace(
                 context, failed_ms=int(1000 * at), failed_step=step, failure=pause.cause, saves=int(pause.only_saves)
             )
-        this_try = replace(job, placement=where, context=context)
+        counts = {torchrun.RESTART_COUNT: str(num_attempts), torchrun.MAX_RESTARTS: str(request.limits.restarts)}
+        num_attempts += 1
+        this_try = replace(job, placement=where, context=context, variables=counts)
         meanwhile = changes.look if changes is not None else lambda: None
         if where.is_here:
             tries.forget()

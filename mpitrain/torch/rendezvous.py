@@ -32,20 +32,16 @@ from torch.distributed import Backend
 from torch.distributed.constants import default_pg_timeout
 from torch.distributed.rendezvous import _rendezvous_handlers as handlers
 
-from mpitrain.early import ADDED
+from mpitrain.context import ADDED
 from mpitrain.errors import LaunchError, MpitrainError
 from mpitrain.job.start import NO_RANK, ONE_START, init
 from mpitrain.launch.launched import launched_by
+from mpitrain.launch.rank import place_of
 from mpitrain.own_addresses import addresses
 from mpitrain.torch.engine import engine_of
 from mpitrain.world.world import World
 
 _CONNECT_SECONDS = 5.0
-# The variables for the place on this machine, of mpiexec (MPICH and Intel MPI, Open MPI) and srun.
-_LOCAL = {
-    "LOCAL_RANK": ("MPI_LOCALRANKID", "OMPI_COMM_WORLD_LOCAL_RANK", "SLURM_LOCALID"),
-    "LOCAL_WORLD_SIZE": ("MPI_LOCALNRANKS", "OMPI_COMM_WORLD_LOCAL_SIZE"),
-}
 _FOUR = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 _env_handler = handlers["env"]
@@ -65,9 +61,8 @@ def offer() -> None:
         return
     _add("RANK", launched.rank)
     _add("WORLD_SIZE", launched.size)
-    for name, marks in _LOCAL.items():
-        value = next((os.environ[mark] for mark in marks if mark in os.environ), None)
-        if value is not None:
+    for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE"):
+        if (value := place_of(os.environ).get(name)) is not None:
             _add(name, value)
 
 
@@ -240,7 +235,7 @@ def _add(name: str, value: object) -> None:
     """Set an environment variable if it is missing."""
     if name not in os.environ:
         os.environ[name] = _set_here[name] = str(value)
-        os.environ[ADDED] = ",".join(_set_here)
+        os.environ[ADDED] = ",".join([*os.environ.get(ADDED, "").split(","), name])
 
 
 def _number(text: str | None, default: int) -> int:

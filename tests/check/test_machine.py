@@ -248,6 +248,11 @@ def test_what_is_enough() -> None:
     for name in NODES:
         nothing.nodes[name]["resources"]["governors"] = []
     only("LIM06", nothing, "skip", "", "no node sets")
+    repaired = healthy()
+    repaired.nodes["node2"]["resources"]["governors"] = ["performance"]
+    assert [(one.verdict, one.where) for one in judged("LIM06", repaired)] == [
+        ("warn", (name,)) for name in NODES if name != "node2"
+    ]
     wanted = healthy(settings={"mpitrain_tuning": True})
     assert [one.verdict for one in judged("LIM06", wanted)] == ["warn"] * 3
 

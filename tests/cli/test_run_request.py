@@ -149,6 +149,8 @@ def test_another_python_is_refused(
         ("import net", "", False),  # packages
         ("import plain", "", True),
         ("import os\nrank = os.environ['PMI_RANK']", "", False),
+        ("import torch.distributed as dist", "", False),
+        ("import own", "from accelerate import Accelerator", False),
         ("this is not Python(", "", False),
     ],
 )

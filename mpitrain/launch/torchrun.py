@@ -1,0 +1,86 @@
+"""The variables by which processes find each other without MPI: torchrun's, and the address of JAX's coordinator.
+
+`torch.distributed.init_process_group`, Lightning, accelerate and many scripts read torchrun's variables
+(https://docs.pytorch.org/docs/stable/elastic/run.html, "Environment Variables"). `mpitrain run` sets them, so a script
+that was written for torchrun runs unedited. `jax.distributed.initialize` reads JAX_COORDINATOR_ADDRESS; JAX 0.10 has no
+variables for the number of processes and for that of a process.
+
+mpiexec gives all ranks the same environment. So each rank sets what differs between ranks (launch/rank.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from mpitrain.context import ADDED
+from mpitrain.errors import LaunchError
+from mpitrain.launch.dialects import JobSpec
+from mpitrain.launch.placement import Placement
+from mpitrain.launch.rank import PLACE
+
+MASTER_ADDR, MASTER_PORT = "MASTER_ADDR", "MASTER_PORT"
+RESTART_COUNT, MAX_RESTARTS = "TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_MAX_RESTARTS"
+# What torchrun alone sets. A user sets no such variable, so one that is there comes from another launcher.
+_OF_RANK = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE")
+
+
+def of_host(placement: Placement) -> dict[str, dict[str, str]]:
+    """Return by host the variables that it does not share with the first one."""
+    return {place.host: {"GROUP_RANK": str(number)} if number else {} for number, place in enumerate(placement.places)}
+
+
+def of_job(job: JobSpec, facts: Mapping[str, Mapping[str, Any]], environ: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables that all ranks share.
+
+    Args:
+        job: what is to be started; its context has the id.
+        facts: of its hosts, with the `ports` that the agents hold (facts.hold_ports).
+        environ: the user's environment. MASTER_ADDR and MASTER_PORT stay as they are there.
+
+    Raises:
+        LaunchError: MASTER_PORT is taken on the host of rank 0, or no port is free there.
+    """
+    placement = job.placement
+    first = placement.hosts[0]
+    address = environ.get(MASTER_ADDR) or ("127.0.0.1" if placement.is_here else placement.addresses[first])
+    port, of_jax = facts[first]["ports"]
+    if not port:
+        wanted = wanted_port(environ)
+        what = f"the port {wanted} (MASTER_PORT) is taken" if wanted else "no port is free"
+        remedy = "Choose another one, or leave MASTER_PORT out: mpitrain finds a free one" if wanted else ""
+        raise LaunchError(f"the job was not started: on {first}, {what}. {remedy}".rstrip(". ") + ".")
+    size = str(placement.num_ranks)
+    bracketed = f"[{address}]" if ":" in address else address
+    variables = {
+        MASTER_ADDR: address,
+        MASTER_PORT: str(port),
+        "WORLD_SIZE": size,
+        "GROUP_RANK": "0",
+        "GROUP_WORLD_SIZE": str(len(placement.places)),
+        "ROLE_NAME": "default",
+        "ROLE_WORLD_SIZE": size,
+        "TORCHELASTIC_RUN_ID": job.context.job,
+        RESTART_COUNT: job.variables.get(RESTART_COUNT, "0"),
+        MAX_RESTARTS: job.variables.get(MAX_RESTARTS, "0"),
+        "JAX_COORDINATOR_ADDRESS": f"{bracketed}:{of_jax}",
+    }
+    chosen = {name for name in (MASTER_ADDR, MASTER_PORT) if environ.get(name)}
+    return {**variables, ADDED: ",".join(name for name in (*variables, *PLACE) if name not in chosen)}
+
+
+def wanted_port(environ: Mapping[str, str]) -> int:
+    """Return the port that the user has chosen for the first rank; 0: any.
+
+    Raises:
+        LaunchError: MASTER_PORT is no port.
+    """
+    text = environ.get(MASTER_PORT) or "0"
+    if not text.isdecimal() or int(text) > 65535:
+        raise LaunchError(f"MASTER_PORT is {text!r:.40}; it must be a port, from 1 to 65535, or unset")
+    return int(text)
+
+
+def foreign(environ: Mapping[str, str]) -> list[str]:
+    """Return the names of variables that another launcher has set, and that each rank gets anew."""
+    return [name for name in _OF_RANK if name in environ]

@@ -1,0 +1,89 @@
+"""Scripts that were written for torchrun, unedited, under `mpitrain run`: they know nothing of mpitrain."""
+
+from __future__ import annotations
+
+import json
+import socket
+from pathlib import Path
+
+import pytest
+
+from jobs import VENVS, Job, run_command
+
+# torch.distributed is torchrun's own way to meet; the last line is what the script sees of its place.
+DDP = """
+import json, os, torch, torch.distributed as dist
+dist.init_process_group("gloo")
+total = torch.tensor([dist.get_rank() + 1.0])
+dist.all_reduce(total)
+print(json.dumps([dist.get_rank(), total.item(), int(os.environ["LOCAL_RANK"]), dist.get_world_size()]), flush=True)
+dist.destroy_process_group()
+"""
+PLACE = """
+import json, os
+names = ["RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_RANK",
+         "ROLE_WORLD_SIZE", "MASTER_ADDR", "TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_MAX_RESTARTS"]
+print(json.dumps([os.environ[name] for name in names]), flush=True)
+with open(os.environ["OUT"], "a") as file:
+    file.write(os.environ["MASTER_PORT"] + " " + os.environ["JAX_COORDINATOR_ADDRESS"] + "\\n")
+"""
+
+
+def run(folder: Path, source: str, *words: str, vendor: str = "mpich", env: dict[str, str] | None = None) -> Job:
+    (folder / "train.py").write_text(source)
+    command = [str(VENVS[vendor] / "bin/mpitrain"), "run", *words, "train.py"]
+    return run_command(command, cwd=folder, env={"OUT": str(folder / "out"), **(env or {})})
+
+
+def lines_of(job: Job) -> list[list[object]]:
+    assert (job.code, job.left) == (0, []), job.output
+    return sorted(json.loads(line.partition("] ")[2]) for line in job.stdout.splitlines())
+
+
+def test_a_script_that_meets_by_torch_distributed(tmp_path: Path) -> None:
+    pytest.importorskip("torch")
+    job = run(tmp_path, DDP, "-n", "3")
+    assert lines_of(job) == [[rank, 6.0, rank, 3] for rank in range(3)]
+    assert "each rank runs all of it alone" not in job.stderr
+
+
+@pytest.mark.parametrize("vendor", ["mpich", "openmpi"])
+def test_each_rank_knows_its_place(tmp_path: Path, vendor: str) -> None:
+    """Also where the variables of another launcher are set: all ranks would have one place."""
+    job = run(tmp_path, PLACE, "-n", "2", vendor=vendor, env={"RANK": "7", "WORLD_SIZE": "9", "GROUP_RANK": "3"})
+    shared = ["2", "2", "0", "1"]
+    expected = [[str(rank), str(rank), *shared, str(rank), "2", "127.0.0.1", "0", "0"] for rank in range(2)]
+    assert lines_of(job) == expected
+    assert "mpitrain: RANK, WORLD_SIZE, GROUP_RANK are set here. Each rank gets its own" in job.stderr
+    (ports,) = set((tmp_path / "out").read_text().splitlines())
+    port, coordinator = ports.split()
+    assert coordinator.startswith("127.0.0.1:")
+    assert port != coordinator.rpartition(":")[2]
+
+
+def test_the_port_of_the_user(tmp_path: Path) -> None:
+    with socket.create_server(("", 0)) as server:
+        taken = str(server.getsockname()[1])
+        job = run(tmp_path, PLACE, "-n", "2", env={"MASTER_PORT": taken})
+        assert (job.code, job.stdout, job.left) == (1, "", []), job.output
+        assert f"the port {taken} (MASTER_PORT) is taken. Choose another one, or leave MASTER_PORT out" in job.stderr
+    job = run(tmp_path, PLACE, "-n", "1", env={"MASTER_PORT": "80000"})
+    assert (job.code, job.stdout) == (1, "")
+    assert "MASTER_PORT is '80000'; it must be a port, from 1 to 65535, or unset" in job.stderr
+    lines_of(run(tmp_path, PLACE, "-n", "2", env={"MASTER_PORT": taken, "MASTER_ADDR": "localhost"}))
+    assert (tmp_path / "out").read_text().split()[0] == taken
+
+
+def test_a_program_that_a_rank_starts_has_no_place(tmp_path: Path) -> None:
+    """It would wait for the ranks, or take the place of one: an evaluation that a training starts, say."""
+    source = (
+        "import mpitrain as mt, os, subprocess, sys\n"
+        "world = mt.init()\n"
+        "names = 'RANK', 'LOCAL_RANK', 'MASTER_PORT'\n"
+        "seen = 'import mpitrain, os; print([os.environ.get(name) for name in (%r, %r, %r)])' % names\n"
+        "said = subprocess.run([sys.executable, '-c', seen], capture_output=True, text=True, check=True).stdout\n"
+        "print('\"' + said.strip() + '\"')\n"
+    )
+    job = run(tmp_path, source, "-n", "1")
+    assert (job.code, job.left) == (0, []), job.output
+    assert "[None, None, None]" in job.stdout
