@@ -8,6 +8,7 @@ import dataclasses
 import datetime
 import importlib.util
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -203,7 +204,10 @@ def main() -> int:
             counts = run(chosen, min(MOST_CORES, len(os.sched_getaffinity(0))))
     finally:
         for path in shared_memory() - shared:
-            path.unlink(missing_ok=True)
+            if path.is_dir():
+                shutil.rmtree(path, ignore_errors=True)
+            else:
+                path.unlink(missing_ok=True)
     failed_parts = [name for name, count in counts.items() if count["failed"]]
     if failed_parts:
         print(f"\nfailed: {', '.join(failed_parts)}")
