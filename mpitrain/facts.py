@@ -288,8 +288,9 @@ def hidden(path: str, installed: list[str]) -> dict[str, list[str]]:
         except OSError:
             continue
         for name in names:
-            hides = any(os.path.exists(os.path.join(place, name)) for place in installed)  # noqa: PTH110, PTH118
             module = name.removesuffix(".py")
+            places = [os.path.join(place, one) for place in installed for one in (module, f"{module}.py")]  # noqa: PTH118
+            hides = any(map(os.path.exists, places))
             if (
                 hides
                 and module.isidentifier()

@@ -43,6 +43,21 @@ def shown(value: object, most: int = 80) -> str:
     return text if len(text) <= most else f"{text[:most]}..."
 
 
+def named_path(text: str) -> Path:
+    """Return the path that a user has named, with ~. pathlib raises where there is no such user."""
+    return Path(os.path.expanduser(text))  # noqa: PTH111
+
+
+def is_file(path: Path | str) -> bool:
+    """True if there is such a file, as far as this user may see; pathlib raises for a name that is too long."""
+    return os.path.isfile(path)  # noqa: PTH113
+
+
+def is_folder(path: Path | str) -> bool:
+    """True if there is such a folder; see is_file."""
+    return os.path.isdir(path)  # noqa: PTH112
+
+
 def find_file(
     path: Path | str,
     refuse: Refuse,

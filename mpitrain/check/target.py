@@ -28,7 +28,7 @@ from mpitrain.launch.hostfile import (
     read_inventory,
 )
 from mpitrain.launch.variables import network_variables, read_env_file
-from mpitrain.reading import checked, parsed, read_text
+from mpitrain.reading import checked, named_path, parsed, read_text
 
 # Settings of a node: arguments for ssh, which may name commands to run here.
 SSH_ARGUMENTS = ("ansible_ssh_common_args", "ansible_ssh_extra_args")
@@ -205,7 +205,7 @@ def find_target(inventory: Path | None, hosts: str | None, script: str | None, e
     if inventory is None and "," in named:
         raise ConfigError(f"ANSIBLE_INVENTORY is {named!r}; it must be one file; or give the inventory with -i")
     is_named = inventory is not None or bool(named)
-    path = inventory or (Path(named).expanduser() if named else find_inventory())
+    path = inventory or (named_path(named) if named else find_inventory())
     if path is None:
         if hosts is None:
             raise ConfigError(

@@ -143,6 +143,8 @@ def _run(argv: Sequence[str] | None) -> int:
     arguments, unknown = parser.parse_known_args(words)
     if unknown[:1] == ["--"] and "ansible" in arguments:  # argparse does not fill nargs="*" behind `remove node2 --yes`
         arguments.ansible, unknown = unknown[1:], []
+    if "words" in arguments and not any(word.startswith("-") for word in unknown):  # nor nargs="*" behind an option
+        arguments.words, unknown = [*arguments.words, *unknown], []
     if unknown:
         _refuse(parsers.get(arguments.command, parser), unknown[0], getattr(arguments, "if_unknown", ""))
     try:

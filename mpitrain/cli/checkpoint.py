@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from mpitrain.cli.terminal_text import print_object
 from mpitrain.errors import CheckpointError, ConfigError
+from mpitrain.reading import is_file, is_folder
 
 if TYPE_CHECKING:
     import numpy
@@ -222,9 +223,9 @@ def _checkpoints(path: Path) -> list[StoredCheckpoint]:
     from mpitrain.state.manifest import FILE
     from mpitrain.state.store import entries
 
-    if not path.is_dir():
+    if not is_folder(path):
         raise CheckpointError(f"{path} does not exist, or is not a directory")
-    if path.name.startswith("step-") or (path / FILE).exists():
+    if path.name.startswith("step-") or is_file(path / FILE):
         # The checkpoint has its real name here, whatever path was given.
         same_name = [entry for entry in entries(path.resolve().parent) if entry.path.name == path.resolve().name]
         if same_name:

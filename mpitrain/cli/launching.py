@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mpitrain.errors import ConfigError
-from mpitrain.reading import shown, whole
+from mpitrain.reading import is_file, shown, whole
 from mpitrain.units import add_renamed, timeout
 
 if TYPE_CHECKING:
@@ -142,7 +142,7 @@ def script_of(arguments: argparse.Namespace) -> tuple[list[str], str]:
         example = {"serve": "serve", "work": "work HOST:5000"}.get(arguments.command, "run -n 4")
         raise ConfigError(f"name a script, as in `mpitrain {example} train.py`, or -m MODULE")
     script = _file_of(words[1]) if words[0] == "-m" else words[0]
-    if not Path(script).is_file():
+    if not is_file(script):
         raise ConfigError(f"there is no script {script!r} in {Path.cwd()}")
     return words, script
 

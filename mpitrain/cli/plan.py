@@ -24,6 +24,7 @@ from mpitrain.cli.launching import (
     request_of_script,
 )
 from mpitrain.errors import ConfigError, LaunchError, MpitrainError
+from mpitrain.reading import is_folder
 from mpitrain.units import add_renamed, rate_gbit, timeout
 
 if TYPE_CHECKING:
@@ -80,9 +81,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Plan a script, or what is described in its place. Return the exit code."""
     for path in (arguments.json, arguments.plot):
-        if path is not None and not path.parent.is_dir():
+        if path is not None and not is_folder(path.parent):
             raise ConfigError(f"{path} cannot be written: there is no folder {path.parent}; make it first")
-        if path is not None and path.is_dir():
+        if path is not None and is_folder(path):
             raise ConfigError(f"{path} cannot be written: it is a folder; give the name of a file")
     if arguments.plot is not None:
         from mpitrain.forecast.report import need_matplotlib

@@ -6,6 +6,7 @@ import argparse
 from pathlib import Path
 
 from mpitrain.errors import ConfigError, DataError, MpitrainError
+from mpitrain.reading import is_file
 
 HELP = "plot the metrics of a run"
 PAGE = "how-to/monitor.md"
@@ -30,7 +31,7 @@ def run(arguments: argparse.Namespace) -> int:
     from mpitrain.training.writers.json_lines import FILE, read_events, read_rows
 
     path = arguments.directory / FILE
-    if not path.is_file():
+    if not is_file(path):
         raise ConfigError(
             f"there is no {path}; name the directory that mpitrain.writers.JsonLines was given (--run of the examples)."
             " A loop without a Trainer makes it with mpitrain.record_loop(DIRECTORY)"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import ast
 import sys
+import warnings
 from collections.abc import Iterator
 from dataclasses import replace
 from importlib.machinery import PathFinder
@@ -182,7 +183,8 @@ def is_unaware(script: Path) -> bool:
             text = file.read_text(errors="replace")
             if any(word in text for word in _WORDS) or len(seen) > _MOST_FILES:
                 return False
-            names = set(_imported(ast.parse(text)))
+            with warnings.catch_warnings(action="ignore"):  # the ranks print those of the compiler
+                names = set(_imported(ast.parse(text)))
         except (OSError, SyntaxError, ValueError, RecursionError, MemoryError):
             return False
         for name in names - sys.stdlib_module_names:

@@ -18,6 +18,7 @@ from typing import Any
 import numpy
 
 from mpitrain.errors import ConfigError, DeviceError, MpitrainError, everywhere
+from mpitrain.reading import whole
 from mpitrain.world.world import World
 
 # The variables in which launchers give the local rank: Open MPI; MPICH and Intel MPI; Slurm; Cray; MVAPICH.
@@ -238,7 +239,8 @@ def array_module(world: World, device: str = "auto") -> ModuleType:
 
 def local_rank_of(environ: Mapping[str, str]) -> int | None:
     """Return the local rank from the launcher's variables; None if they do not give it."""
-    return next((int(text) for name in _LOCAL_RANKS if (text := environ.get(name, "")).isdecimal()), None)
+    numbers = (whole(environ.get(name, ""), 0, 2**31 - 1) for name in _LOCAL_RANKS)
+    return next((number for number in numbers if number is not None), None)
 
 
 def choose_early(given: str, transport: str, environ: Mapping[str, str]) -> None:

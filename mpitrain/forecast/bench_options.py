@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mpitrain.errors import ConfigError
+from mpitrain.reading import is_folder
 from mpitrain.units import add_renamed, rate_gbit, timeout
 
 POINT_TO_POINT = "point_to_point"
@@ -225,7 +226,7 @@ def _whole_number(option: str, text: str) -> int:
 def _check_files(files: dict[str, Path | None]) -> None:
     """Fail now: the same fault would otherwise show only after minutes."""
     for name, path in files.items():
-        if path is not None and (path.is_dir() or not path.absolute().parent.is_dir()):
+        if path is not None and (is_folder(path) or not is_folder(path.absolute().parent)):
             raise ConfigError(f"--{name.replace('_', '-')} {path}: the path is a folder, or its folder does not exist")
     plot = files["plot"]
     if plot is not None and plot.suffix not in (".png", ".svg", ".pdf"):

@@ -102,7 +102,7 @@ def slurm_hosts_now(environ: Mapping[str, str]) -> tuple[str, ...]:
 def _of_slurm(environ: Mapping[str, str]) -> Allocation:
     job = f"Slurm job {environ['SLURM_JOB_ID']}"
     step = environ.get("SLURM_STEP_ID", "")
-    part = "STEP" if step.isdecimal() and int(step) < FIRST_SPECIAL_SLURM_STEP else "JOB"
+    part = "JOB" if whole(step, 0, FIRST_SPECIAL_SLURM_STEP - 1) is None else "STEP"
     hosts = _expanded(environ.get(f"SLURM_{part}_NODELIST", environ["SLURM_JOB_NODELIST"]))
     variable = "SLURM_STEP_TASKS_PER_NODE" if part == "STEP" else "SLURM_TASKS_PER_NODE"
     if not environ.get(variable):

@@ -307,12 +307,14 @@ def explain(host: str, words: str, code: int | None) -> str:
 def _owner_of_key(words: str, host: str) -> str:
     """Return the other host whose key ssh was shown, by the file that has the key of `host`; "": none is known."""
     shown, file = re.search(r"SHA256:([\w+/]+)", words), re.search(r"^Offending \w+ key in (.+):\d+\s*$", words, re.M)
-    with suppress(OSError, ValueError):
-        for line in Path(file[1]).read_text().splitlines() if shown and file else ():
+    with suppress(OSError):
+        for line in Path(file[1]).read_text(errors="replace").splitlines() if shown and file else ():
             names, _, key, *_ = [*line.split(), "", "", ""]
-            fingerprint = base64.b64encode(hashlib.sha256(base64.b64decode(key)).digest()).decode().rstrip("=")
-            if shown and fingerprint == shown[1] and host not in names.split(",") and names[0] not in "|@":  # hashed
-                return names.split(",")[0]
+            with suppress(ValueError):  # a comment, which is no key
+                fingerprint = base64.b64encode(hashlib.sha256(base64.b64decode(key)).digest()).decode().rstrip("=")
+                is_other = host not in names.split(",") and names[0] not in "|@"  # the names may be hashed
+                if shown and fingerprint == shown[1] and is_other:
+                    return names.split(",")[0]
     return ""
 
 

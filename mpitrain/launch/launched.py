@@ -28,6 +28,7 @@ from mpitrain.launch.libraries import (
     replace_mpi,
     vendor_of_library,
 )
+from mpitrain.reading import shown, whole
 
 # `mpitrain run` finds the mpiexec that belongs to the library.
 _RIGHT_COMMAND = "mpitrain run -n {size} SCRIPT"
@@ -158,9 +159,10 @@ def _number(environ: Mapping[str, str], name: str) -> int | None:
     text = environ.get(name)
     if text is None:
         return None
-    if not text.isdecimal():
-        raise LaunchError(f"the environment variable {name} is {text!r}; it must be a whole number of at least 0")
-    return int(text)
+    number = whole(text, 0, 2**63)  # special steps of Slurm are just below 2**32
+    if number is None:
+        raise LaunchError(f"the environment variable {name} is {shown(text)}; it must be a whole number of at least 0")
+    return number
 
 
 def _message(launched: Launched | None, variable: str, expected: int, library: Vendor, size: int) -> str:

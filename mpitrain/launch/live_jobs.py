@@ -77,9 +77,22 @@ def sockets() -> list[Path]:
         name = launcher_of(path)
         if launcher_pid(name) is not None or name.partition(" ")[0] != socket.gethostname():
             paths.append(path)
-        else:  # it was killed; the name has the time of its start, so no other launcher has it
+        elif _is_closed(path):  # it was killed; the name has the time of its start, so no other launcher has it
             path.unlink(missing_ok=True)
     return sorted(paths, key=_made)
+
+
+def _is_closed(path: Path) -> bool:
+    """True if nobody listens. A launcher of a container that has this folder too is no process that is seen here."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as line:
+        line.settimeout(0.0)
+        try:
+            line.connect(str(path))
+        except ConnectionRefusedError:
+            return True
+        except OSError:
+            pass
+    return False
 
 
 def _folder() -> Path:

@@ -16,6 +16,7 @@ from pathlib import Path
 from mpitrain.errors import ConfigError
 from mpitrain.launch.hostfile import Host, Inventory, parse, read_text, sections
 from mpitrain.provision import terminal
+from mpitrain.reading import is_file, named_path, shown, shown_text
 
 
 def create_inventory(path: Path, nodes: Sequence[Host], head: str | None) -> Inventory:
@@ -69,12 +70,12 @@ def parse_nodes(text: str, variables: dict[str, str]) -> list[Host]:
 def _node(text: str, variables: dict[str, str]) -> Host:
     name, _, address = (part.strip() for part in text.strip().partition("="))
     if not name or not address:
-        raise ConfigError(f"{text.strip()!r} is not a node; allowed is NAME=ADDRESS, such as node1=10.0.0.1")
+        raise ConfigError(f"{shown(text.strip())} is not a node; allowed is NAME=ADDRESS, such as node1=10.0.0.1")
     try:
         loopback = ipaddress.ip_address(address).is_loopback
     except ValueError:
         raise ConfigError(
-            f"{name}: {address!r} is not an IP address; `ip -brief address` on {name} shows its addresses"
+            f"{shown_text(name)}: {shown(address)} is not an IP address; `ip -brief address` there shows its addresses"
         ) from None
     if loopback:
         raise ConfigError(f"{name}: the other nodes cannot reach {address}; `ip -brief address` on {name} shows more")
@@ -89,10 +90,10 @@ def login_variables(user: str | None, key: str | None) -> dict[str, str]:
     """
     variables = {} if user is None else {"ansible_user": user}
     if key is not None:
-        path = Path(key).expanduser().absolute()
+        path = named_path(key).absolute()
         if path.suffix == ".pub":
             raise ConfigError(f"--key: {path} is the public key; give the private one, {path.with_suffix('')}")
-        if not path.is_file():
+        if not is_file(path):
             raise ConfigError(f"--key: there is no file {path}; `ssh-keygen -t ed25519` makes a key")
         variables["ansible_ssh_private_key_file"] = str(path)
     return variables

@@ -19,6 +19,7 @@ from mpitrain.provision.inventory import add_worker, remove_worker
 from mpitrain.provision.playbook import Report, run_playbook
 from mpitrain.provision.project import Project, ansible_program
 from mpitrain.provision.trust import Fingerprints, trust
+from mpitrain.reading import find_file, text_of
 
 # These tags write the files that name every node, which become shorter when a node is removed.
 _SHRINK = ("--tags", "hosts,ssh,firewall,nfs,wireguard")
@@ -178,7 +179,7 @@ def wanted_packages(project: Project, packages: Sequence[str]) -> list[str]:
         ConfigError: the variable's value is not on one line.
     """
     file = _file(project)
-    text = file.read_text() if file.exists() else ""
+    text = _text(file)
     named = {_name(package) for package in packages}
     return [*(one for one in _listed(file, text) if _name(one) not in named), *packages]
 
@@ -186,7 +187,7 @@ def wanted_packages(project: Project, packages: Sequence[str]) -> list[str]:
 def keep_packages(project: Project, packages: Sequence[str]) -> Path:
     """Write the variable, so that the next set-up has the packages too. Return its file."""
     file = _file(project)
-    text = file.read_text() if file.exists() else ""
+    text = _text(file)
     line = f"{VARIABLE}: {json.dumps(packages)}"
     text = _LINE.sub(lambda _: line, text) if _LINE.search(text) else f"{text.rstrip() or '---'}\n\n{line}\n"
     file.parent.mkdir(exist_ok=True)
@@ -198,6 +199,11 @@ def _file(project: Project) -> Path:
     """The variables beside the playbooks win over those beside the inventory."""
     folder = project.inventory.parent if project.playbooks.is_absolute() else project.folder / project.playbooks
     return folder / "group_vars/all.yml"
+
+
+def _text(file: Path) -> str:
+    content = find_file(file, ConfigError, is_given=True)
+    return "" if content is None else text_of(content, ConfigError, f"{file} cannot be read")
 
 
 def _listed(file: Path, text: str) -> list[str]:

@@ -14,6 +14,7 @@ import mpitrain
 from mpitrain.errors import ClusterError, ConfigError
 from mpitrain.launch.foreign_files import refuse_foreign
 from mpitrain.launch.hostfile import PROJECT_INVENTORY, Inventory, read_inventory
+from mpitrain.reading import is_file, named_path
 
 _SETUP = Path("cluster/setup.yml")
 _DEFAULTS = Path("cluster/hosts.none")  # an inventory without nodes, beside the variables with their defaults
@@ -86,7 +87,7 @@ def find_project(inventory: Path | None = None, *, is_new: bool = False) -> Proj
     for name in (_SETUP, _CONFIGURATION, _GROUP_VARS):
         if (folder / name).is_file():
             refuse_foreign(folder / name, instead="copy cluster/ and ansible.cfg into a folder of your own")
-    if inventory is not None and not is_new and not inventory.is_file():
+    if inventory is not None and not is_new and not is_file(inventory):
         raise ConfigError(f"--inventory: there is no file {inventory}; `mpitrain cluster init` writes cluster/hosts")
     path, options = _inventory(folder, inventory)
     return _installed(folder, path) if is_installed else Project(folder, path, options)
@@ -100,9 +101,9 @@ def _inventory(folder: Path, inventory: Path | None) -> tuple[Path, tuple[str, .
     if "," in named:
         raise ConfigError(f"ANSIBLE_INVENTORY is {named!r}; it must be one file, or unset for cluster/hosts")
     if named:
-        return Path(named).expanduser().absolute(), ()
+        return named_path(named).absolute(), ()
     path = folder / PROJECT_INVENTORY
-    if path.is_file():
+    if is_file(path):
         refuse_foreign(path, instead=f"name it: --inventory {path}")
     return path, ()
 

@@ -31,6 +31,7 @@ from mpitrain.launch.hostfile import Host
 from mpitrain.provision import terminal
 from mpitrain.provision.login import Login, logins
 from mpitrain.provision.project import Project
+from mpitrain.reading import is_file, read_text, shown
 
 _AT_ONCE = 8  # logins
 _FINGERPRINT = re.compile(r"SHA256:[A-Za-z0-9+/]{43}")
@@ -68,8 +69,8 @@ def read_fingerprints(arguments: Sequence[str]) -> Fingerprints:
     chosen: dict[str, frozenset[str]] = {}
     for argument in arguments:
         name, equals, value = argument.partition("=")
-        if equals and not Path(argument).exists():
-            lines = [(f"--fingerprints {argument}", f"{name} {value}")]
+        if equals and not is_file(argument):
+            lines = [("--fingerprints", f"{name} {value}")]
         else:
             lines = [(f"{argument}:{number}", line) for number, line in enumerate(_lines(Path(argument)), 1)]
         for where, line in lines:
@@ -78,20 +79,19 @@ def read_fingerprints(arguments: Sequence[str]) -> Fingerprints:
                 continue
             if len(fields) != 2 or not _FINGERPRINT.fullmatch(fields[1]):
                 raise ConfigError(
-                    f"{where}: {line.strip()!r} is not a fingerprint of a node; allowed is HOST=SHA256:... with the 43 "
-                    "characters that `ssh-keygen -lf` shows, or a file with lines HOST SHA256:..."
+                    f"{where}: {shown(line.strip())} is not a fingerprint of a node; allowed is HOST=SHA256:... with "
+                    "the 43 characters that `ssh-keygen -lf` shows, or a file with lines HOST SHA256:..."
                 )
             chosen[fields[0]] = chosen.get(fields[0], frozenset()) | {fields[1]}
     return chosen
 
 
 def _lines(path: Path) -> list[str]:
-    try:
-        return path.read_text().splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(
-            f"--fingerprints {path}: neither HOST=SHA256:... nor a file that can be read: {error}"
-        ) from None
+    return read_text(
+        path,
+        lambda said: ConfigError(f"{said}. --fingerprints takes HOST=SHA256:..., or a file with lines HOST SHA256:..."),
+        called=f"--fingerprints {shown(str(path))}",
+    ).splitlines()
 
 
 def _chosen(hosts: Sequence[Host], names: Sequence[str]) -> list[Host]:

@@ -38,6 +38,7 @@ from mpitrain.job.start import NO_RANK, ONE_START, init
 from mpitrain.launch.launched import launched_by
 from mpitrain.launch.rank import place_of
 from mpitrain.own_addresses import addresses
+from mpitrain.reading import shown, whole
 from mpitrain.torch.engine import engine_of
 from mpitrain.world.world import World
 
@@ -241,6 +242,7 @@ def _add(name: str, value: object) -> None:
 def _number(text: str | None, default: int) -> int:
     if text is None:
         return default
-    if not text.isdecimal():
-        raise LaunchError(f"on {socket.gethostname()}: RANK, WORLD_SIZE and MASTER_PORT are numbers, not {text!r}")
-    return int(text)
+    number = whole(text, 0, 2**31 - 1)
+    if number is None:
+        raise LaunchError(f"on {socket.gethostname()}: RANK, WORLD_SIZE and MASTER_PORT are numbers, not {shown(text)}")
+    return number

@@ -111,7 +111,7 @@ def test_nothing_is_undone_without_a_yes(arguments: list[str], cluster: Cluster)
         (["remove", "z", "--yes"], "not in the file; the workers are: b"),
         (["trust", "z"], "there is no node z; the nodes are a"),
         (["trust", "--fingerprints", "a=SHA256:short"], "'a SHA256:short' is not a fingerprint of a node"),
-        (["trust", "--fingerprints", "no-file"], "neither HOST=SHA256:... nor a file that can be read"),
+        (["trust", "--fingerprints", "no-file"], "--fingerprints takes HOST=SHA256:..., or a file"),
         (["trust", "--fingerprints", "z=SHA256:" + 43 * "x"], "there is no node z in"),
         (["trust", "--fingerprints", "file"], "file:2: 'a MD5:00' is not a fingerprint"),
     ],

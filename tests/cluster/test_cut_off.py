@@ -5,6 +5,7 @@ continues.
 from __future__ import annotations
 
 import re
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -48,6 +49,8 @@ LOOKS = SCRIPT.replace("        time.sleep(0.05)\n", "        time.sleep(0.05)\n
 SETTING = "MPITRAIN_MEMORY_STEPS=1 MPITRAIN_STALL_SECONDS=5 MPITRAIN_HANG_SECONDS=20"
 # The keeper asks within 10 s, and once a minute; its silence of 60 s may not be over yet. Far less than 15 min.
 GONE_SECONDS = 200.0
+# A guard that hears nothing ends its part after 30 s. The rest is for a busy machine.
+ALONE_SECONDS = 120.0
 RANKS = "pgrep -u cluster -f '[p]arts.py' || true"
 # How much memory the processes of the user, but the ranks, keep without a name.
 KEPT = """
@@ -180,6 +183,20 @@ def test_a_host_loses_the_share(bed: Bed, python: str) -> None:
     assert re.search(r"no progress for \d+ s: .*; rank 2 on node3 .* in looks\.py:\d+ \(after_step\)", end.output)
     assert re.search(r"attempt 1 of 3 failed at step \d+: .*nothing has moved for 20 s", end.output), end.output
     assert end.output.count("resumed from memory at step ") == 1
+
+
+def test_what_runs_on_a_host_that_stays_away_ends_by_itself(bed: Bed) -> None:
+    """Nobody keeps memory there, and nobody can tell it that the job has ended. Its cable stays cut."""
+    job = started(bed, PYTHONS["mpich"], "")
+    bed.cut("node3")
+    began = time.monotonic()
+    while rest := [line for line in left(bed, 0.0) if line.startswith("node3: ")]:
+        assert time.monotonic() - began < ALONE_SECONDS, rest
+        time.sleep(1.0)
+    print(f"{time.monotonic() - began:.0f} s after the cut, nothing of the job was left on node3")
+    end = job.end()
+    assert end.code == 1, end.output
+    assert "node3" in end.output
 
 
 @pytest.mark.parametrize("fault", ["freeze", "cut"])

@@ -30,9 +30,10 @@ def mutated(examples: Sequence[bytes], seed: int) -> bytes:
     chance = random.Random(seed)
     data = chance.choice(examples)
     kind = chance.random()
-    if kind < 0.03:
-        return chance.choice([b"", b"#\n" * chance.randrange(5), chance.randbytes(chance.randrange(300)), b"\n" * 1000])
-    if kind < 0.06:
+    if kind < 0.04:
+        noise, nasty = chance.randbytes(chance.randrange(300)), chance.choice(NASTY)
+        return chance.choice([b"", b"#\n" * chance.randrange(5), noise, b"\n" * 1000, nasty])
+    if kind < 0.07:
         return data.decode(errors="replace").encode(chance.choice(["utf-16", "utf-16-le", "utf-8-sig", "utf-32"]))
     if kind < 0.6:
         data = b"\n".join(_other_leaves(line, chance) for line in _documents(data))

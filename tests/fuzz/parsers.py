@@ -29,26 +29,32 @@ from mpitrain import config
 from mpitrain.check.checks.baseline import read_baseline
 from mpitrain.check.target import _read as read_yaml
 from mpitrain.cli import COMMANDS
+from mpitrain.cli.run import is_unaware
+from mpitrain.cli.tell import _order
 from mpitrain.context import JobContext
+from mpitrain.cuda.device import local_rank_of
 from mpitrain.dashboard.app import _json
 from mpitrain.dashboard.cluster_reports import _of_check, _of_profile, last_check
 from mpitrain.dashboard.commands import order_of
 from mpitrain.dashboard.index import RunIndex
 from mpitrain.dashboard.run_files import files_of
 from mpitrain.dashboard.summary import differences, summary_of_run
-from mpitrain.errors import ConfigError
+from mpitrain.errors import ConfigError, LaunchError
 from mpitrain.forecast.machines import from_profile, read_machines
-from mpitrain.launch.batch import _of_file, _of_pairs
+from mpitrain.launch.batch import _counts, _of_file, _of_pairs
 from mpitrain.launch.control import _serve as serve_wish
 from mpitrain.launch.hostfile import group_variables, read_inventory
 from mpitrain.launch.hosts import read_hostfile
 from mpitrain.launch.kept import Kept
+from mpitrain.launch.launched import launched_by
 from mpitrain.launch.live_watcher import LiveWatcher
 from mpitrain.launch.placement import parse_hosts
 from mpitrain.launch.roster import launcher_pid
 from mpitrain.launch.variables import port_ranges, read_env_file
 from mpitrain.profile import from_json
+from mpitrain.provision.inventory import parse_nodes
 from mpitrain.provision.nodes import _listed
+from mpitrain.provision.trust import read_fingerprints
 from mpitrain.reading import MessageLines
 from mpitrain.server.security import make_keys, parse_key, read_keys
 from mpitrain.server.wire import MessageAssembly, frames
@@ -57,6 +63,7 @@ from mpitrain.state.memory_slot import MemorySlot, read_copy
 from mpitrain.state_files import read_state, state_folder
 from mpitrain.training.run_document import RunDocument
 from mpitrain.training.steering import Steering
+from mpitrain.training.tunable import Tunables
 from mpitrain.training.writers.csv_table import Csv
 from mpitrain.training.writers.json_lines import JsonLines, read_events, read_rows
 from mpitrain.training.writers.service import RunFile
@@ -383,6 +390,35 @@ def arguments(text: str) -> None:
             kind(text)
 
 
+def launchers(text: str) -> None:
+    """The variables in which launchers and batch systems count ranks."""
+    for name in ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_NTASKS", "_MPITRAIN_EXPECTED_SIZE"):
+        with contextlib.suppress(LaunchError, ConfigError):
+            launched_by({name: text, "PMI_RANK": text, "OMPI_COMM_WORLD_RANK": text, "SLURM_STEP_ID": "0"})
+    with contextlib.suppress(LaunchError):
+        launched_by({"SLURM_STEP_ID": text, "SLURM_NTASKS": "1"})
+    with contextlib.suppress(ConfigError):
+        _counts("Slurm job 1", "SLURM_TASKS_PER_NODE", text, 4)
+    local_rank_of({"MPI_LOCALRANKID": text, "OMPI_COMM_WORLD_LOCAL_RANK": text})
+
+
+def told(text: str) -> None:
+    """What comes behind `mpitrain tell JOB`, and what the values of a script make of it."""
+    values = Tunables()
+    for name, default in (("lr", 0.5), ("steps", 3), ("is_on", True), ("text", "x")):
+        values.declare(name, default)
+        with contextlib.suppress(ConfigError):
+            _order(["set", f"{name}={text}"])
+            values.set(name, text)
+    with contextlib.suppress(ConfigError):
+        _order(text.split(" "))
+    json.dumps(values.values()).encode()
+
+
+def fingerprints(path: Path) -> None:
+    read_fingerprints([str(path)])
+
+
 _KEYS = make_keys()
 _FRAMES = b"||".join(frames(1, "job", {"a": [1, "x"], "b": None}, [numpy.arange(5), numpy.ones((2, 2), "f4")]))
 
@@ -398,6 +434,12 @@ PARSERS: dict[str, Parser] = {
         of_file(lambda path: _of_file("PBS job 1", "PBS_NODEFILE", {"PBS_NODEFILE": str(path)}, "qsub")),
     ),
     "LSF hosts": Parser((b"a 4 b 4",), of_text(partial(_of_pairs, "LSF job 1"))),
+    "launchers": Parser((b"4", b"0", b"2(x3),1", b"9" * 5000), of_text(launchers)),
+    "nodes": Parser((b"a=10.0.0.1,b=10.0.0.2", b"a=fe80::1"), of_text(lambda text: parse_nodes(text, {}))),
+    "fingerprints": Parser((b"a SHA256:" + b"x" * 43 + b"  # c\n",), of_file(fingerprints)),
+    "--fingerprints": Parser((b"a=SHA256:" + b"x" * 43,), of_text(lambda text: read_fingerprints([text]))),
+    "script": Parser((b"import os\nfrom a import b\nprint(1)\n",), of_file(is_unaware, "train.py")),
+    "told": Parser((b"0.25", b"7", b"off", b"set lr=0.5", b"rate 0.5"), of_text(told)),
     "settings": Parser((b"4", b"0.5", b"ring"), of_text(settings)),
     "arguments": Parser(
         (b"4", b"0.5", b"1,2,4", b"2:4", b"30s", b"12:00:00", b"25e6", b"0-9", b"NET01,GPU01"), of_text(arguments)

@@ -153,7 +153,7 @@ def test_another_host_answers_at_the_address(tmp_path: Path) -> None:
         subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(tmp_path / name)], check=True)
     known.write_text("".join(f"{name},10.0.0.1 {(tmp_path / name).with_suffix('.pub').read_text()}" for name in "bc"))
     listed = subprocess.check_output(["ssh-keygen", "-l", "-f", str(known)], text=True).splitlines()
-    known.write_text(f"# keys\n{known.read_text()}")
+    known.write_text(f"# Made by mpitrain's cluster/setup.yml\n{known.read_text()}")
     for line, expected in zip(listed, ("`mpitrain cluster trust b`", "c answers at its address"), strict=True):
         words = (
             f"@ WARNING: REMOTE HOST IDENTIFICATION HAS CHANGED! @\n{line.split()[1]}.\n"

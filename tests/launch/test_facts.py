@@ -219,12 +219,14 @@ def test_a_copy_in_pythonpath() -> None:
 
 
 def test_what_a_folder_of_pythonpath_hides(tmp_path: Path) -> None:
-    for name in ("installed/numpy", "installed/six", "first/numpy", "first/data", "second/six-1.0.dist-info"):
+    installed = ("installed/numpy", "installed/six", "installed/mpi4py")
+    for name in (*installed, "first/numpy", "first/data", "second/six-1.0.dist-info"):
         (tmp_path / name).mkdir(parents=True)
-    for name in ("first/numpy/__init__.py", "installed/six.py", "second/six.py"):
+    for name in ("first/numpy/__init__.py", "installed/six.py", "second/six.py", "second/mpi4py.py"):
         (tmp_path / name).touch()
     path = os.pathsep.join(["", *(str(tmp_path / name) for name in ("first", "missing", "second", "installed"))])
     assert hidden(path, [str(tmp_path / "installed")]) == {
         "numpy": [str(tmp_path / "first"), ""],
         "six": [str(tmp_path / "second"), "1.0"],
+        "mpi4py": [str(tmp_path / "second"), ""],  # a file in place of a folder
     }
