@@ -154,7 +154,7 @@ def exit_code_of(error: SystemExit) -> int:
 def words_of_exit(error: SystemExit) -> str:
     """Return an exit in a line, as in `left with exit code 1: there is no data.csv (train.py:9)`."""
     place = getattr(error, "place", None)
-    text = "" if error.code is None or isinstance(error.code, int) else f": {error.code!s:.300}"
+    text = "" if error.code in (None, "") or isinstance(error.code, int) else f": {error.code!s:.300}"
     where = f" ({os.path.basename(place[0])}:{place[1]})" if place else ""  # noqa: PTH119
     return f"left with exit code {exit_code_of(error)}{text}{where}"
 

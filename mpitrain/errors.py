@@ -33,7 +33,7 @@ once a rank, and breaks no World. Only `everywhere` sets this attribute.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from types import MappingProxyType
 from typing import TypeVar
 
@@ -84,6 +84,21 @@ def _bounded(text: str) -> str:
     if left_out <= 0:
         return text
     return f"{text[: _MOST_TEXT * 3 // 4]} ... ({left_out:,} characters) ... {text[-(_MOST_TEXT // 4) :]}"
+
+
+def causes_of(error: BaseException) -> Iterator[BaseException]:
+    """Yield the error, and what it came from, as a traceback shows it. Causes can form a ring."""
+    cause: BaseException | None = error
+    seen = set()
+    while cause is not None and id(cause) not in seen:
+        seen.add(id(cause))
+        yield cause
+        cause = cause.__cause__ or (None if cause.__suppress_context__ else cause.__context__)
+
+
+def is_of_another_rank(error: BaseException) -> bool:
+    """True if the error came up on another rank first, also where the program has raised its own error from it."""
+    return any(isinstance(one, MpitrainError) and one.is_repeated for one in causes_of(error))
 
 
 def text_of(error: BaseException) -> str:

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from mpitrain.cuda import device
-from mpitrain.errors import DeviceError
+from mpitrain.errors import DeviceError, causes_of
 from mpitrain.world.world import World
 
 _OUT_OF_MEMORY = 2  # cudaErrorMemoryAllocation
@@ -39,14 +39,10 @@ def lost_gpu(error: BaseException, world: World) -> str:
 
     `error` is of CuPy or PyTorch.
     """
-    cause: BaseException | None = error
-    seen = set()  # causes can form a ring: `raise error from error`
-    while cause is not None and id(cause) not in seen:
-        seen.add(id(cause))
+    for cause in causes_of(error):
         if name := _OF_THE_DEVICE.get(_status(cause)):
             gpu = device.bound() or world.context.device(world.rank) or "its GPU"
             return f"{gpu} is lost ({name})"
-        cause = cause.__cause__
     return ""
 
 

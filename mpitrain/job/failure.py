@@ -19,7 +19,7 @@ from types import TracebackType
 from typing import NoReturn
 
 from mpitrain.early import abort, exit_code_of, words_of_exit
-from mpitrain.errors import MpitrainError, text_of
+from mpitrain.errors import MpitrainError, is_of_another_rank, text_of
 from mpitrain.launch.shared_files import remove_mine
 from mpitrain.user_code import is_of_user
 from mpitrain.waiting.notes import FAILED
@@ -109,7 +109,7 @@ def _compare(world: World, error: BaseException) -> tuple[bool, bool, float]:
     The third value is the time of this failure, for that comparison.
     """
     notes = world.control.notes
-    is_repeated = isinstance(error, MpitrainError) and error.is_repeated
+    is_repeated = is_of_another_rank(error)
     own = first = notes.tell_all(FAILED, _cause(world, error), last=is_repeated)
     deadline = time.monotonic() + _ARBITRATION_SECONDS
     while time.monotonic() < deadline:

@@ -194,7 +194,8 @@ def _why(ended: Ended, host_of: Callable[[int], str]) -> tuple[str, int | None]:
         return ended.trouble[0], None
     failed, first = first_failure(ended), ended.first_end
     if failed is not None:
-        return f"rank {failed.rank} on {host_of(failed.rank)} failed: {failed.error}", failed.rank
+        how = failed.error if _LEFT.match(failed.error) else f"failed: {failed.error}"
+        return f"rank {failed.rank} on {host_of(failed.rank)} {how}", failed.rank
     if ended.mpiexec_signal:
         return f"mpiexec itself was killed on {ended.mpiexec_host}, by signal {ended.mpiexec_signal}", None
     if daemon := _OPEN_MPI_DAEMON.search(ended.mpiexec_said):

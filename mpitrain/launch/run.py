@@ -15,7 +15,16 @@ from types import FrameType
 from mpitrain.errors import LaunchError
 from mpitrain.launch import processes
 from mpitrain.launch.dialects import JobSpec, command_for, ends_by_sigterm, names_signals
-from mpitrain.launch.ending import Ended, exit_code, kills_first, last_words, without_ends_by_hydra
+from mpitrain.launch.ending import (
+    Ended,
+    exit_code,
+    first_failure,
+    kills_first,
+    last_words,
+    why,
+    without_ends_by_hydra,
+)
+from mpitrain.launch.log import note
 from mpitrain.launch.output import Stream
 from mpitrain.launch.printer import Printer
 from mpitrain.launch.watched import WatchedJob
@@ -129,6 +138,8 @@ class Run:
             self._printer.say(words)
         elif ended.code and not (has_reported or self._is_forced or ended.failed):
             self._printer.print_banner()
+        elif first_failure(ended):  # which the rank itself has printed
+            note(why(ended, self._host_of)[0])
         return ended
 
     def _start(self) -> None:

@@ -12,6 +12,7 @@ What makes all hosts late at once is on this machine: its cable, or its own load
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
@@ -25,6 +26,7 @@ from mpitrain.watching.rank_record import BEGUN, CALLED, FAILED, STARTED
 # A rank that fails before init() usually ends the job by itself a moment later.
 _GONE_SECONDS = 5.0
 _MOST_PROCESSES = 8  # shown per host in a diagnosis
+_OF_MPIEXEC = re.compile(r"(\S*/)?(mpiexec|mpirun|hydra_|prte|srun)")
 
 When = Mapping[str, Mapping[int, float]]  # by phase, by rank
 
@@ -105,8 +107,21 @@ def diagnosis(
             continue
         lines.append(f"{place.host}: {state}; {len(processes)} processes of the job there")
         if any(rank not in when[CALLED] and rank not in gone for rank in place.ranks):
-            lines += [f"    {pid} {how} {line[:100]}" for pid, how, line in processes[:_MOST_PROCESSES]]
+            lines += _list(processes)
     return lines + _dropped({(host, peer) for host, report in reports.items() for peer in report.unreachable})
+
+
+def left_over(reports: Mapping[str, HostReport]) -> list[str]:
+    """List the processes that ranks have started and left: mpiexec waits until nobody can write to its output."""
+    lines = ["all ranks have ended, and mpiexec waits for processes that they have started, which may still write:"]
+    for host, report in reports.items():
+        left = [one for one in report.processes or () if not _OF_MPIEXEC.match(one[2])]
+        lines += [f"    {host}:{line.removeprefix('   ')}" for line in _list(left)]
+    return lines
+
+
+def _list(processes: Sequence[tuple[int, str, str]]) -> list[str]:
+    return [f"    {pid} {how} {line[:100]}" for pid, how, line in processes[:_MOST_PROCESSES]]
 
 
 def _dropped(pairs: set[tuple[str, str]]) -> list[str]:

@@ -16,10 +16,10 @@ from mpitrain.launch.orders import Orders
 from mpitrain.launch.placement import Place
 from mpitrain.launch.reserve import Reserve
 from mpitrain.launch.roster import launcher_name
-from mpitrain.launch.trouble import diagnosis, misplaced, start_problem
+from mpitrain.launch.trouble import diagnosis, left_over, misplaced, start_problem
 from mpitrain.launch.watch import Guards
 from mpitrain.watching.census import FirstEnd
-from mpitrain.watching.hang_report import all_wait_in_one, importing, is_by_design
+from mpitrain.watching.hang_report import all_wait_in_one, has_ended, importing, is_by_design
 from mpitrain.watching.hang_report import report as report_of_waits
 from mpitrain.watching.ranges import rank_ranges
 from mpitrain.watching.rank_record import CALLED, ENDED, WAITS, RankRecord
@@ -108,6 +108,9 @@ class Stalls:
         there = lost | {view.record.rank for view in views}
         absent = {rank: place.host for place in self._places for rank in place.ranks if rank not in there}
         answered = {host for host, report in self._guards.reports.items() if report.seen is not None}
+        if not absent and all(has_ended(view) for view in views):
+            self._guards.look()
+            return views, left_over(self._guards.reports)
         # A host with a short silence has merely not answered yet.
         silent = {host: seconds for host, seconds in silent.items() if seconds > _SILENT_SECONDS}
         unreachable = {}

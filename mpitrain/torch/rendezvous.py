@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import re
 import socket
 import sys
 from collections.abc import Iterator, Sequence
@@ -119,8 +120,10 @@ def _from_mpi(url: str, timeout: timedelta = default_pg_timeout, **rest: Any) ->
 
 
 def _has_gloo(backend: str) -> bool:
-    chosen = Backend.default_device_backend_map["cpu"] if backend == "undefined" else backend
-    return chosen == "gloo"
+    """Whether arrays on the host go by gloo; `backend` is as in `gloo`, `cpu:gloo,cuda:nccl`, `undefined`, `None`."""
+    if backend.lower() in ("undefined", "none"):
+        return Backend.default_device_backend_map["cpu"] == "gloo"
+    return bool({"gloo", "cpu:gloo"} & set(backend.lower().split(",")))
 
 
 def _tell_of_gloo(world: World) -> None:
@@ -131,7 +134,7 @@ def _tell_of_gloo(world: World) -> None:
     backend = str(frame.f_locals.get("backend")) if frame is not None else ""
     while frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] == "torch":
         frame = frame.f_back
-    if frame is not None and _has_gloo(backend) and "site-packages" in frame.f_code.co_filename:
+    if frame is not None and _has_gloo(backend) and re.search(r"/(site|dist)-packages/", frame.f_code.co_filename):
         library = frame.f_globals.get("__name__", "").partition(".")[0]
         world.print(
             f"mpitrain: {library} begins a process group of gloo, so its exchanges do not go through mpitrain. To "

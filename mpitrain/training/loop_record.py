@@ -10,10 +10,12 @@ from pathlib import Path
 
 from mpitrain.errors import ConfigError
 from mpitrain.job.start import init
-from mpitrain.training.metrics import is_number
+from mpitrain.training.metrics import is_name, is_number
 from mpitrain.training.run_document import DONE, document_of
 from mpitrain.training.writers.json_lines import JsonLines
 from mpitrain.watching.activity import own_activity
+
+_OWN = ("step", "seconds")  # of each row
 
 
 class LoopRecord:
@@ -42,9 +44,14 @@ class LoopRecord:
                 `world.mean` or of `data.mean`.
 
         Raises:
-            ConfigError: a metric is no number.
+            ConfigError: a metric is no number, or has no name of its own.
         """
         for name, value in metrics.items():
+            if not is_name(name) or name in _OWN:
+                raise ConfigError(
+                    f"{self._name}: the metric {name!r} of step {step}; allowed is a printable name other than "
+                    f"{' and '.join(_OWN)}. Give it another name"
+                )
             if not is_number(value):
                 raise ConfigError(f"{self._name}: the metric {name!r} of step {step} is {value!r:.80}; it is no number")
         activity = own_activity()

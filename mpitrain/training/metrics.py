@@ -93,6 +93,11 @@ def mean_of_all(world: World, parts: Sequence[tuple[int, Metrics]]) -> dict[str,
     }
 
 
+def is_name(name: object) -> bool:
+    """Whether a metric may have this name, which a row, a curve and a terminal show."""
+    return isinstance(name, str) and bool(name.strip()) and name.isprintable()
+
+
 def is_number(value: object) -> bool:
     """Whether a metric may have this value: a number, or an array or tensor of one."""
     if isinstance(value, str | bytes):

@@ -17,7 +17,7 @@ from mpitrain.state.resume import own_part
 from mpitrain.strategies import ServedStrategy
 from mpitrain.training.course import Course
 from mpitrain.training.hooks.hook import Hook, refuse_others, restore_all, states_of
-from mpitrain.training.metrics import is_number
+from mpitrain.training.metrics import is_name, is_number
 from mpitrain.training.non_finite import located
 from mpitrain.training.observe import observed
 from mpitrain.training.parts import Built, Parts
@@ -160,7 +160,7 @@ class Trainer:
                 is no number. Raised on every rank.
         """
         for name, value in metrics.items():
-            if name in self.metrics or not (isinstance(name, str) and name.strip() and name.isprintable()):
+            if name in self.metrics or not is_name(name):
                 raise everywhere(
                     ConfigError(
                         f"step {self.step_number}: the metric {name!r} was reported; allowed is a printable name that "

@@ -56,7 +56,7 @@ def report(
         unreachable: by host that was asked, the hosts from which it gets no answer. Used only if `all_wait_in_one`.
         hang_seconds: the job is ended because nothing has moved for that long; 0: the job continues.
     """
-    views = [view for view in views if view.record.phase != PARTED or view.state != "gone"]  # these are done
+    views = [view for view in views if not has_ended(view)]
     waiting = [view for view in views if view.waits]
     culprits = [view for view in views if not view.waits]
     groups: dict[tuple[str, int], list[RankView]] = {}
@@ -114,6 +114,11 @@ def is_by_design(views: Iterable[RankView]) -> bool:
     views = list(views)
     works = [view for view in views if view.record.status == BUSY and view.state in ("R", "S", "D")]
     return bool(works) or not any(view.record.status == WAITS for view in views)
+
+
+def has_ended(view: RankView) -> bool:
+    """True if the program of a rank has finished, and its process has ended."""
+    return view.record.phase == PARTED and view.state == "gone"
 
 
 def all_wait_in_one(views: Sequence[RankView], absent: Mapping[int, str]) -> bool:

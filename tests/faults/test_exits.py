@@ -223,13 +223,23 @@ mt.Trainer(build, [mt.StopAtStep(9), Bang(), mt.Record([mt.writers.JsonLines(sys
 @pytest.mark.parametrize(
     ("ending", "text"),
     [
-        ("raise ValueError('bang')", "failed: ValueError: bang"),
+        ("sys.exit('no space')", "rank 1 on {HERE} left with exit code 1: no space (script.py:"),
+        *nightly(("raise ValueError('bang')", "rank 1 on {HERE} failed: ValueError: bang")),
         *nightly(("trainer.report({'own': 1.0})", "a row of the record for own, which every rank must report")),
     ],
 )
 def test_the_record_says_why_another_rank_has_failed(tmp_path: Path, ending: str, text: str) -> None:
     failed(launched(tmp_path, RECORDED, 2, words=(str(tmp_path / "run"), ending)))
-    assert text in (tmp_path / "run/run.json").read_text()
+    assert text.format(HERE=HERE) in (tmp_path / "run/run.json").read_text()
+
+
+def test_the_record_of_a_loop_says_why_another_rank_has_failed(tmp_path: Path) -> None:
+    """The launcher writes it. What the program raises from the error that another rank has caused is no cause."""
+    wrapped = "try: world.barrier()\nexcept mt.errors.MpitrainError as error: raise RuntimeError('epoch') from error\n"
+    source = START + f"mt.record_loop({str(tmp_path / 'run')!r})\nif rank == 1: sys.exit('no data')\n{wrapped}"
+    job = launched(tmp_path, source, 2)
+    assert "epoch" not in job.stderr, job.output
+    assert f'"rank 1 on {HERE} left with exit code 1: no data (script.py:' in (tmp_path / "run/run.json").read_text()
 
 
 # -- before init() ---------------------------------------------------------------------------------------------------

@@ -125,6 +125,8 @@ SHORT = ["interrupted before init(), in __init__.py, line 445"]
     [
         (FRAMES + "KeyboardInterrupt\n", SHORT),
         (FRAMES + "KeyboardInterrupt\n" + CHAIN + FRAMES + "ImportError: no core\n", SHORT),
+        # An import in C may lose the KeyboardInterrupt; NumPy then has much advice.
+        (FRAMES + "ImportError: no datetime\n" + CHAIN + FRAMES + "ImportError: \n\nPLEASE READ\n", SHORT),
         ("before\n" + FRAMES + "KeyboardInterrupt: \nafter\n", ["before", *SHORT, "after"]),
         (FRAMES + "ValueError: bang\n", [*FRAMES.splitlines(), "ValueError: bang"]),
         (FRAMES, FRAMES.splitlines()),

@@ -6,7 +6,7 @@ import pytest
 
 from mpitrain.launch.placement import Place
 from mpitrain.launch.reports import HostReport, Said
-from mpitrain.launch.trouble import account_of, diagnosis, lost_hosts, misplaced, start_problem
+from mpitrain.launch.trouble import account_of, diagnosis, left_over, lost_hosts, misplaced, start_problem
 from mpitrain.watching.rank_record import BEGUN, CALLED, DONE, FAILED, STARTED, RankRecord
 from mpitrain.watching.view import RankView
 
@@ -103,6 +103,13 @@ def test_the_diagnosis_names_who_is_behind_and_who_drops() -> None:
     when = times(started=ALL, called=ALL, begun=THREE, failed={3: 2.0})
     lines = diagnosis(PLACES, when, {3: 2.5}, {host: HostReport() for host in "abc"})
     assert lines[2] == "c: rank 3 has failed; its guard does not report what runs there"
+
+
+def test_what_mpiexec_waits_for_when_all_ranks_have_ended() -> None:
+    of_mpiexec = [(7, "S", "/usr/bin/mpiexec -n 2 python"), (8, "S", "/opt/bin/hydra_pmi_proxy x"), (9, "S", "prted")]
+    head, *rest = left_over({"a": HostReport(processes=[*of_mpiexec, (10, "S", "sleep 15")]), "b": HostReport()})
+    assert head.startswith("all ranks have ended, and mpiexec waits for processes that they have started")
+    assert rest == ["    a: 10 S sleep 15"]
 
 
 def test_the_diagnosis_leaves_out_a_host_that_was_lost_before() -> None:

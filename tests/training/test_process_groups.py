@@ -81,6 +81,13 @@ def test_a_program_may_have_closed_its_output() -> None:
     assert job.stderr == "", str(job)
 
 
+def test_backends_with_gloo() -> None:
+    from mpitrain.torch.rendezvous import _has_gloo
+
+    assert all(map(_has_gloo, ["gloo", "GLOO", "cpu:gloo,cuda:nccl", "cuda:nccl,cpu:gloo"]))
+    assert not any(map(_has_gloo, ["mpitrain", "nccl", "cpu:mpitrain,cuda:gloo"]))
+
+
 OF_A_LIBRARY = """
 import mpitrain.torch
 from accelerate import Accelerator

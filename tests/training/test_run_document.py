@@ -118,6 +118,13 @@ for step in range(int(sys.argv[1]) + 1, 6):
 from mpitrain.watching import activity, rank_record
 shown = rank_record.read_record(f"/proc/self/fd/{activity.own_activity().descriptor}", mt.init().rank)
 assert shown.step == 5, shown  # on all ranks, for ps and top
+for name in ("", "seconds"):
+    try:
+        record(6, **{name: 1.0})
+    except mt.errors.ConfigError as error:
+        assert "a printable name other than step and seconds" in str(error)
+    else:
+        raise AssertionError(name)
 if sys.argv[2]:
     record(6, **{"no number": "x"})
 """

@@ -10,7 +10,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mpitrain.errors import CheckpointError, ConfigError, everywhere, text_of
+from mpitrain.early import words_of_exit
+from mpitrain.errors import CheckpointError, ConfigError, everywhere, is_of_another_rank, text_of
 from mpitrain.training.hooks.checkpoint import Checkpoint
 from mpitrain.training.hooks.evaluation import Evaluation
 from mpitrain.training.hooks.hook import Hook
@@ -230,14 +231,19 @@ class Record(Hook):
         """See Hook."""
         error = sys.exception()
         has_failed = not (self._is_done or error is None or error is self._handled)
-        failure = "" if error is None else f"{type(error).__name__}: {text_of(error)}".splitlines()[0]
+        failure = "" if error is None else _failure(error)
         if self._is_open and self._document is None and has_failed and not getattr(error, "known_everywhere", False):
+            has = "" if isinstance(error, SystemExit) else "failed: "
             for output in self._outputs:  # rank 0 is ended because of this rank, wherever it is
-                output.note_end(self._process, f"{self._name} failed: {failure}")
+                output.note_end(self._process, f"{self._name} {has}{failure}")
         if self._is_open and self._document is not None:
             end = failure if has_failed else DONE if self._is_done else LEFT
             self._document = self._document.ended_now(end)
-            self._describe(orders=self._orders())
+            if has_failed and error is not None and is_of_another_rank(error):
+                for output in self._outputs:
+                    output.end_after_another(self._process, self._document)
+            else:
+                self._describe(orders=self._orders())
         self._close_outputs()
 
     def _orders(self) -> list[dict[str, Any]]:
@@ -292,6 +298,11 @@ class Record(Hook):
                 meter.restore(self._restored[type(meter).__name__])
 
 
+def _failure(error: BaseException) -> str:
+    text = words_of_exit(error) if isinstance(error, SystemExit) else f"{type(error).__name__}: {text_of(error)}"
+    return text.splitlines()[0]
+
+
 class _Output:
     """A writer on rank 0, and the rows that it lacks."""
 
@@ -312,6 +323,14 @@ class _Output:
         if isinstance(self.writer, JsonLines):
             with suppress(OSError):
                 self.writer.note_end(process, end)
+
+    def end_after_another(self, process: str, document: RunDocument) -> None:
+        """Describe the end of a run that another rank has ended: what that rank has noted is the reason."""
+        if isinstance(self.writer, JsonLines):
+            self.note_end(process, document.end)
+        else:
+            with suppress(OSError):
+                self.describe(document)
 
     def write(self, row: Row, events: Sequence[RunEvent], name: str) -> None:
         self._lacking.append((row, events))
