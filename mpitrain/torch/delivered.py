@@ -120,7 +120,7 @@ class _Seen:
             return ""
         sizes = " and ".join(map(str, sorted(left)))
         return (
-            f"has left out all batches of {sizes} samples. It must not ask for the length of a batch, because each "
+            f"yields no batch of {sizes} samples. It must not ask for the length of a batch, because each "
             "rank has a part of its samples. For full batches alone, give drop_last=True to the DataLoader"
         )
 

@@ -176,7 +176,7 @@ def test_loaders_whose_batches_are_not_known(world: World) -> None:
         assert text in error_on_all(world, DataError, lambda kind=kind: trained(kind))
     skip_alone(world)
     sizes = "and".join(f" {size} " for size in sorted({BATCH, NUM_SAMPLES % BATCH}))
-    assert f"left out all batches of{sizes}samples" in error_on_all(world, DataError, lambda: trained(UNKNOWN["full"]))
+    assert f"yields no batch of{sizes}samples" in error_on_all(world, DataError, lambda: trained(UNKNOWN["full"]))
     text = "yields fewer samples than a rank's part has"
     assert text in error_on_all(world, DataError, lambda: trained(UNKNOWN["filtered"]))
     assert "batch 1; " in error_on_all(world, MismatchError, lambda: trained(UNKNOWN["chosen"]))
