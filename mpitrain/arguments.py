@@ -34,7 +34,7 @@ def whole_number(value: Any, label: str) -> int:
         if isinstance(value, bool):
             raise TypeError
         return operator.index(value)
-    except TypeError:
+    except Exception:  # a class may raise anything
         raise ConfigError(
             f"{label}={shortened(value)}; it must be a whole number, not {type(value).__name__}"
         ) from None

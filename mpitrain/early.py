@@ -315,8 +315,22 @@ def _tell_hydra(code: int) -> None:
     the protocol PMI-1, from the start of a rank, and prints nothing (tried with MPICH 5.0.2 and Intel MPI 2021.18).
     Raises OSError or ValueError if this process has no connection to Hydra.
     """
-    # srun has PMI_FD too, and speaks PMI-2. A program may have closed the descriptor, and another file may have it now.
+    # srun has PMI_FD too, and speaks PMI-2.
     connection = int(os.environ.get("PMI_FD", "") if "MPI_LOCALNRANKS" in os.environ else "")
-    if not S_ISSOCK(os.fstat(connection).st_mode):
+    if _is_closed(connection):
         raise OSError("not the connection to Hydra")
     os.write(connection, f"cmd=abort exitcode={code}\n".encode())
+
+
+def is_cut_off() -> bool:
+    """Whether Hydra has started a parent of this process, whose connection to Hydra subprocess has closed here."""
+    connection = os.environ.get("PMI_FD", "") if "MPI_LOCALNRANKS" in os.environ else ""
+    return connection.isdigit() and _is_closed(int(connection))
+
+
+def _is_closed(connection: int) -> bool:
+    """A program may have closed the descriptor, and another file may have it now."""
+    try:
+        return not S_ISSOCK(os.fstat(connection).st_mode)
+    except OSError:
+        return True

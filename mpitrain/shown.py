@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 _MOST_TEXT = 40
+_MOST_REPORT = 48_000
 _UNITS = ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
 
 
@@ -18,3 +19,11 @@ def shown_name(text: str) -> str:
     """Return a name without characters that cannot be printed; "..." stands for what does not fit into a table."""
     short = text if len(text) <= _MOST_TEXT else f"{text[: _MOST_TEXT - 3]}..."
     return "".join(letter if letter.isprintable() else "?" for letter in short)
+
+
+def shown_report(text: str) -> str:
+    """Return the text of an error without the middle of what is too long for a pipe (64 KiB) that nobody may read."""
+    half = _MOST_REPORT // 2
+    if len(text) <= _MOST_REPORT:
+        return text
+    return f"{text[:half]}\n... ({len(text) - 2 * half:,} characters are left out here) ...\n{text[-half:]}"

@@ -21,6 +21,7 @@ from typing import NoReturn
 from mpitrain.early import abort, exit_code_of, words_of_exit
 from mpitrain.errors import MpitrainError, is_of_another_rank, text_of
 from mpitrain.launch.shared_files import remove_mine
+from mpitrain.shown import shown_report
 from mpitrain.user_code import is_of_user
 from mpitrain.waiting.notes import FAILED
 from mpitrain.watching.activity import own_activity
@@ -34,6 +35,7 @@ _ARBITRATION_SECONDS = 0.5
 _READING_SECONDS = 0.1
 # A rank that was not the first waits this long to be ended, then ends by itself.
 _LAST_RESORT_SECONDS = 10.0
+_MOST_LINE = 2000  # characters
 
 
 # `mpitrain run` looks for these two lines to repeat the first failure as a job's last words.
@@ -165,6 +167,7 @@ def _traceback(error: BaseException) -> str:
         text = "".join(whole.format())
     except BaseException:  # the class may have failing attributes; the report must not fail too
         text = "".join(traceback.format_tb(error.__traceback__)) + _text(error)
+    text = shown_report(text)  # a launcher that ends the job drops what it has not read, so the end would be lost
     return text if text.endswith("\n") else f"{text}\n"
 
 
@@ -175,7 +178,7 @@ def _text(error: BaseException) -> str:
 def _line(error: BaseException) -> str:
     if isinstance(error, KeyboardInterrupt):
         return INTERRUPTED
-    return (words_of_exit(error) if isinstance(error, SystemExit) else _text(error)).splitlines()[0]
+    return (words_of_exit(error) if isinstance(error, SystemExit) else _text(error)).splitlines()[0][:_MOST_LINE]
 
 
 def _write(text: str) -> None:

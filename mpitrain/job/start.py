@@ -20,7 +20,7 @@ from mpitrain.config import Config, read_config
 from mpitrain.context import JobContext
 from mpitrain.cuda.device import choose_early
 from mpitrain.cuda.transports import check_transport
-from mpitrain.early import is_helper, keep_place
+from mpitrain.early import is_cut_off, is_helper, keep_place
 from mpitrain.errors import ConfigError, LaunchError, MpitrainError, everywhere
 from mpitrain.job.failure import say_interrupts_in_a_line
 from mpitrain.job.helpers import prepare_for_helpers, unsafe_because
@@ -247,6 +247,13 @@ def _start_mpi() -> Callable[[], None]:
     check_vendor(version, os.environ)
     if MPI.Is_initialized():
         return lambda: None
+    if is_cut_off():  # MPI would end this process with words about PMI
+        rank = os.environ.get("PMI_RANK", "?")
+        raise LaunchError(
+            f"on {socket.gethostname()}: init() was called in a program that rank {rank} has started before its own "
+            "init(), and the program has no connection to mpiexec. If it is to be alone, call init() in the rank "
+            "before it starts. If it is to be the rank, start it by os.execv"
+        )
     with own_folder(version, JobContext.read(os.environ).job) as remove:
         MPI.Init_thread(MPI.THREAD_MULTIPLE)
     return remove

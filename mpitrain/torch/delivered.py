@@ -5,8 +5,9 @@ Data that can only be read from the beginning comes in whole batches: every rank
 The class of a DataLoader may have an `__iter__` of its own, such as one that moves batches to a device. Such an
 `__iter__` takes batches from DataLoader's, and may yield others, leave some out, repeat or reorder them, or take some
 ahead. The weight of a batch, and its place in the data, are those of the one that DataLoader has made. They are told
-apart by their tensors; new tensors are those of the newest batch if none is taken ahead. Slices of a batch are refused:
-a slice as long as a rank's part would be all of it there, and less than the batch in one process.
+apart by their tensors; new tensors are those of the newest batch if none is taken ahead. What such an `__iter__` does
+with a rank's part must be what it would do with the batch of one process. So slices of a batch are refused, a part of
+which samples are left out, and batches that seem to be left out because of their number of samples.
 """
 
 from __future__ import annotations
@@ -20,11 +21,12 @@ from mpitrain.errors import DataError, everywhere
 from mpitrain.strategies.virtual_ranks import VirtualRanks
 from mpitrain.torch.batch_form import BatchForm
 from mpitrain.torch.batches import has_rows, leaves
-from mpitrain.torch.drawn import other_samples, own_part
+from mpitrain.torch.drawn import Share, other_samples, own_part
 from mpitrain.torch.part_loader import Delivery, PartLoader
 from mpitrain.world.world import World
 
 _MOST_KEPT = 1024  # batches; those before are not told apart any more
+_NO_MORE = object()
 
 
 def after_used(
@@ -58,37 +60,49 @@ def followed(world: World, loader: PartLoader) -> Iterator[tuple[Any, Delivery, 
         DataError: it cannot be known which batch it is. Raised on every rank.
         MismatchError: the ranks' loaders yield different batches, or one is at its end. Raised on every rank.
     """
-    seen = _Seen()
-    for batch in loader.watched(seen.add):
+    seen = _Seen(is_divided=world.size > 1)
+    batches = loader.watched(seen.add)
+    # Not a for loop: it would call the __iter__ again, which may return its own object, and begin to read anew.
+    while (batch := next(batches, _NO_MORE)) is not _NO_MORE:
         number, problem = seen.find(batch)
         delivery = seen.deliveries.get(number)
         text = problem or f"batch {number - 1} {delivery.text if delivery else ''}".rstrip()
         world.agree("take the next batch", [text])
         if problem or delivery is None:
-            name = f"{type(loader.loader).__module__}.{type(loader.loader).__qualname__}"
-            raise everywhere(
-                DataError(
-                    f"the __iter__ of {name} {problem or 'yields a batch of long ago'}, so the samples in it are not "
-                    "known. Let it yield each batch of DataLoader.__iter__ in turn, or the same tensors; or do in the "
-                    "loop what it does"
-                )
-            )
+            problem = problem or "yields a batch of long ago"
+            remedy = "Let it yield each batch of DataLoader.__iter__ in turn, or the same tensors; or do in the loop"
+            raise _refused(loader, f"{problem}, so the samples in it are not known. {remedy} what it does")
         yield batch, delivery, number
     world.agree("take the next batch", ["no more batches"])
+    if problem := seen.left_out():
+        raise _refused(loader, problem)
+
+
+def _refused(loader: PartLoader, problem: str) -> DataError:
+    name = f"{type(loader.loader).__module__}.{type(loader.loader).__qualname__}"
+    return everywhere(DataError(f"the __iter__ of {name} {problem}"))
 
 
 class _Seen:
     """The newest batches that DataLoader's own iterators have yielded, by number."""
 
-    def __init__(self) -> None:
+    def __init__(self, is_divided: bool) -> None:
         self.deliveries: dict[int, Delivery] = {}
         self._newest = self._yielded = 0
+        # The batches that were not yielded, and the numbers of samples, of all ranks, of those that were and were not.
+        self._waiting: dict[int, int] = {}
+        self._used: set[int] = set()
+        self._left: set[int] = set()
+        self._is_divided = is_divided
         self._numbers: dict[int, tuple[ref[Any], int]] = {}  # by id; 0: it is in several batches
 
     def add(self, batch: Any, delivery: Delivery) -> None:
         self._newest += 1
         self.deliveries[self._newest] = delivery
         self.deliveries.pop(self._newest - _MOST_KEPT, None)
+        self._waiting[self._newest] = delivery.share.total
+        if long_ago := self._waiting.pop(self._newest - _MOST_KEPT, 0):
+            self._left.add(long_ago)
         if self._newest % _MOST_KEPT == 0:
             self._numbers = {key: entry for key, entry in self._numbers.items() if entry[0]() is not None}
         for leaf in leaves(batch):
@@ -99,8 +113,26 @@ class _Seen:
             known = self._find_leaf(leaf)
             self._numbers[id(leaf)] = weak, self._newest if known in (None, self._newest) else 0
 
+    def left_out(self) -> str:
+        """Say what is wrong with the batches that were not yielded, now that there are no more. Equal on all ranks."""
+        left = self._left | set(self._waiting.values())
+        if not self._is_divided or not left or left & self._used:
+            return ""
+        sizes = " and ".join(map(str, sorted(left)))
+        return (
+            f"yields no batch of {sizes} samples. It must not ask for the length of a batch, because each "
+            "rank has a part of its samples. For full batches alone, give drop_last=True to the DataLoader"
+        )
+
     def find(self, batch: Any) -> tuple[int, str]:
         """Return the number of a batch, and what is wrong."""
+        number, problem = self._find(batch)
+        if not problem and number in self.deliveries:
+            self._used.add(self.deliveries[number].share.total)
+            self._waiting.pop(number, None)
+        return number, problem
+
+    def _find(self, batch: Any) -> tuple[int, str]:
         numbers = {self._find_leaf(leaf) for leaf in leaves(batch)} - {None, 0}
         ahead, before = self._newest - self._yielded, self._yielded
         if len(numbers) == 1:
@@ -113,8 +145,17 @@ class _Seen:
             return 0, "yields slices of a batch, of which each rank has only a part"
         if ahead == 1:
             self._yielded = self._newest
-            return self._newest, ""
+            return self._newest, self._problem_of(batch, self.deliveries[self._newest].share)
         return 0, f"has taken {ahead} batches of DataLoader.__iter__ for the one it yields, with new tensors"
+
+    @staticmethod
+    def _problem_of(batch: Any, share: Share) -> str:
+        """Say that samples of a rank's part are left out, if no dimension of the new tensors has their number."""
+        shapes = [leaf.shape for leaf in leaves(batch) if has_rows(leaf)]
+        is_known = any(share.count in shape or shape[0] > share.count for shape in shapes)
+        if is_known or not shapes or share.count in (0, share.total):
+            return ""
+        return "yields fewer samples than a rank's part has"
 
     def _are_slices(self, batch: Any) -> bool:
         """Whether all tensors with rows are rows of known ones. If all have one width, columns may have been cut."""

@@ -89,6 +89,20 @@ def test_an_exception_that_is_hard_to_report(kind: str, shown: str) -> None:
     assert failure._line(odd(kind)) == shown.splitlines()[0].rpartition("faults.")[2]
 
 
+def test_a_long_report_keeps_its_end() -> None:
+    """The launcher that ends a job drops what it has not read: of 2 MB, the error itself was lost."""
+    error = ValueError("0" * 1_000_000)
+    for number in range(200):
+        error, cause = ValueError(f"{number} " + "0" * 1000), error
+        error.__cause__ = cause
+    report = failure._traceback(error)
+    assert len(report) < 1 << 16
+    assert report.startswith("ValueError: 000")
+    assert "characters are left out here" in report
+    assert report.endswith(f"ValueError: 199 {'0' * 1000}\n")
+    assert len(failure._line(cause)) < 3000
+
+
 def test_the_first_of_several_failures_is_the_last_word(vendor: str) -> None:
     """The others say a line each."""
     source = START + AFTER.format(first=1) + "raise RuntimeError(f'bang {rank}\\nsecond line of {rank}')"

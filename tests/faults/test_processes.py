@@ -85,6 +85,22 @@ assert world.sum(1) == 2
     assert sorted("".join(job.stdout.split())) == sorted(2 * "alone01bare1"), job.output
 
 
+def test_a_program_that_a_rank_starts_before_init_is_told_why_it_cannot_begin(tmp_path: Path) -> None:
+    """MPI's own words were about PMI, with exit code 15."""
+    source = """
+import subprocess, sys
+CHILD = [sys.executable, "-c", "import mpitrain as mt; mt.init()"]
+assert subprocess.run(CHILD, check=False).returncode != 0
+import mpitrain as mt
+assert mt.init().sum(1) == 2
+"""
+    job = script(tmp_path, 2, source)
+    succeeded(job)
+    for rank in range(2):
+        assert f"init() was called in a program that rank {rank} has started before its own init()" in job.stderr
+    assert "PMI_Init" not in job.stderr
+
+
 COMMUNICATES = """
 import multiprocessing
 from mpitrain.errors import MpitrainError

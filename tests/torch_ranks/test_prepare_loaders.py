@@ -72,9 +72,21 @@ UNKNOWN: dict[str, Any] = {
     "slices": own(slices),
     "made up": own(lambda _: [[each[:BATCH].clone() for each in samples()]]),
     "chosen": own(lambda batches: (one for number, one in enumerate(batches) if number or mpitrain.init().is_root)),
+    "filtered": own(lambda batches: ((x[1:].clone(), y[1:].clone()) for x, y in batches)),
+    # By their length, which is that of a rank's part.
+    "full": own(lambda batches: (batch for batch in batches if len(batch[0]) == BATCH)),
     # Cuts columns of padding; here there are none to cut.
     "trimmed": own(lambda batches: ([each[:, : each.shape[1]] for each in batch] for batch in batches)),
 }
+
+
+class ItsOwnIterator(DataLoader):
+    def __iter__(self) -> Any:
+        self.batches = super().__iter__()
+        return self
+
+    def __next__(self) -> Any:
+        return next(self.batches)
 
 
 class Repeated:
@@ -111,7 +123,7 @@ def made(kind: Any, dataset: Any = None, **options: Any) -> Any:
     return kind(dataset or torch.utils.data.TensorDataset(*samples()), batch_size=BATCH, **options)
 
 
-KINDS["infinite"] = Infinite
+KINDS |= {"infinite": Infinite, "its own iterator": ItsOwnIterator}
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -163,6 +175,10 @@ def test_loaders_whose_batches_are_not_known(world: World) -> None:
     ):
         assert text in error_on_all(world, DataError, lambda kind=kind: trained(kind))
     skip_alone(world)
+    sizes = "and".join(f" {size} " for size in sorted({BATCH, NUM_SAMPLES % BATCH}))
+    assert f"yields no batch of{sizes}samples" in error_on_all(world, DataError, lambda: trained(UNKNOWN["full"]))
+    text = "yields fewer samples than a rank's part has"
+    assert text in error_on_all(world, DataError, lambda: trained(UNKNOWN["filtered"]))
     assert "batch 1; " in error_on_all(world, MismatchError, lambda: trained(UNKNOWN["chosen"]))
 
 
