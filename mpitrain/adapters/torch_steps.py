@@ -207,8 +207,8 @@ class StepsMade:
             self._names, arrays, zip(*self._world.allgather(checksums), strict=True), strict=True
         ):
             if len(set(of_ranks)) > 1:
-                expected = self._world.broadcast(array)
-                numbers = _first_far(*(one.reshape(-1).astype("f8") for one in (array, expected)), near)
+                here, there = array.reshape(-1).astype("f8"), self._world.broadcast(array).reshape(-1).astype("f8")
+                numbers = _first_far(here, there, near)
                 if numbers and not difference:
                     difference = f"a number of {name}", *numbers
         for rank, found in enumerate(self._world.allgather(difference)):
