@@ -207,7 +207,7 @@ def _supervise(
             context = replace(
                 context, failed_ms=int(1000 * at), failed_step=step, failure=pause.cause, saves=int(pause.only_saves)
             )
-restarts = str(request.limits.most_restarts)
+        restarts = str(request.limits.most_restarts)
         counts = {torchrun.RESTART_COUNT: str(num_attempts), torchrun.MAX_RESTARTS: restarts}
         num_attempts += 1
         this_try = replace(job, placement=where, context=context, variables=counts)
