@@ -131,8 +131,8 @@ def _failed(state: State, event: events.Failed, change: Change | None) -> Next:
 def _left(state: State, event: events.Left, change: Change | None, *, takes_over: bool) -> Next:
     """All ranks have ended after a step, so that the hosts can change, or because it is saved."""
     told = {state.now_on.host_of(rank): rank for rank in event.told if rank not in state.heeded}
-    holders = frozenset(state.now_on.hosts)
-    state = replace(state, told={**state.told, **told}, has_trained=True, has_checkpoint=True, holders=holders)
+    holders, told = frozenset(state.now_on.hosts), {**state.told, **told}
+    state = replace(state, told=told, has_trained=True, has_checkpoint=True, holders=holders, joining=None)
     after = f"after step {event.step}"
     if state.saves_for:
         says = f"{state.saves_for}: the job has ended {after}, which is saved"

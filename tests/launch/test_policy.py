@@ -281,6 +281,29 @@ say: attempt 1 of 2 failed at step 12: rank 0 on a was killed by signal 9; start
 start abc
 """,
     ),
+    "hosts that have joined and made steps are hosts like others": (
+        ONCE,
+        (said(), "d", left(7, is_ready=True), said(), B_LEAVES, READY, said(run=0), left(9), absent("d")),
+        """\
+start abc
+tell: prepares
+prepare abcd
+accepted: d joins after the next copy of its state; then it continues on a, b, c, d
+say: d joins after step 7; continuing on a, b, c, d with 7 ranks
+take over abcd
+tell: prepares
+prepare acd
+accepted: b leaves after the next copy of its state; then it continues on a, c, d
+tell: leaves
+drop
+say: the training ended before the hosts of the job could change: b leaves
+tell: stays
+say: the ranks had left after step 9; starting again on a, b, c, d with 7 ranks
+start abcd
+say: no answer; starting again on a, b, c with 5 ranks, without d
+start abc
+""",
+    ),
     "who was to leave has the only copy of the state": (
         ONCE,
         (said(), events.LeaveAsked(0.0, ("a",)), lost("b", "c")),
