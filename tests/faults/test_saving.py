@@ -30,10 +30,10 @@ REASON = f"only {HERE} of {HERE}, b can take part, and --min-nodes is 2"
 LAUNCHER = f"""
 import sys
 from mpitrain.cli import main
-from mpitrain.launch import supervisor
-from mpitrain.launch.policy import Verdict
+from mpitrain.launch import policy
+from mpitrain.launch.where import Verdict
 
-supervisor.judge = lambda hosts, *_, **__: Verdict(reason={REASON!r}, left=tuple(hosts))
+policy.judge = lambda state, *_: Verdict(reason={REASON!r}, left=state.hosts.hosts)
 sys.exit(main())
 """
 NOTHING = "no host has the state in memory; the same command continues from the newest checkpoint, if any"
