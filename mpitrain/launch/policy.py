@@ -24,19 +24,28 @@ _COUNTED = "Only mt.Trainer and mt.keep count steps; any other script would begi
 MOST_TIMES_BAD = 3
 
 
+DEFAULT_RESTARTS = 3
+
+
 @dataclass(frozen=True)
 class Limits:
     """How often a job may be started again, and on how many hosts.
 
     Attributes:
-        restarts: after failures.
+        restarts: after failures, at most. None: DEFAULT_RESTARTS if an attempt has taken a checkpoint, in memory or on
+            disk, or resumed from one; else 0.
         min_nodes: the fewest hosts.
         max_nodes: the most hosts of an elastic job, which takes hosts in by itself; None: the job is not elastic.
     """
 
-    restarts: int = 0
+    restarts: int | None = 0
     min_nodes: int = 1
     max_nodes: int | None = None
+
+    @property
+    def most_restarts(self) -> int:
+        """How often a job with a checkpoint may be started again."""
+        return DEFAULT_RESTARTS if self.restarts is None else self.restarts
 
     @property
     def words(self) -> str:
@@ -117,7 +126,7 @@ def judge(
     same = [failure for failure in failures if failure.step == last.step]
     if len(same) >= _MOST_AT_A_STEP:
         return Verdict(reason=_diagnosis(same, len(hosts)))
-    if len(failures) > limits.restarts:
+    if len(failures) > limits.most_restarts:
         return Verdict(reason="no attempt is left")
     away = _away(failures, absent)
     gone = {host for when, host in away if now < when + ASIDE_SECONDS} - present

@@ -132,6 +132,8 @@ def start(request: Request, heritage: Heritage | None = None) -> int:
         else:
             placement = place_ranks(request.hosts, request.inventory, request.num_ranks, request.ranks_per_host)
         _check_servers(request, placement.num_ranks)
+        if request.servers:
+            request = replace(request, limits=replace(request.limits, restarts=0))
         num_cores = len(os.sched_getaffinity(0))
         if placement.is_here:  # otherwise each host reports its cores
             refuse_crowds(placement.places, {placement.own: num_cores})
@@ -236,7 +238,7 @@ def _supervise(
         keepers = changes = intake = None
         live = stack.enter_context(Live(request.script, _arguments(request), since))
         reserve = stack.enter_context(Reserve(job.placement.own)) if request.spares else None
-        if request.limits.restarts:
+        if request.limits.most_restarts:
             stack.enter_context(_signals_end_in_order())
             if heritage is None:
                 estate = new_estate(asdict(request), request.script, from_file)
@@ -281,7 +283,7 @@ def _signals_end_in_order() -> Iterator[None]:
 
 def _listed_hosts(request: Request) -> Listed:
     """Return what reads the inventory of an elastic job; ConfigError: the job cannot be elastic."""
-    if not request.limits.restarts:
+    if not request.limits.most_restarts:
         raise ConfigError("--elastic starts the job again on other hosts; it needs --restarts N")
     if request.num_ranks is not None:
         raise ConfigError(
