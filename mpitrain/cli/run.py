@@ -96,7 +96,7 @@ def run(arguments: argparse.Namespace) -> int:
     from mpitrain.launch.time_limit import note_early
 
     note_early()  # the other imports take a while
-    from mpitrain.launch.policy import Limits
+    from mpitrain.launch.events import Limits
     from mpitrain.launch.start import start
 
     if arguments.resume is not None:

@@ -1,6 +1,6 @@
 """The path of a job from the user's request to its exit code.
 
-Request ─> environment ─> Placement ─> mpiexec ─> JobSpec ─> supervise ─┬─> run_here ──────┬─> exit code
+Request ─> environment ─> Placement ─> mpiexec ─> JobSpec ─> to_end ────┬─> run_here ──────┬─> exit code
                                                       ^                 └─> Attempts.run ──┘
                                                       └── with fewer hosts after a failure ─┘
 """
@@ -25,11 +25,10 @@ from mpitrain.context import PREFIX, JobContext, PlanTask, VerifyTask
 from mpitrain.errors import ConfigError, LaunchError
 from mpitrain.launch import attempts, over_hosts
 from mpitrain.launch.attempts import Attempts
-from mpitrain.launch.changes import Changes, Tellers
 from mpitrain.launch.dialects import JobSpec, can_recover
 from mpitrain.launch.ending import Ended
+from mpitrain.launch.events import Limits, Pause
 from mpitrain.launch.hosts import Listed, listed_hosts, place_ranks, widened
-from mpitrain.launch.intake import Intake
 from mpitrain.launch.keepers import Keepers, new_estate
 from mpitrain.launch.kept import KEEPER_PREFIX
 from mpitrain.launch.launched import check_mpiexec
@@ -37,12 +36,12 @@ from mpitrain.launch.libraries import VENDOR_NAMES, Mpiexec, describe_mpiexec, f
 from mpitrain.launch.live import Live
 from mpitrain.launch.orders import Orders
 from mpitrain.launch.placement import Placement, refuse_crowds
-from mpitrain.launch.policy import Limits
+from mpitrain.launch.policy import begin
 from mpitrain.launch.reserve import Reserve
 from mpitrain.launch.roster import launcher_name, own_program
 from mpitrain.launch.served import show_sizes
 from mpitrain.launch.successor import Successor
-from mpitrain.launch.supervisor import Pause, supervise
+from mpitrain.launch.supervisor import Supervisor, Tellers
 from mpitrain.launch.time_limit import TimeUp
 from mpitrain.launch.tuning import glibc_version
 from mpitrain.launch.variables import is_of_login, read_env_file
@@ -203,7 +202,7 @@ def _supervise(
                 context, failed_ms=int(1000 * at), failed_step=step, failure=pause.cause, saves=int(pause.only_saves)
             )
         this_try = replace(job, placement=where, context=context)
-        meanwhile = changes.look if changes is not None else lambda: None
+        meanwhile = supervisor.look
         if where.is_here:
             tries.forget()
             ended = attempts.run_here(this_try, from_file, keepers, reserve, live, orders, meanwhile)
@@ -235,7 +234,7 @@ def _supervise(
     since = time.time() if heritage is None else float(heritage.estate["since"])
     orders = Orders("it has servers and workers, which have no steps in common" if request.servers else "")
     with ExitStack() as stack:
-        keepers = changes = intake = None
+        keepers = None
         live = stack.enter_context(Live(request.script, _arguments(request), since))
         reserve = stack.enter_context(Reserve(job.placement.own)) if request.spares else None
         if request.limits.most_restarts:
@@ -249,14 +248,16 @@ def _supervise(
             if heritage is not None:
                 heir = f"another `mpitrain run --resume` on {job.placement.own} (process {os.getpid()})"
                 keepers.adopt(heritage.keepers, heir)
-            changes = stack.enter_context(Changes(keepers, request.limits, widen, check, prepare))
-            if listed is not None:
-                intake = stack.enter_context(Intake(changes, request.limits, listed))
-        time_up = stack.enter_context(TimeUp(orders))
-        stack.enter_context(Tellers(orders, changes))
-        tries = stack.enter_context(Attempts(make, keepers, reserve, live))
         pause, away = (heritage.pause, heritage.away) if heritage else (None, ())
-        return live.end(time_up.code(supervise(run, job.placement, request.limits, changes, intake, pause, away)))
+        time_up = TimeUp(orders)
+        state = begin(request.limits, job.placement, pause)
+        supervisor = stack.enter_context(
+            Supervisor(state, run, keepers, widen=widen, check=check, prepare=prepare, listed=listed, code=time_up.code)
+        )
+        stack.enter_context(time_up)
+        stack.enter_context(Tellers(orders, supervisor if keepers is not None else None))
+        tries = stack.enter_context(Attempts(make, keepers, reserve, live))
+        return live.end(supervisor.to_end(away))
 
 
 def _arguments(request: Request) -> Sequence[str]:
