@@ -145,6 +145,7 @@ class Schedule:
         if self.is_over or not (self.has_left or self.state.saves_for):
             return
         told = (0,) if self.pick([False, True]) else ()
+        self.is_ready &= self.pick([True, True, False])  # the next attempt may just have failed
         self.take(events.Left(self.at, self.step, self.at, told, self.is_ready and self.prepared is not None))
 
     def take(self, event: Event, gone: tuple[str, ...] = ()) -> None:

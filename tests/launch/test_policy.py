@@ -146,6 +146,35 @@ start ac
         "say: the job does not continue: only a, c of a, b, c can take part, and --min-nodes is 3\nend 1\n",
     ),
 }
+RECORDED = {
+    # What a job of 2 ranks sent in which a rank was killed in step 7, and once more in step 13.
+    "a rank is killed twice": (
+        Limits(2),
+        (
+            said(0.1, run=0),
+            said(0.9),
+            said(1.5, is_ending=True),
+            killed(1, 7, at=1.9, has_checkpoint=True),
+            said(2.0, run=0),
+            said(2.9),
+            killed(2, 13, at=3.9, has_checkpoint=True),
+            said(4.0, run=0),
+            said(5.1),
+            said(5.9, run=0),
+            said(6.2, run=0, is_ending=True),
+            events.Done(6.9),
+        ),
+        """\
+start abc
+say: attempt 1 of 3 failed at step 7: rank 1 on a was killed by signal 9; starting again on a, b, c
+start abc
+say: attempt 2 of 3 failed at step 13: rank 2 on b was killed by signal 9; starting again on a, b, c
+start abc
+say: attempt 3 of 3 succeeded
+end 0
+""",
+    ),
+}
 CHANGES: dict[str, tuple[Limits, tuple[Any, ...], str]] = {
     "a host leaves, another joins, and both count after a failure": (
         ONCE,
@@ -401,9 +430,9 @@ tell: leaves
 }
 
 
-@pytest.mark.parametrize("name", [*AFTER_FAILURES, *CHANGES])
+@pytest.mark.parametrize("name", [*AFTER_FAILURES, *CHANGES, *RECORDED])
 def test_rows(name: str) -> None:
-    limits, happens, expected = {**AFTER_FAILURES, **CHANGES}[name]
+    limits, happens, expected = {**AFTER_FAILURES, **CHANGES, **RECORDED}[name]
     pause = Pause("the launcher on a was lost", 7, 0.0) if "another launcher" in name else None
     assert transcript(limits, *happens, pause=pause) == expected
 
