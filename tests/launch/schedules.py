@@ -109,8 +109,8 @@ class Schedule:
             self.take(events.Interrupted(self.at, 130))
         elif what == "left" and (self.has_left or state.saves_for):
             self.leave()
-        elif what == "ready" and self.prepared is not None:
-            self.is_ready = True
+        elif what == "ready":
+            self.is_ready = self.prepared is not None
             self.take(events.Ready(self.at))
         elif what == "not prepared" and self.prepared is not None:
             faulty = self.pick(["", "a", "d"])
@@ -204,6 +204,18 @@ class Schedule:
         if [action for action in answers if isinstance(action, events.Answer) and action.is_accepted]:
             assert self.command == PREPARES
             assert self.state.change is not None
+        self.changes_as_it_may(before, event)
+
+    def changes_as_it_may(self, before: events.State, event: Event) -> None:
+        """A change begins only where the ranks can leave, and ends with their run."""
+        change = self.state.change
+        assert change is None or self.state.run == 1, "a run is left that is over"
+        if change is not None and change is not before.change:
+            assert self.is_running
+            assert before.change is None or isinstance(event, events.RanksSaid), "two changes"
+            assert not before.saves_for, "the hosts change in an attempt that only saves"
+            assert not isinstance(event, events.RanksSaid) or not event.is_ending, "mpiexec has sent that signal"
+            assert not isinstance(event, events.Fit) or event.find.attempt == before.attempt, "of another attempt"
 
     def note_bad(self, before: events.State, event: Event, gone: tuple[str, ...]) -> None:
         """Keep what the policy should know of hosts."""
@@ -236,8 +248,9 @@ class Schedule:
         holds = self.holders & set(where)
         assert holds or not self.holders, "the state is lost"
         self.holders = holds
-        goes_back = before.joining is not None and isinstance(event, events.Failed | events.NotStarted)
-        if isinstance(event, events.Failed) and not (goes_back and event.failure.step is None):
+        is_early = isinstance(event, events.NotStarted) or (isinstance(event, events.Failed) and not event.failure.step)
+        goes_back = before.joining is not None and is_early
+        if isinstance(event, events.Failed) and not goes_back:
             self.num_restarts += 1
             assert self.num_restarts <= limits.most_restarts, "too many restarts"
             assert limits.restarts is not None or self.has_checkpoint
@@ -245,7 +258,12 @@ class Schedule:
             assert len(same) < 3, "three times at a step"
         if isinstance(event, events.Left):
             assert before.change is None or set(where) == set(names(before.change.now_on))
-        elif not goes_back:
+        elif goes_back:
+            assert before.joining is not None
+            joined = set(before.joining.joined)
+            blamed = joined & set(gone) if gone else joined
+            assert {(self.at, host) for host in blamed} <= set(self.state.absent), "nobody is blamed"
+        else:
             self.only_by_the_rules(set(where), set(names(before.now_on)) - set(gone), is_first=before.attempt == 0)
         self.is_running = self.may_start = True
         self.command, self.has_left = STAYS, False
@@ -356,7 +374,18 @@ class Schedule:
 # What may happen while the attempt begins, trains, saves, while the next one is prepared, and when the ranks may leave.
 _FAILS = "killed", "lost", "told", "second run"
 _BEGINS = "copy", "copy", "copy", "not started", "not started", *_FAILS
-_TRAINS = "copy", "leave asked", "join asked", "join asked", "listed", "listed", "goes well", "interrupted", *_FAILS
+_TRAINS = (
+    "copy",
+    "ready",
+    "leave asked",
+    "join asked",
+    "join asked",
+    "listed",
+    "listed",
+    "goes well",
+    "interrupted",
+    *_FAILS,
+)
 _SAVES = "left", "copy", "leave asked", "not started", *_FAILS
 _PREPARES = "ready", "ready", "ready", "not prepared", "copy", "join asked", "goes well", *_FAILS
 _LEAVES = "left", "left", "left", "not prepared", "copy", *_FAILS

@@ -683,6 +683,10 @@ def test_it_starts_on_the_hosts_that_can_take_part() -> None:
         history.take(events.Begun(0.0))
         assert history.take(end) == [f"say: {why}; starting on a, c with 4 ranks, without b", "start ac"]
         assert (names(history.state.hosts), history.state.absent) == ("abc", ((0.0, "b"),))
+    # One does not answer, another differs: the error names both.
+    assert "say: they differ; starting on a with 2 ranks, without b, c\n" in transcript(
+        Limits(5, 1, 3), absent("b", c="x.py differs")
+    )
     few = "say: no answer; not started: only a of a, b, c can take part, and --elastic is 2:3\nend 1\n"
     assert transcript(Limits(5, 2, 3), absent("b", "c")) == "start abc\n" + few
     for error in (absent(a="x.py does not exist"), absent()):  # of this machine
