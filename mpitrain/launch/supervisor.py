@@ -192,9 +192,9 @@ class Supervisor:
             keepers.run, keepers.wish, keepers.told = 0, STAYS, {}
         try:
             if start.takes_over:
-                assert self._successor is not None
-                ended = self._successor.to_end(self.look)
-                self._successor = None
+                taken, self._successor = self._successor, None  # the next one may be prepared beside it
+                assert taken is not None
+                ended = taken.to_end(self.look)
             else:
                 ended = self._run(where, start.pause)
         except LaunchError as error:

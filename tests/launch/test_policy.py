@@ -281,6 +281,19 @@ say: attempt 1 of 2 failed at step 12: rank 0 on a was killed by signal 9; start
 start abc
 """,
     ),
+    "who was to leave has the only copy of the state": (
+        ONCE,
+        (said(), events.LeaveAsked(0.0, ("a",)), lost("b", "c")),
+        """\
+start abc
+tell: prepares
+prepare bc
+accepted: a leaves after the next copy of its state; then it continues on b, c
+drop
+say: attempt 1 of 2 failed at step 7: b and c fell silent; starting again on a with 2 ranks, without b, c
+start a
+""",
+    ),
     "the job ends before the change": (
         ONCE,
         (said(), B_LEAVES, DONE),
@@ -368,7 +381,14 @@ start abcd
     ),
     "the next attempt cannot be prepared: a host does not join, and leaves in any case": (
         ONCE,
-        (said(), "d", events.NotPrepared(1.0, "rank 6 failed"), B_LEAVES, events.NotPrepared(2.0, "rank 3 failed")),
+        (
+            said(),
+            "d",
+            events.NotPrepared(1.0, "rank 6 failed"),
+            READY,
+            B_LEAVES,
+            events.NotPrepared(2.0, "rank 3 failed"),
+        ),
         """\
 start abc
 tell: prepares
@@ -715,6 +735,10 @@ def test_the_inventory_changes() -> None:
     history.take(said())
     assert "prepare acdb" in look(history, 1003.0, "b", listed="abcd")
     assert not history.state.outside.dropped
+
+
+def test_a_host_that_is_set_aside_and_not_in_the_inventory_is_not_asked() -> None:
+    assert look(elastic((100.0, "b"), listed="abc"), 1e4, "b", listed="ac") == []
 
 
 def test_too_few_are_left_in_the_inventory() -> None:
