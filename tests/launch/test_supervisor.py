@@ -37,8 +37,8 @@ def left(step: int) -> Ended:
 class Beside:
     """A stand-in for a Successor. The test sets its attributes."""
 
-    def __init__(self, where: str, cause: str, end: Ended) -> None:
-        self.where, self.cause, self.end = where, cause, end
+    def __init__(self, job: Job, where: str, cause: str) -> None:
+        self.job, self.where, self.cause = job, where, cause
         self.problem, self.has_room, self.is_ready, self.is_closed = "", True, False, False
         self.faulty: tuple[str, ...] = ()
 
@@ -47,7 +47,7 @@ class Beside:
 
     def to_end(self, meanwhile: Callable[[], None]) -> Ended:
         meanwhile()
-        return self.end
+        return self.job.end(self.job.next_attempts.pop(0))
 
     def close(self) -> None:
         self.is_closed = True
@@ -64,14 +64,16 @@ class Job:
         self.ran: list[tuple[str, str]] = []  # where each ran, and why it followed
         self.compared: list[Placement] = []
         self.beside: list[Beside] = []
-        self.next_ends: Ended = DONE
+        self.next_attempts: list[Attempt] = []  # of those that take over
         state = policy.begin(limits, ABC)
         check, prepare = self._check, self._prepare
         self.supervisor = Supervisor(state, self._run, keepers, widen=self._widen, check=check, prepare=prepare, **how)
 
     def _run(self, where: Placement, pause: Pause | None) -> Ended:
         self.ran.append((names(where), pause.cause if pause else ""))
-        attempt = self.attempts.pop(0)
+        return self.end(self.attempts.pop(0))
+
+    def end(self, attempt: Attempt) -> Ended:
         if isinstance(attempt, LaunchError):
             raise attempt
         return attempt if isinstance(attempt, Ended) else attempt(self)
@@ -93,7 +95,7 @@ class Job:
     def _prepare(self, where: Placement, cause: str) -> Any:
         if "alone" in where.hosts:
             return None
-        self.beside.append(Beside(names(where), cause, self.next_ends))
+        self.beside.append(Beside(self, names(where), cause))
         return self.beside[-1]
 
     def to_end(self) -> int:
@@ -159,12 +161,21 @@ def test_the_next_attempt_takes_over(keepers: Keepers) -> None:
         job.looks(lambda: keepers.wish == LEAVES)
         return left(7)
 
+    def join(job: Job) -> Ended:
+        """In its turn, it has the next one beside it."""
+        job.train()
+        assert list(job.answer(join="d")) == ["accepted"]
+        job.beside[1].is_ready = True
+        job.looks(lambda: keepers.wish == LEAVES)
+        return left(9)
+
     job = Job(keepers, Limits(1), leave, DONE)
-    job.next_ends = killed(0, 12)
+    job.next_attempts = [join, killed(0, 12)]
     assert job.to_end() == 0
-    assert job.ran == [("abc", ""), ("ac", "rank 0 on a was killed by signal 9")]
+    assert job.ran == [("abc", ""), ("acd", "rank 0 on a was killed by signal 9")]
     assert keepers.wish == STAYS
-    assert [beside.is_closed for beside in job.beside] == [False]
+    assert [(beside.where, beside.is_closed) for beside in job.beside] == [("ac", False), ("acd", False)]
+    assert not job.next_attempts
 
 
 @pytest.mark.parametrize("problem", ["rank 6 failed", ""])
