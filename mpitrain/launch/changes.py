@@ -10,7 +10,7 @@ a Trainer, or a loop with mt.keep.
 A thread answers, because a host that is to join is asked for its facts first. Only the main thread starts processes.
 If the next attempt cannot start beside the present one, it starts when the present one has ended.
 
-`Tellers` opens the socket to which the wishes of `mpitrain tell`, `join` and `leave` come (control.py).
+`Tellers` opens the socket to which the wishes of `mpitrain tell` and `scale` come (control.py).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from mpitrain.launch.kept import LEAVES, PREPARES, SAVES, STAYS
 from mpitrain.launch.log import say
 from mpitrain.launch.orders import Orders, teller_name
 from mpitrain.launch.placement import Placement
-from mpitrain.launch.policy import READY_SECONDS, Change, Limits, joining, leaving, refuse_few
+from mpitrain.launch.policy import READY_SECONDS, Change, Limits, change_of, leaving
 from mpitrain.launch.roster import launcher_name
 from mpitrain.launch.successor import Successor
 from mpitrain.watching.ranges import rank_ranges
@@ -228,11 +228,7 @@ class Changes:
             hosts, now_on = self._hosts, self._now_on
         assert hosts is not None
         assert now_on is not None
-        if "leave" in wish:
-            refuse_few(now_on, list(wish["leave"]), self._limits)
-            change = leaving(hosts, now_on, list(wish["leave"]))
-        else:
-            change = joining(hosts, now_on, str(wish["join"]), self._limits, self._widen, self._check)
+        change = change_of(wish, hosts, now_on, self._limits, self._widen, self._check)
         with self._lock:
             self._refuse_now()
             if self._now_on is not now_on:

@@ -6,13 +6,14 @@ carries that out).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from typing import Any
 
 from mpitrain.errors import ConfigError
 from mpitrain.launch.ending import is_kill
-from mpitrain.launch.placement import Placement
+from mpitrain.launch.placement import Placement, parse_hosts
 
 # A guard that was cut off ends the job's part on its host within 30 s; no host returns before that.
 ASIDE_SECONDS = 60.0  # the first time; the time doubles each time after that
@@ -215,17 +216,39 @@ def leaving(hosts: Placement, now_on: Placement, leave: Sequence[str]) -> Change
     return Change(text, hosts.without(set(leave)), now_on.without(set(leave)))
 
 
-def refuse_few(now_on: Placement, leave: Sequence[str], limits: Limits) -> None:
-    """Refuse to let these hosts leave.
+def change_of(
+    wish: Mapping[str, Any],
+    hosts: Placement,
+    now_on: Placement,
+    limits: Limits,
+    widen: Callable[[Placement, str], Placement],
+    check: Callable[[Placement], None],
+) -> Change:
+    """Return the change that somebody wishes (control.py): hosts leave, or join, or both at once.
+
+    For the other arguments see `joining`.
 
     Raises:
-        ConfigError: one of them is not in the job, or too few would be left.
+        ConfigError: a host that leaves is not in the job, too few would be left, or see `joining`.
+        LaunchError: see `joining`.
     """
+    leave, text = list(wish.get("leave", ())), str(wish.get("join", ""))
+    _refuse_few(now_on, leave, limits, len(parse_hosts(text)) if text else 0)
+    if not leave:
+        return joining(hosts, now_on, text, limits, widen, check)
+    change = leaving(hosts, now_on, leave)
+    if not text:
+        return change
+    joined = joining(change.hosts, change.now_on, text, limits, widen, check)
+    return replace(joined, text=f"{change.text} and {joined.text}")
+
+
+def _refuse_few(now_on: Placement, leave: Sequence[str], limits: Limits, num_joining: int) -> None:
     for host in leave:
         if host not in now_on.hosts:
             raise ConfigError(f"{host} is not a host of the job; its hosts are {', '.join(now_on.hosts)}")
     num_left = len(set(now_on.hosts) - set(leave))
-    if num_left < max(1, limits.min_nodes):
+    if leave and (not num_left or num_left + num_joining < limits.min_nodes):
         left = f"only {num_left} of its hosts would be left" if num_left else "no host would be left"
         raise ConfigError(f"{left}, and {limits.words}; `mpitrain kill` ends a job")
 
@@ -255,7 +278,7 @@ def joining(
     wider = widen(now_on, text)
     if limits.max_nodes is not None and len(wider.hosts) > limits.max_nodes:
         raise ConfigError(
-            f"it would run on {len(wider.hosts)} hosts, and {limits.words}; `mpitrain leave` makes room for others"
+            f"it would run on {len(wider.hosts)} hosts, and {limits.words}; `mpitrain scale JOB -HOST` makes room for others"
         )
     joined = wider.hosts[len(now_on.hosts) :]
     addresses = {host: at for host, at in wider.addresses.items() if host in joined or host == wider.own}

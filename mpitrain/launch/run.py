@@ -16,6 +16,7 @@ from mpitrain.errors import LaunchError
 from mpitrain.launch import processes
 from mpitrain.launch.dialects import JobSpec, command_for, ends_by_sigterm, names_signals
 from mpitrain.launch.ending import Ended, exit_code, kills_first, last_words, without_ends_by_hydra
+from mpitrain.launch.job_logs import LOGS
 from mpitrain.launch.output import Stream
 from mpitrain.launch.printer import Printer
 from mpitrain.launch.watched import WatchedJob
@@ -47,7 +48,7 @@ class Run:
         self._command = command_for(job, os.environ)
         self._names_signals = names_signals(job.mpiexec)
         self._ends_by_sigterm = ends_by_sigterm(job.mpiexec)
-        self._watched, self._job = watched, job.context.job
+        self._watched, self._job, self._places = watched, job.context.job, job.placement.places
         self._is_here, self._own, self._host_of = job.placement.is_here, job.placement.own, job.placement.host_of
         self._trouble: list[str] = []  # why the launcher ended the job
         self._printer = Printer(
@@ -112,6 +113,7 @@ class Run:
                     self._start()
                 assert self._mpiexec is not None
                 self._watched.lead()
+                LOGS.begin(self._job, self._places)
                 self._release()
                 self._watch(self._mpiexec, meanwhile)
                 left = self._end(self._mpiexec)
