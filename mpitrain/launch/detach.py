@@ -1,7 +1,7 @@
 """`mpitrain run --detach`: the launcher continues without the terminal from which it was started.
 
-command ─fork─> launcher, in a session of its own ── hosts, checks, mpiexec ── all ranks are there ── continues alone
-   └── waits in the terminal, where all is printed until then ─────────────────────┴─> says the id, and ends
+command ─fork─> launcher, in a session of its own ── hosts, mpiexec ── all ranks are there ── continues alone
+    └── waits in the terminal, where all is printed until then ──────────────┴─> says the id, and ends
 """
 
 from __future__ import annotations

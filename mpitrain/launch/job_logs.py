@@ -135,7 +135,7 @@ class JobLogs:
             self.show(b"\n")
 
     def close(self, ended: Mapping[str, Any]) -> None:
-        """The job has ended, in this way (docs/reference/formats-and-protocols.md, `ended`). Wait some seconds for the disk."""
+        """The job has ended; `ended` is as in the last answer of live.py. Wait some seconds for the disk."""
         writer, self._writer = self._writer, None
         if writer is not None:
             writer.close({**self._about, "ended": {**ended, "at": time.time()}} if self._ids else None)
@@ -197,7 +197,7 @@ class _Writer:
             time.sleep(0 if is_over else _NAP_SECONDS)
 
     def _gather(self, texts: dict[str, list[bytes]]) -> tuple[dict[str, Any] | None, bool]:
-        """Wait for something, and take all that is there. Return what job.json shall say, and whether this is the end."""
+        """Wait for something, and take all that is there. Return what job.json shall say, and if this is the end."""
         about, is_over = None, False
         with contextlib.suppress(queue.Empty):
             name, content = self._waiting.get()

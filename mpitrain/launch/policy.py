@@ -25,26 +25,35 @@ _COUNTED = "Only mt.Trainer and mt.keep count steps; any other script would begi
 MOST_TIMES_BAD = 3
 
 
+DEFAULT_RESTARTS = 3
+
+
 @dataclass(frozen=True)
 class Limits:
     """How often a job may be started again, and on how many hosts.
 
     Attributes:
-        restarts: after failures.
+        restarts: after failures, at most. None: DEFAULT_RESTARTS if an attempt has taken a checkpoint, in memory or on
+            disk, or resumed from one; else 0.
         min_nodes: the fewest hosts.
-        max_nodes: the most hosts of an elastic job, which takes hosts in by itself; None: the job is not elastic.
+        max_nodes: the most hosts of an elastic job, which takes hosts in by itself; None: those that it has.
     """
 
-    restarts: int = 0
+    restarts: int | None = 0
     min_nodes: int = 1
     max_nodes: int | None = None
 
     @property
+    def most_restarts(self) -> int:
+        """How often a job with a checkpoint may be started again."""
+        return DEFAULT_RESTARTS if self.restarts is None else self.restarts
+
+    @property
     def words(self) -> str:
         """What the user has said about the number of hosts, or the default."""
-        if self.max_nodes is not None:
-            return f"--elastic is {self.min_nodes}:{self.max_nodes}"
-        return f"--min-nodes is {self.min_nodes}"
+        if self.max_nodes is None:
+            return f"the job needs {'one' if self.min_nodes == 1 else self.min_nodes}"
+        return f"--nnodes is {self.min_nodes}{f':{self.max_nodes}' * (self.max_nodes > self.min_nodes)}"
 
 
 @dataclass(frozen=True)
@@ -118,7 +127,7 @@ def judge(
     same = [failure for failure in failures if failure.step == last.step]
     if len(same) >= _MOST_AT_A_STEP:
         return Verdict(reason=_diagnosis(same, len(hosts)))
-    if len(failures) > limits.restarts:
+    if len(failures) > limits.most_restarts:
         return Verdict(reason="no attempt is left")
     away = _away(failures, absent)
     gone = {host for when, host in away if now < when + ASIDE_SECONDS} - present
@@ -278,7 +287,7 @@ def joining(
     wider = widen(now_on, text)
     if limits.max_nodes is not None and len(wider.hosts) > limits.max_nodes:
         raise ConfigError(
-            f"it would run on {len(wider.hosts)} hosts, and {limits.words}; `mpitrain scale JOB -HOST` makes room for others"
+            f"it would run on {len(wider.hosts)} hosts, and {limits.words}; `mpitrain scale JOB -HOST` makes room"
         )
     joined = wider.hosts[len(now_on.hosts) :]
     addresses = {host: at for host, at in wider.addresses.items() if host in joined or host == wider.own}

@@ -262,7 +262,7 @@ def _supervise(
             LOGS.open(request.log_dir, script, launcher_name(os.getpid()), say, before)
         live = stack.enter_context(Live(request.script, _arguments(request), since))
         reserve = stack.enter_context(Reserve(job.placement.own)) if request.spares else None
-        if request.limits.restarts != 0:
+        if request.limits.most_restarts:
             stack.enter_context(_signals_end_in_order())
             if heritage is None:
                 estate = new_estate(asdict(request), request.script, from_file)
@@ -348,8 +348,8 @@ def _check_servers(request: Request, num_ranks: int) -> None:
         )
     if request.recover or request.spares or request.limits.restarts:
         raise ConfigError(
-            "--servers goes without --max-restarts, --nnodes and --recover: here all ranks have one fate. Where workers "
-            "may come and go, start the server with `mpitrain serve` and each worker with `mpitrain work`"
+            "--servers goes without --max-restarts, --nnodes and --recover: here all ranks have one fate. Where "
+            "workers may come and go, start the server with `mpitrain serve` and each worker with `mpitrain work`"
         )
 
 

@@ -90,6 +90,7 @@ class _Supervision:
         failures: of the attempts so far.
         absent: the hosts that did not answer, each with the time.
         has_trained: an attempt before made steps.
+        has_checkpoint: an attempt before has taken a checkpoint, or resumed from one.
         saves_for: why the next attempt is there only to save; "": it trains.
     """
 
@@ -107,7 +108,7 @@ class _Supervision:
         self.pause = pause
         self.failures: list[FailedTry] = []
         self.absent = changes.bad if changes is not None else []
-        self.has_trained = pause is not None
+        self.has_trained = self.has_checkpoint = pause is not None
         self.saves_for = ""
         self._run = run
         self._limits = limits
@@ -146,11 +147,12 @@ class _Supervision:
                 ended = self._run(self.now_on, pause)
         except LaunchError as error:
             return self._could_not_start(error)
+        self.has_checkpoint |= any(record.has_checkpoint for record in ended.records.values())
         change = self._next_try = None
         if self._changes is not None:
             change = self._changes.take(has_left=ended.left is not None)
             self._next_try = self._changes.take_next(change if ended.left is not None else None)
-        if ended.is_interrupted or self._limits.restarts == 0:
+        if ended.is_interrupted or self._limits.most_restarts == 0:
             return ended.code
         if ended.left is not None:
             return self._left(change, *ended.left)
@@ -160,6 +162,8 @@ class _Supervision:
             if self.failures:
                 say(f"{self._number} succeeded")
             return 0
+        if self._limits.restarts is None and not self.has_checkpoint:
+            return ended.code
         return self._failed(_failure(ended, self.now_on), change)
 
     def _could_not_start(self, error: LaunchError) -> int | None:
@@ -276,7 +280,7 @@ class _Supervision:
 
     @property
     def _number(self) -> str:
-        return f"attempt {len(self.failures) + 1} of {self._limits.restarts + 1}"
+        return f"attempt {len(self.failures) + 1} of {self._limits.most_restarts + 1}"
 
 
 def _code(failures: Sequence[FailedTry]) -> int:

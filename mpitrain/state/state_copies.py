@@ -32,7 +32,7 @@ from mpitrain.state.copies import KeptCopies, part_name, slots_of, state_name
 from mpitrain.state.memory_slot import MemorySlot
 from mpitrain.state.names import split
 from mpitrain.state.resume import is_first_of_node, say
-from mpitrain.watching.activity import own_activity
+from mpitrain.watching.activity import note_checkpoint, own_activity
 from mpitrain.watching.rank_record import BUSY
 from mpitrain.world.world import World
 
@@ -227,6 +227,7 @@ class StateCopies:
         self.steps = fixed or steps_between(max(seconds), step_seconds_of[0])
         if not self._has_copied:
             self._has_copied = True
+            note_checkpoint()
             self._drop_old()
         self._last_step, self._last_seconds = step, time.perf_counter()
         return STAYS if step == trained.last_step else max(wishes)

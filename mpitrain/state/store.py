@@ -24,6 +24,7 @@ from mpitrain.errors import CheckpointError
 from mpitrain.state.manifest import FILE, Manifest, file_checksum, read_manifest, to_text
 from mpitrain.state.names import join, split
 from mpitrain.state.tensors import write_tensors
+from mpitrain.watching.activity import note_checkpoint
 
 TENSORS = "tensors.safetensors"
 
@@ -158,6 +159,7 @@ def write(directory: Path, name: str, manifest: Manifest, tensors: Mapping[str, 
         temporary.rename(final)
         _remove_tree(replaced)
         _sync(directory)
+        note_checkpoint()
     except BaseException as error:
         if replaced.exists() and not final.exists():
             with suppress(OSError):  # the first error is the one to raise

@@ -144,6 +144,10 @@ class Activity:
         """Publish the number of the run whose state the rank copies to memory from now on; 0: of none."""
         self._page.set_run(run)
 
+    def note_checkpoint(self) -> None:
+        """Publish that there is a checkpoint from which another attempt can continue. Any thread may call."""
+        self._page.set_checkpoint()
+
     def tell_end(self) -> None:
         """Publish that SIGTERM has told this rank to end."""
         self._page.set_told()
@@ -224,6 +228,12 @@ def count_moved() -> None:
     """Note that data has arrived or left, of what this process waits for."""
     if _activity is not None:
         _activity.count_moved()
+
+
+def note_checkpoint() -> None:
+    """Publish that this process has taken a checkpoint, in memory or on disk, or resumed from one."""
+    if _activity is not None:
+        _activity.note_checkpoint()
 
 
 def num_moved() -> int:

@@ -47,7 +47,7 @@ INTERRUPTED = "interrupted"  # the error of a rank that Ctrl-C has ended
 _BYTES = 65536
 # Words of 8 bytes: each is written in one piece, and separately.
 _EDITION, _CALLS, _MOVED, _FIRST_STEP, _STEP, _LEFT_STEP, _LEFT_SECONDS, _RUN, _TOLD, _READY, _EPOCH, _ORDER = range(12)
-_WAITED = 12
+_WAITED, _CHECKPOINT = 12, 13
 _METRICS = 16
 _EDITION_AGAIN = _BYTES // 8 - 1
 _MOST_METRICS = 32
@@ -94,6 +94,7 @@ class RankRecord:
         steering: what its training can be told, and what became of the newest orders, as JSON (training/steering.py);
             "": it trains with no Trainer.
         waited: for how many seconds it has waited for other ranks in all waits that have ended, also in short ones.
+        has_checkpoint: it has taken a checkpoint, in memory or on disk, or resumed from one.
     """
 
     rank: int
@@ -122,6 +123,7 @@ class RankRecord:
     record_folder: str = ""
     steering: str = ""
     waited: float = 0.0
+    has_checkpoint: bool = False
 
     @property
     def paused(self) -> str:
@@ -204,6 +206,10 @@ class Page:
     def set_ready(self) -> None:
         """Note that the rank waits for the ranks before it to leave."""
         self._numbers[_READY] = 1
+
+    def set_checkpoint(self) -> None:
+        """Note that there is a checkpoint from which another attempt can continue."""
+        self._numbers[_CHECKPOINT] = 1
 
     @property
     def order_number(self) -> int:
@@ -320,4 +326,5 @@ def _record(rank: int, data: bytes, fields: Sequence[Any]) -> RankRecord:
         record_folder=folder,
         steering=_text_at(data, _STEERING_AT, MOST_STEERING_BYTES),
         waited=reals[_WAITED],
+        has_checkpoint=bool(numbers[_CHECKPOINT]),
     )

@@ -37,6 +37,32 @@ def test_a_killed_rank(tmp_path: Path, vendor: str, undisturbed: Undisturbed) ->
     assert result(tmp_path)[0] == undisturbed(3, vendor)[0]
 
 
+# As if nobody had said how often the job may start again.
+UNSAID = """
+import sys
+from dataclasses import replace
+from mpitrain.cli import main
+from mpitrain.launch import start as its
+start = its.start
+its.start = lambda request: start(replace(request, limits=its.Limits(None)))
+sys.exit(main())
+"""
+
+
+@pytest.mark.parametrize(("every", "hooks"), [(1000, EVERY_4), *nightly((1, "[]"), (1000, "[]"))])
+def test_a_job_with_a_checkpoint_starts_again_by_itself(tmp_path: Path, every: int, hooks: str) -> None:
+    """The checkpoint is on disk, or in memory, or there is none."""
+    (tmp_path / "launcher.py").write_text(UNSAID)
+    wrong = "if rank == 1 and step == 7 and once('killed'): kill()"
+    job = training.train(tmp_path, wrong, every=every, hooks=hooks, launcher=[str(tmp_path / "launcher.py")])
+    if (every, hooks) == (1000, "[]"):
+        failed(job)
+        assert tries(job) == [], job.output
+    else:
+        succeeded(job)
+        assert tries(job)[1:] == ["attempt 2 of 4 succeeded"], job.output
+
+
 @pytest.mark.nightly
 def test_an_exception_on_a_rank(tmp_path: Path, undisturbed: Undisturbed) -> None:
     wrong = """if rank == 1 and step in (10, 15) and once(f"raised-{step}"):

@@ -27,9 +27,10 @@ FIVE = Limits(restarts=5)
 DONE = Ended(0)
 
 
-def killed(rank: int, step: int, code: int = 137) -> Ended:
+def killed(rank: int, step: int, code: int = 137, *, has_checkpoint: bool = False) -> Ended:
+    about = {"first_step": 1, "has_checkpoint": has_checkpoint}
     records = {
-        number: RankRecord(number, pid=1000 + number, first_step=1, step=step + (number != rank)) for number in range(5)
+        number: RankRecord(number, pid=1000 + number, step=step + (number != rank), **about) for number in range(5)
     }
     said = f"process rank {rank} with PID 1 on node b exited on\nsignal 9 (K)"
     return Ended(code, mpiexec_said=said, records=records)
@@ -139,8 +140,14 @@ only a of a, b, c can take part, and --min-nodes is 2: the job has ended after s
 137 abc abc
 attempt 1 of 4 failed at step 7: rank 2 on b was killed by signal 9; starting again on a, b, c
 no answer; not started again: no host can take part, and --min-nodes is 2
+137 abc abc abc abc
+attempt 1 of 4 failed at step 7: rank 2 on b was killed by signal 9; starting again on a, b, c
+attempt 2 of 4 failed at step 8: rank 0 on a was killed by signal 9; starting again on a, b, c
+attempt 3 of 4 failed at step 9: rank 2 on b was killed by signal 9; starting again on a, b, c
+attempt 4 of 4 failed at step 10: rank 0 on a was killed by signal 9; not started again: no attempt is left
 130 abc
 0 abc
+137 abc
 137 abc
 """
 
@@ -151,7 +158,15 @@ def test_after_failures(transcript: Callable[..., str]) -> None:
     seen += transcript(Limits(1), killed(2, 7, 137), killed(4, 8, 5))  # the code is that of the last failure
     seen += transcript(Limits(3, min_nodes=2), killed(2, 7), absent("b", "c"), left(6))
     seen += transcript(Limits(3, min_nodes=2), killed(2, 7), absent("a", "b", "c"))
-    for limits, end in ((FIVE, Ended(130, is_interrupted=True)), (FIVE, DONE), (Limits(), killed(2, 7))):
+    # Nobody has said how often: it depends on whether there is a checkpoint.
+    seen += transcript(Limits(None), *(killed(2 * (step % 2), step, has_checkpoint=step == 7) for step in range(7, 11)))
+    never = (
+        (FIVE, Ended(130, is_interrupted=True)),
+        (FIVE, DONE),
+        (Limits(), killed(2, 7)),
+        (Limits(None), killed(2, 7)),
+    )
+    for limits, end in never:
         seen += transcript(limits, end)  # which is never tried again
     assert seen == AFTER_FAILURES
 

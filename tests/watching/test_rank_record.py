@@ -268,6 +268,13 @@ def test_a_text_that_finds_no_room_changes_nothing(page: Page) -> None:
     assert (page.order_number, page.order()["value"]) == (1, "first")
 
 
+def test_it_has_a_checkpoint_from_the_first_one_on(page: Page) -> None:
+    assert not record_on(page).has_checkpoint
+    page.set_checkpoint()
+    page.add_waited(1.5)
+    assert (record_on(page).has_checkpoint, record_on(page).waited) == (True, 1.5)
+
+
 def test_the_longest_texts_do_not_meet(page: Page) -> None:
     page.set_step(1, 7)
     order = {"number": 1, "value": "c" * (MOST_ORDER_BYTES - len('{"number": 1, "value": ""}'))}

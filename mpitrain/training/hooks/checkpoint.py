@@ -24,6 +24,7 @@ from mpitrain.state.resume import is_first_of_node, keepers, newest, part_name, 
 from mpitrain.state.store import name_of, prune, write
 from mpitrain.training.hooks.hook import Hook
 from mpitrain.waiting.control import until
+from mpitrain.watching.activity import note_checkpoint
 from mpitrain.watching.rank_record import BUSY
 
 if TYPE_CHECKING:
@@ -176,6 +177,7 @@ class Checkpoint(Hook):
         read = partial(read_part, self._directory, whole.manifest)
         trainer.restore_own(name_of(whole.manifest.step), whole.manifest.parts, read, reads=reads)
         trainer.memory_step = 0
+        note_checkpoint()
         self._trusted.add(whole.manifest.step)
         path = self._directory / name_of(whole.manifest.step)
         there = "" if shared else f" of {world.name(whole.rank)}"
