@@ -120,7 +120,7 @@ class Changes:
         until = time.strftime("%H:%M:%S", time.localtime(time.time() + KEEP_SECONDS))
         return (
             f"its state is kept in memory on {', '.join(hosts)} until {until}. To continue when more hosts can take "
-            f"part: `mpitrain run --resume {job}`. To drop it: `mpitrain kill {job}`"
+            f"part: `mpitrain resume {job}`. To drop it: `mpitrain kill {job}`"
         )
 
     def take(self, *, has_left: bool = False) -> Change | None:
@@ -354,7 +354,7 @@ class Tellers:
         try:
             self._listener = listen(launcher_name(os.getpid()))
         except OSError as error:
-            say(f"nobody can tell this job anything (mpitrain tell, join, leave): {error}")
+            say(f"nobody can tell this job anything (mpitrain tell, scale): {error}")
             return self
         serves = self._listener, self._answer, self._stop
         self._thread = threading.Thread(target=serve, args=serves, name="wishes", daemon=True)
@@ -374,5 +374,5 @@ class Tellers:
             return self._orders.answer(wish["tell"], teller_name(user, str(wish.get("from", ""))))
         if self._changes is None:
             text = "its hosts cannot change, because no keepers hold its state meanwhile"
-            return {"refused": f"{text}; start the job with --restarts N"}
+            return {"refused": f"{text}; start the job without --max-restarts 0"}
         return self._changes.answer(wish)

@@ -1,6 +1,6 @@
 """An elastic job takes in by itself the hosts that answer again, and lets go those that the inventory has lost.
 
-    host is back, or new ─> is it due? ─> does it let us in? ─> Changes.accept ─┬─> it joins, as by `mpitrain join`
+    host is back, or new ─> is it due? ─> does it let us in? ─> Changes.accept ─┬─> it joins, as by `mpitrain scale`
          ^                                                                      └─> it differs: say so once, wait long
          └──────── a longer time, if it does not answer ────────────────────────────────┘
 
@@ -218,7 +218,7 @@ class Intake:
                 if host not in self._given_up:
                     self._given_up.add(host)
                     why = f"was found bad {len(times)} times"
-                    say(f"{host} {why}, and is not taken in again by itself; `mpitrain join` lets it in")
+                    say(f"{host} {why}, and is not taken in again by itself; `mpitrain scale JOB +HOST` lets it in")
             elif now >= max(self._due.get(host, 0.0), aside_until(times) if times else 0.0):
                 due.append(host)
         return due

@@ -121,8 +121,8 @@ def _chosen(
             )
         not_asked = f" These could not be asked: {'; '.join(wrong.values())}." if wrong else ""
         raise LaunchError(
-            f"nothing is kept of a job {job} of yours on {hosts}.{not_asked} A job is kept only if it could restart and "
-            f"had copied its state, for {KEEP_SECONDS / 60:g} min after the loss of its launcher. "
+            f"nothing is kept of a job {job} of yours on {hosts}.{not_asked} A job is kept only if it may restart and "
+            f"has copied its state, for {KEEP_SECONDS / 60:g} min after the loss of its launcher. "
             "`mpitrain ps` lists what is kept. If its memory is gone, start its command again: it continues from its "
             "newest checkpoint"
         )

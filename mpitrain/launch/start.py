@@ -25,7 +25,7 @@ from mpitrain.context import PREFIX, JobContext, PlanTask, VerifyTask
 from mpitrain.errors import ConfigError, LaunchError
 from mpitrain.launch import attempts, over_hosts
 from mpitrain.launch.attempts import Attempts
-from mpitrain.launch.batch import find_allocation
+from mpitrain.launch.batch import MARKS
 from mpitrain.launch.changes import Changes, Tellers
 from mpitrain.launch.dialects import JobSpec, can_recover
 from mpitrain.launch.ending import Ended
@@ -271,7 +271,7 @@ def _supervise(
             name = f"{KEEPER_PREFIX}{secrets.token_hex(8)}"
             keepers = stack.enter_context(Keepers(job.placement.own, name, estate))
             if heritage is not None:
-                heir = f"another `mpitrain run --resume` on {job.placement.own} (process {os.getpid()})"
+                heir = f"another `mpitrain resume` on {job.placement.own} (process {os.getpid()})"
                 keepers.adopt(heritage.keepers, heir)
             changes = stack.enter_context(Changes(keepers, request.limits, widen, check, prepare))
             if listed is not None:
@@ -306,17 +306,19 @@ def _signals_end_in_order() -> Iterator[None]:
 
 
 def _with_limits(request: Request, placement: Placement) -> Request:
-    """Return the request with no restarts, where the user has not said how many, and they would not help.
+    """Return the request with the limits that follow from its hosts.
 
-    One rank loses with its process all that is to be lost, so it is as quick to give the command again. A batch system
-    starts its jobs again itself.
+    If as many hosts are named as the job shall have, there are no others to choose from. Where the user has not said
+    how often the job may restart, it does not in three cases: one rank has no other that would have to be started
+    again; a batch system starts its jobs again itself; and servers and workers cannot.
     """
     limits = request.limits
-    is_fixed = limits.max_nodes is None or limits.max_nodes == limits.min_nodes
-    has_no_use = placement.num_ranks == 1 or request.servers or find_allocation(os.environ) is not None
-    if limits.restarts is None and is_fixed and has_no_use:
-        return replace(request, limits=replace(limits, restarts=0))
-    return request
+    if limits.min_nodes == limits.max_nodes == len(placement.places):
+        limits = replace(limits, max_nodes=None)
+    stays_down = placement.num_ranks == 1 or request.servers or any(mark in os.environ for mark in MARKS)
+    if limits.restarts is None and limits.max_nodes is None and stays_down:
+        limits = replace(limits, restarts=0)
+    return replace(request, limits=limits)
 
 
 def _listed_hosts(request: Request) -> Listed:
@@ -346,7 +348,7 @@ def _check_servers(request: Request, num_ranks: int) -> None:
             f"{num_ranks} ranks, {request.servers} of them servers, leave none for workers; start at least "
             f"{request.servers + 1}"
         )
-    if request.recover or request.spares or request.limits.restarts:
+    if request.recover or request.spares or request.limits.most_restarts:
         raise ConfigError(
             "--servers goes without --max-restarts, --nnodes and --recover: here all ranks have one fate. Where "
             "workers may come and go, start the server with `mpitrain serve` and each worker with `mpitrain work`"

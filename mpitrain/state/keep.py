@@ -238,8 +238,8 @@ def keep(**values: Any) -> KeptState:
             mean = world.mean(gradient(kept["w"], x, y), weight=len(x))
             kept.update(w=kept["w"] - 0.3 * mean, step=kept["step"] + 1)
 
-    With `mpitrain run --restarts`, `update` copies all values after every few steps, as a Trainer does. In the next
-    attempt `keep` returns the values of the newest copy instead of those given. Without `--restarts` there are no
+    With `mpitrain run --max-restarts`, `update` copies all values after every few steps, as a Trainer does. In the next
+    attempt `keep` returns the values of the newest copy instead of those given. Without `--max-restarts` there are no
     copies.
 
     Args:

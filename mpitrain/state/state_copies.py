@@ -6,7 +6,7 @@
 The training is a Trainer's, or a loop with mt.keep (keep.py).
 
 The first rank of each node copies what a checkpoint holds. What a rank keeps for itself, that rank copies. The keepers
-(mpitrain/launch/keeper.py) belong to `mpitrain run --restarts`. docs/how-to/fault-tolerance.md has more.
+(mpitrain/launch/keeper.py) belong to `mpitrain run --max-restarts`. docs/how-to/fault-tolerance.md has more.
 
 The next attempt of a job may be ready while this one trains: then the ranks before leave, and the others continue.
 

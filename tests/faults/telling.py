@@ -163,7 +163,7 @@ class Teller:
 
     def resume(self, during: Callable[[Teller], None]) -> Job:
         """Another launcher continues with the job, whose launcher is lost; `during` tells that one something."""
-        command = [sys.executable, "-m", "mpitrain", "run", "--resume", kept_id(self.folder)]
+        command = [sys.executable, "-m", "mpitrain", "resume", kept_id(self.folder)]
         return run_command(command, during=lambda process: during(Teller(self.folder, process.pid)))
 
     def end(self) -> None:

@@ -129,7 +129,7 @@ def finish(
 
 
 def test_killed_ranks_and_restarts(tmp_path: Path) -> None:
-    with running(tmp_path, 2, "--restarts", "9", vendor=need("mpich")) as job:
+    with running(tmp_path, 2, "--max-restarts", "9", vendor=need("mpich")) as job:
         report = finish(job, chaos(job, "--faults", "rank", "--every", "3s", "--hold", "1s", "--count", "2"), 2)
     assert [fault["kind"] for fault in report["faults"]] == ["rank", "rank"]
     for fault in report["faults"]:

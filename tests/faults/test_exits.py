@@ -367,7 +367,7 @@ world.barrier()
 
 
 def killed(folder: Path, vendor: str, what: str, *options: str, before: str = "") -> Job:
-    """Start 3 ranks without --restarts. Rank 1 runs this."""
+    """Start 3 ranks without --max-restarts. Rank 1 runs this."""
     job = launched(folder, SCRIPT.replace("BEFORE", before).replace("WHAT", what), 3, *options, vendor=vendor)
     failed(job)
     left = [name for name in re.findall(r"the daemon's file: (\S+)", job.stdout) if Path(name).exists()]

@@ -46,7 +46,7 @@ def test_a_host_joins(job: ChangingJob) -> None:
 
 
 def test_what_is_refused(job: ChangingJob) -> None:
-    few = "--min-nodes is 2; `mpitrain kill` ends a job"
+    few = "the job needs 2; `mpitrain kill` ends a job"
     for wish, why in (
         ({"leave": ["d"]}, "d is not a host of the job; its hosts are a, b, c"),
         ({"leave": ["a", "b"]}, f"only 1 of its hosts would be left, and {few}"),

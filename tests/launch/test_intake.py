@@ -164,9 +164,9 @@ def test_several_hosts_join_as_far_as_there_is_room(site: Site) -> None:
     assert set(change.hosts.hosts) == {"a", "b", "c", "d", "e", "f"}
     site.intake.look(9000.0)
     assert len(site.asked()) == 4  # the job has as many hosts as it may have
-    why = "it would run on 6 hosts, and --elastic is 2:4; `mpitrain leave` makes room for others"
+    why = "it would run on 6 hosts, and --nnodes is 2:4; `mpitrain scale JOB -HOST` makes room"
     assert site.changes.answer({"join": "g,h"}) == {"refused": why}
-    why = "only 1 of its hosts would be left, and --elastic is 2:4; `mpitrain kill` ends a job"
+    why = "only 1 of its hosts would be left, and --nnodes is 2:4; `mpitrain kill` ends a job"
     assert site.changes.answer({"leave": ["b", "d", "e"]}) == {"refused": why}
 
 
@@ -225,7 +225,7 @@ def test_the_end_of_patience(site: Site, capsys: pytest.CaptureFixture[str]) -> 
         site.intake.look(now)
     assert site.asked() == []
     assert capsys.readouterr().err == (
-        "mpitrain: b was found bad 3 times, and is not taken in again by itself; `mpitrain join` lets it in\n"
+        "mpitrain: b was found bad 3 times, and is not taken in again by itself; `mpitrain scale JOB +HOST` lets it in\n"
     )
 
 
@@ -295,7 +295,7 @@ def test_too_few_are_left_in_the_inventory(listing: Site) -> None:
     assert listing.keepers.wish == SAVES
     change = listing.taken()
     assert change.is_end
-    assert change.text == "b, c can no longer take part (not in the inventory any more), and --elastic is 2:4"
+    assert change.text == "b, c can no longer take part (not in the inventory any more), and --nnodes is 2:4"
 
 
 def test_a_host_that_has_left_by_a_wish_stays_away(listing: Site) -> None:

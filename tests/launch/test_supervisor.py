@@ -135,11 +135,11 @@ attempt 1 of 2 failed at step 7: rank 2 on b was killed by signal 9; starting ag
 attempt 2 of 2 failed at step 8: rank 4 on c was killed by signal 9; not started again: no attempt is left
 137 abc abc a
 attempt 1 of 4 failed at step 7: rank 2 on b was killed by signal 9; starting again on a, b, c
-no answer; only a of a, b, c can take part, and --min-nodes is 2. Starting again on a only to save the state
-only a of a, b, c can take part, and --min-nodes is 2: the job has ended after step 6, which is saved
+no answer; only a of a, b, c can take part, and the job needs 2. Starting again on a only to save the state
+only a of a, b, c can take part, and the job needs 2: the job has ended after step 6, which is saved
 137 abc abc
 attempt 1 of 4 failed at step 7: rank 2 on b was killed by signal 9; starting again on a, b, c
-no answer; not started again: no host can take part, and --min-nodes is 2
+no answer; not started again: no host can take part, and the job needs 2
 137 abc abc abc abc
 attempt 1 of 4 failed at step 7: rank 2 on b was killed by signal 9; starting again on a, b, c
 attempt 2 of 4 failed at step 8: rank 0 on a was killed by signal 9; starting again on a, b, c
@@ -261,7 +261,7 @@ def test_an_elastic_job_starts_on_the_hosts_that_can_take_part(capsys: pytest.Ca
         assert [host for _, host in wished.bad] == ["b"]
         assert capsys.readouterr().err.startswith(f"mpitrain: {why}; starting on a, c with 4 ranks, without b\n")
     assert play(Tries(absent("b", "c")), Limits(5, 2, 3), Wished()) == 1
-    few = "mpitrain: no answer; not started: only a of a, b, c can take part, and --elastic is 2:3\n"
+    few = "mpitrain: no answer; not started: only a of a, b, c can take part, and --nnodes is 2:3\n"
     assert capsys.readouterr().err == few
     for error in (absent(a="x.py does not exist"), LaunchError("no ssh")):  # of this machine
         with pytest.raises(LaunchError):
@@ -312,7 +312,7 @@ def test_it_saves_once_and_leaves_its_state_otherwise(
     second: Ended | LaunchError, why: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The exit code is that of the failure, whatever ends the try that only saves. No restart is left after it."""
-    reason = "only a, b of a, b, c can take part, and --min-nodes is 3"
+    reason = "only a, b of a, b, c can take part, and the job needs 3"
     for before, kept in (
         ([], "it is kept on a"),
         (["-"], "no host has the state in memory; the same command continues from the newest"),
