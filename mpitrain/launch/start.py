@@ -170,6 +170,7 @@ def start(
                 verify=request.verify,
                 plan=request.plan,
                 recover=int(request.recover),
+                must_copy=int(bool(request.limits.restarts)),
                 servers=request.servers,
             ),
             glibc=glibc_version(

@@ -1,4 +1,4 @@
-"""`mpitrain run --max-restarts` over nodes: a rank or the launcher is killed, a node loses power, and training resumes."""
+"""`mpitrain run --max-restarts` over nodes: a rank or the launcher is killed, a node loses power; it resumes."""
 
 from __future__ import annotations
 
@@ -160,7 +160,7 @@ def test_the_launcher_is_killed(bed: Bed, python: str) -> None:
     assert 49 <= int(resumed) < 100, end.output
     assert "memory is not used" not in end.output
     assert "made step 100 on 3 ranks" in end.output
-    again = Job(bed, name, python=python, node="node2").end(, command="resume")
+    again = Job(bed, name, python=python, node="node2", command="resume").end()
     assert again.code == 1
     assert f"nothing is kept of a job {name} of yours on node1, node2, node3, node4." in again.output
 
@@ -174,7 +174,7 @@ def test_the_host_of_the_launcher_loses_its_power(bed: Bed, python: str) -> None
     (name,) = re.findall(r"^(\w{8}) .* train.py 100$", listed.stdout, re.M)
     bed.kill("node3")
     write(bed, "node1", "go_on", "")
-    end = Job(bed, name, python=python, node="node2").end(, command="resume")
+    end = Job(bed, name, python=python, node="node2", command="resume").end()
     assert end.code == 0, end.output
     assert f"the launcher of job {name} ran on node3. If it is alive there" in end.output
     assert "starting again on node1, node2 with 2 ranks, without node3\n" in end.output

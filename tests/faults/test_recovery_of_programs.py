@@ -1,4 +1,4 @@
-"""`mpitrain run --recover` and `--max-restarts` with codecs, rounds, stages, PyTorch, Horovod and loops of one's own."""
+"""`mpitrain run --recover` and restarts with codecs, rounds, stages, PyTorch, Horovod and loops of one's own."""
 
 from __future__ import annotations
 

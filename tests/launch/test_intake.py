@@ -225,7 +225,8 @@ def test_the_end_of_patience(site: Site, capsys: pytest.CaptureFixture[str]) -> 
         site.intake.look(now)
     assert site.asked() == []
     assert capsys.readouterr().err == (
-        "mpitrain: b was found bad 3 times, and is not taken in again by itself; `mpitrain scale JOB +HOST` lets it in\n"
+        "mpitrain: b was found bad 3 times, and is not taken in again by itself; `mpitrain scale JOB +HOST` lets it "
+        "in\n"
     )
 
 
