@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import re
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -98,6 +99,20 @@ def test_an_unknown_command_is_refused(capsys: pytest.CaptureFixture[str]) -> No
     with pytest.raises(SystemExit, match="2"):
         main(["xyzzy"])
     assert "there is no command 'xyzzy'; known: run, " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("words", [[], ["--version"], ["run", "--help"], ["check-cluster", "--explain", "all"]])
+def test_a_full_disk_for_the_output(words: list[str]) -> None:
+    with Path("/dev/full").open("w") as full:
+        command = [sys.executable, "-m", "mpitrain", *words]
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=300, check=False)
+    assert (done.returncode, done.stderr) == (1, "mpitrain: the output cannot be written: No space left on device\n")
+
+
+def test_two_dashes_before_the_command(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="0"):
+        main(["--", "run", "--help"])
+    assert capsys.readouterr().out.startswith("usage: mpitrain run ")
 
 
 def test_the_command_loads_no_array_and_no_mpi_library() -> None:

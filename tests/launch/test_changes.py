@@ -45,12 +45,21 @@ def test_a_host_joins(job: ChangingJob) -> None:
     assert sorted(change.hosts.hosts) == ["a", "b", "c"]
 
 
+def test_hosts_join_and_leave_at_once(job: ChangingJob) -> None:
+    follows = "a, b leave and d joins after the next copy of its state; then it continues on c, d"
+    assert job.answer(leave=["a", "b"], join="d") == {"accepted": follows}
+    change = job.taken()
+    assert (change.joined, change.now_on.hosts, change.hosts.hosts) == (("d",), ("c", "d"), ("c", "d"))
+    assert job.answer(leave=["c"]) == {"refused": "the job is being started again; try again in a moment"}
+
+
 def test_what_is_refused(job: ChangingJob) -> None:
     few = "the job needs 2; `mpitrain kill` ends a job"
     for wish, why in (
         ({"leave": ["d"]}, "d is not a host of the job; its hosts are a, b, c"),
         ({"leave": ["a", "b"]}, f"only 1 of its hosts would be left, and {few}"),
         ({"leave": ["a", "b", "c"]}, f"no host would be left, and {few}"),
+        ({"leave": ["a", "b", "c"], "join": "d"}, f"no host would be left, and {few}"),
         ({"join": "nowhere"}, "there is no host 'nowhere'"),
         ({"join": "other"}, "other: train.py differs"),
     ):

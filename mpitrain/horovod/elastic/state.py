@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
 from mpitrain.errors import ConfigError
-from mpitrain.job.start import elastic, init
+from mpitrain.job.start import elastic, init, the_job
 from mpitrain.state.keep import KeptState, RankState
 from mpitrain.state.packed import pack, unpack
 from mpitrain.world.world import World
@@ -83,11 +83,11 @@ class ElasticState:
 
     def begin_copies(self) -> bool:
         """Copy the state to memory from now on, if the job has keepers. True: it continues from a copy. Collective."""
-        if not init().context.keeper:
+        context = init().context
+        has_dict = hasattr(self, "state_dict") and hasattr(self, "load_state_dict")
+        if not context.keeper or (not context.must_copy and (not has_dict or the_job().is_elastic)):
             return False
-        if not (hasattr(self, "state_dict") and hasattr(self, "load_state_dict")):
-            if not init().context.must_copy:
-                return False
+        if not has_dict:
             raise ConfigError(
                 f"{init().name()}: a {type(self).__name__} has no state_dict() and load_state_dict(), which a restart "
                 "from memory needs; write them, use hvd.elastic.ObjectState or TorchState, or leave out --max-restarts"
