@@ -10,7 +10,7 @@ import time
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from mpitrain.cli.changing import add_job_argument
 from mpitrain.errors import ConfigError, DataError
@@ -61,7 +61,7 @@ def run(arguments: argparse.Namespace) -> int:
         raise ConfigError(f"there is no rank {arguments.rank} in job {about['job']}; its ranks are {ranks_of(about)}")
     printed = _Printed(path / name)
     if not arguments.follow:
-        if not printed.print_new(also_before=True):
+        if not printed.print_new():
             print(f"mpitrain logs: nothing was printed yet ({path / name})", file=sys.stderr)
         return 0
     try:
@@ -85,7 +85,7 @@ def _follow(printed: _Printed, path: Path, about: Mapping[str, Any]) -> str:
     from mpitrain.launch.job_logs import is_here, read_about
     from mpitrain.launch.roster import launcher_pid
 
-    printed.print_new(also_before=True)
+    printed.print_new()
     while True:
         about = read_about(path) or about
         is_lost = not about["ended"] and is_here(about) and launcher_pid(about["launcher"]) is None
@@ -103,43 +103,28 @@ def _follow(printed: _Printed, path: Path, about: Mapping[str, Any]) -> str:
 
 
 class _Printed:
-    """A file of which all is printed once. When it is full, another one takes its place (launch/job_logs.py)."""
+    """A file of which all is printed once. When it is full, it becomes NAME.1, and another one begins (job_logs.py)."""
 
     def __init__(self, path: Path) -> None:
-        self._path = path
-        self._file: BinaryIO | None = None
+        self._path, self._before = path, path.with_name(f"{path.name}.1")
+        self._inode = self._position = 0  # of the last byte that was printed
 
-    def print_new(self, *, also_before: bool = False) -> bool:
-        """Print what has come, with `also_before` after the file that was full before. False: there was nothing."""
+    def print_new(self) -> bool:
+        """Print what has come, the first time also NAME.1. False: there was nothing."""
+        sys.stdout.flush()
         is_new = False
-        if also_before:
-            with suppress(FileNotFoundError), self._path.with_name(f"{self._path.name}.1").open("rb") as before:
-                is_new = _copy(before)
-        if self._file is not None:
-            is_new |= _copy(self._file)
-            with suppress(FileNotFoundError):
-                if self._path.stat().st_ino != _inode(self._file):
-                    self._file.close()
-                    self._file = None
-        if self._file is None:
-            with suppress(FileNotFoundError):
-                self._file = self._path.open("rb")
-                is_new |= _copy(self._file)
+        for path in (self._before, self._path):
+            with suppress(FileNotFoundError), path.open("rb") as file:
+                inode = os.fstat(file.fileno()).st_ino
+                if path == self._before and self._inode not in (0, inode):
+                    continue
+                file.seek(self._position if inode == self._inode else 0)
+                while data := file.read(_READ_BYTES):
+                    sys.stdout.buffer.write(data)
+                    is_new = True
+                self._inode, self._position = inode, file.tell()
         sys.stdout.flush()
         return is_new
-
-
-def _copy(file: BinaryIO) -> bool:
-    sys.stdout.flush()
-    is_new = False
-    while data := file.read(_READ_BYTES):
-        sys.stdout.buffer.write(data)
-        is_new = True
-    return is_new
-
-
-def _inode(file: BinaryIO) -> int:
-    return os.fstat(file.fileno()).st_ino
 
 
 def _rank(text: str) -> int:

@@ -52,6 +52,8 @@ def wish_of(changes: Sequence[str]) -> dict[str, object]:
     for word in changes:
         if word[:1] not in ("+", "-"):
             raise ConfigError(f"{word!r} has no sign: +{word} lets a host join, -{word} lets it leave")
+        if word in ("+", "-"):
+            raise ConfigError(f"{word} names no host; write {word}HOST without a space")
         if word.startswith("--"):
             raise ConfigError(f"{word} stands behind JOB, where hosts are; options come before JOB")
     joining = ",".join(word[1:] for word in changes if word[0] == "+")

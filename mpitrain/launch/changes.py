@@ -374,5 +374,5 @@ class Tellers:
             return self._orders.answer(wish["tell"], teller_name(user, str(wish.get("from", ""))))
         if self._changes is None:
             text = "its hosts cannot change, because no keepers hold its state meanwhile"
-            return {"refused": f"{text}; start the job without --max-restarts 0"}
+            return {"refused": f"{text}; start the job with --max-restarts N"}
         return self._changes.answer(wish)

@@ -241,7 +241,7 @@ def change_of(
         ConfigError: a host that leaves is not in the job, too few would be left, or see `joining`.
         LaunchError: see `joining`.
     """
-    leave, text = list(wish.get("leave", ())), str(wish.get("join", ""))
+    leave, text = list(wish.get("leave", ())), str(wish.get("join", "") if "leave" in wish else wish["join"])
     _refuse_few(now_on, leave, limits, len(parse_hosts(text)) if text else 0)
     if not leave:
         return joining(hosts, now_on, text, limits, widen, check)

@@ -148,6 +148,9 @@ def start(
         num_cores = len(os.sched_getaffinity(0))
         if placement.is_here:  # otherwise each host reports its cores
             refuse_crowds(placement.places, {placement.own: num_cores})
+        if request.limits.min_nodes > len(placement.places):
+            num_hosts = len(placement.places)
+            raise ConfigError(f"{request.limits.words}, but the job runs on {num_hosts} host{'s' * (num_hosts > 1)}")
         listed = _listed_hosts(request) if request.limits.max_nodes is not None else None
         mpiexec = describe_mpiexec(request.mpiexec) if request.mpiexec else find_mpiexec()
         if request.recover:
@@ -155,9 +158,6 @@ def start(
         check_mpiexec(mpiexec, find_library(), placement.num_ranks, request.typed)
         if placement.note:
             print(f"mpitrain: {placement.note}", file=sys.stderr)
-        if request.limits.min_nodes > len(placement.places):
-            num_hosts = len(placement.places)
-            raise ConfigError(f"{request.limits.words}, but the job runs on {num_hosts} host{'s' * (num_hosts > 1)}")
         job = JobSpec(
             mpiexec=mpiexec,
             program=[sys.executable, *request.program],

@@ -107,7 +107,7 @@ def test_hosts_that_are_taken_in_when_they_answer() -> None:
     # b has been taken in meanwhile.
     assert judge(HOSTS, failures, [], Limits(5, 2, 4), 101.0, present={"a", "b"}).hosts == HOSTS
     assert judge(HOSTS, failures, [], Limits(5, 4, 4), 159.0) == Verdict(
-        reason="only a, c, d of a, b, c, d can take part, and --nnodes is 4:4", left=("a", "c", "d")
+        reason="only a, c, d of a, b, c, d can take part, and --nnodes is 4", left=("a", "c", "d")
     )
     assert times_bad("b", failures, [(300.0, "b"), (300.0, "c")]) == [100.0, 300.0]
     assert times_bad("c", [failure(7, "c"), failure(8, "c"), failure(9, "c")], []) == [0.0, 0.0]
