@@ -12,7 +12,7 @@ import sys
 import textwrap
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import NoReturn, Protocol, cast
+from typing import IO, NoReturn, Protocol, cast
 
 from mpitrain import __version__
 from mpitrain.errors import ConfigError, MpitrainError
@@ -41,6 +41,10 @@ class _Parser(argparse.ArgumentParser):
         sys.stderr.write(f"{self.prog}: error: {shown_text(message, _MOST_LETTERS)}\n")
         sys.stderr.write(f"{self.prog} --help lists the {'options' if ' ' in self.prog else 'commands'}\n")
         sys.exit(2)
+
+    def _print_message(self, message: str, file: IO[str] | None = None) -> None:
+        """Print as `print` does. That of argparse says nothing if the disk is full."""
+        (file or sys.stderr).write(message)
 
 
 class _HelpFormat(argparse.RawDescriptionHelpFormatter):
