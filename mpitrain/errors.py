@@ -2,8 +2,7 @@
 
     MpitrainError
     ├── ConfigError            an option or MPITRAIN_* variable that does not exist or has a wrong value
-    │   ├── MissingLibraryError    a library of an extra is not installed
-    │   └── NotNowError            the hosts of a job can change at another time only
+    │   └── MissingLibraryError    a library of an extra is not installed
     ├── LaunchError            the job did not start as one job: no MPI, the wrong mpiexec, too few ranks
     │   └── LostServerError        a further parameter server is gone
     ├── ClusterError           a machine could not be reached, trusted, set up or taken out of the cluster
@@ -55,7 +54,6 @@ __all__ = [
     "MpitrainError",
     "NoRoomError",
     "NonFiniteError",
-    "NotNowError",
     "ProcessGroupError",
     "RemoteError",
     "ReplicaError",
@@ -110,10 +108,6 @@ class ConfigError(MpitrainError, ValueError):
 
 class MissingLibraryError(ConfigError, AttributeError):
     """A library of an extra is not installed. To hasattr() and help(), the name that needs it is not there."""
-
-
-class NotNowError(ConfigError):
-    """The job can change its hosts at another time only."""
 
 
 class LaunchError(MpitrainError, RuntimeError):

@@ -52,11 +52,11 @@ QUOTES: dict[str, list[tuple[str, str]]] = {
         (r"When nothing has moved for (\d+) s", "Config().stall_seconds"),
     ],
     "how-to/fault-tolerance": [
-        (r"at the earliest (\d+) s after it was set aside", "launch.policy.ASIDE_SECONDS"),
-        (r"a host was found bad (\d+) times", "launch.policy.MOST_TIMES_BAD"),
-        (r"it is asked again after (\d+) s, 20 s", "launch.intake.FIRST_SECONDS"),
-        (r"and so on, up to every (\d+) minutes, silently", "launch.intake.MOST_SECONDS / 60"),
-        (r"The host is asked again after (\d+) minutes", "launch.intake.DIFFERENT_SECONDS / 60"),
+        (r"at the earliest (\d+) s after it was set aside", "launch.where.ASIDE_SECONDS"),
+        (r"a host was found bad (\d+) times", "launch.changes.MOST_TIMES_BAD"),
+        (r"it is asked again after (\d+) s, 20 s", "launch.changes.FIRST_SECONDS"),
+        (r"and so on, up to every (\d+) minutes, silently", "launch.changes.MOST_SECONDS / 60"),
+        (r"The host is asked again after (\d+) minutes", "launch.changes.DIFFERENT_SECONDS / 60"),
     ],
     "how-to/parameter-server": [
         (r"lasts for more than (\d+) s, the STATE", "launch.jobs._SILENT_SECONDS"),

@@ -51,7 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--spares",
         action="store_true",
-        help="with --restarts: keep processes ready to be ranks",
+        help="keep processes ready to be ranks after a failure",
     )
     parser.add_argument(
         "--recover",
@@ -90,7 +90,7 @@ def run(arguments: argparse.Namespace) -> int:
     from mpitrain.launch.time_limit import note_early
 
     note_early()  # the other imports take a while
-    from mpitrain.launch.policy import Limits
+    from mpitrain.launch.events import Limits
     from mpitrain.launch.start import start
 
     request = request_of_script(arguments)

@@ -1,378 +1,328 @@
-"""Changes of the hosts of a running job: answers the wishes.
+"""Rows of the policy (policy.py) for changes of the hosts of a running job. Pure functions.
 
-    wish ─> can it be? ─┬─> "accepted" ─> the next attempt starts, on other hosts (successor.py) ─> keepers ─> ranks end
-                        │                                                               after their next copy
-                        └─> "refused", and why; the job does not notice
+    asked ─> can it be? ─┬─> accepted ─> Prepare: the next attempt starts, on other hosts ─> Ready ─> Tell: LEAVES
+                         │                                         ─> Left after the next copy ─> TakeOver
+                         └─> refused, and why; the job does not notice
 
-Only the first run of a script can be left and gone on with: a later one would have to begin with it. A run is that of
-a Trainer, or a loop with mt.keep.
+Only the first run of a script can be left and continued: a later one would have to begin with it. A run is that of a
+Trainer, or a loop with mt.keep. If the next attempt cannot start beside the present one, it starts when that has ended.
 
-A thread answers, because a host that is to join is asked for its facts first. Only the main thread starts processes.
-If the next attempt cannot start beside the present one, it starts when the present one has ended.
-
-`Tellers` opens the socket to which the wishes of `mpitrain tell` and `scale` come (control.py).
+An elastic job takes in by itself the hosts that answer again, and lets go those that its inventory has lost. A host
+that was found bad is first set aside for the time that a restart would wait for it (where.py), and is not asked again
+after the third time. A host that has left because somebody asked is no longer one of the job, so it is not asked.
 """
 
 from __future__ import annotations
 
-import os
-import socket
-import threading
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from mpitrain.errors import ConfigError, LaunchError, NotNowError
-from mpitrain.launch.control import listen, serve
-from mpitrain.launch.keepers import KEEP_SECONDS, Keepers
+from mpitrain.launch import events
+from mpitrain.launch.events import READY_SECONDS, Action, Answer, Change, Drop, Event, Find, Outside, Say, State, Tell
 from mpitrain.launch.kept import LEAVES, PREPARES, SAVES, STAYS
-from mpitrain.launch.log import say
-from mpitrain.launch.orders import Orders, teller_name
-from mpitrain.launch.placement import Placement
-from mpitrain.launch.policy import READY_SECONDS, Change, Limits, change_of, leaving
-from mpitrain.launch.roster import launcher_name
-from mpitrain.launch.successor import Successor
+from mpitrain.launch.placement import Place, Placement
+from mpitrain.launch.where import aside_until, times_bad
 from mpitrain.watching.ranges import rank_ranges
 
-_LOOK_SECONDS = 0.2
-_RUN = 1
+FIRST_RUN = 1
 # mpiexec sends SIGTERM to ranks too, when it ends them because of another one, whose end is heard within this time.
-_SETTLE_SECONDS = 1.5
+SETTLE_SECONDS = 1.5
 # A host that is about to be taken away has less time than READY_SECONDS.
-_READY_SECONDS_OF_TOLD = 10.0
-# So long a wish waits for an attempt or a run that is about to begin.
-_BEGIN_SECONDS = 5.0
+READY_SECONDS_OF_TOLD = 10.0
+# A host that does not answer is asked again after this time, which doubles each time.
+FIRST_SECONDS, MOST_SECONDS = 10.0, 300.0
+# A host that answers and differs.
+DIFFERENT_SECONDS = 600.0
+# An elastic job that has found a host bad so many times does not take the host in again by itself.
+MOST_TIMES_BAD = 3
+
 _STARTS = "the job is being started again; try again in a moment"
 
+Next = tuple[State, list[Action]]
 
-class Changes:
-    """Use this in `with`: inside, wishes are answered. `look` continues with them.
 
-    Attributes:
-        bad: the hosts that could not take part when an attempt was about to start, or to take over, each with the time.
-    """
-
-    def __init__(
-        self,
-        keepers: Keepers,
-        limits: Limits,
-        widen: Callable[[Placement, str], Placement],
-        check: Callable[[Placement], None],
-        prepare: Callable[[Placement, str], Successor | None],
-    ) -> None:
-        """No wish is answered yet.
-
-        Args:
-            keepers: of the job; they tell its ranks.
-            limits: the fewest and the most hosts.
-            widen: returns a placement with more hosts, from the text of --hosts. Raises ConfigError.
-            check: raises LaunchError or ConfigError if a host of a placement cannot take part.
-            prepare: starts the next attempt beside the present one, for a reason in words; None: it cannot.
-        """
-        self.bad: list[tuple[float, str]] = []
-        self._keepers, self._limits, self._widen, self._check = keepers, limits, widen, check
-        self._prepare = prepare
-        self._next: tuple[Change, Successor] | None = None
-        self._taken: Successor | None = None  # the newest that has been taken; perhaps it has not been run to its end
-        self._prepared_since = 0.0
-        self._hosts: Placement | None = None
-        self._now_on: Placement | None = None
-        self._change: Change | None = None
-        self._saves_for = ""
-        self._told: dict[str, int] = {}  # the hosts that are to leave because SIGTERM told a rank there to end
-        self._heeded: set[int] = set()  # the ranks of this attempt of which that is known
-        self._lock = threading.Lock()
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._look, name="changes", daemon=True)
-
-    def __enter__(self) -> Changes:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._stop.set()
-        self._thread.join(2 * _LOOK_SECONDS)
-        self._close_next()
-        if self._taken is not None:
-            self._taken.close()
-
-    def begin(self, hosts: Placement, now_on: Placement, saves_for: str = "") -> None:
-        """An attempt is about to begin on `now_on`; those of `hosts` that are not in it are set aside.
-
-        With `saves_for`, a reason in words, the try only saves the state of the job, and no wish is accepted.
-        """
-        with self._lock:
-            self._hosts, self._now_on, self._saves_for = hosts, now_on, saves_for
-            self._keepers.note(hosts)
-            self._keepers.run, self._keepers.wish, self._keepers.told = 0, STAYS, {}
-            self._heeded = set()
-            self._told = {host: rank for host, rank in self._told.items() if host in now_on.hosts}
-
-    def leave_state(self, why: str) -> str:
-        """After the last attempt: leave the state to another launcher, for a reason in words.
-
-        Return where it is, and what to do; "": nobody has it.
-        """
-        hosts, job = self._keepers.stay(why), self._keepers.of
-        if not hosts:
-            return ""
-        until = time.strftime("%H:%M:%S", time.localtime(time.time() + KEEP_SECONDS))
+def why_not(state: State) -> str:
+    """Say why the hosts of the job cannot change now; "": they can."""
+    if not state.is_running:
+        return _STARTS
+    if state.change is not None:
+        return f"another change is under way: {state.change.text}"
+    if state.saves_for:
+        return f"the job only saves its state, because {state.saves_for}"
+    if state.run > FIRST_RUN:
+        return f"it is in run {state.run} of its script, and the hosts of a job change in the first one only"
+    if state.run < FIRST_RUN:
         return (
-            f"its state is kept in memory on {', '.join(hosts)} until {until}. To continue when more hosts can take "
-            f"part: `mpitrain resume {job}`. To drop it: `mpitrain kill {job}`"
+            "the hosts of a job change while a Trainer, or a loop with mt.keep, copies its state to memory, and "
+            "none does so now. If its training is about to begin, try again in a moment"
         )
-
-    def take(self, *, has_left: bool = False) -> Change | None:
-        """After an attempt: the change that was accepted meanwhile. Until `begin`, no wish is accepted.
-
-        Args:
-            has_left: the ranks have ended for a change. A host that SIGTERM has told to leave just before is not
-                forgotten.
-        """
-        with self._lock:
-            if has_left and self._now_on is not None:
-                self._told |= {self._now_on.host_of(rank): rank for rank in self._keepers.told.keys() - self._heeded}
-            change, self._change, self._now_on = self._change, None, None
-            return change
-
-    def take_next(self, change: Change | None) -> Successor | None:
-        """After `take`: the try that continues for this change. It takes over now. None: none is ready."""
-        if self._next is None or self._next[0] is not change or not self._next[1].is_ready:
-            self._close_next()
-            return None
-        _, self._taken = self._next
-        self._next = None
-        return self._taken
-
-    def look(self) -> None:
-        """In the main thread, some times a second while an attempt runs: prepare the next one, if there is a change."""
-        with self._lock:
-            change, is_prepared = self._change, self._keepers.wish == PREPARES
-        if self._next is not None and self._next[0] is not change:  # the change was dropped
-            self._close_next()
-        if change is None:
-            return
-        if self._next is None:
-            if is_prepared:
-                self._begin_next(change)
-            return
-        _, successor = self._next
-        successor.look()
-        if not successor.problem and is_prepared and time.monotonic() - self._prepared_since > change.ready_seconds:
-            successor.has_room = False
-            self._go_without(change, successor, f"its ranks were not ready within {change.ready_seconds:g} s")
-        elif successor.problem:
-            self._go_without(change, successor, successor.problem)
-        elif is_prepared and successor.is_ready:
-            self._tell(change, LEAVES)
-
-    def _begin_next(self, change: Change) -> None:
-        successor = self._prepare(change.now_on, change.text)
-        if successor is None:
-            self._tell(change, LEAVES)
-        else:
-            self._next, self._prepared_since = (change, successor), time.monotonic()
-
-    def _go_without(self, change: Change, successor: Successor, problem: str) -> None:
-        """The next attempt cannot be prepared: drop the hosts that would join, or let the present ranks end first."""
-        self._close_next()
-        with self._lock:
-            is_dropped = bool(change.joined) and successor.has_room and self._keepers.wish == PREPARES
-            if is_dropped and self._change is change:
-                self._change, self._keepers.wish = None, STAYS
-        if is_dropped:
-            blamed = [host for host in change.joined if host in successor.faulty or not successor.faulty]
-            self.bad += [(time.monotonic(), host) for host in blamed]
-            say(f"the job continues as before, without {', '.join(change.joined)}: {problem}")
-        else:
-            say(f"the next attempt cannot start beside this one: {problem}. It starts when this one has ended")
-            self._tell(change, LEAVES)
-
-    def _close_next(self) -> None:
-        if self._next is not None:
-            self._next[1].close()
-            self._next = None
-
-    def _tell(self, change: Change, wish: int) -> None:
-        with self._lock:
-            if self._change is change:
-                self._keepers.wish = wish
-
-    def answer(self, wish: Mapping[str, Any]) -> dict[str, str]:
-        """Accept or refuse a wish of somebody."""
-        self._wait_for_run()
-        try:
-            change = self.accept(wish)
-        except (ConfigError, LaunchError) as error:
-            return {"refused": str(error)}
-        return {"accepted": f"{change.text} after the next copy of its state; then it continues on {change.where}"}
-
-    @property
-    def is_open(self) -> bool:
-        """True if a change could be accepted now."""
-        with self._lock:
-            is_free = self._now_on is not None and self._change is None and not self._saves_for
-            return is_free and self._keepers.run == _RUN and not self._keepers.is_ending
-
-    def accept(self, wish: Mapping[str, Any]) -> Change:
-        """Accept a wish; `look` continues with it. Takes seconds for a host that joins: call this in a thread.
-
-        Raises:
-            NotNowError: the hosts of the job cannot change now.
-            ConfigError: this change cannot be.
-            LaunchError: a host that would join does not answer, or differs.
-        """
-        with self._lock:
-            self._refuse_now()
-            hosts, now_on = self._hosts, self._now_on
-        assert hosts is not None
-        assert now_on is not None
-        change = change_of(wish, hosts, now_on, self._limits, self._widen, self._check)
-        with self._lock:
-            self._refuse_now()
-            if self._now_on is not now_on:
-                raise NotNowError(_STARTS)
-            self._change, self._keepers.wish = change, PREPARES
-        return change
-
-    def let_go(self, leave: list[str], why: str) -> None:
-        """Let these hosts leave, or if too few would be left, let the job save and end, for a reason in words.
-
-        Raises:
-            NotNowError: the hosts of the job cannot change now.
-        """
-        with self._lock:
-            self._refuse_now()
-            why_end = f"{', '.join(leave)} can no longer take part ({why}), and {self._limits.words}"
-            said = self._part(leave, why, why_end)
-        say(said)
-
-    def _wait_for_run(self) -> None:
-        """Wait a moment for a run that can be left: a user who has just seen one try end knows nothing of the next."""
-        deadline = time.monotonic() + _BEGIN_SECONDS
-        while time.monotonic() < deadline and not self._stop.is_set():
-            with self._lock:
-                if self._change is not None or (self._now_on is not None and self._keepers.run >= _RUN):
-                    return
-            time.sleep(_LOOK_SECONDS / 4)
-
-    def _refuse_now(self) -> None:
-        if self._hosts is None or self._now_on is None:
-            raise NotNowError(_STARTS)
-        if self._change is not None:
-            raise NotNowError(f"another change is under way: {self._change.text}")
-        if self._saves_for:
-            raise NotNowError(f"the job only saves its state, because {self._saves_for}")
-        if self._keepers.run > _RUN:
-            raise NotNowError(
-                f"it is in run {self._keepers.run} of its script, and the hosts of a job change in the first one only"
-            )
-        if self._keepers.run < _RUN:
-            raise NotNowError(
-                "the hosts of a job change while a Trainer, or a loop with mt.keep, copies its state to memory, and "
-                "none does so now. If its training is about to begin, try again in a moment"
-            )
-
-    def _drop_if_late(self) -> None:
-        """If the run is over that was to change its hosts, say so: there is nothing to continue with."""
-        with self._lock:
-            if (change := self._change) is None or self._keepers.run == _RUN:
-                return
-            self._change, self._keepers.wish = None, STAYS
-        say(f"the training ended before the hosts of the job could change: {change.text}")
-
-    def _look_at_told(self) -> None:
-        """Let the hosts leave on which SIGTERM has told a rank to end, if the job is healthy."""
-        with self._lock:
-            hosts, now_on, keepers = self._hosts, self._now_on, self._keepers
-            if hosts is None or now_on is None:
-                return
-            if not keepers.is_ending:
-                settled = time.monotonic() - _SETTLE_SECONDS
-                told = {rank for rank, since in tuple(keepers.told.items()) if since < settled}
-                self._told |= {now_on.host_of(rank): rank for rank in sorted(told - self._heeded)}
-                self._heeded |= told
-            leave = [host for host in now_on.hosts if host in self._told]
-            if not leave or self._change is not None or keepers.is_ending:
-                return
-            if keepers.run != _RUN and not keepers.told:  # since the attempt before; this one has not begun its run yet
-                return
-            ranks = rank_ranges(sorted(self._told.pop(host) for host in leave))
-            why = f"SIGTERM told rank{'s' * (len(leave) > 1)} {ranks} to end"
-            if keepers.run != _RUN:
-                keepers.refuses = True
-                where = f"this is run {keepers.run}" if keepers.run else "there is none now"
-                only = "the hosts of a job change in the first run of a Trainer, or loop with mt.keep, only"
-                say(f"{why}, and {only}; {where}. A failure follows")
-                return
-            said = self._part(leave, why, f"{why} on {', '.join(leave)}", _READY_SECONDS_OF_TOLD)
-        say(said)
-
-    def _part(self, leave: list[str], why: str, why_end: str, ready_seconds: float = READY_SECONDS) -> str:
-        """Begin a change without these hosts, or the end if too few are left; return what to say. Hold the lock."""
-        assert self._hosts is not None
-        assert self._now_on is not None
-        if len(set(self._now_on.hosts) - set(leave)) >= max(1, self._limits.min_nodes):
-            change = leaving(self._hosts, self._now_on, leave)
-            self._change = replace(change, text=f"{change.text} ({why})", ready_seconds=ready_seconds)
-            self._keepers.wish = PREPARES
-            follows = f"it continues on {change.where}"
-        else:
-            self._change = Change(why_end, self._hosts, self._now_on, is_end=True)
-            self._keepers.wish = SAVES
-            follows = "the job saves and ends"
-        return f"{self._change.text}; after the next copy of the state, {follows}"
-
-    def _look(self) -> None:
-        fault = ""
-        while not self._stop.wait(_LOOK_SECONDS):
-            try:
-                self._drop_if_late()
-                self._look_at_told()
-            except Exception as error:  # nobody looks at a thread's error, and the job can train without it
-                if fault != repr(error):
-                    fault = repr(error)
-                    say(f"the hosts of the job may not change as they should: {fault}")
+    return ""
 
 
-_LAST_SECONDS = 1.5
+def is_open(state: State) -> bool:
+    """True if an elastic job may change its hosts now by itself."""
+    return state.is_elastic and not state.is_ending and not why_not(state)
 
 
-class Tellers:
-    """Use this in `with`: inside, wishes are answered."""
+def leave_asked(state: State, event: events.LeaveAsked) -> Next:
+    """Somebody asks hosts to leave."""
+    if problem := why_not(state) or _why_no_leave(state, event.hosts):
+        return state, [Answer(problem)]
+    state, actions, _ = _part(state, event, list(event.hosts))
+    return state, [*actions, _accepted(state)]
 
-    def __init__(self, orders: Orders, changes: Changes | None) -> None:
-        """Without `changes`, the hosts of the job cannot change."""
-        self._orders, self._changes = orders, changes
-        self._listener: socket.socket | None = None
-        self._stop = threading.Event()
-        self._thread: threading.Thread | None = None
 
-    def __enter__(self) -> Tellers:
-        """Open the socket. If that cannot be, stderr says so: the job does not need it."""
-        try:
-            self._listener = listen(launcher_name(os.getpid()))
-        except OSError as error:
-            say(f"nobody can tell this job anything (mpitrain tell, scale): {error}")
-            return self
-        serves = self._listener, self._answer, self._stop
-        self._thread = threading.Thread(target=serve, args=serves, name="wishes", daemon=True)
-        self._thread.start()
-        return self
+def join_asked(state: State, event: events.JoinAsked) -> Next:
+    """Somebody asks hosts to join, and others to leave. Whether they can join takes seconds to find out."""
+    leave = set(event.leave)
+    num_joining = len({item.partition("/")[0] for item in event.text.split(",")})
+    if problem := why_not(state) or (_why_no_leave(state, event.leave, num_joining) if leave else ""):
+        return state, [Answer(problem)]
+    return state, [Find(event.text, state.attempt, state.now_on.without(leave), state.hosts.without(leave))]
 
-    def __exit__(self, *_: object) -> None:
-        self._orders.close()
-        self._stop.set()
-        if self._thread is not None:
-            self._thread.join(_LAST_SECONDS)  # a host may be asked, which takes longer
-        if self._listener is not None:
-            self._listener.close()
 
-    def _answer(self, wish: Mapping[str, Any], user: int) -> Mapping[str, Any]:
-        if "tell" in wish:
-            return self._orders.answer(wish["tell"], teller_name(user, str(wish.get("from", ""))))
-        if self._changes is None:
-            text = "its hosts cannot change, because no keepers hold its state meanwhile"
-            return {"refused": f"{text}; start the job with --max-restarts N"}
-        return self._changes.answer(wish)
+def _why_no_leave(state: State, leave: Sequence[str], num_joining: int = 0) -> str:
+    """Say why these hosts cannot leave, while so many others join; "": they can."""
+    now_on, num_left = state.now_on.hosts, len(set(state.now_on.hosts) - set(leave))
+    if strange := [host for host in leave if host not in now_on]:
+        return f"{strange[0]} is not a host of the job; its hosts are {', '.join(now_on)}"
+    if num_left and num_left + num_joining >= state.limits.min_nodes:
+        return ""
+    left = f"only {num_left} of its hosts would be left" if num_left else "no host would be left"
+    return f"{left}, and {state.limits.words}; `mpitrain kill` ends a job"
+
+
+def fit(state: State, event: events.Fit) -> Next:
+    """The hosts that would join can take part: the change is accepted, if it still can be."""
+    find, wider, most = event.find, event.wider, state.limits.max_nodes
+    problem = why_not(state) or (_STARTS if find.attempt != state.attempt else "")
+    if problem:  # of no interest if the job itself has asked: it will again
+        return state, [] if find.by_itself else [Answer(problem)]
+    if most is not None and len(wider.hosts) > most:
+        many = f"it would run on {len(wider.hosts)} hosts, and {state.limits.words}"
+        return unfit(state, events.Unfit(event.at, find, f"{many}; `mpitrain scale JOB -HOST` makes room"))
+    joined, left = wider.hosts[len(find.now_on.hosts) :], [h for h in state.now_on.hosts if h not in wider.hosts]
+    leaves = f"{', '.join(left)} leave{'s' * (len(left) == 1)} and " if left else ""
+    text = f"{leaves}{', '.join(joined)} join{'s' * (len(joined) == 1)}"
+    state, actions = _prepare(state, Change(text, event.hosts, wider, joined), event.at)
+    if not find.by_itself:
+        return state, [*actions, _accepted(state)]
+    state = _put_off(state, joined, event.at)  # if the next attempt fails, perhaps because of another host
+    says = f"{', '.join(joined)} answer{'s' * (len(joined) == 1)}; {text} after the next copy of the state"
+    return state, [*actions, Say(f"{says}, and then it continues on {', '.join(wider.hosts)}")]
+
+
+def unfit(state: State, event: events.Unfit) -> Next:
+    """The hosts that would join cannot. An elastic job asks them again later."""
+    if not event.find.by_itself:
+        return state, [Answer(event.problem)]
+    joining = [item.partition("/")[0] for item in event.find.text.split(",")]
+    away = [host for host in joining if host in event.away]  # one without the shared folder too: it is being set up
+    different = {host: text for host, text in event.different.items() if host in joining and host not in away}
+    if not different and not away:
+        different = dict.fromkeys(joining, event.problem)
+    news = [host for host, text in different.items() if state.outside.differences.get(host) != text]
+    state = noted(_put_off(state, away, event.at), different, event.at)
+    again = f"It is asked again in {DIFFERENT_SECONDS / 60:g} minutes"
+    return state, [Say(f"{host} cannot take part: {different[host]}. {again}") for host in news]
+
+
+def _accepted(state: State) -> Answer:
+    assert state.change is not None
+    after = "after the next copy of its state; then it continues on"
+    return Answer(f"{state.change.text} {after} {', '.join(state.change.now_on.hosts)}", is_accepted=True)
+
+
+def _part(
+    state: State, event: Event, leave: Sequence[str], why: str = "", why_end: str = "", seconds: float = READY_SECONDS
+) -> tuple[State, list[Action], str]:
+    """Begin a change without these hosts, or the end if too few are left. Return also what to say."""
+    if len(set(state.now_on.hosts) - set(leave)) < max(1, state.limits.min_nodes):
+        change = Change(why_end, state.hosts, state.now_on, is_end=True)
+        says = f"{why_end}; after the next copy of the state, the job saves and ends"
+        return replace(state, change=change, command=SAVES), [Tell(SAVES)], says
+    text = f"{', '.join(leave)} leave{'s' * (len(leave) == 1)}" + (f" ({why})" if why else "")
+    hosts, now_on = state.hosts.without(set(leave)), state.now_on.without(set(leave))
+    state, actions = _prepare(state, Change(text, hosts, now_on, ready_seconds=seconds), event.at)
+    says = f"{text}; after the next copy of the state, it continues on {', '.join(now_on.hosts)}"
+    return state, actions, says
+
+
+def _prepare(state: State, change: Change, now: float) -> Next:
+    state = replace(state, change=change, command=PREPARES, prepared_since=now)
+    return state, [Tell(PREPARES), events.Prepare(change.now_on, change.text)]
+
+
+def ready(state: State) -> Next:
+    """The next attempt can take over: the ranks leave."""
+    if state.command != PREPARES or state.prepared_since is None:
+        return state, []
+    return replace(state, command=LEAVES), [Tell(LEAVES)]
+
+
+def not_prepared(state: State, event: events.NotPrepared) -> Next:
+    """Drop the hosts that would join, or let the present ranks end first. These may have heard that they leave."""
+    change = state.change
+    if change is None or state.prepared_since is None:
+        return state, []
+    state = replace(state, prepared_since=None)
+    if change.joined and event.problem and event.has_room and state.command == PREPARES:
+        blamed = [host for host in change.joined if host in event.faulty or not event.faulty]
+        absent = (*state.absent, *((event.at, host) for host in blamed))
+        state = replace(state, change=None, command=STAYS, absent=absent)
+        says = f"the job continues as before, without {', '.join(change.joined)}: {event.problem}"
+        return state, [Drop(), Say(says), Tell(STAYS)]
+    follows = "It starts when this one has ended"
+    says = [Say(f"the next attempt cannot start beside this one: {event.problem}. {follows}")] if event.problem else []
+    return replace(state, command=LEAVES), [Drop(), *says, Tell(LEAVES)]
+
+
+def ranks_said(state: State, event: events.RanksSaid) -> Next:
+    """The ranks say in which run they are, and that SIGTERM has told some of them to end."""
+    if not state.is_running:
+        return state, []
+    state, actions, change = replace(state, run=event.run, is_ending=event.is_ending), list[Action](), state.change
+    if change is not None and state.run != FIRST_RUN:  # there is nothing to continue with
+        drops = [Drop()] if state.prepared_since is not None else []
+        state = replace(state, change=None, command=STAYS, prepared_since=None)
+        says = f"the training ended before the hosts of the job could change: {change.text}"
+        actions = [*drops, Say(says), Tell(STAYS)]
+    elif change is not None and state.command == PREPARES and _is_late(state, change, event.at):
+        problem = f"its ranks were not ready within {change.ready_seconds:g} s"
+        state, actions = not_prepared(state, events.NotPrepared(event.at, problem, has_room=False))
+    state, more = _heed(state, event)
+    return state, [*actions, *more]
+
+
+def _is_late(state: State, change: Change, now: float) -> bool:
+    return state.prepared_since is not None and now - state.prepared_since > change.ready_seconds
+
+
+def _heed(state: State, event: events.RanksSaid) -> Next:
+    """Let the hosts leave on which SIGTERM has told a rank to end, if the job is healthy."""
+    if state.is_ending or state.saves_for:
+        return state, []
+    told = {rank for rank, since in event.told.items() if since < event.at - SETTLE_SECONDS}
+    new = {state.now_on.host_of(rank): rank for rank in sorted(told - state.heeded)}
+    state = replace(state, told={**state.told, **new}, heeded=state.heeded | told)
+    leave = [host for host in state.now_on.hosts if host in state.told]
+    if not leave or state.change is not None:
+        return state, []
+    if state.run != FIRST_RUN and not event.told:  # since the attempt before; this one has not begun its run yet
+        return state, []
+    ranks = rank_ranges(sorted(state.told[host] for host in leave))
+    why = f"SIGTERM told rank{'s' * (len(leave) > 1)} {ranks} to end"
+    state = replace(state, told={host: rank for host, rank in state.told.items() if host not in leave})
+    if state.run != FIRST_RUN:
+        now = f"this is run {state.run}" if state.run else "there is none now"
+        only = "the hosts of a job change in the first run of a Trainer, or loop with mt.keep, only"
+        return state, [events.Refuse(), Say(f"{why}, and {only}; {now}. A failure follows")]
+    why_end = f"{why} on {', '.join(leave)}"
+    state, actions, says = _part(state, event, leave, why, why_end, READY_SECONDS_OF_TOLD)
+    return state, [*actions, Say(says)]
+
+
+def listed(state: State, event: events.Listed) -> Next:
+    """The inventory was read: let hosts go that it has lost, or ask those that are due, if there is room."""
+    state, says = _read(state, event)
+    if not is_open(state):
+        return state, says
+    leave = [host for host in state.now_on.hosts if host in state.outside.dropped]
+    if leave:
+        why = "not in the inventory any more"
+        why_end = f"{', '.join(leave)} can no longer take part ({why}), and {state.limits.words}"
+        state, actions, text = _part(state, event, leave, why, why_end)
+        return state, [*says, *actions, Say(text)]
+    if len(state.now_on.hosts) >= (state.limits.max_nodes or 0):
+        return state, says
+    due, state, given_up = _due(state, event.at)
+    return state, [*says, *given_up, *([events.Ask(tuple(due))] if due else [])]
+
+
+def _read(state: State, event: events.Listed) -> Next:
+    outside, hosts = state.outside, event.hosts
+    if hosts is None:
+        if event.fault in ("", outside.fault):
+            return state, []
+        says = f"the hosts of the job stay as they are, because the inventory cannot be read: {event.fault}"
+        return replace(state, outside=replace(outside, fault=event.fault)), [Say(says)]
+    # Hosts have perhaps left or joined, by the launcher before: what is read first is no news.
+    known = frozenset(hosts) if outside.known is None else outside.known
+    come = [host for host in hosts if host not in known]
+    dropped = (outside.dropped | (known - set(hosts))) - set(hosts)
+    outside = replace(
+        outside,
+        known=frozenset(hosts),
+        new=tuple(dict.fromkeys([host for host in outside.new if host not in dropped] + come)),
+        dropped=dropped,
+        fault="",
+        due=_less(outside.due, come),
+    )
+    return replace(state, outside=outside), []
+
+
+def _due(state: State, now: float) -> tuple[list[str], State, list[Action]]:
+    """Return the hosts that are to be asked now. Say once which ones are not asked any more."""
+    outside, due, says = state.outside, [], list[Action]()
+    for host in dict.fromkeys([*state.hosts.hosts, *outside.new]):
+        if host in state.now_on.hosts or host in outside.dropped:
+            continue
+        times = times_bad(host, state.failures, state.absent)
+        if len(times) >= MOST_TIMES_BAD:
+            if host not in outside.given_up:
+                outside = replace(outside, given_up=outside.given_up | {host})
+                why = f"was found bad {len(times)} times, and is not taken in again by itself"
+                says.append(Say(f"{host} {why}; `mpitrain scale JOB +HOST` lets it in"))
+        elif now >= max(outside.due.get(host, 0.0), aside_until(times) if times else 0.0):
+            due.append(host)
+    return due, replace(state, outside=outside), says
+
+
+def answered(state: State, event: events.Answered) -> Next:
+    """Those that let us in join, as many as there is room for. The others are asked later."""
+    state = _put_off(state, [host for host in event.asked if host not in event.inside], event.at)
+    room = (state.limits.max_nodes or 0) - len(state.now_on.hosts)
+    joining = [host for host in event.asked if host in event.inside][: max(0, room)]
+    if not joining or not is_open(state):
+        return state, []
+    places = {place.host: place for place in state.hosts.places}
+    text = ",".join(_as_text(host, places.get(host)) for host in joining)
+    return state, [Find(text, state.attempt, state.now_on, state.hosts, by_itself=True)]
+
+
+def noted(state: State, different: Mapping[str, str], now: float) -> State:
+    """Take note that these hosts differ, each with the difference. They are asked again much later."""
+    outside = state.outside
+    due = {**outside.due, **dict.fromkeys(different, now + DIFFERENT_SECONDS)}
+    return replace(state, outside=replace(outside, due=due, differences={**outside.differences, **different}))
+
+
+def _put_off(state: State, hosts: Iterable[str], now: float) -> State:
+    """These hosts do not answer: ask them later, each time after a longer time."""
+    old = state.outside.waits
+    waits = {host: min(2 * old.get(host, FIRST_SECONDS / 2), MOST_SECONDS) for host in hosts}
+    due = {**state.outside.due, **{host: now + seconds for host, seconds in waits.items()}}
+    return replace(state, outside=replace(state.outside, waits={**old, **waits}, due=due))
+
+
+def taken_in(outside: Outside, hosts: Sequence[str]) -> Outside:
+    """An attempt begins on these hosts: what they did before does not count."""
+    waits, due = _less(outside.waits, hosts), _less(outside.due, hosts)
+    return replace(outside, waits=waits, due=due, differences=_less(outside.differences, hosts))
+
+
+def changed(state: State, hosts: Placement) -> State:
+    """These are the hosts of the job from now on. A new one that has left is not asked."""
+    gone = set(state.hosts.hosts) - set(hosts.hosts)
+    new = tuple(host for host in state.outside.new if host not in gone)
+    return replace(state, hosts=hosts, outside=replace(state.outside, new=new))
+
+
+def _less(table: Mapping[str, float] | Mapping[str, str], hosts: Iterable[str]) -> dict[str, Any]:
+    return {host: value for host, value in table.items() if host not in hosts}
+
+
+def _as_text(host: str, place: Place | None) -> str:
+    """Write a host as in --hosts."""
+    return ",".join(f"{host}/{device}" for device in place.devices) if place and place.devices else host

@@ -1,297 +1,277 @@
-"""What follows after a failure of a job, or a change of its hosts: pure functions of what has happened so far.
+"""What follows after each event of a job: one pure function, `next`. supervisor.py carries out what it returns.
 
-Whether the job is started again, and on which hosts; and what changes when hosts leave it or join it (changes.py
-carries that out).
+    Start ─> Done: End, code 0
+      ^  ├─> Failed, NotStarted: judge (where.py) ─┬─> hosts: Start there; the script continues from memory, or its
+      │  │                                         │    newest checkpoint
+      │  │                                         └─> none: say why; End with the code of the last failure
+      └──┴─> Left: the hosts have changed (changes.py), TakeOver or Start
+
+If too few hosts are left after a failure, the job starts once more on these, only to save its state. No step is made:
+another part of a broken network may still make the next one, and what is saved must not be ahead of it. If nothing can
+be saved, the keepers keep the state for another launcher.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence, Set
-from dataclasses import dataclass, replace
-from itertools import pairwise
-from typing import Any
+import signal
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import assert_never
 
-from mpitrain.errors import ConfigError
-from mpitrain.launch.ending import is_kill
-from mpitrain.launch.placement import Placement, parse_hosts
+from mpitrain.launch import changes, events
+from mpitrain.launch.events import Action, Change, End, Event, FailedAttempt, Limits, Pause, Say, Start, State
+from mpitrain.launch.kept import STAYS
+from mpitrain.launch.placement import Placement
+from mpitrain.launch.where import judge
 
-# A guard that was cut off ends the job's part on its host within 30 s; no host returns before that.
-ASIDE_SECONDS = 60.0  # the first time; the time doubles each time after that
-MOST_ASIDE_SECONDS = 3600.0
-# The third failure in the same step is no accident.
-_MOST_AT_A_STEP = 3
-_COUNTED = "Only mt.Trainer and mt.keep count steps; any other script would begin anew"
-# An elastic job that has found a host bad so many times does not take the host in again by itself.
-MOST_TIMES_BAD = 3
+Next = tuple[State, list[Action]]
 
 
-DEFAULT_RESTARTS = 3
+def begin(limits: Limits, hosts: Placement, pause: Pause | None = None) -> State:
+    """Return the state of a job before its first attempt, or before the first one of another launcher: with `pause`."""
+    is_resumed = pause is not None
+    holders = frozenset(hosts.hosts) if is_resumed else frozenset[str]()
+    now_on = hosts.first(limits.max_nodes)
+    return State(limits, hosts, now_on, pause, has_trained=is_resumed, has_checkpoint=is_resumed, holders=holders)
 
 
-@dataclass(frozen=True)
-class Limits:
-    """How often a job may be started again, and on how many hosts.
-
-    Attributes:
-        restarts: after failures, at most. None: DEFAULT_RESTARTS if an attempt has taken a checkpoint, in memory or on
-            disk, or resumed from one; else 0.
-        min_nodes: the fewest hosts.
-        max_nodes: the most hosts of an elastic job, which takes hosts in by itself; None: those that it has.
-    """
-
-    restarts: int | None = 0
-    min_nodes: int = 1
-    max_nodes: int | None = None
-
-    @property
-    def most_restarts(self) -> int:
-        """How often a job with a checkpoint may be started again."""
-        return DEFAULT_RESTARTS if self.restarts is None else self.restarts
-
-    @property
-    def words(self) -> str:
-        """What the user has said about the number of hosts, or the default."""
-        if self.max_nodes is None:
-            return f"the job needs {'one' if self.min_nodes == 1 else self.min_nodes}"
-        return f"--nnodes is {self.min_nodes}{f':{self.max_nodes}' * (self.max_nodes > self.min_nodes)}"
-
-
-@dataclass(frozen=True)
-class FailedTry:
-    """An attempt that failed.
-
-    Attributes:
-        cause: the cause in a line.
-        code: its exit code.
-        when: the time of its end, in seconds, by any clock that does not go back.
-        failed_at: the time of the first end of a rank, by the same clock, if known; else of the end of the try.
-        first: the first step that it began; None: it began none.
-        step: the step in which it failed; None: before its first.
-        host: the host of the rank that failed first, if known.
-        lost: the hosts that fell silent.
-    """
-
-    cause: str
-    code: int
-    when: float
-    first: int | None = None
-    step: int | None = None
-    host: str | None = None
-    lost: tuple[str, ...] = ()
-    failed_at: float = 0.0
+def next(state: State, event: Event) -> Next:
+    """Return the state after an event, and what is to be done, in this order."""
+    match event:
+        case events.Begun():
+            return _begun(state, event)
+        case events.Done() | events.Interrupted() | events.Failed() | events.Left() | events.NotStarted():
+            return _ended(state, event)
+        case events.RanksSaid():
+            return changes.ranks_said(state, event)
+        case events.Ready():
+            return changes.ready(state)
+        case events.NotPrepared():
+            return changes.not_prepared(state, event)
+        case events.LeaveAsked():
+            return changes.leave_asked(state, event)
+        case events.JoinAsked():
+            return changes.join_asked(state, event)
+        case events.Fit():
+            return changes.fit(state, event)
+        case events.Unfit():
+            return changes.unfit(state, event)
+        case events.Listed():
+            return changes.listed(state, event)
+        case events.Answered():
+            return changes.answered(state, event)
+    raise TypeError(event)
 
 
-@dataclass(frozen=True)
-class Verdict:
-    """What to do after a failure: start again on `hosts`, or, if `hosts` is empty, end because of `reason`.
-
-    Attributes:
-        hosts: where to start again.
-        reason: why not.
-        left: the hosts that can take part, if they are too few.
-    """
-
-    hosts: tuple[str, ...] = ()
-    reason: str = ""
-    left: tuple[str, ...] = ()
+def _begun(state: State, event: events.Begun) -> Next:
+    """Some hosts of a job that another launcher had may be silent: it continues without them."""
+    if not event.silent:
+        return _start(state)
+    state = replace(state, absent=(*state.absent, *((event.at, host) for host in event.silent)))
+    verdict = judge(state, event.at, set())
+    if not verdict.hosts:
+        return _end(state, 1, verdict.reason, f"the job does not continue: {verdict.reason}")
+    state = replace(state, now_on=_only(state.hosts, verdict.hosts))
+    return _start(state, f"starting again on {_follows(state)}")
 
 
-def judge(
-    hosts: Sequence[str],
-    failures: Sequence[FailedTry],
-    absent: Sequence[tuple[float, str]],
-    limits: Limits,
-    now: float,
-    *,
-    has_trained: bool = False,
-    present: Set[str] = frozenset(),
-) -> Verdict:
-    """Decide whether to start again, and where.
-
-    Args:
-        hosts: the hosts that the user named, in order.
-        failures: all failed attempts so far; none if only hosts were absent.
-        absent: the hosts that did not answer when an attempt was about to start, each with the time.
-        limits: what the user allows.
-        now: the present time, by the clock of the failures.
-        has_trained: an attempt before made steps, and its hosts changed.
-        present: the hosts of the last attempt that were not bad in it; what they did before does not count.
-
-    A host that was lost again and again is set aside for longer and longer, but is used before the job ends for want of
-    hosts. An elastic job takes hosts in when they answer. So it uses one that was bad, and is not present, only if the
-    others are too few.
-    """
-    last = failures[-1] if failures else FailedTry("", 1, now)
-    if len(failures) == 1 and last.step is None and not last.lost and not has_trained:
-        return Verdict(reason=f"it failed before its first step, and would fail again. {_COUNTED}")
-    same = [failure for failure in failures if failure.step == last.step]
-    if len(same) >= _MOST_AT_A_STEP:
-        return Verdict(reason=_diagnosis(same, len(hosts)))
-    if len(failures) > limits.most_restarts:
-        return Verdict(reason="no attempt is left")
-    away = _away(failures, absent)
-    gone = {host for when, host in away if now < when + ASIDE_SECONDS} - present
-    spared = _set_aside(_suspects(failures), now) | (_set_aside(away, now) - present)
-    if limits.max_nodes is not None:
-        spared |= {host for _, host in away} - present
-    there = [host for host in hosts if host not in gone]
-    if len(there) < limits.min_nodes or not there:
-        problem = f"only {', '.join(there)} of {', '.join(hosts)} can take part" if there else "no host can take part"
-        return Verdict(reason=f"{problem}, and {limits.words}", left=tuple(there))
-    best = [host for host in there if host not in spared]
-    return Verdict(tuple(best if len(best) >= limits.min_nodes and best else there)[: limits.max_nodes])
+def _ended(
+    state: State, event: events.Done | events.Interrupted | events.Failed | events.Left | events.NotStarted
+) -> Next:
+    """The attempt is over. The one that is prepared takes over only if the ranks have left for it."""
+    change, is_prepared = state.change, state.prepared_since is not None
+    takes_over = is_prepared and isinstance(event, events.Left) and event.is_ready and not state.saves_for
+    state = replace(state, is_running=False, change=None, prepared_since=None)
+    drops: list[Action] = [events.Drop()] if is_prepared and not takes_over else []
+    match event:
+        case events.Done():
+            state, actions = _done(state, event, change)
+        case events.Interrupted():
+            state, actions = _end(state, event.code, "a signal to the launcher")
+        case events.Failed():
+            state, actions = _failed(state, event, change)
+        case events.Left():
+            state, actions = _left(state, event, change, takes_over=takes_over)
+        case events.NotStarted():
+            state, actions = _not_started(state, event, change)
+        case _:
+            assert_never(event)
+    return state, drops + actions
 
 
-def times_bad(host: str, failures: Sequence[FailedTry], absent: Sequence[tuple[float, str]]) -> list[float]:
-    """Return when this host was lost or absent, or was the first to fail twice in a row."""
-    return [when for when, bad_host in [*_away(failures, absent), *_suspects(failures)] if bad_host == host]
+def _done(state: State, event: events.Done, change: Change | None) -> Next:
+    says = []
+    if change is not None:
+        says.append(f"the job ended before its hosts could change: {change.text}")
+    if state.failures:
+        says.append(f"{_number(state)} succeeded")
+    return _end(state, event.code, "", *says)
 
 
-def aside_until(times: Sequence[float]) -> float:
-    """Return until when a host is set aside that was found bad at these times; at least one."""
-    return max(times) + min(ASIDE_SECONDS * 2.0 ** (len(times) - 1), MOST_ASIDE_SECONDS)
+def _failed(state: State, event: events.Failed, change: Change | None) -> Next:
+    failure, joining = event.failure, state.joining
+    has_checkpoint = state.has_checkpoint or event.has_checkpoint
+    has_copied = failure.step is not None and failure.step > (failure.first or 0)
+    holders = (frozenset(state.now_on.hosts) if has_copied else state.holders) - set(failure.lost)
+    state = replace(state, has_checkpoint=has_checkpoint, holders=holders)
+    if not state.limits.most_restarts or (state.limits.restarts is None and not has_checkpoint):
+        return _end(state, failure.code, failure.cause)
+    if state.saves_for:
+        return _not_saved(state, failure.cause)
+    if joining is not None and failure.step is None:
+        names = ", ".join(joining.joined)
+        # Whoever is to blame: they are set aside, or an elastic job would take them in again at once.
+        blamed = [host for host in joining.joined if host in failure.lost or not failure.lost]
+        state = _go_back(state, blamed, failure.when)
+        why = f"with {names}, the job failed before its first step: {failure.cause}"
+        return _start(state, why, f"continuing as before, on {_where(state)}")
+    account = f"{_number(state)}{_account(failure)}"
+    state = replace(
+        state,
+        failures=(*state.failures, failure),
+        has_trained=state.has_trained or failure.step is not None,
+        pause=Pause(failure.cause, failure.step, failure.failed_at),
+    )
+    return _start_again(state, event.at, account, failure.lost, change)
 
 
-def _away(failures: Sequence[FailedTry], absent: Sequence[tuple[float, str]]) -> list[tuple[float, str]]:
-    return [(failure.when, host) for failure in failures for host in failure.lost] + list(absent)
+def _left(state: State, event: events.Left, change: Change | None, *, takes_over: bool) -> Next:
+    """All ranks have ended after a step, so that the hosts can change, or because it is saved."""
+    told = {state.now_on.host_of(rank): rank for rank in event.told if rank not in state.heeded}
+    holders = frozenset(state.now_on.hosts)
+    state = replace(state, told={**state.told, **told}, has_trained=True, has_checkpoint=True, holders=holders)
+    after = f"after step {event.step}"
+    if state.saves_for:
+        says = f"{state.saves_for}: the job has ended {after}, which is saved"
+        return _end(state, _code(state), state.saves_for, says)
+    if change is None:  # it was dropped at that moment
+        state = replace(state, pause=Pause("the ranks had left", event.step + 1, event.since))
+        return _start(state, f"the ranks had left {after}; starting again on {_where(state)}")
+    if change.is_end:
+        return _end(state, 128 + signal.SIGTERM, change.text, f"{change.text}: the job has ended {after}")
+    state = replace(
+        changes.changed(state, change.hosts),
+        before=(state.hosts, state.now_on),
+        now_on=change.now_on,
+        joining=change if change.joined else None,
+        pause=Pause(change.text, event.step + 1, event.since),
+    )
+    return _start(state, f"{change.text} {after}; continuing on {_where(state)}", takes_over=takes_over)
 
 
-def _suspects(failures: Sequence[FailedTry]) -> list[tuple[float, str]]:
-    return [(b.when, b.host) for a, b in pairwise(failures) if b.host and a.host == b.host]
+def _not_started(state: State, event: events.NotStarted, change: Change | None) -> Next:
+    """Continue without the hosts that cannot take part, or end with the error."""
+    saves_for, joining, account = state.saves_for, state.joining, event.problem
+    state = replace(state, saves_for="")
+    away = [host for host in event.away if host in state.hosts.hosts]
+    if state.is_elastic and event.different and state.hosts.own not in event.different:
+        if all(host in event.different for host in away):
+            account = "; ".join(f"{host} cannot take part: {text}" for host, text in event.different.items())
+        different = {host: text for host, text in event.different.items() if host not in away}
+        state = changes.noted(state, different, event.at)
+        away += different
+    if joining is not None:
+        blamed = [host for host in joining.joined if host in away or not away]
+        says = f"the job continues as before, without {', '.join(joining.joined)}: {account}"
+        return _start(_go_back(state, blamed, event.at), says)
+    if not away and saves_for:
+        return _not_saved(replace(state, saves_for=saves_for), account)
+    if not away or (state.pause is None and not state.is_elastic):
+        leaves = [events.LeaveState(account)] if state.holders else []
+        return state, [*leaves, End(1, account, is_error=True)]
+    state = replace(
+        state,
+        absent=(*state.absent, *((event.at, host) for host in away)),
+        holders=state.holders - set(away),
+    )
+    return _start_again(state, event.at, account, away, change)
 
 
-def _set_aside(bad: Sequence[tuple[float, str]], now: float) -> set[str]:
-    """Return the hosts that are set aside now, from the times at which each was found bad."""
-    return {
-        host
-        for host in {host for _, host in bad}
-        if now < aside_until([when for when, bad_host in bad if bad_host == host])
-    }
+def _start_again(state: State, now: float, account: str, away: Sequence[str], change: Change | None) -> Next:
+    """Choose where to start after a failure, without the hosts that are away, and say so after the account."""
+    hosts = (state.hosts if change is None else change.hosts).without(state.outside.dropped)
+    if state.holders and not state.holders.intersection(hosts.hosts):
+        hosts = state.hosts  # who was to leave has what no other host has any more
+    state = replace(changes.changed(state, hosts), joining=None)
+    verdict = judge(state, now, set(state.now_on.hosts) - set(away))
+    again = " again" if state.pause is not None else ""
+    if verdict.hosts:
+        state = replace(state, saves_for="", now_on=_only(hosts, verdict.hosts))
+        return _start(state, *_lines(account, f"starting{again} on {_follows(state)}"))
+    if verdict.left and state.has_trained:
+        state = replace(state, saves_for=verdict.reason, now_on=_only(hosts, verdict.left))
+        follows = f"{verdict.reason}. Starting again on {', '.join(verdict.left)} only to save the state"
+        return _start(state, *_lines(account, follows))
+    return _end(state, _code(state), account, *_lines(account, f"not started{again}: {verdict.reason}"))
 
 
-def _diagnosis(same: Sequence[FailedTry], num_hosts: int) -> str:
-    """Say what the attempts that failed at the same step have in common."""
-    step = same[-1].step
-    parts = [f"{len(same)} attempts failed {f'at step {step}' if step else 'before their first step'}"]
-    known = sorted({failure.host for failure in same if failure.host})
-    if len(known) > 1:
-        parts.append(f"on {', '.join(known)}, so no single machine is to blame: examine program and data of this step")
-    elif known and num_hosts > 1 and all(failure.host for failure in same):
-        parts.append(f"always on {known[0]}: try without this host, or examine what its ranks do in this step")
-    else:
-        parts.append("examine program and data of this step")
-    if all(is_kill(failure.cause) for failure in same):
-        parts.append("if nobody sent signal 9, the kernel did, because memory ran out: `sudo dmesg | grep -i oom`")
-    if step and step > 1 and all(failure.first == 1 for failure in same):
-        parts.append(
-            "every attempt began at step 1: no checkpoint was found; the hook mt.Checkpoint writes checkpoints"
-        )
-    return "; ".join(parts)
+def _start(state: State, *says: str, takes_over: bool = False) -> Next:
+    """An attempt begins. Of those before only the failures count, and what SIGTERM has told the hosts of this one."""
+    hosts = state.now_on.hosts
+    state = replace(
+        state,
+        attempt=state.attempt + 1,
+        is_running=True,
+        holders=state.holders.intersection(hosts),
+        pause=state.pause and replace(state.pause, only_saves=bool(state.saves_for)),
+        command=STAYS,
+        run=0,
+        is_ending=False,
+        told={host: rank for host, rank in state.told.items() if host in hosts},
+        heeded=frozenset(),
+        outside=changes.taken_in(state.outside, hosts),
+    )
+    return state, [*map(Say, says), Start(state.hosts, state.pause, takes_over)]
 
 
-# The ranks of the next attempt must be ready within this time, or the present ones end first.
-READY_SECONDS = 120.0
+def _end(state: State, code: int, reason: str, *says: str) -> Next:
+    return state, [*map(Say, says), End(code, reason)]
 
 
-@dataclass(frozen=True)
-class Change:
-    """A change that was accepted.
-
-    Attributes:
-        text: as in "node2 leaves".
-        hosts: those of the job from now on, with those that are set aside.
-        now_on: where the next attempt runs.
-        joined: the hosts that come in with it.
-        is_end: too few hosts would be left, so the ranks save, and the job ends.
-        ready_seconds: the time in which the ranks of the next attempt must be ready.
-    """
-
-    text: str
-    hosts: Placement
-    now_on: Placement
-    joined: tuple[str, ...] = ()
-    is_end: bool = False
-    ready_seconds: float = READY_SECONDS
-
-    @property
-    def where(self) -> str:
-        """The hosts of the next attempt, as text."""
-        return ", ".join(self.now_on.hosts)
+def _not_saved(state: State, cause: str) -> Next:
+    """Leave the state to the keepers."""
+    says = f"{state.saves_for}; the state was not saved: {cause}"
+    return state, [Say(says), events.LeaveState(state.saves_for), End(_code(state), says)]
 
 
-def leaving(hosts: Placement, now_on: Placement, leave: Sequence[str]) -> Change:
-    """Return the change in which these hosts leave. `hosts` are all hosts of the job, `now_on` those that train."""
-    text = f"{', '.join(leave)} leave{'s' * (len(leave) == 1)}"
-    return Change(text, hosts.without(set(leave)), now_on.without(set(leave)))
+def _go_back(state: State, blamed: Sequence[str], when: float) -> State:
+    """Continue where the job was before hosts joined. An elastic job takes them in later."""
+    assert state.before is not None
+    hosts, now_on = state.before
+    absent = (*state.absent, *((when, host) for host in blamed))
+    hosts = state.hosts if state.is_elastic else hosts
+    return replace(state, hosts=hosts, now_on=now_on, joining=None, absent=absent)
 
 
-def change_of(
-    wish: Mapping[str, Any],
-    hosts: Placement,
-    now_on: Placement,
-    limits: Limits,
-    widen: Callable[[Placement, str], Placement],
-    check: Callable[[Placement], None],
-) -> Change:
-    """Return the change that somebody wishes (control.py): hosts leave, or join, or both at once.
-
-    For the other arguments see `joining`.
-
-    Raises:
-        ConfigError: a host that leaves is not in the job, too few would be left, or see `joining`.
-        LaunchError: see `joining`.
-    """
-    leave, text = list(wish.get("leave", ())), str(wish.get("join", "") if "leave" in wish else wish["join"])
-    _refuse_few(now_on, leave, limits, len(parse_hosts(text)) if text else 0)
-    if not leave:
-        return joining(hosts, now_on, text, limits, widen, check)
-    change = leaving(hosts, now_on, leave)
-    if not text:
-        return change
-    joined = joining(change.hosts, change.now_on, text, limits, widen, check)
-    return replace(joined, text=f"{change.text} and {joined.text}")
+def _only(placement: Placement, hosts: Sequence[str]) -> Placement:
+    return placement.without(set(placement.hosts) - set(hosts))
 
 
-def _refuse_few(now_on: Placement, leave: Sequence[str], limits: Limits, num_joining: int) -> None:
-    for host in leave:
-        if host not in now_on.hosts:
-            raise ConfigError(f"{host} is not a host of the job; its hosts are {', '.join(now_on.hosts)}")
-    num_left = len(set(now_on.hosts) - set(leave))
-    if leave and (not num_left or num_left + num_joining < limits.min_nodes):
-        left = f"only {num_left} of its hosts would be left" if num_left else "no host would be left"
-        raise ConfigError(f"{left}, and {limits.words}; `mpitrain kill` ends a job")
+def _code(state: State) -> int:
+    return state.failures[-1].code if state.failures else 1
 
 
-def joining(
-    hosts: Placement,
-    now_on: Placement,
-    text: str,
-    limits: Limits,
-    widen: Callable[[Placement, str], Placement],
-    check: Callable[[Placement], None],
-) -> Change:
-    """Return the change in which the hosts of `text` join.
+def _number(state: State) -> str:
+    return f"attempt {len(state.failures) + 1} of {state.limits.most_restarts + 1}"
 
-    Args:
-        hosts: all hosts of the job.
-        now_on: those that train.
-        text: the new hosts, in the form of --hosts.
-        limits: the most hosts.
-        widen: see Changes.
-        check: see Changes.
 
-    Raises:
-        ConfigError: a host is unknown, or in the job already, or there would be too many.
-        LaunchError: a host does not answer, or differs.
-    """
-    wider = widen(now_on, text)
-    if limits.max_nodes is not None and len(wider.hosts) > limits.max_nodes:
-        raise ConfigError(
-            f"it would run on {len(wider.hosts)} hosts, and {limits.words}; `mpitrain scale JOB -HOST` makes room"
-        )
-    joined = wider.hosts[len(now_on.hosts) :]
-    addresses = {host: at for host, at in wider.addresses.items() if host in joined or host == wider.own}
-    check(replace(wider, places=wider.places[len(now_on.hosts) :], addresses=addresses))
-    aside = set(hosts.hosts) - set(now_on.hosts) - set(joined)
-    all_hosts = widen(hosts.without(set(joined)), text) if aside else wider
-    return Change(f"{', '.join(joined)} join{'s' * (len(joined) == 1)}", all_hosts, wider, joined)
+def _account(failure: FailedAttempt) -> str:
+    """Describe how an attempt went, after its number."""
+    begun = f", from step {failure.first - 1}," if failure.first and failure.first > 1 else ""
+    at = f"at step {failure.step}" if failure.step else "before its first step"
+    return f"{begun} failed {at}: {failure.cause}"
+
+
+def _where(state: State) -> str:
+    return f"{', '.join(state.now_on.hosts)} with {state.now_on.num_ranks} ranks"
+
+
+def _follows(state: State) -> str:
+    aside = [host for host in state.hosts.hosts if host not in state.now_on.hosts]
+    less = f" with {state.now_on.num_ranks} ranks, without {', '.join(aside)}" if aside else ""
+    return f"{', '.join(state.now_on.hosts)}{less}"
+
+
+def _lines(account: str, follows: str) -> list[str]:
+    """Say what happened and what follows, in one line if the first is one."""
+    return [account, follows] if "\n" in account else [f"{account}; {follows}"]

@@ -18,15 +18,14 @@ from pathlib import Path
 from typing import Any
 
 from mpitrain.errors import LaunchError
+from mpitrain.launch.events import Limits, Pause
 from mpitrain.launch.hosts import place_ranks, placed_again
 from mpitrain.launch.jobs import KeptJob, RunningJob, end_job, find_all, kept_jobs
 from mpitrain.launch.keepers import KEEP_SECONDS, KEEPER_SILENCE_SECONDS, code_of
 from mpitrain.launch.log import say
 from mpitrain.launch.placement import Placement
-from mpitrain.launch.policy import Limits
 from mpitrain.launch.roster import kept
 from mpitrain.launch.start import Heritage, Request, start
-from mpitrain.launch.supervisor import Pause
 
 _MOST_NAMES = 5
 _LOOK_SECONDS = 1.0

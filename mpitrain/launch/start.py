@@ -1,6 +1,6 @@
 """The path of a job from the user's request to its exit code.
 
-Request ─> environment ─> Placement ─> mpiexec ─> JobSpec ─> supervise ─┬─> run_here ──────┬─> exit code
+Request ─> environment ─> Placement ─> mpiexec ─> JobSpec ─> to_end ────┬─> run_here ──────┬─> exit code
                                                       ^                 └─> Attempts.run ──┘
                                                       └── with fewer hosts after a failure ─┘
 """
@@ -26,11 +26,10 @@ from mpitrain.errors import ConfigError, LaunchError
 from mpitrain.launch import attempts, over_hosts
 from mpitrain.launch.attempts import Attempts
 from mpitrain.launch.batch import MARKS
-from mpitrain.launch.changes import Changes, Tellers
 from mpitrain.launch.dialects import JobSpec, can_recover
 from mpitrain.launch.ending import Ended
+from mpitrain.launch.events import Limits, Pause
 from mpitrain.launch.hosts import Listed, listed_hosts, place_ranks, widened
-from mpitrain.launch.intake import Intake
 from mpitrain.launch.job_logs import LOGS
 from mpitrain.launch.keepers import Keepers, new_estate
 from mpitrain.launch.kept import KEEPER_PREFIX
@@ -40,12 +39,12 @@ from mpitrain.launch.live import Live
 from mpitrain.launch.log import say
 from mpitrain.launch.orders import Orders
 from mpitrain.launch.placement import Placement, refuse_crowds
-from mpitrain.launch.policy import Limits
+from mpitrain.launch.policy import begin
 from mpitrain.launch.reserve import Reserve
 from mpitrain.launch.roster import launcher_name, own_program
 from mpitrain.launch.served import show_sizes
 from mpitrain.launch.successor import Successor
-from mpitrain.launch.supervisor import Pause, supervise
+from mpitrain.launch.supervisor import Supervisor, Tellers
 from mpitrain.launch.time_limit import TimeUp
 from mpitrain.launch.tuning import glibc_version
 from mpitrain.launch.variables import is_of_login, read_env_file
@@ -151,7 +150,7 @@ def start(
         if request.limits.min_nodes > len(placement.places):
             num_hosts = len(placement.places)
             raise ConfigError(f"{request.limits.words}, but the job runs on {num_hosts} host{'s' * (num_hosts > 1)}")
-        listed = _listed_hosts(request) if request.limits.max_nodes is not None else None
+        listed = _listed_hosts(request) if request.limits.max_nodes and request.limits.most_restarts else None
         mpiexec = describe_mpiexec(request.mpiexec) if request.mpiexec else find_mpiexec()
         if request.recover:
             _check_recovers(mpiexec)
@@ -213,8 +212,7 @@ def _supervise(
         if not is_started and (job_id := live.job_with_ranks()):
             is_started = True
             when_started(job_id)
-        if changes is not None:
-            changes.look()
+        supervisor.look()
 
     def run(where: Placement, pause: Pause | None) -> Ended:
         context = replace(job.context, keeper=keepers.name if keepers else "", orders=orders.replay())
@@ -256,7 +254,7 @@ def _supervise(
     since = time.time() if heritage is None else float(heritage.estate["since"])
     orders = Orders("it has servers and workers, which have no steps in common" if request.servers else "")
     with ExitStack() as stack:
-        keepers = changes = intake = None
+        keepers = None
         if request.keeps_logs:
             script = [request.script, *_arguments(request)]
             before = () if heritage is None else heritage.estate["tries"]
@@ -274,14 +272,16 @@ def _supervise(
             if heritage is not None:
                 heir = f"another `mpitrain resume` on {job.placement.own} (process {os.getpid()})"
                 keepers.adopt(heritage.keepers, heir)
-            changes = stack.enter_context(Changes(keepers, request.limits, widen, check, prepare))
-            if listed is not None:
-                intake = stack.enter_context(Intake(changes, request.limits, listed))
-        time_up = stack.enter_context(TimeUp(orders))
-        stack.enter_context(Tellers(orders, changes))
-        tries = stack.enter_context(Attempts(make, keepers, reserve, live))
         pause, away = (heritage.pause, heritage.away) if heritage else (None, ())
-        return live.end(time_up.code(supervise(run, job.placement, request.limits, changes, intake, pause, away)))
+        time_up = TimeUp(orders)
+        state = begin(request.limits, job.placement, pause)
+        supervisor = stack.enter_context(
+            Supervisor(state, run, keepers, widen=widen, check=check, prepare=prepare, listed=listed, code=time_up.code)
+        )
+        stack.enter_context(time_up)
+        stack.enter_context(Tellers(orders, supervisor if keepers is not None else None))
+        tries = stack.enter_context(Attempts(make, keepers, reserve, live))
+        return live.end(supervisor.to_end(away))
 
 
 def _arguments(request: Request) -> Sequence[str]:

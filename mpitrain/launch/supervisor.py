@@ -1,319 +1,310 @@
-"""Starts a job again after a failure or a change of its hosts: where, and when a new start is useless.
+"""Sees a job through from its first attempt to the end of its last one: carries out what the policy says (policy.py).
 
-    start ─> code 0: done
-      ^  └─> failure ─> judge ─┬─> hosts: start again there; the script continues from memory, or its newest checkpoint
-      └──────────────────────<─┘
-                               └─> none: say why, and end with the code of the last failure
+    main thread   attempts, also the one that is prepared beside the present one: it alone starts processes
+    tellers       what `mpitrain tell`, `join` and `leave` ask (control.py); a host that is to join is asked for its
+                  facts first, which takes seconds
+    intake        asks the hosts that an elastic job could have (intake.py)
 
-A host that fell silent or does not answer is set aside, each time for longer. A host that answers stays, unless one of
-its ranks was the first to fail twice in a row. Then this host is set aside too, if that leaves `min_nodes`.
-
-If hosts leave or join as somebody wished (changes.py), all ranks have ended after the same step. That is no failure.
-
-An elastic job also starts without the hosts that cannot take part, and takes them in later (intake.py).
-
-If too few hosts are left after a failure, the job starts once more on these, only to save its state. No step is made:
-another part of a broken network may still make the next one, and what is saved must not be ahead of it. If nothing can
-be saved, the keepers keep the state for another launcher.
+All send events, one at a time. What starts or ends attempts waits for the main thread; the rest is done at once.
 """
 
 from __future__ import annotations
 
-import signal
+import os
+import socket
+import threading
 import time
-from collections.abc import Callable, Sequence, Set
-from dataclasses import dataclass, replace
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
 
-from mpitrain.errors import LaunchError
-from mpitrain.launch.changes import Changes
+from mpitrain.errors import ConfigError, LaunchError
+from mpitrain.launch import events, policy
+from mpitrain.launch.changes import FIRST_RUN, is_open
+from mpitrain.launch.control import listen, serve
 from mpitrain.launch.ending import Ended, last_step, why
-from mpitrain.launch.intake import Intake
+from mpitrain.launch.events import Action, Answer, Event, FailedAttempt, Find, Pause, Start, State
+from mpitrain.launch.intake import Intake, that_let_in
+from mpitrain.launch.keepers import KEEP_SECONDS, Keepers
+from mpitrain.launch.kept import PREPARES, STAYS
 from mpitrain.launch.log import say
+from mpitrain.launch.orders import Orders, teller_name
 from mpitrain.launch.placement import Placement
-from mpitrain.launch.policy import Change, FailedTry, Limits, Verdict, judge
+from mpitrain.launch.roster import launcher_name
 from mpitrain.launch.successor import Successor
 
-
-@dataclass(frozen=True)
-class Pause:
-    """Why training stands still when an attempt begins.
-
-    Attributes:
-        cause: in a line.
-        step: the first step that is missing; None: all are.
-        since: when it stopped, by time.monotonic().
-        only_saves: the try makes no step; it only saves.
-    """
-
-    cause: str
-    step: int | None
-    since: float
-    only_saves: bool = False
+_LOOK_SECONDS = 0.2
+# So long a request waits for an attempt or a run that is about to begin.
+_BEGIN_SECONDS = 5.0
 
 
-def supervise(
-    run: Callable[[Placement, Pause | None], Ended],
-    placement: Placement,
-    limits: Limits,
-    changes: Changes | None = None,
-    intake: Intake | None = None,
-    pause: Pause | None = None,
-    silent: Sequence[str] = (),
-) -> int:
-    """Run a job, and again after failures as far as `limits` allow. Return the exit code.
-
-    The code is 0 only if the last attempt did its work; else it is that of the last failure.
-
-    Args:
-        run: runs the job on a placement to its end, and leaves nothing of the try behind. It gets what ended the try
-            before, if there was one.
-        placement: where the job may run.
-        limits: what the user allows.
-        changes: the wishes to change the hosts; None: nobody can wish.
-        intake: takes hosts in, for an elastic job; else None.
-        pause: what ended the last attempt of another launcher, with whose job this one continues; None: there is none.
-        silent: the hosts that do not answer now.
-
-    Raises:
-        LaunchError: an attempt could not be started, even without the hosts that are set aside.
-    """
-    return _Supervision(run, placement, limits, changes, intake, pause).to_end(silent)
-
-
-class _Supervision:
-    """What is known of a job and its hosts from try to try.
+class Supervisor:
+    """Use this in `with`, in the main thread: inside, requests are answered; at its end, no attempt is prepared.
 
     Attributes:
-        hosts: all hosts of the job, with those that are set aside.
-        now_on: where the next attempt runs.
-        pause: what ended the attempt before; None: there was no attempt from which the next one continues.
-        failures: of the attempts so far.
-        absent: the hosts that did not answer, each with the time.
-        has_trained: an attempt before made steps.
-        has_checkpoint: an attempt before has taken a checkpoint, or resumed from one.
-        saves_for: why the next attempt is there only to save; "": it trains.
+        state: what is known of the job.
     """
 
     def __init__(
         self,
+        state: State,
         run: Callable[[Placement, Pause | None], Ended],
-        placement: Placement,
-        limits: Limits,
-        changes: Changes | None,
-        intake: Intake | None,
-        pause: Pause | None,
+        keepers: Keepers | None,
+        *,
+        widen: Callable[[Placement, str], Placement],
+        check: Callable[[Placement], None],
+        prepare: Callable[[Placement, str], Successor | None],
+        listed: Callable[[], Sequence[str] | None] | None = None,
+        code: Callable[[int], int] = lambda code: code,
     ) -> None:
-        """For the arguments see supervise."""
-        self.hosts, self.now_on = placement, placement.first(limits.max_nodes)
-        self.pause = pause
-        self.failures: list[FailedTry] = []
-        self.absent = changes.bad if changes is not None else []
-        self.has_trained = self.has_checkpoint = pause is not None
-        self.saves_for = ""
-        self._run = run
-        self._limits = limits
-        self._changes = changes
-        self._intake = intake
-        self._joining: Change | None = None  # until its first step
-        self._before = self.hosts, self.now_on  # before that change
-        self._next_try: Successor | None = None  # that is ready
+        """Nothing is started yet.
 
-    def to_end(self, silent: Sequence[str]) -> int:
-        """Make attempts until none follows. Return the exit code. These hosts do not answer now."""
-        if silent:
-            self.absent += [(time.monotonic(), host) for host in silent]
-            verdict = self._judge(set())
-            if not verdict.hosts:
-                say(f"the job does not continue: {verdict.reason}")
-                return 1
-            self.now_on = self._only(verdict.hosts)
-            say(f"starting again on {_follows(self.now_on, self.hosts)}")
+        Args:
+            state: see policy.begin.
+            run: runs an attempt on a placement to its end, and leaves nothing of it behind. It gets what ended the
+                attempt before, if there was one.
+            keepers: of the job; they tell its ranks. None: its hosts cannot change.
+            widen: returns a placement with more hosts, from the text of --hosts. Raises ConfigError.
+            check: raises LaunchError or ConfigError if a host of a placement cannot take part.
+            prepare: starts the next attempt beside the present one, for a reason in words; None: it cannot.
+            listed: returns the hosts that the inventory of an elastic job has now; None: it has no inventory. Raises
+                ConfigError. None: the job is not elastic.
+            code: returns the exit code of a job that is done, from 0.
+        """
+        self.state = state
+        self._run, self._keepers, self._widen, self._check = run, keepers, widen, check
+        self._prepare, self._code = prepare, code
+        self._waiting: deque[Action] = deque()  # for the main thread
+        self._successor: Successor | None = None
+        self._error: LaunchError | None = None  # with which the last attempt did not start
+        self._looked, self._fault = 0.0, ""
+        self._lock = threading.Lock()
+        self._stop = threading.Event()
+        self._intake = None if listed is None else Intake(self.take, lambda: is_open(self.state), listed, self._stop)
+
+    def __enter__(self) -> Supervisor:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        if self._intake is not None:
+            self._intake.close()
+        self._drop()
+
+    def to_end(self, silent: Sequence[str] = ()) -> int:
+        """Make attempts until none follows. Return the exit code: 0 only if the last one did its work.
+
+        `silent` are the hosts that do not answer now.
+
+        Raises:
+            LaunchError: an attempt could not be started, even without the hosts that are set aside.
+        """
+        if self._intake is not None:
+            self._intake.begin()
+        self.take(events.Begun(time.monotonic(), tuple(silent)))
         while True:
-            code = self._make_try()
-            if code is not None:
-                return code
+            match self._waiting.popleft():
+                case Start() as start:
+                    self.take(self._attempt(start))
+                case events.LeaveState(why=why_left):
+                    say(self._leave_state(why_left))
+                case events.End() as end:
+                    if end.is_error and self._error is not None:
+                        raise self._error
+                    return end.code
+                case action:
+                    self._prepare_or_drop(action)
 
-    def _make_try(self) -> int | None:
-        """Make an attempt, and choose where the next one runs. Return the exit code if none follows."""
-        if self._changes is not None:
-            self._changes.begin(self.hosts, self.now_on, self.saves_for)
-        if self._intake is not None:
-            self._intake.begin(self.hosts, self.now_on, self.failures)
+    def take(self, event: Event) -> Answer | None:
+        """Take in an event, and do what follows. Return the answer to who has asked. Any thread may call."""
+        answer = None
+        with self._lock:
+            self.state, actions = policy.next(self.state, event)
+            for action in actions:
+                match action:
+                    case Start() | events.Prepare() | events.Drop() | events.LeaveState() | events.End():
+                        self._waiting.append(action)
+                    case events.Tell(command=command) if self._keepers is not None:
+                        self._keepers.wish = command
+                    case events.Refuse() if self._keepers is not None:
+                        self._keepers.refuses = True
+        for action in actions:
+            match action:
+                case events.Say(text=text):
+                    say(text)
+                case Answer():
+                    answer = action
+                case Find():
+                    answer = self._find(action)
+                case events.Ask(hosts=hosts):
+                    inside = that_let_in(hosts, self._stop)
+                    if not self._stop.is_set():
+                        self.take(events.Answered(time.monotonic(), hosts, frozenset(inside)))
+        return answer
+
+    def look(self) -> None:
+        """In the main thread, some times a second while an attempt runs: hear its ranks, and prepare the next one."""
         try:
-            if self._changes is not None and self._next_try is not None:
-                ended = self._next_try.to_end(self._changes.look)
-            else:
-                pause = self.pause and replace(self.pause, only_saves=bool(self.saves_for))
-                ended = self._run(self.now_on, pause)
-        except LaunchError as error:
-            return self._could_not_start(error)
-        self.has_checkpoint |= any(record.has_checkpoint for record in ended.records.values())
-        change = self._next_try = None
-        if self._changes is not None:
-            change = self._changes.take(has_left=ended.left is not None)
-            self._next_try = self._changes.take_next(change if ended.left is not None else None)
-        if ended.is_interrupted or self._limits.most_restarts == 0:
-            return ended.code
-        if ended.left is not None:
-            return self._left(change, *ended.left)
-        if ended.code == 0:
-            if change is not None:
-                say(f"the job ended before its hosts could change: {change.text}")
-            if self.failures:
-                say(f"{self._number} succeeded")
-            return 0
-        if self._limits.restarts is None and not self.has_checkpoint:
-            return ended.code
-        return self._failed(_failure(ended, self.now_on), change)
+            self._look()
+        except Exception as error:  # the job can train without it
+            if self._fault != repr(error):
+                self._fault = repr(error)
+                say(f"the hosts of the job may not change as they should: {self._fault}")
 
-    def _could_not_start(self, error: LaunchError) -> int | None:
-        """Continue without the hosts that cannot take part; else raise the error."""
-        self._next_try = None
-        saves_for, self.saves_for = self.saves_for, ""
-        change = self._changes.take() if self._changes is not None else None
-        away, account = [host for host in error.hosts if host in self.hosts.hosts], str(error)
-        if self._intake is not None and error.different and self.hosts.own not in error.different:
-            different = {host: text for host, text in error.different.items() if host not in away}
-            self._intake.note(different, time.monotonic())
-            away += different
-            account = "; ".join(f"{host} cannot take part: {text}" for host, text in error.different.items())
-        if self._joining is not None:
-            joined = self._joining.joined
-            self.absent += [(time.monotonic(), host) for host in joined if host in away or not away]
-            say(f"the job continues as before, without {', '.join(joined)}: {account}")
-            self._go_back()
-            return None
-        if not away and saves_for:
-            self.saves_for = saves_for
-            return self._not_saved(account)
-        if not away or (self.pause is None and self._intake is None):
-            raise error
-        self.absent += [(time.monotonic(), host) for host in away]
-        return self._start_again(account, away, change)
+    def _look(self) -> None:
+        self._do_waiting()
+        keepers, successor, now = self._keepers, self._successor, time.monotonic()
+        if successor is not None:
+            successor.look()
+            if successor.problem:
+                self.take(events.NotPrepared(now, successor.problem, successor.faulty, successor.has_room))
+            elif self.state.command == PREPARES and successor.is_ready:
+                self.take(events.Ready(now))
+        if keepers is not None and now > self._looked + _LOOK_SECONDS:
+            self._looked = now
+            self.take(events.RanksSaid(now, keepers.run, keepers.is_ending, dict(keepers.told)))
+        self._do_waiting()
 
-    def _left(self, change: Change | None, step: int, since: float) -> int | None:
-        """All ranks have ended after this step, at this time, so that the hosts can change, or because it is saved."""
-        if self.saves_for:
-            say(f"{self.saves_for}: the job has ended after step {step}, which is saved")
-            return _code(self.failures)
-        if change is None:  # it was dropped at that moment
-            self.pause = Pause("the ranks had left", step + 1, since)
-            say(f"the ranks had left after step {step}; starting again on {_where(self.now_on)}")
-            return None
-        if change.is_end:
-            say(f"{change.text}: the job has ended after step {step}")
-            return 128 + signal.SIGTERM
-        self._before = self.hosts, self.now_on
-        self.hosts, self.now_on = change.hosts, change.now_on
-        self._joining = change if change.joined else None
-        self.has_trained = True
-        self.pause = Pause(change.text, step + 1, since)
-        say(f"{change.text} after step {step}; continuing on {_where(self.now_on)}")
-        return None
+    def _do_waiting(self) -> None:
+        while self._waiting:
+            self._prepare_or_drop(self._waiting.popleft())
 
-    def _failed(self, failure: FailedTry, change: Change | None) -> int | None:
-        if self.saves_for:
-            return self._not_saved(failure.cause)
-        if self._joining is not None and failure.step is None:
-            joined = self._joining.joined
-            say(f"with {', '.join(joined)}, the job failed before its first step: {failure.cause}")
-            # Whoever is to blame: they are set aside, or an elastic job would take them in again at once.
-            self.absent += [(failure.when, host) for host in joined if host in failure.lost or not failure.lost]
-            self._go_back()
-            say(f"continuing as before, on {_where(self.now_on)}")
-            return None
-        account = f"{self._number}{_account(failure)}"
-        self.failures.append(failure)
-        self.has_trained = self.has_trained or failure.step is not None
-        self.pause = Pause(failure.cause, failure.step, failure.failed_at)
-        return self._start_again(account, failure.lost, change)
-
-    def _not_saved(self, cause: str) -> int:
-        """Leave the state to the keepers. Return the exit code."""
-        say(f"{self.saves_for}; the state was not saved: {cause}")
-        kept = self._changes.leave_state(self.saves_for) if self._changes is not None else ""
-        say(kept or "no host has the state in memory; the same command continues from the newest checkpoint, if any")
-        return _code(self.failures)
-
-    def _go_back(self) -> None:
-        """Continue where the job was before hosts joined. An elastic job takes them in later."""
-        hosts, self.now_on = self._before
-        if self._intake is None:
-            self.hosts = hosts
-        self._joining = None
-
-    def _start_again(self, account: str, away: Sequence[str], change: Change | None) -> int | None:
-        """Choose where to start after a failure, without the hosts that are away, and say so after the account."""
-        self._joining = None
-        if change is not None:
-            self.hosts = change.hosts
-        if self._intake is not None:
-            self.hosts = self.hosts.without(self._intake.dropped)
-        verdict = self._judge(set(self.now_on.hosts) - set(away))
-        again = " again" if self.pause is not None else ""
-        if verdict.hosts:
-            self.saves_for = ""
-            self.now_on = self._only(verdict.hosts)
-            _tell(account, f"starting{again} on {_follows(self.now_on, self.hosts)}")
-        elif verdict.left and self.has_trained and not self.saves_for:
-            self.saves_for = verdict.reason
-            self.now_on = self._only(verdict.left)
-            _tell(account, f"{self.saves_for}. Starting again on {', '.join(verdict.left)} only to save the state")
+    def _prepare_or_drop(self, action: Action) -> None:
+        if isinstance(action, events.Prepare):
+            self._successor = self._prepare(action.where, action.cause)
+            if self._successor is None:
+                self.take(events.NotPrepared(time.monotonic()))
         else:
-            _tell(account, f"not started{again}: {verdict.reason}")
-            return _code(self.failures)
-        return None
+            assert isinstance(action, events.Drop)
+            self._drop()
 
-    def _judge(self, present: Set[str]) -> Verdict:
-        return judge(
-            self.hosts.hosts,
-            self.failures,
-            self.absent,
-            self._limits,
-            time.monotonic(),
-            has_trained=self.has_trained,
-            present=present,
+    def _drop(self) -> None:
+        successor, self._successor = self._successor, None
+        if successor is not None:
+            successor.close()
+
+    def _attempt(self, start: Start) -> Event:
+        """Run an attempt to its end. Return how it ended."""
+        where, keepers = self.state.now_on, self._keepers  # nobody else starts attempts, so it stays
+        if keepers is not None:
+            keepers.note(start.hosts)
+            keepers.run, keepers.wish, keepers.told = 0, STAYS, {}
+        try:
+            if start.takes_over:
+                assert self._successor is not None
+                ended = self._successor.to_end(self.look)
+                self._successor = None
+            else:
+                ended = self._run(where, start.pause)
+        except LaunchError as error:
+            self._error = error
+            return events.NotStarted(time.monotonic(), str(error), error.hosts, error.different)
+        now, code = time.monotonic(), ended.code
+        if ended.is_interrupted:
+            return events.Interrupted(now, code)
+        if ended.left is not None and keepers is not None:
+            is_ready = self._successor is not None and self._successor.is_ready
+            return events.Left(now, *ended.left, told=tuple(keepers.told), is_ready=is_ready)
+        if code == 0:
+            return events.Done(now, self._code(0))
+        has_checkpoint = any(record.has_checkpoint for record in ended.records.values())
+        return events.Failed(now, _failure(ended, where, now), has_checkpoint)
+
+    def _leave_state(self, reason: str) -> str:
+        """Leave the state to another launcher. Return where it is, and what to do."""
+        keepers = self._keepers
+        hosts = keepers.stay(reason) if keepers is not None else []
+        if keepers is None or not hosts:
+            return "no host has the state in memory; the same command continues from the newest checkpoint, if any"
+        until = time.strftime("%H:%M:%S", time.localtime(time.time() + KEEP_SECONDS))
+        return (
+            f"its state is kept in memory on {', '.join(hosts)} until {until}. To continue when more hosts can take "
+            f"part: `mpitrain resume {keepers.of}`. To drop it: `mpitrain kill {keepers.of}`"
         )
 
-    def _only(self, hosts: Sequence[str]) -> Placement:
-        return self.hosts.without(set(self.hosts.hosts) - set(hosts))
+    def answer(self, request: Mapping[str, Any]) -> dict[str, str]:
+        """Accept or refuse a change of hosts that somebody asks for: {"leave": [host...], "join": text}, or one."""
+        self._wait_for_run()
+        now = time.monotonic()
+        leave = tuple(request.get("leave", ()))
+        if leave and "join" not in request:
+            answer = self.take(events.LeaveAsked(now, leave))
+        else:
+            answer = self.take(events.JoinAsked(now, str(request["join"]), leave))
+        assert answer is not None
+        return {"accepted" if answer.is_accepted else "refused": answer.text}
 
-    @property
-    def _number(self) -> str:
-        return f"attempt {len(self.failures) + 1} of {self._limits.most_restarts + 1}"
+    def _wait_for_run(self) -> None:
+        """Wait a moment for a run that can be left: who has just seen one attempt end knows nothing of the next."""
+        deadline = time.monotonic() + _BEGIN_SECONDS
+        while time.monotonic() < deadline and not self._stop.is_set():
+            if self.state.change is not None or (self.state.is_running and self.state.run >= FIRST_RUN):
+                return
+            time.sleep(_LOOK_SECONDS / 4)
+
+    def _find(self, find: Find) -> Answer | None:
+        """Find out where the job would run with more hosts, and whether these can take part."""
+        num_before = len(find.now_on.hosts)
+        try:
+            wider = self._widen(find.now_on, find.text)
+            joined = wider.hosts[num_before:]
+            addresses = {host: at for host, at in wider.addresses.items() if host in joined or host == wider.own}
+            self._check(replace(wider, places=wider.places[num_before:], addresses=addresses))
+            is_all = set(find.hosts.hosts) <= set(wider.hosts)
+            hosts = wider if is_all else self._widen(find.hosts.without(set(joined)), find.text)
+        except ConfigError as error:
+            return self.take(events.Unfit(time.monotonic(), find, str(error)))
+        except LaunchError as error:
+            return self.take(events.Unfit(time.monotonic(), find, str(error), error.hosts, error.different))
+        return self.take(events.Fit(time.monotonic(), find, wider, hosts))
 
 
-def _code(failures: Sequence[FailedTry]) -> int:
-    return failures[-1].code if failures else 1
-
-
-def _where(placement: Placement) -> str:
-    return f"{', '.join(placement.hosts)} with {placement.num_ranks} ranks"
-
-
-def _failure(ended: Ended, placement: Placement) -> FailedTry:
+def _failure(ended: Ended, placement: Placement, now: float) -> FailedAttempt:
     cause, rank = why(ended, placement.host_of)
     first = min((record.first_step for record in ended.records.values() if record.step), default=None)
     host = None if rank is None else placement.host_of(rank)
-    now, step = time.monotonic(), last_step(ended.records, rank)
     failed_at = ended.first_end.seconds if ended.first_end else now
-    return FailedTry(cause, ended.code, now, first, step, host, ended.lost, failed_at)
+    return FailedAttempt(cause, ended.code, now, first, last_step(ended.records, rank), host, ended.lost, failed_at)
 
 
-def _account(failure: FailedTry) -> str:
-    """Describe how an attempt went, after its number."""
-    begun = f", from step {failure.first - 1}," if failure.first and failure.first > 1 else ""
-    at = f"at step {failure.step}" if failure.step else "before its first step"
-    return f"{begun} failed {at}: {failure.cause}"
+_LAST_SECONDS = 1.5
 
 
-def _follows(now_on: Placement, placement: Placement) -> str:
-    aside = [host for host in placement.hosts if host not in now_on.hosts]
-    less = f" with {now_on.num_ranks} ranks, without {', '.join(aside)}" if aside else ""
-    return f"{', '.join(now_on.hosts)}{less}"
+class Tellers:
+    """Use this in `with`: inside, requests are answered that come to the socket of the launcher."""
 
+    def __init__(self, orders: Orders, supervisor: Supervisor | None) -> None:
+        """Without `supervisor`, the hosts of the job cannot change."""
+        self._orders, self._supervisor = orders, supervisor
+        self._listener: socket.socket | None = None
+        self._stop = threading.Event()
+        self._thread: threading.Thread | None = None
 
-def _tell(account: str, follows: str) -> None:
-    """Say what happened and what follows, in one line if the first is one."""
-    for text in [account, follows] if "\n" in account else [f"{account}; {follows}"]:
-        say(text)
+    def __enter__(self) -> Tellers:
+        """Open the socket. If that cannot be, stderr says so: the job does not need it."""
+        try:
+            self._listener = listen(launcher_name(os.getpid()))
+        except OSError as error:
+            say(f"nobody can tell this job anything (mpitrain tell, scale): {error}")
+            return self
+        serves = self._listener, self._answer, self._stop
+        self._thread = threading.Thread(target=serve, args=serves, name="wishes", daemon=True)
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._orders.close()
+        self._stop.set()
+        if self._thread is not None:
+            self._thread.join(_LAST_SECONDS)  # a host may be asked, which takes longer
+        if self._listener is not None:
+            self._listener.close()
+
+    def _answer(self, wish: Mapping[str, Any], user: int) -> Mapping[str, Any]:
+        if "tell" in wish:
+            return self._orders.answer(wish["tell"], teller_name(user, str(wish.get("from", ""))))
+        if self._supervisor is None:
+            text = "its hosts cannot change, because no keepers hold its state meanwhile"
+            return {"refused": f"{text}; start the job with --max-restarts N"}
+        return self._supervisor.answer(wish)

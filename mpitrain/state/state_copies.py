@@ -224,7 +224,7 @@ class StateCopies:
             if world.context.must_copy:
                 raise everywhere(CheckpointError(text))
             self.steps, self.why_not = 0, text
-            world.print(f"mpitrain: the state is not copied to memory, so a failure ends the job: {text}")
+            world.print(f"mpitrain: no in-memory checkpoints are taken, so a failure ends the job: {text}")
             return STAYS
         if sum(refused) == world.num_nodes:
             self.steps = 0

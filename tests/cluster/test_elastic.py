@@ -1,4 +1,4 @@
-"""`mpitrain run --elastic` over the nodes of a cluster: hosts go and come back by themselves, and no step is lost."""
+"""`mpitrain run --nnodes` over the nodes of a cluster: hosts go and come back by themselves, and no step is lost."""
 
 from __future__ import annotations
 

@@ -9,19 +9,19 @@ from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import Any
 
-import changing
 import pytest
-from changing import ChangingJob
+from test_supervisor import DONE, Job
 
-from jobs import HANG_SECONDS, until
-from mpitrain.launch.changes import Tellers
+from jobs import HANG_SECONDS
 from mpitrain.launch.control import ask
-from mpitrain.launch.kept import PREPARES
+from mpitrain.launch.ending import Ended
+from mpitrain.launch.events import Limits
+from mpitrain.launch.keepers import Keepers
 from mpitrain.launch.orders import Orders
 from mpitrain.launch.roster import launcher_name
+from mpitrain.launch.supervisor import Tellers
 from mpitrain.watching.rank_record import RankRecord
 
-job = changing.job  # a fixture: pytest finds it by this name
 LAUNCHER = launcher_name(os.getpid())
 
 
@@ -34,7 +34,7 @@ def test_a_job_without_keepers(capsys: pytest.CaptureFixture[str]) -> None:
         assert answer == {"refused": why}
         with Tellers(Orders(), None):  # the name of the socket is taken, and the job continues
             said = capsys.readouterr().err
-    assert "nobody can tell this job anything (mpitrain tell, join, leave): " in said
+    assert "nobody can tell this job anything (mpitrain tell, scale): " in said
     assert "Address already in use" in said
 
 
@@ -51,20 +51,26 @@ def test_the_stacks_of_many_ranks() -> None:
     assert answer == {"accepted": "\n".join(lines)}
 
 
-def test_errors_that_nobody_expects(job: ChangingJob, capsys: pytest.CaptureFixture[str]) -> None:
+def test_errors_that_nobody_expects(keepers: Keepers, capsys: pytest.CaptureFixture[str]) -> None:
     """A message that makes no sense, and faults of the launcher: it prints a line, and its threads continue."""
-    for wish, why in (({"dance": 1}, ""), ({"join": "odd"}, ': RuntimeError("can\'t start new thread")')):
-        assert "does not answer" in ask(LAUNCHER, wish)["refused"]
-        said = capsys.readouterr().err
-        assert "a request of `mpitrain tell` or `scale` could not be answered" in said and why in said
-    assert "accepted" in ask(LAUNCHER, {"leave": ["b"]})
-    job.taken()
-    job.train()
-    heard: list[str] = []
-    job.told(99)  # no rank of the job
-    until(lambda: heard.append(capsys.readouterr().err) or "may not change as they should: StopIteration" in heard[-1])
-    job.told(2)
-    until(lambda: job.keepers.wish == PREPARES)
+
+    def ask_it(job: Job) -> Ended:
+        job.train()
+        for wish, why in (({"dance": 1}, ""), ({"join": "odd"}, ': RuntimeError("can\'t start new thread")')):
+            assert "does not answer" in ask(LAUNCHER, wish)["refused"]
+            said = capsys.readouterr().err
+            assert "a request of `mpitrain tell` or `scale` could not be answered" in said and why in said
+        heard: list[str] = []
+        keepers.told = {99: 0.0}  # no rank of the job
+        fault = "may not change as they should: StopIteration"
+        job.looks(lambda: heard.append(capsys.readouterr().err) or fault in heard[-1])
+        keepers.told = {}
+        assert "accepted" in ask(LAUNCHER, {"leave": ["b"]})
+        return DONE
+
+    job = Job(keepers, Limits(1), ask_it)
+    with Tellers(Orders(), job.supervisor):
+        assert job.to_end() == 0
 
 
 PAUSE = {"tell": {"kind": "pause"}, "from": "elsewhere"}

@@ -14,12 +14,12 @@ from typing import Any
 import pytest
 
 from mpitrain.context import JobContext
+from mpitrain.launch.events import Pause
 from mpitrain.launch.jobs import RunningJob, kept_jobs
 from mpitrain.launch.keepers import code_of, hosts_of, new_estate
 from mpitrain.launch.placement import Place, Placement
 from mpitrain.launch.resume import _end_rest
 from mpitrain.launch.start import Heritage, Request, _environment, _signals_end_in_order
-from mpitrain.launch.supervisor import Pause
 
 THREE = [["a", 2, []], ["b", 2, []], ["c", 2, []]]
 

@@ -1,342 +1,279 @@
-"""The supervisor starts a job again after a failure or a change of hosts. The attempts only say how they ended."""
+"""The supervisor carries out what the policy says. The attempts only say how they ended."""
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
 import pytest
+from history import ABC, names, widen
 
-from mpitrain.errors import LaunchError
+from jobs import until
+from mpitrain.errors import ConfigError, LaunchError
+from mpitrain.launch import events, policy
 from mpitrain.launch.ending import Ended
-from mpitrain.launch.intake import Intake
-from mpitrain.launch.placement import Place, Placement
-from mpitrain.launch.policy import Change, Limits
-from mpitrain.launch.supervisor import Pause, supervise
+from mpitrain.launch.events import Limits, Pause
+from mpitrain.launch.keepers import Keepers
+from mpitrain.launch.kept import LEAVES, PREPARES, SAVES, STAYS
+from mpitrain.launch.placement import Placement
+from mpitrain.launch.supervisor import Supervisor
 from mpitrain.watching.rank_record import RankRecord
 
-ABC = Placement(
-    (Place("a", 0, 2), Place("b", 2, 1), Place("c", 3, 2)), {"a": "10.0.0.1", "b": "10.0.0.2", "c": "10.0.0.3"}, "a"
-)
-WIDER = Placement((*ABC.places, Place("d", 5, 2)), own="a")
-LEAVES = Change("b leaves", ABC.without({"b"}), ABC.without({"b"}))
-JOINS = Change("d joins", WIDER, WIDER, ("d",))
-ENDS = Change("SIGTERM told rank 0 to end on a", ABC, ABC, is_end=True)
-RETURNS = Change("b joins", ABC, ABC, ("b",))
-FIVE = Limits(restarts=5)
 DONE = Ended(0)
 
 
-def killed(rank: int, step: int, code: int = 137, *, has_checkpoint: bool = False) -> Ended:
-    about = {"first_step": 1, "has_checkpoint": has_checkpoint}
-    records = {
-        number: RankRecord(number, pid=1000 + number, step=step + (number != rank), **about) for number in range(5)
-    }
+def killed(rank: int, step: int) -> Ended:
+    records = {number: RankRecord(number, pid=1000 + number, first_step=1, step=step) for number in range(5)}
     said = f"process rank {rank} with PID 1 on node b exited on\nsignal 9 (K)"
-    return Ended(code, mpiexec_said=said, records=records)
-
-
-def early(rank: int) -> Ended:
-    """It fails before its first step."""
-    failed = RankRecord(rank, pid=1, phase="failed", error="OSError: x")
-    return Ended(1, failed=failed, records={rank: RankRecord(rank)})
-
-
-def lost(host: str, step: int, first: int = 1) -> Ended:
-    return Ended(1, lost=(host,), trouble=("-",), records={0: RankRecord(0, pid=1, first_step=first, step=step)})
+    return Ended(137, mpiexec_said=said, records=records)
 
 
 def left(step: int) -> Ended:
     return Ended(0, records={0: RankRecord(0, step=step, left_step=step)}, left=(step, 1.0))
 
 
-def absent(*hosts: str, **different: str) -> LaunchError:
-    error = LaunchError("they differ" if different else "no answer")
-    error.hosts, error.different = hosts, different
-    return error
+class Beside:
+    """A stand-in for a Successor. The test sets its attributes."""
 
-
-class Tries:
-    """Ends each attempt as the test says, and records its hosts, what it was told of, and whether it only saves."""
-
-    def __init__(self, *ends: Ended | LaunchError) -> None:
-        self.ends = list(ends)
-        self.ran: list[str] = []
-        self.told: list[str] = []
-        self.only_saves: list[bool] = []
-
-    def __call__(self, placement: Placement, failed: Pause | None) -> Ended:
-        self.told.append(failed.cause if failed else "")
-        self.only_saves.append(failed is not None and failed.only_saves)
-        self.ran.append("".join(placement.hosts))
-        end = self.ends.pop(0)
-        if isinstance(end, LaunchError):
-            raise end
-        return end
-
-
-class Wished:
-    """A stand-in for Changes that has a change after some of the attempts, and prepares no next attempt."""
-
-    def __init__(self, *changes: Change | None) -> None:
-        self.changes = list(changes)
-        self.bad: list[tuple[float, str]] = []
-        self.begun: list[tuple[str, str]] = []
-        self.saves_for: list[str] = []
-        self.left_for: list[str] = []
-
-    def begin(self, hosts: Placement, now_on: Placement, saves_for: str) -> None:
-        self.begun.append(("".join(hosts.hosts), "".join(now_on.hosts)))
-        self.saves_for.append(saves_for)
-
-    def take(self, *, has_left: bool = False) -> Change | None:
-        return self.changes.pop(0) if self.changes else None
-
-    def take_next(self, change: Change | None) -> Any:
-        return None
-
-    def leave_state(self, why: str) -> str:
-        self.left_for.append(why)
-        return "it is kept on a" if len(self.left_for) == 1 else ""
+    def __init__(self, where: str, cause: str, end: Ended) -> None:
+        self.where, self.cause, self.end = where, cause, end
+        self.problem, self.has_room, self.is_ready, self.is_closed = "", True, False, False
+        self.faulty: tuple[str, ...] = ()
 
     def look(self) -> None:
         pass
 
+    def to_end(self, meanwhile: Callable[[], None]) -> Ended:
+        meanwhile()
+        return self.end
 
-def play(tries: Tries, limits: Limits, wished: Any = None) -> int:
-    """Supervise tries. In those of an elastic job nobody looks for hosts."""
-    intake = Intake(wished, limits, lambda: None) if limits.max_nodes else None
-    return supervise(tries, ABC, limits, wished, intake)
-
-
-@pytest.fixture
-def transcript(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
-    """Makes attempts end as told: all have come. Returns the exit code, the hosts of each attempt, and the output."""
-
-    def transcript(limits: Limits, *ends: Any, changes: Any = ()) -> str:
-        tries = Tries(*ends)
-        code = play(tries, limits, Wished(*changes) if changes else None)
-        assert not tries.ends
-        return f"{code} {' '.join(tries.ran)}\n" + capsys.readouterr().err.replace("mpitrain: ", "")
-
-    return transcript
+    def close(self) -> None:
+        self.is_closed = True
 
 
-AFTER_FAILURES = """\
-0 abc abc
-attempt 1 of 6 failed at step 7: rank 2 on b was killed by signal 9; starting again on a, b, c
-attempt 2 of 6 succeeded
-0 abc ac a
-attempt 1 of 6, from step 4, failed at step 9: b fell silent; starting again on a, c with 4 ranks, without b
-no answer; starting again on a with 2 ranks, without b, c
-attempt 2 of 6 succeeded
-5 abc abc
-attempt 1 of 2 failed at step 7: rank 2 on b was killed by signal 9; starting again on a, b, c
-attempt 2 of 2 failed at step 8: rank 4 on c was killed by signal 9; not started again: no attempt is left
-137 abc abc a
-attempt 1 of 4 failed at step 7: rank 2 on b was killed by signal 9; starting again on a, b, c
-no answer; only a of a, b, c can take part, and the job needs 2. Starting again on a only to save the state
-only a of a, b, c can take part, and the job needs 2: the job has ended after step 6, which is saved
-137 abc abc
-attempt 1 of 4 failed at step 7: rank 2 on b was killed by signal 9; starting again on a, b, c
-no answer; not started again: no host can take part, and the job needs 2
-137 abc abc abc abc
-attempt 1 of 4 failed at step 7: rank 2 on b was killed by signal 9; starting again on a, b, c
-attempt 2 of 4 failed at step 8: rank 0 on a was killed by signal 9; starting again on a, b, c
-attempt 3 of 4 failed at step 9: rank 2 on b was killed by signal 9; starting again on a, b, c
-attempt 4 of 4 failed at step 10: rank 0 on a was killed by signal 9; not started again: no attempt is left
-130 abc
-0 abc
-137 abc
-137 abc
-"""
+Attempt = Ended | LaunchError | Callable[["Job"], Ended]
 
 
-def test_after_failures(transcript: Callable[..., str]) -> None:
-    seen = transcript(FIVE, killed(2, 7), DONE)
-    seen += transcript(FIVE, lost("b", 9, 5), absent("c"), DONE)
-    seen += transcript(Limits(1), killed(2, 7, 137), killed(4, 8, 5))  # the code is that of the last failure
-    seen += transcript(Limits(3, min_nodes=2), killed(2, 7), absent("b", "c"), left(6))
-    seen += transcript(Limits(3, min_nodes=2), killed(2, 7), absent("a", "b", "c"))
-    # Nobody has said how often: it depends on whether there is a checkpoint.
-    seen += transcript(Limits(None), *(killed(2 * (step % 2), step, has_checkpoint=step == 7) for step in range(7, 11)))
-    never = (
-        (FIVE, Ended(130, is_interrupted=True)),
-        (FIVE, DONE),
-        (Limits(), killed(2, 7)),
-        (Limits(None), killed(2, 7)),
-    )
-    for limits, end in never:
-        seen += transcript(limits, end)  # which is never tried again
-    assert seen == AFTER_FAILURES
+class Job:
+    """A job whose attempts end as the test says, or do what it says."""
+
+    def __init__(self, keepers: Keepers, limits: Limits, *attempts: Attempt, **how: Any) -> None:
+        self.keepers, self.attempts = keepers, list(attempts)
+        self.ran: list[tuple[str, str]] = []  # where each ran, and why it followed
+        self.compared: list[Placement] = []
+        self.beside: list[Beside] = []
+        self.next_ends: Ended = DONE
+        state = policy.begin(limits, ABC)
+        check, prepare = self._check, self._prepare
+        self.supervisor = Supervisor(state, self._run, keepers, widen=self._widen, check=check, prepare=prepare, **how)
+
+    def _run(self, where: Placement, pause: Pause | None) -> Ended:
+        self.ran.append((names(where), pause.cause if pause else ""))
+        attempt = self.attempts.pop(0)
+        if isinstance(attempt, LaunchError):
+            raise attempt
+        return attempt if isinstance(attempt, Ended) else attempt(self)
+
+    def _widen(self, placement: Placement, text: str) -> Placement:
+        if text == "nowhere":
+            raise ConfigError("there is no host 'nowhere'")
+        return widen(placement, text)
+
+    def _check(self, placement: Placement) -> None:
+        self.compared.append(placement)
+        if "other" in placement.hosts:
+            raise LaunchError("other: train.py differs")
+        if "odd" in placement.hosts:
+            raise RuntimeError("can't start new thread")
+        if "slow" in placement.hosts:
+            time.sleep(1)
+
+    def _prepare(self, where: Placement, cause: str) -> Any:
+        if "alone" in where.hosts:
+            return None
+        self.beside.append(Beside(names(where), cause, self.next_ends))
+        return self.beside[-1]
+
+    def to_end(self) -> int:
+        with self.supervisor:
+            return self.supervisor.to_end()
+
+    def looks(self, test: Callable[[], object]) -> None:
+        """The attempt runs until this holds."""
+        until(lambda: self.supervisor.look() or test())
+
+    def train(self) -> None:
+        self.keepers.run = 1
+        self.looks(lambda: self.supervisor.state.run == 1)
+
+    def answer(self, **request: Any) -> dict[str, str]:
+        """Somebody asks for a change. The attempt goes on meanwhile."""
+        answers: list[dict[str, str]] = []
+        asking = threading.Thread(target=lambda: answers.append(self.supervisor.answer(request)))
+        asking.start()
+        self.looks(lambda: not asking.is_alive())
+        self.supervisor.look()
+        return answers[0]
 
 
-def test_errors_that_no_other_try_would_change() -> None:
-    for ends in ([absent("b")], [LaunchError("no ssh")], [killed(2, 7), LaunchError("the code differs")]):
-        with pytest.raises(LaunchError):
-            play(Tries(*ends), FIVE)
-
-
-CHANGES = """\
-0 abc ac abcd abcd
-b leaves after step 7; continuing on a, c with 4 ranks
-d joins after step 9; continuing on a, b, c, d with 7 ranks
-attempt 1 of 2 failed at step 12: rank 0 on a was killed by signal 9; starting again on a, b, c, d
-attempt 2 of 2 succeeded
-0 abc abcd abc
-d joins after step 7; continuing on a, b, c, d with 7 ranks
-the job continues as before, without d: no answer
-0 abc abcd abc
-d joins after step 7; continuing on a, b, c, d with 7 ranks
-with d, the job failed before its first step: rank 5 on d failed: OSError: x
-continuing as before, on a, b, c with 5 ranks
-0 abc ac ac
-b leaves after step 7; continuing on a, c with 4 ranks
-attempt 1 of 2 failed before its first step: rank 0 on a failed: OSError: x; starting again on a, c
-attempt 2 of 2 succeeded
-0 abc ac
-attempt 1 of 2 failed at step 7: rank 0 on a was killed by signal 9; starting again on a, c
-attempt 2 of 2 succeeded
-0 abc abc abc
-the ranks had left after step 7; starting again on a, b, c with 5 ranks
-attempt 1 of 2 failed at step 12: rank 0 on a was killed by signal 9; starting again on a, b, c
-attempt 2 of 2 succeeded
-0 abc
-the job ended before its hosts could change: b leaves
-0 abc
-the job ended before its hosts could change: SIGTERM told rank 0 to end on a
-143 abc
-SIGTERM told rank 0 to end on a: the job has ended after step 7
-"""
-
-
-def test_changes_of_hosts(transcript: Callable[..., str]) -> None:
-    once = Limits(1)
-    seen = transcript(once, left(7), left(9), killed(0, 12), DONE, changes=[LEAVES, JOINS])
-    seen += transcript(once, left(7), absent("d"), DONE, changes=[JOINS])
-    seen += transcript(once, left(7), early(5), DONE, changes=[JOINS])
-    # The training has made steps before, so this fault does not come every time.
-    seen += transcript(once, left(7), early(0), DONE, changes=[LEAVES])
-    seen += transcript(once, killed(0, 7), DONE, changes=[LEAVES])
-    # The change was dropped after the ranks had left: their exit code is 0, but the work is not done.
-    seen += transcript(once, left(7), killed(0, 12), DONE, changes=[None])
-    seen += transcript(once, DONE, changes=[LEAVES])
-    seen += transcript(once, DONE, changes=[ENDS])
-    seen += transcript(once, left(7), changes=[ENDS])
-    assert seen == CHANGES
-
-
-def test_a_try_is_told_why_it_follows() -> None:
-    tries = Tries(left(7), left(9), killed(0, 12), DONE)
-    play(tries, Limits(1), Wished(LEAVES, JOINS))
-    assert tries.told == ["", "b leaves", "d joins", "rank 0 on a was killed by signal 9"]
-
-
-def test_the_next_try_takes_over(capsys: pytest.CaptureFixture[str]) -> None:
-    """The next attempt is not started again. After it fails, another attempt starts on its hosts."""
-
-    class Successor:
-        def to_end(self, meanwhile: object) -> Ended:
-            return killed(0, 12)
-
-    tries, wished = Tries(left(7), DONE), Wished(LEAVES)
-    wanted: list[Change | None] = []
-    wished.take_next = lambda change: wanted.append(change) or (Successor() if change else None)  # type: ignore[method-assign]
-    assert play(tries, Limits(1), wished) == 0
-    assert wanted == [LEAVES, None, None]
-    assert tries.ran == ["abc", "ac"]
+def test_attempts_and_why_they_follow(keepers: Keepers, capsys: pytest.CaptureFixture[str]) -> None:
+    job = Job(keepers, Limits(5), killed(2, 7), DONE)
+    assert job.to_end() == 0
+    assert job.ran == [("abc", ""), ("abc", "rank 2 on b was killed by signal 9")]
     assert capsys.readouterr().err.splitlines() == [
-        "mpitrain: b leaves after step 7; continuing on a, c with 4 ranks",
-        "mpitrain: attempt 1 of 2 failed at step 12: rank 0 on a was killed by signal 9; starting again on a, c",
-        "mpitrain: attempt 2 of 2 succeeded",
+        "mpitrain: attempt 1 of 6 failed at step 7: rank 2 on b was killed by signal 9; starting again on a, b, c",
+        "mpitrain: attempt 2 of 6 succeeded",
     ]
+    assert Job(keepers, Limits(5), Ended(130, is_interrupted=True)).to_end() == 130
+    assert Job(keepers, Limits(), DONE, code=lambda code: 138).to_end() == 138
+    error = LaunchError("the code differs")
+    with pytest.raises(LaunchError) as raised:
+        Job(keepers, Limits(5), killed(2, 7), error).to_end()
+    assert raised.value is error
 
 
-def test_an_elastic_job_starts_on_the_hosts_that_can_take_part(capsys: pytest.CaptureFixture[str]) -> None:
-    for end, why in ((absent("b"), "no answer"), (absent(b="x.py differs"), "b cannot take part: x.py differs")):
-        tries, wished = Tries(end, DONE), Wished()
-        assert play(tries, Limits(5, 2, 3), wished) == 0
-        assert tries.ran == ["abc", "ac"]
-        assert wished.begun[-1] == ("abc", "ac")
-        assert [host for _, host in wished.bad] == ["b"]
-        assert capsys.readouterr().err.startswith(f"mpitrain: {why}; starting on a, c with 4 ranks, without b\n")
-    assert play(Tries(absent("b", "c")), Limits(5, 2, 3), Wished()) == 1
-    few = "mpitrain: no answer; not started: only a of a, b, c can take part, and --nnodes is 2:3\n"
-    assert capsys.readouterr().err == few
-    for error in (absent(a="x.py does not exist"), LaunchError("no ssh")):  # of this machine
-        with pytest.raises(LaunchError):
-            play(Tries(error), Limits(5, 1, 3), Wished())
+def test_what_an_end_tells_the_policy() -> None:
+    job = Job(None, Limits(None), Ended(1, lost=("b",), records={0: RankRecord(0, first_step=5, step=9)}))  # type: ignore[arg-type]
+    taken: list[events.Event] = []
+    take = job.supervisor.take
+    job.supervisor.take = lambda event: taken.append(event) or take(event)  # type: ignore[method-assign]
+    assert job.to_end() == 1
+    (failed,) = [event for event in taken if isinstance(event, events.Failed)]
+    failure = failed.failure
+    assert (failure.cause, failure.first, failure.step, failure.lost) == ("b fell silent", 5, 9, ("b",))
+    assert failure.when == failure.failed_at == failed.at
+    assert not failed.has_checkpoint
 
 
-def test_it_uses_no_more_hosts_than_the_most(capsys: pytest.CaptureFixture[str]) -> None:
-    tries = Tries(lost("b", 7), DONE)
-    assert play(tries, Limits(5, 1, 2), Wished()) == 0
-    assert tries.ran == ["ab", "ac"]
-    assert "b fell silent; starting again on a, c with 4 ranks, without b\n" in capsys.readouterr().err
+def test_the_next_attempt_takes_over(keepers: Keepers) -> None:
+    """It is prepared in the main thread, and not started again. After it has failed, another one starts."""
+
+    def leave(job: Job) -> Ended:
+        job.train()
+        assert list(job.answer(leave=["b"])) == ["accepted"]
+        (beside,) = job.beside
+        assert (beside.where, beside.cause, keepers.wish) == ("ac", "b leaves", PREPARES)
+        beside.is_ready = True
+        job.looks(lambda: keepers.wish == LEAVES)
+        return left(7)
+
+    job = Job(keepers, Limits(1), leave, DONE)
+    job.next_ends = killed(0, 12)
+    assert job.to_end() == 0
+    assert job.ran == [("abc", ""), ("ac", "rank 0 on a was killed by signal 9")]
+    assert keepers.wish == STAYS
+    assert [beside.is_closed for beside in job.beside] == [False]
 
 
-@pytest.mark.parametrize("most", [3, None])
-def test_it_saves_where_too_few_hosts_are_left(most: int | None, capsys: pytest.CaptureFixture[str]) -> None:
-    limits = Limits(5, 3, most)
-    reason = f"only a, b of a, b, c can take part, and {limits.words}"
-    tries, wished = Tries(lost("c", 7), left(6)), Wished()
-    assert play(tries, limits, wished) == 1
-    assert (tries.ran, tries.only_saves) == (["abc", "ab"], [False, True])
-    assert (wished.saves_for, wished.left_for) == (["", reason], [])
-    assert capsys.readouterr().err == (
-        f"mpitrain: attempt 1 of 6 failed at step 7: c fell silent; {reason}. Starting again on a, b only to save the "
-        f"state\nmpitrain: {reason}: the job has ended after step 6, which is saved\n"
+@pytest.mark.parametrize("problem", ["rank 6 failed", ""])
+def test_a_next_attempt_that_is_not_needed(keepers: Keepers, problem: str) -> None:
+    """It fails; or the present one does."""
+
+    def join(job: Job) -> Ended:
+        job.train()
+        assert list(job.answer(join="d")) == ["accepted"]
+        job.beside[0].problem = problem
+        if problem:
+            job.looks(lambda: keepers.wish == STAYS)
+            assert job.supervisor.state.change is None
+        return killed(0, 7)
+
+    job = Job(keepers, Limits(1), join, DONE)
+    assert job.to_end() == 0
+    assert job.beside[0].is_closed
+    assert job.ran[1][0] == ("abc" if problem else "abcd")
+
+
+def test_no_next_attempt_beside_this_one(keepers: Keepers) -> None:
+    def join(job: Job) -> Ended:
+        job.train()
+        job.answer(join="alone")
+        assert keepers.wish == LEAVES
+        return left(7)
+
+    job = Job(keepers, Limits(1), join, DONE)
+    assert job.to_end() == 0
+    assert job.ran[1] == ("abcalone", "alone joins")
+
+
+def test_requests(keepers: Keepers, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are answered while the attempt runs, and also while a host is asked that would join."""
+    monkeypatch.setattr("mpitrain.launch.supervisor._BEGIN_SECONDS", 0.1)
+
+    def ask(job: Job) -> Ended:
+        assert "none does so now" in job.answer(leave=["b"])["refused"]
+        job.train()
+        assert job.answer(join="nowhere") == {"refused": "there is no host 'nowhere'"}
+        assert job.answer(join="other") == {"refused": "other: train.py differs"}
+        asking = threading.Thread(target=job.supervisor.answer, args=({"join": "slow"},))
+        asking.start()
+        until(lambda: job.compared[-1].hosts == ("slow",))
+        keepers.told = {2: time.monotonic() - 2.0}
+        job.looks(lambda: keepers.wish == PREPARES)
+        assert asking.is_alive()
+        asking.join()
+        assert job.beside[-1].where == "ac"
+        return killed(0, 7)
+
+    job = Job(keepers, Limits(1), ask, DONE)
+    job.to_end()
+    # Only the new host and this machine are asked.
+    assert (job.compared[0].hosts, list(job.compared[0].addresses)) == (("other",), ["a", "other"])
+
+
+def test_a_request_waits_for_what_is_about_to_begin(keepers: Keepers) -> None:
+    def begin(job: Job) -> Ended:
+        answers: list[dict[str, str]] = []
+        asking = threading.Thread(target=lambda: answers.append(job.supervisor.answer({"leave": ["b"]})))
+        asking.start()
+        time.sleep(0.3)
+        assert not answers
+        job.train()
+        asking.join()
+        assert list(answers[0]) == ["accepted"]
+        return DONE
+
+    assert Job(keepers, Limits(1), begin).to_end() == 0
+
+
+def test_ranks_that_sigterm_has_told(keepers: Keepers) -> None:
+    def save(job: Job) -> Ended:
+        job.train()
+        keepers.told = dict.fromkeys((0, 2, 3), time.monotonic() - 2.0)
+        job.looks(lambda: keepers.wish == SAVES)
+        return left(7)
+
+    def refuse(job: Job) -> Ended:
+        keepers.told = {0: time.monotonic() - 2.0}
+        job.looks(lambda: keepers.refuses)
+        return killed(0, 7)
+
+    assert Job(keepers, Limits(1), save).to_end() == 143
+    keepers.run = 0
+    assert Job(keepers, Limits(1), refuse, DONE).to_end() == 0
+
+
+def test_a_state_that_nobody_has(keepers: Keepers, capsys: pytest.CaptureFixture[str]) -> None:
+    job = Job(keepers, Limits(1, 3), Ended(1, lost=("c",), records=killed(0, 7).records), killed(0, 0))
+    assert job.to_end() == 1
+    *_, last = capsys.readouterr().err.splitlines()
+    assert last == (
+        "mpitrain: no host has the state in memory; the same command continues from the newest checkpoint, if any"
     )
-    # The job saves only if there is a state and an attempt is left.
-    for ended, restarts in ((lost("c", 0), 5), (lost("c", 7), 0)):
-        tries, wished = Tries(ended), Wished()
-        assert play(tries, Limits(restarts, 3, most), wished) == 1
-        assert (len(tries.ran), wished.left_for) == (1, [])
-    # Another host is found absent meanwhile.
-    tries = Tries(lost("c", 7), absent("b"), left(6))
-    assert play(tries, limits, Wished()) == 1
-    assert (tries.ran, tries.only_saves) == (["abc", "ab", "a"], [False, True, True])
-    # The training was complete, and the script has come to its end.
-    assert play(Tries(lost("c", 7), DONE), limits, Wished()) == 0
 
 
-@pytest.mark.parametrize(
-    ("second", "why"),
-    [
-        (lost("b", 0), "b fell silent"),
-        (killed(1, 0, 5), "rank 1 on a was killed by signal 9"),
-        (LaunchError("no mpiexec"), "no mpiexec"),
-    ],
-)
-def test_it_saves_once_and_leaves_its_state_otherwise(
-    second: Ended | LaunchError, why: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """The exit code is that of the failure, whatever ends the try that only saves. No restart is left after it."""
-    reason = "only a, b of a, b, c can take part, and the job needs 3"
-    for before, kept in (
-        ([], "it is kept on a"),
-        (["-"], "no host has the state in memory; the same command continues from the newest"),
-    ):
-        tries, wished = Tries(lost("c", 7), second), Wished()
-        wished.left_for = list(before)
-        assert play(tries, Limits(1, 3), wished) == 1
-        assert len(tries.ran) == 2
-        assert wished.left_for[-1:] == [reason]
-        said = capsys.readouterr().err.splitlines()
-        assert said[1] == f"mpitrain: {reason}; the state was not saved: {why}"
-        assert said[2].startswith(f"mpitrain: {kept}")
+def test_an_error_while_it_looks(keepers: Keepers, capsys: pytest.CaptureFixture[str]) -> None:
+    """The job can train without it."""
 
+    def look(job: Job) -> Ended:
+        job.train()
+        job.answer(leave=["b"])
+        job.beside[0].look = lambda: 1 / 0  # type: ignore[method-assign]
+        job.supervisor.look()
+        job.supervisor.look()
+        return DONE
 
-@pytest.mark.parametrize("end", [absent("d"), early(5)])
-def test_a_host_that_could_not_join_is_taken_in_later(end: Ended | LaunchError) -> None:
-    wished = Wished(JOINS)
-    assert play(Tries(left(7), end, DONE), Limits(1, 1, 4), wished) == 0
-    assert wished.begun[-1] == ("abcd", "abc")
-    assert [host for _, host in wished.bad] == ["d"]
-
-
-@pytest.mark.parametrize("limits", [FIVE, Limits(5, 1, 3)])
-def test_a_host_that_has_joined_by_a_wish_is_no_longer_set_aside(limits: Limits) -> None:
-    tries = Tries(lost("b", 7), left(9), killed(0, 12), DONE)
-    assert play(tries, limits, Wished(None, RETURNS)) == 0
-    assert tries.ran == ["abc", "ac", "abc", "abc"]
+    assert Job(keepers, Limits(1), look).to_end() == 0
+    assert capsys.readouterr().err.count("the hosts of the job may not change as they should: ZeroDivisionError") == 1
