@@ -24,6 +24,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from mpitrain.errors import DataError
 from mpitrain.launch.output import MPIEXEC, OutputPiece, Stream
 from mpitrain.launch.placement import Place
 from mpitrain.launch.roster import launcher_pid
@@ -85,16 +86,20 @@ class JobLogs:
             launcher: as roster.launcher_name names it.
             say: prints a line of the launcher. It is called in a thread.
             ids: of the attempts that another launcher has made.
-
-        Raises:
-            DataError: see logs_folder.
         """
         self.__init__()  # type: ignore[misc]  # nothing stays of the job before
         self._ids = list(ids)
         self._job = ids[0] if ids else ""
         self._about = {"version": VERSION, "script": list(script), "launcher": launcher, "cwd": str(Path.cwd())}
         self._about |= {"began": time.time(), "ended": None}
-        self._writer = _Writer(folder, say)
+        try:
+            base = logs_folder()
+        except DataError as error:  # the job needs no logs
+            if folder is None:
+                say(f"this job has no logs: {error}")
+                return
+            base = None
+        self._writer = _Writer(folder, base, say)
 
     def begin(self, job: str, places: Sequence[Place]) -> None:
         """An attempt with this id begins on these hosts."""
@@ -144,9 +149,10 @@ class JobLogs:
 class _Writer:
     """The thread that writes."""
 
-    def __init__(self, folder: Path | None, say: Callable[[str], None]) -> None:
-        self._base = logs_folder()
-        self._folder, self._is_bounded = folder or self._base, folder is None
+    def __init__(self, folder: Path | None, base: Path | None, say: Callable[[str], None]) -> None:
+        """`base` is logs_folder()."""
+        self._base = base
+        self._folder, self._is_bounded = folder or base or Path(), folder is None
         self._say = say
         self._path = self._folder
         self._num_ranks = 1
@@ -225,6 +231,8 @@ class _Writer:
 
     def _make_folder(self) -> None:
         self._path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if self._base is None:
+            return
         if self._is_bounded:
             _drop_old(self._base, self._path)
             return

@@ -154,6 +154,16 @@ def test_a_full_disk(said: list[str], tmp_path: Path) -> None:
     assert read_about(there)["ended"]["code"] == 0
 
 
+def test_a_user_without_a_home(said: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The job runs, with logs only where it is told to keep them."""
+    monkeypatch.delenv("XDG_STATE_HOME")
+    monkeypatch.setattr(Path, "home", lambda: Path("~nobody-at-all").expanduser())  # raises, as without a home
+    begun(said).close(DONE)
+    assert len(said) == 1 and said[0].startswith("this job has no logs: results are kept in ~/.local/state/mpitrain")
+    begun(said, folder=tmp_path / "mine").close(DONE)
+    assert find_logs("1a2b3c4d", tmp_path / "mine") is not None and len(said) == 1
+
+
 def follow(then: Callable[[], None], capfd: pytest.CaptureFixture[str]) -> tuple[int, str, str]:
     thread = threading.Thread(target=then)
     thread.start()
