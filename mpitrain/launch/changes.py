@@ -1,7 +1,7 @@
 """Rows of the policy (policy.py) for changes of the hosts of a running job. Pure functions.
 
     asked ─> can it be? ─┬─> accepted ─> Prepare: the next attempt starts, on other hosts ─> Ready ─> Tell: LEAVES
-                         │                                         ─> Left after the next copy ─> TakeOver
+                         │                                         ─> Left after the next copy ─> Start: it takes over
                          └─> refused, and why; the job does not notice
 
 Only the first run of a script can be left and continued: a later one would have to begin with it. A run is that of a

@@ -4,7 +4,7 @@
       ^  ├─> Failed, NotStarted: judge (where.py) ─┬─> hosts: Start there; the script continues from memory, or its
       │  │                                         │    newest checkpoint
       │  │                                         └─> none: say why; End with the code of the last failure
-      └──┴─> Left: the hosts have changed (changes.py), TakeOver or Start
+      └──┴─> Left: the hosts have changed (changes.py): Start
 
 If too few hosts are left after a failure, the job starts once more on these, only to save its state. No step is made:
 another part of a broken network may still make the next one, and what is saved must not be ahead of it. If nothing can
@@ -16,7 +16,6 @@ from __future__ import annotations
 import signal
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import assert_never
 
 from mpitrain.launch import changes, events
 from mpitrain.launch.events import Action, Change, End, Event, FailedAttempt, Limits, Pause, Say, Start, State
@@ -25,6 +24,8 @@ from mpitrain.launch.placement import Placement
 from mpitrain.launch.where import judge
 
 Next = tuple[State, list[Action]]
+
+_ENDS = events.Done, events.Interrupted, events.Failed, events.Left, events.NotStarted
 
 
 def begin(limits: Limits, hosts: Placement, pause: Pause | None = None) -> State:
@@ -37,30 +38,46 @@ def begin(limits: Limits, hosts: Placement, pause: Pause | None = None) -> State
 
 def next(state: State, event: Event) -> Next:
     """Return the state after an event, and what is to be done, in this order."""
+    change, drops, takes_over = state.change, list[Action](), False
+    if isinstance(event, _ENDS):  # the attempt that is prepared takes over only if the ranks have left for it
+        is_prepared = state.prepared_since is not None
+        takes_over = is_prepared and isinstance(event, events.Left) and event.is_ready and not state.saves_for
+        drops = [events.Drop()] if is_prepared and not takes_over else []
+        state = replace(state, is_running=False, change=None, prepared_since=None)
     match event:
         case events.Begun():
-            return _begun(state, event)
-        case events.Done() | events.Interrupted() | events.Failed() | events.Left() | events.NotStarted():
-            return _ended(state, event)
+            state, actions = _begun(state, event)
+        case events.Done():
+            state, actions = _done(state, event, change)
+        case events.Interrupted():
+            state, actions = _end(state, event.code, "a signal to the launcher")
+        case events.Failed():
+            state, actions = _failed(state, event, change)
+        case events.Left():
+            state, actions = _left(state, event, change, takes_over=takes_over)
+        case events.NotStarted():
+            state, actions = _not_started(state, event, change)
         case events.RanksSaid():
-            return changes.ranks_said(state, event)
+            state, actions = changes.ranks_said(state, event)
         case events.Ready():
-            return changes.ready(state)
+            state, actions = changes.ready(state)
         case events.NotPrepared():
-            return changes.not_prepared(state, event)
+            state, actions = changes.not_prepared(state, event)
         case events.LeaveAsked():
-            return changes.leave_asked(state, event)
+            state, actions = changes.leave_asked(state, event)
         case events.JoinAsked():
-            return changes.join_asked(state, event)
+            state, actions = changes.join_asked(state, event)
         case events.Fit():
-            return changes.fit(state, event)
+            state, actions = changes.fit(state, event)
         case events.Unfit():
-            return changes.unfit(state, event)
+            state, actions = changes.unfit(state, event)
         case events.Listed():
-            return changes.listed(state, event)
+            state, actions = changes.listed(state, event)
         case events.Answered():
-            return changes.answered(state, event)
-    raise TypeError(event)
+            state, actions = changes.answered(state, event)
+        case _:
+            raise TypeError(event)
+    return state, drops + actions
 
 
 def _begun(state: State, event: events.Begun) -> Next:
@@ -73,30 +90,6 @@ def _begun(state: State, event: events.Begun) -> Next:
         return _end(state, 1, verdict.reason, f"the job does not continue: {verdict.reason}")
     state = replace(state, now_on=_only(state.hosts, verdict.hosts))
     return _start(state, f"starting again on {_follows(state)}")
-
-
-def _ended(
-    state: State, event: events.Done | events.Interrupted | events.Failed | events.Left | events.NotStarted
-) -> Next:
-    """The attempt is over. The one that is prepared takes over only if the ranks have left for it."""
-    change, is_prepared = state.change, state.prepared_since is not None
-    takes_over = is_prepared and isinstance(event, events.Left) and event.is_ready and not state.saves_for
-    state = replace(state, is_running=False, change=None, prepared_since=None)
-    drops: list[Action] = [events.Drop()] if is_prepared and not takes_over else []
-    match event:
-        case events.Done():
-            state, actions = _done(state, event, change)
-        case events.Interrupted():
-            state, actions = _end(state, event.code, "a signal to the launcher")
-        case events.Failed():
-            state, actions = _failed(state, event, change)
-        case events.Left():
-            state, actions = _left(state, event, change, takes_over=takes_over)
-        case events.NotStarted():
-            state, actions = _not_started(state, event, change)
-        case _:
-            assert_never(event)
-    return state, drops + actions
 
 
 def _done(state: State, event: events.Done, change: Change | None) -> Next:

@@ -65,13 +65,24 @@ class Schedule:
             quiet += choice is None
             assert quiet < MOST_QUIET, "it does not end"
             self.at += 0.1 if choice is None else self.pick(_NAPS)
-            self.happen(_HAPPENS[0 if choice is None else choice % len(_HAPPENS)])
+            options = self.options()
+            self.happen("goes well" if choice is None else options[choice % len(options)])
+
+    def options(self) -> Sequence[str]:
+        """What may happen now."""
+        if not self.limits.most_restarts:  # nobody speaks with the ranks
+            return "goes well", "killed", "lost", "not started", "interrupted"
+        if self.state.saves_for:
+            return _SAVES
+        if self.has_left:
+            return _LEAVES
+        if self.prepared is not None:
+            return _PREPARES
+        return _BEGINS if self.may_start else _TRAINS
 
     def happen(self, what: str) -> None:
         """Something happens, if it can now."""
         state, now_on = self.state, names(self.state.now_on)
-        if not self.limits.most_restarts and what not in _WITHOUT_RESTARTS:  # nobody speaks with the ranks
-            return
         if what == "goes well":
             if state.saves_for or self.command in (LEAVES, SAVES):
                 self.leave()
@@ -342,22 +353,10 @@ class Schedule:
         self.take(events.Answered(self.at, hosts, inside))
 
 
-_WITHOUT_RESTARTS = "goes well", "killed", "lost", "not started", "interrupted"
-_HAPPENS = [
-    "goes well",
-    "copy",
-    "copy",
-    "killed",
-    "lost",
-    "not started",
-    "told",
-    "leave asked",
-    "join asked",
-    "ready",
-    "not prepared",
-    "left",
-    "listed",
-    "second run",
-    "copy",
-    "interrupted",
-]
+# What may happen while the attempt begins, trains, saves, while the next one is prepared, and when the ranks may leave.
+_FAILS = "killed", "lost", "told", "second run"
+_BEGINS = "copy", "copy", "copy", "not started", "not started", *_FAILS
+_TRAINS = "copy", "leave asked", "join asked", "join asked", "listed", "listed", "goes well", "interrupted", *_FAILS
+_SAVES = "left", "copy", "leave asked", "not started", *_FAILS
+_PREPARES = "ready", "ready", "ready", "not prepared", "copy", "join asked", "goes well", *_FAILS
+_LEAVES = "left", "left", "left", "not prepared", "copy", *_FAILS
