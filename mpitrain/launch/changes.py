@@ -171,8 +171,8 @@ def not_prepared(state: State, event: events.NotPrepared) -> Next:
         blamed = [host for host in change.joined if host in event.faulty or not event.faulty]
         absent = (*state.absent, *((event.at, host) for host in blamed))
         state = replace(state, change=None, command=STAYS, absent=absent)
-        says = f"the job continues as before, without {', '.join(change.joined)}: {event.problem}"
-        return state, [Drop(), Say(says), Tell(STAYS)]
+        text = f"the job continues as before, without {', '.join(change.joined)}: {event.problem}"
+        return state, [Drop(), Say(text), Tell(STAYS)]
     follows = "It starts when this one has ended"
     says = [Say(f"the next attempt cannot start beside this one: {event.problem}. {follows}")] if event.problem else []
     return replace(state, command=LEAVES), [Drop(), *says, Tell(LEAVES)]
