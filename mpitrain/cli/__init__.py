@@ -12,7 +12,7 @@ import sys
 import textwrap
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import IO, NoReturn, Protocol, cast
+from typing import Any, NoReturn, Protocol, cast
 
 from mpitrain import __version__
 from mpitrain.errors import ConfigError, MpitrainError
@@ -42,7 +42,7 @@ class _Parser(argparse.ArgumentParser):
         sys.stderr.write(f"{self.prog} --help lists the {'options' if ' ' in self.prog else 'commands'}\n")
         sys.exit(2)
 
-    def _print_message(self, message: str, file: IO[str] | None = None) -> None:
+    def _print_message(self, message: str, file: Any = None) -> None:
         """Print as `print` does. That of argparse says nothing if the disk is full."""
         (file or sys.stderr).write(message)
 

@@ -84,10 +84,11 @@ class ElasticState:
     def begin_copies(self) -> bool:
         """Copy the state to memory from now on, if the job has keepers. True: it continues from a copy. Collective."""
         context = init().context
-        has_dict = hasattr(self, "state_dict") and hasattr(self, "load_state_dict")
-        if not context.keeper or (not context.must_copy and (not has_dict or the_job().is_elastic)):
+        if not context.keeper or (the_job().is_elastic and not context.must_copy):
             return False
-        if not has_dict:
+        if not (hasattr(self, "state_dict") and hasattr(self, "load_state_dict")):
+            if not context.must_copy:
+                return False
             raise ConfigError(
                 f"{init().name()}: a {type(self).__name__} has no state_dict() and load_state_dict(), which a restart "
                 "from memory needs; write them, use hvd.elastic.ObjectState or TorchState, or leave out --max-restarts"
