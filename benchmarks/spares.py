@@ -1,4 +1,4 @@
-"""How long a training stands still when a rank is killed: `--restarts` with spares against `--restarts` without.
+"""How long a training stands still when a rank is killed: a restart with spares against one without.
 
     python benchmarks/spares.py [--trials 10] [--ranks 4] [--python .venv-openmpi/bin/python]
 
@@ -75,7 +75,7 @@ def trial(python: str, ranks: int, *, has_spares: bool) -> tuple[float, float]:
     with tempfile.TemporaryDirectory() as name, Path(name, "output").open("wb") as output:
         folder = Path(name)
         (folder / "train.py").write_text(SCRIPT)
-        options = ["--restarts", "1", *(["--spares"] if has_spares else [])]
+        options = ["--max-restarts", "1", *(["--spares"] if has_spares else [])]
         command = [python, "-m", "mpitrain", "run", "-n", str(ranks), *options, str(folder / "train.py"), name]
         began = time.time()
         job = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)

@@ -4,7 +4,7 @@
     mpiexec -n 3 python examples/torch_whole_loop.py              # three ranks: the same numbers, to rounding
 
 With --checkpoint FILE the script saves after each epoch. The next run continues from there, on any number of ranks.
-Under `mpitrain run --restarts 5` it continues from memory after a failure, also within an epoch. The data is
+Under `mpitrain run` it continues from memory after a failure, also within an epoch. The data is
 scikit-learn's 1,797 small images of digits, or with --data fashion Fashion-MNIST.
 """
 

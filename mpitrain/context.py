@@ -101,6 +101,7 @@ class JobContext:
         expected_size: ranks that the launcher started; 0: not known.
         roll_call: socket of the guard of its host, at which every rank calls; "": there is no guard.
         keeper: socket of the keeper of its host, which holds memory for the next attempt; "": there is no keeper.
+        must_copy: 1: the user has asked for restarts, so what prevents copies of the state is told; 0: by default.
         failed_ms: when the attempt before this one failed, by time.time(), in milliseconds; 0: this is the first
             attempt.
         failed_step: the step in which that attempt failed; 0: before its first.
@@ -123,6 +124,7 @@ class JobContext:
     expected_size: int = 0
     roll_call: str = ""
     keeper: str = ""
+    must_copy: int = 0
     failed_ms: int = 0
     failed_step: int = 0
     failure: str = ""

@@ -76,6 +76,19 @@ def keep_state(path: Path, version: int, content: Mapping[str, Any]) -> None:
         ) from None
 
 
+def replace_json(path: Path, content: Mapping[str, Any]) -> None:
+    """Write a file, for this user alone if it is new. Whatever happens, it has the old content or the new one."""
+    temporary = path.with_name(f".{path.name}-{os.getpid()}")
+    mode = path.stat().st_mode & 0o777 if path.exists() else 0o600
+    try:
+        with os.fdopen(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, mode), "w") as file:
+            json.dump(content, file, indent=1)
+            file.write("\n")
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
 def why_nothing_is_kept() -> str:
     """Return why `keep_state` would fail in this user's folder now; empty if it would not."""
     try:

@@ -59,16 +59,20 @@ def seconds_list(text: str) -> list[float]:
 
 
 class Renamed(argparse.Action):
-    """An option that has another name now: an error says which."""
+    """An option that has another name here: an error says which."""
 
     def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
-        parser.error(f"{self.option_strings[0]} is now {self.const}")
+        parser.error(f"{self.option_strings[0]} {self.const}")
 
 
 def add_renamed(parser: argparse.ArgumentParser, **names: str) -> None:
     """Declare options that have other names now: `start_seconds="--start-timeout 60s"`."""
-    for old, new in names.items():
-        option = f"--{old.replace('_', '-')}"
+    add_foreign(parser, {f"--{old.replace('_', '-')}": f"is now {new}" for old, new in names.items()})
+
+
+def add_foreign(parser: argparse.ArgumentParser, sentences: Mapping[str, str]) -> None:
+    """Declare options that only end in an error: the option, and its sentence."""
+    for option, sentence in sentences.items():
         parser.add_argument(
-            option, action=Renamed, nargs="?", const=new, dest=argparse.SUPPRESS, help=argparse.SUPPRESS
+            option, action=Renamed, nargs="?", const=sentence, dest=argparse.SUPPRESS, help=argparse.SUPPRESS
         )

@@ -12,7 +12,7 @@ import sys
 import tempfile
 import time
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -65,6 +65,11 @@ def clean_environment(extra: Mapping[str, str] | None = None) -> dict[str, str]:
     environment |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY)}
     environment |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
     return environment | dict(extra or {})
+
+
+def without_restarts(options: Sequence[str]) -> list[str]:
+    """These options of `mpitrain run`, and no restart unless they ask for some: a test of a failure has it once."""
+    return [*options, *(() if "--max-restarts" in options else ("--max-restarts", "0"))]
 
 
 def mpiexec(ranks: int, vendor: str = "mpich") -> list[str]:

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from jobs import HANG_SECONDS, TOKEN, clean_environment, kill_all, until
+from jobs import HANG_SECONDS, TOKEN, clean_environment, kill_all, until, without_restarts
 from mpitrain.launch.live_jobs import LiveJob, LiveSource, find
 
 # A step takes the first argument's seconds. With a folder as the second one, the record goes there.
@@ -38,7 +38,8 @@ def training(folder: Path, ranks: int, *options: str, seconds: float = 0.02) -> 
     """Run the script on so many ranks of this machine until the end of the `with`. Nothing of it is left then."""
     script = folder / "script.py"
     script.write_text(SCRIPT)
-    command = [sys.executable, "-m", "mpitrain", "run", "--hosts", "localhost", "-n", str(ranks), *options]
+    command = [sys.executable, "-m", "mpitrain", "run", "--hosts", "localhost", "-n", str(ranks)]
+    command += without_restarts(options)
     token = folder.name + str(time.monotonic_ns())
     with subprocess.Popen(
         [*command, str(script), str(seconds), str(folder / "record")],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import errno
 import importlib
 import os
 import signal
@@ -11,13 +12,14 @@ import sys
 import textwrap
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import NoReturn, Protocol, cast
+from typing import Any, NoReturn, Protocol, cast
 
 from mpitrain import __version__
 from mpitrain.errors import ConfigError, MpitrainError
 from mpitrain.reading import shown_text
 
 _MOST_LETTERS = 1000  # of an error
+_OF_OUTPUT = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EFBIG)
 
 
 class Command(Protocol):
@@ -40,6 +42,10 @@ class _Parser(argparse.ArgumentParser):
         sys.stderr.write(f"{self.prog} --help lists the {'options' if ' ' in self.prog else 'commands'}\n")
         sys.exit(2)
 
+    def _print_message(self, message: str, file: Any = None) -> None:
+        """Print as `print` does. That of argparse says nothing if the disk is full."""
+        (file or sys.stderr).write(message)
+
 
 class _HelpFormat(argparse.RawDescriptionHelpFormatter):
     """One line for an option where possible."""
@@ -59,10 +65,11 @@ _GROUPS = {
     "look at jobs, and change them": {
         "ps": "mpitrain.cli.ps",
         "top": "mpitrain.cli.top",
+        "logs": "mpitrain.cli.logs",
         "tell": "mpitrain.cli.tell",
-        "join": "mpitrain.cli.join",
-        "leave": "mpitrain.cli.leave",
+        "scale": "mpitrain.cli.scale",
         "kill": "mpitrain.cli.kill",
+        "resume": "mpitrain.cli.resume",
         "dashboard": "mpitrain.cli.dashboard",
     },
     "set up machines": {
@@ -90,6 +97,8 @@ _EXAMPLES = """\
 """
 # Commands that have another name now, and what a user types.
 _RENAMED = {
+    "join": "mpitrain scale JOB +HOST",
+    "leave": "mpitrain scale JOB -HOST",
     "simulate": "mpitrain plan --machines FILE, without a script; --servers N,N asks for the table of servers, and "
     "--mtbf 2000h for that of saves",
     "testbed": "scripts/testbed of a checkout, because test beds are not in the wheel",
@@ -103,10 +112,28 @@ def main(argv: Sequence[str] | None = None) -> int:
     2 is wrong use (an unknown option, a missing script); 1 is any other error of mpitrain.
     """
     try:
-        return _run(argv)
+        try:
+            return _run(argv)
+        finally:
+            if sys.stdout is not None:
+                sys.stdout.flush()  # here its errors have an exit code
     except KeyboardInterrupt:  # also while the modules of the commands are imported
         print("mpitrain: interrupted", file=sys.stderr)
         return 128 + signal.SIGINT
+    except BrokenPipeError:  # the reader of the output has gone (`| head`)
+        _drop_stdout()
+        return 128 + signal.SIGPIPE
+    except OSError as error:
+        if error.filename is not None or error.errno not in _OF_OUTPUT:
+            raise
+        _drop_stdout()
+        print(f"mpitrain: the output cannot be written: {error.strerror}", file=sys.stderr)
+        return 1
+
+
+def _drop_stdout() -> None:
+    """Let Python flush at exit what could not be written: it would report that again."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _run(argv: Sequence[str] | None) -> int:
@@ -114,6 +141,7 @@ def _run(argv: Sequence[str] | None) -> int:
     parser.add_argument("--version", action="version", version=f"mpitrain {__version__}")
     choices = parser.add_subparsers(dest="command", metavar="COMMAND")
     words = sys.argv[1:] if argv is None else list(argv)
+    words = words[1:] if words[:1] == ["--"] else words
     if "_ARGCOMPLETE" not in os.environ and (not words or words[0] in ("-h", "--help")):
         print(_overview())
         return 0
@@ -148,13 +176,7 @@ def _run(argv: Sequence[str] | None) -> int:
     if unknown:
         _refuse(parsers.get(arguments.command, parser), unknown[0], getattr(arguments, "if_unknown", ""))
     try:
-        code = commands[arguments.command].run(arguments)
-        sys.stdout.flush()
-        return code
-    except BrokenPipeError:
-        # The reader of the output has gone (`| head`). Python would report that again when it flushes at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 128 + signal.SIGPIPE
+        return commands[arguments.command].run(arguments)
     except MpitrainError as error:
         print(f"mpitrain {arguments.command}: {error}", file=sys.stderr)
         return 2 if isinstance(error, ConfigError) else 1

@@ -1,4 +1,4 @@
-"""How commands name a job, send a request to its launcher, and print the answer (`mpitrain join`, `leave`, `tell`)."""
+"""How commands name a job, send a request to its launcher, and print the answer (`mpitrain scale`, `tell`)."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from mpitrain.cli.launching import add_inventory_argument
 from mpitrain.cli.terminal_text import wrapped
 
 _ID = re.compile(r"[0-9a-f]{8}")
@@ -47,13 +46,6 @@ def kept_here(**_: object) -> dict[str, str]:
 
     lost = [one for one in kept_jobs({"": kept()}) if one.is_lost]
     return {one.token: " ".join(one.estate["request"]["program"]) for one in lost}
-
-
-def add_job_arguments(parser: argparse.ArgumentParser, meaning: str) -> None:
-    """Declare the job and its hosts; `meaning` is that of --hosts."""
-    add_job_argument(parser, "the id of the job, which `mpitrain ps` shows")
-    parser.add_argument("--hosts", metavar="A,B", required=True, help=meaning)
-    add_inventory_argument(parser)
 
 
 def change(arguments: argparse.Namespace, wish: Mapping[str, Any]) -> int:

@@ -59,7 +59,7 @@ def run(arguments: argparse.Namespace) -> int:
         if launcher and not job.is_launched and launcher not in placement.machines:
             lines.append(
                 f"job {job.token}: its ranks have ended, but `mpitrain run` itself is on {launcher}, which was not "
-                "reached. With --restarts it may start them again. Run `mpitrain kill` there too"
+                "reached. It may start them again. Run `mpitrain kill` there too"
             )
         if not lines and not wrong:
             print(f"job {job.token} has ended on {', '.join(job.num_processes)}")

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from mpitrain.errors import ConfigError
 from mpitrain.reading import is_file, shown, whole
-from mpitrain.units import add_renamed, timeout
+from mpitrain.units import add_foreign, add_renamed, timeout
 
 if TYPE_CHECKING:
     from mpitrain.launch.start import Request
@@ -25,24 +25,16 @@ _ELSEWHERE = {
     **dict.fromkeys(("-host", "--host", "-hosts"), _A_HOSTS),
     **dict.fromkeys(("-hostfile", "-machinefile", "--machinefile", "-f"), _A_FILE),
     **dict.fromkeys(("-ppn", "--nproc-per-node", "--nproc_per_node", "--npernode", "-N"), "--ppn N"),
-    **dict.fromkeys(("--nnodes", "--num-nodes"), "--hosts A,B, or --ppn N for all hosts of the inventory"),
 }
-
+_NNODES = ("--num-nodes", "--num_nodes", "--nnodes")
 
 # Options that set the number of ranks; and those that hardly a script has.
 _RANKS = ("-n", "-np", "--ppn", "--hosts", "-H", "--hostfile")
-_OURS_ALONE = ("--restarts", "--min-nodes", "--elastic", "--spares", "--recover")
+_OURS_ALONE = ("--max-restarts", "--nnodes", "--recover", "--log-dir", "--detach")
 
 
-class _Elsewhere(argparse.Action):
-    """An option of another launcher: an error that says what the option is called here."""
-
-    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
-        parser.error(f"{self.option_strings[0]} is another launcher's; here it is {_ELSEWHERE[self.option_strings[0]]}")
-
-
-def add_launch_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the options that say where and how ranks are started."""
+def add_launch_arguments(parser: argparse.ArgumentParser, *, takes_nnodes: bool = False) -> None:
+    """Declare the options that say where and how ranks are started; with `takes_nnodes` also on how many hosts."""
     # There is no default: the number of ranks changes the global batch, so the command of a result should state it.
     parser.add_argument("-n", "-np", type=positive, dest="num_ranks", metavar="N", help="number of ranks")
     where = parser.add_mutually_exclusive_group()
@@ -60,6 +52,8 @@ def add_launch_arguments(parser: argparse.ArgumentParser) -> None:
         help="hosts from a file with lines HOST, HOST:N, slots=N",
     )
     parser.add_argument("--ppn", type=positive, metavar="N", help="ranks on each host")
+    if takes_nnodes:
+        parser.add_argument("--nnodes", type=_range, metavar="N|MIN:MAX", help="on N hosts, or on MIN to MAX of them")
     add_inventory_argument(parser)
     parser.add_argument(
         "--start-timeout",
@@ -75,8 +69,9 @@ def add_launch_arguments(parser: argparse.ArgumentParser) -> None:
         help="variables for the ranks (MPITRAIN_ENV_FILE)",
     )
     parser.add_argument("--mpiexec", type=Path, metavar="FILE", help="use this mpiexec")
-    for name in _ELSEWHERE:
-        parser.add_argument(name, action=_Elsewhere, nargs="?", dest=argparse.SUPPRESS, help=argparse.SUPPRESS)
+    on_hosts = "--nnodes N" if takes_nnodes else "--hosts A,B, or --ppn N for all hosts of the inventory"
+    elsewhere = _ELSEWHERE | dict.fromkeys(_NNODES[:2] if takes_nnodes else _NNODES, on_hosts)
+    add_foreign(parser, {name: f"is another launcher's; here it is {ours}" for name, ours in elsewhere.items()})
 
 
 def add_inventory_argument(parser: argparse.ArgumentParser) -> None:
@@ -195,6 +190,14 @@ def positive(text: str) -> int:
     if number is None:
         raise argparse.ArgumentTypeError(f"{shown(text)} is not a whole number above 0")
     return number
+
+
+def _range(text: str) -> tuple[int, int]:
+    least, colon, most = text.partition(":")
+    numbers = positive(least), positive(most if colon else least)
+    if numbers[0] > numbers[1]:
+        raise argparse.ArgumentTypeError(f"{text!r}: MIN is {numbers[0]} and above MAX, {numbers[1]}")
+    return numbers
 
 
 def _hosts_of_file(text: str) -> str:

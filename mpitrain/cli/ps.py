@@ -24,7 +24,7 @@ PAGE = "how-to/run-jobs.md"
 _EPILOG = """\
 If this machine is a node of a cluster, ps looks on all hosts of the cluster,
 otherwise only on this machine. Give the id of a job to `mpitrain kill ID`, or
-that of a kept one to `mpitrain run --resume ID`.
+that of a kept one to `mpitrain resume ID`.
 
 With the id of a job, ps lists this job alone, with all its metrics. If the job
 has a server, ps also shows each worker, the queue, and how stale the gradients
@@ -100,7 +100,7 @@ def _print(
     ]
     for one in lost:
         until = time.strftime("%H:%M:%S", time.localtime(one.until_ms / 1000))
-        state = f"kept until {until}: mpitrain run --resume {one.token}"
+        state = f"kept until {until}: mpitrain resume {one.token}"
         where = f"none, its state on {', '.join(one.keepers)}"
         since, script = _time(one.estate["since"]), " ".join(one.estate["request"]["program"])
         rows.append((one.token, since, state, str(one.step or "-"), "-", where, script))

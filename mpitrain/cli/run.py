@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import ast
 import sys
+import tempfile
 import warnings
 from collections.abc import Iterator
 from dataclasses import replace
@@ -12,7 +13,6 @@ from importlib.machinery import PathFinder
 from importlib.metadata import PackageNotFoundError, requires
 from pathlib import Path
 
-from mpitrain.cli.changing import complete_by, job_id, kept_here
 from mpitrain.cli.launching import add_launch_arguments, add_script_arguments, positive, request_of_script
 from mpitrain.errors import ConfigError
 from mpitrain.reading import shown, whole
@@ -28,7 +28,7 @@ runs on all hosts of the inventory. The exit code is 0 only if no rank failed.
 
   mpitrain run -n 4 train.py --epochs 5
   mpitrain run --hosts node1,node2 --ppn 2 train.py
-  mpitrain run --hosts node1,node2,node3 --ppn 1 --restarts 5 train.py
+  mpitrain run --nnodes 2:4 --ppn 1 --detach train.py
 """
 
 
@@ -36,7 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
     parser.usage = "mpitrain run [OPTION]... SCRIPT [ARGUMENT]..."
     parser.epilog = _EPILOG
-    add_launch_arguments(parser)
+    add_launch_arguments(parser, takes_nnodes=True)
     parser.add_argument(
         "--trace",
         type=Path,
@@ -44,24 +44,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="write what each rank did, as DIR/trace.json",
     )
     parser.add_argument(
-        "--restarts", type=_count, default=0, metavar="N", help="start again after a failure, N times at most (0)"
-    )
-    parser.add_argument(
-        "--min-nodes",
-        type=positive,
-        metavar="M",
-        help="with --restarts: on M hosts at least (1)",
-    )
-    parser.add_argument(
-        "--elastic",
-        type=_range,
-        metavar="MIN:MAX",
-        help="with --restarts: train on the hosts that answer",
+        "--max-restarts",
+        type=_count,
+        metavar="N",
+        help="restarts after failures (3 if there are checkpoints)",
     )
     parser.add_argument(
         "--spares",
         action="store_true",
-        help="with --restarts: keep processes ready to be ranks",
+        help="keep processes ready to be ranks after a failure",
     )
     parser.add_argument(
         "--recover",
@@ -75,20 +66,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="K",
         help="K ranks hold the parameters (mt.ParameterServer)",
     )
-    resume = parser.add_argument(
-        "--resume",
-        type=job_id,
-        metavar="JOB",
-        help="continue a job whose `mpitrain run` was lost",
-    )
-    complete_by(resume, kept_here)
+    parser.add_argument("--log-dir", type=Path, metavar="DIR", help="write all output into DIR/JOB, by rank")
+    parser.add_argument("--detach", action="store_true", help="continue without the terminal")
     parser.add_argument(
         "--dry-run",
         action="store_true",
         dest="show",
         help="print the mpiexec command, but do not run it",
     )
-    add_renamed(parser, show="--dry-run")
+    add_renamed(
+        parser,
+        show="--dry-run",
+        restarts="--max-restarts N",
+        elastic="--nnodes MIN:MAX",
+        min_nodes="the MIN of --nnodes MIN:MAX",
+        max_nodes="the MAX of --nnodes MIN:MAX",
+        resume="another command: mpitrain resume JOB",
+    )
     add_script_arguments(parser)
 
 
@@ -100,23 +94,27 @@ def run(arguments: argparse.Namespace) -> int:
     from mpitrain.launch.events import Limits
     from mpitrain.launch.start import start
 
-    if arguments.resume is not None:
-        from mpitrain.launch.resume import resume
-
-        _refuse_with_resume(arguments)
-        return resume(arguments.resume, arguments.inventory)
     request = request_of_script(arguments)
-    if arguments.min_nodes is not None and not arguments.restarts:
-        raise ConfigError("--min-nodes sets the least number of hosts for a restart; it needs --restarts N")
-    if arguments.spares and not arguments.restarts:
-        raise ConfigError("--spares keeps processes ready for a restart; it needs --restarts N")
-    variables = {"MPITRAIN_TRACE": str(arguments.trace.absolute())} if arguments.trace else {}
-    if arguments.elastic and arguments.min_nodes is not None:
-        raise ConfigError("--elastic MIN:MAX sets the least number of hosts too; leave out --min-nodes")
-    least, most = arguments.elastic or (arguments.min_nodes or 1, None)
-    limits = Limits(arguments.restarts, least, most)
-    request = replace(request, variables=variables, limits=limits, show=arguments.show)
-    request = replace(request, servers=arguments.servers)
+    least, most = arguments.nnodes or (1, None)
+    if arguments.max_restarts == 0 and least != (most or least):
+        raise ConfigError(
+            f"--nnodes {least}:{most} starts the job again when its hosts change, and --max-restarts 0 forbids it; "
+            "leave out --max-restarts 0, or name one number of hosts"
+        )
+    if arguments.spares and arguments.max_restarts == 0:
+        raise ConfigError("--spares keeps processes ready for a restart; it needs --max-restarts 1 or more")
+    request = replace(
+        request,
+        variables={"MPITRAIN_TRACE": str(arguments.trace.absolute())} if arguments.trace else {},
+        limits=Limits(arguments.max_restarts, least, most),
+        show=arguments.show,
+        servers=arguments.servers,
+        recover=arguments.recover,
+        spares=arguments.spares,
+        keeps_logs=not arguments.show,
+        log_dir=_writable(arguments.log_dir) if arguments.log_dir and not arguments.show else None,
+        detaches=arguments.detach and not arguments.show,
+    )
     if request.num_ranks != 1 and not arguments.show and is_unaware(Path(request.script)):
         print(
             f"mpitrain: {request.script} uses neither mpitrain nor torch.distributed: each rank runs all of it "
@@ -125,32 +123,30 @@ def run(arguments: argparse.Namespace) -> int:
             file=sys.stderr,
             flush=True,
         )
-    return start(replace(request, recover=arguments.recover, spares=arguments.spares))
+    if not request.detaches:
+        return start(request)
+    from mpitrain.launch.detach import detach
+
+    return detach(lambda when_started: start(request, when_started=when_started), _follow)
 
 
-def _range(text: str) -> tuple[int, int]:
-    least, colon, most = text.partition(":")
-    if not colon:
-        raise argparse.ArgumentTypeError(f"{text!r} is not of the form MIN:MAX, as in 2:4")
-    numbers = positive(least), positive(most)
-    if numbers[0] > numbers[1]:
-        raise argparse.ArgumentTypeError(f"{text!r}: MIN is {numbers[0]} and above MAX, {numbers[1]}")
-    return numbers
+def _follow(job: str) -> str:
+    """Say how to see to a job that has no terminal."""
+    lines = {
+        f"mpitrain logs -f {job}": "shows what it prints",
+        f"mpitrain top {job}": "shows what its ranks do",
+        f"mpitrain kill {job}": "ends it",
+    }
+    return "\n".join(f"  {command:<28}{meaning}" for command, meaning in lines.items())
 
 
-def _refuse_with_resume(arguments: argparse.Namespace) -> None:
-    """Refuse all that the job has from its own command."""
-    parser = argparse.ArgumentParser()
-    add_arguments(parser)
-    defaults = vars(parser.parse_args([]))
-    if given := [
-        name
-        for name, default in defaults.items()
-        if name not in ("resume", "inventory") and getattr(arguments, name) != default
-    ]:
-        options = {"num_ranks": "-n", "module": "-m", "script": "SCRIPT", "show": "--dry-run"}
-        words = ", ".join(options.get(name, f"--{name.replace('_', '-')}") for name in given)
-        raise ConfigError(f"--resume continues with the command that started the job; leave out {words}")
+def _writable(folder: Path) -> Path:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            return folder.absolute()
+    except OSError as error:
+        raise ConfigError(f"--log-dir {folder} cannot be written: {error.strerror}; name a folder of yours") from None
 
 
 def _count(text: str) -> int:

@@ -86,7 +86,7 @@ class Recovery:
             raise LaunchError(
                 f"{world.name()}: --recover needs an MPI that continues after the loss of a rank, and "
                 f"{_mpi().Get_library_version().splitlines()[0]} does not ({error}). Use Open MPI 5, or leave out "
-                "--recover and use --restarts"
+                "--recover: then the job starts again from memory"
             ) from None
 
     def commit(self) -> None:

@@ -67,25 +67,30 @@ def is_open(state: State) -> bool:
 
 def leave_asked(state: State, event: events.LeaveAsked) -> Next:
     """Somebody asks hosts to leave."""
-    now_on, num_left = state.now_on.hosts, len(set(state.now_on.hosts) - set(event.hosts))
-    strange = [host for host in event.hosts if host not in now_on]
-    problem = why_not(state)
-    if not problem and strange:
-        problem = f"{strange[0]} is not a host of the job; its hosts are {', '.join(now_on)}"
-    if not problem and num_left < max(1, state.limits.min_nodes):
-        left = f"only {num_left} of its hosts would be left" if num_left else "no host would be left"
-        problem = f"{left}, and {state.limits.words}; `mpitrain kill` ends a job"
-    if problem:
+    if problem := why_not(state) or _why_no_leave(state, event.hosts):
         return state, [Answer(problem)]
     state, actions, _ = _part(state, event, list(event.hosts))
     return state, [*actions, _accepted(state)]
 
 
 def join_asked(state: State, event: events.JoinAsked) -> Next:
-    """Somebody asks hosts to join. Whether they can takes seconds to find out."""
-    if problem := why_not(state):
+    """Somebody asks hosts to join, and others to leave. Whether they can join takes seconds to find out."""
+    leave = set(event.leave)
+    num_joining = len({item.partition("/")[0] for item in event.text.split(",")})
+    if problem := why_not(state) or (_why_no_leave(state, event.leave, num_joining) if leave else ""):
         return state, [Answer(problem)]
-    return state, [Find(event.text, state.attempt, state.now_on, state.hosts)]
+    return state, [Find(event.text, state.attempt, state.now_on.without(leave), state.hosts.without(leave))]
+
+
+def _why_no_leave(state: State, leave: Sequence[str], num_joining: int = 0) -> str:
+    """Say why these hosts cannot leave, while so many others join; "": they can."""
+    now_on, num_left = state.now_on.hosts, len(set(state.now_on.hosts) - set(leave))
+    if strange := [host for host in leave if host not in now_on]:
+        return f"{strange[0]} is not a host of the job; its hosts are {', '.join(now_on)}"
+    if num_left and num_left + num_joining >= state.limits.min_nodes:
+        return ""
+    left = f"only {num_left} of its hosts would be left" if num_left else "no host would be left"
+    return f"{left}, and {state.limits.words}; `mpitrain kill` ends a job"
 
 
 def fit(state: State, event: events.Fit) -> Next:
@@ -96,9 +101,10 @@ def fit(state: State, event: events.Fit) -> Next:
         return state, [] if find.by_itself else [Answer(problem)]
     if most is not None and len(wider.hosts) > most:
         many = f"it would run on {len(wider.hosts)} hosts, and {state.limits.words}"
-        return unfit(state, events.Unfit(event.at, find, f"{many}; `mpitrain leave` makes room for others"))
-    joined = wider.hosts[len(state.now_on.hosts) :]
-    text = f"{', '.join(joined)} join{'s' * (len(joined) == 1)}"
+        return unfit(state, events.Unfit(event.at, find, f"{many}; `mpitrain scale JOB -HOST` makes room"))
+    joined, left = wider.hosts[len(find.now_on.hosts) :], [h for h in state.now_on.hosts if h not in wider.hosts]
+    leaves = f"{', '.join(left)} leave{'s' * (len(left) == 1)} and " if left else ""
+    text = f"{leaves}{', '.join(joined)} join{'s' * (len(joined) == 1)}"
     state, actions = _prepare(state, Change(text, event.hosts, wider, joined), event.at)
     if not find.by_itself:
         return state, [*actions, _accepted(state)]
@@ -165,8 +171,8 @@ def not_prepared(state: State, event: events.NotPrepared) -> Next:
         blamed = [host for host in change.joined if host in event.faulty or not event.faulty]
         absent = (*state.absent, *((event.at, host) for host in blamed))
         state = replace(state, change=None, command=STAYS, absent=absent)
-        says = f"the job continues as before, without {', '.join(change.joined)}: {event.problem}"
-        return state, [Drop(), Say(says), Tell(STAYS)]
+        text = f"the job continues as before, without {', '.join(change.joined)}: {event.problem}"
+        return state, [Drop(), Say(text), Tell(STAYS)]
     follows = "It starts when this one has ended"
     says = [Say(f"the next attempt cannot start beside this one: {event.problem}. {follows}")] if event.problem else []
     return replace(state, command=LEAVES), [Drop(), *says, Tell(LEAVES)]
@@ -267,7 +273,7 @@ def _due(state: State, now: float) -> tuple[list[str], State, list[Action]]:
             if host not in outside.given_up:
                 outside = replace(outside, given_up=outside.given_up | {host})
                 why = f"was found bad {len(times)} times, and is not taken in again by itself"
-                says.append(Say(f"{host} {why}; `mpitrain join` lets it in"))
+                says.append(Say(f"{host} {why}; `mpitrain scale JOB +HOST` lets it in"))
         elif now >= max(outside.due.get(host, 0.0), aside_until(times) if times else 0.0):
             due.append(host)
     return due, replace(state, outside=outside), says

@@ -1,6 +1,6 @@
 """The way of a wish from a command to the launcher of a running job: the launcher's socket, and a text each way.
 
-    command: {"leave": [host...]} or {"join": text}      launcher: {"accepted": text} or {"refused": text}
+    command: {"leave": [host...], "join": text}          launcher: {"accepted": text} or {"refused": text}
     command: {"tell": an order, "from": where}           launcher: as Orders.answer says (orders.py)
 
 Both come as texts of any length: the stacks of many ranks do not find room in a message of a socket.
@@ -65,7 +65,7 @@ def serve(
                 return
             if fault != str(error):
                 fault = str(error)
-                _say(f"no `mpitrain tell`, `join` or `leave` can be heard now: {fault}")
+                _say(f"no `mpitrain tell` or `scale` can be heard now: {fault}")
             stop.wait(_LOOK_SECONDS)
             continue
         if len(answering) >= _MOST_ANSWERING:
@@ -88,7 +88,7 @@ def _serve(line: socket.socket, answer: Callable[[Mapping[str, Any], int], Mappi
             line.settimeout(_MESSAGE_SECONDS)
             _send(line, answer(_receive(line), user))
         except Exception as error:  # nobody looks at a thread's error, and the next request may be answered
-            _say(f"a request of `mpitrain tell`, `join` or `leave` could not be answered: {error!r}")
+            _say(f"a request of `mpitrain tell` or `scale` could not be answered: {error!r}")
 
 
 def ask(launcher: str, wish: Mapping[str, Any]) -> dict[str, Any]:

@@ -24,7 +24,7 @@ class Limits:
         restarts: after failures, at most. None: DEFAULT_RESTARTS if an attempt has taken a checkpoint, in memory or on
             disk, or resumed from one; else 0.
         min_nodes: the fewest hosts.
-        max_nodes: the most hosts of an elastic job, which takes hosts in by itself; None: the job is not elastic.
+        max_nodes: the most hosts of an elastic job, which takes hosts in by itself; None: those that it has.
     """
 
     restarts: int | None = 0
@@ -39,9 +39,9 @@ class Limits:
     @property
     def words(self) -> str:
         """What the user has said about the number of hosts, or the default."""
-        if self.max_nodes is not None:
-            return f"--elastic is {self.min_nodes}:{self.max_nodes}"
-        return f"--min-nodes is {self.min_nodes}"
+        if self.max_nodes is None:
+            return f"the job needs {'one' if self.min_nodes == 1 else self.min_nodes}"
+        return f"--nnodes is {self.min_nodes}{f':{self.max_nodes}' * (self.max_nodes > self.min_nodes)}"
 
 
 @dataclass(frozen=True)
@@ -214,9 +214,10 @@ class LeaveAsked(Event):
 
 @dataclass(frozen=True)
 class JoinAsked(Event):
-    """Somebody asks the hosts of `text`, in the form of --hosts, to join."""
+    """Somebody asks the hosts of `text`, in the form of --hosts, to join, and others to leave at the same time."""
 
     text: str
+    leave: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

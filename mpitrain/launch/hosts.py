@@ -219,7 +219,7 @@ def listed_hosts(hosts: str | None, inventory: Path | None) -> Listed:
     cluster = read_inventory(path) if path else None
     if cluster is None or hosts is not None or (inventory is None and _own_name(cluster) is None):
         raise ConfigError(
-            "--elastic lets hosts come and go, and this job runs on this machine alone; name hosts with --hosts A,B, "
+            "--nnodes lets hosts come and go, and this job runs on this machine alone; name hosts with --hosts A,B, "
             "or an inventory with -i PATH, or start the job on a node of a cluster"
         )
     seen: tuple[object, ...] = ()

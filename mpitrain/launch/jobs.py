@@ -98,7 +98,7 @@ class RunningJob:
 
 @dataclass(frozen=True)
 class KeptJob:
-    """A job that was started with --restarts, as its keepers know it. It need not have lost its launcher.
+    """A job that may restart, as its keepers know it. It need not have lost its launcher.
 
     Attributes:
         estate: as keepers.py says.

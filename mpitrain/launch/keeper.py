@@ -191,7 +191,7 @@ def _say(descriptor: int, kept: Kept) -> None:
     until = time.strftime("%H:%M:%S", time.localtime(kept.loss["until_ms"] / 1000))
     text = (
         f"mpitrain: job {job} has lost its launcher; its state is kept in memory until {until}. To continue: "
-        f"`mpitrain run --resume {job}`. To drop it: `mpitrain kill {job}`\n"
+        f"`mpitrain resume {job}`. To drop it: `mpitrain kill {job}`\n"
     )
     with contextlib.suppress(OSError):
         if select.select([], [descriptor], [], 0.0)[1]:  # a terminal may be stopped

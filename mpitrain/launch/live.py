@@ -21,6 +21,7 @@ from types import TracebackType
 from typing import Any, Protocol
 
 from mpitrain.errors import LaunchError
+from mpitrain.launch.job_logs import LOGS
 from mpitrain.launch.live_jobs import live_folder, socket_of
 from mpitrain.launch.live_picture import VERSION, is_over
 from mpitrain.launch.live_watcher import LiveWatcher
@@ -111,6 +112,7 @@ class Live:
                 self._path.parent.rmdir()
         self._wake.close()
         self._woken.close()
+        LOGS.close(self._ended or {})
 
     @contextmanager
     def showing(self, token: str, new: Watchable) -> Iterator[None]:
@@ -131,6 +133,12 @@ class Live:
         if self._try is not None:
             self._last, self._try = self._try.picture(), None
             self._record = self._last.get("record") or self._record
+
+    def job_with_ranks(self) -> str:
+        """Return the id of the attempt that runs; "": the process of a rank is not seen yet."""
+        present = self._try
+        ranks = present.picture()["ranks"] if present is not None else ()
+        return self._ids[-1] if ranks and all(entry["pid"] for entry in ranks) else ""
 
     def end(self, code: int) -> int:
         """The job has ended with this exit code. Returns the code."""

@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from mpitrain.context import BAR_START
+from mpitrain.launch.job_logs import LOGS
 from mpitrain.launch.output import MPIEXEC, Merger, OutputPiece, Stream
 from mpitrain.watching.ranges import rank_ranges
 
@@ -31,6 +32,7 @@ _events: deque[tuple[float, str]] = deque(maxlen=_MOST_EVENTS)
 def say(text: str) -> None:
     """Print a line to stderr, and note it."""
     note(text)
+    LOGS.show(f"mpitrain: {text}\n".encode(errors="backslashreplace"))
     print(f"mpitrain: {text}", file=sys.stderr, flush=True)
 
 

@@ -9,6 +9,7 @@ from collections import defaultdict
 from typing import BinaryIO
 
 from mpitrain.context import BAR_START
+from mpitrain.launch.job_logs import LOGS
 from mpitrain.launch.log import KEPT, note
 from mpitrain.launch.output import MPIEXEC, LineCutter, Merger, OutputPiece, Stream, Tag, TagDecoder
 from mpitrain.watching.ranges import rank_ranges
@@ -202,7 +203,7 @@ class Printer:
         note(text)
         self._hide_bar()
         self._finish_line()
-        self._files["stderr"].write(f"mpitrain: {text}\n".encode(errors="backslashreplace"))
+        self._write("stderr", f"mpitrain: {text}\n".encode(errors="backslashreplace"))
         self._files["stderr"].flush()
         self.first_failure.see((), OutputPiece(b"", b"\n"))
         self._show_bar()
@@ -216,7 +217,7 @@ class Printer:
         if self.has_reason:
             return
         for stream, piece in self._banner:
-            self._files[stream].write(piece.text + (piece.end or b"\n"))
+            self._write(stream, piece.text + (piece.end or b"\n"))
             self._files[stream].flush()
 
     def close(self) -> None:
@@ -232,7 +233,7 @@ class Printer:
         self._hide_bar()
         self._bar = None
         self._finish_line()
-        self._files["stderr"].write(self.first_failure.hidden_report)
+        self._write("stderr", self.first_failure.hidden_report)
         self._files["stderr"].flush()
 
     @property
@@ -260,6 +261,7 @@ class Printer:
 
     def _take(self, now: float, stream: Stream, rank: int, piece: OutputPiece) -> None:
         KEPT.take(rank, stream, piece, self._num_ranks)
+        LOGS.take(rank, stream, piece)
         self._mergers[stream].feed(now, rank, piece)
 
     def _print(self, stream: Stream, ranks: tuple[int, ...], piece: OutputPiece) -> None:
@@ -284,7 +286,11 @@ class Printer:
                 return  # "\r" at the margin: tqdm starts a progress line in this way
         # The end of an unfinished line gets no second prefix.
         is_new = self._is_at_margin and bool(piece.text or not self._unfinished)
-        self._files[stream].write((self._prefix(ranks) if is_new else b"") + piece.text + piece.end)
+        text = (self._prefix(ranks) if is_new else b"") + piece.text + piece.end
+        if piece.end == b"\r":  # a file would have it again and again
+            self._files[stream].write(text)
+        else:
+            self._write(stream, text)
         self._unfinished = None if piece.end == b"\n" else owner
         self._is_at_margin = piece.end != b"" or (self._is_at_margin and not piece.text)
         self.first_failure.see(ranks if stream == "stderr" else (), piece)
@@ -304,7 +310,13 @@ class Printer:
             file = self._files[stream]
             file.write(b"\n")
             file.flush()  # the next line may go to the other stream
+            LOGS.end_line()
             self._unfinished = None
+
+    def _write(self, stream: Stream, text: bytes) -> None:
+        """Print, also into the log of the job."""
+        self._files[stream].write(text)
+        LOGS.show(text)
 
     def _prefix(self, ranks: tuple[int, ...]) -> bytes:
         if not self._shows_ranks or MPIEXEC in ranks:

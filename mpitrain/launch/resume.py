@@ -1,4 +1,4 @@
-"""`mpitrain run --resume JOB`: a launcher continues with the job of one that has gone.
+"""`mpitrain resume JOB`: a launcher continues with the job of one that has gone.
 
     job ─> keepers here, else on the cluster's hosts ─> estate ─> keepers on all hosts of the job ─> refuse, or
     ─> processes that are left end ─> start, as the launcher before, with the ranks' memory (keepers.adopt)
@@ -65,7 +65,7 @@ def resume(job: str, inventory: Path | None) -> int:
     _end_rest(where, running, estate)
     limits = Limits(**estate["request"]["limits"])
     request = _request(estate["request"], limits)
-    request = replace(request, inventory=inventory or request.inventory)
+    request = replace(request, inventory=inventory or request.inventory, detaches=False)
     since = time.monotonic() - (time.time() - one.lost_ms / 1000)
     cause = estate["ended"] or f"the launcher on {estate['own']} was lost"
     pause = Pause(cause, one.step or None, since)
@@ -120,8 +120,8 @@ def _chosen(
             )
         not_asked = f" These could not be asked: {'; '.join(wrong.values())}." if wrong else ""
         raise LaunchError(
-            f"nothing is kept of a job {job} of yours on {hosts}.{not_asked} A job is kept only if it was started with "
-            f"--restarts and had copied its state, for {KEEP_SECONDS / 60:g} min after the loss of its launcher. "
+            f"nothing is kept of a job {job} of yours on {hosts}.{not_asked} A job is kept only if it may restart and "
+            f"has copied its state, for {KEEP_SECONDS / 60:g} min after the loss of its launcher. "
             "`mpitrain ps` lists what is kept. If its memory is gone, start its command again: it continues from its "
             "newest checkpoint"
         )
@@ -139,7 +139,7 @@ def _refuse_changed(job: str, estate: Mapping[str, Any]) -> None:
     if sys.executable != estate["python"]:
         raise LaunchError(
             f"job {job} runs {estate['python']}, and this mpitrain is of {sys.executable}. Give the command with the "
-            f"other one: {estate['python']} -m mpitrain run --resume {job}"
+            f"other one: {estate['python']} -m mpitrain resume {job}"
         )
     script = estate["request"]["script"]
     try:
@@ -176,5 +176,5 @@ def _end_rest(where: Placement, running: list[RunningJob], estate: Mapping[str, 
 
 
 def _request(fields: Mapping[str, Any], limits: Limits) -> Request:
-    paths = {name: Path(fields[name]) for name in ("inventory", "mpiexec") if fields[name] is not None}
+    paths = {name: Path(fields[name]) for name in ("inventory", "mpiexec", "log_dir") if fields[name] is not None}
     return Request(**{**fields, **paths, "limits": limits})

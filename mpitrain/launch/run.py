@@ -24,6 +24,7 @@ from mpitrain.launch.ending import (
     why,
     without_ends_by_hydra,
 )
+from mpitrain.launch.job_logs import LOGS
 from mpitrain.launch.log import note
 from mpitrain.launch.output import Stream
 from mpitrain.launch.printer import Printer
@@ -56,7 +57,7 @@ class Run:
         self._command = command_for(job, os.environ)
         self._names_signals = names_signals(job.mpiexec)
         self._ends_by_sigterm = ends_by_sigterm(job.mpiexec)
-        self._watched, self._job = watched, job.context.job
+        self._watched, self._job, self._places = watched, job.context.job, job.placement.places
         self._is_here, self._own, self._host_of = job.placement.is_here, job.placement.own, job.placement.host_of
         self._trouble: list[str] = []  # why the launcher ended the job
         self._printer = Printer(
@@ -121,6 +122,7 @@ class Run:
                     self._start()
                 assert self._mpiexec is not None
                 self._watched.lead()
+                LOGS.begin(self._job, self._places)
                 self._release()
                 self._watch(self._mpiexec, meanwhile)
                 left = self._end(self._mpiexec)

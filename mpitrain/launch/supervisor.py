@@ -220,17 +220,18 @@ class Supervisor:
         until = time.strftime("%H:%M:%S", time.localtime(time.time() + KEEP_SECONDS))
         return (
             f"its state is kept in memory on {', '.join(hosts)} until {until}. To continue when more hosts can take "
-            f"part: `mpitrain run --resume {keepers.of}`. To drop it: `mpitrain kill {keepers.of}`"
+            f"part: `mpitrain resume {keepers.of}`. To drop it: `mpitrain kill {keepers.of}`"
         )
 
     def answer(self, request: Mapping[str, Any]) -> dict[str, str]:
-        """Accept or refuse a change of hosts that somebody asks for: {"leave": [host...]} or {"join": text}."""
+        """Accept or refuse a change of hosts that somebody asks for: {"leave": [host...], "join": text}, or one."""
         self._wait_for_run()
         now = time.monotonic()
-        if "leave" in request:
-            answer = self.take(events.LeaveAsked(now, tuple(request["leave"])))
+        leave = tuple(request.get("leave", ()))
+        if leave and "join" not in request:
+            answer = self.take(events.LeaveAsked(now, leave))
         else:
-            answer = self.take(events.JoinAsked(now, str(request["join"])))
+            answer = self.take(events.JoinAsked(now, str(request["join"]), leave))
         assert answer is not None
         return {"accepted" if answer.is_accepted else "refused": answer.text}
 
@@ -285,7 +286,7 @@ class Tellers:
         try:
             self._listener = listen(launcher_name(os.getpid()))
         except OSError as error:
-            say(f"nobody can tell this job anything (mpitrain tell, join, leave): {error}")
+            say(f"nobody can tell this job anything (mpitrain tell, scale): {error}")
             return self
         serves = self._listener, self._answer, self._stop
         self._thread = threading.Thread(target=serve, args=serves, name="wishes", daemon=True)
@@ -305,5 +306,5 @@ class Tellers:
             return self._orders.answer(wish["tell"], teller_name(user, str(wish.get("from", ""))))
         if self._supervisor is None:
             text = "its hosts cannot change, because no keepers hold its state meanwhile"
-            return {"refused": f"{text}; start the job with --restarts N"}
+            return {"refused": f"{text}; start the job with --max-restarts N"}
         return self._supervisor.answer(wish)

@@ -238,9 +238,9 @@ def keep(**values: Any) -> KeptState:
             mean = world.mean(gradient(kept["w"], x, y), weight=len(x))
             kept.update(w=kept["w"] - 0.3 * mean, step=kept["step"] + 1)
 
-    With `mpitrain run --restarts`, `update` copies all values after every few steps, as a Trainer does. In the next
-    attempt `keep` returns the values of the newest copy instead of those given. Without `--restarts` there are no
-    copies.
+    Under `mpitrain run`, `update` copies all values after every few steps, as a Trainer does. In the next attempt
+    `keep` returns the values of the newest copy instead of those given. With `--max-restarts 0`, and in a job that is
+    not of `mpitrain run`, there are no copies.
 
     Args:
         values: by name, the same on every rank: arrays, and all that pickle can write. Keep all that changes from step

@@ -6,7 +6,7 @@
 The training is a Trainer's, or a loop with mt.keep (keep.py).
 
 The first rank of each node copies what a checkpoint holds. What a rank keeps for itself, that rank copies. The keepers
-(mpitrain/launch/keeper.py) belong to `mpitrain run --restarts`. docs/how-to/fault-tolerance.md has more.
+(mpitrain/launch/keeper.py) belong to `mpitrain run`. docs/how-to/fault-tolerance.md has more.
 
 The next attempt of a job may be ready while this one trains: then the ranks before leave, and the others continue.
 
@@ -201,7 +201,8 @@ class StateCopies:
         continues from this copy on other hosts. SAVES: no other one follows. STAYS: the training continues.
 
         Raises:
-            CheckpointError: a value of the state cannot be written. Raised on every rank.
+            CheckpointError: a value of the state cannot be written, and --max-restarts N was given. Raised on every
+                rank. By default such a job makes no copies, and says so.
         """
         if trained.world is not self._world:
             self._enter(trained)
@@ -219,8 +220,12 @@ class StateCopies:
         is_refused = self._is_refused and is_first_of_node(world)
         of_ranks = world.allgather((copy_seconds, step_seconds, is_refused, wish, problem))
         seconds, step_seconds_of, refused, wishes, problems = zip(*of_ranks, strict=True)
-        for text in filter(None, problems):
-            raise everywhere(CheckpointError(text))
+        if text := next(filter(None, problems), ""):
+            if world.context.must_copy:
+                raise everywhere(CheckpointError(text))
+            self.steps, self.why_not = 0, text
+            world.print(f"mpitrain: no in-memory checkpoints are taken, so a failure ends the job: {text}")
+            return STAYS
         if sum(refused) == world.num_nodes:
             self.steps = 0
             return STAYS
@@ -258,7 +263,8 @@ class StateCopies:
             return
         if world is not self._job.world:
             self.why_not = "a Trainer in a World of its own keeps no in-memory checkpoints"
-            world.print(f"mpitrain: {self.why_not}")
+            if world.context.must_copy:
+                world.print(f"mpitrain: {self.why_not}")
             return
         try:
             self._line = KeeperLine(world.context.keeper, world.context.job)

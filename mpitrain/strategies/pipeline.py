@@ -55,7 +55,7 @@ def lend_state(world: World, place: StagePlace, apart: World, staged: StagedAdap
     if world.control.is_broken and world.committer is not None:
         raise LostRankError(
             f"{world.name()}: a rank has been lost, and with it the layers of its stage. The job cannot continue in "
-            "place. With --restarts it starts again from the in-memory checkpoint"
+            "place. If it may restart (--max-restarts), it starts again from the in-memory checkpoint"
         )
     readers = world.allgather(reads)
     begin = place.pipeline * place.num_stages
@@ -79,8 +79,8 @@ class Pipeline(MeanStrategy):
     Checkpoints have the whole model and no stage: they are those of Sync with the same adapter, and load with any
     number of stages. While one is taken, the ranks that write it need the memory of the whole model's state.
 
-    The layers of a lost rank are lost. So `mpitrain run --recover` is refused with several stages, unless --restarts is
-    given too: the job then starts again from the in-memory checkpoint, as without --recover.
+    The layers of a lost rank are lost. So with several stages, a job of `mpitrain run --recover` starts again from the
+    in-memory checkpoint, as without --recover. With --max-restarts 0 too, it is refused.
 
     Attributes:
         layers: since `begin`: the layers of each piece, in the order of the model; piece i is on stage i % num_stages.
@@ -223,7 +223,7 @@ class Pipeline(MeanStrategy):
         if self._world.committer is not None and not self._world.context.keeper:
             raise ConfigError(
                 "--recover alone does not work with several stages: the others cannot continue without the layers of a "
-                "lost rank. Give --restarts N: then the job starts again from the in-memory checkpoint"
+                "lost rank. Leave out --max-restarts 0: then the job starts again from the in-memory checkpoint"
             )
         if self._world.config.compression != "none":
             raise ConfigError(

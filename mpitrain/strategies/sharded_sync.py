@@ -112,7 +112,7 @@ class ShardedSync(MeanStrategy):
         if self._world.control.is_broken and self._world.committer is not None:
             raise LostRankError(
                 f"{self._world.name()}: a rank has been lost, and with it its part of the optimizer's state, which "
-                "ShardedSync keeps on one rank only. The job cannot continue in place. With --restarts it starts again "
+                "ShardedSync keeps on one rank only. It cannot continue in place; if it may restart, it starts again "
                 "from the in-memory checkpoint; with mt.Sync the others continue without the lost rank"
             )
         self._lend_optimizer(reads)

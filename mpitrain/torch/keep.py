@@ -37,7 +37,7 @@ def keep(*parts: KeptPart, **values: Any) -> KeptState:
     Loop over `data` only to train, and always to the end: `data.epoch` counts these loops. After the inner loop, use
     only what is kept, because the next attempt may have no batch left there.
 
-    With `mpitrain run --restarts`, the next attempt continues after the newest copied `update`, also within an epoch.
+    Under `mpitrain run`, the next attempt continues after the newest copied `update`, also within an epoch.
     If the number of ranks and their nodes are the same, it has the same random numbers (of PyTorch, NumPy and Python,
     on the host), and what a codec has left out.
 

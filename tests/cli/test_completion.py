@@ -41,7 +41,7 @@ def completed(folder: Path, *lines: str) -> list[set[str]]:
 
 def test_words(tmp_path: Path) -> None:
     lines = ("mpitrain che", "mpitrain run --re", "mpitrain completion f")
-    expected = [{"check-cluster", "checkpoint"}, {"--restarts", "--recover", "--resume"}, {"fish"}]
+    expected = [{"check-cluster", "checkpoint"}, {"--recover"}, {"fish"}]
     assert completed(tmp_path, *lines) == expected
 
 

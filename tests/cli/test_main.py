@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import re
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -100,6 +101,20 @@ def test_an_unknown_command_is_refused(capsys: pytest.CaptureFixture[str]) -> No
     assert "there is no command 'xyzzy'; known: run, " in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("words", [[], ["--version"], ["run", "--help"], ["check-cluster", "--explain", "all"]])
+def test_a_full_disk_for_the_output(words: list[str]) -> None:
+    with Path("/dev/full").open("w") as full:
+        command = [sys.executable, "-m", "mpitrain", *words]
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=300, check=False)
+    assert (done.returncode, done.stderr) == (1, "mpitrain: the output cannot be written: No space left on device\n")
+
+
+def test_two_dashes_before_the_command(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="0"):
+        main(["--", "run", "--help"])
+    assert capsys.readouterr().out.startswith("usage: mpitrain run ")
+
+
 def test_the_command_loads_no_array_and_no_mpi_library() -> None:
     heavy = ("numpy", "mpi4py", "cupy", "torch", "jax")
     source = f"import sys, mpitrain.cli; print([name for name in {heavy} if name in sys.modules])"
@@ -123,7 +138,14 @@ def test_the_command_loads_no_array_and_no_mpi_library() -> None:
         (["run", "-H", "a", "--hostfile", "/dev/null", "x.py"], "argument --hostfile: /dev/null names no host"),
         (["run", "--nproc-per-node=4", "x.py"], "--nproc-per-node is another launcher's; here it is --ppn N\n"),
         (["verify", "-ppn", "1", "x.py"], "-ppn is another launcher's; here it is --ppn N\n"),
-        (["run", "--nnodes", "2", "x.py"], "--nnodes is another launcher's; here it is --hosts A,B, or --ppn N for"),
+        (["run", "--num-nodes", "2", "x.py"], "--num-nodes is another launcher's; here it is --nnodes N\n"),
+        (["bench", "--nnodes", "2"], "--nnodes is another launcher's; here it is --hosts A,B, or --ppn N for"),
+        (["run", "--restarts", "2", "x.py"], "--restarts is now --max-restarts N\n"),
+        (["run", "--elastic", "2:4", "x.py"], "--elastic is now --nnodes MIN:MAX\n"),
+        (["run", "--min-nodes=2", "x.py"], "--min-nodes is now the MIN of --nnodes MIN:MAX\n"),
+        (["run", "--resume", "1a2b3c4d"], "--resume is now another command: mpitrain resume JOB\n"),
+        (["join", "1a2b3c4d", "--hosts", "a"], "join is now mpitrain scale JOB +HOST\n"),
+        (["leave", "1a2b3c4d", "--hosts", "a"], "leave is now mpitrain scale JOB -HOST\n"),
         (["run", "--hots", "a,b", "x.py"], "unknown argument --hots; did you mean --hosts?"),
     ],
 )

@@ -80,7 +80,7 @@ def lines_of(job: Job) -> set[str]:
 
 
 def test_success(python: Path, tmp_path: Path) -> None:
-    """Arguments behind the script reach it, whatever they are called; a line says whose --restarts is."""
+    """Arguments behind the script reach it, whatever they are called; a line says whose --max-restarts is."""
     source = """
 import os, sys
 import mpitrain as mt
@@ -89,7 +89,7 @@ print("world of", int(world.sum(1.0)), os.environ["_MPITRAIN_EXPECTED_SIZE"], sy
 print(f"device {world.context.device(world.rank)} of {world.rank}")
 """
     path = script(tmp_path, source)
-    words = ["--", "--restarts=2", "-n", "--", "a b"]
+    words = ["--", "--max-restarts=2", "-n", "--", "a b"]
     job = run(python, "--hosts", "localhost/cuda:1x2,localhost/cpu", path, *words)
     assert (job.code, job.left) == (0, []), job.output
     assert lines_of(job) == {
@@ -99,7 +99,7 @@ print(f"device {world.context.device(world.rank)} of {world.rank}")
         "device cpu of 2",
     }
     assert job.stderr == (
-        f"mpitrain: --restarts stands behind {path} and belongs to the script; options of mpitrain come before the "
+        f"mpitrain: --max-restarts stands behind {path} and belongs to the script; options of mpitrain come before the "
         "script\n"
     )
 

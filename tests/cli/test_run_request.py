@@ -93,7 +93,6 @@ def test_a_module_runs_with_what_is_behind_two_dashes(project: Path) -> None:
         (["-i", "nowhere", "train.py"], "nowhere: there is no such file"),
         (["--dry-rnu", "train.py"], "unknown argument --dry-rnu; did you mean --dry-run?"),
         (["--env-file", "none", "train.py"], "none cannot be read: No such file"),
-        (["--resume", "1a2b"], "'1a2b' is not the id of a job; an id has 8 characters"),
     ],
 )
 def test_wrong_use(project: Path, words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -41,7 +41,7 @@ mt.Trainer(build, hooks).run()
 
 def started(bed: Bed) -> tuple[Job, str]:
     """Start a job that makes steps. Return the job and its id."""
-    arguments, begun = "-n 4 --restarts 9 chaos.py", "made step 10"
+    arguments, begun = "-n 4 --max-restarts 9 chaos.py", "made step 10"
     # On a busy machine copies are made less often, and the power might be cut before the second copy.
     job = training(bed, "chaos.py", SCRIPT, arguments, begun=begun, setting="MPITRAIN_MEMORY_STEPS=1")
     listed = as_user(bed, "node1", "mpitrain ps --hosts node1").stdout

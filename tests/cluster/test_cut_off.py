@@ -108,7 +108,8 @@ def python_of(request: pytest.FixtureRequest, name: str) -> str:
 
 
 @pytest.mark.parametrize(
-    ("name", "options"), [("openmpi", "--recover --restarts 2"), ("openmpi", "--restarts 2"), ("mpich", "--restarts 2")]
+    ("name", "options"),
+    [("openmpi", "--recover --max-restarts 2"), ("openmpi", "--max-restarts 2"), ("mpich", "--max-restarts 2")],
 )
 def test_the_part_with_the_launcher_goes_on(bed: Bed, request: pytest.FixtureRequest, name: str, options: str) -> None:
     job = started(bed, python_of(request, name), options)
@@ -142,12 +143,12 @@ def test_no_part_goes_on_without_restarts(bed: Bed, request: pytest.FixtureReque
 
 
 def test_no_part_goes_on_with_too_few_hosts(bed: Bed, request: pytest.FixtureRequest) -> None:
-    """The launcher's host is alone, and --min-nodes is more than half of the hosts."""
-    job = started(bed, python_of(request, "openmpi"), "--recover --restarts 2 --min-nodes 3")
+    """The launcher's host is alone, and the MIN of --nnodes is more than half of the hosts."""
+    job = started(bed, python_of(request, "openmpi"), "--recover --max-restarts 2 --nnodes 3:4")
     with parted(bed, "node2", "node3", "node4"):
         end = job.end()
         assert end.code == 1, end.output
-        few = r"only node1 of .* can take part, and --min-nodes is 3"
+        few = r"only node1 of .* can take part, and --nnodes is 3:4"
         # The script saves nothing. The launcher's part has the state, as each of the others does.
         assert re.search(r"CheckpointError: rank 0 on node1: nothing saves step \d+ on a disk", end.output), end.output
         assert re.search(rf"{few}; the state was not saved: rank 0 on node1 ", end.output), end.output
@@ -172,7 +173,7 @@ def without_share(bed: Bed, node: str) -> Iterator[None]:
 
 def test_a_host_loses_the_share(bed: Bed, python: str) -> None:
     """Its other connections work. Its rank is stuck, and the job continues."""
-    arguments = "-n 4 --restarts 2 looks.py"
+    arguments = "-n 4 --max-restarts 2 looks.py"
     job = training(bed, "looks.py", LOOKS, arguments, begun="made step 50 ", python=python, setting=SETTING)
     with without_share(bed, "node3"):
         job.wait_for("starting again on node1, node2, node4 with 3 ranks, without node3\n")
@@ -204,7 +205,7 @@ def test_what_runs_on_a_host_that_was_away_ends_soon_after_it_is_back(bed: Bed, 
     """Only the memory of the job is kept while nobody can be asked: for 15 min, in case the launcher was lost."""
     write(bed, "node1", f"{SHARE}/train.py", test_restart_over_hosts.SCRIPT)
     as_user(bed, "node1", "rm -rf checkpoints go_on")
-    job = Job(bed, "--ppn 1 --restarts 1 --spares --min-nodes 2 train.py 100", setting="MPITRAIN_MEMORY_STEPS=1")
+    job = Job(bed, "--ppn 1 --max-restarts 1 --spares --nnodes 2:4 train.py 100", setting="MPITRAIN_MEMORY_STEPS=1")
     job.wait_for("made step 50 ")
     getattr(bed, fault)("node3")
     job.wait_for("starting again on node1, node2, node4 with 3 ranks, without node3\n")

@@ -1,4 +1,4 @@
-"""`mpitrain run --elastic` over the nodes of a cluster: hosts go and come back by themselves, and no step is lost."""
+"""`mpitrain run --nnodes` over the nodes of a cluster: hosts go and come back by themselves, and no step is lost."""
 
 from __future__ import annotations
 
@@ -64,12 +64,12 @@ def test_hosts_go_and_come_back(bed: Bed, python: str, returns: bool) -> None:
         write(bed, node, "/home/cluster/moves.py", SLOW + "# changed\n" * (node == "node3"))
     as_user(bed, "node1", "rm -rf enough record saved; mkdir record")
     inventory(bed, "node1", "node2", "node3")
-    arguments = "-i hosts --ppn 1 --restarts 5 --elastic 2:4 /home/cluster/moves.py 4000"
+    arguments = "-i hosts --ppn 1 --max-restarts 5 --nnodes 2:4 /home/cluster/moves.py 4000"
     job = Job(bed, arguments, python=python, setting=COPIES)
     job.wait_for("node3 cannot take part: moves.py differs; starting on node1, node2 with 2 ranks, without node3\n")
     job.wait_for("has begun")
     write(bed, "node3", "/home/cluster/moves.py", SLOW)
-    change(bed, python, "join node3")
+    change(bed, python, "+node3")
     job.wait_for("node3 joins after step ")
     job.wait_for("resumed from memory at step ")
     inventory(bed, "node1", "node2", "node3", "node4")
@@ -91,7 +91,7 @@ def test_hosts_go_and_come_back(bed: Bed, python: str, returns: bool) -> None:
     assert "Starting again on node1 only to save the state\n" in end.output
     steps = counted_steps(end.output)
     ended = re.search(
-        r"only node1 of node1, node\d, node\d can take part, and --elastic is 2:4: "
+        r"only node1 of node1, node\d, node\d can take part, and --nnodes is 2:4: "
         r"the job has ended after step (\d+), which is saved\n",
         end.output,
     )

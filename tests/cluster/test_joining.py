@@ -1,4 +1,4 @@
-"""`mpitrain leave` and `mpitrain join` over the nodes of a cluster: no step and no sample comes twice."""
+"""`mpitrain scale` over the nodes of a cluster: no step and no sample comes twice."""
 
 from __future__ import annotations
 
@@ -76,8 +76,7 @@ def moving(bed: Bed, arguments: str, *, script: str = SCRIPT, **more: str) -> Jo
 
 def change(bed: Bed, python: str, words: str) -> str:
     job = JOB.format(python=python)
-    command, _, hosts = words.partition(" ")
-    done = as_user(bed, "node1", f"{python} -m mpitrain {command} {job} --hosts {hosts} 2>&1")
+    done = as_user(bed, "node1", f"{python} -m mpitrain scale {job} {words} 2>&1")
     assert done.returncode == 0, done.stdout
     return done.stdout
 
@@ -93,11 +92,11 @@ def steps_of(output: str) -> dict[int, tuple[int, list[int], str]]:
 
 
 def test_a_host_leaves_and_joins_again(bed: Bed, python: str) -> None:
-    job = moving(bed, "--hosts node1,node2,node3 --restarts 1", python=python)
-    assert "node2 leaves after the next copy" in change(bed, python, "leave node2")
+    job = moving(bed, "--hosts node1,node2,node3 --max-restarts 1", python=python)
+    assert "node2 leaves after the next copy" in change(bed, python, "-node2")
     job.wait_for("continuing on node1, node3 with 2 ranks\n")
     job.wait_for("resumed from memory at step ")
-    assert "node2,node4 join" in change(bed, python, "join node2,node4").replace(", ", ",")
+    assert "node2,node4 join" in change(bed, python, "+node2,node4").replace(", ", ",")
     job.wait_for("continuing on node1, node3, node2, node4 with 4 ranks\n")
     job.wait_for("resumed from memory at step ", 2)
     write(bed, "node1", "enough", "")
@@ -131,14 +130,14 @@ def test_a_host_leaves_and_joins_again(bed: Bed, python: str) -> None:
 @pytest.mark.nightly
 def test_ranks_are_killed_while_the_next_try_is_prepared(bed: Bed, python: str) -> None:
     """If a new rank is killed, the job notices nothing. If a training rank is killed, the job resumes from memory."""
-    job = moving(bed, "--hosts node1,node2,node3 --restarts 2", python=python)
+    job = moving(bed, "--hosts node1,node2,node3 --max-restarts 2", python=python)
     write(bed, "node1", "hold", "joins")
-    change(bed, python, "join node4")
+    change(bed, python, "+node4")
     kill(bed, "node4", follows=True, once="held-joins-3")
     job.wait_for("mpitrain: the job continues as before, without node4: rank 3 on node4 was killed by signal 9\n")
 
     write(bed, "node1", "hold", "leaves")
-    change(bed, python, "leave node3")
+    change(bed, python, "-node3")
     kill(bed, "node1", follows=True, once="held-leaves-0")
     job.wait_for("mpitrain: the next attempt cannot start beside this one: ")
     as_user(bed, "node1", "rm hold")
@@ -146,7 +145,7 @@ def test_ranks_are_killed_while_the_next_try_is_prepared(bed: Bed, python: str) 
     job.wait_for("resumed from memory at step ")
 
     write(bed, "node1", "hold", "returns")
-    change(bed, python, "join node3")
+    change(bed, python, "+node3")
     kill(bed, "node1", follows=False, once="held-returns-0")
     job.wait_for("starting again on node1, node2, node3")
     as_user(bed, "node1", "rm hold")
@@ -169,9 +168,9 @@ def kill(bed: Bed, node: str, *, follows: bool, once: str) -> None:
 
 @pytest.mark.nightly
 def test_sigterm_to_a_rank_lets_its_host_leave(bed: Bed, python: str) -> None:
-    """Then one of the two remaining hosts is told. --min-nodes is 2, so the job saves and ends."""
+    """Then one of the two remaining hosts is told. The MIN of --nnodes is 2, so the job saves and ends."""
     saves = SCRIPT.replace("Show()]", "Show(), mt.Checkpoint('saved', steps=100000)]")
-    job = moving(bed, "--hosts node1,node2,node3 --restarts 1 --min-nodes 2", script=saves, python=python)
+    job = moving(bed, "--hosts node1,node2,node3 --max-restarts 1 --nnodes 2:3", script=saves, python=python)
     tell = (
         "for p in $(pgrep -u cluster -f '[m]oves.py 4000'); do grep -qsz ^PM.*_RANK= /proc/$p/environ && kill $p; done"
     )

@@ -35,9 +35,9 @@ def one_login(bed: Bed) -> Iterator[None]:
 
 def test_one_login_at_a_time(bed: Bed, one_login: None, python: str) -> None:
     """An sshd lets one login at a time begin, as that of a host that all logins pass does."""
-    job = moving(bed, "--hosts node1,node2 --restarts 2 --spares", python=python)
+    job = moving(bed, "--hosts node1,node2 --max-restarts 2 --spares", python=python)
     job.wait_for("mpitrain: 2 spares are ready\n")
-    change(bed, python, "join node3")
+    change(bed, python, "+node3")
     job.wait_for("node3 joins after step ")
     job.wait_for("mpitrain: 3 spares are ready\n")
     write(bed, "node1", f"{SHARE}/enough", "")
@@ -50,9 +50,12 @@ def test_one_login_at_a_time(bed: Bed, one_login: None, python: str) -> None:
 def test_with_spares_a_host_leaves_and_others_join(bed: Bed, python: str) -> None:
     """The next attempt begins beside the present one. Each attempt gets new spares, also on a host that joins."""
     job = moving(
-        bed, "--hosts node1,node2,node3 --restarts 1 --spares", begun="mpitrain: 3 spares are ready\n", python=python
+        bed,
+        "--hosts node1,node2,node3 --max-restarts 1 --spares",
+        begun="mpitrain: 3 spares are ready\n",
+        python=python,
     )
-    for words, number in (("leave node2", 2), ("join node2,node4", 4)):
+    for words, number in (("-node2", 2), ("+node2,node4", 4)):
         waits = pids(bed, "node1", are_ranks=False)
         assert len(waits) == 1
         change(bed, python, words)
@@ -74,10 +77,10 @@ def test_with_spares_a_host_leaves_and_others_join(bed: Bed, python: str) -> Non
 
 def test_a_host_that_joins_fails_with_spares(bed: Bed) -> None:
     """The spares were lent to the ranks that have ended with it. The job continues as before, and gets new spares."""
-    job = moving(bed, "--hosts node1,node2,node3 --restarts 2 --spares", begun="mpitrain: 3 spares are ready\n")
+    job = moving(bed, "--hosts node1,node2,node3 --max-restarts 2 --spares", begun="mpitrain: 3 spares are ready\n")
     lent = pids(bed, "node1", are_ranks=False)
     write(bed, "node1", "hold", "joins")
-    change(bed, PYTHONS["mpich"], "join node4")
+    change(bed, PYTHONS["mpich"], "+node4")
     kill(bed, "node4", follows=True, once="held-joins-3")
     job.wait_for("mpitrain: the job continues as before, without node4: rank 3 on node4 was killed by signal 9\n")
     job.wait_for("mpitrain: 3 spares are ready\n", 2)
@@ -133,8 +136,8 @@ mt.init().print("trained")
 
 def test_a_host_joins_a_loop_of_horovod_elastic(bed: Bed) -> None:
     """No step is left out or made twice, and the callback is called once, in the new ranks."""
-    job = training(bed, "moves.py", HOROVOD, "--hosts node1,node2 --ppn 1 --restarts 1 moves.py", setting=COPIES)
-    change(bed, PYTHONS["mpich"], "join node3")
+    job = training(bed, "moves.py", HOROVOD, "--hosts node1,node2 --ppn 1 --max-restarts 1 moves.py", setting=COPIES)
+    change(bed, PYTHONS["mpich"], "+node3")
     job.wait_for("resumed from memory at step ")
     write(bed, "node1", f"{SHARE}/enough", "")
     end = job.end()

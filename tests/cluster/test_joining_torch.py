@@ -86,7 +86,7 @@ def packages(bed: Bed) -> Iterator[None]:
 
 
 def train(bed: Bed, hosts: str, last: int, kind: str) -> Job:
-    options = f"--hosts {hosts} --ppn 1 --restarts 1 moves.py {last} {kind}"
+    options = f"--hosts {hosts} --ppn 1 --max-restarts 1 moves.py {last} {kind}"
     return Job(bed, options, python=PYTHONS["mpich"], setting=f"{COPIES} PYTHONPATH={PACKAGES}")
 
 
@@ -96,7 +96,7 @@ def test_two_hosts_join(bed: Bed, kind: str) -> None:
     as_user(bed, "node1", "rm -f enough")
     job = train(bed, "node1,node2", 4000, kind)
     job.wait_for("has begun")
-    change(bed, PYTHONS["mpich"], "join node3,node4")
+    change(bed, PYTHONS["mpich"], "+node3,node4")
     job.wait_for("continuing on node1, node2, node3, node4 with 4 ranks\n")
     job.wait_for("resumed from memory at step ")
     write(bed, "node1", f"{SHARE}/enough", "")

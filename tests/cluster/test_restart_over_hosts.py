@@ -1,4 +1,4 @@
-"""`mpitrain run --restarts` over nodes: a rank or the launcher is killed, a node loses power, and training resumes."""
+"""`mpitrain run --max-restarts` over nodes: a rank or the launcher is killed, a node loses power; it resumes."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def test_a_rank_is_killed(bed: Bed, python: str, spares: str) -> None:
     The next attempt's guard, which was there before the kill, is the guard after it. MPICH's mpiexec does not log in
     again.
     """
-    job = Job(bed, f"-n 4 --restarts 2 {spares} train.py 100", python=python, setting=EVERY_STEP)
+    job = Job(bed, f"-n 4 --max-restarts 2 {spares} train.py 100", python=python, setting=EVERY_STEP)
     job.wait_for("made step 50 ")
     there = {}
     if spares:
@@ -141,40 +141,40 @@ def test_a_rank_is_killed(bed: Bed, python: str, spares: str) -> None:
 
 def test_the_launcher_is_killed(bed: Bed, python: str) -> None:
     """Another node continues with the job, on the same nodes."""
-    arguments = "--hosts node1,node2,node3 --ppn 1 --restarts 2 train.py 100"
+    arguments = "--hosts node1,node2,node3 --ppn 1 --max-restarts 2 train.py 100"
     job = Job(bed, arguments, python=python, setting=EVERY_STEP)
     job.wait_for("made step 50 ")
     job.signal("KILL")
     killed = job.end()
     assert killed.code == 128 + signal.SIGKILL, killed.output
     until(lambda: "To continue: " in job.output())  # the keeper prints this line after the end of the launcher
-    (name,) = re.findall(r"To continue: `mpitrain run --resume (\w{8})`", job.output())
+    (name,) = re.findall(r"To continue: `mpitrain resume (\w{8})`", job.output())
     listed = as_user(bed, "node3", f"{python} -m mpitrain ps")
-    row = rf"--resume {name} .* none, its state on node1, node2, node3 .*train.py 100$"
+    row = rf"mpitrain resume {name} .* none, its state on node1, node2, node3 .*train.py 100$"
     assert re.search(row, listed.stdout, re.M), listed.stdout + listed.stderr
     write(bed, "node1", "go_on", "")
-    job = Job(bed, f"--resume {name}", python=python, node="node3")
+    job = Job(bed, name, python=python, node="node3", command="resume")
     end = job.end()
     assert end.code == 0, end.output
     (resumed,) = re.findall(r"resumed from memory at step (\d+)\n", end.output)
     assert 49 <= int(resumed) < 100, end.output
     assert "memory is not used" not in end.output
     assert "made step 100 on 3 ranks" in end.output
-    again = Job(bed, f"--resume {name}", python=python, node="node2").end()
+    again = Job(bed, name, python=python, node="node2", command="resume").end()
     assert again.code == 1
     assert f"nothing is kept of a job {name} of yours on node1, node2, node3, node4." in again.output
 
 
 def test_the_host_of_the_launcher_loses_its_power(bed: Bed, python: str) -> None:
     """The job continues without that host. The keepers of the other nodes learn of the loss only from the silence."""
-    arguments = "--hosts node1,node2,node3 --ppn 1 --restarts 2 --min-nodes 2 train.py 100"
+    arguments = "--hosts node1,node2,node3 --ppn 1 --max-restarts 2 --nnodes 2:3 train.py 100"
     job = Job(bed, arguments, python=python, setting=EVERY_STEP, node="node3")
     job.wait_for("made step 50 ")
     listed = as_user(bed, "node1", f"{python} -m mpitrain ps")
     (name,) = re.findall(r"^(\w{8}) .* train.py 100$", listed.stdout, re.M)
     bed.kill("node3")
     write(bed, "node1", "go_on", "")
-    end = Job(bed, f"--resume {name}", python=python, node="node2").end()
+    end = Job(bed, name, python=python, node="node2", command="resume").end()
     assert end.code == 0, end.output
     assert f"the launcher of job {name} ran on node3. If it is alive there" in end.output
     assert "starting again on node1, node2 with 2 ranks, without node3\n" in end.output
@@ -186,7 +186,7 @@ def test_the_host_of_the_launcher_loses_its_power(bed: Bed, python: str) -> None
 @pytest.mark.nightly
 def test_the_cable_of_the_launcher_is_plugged_in_again(bed: Bed, python: str) -> None:
     """All other hosts are silent then, so they get more time than one host alone."""
-    job = Job(bed, "-n 4 --restarts 1 train.py 100", python=python, setting=EVERY_STEP)
+    job = Job(bed, "-n 4 --max-restarts 1 train.py 100", python=python, setting=EVERY_STEP)
     job.wait_for("made step 50 ")
     bed.cut("node1")
     write(bed, "node1", "go_on", "")
@@ -202,7 +202,7 @@ def test_the_cable_of_the_launcher_is_plugged_in_again(bed: Bed, python: str) ->
 def test_silence(bed: Bed) -> None:
     """The launcher's node, a paused node and a node whose cable is cut fall silent. Only the last is lost."""
     write(bed, "node1", "go_on", "")
-    job = Job(bed, "-n 4 --restarts 1 train.py 1000000", setting=EVERY_STEP)
+    job = Job(bed, "-n 4 --max-restarts 1 train.py 1000000", setting=EVERY_STEP)
     job.wait_for("made step 50 ")
     bed.freeze("node1")
     time.sleep(SILENCE_SECONDS + 2)
@@ -234,7 +234,7 @@ def test_silence(bed: Bed) -> None:
 @pytest.mark.nightly
 def test_a_node_loses_its_power(bed: Bed, python: str) -> None:
     """Then another one does. Too few are left, so the job saves and ends, and the same command continues from there."""
-    job = Job(bed, "--ppn 1 --restarts 2 --min-nodes 3 train.py 200", python=python, setting=EVERY_STEP)
+    job = Job(bed, "--ppn 1 --max-restarts 2 --nnodes 3:4 train.py 200", python=python, setting=EVERY_STEP)
     job.wait_for("made step 50 ")
     bed.kill("node3")
     job.wait_for("starting again on node1, node2, node4 with 3 ranks, without node3\n")
@@ -245,7 +245,7 @@ def test_a_node_loses_its_power(bed: Bed, python: str) -> None:
     found = re.search(r"attempt 1 of 3 failed at step (\d+): node3 fell silent; starting", end.output)
     assert found, end.output
     went_on_from_memory(end, int(found[1]))
-    few = "only node1, node4 of node1, node2, node3, node4 can take part, and --min-nodes is 3"
+    few = "only node1, node4 of node1, node2, node3, node4 can take part, and --nnodes is 3:4"
     assert re.search(
         rf"attempt 2 of 3, from step \d+, failed at step \d+: node2 fell silent; {few}. "
         r"Starting again on node1, node4 only to save the state\n",
@@ -258,7 +258,7 @@ def test_a_node_loses_its_power(bed: Bed, python: str) -> None:
     bed.start("node2")
     bed.start("node3")
     write(bed, "node1", "go_on", "")
-    again = Job(bed, "--ppn 1 --restarts 2 --min-nodes 3 train.py 100", python=python, setting=EVERY_STEP).end()
+    again = Job(bed, "--ppn 1 --max-restarts 2 --nnodes 3:4 train.py 100", python=python, setting=EVERY_STEP).end()
     assert again.code == 0, again.output
     assert f"resumed from checkpoints/step-{saved} at step {int(saved)}\n" in again.output
     assert "made step 100 on 4 ranks" in again.output

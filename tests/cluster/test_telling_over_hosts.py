@@ -81,7 +81,7 @@ def test_a_rank_dies_before_its_host_has_copied_what_it_was_told(bed: Bed) -> No
     """
     for node in ("node1", "node2"):
         bed.node_run(node, ["rm", "-f", HOLD, HELD])
-    job = training(bed, "told.py", SCRIPT, "--ppn 1 --hosts node1,node2 --restarts 1 told.py")
+    job = training(bed, "told.py", SCRIPT, "--ppn 1 --hosts node1,node2 --max-restarts 1 told.py")
     rate = applied(bed, "node3", "rate 0.5")
     paused = applied(bed, "node1", "pause")
     bed.node_run("node2", ["touch", HOLD])  # the rank there waits where it copies its state

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from faults.conftest import need
-from jobs import VENVS, Job, run_command, run_job
+from jobs import VENVS, Job, run_command, run_job, without_restarts
 
 HERE = socket.gethostname()
 KILL = "os.kill(os.getpid(), signal.SIGKILL)"
@@ -77,7 +77,8 @@ def launched(
 ) -> Job:
     """A source under `mpitrain run`. It is a file, like a user's script."""
     (folder / "script.py").write_text(source)
-    command = [str(VENVS[need(vendor)] / "bin/python"), "-m", "mpitrain", "run", "-n", str(ranks), *options]
+    command = [str(VENVS[need(vendor)] / "bin/python"), "-m", "mpitrain", "run", "-n", str(ranks)]
+    command += without_restarts(options) if "--recover" in options else options
     return run_command([*command, str(folder / "script.py"), *words], **how)
 
 

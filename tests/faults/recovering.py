@@ -12,7 +12,7 @@ import pytest
 from faults.conftest import need
 from faults.failing import HERE
 from faults.outcome import succeeded
-from jobs import REPOSITORY, VENVS, Job, run_command
+from jobs import REPOSITORY, VENVS, Job, run_command, without_restarts
 
 STEPS, SAMPLES, BATCH = 30, 61, 12
 
@@ -116,7 +116,8 @@ def train(
     (folder / "train.py").write_text(source)
     python = VENVS[vendor or need("openmpi")] / "bin/python"
     recovers = ["--recover"] if recover else []
-    command = [str(python), "-m", "mpitrain", "run", "-n", str(ranks), *recovers, *options, str(folder / "train.py")]
+    command = [str(python), "-m", "mpitrain", "run", "-n", str(ranks), *recovers]
+    command += [*without_restarts(options), str(folder / "train.py")]
     env = dict(env or {})
     if on_gpu:
         env["PYTHONPATH"] = f"{REPOSITORY / 'tests/emulated'}:{REPOSITORY}"

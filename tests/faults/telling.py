@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy
 
-from jobs import Job, run_command, run_job, until
+from jobs import Job, run_command, run_job, until, without_restarts
 from keeping import kept_id
 from mpitrain.launch.roster import jobs
 
@@ -86,7 +86,8 @@ def train(
     """Run the training under `mpitrain run`; `during` tells it something."""
     folder.mkdir(exist_ok=True)
     (folder / "train.py").write_text(source or script())
-    command = [str(python), "-m", "mpitrain", "run", "--hosts", "localhost", "-n", str(ranks), *options]
+    command = [str(python), "-m", "mpitrain", "run", "--hosts", "localhost", "-n", str(ranks)]
+    command += without_restarts(options)
 
     def told(process: subprocess.Popen[str]) -> None:
         during(Teller(folder, process.pid))
@@ -163,7 +164,7 @@ class Teller:
 
     def resume(self, during: Callable[[Teller], None]) -> Job:
         """Another launcher continues with the job, whose launcher is lost; `during` tells that one something."""
-        command = [sys.executable, "-m", "mpitrain", "run", "--resume", kept_id(self.folder)]
+        command = [sys.executable, "-m", "mpitrain", "resume", kept_id(self.folder)]
         return run_command(command, during=lambda process: during(Teller(self.folder, process.pid)))
 
     def end(self) -> None:

@@ -15,7 +15,7 @@ import pytest
 
 from faults.conftest import need
 from faults.failing import HERE
-from jobs import HANG_SECONDS, REPOSITORY, TOKEN, VENVS, clean_environment, processes_of, until
+from jobs import HANG_SECONDS, REPOSITORY, TOKEN, VENVS, clean_environment, processes_of, until, without_restarts
 from mpitrain.watching.view import process_state
 
 # Steps of 50 ms, with a checkpoint every 10, until a file "enough" exists.
@@ -68,7 +68,7 @@ def running(folder: Path, ranks: int, *options: str, vendor: str, before: tuple[
     command = [str(VENVS[vendor] / "bin/python"), "-m", "mpitrain", "run", "--hosts", "localhost", "-n", str(ranks)]
     with (folder / "output").open("wb") as output:
         launcher = subprocess.Popen(
-            [*before, *command, *options, str(folder / "train.py"), str(folder)],
+            [*before, *command, *without_restarts(options), str(folder / "train.py"), str(folder)],
             env=clean_environment({TOKEN: mark}),
             stdin=subprocess.DEVNULL,
             stdout=output,
@@ -129,7 +129,7 @@ def finish(
 
 
 def test_killed_ranks_and_restarts(tmp_path: Path) -> None:
-    with running(tmp_path, 2, "--restarts", "9", vendor=need("mpich")) as job:
+    with running(tmp_path, 2, "--max-restarts", "9", vendor=need("mpich")) as job:
         report = finish(job, chaos(job, "--faults", "rank", "--every", "3s", "--hold", "1s", "--count", "2"), 2)
     assert [fault["kind"] for fault in report["faults"]] == ["rank", "rank"]
     for fault in report["faults"]:

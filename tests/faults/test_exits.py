@@ -229,7 +229,7 @@ mt.Trainer(build, [mt.StopAtStep(9), Bang(), mt.Record([mt.writers.JsonLines(sys
     ],
 )
 def test_the_record_says_why_another_rank_has_failed(tmp_path: Path, ending: str, text: str) -> None:
-    failed(launched(tmp_path, RECORDED, 2, words=(str(tmp_path / "run"), ending)))
+    failed(launched(tmp_path, RECORDED, 2, "--max-restarts", "0", words=(str(tmp_path / "run"), ending)))
     assert text.format(HERE=HERE) in (tmp_path / "run/run.json").read_text()
 
 
@@ -377,7 +377,7 @@ world.barrier()
 
 
 def killed(folder: Path, vendor: str, what: str, *options: str, before: str = "") -> Job:
-    """Start 3 ranks without --restarts. Rank 1 runs this."""
+    """Start 3 ranks without --max-restarts. Rank 1 runs this."""
     job = launched(folder, SCRIPT.replace("BEFORE", before).replace("WHAT", what), 3, *options, vendor=vendor)
     failed(job)
     left = [name for name in re.findall(r"the daemon's file: (\S+)", job.stdout) if Path(name).exists()]

@@ -59,7 +59,7 @@ def train(
         source = source.replace(old, new)
     (folder / "train.py").write_text(source)
     command = [str(VENVS[vendor] / "bin/python"), "-m", "mpitrain", "run", "-n", str(ranks)]
-    command += ["--restarts", str(tries - 1), str(folder / "train.py"), str(folder)]
+    command += ["--max-restarts", str(tries - 1), str(folder / "train.py"), str(folder)]
     return run_command(command, cwd=folder, env={"MPITRAIN_MEMORY_STEPS": str(EVERY)})
 
 
@@ -255,7 +255,7 @@ def train_torch(
     pytest.importorskip("torch")
     (folder / "train.py").write_text(TORCH.replace("WRONG", wrong).replace("SIZE", size).replace("AFTER", after))
     command = [str(VENVS[vendor] / "bin/python"), "-m", "mpitrain", "run", "-n", "2", *options]
-    command += ["--restarts", str(tries - 1), str(folder / "train.py"), str(folder)]
+    command += ["--max-restarts", str(tries - 1), str(folder / "train.py"), str(folder)]
     packages = with_torch(folder) if vendor == "openmpi" else {}
     return run_command(command, cwd=folder, env={"MPITRAIN_MEMORY_STEPS": "2"} | packages, timeout=300)
 

@@ -1,4 +1,4 @@
-"""`mpitrain run --restarts`: a killed training resumes from memory, with the same bits as an undisturbed one."""
+"""`mpitrain run --max-restarts`: a killed training resumes from memory, with the same bits as an undisturbed one."""
 
 from __future__ import annotations
 
@@ -185,7 +185,7 @@ def test_a_state_that_no_copy_can_hold(tmp_path: Path, undisturbed: Undisturbed)
 
 @pytest.mark.nightly
 def test_without_restarts_nothing_is_copied(tmp_path: Path) -> None:
-    job = train(tmp_path, AT_8.replace(" and once('killed')", ""), "--restarts", "0")
+    job = train(tmp_path, AT_8.replace(" and once('killed')", ""), "--max-restarts", "0")
     failed(job)
     assert "memory" not in job.output
 

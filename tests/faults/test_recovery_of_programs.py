@@ -1,4 +1,4 @@
-"""`mpitrain run --recover` and `--restarts` with codecs, rounds, stages, PyTorch, Horovod and loops of one's own."""
+"""`mpitrain run --recover` and restarts with codecs, rounds, stages, PyTorch, Horovod and loops of one's own."""
 
 from __future__ import annotations
 
@@ -246,7 +246,7 @@ def test_a_loop_of_ones_own(tmp_path: Path, kept: str) -> None:
     loop, options = LOOP, []
     if kept == "mt.keep":
         loop = LOOP.replace('{"w": numpy.zeros(5), "step": 0}', "mt.keep(w=numpy.zeros(5), step=0)")
-        loop, options = loop.replace("        world.commit()\n", ""), ["--restarts", "1"]
+        loop, options = loop.replace("        world.commit()\n", ""), ["--max-restarts", "1"]
     job = launched(tmp_path, loop, 4, "--recover", *options, words=(str(tmp_path),), vendor="openmpi")
     succeeded(job)
     assert "failed" not in job.stderr
@@ -433,7 +433,7 @@ def losses(job: Job) -> dict[int, float]:
 
 @pytest.mark.parametrize(
     ("vendor", "options"),
-    [("mpich", ["--restarts", "1"]), *nightly(("openmpi", ["--recover", "--restarts", "1"]))],
+    [("mpich", ["--max-restarts", "1"]), *nightly(("openmpi", ["--recover", "--max-restarts", "1"]))],
     indirect=["vendor"],
 )
 def test_a_rank_of_a_pipeline_is_killed_mid_schedule(tmp_path: Path, vendor: str, options: list[str]) -> None:
@@ -452,7 +452,7 @@ def test_stages_do_not_go_on_without_a_rank(tmp_path: Path) -> None:
     """--recover alone is refused before the first step."""
     source = STAGES.format(repository=str(REPOSITORY))
     job = launched(tmp_path, source, 3, "--recover", words=(str(tmp_path), "kill"), vendor="openmpi")
-    failed(job, "--recover alone does not work with several stages", "Give --restarts N")
+    failed(job, "--recover alone does not work with several stages", "Give --max-restarts N")
     assert not losses(job)
     assert not (tmp_path / "killed").exists()
 
@@ -572,7 +572,7 @@ def test_the_others_go_on(tmp_path: Path) -> None:
 def test_a_restart(tmp_path: Path) -> None:
     """All ranks are new, continue from the commit, and have called the callbacks."""
     wrong = "if me == 1 and state.step == 5 and once('killed'): die()"
-    job = horovod(tmp_path, HOROVOD, 2, "--restarts", "1", vendor="mpich", step=wrong)
+    job = horovod(tmp_path, HOROVOD, 2, "--max-restarts", "1", vendor="mpich", step=wrong)
     succeeded(job)
     assert "resumed from memory at step 1\n" in job.stdout
     assert said_by(tmp_path, [0, 1]) == [(1, [2])] * 2
@@ -633,7 +633,7 @@ said = {"weights": model.weight[0].tolist(), "total": state.total, "calls": call
 @pytest.mark.nightly
 @pytest.mark.parametrize(
     ("vendor", "option", "left", "calls"),
-    [("openmpi", ["--recover"], [0, 2], (2, [2])), ("mpich", ["--restarts", "1"], [0, 1, 2], (1, [3]))],
+    [("openmpi", ["--recover"], [0, 2], (2, [2])), ("mpich", ["--max-restarts", "1"], [0, 1, 2], (1, [3]))],
     indirect=["vendor"],
 )
 def test_the_named_calls_go_on(

@@ -1,4 +1,4 @@
-"""`mpitrain run --restarts`: a killed training resumes from its checkpoint; one that cannot succeed ends.
+"""`mpitrain run --max-restarts`: a killed training resumes from its checkpoint; one that cannot succeed ends.
 
 Copies in memory would come first. Here the interval between them is so long that there are none; test_memory.py
 tests them.
@@ -143,7 +143,7 @@ def test_always_at_the_same_step(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("source", ["import nothing_such", *nightly("mt.init(algorithm='rign')")])
 def test_an_error_before_the_first_step(tmp_path: Path, source: str) -> None:
-    job = launched(tmp_path, f"import mpitrain as mt\n{source}", 2, "--restarts", "2")
+    job = launched(tmp_path, f"import mpitrain as mt\n{source}", 2, "--max-restarts", "2")
     failed(job, "not started again: it failed before its first step, and would fail again")
     assert len(tries(job)) == 1, job.output
 
@@ -164,21 +164,21 @@ def test_a_signal_to_the_launcher(tmp_path: Path, number: signal.Signals) -> Non
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ("--restarts 2 --min-nodes 2", "--min-nodes is 2, but the job runs on 1 host\n"),
-        ("--restarts -1", "'-1' is not a whole number, 0 or above"),
-        ("--restarts 0 --min-nodes 1", "--min-nodes sets the least number of hosts"),
-        ("--restarts 2 --elastic 2", "'2' is not of the form MIN:MAX, as in 2:4"),
-        ("--restarts 2 --elastic 3:2", "'3:2': MIN is 3 and above MAX, 2"),
-        ("--restarts 2 --elastic 1:2 --min-nodes 1", "--elastic MIN:MAX sets the least number of hosts too"),
-        ("--restarts 0 --elastic 1:2", "--elastic starts the job again on other hosts; it needs --restarts N"),
-        ("--restarts 2 --elastic 1:2", "-n 2 sets the ranks of the whole job, whose hosts --elastic changes"),
-        ("--restarts 0 --spares", "--spares keeps processes ready for a restart; it needs --restarts N"),
-        ("--servers 2", "2 ranks, 2 of them servers, leave none for workers; start at least 3"),
-        ("--servers 1 --restarts 1", "--servers goes without --restarts, --spares and --recover"),
+        ("--max-restarts 2 --nnodes 2", "--nnodes is 2, but the job runs on 1 host\n"),
+        ("--max-restarts -1", "'-1' is not a whole number, 0 or above"),
+        ("--nnodes 2:", "'' is not a whole number above 0"),
+        ("--max-restarts 2 --nnodes 3:2", "'3:2': MIN is 3 and above MAX, 2"),
         (
-            "--resume 12345678 --min-nodes 1",
-            "--resume continues with the command that started the job; leave out -n, --min-nodes, SCRIPT",
+            "--max-restarts 0 --nnodes 1:2",
+            "--nnodes 1:2 starts the job again when its hosts change, and --max-restarts 0",
         ),
+        ("--max-restarts 2 --nnodes 1:2", "-n 2 sets the ranks of the whole job, whose hosts --nnodes chooses"),
+        (
+            "--max-restarts 0 --spares",
+            "--spares keeps processes ready for a restart; it needs --max-restarts 1 or more",
+        ),
+        ("--servers 2", "2 ranks, 2 of them servers, leave none for workers; start at least 3"),
+        ("--servers 1 --max-restarts 1", "--servers goes without --max-restarts, --nnodes and --recover"),
     ],
 )
 def test_wrong_options(options: str, message: str, capfd: pytest.CaptureFixture[str]) -> None:
@@ -197,7 +197,9 @@ def test_a_script_without_init(tmp_path: Path) -> None:
     """Its Trainer is the first that calls init(). An attempt whose steps are not known has no successor."""
     source = training.source("if rank == 1 and step == 7 and once('killed'): die()")
     source = source.replace("world = mt.init()\nrank = world.rank\n", "rank = int(os.environ['PMI_RANK'])\n")
-    job = launched(tmp_path, source.replace("world.is_root", "rank == 0"), 2, "--restarts", "1", words=(str(tmp_path),))
+    job = launched(
+        tmp_path, source.replace("world.is_root", "rank == 0"), 2, "--max-restarts", "1", words=(str(tmp_path),)
+    )
     succeeded(job)
     first, last = tries(job)
     assert first.startswith("attempt 1 of 2 failed at step 7: rank 1 on ")

@@ -1,4 +1,4 @@
-"""`mpitrain run --resume`: the launcher of a training is killed, and another one continues, with the same bits."""
+"""`mpitrain resume`: the launcher of a training is killed, and another one continues, with the same bits."""
 
 from __future__ import annotations
 
@@ -104,12 +104,12 @@ def test_a_killed_launcher(tmp_path: Path, undisturbed: Undisturbed) -> None:
         ids.append(lost_job(tmp_path))
         listed.append(mpitrain("ps", "--hosts", "localhost"))
         halt(tmp_path, 14)
-        command = [sys.executable, "-m", "mpitrain", "run", "--resume", ids[0]]
+        command = [sys.executable, "-m", "mpitrain", "resume", ids[0]]
         jobs.append(resume_and_kill(command, kill_again))
         ids.append(lost_job(tmp_path))
         halt(tmp_path)
-        jobs.append(mpitrain("run", "--resume", ids[0]))
-        jobs.append(mpitrain("run", "--resume", ids[1]))
+        jobs.append(mpitrain("resume", ids[0]))
+        jobs.append(mpitrain("resume", ids[1]))
 
     killed = train(tmp_path, [first], during)
     assert killed.code == -signal.SIGKILL
@@ -118,10 +118,10 @@ def test_a_killed_launcher(tmp_path: Path, undisturbed: Undisturbed) -> None:
     assert len(set(ids)) == 2
     line = (
         rf"mpitrain: job {job} has lost its launcher; its state is kept in memory until \d\d:\d\d:\d\d. To continue: "
-        rf"`mpitrain run --resume {job}`. To drop it: `mpitrain kill {job}`\n"
+        rf"`mpitrain resume {job}`. To drop it: `mpitrain kill {job}`\n"
     )
     assert re.fullmatch(line, killed.stderr), killed.output
-    row = rf"kept until \d\d:\d\d:\d\d: mpitrain run --resume {job} .* none, its state on {HERE} .*{tmp_path}$"
+    row = rf"kept until \d\d:\d\d:\d\d: mpitrain resume {job} .* none, its state on {HERE} .*{tmp_path}$"
     assert re.search(rf"^{job} .*{row}", listed[0].stdout, re.M), listed[0].output
     again, last, too_late = jobs
     assert again.code == -signal.SIGKILL
@@ -166,7 +166,7 @@ def test_while_a_try_is_starting(tmp_path: Path, vendor: str, undisturbed: Undis
         process.kill()
         job = lost_job(tmp_path)
         (tmp_path / "go").touch()
-        jobs.append(mpitrain("run", "--resume", job, vendor=vendor))
+        jobs.append(mpitrain("resume", job, vendor=vendor))
 
     killed = train(tmp_path, [], during, vendor=vendor)
     assert killed.code == -signal.SIGKILL
@@ -187,13 +187,13 @@ def test_the_id_of_an_earlier_try(tmp_path: Path) -> None:
         until((tmp_path / "in-9").exists)
         first, second = tries_of(tmp_path)
         said.append(mpitrain("ps", "--hosts", "localhost", first))
-        said.append(mpitrain("leave", first, "--hosts", HERE))
+        said.append(mpitrain("scale", first, f"-{HERE}"))
         halt(tmp_path)
         assert f"\n{second} " in said[0].stdout, said[0].output
 
     succeeded(train(tmp_path, [9], during))
     assert [job.code for job in said] == [0, 1]
-    assert "no host would be left, and --min-nodes is 1" in said[1].stderr, said[1].output
+    assert "no host would be left, and the job needs one" in said[1].stderr, said[1].output
 
 
 @pytest.mark.nightly
@@ -206,7 +206,7 @@ def test_two_launchers_go_on_at_once(tmp_path: Path, undisturbed: Undisturbed) -
         process.kill()
         job = lost_job(tmp_path)
         with ThreadPoolExecutor() as pool:  # the launcher that wins stands still until the other one has ended
-            two = [pool.submit(mpitrain, "run", "--resume", job) for _ in range(2)]
+            two = [pool.submit(mpitrain, "resume", job) for _ in range(2)]
             until(lambda: any(one.done() for one in two))
             halt(tmp_path)
             both.extend(one.result() for one in two)
@@ -214,7 +214,7 @@ def test_two_launchers_go_on_at_once(tmp_path: Path, undisturbed: Undisturbed) -
     assert train(tmp_path, [4], during).left == []
     loser, winner = sorted(both, key=lambda one: -one.code)
     assert loser.code == 1
-    told = r"another `mpitrain run --resume` on .* continues with|somebody else continues|is alive|nothing is kept"
+    told = r"another `mpitrain resume` on .* continues with|somebody else continues|is alive|nothing is kept"
     assert re.search(told, loser.stderr), loser.output
     assert loser.stderr.count("has lost its launcher") == 0
     went_on(winner, tmp_path, [3], undisturbed())

@@ -26,7 +26,7 @@ from jobs import Job, run_command
 from mpitrain.state.manifest import read_manifest
 from mpitrain.state.store import load
 
-REASON = f"only {HERE} of {HERE}, b can take part, and --min-nodes is 2"
+REASON = f"only {HERE} of {HERE}, b can take part, and the job needs 2"
 LAUNCHER = f"""
 import sys
 from mpitrain.cli import main
@@ -76,8 +76,8 @@ class GoesOn:
         self.said = process.stderr.read()
         if self._broken.exists():
             self._broken.unlink()
-        (job,) = re.findall(r"To continue when more hosts can take part: `mpitrain run --resume (\w{8})`", self.said)
-        self.job = run_command([sys.executable, "-m", "mpitrain", "run", "--resume", job], cwd=Path("/"))
+        (job,) = re.findall(r"To continue when more hosts can take part: `mpitrain resume (\w{8})`", self.said)
+        self.job = run_command([sys.executable, "-m", "mpitrain", "resume", job], cwd=Path("/"))
 
 
 @pytest.mark.parametrize(
@@ -171,7 +171,7 @@ def test_a_loop_of_ones_own_is_kept(tmp_path: Path) -> None:
     source = LOOP.replace("WRONG", DIES.replace("step == 8", "step == 11"))
     (tmp_path / "few.py").write_text(LAUNCHER)
     (tmp_path / "train.py").write_text(source)
-    command = [sys.executable, "few.py", "run", "-n", "2", "--restarts", "2", "train.py", str(tmp_path)]
+    command = [sys.executable, "few.py", "run", "-n", "2", "--max-restarts", "2", "train.py", str(tmp_path)]
     job = run_command(command, cwd=tmp_path, env={"MPITRAIN_MEMORY_STEPS": "3"}, during=goes_on)
     assert (job.code, job.left) == (128 + 9, [])
     assert "step 9 is in memory, and a loop with keep() saves nothing on a disk" in goes_on.said

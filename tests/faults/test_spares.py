@@ -1,4 +1,4 @@
-"""`mpitrain run --restarts N --spares`: processes that wait in init() become the ranks of the next attempt."""
+"""`mpitrain run --max-restarts N --spares`: processes that wait in init() become the ranks of the next attempt."""
 
 from __future__ import annotations
 
@@ -213,7 +213,7 @@ def test_a_spare_that_cannot_become_a_rank(
 def test_an_exit_code(tmp_path: Path) -> None:
     """A rank that was a spare leaves. Its exit code is that of the job."""
     wrong = KILL_7 + "    if rank == 1 and step > 7 and not once('there'): os._exit(7)"
-    job = train(tmp_path, wrong, "--restarts", "1", during=let_go(tmp_path))
+    job = train(tmp_path, wrong, "--max-restarts", "1", during=let_go(tmp_path))
     failed(job)
     assert job.code in (7, 137), job.output  # MPICH may return the code of a rank that it has killed itself
     assert len(tries(job)) == 2, job.output

@@ -145,7 +145,7 @@ def test_it_holds_after_a_restart(tmp_path: Path, has_copies: bool) -> None:
 
     source = script(world="world" if has_copies else "world.apart()")
     source = source.replace("steps = []", "steps = []\nif world.is_root: (folder / 'tries').open('a').write('.')")
-    job = train(tmp_path, during, "--restarts", "1", source=source)
+    job = train(tmp_path, during, "--max-restarts", "1", source=source)
     succeeded(job)
     steps = steps_of(tmp_path)
     assert ("resumed from memory" in job.stdout) is has_copies, job.output
@@ -168,7 +168,7 @@ def test_a_rank_is_killed_in_a_pause(tmp_path: Path) -> None:
         until(lambda: f"job {teller.job()}, step {step}, paused by" in teller.tell().stdout)
         goes_on(teller, step)
 
-    job = train(tmp_path, during, "--restarts", "1")
+    job = train(tmp_path, during, "--max-restarts", "1")
     succeeded(job)
     steps = steps_of(tmp_path)
     same(steps, reckoned(tmp_path, 10**6, steps[-1][0], 2)[steps[0][0] - 1 :])
@@ -210,7 +210,7 @@ def test_sigterm_in_a_pause(tmp_path: Path) -> None:
         paused.append(teller.applied("pause"))
         os.kill(int((tmp_path / "pid.1").read_text()), signal.SIGTERM)
 
-    job = train(tmp_path, during, "--restarts", "1", source=script(hooks=CHECKPOINT))
+    job = train(tmp_path, during, "--max-restarts", "1", source=script(hooks=CHECKPOINT))
     assert job.code == 128 + signal.SIGTERM, job.output
     assert f"the job has ended after step {paused[0]}" in job.stderr, job.output
     assert (tmp_path / "checkpoints" / f"step-{paused[0]:08d}").exists()
@@ -235,7 +235,7 @@ def test_orders_in_a_pause_after_the_launcher_is_lost(tmp_path: Path) -> None:
         os.kill(teller.launcher, signal.SIGKILL)
         succeeded(teller.resume(resumed))
 
-    job = train(tmp_path, during, "--restarts", "1")
+    job = train(tmp_path, during, "--max-restarts", "1")
     assert job.code == -signal.SIGKILL
     steps = steps_of(tmp_path)
     assert steps[0][0] == paused[0] + 1
@@ -313,7 +313,7 @@ def test_a_kill_when_one_host_has_copied(tmp_path: Path, victim: str, order: str
 
     with keeper() as name:
         source = TWO_HOSTS.replace("OTHER", name) + script(COMPARES)
-        job = train(tmp_path, during, "--restarts", "1", ranks=3, source=source)
+        job = train(tmp_path, during, "--max-restarts", "1", ranks=3, source=source)
     assert job.code == (-signal.SIGKILL if victim == "launcher" else 0), job.output
     assert victim == "launcher" or job.stdout.count(f"resumed from memory at step {paused[0]}\n") == 1, job.output
     steps = steps_of(tmp_path)
@@ -397,7 +397,7 @@ def test_the_rank_that_writes_is_killed(tmp_path: Path, vendor: str) -> None:
         until((tmp_path / "checkpoints" / name_of(steps[1])).exists)
         steps.append(teller.applied("stop"))
 
-    job = train(tmp_path, during, "--restarts", "1", source=bulky(), python=VENVS[vendor] / "bin/python")
+    job = train(tmp_path, during, "--max-restarts", "1", source=bulky(), python=VENVS[vendor] / "bin/python")
     succeeded(job)
     assert is_in_record(tmp_path, steps[0], job.stdout), texts_of(tmp_path)
     assert texts_of(tmp_path)[-2:] == [(steps[1], BEGUN), (steps[2], "the run ends, and is saved")]
@@ -422,7 +422,7 @@ def test_the_launcher_is_killed_in_a_save(tmp_path: Path) -> None:
         succeeded(again)
         assert is_in_record(tmp_path, steps[0], again.stdout), texts_of(tmp_path)
 
-    job = train(tmp_path, during, "--restarts", "1", source=bulky())
+    job = train(tmp_path, during, "--max-restarts", "1", source=bulky())
     assert job.code == -signal.SIGKILL
     assert verify(tmp_path / "checkpoints" / name_of(steps[1])).step == steps[1] == steps_of(tmp_path)[-1][0]
 
@@ -441,7 +441,7 @@ def test_a_stop_is_saved_by_the_next_try(tmp_path: Path) -> None:
             teller.kill_rank(0)
         telling.join()
 
-    job = train(tmp_path, during, "--restarts", "1", source=bulky())
+    job = train(tmp_path, during, "--max-restarts", "1", source=bulky())
     succeeded(job)
     assert verify(tmp_path / "checkpoints" / name_of(steps[0])).step == steps[0]
     rows = [row["step"] for row in rows_of(tmp_path)]

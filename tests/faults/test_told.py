@@ -79,7 +79,7 @@ def tell(folder: Path, rank: int) -> Callable[[subprocess.Popen[str]], None]:
 
 def test_the_last_host_saves_and_ends(tmp_path: Path, vendor: str) -> None:
     hooks = "[mt.Checkpoint(folder / 'checkpoints', steps=100000)]"
-    job = train(tmp_path, tell(tmp_path, 1), "--restarts", "2", hooks=hooks, vendor=vendor)
+    job = train(tmp_path, tell(tmp_path, 1), "--max-restarts", "2", hooks=hooks, vendor=vendor)
     assert job.code == 128 + signal.SIGTERM, job.output
     assert job.left == []
     told = re.search(
@@ -93,14 +93,14 @@ def test_the_last_host_saves_and_ends(tmp_path: Path, vendor: str) -> None:
     # The same command continues.
     (tmp_path / "endless").unlink()
     source = (tmp_path / "script.py").read_text().replace("else 60", f"else {int(told[1]) + 5}")
-    again = launched(tmp_path, source, 3, "--restarts", "2", words=(str(tmp_path),), vendor=vendor, cwd=tmp_path)
+    again = launched(tmp_path, source, 3, "--max-restarts", "2", words=(str(tmp_path),), vendor=vendor, cwd=tmp_path)
     succeeded(again)
     assert f"at step {told[1]}\n" in again.stdout
 
 
 @pytest.mark.nightly
 def test_without_a_checkpoint(tmp_path: Path) -> None:
-    job = train(tmp_path, tell(tmp_path, 0), "--restarts", "2")
+    job = train(tmp_path, tell(tmp_path, 0), "--max-restarts", "2")
     assert job.code == 128 + signal.SIGTERM, job.output
     assert "mpitrain: nothing saves step" in job.stdout
 
@@ -124,7 +124,7 @@ def test_helpers_of_a_rank_end_by_sigterm(tmp_path: Path) -> None:
         "helper.start(); time.sleep(0.5); helper.terminate(); helper.join(); assert helper.exitcode == -15\n"
         "other = subprocess.Popen(['sleep', '1000']); other.terminate(); assert other.wait() == -15"
     )
-    job = train(tmp_path, lambda _: None, "--restarts", "2", first=first)
+    job = train(tmp_path, lambda _: None, "--max-restarts", "2", first=first)
     succeeded(job)
     assert "told" not in job.stderr
 
@@ -204,7 +204,7 @@ for name in "loop", "first", "second", "rest":
 def test_only_the_first_run_can_be_left(tmp_path: Path, kept: str) -> None:
     """A run is that of a Trainer, or a loop with mt.keep."""
     none = "a loop with mt.keep, copies its state to memory, and none does so now"
-    alone = "no host would be left, and --min-nodes is 1"
+    alone = "no host would be left, and the job needs one"
     refused = {"loop": none, "first": alone, "second": "it is in run 2 of its script, and the hosts", "rest": none}
 
     def during(process: subprocess.Popen[str]) -> None:
@@ -218,6 +218,6 @@ def test_only_the_first_run_can_be_left(tmp_path: Path, kept: str) -> None:
             (tmp_path / part).touch()
 
     source = PARTS.replace("KEPT", repr(kept))
-    job = launched(tmp_path, source, 2, "--restarts", "1", words=(str(tmp_path),), cwd=tmp_path, during=during)
+    job = launched(tmp_path, source, 2, "--max-restarts", "1", words=(str(tmp_path),), cwd=tmp_path, during=during)
     succeeded(job)
     assert "could change" not in job.stderr

@@ -101,7 +101,7 @@ def train(
     folder.mkdir(exist_ok=True)
     text = source(wrong, dtype="float64" if codec == "none" else "float32", **places)
     (folder / "train.py").write_text(text)
-    command = [str(VENVS[vendor] / "bin/python"), *launcher, "run", "-n", str(ranks), "--restarts", "2"]
+    command = [str(VENVS[vendor] / "bin/python"), *launcher, "run", "-n", str(ranks), "--max-restarts", "2"]
     settings = {"MPITRAIN_COMPRESSION": codec} | ({} if every is None else {"MPITRAIN_MEMORY_STEPS": str(every)})
     command += [*options, str(folder / "train.py"), str(folder)]
     return run_command(command, cwd=folder, env={**settings, **(env or {})}, during=during)

@@ -1,4 +1,4 @@
-"""The launcher's socket for `mpitrain tell`, `join` and `leave`: who is heard there, and what harms neither side."""
+"""The launcher's socket for `mpitrain tell` and `scale`: who is heard there, and what harms neither side."""
 
 from __future__ import annotations
 
@@ -28,11 +28,13 @@ LAUNCHER = launcher_name(os.getpid())
 def test_a_job_without_keepers(capsys: pytest.CaptureFixture[str]) -> None:
     with Tellers(Orders(), None):
         answer = ask(LAUNCHER, {"leave": ["b"]})
-        why = "its hosts cannot change, because no keepers hold its state meanwhile; start the job with --restarts N"
+        why = (
+            "its hosts cannot change, because no keepers hold its state meanwhile; start the job with --max-restarts N"
+        )
         assert answer == {"refused": why}
         with Tellers(Orders(), None):  # the name of the socket is taken, and the job continues
             said = capsys.readouterr().err
-    assert "nobody can tell this job anything (mpitrain tell, join, leave): " in said
+    assert "nobody can tell this job anything (mpitrain tell, scale): " in said
     assert "Address already in use" in said
 
 
@@ -57,7 +59,7 @@ def test_errors_that_nobody_expects(keepers: Keepers, capsys: pytest.CaptureFixt
         for wish, why in (({"dance": 1}, ""), ({"join": "odd"}, ': RuntimeError("can\'t start new thread")')):
             assert "does not answer" in ask(LAUNCHER, wish)["refused"]
             said = capsys.readouterr().err
-            assert "a request of `mpitrain tell`, `join` or `leave` could not be answered" in said and why in said
+            assert "a request of `mpitrain tell` or `scale` could not be answered" in said and why in said
         heard: list[str] = []
         keepers.told = {99: 0.0}  # no rank of the job
         fault = "may not change as they should: StopIteration"

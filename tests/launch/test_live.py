@@ -198,7 +198,7 @@ def test_another_user_gets_nothing(job: LiveJob) -> None:
 
 def test_a_restart_and_the_end(tmp_path: Path) -> None:
     """The second try has another id; the last answer says how the job has ended."""
-    with training(tmp_path, 2, "--restarts", "1") as process:
+    with training(tmp_path, 2, "--max-restarts", "1") as process:
         job = job_of(tmp_path, trains)
         with contextlib.closing(job.watch(0.2)) as line:
             answers_until(line, trains)

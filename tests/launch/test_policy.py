@@ -66,9 +66,9 @@ end 5
 start abc
 say: attempt 1 of 4 failed at step 7: rank 2 on b was killed by signal 9; starting again on a, b, c
 start abc
-say: no answer; only a of a, b, c can take part, and --min-nodes is 2. Starting again on a only to save the state
+say: no answer; only a of a, b, c can take part, and the job needs 2. Starting again on a only to save the state
 start a, only to save
-say: only a of a, b, c can take part, and --min-nodes is 2: the job has ended after step 6, which is saved
+say: only a of a, b, c can take part, and the job needs 2: the job has ended after step 6, which is saved
 end 137
 """,
     ),
@@ -79,7 +79,7 @@ end 137
 start abc
 say: attempt 1 of 4 failed at step 7: rank 2 on b was killed by signal 9; starting again on a, b, c
 start abc
-say: no answer; not started again: no host can take part, and --min-nodes is 2
+say: no answer; not started again: no host can take part, and the job needs 2
 end 137
 """,
     ),
@@ -143,7 +143,7 @@ start ac
     "another launcher has too few hosts": (
         Limits(5, 3),
         (events.Begun(0.0, ("b",)),),
-        "say: the job does not continue: only a, c of a, b, c can take part, and --min-nodes is 3\nend 1\n",
+        "say: the job does not continue: only a, c of a, b, c can take part, and the job needs 3\nend 1\n",
     ),
 }
 RECORDED = {
@@ -528,12 +528,34 @@ def test_it_saves_once_and_leaves_its_state_otherwise(second: Event) -> None:
     """The exit code is that of the failure, whatever ends the attempt that only saves. No restart is left after it."""
     *_, says, leaves, ends = transcript(Limits(1, 3), lost("c"), second).splitlines()
     why = second.failure.cause if isinstance(second, events.Failed) else "no answer"
-    reason = "only a, b of a, b, c can take part, and --min-nodes is 3"
+    reason = "only a, b of a, b, c can take part, and the job needs 3"
     assert (says, leaves, ends) == (f"say: {reason}; the state was not saved: {why}", "leave the state", "end 1")
 
 
+def test_hosts_join_and_leave_at_once() -> None:
+    history = History(Limits(5, 3, 4))
+    history.train()
+    for leave, why in (
+        ("a", ""),
+        ("x", "x is not a host of the job; its hosts are a, b, c"),
+        ("abc", "no host would be l"),
+    ):
+        (answer,) = history.take(events.JoinAsked(0.0, "d", tuple(leave)))[:1]
+        assert ("refused: " in answer) == bool(why) and why in answer, answer
+    (answer,) = history.take(events.JoinAsked(0.0, "d", ("a", "b")))
+    assert "refused: only 1 of its hosts would be left, and --nnodes is 3:4" in answer
+    history.take(events.JoinAsked(0.0, "d", ("a",)))
+    find = history.actions[0]
+    assert isinstance(find, events.Find)
+    assert find.now_on.hosts == ("b", "c")
+    wider = widen(find.now_on, "d")
+    assert "a leaves and d joins after the next copy" in "\n".join(history.take(events.Fit(0.0, find, wider, wider)))
+    assert history.state.change is not None
+    assert (history.state.change.joined, history.state.change.now_on.hosts) == (("d",), ("b", "c", "d"))
+
+
 def test_what_is_refused() -> None:
-    history, few = History(Limits(5, 2, 4)), "--elastic is 2:4; `mpitrain kill` ends a job"
+    history, few = History(Limits(5, 2, 4)), "--nnodes is 2:4; `mpitrain kill` ends a job"
     again = ["refused: the job is being started again; try again in a moment"]
     assert history.take(B_LEAVES) == again
     history.take(events.Begun(0.0))
@@ -547,7 +569,7 @@ def test_what_is_refused() -> None:
         ("abc", f"no host would be left, and {few}"),
     ):
         assert history.take(events.LeaveAsked(0.0, tuple(hosts))) == [f"refused: {why}"]
-    many = "it would run on 5 hosts, and --elastic is 2:4; `mpitrain leave` makes room for others"
+    many = "it would run on 5 hosts, and --nnodes is 2:4; `mpitrain scale JOB -HOST` makes room"
     assert history.join("d,e") == [f"refused: {many}"]
     history.take(events.JoinAsked(0.0, "d"))
     find = history.actions[0]
@@ -710,7 +732,9 @@ def test_the_end_of_patience() -> None:
     history.take(events.Left(0.0, 7, 1.0))
     history.take(lost("b", at=500.0))
     history.take(said())
-    gives_up = "say: b was found bad 3 times, and is not taken in again by itself; `mpitrain join` lets it in"
+    gives_up = (
+        "say: b was found bad 3 times, and is not taken in again by itself; `mpitrain scale JOB +HOST` lets it in"
+    )
     assert [look(history, at) for at in (1e4, 1e5, 1e6)] == [[gives_up], [], []]
 
 
@@ -730,7 +754,7 @@ def test_it_starts_on_the_hosts_that_can_take_part() -> None:
     assert "say: they differ; starting on a with 2 ranks, without b, c\n" in transcript(
         Limits(5, 1, 3), absent("b", c="x.py differs")
     )
-    few = "say: no answer; not started: only a of a, b, c can take part, and --elastic is 2:3\nend 1\n"
+    few = "say: no answer; not started: only a of a, b, c can take part, and --nnodes is 2:3\nend 1\n"
     assert transcript(Limits(5, 2, 3), absent("b", "c")) == "start abc\n" + few
     for error in (absent(a="x.py does not exist"), absent()):  # of this machine
         assert transcript(Limits(5, 1, 3), error) == "start abc\nraise the error\n"
@@ -765,7 +789,7 @@ def test_a_host_that_is_set_aside_and_not_in_the_inventory_is_not_asked() -> Non
 
 
 def test_too_few_are_left_in_the_inventory() -> None:
-    why = "b, c can no longer take part (not in the inventory any more), and --elastic is 2:4"
+    why = "b, c can no longer take part (not in the inventory any more), and --nnodes is 2:4"
     follows = f"say: {why}; after the next copy of the state, the job saves and ends"
     assert look(elastic(listed="abc", now_on="abc"), 0.0, listed="a") == ["tell: saves", follows]
 

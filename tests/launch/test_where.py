@@ -126,7 +126,7 @@ def test_hosts_that_are_taken_in_when_they_answer() -> None:
     # b has been taken in meanwhile.
     assert judge(HOSTS, failures, [], Limits(5, 2, 4), 101.0, present=frozenset("ab")).hosts == HOSTS
     assert judge(HOSTS, failures, [], Limits(5, 4, 4), 159.0) == Verdict(
-        reason="only a, c, d of a, b, c, d can take part, and --elastic is 4:4", left=("a", "c", "d")
+        reason="only a, c, d of a, b, c, d can take part, and --nnodes is 4", left=("a", "c", "d")
     )
     assert times_bad("b", failures, [(300.0, "b"), (300.0, "c")]) == [100.0, 300.0]
     assert times_bad("c", [failure(7, "c"), failure(8, "c"), failure(9, "c")], []) == [0.0, 0.0]
@@ -136,10 +136,10 @@ def test_too_few_hosts() -> None:
     failures, absent = [failure(7, None, "b")], [(0.0, "d")]
     assert judge(HOSTS, failures, absent, Limits(5, min_nodes=2), 1.0).hosts == ("a", "c")
     assert judge(HOSTS, failures, absent, Limits(5, min_nodes=3), 1.0) == Verdict(
-        reason="only a, c of a, b, c, d can take part, and --min-nodes is 3", left=("a", "c")
+        reason="only a, c of a, b, c, d can take part, and the job needs 3", left=("a", "c")
     )
     everyone = [(0.0, host) for host in HOSTS]
-    assert judge(HOSTS, failures, everyone, FIVE, 1.0).reason == "no host can take part, and --min-nodes is 1"
+    assert judge(HOSTS, failures, everyone, FIVE, 1.0).reason == "no host can take part, and the job needs one"
 
 
 def test_one_host_that_has_the_state_takes_part() -> None:

@@ -153,7 +153,10 @@ def test_no_worker_at_all_and_ctrl_c(commands: Commands) -> None:
         (["work", "lab1:1", TRAIN[0]], "there is no key: MPITRAIN_KEY is not set, and there is no .*serve-1.key"),
         (["run", "-n", "3", "--servers", "3", TRAIN[0]], "3 of them servers, leave none for workers; start at least 4"),
         (["run", "-n", "1", "--servers", "1", TRAIN[0]], "leave none for workers; start at least 2"),
-        (["run", "-n", "3", "--servers", "1", "--restarts", "1", TRAIN[0]], "start the server with `mpitrain serve`"),
+        (
+            ["run", "-n", "3", "--servers", "1", "--max-restarts", "1", TRAIN[0]],
+            "start the server with `mpitrain serve`",
+        ),
     ],
 )
 def test_wrong_use(

@@ -5,4 +5,4 @@
 set -euo pipefail
 cd "$(dirname "$0")"
 [ $# -gt 0 ] || set -- -n 2
-exec mpitrain run --restarts 3 "$@" train.py
+exec mpitrain run "$@" train.py

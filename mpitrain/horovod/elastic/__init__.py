@@ -1,7 +1,7 @@
 """hvd.elastic: a training that continues when ranks are lost, or when hosts join and leave. See docs/how-to/horovod.md.
 
     run(train)(state) ─> sync ─> train(state) ─> state.commit() ─> state.commit() ...
-          ^                                           └─ --restarts: copy to memory; another host set continues from it
+          ^                                           └─ copy to memory; another host set continues from it
           └─ --recover: a rank is lost: restore the last commit, in a new World, and call the reset callbacks
 
 TorchState and ElasticSampler need PyTorch, the rest does not.

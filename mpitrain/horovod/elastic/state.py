@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
 from mpitrain.errors import ConfigError
-from mpitrain.job.start import elastic, init
+from mpitrain.job.start import elastic, init, the_job
 from mpitrain.state.keep import KeptState, RankState
 from mpitrain.state.packed import pack, unpack
 from mpitrain.world.world import World
@@ -34,7 +34,7 @@ class HostsUpdatedInterrupt(RuntimeError):  # noqa: N818 - Horovod's name
 class ElasticState:
     """hvd.elastic.State: subclass it for a state of your own. A subclass has save, restore and sync.
 
-    With `mpitrain run --restarts`, it also has state_dict and load_state_dict: ObjectState and TorchState do.
+    For restarts from memory, it also has state_dict and load_state_dict: ObjectState and TorchState do.
     """
 
     def __init__(
@@ -76,19 +76,22 @@ class ElasticState:
     def check_host_updates(self) -> None:
         """Let the hosts of the job change here, with the present state, if one has joined or is to leave. Collective.
 
-        This is where a job with `mpitrain run --restarts` copies the state to memory, when a copy is due.
+        This is where a job that may restart copies the state to memory, when a copy is due.
         """
         if self._copies is not None:
             self._copies.update()
 
     def begin_copies(self) -> bool:
         """Copy the state to memory from now on, if the job has keepers. True: it continues from a copy. Collective."""
-        if not init().context.keeper:
+        context = init().context
+        if not context.keeper or (the_job().is_elastic and not context.must_copy):
             return False
         if not (hasattr(self, "state_dict") and hasattr(self, "load_state_dict")):
+            if not context.must_copy:
+                return False
             raise ConfigError(
                 f"{init().name()}: a {type(self).__name__} has no state_dict() and load_state_dict(), which a restart "
-                "from memory needs; write them, use hvd.elastic.ObjectState or TorchState, or leave out --restarts"
+                "from memory needs; write them, use hvd.elastic.ObjectState or TorchState, or leave out --max-restarts"
             )
         self._copies = KeptState({}, {"the state": self}, self.of_rank())
         if not self._copies.memory_step:
@@ -196,9 +199,9 @@ def run(func: Callable[..., Result]) -> Callable[..., Result]:
         train(hvd.elastic.TorchState(model, optimizer, batch=0))
 
     Every rank first gets rank 0's state. With `mpitrain run --recover`, the ranks that are left continue after a loss.
-    Each restores its last commit, calls the reset callbacks, gets rank 0's state, and calls `func` again. With
-    `--restarts`, a new attempt of the job continues from the newest copy of the state in memory, after a failure, and
-    when hosts join or leave. It calls the reset callbacks before `func`. Without either, `func` is called once.
+    Each restores its last commit, calls the reset callbacks, gets rank 0's state, and calls `func` again. After a
+    restart, and when hosts join or leave, a new attempt of the job continues from the newest copy of the state in
+    memory. It calls the reset callbacks before `func`.
 
     Args:
         func: its first argument is the state. All ranks commit the same number of times.

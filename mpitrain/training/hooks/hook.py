@@ -64,7 +64,7 @@ class Hook:
     def before_end(self, trainer: Trainer, step: Step) -> None:
         """Is called after `step` if the job is to end there, before the end of the run. Save what must not be lost.
 
-        A rank of a job with `--restarts` got SIGTERM, and too few hosts would be left; or hosts were lost, and too few
+        A rank of a job that may restart got SIGTERM, and too few hosts would be left; or hosts were lost, and too few
         are left. In the second case this process has made no step. Of `step` only the number is known: loss and
         learning rate are NaN, `samples` is 0. Called on every rank. `after_run` is not called then.
         """
