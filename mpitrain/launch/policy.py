@@ -232,7 +232,10 @@ def _go_back(state: State, blamed: Sequence[str], when: float) -> State:
     assert state.before is not None
     hosts, now_on = state.before
     absent = (*state.absent, *((when, host) for host in blamed))
-    hosts = state.hosts if state.is_elastic else hosts
+    if state.is_elastic:
+        others = [place for place in state.hosts.places if place.host not in hosts.hosts]
+        addresses = {**state.hosts.addresses, **hosts.addresses}
+        hosts = replace(hosts, places=(*hosts.places, *others), addresses=addresses).without(set())
     return replace(state, hosts=hosts, now_on=now_on, joining=None, absent=absent)
 
 

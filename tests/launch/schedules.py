@@ -118,7 +118,7 @@ class Schedule:
         elif what == "leave asked":
             self.take(events.LeaveAsked(self.at, tuple(dict.fromkeys([self.host(), self.pick("abcde")]))))
         elif what == "join asked":
-            self.take(events.JoinAsked(self.at, self.pick("bcde")))
+            self.take(events.JoinAsked(self.at, self.pick("bcde"), tuple(self.pick(["", "", self.host()]))))
         elif what == "listed" and state.is_elastic:
             listed = self.pick(["abcd", "abc", "abcde", "acd", "a", None])
             if listed is not None and state.outside.known is not None:

@@ -769,6 +769,15 @@ def test_a_host_that_could_not_join_is_taken_in_later(end: Event) -> None:
     assert (names(history.state.hosts), [host for _, host in history.state.absent]) == ("abcd", ["d"])
 
 
+def test_a_host_that_was_to_leave_as_another_joined_is_still_one_of_the_job() -> None:
+    history = History(Limits(1, 1, 4)).train()
+    history.take(events.JoinAsked(0.0, "d", ("b",)))
+    history.fit()
+    assert history.take(left(7, is_ready=True))[-1] == "take over acd"
+    assert history.take(absent("d"))[-1] == "start abc"
+    assert names(history.state.hosts) == "abcd"
+
+
 def test_the_inventory_changes() -> None:
     history = elastic(listed="abc", now_on="abc")
     assert look(history, 1000.0, listed="abc") == []
