@@ -17,6 +17,7 @@ from mpitrain.cli import COMMANDS, Command
 from mpitrain.compression import CODECS, names
 from mpitrain.config import Config
 from mpitrain.strategies import STRATEGIES
+from mpitrain.watching.rank_facts import FACTS
 from test_docs import TEXTS
 
 UNITS = {"KIB": 2**10, "MIB": 2**20, "MILLI": 1e-3}
@@ -213,6 +214,12 @@ def test_status_has_every_command_and_no_other() -> None:
             assert not planned & set(COMMANDS)
     named = {name for part in status() for name in re.findall(r"`mpitrain ([a-z-]+)`", part)}
     assert named >= COMMANDS.keys(), f"docs/reference/status.md lacks {COMMANDS.keys() - named}"
+
+
+def test_each_fact_of_a_rank_is_described() -> None:
+    section = TEXTS["docs/reference/formats-and-protocols.md"].partition("\nAn entry of `ranks` has:\n")[2]
+    rows = dict(re.findall(r"^\| `(\w+)` \| (.+) \|$", section.partition("| phase |")[0], re.M))
+    assert {fact.name: rows.get(fact.name) for fact in FACTS} == {fact.name: fact.help for fact in FACTS}
 
 
 def test_nothing_that_exists_is_called_planned() -> None:

@@ -1,4 +1,4 @@
-"""An algorithm, codec, strategy, check, hook or subcommand is one file and one line: it inherits all else.
+"""An algorithm, codec, strategy, check, hook, subcommand or fact is one file and one line: it inherits all else.
 
 In a copy of the package one of each is added, from tests/added: its file, and its line in the registry with the import
 that this needs. The copy's own tests, which know no names, then have to find it; and they fail until the documents have
@@ -69,6 +69,12 @@ ADDITIONS = {
         "    from mpitrain.training.hooks.marked_steps import MarkedSteps as MarkedSteps\n",
         "if TYPE_CHECKING:\n",
     ),
+    "training": Addition(
+        "seen_samples.py",  # publishes it; that may be a line of any file
+        "watching/rank_facts.py",
+        "FACTS = (\n",
+        '    RankFact("seen_samples", int, "", 0, "Samples", KNOWN, True, "the samples that the rank has had"),\n',
+    ),
     "cli": Addition("greet.py", "cli/__init__.py", '    "begin": {\n', '        "greet": "mpitrain.cli.greet",\n'),
 }
 
@@ -89,6 +95,12 @@ DOCUMENTED = [
         "| `halves` | 2 | | | | |\n",
     ),
     ("tests/faults/cluster/matrix.py", "", "UNPROVED = {\n", '    "TEA01": "there is no tea anywhere",\n'),
+    (
+        "docs/reference/formats-and-protocols.md",
+        "\nAn entry of `ranks` has:",
+        "| --- | --- |\n",
+        "| `seen_samples` | the samples that the rank has had |\n",
+    ),
     ("docs/reference/configuration.md", "", "are compressed on a network: ", "`halves`, "),
 ]
 
@@ -160,12 +172,15 @@ def test_the_documents_must_have_it(copy: Path) -> None:
         "test_status_has_every_command_and_no_other",
         "test_the_table_in_the_docs_is_made_from_the_checks",
         "test_every_check_is_proved_or_named",
+        "test_each_fact_of_a_rank_is_described",
     }, job.output
 
 
 def test_it_inherits_the_tests_of_one_process(documented: Path) -> None:
     chosen = "(halves and not bits) or greet or TEA01 or MarkedSteps or gather_and_add or together or marked_steps "
-    chosen += "or type_checkers or status or codecs_has or compression_names or test_help or in_the_docs or proved"
+    chosen += (
+        "or type_checkers or status or codecs_has or compression_names or test_help or in_the_docs or proved or fact"
+    )
     files = ("cli/test_main.py", "test_compression.py", "test_public.py", "test_layers.py")
     job = run(documented, *PYTEST, *DOCUMENTS, MATRIX, *(f"tests/{file}" for file in files), "-k", chosen)
     passed = outcomes(job, "PASSED")
@@ -181,6 +196,7 @@ def test_it_inherits_the_tests_of_one_process(documented: Path) -> None:
         "test_status_has_every_command_and_no_other",
         "test_the_table_in_the_docs_is_made_from_the_checks",
         "test_every_check_is_proved_or_named",
+        "test_each_fact_of_a_rank_is_described",
         "test_imports_run_downwards[compression.halves]",
     } <= passed, job.output
 
@@ -253,10 +269,19 @@ def test_the_bench_has_it(copy: Path) -> None:
 JOB = """
 
 import numpy
+import rich.console
 
 import mpitrain as mt
 from mpitrain.allreduce import make_algorithm
 from mpitrain.allreduce.select import choices
+from mpitrain.cli.top_screen import TopHistory, picture
+from mpitrain.dashboard.prometheus import exposition
+from mpitrain.dashboard.shown_jobs import ShownJob
+from mpitrain.launch.live_picture import of_ranks
+from mpitrain.training.seen_samples import SeenSamples
+from mpitrain.watching.activity import own_activity
+from mpitrain.watching.rank_record import read_record
+from mpitrain.watching.view import RankView
 
 world = mt.init()
 
@@ -282,11 +307,23 @@ def build(world):
 
 
 hook = mt.MarkedSteps()
-trainer = mt.Trainer(build, [mt.StopAtStep(4), hook])
+trainer = mt.Trainer(build, [mt.StopAtStep(4), hook, SeenSamples()])
 trainer.run()
 assert type(trainer.strategy).__name__ == "Together"
 assert hook.numbers == [1, 2, 3, 4]
 numpy.testing.assert_allclose(trainer.adapter.parameters()["w"], [11.0, 12.0], rtol=1e-14)  # the mean of all samples
+
+# Each rank's fact, as others see it.
+record = read_record(f"/proc/self/fd/{own_activity().descriptor}", world.rank)
+look = of_ranks([RankView(record, 1, host="a")], {"a": [world.rank]}, {})
+assert look["ranks"][0]["seen_samples"] == 16
+look |= {"job": "j", "at": 1.0, "since": 0.0, "tries": 1, "script": "", "arguments": [], "state": "trains"}
+told = exposition([ShownJob(look, 0.0)])
+assert f'mpitrain_rank_seen_samples{{job_id="j",rank="{world.rank}",host="a"}} 16.0' in told
+console = rich.console.Console(width=100)
+with console.capture() as drawn:
+    console.print(picture({**look, "events": [], "served": None}, TopHistory(), "rank", 100, None))
+assert "  SAMPLES STEP  " in drawn.get(), drawn.get()
 """
 
 

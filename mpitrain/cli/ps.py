@@ -127,6 +127,8 @@ def _fitting(rows: Sequence[tuple[str, ...]], columns: int | None) -> str:
 
 def _document(shown: Iterable[RunningJob], lost: Iterable[KeptJob], hosts: Sequence[str]) -> dict[str, Any]:
     """Return what --json prints: times are in seconds since the epoch, ranks are by host."""
+    from mpitrain.launch.live_picture import facts_of
+
     running = []
     for job in shown:
         ranks: dict[str, list[int]] = {}
@@ -141,6 +143,7 @@ def _document(shown: Iterable[RunningJob], lost: Iterable[KeptJob], hosts: Seque
                 "step": max((view.record.step for view in job.ranks.values()), default=0),
                 "metrics": dict(reported),
                 "ranks": ranks,
+                "facts": {rank: facts_of(view.record) for rank, view in sorted(job.ranks.items())},
                 "processes": dict(job.num_processes),
                 "launcher": job.launcher.partition(" ")[0],
                 "script": job.script,

@@ -27,7 +27,8 @@ from rich.text import Text
 
 from mpitrain.errors import LaunchError
 from mpitrain.launch.live_jobs import LiveJob, LiveSource
-from mpitrain.launch.live_picture import slow_rank
+from mpitrain.launch.live_picture import fact_columns, slow_rank
+from mpitrain.watching.rank_facts import KNOWN, RankFact
 
 Order = Literal["slowest", "rank", "host"]
 
@@ -201,13 +202,15 @@ def _progress(answer: Mapping[str, Any]) -> Text:
 def _table(ranks: Sequence[Mapping[str, Any]], history: TopHistory, width: int) -> Table:
     table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False, header_style="bold", expand=width >= _WIDE)
     is_wide, is_middle = width >= _WIDE, width >= _MIDDLE
+    facts = [fact for fact in fact_columns(ranks) if is_wide or fact.column != KNOWN]
     table.add_column("", width=1, no_wrap=True)
     table.add_column("RANK", justify="right", no_wrap=True)
     if is_middle:
         table.add_column("HOST", no_wrap=True, overflow="ellipsis", max_width=_MOST_HOST)
     table.add_column("PHASE", no_wrap=True, overflow="ellipsis")
     table.add_column("FOR", justify="right", no_wrap=True)
-    table.add_column("STEP", justify="right", no_wrap=True)
+    for fact in facts:
+        table.add_column(fact.heading.upper(), justify="right", no_wrap=True)
     if is_wide:
         table.add_column("LAST 10 S", width=_BAR_COLUMNS, no_wrap=True)
         table.add_column("IN", no_wrap=True, overflow="ellipsis", ratio=1)
@@ -218,7 +221,8 @@ def _table(ranks: Sequence[Mapping[str, Any]], history: TopHistory, width: int) 
         cells: list[RenderableType] = [_line("!" if is_marked else " ", "bold red"), _line(str(entry["rank"]))]
         if is_middle:
             cells.append(_line(_printable(entry["host"])))
-        cells += [_line(_printable(phase), style), _line(_duration(entry["since"])), _line(f"{entry['step'] or '-'}")]
+        cells += [_line(_printable(phase), style), _line(_duration(entry["since"]))]
+        cells += [_line(_fact(fact, entry.get(fact.name))) for fact in facts]
         if is_wide:
             cells += [_bar(history.shares(entry["rank"])), _line(_printable(entry["call"])[:_MOST_CALL])]
         table.add_row(*cells)
@@ -268,6 +272,12 @@ def _number(value: float | str, form: str) -> str:
 
 def _duration(seconds: float) -> str:
     return f"{seconds:.1f} s" if seconds < 10 else f"{seconds:.0f} s" if seconds < 600 else f"{seconds / 60:.0f} min"
+
+
+def _fact(fact: RankFact, value: float | str | None) -> str:
+    if value in (None, fact.absent):
+        return "-"
+    return str(value) if isinstance(value, str) or not fact.unit else _duration(value)
 
 
 def _printable(text: str) -> str:

@@ -29,6 +29,7 @@ from mpitrain.dashboard.shown_jobs import ShownJob
 from mpitrain.dashboard.summary import differences
 from mpitrain.dashboard.waits import who_waits
 from mpitrain.errors import ConfigError, DataError
+from mpitrain.launch.live_picture import fact_columns
 
 _FIRST_RUNS = 40  # find room on a screen
 _MOST_PIXELS = 8192
@@ -114,9 +115,7 @@ class Routes:
             "document": dataclasses.asdict(run.document) if run and run.document else None,
             "names": run.names if run else [],
             "events": run.events if run else [],
-            "live": job.look if job else None,
-            "waits": who_waits(job.look) if job else None,
-            "slow": job.slow if job else "",
+            **_live(job),
             "history": list(job.history) if job else [],
             "role": request.state.role,
         }
@@ -244,9 +243,7 @@ class Routes:
         while True:
             try:
                 run, job = await self._run(id_)
-                summary, look = self._catalogue.summary(run, job), job.look if job else None
-                waits, slow = who_waits(look) if look else None, job.slow if job else ""
-                yield json.dumps({"run": summary, "live": look, "waits": waits, "slow": slow})
+                yield json.dumps({"run": self._catalogue.summary(run, job), **_live(job)})
             except HTTPException:
                 yield json.dumps({"run": None})
 
@@ -272,6 +269,14 @@ class Routes:
 
 
 _PROMETHEUS = "text/plain; version=0.0.4; charset=utf-8"
+
+
+def _live(job: ShownJob | None) -> dict[str, Any]:
+    """Return what the page of a run shows of its job; `facts` are columns of its table of ranks."""
+    if job is None:
+        return {"live": None, "waits": None, "slow": "", "facts": []}
+    facts = [fact._asdict() | {"kind": fact.kind.__name__} for fact in fact_columns(job.look["ranks"])]
+    return {"live": job.look, "waits": who_waits(job.look), "slow": job.slow, "facts": facts}
 
 
 def _refuse_viewers(request: Request) -> None:

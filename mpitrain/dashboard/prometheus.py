@@ -6,7 +6,9 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from mpitrain.dashboard.shown_jobs import ShownJob
+from mpitrain.watching.rank_facts import FACTS
 
+_OF_RANKS = {f"mpitrain_rank_{fact.name}": fact for fact in FACTS if fact.has_family}
 # Of each family: type, help.
 FAMILIES = {
     "mpitrain_job_info": ("gauge", "1 for each running job"),
@@ -16,7 +18,7 @@ FAMILIES = {
     "mpitrain_job_step": ("gauge", "The last step that a rank has begun"),
     "mpitrain_job_metric": ("gauge", "A metric that the training has reported last"),
     "mpitrain_host_silence_seconds": ("gauge", "For how long a host of the job has been silent"),
-    "mpitrain_rank_step": ("gauge", "The last step that the rank has begun"),
+    **{name: ("gauge", fact.help[0].upper() + fact.help[1:]) for name, fact in _OF_RANKS.items()},
     "mpitrain_rank_phase_seconds": ("gauge", "For how long the rank has done what it does"),
 }
 
@@ -53,7 +55,8 @@ def _samples(look: Mapping[str, Any]) -> Iterable[tuple[str, dict[str, str], Any
         yield "mpitrain_host_silence_seconds", {**job, "host": host}, entry.get("silence", "NaN")
     for entry in ranks:
         rank = {**job, "rank": str(entry.get("rank", "")), "host": str(entry.get("host", ""))}
-        yield "mpitrain_rank_step", rank, entry.get("step", "NaN")
+        for name, fact in _OF_RANKS.items():
+            yield name, rank, entry.get(fact.name, "NaN")
         yield (
             "mpitrain_rank_phase_seconds",
             {**rank, "phase": str(entry.get("phase", ""))},

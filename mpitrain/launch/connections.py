@@ -42,6 +42,7 @@ GUARD = (
     "reading",
     "context",
     "watching.sockets",
+    "watching.rank_facts",
     "watching.rank_record",
     "watching.view",
     "watching.roll_call",

@@ -7,7 +7,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from mpitrain.watching.hang_report import doing, is_by_design, report
-from mpitrain.watching.rank_record import CALLED, STARTED, WAITS
+from mpitrain.watching.rank_facts import ALWAYS, FACTS, KNOWN, RankFact
+from mpitrain.watching.rank_record import CALLED, STARTED, WAITS, RankRecord
 from mpitrain.watching.view import RankView
 
 VERSION = 1
@@ -42,7 +43,7 @@ def of_ranks(
     host_of = {rank: host for host, ranks in places.items() for rank in ranks}
     ranks = []
     for rank, host in sorted(host_of.items()):
-        entry = _rank(known[rank]) if rank in known else {**_ABSENT, "rank": rank, "host": host}
+        entry = _rank(known.get(rank) or RankView(RankRecord(rank), 0, host=host))
         if rank in lost:
             entry["phase"] = "lost"
         elif silence.get(host, 0.0) > _SILENT_SECONDS:
@@ -77,18 +78,23 @@ def is_over(ranks: Iterable[Mapping[str, Any]]) -> bool:
     return bool(phases) and phases <= {"done", "ended", "failed"}
 
 
-_ABSENT: Mapping[str, Any] = {
-    "pid": 0,
-    "phase": "starts",
-    "call": "",
-    "calls": 0,
-    "since": 0.0,
-    "still": 0.0,
-    "waited": 0.0,
-    "step": 0,
-    "epoch": None,
-    "samples_per_second": None,
-}
+def facts_of(record: RankRecord) -> dict[str, Any]:
+    """Return the facts of a rank as JSON can hold them, by name; see rank_facts.FACTS."""
+    values = {fact: record.facts.get(fact.name, fact.absent) for fact in FACTS}
+    return {
+        fact.name: value if value is None else plain(round(value, 3) if fact.unit == "seconds" else value)
+        for fact, value in values.items()
+    }
+
+
+def fact_columns(ranks: Sequence[Mapping[str, Any]]) -> list[RankFact]:
+    """Return the facts for which a table of these ranks, as in an answer, has a column."""
+    return [
+        fact
+        for fact in FACTS
+        if fact.column == ALWAYS
+        or (fact.column == KNOWN and any(entry.get(fact.name, fact.absent) != fact.absent for entry in ranks))
+    ]
 
 
 def _rank(view: RankView) -> dict[str, Any]:
@@ -103,9 +109,7 @@ def _rank(view: RankView) -> dict[str, Any]:
         "calls": record.calls,
         "since": round(view.doing_seconds if view.ended_seconds is None else view.ended_seconds, 1),
         "still": round(view.seconds, 1),
-        "waited": round(record.waited, 3),
-        "step": record.step,
-        "epoch": record.epoch or None,
+        **facts_of(record),
         "samples_per_second": None if speed is None else plain(speed),
     }
 

@@ -265,7 +265,7 @@ class Trainer:
         seconds = time.perf_counter() - started
         if self._activity:
             self._activity.report({"loss": means.loss, "samples/s": means.weight / seconds})
-            self._activity.end_step(self.data.epoch + 1)
+            self._activity.publish("epoch", self.data.epoch + 1)
         return Step(
             self.step_number,
             means.loss,

@@ -57,13 +57,16 @@ class Activity:
 
     Attributes:
         descriptor: descriptor of the record, for its readers.
+        publish: `publish("step", 7)` publishes a fact of rank_facts.FACTS; see Page.publish.
     """
 
     def __init__(self, rank: int, pid: int) -> None:
         self._process = os.getpid()
         self._page = Page(rank)
         self.descriptor = self._page.descriptor
+        self.publish = self._page.publish
         self._moved = self._first_step = 0
+        self._waited = 0.0
         self._doing: list[tuple[int, str, float]] = []  # the last entry counts: waits can be nested, and in threads
         self._line: OpenLine | None = None
         self._served: ServedPage | None = None
@@ -125,16 +128,15 @@ class Activity:
 
     def add_waited(self, seconds: float) -> None:
         """Count the time of a wait for other ranks that has ended."""
-        self._page.add_waited(seconds)
+        self._waited = waited = self._waited + seconds
+        self.publish("waited", waited)
 
     def begin_step(self, step: int) -> None:
         """Publish that the rank begins this step."""
-        self._first_step = self._first_step or step
-        self._page.set_step(self._first_step, step)
-
-    def end_step(self, epoch: int) -> None:
-        """Publish that the rank has made a step, of this epoch, from 1."""
-        self._page.set_epoch(epoch)
+        if not self._first_step:
+            self._first_step = step
+            self._page.set_first_step(step)
+        self.publish("step", step)
 
     def leave(self, step: int) -> None:
         """Publish that the rank ends after this step, for another attempt to continue from there."""

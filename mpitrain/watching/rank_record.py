@@ -9,8 +9,11 @@ own /proc. Under a bare mpiexec the ranks of a host read each other's pages by n
 A guard writes into the page too: the newest order for the training (launch/orders.py). A rank that has none pays for
 it with one look at a number in each step.
 
-No other module knows the layout of the page. This module is sent to other hosts as text. So it imports no other module
-of mpitrain, and must run with old Pythons.
+A metric has a name that a script has chosen, and training reports it. A fact has a name that mpitrain knows: it is a
+line of rank_facts.py.
+
+No other module knows the layout of the page. This module is sent to other hosts as text. So it imports only modules
+that are sent before it, and must run with old Pythons.
 """
 
 from __future__ import annotations
@@ -27,6 +30,7 @@ from pathlib import Path
 from typing import Any
 
 from mpitrain.reading import message_of, whole
+from mpitrain.watching.rank_facts import FACTS
 
 # How far a rank has come. STARTED: its process runs. CALLED: it is in init(). BEGUN: init() has returned.
 # DONE: its program has finished, and it waits until those of all others have. PARTED: they have.
@@ -46,14 +50,14 @@ INTERRUPTED = "interrupted"  # the error of a rank that Ctrl-C has ended
 
 _BYTES = 65536
 # Words of 8 bytes: each is written in one piece, and separately.
-_EDITION, _CALLS, _MOVED, _FIRST_STEP, _STEP, _LEFT_STEP, _LEFT_SECONDS, _RUN, _TOLD, _READY, _EPOCH, _ORDER = range(12)
-_WAITED, _CHECKPOINT = 12, 13
-_METRICS = 16
+_EDITION, _CALLS, _MOVED, _FIRST_STEP, _LEFT_STEP, _LEFT_SECONDS, _RUN, _TOLD, _READY, _ORDER, _CHECKPOINT = range(11)
+_METRICS, _MOST_METRICS = 11, 32
+_FACTS = _METRICS + _MOST_METRICS  # in the order of the table
 _EDITION_AGAIN = _BYTES // 8 - 1
-_MOST_METRICS = 32
 # since, stall_seconds, hang_seconds, failed_seconds, pid, stacks, phase, status, lengths of the five texts
 _TEXTS = struct.Struct("<ddddiiBBHHHHH400s400s800s400s400s")
 _TEXTS_AT = 512
+assert 8 * (_FACTS + len(FACTS)) <= _TEXTS_AT, "rank_facts.FACTS has more lines than a rank's record has room for"
 _MOST_TEXT, _MOST_NAMES = 400, 800
 # Texts of any length up to these, each behind its length: the newest order, which the guard writes, and what the
 # training can be told, which the rank writes.
@@ -71,7 +75,7 @@ class RankRecord:
         phase: one of PHASES.
         pid: the process that mpiexec has started as this rank, as seen where it runs.
         first_step: the first step that the rank began; 1, unless it resumed from a checkpoint. 0: it began none.
-        step: the last step that the rank began.
+        facts: what it has published of rank_facts.FACTS, by name; without those that are 0.
         metrics: the last value of each metric, by name; includes "loss" and "samples/s" of the last step.
         calls: number of calls begun, counting calls that all ranks make.
         moved: how often data has arrived or left.
@@ -89,11 +93,9 @@ class RankRecord:
         run: the number of the run, of a Trainer or a loop with mt.keep, that copies its state to memory; 0: none does.
         told_to_end: whether SIGTERM has told it to end, and it waits for what the launcher says.
         is_ready: it has made all that it needs, and waits for the ranks before it to leave.
-        epoch: in which its last step was, from 1; 0: it has made none, or there are no epochs.
         record_folder: where it writes the record of the run, as an absolute path; "": it writes none.
         steering: what its training can be told, and what became of the newest orders, as JSON (training/steering.py);
             "": it trains with no Trainer.
-        waited: for how many seconds it has waited for other ranks in all waits that have ended, also in short ones.
         has_checkpoint: it has taken a checkpoint, in memory or on disk, or resumed from one.
     """
 
@@ -101,7 +103,7 @@ class RankRecord:
     phase: str = STARTED
     pid: int = 0
     first_step: int = 0
-    step: int = 0
+    facts: Mapping[str, float] = field(default_factory=dict)
     metrics: Mapping[str, float] = field(default_factory=dict)
     calls: int = 0
     moved: int = 0
@@ -119,11 +121,14 @@ class RankRecord:
     run: int = 0
     told_to_end: bool = False
     is_ready: bool = False
-    epoch: int = 0
     record_folder: str = ""
     steering: str = ""
-    waited: float = 0.0
     has_checkpoint: bool = False
+
+    @property
+    def step(self) -> int:
+        """The last step that the rank began; 0: it began none."""
+        return int(self.facts.get("step", 0))
 
     @property
     def paused(self) -> str:
@@ -153,6 +158,10 @@ class Page:
         self._numbers = memoryview(self._memory).cast("Q")
         self._reals = memoryview(self._memory).cast("d")
         self._places: dict[str, int] = {}  # the place of each metric
+        self._facts = {
+            fact.name: (self._numbers if fact.kind is int else self._reals, place)
+            for place, fact in enumerate(FACTS, _FACTS)
+        }
 
     def write(self, record: RankRecord, status: int, words: str, since: float) -> None:
         """Write all but the numbers with methods of their own; the last three arguments replace the record's fields."""
@@ -169,6 +178,14 @@ class Page:
         _TEXTS.pack_into(self._memory, _TEXTS_AT, *times, *numbers, *map(len, texts), *texts)
         self._numbers[_EDITION_AGAIN] = edition
 
+    def publish(self, name: str, value: float) -> None:
+        """Set a fact of rank_facts.FACTS. Raises ValueError, with the name, for what is none or has no such value."""
+        try:
+            words, place = self._facts[name]
+            words[place] = value
+        except (KeyError, TypeError, ValueError):
+            raise ValueError(_why_not(name, value)) from None
+
     def set_calls(self, calls: int) -> None:
         """Set how many calls have begun that all ranks make."""
         self._numbers[_CALLS] = calls
@@ -177,18 +194,9 @@ class Page:
         """Set how often data has arrived or left."""
         self._numbers[_MOVED] = moved
 
-    def add_waited(self, seconds: float) -> None:
-        """Note that a wait for other ranks has ended, which took so long."""
-        self._reals[_WAITED] += seconds
-
-    def set_step(self, first: int, step: int) -> None:
-        """Note that a step has begun."""
-        self._numbers[_FIRST_STEP] = first
-        self._numbers[_STEP] = step
-
-    def set_epoch(self, epoch: int) -> None:
-        """Note in which epoch the last step was, from 1."""
-        self._numbers[_EPOCH] = epoch
+    def set_first_step(self, step: int) -> None:
+        """Set the first step that the rank begins."""
+        self._numbers[_FIRST_STEP] = step
 
     def set_left(self, step: int, seconds: float) -> None:
         """Note that the rank ends after this step, for another attempt to continue from there."""
@@ -241,6 +249,14 @@ class Page:
                 is_new = True
             self._reals[_METRICS + place] = value
         return is_new
+
+
+def _why_not(name: str, value: object) -> str:
+    kinds = {fact.name: fact.kind for fact in FACTS}
+    if name not in kinds:
+        return f"a rank has no fact {name!r}; allowed are {', '.join(kinds)}; a new one goes into FACTS (rank_facts.py)"
+    allowed = "a whole number from 0 to 2^64 - 1" if kinds[name] is int else "a number"
+    return f"the fact {name!r} of a rank is {value!r:.80}; allowed is {allowed}"
 
 
 def write_order(page: int, order: Mapping[str, Any]) -> None:
@@ -304,7 +320,11 @@ def _record(rank: int, data: bytes, fields: Sequence[Any]) -> RankRecord:
         phase=PHASES[phase],
         pid=pid,
         first_step=numbers[_FIRST_STEP],
-        step=numbers[_STEP],
+        facts={
+            fact.name: value
+            for place, fact in enumerate(FACTS, _FACTS)
+            if (value := numbers[place] if fact.kind is int else reals[place])
+        },
         metrics={name: reals[_METRICS + place] for place, name in enumerate(names.split("\n") if names else ())},
         calls=numbers[_CALLS],
         moved=numbers[_MOVED],
@@ -322,9 +342,7 @@ def _record(rank: int, data: bytes, fields: Sequence[Any]) -> RankRecord:
         run=numbers[_RUN],
         told_to_end=bool(numbers[_TOLD]),
         is_ready=bool(numbers[_READY]),
-        epoch=numbers[_EPOCH],
         record_folder=folder,
         steering=_text_at(data, _STEERING_AT, MOST_STEERING_BYTES),
-        waited=reals[_WAITED],
         has_checkpoint=bool(numbers[_CHECKPOINT]),
     )

@@ -90,6 +90,10 @@ def test_a_job_is_listed_and_ended_by_its_id(launcher: subprocess.Popen[str], tm
     listed = json.loads(mpitrain("ps", "--hosts", "localhost", "--json").stdout)["jobs"]
     (entry,) = [one for one in listed if one["job"] == token]
     assert ([*entry["ranks"].values()], entry["script"]) == ([[0, 1]], script)
+    assert {rank: (facts["step"], facts["epoch"]) for rank, facts in entry["facts"].items()} == {
+        "0": (3, 3),
+        "1": (3, 3),
+    }
     of_kill, of_tell = completed(tmp_path, "mpitrain kill ", "mpitrain tell ")
     assert token in of_kill
     assert {token, "pause", "resume", "save", "stop", "rate", "set", "stacks", "kill"} <= of_tell
@@ -108,7 +112,7 @@ def test_a_job_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
 def test_metrics_that_are_not_finite(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """JSON has no NaN and no infinity."""
     metrics = {"loss": math.nan, "norm": math.inf, "least": -math.inf, "rate": 0.1}
-    record = SimpleNamespace(step=3, metrics=metrics, status="", steering=False)
+    record = SimpleNamespace(step=3, facts={"step": 3}, metrics=metrics, status="", steering=False)
     view: Any = SimpleNamespace(record=record, host="a", state="R", seconds=0.0)
     job = RunningJob("1a2b3c4d", since=1.5, ranks={0: view}, launcher="a 1", is_launched=True)
     monkeypatch.setattr("mpitrain.launch.jobs.find_all", lambda _placement: ([job], [], {}))

@@ -29,7 +29,7 @@ class Asking:
 
     def __init__(self) -> None:
         self.job = SimpleNamespace(placement=BOTH)
-        records = {0: RankRecord(0, step=2, first_step=1)}
+        records = {0: RankRecord(0, facts={"step": 2}, first_step=1)}
         self.guards = SimpleNamespace(processes=set, keep=lambda: None, records=lambda: records)
         self.answer = threading.Event()
         self.logins: list[tuple[str, bool, bool]] = []  # what logs in, whether the hosts have answered, in which thread

@@ -39,7 +39,7 @@ OPEN_MPI_4 = "mpiexec noticed that process rank 2 with PID 0 on node h2 exited o
 OPEN_MPI_CODE = "The first process to do so was:\n\n   Process name: [prterun-vm-8624@1,2]\n   Exit code:    3\n"
 OPEN_MPI_4_CODE = "The first process to do so was:\n\n  Process name: [[51422,1],2]\n  Exit code:    3\n"
 
-RECORDS = {rank: RankRecord(rank, pid=1000 + rank, first_step=1, step=7) for rank in range(3)}
+RECORDS = {rank: RankRecord(rank, pid=1000 + rank, first_step=1, facts={"step": 7}) for rank in range(3)}
 BEGUN_RECORDS = {rank: replace(record, phase=BEGUN) for rank, record in RECORDS.items()}
 UNSAID = "ended without a message (os._exit, or killed?)"
 BY_SIGNAL, BY_CODE = "rank 2 on h2 was killed by signal 9", "rank 2 on h2 left with exit code 3"
@@ -76,7 +76,7 @@ def test_mpiexec_names_another_one_or_nobody() -> None:
     assert of(mpiexec_said=MPICH) == ("rank 2 on h2 or another one was killed by signal 9", None)
     assert of(mpiexec_said=MPICH, records={2: RECORDS[2]}) == (BY_SIGNAL, 2)
     # Processes with one number on several hosts.
-    same = {rank: RankRecord(rank, pid=1002, first_step=1, step=7) for rank in (1, 2)}
+    same = {rank: RankRecord(rank, pid=1002, first_step=1, facts={"step": 7}) for rank in (1, 2)}
     assert of(2, mpiexec_said=MPICH, records=same) == (BY_SIGNAL, 2)
     # Intel MPI names those too that it has ended.
     assert of(2, mpiexec_said=INTEL) == ("rank 2 on h2 was killed by signal 11", 2)
@@ -242,7 +242,7 @@ def test_a_kill_comes_before_those_who_left_because_of_it() -> None:
 
 
 def test_the_step_of_a_job() -> None:
-    records = {rank: RankRecord(rank, step=step) for rank, step in ((0, 7), (1, 8), (2, 0))}
+    records = {rank: RankRecord(rank, facts={"step": step}) for rank, step in ((0, 7), (1, 8), (2, 0))}
     assert [last_step(records, rank) for rank in (None, 0, 2, 3)] == [8, 7, None, 8]
     assert last_step({}) is None
 

@@ -30,18 +30,18 @@ def waiting(seconds: float) -> list[RankView]:
 def test_hosts_and_ranks_that_are_not_there() -> None:
     """A rank that has not appeared starts. On a silent host any rank may do anything."""
     load = {"cores": 2, "busy": 0.5}
-    views = [view(1, "a", step=7, epoch=2), view(2, "b", step=8)]
+    views = [view(1, "a", facts={"step": 7, "epoch": 2}), view(2, "b", facts={"step": 8, "waited": 0.12345})]
     picture = of_ranks(views, PLACES, {"a": 0.04, "b": 3.1}, {"a": load})
     assert picture["hosts"] == {
         "a": {"silence": 0.0, "ranks": [0, 1], "load": load},
         "b": {"silence": 3.1, "ranks": [2, 3], "load": None},
     }
-    fields = ("rank", "host", "pid", "phase", "step", "epoch")
+    fields = ("rank", "host", "pid", "phase", "step", "epoch", "waited")
     assert [tuple(one[field] for field in fields) for one in picture["ranks"]] == [
-        (0, "a", 0, "starts", 0, None),
-        (1, "a", 101, "computes", 7, 2),
-        (2, "b", 102, "unknown", 8, None),
-        (3, "b", 0, "unknown", 0, None),
+        (0, "a", 0, "starts", 0, None, 0.0),
+        (1, "a", 101, "computes", 7, 2, 0.0),
+        (2, "b", 102, "unknown", 8, None, 0.123),
+        (3, "b", 0, "unknown", 0, None, 0.0),
     ]
     assert (picture["metrics"], picture["record"], picture["stall"]) == ({}, None, None)
 

@@ -29,8 +29,8 @@ class Ranks:
         self.steering = json.dumps({"run": run, "outcomes": outcomes})
 
     def records(self) -> dict[int, RankRecord]:
-        second = RankRecord(1, step=7, steering=self.steering_of_1)
-        return {0: RankRecord(0, step=8, steering=self.steering), 1: second}
+        second = RankRecord(1, facts={"step": 7}, steering=self.steering_of_1)
+        return {0: RankRecord(0, facts={"step": 8}, steering=self.steering), 1: second}
 
     def lost(self) -> set[int]:
         return set()

@@ -25,13 +25,13 @@ DONE = Ended(0)
 
 
 def killed(rank: int, step: int) -> Ended:
-    records = {number: RankRecord(number, pid=1000 + number, first_step=1, step=step) for number in range(5)}
+    records = {number: RankRecord(number, pid=1000 + number, first_step=1, facts={"step": step}) for number in range(5)}
     said = f"process rank {rank} with PID 1 on node b exited on\nsignal 9 (K)"
     return Ended(137, mpiexec_said=said, records=records)
 
 
 def left(step: int) -> Ended:
-    return Ended(0, records={0: RankRecord(0, step=step, left_step=step)}, left=(step, 1.0))
+    return Ended(0, records={0: RankRecord(0, facts={"step": step}, left_step=step)}, left=(step, 1.0))
 
 
 class Beside:
@@ -137,7 +137,7 @@ def test_attempts_and_why_they_follow(keepers: Keepers, capsys: pytest.CaptureFi
 
 
 def test_what_an_end_tells_the_policy() -> None:
-    job = Job(None, Limits(None), Ended(1, lost=("b",), records={0: RankRecord(0, first_step=5, step=9)}))  # type: ignore[arg-type]
+    job = Job(None, Limits(None), Ended(1, lost=("b",), records={0: RankRecord(0, first_step=5, facts={"step": 9})}))  # type: ignore[arg-type]
     taken: list[events.Event] = []
     take = job.supervisor.take
     job.supervisor.take = lambda event: taken.append(event) or take(event)  # type: ignore[method-assign]

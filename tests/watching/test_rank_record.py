@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -51,7 +52,7 @@ def load():
         elif words[0] == "step":
             mine.begin_step(int(words[1]))
             mine.report({"loss": 1 / int(words[1]), "samples/s": 100.5})
-            mine.end_step(int(words[1]) // 100 + 1)
+            mine.publish("epoch", int(words[1]) // 100 + 1)
         elif words[0] == "record":
             mine.keep_record(words[1] * int(words[2]))
         elif words[0] == "many":
@@ -131,11 +132,11 @@ def test_what_it_waits_in(rank: Rank) -> None:
 
 def test_its_steps_and_metrics_and_the_folder_of_its_record(rank: Rank) -> None:
     empty = record_of(rank)
-    assert (empty.first_step, empty.step, empty.epoch, empty.metrics, empty.record_folder) == (0, 0, 0, {}, "")
+    assert (empty.first_step, empty.step, empty.facts, empty.metrics, empty.record_folder) == (0, 0, {}, {}, "")
     for step in (99, 100, 101):
         rank.do(f"step {step}")
     record = record_of(rank)
-    assert (record.first_step, record.step, record.epoch) == (99, 101, 2)
+    assert (record.first_step, record.step, record.facts) == (99, 101, {"step": 101, "epoch": 2})
     assert record.metrics == {"loss": 1 / 101, "samples/s": 100.5}
     rank.do("record /runs/1 1")
     rank.do("wait")
@@ -271,12 +272,28 @@ def test_a_text_that_finds_no_room_changes_nothing(page: Page) -> None:
 def test_it_has_a_checkpoint_from_the_first_one_on(page: Page) -> None:
     assert not record_on(page).has_checkpoint
     page.set_checkpoint()
-    page.add_waited(1.5)
-    assert (record_on(page).has_checkpoint, record_on(page).waited) == (True, 1.5)
+    assert record_on(page).has_checkpoint
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "why"),
+    [
+        ("epoch", -1, "the fact 'epoch' of a rank is -1; allowed is a whole number from 0 to 2^64 - 1"),
+        ("epoch", 1.0, "the fact 'epoch' of a rank is 1.0; allowed is a whole"),
+        ("waited", "1", "the fact 'waited' of a rank is '1'; allowed is a number"),
+        ("steps", 1, "a rank has no fact 'steps'; allowed are step, epoch, waited"),
+    ],
+)
+def test_a_wrong_fact_is_refused_by_name(page: Page, name: str, value: Any, why: str) -> None:
+    page.publish("epoch", 2)
+    page.publish("waited", 1.5)
+    with pytest.raises(ValueError, match=re.escape(why)):
+        page.publish(name, value)
+    assert record_on(page).facts == {"epoch": 2, "waited": 1.5}
 
 
 def test_the_longest_texts_do_not_meet(page: Page) -> None:
-    page.set_step(1, 7)
+    page.publish("step", 7)
     order = {"number": 1, "value": "c" * (MOST_ORDER_BYTES - len('{"number": 1, "value": ""}'))}
     write_order(page.descriptor, order)
     page.set_steering("a" * MOST_STEERING_BYTES)

@@ -25,7 +25,7 @@ function hasMoved(run) {
   return true;
 }
 
-function showRun(run, live, waits, slow) {
+function showRun(run, live, waits, slow, facts) {
   document.title = `${run.name} - mpitrain`;
   place("name").textContent = run.name;
   place("state").replaceChildren(stateMark(run.state, run.why), run.why ? ` ${run.why}` : "");
@@ -39,7 +39,7 @@ function showRun(run, live, waits, slow) {
   place("figures").replaceChildren(...figures.filter(([, value]) => value !== "").map(([name, value]) => element("li", {}, element("span", {}, name), element("strong", {}, value))));
   place("live").hidden = !live;
   place("slow").textContent = slow ?? "";
-  if (live) showRanks(live);
+  if (live) showRanks(live, facts);
   showWaits(waits, live?.stall, run.state === "stalled", Boolean(commands));
   commands?.show(live);
   if (output && run.state === "failed" && !place("outputPart").dataset.seen) place("outputPart").open = place("outputPart").dataset.seen = true;
@@ -47,16 +47,23 @@ function showRun(run, live, waits, slow) {
 }
 
 const TROUBLE = ["stopped", "failed", "ended", "lost", "unknown", "disk"];
-function showRanks(live) {
+// Of each column of the table of ranks: its heading, the class of its cells, and what is in the cell of a rank. What
+// each rank publishes comes with its headings from the server.
+const columnsOf = (facts) => [["Rank", "", (rank) => String(rank.rank)], ["Host", "", (rank) => rank.host],
+  ["Does", (rank) => kindOf(rank.phase), (rank) => [element("span", {className: `swatch ${kindOf(rank.phase)}`}), rank.phase]],
+  ["For", "", (rank) => duration(rank.since)],
+  ...facts.map(({name, heading, unit}) => [heading, "numeric", (rank) => (unit === "seconds" ? duration : number)(rank[name])]),
+  ["In", "wide", (rank) => rank.call]];
+
+function showRanks(live, facts) {
+  const columns = columnsOf(facts);
   grid.add(live);
   const weight = (rank) => [TROUBLE.includes(rank.phase) ? 0 : 1, rank.step, ["waits", "wire"].includes(rank.phase) ? 1 : 0, rank.rank];
   const sorted = [...live.ranks].sort((a, b) => { const [x, y] = [weight(a), weight(b)]; const at = x.findIndex((value, number) => value !== y[number]); return at < 0 ? 0 : x[at] - y[at]; });
-  place("ranks").tBodies[0].replaceChildren(...sorted.map((rank) => {
-    const kind = kindOf(rank.phase);
-    return element("tr", {}, element("td", {}, String(rank.rank)), element("td", {}, rank.host),
-      element("td", {className: kind}, element("span", {className: `swatch ${kind}`}), rank.phase), element("td", {}, duration(rank.since)),
-      element("td", {className: "numeric"}, number(rank.step)), element("td", {className: "wide"}, rank.call));
-  }));
+  const heads = columns.map(([heading, kind]) => element("th", {scope: "col", className: kind === "numeric" ? kind : ""}, heading));
+  place("ranks").tHead.rows[0].replaceChildren(...heads);
+  place("ranks").tBodies[0].replaceChildren(...sorted.map((rank) => element("tr", {}, ...columns.map(([, kind, cell]) =>
+    element("td", {className: typeof kind === "string" ? kind : kind(rank)}, ...[cell(rank)].flat())))));
 }
 
 function showEvents(live) {
@@ -134,7 +141,7 @@ async function load() {
     output ??= new Output(`${base}/output`);
   }
   if (answer.live) grid.set(answer.history);
-  showRun(answer.run, answer.live, answer.waits, answer.slow);
+  showRun(answer.run, answer.live, answer.waits, answer.slow, answer.facts);
   showEvents(answer.live);
   showDocument(answer.document);
   rows = answer.run.rows;
@@ -147,7 +154,7 @@ async function load() {
 listen(`/api/stream?run=${encodeURIComponent(id)}`, (message) => {
   if (!message.run) { place("state").textContent = "its record and its job have gone"; return; }
   if (hasMoved(message.run)) return;
-  showRun(message.run, message.live, message.waits, message.slow);
+  showRun(message.run, message.live, message.waits, message.slow, message.facts);
   showEvents(message.live);
   if (message.run.rows !== rows || message.run.state === "done") { rows = message.run.rows; load().catch(fail); }
 });
