@@ -323,7 +323,7 @@ assert f'mpitrain_rank_seen_samples{{job_id="j",rank="{world.rank}",host="a"}} 1
 console = rich.console.Console(width=100)
 with console.capture() as drawn:
     console.print(picture({**look, "events": [], "served": None}, TopHistory(), "rank", 100, None))
-assert "  SAMPLES STEP  " in drawn.get(), drawn.get()
+assert " SAMPLES STEP " in drawn.get(), drawn.get()
 """
 
 
