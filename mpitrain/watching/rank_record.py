@@ -158,7 +158,7 @@ class Page:
         self._numbers = memoryview(self._memory).cast("Q")
         self._reals = memoryview(self._memory).cast("d")
         self._places: dict[str, int] = {}  # the place of each metric
-        self._facts = {
+        self._facts: dict[str, tuple[memoryview[Any], int]] = {
             fact.name: (self._numbers if fact.kind is int else self._reals, place)
             for place, fact in enumerate(FACTS, _FACTS)
         }
