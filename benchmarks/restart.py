@@ -2,8 +2,8 @@
 
     python benchmarks/restart.py SIDE... [--trials 10] [--ranks 4] [--torch] [--bed BED]
 
-A SIDE is NAME=COMMAND, such as "warm=.venv/bin/python -m mpitrain run --max-restarts 1"; one whose name begins with "cold"
-is killed before its warm interpreters are ready. With --bed, as root, the commands run on the first node of that bed,
+A SIDE is NAME=COMMAND, such as "warm=.venv/bin/python -m mpitrain run --max-restarts 1"; one whose name begins with
+"cold" is killed before its warm interpreters are ready. With --bed, as root, commands run on its first node,
 in the share, with two ranks on each of its four nodes. Each trial is a job whose last rank ends itself by SIGKILL, when
 its warm interpreters (or, of versions before, its spares) are ready. The time is from the kill to the end of the first
 step after that, on the slowest rank. Printed are median, lowest and highest, and ratios to the first side.

@@ -245,7 +245,7 @@ def _shared_memory() -> set[str]:
 
 
 @dataclass(frozen=True)
-class _Rank:
+class _ForkedRank:
     pid: int
     stub: socket.socket
 
@@ -257,7 +257,7 @@ def _fork_ranks(line: socket.socket, listener: socket.socket, environment: Mappi
     """
     own, folder, stamps, stamps_at = os.getpid(), os.fsencode(Path.cwd()), _stamps(), time.monotonic()
     changed = ""
-    ranks: dict[int, _Rank] = {}  # by the descriptor of its process
+    ranks: dict[int, _ForkedRank] = {}  # by the descriptor of its process
     is_stale = False
     while ranks or not is_stale:
         stubs = {rank.stub: rank for rank in ranks.values()}
@@ -280,7 +280,7 @@ def _fork_ranks(line: socket.socket, listener: socket.socket, environment: Mappi
             if not given:
                 stub.close()
                 continue
-            rank_at = _Place.read(given[0])
+            rank_at = _StubPlace.read(given[0])
             if time.monotonic() - stamps_at > _STAMPS_SECONDS:  # the ranks of an attempt come together
                 stamps_at, new = time.monotonic(), _stamps()
                 changed = next((f"{path} has changed" for path, at in stamps.items() if new.get(path) != at), "")
@@ -296,7 +296,7 @@ def _fork_ranks(line: socket.socket, listener: socket.socket, environment: Mappi
                 return
             opened = None if pid is None else open_process(pid)
             if pid is not None and opened is not None:
-                ranks[opened] = _Rank(pid, stub)
+                ranks[opened] = _ForkedRank(pid, stub)
             else:
                 answer(stub, b"program")
                 stub.close()
@@ -309,7 +309,7 @@ def _fork_ranks(line: socket.socket, listener: socket.socket, environment: Mappi
     os._exit(0)
 
 
-def _obey(rank: _Rank) -> None:
+def _obey(rank: _ForkedRank) -> None:
     """Pass on the signal that a stub names. If the stub has gone, the rank must end."""
     said = b""
     with suppress(OSError):
@@ -346,7 +346,7 @@ def _stamps() -> dict[str, int]:
 
 
 @dataclass(frozen=True)
-class _Place:
+class _StubPlace:
     """What a stub has been given by mpiexec."""
 
     folder: bytes
@@ -355,7 +355,7 @@ class _Place:
     variables: dict[str, str]
 
     @classmethod
-    def read(cls, descriptor: int) -> _Place:
+    def read(cls, descriptor: int) -> _StubPlace:
         """Read what a stub has written."""
         folder, cores, number, *words = Path(f"/proc/self/fd/{descriptor}").read_bytes().split(b"\0")
         settings, program = split([os.fsdecode(word) for word in words[: int(number)]])
@@ -364,7 +364,7 @@ class _Place:
         return cls(folder, cores, program, variables)
 
 
-def _misfit(environment: Mapping[str, str], folder: bytes, place: _Place) -> str:
+def _misfit(environment: Mapping[str, str], folder: bytes, place: _StubPlace) -> str:
     """Say in what a rank differs from this interpreter such that its imports may have another result; "": in nothing.
 
     `environment` and `folder` are those of this interpreter.
@@ -379,7 +379,7 @@ def _misfit(environment: Mapping[str, str], folder: bytes, place: _Place) -> str
     return "" if list(place.program) == sys.orig_argv else f"the job runs {' '.join(place.program)} now"
 
 
-def _become(stub: socket.socket, place: _Place, given: Sequence[int], parent: int, own_name: bytes) -> None:
+def _become(stub: socket.socket, place: _StubPlace, given: Sequence[int], parent: int, own_name: bytes) -> None:
     """Take the place of a rank: its environment, output, limits, and connection to mpiexec."""
     global _place, _before
     _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
