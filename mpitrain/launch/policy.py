@@ -163,7 +163,7 @@ def _not_started(state: JobState, event: events.NotStarted, change: Change | Non
         different = {host: text for host, text in event.different.items() if host not in away}
         state = changes.noted(state, different, event.at)
         away += different
-    if joining is not None:
+    if joining is not None:  # a host that does not answer now may still have the state, and is used again
         blamed = [host for host in joining.joined if host in away or not away]
         says = f"the job continues as before, without {', '.join(joining.joined)}: {account}"
         return _start(_go_back(state, blamed, event.at), says)

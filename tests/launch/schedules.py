@@ -147,7 +147,8 @@ class Schedule:
         bad = set(gone)
         if self.state.is_elastic and "a" not in different:
             bad |= set(different)
-        self.holders -= bad
+        if self.state.joining is None:  # else it goes back to hosts that may still have the state
+            self.holders -= bad
         self.take(events.NotStarted(self.at, "no answer", gone, different), gone=tuple(sorted(bad)))
 
     def leave(self) -> None:
