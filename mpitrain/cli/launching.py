@@ -58,7 +58,6 @@ def add_launch_arguments(parser: argparse.ArgumentParser, *, takes_nnodes: bool 
     parser.add_argument(
         "--start-timeout",
         type=timeout,
-        default=60.0,
         metavar="T",
         help="limit of a start over hosts (60s; 0: none)",
     )
@@ -97,7 +96,7 @@ def request_of(arguments: argparse.Namespace, program: Sequence[str], script: st
         hosts=arguments.hosts,
         ranks_per_host=arguments.ppn,
         inventory=arguments.inventory,
-        start_seconds=arguments.start_timeout,
+        start_seconds=60.0 if arguments.start_timeout is None else arguments.start_timeout,
         env_file=arguments.env_file,
         mpiexec=arguments.mpiexec,
     )

@@ -12,6 +12,7 @@ from dataclasses import replace
 from importlib.machinery import PathFinder
 from importlib.metadata import PackageNotFoundError, requires
 from pathlib import Path
+from typing import Literal
 
 from mpitrain.cli.launching import add_launch_arguments, add_script_arguments, positive, request_of_script
 from mpitrain.errors import ConfigError
@@ -108,7 +109,12 @@ def run(arguments: argparse.Namespace) -> int:
         log_dir=_writable(arguments.log_dir) if arguments.log_dir and not arguments.show else None,
         detaches=arguments.detach and not arguments.show,
     )
-    if request.num_ranks != 1 and not arguments.show and is_unaware(Path(request.script)):
+    kind = aware_of(Path(request.script))
+    if kind == "torchrun":
+        # Its ranks may end at any time, and have no init() that says whether they are late.
+        seconds = arguments.start_timeout or 0.0
+        request = replace(request, start_seconds=seconds, limits=replace(request.limits, counts_steps=False))
+    if request.num_ranks != 1 and not arguments.show and not kind:
         print(
             f"mpitrain: {request.script} uses neither mpitrain nor torch.distributed: each rank runs all of it "
             "alone, and all write the same files. See README.md#documentation for the lines that divide the work; or "
@@ -151,15 +157,20 @@ def _count(text: str) -> int:
 
 # A script knows of ranks if it, or a module of its own, imports one of these, or has one of the words in it.
 _LIBRARIES = ("mpitrain", "mpi4py")
+_OF_MPI = (*_LIBRARIES, "PMI_RANK", "PMIX_RANK", "OMPI_COMM_WORLD", "_MPITRAIN_")
 # Of scripts that torchrun, accelerate or Lightning may start: the launcher gives them torchrun's variables.
-_OF_TORCHRUN = ("torch.distributed", "LOCAL_RANK", "WORLD_SIZE", "accelerate", "lightning", "deepspeed", "transformers")
-_WORDS = (*_LIBRARIES, *_OF_TORCHRUN, "jax.distributed", "PMI_RANK", "PMIX_RANK", "OMPI_COMM_WORLD", "_MPITRAIN_")
+_OF_TORCHRUN = ("torch.distributed", "LOCAL_RANK", "WORLD_SIZE", '"RANK"', "'RANK'", "TORCHELASTIC", "jax.distributed")
+_OF_TORCHRUN += ("accelerate", "lightning", "deepspeed", "transformers")
 _MOST_FILES = 300
 _INSTALLED = ("site-packages", "dist-packages")
 
 
-def is_unaware(script: Path) -> bool:
-    """Return True if neither this script nor what it imports, as far as can be seen, has to do with ranks."""
+def aware_of(script: Path) -> Literal["mpi", "torchrun", ""]:
+    """Return how this script, or what it imports, knows of other ranks, as far as can be seen; "": it does not.
+
+    A script that cannot be read is one of "mpi".
+    """
+    found: Literal["torchrun", ""] = ""
     path = [str(script.resolve().parent), str(Path.cwd()), *sys.path]
     seen: set[Path] = set()
     waiting = [script.resolve()]
@@ -170,20 +181,22 @@ def is_unaware(script: Path) -> bool:
         seen.add(file)
         try:
             text = file.read_text(errors="replace")
-            if any(word in text for word in _WORDS) or len(seen) > _MOST_FILES:
-                return False
+            if any(word in text for word in _OF_MPI) or len(seen) > _MOST_FILES:
+                return "mpi"
+            if any(word in text for word in _OF_TORCHRUN):
+                found = "torchrun"
             with warnings.catch_warnings(action="ignore"):  # the ranks print those of the compiler
                 names = set(_imported(ast.parse(text)))
         except (OSError, SyntaxError, ValueError, RecursionError, MemoryError):
-            return False
+            return "mpi"
         for name in names - sys.stdlib_module_names:
             place = _origin(name, path)
             if place is None:
                 if _needs_ranks(name):
-                    return False
+                    return "mpi"
             else:
                 waiting += place.rglob("*.py") if place.is_dir() else [place]
-    return True
+    return found
 
 
 def _imported(tree: ast.AST) -> Iterator[str]:

@@ -25,11 +25,14 @@ class Limits:
             disk, or resumed from one; else 0.
         min_nodes: the fewest hosts.
         max_nodes: the most hosts of an elastic job, which takes hosts in by itself; None: those that it has.
+        counts_steps: a failure has a step, so one that would come again can be told. False: a script for torchrun,
+            which has no mt.Trainer and no mt.keep, and resumes from checkpoints of its own.
     """
 
     restarts: int | None = 0
     min_nodes: int = 1
     max_nodes: int | None = None
+    counts_steps: bool = True
 
     @property
     def most_restarts(self) -> int:

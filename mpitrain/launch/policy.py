@@ -118,7 +118,7 @@ def _failed(state: JobState, event: events.Failed, change: Change | None) -> Nex
         state = _go_back(state, blamed, failure.when)
         why = f"with {names}, the job failed before its first step: {failure.cause}"
         return _start(state, why, f"continuing as before, on {_where(state)}")
-    account = f"{_number(state)}{_account(failure)}"
+    account = f"{_number(state)}{_account(failure, counts_steps=state.limits.counts_steps)}"
     state = replace(
         state,
         failures=(*state.failures, failure),
@@ -251,11 +251,11 @@ def _number(state: JobState) -> str:
     return f"attempt {len(state.failures) + 1} of {state.limits.most_restarts + 1}"
 
 
-def _account(failure: FailedAttempt) -> str:
+def _account(failure: FailedAttempt, *, counts_steps: bool) -> str:
     """Describe how an attempt went, after its number."""
     begun = f", from step {failure.first - 1}," if failure.first and failure.first > 1 else ""
-    at = f"at step {failure.step}" if failure.step else "before its first step"
-    return f"{begun} failed {at}: {failure.cause}"
+    at = f" at step {failure.step}" if failure.step else " before its first step" if counts_steps else ""
+    return f"{begun} failed{at}: {failure.cause}"
 
 
 def _where(state: JobState) -> str:

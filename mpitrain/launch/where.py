@@ -41,9 +41,10 @@ def judge(state: JobState, now: float, present: Set[str]) -> Verdict:
     """
     hosts, limits, failures, absent = state.hosts.hosts, state.limits, state.failures, state.absent
     last = failures[-1] if failures else FailedAttempt("", 1, now)
-    if len(failures) == 1 and last.step is None and not last.lost and not state.has_trained:
+    is_early = last.step is None and not last.lost and not state.has_trained
+    if len(failures) == 1 and is_early and limits.counts_steps:
         return Verdict(reason=f"it failed before its first step, and would fail again. {_COUNTED}")
-    same = [failure for failure in failures if failure.step == last.step]
+    same = [failure for failure in failures if failure.step == last.step and limits.counts_steps]
     if len(same) >= _MOST_AT_A_STEP:
         return Verdict(reason=_diagnosis(same, len(hosts)))
     if len(failures) > limits.most_restarts:

@@ -11,7 +11,7 @@ import pytest
 
 from jobs import run_command
 from mpitrain.cli import main
-from mpitrain.cli.run import is_unaware
+from mpitrain.cli.run import aware_of
 
 SAYS = "import sys; print(__name__, __package__ or '-', sys.argv[1:])"
 BIN = Path(sys.executable).parent
@@ -137,27 +137,28 @@ def test_another_python_is_refused(
 
 
 @pytest.mark.parametrize(
-    ("script", "beside", "unaware"),
+    ("script", "beside", "kind"),
     [
-        ("import torch\ntorch.save({}, 'best.pt')", "", True),
-        ("import json, own", "import numpy", True),
-        ("import mpitrain as mt", "", False),
-        ("from mpi4py import MPI", "", False),
-        ("import own", "import mpitrain.torch", False),
-        ("from own import fit", "def fit():\n    from mpitrain import init", False),
-        ("import net", "", False),  # packages
-        ("import plain", "", True),
-        ("import os\nrank = os.environ['PMI_RANK']", "", False),
-        ("import torch.distributed as dist", "", False),
-        ("import own", "from accelerate import Accelerator", False),
-        ("this is not Python(", "", False),
+        ("import torch\ntorch.save({}, 'best.pt')", "", ""),
+        ("import json, own", "import numpy", ""),
+        ("import mpitrain as mt", "", "mpi"),
+        ("from mpi4py import MPI", "", "mpi"),
+        ("import own", "import mpitrain.torch", "mpi"),
+        ("from own import fit", "def fit():\n    from mpitrain import init", "mpi"),
+        ("import net", "", "mpi"),  # packages
+        ("import plain", "", ""),
+        ("import os\nrank = os.environ['PMI_RANK']", "", "mpi"),
+        ("import torch.distributed as dist", "", "torchrun"),
+        ("import own", "from accelerate import Accelerator", "torchrun"),
+        ("import own, torch.distributed", "import mpitrain", "mpi"),
+        ("this is not Python(", "", "mpi"),
     ],
 )
-def test_scripts_that_do_not_know_of_other_ranks(tmp_path: Path, script: str, beside: str, unaware: bool) -> None:
+def test_scripts_that_do_not_know_of_other_ranks(tmp_path: Path, script: str, beside: str, kind: str) -> None:
     (tmp_path / "train.py").write_text(script)
     (tmp_path / "own.py").write_text(beside)
     for package, text in (("net", "import mpitrain"), ("plain", "import json")):
         (tmp_path / package).mkdir()
         (tmp_path / package / "__init__.py").touch()
         (tmp_path / package / "fit.py").write_text(text)
-    assert is_unaware(tmp_path / "train.py") == unaware
+    assert aware_of(tmp_path / "train.py") == kind

@@ -52,13 +52,28 @@ def test_each_rank_knows_its_place(tmp_path: Path, vendor: str) -> None:
     """Also where the variables of another launcher are set: all ranks would have one place."""
     job = run(tmp_path, PLACE, "-n", "2", vendor=vendor, env={"RANK": "7", "WORLD_SIZE": "9", "GROUP_RANK": "3"})
     shared = ["2", "2", "0", "1"]
-    expected = [[str(rank), str(rank), *shared, str(rank), "2", "127.0.0.1", "0", "0"] for rank in range(2)]
+    expected = [[str(rank), str(rank), *shared, str(rank), "2", "127.0.0.1", "0", "3"] for rank in range(2)]
     assert lines_of(job) == expected
     assert "mpitrain: RANK, WORLD_SIZE, GROUP_RANK are set here. Each rank gets its own" in job.stderr
     (ports,) = set((tmp_path / "out").read_text().splitlines())
     port, coordinator = ports.split()
     assert coordinator.startswith("127.0.0.1:")
     assert port != coordinator.rpartition(":")[2]
+
+
+def test_restarts_are_counted_as_torchrun_does(tmp_path: Path) -> None:
+    """The script resumes from checkpoints of its own. So a failure that comes again is none of the launcher's."""
+    script = (
+        "import os\n"
+        "count = int(os.environ['TORCHELASTIC_RESTART_COUNT'])\n"
+        "print(count, os.environ['TORCHELASTIC_MAX_RESTARTS'])\n"
+        "assert count == 3 or os.environ['RANK'] == '0'\n"
+    )
+    job = run(tmp_path, script, "-n", "2", "--max-restarts", "3")
+    assert (job.code, job.left) == (0, []), job.output
+    assert [line for line in job.stdout.splitlines() if line.startswith("[0")][-1].endswith("3 3")
+    job = run(tmp_path, script, "-n", "2")  # nobody knows whether it has a checkpoint
+    assert job.code == 1, job.output
 
 
 def test_the_port_of_the_user(tmp_path: Path) -> None:

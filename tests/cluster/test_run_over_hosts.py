@@ -112,6 +112,35 @@ def test_a_job_on_all_nodes_is_listed_and_ended_by_its_id(bed: Bed, python: str)
     assert job.end().code == 128 + signal.SIGTERM
 
 
+# As torch.distributed's store does: rank 0 listens at the port, and the others come to its address.
+MEET = """
+import os, socket, time
+rank, size, port = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "MASTER_PORT"))
+if rank == 0:
+    with socket.create_server(("", port)) as server:
+        lines = sorted(server.accept()[0].recv(99).decode() for _ in range(size - 1))
+    print(*lines, os.environ["GROUP_RANK"], flush=True)
+else:
+    for _ in range(600):  # rank 0 may listen later
+        try:
+            line = socket.create_connection((os.environ["MASTER_ADDR"], port))
+            break
+        except ConnectionRefusedError:
+            time.sleep(0.1)
+    with line:
+        names = "RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE"
+        line.sendall("/".join(os.environ[name] for name in names).encode())
+"""
+
+
+def test_a_script_for_torchrun_meets_at_the_first_rank(bed: Bed) -> None:
+    """Wherever that is: here the launcher's host has no ranks."""
+    write(bed, "node1", "meet.py", MEET)
+    job = run(bed, "--hosts node3,node2 --ppn 2 meet.py")
+    assert job.code == 0, job.output
+    assert "[0] 1/1/2/0/2 2/0/2/1/2 3/1/2/1/2 0\n" in job.output
+
+
 @NIGHTLY
 @pytest.mark.parametrize(
     ("arguments", "expected", "shows"),

@@ -29,7 +29,7 @@ from mpitrain import config
 from mpitrain.check.checks.baseline import read_baseline
 from mpitrain.check.target import _read as read_yaml
 from mpitrain.cli import COMMANDS
-from mpitrain.cli.run import is_unaware
+from mpitrain.cli.run import aware_of
 from mpitrain.cli.tell import _order
 from mpitrain.context import JobContext
 from mpitrain.cuda.device import local_rank_of
@@ -438,7 +438,7 @@ PARSERS: dict[str, Parser] = {
     "nodes": Parser((b"a=10.0.0.1,b=10.0.0.2", b"a=fe80::1"), of_text(lambda text: parse_nodes(text, {}))),
     "fingerprints": Parser((b"a SHA256:" + b"x" * 43 + b"  # c\n",), of_file(fingerprints)),
     "--fingerprints": Parser((b"a=SHA256:" + b"x" * 43,), of_text(lambda text: read_fingerprints([text]))),
-    "script": Parser((b"import os\nfrom a import b\nprint(1)\n",), of_file(is_unaware, "train.py")),
+    "script": Parser((b"import os\nfrom a import b\nprint(1)\n",), of_file(aware_of, "train.py")),
     "told": Parser((b"0.25", b"7", b"off", b"set lr=0.5", b"rate 0.5"), of_text(told)),
     "settings": Parser((b"4", b"0.5", b"ring"), of_text(settings)),
     "arguments": Parser(
