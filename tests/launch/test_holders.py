@@ -27,13 +27,13 @@ from mpitrain.launch.variables import pin
 from mpitrain.watching.rank_record import RankRecord
 
 HERE = [Place("here", 0, 1)]
-TRAINS = {0: RankRecord(0, first_step=1, step=2)}
+TRAINS = {0: RankRecord(0, first_step=1, facts={"step": 2})}
 
 
 def test_a_holder_comes_with_the_first_step_and_goes_with_its_host() -> None:
     with Holders("here", ["program"]) as holders:
         holders.begin(["here"])
-        assert holders.news(HERE, {0: RankRecord(0, first_step=1, step=1)}) == []
+        assert holders.news(HERE, {0: RankRecord(0, first_step=1, facts={"step": 1})}) == []
         assert not holders.have_come()
         assert holders.command() == command_of("{}", ["program"])
         until(lambda: holders.news(HERE, TRAINS) == [] and holders.have_come())
