@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import argparse
 import re
+import shlex
 import shutil
 import sys
 from collections.abc import Sequence
 from importlib.machinery import PathFinder
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -135,6 +137,7 @@ def script_of(arguments: argparse.Namespace) -> tuple[list[str], str]:
     if not words or words == ["-m"]:
         example = {"serve": "serve", "work": "work HOST:5000"}.get(arguments.command, "run -n 4")
         raise ConfigError(f"name a script, as in `mpitrain {example} train.py`, or -m MODULE")
+    _refuse_launcher(words, arguments.command)
     script = _file_of(words[1]) if words[0] == "-m" else words[0]
     if not is_file(script):
         raise ConfigError(f"there is no script {script!r} in {Path.cwd()}")
@@ -153,6 +156,27 @@ def _without_python(words: list[str]) -> list[str]:
             "or use the mpitrain of the other Python"
         )
     return words[1:]
+
+
+# Launchers of ranks, by the words with which they begin, and how each is told the number of ranks on a host.
+_LAUNCHERS = ("torchrun", "-m torch.distributed.run", "-m torch.distributed.launch", "accelerate", "horovodrun")
+_LAUNCHERS += ("deepspeed", "mpirun", "mpiexec")
+_NUMBER = re.compile(r"--?(?:nproc[-_]per[-_]node|num[-_]processes|num[-_]gpus|np?)(?:=(\d+))?")
+
+
+def _refuse_launcher(words: Sequence[str], command: str) -> None:
+    """Refuse another launcher in place of the script: each rank would start ranks of its own."""
+    named = " ".join(words[: 2 if words[0] == "-m" else 1])
+    if (Path(named).name if words[0] != "-m" else named) not in _LAUNCHERS:
+        return
+    rest = words[len(named.split()) :]
+    at = next((number for number, word in enumerate(rest) if word.endswith(".py")), len(rest))
+    options = rest[:at]
+    number = next(
+        (found[1] or after for word, after in pairwise([*options, ""]) if (found := _NUMBER.fullmatch(word))), ""
+    )
+    line = shlex.join(["mpitrain", command, "-n", number if number.isdecimal() else "4", *(rest[at:] or ["train.py"])])
+    raise ConfigError(f"{named} starts ranks itself, and mpitrain takes its place: {line}")
 
 
 def _file_of(module: str) -> str:

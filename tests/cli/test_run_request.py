@@ -137,6 +137,23 @@ def test_another_python_is_refused(
 
 
 @pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        (["torchrun", "--nproc-per-node", "2", "train.py", "--lr", "1"], "-n 2 train.py --lr 1"),
+        (["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=8", "train.py"], "-n 8 train.py"),
+        (["accelerate", "launch", "--num_processes", "2", "train.py"], "-n 2 train.py"),
+        (["horovodrun", "-np", "3", "python", "train.py"], "-n 3 train.py"),
+        (["torchrun", "--nproc-per-node", "gpu", "train.py"], "-n 4 train.py"),
+        (["/usr/bin/mpirun"], "-n 4 train.py"),
+    ],
+)
+def test_another_launcher_in_place_of_the_script(
+    project: Path, words: list[str], line: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    refused(["-n", "2", *words], f"starts ranks itself, and mpitrain takes its place: mpitrain run {line}\n", capsys)
+
+
+@pytest.mark.parametrize(
     ("script", "beside", "kind"),
     [
         ("import torch\ntorch.save({}, 'best.pt')", "", ""),
