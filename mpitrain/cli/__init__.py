@@ -56,7 +56,8 @@ class _HelpFormat(argparse.RawDescriptionHelpFormatter):
 
 # The commands by what they are for: their names and modules.
 _GROUPS = {
-    "run a training": {
+    "begin, and run a training": {
+        "new": "mpitrain.cli.new",
         "run": "mpitrain.cli.run",
         "slurm": "mpitrain.cli.slurm",
         "serve": "mpitrain.cli.serve",
@@ -76,6 +77,7 @@ _GROUPS = {
         "cluster": "mpitrain.cli.cluster",
         "check-cluster": "mpitrain.cli.check_cluster",
         "doctor": "mpitrain.cli.doctor",
+        "completion": "mpitrain.cli.completion",
     },
     "measure and compare": {
         "bench": "mpitrain.cli.bench",
@@ -83,10 +85,6 @@ _GROUPS = {
         "verify": "mpitrain.cli.verify",
         "plot": "mpitrain.cli.plot",
         "checkpoint": "mpitrain.cli.checkpoint",
-    },
-    "begin": {
-        "new": "mpitrain.cli.new",
-        "completion": "mpitrain.cli.completion",
     },
 }
 COMMANDS = {name: module for group in _GROUPS.values() for name, module in group.items()}
