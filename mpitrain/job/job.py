@@ -29,7 +29,7 @@ from mpitrain.context import JobContext
 from mpitrain.cuda.failures import lost_gpu
 from mpitrain.early import before_threads_end, exit_code_of, last_exit, uncaught
 from mpitrain.errors import LostRankError
-from mpitrain.job.failure import end_job
+from mpitrain.job.failure import end_job, remark_on_part
 from mpitrain.job.recovery import LostRanks, Recovery
 from mpitrain.launch.kept import DIES, STAYS, KeeperLine
 from mpitrain.reducer.checks import check_final
@@ -217,6 +217,8 @@ class Job:
                     f"mpitrain: {self.world.control.name()}: {lost}. A restart would use the same GPU: run `mpitrain "
                     f"doctor` on {self.world.host}, and leave the GPU out of --hosts until it is repaired"
                 )
+            if remark := remark_on_part(error, self.world):
+                error.add_note(f"mpitrain: {remark}")
         end_job(self.world, error, self._ending)
 
     def _uncaught(self, kind: type[BaseException], error: BaseException | None, trace: TracebackType | None) -> None:
