@@ -100,9 +100,9 @@ def remark_on_part(error: BaseException, world: World) -> str:
     if not short:
         return ""
     return (
-        f"{', '.join(short)}: {'each of them' if len(short) > 1 else 'it'} computed with 1 sample of a batch of {total}, "
-        "and one process computes with all. Code such as squeeze(), std(0) or batch_norm() fails with 1 sample, or "
-        "gives NaN. If that is so here, use a batch_size of at least 2 samples a rank, drop_last=True, or fewer ranks"
+        f"{', '.join(short)}: {'each' if len(short) > 1 else 'it'} computed with 1 sample of a batch of {total}, and "
+        "one process computes with all. Code such as squeeze(), std(0) or batch_norm() fails with 1 sample, or "
+        "gives NaN. If so, use a batch_size of at least 2 samples a rank, drop_last=True, or fewer ranks"
     )
 
 

@@ -33,7 +33,7 @@ from mpitrain.job.failure import end_job, remark_on_part
 from mpitrain.job.recovery import LostRanks, Recovery
 from mpitrain.launch.kept import DIES, STAYS, KeeperLine
 from mpitrain.reducer.checks import check_final
-from mpitrain.reducer.unexchanged import tell_of_unexchanged
+from mpitrain.reducer.unexchanged import tell_of_buffers, tell_of_unexchanged
 from mpitrain.role import Role
 from mpitrain.waiting.notes import FAILED, FINISHED
 from mpitrain.watching.activity import Activity, own_activity
@@ -91,6 +91,7 @@ def farewell(world: World, recovery: Recovery | None = None, left: SystemExit | 
     if own.cause == 0 and not any(note.cause for note in notes.read.values()):
         check_final(world, final)  # a rank that has left with a code has told that it made fewer steps
     tell_of_unexchanged(world, final)
+    tell_of_buffers(world, final)
 
 
 def _outlast(world: World) -> None:

@@ -184,8 +184,8 @@ def mismatch(
             hint = f"do all ranks make the same calls in the same order?{both}"
             if any(operation.partition(" ")[0] == STEP for operation in (line, expected)):
                 hint = (
-                    f"do all ranks make the same steps, with a backward pass for each?{both} Decide break, continue and "
-                    "what is left out by a value that is equal on all ranks, such as world.mean(loss)"
+                    f"do all ranks make the same steps, with a backward pass for each?{both} Decide break, continue "
+                    "and what is left out by a value that is equal on all ranks, such as world.mean(loss)"
                 )
         elif lines != texts[0]:
             line, expected = _first_difference(lines[1:], texts[0][1:])
