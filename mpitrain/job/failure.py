@@ -85,9 +85,8 @@ def end_job(world: World, error: BaseException, ending: threading.Lock) -> NoRet
 
 def remark_on_part(error: BaseException, world: World) -> str:
     """Say that the error may be due to a part of one sample, where the whole batch has more; "" where it cannot be."""
-    if not newest_part or not isinstance(error, _MAY_BE_OF_PART):
-        return ""
-    if isinstance(error, MpitrainError) and not isinstance(error, NonFiniteError):
+    kinds = (NonFiniteError,) if isinstance(error, MpitrainError) else _MAY_BE_OF_PART
+    if not newest_part or not isinstance(error, kinds):
         return ""
     count, total = newest_part[0]
     if isinstance(error, NonFiniteError):  # all ranks raise it; the rank to blame is not always this one

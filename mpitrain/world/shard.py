@@ -25,9 +25,9 @@ def part_in(world: World, length: int) -> slice:
 
 
 class Part(NamedTuple):
-    """This rank's part of a batch: `count` of `total` samples. If it is 0, one sample is there that does not count."""
+    """This rank's part of a batch: `own` of `total` samples. If it is 0, one sample is there that does not count."""
 
-    count: int
+    own: int
     total: int
 
 
