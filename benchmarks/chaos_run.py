@@ -1,7 +1,7 @@
 """A long training under `scripts/testbed chaos`: what is kept of its throughput, and whether its losses stay the same.
 
     scripts/testbed up 4 && scripts/testbed run ansible-playbook cluster/setup.yml
-    python benchmarks/chaos_run.py BED [--minutes 60] [--options="--max-restarts 500 --nnodes 2:4 --spares"]
+    python benchmarks/chaos_run.py BED [--minutes 60] [--options="--max-restarts 500 --nnodes 2:4"]
 
 As root. The job has two ranks on each node of the bed, and steps of 50 ms. A rank is killed, a cable cut, a node
 switched off, a rank or a node frozen, the disk of the checkpoints filled: every fault at a random moment of its period.
@@ -77,7 +77,7 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=60.0)
     parser.add_argument("--every", type=float, default=30.0)
     parser.add_argument("--python", default="venv/bin/python", help="on the share; decides the MPI library")
-    parser.add_argument("--options", default="--max-restarts 500 --nnodes 2:4 --spares")
+    parser.add_argument("--options", default="--max-restarts 500 --nnodes 2:4")
     parser.add_argument("--faults", default="rank,host,link,freeze,disk")
     parser.add_argument("--report", type=Path, default=Path("chaos-run"))
     arguments = parser.parse_args()

@@ -25,13 +25,13 @@ ADDED = PREFIX + "ADDED"
 LEAST_PLAN_STEPS = 4  # of each part of a batch; `mpitrain plan` takes no time from fewer
 # How the names of variables begin in which an mpiexec tells a process that it is a rank, and of which job.
 OF_MPIEXEC = ("PMI_", "PMIX_", "OMPI_", "PRTE_", "HYDI_", "HYDRA_", "MPI_LOCAL", "I_MPI_")
-# A spare (mpitrain.launch.spares) has its holder's mark, the folder in which it began, a line to the holder as
-# "DESCRIPTOR HOLDER", and room for the marks of the job of which it becomes a rank: what /proc/PID/environ shows of a
-# process cannot grow.
-SPARE, SPARE_FOLDER = PREFIX + "SPARE", PREFIX + "SPARE_FOLDER"
-SPARE_LINE, SPARE_ROOM = PREFIX + "SPARE_LINE", PREFIX + "SPARE_ROOM"
-# The name of the memory in which the output of a spare waits until the spare is a rank.
-SPARE_OUTPUT = "mpitrain-spare-output"
+# A warm interpreter (mpitrain.job.warm) has its holder's mark, the descriptors of a line to the holder and of a list of
+# imports, and room for the marks of a rank's job: what /proc/PID/environ shows of a process cannot grow.
+WARM, WARM_LINE, WARM_ROOM = PREFIX + "WARM", PREFIX + "WARM_LINE", PREFIX + "WARM_ROOM"
+# The names of the memory in which a rank lists what it has imported, and of a warm interpreter in the process table.
+IMPORTS, WARM_NAME = "mpitrain-imports", "mpitrain-warm"
+# The variables in which mpiexec gives a process its rank.
+RANK_VARIABLES = ("PMI_RANK", "OMPI_COMM_WORLD_RANK")
 # "Clear the line". A line of a rank that begins with it and ends with a carriage return is the progress bar, which the
 # launcher keeps below all other output.
 BAR_START = b"\x1b[2K"

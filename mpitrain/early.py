@@ -23,7 +23,7 @@ from stat import S_ISSOCK
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from mpitrain.context import ADDED, JOB, LAUNCHER, OF_MPIEXEC, PREFIX, SPARE_LINE
+from mpitrain.context import ADDED, JOB, LAUNCHER, OF_MPIEXEC, PREFIX
 from mpitrain.user_code import is_of_user
 
 if TYPE_CHECKING:
@@ -45,8 +45,8 @@ _exits: list[SystemExit] = []
 
 
 def watch() -> None:
-    """End the job at an uncaught exception of this process, if it is a rank, or a spare that may become one."""
-    if not {"PMI_RANK", "PMIX_RANK", SPARE_LINE, _RANK_PID} & os.environ.keys():
+    """End the job at an uncaught exception of this process, if it is a rank."""
+    if not {"PMI_RANK", "PMIX_RANK", _RANK_PID} & os.environ.keys():
         return
     os.environ.setdefault(_RANK_PID, str(os.getpid()))
     if is_helper():

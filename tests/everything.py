@@ -65,7 +65,7 @@ FAULTS = {
     ],
     "faults, restarts": [
         f"tests/faults/test_{name}.py"
-        for name in ("restart", "spares", "memory", "keep", "saving", "resume", "checkpoints", "telling", "told")
+        for name in ("restart", "warm", "memory", "keep", "saving", "resume", "checkpoints", "telling", "told")
     ],
     "faults, others": ["tests/faults"],
 }

@@ -141,9 +141,11 @@ def unknown_options(command: str, words: list[str]) -> list[str]:
             parser = subcommands(parser)[word]
         elif word.startswith("-") and len(word) > 1:
             action = parser._option_string_actions.get(word.partition("=")[0])
-            if action is None:
+            if action is None and (command != "scale" or word.startswith("--")):  # scale JOB -node2
                 unknown.append(word)
-            elif "=" not in word and action.nargs is None and words:
+            if action is None:
+                continue
+            if "=" not in word and action.nargs is None and words:
                 words.pop(0)
         elif word.endswith(".py"):
             break

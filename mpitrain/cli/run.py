@@ -50,11 +50,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="restarts after failures (3 if there are checkpoints)",
     )
     parser.add_argument(
-        "--spares",
-        action="store_true",
-        help="keep processes ready to be ranks after a failure",
-    )
-    parser.add_argument(
         "--recover",
         action="store_true",
         help="continue without a lost rank (needs Open MPI 5)",
@@ -82,6 +77,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         min_nodes="the MIN of --nnodes MIN:MAX",
         max_nodes="the MAX of --nnodes MIN:MAX",
         resume="another command: mpitrain resume JOB",
+        spares="part of every job that may start again: leave it out",
     )
     add_script_arguments(parser)
 
@@ -101,8 +97,6 @@ def run(arguments: argparse.Namespace) -> int:
             f"--nnodes {least}:{most} starts the job again when its hosts change, and --max-restarts 0 forbids it; "
             "leave out --max-restarts 0, or name one number of hosts"
         )
-    if arguments.spares and arguments.max_restarts == 0:
-        raise ConfigError("--spares keeps processes ready for a restart; it needs --max-restarts 1 or more")
     request = replace(
         request,
         variables={"MPITRAIN_TRACE": str(arguments.trace.absolute())} if arguments.trace else {},
@@ -110,7 +104,6 @@ def run(arguments: argparse.Namespace) -> int:
         show=arguments.show,
         servers=arguments.servers,
         recover=arguments.recover,
-        spares=arguments.spares,
         keeps_logs=not arguments.show,
         log_dir=_writable(arguments.log_dir) if arguments.log_dir and not arguments.show else None,
         detaches=arguments.detach and not arguments.show,

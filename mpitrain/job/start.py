@@ -27,9 +27,9 @@ from mpitrain.job.helpers import prepare_for_helpers, unsafe_because
 from mpitrain.job.job import Job, heed
 from mpitrain.job.recovery import Recovery
 from mpitrain.job.segments import own_folder
-from mpitrain.job.spare import TakenPlace, wait_if_spare
 from mpitrain.job.step_times import StepTimes
 from mpitrain.job.trace import Trace
+from mpitrain.job.warm import TakenPlace, place, publish_imports
 from mpitrain.job.worlds import check_containers, make_world
 from mpitrain.launch.launched import check_size, check_vendor, launched_by
 from mpitrain.launch.shared_files import remove_mine
@@ -98,7 +98,7 @@ def the_job() -> Job:
 
 def _begin(settings: dict[str, Any]) -> Job:
     global _job  # noqa: PLW0603 - MPI itself is one per process
-    stop_waiting = _appear(wait_if_spare(_load_mpi), settings)
+    stop_waiting = _appear(place(), settings)
     _choose_gpu(settings)
     recovers = bool(JobContext.read(os.environ).recover)
     remove_segments = _start_mpi()
@@ -114,6 +114,7 @@ def _begin(settings: dict[str, Any]) -> Job:
         _publish(world)
     if world.context.keeper and world.context.roll_call:
         heed(publish(world.rank), world.context)
+        publish(world.rank).after_first_step(publish_imports)
     job.world = world = world.replaced(profile=_common_profile(world))
     # Every rank makes this call, whatever its environment.
     facts = world.allgather((world.node_rank, os.sched_getaffinity(0), unsafe_because()))

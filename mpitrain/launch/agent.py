@@ -53,6 +53,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from mpitrain.context import RANK_VARIABLES
 from mpitrain.launch.facts import collect, hold_ports, look_at_paths
 from mpitrain.launch.hearing import Hearing, send
 from mpitrain.launch.load import Load
@@ -63,9 +64,6 @@ from mpitrain.reading import MessageLines, whole
 from mpitrain.watching.census import Census
 from mpitrain.watching.rank_record import RankRecord
 from mpitrain.watching.view import RankView, look_at, process_state, state_of, to_json
-
-# The variables in which mpiexec gives a process its rank.
-RANK_VARIABLES = ("PMI_RANK", "OMPI_COMM_WORLD_RANK")
 
 _BEAT_SECONDS = 1.0
 _REACH_SECONDS = 1.5

@@ -10,7 +10,6 @@ their first step; the attempt after that has nothing prepared, and asks anew.
 from __future__ import annotations
 
 import os
-import sys
 import tempfile
 import threading
 import time
@@ -25,6 +24,7 @@ from mpitrain.launch import torchrun
 from mpitrain.launch.dialects import JobSpec, command_for
 from mpitrain.launch.ending import Ended
 from mpitrain.launch.facts import devices
+from mpitrain.launch.holders import Holders
 from mpitrain.launch.keepers import KEEPER_SILENCE_SECONDS, Keepers
 from mpitrain.launch.live import Live
 from mpitrain.launch.live_jobs import socket_of
@@ -32,7 +32,7 @@ from mpitrain.launch.live_picture import of_ranks
 from mpitrain.launch.orders import Orders
 from mpitrain.launch.over_hosts import JobOverHosts
 from mpitrain.launch.processes import left_out
-from mpitrain.launch.reserve import Reserve
+from mpitrain.launch.rank import command_of
 from mpitrain.launch.roster import served
 from mpitrain.launch.run import Run
 from mpitrain.launch.trouble import SILENCE_SECONDS
@@ -105,7 +105,7 @@ def run_here(
     job: JobSpec,
     from_file: Mapping[str, str],
     keepers: Keepers | None,
-    reserve: Reserve | None,
+    holders: Holders | None,
     live: Live,
     orders: Orders,
     meanwhile: Callable[[], None],
@@ -116,7 +116,7 @@ def run_here(
         job: what to start.
         from_file: variables of --env-file, already set; the devices that they name must exist.
         keepers: of the job; None: it is not started again.
-        reserve: the spares that become the ranks, if there are any.
+        holders: of the warm interpreters that fork the ranks of later attempts; None: the job is not started again.
         live: lets others watch the job.
         orders: what tellers tell the job.
         meanwhile: is called some times a second while the job runs.
@@ -131,9 +131,9 @@ def run_here(
     wish |= {"live": str(socket_of(context.launcher)), "port": torchrun.wanted_port(os.environ)}
     if keepers is not None:
         keepers.begin([own], context.job)
-    if reserve is not None:
-        reserve.begin([own])
-    with Guards(own, [own], {own: wish}, keepers, reserve) as guards:
+    if holders is not None:
+        holders.begin([own])
+    with Guards(own, [own], {own: wish}, keepers, holders) as guards:
         facts = guards.facts()
         if keepers is not None:
             keepers.settle()
@@ -143,13 +143,11 @@ def run_here(
             Path(context.roll_call),
             start_seconds=0.0,
             recovers=bool(context.recover),
-            reserve=reserve,
+            holders=holders,
             orders=orders,
         )
         # Each rank makes itself known before it becomes the program, which may end before it calls init().
-        program = [sys.executable, "-P", "-m", "mpitrain.launch.rank", "{}", *job.program]
-        if reserve is not None:
-            program = reserve.stub(job.program)
+        program = command_of("{}", job.program) if holders is None else holders.command()
         with live.showing(context.job, LiveAttempt(job, guards)):
             added = torchrun.of_job(replace(job, context=context), facts, os.environ)
             job = replace(job, context=context, program=program, variables={**job.variables, **added})
@@ -174,7 +172,7 @@ class Attempts:
         self,
         make: Callable[[ExitStack, JobSpec], JobOverHosts],
         keepers: Keepers | None,
-        reserve: Reserve | None,
+        holders: Holders | None,
         live: Live,
     ) -> None:
         """Nothing is started yet.
@@ -182,10 +180,10 @@ class Attempts:
         Args:
             make: returns a job before its start; what it opens is closed with the stack.
             keepers: of the job; None: it is not started again.
-            reserve: the spares that become the ranks, if there are any.
+            holders: of the warm interpreters that fork the ranks of later attempts; None: the job is not started again.
             live: lets others watch the job.
         """
-        self._make, self._keepers, self._reserve, self._live = make, keepers, reserve, live
+        self._make, self._keepers, self._holders, self._live = make, keepers, holders, live
         self._stack = ExitStack()
         self._next: JobOverHosts | None = None
         self._thread: threading.Thread | None = None
@@ -209,14 +207,14 @@ class Attempts:
             if prepared is None:
                 new.connect(self._keepers)
                 new.ask()
-            # One login to a host at a time: see JobOverHosts.open_ways. The holders come before those of mpiexec.
+            # One login to a host at a time: see JobOverHosts.open_ways.
             if self._keepers is not None:
                 self._keepers.begin(job.placement.hosts, new.job.context.job)
                 if prepared is not None:
                     new.guards.beat_for(self._keepers)
                 self._keepers.settle()
-            if self._reserve is not None:
-                self._reserve.begin(job.placement.hosts)
+            if self._holders is not None:
+                self._holders.begin(job.placement.hosts)
             stack.enter_context(self._live.showing(new.job.context.job, LiveAttempt(new.job, new.guards)))
             return new.ready().to_end(self._looking(new, meanwhile))
 
@@ -251,6 +249,8 @@ class Attempts:
             return
         if not any(record.step > record.first_step for record in present.guards.records().values()):
             return
+        if self._holders is not None and not self._holders.have_come():
+            return  # one login to a host at a time
         try:
             self._next = self._make(self._stack, present.job)
             self._next.connect(None, is_idle=True)

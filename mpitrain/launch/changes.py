@@ -19,7 +19,7 @@ from dataclasses import replace
 from typing import Any
 
 from mpitrain.launch import events
-from mpitrain.launch.events import READY_SECONDS, Action, Answer, Change, Drop, Event, Find, Outside, Say, State, Tell
+from mpitrain.launch.events import READY_SECONDS, Action, Change, Drop, Event, Find, JobState, Outside, Reply, Say, Tell
 from mpitrain.launch.kept import LEAVES, PREPARES, SAVES, STAYS
 from mpitrain.launch.placement import Place, Placement
 from mpitrain.launch.where import aside_until, times_bad
@@ -39,10 +39,10 @@ MOST_TIMES_BAD = 3
 
 _STARTS = "the job is being started again; try again in a moment"
 
-Next = tuple[State, list[Action]]
+Next = tuple[JobState, list[Action]]
 
 
-def why_not(state: State) -> str:
+def why_not(state: JobState) -> str:
     """Say why the hosts of the job cannot change now; "": they can."""
     if not state.is_running:
         return _STARTS
@@ -60,29 +60,29 @@ def why_not(state: State) -> str:
     return ""
 
 
-def is_open(state: State) -> bool:
+def is_open(state: JobState) -> bool:
     """True if an elastic job may change its hosts now by itself."""
     return state.is_elastic and not state.is_ending and not why_not(state)
 
 
-def leave_asked(state: State, event: events.LeaveAsked) -> Next:
+def leave_asked(state: JobState, event: events.LeaveAsked) -> Next:
     """Somebody asks hosts to leave."""
     if problem := why_not(state) or _why_no_leave(state, event.hosts):
-        return state, [Answer(problem)]
+        return state, [Reply(problem)]
     state, actions, _ = _part(state, event, list(event.hosts))
     return state, [*actions, _accepted(state)]
 
 
-def join_asked(state: State, event: events.JoinAsked) -> Next:
+def join_asked(state: JobState, event: events.JoinAsked) -> Next:
     """Somebody asks hosts to join, and others to leave. Whether they can join takes seconds to find out."""
     leave = set(event.leave)
     num_joining = len({item.partition("/")[0] for item in event.text.split(",")})
     if problem := why_not(state) or (_why_no_leave(state, event.leave, num_joining) if leave else ""):
-        return state, [Answer(problem)]
+        return state, [Reply(problem)]
     return state, [Find(event.text, state.attempt, state.now_on.without(leave), state.hosts.without(leave))]
 
 
-def _why_no_leave(state: State, leave: Sequence[str], num_joining: int = 0) -> str:
+def _why_no_leave(state: JobState, leave: Sequence[str], num_joining: int = 0) -> str:
     """Say why these hosts cannot leave, while so many others join; "": they can."""
     now_on, num_left = state.now_on.hosts, len(set(state.now_on.hosts) - set(leave))
     if strange := [host for host in leave if host not in now_on]:
@@ -93,12 +93,12 @@ def _why_no_leave(state: State, leave: Sequence[str], num_joining: int = 0) -> s
     return f"{left}, and {state.limits.words}; `mpitrain kill` ends a job"
 
 
-def fit(state: State, event: events.Fit) -> Next:
+def fit(state: JobState, event: events.Fit) -> Next:
     """The hosts that would join can take part: the change is accepted, if it still can be."""
     find, wider, most = event.find, event.wider, state.limits.max_nodes
     problem = why_not(state) or (_STARTS if find.attempt != state.attempt else "")
     if problem:  # of no interest if the job itself has asked: it will again
-        return state, [] if find.by_itself else [Answer(problem)]
+        return state, [] if find.by_itself else [Reply(problem)]
     if most is not None and len(wider.hosts) > most:
         many = f"it would run on {len(wider.hosts)} hosts, and {state.limits.words}"
         return unfit(state, events.Unfit(event.at, find, f"{many}; `mpitrain scale JOB -HOST` makes room"))
@@ -113,10 +113,10 @@ def fit(state: State, event: events.Fit) -> Next:
     return state, [*actions, Say(f"{says}, and then it continues on {', '.join(wider.hosts)}")]
 
 
-def unfit(state: State, event: events.Unfit) -> Next:
+def unfit(state: JobState, event: events.Unfit) -> Next:
     """The hosts that would join cannot. An elastic job asks them again later."""
     if not event.find.by_itself:
-        return state, [Answer(event.problem)]
+        return state, [Reply(event.problem)]
     joining = [item.partition("/")[0] for item in event.find.text.split(",")]
     away = [host for host in joining if host in event.away]  # one without the shared folder too: it is being set up
     different = {host: text for host, text in event.different.items() if host in joining and host not in away}
@@ -128,15 +128,20 @@ def unfit(state: State, event: events.Unfit) -> Next:
     return state, [Say(f"{host} cannot take part: {different[host]}. {again}") for host in news]
 
 
-def _accepted(state: State) -> Answer:
+def _accepted(state: JobState) -> Reply:
     assert state.change is not None
     after = "after the next copy of its state; then it continues on"
-    return Answer(f"{state.change.text} {after} {', '.join(state.change.now_on.hosts)}", is_accepted=True)
+    return Reply(f"{state.change.text} {after} {', '.join(state.change.now_on.hosts)}", is_accepted=True)
 
 
 def _part(
-    state: State, event: Event, leave: Sequence[str], why: str = "", why_end: str = "", seconds: float = READY_SECONDS
-) -> tuple[State, list[Action], str]:
+    state: JobState,
+    event: Event,
+    leave: Sequence[str],
+    why: str = "",
+    why_end: str = "",
+    seconds: float = READY_SECONDS,
+) -> tuple[JobState, list[Action], str]:
     """Begin a change without these hosts, or the end if too few are left. Return also what to say."""
     if len(set(state.now_on.hosts) - set(leave)) < max(1, state.limits.min_nodes):
         change = Change(why_end, state.hosts, state.now_on, is_end=True)
@@ -149,19 +154,19 @@ def _part(
     return state, actions, says
 
 
-def _prepare(state: State, change: Change, now: float) -> Next:
+def _prepare(state: JobState, change: Change, now: float) -> Next:
     state = replace(state, change=change, command=PREPARES, prepared_since=now)
     return state, [Tell(PREPARES), events.Prepare(change.now_on, change.text)]
 
 
-def ready(state: State) -> Next:
+def ready(state: JobState) -> Next:
     """The next attempt can take over: the ranks leave."""
     if state.command != PREPARES or state.prepared_since is None:
         return state, []
     return replace(state, command=LEAVES), [Tell(LEAVES)]
 
 
-def not_prepared(state: State, event: events.NotPrepared) -> Next:
+def not_prepared(state: JobState, event: events.NotPrepared) -> Next:
     """Drop the hosts that would join, or let the present ranks end first. These may have heard that they leave."""
     change = state.change
     if change is None or state.prepared_since is None:
@@ -178,7 +183,7 @@ def not_prepared(state: State, event: events.NotPrepared) -> Next:
     return replace(state, command=LEAVES), [Drop(), *says, Tell(LEAVES)]
 
 
-def ranks_said(state: State, event: events.RanksSaid) -> Next:
+def ranks_said(state: JobState, event: events.RanksSaid) -> Next:
     """The ranks say in which run they are, and that SIGTERM has told some of them to end."""
     if not state.is_running:
         return state, []
@@ -195,11 +200,11 @@ def ranks_said(state: State, event: events.RanksSaid) -> Next:
     return state, [*actions, *more]
 
 
-def _is_late(state: State, change: Change, now: float) -> bool:
+def _is_late(state: JobState, change: Change, now: float) -> bool:
     return state.prepared_since is not None and now - state.prepared_since > change.ready_seconds
 
 
-def _heed(state: State, event: events.RanksSaid) -> Next:
+def _heed(state: JobState, event: events.RanksSaid) -> Next:
     """Let the hosts leave on which SIGTERM has told a rank to end, if the job is healthy."""
     if state.is_ending or state.saves_for:
         return state, []
@@ -223,7 +228,7 @@ def _heed(state: State, event: events.RanksSaid) -> Next:
     return state, [*actions, Say(says)]
 
 
-def listed(state: State, event: events.Listed) -> Next:
+def listed(state: JobState, event: events.Listed) -> Next:
     """The inventory was read: let hosts go that it has lost, or ask those that are due, if there is room."""
     state, says = _read(state, event)
     if not is_open(state):
@@ -237,10 +242,10 @@ def listed(state: State, event: events.Listed) -> Next:
     if len(state.now_on.hosts) >= (state.limits.max_nodes or 0):
         return state, says
     due, state, given_up = _due(state, event.at)
-    return state, [*says, *given_up, *([events.Ask(tuple(due))] if due else [])]
+    return state, [*says, *given_up, *([events.AskHosts(tuple(due))] if due else [])]
 
 
-def _read(state: State, event: events.Listed) -> Next:
+def _read(state: JobState, event: events.Listed) -> Next:
     outside, hosts = state.outside, event.hosts
     if hosts is None:
         if event.fault in ("", outside.fault):
@@ -262,7 +267,7 @@ def _read(state: State, event: events.Listed) -> Next:
     return replace(state, outside=outside), []
 
 
-def _due(state: State, now: float) -> tuple[list[str], State, list[Action]]:
+def _due(state: JobState, now: float) -> tuple[list[str], JobState, list[Action]]:
     """Return the hosts that are to be asked now. Say once which ones are not asked any more."""
     outside, due, says = state.outside, [], list[Action]()
     for host in dict.fromkeys([*state.hosts.hosts, *outside.new]):
@@ -279,7 +284,7 @@ def _due(state: State, now: float) -> tuple[list[str], State, list[Action]]:
     return due, replace(state, outside=outside), says
 
 
-def answered(state: State, event: events.Answered) -> Next:
+def answered(state: JobState, event: events.Answered) -> Next:
     """Those that let us in join, as many as there is room for. The others are asked later."""
     state = _put_off(state, [host for host in event.asked if host not in event.inside], event.at)
     room = (state.limits.max_nodes or 0) - len(state.now_on.hosts)
@@ -291,14 +296,14 @@ def answered(state: State, event: events.Answered) -> Next:
     return state, [Find(text, state.attempt, state.now_on, state.hosts, by_itself=True)]
 
 
-def noted(state: State, different: Mapping[str, str], now: float) -> State:
+def noted(state: JobState, different: Mapping[str, str], now: float) -> JobState:
     """Take note that these hosts differ, each with the difference. They are asked again much later."""
     outside = state.outside
     due = {**outside.due, **dict.fromkeys(different, now + DIFFERENT_SECONDS)}
     return replace(state, outside=replace(outside, due=due, differences={**outside.differences, **different}))
 
 
-def _put_off(state: State, hosts: Iterable[str], now: float) -> State:
+def _put_off(state: JobState, hosts: Iterable[str], now: float) -> JobState:
     """These hosts do not answer: ask them later, each time after a longer time."""
     old = state.outside.waits
     waits = {host: min(2 * old.get(host, FIRST_SECONDS / 2), MOST_SECONDS) for host in hosts}
@@ -312,7 +317,7 @@ def taken_in(outside: Outside, hosts: Sequence[str]) -> Outside:
     return replace(outside, waits=waits, due=due, differences=_less(outside.differences, hosts))
 
 
-def changed(state: State, hosts: Placement) -> State:
+def changed(state: JobState, hosts: Placement) -> JobState:
     """These are the hosts of the job from now on. A new one that has left is not asked."""
     gone = set(state.hosts.hosts) - set(hosts.hosts)
     new = tuple(host for host in state.outside.new if host not in gone)

@@ -95,7 +95,7 @@ class Outside:
 
 
 @dataclass(frozen=True)
-class State:
+class JobState:
     """What is known of a job and its hosts, from its start to its end."""
 
     limits: Limits
@@ -135,7 +135,7 @@ class Event:
 
 
 @dataclass(frozen=True)
-class Begun(Event):
+class JobBegun(Event):
     """A launcher has the job. If its state has a pause, another launcher had it before."""
 
     silent: tuple[str, ...] = ()  # the hosts that do not answer now
@@ -262,7 +262,7 @@ class Action:
 
 @dataclass(frozen=True)
 class Start(Action):
-    """An attempt begins, on the hosts that State.now_on names. No other one runs or is prepared, but this one."""
+    """An attempt begins, on the hosts that JobState.now_on names. No other one runs or is prepared, but this one."""
 
     hosts: Placement
     pause: Pause | None
@@ -302,7 +302,7 @@ class Say(Action):
 
 
 @dataclass(frozen=True)
-class Answer(Action):
+class Reply(Action):
     """Answer who has asked."""
 
     text: str
@@ -321,7 +321,7 @@ class Find(Action):
 
 
 @dataclass(frozen=True)
-class Ask(Action):
+class AskHosts(Action):
     """See which of these hosts let this machine log in."""
 
     hosts: tuple[str, ...]

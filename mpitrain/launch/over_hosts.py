@@ -32,12 +32,13 @@ from mpitrain.launch.conditions import (
     without_files,
 )
 from mpitrain.launch.dialects import JobSpec, command_for, ssh_agent
+from mpitrain.launch.holders import Holders
 from mpitrain.launch.keepers import Keepers
 from mpitrain.launch.live_jobs import socket_of
 from mpitrain.launch.orders import Orders
 from mpitrain.launch.placement import Placement, refuse_crowds
 from mpitrain.launch.processes import STARTING, left_out
-from mpitrain.launch.reserve import Reserve
+from mpitrain.launch.rank import command_of
 from mpitrain.launch.run import Run
 from mpitrain.launch.ssh import marking_ssh, open_masters
 from mpitrain.launch.trouble import GUARD_SILENCE_SECONDS
@@ -78,7 +79,7 @@ class JobOverHosts:
         script: str,
         start_seconds: float,
         from_file: Mapping[str, str],
-        reserve: Reserve | None = None,
+        holders: Holders | None = None,
         orders: Orders | None = None,
     ) -> None:
         """Nothing is started yet. What is opened here is closed with `stack`.
@@ -89,13 +90,13 @@ class JobOverHosts:
             script: the script, for the comparison of the code beside it.
             start_seconds: the time within which all ranks must have started; 0: no limit.
             from_file: variables of --env-file, already set; the devices that they name must exist on all hosts.
-            reserve: the spares that become the ranks, if there are any.
+            holders: of the warm interpreters that fork ranks; None: the job is not started again.
             orders: what tellers tell the job.
         """
         self.job = replace(job, context=identified(job.context, _FOLDER))
         self.guards: Guards
         self._stack, self._script, self._start_seconds, self._from_file = stack, script, start_seconds, from_file
-        self._reserve, self._orders = reserve, orders
+        self._holders, self._orders = holders, orders
         self._facts: Mapping[str, HostFacts] = {}
         self._agent = Path(stack.enter_context(tempfile.TemporaryDirectory()), "ssh")
         self._masters: Sequence[str] = ()  # options of ssh
@@ -109,7 +110,7 @@ class JobOverHosts:
             LaunchError, OSError: ssh cannot be started here.
         """
         guards = _guards(
-            self.job.placement, self._script, self.job.context, self._agent, keepers, self._reserve, is_idle=is_idle
+            self.job.placement, self._script, self.job.context, self._agent, keepers, self._holders, is_idle=is_idle
         )
         self.guards = self._stack.enter_context(guards)
 
@@ -174,10 +175,10 @@ class JobOverHosts:
             path,
             self._start_seconds,
             recovers=recovers,
-            reserve=self._reserve,
+            holders=self._holders,
             orders=self._orders,
         )
-        return Run(_fitted(job, facts, pinning, added, self._reserve), watched)
+        return Run(_fitted(job, facts, pinning, added, self._holders), watched)
 
 
 def check(placement: Placement, script: str, from_file: Mapping[str, str], outcome: str = "no host has joined") -> None:
@@ -202,7 +203,7 @@ def _guards(
     context: JobContext,
     agent: Path | None = None,
     keepers: Keepers | None = None,
-    reserve: Reserve | None = None,
+    holders: Holders | None = None,
     *,
     is_idle: bool = False,
 ) -> Guards:
@@ -226,7 +227,7 @@ def _guards(
     wishes[placement.hosts[0]]["port"] = torchrun.wanted_port(os.environ)
     if agent is not None:
         wishes[placement.own]["agent"] = str(agent)
-    return Guards(placement.own, addresses, wishes, keepers, reserve)
+    return Guards(placement.own, addresses, wishes, keepers, holders)
 
 
 def _paths(script: str) -> list[str]:
@@ -300,7 +301,7 @@ def _fitted(
     facts: Mapping[str, HostFacts],
     pinning: Pinning,
     added: Mapping[str, str],
-    reserve: Reserve | None = None,
+    holders: Holders | None = None,
 ) -> JobSpec:
     """Return the job as its hosts need it, with `added` variables. With a roll call, ranks report their start."""
     placement = job.placement
@@ -323,12 +324,8 @@ def _fitted(
     }
     program = job.program
     if job.context.roll_call or settings:
-        # -P: the working folder may have a json.py other than Python's.
-        if reserve is not None and settings:  # behind them, because a spare is started in the environment of a stub
-            program = reserve.stub(program)
-        program = [sys.executable, "-P", "-m", "mpitrain.launch.rank", json.dumps(settings), *program]
-        if reserve is not None and not settings:
-            program = reserve.stub(program)
+        told = json.dumps(settings)
+        program = command_of(told, program) if holders is None else holders.command(told)
     return replace(
         job,
         program=program,

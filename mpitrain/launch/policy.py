@@ -18,25 +18,25 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from mpitrain.launch import changes, events
-from mpitrain.launch.events import Action, Change, End, Event, FailedAttempt, Limits, Pause, Say, Start, State
+from mpitrain.launch.events import Action, Change, End, Event, FailedAttempt, JobState, Limits, Pause, Say, Start
 from mpitrain.launch.kept import STAYS
 from mpitrain.launch.placement import Placement
 from mpitrain.launch.where import judge
 
-Next = tuple[State, list[Action]]
+Next = tuple[JobState, list[Action]]
 
 _ENDS = events.Done, events.Interrupted, events.Failed, events.Left, events.NotStarted
 
 
-def begin(limits: Limits, hosts: Placement, pause: Pause | None = None) -> State:
+def begin(limits: Limits, hosts: Placement, pause: Pause | None = None) -> JobState:
     """Return the state of a job before its first attempt, or before the first one of another launcher: with `pause`."""
     is_resumed = pause is not None
     holders = frozenset(hosts.hosts) if is_resumed else frozenset[str]()
     now_on = hosts.first(limits.max_nodes)
-    return State(limits, hosts, now_on, pause, has_trained=is_resumed, has_checkpoint=is_resumed, holders=holders)
+    return JobState(limits, hosts, now_on, pause, has_trained=is_resumed, has_checkpoint=is_resumed, holders=holders)
 
 
-def next(state: State, event: Event) -> Next:
+def next(state: JobState, event: Event) -> Next:
     """Return the state after an event, and what is to be done, in this order."""
     change, drops, takes_over = state.change, list[Action](), False
     if isinstance(event, _ENDS):  # the attempt that is prepared takes over only if the ranks have left for it
@@ -45,7 +45,7 @@ def next(state: State, event: Event) -> Next:
         drops = [events.Drop()] if is_prepared and not takes_over else []
         state = replace(state, is_running=False, change=None, prepared_since=None)
     match event:
-        case events.Begun():
+        case events.JobBegun():
             state, actions = _begun(state, event)
         case events.Done():
             state, actions = _done(state, event, change)
@@ -80,7 +80,7 @@ def next(state: State, event: Event) -> Next:
     return state, drops + actions
 
 
-def _begun(state: State, event: events.Begun) -> Next:
+def _begun(state: JobState, event: events.JobBegun) -> Next:
     """Some hosts of a job that another launcher had may be silent: it continues without them."""
     if not event.silent:
         return _start(state)
@@ -92,7 +92,7 @@ def _begun(state: State, event: events.Begun) -> Next:
     return _start(state, f"starting again on {_follows(state)}")
 
 
-def _done(state: State, event: events.Done, change: Change | None) -> Next:
+def _done(state: JobState, event: events.Done, change: Change | None) -> Next:
     says = []
     if change is not None:
         says.append(f"the job ended before its hosts could change: {change.text}")
@@ -101,7 +101,7 @@ def _done(state: State, event: events.Done, change: Change | None) -> Next:
     return _end(state, event.code, "", *says)
 
 
-def _failed(state: State, event: events.Failed, change: Change | None) -> Next:
+def _failed(state: JobState, event: events.Failed, change: Change | None) -> Next:
     failure, joining = event.failure, state.joining
     has_checkpoint = state.has_checkpoint or event.has_checkpoint
     has_copied = failure.step is not None and failure.step > (failure.first or 0)
@@ -128,7 +128,7 @@ def _failed(state: State, event: events.Failed, change: Change | None) -> Next:
     return _start_again(state, event.at, account, failure.lost, change)
 
 
-def _left(state: State, event: events.Left, change: Change | None, *, takes_over: bool) -> Next:
+def _left(state: JobState, event: events.Left, change: Change | None, *, takes_over: bool) -> Next:
     """All ranks have ended after a step, so that the hosts can change, or because it is saved."""
     told = {state.now_on.host_of(rank): rank for rank in event.told if rank not in state.heeded}
     holders, told = frozenset(state.now_on.hosts), {**state.told, **told}
@@ -152,7 +152,7 @@ def _left(state: State, event: events.Left, change: Change | None, *, takes_over
     return _start(state, f"{change.text} {after}; continuing on {_where(state)}", takes_over=takes_over)
 
 
-def _not_started(state: State, event: events.NotStarted, change: Change | None) -> Next:
+def _not_started(state: JobState, event: events.NotStarted, change: Change | None) -> Next:
     """Continue without the hosts that cannot take part, or end with the error."""
     saves_for, joining, account = state.saves_for, state.joining, event.problem
     state = replace(state, saves_for="")
@@ -163,7 +163,7 @@ def _not_started(state: State, event: events.NotStarted, change: Change | None) 
         different = {host: text for host, text in event.different.items() if host not in away}
         state = changes.noted(state, different, event.at)
         away += different
-    if joining is not None:
+    if joining is not None:  # a host that does not answer now may still have the state, and is used again
         blamed = [host for host in joining.joined if host in away or not away]
         says = f"the job continues as before, without {', '.join(joining.joined)}: {account}"
         return _start(_go_back(state, blamed, event.at), says)
@@ -180,7 +180,7 @@ def _not_started(state: State, event: events.NotStarted, change: Change | None) 
     return _start_again(state, event.at, account, away, change)
 
 
-def _start_again(state: State, now: float, account: str, away: Sequence[str], change: Change | None) -> Next:
+def _start_again(state: JobState, now: float, account: str, away: Sequence[str], change: Change | None) -> Next:
     """Choose where to start after a failure, without the hosts that are away, and say so after the account."""
     hosts = (state.hosts if change is None else change.hosts).without(state.outside.dropped)
     if state.holders and not state.holders.intersection(hosts.hosts):
@@ -198,7 +198,7 @@ def _start_again(state: State, now: float, account: str, away: Sequence[str], ch
     return _end(state, _code(state), account, *_lines(account, f"not started{again}: {verdict.reason}"))
 
 
-def _start(state: State, *says: str, takes_over: bool = False) -> Next:
+def _start(state: JobState, *says: str, takes_over: bool = False) -> Next:
     """An attempt begins. Of those before only the failures count, and what SIGTERM has told the hosts of this one."""
     hosts = state.now_on.hosts
     state = replace(
@@ -217,17 +217,17 @@ def _start(state: State, *says: str, takes_over: bool = False) -> Next:
     return state, [*map(Say, says), Start(state.hosts, state.pause, takes_over)]
 
 
-def _end(state: State, code: int, reason: str, *says: str) -> Next:
+def _end(state: JobState, code: int, reason: str, *says: str) -> Next:
     return state, [*map(Say, says), End(code, reason)]
 
 
-def _not_saved(state: State, cause: str) -> Next:
+def _not_saved(state: JobState, cause: str) -> Next:
     """Leave the state to the keepers."""
     says = f"{state.saves_for}; the state was not saved: {cause}"
     return state, [Say(says), events.LeaveState(state.saves_for), End(_code(state), says)]
 
 
-def _go_back(state: State, blamed: Sequence[str], when: float) -> State:
+def _go_back(state: JobState, blamed: Sequence[str], when: float) -> JobState:
     """Continue where the job was before hosts joined. An elastic job takes them in later."""
     assert state.before is not None
     hosts, now_on = state.before
@@ -243,11 +243,11 @@ def _only(placement: Placement, hosts: Sequence[str]) -> Placement:
     return placement.without(set(placement.hosts) - set(hosts))
 
 
-def _code(state: State) -> int:
+def _code(state: JobState) -> int:
     return state.failures[-1].code if state.failures else 1
 
 
-def _number(state: State) -> str:
+def _number(state: JobState) -> str:
     return f"attempt {len(state.failures) + 1} of {state.limits.most_restarts + 1}"
 
 
@@ -258,11 +258,11 @@ def _account(failure: FailedAttempt) -> str:
     return f"{begun} failed {at}: {failure.cause}"
 
 
-def _where(state: State) -> str:
+def _where(state: JobState) -> str:
     return f"{', '.join(state.now_on.hosts)} with {state.now_on.num_ranks} ranks"
 
 
-def _follows(state: State) -> str:
+def _follows(state: JobState) -> str:
     aside = [host for host in state.hosts.hosts if host not in state.now_on.hosts]
     less = f" with {state.now_on.num_ranks} ranks, without {', '.join(aside)}" if aside else ""
     return f"{', '.join(state.now_on.hosts)}{less}"

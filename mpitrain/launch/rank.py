@@ -4,15 +4,16 @@
 
 The process stays the same, so mpiexec and MPI notice nothing. The settings are those that differ between hosts:
 mpiexec gives all ranks the same environment. torchrun's variables for the place of a rank are set too (torchrun.py).
+A rank that a warm interpreter has forked (mpitrain.job.warm) does the same without this program.
 """
 
 from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, MutableMapping, Sequence
 
-from mpitrain.context import JobContext
+from mpitrain.context import RANK_VARIABLES, JobContext
 from mpitrain.reading import json_of
 from mpitrain.watching.roll_call import appear
 
@@ -31,6 +32,17 @@ def place_of(environ: Mapping[str, str]) -> dict[str, str]:
     return {name: value for name, value in told.items() if value is not None}
 
 
+def command_of(settings: str, program: Sequence[str]) -> list[str]:
+    """Return the words that start a rank. `settings` are by ranks, as JSON; `program` is the user's."""
+    # -P: the working folder may have a json.py other than Python's.
+    return [sys.executable, "-P", "-m", "mpitrain.launch.rank", settings, *program]
+
+
+def split(command: Sequence[str]) -> tuple[str, Sequence[str]]:
+    """Return the settings and the program of such words."""
+    return command[4], command[5:]
+
+
 def settings_of(rank: int, settings: dict[str, dict[str, str]]) -> dict[str, str]:
     """Return what `rank` adds to its environment."""
     for ranks, variables in settings.items():
@@ -40,19 +52,34 @@ def settings_of(rank: int, settings: dict[str, dict[str, str]]) -> dict[str, str
     return {}
 
 
+def add_settings(environ: MutableMapping[str, str], settings: str) -> None:
+    """Add what the rank of this environment has besides; nothing if mpiexec has not made it a rank."""
+    number = rank_in(environ)
+    if number is not None:
+        told = json_of(settings, SystemExit, "mpitrain: what the launcher tells its ranks", any_text=True)
+        environ.update({**place_of(environ), **settings_of(number, told)})
+
+
+def report_start(starter: int = 0) -> None:
+    """Tell the agent that this rank has started. `starter` is as in roll_call.appear."""
+    number, roll_call = rank_in(os.environ), JobContext.read(os.environ).roll_call
+    if number is not None and roll_call:
+        try:
+            appear(roll_call, number, starter=starter)
+        except OSError as error:
+            sys.exit(f"mpitrain: {error}")
+
+
+def rank_in(environ: Mapping[str, str]) -> int | None:
+    """Return the rank that mpiexec has given to a process with this environment; None: it is none."""
+    return next((int(environ[name]) for name in RANK_VARIABLES if name in environ), None)
+
+
 def main(arguments: list[str]) -> None:
     """Become the program. Never returns."""
-    text, *program = arguments
-    number = next((os.environ[name] for name in ("PMI_RANK", "OMPI_COMM_WORLD_RANK") if name in os.environ), None)
-    if number is not None:
-        told = json_of(text, SystemExit, "mpitrain: what the launcher tells its ranks", any_text=True)
-        added = {**place_of(os.environ), **settings_of(int(number), told)}
-        os.environ.update(added)
-        if roll_call := JobContext.read(os.environ).roll_call:
-            try:
-                appear(roll_call, int(number))
-            except OSError as error:
-                sys.exit(f"mpitrain: {error}")
+    settings, *program = arguments
+    add_settings(os.environ, settings)
+    report_start()
     os.execvp(program[0], program)
 
 

@@ -25,8 +25,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from mpitrain.context import JobContext
-from mpitrain.launch.agent import RANK_VARIABLES
+from mpitrain.context import RANK_VARIABLES, JobContext
 from mpitrain.launch.control import ask
 from mpitrain.launch.hearing import send
 from mpitrain.launch.kept import KEEPER_PREFIX, KeeperLine

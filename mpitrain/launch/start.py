@@ -29,6 +29,7 @@ from mpitrain.launch.batch import MARKS
 from mpitrain.launch.dialects import JobSpec, can_recover
 from mpitrain.launch.ending import Ended
 from mpitrain.launch.events import Limits, Pause
+from mpitrain.launch.holders import Holders
 from mpitrain.launch.hosts import Listed, listed_hosts, place_ranks, widened
 from mpitrain.launch.job_logs import LOGS
 from mpitrain.launch.keepers import Keepers, new_estate
@@ -40,7 +41,6 @@ from mpitrain.launch.log import say
 from mpitrain.launch.orders import Orders
 from mpitrain.launch.placement import Placement, refuse_crowds
 from mpitrain.launch.policy import begin
-from mpitrain.launch.reserve import Reserve
 from mpitrain.launch.roster import launcher_name, own_program
 from mpitrain.launch.served import show_sizes
 from mpitrain.launch.successor import Successor
@@ -71,7 +71,6 @@ class Request:
         plan: what `mpitrain plan` wants of them.
         recover: continue without a rank that is lost, in place of ending the job; see mpitrain.job.recovery.
         servers: so many ranks, the first ones of each host, are servers, the others workers; 0: all ranks are equal.
-        spares: keep processes ready that become the ranks after a failure; see mpitrain.launch.spares.
         keeps_logs: write the output of the job into files (launch/job_logs.py).
         log_dir: where; None: in the folder of this user's state.
         detaches: the job continues without the terminal (launch/detach.py).
@@ -96,7 +95,6 @@ class Request:
     plan: PlanTask = field(default_factory=PlanTask)
     recover: bool = False
     servers: int = 0
-    spares: bool = False
     keeps_logs: bool = False
     log_dir: Path | None = None
     detaches: bool = False
@@ -234,7 +232,7 @@ def _supervise(
         this_try = replace(job, placement=where, context=context, variables=counts)
         if where.is_here:
             tries.forget()
-            ended = attempts.run_here(this_try, from_file, keepers, reserve, live, orders, look)
+            ended = attempts.run_here(this_try, from_file, keepers, holders, live, orders, look)
         else:
             ended = tries.run(this_try, look)
         if keepers is not None:
@@ -243,7 +241,7 @@ def _supervise(
 
     def make(stack: ExitStack, this_try: JobSpec) -> over_hosts.JobOverHosts:
         script, seconds = request.script, request.start_seconds
-        return over_hosts.JobOverHosts(stack, this_try, script, seconds, from_file, reserve, orders)
+        return over_hosts.JobOverHosts(stack, this_try, script, seconds, from_file, holders, orders)
 
     def prepare(where: Placement, cause: str) -> Successor | None:
         assert keepers is not None
@@ -252,7 +250,7 @@ def _supervise(
         replayed = orders.replay()  # some may be for a later step, if the present try has begun at an earlier one
         context = replace(job.context, keeper=keepers.name, follows=keepers.of, failure=cause, orders=replayed)
         this_try = replace(job, placement=where, context=context)
-        return Successor(partial(make, this_try=this_try), keepers, reserve, tries.after)
+        return Successor(partial(make, this_try=this_try), keepers, holders, tries.after)
 
     def widen(placement: Placement, hosts: str) -> Placement:
         return widened(placement, hosts, request.inventory)
@@ -263,15 +261,15 @@ def _supervise(
     since = time.time() if heritage is None else float(heritage.estate["since"])
     orders = Orders("it has servers and workers, which have no steps in common" if request.servers else "")
     with ExitStack() as stack:
-        keepers = None
+        keepers = holders = None
         if request.keeps_logs:
             script = [request.script, *_arguments(request)]
             before = () if heritage is None else heritage.estate["tries"]
             LOGS.open(request.log_dir, script, launcher_name(os.getpid()), say, before)
         live = stack.enter_context(Live(request.script, _arguments(request), since))
-        reserve = stack.enter_context(Reserve(job.placement.own)) if request.spares else None
         if request.limits.most_restarts:
             stack.enter_context(_signals_end_in_order())
+            holders = stack.enter_context(Holders(job.placement.own, job.program))
             if heritage is None:
                 estate = new_estate(asdict(request), request.script, from_file)
             else:
@@ -289,7 +287,7 @@ def _supervise(
         )
         stack.enter_context(time_up)
         stack.enter_context(Tellers(orders, supervisor if keepers is not None else None))
-        tries = stack.enter_context(Attempts(make, keepers, reserve, live))
+        tries = stack.enter_context(Attempts(make, keepers, holders, live))
         return live.end(supervisor.to_end(away))
 
 
@@ -358,7 +356,7 @@ def _check_servers(request: Request, num_ranks: int) -> None:
             f"{num_ranks} ranks, {request.servers} of them servers, leave none for workers; start at least "
             f"{request.servers + 1}"
         )
-    if request.recover or request.spares or request.limits.most_restarts:
+    if request.recover or request.limits.most_restarts:
         raise ConfigError(
             "--servers goes without --max-restarts, --nnodes and --recover: here all ranks have one fate. Where "
             "workers may come and go, start the server with `mpitrain serve` and each worker with `mpitrain work`"

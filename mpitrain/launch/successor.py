@@ -15,11 +15,11 @@ from contextlib import ExitStack
 
 from mpitrain.errors import ConfigError, LaunchError
 from mpitrain.launch.ending import Ended, why
+from mpitrain.launch.holders import Holders
 from mpitrain.launch.keepers import Keepers
 from mpitrain.launch.over_hosts import JobOverHosts
 from mpitrain.launch.placement import Placement
 from mpitrain.launch.processes import left_out
-from mpitrain.launch.reserve import Reserve
 from mpitrain.launch.run import Run
 
 _GIB = 1 << 30
@@ -38,7 +38,7 @@ class Successor:
         self,
         make: Callable[[ExitStack], JobOverHosts],
         keepers: Keepers,
-        reserve: Reserve | None,
+        holders: Holders | None,
         after: Callable[[ExitStack, JobOverHosts, Callable[[], None]], Callable[[], None]],
     ) -> None:
         """Begin to ask the hosts.
@@ -46,14 +46,14 @@ class Successor:
         Args:
             make: returns what is to be started; its context names the try that it follows.
             keepers: of the job.
-            reserve: the spares that become its ranks, if there are any.
+            holders: of the warm interpreters that fork its ranks, if there are any.
             after: see Tries.after.
         """
         self.problem = ""
         self.faulty: tuple[str, ...] = ()
         self.has_room = True
-        self._keepers, self._reserve, self._after, self._stack = keepers, reserve, after, ExitStack()
-        self._has_keepers = self._has_holders = False  # they have been told to come
+        self._keepers, self._holders, self._after, self._stack = keepers, holders, after, ExitStack()
+        self._has_keepers = False  # they have been told to come
         self._run: Run | None = None
         self._thread: threading.Thread | None = None
         try:
@@ -93,15 +93,12 @@ class Successor:
                 signal.raise_signal(ended.code - 128)
 
     def _go_on(self) -> None:
-        """Have keepers come, then holders of spares, then ranks: one login to a host at a time (Tries.run)."""
+        """Have keepers come, then ranks: one login to a host at a time (Tries.run)."""
         if not self._has_keepers:
             self._has_keepers = True
             self._keepers.widen(self._where.hosts)
             self._begin(self._settle)
-        elif self._reserve is not None and not self._has_holders:
-            self._has_holders = True
-            self._reserve.lend(self._where.hosts)
-        elif self._reserve is None or self._reserve.listens():
+        else:
             self._run = self._job.ready()
             self._run.start()
 
@@ -118,8 +115,8 @@ class Successor:
         assert self._run is not None
         try:
             self._keepers.take_over(self._where.hosts, self._job.job.context.job)
-            if self._reserve is not None:
-                self._reserve.begin(self._where.hosts)
+            if self._holders is not None:
+                self._holders.begin(self._where.hosts)
             self._job.guards.beat_for(self._keepers)
             return self._run.to_end(self._after(self._stack, self._job, meanwhile))
         finally:
@@ -130,8 +127,6 @@ class Successor:
         """End it. Nothing of it is left."""
         if self._run is not None and not self.problem:
             self._run.give_up()
-        if self._reserve is not None:
-            self._reserve.take_back()
         self._stack.close()
         if self._thread is not None:
             self._thread.join()  # without its connections it ends soon

@@ -24,7 +24,7 @@ from mpitrain.launch import events, policy
 from mpitrain.launch.changes import FIRST_RUN, is_open
 from mpitrain.launch.control import listen, serve
 from mpitrain.launch.ending import Ended, last_step, why
-from mpitrain.launch.events import Action, Answer, Event, FailedAttempt, Find, Pause, Start, State
+from mpitrain.launch.events import Action, Event, FailedAttempt, Find, JobState, Pause, Reply, Start
 from mpitrain.launch.intake import Intake, that_let_in
 from mpitrain.launch.keepers import KEEP_SECONDS, Keepers
 from mpitrain.launch.kept import PREPARES, STAYS
@@ -48,7 +48,7 @@ class Supervisor:
 
     def __init__(
         self,
-        state: State,
+        state: JobState,
         run: Callable[[Placement, Pause | None], Ended],
         keepers: Keepers | None,
         *,
@@ -102,7 +102,7 @@ class Supervisor:
         """
         if self._intake is not None:
             self._intake.begin()
-        self.take(events.Begun(time.monotonic(), tuple(silent)))
+        self.take(events.JobBegun(time.monotonic(), tuple(silent)))
         while True:
             match self._waiting.popleft():
                 case Start() as start:
@@ -116,7 +116,7 @@ class Supervisor:
                 case action:
                     self._prepare_or_drop(action)
 
-    def take(self, event: Event) -> Answer | None:
+    def take(self, event: Event) -> Reply | None:
         """Take in an event, and do what follows. Return the answer to who has asked. Any thread may call."""
         answer = None
         with self._lock:
@@ -133,11 +133,11 @@ class Supervisor:
             match action:
                 case events.Say(text=text):
                     say(text)
-                case Answer():
+                case Reply():
                     answer = action
                 case Find():
                     answer = self._find(action)
-                case events.Ask(hosts=hosts):
+                case events.AskHosts(hosts=hosts):
                     inside = that_let_in(hosts, self._stop)
                     if not self._stop.is_set():
                         self.take(events.Answered(time.monotonic(), hosts, frozenset(inside)))
@@ -243,7 +243,7 @@ class Supervisor:
                 return
             time.sleep(_LOOK_SECONDS / 4)
 
-    def _find(self, find: Find) -> Answer | None:
+    def _find(self, find: Find) -> Reply | None:
         """Find out where the job would run with more hosts, and whether these can take part."""
         num_before = len(find.now_on.hosts)
         try:

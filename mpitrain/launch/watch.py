@@ -14,11 +14,11 @@ from typing import Any
 from mpitrain.launch.batch import advice_on_lost
 from mpitrain.launch.conditions import Condition, Refusal, refuse, refuse_here
 from mpitrain.launch.connections import Connection, connect, typed_on
+from mpitrain.launch.holders import Holders
 from mpitrain.launch.keepers import Keepers
 from mpitrain.launch.orders import Orders
 from mpitrain.launch.processes import remove
 from mpitrain.launch.reports import HostReport, Said
-from mpitrain.launch.reserve import Reserve
 from mpitrain.launch.trouble import PATIENCE_SECONDS, SILENCE_SECONDS, host_trouble
 from mpitrain.watching.hang_report import stacks_of
 
@@ -52,16 +52,16 @@ class Guards(Said):
         hosts: Iterable[str],
         wishes: Mapping[str, Mapping[str, Any]],
         keepers: Keepers | None = None,
-        reserve: Reserve | None = None,
+        holders: Holders | None = None,
     ) -> None:
         """Connect to all hosts; `own` is the name of this machine among them.
 
-        `keepers` and `reserve`, of the job, get their beats from here.
+        `keepers` and `holders`, of the job, get their beats from here.
         """
         super().__init__(hosts)
         self.trouble: str | None = None
         self.is_interrupted = False
-        self._wishes, self._own, self._keepers, self._reserve = wishes, own, keepers, reserve
+        self._wishes, self._own, self._keepers, self._holders = wishes, own, keepers, holders
         self._orders: Orders | None = None
         self._order_number = 0  # of the newest order that was passed on
         self.looking = threading.Lock()
@@ -311,8 +311,8 @@ class Guards(Said):
             self._send_all({"beat": now})
             if self._keepers is not None:
                 self._beat_keepers(self._keepers)
-            if self._reserve is not None:
-                self._reserve.beat()
+            if self._holders is not None:
+                self._holders.beat()
 
     def _beat_keepers(self, keepers: Keepers) -> None:
         lost = self.lost()

@@ -12,9 +12,9 @@ from pathlib import Path
 from mpitrain.context import JobContext
 from mpitrain.launch.connections import typed_on
 from mpitrain.launch.ending import words_of_end
+from mpitrain.launch.holders import Holders
 from mpitrain.launch.orders import Orders
 from mpitrain.launch.placement import Place
-from mpitrain.launch.reserve import Reserve
 from mpitrain.launch.roster import launcher_name
 from mpitrain.launch.trouble import diagnosis, left_over, misplaced, start_problem
 from mpitrain.launch.watch import Guards
@@ -134,16 +134,16 @@ class WatchedJob:
         start_seconds: float,
         *,
         recovers: bool = False,
-        reserve: Reserve | None = None,
+        holders: Holders | None = None,
         orders: Orders | None = None,
     ) -> None:
         """`path` is the roll call; all ranks must register within `start_seconds`, 0: no limit.
 
-        The job `recovers` if the loss of a rank does not end it. `reserve` has its spares, if it has any. `orders` has
-        what tellers tell it.
+        The job `recovers` if the loss of a rank does not end it. `holders` has its warm interpreters, if it is
+        started again. `orders` has what tellers tell it.
         """
         self.path = path
-        self._reserve, self._orders = reserve, orders
+        self._holders, self._orders = holders, orders
         self._recovers = recovers
         self._places, self._guards, self._start_seconds = places, guards, start_seconds
         self._stalls = Stalls(places, guards)
@@ -161,9 +161,9 @@ class WatchedJob:
             self._guards.take_orders(self._orders)
 
     def news(self) -> list[str]:
-        """Return who waits for whom, if nothing has moved for long, and news of the spares; one line per entry."""
-        of_spares = [] if self._reserve is None else self._reserve.news(self._places, self._guards.records())
-        return [*self._stalls.news(), *of_spares, *self._news_of_lost()]
+        """Return who waits for whom, if nothing has moved for long, and news of interpreters; one line per entry."""
+        of_holders = [] if self._holders is None else self._holders.news(self._places, self._guards.records())
+        return [*self._stalls.news(), *of_holders, *self._news_of_lost()]
 
     def _news_of_lost(self) -> list[str]:
         """Say how ranks ended without which the others continue."""

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from mpitrain.launch.ending import is_kill
-from mpitrain.launch.events import FailedAttempt, State
+from mpitrain.launch.events import FailedAttempt, JobState
 
 # A guard that was cut off ends the job's part on its host within 30 s; no host returns before that.
 ASIDE_SECONDS = 60.0  # the first time; the time doubles each time after that
@@ -30,7 +30,7 @@ class Verdict:
     left: tuple[str, ...] = ()  # the hosts that can take part, if they are too few
 
 
-def judge(state: State, now: float, present: Set[str]) -> Verdict:
+def judge(state: JobState, now: float, present: Set[str]) -> Verdict:
     """Decide whether to start again, and where.
 
     `present` are the hosts of the last attempt that were not bad in it; what they did before does not count.

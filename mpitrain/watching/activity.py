@@ -13,7 +13,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -68,6 +68,7 @@ class Activity:
         self._line: OpenLine | None = None
         self._served: ServedPage | None = None
         self._writing = threading.Lock()
+        self._after_first_step: Callable[[], object] | None = None
         self._record = RankRecord(rank, pid=pid or self._process)
         if signal.getsignal(STACK_SIGNAL) is signal.SIG_DFL:
             stacks = os.memfd_create(f"{NAME}{rank}-stacks")
@@ -131,6 +132,13 @@ class Activity:
         """Publish that the rank begins this step."""
         self._first_step = self._first_step or step
         self._page.set_step(self._first_step, step)
+        if self._after_first_step is not None and step > self._first_step:
+            call, self._after_first_step = self._after_first_step, None
+            call()
+
+    def after_first_step(self, call: Callable[[], object]) -> None:
+        """Have `call` made once, as soon as this rank has made a step."""
+        self._after_first_step = call
 
     def end_step(self, epoch: int) -> None:
         """Publish that the rank has made a step, of this epoch, from 1."""

@@ -30,6 +30,11 @@ def as_user(bed: Bed, node: str, command: str, timeout_seconds: float = 300.0) -
     return bed.node_run(node, ["runuser", "-u", "cluster", "--", *line], timeout_seconds=timeout_seconds)
 
 
+def interpreters(bed: Bed, node: str) -> set[int]:
+    """The warm interpreters on a node that are ready."""
+    return {int(line) for line in as_user(bed, node, "pgrep -u cluster -x mpitrain-warm; true").stdout.split()}
+
+
 def write(bed: Bed, node: str, path: str, text: str) -> None:
     """Write a file on a node as the shared user."""
     done = as_user(bed, node, f"printf %s {shlex.quote(text)} > {shlex.quote(path)}")

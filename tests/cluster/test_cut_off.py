@@ -205,7 +205,7 @@ def test_what_runs_on_a_host_that_was_away_ends_soon_after_it_is_back(bed: Bed, 
     """Only the memory of the job is kept while nobody can be asked: for 15 min, in case the launcher was lost."""
     write(bed, "node1", f"{SHARE}/train.py", test_restart_over_hosts.SCRIPT)
     as_user(bed, "node1", "rm -rf checkpoints go_on")
-    job = Job(bed, "--ppn 1 --max-restarts 1 --spares --nnodes 2:4 train.py 100", setting="MPITRAIN_MEMORY_STEPS=1")
+    job = Job(bed, "--ppn 1 --max-restarts 1 --nnodes 2:4 train.py 100", setting="MPITRAIN_MEMORY_STEPS=1")
     job.wait_for("made step 50 ")
     getattr(bed, fault)("node3")
     job.wait_for("starting again on node1, node2, node4 with 3 ranks, without node3\n")

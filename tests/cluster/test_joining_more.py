@@ -1,4 +1,4 @@
-"""Hosts join: with spares, where logins are few, and in a loop of Horovod."""
+"""Hosts join: with warm interpreters, where logins are few, and in a loop of Horovod."""
 
 from __future__ import annotations
 
@@ -6,9 +6,10 @@ import re
 from collections.abc import Iterator
 
 import pytest
-from launching import PYTHONS, SHARE, as_user, training, write
+from launching import PYTHONS, SHARE, as_user, interpreters, training, write
 from test_joining import COPIES, change, kill, moving, steps_of
 
+from jobs import until
 from testbed import Bed
 
 pytestmark = [pytest.mark.timeout(2400), pytest.mark.usefixtures("healed"), pytest.mark.nightly]
@@ -33,39 +34,46 @@ def one_login(bed: Bed) -> Iterator[None]:
         restart(bed, node, f"mv {_OURS}.before {_OURS}")
 
 
+def all_warm(bed: Bed, *nodes: str) -> dict[str, set[int]]:
+    """Wait until there is a warm interpreter on each of these nodes; return them."""
+    until(lambda: all(interpreters(bed, node) for node in nodes), "no warm interpreter is ready")
+    return {node: interpreters(bed, node) for node in nodes}
+
+
+def parent_of_rank(bed: Bed, node: str) -> int:
+    """The parent of the rank on a node that mpiexec has started last."""
+    line = "ps -o ppid= -p $(pgrep -n -u cluster -f '^[^ ]+ moves.py 4000')"
+    return int(as_user(bed, node, line).stdout)
+
+
 def test_one_login_at_a_time(bed: Bed, one_login: None, python: str) -> None:
     """An sshd lets one login at a time begin, as that of a host that all logins pass does."""
-    job = moving(bed, "--hosts node1,node2 --max-restarts 2 --spares", python=python)
-    job.wait_for("mpitrain: 2 spares are ready\n")
-    change(bed, python, "+node3")
+    job = moving(bed, "--hosts node1,node2 --max-restarts 2", python=python)
+    all_warm(bed, "node1", "node2")
+    change(bed, python, "join node3")
     job.wait_for("node3 joins after step ")
-    job.wait_for("mpitrain: 3 spares are ready\n")
+    all_warm(bed, "node1", "node2", "node3")
     write(bed, "node1", f"{SHARE}/enough", "")
     end = job.end()
     assert end.code == 0, end.output
-    for word in ("no keeper", "no spares", "cannot start beside", "as before"):
+    for word in ("no keeper", "start cold", "cannot start beside", "as before"):
         assert word not in end.output, end.output
 
 
-def test_with_spares_a_host_leaves_and_others_join(bed: Bed, python: str) -> None:
-    """The next attempt begins beside the present one. Each attempt gets new spares, also on a host that joins."""
-    job = moving(
-        bed,
-        "--hosts node1,node2,node3 --max-restarts 1 --spares",
-        begun="mpitrain: 3 spares are ready\n",
-        python=python,
-    )
-    for words, number in (("-node2", 2), ("+node2,node4", 4)):
-        waits = pids(bed, "node1", are_ranks=False)
-        assert len(waits) == 1
+def test_a_host_leaves_and_others_join_with_forks(bed: Bed, python: str) -> None:
+    """The next attempt begins beside the present one. One interpreter forks the ranks of all attempts."""
+    job = moving(bed, "--hosts node1,node2,node3 --max-restarts 1", python=python)
+    first = all_warm(bed, "node1", "node3")
+    for words, number in (("leave node2", 2), ("join node2,node4", 4)):
         change(bed, python, words)
         job.wait_for(f" with {number} ranks\n")
-        job.wait_for(f"mpitrain: {number} spares are ready\n")
-        assert waits == pids(bed, "node1", are_ranks=True), job.output()
+        assert {parent_of_rank(bed, "node1")} == first["node1"], job.output()
+    all_warm(bed, "node1", "node2", "node3", "node4")
+    assert first == {node: interpreters(bed, node) for node in first}
     write(bed, "node1", f"{SHARE}/enough", "")
     end = job.end()
     assert end.code == 0, end.output
-    assert "a spare" not in end.output
+    assert "cold" not in end.output
     assert {size for size, _, _ in steps_of(end.output).values()} == {2, 3, 4}
     begun = [float(at) for at in re.findall(r"begins at (\S+)\n", end.output)]
     ends = {int(step): float(at) for at, step in re.findall(r"\] at (\S+) step (\d+)\n", end.output)}
@@ -75,35 +83,23 @@ def test_with_spares_a_host_leaves_and_others_join(bed: Bed, python: str) -> Non
         assert next_begun < ends[int(step) - 1]
 
 
-def test_a_host_that_joins_fails_with_spares(bed: Bed) -> None:
-    """The spares were lent to the ranks that have ended with it. The job continues as before, and gets new spares."""
-    job = moving(bed, "--hosts node1,node2,node3 --max-restarts 2 --spares", begun="mpitrain: 3 spares are ready\n")
-    lent = pids(bed, "node1", are_ranks=False)
+def test_a_host_that_joins_fails(bed: Bed) -> None:
+    """The forks that were to train with it end. The job continues as before, and a later failure has forks again."""
+    job = moving(bed, "--hosts node1,node2,node3 --max-restarts 2")
+    first = all_warm(bed, "node1", "node2", "node3")
     write(bed, "node1", "hold", "joins")
     change(bed, PYTHONS["mpich"], "+node4")
     kill(bed, "node4", follows=True, once="held-joins-3")
     job.wait_for("mpitrain: the job continues as before, without node4: rank 3 on node4 was killed by signal 9\n")
-    job.wait_for("mpitrain: 3 spares are ready\n", 2)
-    waits = pids(bed, "node1", are_ranks=False)
-    assert len(waits) == 1 and not waits & lent, job.output()
     as_user(bed, "node1", "rm hold")
     kill(bed, "node2", follows=False, once="moves.py")
     job.wait_for("starting again on node1, node2, node3")
     job.wait_for("resumed from memory at step ")
-    assert waits == pids(bed, "node1", are_ranks=True), job.output()
+    assert {parent_of_rank(bed, "node1")} == first["node1"], job.output()
     write(bed, "node1", f"{SHARE}/enough", "")
     end = job.end()
     assert end.code == 0, end.output
-    assert "a spare" not in end.output
-
-
-def pids(bed: Bed, node: str, *, are_ranks: bool) -> set[int]:
-    """The processes on a node that run the script: ranks or spares."""
-    is_one = f"{'' if are_ranks else '! '}grep -qszE '^(PMI|OMPI_COMM_WORLD)_RANK=' /proc/$p/environ"
-    found = as_user(
-        bed, node, f"for p in $(pgrep -u cluster -f '^[^ ]+ moves.py 4000'); do {is_one} && echo $p; done; true"
-    )
-    return {int(line) for line in found.stdout.split()}
+    assert "cold" not in end.output
 
 
 # Once the file `enough` exists, the training makes 20 more steps.

@@ -7,7 +7,7 @@ import signal
 import time
 
 import pytest
-from launching import PYTHONS, SHARE, Ended, Job, as_user, drop_kept, write
+from launching import PYTHONS, SHARE, Ended, Job, as_user, drop_kept, interpreters, write
 from regression import REGRESSION
 
 from jobs import until
@@ -71,14 +71,18 @@ def rank_of(bed: Bed, node: str) -> int:
     return int(bed.node_run(node, ["cat", "/tmp/rank"]).stdout)
 
 
+def parent_of_rank(bed: Bed, node: str) -> int:
+    return int(bed.node_run(node, ["ps", "-o", "ppid=", "-p", str(rank_of(bed, node))]).stdout)
+
+
 def programs(bed: Bed, node: str) -> set[int]:
-    """The processes on a node that run the script: ranks and spares."""
+    """The processes on a node that run the script: ranks, and a warm interpreter."""
     found = bed.node_run(node, ["pgrep", "-u", "cluster", "-f", r"^\S+ train\.py"]).stdout
     return {int(line) for line in found.split()}
 
 
 def sent(bed: Bed, node: str) -> set[int]:
-    """The launcher's processes on a node: guard, keeper, holder of spares, guard of the next attempt."""
+    """The launcher's processes on a node: guard, keeper, holder, guard of the next attempt."""
     found = bed.node_run(node, ["pgrep", "-u", "cluster", "-f", "^[^ ]*python[^ ]* -I -u -c .import json"]).stdout
     return {int(line) for line in found.split()}
 
@@ -96,24 +100,20 @@ def masters(bed: Bed) -> int:
     return sum(len(path.rpartition("/")[2]) == 40 for path in found)
 
 
-@pytest.mark.parametrize("spares", ["--spares", pytest.param("", marks=pytest.mark.nightly)])
-def test_a_rank_is_killed(bed: Bed, python: str, spares: str) -> None:
-    """With spares, the holder on node2 is killed first. The rank there starts as a program; the others are spares.
+def test_a_rank_is_killed(bed: Bed, python: str) -> None:
+    """The holder on node2 is killed first. The rank there starts cold; warm interpreters fork the others.
 
     The next attempt's guard, which was there before the kill, is the guard after it. MPICH's mpiexec does not log in
     again.
     """
-    job = Job(bed, f"-n 4 --max-restarts 2 {spares} train.py 100", python=python, setting=EVERY_STEP)
+    job = Job(bed, "-n 4 --max-restarts 2 train.py 100", python=python, setting=EVERY_STEP)
     job.wait_for("made step 50 ")
-    there = {}
-    if spares:
-        job.wait_for("mpitrain: 4 spares are ready\n")
-        holder = "ps -o ppid= -p $(pgrep -u cluster -f '^[^ ]+ train[.]py' | grep -vx $(cat /tmp/rank))"
-        killed = bed.node_run("node2", ["bash", "-c", f"kill -9 $({holder})"])
-        assert killed.returncode == 0, killed.stderr
-        job.wait_for("mpitrain: node2: the process that holds the spares has ended; from now on ranks start there ")
-        there = {node: programs(bed, node) - {rank_of(bed, node)} for node in ("node1", "node3", "node4")}
-    until(lambda: len(sent(bed, "node3")) == (4 if spares else 3), "the next attempt is not prepared")
+    until(lambda: all(interpreters(bed, node) for node in bed.names), "no warm interpreter is ready")
+    warm = {node: interpreters(bed, node) for node in ("node1", "node3", "node4")}
+    killed = bed.node_run("node2", ["bash", "-c", "kill -9 $(ps -o ppid= -p $(pgrep -u cluster -x mpitrain-warm))"])
+    assert killed.returncode == 0, killed.stderr
+    job.wait_for("mpitrain: node2: ranks start cold from now on: the process that holds the warm interpreter has ended")
+    until(lambda: len(sent(bed, "node3")) == 4, "the next attempt is not prepared")
     before = sent(bed, "node3")
     has_masters = python == PYTHONS["mpich"]
     until(lambda: not has_masters or masters(bed) == 3, "no connection is open for mpiexec")
@@ -121,6 +121,8 @@ def test_a_rank_is_killed(bed: Bed, python: str, spares: str) -> None:
     bed.node_run("node3", ["bash", "-c", "kill -9 $(cat /tmp/rank)"])
     job.wait_for("resumed from memory")
     assert len(before & sent(bed, "node3")) == len(before) - 1, job.output()
+    parents = {node: {parent_of_rank(bed, node)} for node in warm}
+    assert parent_of_rank(bed, "node2") not in sent(bed, "node2")
     login = bed.node_run("node3", ["cut", "-d ", "-f2", "/tmp/login"]).stdout.strip()
     assert (login in open_before) == has_masters
     write(bed, "node1", "go_on", "")
@@ -135,8 +137,8 @@ def test_a_rank_is_killed(bed: Bed, python: str, spares: str) -> None:
     went_on_from_memory(end, int(found[1]))
     assert "mpitrain: attempt 2 of 3 succeeded\n" in end.output
     assert end.output.count("made step 100 on 4 ranks") == 1
-    assert {node: [rank_of(bed, node)] for node in there} == {node: list(pids) for node, pids in there.items()}
-    assert "a spare" not in end.output
+    assert parents == warm
+    assert len(re.findall(r"\bcold\b", end.output)) == 1, end.output
 
 
 def test_the_launcher_is_killed(bed: Bed, python: str) -> None:

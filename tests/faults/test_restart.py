@@ -174,8 +174,8 @@ def test_a_signal_to_the_launcher(tmp_path: Path, number: signal.Signals) -> Non
         ),
         ("--max-restarts 2 --nnodes 1:2", "-n 2 sets the ranks of the whole job, whose hosts --nnodes chooses"),
         (
-            "--max-restarts 0 --spares",
-            "--spares keeps processes ready for a restart; it needs --max-restarts 1 or more",
+            "--spares",
+            "--spares is now part of every job that may start again: leave it out",
         ),
         ("--servers 2", "2 ranks, 2 of them servers, leave none for workers; start at least 3"),
         ("--servers 1 --max-restarts 1", "--servers goes without --max-restarts, --nnodes and --recover"),

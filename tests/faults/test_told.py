@@ -107,7 +107,7 @@ def test_without_a_checkpoint(tmp_path: Path) -> None:
 
 @pytest.mark.nightly
 def test_without_restarts_it_is_a_failure(tmp_path: Path, vendor: str) -> None:
-    job = train(tmp_path, tell(tmp_path, 1), vendor=vendor)
+    job = train(tmp_path, tell(tmp_path, 1), "--max-restarts", "0", vendor=vendor)
     assert job.code == 128 + signal.SIGTERM, job.output
     # MPICH's mpiexec prints how one rank ended. This may be another rank, which mpiexec has ended itself.
     assert re.search(rf"mpitrain: rank 1 on {HERE} (was killed by signal 15|ended without a message)", job.stderr), (

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from mpitrain.launch import events, policy
-from mpitrain.launch.events import Action, Event, FailedAttempt, Find, Limits, Pause, State
+from mpitrain.launch.events import Action, Event, FailedAttempt, Find, JobState, Limits, Pause
 from mpitrain.launch.kept import LEAVES, PREPARES, SAVES, STAYS
 from mpitrain.launch.placement import Place, Placement
 
@@ -26,7 +26,7 @@ def names(placement: Placement) -> str:
     return "".join(placement.hosts)
 
 
-def shown(state: State, action: Action) -> str:
+def shown(state: JobState, action: Action) -> str:
     """An action in some words."""
     match action:
         case events.Start(takes_over=takes_over, pause=pause):
@@ -38,11 +38,11 @@ def shown(state: State, action: Action) -> str:
             return f"tell: {COMMANDS[command]}"
         case events.Say(text=text):
             return f"say: {text}"
-        case events.Answer(text=text, is_accepted=is_accepted):
+        case events.Reply(text=text, is_accepted=is_accepted):
             return f"{'accepted' if is_accepted else 'refused'}: {text}"
         case events.Find(text=text):
             return f"find {text}"
-        case events.Ask(hosts=hosts):
+        case events.AskHosts(hosts=hosts):
             return f"ask {''.join(hosts)}"
         case events.LeaveState():
             return "leave the state"
@@ -65,7 +65,7 @@ class History:
     def train(self, at: float = 0.0) -> History:
         """An attempt begins, and its ranks copy their state."""
         if not self.state.is_running:
-            self.take(events.Begun(at))
+            self.take(events.JobBegun(at))
         self.take(events.RanksSaid(at, 1))
         return self
 
@@ -85,7 +85,7 @@ class History:
 def transcript(limits: Limits, *happens: Event | str, hosts: Placement = ABC, pause: Pause | None = None) -> str:
     """What is done after these events, one line each. A text is a host that is asked to join, and fit."""
     history, lines = History(limits, hosts, pause), list[str]()
-    first = () if happens and isinstance(happens[0], events.Begun) else (events.Begun(0.0),)
+    first = () if happens and isinstance(happens[0], events.JobBegun) else (events.JobBegun(0.0),)
     for event in (*first, *happens):
         lines += history.join(event) if isinstance(event, str) else history.take(event)
     return "\n".join([*lines, ""])

@@ -58,7 +58,7 @@ class Schedule:
     def play(self) -> None:
         silent = () if not self.is_resumed else tuple(self.pick(["", "", "b", "bc", "ab"]))
         self.away += [(self.at, host) for host in silent]
-        self.take(events.Begun(self.at, silent), gone=silent)
+        self.take(events.JobBegun(self.at, silent), gone=silent)
         quiet = 0
         while not self.is_over:
             choice = next(self._choices, None)
@@ -147,7 +147,8 @@ class Schedule:
         bad = set(gone)
         if self.state.is_elastic and "a" not in different:
             bad |= set(different)
-        self.holders -= bad
+        if self.state.joining is None:  # else it goes back to hosts that may still have the state
+            self.holders -= bad
         self.take(events.NotStarted(self.at, "no answer", gone, different), gone=tuple(sorted(bad)))
 
     def leave(self) -> None:
@@ -173,8 +174,8 @@ class Schedule:
             self.is_running = False
         says = " ".join(action.text for action in actions if isinstance(action, events.Say))
         follows = [action for action in actions if isinstance(action, events.Start | events.End)]
-        assert len(follows) == (ends_attempt or isinstance(event, events.Begun)), "one thing follows an attempt"
-        if not isinstance(event, events.Begun):
+        assert len(follows) == (ends_attempt or isinstance(event, events.JobBegun)), "one thing follows an attempt"
+        if not isinstance(event, events.JobBegun):
             self.note_bad(before, event, gone)
         for action in actions:
             match action:
@@ -196,17 +197,17 @@ class Schedule:
                     self.end(before, event, action, says, gone, [type(one) for one in actions])
                 case events.Find():
                     self.find(action)
-                case events.Ask(hosts=hosts):
+                case events.AskHosts(hosts=hosts):
                     self.ask(hosts)
         asked = isinstance(event, events.LeaveAsked | events.JoinAsked)
-        answers = [action for action in actions if isinstance(action, events.Answer | events.Find)]
+        answers = [action for action in actions if isinstance(action, events.Reply | events.Find)]
         assert len(answers) == 1 or not asked, "who asks hears something"
-        if [action for action in answers if isinstance(action, events.Answer) and action.is_accepted]:
+        if [action for action in answers if isinstance(action, events.Reply) and action.is_accepted]:
             assert self.command == PREPARES
             assert self.state.change is not None
         self.changes_as_it_may(before, event)
 
-    def changes_as_it_may(self, before: events.State, event: Event) -> None:
+    def changes_as_it_may(self, before: events.JobState, event: Event) -> None:
         """A change begins only where the ranks can leave, and ends with their run."""
         change = self.state.change
         assert change is None or self.state.run == 1, "a run is left that is over"
@@ -217,7 +218,7 @@ class Schedule:
             assert not isinstance(event, events.RanksSaid) or not event.is_ending, "mpiexec has sent that signal"
             assert not isinstance(event, events.Fit) or event.find.attempt == before.attempt, "of another attempt"
 
-    def note_bad(self, before: events.State, event: Event, gone: tuple[str, ...]) -> None:
+    def note_bad(self, before: events.JobState, event: Event, gone: tuple[str, ...]) -> None:
         """Keep what the policy should know of hosts."""
         if isinstance(event, events.Failed):
             is_start_with_joined = before.joining is not None and event.failure.step is None
@@ -231,7 +232,7 @@ class Schedule:
         for one in set(self.away) - set(known):
             assert isinstance(event, events.Failed | events.NotStarted | events.NotPrepared), one
 
-    def start(self, before: events.State, event: Event, start: events.Start, gone: tuple[str, ...]) -> None:
+    def start(self, before: events.JobState, event: Event, start: events.Start, gone: tuple[str, ...]) -> None:
         where, limits = names(self.state.now_on), self.limits
         assert not self.is_running, "two attempts at once"
         assert self.prepared == (where if start.takes_over else None), "another attempt is there"
@@ -294,7 +295,7 @@ class Schedule:
 
     def end(
         self,
-        before: events.State,
+        before: events.JobState,
         event: Event,
         end: events.End,
         says: str,
@@ -335,7 +336,7 @@ class Schedule:
                 if self.failures
                 else []
             )
-            assert is_saved or len(same) >= 3 or isinstance(event, events.Begun), "the state is not saved"
+            assert is_saved or len(same) >= 3 or isinstance(event, events.JobBegun), "the state is not saved"
         if before.saves_for and not isinstance(event, events.Left | events.Interrupted):
             assert is_saved or not self.holders & hosts - away, "the state is not saved"
 

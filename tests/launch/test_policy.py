@@ -132,7 +132,7 @@ end 0
     ),
     "another launcher continues without silent hosts": (
         FIVE,
-        (events.Begun(0.0, ("b",)), killed(0, 9)),
+        (events.JobBegun(0.0, ("b",)), killed(0, 9)),
         """\
 say: starting again on a, c with 4 ranks, without b
 start ac
@@ -142,7 +142,7 @@ start ac
     ),
     "another launcher has too few hosts": (
         Limits(5, 3),
-        (events.Begun(0.0, ("b",)),),
+        (events.JobBegun(0.0, ("b",)),),
         "say: the job does not continue: only a, c of a, b, c can take part, and the job needs 3\nend 1\n",
     ),
 }
@@ -558,7 +558,7 @@ def test_what_is_refused() -> None:
     history, few = History(Limits(5, 2, 4)), "--nnodes is 2:4; `mpitrain kill` ends a job"
     again = ["refused: the job is being started again; try again in a moment"]
     assert history.take(B_LEAVES) == again
-    history.take(events.Begun(0.0))
+    history.take(events.JobBegun(0.0))
     assert "none does so now. If its training" in history.take(B_LEAVES)[0]
     history.take(said(run=2))
     assert "it is in run 2 of its script, and the hosts" in history.take(events.JoinAsked(0.0, "d"))[0]
@@ -637,7 +637,7 @@ def look(history: History, at: float, *inside: str, listed: str | None = None) -
     """The inventory is read, and the hosts that the policy asks answer, if they are inside."""
     asks = history.take(events.Listed(at, None if listed is None else tuple(listed)))
     done = [line for line in asks if not line.startswith("ask")]
-    for ask in [action for action in history.actions if isinstance(action, events.Ask)]:
+    for ask in [action for action in history.actions if isinstance(action, events.AskHosts)]:
         found = history.take(events.Answered(at, ask.hosts, frozenset(inside)))
         done += [f"ask {''.join(ask.hosts)}", *(history.fit(at) if found else [])]
     return done
@@ -682,7 +682,7 @@ def test_a_host_that_differs() -> None:
     history = elastic(hosts=widen(ABC, "d"))
 
     def differs(at: float, why: str) -> list[str]:
-        (ask,) = [action for action in history.actions if isinstance(action, events.Ask)]
+        (ask,) = [action for action in history.actions if isinstance(action, events.AskHosts)]
         history.take(events.Answered(at, ask.hosts, frozenset("bd")))
         (find,) = history.actions
         assert isinstance(find, events.Find)
@@ -747,7 +747,7 @@ def test_a_host_with_devices() -> None:
 def test_it_starts_on_the_hosts_that_can_take_part() -> None:
     for end, why in ((absent("b"), "no answer"), (absent(b="x.py differs"), "b cannot take part: x.py differs")):
         history = History(Limits(5, 2, 3))
-        history.take(events.Begun(0.0))
+        history.take(events.JobBegun(0.0))
         assert history.take(end) == [f"say: {why}; starting on a, c with 4 ranks, without b", "start ac"]
         assert (names(history.state.hosts), history.state.absent) == ("abc", ((0.0, "b"),))
     # One does not answer, another differs: the error names both.

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import pytest
 
 from mpitrain.launch import where as its
-from mpitrain.launch.events import FailedAttempt, Limits, State
+from mpitrain.launch.events import FailedAttempt, JobState, Limits
 from mpitrain.launch.placement import Place, Placement
 from mpitrain.launch.where import Verdict, times_bad
 
@@ -44,7 +44,7 @@ def judge(
     holders: frozenset[str] = frozenset(),
 ) -> Verdict:
     where = Placement(tuple(Place(host, number, 1) for number, host in enumerate(hosts)))
-    state = State(limits, where, where, failures=tuple(failures), absent=tuple(absent), holders=holders)
+    state = JobState(limits, where, where, failures=tuple(failures), absent=tuple(absent), holders=holders)
     return its.judge(state, now, present)
 
 

@@ -1,15 +1,18 @@
-"""`mpitrain run --max-restarts N --spares`: processes that wait in init() become the ranks of the next attempt."""
+"""Restarts of `mpitrain run`: a warm interpreter forks the ranks of the next attempt, or they start cold."""
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
 import subprocess
+import sys
 from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -18,26 +21,47 @@ from faults.conftest import Undisturbed
 from faults.failing import HERE, nightly
 from faults.outcome import failed, succeeded
 from faults.training import result, tries
-from jobs import TOKEN, VENVS, Job, until
+from jobs import REPOSITORY, TOKEN, VENVS, Job, run_command, until
 from keeping import drop_kept
+from mpitrain.context import WARM_NAME
 
 During = Callable[[subprocess.Popen[str], Callable[[str], int]], None]
-# Variables that mpiexec gives to a rank, and that a spare does not have.
-RANK = {b"PMI_RANK", b"OMPI_COMM_WORLD_RANK"}
 
-# Every process, rank or spare, leaves a file with its number before init(). A rank leaves another one after init().
+# Before init(), each process leaves a file that says how it has found itself. A fork has the mark of its holder.
 BEFORE_INIT = """
 print("begins")
-(folder / f"began-{os.getpid()}").touch()
-def restarted():  # the training runs, and nobody has let it continue yet
-    return (folder / "trains").exists() and not (folder / "killed").exists()
+import random, resource
+with open("/proc/self/environ", "rb") as file:
+    kind = "warm" if b"_MPITRAIN_WARM=" in file.read() else "cold"
+try:
+    input()
+except EOFError:
+    ended = True
+mask = os.umask(0o77)
+os.umask(mask)
+found = {
+    "argv": sys.argv,
+    "orig_argv": sys.orig_argv,
+    "path": sys.path,
+    "flags": str(sys.flags),
+    "main": [__name__, __file__, str(__spec__), sys.modules["__main__"].__dict__ is globals()],
+    "folder": os.getcwd(),
+    "input_ends": ended,
+    "is_at_the_bottom": sys._getframe().f_back is None,
+    "comm": pathlib.Path("/proc/self/comm").read_text(),
+    "names": sorted(name for name in os.environ if not name.startswith(("PMI", "OMPI", "PRTE", "_MPITRAIN_FAIL"))),
+    "umask": mask,
+    "files": resource.getrlimit(resource.RLIMIT_NOFILE),
+    "ignored": [int(one) for one in signal.valid_signals() if signal.getsignal(one) is signal.SIG_IGN],
+    "output": [sys.stdout.isatty(), sys.stdout.seekable(), sys.stdout.line_buffering],
+}
+drawn = random.random(), numpy.random.random()
+(folder / f"{kind}-{os.getpid()}").write_text(json.dumps([found, drawn]))
 """
 AFTER_INIT = "(folder / f'rank-{rank}-{os.getpid()}').touch()"
 # A training rank waits at a step until the test lets it continue, and is killed there.
 KILL = """if rank == 1 and step == {step} and once("kill-{step}"):
-        once("trains")
         wait_for("go-{step}")
-        (folder / "killed").touch()
         kill()
 """
 KILL_7 = KILL.format(step=7)
@@ -47,7 +71,7 @@ STAYS = KILL_7 + "    if step == 10 and once('there'): time.sleep(100)"
 def train(
     folder: Path, wrong: str, *options: str, at_start: str = "", during: During | None = None, **how: object
 ) -> Job:
-    """Run the training with spares. `during` gets a function that says how often stderr has a text."""
+    """Run the training. `during` gets a function that says how often stderr has a text."""
     errors = folder / "stderr"
     errors.touch()
     begins = {"first": BEFORE_INIT + at_start, "before": AFTER_INIT}
@@ -55,7 +79,7 @@ def train(
     told = ["-c", f"import os, sys; os.dup2(os.open({str(errors)!r}, os.O_WRONLY), 2); "]
     told[1] += "os.execv(sys.executable, [sys.executable, '-m', 'mpitrain', *sys.argv[1:]])"
     waits = None if during is None else lambda process: during(process, lambda text: errors.read_text().count(text))
-    job = training.train(folder, wrong, "--spares", *options, launcher=told, during=waits, **begins, **how)
+    job = training.train(folder, wrong, *options, launcher=told, during=waits, **begins, **how)
     return Job(job.code, job.stdout, errors.read_text(), job.left)
 
 
@@ -72,10 +96,13 @@ def processes(process: subprocess.Popen[str]) -> dict[int, list[bytes]]:
     return found
 
 
-def spares(process: subprocess.Popen[str]) -> list[int]:
-    """The processes of the job that are still spares."""
-    named = {pid: {one.partition(b"=")[0] for one in variables} for pid, variables in processes(process).items()}
-    return [pid for pid, names in named.items() if b"_MPITRAIN_SPARE" in names and not RANK & names]
+def interpreters(process: subprocess.Popen[str]) -> list[int]:
+    """The warm interpreters of the job that are ready."""
+    found = []
+    for pid in processes(process):
+        with suppress(OSError):
+            found += [pid] * (Path(f"/proc/{pid}/comm").read_text().strip() == WARM_NAME)
+    return found
 
 
 def parent_of(pid: int) -> int:
@@ -83,14 +110,19 @@ def parent_of(pid: int) -> int:
 
 
 def let_go(folder: Path) -> During:
-    """Let the training kill a rank when all spares are ready, and wait until spares train."""
+    """Let the training kill a rank when the interpreter is ready, and wait until its forks train."""
 
-    def during(_: subprocess.Popen[str], said: Callable[[str], int]) -> None:
-        until(lambda: said("2 spares are ready"))
+    def during(process: subprocess.Popen[str], _: Callable[[str], int]) -> None:
+        until(lambda: interpreters(process))
         (folder / "go-7").touch()
         until((folder / "there").exists)
 
     return during
+
+
+def began(folder: Path, kind: str) -> dict[int, list[Any]]:
+    """What the processes that began "warm" or "cold" have found and drawn at random, by process."""
+    return {int(path.name.partition("-")[2]): json.loads(path.read_text()) for path in folder.glob(f"{kind}-*")}
 
 
 def ranks_of(folder: Path) -> set[int]:
@@ -113,23 +145,28 @@ def printed(stdout: str, line: str) -> Counter[int]:
     indirect=["vendor"],
 )
 def test_killed_ranks(tmp_path: Path, vendor: str, ranks: int, steps: list[int], undisturbed: Undisturbed) -> None:
-    """Spares become the ranks. The second kill hits such a spare."""
-    begun: list[set[int]] = []
+    """One interpreter forks the ranks, of several attempts. They begin as cold ones do, but for what is random."""
+    seen: list[list[int]] = []
 
-    def during(process: subprocess.Popen[str], said: Callable[[str], int]) -> None:
-        for number, step in enumerate(steps, 1):
-            until(lambda number=number: said(f"{ranks} spares are ready") == number)
-            begun.append(set(spares(process)))
+    def during(process: subprocess.Popen[str], _: Callable[[str], int]) -> None:
+        for step in steps:
+            until(lambda step=step: interpreters(process) and (tmp_path / f"kill-{step}").exists())
+            seen.append(interpreters(process))
             (tmp_path / f"go-{step}").touch()
 
     wrong = "\n    ".join(KILL.format(step=step) for step in steps)
     job = train(tmp_path, wrong, ranks=ranks, vendor=vendor, during=during)
     succeeded(job)
     assert result(tmp_path)[0] == undisturbed(ranks, vendor)[0]
+    assert len({tuple(pids) for pids in seen}) == 1, seen
+    cold, warm = began(tmp_path, "cold"), began(tmp_path, "warm")
+    assert (len(cold), len(warm)) == (ranks, ranks * len(steps)), job.output
+    assert {*cold, *warm} == ranks_of(tmp_path)
+    first, _ = next(iter(cold.values()))
+    assert [found for found, _ in warm.values()] == [first] * len(warm)
+    drawn = [number for _, numbers in [*cold.values(), *warm.values()] for number in numbers]
+    assert len(set(drawn)) == len(drawn)
     lives = len(steps) + 1
-    assert len(ranks_of(tmp_path)) == ranks * lives
-    assert [len(one) for one in begun] == [ranks] * len(steps)
-    assert set.union(*begun) < ranks_of(tmp_path)
     assert printed(job.stdout, "begins") == dict.fromkeys(range(ranks), lives), job.output
     *killed, last = tries(job)
     assert last == f"attempt {lives} of 3 succeeded"
@@ -143,7 +180,7 @@ def test_killed_ranks(tmp_path: Path, vendor: str, ranks: int, steps: list[int],
 
 
 @pytest.mark.nightly
-def test_no_spare_is_ready(tmp_path: Path, undisturbed: Undisturbed) -> None:
+def test_no_interpreter_is_ready(tmp_path: Path, undisturbed: Undisturbed) -> None:
     job = train(tmp_path, "if rank == 1 and step == 7 and once('killed'): kill()")
     succeeded(job)
     assert result(tmp_path)[0] == undisturbed()[0]
@@ -151,67 +188,109 @@ def test_no_spare_is_ready(tmp_path: Path, undisturbed: Undisturbed) -> None:
 
 
 def stop(process: subprocess.Popen[str], _: Path) -> None:
-    os.kill(spares(process)[0], signal.SIGSTOP)
+    os.kill(interpreters(process)[0], signal.SIGSTOP)
 
 
 def end(process: subprocess.Popen[str], _: Path) -> None:
-    os.kill(spares(process)[0], signal.SIGKILL)
+    os.kill(interpreters(process)[0], signal.SIGKILL)
 
 
 def touch(_: subprocess.Popen[str], folder: Path) -> None:
-    os.utime(folder / "train.py")
+    os.utime(folder / "site-packages" / "installed.py")
 
 
-NO_DATA = "if restarted(): raise ValueError('no data')\n"
-ITS_OWN_MPI = "from mpi4py import MPI\nif not MPI.Is_initialized(): MPI.Init()\n"
-KILLED = "a spare was killed by signal 9 while it waited in init(). No more spares are started there"
-BEFORE = " before it came to init()"
+KILLED = "the warm interpreter was killed by signal 9. Ranks start cold from now on"
+THREAD = "import _thread, time\n_thread.start_new_thread(time.sleep, (999,))"
+SETS = "os.environ['OMP_NUM_THREADS'] = '2'"
+DIES = "import os\nif 'PMI_RANK' not in os.environ:\n    print('no rank', flush=True)\n    os._exit(3)"
 
 
 @pytest.mark.parametrize(
-    ("at_start", "does", "said", "processes"),
+    ("installed", "at_start", "does", "said"),
     [
-        ("", end, KILLED, 5),
+        ("", "", end, KILLED),
         *nightly(
-            ("", stop, "a spare did not answer within 5 s and was killed", None),  # a new process becomes the rank
-            ("if restarted(): sys.exit(5)\n", None, f"a spare ended with exit code 5{BEFORE}", 5),
-            (NO_DATA, None, f"a spare ended with exit code 1{BEFORE}: ValueError: no data. No more spares", 5),
-            (ITS_OWN_MPI, None, "a spare cannot become a rank: the script starts MPI before it calls init()", None),
-            ("", touch, "a spare cannot become a rank: FOLDER/train.py has changed", None),
+            ("", "", stop, "the rank starts cold: no warm interpreter answered within 5 s"),
+            ("", "", touch, "ranks start cold: FOLDER/site-packages/installed.py has changed"),
+            (THREAD, "", None, "ranks start cold: an import has started 1 thread(s) (python"),
+            ("", SETS, None, "ranks start cold: the program sets OMP_NUM_THREADS in its environment"),
+            (DIES, "", None, "the warm interpreter ended with exit code 3: no rank. Ranks start cold from now on"),
         ),
     ],
 )
-def test_a_spare_that_cannot_become_a_rank(
+def test_a_cold_start(
     tmp_path: Path,
+    installed: str,
     at_start: str,
     does: Callable[[subprocess.Popen[str], Path], None] | None,
     said: str,
-    processes: int | None,
     undisturbed: Undisturbed,
 ) -> None:
-    """It is named once; the training is right. `processes`: no further spare, one after the other, was started."""
+    """A line says why, once; the training is right."""
 
     def during(process: subprocess.Popen[str], has_said: Callable[[str], int]) -> None:
         if does:
-            until(lambda: has_said("2 spares are ready"))
+            until(lambda: interpreters(process))
             does(process, tmp_path)
         if does is None or does is end:
-            until(lambda: has_said(said.partition(":")[0]))
+            until(lambda: has_said(said))
         (tmp_path / "go-7").touch()
 
-    job = train(tmp_path, KILL_7, at_start=at_start, during=during)
+    said = said.replace("FOLDER", str(tmp_path))
+    packages = tmp_path / "site-packages"
+    packages.mkdir()
+    (packages / "installed.py").write_text(installed)
+    path = {"PYTHONPATH": f"{packages}:{REPOSITORY}"}
+    job = train(tmp_path, KILL_7, at_start=f"import installed\n{at_start}", during=during, env=path)
     succeeded(job)
     assert result(tmp_path)[0] == undisturbed()[0]
-    times = 2 if does is touch else 1  # both spares see that the script has changed
-    assert job.stderr.count(f"{HERE}: {said.replace('FOLDER', str(tmp_path))}") == times, job.output
-    assert job.stderr.count("a spare ") == times, job.output
+    times = 2 if does is stop and f"[0,1] mpitrain: {HERE}: {said}" not in job.stderr else 1  # by the ranks
+    assert job.stderr.count(f"{HERE}: {said}") == times, job.output
+    assert len(re.findall(r"\bcold\b", job.stderr)) == times, job.output
     assert len(tries(job)) == 2, job.output
-    assert processes in (None, len(list(tmp_path.glob("began-*"))))
+    assert (len(began(tmp_path, "cold")), began(tmp_path, "warm")) == (4, {})
+
+
+# What a forked rank can still do: processes of its own by all methods, threads of libraries, compilation.
+USES = """
+import multiprocessing
+for method in ("fork", "spawn", "forkserver"):
+    with multiprocessing.get_context(method).Pool(2) as pool:
+        assert pool.map(abs, [-1, -2, -3]) == [1, 2, 3]
+loader = torch.utils.data.DataLoader(list(range(20)), batch_size=4, num_workers=2)
+assert sum(int(batch.sum()) for batch in loader) == 190
+x = torch.randn(300, 300, requires_grad=True)
+(x @ x).sum().backward()
+assert float(jax.jit(lambda a: (a * 2).sum())(jax.numpy.arange(10.0))) == 90
+assert float(torch.compile(lambda a: (a + 1).sum())(torch.ones(10))) == 20
+print("seed", torch.initial_seed())
+"""
+
+
+@pytest.mark.nightly
+def test_frameworks_in_forks(tmp_path: Path) -> None:
+    """PyTorch, JAX and multiprocessing have been imported before the fork, and work after it."""
+    for name in ("torch", "jax"):
+        pytest.importorskip(name)
+    script = "if __name__ == '__main__':\n" + "".join(
+        f"    {line}\n" for line in training.source(KILL_7, BEFORE_INIT, AFTER_INIT, USES).splitlines()
+    )
+    (tmp_path / "train.py").write_text("import jax, jax.numpy, torch\n" + script)
+    command = [sys.executable, "-m", "mpitrain", "run", "-n", "2", "--max-restarts", "1"]
+
+    def during(process: subprocess.Popen[str]) -> None:
+        until(lambda: interpreters(process))
+        (tmp_path / "go-7").touch()
+
+    job = run_command([*command, str(tmp_path / "train.py"), str(tmp_path)], cwd=tmp_path, during=during)
+    succeeded(job)
+    assert (len(began(tmp_path, "cold")), len(began(tmp_path, "warm"))) == (2, 2), job.output
+    assert len(set(re.findall(r"seed (\d+)", job.stdout))) == 2, job.output
 
 
 @pytest.mark.nightly
 def test_an_exit_code(tmp_path: Path) -> None:
-    """A rank that was a spare leaves. Its exit code is that of the job."""
+    """A fork leaves. Its exit code is that of the job."""
     wrong = KILL_7 + "    if rank == 1 and step > 7 and not once('there'): os._exit(7)"
     job = train(tmp_path, wrong, "--max-restarts", "1", during=let_go(tmp_path))
     failed(job)
@@ -222,11 +301,10 @@ def test_an_exit_code(tmp_path: Path) -> None:
 @pytest.mark.nightly
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT, signal.SIGTERM])
 def test_a_signal_to_the_launcher(tmp_path: Path, number: signal.Signals) -> None:
-    """The signal comes when spares have become the ranks and other spares wait."""
+    """The signal comes when forks are the ranks."""
 
     def during(process: subprocess.Popen[str], said: Callable[[str], int]) -> None:
         let_go(tmp_path)(process, said)
-        until(lambda: said("2 spares are ready") == 2)
         process.send_signal(number)
         if number == signal.SIGKILL:
             drop_kept(tmp_path)
@@ -237,14 +315,15 @@ def test_a_signal_to_the_launcher(tmp_path: Path, number: signal.Signals) -> Non
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("victim", ["holder", "daemon"])
+@pytest.mark.parametrize("victim", ["holder", "interpreter", "daemon"])
 def test_what_has_started_them_is_killed(tmp_path: Path, victim: str, undisturbed: Undisturbed) -> None:
     """The job starts again. The guard blames mpiexec's daemon, which has started the stubs, not ranks or holder."""
 
     def during(process: subprocess.Popen[str], said: Callable[[str], int]) -> None:
         let_go(tmp_path)(process, said)
-        if victim == "holder":
+        if victim in ("holder", "interpreter"):
             child = next(pid for pid in ranks_of(tmp_path) if Path(f"/proc/{pid}").exists())
+            child = parent_of(child) if victim == "holder" else child
         else:  # of a stub
             lines = {pid: Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0") for pid in processes(process)}
             child = next(pid for pid, words in lines.items() if words[1:3] == [b"-I", b"-S"])
@@ -255,12 +334,12 @@ def test_what_has_started_them_is_killed(tmp_path: Path, victim: str, undisturbe
     assert result(tmp_path)[0] == undisturbed()[0]
     assert len(tries(job)) == 3, job.output
     blamed = rf"failed at step 10: the process of mpiexec on {HERE} that started ranks 0,1 "
-    assert victim == "holder" or re.search(blamed, job.stderr), job.output
+    assert victim != "daemon" or re.search(blamed, job.stderr), job.output
 
 
 @pytest.mark.nightly
 def test_the_roster_knows_them(tmp_path: Path) -> None:
-    """`mpitrain ps` lists spares that have become ranks, and `mpitrain kill` ends them."""
+    """`mpitrain ps` lists forks as ranks, and `mpitrain kill` ends them."""
     listed = []
 
     def during(process: subprocess.Popen[str], said: Callable[[str], int]) -> None:
