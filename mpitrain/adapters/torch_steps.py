@@ -24,6 +24,7 @@ import torch
 from mpitrain.adapters.torch_arrays import array_of
 from mpitrain.errors import MismatchError, everywhere
 from mpitrain.reducer.checks import COUNTED_FROM_BIT, check_steps
+from mpitrain.reducer.unexchanged import BUFFERS_IN_FINAL
 from mpitrain.world.world import World
 
 # Of so many gradients and parameters, the next ones in each step, at most so many numbers are compared.
@@ -102,7 +103,9 @@ class StepsMade:
         self._end: tuple[float, ...] = ()
         self.count = 0
         self._final = world.control.notes.final if world.size > 1 and is_for_all else {}
-        self._number = max([0, *self._final]) + 1  # groups have numbers below 0
+        self._number = (
+            max([0, *(number for number in self._final if number != BUFFERS_IN_FINAL)]) + 1
+        )  # groups: below 0
         self._final[self._number] = (0.0,)
 
     def watch(self, name: str, parameter: Any) -> None:

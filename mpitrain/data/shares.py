@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import numpy
 
 from mpitrain.errors import ConfigError, DataError, everywhere
-from mpitrain.world.shard import part_in, part_of
+from mpitrain.world.shard import Part, newest_part, part_in, part_of
 from mpitrain.world.world import World
 
 
@@ -111,7 +111,9 @@ class Shares:
                 counts = split(length, self._speeds)
                 begin = sum(counts[: self._world.rank])
                 self._parts[length] = slice(begin, begin + counts[self._world.rank])
-        return self._parts[length]
+        part = self._parts[length]
+        newest_part[:] = [Part(part.stop - part.start, length)] if self._own is None else []
+        return part
 
 
 def split(length: int, speeds: Sequence[float]) -> list[int]:

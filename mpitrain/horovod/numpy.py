@@ -18,12 +18,13 @@ import torch
 from mpitrain.errors import HorovodInternalError
 from mpitrain.horovod import basics, process_sets
 from mpitrain.horovod.basics import *  # noqa: F403
+from mpitrain.horovod.named_call import Operator
 from mpitrain.horovod.names import part_or_refusal
 from mpitrain.horovod.process_sets import *  # noqa: F403
-from mpitrain.horovod.process_sets import global_process_set, refused_by_all
+from mpitrain.horovod.process_sets import ProcessSet, global_process_set, refused_by_all
 from mpitrain.horovod.torch import asynchronous
 from mpitrain.horovod.torch.asynchronous import Adasum, Average, Max, Min, Product, Sum, poll
-from mpitrain.horovod.torch.calls import Handle
+from mpitrain.horovod.torch.calls import Handle, operator_of
 from mpitrain.horovod.torch.objects import allgather_object, broadcast_object
 
 __all__ = [
@@ -118,6 +119,22 @@ def _arrays(result: Any) -> Any:
     return result.numpy()
 
 
+def _check_fits(given: Any, op: Operator, process_set: ProcessSet) -> None:
+    """Raise ValueError if sums of these integers might not fit into 64 bits: they would wrap around without an error.
+
+    Arrays are not looked at. As everywhere, their sums wrap around.
+    """
+    if op not in (Operator.Average, Operator.Sum):
+        return
+    size = process_set.size() or 1
+    for number in given if isinstance(given, list | tuple) else [given]:
+        if isinstance(number, int | numpy.int64) and abs(int(number)) > numpy.iinfo(numpy.int64).max // size:
+            raise ValueError(
+                f"the sum of the integer {number} over {size} ranks may not fit into int64; give a float, or add "
+                "Python's integers, which have no limit: sum(hvd.allgather_object(n))"
+            )
+
+
 def _begins(call: Callable[..., Handle]) -> Callable[..., Handle]:
     """The call on arrays that begins as this one on tensors."""
     in_place = call.__name__.endswith("_")
@@ -128,6 +145,9 @@ def _begins(call: Callable[..., Handle]) -> Callable[..., Handle]:
     def begin(arrays: Any, *arguments: Any, **options: Any) -> Handle:
         given = dict(zip(parameters, arguments, strict=False)) | options
         with refused_by_all(kind, given.get("name"), given.get("process_set", global_process_set)):
+            if kind.endswith("allreduce"):
+                whole = given.get("op"), given.get("average")
+                _check_fits(arrays, operator_of(*whole), given.get("process_set", global_process_set))
             tensors = _tensors(arrays, in_place)
         return call(tensors, *arguments, **options)
 

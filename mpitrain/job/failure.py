@@ -19,13 +19,14 @@ from types import TracebackType
 from typing import NoReturn
 
 from mpitrain.early import abort, exit_code_of, words_of_exit
-from mpitrain.errors import MpitrainError, is_of_another_rank, text_of
+from mpitrain.errors import MpitrainError, NonFiniteError, is_of_another_rank, text_of
 from mpitrain.launch.shared_files import remove_mine
 from mpitrain.shown import shown_report
 from mpitrain.user_code import is_of_user
 from mpitrain.waiting.notes import FAILED
 from mpitrain.watching.activity import own_activity
 from mpitrain.watching.rank_record import INTERRUPTED
+from mpitrain.world.shard import newest_part, part_of
 from mpitrain.world.world import World
 
 # Ranks that fail for the same reason fail at about the same time. The first one waits this long, so that it hears of
@@ -36,6 +37,8 @@ _READING_SECONDS = 0.1
 # A rank that was not the first waits this long to be ended, then ends by itself.
 _LAST_RESORT_SECONDS = 10.0
 _MOST_LINE = 2000  # characters
+# What code raises that has too few samples.
+_MAY_BE_OF_PART = RuntimeError, ValueError, TypeError, LookupError, ArithmeticError, AssertionError
 
 
 # `mpitrain run` looks for these two lines to repeat the first failure as a job's last words.
@@ -78,6 +81,28 @@ def end_job(world: World, error: BaseException, ending: threading.Lock) -> NoRet
             abort(MPI.COMM_WORLD, 130 if isinstance(error, KeyboardInterrupt) else code)
     finally:  # MPI's launcher ends the others when it sees this code
         os._exit(1)
+
+
+def remark_on_part(error: BaseException, world: World) -> str:
+    """Say that the error may be due to a part of one sample, where the whole batch has more; "" where it cannot be."""
+    kinds = (NonFiniteError,) if isinstance(error, MpitrainError) else _MAY_BE_OF_PART
+    if not newest_part or not isinstance(error, kinds):
+        return ""
+    count, total = newest_part[0]
+    if isinstance(error, NonFiniteError):  # all ranks raise it; the rank to blame is not always this one
+        parts = [part_of(total, rank, world.size) for rank in range(world.size)]
+        short = [world.name(rank) for rank, part in enumerate(parts) if part.stop - part.start == 1 < total]
+        if error.gradient_of is not None:
+            short = [name for name in short if name == error.gradient_of[0]]
+    else:
+        short = [world.name()] if count <= 1 < total else []
+    if not short:
+        return ""
+    return (
+        f"{', '.join(short)}: {'each' if len(short) > 1 else 'it'} computed with 1 sample of a batch of {total}, and "
+        "one process computes with all. Code such as squeeze(), std(0) or batch_norm() fails with 1 sample, or "
+        "gives NaN. If so, use a batch_size of at least 2 samples a rank, drop_last=True, or fewer ranks"
+    )
 
 
 def say_interrupts_in_a_line() -> None:

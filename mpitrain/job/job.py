@@ -29,11 +29,11 @@ from mpitrain.context import JobContext
 from mpitrain.cuda.failures import lost_gpu
 from mpitrain.early import before_threads_end, exit_code_of, last_exit, uncaught
 from mpitrain.errors import LostRankError
-from mpitrain.job.failure import end_job
+from mpitrain.job.failure import end_job, remark_on_part
 from mpitrain.job.recovery import LostRanks, Recovery
 from mpitrain.launch.kept import DIES, STAYS, KeeperLine
 from mpitrain.reducer.checks import check_final
-from mpitrain.reducer.unexchanged import tell_of_unexchanged
+from mpitrain.reducer.unexchanged import tell_of_buffers, tell_of_unexchanged
 from mpitrain.role import Role
 from mpitrain.waiting.notes import FAILED, FINISHED
 from mpitrain.watching.activity import Activity, own_activity
@@ -91,6 +91,7 @@ def farewell(world: World, recovery: Recovery | None = None, left: SystemExit | 
     if own.cause == 0 and not any(note.cause for note in notes.read.values()):
         check_final(world, final)  # a rank that has left with a code has told that it made fewer steps
     tell_of_unexchanged(world, final)
+    tell_of_buffers(world, final)
 
 
 def _outlast(world: World) -> None:
@@ -217,6 +218,8 @@ class Job:
                     f"mpitrain: {self.world.control.name()}: {lost}. A restart would use the same GPU: run `mpitrain "
                     f"doctor` on {self.world.host}, and leave the GPU out of --hosts until it is repaired"
                 )
+            if remark := remark_on_part(error, self.world):
+                error.add_note(f"mpitrain: {remark}")
         end_job(self.world, error, self._ending)
 
     def _uncaught(self, kind: type[BaseException], error: BaseException | None, trace: TracebackType | None) -> None:

@@ -12,7 +12,7 @@ from mpitrain.allreduce.algorithm import FLOATS
 from mpitrain.arrays import Array, is_device_array, namespace
 from mpitrain.errors import ConfigError, GradientError, MismatchError, everywhere
 from mpitrain.reducer.bucket import Parameter
-from mpitrain.reducer.unexchanged import NUMBER_IN_FINAL
+from mpitrain.reducer.unexchanged import BUFFERS_IN_FINAL, NUMBER_IN_FINAL
 from mpitrain.waiting.notes import as_text
 from mpitrain.world.world import World
 
@@ -132,7 +132,9 @@ def check_final(world: World, final: Mapping[int, Mapping[int, tuple[float, ...]
             of the job that are not in this world, such as servers, do not count.
     """
     members = world.control.members
-    for number in sorted({number for values in final.values() for number in values} - {NUMBER_IN_FINAL}):
+    for number in sorted(
+        {number for values in final.values() for number in values} - {NUMBER_IN_FINAL, BUFFERS_IN_FINAL}
+    ):
         given = [rank for rank in final if rank in members and final[rank].get(number)]
         for rank in given[1:]:
             name, other = (world.name(members.index(one)) for one in (rank, given[0]))

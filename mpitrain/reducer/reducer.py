@@ -27,12 +27,12 @@ from mpitrain.reducer.means import Means, Stopwatch, gather_remarks
 from mpitrain.reducer.summands import Summands
 from mpitrain.reducer.sums import Doing, Sums
 from mpitrain.reducer.vote import MISSING, begin_vote, beyond_range, objection
-from mpitrain.waiting.agreement import Agreement, signature
+from mpitrain.waiting.agreement import STEP, Agreement, signature
 from mpitrain.world.world import StepWatch, World
 
 # What the ranks compare, and an error names.
-_STEP, _OUTER_STEP = "step", "outer step after a step of the optimizer"
-_SAID_STEP = "step with a weight of the program's own"
+_STEP, _OUTER_STEP = STEP, "outer step after a step of the optimizer"
+_SAID_STEP = f"{STEP} with a weight of the program's own"
 
 
 class GradientReducer:

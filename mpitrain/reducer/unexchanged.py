@@ -8,7 +8,7 @@ A line tells of it. It is no error, because ranks may mean to train models of th
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from itertools import combinations
 from typing import NamedTuple
@@ -17,6 +17,8 @@ from mpitrain.world.world import World
 
 # The entry of Notes.final that has these numbers. Models have numbers from 1.
 NUMBER_IN_FINAL = 0
+# The entry of the buffers of prepared models.
+BUFFERS_IN_FINAL = 1 << 40
 # What is known of an optimizer.
 ALL_KNOWN, UNKNOWN, EXCHANGED = range(3)
 # Ranks with different processors may clip equal gradients by norms that differ in the last bit of bfloat16.
@@ -82,9 +84,48 @@ def tell_of_unexchanged(world: World, final: Mapping[int, Mapping[int, tuple[flo
                 "pytorch-ignite wraps it for gloo, nccl and mpi alone. If each rank is to have its own model, let it "
                 "begin with values of its own: torch.manual_seed(rank)"
             )
-            with suppress(OSError, ValueError):  # the program has closed its output, or nobody reads it any more
-                world.print(text)
+            _print(world, text)
             return
+
+
+def say_buffers_at_end(world: World, of_model: Callable[[], Callable[[], tuple[float, float]] | None]) -> None:
+    """Have ranks compare the buffers of a model when all have finished. Every rank calls this for the same models.
+
+    `of_model` returns, while the model exists, a function that says whether forward passes have changed buffers since
+    the last exchange, and a checksum of what may have changed.
+    """
+    said = world.control.notes.final.setdefault(BUFFERS_IN_FINAL, _Buffers())
+    assert isinstance(said, _Buffers)
+    said.append(of_model)
+
+
+class _Buffers(list[Callable[[], Callable[[], tuple[float, float]] | None]]):
+    """The models of this rank, in the order of their prepare()."""
+
+    def __call__(self) -> tuple[float, ...]:
+        now = (of_model() for of_model in self)
+        return tuple(number for one in now for number in (one() if one is not None else (0.0, 0.0)))
+
+
+def tell_of_buffers(world: World, final: Mapping[int, Mapping[int, tuple[float, ...]]]) -> None:
+    """Print a line if ranks end with buffers of a prepared model that each of them has changed alone. See above."""
+    members = world.control.members
+    of_ranks = [final[rank].get(BUFFERS_IN_FINAL, ()) for rank in final if rank in members]
+    for place in range(0, max(map(len, of_ranks), default=0), 2):
+        changed = {numbers[place + 1] for numbers in of_ranks if len(numbers) > place and numbers[place]}
+        if len(changed) > 1:
+            _print(
+                world,
+                "mpitrain: the buffers of a model that prepare() was given, such as running means, differ between "
+                "ranks at the end. Forward passes in training mode came after the last backward pass, outside of a "
+                "loop over all prepared data. Call model.eval() before such passes, and go through the data to its end",
+            )
+            return
+
+
+def _print(world: World, text: str) -> None:
+    with suppress(OSError, ValueError):  # the program has closed its output, or nobody reads it any more
+        world.print(text)
 
 
 def _are_apart(same: Sequence[UnexchangedSteps]) -> bool:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from weakref import WeakMethod
 
 import numpy
 import torch
@@ -18,6 +19,7 @@ from mpitrain import collectives
 from mpitrain.adapters.torch_arrays import array_of
 from mpitrain.adapters.torch_buffers import ModuleBuffers, Values
 from mpitrain.arrays import Array
+from mpitrain.reducer.unexchanged import say_buffers_at_end
 from mpitrain.torch.drawn import Share
 from mpitrain.world.world import World
 
@@ -73,6 +75,19 @@ class BufferMeans(LoopBuffers):
         self._world = world
         self._moving = self._buffers.moved(self._buffers.floats)
         self._begun: collectives.Handle[Array] | None = None
+        if world.size > 1:
+            say_buffers_at_end(world, WeakMethod(self._at_end))
+
+    def _at_end(self) -> tuple[float, float]:
+        """What this rank says of the buffers when all have finished; see reducer/unexchanged.py."""
+        floats, others = self._buffers.moved(self._buffers.floats), self._buffers.changed_others()
+        return float(bool(others)), float(zlib.crc32(repr(others).encode(), self._checksum(floats)))
+
+    def _checksum(self, names: Sequence[str]) -> int:
+        checksum = 0
+        for name in names:
+            checksum = zlib.crc32(array_of(self._buffers.tensor(name)).tobytes(), zlib.crc32(name.encode(), checksum))
+        return checksum
 
     def send(self) -> None:
         """See LoopBuffers: the buffers that are known to change."""
@@ -99,10 +114,7 @@ class BufferMeans(LoopBuffers):
         """See LoopBuffers."""
         floats = self._buffers.moved(self._buffers.floats)
         others = self._buffers.changed_others() if share.count else ()
-        checksum = 0
-        for name in floats:
-            checksum = zlib.crc32(array_of(self._buffers.tensor(name)).tobytes(), zlib.crc32(name.encode(), checksum))
-        of_all = self._world.allgather((checksum, others, floats, share.count))
+        of_all = self._world.allgather((self._checksum(floats), others, floats, share.count))
         if any(one[:2] != of_all[0][:2] for one in of_all):
             self.begin(share)
             self.send()

@@ -24,6 +24,7 @@ from mpitrain.torch.norm_layers import SingleSamples, counts_of_others, tell_of_
 from mpitrain.torch.observed import samples_come_divided, saw
 from mpitrain.torch.part_loader import Delivery, PartLoader, refuse_distributed
 from mpitrain.torch.uncompiled import uncompiled
+from mpitrain.world.shard import Part, newest_part
 from mpitrain.world.world import World
 
 
@@ -123,6 +124,7 @@ class ShardedData:
                 continue from different positions.
             CheckpointError: after `load_state_dict`, the batches that were used have other samples than then.
         """
+        self._world.agree("begin a loop over the prepared data")
         first = self._begin_epoch()
         begin, is_first = self.turn - first, not first
         counts = counts_of_others() if self.at_end else {}
@@ -137,11 +139,13 @@ class ShardedData:
             self.seen = self.seen[0] + delivery.share.count, self.seen[1] + delivery.share.total
             self.weight.take(batch, delivery.share)
             self._singles.take(number, delivery.share)
+            newest_part[:] = [] if self.virtual else [Part(delivery.share.count, delivery.share.total)]
             saw(batch, delivery.share.count)
             try:
                 yield batch
             finally:  # also where an error ends the loop
                 self._singles.end()
+        newest_part.clear()
         for told in list(self.at_end):
             call_weakly(told, "")
         if self.at_end:

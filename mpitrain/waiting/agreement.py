@@ -34,6 +34,8 @@ RECORD = numpy.dtype(
 )
 
 
+# The agreement with which a training step begins its exchange; other words may follow.
+STEP = "step"
 _LONGEST = 4000  # characters of an error that one rank tells the others
 
 
@@ -180,6 +182,11 @@ def mismatch(
         if lines[0] != texts[0][0]:
             line, expected = lines[0], texts[0][0]
             hint = f"do all ranks make the same calls in the same order?{both}"
+            if any(operation.partition(" ")[0] == STEP for operation in (line, expected)):
+                hint = (
+                    f"do all ranks make the same steps, with a backward pass for each?{both} Decide break, continue "
+                    "and what is left out by a value that is equal on all ranks, such as world.mean(loss)"
+                )
         elif lines != texts[0]:
             line, expected = _first_difference(lines[1:], texts[0][1:])
             hint = f"they must be equal in: {lines[0]}{both}"

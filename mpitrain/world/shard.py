@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from mpitrain.errors import DataError, everywhere
 from mpitrain.tree import Tree, leaves, num_samples, rebuild
@@ -22,6 +22,17 @@ def part_of(length: int, rank: int, size: int) -> slice:
 def part_in(world: World, length: int) -> slice:
     """This rank's part of a batch; with `mpitrain plan`, the part that it would have among more ranks."""
     return part_of(length, world.rank, world.size * (world.watch.divisor if world.watch else 1))
+
+
+class Part(NamedTuple):
+    """This rank's part of a batch: `own` of `total` samples. If it is 0, one sample is there that does not count."""
+
+    own: int
+    total: int
+
+
+# One: of the batch that this process took last, while its loop has not come to the end. An error may be due to it.
+newest_part: list[Part] = []
 
 
 def shards(world: World, batches: Iterable[Tree], start: int) -> Iterator[Tree]:
@@ -47,11 +58,13 @@ def shards(world: World, batches: Iterable[Tree], start: int) -> Iterator[Tree]:
         if index < start:
             continue
         own = part_in(world, length)
+        newest_part[:] = [Part(own.stop - own.start, length)]
         values = (leaf[own] for _, leaf in leaves(batch))
         part = rebuild(batch, values.__next__)
         if world.observer:
             world.observer.saw(part)
         yield part
+    newest_part.clear()
     if index < max(start - 1, 0):
         raise everywhere(
             DataError(f"{world.name()}: there are {index + 1} batches, and the shard starts at batch {start}")

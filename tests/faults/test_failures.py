@@ -103,6 +103,19 @@ def test_a_long_report_keeps_its_end() -> None:
     assert len(failure._line(cause)) < 3000
 
 
+def test_a_part_of_one_sample_may_be_why() -> None:
+    """The batch has more, so one process would not fail. Behind the loop, nothing is said of it."""
+    batches = "[numpy.ones((4, 3)), numpy.ones((3, 3))]"
+    loop = f"{START}\nfor x in world.shard({batches}):\n"
+    job = run(2, f"{loop}    x.squeeze()[:, 0]")
+    report = report_of(job, "IndexError: too many indices", "mpitrain: rank 1 on ")
+    assert report.rank == 1
+    assert ": it computed with 1 sample of a batch of 3, and one process computes with all. " in report.text
+    assert "use a batch_size of at least 2 samples a rank, drop_last=True, or fewer ranks" in report.text
+    job = run(2, f"{loop}    pass\nif rank: raise ValueError('bang')")
+    assert "sample" not in report_of(job, "ValueError: bang").text
+
+
 def test_the_first_of_several_failures_is_the_last_word(vendor: str) -> None:
     """The others say a line each."""
     source = START + AFTER.format(first=1) + "raise RuntimeError(f'bang {rank}\\nsecond line of {rank}')"

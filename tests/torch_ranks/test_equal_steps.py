@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -14,6 +15,7 @@ import mpitrain.torch
 from mpitrain import World
 from mpitrain.errors import GradientError, MismatchError
 from mpitrain.reducer.checks import check_final
+from mpitrain.reducer.unexchanged import tell_of_buffers
 from tests.ranks.common import error_on_all, skip_alone
 
 from .prepared import assert_equal_everywhere, loader, mlp, sgd
@@ -367,3 +369,29 @@ def test_norm_layers_in_forward_passes_without_a_backward_pass(
     torch.optim.swa_utils.update_bn(data, average)
     told = "1 norm layers (BatchNorm1d) of a model that prepare()" in capsys.readouterr().out
     assert told == (world.is_root and world.size > 1)
+
+
+@pytest.mark.parametrize("breaks", [False, True])
+def test_a_forward_pass_at_the_end_of_the_program(
+    world: World, capsys: pytest.CaptureFixture[str], breaks: bool
+) -> None:
+    """Nothing is exchanged any more, so a line tells of buffers that differ; not of those that one rank has loaded."""
+    model, _, data = with_norm()
+    for x, y in data:
+        torch.nn.functional.cross_entropy(model(x), y).backward()
+        if breaks:
+            break
+
+    def told() -> str:
+        tell_of_buffers(world, dict(enumerate(world.allgather(world.control.notes._last_values()))))
+        return capsys.readouterr().out
+
+    kept = copy.deepcopy(model.state_dict())
+    with torch.no_grad():
+        model.eval()(x)
+        if world.is_root:
+            model.train()(2 * x)
+    assert not told()
+    model.load_state_dict(kept)
+    model.train()(x[: 2 + world.rank])
+    assert ("differ between ranks at the end. Forward passes" in told()) == (world.is_root and world.size > 1)

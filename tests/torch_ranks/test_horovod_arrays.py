@@ -90,6 +90,10 @@ def test_refusals(world: World) -> None:
     ):
         with pytest.raises(TypeError, match=f"rank {world.rank} .*{text}"):
             call(given)
+    most = numpy.iinfo(numpy.int64).max // world.size
+    assert hvd.allreduce(most, op=hvd.Sum) == most * world.size
+    with pytest.raises(ValueError, match=f"rank {world.rank} .* may not fit into int64; give a float, or add Python's"):
+        hvd.grouped_allreduce([1, -most - 2], op=hvd.Sum)
     with pytest.raises(AttributeError, match="the nearest name of Horovod's interface that it has is allreduce"):
         _ = hvd.all_reduce
     assert hvd.allreduce(numpy.ones(2), op=hvd.Sum).tolist() == [world.size] * 2

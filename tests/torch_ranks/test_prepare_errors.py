@@ -12,6 +12,7 @@ import torch
 import mpitrain.torch
 from mpitrain import World
 from mpitrain.errors import ConfigError, DataError, GradientError, MismatchError, NonFiniteError
+from mpitrain.job.failure import remark_on_part
 from tests.ranks.common import error_on_all, skip_alone
 
 from .prepared import assert_equal_everywhere, batches, loop, mlp, samples, sgd
@@ -129,6 +130,27 @@ def test_norms_of_one_sample(world: World, layer: Any) -> None:
         assert len([torch.nn.BatchNorm1d(5).eval()(x) for x, _ in mpitrain.torch.shard(given)]) == 2
     # Nothing looks at the layers afterwards.
     assert not torch.nn.modules.module._global_forward_pre_hooks
+
+
+def test_nan_from_one_sample(world: World) -> None:
+    """The reason that all ranks can give is named beside the usual ones."""
+    skip_alone(world)
+    model = torch.nn.Sequential(torch.nn.Linear(5, 4), _Scaled(), torch.nn.Linear(4, 3))
+    x, y = samples(torch.float32)
+    given = [(x[: 2 * world.size - 1], y[: 2 * world.size - 1])]
+    model, optimizer, data = mpitrain.torch.prepare(model, sgd(model.parameters()), given)
+    try:
+        loop(model, optimizer, data)
+        raise AssertionError("no error")
+    except NonFiniteError as error:
+        remark = remark_on_part(error, world)
+    last = world.name(world.size - 1)
+    assert remark.startswith(f"{last}: it computed with 1 sample of a batch of {2 * world.size - 1}, "), remark
+
+
+class _Scaled(torch.nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x / ((x - x.mean(0)).square().sum(0) / (len(x) - 1)).sqrt()  # as std(0), without its warning
 
 
 def test_an_error_in_a_backward_pass(world: World) -> None:

@@ -42,7 +42,7 @@ def told(world: World, capsys: pytest.CaptureFixture[str]) -> Callable[[], str]:
 
     def end() -> str:
         own_steps._tell()
-        tell_of_unexchanged(world, dict(enumerate(world.allgather(dict(world.control.notes.final)))))
+        tell_of_unexchanged(world, dict(enumerate(world.allgather(world.control.notes._last_values()))))
         return str(world.broadcast_object(capsys.readouterr().out))
 
     return end
