@@ -75,7 +75,12 @@ ADDITIONS = {
         "FACTS = (\n",
         '    RankFact("seen_samples", int, "", 0, "Samples", KNOWN, True, "the samples that the rank has had"),\n',
     ),
-    "cli": Addition("greet.py", "cli/__init__.py", '    "begin, and run a training": {\n', '        "greet": "mpitrain.cli.greet",\n'),
+    "cli": Addition(
+        "greet.py",
+        "cli/__init__.py",
+        '    "begin, and run a training": {\n',
+        '        "greet": "mpitrain.cli.greet",\n',
+    ),
 }
 
 # What the documents need: file, behind which text, and what.

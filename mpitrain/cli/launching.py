@@ -159,8 +159,10 @@ def _without_python(words: list[str]) -> list[str]:
 
 
 # Launchers of ranks, by the words with which they begin, and how each is told the number of ranks on a host.
-_LAUNCHERS = ("torchrun", "-m torch.distributed.run", "-m torch.distributed.launch", "accelerate", "horovodrun")
-_LAUNCHERS += ("deepspeed", "mpirun", "mpiexec")
+_LAUNCHERS = (
+    *("torchrun", "-m torch.distributed.run", "-m torch.distributed.launch"),
+    *("accelerate", "horovodrun", "deepspeed", "mpirun", "mpiexec"),
+)
 _NUMBER = re.compile(r"--?(?:nproc[-_]per[-_]node|num[-_]processes|num[-_]gpus|np?)(?:=(\d+))?")
 
 

@@ -159,8 +159,10 @@ def _count(text: str) -> int:
 _LIBRARIES = ("mpitrain", "mpi4py")
 _OF_MPI = (*_LIBRARIES, "PMI_RANK", "PMIX_RANK", "OMPI_COMM_WORLD", "_MPITRAIN_")
 # Of scripts that torchrun, accelerate or Lightning may start: the launcher gives them torchrun's variables.
-_OF_TORCHRUN = ("torch.distributed", "LOCAL_RANK", "WORLD_SIZE", '"RANK"', "'RANK'", "TORCHELASTIC", "jax.distributed")
-_OF_TORCHRUN += ("accelerate", "lightning", "deepspeed", "transformers")
+_OF_TORCHRUN = (
+    *("torch.distributed", "LOCAL_RANK", "WORLD_SIZE", '"RANK"', "'RANK'", "TORCHELASTIC", "jax.distributed"),
+    *("accelerate", "lightning", "deepspeed", "transformers"),
+)
 _MOST_FILES = 300
 _INSTALLED = ("site-packages", "dist-packages")
 
