@@ -20,6 +20,8 @@ from mpitrain.units import add_foreign, add_renamed, timeout
 if TYPE_CHECKING:
     from mpitrain.launch.start import Request
 
+START_SECONDS = 60.0  # the default of --start-timeout
+
 # Options of other launchers, and what they are called here.
 _A_HOSTS = "--hosts A,B or -H A,B, with --ppn N for the ranks on each host, or -H A:2,B:1"
 _A_FILE = "--hostfile FILE, or an Ansible inventory with -i PATH"
@@ -32,7 +34,7 @@ _NNODES = ("--num-nodes", "--num_nodes", "--nnodes")
 
 # Options that set the number of ranks; and those that hardly a script has.
 _RANKS = ("-n", "-np", "--ppn", "--hosts", "-H", "--hostfile")
-_OURS_ALONE = ("--max-restarts", "--nnodes", "--recover", "--log-dir", "--detach")
+_OURS_ALONE = ("--max-restarts", "--nnodes", "--recover", "--detach")
 
 
 def add_launch_arguments(parser: argparse.ArgumentParser, *, takes_nnodes: bool = False) -> None:
@@ -60,6 +62,7 @@ def add_launch_arguments(parser: argparse.ArgumentParser, *, takes_nnodes: bool 
     parser.add_argument(
         "--start-timeout",
         type=timeout,
+        default=START_SECONDS,
         metavar="T",
         help="limit of a start over hosts (60s; 0: none)",
     )
@@ -98,7 +101,7 @@ def request_of(arguments: argparse.Namespace, program: Sequence[str], script: st
         hosts=arguments.hosts,
         ranks_per_host=arguments.ppn,
         inventory=arguments.inventory,
-        start_seconds=60.0 if arguments.start_timeout is None else arguments.start_timeout,
+        start_seconds=arguments.start_timeout,
         env_file=arguments.env_file,
         mpiexec=arguments.mpiexec,
     )

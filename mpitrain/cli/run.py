@@ -14,7 +14,13 @@ from importlib.metadata import PackageNotFoundError, requires
 from pathlib import Path
 from typing import Literal
 
-from mpitrain.cli.launching import add_launch_arguments, add_script_arguments, positive, request_of_script
+from mpitrain.cli.launching import (
+    START_SECONDS,
+    add_launch_arguments,
+    add_script_arguments,
+    positive,
+    request_of_script,
+)
 from mpitrain.errors import ConfigError
 from mpitrain.reading import shown, whole
 from mpitrain.units import add_renamed
@@ -112,7 +118,7 @@ def run(arguments: argparse.Namespace) -> int:
     kind = aware_of(Path(request.script))
     if kind == "torchrun":
         # Its ranks may end at any time, and have no init() that says whether they are late.
-        seconds = arguments.start_timeout or 0.0
+        seconds = 0.0 if request.start_seconds == START_SECONDS else request.start_seconds
         request = replace(request, start_seconds=seconds, limits=replace(request.limits, counts_steps=False))
     if request.num_ranks != 1 and not arguments.show and not kind:
         print(

@@ -57,6 +57,7 @@ from mpitrain.watching.sockets import accepted, listen, of_this_user, peer
 
 _MESSAGE_BYTES, _MOST_DESCRIPTORS = 1024, 8
 _STAMPS_SECONDS = 1.0
+_MOST_LETTERS = 150  # of a reason in a message, of which each may take six bytes
 _STUB_SECONDS = 1.0  # a stub sends at once what it has
 _NUM_LIMITS = 16  # RLIM_NLIMITS of Linux
 _PR_SET_PDEATHSIG, _PR_SET_NAME, _PR_GET_NAME = 1, 15, 16
@@ -141,13 +142,15 @@ def serve() -> None:
         imports = json.load(file)
     environment = dict(os.environ)
     if problem := _warm_up(imports):
-        line.sendall(json.dumps({"unfit": problem}).encode()[:_MESSAGE_BYTES])
+        line.sendall(json.dumps({"unfit": problem[:_MOST_LETTERS]}).encode())
         os._exit(0)
     own_name = _name()
     listener = listen(name)
     _set_name(WARM_NAME.encode())
     line.sendall(b'{"ready": 1}')
-    _fork_ranks(line, listener, environment, own_name)
+    # What imports have set: the import does not run again in a fork.
+    of_imports = {name: value for name, value in os.environ.items() if environment.get(name) != value}
+    _fork_ranks(line, listener, environment, of_imports, own_name)
 
 
 def _warm_up(imports: Mapping[str, Any]) -> str:
@@ -250,8 +253,16 @@ class _ForkedRank:
     stub: socket.socket
 
 
-def _fork_ranks(line: socket.socket, listener: socket.socket, environment: Mapping[str, str], own_name: bytes) -> None:
+def _fork_ranks(
+    line: socket.socket,
+    listener: socket.socket,
+    environment: Mapping[str, str],
+    of_imports: Mapping[str, str],
+    own_name: bytes,
+) -> None:
     """Fork a rank for each stub, pass signals on to it, and tell the stub how it ends. Returns in a rank.
+
+    Its environment is that of its stub, with what is `of_imports`.
 
     An interpreter that a rank does not fit takes no more stubs, and ends with its last rank.
     """
@@ -293,17 +304,21 @@ def _fork_ranks(line: socket.socket, listener: socket.socket, environment: Mappi
                     os.close(process)
                 os.close(given[0])
                 _become(stub, rank_at, given[1:], own, own_name)
+                os.environ.update(of_imports)
                 return
             opened = None if pid is None else open_process(pid)
             if pid is not None and opened is not None:
                 ranks[opened] = _ForkedRank(pid, stub)
             else:
+                if pid is not None:  # it cannot be watched, so a process of its own becomes the rank
+                    os.kill(pid, signal.SIGKILL)
+                    os.waitpid(pid, 0)
                 answer(stub, b"program")
                 stub.close()
             if why and not is_stale:
                 is_stale = True
                 listener.close()
-                line.sendall(json.dumps({"refused": why}).encode()[:_MESSAGE_BYTES])
+                line.sendall(json.dumps({"refused": why[:_MOST_LETTERS]}).encode())
             for number in given:
                 os.close(number)
     os._exit(0)

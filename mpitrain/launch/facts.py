@@ -73,23 +73,27 @@ def collect(wish: dict[str, Any], probe: str) -> dict[str, Any]:
     return facts
 
 
-def hold_ports(first: int) -> tuple[list[socket.socket], list[int]]:
-    """Return sockets that hold ports for the job's first rank, and the ports. `first` is the first one; 0: any.
+def hold_ports(wanted: int) -> tuple[list[socket.socket], list[int]]:
+    """Return sockets that hold ports for the job's first rank, and the ports; then `wanted`, if that is taken here.
 
     Until the sockets are closed, the system gives these ports to nobody who asks for any port. A rank can listen there
-    all the same: both set SO_REUSEADDR, and nobody listens here (socket(7)). A port 0 stands for one that is taken.
+    all the same: both set SO_REUSEADDR, and nobody listens here (socket(7)). `wanted` is not held; 0: none is.
     """
     held, ports = [], []
-    for wanted in (first, *[0] * (_NUM_PORTS - 1)):
+    for port in (*[0] * _NUM_PORTS, *([wanted] if wanted else [])):
         one = socket.socket()
         try:
             one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            one.bind(("", wanted))
-            held.append(one)
-            ports.append(one.getsockname()[1])
+            one.bind(("", port))
         except OSError:
             one.close()
-            ports.append(0)
+            ports.append(port)
+            continue
+        if port:
+            one.close()
+        else:
+            held.append(one)
+            ports.append(one.getsockname()[1])
     return held, ports
 
 

@@ -62,9 +62,12 @@ class Holder:
         """What is readable when there is news."""
         return [self._line, *([] if self._output < 0 else [self._output])] if self._line is not None else []
 
-    def start(self, program: list[str], hook: str) -> None:
-        """Keep an interpreter for `program` from now on, which `hook` on PYTHONPATH makes a warm one."""
-        self._wanted = {"program": program, "hook": hook}
+    def start(self, program: list[str], hook: str, folder: str) -> None:
+        """Keep an interpreter for `program` from now on, which `hook` on PYTHONPATH makes a warm one.
+
+        `folder` is that in which ranks begin.
+        """
+        self._wanted = {"program": program, "hook": hook, "folder": folder}
 
     def look(self, ready: list[Any]) -> None:
         """Take in the news of these files, and start the interpreter if it is missing."""
@@ -99,16 +102,16 @@ class Holder:
                 for number in os.listdir(f"/proc/{entry}/fd"):  # noqa: PTH208
                     path = f"/proc/{entry}/fd/{number}"
                     if os.readlink(path).startswith(f"/memfd:{IMPORTS} "):  # noqa: PTH115
-                        folder, listed = os.readlink(f"/proc/{entry}/cwd"), os.open(path, os.O_RDONLY)  # noqa: PTH115
+                        listed = os.open(path, os.O_RDONLY)
                         try:
-                            self._start(folder, variables, listed)
+                            self._start(variables, listed)
                         except (OSError, subprocess.SubprocessError) as error:
                             self._give_up(f"ranks start cold: no warm interpreter can be started: {error}")
                         finally:
                             os.close(listed)
                         return
 
-    def _start(self, folder: str, variables: list[bytes], listed: int) -> None:
+    def _start(self, variables: list[bytes], listed: int) -> None:
         wanted, self._wanted = self._wanted or {}, None
         environment = dict(variable.split(b"=", 1) for variable in variables if b"=" in variable)
         # It must not take itself for a rank, nor be taken for one.
@@ -128,7 +131,7 @@ class Holder:
             self._process = subprocess.Popen(
                 wanted["program"],
                 env=environment,
-                cwd=folder,
+                cwd=wanted["folder"],
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,

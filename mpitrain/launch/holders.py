@@ -109,7 +109,7 @@ class Holders:
         with self._sending:
             for place in places:
                 if place.host in self._holders:
-                    wanted = {"program": list(self._program), "hook": str(_HOOK)}
+                    wanted = {"program": list(self._program), "hook": str(_HOOK), "folder": str(Path.cwd())}
                     self._holders[place.host].send({"start": wanted})
 
     def _widen(self, hosts: Iterable[str]) -> None:

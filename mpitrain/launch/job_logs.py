@@ -40,7 +40,7 @@ _MOST_JOBS = 20
 _MOST_DOCUMENT_BYTES = 1 << 20
 _OLD_SECONDS = 7 * 86400.0  # of a job whose launcher is on another machine
 _MOST_WAITING_BYTES = 1 << 23
-_NAP_SECONDS = 0.05
+_NAP_SECONDS = 0.2
 _CLOSE_SECONDS = 5.0
 
 
@@ -120,19 +120,21 @@ class JobLogs:
 
     def take(self, rank: int, stream: Stream, piece: OutputPiece) -> None:
         """Take in a piece of what a rank has printed. What is drawn again and again, as a progress bar, is left out."""
-        if self._writer is None or rank == MPIEXEC or piece.end == b"\r":
+        writer = self._writer
+        if writer is None or rank == MPIEXEC or piece.end == b"\r":
             return
         begun = self._unfinished.pop(rank, stream)
         text = self._headers.pop(rank, b"") + (b"\n" if begun != stream else b"") + piece.text + piece.end
         if not piece.end:
             self._unfinished[rank] = stream
-        self._writer.write(rank_file(rank), text)
+        writer.write(rank_file(rank), text)
 
     def show(self, text: bytes) -> None:
         """Take in what a terminal shows."""
-        if self._writer is not None and text:
+        writer = self._writer
+        if writer is not None and text:
             self._is_at_margin = text.endswith(b"\n")
-            self._writer.write(OUTPUT, text)
+            writer.write(OUTPUT, text)
 
     def end_line(self) -> None:
         """End a line that a terminal shows unfinished."""
@@ -249,8 +251,8 @@ class _Writer:
             most = _MOST_FILE_BYTES // (1 if name == OUTPUT else self._num_ranks)
             if self._is_bounded and (size := os.fstat(descriptor).st_size) and size + len(text) > most:
                 path.replace(path.with_name(f"{name}.1"))
-                os.close(descriptor)
-                descriptor = os.open(path, flags, 0o600)
+                full, descriptor = descriptor, os.open(path, flags, 0o600)
+                os.close(full)
             rest = memoryview(text if not self._is_bounded else text[-max(most, _LEAST_FILE_BYTES) :])
             while rest:
                 rest = rest[os.write(descriptor, rest) :]
@@ -278,11 +280,15 @@ def _jobs(base: Path) -> list[tuple[Path, dict[str, Any]]]:
 
 
 def _is_over(path: Path, about: Mapping[str, Any]) -> bool:
-    if about.get("ended") or not about:
+    if about.get("ended"):
         return True
-    if is_here(about):
+    if about and is_here(about):
         return launcher_pid(str(about["launcher"])) is None
-    return time.time() - path.lstat().st_mtime > _OLD_SECONDS
+    newest = 0.0  # what is appended to a file does not change the time of its folder
+    for name in (path, path / DOCUMENT, path / OUTPUT):
+        with contextlib.suppress(OSError):  # another job has just removed it
+            newest = max(newest, name.lstat().st_mtime)
+    return time.time() - newest > _OLD_SECONDS
 
 
 def is_here(about: Mapping[str, Any]) -> bool:

@@ -224,7 +224,8 @@ def _guards(
         for host in addresses
     }
     wishes[placement.own]["live"] = str(socket_of(context.launcher))
-    wishes[placement.hosts[0]]["port"] = torchrun.wanted_port(os.environ)
+    if not is_idle:  # the ranks of the present attempt may have it
+        wishes[placement.hosts[0]]["port"] = torchrun.wanted_port(os.environ)
     if agent is not None:
         wishes[placement.own]["agent"] = str(agent)
     return Guards(placement.own, addresses, wishes, keepers, holders)

@@ -140,7 +140,7 @@ def start(
             placement = heritage.placement
         else:
             placement = place_ranks(request.hosts, request.inventory, request.num_ranks, request.ranks_per_host)
-        request = _with_limits(request, placement)
+        request = _with_limits(request, placement, is_resumed=heritage is not None)
         _check_servers(request, placement.num_ranks)
         num_cores = len(os.sched_getaffinity(0))
         if placement.is_here:  # otherwise each host reports its cores
@@ -215,10 +215,18 @@ def _supervise(
             when_started(job_id)
         supervisor.look()
 
-    num_attempts = 0 if heritage is None else len(heritage.estate["tries"])
+    first_host = job.placement.first(request.limits.max_nodes).hosts[0]
+
+    def attempt(where: Placement, context: JobContext) -> JobSpec:
+        """Return the job of the next attempt. A script for torchrun is told how many there were before."""
+        if torchrun.MASTER_ADDR in os.environ and where.hosts[0] != first_host:
+            del os.environ[torchrun.MASTER_ADDR]
+            say(f"rank 0 is on {where.hosts[0]} now: the MASTER_ADDR that was set here is left out")
+        number = len(keepers.estate.get("tries", ())) if keepers is not None else 0
+        counts = {torchrun.RESTART_COUNT: str(number), torchrun.MAX_RESTARTS: str(request.limits.most_restarts)}
+        return replace(job, placement=where, context=context, variables=counts)
 
     def run(where: Placement, pause: Pause | None) -> Ended:
-        nonlocal num_attempts
         context = replace(job.context, keeper=keepers.name if keepers else "", orders=orders.replay())
         if pause is not None:
             at = time.time() - (time.monotonic() - pause.since)
@@ -226,10 +234,7 @@ def _supervise(
             context = replace(
                 context, failed_ms=int(1000 * at), failed_step=step, failure=pause.cause, saves=int(pause.only_saves)
             )
-        restarts = str(request.limits.most_restarts)
-        counts = {torchrun.RESTART_COUNT: str(num_attempts), torchrun.MAX_RESTARTS: restarts}
-        num_attempts += 1
-        this_try = replace(job, placement=where, context=context, variables=counts)
+        this_try = attempt(where, context)
         if where.is_here:
             tries.forget()
             ended = attempts.run_here(this_try, from_file, keepers, holders, live, orders, look)
@@ -249,7 +254,7 @@ def _supervise(
             return None
         replayed = orders.replay()  # some may be for a later step, if the present try has begun at an earlier one
         context = replace(job.context, keeper=keepers.name, follows=keepers.of, failure=cause, orders=replayed)
-        this_try = replace(job, placement=where, context=context)
+        this_try = attempt(where, context)
         return Successor(partial(make, this_try=this_try), keepers, holders, tries.after)
 
     def widen(placement: Placement, hosts: str) -> Placement:
@@ -313,18 +318,19 @@ def _signals_end_in_order() -> Iterator[None]:
             signal.signal(number, old)
 
 
-def _with_limits(request: Request, placement: Placement) -> Request:
+def _with_limits(request: Request, placement: Placement, *, is_resumed: bool) -> Request:
     """Return the request with the limits that follow from its hosts.
 
     If as many hosts are named as the job shall have, there are no others to choose from. Where the user has not said
     how often the job may restart, it does not in three cases: one rank has no other that would have to be started
-    again; a batch system starts its jobs again itself; and servers and workers cannot.
+    again; a batch system starts its jobs again itself; and servers and workers cannot. A job that is resumed has what
+    its keepers have kept.
     """
     limits = request.limits
     if limits.min_nodes == limits.max_nodes == len(placement.places):
         limits = replace(limits, max_nodes=None)
     stays_down = placement.num_ranks == 1 or request.servers or any(mark in os.environ for mark in MARKS)
-    if limits.restarts is None and limits.max_nodes is None and stays_down:
+    if limits.restarts is None and limits.max_nodes is None and stays_down and not is_resumed:
         limits = replace(limits, restarts=0)
     return replace(request, limits=limits)
 

@@ -53,11 +53,19 @@ def lend(name: str, program: "tuple[str, ...]") -> "_socket.socket | None":
     return line
 
 
+def pass_on(line: "_socket.socket", number: int) -> None:
+    """Have the rank get this signal too."""
+    try:  # noqa: SIM105 (nothing is imported here)
+        line.send(b"%d" % number)
+    except OSError:  # it has just ended, and its code waits here to be read
+        pass
+
+
 def stand_in(line: "_socket.socket") -> None:
     """Wait for the end of the rank, and end in the same way. Never returns."""
     for number in _PASSED_ON:
         if _signal.getsignal(number) != _signal.SIG_IGN:
-            _signal.signal(number, lambda number, _: line.send(b"%d" % number))
+            _signal.signal(number, lambda number, _: pass_on(line, number))
     try:
         code = int(line.recv(64) or -_signal.SIGKILL)  # ranks end with their holder
     except OSError:

@@ -39,22 +39,24 @@ def of_job(job: JobSpec, facts: Mapping[str, Mapping[str, Any]], environ: Mappin
         environ: the user's environment. MASTER_ADDR and MASTER_PORT stay as they are there.
 
     Raises:
-        LaunchError: MASTER_PORT is taken on the host of rank 0, or no port is free there.
+        LaunchError: MASTER_PORT is taken on the host of rank 0.
     """
     placement = job.placement
     first = placement.hosts[0]
     address = environ.get(MASTER_ADDR) or ("127.0.0.1" if placement.is_here else placement.addresses[first])
-    port, of_jax = facts[first]["ports"]
-    if not port:
-        wanted = wanted_port(environ)
-        what = f"the port {wanted} (MASTER_PORT) is taken" if wanted else "no port is free"
-        remedy = "Choose another one, or leave MASTER_PORT out: mpitrain finds a free one" if wanted else ""
-        raise LaunchError(f"the job was not started: on {first}, {what}. {remedy}".rstrip(". ") + ".")
+    port, of_jax, *taken = facts[first]["ports"]
+    wanted = wanted_port(environ)
+    # Later, the ranks of the attempt before may still have it.
+    if wanted in taken and job.variables.get(RESTART_COUNT, "0") == "0":
+        raise LaunchError(
+            f"the job was not started: on {first}, the port {wanted} (MASTER_PORT) is taken. Choose another one, or "
+            "leave MASTER_PORT out: mpitrain finds a free one."
+        )
     size = str(placement.num_ranks)
     bracketed = f"[{address}]" if ":" in address else address
     variables = {
         MASTER_ADDR: address,
-        MASTER_PORT: str(port),
+        MASTER_PORT: str(wanted or port),
         "WORLD_SIZE": size,
         "GROUP_RANK": "0",
         "GROUP_WORLD_SIZE": str(len(placement.places)),

@@ -95,10 +95,10 @@ def test_a_command_that_is_added(
 def test_an_unknown_command_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
         main(["rnu", "-n", "2"])
-    assert "there is no command 'rnu'; did you mean run?; known: run, " in capsys.readouterr().err
+    assert "there is no command 'rnu'; did you mean run?; known: new, run, " in capsys.readouterr().err
     with pytest.raises(SystemExit, match="2"):
         main(["xyzzy"])
-    assert "there is no command 'xyzzy'; known: run, " in capsys.readouterr().err
+    assert "there is no command 'xyzzy'; known: new, run, " in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("words", [[], ["--version"], ["run", "--help"], ["check-cluster", "--explain", "all"]])

@@ -72,8 +72,8 @@ mt.Trainer(build, [mt.StopAtStep(1_000_000), Gate(), record]).run()
 def run_script(tmp_path: Path, how: str, during: Any) -> Job:
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)
-    line = [sys.executable, "-m", "mpitrain", "run", "-n", str(RANKS), "--hosts", "localhost", str(script), how]
-    return run_command([*line, str(tmp_path / "elsewhere/run")], timeout=200, during=during)
+    line = [sys.executable, "-m", "mpitrain", "run", "-n", str(RANKS), "--hosts", "localhost", "--max-restarts", "0"]
+    return run_command([*line, str(script), how, str(tmp_path / "elsewhere/run")], timeout=200, during=during)
 
 
 def run_watched(tmp_path: Path, served: Dashboard, during: Callable[[str], None]) -> Job:

@@ -321,7 +321,7 @@ def test_a_server_alone_and_a_worker_that_joins(commands: Commands) -> None:
     # If the looks have taken long, the worker has lost its connection meanwhile, and comes again as another one.
     line_with(server, RANKS=r".*, 1 worker( \(\d+ gone\))?")
 
-    job = run_command([sys.executable, "-m", "mpitrain", "join", token, "--hosts", "localhost"])
+    job = run_command([sys.executable, "-m", "mpitrain", "scale", token, "+localhost"])
     assert job.code == 1, job.output
     assert "it is of `mpitrain serve`, whose workers come and go: `mpitrain work` adds one" in job.stderr
     job = run_command([sys.executable, "-m", "mpitrain", "kill", "--hosts", "localhost", token])
