@@ -37,7 +37,6 @@ OF_THE_REQUEST = {
     "keepers",
     "live_jobs",
     "placement",
-    "policy",
     "resume",
 }
 OF_THE_REQUEST |= {"served", "serving", "start", "torchrun", "variables"}
