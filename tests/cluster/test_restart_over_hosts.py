@@ -7,7 +7,7 @@ import signal
 import time
 
 import pytest
-from launching import PYTHONS, SHARE, Ended, Job, as_user, drop_kept, interpreters, write
+from launching import NODES, PYTHONS, SHARE, Ended, Job, as_user, drop_kept, interpreters, write
 from regression import REGRESSION
 
 from jobs import until
@@ -108,7 +108,7 @@ def test_a_rank_is_killed(bed: Bed, python: str) -> None:
     """
     job = Job(bed, "-n 4 --max-restarts 2 train.py 100", python=python, setting=EVERY_STEP)
     job.wait_for("made step 50 ")
-    until(lambda: all(interpreters(bed, node) for node in bed.names), "no warm interpreter is ready")
+    until(lambda: all(interpreters(bed, node) for node in NODES), "no warm interpreter is ready")
     warm = {node: interpreters(bed, node) for node in ("node1", "node3", "node4")}
     killed = bed.node_run("node2", ["bash", "-c", "kill -9 $(ps -o ppid= -p $(pgrep -u cluster -x mpitrain-warm))"])
     assert killed.returncode == 0, killed.stderr

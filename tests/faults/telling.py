@@ -131,7 +131,7 @@ class Teller:
             mine = [job for job in jobs() if job["launcher"].split()[1:2] == [str(self.launcher)]]
             records = {job["id"]: [view["record"] for view in job["ranks"]] for job in mine}
             tokens[:] = [
-                name for name, of_job in records.items() if any(r["facts"]["step"] or r["steering"] for r in of_job)
+                name for name, of_job in records.items() if any(r["facts"].get("step") or r["steering"] for r in of_job)
             ]
             return bool(tokens)
 
