@@ -79,10 +79,11 @@ def jobs() -> list[dict[str, Any]]:
             rank = "0" if context.serve.kind == "server" else None
         if rank is not None:
             number = whole(rank, 0, 1 << 31)
-            job["ranks"] += [] if number is None else [(number, since, int(entry))]
+            job["ranks"] += [] if number is None else [(number, _is_stub(entry), since, int(entry))]
     for job in by_token.values():
         ranks: dict[int, int] = {}
-        for rank, _, pid in sorted(job["ranks"]):  # a rank is older than its children
+        # A rank is older than its children, and younger than a stub for which a warm interpreter has forked it.
+        for rank, _, _, pid in sorted(job["ranks"]):
             ranks.setdefault(rank, pid)
         job["ranks"] = [to_json(_view(rank, pid)) for rank, pid in sorted(ranks.items())]
         job["served"] = {}
@@ -192,6 +193,11 @@ def _keepers() -> list[str]:
 
 def _pids(token: str) -> list[int]:
     return [pid for job in jobs() if job["id"] == token for pid in job["pids"]]
+
+
+def _is_stub(entry: str) -> bool:
+    """Whether the process stands in for a rank, which is elsewhere or about to be (stub.py)."""
+    return any(word.endswith(b"/mpitrain/launch/stub.py") for word in read(f"/proc/{entry}/cmdline").split(b"\0")[:5])
 
 
 def _is_mine(entry: str) -> bool:
