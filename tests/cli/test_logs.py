@@ -142,8 +142,8 @@ def test_a_full_disk(said: list[str], tmp_path: Path) -> None:
     logs = begun(said, folder=tmp_path / "mine")
     for number in range(3):
         line(logs, 0, f"line {number}")
-        time.sleep(0.1)
     until(lambda: said != [])
+    time.sleep(1.0)  # all of these lines have been tried
     (there / "output.log").unlink()
     line(logs, 0, "room again")
     logs.close(DONE)
@@ -243,7 +243,8 @@ def test_a_job_that_is_detached_outlives_its_terminal(tmp_path: Path, capfd: pyt
         ["setsid", "-w", *command], cwd=tmp_path, env=environment, capture_output=True, text=True,
         input="data", timeout=HANG_SECONDS, check=False,
     )  # fmt: skip
-    said = re.match(r"job (\w{8}) continues without this terminal: process (\d+) on (\S+)\n", done.stdout)
+    # What ranks print before all of them have started comes first.
+    said = re.search(r"^job (\w{8}) continues without this terminal: process (\d+) on (\S+)\n", done.stdout, re.M)
     assert done.returncode == 0 and said is not None, (done.stdout, done.stderr)
     job, pid, host = said.groups()
     assert host == socket.gethostname()
