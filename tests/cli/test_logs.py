@@ -11,7 +11,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -233,7 +233,17 @@ world.print("the end")
 """
 
 
-def test_a_job_that_is_detached_outlives_its_terminal(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+@pytest.fixture
+def end(tmp_path: Path) -> Iterator[Path]:
+    """The file that ends the detached job. It is there at the end of the test in any case."""
+    path = tmp_path / "end"
+    yield path
+    path.touch()
+
+
+def test_a_job_that_is_detached_outlives_its_terminal(
+    tmp_path: Path, end: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     """It gets no hangup, and its logs have what it prints."""
     (tmp_path / "train.py").write_text(TRAIN)
     command = [*RUN, "--detach", "-n", "2", "--log-dir", "logs", "train.py", str(tmp_path)]
@@ -253,7 +263,7 @@ def test_a_job_that_is_detached_outlives_its_terminal(tmp_path: Path, capfd: pyt
     until(lambda: len(list(tmp_path.glob("ready.*"))) == 2)
     os.kill(int(pid), signal.SIGHUP)
     time.sleep(1)
-    (tmp_path / "end").touch()
+    end.touch()
     code, out, err = printed(capfd, job, "-f")
     assert (code, err) == (0, f"mpitrain logs: job {job}: the job has ended, and has done its work\n")
     assert "[0,1] stdin has ''\n" in out and out.endswith("[0] the end\n")
