@@ -35,7 +35,12 @@ def _run(program: Sequence[str]) -> None:
     module = ModuleType("__main__")
     module.__file__ = os.fspath(program[0])
     sys.modules["__main__"] = module
-    exec(compile(Path(program[0]).read_bytes(), program[0], "exec", dont_inherit=True), vars(module))
+    try:
+        code = compile(Path(program[0]).read_bytes(), program[0], "exec", dont_inherit=True)
+    except SyntaxError:
+        sys.tracebacklimit = 0  # as Python says it, without a frame of mpitrain
+        raise
+    exec(code, vars(module))
 
 
 if __name__ == "__main__":

@@ -230,6 +230,13 @@ VIEWS = """
 """
 
 
+def test_a_script_that_is_not_python(tmp_path: Path) -> None:
+    job = plan(tmp_path, source="import mpitrain as mt\ndef f(:\n")
+    assert job.code == 1, job.output
+    assert "def f(:" in job.stderr and "SyntaxError: invalid syntax" in job.stderr
+    assert "rehearse.py" not in job.output
+
+
 def test_a_script_that_fails(tmp_path: Path) -> None:
     """The views show it as it was named, not by the words with which the plan starts it."""
     words = ["--milliseconds", "1", "--fault", "crash"]
