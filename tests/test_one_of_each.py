@@ -156,7 +156,7 @@ def run(copy: Path, *words: str, ranks: int | None = None, code: int = 0, **env:
 PYTEST = ("-m", "pytest", "-v", "-p", "no:cacheprovider")
 REGISTRY = "tests/check/test_registry.py"
 DOCUMENTS = ("tests/test_docs_quotes.py", REGISTRY)
-MATRIX = "tests/faults/cluster/test_matrix.py::test_every_check_is_proved_or_named"
+MATRIX = "tests/check/test_proved.py::test_every_check_is_proved_or_named"
 
 
 def outcomes(job: Job, outcome: str) -> set[str]:

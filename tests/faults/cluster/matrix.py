@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import subprocess
+import textwrap
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -28,6 +29,14 @@ _SCHEMA = json.loads((REPOSITORY / "docs/check-cluster.schema.json").read_text()
 OURS = "pgrep -af 'python3 -I -u -c|mpiexec|hydra|sudo -n' | grep -v pgrep; true"
 ON_THE_SHARE = "ls -d /home/cluster/nfs/.mpitrain-check-*{} 2>/dev/null; true"
 
+PAGE = REPOSITORY / "docs/dev/fault-coverage.md"
+_WHAT_IT_SHOWS = (
+    "Each row is a real fault that was made on a test bed of four nodes, and what `mpitrain check-cluster` said: these "
+    "findings and no others; checks that could not be judged because of them are blocked. Where a tag is named, the "
+    "line of the finding, `ansible-playbook cluster/setup.yml --tags TAG --limit ...`, was run as it stands, and the "
+    "check passed again; the same holds where the line of the finding is named. `scripts/test --nightly` makes all of "
+    "these faults in one run, checks the healthy cluster five times, without a finding, and writes this page anew."
+)
 
 # Checks that no fault of the matrix proves, each with the reason. Unit tests with made-up answers cover their judges.
 UNPROVED = {
@@ -142,16 +151,11 @@ def findings(document: Mapping[str, Any], about: Collection[str] = ()) -> dict[s
 
 
 def table(faults: Mapping[str, Fault]) -> str:
-    """docs/dev/fault-coverage.md."""
+    """The text of PAGE."""
     lines = [
         "# The fault matrix",
         "",
-        "Each row is a real fault that was made on a test bed of four nodes, and what `mpitrain check-cluster` said:",
-        "these findings and no others; checks that could not be judged because of them are blocked. Where a tag is",
-        "named, the line of the finding, `ansible-playbook cluster/setup.yml --tags TAG --limit ...`, was run as it",
-        "stands, and the check passed again; the same holds where the line of the finding is named.",
-        "`scripts/test --nightly` makes all of these faults in one run, checks the healthy cluster five times, without",
-        "a finding, and writes this page anew.",
+        textwrap.fill(_WHAT_IT_SHOWS, 119),
         "",
         "| fault | level | finding | repaired by |",
         "| --- | --- | --- | --- |",
