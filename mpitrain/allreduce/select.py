@@ -94,7 +94,7 @@ def _compression(world: World) -> str:
         return f"compression {name}: none, as all ranks are on one node"
     chosen = compression(world.profile, world.num_nodes, num_lanes(world)) if name == "auto" else name
     said = f"compression {name}: {chosen}" if name == "auto" else f"compression {name}"
-    # Not by all strategies: those of rounds, and loops of PyTorch, take what is said before.
+    # Not by all strategies: local updates, and loops of PyTorch, take what is said before.
     later = (
         "; mt.Sync and mt.AutoSync choose while they train, see docs/how-to/low-communication.md"
         if name == "auto"
