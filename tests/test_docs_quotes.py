@@ -175,6 +175,13 @@ def test_every_option_says_what_it_is(command: str) -> None:
             assert action.help or not action.option_strings, f"mpitrain {command} {action.option_strings} has no help"
 
 
+def test_benchmark_results_are_those_of_the_log() -> None:
+    log = "\n".join(path.read_text() for path in (REPOSITORY / "benchmarks/log").glob("*.md")).replace("**", "")
+    rows = re.findall(r"^\|.*\|$", TEXTS["docs/reference/benchmarks.md"], re.M)
+    assert len(rows) > 30
+    assert [row for row in rows if f"\n{row}\n" not in log] == []
+
+
 def status() -> dict[str, str]:
     """The rows of the table of what is there: part and state."""
     table = TEXTS["docs/reference/status.md"]
