@@ -72,6 +72,14 @@ def test_a_page_uses_the_standard_terms(page: Path) -> None:
     assert banned(prose(page.read_text())) == []
 
 
+def test_the_pages_are_short() -> None:
+    folders = ("tutorials", "how-to", "reference", "explanation")
+    pages = [page for folder in folders for page in (REPOSITORY / "docs" / folder).glob("*.md")]
+    assert len(pages) <= 26
+    assert sum(len(page.read_text().splitlines()) for page in pages) <= 6500
+    assert len((REPOSITORY / "README.md").read_text().splitlines()) <= 120
+
+
 def test_what_is_banned_is_found() -> None:
     text = "The job\ngoes on. `goes on`\n```\nit goes on\n```\n[x](goes-on.md) A line says so.\n"
     assert [line.partition(";")[0] for line in banned(prose(text))] == ["2: 'goes on'", "6: 'says so'"]
