@@ -188,6 +188,12 @@ def status() -> dict[str, str]:
     return dict(re.findall(r"^\| (.+?) \| (.+?) \|$", table, re.M)[1:])
 
 
+def test_status_counts_the_checks_that_a_fault_has_proved() -> None:
+    checks = len(re.findall(r"^\| [A-Z]{3}\d\d", TEXTS["docs/reference/checks.md"], re.M))
+    unproved = len(re.findall(r"^- [A-Z]{3}\d\d: ", TEXTS["docs/dev/fault-coverage.md"], re.M))
+    assert f"{checks - unproved} of {checks} checks" in status()["`mpitrain doctor`, `mpitrain check-cluster`"]
+
+
 def test_status_has_every_algorithm_codec_and_strategy() -> None:
     there = " ".join(part for part, state in status().items() if "not there" not in state)
     for name in [*ALGORITHMS.keys() - {"auto"}, *names(), *STRATEGIES]:

@@ -95,11 +95,7 @@ def _compression(world: World) -> str:
     chosen = compression(world.profile, world.num_nodes, num_lanes(world)) if name == "auto" else name
     said = f"compression {name}: {chosen}" if name == "auto" else f"compression {name}"
     # Not by all strategies: local updates, and loops of PyTorch, take what is said before.
-    later = (
-        "; mt.Sync and mt.AutoSync choose while they train, see docs/how-to/low-communication.md"
-        if name == "auto"
-        else ""
-    )
+    later = "; mt.Sync and mt.AutoSync choose while they train" if name == "auto" else ""
     kind = chosen.partition(":")[0]
     if kind in CODECS:
         way = "gathered" if CODECS[kind](False).gathered else "direct"
