@@ -124,6 +124,20 @@ def differences(own: str, facts: Mapping[str, HostFacts]) -> list[Refusal]:
     return refusals
 
 
+def mixed_processors(facts: Mapping[str, HostFacts]) -> str:
+    """Return in a line which hosts have which processors, and what follows; "" if all have the same."""
+    hosts: dict[str, list[str]] = {}
+    for host, there in facts.items():
+        hosts.setdefault(there.get("environment", {}).get("machine", ""), []).append(host)
+    if len(hosts) < 2:
+        return ""
+    kinds = "; ".join(f"{machine}: {', '.join(names)}" for machine, names in hosts.items())
+    return (
+        f"the hosts have different processors ({kinds}), which round differently: the parameters of their ranks may "
+        "differ in the last bits"
+    )
+
+
 def shared_addresses(facts: Mapping[str, HostFacts]) -> list[Refusal]:
     """Return which hosts have the address of another one, so that neither can be told from the other."""
     return [
@@ -200,6 +214,9 @@ _COMPARED = {
     "packages": Condition.PACKAGES,
     "files": Condition.SCRIPT,
 }
+# Processors that may be in one job: their numbers have the same sizes and the same order of bytes, so the hosts read
+# each other's messages. MPI sends them unchanged.
+_ALIKE = frozenset({"x86_64", "aarch64"})
 # What a refusal calls those that are single values.
 _NAMES = {"python": "Python", "machine": "the processor", "mpitrain": "mpitrain's code", "mpi": "the MPI library"}
 
@@ -231,7 +248,8 @@ def unequal(
         tables = [value if isinstance(value, dict) else {"": value} for value in values]
         for name in sorted({*tables[0], *tables[1]}):
             found = EnvironmentDifference(kind, name, tables[0].get(name), tables[1].get(name))
-            if found.there != found.here:
+            are_alike = kind == "machine" and {found.there, found.here} <= _ALIKE
+            if found.there != found.here and not are_alike:
                 differences.append(found)
     return differences
 

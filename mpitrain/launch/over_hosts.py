@@ -26,6 +26,7 @@ from mpitrain.launch.conditions import (
     differences,
     faults_by_host,
     listing,
+    mixed_processors,
     perhaps_late,
     refuse,
     shared_addresses,
@@ -60,7 +61,7 @@ def show(job: JobSpec, script: str, from_file: Mapping[str, str]) -> None:
     with _guards(job.placement, script, identified(job.context, _FOLDER)) as guards:
         facts = _facts(guards, from_file)
         pinning = _pinning(job, facts)
-        _say([*listing(differences(job.placement.own, facts)), *([pinning.note] if pinning.note else [])])
+        _say([*listing(differences(job.placement.own, facts)), *_notes(facts, pinning)])
         print(command_for(_fitted(job, facts, pinning, {}), os.environ))
 
 
@@ -159,7 +160,7 @@ class JobOverHosts:
         """
         job, facts = self.job, self._facts
         pinning = _pinning(job, facts)
-        _say([pinning.note] if pinning.note else [])
+        _say(_notes(facts, pinning))
         variable, ssh = ssh_agent(job.mpiexec, os.environ)
         marks = JobContext(job=job.context.job, launcher=job.context.launcher)
         in_steps = [host for host in job.placement.addresses if step_on(host)]
@@ -343,6 +344,11 @@ def _threads(placement: Placement, cores: Mapping[str, int]) -> tuple[dict[str, 
     by_host = {place.host: {_THREADS: str(max(1, cores[place.host] // place.num_ranks))} for place in placement.places}
     first, *others = by_host.values()
     return (first, {}) if all(other == first for other in others) else ({}, by_host)
+
+
+def _notes(facts: Mapping[str, HostFacts], pinning: Pinning) -> list[str]:
+    """What a user should know of a job that can start."""
+    return [note for note in (mixed_processors(facts), pinning.note) if note]
 
 
 def _say(lines: Sequence[str]) -> None:

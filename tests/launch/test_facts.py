@@ -19,7 +19,14 @@ from mpitrain import facts as common
 from mpitrain.errors import LaunchError
 from mpitrain.facts import hidden
 from mpitrain.launch import facts, served
-from mpitrain.launch.conditions import HostFacts, differences, faults_by_host, listing, shared_addresses
+from mpitrain.launch.conditions import (
+    HostFacts,
+    differences,
+    faults_by_host,
+    listing,
+    mixed_processors,
+    shared_addresses,
+)
 
 PROBE = Path(common.__file__).read_text()
 
@@ -148,6 +155,18 @@ def test_two_machines_have_one_address() -> None:
     (text,) = map(str, shared_addresses(facts))
     assert text.startswith("c: it has the address 10.0.0.2 of b too. ")
     assert "`sudo ip address del 10.0.0.2/24 dev eth0`" in text
+
+
+def test_processors_of_one_size_may_be_mixed() -> None:
+    facts = {"a": host(), "b": host(machine="aarch64"), "c": host(machine="aarch64")}
+    assert lines_of("a", facts) == []
+    assert mixed_processors(facts) == (
+        "the hosts have different processors (x86_64: a; aarch64: b, c), which round differently: the parameters of "
+        "their ranks may differ in the last bits"
+    )
+    assert mixed_processors({"a": host(), "b": host()}) == ""
+    for machine in ("armv7l", "i686", "s390x", "riscv64"):  # 32 bits, another order of bytes, or never tried
+        assert lines_of("a", {"a": host(), "b": host(machine=machine)}) == [f"b: the processor {machine}, here x86_64"]
 
 
 def test_every_difference_is_named() -> None:
