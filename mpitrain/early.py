@@ -11,6 +11,7 @@ import faulthandler
 import gc
 import os
 import signal
+import site
 import sys
 import threading
 import time
@@ -39,6 +40,7 @@ _OF_CONNECTION = "PMI_FD", "PMI_PORT", "PMIX_NAMESPACE", "PMIX_RANK", "PMIX_SERV
 _KEPT = JOB, LAUNCHER, "OMPI_MCA_", "OMPI_ALLOW_", "HYDRA_", "I_MPI_"
 # The time for the launcher to read a rank's output: it drops the rest when the job ends.
 _READING_SECONDS = 0.1
+_NEIGHBOUR_SECONDS = 1.0
 _shown: list[BaseException] = []  # the uncaught exception that our hook has shown
 # The SystemExit that Python has asked for its code, because nobody has caught it.
 _exits: list[SystemExit] = []
@@ -64,6 +66,24 @@ def watch() -> None:
         _note_exits()
         before_threads_end(_look_for_uncaught)
         atexit.register(_at_exit)
+
+
+def leave_hook(folder: str) -> None:
+    """Take the folder of warm_start/sitecustomize.py off sys.path and PYTHONPATH: what this process starts is no rank.
+
+    A warm interpreter has it twice: it starts as a rank did.
+    """
+    sys.path[:] = [entry for entry in sys.path if entry != folder]
+    left = [entry for entry in os.environ.pop("PYTHONPATH", folder).split(os.pathsep) if entry != folder]
+    if left:
+        os.environ["PYTHONPATH"] = os.pathsep.join(left)
+
+
+def run_own_sitecustomize() -> None:
+    """Run the sitecustomize that Python would have found without ours."""
+    hook = sys.modules.pop("sitecustomize")
+    site.execsitecustomize()
+    sys.modules.setdefault("sitecustomize", hook)  # its import goes on when this returns
 
 
 def _write_lines() -> None:
@@ -259,9 +279,13 @@ def _uncaught(kind: type[BaseException], error: BaseException, trace: TracebackT
         sys.__excepthook__(kind, error, trace)
         return
     _shown.append(error)
+    _note_error(error)
     if issubclass(kind, KeyboardInterrupt):
         os.write(2, b"KeyboardInterrupt\n")
     else:
+        # torch.distributed has its own hook call this one, and would print what that has written when it returns.
+        if sys.__stderr__ is not None:
+            sys.stderr = sys.__stderr__
         sys.__excepthook__(kind, error, trace)
         if isinstance(error, ImportError) and (path := os.environ.get("PYTHONPATH")):
             _say(f"looked in PYTHONPATH ({path}) before {sys.prefix}; do the other ranks have the same there?")
@@ -272,8 +296,23 @@ def _look_for_uncaught() -> None:
     if (
         (error := uncaught()) is not None and error not in _shown and not is_helper()
     ):  # another hook has shown it, in its own way
+        _note_error(error)
         _say(f"failed before it called init(): {type(error).__name__}")
         _end(1)
+
+
+def _note_error(error: BaseException) -> None:
+    """Write the error into the error file of this rank, if it has one. One that follows from the loss of another rank
+    waits for a moment: the rank to blame may be about to say why, and the first to end ends all."""
+    import traceback
+
+    from mpitrain.watching.error_file import ERROR_FILE, is_of_neighbour, write_error
+
+    line = f"{type(error).__name__}: {error}"
+    with suppress(Exception):
+        write_error(os.environ[ERROR_FILE], line, "".join(traceback.format_exception(error)))
+        if is_of_neighbour(line):
+            time.sleep(_NEIGHBOUR_SECONDS)
 
 
 def _at_exit() -> None:

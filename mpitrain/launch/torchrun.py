@@ -18,6 +18,7 @@ from mpitrain.errors import LaunchError
 from mpitrain.launch.dialects import JobSpec
 from mpitrain.launch.placement import Placement
 from mpitrain.launch.rank import PLACE
+from mpitrain.watching.error_file import ERROR_FILE
 
 MASTER_ADDR, MASTER_PORT = "MASTER_ADDR", "MASTER_PORT"
 RESTART_COUNT, MAX_RESTARTS = "TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_MAX_RESTARTS"
@@ -68,7 +69,7 @@ def of_job(job: JobSpec, facts: Mapping[str, Mapping[str, Any]], environ: Mappin
         "JAX_COORDINATOR_ADDRESS": f"{bracketed}:{of_jax}",
     }
     chosen = {name for name in (MASTER_ADDR, MASTER_PORT) if environ.get(name)}
-    return {**variables, ADDED: ",".join(name for name in (*variables, *PLACE) if name not in chosen)}
+    return {**variables, ADDED: ",".join(name for name in (*variables, *PLACE, ERROR_FILE) if name not in chosen)}
 
 
 def wanted_port(environ: Mapping[str, str]) -> int:

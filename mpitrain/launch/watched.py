@@ -234,6 +234,14 @@ class WatchedJob:
         """Return the record of the rank that failed first; None: no rank has failed."""
         return self._guards.failed()
 
+    def tracebacks(self) -> dict[int, str]:
+        """Return what the error files of ranks have, by rank."""
+        return self._guards.tracebacks()
+
+    def left_early(self) -> list[int]:
+        """Return the ranks that never called init(), and have left with code 0."""
+        return self._guards.left_early()
+
     def left(self) -> tuple[int, float] | None:
         """Return the step after which all ranks have left for other hosts, and when; None: they have not."""
         return self._guards.left()
