@@ -307,8 +307,10 @@ def _note_error(error: BaseException) -> None:
     import traceback
 
     from mpitrain.watching.error_file import ERROR_FILE, is_of_neighbour, write_error
+    from mpitrain.watching.rank_record import INTERRUPTED
 
-    line = f"{type(error).__name__}: {error}"
+    is_interrupt = isinstance(error, KeyboardInterrupt)
+    line = INTERRUPTED if is_interrupt else f"{type(error).__name__}: {error}"
     with suppress(Exception):
         write_error(os.environ[ERROR_FILE], line, "".join(traceback.format_exception(error)))
         if is_of_neighbour(line):
@@ -320,7 +322,7 @@ def _at_exit() -> None:
     if error is None or is_helper() or (mpi is not None and mpi.Is_initialized()):
         return
     if not str(error.code).startswith("mpitrain: "):  # our own words, which Python has printed
-        _say(f"{words_of_exit(error)} before it called init()")
+        _say(words_of_exit(error))
     _end(exit_code_of(error))
 
 

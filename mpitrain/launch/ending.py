@@ -151,7 +151,7 @@ def words_of_failure(ended: Ended, host_of: Callable[[int], str]) -> list[str]:
     The traceback is repeated if ranks failed in several ways: the first one is hard to find then.
     """
     failed = ended.failed
-    if failed is None or failed.rank not in ended.tracebacks:
+    if failed is None or failed.rank not in ended.tracebacks or ended.is_interrupted or failed.error == INTERRUPTED:
         return []
     errors = {rank: ended.records[rank].error for rank in sorted(ended.tracebacks)}
     follows = is_of_neighbour(failed.error)
@@ -159,7 +159,7 @@ def words_of_failure(ended: Ended, host_of: Callable[[int], str]) -> list[str]:
     when = time.strftime("%H:%M:%S", time.localtime(time.time() - time.monotonic() + failed.failed_seconds))
     if len(alike) == len(errors):
         hosts = ", ".join(dict.fromkeys(map(host_of, alike)))
-        return [f"{_ranks(alike)} on {hosts} failed at {when}: {failed.error}{_hint(ended)}"]
+        return [f"{_ranks(alike)} on {hosts} failed at {when}: {failed.error}{_hint(ended)}"[:_LINE_BYTES]]
     others = _ranks([rank for rank in errors if rank not in alike])
     first = f"rank {failed.rank} on {host_of(failed.rank)} failed first, at {when}, and {others} after it:"
     return [first, *(f"    {line}" for line in ended.tracebacks[failed.rank].splitlines())]

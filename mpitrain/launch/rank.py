@@ -12,7 +12,6 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Mapping, MutableMapping, Sequence
-
 from pathlib import Path
 
 from mpitrain.context import RANK_VARIABLES, JobContext
