@@ -14,6 +14,7 @@ from mpitrain.watching.error_file import is_of_neighbour
 from mpitrain.watching.ranges import rank_ranges
 from mpitrain.watching.rank_record import CALLED, FAILED, INTERRUPTED, STARTED, RankRecord
 
+_NAME_BYTES = 80  # for `rank 12 on HOST failed at 12:03:04: ` before an error
 _LINE_BYTES = 400  # of a cause: the kernel's line about a process that it killed has about 250
 # Measured on 4 hosts on two busy cores: after a rank was killed, the ends of MPICH's processes on the other hosts
 # were seen 0.2 to 53 ms later. After a daemon of Open MPI was killed, the end of the first rank was seen 0.28 s later.
@@ -159,14 +160,37 @@ def words_of_failure(ended: Ended, host_of: Callable[[int], str]) -> list[str]:
     when = time.strftime("%H:%M:%S", time.localtime(time.time() - time.monotonic() + failed.failed_seconds))
     if len(alike) == len(errors):
         hosts = ", ".join(dict.fromkeys(map(host_of, alike)))
-        return [f"{_ranks(alike)} on {hosts} failed at {when}: {failed.error}{_hint(ended)}"[:_LINE_BYTES]]
+        return [f"{_ranks(alike)} on {hosts} failed at {when}: {_error(ended)}"]
     others = _ranks([rank for rank in errors if rank not in alike])
     first = f"rank {failed.rank} on {host_of(failed.rank)} failed first, at {when}, and {others} after it:"
     return [first, *(f"    {line}" for line in ended.tracebacks[failed.rank].splitlines())]
 
 
+# What to do about failures of scripts that were written for other launchers.
+_ADVICE = (
+    (
+        re.compile(r"have NCCL built in|no GPUs found|with NCCL[^.]* requires GPU", re.IGNORECASE),
+        'NCCL needs a GPU for each rank, and an NVIDIA build of PyTorch. Without GPUs: init_process_group("gloo")',
+    ),
+    (
+        re.compile(r"EOFError|BdbQuit|Inappropriate ioctl for device"),
+        "a rank has no terminal, and its input is empty. Give what it asks for as an argument, or run the script alone, "
+        "without mpitrain run",
+    ),
+)
+
+
+def _error(ended: Ended) -> str:
+    """Return the error of the rank that failed first, with what is known beyond it: a long error leaves room for that."""
+    error, hint = ended.failed.error if ended.failed is not None else "", _hint(ended)
+    return error[: _LINE_BYTES - len(hint) - _NAME_BYTES] + hint if hint else error
+
+
 def _hint(ended: Ended) -> str:
-    """Say which ranks had left before, if the failure is that another rank has gone."""
+    """Say what is known beyond the error: what to do, or which ranks had left before if a neighbour has gone."""
+    error = ended.failed.error if ended.failed is not None else ""
+    if advice := next((words for pattern, words in _ADVICE if pattern.search(error)), ""):
+        return f"; {advice}"
     if not (ended.left_early and is_consequence(ended)):
         return ""
     return (
@@ -234,7 +258,7 @@ def _why(ended: Ended, host_of: Callable[[int], str]) -> tuple[str, int | None]:
         return ended.trouble[0], None
     failed, first = first_failure(ended), ended.first_end
     if failed is not None:
-        how = failed.error if _LEFT.match(failed.error) else f"failed: {failed.error}{_hint(ended)}"
+        how = failed.error if _LEFT.match(failed.error) else f"failed: {_error(ended)}"
         return f"rank {failed.rank} on {host_of(failed.rank)} {how}", failed.rank
     if ended.mpiexec_signal:
         return f"mpiexec itself was killed on {ended.mpiexec_host}, by signal {ended.mpiexec_signal}", None

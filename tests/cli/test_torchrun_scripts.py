@@ -48,6 +48,14 @@ def test_a_script_that_meets_by_torch_distributed(tmp_path: Path) -> None:
     assert "each rank runs all of it alone" not in job.stderr
 
 
+def test_gloo_is_ours_without_an_edit(tmp_path: Path) -> None:
+    pytest.importorskip("torch")
+    source = DDP.replace("dist.get_world_size()]", "dist.get_backend()]")
+    job = run(tmp_path, source, "-n", "2", "--exchange", "mpitrain")
+    assert lines_of(job) == [[rank, 3.0, rank, "mpitrain"] for rank in range(2)]
+    assert "mpitrain: process groups of gloo use mpitrain's exchange in all ranks" in job.stderr
+
+
 @pytest.mark.parametrize("vendor", ["mpich", "openmpi"])
 def test_each_rank_knows_its_place(tmp_path: Path, vendor: str) -> None:
     """Also where the variables of another launcher are set: all ranks would have one place."""

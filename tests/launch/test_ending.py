@@ -309,3 +309,21 @@ def test_who_failed_first_of_those_that_never_called_init() -> None:
     hint = "; rank 1 had left before, with exit code 0: do all ranks make the same number of steps?"
     assert words_of_failure(left, "h{}".format)[0].endswith(f"{GLOO}{hint}")
     assert why(left, "h{}".format) == (f"rank 0 on h0 failed: {GLOO}{hint}", 0)
+
+
+@pytest.mark.parametrize(
+    ("error", "advice"),
+    [
+        ("RuntimeError: Distributed package doesn't have NCCL built in", "NCCL needs a GPU for each rank"),
+        ("ValueError: ProcessGroupNCCL is only supported with GPUs, no GPUs found!", "NCCL needs a GPU for each rank"),
+        ("EOFError: EOF when reading a line", "a rank has no terminal, and its input is empty"),
+        ("BdbQuit: ", "a rank has no terminal, and its input is empty"),
+        ("OSError: no such file", ""),
+    ],
+)
+def test_advice_for_scripts_of_other_launchers(error: str, advice: str) -> None:
+    failed = replace(RankRecord(1, phase=FAILED), error=error, failed_seconds=5.0)
+    ended = Ended(1, failed=failed, records={1: failed}, tracebacks={1: "..."})
+    (line,) = words_of_failure(ended, "h{}".format)
+    assert line.partition(f"{error}; ")[2].startswith(advice)
+    assert ("; " in line) == bool(advice)

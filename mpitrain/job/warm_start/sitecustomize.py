@@ -12,6 +12,10 @@ try:
         from mpitrain.job.warm import serve
 
         serve()
+    if "_MPITRAIN_EXCHANGE" in os.environ:
+        from mpitrain.job.exchange import begin
+
+        begin()
     run_own_sitecustomize()
 except BaseException:  # Python itself would continue with the program
     traceback.print_exc()
