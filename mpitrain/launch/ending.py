@@ -167,21 +167,18 @@ def words_of_failure(ended: Ended, host_of: Callable[[int], str]) -> list[str]:
 
 
 # What to do about failures of scripts that were written for other launchers.
-_ADVICE = (
-    (
-        re.compile(r"have NCCL built in|no GPUs found|with NCCL[^.]* requires GPU", re.IGNORECASE),
-        'NCCL needs a GPU for each rank, and an NVIDIA build of PyTorch. Without GPUs: init_process_group("gloo")',
+_ADVICE = {
+    r"have NCCL built in|no GPUs found|with NCCL[^.]* requires GPU": (
+        'NCCL needs a GPU for each rank, and an NVIDIA build of PyTorch. Without GPUs: init_process_group("gloo")'
     ),
-    (
-        re.compile(r"EOFError|BdbQuit|Inappropriate ioctl for device"),
-        "a rank has no terminal, and its input is empty. Give what it asks for as an argument, or run the script alone, "
-        "without mpitrain run",
+    r"EOFError|BdbQuit|Inappropriate ioctl for device": (
+        "a rank has no terminal, and its input is empty. Give what it asks for as an argument, or run the script alone"
     ),
-)
+}
 
 
 def _error(ended: Ended) -> str:
-    """Return the error of the rank that failed first, with what is known beyond it: a long error leaves room for that."""
+    """Return the error of the rank that failed first, with what is known beyond it, for which a long one is cut."""
     error, hint = ended.failed.error if ended.failed is not None else "", _hint(ended)
     return error[: _LINE_BYTES - len(hint) - _NAME_BYTES] + hint if hint else error
 
@@ -189,7 +186,7 @@ def _error(ended: Ended) -> str:
 def _hint(ended: Ended) -> str:
     """Say what is known beyond the error: what to do, or which ranks had left before if a neighbour has gone."""
     error = ended.failed.error if ended.failed is not None else ""
-    if advice := next((words for pattern, words in _ADVICE if pattern.search(error)), ""):
+    if advice := next((words for pattern, words in _ADVICE.items() if re.search(pattern, error)), ""):
         return f"; {advice}"
     if not (ended.left_early and is_consequence(ended)):
         return ""
