@@ -41,6 +41,8 @@ _KEPT = JOB, LAUNCHER, "OMPI_MCA_", "OMPI_ALLOW_", "HYDRA_", "I_MPI_"
 # The time for the launcher to read a rank's output: it drops the rest when the job ends.
 _READING_SECONDS = 0.1
 _NEIGHBOUR_SECONDS = 1.0
+# The process whose start warm_start/sitecustomize.py has watched; 0: the program itself has imported mpitrain first.
+_hooked_pid = 0
 _shown: list[BaseException] = []  # the uncaught exception that our hook has shown
 # The SystemExit that Python has asked for its code, because nobody has caught it.
 _exits: list[SystemExit] = []
@@ -71,12 +73,23 @@ def watch() -> None:
 def leave_hook(folder: str) -> None:
     """Take the folder of warm_start/sitecustomize.py off sys.path and PYTHONPATH: what this process starts is no rank.
 
-    A warm interpreter has it twice: it starts as a rank did.
+    A warm interpreter has it twice: it starts as a rank did. The program may only be a wrapper, which starts the rank
+    proper. So nobody has taken the rank's place yet (`take_place`).
     """
     sys.path[:] = [entry for entry in sys.path if entry != folder]
+    global _hooked_pid  # noqa: PLW0603 - a process is one rank
+    if os.environ.get(_RANK_PID) == str(os.getpid()):
+        del os.environ[_RANK_PID]
+        _hooked_pid = os.getpid()
     left = [entry for entry in os.environ.pop("PYTHONPATH", folder).split(os.pathsep) if entry != folder]
     if left:
         os.environ["PYTHONPATH"] = os.pathsep.join(left)
+
+
+def take_place() -> None:
+    """From now on, what this process starts is no rank: the program has begun to use mpitrain."""
+    if _hooked_pid == os.getpid():
+        os.environ.setdefault(_RANK_PID, str(_hooked_pid))
 
 
 def run_own_sitecustomize() -> None:
@@ -95,6 +108,7 @@ def _write_lines() -> None:
 
 def keep_place() -> None:
     """From now on, no process that this rank starts takes the rank's place: it would use the same connection."""
+    take_place()
     for name in tuple(_connections()):
         del os.environ[name]
 
@@ -264,7 +278,7 @@ def _end_with_parent(_: object) -> None:
 
 def is_helper() -> bool:
     """True if a rank has started or forked this process."""
-    return os.environ.get(_RANK_PID, str(os.getpid())) != str(os.getpid())
+    return os.environ.get(_RANK_PID, str(_hooked_pid or os.getpid())) != str(os.getpid())
 
 
 def abort(comm: MPI.Comm, code: int) -> None:

@@ -157,7 +157,8 @@ def num_reads(pid: int) -> int:
 
 
 class Idleness:
-    """For how long a process, with all that it has started, has used no processor and read nothing.
+    """For how long a process has used no processor and read nothing, with the processes of its own program below it,
+    such as those that load its data: what collects metrics or serves logs is another program, and never idle.
 
     The threads of libraries wake up now and then, so what is below `_IDLE_SHARE` of a core counts as nothing.
     """
@@ -168,7 +169,8 @@ class Idleness:
     def look(self, pid: int) -> float:
         """Return the seconds. Call this every second or so."""
         now, used, is_busy = time.monotonic(), 0, False
-        for one in (pid, *_below(pid)):
+        program = _program(pid)
+        for one in (pid, *(child for child in _below(pid) if _program(child) == program)):
             fields = _read(f"/proc/{one}/stat").rpartition(b")")[2].split()
             if fields:
                 used += int(fields[11]) + int(fields[12]) + num_reads(one)
@@ -186,6 +188,13 @@ def _below(pid: int) -> list[int]:
         for child in _read(f"/proc/{pid}/task/{task}/children").split():
             found += [int(child), *_below(int(child))]
     return found
+
+
+def _program(pid: int) -> str:
+    try:
+        return os.readlink(f"/proc/{pid}/exe")  # noqa: PTH115
+    except OSError:
+        return ""
 
 
 def _names(path: str) -> list[str]:

@@ -180,3 +180,11 @@ def test_a_rank_that_hangs(tmp_path: Path) -> None:
     for said, line in zip(["no progress for", "nothing has moved for 6 s"], reports, strict=True):
         who = r"rank 0 on \S+ waits in all_reduce at train.py:5 \(<module>\); rank 1 on \S+ sleeps in train.py:9"
         assert re.match(rf"mpitrain: {said}.*: {who}", line), line
+
+
+def test_a_script_that_only_starts_the_rank_proper(tmp_path: Path) -> None:
+    """Under Open MPI, a program that a rank starts can take its place."""
+    (tmp_path / "proper.py").write_text("import mpitrain as mt\nworld = mt.init()\nprint([world.rank, world.size])\n")
+    source = "import subprocess, sys\nsys.exit(subprocess.run([sys.executable, 'proper.py']).returncode)\n"
+    job = run(tmp_path, source, "-n", "2", vendor="openmpi")
+    assert lines_of(job) == [[0, 2], [1, 2]]

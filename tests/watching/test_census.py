@@ -303,10 +303,14 @@ BUSY = "while True: pass"
 IDLE = "import time; time.sleep(1000)"
 # It waits for the child that loads its data.
 LOADS = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {BUSY!r}])"
+# Such as what collects metrics: another program.
+OTHERS = "import subprocess; subprocess.run(['sh', '-c', 'while :; do :; done'])"
 READS = "import os, time\nwhile True: open('/proc/self/stat').read(); time.sleep(0.02)"
 
 
-@pytest.mark.parametrize(("source", "is_idle"), [(IDLE, True), (BUSY, False), (LOADS, False), (READS, False)])
+@pytest.mark.parametrize(
+    ("source", "is_idle"), [(IDLE, True), (OTHERS, True), (BUSY, False), (LOADS, False), (READS, False)]
+)
 def test_a_process_that_uses_no_processor(source: str, is_idle: bool) -> None:
     process = subprocess.Popen([sys.executable, "-c", source], start_new_session=True)
     try:
