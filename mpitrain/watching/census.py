@@ -340,7 +340,8 @@ class Census:
     def _view(self, rank: _Rank) -> RankView:
         now = time.monotonic()
         record, process, parent = self._read(rank), rank.process, rank.parent
-        is_early, failure = record.phase == STARTED, self._failure(rank)
+        is_seen = record.phase == STARTED and process.order is None and process.pid != 0
+        failure = self._failure(rank)
         if failure is not None:
             record = replace(record, phase=FAILED, error=failure.line, failed_seconds=failure.seconds)
         orphan = parent is not None and _outlived(rank, parent) and now - parent.ended_at > _ORPHAN_SECONDS
@@ -351,8 +352,8 @@ class Census:
             ended_seconds=None if process.order is None else now - process.ended_at,
             is_orphan=orphan and process.order is None,
             doing_seconds=round(now - record.since, 3) if record.since else 0.0,
-            reads=num_reads(process.pid) if is_early and process.pid else 0,
-            idle_seconds=round(rank.idleness.look(process.pid), 1) if is_early and process.order is None else 0.0,
+            reads=num_reads(process.pid) if is_seen else 0,
+            idle_seconds=round(rank.idleness.look(process.pid), 1) if is_seen else 0.0,
             code=process.code,
             traceback=failure.traceback if failure is not None else "",
         )
