@@ -15,7 +15,7 @@ import json
 import os
 import re
 import time
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from mpitrain.reading import message_of
 
@@ -65,12 +65,12 @@ def parse_error(data: bytes) -> tuple[str, str]:
         message = message_of(text).get("message")
     except ValueError:
         message = text
-    traceback = ""
+    found: Any = ""
     if isinstance(message, dict):
         extra = message.get("extraInfo")
-        traceback = extra.get("py_callstack") if isinstance(extra, dict) else ""
+        found = extra.get("py_callstack") if isinstance(extra, dict) else ""
         message = message.get("message")
-    traceback = traceback if isinstance(traceback, str) else ""
+    traceback = found if isinstance(found, str) else ""
     lines = message.strip().splitlines() if isinstance(message, str) else []
     return (lines[0] if lines else "an error without words")[:_MOST_LINE], traceback
 
