@@ -320,11 +320,11 @@ def _note_error(error: BaseException) -> None:
     waits for a moment: the rank to blame may be about to say why, and the first to end ends all."""
     import traceback
 
-    from mpitrain.watching.error_file import ERROR_FILE, is_of_neighbour, write_error
-    from mpitrain.watching.rank_record import INTERRUPTED
+    from mpitrain.error_file import ERROR_FILE, is_of_neighbour, write_error
 
     is_interrupt = isinstance(error, KeyboardInterrupt)
-    line = INTERRUPTED if is_interrupt else f"{type(error).__name__}: {error}"
+    # watching.rank_record.INTERRUPTED
+    line = "interrupted" if is_interrupt else f"{type(error).__name__}: {error}"
     with suppress(Exception):
         write_error(os.environ[ERROR_FILE], line, "".join(traceback.format_exception(error)))
         if is_of_neighbour(line):

@@ -8,9 +8,9 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from mpitrain.error_file import is_of_neighbour
 from mpitrain.launch.memory_kills import KERNEL_KILLED
 from mpitrain.watching.census import FirstEnd
-from mpitrain.watching.error_file import is_of_neighbour
 from mpitrain.watching.ranges import rank_ranges
 from mpitrain.watching.rank_record import CALLED, FAILED, INTERRUPTED, STARTED, RankRecord
 

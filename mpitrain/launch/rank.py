@@ -15,8 +15,8 @@ from collections.abc import Mapping, MutableMapping, Sequence
 from pathlib import Path
 
 from mpitrain.context import RANK_VARIABLES, JobContext
+from mpitrain.error_file import ERROR_FILE
 from mpitrain.reading import json_of
-from mpitrain.watching.error_file import ERROR_FILE
 from mpitrain.watching.roll_call import appear
 
 # On PYTHONPATH, it lets Python begin a rank, or a warm interpreter, with mpitrain/job/warm_start/sitecustomize.py.

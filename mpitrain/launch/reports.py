@@ -13,10 +13,10 @@ from collections.abc import Iterable, Mapping, Set
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from mpitrain.error_file import is_of_neighbour
 from mpitrain.launch.ending import in_order
 from mpitrain.launch.log import say
 from mpitrain.watching.census import FirstEnd
-from mpitrain.watching.error_file import is_of_neighbour
 from mpitrain.watching.rank_record import BEGUN, CALLED, DONE, FAILED, PARTED, PHASES, STARTED, RankRecord
 from mpitrain.watching.view import RankView, from_json
 

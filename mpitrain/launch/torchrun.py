@@ -14,11 +14,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from mpitrain.context import ADDED
+from mpitrain.error_file import ERROR_FILE
 from mpitrain.errors import LaunchError
 from mpitrain.launch.dialects import JobSpec
 from mpitrain.launch.placement import Placement
 from mpitrain.launch.rank import PLACE
-from mpitrain.watching.error_file import ERROR_FILE
 
 MASTER_ADDR, MASTER_PORT = "MASTER_ADDR", "MASTER_PORT"
 RESTART_COUNT, MAX_RESTARTS = "TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_MAX_RESTARTS"

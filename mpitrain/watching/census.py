@@ -30,7 +30,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from mpitrain.watching.error_file import Failure, read_error
+from mpitrain.error_file import Failure, read_error
 from mpitrain.watching.rank_record import FAILED, PARTED, STARTED, RankRecord, read_record, write_order
 from mpitrain.watching.roll_call import listen, open_process, receive, remove_left, when_closed
 from mpitrain.watching.sockets import accepted

@@ -39,6 +39,7 @@ from mpitrain.dashboard.commands import order_of
 from mpitrain.dashboard.index import RunIndex
 from mpitrain.dashboard.run_files import files_of
 from mpitrain.dashboard.summary import differences, summary_of_run
+from mpitrain.error_file import parse_error
 from mpitrain.errors import ConfigError, LaunchError
 from mpitrain.forecast.machines import from_profile, read_machines
 from mpitrain.launch.batch import _counts, _of_file, _of_pairs
@@ -69,7 +70,6 @@ from mpitrain.training.writers.json_lines import JsonLines, read_events, read_ro
 from mpitrain.training.writers.service import RunFile
 from mpitrain.verify.record_file import read_record as read_verify_record
 from mpitrain.watching import rank_record, roll_call, served_record
-from mpitrain.watching.error_file import parse_error
 from mpitrain.watching.order import TrainingOrder
 from testbed.bed_record import read_record as read_bed
 from testbed.snapshots import read_snapshot

@@ -262,7 +262,7 @@ def test_an_exit_code(end: str, code: int, is_late: bool) -> None:
 
 FOREIGN = """
 import os, sys
-from mpitrain.watching.error_file import write_error
+from mpitrain.error_file import write_error
 from mpitrain.watching.roll_call import appear
 errors = os.memfd_create("errors")
 appear(sys.argv[1], int(sys.argv[2]), errors=errors)
