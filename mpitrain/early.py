@@ -96,7 +96,7 @@ def run_own_sitecustomize() -> None:
     """Run the sitecustomize that Python would have found without ours."""
     hook = sys.modules.pop("sitecustomize")
     site.execsitecustomize()
-    sys.modules.setdefault("sitecustomize", hook)  # its import goes on when this returns
+    sys.modules.setdefault("sitecustomize", hook)  # its import continues when this returns
 
 
 def _write_lines() -> None:

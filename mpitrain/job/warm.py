@@ -460,7 +460,7 @@ def _name() -> bytes:
 
 
 def _set_name(name: bytes) -> None:
-    """Set what the process table shows: whoever looks there sees that it is no rank."""
+    """Set the name in the process table, which shows that this is no rank."""
     _prctl(_PR_SET_NAME, name)
 
 
