@@ -43,7 +43,7 @@ Import these by name, because they need their framework:
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from mpitrain.early import watch
+from mpitrain.early import take_place, watch
 
 if TYPE_CHECKING:
     from mpitrain import collectives as collectives
@@ -173,6 +173,7 @@ if not TYPE_CHECKING:  # type checkers take the names imported above
 
 
 def __getattr__(name: str) -> Any:
+    take_place()
     if name in _MODULES:
         return import_module(f"mpitrain.{name}")
     home = _HOME.get(name) or _OF_FRAMEWORKS.get(name)

@@ -112,6 +112,7 @@ class JobContext:
         devices: of the ranks in order, such as ("cuda:0", "cuda:1", "cpu"); none where --hosts names none.
         columns: width of the terminal that the launcher prints to; 0: it prints to none.
         recover: 1: the ranks that are left continue where one is lost; 0: the loss of a rank ends the job.
+        exchange: "mpitrain": process groups of gloo use mpitrain's backend; "": they are gloo's.
         verify: what `mpitrain verify` wants of the ranks.
         plan: what `mpitrain plan` wants of them.
         servers: how many ranks of the job, or processes of `mpitrain serve`, are servers. 0: there is none, or one that
@@ -134,6 +135,7 @@ class JobContext:
     devices: tuple[str, ...] = ()
     columns: int = 0
     recover: int = 0
+    exchange: str = ""
     verify: VerifyTask = field(default_factory=VerifyTask)
     plan: PlanTask = field(default_factory=PlanTask)
     servers: int = 0

@@ -11,6 +11,7 @@ import faulthandler
 import gc
 import os
 import signal
+import site
 import sys
 import threading
 import time
@@ -39,6 +40,9 @@ _OF_CONNECTION = "PMI_FD", "PMI_PORT", "PMIX_NAMESPACE", "PMIX_RANK", "PMIX_SERV
 _KEPT = JOB, LAUNCHER, "OMPI_MCA_", "OMPI_ALLOW_", "HYDRA_", "I_MPI_"
 # The time for the launcher to read a rank's output: it drops the rest when the job ends.
 _READING_SECONDS = 0.1
+_NEIGHBOUR_SECONDS = 1.0
+# The process whose start warm_start/sitecustomize.py has watched; 0: the program itself has imported mpitrain first.
+_hooked_pid = 0
 _shown: list[BaseException] = []  # the uncaught exception that our hook has shown
 # The SystemExit that Python has asked for its code, because nobody has caught it.
 _exits: list[SystemExit] = []
@@ -66,6 +70,35 @@ def watch() -> None:
         atexit.register(_at_exit)
 
 
+def leave_hook(folder: str) -> None:
+    """Take the folder of warm_start/sitecustomize.py off sys.path and PYTHONPATH: what this process starts is no rank.
+
+    A warm interpreter has it twice: it starts as a rank did. The program may only be a wrapper, which starts the rank
+    proper. So nobody has taken the rank's place yet (`take_place`).
+    """
+    sys.path[:] = [entry for entry in sys.path if entry != folder]
+    global _hooked_pid  # noqa: PLW0603 - a process is one rank
+    if os.environ.get(_RANK_PID) == str(os.getpid()):
+        del os.environ[_RANK_PID]
+        _hooked_pid = os.getpid()
+    left = [entry for entry in os.environ.pop("PYTHONPATH", folder).split(os.pathsep) if entry != folder]
+    if left:
+        os.environ["PYTHONPATH"] = os.pathsep.join(left)
+
+
+def take_place() -> None:
+    """From now on, what this process starts is no rank: the program has begun to use mpitrain."""
+    if _hooked_pid == os.getpid():
+        os.environ.setdefault(_RANK_PID, str(_hooked_pid))
+
+
+def run_own_sitecustomize() -> None:
+    """Run the sitecustomize that Python would have found without ours."""
+    hook = sys.modules.pop("sitecustomize")
+    site.execsitecustomize()
+    sys.modules.setdefault("sitecustomize", hook)  # its import continues when this returns
+
+
 def _write_lines() -> None:
     """Write each line of output at once: unbuffered, as the launcher starts Python, each word of a print is a write."""
     for stream in (sys.stdout, sys.stderr):
@@ -75,6 +108,7 @@ def _write_lines() -> None:
 
 def keep_place() -> None:
     """From now on, no process that this rank starts takes the rank's place: it would use the same connection."""
+    take_place()
     for name in tuple(_connections()):
         del os.environ[name]
 
@@ -244,7 +278,7 @@ def _end_with_parent(_: object) -> None:
 
 def is_helper() -> bool:
     """True if a rank has started or forked this process."""
-    return os.environ.get(_RANK_PID, str(os.getpid())) != str(os.getpid())
+    return os.environ.get(_RANK_PID, str(_hooked_pid or os.getpid())) != str(os.getpid())
 
 
 def abort(comm: MPI.Comm, code: int) -> None:
@@ -259,9 +293,13 @@ def _uncaught(kind: type[BaseException], error: BaseException, trace: TracebackT
         sys.__excepthook__(kind, error, trace)
         return
     _shown.append(error)
+    _note_error(error)
     if issubclass(kind, KeyboardInterrupt):
         os.write(2, b"KeyboardInterrupt\n")
     else:
+        # torch.distributed has its own hook call this one, and would print what that has written when it returns.
+        if sys.__stderr__ is not None:
+            sys.stderr = sys.__stderr__
         sys.__excepthook__(kind, error, trace)
         if isinstance(error, ImportError) and (path := os.environ.get("PYTHONPATH")):
             _say(f"looked in PYTHONPATH ({path}) before {sys.prefix}; do the other ranks have the same there?")
@@ -272,8 +310,25 @@ def _look_for_uncaught() -> None:
     if (
         (error := uncaught()) is not None and error not in _shown and not is_helper()
     ):  # another hook has shown it, in its own way
+        _note_error(error)
         _say(f"failed before it called init(): {type(error).__name__}")
         _end(1)
+
+
+def _note_error(error: BaseException) -> None:
+    """Write the error into the error file of this rank, if it has one. One that follows from the loss of another rank
+    waits for a moment: the rank to blame may be about to say why, and the first to end ends all."""
+    import traceback
+
+    from mpitrain.error_file import ERROR_FILE, is_of_neighbour, write_error
+
+    is_interrupt = isinstance(error, KeyboardInterrupt)
+    # watching.rank_record.INTERRUPTED
+    line = "interrupted" if is_interrupt else f"{type(error).__name__}: {error}"
+    with suppress(Exception):
+        write_error(os.environ[ERROR_FILE], line, "".join(traceback.format_exception(error)))
+        if is_of_neighbour(line):
+            time.sleep(_NEIGHBOUR_SECONDS)
 
 
 def _at_exit() -> None:
@@ -281,7 +336,7 @@ def _at_exit() -> None:
     if error is None or is_helper() or (mpi is not None and mpi.Is_initialized()):
         return
     if not str(error.code).startswith("mpitrain: "):  # our own words, which Python has printed
-        _say(f"{words_of_exit(error)} before it called init()")
+        _say(words_of_exit(error))
     _end(exit_code_of(error))
 
 

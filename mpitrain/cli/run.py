@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import re
 import sys
 import tempfile
 import warnings
@@ -61,6 +62,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="continue without a lost rank (needs Open MPI 5)",
     )
     parser.add_argument(
+        "--exchange",
+        choices=["mpitrain"],
+        default="",
+        help="process groups of gloo use mpitrain's exchange",
+    )
+    parser.add_argument(
         "--servers",
         type=positive,
         default=0,
@@ -110,12 +117,17 @@ def run(arguments: argparse.Namespace) -> int:
         show=arguments.show,
         servers=arguments.servers,
         recover=arguments.recover,
+        exchange=arguments.exchange,
         keeps_logs=not arguments.show,
         log_dir=_writable(arguments.log_dir) if arguments.log_dir and not arguments.show else None,
         detaches=arguments.detach and not arguments.show,
     )
     kind = aware_of(Path(request.script))
     if kind == "torchrun":
+        if request.exchange:
+            print("mpitrain: process groups of gloo use mpitrain's exchange in all ranks", file=sys.stderr, flush=True)
+        for remark in remarks(Path(request.script), request.num_ranks or 0):
+            print(f"mpitrain: {remark}", file=sys.stderr, flush=True)
         # Its ranks may end at any time, and have no init() that says whether they are late.
         seconds = 0.0 if request.start_seconds == START_SECONDS else request.start_seconds
         request = replace(request, start_seconds=seconds, limits=replace(request.limits, counts_steps=False))
@@ -204,6 +216,30 @@ def aware_of(script: Path) -> Literal["mpi", "torchrun", ""]:
             else:
                 waiting += place.rglob("*.py") if place.is_dir() else [place]
     return found
+
+
+_SPAWNS = re.compile(r"\b(mp|multiprocessing|xmp)\.spawn\(|\bnotebook_launcher\(|\bstart_processes\(")
+_OPTION = re.compile(r"""add_argument\(\s*["']--local[-_]rank["']""")
+
+
+def remarks(script: Path, num_ranks: int) -> list[str]:
+    """Return what is said of a script for torchrun that will not do what the user means, as far as can be seen."""
+    try:
+        text = script.read_text(errors="replace")
+    except OSError:
+        return []
+    said = []
+    if num_ranks != 1 and _SPAWNS.search(text):
+        said.append(
+            f"{script} has a call that starts ranks itself, such as mp.spawn. If it makes this call, each rank of this "
+            "job starts as many: start it once then, with -n 1"
+        )
+    if _OPTION.search(text) and "LOCAL_RANK" not in text:
+        said.append(
+            f"{script} takes its place from the option --local-rank, which torchrun and mpitrain do not pass: all "
+            'ranks would take the first GPU. Let it read int(os.environ["LOCAL_RANK"])'
+        )
+    return said
 
 
 def _imported(tree: ast.AST) -> Iterator[str]:

@@ -193,6 +193,8 @@ def _progress(answer: Mapping[str, Any]) -> Text:
         facts.append(f"loss {_number(metrics['loss'], '.4g')}")
     if "samples/s" in metrics and state_of(answer) != PAUSED:
         facts.append(f"{_number(metrics['samples/s'], ',.0f')} samples/s")
+    if answer.get("printed"):
+        facts.append("(read from the output)")
     served = answer["served"] or {}
     if "here" in served:
         facts.append(f"{served['here']} workers, {served['joined'] - served['here']} gone")

@@ -26,7 +26,6 @@ import os
 import resource
 import select
 import signal
-import site
 import socket
 import stat
 import sys
@@ -132,11 +131,6 @@ def serve() -> None:
     line_number, listed, name = os.environ.pop(WARM_LINE).split()
     line = socket.socket(fileno=int(line_number))
     line.set_inheritable(False)
-    hook = str(Path(__file__).with_name("warm_start"))
-    sys.path[:] = [entry for entry in sys.path if entry != hook]
-    _, _, path = os.environ.pop("PYTHONPATH").partition(os.pathsep)
-    if path:
-        os.environ["PYTHONPATH"] = path
     with open(int(listed), "rb") as file:  # noqa: PTH123 (a descriptor)
         file.seek(0)
         imports = json.load(file)
@@ -425,9 +419,6 @@ def _become(stub: socket.socket, place: _StubPlace, given: Sequence[int], parent
     if "torch" in sys.modules:
         sys.modules["torch"].default_generator.seed()
     watch()
-    hook = sys.modules.pop("sitecustomize")
-    site.execsitecustomize()  # the one that is found without the hook
-    sys.modules.setdefault("sitecustomize", hook)  # its import continues when this returns
 
 
 def _inherit(stub: int) -> None:

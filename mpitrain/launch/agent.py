@@ -67,6 +67,7 @@ from mpitrain.watching.view import RankView, look_at, process_state, state_of, t
 
 _BEAT_SECONDS = 1.0
 _REACH_SECONDS = 1.5
+_TOLD_SECONDS = 1.0
 # So long a guard looks more often: the launcher asks again while somebody watches the job.
 _WATCH_SECONDS = 3.0
 
@@ -235,6 +236,11 @@ class Guard:
         """Let the job's processes end by themselves for that long, kill the rest, and remove the job's files."""
         self._shared_files.look(self._job.find)
         ended, immortal = self._job.end(linger_seconds)
+        # A process has lost its variables, by which it is found, a moment before the kernel tells its end.
+        deadline = time.monotonic() + _TOLD_SECONDS
+        while not immortal and self._census.alive() and time.monotonic() < deadline:
+            time.sleep(0.01)
+            self._census.look()
         self._look_at_ends(is_last=True)
         self._beat()
         self._shared_files.remove()

@@ -28,7 +28,8 @@ from mpitrain.launch.holders import Holders
 from mpitrain.launch.keepers import KEEPER_SILENCE_SECONDS, Keepers
 from mpitrain.launch.live import Live
 from mpitrain.launch.live_jobs import socket_of
-from mpitrain.launch.live_picture import of_ranks
+from mpitrain.launch.live_picture import add_printed, of_ranks
+from mpitrain.launch.log import KEPT
 from mpitrain.launch.orders import Orders
 from mpitrain.launch.over_hosts import JobOverHosts
 from mpitrain.launch.processes import left_out
@@ -43,6 +44,7 @@ from mpitrain.watching.hang_report import SEEN_ONLY
 
 # A load is said every second; an older one is of a time when nobody watched, or of a silent host.
 _OLD_SECONDS = 5.0
+_LINES = 50  # of what a rank has printed, in which its step is looked for
 
 
 class LiveAttempt:
@@ -78,6 +80,7 @@ class LiveAttempt:
             if report.load is not None and now - report.load_at < _OLD_SECONDS
         }
         picture = of_ranks(views, places, silence, loads)
+        add_printed(picture, lambda rank: KEPT.newest(rank, _LINES))
         self._set_since(picture["ranks"])
         first = next((entry for entry in picture["ranks"] if entry["rank"] == 0), None)
         if self._has_servers and first is not None and first["host"] == self._placement.own and first["pid"]:

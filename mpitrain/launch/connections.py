@@ -44,6 +44,7 @@ GUARD = (
     "watching.sockets",
     "watching.rank_facts",
     "watching.rank_record",
+    "error_file",
     "watching.view",
     "watching.roll_call",
     "watching.census",

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import re
 import signal
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from mpitrain.error_file import is_of_neighbour
 from mpitrain.launch.memory_kills import KERNEL_KILLED
 from mpitrain.watching.census import FirstEnd
 from mpitrain.watching.ranges import rank_ranges
 from mpitrain.watching.rank_record import CALLED, FAILED, INTERRUPTED, STARTED, RankRecord
 
+_NAME_BYTES = 80  # for `rank 12 on HOST failed at 12:03:04: ` before an error
 _LINE_BYTES = 400  # of a cause: the kernel's line about a process that it killed has about 250
 # Measured on 4 hosts on two busy cores: after a rank was killed, the ends of MPICH's processes on the other hosts
 # were seen 0.2 to 53 ms later. After a daemon of Open MPI was killed, the end of the first rank was seen 0.28 s later.
@@ -60,6 +63,8 @@ class Ended:
         records: the last record of each rank.
         left: the step after which all ranks have left for other hosts, and when, by the clock of `first_ends`; None:
             they have not.
+        tracebacks: what the error files have of ranks that failed before init(), or never called it.
+        left_early: the ranks that never called init(), and have left with code 0.
     """
 
     code: int
@@ -76,6 +81,8 @@ class Ended:
     first_ends: tuple[FirstEnd, ...] = ()
     records: Mapping[int, RankRecord] = field(default_factory=dict)
     left: tuple[int, float] | None = None
+    tracebacks: Mapping[int, str] = field(default_factory=dict)
+    left_early: tuple[int, ...] = ()
 
     @property
     def first_end(self) -> FirstEnd | None:
@@ -132,6 +139,60 @@ def first_failure(ended: Ended) -> RankRecord | None:
     if first is None or first.seconds > failed.failed_seconds + _ABORT_SECONDS:
         return failed
     return failed if _phase(ended, first.rank) == FAILED else None
+
+
+def is_consequence(ended: Ended) -> bool:
+    """True if what ranks have said of their failures is only that another one has gone."""
+    return ended.failed is not None and is_of_neighbour(ended.failed.error)
+
+
+def words_of_failure(ended: Ended, host_of: Callable[[int], str]) -> list[str]:
+    """Return what is to be said of a failure that is known from error files: who failed first, when and how.
+
+    The traceback is repeated if ranks failed in several ways: the first one is hard to find then.
+    """
+    failed = ended.failed
+    if failed is None or failed.rank not in ended.tracebacks or ended.is_interrupted or failed.error == INTERRUPTED:
+        return []
+    errors = {rank: ended.records[rank].error for rank in sorted(ended.tracebacks)}
+    follows = is_of_neighbour(failed.error)
+    alike = [rank for rank, error in errors.items() if error == failed.error or (follows and is_of_neighbour(error))]
+    when = time.strftime("%H:%M:%S", time.localtime(time.time() - time.monotonic() + failed.failed_seconds))
+    if len(alike) == len(errors):
+        hosts = ", ".join(dict.fromkeys(map(host_of, alike)))
+        return [f"{_ranks(alike)} on {hosts} failed at {when}: {_error(ended)}"]
+    others = _ranks([rank for rank in errors if rank not in alike])
+    first = f"rank {failed.rank} on {host_of(failed.rank)} failed first, at {when}, and {others} after it:"
+    return [first, *(f"    {line}" for line in ended.tracebacks[failed.rank].splitlines())]
+
+
+# What to do about failures of scripts that were written for other launchers.
+_ADVICE = {
+    r"have NCCL built in|no GPUs found|with NCCL[^.]* requires GPU": (
+        'NCCL needs a GPU for each rank, and an NVIDIA build of PyTorch. Without GPUs: init_process_group("gloo")'
+    ),
+    r"EOFError|BdbQuit|Inappropriate ioctl for device": (
+        "a rank has no terminal, and its input is empty. Give what it asks for as an argument, or run the script alone"
+    ),
+}
+
+
+def _error(ended: Ended) -> str:
+    """Return the error of the rank that failed first, with what is known beyond it, for which a long one is cut."""
+    error, hint = ended.failed.error if ended.failed is not None else "", _hint(ended)
+    return error[: _LINE_BYTES - len(hint) - _NAME_BYTES] + hint if hint else error
+
+
+def _hint(ended: Ended) -> str:
+    """Say what is known beyond the error: what to do, or which ranks had left before if a neighbour has gone."""
+    error = ended.failed.error if ended.failed is not None else ""
+    if advice := next((words for pattern, words in _ADVICE.items() if re.search(pattern, error)), ""):
+        return f"; {advice}"
+    if not (ended.left_early and is_consequence(ended)):
+        return ""
+    return (
+        f"; {_ranks(ended.left_early)} had left before, with exit code 0: do all ranks make the same number of steps?"
+    )
 
 
 def exit_code(ended: Ended, returncode: int, host_of: Callable[[int], str], *, told: int, has_left: bool) -> int:
@@ -194,7 +255,7 @@ def _why(ended: Ended, host_of: Callable[[int], str]) -> tuple[str, int | None]:
         return ended.trouble[0], None
     failed, first = first_failure(ended), ended.first_end
     if failed is not None:
-        how = failed.error if _LEFT.match(failed.error) else f"failed: {failed.error}"
+        how = failed.error if _LEFT.match(failed.error) else f"failed: {_error(ended)}"
         return f"rank {failed.rank} on {host_of(failed.rank)} {how}", failed.rank
     if ended.mpiexec_signal:
         return f"mpiexec itself was killed on {ended.mpiexec_host}, by signal {ended.mpiexec_signal}", None

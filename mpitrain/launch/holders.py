@@ -22,7 +22,7 @@ from mpitrain.errors import LaunchError
 from mpitrain.launch.connections import GUARD, Connection, connect
 from mpitrain.launch.placement import Place
 from mpitrain.launch.processes import left_out
-from mpitrain.launch.rank import command_of
+from mpitrain.launch.rank import HOOK, command_of
 from mpitrain.launch.roster import launcher_name
 from mpitrain.watching.rank_record import RankRecord
 
@@ -32,7 +32,6 @@ HOLDER = (*GUARD, "launch.holder")
 _SILENCE_SECONDS = 60.0
 _BEGIN_SECONDS = 30.0
 _CLOSE_SECONDS = 10.0
-_HOOK = Path(__file__).parents[1] / "job" / "warm_start"
 
 
 class Holders:
@@ -109,7 +108,7 @@ class Holders:
         with self._sending:
             for place in places:
                 if place.host in self._holders:
-                    wanted = {"program": list(self._program), "hook": str(_HOOK), "folder": str(Path.cwd())}
+                    wanted = {"program": list(self._program), "hook": HOOK, "folder": str(Path.cwd())}
                     self._holders[place.host].send({"start": wanted})
 
     def _widen(self, hosts: Iterable[str]) -> None:

@@ -264,6 +264,7 @@ class Live:
             "record": None,
             "stall": None,
             "paused": "",
+            "printed": False,
             "events": noted(),
             "served": None,
             **picture,

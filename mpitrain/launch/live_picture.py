@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+from mpitrain.launch.printed import newest_progress
 from mpitrain.watching.hang_report import doing, is_by_design, report
 from mpitrain.watching.rank_facts import ALWAYS, FACTS, KNOWN, RankFact
 from mpitrain.watching.rank_record import CALLED, STARTED, WAITS, RankRecord
@@ -29,8 +30,8 @@ def of_ranks(
     silence: Mapping[str, float],
     loads: Mapping[str, Mapping[str, Any]] | None = None,
 ) -> dict[str, Any]:
-    """Return the part of an answer that says what hosts and ranks do: hosts, ranks, metrics, record, stall and
-    paused.
+    """Return the part of an answer that says what hosts and ranks do: hosts, ranks, metrics, record, stall,
+    paused and printed.
 
     Args:
         views: the ranks that have appeared, each with its host.
@@ -62,7 +63,24 @@ def of_ranks(
         "record": next((view.record.record_folder for view in known.values() if view.record.record_folder), None),
         "stall": _stall({rank: view for rank, view in known.items() if rank not in lost}, host_of, silence),
         "paused": next((view.record.paused for _, view in sorted(known.items()) if view.record.steering), ""),
+        "printed": False,
     }
+
+
+def add_printed(picture: dict[str, Any], lines_of: Callable[[int], Iterable[str]]) -> None:
+    """Add steps and the loss of a script that publishes none: from what its ranks print, whose newest lines `lines_of`
+    returns, the newest first."""
+    if any(entry["step"] for entry in picture["ranks"]) or picture["metrics"]:
+        return
+    for entry in picture["ranks"]:
+        step, loss = newest_progress(lines_of(entry["rank"]))
+        entry["step"] = step or 0
+        if loss is not None:
+            picture["metrics"].setdefault("loss", plain(loss))
+    picture["printed"] = bool(picture["metrics"]) or any(entry["step"] for entry in picture["ranks"])
+    for entry in picture["ranks"]:
+        if picture["printed"] and entry["phase"] == "starts":  # as a rank seems that never calls init()
+            entry["phase"] = "computes"
 
 
 def plain(value: float) -> float | str:

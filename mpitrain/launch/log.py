@@ -17,6 +17,7 @@ import time
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any, NamedTuple
 
 from mpitrain.context import BAR_START
@@ -176,6 +177,12 @@ class KeptOutput:
         """End the lines that are not finished: what follows is another attempt's."""
         with self._lock:
             self._open.clear()
+
+    def newest(self, rank: int, most: int) -> list[str]:
+        """Return at most so many of the last lines of a rank, the newest first."""
+        with self._lock:
+            lines = [line.text for line in islice(reversed(self._lines.get(rank, ())), most)]
+        return [printable(text) for text in lines]
 
     def find(self, wanted: Wanted) -> dict[str, Any]:
         """Return the newest lines that are wanted, as docs/reference/formats-and-protocols.md describes `output`."""

@@ -12,11 +12,15 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Mapping, MutableMapping, Sequence
+from pathlib import Path
 
 from mpitrain.context import RANK_VARIABLES, JobContext
+from mpitrain.error_file import ERROR_FILE
 from mpitrain.reading import json_of
 from mpitrain.watching.roll_call import appear
 
+# On PYTHONPATH, it lets Python begin a rank, or a warm interpreter, with mpitrain/job/warm_start/sitecustomize.py.
+HOOK = str(Path(__file__).parents[1] / "job" / "warm_start")
 # torchrun's variables for the place of a rank, each with those of mpiexec (MPICH and Intel MPI, Open MPI) and srun.
 PLACE = {
     "RANK": ("PMI_RANK", "OMPI_COMM_WORLD_RANK"),
@@ -61,11 +65,17 @@ def add_settings(environ: MutableMapping[str, str], settings: str) -> None:
 
 
 def report_start(starter: int = 0) -> None:
-    """Tell the agent that this rank has started. `starter` is as in roll_call.appear."""
+    """Tell the agent that this rank has started. `starter` is as in roll_call.appear.
+
+    The rank gets an error file, as torchrun gives it one. It is memory that the agent holds too: it needs no folder on
+    this host, and nothing of it is left.
+    """
     number, roll_call = rank_in(os.environ), JobContext.read(os.environ).roll_call
     if number is not None and roll_call:
+        errors = os.memfd_create("mpitrain-errors", 0)  # the program inherits it
+        os.environ[ERROR_FILE] = f"/proc/{os.getpid()}/fd/{errors}"
         try:
-            appear(roll_call, number, starter=starter)
+            appear(roll_call, number, starter=starter, errors=errors)
         except OSError as error:
             sys.exit(f"mpitrain: {error}")
 
@@ -80,6 +90,8 @@ def main(arguments: list[str]) -> None:
     settings, *program = arguments
     add_settings(os.environ, settings)
     report_start()
+    path = os.environ.get("PYTHONPATH")
+    os.environ["PYTHONPATH"] = HOOK if not path else f"{HOOK}{os.pathsep}{path}"
     os.execvp(program[0], program)
 
 

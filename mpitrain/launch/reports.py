@@ -13,10 +13,11 @@ from collections.abc import Iterable, Mapping, Set
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from mpitrain.error_file import is_of_neighbour
 from mpitrain.launch.ending import in_order
 from mpitrain.launch.log import say
 from mpitrain.watching.census import FirstEnd
-from mpitrain.watching.rank_record import BEGUN, CALLED, DONE, FAILED, PARTED, PHASES, RankRecord
+from mpitrain.watching.rank_record import BEGUN, CALLED, DONE, FAILED, PARTED, PHASES, STARTED, RankRecord
 from mpitrain.watching.view import RankView, from_json
 
 # Two clocks drift apart by up to a second a day, so only recent echoes count.
@@ -190,7 +191,10 @@ class Said:
         return {rank for record in self.records().values() for rank in record.lost}
 
     def failed(self) -> RankRecord | None:
-        """Return the record of the rank that failed first; its time is by the clock here. None: no rank has failed."""
+        """Return the record of the rank that failed first; its time is by the clock here. None: no rank has failed.
+
+        A rank whose neighbour has gone is not the first, even if the neighbour says later why.
+        """
         with self._lock:
             failed = [
                 replace(view.record, failed_seconds=self._here(host, view.record.failed_seconds))
@@ -198,7 +202,21 @@ class Said:
                 for view in report.ranks.values()
                 if view.record.phase == FAILED
             ]
-        return min(failed, key=lambda record: (record.failed_seconds, record.rank), default=None)
+        return min(
+            failed,
+            key=lambda record: (is_of_neighbour(record.error), record.failed_seconds, record.rank),
+            default=None,
+        )
+
+    def tracebacks(self) -> dict[int, str]:
+        """Return what the error files of ranks have, by rank."""
+        views = [view for report in self.reports.values() for view in report.ranks.values()]
+        return {view.record.rank: view.traceback for view in views if view.traceback}
+
+    def left_early(self) -> list[int]:
+        """Return the ranks that never called init(), and have left with code 0."""
+        views = [view for report in self.reports.values() for view in report.ranks.values()]
+        return sorted(view.record.rank for view in views if view.record.phase == STARTED and view.code == 0)
 
     def left(self) -> tuple[int, float] | None:
         """The step after which all ranks have ended for a change of hosts, and when, by the clock here; else None."""

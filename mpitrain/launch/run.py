@@ -19,10 +19,12 @@ from mpitrain.launch.ending import (
     Ended,
     exit_code,
     first_failure,
+    is_consequence,
     kills_first,
     last_words,
     why,
     without_ends_by_hydra,
+    words_of_failure,
 )
 from mpitrain.launch.job_logs import LOGS
 from mpitrain.launch.log import note
@@ -136,12 +138,15 @@ class Run:
                 self._close()
         ended = self._ended(returncode, left)
         has_reported = self._printer.first_failure.rank is not None and not ended.missing
-        if not has_reported and (words := last_words(ended, self._host_of, has_said=self._printer.has_reason)):
+        has_said = self._printer.has_reason and not is_consequence(ended)
+        if not has_reported and (words := last_words(ended, self._host_of, has_said=has_said)):
             self._printer.say(words)
         elif ended.code and not (has_reported or self._is_forced or ended.failed):
             self._printer.print_banner()
         elif first_failure(ended):  # which the rank itself has printed
             note(why(ended, self._host_of)[0])
+            for line in words_of_failure(ended, self._host_of):
+                self._printer.say(line)
         return ended
 
     def _start(self) -> None:
@@ -296,6 +301,8 @@ class Run:
             first_ends=tuple(first_ends),
             records=self._watched.records(),
             left=self._watched.left(),
+            tracebacks=self._watched.tracebacks(),
+            left_early=tuple(self._watched.left_early()),
         )
         told = self._signals[0] if self._signals else 0
         return replace(ended, code=exit_code(ended, returncode, self._host_of, told=told, has_left=bool(left)))

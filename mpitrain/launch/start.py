@@ -70,6 +70,7 @@ class Request:
         verify: what `mpitrain verify` wants of the ranks.
         plan: what `mpitrain plan` wants of them.
         recover: continue without a rank that is lost, in place of ending the job; see mpitrain.job.recovery.
+        exchange: as in JobContext.
         servers: so many ranks, the first ones of each host, are servers, the others workers; 0: all ranks are equal.
         keeps_logs: write the output of the job into files (launch/job_logs.py).
         log_dir: where; None: in the folder of this user's state.
@@ -94,6 +95,7 @@ class Request:
     verify: VerifyTask = field(default_factory=VerifyTask)
     plan: PlanTask = field(default_factory=PlanTask)
     recover: bool = False
+    exchange: str = ""
     servers: int = 0
     keeps_logs: bool = False
     log_dir: Path | None = None
@@ -170,6 +172,7 @@ def start(
                 verify=request.verify,
                 plan=request.plan,
                 recover=int(request.recover),
+                exchange=request.exchange,
                 must_copy=int(bool(request.limits.restarts)),
                 servers=request.servers,
             ),

@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from mpitrain.context import ADDED
+from mpitrain.error_file import ERROR_FILE
 from mpitrain.errors import LaunchError
 from mpitrain.launch.dialects import JobSpec
 from mpitrain.launch.placement import Placement
@@ -21,6 +22,13 @@ from mpitrain.launch.rank import PLACE
 
 MASTER_ADDR, MASTER_PORT = "MASTER_ADDR", "MASTER_PORT"
 RESTART_COUNT, MAX_RESTARTS = "TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_MAX_RESTARTS"
+# PyTorch's flight recorder keeps the last collectives of NCCL, and writes them into files at a hang. Old versions have
+# it off, and read the second name.
+_RECORDER = {
+    "TORCH_FR_BUFFER_SIZE": "2000",
+    "TORCH_NCCL_TRACE_BUFFER_SIZE": "2000",
+    "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
+}
 # What torchrun alone sets. A user sets no such variable, so one that is there comes from another launcher.
 _OF_RANK = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE")
 
@@ -66,9 +74,10 @@ def of_job(job: JobSpec, facts: Mapping[str, Mapping[str, Any]], environ: Mappin
         RESTART_COUNT: job.variables.get(RESTART_COUNT, "0"),
         MAX_RESTARTS: job.variables.get(MAX_RESTARTS, "0"),
         "JAX_COORDINATOR_ADDRESS": f"{bracketed}:{of_jax}",
+        **{name: environ.get(name) or value for name, value in _RECORDER.items()},
     }
-    chosen = {name for name in (MASTER_ADDR, MASTER_PORT) if environ.get(name)}
-    return {**variables, ADDED: ",".join(name for name in (*variables, *PLACE) if name not in chosen)}
+    chosen = {name for name in (MASTER_ADDR, MASTER_PORT, *_RECORDER) if environ.get(name)}
+    return {**variables, ADDED: ",".join(name for name in (*variables, *PLACE, ERROR_FILE) if name not in chosen)}
 
 
 def wanted_port(environ: Mapping[str, str]) -> int:

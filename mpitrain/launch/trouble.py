@@ -2,8 +2,8 @@
 
 **Its start** (`start_problem`): all ranks must arrive, or the others wait for a rank that never will. Of a program that
 never imports mpitrain only the start of its ranks is known. Such a job is ended only if a rank never started, or ended
-early while the others continued. Ranks that end normally wait for each other in MPI_Finalize (seen with MPICH and Open
-MPI), so those others still wait in MPI_Init.
+early while the others use no processor. Ranks that end normally wait for each other in MPI_Finalize (seen with MPICH
+and Open MPI), so those others still wait in MPI_Init.
 
 **Its hosts** (`host_trouble`): a connection has broken, a host is silent, or an agent hangs. An agent gives a
 sign of life every second, from a thread that does nothing else, so a busy host is late by less than a second or two.
@@ -12,6 +12,7 @@ What makes all hosts late at once is on this machine: its cable, or its own load
 
 from __future__ import annotations
 
+import math
 import re
 import time
 from collections.abc import Mapping, Sequence
@@ -40,6 +41,7 @@ def start_problem(
     now: float,
     start_seconds: float,
     read_at: Mapping[int, float] = MappingProxyType({}),
+    idle_seconds: float = math.inf,
 ) -> str | None:
     """Return in one line what is wrong with the start; None if nothing is wrong, or not yet.
 
@@ -51,6 +53,7 @@ def start_problem(
         now: the present time, by the same clock.
         start_seconds: how long the start may take; 0: without limit.
         read_at: when ranks have last read files before init(). A rank that imports from a slow share is not late.
+        idle_seconds: for how long no rank has used a processor, if none has called init().
     """
     everyone = {rank for place in places for rank in place.ranks}
     # A rank that failed may have left init() unseen; it has reported the reason for its end itself.
@@ -72,10 +75,10 @@ def start_problem(
             if away:
                 return f"{_names(away, places)}: did not call init() within {start_seconds:g} s after {first}; {longer}"
             return f"init() has not returned on {_names(late, places)}, {start_seconds:g} s after {first} called it"
-    elif any(gone[rank] - since < start_seconds < now - gone[rank] for rank in gone):
+    elif idle_seconds >= start_seconds and any(gone[rank] - since < start_seconds < now - gone[rank] for rank in gone):
         return (
-            f"{_names(set(gone), places)} ended early, and the others have continued for {start_seconds:g} s: they "
-            f"wait in MPI_Init, or work on after MPI_Finalize (then: --start-timeout 0)"
+            f"{_names(set(gone), places)} ended early, and the others have used no processor for {start_seconds:g} s: "
+            "they wait in MPI_Init, or for a rank that has left (if they wait for something else: --start-timeout 0)"
         )
     if now - since > start_seconds and (absent := everyone - when[STARTED].keys()):
         return f"{_names(absent, places)} did not start within {start_seconds:g} s; {longer}"

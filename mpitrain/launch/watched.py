@@ -9,7 +9,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from mpitrain.config import Config, read_config
 from mpitrain.context import JobContext
+from mpitrain.errors import ConfigError
 from mpitrain.launch.connections import typed_on
 from mpitrain.launch.ending import words_of_end
 from mpitrain.launch.holders import Holders
@@ -19,10 +21,10 @@ from mpitrain.launch.roster import launcher_name
 from mpitrain.launch.trouble import diagnosis, left_over, misplaced, start_problem
 from mpitrain.launch.watch import Guards
 from mpitrain.watching.census import FirstEnd
-from mpitrain.watching.hang_report import all_wait_in_one, has_ended, importing, is_by_design
+from mpitrain.watching.hang_report import all_wait_in_one, as_stacks_show, has_ended, importing, is_by_design
 from mpitrain.watching.hang_report import report as report_of_waits
 from mpitrain.watching.ranges import rank_ranges
-from mpitrain.watching.rank_record import CALLED, ENDED, WAITS, RankRecord
+from mpitrain.watching.rank_record import CALLED, ENDED, FAILED, STARTED, WAITS, RankRecord
 from mpitrain.watching.roll_call import PREFIX
 from mpitrain.watching.view import RankView
 
@@ -31,6 +33,15 @@ _NEXT = 2.0
 # Where all programs have finished, a process may take long to end (on a busy machine, with PyTorch). Report it later.
 _ENDING = 6.0
 _SILENT_SECONDS = 2.5
+_HANG_SECONDS = "MPITRAIN_HANG_SECONDS"
+
+
+def _config() -> Config:
+    """Return the settings of ranks that do not read them."""
+    try:
+        return read_config(os.environ, {})
+    except ConfigError:  # ranks that read them say so
+        return Config()
 
 
 class Stalls:
@@ -42,6 +53,7 @@ class Stalls:
         self._importing: dict[
             int, tuple[str, int]
         ] = {}  # the stacks and reads of ranks that imported when hang_seconds were over
+        self._config = _config()
         self._look_again = 0.0  # after a wait by design: do not look before this duration
 
     def news(self) -> list[str]:
@@ -50,6 +62,7 @@ class Stalls:
         views = self._views()
         for view in views:
             longest = max(longest, view.seconds / view.record.stall_seconds)
+        longest = max(longest, self.idle_seconds() / self._config.stall_seconds)
         if all(view.record.status == ENDED for view in views) and len(views) == self._num_ranks():
             longest /= _ENDING
         if longest < 1:
@@ -76,7 +89,17 @@ class Stalls:
                 if not (is_by_design(seen) or self._imports_on(seen)):
                     return lines
                 self._look_again = seconds + view.record.stall_seconds
-        return []
+        # A program that knows nothing of mpitrain may wait for what no rank gives, so only the user's limit ends it.
+        limit = self._config.hang_seconds if _HANG_SECONDS in os.environ else 0.0
+        return self._report(limit)[1] if limit and self.idle_seconds() >= limit else []
+
+    def idle_seconds(self) -> float:
+        """Return for how long no rank has used a processor or read anything, of a program that has not called init();
+        0.0: one has, or has called it."""
+        views = self._views()
+        if len(views) < self._num_ranks() or any(view.record.phase not in (STARTED, FAILED) for view in views):
+            return 0.0
+        return min((view.idle_seconds for view in views if view.ended_seconds is None), default=0.0)
 
     def _imports_on(self, seen: Sequence[RankView]) -> bool:
         """True if a rank imports, and has come further since this was last asked: a share may be slow."""
@@ -104,7 +127,7 @@ class Stalls:
             silent = self._guards.look_at_ranks()
             seen = [view for host in self._guards.reports.values() for view in host.seen or []]
         lost = self._guards.lost()  # nobody waits for these any more
-        views = [view for view in seen if view.record.rank not in lost]
+        views = [as_stacks_show(view) for view in seen if view.record.rank not in lost]
         there = lost | {view.record.rank for view in views}
         absent = {rank: place.host for place in self._places for rank in place.ranks if rank not in there}
         answered = {host for host, report in self._guards.reports.items() if report.seen is not None}
@@ -192,7 +215,14 @@ class WatchedJob:
         now = time.monotonic()
         read_at = dict(self._guards.read_at)
         reason = start_problem(
-            self._places, when, gone, since=self._since, now=now, start_seconds=self._start_seconds, read_at=read_at
+            self._places,
+            when,
+            gone,
+            since=self._since,
+            now=now,
+            start_seconds=self._start_seconds,
+            read_at=read_at,
+            idle_seconds=self._stalls.idle_seconds(),
         )
         if reason is None:
             return self._stalls.fatal()
@@ -233,6 +263,14 @@ class WatchedJob:
     def failed(self) -> RankRecord | None:
         """Return the record of the rank that failed first; None: no rank has failed."""
         return self._guards.failed()
+
+    def tracebacks(self) -> dict[int, str]:
+        """Return what the error files of ranks have, by rank."""
+        return self._guards.tracebacks()
+
+    def left_early(self) -> list[int]:
+        """Return the ranks that never called init(), and have left with code 0."""
+        return self._guards.left_early()
 
     def left(self) -> tuple[int, float] | None:
         """Return the step after which all ranks have left for other hosts, and when; None: they have not."""

@@ -34,6 +34,7 @@ from torch.distributed.constants import default_pg_timeout
 from torch.distributed.rendezvous import _rendezvous_handlers as handlers
 
 from mpitrain.context import ADDED
+from mpitrain.early import take_place
 from mpitrain.errors import LaunchError, MpitrainError
 from mpitrain.job.start import NO_RANK, ONE_START, init
 from mpitrain.launch.launched import launched_by
@@ -56,6 +57,7 @@ _num_groups = 0  # how often the store was handed out
 def offer() -> None:
     """Register this module's handler for `env://`, and set the variables that follow from the launcher's. No MPI
     yet."""
+    take_place()
     handlers["env"] = _from_mpi
     _inherited.update({name: os.environ[name] for name in _FOUR if name in os.environ})
     launched = launched_by(os.environ)

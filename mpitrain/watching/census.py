@@ -26,14 +26,15 @@ import select
 import socket
 import struct
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from mpitrain.watching.rank_record import PARTED, STARTED, RankRecord, read_record, write_order
+from mpitrain.error_file import Failure, read_error
+from mpitrain.watching.rank_record import FAILED, PARTED, STARTED, RankRecord, read_record, write_order
 from mpitrain.watching.roll_call import listen, open_process, receive, remove_left, when_closed
 from mpitrain.watching.sockets import accepted
-from mpitrain.watching.view import RankView, num_reads, waited
+from mpitrain.watching.view import Idleness, RankView, num_reads, waited
 
 # linux/pidfd.h: struct pidfd_info begins with the mask, and has the exit code as the last of these bytes.
 _PIDFD_GET_INFO, _INFO_EXIT, _INFO_BYTES, _EXIT_CODE_AT = 0xC040FF0B, 1 << 3, 64, 60
@@ -128,6 +129,8 @@ class _Rank:
     line_ended_at: float = 0.0
     moved: tuple[int, float, float] = (-1, 0.0, 0.0)  # moves counted, start of the wait, last move
     order_number: int = 0  # of the newest order that was written into its page
+    errors: int | None = None  # descriptor of its error file; None: it has sent none
+    idleness: Idleness = field(default_factory=Idleness)
 
 
 @dataclass(frozen=True)
@@ -196,12 +199,12 @@ class Census:
 
     def first_end(self) -> FirstEnd | None:
         """What ended first; None: nothing yet, or it is not known. Ranks that had parted from the others
-        do not count, nor do those without which the others continue."""
+        do not count, nor do those that left with code 0 before init(), nor those without which the others continue."""
         ended = [rank for rank in self._ranks.values() if rank.process.order is not None]
         if ended:
             lost = {number for rank in self._ranks.values() for number in self._read(rank).lost}
             ended = [rank for rank in ended if rank.number not in lost]
-        ended = [rank for rank in ended if self._read(rank).phase != PARTED] or ended
+        ended = [rank for rank in ended if not self._is_over(rank)] or ended
         if not self._order_is_known:
             return None
         first = min(ended, key=_order, default=None)
@@ -215,6 +218,11 @@ class Census:
         process = first.process
         seconds = process.ended_at if first.line_order is None else first.line_ended_at
         return FirstEnd(first.number, (), seconds, process.pid, code=process.code)
+
+    def _is_over(self, rank: _Rank) -> bool:
+        """True if the end of a rank is no fault: it had parted from the others, or never was with them and left."""
+        phase = self._read(rank).phase
+        return phase == PARTED or (phase == STARTED and rank.process.code == 0)
 
     def give(self, order: dict[str, Any]) -> None:
         """Give an order (launch/orders.py) to all ranks that do not have it yet."""
@@ -238,7 +246,7 @@ class Census:
             else:
                 os.close(descriptor)
         for rank in self._ranks.values():
-            _close(rank.page, rank.witness)
+            _close(rank.page, rank.witness, rank.errors)
         self._listener.close()
         self._events.close()
 
@@ -260,6 +268,7 @@ class Census:
         if before is not None:
             self._drop(before)
         rank = _Rank(said.rank, process, parent, said.record, said.witness, RankRecord(said.rank, pid=said.pid))
+        rank.errors = said.errors
         self._ranks[said.rank] = rank
         self._watch(process)
         if said.record is None:  # the process is about to become another program, which breaks the line
@@ -279,8 +288,8 @@ class Census:
             os.close(process.descriptor)
         if process in self._unwatched:
             self._unwatched.remove(process)
-        _close(rank.page, rank.witness)
-        rank.page = rank.witness = None  # its line may still be open, and break later
+        _close(rank.page, rank.witness, rank.errors)
+        rank.page = rank.witness = rank.errors = None  # its line may still be open, and break later
 
     def _starter(self, number: int) -> WatchedProcess:
         if number not in self._parents:
@@ -331,6 +340,10 @@ class Census:
     def _view(self, rank: _Rank) -> RankView:
         now = time.monotonic()
         record, process, parent = self._read(rank), rank.process, rank.parent
+        is_seen = record.phase == STARTED and process.order is None and process.pid != 0
+        failure = self._failure(rank)
+        if failure is not None:
+            record = replace(record, phase=FAILED, error=failure.line, failed_seconds=failure.seconds)
         orphan = parent is not None and _outlived(rank, parent) and now - parent.ended_at > _ORPHAN_SECONDS
         return RankView(
             record,
@@ -339,8 +352,17 @@ class Census:
             ended_seconds=None if process.order is None else now - process.ended_at,
             is_orphan=orphan and process.order is None,
             doing_seconds=round(now - record.since, 3) if record.since else 0.0,
-            reads=num_reads(process.pid) if record.phase == STARTED and process.pid else 0,
+            reads=num_reads(process.pid) if is_seen else 0,
+            idle_seconds=round(rank.idleness.look(process.pid), 1) if is_seen else 0.0,
+            code=process.code,
+            traceback=failure.traceback if failure is not None else "",
         )
+
+    @staticmethod
+    def _failure(rank: _Rank) -> Failure | None:
+        """Return how the program of the rank has failed, if it has said so and has ended; else None."""
+        has_failed = rank.process.order is not None and rank.process.code != 0
+        return read_error(rank.errors) if has_failed and rank.errors is not None else None
 
     def _still(self, rank: _Rank, now: float) -> float:
         """Return how long the rank has waited without progress, in seconds."""

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence, Set
+from dataclasses import replace
 from pathlib import Path
 
 from mpitrain.user_code import is_of_user
@@ -28,6 +29,11 @@ from mpitrain.watching.view import RankView
 _MOST_STACKS = 3
 _MOST_FRAMES = 30
 _FRAME = re.compile(r'  File "(.*)", line (\d+|\?\?\?) in (.*)')
+# Where a program waits for other ranks that does not do so by mpitrain: the backward pass of DDP is one of the places.
+_MEETS = re.compile(
+    r"/site-packages/(torch/(distributed|nn/parallel|autograd)/|torch/_tensor\.py|horovod/|jax/experimental/multihost)"
+)
+_WRAPS = re.compile(r"_|wrap|inner|decorate")  # how the names begin of functions that only pass a call on
 _INSTALLED = re.compile(r".*/(site-packages|dist-packages|lib(64)?/python3[^/]*)/")
 _IMPORTLIB = "<frozen importlib"
 
@@ -83,11 +89,11 @@ def report(
             parts.append(_all_wait({view.host for view in waiting}, unreachable or {}))
     shown = [view for view in culprits if view.stack][:_MOST_STACKS]
     shown += [view for view in waiting if view.stack][:1]
-    longest = max((view.seconds for view in waiting), default=0.0)
+    longest = max((max(view.seconds, view.idle_seconds) for view in views), default=0.0)
     head = f"no progress for {longest:.{0 if longest >= 5 else 1}f} s"
     if all_have_finished(views, absent):
         head = f"all ranks have finished, but not all of their processes have ended for {longest:.0f} s"
-    elif not any(view.record.status == WAITS for view in waiting):
+    elif not any(view.record.status == WAITS or view.idle_seconds for view in views):
         head = "not all ranks have finished yet"
     if hang_seconds:
         head = f"nothing has moved for {hang_seconds:g} s (hang_seconds), and the job is ended"
@@ -107,6 +113,31 @@ def stacks_of(views: Sequence[RankView], silent: Mapping[str, float]) -> list[st
         lines += [f"    {line}" for line in _shown(view.stack)]
     lines += [f"{host} has not answered; it was heard {seconds:.0f} s ago" for host, seconds in silent.items()]
     return lines
+
+
+def as_stacks_show(view: RankView) -> RankView:
+    """Return the view of a rank that has not called init() as one that waits, if its stack says so.
+
+    Such a rank publishes nothing. It waits for others if its main thread is in a call of torch.distributed, or of
+    another library of that kind. Call this only for ranks that use no processor.
+    """
+    call = meeting_of(view.stack)
+    if view.record.phase != STARTED or view.ended_seconds is not None or not call:
+        return view
+    return replace(view, seconds=view.idle_seconds, record=replace(view.record, status=WAITS, words=call))
+
+
+def meeting_of(stack: str) -> str:
+    """Return in which call a rank waits for others, as in `all_reduce at train.py:12 (main)`; "": in none."""
+    frames = [match for line in main_thread(stack) if (match := _FRAME.match(line))]
+    names: list[str] = []
+    for frame in frames:
+        if not _MEETS.search(frame[1]):
+            break
+        names.append(frame[3])
+    if not names:
+        return ""
+    return f"{next((name for name in reversed(names) if not _WRAPS.match(name)), names[-1])} at {place_of(stack)}"
 
 
 def is_by_design(views: Iterable[RankView]) -> bool:
@@ -213,6 +244,8 @@ def _culprit(view: RankView) -> str:
     place = place_of(view.stack)
     where = f" in {place}" if place else ""
     words = f" in {view.record.words}" if view.record.words else ""
+    if view.code is not None and view.code >= 0:
+        return f"has left with exit code {view.code}"
     if view.state == "gone" or view.state in ("Z", "X"):
         return f"has lost its process ({view.pid} has ended)"
     if view.state == "T":

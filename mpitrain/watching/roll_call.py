@@ -116,6 +116,7 @@ class Appearance:
         process: a descriptor that becomes readable when the process ends. None: the kernel offers no such descriptor.
         record: the descriptor of its record. None: the rank has not called init().
         witness: the descriptor of the witness of its end. None: there is none.
+        errors: the descriptor of its error file (error_file.py). None: it has sent none.
         starter: the number of the process of mpiexec that started the rank. 0: the parent of the rank's process.
     """
 
@@ -125,6 +126,7 @@ class Appearance:
     record: int | None
     witness: int | None = None
     starter: int = 0
+    errors: int | None = None
 
 
 class OpenLine:
@@ -139,14 +141,16 @@ class OpenLine:
             each.close()
 
 
-def appear(path: str, rank: int, record: int | None = None, starter: int = 0) -> OpenLine | None:
+def appear(
+    path: str, rank: int, record: int | None = None, starter: int = 0, errors: int | None = None
+) -> OpenLine | None:
     """Call at the socket of a guard, and return the line to it. None if there is no socket.
 
     Args:
         path: the path of the socket.
         rank: the rank of this process.
         record: the descriptor of this process's record, if there is one.
-        starter: see Appearance.
+        starter, errors: see Appearance.
 
     Raises:
         OSError: the path is not a socket, or the guard belongs to another user, who must get no descriptor.
@@ -169,7 +173,8 @@ def appear(path: str, rank: int, record: int | None = None, starter: int = 0) ->
             f"{error.strerror or error}. It must be the socket that mpitrain run has made as the same user; leave the "
             "variable to mpitrain run: unset _MPITRAIN_ROLL_CALL"
         ) from None
-    descriptors = {} if record is None else {"record": record}
+    given = {"record": record, "errors": errors}
+    descriptors = {name: descriptor for name, descriptor in given.items() if descriptor is not None}
     if pair is not None:
         descriptors["witness"] = pair[1].fileno()
     process = open_process(os.getpid())
@@ -265,8 +270,8 @@ def receive(line: socket.socket) -> Appearance | None:
             os.close(number)
         return None
     pid, _, _ = peer(line)
-    process, record, witness = (descriptors.get(name) for name in ("process", "record", "witness"))
-    return Appearance(rank, pid, process, record, witness, starter)
+    process, record, witness, errors = (descriptors.get(name) for name in ("process", "record", "witness", "errors"))
+    return Appearance(rank, pid, process, record, witness, starter, errors)
 
 
 @contextlib.contextmanager

@@ -19,6 +19,7 @@ _STACK_SECONDS = 1.0
 # A stack is whole when nothing more of it has come for so long: its writer may have to wait on a busy machine.
 _QUIET_SECONDS = 0.15
 _STACK_BYTES = 16384
+_IDLE_SHARE = 0.02
 
 
 @dataclass(frozen=True)
@@ -37,6 +38,9 @@ class RankView:
         host: the host of the rank. "": the host that wrote this.
         doing_seconds: how long the rank has done what its record says.
         reads: a number that grows while the process reads files, as in imports; 0 where nobody has looked.
+        idle_seconds: of a rank that has not called init(): for how long it has used no processor and read nothing.
+        code: the exit code of its process, or the number of the signal below 0; None: it runs, or nobody knows.
+        traceback: of a rank that has failed before init(), or never calls it: what its error file has.
     """
 
     record: RankRecord
@@ -50,6 +54,9 @@ class RankView:
     host: str = ""
     doing_seconds: float = 0.0
     reads: int = 0
+    idle_seconds: float = 0.0
+    code: int | None = None
+    traceback: str = ""
 
     @property
     def waits(self) -> bool:
@@ -147,6 +154,54 @@ def num_reads(pid: int) -> int:
     calls = [int(line.split()[1]) for line in _read(f"/proc/{pid}/io").splitlines() if line.startswith(b"syscr:")]
     fields = _read(f"/proc/{pid}/stat").rpartition(b")")[2].split()
     return sum(calls) + (int(fields[9]) if fields else 0)  # with the pages that came from a disk: proc(5), majflt
+
+
+class Idleness:
+    """For how long a process has used no processor and read nothing, with the processes of its own program below it,
+    such as those that load its data: what collects metrics or serves logs is another program, and never idle.
+
+    The threads of libraries wake up now and then, so what is below `_IDLE_SHARE` of a core counts as nothing.
+    """
+
+    def __init__(self) -> None:
+        self._since, self._used = 0.0, -1
+
+    def look(self, pid: int) -> float:
+        """Return the seconds. Call this every second or so."""
+        now, used, is_busy = time.monotonic(), 0, False
+        program = _program(pid)
+        for one in (pid, *(child for child in _below(pid) if _program(child) == program)):
+            fields = _read(f"/proc/{one}/stat").rpartition(b")")[2].split()
+            if fields:
+                used += int(fields[11]) + int(fields[12]) + num_reads(one)
+                is_busy = is_busy or fields[0] == b"R"  # on a busy machine it may get no core for long
+        allowed = _IDLE_SHARE * os.sysconf("SC_CLK_TCK") * (now - self._since) + 1
+        if is_busy or not self._since or not 0 <= used - self._used <= allowed:
+            self._since, self._used = now, used
+        return now - self._since
+
+
+def _below(pid: int) -> list[int]:
+    """Return the processes that this one has started, and those that they have started."""
+    found: list[int] = []
+    for task in _names(f"/proc/{pid}/task"):
+        for child in _read(f"/proc/{pid}/task/{task}/children").split():
+            found += [int(child), *_below(int(child))]
+    return found
+
+
+def _program(pid: int) -> str:
+    try:
+        return os.readlink(f"/proc/{pid}/exe")  # noqa: PTH115
+    except OSError:
+        return ""
+
+
+def _names(path: str) -> list[str]:
+    try:
+        return os.listdir(path)  # noqa: PTH208
+    except OSError:
+        return []
 
 
 def _stacks_of(pid: int) -> int:

@@ -11,7 +11,7 @@ import pytest
 
 from jobs import run_command
 from mpitrain.cli import main
-from mpitrain.cli.run import aware_of
+from mpitrain.cli.run import aware_of, remarks
 
 SAYS = "import sys; print(__name__, __package__ or '-', sys.argv[1:])"
 BIN = Path(sys.executable).parent
@@ -179,3 +179,22 @@ def test_scripts_that_do_not_know_of_other_ranks(tmp_path: Path, script: str, be
         (tmp_path / package / "__init__.py").touch()
         (tmp_path / package / "fit.py").write_text(text)
     assert aware_of(tmp_path / "train.py") == kind
+
+
+@pytest.mark.parametrize(
+    ("source", "num_ranks", "said"),
+    [
+        ("torch.multiprocessing.spawn(main, nprocs=2)", 4, ["starts ranks itself"]),
+        ("mp.spawn(main, nprocs=2)", 1, []),  # as it must be
+        ('parser.add_argument("--local-rank", type=int)', 2, ["takes its place from the option --local-rank"]),
+        ('add_argument("--local_rank", default=os.environ.get("LOCAL_RANK", 0))', 2, []),
+        ("torch.distributed.init_process_group()", 2, []),
+    ],
+)
+def test_scripts_for_torchrun_that_will_not_do_what_is_meant(
+    tmp_path: Path, source: str, num_ranks: int, said: list[str]
+) -> None:
+    (tmp_path / "train.py").write_text(source)
+    lines = remarks(tmp_path / "train.py", num_ranks)
+    assert len(lines) == len(said)
+    assert all(words in line for words, line in zip(said, lines, strict=True))

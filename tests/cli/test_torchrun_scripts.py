@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import socket
 from pathlib import Path
 
@@ -45,6 +46,14 @@ def test_a_script_that_meets_by_torch_distributed(tmp_path: Path) -> None:
     job = run(tmp_path, DDP, "-n", "3")
     assert lines_of(job) == [[rank, 6.0, rank, 3] for rank in range(3)]
     assert "each rank runs all of it alone" not in job.stderr
+
+
+def test_gloo_is_ours_without_an_edit(tmp_path: Path) -> None:
+    pytest.importorskip("torch")
+    source = DDP.replace("dist.get_world_size()]", "dist.get_backend()]")
+    job = run(tmp_path, source, "-n", "2", "--exchange", "mpitrain")
+    assert lines_of(job) == [[rank, 3.0, rank, "mpitrain"] for rank in range(2)]
+    assert "mpitrain: process groups of gloo use mpitrain's exchange in all ranks" in job.stderr
 
 
 @pytest.mark.parametrize("vendor", ["mpich", "openmpi"])
@@ -102,3 +111,80 @@ def test_a_program_that_a_rank_starts_has_no_place(tmp_path: Path) -> None:
     job = run(tmp_path, source, "-n", "1")
     assert (job.code, job.left) == (0, []), job.output
     assert "[None, None, None]" in job.stdout
+
+
+# The rank that fails closes its connections before it ends, so the others fail at about the same time, or before it.
+FAILS = """
+import os, sys, time, torch, torch.distributed as dist
+def main():
+    dist.init_process_group("gloo")
+    try:
+        for step in range(10):
+            dist.all_reduce(torch.ones(4))
+            if dist.get_rank() == 1 and step == 3:
+                %s
+    finally:
+        dist.destroy_process_group()
+        time.sleep(0.3)
+main()
+"""
+RECORD = "from torch.distributed.elastic.multiprocessing.errors import record\n"
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        FAILS % "1 / 0",
+        pytest.param(RECORD + (FAILS % "1 / 0").replace("def main", "@record\ndef main"), marks=pytest.mark.nightly),
+    ],
+)
+def test_the_rank_that_failed_first(tmp_path: Path, source: str) -> None:
+    pytest.importorskip("torch")
+    job = run(tmp_path, source, "-n", "3")
+    assert (job.code, job.left) == (1, []), job.output
+    words = job.stderr[job.stderr.rindex("mpitrain: rank 1 on ") :]
+    assert re.match(r"mpitrain: rank 1 on \S+ failed (first, )?at \d\d:\d\d:\d\d", words), job.output
+    assert "ZeroDivisionError: division by zero" in words
+
+
+def test_a_rank_that_leaves_while_others_need_it(tmp_path: Path) -> None:
+    pytest.importorskip("torch")
+    job = run(tmp_path, FAILS % "os._exit(0)", "-n", "2")
+    assert (job.code, job.left) == (1, []), job.output
+    last = job.stderr.splitlines()[-1]
+    assert re.match(r"mpitrain: rank 0 on \S+ failed at \S+: RuntimeError: .*onnection", last), job.output
+    assert "rank 1 had left before, with exit code 0: do all ranks make the same number of steps?" in last
+
+
+HANGS = """
+import time, torch, torch.distributed as dist
+dist.init_process_group("gloo")
+for step in range(4):
+    dist.all_reduce(torch.ones(4))
+    if dist.get_rank() == 1 and step == 2:
+        begin = time.monotonic()
+        while time.monotonic() < begin + 8: pass
+        if step == 2: print("sleeps", flush=True); time.sleep(1000)
+"""
+
+
+def test_a_rank_that_hangs(tmp_path: Path) -> None:
+    """Rank 0 waits while rank 1 computes: that is no hang."""
+    pytest.importorskip("torch")
+    limits = {"MPITRAIN_STALL_SECONDS": "4", "MPITRAIN_HANG_SECONDS": "6"}
+    job = run(tmp_path, HANGS, "-n", "2", env=limits)
+    assert (job.code, job.left) == (1, []), job.output
+    assert "sleeps" in job.stdout
+    reports = [line for line in job.stderr.splitlines() if "rank 0 on" in line and "waits in" in line]
+    assert len(reports) == 2, job.output
+    for said, line in zip(["no progress for", "nothing has moved for 6 s"], reports, strict=True):
+        who = r"rank 0 on \S+ waits in all_reduce at train.py:5 \(<module>\); rank 1 on \S+ sleeps in train.py:9"
+        assert re.match(rf"mpitrain: {said}.*: {who}", line), line
+
+
+def test_a_script_that_only_starts_the_rank_proper(tmp_path: Path) -> None:
+    """Under Open MPI, a program that a rank starts can take its place."""
+    (tmp_path / "proper.py").write_text("import mpitrain as mt\nworld = mt.init()\nprint([world.rank, world.size])\n")
+    source = "import subprocess, sys\nsys.exit(subprocess.run([sys.executable, 'proper.py']).returncode)\n"
+    job = run(tmp_path, source, "-n", "2", vendor="openmpi")
+    assert lines_of(job) == [[0, 2], [1, 2]]

@@ -39,6 +39,7 @@ from mpitrain.dashboard.commands import order_of
 from mpitrain.dashboard.index import RunIndex
 from mpitrain.dashboard.run_files import files_of
 from mpitrain.dashboard.summary import differences, summary_of_run
+from mpitrain.error_file import parse_error
 from mpitrain.errors import ConfigError, LaunchError
 from mpitrain.forecast.machines import from_profile, read_machines
 from mpitrain.launch.batch import _counts, _of_file, _of_pairs
@@ -310,7 +311,8 @@ def hear_wish(line: socket.socket) -> None:
 
 def hear_rank(line: socket.socket) -> None:
     appearance = roll_call.receive(line)
-    for descriptor in (appearance.process, appearance.record, appearance.witness) if appearance else ():
+    opened = ("process", "record", "witness", "errors")
+    for descriptor in (getattr(appearance, name) for name in opened) if appearance else ():
         if descriptor is not None:
             os.close(descriptor)
 
@@ -483,6 +485,10 @@ PARSERS: dict[str, Parser] = {
     "command": Parser(as_json({"kind": "set", "name": "lr", "value": "0.5"}), lambda data, _: order_of(data)),
     "steering": Parser(as_json({"run": 1, "paused": "ada", "outcomes": []}), of_text(rank_record.read_steering)),
     "page of a rank": Parser((page(),), of_memory("mpitrain-rank-3", lambda path: rank_record.read_record(path, 3))),
+    "error file of a rank": Parser(
+        as_json({"message": {"message": "E: no", "extraInfo": {"py_callstack": "T", "timestamp": "1"}}}),
+        lambda data, _: parse_error(data),
+    ),
     "order of a rank": Parser((json.dumps(ORDER).encode(),), order_of_page),
     "in-memory checkpoint": Parser(
         (copy_in_memory(),), lambda data, _: read_copy(numpy.frombuffer(bytearray(data), numpy.uint8))

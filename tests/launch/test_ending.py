@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 
 import pytest
@@ -11,12 +12,14 @@ from mpitrain.launch.ending import (
     code_told,
     exit_code,
     in_order,
+    is_consequence,
     kills_first,
     last_step,
     last_words,
     signal_told,
     why,
     without_ends_by_hydra,
+    words_of_failure,
 )
 from mpitrain.watching.census import FirstEnd
 from mpitrain.watching.rank_record import BEGUN, FAILED, RankRecord
@@ -283,3 +286,44 @@ def test_hydra_kills_the_others_in_silence_for_a_rank_that_tells_it_a_code() -> 
     for said, code in ((MPICH, 3), ("[proxy:0@h2] main: assert (!closed) failed\n", 255), ("", 9), ("", 137), ("", 0)):
         assert without_ends_by_hydra([killed, left], RECORDS, said, code) == [killed, left]
     assert without_ends_by_hydra([killed, left], BEGUN_RECORDS, "", 3) == [killed, left]
+
+
+GLOO = "RuntimeError: [pair.cc:553] Connection closed by peer [127.0.0.1]:10437"
+
+
+def test_who_failed_first_of_those_that_never_called_init() -> None:
+    """What the error files have. A rank that failed because its neighbour had gone is never the first."""
+    own = replace(RankRecord(1, phase=FAILED), error="ZeroDivisionError: division by zero", failed_seconds=5.0)
+    follows = replace(RankRecord(0, phase=FAILED), error=GLOO, failed_seconds=4.0)
+    trace = "Traceback (most recent call last):\n    1/0\n"
+    ended = Ended(1, failed=own, records={0: follows, 1: own}, tracebacks={0: "...", 1: trace})
+    first, *lines = words_of_failure(ended, "h{}".format)
+    assert re.fullmatch(r"rank 1 on h1 failed first, at \d\d:\d\d:\d\d, and rank 0 after it:", first)
+    assert lines == ["    Traceback (most recent call last):", "        1/0"]
+    alone = replace(ended, tracebacks={1: trace})
+    (line,) = words_of_failure(alone, "h{}".format)
+    assert re.fullmatch(r"rank 1 on h1 failed at \S+: ZeroDivisionError: division by zero", line)
+    assert words_of_failure(replace(alone, is_interrupted=True), "h{}".format) == []
+    left = replace(ended, failed=follows, tracebacks={0: "..."}, left_early=(1,))
+    assert is_consequence(left)
+    hint = "; rank 1 had left before, with exit code 0: do all ranks make the same number of steps?"
+    assert words_of_failure(left, "h{}".format)[0].endswith(f"{GLOO}{hint}")
+    assert why(left, "h{}".format) == (f"rank 0 on h0 failed: {GLOO}{hint}", 0)
+
+
+@pytest.mark.parametrize(
+    ("error", "advice"),
+    [
+        ("RuntimeError: Distributed package doesn't have NCCL built in", "NCCL needs a GPU for each rank"),
+        ("ValueError: ProcessGroupNCCL is only supported with GPUs, no GPUs found!", "NCCL needs a GPU for each rank"),
+        ("EOFError: EOF when reading a line", "a rank has no terminal, and its input is empty"),
+        ("BdbQuit: ", "a rank has no terminal, and its input is empty"),
+        ("OSError: no such file", ""),
+    ],
+)
+def test_advice_for_scripts_of_other_launchers(error: str, advice: str) -> None:
+    failed = replace(RankRecord(1, phase=FAILED), error=error, failed_seconds=5.0)
+    ended = Ended(1, failed=failed, records={1: failed}, tracebacks={1: "..."})
+    (line,) = words_of_failure(ended, "h{}".format)
+    assert line.partition(f"{error}; ")[2].startswith(advice)
+    assert ("; " in line) == bool(advice)

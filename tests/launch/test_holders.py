@@ -18,10 +18,10 @@ import pytest
 from jobs import HANG_SECONDS, clean_environment, until
 from mpitrain.context import WARM_LINE, WARM_NAME
 from mpitrain.job.warm import may_differ
-from mpitrain.launch.holders import _HOOK, Holders
+from mpitrain.launch.holders import Holders
 from mpitrain.launch.libraries import Vendor
 from mpitrain.launch.placement import Place
-from mpitrain.launch.rank import command_of
+from mpitrain.launch.rank import HOOK, command_of
 from mpitrain.launch.tuning import Conditions, settings
 from mpitrain.launch.variables import pin
 from mpitrain.watching.rank_record import RankRecord
@@ -66,7 +66,7 @@ def interpreter(folder: Path, modules: Mapping[str, str], **imports: Any) -> Ite
     listed = os.memfd_create("imports")
     listing = {"modules": list(modules.items()), "own": [], "set": {}, **imports}
     os.write(listed, json.dumps(listing).encode())
-    path = os.pathsep.join([str(_HOOK), str(folder), clean_environment()["PYTHONPATH"]])
+    path = os.pathsep.join([HOOK, str(folder), clean_environment()["PYTHONPATH"]])
     name = f"mpitrain-test-{folder.name}-{os.getpid()}"
     environment = clean_environment({"PYTHONPATH": path, WARM_LINE: f"{far_end.fileno()} {listed} {name}"})
     (folder / "program.py").write_text("import pathlib\npathlib.Path(__file__).with_name('ran').touch()\n")

@@ -10,9 +10,11 @@ from dataclasses import replace
 from math import inf, nan
 from typing import Any
 
-from mpitrain.launch.live_picture import is_over, of_ranks
+from mpitrain.launch.live_picture import add_printed, is_over, of_ranks
 from mpitrain.launch.live_watcher import LiveWatcher
-from mpitrain.watching.rank_record import BEGUN, CALLED, DONE, ENDED, WAITS, WORKS, RankRecord
+from mpitrain.launch.log import KeptOutput
+from mpitrain.launch.output import OutputPiece
+from mpitrain.watching.rank_record import BEGUN, CALLED, DONE, ENDED, STARTED, WAITS, WORKS, RankRecord
 from mpitrain.watching.view import RankView
 
 PLACES = {"a": range(2), "b": range(2, 4)}
@@ -64,6 +66,26 @@ def test_who_has_paused_the_training() -> None:
     over = view(3, "b", steering=json.dumps({"run": 0, "outcomes": []}))
     for views in ([view(1, "a")], [trains], [over], []):
         assert of_ranks(views, PLACES, {})["paused"] == ""
+
+
+def test_a_script_that_publishes_no_steps() -> None:
+    """What it prints has them. Who publishes is believed."""
+    kept = KeptOutput()
+    for text in (b"step 3 loss 0.5", b"step 4 loss 0.25", b"saved"):
+        kept.take(1, "stdout", OutputPiece(text, b"\n"), 2)
+    assert kept.newest(1, 2) == ["saved", "step 4 loss 0.25"]
+
+    def lines(rank: int) -> list[str]:
+        return kept.newest(rank, 9)
+
+    foreign = [replace(view(rank, "a"), record=RankRecord(rank, STARTED)) for rank in range(2)]
+    picture = of_ranks(foreign, {"a": range(2)}, {})
+    add_printed(picture, lines)
+    assert [(one["step"], one["phase"]) for one in picture["ranks"]] == [(0, "computes"), (4, "computes")]
+    assert (picture["metrics"], picture["printed"]) == ({"loss": 0.25}, True)
+    picture = of_ranks([view(0, "a", facts={"step": 7}), foreign[1]], {"a": range(2)}, {})
+    add_printed(picture, lines)
+    assert ([one["step"] for one in picture["ranks"]], picture["printed"]) == ([7, 0], False)
 
 
 def test_who_waits_for_whom() -> None:

@@ -43,8 +43,9 @@ def test_what_the_ranks_share() -> None:
 
 
 def test_what_the_user_has_set() -> None:
-    own = {"MASTER_ADDR": "ib-b", "MASTER_PORT": "29500"}
+    own = {"MASTER_ADDR": "ib-b", "MASTER_PORT": "29500", "TORCH_FR_BUFFER_SIZE": "7"}
     told = of_job(JOB, FACTS, own)
+    assert (told["TORCH_FR_BUFFER_SIZE"], told["TORCH_NCCL_TRACE_BUFFER_SIZE"]) == ("7", "2000")
     assert (told["MASTER_ADDR"], told["MASTER_PORT"]) == ("ib-b", "29500")
     assert not set(own) & set(told[ADDED].split(",")), "a program that a rank starts has them too"
     in_use = {**FACTS, "b": {"ports": [1001, 2001, 29500]}}

@@ -34,8 +34,9 @@ def times(**phases: dict[int, float]) -> dict[str, dict[int, float]]:
         (
             66.0,
             {"gone": {2: 5.0, 3: 5.5}},
-            "rank 2 on b, rank 3 on c ended early, and the others have continued for 60 s",
+            "rank 2 on b, rank 3 on c ended early, and the others have used no processor for 60 s",
         ),
+        (66.0, {"gone": {2: 5.0, 3: 5.5}, "idle": 30.0}, ""),
         (1e9, {"started": {}, "called": {0: 1.0}, "limit": 0.0}, ""),
         (
             1e9,
@@ -68,8 +69,9 @@ def times(**phases: dict[int, float]) -> dict[str, dict[int, float]]:
 def test_a_start(now: float, seen: dict[str, dict[int, float]], expected: str) -> None:
     seen = dict(seen)
     limit, read_at, gone = seen.pop("limit", 60.0), seen.pop("read_at", {}), seen.pop("gone", {})
+    late = {"read_at": read_at, "idle_seconds": seen.pop("idle", 1e9)}
     when = times(**{"started": ALL, **seen})
-    said = start_problem(PLACES, when, gone, since=0.0, now=now, start_seconds=limit, read_at=read_at)  # type: ignore[arg-type]
+    said = start_problem(PLACES, when, gone, since=0.0, now=now, start_seconds=limit, **late)  # type: ignore[arg-type]
     assert (said or "").startswith(expected)
     assert bool(said) is bool(expected)
 

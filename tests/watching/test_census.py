@@ -17,6 +17,7 @@ import pytest
 from jobs import KERNEL_KEEPS_CODES, until
 from mpitrain.watching.census import Census, FirstEnd, WatchedProcess, is_readable, open_process
 from mpitrain.watching.rank_record import BEGUN
+from mpitrain.watching.view import Idleness
 
 # Starts ranks as its children, prints their process ids, and stays.
 PARENT = """
@@ -257,3 +258,68 @@ def test_an_exit_code(end: str, code: int, is_late: bool) -> None:
             child.wait()
         process.note_code()
     assert process.code == code
+
+
+FOREIGN = """
+import os, sys
+from mpitrain.error_file import write_error
+from mpitrain.watching.roll_call import appear
+errors = os.memfd_create("errors")
+appear(sys.argv[1], int(sys.argv[2]), errors=errors)
+name = f"/proc/{os.getpid()}/fd/{errors}"
+print("there", flush=True)
+sys.stdin.readline()
+if sys.argv[2] != "0":
+    write_error(name, f"OSError: of rank {sys.argv[2]}", "a traceback")
+    write_error(name, "the second one", "")
+sys.exit(int(sys.argv[2]))
+"""
+
+
+def test_the_error_files_of_ranks_that_never_call_init(job: Job) -> None:
+    """One that has left with code 0 is not the first end. One that ends well has not failed, whatever it wrote."""
+    pipe, ranks = subprocess.PIPE, []
+    for number in range(2):
+        command = [sys.executable, "-c", FOREIGN, str(job.path), str(number)]
+        ranks.append(subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True))
+        assert ranks[-1].stdout.readline() == "there\n"
+    job.until(lambda: len(job.census.views()) == 2)
+    begun = time.monotonic()
+    for number, rank in enumerate(ranks):
+        rank.communicate("\n")
+        job.until(lambda number=number: job.census.views()[number].ended_seconds is not None)
+    left, failed = job.census.views()
+    assert (left.record.phase, left.traceback) == ("started", "")
+    assert (failed.record.phase, failed.record.error, failed.traceback) == (
+        "failed",
+        "OSError: of rank 1",
+        "a traceback",
+    )
+    assert begun - 0.1 <= failed.record.failed_seconds <= time.monotonic()
+    assert job.census.first_end().rank == (1 if KERNEL_KEEPS_CODES else 0)
+
+
+BUSY = "while True: pass"
+IDLE = "import time; time.sleep(1000)"
+# It waits for the child that loads its data.
+LOADS = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {BUSY!r}])"
+# Such as what collects metrics: another program.
+OTHERS = "import subprocess; subprocess.run(['sh', '-c', 'while :; do :; done'])"
+READS = "import os, time\nwhile True: open('/proc/self/stat').read(); time.sleep(0.02)"
+
+
+@pytest.mark.parametrize(
+    ("source", "is_idle"), [(IDLE, True), (OTHERS, True), (BUSY, False), (LOADS, False), (READS, False)]
+)
+def test_a_process_that_uses_no_processor(source: str, is_idle: bool) -> None:
+    process = subprocess.Popen([sys.executable, "-c", source], start_new_session=True)
+    try:
+        idleness, looks = Idleness(), []
+        deadline = time.monotonic() + (60.0 if is_idle else 6.0)
+        while time.monotonic() < deadline and (not looks or looks[-1] < 3.0):
+            time.sleep(0.5)
+            looks.append(idleness.look(process.pid))
+        assert (looks[-1] >= 3.0) == is_idle, looks
+    finally:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from mpitrain.watching.hang_report import doing, importing, is_by_design, place_of, report
+from mpitrain.watching.hang_report import as_stacks_show, doing, importing, is_by_design, meeting_of, place_of, report
 from mpitrain.watching.ranges import rank_ranges, ranks_in
 from mpitrain.watching.rank_record import (
     BEGUN,
@@ -240,3 +240,58 @@ def test_text_for_several_ranks() -> None:
 def test_what_names_no_ranks(text: str, says: str) -> None:
     with pytest.raises(ValueError, match=says):
         ranks_in(text)
+
+
+TORCH = "/venv/lib/python3.11/site-packages/torch"
+MINE = '  File "/home/me/train.py", line 20 in main\n'
+
+
+def stack(*frames: str) -> str:
+    return "Current thread 0x1 (most recent call first):\n" + "".join(f'  File "{frame}\n' for frame in frames) + MINE
+
+
+ALL_REDUCE = stack(
+    f'{TORCH}/distributed/distributed_c10d.py", line 3252 in all_reduce',
+    f'{TORCH}/distributed/c10d_logger.py", line 83 in wrapper',
+)
+# DDP exchanges gradients in the backward pass.
+BACKWARD = stack(
+    f'{TORCH}/autograd/graph.py", line 829 in _engine_run_backward',
+    f'{TORCH}/autograd/__init__.py", line 364 in backward',
+    f'{TORCH}/_tensor.py", line 630 in backward',
+)
+MEETS = [
+    (ALL_REDUCE, "all_reduce at train.py:20 (main)"),
+    (BACKWARD, "backward at train.py:20 (main)"),
+    (
+        stack(
+            f'{TORCH}/distributed/rendezvous.py", line 189 in _create_c10d_store',
+            f'{TORCH}/distributed/distributed_c10d.py", line 1700 in init_process_group',
+            f'{TORCH}/distributed/c10d_logger.py", line 95 in wrapper',
+        ),
+        "init_process_group at train.py:20 (main)",
+    ),
+    (stack(), ""),
+    # It waits for its own data, and the others for it.
+    (stack(f'{TORCH}/utils/data/dataloader.py", line 1448 in _get_data'), ""),
+    ("", ""),
+]
+
+
+@pytest.mark.parametrize(("text", "call"), MEETS)
+def test_the_call_in_which_a_script_for_torchrun_waits(text: str, call: str) -> None:
+    assert meeting_of(text) == call
+
+
+def test_a_script_for_torchrun_that_hangs() -> None:
+    """Nobody has called init(): who is to blame is in the stacks."""
+    views = [
+        as_stacks_show(RankView(RankRecord(rank), 100 + rank, state="S", stack=text, host="node1", idle_seconds=12.0))
+        for rank, text in enumerate([ALL_REDUCE, stack(), ALL_REDUCE])
+    ]
+    assert report(views, {})[0] == (
+        "no progress for 12 s: ranks 0,2 on node1 wait in all_reduce at train.py:20 (main); "
+        "rank 1 on node1 sleeps in train.py:20 (main)"
+    )
+    views[1] = RankView(RankRecord(1), 101, state="gone", host="node1", ended_seconds=9.0, code=0)
+    assert report(views, {})[0].endswith("; rank 1 on node1 has left with exit code 0")

@@ -1,12 +1,22 @@
-"""Python imports this before it runs the program, where the holder of a warm interpreter has put it on PYTHONPATH."""
+"""Python imports this before it runs the program, where the launcher has put it on PYTHONPATH: in each rank (rank.py),
+so that a script that never imports mpitrain can be watched too, and in a warm interpreter."""
 
 import os
 import traceback
 
 try:
-    from mpitrain.job.warm import serve
+    from mpitrain.early import leave_hook, run_own_sitecustomize
 
-    serve()
+    leave_hook(os.path.dirname(__file__))  # noqa: PTH120 (pathlib costs the start some ms)
+    if "_MPITRAIN_WARM_LINE" in os.environ:
+        from mpitrain.job.warm import serve
+
+        serve()
+    if "_MPITRAIN_EXCHANGE" in os.environ:
+        from mpitrain.job.exchange import begin
+
+        begin()
+    run_own_sitecustomize()
 except BaseException:  # Python itself would continue with the program
     traceback.print_exc()
     os._exit(1)
