@@ -178,7 +178,17 @@ _OF_MPI = (*_LIBRARIES, "PMI_RANK", "PMIX_RANK", "OMPI_COMM_WORLD", "_MPITRAIN_"
 # Of scripts that torchrun, accelerate or Lightning may start: the launcher gives them torchrun's variables.
 _OF_TORCHRUN = (
     *("torch.distributed", "LOCAL_RANK", "WORLD_SIZE", '"RANK"', "'RANK'", "TORCHELASTIC", "jax.distributed"),
-    *("accelerate", "lightning", "deepspeed", "transformers"),
+    *(
+        "accelerate",
+        "lightning",
+        "deepspeed",
+        "transformers",
+        "ignite",
+        "horovod",
+        "composer",
+        "colossalai",
+        "fairscale",
+    ),
 )
 _MOST_FILES = 300
 _INSTALLED = ("site-packages", "dist-packages")
@@ -200,8 +210,10 @@ def aware_of(script: Path) -> Literal["mpi", "torchrun", ""]:
         seen.add(file)
         try:
             text = file.read_text(errors="replace")
-            if any(word in text for word in _OF_MPI) or len(seen) > _MOST_FILES:
+            if any(word in text for word in _OF_MPI):
                 return "mpi"
+            if len(seen) > _MOST_FILES:  # a script in a checkout of its library
+                return found or "mpi"
             if any(word in text for word in _OF_TORCHRUN):
                 found = "torchrun"
             with warnings.catch_warnings(action="ignore"):  # the ranks print those of the compiler

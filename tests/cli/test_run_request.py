@@ -167,7 +167,11 @@ def test_another_launcher_in_place_of_the_script(
         ("import os\nrank = os.environ['PMI_RANK']", "", "mpi"),
         ("import torch.distributed as dist", "", "torchrun"),
         ("import own", "from accelerate import Accelerator", "torchrun"),
+        ("import ignite.distributed as idist", "", "torchrun"),
+        ("import horovod.torch as hvd", "", "torchrun"),
         ("import own, torch.distributed", "import mpitrain", "mpi"),
+        ("import large, torch.distributed", "", "torchrun"),  # in a checkout of its library
+        ("import large", "", "mpi"),  # nobody knows
         ("this is not Python(", "", "mpi"),
     ],
 )
@@ -178,6 +182,9 @@ def test_scripts_that_do_not_know_of_other_ranks(tmp_path: Path, script: str, be
         (tmp_path / package).mkdir()
         (tmp_path / package / "__init__.py").touch()
         (tmp_path / package / "fit.py").write_text(text)
+    (tmp_path / "large").mkdir()
+    for number in range(301):
+        (tmp_path / "large" / f"part{number}.py").touch()
     assert aware_of(tmp_path / "train.py") == kind
 
 
