@@ -151,7 +151,6 @@ class Said:
         self.phases = Phases()
         self.read_at: dict[int, float] = {}  # by rank: when it was last seen to have read files, before init()
         self._clocks = {host: HostClock() for host in self.reports}
-        self._answered = dict.fromkeys(self.reports, 0.0)  # when each guard last answered a beat
         self._facts: dict[str, Any] = {}
         self._lock = threading.Lock()
 
@@ -212,17 +211,18 @@ class Said:
             ]
         return min(left) if left and all(step for step, _ in left) else None
 
-    def num_echoes(self, host: str) -> int:
-        """The number of recent echoes of that host."""
-        return self._clocks[host].num_echoes
-
     def _here(self, host: str, seconds: float) -> float:
         """Convert a time of that host's clock to the clock here."""
         return self._clocks[host].here(seconds)
 
     def take(self, host: str, message: dict[str, Any], heard: float, now: float) -> None:
-        """Take in a message of the guard of `host`, which was heard at that time. Call this with the lock."""
-        report = self.reports[host]
+        """Take in a message of the agent of `host`, which was heard at that time."""
+        with self._lock:
+            report = self.reports.get(host)
+            if report is not None:
+                self._take(report, host, message, heard, now)
+
+    def _take(self, report: HostReport, host: str, message: dict[str, Any], heard: float, now: float) -> None:
         if "facts" in message or "error" in message:
             self._facts[host] = message.get("facts", message)
         views = [from_json(fields, host) for fields in message.get("ranks", [])]
@@ -240,13 +240,8 @@ class Said:
         if "no_load" in message:
             why = message["no_load"]
             say(f"{host}: how busy this host is cannot be read ({why}), so it is not shown; the job continues")
-        if "echo" in message:
-            self._answered[host] = heard
-            self._clocks[host].add(message["echo"], message["time"], heard)
         if "seen" in message:
             report.seen = [from_json(fields, host) for fields in message["seen"]]
         report.take(message)
-        if (
-            "unreachable" in message
-        ):  # a guard that was prepared for an attempt (attempts.py) tests also hosts lost since
+        if "unreachable" in message:  # an attempt that was prepared (attempts.py) tests also hosts lost since
             report.unreachable = [peer for peer in report.unreachable if peer in self.reports]

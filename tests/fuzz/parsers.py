@@ -49,7 +49,7 @@ from mpitrain.launch.kept import Kept
 from mpitrain.launch.launched import launched_by
 from mpitrain.launch.live_watcher import LiveWatcher
 from mpitrain.launch.placement import parse_hosts
-from mpitrain.launch.roster import launcher_pid
+from mpitrain.launch.processes import launcher_pid
 from mpitrain.launch.variables import port_ranges, read_env_file
 from mpitrain.profile import from_json
 from mpitrain.provision.inventory import parse_nodes
