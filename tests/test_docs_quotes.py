@@ -46,7 +46,7 @@ QUOTES: dict[str, list[tuple[str, str]]] = {
     ],
     "how-to/run-jobs": [
         (r"after (\d+) s without a heartbeat", "launch.trouble.SILENCE_SECONDS"),
-        (r"exit (\d+) s after the last heartbeat", "launch.trouble.GUARD_SILENCE_SECONDS"),
+        (r"exit (\d+) s after the last heartbeat", "launch.trouble.AGENT_SILENCE_SECONDS"),
     ],
     "how-to/troubleshooting": [
         (r"gives the ranks (\d+) s after a Ctrl-C", "launch.run.GRACE_SECONDS"),

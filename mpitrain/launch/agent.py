@@ -64,7 +64,8 @@ Of the warm interpreter. Each of these messages is the value of "warm".
 
 There is one rule for silence. The agent takes its launcher for lost when the connection closes without a "bye", and
 when the launcher has been silent for `silence_seconds` (0: never). Then it leaves the memory to another launcher, ends
-the processes of all attempts (processes.py), removes their files (shared_files.py), and ends the interpreter and itself.
+the processes of all attempts (processes.py), removes their files (shared_files.py), and ends the interpreter, then
+itself.
 """
 
 from __future__ import annotations

@@ -502,7 +502,16 @@ PARSERS: dict[str, Parser] = {
     "keeper": Parser(
         as_json(
             *({"keep": "1/a"}, {"give": "a"}, {"only": ["1/a"], "run": 3}, {"wish": "x"}, {"enter": "x"}, {"names": 1}),
-            *({"leave": "x", "step": 1, "ms": 5}, {"follow": "x"}, {"estate": 1}, {"claim": "x"}, {"drop": 1}),
+            *(
+                {"leave": "x", "step": 1, "ms": 5},
+                {"follow": "x"},
+                {"estate": 1},
+                {"lead": "x"},
+                {"tell": {"wish": 1, "of": "x", "step": 3}},
+                {"pids": 1},
+                {"stay": 1},
+                {"drop": 1},
+            ),
         ),
         of_socket(hear_keeper),
     ),
