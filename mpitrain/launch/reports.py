@@ -63,7 +63,7 @@ class HostReport:
     is_lost: bool = False  # somebody removed the roll call there
     left: list[tuple[int, str]] | None = None  # processes that had to be ended; None: no answer yet
     immortal: list[tuple[int, str]] = field(default_factory=list)
-    has_vanished: bool = False  # it fell silent, or its guard ended
+    has_vanished: bool = False  # it fell silent, or its connection has broken
     paths: dict[str, list[str]] | None = None  # what facts.look_at_paths says there, on request; None: no answer yet
     files: list[tuple[str, int]] = field(default_factory=list)  # the job's files there: path and inode
     since: float = 0.0  # when the job began there, by that host's time.time()

@@ -186,8 +186,8 @@ def host_trouble(
     """
     closed = [host for host, one in connections.items() if one.is_closed and reports[host].left is None]
     if closed:
-        for host in closed:
-            reports[host].has_vanished = True
+        for host in closed:  # a new agent can take the place of one that was killed
+            reports[host].has_vanished = not connections[host].how_killed()
         return "\n".join([*(_why_closed(connections[host]) for host in closed), "The job is ended on all hosts"])
     silent = {host: now - connection.heard_seconds for host, connection in connections.items()}
     lost = lost_hosts(silent, own)

@@ -63,7 +63,7 @@ def test_a_shell_that_takes_a_line_of_what_is_sent(
 
 
 def test_while_a_python_does_not_answer(asking: dict[str, Any], open_agent: Open, tmp_path: Path) -> None:
-    """The agent gives signs of life and serves another attempt meanwhile. That Python ends with an agent that is killed."""
+    """The agent gives signs of life and serves another attempt. That Python ends with an agent that is killed."""
     said = tmp_path / "pid"
     slow = program(tmp_path / "python", f"echo $$ > {said}.new\nmv {said}.new {said}\nexec sleep 1000")
     connection = open_agent({**asking, "python": str(slow)})

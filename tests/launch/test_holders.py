@@ -1,4 +1,4 @@
-"""Warm interpreters as the launcher sees them, and a warm interpreter alone. tests/faults/test_warm.py has both in jobs."""
+"""Warm interpreters as the launcher sees them, and one alone. tests/faults/test_warm.py has both in jobs."""
 
 from __future__ import annotations
 
