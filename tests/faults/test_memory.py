@@ -97,7 +97,8 @@ def children(pid):
 
 def agent():
     launcher = parent(parent(os.getppid()))
-    (pid,) = [pid for pid in children(launcher) if b"-u" in pathlib.Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\\0")]
+    words = {pid: pathlib.Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\\0") for pid in children(launcher)}
+    (pid,) = [pid for pid in words if b"-u" in words[pid]]
     return pid
 
 def keeper():
