@@ -259,10 +259,12 @@ def begun(wish: dict[str, Any], probe: str) -> HostAttempt | None:
     try:
         census = Census(wish["roll_call"])
     except OSError as error:
-        text, condition = "cannot write {}: {}".format(wish["roll_call"], error.strerror), "SOCKETS"
         if error.errno == errno.EADDRINUSE:
-            text, condition = "this is the same machine as another host of the job", "MACHINES"
-        send({"attempt": wish["token"], "error": text, "condition": condition})
+            why = {"error": "this is the same machine as another host of the job", "condition": "MACHINES"}
+        else:
+            text = "cannot write {}: {}".format(wish["roll_call"], error.strerror)
+            why = {"error": text, "condition": "SOCKETS"}
+        send({"attempt": wish["token"], **why})
         return None
     return HostAttempt(wish, census, probe)
 

@@ -19,6 +19,7 @@ import os
 import random
 import select
 import shlex
+import socket
 import subprocess
 import time
 import warnings
@@ -132,7 +133,10 @@ class Memory:
 
     def _open(self, message: dict[str, Any]) -> dict[str, Any]:
         """Lead the keeper of the job here: the one that is led, the one that is there, or a new one."""
-        line = self._led() or (None if message.get("is_new") else self._found(message))
+        is_led = self._line is not None
+        line = self._led()
+        if not (line or is_led or message.get("is_new")):
+            line = self._found(message)
         if line is None:
             self._fork(message)
             line = self._found(message)
@@ -148,8 +152,9 @@ class Memory:
         if line is not None:
             try:
                 line.pids()
-            except OSError:
-                line.kill()
+            except OSError as error:
+                if isinstance(error, socket.timeout):  # TimeoutError is another one in old Pythons
+                    line.kill()
                 line.close()
                 return None
         return line

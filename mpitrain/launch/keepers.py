@@ -73,7 +73,7 @@ def code_of(script: str) -> dict[str, str]:
 # So long a keeper keeps what it holds after it has lost its launcher.
 KEEP_SECONDS = 900.0
 _ANSWER_SECONDS = 3.0
-_READY_SECONDS = 15.0
+_READY_SECONDS = 30.0  # a busy host may be about to start its agent
 _HEIR_SECONDS = 45.0  # the same, for a keeper that is taken over; hosts may be busy
 _LOOK_SECONDS = 0.005
 
