@@ -126,7 +126,7 @@ class Memory:
 
     @staticmethod
     def _tell(line: KeeperLine, message: dict[str, Any]) -> None:
-        told = {name: message[name] for name in ("wish", "of", "step") if name in message}
+        told: dict[str, Any] = {name: message[name] for name in ("wish", "of", "step") if name in message}
         if told or "estate" in message:
             with contextlib.suppress(BlockingIOError):  # it takes in nothing now
                 line.tell(told, json.dumps(message["estate"]) if "estate" in message else "")

@@ -185,11 +185,12 @@ class Kept:
                     self._drop(name)
                 send(line, {"dropped": dropped})
             elif "lead" in message and "rename" not in message:
-                if self._leader is None or self._leader[1] == message["lead"]:
-                    self._lead(line, message["lead"])
+                leader = message["lead"] if self._leader is None else self._leader[1]
+                if leader == message["lead"]:
+                    self._leader = line.fileno(), leader
                     if descriptors:
                         self._say_to(descriptors.pop())
-                send(line, {"leads": self._leader[1], "pid": os.getpid()})
+                send(line, {"leads": leader, "pid": os.getpid()})
             elif "tell" in message or "rename" in message or "stay" in message or "pids" in message:
                 if self._leader is None or self._leader[0] != line.fileno():
                     return False
@@ -223,9 +224,6 @@ class Kept:
                 os.close(descriptor)
         return True
 
-    def _lead(self, line: socket.socket, launcher: str) -> None:
-        self._leader = line.fileno(), launcher
-
     def _say_to(self, descriptor: int | None) -> None:
         if self.stderr is not None:
             os.close(self.stderr)
@@ -248,7 +246,7 @@ class Kept:
             self._events.unregister(self._listener.fileno())
             self._listener.close()
             self._listener, self.name = listener, message["rename"]
-            self._lead(line, message["lead"])
+            self._leader = line.fileno(), message["lead"]
             send(line, {"renamed": self.name})
         elif "stay" in message:
             if self.holds:

@@ -106,6 +106,8 @@ def test_a_load_that_cannot_be_read(monkeypatch: pytest.MonkeyPatch, capsys: pyt
     watched._watched_until = time.monotonic() + 600
     for second in range(3):
         watched._look_at_load(100.0 + second)
+    for port in watched._held:
+        port.close()
     (message,) = sent
     assert message["load"] is None and message["no_load"].startswith("ValueError: invalid literal for int()")
     said = Said(["node1"])
