@@ -111,7 +111,8 @@ class Agents:
     def have(self, hosts: Iterable[str]) -> dict[str, Connection]:
         """Have an agent on each of these hosts, and return the connections. Call this in the main thread.
 
-        One that has ended is replaced, and one that says nothing, unless an attempt must say so first.
+        One that has ended is replaced, and one that has fallen silent, unless an attempt must say so first. What it
+        holds is left to the new one.
 
         Raises:
             LaunchError, OSError: ssh cannot be started here.
@@ -120,6 +121,7 @@ class Agents:
         for host in hosts:
             connection = self._connections.get(host)
             if connection is not None and self._is_useless(connection):
+                self.send(connection, {"memory": {"leave": 1}})
                 self._part_with(host)
             if host not in self._connections:
                 self._connect(host)
@@ -178,7 +180,8 @@ class Agents:
         limit = PATIENCE_SECONDS if connection.host == self.own else SILENCE_SECONDS
         with self._lock:
             is_watched = any(one.is_kept and connection.host in one.hosts for one in self._attempts.values())
-        return connection.is_closed or (silence(connection) > limit and not is_watched)
+        is_silent = connection.has_spoken and silence(connection) > limit
+        return connection.is_closed or (is_silent and not is_watched)
 
     def _connect(self, host: str) -> None:
         is_own, now = host == self.own, time.monotonic()

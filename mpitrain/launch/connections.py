@@ -112,6 +112,7 @@ class Connection:
     Attributes:
         heard_seconds: when the agent was last heard, by the caller's clock.
         answered_seconds: when it has last answered a beat.
+        has_spoken: it was heard at all.
         is_closed: nothing more will come.
     """
 
@@ -121,6 +122,7 @@ class Connection:
     heard_seconds: float
     is_closed: bool = False
     answered_seconds: float = 0.0
+    has_spoken: bool = False
     _received: MessageLines = field(default_factory=MessageLines, repr=False)
     _unsent: bytes = field(default=b"", repr=False)
 
@@ -168,7 +170,7 @@ class Connection:
         if not data:
             self.is_closed = True
             return []
-        self.heard_seconds = now
+        self.heard_seconds, self.has_spoken = now, True
         return list(self._received.take(data))
 
     def why_closed(self) -> str:

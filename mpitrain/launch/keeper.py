@@ -32,8 +32,8 @@ from mpitrain.launch.kept import KeeperLine, Kept
 from mpitrain.launch.processes import launcher_pid
 
 _SSH = ("ssh", "-T", "-x", "-a", "-o", "BatchMode=yes", "-o", "ConnectTimeout=10", "-o", "ControlPath=none")
-# Not at once: if only the agent was killed, the launcher sends another one.
-_FIRST_SECONDS, _EVERY_SECONDS, _SSH_SECONDS = 15.0, 60.0, 30.0
+# Not at once: if only the agent was killed, the launcher sends another one, which takes seconds on a busy host.
+_FIRST_SECONDS, _EVERY_SECONDS, _SSH_SECONDS = 20.0, 60.0, 30.0
 _DOUBT_SECONDS = 10.0  # the launcher may have gone with its host just before the silence began
 _LOOK_SECONDS = 1.0
 _LED_SECONDS = 60.0  # so long an agent may take to lead the keeper that it has just forked
@@ -50,7 +50,7 @@ class SetAside:
         _, self._pid, self._ticks = [*str(told.get("launcher", "")).split(), "", "", ""][:3]
         self._has_keeper = self._own in [place[0] for place in told.get("places", [])]
         self._heard = time.monotonic() - silence_seconds
-        self._next = time.monotonic() + random.uniform(0.0, _FIRST_SECONDS)  # all keepers may ask at once
+        self._next = time.monotonic() + random.uniform(1.0, 1.5) * _FIRST_SECONDS  # all keepers may ask at once
         self._ssh: subprocess.Popen[str] | None = None
 
     def is_sure(self) -> bool:
