@@ -110,8 +110,14 @@ def keeper():
 
 
 def test_a_killed_agent(tmp_path: Path, undisturbed: Undisturbed) -> None:
-    """Its keeper outlives it. The next attempt has a new agent, and continues from memory."""
-    wrong = "if rank == 1 and step == 8 and once('killed'): os.kill(agent(), signal.SIGKILL); time.sleep(60)"
+    """Its keeper outlives it. The next attempt has a new agent, and continues from memory.
+
+    The agent first says that steps were made, as it does every second. Otherwise the attempt would count as early.
+    """
+    wrong = """if rank == 1 and step == 8 and once("killed"):
+        time.sleep(5)
+        os.kill(agent(), signal.SIGKILL)
+        time.sleep(60)"""
     job = train(tmp_path, wrong, before=AGENT)
     succeeded(job)
     assert f"mpitrain: {HERE}: the guard of the job there was killed by signal 9\n" in job.stderr
