@@ -127,8 +127,8 @@ def run_here(
     """
     _refuse_absent(from_file)
     own, context = job.placement.own, identified(job.context, Path(tempfile.gettempdir()))
-    wish = {"token": context.job, "roll_call": context.roll_call, "peers": {}}
-    wish |= {"port": torchrun.wanted_port(os.environ)}
+    wish: dict[str, Any] = {"token": context.job, "roll_call": context.roll_call, "peers": {}}
+    wish["port"] = torchrun.wanted_port(os.environ)
     if keepers is not None:
         keepers.begin([own], context.job)
     if holders is not None:
