@@ -38,7 +38,7 @@ QUOTES: dict[str, list[tuple[str, str]]] = {
         (r"drives it for up to ([\d.]+) s too", "torch.channel._HERE_SECONDS"),
         (r"The first (\d+) calls of a group are compared", "torch.channel.COMPARED_CALLS"),
         (r"waits up to ([\d.]+) s to hear whether", "job.failure._ARBITRATION_SECONDS"),
-        (r"hears nothing from its guard there for (\d+) s", "launch.trouble.SILENCE_SECONDS"),
+        (r"hears nothing from its agent there for (\d+) s", "launch.trouble.SILENCE_SECONDS"),
         (r"what has not ended after (\d+) s, or at a second signal", "launch.run.GRACE_SECONDS"),
     ],
     "how-to/pytorch": [
@@ -46,7 +46,7 @@ QUOTES: dict[str, list[tuple[str, str]]] = {
     ],
     "how-to/run-jobs": [
         (r"after (\d+) s without a heartbeat", "launch.trouble.SILENCE_SECONDS"),
-        (r"exit (\d+) s after the last heartbeat", "launch.trouble.GUARD_SILENCE_SECONDS"),
+        (r"exit (\d+) s after the last heartbeat", "launch.trouble.AGENT_SILENCE_SECONDS"),
     ],
     "how-to/troubleshooting": [
         (r"gives the ranks (\d+) s after a Ctrl-C", "launch.run.GRACE_SECONDS"),

@@ -83,7 +83,7 @@ def _none(job: str | None, folder: Path) -> str:
 def _follow(printed: _Printed, path: Path, about: Mapping[str, Any]) -> str:
     """Print what comes until the job ends. Return how it has ended."""
     from mpitrain.launch.job_logs import is_here, read_about
-    from mpitrain.launch.roster import launcher_pid
+    from mpitrain.launch.processes import launcher_pid
 
     printed.print_new()
     while True:

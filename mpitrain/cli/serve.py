@@ -58,7 +58,7 @@ def run(arguments: argparse.Namespace) -> int:
     import secrets
 
     from mpitrain.context import JobContext, ServeTask
-    from mpitrain.launch.roster import launcher_name
+    from mpitrain.launch.processes import launcher_name
     from mpitrain.launch.served import become, environment_here, told
     from mpitrain.launch.serving import Serving, serve, show
     from mpitrain.server.security import address_of, key_file, keys_of

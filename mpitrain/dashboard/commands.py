@@ -21,8 +21,9 @@ from mpitrain.launch.control import ask
 from mpitrain.launch.hosts import place_ranks
 from mpitrain.launch.jobs import end_job
 from mpitrain.launch.live_jobs import output_of, socket_of
+from mpitrain.launch.processes import launcher_pid
 from mpitrain.launch.record_end import OUTPUT
-from mpitrain.launch.roster import NOT_TOLD, launcher_pid
+from mpitrain.launch.roster import NOT_TOLD
 from mpitrain.reading import json_of, parsed, read_file
 from mpitrain.watching.ranges import ranks_in
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from mpitrain.dashboard.index import IndexedRun
 from mpitrain.dashboard.shown_jobs import ShownJob
-from mpitrain.launch.roster import launcher_pid
+from mpitrain.launch.processes import launcher_pid
 from mpitrain.training.run_document import DONE, LEFT, RunDocument
 from mpitrain.training.writers.json_lines import plain_number
 

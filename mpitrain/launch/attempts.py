@@ -1,10 +1,10 @@
 """The attempts of a job, here or over several hosts, one after the other, and how each lets itself be watched.
 
-On this machine alone there is nothing to compare, and one agent without a connection. Over hosts, the agents of the
-next attempt log in while the present one trains. A restart would otherwise spend most of its time on logins, those of
-mpiexec too, and on facts. The facts are asked when the present attempt has made its first step. At the restart only the
-folders are looked at again, because a share may be lost. If the code has changed meanwhile, the ranks may fail before
-their first step; the attempt after that has nothing prepared, and asks anew.
+On this machine alone there is nothing to compare, and one agent without ssh. Over hosts, the next attempt is prepared
+while the present one trains. A restart would otherwise spend most of its time on facts, and on the logins of mpiexec.
+The facts are asked when the present attempt has made its first step. At the restart only the folders are looked at
+again, because a share may be lost. If the code has changed meanwhile, the ranks may fail before their first step; the
+attempt after that has nothing prepared, and asks anew.
 """
 
 from __future__ import annotations
@@ -21,18 +21,17 @@ from typing import Any
 
 from mpitrain.errors import ConfigError, LaunchError
 from mpitrain.launch import torchrun
+from mpitrain.launch.agents import Agents
 from mpitrain.launch.dialects import JobSpec, command_for
 from mpitrain.launch.ending import Ended
 from mpitrain.launch.facts import devices
 from mpitrain.launch.holders import Holders
-from mpitrain.launch.keepers import KEEPER_SILENCE_SECONDS, Keepers
+from mpitrain.launch.keepers import Keepers
 from mpitrain.launch.live import Live
-from mpitrain.launch.live_jobs import socket_of
 from mpitrain.launch.live_picture import add_printed, of_ranks
 from mpitrain.launch.log import KEPT
 from mpitrain.launch.orders import Orders
 from mpitrain.launch.over_hosts import JobOverHosts
-from mpitrain.launch.processes import left_out
 from mpitrain.launch.rank import command_of
 from mpitrain.launch.roster import served
 from mpitrain.launch.run import Run
@@ -105,6 +104,7 @@ def show_here(job: JobSpec, from_file: Mapping[str, str]) -> None:
 
 
 def run_here(
+    agents: Agents,
     job: JobSpec,
     from_file: Mapping[str, str],
     keepers: Keepers | None,
@@ -116,6 +116,7 @@ def run_here(
     """Start the job and see to its end.
 
     Args:
+        agents: of the job; the one here is all that is needed.
         job: what to start.
         from_file: variables of --env-file, already set; the devices that they name must exist.
         keepers: of the job; None: it is not started again.
@@ -129,14 +130,13 @@ def run_here(
     """
     _refuse_absent(from_file)
     own, context = job.placement.own, identified(job.context, Path(tempfile.gettempdir()))
-    # No limit of silence: a launcher that is stopped (Ctrl-Z) sends nothing, but the job must continue.
-    wish = {"token": context.job, "roll_call": context.roll_call, "peers": {}, "silence_seconds": 0}
-    wish |= {"live": str(socket_of(context.launcher)), "port": torchrun.wanted_port(os.environ)}
+    wish: dict[str, Any] = {"token": context.job, "roll_call": context.roll_call, "peers": {}}
+    wish["port"] = torchrun.wanted_port(os.environ)
     if keepers is not None:
         keepers.begin([own], context.job)
     if holders is not None:
-        holders.begin([own])
-    with Guards(own, [own], {own: wish}, keepers, holders) as guards:
+        holders.begin()
+    with Guards(agents, [own], {own: wish}, keepers) as guards:
         facts = guards.facts()
         if keepers is not None:
             keepers.settle()
@@ -164,8 +164,8 @@ def _refuse_absent(from_file: Mapping[str, str]) -> None:
 
 # Facts that are being asked for when they are needed without some hosts: it may be one of these that does not answer.
 _FACTS_SECONDS = 2.0
-# To ask the same hosts anew would take longer. But nobody sends beats to the keepers meanwhile.
-_FACTS_SECONDS_OF_ALL = KEEPER_SILENCE_SECONDS / 2
+# To ask the same hosts anew would take longer.
+_FACTS_SECONDS_OF_ALL = 30.0
 
 
 class Attempts:
@@ -217,7 +217,7 @@ class Attempts:
                     new.guards.beat_for(self._keepers)
                 self._keepers.settle()
             if self._holders is not None:
-                self._holders.begin(job.placement.hosts)
+                self._holders.begin()
             stack.enter_context(self._live.showing(new.job.context.job, LiveAttempt(new.job, new.guards)))
             return new.ready().to_end(self._looking(new, meanwhile))
 
@@ -252,8 +252,6 @@ class Attempts:
             return
         if not any(record.step > record.first_step for record in present.guards.records().values()):
             return
-        if self._holders is not None and not self._holders.have_come():
-            return  # one login to a host at a time
         try:
             self._next = self._make(self._stack, present.job)
             self._next.connect(None, is_idle=True)
@@ -261,7 +259,6 @@ class Attempts:
             self.forget()
         else:
             self._has_facts = self._has_ways = False
-            self._stack.enter_context(left_out(self._next.guards.processes()))
             self._thread = threading.Thread(target=self._ask, args=(self._next,), name="next attempt", daemon=True)
             self._thread.start()
         self._has_begun = True

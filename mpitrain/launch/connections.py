@@ -36,8 +36,8 @@ PYTHON = "/usr/bin/python3"
 # The packages with modules that can be sent.
 _SENT = (".", "watching", "launch")
 
-# The modules of the guard, each after those that it imports.
-GUARD = (
+# Modules of which every program that is sent is made, each after those that it imports.
+COMMON = (
     "facts",
     "reading",
     "context",
@@ -46,14 +46,22 @@ GUARD = (
     "watching.rank_record",
     "error_file",
     "watching.view",
+    "launch.processes",
+    "launch.shared_files",
+    "launch.hearing",
+    "launch.kept",
+)
+# The modules of the agent.
+AGENT = (
+    *COMMON,
     "watching.roll_call",
     "watching.census",
-    "launch.processes",
     "launch.memory_kills",
-    "launch.shared_files",
     "launch.facts",
-    "launch.hearing",
     "launch.load",
+    "launch.host_attempt",
+    "launch.keeper",
+    "launch.holder",
     "launch.agent",
 )
 
@@ -100,10 +108,12 @@ def typed_on(host: str, line: str) -> str:
 
 @dataclass
 class Connection:
-    """The connection to a guard. Bytes flow both ways without blocking.
+    """The connection to an agent. Bytes flow both ways without blocking.
 
     Attributes:
-        heard_seconds: when the guard was last heard, by the caller's clock.
+        heard_seconds: when the agent was last heard, by the caller's clock.
+        answered_seconds: when it has last answered a beat.
+        has_spoken: it was heard at all.
         is_closed: nothing more will come.
     """
 
@@ -112,6 +122,8 @@ class Connection:
     errors: IO[bytes]  # a file with what ssh and the far side wrote to stderr
     heard_seconds: float
     is_closed: bool = False
+    answered_seconds: float = 0.0
+    has_spoken: bool = False
     _received: MessageLines = field(default_factory=MessageLines, repr=False)
     _unsent: bytes = field(default=b"", repr=False)
 
@@ -125,6 +137,12 @@ class Connection:
         """The descriptor that can be read when messages have come."""
         assert self.process.stdout is not None
         return self.process.stdout.fileno()
+
+    @property
+    def input(self) -> int:
+        """The descriptor that can be written to when more can be sent."""
+        assert self.process.stdin is not None
+        return self.process.stdin.fileno()
 
     def flush(self) -> None:
         """Send what has not been accepted yet."""
@@ -153,7 +171,7 @@ class Connection:
         if not data:
             self.is_closed = True
             return []
-        self.heard_seconds = now
+        self.heard_seconds, self.has_spoken = now, True
         return list(self._received.take(data))
 
     def why_closed(self) -> str:
@@ -203,25 +221,20 @@ def connect(
     is_this_machine: bool,
     wish: Mapping[str, Any],
     now: float,
-    modules: Sequence[str] = GUARD,
+    modules: Sequence[str] = AGENT,
     descriptors: Sequence[int] = (),
-    *,
-    outlives_us: bool = False,
 ) -> Connection:
-    """Start a guard on `host`, or the main() of the last of `modules`. Return at once; its messages come later.
+    """Start an agent on `host`, or the main() of the last of `modules`. Return at once; its messages come later.
 
-    `descriptors` of this process stay open in one that runs on this machine. One that `outlives_us` continues after a
-    kill of this process.
+    `descriptors` of this process stay open in one that runs on this machine.
 
     Raises:
         LaunchError: there is no ssh on this machine.
     """
     command = boot_on(host, is_this_machine)
-    # At SIGTERM srun kills what it has started, and the guard could not clean up. It ends with its stdin.
-    is_step = not is_this_machine and bool(step_on(host))
-    # Clean-up must outlive the launcher: this machine's guard, and a sweep in place of a guard. Other ssh processes
-    # need not.
-    may_end = not is_this_machine and not outlives_us and not is_step
+    # Clean-up must outlive the launcher: this machine's agent. Its ssh processes need not. But at SIGTERM srun kills
+    # what it has started, and the agent there could not clean up. It ends with its stdin.
+    may_end = not is_this_machine and not step_on(host)
     return boot(host, command, sources(modules), wish, now, ends_with_us=may_end, descriptors=descriptors)
 
 

@@ -1,19 +1,9 @@
-"""The holder of a job on a host: it keeps one warm interpreter, which forks the ranks of the next attempts.
+"""The warm interpreter of a job on a host: it forks the ranks of the next attempts. A part of the agent (agent.py).
 
 A restart is quick with it, because a rank spends most of its start on imports. mpiexec starts a stub (stub.py) in place
 of each rank. The stub lends its place to a fork, or becomes the program itself, which is a cold start. The interpreter
-(mpitrain.job.warm) imports what a rank has published that it has imported, in the environment of that rank.
-
-The holder runs as long as the launcher, over all attempts of the job. Sent to its host as text, like the guard
-(agent.py). So it imports only the modules that come with it, and must run with old Pythons. One JSON object a line:
-
-    launcher: {"start": {"program": [word...],     holder: {"holds": 1}, first of all
-               "hook": what makes it a warm        holder: {"said": text for the user}
-               interpreter, for PYTHONPATH}}
-    launcher: {"beat": 1}, every second
-
-The interpreter and its ranks end with the holder, which ends when its connection closes, and when the launcher has been
-silent for `silence_seconds` (0: never).
+(mpitrain.job.warm) imports what a rank has published that it has imported, in the environment of that rank. It and its
+ranks end with the agent.
 """
 
 from __future__ import annotations
@@ -21,18 +11,18 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
-import select
+import resource
 import signal
 import socket
 import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from typing import Any
 
 from mpitrain.context import IMPORTS, LAUNCHER, OF_MPIEXEC, PREFIX, WARM, WARM_LINE, WARM_ROOM
-from mpitrain.launch.hearing import Hearing, send
+from mpitrain.launch.hearing import send
 from mpitrain.launch.processes import Marked, read
-from mpitrain.reading import MessageLines, message_of
+from mpitrain.reading import message_of
 
 _ROOM_BYTES = 512
 _TAIL_BYTES = 4096
@@ -43,13 +33,13 @@ _LOOK_SECONDS = 2.0
 
 
 class Holder:
-    """The warm interpreter of this host. Call `look` when one of `files` is readable, and twice a second."""
+    """Keeps the interpreter. Call `look` when one of `files` is readable, and twice a second."""
 
-    def __init__(self, name: str, token: str, launcher: str) -> None:
-        """Stubs call the interpreter by `name`. `token` marks it; `launcher` is the mark of the job's ranks."""
-        self._name, self._token = name, token
-        self._mark = f"{LAUNCHER}={launcher}".encode()
+    def __init__(self, limit: tuple[int, int]) -> None:
+        """`limit` is that of open files for the interpreter, as for any rank."""
         self._wanted: dict[str, Any] | None = None  # what to start as soon as a rank has listed its imports
+        self._name = self._token = ""
+        self._mark = b""
         self._process: subprocess.Popen[bytes] | None = None
         self._line: socket.socket | None = None
         self._output = -1  # what the interpreter prints, until its end
@@ -57,26 +47,31 @@ class Holder:
         self._is_done = False  # it has said why it is of no use any more
         self._has_given_up = False
         self._looked = 0.0
+        self._limit = limit
 
-    def files(self) -> list[Any]:
+    def files(self) -> list[int]:
         """What is readable when there is news."""
-        return [self._line, *([] if self._output < 0 else [self._output])] if self._line is not None else []
+        if self._line is None:
+            return []
+        return [self._line.fileno(), *([] if self._output < 0 else [self._output])]
 
-    def start(self, program: list[str], hook: str, folder: str) -> None:
-        """Keep an interpreter for `program` from now on, which `hook` on PYTHONPATH makes a warm one.
+    def start(self, name: str, token: str, launcher: str, program: list[str], hook: str, folder: str) -> None:
+        """Keep an interpreter from now on.
 
-        `folder` is that in which ranks begin.
+        Stubs call it by `name`. `token` marks it; `launcher` is the mark of the job's ranks. It is for `program`, and
+        `hook` on PYTHONPATH makes it a warm one. `folder` is that in which ranks begin.
         """
+        self._name, self._token, self._mark = name, token, f"{LAUNCHER}={launcher}".encode()
         self._wanted = {"program": program, "hook": hook, "folder": folder}
 
-    def look(self, ready: list[Any]) -> None:
+    def look(self, ready: Container[int]) -> None:
         """Take in the news of these files, and start the interpreter if it is missing."""
         if self._output in ready:
             data = os.read(self._output, 1 << 16)
             self._words = (self._words + data)[-_TAIL_BYTES:]
             if not data:
                 self._close_output()
-        if self._line is not None and self._line in ready:
+        if self._line is not None and self._line.fileno() in ready:
             self._listen_to(self._line)
         now = time.monotonic()
         is_missing = self._wanted is not None and self._process is None and not self._has_given_up
@@ -90,7 +85,8 @@ class Holder:
             self._process.kill()
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(_END_SECONDS)
-        Marked(self._token, WARM).end(0.0)
+        if self._token:
+            Marked(self._token, WARM).end(0.0)
 
     def _start_from_rank(self) -> None:
         """Look for a rank of the job that has listed its imports, and start the interpreter as it was started."""
@@ -136,7 +132,7 @@ class Holder:
                 stdout=output,
                 stderr=output,
                 pass_fds=[far_end.fileno(), listed],
-                preexec_fn=_ends_with_holder(),  # noqa: PLW1509 (no thread holds a lock that it takes)
+                preexec_fn=_ends_with_agent(self._limit),  # noqa: PLW1509 (no thread holds a lock that it takes)
             )
         except BaseException:
             line.close()
@@ -190,43 +186,19 @@ class Holder:
 
 
 def _say(text: str) -> None:
-    send({"said": f"{socket.gethostname()}: {text}"})
+    send({"warm": {"said": f"{socket.gethostname()}: {text}"}})
 
 
-def _ends_with_holder() -> Callable[[], None]:
-    """Return what the interpreter runs before its program: it ends with the holder, and has a session of its own."""
-    holder = os.getpid()
+def _ends_with_agent(limit: tuple[int, int]) -> Callable[[], None]:
+    """Return what the interpreter runs before its program: it ends with the agent, and has a session of its own."""
+    agent = os.getpid()
     prctl = ctypes.CDLL(None).prctl
 
     def in_child() -> None:
         prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-        if os.getppid() != holder:
+        if os.getppid() != agent:
             os._exit(1)
         os.setsid()
+        resource.setrlimit(resource.RLIMIT_NOFILE, limit)
 
     return in_child
-
-
-def main(wish: dict[str, Any], _probe: str) -> None:
-    """Hold the interpreter until the connection closes, or the launcher is silent for `wish["silence_seconds"]`."""
-    signal.signal(signal.SIGPIPE, signal.SIG_IGN)
-    os.set_blocking(1, True)
-    holder = Holder(wish["socket"], wish["token"], wish["launcher"])
-    send({"holds": 1})
-    received = MessageLines()
-    hearing = Hearing(wish["silence_seconds"])
-    try:
-        while True:
-            ready, _, _ = select.select([0, *holder.files()], [], [], 0.5)
-            holder.look(ready)
-            if 0 in ready:
-                data = os.read(0, 1 << 16)
-                if not data:
-                    break
-                for message in received.take(data):
-                    if "start" in message:
-                        holder.start(**message["start"])
-            if hearing.is_lost(has_come=0 in ready):
-                break
-    finally:
-        holder.close()

@@ -27,7 +27,7 @@ from typing import Any
 from mpitrain.errors import DataError
 from mpitrain.launch.output import MPIEXEC, OutputPiece, Stream
 from mpitrain.launch.placement import Place
-from mpitrain.launch.roster import launcher_pid
+from mpitrain.launch.processes import launcher_pid
 from mpitrain.reading import json_of, read_file
 from mpitrain.state_files import replace_json, state_folder
 from mpitrain.watching.ranges import rank_ranges

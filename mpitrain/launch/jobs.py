@@ -10,14 +10,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from mpitrain.launch.connections import GUARD, connect, typed_on
+from mpitrain.launch.connections import COMMON, connect, typed_on
 from mpitrain.launch.placement import Placement
 from mpitrain.watching.ranges import rank_ranges
 from mpitrain.watching.rank_record import BUSY, ENDED, WAITS
 from mpitrain.watching.view import RankView, from_json
 
 # The modules of the roster, each after those that it imports.
-ROSTER = (*GUARD, "watching.served_record", "launch.kept", "launch.control", "launch.roster")
+ROSTER = (*COMMON, "watching.served_record", "launch.control", "launch.roster")
 _ANSWER_SECONDS = 45.0  # hosts with jobs are busy: a login and the start of Python take seconds there
 _END_SECONDS = 70.0  # after the answer, a job has 17 s to end
 # A server publishes its state every second, but not in a hook or in an update.

@@ -1,49 +1,43 @@
-"""The keeper of a job on one of its hosts: it holds the memory from which the ranks of the next attempt continue
-(kept.py).
+"""The memory of a job on a host: the keeper, a child of the agent that outlives it (kept.py), and the line to it.
 
-A keeper lives from the first attempt of a job to the end of the last one. Like a guard (agent.py), it is sent as text
-over an ssh connection. Both sides send one JSON object per line:
+The ranks of the next attempt continue from this memory, so it must not end with the agent (agent.py), which somebody
+may kill. The agent forks the keeper, and leads it at its socket, as any later agent of the job can on this host. So
+there is one protocol, that of kept.py.
 
-    launcher: {"beat": 1, "wish": as kept.py    keeper: {"ready": 1}, or {"error": text}
-               names it, "of": the try,
-               "step": number}, every second
-    launcher: {"ping": number}                  keeper: {"pong": number}
-    launcher: {"room": number}                  keeper: {"room": number, and the fields of keepers.Room}
-    launcher: {"estate": as keepers.py says}
-    launcher: {"inherit": 1}                    keeper: {"inherited": 1}, or {"error": text}
-    launcher: {"stay": 1}                       keeper: {"stays": whether it holds something}
-    launcher: {"bye": 1}
-
-After "bye" it ends, with all that it holds. The launcher is lost if the connection closes without a "bye", or if the
-launcher has been silent for `silence_seconds` (0: never). The keeper then waits for `keep_seconds` for the keeper of
-another launcher, which inherits what it holds. If it holds nothing, or knows no estate, it ends at once; and on another
-host than the launcher's when that host says that the job continues without this one, or is over (keeper.py). After
-"stay" the launcher ends too, and tells its user so itself.
+While no agent leads it, the keeper waits: as long as the launcher lives, if that is on this host, then for
+`keep_seconds` for the agent of another launcher (`mpitrain resume`). If it holds nothing, or knows no estate, it ends
+at once; and on another host than the launcher's when that host says that the job continues without this one, or is over
+(`SetAside`). After "stay" the launcher ends too, and tells its user so itself.
 """
 
 from __future__ import annotations
 
 import contextlib
+import gc
 import json
 import os
 import random
-import resource
 import select
 import shlex
-import signal
+import socket
 import subprocess
 import time
+import warnings
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from mpitrain.launch.hearing import Hearing, send
+from mpitrain.launch.hearing import send
 from mpitrain.launch.kept import KeeperLine, Kept
-from mpitrain.reading import MessageLines
+from mpitrain.launch.processes import launcher_pid
 
 _SSH = ("ssh", "-T", "-x", "-a", "-o", "BatchMode=yes", "-o", "ConnectTimeout=10", "-o", "ControlPath=none")
-_FIRST_SECONDS, _EVERY_SECONDS, _SSH_SECONDS = 10.0, 60.0, 30.0
+# Not at once: if only the agent was killed, the launcher sends another one, which takes seconds on a busy host.
+_FIRST_SECONDS, _EVERY_SECONDS, _SSH_SECONDS = 20.0, 60.0, 30.0
 _DOUBT_SECONDS = 10.0  # the launcher may have gone with its host just before the silence began
+_LOOK_SECONDS = 1.0
+_LED_SECONDS = 60.0  # so long an agent may take to lead the keeper that it has just forked
+_ANSWER_SECONDS = 3.0  # a keeper that does not answer in this time is replaced by a new one, which holds nothing
 
 
 class SetAside:
@@ -56,7 +50,7 @@ class SetAside:
         _, self._pid, self._ticks = [*str(told.get("launcher", "")).split(), "", "", ""][:3]
         self._has_keeper = self._own in [place[0] for place in told.get("places", [])]
         self._heard = time.monotonic() - silence_seconds
-        self._next = time.monotonic() + random.uniform(0.0, _FIRST_SECONDS)  # all keepers may ask at once
+        self._next = time.monotonic() + random.uniform(1.0, 1.5) * _FIRST_SECONDS  # all keepers may ask at once
         self._ssh: subprocess.Popen[str] | None = None
 
     def is_sure(self) -> bool:
@@ -88,105 +82,186 @@ class SetAside:
         return num_keepers == 0 and self._has_keeper and is_same_boot
 
 
-_LOOK_SECONDS = 1.0
+class Memory:
+    """The agent's line to the keeper."""
 
+    def __init__(self, silence_seconds: float, stderr: int | None) -> None:
+        """After `silence_seconds` the agent takes its launcher for lost; 0: it is on this host, and this its stderr."""
+        self._silence_seconds, self._stderr = silence_seconds, stderr
+        self._line: KeeperLine | None = None
 
-def main(wish: dict[str, Any], _probe: str) -> None:
-    """Run the keeper.
-
-    `wish` has the name of the socket, `keeper`, and both times. A keeper that is to inherit has the socket of the other
-    one, `inherits`, and for whom it claims that, `heir`. `stderr` is a descriptor of the launcher's own.
-    """
-    signal.signal(signal.SIGPIPE, signal.SIG_IGN)
-    os.set_blocking(1, True)
-    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # the keeper needs two per rank
-    try:
-        kept = Kept(wish["keeper"], partial(_end_other, wish["keeper"]))
-        before = _claimed(wish) if "inherits" in wish else None
-    except OSError as error:
-        send({"error": str(error)})
-        return
-    send({"ready": 1})
-    if _serve(kept, before, wish) and _holds(kept):
-        _keep(kept, wish)
-
-
-def _serve(kept: Kept, before: KeeperLine | None, wish: dict[str, Any]) -> bool:
-    """Serve a launcher and its ranks to the end. True: it is lost. False: nobody needs this keeper any more."""
-    hearing = Hearing(wish["silence_seconds"])
-    try:
-        return _listen(kept, before, wish, hearing)
-    finally:
-        hearing.close()
-
-
-def _listen(kept: Kept, before: KeeperLine | None, wish: dict[str, Any], hearing: Hearing) -> bool:
-    received = MessageLines()
-    while True:
-        ready, _, _ = select.select([0, kept.fileno()], [], [], _LOOK_SECONDS)
-        kept.look()
-        if kept.is_dropped:
-            return False
-        if 0 in ready:
-            data = os.read(0, 1 << 16)
-            if not data:
-                return True
-            for message in received.take(data):
-                if "bye" in message:
-                    return False
-                _obey(kept, before, message)
-                if "stay" in message:
-                    if "stderr" in wish:
-                        os.close(wish.pop("stderr"))
-                    send({"stays": _holds(kept)})
-                    return True
-        if hearing.is_lost(has_come=0 in ready):
-            return True
-
-
-def _obey(kept: Kept, before: KeeperLine | None, message: dict[str, Any]) -> None:
-    kept.wish, kept.of = message.get("wish", kept.wish), message.get("of", kept.of)
-    kept.step = message.get("step", kept.step)
-    if "estate" in message:
-        kept.estate = json.dumps(message["estate"])
-    if "ping" in message:
-        send({"pong": message["ping"]})
-    if "room" in message:
-        send({"room": message["room"], **_room(kept.pids())})
-    if "inherit" in message and before is not None:
+    def obey(self, message: dict[str, Any]) -> None:
+        """Do what the launcher says."""
         try:
-            kept.inherit(before)
-            send({"inherited": 1})
+            if "name" in message:
+                answer = self._open(message)
+            elif "drop" in message:
+                drop(message["drop"])
+                answer = {"dropped": 1}
+            elif self._line is None:
+                answer = {}
+            else:
+                answer = self._ask(self._line, message)
         except OSError as error:
-            send({"error": f"what its keeper holds cannot be taken over: {error}"})
+            answer = {"error": str(error)}
+        if answer:
+            send({"memory": {"number": message.get("number", 0), **answer}})
+
+    def _ask(self, line: KeeperLine, message: dict[str, Any]) -> dict[str, Any]:
+        self._tell(line, message)
+        if "room" in message:
+            return _room(line.pids())
+        if "rename" in message:
+            line.rename(message["rename"], message["launcher"])
+            return {"inherited": 1}
+        if "stay" in message:
+            stays = line.stay()
+            if not stays:
+                line.drop()
+            self.leave()
+            return {"stays": stays}
+        if "leave" in message:
+            self.leave()
+        return {}
+
+    @staticmethod
+    def _tell(line: KeeperLine, message: dict[str, Any]) -> None:
+        told: dict[str, Any] = {name: message[name] for name in ("wish", "of", "step") if name in message}
+        if told or "estate" in message:
+            with contextlib.suppress(BlockingIOError):  # it takes in nothing now
+                line.tell(told, json.dumps(message["estate"]) if "estate" in message else "")
+
+    def _open(self, message: dict[str, Any]) -> dict[str, Any]:
+        """Lead the keeper of the job here: the one that is led, the one that is there, or a new one."""
+        is_led = self._line is not None
+        line = self._led()
+        if not (line or is_led or message.get("is_new")):
+            line = self._found(message)
+        if line is None:
+            self._fork(message)
+            line = self._found(message)
+        if line is None:
+            raise OSError("it has ended at once")
+        self._line = line
+        self._tell(line, message)
+        return {"ready": line.pid}
+
+    def _led(self) -> KeeperLine | None:
+        """The line, if its keeper answers."""
+        line, self._line = self._line, None
+        if line is not None:
+            try:
+                line.pids()
+            except OSError as error:
+                if isinstance(error, socket.timeout):  # TimeoutError is another one in old Pythons
+                    line.kill()
+                line.close()
+                return None
+        return line
+
+    def _found(self, message: dict[str, Any]) -> KeeperLine | None:
+        """A line to the keeper that is there; None: none is there.
+
+        Raises:
+            OSError: another launcher leads it; or it must be there, because it is to be inherited by an heir.
+        """
+        try:
+            line = KeeperLine(message["name"], answer_seconds=_ANSWER_SECONDS)
+        except ConnectionRefusedError as error:
+            if "heir" in message:
+                text = f"its keeper has just ended ({error}): somebody else continues with this job, or has dropped it"
+                raise OSError(text) from None
+            return None
+        launcher = message.get("heir", message["launcher"])
+        leader = line.lead(launcher, [] if self._stderr is None else [self._stderr])
+        if leader != launcher:
+            line.close()
+            raise OSError(f"{leader} continues with this job")
+        return line
+
+    def _fork(self, message: dict[str, Any]) -> None:
+        name = message["name"]
+        kept = Kept(name, partial(drop, name), message["keep_seconds"])
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # the child needs nothing that a thread of this process may hold
+            pid = os.fork()
+        if pid == 0:
+            try:
+                _leave_the_agent(kept)
+                keep(kept, self._silence_seconds)
+            finally:
+                os._exit(0)
+        kept.close()
+
+    def leave(self) -> None:
+        """Let the keeper wait for another agent."""
+        line, self._line = self._line, None
+        if line is not None:
+            line.close()
+
+    def drop(self) -> None:
+        """Have the keeper end, with all that it holds."""
+        if self._line is not None:
+            with contextlib.suppress(OSError):
+                self._line.drop()
+            self.leave()
 
 
-def _holds(kept: Kept) -> bool:
-    return kept.has_memory and bool(kept.estate)
+def drop(name: str) -> None:
+    """End the keeper that has the name, if there is one: its launcher has given it up, and what it holds is older."""
+    with contextlib.suppress(OSError):
+        line = KeeperLine(name)
+        try:
+            line.drop()
+        finally:
+            line.close()
 
 
-def _keep(kept: Kept, wish: dict[str, Any]) -> None:
-    """Wait for another launcher, or until nobody wants it any more."""
-    now = time.time()
-    kept.loss = {"lost_ms": int(1000 * now), "until_ms": int(1000 * (now + wish["keep_seconds"]))}
-    until = time.monotonic() + wish["keep_seconds"]
-    if "stderr" in wish:
-        _say(wish["stderr"], kept)
-    silence_seconds = wish["silence_seconds"]  # 0: this is the launcher's host
-    aside = SetAside(wish["keeper"], kept.estate, silence_seconds) if silence_seconds else None
+def _leave_the_agent(kept: Kept) -> None:
+    """Hold nothing open of the agent that has forked this process: others wait for its end."""
+    gc.freeze()  # what the agent has left would close files of this process
+    os.setsid()
     nothing = os.open(os.devnull, os.O_RDWR)
-    for descriptor in (0, 1, 2):  # nobody is to wait for the end of this process
+    for descriptor in (0, 1, 2):
         os.dup2(nothing, descriptor)
-    while not kept.is_dropped and (time.monotonic() < until or kept.is_claimed):
+    own = {0, 1, 2, *kept.descriptors()}
+    for entry in os.listdir("/proc/self/fd"):  # noqa: PTH208
+        if int(entry) not in own:
+            with contextlib.suppress(OSError):  # of this look itself
+                os.close(int(entry))
+
+
+def keep(kept: Kept, silence_seconds: float) -> None:
+    """Serve ranks and agents until nobody wants what is held, or may want it any more."""
+    aside: SetAside | None = None
+    until: float | None = time.monotonic() + _LED_SECONDS
+    while not kept.is_dropped:
         select.select([kept.fileno()], [], [], _LOOK_SECONDS)
         kept.look()
-        if aside is not None and not kept.is_claimed and aside.is_sure():
+        if kept.is_led:
+            until = aside = None
+            continue
+        if until is None:  # its agent has gone
+            if not kept.holds:
+                return
+            if not kept.loss:
+                if launcher_pid(str(json.loads(kept.estate).get("launcher", ""))) is not None:
+                    continue  # which sends another agent
+                kept.lose()
+                _say(kept)
+            until = time.monotonic() + kept.loss["until_ms"] / 1000 - time.time()
+        if time.monotonic() >= until:
             return
+        if silence_seconds and kept.loss:
+            aside = aside or SetAside(kept.name, kept.estate, silence_seconds)
+            if aside.is_sure():
+                return
 
 
-def _say(descriptor: int, kept: Kept) -> None:
+def _say(kept: Kept) -> None:
     """Tell the user of the launcher, where its output is still read."""
+    if kept.stderr is None:
+        return
     job = json.loads(kept.estate)["tries"][-1]
     until = time.strftime("%H:%M:%S", time.localtime(kept.loss["until_ms"] / 1000))
     text = (
@@ -194,33 +269,10 @@ def _say(descriptor: int, kept: Kept) -> None:
         f"`mpitrain resume {job}`. To drop it: `mpitrain kill {job}`\n"
     )
     with contextlib.suppress(OSError):
-        if select.select([], [descriptor], [], 0.0)[1]:  # a terminal may be stopped
-            os.write(descriptor, text.encode())
-    os.close(descriptor)
-
-
-def _claimed(wish: dict[str, Any]) -> KeeperLine:
-    """A line to the keeper that is to be inherited from, which nobody else has claimed."""
-    try:
-        line = KeeperLine(wish["inherits"])
-        heir = line.claim(wish["heir"])
-    except OSError as error:
-        raise OSError(
-            f"its keeper has just ended ({error}): somebody else continues with this job, or has dropped it"
-        ) from None
-    if heir != wish["heir"]:
-        raise OSError(f"{heir} continues with this job")
-    return line
-
-
-def _end_other(name: str) -> None:
-    """End the keeper that has the name: the same launcher has given it up, and what it holds is older."""
-    with contextlib.suppress(OSError):
-        line = KeeperLine(name)
-        try:
-            line.drop()
-        finally:
-            line.close()
+        if select.select([], [kept.stderr], [], 0.0)[1]:  # a terminal may be stopped
+            os.write(kept.stderr, text.encode())
+    os.close(kept.stderr)
+    kept.stderr = None
 
 
 def _room(pids: list[int]) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """The keepers of all hosts of a job (keeper.py), as the launcher sees them, from the first attempt to the last.
 
-No thread belongs to them: the agents of the attempt that trains send their beats, from their thread. Ranks find out by
-themselves if a keeper is gone.
+Their agents lead them (agents.py). The attempt that trains says what ranks do (`beat`). Ranks find out by themselves if
+a keeper is gone.
 
 Keepers hold the estate too, as JSON: what a launcher leaves to another one that takes over its job.
 
@@ -21,23 +21,20 @@ from __future__ import annotations
 
 import hashlib
 import os
-import selectors
 import sys
-import threading
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from mpitrain.errors import LaunchError, MpitrainError
 from mpitrain.facts import python_files
-from mpitrain.launch.connections import Connection, connect
+from mpitrain.launch.agents import Agents
 from mpitrain.launch.kept import DIES, PREPARES, STAYS
 from mpitrain.launch.placement import Placement
-from mpitrain.launch.processes import left_out
-from mpitrain.launch.roster import launcher_name
+from mpitrain.launch.processes import launcher_name
 from mpitrain.launch.variables import is_of_login
 from mpitrain.watching.rank_record import RankRecord
 
@@ -73,18 +70,12 @@ def code_of(script: str) -> dict[str, str]:
     return {name: digest[:16] for name, digest in files.items()}
 
 
-# The modules of the keeper, each after those that it imports.
-KEEPER = ("reading", "watching.sockets", "launch.hearing", "launch.kept", "launch.keeper")
-
-# Longer than that of a guard: between two attempts, nobody sends beats.
-KEEPER_SILENCE_SECONDS = 60.0
 # So long a keeper keeps what it holds after it has lost its launcher.
 KEEP_SECONDS = 900.0
-# A keeper that does not answer within this time is replaced by a new one, which holds nothing.
-_PONG_SECONDS = 3.0
-_READY_SECONDS = 10.0
-_HEIR_SECONDS = 45.0  # the same, for a keeper that takes over from another one; hosts may be busy
-_CLOSE_SECONDS = 3.0
+_ANSWER_SECONDS = 3.0
+_READY_SECONDS = 30.0  # a busy host may be about to start its agent
+_HEIR_SECONDS = 45.0  # the same, for a keeper that is taken over; hosts may be busy
+_LOOK_SECONDS = 0.005
 
 
 @dataclass(frozen=True)
@@ -105,7 +96,7 @@ class Room:
 
 
 class Keepers:
-    """Use this in `with`: at its end, no keeper is left on a host that can be reached.
+    """Use this in `with`, inside that of the agents: at its end, no keeper is left on a host that can be reached.
 
     Except for an heir (`adopt`) that has refused to start an attempt: then the keepers wait for the next one.
 
@@ -122,8 +113,8 @@ class Keepers:
         is_ending: this attempt fails, or a signal to the launcher ends it.
     """
 
-    def __init__(self, own: str, name: str, estate: Mapping[str, Any] | None = None) -> None:
-        """`own` is the name of this machine among the hosts. No keeper is started yet."""
+    def __init__(self, agents: Agents, name: str, estate: Mapping[str, Any] | None = None) -> None:
+        """No keeper is started yet."""
         self.name = name
         self.estate = dict(estate or {})
         self.is_heir = False
@@ -132,33 +123,29 @@ class Keepers:
         self.run = 0
         self.told: dict[int, float] = {}
         self.is_ending = self.refuses = False
-        self._own = own
-        self._connections: dict[str, Connection] = {}
-        self._parting: list[Connection] = []  # they have been told to end
-        self._cut_off: set[str] = set()  # the hosts that have perhaps not heard it
-        self._said: dict[str, list[dict[str, object]]] = {}
-        self._sending = threading.Lock()
-        self._none_of_job = ExitStack()
+        self._agents = agents
+        self._launcher = launcher_name(os.getpid())
+        self._hosts: set[str] = set()  # those with a keeper
+        self._number = 0  # of the last question
+        self._opening: dict[str, int] = {}  # by host: the number of the question whether its keeper is ready
+        self._answers: dict[tuple[str, int], dict[str, Any]] = {}  # by host and number
+        agents.heard["memory"] = self._take
+        agents.connected = self._connected
 
     def __enter__(self) -> Keepers:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        stays = self.is_heir and (kind is None or issubclass(kind, MpitrainError))
-        if cut_off := [] if stays else [host for host in self._cut_off if host not in self._connections]:
-            self.widen(cut_off)  # a new keeper ends the one that has not heard the goodbye
-            self._hear("ready", cut_off, _CLOSE_SECONDS)
-        self._let_go(list(self._connections), says_goodbye=not stays)
-        deadline = time.monotonic() + _CLOSE_SECONDS
-        for connection in self._parting:
-            if stays:
-                connection.leave()
-            else:
-                connection.close(max(0.0, deadline - time.monotonic()))
-        self._none_of_job.close()
+        if self.is_heir and (kind is None or issubclass(kind, MpitrainError)):
+            self._agents.tell(self._hosts, {"memory": {"leave": 1}})
+        elif cut_off := self._agents.cut_off - self._hosts:
+            with suppress(LaunchError, OSError):
+                self._agents.have(cut_off)
+                self._wait(cut_off, self._ask(cut_off, {"drop": self.name}), _ANSWER_SECONDS)
+        self._agents.hold(())
 
     def adopt(self, names: Mapping[str, str], heir: str) -> None:
-        """Start keepers that take over what those of a launcher hold that has gone.
+        """Have the keepers of a launcher that has gone obey this one.
 
         Args:
             names: of the sockets of those keepers, by host. Who gets the first host gets all.
@@ -171,26 +158,21 @@ class Keepers:
         self.is_heir = True
         first, *others = names
         for hosts in ([first], others):
-            for host in hosts:
-                self._open(host, {"inherits": names[host], "heir": heir})
-            self._need("ready", hosts)
-            self._send({"beat": 1})  # the next answers may take almost as long as a keeper bears silence
-        self._send({"inherit": 1})
-        self._need("inherited", list(names))
-        self.estate["own"] = self._own
-        self._send({"estate": self.estate})  # the one that they have inherited names the launcher before
-        for said in self._said.values():
-            said[:] = [{"ready": 1}]
+            self._agents.have(hosts)
+            numbers = [self._ask([host], {"name": names[host], "heir": heir, **self._about()}) for host in hosts]
+            self._need(dict(zip(hosts, numbers, strict=True)))
+        self._hosts = set(names)
+        self._agents.hold(self._hosts)
+        self.estate["own"] = self._agents.own
+        # The estate that they have names the launcher before.
+        number = self._ask(names, {"rename": self.name, "launcher": self._launcher, "estate": self.estate})
+        self._need(dict.fromkeys(names, number))
 
-    def _need(self, word: str, hosts: Sequence[str]) -> None:
-        self._hear(word, hosts, _HEIR_SECONDS)
-        problems = []
-        for host in hosts:
-            if not any(word in one for one in self._said[host]):
-                errors = [str(one["error"]) for one in self._said[host] if "error" in one]
-                why = errors[0] if errors else f"no answer within {_HEIR_SECONDS:g} s"
-                problems.append(f"{host}: {why}")
-        if problems:
+    def _need(self, numbers: Mapping[str, int]) -> None:
+        self._wait(numbers, numbers, _HEIR_SECONDS)
+        late = {"error": f"no answer within {_HEIR_SECONDS:g} s"}
+        answers = {host: self._answers.get((host, number), late) for host, number in numbers.items()}
+        if problems := [f"{host}: {answer['error']}" for host, answer in answers.items() if "error" in answer]:
             raise LaunchError(
                 f"the state of the job cannot be taken over: {'; '.join(problems)}. `mpitrain ps` shows whether it is "
                 "still kept; if so, give the command again"
@@ -208,68 +190,62 @@ class Keepers:
         do.
         """
         self._forget(of)
-        for said in self._said.values():  # an attempt that was refused has left the answers to its own question
-            said[:] = [one for one in said if "pong" not in one]
-        self._send({"ping": 1, "wish": STAYS, "of": of, **self._estate_with(of)})
-        self._hear("pong", [host for host in self._connections if host in hosts], _PONG_SECONDS)
-        silent = [host for host in self._connections if not any("pong" in one for one in self._said[host])]
-        self._cut_off |= set(silent) - set(hosts)
-        self._let_go([host for host in self._connections if host not in hosts or host in silent])
-        self.widen(hosts)
+        if self.estate:
+            self.estate["tries"] = [*self.estate["tries"], of]
+        before = self._hosts
+        self._agents.tell(before.difference(hosts), {"memory": {"drop": self.name}})
+        self._hosts = before.intersection(hosts)
+        self._agents.have(hosts)
+        self._hosts = set(hosts)
+        self._agents.hold(hosts)
+        for host in hosts:
+            self._open(host, is_new=host not in before)
 
     def widen(self, hosts: Sequence[str]) -> None:
         """Have a keeper on each of these hosts, too. `settle` waits for them."""
-        for host in hosts:
-            if host not in self._connections:
-                self._open(host, {})
-                if self.estate:
-                    with self._sending:
-                        self._connections[host].send({"estate": self.estate})
+        new = [host for host in hosts if host not in self._hosts]
+        self._agents.have(new)
+        self._hosts.update(new)
+        self._agents.hold(self._hosts)
+        for host in new:
+            self._open(host, is_new=True)
 
-    def _open(self, host: str, added: Mapping[str, Any]) -> None:
-        is_own = host == self._own
-        silence = 0 if is_own else KEEPER_SILENCE_SECONDS
-        wish = {"keeper": self.name, "silence_seconds": silence, "keep_seconds": KEEP_SECONDS, **added}
-        said_to = []
-        with suppress(OSError):  # there may be no stderr
-            said_to = [os.dup(2)] if is_own else []
-        try:
-            if said_to:
-                wish["stderr"] = said_to[0]
-            connection = connect(host, is_own, wish, time.monotonic(), KEEPER, descriptors=said_to)
-        finally:
-            for descriptor in said_to:
-                os.close(descriptor)
-        self._none_of_job.enter_context(left_out({connection.process.pid}))  # also if an attempt is running
-        with self._sending:
-            self._connections[host] = connection
-        self._cut_off.discard(host)  # the new keeper ends the one before
-        self._said[host] = []
+    def _connected(self, host: str) -> None:
+        """There is a new agent on a host. If it is in place of one that was killed, it leads the keeper from now on."""
+        if host in self._hosts:
+            self._open(host, is_new=False)
 
-    def _estate_with(self, of: str) -> dict[str, Any]:
-        """The estate as it is from the try `of` on, for a message."""
-        if not self.estate:
-            return {}
-        self.estate["tries"] = [*self.estate["tries"], of]
-        return {"estate": self.estate}
+    def _open(self, host: str, *, is_new: bool) -> None:
+        self._opening[host] = self._ask([host], {"name": self.name, "is_new": is_new, **self._about(), **self._now()})
+        self._agents.cut_off.discard(host)  # what is held there is dropped, or in use
+
+    def _about(self) -> dict[str, Any]:
+        return {"launcher": self._launcher, "keep_seconds": KEEP_SECONDS}
+
+    def _now(self) -> dict[str, Any]:
+        return {"wish": self.wish, "of": self.of, **({"estate": self.estate} if self.estate else {})}
 
     def take_over(self, hosts: Sequence[str], of: str) -> None:
         """The try `of` has begun to train, on these hosts, beside the one before."""
         self._forget(of)
-        self._send({"beat": 1, "wish": STAYS, "of": of, **self._estate_with(of)})
-        self._let_go([host for host in self._connections if host not in hosts])
+        if self.estate:
+            self.estate["tries"] = [*self.estate["tries"], of]
+        before, self._hosts = self._hosts, set(hosts)
+        self._agents.tell(before - self._hosts, {"memory": {"drop": self.name}})
+        self._tell(self._now())
+        self._agents.hold(hosts)
 
     def rooms(self) -> Mapping[str, Room]:
         """What the ranks of the present try hold on each host with a keeper that answers."""
-        self._send({"room": 1, "of": self.of})
-        self._hear("room", list(self._connections), _PONG_SECONDS)
+        hosts = list(self._hosts)
+        number = self._ask(hosts, {"room": 1, "of": self.of})
+        answers = self._wait(hosts, number, _ANSWER_SECONDS)
         names = Room.__dataclass_fields__
-        rooms = {}
-        for host, said in self._said.items():
-            for one in (one for one in said if "room" in one):
-                rooms[host] = Room(**{name: one[name] for name in names})  # type: ignore[arg-type]
-            said[:] = [one for one in said if "room" not in one]
-        return rooms
+        return {
+            host: Room(**{name: answer[name] for name in names})
+            for host, answer in answers.items()
+            if "error" not in answer
+        }
 
     def _forget(self, of: str) -> None:
         """Of the attempt before, nothing counts any more."""
@@ -282,29 +258,19 @@ class Keepers:
         Return the hosts whose keepers hold something. The others end.
         """
         self.estate["ended"] = why
-        self._send({"estate": self.estate, "stay": 1})
-        self._hear("stays", list(self._connections), _CLOSE_SECONDS)
-        held = [host for host, said in self._said.items() if any(one.get("stays") for one in said)]
-        with self._sending:
-            for host in held:
-                connection = self._connections.pop(host)
-                connection.hang_up()
-                connection.leave()
-                del self._said[host]
-        return held
+        hosts = sorted(self._hosts)
+        answers = self._wait(hosts, self._ask(hosts, {"estate": self.estate, "stay": 1}), _ANSWER_SECONDS)
+        return [host for host in hosts if answers.get(host, {}).get("stays")]
 
     def settle(self) -> None:
         """Wait until the keepers are ready. Report each one that is not: its host then has no in-memory checkpoint."""
-        new = [host for host, said in self._said.items() if not said]
-        self._hear("ready", new, _READY_SECONDS)
-        for host in new:
-            if not any("ready" in one for one in self._said[host]):
-                errors = [str(one["error"]) for one in self._said[host] if "error" in one]
-                why = errors[0] if errors else f"no answer within {_READY_SECONDS:g} s"
-                text = f"{host}: no keeper can be started ({why}), so this host keeps no copy of the state in memory"
-                print(f"mpitrain: {text}", file=sys.stderr, flush=True)
-        for said in self._said.values():
-            said[:] = [{"ready": 1}]
+        opening, self._opening = self._opening, {}
+        answers = self._wait(opening, opening, _READY_SECONDS)
+        for host in opening:
+            answer = answers.get(host, {"error": f"no answer within {_READY_SECONDS:g} s"})
+            if "error" in answer:
+                text = f"{host}: no keeper can be started ({answer['error']}), so this host keeps no copy of the state"
+                print(f"mpitrain: {text} in memory", file=sys.stderr, flush=True)
 
     def beat(self, records: Iterable[RankRecord], *, is_ending: bool, has_failed: bool = False) -> None:
         """Call this every second, with the newest records of the ranks of this attempt.
@@ -321,51 +287,29 @@ class Keepers:
         self.is_ending = is_ending or has_failed
         dies = has_failed or (self.wish in (STAYS, PREPARES) and (is_ending or self.refuses))
         step = max((record.step for record in records), default=0)
-        self._send({"beat": 1, "wish": DIES if dies else self.wish, "of": self.of, **({"step": step} if step else {})})
+        self._tell({"wish": DIES if dies else self.wish, "of": self.of, **({"step": step} if step else {})})
 
-    def _send(self, message: Mapping[str, object]) -> None:
-        with self._sending:
-            for connection in self._connections.values():
-                connection.send(message)
+    def _tell(self, message: Mapping[str, Any]) -> None:
+        self._agents.tell(list(self._hosts), {"memory": message})
 
-    def _hear(self, word: str, hosts: Sequence[str], seconds: float) -> None:
-        """Receive until each of these hosts has sent `word` or an error or has gone, or the time is over."""
+    def _ask(self, hosts: Iterable[str], message: Mapping[str, Any]) -> int:
+        """Ask, and return the number of the question."""
+        self._number += 1
+        self._agents.tell(hosts, {"memory": {**message, "number": self._number}})
+        return self._number
+
+    def _take(self, host: str, answer: dict[str, Any]) -> None:
+        """Take in an answer. The thread of the agents calls."""
+        if answer.get("ready") and host == self._agents.own:
+            self._agents.leave_out(answer["ready"])  # it outlives the agent, and is then a child of this process
+        self._answers[host, answer.get("number", 0)] = answer
+
+    def _wait(
+        self, hosts: Iterable[str], numbers: int | Mapping[str, int], seconds: float
+    ) -> dict[str, dict[str, Any]]:
+        """Wait for the answers of these hosts. Return those that have come in time."""
+        keys = {host: (host, numbers if isinstance(numbers, int) else numbers[host]) for host in hosts}
         deadline = time.monotonic() + seconds
-
-        def missing() -> list[str]:
-            return [
-                host
-                for host in hosts
-                if not self._connections[host].is_closed
-                and not any(word in one or "error" in one for one in self._said[host])
-            ]
-
-        with selectors.DefaultSelector() as ways:
-            for host in hosts:
-                output = self._connections[host].process.stdout
-                assert output is not None
-                ways.register(output, selectors.EVENT_READ, host)
-            while missing() and (left := deadline - time.monotonic()) > 0:
-                with self._sending:
-                    for connection in self._connections.values():
-                        connection.flush()
-                for key, _ in ways.select(min(left, 0.25)):
-                    connection = self._connections[key.data]
-                    self._said[key.data] += connection.receive(time.monotonic())
-                    if connection.is_closed:
-                        ways.unregister(key.fileobj)
-
-    def _let_go(self, hosts: Sequence[str], *, says_goodbye: bool = True) -> None:
-        """Have these keepers end. Nobody waits for them before the end of the job."""
-        with self._sending:
-            gone = [self._connections.pop(host) for host in hosts]
-            for connection in gone:
-                if says_goodbye:
-                    connection.send({"bye": 1})
-                connection.hang_up()
-        over = [connection for connection in self._parting if connection.process.poll() is not None]
-        for connection in over:
-            connection.close(0.0)
-        self._parting = [connection for connection in self._parting if connection not in over] + gone
-        for host in hosts:
-            del self._said[host]
+        while any(key not in self._answers for key in keys.values()) and time.monotonic() < deadline:
+            time.sleep(_LOOK_SECONDS)
+        return {host: self._answers[key] for host, key in keys.items() if key in self._answers}

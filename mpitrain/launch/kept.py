@@ -11,12 +11,23 @@
     rank: {"follow": try}                       keeper: {"left": [step, ms]}, when the ranks of that attempt have left;
                                                         at once and with [], if none of them was on this host
 
-The next keeper, if the launcher has gone, and commands:
+The agent of the host (agent.py), and commands:
 
+    {"lead": launcher}, with the launcher's     keeper: {"leads": the launcher whose agent it obeys: the first one,
+           stderr if that is on this host               until its line closes, "pid": its process}
+    {"tell": {"wish": ..., "of": try, "step":
+           last step heard of}}, any of them,
+           with a descriptor of the estate's
+           text if there is a new one; without
+           an answer
+    {"pids": 1}                                 keeper: {"pids": processes of the ranks that copy their state}
+    {"rename": name of the socket, "lead":      keeper: {"renamed": name}
+           launcher}
+    {"stay": 1}                                 keeper: {"stays": whether it holds something, and waits for another
+                                                        launcher}
     {"estate": 1}                               keeper: {"step": last step heard of, and after the loss of the launcher
                                                         "lost_ms" and "until_ms", when it was and until when this is
                                                         kept, by time.time()}, with a descriptor of the estate's text
-    {"claim": name}                             keeper: {"claimed": name of the first whose line is open}
     {"drop": 1}                                 keeper: {"dropped": 1}, and it ends
 
 An attempt is named by the id of its job. A name is that of a run and of what is kept of it: "1/state". The socket has a
@@ -31,8 +42,10 @@ from __future__ import annotations
 import contextlib
 import os
 import select
+import signal
 import socket
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from mpitrain.watching.sockets import accepted, listen, long_text, of_this_user, peer, receive, send, send_long, user_of
@@ -46,10 +59,12 @@ KEEPER_PREFIX = "mpitrain-keeper-"
 STAYS, LEAVES, SAVES, DIES, PREPARES = 0, 1, 2, -1, -2
 
 _FIELDS = {
-    **dict.fromkeys(("keep", "give", "wish", "enter", "leave", "follow", "claim"), str),
+    **dict.fromkeys(("keep", "give", "wish", "enter", "leave", "follow", "lead", "rename"), str),
     **dict.fromkeys(("run", "step", "ms"), int),
     "only": list,
+    "tell": dict,
 }
+_OF_TELL = {"wish": int, "of": str, "step": int}
 _ANSWER_SECONDS = 10.0
 
 
@@ -62,20 +77,24 @@ class Kept:
         estate: what a launcher needs to continue with the job, as JSON (keepers.py); "": it is not known.
         step: the last step that a rank has begun, as far as the launcher has heard.
         loss: when the launcher was lost, and until when this is kept: see "estate" above; empty while it is there.
+        stderr: of the launcher, if that is on this host.
         is_dropped: somebody does not want it any more.
     """
 
-    def __init__(self, name: str, is_taken: Callable[[], None] = lambda: None) -> None:
-        """Make the socket. See sockets.listen.
+    def __init__(self, name: str, is_taken: Callable[[], None] = lambda: None, keep_seconds: float = 900.0) -> None:
+        """Make the socket. See sockets.listen. What it holds is kept for `keep_seconds` after a loss.
 
         Raises:
             OSError: the name stays taken.
         """
+        self.name = name
+        self.stderr: int | None = None
+        self._keep_seconds = keep_seconds
         self.wish, self.of = STAYS, ""
         self.estate, self.step = "", 0
         self.loss: dict[str, int] = {}
         self.is_dropped = False
-        self._claim: tuple[int, str] | None = None  # the descriptor of a line, and whose it is
+        self._leader: tuple[int, str] | None = None  # the descriptor of the agent's line, and its launcher
         self._ranks: dict[int, tuple[str, int]] = {}  # by descriptor of its line: the try of a rank, and its process
         self._tries: set[str] = set()  # those that have had ranks here
         self._left: dict[str, list[int]] = {}  # by try
@@ -90,6 +109,10 @@ class Kept:
         """A descriptor for select: readable when there is something to do."""
         return self._events.fileno()
 
+    def descriptors(self) -> list[int]:
+        """Its open files, before anybody has called."""
+        return [self._listener.fileno(), self._events.fileno()]
+
     def look(self) -> None:
         """Answer what ranks have asked so far."""
         for descriptor, _ in self._events.poll(0):
@@ -99,8 +122,8 @@ class Kept:
                 self._events.unregister(descriptor)
                 self._ranks.pop(descriptor, None)
                 self._following.pop(descriptor, None)
-                if self._claim is not None and self._claim[0] == descriptor:
-                    self._claim = None
+                if self._leader is not None and self._leader[0] == descriptor:
+                    self._leader = None
                 self._lines.pop(descriptor).close()
 
     def pids(self) -> list[int]:
@@ -113,21 +136,19 @@ class Kept:
         return any(self._table.values())
 
     @property
-    def is_claimed(self) -> bool:
-        """True while another keeper is about to take over."""
-        return self._claim is not None
+    def holds(self) -> bool:
+        """True if another launcher could continue from what it has."""
+        return self.has_memory and bool(self.estate)
 
-    def inherit(self, line: KeeperLine) -> None:
-        """Take over all that another keeper holds, which then ends.
+    @property
+    def is_led(self) -> bool:
+        """True while an agent has its line here."""
+        return self._leader is not None
 
-        Raises:
-            OSError: it does not answer.
-        """
-        for name in line.names():
-            self._table[name] = line.give(name)
-        about, self.estate = line.estate()
-        self.step = about["step"]
-        line.drop()
+    def lose(self) -> None:
+        """Take note that the launcher was lost just now."""
+        now = time.time()
+        self.loss = {"lost_ms": int(1000 * now), "until_ms": int(1000 * (now + self._keep_seconds))}
 
     def close(self) -> None:
         """Close the socket and all descriptors."""
@@ -163,6 +184,17 @@ class Kept:
                 for name in dropped:
                     self._drop(name)
                 send(line, {"dropped": dropped})
+            elif "lead" in message and "rename" not in message:
+                leader = message["lead"] if self._leader is None else self._leader[1]
+                if leader == message["lead"]:
+                    self._leader = line.fileno(), leader
+                    if descriptors:
+                        self._say_to(descriptors.pop())
+                send(line, {"leads": leader, "pid": os.getpid()})
+            elif "tell" in message or "rename" in message or "stay" in message or "pids" in message:
+                if self._leader is None or self._leader[0] != line.fileno():
+                    return False
+                self._obey(line, message, descriptors)
             elif "wish" in message:
                 send(line, {"wish": self.wish if message["wish"] == self.of else STAYS})
             elif "enter" in message:
@@ -180,9 +212,6 @@ class Kept:
                 send(line, {"names": sorted(self._table)})
             elif "estate" in message:
                 send_long(line, {"step": self.step, **self.loss}, self.estate)
-            elif "claim" in message:
-                self._claim = self._claim or (line.fileno(), message["claim"])
-                send(line, {"claimed": self._claim[1]})
             elif "drop" in message:
                 self.is_dropped = True
                 send(line, {"dropped": 1})
@@ -194,6 +223,38 @@ class Kept:
             for descriptor in descriptors:
                 os.close(descriptor)
         return True
+
+    def _say_to(self, descriptor: int | None) -> None:
+        if self.stderr is not None:
+            os.close(self.stderr)
+        self.stderr = descriptor
+
+    def _obey(self, line: socket.socket, message: dict[str, Any], descriptors: list[int]) -> None:
+        """Do what the agent says."""
+        if "tell" in message:
+            told = message["tell"]
+            if not all(isinstance(value, _OF_TELL[name]) for name, value in told.items()):
+                raise ValueError("what the agent says makes no sense")
+            self.wish, self.of = told.get("wish", self.wish), told.get("of", self.of)
+            self.step = told.get("step", self.step)
+            if descriptors:
+                given, descriptors[:] = list(descriptors), []
+                self.estate, self.loss = long_text(given), {}
+        elif "rename" in message:
+            listener = listen(message["rename"])
+            self._events.register(listener.fileno(), select.EPOLLIN)
+            self._events.unregister(self._listener.fileno())
+            self._listener.close()
+            self._listener, self.name = listener, message["rename"]
+            self._leader = line.fileno(), message["lead"]
+            send(line, {"renamed": self.name})
+        elif "stay" in message:
+            if self.holds:
+                self.lose()
+                self._say_to(None)  # the launcher says so itself
+            send(line, {"stays": self.holds})
+        else:
+            send(line, {"pids": self.pids()})
 
     def _let_follow(self) -> None:
         """Answer the ranks that wait for an attempt, if it has left, or has had no ranks here. A killed one never
@@ -211,17 +272,21 @@ class Kept:
 
 
 class KeeperLine:
-    """A line to the keeper of this host: of a rank, of another keeper, or of a command.
+    """A line to the keeper of this host: of a rank, of the agent, or of a command.
 
     All methods raise OSError if the keeper does not answer.
+
+    Attributes:
+        pid: the process of the keeper, after `lead`.
     """
 
-    def __init__(self, name: str, of: str = "") -> None:
+    def __init__(self, name: str, of: str = "", answer_seconds: float = _ANSWER_SECONDS) -> None:
         """`of` is the try of this rank; "": this is none."""
-        self._of = of
+        self.pid = 0
+        self._of, self._answer_seconds = of, answer_seconds
         self._line = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
-            self._line.settimeout(_ANSWER_SECONDS)
+            self._line.settimeout(answer_seconds)
             self._line.connect("\0" + name)
             if user_of(self._line) != os.geteuid():
                 raise PermissionError(f"the keeper belongs to user {user_of(self._line)}")
@@ -262,7 +327,7 @@ class KeeperLine:
         try:
             answer, _ = self._ask({"follow": of})
         finally:
-            self._line.settimeout(_ANSWER_SECONDS)
+            self._line.settimeout(self._answer_seconds)
         return list(answer["left"])
 
     def keep_only(self, names: Sequence[str], run: int) -> None:
@@ -274,10 +339,42 @@ class KeeperLine:
         about, descriptors = self._ask({"estate": 1})
         return about, long_text(descriptors)
 
-    def claim(self, heir: str) -> str:
-        """Claim what the keeper holds, until this line closes. Return who has claimed it, which may be another."""
-        answer, _ = self._ask({"claim": heir})
-        return str(answer["claimed"])
+    def lead(self, launcher: str, stderr: Sequence[int] = ()) -> str:
+        """Have the keeper obey this line, until it closes. Return the launcher that leads, which may be another."""
+        answer, _ = self._ask({"lead": launcher}, stderr)
+        self.pid = int(answer["pid"])
+        return str(answer["leads"])
+
+    def tell(self, told: Mapping[str, Any], estate: str = "") -> None:
+        """Tell the keeper, which does not answer, and is not waited for."""
+        before = self._line.gettimeout()
+        self._line.setblocking(False)
+        try:
+            if estate:
+                send_long(self._line, {"tell": told}, estate)
+            else:
+                send(self._line, {"tell": told})
+        finally:
+            self._line.settimeout(before)
+
+    def pids(self) -> list[int]:
+        """The processes of the ranks that copy their state."""
+        answer, _ = self._ask({"pids": 1})
+        return list(answer["pids"])
+
+    def rename(self, name: str, launcher: str) -> None:
+        """Give the keeper's socket another name. `launcher` leads from now on."""
+        self._ask({"rename": name, "lead": launcher})
+
+    def stay(self) -> bool:
+        """Have the keeper wait for another launcher. False: it holds nothing for that."""
+        answer, _ = self._ask({"stay": 1})
+        return bool(answer["stays"])
+
+    def kill(self) -> None:
+        """After `lead`: kill the keeper, which does not answer."""
+        with contextlib.suppress(OSError):
+            os.kill(self.pid, signal.SIGKILL)
 
     def drop(self) -> None:
         """Have the keeper end, with all that it holds."""

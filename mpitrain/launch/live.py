@@ -26,8 +26,8 @@ from mpitrain.launch.live_jobs import live_folder, socket_of
 from mpitrain.launch.live_picture import VERSION, is_over
 from mpitrain.launch.live_watcher import LiveWatcher
 from mpitrain.launch.log import KEPT, Wanted, noted, say
+from mpitrain.launch.processes import launcher_name
 from mpitrain.launch.record_end import note_failure
-from mpitrain.launch.roster import launcher_name
 from mpitrain.launch.time_limit import EXIT_CODE
 from mpitrain.watching.sockets import user_of
 

@@ -22,7 +22,8 @@ from typing import Any, Protocol
 from mpitrain.errors import LaunchError
 from mpitrain.facts import OF_SOCKETS
 from mpitrain.launch.live_picture import VERSION, of_ranks
-from mpitrain.launch.roster import jobs, launcher_pid
+from mpitrain.launch.processes import launcher_pid
+from mpitrain.launch.roster import jobs
 from mpitrain.reading import MessageLines, shown, shown_text
 from mpitrain.watching.sockets import user_of
 from mpitrain.watching.view import from_json

@@ -18,6 +18,7 @@ from pathlib import Path
 from mpitrain.context import JobContext
 from mpitrain.facts import OF_SOCKETS
 from mpitrain.launch import torchrun
+from mpitrain.launch.agents import Agents
 from mpitrain.launch.batch import gpus_of_step, step_on
 from mpitrain.launch.conditions import (
     Condition,
@@ -35,14 +36,11 @@ from mpitrain.launch.conditions import (
 from mpitrain.launch.dialects import JobSpec, command_for, ssh_agent
 from mpitrain.launch.holders import Holders
 from mpitrain.launch.keepers import Keepers
-from mpitrain.launch.live_jobs import socket_of
 from mpitrain.launch.orders import Orders
 from mpitrain.launch.placement import Placement, refuse_crowds
-from mpitrain.launch.processes import STARTING, left_out
 from mpitrain.launch.rank import command_of
 from mpitrain.launch.run import Run
 from mpitrain.launch.ssh import marking_ssh, open_masters
-from mpitrain.launch.trouble import GUARD_SILENCE_SECONDS
 from mpitrain.launch.variables import Pinning, absent, pin
 from mpitrain.launch.watch import Guards
 from mpitrain.launch.watched import WatchedJob, identified
@@ -58,7 +56,10 @@ _FOR_PYTHON = ("PYTHON", "LD_", "MPI4PY_")
 
 def show(job: JobSpec, script: str, from_file: Mapping[str, str]) -> None:
     """Print the mpiexec command, and on stderr what would keep the job from starting. Arguments as for run."""
-    with _guards(job.placement, script, identified(job.context, _FOLDER)) as guards:
+    with (
+        Agents(job.placement.own) as agents,
+        _guards(agents, job.placement, script, identified(job.context, _FOLDER)) as guards,
+    ):
         facts = _facts(guards, from_file)
         pinning = _pinning(job, facts)
         _say([*listing(differences(job.placement.own, facts)), *_notes(facts, pinning)])
@@ -76,6 +77,7 @@ class JobOverHosts:
     def __init__(
         self,
         stack: ExitStack,
+        agents: Agents,
         job: JobSpec,
         script: str,
         start_seconds: float,
@@ -87,6 +89,7 @@ class JobOverHosts:
 
         Args:
             stack: see above.
+            agents: of the job's hosts.
             job: what to start, and on which hosts.
             script: the script, for the comparison of the code beside it.
             start_seconds: the time within which all ranks must have started; 0: no limit.
@@ -96,30 +99,31 @@ class JobOverHosts:
         """
         self.job = replace(job, context=identified(job.context, _FOLDER))
         self.guards: Guards
-        self._stack, self._script, self._start_seconds, self._from_file = stack, script, start_seconds, from_file
+        self._stack, self._agents, self._script, self._from_file = stack, agents, script, from_file
+        self._start_seconds = start_seconds
         self._holders, self._orders = holders, orders
         self._facts: Mapping[str, HostFacts] = {}
-        self._agent = Path(stack.enter_context(tempfile.TemporaryDirectory()), "ssh")
+        self._ssh = Path(stack.enter_context(tempfile.TemporaryDirectory()), "ssh")
         self._masters: Sequence[str] = ()  # options of ssh
 
     def connect(self, keepers: Keepers | None, *, is_idle: bool = False) -> None:
-        """Begin to connect to the hosts. The guards give `keepers` their beats. Call this in the main thread.
+        """Begin to ask the hosts. The attempt gives `keepers` their beats. Call this in the main thread.
 
-        Guards that are idle do little until the job is started.
+        One that is idle costs little until the job is started.
 
         Raises:
             LaunchError, OSError: ssh cannot be started here.
         """
-        guards = _guards(
-            self.job.placement, self._script, self.job.context, self._agent, keepers, self._holders, is_idle=is_idle
+        self.guards = self._stack.enter_context(
+            _guards(
+                self._agents, self.job.placement, self._script, self.job.context, self._ssh, keepers, is_idle=is_idle
+            )
         )
-        self.guards = self._stack.enter_context(guards)
 
     def open_ways(self) -> None:
         """After `ask`: begin to open connections for MPICH's mpiexec. Call this in the main thread.
 
-        Not with `connect`: a host that all logins pass (ProxyJump) refuses some of those that come together, and the
-        guards make one for each host already.
+        Not with `connect`: a host that all logins pass (ProxyJump) refuses some of those that come together.
 
         Raises:
             OSError: ssh cannot be started here.
@@ -128,7 +132,7 @@ class JobOverHosts:
         _, ssh = ssh_agent(mpiexec, os.environ)  # another program may know no master connections
         if mpiexec.vendor == "mpich" and list(ssh) == ["ssh"]:  # not tried with the others
             others = [host for host in placement.addresses if host != placement.own and not step_on(host)]
-            self._masters = self._stack.enter_context(open_masters(others, self._agent.parent))
+            self._masters = self._stack.enter_context(open_masters(others, self._ssh.parent))
 
     def ask(self) -> None:
         """Ask the hosts for their facts, and compare them. Where files differ, ask again for some seconds.
@@ -165,7 +169,7 @@ class JobOverHosts:
         marks = JobContext(job=job.context.job, launcher=job.context.launcher)
         in_steps = [host for host in job.placement.addresses if step_on(host)]
         added = {
-            variable: marking_ssh(job.placement.own, self._agent, [*ssh, *self._masters], marks, in_steps),
+            variable: marking_ssh(job.placement.own, self._ssh, [*ssh, *self._masters], marks, in_steps),
             # The ssh script above exists on this machine only, so all connections must start here.
             **({"PRTE_MCA_plm_ssh_no_tree_spawn": "1"} if job.mpiexec.vendor == "openmpi" else {}),
         }
@@ -189,26 +193,25 @@ def check(placement: Placement, script: str, from_file: Mapping[str, str], outco
         LaunchError: a host cannot be reached, or differs from this one.
         ConfigError: a host would have too many ranks.
     """
-    with ExitStack() as stack:
-        with STARTING:
-            guards = _guards(placement, script, identified(JobContext(), _FOLDER))
-            stack.enter_context(left_out(guards.processes()))
-        stack.enter_context(guards)
+    with (
+        Agents(placement.own) as agents,
+        _guards(agents, placement, script, identified(JobContext(), _FOLDER)) as guards,
+    ):
         facts = _equal_facts(guards, from_file, placement.own, script, outcome)
         refuse_crowds(placement.places, {host: int(facts[host]["cores"]) for host in placement.hosts})
 
 
 def _guards(
+    agents: Agents,
     placement: Placement,
     script: str,
     context: JobContext,
-    agent: Path | None = None,
+    ssh: Path | None = None,
     keepers: Keepers | None = None,
-    holders: Holders | None = None,
     *,
     is_idle: bool = False,
 ) -> Guards:
-    """Connect to every host; the guards live as long as a `with` of the result. This host's guard removes `agent`."""
+    """Begin an attempt on every host. It lives as long as a `with` of the result. This host's agent removes `ssh`."""
     wish = {
         "python": sys.executable,
         "paths": _paths(script),
@@ -217,19 +220,17 @@ def _guards(
         "variables": {name: value for name, value in os.environ.items() if name.startswith(_FOR_PYTHON)},
         "token": context.job,
         "roll_call": context.roll_call,
-        "silence_seconds": GUARD_SILENCE_SECONDS,
     }
     addresses = placement.addresses
     wishes = {
         host: {**wish, "peers": {peer: address for peer, address in addresses.items() if peer != host}}
         for host in addresses
     }
-    wishes[placement.own]["live"] = str(socket_of(context.launcher))
     if not is_idle:  # the ranks of the present attempt may have it
         wishes[placement.hosts[0]]["port"] = torchrun.wanted_port(os.environ)
-    if agent is not None:
-        wishes[placement.own]["agent"] = str(agent)
-    return Guards(placement.own, addresses, wishes, keepers, holders)
+    if ssh is not None:
+        wishes[placement.own]["ssh"] = str(ssh)
+    return Guards(agents, addresses, wishes, keepers)
 
 
 def _paths(script: str) -> list[str]:

@@ -22,6 +22,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from mpitrain.context import JOB
+from mpitrain.reading import whole
 
 _KILL_SECONDS = 5.0
 _TRIES, _PAUSE_SECONDS = 10, 0.1
@@ -80,6 +81,26 @@ class Marked:
 def command_line(pid: int) -> str:
     """Return the command line of a process; empty if the process is gone."""
     return read(f"/proc/{pid}/cmdline").replace(b"\0", b" ").decode(errors="replace").strip()
+
+
+def launcher_name(pid: int) -> str:
+    """Return what identifies a launcher: host, process id, and start time, so that no later process is taken for it."""
+    return f"{socket.gethostname()} {pid} {ticks(pid)}"
+
+
+def launcher_pid(name: str) -> int | None:
+    """Return the launcher's process if it is on this host and alive."""
+    host, _, rest = name.partition(" ")
+    pid, _, began = rest.partition(" ")
+    number = whole(pid, 1, 1 << 31)
+    is_it = number is not None and host == socket.gethostname() and ticks(number) == began != ""
+    return number if number is not None and is_it and _parent(number) is not None else None
+
+
+def ticks(pid: int) -> str:
+    """Return when a process began, in ticks since the host's start."""
+    stat = read(f"/proc/{pid}/stat")
+    return stat.rpartition(b")")[2].split()[19].decode() if stat else ""
 
 
 def read(path: str) -> bytes:

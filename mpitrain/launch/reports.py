@@ -64,7 +64,7 @@ class HostReport:
     is_lost: bool = False  # somebody removed the roll call there
     left: list[tuple[int, str]] | None = None  # processes that had to be ended; None: no answer yet
     immortal: list[tuple[int, str]] = field(default_factory=list)
-    has_vanished: bool = False  # it fell silent, or its guard ended
+    has_vanished: bool = False  # it fell silent, or its connection has broken
     paths: dict[str, list[str]] | None = None  # what facts.look_at_paths says there, on request; None: no answer yet
     files: list[tuple[str, int]] = field(default_factory=list)  # the job's files there: path and inode
     since: float = 0.0  # when the job began there, by that host's time.time()
@@ -152,7 +152,6 @@ class Said:
         self.phases = Phases()
         self.read_at: dict[int, float] = {}  # by rank: when it was last seen to have read files, before init()
         self._clocks = {host: HostClock() for host in self.reports}
-        self._answered = dict.fromkeys(self.reports, 0.0)  # when each guard last answered a beat
         self._facts: dict[str, Any] = {}
         self._lock = threading.Lock()
 
@@ -230,17 +229,18 @@ class Said:
             ]
         return min(left) if left and all(step for step, _ in left) else None
 
-    def num_echoes(self, host: str) -> int:
-        """The number of recent echoes of that host."""
-        return self._clocks[host].num_echoes
-
     def _here(self, host: str, seconds: float) -> float:
         """Convert a time of that host's clock to the clock here."""
         return self._clocks[host].here(seconds)
 
     def take(self, host: str, message: dict[str, Any], heard: float, now: float) -> None:
-        """Take in a message of the guard of `host`, which was heard at that time. Call this with the lock."""
-        report = self.reports[host]
+        """Take in a message of the agent of `host`, which was heard at that time."""
+        with self._lock:
+            report = self.reports.get(host)
+            if report is not None:
+                self._take(report, host, message, heard, now)
+
+    def _take(self, report: HostReport, host: str, message: dict[str, Any], heard: float, now: float) -> None:
         if "facts" in message or "error" in message:
             self._facts[host] = message.get("facts", message)
         views = [from_json(fields, host) for fields in message.get("ranks", [])]
@@ -258,13 +258,8 @@ class Said:
         if "no_load" in message:
             why = message["no_load"]
             say(f"{host}: how busy this host is cannot be read ({why}), so it is not shown; the job continues")
-        if "echo" in message:
-            self._answered[host] = heard
-            self._clocks[host].add(message["echo"], message["time"], heard)
         if "seen" in message:
             report.seen = [from_json(fields, host) for fields in message["seen"]]
         report.take(message)
-        if (
-            "unreachable" in message
-        ):  # a guard that was prepared for an attempt (attempts.py) tests also hosts lost since
+        if "unreachable" in message:  # an attempt that was prepared (attempts.py) tests also hosts lost since
             report.unreachable = [peer for peer in report.unreachable if peer in self.reports]

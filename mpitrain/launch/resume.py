@@ -21,15 +21,16 @@ from mpitrain.errors import LaunchError
 from mpitrain.launch.events import Limits, Pause
 from mpitrain.launch.hosts import place_ranks, placed_again
 from mpitrain.launch.jobs import KeptJob, RunningJob, end_job, find_all, kept_jobs
-from mpitrain.launch.keepers import KEEP_SECONDS, KEEPER_SILENCE_SECONDS, code_of
+from mpitrain.launch.keepers import KEEP_SECONDS, code_of
 from mpitrain.launch.log import say
 from mpitrain.launch.placement import Placement
 from mpitrain.launch.roster import kept
 from mpitrain.launch.start import Heritage, Request, start
+from mpitrain.launch.trouble import AGENT_SILENCE_SECONDS
 
 _MOST_NAMES = 5
 _LOOK_SECONDS = 1.0
-_LOSS_SECONDS = KEEPER_SILENCE_SECONDS + 30.0
+_LOSS_SECONDS = AGENT_SILENCE_SECONDS + 30.0
 
 
 def resume(job: str, inventory: Path | None) -> int:
@@ -101,7 +102,7 @@ def _kept(job: str, asked: Placement) -> tuple[KeptJob, list[RunningJob], dict[s
         if not is_told:
             say(
                 f"the keepers of job {job} still wait for its launcher on {one.estate['own']}; they take it for lost "
-                f"after {KEEPER_SILENCE_SECONDS:g} s of silence"
+                f"after {AGENT_SILENCE_SECONDS:g} s of silence"
             )
             is_told = True
         time.sleep(_LOOK_SECONDS)

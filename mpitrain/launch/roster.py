@@ -29,7 +29,7 @@ from mpitrain.context import RANK_VARIABLES, JobContext
 from mpitrain.launch.control import ask
 from mpitrain.launch.hearing import send
 from mpitrain.launch.kept import KEEPER_PREFIX, KeeperLine
-from mpitrain.launch.processes import command_line, read
+from mpitrain.launch.processes import command_line, launcher_pid, read, ticks
 from mpitrain.reading import message_of, whole
 from mpitrain.watching.rank_record import RankRecord, read_record
 from mpitrain.watching.served_record import read_served
@@ -159,20 +159,6 @@ def change(token: str, wish: dict[str, Any]) -> dict[str, Any]:
     return ask(launchers.pop(), wish) if launchers else {}
 
 
-def launcher_name(pid: int) -> str:
-    """Return what identifies a launcher: host, process id, and start time, so that no later process is taken for it."""
-    return f"{socket.gethostname()} {pid} {_ticks(pid)}"
-
-
-def launcher_pid(name: str) -> int | None:
-    """Return the launcher's process if it is on this host and alive."""
-    host, _, rest = name.partition(" ")
-    pid, _, ticks = rest.partition(" ")
-    number = whole(pid, 1, 1 << 31)
-    alive = number is not None and host == socket.gethostname() and _ticks(number) == ticks != ""
-    return number if number is not None and alive and process_state(number) not in ("Z", "X") else None
-
-
 def _drop(token: str) -> None:
     for one in kept():
         if token in one["estate"]["tries"] and "lost_ms" in one:
@@ -248,14 +234,8 @@ def _environment(pid: int) -> dict[str, str]:
     return {name: value for name, _, value in pairs}
 
 
-def _ticks(pid: int) -> str:
-    """Return when a process began, in ticks since the host's start."""
-    stat = read(f"/proc/{pid}/stat")
-    return stat.rpartition(b")")[2].split()[19].decode() if stat else ""
-
-
 def _started(pid: int) -> float:
     """Return when a process began, in seconds since the epoch."""
     uptime = float(read("/proc/uptime").split()[0])
-    ticks = _ticks(pid)
-    return time.time() - uptime + int(ticks) / os.sysconf("SC_CLK_TCK") if ticks else time.time()
+    began = ticks(pid)
+    return time.time() - uptime + int(began) / os.sysconf("SC_CLK_TCK") if began else time.time()

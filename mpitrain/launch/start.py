@@ -24,6 +24,7 @@ from mpitrain.config import ENV_FILE
 from mpitrain.context import PREFIX, JobContext, PlanTask, VerifyTask
 from mpitrain.errors import ConfigError, LaunchError
 from mpitrain.launch import attempts, over_hosts, torchrun
+from mpitrain.launch.agents import Agents
 from mpitrain.launch.attempts import Attempts
 from mpitrain.launch.batch import MARKS
 from mpitrain.launch.dialects import JobSpec, can_recover
@@ -37,11 +38,13 @@ from mpitrain.launch.kept import KEEPER_PREFIX
 from mpitrain.launch.launched import check_mpiexec
 from mpitrain.launch.libraries import VENDOR_NAMES, Mpiexec, describe_mpiexec, find_library, find_mpiexec, replace_mpi
 from mpitrain.launch.live import Live
+from mpitrain.launch.live_jobs import socket_of
 from mpitrain.launch.log import say
 from mpitrain.launch.orders import Orders
 from mpitrain.launch.placement import Placement, refuse_crowds
 from mpitrain.launch.policy import begin
-from mpitrain.launch.roster import launcher_name, own_program
+from mpitrain.launch.processes import launcher_name
+from mpitrain.launch.roster import own_program
 from mpitrain.launch.served import show_sizes
 from mpitrain.launch.successor import Successor
 from mpitrain.launch.supervisor import Supervisor, Tellers
@@ -240,7 +243,7 @@ def _supervise(
         this_try = attempt(where, context)
         if where.is_here:
             tries.forget()
-            ended = attempts.run_here(this_try, from_file, keepers, holders, live, orders, look)
+            ended = attempts.run_here(agents, this_try, from_file, keepers, holders, live, orders, look)
         else:
             ended = tries.run(this_try, look)
         if keepers is not None:
@@ -249,7 +252,7 @@ def _supervise(
 
     def make(stack: ExitStack, this_try: JobSpec) -> over_hosts.JobOverHosts:
         script, seconds = request.script, request.start_seconds
-        return over_hosts.JobOverHosts(stack, this_try, script, seconds, from_file, holders, orders)
+        return over_hosts.JobOverHosts(stack, agents, this_try, script, seconds, from_file, holders, orders)
 
     def prepare(where: Placement, cause: str) -> Successor | None:
         assert keepers is not None
@@ -274,16 +277,19 @@ def _supervise(
             script = [request.script, *_arguments(request)]
             before = () if heritage is None else heritage.estate["tries"]
             LOGS.open(request.log_dir, script, launcher_name(os.getpid()), say, before)
+        launcher = launcher_name(os.getpid())
+        is_kept = bool(request.limits.most_restarts)
+        agents = stack.enter_context(Agents(job.placement.own, str(socket_of(launcher)), says=is_kept))
         live = stack.enter_context(Live(request.script, _arguments(request), since))
-        if request.limits.most_restarts:
+        if is_kept:
             stack.enter_context(_signals_end_in_order())
-            holders = stack.enter_context(Holders(job.placement.own, job.program))
+            holders = Holders(agents, job.program)
             if heritage is None:
                 estate = new_estate(asdict(request), request.script, from_file)
             else:
-                estate = {**heritage.estate, "launcher": launcher_name(os.getpid()), "ended": ""}
+                estate = {**heritage.estate, "launcher": launcher, "ended": ""}
             name = f"{KEEPER_PREFIX}{secrets.token_hex(8)}"
-            keepers = stack.enter_context(Keepers(job.placement.own, name, estate))
+            keepers = stack.enter_context(Keepers(agents, name, estate))
             if heritage is not None:
                 heir = f"another `mpitrain resume` on {job.placement.own} (process {os.getpid()})"
                 keepers.adopt(heritage.keepers, heir)

@@ -19,7 +19,6 @@ from mpitrain.launch.holders import Holders
 from mpitrain.launch.keepers import Keepers
 from mpitrain.launch.over_hosts import JobOverHosts
 from mpitrain.launch.placement import Placement
-from mpitrain.launch.processes import left_out
 from mpitrain.launch.run import Run
 
 _GIB = 1 << 30
@@ -62,7 +61,6 @@ class Successor:
         except (ConfigError, LaunchError, OSError) as error:
             self._fail(error)
             return
-        self._stack.enter_context(left_out(self._job.guards.processes()))
         self._begin(self._job.ask)
 
     def _begin(self, work: Callable[[], None]) -> None:
@@ -116,7 +114,7 @@ class Successor:
         try:
             self._keepers.take_over(self._where.hosts, self._job.job.context.job)
             if self._holders is not None:
-                self._holders.begin(self._where.hosts)
+                self._holders.begin()
             self._job.guards.beat_for(self._keepers)
             return self._run.to_end(self._after(self._stack, self._job, meanwhile))
         finally:

@@ -31,7 +31,7 @@ from mpitrain.launch.kept import PREPARES, STAYS
 from mpitrain.launch.log import say
 from mpitrain.launch.orders import Orders, teller_name
 from mpitrain.launch.placement import Placement
-from mpitrain.launch.roster import launcher_name
+from mpitrain.launch.processes import launcher_name
 from mpitrain.launch.successor import Successor
 
 _LOOK_SECONDS = 0.2

@@ -166,7 +166,7 @@ def _names(ranks: set[int], places: Sequence[Place]) -> str:
 SILENCE_SECONDS = 5.0  # a host is lost after this silence
 # So long all other hosts together may be silent, this machine's own guard, and a guard that lives but does not answer.
 PATIENCE_SECONDS = 15.0
-GUARD_SILENCE_SECONDS = 30.0  # after this silence of the launcher, a guard ends the job on its host
+AGENT_SILENCE_SECONDS = 30.0  # after this silence of the launcher, an agent ends the job on its host
 # A host that is silent for longer may be lost too. It is soon known: hosts that are lost together are found together.
 _DOUBT_SECONDS = SILENCE_SECONDS / 2
 
@@ -189,8 +189,8 @@ def host_trouble(
     """
     closed = [host for host, one in connections.items() if one.is_closed and reports[host].left is None]
     if closed:
-        for host in closed:
-            reports[host].has_vanished = True
+        for host in closed:  # a new agent can take the place of one that was killed
+            reports[host].has_vanished = not connections[host].how_killed()
         return "\n".join([*(_why_closed(connections[host]) for host in closed), "The job is ended on all hosts"])
     silent = {host: now - connection.heard_seconds for host, connection in connections.items()}
     lost = lost_hosts(silent, own)
@@ -238,5 +238,5 @@ def account_of(lost: Sequence[str], silent: Mapping[str, float]) -> str:
     return (
         f"{', '.join(lost)}: no message from {noun} since {since}, for {seconds:.0f} s: {pronoun} lost power or its "
         f"network, or it is frozen. Does `ssh {lost[0]} true` return? The job is ended on all hosts; the rest on "
-        f"{', '.join(lost)} ends {GUARD_SILENCE_SECONDS:g} s after it last heard from here"
+        f"{', '.join(lost)} ends {AGENT_SILENCE_SECONDS:g} s after it last heard from here"
     )

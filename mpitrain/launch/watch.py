@@ -1,20 +1,16 @@
-"""The guards of all hosts of a job, as the launcher sees them: their facts, their silence, their last reports.
-
-A thread keeps the connections alive and up to date, because the main thread may block on a reader of its output.
-"""
+"""An attempt of a job as the launcher sees it through the agents of its hosts: facts, silence, last reports."""
 
 from __future__ import annotations
 
-import selectors
 import threading
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from mpitrain.launch.agents import END_SECONDS, Agents, silence
 from mpitrain.launch.batch import advice_on_lost
 from mpitrain.launch.conditions import Condition, Refusal, refuse, refuse_here
-from mpitrain.launch.connections import Connection, connect, typed_on
-from mpitrain.launch.holders import Holders
+from mpitrain.launch.connections import Connection, typed_on
 from mpitrain.launch.keepers import Keepers
 from mpitrain.launch.orders import Orders
 from mpitrain.launch.processes import remove
@@ -22,80 +18,70 @@ from mpitrain.launch.reports import HostReport, Said
 from mpitrain.launch.trouble import PATIENCE_SECONDS, SILENCE_SECONDS, host_trouble
 from mpitrain.watching.hang_report import stacks_of
 
-BEAT_SECONDS = 1.0
-_SUSPENDED_SECONDS = SILENCE_SECONDS / 3  # after such a gap in its own time this process was suspended, not the hosts
-# So many beats follow each other at once, to compare the host's clock: many jobs end in their first seconds.
-_QUICK_BEATS = 20
 FACTS_SECONDS = 90.0  # a host must answer within this time, even if it is busy and its disks are slow
-END_SECONDS = 15.0
+_FACTS_LOOK_SECONDS = 0.005
 _LOOK_SECONDS = 3.0
 _PATHS_SECONDS = 6.0
 # While the other hosts report what their ranks do, a host with this much silence is not waited for.
 _SHORT_SILENCE_SECONDS = 3.0
-_CLOSE_SECONDS = 3.0
-# A sweep says nothing before it has been let in. A host whose connection broke is mostly down, so it has less time.
+# A new agent says nothing before it has been let in. A host whose connection broke is mostly down, so it has less time.
 _LOGIN_SECONDS, _LOGIN_SECONDS_OF_BROKEN = 10.0, 1.0
 
 
 class Guards(Said):
-    """Use this in `with`: at its end, nothing of it is left here.
+    """Use this in `with`: at its end, nothing of the attempt is left on a host that can be reached.
 
     Attributes:
+        token: the id of the attempt.
         trouble: why the job must be ended, if it must.
+        is_kept: silence is trouble.
         is_interrupted: a signal to the launcher ends the job.
         looking: hold it while you look at the ranks and read what was seen.
     """
 
     def __init__(
         self,
-        own: str,
+        agents: Agents,
         hosts: Iterable[str],
         wishes: Mapping[str, Mapping[str, Any]],
         keepers: Keepers | None = None,
-        holders: Holders | None = None,
     ) -> None:
-        """Connect to all hosts; `own` is the name of this machine among them.
-
-        `keepers` and `holders`, of the job, get their beats from here.
-        """
+        """Have an agent on all hosts, and begin an attempt there. `keepers`, of the job, get their beats from here."""
         super().__init__(hosts)
+        self.token: str = wishes[next(iter(self.reports))]["token"]
         self.trouble: str | None = None
-        self.is_interrupted = False
-        self._wishes, self._own, self._keepers, self._holders = wishes, own, keepers, holders
+        self.is_kept = self.is_interrupted = False
+        self._agents, self._wishes, self._keepers = agents, wishes, keepers
         self._orders: Orders | None = None
         self._order_number = 0  # of the newest order that was passed on
         self.looking = threading.Lock()
-        self._beaten = 0.0
-        self._stop = threading.Event()
-        self._thread: threading.Thread | None = None
-        now = time.monotonic()
-        self._connections = {host: connect(host, host == own, wishes[host], now) for host in self.reports}
-        self._closed: list[Connection] = []
+        self._connections: dict[str, Connection] = {}
+        agents.join(self)
+        try:
+            self._connections = agents.have(self.reports)
+        except BaseException:
+            agents.part(self)
+            raise
+        self._clocks = {host: agents.clocks[host] for host in self.reports}
+        for host, connection in self._connections.items():
+            self._send(connection, {"wish": wishes[host]})
 
     def __enter__(self) -> Guards:
         return self
 
     def __exit__(self, *_: object) -> None:
-        with self._lock:
-            self._stop.set()
-        if self._thread is not None:
-            self._thread.join(END_SECONDS)
         if self._orders is not None:  # what became of an order may have come with the last reports
             self._orders.look(self)
-        connections = [*self._connections.values(), *self._closed]
-        for connection in connections:
-            connection.send({"bye": 1})
-            connection.hang_up()
-        deadline = time.monotonic() + _CLOSE_SECONDS
-        for connection in connections:
-            is_lost = connection.host != self._own and self.silence(connection) > SILENCE_SECONDS
-            connection.close(0.0 if is_lost else max(0.0, deadline - time.monotonic()))
-        if self._own in self._wishes:  # the guard here may have been killed while it asked for facts
-            remove(self._wishes[self._own]["roll_call"])
+        self._send_all({"bye": 1})
+        self._agents.part(self)
+        own = self._agents.own
+        if own in self._wishes:  # the agent here may have been killed while it asked for facts
+            remove(self._wishes[own]["roll_call"])
 
-    def processes(self) -> set[int]:
-        """Return the ids of the processes here that connect to the hosts."""
-        return {connection.process.pid for connection in self._connections.values()}
+    @property
+    def hosts(self) -> Iterable[str]:
+        """The hosts of the attempt."""
+        return self.reports
 
     def facts(self) -> dict[str, dict[str, Any]]:
         """Return the facts of each host.
@@ -106,11 +92,10 @@ class Guards(Said):
         deadline = time.monotonic() + FACTS_SECONDS
         wrong: dict[str, Refusal] = {}
         while len(self._facts) + len(wrong) < len(self._connections) and time.monotonic() < deadline:
-            self._beat(time.monotonic())
-            self._exchange(time.monotonic(), BEAT_SECONDS / 4)
             for host, connection in self._connections.items():
                 if connection.is_closed and host not in self._facts and host not in wrong:
                     wrong[host] = Refusal(Condition.LOGIN, host, connection.why_closed().removeprefix(f"{host}: "))
+            time.sleep(_FACTS_LOOK_SECONDS)
         for host in self._connections.keys() - self._facts.keys() - wrong.keys():
             fault = f"no answer within {FACTS_SECONDS:g} s; does `{typed_on(host, 'true')}` come back at once?"
             wrong[host] = Refusal(Condition.LOGIN, host, fault)
@@ -131,36 +116,28 @@ class Guards(Said):
         """Have the next `facts` wait for new ones of these hosts. Call this before `keep`."""
         for host in hosts:
             del self._facts[host]
-            self._connections[host].send({"facts": 1})
+            self._send(self._connections[host], {"facts": 1})
 
     def keep(self) -> None:
         """From now on, treat silence as trouble."""
-        self._grant(time.monotonic())
-        self._thread = threading.Thread(target=self._run, name="guards", daemon=True)
-        self._thread.start()
+        self.is_kept = True
 
     def start(self) -> None:
-        """The same, if it is not so yet, and have guards work that are idle. Call this before mpiexec runs."""
-        if self._thread is None:
-            self.keep()
+        """The same, and have agents look at an attempt that was idle. Call this before mpiexec runs."""
+        self.keep()
         self._send_all({"begin": 1})
 
     def narrow(self, hosts: Iterable[str]) -> bool:
-        """Keep only the guards of these hosts, after `keep`. False: there is trouble with one of them."""
-        assert self._thread is not None
-        self._stop.set()
-        self._thread.join(END_SECONDS)
-        self._stop.clear()
-        for host in self._connections.keys() - set(hosts):
-            with self._lock:
-                connection = self._connections.pop(host)
-                del self.reports[host], self._answered[host]
-            connection.hang_up()
-            connection.close(0.0)
-        if any(one.is_closed or self.reports[host].has_vanished for host, one in self._connections.items()):
-            return False
-        self.trouble = None
-        self.keep()
+        """Keep only these hosts. False: there is trouble with one of them."""
+        away = self._connections.keys() - set(hosts)
+        for host in away:
+            self._send(self._connections[host], {"bye": 1})
+        with self._lock:
+            self._connections = {host: one for host, one in self._connections.items() if host not in away}
+            self.reports = {host: report for host, report in self.reports.items() if host not in away}
+            if any(one.is_closed or self.reports[host].has_vanished for host, one in self._connections.items()):
+                return False
+            self.trouble = None
         return True
 
     def have_paths(self, paths: Sequence[str]) -> bool:
@@ -193,7 +170,7 @@ class Guards(Said):
     def interrupt(self) -> None:
         """Take note that a signal to the launcher ends the job, and tell the keepers soon."""
         self.is_interrupted = True
-        self._beaten = 0.0
+        self._agents.beat_soon()
 
     def look(self) -> None:
         """Ask every host for the job's processes and for unreachable hosts. A report without them had no answer."""
@@ -205,16 +182,13 @@ class Guards(Said):
             time.sleep(0.05)
 
     def watch(self, seconds: float) -> None:
-        """Have the guards say every `seconds` what their ranks do, for some seconds from now. Any thread may call."""
-        with self._lock:
-            if not self._stop.is_set():
-                for connection in self._connections.values():
-                    connection.send({"watch": seconds})
+        """Have the agents say every `seconds` what the ranks do, for some seconds from now. Any thread may call."""
+        self._send_all({"watch": seconds})
 
     def hosts_now(self) -> dict[str, tuple[HostReport, float]]:
         """Return each host's report, and for how long it has been silent, in seconds. Any thread may call."""
         with self._lock:
-            return {host: (self.reports[host], self.silence(one)) for host, one in self._connections.items()}
+            return {host: (self.reports[host], silence(one)) for host, one in self._connections.items()}
 
     def stacks(self) -> list[str]:
         """Return what every rank does now, with its stack, line by line."""
@@ -233,20 +207,15 @@ class Guards(Said):
         self._send_all({"look": "all" if is_whole else 1})
         deadline = time.monotonic() + _LOOK_SECONDS
         while time.monotonic() < deadline and any(
-            self.reports[host].seen is None and self.silence(connection) < _SHORT_SILENCE_SECONDS
+            self.reports[host].seen is None and silence(connection) < _SHORT_SILENCE_SECONDS
             for host, connection in self._connections.items()
         ):
             time.sleep(0.02)
         return {
-            host: self.silence(connection)
+            host: silence(connection)
             for host, connection in self._connections.items()
             if self.reports[host].seen is None
         }
-
-    @staticmethod
-    def silence(connection: Connection) -> float:
-        """Return how long ago a host was last heard, in seconds."""
-        return time.monotonic() - connection.heard_seconds
 
     def end(self, linger_seconds: float) -> None:
         """End the job's processes that remain on every host that can be reached, and receive their last reports."""
@@ -260,96 +229,50 @@ class Guards(Said):
             time.sleep(0.005)
 
     def _sweep(self, linger_seconds: float) -> None:
-        """Start a sweep in place of each guard that was killed."""
-        for host, connection in self._connections.items():
+        """Have a new agent in place of each one that was killed, which ends what is left."""
+        for host, connection in list(self._connections.items()):
             report, wish = self.reports[host], self._wishes[host]
             if not connection.is_closed or report.left is not None or not report.since:
                 continue
             sweep = {key: wish[key] for key in ("token", "roll_call")}
             sweep |= {"files": report.files, "since": report.since, "linger_seconds": linger_seconds}
             patience = _LOGIN_SECONDS if connection.how_killed() else _LOGIN_SECONDS_OF_BROKEN
-            now = time.monotonic() + patience - SILENCE_SECONDS
-            with self._lock:
-                self._closed.append(connection)
-                self._connections[host] = connect(host, host == self._own, sweep, now, outlives_us=True)
+            new = self._agents.have([host])[host]
+            new.heard_seconds = time.monotonic() + patience - SILENCE_SECONDS
+            self._connections = {**self._connections, host: new}
+            self._send(new, {"wish": sweep})
 
     def _may_answer(self, connection: Connection) -> bool:
-        limit = PATIENCE_SECONDS if connection.host == self._own else SILENCE_SECONDS
-        return not connection.is_closed and self.silence(connection) < limit
+        limit = PATIENCE_SECONDS if connection.host == self._agents.own else SILENCE_SECONDS
+        return not connection.is_closed and silence(connection) < limit
 
-    def _grant(self, now: float) -> None:
-        """Count silence from now on."""
-        for host, connection in self._connections.items():
-            connection.heard_seconds = self._answered[host] = now
-
-    def _run(self) -> None:
-        try:
-            self._watch()
-        except BaseException as error:  # otherwise nobody would watch, or keep the guards from ending the job
-            self.trouble = f"the job is ended on all hosts, because it cannot be watched: {error!r}"
-            raise
-
-    def _watch(self) -> None:
-        looked = time.monotonic()
-        while not self._stop.is_set():
-            now = time.monotonic()
-            if now - looked > _SUSPENDED_SECONDS:
-                self._grant(now)
-            looked = now
-            self._beat(now)
-            self._exchange(now, BEAT_SECONDS / 4)
-            if self._orders is not None:
-                self._orders.look(self)
-            judged = time.monotonic()
-            # A wait in which this process was suspended may end without what has come meanwhile.
-            if self.trouble is None and judged - now < _SUSPENDED_SECONDS:
-                self.trouble = host_trouble(self._connections, self.reports, self._answered, self._own, judged)
-
-    def _beat(self, now: float) -> None:
-        if now - self._beaten >= BEAT_SECONDS:
-            self._beaten = now
-            self._send_all({"beat": now})
-            if self._keepers is not None:
-                self._beat_keepers(self._keepers)
-            if self._holders is not None:
-                self._holders.beat()
-
-    def _beat_keepers(self, keepers: Keepers) -> None:
+    def beat(self) -> None:
+        """Tell the keepers what the ranks do. The thread of the agents calls, every second."""
+        if self._keepers is None:
+            return
         lost = self.lost()
         has_failed = self.is_interrupted or self.failed() is not None
         records = [record for rank, record in self.records().items() if rank not in lost]
         _, gone = self.seen()  # without pidfd_open(2) it may not be known which end was the first
         is_ending = bool(self.first_ends() or gone.keys() - lost)
-        keepers.beat(records, is_ending=is_ending, has_failed=has_failed)
+        self._keepers.beat(records, is_ending=is_ending, has_failed=has_failed)
+
+    def judge(self, now: float, *, is_sure: bool) -> None:
+        """Look whether there is trouble. Without `is_sure`, silence says nothing. The thread of the agents calls."""
+        if self._orders is not None:
+            self._orders.look(self)
+        if not (self.is_kept and is_sure) or self.trouble is not None:
+            return
+        with self._lock:
+            connections, reports = self._connections, self.reports
+        answered = {host: one.answered_seconds for host, one in connections.items()}
+        trouble = host_trouble(connections, reports, answered, self._agents.own, now)
+        if connections is self._connections:  # the attempt may have been narrowed meanwhile
+            self.trouble = trouble
 
     def _send_all(self, message: Mapping[str, Any]) -> None:
-        with self._lock:
-            for connection in self._connections.values():
-                connection.send(message)
+        for connection in self._connections.values():
+            self._send(connection, message)
 
-    def _exchange(self, now: float, timeout_seconds: float) -> None:
-        """Take in what arrives within that time."""
-        with selectors.DefaultSelector() as ways:
-            for host, connection in self._connections.items():
-                if connection.is_closed:
-                    continue
-                assert connection.process.stdin is not None
-                assert connection.process.stdout is not None
-                ways.register(connection.process.stdout, selectors.EVENT_READ, host)
-                if connection.has_unsent:
-                    ways.register(connection.process.stdin, selectors.EVENT_WRITE, None)
-            if not ways.get_map():
-                self._stop.wait(timeout_seconds)  # the caller that ends the thread waits for it
-                return
-            for key, _ in ways.select(timeout_seconds):
-                if key.data is not None:
-                    connection = self._connections[key.data]
-                    messages = connection.receive(time.monotonic())
-                    with self._lock:
-                        for message in messages:
-                            self.take(key.data, message, connection.heard_seconds, now)
-                            if "echo" in message and self.num_echoes(key.data) < _QUICK_BEATS:
-                                connection.send({"beat": time.monotonic()})
-        with self._lock:
-            for connection in self._connections.values():
-                connection.flush()
+    def _send(self, connection: Connection, message: Mapping[str, Any]) -> None:
+        self._agents.send(connection, {"attempt": self.token, **message})

@@ -17,7 +17,7 @@ from mpitrain.launch.ending import words_of_end
 from mpitrain.launch.holders import Holders
 from mpitrain.launch.orders import Orders
 from mpitrain.launch.placement import Place
-from mpitrain.launch.roster import launcher_name
+from mpitrain.launch.processes import launcher_name
 from mpitrain.launch.trouble import diagnosis, left_over, misplaced, start_problem
 from mpitrain.launch.watch import Guards
 from mpitrain.watching.census import FirstEnd

@@ -13,7 +13,7 @@ import torch
 from mpitrain.adapters.torch_checks import check_schedule
 from mpitrain.adapters.torch_state import Scheduler
 from mpitrain.errors import ConfigError
-from mpitrain.launch.roster import launcher_pid
+from mpitrain.launch.processes import launcher_pid
 from mpitrain.strategies import ServedStrategy, Strategy
 from mpitrain.torch.batches import has_length
 from mpitrain.torch.sharded import ShardedData

@@ -18,7 +18,7 @@ from typing import Any
 from mpitrain.config import Config
 from mpitrain.errors import DataError
 from mpitrain.facts import packages
-from mpitrain.launch.roster import launcher_name
+from mpitrain.launch.processes import launcher_name
 from mpitrain.reading import json_of, parsed, read_file
 from mpitrain.training.run_event import RunEvent
 from mpitrain.typed import made

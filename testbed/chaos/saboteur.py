@@ -30,8 +30,8 @@ from typing import Any
 
 from mpitrain.context import LAUNCHER, JobContext
 from mpitrain.launch.hearing import Hearing, send
-from mpitrain.launch.processes import command_line, read, remove
-from mpitrain.launch.roster import jobs, launcher_pid
+from mpitrain.launch.processes import command_line, launcher_pid, read, remove
+from mpitrain.launch.roster import jobs
 from mpitrain.launch.shared_files import SharedFiles, files, folders_of_ranks
 from mpitrain.reading import MessageLines
 from mpitrain.watching.rank_record import NAME, RankRecord, read_record

@@ -22,7 +22,7 @@ from mpitrain.launch import job_logs
 from mpitrain.launch.job_logs import JobLogs, find_logs, logs_folder, read_about
 from mpitrain.launch.output import OutputPiece
 from mpitrain.launch.placement import Place
-from mpitrain.launch.roster import launcher_name
+from mpitrain.launch.processes import launcher_name
 
 PLACES = (Place("a", 0, 2), Place("b", 2, 1))
 DONE = {"code": 0, "text": "the job has ended, and has done its work"}

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from mpitrain.errors import LaunchError
-from mpitrain.launch import over_hosts, watch
+from mpitrain.launch import agents, over_hosts, watch
 from mpitrain.launch.conditions import Condition, Refusal, perhaps_late
 from mpitrain.launch.placement import Place, Placement
 
@@ -27,17 +27,20 @@ def there(tmp_path: Path) -> Path:
 @pytest.fixture
 def check(tmp_path: Path, there: Path, monkeypatch: pytest.MonkeyPatch) -> Check:
     """Compare two hosts, which are both this machine; each has a script of its own."""
-    connect = watch.connect
+    send = watch.Guards._send
     here = tmp_path / "here/train.py"
     here.parent.mkdir()
     here.write_text("print('new')\n")
 
-    def connected(host: str, _: bool, wish: dict[str, Any], *rest: Any, **more: Any) -> Any:
-        if host == "there":
-            wish = {**wish, "script": str(there), "roll_call": str(tmp_path / "roll-call")}
-        return connect(host, True, wish, *rest, **more)
+    def sent(guards: watch.Guards, connection: Any, message: dict[str, Any]) -> None:
+        if connection.host == "there" and "wish" in message:
+            wish = {**message["wish"], "script": str(there), "roll_call": str(tmp_path / "roll-call")}
+            message = {**message, "wish": wish}
+        send(guards, connection, message)
 
-    monkeypatch.setattr(watch, "connect", connected)
+    connect = agents.connect
+    monkeypatch.setattr(agents, "connect", lambda host, _, *rest, **more: connect(host, True, *rest, **more))
+    monkeypatch.setattr(watch.Guards, "_send", sent)
     places = Place("here", 0, 1), Place("there", 1, 1)
     placement = Placement(places, dict.fromkeys(("here", "there"), "127.0.0.1"), "here")
     return lambda: over_hosts.check(placement, str(here), {})

@@ -27,7 +27,8 @@ from mpitrain.dashboard.commands import Commands
 from mpitrain.dashboard.record_reader import run_id
 from mpitrain.dashboard.shown_jobs import ShownJob
 from mpitrain.launch.control import listen, serve
-from mpitrain.launch.roster import NOT_TOLD, launcher_name
+from mpitrain.launch.processes import launcher_name
+from mpitrain.launch.roster import NOT_TOLD
 from serving import Dashboard, dashboard
 
 TOO_FAST = "5 commands a second are passed on, of all operators together"

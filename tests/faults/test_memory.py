@@ -87,20 +87,42 @@ def test_a_newer_checkpoint(tmp_path: Path, undisturbed: Undisturbed) -> None:
     assert result(tmp_path)[0] == undisturbed()[0]
 
 
-# The launcher's process that holds the memory.
-KEEPER = """
+# The agent of the job, and its keeper, which holds the memory.
+AGENT = """
 def parent(pid):
     return int(pathlib.Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
 
-def holds(pid):
-    return any("memfd:mpitrain-state" in os.readlink(path) for path in pathlib.Path(f"/proc/{pid}/fd").iterdir())
+def children(pid):
+    return [int(child) for child in pathlib.Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+def agent():
+    launcher = parent(parent(os.getppid()))
+    words = {pid: pathlib.Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\\0") for pid in children(launcher)}
+    (pid,) = [pid for pid in words if b"-u" in words[pid]]
+    return pid
 
 def keeper():
-    launcher = parent(parent(os.getppid()))
-    children = pathlib.Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split()
-    (holder,) = [int(pid) for pid in children if holds(pid)]
-    return holder
+    def holds(pid):
+        return any("memfd:mpitrain-state" in os.readlink(path) for path in pathlib.Path(f"/proc/{pid}/fd").iterdir())
+    (pid,) = [pid for pid in children(agent()) if holds(pid)]
+    return pid
 """
+
+
+def test_a_killed_agent(tmp_path: Path, undisturbed: Undisturbed) -> None:
+    """Its keeper outlives it. The next attempt has a new agent, and continues from memory.
+
+    The agent first says that steps were made, as it does every second. Otherwise the attempt would count as early.
+    """
+    wrong = """if rank == 1 and step == 8 and once("killed"):
+        time.sleep(5)
+        os.kill(agent(), signal.SIGKILL)
+        time.sleep(60)"""
+    job = train(tmp_path, wrong, before=AGENT)
+    succeeded(job)
+    assert f"mpitrain: {HERE}: the guard of the job there was killed by signal 9\n" in job.stderr
+    assert resumed(job) == [7]
+    assert result(tmp_path)[0] == undisturbed()[0]
 
 
 def test_a_killed_keeper(tmp_path: Path, undisturbed: Undisturbed) -> None:
@@ -111,7 +133,7 @@ def test_a_killed_keeper(tmp_path: Path, undisturbed: Undisturbed) -> None:
         die()
     if rank == 0 and step == 15 and once("again"):
         kill(3)"""
-    job = train(tmp_path, wrong, hooks="[mt.Checkpoint(folder / 'checkpoints', steps=3)]", before=KEEPER)
+    job = train(tmp_path, wrong, hooks="[mt.Checkpoint(folder / 'checkpoints', steps=3)]", before=AGENT)
     succeeded(job)
     assert not_from_memory(job) == ["no host that takes part has a whole copy. The training continues after step 6"]
     assert resumed(job) == [14]

@@ -21,7 +21,7 @@ from faults.outcome import succeeded
 from jobs import HANG_SECONDS, Job, until
 from mpitrain.launch.control import ask
 from mpitrain.launch.kept import DIES, PREPARES, STAYS, Kept
-from mpitrain.launch.roster import launcher_name
+from mpitrain.launch.processes import launcher_name
 
 # A test adds its hooks at HOOKS. Without `endless`, the training makes 60 steps.
 SCRIPT = """

@@ -50,7 +50,7 @@ from mpitrain.launch.kept import Kept
 from mpitrain.launch.launched import launched_by
 from mpitrain.launch.live_watcher import LiveWatcher
 from mpitrain.launch.placement import parse_hosts
-from mpitrain.launch.roster import launcher_pid
+from mpitrain.launch.processes import launcher_pid
 from mpitrain.launch.variables import port_ranges, read_env_file
 from mpitrain.profile import from_json
 from mpitrain.provision.inventory import parse_nodes
@@ -508,7 +508,16 @@ PARSERS: dict[str, Parser] = {
     "keeper": Parser(
         as_json(
             *({"keep": "1/a"}, {"give": "a"}, {"only": ["1/a"], "run": 3}, {"wish": "x"}, {"enter": "x"}, {"names": 1}),
-            *({"leave": "x", "step": 1, "ms": 5}, {"follow": "x"}, {"estate": 1}, {"claim": "x"}, {"drop": 1}),
+            *(
+                {"leave": "x", "step": 1, "ms": 5},
+                {"follow": "x"},
+                {"estate": 1},
+                {"lead": "x"},
+                {"tell": {"wish": 1, "of": "x", "step": 3}},
+                {"pids": 1},
+                {"stay": 1},
+                {"drop": 1},
+            ),
         ),
         of_socket(hear_keeper),
     ),

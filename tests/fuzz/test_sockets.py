@@ -20,7 +20,7 @@ from mpitrain.launch import control, live_jobs
 from mpitrain.launch.kept import KeeperLine, Kept
 from mpitrain.launch.live import Live
 from mpitrain.launch.live_jobs import LiveLine, socket_of
-from mpitrain.launch.roster import launcher_name
+from mpitrain.launch.processes import launcher_name
 from mpitrain.watching.census import Census
 from mpitrain.watching.roll_call import appear
 from mpitrain.watching.sockets import send_long

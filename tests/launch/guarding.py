@@ -1,4 +1,4 @@
-"""Shared by the tests of guards: a launcher's request, a job, its ranks, and waits for messages."""
+"""Shared by the tests of agents: a launcher's request, a job, its ranks, and waits for messages."""
 
 from __future__ import annotations
 
@@ -22,12 +22,11 @@ from mpitrain.launch.watch import Guards
 
 @pytest.fixture
 def wish(tmp_path: Path) -> dict[str, Any]:
-    """The request that a launcher sends to a guard. Without `python`, it asks for no facts."""
+    """The request for an attempt that a launcher sends to an agent. Without `python`, it asks for no facts."""
     return {
         "token": uuid.uuid4().hex,
         "roll_call": str(tmp_path / "roll_call"),
         "peers": {"self": "127.0.0.1"},
-        "silence_seconds": HANG_SECONDS,
     }
 
 
@@ -45,15 +44,16 @@ Open = Callable[..., Connection]
 
 
 @pytest.fixture
-def open_guard() -> Iterator[Open]:
-    """Starts a guard for a request. Its connection is closed after the test."""
+def open_agent() -> Iterator[Open]:
+    """Starts an agent, and an attempt there. Its connection is closed after the test."""
     opened: list[Connection] = []
 
-    def open_guard(wish: dict[str, Any], host: str = "here") -> Connection:
-        opened.append(connect(host, is_this_machine=host == "here", wish=wish, now=0.0))
+    def open_agent(wish: dict[str, Any], host: str = "here", silence_seconds: float = HANG_SECONDS) -> Connection:
+        opened.append(connect(host, host == "here", {"silence_seconds": silence_seconds}, now=0.0))
+        tell(opened[-1], wish, {"wish": wish})
         return opened[-1]
 
-    yield open_guard
+    yield open_agent
     for connection in opened:
         connection.hang_up()
         connection.close(HANG_SECONDS)
@@ -67,6 +67,11 @@ def job(wish: dict[str, Any]) -> Iterator[list[int]]:
     with subprocess.Popen([sys.executable, "-c", program], env=environ, stdin=pipe, stdout=pipe, text=True) as process:
         yield [process.pid, int(process.stdout.readline())]
         process.kill()
+
+
+def tell(connection: Connection, wish: dict[str, Any], message: dict[str, Any]) -> None:
+    """Send a message of the attempt of that wish."""
+    connection.send({"attempt": wish["token"], **message})
 
 
 def wait_for(connection: Connection, key: str, fits: Callable[[Any], bool] = lambda _: True) -> Any:

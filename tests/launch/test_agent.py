@@ -1,4 +1,4 @@
-"""A guard on this machine, without ssh: its start, what it sees of the job, and that it leaves nothing of the job."""
+"""An agent on this machine, without ssh: its start, what it sees of the job, and that it leaves nothing of the job."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from unittest.mock import ANY
 
 import guarding
 import pytest
-from guarding import Open, is_alive, rank_of, wait_for, wait_until_gone
+from guarding import Open, is_alive, rank_of, tell, wait_for, wait_until_gone
 from programs import program
 
 from jobs import HANG_SECONDS, until
 from mpitrain.watching.view import process_state
 
 # Fixtures: pytest finds them by these names.
-wish, asking, open_guard, job = guarding.wish, guarding.asking, guarding.open_guard, guarding.job
+wish, asking, open_agent, job = guarding.wish, guarding.asking, guarding.open_agent, guarding.job
 
 
-def test_facts(asking: dict[str, Any], open_guard: Open, tmp_path: Path) -> None:
+def test_facts(asking: dict[str, Any], open_agent: Open, tmp_path: Path) -> None:
     """It may open as many files as there may be: each rank takes three, and the limit of a login is usually 1024."""
     for name in (".venv/hidden.py", "model/net.py"):
         (tmp_path / "code" / name).parent.mkdir()
@@ -33,7 +33,7 @@ def test_facts(asking: dict[str, Any], open_guard: Open, tmp_path: Path) -> None
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (min(soft, hard - 1), hard))
     try:
-        connection = open_guard(asking)
+        connection = open_agent(asking)
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     facts = wait_for(connection, "facts")
@@ -44,33 +44,40 @@ def test_facts(asking: dict[str, Any], open_guard: Open, tmp_path: Path) -> None
     assert environment["packages"]["numpy"]
     assert set(environment["files"]) == {"train.py", "model/net.py"}
     assert "MPICH" in environment["mpi"]
-    connection.send({"processes": 1})
+    tell(connection, asking, {"processes": 1})
     wait_for(connection, "processes")
     assert resource.prlimit(connection.process.pid, resource.RLIMIT_NOFILE) == (hard, hard)
 
 
 def test_a_shell_that_takes_a_line_of_what_is_sent(
-    wish: dict[str, Any], open_guard: Open, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    wish: dict[str, Any], open_agent: Open, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As with a `read` in ~/.bashrc: the error says so, and the guard does not misread its input."""
     program(tmp_path / "ssh", '$READ\nfor line; do :; done\nexec sh -c "$line"')
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     monkeypatch.setenv("READ", ":")
-    wait_for(open_guard(wish, "b"), "facts")
+    wait_for(open_agent(wish, "b"), "facts")
     monkeypatch.setenv("READ", "read answer")
     with pytest.raises(AssertionError, match="b: the shell takes a line of what is sent to a command: a startup file"):
-        wait_for(open_guard(wish, "b"), "facts")
+        wait_for(open_agent(wish, "b"), "facts")
 
 
-def test_while_a_python_does_not_answer(asking: dict[str, Any], open_guard: Open, tmp_path: Path) -> None:
-    """The guard gives signs of life, and that Python ends with a guard that is killed."""
+def test_while_a_python_does_not_answer(asking: dict[str, Any], open_agent: Open, tmp_path: Path) -> None:
+    """The agent gives signs of life and serves another attempt. That Python ends with an agent that is killed."""
     said = tmp_path / "pid"
     slow = program(tmp_path / "python", f"echo $$ > {said}.new\nmv {said}.new {said}\nexec sleep 1000")
-    connection = open_guard({**asking, "python": str(slow)})
+    connection = open_agent({**asking, "python": str(slow)})
     for _ in range(3):
         wait_for(connection, "alive")
     until(said.exists)
     asked = int(said.read_text())
+    assert process_state(asked) in "SR"
+    other = {**asking, "token": "other", "roll_call": str(tmp_path / "other")}
+    del other["python"]
+    tell(connection, other, {"wish": other})
+    wait_for(connection, "facts", lambda facts: "paths" not in facts)
+    tell(connection, other, {"end": 0.0})
+    assert wait_for(connection, "ended") == []
     assert process_state(asked) in "SR"
     connection.process.kill()
     try:
@@ -80,13 +87,13 @@ def test_while_a_python_does_not_answer(asking: dict[str, Any], open_guard: Open
             os.kill(asked, signal.SIGKILL)
 
 
-def test_two_names_of_one_machine(wish: dict[str, Any], open_guard: Open) -> None:
+def test_two_names_of_one_machine(wish: dict[str, Any], open_agent: Open) -> None:
     Path(wish["roll_call"]).touch()
-    assert wait_for(open_guard(wish), "error") == "this is the same machine as another host of the job"
+    assert wait_for(open_agent(wish), "error") == "this is the same machine as another host of the job"
 
 
-def test_it_sees_how_far_ranks_are_and_who_is_gone(wish: dict[str, Any], open_guard: Open) -> None:
-    connection = open_guard(wish)
+def test_it_sees_how_far_ranks_are_and_who_is_gone(wish: dict[str, Any], open_agent: Open) -> None:
+    connection = open_agent(wish)
     wait_for(connection, "facts")
     with rank_of(wish, 3) as started, rank_of(wish, 4, "init") as called:
         views = wait_for(connection, "ranks", lambda ranks: len(ranks) == 2)
@@ -103,9 +110,9 @@ def test_it_sees_how_far_ranks_are_and_who_is_gone(wish: dict[str, Any], open_gu
             assert view["ended_seconds"] is None
 
 
-def test_while_it_is_watched_it_looks_at_the_processes_and_the_load(wish: dict[str, Any], open_guard: Open) -> None:
+def test_while_it_is_watched_it_looks_at_the_processes_and_the_load(wish: dict[str, Any], open_agent: Open) -> None:
     """It does so until nobody has asked for some seconds."""
-    connection = open_guard(wish)
+    connection = open_agent(wish)
     wait_for(connection, "facts")
     with rank_of(wish, 3, "init") as rank:
 
@@ -113,9 +120,9 @@ def test_while_it_is_watched_it_looks_at_the_processes_and_the_load(wish: dict[s
             wait_for(connection, "ranks", lambda ranks: bool(ranks) and ranks[0]["state"] in states)
 
         wait_for_state("")
-        connection.send({"watch": 0.2})
+        tell(connection, wish, {"watch": 0.2})
         assert wait_for(connection, "load")["busy"] is None
-        connection.send({"watch": 0.2})
+        tell(connection, wish, {"watch": 0.2})
         load = wait_for(connection, "load", lambda one: one["busy"] is not None)
         assert 0 <= load["busy"] <= 1
         sizes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
@@ -125,15 +132,15 @@ def test_while_it_is_watched_it_looks_at_the_processes_and_the_load(wish: dict[s
         rank.send_signal(signal.SIGSTOP)
         wait_for_state("T")
         wait_for_state("")
-        connection.send({"watch": 0.2})
+        tell(connection, wish, {"watch": 0.2})
         wait_for_state("T")
 
 
-def test_told_to_end_it_names_and_kills_what_is_left(wish: dict[str, Any], open_guard: Open, job: list[int]) -> None:
-    connection = open_guard(wish)
-    connection.send({"processes": 1})
+def test_told_to_end_it_names_and_kills_what_is_left(wish: dict[str, Any], open_agent: Open, job: list[int]) -> None:
+    connection = open_agent(wish)
+    tell(connection, wish, {"processes": 1})
     assert {entry[0] for entry in wait_for(connection, "processes")} == {*job}
-    connection.send({"end": 0.0})
+    tell(connection, wish, {"end": 0.0})
     left = wait_for(connection, "ended")
     assert {pid for pid, _ in left} == {*job}
     assert [job[1], "sleep 600"] in left
@@ -142,7 +149,7 @@ def test_told_to_end_it_names_and_kills_what_is_left(wish: dict[str, Any], open_
 
 
 def test_when_the_launcher_is_gone_it_ends_the_job(
-    wish: dict[str, Any], open_guard: Open, job: list[int], tmp_path: Path
+    wish: dict[str, Any], open_agent: Open, job: list[int], tmp_path: Path
 ) -> None:
     """And removes what the launcher had in a folder."""
     agent, kept = tmp_path / "agent/ssh", tmp_path / "kept"
@@ -151,7 +158,7 @@ def test_when_the_launcher_is_gone_it_ends_the_job(
     kept.touch()
     with socket.socket(socket.AF_UNIX) as of_ssh:
         of_ssh.bind(str(agent.with_name("master")))
-    connection = open_guard({**wish, "agent": str(agent)})
+    connection = open_agent({**wish, "ssh": str(agent)})
     wait_for(connection, "facts")
     connection.hang_up()
     wait_until_gone(job)
@@ -161,8 +168,8 @@ def test_when_the_launcher_is_gone_it_ends_the_job(
     assert kept.exists()
 
 
-def test_when_the_launcher_is_silent_it_ends_the_job(wish: dict[str, Any], open_guard: Open, job: list[int]) -> None:
-    connection = open_guard({**wish, "silence_seconds": 8.0})
+def test_when_the_launcher_is_silent_it_ends_the_job(wish: dict[str, Any], open_agent: Open, job: list[int]) -> None:
+    connection = open_agent(wish, silence_seconds=8.0)
     wait_for(connection, "facts")
     for _ in range(20):
         connection.send({"beat": 1})

@@ -30,7 +30,7 @@ class Asking:
     def __init__(self) -> None:
         self.job = SimpleNamespace(placement=BOTH)
         records = {0: RankRecord(0, facts={"step": 2}, first_step=1)}
-        self.guards = SimpleNamespace(processes=set, keep=lambda: None, records=lambda: records)
+        self.guards = SimpleNamespace(keep=lambda: None, records=lambda: records)
         self.answer = threading.Event()
         self.logins: list[tuple[str, bool, bool]] = []  # what logs in, whether the hosts have answered, in which thread
 
@@ -85,11 +85,11 @@ def test_only_one_process_at_a_time_logs_in_on_a_host(is_prepared: bool) -> None
         job=SimpleNamespace(placement=BOTH, context=SimpleNamespace(job="try", servers=0)),
         connect=note("guards log in"),
         ask=note("guards have answered"),
-        guards=SimpleNamespace(beat_for=note("beats"), processes=set, hosts_now=dict),
-        ready=lambda: seen.append("holders have answered, mpiexec logs in") or ended,
+        guards=SimpleNamespace(beat_for=note("beats"), hosts_now=dict),
+        ready=lambda: seen.append("mpiexec logs in") or ended,
     )
     keepers: Any = SimpleNamespace(begin=note("keepers log in"), settle=note("keepers have answered"))
-    reserve: Any = SimpleNamespace(begin=note("holders log in"))
+    reserve: Any = SimpleNamespace(begin=note("interpreters are of the attempt before"))
     with Attempts(lambda *_: new, keepers, reserve, Live("", [], 0.0)) as made:
         if is_prepared:
             made._take = lambda *_: new  # type: ignore[method-assign]
@@ -99,8 +99,8 @@ def test_only_one_process_at_a_time_logs_in_on_a_host(is_prepared: bool) -> None
         "keepers log in",
         *(["beats"] if is_prepared else []),
         "keepers have answered",
-        "holders log in",
-        "holders have answered, mpiexec logs in",
+        "interpreters are of the attempt before",
+        "mpiexec logs in",
     ]
 
 
@@ -144,7 +144,7 @@ def succeeded(keepers: Keepers, end: Ended | LaunchError) -> Successor:
 
     job: Any = SimpleNamespace(
         job=SimpleNamespace(placement=Placement((Place("a", 0, 2),), own="a")),
-        guards=SimpleNamespace(processes=set, records=dict),
+        guards=SimpleNamespace(records=dict),
         connect=lambda keepers: None,
         ask=ask,
         ready=lambda: job,

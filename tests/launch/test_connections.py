@@ -16,16 +16,14 @@ from programs import program
 import mpitrain
 from jobs import HANG_SECONDS, clean_environment, until
 from mpitrain.launch import connections
-from mpitrain.launch.connections import GUARD, connect, explain
-from mpitrain.launch.holders import HOLDER
+from mpitrain.launch.connections import AGENT, connect, explain
 from mpitrain.launch.jobs import ROSTER
-from mpitrain.launch.keepers import KEEPER
 from mpitrain.launch.processes import alive_below, children
 from mpitrain.launch.serving import _MODULES
 from mpitrain.launch.ssh import open_masters
 
 
-@pytest.mark.parametrize("modules", [GUARD, ROSTER, KEEPER, HOLDER], ids=lambda modules: modules[-1])
+@pytest.mark.parametrize("modules", [AGENT, ROSTER], ids=lambda modules: modules[-1])
 def test_each_module_comes_after_those_that_it_imports(modules: Sequence[str]) -> None:
     for place, module in enumerate(modules):
         assert set(own_imports(module)) <= set(modules[:place]), module

@@ -18,7 +18,7 @@ from mpitrain.launch.ending import Ended
 from mpitrain.launch.events import Limits
 from mpitrain.launch.keepers import Keepers
 from mpitrain.launch.orders import Orders
-from mpitrain.launch.roster import launcher_name
+from mpitrain.launch.processes import launcher_name
 from mpitrain.launch.supervisor import Tellers
 from mpitrain.watching.rank_record import RankRecord
 

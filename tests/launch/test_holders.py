@@ -1,4 +1,4 @@
-"""Holders as the launcher sees them, and a warm interpreter alone. tests/faults/test_warm.py has both in jobs."""
+"""Warm interpreters as the launcher sees them, and one alone. tests/faults/test_warm.py has both in jobs."""
 
 from __future__ import annotations
 
@@ -15,9 +15,10 @@ from typing import Any
 
 import pytest
 
-from jobs import HANG_SECONDS, clean_environment, until
+from jobs import HANG_SECONDS, clean_environment
 from mpitrain.context import WARM_LINE, WARM_NAME
 from mpitrain.job.warm import may_differ
+from mpitrain.launch.agents import Agents
 from mpitrain.launch.holders import Holders
 from mpitrain.launch.libraries import Vendor
 from mpitrain.launch.placement import Place
@@ -30,17 +31,20 @@ HERE = [Place("here", 0, 1)]
 TRAINS = {0: RankRecord(0, first_step=1, facts={"step": 2})}
 
 
-def test_a_holder_comes_with_the_first_step_and_goes_with_its_host() -> None:
-    with Holders("here", ["program"]) as holders:
-        holders.begin(["here"])
+def test_ranks_are_forked_after_the_first_step() -> None:
+    """An agent says why it has no interpreter."""
+    with Agents("here") as agents:
+        holders = Holders(agents, ["program"])
+        agents.have(["here"])
+        holders.begin()
         assert holders.news(HERE, {0: RankRecord(0, first_step=1, facts={"step": 1})}) == []
-        assert not holders.have_come()
         assert holders.command() == command_of("{}", ["program"])
-        until(lambda: holders.news(HERE, TRAINS) == [] and holders.have_come())
+        assert holders.news(HERE, TRAINS) == []
         assert holders.command()[-2:] == ["{}", "program"]
         assert holders.command()[3].endswith("stub.py")
-        holders.begin([])
-        assert holders.command() == command_of("{}", ["program"])
+        agents.heard["warm"]("here", {"said": "here: ranks start cold"})
+        assert holders.news(HERE, TRAINS) == ["here: ranks start cold"]
+        assert holders.news(HERE, TRAINS) == []
 
 
 @pytest.mark.parametrize("vendor", ["mpich", "impi", "openmpi"])

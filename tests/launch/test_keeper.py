@@ -13,16 +13,19 @@ from collections.abc import Iterator
 
 import holding
 import pytest
+from guarding import wait_for
 from holding import Line, content, is_gone, memory, new_name
 
 from jobs import HANG_SECONDS, until
 from keeping import keeper
 from mpitrain.errors import LaunchError
 from mpitrain.launch import keeper as keeper_module
+from mpitrain.launch.agents import Agents
 from mpitrain.launch.connections import Connection, connect
-from mpitrain.launch.keeper import SetAside
-from mpitrain.launch.keepers import KEEPER, Keepers
+from mpitrain.launch.keeper import SetAside, drop
+from mpitrain.launch.keepers import Keepers
 from mpitrain.launch.kept import KeeperLine
+from mpitrain.launch.processes import launcher_name
 
 line = holding.line  # a fixture: pytest finds it by this name
 
@@ -97,20 +100,21 @@ def test_the_keeper_of_another_user_is_refused() -> None:
 
 
 class Lost:
-    """A keeper on this machine that holds a memory and an estate, and is about to lose its launcher.
+    """A keeper on this machine that holds a memory and an estate, and is about to lose its launcher, with its agent.
 
     Raises OSError if the keeper has ended meanwhile.
     """
 
-    def __init__(self, keep_seconds: float = 900.0, silence_seconds: float = 0.0) -> None:
+    def __init__(self, keep_seconds: float = 900.0, silence_seconds: float = 0.0, launcher: str = "") -> None:
         self.name = new_name()
-        wish = {"keeper": self.name, "silence_seconds": silence_seconds, "keep_seconds": keep_seconds}
-        self.connection: Connection = connect("here", True, wish, time.monotonic(), KEEPER)
+        self.connection: Connection = connect("here", True, {"silence_seconds": silence_seconds}, time.monotonic())
         self._opened = contextlib.ExitStack()
         self._opened.callback(self._end)
+        estate = {"tries": ["one", "two"], "launcher": launcher}
+        wish = {"name": self.name, "launcher": "l", "keep_seconds": keep_seconds, "is_new": True, "estate": estate}
+        self.connection.send({"memory": {"number": 1, **wish}})
         try:
-            until(lambda: self.connection.flush() or {"ready": 1} in self.connection.receive(time.monotonic()))
-            self.connection.send({"estate": {"tries": ["one", "two"]}})
+            wait_for(self.connection, "memory", lambda answer: "ready" in answer)
             self.line = self._opened.enter_context(contextlib.closing(KeeperLine(self.name)))
             self.line.keep("1/state", [memory(b"x")])
             until(lambda: self.line.estate()[1])
@@ -129,6 +133,7 @@ class Lost:
         self.connection.process.kill()
         self.connection.hang_up()
         self.connection.close(60)
+        drop(self.name)
 
 
 @pytest.mark.parametrize("has_goodbye", [True, False])
@@ -160,6 +165,15 @@ def test_a_lost_launcher(is_silent: bool) -> None:
     pytest.fail("the keeper has always ended before it could be asked")
 
 
+def test_an_agent_that_is_killed_is_no_lost_launcher() -> None:
+    """While the launcher lives on its host, the keeper waits for another agent."""
+    with contextlib.closing(Lost(1.0, launcher=launcher_name(os.getpid()))) as lost:
+        lost.connection.process.kill()
+        time.sleep(4.0)
+        assert not lost.is_lost()
+        assert lost.line.names() == ["1/state"]
+
+
 def test_an_heir_takes_over() -> None:
     """One of two heirs gets what is kept. An heir that starts no attempt says no goodbye. The next heir can drop it
     all.
@@ -167,19 +181,19 @@ def test_an_heir_takes_over() -> None:
     with contextlib.closing(Lost()) as lost:
         lost.connection.hang_up()
         until(lost.is_lost)
-        lost.line.claim("another one")
+        lost.line.lead("another one")
         estate = {"tries": ["one", "two"], "launcher": "here 1 1", "own": "there"}
         name = new_name()
         taken_over = pytest.raises(LaunchError, match="taken over: here: another one continues with this job")
-        with taken_over, Keepers("here", name, estate) as late:
+        with taken_over, Agents("here") as agents, Keepers(agents, name, estate) as late:
             late.adopt({"here": lost.name}, "heir")
         lost.line.close()
-        with pytest.raises(LaunchError), Keepers("here", name, estate) as heir:
+        with pytest.raises(LaunchError), Agents("here") as agents, Keepers(agents, name, estate) as heir:
             heir.adopt({"here": lost.name}, "heir")
             until(lambda: is_gone(lost.name))
             with contextlib.closing(KeeperLine(name)) as line:
                 # The estate names the new launcher before any try begins.
-                until(lambda: '"launcher": "here 1 1", "own": "here"' in line.estate()[1])
+                assert '"launcher": "here 1 1", "own": "here"' in line.estate()[1]
             heir.begin(["here"], "three")
             heir.settle()
             raise LaunchError("no attempt can be started")
@@ -190,8 +204,12 @@ def test_an_heir_takes_over() -> None:
     assert '"tries": ["one", "two", "three"]' in line.estate()[1]
     line.drop()
     line.close()
-    for connection in (*late._parting, *heir._parting):
-        assert connection.process.wait(60) == 0
+
+
+def test_an_heir_of_a_keeper_that_is_gone() -> None:
+    gone = pytest.raises(LaunchError, match=r"here: its keeper has just ended .* or has dropped it")
+    with gone, Agents("here") as agents, Keepers(agents, new_name(), {"tries": ["one"]}) as heir:
+        heir.adopt({"here": new_name()}, "heir")
 
 
 UP, LAUNCHER, OTHER = "1e9 1.0", f"7 (a b) S {'0 ' * 18}55 0", f"7 (a b) S {'0 ' * 18}56 0"

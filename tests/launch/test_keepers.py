@@ -7,6 +7,7 @@ import json
 import os
 import signal
 import socket
+import subprocess
 import threading
 import time
 from collections.abc import Iterator
@@ -16,6 +17,7 @@ import pytest
 from holding import Line, content, is_gone, memory, new_name
 
 from jobs import HANG_SECONDS, until
+from mpitrain.launch.agents import Agents
 from mpitrain.launch.keepers import Keepers
 from mpitrain.launch.kept import DIES, LEAVES, STAYS, KeeperLine
 from mpitrain.watching.rank_record import RankRecord
@@ -26,7 +28,7 @@ line = holding.line  # a fixture: pytest finds it by this name
 @pytest.fixture
 def keepers() -> Iterator[Keepers]:
     """Keepers of a job on this machine alone."""
-    with Keepers("here", new_name()) as keepers:
+    with Agents("here") as agents, Keepers(agents, new_name(), {"tries": []}) as keepers:
         begin(keepers, "try")
         yield keepers
 
@@ -56,6 +58,17 @@ def test_what_is_kept_outlives_who_kept_it(keepers: Keepers, line: Line) -> None
     until(lambda: is_gone(keepers.name))
 
 
+def agent_of(keepers: Keepers) -> subprocess.Popen[bytes]:
+    return keepers._agents._connections["here"].process
+
+
+def keeper_of(keepers: Keepers) -> int:
+    """The process of the keeper."""
+    with contextlib.closing(KeeperLine(keepers.name)) as line:
+        line.lead("")
+        return line.pid
+
+
 @pytest.mark.parametrize("is_new", [False, True])
 def test_it_waits_for_another_launcher(keepers: Keepers, line: Line, is_new: bool) -> None:
     """The launcher ends the job, and says nothing of a loss.
@@ -63,22 +76,43 @@ def test_it_waits_for_another_launcher(keepers: Keepers, line: Line, is_new: boo
     A host that was cut off once has perhaps not heard the goodbye. The keeper that it has now is another one.
     """
     if is_new:
-        cut_off = keepers._connections["here"].process
-        os.kill(cut_off.pid, signal.SIGSTOP)
+        agent, keeper = agent_of(keepers), keeper_of(keepers)
+        line(keepers.name, "try").keep("1/old", [memory(b"x")])
+        os.kill(agent.pid, signal.SIGSTOP)
         keepers.begin([], "without it")
-        cut_off.kill()
-        cut_off.wait()
+        agent.kill()
+        agent.wait()
         begin(keepers, "try")
+        assert keeper_of(keepers) != keeper
     kept = line(keepers.name, "try")
     kept.keep("1/state", [memory(b"x")])
-    process = keepers._connections["here"].process
+    agent = agent_of(keepers)
     assert keepers.stay("too few hosts") == ["here"]
     until(lambda: "until_ms" in kept.estate()[0])
-    assert json.loads(kept.estate()[1]) == {"ended": "too few hosts"}
+    assert json.loads(kept.estate()[1])["ended"] == "too few hosts"
+    assert kept.names() == ["1/state"]
+    keepers._agents.hold([])
+    assert agent.wait(HANG_SECONDS) == 0
     assert kept.names() == ["1/state"]
     kept.drop()
-    kept.close()
-    assert process.wait(HANG_SECONDS) == 0
+    until(lambda: is_gone(keepers.name))
+
+
+def test_what_is_kept_outlives_the_agent(keepers: Keepers, line: Line) -> None:
+    """Another agent leads its keeper from then on. Ranks hear through it what the launcher wishes."""
+    rank, keeper = line(keepers.name, "try"), keeper_of(keepers)
+    rank.keep("1/state", [memory(b"x")])
+    agent = agent_of(keepers)
+    agent.kill()
+    until(lambda: keepers._agents._connections["here"].is_closed)
+    begin(keepers, "try")
+    assert agent_of(keepers) is not agent
+    assert keeper_of(keepers) == keeper
+    assert rank.names() == ["1/state"]
+    assert "lost_ms" not in rank.estate()[0]
+    keepers.wish = LEAVES
+    keepers.beat([], is_ending=False)
+    until(lambda: rank.wish() == LEAVES)
 
 
 @pytest.mark.parametrize("descriptors", [None, []])
@@ -94,21 +128,18 @@ def test_one_that_holds_nothing_does_not_wait(keepers: Keepers, descriptors: lis
 def test_a_killed_keeper_is_replaced(keepers: Keepers, line: Line) -> None:
     before = line(keepers.name, "try")
     before.keep("1/state", [memory(b"x")])
-    keepers._connections["here"].process.kill()
+    os.kill(keeper_of(keepers), signal.SIGKILL)
     with pytest.raises(OSError):
         until(lambda: before.names() is None)
     begin(keepers, "try")
     assert line(keepers.name, "try").names() == []
 
 
-def test_an_answer_to_an_earlier_question_does_not_count(keepers: Keepers) -> None:
-    """The attempt before was refused, so nobody has waited for its keepers to settle."""
-    keepers.begin(["here"], "refused")
-    process = keepers._connections["here"].process
-    os.kill(process.pid, signal.SIGSTOP)
-    keepers.begin(["here"], "next")
-    assert keepers._connections["here"].process is not process
-    process.kill()
+def test_a_keeper_that_does_not_answer_is_replaced(keepers: Keepers) -> None:
+    keeper = keeper_of(keepers)
+    os.kill(keeper, signal.SIGSTOP)
+    begin(keepers, "next")
+    assert keeper_of(keepers) != keeper
 
 
 def test_a_name_that_is_taken(capfd: pytest.CaptureFixture[str]) -> None:
@@ -116,7 +147,7 @@ def test_a_name_that_is_taken(capfd: pytest.CaptureFixture[str]) -> None:
     name = new_name()
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as other:
         other.bind("\0" + name)
-        with Keepers("here", name) as keepers:
+        with Agents("here") as agents, Keepers(agents, name) as keepers:
             begin(keepers, "try")
             said = capfd.readouterr().err
             assert "mpitrain: here: no keeper can be started (" in said

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from jobs import HANG_SECONDS, clean_environment
-from mpitrain.launch import agent
+from mpitrain.launch import host_attempt
 from mpitrain.launch.load import GpuLoad, Load
 from mpitrain.launch.reports import Said
 
@@ -96,16 +96,18 @@ def test_what_the_kernel_does_not_tell(tmp_path: Path, content: str | None) -> N
 
 
 def test_a_load_that_cannot_be_read(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """The guard gives it up, and continues. The launcher says so once."""
+    """The agent gives it up, and continues. The launcher says so once."""
     sent: list[dict[str, Any]] = []
-    monkeypatch.setattr(agent, "send", sent.append)
+    monkeypatch.setattr(host_attempt, "send", sent.append)
     monkeypatch.setattr(Load, "_cores", lambda self: {"ticks": int("a word")})
     census: Any = None
-    hearing: Any = None
-    watched = agent.Guard({"token": "t", "roll_call": "r", "peers": {}, "silence_seconds": 0.0}, "", census, hearing)
+    watched = host_attempt.HostAttempt({"token": "t", "roll_call": "r", "peers": {}}, census)
+    sent.clear()
     watched._watched_until = time.monotonic() + 600
     for second in range(3):
         watched._look_at_load(100.0 + second)
+    for port in watched._held:
+        port.close()
     (message,) = sent
     assert message["load"] is None and message["no_load"].startswith("ValueError: invalid literal for int()")
     said = Said(["node1"])

@@ -1,4 +1,4 @@
-"""The guards of a job as its launcher sees them: guards that are killed, say nothing, or are not needed any more."""
+"""An attempt as its launcher sees it: agents that are killed, say nothing, or are not needed any more."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import os
 import random
 import signal
 import socket
-import threading
 import time
 import uuid
 from collections.abc import Iterator
@@ -21,8 +20,9 @@ import pytest
 from guarding import is_alive, rank_of, wait_for_trouble, wait_until_gone
 from programs import program
 
-from jobs import HANG_SECONDS, until
-from mpitrain.launch import watch
+from jobs import until
+from mpitrain.launch import agents as agents_module
+from mpitrain.launch.agents import Agents
 from mpitrain.launch.connections import Connection
 from mpitrain.launch.placement import Place
 from mpitrain.launch.shared_files import FOLDER
@@ -34,8 +34,8 @@ wish, asking, job = guarding.wish, guarding.asking, guarding.job
 
 
 @contextmanager
-def guards_here(wish: dict[str, Any], *keepers: Any) -> Iterator[Guards]:
-    with Guards("here", ["here"], {"here": wish}, *keepers) as guards:
+def guards_here(wish: dict[str, Any], *keepers: Any, live: str = "") -> Iterator[Guards]:
+    with Agents("here", live) as agents, Guards(agents, ["here"], {"here": wish}, *keepers) as guards:
         guards.facts()
         yield guards
 
@@ -63,13 +63,13 @@ def test_in_place_of_a_killed_guard_another_one_ends_the_job(wish: dict[str, Any
 
 
 def test_a_living_launcher_removes_its_socket_itself(wish: dict[str, Any], tmp_path: Path) -> None:
-    """The guard of an attempt that is dropped does not look whether somebody listens there."""
+    """An agent that has heard a goodbye does not look whether somebody listens there."""
     path = tmp_path / "of_launcher.live"
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(str(path))
         listener.listen()
         listener.setblocking(False)
-        with guards_here({**wish, "live": str(path)}):
+        with guards_here(wish, live=str(path)):
             pass
         with pytest.raises(BlockingIOError):
             listener.accept()
@@ -157,20 +157,21 @@ def test_a_guard_that_ends_while_it_asks(
     asking: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It is killed if it does not end in time. Its roll call does not stay."""
-    monkeypatch.setattr(watch, "_CLOSE_SECONDS", 0.0)
+    monkeypatch.setattr(agents_module, "_CLOSE_SECONDS", 0.0)
     slow, roll_call = program(tmp_path / "slow", "exec sleep 20"), Path(asking["roll_call"])
-    with Guards("here", ["here"], {"here": {**asking, "python": str(slow)}}) as guards:
-        until(lambda: guards._exchange(0.0, 0.1) or roll_call.exists())
+    wishes = {"here": {**asking, "python": str(slow)}}
+    with Agents("here") as agents, Guards(agents, ["here"], wishes):
+        until(roll_call.exists)
     assert not roll_call.exists()
 
 
 @pytest.fixture
 def both(wish: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Guards]:
     """Guards of two hosts, which are both this machine."""
-    connect = watch.connect
-    monkeypatch.setattr(watch, "connect", lambda host, _, *rest, **more: connect(host, True, *rest, **more))
+    connect = agents_module.connect
+    monkeypatch.setattr(agents_module, "connect", lambda host, _, *rest, **more: connect(host, True, *rest, **more))
     wishes = {"here": wish, "there": {**wish, "roll_call": str(tmp_path / "other")}}
-    with Guards("here", wishes, wishes) as guards:
+    with Agents("here") as agents, Guards(agents, wishes, wishes) as guards:
         guards.facts()
         guards.keep()
         yield guards
@@ -189,16 +190,41 @@ def test_a_next_try_without_a_host(both: Guards, lost: str, fits: bool) -> None:
             until(lambda: both.reports["here"].ranks)  # it is still heard
 
 
-def test_nobody_waits_for_the_watch_over_guards_that_have_gone(both: Guards) -> None:
-    """Two guards that end together leave nothing to listen to. The next attempt starts when the watch has ended."""
-    for connection in both._connections.values():
-        os.kill(connection.process.pid, signal.SIGKILL)
-    until(lambda: all(connection.is_closed for connection in both._connections.values()))
-    watch_over_them = threading.Thread(target=both._exchange, args=(0.0, 3600.0), daemon=True)
-    watch_over_them.start()
-    both._stop.set()
-    watch_over_them.join(HANG_SECONDS)
-    assert not watch_over_them.is_alive()
+def test_an_agent_serves_several_attempts_one_after_the_other_and_at_once(wish: dict[str, Any], tmp_path: Path) -> None:
+    """One process, to which only the first one connects. It goes when nobody needs it any more."""
+    other = {**wish, "token": uuid.uuid4().hex, "roll_call": str(tmp_path / "other")}
+    with Agents("here") as agents:
+        agents.hold(["here"])
+        with Guards(agents, ["here"], {"here": wish}) as first:
+            first.facts()
+            process = first._connections["here"].process
+            with Guards(agents, ["here"], {"here": other}) as second, rank_of(other, 1), rank_of(wish, 0):
+                second.facts()
+                until(lambda: list(first.reports["here"].ranks) == [0] and list(second.reports["here"].ranks) == [1])
+                first.end(0.0)
+                assert first.reports["here"].left == []
+                assert second._connections["here"].process is process
+        until(lambda: not Path(other["roll_call"]).exists())
+        assert process.poll() is None
+        agents.release()
+        assert process.poll() is None
+        agents.hold([])
+        until(lambda: process.poll() == 0)
+
+
+def test_a_next_attempt_has_a_new_agent_in_place_of_a_killed_one(wish: dict[str, Any], tmp_path: Path) -> None:
+    """The attempt that it served says so all the same."""
+    other = {**wish, "token": uuid.uuid4().hex, "roll_call": str(tmp_path / "other")}
+    with guards_here(wish) as guards:
+        guards.start()
+        process = guards._connections["here"].process
+        process.kill()
+        until(lambda: guards._connections["here"].is_closed)
+        with Guards(guards._agents, ["here"], {"here": other}) as following:
+            following.facts()
+            assert following._connections["here"].process is not process
+            assert wait_for_trouble(guards).startswith("here: the guard of the job there was killed by signal 9\n")
+            assert following.trouble is None
 
 
 def test_paths_that_a_next_try_needs(both: Guards, tmp_path: Path) -> None:

@@ -36,7 +36,7 @@ from mpitrain import (
 from mpitrain.data.order import permuted
 from mpitrain.errors import ConfigError, DataError, MpitrainError
 from mpitrain.job.worlds import make_world
-from mpitrain.launch.roster import launcher_pid
+from mpitrain.launch.processes import launcher_pid
 from mpitrain.meters import (
     Communication,
     GpuUtilisation,
