@@ -100,9 +100,12 @@ def run_own_sitecustomize() -> None:
 
 
 def _write_lines() -> None:
-    """Write each line of output at once: unbuffered, as the launcher starts Python, each word of a print is a write."""
+    """Write each line of output at once, so that lines of different ranks do not mix.
+
+    With PYTHONUNBUFFERED, which the launcher sets, and many container images too, each word of a print is a write.
+    """
     for stream in (sys.stdout, sys.stderr):
-        if JOB in os.environ and isinstance(stream, TextIOWrapper) and stream.write_through:
+        if isinstance(stream, TextIOWrapper) and stream.write_through:
             stream.reconfigure(line_buffering=True, write_through=False)
 
 

@@ -36,6 +36,8 @@ BATCH_SYSTEMS = ("SLURM_", "SRUN_", "PBS_", "LSB_")
 
 # Deadlines guard against a hang, also on a machine that is ten times slower than a quiet one.
 HANG_SECONDS = 300.0
+# On a busy machine a rank waits for another one so long that it says so. A test of all that a job prints sets this.
+NO_STALLS = {"MPITRAIN_STALL_SECONDS": str(HANG_SECONDS)}
 # Tests give run_job and run_command the deadline of a quiet machine; it is multiplied by this.
 _PATIENCE = 10.0
 # Codecs that are compiled have the same bits, and take a rank about a second of CPU each: tests/ranks has them.

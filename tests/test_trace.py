@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from jobs import REPOSITORY, mpiexec, run_command, run_job
+from jobs import NO_STALLS, REPOSITORY, mpiexec, run_command, run_job
 from mpitrain.job.trace import Clock, document, moved
 from mpitrain.watching.activity import Span, Spans
 
@@ -34,7 +34,7 @@ world.mean(1.0)
 
 @pytest.mark.parametrize("ranks", [pytest.param(None, marks=pytest.mark.nightly), 3])
 def test_a_trace_of_a_job(tmp_path: Path, ranks: int | None) -> None:
-    job = run_job(ranks, TRAINING, env={"MPITRAIN_TRACE": str(tmp_path / "new")})
+    job = run_job(ranks, TRAINING, env=NO_STALLS | {"MPITRAIN_TRACE": str(tmp_path / "new")})
     assert (job.code, job.stderr, job.left) == (0, "", []), job.output
     assert [path.name for path in (tmp_path / "new").iterdir()] == ["trace.json"]
     trace = json.loads((tmp_path / "new/trace.json").read_text())

@@ -1,4 +1,4 @@
-"""`mpitrain scale`: what its words say; the changes themselves: tests/launch/test_changes.py, tests/cluster."""
+"""`mpitrain scale`: what its words say; the changes themselves: tests/launch/test_policy.py, tests/cluster."""
 
 from __future__ import annotations
 

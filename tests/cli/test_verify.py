@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from jobs import Job, run_command
+from jobs import NO_STALLS, Job, run_command
 from mpitrain.cli import main
 from mpitrain.last_word import keep_word, last_word
 
@@ -103,7 +103,7 @@ def verify(folder: Path, source: str, *arguments: str, ranks: int = 3, options: 
     script = folder / "script.py"
     script.write_text(BEGIN + source)
     command = [sys.executable, "-m", "mpitrain", "verify", "-n", str(ranks), "--hosts", "localhost", *options]
-    return run_command([*command, str(script), *arguments])
+    return run_command([*command, str(script), *arguments], env=NO_STALLS)
 
 
 def differs(job: Job, where: str, *parts: str) -> None:

@@ -133,7 +133,7 @@ def test_the_part_with_the_launcher_goes_on(bed: Bed, request: pytest.FixtureReq
 
 def test_no_part_goes_on_without_restarts(bed: Bed, request: pytest.FixtureRequest) -> None:
     """With --recover alone a lost host ends the job. There are no keepers, so nobody keeps the state."""
-    job = started(bed, python_of(request, "openmpi"), "--recover")
+    job = started(bed, python_of(request, "openmpi"), "--recover --max-restarts 0")
     with parted(bed, "node3", "node4"):
         end = job.end()
         assert end.code == 1, end.output
@@ -188,7 +188,7 @@ def test_a_host_loses_the_share(bed: Bed, python: str) -> None:
 
 def test_what_runs_on_a_host_that_stays_away_ends_by_itself(bed: Bed) -> None:
     """Nobody keeps memory there, and nobody can tell it that the job has ended. Its cable stays cut."""
-    job = started(bed, PYTHONS["mpich"], "")
+    job = started(bed, PYTHONS["mpich"], "--max-restarts 0")
     bed.cut("node3")
     began = time.monotonic()
     while rest := [line for line in left(bed, 0.0) if line.startswith("node3: ")]:

@@ -50,7 +50,7 @@ def test_one_login_at_a_time(bed: Bed, one_login: None, python: str) -> None:
     """An sshd lets one login at a time begin, as that of a host that all logins pass does."""
     job = moving(bed, "--hosts node1,node2 --max-restarts 2", python=python)
     all_warm(bed, "node1", "node2")
-    change(bed, python, "join node3")
+    change(bed, python, "+node3")
     job.wait_for("node3 joins after step ")
     all_warm(bed, "node1", "node2", "node3")
     write(bed, "node1", f"{SHARE}/enough", "")
@@ -64,7 +64,7 @@ def test_a_host_leaves_and_others_join_with_forks(bed: Bed, python: str) -> None
     """The next attempt begins beside the present one. One interpreter forks the ranks of all attempts."""
     job = moving(bed, "--hosts node1,node2,node3 --max-restarts 1", python=python)
     first = all_warm(bed, "node1", "node3")
-    for words, number in (("leave node2", 2), ("join node2,node4", 4)):
+    for words, number in (("-node2", 2), ("+node2,node4", 4)):
         change(bed, python, words)
         job.wait_for(f" with {number} ranks\n")
         assert {parent_of_rank(bed, "node1")} == first["node1"], job.output()

@@ -11,16 +11,15 @@ import pytest
 
 from faults.failing import KILL, START, a_device, nightly, run
 from faults.outcome import failed, report_of, succeeded
-from jobs import VENVS, Job, mpiexec, run_command, run_job
+from jobs import NO_STALLS, VENVS, Job, mpiexec, run_command, run_job
 from mpitrain.job import helpers
 
 
 def script(folder: Path, ranks: int, source: str, vendor: str = "mpich", before: tuple[str, ...] = ()) -> Job:
     """Run a source on so many ranks. The source is a file, like a user's script, because forkserver runs it again."""
     (folder / "script.py").write_text(source)
-    return run_command(
-        [*before, *mpiexec(ranks, vendor), str(VENVS[vendor] / "bin/python"), str(folder / "script.py")], timeout=300
-    )
+    command = [*before, *mpiexec(ranks, vendor), str(VENVS[vendor] / "bin/python"), str(folder / "script.py")]
+    return run_command(command, timeout=300, env=NO_STALLS)
 
 
 # -- no ranks ---------------------------------------------------------------------------------------------------------

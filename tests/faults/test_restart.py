@@ -189,7 +189,7 @@ def test_wrong_options(options: str, message: str, capfd: pytest.CaptureFixture[
     assert code == 2
     said = capfd.readouterr()
     assert message in said.err
-    assert "mpitrain: try" not in said.err
+    assert "attempt 1" not in said.err
 
 
 @pytest.mark.nightly

@@ -1,7 +1,7 @@
 """Too few hosts are left: the job starts once more, makes no step, saves what was reached, and ends.
 
 The launcher is real. On one machine no host can be lost, so only its verdict is made up: after each failure, too few
-hosts can take part. tests/cluster/test_too_few_hosts.py has real hosts.
+hosts can take part. tests/cluster/test_restart_over_hosts.py has real hosts.
 """
 
 from __future__ import annotations

@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from mpitrain.context import JOB
 from mpitrain.launch.dialects import JobSpec, command_for
 from mpitrain.launch.libraries import Mpiexec, Vendor
@@ -127,12 +129,13 @@ def test_a_read_may_end_anywhere_in_what_is_tagged() -> None:
     assert decoded("openmpi", b"[1,0]<stdout>: x\n[1") == {0: b"x\n", MPIEXEC: b"[1"}
 
 
-def test_a_print_of_several_words_is_one_write() -> None:
+@pytest.mark.parametrize("job", [{JOB: "one"}, {}], ids=["mpitrain run", "mpiexec"])
+def test_a_print_of_several_words_is_one_write(job: dict[str, str]) -> None:
     """Another rank's line would come between two of them."""
     reading, writing = os.pipe2(os.O_DIRECT)  # each read returns one write
     source = "import sys, mpitrain\nprint('loss', 0.5)\nprint('a', 1, file=sys.stderr)\nprint('no', 'end', end='')"
-    rank = {"PMI_RANK": "0", "PYTHONUNBUFFERED": "1", JOB: "one"}
-    environment = {**os.environ, **rank}
+    rank = {"PMI_RANK": "0", "PYTHONUNBUFFERED": "1"}
+    environment = {**os.environ, **rank, **job}
     subprocess.run([sys.executable, "-c", source], env=environment, stdout=writing, stderr=writing, check=True)
     os.close(writing)
     assert [os.read(reading, 100) for _ in range(4)] == [b"loss 0.5\n", b"a 1\n", b"no end", b""]
