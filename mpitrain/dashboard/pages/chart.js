@@ -168,7 +168,7 @@ export class Chart {
     const [low, high] = [plot.scales.x.min, plot.scales.x.max], {left, top, width, height} = plot.bbox, ratio = devicePixelRatio, context = plot.ctx;
     const shown = this.marks.map((mark) => ({...mark, x: left + (this.axis.toX(mark.step) - low) / (high - low) * width})).filter(({x}) => x >= left - 1 && x <= left + width + 1).sort((a, b) => a.x - b.x);
     context.save();
-    context.font = `${11 * ratio}px system-ui, sans-serif`; context.textBaseline = "middle"; context.lineWidth = ratio;
+    context.font = `${11 * ratio}px system-ui, sans-serif`; context.textBaseline = "middle"; context.textAlign = "left"; context.lineWidth = ratio;
     let free = left;
     shown.forEach((mark, place) => {
       context.strokeStyle = context.fillStyle = color(KINDS[mark.kind] ?? "--muted");

@@ -4,7 +4,7 @@ import {csv, download, get, keepInAddress} from "./api.js";
 import {Axis, Chart, View, colorOf, dashOf, interpolated} from "./chart.js";
 import {Tools} from "./charts.js";
 import {State, html, runAddress, show} from "./html.js";
-import {metricsOf} from "./panels.js";
+import {isMain, metricsOf} from "./panels.js";
 import {number, words} from "./text.js";
 
 const place = (name) => document.getElementById(name), asked = new URLSearchParams(location.search);
@@ -93,7 +93,7 @@ async function load() {
   ({runs, differences: facts} = answer);
   lines = linesOf();
   if (answer.asked > runs.length) fail(Error(`${answer.asked} runs were chosen; the first ${runs.length} are compared, which is the limit`));
-  names = metricsOf(answer.names);
+  names = metricsOf(answer.names).sort((a, b) => isMain([b]) - isMain([a]));
   charts = names.map((name) => Object.assign(new Chart(place("charts"), words(name), lines, view), {name}));
   table();
   await draw();
