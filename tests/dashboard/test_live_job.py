@@ -187,6 +187,7 @@ def test_a_page_that_is_open_while_a_job_stops_and_ends(tmp_path: Path, browser:
             page.get_by_label("Filter").fill(str(tmp_path))  # other tests may have jobs of this name
             page.get_by_role("link", name="run", exact=True).click()
             until(lambda: page.locator("#ranks tbody tr").count() == RANKS)
+            page.locator("#ranksPart summary").click()
             assert page.locator("#ranks th").all_inner_texts() == ["Rank", "Host", "Does", "For", "Step", "In"]
             until(lambda: page.locator("#ranks tbody tr:first-child td.numeric:nth-child(5)").inner_text() > "0")
             row = page.locator("#ranks tbody tr").filter(has=page.locator("td:first-child", has_text="2"))
