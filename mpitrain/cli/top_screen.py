@@ -27,7 +27,7 @@ from rich.text import Text
 
 from mpitrain.errors import LaunchError
 from mpitrain.launch.live_jobs import LiveJob, LiveSource
-from mpitrain.launch.live_picture import fact_columns, slow_rank
+from mpitrain.launch.live_picture import fact_columns, slow_rank, waiting_shares
 from mpitrain.watching.rank_facts import KNOWN, RankFact
 
 Order = Literal["slowest", "rank", "host"]
@@ -35,7 +35,8 @@ Order = Literal["slowest", "rank", "host"]
 _SECONDS = 10.0
 # In these a rank does not continue by itself, or nobody knows whether it does.
 MARKED = ("stopped", "disk", "failed", "ended", "unknown")
-_WAITING = ("waits", "wire", "done", "lost", "paused")
+_AWAITS = ("waits", "wire")
+_WAITING = (*_AWAITS, "done", "lost", "paused")
 
 
 class TopHistory:
@@ -44,6 +45,7 @@ class TopHistory:
     def __init__(self) -> None:
         self._looks: deque[tuple[float, str, Mapping[int, str]]] = deque()
         self._whole: deque[Mapping[str, Any]] = deque()  # the same looks
+        self.waiting: Mapping[int, float] = {}  # the share of the time in which each rank has waited; {}: not known
 
     def add(self, answer: Mapping[str, Any]) -> None:
         """Take in a look. Another attempt of the job begins anew."""
@@ -56,6 +58,7 @@ class TopHistory:
             self._whole.popleft()
         self._looks.append((at, answer["job"], phases))
         self._whole.append(answer)
+        self.waiting = waiting_shares(list(self._whole))
 
     @property
     def slow(self) -> str:
@@ -63,9 +66,14 @@ class TopHistory:
         return slow_rank(list(self._whole))
 
     def shares(self, rank: int) -> dict[str, float]:
-        """Return the share of the looks in which the rank was in each phase."""
+        """Return the share of the looks in which the rank was in each phase. Waits that no look has seen count too."""
         counts = Counter(phases[rank] for _, _, phases in self._looks if rank in phases)
-        return {phase: count / counts.total() for phase, count in counts.items()}
+        shares = {phase: count / counts.total() for phase, count in counts.items()}
+        unseen = self.waiting.get(rank, 0.0) - sum(shares.get(phase, 0.0) for phase in _AWAITS)
+        if (unseen := min(unseen, shares.get("computes", 0.0))) > 0:
+            shares["waits"] = shares.get("waits", 0.0) + unseen
+            shares["computes"] -= unseen
+        return shares
 
     def sort(self, ranks: Sequence[Mapping[str, Any]], order: Order) -> list[Mapping[str, Any]]:
         """Return the ranks in this order. The slowest one is that which has waited least for the others."""
@@ -76,8 +84,10 @@ class TopHistory:
             if order == "rank":
                 return (entry["rank"],)
             waited = sum(share for phase, share in self.shares(entry["rank"]).items() if phase in _WAITING)
-            return entry["phase"] not in MARKED, entry["step"], round(waited, 2), entry["rank"]
+            steps_behind = newest - entry["step"] if newest - entry["step"] > 1 else 0  # one: it is about to begin it
+            return entry["phase"] not in MARKED, -steps_behind, round(waited, 2), entry["rank"]
 
+        newest = max((entry["step"] for entry in ranks), default=0)
         return sorted(ranks, key=key)
 
 
@@ -186,13 +196,18 @@ def _wrapped(text: str, width: int, style: str) -> list[Text]:
 
 def _progress(answer: Mapping[str, Any]) -> Text:
     ranks, metrics = answer["ranks"], answer["metrics"]
-    facts = [f"step {max((entry['step'] for entry in ranks), default=0):,}"]
-    if epochs := [entry["epoch"] for entry in ranks if entry["epoch"]]:
-        facts.append(f"epoch {max(epochs)}")
+    step = max((entry["step"] for entry in ranks), default=0)
+    facts = [f"step {step:,}"]
+    if last := max((entry.get("last_step") or 0 for entry in ranks), default=0):
+        facts = [f"step {step:,} / {last:,}", f"{100 * step // last} %"]
+    if (left := next((entry["left"] for entry in ranks if entry.get("left")), None)) and state_of(answer) == "trains":
+        facts.append(f"{timedelta(seconds=round(left))} left")
     if "loss" in metrics:
         facts.append(f"loss {_number(metrics['loss'], '.4g')}")
     if "samples/s" in metrics and state_of(answer) != PAUSED:
         facts.append(f"{_number(metrics['samples/s'], ',.0f')} samples/s")
+    if epochs := [entry["epoch"] for entry in ranks if entry["epoch"]]:
+        facts.append(f"epoch {max(epochs)}")
     served = answer["served"] or {}
     if "here" in served:
         facts.append(f"{served['here']} workers, {served['joined'] - served['here']} gone")
@@ -211,6 +226,8 @@ def _table(ranks: Sequence[Mapping[str, Any]], history: TopHistory, width: int) 
     table.add_column("FOR", justify="right", no_wrap=True)
     for fact in facts:
         table.add_column(fact.heading.upper(), justify="right", no_wrap=True)
+    if is_wide and history.waiting:
+        table.add_column("WAITS", justify="right", no_wrap=True)
     if is_wide:
         table.add_column("LAST 10 S", width=_BAR_COLUMNS, no_wrap=True)
         table.add_column("IN", no_wrap=True, overflow="ellipsis", ratio=1)
@@ -223,8 +240,11 @@ def _table(ranks: Sequence[Mapping[str, Any]], history: TopHistory, width: int) 
             cells.append(_line(_printable(entry["host"])))
         cells += [_line(_printable(phase), style), _line(_duration(entry["since"]))]
         cells += [_line(_fact(fact, entry.get(fact.name))) for fact in facts]
+        shares = history.shares(entry["rank"])
+        if is_wide and history.waiting:
+            cells.append(_line(f"{sum(shares.get(phase, 0.0) for phase in _AWAITS):.0%}"))
         if is_wide:
-            cells += [_bar(history.shares(entry["rank"])), _line(_printable(entry["call"])[:_MOST_CALL])]
+            cells += [_bar(shares), _line(_printable(entry["call"])[:_MOST_CALL])]
         table.add_row(*cells)
     return table
 
