@@ -38,6 +38,7 @@ from mpitrain.launch.launched import check_mpiexec
 from mpitrain.launch.libraries import VENDOR_NAMES, Mpiexec, describe_mpiexec, find_library, find_mpiexec, replace_mpi
 from mpitrain.launch.live import Live
 from mpitrain.launch.log import say
+from mpitrain.launch.notify import Notifier
 from mpitrain.launch.orders import Orders
 from mpitrain.launch.placement import Placement, refuse_crowds
 from mpitrain.launch.policy import begin
@@ -71,6 +72,7 @@ class Request:
         plan: what `mpitrain plan` wants of them.
         recover: continue without a rank that is lost, in place of ending the job; see mpitrain.job.recovery.
         servers: so many ranks, the first ones of each host, are servers, the others workers; 0: all ranks are equal.
+        notify: the command or the URL that is told how the job goes (launch/notify.py); "": there is none.
         keeps_logs: write the output of the job into files (launch/job_logs.py).
         log_dir: where; None: in the folder of this user's state.
         detaches: the job continues without the terminal (launch/detach.py).
@@ -95,6 +97,7 @@ class Request:
     plan: PlanTask = field(default_factory=PlanTask)
     recover: bool = False
     servers: int = 0
+    notify: str = ""
     keeps_logs: bool = False
     log_dir: Path | None = None
     detaches: bool = False
@@ -272,6 +275,7 @@ def _supervise(
             before = () if heritage is None else heritage.estate["tries"]
             LOGS.open(request.log_dir, script, launcher_name(os.getpid()), say, before)
         live = stack.enter_context(Live(request.script, _arguments(request), since))
+        stack.enter_context(Notifier(request.notify, live))
         if request.limits.most_restarts:
             stack.enter_context(_signals_end_in_order())
             holders = stack.enter_context(Holders(job.placement.own, job.program))
