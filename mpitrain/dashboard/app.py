@@ -24,6 +24,7 @@ from mpitrain.dashboard.html import files, page
 from mpitrain.dashboard.index import IndexedRun
 from mpitrain.dashboard.prometheus import exposition
 from mpitrain.dashboard.run_files import files_of
+from mpitrain.dashboard.run_notes import notes_of
 from mpitrain.dashboard.shared_answers import SharedAnswers
 from mpitrain.dashboard.shown_jobs import ShownJob
 from mpitrain.dashboard.summary import differences
@@ -34,7 +35,7 @@ from mpitrain.launch.live_picture import fact_columns
 _FIRST_RUNS = 40  # find room on a screen
 _MOST_PIXELS = 8192
 _MOST_NAMES = 64  # of metrics in one answer
-_MOST_COMPARED = 16
+_MOST_COMPARED = 32
 _MOST_LETTERS = 300  # of names of folders in a message
 _KNOWN = "the inventory, the last check of the cluster, or the measured ways"
 _NO_LAUNCHER = (
@@ -69,6 +70,9 @@ class Routes:
                 Route("/api/runs", self.runs),
                 Route("/api/runs/{id}", self.run),
                 Route("/api/runs/{id}/series", self.series),
+                Route("/api/runs/{id}/before", self.before),
+                Route("/api/runs/{id}/notes", self.notes, methods=["POST"]),
+                Route("/api/runs/{id}/rows.csv", self.rows),
                 Route("/api/runs/{id}/files", self.files),
                 Route("/api/runs/{id}/tell", self.tell, methods=["GET", "POST"]),
                 Route("/api/runs/{id}/output", self.output),
@@ -128,17 +132,21 @@ class Routes:
         return run, job
 
     async def series(self, request: Request) -> Response:
-        """Answer curves: `name` (one or more), `from` and `to` (steps), `pixels`."""
+        """Answer curves: `name` (one or more), `from` and `to` (steps), `pixels`; with `mean`, means of so many columns
+        in place of the extremes of pixels.
+        """
         query = request.query_params
         names = query.getlist("name")[:_MOST_NAMES]
         first, last = _number(query.get("from"), -math.inf), _number(query.get("to"), math.inf)
         pixels = int(min(max(_number(query.get("pixels"), 1000), 1), _MOST_PIXELS))
+        columns = int(min(max(_number(query.get("mean"), 0), 0), _MOST_PIXELS))
         run, _ = await self._run(request.path_params["id"])
         curves = {}
         for name in names:
             if run is None:
                 break
-            points = await asyncio.to_thread(self._catalogue.curve, run.id, name, first, last, pixels)
+            wanted = (run.id, name, first, last, columns or pixels)
+            points = await asyncio.to_thread(self._catalogue.curve, *wanted, is_mean=columns > 0)
             curves[name] = {
                 "steps": points.steps.tolist(),
                 "values": [value if math.isfinite(value) else None for value in points.values.tolist()],
@@ -148,6 +156,34 @@ class Routes:
                 "firstNotFinite": points.first_not_finite,
             }
         return _json({"curves": curves})
+
+    async def rows(self, request: Request) -> Response:
+        """Answer all rows as CSV: the step, and every metric, or those of `name`."""
+        run, _ = await self._run(request.path_params["id"])
+        names = request.query_params.getlist("name") or (run.names if run else [])
+        lines = await asyncio.to_thread(self._catalogue.csv, run, names) if run else iter(())
+        headers = {"Content-Disposition": f'attachment; filename="{run.id if run else "run"}.csv"'}
+        return StreamingResponse(lines, media_type="text/csv", headers=headers)
+
+    async def before(self, request: Request) -> Response:
+        """Answer how a run compares with the last run of its script before it; null: there is none."""
+        run, _ = await self._run(request.path_params["id"])
+        return _json(await asyncio.to_thread(self._catalogue.before, run) if run else None)
+
+    async def notes(self, request: Request) -> Response:
+        """Write the name, note, tags and hiding of a run beside its record."""
+        _refuse_viewers(request)
+        run, _ = await self._run(request.path_params["id"])
+        if run is None:
+            raise HTTPException(409, "it has no record, so there is no place for notes")
+        try:
+            notes = notes_of(await self._body(request), "the request")
+            await asyncio.to_thread(self._catalogue.note, run, notes)
+        except DataError as error:
+            raise HTTPException(400, str(error)) from None
+        except OSError as error:
+            raise HTTPException(409, f"the notes in {run.folder} cannot be written: {error.strerror}") from None
+        return _json({"accepted": "noted"})
 
     async def files(self, request: Request) -> Response:
         """Answer which checkpoints a run has, and what verify has said of its script."""
@@ -274,9 +310,9 @@ _PROMETHEUS = "text/plain; version=0.0.4; charset=utf-8"
 def _live(job: ShownJob | None) -> dict[str, Any]:
     """Return what the page of a run shows of its job; `facts` are columns of its table of ranks."""
     if job is None:
-        return {"live": None, "waits": None, "slow": "", "facts": []}
+        return {"live": None, "waits": None, "slow": "", "machines": [], "facts": []}
     facts = [fact._asdict() | {"kind": fact.kind.__name__} for fact in fact_columns(job.look["ranks"])]
-    return {"live": job.look, "waits": who_waits(job.look), "slow": job.slow, "facts": facts}
+    return {"live": job.look, "waits": who_waits(job.look), "slow": job.slow, "machines": job.machines, "facts": facts}
 
 
 def _refuse_viewers(request: Request) -> None:

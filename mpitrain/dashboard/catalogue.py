@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 import asyncio
+import csv
+import io
 import itertools
+import math
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import numpy
+
 from mpitrain.dashboard.folder_watch import FolderWatch
 from mpitrain.dashboard.index import IndexedRun, RunIndex
+from mpitrain.dashboard.run_notes import RunNotes, write_notes
 from mpitrain.dashboard.series import Curve
 from mpitrain.dashboard.shown_jobs import ShownJob, ShownJobs
-from mpitrain.dashboard.summary import OF_JOB, ids_of, job_of, summary_of_job, summary_of_run
+from mpitrain.dashboard.summary import OF_JOB, differences, ids_of, job_of, summary_of_job, summary_of_run
+from mpitrain.dashboard.versus import against, is_higher_better, last_run_before
 
 
 class Bell:
@@ -43,6 +50,8 @@ class Bell:
 
 
 _LOOK_SECONDS = 0.5  # at the jobs, for folders with records
+_CSV_ROWS = 1000  # in a text
+_ALL = 1 << 40  # pixels, for every point of a curve
 _SUMMARY_SECONDS = 2.0  # states change with time too
 
 
@@ -184,6 +193,55 @@ class Catalogue:
         assert job is not None
         return summary_of_job(job)
 
-    def curve(self, id_: str, name: str, first: float, last: float, pixels: int) -> Curve:
+    def curve(self, id_: str, name: str, first: float, last: float, pixels: int, *, is_mean: bool = False) -> Curve:
         """See RunIndex.curve."""
-        return self._index.curve(id_, name, first, last, pixels)
+        return self._index.curve(id_, name, first, last, pixels, is_mean=is_mean)
+
+    def csv(self, run: IndexedRun, names: Sequence[str]) -> Iterator[str]:
+        """Iterate over all rows of a run as CSV, in texts of many lines. A step that was made again has its last
+        value.
+        """
+        curves = [self._index.curve(run.id, name, -math.inf, math.inf, _ALL) for name in names]
+        steps = numpy.unique(numpy.concatenate([numpy.empty(0), *(one.steps for one in curves)]))
+        columns = [dict(zip(one.steps.tolist(), one.values.tolist(), strict=True)) for one in curves]
+
+        def line(cells: Sequence[Any]) -> str:
+            file = io.StringIO()
+            csv.writer(file, lineterminator="\n").writerow(cells)
+            return file.getvalue()
+
+        yield line(["step", *names])
+        for begin in range(0, len(steps), _CSV_ROWS):
+            part = steps[begin : begin + _CSV_ROWS].tolist()
+            yield "".join(line([f"{step:.0f}", *(column.get(step, "") for column in columns)]) for step in part)
+
+    def before(self, run: IndexedRun) -> dict[str, Any] | None:
+        """Return this run against the last run of its script before it, and what differs; None: there is none."""
+        folders = self._folders()
+        other = last_run_before(run, (one for one in self._runs() if one.id in folders))
+        if other is None:
+            return None
+
+        def best_until(id_: str, name: str, step: float) -> float:
+            values = self._index.curve(id_, name, -math.inf, step, 1).values
+            finite = [float(value) for value in values if math.isfinite(value)]
+            return max(finite) if is_higher_better(name) else min(finite)
+
+        now, earlier = summary_of_run(run, None), summary_of_run(other, None)
+        return {
+            "id": other.id,
+            "name": earlier["name"],
+            "speeds": [now["speed"], earlier["speed"]],
+            "differences": differences([other.document, run.document]),
+            **against(run, other, best_until),
+        }
+
+    def note(self, run: IndexedRun, notes: RunNotes) -> None:
+        """Write what somebody has noted of a run.
+
+        Raises:
+            OSError: the file cannot be written.
+        """
+        write_notes(Path(run.folder), notes)
+        self._index.update(Path(run.folder))
+        self._note_change()

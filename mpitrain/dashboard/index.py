@@ -6,11 +6,12 @@ The index is made from the records. If its file is damaged or of another version
 from __future__ import annotations
 
 import json
+import math
 import sqlite3
 import sys
 import threading
 from array import array
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -19,7 +20,8 @@ import numpy
 from numpy.typing import NDArray
 
 from mpitrain.dashboard.record_reader import NewRows, ReadMark, is_record, is_same_file, read_on, run_id, stamp_of
-from mpitrain.dashboard.series import Curve, curve
+from mpitrain.dashboard.run_notes import RunNotes, read_notes
+from mpitrain.dashboard.series import Curve, curve, means
 from mpitrain.errors import DataError
 from mpitrain.reading import parsed
 from mpitrain.training.run_document import FILE as DOCUMENT
@@ -28,7 +30,7 @@ from mpitrain.training.writers.json_lines import FILE as ROWS
 
 Result = TypeVar("Result")
 
-_VERSION = 1
+_VERSION = 2
 _PIECE_ROWS = 4096
 _READ_BYTES = 8 << 20  # others may use the index between two reads
 _MOST_EVENTS = 1000
@@ -38,12 +40,12 @@ _BUSY_SECONDS = 30.0
 _TABLES = f"""
 CREATE TABLE runs (id TEXT PRIMARY KEY, folder TEXT NOT NULL, stamp TEXT NOT NULL, place TEXT NOT NULL,
     document TEXT NOT NULL, last TEXT NOT NULL, num_rows INTEGER NOT NULL, names TEXT NOT NULL, events TEXT NOT NULL,
-    problems TEXT NOT NULL, changed REAL NOT NULL);
+    problems TEXT NOT NULL, extremes TEXT NOT NULL, notes TEXT NOT NULL, changed REAL NOT NULL);
 CREATE TABLE pieces (id TEXT NOT NULL, name TEXT NOT NULL, number INTEGER NOT NULL, steps BLOB NOT NULL,
     vals BLOB NOT NULL, PRIMARY KEY (id, name, number));
 PRAGMA user_version = {_VERSION};
 """
-_COLUMNS = "id, folder, document, last, num_rows, names, events, problems, changed"
+_COLUMNS = "id, folder, document, last, num_rows, names, events, problems, extremes, notes, changed"
 
 
 @dataclass(frozen=True)
@@ -59,6 +61,8 @@ class IndexedRun:
         names: the metrics, in the order of their first rows.
         events: as in NewRows.
         problems: what of the record could not be read, each in a sentence.
+        extremes: of each metric the lowest finite value and its step, and the highest and its step.
+        notes: what people have noted of the run.
         changed: when a file of the record was last written, in seconds since the epoch.
     """
 
@@ -70,6 +74,8 @@ class IndexedRun:
     names: list[str]
     events: list[dict[str, Any]]
     problems: list[str]
+    extremes: dict[str, list[float]]
+    notes: RunNotes
     changed: float
 
 
@@ -131,8 +137,8 @@ class RunIndex:
         runs = self._do(lambda connection: [_run(row) for row in connection.execute(query, (id_,))])
         return runs[0] if runs else None
 
-    def curve(self, id_: str, name: str, first: float, last: float, pixels: int) -> Curve:
-        """Return the curve of a metric; see series.curve."""
+    def curve(self, id_: str, name: str, first: float, last: float, pixels: int, *, is_mean: bool = False) -> Curve:
+        """Return the curve of a metric; see series.curve, or with `is_mean` series.means."""
         query = "SELECT steps, vals FROM pieces WHERE id = ? AND name = ? ORDER BY number"
 
         def work(connection: sqlite3.Connection) -> Curve:
@@ -140,7 +146,7 @@ class RunIndex:
                 for steps, values in connection.execute(query, (id_, name)):
                     yield numpy.frombuffer(steps), numpy.frombuffer(values)
 
-            return curve(pieces, first, last, pixels)
+            return (means if is_mean else curve)(pieces, first, last, pixels)
 
         return self._do(work)
 
@@ -202,7 +208,7 @@ class RunIndex:
             self.path.with_name(self.path.name + suffix).unlink(missing_ok=True)
 
 
-Known = tuple[str, str, str, str, str, int, str, str]
+Known = tuple[str, str, str, str, str, int, str, str, str]
 
 
 @dataclass(frozen=True)
@@ -216,7 +222,7 @@ class _New:
 
 def _known(connection: sqlite3.Connection, id_: str) -> Known | None:
     """Return what the index has of a run, without its rows."""
-    query = "SELECT stamp, place, names, events, problems, num_rows, last, document FROM runs WHERE id = ?"
+    query = "SELECT stamp, place, names, events, problems, num_rows, last, document, extremes FROM runs WHERE id = ?"
     known: Known | None = connection.execute(query, (id_,)).fetchone()
     if known is not None:
         _sound(lambda: (_place(known[1]), *_texts(known)))
@@ -224,8 +230,8 @@ def _known(connection: sqlite3.Connection, id_: str) -> Known | None:
 
 
 def _texts(known: Known) -> list[Any]:
-    """Return names, events, problems and the last row."""
-    return [json.loads(text) for text in (known[2], known[3], known[4], known[6])]
+    """Return names, events, problems, the last row and the extremes."""
+    return [json.loads(text) for text in (known[2], known[3], known[4], known[6], known[8])]
 
 
 def _new_of(folder: Path, known: Known | None) -> _New | None:
@@ -233,12 +239,12 @@ def _new_of(folder: Path, known: Known | None) -> _New | None:
     stamp, changed = stamp_of(folder)
     if known is not None and known[0] == stamp:
         return None
-    place, names, events, problems, num_rows, last = ReadMark(), [], [], [], 0, {}
+    place, names, events, problems, num_rows, last, extremes = ReadMark(), [], [], [], 0, {}, {}
     is_anew = False
     try:
         if known is not None and is_same_file(folder / ROWS, old := _place(known[1])):
             place, num_rows = old, known[5]
-            names, events, problems, last = _texts(known)
+            names, events, problems, last, extremes = _texts(known)
             problems = [problem for problem in problems if problem.startswith(ROWS)]
         else:
             is_anew = known is not None
@@ -256,6 +262,11 @@ def _new_of(folder: Path, known: Known | None) -> _New | None:
         document = read_document(folder / DOCUMENT).text() if (folder / DOCUMENT).exists() else ""
     except DataError as error:
         problems.append(str(error))
+    notes = RunNotes()
+    try:
+        notes = read_notes(folder)
+    except DataError as error:
+        problems.append(str(error))
     values = (
         stamp if is_whole else "",
         json.dumps({**asdict(place), "head": place.head.hex(), "tail": place.tail.hex()}),
@@ -265,9 +276,26 @@ def _new_of(folder: Path, known: Known | None) -> _New | None:
         json.dumps(list(dict.fromkeys([*names, *new.columns]))),
         json.dumps((events + new.events)[-_MOST_EVENTS:]),
         json.dumps(problems[:_MOST_PROBLEMS]),
+        json.dumps(_extremes(extremes, new.columns)),
+        json.dumps(asdict(notes)),
         changed,
     )
     return _New(new, is_anew, values)
+
+
+def _extremes(known: Mapping[str, list[float]], columns: Mapping[str, tuple[list[float], list[float]]]) -> Any:
+    """Return IndexedRun.extremes with the new columns. Of equal values, the first one counts."""
+    extremes = dict(known)
+    for name, (steps, values) in columns.items():
+        points = [(value, step) for step, value in zip(steps, values, strict=True) if math.isfinite(value)]
+        if not points:
+            continue
+        low, high = min(points), max(points, key=lambda point: point[0])
+        if name in extremes:
+            old = extremes[name]
+            low, high = min((old[0], old[1]), low), max((old[2], old[3]), high, key=lambda point: point[0])
+        extremes[name] = [*low, *high]
+    return extremes
 
 
 def _write(connection: sqlite3.Connection, id_: str, folder: Path, known: Known | None, new: _New) -> None:
@@ -319,7 +347,7 @@ def _run(row: Sequence[Any]) -> IndexedRun:
 
 def _run_in(row: Sequence[Any]) -> IndexedRun:
     id_, folder, document, *texts, changed = row
-    last, num_rows, names, events, problems = texts
+    last, num_rows, names, events, problems, extremes, notes = texts
     read, listed = RunDocument(**json.loads(document)) if document else None, json.loads(events)
     if read is not None and read.orders:  # that came after the last row
         listed += [order.plain() for order in read.orders_without(()) if order.plain() not in listed]
@@ -332,5 +360,7 @@ def _run_in(row: Sequence[Any]) -> IndexedRun:
         json.loads(names),
         listed,
         json.loads(problems),
+        json.loads(extremes),
+        RunNotes(**json.loads(notes)),
         changed,
     )

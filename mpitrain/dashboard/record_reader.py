@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from mpitrain.dashboard.run_notes import FILE as NOTES
 from mpitrain.errors import DataError
 from mpitrain.training.run_document import FILE as DOCUMENT
 from mpitrain.training.run_event import RunEvent
@@ -64,14 +65,15 @@ def _is_folder(entry: os.DirEntry[str]) -> bool:
 def stamp_of(folder: Path) -> tuple[str, float]:
     """Return a text that changes with the record's files, and when they were last written."""
     stamps, changed = [], 0.0
-    for name in (ROWS, DOCUMENT):
+    for name in (ROWS, DOCUMENT, NOTES):
         try:
             status = (folder / name).stat()
         except OSError:
             stamps.append("-")
             continue
         stamps.append(f"{status.st_ino} {status.st_size} {status.st_mtime_ns}")
-        changed = max(changed, status.st_mtime)
+        if name != NOTES:
+            changed = max(changed, status.st_mtime)
     return ", ".join(stamps), changed
 
 

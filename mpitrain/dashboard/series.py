@@ -70,6 +70,29 @@ def curve(pieces: Callable[[], Iterable[tuple[Floats, Floats]]], first: float, l
     return Curve(steps, values, is_exact, count, num_odd, first_odd)
 
 
+def means(pieces: Callable[[], Iterable[tuple[Floats, Floats]]], first: float, last: float, columns: int) -> Curve:
+    """Return the means of the finite points with steps from `first` to `last`, in columns of one width.
+
+    Each mean is at the mean of its points' steps. The arguments are those of `curve`.
+    """
+    ranges = [(steps[slice(*_range(steps, first, last))][[0, -1]]) for steps, _ in pieces() if _has(steps, first, last)]
+    sums = numpy.zeros((3, columns))  # of steps, values and points
+    low, high = (ranges[0][0], ranges[-1][1]) if ranges else (0.0, 0.0)
+    for steps, values in pieces() if ranges else ():
+        begin, end = _range(steps, first, last)
+        is_finite = numpy.isfinite(values[begin:end])
+        kept = numpy.stack([steps[begin:end], values[begin:end], numpy.ones(end - begin)])[:, is_finite]
+        places = numpy.minimum((kept[0] - low) * (columns / max(high - low, 1e-9)), columns - 1).astype(numpy.int64)
+        sums += [numpy.bincount(places, of_points, columns) for of_points in kept]
+    steps, values, counts = sums[:, sums[2] > 0]
+    return Curve(steps / counts, values / counts, False, int(counts.sum()), 0, None)
+
+
+def _has(steps: Floats, first: float, last: float) -> bool:
+    begin, end = _range(steps, first, last)
+    return end > begin
+
+
 def _range(steps: Floats, first: float, last: float) -> tuple[int, int]:
     return int(numpy.searchsorted(steps, first, "left")), int(numpy.searchsorted(steps, last, "right"))
 

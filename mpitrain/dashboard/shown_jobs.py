@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from mpitrain.dashboard.machines import machines_of
 from mpitrain.errors import LaunchError
 from mpitrain.launch.live_jobs import LiveJob, find, launcher_of, sockets
 from mpitrain.launch.live_picture import slow_rank, waiting_shares
@@ -45,6 +46,11 @@ class ShownJob:
     def slow(self) -> str:
         """Which rank has made the others wait in the last seconds, in a sentence; "": none has."""
         return slow_rank(list(self._looks))
+
+    @property
+    def machines(self) -> list[dict[str, Any]]:
+        """What its hosts do in a step, those that compute longest first."""
+        return machines_of(list(self._looks))
 
     @property
     def ids(self) -> list[str]:

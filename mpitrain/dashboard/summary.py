@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import re
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -14,6 +15,7 @@ from typing import Any
 
 from mpitrain.dashboard.index import IndexedRun
 from mpitrain.dashboard.shown_jobs import ShownJob
+from mpitrain.dashboard.versus import best_of, main_metric
 from mpitrain.launch.roster import launcher_pid
 from mpitrain.training.run_document import DONE, LEFT, RunDocument
 from mpitrain.training.writers.json_lines import plain_number
@@ -135,9 +137,10 @@ def summary_of_run(run: IndexedRun, job: ShownJob | None) -> dict[str, Any]:
     num_ranks = sum(map(len, document.hosts.values())) if document else 0
     if look is not None:
         hosts, num_ranks = list(look.get("hosts", {})), len(look.get("ranks", ()))
+    now = _now(look)
     return {
         "id": run.id,
-        "name": Path(run.folder).name,
+        "name": run.notes.name or Path(run.folder).name,
         "folder": run.folder,
         "job": job.ids[-1] if job is not None and job.ids else document.job if document else "",
         "is_live": look is not None,
@@ -155,7 +158,16 @@ def summary_of_run(run: IndexedRun, job: ShownJob | None) -> dict[str, Any]:
         "speed": _mean_speed(run.last),
         "event": last["text"] if last else "",
         "problems": run.problems,
-        **_now(look),
+        "arguments": arguments_of(document.arguments) if document else {},
+        "bests": {name: best_of(extremes, name)[0] for name, extremes in run.extremes.items()},
+        "best": _best(run),
+        "note": run.notes.note,
+        "tags": run.notes.tags,
+        "isHidden": run.notes.is_hidden,
+        **now,
+        "left": _seconds_left(document, now["step"] or step, time.time() if look is not None else run.changed)
+        if state in (TRAINS, STALLED, PAUSED)
+        else None,
     }
 
 
@@ -184,6 +196,13 @@ def summary_of_job(job: ShownJob) -> dict[str, Any]:
         "speed": None,
         "event": str(events[-1].get("text", "")),
         "problems": [],
+        "arguments": arguments_of([str(one) for one in look.get("arguments", ())]),
+        "bests": {},
+        "best": None,
+        "note": "",
+        "tags": [],
+        "isHidden": False,
+        "left": None,
         **_now(look),
     }
 
@@ -195,6 +214,42 @@ def _mean_speed(last: Mapping[str, float]) -> float | None:
         return samples / seconds
     speed = last.get("samples_per_second")  # a record of another program may have only this
     return speed if speed is not None and math.isfinite(speed) else None
+
+
+def _best(run: IndexedRun) -> dict[str, Any] | None:
+    """Return the best value of the metric by which a run is judged, and its step."""
+    name = main_metric(run.names)
+    if name not in run.extremes:
+        return None
+    value, step = best_of(run.extremes[name], name)
+    return {"name": name, "value": value, "step": step}
+
+
+def _seconds_left(document: RunDocument | None, step: float, now: float) -> float | None:
+    """Return how long the other steps take, if they take as long as the mean of all: a few would make it jump."""
+    if document is None or not document.after_step < step <= document.steps:
+        return None
+    return (document.steps - step) * (now - document.started) / (step - document.after_step)
+
+
+_IS_OPTION = re.compile(r"--?[A-Za-z]")
+
+
+def arguments_of(words: Sequence[str]) -> dict[str, str]:
+    """Return the arguments of a script as a table: of `--lr 0.1 --fast data`, {"--lr": "0.1", "--fast": "data"}.
+
+    What follows an option is its value, because only the script knows better; "on": there is none. Other words are
+    numbered.
+    """
+    table: dict[str, list[str]] = {}
+    name = ""
+    for word in words:
+        if _IS_OPTION.match(word):
+            name, _, value = word.partition("=")
+            table[name] = [value] if value else []
+        else:
+            table.setdefault(name or f"argument {len(table) + 1}", []).append(word)
+    return {name: " ".join(values) or "on" for name, values in table.items()}
 
 
 def _now(look: Mapping[str, Any] | None) -> dict[str, Any]:
@@ -220,7 +275,7 @@ def differences(documents: Sequence[RunDocument | None]) -> list[dict[str, Any]]
 def _facts(document: RunDocument) -> dict[str, str]:
     facts = {
         "script": document.script,
-        "arguments": " ".join(document.arguments),
+        **arguments_of(document.arguments),
         "folder": document.folder,
         "commit": document.commit[:12] + (" and changes" if document.is_changed else ""),
         "strategy": document.strategy,

@@ -37,3 +37,16 @@ export function listen(path, onMessage) {
   stream.onmessage = (event) => onMessage(JSON.parse(event.data));
   addEventListener("pagehide", () => stream.close());
 }
+
+// Have the browser save something as a file of this name.
+export function download(name, blob) {
+  const link = Object.assign(document.createElement("a"), {href: URL.createObjectURL(blob), download: name.replaceAll("/", "-")});
+  link.click();
+  setTimeout(() => URL.revokeObjectURL(link.href), 10000);
+}
+
+// A table of texts and numbers as CSV.
+export function csv(rows) {
+  const cell = (value) => /[",\n]/.test(String(value)) ? `"${String(value).replaceAll('"', '""')}"` : String(value ?? "");
+  return new Blob([rows.map((row) => row.map(cell).join(",")).join("\n") + "\n"], {type: "text/csv"});
+}

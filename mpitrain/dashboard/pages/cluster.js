@@ -2,49 +2,34 @@
 
 import {get, listen} from "./api.js";
 import {Matrix} from "./matrix.js";
-import {ago, bytes, duration, element, number, stateMark} from "./text.js";
+import {State, Table, html, runAddress, show} from "./html.js";
+import {ago, bytes, duration, element, number} from "./text.js";
 
 const LOOK_MS = 60000;  // files change seldom
 const place = (name) => document.getElementById(name);
-const shownHosts = new Map();  // rows that have not changed stay, so that the focus and a selection stay too
 let shownWays = "";
+
+const COLUMNS = [
+  {heading: "Host", cell: (host) => html`<span title=${host.address}>${host.name}</span>${host.silence > 3 ? html`<span class="problem"> silent for ${duration(host.silence)}</span>` : null}`},
+  {heading: "Jobs", kind: "wide", cell: (host) => host.jobs.map((job, place_) => html`${place_ ? ", " : ""}<a href=${runAddress(job.id)}>${job.name}</a> <${State} state=${job.state} />`)},
+  {heading: "Cores", kind: "numeric", cell: (host) => number(host.cores)},
+  {heading: "Busy", cell: ({load, ...host}) => load ? html`<${Bar} share=${load.busy} text=${percent(load.busy)} name="cores" />` : html`<span class="now">${unknown(host)}</span>`},
+  {heading: "Memory", cell: of((load) => html`<${Bar} share=${load.memory_used_bytes / load.memory_bytes} text=${used(load)} name="memory" />`)},
+  {heading: "In", kind: "numeric", cell: of((load) => rate(load.received_bytes_per_second))},
+  {heading: "Out", kind: "numeric", cell: of((load) => rate(load.sent_bytes_per_second))},
+  {heading: "Disk", cell: of((load) => html`<${Bar} share=${load.disk_busy} text=${percent(load.disk_busy)} name="disk" /><small>${rate(load.read_bytes_per_second)} read, ${rate(load.written_bytes_per_second)} written</small>`)},
+  {heading: "GPUs", cell: of((load) => load.gpus.map((gpu, place_) => html`<${Bar} share=${gpu.busy} text=${`${percent(gpu.busy)}, ${used(gpu)}`} name=${`GPU ${place_}`} />`))}];
+
+function of(cell) { return ({load}) => load ? cell(load) : ""; }
+
+function unknown(host) {
+  const why = host.jobs.length ? "not measured" : "no job runs there, so nobody measures its load";
+  return (host.memory_bytes ? `${bytes(host.memory_bytes)} of memory; ` : "") + why;
+}
 
 function showHosts(hosts) {
   place("hostTable").hidden = !hosts.length;
-  const body = document.querySelector("#hosts tbody");
-  const made = hosts.map((host) => {
-    const key = JSON.stringify(host), old = shownHosts.get(host.name);
-    if (old?.key === key) return old.row;
-    const focused = old ? [...old.row.querySelectorAll("a")].indexOf(document.activeElement) : -1;
-    const made_ = row(host);
-    if (focused >= 0) { old.row.replaceWith(made_); made_.querySelectorAll("a")[focused]?.focus(); }
-    shownHosts.set(host.name, {key, row: made_});
-    return made_;
-  });
-  if (made.length !== body.rows.length || made.some((one, place_) => body.rows[place_] !== one)) {
-    const focused = document.activeElement;
-    body.replaceChildren(...made);
-    if (body.contains(focused)) focused.focus();
-  }
-}
-
-function row(host) {
-  const load = host.load;
-  const name = element("td", {title: host.address ?? ""}, host.name, host.silence > 3 ? element("span", {className: "problem"}, ` silent for ${duration(host.silence)}`) : null);
-  const jobs = host.jobs.flatMap((job, place_) => [place_ ? ", " : "", element("a", {href: `/run/${encodeURIComponent(job.id)}`}, job.name), " ", stateMark(job.state, "")]);
-  const cores = element("td", {className: "numeric"}, number(host.cores));
-  const cells = [name, element("td", {className: "wide"}, ...jobs), cores];
-  if (!load) {
-    const why = host.jobs.length ? "not measured" : "no job runs there, so nobody measures its load";
-    const memory = host.memory_bytes ? `${bytes(host.memory_bytes)} of memory; ` : "";
-    return element("tr", {}, ...cells, element("td", {colSpan: 6, className: "now wide"}, memory + why));
-  }
-  const disks = `${rate(load.read_bytes_per_second)} read, ${rate(load.written_bytes_per_second)} written`;
-  const gpus = load.gpus.map((gpu, place_) => bar(gpu.busy, `${percent(gpu.busy)}, ${used(gpu)}`, `GPU ${place_}`));
-  return element("tr", {}, ...cells, element("td", {}, bar(load.busy, percent(load.busy), "cores")),
-    element("td", {}, bar(load.memory_used_bytes / load.memory_bytes, used(load), "memory")),
-    element("td", {className: "numeric"}, rate(load.received_bytes_per_second)), element("td", {className: "numeric"}, rate(load.sent_bytes_per_second)),
-    element("td", {}, bar(load.disk_busy, percent(load.disk_busy), "disk"), element("small", {}, disks)), element("td", {}, ...gpus));
+  show("hostTable", html`<${Table} id="hosts" columns=${COLUMNS} rows=${hosts} keyOf=${(host) => host.name} />`);
 }
 
 const percent = (share) => share === undefined ? "" : `${Math.round(100 * share)} %`;
@@ -52,10 +37,7 @@ const rate = (value) => value === undefined ? "" : `${bytes(value)}/s`;
 const used = (one) => one.memory_bytes === undefined ? "" : `${bytes(one.memory_used_bytes)} of ${bytes(one.memory_bytes)}`;
 
 // A bar beside its text; the text says the same.
-function bar(share, text, name) {
-  const meter = isFinite(share) ? element("meter", {min: 0, max: 1, high: 0.9, value: Math.min(1, share), ariaLabel: name}) : null;
-  return element("div", {className: "bar"}, meter, text);
-}
+const Bar = ({share, text, name}) => html`<div class="bar">${isFinite(share) ? html`<meter min="0" max="1" high="0.9" value=${Math.min(1, share)} aria-label=${name} />` : null}${text}</div>`;
 
 function showWays(ways) {
   const text = JSON.stringify(ways);
@@ -97,7 +79,7 @@ function finding(one) {
 
 async function load() {
   const answer = await get("/api/cluster");
-  show(answer.problems);
+  showProblems(answer.problems);
   place("source").textContent = answer.hosts.length ? (answer.inventory ? `Of the inventory ${answer.inventory}, and of jobs.` : "Of jobs and checks; no inventory was found or named.")
     : "No host is known. Start a job, run mpitrain check-cluster, or name an inventory: mpitrain dashboard -i FILE";
   showHosts(answer.hosts);
@@ -105,12 +87,12 @@ async function load() {
   showCheck(answer.check);
 }
 
-function show(problems) {
+function showProblems(problems) {
   place("problems").hidden = !problems.length;
   place("problems").replaceChildren(...problems.map((text) => element("li", {}, text)));
 }
 
-const look = () => load().catch((error) => show([error.message]));
+const look = () => load().catch((error) => showProblems([error.message]));
 look();
 setInterval(() => { if (!document.hidden) look(); }, LOOK_MS);
 listen("/api/stream?cluster", (message) => showHosts(message.hosts));

@@ -1,15 +1,16 @@
 // What is on the disk of a run: its checkpoints, and what `mpitrain verify` and `mpitrain plan` have said of its script.
 
 import {get} from "./api.js";
-import {ago, bytes, element, number} from "./text.js";
+import {Table, html, show} from "./html.js";
+import {ago, bytes, number} from "./text.js";
 
 const LOOK_MS = 20000;  // a folder may be on a slow share
-const place = (name) => document.getElementById(name);
 
 export class Files {
-  // `path` answers what there is.
-  constructor(path) {
+  // `path` answers what there is; `onAnswer` gets it too.
+  constructor(path, onAnswer) {
     this.path = path;
+    this.onAnswer = onAnswer;
     this.isLooking = false;
     setInterval(() => { if (!document.hidden) this.look(); }, LOOK_MS);
   }
@@ -20,51 +21,39 @@ export class Files {
     this.isLooking = true;
     try {
       const answer = await get(this.path);
-      this.showCheckpoints(answer.folders);
-      this.showVerify(answer.verify, answer.verifyProblem);
-      this.showPlan(answer.plan, answer.planProblem);
+      show("files", html`<${Checkpoints} folders=${answer.folders} />`,
+        html`<${Word} title="Verify" word=${answer.verify} problem=${answer.verifyProblem} text=${EQUAL[String(answer.verify?.is_equal)]} kind=${answer.verify?.is_equal ? "state done" : "state failed"} summary="What was compared" />`,
+        html`<${Word} title="Plan" word=${answer.plan} problem=${answer.planProblem} text=${answer.plan?.lines.at(-1)} summary="What was predicted" />`);
+      this.onAnswer(answer);
     } catch (error) {
-      place("filesProblem").textContent = error.message;
+      show("files", html`<h2>Checkpoints</h2><p class="problem">${error.message}</p>`);
     } finally {
       this.isLooking = false;
     }
   }
+}
 
-  showCheckpoints(folders) {
-    place("checkpoints").hidden = !folders.length;
-    const problems = folders.filter((one) => one.problem).map((one) => `${one.folder} ${one.problem}`);
-    place("filesProblem").textContent = problems.join(". ");
-    const rows = folders.flatMap((one) => one.checkpoints.map((saved) => row(one.folder, saved)));
-    place("checkpointTable").hidden = !rows.length;
-    place("checkpointTable").querySelector("tbody").replaceChildren(...rows);
-    const notes = folders.map((one) => {
-      const total = one.checkpoints.reduce((sum, saved) => sum + (saved.bytes ?? 0), 0);
-      const number_ = one.checkpoints.length;
-      const more = one.more ? `, and ${number(one.more)} older` : "";
-      return one.problem ? null : `${one.folder}: ${number(number_)} ${number_ === 1 ? "checkpoint" : "checkpoints"}, ${bytes(total)}${more}`;
-    });
-    place("checkpointNote").textContent = notes.filter(Boolean).join("; ");
-  }
+const EQUAL = {true: "equal on one rank and on several", false: "not equal on one rank and on several", null: "not compared"};
+const COLUMNS = [["Step", "numeric", (saved) => number(saved.step)], ["Saved", "", (saved) => ago(saved.saved)], ["Size", "numeric", (saved) => bytes(saved.bytes)],
+  ["Ranks", "numeric minor", (saved) => number(saved.ranks)], ["Loss", "numeric minor", (saved) => number(saved.loss)], ["Score", "numeric minor", (saved) => number(saved.score)],
+  ["Fault", (saved) => saved.problem ? "wide problem" : "wide", (saved) => saved.problem]].map(([heading, kind, cell]) => ({heading, kind, cell}));
 
-  showVerify(result, problem) {
-    place("verify").hidden = !result && !problem;
-    place("verifyProblem").textContent = problem;
-    if (!result) return;
-    const words = {true: "equal on one rank and on several", false: "not equal on one rank and on several", null: "not compared"};
-    place("verifyWords").textContent = words[String(result.is_equal)];
-    place("verifyWords").className = `state ${result.is_equal ? "done" : "failed"}`;
-    place("verifyWhen").textContent = ` ${circumstances(result)}`;
-    place("verifyLines").textContent = result.lines.join("\n");
-  }
+function Checkpoints({folders}) {
+  if (!folders.length) return null;
+  const rows = folders.flatMap((one) => one.checkpoints.map((saved) => ({...saved, folder: one.folder})));
+  const note = ({folder, checkpoints, more}) => `${folder}: ${number(checkpoints.length)} ${checkpoints.length === 1 ? "checkpoint" : "checkpoints"}, ${bytes(checkpoints.reduce((sum, saved) => sum + (saved.bytes ?? 0), 0))}${more ? `, and ${number(more)} older` : ""}`;
+  return html`<section id="checkpoints"><h2>Checkpoints</h2>
+    ${folders.map((one) => one.problem ? html`<p class="problem">${one.folder} ${one.problem}</p>` : html`<p class="note">${note(one)}</p>`)}
+    ${rows.length ? html`<div class="scroll" tabindex="0" aria-label="Checkpoints, the newest first"><${Table} columns=${COLUMNS} rows=${rows} keyOf=${(saved) => `${saved.folder} ${saved.step}`} /></div>` : null}</section>`;
+}
 
-  showPlan(plan, problem) {
-    place("plan").hidden = !plan && !problem;
-    place("planProblem").textContent = problem;
-    if (!plan) return;
-    place("planWords").textContent = plan.lines.at(-1) ?? "";
-    place("planWhen").textContent = ` ${circumstances(plan)}`;
-    place("planLines").textContent = plan.lines.join("\n");
-  }
+// What a command has said last: `text` in short, and the lines.
+function Word({title, word, problem, text, kind, summary}) {
+  if (!word && !problem) return null;
+  const id = title.toLowerCase();
+  return html`<section id=${id}><h2>${title}</h2><p class="problem">${problem}</p>
+    ${word ? html`<p><strong id=${`${id}Words`} class=${kind}>${text}</strong> <span>${circumstances(word)}</span></p>
+    <details><summary>${summary}</summary><pre id=${`${id}Lines`} class="scroll" tabindex="0" aria-label=${summary}>${word.lines.join("\n")}</pre></details>` : null}</section>`;
 }
 
 // When a command has looked at a script, and how.
@@ -72,11 +61,4 @@ function circumstances(word) {
   const changed = word.isOld ? "; the script has changed since" : "";
   const arguments_ = word.arguments.length ? `, with ${word.arguments.join(" ")}` : "";
   return `${ago(word.at)}${arguments_}${changed}`;
-}
-
-function row(folder, saved) {
-  const cells = [number(saved.step), ago(saved.saved), bytes(saved.bytes), number(saved.ranks), number(saved.loss), number(saved.score)];
-  const made = element("tr", {title: folder}, ...cells.map((text, place_) => element("td", {className: place_ === 1 ? "" : place_ > 2 ? "numeric minor" : "numeric"}, text)));
-  made.append(element("td", {className: saved.problem ? "wide problem" : "wide"}, saved.problem));
-  return made;
 }

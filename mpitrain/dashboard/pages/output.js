@@ -8,9 +8,12 @@ const TYPING_MS = 300;
 const place = (name) => document.getElementById(name);
 
 export class Output {
-  // `path` is where the output of this run is asked for.
-  constructor(path) {
+  // `path` is where the output of this run is asked for. `onLines` is called when `lines` has other ones.
+  constructor(path, onLines) {
     this.path = path;
+    this.onLines = onLines;
+    this.lines = [];
+    this.hasAsked = false;
     this.isLive = false;
     this.isLooking = false;
     this.shown = "";
@@ -21,11 +24,13 @@ export class Output {
     setInterval(() => { if (!document.hidden && this.isLive) this.look(); }, LOOK_MS);
   }
 
-  // The page has heard of the job, or, with null, that it has gone. What is shown then stays.
-  show(live) {
-    const isOther = this.isLive !== Boolean(live);
+  // The page has heard of the job, or, with null, that it has gone. What is shown then stays. If it has failed, the lines
+  // are asked for also while nobody looks: they say why.
+  show(live, isFailed) {
+    const isOther = this.isLive !== Boolean(live), isWanted = isFailed && !this.hasAsked;
     this.isLive = Boolean(live);
-    if (isOther) this.look();
+    this.hasAsked ||= isWanted;
+    if (isOther || isWanted) this.look(isWanted);
   }
 
   lookSoon() {
@@ -34,8 +39,8 @@ export class Output {
   }
 
   // One question at a time. What was typed meanwhile is asked for next.
-  async look() {
-    if (!place("outputPart").open) return;
+  async look(isWanted = false) {
+    if (!place("outputPart").open && !isWanted) return;
     if (this.isLooking) { this.isStale = true; return; }
     this.isLooking = true;
     this.isStale = false;
@@ -63,6 +68,8 @@ export class Output {
     const key = JSON.stringify(lines);
     if (key === this.shown) return;
     this.shown = key;
+    this.lines = lines;
+    this.onLines();
     const box = place("outputLines");
     const isAtEnd = box.scrollHeight - box.scrollTop - box.clientHeight < 20;
     box.replaceChildren(...lines.map((line) => {

@@ -16,3 +16,7 @@ export function panelsOf(names) {
   }
   return panels;
 }
+
+// By which a run is judged: those come first, and others are folded.
+const MAIN = /^loss$|^(test|valid|validation|val|eval|evaluation|dev)[ _/.-]|(^|[ _/.-])(acc|accuracy|score|f1|auc)$/i;
+export function isMain(names) { return names.some((name) => MAIN.test(name)); }

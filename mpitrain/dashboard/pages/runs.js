@@ -1,134 +1,132 @@
-// The list of runs: filter, sort, choose some to compare.
+// The list of runs: filter, sort, columns, groups; choose some to compare. What is shown is in the address.
 
-import {get, keepInAddress, listen} from "./api.js";
-import {duration, element, number, stateMark, time} from "./text.js";
+import {csv, download, get, keepInAddress, listen} from "./api.js";
+import {columnsOf, defaults} from "./columns.js";
+import {html, show} from "./html.js";
+import {number} from "./text.js";
 
-const step = (run) => run.step ?? run.last.step ?? null;
-const loss = (run) => run.metrics.loss ?? run.last.loss ?? null;
-const speed = (run) => run.speed ?? run.metrics["samples/s"] ?? null;
-const length = (run) => run.started ? (run.ended ?? (run.is_live ? Date.now() / 1000 : run.changed)) - run.started : null;
-const COLUMNS = [
-  {name: "Run", value: (run) => run.name, cell: (run) => element("a", {href: `/run/${encodeURIComponent(run.id)}`, title: run.folder || run.script}, run.name)},
-  {name: "State", value: (run) => run.state, cell: (run) => stateMark(run.state, run.why)},
-  {name: "Started", value: (run) => run.started, cell: (run) => time(run.started), minor: true},
-  {name: "Took", value: length, cell: (run) => duration(length(run)), minor: true},
-  {name: "Hosts", value: (run) => run.hosts.join(" "), cell: (run) => run.hosts.length > 3 ? `${run.hosts.length} hosts` : run.hosts.join(", "), minor: true},
-  {name: "Ranks", value: (run) => run.ranks, cell: (run) => run.ranks ? number(run.ranks) : "", numeric: true, minor: true},
-  {name: "Step", value: step, cell: (run) => number(step(run)), numeric: true},
-  {name: "Loss", value: loss, cell: (run) => number(loss(run)), numeric: true},
-  {name: "Samples/s", value: speed, cell: (run) => number(speed(run)), numeric: true, title: "mean over the run"},
-  {name: "Last event", value: (run) => run.event, cell: (run) => run.problems.length ? `⚠ ${run.problems[0]}` : run.event, wide: true},
-];
+const MORE_ROWS = 40;
+const MOST_COMPARED = 32;
+const asked = new URLSearchParams(location.search), place = (name) => document.getElementById(name);
+const chosen = new Set(), known = new Map(), open = new Set();
+const list = (text) => text === null ? null : text.split(",").map((name) => name.replaceAll("%2C", ","));
+let runs = [], numRuns = 0, mostRows = MORE_ROWS, words = null;
+let filter = asked.get("filter") ?? "", sorting = asked.get("sort") ?? "", isFalling = asked.get("order") === "falling", shown = list(asked.get("columns")), isGrouped = asked.has("group"), hasHidden = asked.has("hidden");
 
-const kind = (column) => [column.numeric ? "numeric" : "", column.wide ? "wide" : "", column.minor ? "minor" : ""].join(" ").trim();
-const body = document.querySelector("#runs tbody");
-const filter = document.getElementById("filter");
-const compare = document.getElementById("compare");
-const chosen = new Set(), known = new Map();
-let runs = [], numRuns = 0, sorting = null, rising = true, words = null;
-
-document.getElementById("heads").append(element("th", {scope: "col"}, element("span", {className: "hidden"}, "Choose")),
-  ...COLUMNS.map((column, place) => {
-    const button = element("button", {type: "button", title: column.title ?? "", onclick: () => sort(place)}, column.name);
-    return element("th", {scope: "col", className: kind(column)}, button);
-  }));
-
-function sort(place, isRising = sorting === place ? !rising : !COLUMNS[place].numeric) {
-  rising = isRising;
-  sorting = place;
-  keepInAddress({sort: COLUMNS[place].name, order: rising ? "rising" : "falling"});
-  words ??= new Intl.Collator("en", {numeric: true});
-  document.querySelectorAll("#heads th").forEach((head, number) => {
-    if (number === place + 1) head.setAttribute("aria-sort", rising ? "ascending" : "descending");
-    else head.removeAttribute("aria-sort");
-  });
-  show();
+function change(values) {
+  keepInAddress(values);
+  draw();
 }
 
-function compared(a, b) {
-  const [x, y] = [COLUMNS[sorting].value(a), COLUMNS[sorting].value(b)];
-  if (x === null || x === undefined) return 1;
-  if (y === null || y === undefined) return -1;
-  const order = typeof x === "number" && typeof y === "number" ? x - y : words.compare(String(x), String(y));
-  return rising ? order : -order;
+function sort(column) {
+  isFalling = sorting === column.name ? !isFalling : Boolean(column.numeric);
+  sorting = column.name;
+  change({sort: sorting, order: isFalling ? "falling" : "rising"});
 }
 
 function matches(run) {
-  const text = [run.name, run.folder, run.state, run.hosts.join(" "), run.script, run.job, run.event].join(" ").toLowerCase();
-  return filter.value.toLowerCase().split(/\s+/).every((word) => text.includes(word));
+  const text = [run.name, run.folder, run.state, run.hosts.join(" "), run.script, run.job, run.event, run.note, run.tags.join(" ")].join(" ").toLowerCase();
+  return (hasHidden || !run.isHidden) && filter.toLowerCase().split(/\s+/).every((word) => text.includes(word));
 }
 
-function row(run) {
-  const box = element("input", {type: "checkbox", checked: chosen.has(run.id), ariaLabel: `compare ${run.name}`, onchange: () => choose(run.id, box.checked)});
-  const cells = COLUMNS.map((column) => element("td", {className: kind(column)}, column.cell(run)));
-  const made = element("tr", {}, element("td", {}, run.rows ? box : null), ...cells);
-  made.dataset.id = run.id;
-  return made;
-}
-
-function choose(id, isChosen) {
-  if (isChosen) chosen.add(id); else chosen.delete(id);
-  compare.disabled = chosen.size < 2 || chosen.size > MOST_COMPARED;
-  compare.textContent = chosen.size < 2 ? "Compare" : chosen.size > MOST_COMPARED ? `At most ${MOST_COMPARED} of ${chosen.size}` : `Compare ${chosen.size}`;
-}
-
-// Rows whose text has not changed stay, so that the focus and a selection stay too. A table of a thousand rows takes a
-// browser half a second, so a row is made when the end of those that are there comes near the screen.
-const MORE_ROWS = 40;
-const MOST_COMPARED = 16;
-const shown = new Map();
-let mostRows = MORE_ROWS;
-const end = document.getElementById("end");
-const nearEnd = new IntersectionObserver((entries) => {
-  if (!entries.at(-1).isIntersecting) return;
-  mostRows += MORE_ROWS;
-  show();
-  nearEnd.unobserve(end);  // so that it is told again, if the end is still near
-  nearEnd.observe(end);
-}, {rootMargin: "1000px"});
-nearEnd.observe(end);
-
-function show() {
-  const all = runs.filter(matches);
-  if (sorting !== null) all.sort(compared);
-  const list = all.slice(0, mostRows);
-  const rows = list.map((run) => {
-    const key = JSON.stringify(run), old = shown.get(run.id);
-    if (old && old.key === key) return old.row;
-    const made = row(run);
-    const focused = old && old.row.contains(document.activeElement) ? [...old.row.querySelectorAll("a, input")].indexOf(document.activeElement) : -1;
-    old?.row.replaceWith(made);
-    if (focused >= 0) made.querySelectorAll("a, input")[focused]?.focus();
-    shown.set(run.id, {key, row: made});
-    return made;
-  });
-  const isSame = rows.length === body.rows.length && rows.every((made, place) => body.rows[place] === made);
-  if (!isSame) {
-    const focused = document.activeElement;
-    body.replaceChildren(...rows);
-    if (focused && body.contains(focused)) focused.focus();
+// A row is a run, or a group of runs with the same script and the same values in the columns of arguments.
+function rowsOf(list, columns) {
+  if (!isGrouped) return list.map((run) => ({key: run.id, runs: [run]}));
+  const groups = new Map(), by = columns.filter((column) => column.isArgument);
+  for (const run of list) {
+    const key = JSON.stringify([run.script.split(" ")[0], ...by.map((column) => column.value(run))]);
+    groups.set(key, [...(groups.get(key) ?? []), run]);
   }
-  end.hidden = list.length === all.length;
-  document.getElementById("count").textContent = all.length === runs.length ? `${numRuns} runs` : `${all.length} of ${numRuns} runs`;
-  document.getElementById("empty").hidden = runs.length > 0;
+  return [...groups].flatMap(([key, members]) => members.length === 1 ? [{key: members[0].id, runs: members}] : [{key, runs: members, isGroup: true}]);
 }
 
-filter.addEventListener("input", () => { keepInAddress({filter: filter.value}); show(); });
-document.getElementById("controls").addEventListener("submit", (event) => event.preventDefault());
-compare.addEventListener("click", () => { location.href = `/compare?runs=${[...chosen].map(encodeURIComponent).join(",")}`; });
+// The mean of a group's numbers with the lowest and the highest, or what all have in common.
+function valueOf(row, column) {
+  const values = row.runs.map(column.value).filter((value) => value !== null && value !== undefined && value !== "");
+  if (!row.isGroup) return {sort: values[0] ?? null};
+  if (values.length && values.every((value) => typeof value === "number")) {
+    const mean = values.reduce((sum, value) => sum + value, 0) / values.length;
+    return {sort: mean, low: Math.min(...values), high: Math.max(...values)};
+  }
+  return {sort: new Set(values).size === 1 ? values[0] : null};
+}
+
+function compared(x, y) {
+  if (x === null || y === null) return (x === null) - (y === null);
+  words ??= new Intl.Collator("en", {numeric: true});
+  const order = typeof x === "number" && typeof y === "number" ? x - y : words.compare(String(x), String(y));
+  return isFalling ? -order : order;
+}
+
+function choose(ids, isChosen) {
+  for (const id of ids) if (isChosen) chosen.add(id); else chosen.delete(id);
+  draw();
+}
+
+function Row({row, columns}) {
+  const ids = row.runs.filter((run) => run.rows).map((run) => run.id), name = row.isGroup ? `${row.runs.length} runs` : row.runs[0].name;
+  const cell = (column, place_) => {
+    if (!row.isGroup) return column.cell(row.runs[0]);
+    const {sort: value, low, high} = valueOf(row, column);
+    if (place_ === 0) return html`<button type="button" aria-expanded=${open.has(row.key)} onClick=${() => { if (!open.delete(row.key)) open.add(row.key); draw(); }}>${open.has(row.key) ? "▾" : "▸"} ${name}</button>`;
+    if (low !== undefined && !column.isArgument && !column.hasNoMean) return html`${number(value, 3)} <small>${number(low, 3)} to ${number(high, 3)}</small>`;
+    return column.isArgument || column.hasCommon ? value : "";
+  };
+  return html`<tr data-id=${row.key}><td>${ids.length ? html`<input type="checkbox" checked=${ids.every((id) => chosen.has(id))} aria-label=${`compare ${name}`} onChange=${(event) => choose(ids, event.target.checked)} />` : null}</td>
+    ${columns.map((column, place_) => html`<td class=${column.kind}>${cell(column, place_)}</td>`)}</tr>`;
+}
+
+function draw() {
+  const all = columnsOf(runs), columns = all.filter((column, place_) => place_ === 0 || (shown ?? defaults(all)).includes(column.name));
+  const fitting = runs.filter(matches), column = all.find((one) => one.name === sorting);
+  let rows = rowsOf(fitting, columns);
+  if (column) rows = rows.map((row) => [valueOf(row, column).sort, row]).sort((a, b) => compared(a[0], b[0])).map(([, row]) => row);
+  rows = rows.flatMap((row) => [row, ...(row.isGroup && open.has(row.key) ? row.runs.map((run) => ({key: run.id, runs: [run]})) : [])]);
+  show("tools", html`<${Tools} all=${all} columns=${columns} count=${fitting.length} rows=${rows} />`);
+  const heads = columns.map((one) => html`<th scope="col" class=${one.kind} aria-sort=${one === column ? (isFalling ? "descending" : "ascending") : null}><button type="button" title=${one.title ?? ""} onClick=${() => sort(one)}>${one.name}</button></th>`);
+  show("list", html`<table id="runs"><thead><tr><th scope="col"><span class="hidden">Choose</span></th>${heads}</tr></thead>
+    <tbody>${rows.slice(0, mostRows).map((row) => html`<${Row} key=${row.key} row=${row} columns=${columns} />`)}</tbody></table>`);
+  place("end").hidden = rows.length <= mostRows;
+  place("empty").hidden = runs.length > 0;
+}
+
+function Tools({all, columns, count, rows}) {
+  const group = all.filter((column) => column.isArgument && columns.includes(column)).map((column) => column.name.replaceAll(",", "%2C")).join(",");
+  const compare = () => { location.href = `/compare?runs=${[...chosen].map(encodeURIComponent).join(",")}${isGrouped ? `&group=${encodeURIComponent(group)}` : ""}`; };
+  const toggle = (name) => {
+    const names = columns.map((column) => column.name);
+    shown = names.includes(name) ? names.filter((one) => one !== name) : [...names, name];
+    change({columns: shown.map((one) => one.replaceAll(",", "%2C")).join(",")});
+  };
+  const save = () => download("runs.csv", csv([columns.map((column) => column.name), ...rows.filter((row) => !row.isGroup).map((row) => columns.map((column) => column.value(row.runs[0])))]));
+  return html`<form role="search" onSubmit=${(event) => event.preventDefault()}>
+    <label>Filter <input id="filter" type="search" placeholder="name, state, host, tag" autocomplete="off" value=${filter} onInput=${(event) => { filter = event.target.value; change({filter}); }} /></label>
+    <button id="compare" type="button" disabled=${chosen.size < 2 || chosen.size > MOST_COMPARED} onClick=${compare}>${chosen.size < 2 ? "Compare" : chosen.size > MOST_COMPARED ? `At most ${MOST_COMPARED} of ${chosen.size}` : `Compare ${chosen.size}`}</button>
+    <span id="count" role="status">${count === runs.length ? `${numRuns} runs` : `${count} of ${numRuns} runs`}</span>
+    <label title="Runs with the same script and the same values in the shown columns of arguments"><input type="checkbox" checked=${isGrouped} onChange=${(event) => { isGrouped = event.target.checked; change({group: isGrouped ? "1" : ""}); }} /> Group by shown arguments</label>
+    ${runs.some((run) => run.isHidden) ? html`<label><input type="checkbox" checked=${hasHidden} onChange=${(event) => { hasHidden = event.target.checked; change({hidden: hasHidden ? "1" : ""}); }} /> Hidden ones too</label>` : null}
+    <a href="#" onClick=${(event) => { event.preventDefault(); save(); }}>CSV</a>
+    <details><summary>Columns</summary><div class="choices">${all.slice(1).map((column) => html`<label key=${column.name}><input type="checkbox" checked=${columns.includes(column)} onChange=${() => toggle(column.name)} /> ${column.name}</label>`)}</div></details></form>`;
+}
 
 function take(answer) {
   runs = [...known.values()].sort((a, b) => b.is_live - a.is_live || (b.started ?? 0) - (a.started ?? 0));
   numRuns = answer.num_runs;
-  const problem = document.getElementById("problem");
-  problem.textContent = answer.problem;
-  problem.hidden = !answer.problem;
-  show();
+  place("problem").textContent = answer.problem;
+  place("problem").hidden = !answer.problem;
+  draw();
 }
 
-const asked = new URLSearchParams(location.search), ofAddress = COLUMNS.findIndex((column) => column.name === asked.get("sort"));
-filter.value = asked.get("filter") ?? "";
-if (ofAddress >= 0) sort(ofAddress, asked.get("order") !== "falling");
+// A table of a thousand rows takes a browser half a second, so a row is made when the end of those that are there comes
+// near the screen.
+const nearEnd = new IntersectionObserver((entries) => {
+  if (!entries.at(-1).isIntersecting) return;
+  mostRows += MORE_ROWS;
+  draw();
+  nearEnd.unobserve(place("end"));  // so that it is told again, if the end is still near
+  nearEnd.observe(place("end"));
+}, {rootMargin: "1000px"});
+nearEnd.observe(place("end"));
 
 function follow() {
   listen("/api/stream", (answer) => {

@@ -40,6 +40,9 @@ export function duration(seconds) {
   return `${Math.floor(minutes / 60)} h ${minutes % 60} min`;
 }
 
+// In ms, of what lasts parts of a second.
+export function milliseconds(seconds) { return seconds === null || seconds === undefined ? "" : `${Number((1000 * seconds).toPrecision(3))} ms`; }
+
 // How long ago a time was, in words, for what lasts.
 export function ago(seconds) {
   if (seconds === null || seconds === undefined) return "";
@@ -59,11 +62,3 @@ export function bytes(value) {
 }
 
 export function words(name) { return name.replaceAll("_", " "); }
-
-const SHAPES = {starts: "◔", trains: "●", restarts: "↻", ends: "◑", done: "✓", failed: "✕", lost: "?", stalled: "!", unknown: "?", paused: "‖"};
-
-// A state has a shape and a word besides its colour.
-export function stateMark(state, why) {
-  return element("span", {className: `state ${/^[a-z]+$/.test(state) ? state : ""}`, title: why || state},
-    element("span", {ariaHidden: "true"}, `${SHAPES[state] ?? "·"} `), state);
-}
