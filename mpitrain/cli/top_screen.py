@@ -25,6 +25,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from mpitrain.cli.terminal_text import printable
 from mpitrain.errors import LaunchError
 from mpitrain.launch.live_jobs import LiveJob, LiveSource
 from mpitrain.launch.live_picture import fact_columns, slow_rank, waiting_shares
@@ -143,7 +144,7 @@ def picture(
     """
     ranks = history.sort(answer["ranks"], order)
     shown = ranks[first:] if height is None else ranks[first : first + rows_for(answer, width, height)]
-    slow = _line(_printable(history.slow), "bold yellow")
+    slow = _line(printable(history.slow), "bold yellow")
     slow.truncate(width, overflow="ellipsis")
     parts: list[RenderableType] = [*head(answer, width), slow, _table(shown, history, width), Text()]
     if left_out := len(ranks) - len(shown):
@@ -170,7 +171,7 @@ def head(answer: Mapping[str, Any], width: int) -> list[Text]:
     state = state_of(answer)
     first.append(state, {"trains": "bold green", "ends": "bold"}.get(state, "bold yellow"))
     first.append(f"  {since}{tries}")
-    lines = [first, _line(_printable(" ".join([answer["script"], *answer["arguments"]]))), _progress(answer)]
+    lines = [first, _line(printable(" ".join([answer["script"], *answer["arguments"]]))), _progress(answer)]
     if state == PAUSED:
         lines += _wrapped(answer["paused"], width, "bold yellow")
     if answer.get("stall"):
@@ -178,7 +179,7 @@ def head(answer: Mapping[str, Any], width: int) -> list[Text]:
     elif state != PAUSED and (news := [event for event in answer["events"] if not _OF_STALL.match(event["text"])]):
         last = news[-1]
         at = time.strftime("%H:%M:%S", time.localtime(last["at"]))
-        lines.append(_line(f"{at} {_printable(last['text'])}"))
+        lines.append(_line(f"{at} {printable(last['text'])}"))
     for line in lines:
         line.truncate(width, overflow="ellipsis")
     return lines
@@ -190,7 +191,7 @@ def state_of(answer: Mapping[str, Any]) -> str:
 
 
 def _wrapped(text: str, width: int, style: str) -> list[Text]:
-    lines = textwrap.wrap(_printable(text), width, max_lines=_MOST_TEXT_LINES, placeholder=" …")
+    lines = textwrap.wrap(printable(text), width, max_lines=_MOST_TEXT_LINES, placeholder=" …")
     return [_line(line, style) for line in lines]
 
 
@@ -237,14 +238,14 @@ def _table(ranks: Sequence[Mapping[str, Any]], history: TopHistory, width: int) 
         _, style = _style(phase)
         cells: list[RenderableType] = [_line("!" if is_marked else " ", "bold red"), _line(str(entry["rank"]))]
         if is_middle:
-            cells.append(_line(_printable(entry["host"])))
-        cells += [_line(_printable(phase), style), _line(_duration(entry["since"]))]
+            cells.append(_line(printable(entry["host"])))
+        cells += [_line(printable(phase), style), _line(_duration(entry["since"]))]
         cells += [_line(_fact(fact, entry.get(fact.name))) for fact in facts]
         shares = history.shares(entry["rank"])
         if is_wide and history.waiting:
             cells.append(_line(f"{sum(shares.get(phase, 0.0) for phase in _AWAITS):.0%}"))
         if is_wide:
-            cells += [_bar(shares), _line(_printable(entry["call"])[:_MOST_CALL])]
+            cells += [_bar(shares), _line(printable(entry["call"])[:_MOST_CALL])]
         table.add_row(*cells)
     return table
 
@@ -269,7 +270,7 @@ def _hosts(answer: Mapping[str, Any], width: int) -> Text:
     for number, (host, about) in enumerate(sorted(hosts, key=lambda item: -item[1]["silence"])):
         line.append(", " if number else "")
         silence = about["silence"]
-        text = f"{_printable(host)} ({len(about['ranks'])})"
+        text = f"{printable(host)} ({len(about['ranks'])})"
         if silence > _LONG_SILENCE:
             line.append(f"{text} silent for {silence:.0f} s", "bold red")
         else:
@@ -279,7 +280,7 @@ def _hosts(answer: Mapping[str, Any], width: int) -> Text:
 
 
 def _style(phase: str) -> tuple[str, str]:
-    return _PHASES.get(phase, (_printable(phase[:1]), ""))
+    return _PHASES.get(phase, (printable(phase[:1]), ""))
 
 
 def _line(text: str, style: str = "") -> Text:
@@ -298,11 +299,6 @@ def _fact(fact: RankFact, value: float | str | None) -> str:
     if value in (None, fact.absent):
         return "-"
     return str(value) if isinstance(value, str) or not fact.unit else _duration(value)
-
-
-def _printable(text: str) -> str:
-    """Return text without control characters: names and errors come from scripts."""
-    return "".join(letter if letter.isprintable() else " " for letter in text)
 
 
 # Short enough for the share of each phase in the last 10 s, and long enough to read.
