@@ -1,4 +1,4 @@
-"""`mpitrain run --notify`: tell a command or a URL that a job has failed, is done, stands still, or has lost its loss.
+"""`mpitrain run --notify`: tell a command or a URL that a job has failed, is done, or hangs, or that its loss is not finite.
 
 A thread looks at the job once a second, and delivers. Nothing in the job waits for it. At the end of the job the
 launcher waits for at most `MOST_SECONDS`, and a line says what could not be delivered.
@@ -145,7 +145,7 @@ def message_of(event: str, why: str, answer: Mapping[str, Any]) -> dict[str, Any
     host, seconds = socket.gethostname(), max(0.0, answer["at"] - answer["since"])
     name = " ".join([Path(answer["script"]).name, *answer["arguments"]])
     at_step = f" at step {step:,}" + f" of {last:,}" * bool(last) if step else ""
-    words = {FAILED: "has failed", DONE: "is done", SAVED: "is saved", STALLED: "stands still"}
+    words = {FAILED: "has failed", DONE: "is done", SAVED: "is saved", STALLED: "hangs"}
     what = words.get(event, "has a loss that is not finite")
     return {
         "event": event,

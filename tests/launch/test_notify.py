@@ -25,7 +25,7 @@ from mpitrain.launch.notify import checked, deliver
 RUN = [sys.executable, "-m", "mpitrain", "run"]
 HOST = socket.gethostname()
 
-# Rank 1 computes for so long that rank 0 stands still, and then fails.
+# Rank 1 computes for so long that rank 0 hangs, and then fails.
 STANDS = """
 import sys, time
 import mpitrain as mt
@@ -72,7 +72,7 @@ def server(status: int = 200) -> Iterator[tuple[str, list[tuple[dict[str, str], 
             listening.shutdown()
 
 
-def test_a_command_hears_that_a_job_has_lost_its_loss_stands_still_and_fails(tmp_path: Path) -> None:
+def test_a_command_hears_of_a_loss_that_is_not_finite_a_hang_and_a_failure(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(STANDS)
     (tmp_path / "tell.sh").write_text("cat >> told; echo >> told\n")
     variables = {"MPITRAIN_STALL_SECONDS": "2"}
@@ -92,7 +92,7 @@ def test_a_command_hears_that_a_job_has_lost_its_loss_stands_still_and_fails(tmp
     begin = rf"train\.py 20 on {re.escape(HOST)} %s at step 2, after 0:\d\d:\d\d: %s"
     texts = [
         begin % ("has a loss that is not finite", "the loss is NaN"),
-        begin % ("stands still", r"no progress for .* rank 0 .* waits in barrier.*"),
+        begin % ("hangs", r"no progress for .* rank 0 .* waits in barrier.*"),
         begin % ("has failed", "rank 1 .*ValueError: bang"),
     ]
     for one, text in zip(told, texts, strict=True):
