@@ -232,7 +232,11 @@ class Catalogue:
             "id": other.id,
             "name": earlier["name"],
             "speeds": [now["speed"], earlier["speed"]],
-            "differences": differences([other.document, run.document]),
+            "differences": [
+                one
+                for one in differences([other.document, run.document])
+                if Path(run.folder).name not in str(one["values"][1])  # where each run writes says nothing
+            ],
             **against(run, other, best_until),
         }
 

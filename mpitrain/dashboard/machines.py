@@ -1,4 +1,4 @@
-"""What the hosts of a job do in a step: computing, waiting for other ranks, exchanging. A pure function of looks."""
+"""What the machines of a job do in a step: computing, waiting for others, exchanging. A pure function of looks."""
 
 from __future__ import annotations
 
@@ -10,11 +10,13 @@ _MOVING = ("computes", "waits", "wire")  # phases of a step; others are named fi
 
 
 def machines_of(looks: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return a row for each host, the one that computes longest first, from looks at one job, the oldest first.
+    """Return a row for each host, or for each rank if there is one host, from looks at one job, the oldest first.
+
+    Those in trouble come first, then those that compute longest.
 
     Each rank publishes its steps and for how long it has waited in all. A rank computes while it does not wait. Even
     the rank that waits least waits while data arrive, so that wait is the exchange; what others wait more, they wait
-    for slower ranks. A row has `host`, `step` (the least of its ranks), `does` (its ranks by what they do now, the odd
+    for slower ranks. A row has `name`, `step` (the least of its ranks), `does` (its ranks by what they do now, the odd
     ones first), and `computes`, `waits` and `exchanges` in seconds a step (of its slowest rank); None: there was no
     step in these looks.
     """
@@ -32,14 +34,16 @@ def machines_of(looks: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
             waits[entry["rank"]] = seconds / steps, min(waited, seconds) / steps
     exchange = min((waited for _, waited in waits.values()), default=0.0)
     rows = []
-    for host in last["hosts"]:
-        ranks = [entry for entry in last["ranks"] if entry["host"] == host]
+    units = {host: [entry for entry in last["ranks"] if entry["host"] == host] for host in last["hosts"]}
+    if len(units) == 1:
+        units = {f"rank {entry['rank']}": [entry] for entry in last["ranks"]}
+    for name, ranks in units.items():
         times = [waits[entry["rank"]] for entry in ranks if entry["rank"] in waits]
         step, waited = max(times, key=lambda time: time[0] - time[1], default=(None, 0.0))
         phases = sorted(Counter(entry["phase"] for entry in ranks).items(), key=lambda item: item[0] in _MOVING)
         rows.append(
             {
-                "host": host,
+                "name": name,
                 "step": min((entry["step"] for entry in ranks), default=0),
                 "does": ", ".join(f"{count} {phase}" if len(ranks) > 1 else phase for phase, count in phases),
                 "isOdd": any(phase not in (*_MOVING, "done") for phase, _ in phases),

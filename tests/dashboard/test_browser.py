@@ -27,6 +27,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     make_record(
         folder / "odd", odd, script=MARKUP, end=f"DataError: {MARKUP}", hosts={MARKUP: [0]}, packages={MARKUP: MARKUP}
     )
+    for seed in range(4):  # of one group; the best test loss of the steps 3 to 99 is 2 / 99 times 1, 3, 4 and 4
+        rows = [{**row, "test loss": (1 + min(3, seed + (seed > 0))) * 2 / row["step"]} for row in rows_made(1, 100)]
+        make_record(folder / f"s{seed}", rows, script="seeds/train.py", arguments=["--lr", "0.3", "--seed", str(seed)])
     with (folder / "odd/metrics.jsonl").open("a") as file:
         file.write(MARKUP + "\n")
     return folder
@@ -35,7 +38,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def served(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Dashboard]:
     with dashboard(tmp_path_factory.mktemp("cache"), str(folder)) as made:
-        made.wait_for("/api/runs", lambda answer: len(made.records(answer)) == 3)
+        made.wait_for("/api/runs", lambda answer: len(made.records(answer)) == 7)
         yield made
 
 
@@ -46,10 +49,10 @@ def visit(browser: Any, served: Dashboard) -> Iterator[Visit]:
     made.close()
 
 
-def names(page: Any) -> list[str]:
+def names(page: Any, *ours: str) -> list[str]:
     """The names of the runs that the list shows, without jobs of other tests."""
     shown = page.locator("#runs tbody tr a").all_inner_texts()
-    return [name for name in shown if name in ("first", "second", "odd")]
+    return [name for name in shown if name in (ours or ("first", "second", "odd"))]
 
 
 def test_the_list_is_filtered_and_sorted(visit: Visit) -> None:
@@ -189,12 +192,68 @@ def test_two_runs_are_compared(visit: Visit, served: Dashboard) -> None:
         page.keyboard.press("Space")
     page.get_by_role("button", name="Compare 2").press("Enter")
     page.wait_for_selector(".u-over")
-    rows = [row.split("\t") for row in page.locator("#differences tbody tr").all_inner_texts()]
-    assert rows == [["arguments", "--lr 0.1", "--lr 0.2"], ["ranks", "3", "1"], ["hosts", "a: 2, b: 1", "lab7: 1"]]
-    assert page.locator(".u-legend .u-label").all_inner_texts() == ["step", "first", "second"]
-    page.locator("#metric").select_option("test loss")
-    page.wait_for_timeout(500)
+    heads = page.locator("#runs th").all_inner_texts()
+    assert heads[3:] == [
+        "--lr",
+        "ranks",
+        "hosts",
+        "Step",
+        "Samples/s",
+        "best loss",
+        "best samples per second",
+        "best test loss",
+    ]
+    facts = [row.locator("td.fact").all_inner_texts() for row in page.locator("#runs tbody tr").all()]
+    assert facts == [["0.1", "3", "a: 2, b: 1"], ["0.2", "1", "lab7: 1"]]
+    assert page.locator(".u-legend .u-label").all_inner_texts() == ["step", "first", "second"] * 3
+    page.get_by_role("button", name="Baseline").first.click()
+    steps = page.locator("#runs tbody tr").nth(1).locator("td.numeric").first
+    until(lambda: steps.inner_text() == "100 -97 %")
+    page.get_by_label("Metrics").fill("test")
+    until(lambda: page.locator(".chart:visible h3").all_inner_texts() == ["test loss"])
+    assert "baseline=first" in page.url and "metrics=test" in page.url
     assert page.locator("#problem").is_hidden()
+
+
+def test_runs_are_grouped_by_an_argument(visit: Visit) -> None:
+    """A group has the mean of its runs, with the lowest and the highest value; its runs are compared as one line."""
+    page = visit.page
+    page.goto(f"{visit.served.base}/?columns=Step,best test loss,--lr&group=1&filter=train.py&sort=--lr")
+    group = page.get_by_role("row").filter(has_text="4 runs")
+    until(lambda: group.locator("td").all_inner_texts()[2:] == ["100", "0.0606 0.0202 to 0.0808", "0.3"])
+    group.get_by_role("button").click()
+    until(lambda: sorted(names(page, "s0", "s1", "s2", "s3")) == ["s0", "s1", "s2", "s3"])
+    page.get_by_label("compare 4 runs").check()
+    page.get_by_label("compare first", exact=True).check()
+    page.get_by_role("button", name="Compare 5").click()
+    page.wait_for_selector(".u-over")
+    shown = page.locator("#runs tbody tr td:first-child").all_inner_texts()
+    assert sorted(one.strip() for one in shown) == ["--lr 0.1 (1)", "--lr 0.3 (4)"]
+    assert page.locator("#problem").is_hidden()
+
+
+def test_a_chart_is_shown_over_time_smoothed_and_logarithmic(visit: Visit) -> None:
+    """And the whole view is in the address. Less important metrics are folded, and found by a filter."""
+    page = visit.page
+    visit.open_run("first")
+    assert page.locator(".chart:visible h3").all_inner_texts() == ["loss, test loss"]
+    page.get_by_text("Other metrics").click()
+    page.get_by_label("Filter").fill("second")
+    until(lambda: page.locator(".chart:visible h3").all_inner_texts() == ["loss, test loss", "samples per second"])
+    page.get_by_label("Log").check()
+    page.get_by_label("Smoothing").select_option("1")
+    labels = ["step", "loss", "test loss", "loss, mean of 1 %", "test loss, mean of 1 %"]
+    until(lambda: page.locator("#charts .u-legend .u-label").all_inner_texts() == labels)
+    assert page.url.endswith("?metrics=second&log=1&smooth=1")
+    with page.expect_download() as saved:
+        page.get_by_role("button", name="Save loss, test loss as PNG").click()
+    assert Path(saved.value.path()).read_bytes()[:4] == b"\x89PNG"
+
+
+def test_a_failed_run_says_why_first(visit: Visit) -> None:
+    visit.open_run("odd")
+    card = visit.page.get_by_label("How it ended")
+    assert card.inner_text().startswith(f"Failed: DataError: {MARKUP}")
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
@@ -263,7 +322,7 @@ def test_a_page_follows_a_run(browser: Any, tmp_path: Path) -> None:
         visit = Visit(browser, served)
         visit.open_run("grows")
         page = visit.page
-        assert page.locator("#figures li").first.inner_text().split() == ["step", "5"]
+        assert page.inner_text("#figures li:first-child strong") == "5"
         with (folder / "metrics.jsonl").open("a") as file:
             file.write(lines(rows_made(6, 77)))
         until(lambda: page.inner_text("#figures li:first-child strong") == "77")

@@ -39,7 +39,7 @@ function showAll(message) {
   place("live").hidden = !live;
   showTop();
   if (live) {
-    show("machines", html`<${Table} id="hosts" columns=${MACHINES} rows=${message.machines} keyOf=${(row) => row.host} />`);
+    show("machines", html`<${Table} id="hosts" columns=${MACHINES} rows=${message.machines} keyOf=${(row) => row.name} />`);
     grid.add(live);
     show("rankTable", html`<${Table} id="ranks" columns=${ranksColumns(message.facts)} rows=${inOrder(live.ranks)} keyOf=${(rank) => rank.rank} />`);
   }
@@ -53,13 +53,14 @@ function showTop() {
   if (!last) return;
   const {run, live} = last;
   show("state", html`<${State} ...${run} /> ${run.why}`);
-  show("top", html`<${Top} run=${run} before=${before} checkpoint=${checkpoints[0]} />`, role === "operator" || run.note || run.tags.length ? html`<${Notes} run=${run} base=${base} isOperator=${role === "operator"} fail=${fail} />` : null);
+  show("top", html`<${Top} run=${run} before=${before} checkpoint=${checkpoints[0]} />`);
+  show("notes", html`<${Notes} run=${run} base=${base} isOperator=${role === "operator"} fail=${fail} />`);
   show("result", live || ["trains", "unknown"].includes(run.state) ? null : html`<${Result} run=${run} document=${last.document} checkpoint=${checkpoints.find((one) => !one.problem)} lines=${output?.lines ?? []} />`);
 }
 
-const seconds = (name) => ({heading: name, kind: "numeric", title: `milliseconds of a step, of the host's slowest rank, in the last 10 s`, cell: (row) => milliseconds(row[name.toLowerCase()])});
-const MACHINES = [{heading: "Host", cell: (row) => row.host}, {heading: "Step", kind: "numeric", cell: (row) => number(row.step)}, seconds("Computes"), seconds("Waits"), seconds("Exchanges"),
-  {heading: "Ranks now", kind: (row) => row.isOdd ? "red" : "", cell: (row) => row.does}];
+const seconds = (name) => ({heading: name, kind: "numeric", title: `milliseconds of a step, of the slowest rank there, in the last 10 s`, cell: (row) => milliseconds(row[name.toLowerCase()])});
+const MACHINES = [{heading: "Machine", cell: (row) => row.name}, {heading: "Step", kind: "numeric", cell: (row) => number(row.step)}, seconds("Computes"), seconds("Waits"), seconds("Exchanges"),
+  {heading: "Now", kind: (row) => row.isOdd ? "wide red" : "wide", cell: (row) => row.does}];
 
 const TROUBLE = ["stopped", "failed", "ended", "lost", "unknown", "disk"];
 // What each rank publishes comes with its headings from the server.

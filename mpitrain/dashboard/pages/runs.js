@@ -46,7 +46,8 @@ function valueOf(row, column) {
   if (!row.isGroup) return {sort: values[0] ?? null};
   if (values.length && values.every((value) => typeof value === "number")) {
     const mean = values.reduce((sum, value) => sum + value, 0) / values.length;
-    return {sort: mean, low: Math.min(...values), high: Math.max(...values)};
+    const [low, high] = [Math.min(...values), Math.max(...values)];
+    return low === high ? {sort: low} : {sort: mean, low, high};
   }
   return {sort: new Set(values).size === 1 ? values[0] : null};
 }
@@ -70,7 +71,7 @@ function Row({row, columns}) {
     const {sort: value, low, high} = valueOf(row, column);
     if (place_ === 0) return html`<button type="button" aria-expanded=${open.has(row.key)} onClick=${() => { if (!open.delete(row.key)) open.add(row.key); draw(); }}>${open.has(row.key) ? "▾" : "▸"} ${name}</button>`;
     if (low !== undefined && !column.isArgument && !column.hasNoMean) return html`${number(value, 3)} <small>${number(low, 3)} to ${number(high, 3)}</small>`;
-    return column.isArgument || column.hasCommon ? value : "";
+    return column.isArgument || column.hasCommon ? value : typeof value === "number" && !column.hasNoMean ? number(value) : "";
   };
   return html`<tr data-id=${row.key}><td>${ids.length ? html`<input type="checkbox" checked=${ids.every((id) => chosen.has(id))} aria-label=${`compare ${name}`} onChange=${(event) => choose(ids, event.target.checked)} />` : null}</td>
     ${columns.map((column, place_) => html`<td class=${column.kind}>${cell(column, place_)}</td>`)}</tr>`;

@@ -1,6 +1,7 @@
 // How a run goes: how far, until when, how good, and against the run before.
 
 import {html, runAddress} from "./html.js";
+import {Noted} from "./notes.js";
 import {ago, duration, number, time, words} from "./text.js";
 
 export function Top({run, before, checkpoint}) {
@@ -9,13 +10,14 @@ export function Top({run, before, checkpoint}) {
   const far = [share === null ? "" : `${Math.floor(100 * share)} %`, run.left === null ? "" : `${duration(run.left)} left`].filter(Boolean).join(", ");
   const figures = [["step", step === null ? "" : number(step) + (run.steps ? ` / ${number(run.steps)}` : ""), far],
     [run.best ? `best ${words(run.best.name)}` : "", run.best ? number(run.best.value) : "", run.best ? `at step ${number(run.best.step)}` : ""],
-    ["loss", number(now.loss)], ["samples/s", number(run.speed ?? run.metrics["samples/s"]), "mean"],
+    ["loss", number(now.loss)], ["samples/s", number(run.speed ?? run.metrics["samples/s"]), "mean", "", "minor"],
     ["ranks", run.ranks ? number(run.ranks) : "", run.hosts.length ? `on ${number(run.hosts.length)} ${run.hosts.length === 1 ? "host" : "hosts"}` : ""],
-    ["took", duration(took), run.started ? `since ${time(run.started)}` : ""],
+    ["took", duration(took), run.started ? `since ${time(run.started)}` : "", "", "minor"],
     ["checkpoint", checkpoint ? `step ${number(checkpoint.step)}` : "", checkpoint ? ago(checkpoint.saved) : "", checkpoint?.folder]];
   return html`${share === null ? null : html`<progress max="1" value=${share} aria-label="Steps made"></progress>`}
-    <ul id="figures" class="figures">${figures.filter(([name, value]) => name && value !== "").map(([name, value, more, title]) =>
-      html`<li key=${name} title=${title}><span>${name}</span><strong>${value}</strong>${more ? html`<small>${more}</small>` : null}</li>`)}</ul>
+    <ul id="figures" class="figures">${figures.filter(([name, value]) => name && value !== "").map(([name, value, more, title, kind]) =>
+      html`<li key=${name} class=${kind} title=${title}><span>${name}</span><strong>${value}</strong>${more ? html`<small>${more}</small>` : null}</li>`)}</ul>
+    <${Noted} run=${run} />
     ${before ? html`<${Against} ...${before} />` : null}`;
 }
 
