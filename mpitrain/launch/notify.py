@@ -1,4 +1,4 @@
-"""`mpitrain run --notify`: tell a command or a URL that a job has failed, is done, or hangs, or that its loss is not finite.
+"""`mpitrain run --notify`: tell a command or a URL that a job fails, is done or hangs, or that its loss is not finite.
 
 A thread looks at the job once a second, and delivers. Nothing in the job waits for it. At the end of the job the
 launcher waits for at most `MOST_SECONDS`, and a line says what could not be delivered.
