@@ -101,8 +101,8 @@ _OTHER_LINES = 5
 _MOST_TEXT_LINES = 4
 PAUSED = "paused"
 _LONG_SILENCE = 2.5
-# Lines of the launcher's report of a wait. `stall` of an answer says whether there is one now.
-_OF_STALL = re.compile(r" |no progress for |not all ranks have finished")
+# Lines of the launcher about waits and slow ranks. The picture says whether there is one now.
+_OF_STALL = re.compile(r" |no progress for |not all ranks have finished|rank \d+ on .* is [\d.]+x slower: ")
 # By phase: its letter in a bar, and its style.
 _PHASES = {
     "computes": ("c", "green"),
