@@ -23,7 +23,7 @@ from mpitrain.training.writers.json_lines import read_events
 from serving import Dashboard, dashboard, require
 
 RANKS = 3
-# The training begins when the file `hold` is not there any more, and ends when `go-on` is there; or rank 1 fails, as the
+# The training begins when there is no file `hold`, and ends when there is one `go-on`; or rank 1 fails, as the
 # first argument says.
 SCRIPT = r"""
 import os, pathlib, signal, sys, time
