@@ -173,7 +173,7 @@ def deliver(target: str, body: bytes) -> str:
 class _NoRedirect(urllib.request.HTTPRedirectHandler):
     """A POST that is sent elsewhere would become a GET without its message."""
 
-    def redirect_request(self, *_: Any) -> None:
+    def redirect_request(self, *_: Any, **__: Any) -> None:
         return None
 
 
