@@ -223,8 +223,8 @@ class Catalogue:
             return None
 
         def best_until(id_: str, name: str, step: float) -> float:
-            values = self._index.curve(id_, name, -math.inf, step, 1).values
-            finite = [float(value) for value in values if math.isfinite(value)]
+            points = self._index.curve(id_, name, -math.inf, step, 1)  # also has the one behind
+            finite = [float(value) for value in points.values[points.steps <= step] if math.isfinite(value)]
             return max(finite) if is_higher_better(name) else min(finite)
 
         now, earlier = summary_of_run(run, None), summary_of_run(other, None)

@@ -13,7 +13,7 @@ import sys
 import threading
 from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -63,9 +63,9 @@ class IndexedRun:
         names: the metrics, in the order of their first rows.
         events: as in NewRows.
         problems: what of the record could not be read, each in a sentence.
+        changed: when a file of the record was last written, in seconds since the epoch.
         extremes: of each metric the lowest finite value and its step, and the highest and its step.
         notes: what people have noted of the run.
-        changed: when a file of the record was last written, in seconds since the epoch.
     """
 
     id: str
@@ -76,9 +76,9 @@ class IndexedRun:
     names: list[str]
     events: list[dict[str, Any]]
     problems: list[str]
-    extremes: dict[str, list[float]]
-    notes: RunNotes
     changed: float
+    extremes: dict[str, list[float]] = field(default_factory=dict)
+    notes: RunNotes = field(default_factory=RunNotes)
 
 
 def index_path() -> Path:
@@ -371,7 +371,7 @@ def _run_in(row: Sequence[Any]) -> IndexedRun:
         json.loads(names),
         listed,
         json.loads(problems),
+        changed,
         json.loads(extremes),
         RunNotes(**json.loads(notes)),
-        changed,
     )

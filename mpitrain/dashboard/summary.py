@@ -234,7 +234,8 @@ def _seconds_left(document: RunDocument | None, step: float, now: float) -> floa
     """Return how long the other steps take, if they take as long as the mean of all: a few would make it jump."""
     if document is None or not document.after_step < step <= document.steps:
         return None
-    return (document.steps - step) * (now - document.started) / (step - document.after_step)
+    seconds = (document.steps - step) * (now - document.started) / (step - document.after_step)
+    return seconds if 0 <= seconds < math.inf else None
 
 
 _IS_OPTION = re.compile(r"--?[A-Za-z]")

@@ -89,7 +89,7 @@ def test_the_begin_of_the_list(served: Dashboard) -> None:
 
 def test_a_page_names_all_that_it_loads(served: Dashboard) -> None:
     """So a browser asks for it at once; and what it names is there."""
-    for path, name, num_modules in (("/", "runs", 3), ("/run/x", "run", 11), ("/compare", "compare", 6)):
+    for path, name, num_modules in (("/", "runs", 7), ("/run/x", "run", 18), ("/compare", "compare", 10)):
         _, headers, text = served.ask(path)
         assert headers["content-type"] == "text/html; charset=utf-8"
         modules = re.findall(r'<link rel="modulepreload" href="(/pages/[^"]+)">', text)

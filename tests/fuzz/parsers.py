@@ -38,6 +38,7 @@ from mpitrain.dashboard.cluster_reports import _of_check, _of_profile, last_chec
 from mpitrain.dashboard.commands import order_of
 from mpitrain.dashboard.index import RunIndex
 from mpitrain.dashboard.run_files import files_of
+from mpitrain.dashboard.run_notes import notes_of
 from mpitrain.dashboard.summary import differences, summary_of_run
 from mpitrain.errors import ConfigError, LaunchError
 from mpitrain.forecast.machines import from_profile, read_machines
@@ -481,6 +482,9 @@ PARSERS: dict[str, Parser] = {
         of_file(lambda path: read_snapshot(path.parents[2], "s"), "snapshots/s/snapshot.json"),
     ),
     "command": Parser(as_json({"kind": "set", "name": "lr", "value": "0.5"}), lambda data, _: order_of(data)),
+    "notes of a run": Parser(
+        as_json({"name": "a", "note": "b", "tags": ["c"], "is_hidden": True}), lambda data, _: notes_of(data, "notes")
+    ),
     "steering": Parser(as_json({"run": 1, "paused": "ada", "outcomes": []}), of_text(rank_record.read_steering)),
     "page of a rank": Parser((page(),), of_memory("mpitrain-rank-3", lambda path: rank_record.read_record(path, 3))),
     "order of a rank": Parser((json.dumps(ORDER).encode(),), order_of_page),

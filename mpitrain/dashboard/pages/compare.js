@@ -21,7 +21,8 @@ function labels(list) {
 // Each run is a line, or each group of runs with the same script and the same values of some arguments.
 function linesOf() {
   if (!groupedBy) return labels(runs).map((label, color) => ({label, color, runs: [runs[color]]}));
-  const groups = Map.groupBy(runs, (run) => [run.script.split(" ")[0], ...groupedBy.map((name) => `${name} ${run.arguments[name] ?? "-"}`)].slice(groupedBy.length ? 1 : 0).join(", "));
+  const scriptOf = (run) => run.script.split(" ")[0], isOne = groupedBy.length && new Set(runs.map(scriptOf)).size === 1;
+  const groups = Map.groupBy(runs, (run) => [...(isOne ? [] : [scriptOf(run)]), ...groupedBy.map((name) => `${name} ${run.arguments[name] ?? "-"}`)].join(", "));
   return [...groups].map(([label, members], color) => ({label: `${label} (${members.length})`, color, runs: members}));
 }
 

@@ -40,6 +40,7 @@ function showAll(message) {
   showTop();
   if (live) {
     show("machines", html`<${Table} id="hosts" columns=${MACHINES} rows=${message.machines} keyOf=${(row) => row.name} />`);
+    if (run.state === "stalled" && !place("ranksPart").dataset.seen) place("ranksPart").open = place("ranksPart").dataset.seen = true;
     grid.add(live);
     show("rankTable", html`<${Table} id="ranks" columns=${ranksColumns(message.facts)} rows=${inOrder(live.ranks)} keyOf=${(rank) => rank.rank} />`);
   }
