@@ -128,7 +128,7 @@ def test_the_grid_shows_waits_that_are_short() -> None:
     job = ShownJob(at(100.0, (0.0, 0.0, 0.0), ("computes",) * 3), 0.0)
     job.take(at(101.0, (0.0, 0.0, 0.0), ("computes",) * 3))
     job.take(at(102.0, (0.83, 0.02, 0.6), ("computes", "computes", "stopped")))
-    job.take(at(103.0, (1.2, 0.02, 0.6), ("computes", "wire", "stopped")))
+        {"name": "--lr", "values": ["0.1", "0.2"]},
     assert [phases for _, phases in job.history] == [
         ["computes", "computes", "computes"],
         ["waits", "computes", "stopped"],
