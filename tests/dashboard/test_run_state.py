@@ -128,7 +128,7 @@ def test_the_grid_shows_waits_that_are_short() -> None:
     job = ShownJob(at(100.0, (0.0, 0.0, 0.0), ("computes",) * 3), 0.0)
     job.take(at(101.0, (0.0, 0.0, 0.0), ("computes",) * 3))
     job.take(at(102.0, (0.83, 0.02, 0.6), ("computes", "computes", "stopped")))
-        {"name": "--lr", "values": ["0.1", "0.2"]},
+    job.take(at(103.0, (1.2, 0.02, 0.6), ("computes", "wire", "stopped")))
     assert [phases for _, phases in job.history] == [
         ["computes", "computes", "computes"],
         ["waits", "computes", "stopped"],
@@ -148,7 +148,7 @@ def test_what_differs() -> None:
         started=5.0,
     )
     assert differences([DOCUMENT, other]) == [
-        {"name": "arguments", "values": ["--lr 0.1", "--lr 0.2"]},
+        {"name": "--lr", "values": ["0.1", "0.2"]},
         {"name": "commit", "values": ["0123abcd", "0123abcd and changes"]},
         {"name": "ranks", "values": ["3", "2"]},
         {"name": "hosts", "values": ["a: 2, b: 1", "a: 2"]},
