@@ -67,6 +67,7 @@ _GROUPS = {
         "ps": "mpitrain.cli.ps",
         "top": "mpitrain.cli.top",
         "logs": "mpitrain.cli.logs",
+        "runs": "mpitrain.cli.runs",
         "tell": "mpitrain.cli.tell",
         "scale": "mpitrain.cli.scale",
         "kill": "mpitrain.cli.kill",

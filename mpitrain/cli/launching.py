@@ -34,7 +34,7 @@ _NNODES = ("--num-nodes", "--num_nodes", "--nnodes")
 
 # Options that set the number of ranks; and those that hardly a script has.
 _RANKS = ("-n", "-np", "--ppn", "--hosts", "-H", "--hostfile")
-_OURS_ALONE = ("--max-restarts", "--nnodes", "--recover", "--detach")
+_OURS_ALONE = ("--max-restarts", "--nnodes", "--recover", "--detach", "--notify")
 
 
 def add_launch_arguments(parser: argparse.ArgumentParser, *, takes_nnodes: bool = False) -> None:

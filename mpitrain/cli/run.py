@@ -74,6 +74,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="K",
         help="K ranks hold the parameters (mt.ParameterServer)",
     )
+    parser.add_argument("--notify", default="", metavar="CMD|URL", help="tell it when the job fails, hangs or ends")
     parser.add_argument("--log-dir", type=Path, metavar="DIR", help="write all output into DIR/JOB, by rank")
     parser.add_argument("--detach", action="store_true", help="continue without the terminal")
     parser.add_argument(
@@ -101,6 +102,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     note_early()  # the other imports take a while
     from mpitrain.launch.events import Limits
+    from mpitrain.launch.notify import checked
     from mpitrain.launch.start import start
 
     request = request_of_script(arguments)
@@ -118,6 +120,7 @@ def run(arguments: argparse.Namespace) -> int:
         servers=arguments.servers,
         recover=arguments.recover,
         exchange=arguments.exchange,
+        notify=checked(arguments.notify) if arguments.notify else "",
         keeps_logs=not arguments.show,
         log_dir=_writable(arguments.log_dir) if arguments.log_dir and not arguments.show else None,
         detaches=arguments.detach and not arguments.show,

@@ -45,6 +45,11 @@ def cut(lines: list[str], stream: TextIO) -> str:
     return "\n".join(line if columns is None or len(line) <= columns else f"{line[: columns - 1]}…" for line in lines)
 
 
+def printable(text: str) -> str:
+    """Return text without control characters: names and errors come from scripts."""
+    return "".join(letter if letter.isprintable() else " " for letter in text)
+
+
 def print_object(content: Mapping[str, Any]) -> None:
     """Print the object on stdout. JSON has no NaN and no infinity: they are strings, as in metrics.jsonl."""
     print(json.dumps(_plain(content), indent=2, allow_nan=False))

@@ -25,9 +25,10 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from mpitrain.cli.terminal_text import printable
 from mpitrain.errors import LaunchError
 from mpitrain.launch.live_jobs import LiveJob, LiveSource
-from mpitrain.launch.live_picture import fact_columns, slow_rank
+from mpitrain.launch.live_picture import fact_columns, slow_rank, waiting_shares
 from mpitrain.watching.rank_facts import KNOWN, RankFact
 
 Order = Literal["slowest", "rank", "host"]
@@ -35,7 +36,8 @@ Order = Literal["slowest", "rank", "host"]
 _SECONDS = 10.0
 # In these a rank does not continue by itself, or nobody knows whether it does.
 MARKED = ("stopped", "disk", "failed", "ended", "unknown")
-_WAITING = ("waits", "wire", "done", "lost", "paused")
+_AWAITS = ("waits", "wire")
+_WAITING = (*_AWAITS, "done", "lost", "paused")
 
 
 class TopHistory:
@@ -44,6 +46,7 @@ class TopHistory:
     def __init__(self) -> None:
         self._looks: deque[tuple[float, str, Mapping[int, str]]] = deque()
         self._whole: deque[Mapping[str, Any]] = deque()  # the same looks
+        self.waiting: Mapping[int, float] = {}  # the share of the time in which each rank has waited; {}: not known
 
     def add(self, answer: Mapping[str, Any]) -> None:
         """Take in a look. Another attempt of the job begins anew."""
@@ -56,6 +59,7 @@ class TopHistory:
             self._whole.popleft()
         self._looks.append((at, answer["job"], phases))
         self._whole.append(answer)
+        self.waiting = waiting_shares(list(self._whole))
 
     @property
     def slow(self) -> str:
@@ -63,9 +67,14 @@ class TopHistory:
         return slow_rank(list(self._whole))
 
     def shares(self, rank: int) -> dict[str, float]:
-        """Return the share of the looks in which the rank was in each phase."""
+        """Return the share of the looks in which the rank was in each phase. Waits that no look has seen count too."""
         counts = Counter(phases[rank] for _, _, phases in self._looks if rank in phases)
-        return {phase: count / counts.total() for phase, count in counts.items()}
+        shares = {phase: count / counts.total() for phase, count in counts.items()}
+        unseen = self.waiting.get(rank, 0.0) - sum(shares.get(phase, 0.0) for phase in _AWAITS)
+        if (unseen := min(unseen, shares.get("computes", 0.0))) > 0:
+            shares["waits"] = shares.get("waits", 0.0) + unseen
+            shares["computes"] -= unseen
+        return shares
 
     def sort(self, ranks: Sequence[Mapping[str, Any]], order: Order) -> list[Mapping[str, Any]]:
         """Return the ranks in this order. The slowest one is that which has waited least for the others."""
@@ -76,8 +85,10 @@ class TopHistory:
             if order == "rank":
                 return (entry["rank"],)
             waited = sum(share for phase, share in self.shares(entry["rank"]).items() if phase in _WAITING)
-            return entry["phase"] not in MARKED, entry["step"], round(waited, 2), entry["rank"]
+            steps_behind = newest - entry["step"] if newest - entry["step"] > 1 else 0  # one: it is about to begin it
+            return entry["phase"] not in MARKED, -steps_behind, round(waited, 2), entry["rank"]
 
+        newest = max((entry["step"] for entry in ranks), default=0)
         return sorted(ranks, key=key)
 
 
@@ -90,8 +101,8 @@ _OTHER_LINES = 5
 _MOST_TEXT_LINES = 4
 PAUSED = "paused"
 _LONG_SILENCE = 2.5
-# Lines of the launcher's report of a wait. `stall` of an answer says whether there is one now.
-_OF_STALL = re.compile(r" |no progress for |not all ranks have finished")
+# Lines of the launcher about waits and slow ranks. The picture says whether there is one now.
+_OF_STALL = re.compile(r" |no progress for |not all ranks have finished|rank \d+ on .* is [\d.]+x slower: ")
 # By phase: its letter in a bar, and its style.
 _PHASES = {
     "computes": ("c", "green"),
@@ -133,7 +144,7 @@ def picture(
     """
     ranks = history.sort(answer["ranks"], order)
     shown = ranks[first:] if height is None else ranks[first : first + rows_for(answer, width, height)]
-    slow = _line(_printable(history.slow), "bold yellow")
+    slow = _line(printable(history.slow), "bold yellow")
     slow.truncate(width, overflow="ellipsis")
     parts: list[RenderableType] = [*head(answer, width), slow, _table(shown, history, width), Text()]
     if left_out := len(ranks) - len(shown):
@@ -160,7 +171,7 @@ def head(answer: Mapping[str, Any], width: int) -> list[Text]:
     state = state_of(answer)
     first.append(state, {"trains": "bold green", "ends": "bold"}.get(state, "bold yellow"))
     first.append(f"  {since}{tries}")
-    lines = [first, _line(_printable(" ".join([answer["script"], *answer["arguments"]]))), _progress(answer)]
+    lines = [first, _line(printable(" ".join([answer["script"], *answer["arguments"]]))), _progress(answer)]
     if state == PAUSED:
         lines += _wrapped(answer["paused"], width, "bold yellow")
     if answer.get("stall"):
@@ -168,7 +179,7 @@ def head(answer: Mapping[str, Any], width: int) -> list[Text]:
     elif state != PAUSED and (news := [event for event in answer["events"] if not _OF_STALL.match(event["text"])]):
         last = news[-1]
         at = time.strftime("%H:%M:%S", time.localtime(last["at"]))
-        lines.append(_line(f"{at} {_printable(last['text'])}"))
+        lines.append(_line(f"{at} {printable(last['text'])}"))
     for line in lines:
         line.truncate(width, overflow="ellipsis")
     return lines
@@ -180,19 +191,24 @@ def state_of(answer: Mapping[str, Any]) -> str:
 
 
 def _wrapped(text: str, width: int, style: str) -> list[Text]:
-    lines = textwrap.wrap(_printable(text), width, max_lines=_MOST_TEXT_LINES, placeholder=" …")
+    lines = textwrap.wrap(printable(text), width, max_lines=_MOST_TEXT_LINES, placeholder=" …")
     return [_line(line, style) for line in lines]
 
 
 def _progress(answer: Mapping[str, Any]) -> Text:
     ranks, metrics = answer["ranks"], answer["metrics"]
-    facts = [f"step {max((entry['step'] for entry in ranks), default=0):,}"]
-    if epochs := [entry["epoch"] for entry in ranks if entry["epoch"]]:
-        facts.append(f"epoch {max(epochs)}")
+    step = max((entry["step"] for entry in ranks), default=0)
+    facts = [f"step {step:,}"]
+    if last := max((entry.get("last_step") or 0 for entry in ranks), default=0):
+        facts = [f"step {step:,} / {last:,}", f"{100 * step // last} %"]
+    if (left := next((entry["left"] for entry in ranks if entry.get("left")), None)) and state_of(answer) == "trains":
+        facts.append(f"{timedelta(seconds=round(left))} left")
     if "loss" in metrics:
         facts.append(f"loss {_number(metrics['loss'], '.4g')}")
     if "samples/s" in metrics and state_of(answer) != PAUSED:
         facts.append(f"{_number(metrics['samples/s'], ',.0f')} samples/s")
+    if epochs := [entry["epoch"] for entry in ranks if entry["epoch"]]:
+        facts.append(f"epoch {max(epochs)}")
     if answer.get("printed"):
         facts.append("(read from the output)")
     served = answer["served"] or {}
@@ -213,6 +229,8 @@ def _table(ranks: Sequence[Mapping[str, Any]], history: TopHistory, width: int) 
     table.add_column("FOR", justify="right", no_wrap=True)
     for fact in facts:
         table.add_column(fact.heading.upper(), justify="right", no_wrap=True)
+    if is_wide and history.waiting:
+        table.add_column("WAITS", justify="right", no_wrap=True)
     if is_wide:
         table.add_column("LAST 10 S", width=_BAR_COLUMNS, no_wrap=True)
         table.add_column("IN", no_wrap=True, overflow="ellipsis", ratio=1)
@@ -222,11 +240,14 @@ def _table(ranks: Sequence[Mapping[str, Any]], history: TopHistory, width: int) 
         _, style = _style(phase)
         cells: list[RenderableType] = [_line("!" if is_marked else " ", "bold red"), _line(str(entry["rank"]))]
         if is_middle:
-            cells.append(_line(_printable(entry["host"])))
-        cells += [_line(_printable(phase), style), _line(_duration(entry["since"]))]
+            cells.append(_line(printable(entry["host"])))
+        cells += [_line(printable(phase), style), _line(_duration(entry["since"]))]
         cells += [_line(_fact(fact, entry.get(fact.name))) for fact in facts]
+        shares = history.shares(entry["rank"])
+        if is_wide and history.waiting:
+            cells.append(_line(f"{sum(shares.get(phase, 0.0) for phase in _AWAITS):.0%}"))
         if is_wide:
-            cells += [_bar(history.shares(entry["rank"])), _line(_printable(entry["call"])[:_MOST_CALL])]
+            cells += [_bar(shares), _line(printable(entry["call"])[:_MOST_CALL])]
         table.add_row(*cells)
     return table
 
@@ -251,7 +272,7 @@ def _hosts(answer: Mapping[str, Any], width: int) -> Text:
     for number, (host, about) in enumerate(sorted(hosts, key=lambda item: -item[1]["silence"])):
         line.append(", " if number else "")
         silence = about["silence"]
-        text = f"{_printable(host)} ({len(about['ranks'])})"
+        text = f"{printable(host)} ({len(about['ranks'])})"
         if silence > _LONG_SILENCE:
             line.append(f"{text} silent for {silence:.0f} s", "bold red")
         else:
@@ -261,7 +282,7 @@ def _hosts(answer: Mapping[str, Any], width: int) -> Text:
 
 
 def _style(phase: str) -> tuple[str, str]:
-    return _PHASES.get(phase, (_printable(phase[:1]), ""))
+    return _PHASES.get(phase, (printable(phase[:1]), ""))
 
 
 def _line(text: str, style: str = "") -> Text:
@@ -280,11 +301,6 @@ def _fact(fact: RankFact, value: float | str | None) -> str:
     if value in (None, fact.absent):
         return "-"
     return str(value) if isinstance(value, str) or not fact.unit else _duration(value)
-
-
-def _printable(text: str) -> str:
-    """Return text without control characters: names and errors come from scripts."""
-    return "".join(letter if letter.isprintable() else " " for letter in text)
 
 
 # Short enough for the share of each phase in the last 10 s, and long enough to read.

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+import socket
 import sqlite3
 import sys
 import threading
@@ -24,6 +25,7 @@ from mpitrain.dashboard.run_notes import RunNotes, read_notes
 from mpitrain.dashboard.series import Curve, curve, means
 from mpitrain.errors import DataError
 from mpitrain.reading import parsed
+from mpitrain.state_files import cache_folder
 from mpitrain.training.run_document import FILE as DOCUMENT
 from mpitrain.training.run_document import RunDocument, read_document
 from mpitrain.training.writers.json_lines import FILE as ROWS
@@ -77,6 +79,15 @@ class IndexedRun:
     changed: float
     extremes: dict[str, list[float]] = field(default_factory=dict)
     notes: RunNotes = field(default_factory=RunNotes)
+
+
+def index_path() -> Path:
+    """Return the file of the index: of this user on this host, because SQLite's locks do not hold between hosts.
+
+    Raises:
+        DataError: this user has no home folder, and XDG_CACHE_HOME is not set.
+    """
+    return cache_folder() / f"runs-{socket.gethostname()}.sqlite"
 
 
 class RunIndex:

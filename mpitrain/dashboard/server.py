@@ -16,21 +16,11 @@ from mpitrain.dashboard.app import Routes
 from mpitrain.dashboard.catalogue import Catalogue
 from mpitrain.dashboard.cluster import ClusterView
 from mpitrain.dashboard.gate import Gate, Tokens
-from mpitrain.dashboard.index import RunIndex
+from mpitrain.dashboard.index import RunIndex, index_path
 from mpitrain.errors import ConfigError, MpitrainError
-from mpitrain.state_files import cache_folder
 
 _MMAP_THRESHOLD = -3  # M_MMAP_THRESHOLD of malloc.h
 _END_SECONDS = 5  # who waits for an answer gets one before; on a busy machine this takes a while
-
-
-def index_path() -> Path:
-    """Return the file of the index: of this user on this host, because SQLite's locks do not hold between hosts.
-
-    Raises:
-        DataError: this user has no home folder, and XDG_CACHE_HOME is not set.
-    """
-    return cache_folder() / f"runs-{socket.gethostname()}.sqlite"
 
 
 def is_loopback(host: str) -> bool:

@@ -13,13 +13,14 @@ from typing import Any
 from mpitrain.dashboard.machines import machines_of
 from mpitrain.errors import LaunchError
 from mpitrain.launch.live_jobs import LiveJob, find, launcher_of, sockets
-from mpitrain.launch.live_picture import slow_rank
+from mpitrain.launch.live_picture import slow_rank, waiting_shares
 
 LOOK_SECONDS = 1.0
 _SEARCH_SECONDS = 1.0  # for sockets of launchers that are new
 _SEARCH_ALL_SECONDS = 10.0  # also for jobs without a launcher, which takes a look at all processes
 _MOST_LOOKS = 600  # of a job, for the grid of ranks and time
 _SLOW_LOOKS = 11  # in which a slow rank is looked for
+_MOST_WAITING = 0.5  # of the time between two looks in which a rank waits, and still counts as one that computes
 _SILENT_SECONDS = 10.0  # after that, a launcher counts as one that hangs
 
 
@@ -28,10 +29,11 @@ class ShownJob:
     """What a launcher has told.
 
     Attributes:
-        look: its last answer (docs/reference/formats-and-protocols.md).
+        look: its last answer (docs/reference/formats-and-protocols.md), with its `column` of the history.
         heard: when that came, by time.monotonic().
         launcher: which process that is (roster.launcher_name); "": a job of `mpitrain serve` has none.
-        history: of each look the time, and the phase of every rank in the order of ranks.
+        history: of each look the time, and the phase of every rank in the order of ranks. A rank that has mostly
+            waited since the look before, always for less than 0.1 s, waits.
     """
 
     look: dict[str, Any]
@@ -62,10 +64,16 @@ class ShownJob:
 
     def take(self, look: dict[str, Any]) -> None:
         """Note a look."""
+        waiting = waiting_shares([self._looks[-1], look]) if self._looks else {}
+        waits = {rank for rank, share in waiting.items() if share > _MOST_WAITING}
+        phases = [
+            "waits" if entry["phase"] == "computes" and entry["rank"] in waits else str(entry["phase"])
+            for entry in look["ranks"]
+        ]
         # First the history: other threads read both, and a look without its column would be shown.
-        self.history.append((float(look["at"]), [str(entry["phase"]) for entry in look["ranks"]]))
+        self.history.append((float(look["at"]), phases))
         self._looks.append(look)
-        self.look, self.heard = look, time.monotonic()
+        self.look, self.heard = {**look, "column": phases}, time.monotonic()
 
 
 class ShownJobs:

@@ -165,7 +165,7 @@ def summary_of_run(run: IndexedRun, job: ShownJob | None) -> dict[str, Any]:
         "tags": run.notes.tags,
         "isHidden": run.notes.is_hidden,
         **now,
-        "left": _seconds_left(document, now["step"] or step, time.time() if look is not None else run.changed)
+        "left": (_left_in(look) or _seconds_left(document, now["step"] or step, time.time() if look else run.changed))
         if state in (TRAINS, STALLED, PAUSED)
         else None,
     }
@@ -223,6 +223,11 @@ def _best(run: IndexedRun) -> dict[str, Any] | None:
         return None
     value, step = best_of(run.extremes[name], name)
     return {"name": name, "value": value, "step": step}
+
+
+def _left_in(look: Mapping[str, Any] | None) -> float | None:
+    """Return how long the other steps take as the ranks themselves say, who know of their pauses."""
+    return next((entry["left"] for entry in (look or {}).get("ranks", ()) if entry.get("left")), None)
 
 
 def _seconds_left(document: RunDocument | None, step: float, now: float) -> float | None:

@@ -56,7 +56,11 @@ class Watchable(Protocol):
 
 
 class Live:
-    """Use this in `with`: inside, the job of this process can be watched."""
+    """Use this in `with`: inside, the job of this process can be watched.
+
+    Attributes:
+        why: how the job has ended, and of a failure why; "": it has not ended.
+    """
 
     def __init__(self, script: str, arguments: Sequence[str], since: float) -> None:
         """Nothing is open yet.
@@ -72,6 +76,7 @@ class Live:
         self._last: dict[str, Any] = {}
         self._record: str | None = None  # the folder of the record of the newest try that has one
         self._ended: dict[str, Any] | None = None
+        self.why = ""
         self._watchers: set[LiveWatcher] = set()
         self._asked_at = 0.0  # when the guards were asked to look more often
         self._stop = threading.Event()
@@ -94,10 +99,7 @@ class Live:
         return self
 
     def __exit__(self, _: type[BaseException] | None, error: BaseException | None, __: TracebackType | None) -> None:
-        if isinstance(error, SystemExit) and isinstance(error.code, int):
-            self.end(error.code)
-        elif self._ended is None:
-            self._ended = {"code": None, "text": f"the job has ended: {str(error) or repr(error)}"}
+        self.end_by(error)
         self._stop.set()
         self._wake.send(b".")
         try:
@@ -146,11 +148,20 @@ class Live:
         is_saved = code == EXIT_CODE
         if is_saved:
             how += ": it is saved, and the same command continues from there"
+        said = noted()
         self._ended = {"code": code, "text": how}
+        self.why = str(said[-1]["text"]) if code and said and not is_saved else how
         if code and not is_saved:
-            said = noted()
-            note_failure(self._record, self._ids, str(said[-1]["text"]) if said else how)
+            note_failure(self._record, self._ids, self.why)
         return code
+
+    def end_by(self, error: BaseException | None) -> None:
+        """The job has ended by this error, if nothing else has been said of its end."""
+        if isinstance(error, SystemExit) and isinstance(error.code, int):
+            self.end(error.code)
+        elif self._ended is None:
+            self.why = f"the job has ended: {str(error) or repr(error)}"
+            self._ended = {"code": None, "text": self.why}
 
     def _run(self) -> None:
         assert self._listener is not None

@@ -19,6 +19,7 @@ _SILENT_SECONDS = 3.0
 # Shorter waits are part of any step.
 _STALL_SECONDS = 1.0
 _SPEED = "samples/s"
+_LEAST_SECONDS = 0.9  # between looks: less says little of long steps
 # A rank counts as slow if the others wait for so much of the time, and it computes so many times as long.
 _LEAST_SHARE, _LEAST_TIMES = 0.2, 1.5
 PAUSE = "a pause "  # begins what a rank in a pause is busy with (training/steering.py)
@@ -132,21 +133,30 @@ def _rank(view: RankView) -> dict[str, Any]:
     }
 
 
-def slow_rank(looks: Sequence[Mapping[str, Any]]) -> str:
-    """Return which rank makes the others wait in these looks, oldest first, in a sentence; "": none does.
+def waiting_shares(looks: Sequence[Mapping[str, Any]]) -> dict[int, float]:
+    """Return the share of the time of these looks, oldest first, in which each rank has waited for others.
 
-    Every rank publishes how long it has waited in all. Who computes longest in a step waits least.
+    {}: they are too few, or not all ranks train. Every rank publishes how long it has waited in all. A wait that
+    continues is not counted yet, so a share is a little too small.
     """
     job = looks[-1]["job"] if looks else ""
     trained = [look for look in looks if look["job"] == job and all(one["step"] for one in look["ranks"])]
-    if not trained or (seconds := trained[-1]["at"] - trained[0]["at"]) < _STALL_SECONDS:
-        return ""
+    if not trained or (seconds := trained[-1]["at"] - trained[0]["at"]) < _LEAST_SECONDS:
+        return {}
     waited = {entry["rank"]: entry.get("waited", 0.0) for entry in trained[0]["ranks"]}
     moved = [one for one in trained[-1]["ranks"] if one["phase"] != "lost" and one["rank"] in waited]
-    if len(moved) < 2:
+    return {one["rank"]: min(1.0, max(0.0, one.get("waited", 0.0) - waited[one["rank"]]) / seconds) for one in moved}
+
+
+def slow_rank(looks: Sequence[Mapping[str, Any]]) -> str:
+    """Return which rank makes the others wait in these looks, oldest first, in a sentence; "": none does.
+
+    Who computes longest in a step waits least.
+    """
+    waiting = waiting_shares(looks)
+    if len(waiting) < 2:
         return ""
-    # A wait that continues is not counted yet, so a share is a little too small, and never above 1.
-    shares = [(min(1.0, max(0.0, one.get("waited", 0.0) - waited[one["rank"]]) / seconds), one) for one in moved]
+    shares = [(waiting[one["rank"]], one) for one in looks[-1]["ranks"] if one["rank"] in waiting]
     (least, slow), *others = sorted(shares, key=lambda item: (item[0], item[1]["rank"]))
     share = others[len(others) // 2][0]
     times = (1 - least) / max(1e-3, 1 - share)

@@ -40,6 +40,7 @@ from mpitrain.launch.libraries import VENDOR_NAMES, Mpiexec, describe_mpiexec, f
 from mpitrain.launch.live import Live
 from mpitrain.launch.live_jobs import socket_of
 from mpitrain.launch.log import say
+from mpitrain.launch.notify import Notifier
 from mpitrain.launch.orders import Orders
 from mpitrain.launch.placement import Placement, refuse_crowds
 from mpitrain.launch.policy import begin
@@ -75,6 +76,7 @@ class Request:
         recover: continue without a rank that is lost, in place of ending the job; see mpitrain.job.recovery.
         exchange: as in JobContext.
         servers: so many ranks, the first ones of each host, are servers, the others workers; 0: all ranks are equal.
+        notify: the command or the URL that is told how the job goes (launch/notify.py); "": there is none.
         keeps_logs: write the output of the job into files (launch/job_logs.py).
         log_dir: where; None: in the folder of this user's state.
         detaches: the job continues without the terminal (launch/detach.py).
@@ -100,6 +102,7 @@ class Request:
     recover: bool = False
     exchange: str = ""
     servers: int = 0
+    notify: str = ""
     keeps_logs: bool = False
     log_dir: Path | None = None
     detaches: bool = False
@@ -281,6 +284,7 @@ def _supervise(
         is_kept = bool(request.limits.most_restarts)
         agents = stack.enter_context(Agents(job.placement.own, str(socket_of(launcher)), says=is_kept))
         live = stack.enter_context(Live(request.script, _arguments(request), since))
+        stack.enter_context(Notifier(request.notify, live))
         if is_kept:
             stack.enter_context(_signals_end_in_order())
             holders = Holders(agents, job.program)

@@ -5,9 +5,11 @@ from __future__ import annotations
 import os
 import secrets
 import time
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from mpitrain.config import Config, read_config
 from mpitrain.context import JobContext
@@ -15,6 +17,7 @@ from mpitrain.errors import ConfigError
 from mpitrain.launch.connections import typed_on
 from mpitrain.launch.ending import words_of_end
 from mpitrain.launch.holders import Holders
+from mpitrain.launch.live_picture import slow_rank
 from mpitrain.launch.orders import Orders
 from mpitrain.launch.placement import Place
 from mpitrain.launch.processes import launcher_name
@@ -34,6 +37,8 @@ _NEXT = 2.0
 _ENDING = 6.0
 _SILENT_SECONDS = 2.5
 _HANG_SECONDS = "MPITRAIN_HANG_SECONDS"
+# A rank is named that makes the others wait in the mean of so long; the ranks are looked at so often.
+_SLOW_SECONDS, _LOOK_SECONDS = 60.0, 1.0
 
 
 def _config() -> Config:
@@ -59,7 +64,7 @@ class Stalls:
     def news(self) -> list[str]:
         """Return a report if one is due, one line per entry."""
         longest, is_due = 0.0, False
-        views = self._views()
+        views = self.views()
         for view in views:
             longest = max(longest, view.seconds / view.record.stall_seconds)
         longest = max(longest, self.idle_seconds() / self._config.stall_seconds)
@@ -81,7 +86,7 @@ class Stalls:
         In init(), a wait counts from the last rank's call: what a program does before may take any time.
         """
         since_all_called = self._seconds_since_all_called()
-        for view in self._views():
+        for view in self.views():
             hang_seconds = view.record.hang_seconds
             seconds = min(view.seconds, since_all_called) if view.record.phase == CALLED else view.seconds
             if view.record.status == WAITS and hang_seconds and seconds >= max(hang_seconds, self._look_again):
@@ -96,7 +101,7 @@ class Stalls:
     def idle_seconds(self) -> float:
         """Return for how long no rank has used a processor or read anything, of a program that has not called init();
         0.0: one has, or has called it."""
-        views = self._views()
+        views = self.views()
         if len(views) < self._num_ranks() or any(view.record.phase not in (STARTED, FAILED) for view in views):
             return 0.0
         return min((view.idle_seconds for view in views if view.ended_seconds is None), default=0.0)
@@ -117,7 +122,8 @@ class Stalls:
     def _num_ranks(self) -> int:
         return sum(place.num_ranks for place in self._places)
 
-    def _views(self) -> list[RankView]:
+    def views(self) -> list[RankView]:
+        """Return what is known of the ranks that are not lost."""
         lost = self._guards.lost()  # their records stay as they were when they ended
         views = [view for report in self._guards.reports.values() for view in report.ranks.values()]
         return [view for view in views if view.record.rank not in lost]
@@ -146,6 +152,35 @@ class Stalls:
         )
 
 
+class SlowRanks:
+    """Names a rank that makes the others wait, once each, below the launcher's progress bar and in the log."""
+
+    def __init__(self) -> None:
+        self._looks: deque[dict[str, Any]] = deque()
+        self._said: set[str] = set()
+
+    def news(self, views: Sequence[RankView], now: float) -> list[str]:
+        """Return the sentence about a rank that was not named yet. `now` is of time.monotonic()."""
+        if self._looks and now - self._looks[-1]["at"] < _LOOK_SECONDS:
+            return []
+        ranks = [
+            {"rank": view.record.rank, "host": view.host, "phase": "", **view.record.facts, "step": view.record.step}
+            for view in views
+        ]
+        if self._looks and len(ranks) != len(self._looks[-1]["ranks"]):
+            self._looks.clear()
+        self._looks.append({"at": now, "job": "", "ranks": ranks})
+        if now - self._looks[0]["at"] < _SLOW_SECONDS:
+            return []
+        text = slow_rank(self._looks)
+        self._looks.popleft()
+        who = text.partition(" is ")[0]
+        if not text or who in self._said:
+            return []
+        self._said.add(who)
+        return [text]
+
+
 class WatchedJob:
     """The job as run_job needs it."""
 
@@ -170,6 +205,7 @@ class WatchedJob:
         self._recovers = recovers
         self._places, self._guards, self._start_seconds = places, guards, start_seconds
         self._stalls = Stalls(places, guards)
+        self._slow = SlowRanks()
         self._since = 0.0
         self._said: set[int] = set()  # the lost ranks that were told of
 
@@ -184,9 +220,13 @@ class WatchedJob:
             self._guards.take_orders(self._orders)
 
     def news(self) -> list[str]:
-        """Return who waits for whom, if nothing has moved for long, and news of interpreters; one line per entry."""
+        """Return who waits for whom, if nothing has moved for long or a rank is slow, and news of interpreters.
+
+        One line per entry.
+        """
         of_holders = [] if self._holders is None else self._holders.news(self._places, self._guards.records())
-        return [*self._stalls.news(), *of_holders, *self._news_of_lost()]
+        slow = self._slow.news(self._stalls.views(), time.monotonic())
+        return [*self._stalls.news(), *slow, *of_holders, *self._news_of_lost()]
 
     def _news_of_lost(self) -> list[str]:
         """Say how ranks ended without which the others continue."""

@@ -134,6 +134,7 @@ class Course:
         if trainer.steering.saves and trainer.memory_step:  # what came from the disk is there
             self._save_if_told()
         trainer.steering.saves = False
+        trainer.begin_steps()
         self._leave_or_stay(STAYS)
 
     def _before_step(self) -> None:

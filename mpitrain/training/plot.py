@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,20 +21,39 @@ _COLORS = {"ranks": "tab:red", "memory": "tab:purple", "disk": "tab:brown", "aut
 _OTHER_COLOR = "tab:gray"  # of an event of a newer mpitrain
 _SAID = {"auto": "changed by itself", "told": "told"}
 MOST_TEXTS = 8  # of events, in the picture
+FORMATS = (".png", ".svg", ".pdf")
+_STYLES = ("-", "--", ":", "-.")  # of the metrics in a panel, where each run has a colour
+_OWN_COLORS = 10  # of Matplotlib
 _MOST_OUTER_STEPS = 40  # more lines would hide the curves
 
 
-def plot(path: Path, rows: Sequence[Mapping[str, float]], title: str, events: Sequence[RunEvent] = ()) -> None:
+@dataclass(frozen=True)
+class PlottedRun:
+    """What is drawn of a run.
+
+    Attributes:
+        name: in the legend.
+        rows: of the record, at least one.
+        events: of the record.
+    """
+
+    name: str
+    rows: Sequence[Mapping[str, float]]
+    events: Sequence[RunEvent] = ()
+
+
+def plot(path: Path, runs: Sequence[PlottedRun], title: str, metrics: Sequence[str] = ()) -> None:
     """Plot loss, throughput, the share of waiting and every other metric over the steps.
 
-    A dashed line marks each step after which a run resumed, and after which the training continued after a fault. The
-    last `MOST_TEXTS` events have their texts. A dotted line marks each row with outer steps, unless there are too many.
+    Of one run, a dashed line marks each step after which it resumed, and after which the training continued after a
+    fault. The last `MOST_TEXTS` events have their texts. A dotted line marks each row with outer steps, unless there
+    are too many. Of several runs, each has a colour in all panels.
 
     Args:
-        path: the file of the picture; it is overwritten.
-        rows: the rows of a record, at least one. The picture names those of the first three that they lack.
+        path: the file of the picture, whose ending is one of `FORMATS`; it is overwritten.
+        runs: one or more. The picture names those of the first three metrics that they lack.
         title: the text above the picture.
-        events: the events of the record.
+        metrics: only these; empty: all.
 
     Raises:
         ConfigError: matplotlib is not installed.
@@ -40,30 +61,23 @@ def plot(path: Path, rows: Sequence[Mapping[str, float]], title: str, events: Se
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
+        from matplotlib.lines import Line2D
         from matplotlib.ticker import PercentFormatter
     except ImportError as error:
         raise missing("the picture", "matplotlib", "plot", error) from None
 
-    panels = _panels(rows)
+    panels = _panels([row for run in runs for row in run.rows], metrics)
     columns = 1 if len(panels) <= 4 else 2
     lines = -(-len(panels) // columns)
     figure = Figure(figsize=(9 if columns == 1 else 14, 3 * lines), layout="constrained")
     FigureCanvasAgg(figure)
     figure.suptitle(_literal(title), fontsize="medium")
     places = figure.subplots(lines, columns, sharex=True, squeeze=False).T.ravel()
-    resumed = [row[RESUMED_AFTER] for row in rows if RESUMED_AFTER in row]
-    outer = _outer_steps(rows)
     for axes, (label, names) in zip(places, panels.items(), strict=False):
-        for name in names:
-            _draw(axes, rows, name)
-        is_empty = not axes.lines
-        for step in resumed:
-            label_once = "resumed" if step == resumed[0] else None
-            axes.axvline(step, color="gray", linestyle="--", linewidth=1, label=label_once)
-        for step in outer if len(outer) <= _MOST_OUTER_STEPS else ():
-            label_once = f"outer steps: {len(outer)}" if step == outer[0] else None
-            axes.axvline(step, color="silver", linestyle=":", linewidth=1, zorder=0, label=label_once)
-        _mark(axes, events, has_texts=axes is places[0])
+        is_empty = not (_draw_one(axes, runs[0], names) if len(runs) == 1 else _draw_all(axes, runs, names))
+        if len(runs) == 1:
+            _mark_steps(axes, runs[0].rows)
+            _mark(axes, runs[0].events, has_texts=axes is places[0])
         alone = len(names) == 1 and label == names[0].rpartition(" ")[2]
         axes.set(ylabel=_literal((names[0] if alone else label).replace("_", " ")))
         if names in ([_SHARE], [_SHARE_OF_WORKERS]):
@@ -74,22 +88,37 @@ def plot(path: Path, rows: Sequence[Mapping[str, float]], title: str, events: Se
         axes.grid(True, alpha=0.3)
         if is_empty:
             axes.text(0.5, 0.5, "not recorded", transform=axes.transAxes, ha="center")
-        elif len(axes.lines) > 1:
+        elif len(axes.get_legend_handles_labels()[0]) > (len(runs) == 1):
             # Above the axes, where no curve is.
             axes.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=4, frameon=False, fontsize="small")
         axes.tick_params(labelbottom=True)
     for axes in places[len(panels) :]:
         axes.remove()
+    if len(runs) > 1:
+        handles = [Line2D([], [], color=color) for color in _colors(len(runs))]
+        names = [_literal(run.name) for run in runs]
+        figure.legend(handles, names, loc="outside right upper", frameon=False, fontsize="small")
     figure.supxlabel("step", fontsize="medium")
-    figure.savefig(path, dpi=110, format="png")
+    figure.savefig(path, dpi=110, format=path.suffix[1:].lower())
 
 
-def _panels(rows: Sequence[Mapping[str, float]]) -> dict[str, list[str]]:
+def metrics_of(rows: Iterable[Mapping[str, float]]) -> list[str]:
+    """Return the metrics that can be drawn, in the order of their first rows."""
+    return list(dict.fromkeys(name for row in rows for name in row if name not in _PLACES))
+
+
+def _panels(rows: Sequence[Mapping[str, float]], metrics: Sequence[str]) -> dict[str, list[str]]:
     """Return the names that are drawn together, by the label of their axis.
 
     A metric of an evaluation shares the panel of the same metric in training, to compare "test loss" with "loss".
     """
-    names = list(dict.fromkeys(name for row in rows for name in row if name not in _PLACES))
+    names = metrics_of(rows)
+    if metrics:
+        panels: dict[str, list[str]] = {}
+        for name in metrics:
+            label = "samples/s" if name == "samples_per_second" else name.rpartition(" ")[2]
+            panels.setdefault(label, []).append(name)
+        return panels
     speed = "tokens_per_second" if "tokens_per_second" in names else "samples_per_second"
     panels = {"loss": ["loss"] if "loss" in names else [], f"{speed.partition('_')[0]}/s": [speed]}
     waiting = _SHARE_OF_WORKERS if _SHARE_OF_WORKERS in names else _SHARE
@@ -127,12 +156,47 @@ def _mark(axes: Any, events: Sequence[RunEvent], *, has_texts: bool) -> None:
         )
 
 
-def _draw(axes: object, rows: Sequence[Mapping[str, float]], name: str) -> None:
-    points = [(row["step"], row[name]) for row in rows if name in row]
-    if points:
-        marker = "o" if len(points) <= 30 else ""
-        label = _literal(name.replace("_", " "))
-        axes.plot(*zip(*points, strict=True), marker=marker, label=label)  # type: ignore[attr-defined]
+def _mark_steps(axes: Any, rows: Sequence[Mapping[str, float]]) -> None:
+    """A line where a run has resumed, and where it has made outer steps."""
+    resumed, outer = [row[RESUMED_AFTER] for row in rows if RESUMED_AFTER in row], _outer_steps(rows)
+    for step in resumed:
+        label_once = "resumed" if step == resumed[0] else None
+        axes.axvline(step, color="gray", linestyle="--", linewidth=1, label=label_once)
+    for step in outer if len(outer) <= _MOST_OUTER_STEPS else ():
+        label_once = f"outer steps: {len(outer)}" if step == outer[0] else None
+        axes.axvline(step, color="silver", linestyle=":", linewidth=1, zorder=0, label=label_once)
+
+
+def _draw_one(axes: Any, run: PlottedRun, names: Sequence[str]) -> bool:
+    """Draw the metrics of a run. Return whether there was one."""
+    for name in names:
+        _draw(axes, run.rows, name, label=_literal(name.replace("_", " ")))
+    return bool(axes.lines)
+
+
+def _draw_all(axes: Any, runs: Sequence[PlottedRun], names: Sequence[str]) -> bool:
+    """Draw the metrics of several runs: a colour for each run, and a style of line for each metric."""
+    for run, color in zip(runs, _colors(len(runs)), strict=True):
+        for name, style in zip(names, itertools.cycle(_STYLES), strict=False):
+            _draw(axes, run.rows, name, color=color, linestyle=style)
+    has_curves = bool(axes.lines)
+    for name, style in zip(names if len(names) > 1 else (), itertools.cycle(_STYLES), strict=False):
+        axes.plot([], [], color="black", linestyle=style, label=_literal(name.replace("_", " ")))
+    return has_curves
+
+
+def _draw(axes: Any, rows: Sequence[Mapping[str, float]], name: str, **how: Any) -> None:
+    if points := [(row["step"], row[name]) for row in rows if name in row]:
+        axes.plot(*zip(*points, strict=True), marker="o" if len(points) <= 30 else "", **how)
+
+
+def _colors(count: int) -> list[Any]:
+    """So many colours that differ: Matplotlib's own ten, or as many of a band of colours."""
+    if count <= _OWN_COLORS:
+        return [f"C{number}" for number in range(count)]
+    from matplotlib import colormaps
+
+    return [colormaps["turbo"](number / (count - 1)) for number in range(count)]
 
 
 def _literal(text: str) -> str:

@@ -24,6 +24,7 @@ from mpitrain.training.parts import Built, Parts
 from mpitrain.training.run_event import RunEvent
 from mpitrain.training.steering import Steering
 from mpitrain.training.step import Step
+from mpitrain.training.time_left import TimeLeft
 from mpitrain.watching.activity import own_activity
 from mpitrain.world.world import World
 
@@ -80,6 +81,7 @@ class Trainer:
     def _begin(self, world: World) -> None:
         """Make all parts for a World."""
         self.world = world
+        self.begin_steps()
         self.hooks = observed(world, self._given_hooks)
         parts = self._built.begin(world)
         self.adapter, self.strategy, self.data = parts.adapter, parts.strategy, parts.data
@@ -87,6 +89,18 @@ class Trainer:
         if isinstance(self.strategy, ServedStrategy) and self.strategy.role:
             self.served = self.strategy
         self._virtual_passes = parts.strategy.passes(parts.adapter, parts.data)
+
+    def begin_steps(self) -> None:
+        """Take note that the next step is the first one of a run, or in a World."""
+        self._time_left = TimeLeft(self.step_number, time.perf_counter())
+
+    @property
+    def seconds_left(self) -> float | None:
+        """How long the steps up to `last_step` take, by the mean over the last half of the run, or more.
+
+        None: it is not known.
+        """
+        return self._time_left.seconds(self.step_number, self.last_step, time.perf_counter())
 
     def rebuild(self, world: World) -> None:
         """Continue in another World, after the same number of steps, with the same parameters, optimizer and data
@@ -180,6 +194,8 @@ class Trainer:
 
     def tell(self, event: RunEvent) -> None:
         """Tell the hooks that the training has gone on after a fault or an order. Every rank makes the same call."""
+        if event.source == "told":
+            self._time_left.leave_out(event.seconds)
         for hook in self.hooks:
             hook.went_on(self, event)
 
@@ -262,8 +278,12 @@ class Trainer:
     ) -> Step:
         """Count a step that has been made."""
         self.step_number += 1
-        seconds = time.perf_counter() - started
+        now = time.perf_counter()
+        seconds = now - started
+        self._time_left.add(self.step_number, now)
         if self._activity:
+            self._activity.publish("last_step", self.last_step or 0)
+            self._activity.publish("left", self.seconds_left or 0.0)
             self._activity.report({"loss": means.loss, "samples/s": means.weight / seconds})
             self._activity.publish("epoch", self.data.epoch + 1)
         return Step(

@@ -62,4 +62,25 @@ FACTS = (
         "for how many seconds the rank has waited for others in all waits that have ended, also in those below 0.1 s. "
         "The share of a second by which it grows tells a slow rank: it waits least",
     ),
+    RankFact(
+        "last_step",
+        int,
+        "",
+        None,
+        "Last step",
+        NEVER,
+        False,
+        "the step after which the run ends; null: not known",
+    ),
+    RankFact(
+        "left",
+        float,
+        "seconds",
+        None,
+        "Left",
+        NEVER,
+        False,
+        "for how many seconds the steps up to `last_step` take, by the mean over the last half of the run, or more; "
+        "null: not known, or none is left",
+    ),
 )

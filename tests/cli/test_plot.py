@@ -170,6 +170,64 @@ def test_many_events(drawn: Any, capsys: pytest.CaptureFixture[str]) -> None:
     assert all(f"after step {step}: order {step} (ada on a)\n" in printed for step in range(1, 13))
 
 
+@pytest.fixture
+def compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Compares runs of these folders, which lie in one, and returns the figure, which is a file too."""
+    from matplotlib.figure import Figure
+
+    figures: list[Any] = []
+    save = Figure.savefig
+
+    def saved(figure: Any, *arguments: Any, **options: Any) -> None:
+        figures.append(figure)
+        save(figure, *arguments, **options)
+
+    def compare(rows: dict[str, list[dict[str, Any]]], *options: str) -> Any:
+        for name, its in rows.items():
+            (tmp_path / name).mkdir(parents=True)
+            record(tmp_path / name, its)
+        monkeypatch.setattr(Figure, "savefig", saved)
+        monkeypatch.chdir(tmp_path)
+        assert main(["plot", *rows, *options]) == 0
+        return figures[-1]
+
+    return compare
+
+
+def test_several_runs(compared: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A run has one colour in all panels, and a metric one style of line in its panel."""
+    figure = compared({"runs/a": ROWS, "runs/b/1": ROWS[:5], "runs/b/2": rows_of(3)})
+    assert capsys.readouterr().out == "compare.png: 3 runs, steps 1 to 190\n"
+    assert (tmp_path / "compare.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+    losses, speeds, _, accuracies = figure.axes
+    [legend] = figure.legends
+    assert [text.get_text() for text in legend.get_texts()] == ["a", "b/1", "b/2"]
+    colors = [line.get_color() for line in legend.get_lines()]
+    assert len(set(colors)) == 3
+    curves = [(line.get_color(), line.get_linestyle(), len(line.get_xdata())) for line in losses.lines[:5]]
+    a, first, second = colors
+    assert curves == [(a, "-", 19), (a, "--", 4), (first, "-", 5), (first, "--", 1), (second, "-", 3)]
+    assert [text.get_text() for text in losses.get_legend().get_texts()] == ["loss", "validation loss"]
+    assert [line.get_color() for line in speeds.lines] == colors
+    assert [line.get_color() for line in accuracies.lines] == [a, first]
+    assert accuracies.get_legend() is None
+
+
+def test_twenty_runs_have_twenty_colours(compared: Any) -> None:
+    figure = compared({f"run{number}": rows_of(2) for number in range(20)}, "--metric", "loss")
+    assert len(figure.axes) == 1
+    assert len({tuple(line.get_color()) for line in figure.axes[0].lines}) == 20
+
+
+def test_some_metrics_of_a_run_in_a_file_of_its_own(compared: Any, tmp_path: Path) -> None:
+    options = ("--metric", "validation loss", "--metric", "accuracy", "-o", "chosen.svg")
+    figure = compared({"a": ROWS}, *options)
+    assert [axes.get_ylabel() for axes in figure.axes] == ["validation loss", "accuracy"]
+    assert [list(line.get_ydata()) for line in figure.axes[0].lines] == [[2.5 / step for step in (40, 80, 120, 160)]]
+    assert "<svg" in (tmp_path / "chosen.svg").read_text()
+    assert not list(tmp_path.rglob("*.png"))
+
+
 def test_what_cannot_be_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plot", str(tmp_path)]) == 2
     assert f"there is no {tmp_path / 'metrics.jsonl'}; name the directory" in capsys.readouterr().err
@@ -178,6 +236,10 @@ def test_what_cannot_be_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert main(["plot", str(record(tmp_path, [], "hello\n"))]) == 1
     assert "line 1 is not a row of a record" in capsys.readouterr().err
     record(tmp_path, ROWS)
+    assert main(["plot", str(tmp_path), "--metric", "bleu"]) == 2
+    assert "--metric 'bleu' is in no row; recorded are loss, samples_per_second, " in capsys.readouterr().err
+    assert main(["plot", str(tmp_path), "-o", "a.bmp"]) == 2
+    assert "-o a.bmp: allowed are files that end in .png, .svg, .pdf" in capsys.readouterr().err
     (tmp_path / "metrics.png").mkdir()
     assert main(["plot", str(tmp_path)]) == 1
     assert "cannot write" in capsys.readouterr().err

@@ -41,7 +41,7 @@ def test_the_slowest_comes_first() -> None:
     history = TopHistory()
     for second in range(4):
         history.add(look(100.0 + second, rank(0, "waits"), rank(1, "computes"), rank(2, "waits"), rank(3, "computes")))
-    ranks = [rank(0, "waits"), rank(1, "computes"), rank(2, "computes", step=9), rank(3, "stopped", host="a")]
+    ranks = [rank(0, "waits"), rank(1, "computes", step=9), rank(2, "computes", step=8), rank(3, "stopped", host="a")]
     history.add(look(104.0, *ranks))
     assert [entry["rank"] for entry in history.sort(ranks, "slowest")] == [3, 2, 1, 0]
     assert [entry["rank"] for entry in history.sort(ranks, "rank")] == [0, 1, 2, 3]
@@ -64,7 +64,7 @@ def test_what_is_drawn() -> None:
     ranks = [rank(0, "computes"), rank(1, "waits", call="mean of 4 float32")]
     lines = drawn(look(3725.0, *ranks, state="restarts", tries=2, events=[{"at": 0.0, "text": "rank 2 was lost"}]))
     assert lines[0] == "job 1a2b3c4d  restarts  1:02:05  attempt 2"
-    assert lines[1:3] == ["train.py --epochs 5", "step 10  epoch 3  loss 0.25  1,503 samples/s"]
+    assert lines[1:3] == ["train.py --epochs 5", "step 10  loss 0.25  1,503 samples/s  epoch 3"]
     assert lines[3].endswith(" rank 2 was lost")
     assert lines[5].split() == ["RANK", "HOST", "PHASE", "FOR", "STEP", "LAST", "10", "S", "IN"]
     assert lines[6].split() == ["0", "node1", "computes", "2.5", "s", "10", "c" * 16]
@@ -74,6 +74,18 @@ def test_what_is_drawn() -> None:
         "last 10 s: c computes  . waits  w wire  b busy  d disk  s stopped  p paused",
         "keys",
     ]
+
+
+@pytest.mark.parametrize("width", [80, 140])
+def test_how_far_the_run_is(width: int) -> None:
+    """The same at each width, down to the epoch; and in a pause no time is left that runs down."""
+    begun = [{**rank(number, "computes", step=132_932), "last_step": 900_000, "left": 88_690.4} for number in (0, 1)]
+    line = "step 132,932 / 900,000  14 %  1 day, 0:38:10 left  loss 0.25  1,503 samples/s"
+    assert drawn(look(9.0, *begun), width)[2] == line + ("  …" if width == 80 else "  epoch 3")
+    paused = drawn(look(9.0, *begun, paused=WHO), width)[2]
+    assert paused == "step 132,932 / 900,000  14 %  loss 0.25  epoch 3"
+    unknown = [{**entry, "last_step": None, "left": None} for entry in begun]
+    assert drawn(look(9.0, *unknown), width)[2] == "step 132,932  loss 0.25  1,503 samples/s  epoch 3"
 
 
 def test_a_job_of_a_server() -> None:
@@ -105,7 +117,7 @@ def test_a_pause_is_neither_slow_nor_silent() -> None:
     history = TopHistory()
     lines = drawn(look(9.0, *ranks, paused=WHO, stall="rank 3 is stopped"), history=history)
     assert lines[0] == "job 1a2b3c4d  paused  0:00:09"
-    assert lines[2:5] == ["step 10  epoch 3  loss 0.25", WHO, "rank 3 is stopped"]
+    assert lines[2:5] == ["step 10  loss 0.25  epoch 3", WHO, "rank 3 is stopped"]
     rows = [line.split() for line in lines[7:11]]
     assert rows[0] == ["!", "3", "node1", "stopped", "2.5", "s", "10", "s" * 16]
     assert rows[1] == ["1", "node1", "busy", "2.5", "s", "10", "b" * 16, "write", "a", "checkpoint"]
@@ -145,9 +157,18 @@ def test_a_slow_rank_is_named_at_80_columns() -> None:
     for at in range(3):
         waits = (0.8 * at, 0.82 * at, 0.01 * at, 0.81 * at)
         ranks = [rank(number, "computes", waited=waited) for number, waited in enumerate(waits)]
-        answer = look(9.0 + at, *ranks)
+        said = {"at": 0.0, "text": "rank 2 on node1 is 5.0x slower: 3 ranks wait for it, 80% of the time"}
+        answer = look(9.0 + at, *ranks, events=[said])  # which the launcher has said is not said twice
         lines = drawn(answer, history=history, width=80)
         assert (lines[3] == "rank 2 on node1 is 5.2x slower: 3 ranks wait for it, 81% of the time") == (at > 0), lines
+    rows = [line.split() for line in lines[5:9]]
+    assert lines[4].split()[5:] == ["WAITS", "LAST", "10", "S", "IN"]
+    assert [(row[0], row[6], row[7]) for row in rows] == [
+        ("2", "1%", "c" * 16),
+        ("0", "80%", "ccc" + "." * 13),
+        ("3", "81%", "ccc" + "." * 13),
+        ("1", "82%", "ccc" + "." * 13),
+    ]
     assert drawn(look(13.0, *(rank(number, "computes", waited=9.0) for number in range(4))), history=history)[3] == ""
 
 

@@ -23,7 +23,8 @@ from mpitrain.training.writers.json_lines import read_events
 from serving import Dashboard, dashboard, require
 
 RANKS = 3
-# The training ends when the file `go-on` is there; or rank 1 fails, as the first argument says.
+# The training begins when there is no file `hold`, and ends when there is one `go-on`; or rank 1 fails, as the
+# first argument says.
 SCRIPT = r"""
 import os, pathlib, signal, sys, time
 import numpy
@@ -63,6 +64,8 @@ print(f"loss of rank {world.rank}: \x1b[31m0.{world.rank}\x1b[0m", file=sys.stde
 if world.rank == 1:
     sys.stdout.buffer.write(b"<b>caf\xc3\xa9</b> \xff\x07" + b"x" * 10_000 + b"\n")
 sys.stdout.flush()
+while (folder.parent / "hold").exists():
+    time.sleep(0.05)
 
 record = mt.Record([mt.writers.JsonLines(folder)], steps={"ends": 2, "killed": 5, "told": 1000000}[how])
 mt.Trainer(build, [mt.StopAtStep(1_000_000), Gate(), record]).run()
@@ -209,6 +212,31 @@ def test_a_page_that_is_open_while_a_job_stops_and_ends(tmp_path: Path, browser:
         assert job.code == 0, job.output
         until(lambda: "done" in page.inner_text("#state"))
         until(lambda: page.locator("#live").is_hidden())
+        context.close()
+
+
+def test_a_page_that_is_opened_while_a_job_starts_gets_its_charts(tmp_path: Path, browser: Any) -> None:
+    (tmp_path / "runs").mkdir()
+    folder = tmp_path / "elsewhere/run"
+    folder.parent.mkdir()
+    (folder.parent / "hold").touch()
+    with dashboard(tmp_path / "cache", str(tmp_path / "runs")) as served:
+        context = browser.new_context()
+        page = context.new_page()
+        page.set_default_timeout(240_000)
+        page.goto(served.link)
+
+        def during(_: subprocess.Popen[str]) -> None:
+            page.get_by_label("Filter").fill(str(tmp_path))
+            page.locator("#runs tbody a").first.click()
+            page.wait_for_url("**/run/job-*")
+            (folder.parent / "hold").unlink()
+            page.wait_for_selector("#charts[data-drawn]")
+            assert page.url == f"{served.base}/run/{run_id(folder)}"
+            (folder.parent / "go-on").touch()
+
+        job = run_script(tmp_path, "ends", during)
+        assert job.code == 0, job.output
         context.close()
 
 

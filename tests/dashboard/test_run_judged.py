@@ -16,6 +16,7 @@ from mpitrain.dashboard.machines import machines_of
 from mpitrain.dashboard.record_reader import run_id
 from mpitrain.dashboard.run_notes import read_notes
 from mpitrain.dashboard.series import means
+from mpitrain.dashboard.shown_jobs import ShownJob
 from mpitrain.dashboard.summary import arguments_of, summary_of_run
 from mpitrain.dashboard.versus import is_higher_better, main_metric
 from serving import Dashboard, dashboard
@@ -70,6 +71,10 @@ def test_the_best_value_and_the_time_left(tmp_path: Path) -> None:
     assert summary["best"] == {"name": "test accuracy", "value": 0.75, "step": 2.0}
     assert summary["bests"] == {"loss": 0.5, "test accuracy": 0.75}
     assert summary["state"] == "trains" and summary["left"] == pytest.approx((run.changed - 1000.0) / 4 * 5)
+    # Of a running job, what its ranks say: they leave pauses out.
+    ranks = [{"rank": number, "phase": "computes", "step": 4, "left": left} for number, left in enumerate((None, 7.5))]
+    job = ShownJob({"ids": [""], "state": "trains", "ranks": ranks, "hosts": {}, "record": run.folder}, 0.0)
+    assert summary_of_run(run, job)["left"] == 7.5
     index.close()
 
 

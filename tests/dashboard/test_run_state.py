@@ -117,6 +117,26 @@ def test_two_jobs_that_begin_have_two_ids() -> None:
     assert {ids[0], "job-1a2b3c4d", "job-5a6b7c8d"} == set(ids_of(later))
 
 
+def test_the_grid_shows_waits_that_are_short() -> None:
+    """A rank publishes a wait after 0.1 s. In a step of 0.1 s, only the sum of all waits tells who waits for whom."""
+
+    def at(seconds: float, waited: tuple[float, ...], phases: tuple[str, ...]) -> dict[str, Any]:
+        both = enumerate(zip(phases, waited, strict=True))
+        ranks = [{"rank": number, "phase": phase, "waited": sum_, "step": 7} for number, (phase, sum_) in both]
+        return {"at": seconds, "job": "1a2b3c4d", "ids": ["1a2b3c4d"], "ranks": ranks}
+
+    job = ShownJob(at(100.0, (0.0, 0.0, 0.0), ("computes",) * 3), 0.0)
+    job.take(at(101.0, (0.0, 0.0, 0.0), ("computes",) * 3))
+    job.take(at(102.0, (0.83, 0.02, 0.6), ("computes", "computes", "stopped")))
+    job.take(at(103.0, (1.2, 0.02, 0.6), ("computes", "wire", "stopped")))
+    assert [phases for _, phases in job.history] == [
+        ["computes", "computes", "computes"],
+        ["waits", "computes", "stopped"],
+        ["computes", "wire", "stopped"],
+    ]
+    assert job.look["column"] == job.history[-1][1]
+
+
 def test_what_differs() -> None:
     other = dataclasses.replace(
         DOCUMENT,
@@ -128,7 +148,7 @@ def test_what_differs() -> None:
         started=5.0,
     )
     assert differences([DOCUMENT, other]) == [
-        {"name": "arguments", "values": ["--lr 0.1", "--lr 0.2"]},
+        {"name": "--lr", "values": ["0.1", "0.2"]},
         {"name": "commit", "values": ["0123abcd", "0123abcd and changes"]},
         {"name": "ranks", "values": ["3", "2"]},
         {"name": "hosts", "values": ["a: 2, b: 1", "a: 2"]},

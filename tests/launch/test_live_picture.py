@@ -14,6 +14,7 @@ from mpitrain.launch.live_picture import add_printed, is_over, of_ranks
 from mpitrain.launch.live_watcher import LiveWatcher
 from mpitrain.launch.log import KeptOutput
 from mpitrain.launch.output import OutputPiece
+from mpitrain.launch.watched import SlowRanks
 from mpitrain.watching.rank_record import BEGUN, CALLED, DONE, ENDED, STARTED, WAITS, WORKS, RankRecord
 from mpitrain.watching.view import RankView
 
@@ -114,6 +115,25 @@ def test_a_lost_rank_holds_nobody_up() -> None:
     picture = of_ranks([*going_on, view(3, "b", WAITS, 60.0)], PLACES, {})
     assert [one["phase"] for one in picture["ranks"]] == ["computes", "computes", "computes", "lost"]
     assert picture["stall"] is None
+
+
+def test_the_launcher_names_a_slow_rank_once_after_a_while() -> None:
+    """Rank 2 computes all the time, from second 70 to 120; then, from second 200, rank 0. Looks are of a minute."""
+    slow, said = SlowRanks(), []
+    waited = [0.0, 0.0, 0.0]
+    for second in range(300):
+        if 70 <= second < 120 or second >= 200:
+            awaited = 2 if second < 120 else 0
+            waited = [sum_ + (rank != awaited) * 0.9 for rank, sum_ in enumerate(waited)]
+        views = [view(rank, "a", facts={"step": second + 1, "waited": sum_}) for rank, sum_ in enumerate(waited)]
+        said += [(second, text) for text in slow.news(views, 1000.0 + second)]
+        assert slow.news(views, 1000.5 + second) == []
+    assert [(second, text.partition(":")[0]) for second, text in said] == [
+        (92, "rank 2 on a is 1.5x slower"),
+        (222, "rank 0 on a is 1.5x slower"),
+    ]
+    waits = [view(rank, "a", facts={"step": 1, "waited": 0.8 * (rank > 0)}) for rank in range(3)]
+    assert SlowRanks().news(waits, 0.0) == []
 
 
 def test_when_all_is_over() -> None:

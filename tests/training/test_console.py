@@ -96,9 +96,9 @@ def test_a_bar_on_a_terminal() -> None:
     assert lines[2:4] == ["step 6: accuracy 0.2500", "step 12: accuracy 0.2500"]
     assert lines[-1] == "after"
     bar = " ".join(lines[4:-1])
-    assert re.search(r"epoch 3 step\s+12/12 ━+ +loss 0.5000 \| lr 0.1 \| [\d,]+ samples/s\s+\| 0:00:00 left", bar), (
-        lines
-    )
+    assert re.search(
+        r"epoch 3 step\s+12/12 ━+ +100% loss 0.5000 \| lr 0.1 \| [\d,]+ samples/s\s+\| 0:00:00 left", bar
+    ), lines
     assert output.rindex("\x1b[?25h") > output.rindex("\x1b[?25l")  # the cursor is back
 
 
@@ -106,7 +106,7 @@ def test_a_bar_without_a_known_end() -> None:
     code, output = on_a_terminal(120, "unknown")
     assert code == 0, output
     assert "epoch 1 step 1 " in output  # and no "of how many" before the end is known
-    assert re.search(r"epoch \d+ step (\d+)/\1 ━+ loss 0.5000", "\n".join(screen(output)))
+    assert re.search(r"epoch \d+ step (\d+)/\1 ━+ 100% loss 0.5000", "\n".join(screen(output)))
 
 
 @pytest.fixture
@@ -116,20 +116,25 @@ def launcher(tmp_path: Path) -> list[str]:
     return [sys.executable, "-m", "mpitrain", "run", "-n", "2", str(tmp_path / "train.py")]
 
 
-BAR = r"epoch \d step\s+(\d+)/12 ?(━*)[╸╺━ ]* ?loss 0.5000 \| lr 0.1 \| [\d,]+ samples/s\s+\| 0:00:0\d left"
+# A narrow terminal has no room for all of it.
+BAR = r"""(?x)epoch\ \d\ step\s+(\d+)/12\ ([╸╺━\ ]{10,})\ ([\d\ ]{3})%
+    \ loss\ 0.5000(\ \|\ lr\ 0.1)?(\ \|\ [\d,]+\ samples/s)?\s+\|\ 0:00:0\d\ left"""
 END = r"epoch 3 step 12/12 \| loss 0.5000 \| lr 0.1 \| [\d,]+ samples/s \| 0:00:00 left"
 
 
-def test_a_bar_below_what_the_ranks_print(launcher: list[str]) -> None:
+@pytest.mark.parametrize("columns", [80, 140])
+def test_a_bar_below_what_the_ranks_print(launcher: list[str], columns: int) -> None:
     """The terminal is that of the launcher; a rank has a pipe."""
-    code, output = on_a_terminal(120, under=launcher, NO_COLOR="1")
+    code, output = on_a_terminal(columns, under=launcher, NO_COLOR="1")
     assert code == 0, output
     # Each bar has the last line to itself, with no rank in front, and leaves the cursor at the margin.
     drawn = [found for found in re.findall(r"\r\x1b\[K([^\r\n]*)\r(?!\n)", output) if found and found[0] != "\x1b"]
     assert drawn, output
-    assert all(re.fullmatch(BAR, bar) and len(bar) == 119 for bar in drawn), drawn
-    shown = [int(re.fullmatch(BAR, bar)[1]) for bar in drawn]  # type: ignore[index]
+    bars = [re.fullmatch(BAR, bar) for bar in drawn]
+    assert all(its and len(its[0]) == columns - 1 and (its[4] or columns == 80) for its in bars), drawn
+    shown = [(int(its[1]), int(its[3])) for its in bars if its]
     assert shown == sorted(shown)
+    assert all(percent == 100 * step // 12 for step, percent in shown)
     # What stays is whole lines, each with its ranks; the ranks may come in any order.
     split = [re.fullmatch(r"\[(0,1|0|1)\] (.*)", line) for line in screen(output) if line]
     assert all(split), output

@@ -28,7 +28,7 @@ export class Grid {
     const last = this.history[this.history.length - 1];
     this.hosts = look.ranks.map((rank) => rank.host);
     if (last && look.at <= last[0] && last[0] - look.at < 60) return;
-    this.history.push([look.at, look.ranks.map((rank) => rank.phase)]);
+    this.history.push([look.at, look.column ?? look.ranks.map((rank) => rank.phase)]);
     this.history = this.history.slice(-600);
     this.draw();
   }

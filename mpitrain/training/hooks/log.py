@@ -6,7 +6,6 @@ import io
 import os
 import sys
 import time
-from collections import deque
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -22,11 +21,9 @@ if TYPE_CHECKING:
 
 # The time between two drawings of the bar on a terminal.
 _BAR_SECONDS = 0.2
-# The steps of so many last seconds say how much time is left: those of 0.2 s would make it jump.
-_LEFT_SECONDS = 30.0
 _LEAST_CELLS = 10  # of the bar
-# Begins of what is not shown beside the bar where the terminal is too narrow, the first one first.
-_LESS = ("wire ", "loss scale ", "lr ")
+# Of what is not shown beside the bar where the terminal is too narrow, the first one first.
+_LESS = ("wire ", "loss scale ", "lr ", "samples/s")
 
 
 class Log(Hook):
@@ -60,7 +57,6 @@ class Log(Hook):
         self._interval = _BAR_SECONDS if is_terminal else self._seconds
         self._last = time.perf_counter()
         self._first = True  # show the first step at once: it says that training has begun
-        self._marks: deque[tuple[float, int]] = deque([(self._last, trainer.step_number)])  # times, steps
         self._steps = 0
         self._samples = self._exposed = self._wire = 0.0
 
@@ -82,8 +78,8 @@ class Log(Hook):
             f"lr {step.learning_rate:.3g}",
             f"{self._samples / elapsed:,.0f} samples/s",
         ]
-        if last is not None:
-            facts.append(f"{timedelta(seconds=round(self._seconds_left(now, step.number, last)))} left")
+        if trainer.seconds_left is not None:
+            facts.append(f"{timedelta(seconds=round(trainer.seconds_left))} left")
         scale = trainer.adapter.loss_scale
         if scale:
             facts.append(f"loss scale {scale.value:g}, {scale.skipped_steps} skipped")
@@ -98,24 +94,10 @@ class Log(Hook):
         self._last, self._first, self._steps = now, False, 0
         self._samples = self._exposed = self._wire = 0.0
 
-    def _seconds_left(self, now: float, number: int, last: int) -> float:
-        """How long the other steps take, if they take as long as those of the last seconds."""
-        self._marks.append((now, number))
-        # The first mark is before the first step, which also compiles and reads: it counts only while it is alone.
-        while len(self._marks) > 2 and (self._first_step_ends or self._marks[1][0] < now - _LEFT_SECONDS):
-            self._marks.popleft()
-        begin, done = self._marks[0]
-        return (last - number) * (now - begin) / max(1, number - done)
-
-    @property
-    def _first_step_ends(self) -> bool:
-        return self._marks[1][1] - self._marks[0][1] == 1 and len(self._marks) == 3
-
     def went_on(self, trainer: Trainer, event: RunEvent) -> None:
         """See Hook. A pause does not count in what is shown."""
         if event.source == "told":
             self._last += event.seconds
-            self._marks = deque((at + event.seconds, number) for at, number in self._marks)
 
     def close(self) -> None:
         """See Hook."""
@@ -133,7 +115,8 @@ class _Bar:
         from rich.console import Console
         from rich.progress import BarColumn, Progress, TextColumn
 
-        texts = [TextColumn("{task.fields[where]}"), BarColumn(bar_width=None), TextColumn("{task.fields[facts]}")]
+        share, facts = TextColumn("{task.fields[share]}"), TextColumn("{task.fields[facts]}")
+        texts = [TextColumn("{task.fields[where]}"), BarColumn(bar_width=None), share, facts]
         if columns:
             # From the encoding, Rich knows which characters the bar may have. Nothing is written to the file.
             file = io.TextIOWrapper(io.BytesIO(), encoding=sys.stdout.encoding)
@@ -144,16 +127,18 @@ class _Bar:
         self._last_line = ""
         # `show` draws the bar, so that no thread takes the processor away from a step.
         self._progress: Any = Progress(*texts, console=self._console, auto_refresh=False, expand=True)
-        self._task = self._progress.add_task("", total=last, completed=first, where="", facts="")
+        self._task = self._progress.add_task("", total=last, completed=first, where="", share="", facts="")
         if self._is_own:
             self._progress.start()
 
     def show(self, number: int, last: int | None, where: str, facts: list[str]) -> None:
-        shown, room = list(facts), self._console.width - len(where) - _LEAST_CELLS - 2  # a space beside the bar
-        for begin in _LESS:
+        share = f"{100 * number // last:3d}%" if last else ""
+        shown, room = list(facts), self._console.width - len(where) - _LEAST_CELLS - len(share) - 3  # spaces between
+        for words in _LESS:
             if len(" | ".join(shown)) > room:
-                shown = [fact for fact in shown if not fact.startswith(begin)]
-        self._progress.update(self._task, completed=number, total=last, where=where, facts=" | ".join(shown))
+                shown = [fact for fact in shown if words not in fact]
+        fields = {"where": where, "share": share, "facts": " | ".join(shown)}
+        self._progress.update(self._task, completed=number, total=last, **fields)
         if self._is_own:
             self._progress.refresh()
             return
