@@ -68,6 +68,7 @@ class Room:
         self.letters: defaultdict[Any, deque[bytes]] = defaultdict(deque)
         self.works: defaultdict[Any, list[Iterator[Any]]] = defaultdict(list)
         self.exchanges, self.steps = [0] * workers, [0] * workers
+        self.first = 0  # the steps made before an interruption
         self.problem: BaseException | None = None
 
     def wait_for(self, is_so: Any) -> None:
@@ -109,15 +110,19 @@ class Joined:
 
     may_overflow, division = False, ""
 
-    def __init__(self, world: mt.World, room: Room, worker: int, codec: str, decay: float) -> None:
-        self._world, self._room, self._codec, self._decay = world, room, codec, decay
+    def __init__(
+        self, world: mt.World, room: Room, worker: int, codec: str = "none", decay: float = 1.0, warm_up: int = 0
+    ) -> None:
+        """`warm_up`: as of mt.Sync, which makes an exchange over MPI for these steps."""
+        self._world, self._room, self._codec, self._decay, self._warm_up = world, room, codec, decay, warm_up
         self._number, self._calls = room.exchanges[worker], 0
         room.exchanges[worker] += 1
         group = Group(Mailbox(room, self._number, worker), tuple(range(room.workers)), worker)
+        self._plain: Any = direct_steps(group)
         self._is_low_rank = codec.startswith("power_sgd")
         if self._is_low_rank:
             together: Any = SimpleNamespace(size=room.workers, print=world.print)
-            self._steps: Any = low_rank_steps(together, direct_steps(group), Products(can_compile()))
+            self._steps: Any = low_rank_steps(together, self._plain, Products(can_compile()))
         else:
             coder = None if codec == "none" else make_codec(codec)
             self._steps = gathered_steps(group, coder) if coder and coder.gathered else direct_steps(group, coder)
@@ -130,9 +135,14 @@ class Joined:
         assert part.indices(slot.flat.size)[:2] == (0, slot.flat.size), "these models have one bucket"
         scale(slot.flat, share / self._room.workers)
         slot.fade(part, self._decay)
-        more = (plan(self._tensors, rank_of(self._codec)), slot.factors) if self._is_low_rank else ()
         self._calls += 1
-        work = self._jointly(self._steps(slot.flat, slot.residual, *more), (self._number, self._calls))
+        if self._calls <= self._warm_up:
+            work = self._plain(slot.flat)
+        elif self._is_low_rank:
+            work = self._steps(slot.flat, slot.residual, plan(self._tensors, rank_of(self._codec)), slot.factors)
+        else:
+            work = self._steps(slot.flat, slot.residual)
+        work = self._jointly(work, (self._number, self._calls))
         return AllreduceHandle(self._world, self._codec, slot.flat, work)
 
     def _jointly(self, work: Iterator[Any], key: tuple[int, int]) -> Iterator[None]:
@@ -156,7 +166,8 @@ def strategy_of(row: str, room: Room, worker: int) -> Strategy:
     given = {key: float(value) for key, _, value in (one.partition("=") for one in settings)}
     joined = partial(partial, Joined, room=room, worker=worker)
     if kind not in ("local_sgd", "diloco", "streaming_diloco", "sparse_loco"):
-        return mt.Sync(joined(codec="none" if kind in ("plain", "one_worker") else name, decay=1.0))
+        codec = "none" if kind in ("plain", "one_worker") else name
+        return mt.Sync(joined(codec=codec, warm_up=int(given.pop("warm_up", 0)) - room.first))
     outer, more, codec, decay = mt.optim.SGD(1.0), {}, "none", 1.0  # an outer SGD(1.0) is LocalSGD
     if "diloco" in kind:
         momentum = given.pop("momentum", 0.9)
@@ -177,7 +188,7 @@ def train(options: argparse.Namespace, row: str, state: Path) -> dict[str, Any]:
     room = Room(1 if row in ("plain", "one_worker") else WORKERS)
     models = StackedGpt(options, room.workers, WORKERS * options.batch // (1 if row == "plain" else WORKERS))
     losses, tested, saved = pickle.loads(state.read_bytes()) if state.exists() else (numpy.zeros(options.steps), {}, {})
-    first = max(tested, default=0)
+    room.first = first = max(tested, default=0)
 
     def work(worker: int) -> None:
         adapter, strategy = models.adapters[worker], strategy_of(row, room, worker)

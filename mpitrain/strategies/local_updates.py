@@ -61,6 +61,11 @@ class LocalUpdates(Strategy):
         return OuterSteps(world, model, self.schedule, self._outer, self._exchange, by_rank=self._by_rank)
 
     @property
+    def warm_up(self) -> int:
+        """The first steps of the training that are made as with Sync, so many."""
+        return self.schedule.warm_up
+
+    @property
     def keeps_own_state(self) -> bool:
         """See Strategy: what is under way is in this rank's parameters too. In the warm-up, it is as with Sync."""
         return self.trains_alone
@@ -83,7 +88,7 @@ class LocalUpdates(Strategy):
     @property
     def least_rounds(self) -> int:
         """The rounds that a training needs for outer steps of full length. One with fewer prints a warning."""
-        return _MOMENTUM_ROUNDS if self._outer else 0
+        return 0 if self._outer is None else _MOMENTUM_ROUNDS
 
     def doubt(self, steps: int) -> str:
         """See Strategy: the steps have fewer rounds than `least_rounds`."""
