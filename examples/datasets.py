@@ -25,7 +25,7 @@ _AUSTEN = {"austen.txt": "65b434d16a8755142bfa95ba19c5f9abd0d30cf3dffe3b6793e834
 Images = tuple[numpy.ndarray, numpy.ndarray, numpy.ndarray, numpy.ndarray]
 
 
-# The cluster set-up puts data here, on the share, where every node sees the data.
+# The cluster set-up puts data here, in the shared folder, where every node sees the data.
 _BESIDE = Path(__file__).parent / "data"
 
 

@@ -1,4 +1,4 @@
-"""Classify images with a convolutional network on several machines and GPUs: one script, whoever computes.
+"""Classify images with a convolutional network on several machines and GPUs: the same script on any machines.
 
     python examples/images.py                                       # this process alone
     mpiexec -n 4 -ppn 2 -hosts a,b python examples/images.py        # all ranks in step, on GPUs where there are some

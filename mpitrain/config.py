@@ -49,7 +49,7 @@ class Config:
     bucket_mib: float = 0.0  # gradients are exchanged in buckets of about this many MiB; 0: by the profile, else 4
     stall_seconds: float = 10.0  # if nothing moves in a wait for so long, a report says who waits for whom
     hang_seconds: float = 600.0  # a wait in which nothing moves for so long ends the job; 0: none does
-    memory_steps: int = 0  # the state is copied to memory every so many steps; 0: at 1 % of the time
+    memory_steps: int = 0  # steps between two in-memory checkpoints; 0: at 1 % of the time
     trace: str = ""  # directory on rank 0 for a trace of all ranks, written at the end; "": none
 
     def __post_init__(self) -> None:

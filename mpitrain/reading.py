@@ -243,7 +243,7 @@ class MessageLines:
         self._rest.append(first)
         self._num_bytes += len(first)
         if self._num_bytes > self._most_bytes:
-            self._rest = [b""]  # what is left of it is no message either
+            self._rest = [b""]  # its rest is no message either
         for other in others:
             line, self._rest, self._num_bytes = b"".join(self._rest), [other], len(other)
             if line.startswith(b"{"):

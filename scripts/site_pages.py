@@ -33,6 +33,7 @@ PACKAGES = {
     "collectives": ("Collectives", "mpitrain.collectives"),
     "torch": ("PyTorch", "mpitrain.torch"),
     "jax": ("JAX", "mpitrain.jax"),
+    "horovod": ("Horovod", "mpitrain.horovod.torch"),
 }
 NOTEBOOK = ".ipynb"
 # iframe-worker 1.0.4 of npm, MIT license: it lets search work in pages from the disk.

@@ -64,6 +64,43 @@ REPEATED = {
 }
 NIGHTLY = {command for listed in REPEATED.values() for command in listed}
 
+# Blocks of commands without a comment before them, by document and first line: the test that runs the commands, or why
+# none does.
+NOT_RUN = {
+    "README.md": {
+        "$ mpitrain run -n 3 train.py": "tests/faults/test_restart.py, tests/faults/test_hangs.py",
+        "scripts/quickstart": "it downloads packages and a data set",
+        "mpitrain run -n 4 train.py": "the script is the reader's; tests/examples/test_torch_examples.py",
+    },
+    "CONTRIBUTING.md": {
+        "scripts/test": "it runs this test",
+        "export OMP_NUM_THREADS=1": "it runs this test",
+    },
+    "docs/tutorials/get-started.md": {"$ scripts/quickstart --epochs 1": "it downloads packages and a data set"},
+    "docs/how-to/cluster-admin.md": {
+        "scripts/quickstart": "it downloads packages, and needs machines",
+        "mpitrain cluster init": "it needs machines; on a bed, tests/cli/test_cluster_bed.py",
+        "cp cluster/hosts.example": "it needs machines; on a bed, tests/nodes/beds.py",
+        "pip install './mpitrain-": "tests/test_wheel.py",
+        "scripts/collection dist": "tests/test_release.py",
+        "$ mpitrain cluster install": "it needs a cluster",
+    },
+    "docs/reference/cli.md": {'eval "$(mpitrain completion bash)"': "tests/cli/test_completion.py"},
+    "docs/reference/formats-and-protocols.md": {'echo \'{"look": 1': "tests/launch/test_live.py"},
+    "docs/explanation/allreduce.md": {"mpitrain bench --hosts": "it needs machines; tests/cli/test_bench.py"},
+    "docs/dev/cuda-kernels.md": {
+        "$ scripts/gpu-check": "it needs a GPU; tests/cuda/test_gpu_check.py",
+        "$ mpitrain bench -n 2 --device cuda": "it needs a GPU",
+        "$ mpiexec -n 2 python examples/train.py --device cuda": "it needs a GPU",
+    },
+    "docs/dev/testbed.md": {
+        "$ scripts/testbed up 4": "tests/nodes/test_bed.py",
+        "$ scripts/testbed break kill": "tests/nodes/test_faults.py",
+        "$ scripts/testbed save": "tests/nodes/test_lifecycle.py",
+        "$ scripts/testbed ssh": "tests/cluster/test_chaos_over_hosts.py",
+    },
+}
+
 
 @dataclass(frozen=True)
 class Block:
@@ -91,6 +128,22 @@ def blocks(document: str) -> Iterator[Block]:
 
 
 ALL_BLOCKS = [block for document in TEXTS for block in blocks(document)]
+
+
+def test_every_command_is_run_or_says_why_not() -> None:
+    known = {(document, first) for document, listed in NOT_RUN.items() for first in listed}
+    used = set()
+    for document, text in TEXTS.items():
+        for found in re.finditer(r"(?P<before>^.*)\n```(?:console|bash)\n(?P<first>.*)$", text, re.M):
+            if not re.fullmatch(r"<!-- (?:test(?:: \S+)?|not run: .+) -->", found["before"]):
+                fits = {one for one in known if one[0] == document and found["first"].startswith(one[1])}
+                assert fits, f"{document}: {found['first']}\nmark the block, or say in NOT_RUN what runs it"
+                used |= fits
+    assert used == known
+    tests = {
+        name for listed in NOT_RUN.values() for why in listed.values() for name in re.findall(r"tests/\S+\.py", why)
+    }
+    assert not [name for name in tests if not (REPOSITORY / name).is_file()]
 
 
 def test_every_mark_belongs_to_a_block() -> None:

@@ -175,10 +175,23 @@ def test_every_option_says_what_it_is(command: str) -> None:
             assert action.help or not action.option_strings, f"mpitrain {command} {action.option_strings} has no help"
 
 
+def test_benchmark_results_are_those_of_the_log() -> None:
+    log = "\n".join(path.read_text() for path in (REPOSITORY / "benchmarks/log").glob("*.md")).replace("**", "")
+    rows = re.findall(r"^\|.*\|$", TEXTS["docs/reference/benchmarks.md"], re.M)
+    assert len(rows) > 30
+    assert [row for row in rows if f"\n{row}\n" not in log] == []
+
+
 def status() -> dict[str, str]:
     """The rows of the table of what is there: part and state."""
     table = TEXTS["docs/reference/status.md"]
     return dict(re.findall(r"^\| (.+?) \| (.+?) \|$", table, re.M)[1:])
+
+
+def test_status_counts_the_checks_that_a_fault_has_proved() -> None:
+    checks = len(re.findall(r"^\| [A-Z]{3}\d\d", TEXTS["docs/reference/checks.md"], re.M))
+    unproved = len(re.findall(r"^- [A-Z]{3}\d\d: ", TEXTS["docs/dev/fault-coverage.md"], re.M))
+    assert f"{checks - unproved} of {checks} checks" in status()["`mpitrain doctor`, `mpitrain check-cluster`"]
 
 
 def test_status_has_every_algorithm_codec_and_strategy() -> None:

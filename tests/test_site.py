@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import shutil
 import subprocess
@@ -125,3 +126,10 @@ def test_every_public_name_is_in_the_reference(pages: dict[Path, Page]) -> None:
     anchors = {anchor for path, page in pages.items() if path.parent.name == "api" for anchor in page.anchors}
     homes = mpitrain._HOME | mpitrain._OF_FRAMEWORKS
     assert {f"mpitrain.{home}.{name}" for name, home in homes.items()} <= anchors
+    tree = ast.parse((REPOSITORY / "mpitrain/horovod/torch/__init__.py").read_text())  # its import needs PyTorch
+    (names,) = (
+        ast.literal_eval(node.value)
+        for node in tree.body
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__"
+    )
+    assert {f"mpitrain.horovod.torch.{name}" for name in names} <= anchors

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterator
+import tokenize
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -71,6 +72,14 @@ def test_a_page_uses_the_standard_terms(page: Path) -> None:
     assert banned(prose(page.read_text())) == []
 
 
+def test_the_pages_are_short() -> None:
+    folders = ("tutorials", "how-to", "reference", "explanation")
+    pages = [page for folder in folders for page in (REPOSITORY / "docs" / folder).glob("*.md")]
+    assert len(pages) <= 26
+    assert sum(len(page.read_text().splitlines()) for page in pages) <= 6500
+    assert len((REPOSITORY / "README.md").read_text().splitlines()) <= 120
+
+
 def test_what_is_banned_is_found() -> None:
     text = "The job\ngoes on. `goes on`\n```\nit goes on\n```\n[x](goes-on.md) A line says so.\n"
     assert [line.partition(";")[0] for line in banned(prose(text))] == ["2: 'goes on'", "6: 'says so'"]
@@ -90,11 +99,35 @@ def messages(path: Path) -> Iterator[tuple[int, str]]:
             yield node.lineno, node.value
 
 
-def test_messages_use_the_standard_terms() -> None:
-    found = [
+def faults(texts: Callable[[Path], Iterator[tuple[int, str]]]) -> list[str]:
+    """What must not be said in the texts of each module of the package."""
+    return [
         f"{path.relative_to(REPOSITORY)}:{line}: {fault}"
         for path in sorted((REPOSITORY / "mpitrain").rglob("*.py"))
-        for line, text in messages(path)
+        for line, text in texts(path)
         for fault in banned(text)
     ]
-    assert found == []
+
+
+def test_messages_use_the_standard_terms() -> None:
+    assert faults(messages) == []
+
+
+# What is right in code, where a share is also a part, and a round also one of a tournament or of a benchmark.
+RIGHT_IN_CODE = ("in rounds", "of rounds", "the share")
+
+
+def comments(path: Path) -> Iterator[tuple[int, str]]:
+    """A module's docstrings and comments, as one text with the lines of the module."""
+    lines = [""] * (path.read_text().count("\n") + 2)
+    with path.open("rb") as file:
+        for token in tokenize.tokenize(file.readline):
+            is_docstring = token.type == tokenize.STRING and token.line.lstrip().startswith(('"""', 'r"""'))
+            if token.type == tokenize.COMMENT or is_docstring:
+                for number, line in enumerate(token.string.splitlines(), token.start[0]):
+                    lines[number] += line
+    yield 0, prose("\n".join(lines[1:]))
+
+
+def test_docstrings_and_comments_use_the_standard_terms() -> None:
+    assert [fault for fault in faults(comments) if not any(f"'{right}'" in fault for right in RIGHT_IN_CODE)] == []

@@ -2,8 +2,8 @@
 
     layers 0 1 | 2 3 | 4 5       each rank makes, trains and keeps only its own
 
-A parameter's name begins with the number of its layer, as in `3.weight`. So a checkpoint has the whole model, whoever
-had which layers, and each rank takes from it what it has.
+A parameter's name begins with the number of its layer, as in `3.weight`. So a checkpoint has the whole model, however
+the layers were divided, and each rank loads its own layers from it.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """exact: the correctly rounded sum, by any algorithm of the registry. No order or placement of ranks changes it.
 
-The sum of all summands is rounded once, to nearest, ties to even. So it is the same whoever adds, in whatever order.
+The sum of all summands is rounded once, to nearest, ties to even. So it does not depend on the order of the additions.
 There are two ways to it:
 
     one rank sees all summands      shared_memory, direct                   it adds them up (accumulator.py)

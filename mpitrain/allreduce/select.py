@@ -94,12 +94,8 @@ def _compression(world: World) -> str:
         return f"compression {name}: none, as all ranks are on one node"
     chosen = compression(world.profile, world.num_nodes, num_lanes(world)) if name == "auto" else name
     said = f"compression {name}: {chosen}" if name == "auto" else f"compression {name}"
-    # Not by all strategies: those of rounds, and loops of PyTorch, take what is said before.
-    later = (
-        "; mt.Sync and mt.AutoSync choose while they train, see docs/how-to/low-communication.md"
-        if name == "auto"
-        else ""
-    )
+    # Not by all strategies: local updates, and loops of PyTorch, take what is said before.
+    later = "; mt.Sync and mt.AutoSync choose while they train" if name == "auto" else ""
     kind = chosen.partition(":")[0]
     if kind in CODECS:
         way = "gathered" if CODECS[kind](False).gathered else "direct"

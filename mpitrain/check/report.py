@@ -272,7 +272,7 @@ def document(
 
 
 def machines(seen: Seen) -> dict[str, dict[str, Any]]:
-    """Return the cores and the memory of each node that has said so."""
+    """Return the cores and the memory of each node that has reported them."""
     systems = {name: sections.get("system", {}) for name, sections in seen.nodes.items()}
     return {
         name: {"cores": system["cores"], "memory_bytes": system["memory_mib"] and system["memory_mib"] << 20}

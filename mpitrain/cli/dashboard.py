@@ -98,7 +98,7 @@ def _answer(call: Callable[[], Any]) -> Any:
     def ask() -> None:
         try:
             answers.append(call())
-        except Exception as error:  # whoever waits gets it
+        except Exception as error:  # the waiting caller gets it
             errors.append(error)
 
     thread = threading.Thread(target=ask, daemon=True)

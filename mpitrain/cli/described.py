@@ -186,7 +186,7 @@ def _options(names: list[str]) -> str:
 
 
 def _number(lowest: float, highest: float, allowed: str) -> Callable[[str], float]:
-    """Return the type of an option: a number in these limits. `allowed` says so after "is not a number"."""
+    """Return the type of an option: a number in these limits. `allowed` names the limits after "is not a number"."""
 
     def read(text: str) -> float:
         try:

@@ -47,5 +47,7 @@ def run(arguments: argparse.Namespace) -> int:
     except OSError as error:
         raise ConfigError(f"{folder} cannot be written: {error.strerror}; name another folder") from None
     print(f"{folder} has train.py, job.sh and README.md. Next:")
-    print(f"  cd {shlex.quote(str(folder))}\n  mpitrain run -n 2 train.py")
+    if folder.resolve() != Path.cwd():
+        print(f"  cd {shlex.quote(str(folder))}")
+    print("  mpitrain run -n 2 train.py")
     return 0

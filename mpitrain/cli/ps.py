@@ -40,9 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
     parser.epilog = _EPILOG
     add_host_arguments(parser)
-    parser.add_argument(
-        "--json", action="store_true", help="print one JSON object instead of text (docs/how-to/run-jobs.md)"
-    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
     add_job_argument(parser, "the id of a job: only this one, with the workers of its server", nargs="?")
 
 

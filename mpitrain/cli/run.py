@@ -10,7 +10,6 @@ import warnings
 from collections.abc import Iterator
 from dataclasses import replace
 from importlib.machinery import PathFinder
-from importlib.metadata import PackageNotFoundError, requires
 from pathlib import Path
 from typing import Literal
 
@@ -231,6 +230,8 @@ def _origin(name: str, path: list[str]) -> Path | None:
 
 def _needs_ranks(name: str) -> bool:
     """True if an installed package of this name declares that it needs MPI or mpitrain."""
+    from importlib.metadata import PackageNotFoundError, requires
+
     try:
         needed = requires(name) or []
     except (PackageNotFoundError, ValueError):

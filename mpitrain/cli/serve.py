@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import secrets
 import shlex
 import socket
 import sys
@@ -56,6 +55,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Start the server. Return its exit code."""
+    import secrets
+
     from mpitrain.context import JobContext, ServeTask
     from mpitrain.launch.roster import launcher_name
     from mpitrain.launch.served import become, environment_here, told

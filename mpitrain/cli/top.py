@@ -36,7 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--json",
         action="store_true",
-        help="print one JSON object instead of text (docs/reference/formats-and-protocols.md)",
+        help="print one JSON object instead of text",
     )
     job = parser.add_argument("job", nargs="?", help="the id of a job; may be left out if only one runs here")
     complete_by(job, ids_here)

@@ -39,7 +39,7 @@ class Codec(Protocol):
     # contract tests refuse a bound of more than four times what they find.
     relative_error: float
     # What was measured of the loss of trainings with it (docs/how-to/low-communication.md): "none" is lost, "rare"ly
-    # some, it "costs" some, or it was "not measured". `mpitrain plan` says so.
+    # some, it "costs" some, or it was "not measured". `mpitrain plan` prints it.
     loss: CodecLoss
     device_code: DeviceCode | None  # None: gradients on a GPU are coded on the host
 
@@ -72,7 +72,7 @@ class Codec(Protocol):
         ...
 
     def is_valid(self, wire: numpy.ndarray, values: numpy.ndarray) -> bool:
-        """Return whether `wire` can be decoded into `values`, whoever made it. decode and add do not look for that."""
+        """Return whether `wire` can be decoded into `values`. decode and add do not check it."""
         ...
 
 

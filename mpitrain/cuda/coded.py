@@ -52,7 +52,7 @@ def coded(world: World, codec: Codec, host: Sequential) -> DeviceSequential | Th
     """Make what sums float32 arrays of a GPU in a codec's form, as the setting `transport` asks for. Collective.
 
     Args:
-        codec: a codec without kernels for GPUs runs on the host; a line says so.
+        codec: a codec without kernels for GPUs runs on the host, with a message.
         host: the same sum for host arrays, in case the GPU cannot code.
 
     Returns:

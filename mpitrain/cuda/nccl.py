@@ -83,7 +83,7 @@ def _why_not(place: DevicePlace) -> str:
 
 
 def _library() -> Any:
-    """cupy.cuda.nccl; it can be imported without NCCL, and says so."""
+    """cupy.cuda.nccl; it can be imported without NCCL, and then warns."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # it warns too; the error below says the same
         return importlib.import_module(f"{cupy_module().__name__}.cuda.nccl")

@@ -1,6 +1,6 @@
 """The records below some folders, kept in the index by a thread of their own.
 
-A share that has lost its server holds up whoever touches it, for ever. So each folder that the user has named has a
+An access to a network folder whose server is down blocks for ever. So each folder that the user has named has a
 thread, which alone touches it. The others continue, and the pages say which folder does not answer.
 """
 

@@ -64,7 +64,7 @@ class Tokens:
     def kept(cls, name: str, *, anew: bool = False) -> Tokens:
         """Return those of the dashboard with this name, which a later one of this user has too; `anew`: make new ones.
 
-        So links, bookmarks and open pages hold after a restart. If they cannot be kept, stderr says so.
+        So links, bookmarks and open pages hold after a restart. If they cannot be kept, a warning goes to stderr.
         """
         try:
             path = state_folder() / f"dashboard-{name}.json"

@@ -30,7 +30,7 @@ def in_thread(call: Callable[[], Result], name: str) -> asyncio.Future[Result]:
         result, failed = None, None
         try:
             result = call()
-        except Exception as error:  # whoever waits gets it
+        except Exception as error:  # the waiting callers get it
             failed = error
         with suppress(RuntimeError):  # the dashboard has ended
             loop.call_soon_threadsafe(settle, result, failed)

@@ -1,4 +1,4 @@
-"""The jobs that run now, as their launchers on this machine tell them: one connection each, whoever looks."""
+"""The jobs that run now, as their launchers on this machine tell them: one connection each, for all viewers."""
 
 from __future__ import annotations
 

@@ -49,7 +49,7 @@ def compressed_mean(codec: str) -> CompressedMean:
             value, gradients = loss_and_gradient(params, x, y)
             gradients, left = mean.update(gradients, left, weight=len(x))
 
-    `left` has the form of the gradients, in float32: what the codec has left out on this rank so far. `update` adds it
+    `left` has the form of the gradients, in float32: the error-feedback residual of this rank. `update` adds it
     to the gradients before it encodes them, and returns the new one. It belongs to this rank: save it for each rank,
     and continue from it with the same ranks on the same nodes, or from zeros. On one node nothing is compressed: it is
     sent once, and is 0 from then on. With power_sgd, `left` is a PowerSgdState.
@@ -164,7 +164,7 @@ class TreeMeans:
         weight: float,
         factors: Mapping[str, numpy.ndarray] | None = None,
     ) -> tuple[list[numpy.ndarray], list[numpy.ndarray], dict[str, numpy.ndarray]]:
-        """Return the means over ranks, what the codec has left out on this rank, and the factors. New arrays.
+        """Return the means over ranks, this rank's error-feedback residual, and the factors. New arrays.
 
         Collective.
 

@@ -26,7 +26,7 @@ class OuterState(NamedTuple):
     Attributes:
         common: the parameters of the last outer step; equal on all ranks.
         outer: the state of the outer optimizer; equal on all ranks.
-        left_out: what a codec has left out on this rank, in the form of the parameters; () without a codec.
+        left_out: this rank's error-feedback residual, in the form of the parameters; () without a codec.
         samples: of this rank since the last outer step.
         steps: since the last outer step; equal on all ranks.
     """

@@ -1,7 +1,7 @@
 """The Job of this process, from init() to the end of the process, whichever World is current; and how the process ends.
 
-A rank that has not failed says so, and waits for the others. SIGTERM to a rank of a job with keepers: its host is about
-to be shut down, so the rank asks for the host to leave.
+A rank that has not failed reports its end, and waits for the others. SIGTERM to a rank of a job with keepers: its host
+is about to be shut down, so the rank asks for the host to leave.
 
     SIGTERM ─> the rank's record ─> agent ─> launcher: is the job healthy? ─┬─> the host leaves: wait for that
                                                                             └─> end, as without `heed`
@@ -54,7 +54,7 @@ def farewell(world: World, recovery: Recovery | None = None, left: SystemExit | 
 
     Raises:
         SystemExit: `left`, because another rank cannot continue without this one.
-        LostRankError: a rank is gone before all have said so. This comes up with a `recovery` alone; any other MPI
+        LostRankError: a rank is gone before all have reported. This comes up with a `recovery` alone; any other MPI
             ends the job.
         MismatchError: the optimizers of the ranks have not made the same steps. Raised on every rank.
     """

@@ -427,7 +427,7 @@ def _become(stub: socket.socket, place: _StubPlace, given: Sequence[int], parent
     watch()
     hook = sys.modules.pop("sitecustomize")
     site.execsitecustomize()  # the one that is found without the hook
-    sys.modules.setdefault("sitecustomize", hook)  # its import goes on when this returns
+    sys.modules.setdefault("sitecustomize", hook)  # its import continues when this returns
 
 
 def _inherit(stub: int) -> None:
@@ -469,7 +469,7 @@ def _name() -> bytes:
 
 
 def _set_name(name: bytes) -> None:
-    """Set what the process table shows: whoever looks there sees that it is no rank."""
+    """Set the name in the process table, which shows that this is no rank."""
     _prctl(_PR_SET_NAME, name)
 
 

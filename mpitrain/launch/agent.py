@@ -29,8 +29,8 @@ come with it, and must run with old Pythons. Both sides send one JSON object per
 
 A guard that is `idle` is of the next attempt (attempts.py): it costs little until mpiexec is started.
 
-The guard ends the job's processes (processes.py) when the launcher says so, when the connection closes, and when the
-launcher has been silent for `silence_seconds` (0: never). Then it removes the job's files (shared_files.py). If the
+The guard ends the job's processes (processes.py) when the launcher asks for it, when the connection closes, and when
+the launcher has been silent for `silence_seconds` (0: never). Then it removes the job's files (shared_files.py). If the
 guard itself is killed, another one takes this over, whose wish is for a sweep: it has the `token` and the `roll_call`,
 of the job the `files` that the guard knew and the start `since`, and `linger_seconds`. It sends only the last message.
 """
@@ -324,7 +324,7 @@ def main(wish: dict[str, Any], probe: str) -> None:
 
 
 def sweep(wish: dict[str, Any]) -> None:
-    """End and remove what is left of a job on a host whose guard was killed, in place of that guard."""
+    """End a job's processes and remove its files on a host whose agent was killed, in that agent's place."""
     job = Marked(wish["token"])
     shared_files = SharedFiles(wish["since"], {(path, inode) for path, inode in wish["files"]})
     shared_files.look(job.find, job.find())

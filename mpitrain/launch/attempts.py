@@ -196,7 +196,7 @@ class Attempts:
         self.forget()
 
     def run(self, job: JobSpec, meanwhile: Callable[[], None]) -> Ended:
-        """Start a try and see to its end; `meanwhile` is called some times a second.
+        """Start an attempt and see to its end; `meanwhile` is called some times a second.
 
         Raises:
             LaunchError: hosts cannot be reached, or differ from this one.
@@ -254,7 +254,7 @@ class Attempts:
         try:
             self._next = self._make(self._stack, present.job)
             self._next.connect(None, is_idle=True)
-        except (ConfigError, LaunchError, OSError):  # the next attempt will say so
+        except (ConfigError, LaunchError, OSError):  # the next attempt will report it
             self.forget()
         else:
             self._has_facts = self._has_ways = False

@@ -199,7 +199,7 @@ def ends_by_sigterm(mpiexec: Mpiexec) -> bool:
 
 
 def names_signals(mpiexec: Mpiexec) -> bool:
-    """True where mpiexec tells of ranks that a signal ended, and of no others: MPICH 5, as seen with 5.0.2."""
+    """True where mpiexec names the ranks that a signal ended, and no others: MPICH 5, as seen with 5.0.2."""
     return mpiexec.vendor == "mpich" and mpiexec.version.split(".")[0] == "5"
 
 

@@ -26,7 +26,7 @@ _NOTICED_SECONDS = 1.0
 
 # MPICH names a process, Intel MPI also its rank. Both also name ranks that mpiexec itself has ended.
 _HYDRA = re.compile(r"=   (?:RANK (\d+) )?PID (\d+) RUNNING AT (\S+)\n=   (EXIT CODE|KILLED BY SIGNAL): (\d+)")
-# MPICH's exit code may be the number of a signal: the line that says so is missing if MPICH's proxies fail too.
+# MPICH's exit code may be the number of a signal: the line about it is missing if MPICH's proxies fail too.
 _FATAL = ("4", "6", "7", "8", "9", "11", "15")
 _OF_HYDRA = re.compile(r"BAD TERMINATION|^\[(proxy|mpiexec)", re.MULTILINE)
 _SIGNAL = re.compile(r"EXIT STRING: .*\(signal (\d+)\)")
@@ -292,8 +292,8 @@ def without_ends_by_hydra(
 ) -> list[FirstEnd]:
     """Leave out ranks that Hydra killed because another one had told it a code before init() (mpitrain/early.py).
 
-    Such a rank may seem to end later than those. Of a rank that another signal has ended, Hydra says so; for one that
-    has told it a code, it says nothing.
+    Such a rank may seem to end later than those. Hydra names a rank that another signal has ended;
+    of one that has told it a code, it prints nothing.
     """
     if returncode <= 0 or returncode in (signal.SIGKILL, 128 + signal.SIGKILL) or _OF_HYDRA.search(mpiexec_said):
         return list(ends)

@@ -49,7 +49,7 @@ class Limits:
 
 @dataclass(frozen=True)
 class Pause:
-    """Why training stands still when an attempt begins."""
+    """Why training is paused when an attempt begins."""
 
     cause: str  # in a line
     step: int | None  # the first step that is missing; None: all are

@@ -125,7 +125,7 @@ class Holders:
             }
             try:
                 connection = connect(host, host == self._own, wish, time.monotonic(), HOLDER)
-            except (LaunchError, OSError):  # the agents of the next attempt need ssh too, and say so
+            except (LaunchError, OSError):  # the agents of the next attempt need ssh too, and report it
                 self._ended.add(host)
                 continue
             self._none_of_job.enter_context(left_out({connection.process.pid}))  # also if an attempt is running

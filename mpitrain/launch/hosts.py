@@ -137,7 +137,7 @@ def placed_again(
 ) -> Placement:
     """Return the placement of a job that has run before, for a launcher on this machine.
 
-    A host whose name is unknown here is left out, and the note of the placement says so.
+    A host whose name is unknown here is left out, and the note of the placement names it.
 
     Args:
         places: the hosts, each with its number of ranks and its devices.

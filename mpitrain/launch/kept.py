@@ -202,7 +202,7 @@ class Kept:
         for descriptor, of in list(self._following.items()):
             if of in self._left or of not in self._tries:
                 del self._following[descriptor]
-                with contextlib.suppress(OSError):  # it has gone; its line says so
+                with contextlib.suppress(OSError):  # it has gone; its connection reports that
                     send(self._lines[descriptor], {"left": self._left.get(of, [])})
 
     def _drop(self, name: str) -> None:

@@ -81,7 +81,7 @@ class Live:
         self._path = socket_of(launcher_name(os.getpid()))
 
     def __enter__(self) -> Live:
-        """Open the socket. If that cannot be, stderr says so: the job does not need it."""
+        """Open the socket. If that fails, print a warning to stderr: the job does not need it."""
         KEPT.clear()
         self._wake, self._woken = socket.socketpair()
         try:

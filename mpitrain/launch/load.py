@@ -17,7 +17,7 @@ from typing import Any
 
 _LIBRARY = "libnvidia-ml.so.1"
 _GPU_SECONDS = 1.0
-# A driver that has not answered for longer hangs. What it said before tells of the past.
+# A driver that has not answered for longer hangs. Its last answer is out of date.
 _OLD_GPU_SECONDS = 5.0
 _MOST_GPUS = 64
 

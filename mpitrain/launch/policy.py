@@ -113,7 +113,7 @@ def _failed(state: JobState, event: events.Failed, change: Change | None) -> Nex
         return _not_saved(state, failure.cause)
     if joining is not None and failure.step is None:
         names = ", ".join(joining.joined)
-        # Whoever is to blame: they are set aside, or an elastic job would take them in again at once.
+        # Whatever the cause, they are set aside: an elastic job would take them in again at once.
         blamed = [host for host in joining.joined if host in failure.lost or not failure.lost]
         state = _go_back(state, blamed, failure.when)
         why = f"with {names}, the job failed before its first step: {failure.cause}"
@@ -181,7 +181,7 @@ def _not_started(state: JobState, event: events.NotStarted, change: Change | Non
 
 
 def _start_again(state: JobState, now: float, account: str, away: Sequence[str], change: Change | None) -> Next:
-    """Choose where to start after a failure, without the hosts that are away, and say so after the account."""
+    """Choose where to start after a failure, without the hosts that are away, and name it after the account."""
     hosts = (state.hosts if change is None else change.hosts).without(state.outside.dropped)
     if state.holders and not state.holders.intersection(hosts.hosts):
         hosts = state.hosts  # who was to leave has what no other host has any more

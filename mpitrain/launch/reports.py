@@ -54,7 +54,7 @@ class HostReport:
     ranks: dict[int, RankView] = field(default_factory=dict)  # ranks that have appeared there, as last seen
     ranks_at: float = 0.0  # when the guard has last said what its ranks do, by time.monotonic() here
     load: Mapping[str, Any] | None = None  # how busy the host is, as load.Load says it
-    load_at: float = 0.0  # when the guard has said so, by time.monotonic() here
+    load_at: float = 0.0  # when the agent reported it, by time.monotonic() here
     seen: list[RankView] | None = None  # its ranks with their stacks, on request; None: no answer yet
     first_end: FirstEnd | None = None  # the first end there, of a rank or of a process that started ranks
     ends: dict[int, FirstEnd] = field(default_factory=dict)  # of ranks that were the first to end, also of lost ones

@@ -44,7 +44,7 @@ NOT_TOLD = "it is of `mpitrain serve`, whose workers have no steps in common, so
 
 def main(wish: dict[str, Any], _probe: str) -> None:
     """Fulfil the wish, and send the answer."""
-    signal.alarm(_LIFE_SECONDS)  # whoever asked does not wait any longer
+    signal.alarm(_LIFE_SECONDS)  # the asker does not wait any longer
     if "change" in wish:
         send({"answer": change(wish["change"], wish["how"])})
     elif "end" in wish:

@@ -104,7 +104,7 @@ class Run:
         """See to the end of the job, print its output, and say how it ended, with the exit code for this process.
 
         The code is 0 only if mpiexec returned 0, no rank reported a failure or vanished, and no process was left over.
-        It is 128 + the signal if a signal ended the job, here or (if mpiexec says so) in a rank. SIGINT, SIGTERM and
+        It is 128 + the signal if a signal ended the job, here or (if mpiexec reports it) in a rank. SIGINT, SIGTERM and
         SIGHUP to this process end the whole job: it passes them on, and after `GRACE_SECONDS` or at a second signal it
         kills all processes. The ranks read nothing from stdin. Call this in the main thread of a process that does
         little else: the process becomes the parent of every orphan below it.

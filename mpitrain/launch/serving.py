@@ -2,7 +2,7 @@
 
 hosts are compared ─> servers ─> connections ─> workers ─> the first server ends ─> what is left is ended
 
-first ends ──────> the others have heard so, and end; what is left of them is ended
+first ends ──────> the others have heard so, and end; processes that remain are ended
 another fails ───> the first one notices, names it, and ends; a first one that does not notice is ended
 
 After its run, the first one needs the others no more: then the failure of another one ends nothing. The first one says
@@ -276,7 +276,7 @@ class KnownWorkers:
             self.look(_LOOK_SECONDS)
 
     def close(self) -> None:
-        """End what is left of the workers."""
+        """End the workers that remain."""
         for connection in self._open:
             connection.hang_up()
         for connection in self._open:

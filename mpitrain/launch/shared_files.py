@@ -108,7 +108,7 @@ class SharedFiles:
         """Path and inode of the files that a process has mapped or opened, or that have its number in their name."""
         if not _is_alive(pid):
             return set()
-        # In this order: whoever makes a file has it open until it has mapped it.
+        # In this order: the process that makes a file has it open until it has mapped it.
         return {*_opened(pid), *_mapped(pid), *_sessions(pid, self._bases)}
 
 

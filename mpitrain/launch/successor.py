@@ -1,4 +1,4 @@
-"""The next attempt of a job, started while the present one trains. Training stands still while the state changes hands.
+"""The next attempt of a job, started while the present one trains. Training pauses while the state changes hands.
 
     hosts ─> facts ─> room ─> mpiexec ─> init(), build ─> ready ─> the ranks before leave ─> continue from their copy
 

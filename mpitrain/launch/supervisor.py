@@ -282,7 +282,7 @@ class Tellers:
         self._thread: threading.Thread | None = None
 
     def __enter__(self) -> Tellers:
-        """Open the socket. If that cannot be, stderr says so: the job does not need it."""
+        """Open the socket. If that fails, print a warning to stderr: the job does not need it."""
         try:
             self._listener = listen(launcher_name(os.getpid()))
         except OSError as error:

@@ -5,7 +5,7 @@ never imports mpitrain only the start of its ranks is known. Such a job is ended
 early while the others continued. Ranks that end normally wait for each other in MPI_Finalize (seen with MPICH and Open
 MPI), so those others still wait in MPI_Init.
 
-**Its hosts** (`host_trouble`): a connection has broken, a host is silent, or an agent stands still. An agent gives a
+**Its hosts** (`host_trouble`): a connection has broken, a host is silent, or an agent hangs. An agent gives a
 sign of life every second, from a thread that does nothing else, so a busy host is late by less than a second or two.
 What makes all hosts late at once is on this machine: its cable, or its own load.
 """

@@ -249,7 +249,7 @@ class Guards(Said):
         return time.monotonic() - connection.heard_seconds
 
     def end(self, linger_seconds: float) -> None:
-        """End what is left of the job on every host that can be reached, and receive their last reports."""
+        """End the job's processes that remain on every host that can be reached, and receive their last reports."""
         self._send_all({"end": linger_seconds})
         self._sweep(linger_seconds)
         deadline = time.monotonic() + linger_seconds + END_SECONDS
@@ -339,7 +339,7 @@ class Guards(Said):
                 if connection.has_unsent:
                     ways.register(connection.process.stdin, selectors.EVENT_WRITE, None)
             if not ways.get_map():
-                self._stop.wait(timeout_seconds)  # whoever ends the thread waits for it
+                self._stop.wait(timeout_seconds)  # the caller that ends the thread waits for it
                 return
             for key, _ in ways.select(timeout_seconds):
                 if key.data is not None:

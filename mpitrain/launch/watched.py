@@ -248,7 +248,7 @@ class WatchedJob:
         return any(report.is_lost for report in self._guards.reports.values())
 
     def end(self, linger_seconds: float) -> tuple[list[str], list[str]]:
-        """End what is left on all hosts; return what that was, and what could not be ended or asked, one line each."""
+        """End the processes that remain on all hosts; return them, and those that could not be ended, a line each."""
         self._guards.end(linger_seconds)
         left: list[str] = []
         beyond: list[str] = []

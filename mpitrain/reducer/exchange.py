@@ -151,7 +151,7 @@ class CompressedExchange:
     division = ""
 
     def __init__(self, world: World, codec: str, decay: float = 1.0) -> None:
-        """On one node nothing is compressed, and a line says so.
+        """On one node nothing is compressed, and a message says that.
 
         Args:
             codec: a name for make_codec.
@@ -216,7 +216,7 @@ class CompressedExchange:
         return self._on_device.start(flat, host, partial(self._algorithm.steps, host, left_out))
 
     def reset(self) -> None:
-        """See Exchange: forget what the codec has left out."""
+        """See Exchange: drop the error-feedback residuals."""
         for slot in self._slots:
             slot.clear()
 

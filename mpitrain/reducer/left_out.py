@@ -1,4 +1,4 @@
-"""What a codec has left out on this rank so far: it is saved into checkpoints, and restored from them."""
+"""The error-feedback residuals of this rank: they are saved into checkpoints, and restored from them."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class LeftOut:
     def restore(self, state: Mapping[str, Any]) -> dict[numpy.dtype, numpy.ndarray]:
         """Overwrite the residuals. Return what is carried.
 
-        Without a codec here, the residuals are carried too, and a line says so.
+        Without a codec here, the residuals are carried too, with a message.
 
         Raises:
             CheckpointError: the state belongs to other parameters. Nothing has changed.

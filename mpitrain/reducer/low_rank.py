@@ -28,9 +28,9 @@ class LowRankExchange:
     """Sends float32 matrices as products of thin ones, with error feedback, and everything else as it is.
 
     Each rank keeps what is left out of its own gradients, and all keep the same factors, for the next step. What a rank
-    keeps takes the memory of its gradients once more. On one node nothing is compressed, and a line says so.
+    keeps takes the memory of its gradients once more. On one node nothing is compressed, and a message says that.
 
-    Gradients on a GPU go through the host, bucket by bucket, and a line says so; what is left out of them stays there.
+    Gradients on a GPU go through the host, bucket by bucket, with a message; their residuals stay there.
     """
 
     division = "tensors of each rank"

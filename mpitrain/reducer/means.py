@@ -22,7 +22,7 @@ Told: TypeAlias = tuple[tuple[int, ...], Any]
 
 @dataclass(frozen=True)
 class Overlap:
-    """Where the time of a step went on this rank.
+    """How this rank spent the time of a step.
 
     Attributes:
         compute_seconds: between `begin` and `finish`: the forward and the backward pass.

@@ -403,7 +403,7 @@ class GradientReducer:
         or on none, if `restore` got {} on every rank or on none.
 
         Returns:
-            `residual`: what the codec has left out so far, as float32 host arrays by parameter name. `carried`: a
+            `residual`: the error-feedback residual, as float32 host arrays by parameter name. `carried`: a
             restored value that has not been sent yet, if any. `place`: a text that is equal if the ranks are placed
             alike and have equal buckets.
         """

@@ -2,7 +2,7 @@
 
 A forgotten DistributedDataParallel raises no error: each rank trains a model of its own, and the script saves that of
 rank 0. So the ranks compare what their optimizers have used when all have finished, in the notes that they send anyway.
-A line tells of it. It is no error, because ranks may mean to train models of their own.
+A warning names them. It is no error, because ranks may mean to train models of their own.
 """
 
 from __future__ import annotations

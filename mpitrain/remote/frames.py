@@ -136,7 +136,7 @@ class RankLink:
             yield nap()
         header = numpy.empty(status.Get_count(MPI.INT64_T), numpy.int64)
         message.Recv(header)
-        count_moved()  # the frames follow at once: whoever naps between two looks stops that
+        count_moved()  # the frames follow at once: a waiting rank stops napping
         kind, *lengths = header.tolist()
         frames = [numpy.empty(length, numpy.uint8) for length in lengths]
         yield from self._mover.move([], [(self._peer, frame) for frame in frames])

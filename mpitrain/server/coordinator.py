@@ -367,7 +367,7 @@ class Coordinator:
         return self._answers.have(number, event.fields) if event.kind == "have" else None
 
     def _update(self, units: Sequence[WorkUnit]) -> tuple[Means, float]:
-        """Make the update from the gradients of these units, on all servers. Without it, the loss scale says so."""
+        """Make the update from the gradients of these units, on all servers. Without it, the loss scale tells why."""
         parts, answers = self._answers.take(units)
         for unit in units:
             self.queue.use(unit.number)
@@ -404,7 +404,7 @@ class Coordinator:
         connection, so the connection stays for `hang_seconds`, or until the worker has gone.
 
         Args:
-            kind, fields: of the message that says so.
+            kind, fields: of the message that reports it.
         """
         rules, here = self._rules, self._registry.here
         for member in here.values():

@@ -26,7 +26,7 @@ _CODED = numpy.dtype("float32")  # the only dtype that codecs take
 
 @dataclass(frozen=True)
 class Answer:
-    """What a worker tells of its unit, besides the gradients.
+    """What a worker reports about its unit, besides the gradients.
 
     Attributes:
         loss: the mean loss.

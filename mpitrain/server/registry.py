@@ -90,7 +90,7 @@ class WorkerRegistry:
         self._moved = self._said = self.clock()
 
     def clock(self) -> float:
-        """The time by which silence is measured, in seconds. It stands still while the server does other things."""
+        """The time by which silence is measured, in seconds. It stops while the server does other things."""
         return self.rules.now() - self._away_seconds
 
     def was_away(self, seconds: float) -> None:

@@ -1,6 +1,6 @@
 """Who may connect to a server, and who can read what is sent.
 
-Keys: whoever has the worker's key may join, and nobody else is listened to. The keys are those of CURVE (Curve25519,
+Keys: a process with the worker's key may join; all other messages are dropped. The keys are those of CURVE (Curve25519,
 https://rfc.zeromq.org/spec/26/): both sides prove who they are before anything else is read, and all bytes are
 encrypted. All workers of a job have the same key.
 
@@ -11,7 +11,7 @@ token of that. So a worker, which has only its own key, cannot be taken for a se
 
 Connections without encryption are allowed only where nobody else can read them: on this machine, or in a tunnel.
 Encryption takes time, which counts on networks of 10 Gbit/s. A tunnel encrypts in the kernel, or with several cores.
-Whoever connects still has to prove that it has the key, by a password that follows from it.
+A worker still has to prove that it has the key, by a password that follows from it.
 """
 
 from __future__ import annotations

@@ -52,7 +52,7 @@ class WorkUnit:
 
 
 class WorkQueue:
-    """Cuts an endless row of epochs into units. Each sample of an epoch is used once, whoever fails to use it.
+    """Cuts an endless row of epochs into units. Each sample of an epoch is used once, even if workers fail.
 
     Samples that come back go out first. The queue knows neither sockets nor clocks, and does not wait.
 

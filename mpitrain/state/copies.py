@@ -7,7 +7,7 @@ A rank may have been killed before it copied what an order in a pause has change
 step and of an earlier edition, so this counts as a host without the copy.
 
 In a round of LocalSGD, each host's copy has the model of its own first rank. The parts of all ranks replace that. If a
-rank cannot have its part again, all hosts get the first copy. The same holds for copies of a later edition that differ.
+rank cannot have its part again, all hosts get the first copy. So it is with copies of a later edition that differ.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@
     64       the description, JSON: name, dtype, shape and place of each array; all other values
     ...      the arrays
 
-Whoever keeps copies has two slots and writes them in turn. So if the writer is killed, one of them is whole.
+An agent has two slots for copies and writes them in turn. So if the writer is killed, one of them is complete.
 
 An order in a pause changes the state after a step that was copied already. So the copies of a step have editions: hosts
 whose copies are of one version, which is the step with the edition, have the same state.

@@ -4,13 +4,13 @@ If all nodes see one directory, rank 0 reads it. Otherwise one rank looks into e
 the newest complete checkpoint reads it. All ranks receive the state, so a node that has lost its disk, or is new, needs
 no copy of its own.
 
-A checkpoint does not depend on ranks, but what a rank's codec has left out of the gradients and not sent yet must be
+A checkpoint does not depend on ranks, but a rank's error-feedback residual, which it has not sent yet, must be
 kept too. So each rank writes a part of its own beside the checkpoint, `step-00000100.part-2-of-4`. The training needs
 only the sum of all parts, which is missing from the means so far. If the ranks are placed as when the parts were
 written, each gets its own part back, bit for bit. With another number of ranks, or another placement, the readers add
 the parts up and put the sum into the next step's mean.
 
-A part that is missing or damaged costs one step's rounding on one rank; a line says so.
+A part that is missing or damaged costs one step's rounding on one rank; a warning names it.
 """
 
 from __future__ import annotations

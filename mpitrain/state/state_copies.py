@@ -202,7 +202,7 @@ class StateCopies:
 
         Raises:
             CheckpointError: a value of the state cannot be written, and --max-restarts N was given. Raised on every
-                rank. By default such a job makes no copies, and says so.
+                rank. By default such a job makes no copies, and warns.
         """
         if trained.world is not self._world:
             self._enter(trained)
@@ -324,7 +324,7 @@ class StateCopies:
             return STAYS
         try:
             return max(STAYS, self._line.wish())
-        except OSError:  # the keeper is gone; the next attempt says so
+        except OSError:  # the agent is gone; the next attempt reports it
             return STAYS
 
     def _slots_for(self, line: KeeperLine, name: str) -> list[MemorySlot]:

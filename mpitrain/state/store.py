@@ -209,7 +209,7 @@ def prune(directory: Path, keep: int, trusted: Collection[int]) -> None:
 
 def make_directory(directory: Path) -> None:
     """Make the directory and its missing parents, so that they survive a power cut."""
-    if directory.exists():  # if it is a file, the caller's next step fails and says so
+    if directory.exists():  # if it is a file, the caller's next step fails with an error
         return
     if directory.parent != directory:
         make_directory(directory.parent)

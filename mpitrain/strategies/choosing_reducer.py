@@ -1,7 +1,7 @@
 """ChoosingReducer: a GradientReducer that looks how long steps take, and changes how gradients travel.
 
-All ranks look after the same steps, rank 0 decides (chooser.py), and all change between the same two steps. What a
-codec has left out goes into the means of the next step, so a change loses nothing.
+All ranks look after the same steps, rank 0 decides (chooser.py), and all change between the same two steps. The
+error-feedback residual goes into the means of the next step, so a change loses nothing.
 """
 
 from __future__ import annotations
@@ -206,7 +206,7 @@ class ChoosingReducer:
         self._begin()
 
     def _change(self, way: ExchangeWay) -> None:
-        """Continue in another way. What a codec has left out goes into the next means. Collective."""
+        """Change the exchange. The error-feedback residual goes into the next means. Collective."""
         step, state = self._inner.leave()
         self._moving = {}
         if state:

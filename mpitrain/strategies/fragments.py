@@ -25,7 +25,7 @@ from mpitrain.reducer.exchange import Exchange
 from mpitrain.reducer.reducer import GradientReducer
 from mpitrain.world.world import World
 
-# Names in a state: what a codec has left out, so far, and before the message that is under way; and, beside the number
+# Names in a state: the error-feedback residual, now, and before the message that is under way; and, beside the number
 # of samples, samples x pseudo-gradient by piece.
 _LEFT, _LEFT_BEFORE = "left out/", "left out before/"
 _SAMPLES, _GONE = "samples", "gone/"

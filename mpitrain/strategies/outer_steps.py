@@ -4,7 +4,7 @@
     rank 0         ──────────────────┐  outer  ┌──────────────
     rank 1         ──────────────────┴─ step ──┴──────────────
 
-The `sync_every` steps are a *round*. Whoever makes the steps of a rank, the calls of each one are `begin_step`, then
+The `sync_every` steps are a *round*. For each step of a rank, `begin_step` is called, then
 `around_update`.
 
 A checkpoint has a part of all ranks, with the parameters of the last outer step, and a part of each rank: its

@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
 _HEADER = 16  # numbers of 8 bytes: the dtype, whether bfloat16 travels, the number of dimensions, the dimensions
 _MOST_DIMENSIONS = _HEADER - 3
-# Shorter messages leave at once, whoever calls MPI (the libraries' limits are 4 to 64 KiB).
+# Shorter messages leave at once, in any call of MPI (the libraries' limits are 4 to 64 KiB).
 _LONG_BYTES = 4096
 _NAP_SECONDS = 300e-6
 

@@ -159,7 +159,7 @@ class ShardedSync(MeanStrategy):
         arrays: dict[str, Mapping[numpy.dtype, Array]] = {}
         counts = self._layout.counts
         for name in names:
-            # A rank without room says so before the others wait for its part: what the gathering takes is tried here.
+            # A rank without memory raises before the others wait for its part: what the gathering takes is tried here.
             with self._world.together("bring the optimizer's state together"):
                 own = self._shard.array(name)
                 arrays[name] = {dtype: numpy.empty(counts[dtype], dtype) for dtype in own if reads}

@@ -91,7 +91,7 @@ class Strategy:
         """End the step. Return the mean loss and the samples of all ranks, and the learning rate that was used.
 
         Call `world.commit()` after the exchange, before anything changes. A step that the adapter's loss scale made
-        infinite is skipped. Then the means say so, and the rate is 0.
+        infinite is skipped. Then `means.is_finite` is False, and the rate is 0.
 
         Raises GradientError if a gradient cannot be used: on every rank, with the parameters unchanged.
         """
@@ -196,7 +196,7 @@ class MeanStrategy(Strategy):
         self._reducer.restore_factors(state.get("factors", {}))
 
     def own_state(self) -> dict[str, Any]:
-        """See Strategy. The state is what a codec has left out."""
+        """See Strategy. The state is the error-feedback residual."""
         return self._reducer.state()
 
     def restore_own(self, state: dict[str, Any]) -> None:

@@ -208,7 +208,7 @@ class Sync(MeanStrategy):
         """See Strategy.
 
         Raises:
-            CheckpointError: a codec has left out values, and virtual ranks would not send them the same on any ranks.
+            CheckpointError: there is an error-feedback residual, which depends on ranks; virtual ranks must not.
         """
         if self.virtual and any(key in state for key in ("residual", "carried")):
             raise CheckpointError(

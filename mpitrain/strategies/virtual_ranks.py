@@ -107,7 +107,7 @@ class ComputedPlaces:
         self._known = list(state)
 
     def add(self, world: World, places: Sequence[str]) -> None:
-        """Add the places of all ranks of this run. If there are others than before, a line says so."""
+        """Add the places of all ranks of this run. Warn of those that are new."""
         others = [place for place in places if place not in self._known]
         if self._known and others:
             world.print(

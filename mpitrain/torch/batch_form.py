@@ -1,7 +1,7 @@
 """Which parts of a batch have one entry for each sample, where a batch comes whole and is divided.
 
-A part is divided because of its kind, or because the data say so, but never because its length fits. In a batch that
-is a tensor, or a dict, dataclass, named tuple, tuple or list around others:
+A part is divided because of its kind, or because the data declare it, but never because its length fits. In a batch
+that is a tensor, or a dict, dataclass, named tuple, tuple or list around others:
 
 - Tensors and arrays with a dimension have one row for each sample.
 - Texts, numbers, None, tensors without a dimension, a torch.Size: they are whole, on each rank.

@@ -103,7 +103,7 @@ class BucketResiduals:
             self._keep([named[name] for name in names], [residual[name].numpy() for name in names])
 
     def _of(self, parameters: Sequence[torch.Tensor]) -> list[_Kept]:
-        """The residuals that make up a bucket: those that are known of it, or one with what is left of them."""
+        """The residuals that make up a bucket: those that are known of it, or one made of their parts."""
         wanted = {id(parameter) for parameter in parameters}
         known = [kept for kept in self._buckets if wanted.issuperset(kept.ids())]
         if sum(len(kept.parameters) for kept in known) == len(wanted):

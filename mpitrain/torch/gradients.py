@@ -142,7 +142,7 @@ class Gradients:
             self._accumulating = before
 
     def state(self) -> dict[str, Any]:
-        """What the codec has left out on this rank so far; {} if there is none. See GradientReducer.state."""
+        """This rank's error-feedback residual; {} if there is none. See GradientReducer.state."""
         state = self._reducer.state()
         if "residual" not in state:
             return {}
@@ -159,7 +159,7 @@ class Gradients:
         """Take of the states of other ranks, in rank order, what does not belong to a rank: nothing here."""
 
     def end_round(self) -> None:
-        """Give all ranks the same parameters: they have them, except in rounds. Collective."""
+        """Give all ranks the same parameters: they have them, except with local updates. Collective."""
 
     def tell_of_round(self) -> None:
         """Tell once of a state_dict() while the ranks have parameters of their own; see LocalGradients."""

@@ -39,7 +39,7 @@ def keep(*parts: KeptPart, **values: Any) -> KeptState:
 
     Under `mpitrain run`, the next attempt continues after the newest copied `update`, also within an epoch.
     If the number of ranks and their nodes are the same, it has the same random numbers (of PyTorch, NumPy and Python,
-    on the host), and what a codec has left out.
+    on the host), and the error-feedback residual.
 
     Call it after `prepare`, or after DistributedDataParallel and its `register_comm_hook`.
 
@@ -50,7 +50,7 @@ def keep(*parts: KeptPart, **values: Any) -> KeptState:
 
     Raises:
         ConfigError: a part has no state_dict, or has another state on every rank (FSDP, ZeroRedundancyOptimizer, a
-            model in rounds). Or a value has a state of its own, and belongs to the parts.
+            model with local updates). Or a value has a state of its own, and belongs to the parts.
         CheckpointError: see mpitrain.keep.
     """
     with init().together("keep the state of a loop"):
@@ -77,7 +77,7 @@ def keep(*parts: KeptPart, **values: Any) -> KeptState:
 
 
 class TorchRankState(RankState):
-    """The random numbers of a rank, and what a codec has left out there."""
+    """The random numbers of a rank, and its error-feedback residual."""
 
     def __init__(self, parts: Sequence[Any]) -> None:
         self._parts, self._residuals = parts, _residuals_in(parts)

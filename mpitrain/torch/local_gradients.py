@@ -1,4 +1,4 @@
-"""The gradients of a prepared model in rounds: each rank uses its own, and an outer step follows optimizer.step().
+"""Gradients of a prepared model with local updates: each rank uses its own; an outer step follows optimizer.step().
 
     backward()         p.grad holds this rank's gradients; the ranks tell each other only whether they can be used
     optimizer.step()   this rank's step; after the last one of a round, the outer step

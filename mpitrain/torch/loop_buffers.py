@@ -1,7 +1,7 @@
 """The buffers of a prepared model; see mpitrain/adapters/torch_buffers.py for the rule.
 
 BufferMeans      of every step: their means are sums of their own, in float64
-OwnBuffers       in rounds: each rank has its own, up to an outer step
+OwnBuffers       with local updates: each rank has its own, up to an outer step
 ChangedBuffers   with virtual ranks: the changes go with the gradients, as mt.TorchModule does it
 """
 

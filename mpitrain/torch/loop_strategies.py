@@ -80,7 +80,7 @@ def virtual_ranks_of(strategy: object) -> VirtualRanks | None:
 
 
 def check_optimizer(world: World, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Check that an optimizer can train in rounds. Not collective.
+    """Check that an optimizer can train with local updates. Not collective.
 
     Raises:
         ConfigError: a trained parameter is not in the optimizer.

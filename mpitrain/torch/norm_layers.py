@@ -1,7 +1,7 @@
 """Norm layers that do not compute as in one process, because a rank has only a part of each batch.
 
 - Those in training mode outside of the prepared model, such as those of a teacher or of an average, get running
-  statistics of each rank's own. mpitrain cannot know which modules belong together on the ranks, so it tells of them.
+  statistics of each rank's own. mpitrain cannot know which modules belong together on the ranks, so it warns.
 - Those that cannot compute with a rank's part of one sample, where one process has more: said on all ranks.
 """
 

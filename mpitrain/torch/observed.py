@@ -41,7 +41,7 @@ class _TorchWatch:
         self._has_optimizer = False
         self.alone: WeakSet[torch.optim.Optimizer] = (
             WeakSet()
-        )  # each rank steps with gradients of its own, as in rounds
+        )  # each rank steps with gradients of its own, as with local updates
         register_optimizer_step_pre_hook(self._steps)
         register_optimizer_step_post_hook(self._stepped)
         register_module_forward_pre_hook(self._forward)

@@ -113,7 +113,7 @@ def prepare(
 
     In the loop, `backward` and `step` raise MismatchError, GradientError and its subclasses, on every rank if all can
     know of the error. After an error of `backward` on every rank, each p.grad is None, and all can continue with the
-    next batch; in rounds, the step is refused.
+    next batch; with local updates, the step is refused.
     """
     world = init()
     _check(world, model, optimizer)

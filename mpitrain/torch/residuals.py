@@ -20,7 +20,7 @@ from mpitrain.torch.uncompiled import uncompiled
 def residuals(model: torch.nn.Module) -> dict[str, Any]:
     """What the codec has not sent of the gradients of all ranks so far, for `save`: one number per parameter and rank.
 
-    In rounds it is all that each rank keeps for itself: see docs/how-to/pytorch.md.
+    With local updates it is all that each rank keeps for itself: see docs/how-to/pytorch.md.
 
         mpitrain.torch.save({"model": net.state_dict(), "residuals": mpitrain.torch.residuals(model)}, path)
 
@@ -31,8 +31,8 @@ def residuals(model: torch.nn.Module) -> dict[str, Any]:
 
     Raises:
         ConfigError: it is neither.
-        NonFiniteError: in rounds: an outer step that is under way cannot be made. Raised on every rank, names rank and
-            parameter.
+        NonFiniteError: with local updates: an outer step that is under way cannot be made. Raised on every rank, names
+            rank and parameter.
     """
     of_ranks = init().gather(residuals_of(model).state())
     return {"of_ranks": of_ranks or []}
@@ -44,13 +44,13 @@ def restore_residuals(model: torch.nn.Module, state: Mapping[str, Any]) -> None:
 
     Every rank calls it with the whole `state`, as `load` gives it, before the first step: after `prepare`, or after
     `register_comm_hook`. If the ranks are others than those that were saved, in number or in their nodes, nothing is
-    restored, and rank 0 says so: the next step then loses what a codec has not sent of one step. In rounds, all ranks
-    then begin with the parameters of the last outer step, and what was learned since goes into the next one.
+    restored, and rank 0 prints a warning: the next step then loses what a codec has not sent of one step. With local
+    updates, all ranks then begin with the parameters of the last outer step, and what was learned since goes into the
+    next one.
 
     Raises:
         ConfigError: see `residuals`.
-        CheckpointError: the state is of another model; or it is of rounds and the model is not, or the other way round.
-            On every rank.
+        CheckpointError: the state is of another model; or only one of the two has local updates. On every rank.
     """
     world, of_ranks, kept = init(), state["of_ranks"], residuals_of(model)
     saved = next((one.get("rounds", "") for one in of_ranks if one), kept.rounds)

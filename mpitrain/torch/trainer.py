@@ -319,7 +319,7 @@ class LoaderData:
         Raises:
             DataError: the loader has no batch. Raised on every rank. See ShardedData for other errors.
         """
-        for _ in range(3):  # the rest of this epoch; what is left of a resumed one, perhaps nothing; the next one
+        for _ in range(3):  # the rest of this epoch; that of a resumed one, which may be empty; the next one
             for batch in self._batches:
                 self.batch = batch
                 assert self._parts.share is not None

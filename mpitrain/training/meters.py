@@ -285,8 +285,8 @@ class GpuUtilisation(Meter):
     """`gpu_utilisation`: the share of time, 0 to 1, in which a kernel ran on the GPU. Mean over the row and the ranks.
 
     NVML (nvidia-ml-py) measures the utilisation for the whole GPU. Kernels of all processes count, also those that use
-    few of the GPU's units. Ranks on the host have no reading. If all ranks are on the host, the meter says so at the
-    beginning.
+    few of the GPU's units. Ranks on the host have no reading. If all ranks are on the host, the meter prints a warning
+    at the beginning.
     """
 
     reads_model = False

@@ -120,8 +120,8 @@ class Steering:
         rate_factor: the learning rate of each step is multiplied by this number.
         pause: who has paused the training, when, and after which step, with the loss and learning rate of that step; {}
             while it trains.
-        saves: somebody wants this step saved. Whoever saves it sets this to False.
-        has_news: something that the state or the record has is new. Whoever has copied the state sets this to False.
+        saves: a save of this step was requested. The code that saves it sets this to False.
+        has_news: the state or the record has changed. The code that copies the state sets this to False.
         num_heard: the number of the newest order that all ranks have obeyed.
     """
 
@@ -258,7 +258,7 @@ class Steering:
         OUTCOMES.note(*outcome)
 
     def _do(self, trainer: Trainer, order: TrainingOrder, step: Step | None) -> str:
-        """Do what the order says, and say so. Raises ConfigError, on all ranks alike, if it cannot be."""
+        """Carry out a command, and return what was done. Raises ConfigError, on all ranks alike, if it cannot be."""
         if order.kind == "rate":
             factor = checked_factor(order.value)
             product = self.rate_factor * factor

@@ -98,7 +98,7 @@ class Trainer:
         things.
 
         Args:
-            world: the World to continue in. If the ranks are placed as before, what a codec has left out so far stays
+            world: the World to continue in. If the ranks are placed as before, the error-feedback residual stays
                 with its rank. Otherwise it goes into the means of the next step.
 
         Raises:
@@ -282,7 +282,7 @@ class Trainer:
     def state(self) -> dict[str, Any]:
         """Return all that a checkpoint needs to continue from here, by name. The state does not depend on ranks.
 
-        The state does not hold what a codec has left out on this rank: see Strategy.own_state.
+        The state does not hold this rank's error-feedback residual: see Strategy.own_state.
         """
         if self.served:
             self.served.fetch()

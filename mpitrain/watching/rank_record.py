@@ -204,7 +204,7 @@ class Page:
         self._numbers[_LEFT_STEP] = step
 
     def set_run(self, run: int) -> None:
-        """Set the number of the run whose state is copied to memory."""
+        """Set the number of the run that takes in-memory checkpoints."""
         self._numbers[_RUN] = run
 
     def set_told(self) -> None:

@@ -260,7 +260,7 @@ def receive(line: socket.socket) -> Appearance | None:
         ):
             raise ValueError("it does not say which rank it is")
         descriptors = dict(zip(names, numbers))  # noqa: B905 (strict is of Python 3.10)
-    except (ValueError, KeyError, TypeError):  # no rank of ours says so
+    except (ValueError, KeyError, TypeError):  # it is not from a rank of ours
         for number in numbers:
             os.close(number)
         return None

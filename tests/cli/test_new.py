@@ -37,8 +37,12 @@ def test_the_job_script_trains(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert job.left == []
 
 
-def test_an_empty_folder_is_taken(tmp_path: Path) -> None:
-    assert main(["new", str(tmp_path)]) == 0
+def test_the_folder_that_one_is_in_is_taken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["new", "."]) == 0
+    assert "cd" not in capsys.readouterr().out
     assert sorted(path.name for path in tmp_path.iterdir()) == ["README.md", "job.sh", "train.py"]
 
 

@@ -62,7 +62,7 @@ def _measure_again(cluster: Cluster, measured: dict[Pair, dict[str, Any]], suspe
 
 
 def _is_open(seen: Seen, pair: Pair) -> bool:
-    """True if large messages get through there, as far as is known; other checks say so where they do not."""
+    """True if large messages get through there, as far as is known; other checks report a pair where they do not."""
     reach = seen.pairs.get(pair, {}).get("reach", {})
     return bool(reach.get("connect", "ok") == "ok" and reach.get("large_is_complete", True))
 

@@ -165,7 +165,7 @@ def _server_addresses(source: str) -> list[str]:
 
 
 def _fstab(share: str) -> list[str]:
-    """Return the options of the share in /etc/fstab; none if it has no line there."""
+    """Return the options of the shared folder in /etc/fstab; none if it has no line there."""
     for line in facts.text("/etc/fstab").splitlines():
         words = line.split()
         if len(words) >= 4 and not words[0].startswith("#") and words[1].rstrip("/") == share.rstrip("/"):

@@ -1,4 +1,4 @@
-"""TorchState: models, optimizers and samplers, beside other objects. ElasticSampler: what is left of an epoch."""
+"""TorchState: models, optimizers and samplers, beside other objects. ElasticSampler: the rest of an epoch."""
 
 from __future__ import annotations
 

@@ -22,7 +22,12 @@ from mpitrain.torch import checks, reductions
 from mpitrain.torch.flat_tensors import raw, values
 from mpitrain.world.shard import part_of
 
-Average, Sum, Adasum, Min, Max, Product = Operator
+Average = Operator.Average
+Sum = Operator.Sum
+Adasum = Operator.Adasum
+Min = Operator.Min
+Max = Operator.Max
+Product = Operator.Product
 Handle = NamedCall
 Tensors = Sequence[torch.Tensor]
 

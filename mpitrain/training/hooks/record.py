@@ -53,7 +53,8 @@ class Record(Hook):
 
     A run that resumes at step k removes rows of later steps that an earlier run has written, so no step has two rows. A
     run from the beginning removes all rows. If a writer fails, for example because the disk is full, training
-    continues. stderr says so, and with the next row Record tries the writer again, with all rows that it lacks.
+    continues. A warning goes to stderr, and with the next row Record tries the writer again, with all rows that it
+    lacks.
     """
 
     writes_files = True

@@ -90,7 +90,7 @@ class StopAfter(Hook):
 class StopWhen(Hook):
     """End the run when a metric is at least, or at most, a value. Hooks before this one must report the metric.
 
-    Rank 0's value decides for all ranks. If no step has had the metric, stderr says so at the end.
+    Rank 0's value decides for all ranks. If no step has had the metric, a warning goes to stderr at the end.
     """
 
     ends_run = True

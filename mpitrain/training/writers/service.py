@@ -176,7 +176,7 @@ class ServiceCalls:
     def __init__(self, service: str) -> None:
         """`service` is a name for messages."""
         self._service = service
-        self._patience = PATIENCE_SECONDS  # what is left of it in this outage
+        self._patience = PATIENCE_SECONDS  # the rest of it in this outage
         self._thread: threading.Thread | None = None
         self._begun = 0.0
         self._error: BaseException | None = None  # of the last call that has ended
