@@ -7,6 +7,7 @@ In between, ranks send each other only 80 bytes a step: samples, losses, and whe
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -29,6 +30,8 @@ from mpitrain.world.world import World
 
 # A rank's gradients go nowhere, so there is no reason to cut them into buckets.
 ONE_BUCKET = 2**62
+# 1 / (1 - 0.9), with the momentum of the papers: the rounds that a velocity holds.
+_MOMENTUM_ROUNDS = 10
 
 
 class LocalUpdates(Strategy):
@@ -58,6 +61,11 @@ class LocalUpdates(Strategy):
         return OuterSteps(world, model, self.schedule, self._outer, self._exchange, by_rank=self._by_rank)
 
     @property
+    def warm_up(self) -> int:
+        """The first steps of the training that are made as with Sync, so many."""
+        return self.schedule.warm_up
+
+    @property
     def keeps_own_state(self) -> bool:
         """See Strategy: what is under way is in this rank's parameters too. In the warm-up, it is as with Sync."""
         return self.trains_alone
@@ -76,6 +84,24 @@ class LocalUpdates(Strategy):
     def num_outer_steps(self) -> int:
         """See Strategy. Each fragment has its own."""
         return self._outer_steps.num_outer_steps
+
+    @property
+    def least_rounds(self) -> int:
+        """The rounds that a training needs for outer steps of full length. One with fewer prints a warning."""
+        return 0 if self._outer is None else _MOMENTUM_ROUNDS
+
+    def doubt(self, steps: int) -> str:
+        """See Strategy: the steps have fewer rounds than `least_rounds`."""
+        warm_up, every, least = self.schedule.warm_up, self.schedule.sync_every, self.least_rounds
+        rounds = max(0, steps - warm_up) // every
+        if self._world.size == 1 or rounds >= least:
+            return ""
+        return (
+            f"{self.schedule.kind}: {steps} steps are {rounds} rounds of sync_every={every}, after {warm_up} steps of "
+            f"warm-up; it needs at least {least} rounds, since with 2 the loss was far above that of mt.Sync. Make "
+            f"sync_every at most {max(1, (steps - warm_up) // least)}, train for at least {warm_up + least * every} "
+            "steps, or use mt.LocalSGD"
+        )
 
     def begin(self, world: World, adapter: Adapter) -> None:
         """See Strategy. Every rank gets rank 0's parameters. Raises what OuterSteps raises."""
@@ -317,8 +343,13 @@ class SparseLoCo(LocalUpdates):
             raise ConfigError(f"SparseLoCo: bits={bits!r}; it must be an int from 1 to {MOST_BITS}")
         if not isinstance(decay, (int, float)) or not 0 <= decay <= 1:
             raise ConfigError(f"SparseLoCo: decay={decay!r}; it must be a number from 0 to 1")
-        self._codec, self._decay = f"top_k:{float(density)}:{bits}", float(decay)
+        self._codec, self._density, self._decay = f"top_k:{float(density)}:{bits}", float(density), float(decay)
         super().__init__(sync_every, exchange=self._make_exchange, by_rank=True)
+
+    @property
+    def least_rounds(self) -> int:
+        """See LocalUpdates: in so many rounds, as many values are sent as there are."""
+        return math.ceil(1 / self._density)
 
     def outer_steps(self, world: World, model: LocalModel) -> OuterSteps:
         """See LocalUpdates.

@@ -56,6 +56,10 @@ class Strategy:
         """The number of outer steps since `begin`; None for a strategy without outer steps."""
         return None
 
+    def doubt(self, steps: int) -> str:
+        """Return a warning about a training of so many steps with these settings; "": there is none. After `begin`."""
+        return ""
+
     @property
     def keeps_own_state(self) -> bool:
         """Whether `own_state` is that of before a step until the step is committed.

@@ -29,6 +29,7 @@ class Sync(MeanStrategy):
 
     Attributes:
         exchange: makes the object that computes the means, for a World.
+        warm_up: the first steps of the training that are exchanged without compression, so many.
         virtual: the virtual ranks; None: there are none, and each rank computes its part of a batch at once.
         places: where the virtual ranks were computed.
         varies: algorithm and buckets are chosen while it trains; see AutoSync.
@@ -40,18 +41,32 @@ class Sync(MeanStrategy):
         self,
         exchange: Callable[[World], Exchange] = make_exchange,
         *,
+        warm_up: int = 0,
         virtual_ranks: int | None = None,
         seed: int = 0,
     ) -> None:
         """
         Args:
             exchange: makes the object that computes the means, for a World.
+            warm_up: exchange the gradients of the first steps of the training without compression, so many. A training
+                is sensitive to inexact gradients then. With `power_sgd`, PyTorch's documentation advises 10 % of all
+                steps, and no fewer than the warm-up of the learning rate.
             virtual_ranks: cut every global batch into so many equal parts, and compute the gradients of each part by
                 itself. Their exact sum has the same bits on 1 to `virtual_ranks` ranks, if each rank has the same
                 number of threads. See docs/explanation/numerics.md#bitwise-identical-results-on-any-number-of-ranks.
             seed: of the random numbers of virtual ranks, at least 0.
+
+        Raises:
+            ConfigError: `warm_up` is not allowed.
         """
-        self.exchange = exchange
+        if not isinstance(warm_up, int) or isinstance(warm_up, bool) or warm_up < 0:
+            raise ConfigError(f"Sync: warm_up={warm_up!r}; it must be an int of at least 0")
+        if warm_up and virtual_ranks is not None:
+            raise ConfigError(
+                f"Sync: warm_up={warm_up} together with virtual_ranks={virtual_ranks}, with which nothing is "
+                "compressed. Leave out one of the two"
+            )
+        self.exchange, self.warm_up, self._left_to_warm_up = exchange, warm_up, 0
         self.virtual = None if virtual_ranks is None else VirtualRanks(virtual_ranks, seed)
         self.places = ComputedPlaces()
 
@@ -61,16 +76,25 @@ class Sync(MeanStrategy):
         With compression=auto, whether bf16 is used is chosen while it trains; see choosing_reducer.py.
 
         Raises:
-            ConfigError: the virtual ranks cannot be divided between the ranks, or gradients cannot be added up exactly.
-                Raised on every rank.
+            ConfigError: the virtual ranks cannot be divided between the ranks, or gradients cannot be added up exactly;
+                or there is a warm-up, and the exchange is chosen while it trains. Raised on every rank.
         """
         self._world = world
+        if self.warm_up:
+            world.agree("begin", [f"Sync(warm_up={self.warm_up})"])
         on_device = any(is_device_array(value) for value in adapter.parameters().values())
         exchange, number = self.exchange, None
         if self.virtual:
             check_virtual_ranks(world, self.virtual, has_own_exchange=exchange is not make_exchange)
             exchange, number = partial(make_exchange, reduction="exact"), self.virtual.number
         codecs = self.codecs_for(world)
+        if codecs and self.warm_up:
+            raise everywhere(
+                ConfigError(
+                    f"Sync: warm_up={self.warm_up} together with compression=auto, which chooses while it trains. Name "
+                    "the compression, or leave warm_up out"
+                )
+            )
         reason = no_choice(world, adapter.layout, codecs, varies=self.varies) if codecs else "no choice"
         if not reason:
             self._reducer = ChoosingReducer(
@@ -79,9 +103,11 @@ class Sync(MeanStrategy):
         else:
             if self.varies:
                 world.print(f"mpitrain: strategy auto trains as sync: {reason}")
-            self._reducer = GradientReducer(
-                world, adapter.layout, exchange=exchange, on_device=on_device, virtual_ranks=number
+            self._make_reducer = partial(
+                GradientReducer, world, adapter.layout, on_device=on_device, virtual_ranks=number
             )
+            self._coded, self._left_to_warm_up, self._is_warm_up = exchange, self.warm_up, self.warm_up > 0
+            self._reducer = self._make_reducer(exchange=self._exchange_now())
         self._scale = adapter.loss_scale
         count_steps = getattr(adapter, "count_steps", None)
         self._steps = count_steps(world) if count_steps and world.size > 1 else None
@@ -107,6 +133,7 @@ class Sync(MeanStrategy):
 
     def begin_step(self, weight: float | Sequence[float]) -> None:
         """See Strategy. With virtual ranks, `weight` has the samples of each of this rank's."""
+        self._follow_warm_up()
         steps = self._steps.code if self._steps else 0
         self._reducer.begin(weight, self._scale.value if self._scale else 1.0, steps=steps)
 
@@ -125,7 +152,19 @@ class Sync(MeanStrategy):
         if self._steps:
             self._steps.exchanged(means.steps, ())
         self._world.commit()
-        return means, applied(adapter, self._reducer.flats, means, self._scale)
+        rate = applied(adapter, self._reducer.flats, means, self._scale)
+        self._left_to_warm_up = max(0, self._left_to_warm_up - 1)
+        return means, rate
+
+    def _exchange_now(self) -> Callable[[World], Exchange]:
+        return partial(make_exchange, compression="none") if self._left_to_warm_up else self._coded
+
+    def _follow_warm_up(self) -> None:
+        """Begin or end the warm-up, if the next step is on its other side. Collective then."""
+        if self.warm_up and self._is_warm_up != bool(self._left_to_warm_up):
+            self._reducer.close()
+            self._reducer = self._make_reducer(exchange=self._exchange_now())
+            self._is_warm_up = bool(self._left_to_warm_up)
 
     def end_run(self) -> None:
         """See Strategy. The replicas are equal.
@@ -138,22 +177,26 @@ class Sync(MeanStrategy):
             self._steps.exchanged(codes, ())
 
     def state(self) -> dict[str, Any]:
-        """See Strategy: `factors`, if compression continues from them; and `virtual`, `places` or `choice`."""
+        """See Strategy: `factors`, if compression continues from them; `warm_up`, `virtual`, `places` or `choice`."""
         if isinstance(self._reducer, ChoosingReducer):
             return {"choice": self._reducer.choice()}
         state = super().state()
+        if self._left_to_warm_up:
+            state["warm_up"] = self._left_to_warm_up
         if self.virtual:
             state |= {"virtual": self.virtual.state(), "places": self.places.state()}
         return state
 
     def restore(self, state: dict[str, Any]) -> None:
-        """See Strategy. What an outer optimizer has kept is left out.
+        """See Strategy. What an outer optimizer has kept is left out. Collective.
 
         Raises:
             CheckpointError: the state is from the middle of a round of LocalSGD or DiLoCo, or of other virtual
                 ranks.
         """
         refuse_round(state)
+        self._left_to_warm_up = state.get("warm_up", 0) if self.warm_up else 0
+        self._follow_warm_up()
         if self.virtual and "virtual" in state:
             self.virtual.check(state["virtual"])
             self.places.restore(state.get("places", []))

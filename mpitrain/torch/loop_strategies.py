@@ -62,7 +62,7 @@ def check_strategy(world: World, strategy: object, options: Sequence[str], *, ha
             "none is sent. Leave them out. For the outer step, set MPITRAIN_COMPRESSION and MPITRAIN_ALGORITHM, or "
             "give exchange= to the strategy"
         )
-    elif isinstance(strategy, LocalUpdates) and strategy.schedule.warm_up:
+    elif isinstance(strategy, LocalUpdates | Sync) and strategy.warm_up:
         problem = f"{kind}: prepare() has no warm-up. Leave warm_up out, or train with mt.Trainer and mt.TorchModule"
     elif isinstance(strategy, Sync) and strategy.exchange is not make_exchange and options:
         problem = f"{', '.join(options)} together with an exchange of Sync: give one of the two"

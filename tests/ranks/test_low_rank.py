@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 import numpy
 import pytest
 
-from mpitrain import World
+from mpitrain import Sync, World
 from mpitrain.compression.power_sgd import Matrix, first_factor
 from mpitrain.config import Config
 from mpitrain.errors import ConfigError, MismatchError, NonFiniteError
@@ -14,10 +17,12 @@ from mpitrain.reducer.exchange import make_exchange
 from mpitrain.reducer.low_rank import LowRankExchange
 from mpitrain.reducer.reducer import GradientReducer
 from mpitrain.reducer.slot import Slot
+from mpitrain.state.names import host_copy, split
 
 from .common import assert_same_bits, error_on_all, skip_alone
 from .placements import PLACEMENTS, placed
 from .test_gathered import Counting
+from .test_strategies import adapter, train
 
 FLOAT32 = numpy.dtype(numpy.float32)
 TENSORS = [("bias", (7,)), ("w", (40, 30)), ("small", (2, 2)), ("kernel", (16, 3, 5, 5)), ("scale", ())]
@@ -219,3 +224,51 @@ def test_what_is_refused(alone: World) -> None:
         exchange.allocate(3, numpy.dtype(numpy.float64))
     with pytest.raises(ConfigError, match="the rank is '0'"):
         make_exchange(alone, compression="power_sgd:0")
+
+
+def trained(there: World, strategy: Sync, steps: range, before: dict[str, Any] | None = None) -> dict[str, Any]:
+    """Train, and return all that a checkpoint has."""
+    model = adapter(dtype="float32", seed=2)
+    strategy.begin(there, model)
+    if before:
+        strategy.restore(before["strategy"])
+        model.restore(before["model"])
+        strategy.restore_own(before["own"])
+    train(there, strategy, model, steps)
+    state = host_copy({"model": model.state(), "strategy": strategy.state(), "own": strategy.own_state()})
+    strategy.close()
+    return state
+
+
+@pytest.mark.parametrize("compression", ["power_sgd:1", "int4"])
+def test_the_warm_up_is_not_compressed(alone: World, compression: str) -> None:
+    """Its steps are those without compression, and the next ones begin it. A resume at any step has the same bits."""
+    coded = alone.replaced(config=replace(alone.config, compression=compression))
+    plain = trained(alone, Sync(), range(3))
+    expected = trained(coded, Sync(), range(3, 6), plain)
+    assert whole(trained(coded, Sync(warm_up=3), range(3))["model"]) == whole(plain["model"])
+    for middle in (0, 2, 3, 4):
+        half = trained(coded, Sync(warm_up=3), range(middle))
+        assert half["strategy"].get("warm_up", 0) == max(0, 3 - middle)
+        found = trained(coded, Sync(warm_up=3), range(middle, 6), half)
+        assert whole(found) == whole(expected), middle
+    assert whole(trained(coded, Sync(), range(3))["model"]) != whole(plain["model"])
+
+
+def whole(state: dict[str, Any]) -> dict[str, Any]:
+    """The values and bits of a state."""
+    arrays, others = split(state)
+    return {**{name: value.tobytes() for name, value in arrays.items()}, **others}
+
+
+def test_warm_ups_that_are_refused(alone: World) -> None:
+    for wrong in (-1, 0.5, True):
+        with pytest.raises(ConfigError, match=f"Sync: warm_up={wrong}; it must be an int of at least 0"):
+            Sync(warm_up=wrong)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="warm_up=3 together with virtual_ranks=4"):
+        Sync(warm_up=3, virtual_ranks=4)
+    auto = alone.replaced(config=replace(alone.config, compression="auto"))
+    text = error_on_all(alone, ConfigError, lambda: Sync(warm_up=3).begin(auto, adapter(dtype="float32")))
+    assert "Sync: warm_up=3 together with compression=auto" in text
+    text = error_on_all(alone, MismatchError, lambda: Sync(warm_up=1 + alone.rank).begin(alone, adapter()))
+    assert "Sync(warm_up=1)" in text

@@ -10,7 +10,18 @@ from typing import Any
 import numpy
 import pytest
 
-from mpitrain import ArrayFunction, DiLoCo, LocalSGD, Parts, StreamingDiLoCo, Trainer, World
+from mpitrain import (
+    ArrayFunction,
+    DiLoCo,
+    LocalSGD,
+    Parts,
+    SparseLoCo,
+    StopAtStep,
+    StreamingDiLoCo,
+    Sync,
+    Trainer,
+    World,
+)
 from mpitrain.data import ArrayData
 from mpitrain.errors import CheckpointError, ConfigError, MismatchError, NonFiniteError
 from mpitrain.optim import SGD
@@ -197,3 +208,32 @@ def test_a_longer_round_is_not_gone_on_from_by_a_shorter_one(world: World) -> No
         shorter.restore(strategy.state())
     strategy.close()
     shorter.close()
+
+
+# A strategy, the steps of a training, and the least rounds; 0: no warning.
+ROUNDS: list[tuple[Callable[[], Strategy], int, int]] = [
+    (lambda: DiLoCo(2), 19, 10),
+    (lambda: DiLoCo(2), 20, 0),
+    (lambda: DiLoCo(2, warm_up=3), 22, 10),
+    (lambda: DiLoCo(2, warm_up=3), 23, 0),
+    (lambda: StreamingDiLoCo(3, fragments=2), 29, 10),
+    (lambda: SparseLoCo(1, density=0.3), 3, 4),
+    (lambda: SparseLoCo(1, density=0.3), 4, 0),
+    (lambda: LocalSGD(50), 3, 0),
+    (Sync, 3, 0),
+]
+
+
+@pytest.mark.parametrize(("make", "steps", "least"), ROUNDS)
+def test_a_training_with_too_few_rounds_is_warned_of_once(
+    world: World, make: Callable[[], Strategy], steps: int, least: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """By rank 0, at its start."""
+    function = ArrayFunction(lambda p, _, hand_in: hand_in("w", p["w"]) or 0.0, {"w": numpy.ones(4, "f4")}, SGD(0.1))
+    data = ArrayData(world, (numpy.zeros((8 * world.size, 1), "f4"),), global_batch=2 * world.size)
+    trainer = Trainer(lambda _: Parts(function, make(), data), [StopAtStep(steps)])
+    trainer.run()
+    trainer.run()  # after step 0, it says no more
+    trainer.close()
+    said = f"it needs at least {least} rounds, since with 2 the loss was far above that of mt.Sync. "
+    assert capsys.readouterr().out.count(said) == (1 if least and world.is_root and world.size > 1 else 0)
