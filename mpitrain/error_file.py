@@ -32,7 +32,7 @@ _OF_NEIGHBOUR = re.compile(
 )
 
 
-class Failure(NamedTuple):
+class WrittenError(NamedTuple):
     """How a program has failed: in a line, as a traceback, and when, by time.monotonic() of its host."""
 
     line: str
@@ -48,14 +48,14 @@ def write_error(path: str, line: str, traceback: str) -> None:
             json.dump({"message": {"message": line, "extraInfo": extra}}, file)
 
 
-def read_error(descriptor: int) -> Failure | None:
+def read_error(descriptor: int) -> WrittenError | None:
     """Read an error file; None: the program has written none."""
     data = os.pread(descriptor, _MOST_BYTES, 0)
     if not data.strip():
         return None
     seconds = time.monotonic() - max(0.0, time.time() - os.fstat(descriptor).st_mtime)
     line, traceback = parse_error(data)
-    return Failure(line, traceback, seconds)
+    return WrittenError(line, traceback, seconds)
 
 
 def parse_error(data: bytes) -> tuple[str, str]:

@@ -84,14 +84,14 @@ from typing import Any
 from mpitrain.launch.hearing import Hearing, send
 from mpitrain.launch.holder import Holder
 from mpitrain.launch.host_attempt import BEAT_SECONDS, HostAttempt, begun, sweep
-from mpitrain.launch.keeper import Memory
+from mpitrain.launch.keeper import HeldMemory
 from mpitrain.launch.processes import remove_unheard
 from mpitrain.reading import MessageLines
 
 _LOOK_SECONDS = 0.5
 
 
-class Agent:
+class HostAgent:
     """All that the job has on this host."""
 
     def __init__(self, wish: dict[str, Any], probe: str) -> None:
@@ -101,7 +101,7 @@ class Agent:
         self._probe = probe
         self._live = wish.get("live", "")
         self._attempts: dict[str, HostAttempt] = {}
-        self._memory = Memory(wish["silence_seconds"], wish.get("stderr"))
+        self._memory = HeldMemory(wish["silence_seconds"], wish.get("stderr"))
         self._holder = Holder(limit)
         self._hearing = Hearing(wish["silence_seconds"], self._end_processes)
         self._received = MessageLines()
@@ -190,6 +190,6 @@ def main(wish: dict[str, Any], probe: str) -> None:
     signal.signal(signal.SIGPIPE, signal.SIG_IGN)
     os.set_blocking(1, True)
     threading.Thread(target=say_alive, daemon=True).start()
-    Agent(wish, probe).run()
+    HostAgent(wish, probe).run()
     with suppress(OSError):
         sys.stdout.flush()

@@ -82,7 +82,7 @@ class SetAside:
         return num_keepers == 0 and self._has_keeper and is_same_boot
 
 
-class Memory:
+class HeldMemory:
     """The agent's line to the keeper."""
 
     def __init__(self, silence_seconds: float, stderr: int | None) -> None:

@@ -16,12 +16,21 @@ import mpitrain.torch  # noqa: F401 (registers the backend)
 
 def adopt() -> None:
     """From now on, init_process_group and new_group take mpitrain's backend where they are asked for gloo, or for
-    none. Other names, such as nccl, stay."""
+    none. Other names, such as nccl, stay. get_backend answers gloo: programs ask which of the names that they know it
+    is (Ignite wraps a model only then)."""
     for name in ("init_process_group", "new_group"):
         ours = _with_ours(getattr(distributed_c10d, name), has_default=name == "init_process_group")
         for module in (dist, distributed_c10d, device_mesh):
             if hasattr(module, name):
                 setattr(module, name, ours)
+    known = distributed_c10d.get_backend
+
+    @functools.wraps(known)
+    def get_backend(*arguments: Any, **named: Any) -> Any:
+        return re.sub(r"\bmpitrain\b", "gloo", known(*arguments, **named))
+
+    for module in (dist, distributed_c10d):
+        module.get_backend = get_backend
 
 
 def backend_of(asked: str | None, *, has_default: bool) -> str | None:

@@ -30,7 +30,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from mpitrain.error_file import Failure, read_error
+from mpitrain.error_file import WrittenError, read_error
 from mpitrain.watching.rank_record import FAILED, PARTED, STARTED, RankRecord, read_record, write_order
 from mpitrain.watching.roll_call import listen, open_process, receive, remove_left, when_closed
 from mpitrain.watching.sockets import accepted
@@ -359,7 +359,7 @@ class Census:
         )
 
     @staticmethod
-    def _failure(rank: _Rank) -> Failure | None:
+    def _failure(rank: _Rank) -> WrittenError | None:
         """Return how the program of the rank has failed, if it has said so and has ended; else None."""
         has_failed = rank.process.order is not None and rank.process.code != 0
         return read_error(rank.errors) if has_failed and rank.errors is not None else None

@@ -50,9 +50,10 @@ def test_a_script_that_meets_by_torch_distributed(tmp_path: Path) -> None:
 
 def test_gloo_is_ours_without_an_edit(tmp_path: Path) -> None:
     pytest.importorskip("torch")
-    source = DDP.replace("dist.get_world_size()]", "dist.get_backend()]")
+    moved_by = "type(dist.group.WORLD._get_backend(torch.device('cpu'))).__module__"
+    source = DDP.replace("dist.get_world_size()]", f"dist.get_backend(), {moved_by}]")
     job = run(tmp_path, source, "-n", "2", "--exchange", "mpitrain")
-    assert lines_of(job) == [[rank, 3.0, rank, "mpitrain"] for rank in range(2)]
+    assert lines_of(job) == [[rank, 3.0, rank, "gloo", "mpitrain.torch.backend"] for rank in range(2)]
     assert "mpitrain: process groups of gloo use mpitrain's exchange in all ranks" in job.stderr
 
 
