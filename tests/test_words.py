@@ -76,7 +76,8 @@ def test_the_pages_are_short() -> None:
     folders = ("tutorials", "how-to", "reference", "explanation")
     pages = [page for folder in folders for page in (REPOSITORY / "docs" / folder).glob("*.md")]
     assert len(pages) <= 26
-    assert sum(len(page.read_text().splitlines()) for page in pages) <= 6500
+    written = [page for page in pages if page.name != "checks.md"]  # made from the checks
+    assert sum(len(page.read_text().splitlines()) for page in written) <= 6500
     assert len((REPOSITORY / "README.md").read_text().splitlines()) <= 120
 
 

@@ -19,7 +19,7 @@ from mpitrain.context import JobContext
 
 
 def begin() -> None:
-    """Have gloo's name mean mpitrain's backend in this process, if the launcher has said so."""
+    """Have gloo's name mean mpitrain's backend in this process, if the launcher has asked for it."""
     if not JobContext.read(os.environ).exchange:
         return
     if "torch" in sys.modules:  # a warm interpreter had imported it

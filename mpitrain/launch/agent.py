@@ -31,7 +31,7 @@ Of an attempt. Each of these messages has "attempt": the id of the attempt.
                                                          "unreachable": [host...]}
     launcher: {"end": linger_seconds}             agent: {"ended": [[pid, command line]...], "immortal": [...],
                                                          "lost": whether somebody removed the roll call}
-    launcher: {"bye": 1}: what is left of it is ended
+    launcher: {"bye": 1}: its remaining processes are ended
 
 A wish with `linger_seconds` is for an attempt whose agent was killed: it has the `token` and the `roll_call`, the
 `files` that the agent knew and the start `since`. The answer is {"ended": ...}.

@@ -69,7 +69,7 @@ class Agents:
         Args:
             own: see above.
             live: the launcher's socket, which the agent here removes if the launcher was killed.
-            says: the launcher's stderr stays open for what is left of the job.
+            says: the launcher's stderr stays open for the processes that remain.
         """
         self.own = own
         self.clocks: dict[str, HostClock] = {}
@@ -111,7 +111,7 @@ class Agents:
     def have(self, hosts: Iterable[str]) -> dict[str, Connection]:
         """Have an agent on each of these hosts, and return the connections. Call this in the main thread.
 
-        One that has ended is replaced, and one that has fallen silent, unless an attempt must say so first. What it
+        One that has ended is replaced, and one that has fallen silent, unless an attempt must report that first. What it
         holds is left to the new one.
 
         Raises:

@@ -1,4 +1,4 @@
-"""One attempt of a job on a host, as the agent there has it (agent.py): sees its ranks, and ends what is left of it.
+"""One attempt of a job on a host, as the agent there has it (agent.py): sees its ranks, and ends its processes.
 
 An attempt that is `idle` is the next one (attempts.py): it costs little until mpiexec is started.
 """
@@ -276,7 +276,7 @@ def begun(wish: dict[str, Any], probe: str) -> HostAttempt | None:
 
 
 def sweep(wish: dict[str, Any]) -> None:
-    """End and remove what is left of an attempt on a host whose agent was killed, in place of that agent."""
+    """End the processes and remove the files of an attempt on a host whose agent was killed, in place of that agent."""
     job = Marked(wish["token"])
     shared_files = SharedFiles(wish["since"], {(path, inode) for path, inode in wish["files"]})
     shared_files.look(job.find, job.find())

@@ -251,7 +251,7 @@ class Kept:
         elif "stay" in message:
             if self.holds:
                 self.lose()
-                self._say_to(None)  # the launcher says so itself
+                self._say_to(None)  # the launcher reports it itself
             send(line, {"stays": self.holds})
         else:
             send(line, {"pids": self.pids()})

@@ -45,7 +45,7 @@ def _config() -> Config:
     """Return the settings of ranks that do not read them."""
     try:
         return read_config(os.environ, {})
-    except ConfigError:  # ranks that read them say so
+    except ConfigError:  # ranks that read them report it
         return Config()
 
 

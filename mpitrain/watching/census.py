@@ -360,7 +360,7 @@ class Census:
 
     @staticmethod
     def _failure(rank: _Rank) -> WrittenError | None:
-        """Return how the program of the rank has failed, if it has said so and has ended; else None."""
+        """Return how the program of the rank has failed, if it has written that and has ended; else None."""
         has_failed = rank.process.order is not None and rank.process.code != 0
         return read_error(rank.errors) if has_failed and rank.errors is not None else None
 

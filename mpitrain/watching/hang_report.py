@@ -116,7 +116,7 @@ def stacks_of(views: Sequence[RankView], silent: Mapping[str, float]) -> list[st
 
 
 def as_stacks_show(view: RankView) -> RankView:
-    """Return the view of a rank that has not called init() as one that waits, if its stack says so.
+    """Return the view of a rank that has not called init() as one that waits, if its stack shows that.
 
     Such a rank publishes nothing. It waits for others if its main thread is in a call of torch.distributed, or of
     another library of that kind. Call this only for ranks that use no processor.
