@@ -111,8 +111,8 @@ class Agents:
     def have(self, hosts: Iterable[str]) -> dict[str, Connection]:
         """Have an agent on each of these hosts, and return the connections. Call this in the main thread.
 
-        One that has ended is replaced, and one that has fallen silent, unless an attempt must report that first. What it
-        holds is left to the new one.
+        One that has ended is replaced, and one that has fallen silent, unless an attempt must report that first. What
+        it holds is left to the new one.
 
         Raises:
             LaunchError, OSError: ssh cannot be started here.
