@@ -30,7 +30,7 @@ def adopt() -> None:
         return re.sub(r"\bmpitrain\b", "gloo", known(*arguments, **named))
 
     for module in (dist, distributed_c10d):
-        module.get_backend = get_backend
+        setattr(module, known.__name__, get_backend)
 
 
 def backend_of(asked: str | None, *, has_default: bool) -> str | None:
