@@ -86,7 +86,7 @@ def train(
 def processes(process: subprocess.Popen[str]) -> dict[int, list[bytes]]:
     """The processes of a started job, each with its variables."""
     variables = Path(f"/proc/{process.pid}/environ").read_bytes().split(b"\0")
-    mark = next(one for one in variables if one.startswith(f"{TOKEN}=".encode()))
+    mark = next((one for one in variables if one.startswith(f"{TOKEN}=".encode())), None)  # None: during an exec
     found = {}
     for entry in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):

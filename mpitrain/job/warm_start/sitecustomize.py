@@ -7,11 +7,13 @@ import traceback
 try:
     from mpitrain.early import leave_hook, run_own_sitecustomize
 
-    leave_hook(os.path.dirname(__file__))  # noqa: PTH120 (pathlib costs the start some ms)
+    folder = os.path.dirname(__file__)  # noqa: PTH120 (pathlib costs the start some ms)
+    leave_hook(folder)
     if "_MPITRAIN_WARM_LINE" in os.environ:
         from mpitrain.job.warm import serve
 
         serve()
+        leave_hook(folder)  # this is a fork, with the environment of the rank
     if "_MPITRAIN_EXCHANGE" in os.environ:
         from mpitrain.job.exchange import begin
 
