@@ -23,6 +23,7 @@ FULL = JobContext(
     devices=("cuda:0", "cuda:0", "cpu"),
     columns=132,
     recover=1,
+    exchange="mpitrain",
     must_copy=1,
     verify=VerifyTask("/tmp/a record", 7),
     plan=PlanTask("/tmp/times.json", 9, ("1", "2")),

@@ -36,6 +36,7 @@ OF_THE_REQUEST = {
     "hostfile",
     "keepers",
     "live_jobs",
+    "notify",
     "placement",
     "resume",
 }
