@@ -20,19 +20,19 @@ import threading
 import urllib.error
 import urllib.request
 from collections.abc import Mapping
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from datetime import timedelta
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 from urllib.parse import urlsplit
 
-from mpitrain.config import Config, read_config
 from mpitrain.errors import ConfigError
 from mpitrain.launch.live import Live
 from mpitrain.launch.log import say
 from mpitrain.launch.processes import STARTING, end_with_parent, left_out
 from mpitrain.launch.time_limit import EXIT_CODE
+from mpitrain.watching.hang_report import NO_PROGRESS
 
 FAILED, DONE, SAVED, STALLED, NOT_FINITE = "failed", "done", "saved", "stalled", "loss_not_finite"
 MOST_SECONDS = 10.0  # for a delivery
@@ -78,10 +78,9 @@ class Notifier:
     def __init__(self, target: str, live: Live) -> None:
         """`target` is a URL or a command, as `checked` returns it; "": nobody is told anything."""
         self._target, self._live = target, live
-        self._stall_seconds = Config.stall_seconds
-        with suppress(ConfigError):  # the ranks refuse it
-            self._stall_seconds = read_config(os.environ, {}).stall_seconds
-        self._is_stalled = self._is_not_finite = False
+        self._reported_at = 0.0
+        self._told_place: list[tuple[int, int]] = []  # the calls and steps of the ranks when a hang was told
+        self._is_not_finite = False
         self._over = threading.Event()
         self._is_told = False  # the last message was delivered, or a line has said why not
         self._thread = threading.Thread(target=self._run, name="notify", daemon=True)
@@ -121,11 +120,14 @@ class Notifier:
     def _news(self, answer: Mapping[str, Any]) -> list[tuple[str, str]]:
         """Return what is new, and why: a wait in which nothing moves, and the first loss that is not finite."""
         news = []
-        still = max((entry["still"] for entry in answer["ranks"]), default=0.0)
-        is_stalled = bool(answer["stall"]) and still >= self._stall_seconds
-        if is_stalled and not self._is_stalled:
-            news.append((STALLED, str(answer["stall"])))
-        self._is_stalled = is_stalled
+        # The launcher reports a wait when it is due, and again while nothing moves.
+        reports = [event for event in answer["events"] if str(event["text"]).startswith(NO_PROGRESS)]
+        if reports and float(reports[-1]["at"]) > self._reported_at:
+            self._reported_at = float(reports[-1]["at"])
+            place = [(entry["calls"], entry["step"]) for entry in answer["ranks"]]
+            if place != self._told_place:
+                self._told_place = place
+                news.append((STALLED, str(reports[-1]["text"])))
         loss = answer["metrics"].get("loss")
         if isinstance(loss, str) and not self._is_not_finite:  # JSON has no number for it
             self._is_not_finite = True

@@ -26,6 +26,7 @@ from mpitrain.watching.ranges import rank_ranges
 from mpitrain.watching.rank_record import BUSY, CALLED, ENDED, FAILED, PARTED, STARTED, WAITS
 from mpitrain.watching.view import RankView
 
+NO_PROGRESS = "no progress for"  # a report begins with it
 _MOST_STACKS = 3
 _MOST_FRAMES = 30
 _FRAME = re.compile(r'  File "(.*)", line (\d+|\?\?\?) in (.*)')
@@ -90,7 +91,7 @@ def report(
     shown = [view for view in culprits if view.stack][:_MOST_STACKS]
     shown += [view for view in waiting if view.stack][:1]
     longest = max((max(view.seconds, view.idle_seconds) for view in views), default=0.0)
-    head = f"no progress for {longest:.{0 if longest >= 5 else 1}f} s"
+    head = f"{NO_PROGRESS} {longest:.{0 if longest >= 5 else 1}f} s"
     if all_have_finished(views, absent):
         head = f"all ranks have finished, but not all of their processes have ended for {longest:.0f} s"
     elif not any(view.record.status == WAITS or view.idle_seconds for view in views):
