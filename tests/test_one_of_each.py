@@ -184,7 +184,8 @@ def test_the_documents_must_have_it(copy: Path) -> None:
 def test_it_inherits_the_tests_of_one_process(documented: Path) -> None:
     chosen = "(halves and not bits) or greet or TEA01 or MarkedSteps or gather_and_add or together or marked_steps "
     chosen += (
-        "or type_checkers or status_has or codecs_has or compression_names or test_help or in_the_docs or proved or fact"
+        "or type_checkers or status_has or codecs_has or compression_names or test_help or in_the_docs or proved_or"
+        " or fact"
     )
     files = ("cli/test_main.py", "test_compression.py", "test_public.py", "test_layers.py")
     job = run(documented, *PYTEST, *DOCUMENTS, MATRIX, *(f"tests/{file}" for file in files), "-k", chosen)
