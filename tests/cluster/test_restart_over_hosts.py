@@ -88,8 +88,9 @@ def sent(bed: Bed, node: str) -> set[int]:
 
 
 def logins(bed: Bed, node: str) -> set[str]:
-    """The ports from which others are logged in on a node."""
-    found = bed.node_run(node, ["ss", "-Htn", "state", "established", "sport = :22"]).stdout
+    """The ports of node1 from which somebody is logged in on a node. The controller's Ansible stays logged in, too."""
+    of_node1 = f"sport = :22 and dst {bed.address('node1')}"
+    found = bed.node_run(node, ["ss", "-Htn", "state", "established", of_node1]).stdout
     return {line.split()[-1].rpartition(":")[2] for line in found.splitlines()}
 
 

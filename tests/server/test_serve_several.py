@@ -186,13 +186,17 @@ def publish(stage, has_failed):
     page = ServedPage()
     page.write({"at": time.monotonic(), "stage": stage, "has_failed": has_failed})
     Path("PATH").touch()
-    time.sleep(2.0)
+    while not (pid := Path("PATH.pid")).exists() or Path("/proc", pid.read_text()).exists():
+        time.sleep(0.01)
+    time.sleep(2.0)  # the launcher has seen the end of the other one
     sys.exit(has_failed)
 
 if os.environ["_MPITRAIN_SERVE_KIND"] == "server":
     FIRST
 while not Path("PATH").exists() and IS_TOLD:
     time.sleep(0.01)
+Path("PATH.new").write_text(str(os.getpid()))
+Path("PATH.new").rename("PATH.pid")
 sys.exit(3)
 """
 ENDS_IT, GOES_ON = "; the job ends with it", " after the run; server 0 continues without it"
