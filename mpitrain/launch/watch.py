@@ -17,6 +17,8 @@ from mpitrain.launch.processes import remove
 from mpitrain.launch.reports import HostReport, Said
 from mpitrain.launch.trouble import PATIENCE_SECONDS, SILENCE_SECONDS, host_trouble
 from mpitrain.watching.hang_report import stacks_of
+from mpitrain.watching.rank_record import records_of
+from mpitrain.watching.view import RankView, to_json
 
 FACTS_SECONDS = 90.0  # a host must answer within this time, even if it is busy and its disks are slow
 _FACTS_LOOK_SECONDS = 0.005
@@ -216,6 +218,16 @@ class Guards(Said):
             for host, connection in self._connections.items()
             if self.reports[host].seen is None
         }
+
+    def look_without_agent(self, pids: Iterable[int]) -> None:
+        """Read the records of the ranks among these processes, if the agent of this host was killed.
+
+        It may not have told yet that the ranks have made steps. Without steps, the job would not start again.
+        """
+        own, now = self._agents.own, time.monotonic()
+        if own in self._connections and self._connections[own].is_closed:
+            views = [to_json(RankView(record, record.pid)) for record in records_of(pids)]
+            self.take(own, {"ranks": views}, now, now)
 
     def end(self, linger_seconds: float) -> None:
         """End the job's processes that remain on every host that can be reached, and receive their last reports."""

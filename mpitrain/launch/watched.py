@@ -6,7 +6,7 @@ import os
 import secrets
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -319,6 +319,10 @@ class WatchedJob:
     def interrupt(self) -> None:
         """Take note that a signal to the launcher ends the job."""
         self._guards.interrupt()
+
+    def look_without_agent(self, pids: Iterable[int]) -> None:
+        """Read what the ranks among these processes of this host have done, if the agent here was killed."""
+        self._guards.look_without_agent(pids)
 
     @property
     def is_gone(self) -> bool:
