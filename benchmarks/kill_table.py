@@ -30,7 +30,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from kill_table_faults import FAULTS, Fault, Rank
+from kill_table_faults import FAULTS, NODES, Fault, Rank
 from testbed import Bed, find
 
 REPOSITORY = Path(__file__).parents[1]
@@ -144,11 +144,11 @@ class Trial:
         self.before = left(bed)
         self.on("node1", f"install -d -o cluster {self.folder}")
         fault.prepare(self)
-        hosts = f"--hosts {','.join(bed.names)} --ppn {RANKS_PER_NODE} {options}"
+        hosts = f"--hosts {','.join(NODES)} --ppn {RANKS_PER_NODE} {options}"
         program = f"kill.py {self.folder} 0.02 {MOST_STEPS} '{SMALL if fault.needs_disk else ''}'"
         self.launch(f"run {hosts} {program}", [f"MPITRAIN_MEMORY_STEPS=1 {fault.variables}"])
         until = time.monotonic() + START_SECONDS
-        while len(self.processes()) < len(bed.names) * RANKS_PER_NODE or self.num_steps() < STEPS_AFTER:
+        while len(self.processes()) < len(NODES) * RANKS_PER_NODE or self.num_steps() < STEPS_AFTER:
             if time.monotonic() > until or not self.is_running:
                 self.kill_launcher("TERM")
                 raise NotStartedError(self.end()[1])
@@ -233,7 +233,7 @@ def left(bed: Bed, *nodes: str) -> Counter[str]:
     """What the job has left on the nodes."""
     lines = [
         f"{node}: {re.sub(r' [0-9]+$', '', line)}"
-        for node in nodes or bed.names
+        for node in nodes or NODES
         for line in bed.node_run(node, ["bash", "-c", LEFT]).stdout.splitlines()
     ]
     return Counter(lines)
@@ -284,7 +284,7 @@ def tried(bed: Bed, python: str, fault: Fault, options: str, expected: dict[int,
     odd = [step for step, loss in job.losses() if expected.get(step) != loss]
     outcome.are_equal = not odd
     fault.undo(job)
-    for node in bed.names:
+    for node in NODES:
         bed.heal(node)
     outcome.rest, outcome.gone_seconds = wait_until_gone(job, GONE_SECONDS)
     if outcome.wrong or outcome.rest or odd:

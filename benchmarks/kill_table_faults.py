@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from kill_table import Trial
 
+NODES = ("node1", "node2", "node3", "node4")
 FAKETIME = "/opt/mpitrain-testbed/lib/libfaketime.so.1"
 OFFSET = "/tmp/kill-offset"
 OUTAGE_SECONDS = 20.0
@@ -76,8 +77,8 @@ def _drawn(job: Trial) -> Rank:
     return random.choice(list(job.ranks.values()))
 
 
-def _other(job: Trial) -> str:
-    return random.choice(job.bed.names[1:])
+def _other() -> str:
+    return random.choice(NODES[1:])
 
 
 def _rank(job: Trial) -> Hit:
@@ -112,7 +113,7 @@ def _proxy(job: Trial) -> Hit:
 
 
 def _agent(job: Trial) -> Hit:
-    host = random.choice(job.bed.names)
+    host = random.choice(NODES)
     job.on(host, f"kill -KILL {agents(job, host)[0]}")
     return Hit(f"agent on {host}", rf"{host}: the (guard|agent) of the job there was killed")
 
@@ -138,7 +139,7 @@ def _launcher(job: Trial) -> Hit:
 
 def _away(do: str) -> Callable[[Trial], Hit]:
     def hit(job: Trial) -> Hit:
-        host = _other(job)
+        host = _other()
         getattr(job.bed, do)(host)
         cut_off = (host,) if do == "cut" else ()
         return Hit(f"{do} of {host}", rf"{host}(: no message from this host since| fell silent)", cut_off=cut_off)
@@ -147,7 +148,7 @@ def _away(do: str) -> Callable[[Trial], Hit]:
 
 
 def _short_cut(job: Trial) -> Hit:
-    host = _other(job)
+    host = _other()
     job.bed.cut(host)
     time.sleep(3)
     job.bed.heal(host)
@@ -155,19 +156,25 @@ def _short_cut(job: Trial) -> Hit:
 
 
 def _address(job: Trial) -> Hit:
-    host, address = _other(job), ""
-    address = job.bed.address(host)
-    link = job.on(host, "ip -o -4 addr show to " + address).split()[1]
-    job.on(host, f"ip addr add 10.77.0.99/24 dev {link}; ip addr del {address}/24 dev {link}; ip addr")
+    host = _other()
+    _move(job, host, job.bed.address(host), _new_address(job, host))
     return Hit(f"address of {host}", rf"{host}(: no message from this host since| fell silent)", cut_off=(host,))
 
 
+def _new_address(job: Trial, host: str) -> str:
+    return job.bed.address(host).rpartition(".")[0] + ".99"
+
+
+def _move(job: Trial, host: str, old: str, new: str) -> None:
+    """Give a host another address, if it has the old one."""
+    words = job.on(host, f"ip -o -4 addr show to {old}").split()
+    if words:
+        job.on(host, f"ip addr add {new}/24 dev {words[1]}; ip addr del {old}/24 dev {words[1]}")
+
+
 def _old_address(job: Trial) -> None:
-    for host in job.bed.names[1:]:
-        if link := job.on(host, "ip -o -4 addr show to 10.77.0.99").split()[1:2]:
-            job.on(
-                host, f"ip addr add {job.bed.address(host)}/24 dev {link[0]}; ip addr del 10.77.0.99/24 dev {link[0]}"
-            )
+    for host in NODES[1:]:
+        _move(job, host, _new_address(job, host), job.bed.address(host))
 
 
 def _disk(job: Trial) -> Hit:

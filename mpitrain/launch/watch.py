@@ -74,7 +74,7 @@ class Guards(Said):
     def __exit__(self, *_: object) -> None:
         if self._orders is not None:  # what became of an order may have come with the last reports
             self._orders.look(self)
-        self._send_all({"bye": 1})
+        self._part_with(self._connections)
         self._agents.part(self)
         own = self._agents.own
         if own in self._wishes:  # the agent here may have been killed while it asked for facts
@@ -132,8 +132,7 @@ class Guards(Said):
     def narrow(self, hosts: Iterable[str]) -> bool:
         """Keep only these hosts. False: there is trouble with one of them."""
         away = self._connections.keys() - set(hosts)
-        for host in away:
-            self._send(self._connections[host], {"bye": 1})
+        self._part_with(away)
         with self._lock:
             self._connections = {host: one for host, one in self._connections.items() if host not in away}
             self.reports = {host: report for host, report in self.reports.items() if host not in away}
@@ -141,6 +140,12 @@ class Guards(Said):
                 return False
             self.trouble = None
         return True
+
+    def _part_with(self, hosts: Iterable[str]) -> None:
+        """Say goodbye there, also to an agent in place of one that was killed, which has left the roll call."""
+        for host in hosts:
+            told = {"attempt": self.token, "bye": 1, "roll_call": self._wishes[host]["roll_call"]}
+            self._agents.tell([host], told)
 
     def have_paths(self, paths: Sequence[str]) -> bool:
         """Ask whether these paths are there on all hosts. False, too, if a host does not answer in time."""
@@ -244,10 +249,10 @@ class Guards(Said):
         """Have a new agent in place of each one that was killed, which ends what is left."""
         for host, connection in list(self._connections.items()):
             report, wish = self.reports[host], self._wishes[host]
-            if not connection.is_closed or report.left is not None or not report.since:
+            if not connection.is_closed or report.left is not None or not connection.has_spoken:
                 continue
             sweep = {key: wish[key] for key in ("token", "roll_call")}
-            sweep |= {"files": report.files, "since": report.since, "linger_seconds": linger_seconds}
+            sweep |= {"files": report.files, "since": report.since or None, "linger_seconds": linger_seconds}
             patience = _LOGIN_SECONDS if connection.how_killed() else _LOGIN_SECONDS_OF_BROKEN
             new = self._agents.have([host])[host]
             new.heard_seconds = time.monotonic() + patience - SILENCE_SECONDS

@@ -227,6 +227,36 @@ def test_a_next_attempt_has_a_new_agent_in_place_of_a_killed_one(wish: dict[str,
             assert following.trouble is None
 
 
+@pytest.fixture
+def following(both: Guards, tmp_path: Path) -> Iterator[Guards]:
+    """A prepared attempt on the other host."""
+    wish = {"token": uuid.uuid4().hex, "roll_call": str(tmp_path / "of_next"), "peers": {}, "idle": True}
+    with Guards(both._agents, ["there"], {"there": wish}) as following:
+        following.facts()
+        yield following
+    until(lambda: not (tmp_path / "of_next").exists())
+
+
+def test_nothing_stays_of_a_prepared_attempt_whose_agent_was_killed(both: Guards, following: Guards) -> None:
+    """The present attempt has a new agent, which ends what is left of it. Of the other one it removes the roll call."""
+    both.start()
+    assert Path(following._wishes["there"]["roll_call"]).exists()
+    both._connections["there"].process.kill()
+    wait_for_trouble(both)
+    both.end(0.0)
+    assert both.reports["there"].left == []
+
+
+def test_what_an_agent_leaves_that_is_killed_at_once(following: Guards) -> None:
+    """It has not told yet when the job began there."""
+    connection = following._connections["there"]
+    connection.process.kill()
+    until(lambda: connection.is_closed)
+    assert following.reports["there"].since == 0.0
+    following.end(0.0)
+    assert following.reports["there"].left == []
+
+
 def test_paths_that_a_next_try_needs(both: Guards, tmp_path: Path) -> None:
     """One that is gone by now; and a host that does not answer in time."""
     here, gone = tmp_path / "script.py", tmp_path / "gone"
