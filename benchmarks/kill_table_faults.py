@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import random
 import re
+import subprocess
+import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -14,8 +16,7 @@ if TYPE_CHECKING:
     from kill_table import Trial
 
 NODES = ("node1", "node2", "node3", "node4")
-FAKETIME = "/opt/mpitrain-testbed/lib/libfaketime.so.1"
-OFFSET = "/tmp/kill-offset"
+OFFSET, LIBRARY = "/tmp/kill-offset", "/opt/kill-clock.so"
 OUTAGE_SECONDS = 20.0
 LIMIT_BYTES = 64 << 20
 GROUP = Path("/sys/fs/cgroup/memory/kill-table")
@@ -224,20 +225,58 @@ def _no_limit(_: Trial) -> None:
         GROUP.rmdir()
 
 
+# Adds to the clock what a file says, as if it was set: the monotonic one stays. (libfaketime moves that, too.)
+CLOCK = r"""
+#define _GNU_SOURCE
+#include <fcntl.h>
+#include <stdlib.h>
+#include <sys/syscall.h>
+#include <sys/time.h>
+#include <time.h>
+#include <unistd.h>
+static long offset(void) {
+    char text[32] = {0};
+    int file = open("OFFSET", O_RDONLY | O_CLOEXEC);
+    if (file < 0) return 0;
+    if (read(file, text, sizeof text - 1) < 0) text[0] = 0;
+    close(file);
+    return atol(text);
+}
+int clock_gettime(clockid_t clock, struct timespec *now) {
+    int code = syscall(SYS_clock_gettime, clock, now);
+    if (!code && clock == CLOCK_REALTIME) now->tv_sec += offset();
+    return code;
+}
+int gettimeofday(struct timeval *restrict now, void *restrict zone) {
+    int code = syscall(SYS_gettimeofday, now, zone);
+    if (!code) now->tv_sec += offset();
+    return code;
+}
+time_t time(time_t *where) {
+    struct timespec now;
+    clock_gettime(CLOCK_REALTIME, &now);
+    if (where) *where = now.tv_sec;
+    return now.tv_sec;
+}
+""".replace("OFFSET", OFFSET)
+
+
 def _offset(job: Trial) -> None:
-    """On node3, all that a login starts has a clock that can be changed."""
-    lines = [f"LD_PRELOAD={FAKETIME}", f"FAKETIME_TIMESTAMP_FILE={OFFSET}", "FAKETIME_CACHE_DURATION=1"]
-    lines += ["FAKETIME_DONT_FAKE_MONOTONIC=1", "DONT_FAKE_MONOTONIC=1"]
-    job.on("node3", f"echo +0s > {OFFSET}; chmod 644 {OFFSET}; printf '%s\\n' {' '.join(lines)} >> /etc/environment")
-    job.before.update({f"node3: {OFFSET}": 1})
+    """On node3, all that a login starts has a clock that can be set."""
+    root = Path(f"/proc/{job.bed.node('node3').pid()}/root")
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "clock.so")
+        subprocess.run(["cc", "-shared", "-fPIC", "-o", path, "-xc", "-"], input=CLOCK, text=True, check=True)
+        (root / LIBRARY[1:]).write_bytes(path.read_bytes())
+    job.on("node3", f"chmod 755 {LIBRARY}; echo 0 > {OFFSET}; echo LD_PRELOAD={LIBRARY} >> /etc/environment")
 
 
 def _no_offset(job: Trial) -> None:
-    job.on("node3", f"rm -f {OFFSET}; sed -i '/FAKE_MONOTONIC/d; /^LD_PRELOAD=/d; /^FAKETIME_/d' /etc/environment")
+    job.on("node3", f"rm -f {OFFSET} {LIBRARY}; sed -i '/^LD_PRELOAD=/d' /etc/environment")
 
 
 def _clock(job: Trial) -> Hit:
-    job.on("node3", f"echo {random.choice(['+3600s', '-3600s'])} > {OFFSET}")
+    job.on("node3", f"echo {random.choice([3600, -3600])} > {OFFSET}")
     return Hit("clock of node3, an hour", num_failed=0)
 
 
