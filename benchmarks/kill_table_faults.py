@@ -116,7 +116,7 @@ def _proxy(job: Trial) -> Hit:
 def _agent(job: Trial) -> Hit:
     host = random.choice(NODES)
     job.on(host, f"kill -KILL {agents(job, host)[0]}")
-    return Hit(f"agent on {host}", rf"{host}: the (guard|agent) of the job there was killed")
+    return Hit(f"agent on {host}", rf"{host}: the agent of the job there was killed")
 
 
 def agents(job: Trial, host: str) -> list[int]:

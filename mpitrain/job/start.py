@@ -204,7 +204,7 @@ def _appear(place: TakenPlace, settings: dict[str, Any]) -> Callable[[], None]:
 
 
 def _publish(world: World) -> None:
-    """Publish what this rank does from now on. If no guard reads it, the ranks of a host read each other's records."""
+    """Publish what this rank does from now on. If no agent reads it, the ranks of a host read each other's records."""
     activity = publish(world.rank)
     activity.set_limits(world.config.stall_seconds, world.config.hang_seconds)
     if not world.context.roll_call:

@@ -441,7 +441,7 @@ def _variables(words: Iterable[bytes]) -> dict[str, str]:
 
 
 def _mark() -> None:
-    """Write the marks of the rank's job to where the guards look: into the room that the holder has left for them."""
+    """Write the marks of the rank's job to where the agents look: into the room that the holder has left for them."""
     fields = Path("/proc/self/stat").read_bytes().rpartition(b")")[2].split()
     begin, end = int(fields[47]), int(fields[48])  # env_start and env_end of proc(5)
     block = ctypes.string_at(begin, end - begin)

@@ -27,9 +27,9 @@ from mpitrain.reading import MessageLines
 # ssh asks no questions and shares no other connection. The user's own settings say which host keys are valid. No
 # connection stays open for others (ControlPersist), because it would look like a process that the job has left.
 SSH_OPTIONS = ("-o", "BatchMode=yes", "-o", "ConnectTimeout=10", "-o", "ControlMaster=no")
-GUARD_OPTIONS = ("-T", "-x", "-a", "-o", "ControlPath=none", "-o", "ClearAllForwardings=yes", "-o", "LogLevel=ERROR")
+AGENT_OPTIONS = ("-T", "-x", "-a", "-o", "ControlPath=none", "-o", "ClearAllForwardings=yes", "-o", "LogLevel=ERROR")
 
-# Not the Python of a virtual environment: the guard must work even if the shared folder with that environment is
+# Not the Python of a virtual environment: the agent must work even if the shared folder with that environment is
 # missing.
 PYTHON = "/usr/bin/python3"
 
@@ -65,12 +65,12 @@ AGENT = (
     "launch.agent",
 )
 
-# Sent first: a `read` in a startup file of the login's shell takes this line, instead of the guard's first one.
+# Sent first: a `read` in a startup file of the login's shell takes this line, instead of the agent's first one.
 _BAIT = b"# mpitrain\n"
 _SWALLOWED = "takes a line of what is sent to a command"
 # A network that breaks meanwhile may leave the far side without the rest: it then ends after this time.
 _BOOT_SECONDS = 60
-# The next line has the modules and the wish. It is read byte by byte, so that the rest stays for the guard.
+# The next line has the modules and the wish. It is read byte by byte, so that the rest stays for the agent.
 _BOOT = f"""
 import json, signal, sys, types
 signal.alarm({_BOOT_SECONDS})
@@ -98,7 +98,7 @@ def command_on(host: str, line: str) -> list[str]:
     """
     if words := step_on(host):
         return [*words, "sh", "-c", line]
-    return ["ssh", *SSH_OPTIONS, *GUARD_OPTIONS, host, line]
+    return ["ssh", *SSH_OPTIONS, *AGENT_OPTIONS, host, line]
 
 
 def typed_on(host: str, line: str) -> str:
@@ -185,7 +185,7 @@ class Connection:
         return explain(self.host, words, code)
 
     def how_killed(self) -> str:
-        """Say how the guard was killed, if it was: ssh itself only returns 255."""
+        """Say how the agent was killed, if it was: ssh itself only returns 255."""
         self.errors.seek(0)
         if self.errors.read().strip():
             return ""
@@ -196,7 +196,7 @@ class Connection:
         return f"was killed by signal {-code}" if code < 0 else "was killed" if code == 255 else ""
 
     def hang_up(self) -> None:
-        """Send no more. The guard then ends the rest of the job on its host, and itself."""
+        """Send no more. The agent then ends the rest of the job on its host, and itself."""
         assert self.process.stdin is not None
         self.process.stdin.close()
 

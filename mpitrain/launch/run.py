@@ -54,7 +54,7 @@ class Run:
 
         Args:
             job: what to start.
-            watched: the job as seen by the guards of its hosts.
+            watched: the job as seen by the agents of its hosts.
         """
         self._command = command_for(job, os.environ)
         self._names_signals = names_signals(job.mpiexec)

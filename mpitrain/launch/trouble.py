@@ -106,7 +106,7 @@ def diagnosis(
         state = "; ".join(f"{_ranks(ranks)} {step}" for step, ranks in steps.items())
         processes = reports[place.host].processes
         if processes is None:
-            lines.append(f"{place.host}: {state}; its guard does not report what runs there")
+            lines.append(f"{place.host}: {state}; its agent does not report what runs there")
             continue
         lines.append(f"{place.host}: {state}; {len(processes)} processes of the job there")
         if any(rank not in when[CALLED] and rank not in gone for rank in place.ranks):
@@ -164,7 +164,7 @@ def _names(ranks: set[int], places: Sequence[Place]) -> str:
 
 
 SILENCE_SECONDS = 5.0  # a host is lost after this silence
-# So long all other hosts together may be silent, this machine's own guard, and a guard that lives but does not answer.
+# So long all other hosts together may be silent, this machine's own agent, and an agent that lives but does not answer.
 PATIENCE_SECONDS = 15.0
 AGENT_SILENCE_SECONDS = 30.0  # after this silence of the launcher, an agent ends the job on its host
 # A host that is silent for longer may be lost too. It is soon known: hosts that are lost together are found together.
@@ -181,9 +181,9 @@ def host_trouble(
     """Return why the job must be ended; None: it need not. Note in the reports which hosts have vanished.
 
     Args:
-        connections: to the guard of each host.
+        connections: to the agent of each host.
         reports: of each host.
-        answered: when each guard has last answered a beat, by the clock of `now`.
+        answered: when each agent has last answered a beat, by the clock of `now`.
         own: the name of this machine among the hosts.
         now: the present time, by the clock of the connections.
     """
@@ -202,7 +202,7 @@ def host_trouble(
         if now - seconds > PATIENCE_SECONDS:
             reports[host].has_vanished = True
             return (
-                f"{host}: the guard of the job there lives, but has not answered for {now - seconds:.0f} s: the host "
+                f"{host}: the agent of the job there lives, but has not answered for {now - seconds:.0f} s: the host "
                 "has too little memory, or a disk or share there hangs. The job is ended on all hosts"
             )
     return None
@@ -210,7 +210,7 @@ def host_trouble(
 
 def _why_closed(connection: Connection) -> str:
     if killed := connection.how_killed():
-        return f"{connection.host}: the guard of the job there {killed}"
+        return f"{connection.host}: the agent of the job there {killed}"
     return f"the connection to {connection.why_closed()}"
 
 

@@ -30,7 +30,7 @@ _SHORT_SILENCE_SECONDS = 3.0
 _LOGIN_SECONDS, _LOGIN_SECONDS_OF_BROKEN = 10.0, 1.0
 
 
-class Guards(Said):
+class AttemptOnHosts(Said):
     """Use this in `with`: at its end, nothing of the attempt is left on a host that can be reached.
 
     Attributes:
@@ -68,7 +68,7 @@ class Guards(Said):
         for host, connection in self._connections.items():
             self._send(connection, {"wish": wishes[host]})
 
-    def __enter__(self) -> Guards:
+    def __enter__(self) -> AttemptOnHosts:
         return self
 
     def __exit__(self, *_: object) -> None:

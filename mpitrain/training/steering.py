@@ -1,8 +1,8 @@
 """What somebody tells a training while it runs: `mpitrain tell`, on the ranks.
 
-    launcher ─> guards ─> record of each rank ─> vote of a step: has any rank heard of an order? ─> all obey after it
+    launcher ─> agents ─> record of each rank ─> vote of a step: has any rank heard of an order? ─> all obey after it
     (launch/orders.py)                                                                               │
-    launcher <─ guards <─ record of each rank <── what became of it ─────────────────────────────────┘
+    launcher <─ agents <─ record of each rank <── what became of it ─────────────────────────────────┘
 
 The vote (reducer/vote.py) carries the number of the newest order anyway, so a step without an order costs no message.
 What lasts is part of the state of the training. After a restart, orders that the state does not have yet are applied

@@ -1,4 +1,4 @@
-"""Publishes a long wait. If no guard watches the job, the ranks report the wait by themselves."""
+"""Publishes a long wait. If no agent watches the job, the ranks report the wait by themselves."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _LATER_SECONDS = 1.0
 
 @dataclass(frozen=True)
 class Neighbours:
-    """The ranks that this process can look at if no guard does: the ranks of its host."""
+    """The ranks that this process can look at if no agent does: the ranks of its host."""
 
     where: dict[int, tuple[int, int]]  # by rank: process, and descriptor of its record
     hosts: tuple[str, ...]  # of all ranks
@@ -60,7 +60,7 @@ _neighbours: Neighbours | None = None
 
 
 def watch_over(neighbours: Neighbours) -> None:
-    """Make this process report its long waits by itself. `init` calls this if no guard watches the job."""
+    """Make this process report its long waits by itself. `init` calls this if no agent watches the job."""
     global _neighbours  # noqa: PLW0603 - a process is one rank
     _neighbours = neighbours
 
@@ -79,7 +79,7 @@ class LongWait:
         """Report the wait if a report is due.
 
         Raises:
-            MpitrainError: nothing has moved for hang_seconds, and no guard ends the job.
+            MpitrainError: nothing has moved for hang_seconds, and no agent ends the job.
         """
         if now - self._looked < _LOOK_SECONDS:
             return

@@ -80,12 +80,12 @@ class Activity:
         self._write()
 
     def appear(self, roll_call: str, starter: int = 0) -> None:
-        """Tell the guard that made this roll call that the rank is here, as long as the process lives.
+        """Tell the agent that made this roll call that the rank is here, as long as the process lives.
 
         `starter` is the process of mpiexec that started the rank; 0: the parent of this process.
         """
         self._line = appear(roll_call, self._record.rank, self.descriptor, starter)
-        # The line tells the guard when this process ends: a child must not hold it open.
+        # The line tells the agent when this process ends: a child must not hold it open.
         os.register_at_fork(after_in_child=self._hang_up)
 
     def enter(self, phase: str) -> None:
@@ -260,7 +260,7 @@ def num_orders() -> int:
 def waiting(doing: str) -> Iterator[None]:
     """Run a call of MPI that waits for other ranks, and that only MPI can drive: publish that this rank waits in it.
 
-    So the guard reports the wait, and ends the job where the wait lasts too long.
+    So the agent reports the wait, and ends the job where the wait lasts too long.
     """
     begun = time.monotonic()
     entry = _activity.begin(WAITS, doing, begun) if _activity is not None else None

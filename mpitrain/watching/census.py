@@ -1,4 +1,4 @@
-"""The ranks of a job on this host, as its guard sees them: their records, and which processes ended in which order.
+"""The ranks of a job on this host, as its agent sees them: their records, and which processes ended in which order.
 
     rank     pid   parent  line    process  phase
     0        4101  4090    open    alive    begun
@@ -7,8 +7,8 @@
     parent   4090                  alive
 
 The first is the culprit. mpiexec ends the others within a millisecond, and may then name any of them, as MPICH's
-sometimes does. epoll reports events in the order in which they happened, however late the guard looks (Linux, epoll(7),
-pidfd_open(2)). The guard watches two things of a rank. The rank's line (roll_call.py) breaks while the kernel closes
+sometimes does. epoll reports events in the order in which they happened, however late the agent looks (Linux, epoll(7),
+pidfd_open(2)). The agent watches two things of a rank. The rank's line (roll_call.py) breaks while the kernel closes
 the files of the process; mpiexec learns of the end at the same time. The process itself ends a little later; on a
 loaded machine, it may end after ranks that mpiexec has ended because of it. The parent of the ranks, mpiexec or its
 daemon, ends after them. If the parent ends before them, the parent is the culprit, and no rank is.

@@ -2,11 +2,11 @@
 
 The record is a page of memory whose only name is below its process: /proc/PID/fd/N. The page is memory, not a file on
 disk: a write costs no system call, and neither a full disk nor a dead one can block a rank. The page vanishes with the
-last process that has it open. The guard of the host gets the page's descriptor from the rank (roll_call.py). So the
-guard can read a rank's last record after the rank was killed, and the record of a rank in a container, which has its
+last process that has it open. The agent of the host gets the page's descriptor from the rank (roll_call.py). So the
+agent can read a rank's last record after the rank was killed, and the record of a rank in a container, which has its
 own /proc. Under a bare mpiexec the ranks of a host read each other's pages by name.
 
-A guard writes into the page too: the newest order for the training (launch/orders.py). A rank that has none pays for
+An agent writes into the page too: the newest order for the training (launch/orders.py). A rank that has none pays for
 it with one look at a number in each step.
 
 A metric has a name that a script has chosen, and training reports it. A fact has a name that mpitrain knows: it is a
@@ -59,7 +59,7 @@ _TEXTS = struct.Struct("<ddddiiBBHHHHH400s400s800s400s400s")
 _TEXTS_AT = 512
 assert 8 * (_FACTS + len(FACTS)) <= _TEXTS_AT, "rank_facts.FACTS has more lines than a rank's record has room for"
 _MOST_TEXT, _MOST_NAMES = 400, 800
-# Texts of any length up to these, each behind its length: the newest order, which the guard writes, and what the
+# Texts of any length up to these, each behind its length: the newest order, which the agent writes, and what the
 # training can be told, which the rank writes.
 _LENGTH = struct.Struct("<I")
 _ORDER_AT, MOST_ORDER_BYTES = 4096, 4000
@@ -221,11 +221,11 @@ class Page:
 
     @property
     def order_number(self) -> int:
-        """The number of the newest order that the guard has written; 0: there is none."""
+        """The number of the newest order that the agent has written; 0: there is none."""
         return self._numbers[_ORDER]
 
     def order(self) -> dict[str, Any]:
-        """The newest order. It stays until the guard knows what became of it. Raises ValueError if it is damaged."""
+        """The newest order. It stays until the agent knows what became of it. Raises ValueError if it is damaged."""
         return message_of(_text_at(self._memory, _ORDER_AT, MOST_ORDER_BYTES))
 
     def set_steering(self, text: str) -> None:
@@ -260,7 +260,7 @@ def _why_not(name: str, value: object) -> str:
 
 
 def write_order(page: int, order: Mapping[str, Any]) -> None:
-    """Write an order into the page with this descriptor: {"number": from 1, and more}. A guard calls this.
+    """Write an order into the page with this descriptor: {"number": from 1, and more}. An agent calls this.
 
     The order before it must have been answered. Its number comes last, so a rank never reads half an order.
     Raises ValueError if it finds no room.

@@ -1,15 +1,15 @@
-"""The ranks of a host make themselves known to the job's guard there: each calls at a socket that the guard has made.
+"""The ranks of a host make themselves known to the job's agent there: each calls at a socket that the agent has made.
 
-With its number a rank hands over two descriptors: of its own process, and of its record (rank_record.py). So the guard
+With its number a rank hands over two descriptors: of its own process, and of its record (rank_record.py). So the agent
 can read what the rank says, and see its end, whatever number its process has. In a container the number is mostly a
 different one, or there is none.
 The line stays open as long as the process lives. It breaks when the kernel closes the files of the process. At the same
 time the process's line to mpiexec breaks, and mpiexec ends the other ranks.
 
-The guard may see this late. So a rank that has a record also hands over a witness of the time: the far end of a TCP
+The agent may see this late. So a rank that has a record also hands over a witness of the time: the far end of a TCP
 connection of the rank to itself. As the rank ends, the kernel closes the near end and sends a FIN to the far end, in
-this host. It notes there when the last packet came. The guard asks for that time (TCP_INFO, tcp(7)). On a busy host it
-may see an end half a second late. By then mpiexec has ended the ranks of other hosts, whose guards may look sooner. By
+this host. It notes there when the last packet came. The agent asks for that time (TCP_INFO, tcp(7)). On a busy host it
+may see an end half a second late. By then mpiexec has ended the ranks of other hosts, whose agents may look sooner. By
 the kernel's times, a rank that ended because of another one ended after that one.
 
 This module is sent to other hosts as text. It imports only modules that are sent with it, and runs with an old Python.
@@ -136,7 +136,7 @@ class OpenLine:
         self._sockets = sockets
 
     def close(self) -> None:
-        """Let the guard take this for the end of the process, unless another process has it open too."""
+        """Let the agent take this for the end of the process, unless another process has it open too."""
         for each in self._sockets:
             each.close()
 
@@ -144,7 +144,7 @@ class OpenLine:
 def appear(
     path: str, rank: int, record: int | None = None, starter: int = 0, errors: int | None = None
 ) -> OpenLine | None:
-    """Call at the socket of a guard, and return the line to it. None if there is no socket.
+    """Call at the socket of an agent, and return the line to it. None if there is no socket.
 
     Args:
         path: the path of the socket.
@@ -153,7 +153,7 @@ def appear(
         starter, errors: see Appearance.
 
     Raises:
-        OSError: the path is not a socket, or the guard belongs to another user, who must get no descriptor.
+        OSError: the path is not a socket, or the agent belongs to another user, who must get no descriptor.
     """
     pair = None if record is None else connect_to_self()
     line = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -163,7 +163,7 @@ def appear(
             line.connect(address)
         if (user := user_of(line)) != os.geteuid():
             raise PermissionError(f"user {user} listens there, and the rank runs as user {os.geteuid()}")
-    except (FileNotFoundError, ConnectionRefusedError):  # the path is another machine's, or the guard has gone
+    except (FileNotFoundError, ConnectionRefusedError):  # the path is another machine's, or the agent has gone
         whole.close()
         return None
     except OSError as error:
@@ -210,7 +210,7 @@ def listen(path: str) -> socket.socket:
 
 
 def remove_left(path: str) -> None:
-    """Remove the sockets beside this one that no process has any more: job and guard were killed together.
+    """Remove the sockets beside this one that no process has any more: job and agent were killed together.
 
     Nothing is removed if it is not sure that the folder is this machine's own.
     """
@@ -238,7 +238,7 @@ def _is_local(folder: Path) -> bool:
 
 
 def _is_left(path: str) -> bool:
-    """True if no process has this socket. A guard does not notice: its own socket is of another type."""
+    """True if no process has this socket. An agent does not notice: its own socket is of another type."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as line, _address(path) as address:
         try:
             line.connect(address)

@@ -121,7 +121,7 @@ def test_a_killed_agent(tmp_path: Path, undisturbed: Undisturbed, late_seconds: 
         time.sleep(60)"""
     job = train(tmp_path, wrong, before=AGENT)
     succeeded(job)
-    assert f"mpitrain: {HERE}: the guard of the job there was killed by signal 9\n" in job.stderr
+    assert f"mpitrain: {HERE}: the agent of the job there was killed by signal 9\n" in job.stderr
     assert resumed(job) == [7]
     assert result(tmp_path)[0] == undisturbed()[0]
 

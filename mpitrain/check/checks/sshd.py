@@ -204,7 +204,7 @@ CHECKS = (
         "sshd accepts as many logins at once as a job makes",
         _capacity,
         uses=("ssh server",),
-        # MaxSessions limits the sessions within one connection. A job's guards have a connection each, and mpiexec's
+        # MaxSessions limits the sessions within one connection. A job's agents have a connection each, and mpiexec's
         # ssh is the only session in that of a restart (launch/ssh.py), so a limit of 1 changes nothing.
         looks="MaxStartups of `sshd -T` and of the sshd that runs; PerSourcePenalties of `sshd -T`. Not MaxSessions: "
         "no connection of a job has two sessions.",

@@ -319,7 +319,7 @@ class Checkpoint(Hook):
             seconds = self._writer.seconds
             if not self._writer.is_busy or seconds > patience_seconds:
                 return True
-            # Reported here: all ranks wait for disks, none for another rank, so no guard reports the wait.
+            # Reported here: all ranks wait for disks, none for another rank, so no agent reports the wait.
             if seconds > say_at:
                 say(world, f"{self._writer.doing} has taken {seconds:.0f} s; is the disk there?")
                 while say_at <= seconds:
