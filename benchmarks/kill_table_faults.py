@@ -170,7 +170,7 @@ def _move(job: Trial, host: str, old: str, new: str) -> None:
     """Give a host another address, if it has the old one."""
     words = job.on(host, f"ip -o -4 addr show to {old}").split()
     if words:
-        job.on(host, f"ip addr add {new}/24 dev {words[1]}; ip addr del {old}/24 dev {words[1]}")
+        job.on(host, f"ip addr del {old}/24 dev {words[1]}; ip addr add {new}/24 dev {words[1]}")
 
 
 def _old_address(job: Trial) -> None:
@@ -179,10 +179,11 @@ def _old_address(job: Trial) -> None:
 
 
 def _disk(job: Trial) -> Hit:
+    says = "training continues, and the next save tries again. Earlier checkpoints are intact"
     job.on("node1", "dd if=/dev/zero of=/srv/small/full bs=64k || true")
-    time.sleep(4)  # some saves
+    job.wait_for(says, OUTAGE_SECONDS)
     job.on("node1", "rm -f /srv/small/full")
-    return Hit("disk full", "checkpoint", num_failed=0)
+    return Hit("disk full", says, num_failed=0)
 
 
 def _share(job: Trial) -> Hit:
