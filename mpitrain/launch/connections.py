@@ -6,6 +6,7 @@ import base64
 import functools
 import hashlib
 import json
+import math
 import os
 import re
 import shlex
@@ -32,6 +33,9 @@ AGENT_OPTIONS = ("-T", "-x", "-a", "-o", "ControlPath=none", "-o", "ClearAllForw
 # Not the Python of a virtual environment: the agent must work even if the shared folder with that environment is
 # missing.
 PYTHON = "/usr/bin/python3"
+
+# A host that says nothing for longer is late. A healthy one says something every second.
+LATE_SECONDS = 2.5
 
 # The packages with modules that can be sent.
 _SENT = (".", "watching", "launch")
@@ -114,6 +118,7 @@ class Connection:
         heard_seconds: when the agent was last heard, by the caller's clock.
         answered_seconds: when it has last answered a beat.
         has_spoken: it was heard at all.
+        back_seconds: when it was last heard again after it had been late, by the same clock.
         is_closed: nothing more will come.
     """
 
@@ -124,6 +129,7 @@ class Connection:
     is_closed: bool = False
     answered_seconds: float = 0.0
     has_spoken: bool = False
+    back_seconds: float = -math.inf
     _received: MessageLines = field(default_factory=MessageLines, repr=False)
     _unsent: bytes = field(default=b"", repr=False)
 
@@ -171,6 +177,8 @@ class Connection:
         if not data:
             self.is_closed = True
             return []
+        if self.has_spoken and now - self.heard_seconds > LATE_SECONDS:
+            self.back_seconds = now
         self.heard_seconds, self.has_spoken = now, True
         return list(self._received.take(data))
 

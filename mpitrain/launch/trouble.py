@@ -18,7 +18,7 @@ import time
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
-from mpitrain.launch.connections import Connection
+from mpitrain.launch.connections import LATE_SECONDS, Connection
 from mpitrain.launch.placement import Place
 from mpitrain.launch.reports import HostReport
 from mpitrain.watching.ranges import rank_ranges
@@ -167,8 +167,6 @@ SILENCE_SECONDS = 5.0  # a host is lost after this silence
 # So long all other hosts together may be silent, this machine's own agent, and an agent that lives but does not answer.
 PATIENCE_SECONDS = 15.0
 AGENT_SILENCE_SECONDS = 30.0  # after this silence of the launcher, an agent ends the job on its host
-# A host that is silent for longer may be lost too. It is soon known: hosts that are lost together are found together.
-_DOUBT_SECONDS = SILENCE_SECONDS / 2
 
 
 def host_trouble(
@@ -193,7 +191,7 @@ def host_trouble(
             reports[host].has_vanished = not connections[host].how_killed()
         return "\n".join([*(_why_closed(connections[host]) for host in closed), "The job is ended on all hosts"])
     silent = {host: now - connection.heard_seconds for host, connection in connections.items()}
-    lost = lost_hosts(silent, own)
+    lost = lost_hosts(silent, own, {host: now - connection.back_seconds for host, connection in connections.items()})
     for host in lost:
         reports[host].has_vanished = True
     if lost:
@@ -214,17 +212,23 @@ def _why_closed(connection: Connection) -> str:
     return f"the connection to {connection.why_closed()}"
 
 
-def lost_hosts(silent: Mapping[str, float], own: str) -> list[str]:
+def lost_hosts(silent: Mapping[str, float], own: str, back: Mapping[str, float] = MappingProxyType({})) -> list[str]:
     """Return the hosts that are lost.
+
+    A host that is late may be lost too. It is soon known: hosts that are lost together are found together. After this
+    machine was cut off, TCP tries again after up to as long as the cut was, on each connection at another time.
 
     Args:
         silent: how long each host has been silent, in seconds.
         own: the name of this machine among them.
+        back: how long ago each host was heard again after it had been late, in seconds.
     """
     others = {host: seconds for host, seconds in silent.items() if host != own}
-    late = [host for host, seconds in others.items() if seconds > _DOUBT_SECONDS]
+    late = [host for host, seconds in others.items() if seconds > LATE_SECONDS]
     lost = [host for host in late if others[host] > SILENCE_SECONDS]
-    are_all_late = len(late) == len(others) > 1
+    longest = max((others[host] for host in lost), default=0.0)
+    were_late = [host for host in others if host in late or back.get(host, math.inf) < longest]
+    are_all_late = len(were_late) == len(others) > 1
     if lost and (are_all_late or len(late) > len(lost)) and max(others.values()) <= PATIENCE_SECONDS:
         lost = []
     return lost + [host for host, seconds in silent.items() if host == own and seconds > PATIENCE_SECONDS]

@@ -148,6 +148,22 @@ def test_lost_hosts(silent: dict[str, float], lost: str) -> None:
     assert lost_hosts(silent, "a") == [*lost]
 
 
+@pytest.mark.parametrize(
+    ("silent", "back", "lost"),
+    [
+        pytest.param(
+            {"a": 1, "b": 8, "c": 0.1, "d": 1}, {"c": 2, "d": 3}, "", id="the others are back: it may be late"
+        ),
+        pytest.param({"a": 1, "b": 8, "c": 0.1, "d": 1}, {"c": 2}, "b", id="one was never away"),
+        pytest.param({"a": 1, "b": 8, "c": 0.1, "d": 1}, {"c": 2, "d": 9}, "b", id="one was back before"),
+        pytest.param({"a": 1, "b": 15.1, "c": 0.1, "d": 1}, {"c": 2, "d": 3}, "b", id="it stays away"),
+    ],
+)
+def test_lost_hosts_after_this_machine_was_cut_off(silent: dict[str, float], back: dict[str, float], lost: str) -> None:
+    """Its connections come back one after the other, because TCP sends again ever more rarely."""
+    assert lost_hosts(silent, "a", back) == [*lost]
+
+
 def test_the_account_of_lost_hosts() -> None:
     text = account_of(["b", "c"], {"a": 1, "b": 6, "c": 5.1})
     assert text.startswith("b, c: no message from these hosts since ")
