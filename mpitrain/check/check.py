@@ -138,7 +138,8 @@ class Check:
         alone: the check applies to a single machine, so `mpitrain doctor` makes it too.
         remedy_alone: the command that repairs the fault there, if `remedy` does not.
         needs: checks without which this one cannot be judged; they come earlier in the registry.
-        needs_head: the same, of the head, for a check of any node.
+        needs_head: the same, of the head, for a check of any node. The head may not be among the nodes that are
+            checked: a judge that compares with it then raises NotHereError.
         needs_all: of needs, when a failure on any node blocks the check as a whole.
         fault: the fault that tests/faults makes to prove the check; or "none" and why none can be made.
     """
