@@ -11,7 +11,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-# When a table of ranks has a column for the fact. KNOWN: a rank has another value than the one for "absent".
+# When a table of ranks has a column for the fact. KNOWN: a rank has another value than the one for "absent". In a
+# terminal of less than 76 columns, `mpitrain top` leaves it out.
 ALWAYS, KNOWN, NEVER = "always", "known", "never"
 
 

@@ -52,12 +52,12 @@ _BYTES = 65536
 # Words of 8 bytes: each is written in one piece, and separately.
 _EDITION, _CALLS, _MOVED, _FIRST_STEP, _LEFT_STEP, _LEFT_SECONDS, _RUN, _TOLD, _READY, _ORDER, _CHECKPOINT = range(11)
 _METRICS, _MOST_METRICS = 11, 32
-_FACTS = _METRICS + _MOST_METRICS  # in the order of the table
+_FACTS_AT = _METRICS + _MOST_METRICS  # in the order of the table
 _EDITION_AGAIN = _BYTES // 8 - 1
 # since, stall_seconds, hang_seconds, failed_seconds, pid, stacks, phase, status, lengths of the five texts
 _TEXTS = struct.Struct("<ddddiiBBHHHHH400s400s800s400s400s")
 _TEXTS_AT = 512
-assert 8 * (_FACTS + len(FACTS)) <= _TEXTS_AT, "rank_facts.FACTS has more lines than a rank's record has room for"
+assert 8 * (_FACTS_AT + len(FACTS)) <= _TEXTS_AT, "rank_facts.FACTS has more lines than a rank's record has room for"
 _MOST_TEXT, _MOST_NAMES = 400, 800
 # Texts of any length up to these, each behind its length: the newest order, which the guard writes, and what the
 # training can be told, which the rank writes.
@@ -160,7 +160,7 @@ class Page:
         self._places: dict[str, int] = {}  # the place of each metric
         self._facts: dict[str, tuple[memoryview[Any], int]] = {
             fact.name: (self._numbers if fact.kind is int else self._reals, place)
-            for place, fact in enumerate(FACTS, _FACTS)
+            for place, fact in enumerate(FACTS, _FACTS_AT)
         }
 
     def write(self, record: RankRecord, status: int, words: str, since: float) -> None:
@@ -322,7 +322,7 @@ def _record(rank: int, data: bytes, fields: Sequence[Any]) -> RankRecord:
         first_step=numbers[_FIRST_STEP],
         facts={
             fact.name: value
-            for place, fact in enumerate(FACTS, _FACTS)
+            for place, fact in enumerate(FACTS, _FACTS_AT)
             if (value := numbers[place] if fact.kind is int else reals[place])
         },
         metrics={name: reals[_METRICS + place] for place, name in enumerate(names.split("\n") if names else ())},
