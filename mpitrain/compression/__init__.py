@@ -1,6 +1,6 @@
 """Codecs: fewer bytes on the wire for float32 values. No MPI here, and no state: an exchange holds the residuals.
 
-To add a codec, write a file with a factory that takes `compiled`, such as sign.py, and add a line below. The codec then
+To add a codec, write a file with a factory that takes `compiled`, such as int8.py, and add a line below. The codec then
 inherits the contract tests (tests/test_compression.py, tests/ranks/test_compressed.py), MPITRAIN_COMPRESSION, `mpitrain
 bench --codecs` and the benchmark (benchmarks/codecs.py). If it has no kernels for GPUs (Codec.device_code), gradients
 on GPUs are coded on the host.
@@ -19,7 +19,6 @@ from mpitrain.compression.int4 import int4
 from mpitrain.compression.int8 import int8
 from mpitrain.compression.kernels import can_compile
 from mpitrain.compression.quantised_top_k import of_setting
-from mpitrain.compression.sign import sign
 from mpitrain.compression.top_k import top_k
 from mpitrain.errors import ConfigError
 
@@ -29,7 +28,6 @@ CODECS: dict[str, Callable[[bool], Codec]] = {
     "int8": int8,
     "int4": int4,
     "top_k": top_k,
-    "sign": sign,
 }
 # Codecs that take a setting, as in top_k:0.05: what makes a factory of the text after the colon.
 SETTABLE: dict[str, Callable[[str], Callable[[bool], Codec]]] = {"top_k": of_setting}

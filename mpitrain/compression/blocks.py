@@ -1,4 +1,4 @@
-"""The common part of codecs with blocks (int8, int4, sign): the reference in NumPy passes, rows of a block each."""
+"""The common part of codecs with blocks (int8, int4): the reference in NumPy passes, rows of a block each."""
 
 from __future__ import annotations
 
