@@ -1,9 +1,11 @@
 """Codecs: fewer bytes on the wire for float32 values. No MPI here, and no state: an exchange holds the residuals.
 
-To add a codec, write a file with a factory that takes `compiled`, such as int8.py, and add a line below. The codec then
-inherits the contract tests (tests/test_compression.py, tests/ranks/test_compressed.py), MPITRAIN_COMPRESSION, `mpitrain
-bench --codecs` and the benchmark (benchmarks/codecs.py). If it has no kernels for GPUs (Codec.device_code), gradients
-on GPUs are coded on the host.
+To add a codec, write a file with a factory that takes `compiled`, such as top_k.py, or int4.py for whole numbers with
+a scale for each block, and add a line below. The codec then inherits the contract tests (tests/test_compression.py,
+tests/ranks/test_compressed.py), MPITRAIN_COMPRESSION, `mpitrain bench --codecs` and the benchmark
+(benchmarks/codecs.py). If it has no kernels for GPUs (Codec.device_code), gradients on GPUs are coded on the host.
+
+A factory hides its module: import the constants of a codec from `mpitrain.compression.NAME`.
 """
 
 from __future__ import annotations
