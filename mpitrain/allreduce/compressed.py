@@ -1,8 +1,8 @@
 """compressed: the sum in a codec's form between nodes, exact inside a node. No entry of ALGORITHMS rounds like this.
 
 Most codecs go by direct.py. Others are gathered: every rank sends its whole buffer, in the codec's form, to every other
-rank; each adds up all of them. This is for codecs whose sums have no short form: a sum of sparse values is less sparse,
-a sum of signs is no sign. To code it again would leave out most of it once more.
+rank; each adds up all of them. This is for codecs whose sums have no short form: a sum of sparse values is less
+sparse. To code it again would leave out most of it once more.
 
 Two ranks with 3 -5 and 1 4, each of which keeps its larger value:
 

@@ -1,9 +1,11 @@
 """Codecs: fewer bytes on the wire for float32 values. No MPI here, and no state: an exchange holds the residuals.
 
-To add a codec, write a file with a factory that takes `compiled`, such as sign.py, and add a line below. The codec then
-inherits the contract tests (tests/test_compression.py, tests/ranks/test_compressed.py), MPITRAIN_COMPRESSION, `mpitrain
-bench --codecs` and the benchmark (benchmarks/codecs.py). If it has no kernels for GPUs (Codec.device_code), gradients
-on GPUs are coded on the host.
+To add a codec, write a file with a factory that takes `compiled`, such as top_k.py, or int4.py for whole numbers with
+a scale for each block, and add a line below. The codec then inherits the contract tests (tests/test_compression.py,
+tests/ranks/test_compressed.py), MPITRAIN_COMPRESSION, `mpitrain bench --codecs` and the benchmark
+(benchmarks/codecs.py). If it has no kernels for GPUs (Codec.device_code), gradients on GPUs are coded on the host.
+
+A factory hides its module: import the constants of a codec from `mpitrain.compression.NAME`.
 """
 
 from __future__ import annotations
@@ -19,7 +21,6 @@ from mpitrain.compression.int4 import int4
 from mpitrain.compression.int8 import int8
 from mpitrain.compression.kernels import can_compile
 from mpitrain.compression.quantised_top_k import of_setting
-from mpitrain.compression.sign import sign
 from mpitrain.compression.top_k import top_k
 from mpitrain.errors import ConfigError
 
@@ -29,7 +30,6 @@ CODECS: dict[str, Callable[[bool], Codec]] = {
     "int8": int8,
     "int4": int4,
     "top_k": top_k,
-    "sign": sign,
 }
 # Codecs that take a setting, as in top_k:0.05: what makes a factory of the text after the colon.
 SETTABLE: dict[str, Callable[[str], Callable[[bool], Codec]]] = {"top_k": of_setting}

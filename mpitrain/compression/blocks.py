@@ -1,4 +1,4 @@
-"""The common part of codecs with blocks (int8, int4, sign): the reference in NumPy passes, rows of a block each."""
+"""The common part of codecs with blocks (int8, int4): the reference in NumPy passes, rows of a block each."""
 
 from __future__ import annotations
 
@@ -27,7 +27,11 @@ def twin(
     write: Write,
     read: Read,
 ) -> Passes:
-    """The passes of a codec with a scale for each block; int8.py has the rules."""
+    """The passes of a codec with a scale for each block; int8.py has the rules.
+
+    `largest_scale` is the largest float32 that is finite after a multiplication by `largest_code`. The quotient of the
+    largest float32 may be rounded up to a larger one.
+    """
     scratch = numpy.empty(PIECE_VALUES, numpy.float32)
     steps = numpy.float32(largest_code)
 

@@ -90,7 +90,7 @@ def on_jax(arrays: dict[str, numpy.ndarray]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    "codec", ["bf16", "power_sgd:2", *(pytest.param(one, marks=pytest.mark.nightly) for one in ("int8", "sign"))]
+    "codec", ["bf16", "power_sgd:2", *(pytest.param(one, marks=pytest.mark.nightly) for one in ("int8", "top_k:0.1"))]
 )
 def test_what_is_left_out_comes_later(apart: World, codec: str) -> None:
     """What came out of five steps, and what is left out after them, are the sum of the weighted means in float64."""
