@@ -73,6 +73,11 @@ def keep(*parts: KeptPart, **values: Any) -> KeptState:
                 "mpitrain: keep() was not given the data of prepare(), so a restart begins with the first batch; give "
                 "it with the model: keep(model, optimizer, data)"
             )
+    if _lacks_scheduler(parts):
+        init().print(
+            "mpitrain: keep() was not given the scheduler of the optimizer, so a restart begins its schedule again; "
+            "give it with the optimizer: keep(model, optimizer, data, scheduler)"
+        )
     return KeptState(values, named, TorchRankState(parts))
 
 
@@ -122,6 +127,17 @@ def _residuals_in(parts: Sequence[Any]) -> list[OfHook | Gradients]:
             with suppress(ConfigError):  # neither prepared nor with a codec
                 kept.append(residuals_of(part))
     return kept
+
+
+def _lacks_scheduler(parts: Sequence[Any]) -> bool:
+    """Whether an optimizer among `parts` has a scheduler, and no part can be that scheduler or hold it."""
+    others = (torch.nn.Module, torch.optim.Optimizer, ShardedData, torch.amp.GradScaler)
+    return all(isinstance(part, others) for part in parts) and any(
+        "initial_lr" in group  # which every scheduler but ReduceLROnPlateau writes there
+        for part in parts
+        if isinstance(part, torch.optim.Optimizer)
+        for group in part.param_groups
+    )
 
 
 def _check(part: Any) -> None:
