@@ -1,4 +1,4 @@
-"""sign: of each value the sign alone, in blocks of 256 with the mean |value| as scale; a twenty-eighth of the bytes.
+"""sign: only the sign of each value, in blocks of 256 with the mean |value| as scale; a twenty-eighth of the bytes.
 
 The wire of n values, with b = n / 256 rounded up; the last block may be short:
 
@@ -17,7 +17,7 @@ One block of four values:
     error       2     1    -1.5    -0.5     added to the next step's values
 
 - The sum of a block is made in float64 by halves: |value i| and |value i + 128| first, then i and i + 64, until one is
-  left; missing values of a short block are 0. So every machine rounds it alike.
+  left; missing values of a short block are 0. So every machine rounds it in the same way.
 - |error| is at most the largest |value| of the block. With this scale, the sum of the squared errors is that of the
   squared values less n scale^2, the least that any scale gives.
 - A block of one |value| is exact. Encoding what was decoded gives the same wire.
