@@ -87,7 +87,7 @@ class StreamData:
         stream, self._open = (
             self._open,
             None,
-        )  # do not continue to read after a failure: the stream would seem to have ended
+        )  # do not read on after a failure: the stream would seem to be at its end
         epoch, cursor = self.epoch, self.cursor
         if stream is None:
             stream = self._skip_to(epoch, cursor)

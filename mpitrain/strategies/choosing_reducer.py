@@ -86,9 +86,7 @@ class ChoosingReducer:
         self._steps = 0
         self._pending: ExchangeWay | None = None  # the configuration to continue with, after a restore
         self._restored: Mapping[str, Any] | None = None
-        self._moving: dict[str, Any] | None = (
-            None  # the state between the end of one configuration and the start of the next
-        )
+        self._moving: dict[str, Any] | None = None  # the state, between two configurations
         self._parts = StepParts(len(parameters))
         self._cores = own_cores(world)
         self._forecast: LiveForecast | None = None
