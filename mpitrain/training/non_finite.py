@@ -16,8 +16,7 @@ from mpitrain.world.world import World
 def located(
     world: World, error: NonFiniteError, *, step: int, batch: Tree, loss: float, parameters: Mapping[str, Array]
 ) -> NonFiniteError:
-    """Return `error`, which all ranks have, extended by the step and by other non-finite values with their ranks.
-    Collective.
+    """Return `error`, which all ranks have, with the step and all other non-finite values added. Collective.
 
     Args:
         step: the number of the step that failed, the same on all ranks.

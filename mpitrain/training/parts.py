@@ -96,8 +96,7 @@ class Built:
         parts.adapter.restore(state["adapter"])
 
     def restore_own(self, world: World, own: dict[str, Any]) -> None:
-        """Continue from the result of the strategy's `own_state` on this rank, in this World or another one.
-        Collective.
+        """Continue from this rank's result of the strategy's `own_state`, in this World or another one. Collective.
 
         If the placement of the ranks is unchanged, each rank keeps its state. Otherwise it goes into the means of the
         next step.
