@@ -40,8 +40,7 @@ class NodeMemory:
         self._others: list[tuple[int, dict[int, numpy.ndarray]]] = []
 
     def allocate(self, num_bytes: int) -> Generator[float | None, None, numpy.ndarray]:
-        """Work that ends with this rank's part, as uninitialised bytes. All ranks of the node run it with the same
-        number.
+        """Work that ends with this rank's part, uninitialised bytes. All ranks of the node run it, for the same array.
 
         Raises:
             MismatchError: the ranks of the node ask for different numbers of bytes; raised on all of them.

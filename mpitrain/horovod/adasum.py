@@ -1,5 +1,4 @@
-"""adasum: the sum of the ranks' gradients where they are orthogonal, the mean where they agree; for each tensor
-separately.
+"""adasum: for each tensor, the sum of the ranks' gradients where they are orthogonal, the mean where they agree.
 
 Two gradients a and b of a tensor become
 

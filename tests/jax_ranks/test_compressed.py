@@ -197,7 +197,7 @@ def test_what_power_sgd_does_not_take(apart: World) -> None:
     mean = mpitrain.jax.compressed_mean("power_sgd:2")
     mine = {"w": jnp.ones((20, 30), "float32")}
     state = mean.init(mine)
-    with pytest.raises(TreeError, match="got a dict for what was left out; give the PowerSgdState"):
+    with pytest.raises(TreeError, match="got a dict as its state; give the PowerSgdState"):
         mean.update(mine, {"w": mine["w"]})
     with pytest.raises(TreeError, match="of w: it is float64; codecs take arrays of float32"):
         mean.init({"w": jnp.ones((20, 30))})

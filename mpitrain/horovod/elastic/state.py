@@ -77,8 +77,7 @@ class ElasticState:
         self.check_host_updates()
 
     def check_host_updates(self) -> None:
-        """Allow the hosts of the job to change here, with the current state, if one has joined or is to leave.
-        Collective.
+        """Allow the job's hosts to change here, with the current state, if one has joined or is to leave. Collective.
 
         Here a job that may restart takes an in-memory checkpoint, if one is due.
         """
