@@ -144,8 +144,7 @@ def shutdown() -> None:
 
 
 def renew() -> None:
-    """Initialise again in the World that remains after a loss of ranks, if init() was called before. All its ranks call
-    this.
+    """If init() was called before, initialise again in the World that remains after a loss. All its ranks call this.
 
     Process sets are dropped, because their ranks have other numbers now.
     """

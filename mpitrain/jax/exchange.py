@@ -175,9 +175,7 @@ def _parameters_of(arguments: Sequence[PyTree], result: PyTree, names: Iterator[
     """The leaves of each argument with the form of a part of `result`. Nested tuples are split into parts."""
     alike = [argument for argument in arguments if _is_alike(argument, result)]
     leaves = jax.tree.leaves(result)
-    if alike and (
-        len(alike) == 1 or alike[0] is arguments[0]
-    ):  # if there are several, it is the first, as for jax.grad
+    if alike and (len(alike) == 1 or alike[0] is arguments[0]):  # of several, the first, as for jax.grad
         yield from zip([next(names) for _ in leaves], jax.tree.leaves(alike[0]), strict=True)
     elif isinstance(result, tuple):
         for part in result:

@@ -133,8 +133,7 @@ def end_as_lost(world: World, error: BaseException, lost: str) -> NoReturn:
 
 
 def _compare(world: World, error: BaseException) -> tuple[bool, bool, float]:
-    """Return whether this rank failed first (in a tie, the lower rank), and whether its error is new among the
-    failures.
+    """Return whether this rank failed first (in a tie: the lower rank), and whether no other rank has its error.
 
     The third value is the time of this failure, for that comparison.
     """

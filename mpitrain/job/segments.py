@@ -35,8 +35,7 @@ _TRIES = 20
 
 @contextmanager
 def own_folder(library_version: str, job: str) -> Iterator[Callable[[], None]]:
-    """Run MPI_Init in this context. It yields a function that removes the folder; call it when all ranks have left
-    MPI_Init.
+    """Run MPI_Init in this context. Call the result, which removes the folder, when all ranks have left MPI_Init.
 
     Args:
         library_version: the text of MPI.Get_library_version().

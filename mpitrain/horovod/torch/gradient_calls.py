@@ -99,8 +99,8 @@ class GradientCalls:
             )
 
     def before_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Note the gradients that a step will use. The next exchange, or the end of the job, compares them over the
-        ranks.
+        """Note the gradients that a step will use. The ranks compare them at the next exchange, or at the end of the
+        job.
 
         Raises:
             AssertionError: the step would use gradients of this rank alone.
