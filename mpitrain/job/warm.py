@@ -376,8 +376,7 @@ class _StubPlace:
 
 
 def _misfit(environment: Mapping[str, str], folder: bytes, place: _StubPlace) -> str:
-    """Describe a difference between a rank and this interpreter that may change the result of imports; "": there is
-    none.
+    """Describe a difference between a rank and this interpreter that may affect imports; "": there is none.
 
     `environment` and `folder` are those of this interpreter.
     """

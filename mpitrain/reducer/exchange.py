@@ -53,8 +53,7 @@ class Exchange(Protocol):
         ...
 
     def mean(self, slot: Slot, part: slice, share: float) -> AllreduceHandle:
-        """Begin to replace `slot.flat[part]` by the sum over ranks of share x that part; bitwise identical on every
-        rank.
+        """Begin to replace `slot.flat[part]` by the sum over ranks of share x that part; equal bits on every rank.
 
         Every rank calls this with the same part, in the same order. The work enters the queue of the World that the
         exchange was made for, like the work of every Algorithm of this World. A GradientReducer drives that queue.

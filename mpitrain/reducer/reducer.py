@@ -249,8 +249,7 @@ class GradientReducer:
             self._sums.collect()
 
     def next_pass(self, loss: float, note: Any = None) -> None:
-        """End the gradients of one of this rank's virtual ranks. Those of the next one follow; `finish` ends the last
-        one.
+        """End the gradients of one of this rank's virtual ranks. Those of the next follow; `finish` ends the last one.
 
         `loss` and `note` are as for `finish`, over the samples of the virtual rank.
 
@@ -427,8 +426,7 @@ class GradientReducer:
         self._sums.carried, self._is_owed = self._left_out.restore(state), bool(state)
 
     def factors(self) -> dict[str, numpy.ndarray]:
-        """Return the factors with which compression continues, by parameter name: equal on all ranks; {}: there are
-        none.
+        """Return the factors with which compression continues, by parameter name; equal on all ranks; {}: none.
 
         `restore` does not need them. Without them, the next means are less accurate.
         """

@@ -24,8 +24,7 @@ from mpitrain.waiting.control import Control
 
 
 class Sums:
-    """Starts buckets, and collects their results. `count` is for the main thread; only one thread at a time calls the
-    other methods.
+    """Starts buckets, and collects results. `count` is for the main thread; only one thread at a time calls the rest.
 
     Attributes:
         step: number of steps begun.

@@ -1,5 +1,4 @@
-"""The coordinator is the first server: it hands out work units, decides which answers count, and makes updates from
-them.
+"""The coordinator is the first server: it hands out work units, decides which answers count, and makes updates.
 
 worker:  hello ─> welcome    next ─> unit + parameters   done + gradients ─> unit + parameters ...   ─> over
 
@@ -76,8 +75,7 @@ class Answers:
     def done(
         self, member: Member, fields: Mapping[str, Any], arrays: Sequence[numpy.ndarray]
     ) -> Sequence[WorkUnit] | None:
-        """Receive a worker's report and the first server's part of its gradients. The worker also asks for its next
-        unit.
+        """Receive a worker's report and the first server's part of its gradients. It also asks for its next unit.
 
         Return the units whose gradients make an update, if they do.
         """
@@ -402,8 +400,7 @@ class Coordinator:
     # -- the end --------------------------------------------------------------------------------------------------
 
     def _shut_down_workers(self, kind: str, fields: Mapping[str, Any]) -> None:
-        """Tell all workers that the run has ended, including those that connect now. Wait until they leave, but not for
-        long.
+        """Tell all workers, including those that connect now, that the run has ended. Wait briefly until they leave.
 
         A worker that is still computing reads the message after it has sent its answer. Unread messages are lost with
         the connection, so the connection stays open for `hang_seconds`, or until the worker has left.

@@ -48,8 +48,7 @@ class Member:
 
 @dataclass(frozen=True, kw_only=True)
 class ServerRules(Patience):
-    """The settings that do not change while a server runs. A unit without an answer for `hang_seconds` goes to another
-    worker.
+    """The fixed settings of a running server. A unit without an answer for `hang_seconds` goes to another worker.
 
     Attributes:
         life: a random text; an answer to a unit of an earlier server has a different one.
@@ -99,8 +98,8 @@ class WorkerRegistry:
         self._away_seconds += seconds
 
     def join(self, message: Message, ports: Sequence[int]) -> None:
-        """Accept a worker, or refuse it. A worker that is already connected has lost the welcome or its unit, and
-        begins again.
+        """Accept a worker, or refuse it. An already connected worker has lost the welcome or its unit, and begins
+        again.
 
         `ports`: of the other servers.
         """
@@ -153,8 +152,7 @@ class WorkerRegistry:
         self.leave(member.peer, problem)
 
     def ask(self, member: Member, fields: Mapping[str, Any], newest: int) -> None:
-        """Note that a worker asks for a unit. It repeats the request while it waits, and so learns that the server is
-        alive.
+        """Note that a worker asks for a unit. It repeats this while it waits, and so learns that the server is alive.
 
         Args:
             fields: of the message, with the version of the parameters that the worker has.
