@@ -107,7 +107,7 @@ _BACKLOG = 512
 
 
 class ServerLink:
-    """Receives messages of workers, and notices when they are gone: the end of a connection at once, a lost host by its
+    """Receives messages of workers, and notices when they are gone: the end of a connection at once, a lost host by
     silence.
 
     A peer proves that it has the workers' key before anything else from it is read. For use by one thread.

@@ -120,9 +120,7 @@ class ShardServer:
                     raise ConfigError(problem)
                 raise _RunOverError
         elif self._connections and not (first.is_connected and first.connections == self._connections):
-            time.sleep(
-                _PATIENCE_SECONDS
-            )  # if the first server has failed, its own error is more informative, and ends the job
+            time.sleep(_PATIENCE_SECONDS)  # if the first server has failed, its own error says more, and ends the job
             raise LaunchError(
                 f"{self._name} has lost the connection to the first server, and what that has sent. Start the job "
                 "again: it resumes from the newest checkpoint"

@@ -91,8 +91,7 @@ class KeptCopies:
         return self.version[0]
 
     def drop_newer(self) -> None:
-        """Drop copies that are newer and incomplete: a rank that continues writes different states with the same
-        versions.
+        """Drop newer, incomplete copies: a rank that continues writes different states with the same versions.
 
         Every rank calls this before a collective call, after which no host has such a copy.
         """

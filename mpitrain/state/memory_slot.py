@@ -130,8 +130,7 @@ class MemorySlot:
         return int(self._header()[_PARTS])
 
     def reserve(self, tensors: Mapping[str, Array], values: Mapping[str, Any]) -> None:
-        """Allocate the memory for a copy of these, so that `write` does not wait for it. The copy is lost if the slot
-        grows.
+        """Allocate the memory for a copy of these, so that `write` does not wait for it. Growth loses the present copy.
 
         Raises:
             NoRoomError: there is not enough memory.

@@ -147,8 +147,7 @@ class Agreement:
         return self.records
 
     def _explain(self) -> None:
-        """Gather texts of what every rank was about to do. All ranks call this or none, because all saw the same
-        records.
+        """Gather texts of what every rank was about to do. All ranks call this or none: all saw the same records.
 
         The messages use a separate communicator, because ranks may get here at different points between calls.
         """

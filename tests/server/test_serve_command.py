@@ -220,7 +220,7 @@ def test_killed_workers_and_a_killed_server(
     """
     program = [script(mode), str(tmp_path / "saved"), "0", "0.01"]
     early = commands.work(*program, MPITRAIN_KEY=_key(commands), MPITRAIN_STALL_SECONDS="1")
-    early.until("has not been heard of for . s: no program listens at")
+    early.until("has not been heard from for . s: no program listens at")
     server = commands.serve(program=program)
     lost, late = commands.work(*program), commands.work(*program)
     server.until(r"3 here[^\0]*step \d+0\n")

@@ -186,7 +186,7 @@ def test_the_text_of_a_key() -> None:
         text + "x",
         "é" * 88,
     ):
-        with pytest.raises(ConfigError, match="MPITRAIN_KEY is no key: "):
+        with pytest.raises(ConfigError, match="MPITRAIN_KEY is not a key: "):
             parse_key(wrong, "MPITRAIN_KEY")
 
 
