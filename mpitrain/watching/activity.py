@@ -67,9 +67,7 @@ class Activity:
         self.publish = self._page.publish
         self._moved = self._first_step = 0
         self._waited = 0.0
-        self._doing: list[
-            tuple[int, str, float]
-        ] = []  # the last entry is published: waits can be nested, and in threads
+        self._doing: list[tuple[int, str, float]] = []  # the last one is published: waits can be nested, and in threads
         self._line: OpenLine | None = None
         self._served: ServedPage | None = None
         self._writing = threading.Lock()

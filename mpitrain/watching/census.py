@@ -59,8 +59,7 @@ class WatchedProcess:
         return not began or began != self._began
 
     def note_code(self) -> None:
-        """After the end: note the exit code, or minus the signal's number. It stays None if the kernel does not provide
-        it.
+        """After the end: note the exit code, or minus the signal's number; None if the kernel does not provide it.
 
         The record of a zombie has it. Once the parent has asked for it, the descriptor has it (since Linux 6.15).
         """

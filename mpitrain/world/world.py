@@ -254,8 +254,7 @@ class World:
         return shards(self, batches, start)
 
     def where(self, array: Array, expected: Expected | None = None) -> RankLayout:
-        """Describe how the ranks' arrays differ, and check it. Collective. Not for every step: it reads the whole
-        array.
+        """Describe and check how the ranks' arrays differ. Collective. Not for every step: it reads the whole array.
 
         Args:
             array: a NumPy or CuPy array of any dtype and shape, or a number. Each rank gives its own.
@@ -390,8 +389,7 @@ class World:
         return self.begin_agreement(operation, lines, **record).wait()
 
     def refuse(self, operation: str, error: Exception) -> NoReturn:
-        """Raise `error`, because of which this rank cannot make a call, on all ranks: those that make the call learn of
-        it.
+        """Raise `error`, which keeps this rank from making a call, on all ranks: those that make the call learn of it.
 
         Collective, in place of the call. Everything that can fail on one rank alone belongs before the agreement of a
         call, and its errors are raised here. So a rank that catches the error continues at the same place as the
