@@ -1,5 +1,4 @@
-"""The parts of a check: its description, findings and observations; and helpers of judges: comparisons of nodes, repair
-commands.
+"""Checks with their findings and observations; and what judges share: comparisons of nodes, repair commands.
 
 A check is one entry in a module of `checks/`: the observations that it needs, a pure function from these to findings,
 why the check matters, and the remedy. A check without findings has passed. So a judge without enough data must raise

@@ -1,5 +1,4 @@
-"""The speed of the paths between nodes, of nodes, of the shared folder and of sums over all nodes; and the cause if one
-is slow.
+"""The speed of nodes, of the paths between them, of the shared folder and of sums; and the cause if one is slow.
 
 A busy node occasionally makes any path look slow. So a path that seems slow is measured several times again,
 alternating with one that does not. It is slow if its best rate is below half of the other's worst, and sound if it
@@ -143,8 +142,7 @@ def mib(rate: float) -> str:
 def whose_fault(
     slow: Sequence[Pair], names: Sequence[str], unclear: Collection[Pair] = ()
 ) -> list[tuple[tuple[str, ...], str]]:
-    """What is slow: a node (all its outgoing paths, all its incoming paths, or both), or single links. Each is (place,
-    text).
+    """What is slow: a node (all its outgoing or incoming paths, or both), or single links. Each is (place, text).
 
     With two nodes the slow end cannot be determined; with three, two slow paths out of two are a weak sign. If other
     paths of the same nodes are unclear, it may be the node or the link.
