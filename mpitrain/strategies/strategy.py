@@ -136,7 +136,7 @@ class Strategy:
     def own_state_for(self, reads: bool) -> dict[str, Any]:
         """Return `own_state`. Collective; only ranks with `reads` ask the adapter for its state afterwards.
 
-        So only these need room for the whole state of an optimizer that the ranks share.
+        So only these need room for the whole state of a sharded optimizer.
         """
         return self.own_state()
 

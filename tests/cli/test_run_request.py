@@ -193,7 +193,7 @@ def test_scripts_that_do_not_know_of_other_ranks(tmp_path: Path, script: str, be
     [
         ("torch.multiprocessing.spawn(main, nprocs=2)", 4, ["starts ranks itself"]),
         ("mp.spawn(main, nprocs=2)", 1, []),  # as it must be
-        ('parser.add_argument("--local-rank", type=int)', 2, ["takes its place from the option --local-rank"]),
+        ('parser.add_argument("--local-rank", type=int)', 2, ["takes its local rank from the option --local-rank"]),
         ('add_argument("--local_rank", default=os.environ.get("LOCAL_RANK", 0))', 2, []),
         ("torch.distributed.init_process_group()", 2, []),
     ],

@@ -260,7 +260,7 @@ def test_what_only_the_leader_may_do(world: World, led: Any) -> None:
         for call in (world.barrier, lambda: world.mean(1.0), lambda: allreduce(world, numpy.ones(2)), world.apart):
             with pytest.raises(MpitrainError, match=r"a collective call inside of mt.workers"):
                 call()
-        with pytest.raises(MpitrainError, match=r"mt.workers inside of mt.workers"), mt.workers(world):
+        with pytest.raises(MpitrainError, match=r"mt.workers inside mt.workers"), mt.workers(world):
             pass
         for function, arguments, words in (
             (lambda: 1, (), "the function .*<lambda> cannot be sent"),
