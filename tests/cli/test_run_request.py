@@ -105,8 +105,8 @@ def test_wrong_use(project: Path, words: list[str], said: str, capsys: pytest.Ca
         (["-n", "0", "train.py"], "'0' is not a whole number above 0"),
         (["-n", "two", "train.py"], "'two' is not a whole number above 0"),
         (["train.py"], "how many ranks? Say -n N for the whole job, --ppn N for each host, or name devices"),
-        (["train.py", "-n", "2"], "-n stands behind train.py and belongs to the script; options of mpitrain come bef"),
-        (["-m", "json.tool", "--ppn=2"], "--ppn stands behind json.tool and belongs to the script"),
+        (["train.py", "-n", "2"], "-n comes after train.py and belongs to the script; options of mpitrain come bef"),
+        (["-m", "json.tool", "--ppn=2"], "--ppn comes after json.tool and belongs to the script"),
     ],
 )
 def test_no_number_of_ranks(project: Path, words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -232,7 +232,7 @@ def test_an_exception_comes_back_and_the_job_goes_on(world: World, led: Any) -> 
         (generator, (), "the result of generator, of type generator, cannot be sent"),
         (OnlySent, (), "the result of OnlySent cannot be made"),
         (rank_and, (Unmade(5),), r"(?s)cannot be made there: ValueError: 5 is odd on rank"),
-        (collective, (), r"a collective call inside of mt\.workers"),
+        (collective, (), r"a collective call inside mt\.workers"),
         (leaves, (), "leaves raised SystemExit: 3"),
         (with_a_note, (), "with_a_note raised ValueError: the reason"),
     ],

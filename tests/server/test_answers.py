@@ -95,7 +95,7 @@ def test_answers_to_another_life_are_dropped() -> None:
         ([numpy.zeros(24)], {"version": False}, "False is no int"),
         ([numpy.zeros(24)], {"unused": [math.inf]}, "inf is no int"),
         ([numpy.zeros(24)], {"unused": 0}, "the answer to a work unit is incomplete or malformed"),
-        ([numpy.zeros(24)], {"loss": None}, "None is no number"),
+        ([numpy.zeros(24)], {"loss": None}, "None is not a number"),
         ([numpy.zeros(24)], {"loss": 10**400}, "the answer to a work unit is incomplete or malformed: OverflowError"),
         ([numpy.zeros(24)], {"note": {"pickle": "x"}}, "a note of kind 'pickle'"),
         ([numpy.zeros(24)], {"scale": 0.0}, "1 or above"),

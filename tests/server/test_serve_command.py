@@ -141,7 +141,7 @@ def test_no_worker_at_all_and_ctrl_c(commands: Commands) -> None:
     [
         (["serve"], "name a script, as in `mpitrain serve train.py`"),
         (["serve", "nowhere.py"], "there is no script 'nowhere.py'"),
-        (["serve", "--port", "0", "x.py"], "'0' is no port; allowed are 1 to 65535"),
+        (["serve", "--port", "0", "x.py"], "'0' is not a port; allowed are 1 to 65535"),
         (["serve", "--servers", "0", "x.py"], "'0' is not"),
         (["serve", "--port", "65534", "--servers", "3", TRAIN[0]], "3 servers take the ports 65534 to 65536, and the"),
         (["serve", "--hosts", "a b", TRAIN[0]], "does not begin with the name of a host"),

@@ -218,7 +218,7 @@ def test_a_port_in_use() -> None:
         port = server.address.split(":")[1]
         with pytest.raises(ConfigError, match=f"port {port} is in use on this machine.*--port PORT.*ss -ltnp"):
             a_server(address=server.address)
-    with pytest.raises(ConfigError, match=r"192\.0\.2\.1 is no address of this machine; `ip -brief address`"):
+    with pytest.raises(ConfigError, match=r"192\.0\.2\.1 is not an address of this machine; `ip -brief address`"):
         a_server(address="192.0.2.1:5000")
 
 
