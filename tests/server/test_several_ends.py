@@ -66,7 +66,7 @@ def ends_by(served: Served, kind: type[Exception], text: str) -> None:
 
 def test_an_error_within_an_update_is_the_error_of_the_run(capsys: pytest.CaptureFixture[str]) -> None:
     ends_by(Served(2, mt.ParameterServer("async"), dividing, num_servers=2), OSError, "no space left")
-    assert "after OSError, the model here is not whole: server 0 on" in capsys.readouterr().out
+    assert "after OSError, the model here is incomplete: server 0 on" in capsys.readouterr().out
 
 
 def test_an_error_within_a_fetch_is_the_error_of_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -337,7 +337,7 @@ def test_a_further_server_says_that_it_waits_for_the_first_one() -> None:
     with (
         closing(WorkerLink([free_address()], keys.worker, 10**6, name="the first server")) as first,
         closing(ServerLink("127.0.0.1:*", keys, 10**6)) as own,
-        pytest.raises(LaunchError, match=r"^a: the first server has not been heard of .*Start the job again$"),
+        pytest.raises(LaunchError, match=r"^a: the first server has not been heard from .*Start the job again$"),
     ):
         further_server(own, first, 8, patience)[0].serve()
     assert "no program listens at" in said[0]

@@ -267,7 +267,11 @@ def test_a_peer_with_the_key_that_sends_no_messages() -> None:
     ("key", "plain", "words"),
     [
         (make_keys().worker, False, "the program that listens there is not the server with this key"),
-        (replace(KEYS.worker, worker_secret=make_keys().worker.worker_secret), False, "the server does not accept this"),
+        (
+            replace(KEYS.worker, worker_secret=make_keys().worker.worker_secret),
+            False,
+            "the server does not accept this",
+        ),
         (KEYS.worker, True, "has only one side --plain?"),
     ],
 )

@@ -103,7 +103,7 @@ def test_adasum(world: World, dtype: torch.dtype) -> None:
     ("given", "options", "text"),
     [
         (torch.tensor([True]), {}, "bool"),
-        (torch.tensor([True]), {"op": hvd.Sum, "prescale_factor": 0.5}, "no factor"),
+        (torch.tensor([True]), {"op": hvd.Sum, "prescale_factor": 0.5}, "no factors"),
         (torch.tensor([1j]), {"op": hvd.Max}, "no order"),
         (torch.tensor([1]), {"op": 7}, "op=7 is not an operator; give one of Average, Sum"),
         (torch.tensor([1]), {"op": hvd.Adasum}, "Adasum"),
