@@ -1,4 +1,4 @@
-"""`mpitrain run`: start a script on several ranks, on this machine or on several hosts, and stay until its end."""
+"""`mpitrain run`: start a script on several ranks, on this machine or on several hosts, and wait for its end."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ HELP = "start a script on several ranks, here or on several hosts"
 PAGE = "how-to/run-jobs.md"
 
 _EPILOG = """\
-Options behind the script belong to the script. Without -n and --hosts, the job
+Options after the script belong to the script. Without -n and --hosts, the job
 runs on all hosts of the inventory. The exit code is 0 only if no rank failed.
 
   mpitrain run -n 4 train.py --epochs 5
@@ -131,7 +131,7 @@ def run(arguments: argparse.Namespace) -> int:
             print("mpitrain: process groups of gloo use mpitrain's exchange in all ranks", file=sys.stderr, flush=True)
         for remark in remarks(Path(request.script), request.num_ranks or 0):
             print(f"mpitrain: {remark}", file=sys.stderr, flush=True)
-        # Its ranks may end at any time, and have no init() that says whether they are late.
+        # Its ranks may end at any time, and have no init() that shows whether they are late.
         seconds = 0.0 if request.start_seconds == START_SECONDS else request.start_seconds
         request = replace(request, start_seconds=seconds, limits=replace(request.limits, counts_steps=False))
     if request.num_ranks != 1 and not arguments.show and not kind:
@@ -150,7 +150,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _follow(job: str) -> str:
-    """Say how to see to a job that has no terminal."""
+    """Print how to watch a job that has no terminal."""
     lines = {
         f"mpitrain logs -f {job}": "shows what it prints",
         f"mpitrain top {job}": "shows what its ranks do",
@@ -175,10 +175,10 @@ def _count(text: str) -> int:
     return number
 
 
-# A script knows of ranks if it, or a module of its own, imports one of these, or has one of the words in it.
+# A script is aware of ranks if it, or a module of its own, imports one of these, or contains one of the words.
 _LIBRARIES = ("mpitrain", "mpi4py")
 _OF_MPI = (*_LIBRARIES, "PMI_RANK", "PMIX_RANK", "OMPI_COMM_WORLD", "_MPITRAIN_")
-# Of scripts that torchrun, accelerate or Lightning may start: the launcher gives them torchrun's variables.
+# For scripts that torchrun, accelerate or Lightning may start: the launcher gives them torchrun's variables.
 _OF_TORCHRUN = (
     *("torch.distributed", "LOCAL_RANK", "WORLD_SIZE", '"RANK"', "'RANK'", "TORCHELASTIC", "jax.distributed"),
     *(
@@ -198,9 +198,10 @@ _INSTALLED = ("site-packages", "dist-packages")
 
 
 def aware_of(script: Path) -> Literal["mpi", "torchrun", ""]:
-    """Return how this script, or what it imports, knows of other ranks, as far as can be seen; "": it does not.
+    """Return how this script, or a module that it imports, is aware of other ranks, as far as can be detected; "": it
+    is not.
 
-    A script that cannot be read is one of "mpi".
+    A script that cannot be read counts as "mpi".
     """
     found: Literal["torchrun", ""] = ""
     path = [str(script.resolve().parent), str(Path.cwd()), *sys.path]
@@ -238,7 +239,7 @@ _OPTION = re.compile(r"""add_argument\(\s*["']--local[-_]rank["']""")
 
 
 def remarks(script: Path, num_ranks: int) -> list[str]:
-    """Return what is said of a script for torchrun that will not do what the user means, as far as can be seen."""
+    """Return warnings about a script for torchrun that will not do what the user means, as far as can be detected."""
     try:
         text = script.read_text(errors="replace")
     except OSError:
@@ -251,7 +252,7 @@ def remarks(script: Path, num_ranks: int) -> list[str]:
         )
     if _OPTION.search(text) and "LOCAL_RANK" not in text:
         said.append(
-            f"{script} takes its place from the option --local-rank, which torchrun and mpitrain do not pass: all "
+            f"{script} takes its local rank from the option --local-rank, which torchrun and mpitrain do not pass: all "
             'ranks would take the first GPU. Let it read int(os.environ["LOCAL_RANK"])'
         )
     return said
@@ -267,7 +268,7 @@ def _imported(tree: ast.AST) -> Iterator[str]:
 
 
 def _origin(name: str, path: list[str]) -> Path | None:
-    """The file or folder of a module that is the user's own; None: it is installed, built in, or not to be place."""
+    """The file or folder of a module that is the user's own; None: it is installed, built in, or not found."""
     try:
         spec = PathFinder.find_spec(name, path)
     except (ImportError, ValueError):

@@ -65,7 +65,7 @@ class IndexedRun:
         problems: what of the record could not be read, each in a sentence.
         changed: when a file of the record was last written, in seconds since the epoch.
         extremes: of each metric the lowest finite value and its step, and the highest and its step.
-        notes: what people have noted of the run.
+        notes: the users' notes on the run.
     """
 
     id: str
@@ -127,7 +127,7 @@ class RunIndex:
     def take_in(self, folder: Path) -> bool:
         """Take in some of what is new in the record in `folder`; return whether there was anything.
 
-        The files are read without the lock: their share may hang, and others use the index meanwhile.
+        The files are read without the lock: their file system may hang, and others use the index meanwhile.
         """
         id_ = run_id(folder)
         known = self._do(lambda connection: _known(connection, id_))
@@ -310,7 +310,7 @@ def _extremes(known: Mapping[str, list[float]], columns: Mapping[str, tuple[list
 
 
 def _write(connection: sqlite3.Connection, id_: str, folder: Path, known: Known | None, new: _New) -> None:
-    """Write what is new, unless somebody else has done it since `known` was read: then it is read again."""
+    """Write what is new, unless another process has done so since `known` was read: then it is read again."""
     if _known(connection, id_) != known:
         return
     if new.is_anew:

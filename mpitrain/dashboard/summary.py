@@ -69,7 +69,7 @@ def state_of(
         return TRAINS, f"rank 0 is alive on {host}; no launcher shows more"
     if age_seconds < _YOUNG_SECONDS:
         return TRAINS, age
-    return LOST, f"rank 0 on {host} has ended without a message, or is not to be seen from here; {age}"
+    return LOST, f"rank 0 on {host} has ended without a message, or cannot be seen from here; {age}"
 
 
 def _of_job(live: Mapping[str, Any]) -> tuple[str, str]:
@@ -226,12 +226,12 @@ def _best(run: IndexedRun) -> dict[str, Any] | None:
 
 
 def _left_in(look: Mapping[str, Any] | None) -> float | None:
-    """Return how long the other steps take as the ranks themselves say, who know of their pauses."""
+    """Return how long the remaining steps take, as reported by the ranks, which know of their pauses."""
     return next((entry["left"] for entry in (look or {}).get("ranks", ()) if entry.get("left")), None)
 
 
 def _seconds_left(document: RunDocument | None, step: float, now: float) -> float | None:
-    """Return how long the other steps take, if they take as long as the mean of all: a few would make it jump."""
+    """Return how long the remaining steps take at the mean speed of all: the speed of a few would make it jump."""
     if document is None or not document.after_step < step <= document.steps:
         return None
     seconds = (document.steps - step) * (now - document.started) / (step - document.after_step)
@@ -244,7 +244,7 @@ _IS_OPTION = re.compile(r"--?[A-Za-z]")
 def arguments_of(words: Sequence[str]) -> dict[str, str]:
     """Return the arguments of a script as a table: of `--lr 0.1 --fast data`, {"--lr": "0.1", "--fast": "data"}.
 
-    What follows an option is its value, because only the script knows better; "on": there is none. Other words are
+    What follows an option counts as its value, because only the script knows; "on": there is none. Other words are
     numbered.
     """
     table: dict[str, list[str]] = {}

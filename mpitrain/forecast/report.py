@@ -1,4 +1,4 @@
-"""What is shown: a table for people, rows with all digits, answers in words, and a picture of lines."""
+"""The report: a table for users, rows with all digits, answers in words, and a line chart."""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ from mpitrain.launch.watch import Guards
 from mpitrain.launch.watched import WatchedJob, identified
 from mpitrain.watching.hang_report import SEEN_ONLY
 
-# A load is said every second; an older one is of a time when nobody watched, or of a silent host.
+# A load is reported every second; an older one is of a time without watchers, or of a silent host.
 _OLD_SECONDS = 5.0
 _LINES = 50  # of what a rank has printed, in which its step is looked for
 
@@ -113,7 +113,7 @@ def run_here(
     orders: Orders,
     meanwhile: Callable[[], None],
 ) -> Ended:
-    """Start the job and see to its end.
+    """Start the job and wait for its end.
 
     Args:
         agents: of the job; the one here is all that is needed.
@@ -122,7 +122,7 @@ def run_here(
         keepers: of the job; None: it is not started again.
         holders: of the warm interpreters that fork the ranks of later attempts; None: the job is not started again.
         live: lets others watch the job.
-        orders: what tellers tell the job.
+        orders: the commands that users send to the job.
         meanwhile: is called some times a second while the job runs.
 
     Raises:
@@ -199,7 +199,7 @@ class Attempts:
         self.forget()
 
     def run(self, job: JobSpec, meanwhile: Callable[[], None]) -> Ended:
-        """Start an attempt and see to its end; `meanwhile` is called some times a second.
+        """Start an attempt and wait for its end; `meanwhile` is called several times a second.
 
         Raises:
             LaunchError: hosts cannot be reached, or differ from this one.

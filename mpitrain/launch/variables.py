@@ -64,7 +64,7 @@ def read_env_file(path: Path) -> dict[str, str]:
 
 
 def is_of_login(name: str) -> bool:
-    """True for a variable that says what this machine or this login is."""
+    """True for a variable that describes this machine or this login."""
     return _OF_LOGIN.fullmatch(name) is not None
 
 
@@ -87,7 +87,7 @@ def named_devices(environ: Mapping[str, str]) -> Iterator[tuple[str, str]]:
 
 
 def has_device(variable: str, device: str, devices: Mapping[str, list[str]]) -> bool:
-    """True if a machine has what a variable names.
+    """True if a machine has the device that a variable names.
 
     Args:
         variable: the variable's name.

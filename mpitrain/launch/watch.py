@@ -182,7 +182,7 @@ class Guards(Said):
             time.sleep(0.05)
 
     def watch(self, seconds: float) -> None:
-        """Have the agents say every `seconds` what the ranks do, for some seconds from now. Any thread may call."""
+        """Have the agents report every `seconds` what the ranks do, for some seconds from now. Any thread may call."""
         self._send_all({"watch": seconds})
 
     def hosts_now(self) -> dict[str, tuple[HostReport, float]]:
@@ -258,7 +258,8 @@ class Guards(Said):
         self._keepers.beat(records, is_ending=is_ending, has_failed=has_failed)
 
     def judge(self, now: float, *, is_sure: bool) -> None:
-        """Look whether there is trouble. Without `is_sure`, silence says nothing. The thread of the agents calls."""
+        """Check whether there is trouble. Without `is_sure`, silence is not taken as trouble. The thread of the agents
+        calls."""
         if self._orders is not None:
             self._orders.look(self)
         if not (self.is_kept and is_sure) or self.trouble is not None:

@@ -198,7 +198,7 @@ class WatchedJob:
         """`path` is the roll call; all ranks must register within `start_seconds`, 0: no limit.
 
         The job `recovers` if the loss of a rank does not end it. `holders` has its warm interpreters, if it is
-        started again. `orders` has what tellers tell it.
+        started again. `orders` has the commands of users.
         """
         self.path = path
         self._holders, self._orders = holders, orders
@@ -207,7 +207,7 @@ class WatchedJob:
         self._stalls = Stalls(places, guards)
         self._slow = SlowRanks()
         self._since = 0.0
-        self._said: set[int] = set()  # the lost ranks that were told of
+        self._said: set[int] = set()  # the lost ranks that were reported
 
     def begin(self) -> None:
         """Take note that mpiexec has been started."""
@@ -229,7 +229,7 @@ class WatchedJob:
         return [*self._stalls.news(), *slow, *of_holders, *self._news_of_lost()]
 
     def _news_of_lost(self) -> list[str]:
-        """Say how ranks ended without which the others continue."""
+        """Describe the end of ranks without which the others continue."""
         news, reports = [], self._guards.reports
         for rank in sorted(self._guards.lost() - self._said):
             self._said.add(rank)
@@ -322,7 +322,7 @@ class WatchedJob:
 
     @property
     def is_gone(self) -> bool:
-        """True if somebody removed the roll call on a host."""
+        """True if the roll call on a host was removed."""
         return any(report.is_lost for report in self._guards.reports.values())
 
     def end(self, linger_seconds: float) -> tuple[list[str], list[str]]:

@@ -105,8 +105,8 @@ def test_wrong_use(project: Path, words: list[str], said: str, capsys: pytest.Ca
         (["-n", "0", "train.py"], "'0' is not a whole number above 0"),
         (["-n", "two", "train.py"], "'two' is not a whole number above 0"),
         (["train.py"], "how many ranks? Say -n N for the whole job, --ppn N for each host, or name devices"),
-        (["train.py", "-n", "2"], "-n stands behind train.py and belongs to the script; options of mpitrain come bef"),
-        (["-m", "json.tool", "--ppn=2"], "--ppn stands behind json.tool and belongs to the script"),
+        (["train.py", "-n", "2"], "-n comes after train.py and belongs to the script; options of mpitrain come bef"),
+        (["-m", "json.tool", "--ppn=2"], "--ppn comes after json.tool and belongs to the script"),
     ],
 )
 def test_no_number_of_ranks(project: Path, words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -193,7 +193,7 @@ def test_scripts_that_do_not_know_of_other_ranks(tmp_path: Path, script: str, be
     [
         ("torch.multiprocessing.spawn(main, nprocs=2)", 4, ["starts ranks itself"]),
         ("mp.spawn(main, nprocs=2)", 1, []),  # as it must be
-        ('parser.add_argument("--local-rank", type=int)', 2, ["takes its place from the option --local-rank"]),
+        ('parser.add_argument("--local-rank", type=int)', 2, ["takes its local rank from the option --local-rank"]),
         ('add_argument("--local_rank", default=os.environ.get("LOCAL_RANK", 0))', 2, []),
         ("torch.distributed.init_process_group()", 2, []),
     ],

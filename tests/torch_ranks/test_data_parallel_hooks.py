@@ -171,7 +171,7 @@ def test_a_model_of_ddp_is_not_prepared(world: World) -> None:
     data = [samples(world, 0)]
     for strategy in (None, LocalSGD(2)):
         with pytest.raises(
-            ConfigError, match=r"prepare\(\) has got a DistributedDataParallel, .* Give the module in it"
+            ConfigError, match=r"prepare\(\) has got a DistributedDataParallel, .* Give its inner module"
         ):
             mpitrain.torch.prepare(model, optimizer, data, strategy=strategy)
     with pytest.raises(ConfigError, match=r"TorchModule\(\) has got a DistributedDataParallel"):

@@ -22,7 +22,7 @@ def _offsets(cluster: Cluster) -> dict[str, Any]:
 
 
 def _offset(cluster: Cluster, name: str) -> dict[str, float]:
-    """Use the sample with the shortest round trip, because only the time of the way is unknown."""
+    """Use the sample with the shortest round trip, because only the transmission time is unknown."""
     samples = []
     for _ in range(_SAMPLES):
         begun, before = time.monotonic(), time.time()

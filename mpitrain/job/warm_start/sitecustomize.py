@@ -1,4 +1,4 @@
-"""Python imports this before it runs the program, where the launcher has put it on PYTHONPATH: in each rank (rank.py),
+"""Python imports this before it runs the program, if the launcher has put it on PYTHONPATH: in each rank (rank.py),
 so that a script that never imports mpitrain can be watched too, and in a warm interpreter."""
 
 import os
