@@ -1,29 +1,36 @@
-"""The kill table: of each process of a job over several hosts, whether its kill is blamed on it, and what it leaves.
+"""The kill table: what a training over several hosts does about each fault, and what it leaves.
 
     scripts/testbed up 4 && scripts/testbed run ansible-playbook cluster/setup.yml
-    python benchmarks/kill_table.py [--times 10] [--kinds rank,power] [--mpi openmpi]
+    python benchmarks/kill_table.py [--times 10] [--kinds rank,power] [--mpi openmpi] [--options="--max-restarts 0"]
 
 As root. Each time a job trains on all nodes of the bed, two ranks on each, with the mpitrain of this checkout. Open MPI
-is that of .venv-openmpi, which scripts/test makes. Then one thing, drawn by lot, gets SIGKILL (`stop`: SIGSTOP), or a
-node loses its power or its cable, or is frozen. It counts as right if the job names that, and blames no rank that is
-not to blame. A job whose ranks have not started within 150 s says nothing about that: it is repeated twice at most, and
-counted apart. Left is what a node has then and had not before: processes of the shared user, and entries of /tmp and
-/dev/shm.
+is that of .venv-openmpi, which scripts/test makes. Then one thing, drawn by lot, is hit (kill_table_faults.py).
+
+It counts as right if the job names what was hit, blames no rank that is not to blame, and trains on; with
+`--max-restarts 0` it must end, and with `--recover` a killed rank starts no other attempt. The losses are equal if each
+one has the bits of a training that nothing has disturbed, on one rank: parameters are rounded to a grid, so that the
+number of ranks does not change them. Left is what a node has 60 s after the end and had not before: processes of the
+shared user, and entries of /tmp and /dev/shm. Of a host that stays cut off, this is looked at while it still is, but
+for what holds memory. A job whose ranks have not started within 150 s is repeated twice at most, and counted apart.
 """
 
 from __future__ import annotations
 
 import argparse
-import random
+import hashlib
 import re
 import shlex
+import statistics
+import subprocess
 import sys
 import threading
 import time
 import uuid
 from collections import Counter
+from dataclasses import dataclass, field
 from pathlib import Path
 
+from kill_table_faults import FAULTS, NODES, Fault, Rank
 from testbed import Bed, find
 
 REPOSITORY = Path(__file__).parents[1]
@@ -31,27 +38,64 @@ sys.path[:0] = [str(REPOSITORY / "tests"), str(REPOSITORY / "tests/cluster")]
 from launching import PYTHONS, SHARE, install_open_mpi  # noqa: E402
 
 RANKS_PER_NODE = 2
-KINDS = ("rank", "mpiexec", "proxy", "guard", "launcher", "power", "cable", "freeze", "stop")
-GONE_SECONDS = 90.0
-JOB_SECONDS = 300.0
+GONE_SECONDS = 60.0
+ALONE_SECONDS = 60.0  # an agent that is cut off ends after 30 s
+JOB_SECONDS = 400.0
 START_SECONDS = 150.0
+SURVIVED_SECONDS = 150.0
+STEPS_AFTER = 60  # which a job must make after a fault
+MOST_STEPS = 10_000
 MOST_REPEATS = 2  # of a job that has not started
+SMALL = "/srv/small"  # a small disk of the first node, for checkpoints
 
+# Rounding undoes what the order of a sum of the ranks has changed. Rank 0 writes each loss of all data, with all bits.
 SCRIPT = """
-import os, socket
+import os, pathlib, socket, sys, time
 import numpy
 import mpitrain as mt
+
+folder, seconds, steps, checkpoints = pathlib.Path(sys.argv[1]), float(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
 world = mt.init()
 print("process of rank", world.rank, socket.gethostname(), os.getpid(), os.getppid(), flush=True)
-gradients = numpy.ones(100_000, numpy.float32)
-while True:
-    world.mean(gradients)
+random = numpy.random.default_rng(0)
+X, Y = random.integers(-3, 4, (4800, 20)).astype(float), random.integers(-9, 10, 4800).astype(float)
+loss = [0.0]
+grown = []
+
+def regression(parameters, batch, on_gradient):
+    x, y = batch
+    w = parameters["w"]
+    w[:] = numpy.rint(w * 2**20) / 2**20
+    if world.is_root:
+        loss[0] = float(((X @ w - Y) ** 2).mean())
+    time.sleep(seconds)
+    error = x @ w - y
+    on_gradient("w", 2 * x.T @ error / max(1, len(x)))
+    return float((error**2).mean()) if len(x) else 0.0
+
+def build(world):
+    data = mt.data.ArrayData(world, (X, Y), global_batch=48)
+    return mt.Parts(mt.ArrayFunction(regression, {"w": numpy.zeros(20)}, mt.optim.SGD(2**-8)), mt.Sync(), data)
+
+class Show(mt.Hook):
+    def after_step(self, trainer, step):
+        if trainer.world.is_root:
+            with open(folder / "losses", "a") as file:
+                print(step.number, loss[0].hex(), file=file)
+        if (folder / f"grow-{trainer.world.rank}").exists():
+            grown.append(numpy.ones(1 << 24))
+        trainer.report({"enough": float(trainer.world.is_root and (folder / "enough").exists())})
+
+hooks = [Show(), mt.StopWhen("enough", at_least=1.0), mt.StopAtStep(steps)]
+if checkpoints:
+    hooks.append(mt.Checkpoint(checkpoints, steps=50))
+mt.Trainer(build, hooks).run()
 """
 # All nodes have one kernel here, in which UCX would take them for one machine with shared memory.
 ENVIRONMENT = "PATH=/usr/local/lib/mpitrain/bin:/usr/bin:/bin HOME=/home/cluster UCX_TLS=tcp,self"
 LEFT = """
-for p in $(pgrep -u cluster); do tr '\\0' ' ' < /proc/$p/cmdline 2>/dev/null | cut -c1-60; echo; done | \
-grep -v -e systemd -e sd-pam -e sshd -e '^ *$'
+for p in $(pgrep -u cluster); do tr '\\0\\n' '  ' < /proc/$p/cmdline 2>/dev/null | cut -c1-60; echo " $p"; done | \
+grep -v -e systemd -e sd-pam -e sshd -e '^ *[0-9]*$'
 find /tmp /dev/shm -mindepth 1 -maxdepth 1 -not -name 'kill-*' -not -name 'systemd-private-*'; true
 """
 
@@ -60,114 +104,211 @@ class NotStartedError(Exception):
     """The job has not started, as happens on a machine with too much load."""
 
 
-class Trial:
-    """A job, and what is done to it."""
+@dataclass
+class Outcome:
+    """What became of a job after a fault.
 
-    def __init__(self, bed: Bed, python: str, kind: str) -> None:
-        self._bed = bed
+    Attributes:
+        wrong: what was not as it must be; empty if all was.
+        are_equal: the losses have all bits of those of an undisturbed training.
+        rest: what is left on the nodes.
+        seconds: from the fault to the first new step after it; None: there was none.
+        gone_seconds: from the end of the job until nothing was left.
+        said: what the launcher has said.
+    """
+
+    wrong: list[str] = field(default_factory=list)
+    are_equal: bool = True
+    rest: list[str] = field(default_factory=list)
+    seconds: float | None = None
+    gone_seconds: float = 0.0
+    said: str = ""
+
+
+class Trial:
+    """A job, and what is done to it.
+
+    Attributes:
+        bed: where it runs.
+        ranks: where and in which process each rank runs.
+        folder: of this job on the share.
+    """
+
+    def __init__(self, bed: Bed, python: str, fault: Fault, options: str) -> None:
+        """Start the job, and wait until it trains."""
+        self.bed, self.ranks = bed, dict[int, Rank]()
+        self._python = python
         self._files = f"/tmp/kill-{uuid.uuid4().hex}"
+        self.folder = f"{SHARE}/kill-{uuid.uuid4().hex[:8]}"
         self._code: int | None = None
         self.before = left(bed)
-        hosts = f"--hosts {','.join(bed.names)} --ppn {RANKS_PER_NODE}"
-        line = f"cd {SHARE}; exec {python} -m mpitrain run {hosts} kill.py > {self._files}.output 2>&1"
-        variables = [*ENVIRONMENT.split(), *(["MPITRAIN_HANG_SECONDS=12"] if kind == "stop" else [])]
-        setting = ["env", "-i", "-C", "/", *variables, "bash", "-c", f"echo $$ > {self._files}.pid; {line}"]
+        self.on("node1", f"install -d -o cluster {self.folder}")
+        fault.prepare(self)
+        hosts = f"--hosts {','.join(NODES)} --ppn {RANKS_PER_NODE} {options}"
+        program = f"kill.py {self.folder} 0.02 {MOST_STEPS} '{SMALL if fault.needs_disk else ''}'"
+        self.launch(f"run {hosts} {program}", [f"MPITRAIN_MEMORY_STEPS=1 {fault.variables}"])
+        until = time.monotonic() + START_SECONDS
+        while len(self.processes()) < len(NODES) * RANKS_PER_NODE or self.num_steps() < STEPS_AFTER:
+            if time.monotonic() > until or not self.is_running:
+                self.kill_launcher("TERM")
+                _, output = self.end()
+                fault.undo(self)
+                self.remove()
+                raise NotStartedError(output)
+            time.sleep(0.2)
+        self.ranks = self.processes()
+
+    def launch(self, arguments: str, variables: list[str]) -> None:
+        """Start a command of mpitrain on node1, whose output follows that of those before."""
+        line = f"cd {SHARE}; exec {self._python} -m mpitrain {arguments} >> {self._files}.output 2>&1"
+        words = [*ENVIRONMENT.split(), *" ".join(variables).split()]
+        setting = ["env", "-i", "-C", "/", *words, "bash", "-c", f"echo $$ > {self._files}.pid; {line}"]
         self._thread = threading.Thread(target=self._run, args=(["runuser", "-u", "cluster", "--", *setting],))
         self._thread.start()
-        self.ranks: dict[int, tuple[str, int, int]] = {}  # host, process and its parent
-        until = time.monotonic() + START_SECONDS
-        while len(self.ranks) < len(bed.names) * RANKS_PER_NODE:
-            if time.monotonic() > until or not self._thread.is_alive():
-                self.on("node1", f"kill -TERM $(cat {self._files}.pid)")
-                raise NotStartedError(self.end()[1])
-            time.sleep(0.2)
-            found = re.findall(r"process of rank (\d+) (\S+) (\d+) (\d+)$", self.output(), re.M)
-            self.ranks = {int(rank): (host, int(pid), int(parent)) for rank, host, pid, parent in found}
-        time.sleep(random.uniform(0.1, 1.5))
 
     def _run(self, command: list[str]) -> None:
-        self._code = self._bed.node_run("node1", command, timeout_seconds=JOB_SECONDS).returncode
+        self._code = self.bed.node_run("node1", command, timeout_seconds=JOB_SECONDS).returncode
+
+    @property
+    def is_running(self) -> bool:
+        """True until the launcher has ended."""
+        return self._thread.is_alive()
+
+    def launcher(self) -> int:
+        """The process of the launcher on node1."""
+        return int(self.on("node1", f"cat {self._files}.pid"))
+
+    def kill_launcher(self, name: str) -> None:
+        """Send a signal to the launcher, if it is there."""
+        self.on("node1", f"kill -{name} $(cat {self._files}.pid)")
 
     def output(self) -> str:
         """The job's output so far."""
         return self.on("node1", f"cat {self._files}.output")
 
+    def processes(self) -> dict[int, Rank]:
+        """The newest process of each rank."""
+        found = re.findall(r"process of rank (\d+) (\S+) (\d+) (\d+)$", self.output(), re.M)
+        return {int(rank): Rank(int(rank), host, int(pid), int(parent)) for rank, host, pid, parent in found}
+
+    def losses(self) -> list[tuple[int, str]]:
+        """The loss of each step that rank 0 has written, in the order of time."""
+        rows = [line.split() for line in self.on("node1", f"cat {self.folder}/losses").splitlines()]
+        return [(int(row[0]), row[1]) for row in rows if len(row) == 2]
+
+    def num_steps(self) -> int:
+        """The number of the last step."""
+        return max((step for step, _ in self.losses()), default=0)
+
     def on(self, node: str, line: str) -> str:
         """The output of a line of shell on a node."""
-        return self._bed.node_run(node, ["bash", "-c", line]).stdout
+        return self.bed.node_run(node, ["bash", "-c", line]).stdout
 
-    def hit(self, kind: str) -> tuple[str, str]:
-        """Do it: what was hit, and a pattern of what is to be said of it."""
-        rank = random.randrange(len(self.ranks))
-        host, pid, parent = self.ranks[rank]
-        launcher = self.on("node1", f"cat {self._files}.pid").strip()
-        mpiexec = self.on("node1", f"pgrep -P {launcher} -x 'mpiexec|prterun|mpiexec.hydra'").strip()
-        if kind in ("power", "cable", "freeze"):
-            host = random.choice(self._bed.names[1:])
-            {"power": self._bed.kill, "cable": self._bed.cut, "freeze": self._bed.freeze}[kind](host)
-            return host, rf"^mpitrain: {host}: no message from this host since "
-        if kind == "rank":
-            pattern = rf"^mpitrain: rank {rank} on {host} (was killed by signal 9|ended without a message).*$"
-        elif kind == "mpiexec":
-            host, pid, pattern = "node1", int(mpiexec), "^mpitrain: mpiexec itself was killed on node1, by signal 9$"
-        elif kind == "proxy":
-            while str(parent) == mpiexec and host == "node1":  # Open MPI has no other one there
-                host, pid, parent = self.ranks[random.randrange(len(self.ranks))]
-            pid, pattern = parent, rf"^mpitrain: the process of mpiexec on {host} .*(was killed|has gone)"
-        elif kind == "guard":
-            host = random.choice(self._bed.names)
-            pid = int(self.on(host, "pgrep -u cluster -f '^[^ ]*python[^ ]* -I -u -c .import json'").split()[0])
-            pattern = rf"^mpitrain: {host}: the guard of the job there was killed"
-        elif kind == "launcher":
-            host, pid, pattern = "node1", int(launcher), ""
-        else:
-            pattern = rf"^mpitrain: nothing has moved for 12 s .*\brank {rank} on {host} is stopped"
-        self.on(host, f"kill -{'STOP' if kind == 'stop' else 'KILL'} {pid}")
-        return f"{kind} {rank if kind in ('rank', 'stop') else ''} on {host}", pattern
+    def wait_for(self, pattern: str, seconds: float = SURVIVED_SECONDS) -> str:
+        """Wait until the job has said that. Return what is missing; "" if nothing is."""
+        until = time.monotonic() + seconds
+        while not re.search(pattern, self.output(), re.M):
+            if time.monotonic() > until or not self.is_running:
+                return "" if re.search(pattern, self.output(), re.M) else f"not said: {pattern}"
+            time.sleep(0.2)
+        return ""
+
+    def wait_for_steps(self, num_steps: int) -> bool:
+        """Wait until the job has made so many steps beyond its present ones. False: it has not."""
+        until, last = time.monotonic() + SURVIVED_SECONDS, self.num_steps() + num_steps
+        while self.num_steps() < last and self.is_running and time.monotonic() < until:
+            time.sleep(0.1)
+        return self.num_steps() >= last
 
     def end(self) -> tuple[int, str]:
-        """Wait for its end: exit code and output."""
+        """Let the job end, and wait for that: exit code and output."""
+        self.on("node1", f"touch {self.folder}/enough")
         self._thread.join(JOB_SECONDS + 10)
         output = self.output()
-        self.on("node1", f"rm -f {self._files}.*")
         return -1 if self._code is None else self._code, output
 
+    def remove(self) -> None:
+        """Remove its files."""
+        self.on("node1", f"rm -rf {self._files}.* {self.folder} {SMALL}/*")
 
-def left(bed: Bed) -> Counter[str]:
+
+def left(bed: Bed, *nodes: str) -> Counter[str]:
     """What the job has left on the nodes."""
     lines = [
-        f"{node}: {line}" for node in bed.names for line in bed.node_run(node, ["bash", "-c", LEFT]).stdout.splitlines()
+        f"{node}: {re.sub(r' [0-9]+$', '', line)}"
+        for node in nodes or NODES
+        for line in bed.node_run(node, ["bash", "-c", LEFT]).stdout.splitlines()
     ]
     return Counter(lines)
 
 
-def trial(bed: Bed, python: str, kind: str) -> tuple[bool, list[str], str]:
-    """True if the job's message about the kill is right; what is left; and the message."""
-    job = Trial(bed, python, kind)
-    hit, pattern = job.hit(kind)
+def wait_until_gone(trial: Trial, seconds: float, *nodes: str, most: int = 0) -> tuple[list[str], float]:
+    """Wait until the job has left at most so many things on the nodes. Return them, and how long that took."""
+    began = time.monotonic()
+    while sum((rest := left(trial.bed, *nodes) - trial.before).values()) > most:
+        if time.monotonic() - began > seconds:
+            return sorted(rest), seconds
+        time.sleep(0.5)
+    return [], time.monotonic() - began
+
+
+def tried(bed: Bed, python: str, fault: Fault, options: str, expected: dict[int, str]) -> Outcome:
+    """Run a job, hit it, and judge what becomes of it."""
+    job, outcome = Trial(bed, python, fault, options), Outcome()
+    survives = "--max-restarts 0" not in options or fault.is_harmless
+    at, clock = job.num_steps(), time.monotonic()
+    hit = fault.hit(job)
+    if hit.pattern and (missing := job.wait_for(hit.pattern)):
+        outcome.wrong.append(missing)
+    if survives:
+        if not hit.is_undone and not fault.is_harmless:  # the steps of an attempt that is about to end do not count
+            job.wait_for("starting again on |the others continue without it|continued after|resumed from memory")
+        at = job.num_steps()
+        if not job.wait_for_steps(1):
+            outcome.wrong.append("no step followed")
+        outcome.seconds = time.monotonic() - clock
+        if not job.wait_for_steps(STEPS_AFTER):
+            outcome.wrong.append(f"only {job.num_steps() - at} steps followed")
+    for host in hit.cut_off:
+        rest, _ = wait_until_gone(job, ALONE_SECONDS, host, most=int(survives))
+        outcome.wrong += [f"cut off, and left: {line}" for line in rest]
     code, output = job.end()
     said = [line for line in output.splitlines() if line.startswith("mpitrain: ")]
-    blamed = [line for line in said if re.match(r"mpitrain: ranks? [\d,-]+ on \S+ (was|were|ended|left|failed)", line)]
-    is_right = code != 0 and any(re.search(pattern, line) for line in said) if pattern else code == 137
-    is_right = is_right and (len(blamed) == 1 if kind == "rank" else not blamed)
-    for node in bed.names:
+    outcome.said = f"{hit.what}: code {code}: {' | '.join(line for line in said if ':     ' not in line)}"
+    if (code == 0) != survives:
+        outcome.wrong.append(f"exit code {code}")
+    blame = r"\branks? (\d+) on \S+ (?:was|were|ended|left|failed)"
+    blamed = {rank for line in said for rank in re.findall(blame, line)}
+    if blamed - {str(rank) for rank in hit.ranks}:
+        outcome.wrong.append(f"blamed: {sorted(blamed)}")
+    num_failed = len(re.findall(r"^mpitrain: attempt \d+ of \d+,?.* failed", output, re.M))
+    if survives and num_failed != hit.num_failed and not ("--recover" in options and num_failed < hit.num_failed):
+        outcome.wrong.append(f"{num_failed} attempts failed")
+    odd = [step for step, loss in job.losses() if expected.get(step) != loss]
+    outcome.are_equal = not odd
+    fault.undo(job)
+    for node in NODES:
         bed.heal(node)
-    until = time.monotonic() + GONE_SECONDS
-    while (rest := left(bed) - job.before) and time.monotonic() < until:
-        time.sleep(1)
-    return is_right, sorted(rest), f"{hit}: code {code}: {' | '.join(line for line in said if ':     ' not in line)}"
+    outcome.rest, outcome.gone_seconds = wait_until_gone(job, GONE_SECONDS)
+    if outcome.wrong or outcome.rest or odd:
+        print(output, *outcome.wrong, f"unequal from step {min(odd)}" if odd else "", sep="\n", file=sys.stderr)
+    job.remove()
+    return outcome
 
 
-def started(bed: Bed, python: str, kind: str) -> tuple[tuple[bool, bool] | None, int]:
-    """Whether the words are right, and nothing is left, of the first job that starts; and how many did not."""
+def started(bed: Bed, python: str, fault: Fault, options: str, expected: dict[int, str]) -> tuple[Outcome | None, int]:
+    """What became of the first job that starts; and how many did not."""
     for failures in range(1 + MOST_REPEATS):
         try:
-            is_right, rest, said = trial(bed, python, kind)
+            outcome = tried(bed, python, fault, options, expected)
         except NotStartedError as error:
-            print(f"not started: {error}", file=sys.stderr)
+            print(f"not started: {error}", file=sys.stderr, flush=True)
             continue
-        print("right" if is_right else "WRONG", f"left {rest}" if rest else "nothing left", said, file=sys.stderr)
-        return (is_right, not rest), failures
+        words = [f"WRONG {outcome.wrong}" if outcome.wrong else "right", "equal" if outcome.are_equal else "UNEQUAL"]
+        words.append(f"left {outcome.rest}" if outcome.rest else f"nothing left after {outcome.gone_seconds:.0f} s")
+        went_on = "" if outcome.seconds is None else f"went on after {outcome.seconds:.1f} s, "
+        print(time.strftime("%H:%M:%S"), went_on, *words, outcome.said, file=sys.stderr, flush=True)
+        return outcome, failures
     return None, 1 + MOST_REPEATS
 
 
@@ -182,35 +323,61 @@ def install(bed: Bed) -> None:
     write = f"printf %s {shlex.quote(SCRIPT)} > {SHARE}/kill.py"
     compiled = f"for v in {SHARE}/venv*; do $v/bin/python -m compileall -q $v/lib/python3*/site-packages/mpitrain; done"
     for line in (write, compiled):
-        done = (
-            bed.node_run("node1", ["runuser", "-u", "cluster", "--", "bash", "-c", line])
-            if not done.returncode
-            else done
-        )
+        done = done if done.returncode else as_user(bed, line)
     if done.returncode:
         raise SystemExit(done.stdout + done.stderr)
+
+
+def undisturbed(bed: Bed, python: str) -> dict[int, str]:
+    """The loss of each step of a training on one rank, without a wait and without a fault. The share keeps it."""
+    folder = f"{SHARE}/kill-{hashlib.sha256(SCRIPT.encode()).hexdigest()[:8]}"
+    train = f"mkdir {folder} && {python} kill.py {folder} 0 {MOST_STEPS} ''"
+    done = as_user(bed, f"cd {SHARE}; [ -d {folder} ] || {{ {train}; }}; cat {folder}/losses")
+    rows = [line.split() for line in done.stdout.splitlines() if re.fullmatch(r"\d+ \S+", line)]
+    if len(rows) != MOST_STEPS:
+        raise SystemExit(done.stdout[-2000:] + done.stderr)
+    return {int(step): loss for step, loss in rows}
+
+
+def as_user(bed: Bed, line: str) -> subprocess.CompletedProcess[str]:
+    """Run a line of shell on node1 as the shared user."""
+    words = ["runuser", "-u", "cluster", "--", "env", "-i", "-C", "/", *ENVIRONMENT.split(), "bash", "-c", line]
+    return bed.node_run("node1", words, timeout_seconds=JOB_SECONDS)
 
 
 def main() -> None:
     """Print a line a try, then the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--times", type=int, default=10)
-    parser.add_argument("--kinds", default=",".join(KINDS))
+    parser.add_argument("--kinds", default=",".join(FAULTS))
     parser.add_argument("--mpi", choices=sorted(PYTHONS), default="mpich")
+    parser.add_argument("--options", default="", help="of mpitrain run")
     parser.add_argument("--name", help="the test bed, where there are several")
     arguments = parser.parse_args()
     bed = find(arguments.name)
     if arguments.mpi == "openmpi" and not install_open_mpi(bed):
         parser.error("there is no .venv-openmpi of the nodes' version of Python; scripts/test makes it")
     install(bed)
+    for node in NODES:  # all ranks must be able to write there; rank 0 is on the first node
+        mount = f"mountpoint -q {SMALL} || mount -t tmpfs -o size=1m tmpfs {SMALL}; " if node == NODES[0] else ""
+        bed.node_run(node, ["bash", "-c", f"mkdir -p {SMALL}; {mount}chown cluster {SMALL}"])
+    expected = undisturbed(bed, PYTHONS[arguments.mpi])
     table = []
     for kind in arguments.kinds.split(","):
-        starts = [started(bed, PYTHONS[arguments.mpi], kind) for _ in range(arguments.times)]
-        tries = [result for result, _ in starts if result is not None]
-        right, clean = sum(is_right for is_right, _ in tries), sum(is_clean for _, is_clean in tries)
-        not_started = sum(failures for _, failures in starts)
-        table.append(f"| {kind} | {right} of {len(tries)} | {clean} of {len(tries)} | {not_started} |")
-    print("| killed | right culprit | nothing left | not started |", "| --- | --- | --- | --- |", *table, sep="\n")
+        tries = [
+            started(bed, PYTHONS[arguments.mpi], FAULTS[kind], arguments.options, expected)
+            for _ in range(arguments.times)
+        ]
+        ended = [outcome for outcome, _ in tries if outcome is not None]
+        seconds = [outcome.seconds for outcome in ended if outcome.seconds is not None]
+        cells = [sum(not outcome.wrong for outcome in ended), sum(outcome.are_equal for outcome in ended)]
+        cells.append(sum(not outcome.rest for outcome in ended))
+        went_on = f"{statistics.median(seconds):.1f} s" if seconds else ""
+        shown = " | ".join(f"{cell} of {len(ended)}" for cell in cells)
+        table.append(f"| {kind} | {shown} | {went_on} | {sum(failures for _, failures in tries)} |")
+        print(table[-1], flush=True)
+    heads = "| hit | right | losses equal | nothing left | went on after | not started |"
+    print(heads, "| --- | --- | --- | --- | --- | --- |", *table, sep="\n")
 
 
 if __name__ == "__main__":

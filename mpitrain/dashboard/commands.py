@@ -30,7 +30,7 @@ from mpitrain.watching.ranges import ranks_in
 MOST_BYTES = 4096  # of a command; a launcher takes 4,000 bytes
 _MOST_A_SECOND = 5
 _MOST_WAITING = 8
-_END_SECONDS = 30.0  # a launcher whose ranks have ended still tells its guards
+_END_SECONDS = 30.0  # a launcher whose ranks have ended still tells its agents
 _FIELDS = ("kind", "name", "value")
 _LIST = {"kind": "list"}
 _ENDS = {

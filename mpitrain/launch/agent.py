@@ -31,10 +31,11 @@ Of an attempt. Each of these messages has "attempt": the id of the attempt.
                                                          "unreachable": [host...]}
     launcher: {"end": linger_seconds}             agent: {"ended": [[pid, command line]...], "immortal": [...],
                                                          "lost": whether somebody removed the roll call}
-    launcher: {"bye": 1}: its remaining processes are ended
+    launcher: {"bye": 1, "roll_call": path}: its remaining processes are ended; an agent in place of one that was
+                                             killed removes the roll call
 
 A wish with `linger_seconds` is for an attempt whose agent was killed: it has the `token` and the `roll_call`, the
-`files` that the agent knew and the start `since`. The answer is {"ended": ...}.
+`files` that the agent knew and the start `since`, or null. The answer is {"ended": ...}.
 
 Of the memory. Each of these messages is the value of "memory", and has a "number", which its answer repeats.
 
@@ -85,7 +86,7 @@ from mpitrain.launch.hearing import Hearing, send
 from mpitrain.launch.holder import Holder
 from mpitrain.launch.host_attempt import BEAT_SECONDS, HostAttempt, begun, sweep
 from mpitrain.launch.keeper import HeldMemory
-from mpitrain.launch.processes import remove_unheard
+from mpitrain.launch.processes import remove, remove_unheard
 from mpitrain.reading import MessageLines
 
 _LOOK_SECONDS = 0.5
@@ -164,6 +165,8 @@ class HostAgent:
                 self._attempts[token] = attempt
         elif token in self._attempts and self._attempts[token].obey(message):
             self._attempts.pop(token).close()
+        elif token not in self._attempts and "bye" in message:  # the agent that had this attempt was killed
+            remove(message["roll_call"])
 
     def _end_processes(self) -> None:
         for attempt in list(self._attempts.values()):

@@ -37,7 +37,7 @@ from mpitrain.launch.roster import served
 from mpitrain.launch.run import Run
 from mpitrain.launch.trouble import SILENCE_SECONDS
 from mpitrain.launch.variables import absent
-from mpitrain.launch.watch import Guards
+from mpitrain.launch.watch import AttemptOnHosts
 from mpitrain.launch.watched import WatchedJob, identified
 from mpitrain.watching.hang_report import SEEN_ONLY
 
@@ -49,18 +49,18 @@ _LINES = 50  # of what a rank has printed, in which its step is looked for
 class LiveAttempt:
     """See live.Watchable."""
 
-    def __init__(self, job: JobSpec, guards: Guards) -> None:
-        self._placement, self._guards = job.placement, guards
+    def __init__(self, job: JobSpec, attempt: AttemptOnHosts) -> None:
+        self._placement, self._attempt = job.placement, attempt
         self._has_servers = bool(job.context.servers)
         self._seen: dict[int, tuple[str, float]] = {}  # by rank: its phase, and since when this was seen
 
     def watch(self, seconds: float) -> None:
         """See live.Watchable."""
-        self._guards.watch(seconds)
+        self._attempt.watch(seconds)
 
     def looked(self) -> float:
         """See live.Watchable."""
-        hosts = self._guards.hosts_now()
+        hosts = self._attempt.hosts_now()
         return min(
             (report.ranks_at for host, (report, silent) in hosts.items() if silent < SILENCE_SECONDS),
             default=time.monotonic(),
@@ -68,7 +68,7 @@ class LiveAttempt:
 
     def picture(self) -> dict[str, Any]:
         """See live.Watchable."""
-        hosts = self._guards.hosts_now()
+        hosts = self._attempt.hosts_now()
         views = [view for report, _ in hosts.values() for view in report.ranks.values()]
         places = {place.host: place.ranks for place in self._placement.places}
         silence = {host: silent for host, (_, silent) in hosts.items()}
@@ -136,13 +136,13 @@ def run_here(
         keepers.begin([own], context.job)
     if holders is not None:
         holders.begin()
-    with Guards(agents, [own], {own: wish}, keepers) as guards:
-        facts = guards.facts()
+    with AttemptOnHosts(agents, [own], {own: wish}, keepers) as attempt:
+        facts = attempt.facts()
         if keepers is not None:
             keepers.settle()
         watched = WatchedJob(
             job.placement.places,
-            guards,
+            attempt,
             Path(context.roll_call),
             start_seconds=0.0,
             recovers=bool(context.recover),
@@ -151,7 +151,7 @@ def run_here(
         )
         # Each rank makes itself known before it becomes the program, which may end before it calls init().
         program = command_of("{}", job.program) if holders is None else holders.command()
-        with live.showing(context.job, LiveAttempt(job, guards)):
+        with live.showing(context.job, LiveAttempt(job, attempt)):
             added = torchrun.of_job(replace(job, context=context), facts, os.environ)
             job = replace(job, context=context, program=program, variables={**job.variables, **added})
             return Run(job, watched).to_end(meanwhile)
@@ -169,7 +169,7 @@ _FACTS_SECONDS_OF_ALL = 30.0
 
 
 class Attempts:
-    """Use this in `with`, in the main thread: at its end, no guard is left."""
+    """Use this in `with`, in the main thread: at its end, no agent is left."""
 
     def __init__(
         self,
@@ -214,11 +214,11 @@ class Attempts:
             if self._keepers is not None:
                 self._keepers.begin(job.placement.hosts, new.job.context.job)
                 if prepared is not None:
-                    new.guards.beat_for(self._keepers)
+                    new.attempt.beat_for(self._keepers)
                 self._keepers.settle()
             if self._holders is not None:
                 self._holders.begin()
-            stack.enter_context(self._live.showing(new.job.context.job, LiveAttempt(new.job, new.guards)))
+            stack.enter_context(self._live.showing(new.job.context.job, LiveAttempt(new.job, new.attempt)))
             return new.ready().to_end(self._looking(new, meanwhile))
 
     def after(self, stack: ExitStack, job: JobOverHosts, meanwhile: Callable[[], None]) -> Callable[[], None]:
@@ -227,7 +227,7 @@ class Attempts:
         Return what is to be called some times a second with it.
         """
         self.forget()
-        stack.enter_context(self._live.showing(job.job.context.job, LiveAttempt(job.job, job.guards)))
+        stack.enter_context(self._live.showing(job.job.context.job, LiveAttempt(job.job, job.attempt)))
         return self._looking(job, meanwhile)
 
     def _looking(self, job: JobOverHosts, meanwhile: Callable[[], None]) -> Callable[[], None]:
@@ -250,7 +250,7 @@ class Attempts:
         if self._has_begun or self._keepers is None:
             self._open_ways()
             return
-        if not any(record.step > record.first_step for record in present.guards.records().values()):
+        if not any(record.step > record.first_step for record in present.attempt.records().values()):
             return
         try:
             self._next = self._make(self._stack, present.job)
@@ -264,7 +264,7 @@ class Attempts:
         self._has_begun = True
 
     def _open_ways(self) -> None:
-        """When the guards of the next attempt have logged in, log in for its mpiexec."""
+        """When the agents of the next attempt have logged in, log in for its mpiexec."""
         if self._next is None or self._has_ways or not self._has_facts:
             return
         self._has_ways = True
@@ -274,13 +274,13 @@ class Attempts:
     def _ask(self, job: JobOverHosts) -> None:
         try:
             job.ask()
-            job.guards.keep()
+            job.attempt.keep()
         except Exception:  # whatever it is: the next attempt asks anew, and reports it
             return
         self._has_facts = True
 
     def _take(self, stack: ExitStack, job: JobSpec) -> JobOverHosts | None:
-        """Return `job` with guards and facts, if they are prepared and fit; they are closed with `stack`."""
+        """Return `job` with agents and facts, if they are prepared and fit; they are closed with `stack`."""
         taken = self._next
         if taken is not None and self._thread is not None:
             is_whole = job.placement.hosts == taken.job.placement.hosts

@@ -6,6 +6,7 @@ import base64
 import functools
 import hashlib
 import json
+import math
 import os
 import re
 import shlex
@@ -27,11 +28,14 @@ from mpitrain.reading import MessageLines
 # ssh asks no questions and shares no other connection. The user's own settings say which host keys are valid. No
 # connection stays open for others (ControlPersist), because it would look like a process that the job has left.
 SSH_OPTIONS = ("-o", "BatchMode=yes", "-o", "ConnectTimeout=10", "-o", "ControlMaster=no")
-GUARD_OPTIONS = ("-T", "-x", "-a", "-o", "ControlPath=none", "-o", "ClearAllForwardings=yes", "-o", "LogLevel=ERROR")
+AGENT_OPTIONS = ("-T", "-x", "-a", "-o", "ControlPath=none", "-o", "ClearAllForwardings=yes", "-o", "LogLevel=ERROR")
 
-# Not the Python of a virtual environment: the guard must work even if the shared folder with that environment is
+# Not the Python of a virtual environment: the agent must work even if the shared folder with that environment is
 # missing.
 PYTHON = "/usr/bin/python3"
+
+# A host that says nothing for longer is late. A healthy one says something every second.
+LATE_SECONDS = 2.5
 
 # The packages with modules that can be sent.
 _SENT = (".", "watching", "launch")
@@ -65,12 +69,12 @@ AGENT = (
     "launch.agent",
 )
 
-# Sent first: a `read` in a startup file of the login's shell takes this line, instead of the guard's first one.
+# Sent first: a `read` in a startup file of the login's shell takes this line, instead of the agent's first one.
 _BAIT = b"# mpitrain\n"
 _SWALLOWED = "takes a line of what is sent to a command"
 # A network that breaks meanwhile may leave the far side without the rest: it then ends after this time.
 _BOOT_SECONDS = 60
-# The next line has the modules and the wish. It is read byte by byte, so that the rest stays for the guard.
+# The next line has the modules and the wish. It is read byte by byte, so that the rest stays for the agent.
 _BOOT = f"""
 import json, signal, sys, types
 signal.alarm({_BOOT_SECONDS})
@@ -98,7 +102,7 @@ def command_on(host: str, line: str) -> list[str]:
     """
     if words := step_on(host):
         return [*words, "sh", "-c", line]
-    return ["ssh", *SSH_OPTIONS, *GUARD_OPTIONS, host, line]
+    return ["ssh", *SSH_OPTIONS, *AGENT_OPTIONS, host, line]
 
 
 def typed_on(host: str, line: str) -> str:
@@ -114,6 +118,7 @@ class Connection:
         heard_seconds: when the agent was last heard, by the caller's clock.
         answered_seconds: when it has last answered a beat.
         has_spoken: it was heard at all.
+        back_seconds: when it was last heard again after it had been late, by the same clock.
         is_closed: nothing more will come.
     """
 
@@ -124,6 +129,7 @@ class Connection:
     is_closed: bool = False
     answered_seconds: float = 0.0
     has_spoken: bool = False
+    back_seconds: float = -math.inf
     _received: MessageLines = field(default_factory=MessageLines, repr=False)
     _unsent: bytes = field(default=b"", repr=False)
 
@@ -171,6 +177,8 @@ class Connection:
         if not data:
             self.is_closed = True
             return []
+        if self.has_spoken and now - self.heard_seconds > LATE_SECONDS:
+            self.back_seconds = now
         self.heard_seconds, self.has_spoken = now, True
         return list(self._received.take(data))
 
@@ -196,7 +204,7 @@ class Connection:
         return f"was killed by signal {-code}" if code < 0 else "was killed" if code == 255 else ""
 
     def hang_up(self) -> None:
-        """Send no more. The guard then ends the rest of the job on its host, and itself."""
+        """Send no more. The agent then ends the rest of the job on its host, and itself."""
         assert self.process.stdin is not None
         self.process.stdin.close()
 

@@ -278,7 +278,7 @@ def begun(wish: dict[str, Any], probe: str) -> HostAttempt | None:
 def sweep(wish: dict[str, Any]) -> None:
     """End the processes and remove the files of an attempt on a host whose agent was killed, in place of that agent."""
     job = Marked(wish["token"])
-    shared_files = SharedFiles(wish["since"], {(path, inode) for path, inode in wish["files"]})
+    shared_files = SharedFiles(wish["since"] or time.time(), {(path, inode) for path, inode in wish["files"]})
     shared_files.look(job.find, job.find())
     ended, immortal = job.end(wish["linger_seconds"])
     shared_files.remove()

@@ -1,9 +1,9 @@
 """The launcher's socket for those who watch its job: a look at all ranks, once or as often as they ask.
 
-guards ─> reports ─> one answer for all whose look is due ─> watchers, each as fast as it reads
+agents ─> reports ─> one answer for all whose look is due ─> watchers, each as fast as it reads
 
-A thread serves the socket. It never waits for a watcher, and sleeps while there is none. It asks the guards to look
-more often, again every second; guards that are not asked any more go back to one look a second.
+A thread serves the socket. It never waits for a watcher, and sleeps while there is none. It asks the agents to look
+more often, again every second; agents that are not asked any more go back to one look a second.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from mpitrain.watching.sockets import user_of
 
 _MOST_WATCHERS = 256
 _RENEW_SECONDS = 1.0
-# The first look of a watcher waits so long for guards that have looked less often.
+# The first look of a watcher waits so long for agents that have looked less often.
 _FRESH_SECONDS = 0.7
 # At the end, watchers have so long to take the last look.
 _LAST_SECONDS = 0.3
@@ -78,7 +78,7 @@ class Live:
         self._ended: dict[str, Any] | None = None
         self.why = ""
         self._watchers: set[LiveWatcher] = set()
-        self._asked_at = 0.0  # when the guards were asked to look more often
+        self._asked_at = 0.0  # when the agents were asked to look more often
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
         self._fault = ""
@@ -107,7 +107,7 @@ class Live:
                 self._thread.join(_END_SECONDS)
         finally:  # also after another Ctrl-C
             if self._listener is not None:
-                self._path.unlink(missing_ok=True)  # first: the guard here removes one at which nobody listens
+                self._path.unlink(missing_ok=True)  # first: the agent here removes one at which nobody listens
         if self._listener is not None:
             self._listener.close()
             with suppress(OSError):  # others are in use
@@ -131,7 +131,7 @@ class Live:
         self._try = new
 
     def end_try(self) -> None:
-        """The try has ended; its guards are about to go."""
+        """The try has ended; its agents are about to go."""
         if self._try is not None:
             self._last, self._try = self._try.picture(), None
             self._record = self._last.get("record") or self._record

@@ -4,7 +4,7 @@ The kernel's log names each process that its out-of-memory killer ends, but on m
 (dmesg_restrict of proc(5)). All users may read the counters: `oom_kill` of a control group (memory.events, or
 memory.oom_control of version 1) counts the processes of that group, and that of /proc/vmstat those of the machine.
 
-Sent to the guards as text. So this module imports no other module of mpitrain, and must run with old Pythons.
+Sent to the agents as text. So this module imports no other module of mpitrain, and must run with old Pythons.
 """
 
 from __future__ import annotations

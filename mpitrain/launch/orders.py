@@ -1,13 +1,13 @@
 """Orders to a training that runs (`mpitrain tell`): the launcher numbers them, and hears what became of each.
 
-    teller ─> launcher: {"order": ...} ─> guards ─> records of the ranks ─> training/steering.py
-    teller <─ launcher <─ guards <─ records: "outcomes"
+    teller ─> launcher: {"order": ...} ─> agents ─> records of the ranks ─> training/steering.py
+    teller <─ launcher <─ agents <─ records: "outcomes"
 
 The ranks have one order at a time: the next one goes to them when all have said what became of the one before. Orders
 belong to the job, and not to an attempt. An attempt that follows gets those that last with the steps after which they
 were applied, so that it applies them after the same steps.
 
-A thread of each teller waits here, and the thread of the guards (watch.py) looks.
+A thread of each teller waits here, and the thread of the agents (watch.py) looks.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _BEGIN_SECONDS = 5.0
 
 
 class Led(Protocol):
-    """The guards of the try that trains (watch.py)."""
+    """The attempt that trains (watch.py)."""
 
     def records(self) -> dict[int, RankRecord]:
         """Return the last record of each rank."""
@@ -75,7 +75,7 @@ class Orders:
         self._can: dict[str, Any] = {}  # what the ranks of this attempt have published
         self._text = ""
         self._passed = 0  # the number of the newest order that the ranks of this attempt have
-        self._guards: Led | None = None
+        self._attempt: Led | None = None
         self._changed = threading.Condition()
         self._is_closed = False
 
@@ -86,18 +86,18 @@ class Orders:
             self._is_closed = True
             self._changed.notify_all()
 
-    def lead(self, guards: Led) -> None:
-        """The ranks that train are those of these guards from now on."""
+    def lead(self, attempt: Led) -> None:
+        """The ranks that train are those of this attempt from now on."""
         with self._changed:
-            self._guards, self._can, self._text, self._passed = guards, {}, "", 0
+            self._attempt, self._can, self._text, self._passed = attempt, {}, "", 0
 
-    def look(self, guards: Led) -> None:
-        """Take in what the ranks have published, and pass the next order on to them. The thread of the guards calls."""
-        lost = guards.lost()
-        texts = {rank: record.steering for rank, record in guards.records().items() if rank not in lost}
+    def look(self, attempt: Led) -> None:
+        """Take in what the ranks have published, and pass the next order on to them. The thread of the agents calls."""
+        lost = attempt.lost()
+        texts = {rank: record.steering for rank, record in attempt.records().items() if rank not in lost}
         text = next((texts[rank] for rank in sorted(texts) if texts[rank]), "")
         with self._changed:
-            if guards is not self._guards:
+            if attempt is not self._attempt:
                 return
             if text and text != self._text and (can := read_steering(text)):
                 self._text, self._can = text, can
@@ -108,7 +108,7 @@ class Orders:
                     return
                 self._passed = pending.order.number
         if pending is not None:
-            guards.give(pending.order.plain())
+            attempt.give(pending.order.plain())
 
     def _take(self, can: Mapping[str, Any]) -> None:
         for number, run, step, is_applied, outcome in can["outcomes"]:
@@ -195,21 +195,21 @@ class Orders:
             return test()
 
     def _step(self) -> int:
-        records = self._guards.records() if self._guards is not None else {}
+        records = self._attempt.records() if self._attempt is not None else {}
         # An attempt that begins in a pause has not begun a step.
         return max([record.step for record in records.values()] + [int(self._can.get("step", 0))])
 
     def _doing(self) -> str:
         """What the ranks wait in, or are busy with."""
-        records = self._guards.records() if self._guards is not None else {}
+        records = self._attempt.records() if self._attempt is not None else {}
         words = [f"rank {rank}: {record.words}" for rank, record in sorted(records.items()) if record.words]
         return f"Now {words[0]}" if words else ""
 
     def _stacks(self) -> dict[str, Any]:
-        guards = self._guards
-        if guards is None or not guards.records():
+        attempt = self._attempt
+        if attempt is None or not attempt.records():
             return {"refused": "it has no ranks now"}
-        return {"accepted": "\n".join(guards.stacks())}
+        return {"accepted": "\n".join(attempt.stacks())}
 
 
 def _is_done(text: str, number: int) -> bool:

@@ -1,6 +1,6 @@
 """A job over several hosts, from their facts to its end: compared, pinned to interfaces, started, watched.
 
-guards connect ─> facts ─> compare, or refuse ─> pin interfaces ─> mpiexec ─> watch ─> guards end what is left
+agents connect ─> facts ─> compare, or refuse ─> pin interfaces ─> mpiexec ─> watch ─> agents end what is left
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from mpitrain.launch.rank import command_of
 from mpitrain.launch.run import Run
 from mpitrain.launch.ssh import marking_ssh, open_masters
 from mpitrain.launch.variables import Pinning, absent, pin
-from mpitrain.launch.watch import Guards
+from mpitrain.launch.watch import AttemptOnHosts
 from mpitrain.launch.watched import WatchedJob, identified
 
 _FOLDER = Path(OF_SOCKETS)  # of the roll call
@@ -58,9 +58,9 @@ def show(job: JobSpec, script: str, from_file: Mapping[str, str]) -> None:
     """Print the mpiexec command, and on stderr what would keep the job from starting. Arguments as for run."""
     with (
         Agents(job.placement.own) as agents,
-        _guards(agents, job.placement, script, identified(job.context, _FOLDER)) as guards,
+        _attempt(agents, job.placement, script, identified(job.context, _FOLDER)) as attempt,
     ):
-        facts = _facts(guards, from_file)
+        facts = _facts(attempt, from_file)
         pinning = _pinning(job, facts)
         _say([*listing(differences(job.placement.own, facts)), *_notes(facts, pinning)])
         print(command_for(_fitted(job, facts, pinning, {}), os.environ))
@@ -71,7 +71,7 @@ class JobOverHosts:
 
     Attributes:
         job: what is started; its context has the id.
-        guards: one for each host, after `connect`.
+        attempt: as the agents of the hosts see it, after `connect`.
     """
 
     def __init__(
@@ -98,7 +98,7 @@ class JobOverHosts:
             orders: what tellers tell the job.
         """
         self.job = replace(job, context=identified(job.context, _FOLDER))
-        self.guards: Guards
+        self.attempt: AttemptOnHosts
         self._stack, self._agents, self._script, self._from_file = stack, agents, script, from_file
         self._start_seconds = start_seconds
         self._holders, self._orders = holders, orders
@@ -114,8 +114,8 @@ class JobOverHosts:
         Raises:
             LaunchError, OSError: ssh cannot be started here.
         """
-        self.guards = self._stack.enter_context(
-            _guards(
+        self.attempt = self._stack.enter_context(
+            _attempt(
                 self._agents, self.job.placement, self._script, self.job.context, self._ssh, keepers, is_idle=is_idle
             )
         )
@@ -140,10 +140,10 @@ class JobOverHosts:
         Raises:
             LaunchError: hosts cannot be reached, or differ from this one.
         """
-        self._facts = _equal_facts(self.guards, self._from_file, self.job.placement.own, self._script)
+        self._facts = _equal_facts(self.attempt, self._from_file, self.job.placement.own, self._script)
 
     def becomes(self, job: JobSpec) -> bool:
-        """After `ask` and `guards.keep`: make this `job`, with the same guards and facts. False: they do not fit it."""
+        """After `ask` and `attempt.keep`: make this `job`, with the same facts. False: they do not fit it."""
         placement, own = job.placement, self.job.context
         context = replace(job.context, job=own.job, launcher=own.launcher, roll_call=own.roll_call)
         hosts = placement.addresses.keys()
@@ -152,9 +152,9 @@ class JobOverHosts:
         is_narrower = hosts != self._facts.keys()
         self.job = replace(job, context=context)
         self._facts = {host: self._facts[host] for host in hosts}
-        if is_narrower and not self.guards.narrow(hosts):
+        if is_narrower and not self.attempt.narrow(hosts):
             return False
-        return self.guards.have_paths(_paths(self._script))
+        return self.attempt.have_paths(_paths(self._script))
 
     def ready(self) -> Run:
         """Return the job, ready to be started.
@@ -176,7 +176,7 @@ class JobOverHosts:
         path, recovers = Path(job.context.roll_call), bool(job.context.recover)
         watched = WatchedJob(
             job.placement.places,
-            self.guards,
+            self.attempt,
             path,
             self._start_seconds,
             recovers=recovers,
@@ -195,13 +195,13 @@ def check(placement: Placement, script: str, from_file: Mapping[str, str], outco
     """
     with (
         Agents(placement.own) as agents,
-        _guards(agents, placement, script, identified(JobContext(), _FOLDER)) as guards,
+        _attempt(agents, placement, script, identified(JobContext(), _FOLDER)) as attempt,
     ):
-        facts = _equal_facts(guards, from_file, placement.own, script, outcome)
+        facts = _equal_facts(attempt, from_file, placement.own, script, outcome)
         refuse_crowds(placement.places, {host: int(facts[host]["cores"]) for host in placement.hosts})
 
 
-def _guards(
+def _attempt(
     agents: Agents,
     placement: Placement,
     script: str,
@@ -210,7 +210,7 @@ def _guards(
     keepers: Keepers | None = None,
     *,
     is_idle: bool = False,
-) -> Guards:
+) -> AttemptOnHosts:
     """Begin an attempt on every host. It lives as long as a `with` of the result. This host's agent removes `ssh`."""
     wish = {
         "python": sys.executable,
@@ -230,16 +230,16 @@ def _guards(
         wishes[placement.hosts[0]]["port"] = torchrun.wanted_port(os.environ)
     if ssh is not None:
         wishes[placement.own]["ssh"] = str(ssh)
-    return Guards(agents, addresses, wishes, keepers)
+    return AttemptOnHosts(agents, addresses, wishes, keepers)
 
 
 def _paths(script: str) -> list[str]:
     return [str(Path.cwd()), sys.executable, str(Path(script).absolute())]
 
 
-def _facts(guards: Guards, from_file: Mapping[str, str]) -> Mapping[str, HostFacts]:
+def _facts(attempt: AttemptOnHosts, from_file: Mapping[str, str]) -> Mapping[str, HostFacts]:
     """Return each host's facts. LaunchError names each host that is unreachable or lacks a device of `from_file`."""
-    facts = guards.facts()
+    facts = attempt.facts()
     if refusals := shared_addresses(facts):
         refusal = refuse("the job was not started: two machines have one address", refusals, script="")
         refusal.different = faults_by_host(refusals)
@@ -262,18 +262,22 @@ def _facts(guards: Guards, from_file: Mapping[str, str]) -> Mapping[str, HostFac
 
 
 def _equal_facts(
-    guards: Guards, from_file: Mapping[str, str], own: str, script: str, outcome: str = "the job was not started"
+    attempt: AttemptOnHosts,
+    from_file: Mapping[str, str],
+    own: str,
+    script: str,
+    outcome: str = "the job was not started",
 ) -> Mapping[str, HostFacts]:
     """Return each host's facts as _facts does. LaunchError also names each host that differs from this one."""
-    facts = _facts(guards, from_file)
+    facts = _facts(attempt, from_file)
     refusals = differences(own, facts)
     begun, waited = time.monotonic(), 0.0
     seen: dict[str, str] = {}
     while (late := perhaps_late(refusals)) and waited < _LATE_SECONDS:
         seen |= late
         time.sleep(_AGAIN_SECONDS)
-        guards.ask_again({own, *late})
-        facts = _facts(guards, from_file)
+        attempt.ask_again({own, *late})
+        facts = _facts(attempt, from_file)
         refusals = differences(own, facts)
         waited = time.monotonic() - begun
     if refusals:

@@ -105,7 +105,7 @@ def ticks(pid: int) -> str:
 
 def read(path: str) -> bytes:
     """Return a file of /proc; empty if the process is gone or belongs to another user."""
-    # A guard reads two for each process of its host, often; Path takes twice as long.
+    # An agent reads two for each process of its host, often; Path takes twice as long.
     try:
         file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     except OSError:

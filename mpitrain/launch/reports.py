@@ -53,7 +53,7 @@ class HostReport:
     """What is known of a host while the job runs."""
 
     ranks: dict[int, RankView] = field(default_factory=dict)  # ranks that have appeared there, as last seen
-    ranks_at: float = 0.0  # when the guard has last said what its ranks do, by time.monotonic() here
+    ranks_at: float = 0.0  # when the agent has last said what its ranks do, by time.monotonic() here
     load: Mapping[str, Any] | None = None  # how busy the host is, as load.Load says it
     load_at: float = 0.0  # when the agent reported it, by time.monotonic() here
     seen: list[RankView] | None = None  # its ranks with their stacks, on request; None: no answer yet
@@ -75,7 +75,7 @@ class HostReport:
         return first.kernel if first is not None and first.rank == rank else ""
 
     def take(self, message: Mapping[str, Any]) -> None:
-        """Take in a message of the host's guard. Guards handles the ranks and the clock."""
+        """Take in a message of the host's agent. AttemptOnHosts handles the ranks and the clock."""
         if "first_end" in message:
             self.first_end = None if message["first_end"] is None else FirstEnd(**message["first_end"])
             if self.first_end is not None and self.first_end.rank is not None:
@@ -140,7 +140,7 @@ class Phases:
 
 
 class Said:
-    """Guards (watch.py) adds to this in its thread, and the main thread reads.
+    """AttemptOnHosts (watch.py) adds to this in its thread, and the main thread reads.
 
     Attributes:
         reports: the report of each host.

@@ -1,6 +1,6 @@
 """Which jobs of this user have processes on this host; also ends one of them, or changes its hosts, by its id.
 
-Sent to a host as text, like the guard. So this module imports only the modules that come with it, and must run with old
+Sent to a host as text, like the agent. So this module imports only the modules that come with it, and must run with old
 Pythons. It looks at processes, not at files, so no list has a dead job. One message goes to it and one comes back:
 
     {"jobs": [{"id", "ranks": [view.RankView...], "pids": [...], "since": seconds since the epoch,
@@ -127,7 +127,7 @@ def end(token: str, *, keeps: bool = False) -> dict[str, Any]:
     for pid in launchers:
         with contextlib.suppress(OSError):
             os.kill(pid, signal.SIGTERM)
-    # On other hosts the launcher may be alive too, and its guard here ends everything in order.
+    # On other hosts the launcher may be alive too, and its agent here ends everything in order.
     is_dead = any(job["launcher"].split()[:1] == [socket.gethostname()] for job in parts) and not launchers
     deadline = time.monotonic() + (0.0 if is_dead else _GRACE_SECONDS)
     while (left := _pids(token)) and time.monotonic() < deadline:

@@ -54,7 +54,7 @@ class Run:
 
         Args:
             job: what to start.
-            watched: the job as seen by the guards of its hosts.
+            watched: the job as seen by the agents of its hosts.
         """
         self._command = command_for(job, os.environ)
         self._names_signals = names_signals(job.mpiexec)
@@ -247,7 +247,9 @@ class Run:
 
     def _end(self, mpiexec: subprocess.Popen[bytes]) -> list[str]:
         """Kill what is left, and print the rest of the output. Return the killed processes, one line each."""
-        left = [f"{pid} {processes.command_line(pid)}" for pid in sorted(self._alive())]
+        alive = sorted(self._alive())
+        self._watched.look_without_agent(alive)
+        left = [f"{pid} {processes.command_line(pid)}" for pid in alive]
         immortal = processes.kill_all(self._alive)
         beyond = [f"process {pid} could not be killed: {processes.command_line(pid)}" for pid in sorted(immortal)]
         mpiexec.poll()

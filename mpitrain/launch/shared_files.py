@@ -13,7 +13,7 @@ may be between two such steps. A mapped file stays usable, even if its name is r
 A rank of Open MPI keeps its file in a folder of its own while MPI starts (job/segments.py), and removes both then. If
 it is killed before, the folder's name tells whose it is, and nobody holds the folder's lock.
 
-Sent to the guards as text. So this module imports no other module of mpitrain, and must run with old Pythons.
+Sent to the agents as text. So this module imports no other module of mpitrain, and must run with old Pythons.
 """
 
 from __future__ import annotations

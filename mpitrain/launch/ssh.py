@@ -19,11 +19,11 @@ from mpitrain.context import JobContext
 from mpitrain.facts import why_no_programs
 from mpitrain.launch.batch import step
 from mpitrain.launch.conditions import Condition, Refusal, refuse
-from mpitrain.launch.connections import GUARD_OPTIONS, SSH_OPTIONS
+from mpitrain.launch.connections import AGENT_OPTIONS, SSH_OPTIONS
 from mpitrain.launch.processes import end_with_parent, left_out
 
 # It is ssh, but puts the job's mark into the environment of what ssh starts, so
-# that the guard there knows these processes. ssh itself joins the words of a command with spaces, as "$*" does.
+# that the agent there knows these processes. ssh itself joins the words of a command with spaces, as "$*" does.
 _MARKING_SSH = """#!/bin/sh
 options=
 while :; do
@@ -95,7 +95,7 @@ def open_masters(hosts: Iterable[str], folder: Path) -> Iterator[list[str]]:
         for host in hosts:
             stays = ["-N", "-o", "ControlMaster=yes", "-o", f"ServerAliveInterval={_ALIVE_SECONDS}"]
             master = subprocess.Popen(
-                ["ssh", *stays, *options, *SSH_OPTIONS, *GUARD_OPTIONS, host],
+                ["ssh", *stays, *options, *SSH_OPTIONS, *AGENT_OPTIONS, host],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,

@@ -105,7 +105,7 @@ class Successor:
         """True if all its ranks wait for those before them."""
         if self.problem or self._run is None:
             return False
-        records = self._job.guards.records()
+        records = self._job.attempt.records()
         return len(records) == self._where.num_ranks and all(record.is_ready for record in records.values())
 
     def to_end(self, meanwhile: Callable[[], None]) -> Ended:
@@ -115,7 +115,7 @@ class Successor:
             self._keepers.take_over(self._where.hosts, self._job.job.context.job)
             if self._holders is not None:
                 self._holders.begin()
-            self._job.guards.beat_for(self._keepers)
+            self._job.attempt.beat_for(self._keepers)
             return self._run.to_end(self._after(self._stack, self._job, meanwhile))
         finally:
             self._run = None

@@ -18,7 +18,7 @@ import time
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
-from mpitrain.launch.connections import Connection
+from mpitrain.launch.connections import LATE_SECONDS, Connection
 from mpitrain.launch.placement import Place
 from mpitrain.launch.reports import HostReport
 from mpitrain.watching.ranges import rank_ranges
@@ -108,7 +108,7 @@ def diagnosis(
         state = "; ".join(f"{_ranks(ranks)} {step}" for step, ranks in steps.items())
         processes = reports[place.host].processes
         if processes is None:
-            lines.append(f"{place.host}: {state}; its guard does not report what runs there")
+            lines.append(f"{place.host}: {state}; its agent does not report what runs there")
             continue
         lines.append(f"{place.host}: {state}; {len(processes)} processes of the job there")
         if any(rank not in when[CALLED] and rank not in gone for rank in place.ranks):
@@ -166,11 +166,9 @@ def _names(ranks: set[int], places: Sequence[Place]) -> str:
 
 
 SILENCE_SECONDS = 5.0  # a host is lost after this silence
-# So long all other hosts together may be silent, this machine's own guard, and a guard that lives but does not answer.
+# So long all other hosts together may be silent, this machine's own agent, and an agent that lives but does not answer.
 PATIENCE_SECONDS = 15.0
 AGENT_SILENCE_SECONDS = 30.0  # after this silence of the launcher, an agent ends the job on its host
-# A host that is silent for longer may be lost too. It is soon known: hosts that are lost together are found together.
-_DOUBT_SECONDS = SILENCE_SECONDS / 2
 
 
 def host_trouble(
@@ -183,9 +181,9 @@ def host_trouble(
     """Return why the job must be ended; None: it can continue. Note in the reports which hosts have vanished.
 
     Args:
-        connections: to the guard of each host.
+        connections: to the agent of each host.
         reports: of each host.
-        answered: when each guard has last answered a beat, by the clock of `now`.
+        answered: when each agent has last answered a beat, by the clock of `now`.
         own: the name of this machine among the hosts.
         now: the present time, by the clock of the connections.
     """
@@ -195,7 +193,7 @@ def host_trouble(
             reports[host].has_vanished = not connections[host].how_killed()
         return "\n".join([*(_why_closed(connections[host]) for host in closed), "The job is ended on all hosts"])
     silent = {host: now - connection.heard_seconds for host, connection in connections.items()}
-    lost = lost_hosts(silent, own)
+    lost = lost_hosts(silent, own, {host: now - connection.back_seconds for host, connection in connections.items()})
     for host in lost:
         reports[host].has_vanished = True
     if lost:
@@ -204,7 +202,7 @@ def host_trouble(
         if now - seconds > PATIENCE_SECONDS:
             reports[host].has_vanished = True
             return (
-                f"{host}: the guard of the job there lives, but has not answered for {now - seconds:.0f} s: the host "
+                f"{host}: the agent of the job there lives, but has not answered for {now - seconds:.0f} s: the host "
                 "has too little memory, or a disk or share there hangs. The job is ended on all hosts"
             )
     return None
@@ -212,21 +210,27 @@ def host_trouble(
 
 def _why_closed(connection: Connection) -> str:
     if killed := connection.how_killed():
-        return f"{connection.host}: the guard of the job there {killed}"
+        return f"{connection.host}: the agent of the job there {killed}"
     return f"the connection to {connection.why_closed()}"
 
 
-def lost_hosts(silent: Mapping[str, float], own: str) -> list[str]:
+def lost_hosts(silent: Mapping[str, float], own: str, back: Mapping[str, float] = MappingProxyType({})) -> list[str]:
     """Return the hosts that are lost.
+
+    A host that is late may be lost too. It is soon known: hosts that are lost together are found together. After this
+    machine was cut off, TCP tries again after up to as long as the cut was, on each connection at another time.
 
     Args:
         silent: how long each host has been silent, in seconds.
         own: the name of this machine among them.
+        back: how long ago each host was heard again after it had been late, in seconds.
     """
     others = {host: seconds for host, seconds in silent.items() if host != own}
-    late = [host for host, seconds in others.items() if seconds > _DOUBT_SECONDS]
+    late = [host for host, seconds in others.items() if seconds > LATE_SECONDS]
     lost = [host for host in late if others[host] > SILENCE_SECONDS]
-    are_all_late = len(late) == len(others) > 1
+    longest = max((others[host] for host in lost), default=0.0)
+    were_late = [host for host in others if host in late or back.get(host, math.inf) < longest]
+    are_all_late = len(were_late) == len(others) > 1
     if lost and (are_all_late or len(late) > len(lost)) and max(others.values()) <= PATIENCE_SECONDS:
         lost = []
     return lost + [host for host, seconds in silent.items() if host == own and seconds > PATIENCE_SECONDS]

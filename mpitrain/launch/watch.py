@@ -17,6 +17,8 @@ from mpitrain.launch.processes import remove
 from mpitrain.launch.reports import HostReport, Said
 from mpitrain.launch.trouble import PATIENCE_SECONDS, SILENCE_SECONDS, host_trouble
 from mpitrain.watching.hang_report import stacks_of
+from mpitrain.watching.rank_record import records_of
+from mpitrain.watching.view import RankView, to_json
 
 FACTS_SECONDS = 90.0  # a host must answer within this time, even if it is busy and its disks are slow
 _FACTS_LOOK_SECONDS = 0.005
@@ -28,7 +30,7 @@ _SHORT_SILENCE_SECONDS = 3.0
 _LOGIN_SECONDS, _LOGIN_SECONDS_OF_BROKEN = 10.0, 1.0
 
 
-class Guards(Said):
+class AttemptOnHosts(Said):
     """Use this in `with`: at its end, nothing of the attempt is left on a host that can be reached.
 
     Attributes:
@@ -66,13 +68,13 @@ class Guards(Said):
         for host, connection in self._connections.items():
             self._send(connection, {"wish": wishes[host]})
 
-    def __enter__(self) -> Guards:
+    def __enter__(self) -> AttemptOnHosts:
         return self
 
     def __exit__(self, *_: object) -> None:
         if self._orders is not None:  # what became of an order may have come with the last reports
             self._orders.look(self)
-        self._send_all({"bye": 1})
+        self._part_with(self._connections)
         self._agents.part(self)
         own = self._agents.own
         if own in self._wishes:  # the agent here may have been killed while it asked for facts
@@ -130,8 +132,7 @@ class Guards(Said):
     def narrow(self, hosts: Iterable[str]) -> bool:
         """Keep only these hosts. False: there is trouble with one of them."""
         away = self._connections.keys() - set(hosts)
-        for host in away:
-            self._send(self._connections[host], {"bye": 1})
+        self._part_with(away)
         with self._lock:
             self._connections = {host: one for host, one in self._connections.items() if host not in away}
             self.reports = {host: report for host, report in self.reports.items() if host not in away}
@@ -139,6 +140,12 @@ class Guards(Said):
                 return False
             self.trouble = None
         return True
+
+    def _part_with(self, hosts: Iterable[str]) -> None:
+        """Say goodbye there, also to an agent in place of one that was killed, which has left the roll call."""
+        for host in hosts:
+            told = {"attempt": self.token, "bye": 1, "roll_call": self._wishes[host]["roll_call"]}
+            self._agents.tell([host], told)
 
     def have_paths(self, paths: Sequence[str]) -> bool:
         """Ask whether these paths are there on all hosts. False, too, if a host does not answer in time."""
@@ -217,6 +224,16 @@ class Guards(Said):
             if self.reports[host].seen is None
         }
 
+    def look_without_agent(self, pids: Iterable[int]) -> None:
+        """Read the records of the ranks among these processes, if the agent of this host was killed.
+
+        It may not have told yet that the ranks have made steps. Without steps, the job would not start again.
+        """
+        own, now = self._agents.own, time.monotonic()
+        if own in self._connections and self._connections[own].is_closed:
+            views = [to_json(RankView(record, record.pid)) for record in records_of(pids)]
+            self.take(own, {"ranks": views}, now, now)
+
     def end(self, linger_seconds: float) -> None:
         """End the job's processes that remain on every host that can be reached, and receive their last reports."""
         self._send_all({"end": linger_seconds})
@@ -232,10 +249,10 @@ class Guards(Said):
         """Have a new agent in place of each one that was killed, which ends what is left."""
         for host, connection in list(self._connections.items()):
             report, wish = self.reports[host], self._wishes[host]
-            if not connection.is_closed or report.left is not None or not report.since:
+            if not connection.is_closed or report.left is not None or not connection.has_spoken:
                 continue
             sweep = {key: wish[key] for key in ("token", "roll_call")}
-            sweep |= {"files": report.files, "since": report.since, "linger_seconds": linger_seconds}
+            sweep |= {"files": report.files, "since": report.since or None, "linger_seconds": linger_seconds}
             patience = _LOGIN_SECONDS if connection.how_killed() else _LOGIN_SECONDS_OF_BROKEN
             new = self._agents.have([host])[host]
             new.heard_seconds = time.monotonic() + patience - SILENCE_SECONDS

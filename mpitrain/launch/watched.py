@@ -6,7 +6,7 @@ import os
 import secrets
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ from mpitrain.launch.orders import Orders
 from mpitrain.launch.placement import Place
 from mpitrain.launch.processes import launcher_name
 from mpitrain.launch.trouble import diagnosis, left_over, misplaced, start_problem
-from mpitrain.launch.watch import Guards
+from mpitrain.launch.watch import AttemptOnHosts
 from mpitrain.watching.census import FirstEnd
 from mpitrain.watching.hang_report import all_wait_in_one, as_stacks_show, has_ended, importing, is_by_design
 from mpitrain.watching.hang_report import report as report_of_waits
@@ -50,10 +50,10 @@ def _config() -> Config:
 
 
 class Stalls:
-    """Judges the waits that the guards report."""
+    """Judges the waits that the agents report."""
 
-    def __init__(self, places: Sequence[Place], guards: Guards) -> None:
-        self._places, self._guards = places, guards
+    def __init__(self, places: Sequence[Place], attempt: AttemptOnHosts) -> None:
+        self._places, self._attempt = places, attempt
         self._factor = 1.0  # the next report is due at this multiple of stall_seconds
         self._importing: dict[
             int, tuple[str, int]
@@ -114,7 +114,7 @@ class Stalls:
 
     def _seconds_since_all_called(self) -> float:
         """Return how long ago the last rank has called init(); 0.0: not all have."""
-        called = self._guards.seen()[0][CALLED]
+        called = self._attempt.seen()[0][CALLED]
         if len(called) < self._num_ranks():
             return 0.0
         return time.monotonic() - max(called.values())
@@ -124,28 +124,28 @@ class Stalls:
 
     def views(self) -> list[RankView]:
         """Return what is known of the ranks that are not lost."""
-        lost = self._guards.lost()  # their records stay as they were when they ended
-        views = [view for report in self._guards.reports.values() for view in report.ranks.values()]
+        lost = self._attempt.lost()  # their records stay as they were when they ended
+        views = [view for report in self._attempt.reports.values() for view in report.ranks.values()]
         return [view for view in views if view.record.rank not in lost]
 
     def _report(self, hang_seconds: float = 0.0) -> tuple[list[RankView], list[str]]:
-        with self._guards.looking:
-            silent = self._guards.look_at_ranks()
-            seen = [view for host in self._guards.reports.values() for view in host.seen or []]
-        lost = self._guards.lost()  # nobody waits for these any more
+        with self._attempt.looking:
+            silent = self._attempt.look_at_ranks()
+            seen = [view for host in self._attempt.reports.values() for view in host.seen or []]
+        lost = self._attempt.lost()  # nobody waits for these any more
         views = [as_stacks_show(view) for view in seen if view.record.rank not in lost]
         there = lost | {view.record.rank for view in views}
         absent = {rank: place.host for place in self._places for rank in place.ranks if rank not in there}
-        answered = {host for host, report in self._guards.reports.items() if report.seen is not None}
+        answered = {host for host, report in self._attempt.reports.items() if report.seen is not None}
         if not absent and all(has_ended(view) for view in views):
-            self._guards.look()
-            return views, left_over(self._guards.reports)
+            self._attempt.look()
+            return views, left_over(self._attempt.reports)
         # A host with a short silence has merely not answered yet.
         silent = {host: seconds for host, seconds in silent.items() if seconds > _SILENT_SECONDS}
         unreachable = {}
-        if len(self._guards.reports) > 1 and all_wait_in_one(views, absent):
-            self._guards.look()
-            reports = self._guards.reports.items()
+        if len(self._attempt.reports) > 1 and all_wait_in_one(views, absent):
+            self._attempt.look()
+            reports = self._attempt.reports.items()
             unreachable = {host: report.unreachable for host, report in reports if report.processes is not None}
         return views, report_of_waits(
             views, absent, answered=answered, silent=silent, unreachable=unreachable, hang_seconds=hang_seconds
@@ -187,7 +187,7 @@ class WatchedJob:
     def __init__(
         self,
         places: Sequence[Place],
-        guards: Guards,
+        attempt: AttemptOnHosts,
         path: Path,
         start_seconds: float,
         *,
@@ -203,8 +203,8 @@ class WatchedJob:
         self.path = path
         self._holders, self._orders = holders, orders
         self._recovers = recovers
-        self._places, self._guards, self._start_seconds = places, guards, start_seconds
-        self._stalls = Stalls(places, guards)
+        self._places, self._attempt, self._start_seconds = places, attempt, start_seconds
+        self._stalls = Stalls(places, attempt)
         self._slow = SlowRanks()
         self._since = 0.0
         self._said: set[int] = set()  # the lost ranks that were reported
@@ -212,26 +212,26 @@ class WatchedJob:
     def begin(self) -> None:
         """Take note that mpiexec has been started."""
         self._since = time.monotonic()
-        self._guards.start()
+        self._attempt.start()
 
     def lead(self) -> None:
         """Take note that the ranks of this job are those that train."""
         if self._orders is not None:
-            self._guards.take_orders(self._orders)
+            self._attempt.take_orders(self._orders)
 
     def news(self) -> list[str]:
         """Return who waits for whom, if nothing has moved for long or a rank is slow, and news of interpreters.
 
         One line per entry.
         """
-        of_holders = [] if self._holders is None else self._holders.news(self._places, self._guards.records())
+        of_holders = [] if self._holders is None else self._holders.news(self._places, self._attempt.records())
         slow = self._slow.news(self._stalls.views(), time.monotonic())
         return [*self._stalls.news(), *slow, *of_holders, *self._news_of_lost()]
 
     def _news_of_lost(self) -> list[str]:
         """Describe the end of ranks without which the others continue."""
-        news, reports = [], self._guards.reports
-        for rank in sorted(self._guards.lost() - self._said):
+        news, reports = [], self._attempt.reports
+        for rank in sorted(self._attempt.lost() - self._said):
             self._said.add(rank)
             for host, report in reports.items():
                 if (end := report.ends.get(rank)) is not None:
@@ -240,20 +240,20 @@ class WatchedJob:
 
     def trouble(self) -> list[str]:
         """Return why the job must be ended now, one line per entry; empty while all is well."""
-        if self._guards.trouble:
-            return self._guards.trouble.splitlines()
-        if stray := misplaced(self._places, self._guards.reports):
+        if self._attempt.trouble:
+            return self._attempt.trouble.splitlines()
+        if stray := misplaced(self._places, self._attempt.reports):
             return [stray]
-        for host, report in self._guards.reports.items():
+        for host, report in self._attempt.reports.items():
             if lost := report.orphans():
                 orphans = f"rank{'s' * (len(lost) > 1)} {rank_ranges(lost)}"
                 why = report.kernel(None) or "it was killed, or has crashed"
                 return [f"the process of mpiexec on {host} that started {orphans} has gone: {why}"]
         if vanished := self._vanished():
             return [f"{vanished}, and mpiexec continues: the job is ended"]
-        when, gone = self._guards.seen()
+        when, gone = self._attempt.seen()
         now = time.monotonic()
-        read_at = dict(self._guards.read_at)
+        read_at = dict(self._attempt.read_at)
         reason = start_problem(
             self._places,
             when,
@@ -266,17 +266,17 @@ class WatchedJob:
         )
         if reason is None:
             return self._stalls.fatal()
-        self._guards.look()
-        return [f"the job has not started: {reason}", *diagnosis(self._places, when, gone, self._guards.reports)]
+        self._attempt.look()
+        return [f"the job has not started: {reason}", *diagnosis(self._places, when, gone, self._attempt.reports)]
 
     def _vanished(self) -> str:
         """Who ended unseen by mpiexec: the first one, because of whom the others ended, or all, where it is unknown."""
-        reports = self._guards.reports
+        reports = self._attempt.reports
         lost = {rank: host for host, report in reports.items() for rank in report.vanished(recovers=self._recovers)}
-        failed = self._guards.failed()
+        failed = self._attempt.failed()
         if failed is not None and failed.rank in lost:
             return f"rank {failed.rank} on {lost[failed.rank]} failed"
-        for end in self._guards.first_ends():
+        for end in self._attempt.first_ends():
             if end.rank in lost:
                 return f"rank {end.rank} on {lost[end.rank]} {words_of_end(end)}"
         silent = "ended without a message (os._exit, or killed?)"
@@ -286,51 +286,55 @@ class WatchedJob:
 
     def missing(self) -> list[int]:
         """The ranks that began and did not come to their end."""
-        return self._guards.phases.missing(self._guards.lost())
+        return self._attempt.phases.missing(self._attempt.lost())
 
     def lost(self) -> list[str]:
         """Return the hosts that fell silent."""
-        return [host for host, report in self._guards.reports.items() if report.has_vanished]
+        return [host for host, report in self._attempt.reports.items() if report.has_vanished]
 
     def first_ends(self) -> list[FirstEnd]:
         """Return the first end on each host, if known, in order of time."""
-        return self._guards.first_ends()
+        return self._attempt.first_ends()
 
     def records(self) -> dict[int, RankRecord]:
         """Return the last record of each rank."""
-        return self._guards.records()
+        return self._attempt.records()
 
     def failed(self) -> RankRecord | None:
         """Return the record of the rank that failed first; None: no rank has failed."""
-        return self._guards.failed()
+        return self._attempt.failed()
 
     def tracebacks(self) -> dict[int, str]:
         """Return what the error files of ranks have, by rank."""
-        return self._guards.tracebacks()
+        return self._attempt.tracebacks()
 
     def left_early(self) -> list[int]:
         """Return the ranks that never called init(), and have left with code 0."""
-        return self._guards.left_early()
+        return self._attempt.left_early()
 
     def left(self) -> tuple[int, float] | None:
         """Return the step after which all ranks have left for other hosts, and when; None: they have not."""
-        return self._guards.left()
+        return self._attempt.left()
 
     def interrupt(self) -> None:
         """Take note that a signal to the launcher ends the job."""
-        self._guards.interrupt()
+        self._attempt.interrupt()
+
+    def look_without_agent(self, pids: Iterable[int]) -> None:
+        """Read what the ranks among these processes of this host have done, if the agent here was killed."""
+        self._attempt.look_without_agent(pids)
 
     @property
     def is_gone(self) -> bool:
         """True if the roll call on a host was removed."""
-        return any(report.is_lost for report in self._guards.reports.values())
+        return any(report.is_lost for report in self._attempt.reports.values())
 
     def end(self, linger_seconds: float) -> tuple[list[str], list[str]]:
         """End the processes that remain on all hosts; return them, and those that could not be ended, a line each."""
-        self._guards.end(linger_seconds)
+        self._attempt.end(linger_seconds)
         left: list[str] = []
         beyond: list[str] = []
-        for host, report in self._guards.reports.items():
+        for host, report in self._attempt.reports.items():
             if report.left is None:
                 look = typed_on(host, "ps -fu $USER")
                 beyond.append(f"{host} has not confirmed that nothing of the job is left; `{look}`")
@@ -340,7 +344,7 @@ class WatchedJob:
 
 
 def identified(context: JobContext, folder: Path) -> JobContext:
-    """Return `context` with what the guards need to know the job: an id, its launcher, its roll call in `folder`."""
+    """Return `context` with what the agents need to know the job: an id, its launcher, its roll call in `folder`."""
     token = secrets.token_hex(4)
     roll_call = str(folder / f"{PREFIX}{token}")
     return replace(context, job=token, launcher=launcher_name(os.getpid()), roll_call=roll_call)

@@ -13,7 +13,7 @@ from itertools import pairwise
 from mpitrain.launch.ending import is_kill
 from mpitrain.launch.events import FailedAttempt, JobState
 
-# A guard that was cut off ends the job's part on its host within 30 s; no host returns before that.
+# An agent that was cut off ends the job's part on its host within 30 s; no host returns before that.
 ASIDE_SECONDS = 60.0  # the first time; the time doubles each time after that
 MOST_ASIDE_SECONDS = 3600.0
 # The third failure in the same step is not a coincidence.

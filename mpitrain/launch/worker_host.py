@@ -1,6 +1,6 @@
 """Workers of a server on one host: starts them, forwards their output, and ends them with its connection.
 
-Sent as text over one ssh connection, as the guard is (connections.py). So it imports only a module that comes with it,
+Sent as text over one ssh connection, as the agent is (connections.py). So it imports only a module that comes with it,
 and must run with old Pythons. The launcher sends {"beat": 1} every second, and this one JSON object per line:
 
     {"line": [number of the worker, 1 or 2 for stdout or stderr, text]}

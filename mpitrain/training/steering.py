@@ -1,8 +1,8 @@
 """Commands to a running training: `mpitrain tell`, on the ranks.
 
-    launcher ─> guards ─> record of each rank ─> vote of a step: has any rank heard of an order? ─> all obey after it
+    launcher ─> agents ─> record of each rank ─> vote of a step: has any rank heard of an order? ─> all obey after it
     (launch/orders.py)                                                                               │
-    launcher <─ guards <─ record of each rank <── what became of it ─────────────────────────────────┘
+    launcher <─ agents <─ record of each rank <── what became of it ─────────────────────────────────┘
 
 The vote (reducer/vote.py) carries the number of the newest command anyway, so a step without a command costs no
 message. Lasting effects are part of the state of the training. After a restart, commands that are not in the state yet

@@ -23,7 +23,7 @@ import mmap
 import os
 import signal
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -309,6 +309,22 @@ def read_record(path: str, rank: int) -> RankRecord | None:
     with suppress(IndexError, TypeError):  # it is not a record of mpitrain
         return _record(rank, data, fields)
     return None
+
+
+def records_of(pids: Iterable[int]) -> list[RankRecord]:
+    """Return the record of each rank among these processes of this host, also of one that they have inherited."""
+    found: dict[int, RankRecord] = {}
+    for pid in pids:
+        with suppress(OSError):  # it has just ended
+            for entry in os.listdir(f"/proc/{pid}/fd"):  # noqa: PTH208 (names are wanted)
+                path = f"/proc/{pid}/fd/{entry}"
+                name = os.readlink(path).partition(" ")[0]  # noqa: PTH115 (Path.readlink is of Python 3.9)
+                rank = name[len(f"/memfd:{NAME}") :]
+                if name.startswith(f"/memfd:{NAME}") and rank.isdigit():
+                    record = read_record(path, int(rank))
+                    if record is not None:
+                        found[int(rank)] = record
+    return [found[rank] for rank in sorted(found)]
 
 
 def _record(rank: int, data: bytes, fields: Sequence[Any]) -> RankRecord:

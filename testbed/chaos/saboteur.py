@@ -1,6 +1,6 @@
 """Chaos on one host: watches the job's ranks there, makes those faults that a process can make, and undoes them.
 
-Sent to a host as text, like the guard: this module imports only those that come with it (`saboteur` in crew.py), and
+Sent to a host as text, like the agent: this module imports only those that come with it (`saboteur` in crew.py), and
 must run with old Pythons. It touches only processes that carry the launcher in their environment. One JSON object per
 line:
 
@@ -45,7 +45,7 @@ _LOOK_SECONDS, _FAST_LOOK_SECONDS = 0.25, 0.02
 _CLOSELY_SECONDS = 3.0
 _DIE_SECONDS = 1.0
 _SILENCE_SECONDS = 60.0
-_LEAVE_SECONDS = 10.0  # a guard takes so long to clear up
+_LEAVE_SECONDS = 10.0  # an agent takes so long to clear up
 _KEPT_ATTEMPTS = 3  # the one that trains, one before it, and one that only waits to take over
 
 
@@ -248,7 +248,7 @@ class Saboteur:
             self._outage = None
 
     def _left(self) -> list[str]:
-        """Return what is left of the job here, after the time that a guard takes to clear up."""
+        """Return what is left of the job here, after the time that an agent takes to clear up."""
         deadline = time.monotonic() + _LEAVE_SECONDS
         while True:
             self._scan()

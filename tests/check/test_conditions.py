@@ -69,9 +69,9 @@ def test_every_refusal_has_a_place_in_the_list() -> None:
 def test_every_condition_is_one_that_is_refused() -> None:
     """The agent refuses no other condition. It names conditions in words, because it runs without this package."""
     words = {name for source in SOURCES.values() for name in re.findall(r"Condition\.([A-Z]+)\b", source)}
-    of_guards = set(re.findall(r'"condition": "(\w+)"', SOURCES["host_attempt"]))
-    assert of_guards == {"MACHINES", "PYTHON", "SOCKETS"}
-    assert words | of_guards | set(OF_A_HOST.values()) == set(Condition.__members__)
+    of_agents = set(re.findall(r'"condition": "(\w+)"', SOURCES["host_attempt"]))
+    assert of_agents == {"MACHINES", "PYTHON", "SOCKETS"}
+    assert words | of_agents | set(OF_A_HOST.values()) == set(Condition.__members__)
 
 
 @pytest.mark.parametrize("condition", Condition)

@@ -15,7 +15,7 @@ from testbed import Bed
 
 SHARE, NODES = "/home/cluster/nfs", ("node1", "node2", "node3", "node4")
 PYTHONS = {"mpich": f"{SHARE}/venv/bin/python", "openmpi": f"{SHARE}/venv-openmpi/bin/python"}
-# Both times only guard against a hang, also at a load of 30. A guard ends its part of a job 30 s after it last heard
+# Both times only guard against a hang, also at a load of 30. An agent ends its part of a job 30 s after it last heard
 # from the launcher.
 JOB_SECONDS = 1500.0
 _GONE_SECONDS = 120.0

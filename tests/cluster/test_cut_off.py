@@ -49,7 +49,7 @@ LOOKS = SCRIPT.replace("        time.sleep(0.05)\n", "        time.sleep(0.05)\n
 SETTING = "MPITRAIN_MEMORY_STEPS=1 MPITRAIN_STALL_SECONDS=5 MPITRAIN_HANG_SECONDS=20"
 # The keeper asks within 10 s, and once a minute; its silence of 60 s may not be over yet. Far less than 15 min.
 GONE_SECONDS = 200.0
-# A guard that hears nothing ends its part after 30 s. The rest is for a busy machine.
+# An agent that hears nothing ends its part after 30 s. The rest is for a busy machine.
 ALONE_SECONDS = 120.0
 RANKS = "pgrep -u cluster -f '[p]arts.py' || true"
 # How much memory the processes of the user, but the ranks, keep without a name.

@@ -27,20 +27,20 @@ def there(tmp_path: Path) -> Path:
 @pytest.fixture
 def check(tmp_path: Path, there: Path, monkeypatch: pytest.MonkeyPatch) -> Check:
     """Compare two hosts, which are both this machine; each has a script of its own."""
-    send = watch.Guards._send
+    send = watch.AttemptOnHosts._send
     here = tmp_path / "here/train.py"
     here.parent.mkdir()
     here.write_text("print('new')\n")
 
-    def sent(guards: watch.Guards, connection: Any, message: dict[str, Any]) -> None:
+    def sent(attempt: watch.AttemptOnHosts, connection: Any, message: dict[str, Any]) -> None:
         if connection.host == "there" and "wish" in message:
             wish = {**message["wish"], "script": str(there), "roll_call": str(tmp_path / "roll-call")}
             message = {**message, "wish": wish}
-        send(guards, connection, message)
+        send(attempt, connection, message)
 
     connect = agents.connect
     monkeypatch.setattr(agents, "connect", lambda host, _, *rest, **more: connect(host, True, *rest, **more))
-    monkeypatch.setattr(watch.Guards, "_send", sent)
+    monkeypatch.setattr(watch.AttemptOnHosts, "_send", sent)
     places = Place("here", 0, 1), Place("there", 1, 1)
     placement = Placement(places, dict.fromkeys(("here", "there"), "127.0.0.1"), "here")
     return lambda: over_hosts.check(placement, str(here), {})
@@ -50,13 +50,13 @@ def test_a_change_that_is_seen_late(
     check: Check, there: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     there.write_text("print('old')\n")
-    ask_again = watch.Guards.ask_again
+    ask_again = watch.AttemptOnHosts.ask_again
 
-    def seen_by_now(guards: watch.Guards, hosts: set[str]) -> None:
+    def seen_by_now(attempt: watch.AttemptOnHosts, hosts: set[str]) -> None:
         there.write_text("print('new')\n")
-        ask_again(guards, hosts)
+        ask_again(attempt, hosts)
 
-    monkeypatch.setattr(watch.Guards, "ask_again", seen_by_now)
+    monkeypatch.setattr(watch.AttemptOnHosts, "ask_again", seen_by_now)
     check()
     said = capfd.readouterr().err
     assert re.fullmatch(

@@ -151,7 +151,7 @@ def test_an_agent_is_killed(bed: Bed, python: str, node: str) -> None:
     write(bed, "node1", "go_on", "")
     end = job.end()
     assert end.code == 0, end.output
-    killed = rf"mpitrain: {node}: the guard of the job there was killed"
+    killed = rf"mpitrain: {node}: the agent of the job there was killed"
     assert re.search(killed, end.output), end.output
     found = re.search(
         r"attempt 1 of 2 failed at step (\d+): .*; starting again on node1, node2, node3, node4\n", end.output

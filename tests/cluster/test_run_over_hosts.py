@@ -45,9 +45,9 @@ import os, signal, socket, subprocess, sys, time
 import mpitrain as mt
 world = mt.init()
 def load():
-    if sys.argv[1] == "die unseen":  # for two seconds its guard sees nothing, as on a host that is busy
-        guard = subprocess.check_output(["pgrep", "-u", "cluster", "-f", "^[^ ]*python[^ ]* -I -u -c .import json"])
-        line = f"kill -STOP {int(guard)}; touch {sys.argv[2]}; sleep 2; kill -CONT {int(guard)}"
+    if sys.argv[1] == "die unseen":  # for two seconds its agent sees nothing, as on a host that is busy
+        agent = subprocess.check_output(["pgrep", "-u", "cluster", "-f", "^[^ ]*python[^ ]* -I -u -c .import json"])
+        line = f"kill -STOP {int(agent)}; touch {sys.argv[2]}; sleep 2; kill -CONT {int(agent)}"
         subprocess.Popen(["sh", "-c", line], env={"PATH": os.environ["PATH"]}, start_new_session=True)
         while not os.path.exists(sys.argv[2]):
             time.sleep(0.01)
@@ -404,8 +404,8 @@ def test_a_killed_rank(bed: Bed, python: str) -> None:
 
 
 @NIGHTLY
-def test_a_killed_rank_whose_guard_is_late(bed: Bed, python: str) -> None:
-    """The kernel gives the time of each end. By the times at which guards see ends, another node's rank is first."""
+def test_a_killed_rank_whose_agent_is_late(bed: Bed, python: str) -> None:
+    """The kernel gives the time of each end. By the times at which agents see ends, another node's rank is first."""
     end = run(bed, f"-n 4 hangs.py 'die unseen' /tmp/stopped-{uuid.uuid4().hex}", python=python)
     assert end.code != 0
     blamed = re.findall(r"^mpitrain: (ranks? \S+ on \S+) (?:was killed|ended|left)", end.output, re.M)
@@ -415,7 +415,7 @@ def test_a_killed_rank_whose_guard_is_late(bed: Bed, python: str) -> None:
 
 @NIGHTLY
 def test_suspension_is_refused(bed: Bed) -> None:
-    """A stopped launcher would be silent, and the guards would end the job."""
+    """A stopped launcher would be silent, and the agents would end the job."""
     job = started(bed, PYTHONS["mpich"], 2, "5")
     job.signal("TSTP")
     assert job.end().code == 0

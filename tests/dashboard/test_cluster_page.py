@@ -209,7 +209,7 @@ def test_hosts_without_a_job(served: Dashboard, state: Path, tmp_path: Path, inv
 
 
 def test_a_host_with_a_job_has_its_load(served: Dashboard, tmp_path: Path) -> None:
-    """The guard says it because the dashboard watches the job."""
+    """The agent says it because the dashboard watches the job."""
     host = socket.gethostname()
     folder = tmp_path / "job"
     folder.mkdir()

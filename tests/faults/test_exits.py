@@ -70,7 +70,7 @@ def test_a_rank_that_vanishes_while_the_others_wait(vendor: str, ending: str, do
         ("mpich", f"{HOLDER}; os._exit(0)", "barrier"),
         ("openmpi", f"os.fork() or time.sleep(1000); {KILL}", "barrier"),
         *nightly(
-            # MPICH's mpiexec sometimes does not notice the end of the rank. The guard then does.
+            # MPICH's mpiexec sometimes does not notice the end of the rank. The agent then does.
             ("mpich", "os._exit(0)", "finished"),
             ("openmpi", "os._exit(0)", "finished"),
             ("openmpi", f"{HOLDER}; os._exit(0)", "barrier"),
@@ -342,8 +342,8 @@ import mpitrain as mt
 def parent_of(pid):
     return int(pathlib.Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
 
-# The guard, if it waits for the end of this process, by a descriptor of it.
-def guard_of(pid):
+# The agent, if it waits for the end of this process, by a descriptor of it.
+def agent_of(pid):
     for path in pathlib.Path("/proc").glob("[0-9]*/fdinfo/*"):
         try:
             if path.parts[2] != str(os.getpid()) and f"\\nPid:\\t{pid}\\n" in path.read_text():
@@ -352,7 +352,7 @@ def guard_of(pid):
             pass
     return ""
 
-# How often a process has slept. The guard sleeps between two looks at the ranks.
+# How often a process has slept. The agent sleeps between two looks at the ranks.
 def num_sleeps(pid):
     text = pathlib.Path(f"/proc/{pid}/status").read_text()
     return int(text.partition("\\nvoluntary_ctxt_switches:")[2].split()[0])
@@ -367,7 +367,7 @@ for path in pathlib.Path(f"/proc/{daemon}/fd").iterdir():
         print("the daemon's file:", os.readlink(path))
 world.barrier()
 if world.rank == 1:
-    while not (guard_of(os.getpid()) and guard_of(daemon)):
+    while not (agent_of(os.getpid()) and agent_of(daemon)):
         time.sleep(0.01)
     WHAT
 world.barrier()
@@ -392,7 +392,7 @@ def test_mpiexec_was_killed(tmp_path: Path, vendor: str) -> None:
 
 
 def test_the_daemon_of_mpich_was_killed(tmp_path: Path) -> None:
-    """mpiexec may or may not notice. The daemon leaves a file in /tmp, which the guard removes."""
+    """mpiexec may or may not notice. The daemon leaves a file in /tmp, which the agent removes."""
     job = killed(tmp_path, "mpich", "os.kill(daemon, signal.SIGKILL); time.sleep(1000)")
     assert "the daemon's file: /tmp/" in job.stdout, job.output
     words = rf"mpitrain: the process of mpiexec on {HERE} that started ranks 0-2 (was killed|has gone)"
@@ -451,11 +451,11 @@ def test_the_kernel_took_a_rank_for_want_of_memory(tmp_path: Path, vendor: str, 
 if "1" in (os.environ.get("PMI_RANK"), os.environ.get("OMPI_COMM_WORLD_RANK")):
     pathlib.Path({str(small_group)!r}).write_text(str(os.getpid()))
 """
-    # The guard notes the group of a rank in the same look in which it first sees the rank.
+    # The agent notes the group of a rank in the same look in which it first sees the rank.
     what = """
-    guard = guard_of(os.getpid())
-    first = num_sleeps(guard)
-    while num_sleeps(guard) < first + 2:
+    agent = agent_of(os.getpid())
+    first = num_sleeps(agent)
+    while num_sleeps(agent) < first + 2:
         time.sleep(0.01)
     blocks = [bytearray(b'x' * 2**20) for _ in range(1024)]
 """

@@ -137,7 +137,7 @@ def test_a_rank_that_stands_behind_its_wait_in_init(tmp_path: Path) -> None:
 
 @pytest.mark.nightly
 def test_the_limit_of_the_user_never_counts_for_the_wait_in_init(tmp_path: Path) -> None:
-    """MPI may take longer to start. The test sees all that the ranks publish, as a guard may see it."""
+    """MPI may take longer to start. The test sees all that the ranks publish, as an agent may see it."""
     source = """
 import mpitrain as mt
 from mpitrain.watching.activity import Activity

@@ -56,7 +56,7 @@ def test_an_output_that_another_process_holds_open(tmp_path: Path) -> None:
 @pytest.mark.nightly
 @pytest.mark.parametrize("seconds", [20, 35])
 def test_a_launcher_that_is_stopped_for_a_while(tmp_path: Path, seconds: int) -> None:
-    """As by Ctrl-Z. On one machine the job continues. A guard of another host would give its launcher up after 30 s."""
+    """As by Ctrl-Z. On one machine the job continues. Another host's agent would give its launcher up after 30 s."""
 
     def during(launcher: subprocess.Popen[str]) -> None:
         until((tmp_path / "in").exists)

@@ -181,7 +181,7 @@ BY_FORKSERVER = KILLED.replace("\nmain()", "\nif __name__ == '__main__':\n    ma
 def test_a_rank_that_is_killed_while_its_process_lives(tmp_path: Path, source: str, vendor: str) -> None:
     """The process would live for ever, and it keeps the rank's output open. The job ends all the same."""
     if vendor == "openmpi" and "world.size" in source:
-        pytest.skip("Open MPI's mpiexec waits for the fork; under mpitrain run the guard ends it (test_exits.py)")
+        pytest.skip("Open MPI's mpiexec waits for the fork; under mpitrain run the agent ends it (test_exits.py)")
     failed(script(tmp_path, 2, source.replace("BEGIN", "pass"), vendor))
 
 

@@ -122,7 +122,7 @@ def test_a_clock_that_jumps(tmp_path: Path, vendor: str, undisturbed: Undisturbe
     succeeded(job)
     found = tries(job)
     assert len(found) == 2, job.output
-    # (The guards decide which rank is named. mpiexec may be so quick that another rank has ended first.)
+    # (The agents decide which rank is named. mpiexec may be so quick that another rank has ended first.)
     assert "failed at step 11: rank " in found[0], job.output
     assert "no progress" not in job.output
     assert job.stdout.count("resumed from ") == 1

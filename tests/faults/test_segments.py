@@ -122,7 +122,7 @@ def folders(seen: Path) -> list[Path]:
 
 
 def test_a_rank_that_is_killed_while_mpi_starts_leaves_no_memory(tmp_path: Path) -> None:
-    """The guard removes what the rank could not remove."""
+    """The agent removes what the rank could not remove."""
     script, seen = tmp_path / "killed.py", tmp_path / "seen"
     script.write_text(KILLED)
     job = run_command([PYTHON, "-m", "mpitrain", "run", "-n", "2", str(script), str(seen)])

@@ -317,7 +317,7 @@ def test_a_signal_to_the_launcher(tmp_path: Path, number: signal.Signals) -> Non
 @pytest.mark.nightly
 @pytest.mark.parametrize("victim", ["holder", "interpreter", "daemon"])
 def test_what_has_started_them_is_killed(tmp_path: Path, victim: str, undisturbed: Undisturbed) -> None:
-    """The job starts again. The guard blames mpiexec's daemon, which has started the stubs, not ranks or holder."""
+    """The job starts again. The agent blames mpiexec's daemon, which has started the stubs, not ranks or holder."""
 
     def during(process: subprocess.Popen[str], said: Callable[[str], int]) -> None:
         let_go(tmp_path)(process, said)

@@ -252,7 +252,7 @@ def page() -> bytes:
 
 
 def order_of_page(data: bytes, _: Path) -> None:
-    """The order that the guard has written into the page of a rank, and a training that is paused by it."""
+    """The order that the agent has written into the page of a rank, and a training that is paused by it."""
     memory = rank_record.Page(3)
     try:
         written = len(data[: rank_record.MOST_ORDER_BYTES])

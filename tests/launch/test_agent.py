@@ -13,16 +13,16 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import ANY
 
-import guarding
+import attempting
 import pytest
-from guarding import Open, is_alive, rank_of, tell, wait_for, wait_until_gone
+from attempting import Open, is_alive, rank_of, tell, wait_for, wait_until_gone
 from programs import program
 
 from jobs import HANG_SECONDS, until
 from mpitrain.watching.view import process_state
 
 # Fixtures: pytest finds them by these names.
-wish, asking, open_agent, job = guarding.wish, guarding.asking, guarding.open_agent, guarding.job
+wish, asking, open_agent, job = attempting.wish, attempting.asking, attempting.open_agent, attempting.job
 
 
 def test_facts(asking: dict[str, Any], open_agent: Open, tmp_path: Path) -> None:
@@ -52,7 +52,7 @@ def test_facts(asking: dict[str, Any], open_agent: Open, tmp_path: Path) -> None
 def test_a_shell_that_takes_a_line_of_what_is_sent(
     wish: dict[str, Any], open_agent: Open, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As with a `read` in ~/.bashrc: the error says so, and the guard does not misread its input."""
+    """As with a `read` in ~/.bashrc: the error says so, and the agent does not misread its input."""
     program(tmp_path / "ssh", '$READ\nfor line; do :; done\nexec sh -c "$line"')
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     monkeypatch.setenv("READ", ":")

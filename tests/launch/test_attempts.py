@@ -30,7 +30,7 @@ class Asking:
     def __init__(self) -> None:
         self.job = SimpleNamespace(placement=BOTH)
         records = {0: RankRecord(0, facts={"step": 2}, first_step=1)}
-        self.guards = SimpleNamespace(keep=lambda: None, records=lambda: records)
+        self.attempt = SimpleNamespace(keep=lambda: None, records=lambda: records)
         self.answer = threading.Event()
         self.logins: list[tuple[str, bool, bool]] = []  # what logs in, whether the hosts have answered, in which thread
 
@@ -40,7 +40,7 @@ class Asking:
 
     def connect(self, keepers: None, *, is_idle: bool) -> None:
         assert (keepers, is_idle) == (None, True)
-        self._log_in("guards")
+        self._log_in("agents")
 
     def open_ways(self) -> None:
         self._log_in("mpiexec")
@@ -83,9 +83,9 @@ def test_only_one_process_at_a_time_logs_in_on_a_host(is_prepared: bool) -> None
     ended = SimpleNamespace(to_end=lambda _: "ended")
     new: Any = SimpleNamespace(
         job=SimpleNamespace(placement=BOTH, context=SimpleNamespace(job="try", servers=0)),
-        connect=note("guards log in"),
-        ask=note("guards have answered"),
-        guards=SimpleNamespace(beat_for=note("beats"), hosts_now=dict),
+        connect=note("agents log in"),
+        ask=note("agents have answered"),
+        attempt=SimpleNamespace(beat_for=note("beats"), hosts_now=dict),
         ready=lambda: seen.append("mpiexec logs in") or ended,
     )
     keepers: Any = SimpleNamespace(begin=note("keepers log in"), settle=note("keepers have answered"))
@@ -95,7 +95,7 @@ def test_only_one_process_at_a_time_logs_in_on_a_host(is_prepared: bool) -> None
             made._take = lambda *_: new  # type: ignore[method-assign]
         assert made.run(new.job, lambda: None) == "ended"
     assert seen == [
-        *([] if is_prepared else ["guards log in", "guards have answered"]),
+        *([] if is_prepared else ["agents log in", "agents have answered"]),
         "keepers log in",
         *(["beats"] if is_prepared else []),
         "keepers have answered",
@@ -104,34 +104,34 @@ def test_only_one_process_at_a_time_logs_in_on_a_host(is_prepared: bool) -> None
     ]
 
 
-def test_guards_and_mpiexec_do_not_log_in_together() -> None:
-    """A host that all logins pass refuses some of many at once. mpiexec comes when the guards have their answers."""
+def test_agents_and_mpiexec_do_not_log_in_together() -> None:
+    """A host that all logins pass refuses some of many at once. mpiexec comes when the agents have their answers."""
     job: Any = Asking()
     keepers: Any = SimpleNamespace()
     with Attempts(job.make, keepers, None, Live("", [], 0.0)) as made:
         for _ in range(3):
             made._look(job)
-        assert job.logins == [("guards", False, True)]
+        assert job.logins == [("agents", False, True)]
         job.answer.set()
         until(lambda: made._look(job) or len(job.logins) == 2)
         for _ in range(3):
             made._look(job)
-        assert job.logins == [("guards", False, True), ("mpiexec", True, True)]
+        assert job.logins == [("agents", False, True), ("mpiexec", True, True)]
 
 
 def test_a_try_that_has_taken_over_is_seen_until_its_end() -> None:
-    """Its guards are about to go, and cannot say any more what its ranks do."""
+    """Its agents are about to go, and cannot say any more what its ranks do."""
     live = Live("", [], 0.0)
     new: Any = SimpleNamespace(
         job=SimpleNamespace(placement=BOTH, context=SimpleNamespace(job="try", servers=0)),
-        guards=SimpleNamespace(hosts_now=dict, records=dict),
+        attempt=SimpleNamespace(hosts_now=dict, records=dict),
     )
     make: Any = None
     with Attempts(make, None, None, live) as made:
         with ExitStack() as stack:
             made.after(stack, new, lambda: None)()
             assert live.answer()["state"] == "starts"
-        new.guards.hosts_now = None
+        new.attempt.hosts_now = None
         assert (live.answer()["state"], live.answer()["ids"]) == ("restarts", ["try"])
 
 
@@ -144,7 +144,7 @@ def succeeded(keepers: Keepers, end: Ended | LaunchError) -> Successor:
 
     job: Any = SimpleNamespace(
         job=SimpleNamespace(placement=Placement((Place("a", 0, 2),), own="a")),
-        guards=SimpleNamespace(records=dict),
+        attempt=SimpleNamespace(records=dict),
         connect=lambda keepers: None,
         ask=ask,
         ready=lambda: job,

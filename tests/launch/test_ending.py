@@ -84,7 +84,7 @@ def test_mpiexec_names_another_one_or_nobody() -> None:
     # Intel MPI names those too that it has ended.
     assert of(2, mpiexec_said=INTEL) == ("rank 2 on h2 was killed by signal 11", 2)
     assert of(mpiexec_said=INTEL) == ("the job ended with exit code 5", None)
-    # Open MPI names the daemon that it lost. The guard may see mpiexec's own process on the first host end before it.
+    # Open MPI names the daemon that it lost. The agent may see mpiexec's own process on the first host end before it.
     said = "  HNP daemon   : [prterun-h0-217@0,0] on node h0\n  Remote daemon: [prterun-h0-217@0,1] on node h2\n"
     named = "the process of mpiexec on h2 was killed, or has crashed, or cannot be reached"
     assert of(first_ends=(FirstEnd(None, (0,), 10.0),), mpiexec_said=said) == (named, None)
@@ -131,7 +131,7 @@ def test_what_a_rank_says_comes_before_what_mpiexec_says() -> None:
 
 
 def ended(failed_seconds: float, *ends: FirstEnd, **seen: object) -> Ended:
-    """A job in which rank 1 has reported its failure. `ends`: the ends that the guards saw."""
+    """A job in which rank 1 has reported its failure. `ends`: the ends that the agents saw."""
     failed = replace(RECORDS[1], phase=FAILED, error="OSError: reset", failed_seconds=failed_seconds)
     missing = (0, 1, 2)
     return Ended(9, failed=failed, first_ends=ends, records={**RECORDS, 1: failed}, missing=missing, **seen)  # type: ignore[arg-type]
@@ -216,7 +216,7 @@ def test_the_last_words() -> None:
 
 
 def test_which_host_was_first() -> None:
-    """A guard may see a rank end shortly after the daemons that ended because of that rank. The rank still is first."""
+    """An agent may see a rank end shortly after the daemons that ended because of it. The rank still is first."""
     daemon, other, rank = FirstEnd(None, (0,), 5.00), FirstEnd(None, (1, 2), 5.02), FirstEnd(3, (), 5.05)
     assert in_order([other, rank, daemon]) == [rank, daemon, other]
     later = FirstEnd(3, (), 5.28)

@@ -54,7 +54,7 @@ def test_a_python_that_fails_says_why(tmp_path: Path) -> None:
 def test_a_busy_machine_has_more_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, load: float, seconds: str
 ) -> None:
-    """`load` is per processor. The message says how long the guard waited for a Python that never answers."""
+    """`load` is per processor. The message says how long the agent waited for a Python that never answers."""
     average = load * (os.cpu_count() or 1)
     monkeypatch.setattr(facts, "_PROBE_SECONDS", 0.1)
     monkeypatch.setattr(os, "getloadavg", lambda: (average, 0.0, 0.0))

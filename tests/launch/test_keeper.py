@@ -13,7 +13,7 @@ from collections.abc import Iterator
 
 import holding
 import pytest
-from guarding import wait_for
+from attempting import wait_for
 from holding import Line, content, is_gone, memory, new_name
 
 from jobs import HANG_SECONDS, until

@@ -220,7 +220,7 @@ def test_a_restart_and_the_end(tmp_path: Path) -> None:
 
 
 def test_a_launcher_that_is_stopped_and_then_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is named. Then its watchers hear no more, and the guard here removes its socket."""
+    """It is named. Then its watchers hear no more, and the agent here removes its socket."""
     monkeypatch.setattr(live_jobs, "_ANSWER_SECONDS", 1.0)
     with training(tmp_path, 1) as process:
         job = job_of(tmp_path, trains)

@@ -19,7 +19,7 @@ TELLER = "ada on lab1"
 
 
 class Ranks:
-    """A stand-in for the guards of an attempt with two ranks: the test says what rank 0 publishes."""
+    """A stand-in for the agents of an attempt with two ranks: the test says what rank 0 publishes."""
 
     def __init__(self) -> None:
         self.given: list[dict[str, Any]] = []

@@ -42,7 +42,7 @@ def test_it_becomes_the_program_with_the_same_process(tmp_path: Path) -> None:
     os.close(said.process)
 
 
-def test_without_a_guard_nothing_is_made(tmp_path: Path) -> None:
+def test_without_an_agent_nothing_is_made(tmp_path: Path) -> None:
     """And a file that is there is left alone."""
     for name in ("roll_call", "file"):
         job = start(tmp_path / name, "0")

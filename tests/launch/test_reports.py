@@ -1,4 +1,4 @@
-"""What guards report of a job, and what the launcher says about ranks that vanish or stand still."""
+"""What agents report of a job, and what the launcher says about ranks that vanish or stand still."""
 
 from __future__ import annotations
 
@@ -92,11 +92,11 @@ UNSAID = "ended without a message (os._exit, or killed?)"
 
 def trouble(reports: dict[str, HostReport], *first_ends: FirstEnd, failed: RankRecord | None = None) -> list[str]:
     """What the launcher says of a job with two ranks on each of these hosts."""
-    guards: Any = SimpleNamespace(
+    attempt: Any = SimpleNamespace(
         trouble="", reports=reports, first_ends=lambda: first_ends, failed=lambda: failed, seen=lambda: ({}, [])
     )
     places = [Place(host, 2 * number, 2 * number + 2) for number, host in enumerate(reports)]
-    return WatchedJob(places, guards, Path("/nowhere"), 0.0).trouble()
+    return WatchedJob(places, attempt, Path("/nowhere"), 0.0).trouble()
 
 
 def gone(*ranks: int) -> dict[int, RankView]:
@@ -140,14 +140,14 @@ def test_who_vanished_first_on_several_hosts() -> None:
 
 def stalls(views: list[RankView], when: Any = None, lost: set[int] | None = None) -> Stalls:
     """Of two ranks on host a."""
-    guards: Any = SimpleNamespace(
+    attempt: Any = SimpleNamespace(
         reports={"a": HostReport({view.record.rank: view for view in views}, seen=views)},
         lost=lambda: lost or set(),
         look_at_ranks=dict,
         looking=threading.Lock(),
         seen=lambda: (when or {CALLED: {}}, {}),
     )
-    return Stalls([Place("a", 0, 2)], guards)
+    return Stalls([Place("a", 0, 2)], attempt)
 
 
 @pytest.mark.parametrize("is_lost", [True, False])
@@ -201,10 +201,10 @@ def test_a_network_is_suspected_only_where_a_host_does_not_answer() -> None:
             report.processes = [] if host in asked else None
             report.unreachable = asked.get(host, [])
 
-    guards: Any = SimpleNamespace(reports=reports, lost=set, look_at_ranks=dict, looking=threading.Lock(), look=look)
+    attempt: Any = SimpleNamespace(reports=reports, lost=set, look_at_ranks=dict, looking=threading.Lock(), look=look)
 
     def said() -> str:
-        (line,) = Stalls([Place("a", 0, 1), Place("b", 1, 1)], guards).news()
+        (line,) = Stalls([Place("a", 0, 1), Place("b", 1, 1)], attempt).news()
         return line
 
     assert "all ranks are there: is the load too high" in said()

@@ -174,7 +174,7 @@ def test_an_ended_daemon_does_not_keep_its_folder(
 def test_the_folder_that_a_parameter_of_open_mpi_names(
     start: Start, made: Made, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, swept: bool
 ) -> None:
-    """Only the ranks know that folder, and later the process that takes over from the guard."""
+    """Only the ranks know that folder, and later the process that takes over from the agent."""
     shared, folder = SharedFiles(), made(f"{tmp_path}/prted.4711/")
     monkeypatch.setenv("PMIX_SERVER_TMPDIR", str(folder))
     rank = start(made(python_s()))

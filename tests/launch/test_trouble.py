@@ -58,7 +58,7 @@ def times(**phases: dict[int, float]) -> dict[str, dict[int, float]]:
             "rank 2 on b, rank 3 on c ended before calling init(), and the others wait there; see its output above",
         ),
         (8.0, {"called": ALL, "gone": {3: 2.0}}, "rank 3 on c ended before init() had returned"),
-        # It fails between two looks of its guard, which last saw it in init().
+        # It fails between two looks of its agent, which last saw it in init().
         (9.0, {"called": ALL, "begun": THREE, "failed": {3: 2.0}, "gone": {3: 2.5}}, ""),
         # A rank that still reads files imports from a slow share.
         (300.0, {"called": THREE, "read_at": {3: 250.0}}, ""),
@@ -95,7 +95,7 @@ def test_the_diagnosis_names_who_is_behind_and_who_drops() -> None:
     assert "\n".join(diagnosis(PLACES, when, {2: 3.0}, reports)) == (
         "a: rank 0 has begun; rank 1 runs, in init(); 1 processes of the job there\n"
         "b: rank 2 ended before init(); 1 processes of the job there\n"
-        "c: rank 3 has not started; its guard does not report what runs there\n"
+        "c: rank 3 has not started; its agent does not report what runs there\n"
         "c does not answer a, b on the high ports that MPI uses; does a firewall drop them?\n"
         "look at c first: `ssh c sudo nft list ruleset`; "
         "`ansible-playbook cluster/setup.yml --tags firewall` lets the nodes trust each other"
@@ -104,7 +104,7 @@ def test_the_diagnosis_names_who_is_behind_and_who_drops() -> None:
     assert "    8 D python train.py" in diagnosis(PLACES, when, {}, reports)
     when = times(started=ALL, called=ALL, begun=THREE, failed={3: 2.0})
     lines = diagnosis(PLACES, when, {3: 2.5}, {host: HostReport() for host in "abc"})
-    assert lines[2] == "c: rank 3 has failed; its guard does not report what runs there"
+    assert lines[2] == "c: rank 3 has failed; its agent does not report what runs there"
 
 
 def test_what_mpiexec_waits_for_when_all_ranks_have_ended() -> None:
@@ -115,7 +115,7 @@ def test_what_mpiexec_waits_for_when_all_ranks_have_ended() -> None:
 
 
 def test_the_diagnosis_leaves_out_a_host_that_was_lost_before() -> None:
-    """The guards were prepared while that host was still there (Guards.narrow)."""
+    """The agents were prepared while that host was still there (AttemptOnHosts.narrow)."""
     said = Said(["a", "b", "c", "d"])
     del said.reports["d"]
     for host, unreachable in (("a", ["d"]), ("b", ["d", "c"]), ("c", ["d"])):
@@ -137,8 +137,8 @@ def test_the_diagnosis_leaves_out_a_host_that_was_lost_before() -> None:
         pytest.param({"a": 1, "b": 15.1, "c": 4.9, "d": 1}, "b", id="the other one is always late"),
         pytest.param({"a": 1, "b": 14, "c": 14, "d": 14}, "", id="this machine may be cut off"),
         pytest.param({"a": 1, "b": 15.1, "c": 15.2, "d": 15.3}, "bcd", id="this machine is cut off"),
-        pytest.param({"a": 14, "b": 1, "c": 1, "d": 1}, "", id="a guard here is late"),
-        pytest.param({"a": 15.1, "b": 1, "c": 1, "d": 1}, "a", id="a guard here is stopped"),
+        pytest.param({"a": 14, "b": 1, "c": 1, "d": 1}, "", id="an agent here is late"),
+        pytest.param({"a": 15.1, "b": 1, "c": 1, "d": 1}, "a", id="an agent here is stopped"),
         pytest.param({"a": 1, "b": 5.1}, "b", id="the only other one is cut off"),
         pytest.param({"a": 14}, "", id="no other one"),
     ],
@@ -146,6 +146,22 @@ def test_the_diagnosis_leaves_out_a_host_that_was_lost_before() -> None:
 def test_lost_hosts(silent: dict[str, float], lost: str) -> None:
     """The launcher runs on host a."""
     assert lost_hosts(silent, "a") == [*lost]
+
+
+@pytest.mark.parametrize(
+    ("silent", "back", "lost"),
+    [
+        pytest.param(
+            {"a": 1, "b": 8, "c": 0.1, "d": 1}, {"c": 2, "d": 3}, "", id="the others are back: it may be late"
+        ),
+        pytest.param({"a": 1, "b": 8, "c": 0.1, "d": 1}, {"c": 2}, "b", id="one was never away"),
+        pytest.param({"a": 1, "b": 8, "c": 0.1, "d": 1}, {"c": 2, "d": 9}, "b", id="one was back before"),
+        pytest.param({"a": 1, "b": 15.1, "c": 0.1, "d": 1}, {"c": 2, "d": 3}, "b", id="it stays away"),
+    ],
+)
+def test_lost_hosts_after_this_machine_was_cut_off(silent: dict[str, float], back: dict[str, float], lost: str) -> None:
+    """Its connections come back one after the other, because TCP sends again ever more rarely."""
+    assert lost_hosts(silent, "a", back) == [*lost]
 
 
 def test_the_account_of_lost_hosts() -> None:

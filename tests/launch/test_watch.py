@@ -15,9 +15,9 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import guarding
+import attempting
 import pytest
-from guarding import is_alive, rank_of, wait_for_trouble, wait_until_gone
+from attempting import is_alive, rank_of, wait_for_trouble, wait_until_gone
 from programs import program
 
 from jobs import until
@@ -26,35 +26,35 @@ from mpitrain.launch.agents import Agents
 from mpitrain.launch.connections import Connection
 from mpitrain.launch.placement import Place
 from mpitrain.launch.shared_files import FOLDER
-from mpitrain.launch.watch import Guards
+from mpitrain.launch.watch import AttemptOnHosts
 from mpitrain.launch.watched import WatchedJob
 
 # Fixtures: pytest finds them by these names.
-wish, asking, job = guarding.wish, guarding.asking, guarding.job
+wish, asking, job = attempting.wish, attempting.asking, attempting.job
 
 
 @contextmanager
-def guards_here(wish: dict[str, Any], *keepers: Any, live: str = "") -> Iterator[Guards]:
-    with Agents("here", live) as agents, Guards(agents, ["here"], {"here": wish}, *keepers) as guards:
-        guards.facts()
-        yield guards
+def attempt_here(wish: dict[str, Any], *keepers: Any, live: str = "") -> Iterator[AttemptOnHosts]:
+    with Agents("here", live) as agents, AttemptOnHosts(agents, ["here"], {"here": wish}, *keepers) as attempt:
+        attempt.facts()
+        yield attempt
 
 
-def test_in_place_of_a_killed_guard_another_one_ends_the_job(wish: dict[str, Any], job: list[int]) -> None:
-    """The new guard ends the job's processes and its roll call, and removes MPI's files since the first guard began."""
-    with guards_here(wish) as guards:
-        guards.start()
-        until(lambda: guards.reports["here"].since)
+def test_in_place_of_a_killed_agent_another_one_ends_the_job(wish: dict[str, Any], job: list[int]) -> None:
+    """The new agent ends the job's processes and its roll call, and removes MPI's files since the first agent began."""
+    with attempt_here(wish) as attempt:
+        attempt.start()
+        until(lambda: attempt.reports["here"].since)
         file = Path(FOLDER) / f"mpich_shm_{uuid.uuid4().hex[:8]}_test"
         file.write_bytes(bytes(4096))
         try:
-            os.kill(guards._connections["here"].process.pid, signal.SIGKILL)
-            killed = "here: the guard of the job there was killed by signal 9"
-            assert wait_for_trouble(guards) == f"{killed}\nThe job is ended on all hosts"
+            os.kill(attempt._connections["here"].process.pid, signal.SIGKILL)
+            killed = "here: the agent of the job there was killed by signal 9"
+            assert wait_for_trouble(attempt) == f"{killed}\nThe job is ended on all hosts"
             assert all(map(is_alive, job))
-            guards.end(0.0)
-            assert {pid for pid, _ in guards.reports["here"].left or []} == {*job}
-            assert guards.reports["here"].immortal == []
+            attempt.end(0.0)
+            assert {pid for pid, _ in attempt.reports["here"].left or []} == {*job}
+            assert attempt.reports["here"].immortal == []
             assert not file.exists()
         finally:
             file.unlink(missing_ok=True)
@@ -69,7 +69,7 @@ def test_a_living_launcher_removes_its_socket_itself(wish: dict[str, Any], tmp_p
         listener.bind(str(path))
         listener.listen()
         listener.setblocking(False)
-        with guards_here(wish, live=str(path)):
+        with attempt_here(wish, live=str(path)):
             pass
         with pytest.raises(BlockingIOError):
             listener.accept()
@@ -80,27 +80,27 @@ def test_an_end_is_one_even_if_it_may_not_be_the_first(wish: dict[str, Any]) -> 
     """The ranks that mpiexec then tells to end by SIGTERM must hear that the job fails."""
     told: list[bool] = []
     keepers: Any = SimpleNamespace(beat=lambda _records, *, is_ending, has_failed: told.append(is_ending or has_failed))
-    with guards_here(wish, keepers) as guards:
-        before = guards.reports["here"].ranks
-        guards.start()
+    with attempt_here(wish, keepers) as attempt:
+        before = attempt.reports["here"].ranks
+        attempt.start()
         with rank_of(wish, 0, "init", "old kernel") as first, rank_of(wish, 1, "init", "old kernel"):
-            until(lambda: len(guards.reports["here"].ranks) == 2)
+            until(lambda: len(attempt.reports["here"].ranks) == 2)
             assert before == {}, "reports do not change while the main thread reads them"
             assert not any(told)
             first.kill()
             until(lambda: told[-1])
-        assert guards.first_ends() == []
+        assert attempt.first_ends() == []
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_a_watch_that_fails_is_trouble(wish: dict[str, Any]) -> None:
-    """Otherwise the launcher would continue without the watch, and the guards would end the job without a reason."""
-    with guards_here(wish) as guards:
-        guards.start()
-        guards.phases.when.clear()  # so that the next report fails
+    """Otherwise the launcher would continue without the watch, and the agents would end the job without a reason."""
+    with attempt_here(wish) as attempt:
+        attempt.start()
+        attempt.phases.when.clear()  # so that the next report fails
         with rank_of(wish, 0):
             said = "the job is ended on all hosts, because it cannot be watched: KeyError('started')"
-            assert wait_for_trouble(guards) == said
+            assert wait_for_trouble(attempt) == said
 
 
 _SEIZE, _INTERRUPT, _DETACH = 0x4206, 0x4207, 17  # of ptrace(2)
@@ -122,64 +122,64 @@ def held(pid: int) -> Iterator[None]:
 
 
 @contextmanager
-def held_where_the_rest_goes_on(guard: Connection) -> Iterator[None]:
-    """Hold the main thread of a guard where it waits for the kernel, as a disk that hangs does.
+def held_where_the_rest_goes_on(agent: Connection) -> Iterator[None]:
+    """Hold the main thread of an agent where it waits for the kernel, as a disk that hangs does.
 
     Anywhere else the thread may hold the interpreter's lock, and then the thread with the sign of life stands too.
     """
     for _ in range(20):
-        with held(guard.process.pid):
+        with held(agent.process.pid):
             time.sleep(0.5)  # what was on its way at the hold is heard by then
-            heard_seconds = guard.heard_seconds
+            heard_seconds = agent.heard_seconds
             time.sleep(2.5)
-            if guard.heard_seconds > heard_seconds:
+            if agent.heard_seconds > heard_seconds:
                 yield
                 return
         time.sleep(random.uniform(0.1, 0.4))
     pytest.fail("the thread with the sign of life stood at each of 20 holds")
 
 
-def test_a_guard_that_lives_and_does_not_answer(wish: dict[str, Any]) -> None:
+def test_an_agent_that_lives_and_does_not_answer(wish: dict[str, Any]) -> None:
     """Its thread still gives a sign of life every second. Nobody confirms then that the job has ended there."""
-    with guards_here(wish) as guards:
-        guards.start()
-        with held_where_the_rest_goes_on(guards._connections["here"]):
-            said = wait_for_trouble(guards)
-            assert said.startswith("here: the guard of the job there lives, but has not answered for 1"), said
-            assert guards.reports["here"].has_vanished
-            watched = WatchedJob([Place("here", 0, 1)], guards, Path(wish["roll_call"]), 0.0)
+    with attempt_here(wish) as attempt:
+        attempt.start()
+        with held_where_the_rest_goes_on(attempt._connections["here"]):
+            said = wait_for_trouble(attempt)
+            assert said.startswith("here: the agent of the job there lives, but has not answered for 1"), said
+            assert attempt.reports["here"].has_vanished
+            watched = WatchedJob([Place("here", 0, 1)], attempt, Path(wish["roll_call"]), 0.0)
             remedy = "`ssh here ps -fu $USER`"
             unsure = [f"here has not confirmed that nothing of the job is left; {remedy}"]
             assert watched.end(0.0) == ([], unsure)
 
 
-def test_a_guard_that_ends_while_it_asks(
+def test_an_agent_that_ends_while_it_asks(
     asking: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It is killed if it does not end in time. Its roll call does not stay."""
     monkeypatch.setattr(agents_module, "_CLOSE_SECONDS", 0.0)
     slow, roll_call = program(tmp_path / "slow", "exec sleep 20"), Path(asking["roll_call"])
     wishes = {"here": {**asking, "python": str(slow)}}
-    with Agents("here") as agents, Guards(agents, ["here"], wishes):
+    with Agents("here") as agents, AttemptOnHosts(agents, ["here"], wishes):
         until(roll_call.exists)
     assert not roll_call.exists()
 
 
 @pytest.fixture
-def both(wish: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Guards]:
-    """Guards of two hosts, which are both this machine."""
+def both(wish: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[AttemptOnHosts]:
+    """An attempt on two hosts, which are both this machine."""
     connect = agents_module.connect
     monkeypatch.setattr(agents_module, "connect", lambda host, _, *rest, **more: connect(host, True, *rest, **more))
     wishes = {"here": wish, "there": {**wish, "roll_call": str(tmp_path / "other")}}
-    with Agents("here") as agents, Guards(agents, wishes, wishes) as guards:
-        guards.facts()
-        guards.keep()
-        yield guards
+    with Agents("here") as agents, AttemptOnHosts(agents, wishes, wishes) as attempt:
+        attempt.facts()
+        attempt.keep()
+        yield attempt
 
 
 @pytest.mark.parametrize(("lost", "fits"), [("there", True), ("here", False)])
-def test_a_next_try_without_a_host(both: Guards, lost: str, fits: bool) -> None:
-    """A guard that was lost does not matter if its host takes no part."""
+def test_a_next_try_without_a_host(both: AttemptOnHosts, lost: str, fits: bool) -> None:
+    """An agent that was lost does not matter if its host takes no part."""
     os.kill(both._connections[lost].process.pid, signal.SIGKILL)
     wait_for_trouble(both)
     assert both.narrow(["here"]) is fits
@@ -195,10 +195,10 @@ def test_an_agent_serves_several_attempts_one_after_the_other_and_at_once(wish: 
     other = {**wish, "token": uuid.uuid4().hex, "roll_call": str(tmp_path / "other")}
     with Agents("here") as agents:
         agents.hold(["here"])
-        with Guards(agents, ["here"], {"here": wish}) as first:
+        with AttemptOnHosts(agents, ["here"], {"here": wish}) as first:
             first.facts()
             process = first._connections["here"].process
-            with Guards(agents, ["here"], {"here": other}) as second, rank_of(other, 1), rank_of(wish, 0):
+            with AttemptOnHosts(agents, ["here"], {"here": other}) as second, rank_of(other, 1), rank_of(wish, 0):
                 second.facts()
                 until(lambda: list(first.reports["here"].ranks) == [0] and list(second.reports["here"].ranks) == [1])
                 first.end(0.0)
@@ -215,19 +215,51 @@ def test_an_agent_serves_several_attempts_one_after_the_other_and_at_once(wish: 
 def test_a_next_attempt_has_a_new_agent_in_place_of_a_killed_one(wish: dict[str, Any], tmp_path: Path) -> None:
     """The attempt that it served says so all the same."""
     other = {**wish, "token": uuid.uuid4().hex, "roll_call": str(tmp_path / "other")}
-    with guards_here(wish) as guards:
-        guards.start()
-        process = guards._connections["here"].process
+    with attempt_here(wish) as attempt:
+        attempt.start()
+        process = attempt._connections["here"].process
         process.kill()
-        until(lambda: guards._connections["here"].is_closed)
-        with Guards(guards._agents, ["here"], {"here": other}) as following:
+        until(lambda: attempt._connections["here"].is_closed)
+        with AttemptOnHosts(attempt._agents, ["here"], {"here": other}) as following:
             following.facts()
             assert following._connections["here"].process is not process
-            assert wait_for_trouble(guards).startswith("here: the guard of the job there was killed by signal 9\n")
+            assert wait_for_trouble(attempt).startswith("here: the agent of the job there was killed by signal 9\n")
             assert following.trouble is None
 
 
-def test_paths_that_a_next_try_needs(both: Guards, tmp_path: Path) -> None:
+@pytest.fixture
+def following(both: AttemptOnHosts, tmp_path: Path) -> Iterator[AttemptOnHosts]:
+    """A prepared attempt on the other host."""
+    wish = {"token": uuid.uuid4().hex, "roll_call": str(tmp_path / "of_next"), "peers": {}, "idle": True}
+    with AttemptOnHosts(both._agents, ["there"], {"there": wish}) as following:
+        following.facts()
+        yield following
+    until(lambda: not (tmp_path / "of_next").exists())
+
+
+def test_nothing_stays_of_a_prepared_attempt_whose_agent_was_killed(
+    both: AttemptOnHosts, following: AttemptOnHosts
+) -> None:
+    """The present attempt has a new agent, which ends what is left of it. Of the other one it removes the roll call."""
+    both.start()
+    assert Path(following._wishes["there"]["roll_call"]).exists()
+    both._connections["there"].process.kill()
+    wait_for_trouble(both)
+    both.end(0.0)
+    assert both.reports["there"].left == []
+
+
+def test_what_an_agent_leaves_that_is_killed_at_once(following: AttemptOnHosts) -> None:
+    """It has not told yet when the job began there."""
+    connection = following._connections["there"]
+    connection.process.kill()
+    until(lambda: connection.is_closed)
+    assert following.reports["there"].since == 0.0
+    following.end(0.0)
+    assert following.reports["there"].left == []
+
+
+def test_paths_that_a_next_try_needs(both: AttemptOnHosts, tmp_path: Path) -> None:
     """One that is gone by now; and a host that does not answer in time."""
     here, gone = tmp_path / "script.py", tmp_path / "gone"
     here.touch()

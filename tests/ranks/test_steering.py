@@ -25,7 +25,7 @@ from .trainings import RATE, Record, builder, ran
 
 
 class Told(Hook):
-    """After some steps, writes an order into the record of one rank, as its guard does."""
+    """After some steps, writes an order into the record of one rank, as its agent does."""
 
     def __init__(self, orders: dict[int, tuple[int, dict[str, Any]]]) -> None:
         self.orders = orders

@@ -128,8 +128,8 @@ def test_who_ended_first_and_what_it_had_said(job: Job) -> None:
     assert not any(view.is_orphan for view in views)
 
 
-def test_the_first_of_two_hosts_is_the_first_though_its_guard_looks_late(tmp_path: Path) -> None:
-    """As on a busy host: mpiexec has meanwhile ended the rank of the other host, whose guard has seen that end."""
+def test_the_first_of_two_hosts_is_the_first_though_its_agent_looks_late(tmp_path: Path) -> None:
+    """As on a busy host: mpiexec has meanwhile ended the rank of the other host, whose agent has seen that end."""
     with ExitStack() as stack:
         busy, other = (Job(tmp_path / name, stack) for name in ("busy", "other"))
         busy.start(0)

@@ -18,8 +18,8 @@ from mpitrain.watching import roll_call
 from mpitrain.watching.census import Census
 from mpitrain.watching.roll_call import PREFIX, appear, connect_to_self, listen, receive, when_closed
 
-# A guard that is killed has no time to remove its socket.
-GUARD = """
+# An agent that is killed has no time to remove its socket.
+AGENT = """
 import sys, time
 from mpitrain.watching.census import Census
 census = Census(sys.argv[1])
@@ -28,8 +28,8 @@ time.sleep(1000)
 """
 
 
-def guard(path: Path) -> subprocess.Popen[str]:
-    process = subprocess.Popen([sys.executable, "-c", GUARD, str(path)], stdout=subprocess.PIPE, text=True)
+def agent(path: Path) -> subprocess.Popen[str]:
+    process = subprocess.Popen([sys.executable, "-c", AGENT, str(path)], stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None and process.stdout.readline() == "listens\n"
     return process
 
@@ -52,11 +52,11 @@ def test_what_killed_jobs_have_left_is_removed(tmp_path: Path, monkeypatch: pyte
     mounted_as("ext4", tmp_path, monkeypatch)
     left, young, lives, silent, file = (tmp_path / f"{PREFIX}{name}" for name in ("a", "b", "c", "d", "e"))
     for path in (left, young):
-        process = guard(path)
+        process = agent(path)
         process.send_signal(signal.SIGKILL)
         process.communicate()
         assert path.is_socket()
-    living = guard(lives)
+    living = agent(lives)
     try:
         with closing(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)) as made:
             made.bind(str(silent))  # and does not listen yet
@@ -69,7 +69,7 @@ def test_what_killed_jobs_have_left_is_removed(tmp_path: Path, monkeypatch: pyte
             census.close()
             assert names == ["another", *sorted(path.name for path in (young, lives, silent, file)), f"{PREFIX}own"]
         line = appear(str(lives), 0)
-        assert line is not None, "the other job's guard still listens"
+        assert line is not None, "the other job's agent still listens"
         line.close()
     finally:
         living.kill()
@@ -89,7 +89,7 @@ def test_a_share_is_not_swept(system: str, num_left: int, tmp_path: Path, monkey
 
 
 def test_a_folder_that_cannot_be_listed(tmp_path: Path) -> None:
-    """The job starts all the same. Without a guard, nothing is made."""
+    """The job starts all the same. Without an agent, nothing is made."""
     assert appear(str(tmp_path / "roll_call"), 0) is None
     assert list(tmp_path.iterdir()) == []
     folder = tmp_path / "closed"

@@ -141,7 +141,7 @@ def test_the_tag_moves_a_running_cluster_into_a_tunnel(bed: Bed, checkout: Path)
 
 
 def test_nothing_but_the_tunnel_goes_between_the_nodes(bed: Bed, checkout: Path) -> None:
-    """Jobs of mpiexec and of mpitrain run, with logins, guards and share: no TCP between nodes goes past the tunnel."""
+    """Jobs of mpiexec and of mpitrain run, with logins, agents and share: no TCP between nodes goes past the tunnel."""
     others = ", ".join(bed.address(node) for node in NODES)
     table = (
         f"table inet count {{ chain out {{ type filter hook output priority 0; oifname eth0 ip daddr {{ {others} }} "

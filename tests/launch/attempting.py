@@ -17,7 +17,7 @@ import pytest
 from jobs import HANG_SECONDS, until
 from mpitrain.context import JOB
 from mpitrain.launch.connections import Connection, connect
-from mpitrain.launch.watch import Guards
+from mpitrain.launch.watch import AttemptOnHosts
 
 
 @pytest.fixture
@@ -129,6 +129,6 @@ def rank_of(wish: dict[str, Any], number: int, *has_begun: str) -> Iterator[subp
             process.kill()
 
 
-def wait_for_trouble(guards: Guards) -> str:
-    until(lambda: guards.trouble is not None)
-    return guards.trouble or ""
+def wait_for_trouble(attempt: AttemptOnHosts) -> str:
+    until(lambda: attempt.trouble is not None)
+    return attempt.trouble or ""
