@@ -30,8 +30,10 @@ OF_MPIEXEC = ("PMI_", "PMIX_", "OMPI_", "PRTE_", "HYDI_", "HYDRA_", "MPI_LOCAL",
 WARM, WARM_LINE, WARM_ROOM = PREFIX + "WARM", PREFIX + "WARM_LINE", PREFIX + "WARM_ROOM"
 # The names of the memory in which a rank lists what it has imported, and of a warm interpreter in the process table.
 IMPORTS, WARM_NAME = "mpitrain-imports", "mpitrain-warm"
-# The variables in which mpiexec gives a process its rank.
-RANK_VARIABLES = ("PMI_RANK", "OMPI_COMM_WORLD_RANK")
+# The variable in which an agent gives a process its rank, where it starts the ranks in place of mpiexec.
+RANK = PREFIX + "RANK"
+# The variables that give a process its rank.
+RANK_VARIABLES = ("PMI_RANK", "OMPI_COMM_WORLD_RANK", RANK)
 # "Clear the line". A line of a rank that begins with it and ends with a carriage return is the progress bar, which the
 # launcher keeps below all other output.
 BAR_START = b"\x1b[2K"

@@ -24,7 +24,7 @@ from stat import S_ISSOCK
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from mpitrain.context import ADDED, JOB, LAUNCHER, OF_MPIEXEC, PREFIX
+from mpitrain.context import ADDED, JOB, LAUNCHER, OF_MPIEXEC, PREFIX, RANK
 from mpitrain.user_code import is_of_user
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ _exits: list[SystemExit] = []
 
 def watch() -> None:
     """End the job at an uncaught exception of this process, if it is a rank."""
-    if not {"PMI_RANK", "PMIX_RANK", _RANK_PID} & os.environ.keys():
+    if not {"PMI_RANK", "PMIX_RANK", RANK, _RANK_PID} & os.environ.keys():
         return
     os.environ.setdefault(_RANK_PID, str(os.getpid()))
     if is_helper():
@@ -323,28 +323,39 @@ def _note_error(error: BaseException) -> None:
     waits for a moment: the rank to blame may be about to say why, and the first to end ends all."""
     import traceback
 
-    from mpitrain.error_file import ERROR_FILE, is_of_neighbour, write_error
+    from mpitrain.error_file import is_of_neighbour
 
     is_interrupt = isinstance(error, KeyboardInterrupt)
     # watching.rank_record.INTERRUPTED
     line = "interrupted" if is_interrupt else f"{type(error).__name__}: {error}"
-    with suppress(Exception):
-        write_error(os.environ[ERROR_FILE], line, "".join(traceback.format_exception(error)))
-        if is_of_neighbour(line):
-            time.sleep(_NEIGHBOUR_SECONDS)
+    if _write_error(line, "".join(traceback.format_exception(error))) and is_of_neighbour(line):
+        time.sleep(_NEIGHBOUR_SECONDS)
+
+
+def _write_error(line: str, text: str) -> bool:
+    """False: this rank has no error file."""
+    from mpitrain.error_file import ERROR_FILE, write_error
+
+    try:
+        write_error(os.environ[ERROR_FILE], line, text)
+    except Exception:  # the failure itself is what counts
+        return False
+    return True
 
 
 def _at_exit() -> None:
     error, mpi = last_exit(), sys.modules.get("mpi4py.MPI")
     if error is None or is_helper() or (mpi is not None and mpi.Is_initialized()):
         return
+    if RANK in os.environ:  # those that need this one fail before the agent sees its end
+        _write_error(words_of_exit(error), "")
     if not str(error.code).startswith("mpitrain: "):  # our own words, which Python has printed
         _say(words_of_exit(error))
     _end(exit_code_of(error))
 
 
 def _say(text: str) -> None:
-    rank = os.environ.get("PMI_RANK") or os.environ.get("PMIX_RANK", "?")
+    rank = next((os.environ[name] for name in ("PMI_RANK", "PMIX_RANK", RANK) if name in os.environ), "?")
     os.write(2, f"mpitrain: rank {rank} on {os.uname().nodename} {text}\n".encode(errors="backslashreplace"))
 
 

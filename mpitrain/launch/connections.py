@@ -59,6 +59,7 @@ AGENT = (
     "launch.memory_kills",
     "launch.facts",
     "launch.load",
+    "launch.host_ranks",
     "launch.host_attempt",
     "launch.keeper",
     "launch.holder",

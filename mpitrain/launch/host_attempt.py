@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import random
+import resource
 import select
 import signal
 import socket
@@ -21,6 +22,7 @@ from typing import Any
 from mpitrain.context import RANK_VARIABLES
 from mpitrain.launch.facts import collect, hold_ports, look_at_paths
 from mpitrain.launch.hearing import send
+from mpitrain.launch.host_ranks import HostRanks
 from mpitrain.launch.load import Load
 from mpitrain.launch.memory_kills import MemoryKills, why_bus_error
 from mpitrain.launch.processes import Marked, command_line, read, remove
@@ -35,20 +37,22 @@ _REACH_SECONDS = 1.5
 _TOLD_SECONDS = 1.0
 # So long an attempt is looked at more often: the launcher asks again while somebody watches the job.
 _WATCH_SECONDS = 3.0
+_NONE = resource.RLIM_INFINITY, resource.RLIM_INFINITY
 
 
 class HostAttempt:
-    """One attempt on this host. Call `look` when `fileno` is readable, and `go_on` some times a second."""
+    """One attempt on this host. Call `look` when one of `files` is readable, and `go_on` some times a second."""
 
-    def __init__(self, wish: dict[str, Any], census: Census, probe: str = "") -> None:
+    def __init__(self, wish: dict[str, Any], census: Census, probe: str = "", limit: tuple[int, int] = _NONE) -> None:
         """`wish` is the launcher's, and `probe` the text of facts.py of the package. Without a Python in the wish, it
-        asks for no facts.
+        asks for no facts. `limit` is that of the files that a rank may open.
         """
         self._wish, self._probe = wish, probe
         self._token = wish["token"]
         self._job = Marked(self._token)
         self._is_idle = wish.get("idle", False)
         self._census = census
+        self._ranks = HostRanks(census, self._send, limit)
         self._first_end: dict[str, Any] | None = None
         self._num_ended = 0
         self._shared_files = SharedFiles()
@@ -65,9 +69,9 @@ class HostAttempt:
         self._held, self._ports = hold_ports(wish.get("port", 0))
         self._answer_facts()
 
-    def fileno(self) -> int:
-        """A descriptor for select: readable when there is something to do."""
-        return self._census.fileno()
+    def files(self) -> list[int]:
+        """Descriptors for select: readable when there is something to do."""
+        return [self._census.fileno(), *self._ranks.files()]
 
     def patience(self, now: float) -> float:
         """For how long nothing is to be done, unless something comes."""
@@ -109,6 +113,7 @@ class HostAttempt:
     def look(self, *, is_last: bool = False) -> None:
         """Take in which ranks have appeared or ended."""
         self._census.look()
+        self._ranks.look()
         for pid in self._census.alive():
             self._memory_kills.watch(pid)
         first = self._census.first_end()
@@ -152,6 +157,7 @@ class HostAttempt:
         """Do what the launcher says; return True if that was the end."""
         if "begin" in message:
             self._is_idle = False
+        self._ranks.take(message)
         if "watch" in message:
             is_new = not self._is_watched
             self._watch_seconds = min(message["watch"], BEAT_SECONDS)
@@ -233,6 +239,7 @@ class HostAttempt:
             time.sleep(0.01)
             self._census.look()
         self.look(is_last=True)
+        self._ranks.close()
         self._beat()
         self._shared_files.remove()
         remove_of_ranks(self._token)
@@ -260,8 +267,8 @@ def unreachable(peers: dict[str, str]) -> list[str]:
     return sorted(waiting.values())
 
 
-def begun(wish: dict[str, Any], probe: str) -> HostAttempt | None:
-    """Begin an attempt. None: that cannot be, and the launcher has heard why."""
+def begun(wish: dict[str, Any], probe: str, limit: tuple[int, int]) -> HostAttempt | None:
+    """Begin an attempt, see HostAttempt. None: that cannot be, and the launcher has heard why."""
     try:
         census = Census(wish["roll_call"])
     except OSError as error:
@@ -272,7 +279,7 @@ def begun(wish: dict[str, Any], probe: str) -> HostAttempt | None:
             why = {"error": text, "condition": "SOCKETS"}
         send({"attempt": wish["token"], **why})
         return None
-    return HostAttempt(wish, census, probe)
+    return HostAttempt(wish, census, probe, limit)
 
 
 def sweep(wish: dict[str, Any]) -> None:

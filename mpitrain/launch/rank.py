@@ -85,13 +85,18 @@ def rank_in(environ: Mapping[str, str]) -> int | None:
     return next((int(environ[name]) for name in RANK_VARIABLES if name in environ), None)
 
 
+def hooked(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return the environment, such that Python begins with the hook."""
+    path = environ.get("PYTHONPATH")
+    return {**environ, "PYTHONPATH": HOOK if not path else f"{HOOK}{os.pathsep}{path}"}
+
+
 def main(arguments: list[str]) -> None:
     """Become the program. Never returns."""
     settings, *program = arguments
     add_settings(os.environ, settings)
     report_start()
-    path = os.environ.get("PYTHONPATH")
-    os.environ["PYTHONPATH"] = HOOK if not path else f"{HOOK}{os.pathsep}{path}"
+    os.environ.update(hooked(os.environ))
     os.execvp(program[0], program)
 
 

@@ -18,7 +18,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from mpitrain.config import ENV_FILE
 from mpitrain.context import PREFIX, JobContext, PlanTask, VerifyTask
@@ -75,13 +75,14 @@ class Request:
         plan: what `mpitrain plan` wants of them.
         recover: continue without a rank that is lost, in place of ending the job; see mpitrain.job.recovery.
         exchange: as in JobContext.
+        starter: what starts the ranks: "mpiexec", or "agent": the agents of the hosts, without MPI.
         servers: so many ranks, the first ones of each host, are servers, the others workers; 0: all ranks are equal.
         notify: the command or the URL that is told how the job goes (launch/notify.py); "": there is none.
         keeps_logs: write the output of the job into files (launch/job_logs.py).
         log_dir: where; None: in the folder of this user's state.
         detaches: the job continues without the terminal (launch/detach.py).
-        show: print the mpiexec command, do not run it; with `servers` of 2 or more, also run the script up to its
-            Trainer.
+        show: print the command that starts the ranks, do not run it; with `servers` of 2 or more, also run the script
+            up to its Trainer.
         shows_ranks: print the ranks in front of what they print.
     """
 
@@ -101,6 +102,7 @@ class Request:
     plan: PlanTask = field(default_factory=PlanTask)
     recover: bool = False
     exchange: str = ""
+    starter: Literal["mpiexec", "agent"] = "mpiexec"
     servers: int = 0
     notify: str = ""
     keeps_logs: bool = False
@@ -157,10 +159,7 @@ def start(
             num_hosts = len(placement.places)
             raise ConfigError(f"{request.limits.words}, but the job runs on {num_hosts} host{'s' * (num_hosts > 1)}")
         listed = _listed_hosts(request) if request.limits.max_nodes and request.limits.most_restarts else None
-        mpiexec = describe_mpiexec(request.mpiexec) if request.mpiexec else find_mpiexec()
-        if request.recover:
-            _check_recovers(mpiexec)
-        check_mpiexec(mpiexec, find_library(), placement.num_ranks, request.typed)
+        mpiexec = _mpiexec(request, placement.num_ranks) if request.starter == "mpiexec" else None
         if foreign := torchrun.foreign(os.environ):
             names = ", ".join(foreign)
             print(f"mpitrain: {names} are set here. Each rank gets its own", file=sys.stderr)
@@ -287,7 +286,7 @@ def _supervise(
         stack.enter_context(Notifier(request.notify, live))
         if is_kept:
             stack.enter_context(_signals_end_in_order())
-            holders = Holders(agents, job.program)
+            holders = Holders(agents, job.program) if job.mpiexec is not None else None
             if heritage is None:
                 estate = new_estate(asdict(request), request.script, from_file)
             else:
@@ -356,6 +355,15 @@ def _listed_hosts(request: Request) -> Listed:
             "each host: --ppn N, or devices in --hosts"
         )
     return listed_hosts(request.hosts, request.inventory)
+
+
+def _mpiexec(request: Request, num_ranks: int) -> Mpiexec:
+    """Return the mpiexec to use. LaunchError: it does not fit MPI here, or the request."""
+    mpiexec = describe_mpiexec(request.mpiexec) if request.mpiexec else find_mpiexec()
+    if request.recover:
+        _check_recovers(mpiexec)
+    check_mpiexec(mpiexec, find_library(), num_ranks, request.typed)
+    return mpiexec
 
 
 def _check_recovers(mpiexec: Mpiexec) -> None:

@@ -182,7 +182,12 @@ class SlowRanks:
 
 
 class WatchedJob:
-    """The job as run_job needs it."""
+    """The job as run_job needs it.
+
+    Attributes:
+        path: the roll call.
+        guards: of its hosts.
+    """
 
     def __init__(
         self,
@@ -200,10 +205,10 @@ class WatchedJob:
         The job `recovers` if the loss of a rank does not end it. `holders` has its warm interpreters, if it is
         started again. `orders` has what tellers tell it.
         """
-        self.path = path
+        self.path, self.guards = path, guards
         self._holders, self._orders = holders, orders
         self._recovers = recovers
-        self._places, self._guards, self._start_seconds = places, guards, start_seconds
+        self._places, self._start_seconds = places, start_seconds
         self._stalls = Stalls(places, guards)
         self._slow = SlowRanks()
         self._since = 0.0
@@ -212,26 +217,26 @@ class WatchedJob:
     def begin(self) -> None:
         """Take note that mpiexec has been started."""
         self._since = time.monotonic()
-        self._guards.start()
+        self.guards.start()
 
     def lead(self) -> None:
         """Take note that the ranks of this job are those that train."""
         if self._orders is not None:
-            self._guards.take_orders(self._orders)
+            self.guards.take_orders(self._orders)
 
     def news(self) -> list[str]:
         """Return who waits for whom, if nothing has moved for long or a rank is slow, and news of interpreters.
 
         One line per entry.
         """
-        of_holders = [] if self._holders is None else self._holders.news(self._places, self._guards.records())
+        of_holders = [] if self._holders is None else self._holders.news(self._places, self.guards.records())
         slow = self._slow.news(self._stalls.views(), time.monotonic())
         return [*self._stalls.news(), *slow, *of_holders, *self._news_of_lost()]
 
     def _news_of_lost(self) -> list[str]:
         """Say how ranks ended without which the others continue."""
-        news, reports = [], self._guards.reports
-        for rank in sorted(self._guards.lost() - self._said):
+        news, reports = [], self.guards.reports
+        for rank in sorted(self.guards.lost() - self._said):
             self._said.add(rank)
             for host, report in reports.items():
                 if (end := report.ends.get(rank)) is not None:
@@ -240,20 +245,22 @@ class WatchedJob:
 
     def trouble(self) -> list[str]:
         """Return why the job must be ended now, one line per entry; empty while all is well."""
-        if self._guards.trouble:
-            return self._guards.trouble.splitlines()
-        if stray := misplaced(self._places, self._guards.reports):
+        if self.guards.trouble:
+            return self.guards.trouble.splitlines()
+        if unable := [f"{host}: {report.unable}" for host, report in self.guards.reports.items() if report.unable]:
+            return unable
+        if stray := misplaced(self._places, self.guards.reports):
             return [stray]
-        for host, report in self._guards.reports.items():
+        for host, report in self.guards.reports.items():
             if lost := report.orphans():
                 orphans = f"rank{'s' * (len(lost) > 1)} {rank_ranges(lost)}"
                 why = report.kernel(None) or "it was killed, or has crashed"
                 return [f"the process of mpiexec on {host} that started {orphans} has gone: {why}"]
         if vanished := self._vanished():
             return [f"{vanished}, and mpiexec continues: the job is ended"]
-        when, gone = self._guards.seen()
+        when, gone = self.guards.seen()
         now = time.monotonic()
-        read_at = dict(self._guards.read_at)
+        read_at = dict(self.guards.read_at)
         reason = start_problem(
             self._places,
             when,
@@ -266,17 +273,17 @@ class WatchedJob:
         )
         if reason is None:
             return self._stalls.fatal()
-        self._guards.look()
-        return [f"the job has not started: {reason}", *diagnosis(self._places, when, gone, self._guards.reports)]
+        self.guards.look()
+        return [f"the job has not started: {reason}", *diagnosis(self._places, when, gone, self.guards.reports)]
 
     def _vanished(self) -> str:
         """Who ended unseen by mpiexec: the first one, because of whom the others ended, or all, where it is unknown."""
-        reports = self._guards.reports
+        reports = self.guards.reports
         lost = {rank: host for host, report in reports.items() for rank in report.vanished(recovers=self._recovers)}
-        failed = self._guards.failed()
+        failed = self.guards.failed()
         if failed is not None and failed.rank in lost:
             return f"rank {failed.rank} on {lost[failed.rank]} failed"
-        for end in self._guards.first_ends():
+        for end in self.guards.first_ends():
             if end.rank in lost:
                 return f"rank {end.rank} on {lost[end.rank]} {words_of_end(end)}"
         silent = "ended without a message (os._exit, or killed?)"
@@ -286,51 +293,51 @@ class WatchedJob:
 
     def missing(self) -> list[int]:
         """The ranks that began and did not come to their end."""
-        return self._guards.phases.missing(self._guards.lost())
+        return self.guards.phases.missing(self.guards.lost())
 
     def lost(self) -> list[str]:
         """Return the hosts that fell silent."""
-        return [host for host, report in self._guards.reports.items() if report.has_vanished]
+        return [host for host, report in self.guards.reports.items() if report.has_vanished]
 
     def first_ends(self) -> list[FirstEnd]:
         """Return the first end on each host, if known, in order of time."""
-        return self._guards.first_ends()
+        return self.guards.first_ends()
 
     def records(self) -> dict[int, RankRecord]:
         """Return the last record of each rank."""
-        return self._guards.records()
+        return self.guards.records()
 
     def failed(self) -> RankRecord | None:
         """Return the record of the rank that failed first; None: no rank has failed."""
-        return self._guards.failed()
+        return self.guards.failed()
 
     def tracebacks(self) -> dict[int, str]:
         """Return what the error files of ranks have, by rank."""
-        return self._guards.tracebacks()
+        return self.guards.tracebacks()
 
     def left_early(self) -> list[int]:
         """Return the ranks that never called init(), and have left with code 0."""
-        return self._guards.left_early()
+        return self.guards.left_early()
 
     def left(self) -> tuple[int, float] | None:
         """Return the step after which all ranks have left for other hosts, and when; None: they have not."""
-        return self._guards.left()
+        return self.guards.left()
 
     def interrupt(self) -> None:
         """Take note that a signal to the launcher ends the job."""
-        self._guards.interrupt()
+        self.guards.interrupt()
 
     @property
     def is_gone(self) -> bool:
         """True if somebody removed the roll call on a host."""
-        return any(report.is_lost for report in self._guards.reports.values())
+        return any(report.is_lost for report in self.guards.reports.values())
 
     def end(self, linger_seconds: float) -> tuple[list[str], list[str]]:
         """End the processes that remain on all hosts; return them, and those that could not be ended, a line each."""
-        self._guards.end(linger_seconds)
+        self.guards.end(linger_seconds)
         left: list[str] = []
         beyond: list[str] = []
-        for host, report in self._guards.reports.items():
+        for host, report in self.guards.reports.items():
             if report.left is None:
                 look = typed_on(host, "ps -fu $USER")
                 beyond.append(f"{host} has not confirmed that nothing of the job is left; `{look}`")
