@@ -75,6 +75,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         choices=["mpiexec", "agent"],
         help="agent: start ranks that need no MPI without it",
     )
+    parser.add_argument("--tf-config", action="store_true", help="set TensorFlow's TF_CONFIG in each rank")
     parser.add_argument(
         "--servers",
         type=positive,
@@ -128,6 +129,7 @@ def run(arguments: argparse.Namespace) -> int:
         servers=arguments.servers,
         recover=arguments.recover,
         exchange=arguments.exchange,
+        tf_config=arguments.tf_config,
         notify=checked(arguments.notify) if arguments.notify else "",
         keeps_logs=not arguments.show,
         log_dir=_writable(arguments.log_dir) if arguments.log_dir and not arguments.show else None,

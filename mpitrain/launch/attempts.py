@@ -132,6 +132,7 @@ def run_here(
     own, context = job.placement.own, identified(job.context, Path(tempfile.gettempdir()))
     wish: dict[str, Any] = {"token": context.job, "roll_call": context.roll_call, "peers": {}}
     wish["port"] = torchrun.wanted_port(os.environ)
+    wish["num_worker_ports"] = job.placement.num_ranks if context.tf_config else 0
     if keepers is not None:
         keepers.begin([own], context.job)
     if holders is not None:

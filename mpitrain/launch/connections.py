@@ -56,6 +56,7 @@ AGENT = (
     *COMMON,
     "watching.roll_call",
     "watching.census",
+    "watching.flight_recorder",
     "launch.memory_kills",
     "launch.facts",
     "launch.load",

@@ -155,7 +155,11 @@ def words_of_failure(ended: Ended, host_of: Callable[[int], str]) -> list[str]:
     The traceback is repeated if ranks failed in several ways: the first one is hard to find then.
     """
     failed = ended.failed
-    if failed is None or failed.rank not in ended.tracebacks or ended.is_interrupted or failed.error == INTERRUPTED:
+    if failed is None or ended.is_interrupted or failed.error == INTERRUPTED:
+        return []
+    if ended.ends_others != "mpiexec" and _LEFT.match(failed.error):  # others may have said something since
+        return [f"rank {failed.rank} on {host_of(failed.rank)} {failed.error}"]
+    if failed.rank not in ended.tracebacks:
         return []
     errors = {rank: ended.records[rank].error for rank in sorted(ended.tracebacks)}
     follows = is_of_neighbour(failed.error)

@@ -23,7 +23,7 @@ import subprocess
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from mpitrain.context import RANK
+from mpitrain.context import RANK, TF_WORKERS, tf_config
 from mpitrain.error_file import ERROR_FILE
 from mpitrain.launch.processes import end_with_agent
 from mpitrain.watching.census import Census
@@ -56,13 +56,16 @@ class HostRanks:
     def start(self, program: list[str], folder: str, variables: dict[str, str], first: int, count: int) -> None:
         """Start these ranks, with `variables` beside those of the agent; or say why that cannot be."""
         for number in range(count):
-            own = {"RANK": first + number, "ROLE_RANK": first + number, "LOCAL_RANK": number, "LOCAL_WORLD_SIZE": count}
-            own[RANK] = first + number
+            rank = first + number
+            own: dict[str, int | str] = {"RANK": rank, "ROLE_RANK": rank, RANK: rank}
+            own.update({"LOCAL_RANK": number, "LOCAL_WORLD_SIZE": count})
+            if TF_WORKERS in variables:
+                own["TF_CONFIG"] = tf_config(variables[TF_WORKERS], rank)
             environment = {**os.environ, **variables, **{name: str(value) for name, value in own.items()}}
             try:
-                self._start(first + number, program, folder, environment)
+                self._start(rank, program, folder, environment)
             except (OSError, subprocess.SubprocessError) as error:
-                why = f"rank {first + number} cannot be started: {program[0]} in {folder}: {error}"
+                why = f"rank {rank} cannot be started: {program[0]} in {folder}: {error}"
                 self._send({"unable": why})
                 return
 

@@ -233,6 +233,8 @@ def _guards(
         host: {**wish, "peers": {peer: address for peer, address in addresses.items() if peer != host}}
         for host in addresses
     }
+    for place in placement.places if context.tf_config else ():
+        wishes[place.host]["num_worker_ports"] = place.num_ranks
     if not is_idle:  # the ranks of the present attempt may have it
         wishes[placement.hosts[0]]["port"] = torchrun.wanted_port(os.environ)
     if ssh is not None:

@@ -14,7 +14,7 @@ import sys
 from collections.abc import Mapping, MutableMapping, Sequence
 from pathlib import Path
 
-from mpitrain.context import RANK_VARIABLES, JobContext
+from mpitrain.context import RANK_VARIABLES, TF_WORKERS, JobContext, tf_config
 from mpitrain.error_file import ERROR_FILE
 from mpitrain.reading import json_of
 from mpitrain.watching.roll_call import appear
@@ -62,6 +62,8 @@ def add_settings(environ: MutableMapping[str, str], settings: str) -> None:
     if number is not None:
         told = json_of(settings, SystemExit, "mpitrain: what the launcher tells its ranks", any_text=True)
         environ.update({**place_of(environ), **settings_of(number, told)})
+        if TF_WORKERS in environ:
+            environ["TF_CONFIG"] = tf_config(environ[TF_WORKERS], number)
 
 
 def report_start(starter: int = 0) -> None:

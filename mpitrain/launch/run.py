@@ -137,8 +137,12 @@ class Run:
             finally:
                 self._close()
         ended = self._ended(returncode, left)
+        if ended.code and not self._is_forced:
+            for line in self._watched.recorded():
+                self._printer.say(line)
         has_reported = self._printer.first_failure.rank is not None and not ended.missing
-        has_said = self._printer.has_reason and not is_consequence(ended)
+        # Ranks that an agent ends may say why they end, which is no reason.
+        has_said = self._has_mpiexec and self._printer.has_reason and not is_consequence(ended)
         if not has_reported and (words := last_words(ended, self._host_of, has_said=has_said)):
             self._printer.say(words)
         elif ended.code and not (has_reported or self._is_forced or ended.failed):

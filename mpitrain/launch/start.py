@@ -76,6 +76,7 @@ class Request:
         recover: continue without a rank that is lost, in place of ending the job; see mpitrain.job.recovery.
         exchange: as in JobContext.
         starter: what starts the ranks: "mpiexec", or "agent": the agents of the hosts, without MPI.
+        tf_config: each rank gets TensorFlow's TF_CONFIG.
         servers: so many ranks, the first ones of each host, are servers, the others workers; 0: all ranks are equal.
         notify: the command or the URL that is told how the job goes (launch/notify.py); "": there is none.
         keeps_logs: write the output of the job into files (launch/job_logs.py).
@@ -103,6 +104,7 @@ class Request:
     recover: bool = False
     exchange: str = ""
     starter: Literal["mpiexec", "agent"] = "mpiexec"
+    tf_config: bool = False
     servers: int = 0
     notify: str = ""
     keeps_logs: bool = False
@@ -178,6 +180,7 @@ def start(
                 plan=request.plan,
                 recover=int(request.recover),
                 exchange=request.exchange,
+                tf_config=int(request.tf_config),
                 must_copy=int(bool(request.limits.restarts)),
                 servers=request.servers,
             ),

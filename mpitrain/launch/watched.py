@@ -28,6 +28,7 @@ from mpitrain.watching.hang_report import all_wait_in_one, as_stacks_show, has_e
 from mpitrain.watching.hang_report import report as report_of_waits
 from mpitrain.watching.ranges import rank_ranges
 from mpitrain.watching.rank_record import CALLED, ENDED, FAILED, STARTED, WAITS, RankRecord
+from mpitrain.watching.recorded_calls import report_of_calls
 from mpitrain.watching.roll_call import PREFIX
 from mpitrain.watching.view import RankView
 
@@ -147,9 +148,11 @@ class Stalls:
             self._guards.look()
             reports = self._guards.reports.items()
             unreachable = {host: report.unreachable for host, report in reports if report.processes is not None}
-        return views, report_of_waits(
+        lines = report_of_waits(
             views, absent, answered=answered, silent=silent, unreachable=unreachable, hang_seconds=hang_seconds
         )
+        recorded = {view.record.rank: view.recorded for view in views if view.recorded}
+        return views, [*lines, *report_of_calls(recorded)]
 
 
 class SlowRanks:
@@ -318,6 +321,11 @@ class WatchedJob:
     def left_early(self) -> list[int]:
         """Return the ranks that never called init(), and have left with code 0."""
         return self.guards.left_early()
+
+    def recorded(self) -> list[str]:
+        """Return what the flight recorders of the ranks said at the end: who had not made which call. After `end`."""
+        reports = self.guards.reports.values()
+        return report_of_calls({rank: calls for report in reports for rank, calls in report.recorded.items()})
 
     def left(self) -> tuple[int, float] | None:
         """Return the step after which all ranks have left for other hosts, and when; None: they have not."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -41,6 +41,7 @@ class RankView:
         idle_seconds: of a rank that has not called init(): for how long it has used no processor and read nothing.
         code: the exit code of its process, or the number of the signal below 0; None: it runs, or nobody knows.
         traceback: of a rank that has failed before init(), or never calls it: what its error file has.
+        recorded: its last calls of NCCL (flight_recorder.py), where somebody has looked.
     """
 
     record: RankRecord
@@ -57,6 +58,7 @@ class RankView:
     idle_seconds: float = 0.0
     code: int | None = None
     traceback: str = ""
+    recorded: Sequence[dict[str, Any]] = ()
 
     @property
     def waits(self) -> bool:
