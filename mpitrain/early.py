@@ -323,24 +323,13 @@ def _note_error(error: BaseException) -> None:
     waits for a moment: the rank to blame may be about to say why, and the first to end ends all."""
     import traceback
 
-    from mpitrain.error_file import is_of_neighbour
+    from mpitrain.error_file import is_of_neighbour, note_error
 
     is_interrupt = isinstance(error, KeyboardInterrupt)
     # watching.rank_record.INTERRUPTED
     line = "interrupted" if is_interrupt else f"{type(error).__name__}: {error}"
-    if _write_error(line, "".join(traceback.format_exception(error))) and is_of_neighbour(line):
+    if note_error(line, "".join(traceback.format_exception(error))) and is_of_neighbour(line):
         time.sleep(_NEIGHBOUR_SECONDS)
-
-
-def _write_error(line: str, text: str) -> bool:
-    """False: this rank has no error file."""
-    from mpitrain.error_file import ERROR_FILE, write_error
-
-    try:
-        write_error(os.environ[ERROR_FILE], line, text)
-    except Exception:  # the failure itself is what counts
-        return False
-    return True
 
 
 def _at_exit() -> None:
@@ -348,7 +337,9 @@ def _at_exit() -> None:
     if error is None or is_helper() or (mpi is not None and mpi.Is_initialized()):
         return
     if RANK in os.environ:  # those that need this one fail before the agent sees its end
-        _write_error(words_of_exit(error), "")
+        from mpitrain.error_file import note_error
+
+        note_error(words_of_exit(error), "")
     if not str(error.code).startswith("mpitrain: "):  # our own words, which Python has printed
         _say(words_of_exit(error))
     _end(exit_code_of(error))

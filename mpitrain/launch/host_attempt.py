@@ -28,8 +28,8 @@ from mpitrain.launch.memory_kills import MemoryKills, why_bus_error
 from mpitrain.launch.processes import Marked, command_line, read, remove
 from mpitrain.launch.shared_files import SharedFiles, remove_of_ranks
 from mpitrain.reading import whole
-from mpitrain.watching import flight_recorder
 from mpitrain.watching.census import Census
+from mpitrain.watching.flight_recorder import asked_calls, recorder_prefix, remove_written, written_calls
 from mpitrain.watching.rank_record import RankRecord
 from mpitrain.watching.view import RankView, look_at, process_state, state_of, to_json
 
@@ -67,7 +67,7 @@ class HostAttempt:
         self._has_no_load = False  # it could not be read
         self._order: dict[str, Any] | None = None
         self._has_ended = False
-        self._recorder = flight_recorder.prefix_of(wish["roll_call"])
+        self._recorder = recorder_prefix(wish["roll_call"])
         self._held, self._ports = hold_ports(wish.get("port", 0))
         for_workers, self._worker_ports = hold_ports(0, wish.get("num_worker_ports", 0))
         self._held += for_workers
@@ -113,7 +113,7 @@ class HostAttempt:
         """End its processes. Any thread may call."""
         self._job.end(0.0)
         remove(self._wish["roll_call"])
-        flight_recorder.remove_written(self._recorder)
+        remove_written(self._recorder)
 
     def look(self, *, is_last: bool = False) -> None:
         """Take in which ranks have appeared or ended."""
@@ -210,7 +210,7 @@ class HostAttempt:
         for rank, pid in self._ranks_by_variable().items():
             views.setdefault(rank, RankView(RankRecord(rank), pid))
         seen = look_at(views.values(), is_whole=is_whole)
-        recorded = flight_recorder.ask(self._recorder, views)
+        recorded = asked_calls(self._recorder, views)
         return [replace(view, recorded=recorded.get(view.record.rank, ())) for view in seen]
 
     def _ranks_by_variable(self) -> dict[int, int]:
@@ -254,8 +254,8 @@ class HostAttempt:
         is_lost = not Path(self._wish["roll_call"]).exists()
         remove(self._wish["roll_call"])
         # NCCL has written them at the end of its own timeout.
-        recorded = flight_recorder.written(self._recorder, [view.record.rank for view in self._census.views()])
-        flight_recorder.remove_written(self._recorder)
+        recorded = written_calls(self._recorder, [view.record.rank for view in self._census.views()])
+        remove_written(self._recorder)
         self._send({"ended": ended, "immortal": immortal, "lost": is_lost, "recorded": list(recorded.items())})
 
 
@@ -302,5 +302,5 @@ def sweep(wish: dict[str, Any]) -> None:
     shared_files.remove()
     remove_of_ranks(wish["token"])
     remove(wish["roll_call"])
-    flight_recorder.remove_written(flight_recorder.prefix_of(wish["roll_call"]))
+    remove_written(recorder_prefix(wish["roll_call"]))
     send({"attempt": wish["token"], "ended": ended, "immortal": immortal, "lost": False})

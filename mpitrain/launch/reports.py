@@ -61,7 +61,7 @@ class HostReport:
     ends: dict[int, FirstEnd] = field(default_factory=dict)  # of ranks that were the first to end, also of lost ones
     processes: list[tuple[int, str, str]] | None = None  # id, state, command line
     unreachable: list[str] = field(default_factory=list)  # hosts to which it cannot connect on high ports
-    recorded: dict[int, Any] = field(default_factory=dict)  # by rank: what flight_recorder.written had at the end
+    recorded: dict[int, Any] = field(default_factory=dict)  # by rank: what flight_recorder.written_calls had at the end
     unable: str = ""  # why the agent cannot start a rank there
     is_lost: bool = False  # somebody removed the roll call there
     left: list[tuple[int, str]] | None = None  # processes that had to be ended; None: no answer yet

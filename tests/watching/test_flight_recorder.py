@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from jobs import VENVS, run_command
-from mpitrain.watching.flight_recorder import last_calls, written
+from mpitrain.watching.flight_recorder import last_calls, written_calls
 from mpitrain.watching.recorded_calls import report_of_calls
 
 # PyTorch's own recorder takes down gloo's calls in the form of NCCL's.
@@ -63,7 +63,7 @@ def test_files_that_are_edited_here_are_read_by_pytorch_too(dump: bytes, tmp_pat
     (tmp_path / "recorder-1").write_bytes(of_rank(dump, 2))
     told = loader.read_dump("recorder-", str(tmp_path / "recorder-1"))
     assert (told["rank"], len(told["entries"]), told["pg_config"]["0"]["ranks"]) == (1, 2, "[0, 1, 2]")
-    assert written(f"{tmp_path}/recorder-", [0, 1])[1] == last_calls(of_rank(dump, 2))
+    assert written_calls(f"{tmp_path}/recorder-", [0, 1])[1] == last_calls(of_rank(dump, 2))
 
 
 class Foreign:
@@ -87,18 +87,20 @@ def test_a_file_that_is_not_complete(dump: bytes) -> None:
 
 
 BROADCAST, SUM = "broadcast 3 (Float [2, 3], calls.py:7 (<module>))", "all_reduce 2 (Float [4], calls.py:5 (train))"
+LATE = f"rank 1 has not: its last call is {SUM}"
+ALL = "all have called it, and it has not ended on all"
 
 
 @pytest.mark.parametrize(
     ("numbers", "ranks", "state", "said"),
     [
-        ({0: 3, 1: 2, 2: 3}, "[0, 1, 2]", "started", [f"ranks 0,2 have called {BROADCAST}; rank 1 has not: its last call is {SUM}"]),
+        ({0: 3, 1: 2, 2: 3}, "[0, 1, 2]", "started", [f"ranks 0,2 have called {BROADCAST}; {LATE}"]),
         ({0: 3, 2: 3}, "[0, 1, 2]", "started", [f"ranks 0,2 have called {BROADCAST}; nothing is recorded of rank 1"]),
-        ({0: 3, 1: 3}, "[0, 1]", "started", [f"ranks 0-1 have called {BROADCAST}; all have called it, and it has not ended on all"]),
+        ({0: 3, 1: 3}, "[0, 1]", "started", [f"ranks 0-1 have called {BROADCAST}; {ALL}"]),
         ({0: 3, 1: 3}, "[0, 1]", "completed", []),
-        ({0: 3, 1: 2}, "[]", "completed", [f"rank 0 has called {BROADCAST}; rank 1 has not: its last call is {SUM}"]),
+        ({0: 3, 1: 2}, "[]", "completed", [f"rank 0 has called {BROADCAST}; {LATE}"]),
     ],
-)  # fmt: skip
+)
 def test_who_has_not_made_the_call(
     dump: bytes, numbers: dict[int, int], ranks: str, state: str, said: list[str]
 ) -> None:
