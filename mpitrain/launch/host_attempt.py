@@ -249,12 +249,12 @@ class HostAttempt:
         self.look(is_last=True)
         self._ranks.close()
         self._beat()
+        # NCCL has written them at the end of its own timeout.
+        recorded = written_calls(self._recorder, [view.record.rank for view in self._census.views()])
         self._shared_files.remove()
         remove_of_ranks(self._token)
         is_lost = not Path(self._wish["roll_call"]).exists()
         remove(self._wish["roll_call"])
-        # NCCL has written them at the end of its own timeout.
-        recorded = written_calls(self._recorder, [view.record.rank for view in self._census.views()])
         remove_written(self._recorder)
         self._send({"ended": ended, "immortal": immortal, "lost": is_lost, "recorded": list(recorded.items())})
 
