@@ -158,7 +158,9 @@ def test_a_rank_that_does_not_make_a_call(tmp_path: Path, starter: str) -> None:
 def test_what_a_watchdog_has_written(tmp_path: Path) -> None:
     """NCCL's writes the file at the end of its timeout, and ends the process by SIGABRT."""
     pytest.importorskip("torch")
-    end = "os.write(os.open(pipe, os.O_RDWR), b'1'); time.sleep(2); os.abort()"
+    file = 'os.environ["TORCH_FR_DUMP_TEMP_FILE"] + rank'
+    wait = f"while not (os.path.exists({file}) and os.path.getsize({file})): time.sleep(0.1)"
+    end = f"os.write(os.open(pipe, os.O_RDWR), b'1')\n        {wait}\n        time.sleep(0.5); os.abort()"
     (tmp_path / "train.py").write_text(HANGS.replace("END", end))
     words = ["run", "--starter", "agent", "--max-restarts", "0", "-n", "2", "train.py"]
     job = run_command([str(VENVS["mpich"] / "bin/mpitrain"), *words], cwd=tmp_path)
