@@ -46,6 +46,7 @@ def test_a_script_that_meets_by_torch_distributed(tmp_path: Path) -> None:
     job = run(tmp_path, DDP, "-n", "3")
     assert lines_of(job) == [[rank, 6.0, rank, 3] for rank in range(3)]
     assert "each rank runs all of it alone" not in job.stderr
+    assert "mpitrain: the ranks start without MPI: train.py does not use it (--starter mpiexec: with" in job.stderr
 
 
 def test_gloo_is_ours_without_an_edit(tmp_path: Path) -> None:

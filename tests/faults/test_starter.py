@@ -216,7 +216,7 @@ def test_others_see_the_job(tmp_path: Path) -> None:
     assert job.code != 0, job.output
     assert job.left == [], job.output
     assert "0-2 on" in seen["ps"], seen
-    assert [rank["rank"] for rank in json.loads(seen["top"])["ranks"]] == [0, 1, 2]
+    assert [rank["rank"] for rank in json.loads(seen["top"])["jobs"][0]["ranks"]] == [0, 1, 2]
 
 
 @pytest.fixture
