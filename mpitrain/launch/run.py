@@ -244,8 +244,7 @@ class Run:
                 beyond.append("another process holds the job's output open; the end of the output may be missing")
                 break
         there, beyond_there = self._watched.end(0.0 if self._is_forced else LINGER_SECONDS)
-        while self._read(0.0):  # agents send the rest at last
-            pass
+        self._read(0.0)  # agents send the rest at last
         left, beyond = left + there, beyond + beyond_there
         if left and not self._is_forced:
             self._printer.say(f"{self._starter} ended before {len(left)} processes of the job, which were killed:")

@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import sysconfig
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -240,10 +240,14 @@ def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., li
 
 
 def over_hosts(
-    hosts: Callable[..., list[str]], folder: Path, source: str, during: Callable[..., None] | None = None
+    hosts: Callable[..., list[str]],
+    folder: Path,
+    source: str,
+    during: Callable[..., None] | None = None,
+    options: Sequence[str] = ("--max-restarts", "0"),
 ) -> Job:
     (folder / "train.py").write_text(RANK + source)
-    words = ["run", "--starter", "agent", "--max-restarts", "0", "--hosts", "n1:1,n2:2", "train.py"]
+    words = ["run", "--starter", "agent", *options, "--hosts", "n1:1,n2:2", "train.py"]
     return run_command(hosts("n1", folder, *MPITRAIN, *words), cwd=folder, during=during, timeout=200.0)
 
 
@@ -280,3 +284,19 @@ def test_a_launcher_that_is_killed(tmp_path: Path, hosts: Callable[..., list[str
 
     job = over_hosts(hosts, tmp_path, OTHERS + "time.sleep(1000)", during=kill)
     assert (job.code, job.left) == (-signal.SIGKILL, []), job.output
+
+
+def test_a_job_that_continues_on_fewer_hosts(tmp_path: Path, hosts: Callable[..., list[str]]) -> None:
+    """The ranks on the lost host end too: the network is cut there, and its agent hears no launcher."""
+    source = (
+        "import subprocess\n"
+        "count, size = os.environ['TORCHELASTIC_RESTART_COUNT'], os.environ['WORLD_SIZE']\n"
+        "print(f'rank {rank} of {size} in try {count}', flush=True)\n"
+        "if count == '0':\n"
+        "    if rank == 1: subprocess.run(['/usr/sbin/ip', 'link', 'set', 'eth0', 'down'], check=True)\n"
+        "    time.sleep(1000)\n"
+    )
+    job = over_hosts(hosts, tmp_path, source, options=["--max-restarts", "1", "--nnodes", "1:2"])
+    assert (job.code, job.left) == (0, []), job.output
+    assert "\nrank 0 of 1 in try 1\n" in job.stdout
+    assert "n2 fell silent" in job.stderr
