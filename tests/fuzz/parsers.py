@@ -522,7 +522,7 @@ PARSERS: dict[str, Parser] = {
         as_json({"message": {"message": "E: no", "extraInfo": {"py_callstack": "T", "timestamp": "1"}}}),
         lambda data, _: parse_error(data),
     ),
-    "file of the flight recorder": Parser((pickle.dumps(RECORDED, protocol=2), b"\x80\x02}."), recorded),
+    "file of the flight recorder": Parser((pickle.dumps(RECORDED, protocol=2),), recorded),
     "order of a rank": Parser((json.dumps(ORDER).encode(),), order_of_page),
     "in-memory checkpoint": Parser(
         (copy_in_memory(),), lambda data, _: read_copy(numpy.frombuffer(bytearray(data), numpy.uint8))
