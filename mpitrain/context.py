@@ -10,6 +10,7 @@ Pythons.
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -31,8 +32,12 @@ OF_MPIEXEC = ("PMI_", "PMIX_", "OMPI_", "PRTE_", "HYDI_", "HYDRA_", "MPI_LOCAL",
 WARM, WARM_LINE, WARM_ROOM = PREFIX + "WARM", PREFIX + "WARM_LINE", PREFIX + "WARM_ROOM"
 # The name of the memory in which a rank lists its imports, and the name of a warm interpreter in the process table.
 IMPORTS, WARM_NAME = "mpitrain-imports", "mpitrain-warm"
-# The variables in which mpiexec passes a process its rank.
-RANK_VARIABLES = ("PMI_RANK", "OMPI_COMM_WORLD_RANK")
+# The variable in which an agent gives a process its rank, where it starts the ranks in place of mpiexec.
+RANK = PREFIX + "RANK"
+# HOST:PORT of each rank, separated by commas, where ranks get TensorFlow's variable TF_CONFIG.
+TF_WORKERS = PREFIX + "TF_WORKERS"
+# The variables that give a process its rank.
+RANK_VARIABLES = ("PMI_RANK", "OMPI_COMM_WORLD_RANK", RANK)
 # "Clear the line". A line of a rank that begins with it and ends with a carriage return is the progress bar, which the
 # launcher keeps below all other output.
 BAR_START = b"\x1b[2K"
@@ -115,8 +120,9 @@ class JobContext:
         columns: width of the terminal that the launcher prints to; 0: it prints to none.
         recover: 1: if a rank is lost, the remaining ranks continue; 0: the loss of a rank ends the job.
         exchange: "mpitrain": process groups of gloo use mpitrain's backend; "": they are gloo's.
-        verify: what `mpitrain verify` asks of the ranks.
-        plan: what `mpitrain plan` asks of them.
+        tf_config: 1: each rank gets TensorFlow's TF_CONFIG.
+        verify: what `mpitrain verify` wants of the ranks.
+        plan: what `mpitrain plan` wants of them.
         servers: how many ranks of the job, or processes of `mpitrain serve`, are servers. 0: there is none, or one that
             `mpitrain serve` started.
         serve: what `mpitrain serve` or `mpitrain work` passes to the process that it started.
@@ -138,6 +144,7 @@ class JobContext:
     columns: int = 0
     recover: int = 0
     exchange: str = ""
+    tf_config: int = 0
     verify: VerifyTask = field(default_factory=VerifyTask)
     plan: PlanTask = field(default_factory=PlanTask)
     servers: int = 0
@@ -156,6 +163,14 @@ class JobContext:
     def device(self, rank: int) -> str:
         """Return the device that `mpitrain run --hosts` gave to a rank, such as "cuda:1" or "cpu"; "" if none."""
         return self.devices[rank] if self.devices else ""
+
+
+def tf_config(workers: str, rank: int) -> str:
+    """Return TF_CONFIG of a rank, a worker among others (tf.distribute.MultiWorkerMirroredStrategy).
+
+    `workers` is as in TF_WORKERS.
+    """
+    return json.dumps({"cluster": {"worker": workers.split(",")}, "task": {"type": "worker", "index": rank}})
 
 
 def _read(default: Any, prefix: str, environ: Mapping[str, str]) -> Any:

@@ -24,7 +24,7 @@ from stat import S_ISSOCK
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from mpitrain.context import ADDED, JOB, LAUNCHER, OF_MPIEXEC, PREFIX
+from mpitrain.context import ADDED, JOB, LAUNCHER, OF_MPIEXEC, PREFIX, RANK
 from mpitrain.user_code import is_of_user
 
 if TYPE_CHECKING:
@@ -50,8 +50,8 @@ _exits: list[SystemExit] = []
 
 
 def watch() -> None:
-    """From now on, end the job at an uncaught exception of this process, if it is a rank."""
-    if not {"PMI_RANK", "PMIX_RANK", _RANK_PID} & os.environ.keys():
+    """End the job at an uncaught exception of this process, if it is a rank."""
+    if not {"PMI_RANK", "PMIX_RANK", RANK, _RANK_PID} & os.environ.keys():
         return
     os.environ.setdefault(_RANK_PID, str(os.getpid()))
     if is_helper():
@@ -327,28 +327,30 @@ def _note_error(error: BaseException) -> None:
     all."""
     import traceback
 
-    from mpitrain.error_file import ERROR_FILE, is_of_neighbour, write_error
+    from mpitrain.error_file import is_of_neighbour, note_error
 
     is_interrupt = isinstance(error, KeyboardInterrupt)
     # watching.rank_record.INTERRUPTED
     line = "interrupted" if is_interrupt else f"{type(error).__name__}: {error}"
-    with suppress(Exception):
-        write_error(os.environ[ERROR_FILE], line, "".join(traceback.format_exception(error)))
-        if is_of_neighbour(line):
-            time.sleep(_NEIGHBOUR_SECONDS)
+    if note_error(line, "".join(traceback.format_exception(error))) and is_of_neighbour(line):
+        time.sleep(_NEIGHBOUR_SECONDS)
 
 
 def _at_exit() -> None:
     error, mpi = last_exit(), sys.modules.get("mpi4py.MPI")
     if error is None or is_helper() or (mpi is not None and mpi.Is_initialized()):
         return
-    if not str(error.code).startswith("mpitrain: "):  # mpitrain's own message, which Python has printed
+    if RANK in os.environ:  # those that need this one fail before the agent sees its end
+        from mpitrain.error_file import note_error
+
+        note_error(words_of_exit(error), "")
+    if not str(error.code).startswith("mpitrain: "):  # our own words, which Python has printed
         _say(words_of_exit(error))
     _end(exit_code_of(error))
 
 
 def _say(text: str) -> None:
-    rank = os.environ.get("PMI_RANK") or os.environ.get("PMIX_RANK", "?")
+    rank = next((os.environ[name] for name in ("PMI_RANK", "PMIX_RANK", RANK) if name in os.environ), "?")
     os.write(2, f"mpitrain: rank {rank} on {os.uname().nodename} {text}\n".encode(errors="backslashreplace"))
 
 

@@ -50,6 +50,15 @@ def write_error(path: str, line: str, traceback: str) -> None:
             json.dump({"message": {"message": line, "extraInfo": extra}}, file)
 
 
+def note_error(line: str, traceback: str) -> bool:
+    """Write how this rank fails. False: it has no error file, or cannot write it; the failure itself is what counts."""
+    try:
+        write_error(os.environ[ERROR_FILE], line, traceback)
+    except Exception:
+        return False
+    return True
+
+
 def read_error(descriptor: int) -> WrittenError | None:
     """Read an error file; None: the program has written none."""
     data = os.pread(descriptor, _MOST_BYTES, 0)

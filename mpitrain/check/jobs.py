@@ -92,6 +92,7 @@ def _run(cluster: Cluster, begin: str, command: LaunchCommand, seconds: int) -> 
         "seconds": seconds,
     }
     ended = cluster.ask(begin, "job_run", wish, seconds=MOST_PATIENCE * seconds + 8.0)
+    assert command.tag is not None
     decoder = TagDecoder(command.tag)
     written: dict[int, bytes] = {}
     for rank, piece in [*decoder.feed(ended["out"].encode()), *decoder.close()]:

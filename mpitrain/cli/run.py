@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from importlib.machinery import PathFinder
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from mpitrain.cli.launching import (
     START_SECONDS,
@@ -24,6 +24,9 @@ from mpitrain.cli.launching import (
 from mpitrain.errors import ConfigError
 from mpitrain.reading import shown, whole
 from mpitrain.units import add_renamed
+
+if TYPE_CHECKING:
+    from mpitrain.launch.start import Request
 
 HELP = "start a script on several ranks, here or on several hosts"
 
@@ -68,6 +71,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="process groups of gloo use mpitrain's exchange",
     )
     parser.add_argument(
+        "--starter",
+        choices=["mpiexec", "agent"],
+        help="agent: start ranks that need no MPI without it",
+    )
+    parser.add_argument("--tf-config", action="store_true", help="set TensorFlow's TF_CONFIG in each rank")
+    parser.add_argument(
         "--servers",
         type=positive,
         default=0,
@@ -81,7 +90,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--dry-run",
         action="store_true",
         dest="show",
-        help="print the mpiexec command, but do not run it",
+        help="print the command, but do not run it",
     )
     add_renamed(
         parser,
@@ -120,18 +129,21 @@ def run(arguments: argparse.Namespace) -> int:
         servers=arguments.servers,
         recover=arguments.recover,
         exchange=arguments.exchange,
+        tf_config=arguments.tf_config,
         notify=checked(arguments.notify) if arguments.notify else "",
         keeps_logs=not arguments.show,
         log_dir=_writable(arguments.log_dir) if arguments.log_dir and not arguments.show else None,
         detaches=arguments.detach and not arguments.show,
     )
     kind = aware_of(Path(request.script))
-    if kind == "torchrun":
+    if kind in ("torchrun", "either"):
         if request.exchange:
             print("mpitrain: process groups of gloo use mpitrain's exchange in all ranks", file=sys.stderr, flush=True)
         for remark in remarks(Path(request.script), request.num_ranks or 0):
             print(f"mpitrain: {remark}", file=sys.stderr, flush=True)
-        # Its ranks may end at any time, and have no init() that shows whether they are late.
+    request = replace(request, starter=_starter(arguments, request, kind))
+    if kind in ("torchrun", "either") or request.starter == "agent":
+        # Its ranks may end at any time, and have no init() that says whether they are late.
         seconds = 0.0 if request.start_seconds == START_SECONDS else request.start_seconds
         request = replace(request, start_seconds=seconds, limits=replace(request.limits, counts_steps=False))
     if request.num_ranks != 1 and not arguments.show and not kind:
@@ -147,6 +159,33 @@ def run(arguments: argparse.Namespace) -> int:
     from mpitrain.launch.detach import detach
 
     return detach(lambda when_started: start(request, when_started=when_started), _follow)
+
+
+def _starter(arguments: argparse.Namespace, request: Request, kind: str) -> Literal["mpiexec", "agent"]:
+    """Return what starts the ranks. If the agents do that, because nothing asks for MPI, say so.
+
+    Raises:
+        ConfigError: an option needs MPI, and --starter agent goes without it.
+    """
+    needed = {
+        "--exchange": request.exchange,
+        "--servers": request.servers,
+        "--recover": request.recover,
+        "--mpiexec": request.mpiexec,
+    }
+    options = [name for name, value in needed.items() if value]
+    if options and arguments.starter == "agent":
+        raise ConfigError(f"{options[0]} needs MPI, and --starter agent starts ranks without it; leave out one of them")
+    if arguments.starter or options or kind == "mpi":
+        return arguments.starter or "mpiexec"
+    if PathFinder.find_spec("mpi4py") is None:
+        why = f"{sys.executable} has no mpi4py"
+    elif kind == "torchrun":
+        why = f"{request.script} does not use it"
+    else:  # what is installed may use MPI without a word of it here
+        return "mpiexec"
+    print(f"mpitrain: the ranks start without MPI: {why} (--starter mpiexec: with MPI)", file=sys.stderr, flush=True)
+    return "agent"
 
 
 def _follow(job: str) -> str:
@@ -193,17 +232,18 @@ _OF_TORCHRUN = (
         "fairscale",
     ),
 )
+# Of those, what may be set to use MPI.
+_OF_EITHER = ("horovod", '"mpi"', "'mpi'")
 _MOST_FILES = 300
 _INSTALLED = ("site-packages", "dist-packages")
 
 
-def aware_of(script: Path) -> Literal["mpi", "torchrun", ""]:
-    """Return how this script, or a module that it imports, is aware of other ranks, as far as can be detected; "": it
-    is not.
+def aware_of(script: Path) -> Literal["mpi", "torchrun", "either", ""]:
+    """Return how this script, or what it imports, knows of other ranks, as far as can be seen; "": it does not.
 
-    A script that cannot be read counts as "mpi".
+    A script that cannot be read is one of "mpi". One of "either" has torchrun's ways, and may use MPI too.
     """
-    found: Literal["torchrun", ""] = ""
+    found: Literal["torchrun", "either", ""] = ""
     path = [str(script.resolve().parent), str(Path.cwd()), *sys.path]
     seen: set[Path] = set()
     waiting = [script.resolve()]
@@ -218,8 +258,10 @@ def aware_of(script: Path) -> Literal["mpi", "torchrun", ""]:
                 return "mpi"
             if len(seen) > _MOST_FILES:  # a script in a checkout of its library
                 return found or "mpi"
-            if any(word in text for word in _OF_TORCHRUN):
+            if any(word in text for word in _OF_TORCHRUN) and found != "either":
                 found = "torchrun"
+            if found and any(word in text for word in _OF_EITHER):
+                found = "either"
             with warnings.catch_warnings(action="ignore"):  # the ranks print those of the compiler
                 names = set(_imported(ast.parse(text)))
         except (OSError, SyntaxError, ValueError, RecursionError, MemoryError):

@@ -30,6 +30,7 @@ from mpitrain.job.segments import own_folder
 from mpitrain.job.step_times import StepTimes
 from mpitrain.job.trace import Trace
 from mpitrain.job.warm import TakenPlace, place, publish_imports
+from mpitrain.job.without_mpi import why_no_mpi
 from mpitrain.job.worlds import check_containers, make_world
 from mpitrain.launch.launched import check_size, check_vendor, launched_by
 from mpitrain.launch.shared_files import remove_mine
@@ -75,7 +76,7 @@ def init(**settings: Any) -> World:
         settings: fields of mpitrain.config.Config. They take precedence over the MPITRAIN_* variables.
 
     Raises:
-        LaunchError: there is no MPI library, or the processes do not form one job (the wrong mpiexec).
+        LaunchError: there is no MPI library, or the processes do not form one job (the wrong mpiexec, or none).
         ConfigError: a setting or MPITRAIN_* variable is unknown, or its value is not allowed.
         MismatchError: the ranks run different versions of mpitrain, or have different settings.
     """
@@ -98,6 +99,8 @@ def the_job() -> Job:
 
 def _begin(settings: dict[str, Any]) -> Job:
     global _job  # noqa: PLW0603 - MPI itself is one per process
+    if why := why_no_mpi(os.environ):
+        raise LaunchError(why)
     stop_waiting = _appear(place(), settings)
     _choose_gpu(settings)
     recovers = bool(JobContext.read(os.environ).recover)

@@ -98,7 +98,7 @@ class LiveAttempt:
 
 
 def show_here(job: JobSpec, from_file: Mapping[str, str]) -> None:
-    """Print the mpiexec command. The arguments are those of run_here."""
+    """Print the command. The arguments are those of run_here."""
     _refuse_absent(from_file)
     print(command_for(job, os.environ))
 
@@ -132,6 +132,7 @@ def run_here(
     own, context = job.placement.own, identified(job.context, Path(tempfile.gettempdir()))
     wish: dict[str, Any] = {"token": context.job, "roll_call": context.roll_call, "peers": {}}
     wish["port"] = torchrun.wanted_port(os.environ)
+    wish["num_worker_ports"] = job.placement.num_ranks if context.tf_config else 0
     if keepers is not None:
         keepers.begin([own], context.job)
     if holders is not None:
@@ -149,8 +150,10 @@ def run_here(
             holders=holders,
             orders=orders,
         )
-        # Each rank makes itself known before it becomes the program, which may end before it calls init().
-        program = command_of("{}", job.program) if holders is None else holders.command()
+        # With mpiexec, each rank makes itself known before it becomes the program, which may end before init().
+        program = job.program
+        if job.mpiexec is not None:
+            program = command_of("{}", job.program) if holders is None else holders.command()
         with live.showing(context.job, LiveAttempt(job, attempt)):
             added = torchrun.of_job(replace(job, context=context), facts, os.environ)
             job = replace(job, context=context, program=program, variables={**job.variables, **added})

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from mpitrain.launch.agents import END_SECONDS, Agents, silence
@@ -38,6 +38,7 @@ class AttemptOnHosts(Said):
         trouble: why the job must be ended, if it must.
         is_kept: silence is trouble.
         is_interrupted: a signal to the launcher ends the job.
+        heard_ranks: takes in what the agent of a host says of ranks that it has started itself (host_ranks.py).
         looking: hold it while you look at the ranks and read what was seen.
     """
 
@@ -54,6 +55,7 @@ class AttemptOnHosts(Said):
         self.trouble: str | None = None
         self.is_kept = self.is_interrupted = False
         self._agents, self._wishes, self._keepers = agents, wishes, keepers
+        self.heard_ranks: Callable[[str, Mapping[str, Any]], None] = lambda host, message: None
         self._orders: Orders | None = None
         self._order_number = 0  # of the newest order that was passed on
         self.looking = threading.Lock()
@@ -128,6 +130,16 @@ class AttemptOnHosts(Said):
         """The same, and have agents look at an attempt that was idle. Call this before mpiexec runs."""
         self.keep()
         self._send_all({"begin": 1})
+
+    def tell(self, host: str, message: Mapping[str, Any]) -> None:
+        """Send the agent of a host a message of this attempt. Any thread may call."""
+        self._send(self._connections[host], message)
+
+    def take(self, host: str, message: dict[str, Any], heard: float, now: float) -> None:
+        """See Watched."""
+        super().take(host, message, heard, now)
+        if "output" in message or "exits" in message:
+            self.heard_ranks(host, message)
 
     def narrow(self, hosts: Iterable[str]) -> bool:
         """Keep only these hosts. False: there is trouble with one of them."""

@@ -252,6 +252,21 @@ class Census:
         self._listener.close()
         self._events.close()
 
+    def add(self, number: int, pid: int, errors: int) -> None:
+        """Take in a rank that this process has started as a child, with the descriptor of its error file."""
+        process = WatchedProcess(pid, open_process(pid))
+        rank = _Rank(number, process, None, None, None, RankRecord(number, pid=pid), errors=errors)
+        self._ranks[number] = rank
+        self._watch(process)
+
+    def has_ended(self, number: int) -> bool:
+        """Whether the end of a rank's process was seen."""
+        return self._ranks[number].process.order is not None
+
+    def note_code(self, number: int, code: int) -> None:
+        """Take in the exit code of a rank that this process has started: every kernel tells it the parent."""
+        self._ranks[number].process.code = code
+
     def _accept(self) -> None:
         for line in accepted(self._listener):
             self._lines[line.fileno()] = line

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -42,6 +42,7 @@ class RankView:
         idle_seconds: for a rank that has not called init(): how long it has used no processor and read nothing.
         code: the exit code of its process, or minus the number of the signal; None: it runs, or the code is not known.
         traceback: for a rank that failed before init(), or never calls it: the traceback in its error file.
+        recorded: its last calls of NCCL (flight_recorder.py), where somebody has looked.
     """
 
     record: RankRecord
@@ -58,6 +59,7 @@ class RankView:
     idle_seconds: float = 0.0
     code: int | None = None
     traceback: str = ""
+    recorded: Sequence[dict[str, Any]] = ()
 
     @property
     def waits(self) -> bool:

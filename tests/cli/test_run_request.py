@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import shlex
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from jobs import run_command
 from mpitrain.cli import main
-from mpitrain.cli.run import aware_of, remarks
+from mpitrain.cli.run import _starter, aware_of, remarks
+from mpitrain.launch.start import Request
 
 SAYS = "import sys; print(__name__, __package__ or '-', sys.argv[1:])"
 BIN = Path(sys.executable).parent
@@ -168,7 +171,8 @@ def test_another_launcher_in_place_of_the_script(
         ("import torch.distributed as dist", "", "torchrun"),
         ("import own", "from accelerate import Accelerator", "torchrun"),
         ("import ignite.distributed as idist", "", "torchrun"),
-        ("import horovod.torch as hvd", "", "torchrun"),
+        ("import horovod.torch as hvd", "", "either"),
+        ("import own, torch.distributed as dist", "dist.init_process_group('mpi')", "either"),
         ("import own, torch.distributed", "import mpitrain", "mpi"),
         ("import large, torch.distributed", "", "torchrun"),  # in a checkout of its library
         ("import large", "", "mpi"),  # nobody knows
@@ -205,3 +209,25 @@ def test_scripts_for_torchrun_that_will_not_do_what_is_meant(
     lines = remarks(tmp_path / "train.py", num_ranks)
     assert len(lines) == len(said)
     assert all(words in line for words, line in zip(said, lines, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("kind", "asked", "options", "starter"),
+    [
+        ("torchrun", None, {}, "agent"),
+        ("torchrun", "mpiexec", {}, "mpiexec"),
+        ("torchrun", None, {"exchange": "mpitrain"}, "mpiexec"),
+        ("torchrun", None, {"mpiexec": Path("/usr/bin/mpiexec")}, "mpiexec"),
+        ("either", None, {}, "mpiexec"),
+        ("mpi", None, {}, "mpiexec"),
+        ("mpi", "agent", {}, "agent"),
+        ("", None, {}, "mpiexec"),
+    ],
+)
+def test_what_starts_the_ranks(
+    kind: str, asked: str | None, options: dict[str, Any], starter: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    request = Request(program=["train.py"], script="train.py", typed=["run", "train.py"], **options)
+    assert _starter(argparse.Namespace(starter=asked), request, kind) == starter
+    said = "mpitrain: the ranks start without MPI: train.py does not use it (--starter mpiexec: with MPI)\n"
+    assert capsys.readouterr().err == (said if starter == "agent" and asked is None else "")

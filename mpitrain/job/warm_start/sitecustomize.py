@@ -18,6 +18,10 @@ try:
         from mpitrain.job.exchange import begin
 
         begin()
+    if "_MPITRAIN_RANK" in os.environ:
+        from mpitrain.job import without_mpi
+
+        without_mpi.begin()
     run_own_sitecustomize()
 except BaseException:  # Python itself would continue with the program
     traceback.print_exc()
