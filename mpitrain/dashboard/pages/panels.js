@@ -17,6 +17,9 @@ export function panelsOf(names) {
   return panels;
 }
 
+// Of what a metric is: "test" of "test loss"; "" of the training.
+export const sourceOf = (name) => name.split(" ").slice(0, -1).join(" ");
+
 // By which a run is judged: those come first, and others are folded.
 const MAIN = /^loss$|^(test|valid|validation|val|eval|evaluation|dev)[ _/.-]|(^|[ _/.-])(acc|accuracy|score|f1|auc)$/i;
 export function isMain(names) { return names.some((name) => MAIN.test(name)); }
