@@ -130,6 +130,17 @@ def record(folder: Path, number: int, rows: int) -> None:
             file.write(json.dumps({"step": step, "loss": loss, "samples_per_second": 100.0}) + "\n")
 
 
+def wait_for(page: Page, test: Callable[[list[Any]], bool]) -> None:
+    """Wait until the records that the page's server knows pass the test. Jobs of others have none here."""
+    deadline = time.monotonic() + 1200
+    while time.monotonic() < deadline:
+        runs = page.evaluate("async () => (await (await fetch('/api/runs')).json()).runs")
+        if test([run for run in runs if run["folder"]] or [{"rows": 0}]):
+            return
+        time.sleep(0.5)
+    raise SystemExit("the index took too long")
+
+
 def of_list(place: Path) -> None:
     """Measure the list of 1,000 runs."""
     for number in range(RUNS):
@@ -137,7 +148,7 @@ def of_list(place: Path) -> None:
     with dashboard(place / "runs", place / "cache") as link, browser() as open_page:
         page = open_page()
         page.goto(link)
-        page.get_by_text(f"{RUNS} runs", exact=True).wait_for(timeout=600_000)
+        wait_for(page, lambda runs: len(runs) == RUNS)
         page.context.add_init_script(PAINTED)
         times = []
         for _ in range(30):
@@ -164,14 +175,7 @@ def of_zoom(place: Path) -> None:
     with dashboard(place / "long", place / "cache2") as link, browser() as open_page:
         page = open_page()
         page.goto(link)
-        deadline = time.monotonic() + 600
-        while True:
-            runs = page.evaluate("async () => (await (await fetch('/api/runs')).json()).runs")
-            if runs and runs[0]["rows"] == ROWS:
-                break
-            if time.monotonic() > deadline:
-                raise SystemExit("the index took too long")
-            time.sleep(0.5)
+        wait_for(page, lambda runs: runs[0]["rows"] == ROWS)
         page.get_by_role("link", name="run", exact=True).click()
         page.wait_for_selector("#charts[data-drawn]", timeout=120_000)
         page.wait_for_timeout(3000)

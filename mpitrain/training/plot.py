@@ -168,10 +168,21 @@ def _mark_steps(axes: Any, rows: Sequence[Mapping[str, float]]) -> None:
 
 
 def _draw_one(axes: Any, run: PlottedRun, names: Sequence[str]) -> bool:
-    """Draw the metrics of a run. Return whether there was one."""
+    """Draw the metrics of a run. Return whether there was one.
+
+    Those of the training have a colour in all panels, and those of each evaluation another one.
+    """
+    sources = list(dict.fromkeys(_source(name) for name in metrics_of(run.rows)))
     for name in names:
-        _draw(axes, run.rows, name, label=_literal(name.replace("_", " ")))
+        if _source(name) in sources:
+            color = f"C{sources.index(_source(name))}"
+            _draw(axes, run.rows, name, color=color, label=_literal(name.replace("_", " ")))
     return bool(axes.lines)
+
+
+def _source(name: str) -> str:
+    """Return of what a metric is: "test" of "test loss"; "" of the training."""
+    return name.rpartition(" ")[0]
 
 
 def _draw_all(axes: Any, runs: Sequence[PlottedRun], names: Sequence[str]) -> bool:

@@ -254,6 +254,18 @@ def test_a_failed_run_says_why_first(visit: Visit) -> None:
     visit.open_run("odd")
     card = visit.page.get_by_label("How it ended")
     assert card.inner_text().startswith(f"Failed: DataError: {MARKUP}")
+    assert card.bounding_box()["y"] < visit.page.locator("#figures").bounding_box()["y"]
+
+
+def test_the_list_says_why_a_run_has_failed_and_draws_losses(visit: Visit) -> None:
+    def row(name: str) -> Any:
+        return visit.page.get_by_role("row").filter(has=visit.page.get_by_role("link", name=name, exact=True))
+
+    assert f"DataError: {MARKUP}" in row("odd").inner_text() or "⚠" in row("odd").inner_text()
+    points = row("first").locator("svg.spark polyline").get_attribute("points").split()
+    assert 16 <= len(points) <= 32
+    heights = [float(point.split(",")[1]) for point in points]
+    assert heights == sorted(heights) and heights[0] == 2 and heights[-1] == 16, "a falling loss falls"
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
