@@ -78,8 +78,10 @@ def dashboard(folder: Path, cache: Path) -> Iterator[str]:
     with subprocess.Popen(line, stdout=subprocess.PIPE, text=True, env=environment) as process:
         assert process.stdout is not None
         printed = "".join(process.stdout.readline() for _ in range(3))
-        yield re.findall(r"for viewers: +(\S+)", printed)[0]
-        process.send_signal(signal.SIGINT)
+        try:
+            yield re.findall(r"for viewers: +(\S+)", printed)[0]
+        finally:
+            process.terminate()
 
 
 @contextlib.contextmanager
@@ -130,13 +132,15 @@ def record(folder: Path, number: int, rows: int) -> None:
             file.write(json.dumps({"step": step, "loss": loss, "samples_per_second": 100.0}) + "\n")
 
 
-def wait_for(page: Page, test: Callable[[list[Any]], bool]) -> None:
-    """Wait until the records that the page's server knows pass the test. Jobs of others have none here."""
+def wait_for(page: Page, place: Path, test: Callable[[list[Any]], bool]) -> list[Any]:
+    """Wait until the runs in a folder pass the test, as the page's server knows them; it also knows other jobs."""
+    page.wait_for_selector("#runs tbody tr", timeout=600_000)  # behind the redirection of the link
     deadline = time.monotonic() + 1200
     while time.monotonic() < deadline:
         runs = page.evaluate("async () => (await (await fetch('/api/runs')).json()).runs")
-        if test([run for run in runs if run["folder"]] or [{"rows": 0}]):
-            return
+        runs = [run for run in runs if Path(run["folder"]).is_relative_to(place)]
+        if runs and test(runs):
+            return runs
         time.sleep(0.5)
     raise SystemExit("the index took too long")
 
@@ -148,7 +152,7 @@ def of_list(place: Path) -> None:
     with dashboard(place / "runs", place / "cache") as link, browser() as open_page:
         page = open_page()
         page.goto(link)
-        wait_for(page, lambda runs: len(runs) == RUNS)
+        wait_for(page, place, lambda runs: len(runs) == RUNS)
         page.context.add_init_script(PAINTED)
         times = []
         for _ in range(30):
@@ -175,8 +179,8 @@ def of_zoom(place: Path) -> None:
     with dashboard(place / "long", place / "cache2") as link, browser() as open_page:
         page = open_page()
         page.goto(link)
-        wait_for(page, lambda runs: runs[0]["rows"] == ROWS)
-        page.get_by_role("link", name="run", exact=True).click()
+        [run] = wait_for(page, place, lambda runs: runs[0]["rows"] == ROWS)
+        page.goto(f"{link.split('?')[0]}run/{run['id']}")
         page.wait_for_selector("#charts[data-drawn]", timeout=120_000)
         page.wait_for_timeout(3000)
         page.locator("#charts .plot").first.focus()
@@ -219,12 +223,13 @@ def steps_of(place: Path, rank: int) -> list[list[float]]:
     return [[float(word) for word in line.split()] for line in lines]
 
 
-def opened(open_page: Callable[[], Page], link: str) -> Page:
+def opened(open_page: Callable[[], Page], place: Path, link: str) -> Page:
     """The page of the live run."""
     page = open_page()
     page.set_default_timeout(300_000)
     page.goto(link)
-    page.get_by_role("link", name="run", exact=True).click()
+    [run] = wait_for(page, place, lambda runs: runs[0]["rows"] > 0)
+    page.goto(f"{link.split('?')[0]}run/{run['id']}")
     page.wait_for_selector("#charts[data-drawn]")
     return page
 
@@ -237,7 +242,7 @@ def of_fresh(place: Path) -> None:
         job(place, 100_000, 0.05, 1),
         browser() as open_page,
     ):
-        page = opened(open_page, link)
+        page = opened(open_page, place, link)
         page.evaluate(SHOWN)
         while len(page.evaluate("() => window.shown")) < LOOKS + 10:
             page.wait_for_timeout(1000)
@@ -275,7 +280,7 @@ def of_cost(place: Path) -> None:
         spans: list[tuple[bool, float, float]] = []
         for turn in range(turns):
             has_viewer = turn % 4 in (1, 2)
-            page = opened(open_page, link) if has_viewer else None
+            page = opened(open_page, place, link) if has_viewer else None
             time.sleep(1.0)
             begun = time.time()
             time.sleep(seconds)

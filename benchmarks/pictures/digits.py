@@ -48,6 +48,7 @@ def main() -> None:
         noise = numpy.random.default_rng([arguments.seed, world.rank])
 
         def function(parameters: dict[str, numpy.ndarray], batch: Batch, on_gradient: OnGradient) -> float:
+            time.sleep(seconds)
             x, y = batch
             is_wrong = noise.random(len(y)) < label_noise.value
             return mlp.loss_and_gradients(
@@ -69,13 +70,10 @@ def main() -> None:
 
         return mt.evaluate(trainer.world, metrics, (test_x, test_y))
 
-    class Pace(mt.Hook):
-        """Steps of a chosen length, and a fault."""
-
+    class Fault(mt.Hook):
         def after_step(self, trainer: mt.Trainer, step: mt.Step) -> None:
-            time.sleep(seconds)
             if step.number == arguments.fails_at and world.rank == world.size - 1:
-                Path("/data/images-0007.npy").read_bytes()
+                raise FileNotFoundError("/data/images-0007.npy")
 
     print(f"{socket.gethostname()}: {len(train_x)} images, label noise {label_noise.value}", flush=True)
     mt.Trainer(
@@ -83,7 +81,7 @@ def main() -> None:
         [
             mt.StopAtStep(arguments.steps),
             mt.Log(),
-            Pace(),
+            Fault(),
             mt.Evaluation(100, metrics_of),
             mt.Record([mt.writers.JsonLines(arguments.run)]),
             mt.Checkpoint(arguments.run / "checkpoints", steps=200),

@@ -1,7 +1,8 @@
 """Several hosts on this machine, for pictures and measurements of what people look at. Needs root, and Linux.
 
 Each host has a name, a network behind a link of a given rate, and /tmp and /dev/shm of its own; the rest of the disk is
-shared, as over NFS, and the processes are in one list. A program stands for ssh. The hosts end with the process that made them.
+shared, as over NFS, and the processes are in one list. The repository is in /home/ada/mpitrain, and /home/ada/runs is for
+records, so that pictures do not show where it really is. A program stands for ssh. The hosts end with the process that made them.
 
     10.78.0.1 node1 ─┐
     10.78.0.2 node2 ─┼─ switch
@@ -28,6 +29,10 @@ if [ $# -gt 1 ]; then
     mkdir -p "$3/tmp-$2/${3#/tmp/}"
     mount --bind "$3" "$3/tmp-$2/${3#/tmp/}"
     mount --rbind "$3/tmp-$2" /tmp
+    mount -t tmpfs tmpfs /home
+    mkdir -p /home/ada/mpitrain /home/ada/runs "$3/runs"
+    mount --bind "$4" /home/ada/mpitrain
+    mount --bind "$3/runs" /home/ada/runs
 fi
 ip link set lo up
 touch "$1"
@@ -48,6 +53,8 @@ pid=$(cat '{folder}'/"$host".pid) || exit 255
 exec nsenter --target="$pid" --net --uts --ipc --mount --wdns=/ -- sh -c "$*"
 """
 _WAIT_SECONDS = 60.0
+_REPOSITORY = Path(__file__).resolve().parents[2]
+HOME = "/home/ada"
 
 
 class Hosts:
@@ -71,7 +78,7 @@ class Hosts:
             self._run("switch", "ip link add br0 type bridge")
             self._run("switch", "ip link set br0 up")
             for name, rate in self._rates.items():
-                pid = self._hold(name, name, str(self._folder))
+                pid = self._hold(name, name, str(self._folder), str(_REPOSITORY))
                 self._run("switch", f"ip link add {name} type veth peer name eth0 netns {pid}")
                 self._run("switch", f"ip link set {name} master br0 up")
                 self._run(name, f"ip address add {addresses[name]}/24 dev eth0")
@@ -92,11 +99,12 @@ class Hosts:
         """Start a program on a host, with ssh to the others."""
         environment = os.environ | {
             "PATH": f"{self._folder}/bin:{Path(sys.executable).parent}:{os.environ['PATH']}",
+            "PYTHONPATH": f"{HOME}/mpitrain",
             "OMP_NUM_THREADS": "1",
             "UCX_TLS": "tcp,self",  # one kernel, which UCX would take for one machine with shared memory
         }
         pid = (self._folder / f"{name}.pid").read_text()
-        enter = ["nsenter", f"--target={pid}", "--net", "--uts", "--ipc", "--mount", f"--wdns={os.getcwd()}"]
+        enter = ["nsenter", f"--target={pid}", "--net", "--uts", "--ipc", "--mount", f"--wdns={HOME}/mpitrain"]
         return subprocess.Popen([*enter, "--", *line], env=environment, text=True, **options)  # type: ignore[call-overload, no-any-return]
 
     def _hold(self, name: str, *arguments: str) -> int:

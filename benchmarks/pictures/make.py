@@ -22,11 +22,14 @@ import subprocess
 import sys
 import tempfile
 import time
+import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from hosts import Hosts
+from hosts import HOME, Hosts
+
+from mpitrain.forecast.report import IDEAL, Panel, draw
 
 HERE = Path(__file__).parent
 REPOSITORY = HERE.parents[1]
@@ -69,9 +72,10 @@ def make(folder: Path, to: Path, width: int) -> None:
     """Make the pictures, on node1."""
     os.environ |= {"XDG_CACHE_HOME": str(folder / "cache"), "XDG_STATE_HOME": str(folder / "state")}
     os.environ["MPITRAIN_PROFILE"] = str(folder / "profile.json")
-    runs = folder / "runs"
+    runs = Path(HOME, "runs")
+    os.chdir(Path(HOME, "mpitrain/benchmarks/pictures"))
     over_hosts = ["--hosts", ",".join(RATES), "--ppn", "1"]
-    train = ["mpitrain", "run", "--max-restarts", "0", *over_hosts, str(HERE / "digits.py"), "--steps", str(STEPS)]
+    train = ["mpitrain", "run", "--max-restarts", "0", *over_hosts, "digits.py", "--steps", str(STEPS)]
     quiet: dict[str, Any] = {"stdout": subprocess.DEVNULL}
     subprocess.run(["mpitrain", "bench", *over_hosts, "--save-profile", os.environ["MPITRAIN_PROFILE"]], check=True, **quiet)
     subprocess.run([*train, "--run", str(runs / "lr-0.01"), "--lr", "0.01", "--step-ms", "10"], check=True, **quiet)
@@ -80,17 +84,17 @@ def make(folder: Path, to: Path, width: int) -> None:
     words = ["--run", str(runs / "lr-0.03"), "--lr", "0.03", "--step-ms", "40", "--slow", "node3"]
     with dashboard(runs) as (base, token), browser(width) as open_page, process([*train, *words], **quiet) as job:
         run = wait_for(base, token, lambda run: run["name"] == "lr-0.03" and (run["step"] or 0) >= TOLD_AT - 5)
-        for told in (["rate", "0.5"], ["set", "label_noise=0.05"]):
-            subprocess.run(["mpitrain", "tell", run["job"], *told], check=True, **quiet)
-            time.sleep(10)
+        for told in ({"kind": "rate", "value": "0.5"}, {"kind": "set", "name": "label_noise", "value": "0.05"}):
+            asked(f"{base}/api/runs/{run['id']}/tell", token, told)
+            time.sleep(15)
         wait_for(base, token, lambda run: run["name"] == "lr-0.03" and (run["step"] or 0) >= SHOWN_AT)
         ids = {one["name"]: one["id"] for one in runs_of(base, token)}
         pages = {
-            "dashboard-runs": ("/", "#runs tbody tr", 330),
-            "dashboard-run": (f"/run/{ids['lr-0.03']}", "#charts[data-drawn]", 800),
-            "dashboard-failed": (f"/run/{ids['lr-0.1']}", "#charts[data-drawn]", 800),
-            "dashboard-compare": (f"/compare?runs={','.join(ids.values())}", "#charts canvas", 700),
-            "dashboard-cluster": ("/cluster", "#matrices canvas", 700),
+            "dashboard-runs": ("/", "#runs tbody tr", 350),
+            "dashboard-run": (f"/run/{ids['lr-0.03']}", "#charts[data-drawn]", 760),
+            "dashboard-failed": (f"/run/{ids['lr-0.1']}", "#charts[data-drawn]", 560),
+            "dashboard-compare": (f"/compare?runs={','.join(ids.values())}", "#charts canvas", 560),
+            "dashboard-cluster": ("/cluster", "#matrices canvas", 780),
         }
         for name, (path, shown, height) in pages.items():
             page = open_page(height)
@@ -101,8 +105,29 @@ def make(folder: Path, to: Path, width: int) -> None:
             page.context.close()
         job.wait()
     metrics = [word for name in ("loss", "test loss", "test accuracy", "samples_per_second") for word in ("--metric", name)]
-    line = ["mpitrain", "plot", os.path.relpath(runs / "lr-0.03", folder), *metrics, "-o", str(to / "first-run.png")]
-    subprocess.run(line, check=True, cwd=folder, **quiet)
+    line = ["mpitrain", "plot", "runs/lr-0.03", *metrics, "-o", str(to / "first-run.png")]
+    subprocess.run(line, check=True, cwd=HOME, **quiet)
+    draw_plan(to / "plan.png")
+
+
+ROW = re.compile(r" +(\d+)  (\w+) +[\d.]+ m?s +([\d.]+) +[\d.]+ +(\d+)%")
+
+
+def draw_plan(path: Path) -> None:
+    """Draw the plan that docs/how-to/performance.md quotes, as `mpitrain plan --plot` draws it."""
+    text = (REPOSITORY / "docs/how-to/performance.md").read_text()
+    block = text[text.index("$ mpitrain plan --link") :].split("```")[0]
+    rows = [(int(ranks), way, float(speed), int(share) / 100) for ranks, way, speed, share in ROW.findall(block)]
+    [(_, _, alone, _)] = [row for row in rows if row[1] == "alone"]
+    speeds: dict[str, list[Any]] = {}
+    shares: dict[str, list[Any]] = {}
+    for ranks, way, speed, share in rows:
+        if way != "alone":
+            speeds.setdefault(way, [(1, *[alone] * 3)]).append((ranks, *[speed] * 3))
+            shares.setdefault(way, [(1, *[1.0] * 3)]).append((ranks, *[share] * 3))
+    ideal = {IDEAL: [(ranks, *[ranks * alone] * 3) for ranks in sorted({row[0] for row in rows})]}
+    title = block.strip().splitlines()[-1]
+    draw(path, title, "ranks", [[Panel("samples/s", speeds | ideal), Panel("efficiency", shares)]])
 
 
 @contextlib.contextmanager
@@ -144,11 +169,18 @@ def browser(width: int) -> Iterator[Callable[[int], Any]]:
 
 def runs_of(base: str, token: str) -> list[dict[str, Any]]:
     """The runs of the dashboard."""
-    import urllib.request
+    return [run for run in asked(f"{base}/api/runs", token)["runs"] if run["folder"]]
 
-    request = urllib.request.Request(f"{base}/api/runs", headers={"Authorization": f"Bearer {token}"})
-    with urllib.request.urlopen(request, timeout=60) as answer:
-        return [run for run in json.load(answer)["runs"] if run["folder"]]
+
+def asked(address: str, token: str, told: dict[str, str] | None = None) -> dict[str, Any]:
+    """What the dashboard answers, or what a job says to a command."""
+    body = None if told is None else json.dumps(told).encode()
+    request = urllib.request.Request(address, body, {"Authorization": f"Bearer {token}"})
+    with urllib.request.urlopen(request, timeout=120) as answer:
+        result: dict[str, Any] = json.load(answer)
+    if "refused" in result:
+        raise SystemExit(result["refused"])
+    return result
 
 
 def wait_for(base: str, token: str, test: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:

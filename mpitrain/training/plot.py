@@ -151,9 +151,9 @@ def _mark(axes: Any, events: Sequence[RunEvent], *, has_texts: bool) -> None:
     for event in events[-MOST_TEXTS:] if has_texts else ():
         text = _literal(f" {event.text}" if event.source in _SAID else f" {event.text}, {event.seconds:.2g} s")
         place = {"xycoords": axes.get_xaxis_transform(), "rotation": 90, "ha": "right", "va": "bottom"}
-        axes.annotate(
-            text, (event.after_step, 0), fontsize="xx-small", color=_COLORS.get(event.source, _OTHER_COLOR), **place
-        )
+        ground = {"facecolor": "white", "edgecolor": "none", "alpha": 0.8, "pad": 0.5}  # to be read on curves
+        color = _COLORS.get(event.source, _OTHER_COLOR)
+        axes.annotate(text, (event.after_step, 0), fontsize="x-small", color=color, bbox=ground, **place)
 
 
 def _mark_steps(axes: Any, rows: Sequence[Mapping[str, float]]) -> None:

@@ -4,7 +4,7 @@ import {csv, download, get, keepInAddress} from "./api.js";
 import {Axis, Chart, View, colorOf, dashOf, interpolated} from "./chart.js";
 import {Tools} from "./charts.js";
 import {State, html, runAddress, show} from "./html.js";
-import {isMain, metricsOf} from "./panels.js";
+import {MEASURED, isMain, metricsOf} from "./panels.js";
 import {number, words} from "./text.js";
 
 const place = (name) => document.getElementById(name), asked = new URLSearchParams(location.search);
@@ -77,7 +77,7 @@ function table() {
   const base = lines.find((line) => line.label === baseline), bests = metricsOf([...new Set(runs.flatMap((run) => Object.keys(run.bests)))]);
   const main = runs.find((run) => run.best)?.best.name, bestOf = (name) => [`best ${words(name)}`, (run) => run.bests[name]];
   const first = [...(main ? [bestOf(main)] : []), ["Samples/s", (run) => run.speed]];  // is one better, and faster?
-  const others = [["Step", (run) => run.step ?? run.last.step], ...bests.filter((name) => name !== main && name !== "samples_per_second").map(bestOf)], numbers = [...first, ...others];
+  const others = [["Step", (run) => run.step ?? run.last.step], ...bests.filter((name) => name !== main && !MEASURED.includes(name)).sort((a, b) => isMain([b]) - isMain([a])).map(bestOf)], numbers = [...first, ...others];
   const head = ([name]) => html`<th scope="col" class="numeric">${name}</th>`, cell = (line) => ([, of]) => html`<td class="numeric"><${Value} line=${line} base=${base} of=${of} /></td>`;
   const fact = (line, one) => [...new Set(line.runs.map((run) => one.values[runs.indexOf(run)] ?? "-"))].join(", ");
   const choose = (line) => { baseline = baseline === line.label ? "" : line.label; keepInAddress({baseline}); table(); };

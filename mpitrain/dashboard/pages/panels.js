@@ -1,7 +1,8 @@
 // Which metrics share a panel: those that end in the same word, such as "loss" and "test loss". As `mpitrain plot`.
 
 const PLACES = new Set(["epoch", "samples", "seconds", "copy_steps", "outer_steps"]);
-const FIRST = ["loss", "samples_per_second", "learning_rate", "gradient_norm", "communication_share"];
+export const MEASURED = ["samples_per_second", "learning_rate", "gradient_norm", "communication_share"];  // and never "best"
+const FIRST = ["loss", ...MEASURED];
 
 export function metricsOf(names) {
   const shown = names.filter((name) => !PLACES.has(name));
