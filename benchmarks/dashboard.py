@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import json
 import os
 import re
@@ -167,7 +168,8 @@ PAINTED = """addEventListener("DOMContentLoaded", () => {
     const observer = new MutationObserver(() => {
         if (document.querySelectorAll("#runs tbody tr").length < 20) return;
         observer.disconnect();
-        requestAnimationFrame(() => setTimeout(() => { document.documentElement.dataset.painted = performance.now(); }));
+        const page = document.documentElement.dataset;
+        requestAnimationFrame(() => setTimeout(() => { page.painted = performance.now(); }));
     });
     observer.observe(document.body, {subtree: true, childList: true});
 });"""
@@ -184,18 +186,21 @@ def of_zoom(place: Path) -> None:
         page.wait_for_selector("#charts[data-drawn]", timeout=120_000)
         page.wait_for_timeout(3000)
         page.locator("#charts .plot").first.focus()
-        times = []
-        for key in ["+"] * 8 + ["ArrowRight"] * 4 + ["-"] * 8 + ["+"] * 8 + ["ArrowLeft"] * 4 + ["0"] * 1:
-            times.append(page.evaluate(ZOOM, key) / 1000)
+        keys = ["+"] * 8 + ["ArrowRight"] * 4 + ["-"] * 8 + ["+"] * 8 + ["ArrowLeft"] * 4 + ["0"]
+        times = [page.evaluate(ZOOM, key) / 1000 for key in keys]
         say(f"zoom with {ROWS:,} rows, from the key to the drawn points", times, "s", "0.2 s")
 
 
 # Presses a key on the first chart. Resolves with the milliseconds until the page has drawn what the server answered.
 ZOOM = """(key) => new Promise((done) => {
     const charts = document.getElementById("charts"), begun = performance.now();
-    const observer = new MutationObserver(() => { observer.disconnect(); requestAnimationFrame(() => done(performance.now() - begun)); });
+    const observer = new MutationObserver(() => {
+        observer.disconnect();
+        requestAnimationFrame(() => done(performance.now() - begun));
+    });
     observer.observe(charts, {attributes: true, attributeFilter: ["data-drawn"]});
-    document.querySelector("#charts .plot").dispatchEvent(new KeyboardEvent("keydown", {key, bubbles: true, cancelable: true}));
+    const event = new KeyboardEvent("keydown", {key, bubbles: true, cancelable: true});
+    document.querySelector("#charts .plot").dispatchEvent(event);
 })"""
 
 
@@ -250,7 +255,7 @@ def of_fresh(place: Path) -> None:
         ends = {int(number): clock for number, clock, *_ in steps_of(place, 0)}
         delays = [at / 1000 - ends[step] for step, at in shown if step in ends][-LOOKS:]
         # The oldest step that the page did not know: of it the page has known nothing until the next look.
-        stale = [b[1] / 1000 - ends[a[0] + 1] for a, b in zip(shown, shown[1:], strict=False) if a[0] + 1 in ends][-LOOKS:]
+        stale = [b[1] / 1000 - ends[a[0] + 1] for a, b in itertools.pairwise(shown) if a[0] + 1 in ends][-LOOKS:]
         say("step to browser: the step that is shown, when it is shown", delays, "s", "1 s")
         say("step to browser: the oldest step that was not shown until then", stale, "s", "1 s")
 
@@ -259,10 +264,12 @@ def of_fresh(place: Path) -> None:
 SHOWN = """() => {
     window.shown = [];
     const look = () => {
-        const text = document.querySelector("#figures strong")?.textContent ?? "", step = parseInt(text.replaceAll(",", ""));
+        const text = document.querySelector("#figures strong")?.textContent ?? "";
+        const step = parseInt(text.replaceAll(",", ""));
         if (step > (window.shown.at(-1)?.[0] ?? 0)) requestAnimationFrame(() => window.shown.push([step, Date.now()]));
     };
-    new MutationObserver(look).observe(document.getElementById("top"), {subtree: true, childList: true, characterData: true});
+    const all = {subtree: true, childList: true, characterData: true};
+    new MutationObserver(look).observe(document.getElementById("top"), all);
 }"""
 
 
@@ -293,7 +300,7 @@ def of_cost(place: Path) -> None:
     for has_viewer, begun, ended in spans:
         for steps in of_ranks:
             inside = [step for step in steps if begun <= step[1] <= ended]
-            gaps = [b[2] - a[2] for a, b in zip(inside, inside[1:], strict=False)]
+            gaps = [b[2] - a[2] for a, b in itertools.pairwise(inside)]
             wall[has_viewer].append(statistics.median(gaps))
             used[has_viewer].append((inside[-1][3] - inside[0][3]) / (len(inside) - 1))
     for name, values in (("wall time", wall), ("processor time", used)):

@@ -106,7 +106,9 @@ def test_each_page_leads_to_the_repository_and_to_its_neighbours(pages: dict[Pat
     assert ADDRESS in page.links
     assert {"fault-tolerance.html", "performance.html"} <= set(page.links)
     first = page_of(pages, "index.html")
-    assert {"tutorials/get-started.html", "how-to/pytorch.html", "reference/cli.html", "api/index.html"} <= set(first.links)
+    assert {"tutorials/get-started.html", "how-to/pytorch.html", "reference/cli.html", "api/index.html"} <= set(
+        first.links
+    )
 
 
 def test_every_document_is_a_page(pages: dict[Path, Page]) -> None:

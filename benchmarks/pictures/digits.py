@@ -1,6 +1,6 @@
 """The training of the pictures: digits with a step of a chosen length, and hosts that are slower or fail.
 
-    mpitrain run -n 4 benchmarks/pictures/digits.py --run runs/lr-0.05 --lr 0.05
+mpitrain run -n 4 benchmarks/pictures/digits.py --run runs/lr-0.05 --lr 0.05
 """
 
 from __future__ import annotations
@@ -33,7 +33,9 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=1200)
     parser.add_argument("--step-ms", type=float, default=40.0, help="a step takes at least this long")
     parser.add_argument("--slow", default="", metavar="HOST", help="steps take three times as long there")
-    parser.add_argument("--fails-at", type=int, default=0, metavar="STEP", help="a file is missing there on the last rank")
+    parser.add_argument(
+        "--fails-at", type=int, default=0, metavar="STEP", help="a file is missing there on the last rank"
+    )
     arguments = parser.parse_args()
     world = mt.init()
     train_x, train_y, test_x, test_y = load_images("digits")

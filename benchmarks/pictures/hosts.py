@@ -1,8 +1,9 @@
 """Several hosts on this machine, for pictures and measurements of what people look at. Needs root, and Linux.
 
 Each host has a name, a network behind a link of a given rate, and /tmp and /dev/shm of its own; the rest of the disk is
-shared, as over NFS, and the processes are in one list. The repository is in /home/ada/mpitrain, and /home/ada/runs is for
-records, so that pictures do not show where it really is. A program stands for ssh. The hosts end with the process that made them.
+shared, as over NFS, and the processes are in one list. The repository is in /home/ada/mpitrain, and /home/ada/runs is
+for records, so that pictures do not show where it really is. A program stands for ssh. The hosts end with the process
+that made them.
 
     10.78.0.1 node1 ─┐
     10.78.0.2 node2 ─┼─ switch
@@ -61,7 +62,10 @@ class Hosts:
     """Use this in `with`: inside, the hosts are there."""
 
     def __init__(self, folder: Path, rates: Mapping[str, str]) -> None:
-        """`folder`, below /tmp, is empty, and all hosts have it. `rates` has the rate of the link of each host, as tc wants it: "1gbit"."""
+        """`folder`, below /tmp, is empty, and all hosts have it.
+
+        `rates` has the rate of the link of each host, as tc wants it: "1gbit".
+        """
         self._folder, self._rates = folder, rates
         self._holders: list[subprocess.Popen[bytes]] = []
 

@@ -35,6 +35,7 @@ HERE = Path(__file__).parent
 REPOSITORY = HERE.parents[1]
 RATES = {"node1": "1gbit", "node2": "1gbit", "node3": "200mbit", "node4": "1gbit"}
 STEPS, TOLD_AT, SHOWN_AT = 1200, 500, 800
+LIVE_STEPS = 5000  # more than are made until all pictures are
 CHROMIUM = ["--headless", "--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-background-networking"]
 DEADLINE_SECONDS = 1800.0
 
@@ -71,17 +72,20 @@ def main() -> None:
 def make(folder: Path, to: Path, width: int) -> None:
     """Make the pictures, on node1."""
     os.environ |= {"XDG_CACHE_HOME": str(folder / "cache"), "XDG_STATE_HOME": str(folder / "state")}
-    os.environ["MPITRAIN_PROFILE"] = str(folder / "profile.json")
+    os.environ["MPITRAIN_PROFILE"] = f"{HOME}/profile.json"
     runs = Path(HOME, "runs")
     os.chdir(Path(HOME, "mpitrain/benchmarks/pictures"))
     over_hosts = ["--hosts", ",".join(RATES), "--ppn", "1"]
     train = ["mpitrain", "run", "--max-restarts", "0", *over_hosts, "digits.py", "--steps", str(STEPS)]
     quiet: dict[str, Any] = {"stdout": subprocess.DEVNULL}
-    subprocess.run(["mpitrain", "bench", *over_hosts, "--save-profile", os.environ["MPITRAIN_PROFILE"]], check=True, **quiet)
+    subprocess.run(
+        ["mpitrain", "bench", *over_hosts, "--save-profile", os.environ["MPITRAIN_PROFILE"]], check=True, **quiet
+    )
     subprocess.run([*train, "--run", str(runs / "lr-0.01"), "--lr", "0.01", "--step-ms", "10"], check=True, **quiet)
     words = ["--run", str(runs / "lr-0.1"), "--lr", "0.1", "--step-ms", "10", "--fails-at", "320"]
     subprocess.run([*train, *words], check=False, stderr=subprocess.DEVNULL, **quiet)
     words = ["--run", str(runs / "lr-0.03"), "--lr", "0.03", "--step-ms", "40", "--slow", "node3"]
+    words += ["--steps", str(LIVE_STEPS)]
     with dashboard(runs) as (base, token), browser(width) as open_page, process([*train, *words], **quiet) as job:
         run = wait_for(base, token, lambda run: run["name"] == "lr-0.03" and (run["step"] or 0) >= TOLD_AT - 5)
         for told in ({"kind": "rate", "value": "0.5"}, {"kind": "set", "name": "label_noise", "value": "0.05"}):
@@ -90,11 +94,11 @@ def make(folder: Path, to: Path, width: int) -> None:
         wait_for(base, token, lambda run: run["name"] == "lr-0.03" and (run["step"] or 0) >= SHOWN_AT)
         ids = {one["name"]: one["id"] for one in runs_of(base, token)}
         pages = {
-            "dashboard-runs": ("/", "#runs tbody tr", 350),
             "dashboard-run": (f"/run/{ids['lr-0.03']}", "#charts[data-drawn]", 760),
+            "dashboard-cluster": ("/cluster", "#matrices canvas", 780),
+            "dashboard-runs": ("/", "#runs tbody tr", 350),
             "dashboard-failed": (f"/run/{ids['lr-0.1']}", "#charts[data-drawn]", 560),
             "dashboard-compare": (f"/compare?runs={','.join(ids.values())}", "#charts canvas", 560),
-            "dashboard-cluster": ("/cluster", "#matrices canvas", 780),
         }
         for name, (path, shown, height) in pages.items():
             page = open_page(height)
@@ -103,8 +107,11 @@ def make(folder: Path, to: Path, width: int) -> None:
             page.wait_for_timeout(4000)  # of looks at machines
             page.screenshot(path=to / f"{name}.png")
             page.context.close()
+        asked(f"{base}/api/runs/{run['id']}/tell", token, {"kind": "stop"})
         job.wait()
-    metrics = [word for name in ("loss", "test loss", "test accuracy", "samples_per_second") for word in ("--metric", name)]
+    metrics = [
+        word for name in ("loss", "test loss", "test accuracy", "samples_per_second") for word in ("--metric", name)
+    ]
     line = ["mpitrain", "plot", "runs/lr-0.03", *metrics, "-o", str(to / "first-run.png")]
     subprocess.run(line, check=True, cwd=HOME, **quiet)
     draw_plan(to / "plan.png")
@@ -127,7 +134,7 @@ def draw_plan(path: Path) -> None:
             shares.setdefault(way, [(1, *[1.0] * 3)]).append((ranks, *[share] * 3))
     ideal = {IDEAL: [(ranks, *[ranks * alone] * 3) for ranks in sorted({row[0] for row in rows})]}
     title = block.strip().splitlines()[-1]
-    draw(path, title, "ranks", [[Panel("samples/s", speeds | ideal), Panel("efficiency", shares)]])
+    draw(path, title, "ranks", [[Panel("samples/s", speeds | ideal, log_base=2), Panel("efficiency", shares)]])
 
 
 @contextlib.contextmanager

@@ -274,8 +274,8 @@ _PACKAGE = "package "  # there are many, so they come last
 def differences(documents: Sequence[RunDocument | None], folders: Sequence[str] = ()) -> list[dict[str, Any]]:
     """Return the facts that are not equal in all documents: {"name": text, "values": [text or None...]}.
 
-    Where each run writes says nothing: a fact is left out if in each run it names the folder of its record. `folders` has
-    these; empty: no fact is left out.
+    Where each run writes says nothing: a fact is left out if in each run it names the folder of its record. `folders`
+    has these; empty: no fact is left out.
     """
     tables = [{} if document is None else _facts(document) for document in documents]
     own = [Path(folder).name for folder in folders] or [""] * len(documents)

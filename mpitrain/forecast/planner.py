@@ -306,7 +306,7 @@ def plan_report(
         ],
         "ranks",
         [
-            Panel("samples/s", {**_lines(rows, lambda row: row.samples_per_second), IDEAL: _ideal(rows)}),
+            Panel("samples/s", {**_lines(rows, lambda row: row.samples_per_second), IDEAL: _ideal(rows)}, log_base=2),
             Panel("efficiency", _lines(rows, lambda row: row.efficiency)),
         ],
     )

@@ -176,7 +176,7 @@ def draw(
             axes.xaxis.set_major_formatter(lambda value, _: x_text(value))
             axes.grid(visible=True, alpha=0.3)
     # Where no curve is.
-    figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=5, frameon=False)
+    figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=6, frameon=False)
     try:
         figure.savefig(path, dpi=110)
     except (OSError, ValueError) as error:

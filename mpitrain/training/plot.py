@@ -21,6 +21,7 @@ _COLORS = {"ranks": "tab:red", "memory": "tab:purple", "disk": "tab:brown", "aut
 _OTHER_COLOR = "tab:gray"  # of an event of a newer mpitrain
 _SAID = {"auto": "changed by itself", "told": "told"}
 MOST_TEXTS = 8  # of events, in the picture
+_MOST_LETTERS = 40  # of a text, beside its line
 FORMATS = (".png", ".svg", ".pdf")
 _STYLES = ("-", "--", ":", "-.")  # of the metrics in a panel, where each run has a colour
 _OWN_COLORS = 10  # of Matplotlib
@@ -153,7 +154,14 @@ def _mark(axes: Any, events: Sequence[RunEvent], *, has_texts: bool) -> None:
         place = {"xycoords": axes.get_xaxis_transform(), "rotation": 90, "ha": "right", "va": "bottom"}
         ground = {"facecolor": "white", "edgecolor": "none", "alpha": 0.8, "pad": 0.5}  # to be read on curves
         color = _COLORS.get(event.source, _OTHER_COLOR)
-        axes.annotate(text, (event.after_step, 0), fontsize="x-small", color=color, bbox=ground, **place)
+        axes.annotate(
+            text if len(text) <= _MOST_LETTERS else f"{text[:_MOST_LETTERS]}…",
+            (event.after_step, 0),
+            fontsize="x-small",
+            color=color,
+            bbox=ground,
+            **place,
+        )
 
 
 def _mark_steps(axes: Any, rows: Sequence[Mapping[str, float]]) -> None:

@@ -86,7 +86,9 @@ def test_the_curve_of_a_list(tmp_path: Path) -> None:
     def thinned() -> list[float]:
         index.update(folder)
         run = index.run(run_id(folder))
-        assert run is not None and summary_of_run(run, None)["curve"] == [float(f"{value:.3g}") for value in run.thinned]
+        assert run is not None and summary_of_run(run, None)["curve"] == [
+            float(f"{value:.3g}") for value in run.thinned
+        ]
         return run.thinned
 
     assert thinned() == [7.0]
