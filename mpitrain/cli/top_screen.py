@@ -268,8 +268,8 @@ def _bar(shares: Mapping[str, float]) -> Text:
 
 def _hosts(answer: Mapping[str, Any], width: int) -> Text:
     line = _line("hosts: ")
-    hosts = answer["hosts"].items()
-    for number, (host, about) in enumerate(sorted(hosts, key=lambda item: -item[1]["silence"])):
+    hosts = answer["hosts"].items()  # in their order, but silent ones first
+    for number, (host, about) in enumerate(sorted(hosts, key=lambda item: -max(item[1]["silence"], _LONG_SILENCE))):
         line.append(", " if number else "")
         silence = about["silence"]
         text = f"{printable(host)} ({len(about['ranks'])})"

@@ -246,7 +246,8 @@ class Routes:
             runs.append(self._catalogue.summary(run, job))
             documents.append(run.document if run else None)
             names |= dict.fromkeys(run.names if run else ())
-        return _json({"runs": runs, "names": list(names), "differences": differences(documents), "asked": len(ids)})
+        facts = differences(documents, [run["folder"] for run in runs])
+        return _json({"runs": runs, "names": list(names), "differences": facts, "asked": len(ids)})
 
     async def stream(self, request: Request) -> Response:
         """Answer server-sent events, whenever something changes: the list of runs; with `run`, what is new of one; with

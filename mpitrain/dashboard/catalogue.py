@@ -232,11 +232,7 @@ class Catalogue:
             "id": other.id,
             "name": earlier["name"],
             "speeds": [now["speed"], earlier["speed"]],
-            "differences": [
-                one
-                for one in differences([other.document, run.document])
-                if Path(run.folder).name not in str(one["values"][1])  # where each run writes says nothing
-            ],
+            "differences": differences([other.document, run.document], [other.folder, run.folder]),
             **against(run, other, best_until),
         }
 

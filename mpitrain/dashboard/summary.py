@@ -161,6 +161,7 @@ def summary_of_run(run: IndexedRun, job: ShownJob | None) -> dict[str, Any]:
         "arguments": arguments_of(document.arguments) if document else {},
         "bests": {name: best_of(extremes, name)[0] for name, extremes in run.extremes.items()},
         "best": _best(run),
+        "curve": [float(f"{value:.3g}") for value in run.thinned],
         "note": run.notes.note,
         "tags": run.notes.tags,
         "isHidden": run.notes.is_hidden,
@@ -199,6 +200,7 @@ def summary_of_job(job: ShownJob) -> dict[str, Any]:
         "arguments": arguments_of([str(one) for one in look.get("arguments", ())]),
         "bests": {},
         "best": None,
+        "curve": [],
         "note": "",
         "tags": [],
         "isHidden": False,
@@ -269,13 +271,29 @@ def _now(look: Mapping[str, Any] | None) -> dict[str, Any]:
 _PACKAGE = "package "  # there are many, so they come last
 
 
-def differences(documents: Sequence[RunDocument | None]) -> list[dict[str, Any]]:
-    """Return the facts that are not equal in all documents: {"name": text, "values": [text or None...]}."""
+def differences(documents: Sequence[RunDocument | None], folders: Sequence[str] = ()) -> list[dict[str, Any]]:
+    """Return the facts that are not equal in all documents: {"name": text, "values": [text or None...]}.
+
+    Where each run writes says nothing: a fact is left out if in each run it names the folder of its record. `folders`
+    has these; empty: no fact is left out.
+    """
     tables = [{} if document is None else _facts(document) for document in documents]
+    own = [Path(folder).name for folder in folders] or [""] * len(documents)
     names = dict.fromkeys(name for table in tables for name in table)
     ordered = sorted(names, key=lambda name: name.startswith(_PACKAGE))
     rows = [{"name": name, "values": [table.get(name) for table in tables]} for name in ordered]
-    return [row for row in rows if len(set(row["values"])) > 1]
+
+    def is_place(row: Mapping[str, Any]) -> bool:
+        return all(name and name in str(value) for name, value in zip(own, row["values"], strict=True))
+
+    return [row for row in rows if len(set(row["values"])) > 1 and not is_place(row)]
+
+
+def _hosts(ranks: Mapping[str, Sequence[int]]) -> str:
+    """Return the hosts, with the number of ranks of each if any has several."""
+    if all(len(numbers) == 1 for numbers in ranks.values()):
+        return ", ".join(ranks)
+    return ", ".join(f"{host}: {len(numbers)}" for host, numbers in ranks.items())
 
 
 def _facts(document: RunDocument) -> dict[str, str]:
@@ -286,7 +304,7 @@ def _facts(document: RunDocument) -> dict[str, str]:
         "commit": document.commit[:12] + (" and changes" if document.is_changed else ""),
         "strategy": document.strategy,
         "ranks": str(sum(map(len, document.hosts.values()))),
-        "hosts": ", ".join(f"{host}: {len(ranks)}" for host, ranks in document.hosts.items()),
+        "hosts": _hosts(document.hosts),
         "Python": document.python,
     }
     facts |= {f"setting {name}": str(value) for name, value in document.settings.items()}

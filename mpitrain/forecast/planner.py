@@ -23,7 +23,7 @@ from mpitrain.allreduce.costs import bucket_bytes
 from mpitrain.errors import ConfigError
 from mpitrain.forecast.machines import Machines
 from mpitrain.forecast.measured_steps import HostTimes, PartTimes, doubts
-from mpitrain.forecast.report import Panel, Point, SimulationReport, counted, shown_seconds
+from mpitrain.forecast.report import IDEAL, Panel, Point, SimulationReport, counted, shown_seconds
 from mpitrain.forecast.serving import SimulatedServing, simulate_serving
 from mpitrain.forecast.training import SimulatedTraining, simulate_steps
 from mpitrain.forecast.ways import ExchangeWay, coded_ways, other_ways, plain_ways, resized_ways
@@ -310,10 +310,16 @@ def plan_report(
         ],
         "ranks",
         [
-            Panel("samples/s", _lines(rows, lambda row: row.samples_per_second)),
+            Panel("samples/s", {**_lines(rows, lambda row: row.samples_per_second), IDEAL: _ideal(rows)}, log_base=2),
             Panel("efficiency", _lines(rows, lambda row: row.efficiency)),
         ],
     )
+
+
+def _ideal(rows: Mapping[int, Sequence[Forecast]]) -> list[Point]:
+    """Return the samples/s of as many times the fastest host alone."""
+    speeds = {number: ways[0].samples_per_second / ways[0].efficiency for number, ways in rows.items()}
+    return [(number, speed, speed, speed) for number, speed in speeds.items()]
 
 
 def sentence(planner: Planner, host: HostTimes, rows: Mapping[int, Sequence[Forecast]]) -> str:

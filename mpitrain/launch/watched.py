@@ -335,6 +335,10 @@ class WatchedJob:
         """Take note that a signal to the launcher ends the job."""
         self.attempt.interrupt()
 
+    def look_without_agent(self, pids: Iterable[int]) -> None:
+        """Read what the ranks among these processes of this host have done, if the agent here was killed."""
+        self.attempt.look_without_agent(pids)
+
     @property
     def is_gone(self) -> bool:
         """True if somebody removed the roll call on a host."""

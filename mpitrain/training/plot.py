@@ -21,6 +21,7 @@ _COLORS = {"ranks": "tab:red", "memory": "tab:purple", "disk": "tab:brown", "aut
 _OTHER_COLOR = "tab:gray"  # of an event of a newer mpitrain
 _SAID = {"auto": "changed by itself", "told": "told"}
 MOST_TEXTS = 8  # of events, in the picture
+_MOST_LETTERS = 40  # of a text, beside its line
 FORMATS = (".png", ".svg", ".pdf")
 _STYLES = ("-", "--", ":", "-.")  # of the metrics in a panel, where each run has a colour
 _OWN_COLORS = 10  # of Matplotlib
@@ -151,8 +152,15 @@ def _mark(axes: Any, events: Sequence[RunEvent], *, has_texts: bool) -> None:
     for event in events[-MOST_TEXTS:] if has_texts else ():
         text = _literal(f" {event.text}" if event.source in _SAID else f" {event.text}, {event.seconds:.2g} s")
         place = {"xycoords": axes.get_xaxis_transform(), "rotation": 90, "ha": "right", "va": "bottom"}
+        ground = {"facecolor": "white", "edgecolor": "none", "alpha": 0.8, "pad": 0.5}  # to be read on curves
+        color = _COLORS.get(event.source, _OTHER_COLOR)
         axes.annotate(
-            text, (event.after_step, 0), fontsize="xx-small", color=_COLORS.get(event.source, _OTHER_COLOR), **place
+            text if len(text) <= _MOST_LETTERS else f"{text[:_MOST_LETTERS]}…",
+            (event.after_step, 0),
+            fontsize="x-small",
+            color=color,
+            bbox=ground,
+            **place,
         )
 
 
@@ -168,10 +176,21 @@ def _mark_steps(axes: Any, rows: Sequence[Mapping[str, float]]) -> None:
 
 
 def _draw_one(axes: Any, run: PlottedRun, names: Sequence[str]) -> bool:
-    """Draw the metrics of a run. Return whether there was one."""
+    """Draw the metrics of a run. Return whether there was one.
+
+    Those of the training have a colour in all panels, and those of each evaluation another one.
+    """
+    sources = list(dict.fromkeys(_source(name) for name in metrics_of(run.rows)))
     for name in names:
-        _draw(axes, run.rows, name, label=_literal(name.replace("_", " ")))
+        if _source(name) in sources:
+            color = f"C{sources.index(_source(name))}"
+            _draw(axes, run.rows, name, color=color, label=_literal(name.replace("_", " ")))
     return bool(axes.lines)
+
+
+def _source(name: str) -> str:
+    """Return of what a metric is: "test" of "test loss"; "" of the training."""
+    return name.rpartition(" ")[0]
 
 
 def _draw_all(axes: Any, runs: Sequence[PlottedRun], names: Sequence[str]) -> bool:
