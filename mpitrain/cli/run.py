@@ -162,7 +162,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _starter(arguments: argparse.Namespace, request: Request, kind: str) -> Literal["mpiexec", "agent"]:
-    """Return what starts the ranks. If the agents do that, because nothing asks for MPI, say so.
+    """Return what starts the ranks. If the agents do that because nothing asks for MPI, print why.
 
     Raises:
         ConfigError: an option needs MPI, and --starter agent goes without it.
@@ -182,7 +182,7 @@ def _starter(arguments: argparse.Namespace, request: Request, kind: str) -> Lite
         why = f"{sys.executable} has no mpi4py"
     elif kind == "torchrun":
         why = f"{request.script} does not use it"
-    else:  # what is installed may use MPI without a word of it here
+    else:  # an installed package may use MPI, and the script does not name it
         return "mpiexec"
     print(f"mpitrain: the ranks start without MPI: {why} (--starter mpiexec: with MPI)", file=sys.stderr, flush=True)
     return "agent"

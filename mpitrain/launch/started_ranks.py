@@ -68,7 +68,7 @@ class StartedRanks(Protocol):
         """Have all ranks get this signal. They are then about to end."""
 
     def give_up(self) -> None:
-        """What is left of them is killed by others: wait for nothing more."""
+        """Others end the processes that remain: wait for nothing more."""
 
     def close(self) -> None:
         """Close what was opened."""
