@@ -276,7 +276,7 @@ SHOWN = """() => {
 def of_cost(place: Path) -> None:
     """Measure steps with and without a viewer, in turns in one job."""
     (place / "live").mkdir(parents=True)
-    seconds, turns = 8.0, 24
+    seconds, turns = 6.0, 16
     with (
         dashboard(place / "live", place / "cache") as link,
         job(place, 1_000_000, 0.05, 10),

@@ -98,7 +98,6 @@ def make(folder: Path, to: Path, width: int) -> None:
             "dashboard-cluster": ("/cluster", "#matrices canvas", 780),
             "dashboard-runs": ("/", "#runs tbody tr", 350),
             "dashboard-failed": (f"/run/{ids['lr-0.1']}", "#charts[data-drawn]", 560),
-            "dashboard-compare": (f"/compare?runs={','.join(ids.values())}", "#charts canvas", 560),
         }
         for name, (path, shown, height) in pages.items():
             page = open_page(height)

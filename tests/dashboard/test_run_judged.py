@@ -93,9 +93,9 @@ def test_the_curve_of_a_list(tmp_path: Path) -> None:
 
     assert thinned() == [7.0]
     for first, last in ((1, 3), (4, 20), (21, 80)):
-        rows = [{"step": step, "loss": float(step)} for step in range(first, last + 1)]
+        rows = [{"step": 2 * value, "loss": float(value)} for value in range(first, last + 1)]
         with (folder / "metrics.jsonl").open("a") as file:
-            file.write("".join(json.dumps(row) + "\n" for row in [*rows, {"step": last, "loss": "NaN"}]))
+            file.write("".join(json.dumps(row) + "\n" for row in [*rows, {"step": 2 * last + 1, "loss": "NaN"}]))
         found = thinned()
     assert found == [4 * group + 2.5 for group in range(20)]
     index.close()
